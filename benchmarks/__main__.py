@@ -43,7 +43,7 @@ class PeersFailed(Exception):
 
 
 def run_peers(options: Options, arguments: argparse.Namespace | None = None) -> Result:
-    """A program of its own, because its contenders are."""
+    """Runs as a separate program, because its contenders do."""
     if not PEERS.is_file():
         raise PeersFailed("the peers' benchmark is not in this checkout")
     command = [sys.executable, "-m", "benchmarks.peers", "--json", "--directory", str(options.directory)]

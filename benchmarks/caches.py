@@ -163,7 +163,7 @@ class Fifo(_Queued):
 
 
 class Sieve(_Queued):
-    """SIEVE (Zhang et al., NSDI 2024): one queue, a hand that passes over what was asked for since it last came by."""
+    """SIEVE (Zhang et al., NSDI 2024): one queue, and a hand that passes over blocks used since its last visit."""
 
     def __init__(self, blocks: Blocks, capacity: int, *, leaf_first: bool) -> None:
         super().__init__(blocks, capacity, leaf_first=leaf_first)

@@ -12,7 +12,7 @@ TRIES = 5
 
 
 def evict(folder: Path) -> None:
-    """Writes back and drops what the page cache has of every file below ``folder``. Needs no privileges."""
+    """Writes back and drops every file below ``folder`` from the page cache. Needs no privileges."""
     for path in files(folder):
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -44,7 +44,7 @@ def cached_share(folder: Path) -> float:
 
 
 def can_be_cold(folder: Path) -> bool:
-    """True if dropping takes effect on this file system; not in memory, where there is nothing below the cache."""
+    """True if dropping takes effect on this file system; not in memory, which has nothing below the cache."""
     probe = folder / "cold-probe"
     probe.write_bytes(bytes(1 << 20))
     try:

@@ -58,14 +58,14 @@ class Case:
         return [Load(chunk_bytes, chunks, layout, seed) for seed in range(1, self.workers + 1)]
 
     def exceeding(self, bound_bytes: int) -> Case:
-        """This case with so many calls a round that it moves more than ``bound_bytes``."""
+        """Returns this case with so many calls a round that it moves more than ``bound_bytes``."""
         moved = sum(load.size_bytes for load in self.loads)
         return replace(self, calls=bound_bytes // moved + 1)
 
 
 @dataclass
 class Figures:
-    """The figures, by kind ("write", "read"), one entry a round; medians of them are what is shown."""
+    """The figures, by kind ("write", "read"), one entry a round; their medians are shown."""
 
     chunk_bytes: int
     aggregate: dict[Kind, list[float]] = field(default_factory=lambda: {"write": [], "read": []})
@@ -202,7 +202,7 @@ def _add(phase: _Phase, work: Callable[[], list[Taken]], server: Served | None) 
 def _fio_round(job: Job, case: Case) -> dict[str, Figure]:
     found = {"write": job.run("write")}
     if case.cache == "cold":
-        caching.evict(job.folder)  # fio's own dropping leaves what is not written back yet
+        caching.evict(job.folder)  # fio's own dropping keeps pages that are not written back yet
     found["read"] = job.run("read")
     if case.cache == "cold":
         caching.evict(job.folder)

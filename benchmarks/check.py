@@ -147,7 +147,7 @@ def _memory_ratios(folder: Path, size_bytes: int, rounds: int) -> dict[str, floa
 def _chunk_ratios(
     store: Store, local: Store, path: str, folder: Path, size_bytes: int, rounds: int
 ) -> dict[str, float]:
-    """put, get, layers and, where there is one, the mapped view, against what moves the same bytes without a store."""
+    """put, get, layers and, if there is one, the mapped view, against plain moves of the same bytes."""
     layout = LLAMA_8B.layout_of(CHUNK_BYTES)
     count = size_bytes // layout.kv_bytes_per_token
     kv = random_bytes(size_bytes, 5).view(layout.numpy_dtype).reshape(layout.shape(count))
@@ -210,7 +210,7 @@ def _chunk_ratios(
 
 @contextmanager
 def plain_files(folder: Path, chunk_bytes: int, chunks: int) -> Iterator[dict[str, Callable[[], float]]]:
-    """A writer of a file for each chunk, each time anew, and a reader of them."""
+    """Returns a writer that makes a new file for each chunk, and a reader of these files."""
     calls = itertools.count()
     with closing(FileMover(folder, Load(chunk_bytes, chunks, None, 1))) as files:
 
@@ -302,7 +302,7 @@ def _tokens(count: int) -> TokenArray:
 
 
 def _read(path: Path) -> dict[str, float]:
-    """The reference. Raises ValueError where it is none."""
+    """Reads the reference. Raises ValueError if it is not one."""
     if not path.is_file():
         raise ValueError(f"{path} does not exist: python -m benchmarks.check --update writes it")
     found: Any = json.loads(path.read_text())

@@ -131,7 +131,7 @@ def measure(folder: Path, endpoints: str, chunks: int, rounds: int, round_s: flo
 
 
 def fill(folder: Path, count: int) -> None:
-    """A root with so many small files under chunks' names, last used evenly over a week."""
+    """Makes a root with small files under chunks' names, last used evenly over a week."""
     folder.mkdir(parents=True)
     create_or_open(PosixRoot(folder), RandomIds(), shard_bits=8)
     for shard in range(256):
@@ -163,7 +163,7 @@ def entries(folder: Path) -> Iterator[str]:
 
 
 def collect(root: Path, endpoints: str, *options: str) -> dict[str, Any]:
-    """One run of the collector: what it printed, and its largest memory."""
+    """Runs the collector once; returns its output and its largest memory."""
     command = [
         sys.executable,
         "-m",

@@ -26,7 +26,7 @@ class WrongBytes(Exception):
 
 
 def random_bytes(count: int, seed: int) -> Bytes:
-    """So many random bytes. They repeat after a prime number of them, so that no two chunks or sections are equal."""
+    """Returns random bytes. They repeat with a prime period, so that no two chunks or sections are equal."""
     piece = np.frombuffer(np.random.default_rng(seed).bytes(min(count, REPEAT_BYTES)), np.uint8)
     return np.resize(piece, count)
 

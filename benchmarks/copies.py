@@ -211,7 +211,7 @@ def _turns(pool: Pool, paths: Sequence[str], folder: Path, skipped: list[str], u
         ways = [way, replace(way, write="behind")] if path in BEHIND else [way]
         stores = [undo.enter_context(each.open()) for each in ways]
         caches = [store.namespace("memcpy", pool.layout) for store in stores]
-        # What is in memory only its worker can clear.
+        # Only its worker can clear memory.
         clear = caches[0].clear if keeps else owner.namespace("memcpy", pool.layout).clear
         settle = behind.settle if behind is not None and path != IN_PROCESS else _nothing
         turns[path] = partial(one_round, pool, path, caches, clear, settle)
@@ -330,7 +330,7 @@ def _loop(pool: Pool, loopback: Loopback) -> dict[str, float]:
 
 
 def _settle(stored: Callable[[], bool]) -> None:
-    """Waits, off the clock, until what was acknowledged is stored. Raises WrongBytes where it never is."""
+    """Waits, outside the clock, until acknowledged chunks are stored. Raises WrongBytes if they never are."""
     deadline_s = time.monotonic() + SETTLE_S
     while not stored():
         if time.monotonic() > deadline_s:

@@ -38,13 +38,13 @@ class Singles:
 
 
 class Crew:
-    """Processes that do what they are told, together. Made by ``crew``."""
+    """Processes that carry out orders together. Made by ``crew``."""
 
     def __init__(self, pipes: Sequence[Connection]) -> None:
         self._pipes = pipes
 
     def prepare(self, call: int) -> None:
-        """Each makes what it is going to put."""
+        """Makes each process prepare its puts."""
         self._all("prepare", call)
 
     def put(self) -> list[Taken]:
@@ -60,7 +60,7 @@ class Crew:
         self._all("forget", None)
 
     def verify(self) -> None:
-        """Each compares every byte that it got last with what it put. Raises WrongBytes."""
+        """Makes each process compare every byte of its last get with its put. Raises WrongBytes."""
         self._all("verify", None)
 
     def singles(self, count: int) -> list[Singles]:

@@ -73,7 +73,7 @@ class Memory:
             self._prints.add(address)
 
     def turn_over(self, count: int) -> None:
-        """So many changes: as many chunks come as go."""
+        """Makes this many changes: as many chunks come as go."""
         with self._lock:
             for address in self._fresh(count // 2):
                 at = int(self._random.integers(len(self._addresses)))
@@ -103,7 +103,7 @@ class Memory:
 
 
 class Pair:
-    """A node that tells and one that listens, each with a client of etcd and a session of its own."""
+    """A node that publishes and one that listens, each with its own etcd client and session."""
 
     def __init__(self, etcd: str, memory: Memory, limits: PeerLimits) -> None:
         self.counters = Counters()
@@ -148,7 +148,7 @@ def wait_for(holds: object, patience_s: float = 60.0) -> None:
 
 
 def staleness(etcd: str, interval_s: float, samples: int) -> list[float]:
-    """Seconds from when memory has a chunk until a look-up at the other node says so, at random moments."""
+    """Returns the seconds until a look-up at the other node knows of a new chunk, at random moments."""
     memory, random = Memory(HELD, 1), np.random.default_rng(2)
     found = []
     with pair(etcd, memory, PeerLimits(sync_interval_s=interval_s)) as both:
@@ -162,7 +162,7 @@ def staleness(etcd: str, interval_s: float, samples: int) -> list[float]:
 
 
 def load(etcd: str, changes_per_s: int, seconds: float) -> tuple[float, float]:
-    """Bytes of digests and transactions a second, at so many changes a second and an interval of 1 s."""
+    """Returns bytes of digests and transactions a second, at a rate of changes and an interval of 1 s."""
     memory = Memory(HELD, 1)
     with pair(etcd, memory, PeerLimits()) as both:
         time.sleep(2.0)
@@ -209,7 +209,7 @@ def lookups(prints: int, peers: int, chunks: int) -> tuple[float, float, float]:
 
 
 def bare(size_bytes: int, rounds: int) -> float:
-    """Median seconds in which a process sends so many bytes over the loopback to this one."""
+    """Returns the median seconds in which a process sends this many bytes over loopback to this one."""
     listener = socket.create_server(("127.0.0.1", 0))
     sender = subprocess.Popen([sys.executable, "-c", SENDER, str(listener.getsockname()[1]), str(size_bytes)])
     near, _ = listener.accept()

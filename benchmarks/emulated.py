@@ -88,7 +88,7 @@ class _Slot:
 
 
 class Engine:
-    """Serves prompts. ``cache`` None: no store. Close it to wait for what is pushed behind. Thread-safe."""
+    """Serves prompts. ``cache`` None: no store. Close it to wait for background puts. Thread-safe."""
 
     def __init__(self, settings: Settings, cache: Cache | None) -> None:
         self.settings = settings
@@ -216,7 +216,7 @@ def verify(cache: Cache, model: Model, prompts: Sequence[Prompt], tokens_max: in
 
 
 def closed_loop(work: Sequence[Callable[[], Answer]], clients: int) -> tuple[list[Answer], float]:
-    """Does all of the work with so many clients, each beginning the next as it ends one; answers and seconds."""
+    """Does all the work with a fixed number of clients, one request each at a time; returns answers and seconds."""
     began_s = time.perf_counter()
     with ThreadPoolExecutor(clients, "bench-client") as pool:
         answers = list(pool.map(lambda one: one(), work))

@@ -23,7 +23,7 @@ class Model:
         return self.layers * 2 * self.kv_heads * self.head_dim * 2
 
     def layout(self, chunk_tokens: int) -> Layout:
-        """The layout with chunks of so many tokens."""
+        """Returns the layout with chunks of this many tokens."""
         return Layout(self.layers, self.kv_heads, self.head_dim, "bfloat16", chunk_tokens)
 
     def layout_of(self, chunk_bytes: int) -> Layout:

@@ -51,7 +51,7 @@ class Load:
 
 
 class Mover(Protocol):
-    """Moves one load. Each call is named by a number, of which it never sees the same one twice."""
+    """Moves one load. Each call has a number, never the same one twice."""
 
     def prepare(self, call: int) -> None:
         """Makes the call's tokens or keys, and stamps the bytes."""
@@ -75,7 +75,7 @@ class Mover(Protocol):
         """Stores the single chunk."""
 
     def get_one(self) -> None:
-        """Reads the single chunk. Raises WrongBytes where it is not there."""
+        """Reads the single chunk. Raises WrongBytes if it is not there."""
 
 
 def mover(store: Store, load: Load) -> Mover:

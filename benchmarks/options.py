@@ -20,7 +20,7 @@ SHM_FREE_MIN_BYTES = 6 * GIB
 
 @dataclass(frozen=True)
 class Options:
-    """``directory`` for what is measured in the page cache, ``disk`` for what must reach a device."""
+    """The shared options. ``directory`` is for runs in the page cache, ``disk`` for those that must reach a device."""
 
     directory: Path
     disk: Path
@@ -65,7 +65,7 @@ def options_of(arguments: argparse.Namespace) -> Options:
 
 
 def default_directory() -> Path:
-    """A file system in memory where there is one with room, else where temporary files go."""
+    """Returns a file system in memory if there is one with room, else the folder of temporary files."""
     if SHM.is_dir() and os.access(SHM, os.W_OK) and shutil.disk_usage(SHM).free >= SHM_FREE_MIN_BYTES:
         return SHM
     return Path(tempfile.gettempdir())

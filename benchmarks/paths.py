@@ -76,7 +76,7 @@ class Served:
         return (int(fields[11]) + int(fields[12])) / 100  # USER_HZ is 100 on every Linux that runs Python
 
     def settle(self) -> None:
-        """Waits until it has nothing more to do, such as writing what was acknowledged, or for ``SETTLE_S``."""
+        """Waits until it has nothing left to do, such as writing acknowledged chunks, or for ``SETTLE_S``."""
         used_s, ends_s = -1.0, time.monotonic() + SETTLE_S
         while used_s != (used_s := self.cpu_s()) and time.monotonic() < ends_s:
             time.sleep(IDLE_S)
@@ -84,9 +84,9 @@ class Served:
 
 @contextmanager
 def served(folder: Path, root: Path, durability: str = "none", memory_bytes: int = 0) -> Iterator[Served]:
-    """A worker on ``root`` with an etcd of its own, as a user would run it; its files are in ``folder``.
+    """Starts a worker on ``root`` with its own etcd, as a user would; its files are in ``folder``.
 
-    ``memory_bytes`` is the shared memory that it keeps hot chunks in.
+    ``memory_bytes`` is the shared memory for hot chunks.
     """
     with EmbeddedEtcd(folder / "etcd") as etcd:
         command = kvstore_command(

@@ -64,7 +64,7 @@ class Counts:
 
 
 class Counted:
-    """An inventory's ``Room`` of ``size`` blocks, which remembers what was given back."""
+    """An inventory's ``Room`` of ``size`` blocks, which remembers returned ones."""
 
     def __init__(self, size: int) -> None:
         self.size_bytes = self.free_bytes = size
@@ -72,7 +72,7 @@ class Counted:
         self._last = 0
 
     def take(self, size_bytes: int) -> int | None:
-        """Another number each time; None where it is full."""
+        """Returns a different number each time; None if it is full."""
         if not self.free_bytes:
             return None
         self.free_bytes -= 1
@@ -86,7 +86,7 @@ class Counted:
 
 
 class Bounded:
-    """A bounded tier: an inventory, and what it evicts, told to ``evicted``."""
+    """A bounded tier: an inventory, whose evictions go to ``evicted``."""
 
     def __init__(self, size: int, policy: str, evicted: Callable[[Entry], None]) -> None:
         self._room = Counted(size)
@@ -97,7 +97,7 @@ class Bounded:
     def claim(
         self, place: Place, now_s: float, hints: Hints, *, dirty: bool = False, replica: bool = False
     ) -> Entry | None:
-        """A ready entry, referenced once; None where there is no room."""
+        """Makes a ready entry, referenced once; None if there is no room."""
         entry = self.inventory.claim(place, 1, now_s, hints, dirty=dirty, replica=replica)
         for offset in self._room.given:
             self._evicted(self._entries.pop(offset))
@@ -198,7 +198,7 @@ class SimulatedNode:
                 self._write(block)
 
     def _claim(self, block: int, *, dirty: bool = False, replica: bool = False) -> Entry | None:
-        # What was here comes back when it is asked for again, the first time: that was its second use.
+        # A block that was here returns on its next request, the first time: that was its second use.
         self._admission.asked(self._places[block].address, self._now_s)
         entry = self._memory.claim(self._places[block], self._now_s, self._hints[block], dirty=dirty, replica=replica)
         self.counts.memory_full += entry is None
@@ -209,7 +209,7 @@ class SimulatedNode:
         self.counts.to_root += 1
 
     def _drain(self, now_s: float) -> None:
-        """Writes what is behind, as far as the time since the last request was enough for it."""
+        """Writes what is queued behind, as far as the time since the last request allows."""
         self._drainable += (now_s - self._now_s) * self._setup.drain
         self._now_s = now_s
         while self._behind and self._drainable >= 1:

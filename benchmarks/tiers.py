@@ -72,7 +72,7 @@ class Row:
 
 
 def main() -> int:
-    """Prints the tables; 0 when it ran, 2 for what it cannot replay."""
+    """Prints the tables; returns 0 if it ran, 2 for a trace that it cannot replay."""
     arguments = _parser().parse_args()
     groups = [arguments.traces] if arguments.mixed else [[one] for one in arguments.traces]
     try:
@@ -130,7 +130,7 @@ def _some_of(names: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
 
 
 def measure(replay: Replay, arguments: argparse.Namespace) -> Iterator[Row]:
-    """A row for every combination of what was asked for."""
+    """Returns a row for every combination of the options."""
     places = places_of(replay)
     hints = [Hints(int(priority)) for priority in replay.blocks.priorities]
     for memory, disk, policy, write, admission in product(
@@ -138,7 +138,7 @@ def measure(replay: Replay, arguments: argparse.Namespace) -> Iterator[Row]:
     ):
         counts = Counts()
         for number, demotion in enumerate(arguments.demotion):
-            # Without a disk they are all the same.
+            # Without a disk all of them are equal.
             if disk or not number:
                 setup = setup_of(
                     replay,

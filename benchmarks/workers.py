@@ -150,7 +150,7 @@ def _run(options: Options, sweeps: Iterable[Sweep]) -> Result:
 
 
 def tables_of(sweep: Sweep, done: Sequence[tuple[Case, Figures]]) -> list[Table]:
-    """Throughput, and what it cost: one row a case, with the columns in which the cases differ."""
+    """Throughput and cost: one row a case, with the columns in which the cases differ."""
     keyed = [_key(case, figures) for case, figures in done]
     varying = [name for name in KEYS if len({key[name] for key in keyed}) > 1]
     if not varying:
@@ -222,7 +222,7 @@ def _said(value: Cell) -> str:
 
 
 def _chosen(arguments: argparse.Namespace, size_bytes: int) -> list[Sweep] | None:
-    """One sweep of every combination of what was named; None where nothing was."""
+    """Returns one sweep of every combination of the given options; None if none was given."""
     named = {
         name: getattr(arguments, name)
         for name in ("workers", "chunk_mib", "model", "path", "cache", "durability", "fio_jobs", "exceed_mib")

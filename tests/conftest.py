@@ -66,7 +66,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
 def _scratch() -> Path | None:
-    """Memory-backed storage for roots, where the machine has enough of it; None: the disk."""
+    """Memory-backed storage for roots, if the machine has enough of it; None: the disk."""
     if SHM.is_dir() and os.access(SHM, os.W_OK) and shutil.disk_usage(SHM).free >= SHM_FREE_MIN_BYTES:
         return SHM
     return None

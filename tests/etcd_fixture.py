@@ -32,7 +32,7 @@ def running_etcd(folder: Path, *arguments: str) -> Iterator[EmbeddedEtcd]:
 
 @contextmanager
 def stubs(endpoint: str) -> Iterator[tuple[Any, Any]]:
-    """etcd's own KV and Auth services, for what the store never asks for."""
+    """Returns etcd's own KV and Auth services, for calls that the store never makes."""
     with grpc.insecure_channel(endpoint) as channel:
         yield etcdrpc.KVStub(channel), etcdrpc.AuthStub(channel)
 
@@ -61,7 +61,7 @@ def enable_auth(endpoint: str, user: str, password: str, prefix: str) -> None:
 
 @contextmanager
 def frozen(pid: int) -> Iterator[None]:
-    """Stops a process as SIGSTOP does, from when its last thread stands still, and lets it go on afterwards."""
+    """Stops a process by SIGSTOP, waits until its last thread stands still, and continues it afterwards."""
     os.kill(pid, signal.SIGSTOP)
     try:
         eventually(lambda: all(_state(task) == "T" for task in Path(f"/proc/{pid}/task").iterdir()))
@@ -75,7 +75,7 @@ def _state(task: Path) -> str:
 
 
 class Proxy:
-    """A TCP relay in front of a server, which can swallow what the server answers, and cut connections."""
+    """A TCP relay in front of a server, which can swallow the server's answers, and cut connections."""
 
     def __init__(self, target: str, port: int = 0) -> None:
         host, target_port = target.rsplit(":", 1)

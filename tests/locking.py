@@ -91,7 +91,7 @@ def _makes_a_lock(call: ast.Call, bare: set[str]) -> bool:
 
 
 def _name_at(frame: FrameType | None) -> str | None:
-    """The lock that is made where a frame stands; None outside of kvstore, and while locks are plain."""
+    """Returns the lock that is made at a frame; None outside of kvstore, and while locks are plain."""
     if frame is None or not _is_on:
         return None
     return _locks_of(frame.f_code.co_filename).get(frame.f_lineno)

@@ -60,7 +60,7 @@ def _opened(asked: dict[str, Any]) -> Contender:
 
 
 def _done(contender: Contender, what: str, turn: int) -> tuple[float, float]:
-    """Seconds on the clock and of processors that it took, without bringing in what was not copied."""
+    """Returns seconds on the clock and of processors that it took, before uncopied results are copied."""
     if what == "clear":
         contender.clear()
         return 0.0, 0.0

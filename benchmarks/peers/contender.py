@@ -107,7 +107,7 @@ ENTRIES: dict[str, Entry] = {
 
 
 class Contender(ABC):
-    """One store under test, in a process of its own. Any exception says that it failed, and why."""
+    """One store under test, in a separate process. Any exception means that it failed, and why."""
 
     reads: tuple[str, ...] = ("get",)
     """Its ways to read, as names of methods; each leaves the bytes in ``memory.target``, ``view`` once delivered."""
@@ -132,7 +132,7 @@ class Contender(ABC):
         """Reads it into ``memory.target``. Raises where anything was missing."""
 
     def deliver(self) -> None:  # noqa: B027 - most have nothing to do
-        """Outside the clock: brings into ``memory.target`` what a read gave without copying it."""
+        """Copies, outside the clock, a read's uncopied result into ``memory.target``."""
 
     @abstractmethod
     def clear(self) -> None:
@@ -168,6 +168,6 @@ class Lanes:
 
 
 def expect(found: int, wanted: int, what: str) -> None:
-    """Raises RuntimeError where a contender did less than it was asked to."""
+    """Raises RuntimeError if a contender did less than it was asked to."""
     if found != wanted:
         raise RuntimeError(f"{found} of {wanted} {what}")

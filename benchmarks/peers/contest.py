@@ -102,7 +102,7 @@ def _start(entry: Entry, seats: dict[str, Seat], contest: Contest, folder: Path,
 
 
 def _take_turn(seat: Seat, memory: Memory, turn: int, *, apart: bool) -> Mapping[str, Taken]:
-    """The seconds it took, by operation. Raises Failed, also where it read other bytes than it was given."""
+    """Returns the seconds by operation. Raises Failed, also if it read other bytes than it was given."""
     seat.ask("prepare", turn)
     memory.renew(turn)
     memory.wipe()

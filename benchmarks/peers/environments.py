@@ -107,7 +107,7 @@ def python_of(name: str) -> tuple[Path, Mapping[str, str]]:
 
 
 def set_up(name: str) -> None:
-    """Makes an environment anew, unless it is there already. Raises NotReady."""
+    """Makes an environment, unless it exists already. Raises NotReady."""
     environment = ENVIRONMENTS[name]
     if environment.is_ready():
         return

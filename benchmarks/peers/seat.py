@@ -24,7 +24,7 @@ SAID_BYTES = 400
 
 
 class Failed(Exception):
-    """A contender could not do what it was asked; the text says why."""
+    """A contender could not carry out its order; the text says why."""
 
 
 class Seat:

@@ -84,7 +84,7 @@ class Memory:
         words[:] = (np.uint64(turn) << np.uint64(32)) + np.arange(len(words), dtype=np.uint64)
 
     def wipe(self) -> None:
-        """Forgets what was read."""
+        """Clears the memory that reads fill."""
         self.target[:] = 0xA5
 
     def is_right(self) -> bool:

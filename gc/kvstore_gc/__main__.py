@@ -1,4 +1,4 @@
-"""Entry point of ``kvstore-gc``; apart from the command so that a missing package is a sentence, not a traceback."""
+"""Entry point of ``kvstore-gc``; separate from the command so that a missing package is a sentence, not a traceback."""
 
 from __future__ import annotations
 

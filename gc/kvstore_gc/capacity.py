@@ -19,7 +19,7 @@ from kvstore.root.interface import Space
 from kvstore.sources import Clock, SystemClock
 
 GROWTH_SHARE = 0.01
-"""If no round could bring the root below the high watermark (all pinned), the next one waits for so many new bytes."""
+"""If no round could bring the root below the high watermark (all pinned), the next waits for this many new bytes."""
 LATE_S_MIN = 1.0
 """The time within which a deletion is reported, if nodes are few (``signs.room_of``)."""
 NONE = Usage()
@@ -62,15 +62,15 @@ class Watermarks:
         self._limit_bytes = max_bytes
         self._free_bytes: int | None = None
         self._is_settled = False
-        """True once a round has done what it could about the last survey."""
-        # Reports. A reporter whose key is gone keeps its last report: what it wrote is still there.
+        """True once a round has done everything possible about the last survey."""
+        # Reports. A reporter whose key is gone keeps its last report: its bytes are still there.
         self._reported: dict[SessionId, Usage] = {}
         self._gone: set[SessionId] = set()
         self._unheard: set[SessionId] = set()
         self._answered: dict[SessionId, Usage] = {}
         """The first answers since the mark of nodes that were unheard then."""
         self._reaped_bytes = 0
-        # The last survey, and what was reported up to it.
+        # The last survey, and the reports up to it.
         self._surveyed_bytes: int | None = None
         self._free_then_bytes: int | None = None
         self._base: dict[SessionId, Usage] = {}
@@ -160,7 +160,7 @@ class Watermarks:
             self._free_bytes = space.free_bytes
 
     def settled(self) -> None:
-        """Notes that a round is over, and did what it could about what it listed."""
+        """Notes that a round is over, and did everything possible about the chunks that it listed."""
         with self._lock:
             self._is_settled = True
 

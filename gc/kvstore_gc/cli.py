@@ -49,7 +49,7 @@ class Limits:
     )
 
     def config(self) -> Config:
-        """The policy file, with what the options say instead. Raises InvalidRequest where it makes no sense."""
+        """Returns the policy file's configuration, overridden by options. Raises InvalidRequest for nonsense."""
         config = Config()
         if self.policy is not None:
             config = read_config(self.policy, DURATION, SIZE)

@@ -91,7 +91,7 @@ class Collectors:
         live = [found for kv in items if kv.lease and (found := self._keys.parse_session(kv.key)) is not None]
         if mine is None or mine[0] not in live:
             if mine is not None and mine == self.me:
-                self._forget()  # its key was deleted though its lease lives: ``beat`` joins anew
+                self._forget()  # its key was deleted though its lease lives: ``beat`` joins again
                 self._revoke(mine[1])
             raise Unavailable("this collector is not listed in etcd at the moment: it joins again")
         return [shard for shard in range(count) if owner(shard, live) == mine[0]]
@@ -113,7 +113,7 @@ class Collectors:
         except LeaseGone as gone:
             raise Unavailable("the collector's lease ended before its key was written: try again") from gone
         except KVStoreError:
-            self._revoke(lease)  # the put may be on its way still: without its lease it cannot land
+            self._revoke(lease)  # the put may still be in flight: without its lease it cannot land
             raise
         with self._lock:
             self._id, self._lease, self._renewed_s = collector, lease, sent_s

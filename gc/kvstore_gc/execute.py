@@ -107,7 +107,7 @@ class Sweeper:
         report, started_s = SweepReport(), self._clock.monotonic_s()
         self._reserve.keep()
         sweeps: list[InFlight] = []
-        # Spared by G4 anyway; but what is condemned is a miss until the sweep ends, which pinned chunks should not be.
+        # Spared by G4 anyway; but a condemned chunk is a miss until the sweep ends, which pinned chunks should not be.
         pinned = self._grace.pinned()
         planned = [kept for plan in plans if (kept := _without(plan, pinned, report)).victims]
         for start in range(0, len(planned), GROUP_MAX):
@@ -127,7 +127,7 @@ class Sweeper:
         return report
 
     def lift_unnamed(self) -> int:
-        """Lifts the fence of trash folders that no key names, putting back what is in them (rule F3); how many."""
+        """Lifts the fence of trash folders that no key names, and puts their files back (rule F3); returns how many."""
         if not self._root.traits.fenced:
             return 0
         return lift_unnamed(self._root, self._site.identity.shard_bits, self._named)
@@ -258,7 +258,7 @@ class Sweeper:
             wait_s = min(2 * wait_s, self._timings.poll_s_max)
 
     def _lagging(self, look: Look, before: dict[LeaseId, float]) -> dict[LeaseId, float]:
-        """Since when each session lags; revokes those that do for too long, unless a sweep can go on without them."""
+        """Returns since when each session lags; revokes those that lag too long, unless a sweep can do without them."""
         now_s = self._clock.monotonic_s()
         # Each by itself: a session that has just begun lags too, and its node relies on it.
         since_s = {one.lease: before.get(one.lease, now_s) for one in look.laggards}
@@ -268,7 +268,7 @@ class Sweeper:
         return since_s
 
     def _reap(self, sweeps: Sequence[InFlight], pinned: Pinned, report: SweepReport) -> None:
-        """Takes what is not pinned, and closes the sweeps whose fence is up."""
+        """Takes condemned chunks that are not pinned, and closes the sweeps whose fence is up."""
         began_s = self._clock.monotonic_s()
         closing = []
         for sweep in sweeps:
@@ -311,7 +311,7 @@ class Sweeper:
         self._remove_plans(sweeps)
 
     def _abandon(self, sweeps: Sequence[InFlight], report: SweepReport) -> None:
-        """Closes sweeps without taking anything, so that what they condemned is in use again.
+        """Closes sweeps without taking anything, so that their chunks are in use again.
 
         A sweep in which another run has taken something, or whose list it made final, is left to that run.
         """

@@ -87,7 +87,7 @@ class Grace:
         return Look(waiting, due, list(laggards.values()))
 
     def decide(self, sweeps: Sequence[InFlight]) -> tuple[list[InFlight], Pinned]:
-        """The sweeps that may go on, and the addresses that must be spared in them.
+        """Returns the sweeps that may go on, and the addresses that must be spared in them.
 
         Raises Unavailable, RootMismatch if a ref or a twin cannot be understood: nobody knows what it protects.
         """

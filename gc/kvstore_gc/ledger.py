@@ -92,11 +92,11 @@ class Ledger:
                 if result.succeeded:
                     return [InFlight(shard, result.revision, result.revision, each) for shard, each in wanted.items()]
             except Unavailable:
-                unknown = True  # it may have landed, or land later: what is there with our sweep is ours
+                unknown = True  # it may have landed, or land later: a key with our sweep is ours
             found = self.in_flight()
             ours = [one for shard, one in found.items() if shard in records and one.sweep == records[shard].sweep]
             if ours or unknown:
-                # Never again under these ids: what has landed may have been finished by others already (rule G1).
+                # Never again under these ids: others may already have finished what has landed (rule G1).
                 return ours
             wanted = {shard: record for shard, record in wanted.items() if shard not in found}
             if not wanted:

@@ -28,7 +28,7 @@ class Deleting:
         self._shard_bits = site.identity.shard_bits
 
     def reap(self, sweep: InFlight, victims: Sequence[Condemnation] | None, pinned: Pinned, taken: Taken) -> bool:
-        """Makes the list final and deletes what is on it. True when all of it is gone, so that the sweep may close.
+        """Makes the list final and deletes its publications. True when all are gone, so that the sweep may close.
 
         ``victims`` is None if the list cannot be read. A final list then keeps its sweep open, because nobody knows
         what a run that was paused may still delete (``kvstore fsck --adopt`` ends it).

@@ -34,7 +34,7 @@ ORPHANS = ("staging", "restored", "quarantine", "plans", "twins", "failed")
 
 
 class Orphans:
-    """The orphans of one root. One thread at a time. Remembers from round to round what it need not look at again."""
+    """The orphans of one root. One thread at a time. Remembers between rounds what it need not check again."""
 
     def __init__(self, site: Site, watermarks: Watermarks | None = None) -> None:
         """``watermarks`` limit the quarantine; None: no limit."""

@@ -36,7 +36,7 @@ class _Damaged:
 
 
 class Quarantine:
-    """The quarantine folder of one root. One thread at a time. Remembers what it need not read again."""
+    """The quarantine folder of one root. One thread at a time. Remembers which files it need not read again."""
 
     def __init__(self, site: Site, watermarks: Watermarks | None = None) -> None:
         self._root = site.root

@@ -39,7 +39,7 @@ class Trouble:
 
     def failed(self, error: Exception | str) -> None:
         """Logs a failure, unless it failed in the same way the last time."""
-        # One outage is worded in many ways; other errors name what has to be mended, such as a file.
+        # One outage is worded in many ways; other errors name what must be fixed, such as a file.
         kind = type(error).__name__ if isinstance(error, Unavailable) else str(error)
         if self._since_s is None:
             self._since_s = self._clock.monotonic_s()

@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 OPEN_S = 30.0
 HUNG_S = 60.0
-"""A root that has not told its free space for so long hangs."""
+"""A root that has not reported its free space for this long hangs."""
 LISTEN_S = 0.2
 LEAVE_S = 5.0
 """Time for a round to leave its work when a signal came."""
@@ -89,7 +89,7 @@ def _of_host(root: Root) -> Meta:
 
 
 class Collector:
-    """One collector on a site. ``signalled`` waits so many seconds and says whether a signal came."""
+    """One collector on a site. ``signalled`` waits a number of seconds and returns whether a signal came."""
 
     def __init__(self, site: Site, config: Config, signalled: Callable[[float], bool]) -> None:
         self._stop = Stop()

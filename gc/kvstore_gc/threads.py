@@ -1,4 +1,4 @@
-"""Threads for calls to the root, which may never return, and the request to stop, which must be heard all the same.
+"""Threads for calls to the root, which may never return, and the request to stop, which must still be heard.
 
 A call into a dead mount cannot be interrupted. So it runs on a daemon thread, and its caller waits no longer than until
 a stop is requested or a deadline has passed.
@@ -63,7 +63,7 @@ class Stop:
 
 
 class Task(Generic[T]):
-    """One call, begun at once on a daemon thread of its own."""
+    """One call, started at once on its own daemon thread."""
 
     def __init__(self, work: Callable[[], T], name: str) -> None:
         self._work = work
@@ -78,7 +78,7 @@ class Task(Generic[T]):
         return not self._thread.is_alive()
 
     def result(self) -> T:
-        """The result of a call that has ended. Raises what the call raised."""
+        """Returns the result of a call that has ended. Raises what the call raised."""
         if self._error is not None:
             raise self._error
         return self._results[0]
@@ -91,7 +91,7 @@ class Task(Generic[T]):
 
 
 def within(timeout_s: float, what: str, work: Callable[[], T]) -> T:
-    """The result of one call, made on a thread of its own. Raises what it raises.
+    """Makes one call on its own thread; returns its result, raises what it raises.
 
     Raises Unavailable if it has not ended within ``timeout_s``: it may still be running, but nobody waits for it.
     """

@@ -47,7 +47,7 @@ class Duties:
         watermarks.limited(self.collectors.smallest_bytes)
         self.reports.follow()
         self.reports.tell()
-        # The room before the sign: it stops nodes as well, and lets others go on.
+        # The room before the sign: it also stops nodes, and allows others to go on.
         self.room.follow(watermarks)
         self.sign.follow(watermarks)
 

@@ -45,7 +45,7 @@ class RootOptions:
     )
 
     def read(self) -> dict[str, Any]:
-        """The options in the file; none where there is no file. Raises InvalidRequest."""
+        """Returns the options in the file; none if no file is given. Raises InvalidRequest."""
         if self.file is None:
             return {}
         try:

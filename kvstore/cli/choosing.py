@@ -115,7 +115,7 @@ def choose_namespace(found: Sequence[Namespace], name: str, tenant: str, fingerp
 
 
 def read_tokens(text: str | None, file: str | None) -> list[int]:
-    """Token ids from an argument, a file or standard input (``-``). Raises InvalidRequest, naming what is wrong."""
+    """Reads token ids from an argument, a file or standard input (``-``). Raises InvalidRequest."""
     if (text is None) == (file is None):
         raise InvalidRequest("no tokens are given, or twice: give TOKENS, or --tokens-file FILE (- for standard input)")
     if file is not None:

@@ -35,7 +35,7 @@ def argument(**attributes: Any) -> Any:
 def group(kind: type, default: Any = None) -> Any:
     """A field that holds further options, a dataclass ``kind``.
 
-    ``kind.of_options``, where there is one, makes the value from the options; it may return None.
+    ``kind.of_options``, if it exists, makes the value from the options; it may return None.
     """
     return field(default=default, metadata={"group": kind})
 

@@ -78,9 +78,9 @@ def demo(trace: str | None, requests_max: int, as_json: bool) -> None:
 
 @contextmanager
 def _running(folder: Path) -> Iterator[Callable[[], list[str]]]:
-    """A cluster with an etcd of its own on a root in ``folder``.
+    """Runs a cluster with its own etcd on a root in ``folder``.
 
-    Yields a function that waits until the workers serve and returns their addresses. It is apart from their start,
+    Yields a function that waits until the workers serve and returns their addresses. It is separate from their start,
     because a signal may come while it waits, and then they must be stopped.
     """
     from kvstore.meta.server import EmbeddedEtcd
@@ -116,7 +116,7 @@ def _running(folder: Path) -> Iterator[Callable[[], list[str]]]:
 
 @contextmanager
 def _folder(needed_bytes: int) -> Iterator[Path]:
-    """A temporary folder, in memory where there is plenty of it, gone afterwards."""
+    """Makes a temporary folder, in memory if there is plenty of it, and removes it afterwards."""
     in_memory = SHM.is_dir() and os.access(SHM, os.W_OK)
     in_memory = in_memory and min(shutil.disk_usage(SHM).free, memory_free_bytes() or 0) > 4 * needed_bytes
     with tempfile.TemporaryDirectory(prefix="kvstore-demo-", dir=SHM if in_memory else None) as path:

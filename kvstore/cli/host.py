@@ -76,9 +76,9 @@ class Host:
         self._start_beside("gc", [*command, "--metrics", metrics] if metrics is not None else command)
 
     def start_dashboard(self, room: Room, listen: str) -> str:
-        """Starts the dashboard of the same root and etcd; returns its URL. Raises Unavailable where it does not serve.
+        """Starts the dashboard of the same root and etcd; returns its URL. Raises Unavailable if it does not serve.
 
-        Beyond this host it has the workers' certificate and access file.
+        If other hosts can reach it, it uses the workers' certificate and access file.
         """
         secured = self._serving.secured
         common = [*self._common(room), *arguments(secured.as_client())]

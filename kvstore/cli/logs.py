@@ -44,10 +44,10 @@ def _text() -> logging.Formatter:
 
 
 class Lines(logging.Formatter):
-    """One JSON object a line: time, level, logger, event, message, request, and what the event says, by name.
+    """One JSON object a line: time, level, logger, event, message, request, and the event's values, by name.
 
     Events are logged as ``"session.lost worker=%s after_s=%g"``: the first word is ``event``, and each ``name=%s`` a
-    field with the value that was given for it, a number where it was one.
+    field with its value, a number if it was one.
     """
 
     def format(self, record: logging.LogRecord) -> str:

@@ -48,7 +48,7 @@ class Logging:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Limits of what a collector leaves on the root."""
+    """Limits on the chunks that a collector leaves on the root."""
 
     max_bytes: int | None = option(
         "--max-bytes", type=SIZE, help="Maximum size of all chunks, such as 200GiB; by default all the room there is."

@@ -12,7 +12,7 @@ def kvstore_command(*arguments: str) -> list[str]:
 
 
 def gc_command(*arguments: str) -> list[str] | None:
-    """The command line that runs the garbage collector, a package of its own; None where it is not installed."""
+    """Returns the command line of the garbage collector, a separate package; None if it is not installed."""
     if importlib.util.find_spec("kvstore_gc") is None:
         return None
     return [sys.executable, "-m", "kvstore_gc", *arguments]

@@ -93,7 +93,7 @@ def replay(trace: str, access: Access, callers: Callers, as_json: bool) -> None:
 
 
 def print_report(report: Report, as_json: bool, about: Mapping[str, Any]) -> None:
-    """Prints the figures, and failures on standard error; ends the command with exit code 1 where there are any."""
+    """Prints the figures, and failures on standard error; exits with 1 if there are any."""
     if as_json:
         print_json({**about, **report.to_dict()})
     else:

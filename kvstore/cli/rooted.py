@@ -32,7 +32,7 @@ def open_existing(url: str, options: Mapping[str, Any]) -> Root:
 
 @contextmanager
 def identified(url: str, options: Mapping[str, Any]) -> Iterator[tuple[Root, RootIdentity]]:
-    """Opens a root and reads its identity. Raises RootMismatch where it has none, and as ``open_root``."""
+    """Opens a root and reads its identity. Raises RootMismatch if it has none, and as ``open_root``."""
     from kvstore.root.identity import create_or_open
 
     with closing(open_existing(url, options)) as root:

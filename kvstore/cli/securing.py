@@ -116,7 +116,7 @@ class ServerAccess:
                 )
 
     def make_private(self, *, keeps_keys: bool) -> None:
-        """Makes new files of this process and its children readable by this user alone, where that is wanted."""
+        """Makes new files of this process and its children readable by this user alone, if that is wanted."""
         if self.private if self.private is not None else bool(self.access_file or keeps_keys):
             os.umask(PRIVATE_UMASK)
 
@@ -143,9 +143,9 @@ class ServerAccess:
         return ClientAccess(ca_file, self.cert_file, self.key_file, self.server_name, self.token_file)
 
     def credentials(self) -> Credentials:
-        """The credentials for calls to other workers.
+        """Returns the credentials for calls to other workers.
 
-        Raises InvalidRequest where the files cannot be used: later nobody could be told.
+        Raises InvalidRequest if the files cannot be used: at the first call nobody could be told.
         """
         from kvstore.client.credentials import PLAIN, Credentials
 
@@ -157,7 +157,7 @@ class ServerAccess:
         return made
 
     def of_worker(self, number: int) -> ServerAccess:
-        """The security of one of several workers on a host: each writes an audit log of its own."""
+        """Returns the security of one of several workers on a host: each writes a separate audit log."""
         if number == 0 or self.audit_file is None:
             return self
         return replace(self, audit_file=f"{self.audit_file}-{number}")

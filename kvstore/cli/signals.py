@@ -99,7 +99,7 @@ class Stopper:
 class Interrupts:
     """For work that ends by itself: the first signal raises Interrupted in the main thread, later ones are ignored.
 
-    What must be undone is entered with ``guard``, so that no signal falls between doing and undoing.
+    Enter work that must be undone with ``guard``, so that no signal falls between doing and undoing.
     """
 
     def __init__(self) -> None:

@@ -74,7 +74,7 @@ class Tiers:
         return TierSettings.of(self.memory, self.disk, self.write, self.root_priority_min, self.sync_interval_s)
 
     def of_worker(self, number: int) -> Tiers:
-        """The tiers of one of several workers on a host, which has a folder of its own on the local disk."""
+        """Returns the tiers of one of several workers on a host, each with its own folder on the local disk."""
         if self.disk is None:
             return self
         folder, size_bytes = self.disk

@@ -111,7 +111,7 @@ def revoke(access: str, token_file: str | None, keep_s: float, ids: tuple[str, .
     if not wanted:
         raise InvalidRequest("no token is given: give its ID, or --token-file FILE")
     path = Path(access).parent / REVOKED
-    # What has expired by itself need not be listed any more.
+    # An expired token need not be listed any more.
     listed = {id: ends_s for id, ends_s in read_revoked(path).items() if ends_s > now_s} | wanted
     _replace(path, json.dumps(listed, indent=1).encode() + b"\n", 0o644)
     if as_json:

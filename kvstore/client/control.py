@@ -158,7 +158,7 @@ class Control:
         return self._recode(selection, pb.RECODING_DECOMPRESS, deadline, worker)
 
     def reencrypt(self, selection: Selection, *, deadline: float = 0.0, worker: str | None = None) -> ControlTicket:
-        """Encrypts selected chunks anew with the current keys of the worker's key file, or decrypts them without one.
+        """Encrypts selected chunks with the current keys of the worker's key file, or decrypts them if it has none.
 
         Old keys can be removed afterwards.
         """

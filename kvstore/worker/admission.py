@@ -68,7 +68,7 @@ class BytesInFlight:
 
     def __init__(self, bytes_max: int, whose: Callable[[], str | None] = lambda: None) -> None:
         self.bytes_max = bytes_max
-        """Limit on these bytes. May change at any time: what is reserved stays."""
+        """Limit on bytes in flight. May change at any time: reserved bytes stay."""
         self._whose = whose
         self._lock = threading.Lock()  # guards bytes in flight, by tenant
         self._by_tenant: Counter[str] = Counter()

@@ -99,7 +99,7 @@ def tmpfs(folder: Path, size_bytes: int) -> Iterator[Path]:
 
 
 class Hanging:
-    """``folder`` once more at ``mounted``, by a program that can be stopped: then whoever looks there hangs."""
+    """Mounts ``folder`` again at ``mounted`` by a program that can be stopped: a look at it then hangs."""
 
     def __init__(self, folder: Path, mounted: Path) -> None:
         self.mounted = mounted

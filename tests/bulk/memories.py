@@ -179,7 +179,7 @@ class Process:
         return self._child.stdout.readline().strip()
 
     def go_on(self) -> str:
-        """Lets it go on; what it says then."""
+        """Lets it continue; returns its next output."""
         assert self._child.stdin is not None
         self._child.stdin.write("\n")
         self._child.stdin.flush()
@@ -193,7 +193,7 @@ class Process:
 
 @contextmanager
 def worker_with_memory(root: Path, memory_bytes: int = MEMORY_BYTES) -> Iterator[Process]:
-    """A worker in a process of its own; ``said`` is its address."""
+    """A worker in a separate process; ``said`` is its address."""
     process = Process(_WORKER, str(root), str(memory_bytes))
     try:
         yield process
@@ -203,7 +203,7 @@ def worker_with_memory(root: Path, memory_bytes: int = MEMORY_BYTES) -> Iterator
 
 @contextmanager
 def viewing_client(address: str, chunks: int) -> Iterator[Process]:
-    """A client in a process of its own with views of the chunks of prompt 0, which it lets go of when told."""
+    """A client in a separate process with views of the chunks of prompt 0, which it drops when told."""
     process = Process(_CLIENT, address, str(chunks))
     try:
         yield process

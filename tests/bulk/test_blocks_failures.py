@@ -121,7 +121,7 @@ def test_a_damaged_file_is_a_miss_of_that_block_alone(served: Served, tmp_root: 
 @BOTH
 @pytest.mark.parametrize("place", [60, 4096 + 50_000])
 def test_a_damaged_image_is_never_used(hot: Served, way: str, place: int) -> None:
-    """I1: the client finds it, the worker hears of it over gRPC, and gives what the root has."""
+    """I1: the client finds the damage, the worker learns of it over gRPC, and gives the root's block."""
     with connected(hot, bulk=way) as store:
         cache = store.namespace("m", MEDIUM)
         cache.blocks.put(KEYS, BLOCKS, write="through")
@@ -353,7 +353,7 @@ def test_a_put_behind_larger_than_the_memory_is_stored_all_the_same(tmp_root: Pa
 
 
 def test_a_put_over_a_full_worker_is_refused_and_repeated_elsewhere(tmp_root: Path) -> None:
-    """The first has no room for what comes as bytes; nothing of it is lost."""
+    """The first has no room for blocks that come as bytes; nothing of them is lost."""
     limits = WorkerLimits(bytes_in_flight_max=1)
     with serving(tmp_root, worker_limits=limits) as busy, serving(tmp_root) as other:
         with busy.worker.service.in_flight.reserved(1), connected(busy, other, bulk="tcp") as store:

@@ -40,7 +40,7 @@ def test_rows_are_copied_and_nothing_beside_them(
 
 
 def test_what_is_copied_lives_as_long_as_somebody_copies_it() -> None:
-    """A lane that is late writes into memory that is still there, whoever closed the arena meanwhile."""
+    """A late lane writes into memory that still exists, even if the arena was closed meanwhile."""
     clock, alive = SystemClock(), np.zeros(8, np.uint8)
     kept = weakref.ref(alive)
     lanes = Lanes(1, 2, 8, 5, clock)

@@ -97,7 +97,7 @@ def test_a_damaged_file_is_a_miss_from_there_on(served: Served, tmp_root: Path, 
 def test_the_first_file_of_a_run_that_is_damaged_ends_the_read(
     served: Served, tmp_root: Path, index: int, reads: str
 ) -> None:
-    """Nothing of the next run counts: the caller would take what was in its memory before for KV."""
+    """Nothing of the next run counts: the caller would take old content of its memory for KV."""
     with connected(served, bulk="shared") as store:
         cache = store.namespace("m", MEDIUM)
         cache.put(TOKENS, KV)
@@ -155,7 +155,7 @@ def test_a_worker_that_dies_or_freezes_costs_misses_and_little_time(
 def test_a_worker_that_freezes_before_it_greets_is_a_miss(
     tmp_root: Path, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has offered the way that was asked for: that it does not answer there is no mistake in what was asked."""
+    """The worker offered the requested path, so its silence there is not a mistake of the caller."""
     offered = Links._offer
     with worker_process(tmp_root) as worker, connected(worker.address, bulk=way, limits=hasty()) as store:
         cache = store.namespace("m", MEDIUM)
@@ -198,7 +198,7 @@ def test_a_worker_that_is_killed_before_it_greets_is_a_miss(
 
 
 class Silent:
-    """A port that takes every connection and says nothing, and what a worker behind it would offer."""
+    """A port that takes every connection and says nothing, and the offer of the worker behind it."""
 
     def __init__(self) -> None:
         self._socket = socket.create_server(("127.0.0.1", 0))

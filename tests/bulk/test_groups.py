@@ -42,7 +42,7 @@ def file(index: int, said: int | None = None) -> bytes:
 
 @contextmanager
 def stream_of(frames: Sequence[bytes], step_bytes: int) -> Iterator[Link]:
-    """A worker that sends these bytes, so many at a time, and closes."""
+    """A worker that sends these bytes in pieces of a given size, and closes."""
     ours, theirs = socket.socketpair()
 
     def send() -> None:

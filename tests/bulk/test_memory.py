@@ -124,7 +124,7 @@ def test_a_lease_lives_as_long_as_anything_cut_from_a_view(served: Served) -> No
         views.clear()
         gc.collect()
         assert referenced_bytes(served) > 0
-    # The store is closed and its connections with it: what was viewed is still there.
+    # The store is closed and its connections with it: the views still exist.
     other, other_kv = tokens_and_kv(300, seed=5)
     for start in range(0, 300, 100):
         filled_part = other[: (start + 100) * SIZE]
@@ -258,7 +258,7 @@ def test_views_of_a_worker_without_memory_are_mapped_files(tmp_root: Path, monke
 @pytest.mark.parametrize("place", ["header", "payload"])
 @pytest.mark.parametrize("reads", ["get", "view"])
 def test_a_damaged_image_is_never_used(served: Served, place: str, reads: str) -> None:
-    """I1: the client finds it, the worker hears of it over gRPC, and gives what the root has."""
+    """I1: the client finds the damage, the worker learns of it over gRPC, and gives the root's chunk."""
     chain = filled(served, TOKENS, KV, MEDIUM)
     memory = memory_of(served)
     with memory.refer(chain, 80, 1) as slots:
@@ -353,7 +353,7 @@ def mappings() -> int:
 
 @pytest.mark.parametrize("way", ["shared", "tcp"])
 def test_what_only_a_tier_below_has_is_brought_and_given(served: Served, way: str) -> None:
-    """R1: what a match counted is read, wherever it is; here the root has lost it."""
+    """R1: a chunk that a match counted is read, wherever it is; here the root has lost it."""
     chain = filled(served, TOKENS, KV, MEDIUM)
     assert served.member.node.tiers is not None
     with memory_of(served).refer(chain, 0, COUNT) as slots:

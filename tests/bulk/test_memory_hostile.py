@@ -64,7 +64,7 @@ def leased(channel: Channel, served: Served, count: int = 10) -> int:
 
 
 def test_a_lease_ends_with_the_clients_end_and_with_nothing_else(served: Served) -> None:
-    """Not with the connection, not with a refusal: whoever has the end may be reading."""
+    """Neither the connection's end nor a refusal ends it: the holder of the client's end may be reading."""
     with greeted(served, "shared") as channel:
         end = leased(channel, served)
         channel.send(Kind.WANT, 1, [encode_span(0, COUNT + 1)])

@@ -67,7 +67,7 @@ def test_i1_blocks_with_a_bit_turned_in_any_are_not_stored(block: int) -> None:
 
 
 def given(content: bytes) -> Callable[[Pieces], int]:
-    """Fills pieces with what comes, 1,000 bytes at a time."""
+    """Fills pieces with the arriving bytes, 1,000 at a time."""
     at = 0
 
     def fill(pieces: Pieces) -> int:
@@ -138,7 +138,7 @@ def test_a_head_of_another_protocol_is_refused() -> None:
 
 @contextmanager
 def runs_of(span: tuple[int, int], more_bytes: int = 0) -> Iterator[Iterator[Arrived]]:
-    """The runs of a put of three chunks, of which one has come: with this span, and so many bytes too many."""
+    """The runs of a put of three chunks; one run has arrived with this span, and with this many extra bytes."""
     ours, theirs = (Channel(each, 10.0) for each in socket.socketpair())
     calls = Calls(Gate(1), RandomIds())
     arriving = Arriving(BytesInFlight(1 << 20), calls, Buffers(1 << 20), 1 << 20)

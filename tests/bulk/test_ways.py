@@ -70,7 +70,7 @@ def test_a_slice_of_a_larger_array_is_sent_and_filled_in_place(served: Served, w
 @pytest.mark.parametrize("write", [None, "behind"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_prompt_grows_turn_by_turn(served: Served, way: str, write: str | None) -> None:
-    """Each put builds on the one before, which may still be on its way to the root."""
+    """Each put builds on the one before, which may still be queued for the root."""
     tokens, kv = tokens_and_kv(12, seed=8)
     with connected(served, bulk=way, write=write) as store:
         cache = store.namespace(f"turns-{way}-{write}", MEDIUM)

@@ -28,7 +28,7 @@ WAYS = ("shared", "tcp", "grpc")
 def tokens_and_kv(
     chunks: int, seed: int = 0, layout: Layout = MEDIUM
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float16]]:
-    """A prompt of so many chunks, that no other seed has, and its KV."""
+    """Returns a prompt of this many chunks, different for each seed, and its KV."""
     random = np.random.default_rng(seed)
     tokens = random.integers(0, 1 << 31, chunks * layout.chunk_tokens)
     shape = layout.shape(len(tokens))

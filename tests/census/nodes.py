@@ -35,7 +35,7 @@ SIZE = LAYOUT.chunk_tokens
 
 
 class RolledOut:
-    """One node of a roll-out: what it writes can be told from what others write for the same tokens."""
+    """One node of a roll-out: its KV differs from that of others for the same tokens."""
 
     def __init__(
         self, root: Root, store: MemoryStore, label: str, disk: Path | None = None, *, root_priority_min: int = 0

@@ -114,7 +114,7 @@ def test_what_its_queue_still_had_never_reaches_the_root(nodes: tuple[RolledOut,
 
 
 def test_what_only_its_memory_ever_had_goes_too(roots: list[Root]) -> None:
-    """Chunks of low priority never reach the root (rule W4); their writer is on record all the same."""
+    """Chunks of low priority never reach the root (rule W4); their writer is still recorded."""
     store = MemoryStore()
     good, bad = RolledOut(roots[0], store, "stable"), RolledOut(roots[1], store, "canary", root_priority_min=50)
     with closing(good, bad):
@@ -295,7 +295,7 @@ def test_a_namespace_goes_from_the_memory_of_nodes_that_know_no_peers(
 
 
 def test_a_node_alone_waits_for_what_it_is_writing_or_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has no follower that waits: what was on its way would be published behind the sweep."""
+    """It has no follower that waits: a write in progress would be published after the sweep."""
     monkeypatch.setattr("kvstore.node.clearing.ANSWER_S", 0.1)
     monkeypatch.setattr("kvstore.node.stack.FORGET_S", 0.1)
     hang = Hang()

@@ -184,7 +184,7 @@ def test_answers_go_with_their_order(meta: MemoryMeta) -> None:
 
 
 def answers(meta: Meta, keys: Keys = KEYS) -> set[bytes]:
-    """The orders of which etcd has an answer."""
+    """Returns the orders that etcd has answers for."""
     found = meta.list(f"{keys.prefix}cleared/").items
     return {bytes.fromhex(each.key.split("/")[-2]) for each in found}
 

@@ -63,7 +63,7 @@ def kv(number: int, label: str) -> npt.NDArray[np.float16]:
 
 @dataclass
 class Load:
-    """An engine at one worker, which puts prompts of its own and reads those of all, until it is stopped."""
+    """An engine at one worker: it puts its own prompts and reads those of all, until it is stopped."""
 
     cache: Cache
     label: str

@@ -130,7 +130,7 @@ def test_times_of_writing_hold_of_known_writers_only() -> None:
 
 
 def test_what_was_written_in_the_second_that_is_named_is_meant() -> None:
-    """Chunks say it in whole seconds, and who clears since a moment must not miss what came right after it."""
+    """Chunks record whole seconds, and a clear since a moment must include everything after it."""
     order = resolved(since_s=NOW_S - 200.5)
     assert order.covers(PLAIN.digest, by(GOOD, NOW_S - 200.1), 0)
     assert not order.covers(PLAIN.digest, by(GOOD, NOW_S - 201.5), 0)
@@ -144,7 +144,7 @@ def test_age_is_the_time_since_the_last_use() -> None:
 
 
 def test_an_order_leaves_copies_of_what_was_written_after_it() -> None:
-    """A writer that was put right goes on under the same session, and may be heard of an order much later."""
+    """A repaired writer continues under the same session, and may learn of an order much later."""
     order = resolved(written_by="version=2")
     standing = Standing([order])
     for written_s, gone in ((NOW_S - 10, True), (NOW_S + AHEAD_S, True), (NOW_S + AHEAD_S + 1, False)):
@@ -218,7 +218,7 @@ def test_a_record_with_a_hostile_number_is_read_or_left_out_and_stops_nobody(nam
 
 @pytest.mark.parametrize("name", ["node", "host", "version", "label"])
 def test_what_a_record_says_always_fits_into_a_message(name: str) -> None:
-    """JSON allows half a surrogate pair, which UTF-8 does not: every look-up of what it wrote would fail."""
+    """JSON allows half a surrogate pair, which UTF-8 does not: every look-up of its chunks would fail."""
     record = json.dumps({**json.loads(CANARY.to_json()), name: "a\ud800b"}).encode()
     assert getattr(Writer.from_json(record), name) == "a?b"
 

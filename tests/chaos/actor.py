@@ -186,7 +186,7 @@ class Actor:
     # Checks
 
     def _read(self, held: Held) -> None:
-        """Reads what is held, and complains where something is gone that was there under this hold."""
+        """Reads a hold, and reports a chunk that was there under this hold and is gone."""
         hold = held.hold
         try:
             count, own = self._read_hold(hold, held.number)

@@ -56,7 +56,7 @@ class Part:
 
     @property
     def is_running(self) -> bool:
-        """True if it runs; where it has ended by itself, that is noted."""
+        """True if it runs; records it if it ended by itself."""
         if self.process is None:
             return False
         code = self.process.poll()
@@ -143,7 +143,7 @@ class Cast:
         except (Unavailable, ProcessLookupError):
             pass
 
-    # What they did
+    # Their records
 
     @property
     def has_failed(self) -> bool:
@@ -186,7 +186,7 @@ class Cast:
 
 @contextmanager
 def cast(roots: Sequence[Path], folder: Path, *, weak: bool = False) -> Iterator[Cast]:
-    """A cast with an etcd of its own; all of it is gone at the end."""
+    """A cast with its own etcd; all of it is removed at the end."""
     with running_etcd(folder / "etcd") as etcd:
         made = Cast(roots, folder / "cast", etcd, weak=weak)
         try:

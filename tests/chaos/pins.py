@@ -57,10 +57,10 @@ class LivePins:
         return list(self._live.values())
 
     def broken(self, pin: LivePin) -> Broken | None:
-        """The first chunk that is not as promised. Raises OSError where the root does not say."""
+        """Returns the first chunk that breaks the promise. Raises OSError if the root does not answer."""
         for index in range(pin.chunks_count):
             found = self._look(pin, index)
-            # The end of a promise is written before it ends: so what is in force now was so when we looked.
+            # The end of a promise is written before it ends: a promise in force now was in force when we looked.
             if found is not None and (found.is_wrong or pin in self.in_force()):
                 return found
         return None

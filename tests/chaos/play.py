@@ -67,7 +67,7 @@ class Outcome:
 
 
 def play(mounts: Sequence[Path], folder: Path, *, seconds: float, seed: int, weak: bool = False) -> Outcome:
-    """Nodes, collectors and etcd under attack for so long; asserts what the protocol promises."""
+    """Runs nodes, collectors and etcd under attack for a time; asserts the protocol's promises."""
     roots = [mount / "root" for mount in mounts]
     kvstore.open(str(roots[0]), shard_bits=SHARD_BITS).close()
     with cast(roots, folder, weak=weak) as players:
@@ -75,7 +75,7 @@ def play(mounts: Sequence[Path], folder: Path, *, seconds: float, seed: int, wea
         nodes = [players.node(f"node{number}", PROMPTS) for number in range(NODES)]
         pauses_s = dict.fromkeys((node.name for node in nodes), 20.0)
         pauses_s |= {players.collector(name, "--interval", "1s", *limits).name: 10.0 for name in ("gc0", "gc1")}
-        # Whatever nobody uses at this very moment: so that sweeps meet holds and pins, and not only what is forgotten.
+        # Takes every chunk that is not in use now, so that sweeps meet holds and pins, not only forgotten chunks.
         pauses_s |= {players.collector("cron", "--once", "--ttl", "0s").name: 5.0, "etcd": 15.0}
         auditor = players.auditor()
         gauge = Gauge(roots[0], 0.5)

@@ -25,7 +25,7 @@ OWN_CHUNKS_MAX = 6
 
 @lru_cache(256)
 def chain_of(number: int) -> Chain:
-    """Prompt ``number``: some chunks that its family shares, then some of its own."""
+    """Returns the chain of prompt ``number``: chunks shared by its family, then its own."""
     family = random.Random(number // FAMILY)
     shared = family.randint(1, SHARED_CHUNKS_MAX) * LAYOUT.chunk_tokens
     own = random.Random(~number).randint(1, OWN_CHUNKS_MAX) * LAYOUT.chunk_tokens

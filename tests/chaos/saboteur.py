@@ -35,7 +35,7 @@ class Saboteur:
         self.done: Counter[str] = Counter()
 
     def play(self, seconds: float) -> None:
-        """Attacks for so long, then lets everybody live again. Ends early where a promise was broken."""
+        """Attacks for a time, then revives everybody. Ends early if a promise was broken."""
         ends_s = time.monotonic() + seconds
         for name in self._pauses_s:
             self._plan(name)

@@ -99,7 +99,7 @@ def wake_a_reaper_late(players: Cast, *, weak: bool) -> None:
             return set(root.glob("chunks/*/*"))
 
         def stopped_in_a_sweep(name: str) -> tuple[Part, set[Path], list[Path]]:
-            """A collector that stands still, what there was before it, and what it has left."""
+            """Returns a collector that stands still, the chunks before it, and its leftovers."""
             everything = put_all()
             collector = players.collector(name, "--once", "--ttl", "0s")
             while len(list(root.glob("chunks/*/*"))) == len(everything):

@@ -72,7 +72,7 @@ def command_line(pid: int) -> str:
 
 
 def gone(pids: dict[int, str]) -> bool:
-    """True once none of these programs runs any more."""
+    """True once none of these programs runs."""
     for each, command in pids.items():
         try:
             state = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()[0]

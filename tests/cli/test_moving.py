@@ -63,7 +63,7 @@ def test_what_cannot_be_done_is_one_line_and_exit_code_2(run: Run, arguments: tu
 
 
 def interrupted(child: subprocess.Popen[str]) -> str:
-    """Presses Ctrl-C until it has ended: one may come where Python cannot raise it, in a finalizer. What it said."""
+    """Presses Ctrl-C until the command has ended, since Python cannot raise in a finalizer. Returns its output."""
     ends_s = time.monotonic() + PATIENCE_S
     while time.monotonic() < ends_s:
         child.send_signal(signal.SIGINT)

@@ -28,7 +28,7 @@ def kv(tokens: int) -> np.ndarray[Any, np.dtype[np.float16]]:
 
 
 def ended(*arguments: str, timeout_s: float = PATIENCE_S) -> subprocess.CompletedProcess[str]:
-    """A ``kvstore`` that is expected to end by itself."""
+    """Waits for a ``kvstore`` that ends by itself."""
     return subprocess.run(
         [*KVSTORE, *arguments], capture_output=True, text=True, timeout=timeout_s, check=False, cwd=SOURCE
     )
@@ -232,7 +232,7 @@ def test_fsck_beside_a_cluster_knows_who_lives_and_tells_etcd(
     assert found["clean"] is True
     assert found["adopted"]["added_count"] == 0
     assert found["adopted"]["sessions_count"] >= 1
-    # Their sessions were ended: they are listed again once they have noticed. What they read meanwhile may be a miss.
+    # Their sessions were ended: they are listed again once they have noticed. Reads meanwhile may be misses.
     listed = ("ls", "--workers", "--etcd", up.etcd, "--json")
     eventually(lambda: len(parsed(run(*listed))["workers"]) == 2, "both workers are listed")
 

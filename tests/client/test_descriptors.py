@@ -73,7 +73,7 @@ print(json.dumps([all(hits), errors, fds, lines, short, missed]))
 
 @contextmanager
 def few_descriptors(spare: int) -> Iterator[None]:
-    """So many are left to this process."""
+    """Leaves this many descriptors to this process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken: list[int] = []
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + spare + 1, hard))

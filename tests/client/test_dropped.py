@@ -40,7 +40,7 @@ def opener(path: str, root: Path) -> Iterator[Callable[[], Store]]:
 
 
 def use(store: Store) -> Cache:
-    """Calls everything that has threads of its own, or gives threads something to do."""
+    """Calls everything that has threads, or gives threads work."""
     cache = store.namespace("m", TINY)
     cache.put(TOKENS, kv_of(TINY, TOKENS))
     out = np.empty(TINY.shape(len(TOKENS)), TINY.numpy_dtype)

@@ -111,7 +111,7 @@ def all_locked(store: Store, hold: Hold) -> Iterator[None]:
 
 
 def test_calls_of_a_process_go_on_while_it_forks_and_no_child_hangs(capfd: pytest.CaptureFixture[str]) -> None:
-    """gRPC's own handlers, which log what they do, abort or hang some children and break calls of the parent."""
+    """gRPC's own fork handlers log, abort or hang some children, and break calls of the parent."""
     with serving() as served, connected(served) as store, connected(served, bulk="grpc") as other:
         cache, busy = store.namespace("m", SMALL), other.namespace("m", SMALL)
 

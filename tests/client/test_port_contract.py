@@ -410,7 +410,7 @@ def test_a_damaged_chunk_is_a_miss_and_the_next_put_repairs_it(cache: Cache, roo
     read: list[str] = []
 
     def is_third(name: str) -> bool:
-        """However often a chunk is read: the way through a client reads it again where it was not right."""
+        """True however often a chunk is read: a client reads a bad chunk again on another path."""
         if is_chunk(name) and name not in read:
             read.append(name)
         return name in read[2:3]

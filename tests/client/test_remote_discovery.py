@@ -92,7 +92,7 @@ def test_workers_that_come_and_go_are_followed() -> None:
 
 
 def test_a_hold_outlives_its_workers_listing() -> None:
-    """A worker that is not listed any more may serve all the same: what was begun there is finished there."""
+    """A worker that is no longer listed may still serve: calls that began there end there."""
     cluster = Cluster()
     with cluster.worker() as first, cluster.worker() as second, cluster.connected() as store:
         cache = store.namespace("m", SMALL)

@@ -179,7 +179,7 @@ def test_a_draining_worker_hands_over_without_an_error(pair: tuple[Served, Serve
 
 @pytest.mark.slow
 def test_a_worker_killed_in_the_middle(tmp_root: Path) -> None:
-    """SIGKILL under load: every answer stays right, and what was acknowledged is there."""
+    """SIGKILL under load: every answer stays right, and acknowledged chunks exist."""
     acknowledged: list[int] = []
     with worker_process(tmp_root) as first, worker_process(tmp_root) as second:
         with kvstore.connect(first.address, second.address) as store:
@@ -256,7 +256,7 @@ def test_a_read_goes_on_at_another_worker_where_the_first_one_died() -> None:
 
 
 def test_a_hold_says_that_it_is_gone_with_its_worker(tmp_root: Path) -> None:
-    """Also where another worker of the same root goes on: it knows nothing of this hold."""
+    """Another worker of the same root does not help: it knows nothing of this hold."""
     with (
         worker_process(tmp_root) as doomed,
         worker_process(tmp_root) as other,
@@ -347,7 +347,7 @@ def test_a_worker_with_a_new_root_is_told_the_namespace_again(tmp_root: Path) ->
 
 @pytest.mark.parametrize("damage", ["flipped", "truncated"])
 def test_a_damaged_namespace_record_is_no_error_for_who_opened_it(tmp_root: Path, damage: str) -> None:
-    """A worker that never heard of the namespace cannot read what the root says of it, and is told by the client."""
+    """A worker that never saw the namespace cannot read the root's record of it, and is told by the client."""
     address = f"unix:{tmp_root}/socket"
     with kvstore.connect(address, bulk="auto") as store:
         with serving(tmp_root / "root", listen=address):
@@ -366,7 +366,7 @@ def test_a_damaged_namespace_record_is_no_error_for_who_opened_it(tmp_root: Path
 
 @pytest.mark.parametrize("damage", ["damaged", "gone"])
 def test_each_worker_that_forgot_a_namespace_is_told_it(tmp_root: Path, damage: str) -> None:
-    """Also where the first one that is asked knows it, and so does not write its record anew."""
+    """This holds even if the first worker asked knows it, and so does not write its record again."""
     root = tmp_root / "root"
     with ExitStack() as stack:
         first, second = (stack.enter_context(serving(root)) for _ in range(2))

@@ -77,7 +77,7 @@ class Liar(KVStoreServicer):
 
 @contextmanager
 def lying(liar: Liar) -> Iterator[str]:
-    """A server of its own for a liar."""
+    """Starts a server for a liar."""
     server = grpc.server(futures.ThreadPoolExecutor(4))
     add_KVStoreServicer_to_server(liar, server)
     port = server.add_insecure_port("127.0.0.1:0")

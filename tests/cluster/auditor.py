@@ -56,7 +56,7 @@ class LivePins:
 
 
 def read(cache: Cache, request: Request, tokens: int) -> tuple[int, int]:
-    """Reads so many tokens of a request: how many were there, and how many bytes of them were wrong."""
+    """Reads a request's tokens; returns how many were there, and how many bytes of them were wrong."""
     memory = Scratch(CONTENT).blocks(tokens // BLOCK_TOKENS)
     memory.fill(np.uint64(0))
     got = cache.get(CONTENT.tokens(request)[:tokens], out=CONTENT.shaped(memory))

@@ -61,7 +61,7 @@ PYTHON = {"PYTHONPATH": f"{PROJECT}{os.pathsep}{PROJECT / 'gc'}", "PYTHONUNBUFFE
 
 
 def why_not() -> str | None:
-    """Why no cluster can be started here; None where one can."""
+    """Returns why no cluster can be started here; None if one can."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "needs root on Linux, for namespaces and mounts"
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):

@@ -21,7 +21,7 @@ def main() -> int:
         if turn > last:
             last = turn
             if turn % hosts == place:
-                subprocess.run(sys.argv[4:], check=False)  # what it says goes to our log
+                subprocess.run(sys.argv[4:], check=False)  # its output goes to our log
         time.sleep(TURN_TICK_S)
 
 

@@ -40,7 +40,7 @@ SERVED, PINNED, UNPINNING, PIN_REFUSED = "served", "pinned", "unpinning", "pin r
 class Impatient:
     """A cache whose puts are not repeated when they are shed: an engine has other things to do.
 
-    ``doing`` is what it was asked for last, and what an error is of.
+    ``doing`` is the last call, which an error belongs to.
     """
 
     def __init__(self, cache: Cache) -> None:
@@ -109,7 +109,7 @@ class Engine:
         try:
             while len(self._pins) >= PINS_MAX:
                 oldest = self._pins.popleft()
-                # Before it ends: whoever finds its chunks gone looks here again before it complains.
+                # Before it ends: an auditor that misses its chunks looks here again before it complains.
                 self._journal.note(UNPINNING, id=oldest)
                 self._store.unpin(oldest)
             pin = self._pinning.pin(CONTENT.tokens(request), PIN_TTL_S, "engine")

@@ -34,7 +34,7 @@ class Figures:
 
     @property
     def trouble(self) -> int:
-        """Requests of which not everything could be stored or answered."""
+        """Counts the requests with something that could not be stored or answered."""
         return self.errors.total() + self.shed + self.short
 
 
@@ -46,7 +46,7 @@ class Diary:
         self._facts: dict[str, list[Fact]] = {}
 
     def read(self) -> None:
-        """Reads what is new."""
+        """Reads the new entries."""
         for journal, fact in self._journals.new():
             self._facts.setdefault(journal, []).append(fact)
 
@@ -71,7 +71,7 @@ class Diary:
         )
 
     def well_since_s(self, host: str, after_s: float) -> float | None:
-        """When a host's engine was served as ever, in requests that began after a time; None where it is not yet."""
+        """Returns when a host's engine was served as before, in requests that began after a time; None if not yet."""
         self.read()
         served = [
             each
@@ -88,7 +88,7 @@ class Diary:
         return sum(each["fact"] == PINNED and since_s <= each["at_s"] < until_s for each in self._facts.get(host, []))
 
     def errors(self, since_s: float, until_s: float) -> Counter[str]:
-        """The messages of a stretch of time, for whoever wants to know more."""
+        """Returns the messages of a stretch of time, for closer study."""
         self.read()
         facts = [each for host in self._facts.values() for each in host if since_s <= each["at_s"] < until_s]
         return Counter(each["error"] for each in facts if each.get("error"))

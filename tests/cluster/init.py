@@ -56,7 +56,7 @@ class Service:
 
 
 class Machine:
-    """All services, and what the commands do with them."""
+    """All services, and the commands on them."""
 
     def __init__(self) -> None:
         self._services: dict[str, Service] = {}
@@ -74,13 +74,13 @@ class Machine:
                 os.kill(service.pid, command["number"])
             return service.pid
         if act == "retire":
-            service.again_s = None  # whoever ends it now wants it to stay so
+            service.again_s = None  # ended on purpose: it must stay so
             return service.pid
         assert act == "look", act
         return {"pid": service.pid, "starts": service.starts, "codes": service.codes}
 
     def look_after(self) -> None:
-        """Notes who ended, whoever they were (orphans are given to process 1), and starts those that are due again."""
+        """Records which processes ended (process 1 inherits orphans), and restarts those that are due."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)

@@ -99,7 +99,7 @@ class Machine:
         ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=COMMAND_S)
         assert not check or not ended.returncode, f"{self.name}: ip {' '.join(arguments)}: {ended.stderr}"
 
-    # What it runs
+    # Services and commands
 
     def start(
         self,

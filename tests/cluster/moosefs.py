@@ -46,14 +46,14 @@ class MooseMaster:
             DATA_PATH=self._disk / "master",
             EXPORTS_FILENAME=exports,
             TOPOLOGY_FILENAME=topology,
-            # By default what is deleted takes room for up to five minutes, and goes ten pieces a second.
+            # By default deleted files take room for up to five minutes, and go ten pieces a second.
             CHUNKS_LOOP_MIN_TIME=2,
             CHUNKS_SOFT_DEL_LIMIT=500,
             CHUNKS_HARD_DEL_LIMIT=1000,
         )
 
     def start(self) -> None:
-        """Starts it, on what it knew when it ended."""
+        """Starts it with the state that it had when it ended."""
         # -a: after it was killed it reads its change logs.
         self._machine.start(MASTER, ["mfsmaster", "-f", "-a", "-c", str(self._settings / "master.cfg"), "start"])
 
@@ -69,9 +69,9 @@ class MooseHost:
         self._master = master
 
     def start(self) -> None:
-        """Starts both; they go on trying until the master is there."""
+        """Starts both; they retry until the master is there."""
         self.start_chunks()
-        # What is left of a mount whose program died has to go first.
+        # Remains of a mount whose program died must go first.
         mount = f"umount -l {MOUNT} 2>/dev/null; mkdir -p {MOUNT} && exec mfsmount -f {MOUNT} -H {self._master}"
         self._machine.start(CLIENT, ["sh", "-c", f"{mount} -o {OPTIONS}"])
 
@@ -95,7 +95,7 @@ class MooseHost:
         eventually(lambda: self._machine.run(["mountpoint", "-q", MOUNT]).code == 0, patience_s=MOUNT_S)
 
     def settle(self) -> None:
-        """Once for the whole file system: two copies of everything, and what is deleted is gone at once."""
+        """Sets up the whole file system, once: two copies of everything, and deleted files are gone at once."""
         # Chunk servers report to the master a moment after they have started: until then nothing can be written.
         trial = ["sh", "-c", f"echo trial > {MOUNT}/trial && rm {MOUNT}/trial"]
         eventually(lambda: self._machine.run(trial).code == 0, patience_s=MOUNT_S)

@@ -62,7 +62,7 @@ class Scene:
     messages: Counter[str] = field(default_factory=Counter)
 
     def healed(self) -> None:
-        """Now nothing is in the way any more."""
+        """Notes that nothing is in the way any more."""
         self.healed_s = time.monotonic()
 
     def row(self) -> list[str]:

@@ -100,7 +100,7 @@ def test_another_geometry_on_the_same_root_is_a_miss(
 
 
 def test_a_chunk_that_vanished_from_a_known_prefix_is_written_again(cache: KVCache, tmp_root: Path) -> None:
-    """The node remembers what it saw; an update does not rely on it."""
+    """The node remembers the chunk; an update does not rely on that."""
     kv = kv_of(TOKENS, LAYERS, SIZE)
     cache.update(None, TOKENS, over(kv))
     files = sorted((tmp_root / "a" / "b" / "chunks").rglob("*.*"), key=lambda path: path.stat().st_mtime_ns)

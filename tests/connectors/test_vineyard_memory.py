@@ -60,7 +60,7 @@ def test_an_update_behind_is_in_the_folder_after_closing(tmp_root: Path) -> None
 
 
 def test_an_update_behind_that_memory_has_no_room_for_is_stored_all_the_same(tmp_root: Path) -> None:
-    """W1: what is shed is put through; the number that comes back is Vineyard's."""
+    """W1: shed chunks are put through; the returned number is Vineyard's."""
     size, count = 64 << 10, 300
     tokens = list(range(count))
     kv = kv_of(tokens, 1, size)

@@ -66,7 +66,7 @@ def test_both_of_vineyards_modules_have_a_counterpart_of_the_same_shape(module: 
 
 
 def test_a_second_run_of_the_file_program_finds_what_the_first_stored(tmp_root: Path) -> None:
-    """First writer wins, and what is found counts: other random KV, the same token counts."""
+    """First writer wins, and found tokens count: other random KV, the same token counts."""
     run("chunk_hash_files.txt", tmp_root)
     files = {path: path.read_bytes() for path in (tmp_root / "vineyard/llm_cache/chunks").rglob("*") if path.is_file()}
     run("chunk_hash_files.txt", tmp_root)

@@ -133,7 +133,7 @@ def test_past_the_deadline_it_is_a_miss_and_the_next_ones_do_not_wait() -> None:
         assert lookups.result(lookups.begin(KEYS, 0)) is UNKNOWN
         now[0] += 10.1
         stuck.go.set()
-        # Answered at last: what was given up stays given up, and the next one is asked again.
+        # Answered at last: an abandoned look-up stays abandoned, and the next one asks again.
         assert result(lookups, lookups.begin(KEYS, 0)) == Found(6, 6)
         assert lookups.result(lookup) is UNKNOWN
         assert stuck.asked >= 2

@@ -103,7 +103,7 @@ def test_prompts_that_no_worker_could_move_are_refused_before_there_is_a_ticket(
 
 
 def moving(acting: Acting, control: Control, served: Served) -> Ticket:
-    """A ticket that moves what is dirty to the root, and goes on as long as the root is held."""
+    """A ticket that moves dirty chunks to the root, and runs as long as the root is blocked."""
     with connected(served) as other:
         cache = other.namespace("m", acting.cache.layout)
         return control.move(cache, [acting.prompts.tokens(1, 4)], "root").last
@@ -176,7 +176,7 @@ def test_who_follows_a_ticket_waits_while_the_worker_has_too_many_calls() -> Non
 
 
 def test_watches_leave_half_of_the_calls_to_others() -> None:
-    """Each takes a thread for as long as its ticket goes on, which may be a day."""
+    """Each takes a thread for as long as its ticket runs, which may be a day."""
     root = faulty()
     with working(root, write=WriteMode.BEHIND) as (acting, served), steering(served) as control:
         with held(root), raw_control(served) as stub:

@@ -284,7 +284,7 @@ def test_close_cancels_all_and_begins_nothing_any_more() -> None:
 
 
 def test_acts_about_single_tenants_leave_a_thread_to_those_about_all() -> None:
-    """Such as the clear of what a bad roll-out wrote, while tenants compress all that they have."""
+    """Clearing a bad roll-out is such an operation, while tenants compress all their chunks."""
     release = threading.Event()
 
     def long(step: Step) -> str:

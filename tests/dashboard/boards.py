@@ -28,7 +28,7 @@ QUICK = Pace(0.05, 0.05, 0.05, 0.05, 0.05, 0.05, 0.05, 0.05, late_s=0.3)
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A store, the faults that the dashboard (and it alone) meets, and what it shows."""
+    """A store, faults that only the dashboard meets, and its documents."""
 
     store: Store
     root: FaultyRoot

@@ -46,7 +46,7 @@ MODES = (LIGHT, DARK, PHONE)
 
 
 def missing() -> str | None:
-    """Why no browser can be started here; None where one can."""
+    """Returns why no browser can be started here; None if one can."""
     try:
         import selenium  # noqa: F401
     except ModuleNotFoundError:
@@ -112,14 +112,14 @@ class Page:
         """The whole page as PNG, as far as a picture may be long."""
         height = int(self.run("return document.documentElement.scrollHeight"))
         self.look(mode, max(mode.height if not mode.phone else 0, min(HEIGHT_MAX, height)))
-        time.sleep(0.4)  # the page draws its charts anew a moment after its size changes
+        time.sleep(0.4)  # the page redraws its charts a moment after its size changes
         self.driver.save_screenshot(str(path))
         self.look(mode)
 
 
 @contextmanager
 def opened(folder: Path) -> Iterator[Page]:
-    """A browser with nothing of its own, its profile in ``folder``; ended afterwards."""
+    """Starts a browser with an empty profile in ``folder``; it ends afterwards."""
     from selenium import webdriver
     from selenium.webdriver.chrome.options import Options
     from selenium.webdriver.chrome.service import Service

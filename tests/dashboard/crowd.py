@@ -54,7 +54,7 @@ class Crowd:
             cache.put(tokens, np.random.default_rng(count).integers(0, 9, shape).astype(np.float16), prefix=count)
 
     def pin(self, owner: str) -> None:
-        """Pins what somebody stored, for an hour or more."""
+        """Pins a prompt that somebody stored, for an hour or more."""
         number, tokens = self._draw.choice(self._chats)
         self._caches[number].pin(tokens, ttl=self._draw.choice((3_600, 86_400)), owner=owner)
 
@@ -76,10 +76,10 @@ class Crowd:
 
 @contextmanager
 def busy(store: Store) -> Iterator[Crowd]:
-    """A crowd that was there already, and goes on until the block ends."""
+    """A crowd with a past, which continues until the block ends."""
     crowd, ended = Crowd(store), threading.Event()
     for _ in range(150):
-        with suppress(KVStoreError):  # such as a root that is full for a moment: that is to be seen too
+        with suppress(KVStoreError):  # such as a root that is full for a moment: the page shall show that too
             crowd.turn()
     for owner in OWNERS:
         crowd.pin(owner)

@@ -51,7 +51,7 @@ class Live:
     root: Path
 
     def show(self, view: str, mode: Mode) -> None:
-        """Opens a view and waits until it says what it must."""
+        """Opens a view and waits until it shows the expected text."""
         self.page.look(mode)
         self.page.driver.get("about:blank")
         self.page.driver.get(f"{self.dashboard.said['dashboard']}#{view}")
@@ -72,7 +72,7 @@ def live(module_root: Path) -> Iterator[Live]:
     arguments += ["--max-bytes", "160MiB"]
     with ExitStack() as undo:
         running = undo.enter_context(serving(module_root, *arguments))
-        # The collector leaves alone what is past the dashboard's --ttl, so that there is something to be shown.
+        # The collector keeps chunks past the dashboard's --ttl, so that there is something to show.
         looked = ["dashboard", "--root", str(root), "--etcd", running.etcd, "--listen", "127.0.0.1:0"]
         dashboard = undo.enter_context(serving(module_root, *looked, "--max-bytes", "160MiB", "--ttl", "1h"))
         store = undo.enter_context(kvstore.connect(etcd=running.etcd))
@@ -97,7 +97,7 @@ def _history(store: Store, root: Path) -> None:
 @pytest.mark.parametrize("view", VIEWS)
 def test_each_view_shows_what_is_there_and_can_be_read(live: Live, tmp_path: Path, view: str, mode: Mode) -> None:
     if view == "capacity" and mode is LIGHT:
-        age(live.root)  # what was aged before may have been used, or collected, meanwhile
+        age(live.root)  # aged chunks may have been used, or collected, meanwhile
     live.show(view, mode)
     if view == "prefixes":
         live.page.run("[...document.querySelectorAll('.tree .toggle[aria-expanded]')].at(-1).click()")

@@ -29,7 +29,7 @@ class Stored:
 
 @pytest.fixture(scope="module")
 def stored() -> Iterator[Stored]:
-    """Prompts of 16 chunks each, of which the first 4 are shared by six of them."""
+    """Stores prompts of 16 chunks each; six of them share the first 4."""
     files = MemoryFiles()
     with store_on(MemoryRoot(files)) as store:
         cache = store.namespace("model", TINY)

@@ -15,7 +15,7 @@ from tests.patience import PATIENCE_S
 
 
 class Moved(SystemClock):
-    """The real clock, and what a test adds to it."""
+    """The real clock with a test's offset."""
 
     def __init__(self) -> None:
         self.added_s = 0.0

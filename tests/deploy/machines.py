@@ -57,7 +57,7 @@ class Machine:
     shell: subprocess.Popen[str]
 
     def run(self, block: str) -> str:
-        """Types ``block`` and waits for its end; what it printed. Raises AssertionError where a command failed."""
+        """Types ``block`` and waits for its end; returns its output. Raises AssertionError if a command failed."""
         assert self.shell.stdin is not None and self.shell.stdout is not None
         trap = "failed=; trap 'failed=$BASH_COMMAND' ERR"
         self.shell.stdin.write(f"{trap}\n{{\n{block}\n}} </dev/null\nprintf '\\n%s %s\\n' {_MARK} \"$failed\"\n")
@@ -73,7 +73,7 @@ class Machine:
 
 
 def tree() -> Path:
-    """A Debian system with what the guide's first block installs; made once."""
+    """A Debian system with the packages of the guide's first block; made once."""
     made = CACHE / "tree"
     if not made.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
@@ -112,7 +112,7 @@ def machines(names: Sequence[str]) -> Iterator[dict[str, Machine]]:
 
 
 def _network(undo: ExitStack, names: Sequence[str]) -> None:
-    """A bridge in a namespace of its own, and a namespace with one end of a cable for each machine."""
+    """Makes a bridge in its own namespace, and a namespace with one end of a cable for each machine."""
     tag = f"kvg{os.getpid()}"
     _do("ip", "netns", "add", tag)
     undo.callback(_try, "ip", "netns", "del", tag)
@@ -130,7 +130,7 @@ def _network(undo: ExitStack, names: Sequence[str]) -> None:
 
 
 def _folder(undo: ExitStack, place: Path, name: str, names: Sequence[str]) -> Path:
-    """A machine's own view of the tree, with what the host's owner would have set up."""
+    """A machine's own view of the tree, with the setup that the host's owner would have made."""
     above, work, merged = (place / name / part for part in ("above", "work", "merged"))
     for folder in (above, work, merged):
         folder.mkdir(parents=True)

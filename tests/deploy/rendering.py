@@ -25,7 +25,7 @@ Object = dict[str, Any]
 
 
 def kustomized(overlay: str) -> list[Object]:
-    """The objects of an overlay, rendered by kubectl; skips where there is none."""
+    """Returns the objects of an overlay, rendered by kubectl; skips if there is none."""
     if shutil.which("kubectl") is None:
         pytest.skip("needs kubectl, whose kustomize renders without a cluster")
     command = ["kubectl", "kustomize", str(DEPLOY / "kubernetes" / "overlays" / overlay)]

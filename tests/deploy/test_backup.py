@@ -33,7 +33,7 @@ def run(*command: str | Path, **environment: str) -> subprocess.CompletedProcess
 
 
 def command(module: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """A command of kvstore; fails the test where it fails."""
+    """Runs a command of kvstore; fails the test if the command fails."""
     ran = run(sys.executable, "-m", module, *arguments)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran

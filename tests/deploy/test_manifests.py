@@ -134,7 +134,7 @@ def test_kvstore_understands_every_command(overlay: str) -> None:
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_everything_named_is_there(overlay: str) -> None:
-    """Services and budgets select pods, pods mount what is declared and listen where the network lets others in."""
+    """Services and budgets select pods; pods mount declared volumes and listen on allowed ports."""
     found = kustomized(overlay)
     labels = [
         (each["spec"].get("jobTemplate", {}).get("spec") or each["spec"])["template"]["metadata"]["labels"]

@@ -76,7 +76,7 @@ FILE_BYTES = (-(-IMAGE_BYTES // 4096) + 1) * 4096
 
 
 class Disk:
-    """A tier on a folder, with what it is made of."""
+    """A tier on a folder, with its parts."""
 
     def __init__(
         self, path: Path, files: int = 100, *, size_bytes: int | None = None, rules: Sequence[Rule] = ()

@@ -62,7 +62,7 @@ def test_a_restart_finds_everything_with_its_order_uses_and_hints(folder: Path) 
         assert disk.tier.leading(chain, 0) == 4
         assert disk.tier.stats()["disk_held_bytes"] == 6 * FILE_BYTES
         filler = chain_of(3)
-        disk.add(filler, *range(5))  # two fit, three displace the leaves of what was used least
+        disk.add(filler, *range(5))  # two fit, three evict the leaves of the least used chain
         assert disk.tier.leading(chain, 0) == 1
         assert disk.has(chain, 0) and disk.has(precious, 0) and disk.has(other, 0) and disk.has(filler, 0, 1, 2, 3, 4)
 
@@ -122,7 +122,7 @@ def test_files_that_are_not_right_are_removed_at_the_start(folder: Path) -> None
 
 
 def add_for_ever(path: str) -> None:
-    """Runs in a process of its own, until it is killed: adds, evicts, and stops in the middle of a file."""
+    """Runs in a separate process until it is killed: adds, evicts, and stops in the middle of a file."""
     clock = SystemClock()
     tier = DiskTier(path, 20 * FILE_BYTES, Counters(), clock, RandomIds(), make_root=_dying)
     tier.open()
@@ -175,7 +175,7 @@ def test_after_sigkill_all_whole_files_are_taken_in_and_torn_ones_removed(folder
 
 
 def test_nothing_is_written_before_all_is_counted_and_nothing_counted_twice(folder: Path) -> None:
-    """The refill takes no part of what is written meanwhile, and the bound counts what it has not taken in yet."""
+    """The refill takes no part of files written meanwhile, and the bound counts files that it has yet to take in."""
     chain, new = chain_of(), chain_of(1)
     with disk_on(folder, 10) as disk:
         disk.add(chain, *range(8))

@@ -73,7 +73,7 @@ def test_any_flipped_bit_is_found(file: ChunkFile, wish: Wish, salt: bytes, data
 
 
 def _sealed_anew(content: bytearray) -> bytearray:
-    """With checksums as somebody would write them who has no key: of stored sections, and of the header."""
+    """Returns the file with a new checksum of its header, as somebody without a key would write it."""
     size = int.from_bytes(content[16:20], "little")
     content[size - 8 : size] = checksum(memoryview(content)[: size - 8]).to_bytes(8, "little")
     return content
@@ -97,7 +97,7 @@ def test_what_somebody_changes_who_has_no_key_is_found(file: ChunkFile, salt: by
     header = decode_encoded(content)
     identity, count = len(file.expected.identity), file.expected.section_count
     inner = -(-identity // 8) * 8 + 8 * count
-    # Anything but padding: what names the chunk, the incarnation, what is sealed, the salt, the bytes themselves.
+    # Everything but padding: the chunk's names, the incarnation, the sealed part, the salt, the bytes themselves.
     at = data.draw(
         st.one_of(
             st.integers(20, 119), st.integers(128, 128 + inner + 31), st.integers(header.header_bytes, len(content) - 1)
@@ -233,7 +233,7 @@ def test_the_header_of_another_chunk_is_not_taken_whatever_its_key(file: ChunkFi
 @settings(max_examples=10)
 @given(chunk_files(), salts)
 def test_what_is_stored_is_known_to_be_damaged_without_its_key(file: ChunkFile, salt: bytes) -> None:
-    """By its checksum: who cannot open a file tells all the same whether it is whole."""
+    """By its checksum: even without the key it is known whether a file is whole."""
     content = encoded(file, Wish(key=KEY), salt)
     decoding = Decoding(content, decode_header(content, file.expected), KEY)
     offset, size = decoding.where(0)

@@ -57,7 +57,7 @@ def test_a_key_that_is_there_twice_is_named() -> None:
 
 
 def test_a_change_that_is_no_key_file_is_refused_and_no_call_fails(tmp_path: Path) -> None:
-    """A list where a name should be was a TypeError, out of whatever put or get looked at the file first."""
+    """A list in place of a name was a TypeError, in whichever put or get looked at the file first."""
     keys = key_file(tmp_path / "keys.json", "a")
     noted: Counter[NodeCount] = Counter()
     keys.noted = lambda counter: noted.update([counter])

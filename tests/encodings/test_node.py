@@ -94,7 +94,7 @@ def reads_right(cache: Cache) -> None:
 
 
 def windows() -> list[bytes]:
-    """Pieces of what was put: of every section of every chunk, of the tokens, of the blocks and their keys."""
+    """Returns pieces of what was put: of every section of every chunk, of the tokens, of the blocks and their keys."""
     found = [
         TOKENS.astype("<u4").tobytes()[at : at + WINDOW] for at in range(0, 4 * len(TOKENS), 4 * LAYOUT.chunk_tokens)
     ]

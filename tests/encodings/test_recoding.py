@@ -311,7 +311,7 @@ def _die(point: str) -> None:
 
 @pytest.mark.slow
 def test_keys_rotate_under_load_and_nothing_is_lost(tmp_root: Path, tmp_path: Path) -> None:
-    """Threads put and get while keys rotate and chunks are recoded: every get of what was put is a hit, and right."""
+    """Threads put and get while keys rotate and chunks are recoded: every get is a hit, and right."""
     layout = Layout(layers=2, kv_heads=2, head_dim=32, dtype="bfloat16", chunk_tokens=32)
     keys = key_file(tmp_path / "keys.json", "key-0")
     reading = key_file(tmp_path / "keys.json", "key-0")
@@ -345,7 +345,7 @@ def test_keys_rotate_under_load_and_nothing_is_lost(tmp_root: Path, tmp_path: Pa
         for thread in threads:
             thread.start()
         for turn in range(1, 5):
-            # As ENCODINGS.md has it: the new key on every node, then it is current, then what there is is written anew.
+            # As ENCODINGS.md says: the new key on every node, then current, then existing chunks are recoded.
             _rotate(tmp_path / "keys.json", f"key-{turn - 1}", f"key-{turn}", (keys, reading))
             for number in range(put_count[0], min(put_count[0] + 2, len(prompts))):
                 caches[0].put(prompts[number], values[number])
@@ -366,7 +366,7 @@ def test_keys_rotate_under_load_and_nothing_is_lost(tmp_root: Path, tmp_path: Pa
         for each in (store, other):
             stats = each.stats()
             assert stats["miss_damaged"] == stats["miss_key"] == stats["miss_absent"] == 0
-    # The old keys are not needed any more.
+    # The old keys are no longer needed.
     with opened(tmp_root, key_file(tmp_path / "last.json", "key-4")) as (_, store):
         cache = store.namespace("model", layout, tenant=TENANT)
         for tokens, kv in zip(prompts, values, strict=True):
@@ -375,7 +375,7 @@ def test_keys_rotate_under_load_and_nothing_is_lost(tmp_root: Path, tmp_path: Pa
 
 
 def _rotate(path: Path, old: str, new: str, files: tuple[KeyFile, ...]) -> None:
-    """Waits for each node: while one thread reads the file again, others go on with what they had."""
+    """Rotates the keys and waits for each node: while one thread reloads the file, others use the old keys."""
     key_file(path, old, new)
     eventually(lambda: all(len(each.ring.by_id) == 2 for each in files))
     key_file(path, new, old)

@@ -35,7 +35,7 @@ namespaces = st.builds(
 
 @dataclass(frozen=True)
 class ChunkFile:
-    """A chunk as it is stored, and what a reader expects of it."""
+    """A chunk as it is stored, and a reader's expectations of it."""
 
     expected: Expected
     incarnation: Incarnation

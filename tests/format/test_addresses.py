@@ -20,7 +20,7 @@ from tests.format.strategies import namespaces, token_ids
 
 @given(namespaces, st.lists(token_ids, max_size=40))
 def test_addresses_are_those_of_the_definition(namespace: Namespace, tokens: list[int]) -> None:
-    """FORMAT.md, section 4.1, and what a file is checked with."""
+    """FORMAT.md, section 4.1, which files are checked with."""
     size, parent = namespace.layout.chunk_tokens, bytes(16)
     chain = Chain.of(namespace, token_array(tokens))
     assert len(chain) == len(tokens) // size

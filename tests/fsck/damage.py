@@ -58,7 +58,7 @@ def chunk_bytes(expected: Expected) -> bytes:
 
 
 def write(root: Root, name: Name, content: bytes, *, age_s: float = 0.0) -> None:
-    """Puts a file at any name, replacing what is there: how damage comes about."""
+    """Puts a file at any name and replaces what is there: a way to cause damage."""
     root.remove(name)
     staged = Name(f"{name}.{next(_numbers)}.writing")
     root.stage(staged, [memoryview(content)], stamp_ns=int((NOW_S - age_s) * 1e9), durable=False)

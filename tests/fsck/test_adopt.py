@@ -202,7 +202,7 @@ def test_c6_an_unreadable_generation_is_followed_by_the_next() -> None:
 
 
 def test_c6_root_and_etcd_differ_from_before_the_first_session_ends_until_the_end() -> None:
-    """Or else a node could join while it runs, be told that it is protected, and lose what it holds."""
+    """Otherwise a node could join while it runs, be told that it is protected, and lose what it holds."""
     cluster = Cluster()
     cluster.session()
     seen: list[tuple[str, bool]] = []

@@ -543,7 +543,7 @@ def test_a_link_to_somewhere_else_is_never_followed_out_of_the_root(tmp_path: Pa
 
 
 def test_a_header_whose_tokens_are_not_those_of_its_address_is_damage(memory: Filled) -> None:
-    """Each part of it is right by itself: somebody has put one chunk's tokens before another's bytes."""
+    """Each part of it is valid alone: one chunk's tokens are in front of another's bytes."""
     forged = replace(memory.expected(5), identity=memory.expected(4).identity)
     write(memory.root, memory.name(5), chunk_bytes(forged))
     assert found(check(memory)) == [(Kind.DAMAGED, memory.name(5), Damage.IDENTITY.value, None)]

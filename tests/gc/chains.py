@@ -53,7 +53,7 @@ def stamp(age_s: int, depth: int = 0, uses: int = 0, hints: Hints | None = None)
 
 
 def loose(count: int, *, seed: int = 0, age_s: int | None = None, size_bytes: int = 100) -> list[Chunk]:
-    """Chunks that are chains of their own, of the first namespace, ``age_s`` old or up to a day."""
+    """Returns chunks that are separate chains, of the first namespace, ``age_s`` old or up to a day."""
     rnd = random.Random(seed)
     return [
         Chunk(

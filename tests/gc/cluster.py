@@ -43,7 +43,7 @@ def site_of(meta: Meta, root_id: bytes = bytes(16), clock: Clock | None = None, 
 
 
 def prompt(seed: int, chunks: int) -> Chain:
-    """A chain of its own."""
+    """Returns a chain that no other number has."""
     tokens = np.arange(chunks * TINY.chunk_tokens, dtype=np.uint32) + 1_000_000 * seed
     return Chain.of(SPACE, tokens)
 
@@ -117,7 +117,7 @@ class Cluster:
         return [SweepPlan(shard, tuple(victims), {}) for shard, victims in sorted(shards.items())]
 
     def name(self, address: Address) -> Name:
-        """Where a chunk lies."""
+        """Returns the name of a chunk's file."""
         return places.chunk(address, SPACE.id, self.identity.shard_bits)
 
     def present(self, chain: Chain) -> int:

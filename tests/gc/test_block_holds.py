@@ -86,7 +86,7 @@ def test_a_hold_past_its_time_holds_no_sweep_up(c: Cluster, cache: Cache) -> Non
 
 
 def test_blocks_that_were_condemned_before_the_hold_are_not_present(c: Cluster, cache: Cache) -> None:
-    """Rule H2: the hold is taken before anybody looks, so what it does not protect is not found either."""
+    """Rule H2: the hold is taken before the look, so unprotected blocks are not found either."""
     cache.blocks.put(KEYS, BLOCKS)
     first = cache.blocks.hold(KEYS)
     sweep = threading.Thread(target=lambda: c.collector().sweep(c.plans(AS_CHAIN)))

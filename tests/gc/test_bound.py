@@ -52,7 +52,7 @@ pytestmark = pytest.mark.slow
 
 @dataclass
 class Gauge:
-    """The most bytes that a root's own file system ever held: one call, where a walk would meet moved files twice."""
+    """The peak of used bytes of a root's own file system: one call, where a walk would count moved files twice."""
 
     mount: Path
     most: int = 0
@@ -66,7 +66,7 @@ class Gauge:
 
 @pytest.fixture
 def volume(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own, which others use as well."""
+    """A separate file system, which others use as well."""
     if os.geteuid() != 0:
         pytest.skip("needs a file system of its own, and mounting needs root")
     mount = tmp_path / "volume"
@@ -80,7 +80,7 @@ def volume(tmp_path: Path) -> Iterator[Path]:
 
 @contextmanager
 def collector(root: Path, etcd: str, max_bytes: int, log: Path) -> Iterator[list[dict[str, Any]]]:
-    """``kvstore-gc`` until the block ends, which begins when it has listed the root; what it said of its rounds."""
+    """Runs ``kvstore-gc`` until the block ends, which begins once it has listed the root; returns its output."""
     command = [sys.executable, "-m", "kvstore_gc", "--root", str(root), "--etcd", etcd, "--json"]
     said: list[dict[str, Any]] = []
     command += ["--interval", "1s", "--max-bytes", str(max_bytes)]
@@ -101,7 +101,7 @@ def collector(root: Path, etcd: str, max_bytes: int, log: Path) -> Iterator[list
 
 
 def wait_for_word(root: Path, etcd: str) -> None:
-    """Until nodes are told what they may write: the bound begins there, a moment after the first survey."""
+    """Waits until nodes are told what they may write: the bound applies from then, just after the first survey."""
     identity = read_identity(PosixRoot(root))
     assert identity is not None
     meta = EtcdMeta(etcd)
@@ -117,7 +117,7 @@ def wait_for_word(root: Path, etcd: str) -> None:
 
 
 def write(root: Path, etcd: str, name: str, gauge: Gauge, ends_s: float) -> int:
-    """Stores PUTS new prompts, and puts again where it is told to; how many it stored."""
+    """Stores PUTS new prompts, and repeats those that were shed; returns how many it stored."""
     tokens = np.zeros(CHUNKS * LAYOUT.chunk_tokens, np.uint32)
     kv = np.ones(LAYOUT.shape(len(tokens)), np.int8)
     stored = 0
@@ -134,7 +134,7 @@ def write(root: Path, etcd: str, name: str, gauge: Gauge, ends_s: float) -> int:
 
 
 def fill(root: Path, etcd: str, gauge: Gauge) -> list[int]:
-    """WRITERS at once, each a node of its own; how many prompts each stored."""
+    """Runs WRITERS at once, each on its own node; returns how many prompts each stored."""
     stored, ends_s = [0] * WRITERS, time.monotonic() + WAIT_S
 
     def one(number: int) -> None:

@@ -29,7 +29,7 @@ PLAIN: dict[str, Callable[[Blocks, int], Cache]] = {
 
 
 def traffic(seed: int) -> tuple[Blocks, list[Column]]:
-    """Prompts that begin as earlier ones did, and go on."""
+    """Returns prompts that begin like earlier ones and continue differently."""
     rnd = random.Random(seed)
     parents: list[int] = []
     depths: list[int] = []

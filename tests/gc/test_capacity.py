@@ -26,7 +26,7 @@ def space(free: int | None) -> Space:
 
 
 class Marks(Watermarks):
-    """Watermarks on a clock of their own, and a survey in one step."""
+    """Watermarks with their own clock, and a survey in one step."""
 
     def __init__(self, max_bytes: int | None = None) -> None:
         self.clock = FakeClock()
@@ -130,7 +130,7 @@ def test_what_is_deleted_while_a_survey_lists_is_not_subtracted_from_it() -> Non
     mark = marks.mark()
     marks.reaped(100)
     marks.says(ONE, 0, 100)
-    marks.surveyed(950, mark)  # it had listed what was deleted afterwards, or had not: nobody knows
+    marks.surveyed(950, mark)  # it may or may not have listed the chunks that were deleted afterwards
     assert marks.level == Level(950, 1000)
     marks.settled()
     marks.says(ONE, 0, 150)
@@ -160,7 +160,7 @@ def test_a_report_that_arrives_late_changes_nothing() -> None:
 
 
 def test_a_node_that_was_silent_before_the_survey_counts_from_its_first_answer() -> None:
-    """Else a collector that starts takes what it wrote in days without one for growth."""
+    """Otherwise a starting collector takes the node's writes of days without one for growth."""
     for answers_after in (False, True):
         marks = Marks(1000)
         marks.reported(ONE, Usage(10), is_answer=False)

@@ -111,7 +111,7 @@ def chunks(root: Path) -> int:
 
 
 def put(running: Running, count: int, first: int = 0) -> None:
-    """Stores so many chunks, in prompts of ten."""
+    """Stores this many chunks, in prompts of ten."""
     with kvstore.connect(running.grpc) as store:
         cache = store.namespace("model", LAYOUT)
         for start in range(first, first + count, 10):

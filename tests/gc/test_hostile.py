@@ -136,7 +136,7 @@ def test_g6_foreign_things_in_the_folder_of_a_sweep_are_set_aside_and_it_closes(
     (sweep,) = in_flight(c)
     folder = tmp_root / "root" / places.trash_folder(sweep.sweep)
     litter(folder)
-    # Named as we would, but no files: what they are cannot be looked at.
+    # Named like ours, but not files: their content cannot be read.
     name = c.name(chain.addresses[0])
     (tmp_root / "root" / places.trashed(sweep.sweep, name, b"q" * 8)).mkdir()
     (tmp_root / "root" / places.trashed(sweep.sweep, name, b"p" * 8)).symlink_to("/does/not/exist")
@@ -484,7 +484,7 @@ def assert_set_aside(root: Path, sweep: bytes) -> None:
 
 
 def twin_without_ref(c: Cluster, chain: Chain) -> Name:
-    """Pins a chain and lets etcd forget it; the twin's name."""
+    """Pins a chain and makes etcd forget it; returns the twin's name."""
     node = c.node()
     put(node, chain)
     owner, _, pin = node.pin(chain, 60.0, "me").id.rpartition("/")

@@ -189,7 +189,7 @@ def test_g5_what_goes_back_replaces_no_newer_one() -> None:
 
 
 def test_o1_every_run_deletes_from_the_list_that_was_made_final() -> None:
-    """A run that decided later, when a pin had ended, would delete what is in use again once the sweep has closed."""
+    """A run that decided later, after a pin had ended, would delete chunks in use once the sweep has closed."""
     with cluster(MemoryRoot(MemoryFiles(), objects=True), shard_bits=0) as c:
         chain = prompt(1, 2)
         put(c.node(), chain)

@@ -132,7 +132,7 @@ def test_collectors_hear_of_each_other_s_deletions_and_not_of_their_own(hosts: t
     two.tick()
     one.tick()
     assert (one.used, two.used) == (600, 600)
-    one.clock.advance(TTL_S)  # both join anew
+    one.clock.advance(TTL_S)  # both join again
     one.marks.reaped(100)
     one.tick()
     one.marks.reaped(10)

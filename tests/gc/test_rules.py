@@ -51,7 +51,7 @@ class Hooked(MemoryMeta):
 
 
 class Noted(FaultyRoot):
-    """A root that notes what was moved, and which folders were made."""
+    """A root that records which files were moved, and which folders were made."""
 
     def __init__(self, inner: MemoryRoot) -> None:
         super().__init__(inner)
@@ -73,7 +73,7 @@ def noted(c: Cluster) -> Noted:
 
 
 def left_in_grace(c: Cluster, chunks: int = 8) -> None:
-    """A sweep of a chain in flight, whose collector died while it waited; nobody holds anything any more."""
+    """Leaves a sweep of a chain in flight, whose collector died in the grace; nobody holds anything."""
     node, chain = c.node(), prompt(1, chunks)
     put(node, chain)
     hold = node.node.hold(chain)
@@ -238,7 +238,7 @@ def test_f2_only_the_creator_of_a_sweep_makes_its_folder(c: Cluster) -> None:
 
 
 def test_f3_a_folder_that_a_key_names_by_now_is_left_alone(c: Cluster) -> None:
-    """Its sweep was condemned after the names were read: what it has taken is its own."""
+    """Its sweep was condemned after the names were read: its files are its own."""
     node, chain, sweep = c.node(), prompt(1, 2), b"s" * 16
     put(node, chain)
     for address in chain.addresses:

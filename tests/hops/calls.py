@@ -75,7 +75,7 @@ def hops_by(way: str, root: Path) -> dict[str, set[Function]]:
 
 
 def _calls(cache: Cache) -> dict[str, tuple[Callable[[Any], object], Callable[[], Any]]]:
-    """Each call, and what makes its argument, anew for each round and outside of the count."""
+    """Yields each call with a function that makes its argument anew, outside of the count, for each round."""
     tokens, kv = tokens_and_kv(CHUNKS, seed=0, layout=LAYOUT)
     target, block, key = np.empty_like(kv), bytearray(BLOCK_BYTES), b"block of the hops"
     numbers = count(1)

@@ -13,7 +13,7 @@ NAMESPACES = [NamespaceDigest(bytes([number]) * 32) for number in (1, 2)]
 
 
 class Bytes:
-    """Room that never comes in pieces; each take has a number of its own."""
+    """Room that is never fragmented; each take has a different number."""
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
@@ -51,7 +51,7 @@ def chain(count: int, seed: int = 0, namespace: NamespaceDigest = NAMESPACES[0])
 
 
 def fill(inventory: Inventory, places: Iterable[Place], now_s: float = 0.0, size_bytes: int = 10) -> list[Entry]:
-    """Claims, shows and lets go of each."""
+    """Claims, shows and releases each."""
     entries = []
     for place in places:
         entry = inventory.claim(place, size_bytes, now_s)

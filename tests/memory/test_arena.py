@@ -220,7 +220,7 @@ def _open_count(name: str) -> int:
 
 
 def test_pages_of_another_are_never_taken_and_its_file_is_let_go_of() -> None:
-    """Whoever takes a page pays for it in its cgroup: a client follows what the worker took, and takes nothing."""
+    """A taken page is charged to the taker's cgroup: a client only follows what the worker took."""
     fd = os.memfd_create("kvstore-other", os.MFD_CLOEXEC)
     closing = Flag()
     try:

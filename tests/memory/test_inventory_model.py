@@ -208,7 +208,7 @@ class Model:
         assert sum(entry.size_bytes for entry in inventory.victims(1 << 40)) == at_once
 
     def finish(self) -> None:
-        """Everybody lets go of everything: all the room is back."""
+        """Everybody releases everything: all the room is back."""
         while any(self.references[entry] for entry in self.holding()):
             self.do_finish()
             self.do_unrefer()

@@ -60,7 +60,7 @@ class Twin:
             self.show(namespace, path)
 
     def check(self, namespace: NamespaceDigest, path: Path) -> None:
-        """A match of these tokens, and of one byte less, finds what the dictionary has."""
+        """Compares a match of these tokens, and of one byte less, with the dictionary."""
         expected = []
         for end in range(1, len(path) + 1):
             chunk = self.chunks.get((namespace, path[:end]))

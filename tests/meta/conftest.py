@@ -25,7 +25,7 @@ from tests.meta.faulty import FaultyMeta
 
 @dataclass(frozen=True)
 class Store:
-    """A store as two of its clients see it. ``pass_time`` lets leases of that many seconds end."""
+    """A store as two of its clients see it. ``pass_time`` ends leases of that many seconds."""
 
     meta: Meta
     other: Meta
@@ -49,7 +49,7 @@ def store(request: pytest.FixtureRequest) -> Iterator[Store]:
     if request.param == "etcd":
         server: EmbeddedEtcd = request.getfixturevalue("etcd_server")
         meta, other = EtcdMeta(server.endpoints, timeout_s=20), EtcdMeta(server.endpoints, timeout_s=20)
-        # Real time passes by itself while the test waits for what it brings.
+        # Real time passes while the test waits.
         yield Store(
             meta,
             other,

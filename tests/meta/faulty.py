@@ -117,14 +117,14 @@ class FaultyMeta:
             self._rules.clear()
 
     def land(self) -> int:
-        """Lets calls of ``LATE`` take effect, in order; returns how many there were."""
+        """Makes calls of ``LATE`` take effect, in order; returns how many there were."""
         with self._lock:
             late, self._late = self._late, []
         for call in late:
             try:
                 call()
             except LeaseGone:
-                pass  # the store refuses it; nobody waits for the answer any more
+                pass  # the store refuses it; nobody waits for the answer
         return len(late)
 
     def cut_watches(self) -> None:

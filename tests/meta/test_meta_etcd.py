@@ -168,7 +168,7 @@ def test_frozen_each_call_returns_within_its_deadline(server: EmbeddedEtcd, clie
             assert time.monotonic() - start_s < DEADLINE_S + MARGIN_S
         with pytest.raises(Unavailable, match="outcome is unknown"):
             meta.txn((), (Put("late", b"1"),))
-    # What was sent to a frozen server may still happen, so only the key that nothing touched is looked at.
+    # Requests sent to a frozen server may still take effect, so only the untouched key is compared.
     assert meta.get("kept", PATIENCE_S) is not None
 
 
@@ -474,7 +474,7 @@ except InvalidRequest as error:
 
 
 class RecordingIds:
-    """Random ids, and what they were."""
+    """Random ids, recorded."""
 
     def __init__(self) -> None:
         self.made: list[bytes] = []

@@ -128,7 +128,7 @@ def test_c5_a_failed_pin_whose_twin_cannot_be_removed_only_protects_longer() -> 
 
 
 def test_p2_a_pin_is_put_only_while_the_session_s_key_is_as_last_written() -> None:
-    """A store that was restored, or in which the session has ended: no collector waits for this node any more."""
+    """The store was restored, or the session has ended in it: no collector waits for this node."""
     node = Node()
     found = node.store.get(node.session.key)
     assert found is not None

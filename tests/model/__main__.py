@@ -15,7 +15,7 @@ from tests.model.mutations import MUTATIONS
 
 
 def main() -> int:
-    """Runs what is named."""
+    """Runs the worlds and mutations named."""
     parser = argparse.ArgumentParser(prog="python -m tests.model", description="Checks the protocol's model.")
     parser.add_argument("names", nargs="*", help="worlds and mutations; all of them by default")
     parser.add_argument("--quick", action="store_true", help="all mutations, and worlds that take seconds")

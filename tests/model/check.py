@@ -34,7 +34,7 @@ class Checked:
 
 
 def check(name: str) -> Checked:
-    """Searches ``config`` or ``config/mutation``; liveness too, where that is what matters."""
+    """Searches ``config`` or ``config/mutation``; also checks liveness if no mutation or I5 is expected to break."""
     began_s = time.perf_counter()
     config, _, dropped = name.partition("/")
     rules = frozenset(dropped.split("+")) if dropped else frozenset()

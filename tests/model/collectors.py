@@ -62,7 +62,7 @@ def _start(s: State, i: int, k: Config, dropped: Dropped) -> Iterator[Step]:
     for group in k.groups:
         if s.sweeps_count + len(group) <= k.sweeps and all(a in free for a in group):
             yield _plan(s, i, group, k, dropped)
-        # G7: anybody goes on with what is in flight, at the grace.
+        # G7: any run may continue sweeps in flight, at the grace.
         if "no_adopt" not in dropped and all(a in open_ for a in group):
             keys = [key for a in group if (key := s.condemned[a]) is not None]
             sweeps = tuple(Sweep(a, key.sweep, key.inc, key.stamp) for a, key in zip(group, keys, strict=True))
@@ -121,7 +121,7 @@ def _condemn(s: State, i: int, run: Run, dropped: Dropped) -> Iterator[Step]:
 
 
 def _grace(s: State, i: int, run: Run, k: Config, dropped: Dropped) -> Iterator[Step]:
-    """G4: one read says that the keys are still ours, that every session has announced them, and what is pinned."""
+    """G4: one read says that the keys are still ours, that every session has announced them, and which pins exist."""
     rereads = not dropped & {"no_reread", "split_read"}
     ours = [sweep for sweep in run.sweeps if sweep.inc != UNKNOWN and (not rereads or _is_ours(s, sweep))]
     if not ours:
@@ -132,7 +132,7 @@ def _grace(s: State, i: int, run: Run, k: Config, dropped: Dropped) -> Iterator[
     skipped = "no_grace" in dropped or run.memo == (GRACE_SKIPPED,)
     over = [sweep for sweep in ours if skipped or all(each >= sweep.stamp for each in announced)]
     if over:
-        # Those that are not over yet are left to whoever adopts them; those that never began are only lifted.
+        # Unfinished sweeps are left to those that adopt them; those that never began are only lifted.
         sweeps = tuple(sweep for sweep in run.sweeps if sweep in over or sweep.inc == UNKNOWN)
         yield from _grace_over(s, i, run, sweeps, k, dropped)
     if k.abandoning:
@@ -157,7 +157,7 @@ def _grace_over(s: State, i: int, run: Run, sweeps: tuple[Sweep, ...], k: Config
 
 
 def _settle_list(s: State, i: int, run: Run, k: Config, dropped: Dropped) -> Iterator[Step]:
-    """O1: a transaction fixes the final list; every run deletes from that one, whoever fixed it."""
+    """O1: a transaction fixes the final list; every run deletes from that one, whichever run fixed it."""
     pinned, key = bool(run.memo[-1]), s.condemned[0]
     seen = Condemned(*run.memo[:-1]) if len(run.memo) > 1 else None
     named = key is not None and key.sweep == run.sweeps[0].id

@@ -11,7 +11,7 @@ Dropped = frozenset[str]
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The first line counts things; each flag below lets one kind of event happen."""
+    """The bounds of a world. The first line counts things; each flag below allows one kind of event."""
 
     nodes: int = 2
     runs: int = 2

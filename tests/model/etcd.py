@@ -27,7 +27,7 @@ Step = tuple[str, State]
 
 
 def write_gc(s: State, condemned: tuple[Condemned | None, ...], rev: int) -> State:
-    """One transaction under ``gc/``, with its link of the chain (C1); closing a sweep needs no revision of its own."""
+    """One transaction under ``gc/``, with its link of the chain (C1); closing a sweep needs no revision."""
     snapshot = s.snapshot
     if type(snapshot) is Snapshot:
         snapshot = snapshot._replace(events_count=snapshot.events_count + 1)

@@ -31,7 +31,7 @@ STUCK = ("lease_dies",)
 
 
 def stuck_state(reached: Iterable[State], k: Config, helpful: tuple[str, ...], dropped: Dropped) -> State | None:
-    """A state from which it does not end; None where there is none."""
+    """Returns a state in which collection cannot end; None if there is none."""
     larger = replace(k, sweeps=k.sweeps + k.shards + k.menders)
     good: set[State] = set()
     with no_cycles():

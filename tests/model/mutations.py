@@ -58,7 +58,7 @@ MUTATIONS = tuple(
         ("two", "half_event", "I1", "A1", "applies half of a transaction's events, and announces all of it"),
         ("join", "view_before_session", "I1", "V1", "list, a sweep reaches its grace without us, session, hold"),
         ("join", "grace_stale_read", "I1", "G4 read", "sessions were read before G2"),
-        # What is remembered.
+        # Remembered looks.
         ("cache", "cache_not_evicted", "I1", "H3 evict", "a remembered chunk survives a sweep"),
         ("cache", "cache_unchecked", "I1", "H3 insert", "remembered after the condemned event"),
         ("looks", "look_outlives_event", "I1", "H3 epoch", "a look that began before an event is remembered after it"),
@@ -110,7 +110,7 @@ MUTATIONS = tuple(
         ("aside", "aside_restored_unlooked", "I4", "W3 look", "a damaged file goes back to its name"),
         ("aside", "aside_never_restored", "I5", "W3 round", "a whole file stays in quarantine for ever"),
         ("aside", "strict_after_damage", "I3", "(promise)", "a condemned one is put back and takes a newer one's name"),
-        # What was not built, and object stores.
+        # Parts that were not built, and object stores.
         (
             "resur",
             "no_reaping_phase",

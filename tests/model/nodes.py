@@ -77,7 +77,7 @@ def _join_backwards(s: State, i: int, n: Node, view: Node) -> Iterator[Step]:
 
 
 def _lift_unnamed(s: State, i: int, n: Node) -> Iterator[Step]:
-    """C4: folders that no key names belong to sweeps that etcd has forgotten; what is in them goes back (F3)."""
+    """C4: folders that no key names belong to sweeps that etcd has forgotten; their files go back (F3)."""
     named = {key.sweep for key in s.condemned if key is not None}
     unnamed = [sweep for sweep in s.folders if sweep not in named]
     for sweep in unnamed:

@@ -84,7 +84,7 @@ def _link_back(s: State, i: int, entry: Set, dropped: Dropped) -> Step:
 
 
 def _check_loss(left: State, inc: int, label: str) -> None:
-    """Raises where a whole publication goes and neither another whole one nor a newer one is left."""
+    """Raises if a whole publication goes while no other whole or newer one is left."""
     if inc not in left.damaged and not any_left(left, inc):
         raise Violation("I3", "a whole publication was destroyed", label)
 

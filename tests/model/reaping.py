@@ -139,7 +139,7 @@ def _unlink(s: State, i: int, run: Run, k: Config, dropped: Dropped) -> Step:
 
 
 def _lift(s: State, i: int, run: Run, dropped: Dropped) -> Step:
-    """G6: after this nothing can be renamed into the folder any more. Before the key goes, never after (F1)."""
+    """G6: after this nothing can be renamed into the folder. Before the key goes, never after (F1)."""
     sweep = run.sweeps[run.at]
     if dropped & {"no_fence", "close_before_fence"}:
         return f"g{i}.no_rmdir", with_run(s, i, _next(run))

@@ -40,7 +40,7 @@ def _hold(s: State, i: int, n: Node, address: int, tag: str, k: Config, dropped:
     hold, inc = n.holds[address], s.files[address]
     # H1: condemned is absent. H2: the hold comes first, in one step with H1; then the look at the file.
     skips = n.seen[address] and "match_ignores_condemned" not in dropped
-    # P1: a pin on its way keeps its hold, also through a miss.
+    # P1: a pin being put keeps its hold, even through a miss.
     may_release = not n.pinning or "pin_no_hold" in dropped
     if hold.stage == NOT_HELD:
         if skips:
@@ -62,7 +62,7 @@ def _hold(s: State, i: int, n: Node, address: int, tag: str, k: Config, dropped:
             yield f"n{i}.hold_late{tag}", _with_hold(s, i, n, address, Hold(SEEN, n.seen_rev, inc))
     elif hold.stage == TAKEN:
         if inc:
-            # H3: what was seen under a hold may be remembered while the view does not condemn it.
+            # H3: a chunk seen under a hold may be remembered while the view does not condemn it.
             if k.cache and (not n.seen[address] or "cache_unchecked" in dropped):
                 n = n._replace(cache=put(n.cache, address, 1))
             yield f"n{i}.stat{tag}", _with_hold(s, i, n, address, Hold(SEEN, hold.born, inc))
@@ -77,7 +77,7 @@ def _with_hold(s: State, i: int, n: Node, address: int, hold: Hold) -> State:
 
 
 def _look(s: State, i: int, n: Node, address: int, tag: str) -> Iterator[Step]:
-    """H3 without a hold: a read, a renewal, a put that lost its race. What is forgotten meanwhile is not remembered."""
+    """H3 without a hold: a read, a renewal, a put that lost its race. A look during a condemnation is forgotten."""
     look = n.looks[address]
     if look == NO_LOOK:
         yield f"n{i}.look{tag}", _with_look(s, i, n, address, LOOKING)

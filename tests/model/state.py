@@ -50,8 +50,8 @@ class Node(NamedTuple):
     announced: int
     ref: int  # the pin of A in etcd: 0 or its id; negative where the node believes in it and etcd does not have it
     pinned: int  # the incarnation that was there under the pin: only for the invariant
-    pinning: int  # a put of a pin is on its way
-    unpinning: int  # an unpin is on its way, of the pin with this id
+    pinning: int  # the put of a pin is in flight
+    unpinning: int  # the removal of the pin with this id is in flight
     written: int  # the session's key was written since the snapshot of etcd
     broken: int
 
@@ -74,7 +74,7 @@ class Event(NamedTuple):
 
 
 class Sweep(NamedTuple):
-    """One sweep as a collector has it in memory. ``inc`` is UNKNOWN where it only lifts the fence."""
+    """One sweep in a collector's memory. ``inc`` is UNKNOWN if it only lifts the fence."""
 
     shard: int
     id: int
@@ -94,7 +94,7 @@ class Run(NamedTuple):
     pc: int
     sweeps: tuple[Sweep, ...]
     at: int
-    memo: tuple[int, ...]  # what it remembers from one step to the next
+    memo: tuple[int, ...]  # its memory from one step to the next
 
 
 class Entry(NamedTuple):
@@ -163,7 +163,7 @@ INCS_PER_ADDRESS = 10
 
 
 def address_of(inc: int) -> int:
-    """The address of which an incarnation is a publication."""
+    """Returns the address that an incarnation publishes."""
     return inc // INCS_PER_ADDRESS
 
 

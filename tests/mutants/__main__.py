@@ -76,12 +76,12 @@ def failing_without(mutants: Sequence[Mutant], jobs: int) -> list[str]:
 
 
 def line(outcome: Outcome) -> str:
-    """A row of what is printed."""
+    """Formats a row of the output."""
     return f"{outcome.verdict.value:20} {outcome.seconds:6.1f} s  {outcome.mutant.name:34} {outcome.mutant.rule}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs what was chosen; 1 where a mutant survived, or could not be planted."""
+    """Runs the chosen mutants; returns 1 if one survived, or could not be planted."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("patterns", nargs="*", help="names of mutants, parts of them or patterns; all without any")
     parser.add_argument("--list", action="store_true", help="print the table and end")
@@ -133,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def report(outcomes: Sequence[Outcome], seconds: float) -> None:
-    """Prints the table: slowest first, then what was not caught, with the reason."""
+    """Prints the table: slowest first, then the survivors, with the reason."""
     good = [each for each in outcomes if each.verdict in GOOD]
     bad = [each for each in outcomes if each.verdict not in GOOD]
     print()

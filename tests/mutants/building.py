@@ -33,7 +33,7 @@ def checks() -> list[str]:
 
 
 class Libraries:
-    """The libraries of the mutants of one run, in a folder of its own. Thread-safe."""
+    """The libraries of the mutants of one run, in their own folder. Thread-safe."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 
 class Unplantable(Exception):
-    """The code that a mutant changes is not there any more."""
+    """The code that a mutant changes no longer exists."""
 
 
 class Planter(Protocol):
@@ -58,7 +58,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """A function whose source has ``new`` where it had ``old``."""
+    """Replaces ``old`` in a function's source by ``new``."""
 
     target: Target
     old: str
@@ -252,7 +252,7 @@ def simulated(name: str) -> Simulated:
 
 
 def _defined(tree: ast.Module, target: Target) -> ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef:
-    """Where a function is defined, its decorators not included."""
+    """Returns the line of a function's definition, without its decorators."""
     body: list[ast.stmt] = tree.body
     found: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | None = None
     for part in target.name.split("."):

@@ -31,7 +31,7 @@ TOKENS = np.arange(8 * SMALL.chunk_tokens)
 
 
 class PausedRoot(PosixRoot):
-    """Stands still where a file is opened or staged, once ``is_on``; not for native code."""
+    """Stands still at opening or staging a file, once ``is_on``; not for native code."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)

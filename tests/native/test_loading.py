@@ -150,7 +150,7 @@ def test_a_library_that_is_missing_is_said_unless_it_was_turned_off(
 
 
 def test_a_process_without_the_library_says_so_once(tmp_path: Path) -> None:
-    """On standard error, where a program that configures no logging has its warnings."""
+    """On standard error, where Python prints warnings of programs without a logging setup."""
     shutil.copytree(ROOT / "kvstore", tmp_path / "kvstore", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     environment = {**os.environ, "KVSTORE_NATIVE": "", "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     command = [sys.executable, "-c", "import kvstore.native.library; import kvstore.native"]

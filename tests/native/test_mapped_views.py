@@ -34,7 +34,7 @@ def views_of(store: Store) -> list[np.ndarray]:
 
 
 def mapped_files(root: Path) -> int:
-    """The mapped files of this root, by what the kernel says of this process."""
+    """Returns the mapped files of this root, from the kernel's list for this process."""
     return Path("/proc/self/maps").read_text().count(f"{root}/chunks/")
 
 
@@ -75,7 +75,7 @@ def test_more_than_may_be_mapped_are_copies(tmp_root: Path, ten_at_most: None) -
     with opened(tmp_root, native=True) as store:
         store.namespace("m", LAYOUT).put(TOKENS, KV)
         before = open_files()
-        for _ in range(3):  # what was let go of may be mapped again
+        for _ in range(3):  # after views are dropped, as many may be mapped again
             views = views_of(store)
             assert (mapped_files(tmp_root), mapped_count(), open_files()) == (10, 10, before)
             assert same(np.concatenate(views, axis=2), KV)

@@ -202,7 +202,7 @@ def test_i1_a_file_of_another_size_is_neither_opened_nor_found(tmp_root: Path, s
 
 
 def test_i1_a_file_that_is_cut_after_it_was_opened_is_not_read(tmp_root: Path) -> None:
-    """Where a thread has just read the same chunk, what is missing lies in its memory still."""
+    """If a thread has just read the same chunk, the missing bytes are still in its memory."""
     with filled(tmp_root, SMALL, 1) as (_, run, _):
         for _ in range(2):
             assert run.read(0, 1, Borrowed()).all()
@@ -239,6 +239,6 @@ print(int(items["status"][0]) == native.OTHER)
 
 
 def test_a_root_whose_name_is_too_long_is_left_to_python() -> None:
-    """In a process of its own: a name that does not fit would be written over whatever lies behind it."""
+    """In a separate process: a name that does not fit would overwrite the memory behind it."""
     done = subprocess.run([sys.executable, "-c", LONG_NAME], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, "True"), done.stderr[-500:]

@@ -38,7 +38,7 @@ TOKENS = np.arange(CHUNKS * SMALL.chunk_tokens)
 
 
 class Paused:
-    """The library, one call of which stands still when it is reached: as a mount that hangs."""
+    """The library with one call that stands still when it is reached, like a mount that hangs."""
 
     def __init__(self, library: object, name: str) -> None:
         self._library = library
@@ -59,7 +59,7 @@ class Paused:
 
 
 def open_files(root: Path) -> int:
-    """The open files of that root alone: other threads open files of their own."""
+    """Returns the open files of that root alone: other threads have other files open."""
     found = 0
     for fd in os.listdir("/proc/self/fd"):
         with suppress(OSError):
@@ -167,7 +167,7 @@ def test_a_thousand_reads_and_misses_leave_no_file_open(tmp_root: Path) -> None:
 
 
 def put_for_ever(root: str) -> None:
-    """Runs in a process of its own until it is killed."""
+    """Runs in a separate process until it is killed."""
     with opened(Path(root), native=True) as store:
         cache = store.namespace("m", SMALL)
         for number in range(1_000_000):
@@ -203,7 +203,7 @@ def test_killed_at_any_moment_of_native_puts_nothing_torn_is_ever_found(tmp_root
 
 
 def test_a_group_of_files_is_given_up_between_two_of_them(tmp_root: Path) -> None:
-    """Or whoever takes its memory back would wait for tens of MiB."""
+    """Otherwise a caller that takes its memory back would wait for tens of MiB."""
     with opened(tmp_root, native=True) as store:
         cache = store.namespace("m", SMALL)
         cache.put(TOKENS, kv_of(SMALL, TOKENS))

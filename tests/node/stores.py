@@ -51,7 +51,7 @@ def member_of(store: Store) -> Member:
 
 
 def member_on(root: Root, limits: Limits | None = None, clock: Clock | None = None, durable: bool = False) -> Member:
-    """A member of its own metadata on ``root``."""
+    """Opens a member on ``root`` with its own metadata."""
     clock, ids = clock or SystemClock(), RandomIds()
     identity = create_or_open(root, ids)
     meta = MemoryMeta(clock=clock)

@@ -33,7 +33,7 @@ CHUNKS = 6
 
 
 def put_and_die(root: str, point: str, occurrence: int) -> None:
-    """Runs in a process of its own: puts a prompt, and is killed at the given point."""
+    """Runs in a separate process: puts a prompt, and is killed at the given point."""
     left = [occurrence]
 
     def step(reached: str) -> None:

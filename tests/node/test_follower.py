@@ -45,7 +45,7 @@ SWEEP = b"s" * 16
 
 
 class Hooked:
-    """A watch that does something with what it has fetched before it hands it out."""
+    """A watch that runs a hook on what it has fetched before it returns it."""
 
     def __init__(self, inner: Watch, fetched: Callable[[], None]) -> None:
         self._inner = inner
@@ -81,7 +81,7 @@ def _nothing() -> None:
 
 
 class Alone:
-    """A follower without threads, on a root and a store of its own."""
+    """A follower without threads, on its own root and store."""
 
     def __init__(self, root: Root | None = None, standing: Callable[[], Standing] | None = None) -> None:
         root, clock, ids = root or MemoryRoot(MemoryFiles()), SystemClock(), RandomIds()

@@ -20,7 +20,7 @@ LONG_S = 1e6
 
 
 class Silent:
-    """A watch that says nothing any more, as one on a store that was restored to an older revision."""
+    """A watch that reports nothing more, like one on a store that was restored to an older revision."""
 
     def next(self, timeout_s: float) -> tuple[Event, ...] | None:
         return None
@@ -87,7 +87,7 @@ def test_a2_nothing_is_announced_that_an_older_hold_does_not_know_of(alone: Alon
 
 
 def test_a3_nothing_is_announced_once_the_chain_of_sweeps_has_gone_on(alone: Alone) -> None:
-    """The store may have been restored: what the view ends with is then nobody's history."""
+    """The store may have been restored: the view's last revision is then nobody's history."""
     session = alone.session()
     alone.follower.begin(session)
     hold = alone.node.holds.take(CHAIN)

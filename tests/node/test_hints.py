@@ -37,7 +37,7 @@ KV = kv_of(TINY, TOKENS)
 
 
 class CountingRoot(MemoryRoot):
-    """Memory that keeps mtimes in grains of ``grain_ns``, and notes what was touched."""
+    """A memory root that keeps mtimes in grains of ``grain_ns``, and records touches."""
 
     def __init__(self, grain_ns: int = 1) -> None:
         super().__init__(MemoryFiles())

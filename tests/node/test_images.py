@@ -103,7 +103,7 @@ def test_native_code_and_python_make_the_same_bytes(layout: Layout, monkeypatch:
 
 
 def test_an_image_is_the_file_of_its_chunk(way: bool, tmp_root: Path) -> None:
-    """Under the chunk's name it is read as any other; only the incarnation tells it from what a put wrote."""
+    """Under the chunk's name it reads like any other file; only the incarnation differs from a put's."""
     chain = chain_of(SMALL, 4)
     kv = kv_of(SMALL, chain.tokens)
     images = {chain.addresses[at].hex(): bytes(image) for at, image in enumerate(made(chain, kv))}
@@ -195,7 +195,7 @@ def test_sections_of_any_kind_give_the_same_image(way: bool) -> None:
 
 
 def test_images_are_a_source_for_puts(tmp_root: Path) -> None:
-    """From any index on, and staged by native code where there is any."""
+    """From any index on, and staged by native code if there is any."""
     chain = chain_of(SMALL, 6)
     kv = kv_of(SMALL, chain.tokens)
     size = image_bytes(chain, 0)

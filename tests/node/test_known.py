@@ -37,7 +37,7 @@ steps = st.lists(
 
 
 class Plain:
-    """``Known`` as a dictionary, which forgets nothing by itself."""
+    """``Known`` as a dictionary, which forgets nothing."""
 
     def __init__(self) -> None:
         self.seen: dict[Address, tuple[int, bool]] = {}

@@ -49,7 +49,7 @@ class StoppedClock:
 
 
 class Case:
-    """A tier with room for so many chunks of SMALL."""
+    """A tier with room for this many chunks of SMALL."""
 
     def __init__(self, chunks: int) -> None:
         self.arena = Arena(chunks * UNIT).open()
@@ -72,7 +72,7 @@ class Case:
         return filled
 
     def read(self, wanted: Chain, slots: Slots, start: int, stop: int) -> list[bool]:
-        """Reads chunks, and looks at all bytes of those that are said to be right."""
+        """Reads chunks, and compares all bytes of those reported right."""
         layout = wanted.namespace.layout
         out = np.zeros(layout.shape(len(wanted.tokens)), layout.numpy_dtype)
         done = self.tier.read(slots, start, stop, planes_of(out, layout), Borrowed())

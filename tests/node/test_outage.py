@@ -100,7 +100,7 @@ def test_a_put_that_hangs_is_shed_and_publishes_nothing_wrong(
     kv = KV.copy()
     with InTime(), pytest.raises(Unavailable, match="in time"):
         cache.put(TOKENS, kv)
-    # The engine reuses the memory at once. What wakes up now must not publish what it finds there.
+    # The engine reuses the memory at once. A call that wakes up now must not publish what it finds there.
     kv[:] = 0
     root.set_rules([])
     hang.release.set()

@@ -55,7 +55,7 @@ LIMITS = Limits()
 
 
 class Shared:
-    """A cluster in memory: stores on one root and one etcd, both of which can be made to fail."""
+    """A cluster in memory: stores on one root and one etcd, both of which can fail on demand."""
 
     def __init__(self, files: MemoryFiles | None = None) -> None:
         self.files = files or MemoryFiles()
@@ -132,7 +132,7 @@ def test_p4_what_a_pin_misses_is_protected_once_it_is_put_again() -> None:
 
 
 def test_p1_the_hold_outlives_the_put_or_there_is_no_pin() -> None:
-    """The session dies while the ref is being put: nobody held the chunks any more, so nobody may be told so."""
+    """The session dies while the ref is being put: nobody holds the chunks, so the pin must not be acknowledged."""
     cluster = Shared()
     with cluster.store() as store:
         cache = filled(store)
@@ -255,7 +255,7 @@ def test_c6_a_generation_that_moves_on_without_etcd_is_noticed_by_the_next_sessi
 
 
 def _beat(store: Store) -> None:
-    """Lets a node notice now that its session was ended; by itself it would within a third of its ttl."""
+    """Makes a node notice now that its session ended; by itself it would within a third of its ttl."""
     try:
         member_of(store).presence.current().beat()
     except KVStoreError:

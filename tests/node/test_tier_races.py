@@ -138,7 +138,7 @@ class Interrupting(SystemClock):
 
 
 def queue_of(case: Case, chunks: int) -> WriteBehind:
-    """With room for so many chunks; nothing is written."""
+    """A queue with room for this many chunks; nothing is written."""
     share = (chunks * image_bytes(small_chain(1, 1), 0) + 0.5) / case.tier.size_bytes  # exactly so many, rounded down
     limits = CurrentLimits(Limits(behind_share=share))
     behind = WriteBehind(case.tier, case.tier._counters, limits, SystemClock())
@@ -154,7 +154,7 @@ def test_w1_a_put_reserves_no_room_for_what_another_brings() -> None:
     refused: list[list[bool]] = []
 
     def source(index: int) -> Pieces:
-        if index == 0:  # while this put copies what it has claimed, another comes
+        if index == 0:  # another put comes while this one copies into its claimed slots
             refused.append(puts.keep(chain, 0, 6, source, DEFAULT, deadline, behind).there)
         return payload
 

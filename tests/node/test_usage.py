@@ -25,7 +25,7 @@ def word(revision: int, allowance: int | None = ALLOWED) -> Room:
 
 
 class Reporting:
-    """A node's counts in a session, on a clock of its own; each report gets the next revision."""
+    """A node's counts in a session, with its own clock; each report gets the next revision."""
 
     def __init__(self) -> None:
         self.usage = NodeUsage()
@@ -244,7 +244,7 @@ def test_a_report_is_gone_with_its_session(alone: Alone) -> None:
 def test_a_gap_of_the_chain_is_found_although_other_keys_go_on_changing(
     alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A store that was restored to an older revision: the watch has missed the link, and hears what comes after."""
+    """A store restored to an older revision: the watch has missed the link, and reports what comes after."""
     session, now_s = alone.session(), alone.follower._clock.monotonic_s()
     alone.follower.begin(session)
     monkeypatch.setattr(alone.follower._clock, "monotonic_s", lambda: now_s)

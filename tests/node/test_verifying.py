@@ -89,7 +89,7 @@ def test_w3_what_was_repaired_between_the_look_and_the_rename_goes_back(tmp_root
 
 
 def test_i1_a_file_that_is_cut_while_it_is_read_is_not_taken(tmp_root: Path) -> None:
-    """Where the caller's memory has what is missing, from a read before, its checksum is right."""
+    """If the caller's memory has the missing bytes from an earlier read, their checksum is right."""
     tokens = np.arange(TINY.chunk_tokens)
     kv = kv_of(TINY, tokens)
     cuts: list[int] = []

@@ -31,14 +31,14 @@ def begin(node: Acting, number: int, chunks: int, mode: WriteMode) -> Write:
 
 
 def buffer_of(node: Acting, number: int, chunk: int) -> tuple[np.ndarray, Planes]:
-    """One chunk in memory of its own, as what comes over a network."""
+    """Returns one chunk in separate memory, as bytes from a network arrive."""
     array = node.prompts.kv(number, chunk + 1, chunk).copy()
     return array, Planes(array.reshape(LARGE.layers, 2, -1).view(np.uint8), LARGE.section_bytes, chunk)
 
 
 @pytest.mark.parametrize("mode", [WriteMode.AROUND, WriteMode.THROUGH])
 def test_a_run_keeps_its_memory_until_it_is_on_the_root_and_gives_it_back_in_order(mode: WriteMode) -> None:
-    """Whoever is told that the memory is free writes something else into it at once."""
+    """Freed memory is overwritten at once."""
     root, given_back = faulty(), list[int]()
     with Acting(root) as node:
         write = begin(node, 1, 6, mode)
@@ -162,7 +162,7 @@ def test_w2_a_block_that_the_root_has_with_another_size_holds_up_none_of_the_oth
 
 
 def test_w5_what_memory_has_need_not_be_sent_again_and_nothing_stays_staged() -> None:
-    """A put around of what is still on its way behind: its parents come from memory."""
+    """A put around of chunks still queued behind: its parents come from memory."""
     root = faulty()
     with Acting(root) as node:
         with held(root):

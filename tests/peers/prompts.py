@@ -38,12 +38,12 @@ def kv_of(tokens: Sequence[int], layout: Layout = LAYOUT, skip: int = 0) -> KvAr
 
 
 def is_kv_of(array: KvArray, tokens: Sequence[int], layout: Layout = LAYOUT) -> bool:
-    """True if every byte is what the tokens determine."""
+    """True if every byte is the one that the tokens determine."""
     return array.tobytes() == kv_of(tokens, layout).tobytes()
 
 
 def prompt(number: int, chunks: int = 3) -> list[int]:
-    """A prompt of its own for each number."""
+    """Returns a different prompt for each number."""
     return [number * 1_000 + position for position in range(chunks * CHUNK)]
 
 
@@ -53,7 +53,7 @@ def cache_of(store: Store, name: str = "model") -> Cache:
 
 
 def open_cache(root: Path | str) -> tuple[Store, Cache]:
-    """A store of its own, which remembers nothing, and its cache."""
+    """Opens a separate store, which remembers nothing, and its cache."""
     store = kvstore.open(str(root))
     return store, cache_of(store)
 
@@ -72,7 +72,7 @@ def files_under(folder: Path) -> list[Path]:
 
 
 def command(function: str, *arguments: object, before: Sequence[str] = ()) -> list[str]:
-    """A command that calls a function of ``tests.peers.processes`` in a process of its own."""
+    """Returns a command that calls a function of ``tests.peers.processes`` in a separate process."""
     call = f"from tests.peers.processes import {function}; {function}({', '.join(map(repr, arguments))})"
     return [*before, sys.executable, "-c", call]
 
@@ -90,7 +90,7 @@ def start(function: str, *arguments: object, before: Sequence[str] = (), **envir
 
 
 def finish(process: subprocess.Popen[str], said: str | None = None) -> str:
-    """Waits for a process, which must end well; returns what it printed since."""
+    """Waits for a process, which must succeed; returns its output since the last call."""
     try:
         printed, _ = process.communicate(said, timeout=120)
     except subprocess.TimeoutExpired:

@@ -168,7 +168,7 @@ def test_4_another_process_finds_everything_after_a_crash(tmp_root: Path) -> Non
 
 
 def test_4_order_of_use_survives_a_restart(tmp_root: Path) -> None:
-    """Usage is in the files' stamps, so whoever opens the root next sees the same order."""
+    """Usage is in the files' stamps, so the next process that opens the root sees the same order."""
     store, cache = open_cache(tmp_root)
     with store:
         for number in range(4):

@@ -68,7 +68,7 @@ class Held:
 
 
 class Node:
-    """One node: its memory, its session, and both ends of what it tells."""
+    """One node: its memory, its session, and both ends of its digests."""
 
     def __init__(self, address: str, meta: Meta, clock: Clock, limits: PeerLimits | None = None) -> None:
         self.meta = meta
@@ -100,7 +100,7 @@ class Node:
         return self.session
 
     def leave(self) -> None:
-        """The end of a session that died by itself."""
+        """Ends a session as if it had died."""
         self.publisher.end(self.session)
         self.follower.end(self.session)
 

@@ -38,7 +38,7 @@ def told_of(held: dict[str, list[Address]]) -> Told:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_lookups_agree_with_a_dictionary(seed: int) -> None:
-    """R1, R4: what is said to be at peers that are not set aside, from any chunk on."""
+    """R1, R4: chunks reported at peers that are not set aside, from any chunk on."""
     random = Random(seed)
     chunks = addresses_of(random.choice([5, STEP_FIRST, 300]), seed)
     names = [f"10.0.1.{n}:7" for n in range(random.randint(1, 6))]
@@ -85,7 +85,7 @@ def test_a_directory_does_not_change_under_a_lookup() -> None:
 
 
 def test_one_never_finds_oneself() -> None:
-    """Neither what this node said, nor what a process before it said from the same address."""
+    """Finds neither this node's reports, nor those of an earlier process at the same address."""
     chunks = addresses_of(4)
     assert told_of({OWN: chunks}).directory().leading(chunks, 0) == 0
 

@@ -60,7 +60,7 @@ def hasty(limits: PeerLimits = LASTING) -> PeerLimits:
 
 
 class Moved(SystemClock):
-    """The real clock, and what a test adds to it."""
+    """The real clock with a test's offset."""
 
     added_s = 0.0
 
@@ -69,7 +69,7 @@ class Moved(SystemClock):
 
 
 class Reader:
-    """A node without memory of its own that reads from peers."""
+    """A node without memory that reads from peers."""
 
     def __init__(self, limits: PeerLimits) -> None:
         self.clock = Moved()
@@ -103,7 +103,7 @@ class Reader:
         eventually(lambda: address in self.peers._follower.directory.numbers)  # type: ignore[union-attr]
 
     def get(self, chain: Chain, indexes: Sequence[int], seconds: float = NEVER_S) -> list[bool]:
-        """Fetches, and checks what is said to have come."""
+        """Fetches, and checks the chunks reported as received."""
         images = room_for(chain, indexes)
         came = returns(lambda: self.peers.fetch(chain, indexes, images, Deadline(CLOCK, seconds)))
         for index, image, is_here in zip(indexes, images, came, strict=True):
@@ -245,7 +245,7 @@ def endless_start(channel: Channel, number: int, _: pb.GetRequest) -> None:
     ids=lambda say: say.__name__,
 )
 def test_a_lying_peer_is_a_miss_and_is_left_alone(say: Say) -> None:
-    """No image is said to have come that did not, and no later look-up counts on that peer for a while."""
+    """No missing image is reported as received, and look-ups skip that peer for a while."""
     chain = chain_of(3)
     with speaking(say) as speaker, reading(LASTING) as reader:
         reader.hears(speaker.address, chain, range(3))
@@ -270,7 +270,7 @@ def test_more_than_was_asked_for_does_no_harm() -> None:
 
 
 def test_a_peer_whose_chunks_prove_wrong_is_left_alone() -> None:
-    """I1: the caller verifies, and says so."""
+    """I1: the caller verifies, and reports the peer."""
     chain = chain_of(2)
     with speaking(honest(chain)) as speaker, reading() as reader:
         reader.hears(speaker.address, chain, range(2))
@@ -418,7 +418,7 @@ def test_closing_cuts_what_is_in_progress() -> None:
 
 
 def test_a_cleared_namespace_is_not_read_back_from_who_has_not_heard_yet() -> None:
-    """At the node that cleared it and at any other, for a while; what came meanwhile is dropped."""
+    """At the node that cleared it and at any other, for a while; chunks received meanwhile are dropped."""
     chain = chain_of(2)
     limits = replace(PATIENT, cleared_s=NEVER_S)
     with speaking(honest(chain)) as speaker, reading(limits) as one, reading(limits) as other:

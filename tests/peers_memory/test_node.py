@@ -37,7 +37,7 @@ CLOCK = SystemClock()
 
 
 class Reader:
-    """A member without anything of its own, and what it is told."""
+    """A member without chunks, and the digests that it is told."""
 
     def __init__(self) -> None:
         self.store = MemoryStore()

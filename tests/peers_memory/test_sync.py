@@ -114,7 +114,7 @@ def test_a_new_session_publishes_everything_again() -> None:
 
 
 def test_who_loses_its_session_forgets_what_etcd_said() -> None:
-    """P1: without etcd the node goes on alone, and reads all afresh in its next session."""
+    """P1: without etcd the node goes on alone, and reads everything again in its next session."""
     cluster = Cluster(2)
     a, b = cluster.nodes
     chunks = addresses_of(20)
@@ -149,7 +149,7 @@ def test_a_lost_watch_is_only_a_lag() -> None:
 
 
 def test_while_etcd_does_not_answer_nothing_is_lost() -> None:
-    """P1: nothing raises; what was to be written stays due, what was known stays known while the session lives."""
+    """P1: nothing raises; due writes stay due, and known digests stay known while the session lives."""
     cluster = Cluster(1)
     a = cluster.nodes[0]
     waited: list[float] = []
@@ -207,7 +207,7 @@ def test_a_clear_is_heard_once_by_each_and_not_by_who_did_it() -> None:
 
 
 def test_two_clears_by_one_node_before_it_hears_of_the_first_are_its_own() -> None:
-    """Else it would drop what was put between them."""
+    """Otherwise it would drop what was put between them."""
     cluster = Cluster(2)
     a, b = cluster.nodes
     for mark in (b"mark 1", b"mark 2"):
@@ -219,7 +219,7 @@ def test_two_clears_by_one_node_before_it_hears_of_the_first_are_its_own() -> No
 
 
 def test_a_node_that_was_away_hears_of_the_clear_when_it_comes() -> None:
-    """The mark is under nobody's lease: a disk tier that was refilled may still have what was cleared meanwhile."""
+    """The mark has no lease: a refilled disk tier may still have chunks that were cleared meanwhile."""
     cluster = Cluster(1)
     cluster.nodes[0].digests.mark_cleared(NAMESPACE, b"mark", 1.0)
     late = Node("10.0.0.7:1", MemoryMeta(cluster.store, cluster.clock), cluster.clock)

@@ -33,7 +33,7 @@ class Actor:
         self.address = self._line()
 
     def do(self, word: str, *rest: object) -> int:
-        """Has it do something; raises where it ends instead."""
+        """Sends a command; raises if the process ends instead of answering."""
         assert self.process.stdin is not None
         print(word, *rest, file=self.process.stdin, flush=True)
         return int(self._line())
@@ -43,7 +43,7 @@ class Actor:
         return self.do(word, *rest), time.monotonic() - began_s
 
     def knows(self, seed: int) -> None:
-        """Waits until its peers are said to have a prompt."""
+        """Waits until its peers are reported to have a prompt."""
         eventually(lambda: self.do("known", seed, CHUNKS) == CHUNKS)
 
     def kill(self) -> None:
@@ -75,7 +75,7 @@ class Cluster:
         self.actors = [Actor(root, etcd.endpoints) for _ in range(3)]
 
     def wipe(self) -> None:
-        """Takes all chunks from the root, so that what is read can only come from memory."""
+        """Deletes all chunks from the root, so that reads can only come from memory."""
         for file in (self.root / "chunks").glob("*/*"):
             file.unlink()
 
@@ -177,7 +177,7 @@ def test_a_clear_reaches_the_memory_of_others(cluster: Cluster) -> None:
 
 
 def test_etcd_away_for_longer_than_a_session(cluster: Cluster) -> None:
-    """P1: what was told goes with the lease, at both ends; the node goes on alone; and all is told again afterwards."""
+    """P1: published digests go with the lease, at both ends; the node goes on alone; then all is published again."""
     a, b, _ = cluster.actors
     a.do("put", 1, CHUNKS)
     b.knows(1)

@@ -74,7 +74,7 @@ def test_a_plan_out_of_range_is_refused(processes: int, threads: int) -> None:
 
 
 class Sabotaged:
-    """A cache of which one call is replaced, from its tenth time on."""
+    """A cache with one call replaced, from its tenth time on."""
 
     def __init__(self, cache: Cache, name: str, wrong: Callable[..., Any]) -> None:
         self._cache = cache

@@ -73,9 +73,9 @@ class Hang:
 
 @dataclass(frozen=True, slots=True)
 class Torn:
-    """``stage`` writes only the first half, and says nothing: what a host crash leaves without fsync.
+    """``stage`` writes only the first half, and reports success: the state after a host crash without fsync.
 
-    With ``zeros`` the second half is there, but zero (a file system that allocates late).
+    With ``zeros`` the second half exists, but is zero (a file system that allocates late).
     """
 
     zeros: bool = False
@@ -97,7 +97,7 @@ class Short:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The file is deleted first, as if another host had, and then the call goes on."""
+    """Deletes the file first, as if another host had, and then makes the call."""
 
 
 Fault = Fails | Missing | Delay | Hang | Torn | Flipped | Short | Lost
@@ -157,12 +157,12 @@ class FaultyRoot:
         self.set_rules(rules)
 
     def set_rules(self, rules: Sequence[Rule]) -> None:
-        """Replaces all rules, their counts beginning anew; none for a root without faults."""
+        """Replaces all rules and resets their counts; none for a root without faults."""
         with self._lock:
             self._rules = [_Armed(rule) for rule in rules]
 
     def strike(self, operation: str, name: Name) -> Fault | None:
-        """Counts the call; waits, raises or loses the file where a rule says so; returns what is left to be done."""
+        """Counts the call; waits, raises or loses the file if a rule says so; returns what is left to do."""
         with self._lock:
             self.calls[operation] += 1
             due = [armed for armed in self._rules if armed.is_due(operation, name, self._random)]

@@ -80,7 +80,7 @@ def publish(root: Root, name: Name, content: bytes, *, stamp_ns: int = 1_700_000
 
 
 def content_of(root: Root, name: Name) -> bytes | None:
-    """A file as a whole; None where there is none."""
+    """Returns a whole file; None if there is none."""
     reader = root.open(name)
     if reader is None:
         return None
@@ -138,7 +138,7 @@ def rclone(folder: Path) -> Iterator[str]:
 
 @cache
 def _aws_session() -> Any:
-    """Shared, as each of its own parses the service's description anew: a fifth of a second for each root."""
+    """Shared, since each new one parses the service's description: a fifth of a second for each root."""
     from aiobotocore.session import AioSession
 
     return AioSession()

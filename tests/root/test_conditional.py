@@ -111,7 +111,7 @@ def test_rule_O1_what_was_published_between_the_look_and_the_delete_stays(server
     seen = looked(root, A)
 
     def replaced(method: str, path: str) -> None:
-        # Another collector deletes it, and a node publishes it anew, when our request is on its way already.
+        # Another collector deletes it, and a node publishes it again, while our request is in flight.
         if method == "DELETE":
             with server.lock:
                 server.objects[path] = Object(b"second")

@@ -36,7 +36,7 @@ def conditional_root(remote: Remote | None = None, **options: Any) -> ObjectRoot
 
 
 class Failing(Remote):
-    """A store whose calls raise what they are told to; everything else works."""
+    """A store whose calls raise on demand; everything else works."""
 
     def __init__(self) -> None:
         super().__init__(ConditionalFileSystem(global_store=False, skip_instance_cache=True), conditional=True)

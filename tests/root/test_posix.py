@@ -118,7 +118,7 @@ def test_a_published_file_has_one_name_left(tmp_root: Path) -> None:
 
 @contextmanager
 def mounted(folder: Path, size_bytes: int) -> Iterator[Path]:
-    """A small tmpfs of its own. Needs root, and the right to mount."""
+    """Mounts a small tmpfs. Needs root, and the right to mount."""
     folder.mkdir()
     done = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", str(folder)],

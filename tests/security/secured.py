@@ -65,7 +65,7 @@ class Secured:
         return sum(count for name, count in self.counters.items() if name.startswith("denied_"))
 
     def set_access(self, **changed: Any) -> None:
-        """Changes what the access file says."""
+        """Replaces the access file."""
         path = self.folder / "access.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
 

@@ -146,7 +146,7 @@ def test_every_cell_of_the_table(who: Who, served: Secured, owner: Store, tmp_pa
         with served.channel(tls) as channel:
             stubs = KVStoreStub(channel), ControlStub(channel)
             for name, operation in OPERATIONS.items():
-                # Who is nobody is nobody everywhere: one tenant shows that.
+                # An unknown caller is unknown everywhere: one tenant shows that.
                 for tenant in TENANTS if who.known else TENANTS[1:2]:
                     cell = prepared(
                         served, owner, Cell(*stubs, bearer(token), endpoint, who.name, tenant, b"", b"", "")

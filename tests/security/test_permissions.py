@@ -40,7 +40,7 @@ def may(guard: Guard, method: str, who: str, tenant: str = "") -> bool:
 
 
 def needs() -> dict[str, str]:
-    """The least that the operations of each method need: what they need beyond is asked for later."""
+    """Returns the least that the operations of each method need; further needs are checked later."""
     found: dict[str, str] = {}
     for operation in OPERATIONS.values():
         need, before = operation.need, found.get(operation.method)

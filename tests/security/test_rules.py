@@ -73,7 +73,7 @@ KEYS = {each.id: each for each in [PublicKey.of_pem(PUBLIC, "here")]}
 
 
 def forged(algorithm: str = "EdDSA", key: Any = None, headers: dict[str, str] | None = None, **changed: Any) -> str:
-    """A token of an issuer who does as he likes; ``None`` leaves a claim out."""
+    """Returns a token of a rogue issuer; ``None`` leaves a claim out."""
     now_s = int(time.time())
     claims = {"iss": "kvstore", "aud": "kvstore", "sub": "a", "jti": "1", "iat": now_s, "exp": now_s + 60, **changed}
     said = {name: value for name, value in claims.items() if value is not None}

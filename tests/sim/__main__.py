@@ -64,7 +64,7 @@ def main() -> int:
 
 
 def search_bugs(names: list[str], workers: int) -> int:
-    """Prints a table of the seeds that find planted bugs; 1 where one is neither found nor shown otherwise."""
+    """Prints a table of the seeds that find planted bugs; returns 1 if a bug is neither found nor shown otherwise."""
     lost = []
     print("| bug | seed | profile | violation |\n|---|---|---|---|")
     for name, outcome in find_bugs(names, workers):

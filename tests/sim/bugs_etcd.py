@@ -107,7 +107,7 @@ def reread_unchecked() -> Iterator[None]:
 
 @bug("forked")
 def split_read() -> Iterator[None]:
-    """C3: what came in pages is not read once more. Twins and fences hide it; ``test_c3_...`` shows it."""
+    """C3: pages of a read are not read once more. Twins and fences hide it; ``test_c3_...`` shows it."""
 
     def decide(self: grace.Grace, sweeps: Sequence[ledger.InFlight]) -> tuple[list[ledger.InFlight], grace.Pinned]:
         items = self._meta.list(self._keys.prefix, self._refs_timeout_s).items
@@ -134,7 +134,7 @@ def lost_watch_keeps_births() -> Iterator[None]:
 
 @bug("cut")
 def lost_watch_keeps_cache() -> Iterator[None]:
-    """V3: after a lost watch what is remembered to be present stays so."""
+    """V3: after a lost watch, remembered chunks stay remembered as present."""
 
     def reread(self: view.View, snapshot: Any) -> None:
         with patch.object(known.Known, "clear", lambda self: None):

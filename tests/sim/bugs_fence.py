@@ -73,7 +73,7 @@ def close_before_fence() -> Iterator[None]:
 
 @bug("deposed")
 def no_fence() -> Iterator[None]:
-    """F1: taking a chunk makes the sweep's folder where it is gone."""
+    """F1: taking a chunk makes the sweep's folder if it is gone."""
 
     def move(self: memory.MemoryRoot, source: Name, name: Name, *, make_folder: bool = True) -> bool:
         return real(self, source, name, make_folder=True)
@@ -85,7 +85,7 @@ def no_fence() -> Iterator[None]:
 
 @bug("deposed")
 def late_mkdir() -> Iterator[None]:
-    """F2: whoever takes up a sweep makes its folder once more."""
+    """F2: a run that adopts a sweep makes its folder again."""
 
     def take(self: trash.Trash, sweep: ledger.InFlight, *rest: Any) -> None:
         self.open(sweep.sweep)

@@ -21,7 +21,7 @@ from tests.sim.planting import bug
 
 @bug("narrow")
 def publish_replaces() -> Iterator[None]:
-    """W1: publishing renames over what is there."""
+    """W1: publishing replaces an existing file."""
 
     def publish(self: memory.MemoryRoot, staged: Name, name: Name, *, durable: bool) -> bool:
         if not name.startswith("chunks/"):
@@ -41,7 +41,7 @@ def publish_replaces() -> Iterator[None]:
 
 @bug("damaged")
 def set_aside_deletes() -> Iterator[None]:
-    """W3: a damaged file is deleted at its name, where a good one may have come meanwhile."""
+    """W3: a damaged file is deleted at its name, where a good one may have been put meanwhile."""
 
     def set_aside(self: chunks.Chunks, expected: Any, damage: Any) -> None:
         self.known.forget(expected.address)
@@ -87,7 +87,7 @@ def rejoin_keeps_holds() -> Iterator[None]:
 
 @bug("narrow")
 def match_ignores_condemned() -> Iterator[None]:
-    """H1: what is condemned is matched and held."""
+    """H1: condemned chunks are matched and held."""
     with patch.object(view.View, "leading", lambda self, addresses: len(addresses)):
         yield
 
@@ -108,14 +108,14 @@ def look_before_hold() -> Iterator[None]:
 
 @bug("narrow")
 def cache_not_evicted() -> Iterator[None]:
-    """H3: what is remembered to be present stays so when a sweep condemns it."""
+    """H3: chunks remembered as present stay so when a sweep condemns them."""
     with patch.object(known.Known, "forget_shards", lambda self, shards, shard_bits: None):
         yield
 
 
 @bug("hasty")
 def cache_epoch_unchecked() -> Iterator[None]:
-    """H3: what was looked at before a sweep condemned is remembered after it."""
+    """H3: a look from before a sweep condemned is remembered after it."""
 
     def add(self: known.Known, address: Address, quantum: int, *, renewed: bool, epoch: int) -> None:
         real_add(self, address, quantum, renewed=renewed, epoch=self.epoch)
@@ -202,14 +202,14 @@ def hold_outlives_session() -> Iterator[None]:
 
 @bug("arriving")
 def hold_outlives_its_time() -> Iterator[None]:
-    """H4: what is read under a hold is read although its time is over."""
+    """H4: reads under a hold succeed after its time is over."""
     with patch.object(holds.Holds, "find", lambda self, hold_id: self._live.get(hold_id)):
         yield
 
 
 @bug("hasty")
 def forgets_condemned_only() -> Iterator[None]:
-    """H3: what is remembered of a shard is not forgotten when a sweep of it ends."""
+    """H3: remembered chunks of a shard are not forgotten when a sweep of it ends."""
 
     def apply(self: view.View, events: list[Event]) -> None:
         changed = [event for event in events if self._keys.parse_condemned(event.key) is not None]

@@ -24,7 +24,7 @@ from tests.sim.planting import bug
 
 @bug("zombie")
 def pin_without_hold() -> Iterator[None]:
-    """P1: nothing is held while the pin is on its way."""
+    """P1: nothing is held while the pin is being put."""
 
     def pin(self: member.Member, chain: Chain, ttl_s: float, owner: str) -> PinRecord:
         at = self.node

@@ -158,14 +158,14 @@ def close_compares_first() -> Iterator[None]:
 
 @bug("narrow")
 def no_adopt() -> Iterator[None]:
-    """G7: nobody takes up what a dead collector has begun."""
+    """G7: nobody adopts the sweeps of a dead collector."""
     with patch.object(execute.Sweeper, "adopt", lambda self, shards=None: execute.SweepReport()):
         yield
 
 
 @bug("deposed")
 def abandon_keeps_fence() -> Iterator[None]:
-    """G8: a sweep is abandoned although another run may go on taking."""
+    """G8: a sweep is abandoned although another run may continue to take."""
 
     def abandon(self: execute.Sweeper, sweeps: Sequence[ledger.InFlight], report: execute.SweepReport) -> None:
         self._ledger.abandon(sweeps)

@@ -103,7 +103,7 @@ class Rates:
 
 
 class Faults:
-    """The dice, and what is still on its way. Shared by all ports of a run."""
+    """The dice, and calls that take effect later. Shared by all ports of a run."""
 
     def __init__(self, kernel: Kernel, rates: Rates) -> None:
         self.kernel = kernel
@@ -166,7 +166,7 @@ class Faults:
             kernel.pause(steps, None, kernel.source.choice(PATIENCE_S))
 
     def land(self, index: int) -> None:
-        """One call that nobody waits for any more takes effect."""
+        """Makes one call take effect that nobody waits for any more."""
         effect = self.late.pop(index)
         try:
             effect()

@@ -62,7 +62,7 @@ class Host:
             self.kernel.spawn(self.process, f"w{number}", self._work, world.weight())
 
     def leave(self) -> None:
-        """Orderly end, in an actor of its own; then the program ends."""
+        """Leaves in good order, in a separate actor; then the program ends."""
 
         def close() -> None:
             if self.member is not None:

@@ -41,7 +41,7 @@ class Process:
         return WALL_S + self._kernel.now_s + self._ahead_s
 
     def monotonic_s(self) -> float:
-        """Goes as fast as everybody's, from a start of its own."""
+        """The clock of one actor: everybody's speed, with its own start."""
         return self._started_s + self._kernel.now_s
 
 
@@ -202,7 +202,7 @@ class Kernel:
             self._make_ready(actor)
 
     def kill(self, process: Process) -> list[Effect]:
-        """SIGKILL: none of its actors runs again, not even their ``finally``. What was on its way to elsewhere."""
+        """SIGKILL: none of its actors runs again, not even their ``finally``. Calls in flight may still take effect."""
         process.alive = False
         on_their_way = []
         for actor in process.actors:
@@ -272,7 +272,7 @@ class Kernel:
     # The loop.
 
     def run(self, *, steps: int, each: Callable[[], object], until: Callable[[], bool] | None = None) -> None:
-        """Lets actors run until so many steps were made, or ``until``; calls ``each`` before every switch."""
+        """Runs actors for a number of steps, or until ``until``; calls ``each`` before every switch."""
         self.steps_max = self.steps + steps
         while not self.over and self.steps < self.steps_max and not (until and until()):
             each()
@@ -303,7 +303,7 @@ class Kernel:
         self._ready, self._waiting, self._paused, self._graves = [], [], [], []
 
     def _pass_time(self) -> bool:
-        """Nobody is ready: the next timer is due, or the next pause is over. False where there is neither."""
+        """Nobody is ready: moves to the next timer or the end of the next pause. False if there is neither."""
         wake_s = min((actor.wake_s for actor in self._waiting), default=math.inf)
         impatient = [actor for actor in self._paused if actor.paused_until_s < wake_s]
         if impatient:

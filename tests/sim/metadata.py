@@ -60,9 +60,9 @@ class SimStore(MemoryStore):
         return Saved(self._revision, self._compacted, dict(self._keys), leases, tuple(self._history))
 
     def restore(self, saved: Saved, *, bump: bool) -> set[str]:
-        """Goes back to a snapshot; returns the keys that are lost. ``bump`` is --bump-revision --mark-compacted.
+        """Goes back to a snapshot; returns the lost keys. ``bump`` is --bump-revision --mark-compacted.
 
-        Leases begin anew, as when etcd elects a leader. Lease ids are never used again.
+        Leases restart, as when etcd elects a leader. Lease ids are never used again.
         """
         lost = self._keys.keys() - saved.keys.keys()
         now_s = self._clock.monotonic_s()
@@ -84,7 +84,7 @@ class SimStore(MemoryStore):
             watch.stir()
 
     def keys_under(self, prefix: str) -> list[str]:
-        """The names of keys, for whoever judges a run."""
+        """Returns the names of keys, for the judge of a run."""
         self.expire()
         return sorted(key for key in self._keys if key.startswith(prefix))
 
@@ -253,7 +253,7 @@ class WatchPort:
         while True:
             if self._closed or self._cut:
                 raise WatchLost("the watch was cut")
-            # Pulled at once, so that they are on their way although the store be restored; told when they arrive.
+            # Read at once, so that they are in flight even if the store is restored; delivered when they arrive.
             self._events += self._inner.next(0.0) or ()
             if self._events:
                 if self._faults.strikes(self._faults.rates.lag):

@@ -80,7 +80,7 @@ class Oracle:
             self._left(name, old)
 
     def deleted(self, name: str, file: MemoryFile) -> None:
-        """A name has no file any more."""
+        """Notes that a name has no file any more."""
         if name.startswith("chunks/"):
             self._at.pop(name, None)
         self._left(name, incarnation_at(file.content))

@@ -64,7 +64,7 @@ def run(seed: int, *, profile: Profile | None = None, bug: Bug = nullcontext, tr
 
 
 def run_many(seeds: Sequence[int], workers: int) -> Iterator[Outcome]:
-    """Runs seeds on so many processes; in order, so that what is printed is the same each time."""
+    """Runs seeds in several processes; in order, so that the output is the same each time."""
     batches = [seeds[start : start + BATCH] for start in range(0, len(seeds), BATCH)]
     # A process is dropped when it dies, as SIGKILL would, and what its frames held stays: so workers are changed often.
     with get_context("spawn").Pool(workers, maxtasksperchild=4) as pool:

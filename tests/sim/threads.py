@@ -49,7 +49,7 @@ class _Waiters:
         self._actors: list[Actor] = []
 
     def wait(self, holds: Callable[[], bool], timeout_s: float | None) -> bool:
-        """Until ``holds()``; False where the time was over first."""
+        """Waits until ``holds()``; returns False if time was up first."""
         at = kernel()
         ends_s = math.inf if timeout_s is None else at.now_s + max(0.0, timeout_s)
         while not holds():
@@ -146,7 +146,7 @@ class Condition:
 
 
 class Thread:
-    """``threading.Thread``, in the process of whoever starts it."""
+    """``threading.Thread``, in the process of the actor that starts it."""
 
     def __init__(
         self, target: Callable[..., object], args: Sequence[Any] = (), name: str = "thread", daemon: bool = False

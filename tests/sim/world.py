@@ -170,7 +170,7 @@ class World:
         return self.choose(self._work)
 
     def _some(self, weights: Mapping[str, float], keeps: Sequence[str] = ()) -> Mapping[str, float]:
-        """A random part of what a profile has."""
+        """Returns a random part of a profile's choices."""
         left = {name: weight for name, weight in weights.items() if name in keeps or self.kernel.random() < 0.6}
         return left or weights
 
@@ -196,7 +196,7 @@ class World:
         return self._payload(chain.addresses[index], LAYOUT.section_bytes, LAYOUT.section_count)
 
     def buffer(self) -> list[memoryview]:
-        """Where a chunk is read to."""
+        """Returns the memory to read a chunk into."""
         return [memoryview(bytearray(LAYOUT.section_bytes)) for _ in range(LAYOUT.section_count)]
 
     def check_read(self, chain: Chain, index: int, sections: list[memoryview]) -> None:
@@ -355,7 +355,7 @@ class World:
         self.faults.meta_down_until_s = self.kernel.now_s + 20 * self.kernel.random()
 
     def _full(self) -> None:
-        """Full, or so nearly that each node must report what it writes; collectors of the run say neither."""
+        """Makes the root look full, or so nearly full that each node must report its writes."""
         lease = self.store.grant(1 + self.kernel.source.randrange(4))
         if self.kernel.source.random() < 0.5:
             self.store.txn((), (Put(self.keys.gc_full, b"x", lease),))
@@ -450,7 +450,7 @@ class World:
     # The end.
 
     def _wind_up(self) -> None:
-        """Faults stop; whoever lives goes on; a fresh collector has to leave nothing behind (I5)."""
+        """Stops the faults; survivors go on; a fresh collector has to leave nothing behind (I5)."""
         kernel = self.kernel
         kernel.note("WINDING UP")
         self.winding_up = True

@@ -65,7 +65,7 @@ IN_TIME_S = PATIENCE_S
 
 
 class Prompts:
-    """Prompts of one layout, each with KV of its own."""
+    """Prompts of one layout, each with different KV."""
 
     def __init__(self, layout: Layout = LARGE) -> None:
         self.layout = layout
@@ -171,7 +171,7 @@ class Acting:
         return [self.tiers.disk.leading(chain.leading(index + 1), index) == 1 for index in range(chunks)]
 
     def name(self, number: int, index: int) -> places.Name:
-        """Where a chunk lies on the root."""
+        """Returns the name of a chunk's file on the root."""
         address = self.chain(number, index + 1).addresses[index]
         return places.chunk(address, self.cache.namespace.id, self.identity.shard_bits)
 
@@ -205,7 +205,7 @@ class Acting:
         self.node.drain()
 
     def assert_settled(self) -> None:
-        """Nothing is referred to, leased, dirty or waiting any more."""
+        """Asserts that nothing is referred to, leased, dirty or waiting."""
         eventually(lambda: not self.stat("memory_referenced_bytes") and not self.stat("behind_bytes"))
         assert self.stat("memory_leased_bytes") == self.stat("memory_dirty_bytes") == 0
         assert self.stat("holds") == 0
@@ -222,7 +222,7 @@ class Acting:
 
 @contextmanager
 def held(root: FaultyRoot, *operations: str) -> Iterator[Hang]:
-    """While inside, these calls to the root stand still (``stage`` alone by default); then they go on."""
+    """Blocks these calls to the root (``stage`` alone by default) inside the context."""
     hang = Hang()
     root.set_rules([Rule(operation, hang) for operation in operations or ("stage",)])
     try:
@@ -250,7 +250,7 @@ def timed(action: Callable[[], object]) -> float:
 
 
 def together(*actions: Callable[[], object]) -> None:
-    """Runs them in threads of their own; raises the first error."""
+    """Runs functions in separate threads; raises the first error."""
     errors: list[BaseException] = []
 
     def run(action: Callable[[], object]) -> None:

@@ -106,7 +106,7 @@ def test_what_is_read_while_its_namespace_is_cleared_does_not_stay(node: Acting)
 
 
 def test_what_is_demoted_while_its_namespace_is_cleared_does_not_stay(node: Acting) -> None:
-    """Memory and disk were told already when the demoting thread writes what it had in hand."""
+    """Memory and disk were cleared already when the demoting thread writes its last chunk."""
     node.put(1, 1)
     node.drain()
     assert node.get(1, 1) == 1

@@ -34,7 +34,7 @@ STEP_S = 0.01
 
 
 def put_until_killed(root: str, seed: int) -> None:
-    """Runs in a process of its own: puts prompts, and prints what was acknowledged, one line for each put."""
+    """Runs in a separate process: puts prompts, and prints each acknowledged one on a line."""
     chosen = random.Random(seed)
     is_slow = False
 

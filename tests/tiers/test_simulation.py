@@ -57,7 +57,7 @@ FAULTS = [
 
 
 class Actor:
-    """One thread of a run: what it does next is drawn."""
+    """One thread of a run, with randomly drawn actions."""
 
     def __init__(
         self, node: Acting, seed: int, goes_on: Callable[[], bool], done: Counter[str], breaks: Callable[..., None]
@@ -119,7 +119,7 @@ class Actor:
             assert same(out[:, :, :count], self._node.prompts.kv(number, chunks)[:, :, :count])
 
     def view(self) -> None:
-        """Views are kept over what comes next. They are of every third prompt, which nobody hurts."""
+        """Keeps views over later actions. They are of every third prompt, which is never damaged."""
         number, chunks = self.drawn()
         number -= number % 3
         with self._node.cache.hold(self._node.prompts.tokens(number, chunks)) as hold:
@@ -161,7 +161,7 @@ class Actor:
         ]
 
     def hurt(self) -> None:
-        """Turns a bit of a chunk in memory, or breaks what is below."""
+        """Flips a bit of a chunk in memory, or breaks a lower tier."""
         number, chunks = self.drawn()
         if number % 3 == 0:
             return self._breaks(self._random, number, chunks - 1)
@@ -180,7 +180,7 @@ class Actor:
         assert stats["disk_held_bytes"] <= stats["disk_bytes_max"]
 
     def demote(self) -> None:
-        """More often than the node does by itself: here memory turns over in no time."""
+        """Demotes more often than the node does by itself: memory turns over quickly here."""
         self._node.tiers.demote_once()
 
     def clear(self) -> None:
@@ -194,9 +194,9 @@ def run(
     breaks: Callable[..., None],
     is_enough: Callable[[], bool] = lambda: True,
 ) -> Counter[str]:
-    """A run of so many seconds, and what must be so after it.
+    """Runs for a number of seconds, and checks the invariants afterwards.
 
-    A busy machine does little in that time: then it goes on until everything that is looked for has happened.
+    A busy machine does little in that time: then it goes on until every wanted event has happened.
     """
     # Damage is rare: a short run may see none.
     rare = ("memory_damaged",) if seconds > 5 else ()
@@ -221,7 +221,7 @@ def run(
     for number in range(PROMPTS):
         node.get(number, CHUNKS)
     node.cache.clear()
-    # What is being demoted just now goes when that has ended.
+    # A chunk that is being demoted goes once that has ended.
     eventually(lambda: not any(map(node.stat, ("memory_chunks", "memory_held_bytes", "disk_entries"))))
     assert node.memory.free_bytes == node.memory.size_bytes
     for number in range(PROMPTS):
@@ -255,7 +255,7 @@ def test_a_root_that_fails(tmp_root: Path, seed: int, seconds: float) -> None:
 
 @pytest.mark.parametrize(("seed", "seconds"), seeds(1, 1))
 def test_files_that_are_lost_and_damaged(tmp_root: Path, seed: int, seconds: float) -> None:
-    """By native code, where there is any; the files are changed by others, on the root and on the disk."""
+    """By native code, if there is any; the files are changed by others, on the root and on the disk."""
     descriptors = len(os.listdir("/proc/self/fd"))
     root = on_posix(tmp_root / "root")
     with Acting(root, disk=tmp_root / "disk", priority_min=10, limits=LIMITS) as node:
@@ -277,7 +277,7 @@ def test_files_that_are_lost_and_damaged(tmp_root: Path, seed: int, seconds: flo
 
 
 def replace_damaged(path: Path, at: int) -> None:
-    """Another file in its place, with one bit turned: whoever has it open or mapped keeps the right one."""
+    """Puts another file in its place, with one bit flipped: an open or mapped file stays right."""
     content = bytearray(path.read_bytes())
     content[at % len(content)] ^= 1
     other = path.with_name(f"{path.name}.{time.monotonic_ns()}")

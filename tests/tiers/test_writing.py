@@ -38,7 +38,7 @@ def root(request: pytest.FixtureRequest, tmp_root: Path) -> FaultyRoot:
 
 @pytest.fixture(params=["memory", "posix"])
 def plain(request: pytest.FixtureRequest, tmp_root: Path) -> Root:
-    """Without a wrapper, so that native code is used where there is any."""
+    """Opens a root without a wrapper, so that native code is used if there is any."""
     return on_posix(tmp_root / "root") if request.param == "posix" else faulty().inner
 
 
@@ -94,7 +94,7 @@ def test_w1_a_full_queue_sheds_and_nobody_waits(node: Acting, root: FaultyRoot) 
         assert node.put(2, 10, first=5).tokens_present == 4 * node.size, "its parent was shed"
         assert node.stat("behind_bytes") <= node.memory.size_bytes // 2
         assert node.get(2, 10) == 4 and node.get(1, QUEUE_CHUNKS) == QUEUE_CHUNKS - 4
-        # What is in memory already takes no room of the queue.
+        # A chunk that memory already has takes no room of the queue.
         assert node.put(2, 4).tokens_present == 4 * node.size
     node.drain()
     assert node.on_root(2, 10) == [True] * 4 + [False] * 6
@@ -215,7 +215,7 @@ def test_a_root_that_takes_nothing_loses_what_is_behind_and_memory_serves_it(roo
         assert root.calls["stage"] - calls < 60, "it pauses between attempts"
         assert node.get(1, 4) == 4 and node.stat("memory_dirty_bytes") == 0
         root.set_rules([])
-        # Continued, what was lost is written with it.
+        # A put that continues the prompt writes the lost chunks with it.
         assert node.put(1, 6, first=4).tokens_present == 6 * node.size
         node.drain()
         assert all(node.on_root(1, 6))
@@ -234,7 +234,7 @@ def test_what_the_root_took_before_it_was_full_stays(root: FaultyRoot) -> None:
 
 @pytest.mark.parametrize("first", [0, 4], ids=["behind", "as_parents"])
 def test_i1_what_goes_wrong_between_verifying_and_staging_gets_no_name(root: FaultyRoot, first: int) -> None:
-    """Its checksums are made anew when it is staged, so a bit that turns before that would be right ever after."""
+    """Staging makes new checksums, so a bit that flips before it would count as right for ever."""
     with Acting(root, limits=quick(behind_give_up_s=0.3 * slowness(), width=1)) as node:
         turned: list[bool] = []
         if first:
@@ -259,7 +259,7 @@ def test_i1_what_goes_wrong_between_verifying_and_staging_gets_no_name(root: Fau
 
 
 def test_two_writers_of_one_prompt(node: Acting) -> None:
-    """E4: the first one's bytes stay, both are told what is there, and it is written once."""
+    """E4: the first one's bytes stay, both are told which chunks exist, and each is written once."""
     together(*[lambda: node.put(1, 12)] * 4)
     node.drain()
     assert node.put(1, 12).tokens_present == 12 * node.size

@@ -54,7 +54,7 @@ def repository_files() -> list[Path]:
 
 
 def workplace_paths(checkout: Path, home: Path) -> re.Pattern[str]:
-    """Matches the checkout, and paths below its parent or below the home directory of whoever works here."""
+    """Matches the checkout, and paths below its parent or below the user's home directory."""
     below = {str(checkout.parent), str(home)} - COMMON_FOLDERS
     places = [re.escape(str(checkout)) + r"(?![\w.-])", *(re.escape(place) + r"/\S" for place in sorted(below))]
     return re.compile(r"(?<![\w.~$}*-])(?:" + "|".join(places) + ")")

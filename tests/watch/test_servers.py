@@ -24,7 +24,7 @@ from tests.node.stores import SMALL
 
 @contextmanager
 def receiver() -> Iterator[tuple[str, list[tuple[str, bytes]]]]:
-    """An HTTP server that keeps what is posted to it: its address, and path and body of each."""
+    """An HTTP server that keeps what is posted to it; yields its address, and path and body of each post."""
     came: list[tuple[str, bytes]] = []
 
     class Taking(BaseHTTPRequestHandler):

@@ -154,7 +154,7 @@ print("drained", flush=True)
 
 
 class WorkerProcess:
-    """A worker in a process of its own. ``address`` is where it listens."""
+    """A worker in a separate process. ``address`` is where it listens."""
 
     def __init__(self, root: Path, listen: str = "127.0.0.1:0", folder: Path | None = None) -> None:
         self._child = subprocess.Popen(
@@ -178,19 +178,19 @@ class WorkerProcess:
             eventually(lambda: all(_state(thread) == "T" for thread in threads.iterdir()), "it stands still")
 
     def drain(self) -> str:
-        """Lets it drain and end; what it said."""
+        """Drains it, waits for its end, returns its output."""
         said, _ = self._child.communicate(timeout=WAIT_S)
         return said.strip()
 
     def kill(self) -> None:
-        """SIGKILL, also where it is stopped. Idempotent."""
+        """Sends SIGKILL, even to a stopped process. Idempotent."""
         self._child.kill()
         self._child.communicate(timeout=WAIT_S)
 
 
 @contextmanager
 def worker_process(root: Path, listen: str = "127.0.0.1:0", folder: Path | None = None) -> Iterator[WorkerProcess]:
-    """A WorkerProcess, killed at the end; ``folder`` is where it has its temporary files."""
+    """A WorkerProcess, killed at the end; ``folder`` is for its temporary files."""
     child = WorkerProcess(root, listen, folder)
     try:
         yield child

@@ -261,7 +261,7 @@ def test_a_put_that_does_not_end_is_cut_off_and_not_acknowledged() -> None:
 
 @pytest.mark.slow
 def test_no_acknowledged_put_is_lost_by_draining(tmp_root: Path) -> None:
-    """Clients put as fast as they can while the worker goes; what they were told is there afterwards."""
+    """Clients put as fast as they can while the worker stops; acknowledged chunks exist afterwards."""
     acknowledged: list[int] = []
     started = threading.Semaphore(0)
     with worker_process(tmp_root) as process, kvstore.connect(process.address) as store:
@@ -355,7 +355,7 @@ main()
 
 
 def test_a_worker_whose_end_hangs_says_where_and_ends(tmp_path: Path, tmp_root: Path) -> None:
-    """Nobody has to kill it, and what is found in its log tells which step it was."""
+    """Nobody has to kill it, and its log names the step."""
     with running_etcd(tmp_path) as etcd:
         command = [
             sys.executable,

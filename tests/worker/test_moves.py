@@ -329,5 +329,5 @@ def test_a_namespace_says_it_for_all_its_puts() -> None:
 
 
 def idle(served: Served) -> bool:
-    """True if no prefetch or move goes on at the node."""
+    """True if no prefetch or move runs at the node."""
     return not len(served.member.node._moves)

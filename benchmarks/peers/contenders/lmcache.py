@@ -90,7 +90,7 @@ class Fs(_Adapter):
 
 
 class FsNative(_Adapter):
-    """``fs_native``: C++ with threads of its own."""
+    """``fs_native``: C++ with its own threads."""
 
     kind = "fs_native"
 

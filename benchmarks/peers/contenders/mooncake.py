@@ -18,7 +18,7 @@ BUFFER_BYTES = 64 << 20
 
 
 class Mooncake(Contender):
-    """``batch_put_from`` and ``batch_get_into`` over TCP, as where the memory is another host's."""
+    """``batch_put_from`` and ``batch_get_into`` over TCP, as for another host's memory."""
 
     by_memcpy = False
 
@@ -77,7 +77,7 @@ class Mooncake(Contender):
 
 
 class MooncakeOwnMemory(Mooncake):
-    """Mooncake by memcpy, as where the memory is the client's own."""
+    """Mooncake by memcpy, as for the client's own memory."""
 
     by_memcpy = True
 

@@ -13,7 +13,7 @@ from benchmarks.peers.workload import Memory, Workload
 
 
 class Copies(Contender):
-    """Copies to memory of its own and back."""
+    """Copies to separate memory and back."""
 
     def __init__(self, workload: Workload, memory: Memory, folder: Path, threads: int) -> None:
         super().__init__(workload, memory, folder, threads)

@@ -20,7 +20,7 @@ READ_BYTES = 1 << 20
 
 
 class Redis(Contender):
-    """SET and GET by redis-py; what GET gives is copied to where the engine wants it."""
+    """SET and GET by redis-py; the result of GET is copied to the engine's memory."""
 
     def __init__(self, workload: Workload, memory: Memory, folder: Path, threads: int) -> None:
         super().__init__(workload, memory, folder, threads)

@@ -139,7 +139,7 @@ def test_a_store_that_fails_says_so_and_leaves_nothing_to_be_found(root: FaultyR
 
 
 def store_and_die(path: str, point: str) -> None:
-    """Runs in a process of its own: killed at the third time that a store reaches ``point``."""
+    """Runs in a separate process: killed at the third time that a store reaches ``point``."""
     left = [3]
 
     def step(reached: str) -> None:

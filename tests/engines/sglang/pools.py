@@ -20,7 +20,7 @@ MLA = ("layer_first", "page_first", "page_first_direct")
 
 
 class HostPool:
-    """Pages of ``PAGE`` tokens; ``kv_buffer`` begins with K and V (2) where there are both."""
+    """Pages of ``PAGE`` tokens; ``kv_buffer`` begins with K and V (2) if there are both."""
 
     storage_format_tag: str | None = None
     dcp_size, dcp_rank = 1, 0
@@ -83,7 +83,7 @@ class HostPool:
 
 
 class SplitPool(HostPool):
-    """``page_first_kv_split``: the two parts of MLA's KV in buffers of their own, and no flat pages."""
+    """``page_first_kv_split``: the two parts of MLA's KV in separate buffers, and no flat pages."""
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__("page_first", dtype, is_mla=True)

@@ -162,7 +162,7 @@ def test_a_damaged_page_is_a_miss_and_the_next_set_repairs_it(tmp_root: Path, la
 
 
 def set_and_die(path: str, point: str) -> None:
-    """Runs in a process of its own: killed at the third time that a set reaches ``point``."""
+    """Runs in a separate process: killed at the third time that a set reaches ``point``."""
     left = [3]
 
     def step(reached: str) -> None:

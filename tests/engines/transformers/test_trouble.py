@@ -37,7 +37,7 @@ EXPECTED = logits_without_store(MODEL, IDS, 96)
 
 
 def is_right(store: Store) -> bool:
-    """True if a prefill with this store gives what a run without it does; raises where it takes too long."""
+    """True if a prefill with this store gives the result of a run without it; raises if it takes too long."""
     began_s = time.monotonic()
     past = prefill_with_store(MODEL, IDS, store, chunk_tokens=CHUNK, piece_tokens=96)
     assert time.monotonic() - began_s < IN_TIME_S
@@ -120,7 +120,7 @@ def test_a_worker_that_dies_or_freezes_is_no_error(tmp_root: Path, number: signa
 
 
 def prefill_and_die(path: str, point: str) -> None:
-    """Runs in a process of its own: killed at the third time that a put reaches ``point``."""
+    """Runs in a separate process: killed at the third time that a put reaches ``point``."""
     left = [3]
 
     def step(reached: str) -> None:

@@ -41,7 +41,7 @@ class CopyWorker(OffloadingWorker):  # type: ignore[misc]
         return ended
 
     def wait(self, job_ids: Collection[int]) -> None:
-        """Nothing is ever under way."""
+        """Does nothing: no copy is ever in progress."""
 
     def shutdown(self) -> None:
         if self._region is not None:

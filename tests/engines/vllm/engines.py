@@ -172,9 +172,9 @@ class Engine:
 
 
 def kill_group(child: subprocess.Popen[Any]) -> None:
-    """SIGKILL to ``child`` and all of its group, and to what it left in shared memory.
+    """Sends SIGKILL to ``child`` and its group, and removes its shared memory.
 
-    Python's resource tracker is spared: it ends by itself when the others are gone, and removes what it knows of.
+    Python's resource tracker is spared: it ends by itself when the others are gone, and cleans up.
     """
     left: set[str] = set()
     ends_s = time.monotonic() + 20
@@ -243,7 +243,7 @@ def running_program(*arguments: str) -> Iterator[subprocess.Popen[str]]:
 
 @contextmanager
 def running_worker(root: Path, etcd: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """``kvstore worker``: where it listens, and its process."""
+    """Starts ``kvstore worker``; its address and its process."""
     with running_program(
         "kvstore.cli.main", "worker", "--root", str(root), "--etcd", etcd, "--listen", "127.0.0.1:0"
     ) as child:
@@ -275,7 +275,7 @@ def damage(path: Path) -> None:
 
 
 def fsck(root: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """``kvstore fsck``, which exits with 0 where it finds nothing wrong."""
+    """Runs ``kvstore fsck``, which exits with 0 if it finds nothing wrong."""
     return subprocess.run(
         [sys.executable, "-m", "kvstore.cli.main", "fsck", str(root), *options],
         capture_output=True,
@@ -293,7 +293,7 @@ def check_clean(root: Path) -> None:
 
 
 def mend(root: Path) -> None:
-    """Sets aside what a test damaged and no engine met, and throws away what was set aside."""
+    """Quarantines chunks that a test damaged and no engine met, and deletes the quarantine."""
     assert fsck(root, "--repair").returncode == 1
     for path in (root / "quarantine").iterdir():
         path.unlink()
