@@ -76,8 +76,8 @@ def test_a_missing_package_is_a_sentence(package: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("ls", "--connect", ","), "no store is given: give --root URL"),
-        (("ls", "--json"), "no store is given: give --root URL"),
+        (("ls", "--connect", ","), "which store? give --root URL"),
+        (("ls", "--json"), "which store? give --root URL"),
         (("ls", "--root", "/missing/folder"), "/missing/folder does not exist"),
         (("ls", "--root", "/x", "--connect", "h:1"), "two ways to the same store"),
         (("ls", "--workers", "--root", "ROOT"), "give --etcd ENDPOINTS"),

@@ -49,7 +49,7 @@ def test_a_prompt_is_prefetched_moved_and_released(run: Run) -> None:
     ("arguments", "said"),
     [
         (("prefetch", "m", "1,2", "--root", "/x"), "give --connect HOST:PORT or --etcd"),
-        (("prefetch", "m", "1,2"), "no store is given"),
+        (("prefetch", "m", "1,2"), "which store? give --root URL"),
         (("prefetch", "m", "1,2", "--tier", "disk", "--connect", "WORKER"), "no local disk; start it with --disk"),
         (("release", "nobody", "1,2", "--connect", "WORKER"), "there is no namespace 'nobody'"),
         (("move", "m", "--tier", "root", "--connect", "WORKER"), "no tokens are given"),
