@@ -27,7 +27,7 @@ from kvstore.client.credentials import PLAIN, Credentials
 from kvstore.client.discovery import Discovery
 from kvstore.client.endpoint import Endpoint, check_address
 from kvstore.client.endpoints import Endpoints
-from kvstore.client.fetching import ChunkFetch
+from kvstore.client.fetching import BlockFetch, ChunkFetch, Fetch
 from kvstore.client.limits import ClientLimits
 from kvstore.client.remote_blocks import RemoteBlockHold, RemoteBlocks
 from kvstore.client.remote_hold import RemoteHold
@@ -41,6 +41,7 @@ from kvstore.hints import Hints
 from kvstore.meta.etcd import EtcdTls, EtcdUser
 from kvstore.namespace import Namespace
 from kvstore.node.moves import Act, Level
+from kvstore.node.wanted import keyed
 from kvstore.progress import Cancelled, Progress
 from kvstore.results import Cleared, PinRecord, PutResult
 from kvstore.sections import Planes, Sections
@@ -168,18 +169,7 @@ class RemotePort:
         packed = pack_tokens(tokens[: chunks_max * layout.chunk_tokens])
         request = pb.GetRequest(namespace=namespace.digest, tokens=packed)
         fetch = ChunkFetch(namespace, unpack_tokens(packed), request, chunks_max, memory, self._tools)
-        timeout_s = self.limits.stream_s(self.limits.read_s, chunks_max * layout.chunk_bytes)
-
-        def send(endpoint: Endpoint, _: float) -> None:
-            fetch.receive(endpoint)
-
-        def read() -> None:
-            self._caller.anywhere(send, timeout_s, _affinity(namespace, tokens))
-
-        try:
-            self._or_miss(lambda: self._reopening(namespace, read), None)
-        except BrokenTransfer:
-            pass  # counted where it was found; what came before it is good
+        self._receive(namespace, fetch, _affinity(namespace, tokens))
         return fetch.good
 
     def hold(self, namespace: Namespace, tokens: TokenArray, ttl_s: float | None) -> RemoteHold:
@@ -305,14 +295,11 @@ class RemotePort:
             return self._blocks.unheld(namespace, keys)
 
     def get_blocks(self, namespace: Namespace, keys: Sequence[bytes], buffers: Pieces) -> list[bool]:
-        hits = [False] * len(keys)
-        try:
-            self._or_miss(
-                lambda: self._reopening(namespace, lambda: self._blocks.get(namespace, keys, buffers, hits)), None
-            )
-        except BrokenTransfer:
-            self.counters.add(ClientCount.MISSES_DAMAGED)
-        return hits
+        if not keys:
+            return []
+        fetch = BlockFetch(keyed(namespace, keys, [len(buffer) for buffer in buffers]), buffers, self._tools)
+        self._receive(namespace, fetch, keys[0])
+        return fetch.hits
 
     # Ahead of reads
 
@@ -387,6 +374,18 @@ class RemotePort:
 
     def _mode(self, write: WriteMode | None) -> WriteMode | None:
         return self._tools.write if write is None else write
+
+    def _receive(self, namespace: Namespace, fetch: Fetch, affinity: bytes) -> None:
+        """Reads from one worker after the other; what none of them could give is a miss."""
+        timeout_s = fetch.timeout_s
+
+        def read() -> None:
+            self._caller.anywhere(lambda endpoint, _: fetch.receive(endpoint), timeout_s, affinity)
+
+        try:
+            self._or_miss(lambda: self._reopening(namespace, read), None)
+        except BrokenTransfer:
+            pass  # counted where it was found; what came before it is good
 
     def _match(self, namespace: Namespace, tokens: TokenArray) -> int:
         tokens = _full_chunks(namespace, tokens)

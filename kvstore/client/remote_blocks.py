@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import closing
 from functools import partial
 
 from kvstore.buffers import Pieces
 from kvstore.client.bulk.cargo import BlockCargo
-from kvstore.client.bulk.reading_blocks import BlockReading
 from kvstore.client.bulk.sending import send_put
 from kvstore.client.endpoint import Endpoint
+from kvstore.client.fetching import BlockFetch
 from kvstore.client.remote_hold import HeldAtWorker
-from kvstore.client.streams import Outgoing, received, send_stream
+from kvstore.client.streams import Outgoing, send_stream
 from kvstore.client.tools import Tools
 from kvstore.counts import ClientCount
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.hints import Hints
 from kvstore.namespace import Namespace
-from kvstore.node.wanted import Keyed, keyed
+from kvstore.node.wanted import keyed
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import LinkBroken
 from kvstore.wire.messages import hints_message, pack_keys, pack_sizes, parse, sealed, write_message
-from kvstore.wire.parts import Incoming
-from kvstore.wire.statuses import BrokenTransfer
 from kvstore.writes import WriteMode
 
 log = logging.getLogger(__name__)
@@ -124,110 +121,13 @@ class RemoteBlocks:
         def send(endpoint: Endpoint, left_s: float) -> RemoteBlockHold:
             answer = pb.HoldResponse.FromString(endpoint.unary("Hold")(request, timeout=left_s))
             present = _each(answer.present, keys)
-            return RemoteBlockHold(self, namespace, present, answer, endpoint if answer.hold else None, self._tools)
+            return RemoteBlockHold(namespace, present, answer, endpoint if answer.hold else None, self._tools)
 
         return self._tools.caller.anywhere(send, self._tools.limits.match_s, keys[0])
 
     def unheld(self, namespace: Namespace, keys: Sequence[bytes]) -> RemoteBlockHold:
         """A hold of nothing, for keys that no worker could look for."""
-        return RemoteBlockHold(self, namespace, [False] * len(keys), pb.HoldResponse(), None, self._tools)
-
-    def get(self, namespace: Namespace, keys: Sequence[bytes], buffers: Pieces, hits: list[bool]) -> None:
-        """Sets ``hits`` for each block that is in its buffer, verified. Raises Unavailable, with ``hits`` up to date.
-
-        Where a worker fails, the next one is asked for those that are left.
-        """
-        if not keys:
-            return
-        wanted, limits = keyed(namespace, keys, [len(buffer) for buffer in buffers]), self._tools.limits
-
-        def send(endpoint: Endpoint, left_s: float) -> None:
-            self.get_at(endpoint, wanted, buffers, hits, left_s)
-
-        self._tools.caller.anywhere(send, limits.stream_s(limits.read_s, sum(wanted.sizes_bytes)), keys[0])
-
-    def get_at(
-        self,
-        endpoint: Endpoint,
-        wanted: Keyed,
-        buffers: Pieces,
-        hits: list[bool],
-        left_s: float,
-        hold: bytes = b"",
-    ) -> None:
-        """Reads what ``hits`` says is missing from one worker, under a hold of it; inside a call of ``Caller``."""
-        left = [index for index, hit in enumerate(hits) if not hit]
-        left = self._get_past_grpc(endpoint, wanted, buffers, hits, left, hold)
-        if left:
-            self._get_over_grpc(endpoint, wanted, buffers, hits, left, left_s, hold)
-
-    def _get_past_grpc(
-        self, endpoint: Endpoint, wanted: Keyed, buffers: Pieces, hits: list[bool], left: list[int], hold: bytes
-    ) -> list[int]:
-        """Reads over a bulk connection; which are to be read over gRPC after it."""
-        tools = self._tools
-        with endpoint.bulk.link(tools.limits.probe_s) as link:
-            if link is None:
-                return left
-            tools.counters.add(ClientCount.GETS_SHARED if link.is_shared else ClientCount.GETS_TCP)
-            reading = BlockReading(link, wanted, buffers, hits, tools.lanes, tools.limits, hold)
-            try:
-                reading.run(left)
-            except (LinkBroken, InvalidRequest) as error:
-                link.channel.alive = False
-                if not link.shortage.note(error):
-                    log.info("client.bulk_broken worker=%s why=%s", endpoint.address, error)
-                tools.counters.add(ClientCount.BULK_BROKEN)
-                return [index for index in left if not hits[index]]
-        if reading.damaged:
-            # The worker finds out itself what is wrong with these, and sets them aside.
-            tools.counters.add(ClientCount.BULK_DAMAGED)
-        return reading.damaged
-
-    def _get_over_grpc(
-        self,
-        endpoint: Endpoint,
-        wanted: Keyed,
-        buffers: Pieces,
-        hits: list[bool],
-        left: list[int],
-        left_s: float,
-        hold: bytes,
-    ) -> None:
-        tools = self._tools
-        tools.counters.add(ClientCount.GETS_GRPC)
-        sizes = [wanted.sizes_bytes[index] for index in left]
-        request = pb.GetBlocksRequest(
-            namespace=wanted.namespace.digest,
-            keys=pack_keys([wanted.keys[index] for index in left]),
-            sizes=pack_sizes(sizes),
-            hold=hold,
-        )
-        stream = endpoint.stream_in("GetBlocks")
-        frames = received(stream, sealed(request), tools.watch, tools.limits.read_s, left_s)
-        with closing(frames):
-            asked = 0
-            found: list[int] = []
-            incoming = Incoming([])
-            for frame in frames:
-                if frame.start is not None:
-                    if not incoming.is_done or asked + len(frame.start) > len(left):
-                        raise BrokenTransfer(f"worker {endpoint.address} mixes up its blocks: repeat the call")
-                    found = [asked + at for at, hit in enumerate(frame.start) if hit]
-                    asked += len(frame.start)
-                    incoming = Incoming(
-                        [sizes[at] for at in found],
-                        lambda part, of=found: buffers[left[of[part]]],  # type: ignore[misc]
-                    )
-                before = incoming.complete
-                try:
-                    for _ in incoming.feed(frame):
-                        pass
-                except InvalidRequest as error:
-                    raise BrokenTransfer(f"worker {endpoint.address}: {error}") from error
-                finally:
-                    for part in range(before, incoming.complete):
-                        hits[left[found[part]]] = True
+        return RemoteBlockHold(namespace, [False] * len(keys), pb.HoldResponse(), None, self._tools)
 
 
 class RemoteBlockHold(HeldAtWorker):
@@ -235,7 +135,6 @@ class RemoteBlockHold(HeldAtWorker):
 
     def __init__(
         self,
-        blocks: RemoteBlocks,
         namespace: Namespace,
         present: list[bool],
         answer: pb.HoldResponse,
@@ -243,21 +142,14 @@ class RemoteBlockHold(HeldAtWorker):
         tools: Tools,
     ) -> None:
         super().__init__(answer, endpoint, tools)
-        self._blocks = blocks
         self._namespace = namespace
         self.present = present
 
     def read(self, keys: Sequence[bytes], buffers: Pieces) -> list[bool]:
-        hits, limits = [False] * len(keys), self._tools.limits
         wanted = keyed(self._namespace, keys, [len(buffer) for buffer in buffers])
-        timeout_s = limits.stream_s(limits.read_s, sum(wanted.sizes_bytes))
-        try:
-            self._at_worker(
-                lambda endpoint, hold_id: self._blocks.get_at(endpoint, wanted, buffers, hits, timeout_s, hold_id)
-            )
-        except BrokenTransfer:
-            self._tools.counters.add(ClientCount.MISSES_DAMAGED)
-        return hits
+        fetch = BlockFetch(wanted, buffers, self._tools, self._hold_id)
+        self._receive(fetch)
+        return fetch.hits
 
 
 def _each(present: bytes, keys: Sequence[bytes]) -> list[bool]:

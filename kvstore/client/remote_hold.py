@@ -16,7 +16,7 @@ import numpy.typing as npt
 from kvstore.client.bulk.viewing import Views
 from kvstore.client.caller import CallFailed
 from kvstore.client.endpoint import Endpoint
-from kvstore.client.fetching import ChunkFetch
+from kvstore.client.fetching import ChunkFetch, Fetch
 from kvstore.client.layers_ahead import LayersAhead
 from kvstore.client.tools import Tools
 from kvstore.counts import ClientCount
@@ -47,7 +47,7 @@ class _Lease:
 class HeldAtWorker:
     """A hold at one worker, renewed until it is released. Where ``endpoint`` is None nothing is held.
 
-    Reads of what is held are given to ``_at_worker``.
+    Reads of what is held are given to ``_receive``.
     """
 
     def __init__(self, answer: pb.HoldResponse, endpoint: Endpoint | None, tools: Tools) -> None:
@@ -77,17 +77,24 @@ class HeldAtWorker:
             pass  # a worker that is gone holds nothing; one that is frozen lets go when the hold's time is over
         endpoint.leave()
 
-    def _at_worker(self, read: Callable[[Endpoint, bytes], None], tokens_valid: Callable[[], int] = lambda: 0) -> None:
-        """Calls ``read`` with the worker and the hold's id, inside a call of ``Caller``; not where nothing is held.
+    @property
+    def _hold_id(self) -> bytes:
+        """The worker's name for the hold; empty if nothing is held."""
+        return self._lease.id if self._lease is not None else b""
 
-        Raises HoldBroken, with what ``tokens_valid`` says then; and BrokenTransfer.
+    def _receive(self, fetch: Fetch, tokens_valid: Callable[[], int] = lambda: 0) -> None:
+        """Reads from the worker that has the hold; nothing if nothing is held.
+
+        Raises HoldBroken, with what ``tokens_valid`` says then.
         """
         self._check()
         if self._lease is None:
             return
-        endpoint, hold_id = self._lease.endpoint, self._lease.id
+        endpoint = self._lease.endpoint
         try:
-            self._tools.caller.at(endpoint, lambda: read(endpoint, hold_id))
+            self._tools.caller.at(endpoint, lambda: fetch.receive(endpoint))
+        except BrokenTransfer:
+            pass  # counted where it was found; what came before it is good
         except CallFailed as failed:
             error = failed.failed.error
             if isinstance(error, HoldBroken):
@@ -142,19 +149,7 @@ class RemoteHold(HeldAtWorker):
             ahead.close()
 
     def _fetch(self, memory: Callable[[int], Sections], views: Views | None = None) -> int:
-        good = 0
-
-        def fetch(endpoint: Endpoint, hold_id: bytes) -> None:
-            nonlocal good
-            request, tokens = pb.GetRequest(hold=hold_id), unpack_tokens(self._packed)
-            fetching = ChunkFetch(self._namespace, tokens, request, self.chunks, memory, self._tools, views)
-            try:
-                fetching.receive(endpoint)
-            finally:
-                good = fetching.good
-
-        try:
-            self._at_worker(fetch, lambda: good * self._layout.chunk_tokens)
-        except BrokenTransfer:
-            pass  # counted where it was found
-        return good
+        request, tokens = pb.GetRequest(hold=self._hold_id), unpack_tokens(self._packed)
+        fetch = ChunkFetch(self._namespace, tokens, request, self.chunks, memory, self._tools, views)
+        self._receive(fetch, lambda: fetch.good * self._layout.chunk_tokens)
+        return fetch.good

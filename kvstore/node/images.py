@@ -66,6 +66,13 @@ class ImagesIn(Sequence[memoryview]):
         return right
 
 
+def images_in(memory: memoryview, offsets: Sequence[int], sizes_bytes: Sequence[int]) -> Sequence[memoryview]:
+    """Returns the images at offsets of one memory, each of its size. Raises as ``ImagesIn`` does, if it can."""
+    if len(set(sizes_bytes)) == 1:
+        return ImagesIn(memory, offsets, sizes_bytes[0])
+    return [memory[offset : offset + size] for offset, size in zip(offsets, sizes_bytes, strict=True)]
+
+
 class Images(Laid):
     """The sections of chunks from ``first`` on in their images, for puts. Nothing is verified."""
 

@@ -34,10 +34,7 @@ def receive_layers(
         channel.alive = False
         raise HoldBroken(f"{found} chunks are left of {chunks}: match again", 0)
     for layer in range(layers):
-        head = channel.receive_head()
-        if head.kind is Kind.REFUSED:
-            link.refused(head)
-        channel.expect(head, Kind.LAYER)
+        head = link.receive_head(Kind.LAYER)
         if head.request != number:  # a layer says nothing else of where it belongs
             raise channel.break_off(f"a layer of request {head.request} came: expected {number}")
         into = memory(layer)

@@ -125,6 +125,12 @@ def decode_head(raw: bytes | bytearray | memoryview) -> Head:
     return Head(kind, request, length)
 
 
+def file_bytes_at(raw: memoryview, at: int, request: int) -> int | None:
+    """Returns the length of the request's FILE frame whose head is at ``at``; None if another frame is there."""
+    magic, kind, number, length = HEAD.unpack_from(raw, at)
+    return length if (magic, kind, number) == (MAGIC, Kind.FILE, request) else None
+
+
 def encode_request(timeout_s: float, flag: int, message: bytes) -> bytes:
     """Encodes the payload of a request."""
     return _REQUEST.pack(timeout_s, flag) + message

@@ -17,7 +17,7 @@ from kvstore.node.deadline import Deadline
 from kvstore.node.node import Node
 from kvstore.node.reading import Reading
 from kvstore.node.slots import Slots
-from kvstore.node.wanted import image_bytes, sizes_of
+from kvstore.node.wanted import image_sizes, sizes_of
 from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.frames import INDEX_BYTES, Kind, encode_head, encode_index
 from kvstore.worker.admission import BytesInFlight
@@ -88,7 +88,7 @@ class ImageStream:
     def send(self, first: int, stop: int, context: CallContext) -> None:
         """Sends chunks ``first`` to ``stop - 1``, of a prompt up to the first that is missing; then END."""
         indexes = range(first, stop)
-        sizes = self._image_sizes(indexes)
+        sizes = image_sizes(self._wanted, indexes)
         cuts = list(windows(sizes, 2 * self._window_bytes))
         self._most_bytes = max((sum(sizes[cut]) for cut in cuts), default=0)
         begun: deque[Window] = deque()
@@ -110,11 +110,6 @@ class ImageStream:
                 for window in begun:
                     window.close()
         self._channel.send(Kind.END, self._number)
-
-    def _image_sizes(self, indexes: range) -> list[int]:
-        if self._is_chain and indexes:
-            return [image_bytes(self._wanted, indexes[0])] * len(indexes)
-        return [image_bytes(self._wanted, index) for index in indexes]
 
     def _begin(self, window: Window, sizes: Sequence[int], reserved: ExitStack, deadline: Deadline) -> None:
         handing = self._node.handing
