@@ -184,12 +184,10 @@ class Fetch(ABC):
     def _feed(self, incoming: Incoming, frame: Frame, chunks: Sequence[int], parts: int = 1) -> None:
         """Takes one frame in, of a stream of ``chunks`` that have so many parts each."""
         before = incoming.complete // parts
-        try:
-            for _ in incoming.feed(frame):
-                pass
-        finally:
-            for chunk in chunks[before : incoming.complete // parts]:
-                self.done[chunk] = 1
+        for _ in incoming.feed(frame):
+            pass
+        for chunk in chunks[before : incoming.complete // parts]:
+            self.done[chunk] = 1
 
 
 class ChunkFetch(Fetch):

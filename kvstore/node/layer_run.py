@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -25,22 +25,22 @@ Mask = npt.NDArray[np.bool_]
 
 
 class LayerRun(Items):
-    """The first ``count`` chunks of a chain, read one layer at a time. One lane reads each part.
+    """The first chunks of a chain, read one layer at a time, in groups of ``size``: one lane reads each group.
 
     ``images`` has the address of each chunk's image, valid until ``close``, or 0; ``files`` is None if the chunks have
-    no files that native code reads. A part keeps at most ``part_files_max`` files open between two layers.
+    no files that native code reads. At most ``files_max`` files are open between two layers.
     """
 
     def __init__(
         self,
         chain: Chain,
-        count: int,
         images: npt.NDArray[np.uint64],
         files: LocalFiles | None,
         shard_bits: int,
-        parts: Sequence[tuple[int, int]],
-        part_files_max: int,
+        size: int,
+        files_max: int,
     ) -> None:
+        self._count = count = len(images)
         super().__init__(chain, range(count))
         items, layout = self.items, chain.namespace.layout
         items["fd"] = -1
@@ -54,8 +54,8 @@ class LayerRun(Items):
             self.common.root = os.fsencode(files.path)
             self.common.shard_bits = shard_bits
             self.common.may_wait = files.never_blocks
-        self.parts = parts
-        self._part_files_max = part_files_max
+        self._size = size
+        self._group_files_max = files_max // -(-count // size)
         self._lock = threading.Lock()
         self._busy: set[int] = set()
         self._closed = False
@@ -69,15 +69,14 @@ class LayerRun(Items):
         self._bases = np.array([address_of(memory.k), address_of(memory.v)], np.uint64)
         self.items["bases"] = self._bases.__array_interface__["data"][0]
 
-    def read(self, part: int, layer: int, borrowed: Borrowed) -> tuple[Mask, Mask]:
-        """Reads a layer of the chunks of one part. Raises Withdrawn.
+    def read(self, start: int, stop: int, layer: int, borrowed: Borrowed) -> tuple[Mask, Mask]:
+        """Reads a layer of the chunks of one group. Raises Withdrawn.
 
         Returns which chunks are right in their place, and which of these came from files opened by this call.
         """
-        start, stop = self.parts[part]
         at, count, columns, items = self.at(start), stop - start, self._columns(start), self.items[start:stop]
         library = native.library
-        with self._using(part):
+        with self._using(start):
             was_open = items["fd"] >= 0
             if self._has_files:
                 library.kv_open_parts(self.common, at, count, *columns)
@@ -86,14 +85,13 @@ class LayerRun(Items):
             opened: Mask = (items["fd"] >= 0) & ~was_open
             with borrowed.writing():
                 library.kv_read_parts(self.common, at, count, *columns, 2 * layer, 2)
-            for place in np.flatnonzero(opened)[max(0, self._part_files_max - int(was_open.sum())) :].tolist():
+            for place in np.flatnonzero(opened)[max(0, self._group_files_max - int(was_open.sum())) :].tolist():
                 library.kv_close(self.at(start + place), 1)
         done: Mask = items["status"] == native.DONE
         return done, done & opened
 
-    def from_files(self, part: int) -> Mask:
-        """Returns which chunks of a part are not in memory."""
-        start, stop = self.parts[part]
+    def from_files(self, start: int, stop: int) -> Mask:
+        """Returns which chunks of a group are not in memory."""
         without: Mask = self._images[start:stop] == 0
         return without
 
@@ -101,30 +99,29 @@ class LayerRun(Items):
         """Closes all files; a lane that still reads some closes those. Idempotent."""
         with self._lock:
             self._closed = True
-            idle = [part for part in range(len(self.parts)) if part not in self._busy]
-        for part in idle:
-            self._close(part)
+            idle = [start for start in range(0, self._count, self._size) if start not in self._busy]
+        for start in idle:
+            self._close(start)
 
     def _columns(self, start: int) -> tuple[int, int]:
         images: int = self._images[start:].__array_interface__["data"][0]
         tables: int = self._tables[start:].__array_interface__["data"][0]
         return images, tables
 
-    def _close(self, part: int) -> None:
-        start, stop = self.parts[part]
-        native.library.kv_close(self.at(start), stop - start)
+    def _close(self, start: int) -> None:
+        native.library.kv_close(self.at(start), min(self._size, self._count - start))
 
     @contextmanager
-    def _using(self, part: int) -> Iterator[None]:
+    def _using(self, start: int) -> Iterator[None]:
         with self._lock:
             if self._closed:
                 raise Withdrawn
-            self._busy.add(part)
+            self._busy.add(start)
         try:
             yield
         finally:
             with self._lock:
-                self._busy.discard(part)
+                self._busy.discard(start)
                 closes = self._closed
             if closes:
-                self._close(part)
+                self._close(start)
