@@ -14,7 +14,7 @@ from contextlib import closing
 from kvstore.address import Chain
 from kvstore.buffers import Pieces
 from kvstore.client.bulk.given import Given, GivenSlots, Giving, NotGiven
-from kvstore.client.bulk.handed import leading, take_given
+from kvstore.client.bulk.handed import take_given
 from kvstore.client.bulk.links import Link
 from kvstore.client.bulk.receiving import Asked, ImageStream
 from kvstore.client.bulk.viewing import Views, view_given
@@ -25,6 +25,7 @@ from kvstore.counts import ClientCount
 from kvstore.errors import InvalidRequest
 from kvstore.namespace import Namespace
 from kvstore.node.deadline import Deadline
+from kvstore.node.reading import leading
 from kvstore.node.wanted import Keyed
 from kvstore.sections import Buffers, Sections
 from kvstore.tokens import TokenArray

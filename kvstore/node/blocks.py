@@ -14,7 +14,7 @@ from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
 from kvstore.node.lanes import Lanes
-from kvstore.node.reading import read_chunks, remembered
+from kvstore.node.reading import leading, read_chunks, remembered
 from kvstore.node.refresh import Refresher
 from kvstore.node.stack import TierStack
 from kvstore.node.tiered import TieredReads
@@ -61,9 +61,7 @@ class Blocks:
                 self._chunks.known.add(address, quantum, renewed=False, epoch=epoch)
             return present
 
-        found = read_chunks(self._lanes, self._counters, len(addresses) - known, read, deadline)
-        first_miss = found.find(0)
-        return len(addresses) if first_miss < 0 else known + first_miss
+        return known + leading(read_chunks(self._lanes, self._counters, len(addresses) - known, read, deadline))
 
     def present(self, namespace: Namespace, keys: Sequence[bytes], deadline: Deadline) -> list[bool]:
         """Returns for each key whether it is in the store, whatever the size of its block."""

@@ -13,7 +13,7 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.buffers import Borrowed, Pieces, address_of
+from kvstore.buffers import Borrowed, Pieces, address_of, cut_evenly
 from kvstore.errors import InvalidRequest
 from kvstore.format.checksum import checksum
 from kvstore.format.header import Damaged, Header, Incarnation, decode_as, encode, incarnation_at
@@ -85,8 +85,7 @@ class Images(Laid):
 
     def __call__(self, index: int) -> list[memoryview]:
         payload = payload_of(self._wanted, index, self._images[index - self._first])
-        size = section_bytes(self._wanted, index)
-        return [payload[start : start + size] for start in range(0, len(payload), size)]
+        return cut_evenly(payload, section_bytes(self._wanted, index))
 
     def origin(self, index: int) -> Incarnation:
         """Returns the incarnation of the image of chunk ``index``: who wrote its content, and when."""
@@ -234,8 +233,7 @@ def _header_of(wanted: Wanted, index: int, image: memoryview) -> Header | None:
 
 
 def _cut(image: memoryview, header: Header) -> list[memoryview]:
-    size = header.section_bytes
-    return [image[start : start + size] for start in range(header.header_bytes, len(image), size)]
+    return cut_evenly(image[header.header_bytes :], header.section_bytes)
 
 
 def _copy(sections: Pieces, targets: Pieces) -> None:

@@ -6,7 +6,7 @@ It joins the parts of this package and gives every call its deadline.  No call h
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -44,7 +44,7 @@ from kvstore.node.moves import Act, Level, Move, Moves, check
 from kvstore.node.moving import Moving
 from kvstore.node.namespaces import NamespaceRecords
 from kvstore.node.puts import Puts
-from kvstore.node.reading import Reading
+from kvstore.node.reading import Reading, leading
 from kvstore.node.recoding import Recoder
 from kvstore.node.refresh import Refresher
 from kvstore.node.settings import NO_TIERS, TierSettings
@@ -243,7 +243,7 @@ class Node:
         deadline = self._deadline(deadline_s, self.limits.read_deadline_s)
         self.counters.add(NodeCount.REQUESTS_GET)
         done = self._reads.begin(hold.chain, 0, hold.count, into, deadline).wait(deadline)
-        count = _leading_ones(done)
+        count = leading(done)
         self._used(hold.chain, count)
         return count
 
@@ -274,7 +274,7 @@ class Node:
 
     def read_layers(
         self, hold: Hold, memory: Callable[[int], LayerMemory], deadline_s: float | None = None
-    ) -> Iterator[tuple[int, LayerMemory]]:
+    ) -> Generator[tuple[int, LayerMemory]]:
         """Yields each layer once all held tokens of it are in ``memory(layer)``, the next one being read meanwhile.
 
         ``deadline_s`` is for each layer. Raises HoldBroken where a chunk was lost or the hold has ended.
@@ -531,8 +531,3 @@ class Node:
 
     def _deadline(self, asked_s: float | None, default_s: float) -> Deadline:
         return Deadline(self.clock, default_s if asked_s is None else asked_s)
-
-
-def _leading_ones(done: bytearray) -> int:
-    first_miss = done.find(0)
-    return len(done) if first_miss < 0 else first_miss

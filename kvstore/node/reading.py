@@ -163,6 +163,12 @@ def group_size(
     return max(1, min(min(max(each, GROUP_BYTES_MIN), bytes_max) // max(1, chunk_bytes), files_max))
 
 
+def leading(done: bytearray) -> int:
+    """Returns how many leading bytes are not 0: of a read, how many leading chunks are good."""
+    first_miss = done.find(0)
+    return len(done) if first_miss < 0 else first_miss
+
+
 def gaps(done: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
     """Returns the runs of chunks that are not done, each from its first index to the one after its last."""
     edges = np.flatnonzero(np.diff(np.concatenate(([True], done, [True])).astype(np.int8)))

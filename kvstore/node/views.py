@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.address import Chain
-from kvstore.buffers import Borrowed
+from kvstore.buffers import Borrowed, cut_evenly
 from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError
 from kvstore.format.header import expected_chunk
@@ -111,10 +111,8 @@ class Views:
                 payloads[index] = self._chunks.map(expected)
                 return payloads[index] is not None
             memory = memoryview(bytearray(layout.chunk_bytes))
-            size = layout.section_bytes
-            sections = [memory[start : start + size] for start in range(0, len(memory), size)]
             payloads[index] = memory.toreadonly()
-            return self._chunks.read(expected, sections, borrowed)
+            return self._chunks.read(expected, cut_evenly(memory, layout.section_bytes), borrowed)
 
         groups = None
         if run is not None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
+from kvstore.buffers import cut
 from kvstore.counts import WorkerCount
 from kvstore.node.deadline import Deadline
 from kvstore.node.node import Node
@@ -11,6 +12,7 @@ from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.messages import unpack_keys, unpack_sizes
 from kvstore.wire.parts import encode_parts
 from kvstore.worker.admission import BytesInFlight
+from kvstore.worker.bulk.streaming import windows
 from kvstore.worker.call import Call
 from kvstore.worker.calls import Calls, seconds_left
 from kvstore.worker.limits import WorkerLimits
@@ -45,12 +47,12 @@ class BlockStreams:
         hold = self._prompts.block_hold(request.hold, namespace)
         sizes = unpack_sizes(request.sizes, len(keys))
         self._prompts.settle_blocks(namespace, keys)
-        groups = list(_groups(sizes, self._limits.window_bytes))
+        groups = list(windows(sizes, self._limits.window_bytes))
         largest = max((sum(sizes[group]) for group in groups), default=0)
         with self._in_flight.reserved(largest):
             memory = memoryview(bytearray(largest))
             for group in groups:
-                buffers = _cut(memory, sizes[group])
+                buffers = cut(memory, sizes[group])
                 deadline = Deadline(self._node.clock, seconds_left(context, self._node.limits.read_deadline_s))
                 if hold is not None:
                     self._node.holds.check(hold)
@@ -58,24 +60,3 @@ class BlockStreams:
                 found = [buffer for buffer, hit in zip(buffers, hits, strict=True) if hit]
                 self._calls.add(WorkerCount.WIRE_BYTES_OUT, sum(map(len, found)))
                 yield from encode_parts(found, bytes(hits))
-
-
-def _groups(sizes: Sequence[int], window_bytes: int) -> Iterator[slice]:
-    """Neighbours that fit into a window together; a block that does not fit is alone."""
-    start = used = 0
-    for index, size in enumerate(sizes):
-        if index > start and used + size > window_bytes:
-            yield slice(start, index)
-            start, used = index, 0
-        used += size
-    if start < len(sizes):
-        yield slice(start, len(sizes))
-
-
-def _cut(memory: memoryview, sizes: Sequence[int]) -> list[memoryview]:
-    buffers: list[memoryview] = []
-    at = 0
-    for size in sizes:
-        buffers.append(memory[at : at + size])
-        at += size
-    return buffers

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from contextlib import closing
-from typing import cast
 
+from kvstore.buffers import cut_evenly
 from kvstore.counts import WorkerCount
 from kvstore.errors import InvalidRequest
 from kvstore.node.deadline import Deadline
 from kvstore.node.holds import Hold
 from kvstore.node.node import Node
-from kvstore.node.reading import Reading
-from kvstore.results import LayerMemory
+from kvstore.node.reading import Reading, leading
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.frames import encode_frame
 from kvstore.wire.parts import encode_parts
 from kvstore.worker.admission import BytesInFlight
+from kvstore.worker.bulk.layering import layers_of
+from kvstore.worker.bulk.memory import Buffers
 from kvstore.worker.call import Call
 from kvstore.worker.calls import Calls, seconds_left
 from kvstore.worker.limits import WorkerLimits
@@ -27,13 +28,20 @@ class GetStreams:
     """Serves Get, in both orders."""
 
     def __init__(
-        self, node: Node, prompts: Prompts, in_flight: BytesInFlight, calls: Calls, limits: WorkerLimits
+        self,
+        node: Node,
+        prompts: Prompts,
+        in_flight: BytesInFlight,
+        calls: Calls,
+        limits: WorkerLimits,
+        buffers: Buffers,
     ) -> None:
         self._node = node
         self._prompts = prompts
         self._in_flight = in_flight
         self._calls = calls
         self._limits = limits
+        self._buffers = buffers
 
     def get(self, request: pb.GetRequest, context: Call) -> Iterator[bytes]:
         """The encoded messages of one answer."""
@@ -67,7 +75,8 @@ class GetStreams:
             memory = memories[number % 2]
 
             def sections(index: int) -> list[memoryview]:
-                return _split(memory, layout.section_bytes, index - start, layout.section_count)
+                at = (index - start) * layout.chunk_bytes
+                return cut_evenly(memory[at : at + layout.chunk_bytes], layout.section_bytes)
 
             return node.begin_read(hold, start, size, sections)
 
@@ -76,15 +85,13 @@ class GetStreams:
             try:
                 for number, (start, size) in enumerate(windows):
                     done = reading.wait(Deadline(node.clock, seconds_left(context, node.limits.read_deadline_s)))
-                    first_miss = done.find(0)
-                    good = start + (size if first_miss < 0 else first_miss)
-                    if first_miss < 0 and number + 1 < len(windows):
+                    good = start + leading(done)
+                    if good == start + size and number + 1 < len(windows):
                         reading = begin(number + 1)
-                    self._calls.add(WorkerCount.WIRE_BYTES_OUT, (good - start) * layout.chunk_bytes)
-                    yield from encode_parts(
-                        _split(memories[number % 2], layout.section_bytes, 0, (good - start) * layout.section_count)
-                    )
-                    if first_miss >= 0:
+                    good_bytes = (good - start) * layout.chunk_bytes
+                    self._calls.add(WorkerCount.WIRE_BYTES_OUT, good_bytes)
+                    yield from encode_parts(cut_evenly(memories[number % 2][:good_bytes], layout.section_bytes))
+                    if good < start + size:
                         break
             finally:
                 # Before the memory is given up: a lane may be reading into it for a client that is gone.
@@ -92,27 +99,8 @@ class GetStreams:
                 node.used(hold, good)
 
     def _by_layer(self, hold: Hold, count: int, context: Call) -> Iterator[bytes]:
-        if count < hold.count:
-            raise InvalidRequest(f"chunks_max is {count}: expected 0 or {hold.count} for a hold read layer by layer")
-        layout = hold.chain.namespace.layout
-        plane_bytes = count * layout.section_bytes
-        with self._in_flight.reserved(4 * plane_bytes):
-            memories = [memoryview(bytearray(2 * plane_bytes)) for _ in range(2)]
-
-            def memory(layer: int) -> LayerMemory:
-                # Two in turn: when a layer is begun, the one before the last was sent.
-                both = memories[layer % 2]
-                return LayerMemory(both[:plane_bytes], both[plane_bytes:])
-
-            each_s = seconds_left(context, self._node.limits.read_deadline_s)
-            layers = cast("Generator[tuple[int, LayerMemory]]", self._node.read_layers(hold, memory, each_s))
-            with closing(layers):
-                for layer, _ in layers:
-                    self._calls.add(WorkerCount.WIRE_BYTES_OUT, 2 * plane_bytes)
-                    yield from encode_parts(_split(memories[layer % 2], layout.section_bytes, 0, 2 * count))
-
-
-def _split(memory: memoryview, section_bytes: int, chunk: int, count: int) -> list[memoryview]:
-    """``count`` sections of ``memory``, from that many chunks of ``count`` sections on."""
-    start = chunk * count * section_bytes
-    return [memory[at : at + section_bytes] for at in range(start, start + count * section_bytes, section_bytes)]
+        section_bytes = hold.chain.namespace.layout.section_bytes
+        with closing(layers_of(self._node, hold, count, self._in_flight, self._buffers, context)) as layers:
+            for _, memory in layers:
+                self._calls.add(WorkerCount.WIRE_BYTES_OUT, len(memory))
+                yield from encode_parts(cut_evenly(memory, section_bytes))

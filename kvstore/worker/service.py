@@ -24,6 +24,7 @@ from kvstore.wire.watch import Watch
 from kvstore.worker.admission import BytesInFlight, Gate
 from kvstore.worker.blocks import BlockStreams
 from kvstore.worker.bulk.listener import BulkListener
+from kvstore.worker.bulk.memory import Buffers
 from kvstore.worker.bulk.puts_behind import PutsBehind
 from kvstore.worker.bulk.serving import BulkRequests
 from kvstore.worker.call import Call
@@ -80,9 +81,10 @@ class Service:
         self.room = Space(None, None)
         """Of the root, as it last said."""
         self.prompts = Prompts(member, self.holds, self.behind)
-        self.bulk_requests = BulkRequests(node, self.prompts, self.in_flight, self.calls, limits, self.behind)
+        buffers = Buffers(limits.buffers_bytes_max)
+        self.bulk_requests = BulkRequests(node, self.prompts, self.in_flight, self.calls, limits, self.behind, buffers)
         self._putting = PutStreams(node, self.prompts, self.in_flight, self.calls)
-        self._getting = GetStreams(node, self.prompts, self.in_flight, self.calls, limits)
+        self._getting = GetStreams(node, self.prompts, self.in_flight, self.calls, limits, buffers)
         self._blocks = BlockStreams(node, self.prompts, self.in_flight, self.calls, limits)
         self._moves = MoveStreams(node, self.prompts, self.gate)
         self._pins = PinCalls(member, self.prompts, self.calls.guard)

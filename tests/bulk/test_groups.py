@@ -14,11 +14,11 @@ import pytest
 
 from kvstore.address import Chain
 from kvstore.client.bulk import receiving
-from kvstore.client.bulk.handed import leading
 from kvstore.client.bulk.links import BulkRefused, Link
 from kvstore.client.bulk.receiving import Asked, ImageStream
 from kvstore.namespace import Namespace
 from kvstore.node.images import make_images
+from kvstore.node.reading import leading
 from kvstore.node.wanted import image_bytes
 from kvstore.sections import Planes
 from kvstore.sources import RandomIds

@@ -83,12 +83,6 @@ def in_groups(
         reading.withdraw()  # interrupted, perhaps, while lanes write into the caller's memory
 
 
-def leading(done: bytearray) -> int:
-    """How many of the first are good."""
-    first_miss = done.find(0)
-    return len(done) if first_miss < 0 else first_miss
-
-
 def _in_order(sections: Sections, first: int, count: int) -> Sections:
     """The same, asked for in order and by one thread, because some sources take memory as they are asked."""
     if isinstance(sections, Laid):

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kvstore.address import Chain
 from kvstore.buffers import Borrowed, Pieces
 from kvstore.client.bulk.given import Given, GivenFiles, GivenSlots
-from kvstore.client.bulk.handed import images_of, in_groups, leading, read_files
+from kvstore.client.bulk.handed import images_of, in_groups, read_files
 from kvstore.client.bulk.links import Link
 from kvstore.client.bulk.memory import Leased
 from kvstore.client.tools import FileLanes
@@ -24,6 +24,7 @@ from kvstore.layout import Layout
 from kvstore.node.deadline import Deadline
 from kvstore.node.images import ImagesIn, verify_images
 from kvstore.node.lanes import Lanes
+from kvstore.node.reading import leading
 from kvstore.sections import planes_of
 
 

@@ -15,7 +15,7 @@ from kvstore.wire.messages import parse
 from kvstore.worker.admission import BytesInFlight
 from kvstore.worker.bulk.asked import Asked
 from kvstore.worker.bulk.handing import ImageHanding
-from kvstore.worker.bulk.layering import send_layers
+from kvstore.worker.bulk.layering import layers_of, send_layers
 from kvstore.worker.bulk.leases import Leases
 from kvstore.worker.bulk.memory import Buffers
 from kvstore.worker.bulk.streaming import ImageStream
@@ -67,9 +67,8 @@ class BulkGets:
                 self._count(handing, hold.chain, range(request.first, good))
                 self._node.used(hold, good)
             elif by_layer and count:
-                send_layers(
-                    self._node, channel, number, hold, count, self._in_flight, self._buffers, self._calls, context
-                )
+                layers = layers_of(self._node, hold, count, self._in_flight, self._buffers, context)
+                send_layers(channel, number, hold.chain.namespace.layout.section_bytes, layers, self._calls)
                 channel.send(Kind.END, number)
             else:
                 stream = self._stream(channel, number, asked)

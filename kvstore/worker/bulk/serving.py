@@ -43,8 +43,8 @@ class BulkRequests:
         calls: Calls,
         limits: WorkerLimits,
         behind: PutsBehind,
+        buffers: Buffers,
     ) -> None:
-        buffers = Buffers(limits.buffers_bytes_max)
         self._calls = calls
         self._limits = limits
         self.memory = node.memory

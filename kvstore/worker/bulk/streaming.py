@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from kvstore.address import Chain
-from kvstore.buffers import byte_length
+from kvstore.buffers import byte_length, cut
 from kvstore.counts import NodeCount, WorkerCount
 from kvstore.node.deadline import Deadline
 from kvstore.node.node import Node
@@ -127,11 +127,8 @@ class ImageStream:
             reserved.enter_context(self._in_flight.reserved(WINDOWS * self._most_bytes))
             self._is_reserved = True
         window.buffer = self._buffers.take(self._most_bytes)  # of one size, so that they are used again
-        at = 0
-        for index in left:
-            size = sizes[index - window.indexes.start]
-            window.images[index] = window.buffer[at : at + size]
-            at += size
+        images = cut(window.buffer, [sizes[index - window.indexes.start] for index in left])
+        window.images = dict(zip(left, images, strict=True))
         window.reading = handing.begin_copy(self._wanted, left, window.images.__getitem__)
 
     def _wait(self, window: Window, deadline: Deadline) -> tuple[dict[int, memoryview], bool]:
