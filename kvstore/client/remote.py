@@ -20,7 +20,6 @@ from kvstore.buffers import Pieces
 from kvstore.census.selection import Selection
 from kvstore.client.bulk.cargo import ChunkCargo
 from kvstore.client.bulk.links import Bulk
-from kvstore.client.bulk.sending import send_put
 from kvstore.client.caller import Caller
 from kvstore.client.control import Control
 from kvstore.client.credentials import PLAIN, Credentials
@@ -29,6 +28,7 @@ from kvstore.client.endpoint import Endpoint, check_address
 from kvstore.client.endpoints import Endpoints
 from kvstore.client.fetching import BlockFetch, ChunkFetch, Fetch
 from kvstore.client.limits import ClientLimits
+from kvstore.client.putting import put_past_grpc
 from kvstore.client.remote_blocks import RemoteBlockHold, RemoteBlocks
 from kvstore.client.remote_hold import RemoteHold
 from kvstore.client.remote_move import RemoteMove, Slots, move_message
@@ -50,7 +50,6 @@ from kvstore.sources import Clock, SystemClock
 from kvstore.tickets import State
 from kvstore.tokens import TokenArray
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.bulk.channel import LinkBroken
 from kvstore.wire.messages import (
     hints_message,
     namespace_message,
@@ -222,7 +221,10 @@ class RemotePort:
         timeout_s = self.limits.stream_s(self.limits.write_s, (count - first) * namespace.layout.chunk_bytes)
 
         def send(endpoint: Endpoint, left_s: float) -> pb.PutResponse:
-            answer = self._put_past_grpc(endpoint, namespace, start, count, sections, left_s)
+            answer: pb.PutResponse | None = None
+            if isinstance(sections, Planes):
+                cargo, answered = ChunkCargo(sections, namespace.layout, count), partial(parse, pb.PutResponse)
+                answer = put_past_grpc(endpoint, start, cargo, answered, self._tools, left_s)
             if answer is None:
                 answer = self._put_over_grpc(endpoint, start, count, size, sections, left_s)
             return answer
@@ -429,40 +431,6 @@ class RemotePort:
             # What the worker believed to be there is not: begin at the first chunk that is missing.
             begin = max(start.first, answer.tokens_present // size)
         return answer
-
-    def _put_past_grpc(
-        self,
-        endpoint: Endpoint,
-        namespace: Namespace,
-        start: pb.PutStart,
-        count: int,
-        sections: Sections,
-        timeout_s: float,
-    ) -> pb.PutResponse | None:
-        """The same over a bulk connection; None where there is none, or it broke."""
-        if not isinstance(sections, Planes):
-            return None
-        with endpoint.bulk.link(timeout_s) as link:
-            if link is None:
-                return None
-            self.counters.add(ClientCount.PUTS_SHARED if link.is_shared else ClientCount.PUTS_TCP)
-            try:
-                answer = send_put(
-                    link,
-                    start,
-                    ChunkCargo(sections, namespace.layout, count),
-                    # That is acknowledged when the bytes have come: not for a writer who waits for the root.
-                    behind=start.write == pb.WRITE_BEHIND,
-                    reserve=partial(endpoint.bulk.reserve_arena, link),
-                    idle_s=self.limits.write_s,
-                    timeout_s=timeout_s,
-                    lanes=self._tools.lanes,
-                )
-                return parse(pb.PutResponse, answer)
-            except (LinkBroken, InvalidRequest):
-                link.channel.alive = False
-                self.counters.add(ClientCount.BULK_BROKEN)
-        return None
 
     def _reopening(self, namespace: Namespace, call: Callable[[], T]) -> T:
         """The call's result. Where the worker does not know the namespace (a new root), tells them all and repeats."""

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from functools import partial
 
 from kvstore.buffers import Pieces
 from kvstore.client.bulk.cargo import BlockCargo
-from kvstore.client.bulk.sending import send_put
 from kvstore.client.endpoint import Endpoint
 from kvstore.client.fetching import BlockFetch
+from kvstore.client.putting import put_past_grpc
 from kvstore.client.remote_hold import HeldAtWorker
 from kvstore.client.streams import Outgoing, send_stream
 from kvstore.client.tools import Tools
@@ -20,11 +18,8 @@ from kvstore.hints import Hints
 from kvstore.namespace import Namespace
 from kvstore.node.wanted import keyed
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.bulk.channel import LinkBroken
 from kvstore.wire.messages import hints_message, pack_keys, pack_sizes, parse, sealed, write_message
 from kvstore.writes import WriteMode
-
-log = logging.getLogger(__name__)
 
 
 class RemoteBlocks:
@@ -50,51 +45,23 @@ class RemoteBlocks:
         )
         opening = start.SerializeToString()
 
+        def answered(raw: bytes) -> list[bool]:
+            stored = parse(pb.PutBlocksResponse, raw).stored
+            if len(stored) != len(keys):
+                raise InvalidRequest(f"the worker answered for {len(stored)} blocks of {len(keys)}")
+            return list(map(bool, stored))
+
         def send(endpoint: Endpoint, left_s: float) -> list[bool]:
-            stored = self._put_past_grpc(endpoint, start, buffers, left_s)
+            stored = put_past_grpc(endpoint, start, BlockCargo(buffers), answered, self._tools, left_s)
             if stored is not None:
                 return stored
             self._tools.counters.add(ClientCount.PUTS_GRPC)
             outgoing = Outgoing(iter(buffers), opening)
             answer = send_stream(endpoint.stream_out("PutBlocks"), outgoing, watch, limits.write_s, left_s)
-            there = pb.PutBlocksResponse.FromString(answer).stored
-            if len(there) != len(keys):
-                raise Unavailable(f"the worker answered for {len(there)} blocks of {len(keys)}: repeat the call")
-            return [bool(each) for each in there]
+            return _each(pb.PutBlocksResponse.FromString(answer).stored, keys)
 
         timeout_s = limits.stream_s(limits.write_s, sum(sizes))
         return self._tools.caller.anywhere(send, timeout_s, keys[0], even_aside=True)
-
-    def _put_past_grpc(
-        self, endpoint: Endpoint, start: pb.PutBlocksStart, buffers: Pieces, timeout_s: float
-    ) -> list[bool] | None:
-        """The same over a bulk connection; None where there is none, or it broke."""
-        counters = self._tools.counters
-        with endpoint.bulk.link(timeout_s) as link:
-            if link is None:
-                return None
-            counters.add(ClientCount.PUTS_SHARED if link.is_shared else ClientCount.PUTS_TCP)
-            try:
-                answer = send_put(
-                    link,
-                    start,
-                    BlockCargo(buffers),
-                    # That is acknowledged when the bytes have come: not for a writer who waits for the root.
-                    behind=start.write == pb.WRITE_BEHIND,
-                    reserve=partial(endpoint.bulk.reserve_arena, link),
-                    idle_s=self._tools.limits.write_s,
-                    timeout_s=timeout_s,
-                    lanes=self._tools.lanes,
-                )
-                stored = parse(pb.PutBlocksResponse, answer).stored
-                if len(stored) != len(buffers):
-                    raise link.channel.break_off(f"the worker answered for {len(stored)} blocks of {len(buffers)}")
-                return [bool(each) for each in stored]
-            except (LinkBroken, InvalidRequest) as error:
-                link.channel.alive = False
-                log.info("client.bulk_broken worker=%s why=%s", endpoint.address, error)
-                counters.add(ClientCount.BULK_BROKEN)
-        return None
 
     def match(self, namespace: Namespace, keys: Sequence[bytes]) -> int:
         """See ``Port.match_blocks``. Raises Unavailable."""

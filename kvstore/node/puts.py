@@ -23,8 +23,9 @@ from kvstore.node.lanes import Lanes
 from kvstore.node.limits import CurrentLimits
 from kvstore.node.memory_tier import MemoryTier
 from kvstore.node.publish import Mask, Publication, StillRight, vouched
+from kvstore.node.reading import leading
 from kvstore.node.refresh import Refresher
-from kvstore.node.root_write import RootWrite, leading
+from kvstore.node.root_write import RootWrite
 from kvstore.node.slots import Slots
 from kvstore.node.stack import TierStack
 from kvstore.node.tiered import TieredReads

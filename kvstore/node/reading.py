@@ -163,10 +163,10 @@ def group_size(
     return max(1, min(min(max(each, GROUP_BYTES_MIN), bytes_max) // max(1, chunk_bytes), files_max))
 
 
-def leading(done: bytearray) -> int:
-    """Returns how many leading bytes are not 0: of a read, how many leading chunks are good."""
-    first_miss = done.find(0)
-    return len(done) if first_miss < 0 else first_miss
+def leading(there: bytearray | npt.NDArray[np.bool_]) -> int:
+    """Returns how many leading chunks are there, of those that have a byte each."""
+    first_miss = bytes(there).find(0)
+    return len(there) if first_miss < 0 else first_miss
 
 
 def gaps(done: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:

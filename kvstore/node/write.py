@@ -20,7 +20,8 @@ from kvstore.errors import KVStoreError
 from kvstore.hints import Hints
 from kvstore.node.deadline import Deadline
 from kvstore.node.publish import Mask
-from kvstore.node.root_write import RootWrite, leading
+from kvstore.node.reading import leading
+from kvstore.node.root_write import RootWrite
 from kvstore.node.stack import TierStack
 from kvstore.node.wanted import Keyed, Wanted, sizes_of
 from kvstore.results import PutResult
