@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -19,6 +19,7 @@ from kvstore.format.header import expected_chunk
 from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
+from kvstore.node.images import verify_images
 from kvstore.node.lanes import Batch, DeadlinePassed, Lanes, moved_on
 from kvstore.node.shared_runs import Sizes
 from kvstore.node.wanted import Wanted, mean_bytes
@@ -313,6 +314,45 @@ def read_chunks(
     Begins no more after a miss, unless ``stop_at_miss`` is False.
     """
     return Reading(lanes, counters, count, read, stop_at_miss, groups).wait(deadline)
+
+
+def in_groups(
+    wanted: Wanted,
+    first: int,
+    count: int,
+    work: Callable[[int, int, Borrowed], npt.NDArray[np.bool_]],
+    lanes: Lanes,
+    deadline: Deadline,
+    *,
+    helps: bool = True,
+) -> bytearray:
+    """Does ``work(start, stop, borrowed)`` on ``count`` chunks from index ``first`` on, on several lanes at once.
+
+    Returns a byte for each, 1 if it is right. What is not right is not tried again. ``helps`` is as for ``Reading``.
+    """
+    groups = Groups(group_size(count, mean_bytes(wanted, first, count), lanes.width), count, work)
+    reading = Reading(lanes, Counters(), count, lambda *_: False, isinstance(wanted, Chain), groups, helps=helps)
+    try:
+        return reading.wait(deadline)
+    finally:
+        reading.withdraw()  # interrupted, perhaps, while lanes write into the caller's memory
+
+
+def verified(
+    wanted: Wanted,
+    indexes: Sequence[int],
+    images: Sequence[memoryview],
+    lanes: Lanes,
+    deadline: Deadline,
+    *,
+    helps: bool = True,
+) -> bytearray:
+    """Returns a byte for each image, 1 if it is that of the chunk at its index, whole and right; by several lanes."""
+
+    def verify(start: int, stop: int, _: Borrowed) -> npt.NDArray[np.bool_]:
+        return verify_images(wanted, indexes[start:stop], images[start:stop])
+
+    return in_groups(wanted, 0, len(images), verify, lanes, deadline, helps=helps)
 
 
 def root_groups(chunks: Chunks, lanes: Lanes, wanted: Wanted, first: int, count: int, into: Sections) -> Groups | None:

@@ -45,6 +45,10 @@ class Keyed:
             [self.sizes_bytes[index] for index in indexes],
         )
 
+    def where(self, flags: Sequence[int]) -> Keyed:
+        """Returns the blocks whose flag is not 0."""
+        return self if all(flags) else self.picked([at for at, flag in enumerate(flags) if flag])
+
     def contradicting(self) -> npt.NDArray[np.bool_]:
         """Returns which blocks have the key of an earlier one and another size: no put may store both."""
         first: dict[bytes, int] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -22,7 +22,7 @@ from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
 from kvstore.node.images import take_images
 from kvstore.node.lanes import Lanes
-from kvstore.node.reading import Groups, Reading, group_size
+from kvstore.node.reading import Groups, Reading, group_size, in_groups
 from kvstore.node.runs import Run
 from kvstore.node.wanted import Wanted, expected_of, image_bytes, mean_bytes
 from kvstore.root.interface import LocalFiles, Stat
@@ -58,29 +58,6 @@ def images_of(link: Link, wanted: Wanted, slots: GivenSlots) -> Sequence[memoryv
     if len(set(sizes)) == 1:
         return link.memory.images(slots.offsets, sizes[0])
     return [link.memory.images([at], size)[0] for at, size in zip(slots.offsets, sizes, strict=True)]
-
-
-def in_groups(
-    wanted: Wanted,
-    first: int,
-    count: int,
-    work: Callable[[int, int, Borrowed], npt.NDArray[np.bool_]],
-    lanes: Lanes,
-    deadline: Deadline,
-    *,
-    helps: bool = True,
-) -> bytearray:
-    """Does ``work(start, stop, borrowed)`` on ``count`` chunks from index ``first`` on, several lanes at once.
-
-    A byte for each, 1 where it is right. What is not right is not tried again. ``helps`` is as for ``Reading``.
-    """
-    size = group_size(count, mean_bytes(wanted, first, count), lanes.width)
-    groups = Groups(size, count, work)
-    reading = Reading(lanes, Counters(), count, lambda *_: False, isinstance(wanted, Chain), groups, helps=helps)
-    try:
-        return reading.wait(deadline)
-    finally:
-        reading.withdraw()  # interrupted, perhaps, while lanes write into the caller's memory
 
 
 def _in_order(sections: Sections, first: int, count: int) -> Sections:

@@ -6,25 +6,23 @@ Arrays keep what they refer to: a lease on the worker's memory, a mapping of a f
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.address import Chain
-from kvstore.buffers import Borrowed, Pieces
+from kvstore.buffers import Pieces
 from kvstore.client.bulk.given import Given, GivenFiles, GivenSlots
-from kvstore.client.bulk.handed import images_of, in_groups, read_files
+from kvstore.client.bulk.handed import images_of, read_files
 from kvstore.client.bulk.links import Link
 from kvstore.client.bulk.memory import Leased
 from kvstore.client.tools import FileLanes
 from kvstore.format.header import expected_chunk
 from kvstore.layout import Layout
 from kvstore.node.deadline import Deadline
-from kvstore.node.images import ImagesIn, verify_images
 from kvstore.node.lanes import Lanes
-from kvstore.node.reading import leading
+from kvstore.node.reading import leading, verified
 from kvstore.sections import planes_of
 
 
@@ -75,7 +73,7 @@ def _view_slots(
     link: Link, chain: Chain, slots: GivenSlots, views: Views, lanes: Lanes, deadline: Deadline
 ) -> bytearray:
     images = images_of(link, chain, slots)
-    done = _verified(chain, slots.first, images, lanes, deadline)
+    done = verified(chain, range(slots.first, slots.first + len(images)), images, lanes, deadline)
     header_bytes = expected_chunk(chain, slots.first).header_bytes
     for at in range(leading(done)):
         views.add(slots.first + at, Leased(images[at][header_bytes:], slots.lease).array())
@@ -104,19 +102,9 @@ def _map_files(
         given.close()
         raise
     given.close()
-    done = _verified(chain, given.first, images, lanes, deadline)
+    # The files may be on a root that hangs: then only lanes wait for it, and never longer than the deadline.
+    indexes = range(given.first, given.first + len(images))
+    done = verified(chain, indexes, images, lanes, deadline, helps=False)
     for at in range(leading(done)):
         views.add(given.first + at, np.frombuffer(images[at][expected.header_bytes :], np.uint8))
     return done
-
-
-def _verified(chain: Chain, first: int, images: Sequence[memoryview], lanes: Lanes, deadline: Deadline) -> bytearray:
-    """For each image a byte, 1 where it is that of its chunk, from index ``first`` on, whole and right."""
-
-    def verify(start: int, stop: int, _: Borrowed) -> npt.NDArray[np.bool_]:
-        return verify_images(chain, range(first + start, first + stop), images[start:stop])
-
-    if not images:
-        return bytearray()
-    # Mapped files may be on a root that hangs: then only lanes wait for it, and never longer than the deadline.
-    return in_groups(chain, first, len(images), verify, lanes, deadline, helps=isinstance(images, ImagesIn))

@@ -90,12 +90,12 @@ class BulkGets:
             try:
                 stream.send(0, len(wanted), context)
             finally:
-                self._node.handing.used(wanted, sorted(stream.sent))
+                self._node.reads.used(wanted.picked(sorted(stream.sent)))
             return
         handing = self._handing(channel, number, mode, asked, len(wanted), context)
         handing.serve()
         self._count(handing, wanted, handing.given)
-        self._node.handing.used(wanted, handing.given)
+        self._node.reads.used(wanted.picked(handing.given))
 
     def _from_memory(self, channel: Channel, number: int, mode: int, request: pb.GetRequest, context: Call) -> None:
         """Gives what memory has at this moment, and asks nobody else: the client is a peer (rule P2)."""

@@ -253,8 +253,8 @@ GETTING = [
         "view-unverified",
         "wire: a view is verified",
         edit(
-            "kvstore.client.bulk.viewing:_verified",
-            "return verify_images(chain, range(first + start, first + stop), images[start:stop])",
+            "kvstore.node.reading:verified",
+            "return verify_images(wanted, indexes[start:stop], images[start:stop])",
             "return np.ones(stop - start, np.bool_)",
         ),
         "bulk/test_memory.py::test_a_damaged_image_is_never_used",
