@@ -130,7 +130,7 @@ class Chunks:
         with self.noted(expected), reader, self._counters.timed("root", "read") as timed:
             timed.size_bytes = expected.payload_bytes
             try:
-                _read_verified(reader, expected, sections, borrowed)
+                read_verified(reader, expected, sections, borrowed)
             except Damaged as damaged:
                 borrowed.check()  # the caller may have changed what was verified
                 self.set_aside(expected, damaged.damage)
@@ -440,7 +440,7 @@ class Chunks:
         return places.chunk(expected.address, NamespaceId(expected.namespace[:8]), self._shard_bits)
 
 
-def _read_verified(reader: Reader, expected: Expected, sections: Pieces, borrowed: Borrowed) -> None:
+def read_verified(reader: Reader, expected: Expected, sections: Pieces, borrowed: Borrowed) -> None:
     """Reads header and payload and verifies both. Raises Damaged."""
     run = max(1, VERIFY_BYTES // max(1, expected.section_bytes))
     raw = bytearray(expected.header_bytes)
@@ -472,7 +472,7 @@ def _copied(reader: Reader, expected: Expected) -> memoryview:
     """Returns the whole file in memory of its own, verified. Raises Damaged."""
     image = memoryview(bytearray(expected.file_bytes))
     sections = cut_evenly(image[expected.header_bytes :], expected.section_bytes)
-    _read_verified(reader, expected, sections, Borrowed())
+    read_verified(reader, expected, sections, Borrowed())
     return image.toreadonly()
 
 

@@ -13,11 +13,11 @@ from kvstore.address import Chain
 from kvstore.buffers import Borrowed, Pieces
 from kvstore.client.bulk.given import Given, GivenFiles, GivenSlots
 from kvstore.client.bulk.links import Link
-from kvstore.client.bulk.receiving import fill_verified
 from kvstore.client.tools import FileLanes
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import Damaged
 from kvstore.native import is_available
+from kvstore.node.chunks import read_verified
 from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
 from kvstore.node.images import take_images
@@ -28,8 +28,6 @@ from kvstore.node.wanted import Wanted, expected_of, image_bytes, mean_bytes
 from kvstore.root.interface import LocalFiles, Stat
 from kvstore.root.posix_reader import PosixReader
 from kvstore.sections import Laid, Sections
-
-STEP_BYTES = 1 << 20
 
 
 def take_given(
@@ -85,20 +83,10 @@ def read_files(
         fd = left.pop(at, None)
         if fd is None:
             return False
-        expected, offset = expected_of(wanted, first + at), 0
         with PosixReader(fd, f"of chunk {first + at}, as handed over", Stat(0, 0), never_blocks) as reader:
-
-            def fill(pieces: Pieces) -> int:
-                nonlocal offset
-                count = reader.read(pieces, offset, borrowed)
-                if not count:
-                    raise _Short
-                offset += count
-                return count
-
             try:
-                fill_verified(fill, expected, memory[at], STEP_BYTES)
-            except (Damaged, _Short):
+                read_verified(reader, expected_of(wanted, first + at), memory[at], borrowed)
+            except Damaged:
                 return False
         return True
 
@@ -131,10 +119,6 @@ def _groups(
         return run.read_open(run.first + start, run.first + stop, borrowed)
 
     return Groups(group_size(count, mean_bytes(wanted, first, count), lanes.width), count, read)
-
-
-class _Short(Exception):
-    """A file ended before its chunk did."""
 
 
 def _close(files: Sequence[int]) -> None:

@@ -178,28 +178,22 @@ def _is_small(image_bytes: int) -> bool:
     return 2 * (_BEFORE_BYTES + image_bytes) <= GROUP_BYTES
 
 
-def fill_verified(
-    fill: Callable[[Pieces], int], expected: Expected, sections: Pieces, step_bytes: int | None = None
-) -> None:
+def fill_verified(fill: Callable[[Pieces], int], expected: Expected, sections: Pieces) -> None:
     """Reads the file of a chunk into ``sections`` with ``fill``, which writes into pieces and returns how much.
 
-    With ``step_bytes`` it is given that much at a time. Raises Damaged, and what ``fill`` raises.
+    Raises Damaged, and what ``fill`` raises.
     """
     raw = bytearray(expected.header_bytes)
     header: Pieces = [memoryview(raw)]
     while header:
         header = skip(header, fill(header))
     sums, size = decode_as(raw, expected).checksums, expected.section_bytes
-    step = expected.section_count if step_bytes is None else max(1, step_bytes // size)
-    for start in range(0, expected.section_count, step):
-        part = sections[start : start + step]
-        left: Pieces = part
-        wanted, received, verified = byte_length(part), 0, 0
-        while received < wanted:
-            count = fill(left)
-            received += count
-            left = skip(left, count)
-            whole = received // size
-            if tuple(map(checksum, part[verified:whole])) != sums[start + verified : start + whole]:
-                raise Damaged(Damage.SECTION_CHECKSUM)
-            verified = whole
+    left, wanted, received, verified = sections, byte_length(sections), 0, 0
+    while received < wanted:
+        count = fill(left)
+        received += count
+        left = skip(left, count)
+        whole = received // size
+        if tuple(map(checksum, sections[verified:whole])) != sums[verified:whole]:
+            raise Damaged(Damage.SECTION_CHECKSUM)
+        verified = whole

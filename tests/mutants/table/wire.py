@@ -217,7 +217,7 @@ GETTING = [
         "wire: checksums of a received file",
         edit(
             "kvstore.client.bulk.receiving:fill_verified",
-            "if tuple(map(checksum, part[verified:whole])) != sums[start + verified : start + whole]:",
+            "if tuple(map(checksum, sections[verified:whole])) != sums[verified:whole]:",
             "if False:",
         ),
         f"{SUMS}i1_a_file_with_a_bit_turned_is_not_received",
