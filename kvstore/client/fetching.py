@@ -13,7 +13,7 @@ from contextlib import closing
 
 from kvstore.address import Chain
 from kvstore.buffers import Pieces
-from kvstore.client.bulk.given import Given, GivenSlots, Giving, NotGiven
+from kvstore.client.bulk.given import GivenSlots, Giving, NotGiven
 from kvstore.client.bulk.handed import take_given
 from kvstore.client.bulk.links import Link
 from kvstore.client.bulk.receiving import Asked, ImageStream
@@ -25,8 +25,7 @@ from kvstore.counts import ClientCount
 from kvstore.errors import InvalidRequest
 from kvstore.namespace import Namespace
 from kvstore.node.deadline import Deadline
-from kvstore.node.reading import leading
-from kvstore.node.wanted import Keyed
+from kvstore.node.wanted import Keyed, leading
 from kvstore.sections import Buffers, Sections
 from kvstore.tokens import TokenArray
 from kvstore.v1 import kvstore_pb2 as pb
@@ -57,16 +56,18 @@ class Fetch(ABC):
     ends_at_miss: bool
     """True if nothing counts behind the first chunk that is missing."""
 
-    def __init__(self, tools: Tools) -> None:
+    def __init__(self, count: int, size_bytes: int, tools: Tools, views: Views | None = None) -> None:
+        """``count`` chunks of ``size_bytes`` are wanted at most; ``views`` gets what can stay where it is."""
         self._tools = tools
         self._limits = tools.limits
         self._counters = tools.counters
-        self.done = bytearray()
-        """A byte for each chunk, 1 once it is in the caller's memory, verified."""
-        self._keeps = False
-        """True once an array refers to memory of the worker."""
+        self._views = views
+        self.done = bytearray(count)
+        """A byte for each chunk that is wanted, 1 once it is in the caller's memory, verified."""
+        self.timeout_s = tools.limits.stream_s(tools.limits.read_s, size_bytes)
+        """How long a worker has for it."""
 
-    def receive(self, endpoint: Endpoint) -> None:
+    def receive(self, endpoint: Endpoint, _: float = 0.0) -> None:
         """Reads what is missing from one worker, with ``done`` up to date whatever happens.
 
         Called inside a call of ``Caller``, which turns what this raises into CallFailed. Raises BrokenTransfer too,
@@ -78,13 +79,10 @@ class Fetch(ABC):
         if missing:
             self._receive_grpc(endpoint, missing)
 
-    @abstractmethod
     def _missing(self) -> Sequence[int]:
-        """Returns the chunks that are not ``done``, as far as they are wanted."""
-
-    @abstractmethod
-    def _size_bytes(self, chunks: Sequence[int]) -> int:
-        """Returns the bytes of chunks, without headers."""
+        if self.ends_at_miss:
+            return range(leading(self.done), len(self.done))
+        return [chunk for chunk, is_done in enumerate(self.done) if not is_done]
 
     @abstractmethod
     def _request(self, chunks: Sequence[int]) -> pb.GetRequest | pb.GetBlocksRequest:
@@ -98,22 +96,18 @@ class Fetch(ABC):
     def _take_frames(self, frames: Iterator[Frame], chunks: Sequence[int]) -> None:
         """Reads chunks from an answer over gRPC. Raises BrokenTransfer, InvalidRequest."""
 
-    @property
-    def timeout_s(self) -> float:
-        """How long the read of all that is missing may take."""
-        return self._timeout_s(self._missing())
-
-    def _timeout_s(self, chunks: Sequence[int]) -> float:
-        return self._limits.stream_s(self._limits.read_s, self._size_bytes(chunks))
-
     def _receive_bulk(self, endpoint: Endpoint, missing: Sequence[int]) -> Sequence[int]:
         """Reads past gRPC if there is a way; returns what is to be read over gRPC after it."""
+        damaged: list[int] = []
         with endpoint.bulk.link(self._limits.probe_s) as link:
             if link is None:
                 return missing
             self._counters.add(ClientCount.GETS_SHARED if link.is_shared else ClientCount.GETS_TCP)
             try:
-                damaged = self._receive_from(link, missing)
+                if (mode := link.mode) is not Mode.STREAM:
+                    missing = self._take_given(link, mode, missing, damaged)
+                if missing and not ImageStream(link, self._ask(link, Mode.STREAM, missing), self.done).receive():
+                    damaged += [chunk for chunk in missing if not self.done[chunk]]
             except (LinkBroken, InvalidRequest) as error:
                 link.channel.alive = False
                 if not link.shortage.note(error):
@@ -125,57 +119,51 @@ class Fetch(ABC):
             self._counters.add(ClientCount.BULK_DAMAGED)
         return damaged
 
-    def _receive_from(self, link: Link, missing: Sequence[int]) -> Sequence[int]:
-        """Reads over a bulk connection; returns what came and was not right, and what could not come because of it."""
-        damaged: list[int] = []
-        if (mode := link.mode) is not Mode.STREAM:
-            missing = self._take_given(link, mode, missing, damaged)
-        if missing and not ImageStream(link, self._ask(link, Mode.STREAM, missing), self.done).receive():
-            damaged += [chunk for chunk in missing if not self.done[chunk]]
-        return damaged
-
     def _take_given(self, link: Link, mode: Mode, missing: Sequence[int], damaged: list[int]) -> Sequence[int]:
         """Reads what the worker gives to a client on its host, and adds those that are not right to ``damaged``.
 
         Returns those that may be had as a stream.
         """
-        elsewhere = list[int]()
-        asked, deadline = self._ask(link, mode, missing), Deadline(self._tools.lanes.clock, self._timeout_s(missing))
+        asked, elsewhere = self._ask(link, mode, missing), list[int]()
+        lanes, deadline, keeps = self._tools.lanes, Deadline(self._tools.lanes.clock, self.timeout_s), False
+        has_leases = link.memory is not None and len(link.memory.leases) >= LEASES_MAX
+        views = None if has_leases else self._views
         with Giving(link, asked.number, mode, has_gaps=not self.ends_at_miss) as giving:
             for given in giving.each(asked.first, asked.stop):
                 chunks = asked.places[given.first : given.first + given.count]
                 if isinstance(given, NotGiven):
                     elsewhere += chunks if given.is_elsewhere else ()
                     continue
-                right = self._take(link, asked, given, deadline)
+                right: bytes | bytearray
+                if views is None:
+                    right = take_given(link, asked.wanted, given, asked.sections, lanes, deadline)
+                else:
+                    right = view_given(link, asked.wanted, given, views, lanes, deadline)
+                    keeps |= isinstance(given, GivenSlots)
                 for chunk, is_right in zip(chunks, right, strict=True):
                     self.done[chunk] = is_right
                 damaged += [chunk for chunk in chunks if not self.done[chunk]]
                 if damaged and self.ends_at_miss:
                     break
-            giving.finish(leading(self.done), keep=self._keeps)
+            giving.finish(leading(self.done), keep=keeps)
         if self.ends_at_miss:
             # What comes next may also be in memory, where a worker does not look for a client that takes files alone.
             return () if damaged else self._missing()
         return elsewhere
 
-    def _take(self, link: Link, asked: Asked, given: Given, deadline: Deadline) -> bytearray:
-        """Takes what was given; returns a byte for each chunk, 1 if it is right."""
-        return take_given(link, asked.wanted, given, asked.sections, self._tools.lanes, deadline)
-
     def _ask(self, link: Link, mode: Mode, chunks: Sequence[int]) -> Asked:
         """Sends a request."""
-        timeout_s, number = self._timeout_s(chunks), link.next_number()
-        link.channel.limit(self._limits.read_s, timeout_s)
-        link.channel.send(self.kind, number, [encode_request(timeout_s, mode, traced(self._request(chunks)))])
+        number = link.next_number()
+        link.channel.limit(self._limits.read_s, self.timeout_s)
+        link.channel.send(self.kind, number, [encode_request(self.timeout_s, mode, traced(self._request(chunks)))])
         return self._asked(link, number, chunks)
 
     def _receive_grpc(self, endpoint: Endpoint, chunks: Sequence[int]) -> None:
         self._counters.add(ClientCount.GETS_GRPC)
-        request, timeout_s = sealed(self._request(chunks)), self._timeout_s(chunks)
-        stream = endpoint.stream_in(self.call)
+        stream, request = endpoint.stream_in(self.call), sealed(self._request(chunks))
+        frames = received(stream, request, self._tools.watch, self._limits.read_s, self.timeout_s)
         try:
-            with closing(received(stream, request, self._tools.watch, self._limits.read_s, timeout_s)) as frames:
+            with closing(frames):
                 self._take_frames(frames, chunks)
         except (InvalidRequest, BrokenTransfer) as error:
             # What came before it was verified part by part.
@@ -206,8 +194,8 @@ class ChunkFetch(Fetch):
         tools: Tools,
         views: Views | None = None,
     ) -> None:
-        """``views`` gets what can stay where it is; then ``memory`` is for what has to be copied."""
-        super().__init__(tools)
+        """With ``views``, ``memory`` is for what has to be copied."""
+        super().__init__(chunks_max, chunks_max * namespace.layout.chunk_bytes, tools, views)
         self._namespace = namespace
         self._tokens = tokens
         self._chain: Chain | None = None
@@ -215,44 +203,23 @@ class ChunkFetch(Fetch):
         self._get = request
         self._chunks_max = chunks_max
         self._memory = memory
-        self._views = views
         self._sections: Sections | None = None
-        self._found = chunks_max
         self._cached: tuple[int, Pieces] = (-1, [])
 
-    @property
-    def good(self) -> int:
-        """Leading chunks that are in the caller's memory, verified."""
-        return leading(self.done)
-
-    def _missing(self) -> Sequence[int]:
-        return range(self.good, self._found)
-
-    def _size_bytes(self, chunks: Sequence[int]) -> int:
-        return len(chunks) * self._layout.chunk_bytes
-
     def _request(self, chunks: Sequence[int]) -> pb.GetRequest:
-        good = self.good
-        self._get.first, self._get.chunks_max = good, self._found
+        good = self._get.first = leading(self.done)
+        self._get.chunks_max = len(self.done)
         self.done[good:] = bytes(len(self.done) - good)  # what came behind a miss comes again, over what is there
         return self._get
 
     def _asked(self, link: Link, number: int, chunks: Sequence[int]) -> Asked:
-        first, stop = self.good, self._announced(link.receive(Kind.START)[1])
+        stop = self._announced(link.receive(Kind.START)[1])
         self._chain = self._chain or Chain.of(self._namespace, self._tokens)
         assert self._sections is not None
-        return Asked(number, self._chain, first, stop, self._sections, range(stop))
-
-    def _take(self, link: Link, asked: Asked, given: Given, deadline: Deadline) -> bytearray:
-        leases_count = len(link.memory.leases) if link.memory is not None else 0
-        if self._views is None or leases_count > LEASES_MAX:
-            return super()._take(link, asked, given, deadline)
-        assert isinstance(asked.wanted, Chain)
-        self._keeps |= isinstance(given, GivenSlots)
-        return view_given(link, asked.wanted, given, self._views, self._tools.lanes, deadline)
+        return Asked(number, self._chain, self._get.first, stop, self._sections, range(stop))
 
     def _take_frames(self, frames: Iterator[Frame], chunks: Sequence[int]) -> None:
-        first, size = self.good, self._layout.section_count
+        first, size = self._get.first, self._layout.section_count
         incoming: Incoming | None = None
         for frame in frames:
             if incoming is None:
@@ -260,16 +227,15 @@ class ChunkFetch(Fetch):
                     raise InvalidRequest("the answer does not begin with how many chunks were found")
                 sizes = SameSize(self._layout.section_bytes, (self._announced(frame.start) - first) * size)
                 incoming = Incoming(sizes, lambda part: self._section(first * size + part))
-            self._feed(incoming, frame, range(first, self._found), size)
+            self._feed(incoming, frame, range(first, len(self.done)), size)
 
     def _announced(self, start: bytes) -> int:
         """Up to which chunk the worker sends; the first answer says how much memory is needed."""
         found = min(parse(pb.GetStart, start).chunks, self._chunks_max)
         if self._sections is None:
             self._sections = self._memory(found)
-            self._found = found
             self.done = bytearray(found)
-        return max(self.good, min(found, self._found))
+        return max(self._get.first, min(found, len(self.done)))
 
     def _section(self, part: int) -> memoryview:
         """The caller's memory for a section, counted from the prompt's beginning."""
@@ -286,25 +252,18 @@ class BlockFetch(Fetch):
     kind, call, ends_at_miss = Kind.GET_BLOCKS, "GetBlocks", False
 
     def __init__(self, wanted: Keyed, buffers: Pieces, tools: Tools, hold: bytes = b"") -> None:
-        super().__init__(tools)
+        super().__init__(len(wanted), sum(wanted.sizes_bytes), tools)
         self._wanted = wanted
         self._buffers = buffers
         self._hold = hold
-        self.done = bytearray(len(wanted))
 
     @property
     def hits(self) -> list[bool]:
         """For each block, whether it is in its buffer, verified."""
         return list(map(bool, self.done))
 
-    def _missing(self) -> Sequence[int]:
-        return [index for index, is_done in enumerate(self.done) if not is_done]
-
-    def _size_bytes(self, chunks: Sequence[int]) -> int:
-        return sum(self._wanted.sizes_bytes[index] for index in chunks)
-
     def _request(self, chunks: Sequence[int]) -> pb.GetBlocksRequest:
-        wanted = self._part(chunks)
+        wanted = self._wanted.picked(chunks)
         return pb.GetBlocksRequest(
             namespace=wanted.namespace.digest,
             keys=pack_keys(wanted.keys),
@@ -314,10 +273,7 @@ class BlockFetch(Fetch):
 
     def _asked(self, link: Link, number: int, chunks: Sequence[int]) -> Asked:
         sections = Buffers([self._buffers[index] for index in chunks])
-        return Asked(number, self._part(chunks), 0, len(chunks), sections, chunks)
-
-    def _part(self, chunks: Sequence[int]) -> Keyed:
-        return self._wanted if len(chunks) == len(self._wanted) else self._wanted.picked(chunks)
+        return Asked(number, self._wanted.picked(chunks), 0, len(chunks), sections, chunks)
 
     def _take_frames(self, frames: Iterator[Frame], chunks: Sequence[int]) -> None:
         asked, found, incoming = 0, list[int](), Incoming([])

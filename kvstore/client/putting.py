@@ -24,12 +24,12 @@ T = TypeVar("T")
 def put_past_grpc(
     endpoint: Endpoint,
     start: pb.PutStart | pb.PutBlocksStart,
-    cargo: Cargo,
+    cargo: Callable[[], Cargo],
     answered: Callable[[bytes], T],
     tools: Tools,
     timeout_s: float,
 ) -> T | None:
-    """Puts over a bulk connection; None if there is none, or it broke.
+    """Puts what ``cargo()`` has over a bulk connection; None if there is none, or it broke.
 
     ``answered`` reads the worker's answer, and raises InvalidRequest if that makes no sense.
     """
@@ -41,7 +41,7 @@ def put_past_grpc(
             answer = send_put(
                 link,
                 start,
-                cargo,
+                cargo(),
                 # That is acknowledged when the bytes have come: not for a writer who waits for the root.
                 behind=start.write == pb.WRITE_BEHIND,
                 reserve=partial(endpoint.bulk.reserve_arena, link),

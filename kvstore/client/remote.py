@@ -41,7 +41,7 @@ from kvstore.hints import Hints
 from kvstore.meta.etcd import EtcdTls, EtcdUser
 from kvstore.namespace import Namespace
 from kvstore.node.moves import Act, Level
-from kvstore.node.wanted import keyed
+from kvstore.node.wanted import keyed, leading
 from kvstore.progress import Cancelled, Progress
 from kvstore.results import Cleared, PinRecord, PutResult
 from kvstore.sections import Planes, Sections
@@ -169,7 +169,7 @@ class RemotePort:
         request = pb.GetRequest(namespace=namespace.digest, tokens=packed)
         fetch = ChunkFetch(namespace, unpack_tokens(packed), request, chunks_max, memory, self._tools)
         self._receive(namespace, fetch, _affinity(namespace, tokens))
-        return fetch.good
+        return leading(fetch.done)
 
     def hold(self, namespace: Namespace, tokens: TokenArray, ttl_s: float | None) -> RemoteHold:
         tokens = _full_chunks(namespace, tokens)
@@ -223,7 +223,7 @@ class RemotePort:
         def send(endpoint: Endpoint, left_s: float) -> pb.PutResponse:
             answer: pb.PutResponse | None = None
             if isinstance(sections, Planes):
-                cargo, answered = ChunkCargo(sections, namespace.layout, count), partial(parse, pb.PutResponse)
+                cargo, answered = partial(ChunkCargo, sections, namespace.layout, count), partial(parse, pb.PutResponse)
                 answer = put_past_grpc(endpoint, start, cargo, answered, self._tools, left_s)
             if answer is None:
                 answer = self._put_over_grpc(endpoint, start, count, size, sections, left_s)
@@ -379,15 +379,12 @@ class RemotePort:
 
     def _receive(self, namespace: Namespace, fetch: Fetch, affinity: bytes) -> None:
         """Reads from one worker after the other; what none of them could give is a miss."""
-        timeout_s = fetch.timeout_s
-
-        def read() -> None:
-            self._caller.anywhere(lambda endpoint, _: fetch.receive(endpoint), timeout_s, affinity)
-
         try:
-            self._or_miss(lambda: self._reopening(namespace, read), None)
+            self._reopening(namespace, partial(self._caller.anywhere, fetch.receive, fetch.timeout_s, affinity))
         except BrokenTransfer:
             pass  # counted where it was found; what came before it is good
+        except (Unavailable, Overloaded):
+            self.counters.add(ClientCount.MISSES_UNREACHABLE)
 
     def _match(self, namespace: Namespace, tokens: TokenArray) -> int:
         tokens = _full_chunks(namespace, tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from kvstore.buffers import Pieces
 from kvstore.client.bulk.cargo import BlockCargo
@@ -52,7 +53,7 @@ class RemoteBlocks:
             return list(map(bool, stored))
 
         def send(endpoint: Endpoint, left_s: float) -> list[bool]:
-            stored = put_past_grpc(endpoint, start, BlockCargo(buffers), answered, self._tools, left_s)
+            stored = put_past_grpc(endpoint, start, partial(BlockCargo, buffers), answered, self._tools, left_s)
             if stored is not None:
                 return stored
             self._tools.counters.add(ClientCount.PUTS_GRPC)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy.typing as npt
@@ -22,6 +23,7 @@ from kvstore.client.tools import Tools
 from kvstore.counts import ClientCount
 from kvstore.errors import HoldBroken
 from kvstore.namespace import Namespace
+from kvstore.node.wanted import leading
 from kvstore.results import LayerMemory
 from kvstore.sections import Sections
 from kvstore.v1 import kvstore_pb2 as pb
@@ -55,6 +57,7 @@ class HeldAtWorker:
         self._lock = threading.Lock()
         self._released = False
         self._lease: _Lease | None = None
+        self._hold_id: bytes = answer.hold
         if endpoint is not None:
             endpoint.use()
             self._lease = _Lease(answer.hold, answer.lease_s, endpoint, tools.lanes.clock.monotonic_s())
@@ -77,11 +80,6 @@ class HeldAtWorker:
             pass  # a worker that is gone holds nothing; one that is frozen lets go when the hold's time is over
         endpoint.leave()
 
-    @property
-    def _hold_id(self) -> bytes:
-        """The worker's name for the hold; empty if nothing is held."""
-        return self._lease.id if self._lease is not None else b""
-
     def _receive(self, fetch: Fetch, tokens_valid: Callable[[], int] = lambda: 0) -> None:
         """Reads from the worker that has the hold; nothing if nothing is held.
 
@@ -92,7 +90,7 @@ class HeldAtWorker:
             return
         endpoint = self._lease.endpoint
         try:
-            self._tools.caller.at(endpoint, lambda: fetch.receive(endpoint))
+            self._tools.caller.at(endpoint, partial(fetch.receive, endpoint))
         except BrokenTransfer:
             pass  # counted where it was found; what came before it is good
         except CallFailed as failed:
@@ -151,5 +149,5 @@ class RemoteHold(HeldAtWorker):
     def _fetch(self, memory: Callable[[int], Sections], views: Views | None = None) -> int:
         request, tokens = pb.GetRequest(hold=self._hold_id), unpack_tokens(self._packed)
         fetch = ChunkFetch(self._namespace, tokens, request, self.chunks, memory, self._tools, views)
-        self._receive(fetch, lambda: fetch.good * self._layout.chunk_tokens)
-        return fetch.good
+        self._receive(fetch, lambda: leading(fetch.done) * self._layout.chunk_tokens)
+        return leading(fetch.done)

@@ -14,10 +14,10 @@ from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
 from kvstore.node.lanes import Lanes
-from kvstore.node.reading import leading, read_chunks, remembered
+from kvstore.node.reading import read_chunks, remembered
 from kvstore.node.tiered import TieredReads
 from kvstore.node.view import View
-from kvstore.node.wanted import Keyed, keyed
+from kvstore.node.wanted import Keyed, keyed, leading
 from kvstore.sections import Buffers
 
 
@@ -90,7 +90,7 @@ class Blocks:
         if len(allowed) < len(keys):
             wanted, buffers = wanted.picked(allowed), [buffers[index] for index in allowed]
         done = self._reads.begin(wanted, 0, len(wanted), Buffers(buffers), deadline).wait(deadline)
-        self._reads.used(wanted.where(done))
+        self._reads.used(wanted if all(done) else wanted.picked([at for at, hit in enumerate(done) if hit]))
         hits = [False] * len(keys)
         for index, hit in zip(allowed, done, strict=True):
             hits[index] = bool(hit)

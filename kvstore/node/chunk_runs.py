@@ -176,7 +176,7 @@ class ChunkRuns:
         self, run: LayerRun, layer: int, addresses: Sequence[Address], start: int, stop: int, borrowed: Borrowed
     ) -> npt.NDArray[np.bool_]:
         """Reads a layer of one group of a run; True for each chunk whose sections are right in their place."""
-        epoch, from_files = self._known.epoch, run.from_files(start, stop)
+        epoch, from_files = self._known.epoch, run.from_files[start:stop]
         with self._counters.timed("root" if from_files.any() else "memory", "read") as timed:
             done, opened = run.read(start, stop, layer, borrowed)
             timed.size_bytes = int(np.count_nonzero(done)) * run.layer_bytes

@@ -27,20 +27,26 @@ Mask = npt.NDArray[np.bool_]
 
 
 class ImagesIn(Sequence[memoryview]):
-    """Images of one size at offsets of one memory, the arena: a sequence that makes each view only when asked."""
+    """Images at offsets of one memory, the arena: a sequence that makes each view only when asked."""
 
-    __slots__ = ("_memory", "_offsets", "_size_bytes")
+    __slots__ = ("_memory", "_offsets", "_sizes")
 
-    def __init__(self, memory: memoryview, offsets: Sequence[int] | npt.NDArray[np.uint64], size_bytes: int) -> None:
+    def __init__(
+        self,
+        memory: memoryview,
+        offsets: Sequence[int] | npt.NDArray[np.uint64],
+        sizes_bytes: Sequence[int] | npt.NDArray[np.uint64],
+    ) -> None:
         """Raises InvalidRequest if an image would not lie within ``memory``: native code trusts these addresses."""
         self._memory = memory
         self._offsets = np.asarray(offsets, np.uint64)
-        self._size_bytes = size_bytes
-        last = len(memory) - size_bytes
-        if self._offsets.size and (last < 0 or int(self._offsets.max()) > last):
+        self._sizes = np.asarray(sizes_bytes, np.uint64)
+        whole = np.uint64(len(memory))
+        # In this order: a size that is too large must not make the difference wrap around.
+        if (self._sizes > whole).any() or (self._offsets > whole - self._sizes).any():
             raise InvalidRequest(
-                f"images of {size_bytes} bytes at offsets up to {int(self._offsets.max())}: expected them within "
-                f"the {len(memory)} bytes of the memory"
+                f"images at offsets up to {int(self._offsets.max())}, of up to {int(self._sizes.max())} bytes: "
+                f"expected them within the {len(memory)} bytes of the memory"
             )
 
     def __len__(self) -> int:
@@ -52,9 +58,9 @@ class ImagesIn(Sequence[memoryview]):
     def __getitem__(self, at: slice) -> ImagesIn: ...
     def __getitem__(self, at: int | slice) -> memoryview | ImagesIn:
         if isinstance(at, slice):
-            return ImagesIn(self._memory, self._offsets[at], self._size_bytes)
+            return ImagesIn(self._memory, self._offsets[at], self._sizes[at])
         start = int(self._offsets[at])
-        return self._memory[start : start + self._size_bytes]
+        return self._memory[start : start + int(self._sizes[at])]
 
     def addresses(self) -> npt.NDArray[np.uint64]:
         """Returns where each image begins; valid as long as this object lives."""
@@ -62,15 +68,8 @@ class ImagesIn(Sequence[memoryview]):
 
     def sizes_are(self, sizes_bytes: npt.NDArray[np.uint64]) -> Mask:
         """Returns which images have the size given for them."""
-        right: Mask = sizes_bytes == self._size_bytes
+        right: Mask = sizes_bytes == self._sizes
         return right
-
-
-def images_in(memory: memoryview, offsets: Sequence[int], sizes_bytes: Sequence[int]) -> Sequence[memoryview]:
-    """Returns the images at offsets of one memory, each of its size. Raises as ``ImagesIn`` does, if it can."""
-    if len(set(sizes_bytes)) == 1:
-        return ImagesIn(memory, offsets, sizes_bytes[0])
-    return [memory[offset : offset + size] for offset, size in zip(offsets, sizes_bytes, strict=True)]
 
 
 class Images(Laid):

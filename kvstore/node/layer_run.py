@@ -49,6 +49,8 @@ class LayerRun(Items):
         """Bytes of one layer of one chunk."""
         self._tables = np.zeros((count, layout.section_count), np.uint64)
         self._images = images
+        self._images_start: int = images.__array_interface__["data"][0]
+        self._tables_start: int = self._tables.__array_interface__["data"][0]
         self._has_files = files is not None
         if files is not None:
             self.common.root = os.fsencode(files.path)
@@ -60,8 +62,10 @@ class LayerRun(Items):
         self._busy: set[int] = set()
         self._closed = False
         if images.any():
-            native.library.kv_images_tables(self.common, self.at(0), count, *self._columns(0))
+            native.library.kv_images_tables(self.common, self.at(0), count, self._images_start, self._tables_start)
             images[items["status"] != native.DONE] = 0
+        self.from_files: Mask = images == 0
+        """The chunks that are not in memory."""
         self._bases = np.zeros(2, np.uint64)
 
     def begin(self, memory: LayerMemory) -> None:
@@ -74,7 +78,8 @@ class LayerRun(Items):
 
         Returns which chunks are right in their place, and which of these came from files opened by this call.
         """
-        at, count, columns, items = self.at(start), stop - start, self._columns(start), self.items[start:stop]
+        at, count, items = self.at(start), stop - start, self.items[start:stop]
+        columns = (self._images_start + start * 8, self._tables_start + start * self._tables.strides[0])
         library = native.library
         with self._using(start):
             was_open = items["fd"] >= 0
@@ -90,11 +95,6 @@ class LayerRun(Items):
         done: Mask = items["status"] == native.DONE
         return done, done & opened
 
-    def from_files(self, start: int, stop: int) -> Mask:
-        """Returns which chunks of a group are not in memory."""
-        without: Mask = self._images[start:stop] == 0
-        return without
-
     def close(self) -> None:
         """Closes all files; a lane that still reads some closes those. Idempotent."""
         with self._lock:
@@ -102,11 +102,6 @@ class LayerRun(Items):
             idle = [start for start in range(0, self._count, self._size) if start not in self._busy]
         for start in idle:
             self._close(start)
-
-    def _columns(self, start: int) -> tuple[int, int]:
-        images: int = self._images[start:].__array_interface__["data"][0]
-        tables: int = self._tables[start:].__array_interface__["data"][0]
-        return images, tables
 
     def _close(self, start: int) -> None:
         native.library.kv_close(self.at(start), min(self._size, self._count - start))

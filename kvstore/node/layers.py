@@ -17,7 +17,6 @@ from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
 from kvstore.node.images import addresses_of, copy_sections
 from kvstore.node.lanes import Lanes
-from kvstore.node.layer_run import LayerRun
 from kvstore.node.reading import Groups, Reading, files_at_most, group_size
 from kvstore.node.stack import TierStack
 from kvstore.results import LayerMemory
@@ -55,16 +54,13 @@ class LayerReader:
         self._open: dict[int, tuple[Reader, Header]] = {}
         self._closed = False
         self._size = group_size(count, 2 * chain.namespace.layout.section_bytes, self._lanes.width)
-        self._run = self._natively()
+        images = np.zeros(count, np.uint64)
+        if self._slots is not None and self._slots.referred:
+            present = [index for index, entry in enumerate(self._slots.entries) if entry is not None]
+            images[present] = addresses_of(self._slots.present_images())
+        self._run = chunks.runs.of_layers(chain, images, self._size, self._files_max)
+        """All chunks for native code; None if they must be read one by one."""
         self._reading: Reading | None = None
-
-    def _natively(self) -> LayerRun | None:
-        """Returns all chunks for native code; None if they must be read one by one."""
-        images, slots = np.zeros(self._count, np.uint64), self._slots
-        if slots is not None and slots.referred:
-            present = [index for index, entry in enumerate(slots.entries) if entry is not None]
-            images[present] = addresses_of(slots.present_images())
-        return self._chunks.runs.of_layers(self._chain, images, self._size, self._files_max)
 
     def read(
         self, memory: Callable[[int], LayerMemory], deadline: Callable[[], Deadline]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -44,7 +45,7 @@ from kvstore.node.moves import Act, Level, Move, Moves, check
 from kvstore.node.moving import Moving
 from kvstore.node.namespaces import NamespaceRecords
 from kvstore.node.puts import Puts
-from kvstore.node.reading import Reading, leading
+from kvstore.node.reading import Reading
 from kvstore.node.recoding import Recoder
 from kvstore.node.refresh import Refresher
 from kvstore.node.settings import NO_TIERS, TierSettings
@@ -53,7 +54,7 @@ from kvstore.node.staging import Staging
 from kvstore.node.tiered import TieredReads
 from kvstore.node.view import View
 from kvstore.node.views import Views
-from kvstore.node.wanted import keyed
+from kvstore.node.wanted import keyed, leading
 from kvstore.results import Cleared, LayerMemory, PutResult
 from kvstore.root.identity import RootIdentity
 from kvstore.root.interface import Root, Space
@@ -283,7 +284,7 @@ class Node:
         reader = LayerReader(
             self._chunks, self._lanes, self.counters, hold.chain, hold.count, self.limits.open_files_max, self.tiers
         )
-        for layer, filled in reader.read(memory, lambda: self._deadline(deadline_s, self.limits.read_deadline_s)):
+        for layer, filled in reader.read(memory, partial(self._deadline, deadline_s, self.limits.read_deadline_s)):
             self.holds.check(hold)
             yield layer, filled
         self.reads.used(hold.chain)

@@ -23,14 +23,13 @@ from kvstore.node.lanes import Lanes
 from kvstore.node.limits import CurrentLimits
 from kvstore.node.memory_tier import MemoryTier
 from kvstore.node.publish import Mask, Publication, StillRight, vouched
-from kvstore.node.reading import leading
 from kvstore.node.refresh import Refresher
 from kvstore.node.root_write import RootWrite
 from kvstore.node.slots import Slots
 from kvstore.node.stack import TierStack
 from kvstore.node.tiered import TieredReads
 from kvstore.node.view import View
-from kvstore.node.wanted import Keyed, Wanted
+from kvstore.node.wanted import Keyed, Wanted, leading
 from kvstore.node.write import Write, Written
 from kvstore.node.write_behind import Job
 from kvstore.sections import Sections

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -141,15 +142,6 @@ class Groups:
     turns: Turns | None = None
     """Reads the same chunks once, without fixed bounds between the lanes."""
 
-    @property
-    def count(self) -> int:
-        """Number of groups."""
-        return -(-self.chunks // self.size)
-
-    def bounds(self, number: int) -> tuple[int, int]:
-        """Returns the first chunk of a group, and the one after its last."""
-        return number * self.size, min((number + 1) * self.size, self.chunks)
-
 
 def group_size(
     chunks: int, chunk_bytes: int, width: int, bytes_max: int = GROUP_BYTES_MAX, files_max: int | None = None
@@ -162,12 +154,6 @@ def group_size(
         files_max = files_at_most(GROUP_FILES_MAX, LIMIT_PER_GROUP)
     each = chunks * chunk_bytes // (GROUPS_PER_LANE * width)
     return max(1, min(min(max(each, GROUP_BYTES_MIN), bytes_max) // max(1, chunk_bytes), files_max))
-
-
-def leading(there: bytearray | npt.NDArray[np.bool_]) -> int:
-    """Returns how many leading chunks are there, of those that have a byte each."""
-    first_miss = bytes(there).find(0)
-    return len(there) if first_miss < 0 else first_miss
 
 
 def gaps(done: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
@@ -195,7 +181,7 @@ class Reading:
         read: Callable[[int, Borrowed], bool],
         stop_at_miss: bool = True,
         groups: Groups | None = None,
-        ended: Callable[[], None] = lambda: None,
+        ended: Callable[[], None] | None = None,
         *,
         helps: bool = False,
     ) -> None:
@@ -213,14 +199,15 @@ class Reading:
         self._borrowed = Borrowed()
         self._done = bytearray(count)
         self._batch: Batch | None = None
+        groups_count = -(-groups.chunks // groups.size) if groups is not None else 0
         try:
             if groups is None:
                 self._batch = lanes.start(count, self._work, helped=helps)
             elif self._turns is None:
-                self._batch = lanes.start(groups.count, self._work_on_group, helped=helps)
+                self._batch = lanes.start(groups_count, self._work_on_group, helped=helps)
             else:
                 work = partial(self._work_on_turns, self._turns)
-                self._batch = lanes.start(min(groups.count, lanes.width), work, helped=helps)
+                self._batch = lanes.start(min(groups_count, lanes.width), work, helped=helps)
         except KVStoreError:
             counters.add(NodeCount.MISS_SHED)
 
@@ -260,7 +247,8 @@ class Reading:
         turns, self._turns = self._turns, None
         if turns is not None:
             np.frombuffer(self._done, np.bool_)[:] |= turns.end()
-        self._ended()
+        if self._ended is not None:
+            self._ended()
 
     def _work_on_turns(self, turns: Turns, _: int) -> bool:
         """Reads what no other lane took, as ``_work_on_group`` does."""
@@ -278,10 +266,11 @@ class Reading:
 
     def _work_on_group(self, number: int) -> bool:
         """Reads the group at once as far as that goes, then the rest one by one from scratch."""
-        assert self._groups is not None
-        start, stop = self._groups.bounds(number)
+        groups = self._groups
+        assert groups is not None
+        start, stop = number * groups.size, min((number + 1) * groups.size, groups.chunks)
         try:
-            read = self._groups.read(start, stop, self._borrowed)
+            read = groups.read(start, stop, self._borrowed)
         except Withdrawn:
             return False
         self._done[start:stop] = read.tobytes()
@@ -316,28 +305,6 @@ def read_chunks(
     return Reading(lanes, counters, count, read, stop_at_miss, groups).wait(deadline)
 
 
-def in_groups(
-    wanted: Wanted,
-    first: int,
-    count: int,
-    work: Callable[[int, int, Borrowed], npt.NDArray[np.bool_]],
-    lanes: Lanes,
-    deadline: Deadline,
-    *,
-    helps: bool = True,
-) -> bytearray:
-    """Does ``work(start, stop, borrowed)`` on ``count`` chunks from index ``first`` on, on several lanes at once.
-
-    Returns a byte for each, 1 if it is right. What is not right is not tried again. ``helps`` is as for ``Reading``.
-    """
-    groups = Groups(group_size(count, mean_bytes(wanted, first, count), lanes.width), count, work)
-    reading = Reading(lanes, Counters(), count, lambda *_: False, isinstance(wanted, Chain), groups, helps=helps)
-    try:
-        return reading.wait(deadline)
-    finally:
-        reading.withdraw()  # interrupted, perhaps, while lanes write into the caller's memory
-
-
 def verified(
     wanted: Wanted,
     indexes: Sequence[int],
@@ -346,13 +313,22 @@ def verified(
     deadline: Deadline,
     *,
     helps: bool = True,
-) -> bytearray:
-    """Returns a byte for each image, 1 if it is that of the chunk at its index, whole and right; by several lanes."""
+) -> bytes:
+    """Returns a byte for each image, 1 if it is that of the chunk at its index, whole and right.
 
-    def verify(start: int, stop: int, _: Borrowed) -> npt.NDArray[np.bool_]:
-        return verify_images(wanted, indexes[start:stop], images[start:stop])
+    Several lanes verify, and the calling thread if it ``helps``. Past the deadline, what is verified by then is right.
+    """
+    size = group_size(len(images), len(images[0]) if images else 0, lanes.width)
+    right = np.zeros(len(images), np.bool_)
 
-    return in_groups(wanted, 0, len(images), verify, lanes, deadline, helps=helps)
+    def verify(number: int) -> bool:
+        part = slice(number * size, (number + 1) * size)
+        right[part] = verify_images(wanted, indexes[part], images[part])
+        return True
+
+    with suppress(KVStoreError):
+        (lanes.share if helps else lanes.each)(-(-len(images) // size), verify, deadline)
+    return right.tobytes()
 
 
 def root_groups(chunks: Chunks, lanes: Lanes, wanted: Wanted, first: int, count: int, into: Sections) -> Groups | None:

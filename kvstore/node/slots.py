@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Self
 
 from kvstore.memory.inventory import Entry
-from kvstore.node.images import Images, images_in
+from kvstore.node.images import Images, ImagesIn
 from kvstore.node.wanted import Wanted
 
 
@@ -113,4 +113,4 @@ class Victims(References):
 
 def images_of(memory: memoryview, entries: Sequence[Entry]) -> Sequence[memoryview]:
     """Returns the images of entries in the arena."""
-    return images_in(memory, [entry.offset for entry in entries], [entry.size_bytes for entry in entries])
+    return ImagesIn(memory, [entry.offset for entry in entries], [entry.size_bytes for entry in entries])

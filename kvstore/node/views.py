@@ -62,7 +62,7 @@ class Views:
                 slots.release()
         indexes = [index for index, _ in leased]
         images = [slots.images(index, index + 1)[0] for index, slots in leased]
-        right = bytes(verified(chain, indexes, images, self._copiers, deadline))
+        right = verified(chain, indexes, images, self._copiers, deadline)
         self._counters.add(NodeCount.MEMORY_HITS, sum(right))
         found: dict[int, npt.NDArray[np.uint8]] = {}
         for (index, slots), image, is_right in zip(leased, images, right, strict=True):

@@ -45,10 +45,6 @@ class Keyed:
             [self.sizes_bytes[index] for index in indexes],
         )
 
-    def where(self, flags: Sequence[int]) -> Keyed:
-        """Returns the blocks whose flag is not 0."""
-        return self if all(flags) else self.picked([at for at, flag in enumerate(flags) if flag])
-
     def contradicting(self) -> npt.NDArray[np.bool_]:
         """Returns which blocks have the key of an earlier one and another size: no put may store both."""
         first: dict[bytes, int] = {}
@@ -108,6 +104,12 @@ def mean_bytes(wanted: Wanted, first: int, count: int) -> int:
     if isinstance(wanted, Chain):
         return wanted.namespace.layout.chunk_bytes
     return sum(wanted.sizes_bytes[first : first + count]) // max(1, count)
+
+
+def leading(there: bytes | bytearray | npt.NDArray[np.bool_]) -> int:
+    """Returns how many leading chunks are there, of those that have a byte each."""
+    first_miss = bytes(there).find(0)
+    return len(there) if first_miss < 0 else first_miss
 
 
 def payload_of(wanted: Wanted, index: int, image: memoryview) -> memoryview:

@@ -20,10 +20,9 @@ from kvstore.errors import KVStoreError
 from kvstore.hints import Hints
 from kvstore.node.deadline import Deadline
 from kvstore.node.publish import Mask
-from kvstore.node.reading import leading
 from kvstore.node.root_write import RootWrite
 from kvstore.node.stack import TierStack
-from kvstore.node.wanted import Keyed, Wanted, sizes_of
+from kvstore.node.wanted import Keyed, Wanted, leading, sizes_of
 from kvstore.results import PutResult
 from kvstore.sections import Sections
 from kvstore.writes import WriteMode

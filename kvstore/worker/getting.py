@@ -5,21 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing
 
-from kvstore.buffers import cut, cut_evenly
+from kvstore.buffers import cut, cut_evenly, grouped
 from kvstore.counts import WorkerCount
 from kvstore.errors import InvalidRequest
 from kvstore.node.deadline import Deadline
 from kvstore.node.holds import Hold
 from kvstore.node.node import Node
-from kvstore.node.reading import Reading, leading
+from kvstore.node.reading import Reading
+from kvstore.node.wanted import leading
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.frames import encode_frame
 from kvstore.wire.messages import unpack_keys, unpack_sizes
 from kvstore.wire.parts import encode_parts
-from kvstore.worker.admission import BytesInFlight
+from kvstore.worker.admission import Buffers, BytesInFlight
 from kvstore.worker.bulk.layering import layers_of
-from kvstore.worker.bulk.memory import Buffers
-from kvstore.worker.bulk.streaming import windows
 from kvstore.worker.call import Call
 from kvstore.worker.calls import Calls, seconds_left
 from kvstore.worker.limits import WorkerLimits
@@ -81,7 +80,7 @@ class GetStreams:
         hold = self._prompts.block_hold(request.hold, namespace)
         sizes = unpack_sizes(request.sizes, len(keys))
         self._prompts.settle_blocks(namespace, keys)
-        groups = list(windows(sizes, self._limits.window_bytes))
+        groups = list(grouped(sizes, self._limits.window_bytes))
         largest = max((sum(sizes[group]) for group in groups), default=0)
         with self._in_flight.reserved(largest):
             memory = memoryview(bytearray(largest))

@@ -21,9 +21,8 @@ from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.limits import SERVICE
 from kvstore.wire.messages import namespace_message, namespace_of, unpack_keys
 from kvstore.wire.watch import Watch
-from kvstore.worker.admission import BytesInFlight, Gate
+from kvstore.worker.admission import Buffers, BytesInFlight, Gate
 from kvstore.worker.bulk.listener import BulkListener
-from kvstore.worker.bulk.memory import Buffers
 from kvstore.worker.bulk.puts_behind import PutsBehind
 from kvstore.worker.bulk.serving import BulkRequests
 from kvstore.worker.call import Call

@@ -18,8 +18,7 @@ from kvstore.client.bulk.links import BulkRefused, Link
 from kvstore.client.bulk.receiving import Asked, ImageStream
 from kvstore.namespace import Namespace
 from kvstore.node.images import make_images
-from kvstore.node.reading import leading
-from kvstore.node.wanted import image_bytes
+from kvstore.node.wanted import image_bytes, leading
 from kvstore.sections import Planes
 from kvstore.sources import RandomIds
 from kvstore.v1 import kvstore_pb2 as pb

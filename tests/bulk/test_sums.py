@@ -26,11 +26,10 @@ from kvstore.wire.bulk.channel import Channel, LinkBroken
 from kvstore.wire.bulk.frames import Kind, decode_head, decode_request, encode_arena, encode_head, encode_span
 from kvstore.wire.bulk.sums import block_sums, plane_sums
 from kvstore.wire.statuses import BrokenTransfer
-from kvstore.worker.admission import BytesInFlight, Gate
+from kvstore.worker.admission import Buffers, BytesInFlight, Gate
 from kvstore.worker.bulk.arriving import Arrived, Arriving
 from kvstore.worker.bulk.cargo import Cargo
 from kvstore.worker.bulk.connection import Connection
-from kvstore.worker.bulk.memory import Buffers
 from kvstore.worker.calls import Calls
 from tests.bulk.test_hostile import memory
 from tests.node.stores import SMALL, kv_of

@@ -22,9 +22,9 @@ from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
 from kvstore.node.images import take_images
 from kvstore.node.lanes import Lanes
-from kvstore.node.reading import Groups, Reading, group_size, in_groups
+from kvstore.node.reading import Groups, Reading, group_size
 from kvstore.node.runs import Run
-from kvstore.node.wanted import Wanted, expected_of, image_bytes, mean_bytes
+from kvstore.node.wanted import Wanted, expected_of, image_sizes, mean_bytes
 from kvstore.root.interface import LocalFiles, Stat
 from kvstore.root.posix_reader import PosixReader
 from kvstore.sections import Laid, Sections
@@ -45,17 +45,21 @@ def take_given(
     def take(start: int, stop: int, borrowed: Borrowed) -> npt.NDArray[np.bool_]:
         return take_images(wanted, range(first + start, first + stop), images[start:stop], into, borrowed)
 
-    return in_groups(wanted, first, count, take, lanes.copiers(), deadline)
+    copiers = lanes.copiers()
+    groups = Groups(group_size(count, mean_bytes(wanted, first, count), copiers.width), count, take)
+    # What is not right is not tried again. The caller does a share, because nothing here waits for a device.
+    reading = Reading(copiers, Counters(), count, lambda *_: False, isinstance(wanted, Chain), groups, helps=True)
+    try:
+        return reading.wait(deadline)
+    finally:
+        reading.withdraw()  # interrupted, perhaps, while lanes write into the caller's memory
 
 
 def images_of(link: Link, wanted: Wanted, slots: GivenSlots) -> Sequence[memoryview]:
     """Where slots lie in our mapping. Raises InvalidRequest where that is not within it."""
     if link.memory is None:
         raise InvalidRequest("slots came on a connection without memory")
-    sizes = [image_bytes(wanted, index) for index in range(slots.first, slots.first + slots.count)]
-    if len(set(sizes)) == 1:
-        return link.memory.images(slots.offsets, sizes[0])
-    return [link.memory.images([at], size)[0] for at, size in zip(slots.offsets, sizes, strict=True)]
+    return link.memory.images(slots.offsets, image_sizes(wanted, range(slots.first, slots.first + slots.count)))
 
 
 def _in_order(sections: Sections, first: int, count: int) -> Sections:

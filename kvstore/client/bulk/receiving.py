@@ -16,12 +16,12 @@ from kvstore.client.bulk.links import Link
 from kvstore.format.checksum import checksum
 from kvstore.format.header import Damage, Damaged, Expected, decode_as
 from kvstore.native import library as native
-from kvstore.node.images import images_in, take_images
+from kvstore.node.images import ImagesIn, take_images
 from kvstore.node.items import Items
 from kvstore.node.wanted import Wanted, expected_of, image_sizes
 from kvstore.sections import Laid, Sections
 from kvstore.wire.bulk.channel import Channel
-from kvstore.wire.bulk.frames import HEAD_BYTES, INDEX_BYTES, Head, Kind, decode_index, file_bytes_at
+from kvstore.wire.bulk.frames import HEAD_BYTES, INDEX_BYTES, Head, Kind, decode_index, file_in
 
 GROUP_BYTES = 1 << 20
 """Small images that are received together: so few that they are in the cache when they are copied on."""
@@ -57,7 +57,9 @@ class ImageStream:
         self._done = done
         self._sizes = image_sizes(asked.wanted, range(asked.stop))
         self._awaited = bytearray(asked.first) + b"\1" * (asked.stop - asked.first)
-        self._small_count = sum(map(_is_small, self._sizes[asked.first :]))
+        self._small_max = GROUP_BYTES // 2 - _BEFORE_BYTES
+        """Images of at most this size are received several at a time."""
+        self._small_count = sum(size <= self._small_max for size in self._sizes[asked.first :])
         self._buffer = memoryview(b"")
         self._natively: Natively | None = None
 
@@ -85,7 +87,8 @@ class ImageStream:
         """Reads small images up to the last one, or to another frame, which is left. False if one is not right."""
         if not self._buffer:
             # Without room for a part of an image at the end, if all have one size: it would be moved to the front.
-            record_bytes = _BEFORE_BYTES + next(filter(_is_small, self._sizes[self._asked.first :]))
+            sizes = self._sizes[self._asked.first :]
+            record_bytes = _BEFORE_BYTES + next(size for size in sizes if size <= self._small_max)
             self._buffer = memoryview(bytearray(GROUP_BYTES - GROUP_BYTES % record_bytes))
         is_right, is_other = True, False
         while is_right and self._small_count and not is_other:
@@ -103,15 +106,14 @@ class ImageStream:
             filled += channel.receive_some([buffer[filled:]])
             # Each head is looked at as soon as it came: behind another frame there may be nothing.
             while filled - at >= HEAD_BYTES:
-                length = file_bytes_at(buffer, at, self._asked.number)
-                is_other = length is None or not _is_small(length - INDEX_BYTES)
-                if length is None or is_other or at + HEAD_BYTES + length > filled:
+                index, size_bytes = file_in(buffer[at:filled], self._asked.number)
+                is_other = not 0 <= size_bytes <= self._small_max
+                if is_other or at + _BEFORE_BYTES + size_bytes > filled:
                     break
-                index = decode_index(buffer[at + HEAD_BYTES : at + _BEFORE_BYTES])
-                self._accept(index, length - INDEX_BYTES)
+                self._accept(index, size_bytes)
                 self._small_count -= 1
                 starts[index] = at + _BEFORE_BYTES
-                at += HEAD_BYTES + length
+                at += _BEFORE_BYTES + size_bytes
         if at < filled:
             channel.give_back(memoryview(bytes(buffer[at:filled])))
         return is_other
@@ -123,7 +125,7 @@ class ImageStream:
         asked, came = self._asked, list(starts)
         run = range(came[0], came[0] + len(came))
         indexes = run if came == list(run) else came  # a run is faster
-        images = images_in(self._buffer, list(starts.values()), [self._sizes[index] for index in came])
+        images = ImagesIn(self._buffer, list(starts.values()), [self._sizes[index] for index in came])
         right = take_images(asked.wanted, indexes, images, asked.sections, Borrowed()).tolist()
         for index, is_right in zip(came, right, strict=True):
             self._done[asked.places[index]] |= is_right
@@ -171,11 +173,6 @@ class Natively(Items):
         at = self.at(index - self._first)
         if channel.receive_by(partial(native.library.kv_receive, self.common, at, header, came)) != native.DONE:
             raise Damaged(Damage.SECTION_CHECKSUM)
-
-
-def _is_small(image_bytes: int) -> bool:
-    """True if several images of this size are received together."""
-    return 2 * (_BEFORE_BYTES + image_bytes) <= GROUP_BYTES
 
 
 def fill_verified(fill: Callable[[Pieces], int], expected: Expected, sections: Pieces) -> None:

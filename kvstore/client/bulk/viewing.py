@@ -22,7 +22,8 @@ from kvstore.format.header import expected_chunk
 from kvstore.layout import Layout
 from kvstore.node.deadline import Deadline
 from kvstore.node.lanes import Lanes
-from kvstore.node.reading import leading, verified
+from kvstore.node.reading import verified
+from kvstore.node.wanted import Wanted, leading
 from kvstore.sections import planes_of
 
 
@@ -60,8 +61,11 @@ class Views:
         return arrays
 
 
-def view_given(link: Link, chain: Chain, given: Given, views: Views, lanes: FileLanes, deadline: Deadline) -> bytearray:
-    """As ``take_given``, but the chunks stay where they are where that can be."""
+def view_given(
+    link: Link, chain: Wanted, given: Given, views: Views, lanes: FileLanes, deadline: Deadline
+) -> bytes | bytearray:
+    """As ``take_given``, for a prompt: its chunks stay where they are where that can be."""
+    assert isinstance(chain, Chain)
     if isinstance(given, GivenSlots):
         return _view_slots(link, chain, given, views, lanes.copiers(), deadline)
     if views.may_map(given.count):
@@ -71,7 +75,7 @@ def view_given(link: Link, chain: Chain, given: Given, views: Views, lanes: File
 
 def _view_slots(
     link: Link, chain: Chain, slots: GivenSlots, views: Views, lanes: Lanes, deadline: Deadline
-) -> bytearray:
+) -> bytes | bytearray:
     images = images_of(link, chain, slots)
     done = verified(chain, range(slots.first, slots.first + len(images)), images, lanes, deadline)
     header_bytes = expected_chunk(chain, slots.first).header_bytes
@@ -82,7 +86,7 @@ def _view_slots(
 
 def _map_files(
     link: Link, chain: Chain, given: GivenFiles, views: Views, lanes: Lanes, deadline: Deadline
-) -> bytearray:
+) -> bytes | bytearray:
     """Maps the leading files that have their chunk's size, and closes them all.
 
     Where the system gives no more mappings, or descriptors, which each mapping needs, they are copied.

@@ -12,12 +12,11 @@ from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.frames import Kind, Mode
 from kvstore.wire.messages import parse
-from kvstore.worker.admission import BytesInFlight
+from kvstore.worker.admission import Buffers, BytesInFlight
 from kvstore.worker.bulk.asked import Asked
 from kvstore.worker.bulk.handing import ImageHanding
 from kvstore.worker.bulk.layering import layers_of, send_layers
 from kvstore.worker.bulk.leases import Leases
-from kvstore.worker.bulk.memory import Buffers
 from kvstore.worker.bulk.streaming import ImageStream
 from kvstore.worker.call import Call
 from kvstore.worker.calls import Calls

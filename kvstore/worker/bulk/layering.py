@@ -16,8 +16,7 @@ from kvstore.sections import Planes
 from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.frames import INDEX_BYTES, Kind, encode_head, encode_index
 from kvstore.wire.bulk.runs import SUM_BYTES, send_run
-from kvstore.worker.admission import BytesInFlight
-from kvstore.worker.bulk.memory import Buffers
+from kvstore.worker.admission import Buffers, BytesInFlight
 from kvstore.worker.calls import CallContext, Calls, seconds_left
 
 

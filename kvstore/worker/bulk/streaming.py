@@ -6,12 +6,12 @@ The client verifies: what it gets is whole files, with their headers.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from kvstore.address import Chain
-from kvstore.buffers import byte_length, cut
+from kvstore.buffers import byte_length, grouped
 from kvstore.counts import NodeCount, WorkerCount
 from kvstore.node.deadline import Deadline
 from kvstore.node.node import Node
@@ -20,9 +20,8 @@ from kvstore.node.slots import Slots
 from kvstore.node.wanted import image_sizes, sizes_of
 from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.frames import INDEX_BYTES, Kind, encode_head, encode_index
-from kvstore.worker.admission import BytesInFlight
+from kvstore.worker.admission import Buffers, BytesInFlight
 from kvstore.worker.bulk.asked import Asked
-from kvstore.worker.bulk.memory import Buffers
 from kvstore.worker.calls import CallContext, Calls, seconds_left
 
 WINDOW_CHUNKS = 1024
@@ -89,7 +88,7 @@ class ImageStream:
         """Sends chunks ``first`` to ``stop - 1``, of a prompt up to the first that is missing; then END."""
         indexes = range(first, stop)
         sizes = image_sizes(self._wanted, indexes)
-        cuts = list(windows(sizes, 2 * self._window_bytes))
+        cuts = list(grouped(sizes, 2 * self._window_bytes, WINDOW_CHUNKS))
         self._most_bytes = max((sum(sizes[cut]) for cut in cuts), default=0)
         begun: deque[Window] = deque()
         with ExitStack() as reserved:
@@ -127,8 +126,11 @@ class ImageStream:
             reserved.enter_context(self._in_flight.reserved(WINDOWS * self._most_bytes))
             self._is_reserved = True
         window.buffer = self._buffers.take(self._most_bytes)  # of one size, so that they are used again
-        images = cut(window.buffer, [sizes[index - window.indexes.start] for index in left])
-        window.images = dict(zip(left, images, strict=True))
+        at = 0
+        for index in left:
+            size = sizes[index - window.indexes.start]
+            window.images[index] = window.buffer[at : at + size]
+            at += size
         window.reading = handing.begin_copy(self._wanted, left, window.images.__getitem__)
 
     def _wait(self, window: Window, deadline: Deadline) -> tuple[dict[int, memoryview], bool]:
@@ -168,15 +170,3 @@ class ImageStream:
 
     def _deadline(self, context: CallContext) -> Deadline:
         return Deadline(self._node.clock, seconds_left(context, self._node.limits.read_deadline_s))
-
-
-def windows(sizes: Sequence[int], bytes_max: int) -> Iterator[slice]:
-    """Neighbours that are on their way together: at most WINDOW_CHUNKS, of ``bytes_max`` or one alone."""
-    start = used = 0
-    for index, size in enumerate(sizes):
-        if index > start and (used + size > bytes_max or index - start == WINDOW_CHUNKS):
-            yield slice(start, index)
-            start, used = index, 0
-        used += size
-    if start < len(sizes):
-        yield slice(start, len(sizes))
