@@ -70,8 +70,8 @@ class Fetch(ABC):
     def receive(self, endpoint: Endpoint, _: float = 0.0) -> None:
         """Reads what is missing from one worker, with ``done`` up to date whatever happens.
 
-        Called inside a call of ``Caller``, which turns what this raises into CallFailed. Raises BrokenTransfer too,
-        which is counted then.
+        Called by ``Caller``, which turns what this raises into CallFailed, and says how long the call may take:
+        each worker has ``timeout_s`` all the same. Raises BrokenTransfer too, which is counted then.
         """
         missing = self._missing()
         if missing:  # else the last one failed behind its last byte
@@ -80,6 +80,7 @@ class Fetch(ABC):
             self._receive_grpc(endpoint, missing)
 
     def _missing(self) -> Sequence[int]:
+        """Returns the chunks that are not in the caller's memory: of a prompt all from the first one on."""
         if self.ends_at_miss:
             return range(leading(self.done), len(self.done))
         return [chunk for chunk, is_done in enumerate(self.done) if not is_done]
@@ -106,8 +107,10 @@ class Fetch(ABC):
             try:
                 if (mode := link.mode) is not Mode.STREAM:
                     missing = self._take_given(link, mode, missing, damaged)
-                if missing and not ImageStream(link, self._ask(link, Mode.STREAM, missing), self.done).receive():
-                    damaged += [chunk for chunk in missing if not self.done[chunk]]
+                if missing:
+                    asked = self._ask(link, Mode.STREAM, missing)
+                    if not ImageStream(link, asked, self.done).receive():
+                        damaged += sorted({*missing} & {*self._missing()})
             except (LinkBroken, InvalidRequest) as error:
                 link.channel.alive = False
                 if not link.shortage.note(error):
@@ -126,8 +129,8 @@ class Fetch(ABC):
         """
         asked, elsewhere = self._ask(link, mode, missing), list[int]()
         lanes, deadline, keeps = self._tools.lanes, Deadline(self._tools.lanes.clock, self.timeout_s), False
-        has_leases = link.memory is not None and len(link.memory.leases) >= LEASES_MAX
-        views = None if has_leases else self._views
+        has_room = link.memory is None or len(link.memory.leases) < LEASES_MAX
+        views = self._views if has_room else None
         with Giving(link, asked.number, mode, has_gaps=not self.ends_at_miss) as giving:
             for given in giving.each(asked.first, asked.stop):
                 chunks = asked.places[given.first : given.first + given.count]
@@ -152,7 +155,7 @@ class Fetch(ABC):
         return elsewhere
 
     def _ask(self, link: Link, mode: Mode, chunks: Sequence[int]) -> Asked:
-        """Sends a request."""
+        """Sends a request for chunks; the answer may say how many of them there are, which sets ``done`` anew."""
         number = link.next_number()
         link.channel.limit(self._limits.read_s, self.timeout_s)
         link.channel.send(self.kind, number, [encode_request(self.timeout_s, mode, traced(self._request(chunks)))])

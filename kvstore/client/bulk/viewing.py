@@ -62,15 +62,15 @@ class Views:
 
 
 def view_given(
-    link: Link, chain: Wanted, given: Given, views: Views, lanes: FileLanes, deadline: Deadline
+    link: Link, wanted: Wanted, given: Given, views: Views, lanes: FileLanes, deadline: Deadline
 ) -> bytes | bytearray:
-    """As ``take_given``, for a prompt: its chunks stay where they are where that can be."""
-    assert isinstance(chain, Chain)
+    """As ``take_given``, but the chunks stay where they are where that can be. Only prompts can be viewed."""
+    assert isinstance(wanted, Chain)
     if isinstance(given, GivenSlots):
-        return _view_slots(link, chain, given, views, lanes.copiers(), deadline)
+        return _view_slots(link, wanted, given, views, lanes.copiers(), deadline)
     if views.may_map(given.count):
-        return _map_files(link, chain, given, views, lanes.get(), deadline)
-    return read_files(link, chain, given, views.sections, lanes.get(), deadline)
+        return _map_files(link, wanted, given, views, lanes.get(), deadline)
+    return read_files(link, wanted, given, views.sections, lanes.get(), deadline)
 
 
 def _view_slots(
@@ -91,7 +91,7 @@ def _map_files(
 
     Where the system gives no more mappings, or descriptors, which each mapping needs, they are copied.
     """
-    expected = expected_chunk(chain, given.first)
+    expected, count = expected_chunk(chain, given.first), given.count
     images: list[memoryview] = []
     try:
         for fd in given.files:
@@ -111,4 +111,4 @@ def _map_files(
     done = verified(chain, indexes, images, lanes, deadline, helps=False)
     for at in range(leading(done)):
         views.add(given.first + at, np.frombuffer(images[at][expected.header_bytes :], np.uint8))
-    return done
+    return done.ljust(count, b"\0")
