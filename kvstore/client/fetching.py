@@ -16,7 +16,7 @@ from kvstore.buffers import Pieces
 from kvstore.client.bulk.given import GivenSlots, Giving, NotGiven
 from kvstore.client.bulk.handed import take_given
 from kvstore.client.bulk.links import Link
-from kvstore.client.bulk.receiving import Asked, ImageStream
+from kvstore.client.bulk.receiving import Ask, ImageReceiver
 from kvstore.client.bulk.viewing import Views, view_given
 from kvstore.client.endpoint import Endpoint
 from kvstore.client.streams import received
@@ -90,7 +90,7 @@ class Fetch(ABC):
         """Returns the message that asks for chunks."""
 
     @abstractmethod
-    def _asked(self, link: Link, number: int, chunks: Sequence[int]) -> Asked:
+    def _asked(self, link: Link, number: int, chunks: Sequence[int]) -> Ask:
         """Returns what a request that was sent asks for."""
 
     @abstractmethod
@@ -109,7 +109,7 @@ class Fetch(ABC):
                     missing = self._take_given(link, mode, missing, damaged)
                 if missing:
                     asked = self._ask(link, Mode.STREAM, missing)
-                    if not ImageStream(link, asked, self.done).receive():
+                    if not ImageReceiver(link, asked, self.done).receive():
                         damaged += sorted({*missing} & {*self._missing()})
             except (LinkBroken, InvalidRequest) as error:
                 link.channel.alive = False
@@ -154,7 +154,7 @@ class Fetch(ABC):
             return () if damaged else self._missing()
         return elsewhere
 
-    def _ask(self, link: Link, mode: Mode, chunks: Sequence[int]) -> Asked:
+    def _ask(self, link: Link, mode: Mode, chunks: Sequence[int]) -> Ask:
         """Sends a request for chunks; the answer may say how many of them there are, which sets ``done`` anew."""
         number = link.next_number()
         link.channel.limit(self._limits.read_s, self.timeout_s)
@@ -215,11 +215,11 @@ class ChunkFetch(Fetch):
         self.done[good:] = bytes(len(self.done) - good)  # what came behind a miss comes again, over what is there
         return self._get
 
-    def _asked(self, link: Link, number: int, chunks: Sequence[int]) -> Asked:
+    def _asked(self, link: Link, number: int, chunks: Sequence[int]) -> Ask:
         stop = self._announced(link.receive(Kind.START)[1])
         self._chain = self._chain or Chain.of(self._namespace, self._tokens)
         assert self._sections is not None
-        return Asked(number, self._chain, self._get.first, stop, self._sections, range(stop))
+        return Ask(number, self._chain, self._get.first, stop, self._sections, range(stop))
 
     def _take_frames(self, frames: Iterator[Frame], chunks: Sequence[int]) -> None:
         first, size = self._get.first, self._layout.section_count
@@ -274,9 +274,9 @@ class BlockFetch(Fetch):
             hold=self._hold,
         )
 
-    def _asked(self, link: Link, number: int, chunks: Sequence[int]) -> Asked:
+    def _asked(self, link: Link, number: int, chunks: Sequence[int]) -> Ask:
         sections = Buffers([self._buffers[index] for index in chunks])
-        return Asked(number, self._wanted.picked(chunks), 0, len(chunks), sections, chunks)
+        return Ask(number, self._wanted.picked(chunks), 0, len(chunks), sections, chunks)
 
     def _take_frames(self, frames: Iterator[Frame], chunks: Sequence[int]) -> None:
         asked, found, incoming = 0, list[int](), Incoming([])

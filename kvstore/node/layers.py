@@ -131,7 +131,7 @@ class LayerReader:
     def _read_part(self, index: int, layer: int, sections: Pieces, borrowed: Borrowed) -> bool:
         expected = expected_chunk(self._chain, index)
         if self._slots is not None and self._slots.entries[index] is not None:
-            image = self._slots.images(index, index + 1)[0]
+            image = self._slots.image(index)
             if copy_sections(self._chain, index, image, 2 * layer, sections, borrowed):
                 return True
             # The tier verifies it once more and drops it if it is wrong (rule I1); the root decides.

@@ -214,7 +214,7 @@ class Puts:
         if not right:
             return stop
         part = wanted.picked(right)
-        images = Images(part, 0, [slots.images(index, index + 1)[0] for index in right])
+        images = Images(part, 0, [slots.image(index) for index in right])
         root = self._root_write(
             part, 0, hints, lambda places: memory.all_still_right(slots, [right[at] for at in places])
         )

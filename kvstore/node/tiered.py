@@ -144,7 +144,7 @@ class TieredReads:
         assert tiers is not None
         with tiers.memory.refer(wanted, index, 1) as slots:
             if slots.referred:
-                image[:] = slots.images(index, index + 1)[0]
+                image[:] = slots.image(index)
                 if verify_images(wanted, [index], [image]).all():
                     return True
         for tier in tiers.below:

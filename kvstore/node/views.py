@@ -61,7 +61,7 @@ class Views:
             else:
                 slots.release()
         indexes = [index for index, _ in leased]
-        images = [slots.images(index, index + 1)[0] for index, slots in leased]
+        images = [slots.image(index) for index, slots in leased]
         right = verified(chain, indexes, images, self._copiers, deadline)
         self._counters.add(NodeCount.MEMORY_HITS, sum(right))
         found: dict[int, npt.NDArray[np.uint8]] = {}

@@ -20,7 +20,7 @@ from kvstore.buffers import Pieces
 from kvstore.client.bulk.given import Giving
 from kvstore.client.bulk.links import Link
 from kvstore.client.bulk.memory import WorkerMemory
-from kvstore.client.bulk.receiving import GROUP_BYTES, Asked, ImageStream
+from kvstore.client.bulk.receiving import GROUP_BYTES, Ask, ImageReceiver
 from kvstore.errors import InvalidRequest
 from kvstore.format.checksum import checksum
 from kvstore.format.header import Incarnation, encode, expected_block
@@ -302,11 +302,11 @@ def image_with(namespace: Namespace, key: bytes, payload: bytes) -> bytes:
     return bytes(encode(expected, Incarnation(bytes(16)), [checksum(payload)])) + payload
 
 
-def stream_to(link: Link, namespace: Namespace, buffers: list[npt.NDArray[np.uint8]], done: bytearray) -> ImageStream:
+def stream_to(link: Link, namespace: Namespace, buffers: list[npt.NDArray[np.uint8]], done: bytearray) -> ImageReceiver:
     """The first blocks on their way into ``buffers``."""
     count = len(buffers)
     wanted = keyed(namespace, KEYS[:count], list(map(len, buffers)))
-    return ImageStream(link, Asked(1, wanted, 0, count, Buffers([each.data for each in buffers]), range(count)), done)
+    return ImageReceiver(link, Ask(1, wanted, 0, count, Buffers([each.data for each in buffers]), range(count)), done)
 
 
 @pytest.mark.parametrize("case", ["another", "twice", "unknown", "short", "long", "payload", "header", "ends"])

@@ -15,7 +15,9 @@ import pytest
 from kvstore.address import Chain
 from kvstore.client.bulk import receiving
 from kvstore.client.bulk.links import BulkRefused, Link
-from kvstore.client.bulk.receiving import Asked, ImageStream
+from kvstore.client.bulk.receiving import Ask, ImageReceiver
+from kvstore.client.fetching import ChunkFetch
+from kvstore.client.remote import remote_port
 from kvstore.namespace import Namespace
 from kvstore.node.images import make_images
 from kvstore.node.wanted import image_bytes, leading
@@ -41,9 +43,13 @@ def file(index: int, said: int | None = None) -> bytes:
     return head + encode_index(index if said is None else said) + bytes(image)
 
 
-def receiving_from(link: Link, first: int, stop: int, out: npt.NDArray[Any], done: bytearray) -> ImageStream:
-    asked = Asked(NUMBER, CHAIN, first, stop, Planes(out, MEDIUM.section_bytes), range(stop))
-    return ImageStream(link, asked, done)
+def planes(array: npt.NDArray[Any]) -> Planes:
+    return Planes(array, MEDIUM.section_bytes)
+
+
+def receiving_from(link: Link, first: int, stop: int, out: npt.NDArray[Any], done: bytearray) -> ImageReceiver:
+    asked = Ask(NUMBER, CHAIN, first, stop, planes(out), range(stop))
+    return ImageReceiver(link, asked, done)
 
 
 @contextmanager
@@ -113,3 +119,16 @@ def test_nothing_to_receive_is_only_the_end() -> None:
     with stream_of([END], 16) as link:
         assert receiving_from(link, 5, 5, KV, bytearray(5)).receive()
         assert link.channel.alive
+
+
+def test_what_came_behind_a_miss_counts_no_more_once_it_is_asked_for_again() -> None:
+    """It is written over: a stream that breaks off in the middle of it would leave half of each."""
+    port = remote_port(["127.0.0.1:1"])
+    try:
+        fetch = ChunkFetch(CHAIN.namespace, CHAIN.tokens, pb.GetRequest(), COUNT, lambda _: planes(KV), port._tools)
+        fetch.done[:3] = b"\1\0\1"
+        request = fetch._request(range(1, COUNT))
+        assert (request.first, request.chunks_max) == (1, COUNT)
+        assert list(fetch.done) == [1] + [0] * (COUNT - 1)
+    finally:
+        port.close()

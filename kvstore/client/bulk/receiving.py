@@ -29,7 +29,7 @@ _BEFORE_BYTES = HEAD_BYTES + INDEX_BYTES
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Ask:
     """What one request asks a worker for: those of ``wanted`` from ``first`` up to ``stop``.
 
     The worker's answer has the indexes of ``wanted``, and so does ``sections``.
@@ -45,13 +45,13 @@ class Asked:
     """Where the caller counts each of them."""
 
 
-class ImageStream:
+class ImageReceiver:
     """The images of one request as they come, in whatever order; ``done[place]`` is 1 for those that are in place.
 
     ``done`` is up to date whatever is raised.
     """
 
-    def __init__(self, link: Link, asked: Asked, done: bytearray) -> None:
+    def __init__(self, link: Link, asked: Ask, done: bytearray) -> None:
         self._link = link
         self._asked = asked
         self._done = done
