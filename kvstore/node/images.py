@@ -41,13 +41,14 @@ class ImagesIn(Sequence[memoryview]):
         self._memory = memory
         self._offsets = np.asarray(offsets, np.uint64)
         self._sizes = np.asarray(sizes_bytes, np.uint64)
-        whole = np.uint64(len(memory))
-        # In this order: a size that is too large must not make the difference wrap around.
-        if (self._sizes > whole).any() or (self._offsets > whole - self._sizes).any():
-            raise InvalidRequest(
-                f"images at offsets up to {int(self._offsets.max())}, of up to {int(self._sizes.max())} bytes: "
-                f"expected them within the {len(memory)} bytes of the memory"
-            )
+        assert self._offsets.shape == self._sizes.shape
+        # In Python's numbers, which never wrap around. The first test alone is enough unless sizes differ.
+        if self._offsets.size and int(self._offsets.max()) + int(self._sizes.max()) > len(memory):
+            ends = [start + size for start, size in zip(self._offsets.tolist(), self._sizes.tolist(), strict=True)]
+            if max(ends) > len(memory):
+                raise InvalidRequest(
+                    f"an image ends at byte {max(ends)}: expected it within the {len(memory)} bytes of the memory"
+                )
 
     def __len__(self) -> int:
         return len(self._offsets)
