@@ -10,7 +10,8 @@ import ctypes
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -114,6 +115,29 @@ def skip(pieces: Pieces, count: int) -> list[memoryview]:
         rest.append(piece[count:] if count else piece)
         count = 0
     return rest
+
+
+def cut(memory: memoryview, sizes_bytes: Iterable[int]) -> list[memoryview]:
+    """Parts of ``memory`` of these sizes, one after another."""
+    ends = [0, *accumulate(sizes_bytes)]
+    return [memory[start:end] for start, end in pairwise(ends)]
+
+
+def cut_evenly(memory: memoryview, size_bytes: int) -> list[memoryview]:
+    """All of ``memory`` in parts of one size, such as the sections of a chunk."""
+    return [memory[start : start + size_bytes] for start in range(0, len(memory), size_bytes)]
+
+
+def grouped(sizes_bytes: Sequence[int], bytes_max: int, count_max: int | None = None) -> Iterator[slice]:
+    """Neighbours that go together: at most ``count_max``, of ``bytes_max`` in all, or one alone."""
+    start = used = 0
+    for index, size in enumerate(sizes_bytes):
+        if index > start and (used + size > bytes_max or index - start == count_max):
+            yield slice(start, index)
+            start, used = index, 0
+        used += size
+    if start < len(sizes_bytes):
+        yield slice(start, len(sizes_bytes))
 
 
 def aligned(size_bytes: int) -> memoryview:

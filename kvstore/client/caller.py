@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import grpc
@@ -101,7 +102,7 @@ class Caller:
             if error is not None:
                 self._counters.add(ClientCount.RETRIES)
             try:
-                return self.at(endpoint, lambda at=endpoint, s=left_s: send(at, s))  # type: ignore[misc]
+                return self.at(endpoint, partial(send, endpoint, left_s))
             except CallFailed as failed:
                 error = failed.failed.error
                 if not (_helps_elsewhere(failed.failed) and (may_repeat or failed.failed.unsent)):

@@ -1,33 +1,38 @@
-"""Reads chunks from workers straight into the caller's memory; goes on at another worker if one fails."""
+"""Reading chunks and blocks from workers straight into the caller's memory, going on at another worker if one fails.
+
+One way for both: what lies on this host is taken there, the rest comes as a stream of images, and gRPC is left for what
+came wrong. They differ in how a request is written, and in what a miss ends.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 
 from kvstore.address import Chain
 from kvstore.buffers import Pieces
-from kvstore.client.bulk.given import GivenSlots, Giving
-from kvstore.client.bulk.handed import leading, take_given
+from kvstore.client.bulk.given import GivenSlots, Giving, NotGiven
+from kvstore.client.bulk.handed import take_given
 from kvstore.client.bulk.links import Link
-from kvstore.client.bulk.receiving import receive_chunks
+from kvstore.client.bulk.receiving import Ask, ImageReceiver
 from kvstore.client.bulk.viewing import Views, view_given
 from kvstore.client.endpoint import Endpoint
 from kvstore.client.streams import received
 from kvstore.client.tools import Tools
 from kvstore.counts import ClientCount
 from kvstore.errors import InvalidRequest
-from kvstore.format.header import Damaged
 from kvstore.namespace import Namespace
 from kvstore.node.deadline import Deadline
-from kvstore.sections import Sections
+from kvstore.node.wanted import Keyed, leading
+from kvstore.sections import Buffers, Sections
 from kvstore.tokens import TokenArray
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import LinkBroken
 from kvstore.wire.bulk.frames import Kind, Mode, encode_request
 from kvstore.wire.frames import Frame
-from kvstore.wire.messages import parse, sealed
+from kvstore.wire.messages import pack_keys, pack_sizes, parse, sealed
 from kvstore.wire.parts import Incoming, SameSize
 from kvstore.wire.statuses import BrokenTransfer
 from kvstore.wire.traces import traced
@@ -38,11 +43,149 @@ LEASES_MAX = 256
 """Maximum of views of one worker's memory at once, one file descriptor each; further views are copies."""
 
 
-class ChunkFetch:
-    """One read of leading chunks. ``receive`` may be called for another worker; it goes on where the last one failed.
+class Fetch(ABC):
+    """One read. ``receive`` may be called for another worker, and goes on where the last one failed.
 
     Everything happens in the calling thread, so nothing writes into the caller's memory once it returns.
     """
+
+    kind: Kind
+    """The request over a bulk connection."""
+    call: str
+    """The call over gRPC."""
+    ends_at_miss: bool
+    """True if nothing counts behind the first chunk that is missing."""
+
+    def __init__(self, count: int, size_bytes: int, tools: Tools, views: Views | None = None) -> None:
+        """``count`` chunks of ``size_bytes`` are wanted at most; ``views`` gets what can stay where it is."""
+        self._tools = tools
+        self._limits = tools.limits
+        self._counters = tools.counters
+        self._views = views
+        self.done = bytearray(count)
+        """A byte for each chunk that is wanted, 1 once it is in the caller's memory, verified."""
+        self.timeout_s = tools.limits.stream_s(tools.limits.read_s, size_bytes)
+        """How long a worker has for it."""
+
+    def receive(self, endpoint: Endpoint, _: float = 0.0) -> None:
+        """Reads what is missing from one worker, with ``done`` up to date whatever happens.
+
+        Called by ``Caller``, which turns what this raises into CallFailed, and says how long the call may take:
+        each worker has ``timeout_s`` all the same. Raises BrokenTransfer too, which is counted then.
+        """
+        missing = self._missing()
+        if missing:  # else the last one failed behind its last byte
+            missing = self._receive_bulk(endpoint, missing)
+        if missing:
+            self._receive_grpc(endpoint, missing)
+
+    def _missing(self) -> Sequence[int]:
+        """Returns the chunks that are not in the caller's memory: of a prompt all from the first one on."""
+        if self.ends_at_miss:
+            return range(leading(self.done), len(self.done))
+        return [chunk for chunk, is_done in enumerate(self.done) if not is_done]
+
+    @abstractmethod
+    def _request(self, chunks: Sequence[int]) -> pb.GetRequest | pb.GetBlocksRequest:
+        """Returns the message that asks for chunks."""
+
+    @abstractmethod
+    def _asked(self, link: Link, number: int, chunks: Sequence[int]) -> Ask:
+        """Returns what a request that was sent asks for."""
+
+    @abstractmethod
+    def _take_frames(self, frames: Iterator[Frame], chunks: Sequence[int]) -> None:
+        """Reads chunks from an answer over gRPC. Raises BrokenTransfer, InvalidRequest."""
+
+    def _receive_bulk(self, endpoint: Endpoint, missing: Sequence[int]) -> Sequence[int]:
+        """Reads past gRPC if there is a way; returns what is to be read over gRPC after it."""
+        damaged: list[int] = []
+        with endpoint.bulk.link(self._limits.probe_s) as link:
+            if link is None:
+                return missing
+            self._counters.add(ClientCount.GETS_SHARED if link.is_shared else ClientCount.GETS_TCP)
+            try:
+                if (mode := link.mode) is not Mode.STREAM:
+                    missing = self._take_given(link, mode, missing, damaged)
+                if missing:
+                    asked = self._ask(link, Mode.STREAM, missing)
+                    if not ImageReceiver(link, asked, self.done).receive():
+                        damaged += sorted({*missing} & {*self._missing()})
+            except (LinkBroken, InvalidRequest) as error:
+                link.channel.alive = False
+                if not link.shortage.note(error):
+                    log.info("client.bulk_broken worker=%s why=%s", endpoint.address, error)
+                self._counters.add(ClientCount.BULK_BROKEN)
+                return self._missing()
+        if damaged:
+            # The worker finds out itself what is wrong with these, and sets them aside.
+            self._counters.add(ClientCount.BULK_DAMAGED)
+        return damaged
+
+    def _take_given(self, link: Link, mode: Mode, missing: Sequence[int], damaged: list[int]) -> Sequence[int]:
+        """Reads what the worker gives to a client on its host, and adds those that are not right to ``damaged``.
+
+        Returns those that may be had as a stream.
+        """
+        asked, elsewhere = self._ask(link, mode, missing), list[int]()
+        lanes, deadline, keeps = self._tools.lanes, Deadline(self._tools.lanes.clock, self.timeout_s), False
+        has_room = link.memory is None or len(link.memory.leases) < LEASES_MAX
+        views = self._views if has_room else None
+        with Giving(link, asked.number, mode, has_gaps=not self.ends_at_miss) as giving:
+            for given in giving.each(asked.first, asked.stop):
+                chunks = asked.places[given.first : given.first + given.count]
+                if isinstance(given, NotGiven):
+                    elsewhere += chunks if given.is_elsewhere else ()
+                    continue
+                right: bytes | bytearray
+                if views is None:
+                    right = take_given(link, asked.wanted, given, asked.sections, lanes, deadline)
+                else:
+                    right = view_given(link, asked.wanted, given, views, lanes, deadline)
+                    keeps |= isinstance(given, GivenSlots)
+                for chunk, is_right in zip(chunks, right, strict=True):
+                    self.done[chunk] = is_right
+                damaged += [chunk for chunk in chunks if not self.done[chunk]]
+                if damaged and self.ends_at_miss:
+                    break
+            giving.finish(leading(self.done), keep=keeps)
+        if self.ends_at_miss:
+            # What comes next may also be in memory, where a worker does not look for a client that takes files alone.
+            return () if damaged else self._missing()
+        return elsewhere
+
+    def _ask(self, link: Link, mode: Mode, chunks: Sequence[int]) -> Ask:
+        """Sends a request for chunks; the answer may say how many of them there are, which sets ``done`` anew."""
+        number = link.next_number()
+        link.channel.limit(self._limits.read_s, self.timeout_s)
+        link.channel.send(self.kind, number, [encode_request(self.timeout_s, mode, traced(self._request(chunks)))])
+        return self._asked(link, number, chunks)
+
+    def _receive_grpc(self, endpoint: Endpoint, chunks: Sequence[int]) -> None:
+        self._counters.add(ClientCount.GETS_GRPC)
+        stream, request = endpoint.stream_in(self.call), sealed(self._request(chunks))
+        frames = received(stream, request, self._tools.watch, self._limits.read_s, self.timeout_s)
+        try:
+            with closing(frames):
+                self._take_frames(frames, chunks)
+        except (InvalidRequest, BrokenTransfer) as error:
+            # What came before it was verified part by part.
+            self._counters.add(ClientCount.MISSES_DAMAGED)
+            raise BrokenTransfer(f"worker {endpoint.address}: {error}") from error
+
+    def _feed(self, incoming: Incoming, frame: Frame, chunks: Sequence[int], parts: int = 1) -> None:
+        """Takes one frame in, of a stream of ``chunks`` that have so many parts each."""
+        before = incoming.complete // parts
+        for _ in incoming.feed(frame):
+            pass
+        for chunk in chunks[before : incoming.complete // parts]:
+            self.done[chunk] = 1
+
+
+class ChunkFetch(Fetch):
+    """One read of leading chunks of a prompt."""
+
+    kind, call, ends_at_miss = Kind.GET, "Get", True
 
     def __init__(
         self,
@@ -54,151 +197,48 @@ class ChunkFetch:
         tools: Tools,
         views: Views | None = None,
     ) -> None:
-        """``views`` gets the chunks that can stay in place; ``memory`` is then for those that must be copied."""
+        """With ``views``, ``memory`` is for what has to be copied."""
+        super().__init__(chunks_max, chunks_max * namespace.layout.chunk_bytes, tools, views)
         self._namespace = namespace
         self._tokens = tokens
         self._chain: Chain | None = None
         self._layout = namespace.layout
-        self._request = request
+        self._get = request
         self._chunks_max = chunks_max
         self._memory = memory
-        self._tools = tools
-        self._views = views
-        self._limits = tools.limits
-        self._counters = tools.counters
         self._sections: Sections | None = None
-        self._found = chunks_max
         self._cached: tuple[int, Pieces] = (-1, [])
-        self.good = 0
-        """Number of leading chunks in the caller's memory, verified."""
 
-    def receive(self, endpoint: Endpoint) -> None:
-        """Reads what is missing from one worker; ``good`` is always up to date.
+    def _request(self, chunks: Sequence[int]) -> pb.GetRequest:
+        good = self._get.first = leading(self.done)
+        self._get.chunks_max = len(self.done)
+        self.done[good:] = bytes(len(self.done) - good)  # what came behind a miss comes again, over what is there
+        return self._get
 
-        Call it inside a call of ``Caller``, which turns errors into CallFailed.
-        """
-        request, layout, first = self._request, self._layout, self.good
-        if self._sections is not None and first == self._found:
-            return  # the last worker failed after its last byte
-        if self._receive_bulk(endpoint) or (self._sections is not None and self.good == self._found):
-            return
-        first = self.good
-        request.first, request.chunks_max = first, self._found
-        self._counters.add(ClientCount.GETS_GRPC)
-        size_bytes = (self._found - first) * layout.chunk_bytes
-        timeout_s = self._limits.stream_s(self._limits.read_s, size_bytes)
-        frames = received(endpoint.stream_in("Get"), sealed(request), self._tools.watch, self._limits.read_s, timeout_s)
-        try:
-            with closing(frames):
-                incoming: Incoming | None = None
-                for frame in frames:
-                    if incoming is None:
-                        incoming = self._begin(frame, first)
-                    for _ in incoming.feed(frame):
-                        pass
-                    self.good = first + incoming.complete // layout.section_count
-        except InvalidRequest as error:
-            # The worker sent nonsense. What came before it was verified part by part.
-            raise self._damaged(endpoint, error) from error
-        except BrokenTransfer as error:
-            raise self._damaged(endpoint, error) from error
-
-    def _begin(self, frame: Frame, first: int) -> Incoming:
-        if frame.start is None:
-            raise InvalidRequest("the answer does not begin with the number of chunks found")
-        count = self._announced(frame.start) - first
-        return Incoming(
-            SameSize(self._layout.section_bytes, count * self._layout.section_count),
-            lambda part: self._section(first * self._layout.section_count + part),
-        )
-
-    def _receive_bulk(self, endpoint: Endpoint) -> bool:
-        """Reads over a bulk connection if there is one; True if it finished, so that gRPC is not needed."""
-        limits = self._limits
-        with endpoint.bulk.link(limits.probe_s) as link:
-            if link is None:
-                return False
-            try:
-                self._counters.add(ClientCount.GETS_SHARED if link.is_shared else ClientCount.GETS_TCP)
-                is_right = self._receive_from(link)
-            except (LinkBroken, InvalidRequest) as error:
-                link.channel.alive = False
-                if not link.shortage.note(error):
-                    log.info("client.bulk_broken worker=%s why=%s", endpoint.address, error)
-                self._counters.add(ClientCount.BULK_BROKEN)
-                return False
-        if not is_right:
-            # The worker itself finds out what is wrong with that chunk, and quarantines it.
-            self._counters.add(ClientCount.BULK_DAMAGED)
-        return is_right
-
-    def _receive_from(self, link: Link) -> bool:
-        """Reads until the end or the first miss; False if the next chunk exists but was not good."""
-        if link.mode is Mode.STREAM:
-            return self._receive_stream(link)
-        is_right = self._take_given(link)
-        if not is_right or self.good == self._found:
-            return is_right
-        # The next chunk may be in memory that cannot be leased, on a root without files to hand over, or encoded.
-        return self._receive_stream(link)
-
-    def _take_given(self, link: Link) -> bool:
-        """Reads chunks from a worker on this host, from its memory or its open files; returns as ``_receive_from``."""
-        mode = link.mode
-        number, count, timeout_s = self._begin_bulk(link, mode)
-        chain, first, is_right = self._hashed(), self.good, True
-        assert self._sections is not None
-        lanes, deadline, keeps = self._tools.lanes, Deadline(self._tools.lanes.clock, timeout_s), False
-        views = self._views
-        if link.memory is not None and len(link.memory.leases) >= LEASES_MAX:
-            views = None
-        with Giving(link, number, mode) as giving:
-            for given in giving.each(first, count) if first < count else ():
-                given_count = given.count  # of files only until they are taken
-                if views is None:
-                    done = take_given(link, chain, given, self._sections, lanes, deadline)
-                else:
-                    done = view_given(link, chain, given, views, lanes, deadline)
-                    keeps |= isinstance(given, GivenSlots)
-                self.good, is_right = given.first + leading(done), leading(done) == given_count
-                if not is_right:
-                    break
-            giving.finish(self.good, keep=keeps)
-        return is_right
-
-    def _receive_stream(self, link: Link) -> bool:
-        """Reads whole chunk files that come as bytes; returns as ``_receive_from``."""
-        number, count, _ = self._begin_bulk(link, Mode.STREAM)
-        chain = self._hashed()
-        assert self._sections is not None
-        try:
-            for good in receive_chunks(link, number, chain, self.good, count, self._sections):
-                self.good = good
-        except Damaged:
-            return False
-        return True
-
-    def _begin_bulk(self, link: Link, mode: Mode) -> tuple[int, int, float]:
-        """Sends the request; returns its number, how many chunks the worker offers, and how long it may take."""
-        request = self._request
-        request.first, request.chunks_max = self.good, self._found
-        timeout_s = self._limits.stream_s(self._limits.read_s, (self._found - self.good) * self._layout.chunk_bytes)
-        link.channel.limit(self._limits.read_s, timeout_s)
-        number = link.next_number()
-        link.channel.send(Kind.GET, number, [encode_request(timeout_s, mode, traced(request))])
-        return number, self._announced(link.receive(Kind.START)[1]), timeout_s
-
-    def _hashed(self) -> Chain:
+    def _asked(self, link: Link, number: int, chunks: Sequence[int]) -> Ask:
+        stop = self._announced(link.receive(Kind.START)[1])
         self._chain = self._chain or Chain.of(self._namespace, self._tokens)
-        return self._chain
+        assert self._sections is not None
+        return Ask(number, self._chain, self._get.first, stop, self._sections, range(stop))
+
+    def _take_frames(self, frames: Iterator[Frame], chunks: Sequence[int]) -> None:
+        first, size = self._get.first, self._layout.section_count
+        incoming: Incoming | None = None
+        for frame in frames:
+            if incoming is None:
+                if frame.start is None:
+                    raise InvalidRequest("the answer does not begin with how many chunks were found")
+                sizes = SameSize(self._layout.section_bytes, (self._announced(frame.start) - first) * size)
+                incoming = Incoming(sizes, lambda part: self._section(first * size + part))
+            self._feed(incoming, frame, range(first, len(self.done)), size)
 
     def _announced(self, start: bytes) -> int:
         """Returns how many chunks the worker offers; the first answer decides how much memory is needed."""
         found = min(parse(pb.GetStart, start).chunks, self._chunks_max)
         if self._sections is None:
             self._sections = self._memory(found)
-            self._found = found
-        return max(self.good, min(found, self._found))
+            self.done = bytearray(found)
+        return max(self._get.first, min(found, len(self.done)))
 
     def _section(self, part: int) -> memoryview:
         """Returns the caller's memory for a section, counted from the start of the prompt."""
@@ -208,6 +248,46 @@ class ChunkFetch:
             self._cached = (index, self._sections(index))
         return self._cached[1][section]
 
-    def _damaged(self, endpoint: Endpoint, error: Exception) -> BrokenTransfer:
-        self._counters.add(ClientCount.MISSES_DAMAGED)
-        return BrokenTransfer(f"worker {endpoint.address}: {error}")
+
+class BlockFetch(Fetch):
+    """One read of engine-hashed blocks, each into its buffer; under a hold if ``hold`` is the id of one."""
+
+    kind, call, ends_at_miss = Kind.GET_BLOCKS, "GetBlocks", False
+
+    def __init__(self, wanted: Keyed, buffers: Pieces, tools: Tools, hold: bytes = b"") -> None:
+        super().__init__(len(wanted), sum(wanted.sizes_bytes), tools)
+        self._wanted = wanted
+        self._buffers = buffers
+        self._hold = hold
+
+    @property
+    def hits(self) -> list[bool]:
+        """For each block, whether it is in its buffer, verified."""
+        return list(map(bool, self.done))
+
+    def _request(self, chunks: Sequence[int]) -> pb.GetBlocksRequest:
+        wanted = self._wanted.picked(chunks)
+        return pb.GetBlocksRequest(
+            namespace=wanted.namespace.digest,
+            keys=pack_keys(wanted.keys),
+            sizes=pack_sizes(wanted.sizes_bytes),
+            hold=self._hold,
+        )
+
+    def _asked(self, link: Link, number: int, chunks: Sequence[int]) -> Ask:
+        sections = Buffers([self._buffers[index] for index in chunks])
+        return Ask(number, self._wanted.picked(chunks), 0, len(chunks), sections, chunks)
+
+    def _take_frames(self, frames: Iterator[Frame], chunks: Sequence[int]) -> None:
+        asked, found, incoming = 0, list[int](), Incoming([])
+        for frame in frames:
+            if frame.start is not None:
+                if not incoming.is_done or asked + len(frame.start) > len(chunks):
+                    raise BrokenTransfer("its blocks are mixed up: repeat the call")
+                found = [chunks[asked + at] for at, hit in enumerate(frame.start) if hit]
+                asked += len(frame.start)
+                incoming = Incoming(
+                    [self._wanted.sizes_bytes[index] for index in found],
+                    lambda part, of=found: self._buffers[of[part]],  # type: ignore[misc]
+                )
+            self._feed(incoming, frame, found)

@@ -21,20 +21,20 @@ from kvstore.census.selection import Selection
 from kvstore.client.bulk.cargo import ChunkCargo
 from kvstore.client.bulk.lanes import FileLanes
 from kvstore.client.bulk.links import Bulk
-from kvstore.client.bulk.sending import send_put
 from kvstore.client.caller import Caller
 from kvstore.client.control import Control
 from kvstore.client.credentials import PLAIN, Credentials
 from kvstore.client.discovery import Discovery
 from kvstore.client.endpoint import Endpoint, check_address
 from kvstore.client.endpoints import Endpoints
-from kvstore.client.fetching import ChunkFetch
+from kvstore.client.fetching import BlockFetch, ChunkFetch, Fetch
 from kvstore.client.limits import ClientLimits
+from kvstore.client.putting import put_past_grpc
 from kvstore.client.remote_blocks import RemoteBlockHold, RemoteBlocks
 from kvstore.client.remote_hold import RemoteHold
 from kvstore.client.remote_move import RemoteMove, Slots, move_message
 from kvstore.client.renewing import Renewing
-from kvstore.client.spreading import Marking, marks_of
+from kvstore.client.spreading import Marking, marks_of, marks_of_keys
 from kvstore.client.streams import Outgoing, send_stream
 from kvstore.client.tools import Tools
 from kvstore.counts import ClientCount, Counts
@@ -43,6 +43,7 @@ from kvstore.hints import Hints
 from kvstore.meta.etcd import EtcdTls, EtcdUser
 from kvstore.namespace import Namespace
 from kvstore.node.moves import Act, Level
+from kvstore.node.wanted import keyed, leading
 from kvstore.progress import Cancelled, Progress
 from kvstore.results import Cleared, PinRecord, PutResult
 from kvstore.sections import Planes, Sections
@@ -51,7 +52,6 @@ from kvstore.sources import Clock, SystemClock
 from kvstore.tickets import State
 from kvstore.tokens import TokenArray
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.bulk.channel import LinkBroken
 from kvstore.wire.messages import (
     hints_message,
     namespace_message,
@@ -173,19 +173,8 @@ class RemotePort:
         packed = pack_tokens(tokens[: chunks_max * layout.chunk_tokens])
         request = pb.GetRequest(namespace=namespace.digest, tokens=packed)
         fetch = ChunkFetch(namespace, unpack_tokens(packed), request, chunks_max, memory, self._tools)
-        timeout_s = self.limits.stream_s(self.limits.read_s, chunks_max * layout.chunk_bytes)
-
-        def send(endpoint: Endpoint, _: float) -> None:
-            fetch.receive(endpoint)
-
-        def read() -> None:
-            self._caller.anywhere(send, timeout_s, _affinity(namespace, tokens))
-
-        try:
-            self._or_miss(lambda: self._reopening(namespace, read), None)
-        except BrokenTransfer:
-            pass  # counted where it was found; the chunks before it are good
-        return fetch.good
+        self._receive(namespace, fetch, _affinity(namespace, tokens))
+        return leading(fetch.done)
 
     def hold(self, namespace: Namespace, tokens: TokenArray, ttl_s: float | None) -> RemoteHold:
         tokens = _full_chunks(namespace, tokens)
@@ -238,7 +227,10 @@ class RemotePort:
         timeout_s = self.limits.stream_s(self.limits.write_s, (count - first) * namespace.layout.chunk_bytes)
 
         def send(endpoint: Endpoint, left_s: float) -> pb.PutResponse:
-            answer = self._put_past_grpc(endpoint, namespace, start, count, sections, left_s)
+            answer: pb.PutResponse | None = None
+            if isinstance(sections, Planes):
+                cargo, answered = partial(ChunkCargo, sections, namespace.layout, count), partial(parse, pb.PutResponse)
+                answer = put_past_grpc(endpoint, start, cargo, answered, self._tools, left_s)
             if answer is None:
                 answer = self._put_over_grpc(endpoint, start, count, size, sections, left_s)
             return answer
@@ -308,14 +300,12 @@ class RemotePort:
             return self._blocks.unheld(namespace, keys)
 
     def get_blocks(self, namespace: Namespace, keys: Sequence[bytes], buffers: Pieces) -> list[bool]:
-        hits = [False] * len(keys)
-        try:
-            self._or_miss(
-                lambda: self._reopening(namespace, lambda: self._blocks.get(namespace, keys, buffers, hits)), None
-            )
-        except BrokenTransfer:
-            self.counters.add(ClientCount.MISSES_DAMAGED)
-        return hits
+        if not keys:
+            self._caller.check()
+            return []
+        fetch = BlockFetch(keyed(namespace, keys, [len(buffer) for buffer in buffers]), buffers, self._tools)
+        self._receive(namespace, fetch, partial(marks_of_keys, keys))
+        return fetch.hits
 
     # Prefetch
 
@@ -387,6 +377,15 @@ class RemotePort:
         if self.endpoints.owner.is_here:  # in a forked child, threads and connections belong to the parent
             self.parts.close()
 
+    def _receive(self, namespace: Namespace, fetch: Fetch, affinity: Marking) -> None:
+        """Reads from one worker after the other; what none of them could give is a miss."""
+        try:
+            self._reopening(namespace, partial(self._caller.anywhere, fetch.receive, fetch.timeout_s, affinity))
+        except BrokenTransfer:
+            pass  # counted where it was found; what came before it is good
+        except (Unavailable, Overloaded):
+            self.counters.add(ClientCount.MISSES_UNREACHABLE)
+
     def _match(self, namespace: Namespace, tokens: TokenArray) -> int:
         tokens = _full_chunks(namespace, tokens)
         if not len(tokens):
@@ -430,40 +429,6 @@ class RemotePort:
             # A chunk that the worker counted as present is gone: begin at the first missing one.
             begin = max(start.first, answer.tokens_present // size)
         return answer
-
-    def _put_past_grpc(
-        self,
-        endpoint: Endpoint,
-        namespace: Namespace,
-        start: pb.PutStart,
-        count: int,
-        sections: Sections,
-        timeout_s: float,
-    ) -> pb.PutResponse | None:
-        """Sends the chunks over a bulk connection; None if there is none or it broke."""
-        if not isinstance(sections, Planes):
-            return None
-        with endpoint.bulk.link(timeout_s) as link:
-            if link is None:
-                return None
-            self.counters.add(ClientCount.PUTS_SHARED if link.is_shared else ClientCount.PUTS_TCP)
-            try:
-                answer = send_put(
-                    link,
-                    start,
-                    ChunkCargo(sections, namespace.layout, count),
-                    # acknowledged on receipt, so never for through or around
-                    behind=start.write == pb.WRITE_BEHIND,
-                    reserve=partial(endpoint.bulk.reserve_arena, link),
-                    idle_s=self.limits.write_s,
-                    timeout_s=timeout_s,
-                    lanes=self._tools.lanes,
-                )
-                return parse(pb.PutResponse, answer)
-            except (LinkBroken, InvalidRequest):
-                link.channel.alive = False
-                self.counters.add(ClientCount.BULK_BROKEN)
-        return None
 
     def _reopening(self, namespace: Namespace, call: Callable[[], T]) -> T:
         """Makes the call. If a worker does not know the namespace (a new root), opens it at all workers and repeats."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy.typing as npt
@@ -16,12 +17,13 @@ import numpy.typing as npt
 from kvstore.client.bulk.viewing import Views
 from kvstore.client.caller import CallFailed
 from kvstore.client.endpoint import Endpoint
-from kvstore.client.fetching import ChunkFetch
+from kvstore.client.fetching import ChunkFetch, Fetch
 from kvstore.client.layers_ahead import LayersAhead
 from kvstore.client.tools import Tools
 from kvstore.counts import ClientCount
 from kvstore.errors import HoldBroken, StoreClosed
 from kvstore.namespace import Namespace
+from kvstore.node.wanted import leading
 from kvstore.results import LayerMemory
 from kvstore.sections import Sections
 from kvstore.v1 import kvstore_pb2 as pb
@@ -47,7 +49,7 @@ class _Lease:
 class HeldAtWorker:
     """A hold at one worker, renewed until it is released. ``endpoint`` is None if nothing is held.
 
-    Reads of what is held go through ``_at_worker``.
+    Reads of what is held are given to ``_receive``.
     """
 
     def __init__(self, answer: pb.HoldResponse, endpoint: Endpoint | None, tools: Tools) -> None:
@@ -55,6 +57,7 @@ class HeldAtWorker:
         self._lock = threading.Lock()
         self._released = False
         self._lease: _Lease | None = None
+        self._hold_id: bytes = answer.hold
         if endpoint is not None:
             endpoint.use()
             self._lease = _Lease(answer.hold, answer.lease_s, endpoint, tools.lanes.clock.monotonic_s())
@@ -77,17 +80,19 @@ class HeldAtWorker:
             pass  # a worker that is gone holds nothing; any other lets go when the hold's lease is over
         endpoint.leave()
 
-    def _at_worker(self, read: Callable[[Endpoint, bytes], None], tokens_valid: Callable[[], int] = lambda: 0) -> None:
-        """Calls ``read`` with the worker and the hold's id, inside a call of ``Caller``; nothing if nothing is held.
+    def _receive(self, fetch: Fetch, tokens_valid: Callable[[], int] = lambda: 0) -> None:
+        """Reads from the worker that has the hold; nothing if nothing is held.
 
-        Raises HoldBroken, with the result of ``tokens_valid``; and BrokenTransfer.
+        Raises HoldBroken, with what ``tokens_valid`` says then.
         """
         self._check()
         if self._lease is None:
             return
-        endpoint, hold_id = self._lease.endpoint, self._lease.id
+        endpoint = self._lease.endpoint
         try:
-            self._tools.caller.at(endpoint, lambda: read(endpoint, hold_id))
+            self._tools.caller.at(endpoint, partial(fetch.receive, endpoint))
+        except BrokenTransfer:
+            pass  # counted where it was found; what came before it is good
         except CallFailed as failed:
             error = failed.failed.error
             if isinstance(error, HoldBroken):
@@ -145,19 +150,7 @@ class RemoteHold(HeldAtWorker):
             ahead.close()
 
     def _fetch(self, memory: Callable[[int], Sections], views: Views | None = None) -> int:
-        good = 0
-
-        def fetch(endpoint: Endpoint, hold_id: bytes) -> None:
-            nonlocal good
-            request, tokens = pb.GetRequest(hold=hold_id), unpack_tokens(self._packed)
-            fetching = ChunkFetch(self._namespace, tokens, request, self.chunks, memory, self._tools, views)
-            try:
-                fetching.receive(endpoint)
-            finally:
-                good = fetching.good
-
-        try:
-            self._at_worker(fetch, lambda: good * self._layout.chunk_tokens)
-        except BrokenTransfer:
-            pass  # counted where it was found
-        return good
+        request, tokens = pb.GetRequest(hold=self._hold_id), unpack_tokens(self._packed)
+        fetch = ChunkFetch(self._namespace, tokens, request, self.chunks, memory, self._tools, views)
+        self._receive(fetch, lambda: leading(fetch.done) * self._layout.chunk_tokens)
+        return leading(fetch.done)

@@ -7,19 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvstore.address import block_addresses
+from kvstore.address import Address, block_addresses
 from kvstore.buffers import Borrowed
-from kvstore.namespace import Namespace
+from kvstore.namespace import Namespace, NamespaceId
 from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
 from kvstore.node.lanes import Lanes
 from kvstore.node.reading import read_chunks, remembered
-from kvstore.node.refresh import Refresher
-from kvstore.node.stack import TierStack
 from kvstore.node.tiered import TieredReads
 from kvstore.node.view import View
-from kvstore.node.wanted import Keyed
+from kvstore.node.wanted import Keyed, keyed, leading
 from kvstore.sections import Buffers
 
 
@@ -31,16 +29,12 @@ class Blocks:
         chunks: Chunks,
         view: View,
         lanes: Lanes,
-        refresher: Refresher,
         counters: Counters,
         reads: TieredReads,
-        tiers: TierStack | None,
     ) -> None:
         self._chunks = chunks
         self._reads = reads
-        self._tiers = tiers
         self._view = view
-        self._refresher = refresher
         self._lanes = lanes
         self._counters = counters
 
@@ -48,22 +42,14 @@ class Blocks:
         """Returns how many leading keys are in the store, whatever the size of their blocks."""
         addresses = block_addresses(namespace, keys)
         addresses = addresses[: self._view.leading(addresses)]
-        quantum = self._chunks.quantum()
         known = remembered(self._chunks, Keyed(namespace, keys, addresses, ()), 0, self._reads.above)
 
         def read(index: int, _: Borrowed) -> bool:
-            address, epoch = addresses[known + index], self._chunks.known.epoch
-            if self._reads.has(Keyed(namespace, (keys[known + index],), (address,), ()))[0]:
-                return True
-            self._chunks.settle(address, self._chunks.name(address, namespace.id))
-            present = self._chunks.root.stat(self._chunks.name(address, namespace.id)) is not None
-            if present:
-                self._chunks.known.add(address, quantum, renewed=False, epoch=epoch)
-            return present
+            key, address = keys[known + index], addresses[known + index]
+            above = self._reads.has(Keyed(namespace, (key,), (address,), ()))[0]
+            return above or self._is_on_root(address, namespace.id)
 
-        found = read_chunks(self._lanes, self._counters, len(addresses) - known, read, deadline)
-        first_miss = found.find(0)
-        return len(addresses) if first_miss < 0 else known + first_miss
+        return known + leading(read_chunks(self._lanes, self._counters, len(addresses) - known, read, deadline))
 
     def present(self, namespace: Namespace, keys: Sequence[bytes], deadline: Deadline) -> list[bool]:
         """Returns for each key whether it is in the store, whatever the size of its block."""
@@ -77,14 +63,8 @@ class Blocks:
         unknown = [index for index, found in enumerate(present) if not found]
 
         def look(at: int, _: Borrowed) -> bool:
-            address, epoch = addresses[unknown[at]], known.epoch
-            if self._view.condemns(address):
-                return False
-            self._chunks.settle(address, self._chunks.name(address, namespace.id))
-            found = self._chunks.root.stat(self._chunks.name(address, namespace.id)) is not None
-            if found:
-                known.add(address, quantum, renewed=False, epoch=epoch)
-            return found
+            address = addresses[unknown[at]]
+            return not self._view.condemns(address) and self._is_on_root(address, namespace.id)
 
         done = read_chunks(self._lanes, self._counters, len(unknown), look, deadline, stop_at_miss=False)
         for index, found in zip(unknown, done, strict=True):
@@ -105,22 +85,23 @@ class Blocks:
         ``held`` is True if a hold protects the blocks: a sweep that condemned them later waits for that hold.
         """
 
-        wanted = Keyed(namespace, keys, block_addresses(namespace, keys), [len(buffer) for buffer in buffers])
-        allowed = range(len(keys)) if held else self._allowed(wanted)
+        wanted = keyed(namespace, keys, [len(buffer) for buffer in buffers])
+        allowed = range(len(keys)) if held else self._view.allowed(wanted.addresses)
         if len(allowed) < len(keys):
             wanted, buffers = wanted.picked(allowed), [buffers[index] for index in allowed]
-        reading = self._reads.begin(wanted, 0, len(wanted), Buffers(buffers), deadline, stop_at_miss=False)
-        done = reading.wait(deadline)
-        self._reads.used(wanted, len(wanted))
-        used = tuple(address for address, hit in zip(wanted.addresses, done, strict=True) if hit)
-        self._refresher.used(namespace.id, used, chained=False)
+        done = self._reads.begin(wanted, 0, len(wanted), Buffers(buffers), deadline).wait(deadline)
+        self._reads.used(wanted if all(done) else wanted.picked([at for at, hit in enumerate(done) if hit]))
         hits = [False] * len(keys)
         for index, hit in zip(allowed, done, strict=True):
             hits[index] = bool(hit)
         return hits
 
-    def _allowed(self, wanted: Keyed) -> Sequence[int]:
-        """Returns the indexes that no sweep has condemned."""
-        if self._view.leading(wanted.addresses) == len(wanted):
-            return range(len(wanted))
-        return [index for index, address in enumerate(wanted.addresses) if not self._view.condemns(address)]
+    def _is_on_root(self, address: Address, namespace: NamespaceId) -> bool:
+        """True if the root has a block, whatever its size. Raises the root's error if nobody can read it."""
+        chunks, name = self._chunks, self._chunks.name(address, namespace)
+        epoch = chunks.known.epoch
+        chunks.settle(address, name)
+        found = chunks.root.stat(name) is not None
+        if found:
+            chunks.known.add(address, chunks.quantum(), renewed=False, epoch=epoch)
+        return found

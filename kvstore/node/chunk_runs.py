@@ -155,12 +155,14 @@ class ChunkRuns:
     def of_layers(
         self,
         chain: Chain,
-        count: int,
         images: npt.NDArray[np.uint64],
-        parts: Sequence[tuple[int, int]],
-        part_files_max: int,
+        size: int,
+        files_max: int,
     ) -> LayerRun | None:
-        """Returns the first chunks of a chain for a layer-by-layer read; None if they must be read one by one."""
+        """Returns the first chunks of a chain, one for each image, for a layer-by-layer read in groups of ``size``.
+
+        None if they must be read one by one.
+        """
         files = None if self._files is None or self._files.direct else self._files
         if (
             not is_available()
@@ -168,18 +170,18 @@ class ChunkRuns:
             or (files is None and not images.any())
         ):
             return None
-        return LayerRun(chain, count, images, files, self._shard_bits, parts, part_files_max)
+        return LayerRun(chain, images, files, self._shard_bits, size, files_max)
 
     def read_layer(
-        self, run: LayerRun, part: int, layer: int, addresses: Sequence[Address], borrowed: Borrowed
+        self, run: LayerRun, layer: int, addresses: Sequence[Address], start: int, stop: int, borrowed: Borrowed
     ) -> npt.NDArray[np.bool_]:
-        """Reads a layer of one part of a run; True for each chunk whose sections are right in their place."""
-        epoch, from_files = self._known.epoch, run.from_files(part)
+        """Reads a layer of one group of a run; True for each chunk whose sections are right in their place."""
+        epoch, from_files = self._known.epoch, run.from_files[start:stop]
         with self._counters.timed("root" if from_files.any() else "memory", "read") as timed:
-            done, opened = run.read(part, layer, borrowed)
+            done, opened = run.read(start, stop, layer, borrowed)
             timed.size_bytes = int(np.count_nonzero(done)) * run.layer_bytes
         self._counters.add(NodeCount.BYTES_READ, int(np.count_nonzero(done & from_files)) * run.layer_bytes)
-        where = run.parts[part][0] + np.flatnonzero(opened)
+        where = start + np.flatnonzero(opened)
         if where.size:
             quantum = self._quantum()
             renewed = run.items["mtime_ns"][where] >= quantum * recency.NS_PER_S

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvstore import recency
 from kvstore.address import Address
-from kvstore.buffers import Borrowed, Pieces, byte_length
+from kvstore.buffers import Borrowed, Pieces, byte_length, cut_evenly
 from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError
 from kvstore.format import places
@@ -130,7 +130,7 @@ class Chunks:
         with self.noted(expected), reader, self._counters.timed("root", "read") as timed:
             timed.size_bytes = expected.payload_bytes
             try:
-                _read_verified(reader, expected, sections, borrowed)
+                read_verified(reader, expected, sections, borrowed)
             except Damaged as damaged:
                 borrowed.check()  # the caller may have changed what was verified
                 self.set_aside(expected, damaged.damage)
@@ -440,7 +440,7 @@ class Chunks:
         return places.chunk(expected.address, NamespaceId(expected.namespace[:8]), self._shard_bits)
 
 
-def _read_verified(reader: Reader, expected: Expected, sections: Pieces, borrowed: Borrowed) -> None:
+def read_verified(reader: Reader, expected: Expected, sections: Pieces, borrowed: Borrowed) -> None:
     """Reads header and payload and verifies both. Raises Damaged."""
     run = max(1, VERIFY_BYTES // max(1, expected.section_bytes))
     raw = bytearray(expected.header_bytes)
@@ -463,7 +463,7 @@ def _verify_whole(reader: Reader, expected: Expected) -> None:
     offset = expected.header_bytes
     for start in range(0, expected.section_count, run):
         count = min(run, expected.section_count - start)
-        part = _split(scratch[: count * expected.section_bytes], expected.section_bytes)
+        part = cut_evenly(scratch[: count * expected.section_bytes], expected.section_bytes)
         offset += _fill(reader, part, offset, Borrowed())
         _verify(part, header.checksums[start : start + count])
 
@@ -471,8 +471,8 @@ def _verify_whole(reader: Reader, expected: Expected) -> None:
 def _copied(reader: Reader, expected: Expected) -> memoryview:
     """Returns the whole file in memory of its own, verified. Raises Damaged."""
     image = memoryview(bytearray(expected.file_bytes))
-    sections = _split(image[expected.header_bytes :], expected.section_bytes)
-    _read_verified(reader, expected, sections, Borrowed())
+    sections = cut_evenly(image[expected.header_bytes :], expected.section_bytes)
+    read_verified(reader, expected, sections, Borrowed())
     return image.toreadonly()
 
 
@@ -494,7 +494,3 @@ def _verify(sections: Pieces, sums: tuple[int, ...]) -> None:
     # One expression, because this loop holds the GIL that all lanes share.
     if tuple(map(checksum, sections)) != sums:
         raise Damaged(Damage.SECTION_CHECKSUM)
-
-
-def _split(payload: memoryview, section_bytes: int) -> list[memoryview]:
-    return [payload[start : start + section_bytes] for start in range(0, len(payload), section_bytes)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvstore.counts import Counts, NodeCount
-from kvstore.node.timings import Operation, TierName, TierTimings, Timed
+from kvstore.node.timings import TierTimings
 
 
 class Counters(Counts[NodeCount]):
@@ -13,10 +13,8 @@ class Counters(Counts[NodeCount]):
         super().__init__(NodeCount)
         self.tiers = TierTimings()
         """Timings of the tiers."""
-
-    def timed(self, tier: TierName, operation: Operation) -> Timed:
+        self.timed = self.tiers.timed
         """Times one step of a tier."""
-        return self.tiers.timed(tier, operation)
 
     def add_read(self, payload_bytes: int, chunks: int = 1) -> None:
         """Adds ``chunks`` read and verified chunks of ``payload_bytes`` in all."""

@@ -20,11 +20,9 @@ from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
 from kvstore.node.lanes import DeadlinePassed, Lanes
 from kvstore.node.reading import Reading
-from kvstore.node.refresh import Refresher
 from kvstore.node.slots import Slots
 from kvstore.node.stack import TierStack
 from kvstore.node.tiered import TieredReads
-from kvstore.node.view import View
 from kvstore.node.wanted import Keyed, Wanted, expected_of
 from kvstore.root.posix_reader import PosixReader
 
@@ -32,35 +30,22 @@ from kvstore.root.posix_reader import PosixReader
 class Handing:
     """Hands chunks and blocks over, by their indexes in a request. Thread-safe.
 
-    Chunks of a prompt are held meanwhile; nobody holds blocks for a client.
+    Nobody verifies their sections here, and nobody notes their use: see ``TieredReads.used``.
     """
 
     def __init__(
         self,
         chunks: Chunks,
-        view: View,
         lanes: Lanes,
-        refresher: Refresher,
         counters: Counters,
         reads: TieredReads,
         tiers: TierStack | None,
     ) -> None:
         self._chunks = chunks
-        self._view = view
         self._lanes = lanes
-        self._refresher = refresher
         self._counters = counters
         self._reads = reads
         self._tiers = tiers
-
-    def allowed(self, wanted: Wanted, indexes: Sequence[int]) -> Sequence[int]:
-        """Return the indexes that may be handed over.
-
-        Nobody holds blocks for a client, so blocks that a sweep has condemned are left out.
-        """
-        if isinstance(wanted, Chain) or self._view.leading([wanted.addresses[at] for at in indexes]) == len(indexes):
-            return indexes
-        return [index for index in indexes if not self._view.condemns(wanted.addresses[index])]
 
     def in_memory(
         self, wanted: Wanted, indexes: Sequence[int], deadline: Deadline, *, brings: bool = True
@@ -132,13 +117,6 @@ class Handing:
             return True
 
         return Reading(self._lanes, self._counters, len(indexes), read, isinstance(wanted, Chain))
-
-    def used(self, keyed: Keyed, indexes: Sequence[int]) -> None:
-        """Renew the recency of blocks that were handed over."""
-        if indexes:
-            picked = keyed.picked(indexes)
-            self._reads.used(picked, len(picked))
-            self._refresher.used(keyed.namespace.id, tuple(picked.addresses), chained=False)
 
     def _opened(
         self, wanted: Wanted, indexes: Sequence[int], deadline: Deadline, *, stop_at_miss: bool

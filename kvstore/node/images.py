@@ -13,7 +13,7 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.buffers import Borrowed, Pieces, address_of
+from kvstore.buffers import Borrowed, Pieces, address_of, cut_evenly
 from kvstore.errors import InvalidRequest
 from kvstore.format.checksum import checksum
 from kvstore.format.header import Damaged, Header, Incarnation, decode_as, encode, incarnation_at
@@ -27,21 +27,28 @@ Mask = npt.NDArray[np.bool_]
 
 
 class ImagesIn(Sequence[memoryview]):
-    """Images of one size at offsets of one memory, the arena: a sequence that makes each view only when asked."""
+    """Images at offsets of one memory, the arena: a sequence that makes each view only when asked."""
 
-    __slots__ = ("_memory", "_offsets", "_size_bytes")
+    __slots__ = ("_memory", "_offsets", "_sizes")
 
-    def __init__(self, memory: memoryview, offsets: Sequence[int] | npt.NDArray[np.uint64], size_bytes: int) -> None:
+    def __init__(
+        self,
+        memory: memoryview,
+        offsets: Sequence[int] | npt.NDArray[np.uint64],
+        sizes_bytes: Sequence[int] | npt.NDArray[np.uint64],
+    ) -> None:
         """Raises InvalidRequest if an image would not lie within ``memory``: native code trusts these addresses."""
         self._memory = memory
         self._offsets = np.asarray(offsets, np.uint64)
-        self._size_bytes = size_bytes
-        last = len(memory) - size_bytes
-        if self._offsets.size and (last < 0 or int(self._offsets.max()) > last):
-            raise InvalidRequest(
-                f"images of {size_bytes} bytes at offsets up to {int(self._offsets.max())}: expected them within "
-                f"the {len(memory)} bytes of the memory"
-            )
+        self._sizes = np.asarray(sizes_bytes, np.uint64)
+        assert self._offsets.shape == self._sizes.shape
+        # In Python's numbers, which never wrap around. The first test alone is enough unless sizes differ.
+        if self._offsets.size and int(self._offsets.max()) + int(self._sizes.max()) > len(memory):
+            ends = [start + size for start, size in zip(self._offsets.tolist(), self._sizes.tolist(), strict=True)]
+            if max(ends) > len(memory):
+                raise InvalidRequest(
+                    f"an image ends at byte {max(ends)}: expected it within the {len(memory)} bytes of the memory"
+                )
 
     def __len__(self) -> int:
         return len(self._offsets)
@@ -52,9 +59,9 @@ class ImagesIn(Sequence[memoryview]):
     def __getitem__(self, at: slice) -> ImagesIn: ...
     def __getitem__(self, at: int | slice) -> memoryview | ImagesIn:
         if isinstance(at, slice):
-            return ImagesIn(self._memory, self._offsets[at], self._size_bytes)
+            return ImagesIn(self._memory, self._offsets[at], self._sizes[at])
         start = int(self._offsets[at])
-        return self._memory[start : start + self._size_bytes]
+        return self._memory[start : start + int(self._sizes[at])]
 
     def addresses(self) -> npt.NDArray[np.uint64]:
         """Returns where each image begins; valid as long as this object lives."""
@@ -62,7 +69,7 @@ class ImagesIn(Sequence[memoryview]):
 
     def sizes_are(self, sizes_bytes: npt.NDArray[np.uint64]) -> Mask:
         """Returns which images have the size given for them."""
-        right: Mask = sizes_bytes == self._size_bytes
+        right: Mask = sizes_bytes == self._sizes
         return right
 
 
@@ -78,8 +85,7 @@ class Images(Laid):
 
     def __call__(self, index: int) -> list[memoryview]:
         payload = payload_of(self._wanted, index, self._images[index - self._first])
-        size = section_bytes(self._wanted, index)
-        return [payload[start : start + size] for start in range(0, len(payload), size)]
+        return cut_evenly(payload, section_bytes(self._wanted, index))
 
     def origin(self, index: int) -> Incarnation:
         """Returns the incarnation of the image of chunk ``index``: who wrote its content, and when."""
@@ -227,8 +233,7 @@ def _header_of(wanted: Wanted, index: int, image: memoryview) -> Header | None:
 
 
 def _cut(image: memoryview, header: Header) -> list[memoryview]:
-    size = header.section_bytes
-    return [image[start : start + size] for start in range(header.header_bytes, len(image), size)]
+    return cut_evenly(image[header.header_bytes :], header.section_bytes)
 
 
 def _copy(sections: Pieces, targets: Pieces) -> None:

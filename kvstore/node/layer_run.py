@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -25,22 +25,22 @@ Mask = npt.NDArray[np.bool_]
 
 
 class LayerRun(Items):
-    """The first ``count`` chunks of a chain, read one layer at a time. One lane reads each part.
+    """The first chunks of a chain, read one layer at a time, in groups of ``size``: one lane reads each group.
 
     ``images`` has the address of each chunk's image, valid until ``close``, or 0; ``files`` is None if the chunks have
-    no files that native code reads. A part keeps at most ``part_files_max`` files open between two layers.
+    no files that native code reads. At most ``files_max`` files are open between two layers.
     """
 
     def __init__(
         self,
         chain: Chain,
-        count: int,
         images: npt.NDArray[np.uint64],
         files: LocalFiles | None,
         shard_bits: int,
-        parts: Sequence[tuple[int, int]],
-        part_files_max: int,
+        size: int,
+        files_max: int,
     ) -> None:
+        self._count = count = len(images)
         super().__init__(chain, range(count))
         items, layout = self.items, chain.namespace.layout
         items["fd"] = -1
@@ -49,19 +49,23 @@ class LayerRun(Items):
         """Bytes of one layer of one chunk."""
         self._tables = np.zeros((count, layout.section_count), np.uint64)
         self._images = images
+        self._images_start: int = images.__array_interface__["data"][0]
+        self._tables_start: int = self._tables.__array_interface__["data"][0]
         self._has_files = files is not None
         if files is not None:
             self.common.root = os.fsencode(files.path)
             self.common.shard_bits = shard_bits
             self.common.may_wait = files.never_blocks
-        self.parts = parts
-        self._part_files_max = part_files_max
+        self._size = size
+        self._group_files_max = files_max // -(-count // size)
         self._lock = threading.Lock()
         self._busy: set[int] = set()
         self._closed = False
         if images.any():
-            native.library.kv_images_tables(self.common, self.at(0), count, *self._columns(0))
+            native.library.kv_images_tables(self.common, self.at(0), count, self._images_start, self._tables_start)
             images[items["status"] != native.DONE] = 0
+        self.from_files: Mask = images == 0
+        """The chunks that are not in memory."""
         self._bases = np.zeros(2, np.uint64)
 
     def begin(self, memory: LayerMemory) -> None:
@@ -69,15 +73,15 @@ class LayerRun(Items):
         self._bases = np.array([address_of(memory.k), address_of(memory.v)], np.uint64)
         self.items["bases"] = self._bases.__array_interface__["data"][0]
 
-    def read(self, part: int, layer: int, borrowed: Borrowed) -> tuple[Mask, Mask]:
-        """Reads a layer of the chunks of one part. Raises Withdrawn.
+    def read(self, start: int, stop: int, layer: int, borrowed: Borrowed) -> tuple[Mask, Mask]:
+        """Reads a layer of the chunks of one group. Raises Withdrawn.
 
         Returns which chunks are right in their place, and which of these came from files opened by this call.
         """
-        start, stop = self.parts[part]
-        at, count, columns, items = self.at(start), stop - start, self._columns(start), self.items[start:stop]
+        at, count, items = self.at(start), stop - start, self.items[start:stop]
+        columns = (self._images_start + start * 8, self._tables_start + start * self._tables.strides[0])
         library = native.library
-        with self._using(part):
+        with self._using(start):
             was_open = items["fd"] >= 0
             if self._has_files:
                 library.kv_open_parts(self.common, at, count, *columns)
@@ -86,45 +90,33 @@ class LayerRun(Items):
             opened: Mask = (items["fd"] >= 0) & ~was_open
             with borrowed.writing():
                 library.kv_read_parts(self.common, at, count, *columns, 2 * layer, 2)
-            for place in np.flatnonzero(opened)[max(0, self._part_files_max - int(was_open.sum())) :].tolist():
+            for place in np.flatnonzero(opened)[max(0, self._group_files_max - int(was_open.sum())) :].tolist():
                 library.kv_close(self.at(start + place), 1)
         done: Mask = items["status"] == native.DONE
         return done, done & opened
-
-    def from_files(self, part: int) -> Mask:
-        """Returns which chunks of a part are not in memory."""
-        start, stop = self.parts[part]
-        without: Mask = self._images[start:stop] == 0
-        return without
 
     def close(self) -> None:
         """Closes all files; a lane that still reads some closes those. Idempotent."""
         with self._lock:
             self._closed = True
-            idle = [part for part in range(len(self.parts)) if part not in self._busy]
-        for part in idle:
-            self._close(part)
+            idle = [start for start in range(0, self._count, self._size) if start not in self._busy]
+        for start in idle:
+            self._close(start)
 
-    def _columns(self, start: int) -> tuple[int, int]:
-        images: int = self._images[start:].__array_interface__["data"][0]
-        tables: int = self._tables[start:].__array_interface__["data"][0]
-        return images, tables
-
-    def _close(self, part: int) -> None:
-        start, stop = self.parts[part]
-        native.library.kv_close(self.at(start), stop - start)
+    def _close(self, start: int) -> None:
+        native.library.kv_close(self.at(start), min(self._size, self._count - start))
 
     @contextmanager
-    def _using(self, part: int) -> Iterator[None]:
+    def _using(self, start: int) -> Iterator[None]:
         with self._lock:
             if self._closed:
                 raise Withdrawn
-            self._busy.add(part)
+            self._busy.add(start)
         try:
             yield
         finally:
             with self._lock:
-                self._busy.discard(part)
+                self._busy.discard(start)
                 closes = self._closed
             if closes:
-                self._close(part)
+                self._close(start)

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
+from functools import partial
 
 import numpy as np
 
 from kvstore.address import Chain
 from kvstore.buffers import Borrowed, Pieces
-from kvstore.counts import NodeCount
-from kvstore.errors import HoldBroken, KVStoreError
+from kvstore.errors import HoldBroken
 from kvstore.format.header import Header, expected_chunk
 from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
 from kvstore.node.images import addresses_of, copy_sections
-from kvstore.node.lanes import Batch, DeadlinePassed, Lanes
-from kvstore.node.layer_run import LayerRun
-from kvstore.node.reading import files_at_most, group_size
+from kvstore.node.lanes import Lanes
+from kvstore.node.reading import Groups, Reading, files_at_most, group_size
 from kvstore.node.stack import TierStack
 from kvstore.results import LayerMemory
 from kvstore.root.interface import Reader
@@ -54,44 +53,38 @@ class LayerReader:
         self._lock = threading.Lock()
         self._open: dict[int, tuple[Reader, Header]] = {}
         self._closed = False
-        self._run = self._natively()
-        self.lost_at = count
-        """The first chunk that could not be read; all before it are good."""
-
-    def _natively(self) -> LayerRun | None:
-        """Returns all chunks for native code; None if they must be read one by one."""
-        count, slots = self._count, self._slots
+        self._size = group_size(count, 2 * chain.namespace.layout.section_bytes, self._lanes.width)
         images = np.zeros(count, np.uint64)
-        if slots is not None and slots.referred:
-            present = [index for index, entry in enumerate(slots.entries) if entry is not None]
-            images[present] = addresses_of(slots.present_images())
-        size = group_size(count, 2 * self._chain.namespace.layout.section_bytes, self._lanes.width)
-        parts = [(start, min(start + size, count)) for start in range(0, count, size)]
-        return self._chunks.runs.of_layers(self._chain, count, images, parts, self._files_max // len(parts))
+        if self._slots is not None and self._slots.referred:
+            present = [index for index, entry in enumerate(self._slots.entries) if entry is not None]
+            images[present] = addresses_of(self._slots.present_images())
+        self._run = chunks.runs.of_layers(chain, images, self._size, self._files_max)
+        """All chunks for native code; None if they must be read one by one."""
+        self._reading: Reading | None = None
 
     def read(
         self, memory: Callable[[int], LayerMemory], deadline: Callable[[], Deadline]
-    ) -> Iterator[tuple[int, LayerMemory]]:
+    ) -> Generator[tuple[int, LayerMemory]]:
         """Yields each layer once it is in ``memory(layer)``, verified.
 
         Raises HoldBroken if a chunk was lost: the layers yielded so far stay valid for the tokens before it.
         """
-        borrowed = Borrowed()
         layers = self._chain.namespace.layout.layers
         try:
-            following = self._start(0, memory(0), borrowed)
+            following = self._begin(0, memory(0))
             for layer in range(layers):
                 current = following
-                self._wait(current[0], deadline())
+                self._wait(deadline())
                 if layer + 1 < layers:
-                    following = self._start(layer + 1, memory(layer + 1), borrowed)
-                yield layer, current[1]
+                    following = self._begin(layer + 1, memory(layer + 1))
+                yield layer, current
         finally:
-            borrowed.withdraw()
             self.close()
 
     def close(self) -> None:
-        """Closes all files. Idempotent."""
+        """Closes all files; nobody writes into the memory any more. Idempotent."""
+        if self._reading is not None:
+            self._reading.withdraw()
         with self._lock:
             self._closed = True
             readers = [reader for reader, _ in self._open.values()]
@@ -103,52 +96,42 @@ class LayerReader:
         if self._slots is not None:
             self._slots.release()
 
-    def _start(self, layer: int, memory: LayerMemory, borrowed: Borrowed) -> tuple[Batch, LayerMemory]:
-        size = self._chain.namespace.layout.section_bytes
+    def _begin(self, layer: int, memory: LayerMemory) -> LayerMemory:
+        """Begins to read a layer into ``memory``, and returns that."""
+        section_bytes, run, groups = self._chain.namespace.layout.section_bytes, self._run, None
 
-        def work(index: int) -> bool:
-            part = slice(index * size, (index + 1) * size)
-            try:
-                intact = self._read_part(index, layer, [memory.k[part], memory.v[part]], borrowed)
-            except KVStoreError:
-                self._counters.add(NodeCount.MISS_UNREADABLE)
-                intact = False
-            if not intact:
-                with self._lock:
-                    self.lost_at = min(self.lost_at, index)
-            return intact
+        def read(index: int, borrowed: Borrowed) -> bool:
+            part = slice(index * section_bytes, (index + 1) * section_bytes)
+            return self._read_part(index, layer, [memory.k[part], memory.v[part]], borrowed)
 
-        run = self._run
-        if run is None:
-            return self._lanes.start(self._count, work), memory
-        run.begin(memory)
+        if run is not None:
+            run.begin(memory)
+            read_group = partial(self._chunks.runs.read_layer, run, layer, self._chain.addresses)
+            groups = Groups(self._size, self._count, read_group)
+        self._reading = Reading(self._lanes, self._counters, self._count, read, groups=groups)
+        return memory
 
-        def work_on_part(part: int) -> bool:
-            """Reads natively what it can, then the rest one by one from scratch."""
-            done = self._chunks.runs.read_layer(run, part, layer, self._chain.addresses, borrowed)
-            left = run.parts[part][0] + np.flatnonzero(~done)
-            return all(map(work, left.tolist()))
-
-        return self._lanes.start(len(run.parts), work_on_part), memory
-
-    def _wait(self, batch: Batch, deadline: Deadline) -> None:
-        size = self._chain.namespace.layout.chunk_tokens
-        try:
-            batch.wait(deadline)
-        except DeadlinePassed as late:
-            self._counters.add(NodeCount.MISS_DEADLINE)
-            raise HoldBroken(f"a layer was not read in time: compute all tokens again ({late})", 0) from late
-        if self.lost_at < self._count:
+    def _wait(self, deadline: Deadline) -> None:
+        """Waits for the layer that was begun last. Raises HoldBroken."""
+        assert self._reading is not None
+        lost_at = self._reading.wait(deadline).find(0)
+        if lost_at < 0:
+            return
+        if deadline.passed:
             raise HoldBroken(
-                f"the chunk of tokens {self.lost_at * size} to {(self.lost_at + 1) * size} was lost while its layers "
-                f"were read: compute from token {self.lost_at * size} on",
-                self.lost_at * size,
+                "a layer was not read in time: compute all tokens again; check the mount (kvstore check-root)", 0
             )
+        size = self._chain.namespace.layout.chunk_tokens
+        raise HoldBroken(
+            f"the chunk of tokens {lost_at * size} to {(lost_at + 1) * size} was lost while its layers were read: "
+            f"compute from token {lost_at * size} on",
+            lost_at * size,
+        )
 
     def _read_part(self, index: int, layer: int, sections: Pieces, borrowed: Borrowed) -> bool:
         expected = expected_chunk(self._chain, index)
         if self._slots is not None and self._slots.entries[index] is not None:
-            image = self._slots.images(index, index + 1)[0]
+            image = self._slots.image(index)
             if copy_sections(self._chain, index, image, 2 * layer, sections, borrowed):
                 return True
             # The tier verifies it once more and drops it if it is wrong (rule I1); the root decides.

@@ -123,7 +123,7 @@ class MemoryTier:
             self._counters.add(NodeCount.MEMORY_MISSES)
             return None
         self._served(slots.wanted, [index])
-        return payload_of(slots.wanted, index, slots.images(index, index + 1)[0])
+        return payload_of(slots.wanted, index, slots.image(index))
 
     def verified(self, slots: Slots, *, fetched: bool = False) -> int:
         """Returns how many leading chunks are there and right; drops wrong ones (rule I1) and counts them as ``read``

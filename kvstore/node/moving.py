@@ -101,7 +101,7 @@ class Moving:
             at += found
             move.advance(at)
         # Count a use: a prefetched chunk must not go before its request, as a released chunk would.
-        self._reads.used(chain, at)
+        memory.used(chain, at)
 
     def _to_disk(self, move: Move, chain: Chain) -> None:
         disk, at = self._tiers.disk, 0

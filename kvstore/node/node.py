@@ -6,8 +6,9 @@ It joins the parts of this package and gives every call its deadline.  No call h
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -53,7 +54,7 @@ from kvstore.node.staging import Staging
 from kvstore.node.tiered import TieredReads
 from kvstore.node.view import View
 from kvstore.node.views import Views
-from kvstore.node.wanted import keyed
+from kvstore.node.wanted import keyed, leading
 from kvstore.results import Cleared, LayerMemory, PutResult
 from kvstore.root.identity import RootIdentity
 from kvstore.root.interface import Root, Space
@@ -137,15 +138,11 @@ class Node:
                 record=self._record_writer,
                 encodings=self.encodings,
             )
-        self._reads = TieredReads(self._chunks, self._lanes, self.counters, self.tiers)
-        self.blocks = Blocks(
-            self._chunks, self.gc_view, self._lanes, self._refresher, self.counters, self._reads, self.tiers
-        )
-        self.handing = Handing(
-            self._chunks, self.gc_view, self._lanes, self._refresher, self.counters, self._reads, self.tiers
-        )
+        self.reads = TieredReads(self._chunks, self._lanes, self._refresher, self.counters, self.tiers)
+        self.blocks = Blocks(self._chunks, self.gc_view, self._lanes, self.counters, self.reads)
+        self.handing = Handing(self._chunks, self._lanes, self.counters, self.reads, self.tiers)
         self.puts = Puts(
-            self._chunks, self._lanes, self.gc_view, self._refresher, self._reads, self.tiers,
+            self._chunks, self._lanes, self.gc_view, self._refresher, self.reads, self.tiers,
             self.counters, self._limits, clock, durable=durable,
         )  # fmt: skip
         self._moving: Moving | None = None
@@ -153,7 +150,7 @@ class Node:
             # Puts need the memory, and its queue needs the puts, which write what it has: so the queue starts last.
             self.tiers.start(self.puts.publish)
             self._moving = Moving(
-                self.tiers, self._reads, self._chunks, self._lanes, self.gc_view, self.puts.publish, self._limits, clock
+                self.tiers, self.reads, self._chunks, self._lanes, self.gc_view, self.puts.publish, self._limits, clock
             )
             self._moves = Moves(self._moving.do, self._limits, clock)
         self.looking = Looking(self._chunks, self._lanes, self.gc_view, self.tiers, clock)
@@ -193,7 +190,7 @@ class Node:
         """How many leading chunks are in the store. A miss, never an error, when the root does not answer."""
         deadline = self._deadline(deadline_s, self.limits.match_deadline_s)
         allowed = chain.leading(self.gc_view.leading(chain.addresses))
-        count = self._reads.matched_count(allowed, deadline)
+        count = self.reads.matched_count(allowed, deadline)
         size = chain.namespace.layout.chunk_tokens
         self.counters.add(NodeCount.REQUESTS_MATCH)
         self.counters.add(NodeCount.TOKENS_ASKED, len(chain) * size)
@@ -242,9 +239,9 @@ class Node:
         self.holds.check(hold)
         deadline = self._deadline(deadline_s, self.limits.read_deadline_s)
         self.counters.add(NodeCount.REQUESTS_GET)
-        done = self._reads.begin(hold.chain, 0, hold.count, into, deadline).wait(deadline)
-        count = _leading_ones(done)
-        self._used(hold.chain, count)
+        done = self.reads.begin(hold.chain, 0, hold.count, into, deadline).wait(deadline)
+        count = leading(done)
+        self.reads.used(hold.chain.leading(count))
         return count
 
     def begin_read(self, hold: Hold, first: int, count: int, into: Callable[[int], Pieces]) -> Reading:
@@ -255,7 +252,7 @@ class Node:
         """
         self.holds.check(hold)
         deadline = self._deadline(None, self.limits.read_deadline_s)
-        return self._reads.begin(hold.chain, first, count, into, deadline)
+        return self.reads.begin(hold.chain, first, count, into, deadline)
 
     @property
     def memory(self) -> MemoryTier | None:
@@ -270,11 +267,11 @@ class Node:
     def used(self, hold: Hold, count: int) -> None:
         """Notes a read of the ``count`` leading chunks of a hold, whose recency is renewed."""
         self.counters.add(NodeCount.REQUESTS_GET)
-        self._used(hold.chain, count)
+        self.reads.used(hold.chain.leading(count))
 
     def read_layers(
         self, hold: Hold, memory: Callable[[int], LayerMemory], deadline_s: float | None = None
-    ) -> Iterator[tuple[int, LayerMemory]]:
+    ) -> Generator[tuple[int, LayerMemory]]:
         """Yields each layer once all held tokens of it are in ``memory(layer)``, the next one being read meanwhile.
 
         ``deadline_s`` is for each layer. Raises HoldBroken where a chunk was lost or the hold has ended.
@@ -287,10 +284,10 @@ class Node:
         reader = LayerReader(
             self._chunks, self._lanes, self.counters, hold.chain, hold.count, self.limits.open_files_max, self.tiers
         )
-        for layer, filled in reader.read(memory, lambda: self._deadline(deadline_s, self.limits.read_deadline_s)):
+        for layer, filled in reader.read(memory, partial(self._deadline, deadline_s, self.limits.read_deadline_s)):
             self.holds.check(hold)
             yield layer, filled
-        self._used(hold.chain, hold.count)
+        self.reads.used(hold.chain)
 
     def view(self, hold: Hold, deadline_s: float | None = None) -> list[npt.NDArray[Any]]:
         """The held chunks as read-only arrays of shape ``(layers, 2, chunk_tokens, kv_heads, head_dim)``.
@@ -305,7 +302,7 @@ class Node:
         deadline = self._deadline(deadline_s, self.limits.read_deadline_s)
         self._bring_foreign(hold, deadline)
         arrays = self._views.of(hold.chain, deadline)
-        self._used(hold.chain, len(arrays))
+        self.reads.used(hold.chain.leading(len(arrays)))
         return arrays
 
     # Publishing
@@ -505,7 +502,7 @@ class Node:
         """How many leading chunks of those are in memory then. Never raises for what did not come."""
         if self.memory is None or not count:
             return 0
-        reads, stop = self._reads, first + count
+        reads, stop = self.reads, first + count
         if self.memory.leading(chain, first) < count:
             with suppress(KVStoreError):
                 self._lanes.run(
@@ -513,10 +510,6 @@ class Node:
                     deadline,
                 )
         return min(count, self.memory.leading(chain, first))
-
-    def _used(self, chain: Chain, count: int) -> None:
-        self._reads.used(chain, count)
-        self._refresher.used(chain.namespace.id, chain.addresses[:count], chained=True)
 
     def _record_writer(self) -> None:
         """Soon, on a lane: for what no put on the root would bring there."""
@@ -531,8 +524,3 @@ class Node:
 
     def _deadline(self, asked_s: float | None, default_s: float) -> Deadline:
         return Deadline(self.clock, default_s if asked_s is None else asked_s)
-
-
-def _leading_ones(done: bytearray) -> int:
-    first_miss = done.find(0)
-    return len(done) if first_miss < 0 else first_miss

@@ -24,12 +24,12 @@ from kvstore.node.limits import CurrentLimits
 from kvstore.node.memory_tier import MemoryTier
 from kvstore.node.publish import Mask, Publication, StillRight, vouched
 from kvstore.node.refresh import Refresher
-from kvstore.node.root_write import RootWrite, leading
+from kvstore.node.root_write import RootWrite
 from kvstore.node.slots import Slots
 from kvstore.node.stack import TierStack
 from kvstore.node.tiered import TieredReads
 from kvstore.node.view import View
-from kvstore.node.wanted import Keyed, Wanted
+from kvstore.node.wanted import Keyed, Wanted, leading
 from kvstore.node.write import Write, Written
 from kvstore.node.write_behind import Job
 from kvstore.sections import Sections
@@ -214,7 +214,7 @@ class Puts:
         if not right:
             return stop
         part = wanted.picked(right)
-        images = Images(part, 0, [slots.images(index, index + 1)[0] for index in right])
+        images = Images(part, 0, [slots.image(index) for index in right])
         root = self._root_write(
             part, 0, hints, lambda places: memory.all_still_right(slots, [right[at] for at in places])
         )

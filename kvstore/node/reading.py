@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -19,6 +20,7 @@ from kvstore.format.header import expected_chunk
 from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
+from kvstore.node.images import verify_images
 from kvstore.node.lanes import Batch, DeadlinePassed, Lanes, moved_on
 from kvstore.node.shared_runs import Sizes
 from kvstore.node.wanted import Wanted, mean_bytes
@@ -140,15 +142,6 @@ class Groups:
     turns: Turns | None = None
     """Reads the same chunks once, without fixed bounds between the lanes."""
 
-    @property
-    def count(self) -> int:
-        """Number of groups."""
-        return -(-self.chunks // self.size)
-
-    def bounds(self, number: int) -> tuple[int, int]:
-        """Returns the first chunk of a group, and the one after its last."""
-        return number * self.size, min((number + 1) * self.size, self.chunks)
-
 
 def group_size(
     chunks: int, chunk_bytes: int, width: int, bytes_max: int = GROUP_BYTES_MAX, files_max: int | None = None
@@ -188,7 +181,7 @@ class Reading:
         read: Callable[[int, Borrowed], bool],
         stop_at_miss: bool = True,
         groups: Groups | None = None,
-        ended: Callable[[], None] = lambda: None,
+        ended: Callable[[], None] | None = None,
         *,
         helps: bool = False,
     ) -> None:
@@ -206,14 +199,15 @@ class Reading:
         self._borrowed = Borrowed()
         self._done = bytearray(count)
         self._batch: Batch | None = None
+        groups_count = -(-groups.chunks // groups.size) if groups is not None else 0
         try:
             if groups is None:
                 self._batch = lanes.start(count, self._work, helped=helps)
             elif self._turns is None:
-                self._batch = lanes.start(groups.count, self._work_on_group, helped=helps)
+                self._batch = lanes.start(groups_count, self._work_on_group, helped=helps)
             else:
                 work = partial(self._work_on_turns, self._turns)
-                self._batch = lanes.start(min(groups.count, lanes.width), work, helped=helps)
+                self._batch = lanes.start(min(groups_count, lanes.width), work, helped=helps)
         except KVStoreError:
             counters.add(NodeCount.MISS_SHED)
 
@@ -253,7 +247,8 @@ class Reading:
         turns, self._turns = self._turns, None
         if turns is not None:
             np.frombuffer(self._done, np.bool_)[:] |= turns.end()
-        self._ended()
+        if self._ended is not None:
+            self._ended()
 
     def _work_on_turns(self, turns: Turns, _: int) -> bool:
         """Reads what no other lane took, as ``_work_on_group`` does."""
@@ -271,10 +266,11 @@ class Reading:
 
     def _work_on_group(self, number: int) -> bool:
         """Reads the group at once as far as that goes, then the rest one by one from scratch."""
-        assert self._groups is not None
-        start, stop = self._groups.bounds(number)
+        groups = self._groups
+        assert groups is not None
+        start, stop = number * groups.size, min((number + 1) * groups.size, groups.chunks)
         try:
-            read = self._groups.read(start, stop, self._borrowed)
+            read = groups.read(start, stop, self._borrowed)
         except Withdrawn:
             return False
         self._done[start:stop] = read.tobytes()
@@ -307,6 +303,32 @@ def read_chunks(
     Begins no more after a miss, unless ``stop_at_miss`` is False.
     """
     return Reading(lanes, counters, count, read, stop_at_miss, groups).wait(deadline)
+
+
+def verified(
+    wanted: Wanted,
+    indexes: Sequence[int],
+    images: Sequence[memoryview],
+    lanes: Lanes,
+    deadline: Deadline,
+    *,
+    helps: bool = True,
+) -> bytes:
+    """Returns a byte for each image, 1 if it is that of the chunk at its index, whole and right.
+
+    Several lanes verify, and the calling thread if it ``helps``. Past the deadline, what is verified by then is right.
+    """
+    size = group_size(len(images), len(images[0]) if images else 0, lanes.width)
+    right = np.zeros(len(images), np.bool_)
+
+    def verify(number: int) -> bool:
+        part = slice(number * size, (number + 1) * size)
+        right[part] = verify_images(wanted, indexes[part], images[part])
+        return True
+
+    with suppress(KVStoreError):
+        (lanes.share if helps else lanes.each)(-(-len(images) // size), verify, deadline)
+    return right.tobytes()
 
 
 def root_groups(chunks: Chunks, lanes: Lanes, wanted: Wanted, first: int, count: int, into: Sections) -> Groups | None:

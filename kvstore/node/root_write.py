@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError, Overloaded
 from kvstore.node.chunks import Chunks
@@ -149,8 +147,3 @@ class RootWrite:
     def _store(self, source: Sections, index: int) -> bool:
         self.publication.add(index, source(index), source.origin(index) if isinstance(source, Images) else None)
         return True
-
-
-def leading(there: Mask) -> int:
-    """Returns how many leading chunks are there."""
-    return len(there) if there.all() else int(np.argmin(there))

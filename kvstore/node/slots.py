@@ -87,6 +87,12 @@ class Slots(References):
         assert start >= self.first and len(entries) == stop - start
         return images_of(self.memory, entries)
 
+    def image(self, index: int) -> memoryview:
+        """Returns the image of chunk ``index``, which must be there; unverified (rule I1)."""
+        entry = self.entries[index - self.first]
+        assert index >= self.first and entry is not None
+        return self.memory[entry.offset : entry.offset + entry.size_bytes]
+
     def present_images(self) -> Sequence[memoryview]:
         """The images of chunks that are there, in order; unverified (rule I1)."""
         return images_of(self.memory, self.referred)
@@ -113,7 +119,4 @@ class Victims(References):
 
 def images_of(memory: memoryview, entries: Sequence[Entry]) -> Sequence[memoryview]:
     """Returns the images of entries in the arena."""
-    sizes = {entry.size_bytes for entry in entries}
-    if len(sizes) == 1:
-        return ImagesIn(memory, [entry.offset for entry in entries], sizes.pop())
-    return [memory[entry.offset : entry.offset + entry.size_bytes] for entry in entries]
+    return ImagesIn(memory, [entry.offset for entry in entries], [entry.size_bytes for entry in entries])

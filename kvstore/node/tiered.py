@@ -24,6 +24,7 @@ from kvstore.node.images import verify_images
 from kvstore.node.lanes import Lanes
 from kvstore.node.memory_tier import MemoryTier
 from kvstore.node.reading import Above, Groups, Reading, gaps, group_size, matched_count, root_groups
+from kvstore.node.refresh import Refresher
 from kvstore.node.slots import Slot
 from kvstore.node.stack import TierStack
 from kvstore.node.tiers import Tier
@@ -36,9 +37,12 @@ Mask = npt.NDArray[np.bool_]
 class TieredReads:
     """The chunks of one node, from the nearest place that has them. Thread-safe."""
 
-    def __init__(self, chunks: Chunks, lanes: Lanes, counters: Counters, tiers: TierStack | None) -> None:
+    def __init__(
+        self, chunks: Chunks, lanes: Lanes, refresher: Refresher, counters: Counters, tiers: TierStack | None
+    ) -> None:
         self._chunks = chunks
         self._lanes = lanes
+        self._refresher = refresher
         self._counters = counters
         self._tiers = tiers
 
@@ -61,22 +65,16 @@ class TieredReads:
         """Returns how many leading chunks are anywhere (rule R1)."""
         return matched_count(self._chunks, self._lanes, self._counters, chain, deadline, self.above)
 
-    def used(self, wanted: Wanted, count: int) -> None:
-        """Notes a use of those of the first ``count`` chunks that are in memory."""
+    def used(self, wanted: Wanted) -> None:
+        """Notes that all of these were read: a use in memory, and their recency is renewed."""
         if self._tiers is not None:
-            self._tiers.memory.used(wanted, count)
+            self._tiers.memory.used(wanted, len(wanted))
+        chained = isinstance(wanted, Chain)
+        self._refresher.used(wanted.namespace.id, tuple(wanted.addresses), chained=chained)
 
-    def begin(
-        self,
-        wanted: Wanted,
-        first: int,
-        count: int,
-        into: Sections,
-        deadline: Deadline,
-        *,
-        stop_at_miss: bool = True,
-    ) -> Reading:
-        """Begins to read ``count`` chunks from index ``first`` on into ``into(index)``."""
+    def begin(self, wanted: Wanted, first: int, count: int, into: Sections, deadline: Deadline) -> Reading:
+        """Begins to read ``count`` chunks from index ``first`` on into ``into(index)``. A miss ends a prompt."""
+        stop_at_miss = isinstance(wanted, Chain)
         tiers, from_root = self._tiers, root_groups(self._chunks, self._lanes, wanted, first, count, into)
 
         def read(at: int, borrowed: Borrowed) -> bool:
@@ -146,7 +144,7 @@ class TieredReads:
         assert tiers is not None
         with tiers.memory.refer(wanted, index, 1) as slots:
             if slots.referred:
-                image[:] = slots.images(index, index + 1)[0]
+                image[:] = slots.image(index)
                 if verify_images(wanted, [index], [image]).all():
                     return True
         for tier in tiers.below:

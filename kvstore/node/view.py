@@ -91,6 +91,12 @@ class View:
         """True if an address counts as absent (rule H1)."""
         return not self.leading((address,))
 
+    def allowed(self, addresses: Sequence[Address]) -> Sequence[int]:
+        """Returns the offsets of those that are not condemned."""
+        if self.leading(addresses) == len(addresses):
+            return range(len(addresses))
+        return np.flatnonzero(self.unswept(addresses)).tolist()
+
     def unswept(self, addresses: Sequence[Address]) -> npt.NDArray[np.bool_]:
         """Returns which addresses are not condemned."""
         unswept = np.ones(len(addresses), np.bool_)

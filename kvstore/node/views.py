@@ -8,24 +8,21 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.address import Chain
-from kvstore.buffers import Borrowed
+from kvstore.buffers import Borrowed, cut_evenly
 from kvstore.counts import NodeCount
-from kvstore.errors import KVStoreError
 from kvstore.format.header import expected_chunk
 from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
-from kvstore.node.images import verify_images
 from kvstore.node.lanes import Lanes
 from kvstore.node.memory_tier import MemoryTier
-from kvstore.node.reading import Groups, gaps, group_size, read_chunks
+from kvstore.node.reading import Groups, gaps, group_size, read_chunks, verified
 from kvstore.node.slots import Slots
 from kvstore.node.stack import TierStack
 from kvstore.node.wanted import payload_of
@@ -63,27 +60,16 @@ class Views:
                 leased.append((index, slots))
             else:
                 slots.release()
-        size = group_size(len(leased), chain.namespace.layout.chunk_bytes, self._copiers.width) if leased else 1
-        right = np.zeros(len(leased), np.bool_)
-
-        def verify(number: int) -> bool:
-            part = slice(number * size, (number + 1) * size)
-            indexes = [index for index, _ in leased[part]]
-            right[part] = verify_images(
-                chain, indexes, [slots.images(index, index + 1)[0] for index, slots in leased[part]]
-            )
-            return True
-
-        with suppress(KVStoreError):  # past the deadline, what is verified by then is good
-            self._copiers.share(-(-len(leased) // size), verify, deadline)
-        self._counters.add(NodeCount.MEMORY_HITS, int(right.sum()))
+        indexes = [index for index, _ in leased]
+        images = [slots.image(index) for index, slots in leased]
+        right = verified(chain, indexes, images, self._copiers, deadline)
+        self._counters.add(NodeCount.MEMORY_HITS, sum(right))
         found: dict[int, npt.NDArray[np.uint8]] = {}
-        for (index, slots), is_right in zip(leased, right.copy().tolist(), strict=True):
+        for (index, slots), image, is_right in zip(leased, images, right, strict=True):
             # The tier verifies a wrong image once more and drops it (rule I1). Not past the deadline: this one thread
             # would then verify everything that was not verified by then.
             if is_right or (not deadline.passed and memory.view(slots, index) is not None):
-                payload = payload_of(chain, index, slots.images(index, index + 1)[0])
-                found[index] = _leased(payload, slots.release)
+                found[index] = _leased(payload_of(chain, index, image), slots.release)
             else:
                 slots.release()
         return found
@@ -111,10 +97,8 @@ class Views:
                 payloads[index] = self._chunks.map(expected)
                 return payloads[index] is not None
             memory = memoryview(bytearray(layout.chunk_bytes))
-            size = layout.section_bytes
-            sections = [memory[start : start + size] for start in range(0, len(memory), size)]
             payloads[index] = memory.toreadonly()
-            return self._chunks.read(expected, sections, borrowed)
+            return self._chunks.read(expected, cut_evenly(memory, layout.section_bytes), borrowed)
 
         groups = None
         if run is not None:

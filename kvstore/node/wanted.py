@@ -80,6 +80,13 @@ def image_bytes(wanted: Wanted, index: int) -> int:
     return header_bytes(len(wanted.keys[index]), 1) + wanted.sizes_bytes[index]
 
 
+def image_sizes(wanted: Wanted, indexes: Sequence[int]) -> list[int]:
+    """Returns the bytes of the whole images at ``indexes``, headers included."""
+    if isinstance(wanted, Chain) and len(indexes):
+        return [image_bytes(wanted, indexes[0])] * len(indexes)
+    return [image_bytes(wanted, index) for index in indexes]
+
+
 def section_bytes(wanted: Wanted, index: int) -> int:
     """Returns the bytes of each section of one of them."""
     return wanted.namespace.layout.section_bytes if isinstance(wanted, Chain) else wanted.sizes_bytes[index]
@@ -97,6 +104,12 @@ def mean_bytes(wanted: Wanted, first: int, count: int) -> int:
     if isinstance(wanted, Chain):
         return wanted.namespace.layout.chunk_bytes
     return sum(wanted.sizes_bytes[first : first + count]) // max(1, count)
+
+
+def leading(there: bytes | bytearray | npt.NDArray[np.bool_]) -> int:
+    """Returns how many leading chunks are there, of those that have a byte each."""
+    first_miss = bytes(there).find(0)
+    return len(there) if first_miss < 0 else first_miss
 
 
 def payload_of(wanted: Wanted, index: int, image: memoryview) -> memoryview:

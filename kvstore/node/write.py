@@ -21,10 +21,10 @@ from kvstore.hints import Hints
 from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
 from kvstore.node.publish import Mask
-from kvstore.node.root_write import RootWrite, leading
+from kvstore.node.root_write import RootWrite
 from kvstore.node.stack import TierStack
 from kvstore.node.view import View
-from kvstore.node.wanted import Keyed, Wanted, sizes_of
+from kvstore.node.wanted import Keyed, Wanted, leading, sizes_of
 from kvstore.results import PutResult
 from kvstore.sections import Sections
 from kvstore.writes import WriteMode

@@ -74,10 +74,7 @@ def _received(link: Link, chain: Chain, first: int, images: Sequence[memoryview]
     channel.send(Kind.GET, number, [encode_request(timeout_s, Mode.STREAM, traced(request))])
     link.receive(Kind.START)
     for index, image in enumerate(images, first):
-        head = channel.receive_head()
-        if head.kind is Kind.REFUSED:
-            link.refused(head)
-        channel.expect(head, Kind.FILE, Kind.END)
+        head = link.receive_head(Kind.FILE, Kind.END)
         if head.kind is Kind.END:
             channel.receive(head.length)
             return

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kvstore.errors import InvalidRequest
 from kvstore.wire.limits import MESSAGE_BYTES_MAX
-from kvstore.wire.seals import SEAL_FIELD, seal
+from kvstore.wire.messages import SEAL_FIELD, seal
 from kvstore.wire.statuses import BrokenTransfer
 
 _NOTHING = memoryview(b"")

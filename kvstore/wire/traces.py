@@ -9,7 +9,7 @@ from __future__ import annotations
 from google.protobuf.message import Message
 
 from kvstore import tracing
-from kvstore.wire.seals import seal
+from kvstore.wire.messages import seal
 
 _TAG = b"\xf2\x7f"
 """Field 2046, wire type 2 (a length and so many bytes)."""

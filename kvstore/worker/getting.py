@@ -1,22 +1,24 @@
-"""Get: chunks are read and verified on the node's lanes while earlier ones are sent."""
+"""Get, GetBlocks and MatchBlocks: chunks of a prompt are read and verified while those before them are being sent."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from contextlib import closing
-from typing import cast
 
+from kvstore.buffers import cut, cut_evenly, grouped
 from kvstore.counts import WorkerCount
 from kvstore.errors import InvalidRequest
 from kvstore.node.deadline import Deadline
 from kvstore.node.holds import Hold
 from kvstore.node.node import Node
 from kvstore.node.reading import Reading
-from kvstore.results import LayerMemory
+from kvstore.node.wanted import leading
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.frames import encode_frame
+from kvstore.wire.messages import unpack_keys, unpack_sizes
 from kvstore.wire.parts import encode_parts
-from kvstore.worker.admission import BytesInFlight
+from kvstore.worker.admission import Buffers, BytesInFlight
+from kvstore.worker.bulk.layering import layers_of
 from kvstore.worker.call import Call
 from kvstore.worker.calls import Calls, seconds_left
 from kvstore.worker.limits import WorkerLimits
@@ -24,19 +26,26 @@ from kvstore.worker.prompts import Prompts
 
 
 class GetStreams:
-    """Serves Get, by chunk and by layer."""
+    """Serves what reads over gRPC."""
 
     def __init__(
-        self, node: Node, prompts: Prompts, in_flight: BytesInFlight, calls: Calls, limits: WorkerLimits
+        self,
+        node: Node,
+        prompts: Prompts,
+        in_flight: BytesInFlight,
+        calls: Calls,
+        limits: WorkerLimits,
+        buffers: Buffers,
     ) -> None:
         self._node = node
         self._prompts = prompts
         self._in_flight = in_flight
         self._calls = calls
         self._limits = limits
+        self._buffers = buffers
 
     def get(self, request: pb.GetRequest, context: Call) -> Iterator[bytes]:
-        """Yields the encoded messages of one answer."""
+        """The encoded messages of one answer about a prompt, in either order."""
         by_layer = request.order == pb.ORDER_LAYERS
         if request.order not in (pb.ORDER_UNSPECIFIED, pb.ORDER_CHUNKS, pb.ORDER_LAYERS):
             raise InvalidRequest(f"order is {request.order}: expected ORDER_CHUNKS (1) or ORDER_LAYERS (2)")
@@ -55,36 +64,65 @@ class GetStreams:
                     else self._by_chunk(hold, request.first, count, context)
                 )
 
+    def match_blocks(self, request: pb.MatchBlocksRequest, context: Call) -> pb.MatchBlocksResponse:
+        """How many leading keys are there, and which of all where that is asked for."""
+        namespace, keys = self._prompts.namespace(request.namespace, context), unpack_keys(request.keys)
+        self._prompts.settle_blocks(namespace, keys)
+        deadline = Deadline(self._node.clock, seconds_left(context, self._node.limits.match_deadline_s))
+        if request.each:
+            present = bytes(self._node.blocks.present(namespace, keys, deadline))
+            return pb.MatchBlocksResponse(blocks=len(present) - len(present.lstrip(b"\1")), present=present)
+        return pb.MatchBlocksResponse(blocks=self._node.blocks.match(namespace, keys, deadline))
+
+    def get_blocks(self, request: pb.GetBlocksRequest, context: Call) -> Iterator[bytes]:
+        """The encoded messages of one answer about blocks: as many at once as fit into a window of memory."""
+        namespace, keys = self._prompts.namespace(request.namespace, context), unpack_keys(request.keys)
+        hold = self._prompts.block_hold(request.hold, namespace)
+        sizes = unpack_sizes(request.sizes, len(keys))
+        self._prompts.settle_blocks(namespace, keys)
+        groups = list(grouped(sizes, self._limits.window_bytes))
+        largest = max((sum(sizes[group]) for group in groups), default=0)
+        with self._in_flight.reserved(largest):
+            memory = memoryview(bytearray(largest))
+            for group in groups:
+                buffers = cut(memory, sizes[group])
+                deadline = Deadline(self._node.clock, seconds_left(context, self._node.limits.read_deadline_s))
+                if hold is not None:
+                    self._node.holds.check(hold)
+                hits = self._node.blocks.get(namespace, keys[group], buffers, deadline, held=hold is not None)
+                found = [buffer for buffer, hit in zip(buffers, hits, strict=True) if hit]
+                self._calls.add(WorkerCount.WIRE_BYTES_OUT, sum(map(len, found)))
+                yield from encode_parts(found, bytes(hits))
+
     def _by_chunk(self, hold: Hold, first: int, count: int, context: Call) -> Iterator[bytes]:
         node, layout = self._node, hold.chain.namespace.layout
-        window = max(1, min(count - first, self._limits.window_bytes // layout.chunk_bytes))
-        windows = [(at, min(window, count - at)) for at in range(first, count, window)]
-        memories = [memoryview(bytearray(window * layout.chunk_bytes)) for _ in windows[:2]]
+        most = max(1, min(count - first, self._limits.window_bytes // layout.chunk_bytes))
+        runs = [(at, min(most, count - at)) for at in range(first, count, most)]
+        memories = [memoryview(bytearray(most * layout.chunk_bytes)) for _ in runs[:2]]
         good = 0
 
         def begin(number: int) -> Reading:
-            start, size = windows[number]
+            start, size = runs[number]
             memory = memories[number % 2]
 
             def sections(index: int) -> list[memoryview]:
-                return _split(memory, layout.section_bytes, index - start, layout.section_count)
+                at = (index - start) * layout.chunk_bytes
+                return cut_evenly(memory[at : at + layout.chunk_bytes], layout.section_bytes)
 
             return node.begin_read(hold, start, size, sections)
 
-        with self._in_flight.reserved(len(memories) * window * layout.chunk_bytes):
+        with self._in_flight.reserved(len(memories) * most * layout.chunk_bytes):
             reading = begin(0)
             try:
-                for number, (start, size) in enumerate(windows):
+                for number, (start, size) in enumerate(runs):
                     done = reading.wait(Deadline(node.clock, seconds_left(context, node.limits.read_deadline_s)))
-                    first_miss = done.find(0)
-                    good = start + (size if first_miss < 0 else first_miss)
-                    if first_miss < 0 and number + 1 < len(windows):
+                    good = start + leading(done)
+                    if good == start + size and number + 1 < len(runs):
                         reading = begin(number + 1)
-                    self._calls.add(WorkerCount.WIRE_BYTES_OUT, (good - start) * layout.chunk_bytes)
-                    yield from encode_parts(
-                        _split(memories[number % 2], layout.section_bytes, 0, (good - start) * layout.section_count)
-                    )
-                    if first_miss >= 0:
+                    good_bytes = (good - start) * layout.chunk_bytes
+                    self._calls.add(WorkerCount.WIRE_BYTES_OUT, good_bytes)
+                    yield from encode_parts(cut_evenly(memories[number % 2][:good_bytes], layout.section_bytes))
+                    if good < start + size:
                         break
             finally:
                 # Before the memory is freed: a lane may be reading into it for a client that is gone.
@@ -92,27 +130,8 @@ class GetStreams:
                 node.used(hold, good)
 
     def _by_layer(self, hold: Hold, count: int, context: Call) -> Iterator[bytes]:
-        if count < hold.count:
-            raise InvalidRequest(f"chunks_max is {count}: expected 0 or {hold.count} for a hold read layer by layer")
-        layout = hold.chain.namespace.layout
-        plane_bytes = count * layout.section_bytes
-        with self._in_flight.reserved(4 * plane_bytes):
-            memories = [memoryview(bytearray(2 * plane_bytes)) for _ in range(2)]
-
-            def memory(layer: int) -> LayerMemory:
-                # Two in turn: when a layer begins, the one before the last has been sent.
-                both = memories[layer % 2]
-                return LayerMemory(both[:plane_bytes], both[plane_bytes:])
-
-            each_s = seconds_left(context, self._node.limits.read_deadline_s)
-            layers = cast("Generator[tuple[int, LayerMemory]]", self._node.read_layers(hold, memory, each_s))
-            with closing(layers):
-                for layer, _ in layers:
-                    self._calls.add(WorkerCount.WIRE_BYTES_OUT, 2 * plane_bytes)
-                    yield from encode_parts(_split(memories[layer % 2], layout.section_bytes, 0, 2 * count))
-
-
-def _split(memory: memoryview, section_bytes: int, chunk: int, count: int) -> list[memoryview]:
-    """Returns the ``count`` sections of chunk number ``chunk`` in ``memory``."""
-    start = chunk * count * section_bytes
-    return [memory[at : at + section_bytes] for at in range(start, start + count * section_bytes, section_bytes)]
+        section_bytes = hold.chain.namespace.layout.section_bytes
+        with closing(layers_of(self._node, hold, count, self._in_flight, self._buffers, context)) as layers:
+            for _, memory in layers:
+                self._calls.add(WorkerCount.WIRE_BYTES_OUT, len(memory))
+                yield from encode_parts(cut_evenly(memory, section_bytes))

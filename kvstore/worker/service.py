@@ -21,8 +21,7 @@ from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.limits import SERVICE
 from kvstore.wire.messages import namespace_message, namespace_of, unpack_keys
 from kvstore.wire.watch import Watch
-from kvstore.worker.admission import BytesInFlight, Gate
-from kvstore.worker.blocks import BlockStreams
+from kvstore.worker.admission import Buffers, BytesInFlight, Gate
 from kvstore.worker.bulk.listener import BulkListener
 from kvstore.worker.bulk.serving import BulkRequests
 from kvstore.worker.call import Call
@@ -80,10 +79,10 @@ class Service:
         self.room = Space(None, None)
         """Room on the root, as last reported by it."""
         self.prompts = Prompts(member, self.holds, self.behind)
-        self.bulk_requests = BulkRequests(node, self.prompts, self.in_flight, self.calls, limits, self.behind)
+        buffers = Buffers(limits.buffers_bytes_max)
+        self.bulk_requests = BulkRequests(node, self.prompts, self.in_flight, self.calls, limits, self.behind, buffers)
         self._putting = PutStreams(node, self.prompts, self.in_flight, self.calls)
-        self._getting = GetStreams(node, self.prompts, self.in_flight, self.calls, limits)
-        self._blocks = BlockStreams(node, self.prompts, self.in_flight, self.calls, limits)
+        self._getting = GetStreams(node, self.prompts, self.in_flight, self.calls, limits, buffers)
         self._moves = MoveStreams(node, self.prompts, self.gate)
         self._pins = PinCalls(member, self.prompts, self.calls.guard)
 
@@ -149,8 +148,8 @@ class Service:
                 "ListPins": many("ListPins", pb.ListPinsRequest, self._pins.list),
                 "CountRefs": unary("CountRefs", pb.CountRefsRequest, self._pins.count_refs),
                 "PutBlocks": stream_in("PutBlocks", self._putting.put_blocks),
-                "MatchBlocks": unary("MatchBlocks", pb.MatchBlocksRequest, self._blocks.match),
-                "GetBlocks": many("GetBlocks", pb.GetBlocksRequest, self._blocks.get),
+                "MatchBlocks": unary("MatchBlocks", pb.MatchBlocksRequest, self._getting.match_blocks),
+                "GetBlocks": many("GetBlocks", pb.GetBlocksRequest, self._getting.get_blocks),
                 "Move": many("Move", pb.MoveRequest, self._moves.move),
                 "Clear": unary("Clear", pb.ClearRequest, self._clear),
                 "Stats": unary("Stats", pb.StatsRequest, self._stats, light=True),

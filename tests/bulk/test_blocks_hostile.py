@@ -13,22 +13,20 @@ from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from kvstore.buffers import Pieces
 from kvstore.client.bulk.given import Giving
-from kvstore.client.bulk.lanes import FileLanes
 from kvstore.client.bulk.links import Link
 from kvstore.client.bulk.memory import WorkerMemory
-from kvstore.client.bulk.reading_blocks import BlockReading
-from kvstore.client.bulk.receiving import GROUP_BYTES, is_small, receive_images
-from kvstore.client.limits import ClientLimits
+from kvstore.client.bulk.receiving import GROUP_BYTES, Ask, ImageReceiver
 from kvstore.errors import InvalidRequest
 from kvstore.format.checksum import checksum
 from kvstore.format.header import Incarnation, encode, expected_block
 from kvstore.namespace import Namespace
 from kvstore.node.wanted import keyed
-from kvstore.sources import SystemClock
+from kvstore.sections import Buffers
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel, LinkBroken, LinkLate
 from kvstore.wire.bulk.frames import (
@@ -287,7 +285,7 @@ def test_a_worker_that_lies_about_what_it_gives_is_left(kind: Kind, payload: byt
     os.close(reading)
     os.close(writing)
     with Giving(link, 1, Mode.SLOTS, has_gaps=True) as giving, pytest.raises((LinkBroken, InvalidRequest)):
-        list(giving.each_or_not(0, 10))
+        list(giving.each(0, 10))
     del giving
     worker.close()
     link.close()
@@ -296,10 +294,19 @@ def test_a_worker_that_lies_about_what_it_gives_is_left(kind: Kind, payload: byt
 
 def image_of(namespace: Namespace, at: int) -> bytes:
     """A block's whole file."""
-    payload = BLOCKS[at].tobytes()
-    return (
-        bytes(encode(expected_block(namespace, KEYS[at], SIZE), Incarnation(bytes(16)), [checksum(payload)])) + payload
-    )
+    return image_with(namespace, KEYS[at], BLOCKS[at].tobytes())
+
+
+def image_with(namespace: Namespace, key: bytes, payload: bytes) -> bytes:
+    expected = expected_block(namespace, key, len(payload))
+    return bytes(encode(expected, Incarnation(bytes(16)), [checksum(payload)])) + payload
+
+
+def stream_to(link: Link, namespace: Namespace, buffers: list[npt.NDArray[np.uint8]], done: bytearray) -> ImageReceiver:
+    """The first blocks on their way into ``buffers``."""
+    count = len(buffers)
+    wanted = keyed(namespace, KEYS[:count], list(map(len, buffers)))
+    return ImageReceiver(link, Ask(1, wanted, 0, count, Buffers([each.data for each in buffers]), range(count)), done)
 
 
 @pytest.mark.parametrize("case", ["another", "twice", "unknown", "short", "long", "payload", "header", "ends"])
@@ -317,34 +324,29 @@ def test_an_image_that_is_not_right_is_no_hit(case: str) -> None:
         second[{"payload": 5000, "header": 60}[case]] ^= 1
     worker, link = linked()
     worker.send(Kind.FILE, 1, [encode_index(0), images[0]])
-    if case == "ends":
-        worker.send(Kind.END, 1)
-    else:
+    if case != "ends":
         worker.send(Kind.FILE, 1, [encode_index(at), second])
-    hits, buffers = [False] * 3, [np.zeros(SIZE, np.uint8) for _ in range(3)]
-    lanes = FileLanes(SystemClock())
-    pieces: Pieces = [buffer.data for buffer in buffers]
-    wanted = keyed(namespace, KEYS[:3], [SIZE] * 3)
-    reading = BlockReading(link, wanted, pieces, hits, lanes, ClientLimits())
+    worker.send(Kind.END, 1)
+    done, buffers, is_right = bytearray(3), [np.zeros(SIZE, np.uint8) for _ in range(3)], False
     with suppress(LinkBroken):
-        reading.run(range(3))
-    assert hits == [True, False, False]
+        is_right = stream_to(link, namespace, buffers, done).receive()
+    assert list(done) == [1, 0, 0]
     assert np.array_equal(buffers[0], BLOCKS[0])
-    assert link.channel.alive == (case == "ends")
-    assert set(reading.damaged) <= {1, 2}
+    assert link.channel.alive == is_right == (case == "ends")
     if case not in ("another", "payload"):
         assert not buffers[2].any()
     worker.close()
     link.close()
-    lanes.close()
 
 
 def test_an_image_that_comes_a_packet_at_a_time_is_not_copied_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """It stays where it is until it is whole: half a MiB would be copied hundreds of times."""
     worker, link = linked()
-    image = random.Random(3).randbytes(500_000)
+    namespace, payload = Namespace("m", MEDIUM), random.Random(3).randbytes(500_000)
+    image = image_with(namespace, KEYS[0], payload)
     packets = memoryview(encode_head(Kind.FILE, 1, INDEX_BYTES + len(image)) + encode_index(0) + image)
-    assert is_small(len(image))
+    buffers, done = [np.zeros(len(payload), np.uint8)], bytearray(1)
+    worker.send(Kind.END, 1)
     monkeypatch.setattr(Channel, "receive_some", lambda channel, pieces, bytes_max=0: one_packet(pieces))
     sent_bytes = 0
 
@@ -357,10 +359,10 @@ def test_an_image_that_comes_a_packet_at_a_time_is_not_copied_for_each(monkeypat
 
     tracemalloc.start()
     try:
-        memory, came = next(receive_images(link, lambda at, came_bytes: None))
+        assert stream_to(link, namespace, buffers, done).receive()
         assert tracemalloc.get_traced_memory()[1] < GROUP_BYTES + len(image) // 2
     finally:
         tracemalloc.stop()
-    assert memory[came[0]] == image
+    assert buffers[0].tobytes() == payload
     worker.close()
     link.close()

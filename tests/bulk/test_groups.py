@@ -6,18 +6,21 @@ import socket
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from kvstore.address import Chain
 from kvstore.client.bulk import receiving
 from kvstore.client.bulk.links import BulkRefused, Link
-from kvstore.client.bulk.receiving import receive_chunks
-from kvstore.format.header import Damaged
+from kvstore.client.bulk.receiving import Ask, ImageReceiver
+from kvstore.client.fetching import ChunkFetch
+from kvstore.client.remote import remote_port
 from kvstore.namespace import Namespace
 from kvstore.node.images import make_images
-from kvstore.node.wanted import image_bytes
+from kvstore.node.wanted import image_bytes, leading
 from kvstore.sections import Planes
 from kvstore.sources import RandomIds
 from kvstore.v1 import kvstore_pb2 as pb
@@ -38,6 +41,15 @@ def file(index: int, said: int | None = None) -> bytes:
     make_images(CHAIN, [index], Planes(KV, MEDIUM.section_bytes), [image], RandomIds())
     head = encode_head(Kind.FILE, NUMBER, 8 + len(image))
     return head + encode_index(index if said is None else said) + bytes(image)
+
+
+def planes(array: npt.NDArray[Any]) -> Planes:
+    return Planes(array, MEDIUM.section_bytes)
+
+
+def receiving_from(link: Link, first: int, stop: int, out: npt.NDArray[Any], done: bytearray) -> ImageReceiver:
+    asked = Ask(NUMBER, CHAIN, first, stop, planes(out), range(stop))
+    return ImageReceiver(link, asked, done)
 
 
 @contextmanager
@@ -79,34 +91,44 @@ def test_chunks_before_what_ends_a_stream_are_good(
     if case == "damaged":
         files[broken - FIRST] = files[broken - FIRST][:-1] + bytes([files[broken - FIRST][-1] ^ 1])
     elif case == "another":
-        files[broken - FIRST] = file(broken, said=broken + 1)
+        files[broken - FIRST] = file(broken, said=broken - 1)
     elif case != "whole":
         files[broken - FIRST :] = [{"end": END, "refused": REFUSED, "closed": b""}[case]]
     expected: dict[str, type[Exception]] = {
         "refused": BulkRefused,
         "another": LinkBroken,
-        "damaged": Damaged,
         "closed": LinkBroken,
     }
-    out, good = np.zeros_like(KV), FIRST
+    out, done = np.zeros_like(KV), bytearray(b"\1" * FIRST + bytes(COUNT - FIRST))
     failed: Exception | None = None
+    is_right = case != "damaged"
     with stream_of([*files, b"" if case == "closed" else END], step_bytes) as link:
         try:
-            for reached in receive_chunks(link, NUMBER, CHAIN, FIRST, COUNT, Planes(out, MEDIUM.section_bytes)):
-                good = reached
-        except (BulkRefused, LinkBroken, Damaged) as error:
+            assert receiving_from(link, FIRST, COUNT, out, done).receive() is is_right
+        except (BulkRefused, LinkBroken) as error:
             failed = error
         is_alive = link.channel.alive
     assert type(failed) is expected.get(case, type(None))
-    assert is_alive is (failed is None), "after an error nobody knows what comes next on the connection"
-    size = MEDIUM.chunk_tokens
-    assert FIRST <= good <= (COUNT if case == "whole" else broken)
-    # Of a group that was cut off by the connection's end nothing counts; else all that came before.
-    assert good == (COUNT if case == "whole" else broken) or case == "closed"
+    assert is_alive is (failed is None and is_right), "after an error nobody knows what comes next on the connection"
+    size, good = MEDIUM.chunk_tokens, leading(done)
+    assert good == (COUNT if case == "whole" else broken)
     assert same(out[:, :, FIRST * size : good * size], KV[:, :, FIRST * size : good * size])
 
 
 def test_nothing_to_receive_is_only_the_end() -> None:
     with stream_of([END], 16) as link:
-        assert list(receive_chunks(link, NUMBER, CHAIN, 5, 5, Planes(KV, MEDIUM.section_bytes))) == []
+        assert receiving_from(link, 5, 5, KV, bytearray(5)).receive()
         assert link.channel.alive
+
+
+def test_what_came_behind_a_miss_counts_no_more_once_it_is_asked_for_again() -> None:
+    """It is written over: a stream that breaks off in the middle of it would leave half of each."""
+    port = remote_port(["127.0.0.1:1"])
+    try:
+        fetch = ChunkFetch(CHAIN.namespace, CHAIN.tokens, pb.GetRequest(), COUNT, lambda _: planes(KV), port._tools)
+        fetch.done[:3] = b"\1\0\1"
+        request = fetch._request(range(1, COUNT))
+        assert (request.first, request.chunks_max) == (1, COUNT)
+        assert list(fetch.done) == [1] + [0] * (COUNT - 1)
+    finally:
+        port.close()

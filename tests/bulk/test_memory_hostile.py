@@ -237,7 +237,7 @@ def test_slots_outside_the_memory_are_not_looked_at(served: Served, offset: int)
     memory = WorkerMemory(fd, memory_of(served).arena.size_bytes, b"")
     outside = offset if offset != 4096 * 16 else memory_of(served).arena.size_bytes - 4096
     with pytest.raises(InvalidRequest):
-        memory.images((0, outside), 8192)
+        memory.images((0, outside), (8192, 8192))
 
 
 def test_memory_that_could_shrink_is_not_mapped() -> None:

@@ -42,7 +42,7 @@ def test_i1_bytes_that_are_replaced_while_they_are_taken_are_not_said_to_be_righ
     kv = np.random.default_rng(1).integers(0, 256, (1, 2, count * LARGE.section_bytes), np.uint8)
     size = image_bytes(chain, 0)
     memory = np.zeros(count * size, np.uint8)
-    images = ImagesIn(memory.data, [at * size for at in range(count)], size)
+    images = ImagesIn(memory.data, [at * size for at in range(count)], [size] * count)
     make_images(chain, range(count), Planes(kv, LARGE.section_bytes), images, RandomIds())
     right, out = memory.copy(), np.zeros_like(kv)
     outcomes = [0, 0]

@@ -119,11 +119,11 @@ def test_a_file_that_went_between_two_layers_ends_them_there(tmp_root: Path, mon
     kv = kv_of(SMALL, tokens)
     real = ChunkRuns.read_layer
 
-    def read_layer(self: ChunkRuns, run: LayerRun, part: int, layer: int, *rest: Any) -> npt.NDArray[np.bool_]:
+    def read_layer(self: ChunkRuns, run: LayerRun, layer: int, *rest: Any) -> npt.NDArray[np.bool_]:
         if layer == 1:  # after the first was read, and before any of the second is
             for file in chunk_files(tmp_root):
                 file.unlink(missing_ok=True)
-        return real(self, run, part, layer, *rest)
+        return real(self, run, layer, *rest)
 
     monkeypatch.setattr(ChunkRuns, "read_layer", read_layer)
     with opened(tmp_root, native=True, limits=Limits(open_files_max=1)) as store:

@@ -22,7 +22,7 @@ from kvstore.node.images import Images, ImagesIn, copy_sections, make_images, ta
 from kvstore.node.wanted import Keyed, image_bytes
 from kvstore.sections import Planes, planes_of
 from tests.native.test_same_results import DAMAGES, LARGE, MANY, UNALIGNED, Spoil
-from tests.node.stores import SMALL, TINY, chunk_files, kv_of, member_of, resealed, same, store_on
+from tests.node.stores import SMALL, TINY, chunk_files, kv_of, resealed, same, store_on
 
 LAYOUTS = {"tiny": TINY, "small": SMALL, "large": LARGE, "many": MANY, "odd": UNALIGNED}
 
@@ -201,12 +201,12 @@ def test_images_are_a_source_for_puts(tmp_root: Path) -> None:
     size = image_bytes(chain, 0)
     memory = memoryview(bytearray(6 * 2 * size))
     offsets = [at * 2 * size // 4096 * 4096 for at in range(6)]
-    make_images(chain, range(6), planes_of(kv, SMALL), ImagesIn(memory, offsets, size), CountedIds())
+    make_images(chain, range(6), planes_of(kv, SMALL), ImagesIn(memory, offsets, [size] * 6), CountedIds())
     with store_on(tmp_root) as store:
         cache = store.namespace("m", SMALL)
         cache.put(chain.tokens[:32], kv[:, :, :32])
-        node = member_of(store).node
-        source = Images(chain, 2, ImagesIn(memory.toreadonly(), offsets, size)[2:])
+        node = store._port._node  # type: ignore[attr-defined]
+        source = Images(chain, 2, ImagesIn(memory.toreadonly(), offsets, [size] * 6)[2:])
         run = node._chunks.runs.of(chain, 2, 4, source)
         assert (run is not None) == is_available()
         assert node._chunks.runs.of(chain, 1, 4, source) is None, "it has no chunk 1"
@@ -265,8 +265,8 @@ def test_memory_that_was_taken_back_is_not_written_to(way: bool) -> None:
 
 def test_a1_images_out_of_the_memory_are_refused() -> None:
     memory = memoryview(bytearray(3 * 4096))
-    assert len(ImagesIn(memory, [0, 4096, 8192], 4096)) == 3 and len(ImagesIn(memory, [], 4 * 4096)) == 0
-    assert [len(image) for image in ImagesIn(memory, [0, 100], 5000)[1:]] == [5000]
+    assert len(ImagesIn(memory, [0, 4096, 8192], [4096] * 3)) == 3 and len(ImagesIn(memory, [], [])) == 0
+    assert [len(image) for image in ImagesIn(memory, [0, 100], [4000, 5000])[1:]] == [5000]
     for offsets, size in (([0, 8193], 4096), ([0], 4 * 4096), ([1 << 63], 4096), ([(1 << 64) - 4096], 4096)):
         with pytest.raises(InvalidRequest):
-            ImagesIn(memory, np.array(offsets, np.uint64), size)
+            ImagesIn(memory, np.array(offsets, np.uint64), [size] * len(offsets))

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from kvstore.errors import InvalidRequest
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.frames import decode_frame, encode_frame
-from kvstore.wire.messages import pack_keys, pack_tokens, parse, sealed
-from kvstore.wire.seals import SEAL_BYTES, SEAL_FIELD
+from kvstore.wire.messages import SEAL_BYTES, SEAL_FIELD, pack_keys, pack_tokens, parse, sealed
 from kvstore.wire.statuses import BrokenTransfer
 
 TOKENS = pack_tokens(np.random.default_rng(1).integers(0, 1 << 32, 256, dtype=np.uint32))

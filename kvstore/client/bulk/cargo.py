@@ -6,7 +6,7 @@ Separate from sending, which is the same for both.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -58,18 +58,6 @@ class Cargo(ABC):
     @abstractmethod
     def send(self, channel: Channel, first: int, count: int) -> None:
         """Sends the bytes of a run and its checksums."""
-
-    def runs(self, first: int, count: int, bytes_max: int) -> Iterator[tuple[int, int]]:
-        """Yields the first index and the count of each run: as many chunks as fit into ``bytes_max``, at least one."""
-        start, used = first, 0
-        for index in range(first, first + count):
-            size = self.size_bytes(index, 1)
-            if index > start and used + size > bytes_max:
-                yield start, index - start
-                start, used = index, 0
-            used += size
-        if count:
-            yield start, first + count - start
 
 
 class ChunkCargo(Cargo):

@@ -82,22 +82,14 @@ class Giving:
     def __exit__(self, *_: object) -> None:
         _close(self._ahead)
 
-    def each(self, first: int, count: int) -> Generator[Given]:
-        """Yields the places of chunks ``first`` to ``count - 1`` in order, up to the first that is not offered.
+    def each(self, first: int, stop: int) -> Generator[Given | NotGiven]:
+        """Yields what is given for chunks ``first`` to ``stop - 1``, and what is not: the last of it without gaps.
 
         Raises LinkBroken, LinkLate, BulkRefused, InvalidRequest.
         """
-        for given in self.each_or_not(first, count):
-            if isinstance(given, NotGiven):
-                return
-            yield given
-
-    def each_or_not(self, first: int, count: int) -> Generator[Given | NotGiven]:
-        """Yields the places of chunks, and which are not offered; without gaps the first such ends it.
-
-        Raises LinkBroken, LinkLate, BulkRefused, InvalidRequest.
-        """
-        runs = [(at, min(count, at + FILES_MAX)) for at in range(first, count, FILES_MAX)]
+        runs = [(at, min(stop, at + FILES_MAX)) for at in range(first, stop, FILES_MAX)]
+        if not runs:
+            return
         self._want(*runs[0])
         for following in (*runs[1:], None):
             self._ahead, is_whole = self._answers()

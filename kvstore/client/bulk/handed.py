@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -14,22 +14,20 @@ from kvstore.buffers import Borrowed, Pieces
 from kvstore.client.bulk.given import Given, GivenFiles, GivenSlots
 from kvstore.client.bulk.lanes import FileLanes
 from kvstore.client.bulk.links import Link
-from kvstore.client.bulk.receiving import fill_verified
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import Damaged
 from kvstore.native import is_available
+from kvstore.node.chunks import read_verified
 from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
 from kvstore.node.images import take_images
 from kvstore.node.lanes import Lanes
 from kvstore.node.reading import Groups, Reading, group_size
 from kvstore.node.runs import Run
-from kvstore.node.wanted import Wanted, expected_of, image_bytes, mean_bytes
+from kvstore.node.wanted import Wanted, expected_of, image_sizes, mean_bytes
 from kvstore.root.interface import LocalFiles, Stat
 from kvstore.root.posix_reader import PosixReader
 from kvstore.sections import Laid, Sections
-
-STEP_BYTES = 1 << 20
 
 
 def take_given(
@@ -47,46 +45,21 @@ def take_given(
     def take(start: int, stop: int, borrowed: Borrowed) -> npt.NDArray[np.bool_]:
         return take_images(wanted, range(first + start, first + stop), images[start:stop], into, borrowed)
 
-    return in_groups(wanted, first, count, take, lanes.copiers(), deadline)
-
-
-def images_of(link: Link, wanted: Wanted, slots: GivenSlots) -> Sequence[memoryview]:
-    """Returns the slots as parts of our mapping. Raises InvalidRequest if one is not within it."""
-    if link.memory is None:
-        raise InvalidRequest("the worker offered slots on a connection without its memory")
-    sizes = [image_bytes(wanted, index) for index in range(slots.first, slots.first + slots.count)]
-    if len(set(sizes)) == 1:
-        return link.memory.images(slots.offsets, sizes[0])
-    return [link.memory.images([at], size)[0] for at, size in zip(slots.offsets, sizes, strict=True)]
-
-
-def in_groups(
-    wanted: Wanted,
-    first: int,
-    count: int,
-    work: Callable[[int, int, Borrowed], npt.NDArray[np.bool_]],
-    lanes: Lanes,
-    deadline: Deadline,
-    *,
-    helps: bool = True,
-) -> bytearray:
-    """Calls ``work(start, stop, borrowed)`` for ``count`` chunks from index ``first`` on, in several lanes at once.
-
-    Returns one byte for each chunk, 1 if it is good. A bad chunk is not tried again. ``helps`` is as for ``Reading``.
-    """
-    size = group_size(count, mean_bytes(wanted, first, count), lanes.width)
-    groups = Groups(size, count, work)
-    reading = Reading(lanes, Counters(), count, lambda *_: False, isinstance(wanted, Chain), groups, helps=helps)
+    copiers = lanes.copiers()
+    groups = Groups(group_size(count, mean_bytes(wanted, first, count), copiers.width), count, take)
+    # What is not right is not tried again. The caller does a share, because nothing here waits for a device.
+    reading = Reading(copiers, Counters(), count, lambda *_: False, isinstance(wanted, Chain), groups, helps=True)
     try:
         return reading.wait(deadline)
     finally:
         reading.withdraw()  # after an interrupt (Ctrl-C) lanes may still be writing into the caller's memory
 
 
-def leading(done: bytearray) -> int:
-    """Number of leading good chunks."""
-    first_miss = done.find(0)
-    return len(done) if first_miss < 0 else first_miss
+def images_of(link: Link, wanted: Wanted, slots: GivenSlots) -> Sequence[memoryview]:
+    """Where slots lie in our mapping. Raises InvalidRequest where that is not within it."""
+    if link.memory is None:
+        raise InvalidRequest("slots came on a connection without memory")
+    return link.memory.images(slots.offsets, image_sizes(wanted, range(slots.first, slots.first + slots.count)))
 
 
 def _in_order(sections: Sections, first: int, count: int) -> Sections:
@@ -114,20 +87,10 @@ def read_files(
         fd = left.pop(at, None)
         if fd is None:
             return False
-        expected, offset = expected_of(wanted, first + at), 0
         with PosixReader(fd, f"of chunk {first + at}, as handed over", Stat(0, 0), never_blocks) as reader:
-
-            def fill(pieces: Pieces) -> int:
-                nonlocal offset
-                count = reader.read(pieces, offset, borrowed)
-                if not count:
-                    raise _Short
-                offset += count
-                return count
-
             try:
-                fill_verified(fill, expected, memory[at], STEP_BYTES)
-            except (Damaged, _Short):
+                read_verified(reader, expected_of(wanted, first + at), memory[at], borrowed)
+            except Damaged:
                 return False
         return True
 
@@ -160,10 +123,6 @@ def _groups(
         return run.read_open(run.first + start, run.first + stop, borrowed)
 
     return Groups(group_size(count, mean_bytes(wanted, first, count), lanes.width), count, read)
-
-
-class _Short(Exception):
-    """The file ended before its chunk did."""
 
 
 def _close(files: Sequence[int]) -> None:

@@ -34,12 +34,9 @@ def receive_layers(
         channel.alive = False
         raise HoldBroken(f"only {found} of {chunks} held chunks are left: match again", 0)
     for layer in range(layers):
-        head = channel.receive_head()
-        if head.kind is Kind.REFUSED:
-            link.refused(head)
-        channel.expect(head, Kind.LAYER)
-        if head.request != number:  # nothing else in a layer says which request it belongs to
-            raise channel.break_off(f"received a layer of request {head.request}: expected request {number}")
+        head = link.receive_head(Kind.LAYER)
+        if head.request != number:  # a layer says nothing else of where it belongs
+            raise channel.break_off(f"a layer of request {head.request} came: expected {number}")
         into = memory(layer)
         length = INDEX_BYTES + 2 * (len(into.k) + SUM_BYTES)
         if head.length != length or decode_index(channel.receive(INDEX_BYTES)) != layer:

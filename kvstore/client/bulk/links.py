@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn
 
 import grpc
 
@@ -118,19 +117,20 @@ class Link:
         return self._number
 
     def receive(self, *kinds: Kind) -> tuple[Head, bytes]:
-        """Receives the next frame, one of ``kinds``. Raises BulkRefused if the worker refuses."""
-        head = self.channel.receive_head()
-        if head.kind is Kind.REFUSED:
-            self.refused(head)
-        self.channel.expect(head, *kinds)
+        """The next frame, one of ``kinds``. Raises BulkRefused where the worker refuses."""
+        head = self.receive_head(*kinds)
         return head, self.channel.receive(head.length)
 
-    def refused(self, head: Head) -> NoReturn:
-        """Raises BulkRefused. The worker closes the connection after it."""
-        refusal = parse(pb.BulkRefusal, self.channel.receive(head.length))
-        self.channel.alive = False
-        code = _CODES.get(refusal.code, grpc.StatusCode.UNKNOWN)
-        raise BulkRefused(failure(code, refusal.message, list(refusal.trailers.items()), self.address))
+    def receive_head(self, *kinds: Kind) -> Head:
+        """The head of the next frame, one of ``kinds``. Raises BulkRefused where the worker refuses."""
+        head = self.channel.receive_head()
+        if head.kind is Kind.REFUSED:  # the worker closes the connection after it
+            refusal = parse(pb.BulkRefusal, self.channel.receive(head.length))
+            self.channel.alive = False
+            code = _CODES.get(refusal.code, grpc.StatusCode.UNKNOWN)
+            raise BulkRefused(failure(code, refusal.message, list(refusal.trailers.items()), self.address))
+        self.channel.expect(head, *kinds)
+        return head
 
     def share(self, size_bytes: int, reserve: Callable[[int], int]) -> None:
         """Makes an arena that holds ``size_bytes`` twice, or as much as can be had.

@@ -39,11 +39,11 @@ class WorkerMemory:
         """Stops background work. Arrays that refer to the mapping keep it alive. Idempotent."""
         self._closing.set()
 
-    def images(self, offsets: Sequence[int], size_bytes: int) -> ImagesIn:
-        """Returns images of ``size_bytes`` at these offsets. Raises InvalidRequest if one is not within the memory."""
+    def images(self, offsets: Sequence[int], sizes_bytes: Sequence[int]) -> ImagesIn:
+        """Images of these sizes at these offsets. Raises InvalidRequest where one is not all in the memory."""
         if any(offset % PAGE_BYTES for offset in offsets):
-            raise InvalidRequest(f"the worker offered images at {offsets}: expected multiples of {PAGE_BYTES}")
-        return ImagesIn(self._bytes, offsets, size_bytes)
+            raise InvalidRequest(f"images are said to be at {offsets}: expected multiples of {PAGE_BYTES}")
+        return ImagesIn(self._bytes, offsets, sizes_bytes)
 
 
 class Lease:

@@ -1,153 +1,173 @@
-"""Chunks that arrive piece by piece, verified while they are in the CPU's cache.
-
-Large chunks go straight into the caller's memory. Several small ones are received into one buffer and copied on.
+"""Whole images that a worker streams, verified while they are in the cache: straight in the caller's memory, or, small
+ones, several at a time in a buffer from which they are copied on.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
-from kvstore.address import Chain
 from kvstore.buffers import Borrowed, Pieces, byte_length, skip
 from kvstore.client.bulk.links import Link
 from kvstore.format.checksum import checksum
-from kvstore.format.header import Damage, Damaged, Expected, decode_as, expected_chunk
+from kvstore.format.header import Damage, Damaged, Expected, decode_as
 from kvstore.native import library as native
 from kvstore.node.images import ImagesIn, take_images
 from kvstore.node.items import Items
-from kvstore.sections import Planes, Sections
-from kvstore.wire.bulk.channel import Channel, LinkBroken
-from kvstore.wire.bulk.frames import HEAD_BYTES, INDEX_BYTES, Kind, decode_index, encode_head, encode_index
+from kvstore.node.wanted import Wanted, expected_of, image_sizes
+from kvstore.sections import Laid, Sections
+from kvstore.wire.bulk.channel import Channel
+from kvstore.wire.bulk.frames import HEAD_BYTES, INDEX_BYTES, Head, Kind, decode_index, file_in
 
 GROUP_BYTES = 1 << 20
-"""Bytes of small chunks received together: few enough to be in the CPU's cache when they are copied on."""
-ALIGNED_BYTES = 64
+"""Small images that are received together: so few that they are in the cache when they are copied on."""
 _BEFORE_BYTES = HEAD_BYTES + INDEX_BYTES
 
 
-def receive_chunks(link: Link, number: int, chain: Chain, first: int, count: int, sections: Sections) -> Iterator[int]:
-    """Receives chunks ``first`` to ``count - 1`` of a stream and its end, which may come early.
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What one request asks a worker for: those of ``wanted`` from ``first`` up to ``stop``.
 
-    Yields, after each step, how many leading chunks of the prompt are good. Raises Damaged, LinkBroken, BulkRefused.
+    The worker's answer has the indexes of ``wanted``, and so does ``sections``.
     """
-    many = GROUP_BYTES // (expected_chunk(chain, first).file_bytes + _BEFORE_BYTES) if first < count else 0
-    natively: Natively | None = None
-    if many < 2 and first < count and link.channel.moves_natively and isinstance(sections, Planes):
-        natively = Natively(chain, first, count, sections)
-    while first < count:
-        if many < 2:
-            if not receive_chunk(link, chain, first, natively or sections):
-                return
-            first += 1
-            yield first
-            continue
-        wanted = min(many, count - first)
-        came, good = _receive_many(link, number, chain, first, wanted, sections)
-        first += good
-        yield first
-        if good < came:
-            link.channel.alive = False  # the rest of this stream was not read
-            raise Damaged(Damage.SECTION_CHECKSUM)
-        if came < wanted:
-            break
-    link.receive(Kind.END)
+
+    number: int
+    """The request's."""
+    wanted: Wanted
+    first: int
+    stop: int
+    sections: Sections
+    places: Sequence[int]
+    """Where the caller counts each of them."""
 
 
-def _receive_many(link: Link, number: int, chain: Chain, first: int, count: int, sections: Sections) -> tuple[int, int]:
-    """Returns how many of ``count`` small chunks came before another frame, and how many leading ones are good.
+class ImageReceiver:
+    """The images of one request as they come, in whatever order; ``done[place]`` is 1 for those that are in place.
 
-    They are received into one buffer and copied on, because a few calls for each would cost more than its bytes.
+    ``done`` is up to date whatever is raised.
     """
-    channel, file_bytes = link.channel, expected_chunk(chain, first).file_bytes
-    record_bytes = _BEFORE_BYTES + file_bytes
-    stride = -(-record_bytes // ALIGNED_BYTES) * ALIGNED_BYTES
-    buffer = memoryview(bytearray(count * stride))
-    records = [buffer[start : start + record_bytes] for start in range(0, count * stride, stride)]
-    head = encode_head(Kind.FILE, number, INDEX_BYTES + file_bytes)
-    left: Pieces = records
-    arrived_bytes = came = 0
-    while came < count or arrived_bytes < count * record_bytes:
-        step_bytes = channel.receive_some(left)
-        arrived_bytes += step_bytes
-        left = skip(left, step_bytes)
-        is_other = False
-        # ``came`` counts heads. Each is checked as soon as it arrives: after another frame no more may follow.
-        while came < count and arrived_bytes >= came * record_bytes + HEAD_BYTES and not is_other:
-            begun = bytes(records[came][: min(_BEFORE_BYTES, arrived_bytes - came * record_bytes)])
-            is_other = not (head + encode_index(first + came)).startswith(begun)
-            if len(begun) < _BEFORE_BYTES and not is_other:
-                break
-            came += not is_other
-        if is_other:
-            rest = b"".join(records[came:])
-            channel.give_back(memoryview(rest)[: arrived_bytes - came * record_bytes])
-            break
-    images = ImagesIn(buffer, range(_BEFORE_BYTES, _BEFORE_BYTES + came * stride, stride), file_bytes)
-    done = take_images(chain, range(first, first + came), images, sections, Borrowed())
-    return came, came if done.all() else int(done.argmin())
 
+    def __init__(self, link: Link, asked: Ask, done: bytearray) -> None:
+        self._link = link
+        self._asked = asked
+        self._done = done
+        self._sizes = image_sizes(asked.wanted, range(asked.stop))
+        self._awaited = bytearray(asked.first) + b"\1" * (asked.stop - asked.first)
+        self._small_max = GROUP_BYTES // 2 - _BEFORE_BYTES
+        """Images of at most this size are received several at a time."""
+        self._small_count = sum(size <= self._small_max for size in self._sizes[asked.first :])
+        self._buffer = memoryview(b"")
+        self._natively: Natively | None = None
 
-def is_small(image_bytes: int) -> bool:
-    """True if ``receive_images`` accepts images of this size: small enough that several are received together."""
-    return 2 * (_BEFORE_BYTES + image_bytes) <= GROUP_BYTES
+    def receive(self) -> bool:
+        """Reads up to the end of the stream, which may come before all images have.
 
+        False if one is not right: then the connection has no more use. Raises LinkBroken, LinkLate, BulkRefused.
+        """
+        link, number = self._link, self._asked.number
+        while True:
+            is_right = not self._small_count or self._receive_small()
+            if is_right:
+                head = link.receive_head(Kind.FILE, Kind.END)
+                if head.request != number:
+                    raise link.channel.break_off(f"a frame of request {head.request} came: expected {number}")
+                if head.kind is Kind.END:
+                    link.channel.receive(head.length)
+                    return True
+                is_right = self._receive_large(head)
+            if not is_right:
+                link.channel.alive = False  # what follows was not read, perhaps from the middle of a frame on
+                return False
 
-def receive_images(link: Link, accept: Callable[[int, int], None]) -> Iterator[tuple[memoryview, dict[int, slice]]]:
-    """Yields small images of a stream, in any order and size, up to another frame, which is left unread.
-
-    ``accept`` gets the index and the size of each, and raises LinkBroken if it must not come. Yields a buffer, valid
-    until the next step, and where in it each image lies, by index. Raises LinkBroken, LinkLate.
-    """
-    channel, buffer, filled = link.channel, memoryview(bytearray(GROUP_BYTES)), 0
-    while True:
-        filled += channel.receive_some([buffer[filled:]])
-        came: dict[int, slice] = {}
-        at, is_other, broken = 0, False, None
-        while filled - at >= HEAD_BYTES:
+    def _receive_small(self) -> bool:
+        """Reads small images up to the last one, or to another frame, which is left. False if one is not right."""
+        if not self._buffer:
+            # Without room for a part of an image at the end, if all have one size: it would be moved to the front.
+            sizes = self._sizes[self._asked.first :]
+            record_bytes = _BEFORE_BYTES + next(size for size in sizes if size <= self._small_max)
+            self._buffer = memoryview(bytearray(GROUP_BYTES - GROUP_BYTES % record_bytes))
+        is_right, is_other = True, False
+        while is_right and self._small_count and not is_other:
+            starts: dict[int, int] = {}
             try:
-                head = channel.head_in(buffer[at : at + HEAD_BYTES])
-                is_other, stop = head.kind is not Kind.FILE, at + HEAD_BYTES + head.length
-                if is_other:
+                is_other = self._receive_group(starts)
+            finally:
+                is_right = self._take(starts)  # also what came before the connection was found to be no good
+        return is_right
+
+    def _receive_group(self, starts: dict[int, int]) -> bool:
+        """Fills the buffer with small images; sets where each lies. True if another frame came, which is left."""
+        channel, buffer, at, filled, is_other = self._link.channel, self._buffer, 0, 0, False
+        while self._small_count and filled < len(buffer) and not is_other:
+            filled += channel.receive_some([buffer[filled:]])
+            # Each head is looked at as soon as it came: behind another frame there may be nothing.
+            while filled - at >= HEAD_BYTES:
+                index, size_bytes = file_in(buffer[at:filled], self._asked.number)
+                is_other = not 0 <= size_bytes <= self._small_max
+                if is_other or at + _BEFORE_BYTES + size_bytes > filled:
                     break
-                if head.length < INDEX_BYTES or not is_small(head.length - INDEX_BYTES):
-                    raise channel.break_off(f"received a file of {head.length} bytes among small images")
-                if stop > filled:
-                    break
-                index = decode_index(buffer[at + HEAD_BYTES : at + _BEFORE_BYTES])
-                accept(index, head.length - INDEX_BYTES)
-            except LinkBroken as error:
-                broken = error
-                break
-            came[index] = slice(at + _BEFORE_BYTES, stop)
-            at = stop
-        if came:
-            yield buffer, came  # includes those that came before the connection was found to be bad
-        if broken is not None:
-            raise broken
-        if is_other:
+                self._accept(index, size_bytes)
+                self._small_count -= 1
+                starts[index] = at + _BEFORE_BYTES
+                at += _BEFORE_BYTES + size_bytes
+        if at < filled:
             channel.give_back(memoryview(bytes(buffer[at:filled])))
-            return
-        if at:  # keep an image that comes packet by packet in place: moving it for each packet would cost more than it
-            rest = bytes(buffer[at:filled])
-            buffer[: len(rest)] = rest
-            filled = len(rest)
+        return is_other
+
+    def _take(self, starts: dict[int, int]) -> bool:
+        """Copies small images on, out of the buffer; True if all are right."""
+        if not starts:
+            return True
+        asked, came = self._asked, list(starts)
+        run = range(came[0], came[0] + len(came))
+        indexes = run if came == list(run) else came  # a run is faster
+        images = ImagesIn(self._buffer, list(starts.values()), [self._sizes[index] for index in came])
+        right = take_images(asked.wanted, indexes, images, asked.sections, Borrowed()).tolist()
+        for index, is_right in zip(came, right, strict=True):
+            self._done[asked.places[index]] |= is_right
+        return all(right)
+
+    def _receive_large(self, head: Head) -> bool:
+        """Reads one image straight into its sections; True if it is right."""
+        channel, asked = self._link.channel, self._asked
+        index = decode_index(channel.receive(INDEX_BYTES)) if head.length > INDEX_BYTES else -1
+        self._accept(index, head.length - INDEX_BYTES)
+        try:
+            if channel.moves_natively and isinstance(asked.sections, Laid):
+                self._natively = self._natively or Natively(asked.wanted, asked.first, asked.stop, asked.sections)
+                self._natively.receive(channel, index)
+            else:
+                fill_verified(channel.receive_some, expected_of(asked.wanted, index), asked.sections(index))
+        except Damaged:
+            return False
+        self._done[asked.places[index]] = 1
+        return True
+
+    def _accept(self, index: int, came_bytes: int) -> None:
+        """Raises LinkBroken unless image ``index`` was asked for, comes for the first time, and has its size."""
+        channel = self._link.channel
+        if not 0 <= index < len(self._awaited) or not self._awaited[index]:
+            raise channel.break_off(f"an image of chunk {index} came, which was not asked for, or twice")
+        self._awaited[index] = 0
+        if came_bytes != self._sizes[index]:
+            raise channel.break_off(f"an image of {came_bytes} bytes came for chunk {index}")
 
 
 class Natively(Items):
-    """Chunks of a stream that native code receives into an array, verifying each piece while it is in the cache."""
+    """Images of a stream that native code receives into their sections, piece by piece, verifying each in the cache."""
 
-    def __init__(self, chain: Chain, first: int, stop: int, planes: Planes) -> None:
-        super().__init__(chain, range(first, stop))
-        self.lay(planes, fills=True)
+    def __init__(self, wanted: Wanted, first: int, stop: int, sections: Laid) -> None:
+        super().__init__(wanted, range(first, stop))
+        self.lay(sections, fills=True)
         self._first = first
         self._header = np.empty(int(self.items["header_bytes"].max()), np.uint8)
 
     def receive(self, channel: Channel, index: int) -> None:
-        """Receives one chunk's file. Raises Damaged, LinkBroken, LinkLate."""
+        """Receives the image of one chunk. Raises Damaged, LinkBroken, LinkLate."""
         header: int = self._header.__array_interface__["data"][0]
         came = ctypes.create_string_buffer(native.MOVED_BYTES)
         at = self.at(index - self._first)
@@ -155,51 +175,22 @@ class Natively(Items):
             raise Damaged(Damage.SECTION_CHECKSUM)
 
 
-def receive_chunk(link: Link, chain: Chain, index: int, into: Sections | Natively) -> bool:
-    """Reads one chunk of a stream; False if the stream ends before it. Raises Damaged, LinkBroken, BulkRefused."""
-    channel, expected = link.channel, expected_chunk(chain, index)
-    head = channel.receive_head()
-    if head.kind is Kind.REFUSED:
-        link.refused(head)
-    channel.expect(head, Kind.FILE, Kind.END)
-    if head.kind is Kind.END:
-        channel.receive(head.length)
-        return False
-    if head.length != INDEX_BYTES + expected.file_bytes or decode_index(channel.receive(INDEX_BYTES)) != index:
-        raise channel.break_off(f"received a file of {head.length} bytes: expected that of chunk {index}")
-    try:
-        if isinstance(into, Natively):
-            into.receive(channel, index)
-        else:
-            fill_verified(channel.receive_some, expected, into(index))
-    except Damaged:
-        channel.alive = False  # the stream is in the middle of a frame
-        raise
-    return True
+def fill_verified(fill: Callable[[Pieces], int], expected: Expected, sections: Pieces) -> None:
+    """Reads the file of a chunk into ``sections`` with ``fill``, which writes into pieces and returns how much.
 
-
-def fill_verified(
-    fill: Callable[[Pieces], int], expected: Expected, sections: Pieces, step_bytes: int | None = None
-) -> None:
-    """Reads the file of a chunk into ``sections``. ``fill`` writes into pieces and returns how many bytes.
-
-    With ``step_bytes``, ``fill`` is given at most that many at a time. Raises Damaged, and what ``fill`` raises.
+    Raises Damaged, and what ``fill`` raises.
     """
     raw = bytearray(expected.header_bytes)
     header: Pieces = [memoryview(raw)]
     while header:
         header = skip(header, fill(header))
     sums, size = decode_as(raw, expected).checksums, expected.section_bytes
-    step = expected.section_count if step_bytes is None else max(1, step_bytes // size)
-    for start in range(0, expected.section_count, step):
-        part = sections[start : start + step]
-        left: Pieces = part
-        wanted, received, verified = byte_length(part), 0, 0
-        while received < wanted:
-            count = fill(left)
-            received += count
-            left = skip(left, count)
-            whole = received // size
-            if tuple(map(checksum, part[verified:whole])) != sums[start + verified : start + whole]:
-                raise Damaged(Damage.SECTION_CHECKSUM)
-            verified = whole
+    left, wanted, received, verified = sections, byte_length(sections), 0, 0
+    while received < wanted:
+        count = fill(left)
+        received += count
+        left = skip(left, count)
+        whole = received // size
+        if tuple(map(checksum, sections[verified:whole])) != sums[verified:whole]:
+            raise Damaged(Damage.SECTION_CHECKSUM)
+        verified = whole

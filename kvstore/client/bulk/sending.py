@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from kvstore.buffers import grouped
 from kvstore.client.bulk.arena import Arena
 from kvstore.client.bulk.cargo import ARENA_RUNS, Addresses, Cargo
 from kvstore.client.bulk.copying import copy_rows
@@ -69,7 +70,9 @@ def send_put(
         raise channel.break_off(f"chunks {begin} to {begin + count - 1} are wanted of {cargo.count}")
     run_bytes = 0 if arena is None else _placed_bytes(arena, cargo, cargo.size_bytes(begin, count), behind=behind)
     try:
-        for at, chunks in cargo.runs(begin, count, run_bytes or RUN_BYTES_MAX):
+        sizes = [cargo.size_bytes(index, 1) for index in range(begin, begin + count)]
+        for run in grouped(sizes, run_bytes or RUN_BYTES_MAX):
+            at, chunks = begin + run.start, run.stop - run.start
             if at > begin and not channel.is_quiet():
                 break  # the worker has something to say: it refuses
             if arena is not None and run_bytes:

@@ -6,24 +6,24 @@ An array keeps what it refers to: a lease on the worker's memory, or a mapping o
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.address import Chain
-from kvstore.buffers import Borrowed, Pieces
+from kvstore.buffers import Pieces
 from kvstore.client.bulk.given import Given, GivenFiles, GivenSlots
-from kvstore.client.bulk.handed import images_of, in_groups, leading, read_files
+from kvstore.client.bulk.handed import images_of, read_files
 from kvstore.client.bulk.lanes import FileLanes
 from kvstore.client.bulk.links import Link
 from kvstore.client.bulk.memory import Leased
 from kvstore.format.header import expected_chunk
 from kvstore.layout import Layout
 from kvstore.node.deadline import Deadline
-from kvstore.node.images import ImagesIn, verify_images
 from kvstore.node.lanes import Lanes
+from kvstore.node.reading import verified
+from kvstore.node.wanted import Wanted, leading
 from kvstore.sections import planes_of
 
 
@@ -61,20 +61,23 @@ class Views:
         return arrays
 
 
-def view_given(link: Link, chain: Chain, given: Given, views: Views, lanes: FileLanes, deadline: Deadline) -> bytearray:
-    """Verifies a run of chunks in place, or copies those that cannot stay; returns as ``take_given`` does."""
+def view_given(
+    link: Link, wanted: Wanted, given: Given, views: Views, lanes: FileLanes, deadline: Deadline
+) -> bytes | bytearray:
+    """As ``take_given``, but the chunks stay where they are where that can be. Only prompts can be viewed."""
+    assert isinstance(wanted, Chain)
     if isinstance(given, GivenSlots):
-        return _view_slots(link, chain, given, views, lanes.copiers(), deadline)
+        return _view_slots(link, wanted, given, views, lanes.copiers(), deadline)
     if views.may_map(given.count):
-        return _map_files(link, chain, given, views, lanes.get(), deadline)
-    return read_files(link, chain, given, views.sections, lanes.get(), deadline)
+        return _map_files(link, wanted, given, views, lanes.get(), deadline)
+    return read_files(link, wanted, given, views.sections, lanes.get(), deadline)
 
 
 def _view_slots(
     link: Link, chain: Chain, slots: GivenSlots, views: Views, lanes: Lanes, deadline: Deadline
-) -> bytearray:
+) -> bytes | bytearray:
     images = images_of(link, chain, slots)
-    done = _verified(chain, slots.first, images, lanes, deadline)
+    done = verified(chain, range(slots.first, slots.first + len(images)), images, lanes, deadline)
     header_bytes = expected_chunk(chain, slots.first).header_bytes
     for at in range(leading(done)):
         views.add(slots.first + at, Leased(images[at][header_bytes:], slots.lease).array())
@@ -83,12 +86,12 @@ def _view_slots(
 
 def _map_files(
     link: Link, chain: Chain, given: GivenFiles, views: Views, lanes: Lanes, deadline: Deadline
-) -> bytearray:
-    """Maps the leading files that have their chunk's size, and closes all files.
+) -> bytes | bytearray:
+    """Maps the leading files that have their chunk's size, and closes them all.
 
     Chunks are copied if the system has no more mappings or descriptors: each mapping needs one.
     """
-    expected = expected_chunk(chain, given.first)
+    expected, count = expected_chunk(chain, given.first), given.count
     images: list[memoryview] = []
     try:
         for fd in given.files:
@@ -103,19 +106,9 @@ def _map_files(
         given.close()
         raise
     given.close()
-    done = _verified(chain, given.first, images, lanes, deadline)
+    # The files may be on a root that hangs: then only lanes wait for it, and never longer than the deadline.
+    indexes = range(given.first, given.first + len(images))
+    done = verified(chain, indexes, images, lanes, deadline, helps=False)
     for at in range(leading(done)):
         views.add(given.first + at, np.frombuffer(images[at][expected.header_bytes :], np.uint8))
-    return done
-
-
-def _verified(chain: Chain, first: int, images: Sequence[memoryview], lanes: Lanes, deadline: Deadline) -> bytearray:
-    """Verifies each image as that of its chunk, from index ``first`` on; returns one byte for each, 1 if it is good."""
-
-    def verify(start: int, stop: int, _: Borrowed) -> npt.NDArray[np.bool_]:
-        return verify_images(chain, range(first + start, first + stop), images[start:stop])
-
-    if not images:
-        return bytearray()
-    # Mapped files may be on a root that hangs: only lanes wait for it, never past the deadline.
-    return in_groups(chain, first, len(images), verify, lanes, deadline, helps=isinstance(images, ImagesIn))
+    return done.ljust(count, b"\0")

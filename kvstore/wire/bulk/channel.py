@@ -136,10 +136,6 @@ class Channel:
         """Receives the head of the next frame. Raises LinkBroken also if it is not a head."""
         raw = bytearray(HEAD_BYTES)
         self._receive_small(memoryview(raw))
-        return self.head_in(raw)
-
-    def head_in(self, raw: bytearray | memoryview) -> Head:
-        """Decodes a head that was received among other bytes. Raises LinkBroken if it is not one."""
         try:
             return decode_head(raw)
         except InvalidRequest as cause:

@@ -125,6 +125,18 @@ def decode_head(raw: bytes | bytearray | memoryview) -> Head:
     return Head(kind, request, length)
 
 
+def file_in(raw: memoryview, request: int) -> tuple[int, int]:
+    """Returns the index in the request's FILE frame that ``raw`` begins with, and the bytes that follow the index.
+
+    The bytes are negative if another frame begins there; the index is right only if it came.
+    """
+    magic, kind, number, length = HEAD.unpack_from(raw)
+    if (magic, kind, number) != (MAGIC, Kind.FILE, request):
+        return -1, -1
+    index = _INDEX.unpack_from(raw, HEAD_BYTES)[0] if len(raw) >= HEAD_BYTES + INDEX_BYTES else -1
+    return index, length - INDEX_BYTES
+
+
 def encode_request(timeout_s: float, flag: int, message: bytes) -> bytes:
     """Encodes the payload of a request."""
     return _REQUEST.pack(timeout_s, flag) + message

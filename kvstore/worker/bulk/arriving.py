@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from kvstore.counts import WorkerCount
 from kvstore.wire.bulk.frames import RUN_BYTES_MAX, SPAN_BYTES, Kind, decode_placed, decode_span
 from kvstore.wire.statuses import Busy
-from kvstore.worker.admission import BytesInFlight
+from kvstore.worker.admission import Buffers, BytesInFlight
 from kvstore.worker.bulk.cargo import Cargo
 from kvstore.worker.bulk.connection import Connection
-from kvstore.worker.bulk.memory import Buffers
 from kvstore.worker.calls import Calls
 
 

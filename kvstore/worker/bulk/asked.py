@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvstore.address import Chain
 from kvstore.node.holds import Hold
 from kvstore.node.node import Node
 from kvstore.node.wanted import Wanted
@@ -20,8 +21,14 @@ class Asked:
     """The client is a peer: give only what memory has (rule P2)."""
 
     def allowed(self, node: Node, indexes: range) -> Sequence[int]:
-        """Returns the indexes that may be given: all under a hold, else those not condemned. Raises HoldBroken."""
-        if self.hold is None:
-            return node.handing.allowed(self.wanted, indexes)
-        node.holds.check(self.hold)
+        """Return the indexes that may be given: all under a hold or of a prompt, else those not condemned.
+
+        Raises HoldBroken.
+        """
+        if self.hold is not None:
+            node.holds.check(self.hold)
+        elif not isinstance(self.wanted, Chain):
+            allowed = node.gc_view.allowed(self.wanted.addresses[indexes.start : indexes.stop])
+            if len(allowed) < len(indexes):
+                return [indexes[at] for at in allowed]
         return indexes

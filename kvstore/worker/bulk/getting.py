@@ -12,12 +12,11 @@ from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.frames import Kind, Mode
 from kvstore.wire.messages import parse
-from kvstore.worker.admission import BytesInFlight
+from kvstore.worker.admission import Buffers, BytesInFlight
 from kvstore.worker.bulk.asked import Asked
 from kvstore.worker.bulk.handing import ImageHanding
-from kvstore.worker.bulk.layering import send_layers
+from kvstore.worker.bulk.layering import layers_of, send_layers
 from kvstore.worker.bulk.leases import Leases
-from kvstore.worker.bulk.memory import Buffers
 from kvstore.worker.bulk.streaming import ImageStream
 from kvstore.worker.call import Call
 from kvstore.worker.calls import Calls
@@ -67,9 +66,8 @@ class BulkGets:
                 self._count(handing, hold.chain, range(request.first, good))
                 self._node.used(hold, good)
             elif by_layer and count:
-                send_layers(
-                    self._node, channel, number, hold, count, self._in_flight, self._buffers, self._calls, context
-                )
+                layers = layers_of(self._node, hold, count, self._in_flight, self._buffers, context)
+                send_layers(channel, number, hold.chain.namespace.layout.section_bytes, layers, self._calls)
                 channel.send(Kind.END, number)
             else:
                 stream = self._stream(channel, number, asked)
@@ -91,12 +89,12 @@ class BulkGets:
             try:
                 stream.send(0, len(wanted), context)
             finally:
-                self._node.handing.used(wanted, sorted(stream.sent))
+                self._node.reads.used(wanted.picked(sorted(stream.sent)))
             return
         handing = self._handing(channel, number, mode, asked, len(wanted), context)
         handing.serve()
         self._count(handing, wanted, handing.given)
-        self._node.handing.used(wanted, handing.given)
+        self._node.reads.used(wanted.picked(handing.given))
 
     def _from_memory(self, channel: Channel, number: int, mode: int, request: pb.GetRequest, context: Call) -> None:
         """Gives only what memory has now, and asks nobody else: the client is a peer (rule P2)."""

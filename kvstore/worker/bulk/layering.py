@@ -1,10 +1,9 @@
-"""A held prefix sent layer by layer; the next layer is read while the current one is sent."""
+"""A held prefix layer by layer, over a bulk connection or gRPC: one layer is sent while the next one is read."""
 
 from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import closing
-from typing import cast
 
 import numpy as np
 
@@ -17,28 +16,21 @@ from kvstore.sections import Planes
 from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.frames import INDEX_BYTES, Kind, encode_head, encode_index
 from kvstore.wire.bulk.runs import SUM_BYTES, send_run
-from kvstore.worker.admission import BytesInFlight
-from kvstore.worker.bulk.memory import Buffers
+from kvstore.worker.admission import Buffers, BytesInFlight
 from kvstore.worker.calls import Calls, seconds_left
 from kvstore.worker.context import CallContext
 
 
-def send_layers(
-    node: Node,
-    channel: Channel,
-    number: int,
-    hold: Hold,
-    count: int,
-    in_flight: BytesInFlight,
-    buffers: Buffers,
-    calls: Calls,
-    context: CallContext,
-) -> None:
-    """Sends all layers of the ``count`` held chunks, one LAYER frame each. Raises HoldBroken between two layers."""
+def layers_of(
+    node: Node, hold: Hold, count: int, in_flight: BytesInFlight, buffers: Buffers, context: CallContext
+) -> Generator[tuple[int, memoryview]]:
+    """Yields each layer of the ``count`` held chunks: its K of all chunks, then its V, until the next step.
+
+    Raises HoldBroken between two layers. Close it.
+    """
     if count < hold.count:
         raise InvalidRequest(f"chunks_max is {count}: expected 0 or {hold.count} for a hold read layer by layer")
-    section_bytes = hold.chain.namespace.layout.section_bytes
-    plane_bytes = count * section_bytes
+    plane_bytes = count * hold.chain.namespace.layout.section_bytes
     with in_flight.reserved(4 * plane_bytes):
         both = [buffers.take(2 * plane_bytes) for _ in range(2)]
 
@@ -47,13 +39,21 @@ def send_layers(
             return LayerMemory(both[layer % 2][:plane_bytes], both[layer % 2][plane_bytes:])
 
         each_s = seconds_left(context, node.limits.read_deadline_s)
-        layers = cast("Generator[tuple[int, LayerMemory]]", node.read_layers(hold, memory, each_s))
-        with closing(layers):
+        with closing(node.read_layers(hold, memory, each_s)) as layers:
             for layer, _ in layers:
-                head = encode_head(Kind.LAYER, number, INDEX_BYTES + 2 * (plane_bytes + SUM_BYTES))
-                channel.send_bytes([memoryview(head + encode_index(layer))])
-                planes = np.frombuffer(both[layer % 2], np.uint8).reshape(1, 2, -1)
-                send_run(channel, Planes(planes, section_bytes), 0, count)
-                calls.add(WorkerCount.WIRE_BYTES_OUT, 2 * plane_bytes)
-        for buffer in both:  # not reached after a missed deadline: a late lane may still be reading into them
+                yield layer, both[layer % 2]
+        for buffer in both:  # whoever missed its deadline may still be reading into them: then this is not reached
             buffers.give(buffer)
+
+
+def send_layers(
+    channel: Channel, number: int, section_bytes: int, layers: Generator[tuple[int, memoryview]], calls: Calls
+) -> None:
+    """Sends layers, a LAYER frame each."""
+    with closing(layers):
+        for layer, memory in layers:
+            head = encode_head(Kind.LAYER, number, INDEX_BYTES + len(memory) + 2 * SUM_BYTES)
+            channel.send_bytes([memoryview(head + encode_index(layer))])
+            planes = Planes(np.frombuffer(memory, np.uint8).reshape(1, 2, -1), section_bytes)
+            send_run(channel, planes, 0, len(memory) // 2 // section_bytes)
+            calls.add(WorkerCount.WIRE_BYTES_OUT, len(memory))

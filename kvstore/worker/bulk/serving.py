@@ -13,12 +13,11 @@ from kvstore.wire.bulk.channel import Channel, LinkBroken, LinkLate
 from kvstore.wire.bulk.frames import REQUESTS, Kind, decode_arena, decode_request, encode_arena
 from kvstore.wire.statuses import Refusal, refusal
 from kvstore.wire.traces import trace_of
-from kvstore.worker.admission import BytesInFlight
+from kvstore.worker.admission import Buffers, BytesInFlight
 from kvstore.worker.bulk.arriving import Arriving
 from kvstore.worker.bulk.connection import Connection
 from kvstore.worker.bulk.getting import BulkGets
 from kvstore.worker.bulk.leases import Leases
-from kvstore.worker.bulk.memory import Buffers
 from kvstore.worker.bulk.putting import BulkPuts
 from kvstore.worker.calls import Calls
 from kvstore.worker.context import BulkContext, Refused
@@ -43,8 +42,8 @@ class BulkRequests:
         calls: Calls,
         limits: WorkerLimits,
         behind: PutsBehind,
+        buffers: Buffers,
     ) -> None:
-        buffers = Buffers(limits.buffers_bytes_max)
         self._calls = calls
         self._limits = limits
         self.memory = node.memory

@@ -6,23 +6,22 @@ The client verifies: it gets whole files, with their headers.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from kvstore.address import Chain
-from kvstore.buffers import byte_length
+from kvstore.buffers import byte_length, grouped
 from kvstore.counts import NodeCount, WorkerCount
 from kvstore.node.deadline import Deadline
 from kvstore.node.node import Node
 from kvstore.node.reading import Reading
 from kvstore.node.slots import Slots
-from kvstore.node.wanted import image_bytes, sizes_of
+from kvstore.node.wanted import image_sizes, sizes_of
 from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.frames import INDEX_BYTES, Kind, encode_head, encode_index
-from kvstore.worker.admission import BytesInFlight
+from kvstore.worker.admission import Buffers, BytesInFlight
 from kvstore.worker.bulk.asked import Asked
-from kvstore.worker.bulk.memory import Buffers
 from kvstore.worker.calls import Calls, seconds_left
 from kvstore.worker.context import CallContext
 
@@ -89,8 +88,8 @@ class ImageStream:
     def send(self, first: int, stop: int, context: CallContext) -> None:
         """Sends chunks ``first`` to ``stop - 1``, of a prompt up to the first missing one; then END."""
         indexes = range(first, stop)
-        sizes = self._image_sizes(indexes)
-        cuts = list(windows(sizes, 2 * self._window_bytes))
+        sizes = image_sizes(self._wanted, indexes)
+        cuts = list(grouped(sizes, 2 * self._window_bytes, WINDOW_CHUNKS))
         self._most_bytes = max((sum(sizes[cut]) for cut in cuts), default=0)
         begun: deque[Window] = deque()
         with ExitStack() as reserved:
@@ -111,11 +110,6 @@ class ImageStream:
                 for window in begun:
                     window.close()
         self._channel.send(Kind.END, self._number)
-
-    def _image_sizes(self, indexes: range) -> list[int]:
-        if self._is_chain and indexes:
-            return [image_bytes(self._wanted, indexes[0])] * len(indexes)
-        return [image_bytes(self._wanted, index) for index in indexes]
 
     def _begin(self, window: Window, sizes: Sequence[int], reserved: ExitStack, deadline: Deadline) -> None:
         handing = self._node.handing
@@ -177,15 +171,3 @@ class ImageStream:
 
     def _deadline(self, context: CallContext) -> Deadline:
         return Deadline(self._node.clock, seconds_left(context, self._node.limits.read_deadline_s))
-
-
-def windows(sizes: Sequence[int], bytes_max: int) -> Iterator[slice]:
-    """Yields neighbours that travel together: at most WINDOW_CHUNKS, of ``bytes_max`` or one alone."""
-    start = used = 0
-    for index, size in enumerate(sizes):
-        if index > start and (used + size > bytes_max or index - start == WINDOW_CHUNKS):
-            yield slice(start, index)
-            start, used = index, 0
-        used += size
-    if start < len(sizes):
-        yield slice(start, len(sizes))

@@ -97,7 +97,7 @@ CHUNKS = [
     mutant(
         "chunks-read-first-run",
         "FORMAT 4.3: every section of a chunk over 4 MiB",
-        edit("kvstore.node.chunks:_read_verified", "        _verify(part,", "        start or _verify(part,"),
+        edit("kvstore.node.chunks:read_verified", "        _verify(part,", "        start or _verify(part,"),
         f"{LARGE}i1_a_bit_that_turned_anywhere_in_a_large_chunk_is_never_read",
     ),
     mutant(

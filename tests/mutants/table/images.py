@@ -91,8 +91,8 @@ MEMORY = [
         "MEMORY I1: an image from memory for a move",
         edit(
             "kvstore.node.tiered:TieredReads.read_image",
-            "                image[:] = slots.images(index, index + 1)[0]\n                if verify_images(wanted, [index], [image]).all():",
-            "                image[:] = slots.images(index, index + 1)[0]\n                if True:",
+            "                image[:] = slots.image(index)\n                if verify_images(wanted, [index], [image]).all():",
+            "                image[:] = slots.image(index)\n                if True:",
         ),
         f"{PAST}i1_an_image_that_is_wrong_in_memory_comes_from_the_root",
     ),
