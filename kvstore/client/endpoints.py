@@ -105,8 +105,10 @@ class Endpoints:
             if not (even_aside and every):
                 raise Unavailable(self._why_none(every))
             return sorted(every, key=lambda each: each.probe_at_s)
+        if len(live) == 1:
+            return live
         live.sort(key=lambda each: each.calls)
-        if len(live) > 1 and marking is not None and (marks := marking()):
+        if marking is not None and (marks := marking()):
             busy = live[0].calls + self._limits.affinity_slack
             avoided = {each.address for each in live if each.calls > busy}
             chosen = self._spreading.chosen(marks, sorted(each.address for each in live), avoided)

@@ -100,7 +100,7 @@ def test_a_command_without_a_target_says_what_to_give(run: Run, arguments: tuple
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [(("--once",), "which root? give --root URL"), (("--root", "x", "--once"), "which etcd? give --etcd ENDPOINTS")],
+    [(("--once",), "which root? give --root URL"), (("--root", "x", "--once"), "x does not exist")],
 )
 def test_so_does_the_collector(arguments: tuple[str, ...], said: str) -> None:
     result = CliRunner().invoke(collector, list(arguments), prog_name="kvstore-gc")

@@ -158,7 +158,7 @@ def test_what_a_worker_refuses_of_holds_of_blocks(c: Cluster, path: str) -> None
             other.put(KEYS, BLOCKS)
             held = other.hold(KEYS)._hold
             assert held.read(KEYS, [memoryview(bytearray(5000)) for _ in KEYS]) == [True] * 4
-            held._lease.id = hold(pb.HoldRequest(namespace=SPACE.digest, keys=pack_keys(KEYS)))  # type: ignore[attr-defined]
+            held._hold_id = hold(pb.HoldRequest(namespace=SPACE.digest, keys=pack_keys(KEYS)))  # type: ignore[attr-defined]
             assert held.read(KEYS, [memoryview(bytearray(5000)) for _ in KEYS]) == [False] * 4, "of another namespace"
     finally:
         worker.stop()

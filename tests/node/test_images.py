@@ -22,7 +22,7 @@ from kvstore.node.images import Images, ImagesIn, copy_sections, make_images, ta
 from kvstore.node.wanted import Keyed, image_bytes
 from kvstore.sections import Planes, planes_of
 from tests.native.test_same_results import DAMAGES, LARGE, MANY, UNALIGNED, Spoil
-from tests.node.stores import SMALL, TINY, chunk_files, kv_of, resealed, same, store_on
+from tests.node.stores import SMALL, TINY, chunk_files, kv_of, member_of, resealed, same, store_on
 
 LAYOUTS = {"tiny": TINY, "small": SMALL, "large": LARGE, "many": MANY, "odd": UNALIGNED}
 
@@ -205,7 +205,7 @@ def test_images_are_a_source_for_puts(tmp_root: Path) -> None:
     with store_on(tmp_root) as store:
         cache = store.namespace("m", SMALL)
         cache.put(chain.tokens[:32], kv[:, :, :32])
-        node = store._port._node  # type: ignore[attr-defined]
+        node = member_of(store).node
         source = Images(chain, 2, ImagesIn(memory.toreadonly(), offsets, [size] * 6)[2:])
         run = node._chunks.runs.of(chain, 2, 4, source)
         assert (run is not None) == is_available()

@@ -67,7 +67,7 @@ class ImageHanding:
                     return min(wanted, self._count)
                 if not 1 <= wanted <= FILES_MAX or first + wanted > self._count:
                     raise InvalidRequest(
-                        f"files of chunks {first} to {first + wanted - 1} are wanted: {self._count} are held"
+                        f"files of chunks {first} to {first + wanted - 1} were asked for: only {self._count} are held"
                     )
                 self._answer(first, wanted)
         finally:
