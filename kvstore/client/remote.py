@@ -301,7 +301,7 @@ class RemotePort:
             return []
         fetch = BlockFetch(keyed(namespace, keys, [len(buffer) for buffer in buffers]), buffers, self._tools)
         self._receive(namespace, fetch, keys[0])
-        return fetch.hits
+        return list(map(bool, fetch.done))
 
     # Ahead of reads
 
