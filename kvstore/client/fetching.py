@@ -10,6 +10,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from functools import partial
 
 from kvstore.address import Chain
 from kvstore.buffers import Pieces
@@ -216,7 +217,7 @@ class ChunkFetch(Fetch):
         return self._get
 
     def _asked(self, link: Link, number: int, chunks: Sequence[int]) -> Ask:
-        stop = self._announced(link.receive(Kind.START)[1])
+        stop = self._announced(link.channel.receive(link.receive_head(Kind.START).length))
         self._chain = self._chain or Chain.of(self._namespace, self._tokens)
         assert self._sections is not None
         return Ask(number, self._chain, self._get.first, stop, self._sections, range(stop))
@@ -229,7 +230,7 @@ class ChunkFetch(Fetch):
                 if frame.start is None:
                     raise InvalidRequest("the answer does not begin with how many chunks were found")
                 sizes = SameSize(self._layout.section_bytes, (self._announced(frame.start) - first) * size)
-                incoming = Incoming(sizes, lambda part: self._section(first * size + part))
+                incoming = Incoming(sizes, partial(self._section, first * size))
             self._feed(incoming, frame, range(first, len(self.done)), size)
 
     def _announced(self, start: bytes) -> int:
@@ -240,9 +241,9 @@ class ChunkFetch(Fetch):
             self.done = bytearray(found)
         return max(self._get.first, min(found, len(self.done)))
 
-    def _section(self, part: int) -> memoryview:
-        """Returns the caller's memory for a section, counted from the start of the prompt."""
-        index, section = divmod(part, self._layout.section_count)
+    def _section(self, first: int, part: int) -> memoryview:
+        """Returns the caller's memory for section ``part`` after ``first``; both count from the start of the prompt."""
+        index, section = divmod(first + part, self._layout.section_count)
         if self._cached[0] != index:
             assert self._sections is not None
             self._cached = (index, self._sections(index))
@@ -259,11 +260,6 @@ class BlockFetch(Fetch):
         self._wanted = wanted
         self._buffers = buffers
         self._hold = hold
-
-    @property
-    def hits(self) -> list[bool]:
-        """For each block, whether it is in its buffer, verified."""
-        return list(map(bool, self.done))
 
     def _request(self, chunks: Sequence[int]) -> pb.GetBlocksRequest:
         wanted = self._wanted.picked(chunks)
@@ -286,8 +282,6 @@ class BlockFetch(Fetch):
                     raise BrokenTransfer("its blocks are mixed up: repeat the call")
                 found = [chunks[asked + at] for at, hit in enumerate(frame.start) if hit]
                 asked += len(frame.start)
-                incoming = Incoming(
-                    [self._wanted.sizes_bytes[index] for index in found],
-                    lambda part, of=found: self._buffers[of[part]],  # type: ignore[misc]
-                )
+                sizes = [self._wanted.sizes_bytes[index] for index in found]
+                incoming = Incoming(sizes, [self._buffers[index] for index in found].__getitem__)
             self._feed(incoming, frame, found)

@@ -305,7 +305,7 @@ class RemotePort:
             return []
         fetch = BlockFetch(keyed(namespace, keys, [len(buffer) for buffer in buffers]), buffers, self._tools)
         self._receive(namespace, fetch, partial(marks_of_keys, keys))
-        return fetch.hits
+        return list(map(bool, fetch.done))
 
     # Prefetch
 

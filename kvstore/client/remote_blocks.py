@@ -126,7 +126,7 @@ class RemoteBlockHold(HeldAtWorker):
         wanted = keyed(self._namespace, keys, [len(buffer) for buffer in buffers])
         fetch = BlockFetch(wanted, buffers, self._tools, self._hold_id)
         self._receive(fetch)
-        return fetch.hits
+        return list(map(bool, fetch.done))
 
 
 def _each(present: bytes, keys: Sequence[bytes]) -> list[bool]:
