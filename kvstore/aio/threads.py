@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextvars
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -31,7 +32,7 @@ class Threads:
         nothing is written into the caller's memory later. ``undo`` then takes back what it returned. A call that has
         not begun never does.
         """
-        job = self._pool.submit(contextvars.copy_context().run, call)
+        job = self._begun(call)
         ended = asyncio.wrap_future(job)
         try:
             return await asyncio.shield(ended)
@@ -39,13 +40,24 @@ class Threads:
             if not job.cancel():
                 await _wait(ended)
                 if ended.exception() is None and undo is not None:
-                    await _wait(asyncio.wrap_future(self._pool.submit(undo, ended.result())))
+                    await _wait(asyncio.wrap_future(self._begun(partial(undo, ended.result()))))
             raise
 
     def close(self) -> None:
         """Ends the threads once their calls have ended. Idempotent."""
         self.closed = True
         self._pool.shutdown(wait=False)
+
+    def _begun(self, call: Callable[[], T]) -> Future[T]:
+        if not self.closed:
+            return self._pool.submit(contextvars.copy_context().run, call)
+        # The store is closed: the call ends at once, with StoreClosed or with nothing to do.
+        job = Future[T]()
+        try:
+            job.set_result(call())
+        except Exception as error:  # noqa: BLE001 - raised to the caller
+            job.set_exception(error)
+        return job
 
 
 async def _wait(ended: asyncio.Future[T]) -> None:

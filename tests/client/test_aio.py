@@ -216,3 +216,42 @@ def test_what_cannot_be_opened_says_so_and_leaves_no_thread() -> None:
 
     asyncio.run(use())
     assert not any(each.name.startswith("kvstore-aio") for each in _others())
+
+
+@pytest.mark.parametrize("way", ["embedded", "shared", "tcp", "grpc"])
+def test_calls_on_a_closed_store_end_as_those_of_its_twin(tmp_root: Path, way: str) -> None:
+    async def use() -> None:
+        async with opened(way, tmp_root) as found:
+            cache = await found.namespace("m", TINY)
+            await cache.put(TOKENS, KV)
+            pin = await cache.pin(TOKENS)
+            async with cache.hold(TOKENS) as hold:
+                await found.close()
+                for call in (cache.match, cache.get, cache.hold, cache.pin):
+                    with pytest.raises(errors.StoreClosed):
+                        await call(TOKENS)
+                for ended in (found.stats, hold.view, pin.release):
+                    with pytest.raises(errors.StoreClosed):
+                        await ended()
+
+    asyncio.run(use())
+
+
+def test_a_cancelled_call_whose_store_was_closed_meanwhile_is_cancelled_all_the_same() -> None:
+    async def use() -> None:
+        threads, goes_on, undone = Threads(1), threading.Event(), list[int]()
+
+        def call() -> int:
+            assert goes_on.wait(PATIENCE_S)
+            return 7
+
+        task = asyncio.ensure_future(threads.run(call, undone.append))
+        await asyncio.sleep(0)
+        task.cancel()
+        threads.close()
+        goes_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert undone == [7]
+
+    asyncio.run(use())
