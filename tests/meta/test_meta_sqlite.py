@@ -330,6 +330,27 @@ def test_a_file_that_was_removed_is_an_empty_store_whose_sessions_have_ended(cli
     assert take(fresh, 1)[0].key == "/new"
 
 
+@pytest.mark.parametrize("lost", ["-wal", "-shm"])
+def test_processes_see_each_other_after_a_file_beside_it_was_removed(client: Maker, tmp_path: Path, lost: str) -> None:
+    meta = client()
+    meta.put("/before", b"1")
+    watch = meta.watch("/", meta.list("/").revision + 1)
+    assert watch.next(0) is None
+    (tmp_path / f"{METADATA}{lost}").unlink()
+    # Another process makes that file anew, and writes.
+    program = "import sys; from kvstore.meta.sqlite.client import SqliteMeta; SqliteMeta(sys.argv[1]).put('/new', b'1')"
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False, timeout=PATIENCE_S)
+    with pytest.raises(WatchLost, match="removed or replaced"):
+        watch.next(PATIENCE_S)
+    with running(tmp_path, "holds"):
+        assert meta.get("/held"), "what others write"
+    meta.put("/mine", b"1")
+    mine = subprocess.run(
+        [sys.executable, "-c", program.replace(".put('/new', b'1')", ".get('/mine').value"), str(tmp_path)], check=False
+    )
+    assert mine.returncode == 0, "others see what this one writes"
+
+
 def test_something_else_under_the_name_is_unavailable(client: Maker, tmp_path: Path) -> None:
     (tmp_path / METADATA).mkdir()
     with pytest.raises(Unavailable, match="not a file"):

@@ -31,15 +31,20 @@ class MetadataFile:
         self._database: sqlite3.Connection | None = None
         self._store: Store | None = None
         self._inode: Inode | None = None
+        self._beside: tuple[Inode | None, ...] = ()
+        """The log, and the memory that says what is in it: without the same two, processes do not see each other."""
 
     def opened(self, timeout_s: float) -> tuple[sqlite3.Connection, Store]:
         """Returns the open file, which waits for locks of other processes for ``timeout_s``. Makes it if there is none.
 
-        Opens it again if it was removed or replaced: nobody else looks at the old one. Raises Unavailable,
-        PermissionDenied, RootMismatch, and the errors of SQLite and the system.
+        Opens it again if it, or a file that SQLite keeps beside it, was removed or replaced: nobody else looks at the
+        old one. Raises Unavailable, PermissionDenied, RootMismatch, and the errors of SQLite and the system.
         """
         if self._database is not None and self._inode != _inode(self.path):
             self.close()
+        if self._database is not None and self._beside != _beside(self.path):
+            self.close()
+            self._inode = None  # what was in the log may be lost, so revisions may begin anew
         if self._database is None or self._store is None:
             self._database, self._store = self._open(timeout_s)
         self._database.execute(f"PRAGMA busy_timeout = {max(1, int(1000 * timeout_s))}")
@@ -67,13 +72,15 @@ class MetadataFile:
         database = sqlite3.connect(name, uri=True, timeout=timeout_s, isolation_level=None)
         try:
             store = self._tables(database)
-            if inode != _inode(self.path):
+            beside = _beside(self.path)
+            if inode != _inode(self.path) or None in beside:
                 raise Unavailable(f"metadata in {self.path}: it was replaced while it was opened: try again")
         except BaseException:
             database.close()
             raise
         if inode != self._inode:
             self._inode, self.openings = inode, self.openings + 1
+        self._beside = beside
         return database, store
 
     def _check_log(self) -> None:
@@ -98,6 +105,10 @@ def _inode(path: str) -> Inode | None:
     except FileNotFoundError:
         return None
     return (status.st_dev, status.st_ino) if stat.S_ISREG(status.st_mode) else None
+
+
+def _beside(path: str) -> tuple[Inode | None, ...]:
+    return _inode(f"{path}-wal"), _inode(f"{path}-shm")
 
 
 def _make(path: str) -> Inode:
