@@ -104,7 +104,7 @@ def remote_port(
     mode = None if write is None else WriteMode.of(write)
     credentials = Credentials(tls, token_file)
     if not etcd:
-        addresses = [check_address(each) for text in workers for each in text.split(",")]
+        addresses = [check_address(each) for text in workers for each in str(text).split(",")]
         return RemotePort(addresses, limits, clock=clock, bulk=way, write=mode, credentials=credentials)
     discovery = Discovery.of_etcd(etcd, root, etcd_tls, etcd_user, limits.probe_s)
     try:

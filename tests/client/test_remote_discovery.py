@@ -175,3 +175,9 @@ def test_etcd_that_is_not_there(tmp_root: Path) -> None:
     with kvstore.connect(etcd="127.0.0.1:1", limits=ClientLimits(probe_s=0.5)) as store:
         with pytest.raises(Unavailable, match="no worker is known"):
             store.namespace("m", SMALL)
+
+
+@pytest.mark.parametrize("worker", [["127.0.0.1:7070"], None, 7070])
+def test_an_address_that_is_no_text_is_refused(worker: object) -> None:
+    with pytest.raises(InvalidRequest, match="expected host:port"):
+        kvstore.connect(worker)  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from tests.hops.table import Hops, read_table
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="the table is that of the native library")
 LEFT = 6
-TRIES = 3
+TRIES = 6
 
 
 def judged(found: set[Function], row: Hops) -> str:
