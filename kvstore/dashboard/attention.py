@@ -61,9 +61,6 @@ def _of_workers(workers: Mapping[str, WorkerSeen]) -> Iterator[Item]:
             )
         if counts.get("draining"):
             yield _item("warn", "workers", f"worker {address} is draining")
-        if worker.restarts:
-            times = "once" if worker.restarts == 1 else f"{worker.restarts} times"
-            yield _item("warn", "workers", f"worker {address} was restarted {times} since the dashboard began")
         if counts.get("behind_lost"):
             yield _item("warn", "workers", f"worker {address} lost {counts['behind_lost']:,} chunks written behind")
     if not workers:
