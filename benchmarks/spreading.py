@@ -52,7 +52,7 @@ class Outcome:
     """One replay."""
 
     hit_share: float
-    """Of all blocks, those that the worker had in memory."""
+    """The share of all blocks that the worker had in memory."""
     busiest_blocks: float
     """Blocks of the busiest worker, in multiples of the mean."""
     busiest_calls: float

@@ -34,7 +34,7 @@ PAUSE_S = 1.0
 
 Work = Callable[[], object]
 Decision = Work | float | None
-"""What to do now; or the seconds to wait, unless the owner notifies before; or None, to wait until it notifies."""
+"""Work to do now; or the seconds to wait, unless the owner notifies earlier; or None, to wait until it notifies."""
 
 
 class Loop:

@@ -37,7 +37,7 @@ def awaited(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[Twin
 
 
 class Closing(Protocol):
-    """What ``async with`` leaves."""
+    """An object that ``async with`` can close."""
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -16,7 +16,7 @@ from kvstore.errors import InvalidRequest
 log = logging.getLogger(__name__)
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
-"""Variables of the OpenTelemetry specification, either of which says where a collector listens."""
+"""Variables of the OpenTelemetry specification. Each names the address of a collector."""
 SHUTDOWN_S = 5.0
 
 

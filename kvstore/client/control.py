@@ -241,7 +241,7 @@ class Control:
                     heard(now)
             except grpc.RpcError as error:
                 code: Any = error
-                if code.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:  # our own deadline is no fault of the worker
+                if code.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:  # a deadline of ours is not an error
                     raise
             finally:
                 call.cancel()
@@ -325,7 +325,7 @@ class Control:
             answer = endpoint.unary(f"Control.{name}")(raw, timeout=left_s)
             return ticket_of(pb.TicketResponse.FromString(answer).ticket, endpoint.address)
 
-        # Sent twice, it would make two tickets, one of which nobody follows.
+        # Sent twice, it would make two tickets, and nobody would follow one of them.
         return self._at(worker, send, self._limits.pin_s, may_repeat=False)
 
     def _each(

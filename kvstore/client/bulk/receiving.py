@@ -30,7 +30,7 @@ _BEFORE_BYTES = HEAD_BYTES + INDEX_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What one request asks a worker for: those of ``wanted`` from ``first`` up to ``stop``.
+    """The chunks that one request asks for: those of ``wanted`` from ``first`` up to ``stop``.
 
     The worker's answer has the indexes of ``wanted``, and so does ``sections``.
     """

@@ -1,4 +1,4 @@
-"""What an error of SQLite means, and what to do about it."""
+"""The meaning of SQLite's errors, and what to do about each."""
 
 from __future__ import annotations
 
