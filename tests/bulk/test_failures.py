@@ -33,6 +33,7 @@ from kvstore.wire.bulk.grants import GRANT_BYTES, SECRET_BYTES
 from kvstore.worker.bulk.folder import FOLDER_PREFIX
 from kvstore.worker.worker import Worker
 from tests.bulk.ways import MEDIUM, bulk_files_of, same, tokens_and_kv
+from tests.descriptors import open_before, open_now
 from tests.node.stores import member_on
 from tests.patience import stretched
 from tests.root.faulty import ENOSPC, FaultyRoot, Hang, Rule
@@ -347,11 +348,11 @@ def test_nothing_leaks_over_many_calls_and_clients(served: Served, way: str) -> 
 
     calls(0)
     eventually(lambda: not bulk_files_of(os.getpid()), "all is closed")
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_before()
     for seed in range(1, 6):
         calls(seed)
     eventually(lambda: not bulk_files_of(os.getpid()), "all is closed")
-    eventually(lambda: len(os.listdir("/proc/self/fd")) <= before + 4, "as few files as before")
+    eventually(lambda: open_now() <= before + 4, "as few files as before")
     assert served.worker.service.bulk is not None
     eventually(lambda: served.worker.service.bulk.connections_count == 0, "no connection is left")  # type: ignore[union-attr]
 

@@ -8,7 +8,6 @@ seed; threads make its order different each time.
 from __future__ import annotations
 
 import gc
-import os
 import random
 import time
 from collections import Counter
@@ -26,6 +25,7 @@ from kvstore.hints import Hints
 from kvstore.node.limits import Limits
 from kvstore.root.posix import PosixRoot
 from kvstore.writes import WriteMode
+from tests.descriptors import open_before, open_now
 from tests.node.stores import same
 from tests.patience import PATIENCE_S
 from tests.root.faulty import EIO, ENOSPC, Delay, FaultyRoot, Flipped, Lost, Missing, Rule, Torn
@@ -256,7 +256,7 @@ def test_a_root_that_fails(tmp_root: Path, seed: int, seconds: float) -> None:
 @pytest.mark.parametrize(("seed", "seconds"), seeds(1, 1))
 def test_files_that_are_lost_and_damaged(tmp_root: Path, seed: int, seconds: float) -> None:
     """By native code, if there is any; the files are changed by others, on the root and on the disk."""
-    descriptors = len(os.listdir("/proc/self/fd"))
+    descriptors = open_before()
     root = on_posix(tmp_root / "root")
     with Acting(root, disk=tmp_root / "disk", priority_min=10, limits=LIMITS) as node:
 
@@ -273,7 +273,7 @@ def test_files_that_are_lost_and_damaged(tmp_root: Path, seed: int, seconds: flo
         assert isinstance(root, PosixRoot)
         run(node, seed, seconds, breaks)
     gc.collect()
-    eventually(lambda: len(os.listdir("/proc/self/fd")) <= descriptors)
+    eventually(lambda: open_now() <= descriptors)
 
 
 def replace_damaged(path: Path, at: int) -> None:
