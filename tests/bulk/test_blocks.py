@@ -67,26 +67,26 @@ def served(request: pytest.FixtureRequest, module_root: Path) -> Iterator[Served
 
 
 @pytest.mark.parametrize("write", [None, "behind"])
-@pytest.mark.parametrize("reader", WAYS)
 @pytest.mark.parametrize("writer", WAYS)
-def test_what_one_way_wrote_every_way_reads(served: Served, writer: str, reader: str, write: str | None) -> None:
+def test_what_one_way_wrote_every_way_reads(served: Served, writer: str, write: str | None) -> None:
     """Blocks of mixed sizes, more than one WANT asks for."""
-    seed = zlib.crc32(f"{writer} {reader} {write}".encode())
+    seed = zlib.crc32(f"{writer} {write}".encode())
     keys, blocks = keys_of(seed), blocks_of(seed)
     with connected(served, bulk=writer, write=write) as store:
         assert store.namespace("m", MEDIUM).blocks.put(keys, blocks) == [True] * COUNT
         assert counted(store, "puts") == {writer: 1}
-    with connected(served, bulk=reader) as store:
-        cache = store.namespace("m", MEDIUM).blocks
-        buffers = buffers_for(blocks)
-        assert cache.get(keys, buffers) == [True] * COUNT
-        assert same(buffers, blocks)
-        with cache.hold(keys) as hold:
+    for reader in WAYS:
+        with connected(served, bulk=reader) as store:
+            cache = store.namespace("m", MEDIUM).blocks
             buffers = buffers_for(blocks)
-            assert hold.get(keys[3:20], buffers[3:20]) == [True] * 17
-            assert same(buffers[3:20], blocks[3:20])
-        assert counted(store, "gets") == {reader: 2}
-        assert store.stats()["client_bulk_broken"] == 0
+            assert cache.get(keys, buffers) == [True] * COUNT
+            assert same(buffers, blocks)
+            with cache.hold(keys) as hold:
+                buffers = buffers_for(blocks)
+                assert hold.get(keys[3:20], buffers[3:20]) == [True] * 17
+                assert same(buffers[3:20], blocks[3:20])
+            assert counted(store, "gets") == {reader: 2}
+            assert store.stats()["client_bulk_broken"] == 0
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -130,12 +130,12 @@ def test_one_key_may_be_there_twice(served: Served, way: str) -> None:
 
 
 @pytest.mark.parametrize("write", [None, "behind"])
-@pytest.mark.parametrize("arena_bytes", [1, 17 << 20, 40 << 20])
+@pytest.mark.parametrize("arena_bytes", [1, 17 << 20, 30 << 20])
 @pytest.mark.parametrize("sizes", [(9 << 20,), (1 << 20, 100, 12 << 20)])
 def test_blocks_larger_than_a_run_and_puts_larger_than_the_shared_memory(
     served: Served, sizes: tuple[int, ...], arena_bytes: int, write: str | None
 ) -> None:
-    count = 6 if len(sizes) == 1 else 12
+    count = 4 if len(sizes) == 1 else 8
     keys, blocks = keys_of(11, count), blocks_of(11, count, sizes)
     limits = ClientLimits(arena_bytes_max=arena_bytes)
     with connected(served, bulk="shared", limits=limits, write=write) as store:

@@ -247,7 +247,7 @@ def test_ctrl_c_while_the_layers_begin_leaves_no_thread(
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("how", ["closes", "drops"])
 def test_a_forked_child_does_not_end_the_layers_of_its_parent(tmp_root: Path, way: str, how: str) -> None:
-    layout = Layout(layers=24, kv_heads=8, head_dim=128, dtype="float16", chunk_tokens=256)
+    layout = Layout(layers=24, kv_heads=8, head_dim=128, dtype="float16", chunk_tokens=128)
     tokens, kv = tokens_and_kv(4, layout=layout)
     with worker_process(tmp_root) as worker, connected(worker.address, bulk=way) as store:
         cache = store.namespace("m", layout)

@@ -33,24 +33,24 @@ def served(request: pytest.FixtureRequest, module_root: Path) -> Iterator[Served
 
 
 @pytest.mark.parametrize("write", [None, "behind"])
-@pytest.mark.parametrize("reader", WAYS)
 @pytest.mark.parametrize("writer", WAYS)
-def test_what_one_way_wrote_every_way_reads(served: Served, writer: str, reader: str, write: str | None) -> None:
-    tokens, kv = tokens_and_kv(COUNT, zlib.crc32(f"{writer} {reader} {write}".encode()))
+def test_what_one_way_wrote_every_way_reads(served: Served, writer: str, write: str | None) -> None:
+    tokens, kv = tokens_and_kv(COUNT, zlib.crc32(f"{writer} {write}".encode()))
     with connected(served, bulk=writer, write=write) as store:
         result = store.namespace("m", MEDIUM).put(tokens, kv)
         assert result == PutResult(len(tokens), COUNT, 0, COUNT * MEDIUM.chunk_bytes)
         assert store.stats()[f"client_puts_{writer}"] == 1
-    with connected(served, bulk=reader) as store:
-        cache = store.namespace("m", MEDIUM)
-        count, array = cache.get(tokens)
-        assert count == len(tokens)
-        assert same(array, kv)
-        with cache.hold(tokens) as hold:
-            filled = np.zeros_like(kv)
-            assert hold.read_into(filled) == len(tokens)
-            assert same(filled, kv)
-        assert store.stats()[f"client_gets_{reader}"] == 2
+    for reader in WAYS:
+        with connected(served, bulk=reader) as store:
+            cache = store.namespace("m", MEDIUM)
+            count, array = cache.get(tokens)
+            assert count == len(tokens)
+            assert same(array, kv)
+            with cache.hold(tokens) as hold:
+                filled = np.zeros_like(kv)
+                assert hold.read_into(filled) == len(tokens)
+                assert same(filled, kv)
+            assert store.stats()[f"client_gets_{reader}"] == 2
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -103,14 +103,14 @@ def test_a_put_behind_a_hole_stores_nothing(served: Served, way: str) -> None:
         assert cache.match(tokens) == 0
 
 
-@pytest.mark.parametrize("arena_bytes", [1, 16 * MEDIUM.chunk_bytes, 35 << 20])
+@pytest.mark.parametrize("arena_bytes", [1, 16 * MEDIUM.chunk_bytes, 13 << 20])
 @pytest.mark.parametrize("write", [None, "behind"])
 def test_a_put_larger_than_the_shared_memory(served: Served, arena_bytes: int, write: str | None) -> None:
     limits = ClientLimits(arena_bytes_max=arena_bytes)
     with connected(served, bulk="shared", limits=limits, write=write) as store:
         cache = store.namespace(f"arena-{arena_bytes}-{write}", MEDIUM)
         for seed in range(2):
-            tokens, kv = tokens_and_kv(COUNT if arena_bytes < 1 << 20 else 400, 100 + seed + arena_bytes)
+            tokens, kv = tokens_and_kv(COUNT, 100 + seed + arena_bytes)
             assert cache.put(tokens, kv).chunks_written == len(tokens) // SIZE
             assert same(cache.get(tokens)[1], kv)
 

@@ -46,7 +46,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[4]), hard))
 hits, errors, fds = [], [], []
 
 def work():
-    for turn in range(5):
+    for turn in range(3):
         try:
             count, array = cache.get(tokens)
             hits.append(count == len(tokens) and same(array, kv))

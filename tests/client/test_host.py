@@ -61,7 +61,7 @@ def let_go(child: subprocess.Popen[str]) -> None:
 def collected(root: Path) -> Summary:
     """One round that deletes all that nobody uses."""
     with opened(str(root), {}, None) as site:
-        summary = Collector(site, Config(max_bytes=1), lambda seconds: False).once(lambda shard: None)
+        summary = Collector(site, Config(max_bytes=1), threading.Event().wait).once(lambda shard: None)
     assert summary is not None
     return summary
 
@@ -90,8 +90,7 @@ def test_what_another_process_holds_stays_until_it_lets_go(tmp_path: Path) -> No
     with running(root, "holds") as child, kvstore.open(str(root)) as store:
         summaries: list[Summary] = []
         with opened(str(root), {}, None) as site:
-            collector = Collector(site, Config(max_bytes=1), lambda seconds: bool(stop))
-            stop: list[int] = []
+            collector = Collector(site, Config(max_bytes=1), threading.Event().wait)
             thread = threading.Thread(target=lambda: summaries.append(collector.once(lambda shard: None)))  # type: ignore[arg-type]
             thread.start()
             eventually(lambda: matched(store, 1) == 0, "it is condemned")

@@ -240,7 +240,7 @@ def nothing(*_: object) -> None:
 def seeds(fast: int, slow: int) -> list[Any]:
     return [
         *(pytest.param(seed, 1.5, id=f"{seed}") for seed in range(fast)),
-        *(pytest.param(seed, 6.0, id=f"{seed}-long", marks=pytest.mark.slow) for seed in range(100, 100 + slow)),
+        *(pytest.param(seed, 4.0, id=f"{seed}-long", marks=pytest.mark.slow) for seed in range(100, 100 + slow)),
     ]
 
 
