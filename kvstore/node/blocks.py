@@ -100,7 +100,8 @@ class Blocks:
         """True if the root has a block, whatever its size. Raises the root's error if nobody can read it."""
         chunks, name = self._chunks, self._chunks.name(address, namespace)
         epoch = chunks.known.epoch
-        chunks.settle(address, name)
+        if address in chunks.quarantine.unreadable:
+            chunks.quarantine.settle(address, name)
         found = chunks.root.stat(name) is not None
         if found:
             chunks.known.add(address, chunks.quantum(), renewed=False, epoch=epoch)

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 
 from kvstore import recency
 from kvstore.address import Address
-from kvstore.buffers import Borrowed, Pieces, byte_length, cut_evenly
+from kvstore.buffers import Borrowed, Pieces, byte_length
 from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError
 from kvstore.format import places
-from kvstore.format.checksum import checksum
 from kvstore.format.encoded import decode_any
 from kvstore.format.header import (
     PAGE_BYTES,
@@ -25,7 +24,6 @@ from kvstore.format.header import (
     Header,
     Incarnation,
     Kind,
-    decode_as,
 )
 from kvstore.format.places import Name
 from kvstore.hints import Hints
@@ -35,16 +33,14 @@ from kvstore.node.counters import Counters
 from kvstore.node.encoded import DecodedReader, Encodings, NotDecodable
 from kvstore.node.incarnations import Incarnations
 from kvstore.node.known import Known
-from kvstore.node.unreadable import FAILED, Unreadable
+from kvstore.node.quarantine import Quarantine
+from kvstore.node.unreadable import FAILED
 from kvstore.node.usage import NodeUsage
+from kvstore.node.verify import fill, plain, read_header, read_verified, read_whole, verify, verify_whole
 from kvstore.recency import is_fresh, quantum_of, stamp_ns
 from kvstore.root.interface import Reader, Root, Stat
 from kvstore.root.posix_reader import PosixReader
 from kvstore.sources import Clock
-
-VERIFY_BYTES = 4 << 20
-"""Read and verify in runs of about this size: few system calls, and the bytes are still cached for the checksum."""
-_DAMAGE = {damage: NodeCount[f"DAMAGE_{damage.name}"] for damage in Damage}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +77,8 @@ class Chunks:
         self.quantum_s = quantum_s
         self._clock = clock
         self._writer = writer = ChunkWriter(session, numbers, incarnations, encodings, usage)
-        self.unreadable = Unreadable(root, clock)
-        self.runs = ChunkRuns(root, shard_bits, writer, known, counters, self.quantum, self.unreadable)
+        self.quarantine = Quarantine(root, writer, known, counters, clock)
+        self.runs = ChunkRuns(root, shard_bits, writer, known, counters, self.quantum, self.quarantine.unreadable)
 
     def quantum(self) -> int:
         """Returns the start of the current recency quantum."""
@@ -101,7 +97,8 @@ class Chunks:
 
     def look(self, expected: Expected) -> Stat | None:
         """Returns the stat of a file of the right size; None if there is none. Otherwise as ``is_present``."""
-        self.settle(expected.address, self._name_of(expected))
+        if expected.address in self.quarantine.unreadable:
+            self.quarantine.settle(expected.address, self._name_of(expected))
         epoch = self.known.epoch
         stat = self.root.stat(self._name_of(expected))
         if stat is None:
@@ -136,7 +133,7 @@ class Chunks:
                 self.set_aside(expected, damaged.damage)
                 return False
             self._seen(expected, reader.stat, epoch)
-        self.unreadable.forget(expected.address)
+        self.quarantine.unreadable.forget(expected.address)
         self._counters.add_read(expected.payload_bytes)
         return True
 
@@ -150,7 +147,7 @@ class Chunks:
         try:
             try:
                 with self.noted(expected):
-                    header = _read_header(reader, expected)
+                    header = read_header(reader, expected)
             except Damaged as damaged:
                 self.set_aside(expected, damaged.damage)
                 reader.close()
@@ -189,8 +186,8 @@ class Chunks:
         try:
             with self.noted(expected), self._counters.timed("root", "read") as timed:
                 timed.size_bytes = len(sections) * header.section_bytes
-                _fill(reader, sections, offset, borrowed)
-                _verify(sections, header.checksums[first : first + len(sections)])
+                fill(reader, sections, offset, borrowed)
+                verify(sections, header.checksums[first : first + len(sections)])
         except Damaged as damaged:
             borrowed.check()
             self.set_aside(expected, damaged.damage)
@@ -209,11 +206,11 @@ class Chunks:
             timed.size_bytes = expected.payload_bytes
             try:
                 if isinstance(reader, DecodedReader) or self._writer.encodings.encrypts(expected.tenant):
-                    mapped: memoryview | None = _copied(reader, expected)
+                    mapped: memoryview | None = read_whole(reader, expected)
                 else:
                     # Verify by reads, not through the mapping: a page fault on an unreadable page would block while
                     # holding the GIL, or crash the process (SIGBUS).
-                    _verify_whole(reader, expected)
+                    verify_whole(reader, expected)
                     mapped = reader.map()
             except Damaged as damaged:
                 self.set_aside(expected, damaged.damage)
@@ -269,28 +266,8 @@ class Chunks:
         self._discard(staged.name)
 
     def set_aside(self, expected: Expected, damage: Damage) -> None:
-        """Moves a damaged file away from its name, so that the next put can repair it. Never raises.
-
-        Another node may have put a good file there between our look and our rename. So the moved file is verified once
-        more under its new name, which nobody else uses. A good one goes back by link, unless yet another writer was
-        first.
-        """
-        self._counters.add(NodeCount.MISS_DAMAGED)
-        self._counters.add(_DAMAGE[damage])
-        self.known.forget(expected.address)
-        aside = places.quarantined(expected.address, self._writer.session(), next(self._writer.numbers))
-        name = self._name_of(expected)
-        try:
-            if not self.root.move(name, aside):
-                return
-            if self._is_intact(aside, expected):
-                self.root.publish(aside, name, durable=False)
-                self._counters.add(NodeCount.QUARANTINE_RESTORED)
-            else:
-                self._counters.add(NodeCount.QUARANTINED)
-        except KVStoreError:
-            # The root is read-only or failing: the read is a miss all the same, and the next read finds the file again.
-            self._counters.add(NodeCount.QUARANTINE_FAILED)
+        """Moves a damaged file away from its name, so that the next put can repair it. Never raises."""
+        self.quarantine.set_aside(expected, self._name_of(expected), damage)
 
     @contextmanager
     def noted(self, expected: Expected) -> Iterator[None]:
@@ -298,53 +275,9 @@ class Chunks:
         try:
             yield
         except FAILED:
-            self.unreadable.failed(expected.address)
+            self.quarantine.unreadable.failed(expected.address)
             self.known.forget(expected.address)
             raise
-
-    def settle(self, address: Address, name: Name) -> None:
-        """Reads again a chunk's file that could not be read, and sets it aside if that fails too often.
-
-        Raises the root's error if the file stays and nobody can read it.
-        """
-        if address in self.unreadable:
-            self.known.forget(address)
-            self.unreadable.settle(address, name, lambda: self._set_unreadable_aside(address, name))
-
-    def _set_unreadable_aside(self, address: Address, name: Name) -> None:
-        """Moves an unreadable file away as ``set_aside`` does. A file readable under its new name goes back; the next
-        reader verifies it.
-
-        Raises the root's error if the file cannot be moved.
-        """
-        aside = places.quarantined(address, self._writer.session(), next(self._writer.numbers))
-        if not self.root.move(name, aside):
-            return
-        try:
-            is_readable = self.unreadable.read(aside)
-        except KVStoreError:
-            self._counters.add(NodeCount.QUARANTINED)
-            return
-        if is_readable:
-            with suppress(KVStoreError):  # on failure a collector puts it back
-                self.root.publish(aside, name, durable=False)
-                self._counters.add(NodeCount.QUARANTINE_RESTORED)
-
-    def _is_intact(self, name: Name, expected: Expected) -> bool:
-        found = self.root.open(name)
-        if found is None:
-            return False
-        with found:
-            try:
-                reader = self._plain(found, expected)
-                if reader is None:
-                    return False
-                _verify_whole(reader, expected)
-            except NotDecodable:
-                return True  # nothing proves damage: a node with its key may find it right
-            except Damaged:
-                return False
-        return True
 
     def _open(self, expected: Expected) -> Reader | None:
         """Opens a chunk file of the right size; None is a miss."""
@@ -354,7 +287,7 @@ class Chunks:
             self._counters.add(NodeCount.MISS_ABSENT)
             return None
         try:
-            plain = self._plain(reader, expected)
+            found = plain(reader, expected, self._writer.encodings)
         except NotDecodable as reason:
             reader.close()
             self._not_decodable(expected, reason)
@@ -366,19 +299,10 @@ class Chunks:
         except BaseException:
             reader.close()
             raise
-        if plain is None:
+        if found is None:
             reader.close()
             self._wrong_size(expected)
-        return plain
-
-    def _plain(self, reader: Reader, expected: Expected) -> Reader | None:
-        """Returns the file as one of version 1; None if it has neither version, or another size.
-
-        Raises Damaged and NotDecodable for an encoded file.
-        """
-        if reader.stat.size_bytes == expected.file_bytes:
-            return reader  # of version 1: an encoded one never has that size
-        return self._writer.encodings.reader(reader, expected)
+        return found
 
     def _is_encoded(self, expected: Expected) -> bool:
         """True if a file without the size of version 1 is encoded and readable here; sets any other file aside."""
@@ -438,59 +362,3 @@ class Chunks:
 
     def _name_of(self, expected: Expected) -> Name:
         return places.chunk(expected.address, NamespaceId(expected.namespace[:8]), self._shard_bits)
-
-
-def read_verified(reader: Reader, expected: Expected, sections: Pieces, borrowed: Borrowed) -> None:
-    """Reads header and payload and verifies both. Raises Damaged."""
-    run = max(1, VERIFY_BYTES // max(1, expected.section_bytes))
-    raw = bytearray(expected.header_bytes)
-    header: Header | None = None
-    offset = 0
-    for start in range(0, len(sections), run):
-        part = sections[start : start + run]
-        # Read the header together with the first sections, in one call.
-        pieces = part if header else [memoryview(raw), *part]
-        offset += _fill(reader, pieces, offset, borrowed)
-        header = header or decode_as(raw, expected)
-        _verify(part, header.checksums[start : start + run])
-
-
-def _verify_whole(reader: Reader, expected: Expected) -> None:
-    """Verifies a whole chunk without keeping it, in memory for one run. Raises Damaged."""
-    header = _read_header(reader, expected)
-    run = max(1, VERIFY_BYTES // max(1, expected.section_bytes))
-    scratch = memoryview(bytearray(min(run, expected.section_count) * expected.section_bytes))
-    offset = expected.header_bytes
-    for start in range(0, expected.section_count, run):
-        count = min(run, expected.section_count - start)
-        part = cut_evenly(scratch[: count * expected.section_bytes], expected.section_bytes)
-        offset += _fill(reader, part, offset, Borrowed())
-        _verify(part, header.checksums[start : start + count])
-
-
-def _copied(reader: Reader, expected: Expected) -> memoryview:
-    """Returns the whole file in memory of its own, verified. Raises Damaged."""
-    image = memoryview(bytearray(expected.file_bytes))
-    sections = cut_evenly(image[expected.header_bytes :], expected.section_bytes)
-    read_verified(reader, expected, sections, Borrowed())
-    return image.toreadonly()
-
-
-def _read_header(reader: Reader, expected: Expected) -> Header:
-    raw = bytearray(expected.header_bytes)
-    _fill(reader, [memoryview(raw)], 0, Borrowed())
-    return decode_as(raw, expected)
-
-
-def _fill(reader: Reader, pieces: Pieces, offset: int, borrowed: Borrowed) -> int:
-    """Reads all of ``pieces``. A short read counts as damage; a file that vanished looks the same, and is no worse."""
-    wanted = sum(map(len, pieces))
-    if reader.read(pieces, offset, borrowed) != wanted:
-        raise Damaged(Damage.SIZE)
-    return wanted
-
-
-def _verify(sections: Pieces, sums: tuple[int, ...]) -> None:
-    # One expression, because this loop holds the GIL that all lanes share.
-    if tuple(map(checksum, sections)) != sums:
-        raise Damaged(Damage.SECTION_CHECKSUM)

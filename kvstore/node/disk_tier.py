@@ -26,7 +26,7 @@ from kvstore.hints import DEFAULT, Hints
 from kvstore.memory.inventory import Entry, Place
 from kvstore.memory.policy import DEFAULT_POLICY, POLICIES
 from kvstore.namespace import NamespaceDigest
-from kvstore.node.counters import Counters
+from kvstore.node.counters import Counters, TierName
 from kvstore.node.deadline import Deadline
 from kvstore.node.disk_folder import DiskFolder
 from kvstore.node.disk_gate import Pause, Readers
@@ -34,7 +34,6 @@ from kvstore.node.disk_refill import Refill
 from kvstore.node.disk_shelf import QUANTUM_S, DiskShelf, name_of
 from kvstore.node.encoded import Encodings, NotDecodable
 from kvstore.node.lanes import moved_on
-from kvstore.node.timings import TierName
 from kvstore.node.wanted import Wanted, expected_of
 from kvstore.root.interface import Root
 from kvstore.root.posix import PosixRoot

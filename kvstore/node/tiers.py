@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kvstore.namespace import NamespaceDigest
+from kvstore.node.counters import TierName
 from kvstore.node.deadline import Deadline
-from kvstore.node.timings import TierName
 from kvstore.node.wanted import Wanted
 
 

@@ -14,7 +14,7 @@ import grpc
 from kvstore import tracing
 from kvstore.counts import Counts, WorkerCount
 from kvstore.errors import KVStoreError
-from kvstore.node.timings import Latencies, Latency
+from kvstore.node.counters import Latencies, Latency
 from kvstore.security.audit import AuditLog
 from kvstore.security.authenticator import Authenticator
 from kvstore.security.guard import Guard, Visit

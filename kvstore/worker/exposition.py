@@ -12,7 +12,7 @@ from typing import Any, get_args
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
 
 from kvstore.counts import GROWING, NODE_GAUGES, WORKER_GAUGES, Family, NodeCount, WorkerCount
-from kvstore.node.timings import LATENCY_BUCKETS_S, Latency, Operation, TierName
+from kvstore.node.counters import LATENCY_BUCKETS_S, Latency, Operation, TierName
 from kvstore.security.permissions import PERMISSIONS
 from kvstore.worker.bulk.serving import BULK_METHODS
 from kvstore.worker.calls import GRPC, Ended

@@ -10,8 +10,8 @@ import grpc
 from google.protobuf.message import Message
 
 from kvstore.errors import InvalidRequest
+from kvstore.node.counters import TierTimings
 from kvstore.node.member import Member
-from kvstore.node.timings import TierTimings
 from kvstore.root.interface import Space
 from kvstore.security.permissions import Role
 from kvstore.security.server import ServerSecurity

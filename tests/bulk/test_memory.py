@@ -16,9 +16,9 @@ from kvstore.address import Chain
 from kvstore.client.limits import ClientLimits
 from kvstore.format import places
 from kvstore.format.places import Name
+from kvstore.node.counters import TierName
 from kvstore.node.deadline import Deadline
 from kvstore.node.limits import Limits
-from kvstore.node.timings import TierName
 from kvstore.node.wanted import Wanted
 from kvstore.results import PutResult
 from kvstore.root.memory import MemoryFiles, MemoryRoot

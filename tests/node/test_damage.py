@@ -20,7 +20,7 @@ from kvstore.client import Cache, Store
 from kvstore.errors import HoldBroken
 from kvstore.format.header import expected_chunk
 from kvstore.layout import DTYPES
-from kvstore.node import chunks
+from kvstore.node import verify
 from tests.native.modes import chunks_of
 from tests.node.stores import TINY, chunk_files, counted, kv_of, resealed, same, store_on
 
@@ -68,21 +68,17 @@ def assert_missed_and_repaired(store: Store, cache: Cache, root: Path, file: Pat
 def test_memory_that_was_taken_back_while_it_was_verified_is_no_damage(
     store: Store, tmp_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache, tokens, verify, borrowed = (
-        store.namespace("m", TINY),
-        np.arange(TINY.chunk_tokens),
-        chunks._verify,
-        Borrowed(),
-    )
+    cache, tokens, borrowed = store.namespace("m", TINY), np.arange(TINY.chunk_tokens), Borrowed()
+    real = verify.verify
     cache.put(tokens, kv_of(TINY, tokens))
     chain, sections = Chain.of(cache.namespace, tokens.astype(np.uint32)), [memoryview(bytearray(16)) for _ in range(4)]
 
     def verify_late(part: Pieces, sums: tuple[int, ...]) -> None:
         borrowed.withdraw()
         part[0][:] = b"the caller's now"
-        verify(part, sums)
+        real(part, sums)
 
-    monkeypatch.setattr(chunks, "_verify", verify_late)
+    monkeypatch.setattr(verify, "verify", verify_late)
     with pytest.raises(Withdrawn):
         chunks_of(store).read(expected_chunk(chain, 0), sections, borrowed)
     assert the_file(tmp_root).exists() and store.stats()["miss_damaged"] == 0

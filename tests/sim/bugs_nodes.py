@@ -13,7 +13,7 @@ from kvstore.format.places import Name
 from kvstore.meta.interface import Event, Meta, Snapshot
 from kvstore.meta.keys import Keys
 from kvstore.meta.session import Session
-from kvstore.node import chunks, follower, holds, known, node, view
+from kvstore.node import follower, holds, known, node, quarantine, view
 from kvstore.root import memory
 from kvstore_gc import orphans
 from tests.sim.planting import bug
@@ -43,11 +43,11 @@ def publish_replaces() -> Iterator[None]:
 def set_aside_deletes() -> Iterator[None]:
     """W3: a damaged file is deleted at its name, where a good one may have been put meanwhile."""
 
-    def set_aside(self: chunks.Chunks, expected: Any, damage: Any) -> None:
-        self.known.forget(expected.address)
-        self.root.remove(self._name_of(expected))
+    def set_aside(self: quarantine.Quarantine, expected: Any, name: Any, damage: Any) -> None:
+        self._known.forget(expected.address)
+        self._root.remove(name)
 
-    with patch.object(chunks.Chunks, "set_aside", set_aside):
+    with patch.object(quarantine.Quarantine, "set_aside", set_aside):
         yield
 
 
@@ -159,17 +159,16 @@ def announce_while_holding() -> Iterator[None]:
 def aside_overwrites() -> Iterator[None]:
     """W3: a whole file goes back over the newer one that has its name."""
 
-    def set_aside(self: chunks.Chunks, expected: Any, damage: Any) -> None:
-        self.known.forget(expected.address)
+    def set_aside(self: quarantine.Quarantine, expected: Any, name: Any, damage: Any) -> None:
+        self._known.forget(expected.address)
         aside = places.quarantined(expected.address, self._writer.session(), next(self._writer.numbers))
-        name = self._name_of(expected)
         try:
-            if self.root.move(name, aside) and self._is_intact(aside, expected):
-                self.root.move(aside, name)
+            if self._root.move(name, aside) and self._is_intact(aside, expected):
+                self._root.move(aside, name)
         except KVStoreError:
             pass
 
-    with patch.object(chunks.Chunks, "set_aside", set_aside):
+    with patch.object(quarantine.Quarantine, "set_aside", set_aside):
         yield
 
 

@@ -31,8 +31,6 @@ LARGE = {
     # Its methods are those that vLLM calls.
     "kvstore/connectors/vllm/connector.py KVStoreConnector": 28,
     "kvstore/memory/inventory.py Inventory": 26,
-    "kvstore/node/chunks.py": 496,
-    "kvstore/node/chunks.py Chunks": 29,
     "kvstore/node/disk_shelf.py DiskShelf": 27,
     "kvstore/node/memory_tier.py": 425,
     "kvstore/node/memory_tier.py MemoryTier": 41,

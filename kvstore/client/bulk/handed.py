@@ -17,13 +17,13 @@ from kvstore.client.bulk.links import Link
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import Damaged
 from kvstore.native import is_available
-from kvstore.node.chunks import read_verified
 from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
 from kvstore.node.images import take_images
 from kvstore.node.lanes import Lanes
 from kvstore.node.reading import Groups, Reading, group_size
 from kvstore.node.runs import Run
+from kvstore.node.verify import read_verified
 from kvstore.node.wanted import Wanted, expected_of, image_sizes, mean_bytes
 from kvstore.root.interface import LocalFiles, Stat
 from kvstore.root.posix_reader import PosixReader

@@ -69,7 +69,7 @@ CHUNKS = [
     mutant(
         "chunks-section-checksum",
         "FORMAT 4.3: section checksum",
-        skip("kvstore.node.chunks:_verify"),
+        skip("kvstore.node.verify:verify"),
         f"{LARGE}i1_a_bit_that_turned_anywhere_in_a_large_chunk_is_never_read[4096]",
         native=False,
     ),
@@ -77,7 +77,7 @@ CHUNKS = [
         "chunks-short-read",
         "FORMAT 4.3: size",
         edit(
-            "kvstore.node.chunks:_fill",
+            "kvstore.node.verify:fill",
             "if reader.read(pieces, offset, borrowed) != wanted:",
             "if not reader.read(pieces, offset, borrowed):",
         ),
@@ -88,7 +88,7 @@ CHUNKS = [
         "chunks-whole-first-run",
         "FORMAT 4.3: every section of a chunk over 4 MiB",
         edit(
-            "kvstore.node.chunks:_verify_whole",
+            "kvstore.node.verify:verify_whole",
             "range(0, expected.section_count, run)",
             "range(0, min(run, expected.section_count), run)",
         ),
@@ -97,19 +97,19 @@ CHUNKS = [
     mutant(
         "chunks-read-first-run",
         "FORMAT 4.3: every section of a chunk over 4 MiB",
-        edit("kvstore.node.chunks:read_verified", "        _verify(part,", "        start or _verify(part,"),
+        edit("kvstore.node.verify:read_verified", "        verify(part,", "        start or verify(part,"),
         f"{LARGE}i1_a_bit_that_turned_anywhere_in_a_large_chunk_is_never_read",
     ),
     mutant(
         "chunks-range-unverified",
         "FORMAT 4.3: checksum of ranges",
-        edit("kvstore.node.chunks:Chunks.read_range", "_verify(", "(lambda *_: None)("),
+        edit("kvstore.node.chunks:Chunks.read_range", "verify(", "(lambda *_: None)("),
         f"{LARGE}i1_a_bit_that_turned_in_a_late_layer_is_in_no_layer",
     ),
     mutant(
         "chunks-view-unverified",
         "FORMAT 4.3: views are verified first",
-        edit("kvstore.node.chunks:Chunks.map", "_verify_whole(reader, expected)", "pass"),
+        edit("kvstore.node.chunks:Chunks.map", "verify_whole(reader, expected)", "pass"),
         f"{LARGE}i1_a_bit_that_turned_anywhere_in_a_large_chunk_is_in_no_view",
     ),
     mutant(
@@ -126,14 +126,14 @@ CHUNKS = [
     mutant(
         "chunks-damage-stays",
         "FORMAT 4.3: damage is set aside",
-        skip("kvstore.node.chunks:Chunks.set_aside"),
+        skip("kvstore.node.quarantine:Quarantine.set_aside"),
         f"{DAMAGE}views_verify_before_they_are_handed_out",
         f"{DAMAGE}damage_in_the_middle_ends_the_prefix_there",
     ),
     mutant(
         "chunks-aside-always-intact",
         "FORMAT 4.3: what was set aside is verified again",
-        replace("kvstore.node.chunks:Chunks._is_intact", lambda self, name, expected: True),
+        replace("kvstore.node.quarantine:Quarantine._is_intact", lambda self, name, expected: True),
         f"{LARGE}i1_a_bit_that_turned_anywhere_in_a_large_chunk_is_never_read[4096]",
     ),
     mutant(
