@@ -26,7 +26,7 @@ from kvstore.sections import planes_of
 from kvstore.sources import RandomIds
 from tests.native.modes import chunks_of, opened
 from tests.node.stores import SMALL, kv_of, same
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, eventually
 
 pytestmark = [
     pytest.mark.interrupts,
@@ -234,7 +234,15 @@ def test_taking_back_that_is_interrupted_is_ended_all_the_same() -> None:
     main = threading.main_thread().ident
     assert main is not None
 
+    def is_withdrawn() -> bool:
+        try:
+            borrowed.check()
+        except Withdrawn:
+            return True
+        return False
+
     def interrupt() -> None:
+        eventually(is_withdrawn)  # a Ctrl-C before the call would end the test, and all that come after it
         time.sleep(0.05)
         signal.pthread_kill(main, signal.SIGINT)
         time.sleep(0.05)
