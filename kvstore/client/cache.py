@@ -87,11 +87,14 @@ class Cache:
         with tracing.span("kvstore.put", tokens=len(ids)):
             return self._port.put(self.namespace, ids, first, source, hints, mode)
 
-    def match(self, tokens: Tokens) -> int:
-        """Returns the number of leading tokens in the store, a multiple of chunk_tokens."""
+    def match(self, tokens: Tokens, *, counts: bool = True) -> int:
+        """Returns the number of leading tokens in the store, a multiple of chunk_tokens.
+
+        ``counts=False`` leaves it out of the hit ratio, for a look that no request of a user needs.
+        """
         ids = token_array(tokens)
         with tracing.span("kvstore.match", tokens=len(ids)):
-            return self._port.match(self.namespace, ids) * self.layout.chunk_tokens
+            return self._port.match(self.namespace, ids, counts=counts) * self.layout.chunk_tokens
 
     @overload
     def get(self, tokens: Tokens) -> tuple[int, KvArray]: ...

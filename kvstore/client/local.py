@@ -125,9 +125,9 @@ class LocalPort:
         with self._store as member:
             return member.node.namespaces()
 
-    def match(self, namespace: Namespace, tokens: TokenArray) -> int:
+    def match(self, namespace: Namespace, tokens: TokenArray, *, counts: bool = True) -> int:
         with self._store as member:
-            return member.node.match(member.node.chains.of(namespace, tokens))
+            return member.node.match(member.node.chains.of(namespace, tokens), counts=counts)
 
     def put(
         self,

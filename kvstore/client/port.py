@@ -106,8 +106,8 @@ class Port(Protocol):
         """Returns all namespaces of the store."""
         ...
 
-    def match(self, namespace: Namespace, tokens: TokenArray) -> int:
-        """Returns the number of leading chunks in the store."""
+    def match(self, namespace: Namespace, tokens: TokenArray, *, counts: bool = True) -> int:
+        """Returns the number of leading chunks in the store; ``counts`` as in ``Cache.match``."""
         ...
 
     def put(

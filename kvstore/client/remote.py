@@ -160,8 +160,8 @@ class RemotePort:
 
     # Prefixes
 
-    def match(self, namespace: Namespace, tokens: TokenArray) -> int:
-        return self._or_miss(lambda: self._match(namespace, tokens), 0)
+    def match(self, namespace: Namespace, tokens: TokenArray, *, counts: bool = True) -> int:
+        return self._or_miss(lambda: self._match(namespace, tokens, counts=counts), 0)
 
     def get(self, namespace: Namespace, tokens: TokenArray, chunks_max: int, memory: Callable[[int], Sections]) -> int:
         layout = namespace.layout
@@ -386,12 +386,12 @@ class RemotePort:
         except (Unavailable, Overloaded):
             self.counters.add(ClientCount.MISSES_UNREACHABLE)
 
-    def _match(self, namespace: Namespace, tokens: TokenArray) -> int:
+    def _match(self, namespace: Namespace, tokens: TokenArray, *, counts: bool) -> int:
         tokens = _full_chunks(namespace, tokens)
         if not len(tokens):
             self._caller.check()
             return 0
-        request = sealed(pb.MatchRequest(namespace=namespace.digest, tokens=pack_tokens(tokens)))
+        request = sealed(pb.MatchRequest(namespace=namespace.digest, tokens=pack_tokens(tokens), uncounted=not counts))
         answer = self._reopening(
             namespace,
             lambda: self._caller.unary("Match", request, self.limits.match_s, _affinity(namespace, tokens)),
@@ -400,7 +400,7 @@ class RemotePort:
 
     def _present(self, endpoint: Endpoint, start: pb.PutStart) -> int:
         """Returns how many leading chunks need no sending. Errors are left to the put: not knowing costs only bytes."""
-        request = sealed(pb.MatchRequest(namespace=start.namespace, tokens=start.tokens))
+        request = sealed(pb.MatchRequest(namespace=start.namespace, tokens=start.tokens, uncounted=True))
         try:
             return pb.MatchResponse.FromString(endpoint.unary("Match")(request, timeout=self.limits.match_s)).chunks
         except grpc.RpcError:

@@ -40,8 +40,8 @@ class Blocks:
 
     def match(self, namespace: Namespace, keys: Sequence[bytes], deadline: Deadline) -> int:
         """Returns how many leading keys are in the store, whatever the size of their blocks."""
-        addresses = block_addresses(namespace, keys)
-        addresses = addresses[: self._view.leading(addresses)]
+        asked = block_addresses(namespace, keys)
+        addresses = asked[: self._view.leading(asked)]
         known = remembered(self._chunks, Keyed(namespace, keys, addresses, ()), 0, self._reads.above)
 
         def read(index: int, _: Borrowed) -> bool:
@@ -49,10 +49,14 @@ class Blocks:
             above = self._reads.has(Keyed(namespace, (key,), (address,), ()))[0]
             return above or self._is_on_root(address, namespace.id)
 
-        return known + leading(read_chunks(self._lanes, self._counters, len(addresses) - known, read, deadline))
+        count = known + leading(read_chunks(self._lanes, self._counters, len(addresses) - known, read, deadline))
+        self._counters.add_request(asked, count, namespace.layout.chunk_tokens, reads=False)
+        return count
 
-    def present(self, namespace: Namespace, keys: Sequence[bytes], deadline: Deadline) -> list[bool]:
-        """Returns for each key whether it is in the store, whatever the size of its block."""
+    def present(
+        self, namespace: Namespace, keys: Sequence[bytes], deadline: Deadline, *, held: bool = False
+    ) -> list[bool]:
+        """Returns for each key whether it is in the store, whatever the size of its block; ``held`` as in ``get``."""
         addresses = block_addresses(namespace, keys)
         known, quantum = self._chunks.known, self._chunks.quantum()
         above = self._reads.has(Keyed(namespace, keys, addresses, ()))
@@ -69,6 +73,7 @@ class Blocks:
         done = read_chunks(self._lanes, self._counters, len(unknown), look, deadline, stop_at_miss=False)
         for index, found in zip(unknown, done, strict=True):
             present[index] = bool(found)
+        self._counters.add_request(addresses, sum(present), namespace.layout.chunk_tokens, reads=held)
         return present
 
     def get(

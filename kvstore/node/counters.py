@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from kvstore.counts import Counts, NodeCount
+from kvstore.counts import NodeCount, RequestCounts
 from kvstore.node.timings import TierTimings
 
 
-class Counters(Counts[NodeCount]):
+class Counters(RequestCounts):
     """Monotonic counts since the node started; thread-safe."""
 
     def __init__(self) -> None:
-        super().__init__(NodeCount)
+        super().__init__()
         self.tiers = TierTimings()
         """Timings of the tiers."""
         self.timed = self.tiers.timed

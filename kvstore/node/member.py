@@ -118,7 +118,7 @@ class Member:
         """
         node, layout = self.node, chain.namespace.layout
         owner = owner or socket.gethostname()
-        hold = node.hold(chain)
+        hold = node.hold(chain, counts=False)
         try:
             if hold.born is None:
                 raise Unavailable(

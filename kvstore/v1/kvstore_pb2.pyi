@@ -116,12 +116,14 @@ class ListNamespacesResponse(_message.Message):
     def __init__(self, digest: _Optional[bytes] = ..., namespace: _Optional[_Union[Namespace, _Mapping]] = ...) -> None: ...
 
 class MatchRequest(_message.Message):
-    __slots__ = ("namespace", "tokens")
+    __slots__ = ("namespace", "tokens", "uncounted")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    UNCOUNTED_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     tokens: bytes
-    def __init__(self, namespace: _Optional[bytes] = ..., tokens: _Optional[bytes] = ...) -> None: ...
+    uncounted: bool
+    def __init__(self, namespace: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., uncounted: bool = ...) -> None: ...
 
 class MatchResponse(_message.Message):
     __slots__ = ("chunks", "tokens")
@@ -168,7 +170,7 @@ class PutResponse(_message.Message):
     def __init__(self, tokens_present: _Optional[int] = ..., chunks_written: _Optional[int] = ..., chunks_found: _Optional[int] = ..., bytes_written: _Optional[int] = ...) -> None: ...
 
 class GetRequest(_message.Message):
-    __slots__ = ("namespace", "tokens", "hold", "first", "chunks_max", "order", "memory_only")
+    __slots__ = ("namespace", "tokens", "hold", "first", "chunks_max", "order", "memory_only", "uncounted")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     HOLD_FIELD_NUMBER: _ClassVar[int]
@@ -176,6 +178,7 @@ class GetRequest(_message.Message):
     CHUNKS_MAX_FIELD_NUMBER: _ClassVar[int]
     ORDER_FIELD_NUMBER: _ClassVar[int]
     MEMORY_ONLY_FIELD_NUMBER: _ClassVar[int]
+    UNCOUNTED_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     tokens: bytes
     hold: bytes
@@ -183,7 +186,8 @@ class GetRequest(_message.Message):
     chunks_max: int
     order: Order
     memory_only: bool
-    def __init__(self, namespace: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., hold: _Optional[bytes] = ..., first: _Optional[int] = ..., chunks_max: _Optional[int] = ..., order: _Optional[_Union[Order, str]] = ..., memory_only: bool = ...) -> None: ...
+    uncounted: bool
+    def __init__(self, namespace: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., hold: _Optional[bytes] = ..., first: _Optional[int] = ..., chunks_max: _Optional[int] = ..., order: _Optional[_Union[Order, str]] = ..., memory_only: bool = ..., uncounted: bool = ...) -> None: ...
 
 class GetResponse(_message.Message):
     __slots__ = ("start", "checksums", "data")

@@ -188,7 +188,8 @@ class Service:
 
     def _match(self, request: pb.MatchRequest, call: Call) -> Message:
         chain = self.prompts.chain(request.namespace, request.tokens, call)
-        count = self._node.match(chain, seconds_left(call, self._node.limits.match_deadline_s))
+        left_s = seconds_left(call, self._node.limits.match_deadline_s)
+        count = self._node.match(chain, left_s, counts=not request.uncounted)
         return pb.MatchResponse(chunks=count, tokens=count * chain.namespace.layout.chunk_tokens)
 
     def _hold(self, request: pb.HoldRequest, call: Call) -> Message:
