@@ -195,6 +195,11 @@ class LocalPort:
             deadline = Deadline(member.node.clock, member.node.limits.match_deadline_s)
             return member.node.blocks.present(namespace, keys, deadline)
 
+    def block_sizes(self, namespace: Namespace, keys: Sequence[bytes]) -> list[int]:
+        with self._store as member:
+            deadline = Deadline(member.node.clock, member.node.limits.match_deadline_s)
+            return member.node.blocks.sizes(namespace, keys, deadline)
+
     def hold_blocks(self, namespace: Namespace, keys: Sequence[bytes], ttl_s: float | None) -> LocalBlockHold:
         with self._store as member:
             hold, present = member.node.hold_blocks(namespace, keys, ttl_s)

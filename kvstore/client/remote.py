@@ -161,7 +161,17 @@ class RemotePort:
     # Prefixes
 
     def match(self, namespace: Namespace, tokens: TokenArray, *, counts: bool = True) -> int:
-        return self._or_miss(lambda: self._match(namespace, tokens, counts=counts), 0)
+        tokens = _full_chunks(namespace, tokens)
+        if not len(tokens):
+            self._caller.check()
+            return 0
+        request = sealed(pb.MatchRequest(namespace=namespace.digest, tokens=pack_tokens(tokens), uncounted=not counts))
+
+        def send() -> int:
+            raw = self._caller.unary("Match", request, self.limits.match_s, _affinity(namespace, tokens))
+            return pb.MatchResponse.FromString(raw).chunks
+
+        return self._or_miss(namespace, send, 0)
 
     def get(self, namespace: Namespace, tokens: TokenArray, chunks_max: int, memory: Callable[[int], Sections]) -> int:
         layout = namespace.layout
@@ -285,12 +295,13 @@ class RemotePort:
         return self._reopening(namespace, lambda: self._blocks.put(namespace, keys, buffers, hints, write))
 
     def match_blocks(self, namespace: Namespace, keys: Sequence[bytes]) -> int:
-        return self._or_miss(lambda: self._reopening(namespace, lambda: self._blocks.match(namespace, keys)), 0)
+        return self._or_miss(namespace, lambda: self._blocks.match(namespace, keys), 0)
 
     def present_blocks(self, namespace: Namespace, keys: Sequence[bytes]) -> list[bool]:
-        return self._or_miss(
-            lambda: self._reopening(namespace, lambda: self._blocks.present(namespace, keys)), [False] * len(keys)
-        )
+        return self._or_miss(namespace, lambda: self._blocks.present(namespace, keys), [False] * len(keys))
+
+    def block_sizes(self, namespace: Namespace, keys: Sequence[bytes]) -> list[int]:
+        return self._or_miss(namespace, lambda: self._blocks.sizes(namespace, keys), [0] * len(keys))
 
     def hold_blocks(self, namespace: Namespace, keys: Sequence[bytes], ttl_s: float | None) -> RemoteBlockHold:
         try:
@@ -386,18 +397,6 @@ class RemotePort:
         except (Unavailable, Overloaded):
             self.counters.add(ClientCount.MISSES_UNREACHABLE)
 
-    def _match(self, namespace: Namespace, tokens: TokenArray, *, counts: bool) -> int:
-        tokens = _full_chunks(namespace, tokens)
-        if not len(tokens):
-            self._caller.check()
-            return 0
-        request = sealed(pb.MatchRequest(namespace=namespace.digest, tokens=pack_tokens(tokens), uncounted=not counts))
-        answer = self._reopening(
-            namespace,
-            lambda: self._caller.unary("Match", request, self.limits.match_s, _affinity(namespace, tokens)),
-        )
-        return pb.MatchResponse.FromString(answer).chunks
-
     def _present(self, endpoint: Endpoint, start: pb.PutStart) -> int:
         """Returns how many leading chunks need no sending. Errors are left to the put: not knowing costs only bytes."""
         request = sealed(pb.MatchRequest(namespace=start.namespace, tokens=start.tokens, uncounted=True))
@@ -446,10 +445,10 @@ class RemotePort:
         except UnknownNamespace as unknown:
             raise Unavailable(f"a worker forgot a namespace right after it was opened: {unknown}") from unknown
 
-    def _or_miss(self, call: Callable[[], T], miss: T) -> T:
+    def _or_miss(self, namespace: Namespace, call: Callable[[], T], miss: T) -> T:
         """Returns the call's result, or ``miss`` if no worker could answer."""
         try:
-            return call()
+            return self._reopening(namespace, call)
         except BrokenTransfer:
             raise
         except (Unavailable, Overloaded):

@@ -356,22 +356,26 @@ class PutBlocksResponse(_message.Message):
     def __init__(self, stored: _Optional[bytes] = ...) -> None: ...
 
 class MatchBlocksRequest(_message.Message):
-    __slots__ = ("namespace", "keys", "each")
+    __slots__ = ("namespace", "keys", "each", "sizes")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     EACH_FIELD_NUMBER: _ClassVar[int]
+    SIZES_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     keys: bytes
     each: bool
-    def __init__(self, namespace: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., each: bool = ...) -> None: ...
+    sizes: bool
+    def __init__(self, namespace: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., each: bool = ..., sizes: bool = ...) -> None: ...
 
 class MatchBlocksResponse(_message.Message):
-    __slots__ = ("blocks", "present")
+    __slots__ = ("blocks", "present", "sizes")
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     PRESENT_FIELD_NUMBER: _ClassVar[int]
+    SIZES_FIELD_NUMBER: _ClassVar[int]
     blocks: int
     present: bytes
-    def __init__(self, blocks: _Optional[int] = ..., present: _Optional[bytes] = ...) -> None: ...
+    sizes: bytes
+    def __init__(self, blocks: _Optional[int] = ..., present: _Optional[bytes] = ..., sizes: _Optional[bytes] = ...) -> None: ...
 
 class GetBlocksRequest(_message.Message):
     __slots__ = ("namespace", "keys", "sizes", "hold")
