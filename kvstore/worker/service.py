@@ -61,7 +61,7 @@ class Service:
         security = security or ServerSecurity()
         if security.tls is not None:
             self.add_gauges(partial(_expiry, security.tls))
-        self.calls = Calls(self.gate, node.ids, security.authenticator, security.audit)
+        self.calls = Calls(self.gate, node.ids, security.authenticator, security.audit, security.account)
         self.in_flight = BytesInFlight(limits.bytes_in_flight_max, self.calls.tenant)
         self.holds = ClientHolds(
             limits.holds_max,

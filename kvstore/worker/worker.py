@@ -140,6 +140,8 @@ class Worker:
         self._server, self._threads = server, threads
         self.address = self._listen if is_path else f"{host}:{bound}"
         self.advertised = self.advertised or self._reachable(host, bound, is_path)
+        if self._security.account is not None:
+            self._security.account.serve(self.address, self.advertised)
         self._health.set(True)
         self._loop.start()
         self._member.presence.attach(self._register)
