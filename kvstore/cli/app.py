@@ -7,6 +7,7 @@ import importlib
 import click
 
 from kvstore import __version__
+from kvstore.cli.command import Group
 
 COMMANDS = {
     "up": "up",
@@ -39,7 +40,7 @@ COMMANDS = {
 """Each command and the module here that has it, in the order of the help."""
 
 
-class Commands(click.Group):
+class Commands(Group):
     """Finds commands by name, without importing the others."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
