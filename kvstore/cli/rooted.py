@@ -38,7 +38,7 @@ def check_pins_known(store: Store, *, instead: str = "") -> None:
     from kvstore.node.member import Sharing
 
     port = store._port
-    if not isinstance(port, LocalPort) or port.sharing is not Sharing.ALONE:
+    if not isinstance(port, LocalPort) or port._store.member.sharing is not Sharing.ALONE:
         return
     path = local_path(port.place.removeprefix("root "))
     if path is not None and os.path.exists(os.path.join(path, places.METADATA)):

@@ -16,7 +16,7 @@ from kvstore.hints import Hints
 from kvstore.namespace import Namespace
 from kvstore.node.deadline import Deadline
 from kvstore.node.holds import Hold
-from kvstore.node.member import Member, Sharing
+from kvstore.node.member import Member
 from kvstore.node.moves import Act, Level, Move
 from kvstore.node.node import Node
 from kvstore.progress import Progress
@@ -116,11 +116,6 @@ class LocalPort:
     @property
     def place(self) -> str:
         return f"root {self._store.member.node.root.url}" + self._store.closed * ", closed"
-
-    @property
-    def sharing(self) -> Sharing:
-        """Who shares the metadata, and so the pins."""
-        return self._store.member.sharing
 
     def open_namespace(self, namespace: Namespace) -> None:
         with self._store as member:
