@@ -16,7 +16,7 @@ def test_a_part_chunk_is_missed_and_the_others_are_read(tmp_root: Path) -> None:
         blocks = store.namespace("m", Layout(layers=1, kv_heads=1, head_dim=8, dtype="int8", chunk_tokens=4)).blocks
         assert all(blocks.put(KEYS, [b"full", b"pt", b"more"]))
         buffers = [bytearray(4) for _ in KEYS]
-        assert read_blocks(blocks.get, KEYS, list(map(memoryview, buffers))) == [True, False, True]
+        assert read_blocks(blocks.get, KEYS, [memoryview(each) for each in buffers]) == [True, False, True]
         assert (bytes(buffers[0]), bytes(buffers[2])) == (b"full", b"more")
         with blocks.hold(KEYS) as hold:
-            assert read_blocks(hold.get, KEYS, list(map(memoryview, buffers))) == [True, False, True]
+            assert read_blocks(hold.get, KEYS, [memoryview(each) for each in buffers]) == [True, False, True]

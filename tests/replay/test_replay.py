@@ -174,7 +174,7 @@ class Refusing:
     def __init__(self, times: int) -> None:
         self.left = times
 
-    def match(self, tokens: Any) -> int:
+    def match(self, tokens: Any, *, counts: bool = True) -> int:
         return 0
 
     def get(self, tokens: Any, out: Any) -> int:
