@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvstore.children import gc_command
 from kvstore.cli.access import Access, ClusterAccess, access_options
 from kvstore.cli.command import Command
 from kvstore.cli.declared import arguments, flag, option, takes
 from kvstore.cli.kinds import HOST_PORT, split
 from kvstore.cli.options import Logging, Room
 from kvstore.cli.ports import check_free
-from kvstore.cli.programs import gc_command
 from kvstore.cli.rooted import local_path, open_existing
 from kvstore.cli.signals import Stopper
 from kvstore.errors import InvalidRequest

@@ -6,6 +6,7 @@ in a file, which the processes of one host share, or in memory, where pins live 
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import threading
@@ -30,6 +31,7 @@ from kvstore.meta.session import Session, live_sessions
 from kvstore.namespace import Namespace, NamespaceDigest
 from kvstore.node.clearing import Clearing, Pinned
 from kvstore.node.clears import ClearsFollower
+from kvstore.node.collecting import Collecting
 from kvstore.node.limits import Limits
 from kvstore.node.node import Node
 from kvstore.node.pinned import PinnedInMemory
@@ -74,8 +76,12 @@ class Member:
         """What was cleared by selection, and is told to others; None for a node alone."""
         self._barriers = Barriers(meta, self.keys, node.clock)
         self._follower: ClearsFollower | None = None
+        self.collecting: Collecting | None = None
+        """This process's part in bounding the root; None if it has none."""
         self.on_cleared: list[Callable[[NamespaceDigest], None]] = []
         """Called after a namespace was cleared here, to tell the other nodes."""
+        if sharing is Sharing.HOST:
+            atexit.register(self.leave)
         presence.attach(lambda session: None, self._lost)
 
     def follow_clears(self) -> None:
@@ -244,6 +250,8 @@ class Member:
             "session_alive": alive,
             "protected": protected,
             "etcd_operations": operations,
+            "bound_bytes": (self.collecting.bound.max_bytes or 0) if self.collecting is not None else 0,
+            "collecting": int(self.collecting is not None and self.collecting.is_running),
             "etcd_silent_seconds": self.presence.silent_s,
             "lease_margin_seconds": self.presence.margin_s,
         }
@@ -262,8 +270,19 @@ class Member:
         if self._follower is not None:
             self._follower.close(CLOSE_S)
         self.node.close(keep_replaced=self._has_others())
+        self.leave()
         self.presence.close()
         self.meta.close()
+
+    def leave(self) -> None:
+        """Gives back the room that it claimed, and ends its collector. Idempotent. Also when the program ends, because
+        of what is not given back the next short program has to wait until a collector has counted.
+        """
+        if self._pid == os.getpid():
+            atexit.unregister(self.leave)
+            self.node.gc_view.usage.close()
+            if self.collecting is not None:
+                self.collecting.close()
 
     def _has_others(self) -> bool:
         """True if other processes may hold what recoding replaced. On one host no collector may ever tidy up."""
