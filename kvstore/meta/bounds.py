@@ -110,8 +110,11 @@ class Bounds:
                 return Claim(size_bytes, result.revision if found is None else found.create_revision)
         return None
 
-    def give_back(self, size_bytes: int, made_at: int, timeout_s: float | None = None) -> None:
-        """Takes from the level what was claimed from it, and not written. Another level key knows nothing of it."""
+    def settle(self, size_bytes: int, made_at: int, timeout_s: float | None = None) -> None:
+        """Takes from the level what was claimed and not written; if it is negative, adds what was written beyond.
+
+        Does nothing to another level key than that of the claims, which knows nothing of them.
+        """
         for _ in range(ATTEMPTS_MAX):
             found = self._meta.get(self._keys.level, timeout_s)
             if found is None or found.create_revision != made_at:

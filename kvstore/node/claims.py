@@ -60,10 +60,10 @@ class Claims:
             log.debug("claims.failed %s", error)
             return 0
 
-    def give_back(self, left_bytes: int) -> None:
+    def settle(self, left_bytes: int) -> None:
         """See ``NodeUsage``. What cannot be given back counts until the next listing."""
         try:
-            self._bounds.give_back(min(left_bytes, self._claimed_bytes), self._made_at, TIMEOUT_S)
+            self._bounds.settle(min(left_bytes, self._claimed_bytes), self._made_at, TIMEOUT_S)
         except KVStoreError as error:
             log.debug("claims.left %s", error)
 

@@ -31,8 +31,8 @@ class Claiming(Protocol):
         """Returns how many more bytes this node may write, after it wrote ``overdrawn_bytes`` too many; 0 for none."""
         ...
 
-    def give_back(self, left_bytes: int) -> None:
-        """Returns what was claimed and not written."""
+    def settle(self, left_bytes: int) -> None:
+        """Gives back what was claimed and not written; if it is negative, counts what was written beyond."""
         ...
 
 
@@ -96,12 +96,12 @@ class NodeUsage:
             return not self._is_spent()
 
     def close(self) -> None:
-        """Gives back what was claimed and not written. Call it once nothing is written any more."""
+        """Makes claims and writes equal. Call it once nothing is written any more."""
         with self._lock:
             left_bytes = self._claimed - self._written if self._bound is None else 0
-            self._claimed = min(self._claimed, self._written)
-        if left_bytes > 0 and self.claiming is not None:
-            self.claiming.give_back(left_bytes)
+            self._claimed = self._written
+        if left_bytes and self.claiming is not None:
+            self.claiming.settle(left_bytes)
 
     # Called by the view, under its lock
 
