@@ -19,10 +19,12 @@ from kvstore.format.places import GENERATIONS, HOST_GENERATIONS
 from kvstore.meta.interface import Meta
 from kvstore.meta.keys import SessionId
 from kvstore.meta.roots import bound_root
+from kvstore.meta.session import TTL_S_MIN
 from kvstore.root.identity import read_identity
 from kvstore.root.interface import Root
 from kvstore.root.open import open_root
 from kvstore.root.posix import PosixRoot
+from kvstore.root.reserve import with_reserve
 from kvstore_gc.capacity import Watermarks
 from kvstore_gc.collectors import Collectors
 from kvstore_gc.config import Config
@@ -82,7 +84,9 @@ def _of_host(root: Root) -> Meta:
 
     try:
         if isinstance(root, PosixRoot):
-            return SqliteMeta(root.path)
+            meta = SqliteMeta(root.path)
+            with_reserve(root, lambda: meta.revoke(meta.grant(TTL_S_MIN)))  # a write, which a full disk refuses
+            return meta
         raise InvalidRequest("it is not a folder")
     except InvalidRequest as reason:
         raise InvalidRequest(f"{root.url}: {reason}: give --etcd ENDPOINTS: it knows who is using what") from reason

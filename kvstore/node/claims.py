@@ -10,8 +10,7 @@ import logging
 from collections.abc import Callable
 
 from kvstore.errors import KVStoreError
-from kvstore.meta.bounds import CLAIMED_SHARE, Bounds
-from kvstore.meta.interface import LeaseGone
+from kvstore.meta.bounds import CLAIMED_SHARE, Bound, Bounds
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +28,7 @@ class Claims:
     def __init__(
         self,
         bounds: Bounds,
+        own: Bound,
         *,
         counts: Callable[[], bool],
         is_empty: Callable[[], bool],
@@ -36,9 +36,10 @@ class Claims:
     ) -> None:
         """``counts`` says that the metadata can be relied on, ``is_empty`` that the root has no chunk yet.
 
-        ``wrote`` is called before each claim, with True where a collector is needed at once.
+        ``wrote`` is called before the first put, and, with True, when a collector is needed at once.
         """
         self._bounds = bounds
+        self._own = own
         self._counts = counts
         self._is_empty = is_empty
         self._wrote = wrote
@@ -48,15 +49,18 @@ class Claims:
         self._owed_bytes = 0
         """Written without a claim, because the metadata could not be relied on: the next claim has it too."""
 
+    def begin(self) -> None:
+        """See ``NodeUsage``."""
+        self._wrote(False)
+
     def claim(self, overdrawn_bytes: int) -> int:
         """See ``NodeUsage``. A node that cannot rely on the metadata goes on: only the file system bounds it."""
         if not self._counts():
             self._owed_bytes += overdrawn_bytes + CLAIM_BYTES_MAX
             return CLAIM_BYTES_MAX
         try:
-            self._wrote(False)
             return self._claim(overdrawn_bytes)
-        except (KVStoreError, LeaseGone) as error:
+        except KVStoreError as error:
             log.debug("claims.failed %s", error)
             return 0
 
@@ -68,7 +72,7 @@ class Claims:
             log.debug("claims.left %s", error)
 
     def _claim(self, overdrawn_bytes: int) -> int:
-        max_bytes = self._bounds.smallest(TIMEOUT_S).max_bytes
+        max_bytes = self._bounds.smallest(TIMEOUT_S).and_of(self._own).max_bytes
         size_bytes = CLAIM_BYTES_MAX
         if max_bytes is not None:
             size_bytes = max(1, min(size_bytes, int(CLAIM_SHARE * max_bytes)))

@@ -57,10 +57,10 @@ class Collecting:
         # Guarded by _changed.
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._wakes = False
         self._starts_s = 0.0
-        # Of the thread, and of ``wrote``.
-        self._asked_in: SessionId | None = None
         # Of the thread.
+        self._asked_in: SessionId | None = None
         self._child: Program | None = None
         self._seen_s = 0.0
         self._again_s = 0.0
@@ -74,11 +74,7 @@ class Collecting:
         return child is not None and child.running
 
     def wrote(self, at_once: bool) -> None:
-        """Notes that this process is about to write, so that its bound counts, and a collector is needed soon.
-
-        Raises the errors of the metadata store, and LeaseGone.
-        """
-        self._ask(self._presence.current())
+        """Notes that this process puts, so that its bound counts, and that a collector is needed, perhaps at once."""
         with self._changed:
             if self._closed:
                 return
@@ -87,7 +83,7 @@ class Collecting:
                 self._thread = threading.Thread(target=self._run, name="kvstore-collecting", daemon=True)
                 self._thread.start()
             if at_once and self._clock.monotonic_s() < self._starts_s:
-                self._starts_s = 0.0
+                self._starts_s, self._wakes = 0.0, True
                 self._changed.notify_all()
 
     def close(self) -> None:
@@ -101,21 +97,21 @@ class Collecting:
             self._thread.join(2 * STOP_S)
 
     def _run(self) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._clock.monotonic_s() >= self._starts_s, timeout=START_S)
         while not self._closed:
             try:
-                self._tick()
+                session = self._presence.current()
+                self._ask(session)
+                if self._clock.monotonic_s() >= self._starts_s:
+                    self._tick(session)
             except (KVStoreError, LeaseGone) as error:
                 # Without metadata nobody can be elected either, so a child that runs goes on.
                 log.debug("collecting.failed %s", error)
             with self._changed:
-                self._changed.wait_for(lambda: self._closed, timeout=TICK_S)
+                self._changed.wait_for(lambda: self._closed or self._wakes, timeout=TICK_S)
+                self._wakes = False
         self._stop()
 
-    def _tick(self) -> None:
-        session = self._presence.current()
-        self._ask(session)
+    def _tick(self, session: Session) -> None:
         if not self._is_elected(session):
             self._stop()
         elif not self.is_running:

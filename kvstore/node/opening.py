@@ -37,6 +37,7 @@ from kvstore.root.identity import SHARD_BITS_DEFAULT, RootId, RootIdentity, crea
 from kvstore.root.interface import Root
 from kvstore.root.open import open_root
 from kvstore.root.posix import PosixRoot
+from kvstore.root.reserve import begin_reserve, with_reserve
 from kvstore.sources import Clock, Ids, RandomIds, SystemClock
 
 log = logging.getLogger(__name__)
@@ -92,6 +93,7 @@ def open_member(
             raise _not_bounded(url, why)
         bound = NO_BOUND
         if sharing is Sharing.HOST:
+            _on_a_lane(lambda: begin_reserve(root, ids), limits, clock)
             bound = _on_a_lane(lambda: _bound_of(root, asked, ids, clock), limits, clock)
         options = NodeOptions(durable, settings, label, keys, bound)
         member = join(root, identity, meta, options, limits=limits, clock=clock, ids=ids, sharing=sharing)
@@ -196,6 +198,7 @@ def _claiming(node: Node, meta: Meta, presence: Presence, bound: Bound) -> Colle
     collecting = Collecting(meta, keys, presence, node.clock, root.path, bound) if bound else None
     node.gc_view.usage.claiming = Claims(
         Bounds(meta, keys),
+        bound,
         counts=lambda: node.gc_view.protects,
         is_empty=lambda: node.on_root(lambda: next(iter(root.list(CHUNKS)), None) is None),
         wrote=lambda at_once: None if collecting is None else collecting.wrote(at_once),
@@ -243,7 +246,7 @@ def _without_etcd(root: Root, limits: Limits, clock: Clock) -> tuple[Meta, Shari
         return MemoryMeta(clock=clock), Sharing.ALONE, why
     meta = SqliteMeta(root.path, clock=clock, timeout_s=limits.meta_deadline_s)
     try:
-        meta.revoke(meta.grant(TTL_S_MIN))  # shows that it can be written to
+        _on_a_lane(lambda: with_reserve(root, lambda: meta.revoke(meta.grant(TTL_S_MIN))), limits, clock)  # a write
     except KVStoreError as error:
         meta.close()
         log.warning("host.alone %s no other process sees what this one holds and pins: %s", root.url, error)

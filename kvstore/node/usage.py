@@ -27,6 +27,10 @@ STARTED_S = 5.0
 class Claiming(Protocol):
     """The way to room that no collector has to give (rule S6)."""
 
+    def begin(self) -> None:
+        """Is called before the first put of this node. Raises nothing."""
+        ...
+
     def claim(self, overdrawn_bytes: int) -> int:
         """Returns how many more bytes this node may write, after it wrote ``overdrawn_bytes`` too many; 0 for none."""
         ...
@@ -64,6 +68,7 @@ class NodeUsage:
         self._claimed = 0
         """No put begins once so much was written."""
         self._claims_now = False
+        self._puts = False
 
     # Called by lanes
 
@@ -87,6 +92,9 @@ class NodeUsage:
 
     def wait_for_room(self) -> bool:
         """True if this node may write; if it may not yet, claims room, or waits a little for the collectors' word."""
+        if self.claiming is not None and not self._puts:
+            self._puts = True
+            self.claiming.begin()
         if not self.is_spent:
             return True
         self._claim()
