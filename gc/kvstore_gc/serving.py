@@ -84,8 +84,11 @@ def _of_host(root: Root) -> Meta:
 
     try:
         if isinstance(root, PosixRoot):
-            meta = SqliteMeta(root.path)
-            with_reserve(root, lambda: meta.revoke(meta.grant(TTL_S_MIN)))  # a write, which a full disk refuses
+            with ExitStack() as undo:
+                meta = SqliteMeta(root.path)
+                undo.callback(meta.close)
+                with_reserve(root, lambda: meta.revoke(meta.grant(TTL_S_MIN)))  # a write, which a full disk refuses
+                undo.pop_all()
             return meta
         raise InvalidRequest("it is not a folder")
     except InvalidRequest as reason:

@@ -39,6 +39,8 @@ AGAIN_S_MAX = 60.0
 """Time before a child that ended by itself is started again; doubles each time that it lived for less than that."""
 STOP_S = 5.0
 TIMEOUT_S = 2.0
+_NOT_FOR_IT = frozenset({"KVSTORE_ETCD", "KVSTORE_ROOT", "KVSTORE_ROOT_OPTIONS"})
+"""Variables that say which store a command is for: the child's is the one that this process opened."""
 
 
 class Collecting:
@@ -151,8 +153,7 @@ class Collecting:
             command += ["--max-bytes", str(self.bound.max_bytes)]
         if self.bound.ttl_s is not None:
             command += ["--ttl", f"{self.bound.ttl_s:.3f}s"]
-        # Settings of the command line, such as KVSTORE_ETCD, are for programs that somebody starts by hand.
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("KVSTORE_")}
+        environment = {name: value for name, value in os.environ.items() if name not in _NOT_FOR_IT}
         self._child = Program("collector", command, environment=environment, speaks=False, hears=self._hear)
         try:
             self._child.start()

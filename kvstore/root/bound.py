@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 
-from kvstore.errors import RootMismatch, Unavailable
+from kvstore.errors import Overloaded, RootMismatch, Unavailable
 from kvstore.format import places
 from kvstore.root.identity import publish_small, read_small
 from kvstore.root.interface import Root
@@ -35,7 +35,10 @@ def default_bound(root: Root, *, ids: Ids, clock: Clock) -> int | None:
     if free_bytes is None:
         return None
     chosen = max(BOUND_BYTES_MIN, int(FREE_SHARE * free_bytes))
-    publish_small(root, places.BOUND, json.dumps({"max_bytes": chosen}).encode() + b"\n", ids=ids, clock=clock)
+    try:
+        publish_small(root, places.BOUND, json.dumps({"max_bytes": chosen}).encode() + b"\n", ids=ids, clock=clock)
+    except Overloaded:
+        return chosen  # the disk is full, and what is stored can still be read
     found = _read(root)  # perhaps another process's, which was first
     if found is None:
         raise Unavailable(f"{root.url}: {places.BOUND} was written and is not there: check the mount")
