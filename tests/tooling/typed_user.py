@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 import kvstore
+import kvstore.aio
 from kvstore import Cache, Hold, Layout, Pin, PutResult, Store
 from kvstore.errors import KVStoreError, Overloaded, Unavailable
 
@@ -17,6 +18,15 @@ LAYOUT = Layout(layers=2, kv_heads=1, head_dim=8, dtype="float16", chunk_tokens=
 
 def opened(folder: Path) -> Store:
     return kvstore.open(str(folder), memory=1 << 20, limits=kvstore.Limits(lanes=2))
+
+
+def bounded(folder: Path, size: int | None) -> tuple[Store, Store]:
+    return kvstore.open(folder, max_bytes=size, ttl=7 * 86_400.0), kvstore.open(folder, max_bytes="auto")
+
+
+async def bounded_async(folder: Path) -> float:
+    async with kvstore.aio.open(folder, max_bytes=64 << 30, ttl=3600) as store:
+        return (await store.stats())["bound_bytes"]
 
 
 def connected(address: str, tls: kvstore.ClientTls | None) -> Store:
