@@ -68,6 +68,7 @@ _PLAIN = {
 _SERVERS = Kind("HOST:PORT, or a list of such", _are_servers)
 _MAPPING = Kind("a mapping, as fsspec takes it", lambda value: isinstance(value, Mapping))
 _FILE = Kind("the name of a file, or of a server", lambda value: isinstance(value, str))
+_BOUND = Kind('a number of bytes, "auto" or null', lambda value: value is None or isinstance(value, int))
 
 _BESIDE = {
     "root": "only a store that is opened by root takes them, workers have their own",
@@ -92,7 +93,7 @@ class Settings:
     """Bytes of memory for hot chunks. A store needs it to read and write, not to look up."""
     write: str | None = setting(None, way="root")
     """With ``memory``: the write mode."""
-    max_bytes: int | str | None = setting("auto", way="root")
+    max_bytes: int | str | None = setting("auto", _BOUND, way="root")
     """Without ``etcd``: bytes that the root's files may take, "auto" for a share of the disk, None for no bound."""
     ttl: float | None = setting(None, way="root")
     """Without ``etcd``: seconds after which unused chunks go."""

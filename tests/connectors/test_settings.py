@@ -35,7 +35,7 @@ WRONG: tuple[tuple[dict[Any, Any], str], ...] = (
     ({"root": "/x", "memory": 1024}, "test: memory=1024: expected 0, or at least"),
     ({"root": "/x", "memory": 1 << 30, "write": "sometimes"}, "write='sometimes': expected one of"),
     ({"root": "/x", "write": "behind"}, "write without memory"),
-    ({"root": "/x", "max_bytes": "8GiB"}, "max_bytes='8GiB': expected a whole number"),
+    ({"root": "/x", "max_bytes": "8GiB"}, "max_bytes='8GiB': expected a number of bytes, \"auto\" or null"),
     ({"root": "/x", "ttl": -1}, "ttl=-1: expected at least 1 s"),
     ({"root": "/x", "etcd": "e:1", "max_bytes": 1 << 30}, "max_bytes and ttl beside etcd: kvstore-gc"),
     ({"connect": "h:1", "max_bytes": 1 << 30, "ttl": 60}, "max_bytes and ttl beside connect"),
