@@ -80,8 +80,6 @@ class Member:
         """This process's part in bounding the root; None if it has none."""
         self.on_cleared: list[Callable[[NamespaceDigest], None]] = []
         """Called after a namespace was cleared here, to tell the other nodes."""
-        if sharing is Sharing.HOST:
-            atexit.register(self.leave)
         presence.attach(lambda session: None, self._lost)
 
     def follow_clears(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -95,8 +96,10 @@ def open_member(
         if sharing is Sharing.HOST:
             _on_a_lane(lambda: begin_reserve(root, ids), limits, clock)
             bound = _on_a_lane(lambda: _bound_of(root, asked, ids, clock), limits, clock)
-        options = NodeOptions(durable, settings, label, keys, bound)
+        options = NodeOptions(durable, settings, label, keys)
         member = join(root, identity, meta, options, limits=limits, clock=clock, ids=ids, sharing=sharing)
+        if isinstance(root, PosixRoot) and sharing is Sharing.HOST:
+            _have_claim(member, root, bound)
         undo.pop_all()
         return member
 
@@ -145,8 +148,6 @@ def join(
     presence.attach(began, ended)
     presence.attach(follow, follower.end)
     member = Member(node, meta, presence, sharing=sharing)
-    if sharing is Sharing.HOST:
-        member.collecting = _claiming(node, meta, presence, options.bound)
     if shared:
         member.follow_clears()
     try:
@@ -187,23 +188,23 @@ def _node_of(
     )
 
 
-def _claiming(node: Node, meta: Meta, presence: Presence, bound: Bound) -> Collecting | None:
-    """Has a node claim its room on a root that several processes of this host write to; None if it asks for no bound.
+def _have_claim(member: Member, root: PosixRoot, bound: Bound) -> None:
+    """Has a node claim its room on a root that several processes of this host write to, and collect if it has a bound.
 
     A node without a bound claims as well: others may have one, and count what it writes.
     """
-    keys = Keys(node.identity.root)
-    root = node.root
-    assert isinstance(root, PosixRoot), "the processes of a host share a folder"
-    collecting = Collecting(meta, keys, presence, node.clock, root.path, bound) if bound else None
+    node, collecting = member.node, None
+    if bound:
+        collecting = Collecting(member.meta, member.keys, member.presence, node.clock, root.path, bound)
+    member.collecting = collecting
     node.gc_view.usage.claiming = Claims(
-        Bounds(meta, keys),
+        Bounds(member.meta, member.keys),
         bound,
         counts=lambda: node.gc_view.protects,
         is_empty=lambda: node.on_root(lambda: next(iter(root.list(CHUNKS)), None) is None),
         wrote=lambda at_once: None if collecting is None else collecting.wrote(at_once),
     )
-    return collecting
+    atexit.register(member.leave)
 
 
 def _bound_of(root: Root, asked: AskedBound, ids: Ids, clock: Clock) -> Bound:

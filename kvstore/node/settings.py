@@ -11,7 +11,6 @@ from typing import Literal
 from kvstore.encodings.keys import KeyFile
 from kvstore.errors import InvalidRequest
 from kvstore.hints import PRIORITY_MAX
-from kvstore.meta.bounds import NO_BOUND, Bound
 from kvstore.writes import WriteMode
 
 MEMORY_BYTES_MIN = 16 << 20
@@ -129,8 +128,6 @@ class NodeOptions:
     """The name of the roll-out that this node belongs to."""
     keys: KeyFile | None = None
     """Says whose chunks are encrypted; loaded."""
-    bound: Bound = NO_BOUND
-    """The bound of the root that the processes of this host share."""
 
 
 AS_SHIPPED = NodeOptions()
