@@ -6,7 +6,7 @@ import atexit
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any, TypeVar
 
 from kvstore.encodings.keys import KeyFile
@@ -208,8 +208,10 @@ def _have_claim(member: Member, root: PosixRoot, bound: Bound) -> None:
 
 
 def _bound_of(root: Root, asked: AskedBound, ids: Ids, clock: Clock) -> Bound:
-    """The bound of this process. By default it is the root's, which the first process that asks for it chooses."""
+    """The bound of this process. By default it is the root's, which the process that made the root chose."""
     if asked.max_bytes != "auto":
+        with suppress(RootMismatch):
+            default_bound(root, ids=ids, clock=clock)  # later it would be a share of what this process leaves free
         return Bound(asked.max_bytes, asked.ttl_s)
     bound = Bound(default_bound(root, ids=ids, clock=clock), asked.ttl_s)
     log.info(
