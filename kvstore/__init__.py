@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from kvstore.meta.etcd import EtcdTls, EtcdUser
     from kvstore.namespace import Namespace
     from kvstore.node.limits import Limits
+    from kvstore.planning import Group, Plan
     from kvstore.results import Cleared, PinRecord, PutResult
     from kvstore.security.tls import ClientTls
     from kvstore.writes import WriteMode
@@ -56,6 +57,7 @@ __all__ = [
     "ClientTls",
     "EtcdTls",
     "EtcdUser",
+    "Group",
     "Hints",
     "Hold",
     "Layout",
@@ -63,6 +65,7 @@ __all__ = [
     "Namespace",
     "Pin",
     "PinRecord",
+    "Plan",
     "PutResult",
     "Selection",
     "Store",
@@ -87,6 +90,7 @@ if not TYPE_CHECKING:  # a type checker that saw __getattr__ would accept every 
         "kvstore.meta.etcd": ("EtcdTls", "EtcdUser"),
         "kvstore.namespace": ("Namespace",),
         "kvstore.node.limits": ("Limits",),
+        "kvstore.planning": ("Group", "Plan"),
         "kvstore.results": ("Cleared", "PinRecord", "PutResult"),
         "kvstore.security.tls": ("ClientTls",),
         "kvstore.writes": ("WriteMode",),

@@ -34,6 +34,7 @@ class BlockCache(Twin[blocks.BlockCache]):
     match = awaited(blocks.BlockCache.match)
     present = awaited(blocks.BlockCache.present)
     get = awaited(blocks.BlockCache.get)
+    plan = awaited(blocks.BlockCache.plan)
 
     def hold(self, keys: Sequence[bytes], ttl: float | None = None) -> Opening[BlockHold]:
         """As that of the synchronous one; await it, or use it with ``async with``."""

@@ -112,6 +112,7 @@ class Cache(Twin[cache.Cache]):
     match = awaited(cache.Cache.match)
     refcount = awaited(cache.Cache.refcount)
     clear = awaited(cache.Cache.clear)
+    plan = awaited(cache.Cache.plan)
 
     @overload
     async def get(self, tokens: Tokens) -> tuple[int, KvArray]: ...

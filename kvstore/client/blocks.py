@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,10 +11,12 @@ from kvstore import tracing
 from kvstore.address import BLOCK_KEY_BYTES_MAX, BLOCK_KEY_BYTES_MIN
 from kvstore.buffers import Pieces
 from kvstore.client.owner import Owner
+from kvstore.client.planning import plan_keys
 from kvstore.client.port import Port, PortBlockHold
 from kvstore.errors import InvalidRequest
 from kvstore.hints import Hints
 from kvstore.namespace import Namespace
+from kvstore.planning import Plan
 from kvstore.writes import WriteMode
 
 BLOCKS_MAX = 65_536
@@ -88,6 +90,21 @@ class BlockCache:
         views = _views(checked, buffers, writable=True)
         with tracing.span("kvstore.get_blocks", blocks=len(checked)):
             return self._port.get_blocks(self._namespace, checked, views)
+
+    def plan(
+        self,
+        prompts: Iterable[Sequence[bytes]],
+        *,
+        memory_tokens: int,
+        decode_tokens: int | Sequence[int] | None = None,
+    ) -> Plan:
+        """Plans a batch, as ``Cache.plan`` does, from the keys of each prompt's full blocks in order.
+
+        A key names its block and all blocks before it, and a block has the layout's chunk_tokens tokens.
+        """
+        checked = [_checked_keys(keys) for keys in prompts]
+        with tracing.span("kvstore.plan"):
+            return plan_keys(self._port, self._namespace, checked, memory_tokens, decode_tokens)
 
 
 class BlockHold:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, overload
 
 import numpy as np
@@ -12,12 +12,14 @@ from kvstore import tracing
 from kvstore.client.arrays import KvArray, fillable, source_array, target_array
 from kvstore.client.blocks import BlockCache
 from kvstore.client.owner import Owner
+from kvstore.client.planning import plan_tokens
 from kvstore.client.port import Port, PortHold
 from kvstore.client.tickets import Ticket
 from kvstore.errors import InvalidRequest
 from kvstore.hints import Hints
 from kvstore.namespace import Namespace
 from kvstore.node.moves import Act, Level
+from kvstore.planning import Plan
 from kvstore.results import Cleared, LayerMemory, PinRecord, PutResult
 from kvstore.sections import Sections, planes_of
 from kvstore.tokens import TokenArray, Tokens, token_array
@@ -176,6 +178,23 @@ class Cache:
         Nothing is lost, and the next use ends the mark. The ticket counts chunks in memory and on the disk.
         """
         return self._begin(tokens, Act.RELEASE, Level.MEMORY)
+
+    def plan(
+        self,
+        prompts: Iterable[Tokens],
+        *,
+        memory_tokens: int,
+        decode_tokens: int | Sequence[int] | None = None,
+    ) -> Plan:
+        """Plans a batch: groups of prompts that share a prefix, and the order that computes the fewest tokens.
+
+        ``memory_tokens`` is the KV of prefixes that the engine keeps, in tokens. ``decode_tokens`` are the expected
+        output tokens of each prompt, or of every one: of equals, those that decode more go first. Prompts share whole
+        chunks. What the store holds is asked for in a few calls, and counts as free; a store that does not answer holds
+        nothing. kvstore/planning/PLANNING.md has the algorithm and its bounds.
+        """
+        with tracing.span("kvstore.plan"):
+            return plan_tokens(self._port, self.namespace, prompts, memory_tokens, decode_tokens)
 
     def clear(self) -> Cleared:
         """Deletes the stored chunks of this namespace, except those pinned in this store's metadata.

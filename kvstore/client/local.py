@@ -14,6 +14,7 @@ from kvstore.census.selection import Selection
 from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError, StoreClosed
 from kvstore.hints import Hints
 from kvstore.namespace import Namespace
+from kvstore.node.asking import match_each
 from kvstore.node.deadline import Deadline
 from kvstore.node.holds import Hold
 from kvstore.node.member import Member
@@ -128,6 +129,10 @@ class LocalPort:
     def match(self, namespace: Namespace, tokens: TokenArray) -> int:
         with self._store as member:
             return member.node.match(member.node.chains.of(namespace, tokens))
+
+    def match_each(self, namespace: Namespace, prompts: Sequence[TokenArray]) -> list[int]:
+        with self._store as member:
+            return match_each(member.node, namespace, prompts, member.node.limits.match_deadline_s)
 
     def put(
         self,

@@ -110,6 +110,13 @@ class Port(Protocol):
         """Returns the number of leading chunks in the store."""
         ...
 
+    def match_each(self, namespace: Namespace, prompts: Sequence[TokenArray]) -> list[int]:
+        """Returns the number of leading chunks in the store of each prompt (one or more), asked for in one call.
+
+        Fewer answers if the time runs out, or no worker answers. Prompts that begin alike should follow one another.
+        """
+        ...
+
     def put(
         self,
         namespace: Namespace,

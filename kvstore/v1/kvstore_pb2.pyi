@@ -116,20 +116,24 @@ class ListNamespacesResponse(_message.Message):
     def __init__(self, digest: _Optional[bytes] = ..., namespace: _Optional[_Union[Namespace, _Mapping]] = ...) -> None: ...
 
 class MatchRequest(_message.Message):
-    __slots__ = ("namespace", "tokens")
+    __slots__ = ("namespace", "tokens", "lengths")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LENGTHS_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     tokens: bytes
-    def __init__(self, namespace: _Optional[bytes] = ..., tokens: _Optional[bytes] = ...) -> None: ...
+    lengths: bytes
+    def __init__(self, namespace: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., lengths: _Optional[bytes] = ...) -> None: ...
 
 class MatchResponse(_message.Message):
-    __slots__ = ("chunks", "tokens")
+    __slots__ = ("chunks", "tokens", "each")
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EACH_FIELD_NUMBER: _ClassVar[int]
     chunks: int
     tokens: int
-    def __init__(self, chunks: _Optional[int] = ..., tokens: _Optional[int] = ...) -> None: ...
+    each: bytes
+    def __init__(self, chunks: _Optional[int] = ..., tokens: _Optional[int] = ..., each: _Optional[bytes] = ...) -> None: ...
 
 class PutRequest(_message.Message):
     __slots__ = ("start", "checksums", "data")

@@ -1,0 +1,84 @@
+"""Plans of batches, made with what a store holds: asked for in few calls, each within its deadline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from kvstore.client.port import Port
+from kvstore.namespace import Namespace
+from kvstore.planning import Plan, Prompts, make_plan
+from kvstore.tokens import Tokens
+
+PROMPTS_MAX = 4096
+TOKENS_MAX = 1 << 20
+"""Limits on the prompts and the tokens of one call, 4 MiB; a longer prompt is a call of its own."""
+KEYS_MAX = 16_384
+"""Limit on the keys of one call; a longer prompt is a call of its own."""
+
+
+def plan_tokens(
+    port: Port,
+    namespace: Namespace,
+    prompts: Iterable[Tokens],
+    memory_tokens: int,
+    decode_tokens: int | Sequence[int] | None,
+) -> Plan:
+    """Plans a batch of prompts, which share whole chunks. Raises InvalidRequest."""
+    chunk_tokens = namespace.layout.chunk_tokens
+    packed = Prompts.of_tokens(prompts, chunk_tokens)
+
+    def ask(wanted: list[tuple[int, int]]) -> list[int]:
+        found: list[int] = []
+        for call in _calls(wanted, PROMPTS_MAX, TOKENS_MAX // chunk_tokens):
+            answers = port.match_each(namespace, [packed.tokens(at, chunks * chunk_tokens) for at, chunks in call])
+            found += answers
+            if len(answers) < len(call):
+                break  # the store is silent, or too slow: what was not answered counts as not stored
+        return found + [0] * (len(wanted) - len(found))
+
+    return make_plan(
+        packed, memory_tokens=memory_tokens, decode_tokens=decode_tokens, chunk_tokens=chunk_tokens, ask=ask
+    )
+
+
+def plan_keys(
+    port: Port,
+    namespace: Namespace,
+    prompts: Sequence[Sequence[bytes]],
+    memory_tokens: int,
+    decode_tokens: int | Sequence[int] | None,
+) -> Plan:
+    """Plans a batch of prompts given as checked keys of blocks of ``chunk_tokens`` tokens. Raises InvalidRequest."""
+    chunk_tokens = namespace.layout.chunk_tokens
+
+    def ask(wanted: list[tuple[int, int]]) -> list[int]:
+        found: list[int] = []
+        for call in _calls(wanted, PROMPTS_MAX, KEYS_MAX):
+            keys = list(dict.fromkeys(key for at, count in call for key in prompts[at][:count]))
+            present = dict(zip(keys, port.present_blocks(namespace, keys), strict=True))
+            for at, count in call:
+                here = [present[key] for key in prompts[at][:count]]
+                found.append(here.index(False) if False in here else count)
+        return found
+
+    return make_plan(
+        Prompts.of_blocks(prompts, chunk_tokens),
+        memory_tokens=memory_tokens,
+        decode_tokens=decode_tokens,
+        chunk_tokens=chunk_tokens,
+        ask=ask,
+    )
+
+
+def _calls(wanted: list[tuple[int, int]], prompts_max: int, chunks_max: int) -> Iterator[list[tuple[int, int]]]:
+    """Cuts what is asked for into calls within the limits."""
+    call: list[tuple[int, int]] = []
+    total = 0
+    for each in wanted:
+        if call and (len(call) == prompts_max or total + each[1] > chunks_max):
+            yield call
+            call, total = [], 0
+        call.append(each)
+        total += each[1]
+    if call:
+        yield call
