@@ -14,6 +14,7 @@ COMMANDS = {
     "demo": "demo",
     "replay": "replay",
     "bench": "bench",
+    "plan": "plan",
     "stats": "stats",
     "ls": "ls",
     "match": "prefix",
