@@ -11,12 +11,11 @@ from kvstore import tracing
 from kvstore.address import BLOCK_KEY_BYTES_MAX, BLOCK_KEY_BYTES_MIN
 from kvstore.buffers import Pieces
 from kvstore.client.owner import Owner
-from kvstore.client.planning import plan_keys
+from kvstore.client.planning import Plan, plan_keys
 from kvstore.client.port import Port, PortBlockHold
 from kvstore.errors import InvalidRequest
 from kvstore.hints import Hints
 from kvstore.namespace import Namespace
-from kvstore.planning import Plan
 from kvstore.writes import WriteMode
 
 BLOCKS_MAX = 65_536

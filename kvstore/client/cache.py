@@ -12,14 +12,13 @@ from kvstore import tracing
 from kvstore.client.arrays import KvArray, fillable, source_array, target_array
 from kvstore.client.blocks import BlockCache
 from kvstore.client.owner import Owner
-from kvstore.client.planning import plan_tokens
+from kvstore.client.planning import Plan, plan_tokens
 from kvstore.client.port import Port, PortHold
 from kvstore.client.tickets import Ticket
 from kvstore.errors import InvalidRequest
 from kvstore.hints import Hints
 from kvstore.namespace import Namespace
 from kvstore.node.moves import Act, Level
-from kvstore.planning import Plan
 from kvstore.results import Cleared, LayerMemory, PinRecord, PutResult
 from kvstore.sections import Sections, planes_of
 from kvstore.tokens import TokenArray, Tokens, token_array

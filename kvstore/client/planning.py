@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
 
+from kvstore import planning
+from kvstore.client.keeping import Keeping, KeyKeeping, TokenKeeping
 from kvstore.client.port import Port
+from kvstore.client.runs import Run
 from kvstore.namespace import Namespace
-from kvstore.planning import Plan, Prompts, make_plan
+from kvstore.planning import Prompts, make_plan
 from kvstore.tokens import Tokens
 
 PROMPTS_MAX = 4096
@@ -14,6 +19,33 @@ TOKENS_MAX = 1 << 20
 """Limits on the prompts and the tokens of one call, 4 MiB; a longer prompt is a call of its own."""
 KEYS_MAX = 16_384
 """Limit on the keys of one call; a longer prompt is a call of its own."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Plan(planning.Plan):
+    """The plan of a batch, which can be run. Made by ``Cache.plan``; it keeps the prompts, 4 bytes a token."""
+
+    keeping: Keeping = field(compare=False)
+    """The store, for runs."""
+
+    @classmethod
+    def of(cls, plan: planning.Plan, keeping: Keeping) -> Plan:
+        """A plan that can be run."""
+        return cls(**values_of(plan), keeping=keeping)
+
+    def run(self, *, ahead: int = 2, attempts: int = 3) -> Run:
+        """Runs the plan: ``with plan.run() as run: for group in run: ...``. Several runs are independent.
+
+        ``ahead`` groups are brought into memory before their turn; a group goes out at most ``attempts`` times.
+        Consumers are threads of this process (``kvstore.aio`` has tasks). To run members in other processes, take
+        groups here and send members there; end a group with an error, or ``give_back``, if its process dies.
+        """
+        return Run(self, self.keeping, ahead, attempts)
+
+
+def values_of(plan: planning.Plan) -> dict[str, Any]:
+    """The fields that every plan has."""
+    return {each.name: getattr(plan, each.name) for each in fields(planning.Plan)}
 
 
 def plan_tokens(
@@ -36,9 +68,10 @@ def plan_tokens(
                 break  # the store is silent, or too slow: what was not answered counts as not stored
         return found + [0] * (len(wanted) - len(found))
 
-    return make_plan(
+    made = make_plan(
         packed, memory_tokens=memory_tokens, decode_tokens=decode_tokens, chunk_tokens=chunk_tokens, ask=ask
     )
+    return Plan.of(made, TokenKeeping(port, namespace, packed))
 
 
 def plan_keys(
@@ -61,13 +94,14 @@ def plan_keys(
                 found.append(here.index(False) if False in here else count)
         return found
 
-    return make_plan(
+    made = make_plan(
         Prompts.of_blocks(prompts, chunk_tokens),
         memory_tokens=memory_tokens,
         decode_tokens=decode_tokens,
         chunk_tokens=chunk_tokens,
         ask=ask,
     )
+    return Plan.of(made, KeyKeeping(port, namespace, prompts))
 
 
 def _calls(wanted: list[tuple[int, int]], prompts_max: int, chunks_max: int) -> Iterator[list[tuple[int, int]]]:

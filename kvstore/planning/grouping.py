@@ -55,8 +55,8 @@ def _choices(trie: Trie, gain: list[int]) -> list[list[bool]]:
     top_down = trie.from_top.tolist()
     gains: list[list[int]] = [[] for _ in range(count)]
     for node in top_down[1:]:
-        up = parent[node]
-        gains[node] = [gain[up], *gains[up][: LEVELS_MAX - 1], *([0] if len(gains[up]) >= LEVELS_MAX else [])]
+        over = parent[node]
+        gains[node] = [gain[over], *gains[over][: LEVELS_MAX - 1], *([0] if len(gains[over]) >= LEVELS_MAX else [])]
     below: list[list[int]] = [[0] * (len(each) + 1) for each in gains]
     opens: list[list[bool]] = [[] for _ in range(count)]
     for node in reversed(top_down[1:]):

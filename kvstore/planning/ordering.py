@@ -84,11 +84,11 @@ def _below(trie: Trie, serving: Counts, computed: Counts, edges: Counts, decoded
         below[node].sort(key=lambda unit: unit.place)
         if not node:
             break
-        up = parents[node]
-        is_split = up != 0 and (splits[node] or serves[node] == node)
-        below[up].append(_Unit(is_split, decode[node] / max(1, compute[node]), first[node], node))
-        compute[up] += compute[node]
-        decode[up] += decode[node]
-        first[up] = min(first[up], first[node])
-        splits[up] |= splits[node] or serves[node] == node
+        over = parents[node]
+        is_split = over != 0 and (splits[node] or serves[node] == node)
+        below[over].append(_Unit(is_split, decode[node] / max(1, compute[node]), first[node], node))
+        compute[over] += compute[node]
+        decode[over] += decode[node]
+        first[over] = min(first[over], first[node])
+        splits[over] |= splits[node] or serves[node] == node
     return below

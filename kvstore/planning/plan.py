@@ -23,7 +23,9 @@ class Group:
     prefix_tokens: int
     """Leading tokens that all members share; 0 for a prompt that shares nothing."""
     stored_tokens: int
-    """Leading tokens of the prefix that the store held when the plan was made."""
+    """Leading tokens of the prefix that the store held when the plan was made; of a prompt alone, all that it held."""
+    shared_before: int
+    """Leading tokens that the first member shares with the prompt before it in the plan's order."""
     members: tuple[int, ...]
     """Indices of the prompts in the batch, in the order to run them."""
     tokens_to_compute: int
@@ -181,8 +183,16 @@ class _Planning:
         groups: list[Group] = []
         for start, end in zip(starts, [*starts, len(indices)][1:], strict=True):
             node = serving[start]
-            prefix, held = int(self._trie.depth[node]), int(self._held[node])
-            groups.append(Group(prefix, held, tuple(indices[start:end]), sum(costs[start:end])))
+            held = self._held[node] if node else self._stored[order.positions[start]]
+            groups.append(
+                Group(
+                    prefix_tokens=int(self._trie.depth[node]),
+                    stored_tokens=int(held),
+                    shared_before=int(order.shared[start]),
+                    members=tuple(indices[start:end]),
+                    tokens_to_compute=sum(costs[start:end]),
+                )
+            )
         return tuple(groups)
 
 

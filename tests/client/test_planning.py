@@ -151,7 +151,7 @@ def test_an_answer_for_fewer_prompts_counts_as_far_as_it_goes(packed: bytes) -> 
 def test_a_plan_is_awaited(tmp_path: Path) -> None:
     layout = Layout(layers=1, kv_heads=1, head_dim=4, dtype="int8", chunk_tokens=4)
 
-    async def planned() -> kvstore.Plan:
+    async def planned() -> kvstore.aio.Plan:
         async with kvstore.aio.open(str(tmp_path)) as store:
             cache = await store.namespace("m", layout)
             return await cache.plan([[1, 2, 3, 4, 5]] * 3, memory_tokens=9)
