@@ -46,8 +46,7 @@ class Batch:
         """
         if output.exists() and output.samefile(self.path):
             raise InvalidRequest(f"the output {str(output)!r} is the batch itself: give another file")
-        if self.version != _version(self.path):
-            raise InvalidRequest(f"the batch {str(self.path)!r} changed after it was read: plan it again")
+        self._check_version()
         staged = output.with_name(f".{output.name}.{os.getpid()}.tmp")
         try:
             with open(staged, "xb") as file:
@@ -56,6 +55,18 @@ class Batch:
         finally:
             staged.unlink(missing_ok=True)
 
+    def lines(self, order: Iterable[int]) -> Iterator[bytes]:
+        """Yields the lines of requests in ``order``, without their ends. Raises as ``write``."""
+        self._check_version()
+        with open(self.path, "rb") as file:
+            for index in order:
+                file.seek(self.starts[index])
+                yield file.readline(LINE_BYTES_MAX + 1).rstrip(b"\r\n")
+
+    def _check_version(self) -> None:
+        if self.version != _version(self.path):
+            raise InvalidRequest(f"the batch {str(self.path)!r} changed after it was read: plan it again")
+
     def _ordered(self, order: Iterable[int]) -> Iterator[bytes]:
         if self.records:
             for place, index in enumerate(order):
@@ -63,10 +74,8 @@ class Batch:
                 yield json.dumps(self.records[index], ensure_ascii=False).encode()
             yield b"\n]\n"
             return
-        with open(self.path, "rb") as file:
-            for index in order:
-                file.seek(self.starts[index])
-                yield file.readline(LINE_BYTES_MAX + 1).rstrip(b"\r\n") + b"\n"
+        for line in self.lines(order):
+            yield line + b"\n"
 
 
 def read_batch(path: str | Path, tokenizer: Tokenizer | None = None, block_tokens: int = 16) -> Batch:

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -20,6 +21,7 @@ from kvstore.tokens import TOKENS_MAX, TokenArray, token_array
 CUSTOM_ID_CHARS_MAX = 1024
 OUTPUTS = ("max_completion_tokens", "max_tokens")
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+_PATH = re.compile(r"/[!-~]*")
 
 
 class Form(Enum):
@@ -76,6 +78,9 @@ def _of_openai(record: dict[str, Any], tokenizer: Tokenizer | None) -> Asked:
         raise InvalidRequest(f"custom_id={custom_id!r}: expected text of 1 to {CUSTOM_ID_CHARS_MAX} characters")
     if not isinstance(body, dict):
         raise InvalidRequest(f"body is a {type(body).__name__}: expected an object")
+    method, url = record.get("method", "POST"), record.get("url", "/")
+    if method != "POST" or not isinstance(url, str) or not _PATH.fullmatch(url):
+        raise InvalidRequest(f"method={method!r}, url={url!r}: expected POST, and a path such as /v1/completions")
     output = next((body[name] for name in OUTPUTS if body.get(name) is not None), 0)
     if type(output) is not int or not 0 <= output <= TOKENS_MAX:
         raise InvalidRequest(f"max_tokens={output!r}: expected a whole number up to {TOKENS_MAX}")

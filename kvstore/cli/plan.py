@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,14 +11,15 @@ import click
 
 from kvstore.cli.access import Access, access_options
 from kvstore.cli.choosing import open_cache
-from kvstore.cli.command import Command
+from kvstore.cli.command import Command, check_failed
 from kvstore.cli.declared import flag, option, takes
+from kvstore.cli.kinds import DURATION
 from kvstore.cli.options import json_option
-from kvstore.cli.output import print_json, print_pairs
-from kvstore.errors import InvalidRequest
+from kvstore.cli.output import print_json, print_pairs, progress_bar
+from kvstore.errors import InvalidRequest, Unavailable
 
 if TYPE_CHECKING:
-    from kvstore.batches import Batch
+    from kvstore.batches import Batch, Sent
     from kvstore.planning import Plan
 
 BLOCK_TOKENS = 16
@@ -36,6 +38,27 @@ class Planned:
         help="Tokens of KV that the engine keeps for prefixes.",
     )
     output: str | None = option("--output", metavar="FILE", help="Write the reordered batch.")
+    server: str | None = option(
+        "--server",
+        metavar="URL",
+        help="Send the requests to this OpenAI-compatible server, in order; OPENAI_API_KEY is its key.",
+    )
+    results: str | None = option(
+        "--results",
+        metavar="FILE",
+        help="With --server: write results here, and skip requests that have one; BATCH.results.jsonl by default.",
+    )
+    concurrency: int = option(
+        "--concurrency",
+        type=click.IntRange(1, 1024),
+        default=16,
+        show_default=True,
+        metavar="N",
+        help="With --server: requests at once.",
+    )
+    timeout_s: float = option(
+        "--timeout", type=DURATION, default="10m", show_default=True, help="With --server: limit for one answer."
+    )
     dry_run: bool = flag("--dry-run", help="Only report: write nothing.")
     tokenizer: str | None = option(
         "--tokenizer", metavar="NAME", help="Model name or folder of the tokenizer, for prompts that are text."
@@ -57,6 +80,8 @@ class Planned:
     def __post_init__(self) -> None:
         if self.namespace is not None and self.block_tokens is not None:
             raise InvalidRequest("--block-tokens with --namespace: prompts share the chunks of the namespace")
+        if self.server is not None and self.output is not None:
+            raise InvalidRequest("--output with --server: give --output to write the batch, or --server to send it")
 
 
 @click.command(cls=Command, short_help="Put an offline batch in the order that computes the fewest tokens.")
@@ -71,10 +96,16 @@ def plan(batch: str, planned: Planned, access: Access, as_json: bool) -> None:
     text and --tokenizer. Requests stay as they are, custom_id included; only their order changes. With --namespace and
     a store, what the store holds counts as free.
 
+    With --server the requests of an OpenAI batch are sent in this order, and each result is written as it comes. Run
+    the same command again to go on after a kill or an error: requests with a result are not sent again.
+
+    Exit codes: 0 done, 1 the server did not do some requests, or calls them wrong, 2 could not run.
+
     \b
     Examples:
       kvstore plan batch.jsonl --memory-tokens 400000 --dry-run
       kvstore plan batch.jsonl --memory-tokens 400000 --tokenizer Qwen/Qwen3-8B --output ordered.jsonl
+      kvstore plan batch.jsonl --memory-tokens 400000 --tokenizer Qwen/Qwen3-8B --server http://127.0.0.1:8000
       kvstore plan batch.jsonl --memory-tokens 400000 --namespace llama-3.1-8b --connect 10.0.0.7:7070 --dry-run
     """
     from kvstore.batches import load_tokenizer, read_batch
@@ -84,10 +115,33 @@ def plan(batch: str, planned: Planned, access: Access, as_json: bool) -> None:
     made = _made(found, planned, access)
     if planned.output is not None and not planned.dry_run:
         found.write(made.order, Path(planned.output))
+    sent = _sent(found, made, planned) if planned.server is not None and not planned.dry_run else None
     if as_json:
-        print_json(_values(batch, made))
+        print_json({**_values(batch, made), "sent": sent and asdict(sent)})
     else:
-        print_pairs(_rows(made))
+        print_pairs([*_rows(made), *(_rows_sent(sent) if sent is not None else [])])
+    if sent is not None and sent.failed + sent.refused:
+        check_failed()
+
+
+def _sent(batch: Batch, plan: Plan, planned: Planned) -> Sent:
+    """Sends the batch. Raises InvalidRequest unless it is one of OpenAI's."""
+    from kvstore.batches import Results, Server, send
+    from kvstore.batches.forms import Form
+
+    if batch.form is not Form.OPENAI:
+        raise InvalidRequest("--server takes an OpenAI batch file: requests with custom_id and body")
+    assert planned.server is not None
+    server = Server(planned.server, planned.timeout_s, os.environ.get("OPENAI_API_KEY"))
+    path = Path(planned.results or f"{batch.path}.results.jsonl")
+    order = plan.order
+    with Results(path) as results, progress_bar("requests", len(order)) as moved:
+        try:
+            return send(batch, order, server, results, planned.concurrency, moved)
+        except Unavailable as error:
+            raise Unavailable(
+                f"{error}; {len(results.known)} results are in {str(path)!r}, run again to go on"
+            ) from error
 
 
 def _made(batch: Batch, planned: Planned, access: Access) -> Plan:
@@ -146,6 +200,18 @@ def _rows(plan: Plan) -> list[tuple[str, str]]:
         *((name, f"{tokens:,}") for name, tokens in reasons),
         ("memory, tokens", f"{plan.memory_tokens:,}"),
     ]
+
+
+def _rows_sent(sent: Sent) -> list[tuple[str, str]]:
+    counts = [
+        ("requests answered", sent.answered),
+        ("with a result from before", sent.known),
+        ("called wrong by the server", sent.refused),
+        ("not done by the server", sent.failed),
+        ("prompt tokens, as the server counts", sent.prompt_tokens),
+        ("of them in the server's prefix cache", sent.cached_tokens),
+    ]
+    return [(name, f"{count:,}") for name, count in counts]
 
 
 def _saved(plan: Plan, tokens: int | None) -> str:
