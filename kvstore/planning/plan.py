@@ -28,8 +28,13 @@ class Group:
     """Leading tokens that the first member shares with the prompt before it in the plan's order."""
     members: tuple[int, ...]
     """Indices of the prompts in the batch, in the order to run them."""
-    tokens_to_compute: int
-    """Tokens that its members compute, run in the plan's order."""
+    computed: tuple[int, ...]
+    """Tokens that each member computes, run in the plan's order."""
+
+    @property
+    def tokens_to_compute(self) -> int:
+        """Tokens that all members compute."""
+        return sum(self.computed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +110,7 @@ def make_plan(
     if not isinstance(memory_tokens, int | np.integer) or memory_tokens < 0:
         raise InvalidRequest(f"memory_tokens={memory_tokens!r}: expected 0 tokens or more")
     trie = Trie.of(prompts)
-    decoded = _decoded(prompts, trie, decode_tokens)
+    outputs = decoded(len(prompts), 0 if decode_tokens is None else decode_tokens)[trie.order]
     stored = np.zeros(len(trie.order), np.int64)
     if ask is not None:
         if prompts.block_tokens % chunk_tokens:
@@ -114,7 +119,7 @@ def make_plan(
                 f"blocks of {prompts.block_tokens} tokens: expected a multiple of the store's {chunk_tokens}"
             )
         stored = stored_tokens(prompts, trie, chunk_tokens, ask)
-    return _Planning(prompts, trie, stored, int(memory_tokens)).plan(decoded)
+    return _Planning(prompts, trie, stored, int(memory_tokens)).plan(outputs.tolist())
 
 
 class _Planning:
@@ -128,12 +133,12 @@ class _Planning:
         self._held, self._stored = agreed(trie, stored)
         self._serving = serving_nodes(trie, self._held)
 
-    def plan(self, decoded: Sequence[int]) -> Plan:
+    def plan(self, outputs: Sequence[int]) -> Plan:
         """Puts the prompts in order and counts."""
         trie, block = self._trie, self._prompts.block_tokens
         above = np.where(trie.parent >= 0, trie.depth[trie.parent], 0)
         edges = np.maximum(0, trie.depth - np.maximum(above, self._held))
-        order = depth_first(trie, self._serving, self._behind(trie.depth[trie.deepest]), edges, decoded)
+        order = depth_first(trie, self._serving, self._behind(trie.depth[trie.deepest]), edges, outputs)
         found = np.minimum(order.shared, self._memory_tokens // block * block)
         computed = self._lengths[order.positions] - np.maximum(found, self._stored[order.positions])
         optimum = int(self._behind(trie.shared).sum())
@@ -190,20 +195,19 @@ class _Planning:
                     stored_tokens=int(held),
                     shared_before=int(order.shared[start]),
                     members=tuple(indices[start:end]),
-                    tokens_to_compute=sum(costs[start:end]),
+                    computed=tuple(costs[start:end]),
                 )
             )
         return tuple(groups)
 
 
-def _decoded(prompts: Prompts, trie: Trie, decode_tokens: int | Sequence[int] | None) -> list[int]:
-    """By position: output tokens. Raises InvalidRequest."""
-    if decode_tokens is None or isinstance(decode_tokens, int | np.integer):
-        decode_tokens = [int(decode_tokens or 0)] * len(prompts)
-    if len(decode_tokens) != len(prompts):
-        raise InvalidRequest(f"{len(decode_tokens)} decode_tokens for {len(prompts)} prompts: expected one for each")
+def decoded(count: int, decode_tokens: int | Sequence[int]) -> Counts:
+    """Output tokens of each of ``count`` prompts, given those of each or of every one. Raises InvalidRequest."""
+    if isinstance(decode_tokens, int | np.integer):
+        decode_tokens = [int(decode_tokens)] * count
+    if len(decode_tokens) != count:
+        raise InvalidRequest(f"{len(decode_tokens)} decode_tokens for {count} prompts: expected one for each")
     each = np.asarray(decode_tokens)
-    if len(each) and (each.ndim != 1 or each.dtype.kind not in "iu" or int(each.min()) < 0):
+    if count and (each.ndim != 1 or each.dtype.kind not in "iu" or int(each.min()) < 0):
         raise InvalidRequest("decode_tokens are not whole numbers from 0: expected the output tokens of each prompt")
-    found: list[int] = each.astype(np.int64)[trie.order].tolist()
-    return found
+    return each.astype(np.int64)
