@@ -16,6 +16,8 @@ from kvstore.node.moves import Act, Level
 from kvstore.planning import Group, Prompts
 from kvstore.tokens import TokenArray
 
+MEMBERS_MAX = 8
+"""Members of a group that are brought into memory ahead; those behind them come as they are read."""
 RETIRE_S = 1.0
 """Wait this long for a prefix to be marked before what others need of it is marked as used again."""
 
@@ -35,8 +37,8 @@ class Keeping(Protocol):
         """Holds what is stored of a group's prefix; None if there is nothing to hold."""
         ...
 
-    def prefetch(self, group: Group) -> PortMove | None:
-        """Begins to bring what is stored of a group's prefix into memory; None if nothing is to be brought."""
+    def prefetch(self, group: Group) -> list[PortMove]:
+        """Begins to bring what is stored of a group's prefix, and of its first members, into memory."""
         ...
 
     def retire(self, group: Group, still_needed: int) -> None:
@@ -54,17 +56,22 @@ class TokenKeeping:
         self._has_memory = True
 
     def hold(self, group: Group) -> Held | None:
-        if not group.prefix_tokens and not group.stored_tokens:
+        if not _leading(group):
             return None
         with suppress(KVStoreError):
             return self._port.hold(self._namespace, self._prefix(group), None)
         return None
 
-    def prefetch(self, group: Group) -> PortMove | None:
-        return self._move(self._prefix(group), Act.PREFETCH) if group.stored_tokens else None
+    def prefetch(self, group: Group) -> list[PortMove]:
+        stored = dict(zip(group.members[:MEMBERS_MAX], group.stored, strict=False))
+        wanted = {index: count for index, count in stored.items() if count > group.prefix_tokens}
+        if not wanted and group.stored_tokens:
+            wanted = {group.members[0]: group.stored_tokens}
+        moves = (self._move(self._prompts.tokens(index, count), Act.PREFETCH) for index, count in wanted.items())
+        return [move for move in moves if move is not None]
 
     def retire(self, group: Group, still_needed: int) -> None:
-        if not group.prefix_tokens and not group.stored_tokens:
+        if not _leading(group):
             return
         prefix = self._prefix(group)
         retired = self._move(prefix, Act.RELEASE)
@@ -74,7 +81,7 @@ class TokenKeeping:
             self._move(prefix[:still_needed], Act.PREFETCH)
 
     def _prefix(self, group: Group) -> TokenArray:
-        return self._prompts.tokens(group.members[0], group.prefix_tokens or group.stored_tokens)
+        return self._prompts.tokens(group.members[0], _leading(group))
 
     def _move(self, tokens: TokenArray, act: Act) -> PortMove | None:
         try:
@@ -95,15 +102,20 @@ class KeyKeeping:
         self._prompts = prompts
 
     def hold(self, group: Group) -> Held | None:
-        count = (group.prefix_tokens or group.stored_tokens) // self._namespace.layout.chunk_tokens
+        count = _leading(group) // self._namespace.layout.chunk_tokens
         if not count:
             return None
         with suppress(KVStoreError):
             return self._port.hold_blocks(self._namespace, self._prompts[group.members[0]][:count], None)
         return None
 
-    def prefetch(self, group: Group) -> PortMove | None:
-        return None
+    def prefetch(self, group: Group) -> list[PortMove]:
+        return []
 
     def retire(self, group: Group, still_needed: int) -> None:
         pass
+
+
+def _leading(group: Group) -> int:
+    """Tokens of the first member to hold: the prefix, or of a prompt that shares nothing what the store has."""
+    return group.prefix_tokens or group.stored[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from kvstore.client.keeping import Held, Keeping
@@ -51,7 +51,7 @@ class Run:
         self._changed = Monitor()
         self._handing = Handing(plan.groups, plan.memory_tokens, attempts)
         self._takers: dict[int, _Taker] = {}
-        self._moves: dict[int, PortMove | None] = {}
+        self._moves: dict[int, list[PortMove]] = {}
         self._is_closed = False
 
     @property
@@ -123,9 +123,7 @@ class Run:
             for taker in takers:
                 if taker.held is not None:
                     taker.held.release()
-            for move in moves:
-                if move is not None:
-                    move.cancel()
+            _cancel(move for each in moves for move in each)
 
     def __enter__(self) -> Run:
         return self
@@ -150,15 +148,15 @@ class Run:
         with self._changed:
             wanted = [] if self._is_closed else self._handing.ahead(self._ahead)
             wanted = [index for index in wanted if index not in self._moves]
-            self._moves.update(dict.fromkeys(wanted))
+            self._moves.update({index: [] for index in wanted})
         for index in wanted:
-            move = self._keeping.prefetch(self._groups[index])
+            moves = self._keeping.prefetch(self._groups[index])
             with self._changed:
                 is_wanted = index in self._moves
                 if is_wanted:
-                    self._moves[index] = move
-            if move is not None and not is_wanted:
-                move.cancel()
+                    self._moves[index] = moves
+            if not is_wanted:
+                _cancel(moves)
 
     def _leave(self, index: int, taker: _Taker, *, is_done: bool) -> None:
         """Ends a consumer's work on a group. Does nothing if the group is no longer its own."""
@@ -171,14 +169,18 @@ class Run:
             else:
                 self._handing.give_back(index)
             still_needed = self._handing.still_needed(index)
-            move = self._moves.pop(index, None)
+            moves = self._moves.pop(index, [])
             self._changed.notify_all()
         if taker.held is not None:
             taker.held.release()
-        if move is not None:
-            move.cancel()
+        _cancel(moves)
         if is_done:
             self._keeping.retire(self._groups[index], still_needed)
+
+
+def _cancel(moves: Iterable[PortMove]) -> None:
+    for move in moves:
+        move.cancel()
 
 
 class Taken:

@@ -23,13 +23,15 @@ class Group:
     prefix_tokens: int
     """Leading tokens that all members share; 0 for a prompt that shares nothing."""
     stored_tokens: int
-    """Leading tokens of the prefix that the store held when the plan was made; of a prompt alone, all that it held."""
+    """Leading tokens of the prefix that the store held when the plan was made."""
     shared_before: int
     """Leading tokens that the first member shares with the prompt before it in the plan's order."""
     members: tuple[int, ...]
     """Indices of the prompts in the batch, in the order to run them."""
     computed: tuple[int, ...]
     """Tokens that each member computes, run in the plan's order."""
+    stored: tuple[int, ...]
+    """Leading tokens of each member that the store held when the plan was made."""
 
     @property
     def tokens_to_compute(self) -> int:
@@ -185,17 +187,18 @@ class _Planning:
         is_first = (serving == 0) | (serving != np.append(-1, serving[:-1])[: len(serving)])
         starts = np.flatnonzero(is_first).tolist()
         indices, costs = self._trie.order[order.positions].tolist(), computed.tolist()
+        stored = self._stored[order.positions].tolist()
         groups: list[Group] = []
         for start, end in zip(starts, [*starts, len(indices)][1:], strict=True):
             node = serving[start]
-            held = self._held[node] if node else self._stored[order.positions[start]]
             groups.append(
                 Group(
                     prefix_tokens=int(self._trie.depth[node]),
-                    stored_tokens=int(held),
+                    stored_tokens=int(self._held[node]),
                     shared_before=int(order.shared[start]),
                     members=tuple(indices[start:end]),
                     computed=tuple(costs[start:end]),
+                    stored=tuple(stored[start:end]),
                 )
             )
         return tuple(groups)

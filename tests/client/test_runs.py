@@ -25,7 +25,7 @@ from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.writes import WriteMode
 from tests.node.stores import SMALL, kv_of, member_of, member_on
 from tests.patience import eventually, returns
-from tests.tiers.acting import ROOM_CHUNKS, Acting, faulty
+from tests.tiers.acting import LARGE, ROOM_CHUNKS, Acting, faulty
 from tests.worker.serving import connected, serving
 
 SIZE = SMALL.chunk_tokens
@@ -185,6 +185,17 @@ def test_the_next_prefixes_are_brought_into_memory_and_those_that_are_done_leave
             acting.put(100, ROOM_CHUNKS - 6, write=WriteMode.THROUGH)
             assert not any(acting.in_memory(0, 3)), "retired, so evicted before what comes next"
             assert all(acting.in_memory(1, 3) + acting.in_memory(2, 3))
+
+
+def test_what_is_stored_of_members_behind_their_prefix_is_brought_too() -> None:
+    with Acting(faulty(), write=WriteMode.AROUND, limits=Limits()) as acting:
+        longer = [np.append(acting.prompts.tokens(1, 2), acting.prompts.tokens(number, 4, 2)) for number in (1, 2, 3)]
+        for prompt in longer[:2]:
+            acting.cache.put(prompt, kv_of(LARGE, prompt))
+        plan = acting.cache.plan([acting.prompts.tokens(9, 1), *longer], memory_tokens=1 << 20)
+        assert [group.members for group in plan.groups] == [(0,), (1, 2, 3)]
+        with plan.run() as run, taken_of(run):
+            eventually(lambda: acting.stat("memory_chunks") == 6, "two chunks that are shared, and two of each member")
 
 
 def test_without_memory_a_run_goes_without_prefetch(tmp_path: Path) -> None:

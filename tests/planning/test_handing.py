@@ -14,7 +14,7 @@ ATTEMPTS = 3
 
 
 def group(prefix: int, before: int = 0) -> Group:
-    return Group(prefix_tokens=prefix, stored_tokens=0, shared_before=before, members=(0,), computed=(1,))
+    return Group(prefix_tokens=prefix, stored_tokens=0, shared_before=before, members=(0,), computed=(1,), stored=(0,))
 
 
 def handing(*prefixes: int, memory: int = 100) -> Handing:

@@ -67,8 +67,9 @@ def test_members_share_their_prefix_and_the_store_holds_what_is_said(batch: Batc
         prefixes = {tuple(batch.prompts[index][: group.prefix_tokens]) for index in group.members}
         assert len(prefixes) == 1 and len(prefixes.pop()) == group.prefix_tokens
         assert group.prefix_tokens or len(group.members) == 1
-        stored = batch.stored(batch.prompts[group.members[0]])
-        assert group.stored_tokens == (min(group.prefix_tokens, stored) if group.prefix_tokens else stored)
+        stored = tuple(batch.stored(batch.prompts[index]) for index in group.members)
+        assert group.stored == stored
+        assert group.stored_tokens == min(group.prefix_tokens, stored[0])
 
 
 def test_beyond_the_levels_that_are_tried_a_plan_is_still_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
