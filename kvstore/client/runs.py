@@ -87,6 +87,7 @@ class Run:
     def try_take(self, wait_s: float, is_alive: Callable[[], bool]) -> Taken | None:
         """Takes the next group if one is there within ``wait_s``; the consumer lives as long as ``is_alive``."""
         self._owner.check()
+        self._give_back_of_dead()
         ends_s = time.monotonic() + wait_s
         taker = _Taker(is_alive)
         with self._changed:
@@ -96,7 +97,6 @@ class Run:
                     break
                 self._changed.wait(left_s)
         if index is None:
-            self._give_back_of_dead()
             return None
         try:
             held = self._keeping.hold(self._groups[index])

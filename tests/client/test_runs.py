@@ -119,6 +119,16 @@ def taken_of(run: Run) -> Taken:
     return taken
 
 
+def test_a_late_consumer_does_not_end_the_group_of_another(cache: Cache) -> None:
+    plan = plan_of(cache)
+    with plan.run() as run:
+        late, again = dying(run), taken_of(run)
+        assert late.group == again.group == plan.groups[0]
+        late.done()
+        again.give_back()
+        assert list(run) == list(plan.groups)
+
+
 def test_a_group_that_nobody_survives_fails_and_the_run_goes_on(cache: Cache) -> None:
     plan = plan_of(cache)
     with plan.run(attempts=2) as run:
