@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import accumulate
 from typing import Any
 
 from kvstore import planning
@@ -17,6 +19,8 @@ from kvstore.tokens import Tokens
 PROMPTS_MAX = 4096
 TOKENS_MAX = 1 << 20
 """Limits on the prompts and the tokens of one call, 4 MiB; a longer prompt is a call of its own."""
+ASK_S = 60.0
+"""Limit for asking a store; past it, what was not answered counts as not stored."""
 KEYS_MAX = 16_384
 """Limit on the keys of one call; a longer prompt is a call of its own."""
 
@@ -60,12 +64,14 @@ def plan_tokens(
     packed = Prompts.of_tokens(prompts, chunk_tokens)
 
     def ask(wanted: list[tuple[int, int]]) -> list[int]:
-        found: list[int] = []
-        for call in _calls(wanted, PROMPTS_MAX, TOKENS_MAX // chunk_tokens):
+        found, ends_s = list[int](), time.monotonic() + ASK_S
+        while len(found) < len(wanted) and time.monotonic() < ends_s:
+            call = _call(wanted, len(found), PROMPTS_MAX, TOKENS_MAX // chunk_tokens)
+            # A worker whose time runs out answers for those prompts that it came to.
             answers = port.match_each(namespace, [packed.tokens(at, chunks * chunk_tokens) for at, chunks in call])
+            if not answers:
+                break
             found += answers
-            if len(answers) < len(call):
-                break  # the store is silent, or too slow: what was not answered counts as not stored
         return found + [0] * (len(wanted) - len(found))
 
     made = make_plan(
@@ -85,14 +91,15 @@ def plan_keys(
     chunk_tokens = namespace.layout.chunk_tokens
 
     def ask(wanted: list[tuple[int, int]]) -> list[int]:
-        found: list[int] = []
-        for call in _calls(wanted, PROMPTS_MAX, KEYS_MAX):
+        found, ends_s = list[int](), time.monotonic() + ASK_S
+        while len(found) < len(wanted) and time.monotonic() < ends_s:
+            call = _call(wanted, len(found), PROMPTS_MAX, KEYS_MAX)
             keys = list(dict.fromkeys(key for at, count in call for key in prompts[at][:count]))
             present = dict(zip(keys, port.present_blocks(namespace, keys), strict=True))
             for at, count in call:
                 here = [present[key] for key in prompts[at][:count]]
                 found.append(here.index(False) if False in here else count)
-        return found
+        return found + [0] * (len(wanted) - len(found))
 
     made = make_plan(
         Prompts.of_blocks(prompts, chunk_tokens),
@@ -104,15 +111,7 @@ def plan_keys(
     return Plan.of(made, KeyKeeping(port, namespace, prompts))
 
 
-def _calls(wanted: list[tuple[int, int]], prompts_max: int, chunks_max: int) -> Iterator[list[tuple[int, int]]]:
-    """Cuts what is asked for into calls within the limits."""
-    call: list[tuple[int, int]] = []
-    total = 0
-    for each in wanted:
-        if call and (len(call) == prompts_max or total + each[1] > chunks_max):
-            yield call
-            call, total = [], 0
-        call.append(each)
-        total += each[1]
-    if call:
-        yield call
+def _call(wanted: list[tuple[int, int]], start: int, prompts_max: int, chunks_max: int) -> list[tuple[int, int]]:
+    """The questions from ``start`` on that one call asks: within the limits, and one at least."""
+    totals = accumulate(chunks for _, chunks in wanted[start : start + prompts_max])
+    return wanted[start : start + max(1, sum(total <= chunks_max for total in totals))]

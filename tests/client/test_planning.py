@@ -84,6 +84,24 @@ def test_many_prompts_are_several_calls(cache: Cache, monkeypatch: pytest.Monkey
     assert plan.tokens_to_compute == 3 * 4 * SIZE
 
 
+def test_a_store_that_answers_late_is_asked_no_longer_than_allowed(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache.put(document(1), kv_of(SMALL, document(1)))
+    cache.blocks.put([bytes(16)], [b"12"])
+    monkeypatch.setattr(planning, "ASK_S", 0.0)
+    assert cache.plan([document(1)], memory_tokens=0).tokens_stored == 0
+    assert cache.blocks.plan([[bytes(16)]], memory_tokens=0).tokens_stored == 0
+
+
+def test_a_call_that_is_answered_in_part_is_followed_by_another(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(4):
+        cache.put(document(number), kv_of(SMALL, document(number)))
+    whole = cache._port.match_each
+    monkeypatch.setattr(cache._port, "match_each", lambda namespace, prompts: whole(namespace, prompts)[:1])
+    assert cache.plan([document(number) for number in range(5)], memory_tokens=0).tokens_to_compute == 4 * SIZE
+
+
 def test_blocks_of_an_engine_are_planned_by_their_keys(cache: Cache) -> None:
     keys = [bytes([number]) * 32 for number in range(6)]
     cache.blocks.put(keys[:2], [b"12"] * 2)

@@ -61,6 +61,16 @@ def moved(cache: Cache, tokens: list[int]) -> int:
     return ticket.wait(1.0)
 
 
+def planned(cache: Cache, prompts: list[list[int]]) -> list[int]:
+    plan: kvstore.Plan = cache.plan(prompts, memory_tokens=1000, decode_tokens=8)
+    found: list[int] = []
+    with plan.run(ahead=1) as run:
+        for group in run:
+            members: tuple[int, ...] = group.members
+            found += members
+    return found if plan.tokens_to_compute < plan.tokens_total else plan.order
+
+
 def blocks(blocks: kvstore.BlockCache, key: bytes) -> list[bool]:
     stored: list[bool] = blocks.put([key], [b"abc"])
     with blocks.hold([key]) as hold:
