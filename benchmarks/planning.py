@@ -5,9 +5,11 @@ longest prompts; on Mooncake's conversation trace, with 400,000 tokens of memory
 more than arrival order with least-recently-used eviction. 100,000 prompts of 2,080 tokens are planned in 15 s of CPU
 and 2.5 GB. The savings are counted, not measured: they are the same on every machine.
 
-    python -m benchmarks.planning [TRACE ...] [--memory 100000 400000 1600000] [--cost [COUNT]] [--plot FILE.svg]
+    python -m benchmarks.planning [TRACE ...] [--memory 100000 400000 1600000] [--plot FILE.svg]
+    python -m benchmarks.planning --cost [COUNT] [--tokens N]
 
-``--cost`` measures CPU time and peak memory of planning one large batch, in a process of its own, and nothing else.
+``--cost`` measures CPU time and peak memory of planning one large batch, and nothing else; without it that is a process
+of its own.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ HELD_CHUNKS = 4
 STEP_TOKENS = 8192
 VOCABULARY = 128_000
 COST_PROMPTS = 100_000
+COST_TOKENS = 2080
 COST_S_MAX = 3600
 COLUMNS = ("batch", "memory, tokens", "arrival, LRU %", "one level %", "planned %", "optimum %")
 
@@ -160,14 +163,14 @@ def matched(tokens: Ids, chunks: int, held: set[bytes]) -> int:
     return next((at for at in range(most) if tokens[: CHUNK * (at + 1)].tobytes() not in held), most)
 
 
-def cost(count: int) -> tuple[Plan, float, float, float]:
-    """Plans ``count`` prompts of 2,080 tokens; seconds of CPU to pack and to plan them, and peak memory in GB."""
+def cost(count: int, tokens: int) -> tuple[Plan, float, float, float]:
+    """Plans prompts of ``tokens`` each; seconds of CPU to pack and to plan them, and peak memory in GB."""
     chance = np.random.default_rng(0)
-    heads = [ids(chance, 1560) for _ in range(max(1, count // 8))]
+    heads = [ids(chance, 3 * tokens // 4) for _ in range(max(1, count // 8))]
 
     def prompts() -> Iterator[Ids]:
         for at in range(count):
-            yield np.concatenate([heads[at * 7919 % len(heads)], ids(chance, 520)])
+            yield np.concatenate([heads[at * 7919 % len(heads)], ids(chance, tokens - 3 * tokens // 4)])
 
     made = time.process_time()
     for _ in zip(range(1000), prompts(), strict=False):
@@ -182,9 +185,9 @@ def cost(count: int) -> tuple[Plan, float, float, float]:
     return plan, packed_s, planned_s, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 
-def print_cost(count: int) -> None:
+def print_cost(count: int, tokens: int) -> None:
     """Measures in this process, whose peak memory is that of the plan."""
-    plan, packed_s, planned_s, peak = cost(count)
+    plan, packed_s, planned_s, peak = cost(count, tokens)
     columns = ("prompts", "tokens", "packing, CPU s", "planning, CPU s", "peak memory, GB", "saved %")
     row = [len(plan.order), plan.tokens_total, packed_s, planned_s, peak, 100 * plan.saving]
     print(markdown(Table("cost", columns, [list(row)])))
@@ -196,10 +199,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("traces", nargs="*", type=Path, metavar="TRACE", help="a trace, as JSON lines")
     parser.add_argument("--memory", nargs="+", type=int, default=[100_000, 400_000, 1_600_000], metavar="TOKENS")
     parser.add_argument("--cost", nargs="?", type=int, const=COST_PROMPTS, metavar="COUNT", help="only the cost")
+    parser.add_argument("--tokens", type=int, default=COST_TOKENS, metavar="N", help="tokens of each prompt (2080)")
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw the savings")
     asked = parser.parse_args(arguments)
     if asked.cost is not None:
-        print_cost(asked.cost)
+        print_cost(asked.cost, asked.tokens)
         return 0
     try:
         batches = [*map(trace, asked.traces), *loads()]

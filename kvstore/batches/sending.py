@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Any
 
 from kvstore.batches.file import Batch
 from kvstore.batches.results import Results
@@ -57,6 +56,8 @@ def send(
         if flying:
             server.close()  # an error, or Ctrl-C: nobody waits for the rest
         threads.shutdown(cancel_futures=True)
+        for each in [each for each in flying if not each.cancelled() and each.exception() is None]:
+            _write(each.result(), flying.pop(each), results, sent)
     return sent
 
 
@@ -69,17 +70,17 @@ def _land(flying: dict[Future[Answer], str], results: Results, sent: Sent, progr
         if (failed := each.exception()) is not None:
             error = error or failed
             continue
-        answer = each.result()
         progress(1)
-        if answer.is_refused:
-            sent.failed += 1
-            continue
-        _count(sent, answer, results.add(custom_id, answer))
+        _write(each.result(), custom_id, results, sent)
     if error is not None:
         raise error
 
 
-def _count(sent: Sent, answer: Answer, body: dict[str, Any]) -> None:
+def _write(answer: Answer, custom_id: str, results: Results, sent: Sent) -> None:
+    if answer.is_refused:
+        sent.failed += 1
+        return
+    body = results.add(custom_id, answer)
     if answer.status >= 400:
         sent.refused += 1
         return
