@@ -170,18 +170,26 @@ def test_a_file_without_requests_is_refused(tmp_path: Path) -> None:
         read_batch(tmp_path)
 
 
+TURNS = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+GOOD = [
+    f"{openai('a', prompt=[1, 2])}\n{openai('b', prompt='x')}\n",
+    f"{trace()}\n{trace(input_length=1024)}\n",
+    json.dumps([{"conversations": TURNS}, {"conversations": TURNS[:1]}]),
+]
+
+
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.binary(max_size=60), st.integers(0, 200), st.integers(0, 8))
-def test_damaged_files_are_read_or_refused(tmp_path: Path, junk: bytes, at: int, cut: int) -> None:
-    good = f"{openai('a', prompt=[1, 2])}\n{openai('b', prompt=[3])}\n".encode()
+@given(st.sampled_from(GOOD), st.binary(max_size=20), st.integers(0, 250), st.integers(0, 8))
+def test_damaged_files_are_read_or_refused(tmp_path: Path, good: str, junk: bytes, at: int, cut: int) -> None:
+    whole = good.encode()
     path = tmp_path / "fuzzed.jsonl"
-    path.write_bytes(good[:at] + junk + good[at + cut :])
+    path.write_bytes(whole[:at] + junk + whole[at + cut :])
     try:
-        batch = read_batch(path)
+        batch = read_batch(path, Letters())
     except InvalidRequest as error:
         assert str(error).startswith("batch ")
     else:
-        assert len(batch.prompts) == len(batch.starts) == len(batch.decode_tokens)
+        assert len(batch.prompts) == len(batch.decode_tokens) == max(len(batch.starts), len(batch.records)) > 0
 
 
 def test_a_tokenizer_that_is_missing_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
