@@ -41,7 +41,7 @@ class BlockCache(Twin[blocks.BlockCache]):
         prompts: Iterable[Sequence[bytes]],
         *,
         memory_tokens: int,
-        decode_tokens: int | Sequence[int] | None = None,
+        decode_tokens: int | Sequence[int | None] | None = None,
     ) -> Plan:
         """As the synchronous one; a run of the plan hands its groups to tasks."""
         making = partial(self._twin.plan, prompts, memory_tokens=memory_tokens, decode_tokens=decode_tokens)

@@ -130,7 +130,7 @@ class Cache(Twin[cache.Cache]):
         return await self._threads.run(lambda: self._twin.get(tokens, out))
 
     async def plan(
-        self, prompts: Iterable[Tokens], *, memory_tokens: int, decode_tokens: int | Sequence[int] | None = None
+        self, prompts: Iterable[Tokens], *, memory_tokens: int, decode_tokens: int | Sequence[int | None] | None = None
     ) -> Plan:
         """As the synchronous one; a run of the plan hands its groups to tasks."""
         making = partial(self._twin.plan, prompts, memory_tokens=memory_tokens, decode_tokens=decode_tokens)

@@ -31,7 +31,8 @@ class Batch:
     path: Path
     form: Form
     prompts: Prompts
-    decode_tokens: list[int]
+    decode_tokens: list[int | None]
+    """Output tokens of each request at most; None if it does not say."""
     starts: array[int] = field(default_factory=lambda: array("q"))
     """Where each request's line begins in the file; empty for a JSON array."""
     records: list[Any] = field(default_factory=list)
@@ -101,7 +102,7 @@ class _Reading:
         self._path = path
         self._tokenizer = tokenizer
         self._form: Form | None = None
-        self._decode: list[int] = []
+        self._decode: list[int | None] = []
         self._starts = array("q")
         self._records: list[Any] = []
         self._seen: dict[str, str] = {}

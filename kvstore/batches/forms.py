@@ -41,8 +41,8 @@ class Asked:
     blocks: Sequence[Hashable] = ()
     length: int = 0
     """Tokens of the prompt."""
-    decode_tokens: int = 0
-    """Output tokens at most; 0 if the request does not say."""
+    decode_tokens: int | None = None
+    """Output tokens at most; None if the request does not say."""
     custom_id: str | None = None
 
 
@@ -81,8 +81,8 @@ def _of_openai(record: dict[str, Any], tokenizer: Tokenizer | None) -> Asked:
     method, url = record.get("method", "POST"), record.get("url", "/")
     if method != "POST" or not isinstance(url, str) or not _PATH.fullmatch(url):
         raise InvalidRequest(f"method={method!r}, url={url!r}: expected POST, and a path such as /v1/completions")
-    output = next((body[name] for name in OUTPUTS if body.get(name) is not None), 0)
-    if type(output) is not int or not 0 <= output <= TOKENS_MAX:
+    output = next((body[name] for name in OUTPUTS if body.get(name) is not None), None)
+    if output is not None and (type(output) is not int or not 0 <= output <= TOKENS_MAX):
         raise InvalidRequest(f"max_tokens={output!r}: expected a whole number up to {TOKENS_MAX}")
     tokens = _prompt_of(body, tokenizer)
     return Asked(tokens, length=len(tokens), decode_tokens=output, custom_id=custom_id)
@@ -111,7 +111,7 @@ def _of_sharegpt(record: dict[str, Any], tokenizer: Tokenizer | None) -> Asked:
     end = max((at + 1 for at, each in enumerate(messages) if each["role"] == "user"), default=0)
     tokens = _conversation(messages[:end], tokenizer)
     answer = messages[end]["content"] if end < len(messages) else ""
-    output = len(_named(tokenizer).text(answer)) if answer else 0
+    output = len(_named(tokenizer).text(answer)) if answer else None
     return Asked(tokens, length=len(tokens), decode_tokens=output)
 
 

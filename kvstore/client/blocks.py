@@ -95,7 +95,7 @@ class BlockCache:
         prompts: Iterable[Sequence[bytes]],
         *,
         memory_tokens: int,
-        decode_tokens: int | Sequence[int] | None = None,
+        decode_tokens: int | Sequence[int | None] | None = None,
     ) -> Plan:
         """Plans a batch, as ``Cache.plan`` does, from the keys of each prompt's full blocks in order.
 

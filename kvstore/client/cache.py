@@ -183,14 +183,14 @@ class Cache:
         prompts: Iterable[Tokens],
         *,
         memory_tokens: int,
-        decode_tokens: int | Sequence[int] | None = None,
+        decode_tokens: int | Sequence[int | None] | None = None,
     ) -> Plan:
         """Plans a batch: groups of prompts that share a prefix, and the order that computes the fewest tokens.
 
         ``memory_tokens`` is the KV of prefixes that the engine keeps, in tokens. ``decode_tokens`` are the expected
-        output tokens of each prompt, or of every one: of equals, those that decode more go first. Prompts share whole
-        chunks. What the store holds is asked for in a few calls, and counts as free; a store that does not answer holds
-        nothing. kvstore/planning/PLANNING.md has the algorithm and its bounds.
+        output tokens of each prompt (None: not known), or of every one: of equals, those that decode more go first.
+        Prompts share whole chunks. What the store holds is asked for in a few calls, and counts as free; a store that
+        does not answer holds nothing. kvstore/planning/PLANNING.md has the algorithm and its bounds.
         """
         with tracing.span("kvstore.plan"):
             return plan_tokens(self._port, self.namespace, prompts, memory_tokens, decode_tokens)

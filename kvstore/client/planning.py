@@ -57,7 +57,7 @@ def plan_tokens(
     namespace: Namespace,
     prompts: Iterable[Tokens],
     memory_tokens: int,
-    decode_tokens: int | Sequence[int] | None,
+    decode_tokens: int | Sequence[int | None] | None,
 ) -> Plan:
     """Plans a batch of prompts, which share whole chunks. Raises InvalidRequest."""
     chunk_tokens = namespace.layout.chunk_tokens
@@ -85,7 +85,7 @@ def plan_keys(
     namespace: Namespace,
     prompts: Sequence[Sequence[bytes]],
     memory_tokens: int,
-    decode_tokens: int | Sequence[int] | None,
+    decode_tokens: int | Sequence[int | None] | None,
 ) -> Plan:
     """Plans a batch of prompts given as checked keys of blocks of ``chunk_tokens`` tokens. Raises InvalidRequest."""
     chunk_tokens = namespace.layout.chunk_tokens

@@ -30,7 +30,9 @@ class Step:
         return self.decoding + sum(count for _, count in self.prefill)
 
 
-def pack(plan: Plan, decode_tokens: int | Sequence[int], *, step_tokens: int, memory_tokens: int) -> Iterator[Step]:
+def pack(
+    plan: Plan, decode_tokens: int | Sequence[int | None], *, step_tokens: int, memory_tokens: int
+) -> Iterator[Step]:
     """Yields the steps that run a plan, each of at most ``step_tokens``.
 
     ``decode_tokens`` are the output tokens of each prompt, by index, or of every one. ``memory_tokens`` is the KV for

@@ -99,15 +99,15 @@ def make_plan(
     prompts: Prompts,
     *,
     memory_tokens: int,
-    decode_tokens: int | Sequence[int] | None = None,
+    decode_tokens: int | Sequence[int | None] | None = None,
     chunk_tokens: int = 1,
     ask: Ask | None = None,
 ) -> Plan:
     """Plans a batch.
 
     ``memory_tokens`` is the KV that the engine keeps, in tokens. ``decode_tokens`` are the output tokens of each
-    prompt, or of every one. ``ask`` says what a store holds whose chunks are ``chunk_tokens`` long; blocks must then be
-    whole chunks. Raises InvalidRequest.
+    prompt, None where they are not known, or of every one. ``ask`` says what a store holds whose chunks are
+    ``chunk_tokens`` long; blocks must then be whole chunks. Raises InvalidRequest.
     """
     if not isinstance(memory_tokens, int | np.integer) or memory_tokens < 0:
         raise InvalidRequest(f"memory_tokens={memory_tokens!r}: expected 0 tokens or more")
@@ -204,13 +204,17 @@ class _Planning:
         return tuple(groups)
 
 
-def decoded(count: int, decode_tokens: int | Sequence[int]) -> Counts:
-    """Output tokens of each of ``count`` prompts, given those of each or of every one. Raises InvalidRequest."""
+def decoded(count: int, decode_tokens: int | Sequence[int | None]) -> Counts:
+    """Output tokens of each of ``count`` prompts, given those of each or of every one. Raises InvalidRequest.
+
+    Where they are not known (None) they are estimated: the mean of those that are.
+    """
     if isinstance(decode_tokens, int | np.integer):
         decode_tokens = [int(decode_tokens)] * count
     if len(decode_tokens) != count:
         raise InvalidRequest(f"{len(decode_tokens)} decode_tokens for {count} prompts: expected one for each")
-    each = np.asarray(decode_tokens)
-    if count and (each.ndim != 1 or each.dtype.kind not in "iu" or int(each.min()) < 0):
+    known = np.asarray([each for each in decode_tokens if each is not None])
+    if len(known) and (known.ndim != 1 or known.dtype.kind not in "iu" or int(known.min()) < 0):
         raise InvalidRequest("decode_tokens are not whole numbers from 0: expected the output tokens of each prompt")
-    return each.astype(np.int64)
+    mean = round(float(known.mean())) if len(known) else 0
+    return np.fromiter((mean if each is None else each for each in decode_tokens), np.int64, count)

@@ -48,7 +48,7 @@ def tokens_of(batch: Batch) -> list[list[int]]:
 def test_token_ids_of_an_openai_batch_are_read(tmp_path: Path) -> None:
     batch = batch_of(tmp_path, openai("a", prompt=[1, 2], max_tokens=9), "", openai("b", prompt=[3]), block_tokens=1)
     assert tokens_of(batch) == [[1, 2], [3]]
-    assert batch.decode_tokens == [9, 0]
+    assert batch.decode_tokens == [9, None]
 
 
 def test_text_and_messages_are_tokenized(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_text_and_messages_are_tokenized(tmp_path: Path) -> None:
         tokenizer=Letters(),
     )
     assert tokens_of(batch) == [list(map(ord, "hi")), list(map(ord, "<user>x"))]
-    assert batch.decode_tokens == [0, 4]
+    assert batch.decode_tokens == [None, 4]
 
 
 @pytest.mark.parametrize("is_array", [True, False])
@@ -72,7 +72,7 @@ def test_a_conversation_ends_with_the_human_and_is_answered_next(tmp_path: Path,
     path.write_text(json.dumps(records, indent=1) if is_array else "\n".join(map(json.dumps, records)))
     batch = read_batch(path, Letters())
     assert tokens_of(batch) == [list(map(ord, "<user>a")), list(map(ord, "<system>s<user>e"))]
-    assert batch.decode_tokens == [3, 0]
+    assert batch.decode_tokens == [3, None]
     batch.write([1, 0], tmp_path / "out.json")
     text = (tmp_path / "out.json").read_text()
     assert (json.loads(text) if is_array else list(map(json.loads, text.splitlines()))) == records[::-1]

@@ -88,6 +88,12 @@ def test_prompts_that_decode_more_go_first_and_the_saving_stays() -> None:
     assert plan.tokens_to_compute == plan.tokens_optimum
 
 
+def test_output_that_is_not_known_is_taken_to_be_the_mean() -> None:
+    prompts = [[family, own] for own, family in enumerate((1, 2, 3, 4))]
+    assert planned(Batch(prompts, []), decode=[9, None, 1, None]).order == [0, 1, 3, 2]
+    assert planned(Batch(prompts, []), decode=[None] * 4).order == [0, 1, 2, 3]
+
+
 def test_prompts_that_decode_alike_keep_their_order_of_arrival() -> None:
     prompts = [[5, 1], [4, 1], [5, 2], [3, 1], [4, 2]]
     assert planned(Batch(prompts, [])).order == [0, 2, 1, 4, 3]
