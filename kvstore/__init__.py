@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from kvstore.client.blocks import BlockCache, BlockHold
     from kvstore.client.cache import Cache, Hold, Pin
     from kvstore.client.limits import ClientLimits
+    from kvstore.client.planning import Plan
+    from kvstore.client.runs import Run
     from kvstore.client.store import Store, connect, open
     from kvstore.client.tickets import Ticket
     from kvstore.hints import Hints
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from kvstore.meta.etcd import EtcdTls, EtcdUser
     from kvstore.namespace import Namespace
     from kvstore.node.limits import Limits
+    from kvstore.planning import Group
     from kvstore.results import Cleared, PinRecord, PutResult
     from kvstore.security.tls import ClientTls
     from kvstore.writes import WriteMode
@@ -56,6 +59,7 @@ __all__ = [
     "ClientTls",
     "EtcdTls",
     "EtcdUser",
+    "Group",
     "Hints",
     "Hold",
     "Layout",
@@ -63,7 +67,9 @@ __all__ = [
     "Namespace",
     "Pin",
     "PinRecord",
+    "Plan",
     "PutResult",
+    "Run",
     "Selection",
     "Store",
     "Ticket",
@@ -80,6 +86,8 @@ if not TYPE_CHECKING:  # a type checker that saw __getattr__ would accept every 
         "kvstore.client.blocks": ("BlockCache", "BlockHold"),
         "kvstore.client.cache": ("Cache", "Hold", "Pin"),
         "kvstore.client.limits": ("ClientLimits",),
+        "kvstore.client.planning": ("Plan",),
+        "kvstore.client.runs": ("Run",),
         "kvstore.client.store": ("Store", "connect", "open"),
         "kvstore.client.tickets": ("Ticket",),
         "kvstore.hints": ("Hints",),
@@ -87,6 +95,7 @@ if not TYPE_CHECKING:  # a type checker that saw __getattr__ would accept every 
         "kvstore.meta.etcd": ("EtcdTls", "EtcdUser"),
         "kvstore.namespace": ("Namespace",),
         "kvstore.node.limits": ("Limits",),
+        "kvstore.planning": ("Group",),
         "kvstore.results": ("Cleared", "PinRecord", "PutResult"),
         "kvstore.security.tls": ("ClientTls",),
         "kvstore.writes": ("WriteMode",),

@@ -1,5 +1,6 @@
-"""Refuses gRPC in a child that was forked after its parent had used it: gRPC does not work there.
+"""What gRPC's connections need of everybody: a reason in plain words where there is none, and a refusal after a fork.
 
+gRPC does not work in a child that was forked after its parent had used it:
 gRPC's threads do not survive a fork, and gRPC does not notice: calls in the child wait for ever, past their deadlines,
 also on channels that the child makes. Closing the parent's channels first does not help: gRPC ends its threads some
 time later, and does not say when.
@@ -7,6 +8,7 @@ time later, and does not say when.
 
 from __future__ import annotations
 
+import enum
 import os
 from collections.abc import Callable
 from typing import TypeVar
@@ -17,6 +19,29 @@ T = TypeVar("T")
 
 _is_used = False
 _is_cut_off = False
+
+
+class Unreached(enum.Enum):
+    """A reason why there is no connection."""
+
+    REFUSED = "nothing listens there", "connection refused"
+    NO_SOCKET = "there is no such socket", "no such file"
+    NO_ADDRESS = "its name has no address", "resolving", "resolution failed"
+    TLS = "TLS failed", "handshake"
+    OTHER_PROTOCOL = "no worker listens there", "parsing http/2"
+    SILENT = "what listens there does not speak", "settings frame"
+    NO_WAY = "there is no way to it", "failed to connect"
+
+    def __init__(self, why: str, *parts: str) -> None:
+        self.why = why
+        self.parts = parts
+        """Parts of what gRPC says, in lower case."""
+
+
+def unreached(text: str) -> Unreached | None:
+    """Returns the reason in what gRPC says; None if there was a connection, and it ended."""
+    lower = text.lower()
+    return next((each for each in Unreached if any(part in lower for part in each.parts)), None)
 
 
 def open_channel(target: str, make: Callable[[], T]) -> T:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -31,11 +32,19 @@ os.execv(sys.argv[3], sys.argv[3:])
 """
 
 
+def gc_command(*arguments: str) -> list[str] | None:
+    """Returns the command line of the garbage collector, a separate package; None if it cannot be run here."""
+    if not sys.executable or importlib.util.find_spec("kvstore_gc") is None:
+        return None
+    return [sys.executable, "-m", "kvstore_gc", *arguments]
+
+
 class Program:
     """One child. On Linux it gets the signal ``dies_by`` when this process dies; elsewhere call ``stop``.
 
     Its messages go to the file ``messages``, where given, else to our standard error.  One that ``speaks`` prints a
-    ``ready`` line on its standard output; of any other, that goes to ``messages`` too.
+    ``ready`` line on its standard output; of any other, that goes to ``messages`` too. With ``hears`` it does not
+    speak: each line of its output is given to that, in a thread.
     """
 
     def __init__(
@@ -47,6 +56,7 @@ class Program:
         environment: Mapping[str, str] | None = None,
         speaks: bool = True,
         dies_by: signal.Signals = signal.SIGTERM,
+        hears: Callable[[str], object] | None = None,
     ) -> None:
         self.name = name
         self.command = list(command)
@@ -55,6 +65,7 @@ class Program:
         self._environment = environment
         self._speaks = speaks
         self._dies_by = dies_by
+        self._hears = hears
         self._child: subprocess.Popen[str] | None = None
         self._said: dict[str, str] | None = None
         self._heard = Flag()
@@ -141,10 +152,11 @@ class Program:
                 self._child = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE if self._speaks else messages,
-                    stderr=messages,
+                    stdout=subprocess.PIPE if self._speaks or self._hears is not None else messages,
+                    stderr=messages if self._hears is None else subprocess.STDOUT,
                     env=self._environment,
                     text=True,
+                    errors="replace",
                     start_new_session=True,  # Ctrl-C is for us, who end children in the right order
                 )
         except OSError as cause:
@@ -163,6 +175,9 @@ class Program:
         """Reads its standard output to the end, so that it never blocks on it; the first ``ready`` line counts."""
         with lines:
             for line in lines:
+                if self._hears is not None:
+                    self._hears(line.rstrip())
+                    continue
                 word, *pairs = line.split() or [""]
                 if word == "ready" and self._said is None:
                     self._said = dict(pair.partition("=")[::2] for pair in pairs)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import threading
+from collections.abc import Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 
@@ -49,11 +50,11 @@ class Count(enum.Enum):
 class NodeCount(Count):
     """The counters of a node."""
 
-    REQUESTS_MATCH = "match calls"
+    REQUESTS_MATCH = "match calls, of prompts and of blocks"
     REQUESTS_GET = "reads of a hold or prompt"
     REQUESTS_PUT = "put calls"
-    TOKENS_ASKED = "tokens in match calls, full chunks only"
-    TOKENS_MATCHED = "tokens that match found"
+    TOKENS_ASKED = "tokens that requests asked for, full chunks only, each request once"
+    TOKENS_MATCHED = "tokens that these requests found in the store"
     CHUNKS_READ = "chunks read and verified"
     CHUNKS_WRITTEN = "chunks this node published"
     CHUNKS_FOUND = "chunks a put found in the store already"
@@ -202,6 +203,8 @@ NODE_GAUGES = {
     "protected": "1 while collectors respect what is held here",
     "etcd_silent_seconds": "since etcd last acknowledged a keepalive or a new session of this node",
     "lease_margin_seconds": "until the session ends unless etcd acknowledges a keepalive; 0 without one",
+    "bound_bytes": "bytes that the root's files may take, as this process asks; 0 where it asks for no bound",
+    "collecting": "1 while this process runs the collector of a root without etcd",
     "root_full": "1 while a collector says that the root is full, and puts are refused",
     "memory_size_bytes": "shared memory for hot chunks, all of it",
     "memory_chunks": "chunks in memory",
@@ -262,3 +265,36 @@ class Counts(Generic[C]):
         with self._lock:
             counts = self._counts.copy()
         return {counter.flat_name: count for counter, count in counts.items()}
+
+
+LOOKED_MAX = 1024
+"""Look-ups that may wait for their read. The oldest is forgotten first: its read counts again."""
+
+
+class RequestCounts(Counts[NodeCount]):
+    """The counts of a node, with the tokens of each request of a caller once: by its look-up, or else by its read."""
+
+    def __init__(self) -> None:
+        super().__init__(NodeCount)
+        self.looked: dict[bytes, int] = {}
+        """Look-ups whose read has not come, by the last chunk that was found; by the last one asked for if none was.
+
+        The read finds the same, whether it asks for the whole prompt or for what was found.
+        """
+
+    def add_request(self, addresses: Sequence[bytes], found: int, chunk_tokens: int, *, reads: bool) -> None:
+        """Counts a look-up of chunks or blocks; or a read (or hold) of them, unless a look-up has counted it."""
+        key = addresses[found - 1] if addresses else b""
+        with self._lock:
+            waiting = self.looked.pop(key, 0)
+            if reads and waiting:
+                if waiting > 1:
+                    self.looked[key] = waiting - 1
+                return
+            self._counts[NodeCount.TOKENS_ASKED] += len(addresses) * chunk_tokens
+            self._counts[NodeCount.TOKENS_MATCHED] += found * chunk_tokens
+            if not reads:
+                self._counts[NodeCount.REQUESTS_MATCH] += 1
+                self.looked[key] = waiting + 1
+                if len(self.looked) > LOOKED_MAX:
+                    del self.looked[next(iter(self.looked))]

@@ -15,6 +15,14 @@ class InvalidRequest(KVStoreError, ValueError):
     """The request itself is wrong (shape, dtype, negative token, over a limit). Fix the call; do not retry."""
 
 
+class WrongSize(InvalidRequest):
+    """A buffer has another size than its block. ``hits`` says for each buffer whether it was filled."""
+
+    def __init__(self, message: str, hits: list[bool]) -> None:
+        super().__init__(message)
+        self.hits = hits
+
+
 class StoreClosed(KVStoreError):
     """The store was closed, before the call or while it ran. Open it again.
 

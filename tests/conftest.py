@@ -31,7 +31,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 SHM = Path("/dev/shm")
 SHM_FREE_MIN_BYTES = 512 << 20
-LEFTOVER_GRACE_S = 10.0
+LEFTOVER_GRACE_S = 40.0
+"""More than a worker takes to end whose ``up`` and etcd were killed: its drain, its flush, and 15 s for the rest."""
 LONGEST = (
     "bulk/test_blocks.py",
     "chaos/test_pauses.py",

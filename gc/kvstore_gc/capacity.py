@@ -173,6 +173,12 @@ class Watermarks:
             return self._reaped_bytes
 
     @property
+    def gone_count(self) -> int:
+        """The reporters that are gone since the last survey. They may have written more than their last report says."""
+        with self._lock:
+            return len(self._gone)
+
+    @property
     def is_surveyed(self) -> bool:
         """True once the root was listed."""
         return self._surveyed_bytes is not None

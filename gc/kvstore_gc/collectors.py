@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 from kvstore.errors import KVStoreError, PermissionDenied, Unavailable
+from kvstore.meta.bounds import NO_BOUND, Bounds
 from kvstore.meta.interface import KeyValue, LeaseGone, LeaseId
 from kvstore.meta.keys import SessionId
 from kvstore_gc.site import Site
@@ -38,6 +39,8 @@ class Collectors:
         self._timeout_s = site.timeout_s
         self._max_bytes = max_bytes
         self._smallest: tuple[int, SessionId] | None = None
+        self._bounds = Bounds(site.meta, site.keys) if site.is_of_host else None
+        self._asked = NO_BOUND
         self._ttl_s = ttl_s
         self._lock = threading.Lock()
         self._id: SessionId | None = None
@@ -54,9 +57,14 @@ class Collectors:
 
     @property
     def smallest_bytes(self) -> int | None:
-        """The smallest limit of the others, as last seen; None if they have none."""
-        smallest = self._smallest
-        return None if smallest is None else smallest[0]
+        """The smallest limit of the other collectors, and of embedded stores, as last seen; None if they have none."""
+        limits = [self._smallest[0] if self._smallest is not None else None, self._asked.max_bytes]
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    @property
+    def smallest_ttl_s(self) -> float | None:
+        """The shortest time to live that embedded stores ask for, as last seen; None if none does."""
+        return self._asked.ttl_s
 
     def beat(self) -> None:
         """Joins, or stays for another ``ttl_s``; writes once in a third of it.
@@ -77,7 +85,9 @@ class Collectors:
                 self._join(now_s)
 
     def look(self) -> None:
-        """Reads which others are there, and their limits. Raises Unavailable, PermissionDenied."""
+        """Reads which others are there, and all limits. Raises Unavailable, PermissionDenied."""
+        if self._bounds is not None:
+            self._asked = self._bounds.smallest(self._timeout_s)
         self._heed(self._meta.list(self._keys.collectors, self._timeout_s).items)
 
     def shards(self, count: int) -> list[int]:

@@ -19,13 +19,13 @@ from kvstore.meta.keys import SweepId
 from kvstore.meta.pins import PinRecord
 from kvstore.meta.sweeps import Condemned
 from kvstore.root.fence import lift_unnamed
+from kvstore.root.reserve import keep_reserve, spend_reserve
 from kvstore.root.twins import list_twins, read_twin
 from kvstore_gc.grace import Grace, Look, Pinned
 from kvstore_gc.histogram import Tally
 from kvstore_gc.ledger import GROUP_MAX, InFlight, Ledger
 from kvstore_gc.objects import Deleting
 from kvstore_gc.plan import SweepPlan, Victim
-from kvstore_gc.reserve import Reserve
 from kvstore_gc.site import Site
 from kvstore_gc.threads import Stopped
 from kvstore_gc.trash import Trash
@@ -89,7 +89,6 @@ class Sweeper:
         self._grace = Grace(site, self._ledger, self._twins)
         self._trash = Trash(site)
         self._deleting = Deleting(site, self._ledger)
-        self._reserve = Reserve(site)
         self._twins_seen: dict[str, bytes] = {}
         self._waits_since_s: float | None = None
 
@@ -105,7 +104,7 @@ class Sweeper:
         Raises Unavailable, the root's errors and Stopped; whatever is in flight then is adopted by the next run.
         """
         report, started_s = SweepReport(), self._clock.monotonic_s()
-        self._reserve.keep()
+        keep_reserve(self._root, self._site.ids)
         sweeps: list[InFlight] = []
         # Spared by G4 anyway; but a condemned chunk is a miss until the sweep ends, which pinned chunks should not be.
         pinned = self._grace.pinned()
@@ -167,13 +166,16 @@ class Sweeper:
                 break  # a slow root: name the plans that are written while they still count as young
             try:
                 records[shard] = self._prepare(victims)
-            except Overloaded:
-                if self._reserve.spend():
+            except Overloaded as full:
+                if spend_reserve(self._root):
                     records[shard] = self._prepare(victims)
                 elif records:
                     break  # the sweeps that there was room for make room
                 else:
-                    raise
+                    raise Overloaded(
+                        f"the disk of {self._root.url} is so full that no sweep can be planned: remove something else "
+                        "from it, or make it larger, and run this again"
+                    ) from full
         return records
 
     def _prepare(self, victims: Sequence[Condemnation]) -> Condemned:

@@ -19,6 +19,7 @@ from kvstore.format import places
 from kvstore.meta.generation import ADVICE, Foreign, difference, join_generation, read_generation
 from kvstore.meta.keys import SessionId
 from kvstore.meta.namespaces import Namespaces
+from kvstore.namespace import Namespace
 from kvstore.recency import NS_PER_S
 from kvstore.root.generations import publish, read_newest
 from kvstore_gc.capacity import Watermarks
@@ -50,7 +51,7 @@ class Rounds:
 
     ``shards`` says which of the given number of shards are this collector's now. ``listed`` is called after each shard
     that was listed for the survey. ``unheard`` has nodes report their writes before a survey begins, and names those
-    that did not; None: nodes are told nothing.
+    that did not; None: nodes are told nothing. ``ttl_s`` is the time to live that others ask for.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Rounds:
         shards: Callable[[int], Sequence[int]],
         listed: Callable[[int], object] = lambda shard: None,
         unheard: Callable[[], frozenset[SessionId]] | None = None,
+        ttl_s: Callable[[], float | None] = lambda: None,
     ) -> None:
         self._site = site
         self._root = site.root
@@ -71,6 +73,7 @@ class Rounds:
         self._shards = shards
         self._listed = listed
         self._unheard = unheard
+        self._ttl_s = ttl_s
         self._orphans = Orphans(site, watermarks)
         self._sweeper = Sweeper(site, check=self._join, deleted=watermarks.reaped)
         self._warned = False
@@ -92,7 +95,7 @@ class Rounds:
         summary.shards_mine_count = len(mine)
         if self._unheard is not None and not self._watermarks.is_surveyed:
             # No node is told how much it may write before the first survey, and the next steps may wait for a grace.
-            self._surveyed(summary, mine, self._config.goals([], None))
+            self._surveyed(summary, mine, self._goals([]))
         with self._timed(summary, "orphans"):
             summary.orphans += self._orphans.remove(lambda: self._site.pause(0))
         summary.swept(self._sweeper.adopt(mine))
@@ -151,10 +154,16 @@ class Rounds:
         if on_root is not None and on_root != in_meta:
             raise RootMismatch(f"{difference(on_root, in_meta)}: {ADVICE}")
 
+    def _goals(self, namespaces: Sequence[Namespace]) -> Goals:
+        """The goals of the configuration, with the shorter time to live if embedded stores ask for one."""
+        goals = self._config.goals(namespaces, None)
+        ttls_s = [ttl_s for ttl_s in (goals.ttl_s, self._ttl_s()) if ttl_s is not None]
+        return replace(goals, ttl_s=min(ttls_s, default=None))
+
     def _decided(self, summary: Summary, mine: Sequence[int]) -> Decision:
         """Lists the shards, only its own ones if they hold many chunks, and decides where to cut."""
         namespaces = Namespaces(self._site.meta, self._site.keys).list(self._timeout_s)
-        goals = self._config.goals(namespaces, None)
+        goals = self._goals(namespaces)
         pinned = self._sweeper.pinned().marks
         found = self._surveyed(summary, mine, goals, pinned)
         share = found.shards_count / summary.shards_count

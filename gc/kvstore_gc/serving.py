@@ -9,20 +9,22 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from kvstore.address import Address
-from kvstore.errors import InvalidRequest, RootMismatch, Unavailable
+from kvstore.errors import InvalidRequest, KVStoreError, RootMismatch, Unavailable
 from kvstore.format.places import GENERATIONS, HOST_GENERATIONS
 from kvstore.meta.interface import Meta
 from kvstore.meta.keys import SessionId
 from kvstore.meta.roots import bound_root
+from kvstore.meta.session import TTL_S_MIN
 from kvstore.root.identity import read_identity
 from kvstore.root.interface import Root
 from kvstore.root.open import open_root
 from kvstore.root.posix import PosixRoot
+from kvstore.root.reserve import with_reserve
 from kvstore_gc.capacity import Watermarks
 from kvstore_gc.collectors import Collectors
 from kvstore_gc.config import Config
@@ -82,7 +84,12 @@ def _of_host(root: Root) -> Meta:
 
     try:
         if isinstance(root, PosixRoot):
-            return SqliteMeta(root.path)
+            with ExitStack() as undo:
+                meta = SqliteMeta(root.path)
+                undo.callback(meta.close)
+                with_reserve(root, lambda: meta.revoke(meta.grant(TTL_S_MIN)))  # a write, which a full disk refuses
+                undo.pop_all()
+            return meta
         raise InvalidRequest("it is not a folder")
     except InvalidRequest as reason:
         raise InvalidRequest(f"{root.url}: {reason}: give --etcd ENDPOINTS: it knows who is using what") from reason
@@ -97,6 +104,8 @@ class Collector:
         self._config = config
         self._signalled = signalled
         self._watermarks = Watermarks(config.max_bytes, config.high, site.clock)
+        self._others = Collectors(self._site, config.max_bytes)
+        """What others ask for. It never joins them for a single round, which takes no shards from anybody."""
 
     def once(self, listed: Callable[[int], object], metrics_file: str | None = None) -> Summary | None:
         """Does one round over all shards, beside any other collectors; None if a signal came first.
@@ -127,7 +136,12 @@ class Collector:
             return duties.reports.unheard(site.pause) if watermarks.is_known else frozenset()
 
         rounds = Rounds(
-            replace(site, each=pace.each), self._config, watermarks, shards=duties.collectors.shards, unheard=unheard
+            replace(site, each=pace.each),
+            self._config,
+            watermarks,
+            shards=duties.collectors.shards,
+            unheard=unheard,
+            ttl_s=lambda: duties.collectors.smallest_ttl_s,
         )
         watch = Watch(site, watermarks, duties)
         measured = self._metrics()
@@ -165,6 +179,8 @@ class Collector:
             log.info("gc.ready root=%s interval_s=%g metrics=%s", site.root.url, interval_s, where)
             self._attend(service.run, watch, until_hung=False)
             watch.join(LEAVE_S)
+            with suppress(KVStoreError):  # its signs end with its lease, and the next collector counts
+                duties.room.close(watermarks)
         log.info("gc.stopped")
 
     def _metrics(self) -> Metrics:
@@ -172,12 +188,19 @@ class Collector:
 
     def _round_of_all(self, listed: Callable[[int], object]) -> Rounds:
         """A single round shares its shards with nobody."""
-        return Rounds(self._site, self._config, self._watermarks, shards=range, listed=listed)
+        others = self._others
+        return Rounds(
+            self._site,
+            self._config,
+            self._watermarks,
+            shards=range,
+            listed=listed,
+            ttl_s=lambda: others.smallest_ttl_s,
+        )
 
     def _alone(self, work: Callable[[], Summary]) -> Summary | None:
-        others = Collectors(self._site, self._config.max_bytes)  # does not join: it takes no shards
-        others.look()
-        self._watermarks.limited(others.smallest_bytes)
+        self._others.look()
+        self._watermarks.limited(self._others.smallest_bytes)
         watch = Watch(self._site, self._watermarks)
         watch.start(self._stop)
         try:

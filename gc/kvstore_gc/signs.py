@@ -11,6 +11,7 @@ import logging
 import math
 
 from kvstore.errors import Unavailable
+from kvstore.meta.bounds import Bounds
 from kvstore.meta.interface import Absent, Delete, KeyValue, LeaseGone, LeaseId, Put, ValueIs
 from kvstore.meta.usage import Room
 from kvstore_gc.capacity import LATE_S_MIN, Level, Watermarks
@@ -81,14 +82,14 @@ class _Sign:
         self._pause_s = again_s
         self._again_s = 0.0
 
-    def _put(self, value: bytes, lease: LeaseId, before: bytes | None) -> tuple[bool, KeyValue | None]:
-        """Puts the key if it still has the value ``before`` (None: if there is none).
+    def _put(self, value: bytes, lease: LeaseId, before: bytes | None, *beside: Delete) -> tuple[bool, KeyValue | None]:
+        """Puts the key if it still has the value ``before`` (None: if there is none), and does what is ``beside``.
 
         Returns whether it was put, else also the key as it is found. Raises Unavailable, PermissionDenied.
         """
         compare = Absent(self._key) if before is None else ValueIs(self._key, before)
         try:
-            won = self._meta.txn((compare,), (Put(self._key, value, lease),), self._timeout_s).succeeded
+            won = self._meta.txn((compare,), (Put(self._key, value, lease), *beside), self._timeout_s).succeeded
         except LeaseGone as gone:
             raise Unavailable("the collector's lease ended: it joins again") from gone
         return won, None if won else self._meta.get(self._key, self._timeout_s)
@@ -170,6 +171,7 @@ class RoomSign(_Sign):
         self._said_by: LeaseId | None = None
         self._said_s = 0.0
         self._nodes_count, self._counted_s = 0, -math.inf
+        self._bounds = Bounds(site.meta, site.keys) if site.is_of_host else None
 
     def follow(self, watermarks: Watermarks) -> None:
         """Writes how much room there is, if that has changed. Raises Unavailable, PermissionDenied."""
@@ -187,10 +189,28 @@ class RoomSign(_Sign):
         if self._said is None or is_news(self._said, room):
             self._say(room, mine[1])
 
+    def close(self, watermarks: Watermarks) -> None:
+        """Takes the word back, and leaves the level to those who write before the next collector (rule S6).
+
+        They may still write what the word allowed: it counts as written. So does what those may have written that are
+        gone since the survey. Raises Unavailable, PermissionDenied.
+        """
+        level, said, self._said = watermarks.level, self._said, None
+        if self._bounds is None or level is None or said is None or said.allowance_bytes is None:
+            return
+        beyond_bytes = math.ceil((1 - watermarks.stop) * level.capacity_bytes) * (1 + watermarks.gone_count)
+        # First the word: who joins after it hears none, and has to claim.
+        taken = self._meta.txn((ValueIs(self._key, said.to_json()),), (Delete(self._key),), self._timeout_s)
+        if taken.succeeded:
+            self._bounds.leave(level.used_bytes + beyond_bytes, self._timeout_s)
+
     def _say(self, room: Room, lease: LeaseId) -> None:
         self._said_s = self._clock.monotonic_s()
         before = None if self._said is None else self._said.to_json()
-        won, found = self._put(room.to_json(), lease, before)
+        beside = []
+        if self._bounds is not None and room.allowance_bytes is not None:
+            beside.append(self._bounds.end_claims())  # from this word on nodes write what it allows, and nothing else
+        won, found = self._put(room.to_json(), lease, before, *beside)
         if not won and found is not None and found.lease == lease:  # ours, whose reply was lost
             won, room = True, Room.from_json(found.value)
         if won:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvstore.format.places import GENERATIONS, Name
+from kvstore.format.places import GENERATIONS, HOST_GENERATIONS, Name
 from kvstore.meta.interface import Meta
 from kvstore.meta.keys import Keys
 from kvstore.root.identity import RootIdentity
@@ -43,6 +43,11 @@ class Site:
     def shards_count(self) -> int:
         """The number of shards of the root."""
         return 1 << self.identity.shard_bits
+
+    @property
+    def is_of_host(self) -> bool:
+        """True if the metadata are those of one host's processes, in a file on the root."""
+        return self.generations == HOST_GENERATIONS
 
     @property
     def timeout_s(self) -> float:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
+from kvstore.aio.plans import Plan
 from kvstore.aio.twins import Opening, Twin, awaited
 from kvstore.client import blocks
 
@@ -34,6 +35,17 @@ class BlockCache(Twin[blocks.BlockCache]):
     match = awaited(blocks.BlockCache.match)
     present = awaited(blocks.BlockCache.present)
     get = awaited(blocks.BlockCache.get)
+
+    async def plan(
+        self,
+        prompts: Iterable[Sequence[bytes]],
+        *,
+        memory_tokens: int,
+        decode_tokens: int | Sequence[int | None] | None = None,
+    ) -> Plan:
+        """As the synchronous one; a run of the plan hands its groups to tasks."""
+        making = partial(self._twin.plan, prompts, memory_tokens=memory_tokens, decode_tokens=decode_tokens)
+        return Plan.of(await self._threads.run(making), self._threads)
 
     def hold(self, keys: Sequence[bytes], ttl: float | None = None) -> Opening[BlockHold]:
         """As that of the synchronous one; await it, or use it with ``async with``."""

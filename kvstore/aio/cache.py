@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Generator
+from collections.abc import AsyncIterator, Generator, Iterable, Sequence
 from functools import partial
 from typing import overload
 
 from kvstore.aio.blocks import BlockCache
+from kvstore.aio.plans import Plan
 from kvstore.aio.threads import Threads
 from kvstore.aio.twins import Opening, Twin, awaited
 from kvstore.client import cache
@@ -127,6 +128,13 @@ class Cache(Twin[cache.Cache]):
         if out is None:
             return await self._threads.run(lambda: self._twin.get(tokens))
         return await self._threads.run(lambda: self._twin.get(tokens, out))
+
+    async def plan(
+        self, prompts: Iterable[Tokens], *, memory_tokens: int, decode_tokens: int | Sequence[int | None] | None = None
+    ) -> Plan:
+        """As the synchronous one; a run of the plan hands its groups to tasks."""
+        making = partial(self._twin.plan, prompts, memory_tokens=memory_tokens, decode_tokens=decode_tokens)
+        return Plan.of(await self._threads.run(making), self._threads)
 
     def hold(self, tokens: Tokens, ttl: float | None = None) -> Opening[Hold]:
         """Holds the longest stored prefix; await it, or use it with ``async with``."""

@@ -160,7 +160,7 @@ class RootPlace:
     @property
     def url(self) -> str:
         """The URL. Raises InvalidRequest if no root is given, or two."""
-        if self.given and self.named and _is_typed("root_named"):
+        if self.given and self.named and is_typed("root_named"):
             raise InvalidRequest("ROOT and --root are two ways to say which root: give one of them")
         return check_root_given(self.given or self.named)
 
@@ -203,8 +203,8 @@ class Access:
         """An option that was typed wins over the environment, which may have all three ways to a store: there workers
         win over the root.
         """
-        has_root, has_connect = _is_typed("access_root"), _is_typed("access_connect")
-        if has_root or has_connect or (given["etcd"] and _is_typed("access_etcd_endpoints")):
+        has_root, has_connect = is_typed("access_root"), is_typed("access_connect")
+        if has_root or has_connect or (given["etcd"] and is_typed("access_etcd_endpoints")):
             root, connect = root if has_root else None, connect if has_connect else ()
         elif connect:
             root = None
@@ -252,7 +252,7 @@ class Access:
         )
 
 
-def _is_typed(name: str) -> bool:
+def is_typed(name: str) -> bool:
     """True if a parameter of the command was on its command line, and not in the environment."""
     return click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE
 

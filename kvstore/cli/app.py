@@ -7,6 +7,7 @@ import importlib
 import click
 
 from kvstore import __version__
+from kvstore.cli.command import Group
 
 COMMANDS = {
     "up": "up",
@@ -14,6 +15,7 @@ COMMANDS = {
     "demo": "demo",
     "replay": "replay",
     "bench": "bench",
+    "plan": "plan",
     "stats": "stats",
     "ls": "ls",
     "match": "prefix",
@@ -39,7 +41,7 @@ COMMANDS = {
 """Each command and the module here that has it, in the order of the help."""
 
 
-class Commands(click.Group):
+class Commands(Group):
     """Finds commands by name, without importing the others."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:

@@ -15,6 +15,7 @@ from kvstore.cli.choosing import Asked, open_cache, selection_options
 from kvstore.cli.command import Command, check_failed
 from kvstore.cli.options import json_option, no_wait_option, worker_option
 from kvstore.cli.output import print_json, progress_to, size
+from kvstore.cli.rooted import check_pins_known
 from kvstore.cli.tickets import begin_and_follow
 from kvstore.errors import InvalidRequest
 from kvstore.results import Cleared
@@ -23,13 +24,15 @@ if TYPE_CHECKING:
     from kvstore.client.control import Control, ControlTicket
     from kvstore.client.store import Store
 
+IGNORED = "; or --ignore-pins, which deletes pinned chunks too"
+
 
 @click.command(cls=Command, short_help="Delete stored chunks, by namespace, writer, age, ...")
 @selection_options
 @click.option("--pinned", is_flag=True, help="Delete pinned chunks too; their pins remain and protect nothing.")
 @click.option("--dry-run", is_flag=True, help="Only count what would be deleted.")
 @click.option(
-    "--ignore-pins", is_flag=True, help="Allow --root without --etcd: pins are then unknown and not respected."
+    "--ignore-pins", is_flag=True, help="Delete even if the pins of --root are unknown; then they are not respected."
 )
 @click.option("--yes", is_flag=True, help="Do not ask for confirmation; required without a terminal.")
 @access_options
@@ -56,13 +59,8 @@ def clear(
       kvstore clear --written-by version=0.2.0 --since 2026-11-21T10:00 --yes --root /mnt/kv --etcd 10.0.0.5:2379
       kvstore clear --tenant alice --older-than 30d --yes --connect 10.0.0.7:7070
     """
-    if access.root is not None and access.etcd is None and not ignore_pins:
-        raise InvalidRequest(
-            "pins live in etcd, and without it clear would delete pinned chunks too: give --etcd, or "
-            "--ignore-pins if this root has no cluster"
-        )
     if asked.is_namespace_alone and not pinned and not dry_run:
-        _clear_namespace(asked, yes, access, as_json)
+        _clear_namespace(asked, yes, access, as_json, ignore_pins=ignore_pins)
         return
     if access.root is None:
         begin_and_follow(
@@ -73,6 +71,8 @@ def clear(
         )
         return
     with access.open() as store:
+        if not ignore_pins:
+            check_pins_known(store, instead=IGNORED)
         selection = _sure(asked, store, yes or dry_run)
         with progress_to("clear, shards") as show:
             cleared = store.clear(selection, progress=show, dry_run=dry_run, pinned=pinned)
@@ -155,9 +155,11 @@ def _sure(asked: Asked, store: Store, yes: bool) -> Selection:
     return selection
 
 
-def _clear_namespace(asked: Asked, yes: bool, access: Access, as_json: bool) -> None:
+def _clear_namespace(asked: Asked, yes: bool, access: Access, as_json: bool, *, ignore_pins: bool) -> None:
     name, tenant = asked.name or "", asked.tenant or ""
     with access.open() as store:
+        if not ignore_pins:
+            check_pins_known(store, instead=IGNORED)
         cache = open_cache(store, name, tenant, asked.fingerprint or None)
         _ask(f"Delete all chunks of namespace {name!r} (tenant {tenant!r})?", yes)
         cleared = cache.clear()

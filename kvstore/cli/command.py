@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 import traceback
 from typing import Any, NoReturn
@@ -14,6 +15,7 @@ from kvstore.errors import KVStoreError
 
 CHECK_FAILED = 1
 COULD_NOT_RUN = 2
+ALIKE_MAX = 3
 
 
 class Command(click.Command):
@@ -50,6 +52,20 @@ class Command(click.Command):
             fail(ctx, str(error))
         except Exception as error:  # noqa: BLE001 - the rim: a bug of ours must not look like a failed check
             fail(ctx, f"internal error, please report it: {type(error).__name__}: {error} (--debug shows where)")
+
+
+class Group(click.Group):
+    """Commands below one name. A mistyped one is one clear line, with those that are alike."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        names = self.list_commands(ctx)
+        if args and args[0] not in names:
+            alike = " or ".join(map(repr, difflib.get_close_matches(args[0], names, ALIKE_MAX)))
+            meant = f": did you mean {alike}?" if alike else ""
+            fail(ctx, f"there is no command {args[0]!r}{meant} ({ctx.command_path} --help lists all)")
+        return super().resolve_command(ctx, args)
 
 
 def check_failed() -> NoReturn:

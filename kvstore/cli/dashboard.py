@@ -5,17 +5,17 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvstore.cli.access import Access, ClusterAccess, access_options
+from kvstore.children import gc_command
+from kvstore.cli.access import Access, ClusterAccess, is_typed
 from kvstore.cli.command import Command
 from kvstore.cli.declared import arguments, flag, option, takes
 from kvstore.cli.kinds import HOST_PORT, split
 from kvstore.cli.options import Logging, Room
 from kvstore.cli.ports import check_free
-from kvstore.cli.programs import gc_command
 from kvstore.cli.rooted import local_path, open_existing
 from kvstore.cli.signals import Stopper
 from kvstore.errors import InvalidRequest
@@ -51,8 +51,21 @@ class PageAccess:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class BoardAccess(Access):
+    """The way to a root and its etcd, which names the workers."""
+
+    @classmethod
+    def of_options(cls, root: str | None, connect: tuple[str, ...], **given: Any) -> BoardAccess:
+        """The root counts although the environment names workers too, which elsewhere win over it."""
+        if connect and not is_typed("access_connect"):
+            click.echo("kvstore dashboard: KVSTORE_CONNECT is not used here: etcd names the workers", err=True)
+            connect = ()
+        return cls(root, connect=connect, **given)
+
+
 @click.command(cls=Command, short_help="A web page about a cluster.")
-@access_options
+@takes("access", BoardAccess)
 @click.option(
     "--listen",
     type=HOST_PORT,
@@ -64,7 +77,9 @@ class PageAccess:
 @takes("room", Room)
 @click.option("--policy", metavar="FILE", help="The collector's policy file, to show what it would delete next.")
 @takes("logging", Logging)
-def dashboard(access: Access, listen: str, page: PageAccess, room: Room, policy: str | None, logging: Logging) -> None:
+def dashboard(
+    access: BoardAccess, listen: str, page: PageAccess, room: Room, policy: str | None, logging: Logging
+) -> None:
     """Serve a read-only web page about the cluster of --root and --etcd.
 
     It shows hit ratio and bandwidth, capacity and what garbage collection would take next, namespaces, pins, workers,

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvstore.children import Program, stop_all
+from kvstore.children import Program, gc_command, stop_all
 from kvstore.cli.access import Access, open_store
 from kvstore.cli.command import Command
 from kvstore.cli.options import json_option
 from kvstore.cli.output import progress_bar, size
-from kvstore.cli.programs import gc_command, kvstore_command
+from kvstore.cli.programs import kvstore_command
 from kvstore.cli.replay import print_report
 from kvstore.cli.signals import Interrupts
 from kvstore.memory.host import memory_free_bytes

@@ -7,12 +7,12 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kvstore.children import Program
+from kvstore.children import Program, gc_command
 from kvstore.cli.dashboard import PageAccess
 from kvstore.cli.declared import arguments
 from kvstore.cli.kinds import split
 from kvstore.cli.options import Room
-from kvstore.cli.programs import gc_command, kvstore_command
+from kvstore.cli.programs import kvstore_command
 from kvstore.cli.signals import Stopper
 from kvstore.cli.worker import WorkerOptions
 from kvstore.errors import InvalidRequest, Unavailable

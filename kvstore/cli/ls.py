@@ -13,7 +13,7 @@ from kvstore.cli.access import Access, access_options
 from kvstore.cli.command import Command
 from kvstore.cli.options import json_option
 from kvstore.cli.output import moment, print_json, print_table, progress_bar, progress_to, size
-from kvstore.cli.rooted import identified, usage_by_namespace
+from kvstore.cli.rooted import check_pins_known, identified, usage_by_namespace
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.namespace import NamespaceId
 
@@ -85,9 +85,8 @@ def _namespaces(access: Access, as_json: bool) -> None:
 
 
 def _pins(access: Access, as_json: bool) -> None:
-    if access.root is not None and access.etcd is None:
-        raise InvalidRequest("pins are in etcd: give --etcd ENDPOINTS beside --root, or --connect HOST:PORT")
     with access.open() as store:
+        check_pins_known(store)
         found = store.pins()
     if as_json:
         fields = ("id", "owner", "namespace", "tokens", "expires_s")
@@ -137,7 +136,10 @@ def _writers(access: Access, as_json: bool) -> None:
     from kvstore.root.lineages import read_writers
 
     if access.root is None:
-        raise InvalidRequest("the writer of a chunk is in its file: give --root URL (for one prompt: kvstore lookup)")
+        raise InvalidRequest(
+            "the writer of a chunk is in its file: give --root URL (for one prompt: kvstore lookup); KVSTORE_CONNECT, "
+            "where it is set, wins over KVSTORE_ROOT"
+        )
     troubles: list[KVStoreError] = []
     with identified(access.root, access.root_options.read()) as (root, identity):
         names = {each.id: each.name for each in read_namespaces(root)}

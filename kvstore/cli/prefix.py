@@ -14,6 +14,7 @@ from kvstore.cli.command import Command, check_failed
 from kvstore.cli.kinds import DURATION
 from kvstore.cli.options import json_option, no_wait_option
 from kvstore.cli.output import print_json, progress_bar
+from kvstore.cli.rooted import check_pins_known
 from kvstore.cli.tickets import begin_and_follow
 from kvstore.errors import InvalidRequest
 
@@ -61,17 +62,17 @@ def match(prompt: Prompt, access: Access, as_json: bool) -> None:
 def pin(prompt: Prompt, ttl: float, owner: str, access: Access, as_json: bool) -> None:
     """Protect a stored prefix from garbage collection, and print the pin's id.
 
-    Needs a cluster (--etcd or --connect): a pin is a lease in etcd, and outlives this command. Exit code 1 if nothing
-    of the prefix is stored.
+    A pin outlives this command, and ends with its TTL: it is a lease in etcd, or in the file metadata.sqlite of a root
+    on a disk of this host. Exit code 1 if nothing of the prefix is stored.
 
     \b
     Examples:
       kvstore pin llama-3.1-8b --tokens-file system_prompt.txt --ttl 7d --connect 10.0.0.7:7070
       kvstore pin llama-3.1-8b 101,2023 --root /mnt/kv --etcd 10.0.0.5:2379
     """
-    _needs_cluster(access)
     ids = prompt.ids()
     with access.open() as store:
+        check_pins_known(store)
         record = prompt.cache(store).pin(ids, ttl=ttl, owner=owner).record
     if as_json:
         print_json(
@@ -96,8 +97,8 @@ def unpin(pin_id: str, access: Access, as_json: bool) -> None:
     Example:
       kvstore unpin host-7/5f0c7a1e9b2d4c3f8a6e1d2c3b4a5968 --connect 10.0.0.7:7070
     """
-    _needs_cluster(access)
     with access.open() as store:
+        check_pins_known(store)
         ended = store.unpin(pin_id)
     if as_json:
         print_json({"id": pin_id, "ended": ended})
@@ -220,12 +221,4 @@ def _needs_worker(access: Access) -> None:
     if access.root is not None:
         raise InvalidRequest(
             "a root opened by this command has no memory that outlives it: give --connect HOST:PORT or --etcd"
-        )
-
-
-def _needs_cluster(access: Access) -> None:
-    if access.is_given and not access.connect and access.etcd is None:
-        raise InvalidRequest(
-            "pins live in etcd: give --etcd ENDPOINTS beside --root, or --connect HOST:PORT; "
-            "a root opened alone would forget the pin when this command ends"
         )

@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from kvstore.errors import InvalidRequest
 from kvstore.format import places
 from kvstore.format.places import Name
 from kvstore.namespace import NamespaceId
 from kvstore.sources import RandomIds
 
 if TYPE_CHECKING:
+    from kvstore.client.store import Store
     from kvstore.root.identity import RootIdentity
     from kvstore.root.interface import Root
 
@@ -28,6 +30,23 @@ def open_existing(url: str, options: Mapping[str, Any]) -> Root:
     from kvstore.root.open import open_root
 
     return open_root(url, options, create=False)
+
+
+def check_pins_known(store: Store, *, instead: str = "") -> None:
+    """Raises InvalidRequest if a store was opened by this process alone, which sees nobody's pins."""
+    from kvstore.client.local import LocalPort
+    from kvstore.node.member import Sharing
+
+    port = store._port
+    if not isinstance(port, LocalPort) or port._store.member.sharing is not Sharing.ALONE:
+        return
+    path = local_path(port.place.removeprefix("root "))
+    if path is not None and os.path.exists(os.path.join(path, places.METADATA)):
+        cause = f"the pins in {path}/{places.METADATA} cannot be used (host.alone above says why); if it is damaged, "
+        cause += f"remove it and run `kvstore fsck {path} --adopt`"
+    else:
+        cause = "the pins of this root are in etcd, or it has none: give --etcd ENDPOINTS, or --connect HOST:PORT"
+    raise InvalidRequest(cause + instead)
 
 
 @contextmanager

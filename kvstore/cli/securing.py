@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.cli.declared import flag, option
 from kvstore.errors import InvalidRequest
+from kvstore.security.account import Account, account_secret
 from kvstore.security.audit import AuditLog
 from kvstore.security.authenticator import Authenticator
 from kvstore.security.networks import is_loopback
@@ -85,6 +86,10 @@ class ServerAccess:
         "--audit-log", metavar="FILE", help="Where administrative calls and denials are logged, as JSON lines."
     )
     insecure: bool = flag("--insecure", help="Listen on a network without TLS: anybody who reaches it may do anything.")
+    any_account: bool = flag(
+        "--any-account",
+        help="On loopback, serve every account of this host; by default only the one that the worker runs as.",
+    )
     private: bool | None = option(
         "--private/--no-private",
         default=None,
@@ -120,8 +125,8 @@ class ServerAccess:
         if self.private if self.private is not None else bool(self.access_file or keeps_keys):
             os.umask(PRIVATE_UMASK)
 
-    def open(self) -> ServerSecurity:
-        """Reads the files and opens the audit log. Close ``audit``. Raises InvalidRequest."""
+    def open(self, listen: str) -> ServerSecurity:
+        """Reads the files, opens the audit log of a worker at ``listen``. Close ``audit``. Raises InvalidRequest."""
         tls = None
         if self.cert_file is not None and self.key_file is not None:
             tls = server_certificate(ServerTls(self.cert_file, self.key_file, self.client_ca_file))
@@ -132,7 +137,22 @@ class ServerAccess:
             authenticator.load()
         audit = AuditLog(self.audit_file)
         audit.open()
-        return ServerSecurity(tls, self.client_ca_file is not None, authenticator, audit)
+        account = None
+        if self.client_ca_file is None and authenticator is None and is_loopback(listen):
+            account = self._account(listen)
+        return ServerSecurity(tls, self.client_ca_file is not None, authenticator, audit, account)
+
+    def _account(self, listen: str) -> Account | None:
+        if self.any_account:
+            log.warning("worker.any_account every account of this host can read and write at %s", listen)
+            return None
+        try:
+            return Account(account_secret())
+        except InvalidRequest as cause:
+            raise InvalidRequest(
+                f"{cause}: the worker cannot tell its account's clients from others; give --any-account to serve every "
+                "account of this host"
+            ) from cause
 
     def as_client(self) -> ClientAccess:
         """The access of this worker to others: its own certificate, and the token that it was given."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvstore.cli.command import Command
+from kvstore.cli.command import Command, Group
 from kvstore.cli.kinds import DURATION
 from kvstore.cli.options import json_option
 from kvstore.errors import InvalidRequest
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 PUBLIC = ".pub"
 
 
-@click.group(no_args_is_help=True, short_help="Make and revoke bearer tokens, which authenticate clients.")
+@click.group(cls=Group, no_args_is_help=True, short_help="Make and revoke bearer tokens, which authenticate clients.")
 def token() -> None:
     """Bearer tokens: a client's identity, signed, for a limited time.
 

@@ -169,7 +169,7 @@ def _serve(options: WorkerOptions, at: Addresses, ending: _Ending, undo: ExitSta
 
     _raise_file_limit()
     options.secured.make_private(keeps_keys=options.keys_file is not None)
-    security = options.secured.open()
+    security = options.secured.open(at.listen)
     if security.audit is not None:
         undo.callback(security.audit.close)
     undo.callback(start_tracing(options.tracing, "kvstore-worker", at.advertise or at.listen))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,8 +11,9 @@ from kvstore import tracing
 from kvstore.address import BLOCK_KEY_BYTES_MAX, BLOCK_KEY_BYTES_MIN
 from kvstore.buffers import Pieces
 from kvstore.client.owner import Owner
+from kvstore.client.planning import Plan, plan_keys
 from kvstore.client.port import Port, PortBlockHold
-from kvstore.errors import InvalidRequest
+from kvstore.errors import InvalidRequest, WrongSize
 from kvstore.hints import Hints
 from kvstore.namespace import Namespace
 from kvstore.writes import WriteMode
@@ -82,12 +83,43 @@ class BlockCache:
     def get(self, keys: Sequence[bytes], buffers: Sequence[Any]) -> list[bool]:
         """Reads each block into its writable buffer, which must have the block's size.
 
-        False is a miss: the content of that buffer is undefined. No buffer is touched after the return.
+        False is a miss: the content of that buffer is undefined. No buffer is touched after the return. Raises
+        WrongSize, an InvalidRequest, if a block is in the store with another size than its buffer.
         """
         checked = _checked_keys(keys)
         views = _views(checked, buffers, writable=True)
         with tracing.span("kvstore.get_blocks", blocks=len(checked)):
-            return self._port.get_blocks(self._namespace, checked, views)
+            hits = self._port.get_blocks(self._namespace, checked, views)
+        if not all(hits):
+            self._check_sizes(checked, views, hits)
+        return hits
+
+    def _check_sizes(self, keys: Sequence[bytes], views: Pieces, hits: list[bool]) -> None:
+        """Raises WrongSize if a block that was missed is in the store with another size than its buffer."""
+        missed = [at for at, hit in enumerate(hits) if not hit]
+        sizes = self._port.block_sizes(self._namespace, [keys[at] for at in missed])
+        for at, size_bytes in zip(missed, sizes, strict=True):
+            if size_bytes not in (0, len(views[at])):
+                raise WrongSize(
+                    f"buffer {at} has {len(views[at])} bytes, and its block in the store has {size_bytes}: give a "
+                    f"buffer of {size_bytes} bytes",
+                    hits,
+                )
+
+    def plan(
+        self,
+        prompts: Iterable[Sequence[bytes]],
+        *,
+        memory_tokens: int,
+        decode_tokens: int | Sequence[int | None] | None = None,
+    ) -> Plan:
+        """Plans a batch, as ``Cache.plan`` does, from the keys of each prompt's full blocks in order.
+
+        A key names its block and all blocks before it, and a block has the layout's chunk_tokens tokens.
+        """
+        checked = [_checked_keys(keys) for keys in prompts]
+        with tracing.span("kvstore.plan"):
+            return plan_keys(self._port, self._namespace, checked, memory_tokens, decode_tokens)
 
 
 class BlockHold:
@@ -110,7 +142,11 @@ class BlockHold:
         """
         self._owner.check()
         checked = _checked_keys(keys)
-        return self._hold.read(checked, _views(checked, buffers, writable=True))
+        views = _views(checked, buffers, writable=True)
+        hits = self._hold.read(checked, views)
+        if not all(hits):
+            self._cache._check_sizes(checked, views, hits)
+        return hits
 
     def release(self) -> None:
         """Ends the hold; idempotent, never raises. Does nothing in a forked child: the hold belongs to its parent."""

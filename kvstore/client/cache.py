@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, overload
 
 import numpy as np
@@ -12,6 +12,7 @@ from kvstore import tracing
 from kvstore.client.arrays import KvArray, fillable, source_array, target_array
 from kvstore.client.blocks import BlockCache
 from kvstore.client.owner import Owner
+from kvstore.client.planning import Plan, plan_tokens
 from kvstore.client.port import Port, PortHold
 from kvstore.client.tickets import Ticket
 from kvstore.errors import InvalidRequest
@@ -87,11 +88,14 @@ class Cache:
         with tracing.span("kvstore.put", tokens=len(ids)):
             return self._port.put(self.namespace, ids, first, source, hints, mode)
 
-    def match(self, tokens: Tokens) -> int:
-        """Returns the number of leading tokens in the store, a multiple of chunk_tokens."""
+    def match(self, tokens: Tokens, *, counts: bool = True) -> int:
+        """Returns the number of leading tokens in the store, a multiple of chunk_tokens.
+
+        ``counts=False`` leaves it out of the hit ratio, for a look that no request of a user needs.
+        """
         ids = token_array(tokens)
         with tracing.span("kvstore.match", tokens=len(ids)):
-            return self._port.match(self.namespace, ids) * self.layout.chunk_tokens
+            return self._port.match(self.namespace, ids, counts=counts) * self.layout.chunk_tokens
 
     @overload
     def get(self, tokens: Tokens) -> tuple[int, KvArray]: ...
@@ -176,6 +180,23 @@ class Cache:
         Nothing is lost, and the next use ends the mark. The ticket counts chunks in memory and on the disk.
         """
         return self._begin(tokens, Act.RELEASE, Level.MEMORY)
+
+    def plan(
+        self,
+        prompts: Iterable[Tokens],
+        *,
+        memory_tokens: int,
+        decode_tokens: int | Sequence[int | None] | None = None,
+    ) -> Plan:
+        """Plans a batch: groups of prompts that share a prefix, and the order that computes the fewest tokens.
+
+        ``memory_tokens`` is the KV of prefixes that the engine keeps, in tokens. ``decode_tokens`` are the expected
+        output tokens of each prompt (None: not known), or of every one: of equals, those that decode more go first.
+        Prompts share whole chunks. What the store holds is asked for in a few calls, and counts as free; a store that
+        does not answer holds nothing. kvstore/planning/PLANNING.md has the algorithm and its bounds.
+        """
+        with tracing.span("kvstore.plan"):
+            return plan_tokens(self._port, self.namespace, prompts, memory_tokens, decode_tokens)
 
     def clear(self) -> Cleared:
         """Deletes the stored chunks of this namespace, except those pinned in this store's metadata.

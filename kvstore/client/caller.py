@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
@@ -18,6 +19,8 @@ from kvstore.errors import HoldBroken, KVStoreError, StoreClosed, Unavailable
 from kvstore.sources import Clock
 from kvstore.wire.bulk.channel import LinkLate
 from kvstore.wire.statuses import Busy, Draining, Failure, failure
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -102,7 +105,7 @@ class Caller:
             if error is not None:
                 self._counters.add(ClientCount.RETRIES)
             try:
-                return self.at(endpoint, partial(send, endpoint, left_s))
+                return self.at(endpoint, partial(send, endpoint, left_s), left_s)
             except CallFailed as failed:
                 error = failed.failed.error
                 if not (_helps_elsewhere(failed.failed) and (may_repeat or failed.failed.unsent)):
@@ -122,7 +125,7 @@ class Caller:
                 endpoint.leave()  # its channel was closed meanwhile
         for endpoint, answer in asked:
             try:
-                answers[endpoint.address] = self.at(endpoint, answer.result)
+                answers[endpoint.address] = self.at(endpoint, answer.result, timeout_s)
             except CallFailed as failed:
                 answers[endpoint.address] = failed.failed.error
             finally:
@@ -133,16 +136,16 @@ class Caller:
         """Raises StoreClosed, or InvalidRequest in a forked child: for calls that need no worker."""
         self._endpoints.check()
 
-    def at(self, endpoint: Endpoint, send: Callable[[], T]) -> T:
-        """One call to one worker, which is set aside where it did not answer. Raises CallFailed, StoreClosed (also of a
-        store that was closed meanwhile), and InvalidRequest in a forked child.
+    def at(self, endpoint: Endpoint, send: Callable[[], T], within_s: float | None = None) -> T:
+        """One call to one worker, which is set aside where it did not answer (``within_s``, for the message). Raises
+        CallFailed, StoreClosed (also of a store that was closed meanwhile), and InvalidRequest in a forked child.
         """
         self._endpoints.owner.check()
         try:
             with endpoint.calling(), tracing.request(), tracing.span("kvstore.attempt", worker=endpoint.address):
                 return send()
         except grpc.RpcError as error:
-            failed = _failure_of(error, endpoint.address)
+            failed = _failure_of(error, endpoint.address, within_s)
         except BulkRefused as refused:
             failed = refused.failed
         except NoAnswer as gone:
@@ -175,7 +178,8 @@ def _helps_elsewhere(failed: Failure) -> bool:
     return issubclass(kind, (Unavailable, Busy)) and not issubclass(kind, HoldBroken)
 
 
-def _failure_of(error: grpc.RpcError, address: str) -> Failure:
+def _failure_of(error: grpc.RpcError, address: str, within_s: float | None) -> Failure:
     """Returns the meaning of a gRPC error. Every error that a call raises has ``code`` and the other members."""
     trailers: Any = error.trailing_metadata() or ()
-    return failure(error.code(), error.details() or "", trailers, address)
+    log.debug("client.call_failed worker=%s code=%s said=%s", address, error.code().name, error.details())
+    return failure(error.code(), error.details() or "", trailers, address, within_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import ssl
 from pathlib import Path
@@ -12,6 +13,7 @@ import grpc
 
 from kvstore.channels import open_channel
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
+from kvstore.security.account import HEADER, account_secret, proof
 from kvstore.security.bearer import TOKEN_BYTES_MAX
 from kvstore.security.networks import is_loopback
 from kvstore.security.secret_files import Watched, read_secret
@@ -19,6 +21,8 @@ from kvstore.security.tls import Certificate, ClientTls, client_certificate
 from kvstore.tracing import Metadata
 from kvstore.wire.bulk.channel import LinkBroken, LinkLate
 from kvstore.wire.credentials import channel_credentials
+
+log = logging.getLogger(__name__)
 
 
 class Credentials:
@@ -62,6 +66,16 @@ class Credentials:
         if self._token_file is not None:
             self._read_token()
         return self._metadata
+
+    def account(self, address: str) -> Metadata:
+        """Returns the proof of our account for a worker of this host; nothing if the account has no secret."""
+        if not is_loopback(address):
+            return ()
+        try:
+            return ((HEADER, proof(account_secret(), address)),)
+        except InvalidRequest as error:
+            log.debug("client.no_account %s", error)  # a worker that asks for it says what to do
+            return ()
 
     def channel(self, address: str, options: list[tuple[str, Any]]) -> grpc.Channel:
         """Returns a channel to a worker; it connects at first use. Raises InvalidRequest."""

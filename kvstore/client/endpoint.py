@@ -59,6 +59,7 @@ class Endpoint:
         self.connection_version = credentials.connection_version
         """Version of the certificate of its connections; with another version this endpoint must be replaced."""
         self._credentials = credentials
+        self._account = credentials.account(address)
         self._channel: grpc.Channel = credentials.channel(address, CHANNEL_OPTIONS)
         self._stubs: dict[str, Any] = {}
         self._lock = threading.Lock()
@@ -89,7 +90,7 @@ class Endpoint:
 
     def metadata(self) -> tracing.Metadata:
         """Returns the metadata of every call to this worker."""
-        return tracing.metadata() + self._credentials.metadata
+        return tracing.metadata() + self._credentials.metadata + self._account
 
     @contextmanager
     def calling(self) -> Iterator[None]:

@@ -246,9 +246,8 @@ def _health_of(answer: Any) -> str | None:
     try:
         status = answer.result()
     except grpc.RpcError as error:
-        code = error.code()
         # A worker without the health service still serves.
-        return None if code is grpc.StatusCode.UNIMPLEMENTED else f"health: {code.name}"
+        return None if error.code() is grpc.StatusCode.UNIMPLEMENTED else "it did not answer when asked for its health"
     except grpc.FutureCancelledError:
-        return "health: cancelled"
+        return "it was not asked for its health: the client is being closed"
     return None if status == SERVING else "it reports NOT_SERVING (draining, or its root hangs)"

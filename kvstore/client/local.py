@@ -14,6 +14,7 @@ from kvstore.census.selection import Selection
 from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError, StoreClosed
 from kvstore.hints import Hints
 from kvstore.namespace import Namespace
+from kvstore.node.asking import match_each
 from kvstore.node.deadline import Deadline
 from kvstore.node.holds import Hold
 from kvstore.node.member import Member
@@ -125,9 +126,13 @@ class LocalPort:
         with self._store as member:
             return member.node.namespaces()
 
-    def match(self, namespace: Namespace, tokens: TokenArray) -> int:
+    def match(self, namespace: Namespace, tokens: TokenArray, *, counts: bool = True) -> int:
         with self._store as member:
-            return member.node.match(member.node.chains.of(namespace, tokens))
+            return member.node.match(member.node.chains.of(namespace, tokens), counts=counts)
+
+    def match_each(self, namespace: Namespace, prompts: Sequence[TokenArray]) -> list[int]:
+        with self._store as member:
+            return match_each(member.node, namespace, prompts, member.node.limits.match_deadline_s)
 
     def put(
         self,
@@ -194,6 +199,11 @@ class LocalPort:
         with self._store as member:
             deadline = Deadline(member.node.clock, member.node.limits.match_deadline_s)
             return member.node.blocks.present(namespace, keys, deadline)
+
+    def block_sizes(self, namespace: Namespace, keys: Sequence[bytes]) -> list[int]:
+        with self._store as member:
+            deadline = Deadline(member.node.clock, member.node.limits.match_deadline_s)
+            return member.node.blocks.sizes(namespace, keys, deadline)
 
     def hold_blocks(self, namespace: Namespace, keys: Sequence[bytes], ttl_s: float | None) -> LocalBlockHold:
         with self._store as member:

@@ -106,8 +106,15 @@ class Port(Protocol):
         """Returns all namespaces of the store."""
         ...
 
-    def match(self, namespace: Namespace, tokens: TokenArray) -> int:
-        """Returns the number of leading chunks in the store."""
+    def match(self, namespace: Namespace, tokens: TokenArray, *, counts: bool = True) -> int:
+        """Returns the number of leading chunks in the store; ``counts`` as in ``Cache.match``."""
+        ...
+
+    def match_each(self, namespace: Namespace, prompts: Sequence[TokenArray]) -> list[int]:
+        """Returns the number of leading chunks in the store of each prompt (one or more), asked for in one call.
+
+        Fewer answers if the time runs out, or no worker answers. Prompts that begin alike should follow one another.
+        """
         ...
 
     def put(
@@ -166,6 +173,10 @@ class Port(Protocol):
 
     def present_blocks(self, namespace: Namespace, keys: Sequence[bytes]) -> list[bool]:
         """Returns, for each key, whether it is in the store."""
+        ...
+
+    def block_sizes(self, namespace: Namespace, keys: Sequence[bytes]) -> list[int]:
+        """Returns the size of each block in bytes; 0 if it is not in the store, or nobody can tell."""
         ...
 
     def hold_blocks(self, namespace: Namespace, keys: Sequence[bytes], ttl_s: float | None) -> PortBlockHold:

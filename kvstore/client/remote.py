@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 
@@ -56,10 +56,12 @@ from kvstore.wire.messages import (
     hints_message,
     namespace_message,
     namespace_of,
+    pack_prompts,
     pack_tokens,
     parse,
     pin_of,
     sealed,
+    unpack_counts,
     unpack_tokens,
     write_message,
 )
@@ -160,8 +162,16 @@ class RemotePort:
 
     # Prefixes
 
-    def match(self, namespace: Namespace, tokens: TokenArray) -> int:
-        return self._or_miss(lambda: self._match(namespace, tokens), 0)
+    def match(self, namespace: Namespace, tokens: TokenArray, *, counts: bool = True) -> int:
+        tokens = _full_chunks(namespace, tokens)
+        if not len(tokens):
+            self._caller.check()
+            return 0
+        return self._matched(namespace, tokens, tokens=pack_tokens(tokens), uncounted=not counts).chunks
+
+    def match_each(self, namespace: Namespace, prompts: Sequence[TokenArray]) -> list[int]:
+        answer = self._matched(namespace, prompts[0], uncounted=True, **pack_prompts(prompts))
+        return unpack_counts(answer.each, len(prompts))
 
     def get(self, namespace: Namespace, tokens: TokenArray, chunks_max: int, memory: Callable[[int], Sections]) -> int:
         layout = namespace.layout
@@ -173,7 +183,7 @@ class RemotePort:
         packed = pack_tokens(tokens[: chunks_max * layout.chunk_tokens])
         request = pb.GetRequest(namespace=namespace.digest, tokens=packed)
         fetch = ChunkFetch(namespace, unpack_tokens(packed), request, chunks_max, memory, self._tools)
-        self._receive(namespace, fetch, _affinity(namespace, tokens))
+        self._receive(namespace, fetch, partial(marks_of, namespace, tokens))
         return leading(fetch.done)
 
     def hold(self, namespace: Namespace, tokens: TokenArray, ttl_s: float | None) -> RemoteHold:
@@ -192,7 +202,7 @@ class RemotePort:
             return RemoteHold(namespace, packed, answer, endpoint, self._tools)
 
         def take() -> RemoteHold:
-            return self._caller.anywhere(send, self.limits.match_s, _affinity(namespace, tokens))
+            return self._caller.anywhere(send, self.limits.match_s, partial(marks_of, namespace, tokens))
 
         try:
             return self._reopening(namespace, take)
@@ -237,7 +247,7 @@ class RemotePort:
 
         answer = self._reopening(
             namespace,
-            lambda: self._caller.anywhere(send, timeout_s, _affinity(namespace, tokens), even_aside=True),
+            lambda: self._caller.anywhere(send, timeout_s, partial(marks_of, namespace, tokens), even_aside=True),
         )
         return PutResult(answer.tokens_present, answer.chunks_written, answer.chunks_found, answer.bytes_written)
 
@@ -250,7 +260,7 @@ class RemotePort:
         answer = self._reopening(
             namespace,
             lambda: self._caller.unary(
-                "Pin", raw, self.limits.pin_s, _affinity(namespace, tokens), may_repeat=False, even_aside=True
+                "Pin", raw, self.limits.pin_s, partial(marks_of, namespace, tokens), may_repeat=False, even_aside=True
             ),
         )
         return pin_of(pb.PinResponse.FromString(answer).pin)
@@ -285,12 +295,13 @@ class RemotePort:
         return self._reopening(namespace, lambda: self._blocks.put(namespace, keys, buffers, hints, write))
 
     def match_blocks(self, namespace: Namespace, keys: Sequence[bytes]) -> int:
-        return self._or_miss(lambda: self._reopening(namespace, lambda: self._blocks.match(namespace, keys)), 0)
+        return self._or_miss(namespace, lambda: self._blocks.match(namespace, keys), 0)
 
     def present_blocks(self, namespace: Namespace, keys: Sequence[bytes]) -> list[bool]:
-        return self._or_miss(
-            lambda: self._reopening(namespace, lambda: self._blocks.present(namespace, keys)), [False] * len(keys)
-        )
+        return self._or_miss(namespace, lambda: self._blocks.present(namespace, keys), [False] * len(keys))
+
+    def block_sizes(self, namespace: Namespace, keys: Sequence[bytes]) -> list[int]:
+        return self._or_miss(namespace, lambda: self._blocks.sizes(namespace, keys), [0] * len(keys))
 
     def hold_blocks(self, namespace: Namespace, keys: Sequence[bytes], ttl_s: float | None) -> RemoteBlockHold:
         try:
@@ -315,9 +326,8 @@ class RemotePort:
 
         def send(follow: Callable[[Endpoint, float], None]) -> None:
             # Ask the worker that would serve the prompt.
-            self._reopening(
-                namespace, lambda: self._caller.anywhere(follow, self.limits.move_s, _affinity(namespace, tokens))
-            )
+            marks = partial(marks_of, namespace, tokens)
+            self._reopening(namespace, lambda: self._caller.anywhere(follow, self.limits.move_s, marks))
 
         move.begin(send, self.limits.pin_s)
         return move
@@ -377,41 +387,27 @@ class RemotePort:
         if self.endpoints.owner.is_here:  # in a forked child, threads and connections belong to the parent
             self.parts.close()
 
-    def _receive(self, namespace: Namespace, fetch: Fetch, affinity: Marking) -> None:
+    def _receive(self, namespace: Namespace, fetch: Fetch, marks: Marking) -> None:
         """Reads from one worker after the other; what none of them could give is a miss."""
         try:
-            self._reopening(namespace, partial(self._caller.anywhere, fetch.receive, fetch.timeout_s, affinity))
+            self._reopening(namespace, partial(self._caller.anywhere, fetch.receive, fetch.timeout_s, marks))
         except BrokenTransfer:
             pass  # counted where it was found; what came before it is good
         except (Unavailable, Overloaded):
             self.counters.add(ClientCount.MISSES_UNREACHABLE)
 
-    def _match(self, namespace: Namespace, tokens: TokenArray) -> int:
-        tokens = _full_chunks(namespace, tokens)
-        if not len(tokens):
-            self._caller.check()
-            return 0
-        request = sealed(pb.MatchRequest(namespace=namespace.digest, tokens=pack_tokens(tokens)))
-        answer = self._reopening(
-            namespace,
-            lambda: self._caller.unary("Match", request, self.limits.match_s, _affinity(namespace, tokens)),
-        )
-        return pb.MatchResponse.FromString(answer).chunks
-
-    def _present(self, endpoint: Endpoint, start: pb.PutStart) -> int:
-        """Returns how many leading chunks need no sending. Errors are left to the put: not knowing costs only bytes."""
-        request = sealed(pb.MatchRequest(namespace=start.namespace, tokens=start.tokens))
-        try:
-            return pb.MatchResponse.FromString(endpoint.unary("Match")(request, timeout=self.limits.match_s)).chunks
-        except grpc.RpcError:
-            return 0
+    def _matched(self, namespace: Namespace, like: TokenArray, **asked: Any) -> pb.MatchResponse:
+        """Asks the worker that would serve the prompt ``like``. The answer is empty if no worker could answer."""
+        raw = sealed(pb.MatchRequest(namespace=namespace.digest, **asked))
+        call = partial(self._caller.unary, "Match", raw, self.limits.match_s, partial(marks_of, namespace, like))
+        return pb.MatchResponse.FromString(self._or_miss(namespace, call, b""))
 
     def _put_over_grpc(
         self, endpoint: Endpoint, start: pb.PutStart, count: int, size: int, sections: Sections, left_s: float
     ) -> pb.PutResponse:
         """Sends the missing chunks of a prompt; ``size`` is the number of tokens in each."""
         ends_s = time.monotonic() + left_s
-        begin = max(start.first, self._present(endpoint, start))
+        begin = max(start.first, _present(endpoint, start, self.limits.match_s))
         opening, answer = pb.PutStart(), pb.PutResponse()
         opening.CopyFrom(start)
         for _ in range(PUT_ROUNDS_MAX):
@@ -446,10 +442,10 @@ class RemotePort:
         except UnknownNamespace as unknown:
             raise Unavailable(f"a worker forgot a namespace right after it was opened: {unknown}") from unknown
 
-    def _or_miss(self, call: Callable[[], T], miss: T) -> T:
+    def _or_miss(self, namespace: Namespace, call: Callable[[], T], miss: T) -> T:
         """Returns the call's result, or ``miss`` if no worker could answer."""
         try:
-            return call()
+            return self._reopening(namespace, call)
         except BrokenTransfer:
             raise
         except (Unavailable, Overloaded):
@@ -481,6 +477,10 @@ def _full_chunks(namespace: Namespace, tokens: TokenArray) -> TokenArray:
     return tokens[: len(tokens) - len(tokens) % namespace.layout.chunk_tokens]
 
 
-def _affinity(namespace: Namespace, tokens: TokenArray) -> Marking:
-    """Prompts that begin alike go to the same worker, as far as its load allows."""
-    return partial(marks_of, namespace, tokens)
+def _present(endpoint: Endpoint, start: pb.PutStart, timeout_s: float) -> int:
+    """Returns how many leading chunks need no sending. Errors are left to the put: not knowing costs only bytes."""
+    request = sealed(pb.MatchRequest(namespace=start.namespace, tokens=start.tokens, uncounted=True))
+    try:
+        return pb.MatchResponse.FromString(endpoint.unary("Match")(request, timeout=timeout_s)).chunks
+    except grpc.RpcError:
+        return 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
+
 from kvstore.buffers import Pieces
 from kvstore.client.bulk.cargo import BlockCargo
 from kvstore.client.endpoint import Endpoint
@@ -87,6 +89,13 @@ class RemoteBlocks:
             "MatchBlocks", sealed(request), self._tools.limits.match_s, partial(marks_of_keys, keys)
         )
         return _each(pb.MatchBlocksResponse.FromString(raw).present, keys)
+
+    def sizes(self, namespace: Namespace, keys: Sequence[bytes]) -> list[int]:
+        """Implements ``Port.block_sizes``. Raises Unavailable."""
+        request = sealed(pb.MatchBlocksRequest(namespace=namespace.digest, keys=pack_keys(keys), sizes=True))
+        raw = self._tools.caller.unary("MatchBlocks", request, self._tools.limits.match_s, partial(marks_of_keys, keys))
+        found = np.frombuffer(pb.MatchBlocksResponse.FromString(raw).sizes, "<u4").tolist()
+        return found if len(found) == len(keys) else [0] * len(keys)
 
     def hold(self, namespace: Namespace, keys: Sequence[bytes], ttl_s: float | None) -> RemoteBlockHold:
         """Implements ``Port.hold_blocks``. Raises Unavailable, Overloaded."""

@@ -90,7 +90,7 @@ class HeldAtWorker:
             return
         endpoint = self._lease.endpoint
         try:
-            self._tools.caller.at(endpoint, partial(fetch.receive, endpoint))
+            self._tools.caller.at(endpoint, partial(fetch.receive, endpoint), fetch.timeout_s)
         except BrokenTransfer:
             pass  # counted where it was found; what came before it is good
         except CallFailed as failed:

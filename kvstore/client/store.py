@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from os import PathLike, fspath
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import finalize
 
 from kvstore.census.selection import Selection
@@ -20,8 +20,9 @@ from kvstore.layout import Layout
 from kvstore.meta.etcd import EtcdTls, EtcdUser
 from kvstore.namespace import Namespace
 from kvstore.node.limits import Limits
+from kvstore.node.member import Member
 from kvstore.node.opening import open_member
-from kvstore.node.settings import TierSettings
+from kvstore.node.settings import AskedBound, TierSettings
 from kvstore.progress import Progress, unwatched
 from kvstore.results import Cleared, PinRecord
 from kvstore.root.identity import SHARD_BITS_DEFAULT
@@ -148,14 +149,19 @@ def open(
     root_priority_min: int = 0,
     label: str = "",
     keys: str | PathLike[str] | None = None,
+    max_bytes: int | Literal["auto"] | None = "auto",
+    ttl: float | None = None,
 ) -> Store:
     """Opens the root at ``root`` (a path or URL) in this process.
 
-    With ``etcd`` (``host:port``, several with commas or as a list) this process is a node of the cluster.  Without it,
-    processes that open one folder of a local disk share holds and pins. ``durability="fsync"`` makes each put durable
-    before it returns; by default a host crash may lose recent chunks, which is a miss.  ``create=False`` refuses to
-    make a new root; a new one gets ``2 ** shard_bits`` folders (0 to 16; the default suits ten million chunks, take
-    more for more).  ``root_options`` go to fsspec; ``etcd_tls`` and ``etcd_user`` say how to reach a protected etcd.
+    With ``etcd`` (``host:port``, several with commas or as a list) this process is a node of the cluster. Without it,
+    processes that open one folder of a local disk share holds and pins, and soon after a first put one of them runs
+    ``kvstore-gc`` as a child: files take at most ``max_bytes`` (by default half of what was free when the root was new,
+    as its file ``bound`` says; None: no bound), and chunks unused for ``ttl`` seconds go. The smallest limits count.
+    Elsewhere the two raise InvalidRequest. ``durability="fsync"`` makes each put durable before it returns; by default
+    a host crash may lose recent chunks, which is a miss. ``create=False`` refuses to make a new root; a new one gets
+    ``2 ** shard_bits`` folders (0 to 16; the default suits ten million chunks, take more for more). ``root_options`` go
+    to fsspec; ``etcd_tls`` and ``etcd_user`` say how to reach a protected etcd.
 
     ``memory`` is the size in bytes of a memory tier for hot chunks: a ``get`` of those is a copy, a ``view`` none.
     ``disk`` is a folder of this process alone and its size in bytes: chunks that memory evicts go there if they were
@@ -170,15 +176,11 @@ def open(
 
     Raises RootMismatch (no such root, wrong mount, unknown version), PermissionDenied, Unavailable, InvalidRequest.
     """
-    if durability not in DURABILITIES:
-        raise InvalidRequest(f"durability={durability!r}: expected one of {', '.join(DURABILITIES)}")
-    if limits is not None and not isinstance(limits, Limits):
-        raise InvalidRequest(f"limits are a {type(limits).__name__}: expected kvstore.node.limits.Limits")
     member = open_member(
         fspath(root) if isinstance(root, PathLike) else root,
         etcd,
-        durable=durability == "fsync",
-        limits=limits,
+        durable=_is_durable(durability),
+        limits=_checked(limits),
         etcd_tls=etcd_tls,
         etcd_user=etcd_user,
         root_options=root_options,
@@ -187,9 +189,26 @@ def open(
         settings=TierSettings.of(memory, disk, write, root_priority_min),
         label=label,
         keys=KeyFile(keys).load() if keys is not None else None,
+        asked=AskedBound.of(max_bytes, ttl),
     )
+    return _store_of(member, str(root))
+
+
+def _store_of(member: Member, name: str) -> Store:
     port = LocalPort(member)
-    return Store(port, close_when_dropped(port, member.close, str(root)))
+    return Store(port, close_when_dropped(port, member.close, name))
+
+
+def _is_durable(durability: str) -> bool:
+    if durability not in DURABILITIES:
+        raise InvalidRequest(f"durability={durability!r}: expected one of {', '.join(DURABILITIES)}")
+    return durability == "fsync"
+
+
+def _checked(limits: Limits | None) -> Limits | None:
+    if limits is not None and not isinstance(limits, Limits):
+        raise InvalidRequest(f"limits are a {type(limits).__name__}: expected kvstore.node.limits.Limits")
+    return limits
 
 
 def connect(

@@ -22,7 +22,7 @@ from lmcache.v1.platform import create_event_notifier
 
 from kvstore.background import Tasks
 from kvstore.client import Cache
-from kvstore.connectors.lmcache_keys import OPAQUE, ModelCaches, Settings, places_by_name, tensors
+from kvstore.connectors.lmcache_keys import OPAQUE, ModelCaches, Settings, places_by_name, read_blocks, tensors
 from kvstore.connectors.lmcache_locks import Locks
 from kvstore.connectors.settings import LateStore, block_key, text
 from kvstore.connectors.trouble import Trouble
@@ -197,9 +197,9 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             for hold, at in self._in_time(by_hold, ends_s - self._clock.monotonic_s()):
                 part = [names[each] for each in at], [buffers[each] for each in at]
                 try:
-                    hits = hold(*part)
+                    hits = read_blocks(hold, *part)
                 except HoldBroken:
-                    hits = cache.blocks.get(*part)  # it may still be there
+                    hits = read_blocks(cache.blocks.get, *part)  # it may still be there
                 for each, hit in zip(at, hits, strict=True):
                     if hit:
                         loaded.set(places[each])

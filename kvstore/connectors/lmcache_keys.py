@@ -8,13 +8,14 @@ from the settings, and the key takes shapes and types from the object.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvstore.client import Cache
 from kvstore.connectors.opening import number
 from kvstore.connectors.settings import TIMEOUT_S_MAX, LateStore, StoreSettings
+from kvstore.errors import WrongSize
 
 MODELS_MAX = 256
 """Models of one LMCache that are remembered; beyond that the oldest is opened again when it comes back."""
@@ -62,6 +63,18 @@ def tensors(shapes: Iterable[Iterable[int]], dtypes: Iterable[Any]) -> str:
     if not parts or (len(parts) == 1 and len(parts[0][0]) == 1 and parts[0][1] == "torch.uint8"):
         return OPAQUE
     return ";".join(f"{dtype}:{','.join(map(str, shape))}" for shape, dtype in parts)
+
+
+def read_blocks(
+    read: Callable[[Sequence[bytes], Sequence[memoryview]], list[bool]],
+    names: Sequence[bytes],
+    buffers: Sequence[memoryview],
+) -> list[bool]:
+    """Reads blocks. One of another size is a miss: LMCache asks for a part chunk by the size of a full one."""
+    try:
+        return read(names, buffers)
+    except WrongSize as error:
+        return error.hits
 
 
 def places_by_name(names: Sequence[str]) -> dict[str, list[int]]:

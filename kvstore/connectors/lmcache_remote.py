@@ -16,7 +16,7 @@ from lmcache.v1.storage_backend.connector import ConnectorAdapter, ConnectorCont
 from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 
 from kvstore.client import Cache
-from kvstore.connectors.lmcache_keys import ModelCaches, Settings, tensors
+from kvstore.connectors.lmcache_keys import ModelCaches, Settings, read_blocks, tensors
 from kvstore.connectors.settings import LateStore, block_key, text
 from kvstore.connectors.trouble import Trouble
 from kvstore.errors import InvalidRequest, KVStoreError
@@ -123,7 +123,7 @@ class KVStoreRemoteConnector(RemoteConnector):  # type: ignore[misc]
             if wanted:
                 cache = self._cache(keys[0])
                 names = [self._name(keys[at]) for at in wanted]
-                read = cache.blocks.get(names, [_bytes_of(made[at]) for at in wanted])
+                read = read_blocks(cache.blocks.get, names, [_bytes_of(made[at]) for at in wanted])
                 for at, name, hit in zip(wanted, names, read, strict=True):
                     hits[at] = hit or self._get_part(cache, name, made[at])
         except KVStoreError as error:
@@ -138,12 +138,12 @@ class KVStoreRemoteConnector(RemoteConnector):  # type: ignore[misc]
     def _get_part(self, cache: Cache, name: bytes, made: Any) -> bool:
         """Reads a part chunk, and sets the object's length."""
         length = bytearray(LENGTH_BYTES)
-        if not cache.blocks.get([_length_name(name)], [length])[0]:
+        if not read_blocks(cache.blocks.get, [_length_name(name)], [memoryview(length)])[0]:
             return False
         size_bytes = int.from_bytes(length, "little")
         if not 0 < size_bytes < self.full_chunk_size_bytes or size_bytes % self.single_token_size:
             return False
-        return cache.blocks.get([name], [_bytes_of(made)[:size_bytes]])[0] and bool(
+        return read_blocks(cache.blocks.get, [name], [_bytes_of(made)[:size_bytes]])[0] and bool(
             self.reshape_partial_chunk(made, size_bytes)
         )
 

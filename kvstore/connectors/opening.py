@@ -15,7 +15,7 @@ from kvstore.client import Store
 from kvstore.client.limits import ClientLimits
 from kvstore.errors import InvalidRequest
 from kvstore.node.limits import Limits
-from kvstore.node.settings import TierSettings
+from kvstore.node.settings import AskedBound, TierSettings
 from kvstore.security.tls import ClientTls
 
 
@@ -68,6 +68,7 @@ _PLAIN = {
 _SERVERS = Kind("HOST:PORT, or a list of such", _are_servers)
 _MAPPING = Kind("a mapping, as fsspec takes it", lambda value: isinstance(value, Mapping))
 _FILE = Kind("the name of a file, or of a server", lambda value: isinstance(value, str))
+_BOUND = Kind('a number of bytes, "auto" or null', lambda value: value is None or isinstance(value, int))
 
 _BESIDE = {
     "root": "only a store that is opened by root takes them, workers have their own",
@@ -92,6 +93,10 @@ class Settings:
     """Bytes of memory for hot chunks. A store needs it to read and write, not to look up."""
     write: str | None = setting(None, way="root")
     """With ``memory``: the write mode."""
+    max_bytes: int | str | None = setting("auto", _BOUND, way="root")
+    """Without ``etcd``: bytes that the root's files may take, "auto" for a share of the disk, None for no bound."""
+    ttl: float | None = setting(None, way="root")
+    """Without ``etcd``: seconds after which unused chunks go."""
     connect: str | Sequence[str] | None = setting(None, _SERVERS, way="connect")
     """Addresses of workers, instead of ``root``."""
     tls_ca: str | None = setting(None, _FILE, way="connect")
@@ -122,6 +127,8 @@ class Settings:
         if self.write and not self.memory:
             raise InvalidRequest("write without memory: it says when memory is enough for a put; give memory")
         TierSettings.of(**self.given("memory", "write"))
+        if AskedBound.of(self.max_bytes, self.ttl).is_explicit and self.etcd:
+            raise InvalidRequest("max_bytes and ttl beside etcd: kvstore-gc bounds a cluster's root, give them to that")
 
     @classmethod
     def names(cls) -> frozenset[str]:
@@ -163,7 +170,8 @@ class Settings:
                 meta_deadline_s=min(Limits().meta_deadline_s, write_s),
             )
             options = self.given("durability", "root_options", "memory", "write")
-            return kvstore.open(self.root, self.etcd or None, limits=limits, **options)
+            bound: dict[str, Any] = {"max_bytes": self.max_bytes, "ttl": self.ttl}  # checked at the start
+            return kvstore.open(self.root, self.etcd or None, limits=limits, **bound, **options)
         tls = (self.tls_ca, self.tls_cert, self.tls_key, self.tls_server_name)
         return kvstore.connect(
             *([self.connect] if isinstance(self.connect, str) else self.connect or ()),
@@ -180,6 +188,10 @@ class Settings:
                 '{"root": URL}, with "etcd" where there is a cluster, or {"connect": "HOST:PORT"}'
             )
         way, other = ("root", "connect") if self.root else ("connect", "root")
-        ignored = [each.name for each in fields(self) if each.metadata.get("way") == other and getattr(self, each.name)]
+        ignored = [
+            each.name
+            for each in fields(self)
+            if each.metadata.get("way") == other and getattr(self, each.name) not in (None, each.default)
+        ]
         if ignored:
             raise InvalidRequest(f"{' and '.join(ignored)} beside {way}: {_BESIDE[other]}")

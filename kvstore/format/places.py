@@ -29,6 +29,7 @@ METADATA = Name("metadata.sqlite")
 METADATA_LOGS = (Name(f"{METADATA}-wal"), Name(f"{METADATA}-shm"))
 """The files that SQLite keeps beside it while it is open."""
 RESERVE = Name("reserve")
+BOUND = Name("bound")
 LINEAGE = Name("lineage")
 
 SHARD_BITS_MAX = 16

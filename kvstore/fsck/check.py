@@ -41,7 +41,7 @@ LINEAGES_MAX = 1_000_000
 
 _GC_FOLDERS = frozenset({places.TRASH, places.PLANS, places.PINS, places.GENERATIONS, places.HOST_GENERATIONS})
 """The folders of garbage collection, which it checks itself."""
-_FILES = frozenset({places.FORMAT, places.RESERVE, places.METADATA, *places.METADATA_LOGS})
+_FILES = frozenset({places.FORMAT, places.RESERVE, places.BOUND, places.METADATA, *places.METADATA_LOGS})
 _FOLDERS = _GC_FOLDERS | {places.CHUNKS, places.STAGING, places.QUARANTINE, places.NAMESPACES, places.LINEAGE}
 
 

@@ -9,6 +9,9 @@ from collections.abc import Sequence
 
 from kvstore.address import Address, block_addresses
 from kvstore.buffers import Borrowed
+from kvstore.format.encoded import decode_any
+from kvstore.format.encoded import header_bytes as encoded_header_bytes
+from kvstore.format.header import Damaged
 from kvstore.namespace import Namespace, NamespaceId
 from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters
@@ -40,8 +43,8 @@ class Blocks:
 
     def match(self, namespace: Namespace, keys: Sequence[bytes], deadline: Deadline) -> int:
         """Returns how many leading keys are in the store, whatever the size of their blocks."""
-        addresses = block_addresses(namespace, keys)
-        addresses = addresses[: self._view.leading(addresses)]
+        asked = block_addresses(namespace, keys)
+        addresses = asked[: self._view.leading(asked)]
         known = remembered(self._chunks, Keyed(namespace, keys, addresses, ()), 0, self._reads.above)
 
         def read(index: int, _: Borrowed) -> bool:
@@ -49,10 +52,14 @@ class Blocks:
             above = self._reads.has(Keyed(namespace, (key,), (address,), ()))[0]
             return above or self._is_on_root(address, namespace.id)
 
-        return known + leading(read_chunks(self._lanes, self._counters, len(addresses) - known, read, deadline))
+        count = known + leading(read_chunks(self._lanes, self._counters, len(addresses) - known, read, deadline))
+        self._counters.add_request(asked, count, namespace.layout.chunk_tokens, reads=False)
+        return count
 
-    def present(self, namespace: Namespace, keys: Sequence[bytes], deadline: Deadline) -> list[bool]:
-        """Returns for each key whether it is in the store, whatever the size of its block."""
+    def present(
+        self, namespace: Namespace, keys: Sequence[bytes], deadline: Deadline, *, held: bool = False
+    ) -> list[bool]:
+        """Returns for each key whether it is in the store, whatever the size of its block; ``held`` as in ``get``."""
         addresses = block_addresses(namespace, keys)
         known, quantum = self._chunks.known, self._chunks.quantum()
         above = self._reads.has(Keyed(namespace, keys, addresses, ()))
@@ -69,7 +76,20 @@ class Blocks:
         done = read_chunks(self._lanes, self._counters, len(unknown), look, deadline, stop_at_miss=False)
         for index, found in zip(unknown, done, strict=True):
             present[index] = bool(found)
+        self._counters.add_request(addresses, sum(present), namespace.layout.chunk_tokens, reads=held)
         return present
+
+    def sizes(self, namespace: Namespace, keys: Sequence[bytes], deadline: Deadline) -> list[int]:
+        """Returns the size of each block that memory or the root has, in bytes; 0 if neither has it, or cannot tell."""
+        wanted = Keyed(namespace, keys, block_addresses(namespace, keys), ())
+        sizes = self._reads.sizes(wanted)
+
+        def look(at: int, _: Borrowed) -> bool:
+            sizes[at] = sizes[at] or self._size_on_root(namespace, keys[at], wanted.addresses[at])
+            return True
+
+        read_chunks(self._lanes, self._counters, len(keys), look, deadline, stop_at_miss=False)
+        return sizes
 
     def get(
         self,
@@ -95,6 +115,16 @@ class Blocks:
         for index, hit in zip(allowed, done, strict=True):
             hits[index] = bool(hit)
         return hits
+
+    def _size_on_root(self, namespace: Namespace, key: bytes, address: Address) -> int:
+        prefix_bytes = encoded_header_bytes(len(key), 1)
+        seen = self._chunks.root.look(self._chunks.name(address, namespace.id), prefix_bytes)
+        try:
+            header = decode_any(seen.prefix) if seen is not None else None
+        except Damaged:
+            return 0  # the next reader sets it aside
+        is_ours = header is not None and (header.address, header.namespace) == (address, namespace.digest)
+        return header.section_bytes if header is not None and is_ours else 0
 
     def _is_on_root(self, address: Address, namespace: NamespaceId) -> bool:
         """True if the root has a block, whatever its size. Raises the root's error if nobody can read it."""

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, Generic, Literal, TypeVar
 
 from kvstore import tracing
-from kvstore.counts import Counts, NodeCount
+from kvstore.counts import NodeCount, RequestCounts
 
 K = TypeVar("K", bound=Hashable)
 
@@ -102,11 +102,11 @@ class Timed:
             self._span.__exit__(kind, error, traceback)
 
 
-class Counters(Counts[NodeCount]):
+class Counters(RequestCounts):
     """Monotonic counts since the node started; thread-safe."""
 
     def __init__(self) -> None:
-        super().__init__(NodeCount)
+        super().__init__()
         self.tiers = TierTimings()
         """Timings of the tiers."""
         self.timed = self.tiers.timed

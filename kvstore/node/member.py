@@ -6,6 +6,7 @@ in a file, which the processes of one host share, or in memory, where pins live 
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import threading
@@ -30,6 +31,7 @@ from kvstore.meta.session import Session, live_sessions
 from kvstore.namespace import Namespace, NamespaceDigest
 from kvstore.node.clearing import Clearing, Pinned
 from kvstore.node.clears import ClearsFollower
+from kvstore.node.collecting import Collecting
 from kvstore.node.limits import Limits
 from kvstore.node.node import Node
 from kvstore.node.pinned import PinnedInMemory
@@ -74,6 +76,8 @@ class Member:
         """What was cleared by selection, and is told to others; None for a node alone."""
         self._barriers = Barriers(meta, self.keys, node.clock)
         self._follower: ClearsFollower | None = None
+        self.collecting: Collecting | None = None
+        """This process's part in bounding the root; None if it has none."""
         self.on_cleared: list[Callable[[NamespaceDigest], None]] = []
         """Called after a namespace was cleared here, to tell the other nodes."""
         presence.attach(lambda session: None, self._lost)
@@ -118,7 +122,7 @@ class Member:
         """
         node, layout = self.node, chain.namespace.layout
         owner = owner or socket.gethostname()
-        hold = node.hold(chain)
+        hold = node.hold(chain, counts=False)
         try:
             if hold.born is None:
                 raise Unavailable(
@@ -244,6 +248,8 @@ class Member:
             "session_alive": alive,
             "protected": protected,
             "etcd_operations": operations,
+            "bound_bytes": (self.collecting.bound.max_bytes or 0) if self.collecting is not None else 0,
+            "collecting": int(self.collecting is not None and self.collecting.is_running),
             "etcd_silent_seconds": self.presence.silent_s,
             "lease_margin_seconds": self.presence.margin_s,
         }
@@ -262,8 +268,19 @@ class Member:
         if self._follower is not None:
             self._follower.close(CLOSE_S)
         self.node.close(keep_replaced=self._has_others())
+        self.leave()
         self.presence.close()
         self.meta.close()
+
+    def leave(self) -> None:
+        """Gives back the room that it claimed, and ends its collector. Idempotent. Also when the program ends, because
+        of what is not given back the next short program has to wait until a collector has counted.
+        """
+        if self._pid == os.getpid():
+            atexit.unregister(self.leave)
+            self.node.gc_view.usage.close()
+            if self.collecting is not None:
+                self.collecting.close()
 
     def _has_others(self) -> bool:
         """True if other processes may hold what recoding replaced. On one host no collector may ever tidy up."""

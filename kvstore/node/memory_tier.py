@@ -399,7 +399,7 @@ class MemoryTier:
     def _found(self, wanted: Wanted, index: int) -> Entry | None:
         entry = None if self._is_closed else self._inventory.find(wanted.addresses[index])
         # The request may give another size for a block than it has.
-        return entry if entry is not None and entry.size_bytes == image_bytes(wanted, index) else None
+        return entry if entry is not None and image_bytes(wanted, index) in (entry.size_bytes, 0) else None
 
     def _verified(self, slots: Slots, indexes: Sequence[int], entries: Sequence[Entry], fetched: bool = False) -> int:
         right = self._which_right(slots, indexes, entries, fetched)

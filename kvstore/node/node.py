@@ -186,22 +186,23 @@ class Node:
 
     # Prefixes
 
-    def match(self, chain: Chain, deadline_s: float | None = None) -> int:
+    def match(self, chain: Chain, deadline_s: float | None = None, *, counts: bool = True) -> int:
         """How many leading chunks are in the store. A miss, never an error, when the root does not answer."""
         deadline = self._deadline(deadline_s, self.limits.match_deadline_s)
-        allowed = chain.leading(self.gc_view.leading(chain.addresses))
-        count = self.reads.matched_count(allowed, deadline)
-        size = chain.namespace.layout.chunk_tokens
-        self.counters.add(NodeCount.REQUESTS_MATCH)
-        self.counters.add(NodeCount.TOKENS_ASKED, len(chain) * size)
-        self.counters.add(NodeCount.TOKENS_MATCHED, count * size)
+        count = self.reads.matched_count(chain.leading(self.gc_view.leading(chain.addresses)), deadline)
+        if counts:
+            self.counters.add_request(chain.addresses, count, chain.namespace.layout.chunk_tokens, reads=False)
         return count
 
-    def hold(self, chain: Chain, ttl_s: float | None = None, deadline_s: float | None = None) -> Hold:
+    def hold(
+        self, chain: Chain, ttl_s: float | None = None, deadline_s: float | None = None, *, counts: bool = True
+    ) -> Hold:
         """Holds the leading chunks that are in the store. Raises Overloaded where too many holds are alive."""
-        hold = self.holds.take(chain, ttl_s)
+        hold = self.holds.take(chain, ttl_s)  # it has left out what is condemned
         try:
-            hold.count = self.match(hold.chain, deadline_s)
+            hold.count = self.reads.matched_count(hold.chain, self._deadline(deadline_s, self.limits.match_deadline_s))
+            if counts:
+                self.counters.add_request(chain.addresses, hold.count, chain.namespace.layout.chunk_tokens, reads=True)
             hold.chain = chain.leading(hold.count)
             if self.memory is not None:
                 self.holds.keep(hold, self.memory.refer(hold.chain, 0, hold.count))
@@ -221,7 +222,7 @@ class Node:
         hold = self.holds.take(self.chains.of(namespace, np.empty(0, np.uint32)), ttl_s)
         try:
             deadline = self._deadline(deadline_s, self.limits.match_deadline_s)
-            return hold, self.blocks.present(namespace, keys, deadline)
+            return hold, self.blocks.present(namespace, keys, deadline, held=True)
         except BaseException:
             self.holds.release(hold)
             raise
@@ -493,23 +494,12 @@ class Node:
 
     def _bring_foreign(self, hold: Hold, deadline: Deadline) -> None:
         """Brings held chunks into memory that the root may not have, for those who read it or memory alone."""
-        if self.tiers is not None and self.tiers.below:
-            self._bring(hold.chain, 0, hold.count, deadline, even_once=True, even_root=False)
-
-    def _bring(
-        self, chain: Chain, first: int, count: int, deadline: Deadline, *, even_once: bool, even_root: bool
-    ) -> int:
-        """How many leading chunks of those are in memory then. Never raises for what did not come."""
-        if self.memory is None or not count:
-            return 0
-        reads, stop = self.reads, first + count
-        if self.memory.leading(chain, first) < count:
-            with suppress(KVStoreError):
+        if self.tiers is not None and self.tiers.below and self.tiers.memory.leading(hold.chain, 0) < hold.count:
+            chain, count, reads = hold.chain, hold.count, self.reads
+            with suppress(KVStoreError):  # what does not come is missed by the reader
                 self._lanes.run(
-                    lambda: reads.bring(chain, first, stop, deadline, even_once=even_once, even_root=even_root),
-                    deadline,
+                    lambda: reads.bring(chain, 0, count, deadline, even_once=True, even_root=False), deadline
                 )
-        return min(count, self.memory.leading(chain, first))
 
     def _record_writer(self) -> None:
         """Soon, on a lane: for what no put on the root would bring there."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any, TypeVar
 
 from kvstore.encodings.keys import KeyFile
-from kvstore.errors import KVStoreError, RootMismatch
-from kvstore.format.places import GENERATIONS, HOST_GENERATIONS, Name
+from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied, RootMismatch
+from kvstore.format.places import CHUNKS, GENERATIONS, HOST_GENERATIONS, Name
 from kvstore.memory.arena import PAGE_BYTES, Arena
+from kvstore.meta.bounds import NO_BOUND, Bound, Bounds
 from kvstore.meta.etcd import EtcdMeta, EtcdTls, EtcdUser
 from kvstore.meta.generation import Standing, join_generation
 from kvstore.meta.interface import Meta
@@ -20,19 +22,23 @@ from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.presence import Presence
 from kvstore.meta.roots import bind_root, bound_root
 from kvstore.meta.session import TTL_S_MIN, Session
+from kvstore.node.claims import Claims
+from kvstore.node.collecting import Collecting
 from kvstore.node.deadline import Deadline
 from kvstore.node.follower import Follower
 from kvstore.node.lanes import Lanes
 from kvstore.node.limits import Limits
 from kvstore.node.member import Member, Sharing
 from kvstore.node.node import Node
-from kvstore.node.settings import AS_SHIPPED, NO_TIERS, NodeOptions, TierSettings
+from kvstore.node.settings import AS_SHIPPED, NO_TIERS, NOT_BOUNDED, AskedBound, NodeOptions, TierSettings
 from kvstore.node.start_fence import StartFence
+from kvstore.root.bound import FREE_SHARE, default_bound
 from kvstore.root.generations import newest_number, publish, read_newest
 from kvstore.root.identity import SHARD_BITS_DEFAULT, RootId, RootIdentity, create_or_open
 from kvstore.root.interface import Root
 from kvstore.root.open import open_root
 from kvstore.root.posix import PosixRoot
+from kvstore.root.reserve import begin_reserve, with_reserve
 from kvstore.sources import Clock, Ids, RandomIds, SystemClock
 
 log = logging.getLogger(__name__)
@@ -54,9 +60,12 @@ def open_member(
     settings: TierSettings = NO_TIERS,
     label: str = "",
     keys: KeyFile | None = None,
+    asked: AskedBound = NOT_BOUNDED,
 ) -> Member:
     """A node on the root at ``url``, in the cluster of ``etcd`` if given. Raises as ``kvstore.open`` says."""
     limits, clock, ids = limits or Limits(), SystemClock(), RandomIds()
+    if etcd and asked.is_explicit:
+        raise _not_bounded(url, "a cluster has collectors of its own")
     with ExitStack() as undo:
         cluster = None
         if etcd:
@@ -79,10 +88,18 @@ def open_member(
             ) from mismatch
         if cluster:
             bind_root(cluster, root.url, identity.root)
-        meta, sharing = (cluster, Sharing.CLUSTER) if cluster else _without_etcd(root, limits, clock)
+        meta, sharing, why = (cluster, Sharing.CLUSTER, None) if cluster else _without_etcd(root, limits, clock)
         undo.callback(meta.close)
+        if why is not None and asked.is_explicit:
+            raise _not_bounded(url, why)
+        bound = NO_BOUND
+        if sharing is Sharing.HOST:
+            _on_a_lane(lambda: begin_reserve(root, ids), limits, clock)
+            bound = _on_a_lane(lambda: _bound_of(root, asked, ids, clock), limits, clock)
         options = NodeOptions(durable, settings, label, keys)
         member = join(root, identity, meta, options, limits=limits, clock=clock, ids=ids, sharing=sharing)
+        if isinstance(root, PosixRoot) and sharing is Sharing.HOST:
+            _have_claim(member, root, bound)
         undo.pop_all()
         return member
 
@@ -171,13 +188,55 @@ def _node_of(
     )
 
 
-def _without_etcd(root: Root, limits: Limits, clock: Clock) -> tuple[Meta, Sharing]:
-    """Metadata in a file on the root, or, where that cannot be, of this process alone.
+def _have_claim(member: Member, root: PosixRoot, bound: Bound) -> None:
+    """Has a node claim its room on a root that several processes of this host write to, and collect if it has a bound.
+
+    A node without a bound claims as well: others may have one, and count what it writes.
+    """
+    node, collecting = member.node, None
+    if bound:
+        collecting = Collecting(member.meta, member.keys, member.presence, node.clock, root.path, bound)
+    member.collecting = collecting
+    node.gc_view.usage.claiming = Claims(
+        Bounds(member.meta, member.keys),
+        bound,
+        counts=lambda: node.gc_view.protects,
+        is_empty=lambda: node.on_root(lambda: next(iter(root.list(CHUNKS)), None) is None),
+        wrote=lambda at_once: None if collecting is None else collecting.wrote(at_once),
+    )
+    atexit.register(member.leave)
+
+
+def _bound_of(root: Root, asked: AskedBound, ids: Ids, clock: Clock) -> Bound:
+    """The bound of this process. By default it is the root's, which the process that made the root chose."""
+    if asked.max_bytes != "auto":
+        with suppress(RootMismatch):
+            default_bound(root, ids=ids, clock=clock)  # later it would be a share of what this process leaves free
+        return Bound(asked.max_bytes, asked.ttl_s)
+    bound = Bound(default_bound(root, ids=ids, clock=clock), asked.ttl_s)
+    log.info(
+        "bound.default root=%s max_bytes=%s: %g of what was free when the root was made (kvstore.open(max_bytes=))",
+        root.url,
+        bound.max_bytes,
+        FREE_SHARE,
+    )
+    return bound
+
+
+def _not_bounded(url: str, why: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"max_bytes and ttl: {url} cannot be bounded by the processes that open it: {why}. Run kvstore-gc --root {url} "
+        "--etcd ENDPOINTS --interval 60s --max-bytes SIZE --ttl TIME on one host of the cluster"
+    )
+
+
+def _without_etcd(root: Root, limits: Limits, clock: Clock) -> tuple[Meta, Sharing, str | None]:
+    """Metadata in a file on the root, or, where that cannot be, of this process alone; then also why it can never be.
 
     Nobody else sees what a process alone holds and pins: as on a network file system, or beside a cluster.
     """
     if not isinstance(root, PosixRoot):
-        return MemoryMeta(clock=clock), Sharing.ALONE
+        return MemoryMeta(clock=clock), Sharing.ALONE, "it is not a folder of this host"
     from kvstore.meta.sqlite.client import SqliteMeta  # sqlite3 only where it is used
     from kvstore.meta.sqlite.host import why_not_shared
 
@@ -187,15 +246,16 @@ def _without_etcd(root: Root, limits: Limits, clock: Clock) -> tuple[Meta, Shari
     why = _on_a_lane(reason, limits, clock)
     if why is not None:
         log.debug("host.alone %s %s", root.url, why)
-        return MemoryMeta(clock=clock), Sharing.ALONE
+        return MemoryMeta(clock=clock), Sharing.ALONE, why
     meta = SqliteMeta(root.path, clock=clock, timeout_s=limits.meta_deadline_s)
     try:
-        meta.revoke(meta.grant(TTL_S_MIN))  # shows that it can be written to
+        _on_a_lane(lambda: with_reserve(root, lambda: meta.revoke(meta.grant(TTL_S_MIN))), limits, clock)  # a write
     except KVStoreError as error:
         meta.close()
         log.warning("host.alone %s no other process sees what this one holds and pins: %s", root.url, error)
-        return MemoryMeta(clock=clock), Sharing.ALONE
-    return meta, Sharing.HOST
+        # A file that is damaged or does not fit is mended while programs go on; one that is read-only stays so.
+        return MemoryMeta(clock=clock), Sharing.ALONE, str(error) if isinstance(error, PermissionDenied) else None
+    return meta, Sharing.HOST, None
 
 
 def _fence_of(node: Node, meta: Meta, keys: Keys, folder: Name) -> StartFence:

@@ -111,6 +111,8 @@ class Puts:
         if isinstance(wanted, Keyed):
             return self._begin_blocks(wanted, mode, hints, sheds=sheds)
         self.counters.add(NodeCount.REQUESTS_PUT)
+        if wanted.addresses:
+            self.counters.looked.pop(wanted.addresses[-1], None)  # a miss that is computed and put is not read
         # A chunk that a sweep is taking cannot be put again before the sweep has ended. The rest of the prompt waits
         # for that.
         chain, found = wanted.leading(self.view.leading(wanted.addresses)), 0

@@ -128,7 +128,7 @@ class Recoder:
         identity = _identity_of(name)
         if act is Recoding.COMPRESS:
             squeezing.check_available()
-        elif self._view.is_full or self._view.usage.is_spent:
+        elif self._view.is_full or not self._view.usage.wait_for_room():
             raise Overloaded("the root is full until garbage collection has made room: go on later")
         self.sweep()
         if self._view.condemns(identity[0]):

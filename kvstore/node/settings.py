@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from os import PathLike
+from typing import Literal
 
 from kvstore.encodings.keys import KeyFile
 from kvstore.errors import InvalidRequest
@@ -13,6 +15,8 @@ from kvstore.writes import WriteMode
 
 MEMORY_BYTES_MIN = 16 << 20
 DISK_BYTES_MIN = 64 << 20
+BOUND_BYTES_MIN = 1 << 20
+TTL_S_MIN = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,39 @@ class TierSettings:
                 case _:
                     raise InvalidRequest(f'disk={disk!r}: expected a folder and bytes, such as ("/nvme/kv", 200 << 30)')
         return cls(memory, folder, size_bytes, WriteMode.of(write), root_priority_min, sync_interval_s)
+
+
+@dataclass(frozen=True, slots=True)
+class AskedBound:
+    """The bound that a caller asks for. ``max_bytes`` "auto" is the root's default, where a root has one."""
+
+    max_bytes: int | Literal["auto"] | None = None
+    ttl_s: float | None = None
+
+    @classmethod
+    def of(cls, max_bytes: int | str | None, ttl: float | None) -> AskedBound:
+        """Makes it from what callers give, whatever its type. Raises InvalidRequest."""
+        chosen: int | Literal["auto"] | None = None
+        if max_bytes == "auto":
+            chosen = "auto"
+        elif isinstance(max_bytes, int) and _is_whole(max_bytes) and max_bytes >= BOUND_BYTES_MIN:
+            chosen = max_bytes
+        elif max_bytes is not None:
+            raise InvalidRequest(
+                f'max_bytes={max_bytes!r}: expected a whole number of at least {BOUND_BYTES_MIN} bytes (1 MiB), "auto" '
+                "for a share of the disk, or None for no bound"
+            )
+        if ttl is not None and not (isinstance(ttl, int | float) and TTL_S_MIN <= ttl < math.inf):
+            raise InvalidRequest(f"ttl={ttl!r}: expected at least {TTL_S_MIN:g} s, or None")
+        return cls(chosen, None if ttl is None else float(ttl))
+
+    @property
+    def is_explicit(self) -> bool:
+        """True if the caller named a limit: then there must be one."""
+        return self.ttl_s is not None or self.max_bytes not in ("auto", None)
+
+
+NOT_BOUNDED = AskedBound()
 
 
 def _is_whole(value: object) -> bool:

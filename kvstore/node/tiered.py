@@ -16,7 +16,7 @@ import numpy.typing as npt
 from kvstore.address import Chain
 from kvstore.buffers import Borrowed
 from kvstore.errors import KVStoreError
-from kvstore.format.header import Damaged
+from kvstore.format.header import Damaged, header_bytes
 from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
@@ -28,7 +28,7 @@ from kvstore.node.refresh import Refresher
 from kvstore.node.slots import Slot
 from kvstore.node.stack import TierStack
 from kvstore.node.tiers import Tier
-from kvstore.node.wanted import Wanted, expected_of, mean_bytes
+from kvstore.node.wanted import Keyed, Wanted, expected_of, mean_bytes
 from kvstore.sections import Sections
 
 Mask = npt.NDArray[np.bool_]
@@ -60,6 +60,16 @@ class TieredReads:
             there[at : at + found] = [True] * found
             at += max(1, found)
         return there
+
+    def sizes(self, wanted: Keyed) -> list[int]:
+        """Returns the size of each block that memory has, without its header; 0 for the others."""
+        if self._tiers is None:
+            return [0] * len(wanted)
+        with self._tiers.memory.refer(wanted, 0, len(wanted)) as slots:
+            return [
+                entry.size_bytes - header_bytes(len(key), 1) if entry is not None else 0
+                for key, entry in zip(wanted.keys, slots.entries, strict=True)
+            ]
 
     def matched_count(self, chain: Chain, deadline: Deadline) -> int:
         """Returns how many leading chunks are anywhere (rule R1)."""

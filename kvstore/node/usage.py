@@ -1,5 +1,5 @@
 """The room that this node takes on the root: what it wrote and deleted, and how much more it may write before its next
-report is heard.
+report is heard, or, while no collector is there, before it claims more (rule S6).
 
 Separate from the view, which hears the collectors' word, and from the follower, which reports: lanes count here, and
 every put asks, under a lock of its own that no I/O holds.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from typing import Protocol
 
 from kvstore.meta.usage import Room, Usage
 from kvstore.waiting import Monitor
@@ -19,6 +20,24 @@ KEPT_S = 60.0
 """A limit stays in force for so long after its collector died: another collector starts meanwhile."""
 COUNTED_S = 1.0
 """A put waits up to this long until collectors have counted earlier writes; they count several times a second."""
+STARTED_S = 5.0
+"""A put that may claim nothing waits up to this long for the first word of a collector that is being started."""
+
+
+class Claiming(Protocol):
+    """The way to room that no collector has to give (rule S6)."""
+
+    def begin(self) -> None:
+        """Is called before the first put of this node. Raises nothing."""
+        ...
+
+    def claim(self, overdrawn_bytes: int) -> int:
+        """Returns how many more bytes this node may write, after it wrote ``overdrawn_bytes`` too many; 0 for none."""
+        ...
+
+    def settle(self, left_bytes: int) -> None:
+        """Gives back what was claimed and not written; if it is negative, counts what was written beyond."""
+        ...
 
 
 class NodeUsage:
@@ -44,6 +63,12 @@ class NodeUsage:
         self._told_s = 0.0
         self._reports: deque[tuple[int, int]] = deque()
         """Revision and written bytes of reports: the last one that the collectors' word counts, and those after it."""
+        self.claiming: Claiming | None = None
+        """Where no collector's word is in force, this node writes what it claims; None: whatever it likes."""
+        self._claimed = 0
+        """No put begins once so much was written."""
+        self._claims_now = False
+        self._puts = False
 
     # Called by lanes
 
@@ -66,10 +91,25 @@ class NodeUsage:
             return self._is_spent()
 
     def wait_for_room(self) -> bool:
-        """True if this node may write; if it may not yet, waits at most COUNTED_S for the collectors' word."""
+        """True if this node may write; if it may not yet, claims room, or waits a little for the collectors' word."""
+        if self.claiming is not None and not self._puts:
+            self._puts = True
+            self.claiming.begin()
+        if not self.is_spent:
+            return True
+        self._claim()
         with self._lock:
-            self._lock.wait_for(lambda: not self._is_spent() or not self._may_hear(), COUNTED_S)
+            wait_s = STARTED_S if self._bound is None else COUNTED_S
+            self._lock.wait_for(lambda: not self._is_spent() or not self._may_hear(), wait_s)
             return not self._is_spent()
+
+    def close(self) -> None:
+        """Makes claims and writes equal. Call it once nothing is written any more."""
+        with self._lock:
+            left_bytes = self._claimed - self._written if self._bound is None else 0
+            self._claimed = self._written
+        if left_bytes and self.claiming is not None:
+            self.claiming.settle(left_bytes)
 
     # Called by the view, under its lock
 
@@ -152,12 +192,31 @@ class NodeUsage:
     def _may_hear(self) -> bool:
         """True if a word that allows this node to write may come soon: not without a session, nor on a full root."""
         bound = self._bound
-        return self._in_session and self._room is not None and (bound is None or bound.allowance_bytes != 0)
+        if bound is None:
+            return self._in_session
+        return self._in_session and self._room is not None and bound.allowance_bytes != 0
+
+    def _claim(self) -> None:
+        """Claims room, unless a collector says who may write. One thread at a time; the others wait for it."""
+        with self._lock:
+            if self.claiming is None or self._bound is not None or self._claims_now:
+                return
+            self._claims_now = True
+            written, overdrawn_bytes = self._written, self._written - self._claimed
+        claimed_bytes = 0
+        try:
+            claimed_bytes = self.claiming.claim(overdrawn_bytes)
+        finally:
+            with self._lock:
+                self._claims_now = False
+                if claimed_bytes and self._bound is None:
+                    self._claimed = written + claimed_bytes
+                self._lock.notify_all()
 
     def _is_spent(self) -> bool:
         bound = self._bound
         if bound is None or bound.allowance_bytes is None:
-            return False
+            return self.claiming is not None and self._written >= self._claimed
         counted = 0
         for revision, written in self._reports:
             if revision > bound.revision:
@@ -166,9 +225,10 @@ class NodeUsage:
         return self._written - self._written_before - counted >= bound.allowance_bytes
 
     def _lapse(self, now_s: float) -> None:
-        """Ends the bound of collectors that are gone for KEPT_S: without any collector, nothing limits writers."""
+        """Ends the bound of collectors that are gone for KEPT_S: without any collector, only claims limit writers."""
         if self._unasked_s is None:
             self._unasked_s = now_s
         elif now_s - self._unasked_s >= KEPT_S and self._bound is not None:
             self._bound = None
+            self._claimed = self._written  # collectors counted all before: what is claimed from here on is more
             self._lock.notify_all()

@@ -27,7 +27,7 @@ class Keyed:
     keys: Sequence[bytes]
     addresses: Sequence[Address]
     sizes_bytes: Sequence[int]
-    """Sizes of the blocks, without headers."""
+    """Sizes of the blocks, without headers; empty for blocks of any size."""
 
     def __len__(self) -> int:
         return len(self.addresses)
@@ -73,11 +73,11 @@ def expected_of(wanted: Wanted, index: int) -> Expected:
 
 
 def image_bytes(wanted: Wanted, index: int) -> int:
-    """Returns the bytes of the whole image of one of them, header included."""
+    """Returns the bytes of the whole image of one of them, header included; 0 for a block of any size."""
     if isinstance(wanted, Chain):
         layout = wanted.namespace.layout
         return header_bytes(layout.chunk_tokens * 4, layout.section_count) + layout.chunk_bytes
-    return header_bytes(len(wanted.keys[index]), 1) + wanted.sizes_bytes[index]
+    return header_bytes(len(wanted.keys[index]), 1) + wanted.sizes_bytes[index] if wanted.sizes_bytes else 0
 
 
 def image_sizes(wanted: Wanted, indexes: Sequence[int]) -> list[int]:

@@ -27,7 +27,7 @@ POISON = np.uint64(0x5A5A_5A5A_5A5A_5A5A)
 class ReplayCache(Protocol):
     """The calls that a replay makes; ``kvstore.client.Cache`` has them."""
 
-    def match(self, tokens: TokenArray) -> int: ...
+    def match(self, tokens: TokenArray, *, counts: bool = True) -> int: ...
 
     def get(self, tokens: TokenArray, out: KvBytes) -> int: ...
 
@@ -36,7 +36,10 @@ class ReplayCache(Protocol):
 
 @dataclass(slots=True)
 class Tally:
-    """Counts of one caller. ``differences`` are the first few hits that were not as expected."""
+    """Counts of one caller. ``differences`` are the first few hits that were not as expected.
+
+    ``tokens`` are those of full blocks, as in the counters of a store: no store has the rest of a prompt.
+    """
 
     requests: int = 0
     tokens: int = 0
@@ -96,7 +99,7 @@ class Lane:
         matched, seconds = _timed(lambda: self._cache.match(tokens))
         tally.match_s += seconds
         tally.requests += 1
-        tally.tokens += request.input_length
+        tally.tokens += request.full_blocks * BLOCK_TOKENS
         tally.tokens_matched += matched
         self._check_hits(request, matched)
         got = self._read(request, tokens, seeds, min(matched, len(seeds) * BLOCK_TOKENS))
@@ -105,7 +108,7 @@ class Lane:
 
     def find(self, request: Request) -> None:
         """Counts the request if a full block of it is not in the store; called after all requests were put."""
-        matched = self._cache.match(self._content.tokens(request))
+        matched = self._cache.match(self._content.tokens(request), counts=False)
         if matched != request.full_blocks * BLOCK_TOKENS:
             self.tally.not_found += 1
             self.tally.note(

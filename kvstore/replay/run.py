@@ -30,7 +30,7 @@ def replay(
     with open_store() as store:
         cache = store.namespace(plan.namespace, content.layout)
         for request in {each.hash_ids[0]: each for each in requests if each.full_blocks}.values():
-            if cache.match(content.tokens(request)[:BLOCK_TOKENS]):
+            if cache.match(content.tokens(request)[:BLOCK_TOKENS], counts=False):
                 raise InvalidRequest(
                     f"namespace {plan.namespace!r} holds chunks of this trace already, so its hits cannot be told from "
                     f"new ones: give another --namespace, or kvstore clear it"

@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kvstore.errors import InvalidRequest
 from kvstore.tokens import TOKENS_MAX
@@ -85,9 +86,17 @@ def _parse(line: bytes, number: int) -> Request:
         raise InvalidRequest(f"longer than {LINE_BYTES_MAX} bytes")
     try:
         fields = json.loads(line)
+    except ValueError as cause:
+        raise InvalidRequest(f"not a request ({cause}); expected JSON with input_length and hash_ids") from cause
+    return parse_request(fields, number)
+
+
+def parse_request(fields: Any, number: int) -> Request:
+    """The request in a line that was parsed as JSON. Raises InvalidRequest."""
+    try:
         ids = fields["hash_ids"]
         lengths = [fields["input_length"], fields.get("output_length", 0), int(fields.get("timestamp", 0))]
-    except (ValueError, KeyError, TypeError, AttributeError) as cause:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as cause:
         raise InvalidRequest(
             f"not a request ({type(cause).__name__}: {cause}); expected JSON with input_length and hash_ids"
         ) from cause

@@ -48,6 +48,7 @@ _OURS = frozenset(
         places.METADATA,
         *places.METADATA_LOGS,
         places.RESERVE,
+        places.BOUND,
         places.LINEAGE,
     }
 )

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from kvstore.counts import WorkerCount
+from kvstore.security.account import Account, said_account
 from kvstore.security.audit import AuditLog
 from kvstore.security.authenticator import Authenticator
 from kvstore.security.denials import Denied, NotKnown, Reason
@@ -22,7 +23,10 @@ _OVER_QUOTA = {quota: WorkerCount[f"REFUSED_{quota.upper()}_QUOTA"] for quota in
 
 
 class Guard:
-    """Thread-safe. Without ``authenticator`` every caller may do everything, and only certificates name a caller."""
+    """Thread-safe. Without ``authenticator`` every caller may do everything, and only certificates name a caller.
+
+    ``account`` is the only one whose callers are let in then; None for every account.
+    """
 
     def __init__(
         self,
@@ -30,10 +34,14 @@ class Guard:
         authenticator: Authenticator | None = None,
         audit: AuditLog | None = None,
         monotonic_s: Callable[[], float] = time.monotonic,
+        account: Account | None = None,
     ) -> None:
         self.count = count
         self.audit = audit or AuditLog(None)
         self._authenticator = authenticator
+        self._account = account
+        self.lets_all_in = authenticator is None and account is None
+        """True if no caller has to prove anything."""
         self._meters = Meters(monotonic_s)
         self.audit.on_lost = lambda: count(WorkerCount.AUDIT_LOST)
         if authenticator is not None:
@@ -41,31 +49,40 @@ class Guard:
 
     @property
     def is_open(self) -> bool:
-        """True if every caller may do everything."""
+        """True if everybody who is let in may do everything."""
         return self._authenticator is None
 
     @property
     def asks(self) -> bool:
         """True if the caller's identity matters: for its rights, or for the audit log."""
-        return self._authenticator is not None or self.audit.has_file
+        return self._authenticator is not None or self._account is not None or self.audit.has_file
 
     def knows(self, presented: Presented) -> bool:
         """True if that proves an identity; a failure is neither counted nor written down."""
         try:
-            return self._authenticator is None or bool(self._authenticator.identify(presented).name)
+            return bool(self._identified(presented).name)
         except (NotKnown, Denied):
             return False
 
     def identify(self, method: str, presented: Presented, peer: str = "", request_id: str | None = None) -> Identity:
         """Returns the caller's identity. Raises NotKnown or Denied."""
-        if self._authenticator is None:
-            return Identity(CERTIFICATE + presented.names[0] if presented.names else ANYONE, _ALL)
         try:
-            return self._authenticator.identify(presented)
+            return self._identified(presented)
         except (NotKnown, Denied) as error:
             name = CERTIFICATE + presented.names[0] if presented.names else None
             self._note(error.reason, method, error.claimed or name, peer, request_id)
             raise
+
+    def _identified(self, presented: Presented) -> Identity:
+        if self._authenticator is not None:
+            return self._authenticator.identify(presented)
+        if self._account is not None and not self._account.is_proved_by(presented.account):
+            raise NotKnown(
+                Reason.UNAUTHENTICATED,
+                f"this worker serves only the account that it runs as, {said_account()}: run as that account, or start "
+                "the worker with --any-account",
+            )
+        return Identity(CERTIFICATE + presented.names[0] if presented.names else ANYONE, _ALL)
 
     def admit(self, method: str, presented: Presented, peer: str = "", request_id: str | None = None) -> Visit:
         """Admits a call. Raises NotKnown; or Denied if the caller may do that with no tenant at all."""

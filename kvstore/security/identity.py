@@ -15,7 +15,8 @@ ANYONE = "anyone"
 
 @dataclass(frozen=True, slots=True)
 class Presented:
-    """The proofs of a caller: the names in a certificate that TLS has verified, its SHA-256, and a token.
+    """The proofs of a caller: the names in a certificate that TLS has verified, its SHA-256, a token, and its
+    account.
 
     Only the certificate is verified so far. It has no representation: tokens are secrets.
     """
@@ -25,6 +26,8 @@ class Presented:
     thumbprint: bytes = b""
     """SHA-256 over the certificate (DER); empty without one."""
     token: str | None = field(default=None, repr=False)
+    account: str = field(default="", repr=False)
+    """What proves the account that the caller runs as (``account.py``)."""
 
 
 NOTHING = Presented()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvstore.security.account import Account
 from kvstore.security.audit import AuditLog
 from kvstore.security.authenticator import Authenticator
 from kvstore.security.tls import Certificate
@@ -18,3 +19,5 @@ class ServerSecurity:
     """True if TLS is mutual."""
     authenticator: Authenticator | None = None
     audit: AuditLog | None = None
+    account: Account | None = None
+    """The only account whose clients are served; None for every account."""

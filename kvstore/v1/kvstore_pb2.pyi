@@ -116,20 +116,26 @@ class ListNamespacesResponse(_message.Message):
     def __init__(self, digest: _Optional[bytes] = ..., namespace: _Optional[_Union[Namespace, _Mapping]] = ...) -> None: ...
 
 class MatchRequest(_message.Message):
-    __slots__ = ("namespace", "tokens")
+    __slots__ = ("namespace", "tokens", "uncounted", "lengths")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    UNCOUNTED_FIELD_NUMBER: _ClassVar[int]
+    LENGTHS_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     tokens: bytes
-    def __init__(self, namespace: _Optional[bytes] = ..., tokens: _Optional[bytes] = ...) -> None: ...
+    uncounted: bool
+    lengths: bytes
+    def __init__(self, namespace: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., uncounted: bool = ..., lengths: _Optional[bytes] = ...) -> None: ...
 
 class MatchResponse(_message.Message):
-    __slots__ = ("chunks", "tokens")
+    __slots__ = ("chunks", "tokens", "each")
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EACH_FIELD_NUMBER: _ClassVar[int]
     chunks: int
     tokens: int
-    def __init__(self, chunks: _Optional[int] = ..., tokens: _Optional[int] = ...) -> None: ...
+    each: bytes
+    def __init__(self, chunks: _Optional[int] = ..., tokens: _Optional[int] = ..., each: _Optional[bytes] = ...) -> None: ...
 
 class PutRequest(_message.Message):
     __slots__ = ("start", "checksums", "data")
@@ -168,7 +174,7 @@ class PutResponse(_message.Message):
     def __init__(self, tokens_present: _Optional[int] = ..., chunks_written: _Optional[int] = ..., chunks_found: _Optional[int] = ..., bytes_written: _Optional[int] = ...) -> None: ...
 
 class GetRequest(_message.Message):
-    __slots__ = ("namespace", "tokens", "hold", "first", "chunks_max", "order", "memory_only")
+    __slots__ = ("namespace", "tokens", "hold", "first", "chunks_max", "order", "memory_only", "uncounted")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     HOLD_FIELD_NUMBER: _ClassVar[int]
@@ -176,6 +182,7 @@ class GetRequest(_message.Message):
     CHUNKS_MAX_FIELD_NUMBER: _ClassVar[int]
     ORDER_FIELD_NUMBER: _ClassVar[int]
     MEMORY_ONLY_FIELD_NUMBER: _ClassVar[int]
+    UNCOUNTED_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     tokens: bytes
     hold: bytes
@@ -183,7 +190,8 @@ class GetRequest(_message.Message):
     chunks_max: int
     order: Order
     memory_only: bool
-    def __init__(self, namespace: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., hold: _Optional[bytes] = ..., first: _Optional[int] = ..., chunks_max: _Optional[int] = ..., order: _Optional[_Union[Order, str]] = ..., memory_only: bool = ...) -> None: ...
+    uncounted: bool
+    def __init__(self, namespace: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., hold: _Optional[bytes] = ..., first: _Optional[int] = ..., chunks_max: _Optional[int] = ..., order: _Optional[_Union[Order, str]] = ..., memory_only: bool = ..., uncounted: bool = ...) -> None: ...
 
 class GetResponse(_message.Message):
     __slots__ = ("start", "checksums", "data")
@@ -352,22 +360,26 @@ class PutBlocksResponse(_message.Message):
     def __init__(self, stored: _Optional[bytes] = ...) -> None: ...
 
 class MatchBlocksRequest(_message.Message):
-    __slots__ = ("namespace", "keys", "each")
+    __slots__ = ("namespace", "keys", "each", "sizes")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     EACH_FIELD_NUMBER: _ClassVar[int]
+    SIZES_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     keys: bytes
     each: bool
-    def __init__(self, namespace: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., each: bool = ...) -> None: ...
+    sizes: bool
+    def __init__(self, namespace: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., each: bool = ..., sizes: bool = ...) -> None: ...
 
 class MatchBlocksResponse(_message.Message):
-    __slots__ = ("blocks", "present")
+    __slots__ = ("blocks", "present", "sizes")
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     PRESENT_FIELD_NUMBER: _ClassVar[int]
+    SIZES_FIELD_NUMBER: _ClassVar[int]
     blocks: int
     present: bytes
-    def __init__(self, blocks: _Optional[int] = ..., present: _Optional[bytes] = ...) -> None: ...
+    sizes: bytes
+    def __init__(self, blocks: _Optional[int] = ..., present: _Optional[bytes] = ..., sizes: _Optional[bytes] = ...) -> None: ...
 
 class GetBlocksRequest(_message.Message):
     __slots__ = ("namespace", "keys", "sizes", "hold")

@@ -149,7 +149,7 @@ class KVStoreServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Match(self, request, context):
-        """How many leading tokens are in the store.
+        """How many leading tokens are in the store, of one prompt or of several.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

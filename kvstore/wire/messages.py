@@ -37,6 +37,7 @@ _SEAL_TAG = b"\xf9\x7f"
 _SEAL_SUM = struct.Struct("<Q")
 SEAL_BYTES = len(_SEAL_TAG) + _SEAL_SUM.size
 TOKEN_BYTES = 4
+PROMPTS_MAX = 65_536
 _WRITES: dict[WriteMode | None, pb.Write] = {
     None: pb.WRITE_UNSPECIFIED,
     WriteMode.THROUGH: pb.WRITE_THROUGH,
@@ -152,6 +153,36 @@ def unpack_tokens(packed: bytes) -> TokenArray:
             f"{len(packed) // TOKEN_BYTES} tokens are over the limit of {TOKENS_MAX}: split the prompt"
         )
     return np.frombuffer(packed, dtype="<u4")
+
+
+def pack_prompts(prompts: Sequence[TokenArray]) -> dict[str, bytes]:
+    """Encodes several prompts as the fields ``tokens`` and ``lengths``."""
+    lengths = np.array([len(tokens) for tokens in prompts], "<u4").tobytes()
+    return {"tokens": b"".join(map(pack_tokens, prompts)), "lengths": lengths}
+
+
+def unpack_prompts(packed: bytes, packed_lengths: bytes) -> list[TokenArray]:
+    """Decodes several prompts. Raises InvalidRequest as ``unpack_tokens``, or if the lengths do not fit."""
+    tokens = unpack_tokens(packed)
+    if len(packed_lengths) % 4 or len(packed_lengths) > 4 * PROMPTS_MAX:
+        raise InvalidRequest(
+            f"lengths have {len(packed_lengths)} bytes: expected 4 for each prompt, and at most {PROMPTS_MAX} prompts"
+        )
+    ends = np.cumsum(np.frombuffer(packed_lengths, "<u4").astype(np.int64)).tolist()
+    if not ends or ends[-1] != len(tokens):
+        raise InvalidRequest(f"the lengths sum to {ends[-1] if ends else 0}: expected {len(tokens)}, the tokens sent")
+    return [tokens[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+def pack_counts(counts: Sequence[int]) -> bytes:
+    """Encodes leading chunks of several prompts as little-endian u32."""
+    return np.array(counts, "<u4").tobytes()
+
+
+def unpack_counts(packed: bytes, most: int) -> list[int]:
+    """Decodes leading chunks of at most ``most`` prompts; a part of a count is left out."""
+    counts: list[int] = np.frombuffer(packed, "<u4", min(most, len(packed) // 4)).tolist()
+    return counts
 
 
 def pack_keys(keys: Sequence[bytes]) -> bytes:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import grpc
 
+from kvstore.channels import Unreached, unreached
 from kvstore.errors import (
     HoldBroken,
     InvalidRequest,
@@ -109,8 +110,17 @@ class Failure:
     """True if nothing at all was done, so that even a call that must not run twice may be sent again."""
 
 
-def failure(code: grpc.StatusCode, message: str, trailers: Iterable[tuple[str, str | bytes]], where: str) -> Failure:
-    """Converts a status to one of our errors. ``where`` names the worker in messages that are not its own."""
+def failure(
+    code: grpc.StatusCode,
+    message: str,
+    trailers: Iterable[tuple[str, str | bytes]],
+    where: str,
+    within_s: float | None = None,
+) -> Failure:
+    """Converts a status to one of our errors, in our words.
+
+    ``where`` names the worker, and ``within_s`` says how long it had, in messages that are not its own.
+    """
     tags = {key: value for key, value in trailers if isinstance(value, str)}
     kind = _BY_NAME.get(tags.get(ERROR_KEY, ""))
     if kind is HoldBroken:
@@ -120,43 +130,42 @@ def failure(code: grpc.StatusCode, message: str, trailers: Iterable[tuple[str, s
     if code is grpc.StatusCode.UNAVAILABLE:
         return _unreached(message, where)
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return Failure(Unavailable(f"worker {where} did not answer in time"), False, False)
+        time = "in time" if within_s is None else f"within {round(within_s, 1):g} s"
+        said = f"worker {where} did not answer {time}: it has too much to do, is frozen, or its root hangs; retry later"
+        return Failure(Unavailable(said), False, False)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and message.startswith("Concurrent RPC limit"):
         return Failure(Busy(f"worker {where} has too many calls at once: back off"), True, True)  # gRPC itself says so
-    kind = _BY_CODE.get(code, Unavailable)
-    return Failure(kind(f"worker {where}: {message or code.name}"), code is grpc.StatusCode.INTERNAL, False)
+    kind, said = _BY_CODE.get(code, Unavailable), _SAID.get(code) or message or "it gave no reason; see its log"
+    return Failure(kind(f"worker {where}: {said}"), code is grpc.StatusCode.INTERNAL, False)
 
 
-_UNREACHED = (
-    (
-        "connection refused",
-        "nothing listens there",
-        "check that the worker runs, and the port: its ready line has both",
-    ),
-    ("no such file", "there is no such socket", "check that the worker runs, and the path"),
-    ("resolving", "its name has no address", "check the name of the host"),
-    ("resolution failed", "its name has no address", "check the name of the host"),
-    (
-        "handshake",
-        "TLS failed",
-        "check that the worker has TLS, and the files of tls= (--tls-ca, --tls-cert, --tls-key)",
-    ),
-    ("parsing http/2", "no worker listens there", "check the port: that of gRPC, not that of metrics"),
-    ("settings frame", "what listens there does not speak", "check the port, and that the worker is not frozen"),
-    ("failed to connect", "there is no way to it", "check the host, its network and firewalls"),
-)
-"""Parts of what gRPC says where it has no connection, in lower case; why, and what to check. The first match counts."""
+_SAID = {
+    grpc.StatusCode.UNIMPLEMENTED: "what answers there does not know this call: check the address, and that the worker "
+    "has the version of its clients",
+    grpc.StatusCode.CANCELLED: "it ended the call, as a worker does that stops; retry later",
+}
+"""What to say instead of gRPC's words for a status that no worker of ours gives."""
+
+
+_CHECKS = {
+    Unreached.REFUSED: "check that the worker runs, and the port: its ready line has both",
+    Unreached.NO_SOCKET: "check that the worker runs, and the path",
+    Unreached.NO_ADDRESS: "check the name of the host",
+    Unreached.TLS: "check that the worker has TLS, and the files of tls= (--tls-ca, --tls-cert, --tls-key)",
+    Unreached.OTHER_PROTOCOL: "check the port: that of gRPC, not that of metrics",
+    Unreached.SILENT: "check the port, and that the worker is not frozen",
+    Unreached.NO_WAY: "check the host, its network and firewalls",
+}
+"""What to check where there is no connection to a worker."""
 
 
 def _unreached(message: str, where: str) -> Failure:
     """A failure of the connection to a worker, with advice instead of gRPC's text."""
-    lower = message.lower()
-    unsent = lower.startswith("failed to connect")
-    for part, why, advice in _UNREACHED:
-        if part in lower:
-            return Failure(Unavailable(f"cannot reach worker {where}: {why}; {advice}"), False, unsent)
-    said = f"the connection to worker {where} ended ({message or 'no reason given'})"
-    return Failure(Unavailable(f"{said}: it was stopped or restarted, perhaps; retry later"), False, unsent)
+    unsent = message.lower().startswith("failed to connect")
+    if (found := unreached(message)) is not None:
+        return Failure(Unavailable(f"cannot reach worker {where}: {found.why}; {_CHECKS[found]}"), False, unsent)
+    said = f"the connection to worker {where} ended: it was stopped or restarted, perhaps; retry later"
+    return Failure(Unavailable(said), False, unsent)
 
 
 def _fitting(message: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 
+from kvstore.security.account import HEADER
 from kvstore.security.guard import Visit
 from kvstore.security.identity import Presented
 from kvstore.security.permissions import Role
@@ -108,11 +109,12 @@ def presented_by(context: Any) -> Presented:
     token = header[len(BEARER) :].strip() if header.lower().startswith(BEARER) else None
     shown = context.auth_context()
     pem = b"".join(shown.get("x509_pem_cert", ()))
+    account = str(metadata.get(HEADER, ""))
     if not pem:
-        return Presented(token=token)
+        return Presented(token=token, account=account)
     names = [*shown.get("peer_uri", ()), *shown.get("x509_uri", ())] or [*shown.get("x509_common_name", ())]
     thumbprint = hashlib.sha256(ssl.PEM_cert_to_DER_cert(pem.decode("ascii"))).digest()
-    return Presented(tuple(name.decode(errors="replace") for name in dict.fromkeys(names)), thumbprint, token)
+    return Presented(tuple(name.decode(errors="replace") for name in dict.fromkeys(names)), thumbprint, token, account)
 
 
 def request_of(context: Any) -> str | None:

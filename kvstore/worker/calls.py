@@ -15,6 +15,7 @@ from kvstore import tracing
 from kvstore.counts import Counts, WorkerCount
 from kvstore.errors import KVStoreError
 from kvstore.node.counters import Latencies, Latency
+from kvstore.security.account import Account
 from kvstore.security.audit import AuditLog
 from kvstore.security.authenticator import Authenticator
 from kvstore.security.guard import Guard, Visit
@@ -44,10 +45,15 @@ class Calls:
     """Counts and timings of the worker's calls; thread-safe."""
 
     def __init__(
-        self, gate: Gate, ids: Ids, authenticator: Authenticator | None = None, audit: AuditLog | None = None
+        self,
+        gate: Gate,
+        ids: Ids,
+        authenticator: Authenticator | None = None,
+        audit: AuditLog | None = None,
+        account: Account | None = None,
     ) -> None:
         self.gate = gate
-        self.guard = Guard(self.add, authenticator, audit)
+        self.guard = Guard(self.add, authenticator, audit, account=account)
         self._ids = ids
         self._lock = threading.Lock()  # guards counts of calls, and of bytes by path
         self._counts = Counts(WorkerCount)

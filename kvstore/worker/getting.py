@@ -15,7 +15,7 @@ from kvstore.node.reading import Reading
 from kvstore.node.wanted import leading
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.frames import encode_frame
-from kvstore.wire.messages import unpack_keys, unpack_sizes
+from kvstore.wire.messages import pack_sizes, unpack_keys, unpack_sizes
 from kvstore.wire.parts import encode_parts
 from kvstore.worker.admission import Buffers, BytesInFlight
 from kvstore.worker.bulk.layering import layers_of
@@ -69,6 +69,8 @@ class GetStreams:
         namespace, keys = self._prompts.namespace(request.namespace, context), unpack_keys(request.keys)
         self._prompts.settle_blocks(namespace, keys)
         deadline = Deadline(self._node.clock, seconds_left(context, self._node.limits.match_deadline_s))
+        if request.sizes:
+            return pb.MatchBlocksResponse(sizes=pack_sizes(self._node.blocks.sizes(namespace, keys, deadline)))
         if request.each:
             present = bytes(self._node.blocks.present(namespace, keys, deadline))
             return pb.MatchBlocksResponse(blocks=len(present) - len(present.lstrip(b"\1")), present=present)

@@ -121,7 +121,8 @@ class Prompts:
             return
         node = self._member.node
         chain = self.chain(request.namespace, request.tokens, call, request.chunks_max)
-        hold = node.hold(chain, deadline_s=seconds_left(call, node.limits.match_deadline_s))
+        left_s = seconds_left(call, node.limits.match_deadline_s)
+        hold = node.hold(chain, deadline_s=left_s, counts=not request.uncounted)
         try:
             yield hold, hold.count
         finally:

@@ -10,6 +10,7 @@ import grpc
 from google.protobuf.message import Message
 
 from kvstore.errors import InvalidRequest
+from kvstore.node.asking import match_each
 from kvstore.node.counters import TierTimings
 from kvstore.node.member import Member
 from kvstore.root.interface import Space
@@ -19,7 +20,7 @@ from kvstore.security.tls import Certificate
 from kvstore.sources import Clock
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.limits import SERVICE
-from kvstore.wire.messages import namespace_message, namespace_of, unpack_keys
+from kvstore.wire.messages import namespace_message, namespace_of, pack_counts, unpack_keys, unpack_prompts
 from kvstore.wire.watch import Watch
 from kvstore.worker.admission import Buffers, BytesInFlight, Gate
 from kvstore.worker.bulk.listener import BulkListener
@@ -61,7 +62,7 @@ class Service:
         security = security or ServerSecurity()
         if security.tls is not None:
             self.add_gauges(partial(_expiry, security.tls))
-        self.calls = Calls(self.gate, node.ids, security.authenticator, security.audit)
+        self.calls = Calls(self.gate, node.ids, security.authenticator, security.audit, security.account)
         self.in_flight = BytesInFlight(limits.bytes_in_flight_max, self.calls.tenant)
         self.holds = ClientHolds(
             limits.holds_max,
@@ -187,8 +188,14 @@ class Service:
                 ).SerializeToString()
 
     def _match(self, request: pb.MatchRequest, call: Call) -> Message:
+        if request.lengths:
+            namespace = self.prompts.namespace(request.namespace, call)
+            prompts = unpack_prompts(request.tokens, request.lengths)
+            left_s = seconds_left(call, self._node.limits.match_deadline_s)
+            return pb.MatchResponse(each=pack_counts(match_each(self._node, namespace, prompts, left_s)))
         chain = self.prompts.chain(request.namespace, request.tokens, call)
-        count = self._node.match(chain, seconds_left(call, self._node.limits.match_deadline_s))
+        left_s = seconds_left(call, self._node.limits.match_deadline_s)
+        count = self._node.match(chain, left_s, counts=not request.uncounted)
         return pb.MatchResponse(chunks=count, tokens=count * chain.namespace.layout.chunk_tokens)
 
     def _hold(self, request: pb.HoldRequest, call: Call) -> Message:

@@ -95,7 +95,7 @@ class Door:
     def knock(self, method: str, context: grpc.ServicerContext) -> None:
         """Returns if the caller may come in, to be authorised inside; aborts the call otherwise."""
         service, _, name = method.removeprefix("/").rpartition("/")
-        if self._guard.is_open:
+        if self._guard.lets_all_in:
             return
         if service == HEALTH:
             self._admit_to_health(name, context)

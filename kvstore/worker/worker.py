@@ -89,6 +89,7 @@ class Worker:
         self._settled = threading.Event()  # listed, or leaving before that
         self._changed = Monitor()  # guards that the worker stops
         self._leaving = False
+        self._deregistered = False
         self._room_at_s = 0.0
         self._server: grpc.Server | None = None
         self._threads: DaemonThreads | None = None
@@ -140,6 +141,8 @@ class Worker:
         self._server, self._threads = server, threads
         self.address = self._listen if is_path else f"{host}:{bound}"
         self.advertised = self.advertised or self._reachable(host, bound, is_path)
+        if self._security.account is not None:
+            self._security.account.serve(self.address, self.advertised)
         self._health.set(True)
         self._loop.start()
         self._member.presence.attach(self._register)
@@ -232,10 +235,13 @@ class Worker:
                 self._settled.set()
 
     def _deregister(self) -> None:
-        """Takes the worker off the list; without an answer from etcd it goes with its session."""
+        """Takes the worker off the list, once; without an answer from etcd it goes with its session."""
         if not self._registering.acquire(timeout=DEREGISTER_S):
             return
         try:
+            if self._deregistered:
+                return
+            self._deregistered = True
             self._workers.deregister(self._member.presence.current(), DEREGISTER_S)
         except KVStoreError as error:
             log.info("worker.not_deregistered %s", error)

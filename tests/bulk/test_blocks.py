@@ -14,7 +14,7 @@ import pytest
 
 from kvstore.client.limits import ClientLimits
 from kvstore.client.store import Store
-from kvstore.errors import InvalidRequest
+from kvstore.errors import InvalidRequest, WrongSize
 from kvstore.node.limits import Limits
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
@@ -107,13 +107,19 @@ def test_a_miss_in_the_middle_ends_nothing(served: Served, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_block_of_another_size_is_a_miss_and_stays(served: Served, way: str) -> None:
+def test_a_buffer_of_another_size_than_its_block_is_an_error_and_the_block_stays(served: Served, way: str) -> None:
     keys, blocks = keys_of(9, 3), blocks_of(9, 3, (5000,))
     with connected(served, bulk=way) as store:
         cache = store.namespace(f"sizes-{way}", MEDIUM).blocks
         assert cache.put(keys, blocks) == [True] * 3
         larger = [np.zeros(5000, np.uint8), np.zeros(5001, np.uint8), np.zeros(5000, np.uint8)]
-        assert cache.get(keys, larger) == [True, False, True]
+        with pytest.raises(WrongSize, match="buffer 1 has 5001 bytes, and its block in the store has 5000") as failed:
+            cache.get(keys, larger)
+        assert isinstance(failed.value, InvalidRequest) and failed.value.hits == [True, False, True]
+        assert same([larger[0], larger[2]], [blocks[0], blocks[2]])
+        with cache.hold(keys) as hold, pytest.raises(WrongSize, match="give a buffer of 5000 bytes"):
+            hold.get(keys, larger)
+        assert cache.get(keys_of(77, 1), larger[:1]) == [False]
         assert cache.get(keys, buffers_for(blocks)) == [True] * 3
         assert store.stats()["quarantined"] == 0
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -13,12 +15,13 @@ import pytest
 
 import kvstore
 from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.meta.etcd.faults import Fault, fault_of
 from kvstore.meta.interface import KeyValue
 from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.namespaces import Namespaces
 from kvstore.wire.statuses import failure
 from tests.node.stores import SMALL, TINY, kv_of
-from tests.worker.serving import connected, serving
+from tests.worker.serving import connected, serving, worker_process
 
 TOKENS = range(8 * TINY.chunk_tokens)
 KEYS = [bytes([number]) * 16 for number in range(3)]
@@ -107,13 +110,79 @@ def test_a_worker_that_cannot_be_reached_gives_advice(what: str, said: str, tmp_
         ("failed to connect to all addresses; last error: Tls handshake failed (TSI_PROTOCOL_FAILURE)", "TLS failed"),
         ("failed to connect to all addresses; last error: Failed parsing HTTP/2", "no worker listens there"),
         ("failed to connect to all addresses; last error: No route to host", "there is no way to it; check the host"),
-        ("Socket closed", "the connection to worker node7:7070 ended (Socket closed): it was stopped"),
+        ("Socket closed", "the connection to worker node7:7070 ended: it was stopped"),
     ],
 )
 def test_what_grpc_says_becomes_advice(text: str, said: str) -> None:
     failed = failure(grpc.StatusCode.UNAVAILABLE, text, (), "node7:7070")
     assert said in str(failed.error) and "node7:7070" in str(failed.error)
     assert (failed.answered, failed.unsent) == (False, text.startswith("failed to connect"))
+
+
+RAW = re.compile(r"[A-Z]+_[A-Z]+|UNAVAILABLE|CANCELLED|UNIMPLEMENTED|all addresses|StatusCode|recvmsg|Method not found")
+"""Words of gRPC that help nobody."""
+GRPC_SAYS = [
+    (grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded"),
+    (grpc.StatusCode.UNAVAILABLE, "failed to connect to all addresses; last error: UNKNOWN: ipv4:1.2.3.4:5: Failed to"),
+    (grpc.StatusCode.UNAVAILABLE, "recvmsg:Connection reset by peer"),
+    (grpc.StatusCode.UNAVAILABLE, ""),
+    (grpc.StatusCode.CANCELLED, "Locally cancelled by application!"),
+    (grpc.StatusCode.UNIMPLEMENTED, "Method not found!"),
+    (grpc.StatusCode.UNKNOWN, ""),
+    (grpc.StatusCode.INTERNAL, ""),
+]
+
+
+@pytest.mark.parametrize(("code", "text"), GRPC_SAYS)
+def test_no_error_of_a_worker_has_the_words_of_grpc(code: grpc.StatusCode, text: str) -> None:
+    said = str(failure(code, text, (), "node7:7070", 4.96).error)
+    assert "node7:7070" in said and not RAW.search(said), said
+    assert any(word in said for word in ("retry", "check", "see its log")), said
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        assert "did not answer within 5 s" in said
+
+
+class Said(grpc.RpcError, grpc.Call):  # type: ignore[misc]
+    """What gRPC raises."""
+
+    def __init__(self, code: grpc.StatusCode, text: str) -> None:
+        self._said = code, text
+
+    def code(self) -> grpc.StatusCode:
+        return self._said[0]
+
+    def details(self) -> str:
+        return self._said[1]
+
+
+def of_etcd(code: grpc.StatusCode, text: str) -> Fault:
+    Said.__abstractmethods__ = frozenset()  # what else a call has is of no use here
+    return fault_of(Said(code, text))  # type: ignore[abstract]
+
+
+@pytest.mark.parametrize(("code", "text"), GRPC_SAYS)
+def test_no_error_of_etcd_has_the_words_of_grpc(code: grpc.StatusCode, text: str) -> None:
+    said = str(of_etcd(code, text).error("get"))
+    assert said.startswith("etcd: get: ") and not RAW.search(said), said
+    assert "check" in said
+
+
+def test_what_etcd_itself_says_is_passed_on() -> None:
+    text = "etcdserver: mvcc: database space exceeded"
+    assert text in str(of_etcd(grpc.StatusCode.RESOURCE_EXHAUSTED, text).error("put"))
+
+
+@pytest.mark.slow
+def test_a_frozen_worker_is_named_with_the_time_that_it_had(tmp_root: Path) -> None:
+    limits = kvstore.ClientLimits(stats_s=1.0)
+    with worker_process(tmp_root) as worker, kvstore.connect(worker.address, limits=limits) as store:
+        store.namespace("m", TINY)
+        worker.send(signal.SIGSTOP)
+        try:
+            with pytest.raises(Unavailable, match=f"worker {worker.address} did not answer within 1 s: .* retry later"):
+                store.stats()
+        finally:
+            worker.send(signal.SIGCONT)
 
 
 class Frozen(MemoryMeta):

@@ -48,9 +48,9 @@ class Impatient:
         self.shed = 0
         self.doing = ""
 
-    def match(self, tokens: TokenArray) -> int:
+    def match(self, tokens: TokenArray, *, counts: bool = True) -> int:
         self.doing = "match"
-        return self._cache.match(tokens)
+        return self._cache.match(tokens, counts=counts)
 
     def get(self, tokens: TokenArray, out: KvBytes) -> int:
         self.doing = "get"

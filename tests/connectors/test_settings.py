@@ -35,6 +35,10 @@ WRONG: tuple[tuple[dict[Any, Any], str], ...] = (
     ({"root": "/x", "memory": 1024}, "test: memory=1024: expected 0, or at least"),
     ({"root": "/x", "memory": 1 << 30, "write": "sometimes"}, "write='sometimes': expected one of"),
     ({"root": "/x", "write": "behind"}, "write without memory"),
+    ({"root": "/x", "max_bytes": "8GiB"}, "max_bytes='8GiB': expected a number of bytes, \"auto\" or null"),
+    ({"root": "/x", "ttl": -1}, "ttl=-1: expected at least 1 s"),
+    ({"root": "/x", "etcd": "e:1", "max_bytes": 1 << 30}, "max_bytes and ttl beside etcd: kvstore-gc"),
+    ({"connect": "h:1", "max_bytes": 1 << 30, "ttl": 60}, "max_bytes and ttl beside connect"),
     ({"root": "/x", "load_timeout_s": 301}, "at most 300"),
     ({"root": "/x", "tenant": "x" * 300}, "tenant"),
     ({"root": "/x", "tenant": "\ud800"}, "tenant"),
@@ -48,6 +52,14 @@ WRONG: tuple[tuple[dict[Any, Any], str], ...] = (
 def test_settings_that_make_no_sense_are_refused_with_the_key(given: dict[Any, Any], said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):
         StoreSettings.of(given, "test")
+
+
+@pytest.mark.parametrize(("given", "bound"), [({"max_bytes": 1 << 30}, 1 << 30), ({"max_bytes": None}, 0)], ids=str)
+def test_an_engine_that_opens_a_folder_bounds_it(tmp_path: Path, given: dict[str, Any], bound: int) -> None:
+    with StoreSettings(root=str(tmp_path / "root"), **given).open() as store:
+        assert store.stats()["bound_bytes"] == bound
+    with StoreSettings(root=str(tmp_path / "root")).open() as store:
+        assert store.stats()["bound_bytes"] > 0
 
 
 TABLES: tuple[tuple[str, type[Settings]], ...] = (

@@ -29,7 +29,7 @@ from kvstore.meta.keys import Keys
 from kvstore.meta.usage import Room
 from kvstore.root.identity import read_identity
 from kvstore.root.posix import PosixRoot
-from kvstore_gc.reserve import RESERVE_BYTES
+from kvstore.root.reserve import RESERVE_BYTES
 from tests.etcd_fixture import eventually, running_etcd
 
 MIB = 1 << 20

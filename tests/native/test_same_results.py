@@ -13,6 +13,7 @@ import pytest
 from kvstore import Layout
 from kvstore.address import Address, Chain
 from kvstore.client.store import Store
+from kvstore.errors import WrongSize
 from kvstore.format.header import decode
 from kvstore.hints import PRESETS
 from kvstore.native import is_available
@@ -204,8 +205,9 @@ def test_blocks_of_many_sizes(tmp_root: Path, native: bool) -> None:
         cache = store.namespace("m", TINY).blocks
         found = [np.zeros(size, np.uint8) for size in sizes]
         absent, other = np.zeros(16, np.uint8), np.zeros(5000, np.uint8)
-        hits = cache.get([*keys, b"absent" * 4, keys[4]], [*found, absent, other])
-        assert hits == [True] * len(keys) + [False, False]
+        with pytest.raises(WrongSize, match="has 5000 bytes, and its block in the store has 4096") as failed:
+            cache.get([*keys, b"absent" * 4, keys[4]], [*found, absent, other])
+        assert failed.value.hits == [True] * len(keys) + [False, False]
         assert all(np.array_equal(left, right) for left, right in zip(found, blocks, strict=True))
         stats = store.stats()
         assert (stats["miss_absent"], stats["miss_other_size"], stats["miss_damaged"]) == (1, 1, 0)

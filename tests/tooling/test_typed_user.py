@@ -44,6 +44,8 @@ kvstore.Stroe  # wrong
 kvstore.conect("127.0.0.1:7070")  # wrong
 kvstore.connect("127.0.0.1:7070", token="abc")  # wrong
 kvstore.open("kv", memry=1)  # wrong
+kvstore.open("kv", max_bytes="64GiB")  # wrong
+kvstore.open("kv", ttl="7d")  # wrong
 kvstore.errors.Unavailble("later")  # wrong
 '''
 CHECKERS = {

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 import kvstore
+import kvstore.aio
 from kvstore import Cache, Hold, Layout, Pin, PutResult, Store
 from kvstore.errors import KVStoreError, Overloaded, Unavailable
 
@@ -17,6 +18,15 @@ LAYOUT = Layout(layers=2, kv_heads=1, head_dim=8, dtype="float16", chunk_tokens=
 
 def opened(folder: Path) -> Store:
     return kvstore.open(str(folder), memory=1 << 20, limits=kvstore.Limits(lanes=2))
+
+
+def bounded(folder: Path, size: int | None) -> tuple[Store, Store]:
+    return kvstore.open(folder, max_bytes=size, ttl=7 * 86_400.0), kvstore.open(folder, max_bytes="auto")
+
+
+async def bounded_async(folder: Path) -> float:
+    async with kvstore.aio.open(folder, max_bytes=64 << 30, ttl=3600) as store:
+        return (await store.stats())["bound_bytes"]
 
 
 def connected(address: str, tls: kvstore.ClientTls | None) -> Store:
@@ -59,6 +69,16 @@ def pinned(cache: Cache, tokens: list[int]) -> kvstore.PinRecord:
 def moved(cache: Cache, tokens: list[int]) -> int:
     ticket: kvstore.Ticket = cache.prefetch(tokens)
     return ticket.wait(1.0)
+
+
+def planned(cache: Cache, prompts: list[list[int]]) -> list[int]:
+    plan: kvstore.Plan = cache.plan(prompts, memory_tokens=1000, decode_tokens=8)
+    found: list[int] = []
+    with plan.run(ahead=1) as run:
+        for group in run:
+            members: tuple[int, ...] = group.members
+            found += members
+    return found if plan.tokens_to_compute < plan.tokens_total else plan.order
 
 
 def blocks(blocks: kvstore.BlockCache, key: bytes) -> list[bool]:

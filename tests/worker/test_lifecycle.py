@@ -139,6 +139,21 @@ def test_it_is_registered_when_it_has_started_and_while_it_serves(monkeypatch: p
     member.close()
 
 
+def test_it_is_taken_off_the_list_once_even_if_etcd_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each try takes its whole time then, so a worker whose ``up`` was killed looked as if it was left behind."""
+    tries = list[float]()
+
+    def gone(self: Workers, session: Session, timeout_s: float) -> None:
+        tries.append(timeout_s)
+        raise Unavailable("etcd is gone")
+
+    monkeypatch.setattr(Workers, "deregister", gone)
+    with serving() as served:
+        served.worker.drain(WAIT_S)
+        served.worker.stop()
+    assert len(tries) == 1
+
+
 def test_it_serves_although_etcd_does_not_list_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(*_: object) -> None:
         raise Unavailable("etcd does not answer")

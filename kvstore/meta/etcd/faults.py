@@ -11,6 +11,7 @@ from enum import Enum, auto
 
 import grpc
 
+from kvstore.channels import unreached
 from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied, Unavailable
 
 
@@ -31,7 +32,7 @@ class Effect(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """An error, understood. ``text`` is what etcd or gRPC said, ``advice`` what to do about it."""
+    """An error, understood. ``text`` is what etcd said or what failed, ``advice`` what to do about it."""
 
     effect: Effect
     text: str
@@ -92,15 +93,32 @@ _CODES: dict[grpc.StatusCode, tuple[Effect, str]] = {
 }
 
 
+_FAILED = {
+    grpc.StatusCode.DEADLINE_EXCEEDED: "it did not answer in time",
+    grpc.StatusCode.CANCELLED: "the call was cut off",
+    grpc.StatusCode.UNIMPLEMENTED: "it does not know the call",
+}
+
+
 def fault_of(error: grpc.RpcError) -> Fault:
     """Returns the meaning of ``error``. Unknown errors are UNSURE, so nothing is sent twice that must not be."""
     code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
-    text = f"{code.name}: {(error.details() if isinstance(error, grpc.Call) else '') or 'no details'}"[:1000]
-    lower = text.lower()
+    details = ((error.details() if isinstance(error, grpc.Call) else "") or "")[:1000]
+    lower = details.lower()
     effect, advice = next(
         ((effect, advice) for part, effect, advice in _TEXTS if part in lower),
         _CODES.get(code, (Effect.UNSURE, _RETRY)),
     )
     if any(word in lower for word in ("ssl", "certificate")):
         advice = "check the CA, the client certificate, and the host name that the server's certificate is made for"
-    return Fault(effect, text, advice)
+    return Fault(effect, _plain(code, details), advice)
+
+
+def _plain(code: grpc.StatusCode, details: str) -> str:
+    """Returns etcd's own words, or what failed in ours: gRPC's help nobody."""
+    if "etcdserver" in details:
+        return details
+    if code is grpc.StatusCode.UNAVAILABLE:
+        found = unreached(details)
+        return found.why if found is not None else "the connection to it ended"
+    return _FAILED.get(code) or details or "it gave no reason"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 
 from kvstore.errors import KVStoreError, PermissionDenied, Unavailable
 
+PAGE_BYTES = 4096
+"""SQLite's default."""
 _BUSY = "another process has been writing to it for too long (is one stopped?): the call may be repeated"
 _DAMAGED = (
     "it is damaged. Chunks are served, but nothing is protected and nothing collected. End all processes that use this "
@@ -24,16 +27,29 @@ _ADVICE = {
     sqlite3.SQLITE_ERROR: _DAMAGED,  # such as a table that is not there: our statements are right
 }
 _REFUSALS = frozenset({sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM, sqlite3.SQLITE_AUTH})
+_WAITS = frozenset({sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL})
 _HARMLESS = frozenset({sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL})
 
 
 def fault_of(error: sqlite3.Error, path: str) -> KVStoreError:
     """Returns the caller's error for one of SQLite's."""
     code = _code(error)
+    if code in _WAITS and _is_cut(path):
+        # SQLite waits for others to mend what they cannot.
+        return Unavailable(f"metadata in {path}: the file was cut: {_DAMAGED}")
     if code in _REFUSALS:
         return PermissionDenied(f"metadata in {path}: {error}: {_REFUSED}")
     advice = _ADVICE.get(code, "is the disk full or failing?")
     return Unavailable(f"metadata in {path}: {error}: {advice}")
+
+
+def _is_cut(path: str) -> bool:
+    """True if the file has a size that SQLite never gives it. Not opened: closing it would drop SQLite's locks."""
+    try:
+        size_bytes = os.stat(path).st_size
+    except OSError:
+        return False
+    return size_bytes == 0 or size_bytes % PAGE_BYTES != 0
 
 
 def keeps_connection(error: sqlite3.Error) -> bool:

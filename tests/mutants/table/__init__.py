@@ -6,7 +6,18 @@ from importlib import import_module
 
 from tests.mutants.mutant import Mutant
 
-PARTS = ("protocol_nodes", "protocol_sweeps", "native", "files", "images", "wire", "access", "limits", "room")
+PARTS = (
+    "protocol_nodes",
+    "protocol_sweeps",
+    "native",
+    "files",
+    "images",
+    "wire",
+    "access",
+    "limits",
+    "room",
+    "planning",
+)
 
 
 def all_mutants() -> list[Mutant]:

@@ -7,6 +7,7 @@ from tests.mutants.planters import Planter, edit, replace, skip
 
 LEVEL = "gc/test_capacity.py::test_"
 USAGE = "node/test_usage.py::test_"
+CLAIMS = "node/test_claims.py::test_s6_"
 ORPHANS = "gc/test_orphans.py::test_"
 UNREADABLE = "node/test_unreadable.py::test_"
 
@@ -48,6 +49,25 @@ BOUND = [
         "writes-not-counted",
         skip("kvstore.node.usage:NodeUsage.wrote"),
         f"{USAGE}what_a_node_puts_and_clears_is_what_it_reports",
+    ),
+    bound(
+        "puts-without-a-claim",
+        edit(
+            "kvstore.node.usage:NodeUsage._is_spent",
+            "return self.claiming is not None and self._written >= self._claimed",
+            "return False",
+        ),
+        f"{CLAIMS}a_node_writes_no_more_than_was_claimed_and_one_put",
+    ),
+    bound(
+        "overdraft-not-counted",
+        edit("kvstore.node.usage:NodeUsage.close", "if left_bytes and", "if left_bytes > 0 and"),
+        f"{CLAIMS}many_short_programs_together_stay_below_the_bound",
+    ),
+    bound(
+        "claims-go-on-beside-a-word",
+        edit("kvstore_gc.signs:RoomSign._say", "if self._bounds is not None and", "if False and"),
+        "gc/test_reports.py::test_s6_the_first_word_ends_all_claims_and_a_collector_that_ends_leaves_the_level",
     ),
     bound(
         "unreported-writes-forgotten",

@@ -1,0 +1,13 @@
+"""Files of offline batches: their prompts for a plan, and the same requests in another order, to a file or a server.
+
+``forms`` has the kinds of requests, ``tokenizer`` turns text into tokens, ``file`` reads and writes, ``server`` is
+asked, ``results`` has what it answered, ``sending`` does all of a batch.
+"""
+
+from kvstore.batches.file import Batch, read_batch
+from kvstore.batches.results import Results
+from kvstore.batches.sending import Sent, send
+from kvstore.batches.server import Server
+from kvstore.batches.tokenizer import Tokenizer, load_tokenizer
+
+__all__ = ["Batch", "Results", "Sent", "Server", "Tokenizer", "load_tokenizer", "read_batch", "send"]

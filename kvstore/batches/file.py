@@ -1,0 +1,186 @@
+"""A batch file: read once, line by line, and written again in another order. The lines themselves do not change.
+
+Kept of each request are its packed prompt and its place in the file. A file that is one JSON array is read whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvstore.batches.forms import Asked, Form, asked, form_of
+from kvstore.batches.tokenizer import Tokenizer
+from kvstore.errors import InvalidRequest
+from kvstore.planning import Prompts
+from kvstore.replay.trace import BLOCK_TOKENS
+
+LINE_BYTES_MAX = 64 << 20
+ARRAY_BYTES_MAX = 2 << 30
+"""Limit on a file that is one JSON array."""
+
+
+@dataclass(slots=True)
+class Batch:
+    """The requests of a file. Made by ``read_batch``."""
+
+    path: Path
+    form: Form
+    prompts: Prompts
+    decode_tokens: list[int | None]
+    """Output tokens of each request at most; None if it does not say."""
+    starts: array[int] = field(default_factory=lambda: array("q"))
+    """Where each request's line begins in the file; empty for a JSON array."""
+    records: list[Any] = field(default_factory=list)
+    """The requests of a JSON array."""
+    version: tuple[int, int] = (0, 0)
+    """Size and mtime of the file before it was read."""
+
+    def write(self, order: Iterable[int], output: Path) -> None:
+        """Writes the requests in ``order``. Raises OSError; an existing file is replaced only once all is written.
+
+        Raises InvalidRequest if ``output`` is the batch itself, or if that changed since it was read.
+        """
+        if output.exists() and output.samefile(self.path):
+            raise InvalidRequest(f"the output {str(output)!r} is the batch itself: give another file")
+        self._check_version()
+        staged = output.with_name(f".{output.name}.{os.getpid()}.tmp")
+        try:
+            with open(staged, "xb") as file:
+                file.writelines(self._ordered(order))
+            staged.replace(output)
+        finally:
+            staged.unlink(missing_ok=True)
+
+    def lines(self, order: Iterable[int]) -> Iterator[bytes]:
+        """Yields the lines of requests in ``order``, without their ends. Raises as ``write``."""
+        self._check_version()
+        with open(self.path, "rb") as file:
+            for index in order:
+                file.seek(self.starts[index])
+                yield file.readline(LINE_BYTES_MAX + 1).rstrip(b"\r\n")
+
+    def _check_version(self) -> None:
+        if self.version != _version(self.path):
+            raise InvalidRequest(f"the batch {str(self.path)!r} changed after it was read: plan it again")
+
+    def _ordered(self, order: Iterable[int]) -> Iterator[bytes]:
+        if self.records:
+            for place, index in enumerate(order):
+                yield b",\n" if place else b"[\n"
+                yield json.dumps(self.records[index], ensure_ascii=False).encode()
+            yield b"\n]\n"
+            return
+        for line in self.lines(order):
+            yield line + b"\n"
+
+
+def read_batch(path: str | Path, tokenizer: Tokenizer | None = None, block_tokens: int = 16) -> Batch:
+    """Reads a batch whose prompts share blocks of ``block_tokens``; those of a trace share the trace's own blocks.
+
+    Raises InvalidRequest, naming the line, for a file that cannot be read, a line that is not a request, a prompt that
+    is empty or text without a tokenizer, a custom_id that occurs twice, or an empty file.
+    """
+    reading = _Reading(Path(path), tokenizer)
+    try:
+        return reading.batch(block_tokens)
+    except OSError as cause:
+        raise InvalidRequest(f"cannot read the batch {str(path)!r}: {cause.strerror}") from cause
+    except InvalidRequest as cause:
+        where = f", {reading.where}" if reading.where else ""
+        raise InvalidRequest(f"batch {str(path)!r}{where}: {cause}") from cause
+
+
+class _Reading:
+    """A batch file while it is read."""
+
+    def __init__(self, path: Path, tokenizer: Tokenizer | None) -> None:
+        self._path = path
+        self._tokenizer = tokenizer
+        self._form: Form | None = None
+        self._decode: list[int | None] = []
+        self._starts = array("q")
+        self._records: list[Any] = []
+        self._seen: dict[str, str] = {}
+        self.where = ""
+        """The request that is being read, for errors."""
+
+    def batch(self, block_tokens: int) -> Batch:
+        """Reads the file."""
+        version, requests = _version(self._path), self._requests()
+        first = next(requests, None)
+        if first is None or self._form is None:
+            self.where = ""
+            raise InvalidRequest("it holds no requests")
+        prompts = self._prompts(first, requests, block_tokens)
+        return Batch(self._path, self._form, prompts, self._decode, self._starts, self._records, version)
+
+    def _prompts(self, first: Asked, rest: Iterator[Asked], block_tokens: int) -> Prompts:
+        if first.tokens is None:
+            lengths = [first.length]
+            blocks = [first.blocks]
+            for each in rest:
+                lengths.append(each.length)
+                blocks.append(each.blocks)
+            return Prompts.of_blocks(blocks, BLOCK_TOKENS, lengths)
+        every = (each.tokens for request in ([first], rest) for each in request)
+        return Prompts.of_tokens((tokens for tokens in every if tokens is not None), block_tokens)
+
+    def _requests(self) -> Iterator[Asked]:
+        for record in self._read():
+            form = form_of(record)
+            if self._form not in (None, form):
+                raise InvalidRequest(
+                    f"a request with {form.value} among others: expected one kind of requests in a file"
+                )
+            self._form = form
+            found = asked(record, form, self._tokenizer)
+            if found.custom_id is not None:
+                before = self._seen.setdefault(found.custom_id, self.where)
+                if before != self.where:
+                    raise InvalidRequest(f"custom_id {found.custom_id!r} is that of {before} too: expected each once")
+            self._decode.append(found.decode_tokens)
+            yield found
+
+    def _read(self) -> Iterator[Any]:
+        """Yields the requests as JSON."""
+        with open(self._path, "rb") as file:
+            if file.read(4096).lstrip()[:1] == b"[":
+                yield from self._of_array()
+                return
+            file.seek(0)
+            start = number = 0
+            while line := file.readline(LINE_BYTES_MAX + 1):
+                number += 1
+                self.where = f"line {number}"
+                if len(line) > LINE_BYTES_MAX:
+                    raise InvalidRequest(f"longer than {LINE_BYTES_MAX} bytes")
+                if line.strip():
+                    record = _parsed(line)
+                    self._starts.append(start)
+                    yield record
+                start += len(line)
+
+    def _of_array(self) -> Iterator[Any]:
+        if self._path.stat().st_size > ARRAY_BYTES_MAX:
+            raise InvalidRequest(f"a JSON array of over {ARRAY_BYTES_MAX} bytes: write one request a line")
+        self._records = _parsed(self._path.read_bytes())
+        for number, record in enumerate(self._records, 1):
+            self.where = f"request {number}"
+            yield record
+
+
+def _version(path: Path) -> tuple[int, int]:
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns
+
+
+def _parsed(text: bytes) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as cause:
+        raise InvalidRequest(f"not JSON: {cause}") from cause

@@ -1,0 +1,85 @@
+"""The results of a batch, one JSON line each, as OpenAI's batch output has them. What is written is not asked again.
+
+A line is appended once its answer is there. A program that is killed in between leaves at most one part of a line,
+which the next one cuts off.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from kvstore.batches.server import Answer
+from kvstore.errors import InvalidRequest
+
+LINE_BYTES_MAX = 128 << 20
+
+
+class Results:
+    """A file of results, open for one program at a time. Close it, or use it as a context."""
+
+    def __init__(self, path: Path) -> None:
+        """Opens the file and reads whose results it has. Raises OSError, InvalidRequest for a file of another kind."""
+        self.path = path
+        self.known: set[str] = set()
+        """The custom_id of each request whose result is in the file."""
+        self._file = open(path, "a+b", buffering=0)  # noqa: SIM115 - closed by close
+        try:
+            self._lock()
+            self._read()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def add(self, custom_id: str, answer: Answer) -> dict[str, Any]:
+        """Writes a result, and returns the answer's body as JSON, empty if it is none."""
+        try:
+            body = json.loads(answer.body)
+        except (ValueError, RecursionError):
+            body = {"text": answer.body.decode(errors="replace")}
+        response = {"status_code": answer.status, "request_id": "", "body": body}
+        line = {"id": f"result-{len(self.known)}", "custom_id": custom_id, "response": response, "error": None}
+        rest = memoryview(json.dumps(line, ensure_ascii=True).encode() + b"\n")
+        while rest:
+            rest = rest[self._file.write(rest) or 0 :]
+        self.known.add(custom_id)
+        return body if isinstance(body, dict) else {}
+
+    def close(self) -> None:
+        """Closes the file; results are on the disk."""
+        if not self._file.closed:
+            os.fsync(self._file.fileno())
+            self._file.close()
+
+    def __enter__(self) -> Results:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _lock(self) -> None:
+        import fcntl
+
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as cause:
+            raise InvalidRequest(f"the results {str(self.path)!r} are being written by another program") from cause
+
+    def _read(self) -> None:
+        whole = number = 0
+        with open(self.path, "rb") as file:
+            while line := file.readline(LINE_BYTES_MAX + 1):
+                number += 1
+                if not line.endswith(b"\n") and len(line) <= LINE_BYTES_MAX:
+                    break  # cut off when its writer was killed
+                try:
+                    custom_id = json.loads(line)["custom_id"]
+                except (ValueError, KeyError, TypeError, RecursionError) as cause:
+                    raise InvalidRequest(
+                        f"{str(self.path)!r}, line {number} is not a result of a batch: give another --results FILE"
+                    ) from cause
+                self.known.add(str(custom_id))
+                whole += len(line)
+        self._file.truncate(whole)

@@ -1,0 +1,107 @@
+"""An OpenAI-compatible server: one request at a time over a connection of its own, repeated where it was refused."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.waiting import Flag
+
+TRIES_MAX = 5
+PAUSE_S = 0.5
+"""Pause before the second try; it doubles each time."""
+ANSWER_BYTES_MAX = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the server said."""
+
+    status: int
+    body: bytes
+
+    @property
+    def is_refused(self) -> bool:
+        """True if the server asks to be asked again later."""
+        return self.status == 429 or self.status >= 500
+
+
+class Server:
+    """A server by its URL, such as ``http://host:8000`` (with or without ``/v1``). Thread-safe."""
+
+    def __init__(self, url: str, timeout_s: float, key: str | None = None) -> None:
+        """``key`` is sent as bearer token. Raises InvalidRequest for a URL that is none."""
+        try:
+            parts = urlsplit(url)
+            self._host, self._port = parts.hostname, parts.port
+        except ValueError as cause:
+            raise InvalidRequest(f"server {url!r}: {cause}") from cause
+        path = parts.path.rstrip("/").removesuffix("/v1")
+        if parts.scheme not in ("http", "https") or not self._host or parts.query or not path.isascii():
+            raise InvalidRequest(f"server {url!r}: expected http://HOST:PORT, or https://")
+        self.url = url
+        self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self._path = path
+        self._timeout_s = timeout_s
+        self._headers = {"Content-Type": "application/json", "Connection": "close"}
+        if key:
+            self._headers["Authorization"] = f"Bearer {key}"
+        self._closed = Flag()
+        self._open: set[http.client.HTTPConnection] = set()
+
+    def post(self, path: str, body: bytes) -> Answer:
+        """Posts a request, several times if the server refuses it; returns the last answer.
+
+        Raises Unavailable if the server does not answer, or if this was closed.
+        """
+        error: Exception | None = None
+        answer: Answer | None = None
+        for attempt in range(TRIES_MAX):
+            if self._closed.wait(PAUSE_S * 2 ** (attempt - 1) if attempt else 0.0):
+                break
+            try:
+                answer, error = self._once(path, body), None
+            except (OSError, http.client.HTTPException) as failed:
+                error = failed
+                continue
+            if not answer.is_refused:
+                return answer
+        if answer is None or error is not None:
+            why = f"{type(error).__name__}: {error}" if error is not None else "closed"
+            raise Unavailable(f"the server {self.url} does not answer ({why})") from error
+        return answer
+
+    def close(self) -> None:
+        """Cuts all connections, so that requests in progress end soon. Idempotent."""
+        self._closed.set()
+        for connection in list(self._open):
+            sock = connection.sock
+            if sock is not None:
+                with suppress(OSError):  # it ended meanwhile
+                    sock.shutdown(socket.SHUT_RDWR)
+
+    def _once(self, path: str, body: bytes) -> Answer:
+        assert self._host is not None
+        ends_s = time.monotonic() + self._timeout_s
+        connection = self._kind(self._host, self._port, timeout=self._timeout_s)
+        self._open.add(connection)
+        try:
+            connection.request("POST", self._path + path, body, self._headers)
+            response = connection.getresponse()
+            pieces, size = list[bytes](), 0
+            while piece := response.read1(1 << 16):
+                pieces.append(piece)
+                size += len(piece)
+                if size > ANSWER_BYTES_MAX:
+                    raise http.client.HTTPException(f"an answer of over {ANSWER_BYTES_MAX} bytes")
+                if time.monotonic() > ends_s:
+                    raise TimeoutError(f"not done within {self._timeout_s:g} s")
+            return Answer(response.status, b"".join(pieces))
+        finally:
+            self._open.discard(connection)
+            connection.close()

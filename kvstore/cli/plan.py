@@ -1,0 +1,222 @@
+"""``kvstore plan``: the order of an offline batch that computes the fewest tokens."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvstore.cli.access import Access, access_options
+from kvstore.cli.choosing import open_cache
+from kvstore.cli.command import Command, check_failed
+from kvstore.cli.declared import flag, option, takes
+from kvstore.cli.kinds import DURATION
+from kvstore.cli.options import json_option
+from kvstore.cli.output import print_json, print_pairs, progress_bar
+from kvstore.errors import InvalidRequest, Unavailable
+
+if TYPE_CHECKING:
+    from kvstore.batches import Batch, Sent
+    from kvstore.planning import Plan
+
+BLOCK_TOKENS = 16
+"""Tokens of a block where no store says otherwise: the default of vLLM."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """The options of a plan beside the batch and the store."""
+
+    memory_tokens: int = option(
+        "--memory-tokens",
+        type=click.IntRange(min=0),
+        required=True,
+        metavar="N",
+        help="Tokens of KV that the engine keeps for prefixes.",
+    )
+    output: str | None = option("--output", metavar="FILE", help="Write the reordered batch.")
+    server: str | None = option(
+        "--server",
+        metavar="URL",
+        help="Send the requests to this OpenAI-compatible server, in order; OPENAI_API_KEY is its key.",
+    )
+    results: str | None = option(
+        "--results",
+        metavar="FILE",
+        help="With --server: write results here, and skip requests that have one; BATCH.results.jsonl by default.",
+    )
+    concurrency: int = option(
+        "--concurrency",
+        type=click.IntRange(1, 1024),
+        default=16,
+        show_default=True,
+        metavar="N",
+        help="With --server: requests at once.",
+    )
+    timeout_s: float = option(
+        "--timeout", type=DURATION, default="10m", show_default=True, help="With --server: limit for one answer."
+    )
+    dry_run: bool = flag("--dry-run", help="Only report: write nothing.")
+    tokenizer: str | None = option(
+        "--tokenizer", metavar="NAME", help="Model name or folder of the tokenizer, for prompts that are text."
+    )
+    block_tokens: int | None = option(
+        "--block-tokens",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help=f"Tokens that prompts share as a whole; {BLOCK_TOKENS} by default, and with --namespace its chunks.",
+    )
+    namespace: str | None = option(
+        "--namespace", metavar="NAME", help="Plan with what the store holds in this namespace."
+    )
+    tenant: str = option("--tenant", default="", help="The namespace's tenant.")
+    fingerprint: str | None = option(
+        "--fingerprint", help="Digest of the weights, if a name has several; its beginning is enough."
+    )
+
+    def __post_init__(self) -> None:
+        if self.namespace is not None and self.block_tokens is not None:
+            raise InvalidRequest("--block-tokens with --namespace: prompts share the chunks of the namespace")
+        if self.server is not None and self.output is not None:
+            raise InvalidRequest("--output with --server: give --output to write the batch, or --server to send it")
+
+
+@click.command(cls=Command, short_help="Put an offline batch in the order that computes the fewest tokens.")
+@click.argument("batch", metavar="BATCH")
+@takes("planned", Planned)
+@access_options
+@json_option
+def plan(batch: str, planned: Planned, access: Access, as_json: bool) -> None:
+    """Put the requests of BATCH in the order that computes the fewest tokens, and report what that saves.
+
+    BATCH is an OpenAI batch file, ShareGPT-like JSON, or a trace as Mooncake publishes them. Prompts are token ids, or
+    text and --tokenizer. Requests stay as they are, custom_id included; only their order changes. With --namespace and
+    a store, what the store holds counts as free.
+
+    With --server the requests of an OpenAI batch are sent in this order, and each result is written as it comes. Run
+    the same command again to go on after a kill or an error: requests with a result are not sent again.
+
+    Exit codes: 0 done, 1 the server did not do some requests, or calls them wrong, 2 could not run.
+
+    \b
+    Examples:
+      kvstore plan batch.jsonl --memory-tokens 400000 --dry-run
+      kvstore plan batch.jsonl --memory-tokens 400000 --tokenizer Qwen/Qwen3-8B --output ordered.jsonl
+      kvstore plan batch.jsonl --memory-tokens 400000 --tokenizer Qwen/Qwen3-8B --server http://127.0.0.1:8000
+      kvstore plan batch.jsonl --memory-tokens 400000 --namespace llama-3.1-8b --connect 10.0.0.7:7070 --dry-run
+    """
+    from kvstore.batches import load_tokenizer, read_batch
+
+    tokenizer = load_tokenizer(planned.tokenizer) if planned.tokenizer is not None else None
+    found = read_batch(batch, tokenizer, planned.block_tokens or BLOCK_TOKENS)
+    made = _made(found, planned, access)
+    if planned.output is not None and not planned.dry_run:
+        found.write(made.order, Path(planned.output))
+    sent = _sent(found, made, planned) if planned.server is not None and not planned.dry_run else None
+    if as_json:
+        print_json({**_values(batch, made), "sent": sent and asdict(sent)})
+    else:
+        print_pairs([*_rows(made), *(_rows_sent(sent) if sent is not None else [])])
+    if sent is not None and sent.failed + sent.refused:
+        check_failed()
+
+
+def _sent(batch: Batch, plan: Plan, planned: Planned) -> Sent:
+    """Sends the batch. Raises InvalidRequest unless it is one of OpenAI's."""
+    from kvstore.batches import Results, Server, send
+    from kvstore.batches.forms import Form
+
+    if batch.form is not Form.OPENAI:
+        raise InvalidRequest("--server takes an OpenAI batch file: requests with custom_id and body")
+    assert planned.server is not None
+    server = Server(planned.server, planned.timeout_s, os.environ.get("OPENAI_API_KEY"))
+    path = Path(planned.results or f"{batch.path}.results.jsonl")
+    order = plan.order
+    with Results(path) as results, progress_bar("requests", len(order)) as moved:
+        try:
+            return send(batch, order, server, results, planned.concurrency, moved)
+        except Unavailable as error:
+            raise Unavailable(
+                f"{error}; {len(results.known)} results are in {str(path)!r}, run again to go on"
+            ) from error
+
+
+def _made(batch: Batch, planned: Planned, access: Access) -> Plan:
+    """The plan, with what a store holds if a namespace is named."""
+    if planned.namespace is None:
+        from kvstore.planning import make_plan
+
+        return make_plan(batch.prompts, memory_tokens=planned.memory_tokens, decode_tokens=batch.decode_tokens)
+    if batch.prompts.item_tokens != 1:
+        raise InvalidRequest("--namespace with a trace: it has no tokens to look for in a store")
+    with access.open() as store:
+        cache = open_cache(store, planned.namespace, planned.tenant, planned.fingerprint)
+        prompts = (batch.prompts.tokens(at) for at in range(len(batch.prompts)))
+        return cache.plan(prompts, memory_tokens=planned.memory_tokens, decode_tokens=batch.decode_tokens)
+
+
+def _values(batch: str, plan: Plan) -> dict[str, Any]:
+    return {
+        "batch": batch,
+        "prompts": len(plan.order),
+        "groups": len(plan.groups),
+        "groups_shared": _shared(plan),
+        "tokens_total": plan.tokens_total,
+        "tokens_stored": plan.tokens_stored,
+        "tokens_to_compute": plan.tokens_to_compute,
+        "tokens_optimum": plan.tokens_optimum,
+        "tokens_one_level": plan.tokens_one_level,
+        "tokens_arrival": plan.tokens_arrival,
+        "saving": plan.saving,
+        "rest": asdict(plan.rest),
+        "memory_tokens": plan.memory_tokens,
+        "block_tokens": plan.block_tokens,
+    }
+
+
+def _rows(plan: Plan) -> list[tuple[str, str]]:
+    rest = plan.rest
+    computed = [
+        ("tokens to compute, as planned", plan.tokens_to_compute),
+        ("without a limit on memory", plan.tokens_optimum),
+        ("groups of one level alone", plan.tokens_one_level),
+        ("in order of arrival, LRU", plan.tokens_arrival),
+    ]
+    reasons = [
+        ("of those planned: in one prompt alone", rest.own),
+        ("shared, computed once", rest.shared_once),
+        ("shared, not in a full block", rest.part_blocks),
+        ("again, memory being too small", rest.memory),
+    ]
+    return [
+        ("prompts", f"{len(plan.order):,}"),
+        ("groups of several prompts", f"{_shared(plan):,}"),
+        ("tokens", f"{plan.tokens_total:,}"),
+        ("tokens that the store holds", f"{plan.tokens_stored:,}"),
+        *((name, _saved(plan, tokens)) for name, tokens in computed),
+        *((name, f"{tokens:,}") for name, tokens in reasons),
+        ("memory, tokens", f"{plan.memory_tokens:,}"),
+    ]
+
+
+def _rows_sent(sent: Sent) -> list[tuple[str, str]]:
+    counts = [
+        ("requests answered", sent.answered),
+        ("with a result from before", sent.known),
+        ("called wrong by the server", sent.refused),
+        ("not done by the server", sent.failed),
+        ("prompt tokens, as the server counts", sent.prompt_tokens),
+        ("of them in the server's prefix cache", sent.cached_tokens),
+    ]
+    return [(name, f"{count:,}") for name, count in counts]
+
+
+def _saved(plan: Plan, tokens: int | None) -> str:
+    return "too deep to simulate" if tokens is None else f"{tokens:,} ({plan.share_saved(tokens):.1%} saved)"
+
+
+def _shared(plan: Plan) -> int:
+    return sum(len(group.members) > 1 for group in plan.groups)

@@ -1,0 +1,93 @@
+"""The room that a node claims on a root of one host before it writes, while no collector counts (rule S6).
+
+A claim is one small transaction for many puts. It is what makes the bound hold in a program that ends before any
+collector has begun, and across such programs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from kvstore.errors import KVStoreError
+from kvstore.meta.bounds import CLAIMED_SHARE, Bound, Bounds
+
+log = logging.getLogger(__name__)
+
+CLAIM_SHARE = 1 / 128
+"""The share of the bound in one claim. A node that is killed loses it until the next listing."""
+CLAIM_BYTES_MAX = 64 << 20
+EARLY_SHARE = 1 / 16
+"""A process that claimed this share of the bound needs a collector at once: it takes a moment to begin."""
+TIMEOUT_S = 1.0
+
+
+class Claims:
+    """The claims of one node. One thread at a time, as ``NodeUsage`` calls it."""
+
+    def __init__(
+        self,
+        bounds: Bounds,
+        own: Bound,
+        *,
+        counts: Callable[[], bool],
+        is_empty: Callable[[], bool],
+        wrote: Callable[[bool], None],
+    ) -> None:
+        """``counts`` says that the metadata can be relied on, ``is_empty`` that the root has no chunk yet.
+
+        ``wrote`` is called before the first put, and, with True, when a collector is needed at once.
+        """
+        self._bounds = bounds
+        self._own = own
+        self._counts = counts
+        self._is_empty = is_empty
+        self._wrote = wrote
+        self._made_at = 0
+        self._claimed_bytes = 0
+        """Claimed from the level key that was made at ``_made_at``."""
+        self._owed_bytes = 0
+        """Written without a claim, because the metadata could not be relied on: the next claim has it too."""
+
+    def begin(self) -> None:
+        """See ``NodeUsage``."""
+        self._wrote(False)
+
+    def claim(self, overdrawn_bytes: int) -> int:
+        """See ``NodeUsage``. A node that cannot rely on the metadata goes on: only the file system bounds it."""
+        if not self._counts():
+            self._owed_bytes += overdrawn_bytes + CLAIM_BYTES_MAX
+            return CLAIM_BYTES_MAX
+        try:
+            return self._claim(overdrawn_bytes)
+        except KVStoreError as error:
+            log.debug("claims.failed %s", error)
+            return 0
+
+    def settle(self, left_bytes: int) -> None:
+        """See ``NodeUsage``. What cannot be given back counts until the next listing."""
+        try:
+            self._bounds.settle(min(left_bytes, self._claimed_bytes), self._made_at, TIMEOUT_S)
+        except KVStoreError as error:
+            log.debug("claims.left %s", error)
+
+    def _claim(self, overdrawn_bytes: int) -> int:
+        max_bytes = self._bounds.smallest(TIMEOUT_S).and_of(self._own).max_bytes
+        size_bytes = CLAIM_BYTES_MAX
+        if max_bytes is not None:
+            size_bytes = max(1, min(size_bytes, int(CLAIM_SHARE * max_bytes)))
+        asked_bytes = size_bytes + overdrawn_bytes + self._owed_bytes
+        claim = self._bounds.claim(asked_bytes, max_bytes, self._is_empty, TIMEOUT_S)
+        if claim is None and max_bytes is None:
+            return size_bytes  # nobody knows the level, and nobody asks for a bound
+        if claim is None:
+            self._wrote(True)
+            log.debug("claims.refused: a collector has to count, or %g of the bound is claimed", CLAIMED_SHARE)
+            return 0
+        if claim.made_at != self._made_at:
+            self._made_at, self._claimed_bytes = claim.made_at, 0
+        self._claimed_bytes += claim.size_bytes
+        self._owed_bytes = 0
+        if max_bytes is not None and self._claimed_bytes > EARLY_SHARE * max_bytes:
+            self._wrote(True)
+        return size_bytes

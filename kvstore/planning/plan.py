@@ -1,0 +1,220 @@
+"""The plan of a batch: groups, order, and the tokens that are computed. Made by ``make_plan``; values only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvstore.errors import InvalidRequest
+from kvstore.planning.arrival import tokens_found
+from kvstore.planning.grouping import serving_nodes
+from kvstore.planning.ordering import Order, depth_first
+from kvstore.planning.prompts import Counts, Prompts
+from kvstore.planning.stored import Ask, agreed, stored_tokens
+from kvstore.planning.trie import Trie
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Prompts that run one after another behind one shared prefix."""
+
+    prefix_tokens: int
+    """Leading tokens that all members share; 0 for a prompt that shares nothing."""
+    stored_tokens: int
+    """Leading tokens of the prefix that the store held when the plan was made."""
+    shared_before: int
+    """Leading tokens that the first member shares with the prompt before it in the plan's order."""
+    members: tuple[int, ...]
+    """Indices of the prompts in the batch, in the order to run them."""
+    computed: tuple[int, ...]
+    """Tokens that each member computes, run in the plan's order."""
+    stored: tuple[int, ...]
+    """Leading tokens of each member that the store held when the plan was made."""
+
+    @property
+    def tokens_to_compute(self) -> int:
+        """Tokens that all members compute."""
+        return sum(self.computed)
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """The tokens that a plan computes, by reason; they sum to ``Plan.tokens_to_compute``."""
+
+    own: int
+    """In one prompt alone."""
+    shared_once: int
+    """In several prompts, computed once."""
+    part_blocks: int
+    """In several prompts, but not in a full block: computed by each."""
+    memory: int
+    """Computed again, because a prefix is longer than memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A batch's groups and order. Counts are tokens of all prompts; output tokens are not in them."""
+
+    groups: tuple[Group, ...]
+    """In the order to run them."""
+    tokens_total: int
+    tokens_stored: int
+    """Leading tokens that the store holds, of each prompt."""
+    tokens_to_compute: int
+    """Computed in the plan's order, one prompt after another, with ``memory_tokens`` of memory."""
+    tokens_optimum: int
+    """Computed if memory had no limit: what no order can go below."""
+    tokens_one_level: int
+    """Computed if members of a group shared its prefix, and nothing else were shared."""
+    tokens_arrival: int | None
+    """Computed in order of arrival, memory evicting what was used least recently; None if the trie is too deep."""
+    rest: Rest
+    memory_tokens: int
+    block_tokens: int
+
+    @property
+    def order(self) -> list[int]:
+        """The indices of all prompts, in the order to run them."""
+        return [member for group in self.groups for member in group.members]
+
+    @property
+    def saving(self) -> float:
+        """The share of all tokens that need not be computed, 0 to 1."""
+        return self.share_saved(self.tokens_to_compute)
+
+    def share_saved(self, tokens: int) -> float:
+        """The share of all tokens that is saved if ``tokens`` are computed."""
+        return 1 - tokens / self.tokens_total if self.tokens_total else 0.0
+
+    def __repr__(self) -> str:
+        return (
+            f"<kvstore.Plan {sum(len(group.members) for group in self.groups)} prompts in {len(self.groups)} groups, "
+            f"{self.tokens_to_compute} of {self.tokens_total} tokens to compute>"
+        )
+
+
+def make_plan(
+    prompts: Prompts,
+    *,
+    memory_tokens: int,
+    decode_tokens: int | Sequence[int | None] | None = None,
+    chunk_tokens: int = 1,
+    ask: Ask | None = None,
+) -> Plan:
+    """Plans a batch.
+
+    ``memory_tokens`` is the KV that the engine keeps, in tokens. ``decode_tokens`` are the output tokens of each
+    prompt, None where they are not known, or of every one. ``ask`` says what a store holds whose chunks are
+    ``chunk_tokens`` long; blocks must then be whole chunks. Raises InvalidRequest.
+    """
+    if not isinstance(memory_tokens, int | np.integer) or memory_tokens < 0:
+        raise InvalidRequest(f"memory_tokens={memory_tokens!r}: expected 0 tokens or more")
+    trie = Trie.of(prompts)
+    outputs = decoded(len(prompts), 0 if decode_tokens is None else decode_tokens)[trie.order]
+    stored = np.zeros(len(trie.order), np.int64)
+    if ask is not None:
+        if prompts.block_tokens % chunk_tokens:
+            # Half a chunk cannot be loaded: what the store saves would depend on the order.
+            raise InvalidRequest(
+                f"blocks of {prompts.block_tokens} tokens: expected a multiple of the store's {chunk_tokens}"
+            )
+        stored = stored_tokens(prompts, trie, chunk_tokens, ask)
+    return _Planning(prompts, trie, stored, int(memory_tokens)).plan(outputs.tolist())
+
+
+class _Planning:
+    """What the steps of one plan share. All arrays are by position or by node."""
+
+    def __init__(self, prompts: Prompts, trie: Trie, stored: Counts, memory_tokens: int) -> None:
+        self._prompts = prompts
+        self._trie = trie
+        self._memory_tokens = memory_tokens
+        self._lengths = prompts.lengths[trie.order]
+        self._held, self._stored = agreed(trie, stored)
+        self._serving = serving_nodes(trie, self._held)
+
+    def plan(self, outputs: Sequence[int]) -> Plan:
+        """Puts the prompts in order and counts."""
+        trie, block = self._trie, self._prompts.block_tokens
+        above = np.where(trie.parent >= 0, trie.depth[trie.parent], 0)
+        edges = np.maximum(0, trie.depth - np.maximum(above, self._held))
+        order = depth_first(trie, self._serving, self._behind(trie.depth[trie.deepest]), edges, outputs)
+        found = np.minimum(order.shared, self._memory_tokens // block * block)
+        computed = self._lengths[order.positions] - np.maximum(found, self._stored[order.positions])
+        optimum = int(self._behind(trie.shared).sum())
+        return Plan(
+            groups=self._groups(order, computed),
+            tokens_total=self._prompts.tokens_total,
+            tokens_stored=int(self._stored.sum()),
+            tokens_to_compute=int(computed.sum()),
+            tokens_optimum=optimum,
+            tokens_one_level=self._one_level(),
+            tokens_arrival=self._arrival(),
+            rest=self._rest(optimum, int(computed.sum())),
+            memory_tokens=self._memory_tokens,
+            block_tokens=block,
+        )
+
+    def _behind(self, found: Counts) -> Counts:
+        """By position: tokens to compute if ``found`` leading ones are in memory."""
+        return self._lengths - np.maximum(found, self._stored)
+
+    def _one_level(self) -> int:
+        depth = self._trie.depth
+        members = self._serving[self._trie.deepest]
+        opened = np.unique(members)
+        prefixes = depth[opened] - self._held[opened]
+        return int(prefixes.sum() + self._behind(depth[members]).sum())
+
+    def _arrival(self) -> int | None:
+        block = self._prompts.block_tokens
+        arrival = np.argsort(self._trie.order).tolist()
+        full = self._lengths // block * block
+        found = tokens_found(self._trie, arrival, full, self._memory_tokens // block * block)
+        return None if found is None else int(self._behind(found).sum())
+
+    def _rest(self, optimum: int, computed: int) -> Rest:
+        exact = self._trie.exact
+        distinct = int(self._behind(exact).sum())
+        own = int(np.maximum(0, self._behind(np.maximum(exact, np.append(exact[1:], 0)))).sum())
+        return Rest(own, distinct - own, optimum - distinct, computed - optimum)
+
+    def _groups(self, order: Order, computed: Counts) -> tuple[Group, ...]:
+        """The runs of prompts behind one open node; those that share nothing are alone."""
+        serving = self._serving[self._trie.deepest[order.positions]]
+        is_first = (serving == 0) | (serving != np.append(-1, serving[:-1])[: len(serving)])
+        starts = np.flatnonzero(is_first).tolist()
+        indices, costs = self._trie.order[order.positions].tolist(), computed.tolist()
+        stored = self._stored[order.positions].tolist()
+        groups: list[Group] = []
+        for start, end in zip(starts, [*starts, len(indices)][1:], strict=True):
+            node = serving[start]
+            groups.append(
+                Group(
+                    prefix_tokens=int(self._trie.depth[node]),
+                    stored_tokens=int(self._held[node]),
+                    shared_before=int(order.shared[start]),
+                    members=tuple(indices[start:end]),
+                    computed=tuple(costs[start:end]),
+                    stored=tuple(stored[start:end]),
+                )
+            )
+        return tuple(groups)
+
+
+def decoded(count: int, decode_tokens: int | Sequence[int | None]) -> Counts:
+    """Output tokens of each of ``count`` prompts, given those of each or of every one. Raises InvalidRequest.
+
+    Where they are not known (None) they are estimated: the mean of those that are.
+    """
+    if isinstance(decode_tokens, int | np.integer):
+        decode_tokens = [int(decode_tokens)] * count
+    if len(decode_tokens) != count:
+        raise InvalidRequest(f"{len(decode_tokens)} decode_tokens for {count} prompts: expected one for each")
+    known = np.asarray([each for each in decode_tokens if each is not None])
+    if len(known) and (known.ndim != 1 or known.dtype.kind not in "iu" or int(known.min()) < 0):
+        raise InvalidRequest("decode_tokens are not whole numbers from 0: expected the output tokens of each prompt")
+    mean = round(float(known.mean())) if len(known) else 0
+    return np.fromiter((mean if each is None else each for each in decode_tokens), np.int64, count)

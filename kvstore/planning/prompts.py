@@ -1,0 +1,121 @@
+"""The prompts of a batch, packed: items as big-endian u32, so that prompts sort as their bytes do.
+
+An item is a token, or a block of tokens under a name: an address in the store, an engine's key, a hash id of a trace.
+A prompt costs 4 bytes an item here, and nothing of the caller's is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.errors import InvalidRequest
+from kvstore.tokens import TokenArray, Tokens, token_array
+
+Counts = npt.NDArray[np.int64]
+
+ITEM = np.dtype(">u4")
+PROMPTS_MAX = 4_194_304
+ITEMS_MAX = 1 << 31
+"""Limit on the items of a batch: 8 GiB packed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """All prompts of a batch. Made by ``of_tokens`` and ``of_blocks``, which check."""
+
+    packed: list[bytes]
+    """Items of each prompt as big-endian u32."""
+    lengths: Counts
+    """Tokens of each prompt, those behind its last item included."""
+    item_tokens: int
+    block_tokens: int
+    """Tokens of a block, which prompts share as a whole or not at all; a multiple of ``item_tokens``."""
+
+    @classmethod
+    def of_tokens(cls, prompts: Iterable[Tokens], block_tokens: int = 1) -> Prompts:
+        """Prompts as token ids. Raises InvalidRequest, naming the prompt, for one that is empty or no tokens."""
+        _check_block(block_tokens)
+        packing = _Packing()
+        for tokens in prompts:
+            try:
+                array = token_array(tokens)
+            except InvalidRequest as cause:
+                raise InvalidRequest(f"prompt {packing.count}: {cause}") from cause
+            packing.add(array, len(array))
+        return packing.packed(1, block_tokens)
+
+    @classmethod
+    def of_blocks(
+        cls, prompts: Iterable[Sequence[Hashable]], block_tokens: int, lengths: Iterable[int] | None = None
+    ) -> Prompts:
+        """Prompts as names of their full blocks, any hashable values: equal names are equal blocks.
+
+        ``lengths`` are the tokens of each prompt, by default those of its blocks. Raises InvalidRequest for a prompt
+        without tokens, a length that does not fit its blocks, or another number of lengths.
+        """
+        _check_block(block_tokens)
+        packing, known = _Packing(), dict[Hashable, int]()
+        given = iter(lengths) if lengths is not None else None
+        for names in prompts:
+            if isinstance(names, bytes | str):
+                raise InvalidRequest(f"prompt {packing.count} is one {type(names).__name__}: expected a list of names")
+            array = np.fromiter((known.setdefault(name, len(known)) for name in names), np.int64, len(names))
+            length = len(array) * block_tokens if given is None else next(given, -1)
+            if not len(array) * block_tokens <= length < (len(array) + 1) * block_tokens:
+                raise InvalidRequest(
+                    f"prompt {packing.count} has {len(array)} blocks of {block_tokens} tokens and length {length}: "
+                    "expected the tokens of its full blocks, and fewer than a block more"
+                )
+            packing.add(array, length)
+        if given is not None and next(given, None) is not None:
+            raise InvalidRequest(f"more lengths than the {packing.count} prompts: expected one for each")
+        return packing.packed(block_tokens, block_tokens)
+
+    def __len__(self) -> int:
+        return len(self.packed)
+
+    @property
+    def tokens_total(self) -> int:
+        """Tokens of all prompts."""
+        return int(self.lengths.sum())
+
+    def tokens(self, index: int, count: int | None = None) -> TokenArray:
+        """The first ``count`` items (None: all) of one prompt, as token ids."""
+        return np.frombuffer(self.packed[index], ITEM, -1 if count is None else count).astype("<u4")
+
+
+class _Packing:
+    """Prompts on their way into ``Prompts``, under the limits."""
+
+    def __init__(self) -> None:
+        self._packed: list[bytes] = []
+        self._lengths: list[int] = []
+        self._items = 0
+
+    @property
+    def count(self) -> int:
+        return len(self._packed)
+
+    def add(self, items: npt.NDArray[np.integer], length: int) -> None:
+        if not length:
+            raise InvalidRequest(f"prompt {self.count} is empty: expected 1 token or more")
+        self._items += len(items)
+        if self.count == PROMPTS_MAX or self._items > ITEMS_MAX:
+            raise InvalidRequest(
+                f"prompt {self.count} is over the limits of a batch, {PROMPTS_MAX} prompts and {ITEMS_MAX} tokens: "
+                "split the batch"
+            )
+        self._packed.append(items.astype(ITEM).tobytes())
+        self._lengths.append(length)
+
+    def packed(self, item_tokens: int, block_tokens: int) -> Prompts:
+        return Prompts(self._packed, np.array(self._lengths, np.int64), item_tokens, block_tokens)
+
+
+def _check_block(block_tokens: int) -> None:
+    if not isinstance(block_tokens, int | np.integer) or block_tokens < 1:
+        raise InvalidRequest(f"block_tokens={block_tokens!r}: expected 1 token or more")

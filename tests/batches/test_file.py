@@ -1,0 +1,231 @@
+"""Batch files: what is read of each form, what is refused, and that a reordered file loses nothing."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvstore.batches import Batch, load_tokenizer, read_batch
+from kvstore.errors import InvalidRequest
+
+
+class Letters:
+    """A tokenizer: the code point of each letter."""
+
+    def text(self, text: str) -> Sequence[int]:
+        return list(map(ord, text))
+
+    def chat(self, messages: Sequence[dict[str, Any]]) -> Sequence[int]:
+        return self.text("".join(f"<{each['role']}>{each['content']}" for each in messages))
+
+
+def openai(custom_id: str = "a", **body: Any) -> str:
+    return json.dumps({"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": body})
+
+
+def trace(**changes: Any) -> str:
+    return json.dumps({"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [0, 1], **changes})
+
+
+def batch_of(folder: Path, *lines: str, **settings: Any) -> Batch:
+    path = folder / "batch.jsonl"
+    path.write_text("".join(f"{line}\n" for line in lines))
+    return read_batch(path, **settings)
+
+
+def tokens_of(batch: Batch) -> list[list[int]]:
+    return [batch.prompts.tokens(at).tolist() for at in range(len(batch.prompts))]
+
+
+def test_token_ids_of_an_openai_batch_are_read(tmp_path: Path) -> None:
+    batch = batch_of(tmp_path, openai("a", prompt=[1, 2], max_tokens=9), "", openai("b", prompt=[3]), block_tokens=1)
+    assert tokens_of(batch) == [[1, 2], [3]]
+    assert batch.decode_tokens == [9, None]
+
+
+def test_text_and_messages_are_tokenized(tmp_path: Path) -> None:
+    batch = batch_of(
+        tmp_path,
+        openai("a", prompt="hi"),
+        openai("b", messages=[{"role": "user", "content": "x"}], max_completion_tokens=4),
+        tokenizer=Letters(),
+    )
+    assert tokens_of(batch) == [list(map(ord, "hi")), list(map(ord, "<user>x"))]
+    assert batch.decode_tokens == [None, 4]
+
+
+@pytest.mark.parametrize("is_array", [True, False])
+def test_a_conversation_ends_with_the_human_and_is_answered_next(tmp_path: Path, is_array: bool) -> None:
+    records = [
+        {"id": "1", "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "bcd"}]},
+        {"id": "2", "conversations": [{"from": "system", "value": "s"}, {"from": "human", "value": "e"}]},
+    ]
+    path = tmp_path / "batch.json"
+    path.write_text(json.dumps(records, indent=1) if is_array else "\n".join(map(json.dumps, records)))
+    batch = read_batch(path, Letters())
+    assert tokens_of(batch) == [list(map(ord, "<user>a")), list(map(ord, "<system>s<user>e"))]
+    assert batch.decode_tokens == [3, None]
+    batch.write([1, 0], tmp_path / "out.json")
+    text = (tmp_path / "out.json").read_text()
+    assert (json.loads(text) if is_array else list(map(json.loads, text.splitlines()))) == records[::-1]
+
+
+def test_a_trace_shares_its_full_blocks(tmp_path: Path) -> None:
+    batch = batch_of(tmp_path, trace(), trace(input_length=1024, output_length=7))
+    assert batch.prompts.block_tokens == 512
+    assert batch.prompts.lengths.tolist() == [600, 1024]
+    assert batch.decode_tokens == [5, 7]
+
+
+def test_a_reordered_file_has_the_same_lines(tmp_path: Path) -> None:
+    lines = [openai(name, prompt=[1, at], note="ü") + " " * at for at, name in enumerate("abc")]
+    path = tmp_path / "batch.jsonl"
+    path.write_text("\n\n".join(lines))
+    batch = read_batch(path)
+    batch.write([2, 0, 1], tmp_path / "out.jsonl")
+    assert (tmp_path / "out.jsonl").read_text().splitlines() == [lines[2], lines[0], lines[1]]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["batch.jsonl", "out.jsonl"]
+
+
+def test_a_batch_is_never_written_over_or_mixed_up(tmp_path: Path) -> None:
+    batch = batch_of(tmp_path, openai("a", prompt=[1]), openai("b", prompt=[2]))
+    with pytest.raises(InvalidRequest, match="is the batch itself"):
+        batch.write([0, 1], batch.path)
+    batch.path.write_text(openai("c", prompt=[3]))
+    with pytest.raises(InvalidRequest, match="changed after it was read"):
+        batch.write([0, 1], tmp_path / "out.jsonl")
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_write_that_fails_leaves_the_output_as_it_was(tmp_path: Path) -> None:
+    batch = batch_of(tmp_path, openai("a", prompt=[1]))
+    (tmp_path / "out.jsonl").write_text("before")
+    with pytest.raises(IndexError):
+        batch.write([0, 7], tmp_path / "out.jsonl")
+    assert (tmp_path / "out.jsonl").read_text() == "before"
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("nonsense", "not JSON"),
+        ("7", "not a request of a batch"),
+        ("{}", "not a request of a batch"),
+        (trace(), "a request with hash_ids among others"),
+        (openai("a", prompt=[1]), "custom_id 'a' is that of line 1 too"),
+        (openai("", prompt=[1]), "custom_id=''"),
+        (json.dumps({"body": {"prompt": [1]}}), "custom_id=None"),
+        (json.dumps({"custom_id": "b", "body": 3}), "body is a int"),
+        (openai("b", prompt=[]), "the prompt is empty"),
+        (openai("b", prompt=""), "the prompt is empty"),
+        (openai("b", messages=[]), "the prompt is empty"),
+        (openai("b", prompt=[1, -2]), "token -2 at position 1"),
+        (openai("b", prompt=[[1], [2]]), "one dimension"),
+        (openai("b", prompt="text"), "the prompt is text: give --tokenizer NAME"),
+        (openai("b", messages=["x"]), "the body has no prompt"),
+        (openai("b"), "the body has no prompt"),
+        (openai("b", prompt=[1], max_tokens=-1), "max_tokens=-1"),
+        (openai("b", prompt=[1], max_tokens="9"), "max_tokens='9'"),
+    ],
+)
+def test_a_wrong_line_is_named(tmp_path: Path, line: str, said: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"batch '.*batch.jsonl', line 3: ") as raised:
+        batch_of(tmp_path, openai("a", prompt=[1]), "", line)
+    assert said in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (json.dumps({"conversations": 1}), "conversations are not turns"),
+        (json.dumps({"conversations": [{"from": "cat", "value": "x"}]}), "conversations are not turns"),
+        (json.dumps({"conversations": [{"from": "gpt", "value": "x"}]}), "the prompt is empty"),
+        (trace(input_length=0, hash_ids=[]), "the prompt is empty"),
+        (trace(hash_ids=[1]), "expected 2, one for each block"),
+    ],
+)
+def test_a_wrong_first_line_is_named(tmp_path: Path, line: str, said: str) -> None:
+    with pytest.raises(InvalidRequest, match="line 1: ") as raised:
+        batch_of(tmp_path, line, tokenizer=Letters())
+    assert said in str(raised.value)
+
+
+def test_a_file_without_requests_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match=r"batch.jsonl': it holds no requests"):
+        batch_of(tmp_path, "", "")
+    with pytest.raises(InvalidRequest, match="it holds no requests"):
+        batch_of(tmp_path, "[]")
+    with pytest.raises(InvalidRequest, match=r"cannot read the batch .*: No such file"):
+        read_batch(tmp_path / "missing")
+    with pytest.raises(InvalidRequest, match=r"cannot read the batch .*: Is a directory"):
+        read_batch(tmp_path)
+
+
+TURNS = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+GOOD = [
+    f"{openai('a', prompt=[1, 2])}\n{openai('b', prompt='x')}\n",
+    f"{trace()}\n{trace(input_length=1024)}\n",
+    json.dumps([{"conversations": TURNS}, {"conversations": TURNS[:1]}]),
+]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from(GOOD), st.binary(max_size=20), st.integers(0, 250), st.integers(0, 8))
+def test_damaged_files_are_read_or_refused(tmp_path: Path, good: str, junk: bytes, at: int, cut: int) -> None:
+    whole = good.encode()
+    path = tmp_path / "fuzzed.jsonl"
+    path.write_bytes(whole[:at] + junk + whole[at + cut :])
+    try:
+        batch = read_batch(path, Letters())
+    except InvalidRequest as error:
+        assert str(error).startswith("batch ")
+    else:
+        assert len(batch.prompts) == len(batch.decode_tokens) == max(len(batch.starts), len(batch.records)) > 0
+
+
+def test_a_tokenizer_that_is_missing_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(InvalidRequest, match="pip install transformers"):
+        load_tokenizer("some/model")
+    fake = ModuleType("transformers")
+    fake.AutoTokenizer = _Missing  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "transformers", fake)
+    with pytest.raises(InvalidRequest, match=r"cannot load the tokenizer 'some/model': no such model$"):
+        load_tokenizer("some/model")
+
+
+class _Missing:
+    @staticmethod
+    def from_pretrained(name: str) -> object:
+        raise OSError("no such model\nand more")
+
+
+def test_a_tokenizer_of_transformers_is_asked_for_text_and_chats(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = ModuleType("transformers")
+    fake.AutoTokenizer = _Known  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "transformers", fake)
+    tokenizer = load_tokenizer("some/model")
+    assert tokenizer.text("hi") == [1, 2]
+    assert tokenizer.chat([{"role": "user", "content": "x"}]) == [4]
+
+
+class _Known:
+    @staticmethod
+    def from_pretrained(name: str) -> _Known:
+        return _Known()
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return {"hi": [1, 2], "template x": [4]}[text] if add_special_tokens == (text == "hi") else []
+
+    def apply_chat_template(self, messages: list[Any], tokenize: bool, add_generation_prompt: bool) -> str:
+        assert not tokenize and add_generation_prompt
+        return f"template {messages[0]['content']}"

@@ -1,0 +1,236 @@
+"""Sending a batch: in order, so many at once, and never twice what has a result."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from kvstore.batches import Batch, Results, Sent, Server, read_batch, send, server
+from kvstore.batches.server import Answer
+from kvstore.cli.app import app
+from kvstore.errors import InvalidRequest, Unavailable
+from tests.batches.answering import Answering, Body, answering, completes
+from tests.cli.conftest import KVSTORE
+from tests.patience import PATIENCE_S, eventually
+
+COUNT = 12
+DOCUMENT = 48
+ORDER = [*range(0, COUNT, 2), *range(1, COUNT, 2)]
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "PAUSE_S", 0.0)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Requests about two documents in turns; the last token of a prompt is its number."""
+    lines = [
+        {"custom_id": f"r{at}", "method": "POST", "body": {"prompt": [at % 2] * DOCUMENT + [at]}} for at in range(COUNT)
+    ]
+    path = tmp_path / "batch.jsonl"
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return path
+
+
+@pytest.fixture
+def batch(path: Path) -> Batch:
+    return read_batch(path)
+
+
+def sending(batch: Batch, at: Answering, results: Path, concurrency: int = 1) -> Sent:
+    with Results(results) as opened:
+        return send(batch, ORDER, Server(at.url, PATIENCE_S), opened, concurrency, lambda _: None)
+
+
+def ids(path: Path) -> list[str]:
+    return [json.loads(line)["custom_id"] for line in path.read_text().splitlines()]
+
+
+def test_requests_are_sent_in_order_and_their_results_written(batch: Batch, tmp_path: Path) -> None:
+    with answering() as at:
+        sent = sending(batch, at, tmp_path / "results")
+        assert at.order == ORDER
+        assert set(at.paths) == {"/v1/completions"}
+    assert sent == Sent(answered=COUNT, prompt_tokens=COUNT * (DOCUMENT + 1), cached_tokens=COUNT * DOCUMENT)
+    assert ids(tmp_path / "results") == [f"r{at}" for at in ORDER]
+    line = json.loads((tmp_path / "results").read_text().splitlines()[0])
+    assert line["error"] is None and line["response"]["status_code"] == 200
+    assert line["response"]["body"]["choices"] == [{"text": "x"}]
+
+
+def test_no_more_than_the_limit_are_asked_at_once(batch: Batch, tmp_path: Path) -> None:
+    together = threading.Barrier(3)
+
+    def says(body: Body) -> tuple[int, Body]:
+        together.wait(PATIENCE_S)
+        return completes(body)
+
+    with answering(says) as at:
+        assert sending(batch, at, tmp_path / "results", concurrency=3).answered == COUNT
+        assert at.at_once_most == 3
+        assert sorted(at.order) == sorted(ORDER)
+
+
+def test_what_has_a_result_is_not_sent_again(batch: Batch, tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    with answering() as at:
+        sending(batch, at, results)
+        lines = results.read_text().splitlines(keepends=True)
+        results.write_text("".join(lines[:5]) + lines[5][:20])
+        at.asked.clear()
+        sent = sending(batch, at, results)
+        assert at.order == ORDER[5:], "a line that was cut off is no result"
+        assert (sent.known, sent.answered) == (5, COUNT - 5)
+    assert ids(results) == [f"r{at}" for at in ORDER]
+
+
+def test_a_server_that_is_busy_is_asked_again(batch: Batch, tmp_path: Path) -> None:
+    seen: set[int] = set()
+
+    def says(body: Body) -> tuple[int, Body]:
+        number = body["prompt"][-1]
+        if number not in seen:
+            seen.add(number)
+            return (429, 503)[number % 2], {}
+        return completes(body)
+
+    with answering(says) as at:
+        assert sending(batch, at, tmp_path / "results").answered == COUNT
+        assert len(at.asked) == 2 * COUNT
+
+
+def test_a_request_that_the_server_calls_wrong_has_that_as_its_result(batch: Batch, tmp_path: Path) -> None:
+    with answering(lambda body: (400, {"error": "no"}) if body["prompt"][-1] == 3 else completes(body)) as at:
+        sent = sending(batch, at, tmp_path / "results")
+        assert (sent.answered, sent.refused) == (COUNT - 1, 1)
+        assert sending(batch, at, tmp_path / "results").known == COUNT
+
+
+def test_a_request_that_the_server_cannot_do_is_sent_again_next_time(batch: Batch, tmp_path: Path) -> None:
+    with answering(lambda body: (500, {}) if body["prompt"][-1] == 3 else completes(body)) as at:
+        sent = sending(batch, at, tmp_path / "results")
+        assert (sent.answered, sent.failed) == (COUNT - 1, 1)
+        at.says = completes
+        at.asked.clear()
+        assert sending(batch, at, tmp_path / "results").answered == 1
+        assert at.order == [3]
+
+
+def test_a_server_that_is_gone_ends_the_run_and_what_came_stays(batch: Batch, tmp_path: Path) -> None:
+    with answering() as at:
+        gone = Server(at.url, PATIENCE_S)
+    with Results(tmp_path / "results") as results:
+        with pytest.raises(Unavailable, match="does not answer"):
+            send(batch, ORDER, gone, results, 4, lambda _: None)
+        results.add("r0", Answer(200, b"{}"))
+    assert ids(tmp_path / "results") == ["r0"]
+
+
+def test_answers_that_came_before_an_error_are_written(batch: Batch, tmp_path: Path) -> None:
+    """The third request breaks; the answer to another one that is there by then is a result all the same."""
+    with answering() as at, Results(tmp_path / "results") as results:
+        asked = Server(at.url, PATIENCE_S)
+        post, others, answers = asked.post, threading.Event(), list[Answer]()
+
+        def breaks(path: str, body: bytes) -> Answer:
+            if json.loads(body)["prompt"][-1] == ORDER[2]:
+                others.wait(PATIENCE_S)
+                raise Unavailable("gone")
+            answers.append(post(path, body))
+            if len(answers) == 3:
+                others.set()
+            return answers[0]
+
+        asked.post = breaks  # type: ignore[method-assign]
+        with pytest.raises(Unavailable):
+            send(batch, ORDER, asked, results, 4, lambda _: None)
+        assert results.known >= {f"r{number}" for number in (ORDER[0], ORDER[1], ORDER[3])}
+
+
+def test_an_answer_that_is_not_json_is_kept_as_text(tmp_path: Path) -> None:
+    with Results(tmp_path / "results") as results:
+        assert results.add("a", Answer(200, b"\xffhi")) == {"text": "\ufffdhi"}
+        assert results.add("b", Answer(200, b"[1]")) == {}
+
+
+def test_results_belong_to_one_program_and_one_kind_of_file(tmp_path: Path) -> None:
+    with Results(tmp_path / "results"), pytest.raises(InvalidRequest, match="are being written by another program"):
+        Results(tmp_path / "results")
+    (tmp_path / "other").write_text("hello\nworld\n")
+    with pytest.raises(InvalidRequest, match=r"line 1 is not a result of a batch: give another --results"):
+        Results(tmp_path / "other")
+    assert (tmp_path / "other").read_text() == "hello\nworld\n"
+
+
+@pytest.mark.parametrize("url", ["", "host:80", "ftp://host", "http://", "http://host:port", "http://h/?q=1"])
+def test_a_url_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(InvalidRequest, match="server "):
+        Server(url, 1.0)
+
+
+def plan(*arguments: Any) -> Result:
+    return CliRunner().invoke(app, ["plan", *map(str, arguments), "--memory-tokens", "100"], prog_name="kvstore")
+
+
+def test_the_command_sends_and_says_what_was_cached(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    with answering() as at:
+        at_once = ("--server", f"{at.url}/v1", "--concurrency", "2")
+        assert plan(path, *at_once, "--dry-run").exit_code == 0
+        assert not at.asked
+        shown = plan(path, *at_once)
+        assert shown.exit_code == 0, shown.output
+        assert "576" in shown.stdout and "of them in the server's prefix cache" in shown.stdout
+        assert set(at.keys) == {"Bearer secret"} and set(at.paths) == {"/v1/completions"}
+        again = plan(path, *at_once, "--json")
+        assert json.loads(again.stdout)["sent"]["known"] == COUNT
+        assert len(at.asked) == COUNT
+    assert len(ids(Path(f"{path}.results.jsonl"))) == COUNT
+
+
+def test_the_command_says_where_to_go_on(path: Path) -> None:
+    with answering() as at:
+        url = at.url
+    result = plan(path, "--server", url)
+    assert result.exit_code == 2
+    assert "0 results are in" in result.stderr and len(result.stderr.splitlines()) == 1
+    assert plan(path, "--server", url, "--output", "x").exit_code == 2
+
+
+def test_a_request_that_failed_is_exit_code_1(path: Path) -> None:
+    with answering(lambda body: (404, {})) as at:
+        assert plan(path, "--server", at.url).exit_code == 1
+
+
+@pytest.mark.slow
+def test_a_killed_command_goes_on_where_it_was(path: Path) -> None:
+    release = threading.Semaphore(5)
+
+    def says(body: Body) -> tuple[int, Body]:
+        release.acquire(timeout=PATIENCE_S)
+        return completes(body)
+
+    results = Path(f"{path}.results.jsonl")
+    with answering(says) as at:
+        command = [*KVSTORE, "plan", str(path), "--memory-tokens", "100", "--server", at.url, "--concurrency", "2"]
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL) as running:
+            eventually(lambda: results.exists() and len(results.read_text().splitlines()) == 5, "five results")
+            eventually(lambda: at.at_once == 2, "two requests that wait")
+            running.send_signal(signal.SIGKILL)
+        waiting = set(at.order[5:])
+        for _ in range(COUNT):
+            release.release()
+        assert subprocess.run(command, timeout=PATIENCE_S, check=False, stdout=subprocess.DEVNULL).returncode == 0
+        counted: Callable[[int], int] = at.order.count
+        assert {at for at in range(COUNT) if counted(at) == 2} == waiting, "only what was in progress is sent again"
+    assert sorted(ids(results)) == sorted(f"r{at}" for at in range(COUNT))

@@ -1,0 +1,109 @@
+"""Commands about the pins of a root: in a file on a root of one host, in etcd, or not known."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import Result
+
+import kvstore
+from kvstore.meta.sqlite.faults import PAGE_BYTES, fault_of
+from tests.cli.conftest import parsed
+
+Run = Callable[..., Result]
+LAYOUT = kvstore.Layout(layers=1, kv_heads=1, head_dim=8, dtype="int8", chunk_tokens=4)
+TOKENS = "0,1,2,3"
+METADATA = "metadata.sqlite"
+
+
+@pytest.fixture
+def root(tmp_root: Path) -> str:
+    with kvstore.open(tmp_root / "root") as store:
+        store.namespace("m", LAYOUT).put(range(8), np.zeros(LAYOUT.shape(8), np.int8))
+    return str(tmp_root / "root")
+
+
+def cut(root: str, size_bytes: int) -> None:
+    """Leaves so much of the metadata file, as a full disk or a bad copy does."""
+    for each in ("-wal", "-shm"):
+        Path(f"{root}/{METADATA}{each}").unlink(missing_ok=True)
+    os.truncate(f"{root}/{METADATA}", size_bytes)
+
+
+def test_pins_of_a_root_of_one_host_are_made_listed_respected_and_ended(run: Run, root: str) -> None:
+    pin = parsed(run("pin", "m", TOKENS, "--root", root, "--json"))
+    assert [each["id"] for each in parsed(run("ls", "--pins", "--root", root, "--json"))["pins"]] == [pin["id"]]
+    assert parsed(run("clear", "m", "--yes", "--root", root, "--json"))["chunks"] == 1
+    assert parsed(run("unpin", pin["id"], "--root", root, "--json"))["ended"] is True
+    assert parsed(run("ls", "--pins", "--root", root, "--json"))["pins"] == []
+    assert parsed(run("clear", "m", "--yes", "--root", root, "--json"))["chunks"] == 1
+    assert run("unpin", pin["id"], "--root", root).exit_code == 1
+
+
+COMMANDS = [("ls", "--pins"), ("clear", "m", "--yes"), ("pin", "m", TOKENS), ("unpin", "a/b")]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_pins_in_damaged_metadata_are_not_known(run: Run, root: str, command: tuple[str, ...]) -> None:
+    cut(root, PAGE_BYTES + 100)
+    result = run(*command, "--root", root)
+    last = result.stderr.strip().splitlines()[-1]
+    assert result.exit_code == 2 and f"the pins in {root}/{METADATA} cannot be used" in last
+    assert f"`kvstore fsck {root} --adopt`" in last
+    assert "etcd" not in last and ("--ignore-pins" in last) == (command[0] == "clear")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_pins_of_a_cluster_are_in_etcd(run: Run, root: str, command: tuple[str, ...]) -> None:
+    shutil.move(f"{root}/generations.host", f"{root}/generations")
+    Path(root, METADATA).unlink()
+    result = run(*command, "--root", root)
+    assert result.exit_code == 2 and "the pins of this root are in etcd, or it has none: give --etcd" in result.stderr
+
+
+@pytest.mark.parametrize("code", [sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL])
+@pytest.mark.parametrize("size_bytes", [0, 100, PAGE_BYTES + 1])
+def test_metadata_that_were_cut_are_called_damaged_and_not_locked(tmp_path: Path, code: int, size_bytes: int) -> None:
+    path = tmp_path / METADATA
+    error = sqlite3.OperationalError("database is locked")
+    error.sqlite_errorcode = code
+    path.write_bytes(bytes(size_bytes))
+    said = str(fault_of(error, str(path)))
+    assert "the file was cut: it is damaged" in said and "kvstore fsck ROOT --adopt" in said and "locked" not in said
+    path.write_bytes(bytes(2 * PAGE_BYTES))
+    assert "damaged" not in str(fault_of(error, str(path)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("mach", "m"), "kvstore: there is no command 'mach': did you mean 'match'? (kvstore --help lists all)"),
+        (("prefech",), "did you mean 'prefetch'?"),
+        (("token", "isue"), "kvstore token: there is no command 'isue': did you mean 'issue'?"),
+        (("xyzzy",), "kvstore: there is no command 'xyzzy' (kvstore --help lists all)"),
+        (("ls", "--rot", "x"), "did you mean one of: '--root', '--root-id'?"),
+    ],
+)
+def test_a_mistyped_command_or_option_is_one_line_with_what_is_alike(
+    run: Run, arguments: tuple[str, ...], said: str
+) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2 and result.stdout == "" and len(result.stderr.strip().splitlines()) == 1
+    assert said.lower() in result.stderr.lower()
+
+
+def test_the_dashboard_takes_the_root_although_workers_are_in_the_environment(
+    run: Run, root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVSTORE_ROOT", root)
+    monkeypatch.setenv("KVSTORE_CONNECT", "127.0.0.1:1")
+    result = run("dashboard", "--listen", "10.0.0.7:80", "--etcd", "127.0.0.1:2")
+    notes, error = result.stderr.strip().splitlines()
+    assert notes == "kvstore dashboard: KVSTORE_CONNECT is not used here: etcd names the workers"
+    assert error.startswith("kvstore dashboard: others can reach --listen 10.0.0.7:80"), "the root and etcd are given"

@@ -1,0 +1,96 @@
+"""``kvstore plan``: the report, the reordered file, and a store that holds a part."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import Result
+
+import kvstore
+from kvstore.replay import generate, write_trace
+from tests.cli.conftest import parsed
+from tests.node.stores import SMALL, kv_of
+
+Run = Callable[..., Result]
+SIZE = SMALL.chunk_tokens
+
+
+@pytest.fixture
+def batch(tmp_path: Path) -> Path:
+    """Four requests about two documents of three chunks, in turns."""
+    lines = []
+    for at, name in enumerate("abcd"):
+        prompt = [*range(at % 2 * 1000, at % 2 * 1000 + 3 * SIZE), 5000 + at]
+        lines.append(json.dumps({"custom_id": name, "body": {"prompt": prompt, "max_tokens": 1}}))
+    path = tmp_path / "batch.jsonl"
+    path.write_text("\n".join(lines))
+    return path
+
+
+def ids(path: Path) -> list[str]:
+    return [json.loads(line)["custom_id"] for line in path.read_text().splitlines()]
+
+
+def test_the_report_has_the_figures(run: Run, batch: Path) -> None:
+    found = parsed(run("plan", str(batch), "--memory-tokens", "100", "--json"))
+    assert (found["prompts"], found["groups"], found["groups_shared"]) == (4, 2, 2)
+    assert found["tokens_total"] == 4 * (3 * SIZE + 1)
+    assert found["tokens_to_compute"] == found["tokens_optimum"] == found["tokens_one_level"] == 6 * SIZE + 4
+    assert found["rest"] == {"own": 4, "shared_once": 6 * SIZE, "part_blocks": 0, "memory": 0}
+    assert (found["memory_tokens"], found["block_tokens"], found["tokens_stored"]) == (100, 16, 0)
+    shown = run("plan", str(batch), "--memory-tokens", "100")
+    assert shown.exit_code == 0
+    assert "100 (49.0% saved)" in shown.stdout
+    assert "in order of arrival, LRU" in shown.stdout
+
+
+def test_the_batch_is_written_in_order_unless_it_is_a_dry_run(run: Run, batch: Path, tmp_path: Path) -> None:
+    output = tmp_path / "ordered.jsonl"
+    arguments = ("plan", str(batch), "--memory-tokens", "100", "--output", str(output))
+    assert run(*arguments, "--dry-run").exit_code == 0
+    assert not output.exists()
+    assert run(*arguments).exit_code == 0
+    assert ids(output) == ["a", "c", "b", "d"]
+    assert sorted(output.read_text().splitlines()) == sorted(batch.read_text().splitlines())
+
+
+def test_what_the_store_holds_is_free(run: Run, batch: Path, tmp_path: Path) -> None:
+    root = str(tmp_path / "root")
+    tokens = np.arange(2 * SIZE)
+    with kvstore.open(root) as store:
+        store.namespace("m", SMALL).put(tokens, kv_of(SMALL, tokens))
+    at = ("--root", root, "--namespace", "m", "--memory-tokens", "100")
+    found = parsed(run("plan", str(batch), *at, "--json"))
+    assert (found["tokens_stored"], found["tokens_to_compute"]) == (4 * SIZE, 4 * SIZE + 4)
+    refused = run("plan", str(batch), *at, "--block-tokens", "4")
+    assert refused.exit_code == 2 and "--block-tokens with --namespace" in refused.stderr
+
+
+def test_a_trace_is_planned_by_its_blocks(run: Run, tmp_path: Path) -> None:
+    write_trace(tmp_path / "trace.jsonl", generate(50, seed=4))
+    found = parsed(run("plan", str(tmp_path / "trace.jsonl"), "--memory-tokens", "1000000", "--json"))
+    assert found["tokens_to_compute"] == found["tokens_optimum"] < found["tokens_total"]
+    refused = run("plan", str(tmp_path / "trace.jsonl"), "--memory-tokens", "9", "--namespace", "m", "--root", "x")
+    assert refused.exit_code == 2 and "it has no tokens" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"custom_id": "a", "body": {"prompt": [1]}}\n{"custom', "line 2: not JSON"),
+        ('{"custom_id": "a", "body": {"prompt": "text"}}', "line 1: the prompt is text: give --tokenizer"),
+        ('{"custom_id": "a", "body": {"prompt": []}}', "line 1: the prompt is empty"),
+        ("", "it holds no requests"),
+    ],
+)
+def test_bad_input_is_one_line_and_nothing_is_written(run: Run, tmp_path: Path, text: str, said: str) -> None:
+    path, output = tmp_path / "batch.jsonl", tmp_path / "out.jsonl"
+    path.write_text(text)
+    result = run("plan", str(path), "--memory-tokens", "9", "--output", str(output))
+    assert result.exit_code == 2
+    assert said in result.stderr and len(result.stderr.splitlines()) == 1
+    assert not output.exists() and result.stdout == ""

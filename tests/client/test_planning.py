@@ -1,0 +1,177 @@
+"""Plans over every port: what the store holds is free, and a store that is silent holds nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import kvstore
+import kvstore.aio
+from kvstore import Layout
+from kvstore.client import Cache, Store, planning
+from kvstore.client.local import LocalPort
+from kvstore.errors import InvalidRequest
+from kvstore.node.asking import match_each
+from kvstore.root.memory import MemoryFiles, MemoryRoot
+from kvstore.tokens import token_array
+from kvstore.wire.messages import pack_prompts, unpack_counts, unpack_prompts
+from tests.node.stores import SMALL, SetClock, kv_of, member_on
+from tests.worker.serving import connected, serving
+
+SIZE = SMALL.chunk_tokens
+Ids = npt.NDArray[np.int64]
+
+
+@pytest.fixture(params=["local", "shared", "tcp", "grpc"])
+def store(request: pytest.FixtureRequest) -> Iterator[Store]:
+    root = MemoryRoot(MemoryFiles())
+    if request.param == "local":
+        with Store(LocalPort(member_on(root))) as opened:
+            yield opened
+    else:
+        with serving(root) as served, connected(served, bulk=request.param) as opened:
+            yield opened
+
+
+@pytest.fixture
+def cache(store: Store) -> Cache:
+    return store.namespace("m", SMALL)
+
+
+def document(number: int, chunks: int = 4) -> Ids:
+    return np.arange(chunks * SIZE) + 10_000 * number
+
+
+def questions(numbers: list[int]) -> list[Ids]:
+    """A prompt for each: a document, and a question of 5 tokens."""
+    return [np.append(document(number), np.arange(5) + 1000 * at) for at, number in enumerate(numbers)]
+
+
+BATCH = [1, 2, 3, 1, 2, 3, 1]
+COUNT = len(BATCH) * (4 * SIZE + 5)
+ALONE = 3 * 4 * SIZE + len(BATCH) * 5
+
+
+def test_a_store_that_holds_nothing_shares_what_the_batch_shares(cache: Cache) -> None:
+    plan = cache.plan(questions(BATCH), memory_tokens=8 * SIZE)
+    assert plan.order == [0, 3, 6, 1, 4, 2, 5]
+    assert [group.prefix_tokens for group in plan.groups] == [4 * SIZE] * 3
+    assert (plan.tokens_total, plan.tokens_to_compute, plan.tokens_optimum) == (COUNT, ALONE, ALONE)
+    assert plan.tokens_stored == 0
+
+
+def test_what_the_store_holds_is_free(cache: Cache) -> None:
+    held = document(2)[: 3 * SIZE]
+    cache.put(held, kv_of(SMALL, held))
+    cache.put(document(3), kv_of(SMALL, document(3)))
+    plan = cache.plan(iter(questions(BATCH)), memory_tokens=8 * SIZE)
+    assert plan.tokens_to_compute == ALONE - 7 * SIZE
+    assert plan.tokens_stored == 2 * 3 * SIZE + 2 * 4 * SIZE
+    assert [group.stored_tokens for group in plan.groups] == [0, 3 * SIZE, 4 * SIZE]
+
+
+def test_many_prompts_are_several_calls(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "PROMPTS_MAX", 2)
+    monkeypatch.setattr(planning, "TOKENS_MAX", 5 * SIZE)
+    for number in range(9):
+        cache.put(document(number), kv_of(SMALL, document(number)))
+    plan = cache.plan([document(number) for number in range(12)], memory_tokens=0)
+    assert plan.tokens_to_compute == 3 * 4 * SIZE
+
+
+def test_a_store_that_answers_late_is_asked_no_longer_than_allowed(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache.put(document(1), kv_of(SMALL, document(1)))
+    cache.blocks.put([bytes(16)], [b"12"])
+    monkeypatch.setattr(planning, "ASK_S", 0.0)
+    assert cache.plan([document(1)], memory_tokens=0).tokens_stored == 0
+    assert cache.blocks.plan([[bytes(16)]], memory_tokens=0).tokens_stored == 0
+
+
+def test_a_call_that_is_answered_in_part_is_followed_by_another(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(4):
+        cache.put(document(number), kv_of(SMALL, document(number)))
+    whole = cache._port.match_each
+    monkeypatch.setattr(cache._port, "match_each", lambda namespace, prompts: whole(namespace, prompts)[:1])
+    assert cache.plan([document(number) for number in range(5)], memory_tokens=0).tokens_to_compute == 4 * SIZE
+
+
+def test_blocks_of_an_engine_are_planned_by_their_keys(cache: Cache) -> None:
+    keys = [bytes([number]) * 32 for number in range(6)]
+    cache.blocks.put(keys[:2], [b"12"] * 2)
+    cache.blocks.put(keys[3:4], [b"12"])
+    plan = cache.blocks.plan([keys[:4], keys[4:5], keys[:3], [keys[0], keys[5]]], memory_tokens=99 * SIZE)
+    assert plan.tokens_total == 10 * SIZE
+    assert plan.tokens_stored == 5 * SIZE, "blocks 0 and 1, in a row; 3 is behind a miss"
+    assert plan.tokens_to_compute == 4 * SIZE
+    assert plan.order == [3, 0, 2, 1]
+
+
+def test_a_prompt_that_is_wrong_is_named(cache: Cache) -> None:
+    with pytest.raises(InvalidRequest, match="prompt 1 is empty"):
+        cache.plan([[1], []], memory_tokens=1)
+    with pytest.raises(InvalidRequest, match="key 0 is 2 bytes"):
+        cache.blocks.plan([[b"ab"]], memory_tokens=1)
+
+
+def test_without_a_worker_nothing_is_stored() -> None:
+    with serving(MemoryRoot(MemoryFiles())) as served, connected(served) as store:
+        cache = store.namespace("m", SMALL)
+        cache.put(document(1), kv_of(SMALL, document(1)))
+        served.worker.stop()
+        plan = cache.plan(questions([1, 1]), memory_tokens=8 * SIZE)
+        assert (plan.tokens_stored, plan.tokens_to_compute) == (0, 4 * SIZE + 10)
+
+
+def test_a_node_answers_for_those_prompts_that_its_time_is_enough_for() -> None:
+    clock = SetClock(0.0)
+    member = member_on(MemoryRoot(MemoryFiles()), clock=clock)
+    with Store(LocalPort(member)) as store:
+        cache = store.namespace("m", SMALL)
+        assert match_each(member.node, cache.namespace, [token_array(document(1))] * 3, 0.0) == []
+        assert match_each(member.node, cache.namespace, [token_array(document(1))] * 3, 60.0) == [0, 0, 0]
+
+
+def test_prompts_go_over_the_wire_as_they_were() -> None:
+    prompts = [token_array(document(number)[: 3 * number]) for number in (2, 0, 5)]
+    packed = pack_prompts(prompts)
+    found = unpack_prompts(packed["tokens"], packed["lengths"])
+    assert [each.tolist() for each in found] == [each.tolist() for each in prompts]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "lengths", "said"),
+    [
+        (b"1234", b"\x02\0\0\0", "lengths sum to 2: expected 1"),
+        (b"1234", b"\x01\0\0\0" * 2, "lengths sum to 2: expected 1"),
+        (b"1234", b"\xff\xff\xff\xff", "lengths sum to 4294967295: expected 1"),
+        (b"", b"\0\0\0", "lengths have 3 bytes: expected 4 for each"),
+        (b"", bytes(4 * 65_537), "at most 65536 prompts"),
+        (b"123", b"\x01\0\0\0", "tokens have 3 bytes"),
+    ],
+)
+def test_lengths_that_do_not_fit_the_tokens_are_refused(tokens: bytes, lengths: bytes, said: str) -> None:
+    with pytest.raises(InvalidRequest, match=said):
+        unpack_prompts(tokens, lengths)
+
+
+@pytest.mark.parametrize("packed", [b"", b"\1\0\0", b"\1\0\0\0\2\0\0\0\3\0"])
+def test_an_answer_for_fewer_prompts_counts_as_far_as_it_goes(packed: bytes) -> None:
+    assert unpack_counts(packed, 2) == [1, 2][: len(packed) // 4]
+
+
+def test_a_plan_is_awaited(tmp_path: Path) -> None:
+    layout = Layout(layers=1, kv_heads=1, head_dim=4, dtype="int8", chunk_tokens=4)
+
+    async def planned() -> kvstore.aio.Plan:
+        async with kvstore.aio.open(str(tmp_path)) as store:
+            cache = await store.namespace("m", layout)
+            return await cache.plan([[1, 2, 3, 4, 5]] * 3, memory_tokens=9)
+
+    assert asyncio.run(planned()).tokens_to_compute == 7

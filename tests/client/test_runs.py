@@ -1,0 +1,305 @@
+"""Runs of plans: every group runs once, whoever dies, and its prefix is held and near while it runs."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import kvstore
+import kvstore.aio
+from kvstore import Group, Plan, Run
+from kvstore.client import Cache, Store
+from kvstore.client.local import LocalPort
+from kvstore.client.runs import Taken
+from kvstore.errors import InvalidRequest
+from kvstore.node.limits import Limits
+from kvstore.root.memory import MemoryFiles, MemoryRoot
+from kvstore.writes import WriteMode
+from tests.node.stores import SMALL, kv_of, member_of, member_on
+from tests.patience import eventually, returns
+from tests.tiers.acting import LARGE, ROOM_CHUNKS, Acting, faulty
+from tests.worker.serving import connected, serving
+
+SIZE = SMALL.chunk_tokens
+GROUPS = 5
+EACH = 3
+"""Prompts of a group."""
+Ids = npt.NDArray[np.int64]
+
+
+@pytest.fixture(params=["local", "grpc"])
+def cache(request: pytest.FixtureRequest) -> Iterator[Cache]:
+    root = MemoryRoot(MemoryFiles())
+    if request.param == "local":
+        with Store(LocalPort(member_on(root))) as opened:
+            yield opened.namespace("m", SMALL)
+    else:
+        with serving(root) as served, connected(served, bulk="grpc") as opened:
+            yield opened.namespace("m", SMALL)
+
+
+def prompts(size: int = SIZE, chunks: int = 3) -> list[Ids]:
+    """Prompts about ``GROUPS`` documents in turns."""
+    documents = [np.arange(chunks * size) + 10_000 * number for number in range(GROUPS)]
+    return [np.append(documents[at % GROUPS], 5_000_000 + at) for at in range(GROUPS * EACH)]
+
+
+def plan_of(cache: Cache, memory_tokens: int = 1 << 20) -> Plan:
+    return cache.plan(prompts(cache.layout.chunk_tokens), memory_tokens=memory_tokens)
+
+
+def dying(run: Run) -> Taken:
+    """Takes a group in a thread that ends without a word."""
+    taken: list[Taken | None] = []
+    thread = threading.Thread(target=lambda: taken.append(run.take()))
+    thread.start()
+    thread.join()
+    assert taken[0] is not None
+    return taken[0]
+
+
+def test_one_consumer_gets_all_groups_in_order(cache: Cache) -> None:
+    plan = plan_of(cache)
+    with plan.run() as run:
+        assert list(run) == list(plan.groups)
+        assert run.is_over and not run.failed
+        assert run.take() is None
+
+
+def test_several_threads_share_a_run(cache: Cache) -> None:
+    plan = plan_of(cache)
+    barrier = threading.Barrier(2)
+
+    def consume(run: Run) -> list[Group]:
+        barrier.wait()
+        return list(run)
+
+    with plan.run() as run, ThreadPoolExecutor(2) as threads:
+        found = [threads.submit(consume, run) for _ in range(2)]
+        assert sorted(each.members for one in found for each in one.result()) == [each.members for each in plan.groups]
+
+
+@pytest.mark.parametrize("step", range(GROUPS))
+@pytest.mark.parametrize("way", ["raises", "closes", "dies"])
+def test_the_group_of_a_consumer_that_dies_goes_out_again(cache: Cache, step: int, way: str) -> None:
+    plan = plan_of(cache)
+    ran: list[Group] = []
+    late: Taken | None = None
+    with plan.run() as run:
+        for _ in range(step):
+            with taken_of(run) as taken:
+                ran.append(taken.group)
+        if way == "raises":
+            with pytest.raises(ZeroDivisionError), taken_of(run):
+                raise ZeroDivisionError
+        elif way == "closes":
+            groups = iter(run)
+            assert next(groups) == plan.groups[step]
+            groups.close()  # type: ignore[attr-defined]  # a generator
+        else:
+            late = dying(run)
+        ran += returns(lambda: list(run))
+        if late is not None:
+            late.done()  # too late: somebody else ran it
+        assert Counter(ran) == Counter(plan.groups)
+        assert run.is_over and not run.failed
+
+
+def taken_of(run: Run) -> Taken:
+    taken = run.take()
+    assert taken is not None
+    return taken
+
+
+def test_a_late_consumer_does_not_end_the_group_of_another(cache: Cache) -> None:
+    plan = plan_of(cache)
+    with plan.run() as run:
+        late, again = dying(run), taken_of(run)
+        assert late.group == again.group == plan.groups[0]
+        late.done()
+        again.give_back()
+        assert list(run) == list(plan.groups)
+
+
+def test_a_group_that_nobody_survives_fails_and_the_run_goes_on(cache: Cache) -> None:
+    plan = plan_of(cache)
+    with plan.run(attempts=2) as run:
+        for _ in range(2):
+            taken_of(run).give_back()
+        assert list(run) == list(plan.groups[1:])
+        assert run.failed == [plan.groups[0]]
+
+
+def test_the_last_consumer_waits_for_groups_that_may_come_back(cache: Cache) -> None:
+    plan = plan_of(cache)
+    with plan.run() as run, ThreadPoolExecutor(1) as threads:
+        *others, last = [taken_of(run) for _ in plan.groups]
+        waiting = threads.submit(lambda: list(run))
+        last.give_back()
+        for each in others:
+            each.done()
+        assert waiting.result() == [last.group]
+
+
+def test_prefixes_in_use_never_exceed_memory(cache: Cache) -> None:
+    plan = plan_of(cache, memory_tokens=7 * SIZE)
+    with plan.run() as run:
+        first, second = taken_of(run), taken_of(run)
+        assert run.try_take(0.0, lambda: True) is None
+        first.done()
+        third = run.try_take(0.0, lambda: True)
+        assert third is not None and third.group == plan.groups[2]
+        second.done()
+
+
+def test_a_prefix_is_held_while_its_group_runs(tmp_path: Path) -> None:
+    with kvstore.open(tmp_path) as store:
+        cache = store.namespace("m", SMALL)
+        for prompt in prompts()[:GROUPS]:
+            cache.put(prompt, kv_of(SMALL, prompt))
+        node = member_of(store).node
+        plan = plan_of(cache)
+        assert plan.tokens_to_compute == GROUPS * EACH
+        with plan.run() as run:
+            for _ in run:
+                assert len(node.holds) == 1
+            assert len(node.holds) == 0
+        with plan.run() as run:
+            taken_of(run)
+            assert len(node.holds) == 1
+        assert len(node.holds) == 0, "the end of a run releases what is held"
+
+
+def test_the_next_prefixes_are_brought_into_memory_and_those_that_are_done_leave_it_first() -> None:
+    with Acting(faulty(), write=WriteMode.AROUND, limits=Limits()) as acting:
+        for number in range(GROUPS):
+            acting.put(number, 3)
+        batch = [np.append(acting.prompts.tokens(at % GROUPS, 3), at) for at in range(2 * GROUPS)]
+        plan = acting.cache.plan(batch, memory_tokens=1 << 20)
+        with plan.run(ahead=2) as run:
+            with taken_of(run):
+                eventually(lambda: all(acting.in_memory(1, 3) + acting.in_memory(2, 3)), "the prefetch of two groups")
+                assert not any(acting.in_memory(3, 3))
+                for _ in range(2):
+                    acting.get(0, 3)
+                assert all(acting.in_memory(0, 3)), "used last"
+            eventually(lambda: not len(acting.node._moves), "the end of the release")
+            acting.put(100, ROOM_CHUNKS - 6, write=WriteMode.THROUGH)
+            assert not any(acting.in_memory(0, 3)), "retired, so evicted before what comes next"
+            assert all(acting.in_memory(1, 3) + acting.in_memory(2, 3))
+
+
+def test_what_is_stored_of_members_behind_their_prefix_is_brought_too() -> None:
+    with Acting(faulty(), write=WriteMode.AROUND, limits=Limits()) as acting:
+        longer = [np.append(acting.prompts.tokens(1, 2), acting.prompts.tokens(number, 4, 2)) for number in (1, 2, 3)]
+        for prompt in longer[:2]:
+            acting.cache.put(prompt, kv_of(LARGE, prompt))
+        plan = acting.cache.plan([acting.prompts.tokens(9, 1), *longer], memory_tokens=1 << 20)
+        assert [group.members for group in plan.groups] == [(0,), (1, 2, 3)]
+        with plan.run() as run, taken_of(run):
+            eventually(lambda: acting.stat("memory_chunks") == 6, "two chunks that are shared, and two of each member")
+
+
+def test_without_memory_a_run_goes_without_prefetch(tmp_path: Path) -> None:
+    with kvstore.open(tmp_path) as store:
+        cache = store.namespace("m", SMALL)
+        cache.put(prompts()[0], kv_of(SMALL, prompts()[0]))
+        plan = plan_of(cache)
+        with plan.run() as run:
+            assert list(run) == list(plan.groups)
+
+
+def test_a_run_without_a_worker_still_hands_out_its_groups() -> None:
+    with serving(MemoryRoot(MemoryFiles())) as served, connected(served) as store:
+        cache = store.namespace("m", SMALL)
+        cache.put(prompts()[0], kv_of(SMALL, prompts()[0]))
+        plan = plan_of(cache)
+        served.worker.stop()
+        with plan.run() as run:
+            assert list(run) == list(plan.groups)
+
+
+def test_blocks_of_an_engine_run_by_their_keys(cache: Cache) -> None:
+    keys = [bytes([number]) * 16 for number in range(4)]
+    cache.blocks.put(keys[:2], [b"12"] * 2)
+    plan = cache.blocks.plan([keys[:3], [keys[3]], keys[:2]], memory_tokens=99 * SIZE)
+    with plan.run() as run:
+        assert [group.members for group in run] == [(0, 2), (1,)]
+
+
+@pytest.mark.parametrize("wrong", [{"ahead": -1}, {"ahead": 99}, {"attempts": 0}])
+def test_a_wrong_argument_is_refused(cache: Cache, wrong: dict[str, int]) -> None:
+    with pytest.raises(InvalidRequest, match=next(iter(wrong))):
+        plan_of(cache).run(**wrong)
+
+
+async def awaited_cache(store: kvstore.aio.Store) -> kvstore.aio.Plan:
+    cache = await store.namespace("m", SMALL)
+    return await cache.plan(prompts(), memory_tokens=1 << 20)
+
+
+def test_tasks_share_a_run_and_one_that_dies_gives_its_group_back(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with kvstore.aio.open(str(tmp_path)) as store:
+            plan = await awaited_cache(store)
+            ran: list[Group] = []
+
+            async def consume() -> None:
+                async for group in run:
+                    ran.append(group)
+
+            async def die() -> None:
+                await run.take()
+
+            async def fail() -> None:
+                taken = await run.take()
+                assert taken is not None
+                async with taken:
+                    raise ZeroDivisionError
+
+            async with plan.run() as run:
+                await asyncio.create_task(die())
+                assert isinstance((await asyncio.gather(fail(), return_exceptions=True))[0], ZeroDivisionError)
+                await asyncio.gather(consume(), consume())
+                assert Counter(ran) == Counter(plan.groups)
+                assert run.is_over and not run.failed
+
+    asyncio.run(main())
+
+
+def test_blocks_are_planned_and_run_by_tasks_too(tmp_path: Path) -> None:
+    async def main() -> list[tuple[int, ...]]:
+        async with kvstore.aio.open(str(tmp_path)) as store:
+            cache = await store.namespace("m", SMALL)
+            plan = await cache.blocks.plan([[b"k" * 16], [b"l" * 16], [b"k" * 16]], memory_tokens=99)
+            async with plan.run() as run:
+                return [group.members async for group in run]
+
+    assert asyncio.run(main()) == [(0, 2), (1,)]
+
+
+def test_a_task_that_is_cancelled_while_it_waits_takes_nothing(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with kvstore.aio.open(str(tmp_path)) as store:
+            plan = await awaited_cache(store)
+            async with plan.run() as run:
+                taken = [await run.take() for _ in plan.groups]
+                waiting = asyncio.create_task(run.take())
+                await asyncio.sleep(0)
+                waiting.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await waiting
+                for each in taken:
+                    assert each is not None
+                    await each.done()
+                assert run.is_over and not run.failed
+
+    asyncio.run(main())

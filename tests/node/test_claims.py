@@ -1,0 +1,146 @@
+"""A node that claims its room while no collector counts (rule S6)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvstore.meta.bounds import NO_BOUND, Bound, Bounds
+from kvstore.meta.keys import Keys, SessionId
+from kvstore.meta.memory import MemoryMeta
+from kvstore.meta.usage import Room
+from kvstore.node import usage as timings
+from kvstore.node.claims import CLAIM_SHARE, EARLY_SHARE, Claims
+from kvstore.node.usage import KEPT_S, NodeUsage
+
+KEYS = Keys(bytes(16))
+BOUND = 128_000
+SIZE = int(CLAIM_SHARE * BOUND)
+ASKED = Bound(BOUND)
+
+
+class Root:
+    """A node on a root whose chunks are numbers."""
+
+    def __init__(self, meta: MemoryMeta, bound: Bound = ASKED) -> None:
+        self.meta = meta
+        self.usage = NodeUsage()
+        self.usage.begin()
+        self.wanted: list[bool] = []
+        self.counts = True
+        self.is_empty = True
+        self.usage.claiming = Claims(
+            Bounds(meta, KEYS),
+            bound,
+            counts=lambda: self.counts,
+            is_empty=lambda: self.is_empty,
+            wrote=self.wanted.append,
+        )
+
+    def put(self, size_bytes: int) -> bool:
+        """Returns whether the put may begin; then it writes so much."""
+        if not self.usage.wait_for_room():
+            return False
+        self.usage.wrote(size_bytes)
+        return True
+
+    @property
+    def level(self) -> int | None:
+        found = self.meta.get(KEYS.level)
+        return None if found is None else int(found.value.removeprefix(b'{"bytes":').removesuffix(b"}"))
+
+
+@pytest.fixture
+def meta() -> Iterator[MemoryMeta]:
+    made = MemoryMeta()
+    yield made
+    made.close()
+
+
+@pytest.fixture(autouse=True)
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timings, "STARTED_S", 0.01)
+
+
+def test_s6_a_node_writes_no_more_than_was_claimed_and_one_put(meta: MemoryMeta) -> None:
+    root, written = Root(meta), 0
+    while root.put(700):
+        written += 700
+        assert root.level is not None and written <= root.level + 700
+    assert 0.9 * BOUND < written <= BOUND
+    assert root.wanted[0] is False and root.wanted[-1] is True, "now a collector is needed at once"
+
+
+def test_s6_many_short_programs_together_stay_below_the_bound(meta: MemoryMeta) -> None:
+    written = 0
+    while True:
+        root = Root(meta)
+        root.is_empty = not written
+        if not root.put(5_000):
+            break
+        written += 5_000
+        root.usage.close()
+        assert root.level == written, "the rest of its claim goes back, and what it wrote beyond counts"
+    assert 0.9 * BOUND < written <= BOUND + 5_000
+
+
+def test_s6_nobody_claims_where_the_level_is_unknown(meta: MemoryMeta) -> None:
+    root = Root(meta)
+    root.is_empty = False
+    assert not root.put(1) and root.level is None and root.wanted == [False, True]
+
+
+def test_s6_a_word_replaces_the_claims_until_no_collector_is_left(meta: MemoryMeta) -> None:
+    root = Root(meta)
+    assert root.put(10)
+    root.usage.hear(Room(0, 100, 10, 0.1), 7)
+    assert root.put(80) and not root.usage.is_spent
+    level = root.level
+    assert level == SIZE
+    root.usage.close()
+    assert root.level == level, "a collector has counted since: nothing of the claim goes back"
+    root.usage.hear(None)
+    root.usage.due(0.0)
+    root.usage.due(KEPT_S)
+    assert root.usage.is_spent, "and it has to claim again"
+    assert root.put(10) and root.level == 2 * SIZE
+
+
+def test_s6_the_smallest_bound_of_all_stores_counts(meta: MemoryMeta) -> None:
+    root = Root(meta)
+    lease = meta.grant(60)
+    Bounds(meta, KEYS).put(SessionId(bytes(16)), lease, Bound(1_000))
+    written = 0
+    while root.put(50):
+        written += 50
+    assert 900 <= written <= 1_000
+    meta.revoke(lease)
+    assert root.put(50)
+
+
+def test_s6_a_node_without_a_bound_counts_for_others(meta: MemoryMeta) -> None:
+    root = Root(meta, NO_BOUND)
+    assert root.put(1 << 40) and root.level is not None
+    assert not Root(meta).put(1) or (root.level or 0) >= 1 << 26
+    assert root.put(1 << 40) and root.level > 1 << 40
+
+
+def test_s6_a_node_that_cannot_rely_on_the_metadata_goes_on_and_claims_it_later(meta: MemoryMeta) -> None:
+    root = Root(meta)
+    root.counts = False
+    assert root.put(1 << 20) and root.level is None
+    root.counts = True
+    written = 1 << 20
+    while root.level is None and root.put(1 << 20):
+        written += 1 << 20
+    assert written >= 1 << 26 and not root.put(1), "all that it wrote meanwhile counts now"
+
+
+def test_s6_a_process_that_writes_much_wants_a_collector_early(meta: MemoryMeta) -> None:
+    root = Root(meta)
+    written = 0
+    while True not in root.wanted:
+        assert root.put(500)
+        written += 500
+    assert written <= EARLY_SHARE * BOUND + 2 * SIZE

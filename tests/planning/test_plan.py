@@ -1,0 +1,180 @@
+"""Plans equal those found by trying everything, with and without a store."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.errors import InvalidRequest
+from kvstore.planning import Plan, Prompts, grouping, make_plan
+from tests.planning.brute import Batch
+
+PROMPT = st.lists(st.sampled_from([0, 0, 0, 1]), min_size=1, max_size=8)
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> Batch:
+    """A few prompts of two tokens, and a store that was given some of their prefixes."""
+    prompts = draw(st.lists(PROMPT, max_size=6))
+    known = [each[: draw(st.integers(0, 8))] for each in prompts if draw(st.booleans())]
+    chunk = draw(st.sampled_from([1, 2]))
+    return Batch(prompts, known, chunk * draw(st.sampled_from([1, 2])), chunk)
+
+
+def planned(batch: Batch, memory: int = 100, decode: Any = None) -> Plan:
+    def ask(wanted: list[tuple[int, int]]) -> list[int]:
+        asked.extend(wanted)
+        return [min(chunks, batch.stored(batch.prompts[index]) // batch.chunk) for index, chunks in wanted]
+
+    asked: list[tuple[int, int]] = []
+    prompts = Prompts.of_tokens(batch.prompts, batch.block)
+    return make_plan(prompts, memory_tokens=memory, decode_tokens=decode, chunk_tokens=batch.chunk, ask=ask)
+
+
+@given(batches(), st.integers(0, 20), st.data())
+def test_a_plan_equals_the_one_found_by_trying_everything(batch: Batch, memory: int, data: st.DataObject) -> None:
+    count = len(batch.prompts)
+    decode = data.draw(st.none() | st.integers(0, 9) | st.lists(st.integers(0, 9), min_size=count, max_size=count))
+    plan = planned(batch, memory, decode)
+    assert sorted(plan.order) == list(range(count))
+    assert plan.tokens_total == sum(map(len, batch.prompts))
+    assert plan.tokens_stored == sum(map(batch.stored, batch.prompts))
+    assert plan.tokens_optimum == batch.optimum()
+    assert plan.tokens_one_level == batch.one_level()
+    assert plan.tokens_arrival == batch.in_order(range(count), memory)
+    assert plan.tokens_to_compute == batch.in_order(plan.order, memory)
+    assert plan.tokens_to_compute == sum(group.tokens_to_compute for group in plan.groups)
+    rest = plan.rest
+    assert min(rest.own, rest.shared_once, rest.part_blocks, rest.memory) >= 0
+    assert rest.own + rest.shared_once + rest.part_blocks + rest.memory == plan.tokens_to_compute
+
+
+@given(batches())
+def test_the_order_is_the_optimum_if_memory_holds_each_prompt(batch: Batch) -> None:
+    longest = max(map(len, batch.prompts), default=0)
+    plan = planned(batch, longest)
+    assert plan.tokens_to_compute == plan.tokens_optimum
+    assert plan.rest.memory == 0
+
+
+@given(batches())
+def test_members_share_their_prefix_and_the_store_holds_what_is_said(batch: Batch) -> None:
+    for group in planned(batch).groups:
+        prefixes = {tuple(batch.prompts[index][: group.prefix_tokens]) for index in group.members}
+        assert len(prefixes) == 1 and len(prefixes.pop()) == group.prefix_tokens
+        assert group.prefix_tokens or len(group.members) == 1
+        stored = tuple(batch.stored(batch.prompts[index]) for index in group.members)
+        assert group.stored == stored
+        assert group.stored_tokens == min(group.prefix_tokens, stored[0])
+
+
+def test_beyond_the_levels_that_are_tried_a_plan_is_still_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    nested = Batch([[1] * length for length in range(1, 40)], [])
+    exact = planned(nested)
+    monkeypatch.setattr(grouping, "LEVELS_MAX", 2)
+    near = planned(nested)
+    assert near.tokens_to_compute == exact.tokens_to_compute == 39
+    assert exact.tokens_one_level <= near.tokens_one_level < near.tokens_total
+
+
+def test_prompts_that_decode_more_go_first_and_the_saving_stays() -> None:
+    prompts = [[family, family, own] for family in (1, 2, 3) for own in (7, 8, 9)]
+    plan = planned(Batch(prompts, []), decode=[0, 0, 0, 50, 50, 50, 9, 9, 9])
+    assert [prompts[group.members[0]][0] for group in plan.groups] == [2, 3, 1]
+    assert plan.tokens_to_compute == plan.tokens_optimum
+
+
+def test_output_that_is_not_known_is_taken_to_be_the_mean() -> None:
+    prompts = [[family, own] for own, family in enumerate((1, 2, 3, 4))]
+    assert planned(Batch(prompts, []), decode=[9, None, 1, None]).order == [0, 1, 3, 2]
+    assert planned(Batch(prompts, []), decode=[None] * 4).order == [0, 1, 2, 3]
+
+
+def test_prompts_that_decode_alike_keep_their_order_of_arrival() -> None:
+    prompts = [[5, 1], [4, 1], [5, 2], [3, 1], [4, 2]]
+    assert planned(Batch(prompts, [])).order == [0, 2, 1, 4, 3]
+
+
+def test_a_group_stays_together_around_the_groups_inside_of_it() -> None:
+    prompts = [[1, 1, at] for at in range(3)] + [[1, 1, 9, 9, 9, 9, at] for at in range(3)] + [[1, 1, 20]]
+    plan = planned(Batch(prompts, []))
+    assert [group.prefix_tokens for group in plan.groups] == [2, 6]
+    assert plan.groups[0].members == (0, 1, 2, 6)
+
+
+def test_names_of_blocks_plan_as_their_tokens_do() -> None:
+    names = [[b"a", b"b", b"c"], [b"x"], [b"a", b"b", b"d"], [b"a", b"b"]]
+    plan = make_plan(Prompts.of_blocks(names, 16, [50, 16, 48, 40]), memory_tokens=64)
+    assert (plan.tokens_total, plan.tokens_to_compute) == (154, 154 - 32 - 32)
+    assert plan.groups[0].prefix_tokens == 32
+    assert plan.rest.part_blocks == 0
+
+
+def test_an_empty_batch_has_an_empty_plan() -> None:
+    plan = make_plan(Prompts.of_tokens([]), memory_tokens=1)
+    assert (plan.order, plan.groups, plan.saving, plan.tokens_arrival) == ([], (), 0.0, 0)
+
+
+def test_blocks_of_parts_of_chunks_are_refused_with_a_store() -> None:
+    with pytest.raises(InvalidRequest, match="blocks of 3 tokens: expected a multiple of the store's 2"):
+        planned(Batch([[1]], [], block=3, chunk=2))
+
+
+def test_what_is_shared_is_asked_once() -> None:
+    prompts = [[7] * 8 + [own] * 8 for own in range(20)] + [[8] * 8]
+    asked: list[tuple[int, int]] = []
+
+    def ask(wanted: list[tuple[int, int]]) -> list[int]:
+        asked.extend(wanted)
+        return [0] * len(wanted)
+
+    make_plan(Prompts.of_tokens(prompts, 4), memory_tokens=99, chunk_tokens=4, ask=ask)
+    assert len(asked) == 2
+
+
+@pytest.mark.parametrize(
+    ("prompts", "said"),
+    [
+        ([[1], []], "prompt 1 is empty"),
+        ([[1], "text"], "prompt 1: tokens are a str"),
+        ([[1, -1]], "prompt 0: token -1 at position 1"),
+        ([[1], [0.5]], "prompt 1: tokens have type float64"),
+    ],
+)
+def test_a_prompt_that_is_wrong_is_named(prompts: Any, said: str) -> None:
+    with pytest.raises(InvalidRequest, match=said):
+        Prompts.of_tokens(prompts)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "lengths", "said"),
+    [
+        ([[b"a"], b"ab"], None, "prompt 1 is one bytes"),
+        ([[b"a"]], [40], "prompt 0 has 1 blocks of 16 tokens and length 40"),
+        ([[b"a"], [b"b"]], [16], "prompt 1 has 1 blocks of 16 tokens and length -1"),
+        ([[b"a"]], [16, 16], "more lengths than the 1 prompts"),
+        ([[]], [0], "prompt 0 is empty"),
+    ],
+)
+def test_names_that_do_not_fit_are_refused(prompts: Any, lengths: Any, said: str) -> None:
+    with pytest.raises(InvalidRequest, match=said):
+        Prompts.of_blocks(prompts, 16, lengths)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"memory_tokens": -1}, "memory_tokens=-1"),
+        ({"memory_tokens": 2.5}, "memory_tokens=2.5"),
+        ({"memory_tokens": 1, "decode_tokens": [1]}, "1 decode_tokens for 2 prompts"),
+        ({"memory_tokens": 1, "decode_tokens": [1, -1]}, "decode_tokens are not whole numbers"),
+        ({"memory_tokens": 1, "decode_tokens": [1, 0.5]}, "decode_tokens are not whole numbers"),
+    ],
+)
+def test_a_wrong_argument_is_refused(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidRequest, match=said):
+        make_plan(Prompts.of_tokens([[1], np.array([2])]), **wrong)

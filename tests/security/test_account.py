@@ -1,0 +1,162 @@
+"""X12: a worker on loopback serves only the account that it runs as, on every path, unless told otherwise."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import stat
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+import kvstore
+from kvstore.cli.securing import ServerAccess
+from kvstore.errors import InvalidRequest, PermissionDenied
+from kvstore.node.opening import open_member
+from kvstore.security import account
+from kvstore.security.account import Account, account_secret, proof
+from kvstore.worker.worker import Worker
+from tests.bulk.ways import WAYS
+from tests.node.stores import SMALL, kv_of, same
+from tests.patience import PATIENCE_S
+
+NOBODY = 65534
+TOKENS = range(4 * SMALL.chunk_tokens)
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="a process of root becomes nobody")
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The home of this account, for the time of a test."""
+    monkeypatch.setattr(account, "_home", lambda: tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(params=["tcp", "unix"])
+def address(request: pytest.FixtureRequest, tmp_root: Path, home: Path) -> Iterator[str]:
+    """A worker as ``kvstore worker`` starts it, on a port of loopback or on a path; and a prompt that it has."""
+    listen = "127.0.0.1:0" if request.param == "tcp" else f"unix:{home}/worker.socket"
+    home.chmod(0o711)
+    member = open_member(str(tmp_root))
+    worker = Worker(member, listen, security=ServerAccess().open(listen))
+    try:
+        at = worker.start()
+        if request.param == "unix":
+            os.chmod(home / "worker.socket", 0o777)
+            for each in home.parents:
+                each.chmod(each.stat().st_mode | 0o011)
+        with kvstore.connect(at) as store:
+            store.namespace("m", SMALL).put(TOKENS, kv_of(SMALL, TOKENS))
+        yield at
+    finally:
+        worker.stop()
+        member.close()
+
+
+def _reads(address: str, way: str) -> str:
+    """Reads the prompt by one way; returns how that ended."""
+    try:
+        with kvstore.connect(address, bulk=way) as store:
+            count, kv = store.namespace("m", SMALL).get(TOKENS)
+            assert same(kv, kv_of(SMALL, TOKENS))
+            return str(count)
+    except PermissionDenied as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _in_child(answer: Connection, call: Callable[..., str], *given: object) -> None:
+    try:
+        os.setgroups([])
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+        answer.send(call(*given))
+    except BaseException:
+        answer.send(traceback.format_exc())
+        raise
+
+
+def as_nobody(call: Callable[..., str], *given: object) -> str:
+    """What a call returns in a process of another account."""
+    context = multiprocessing.get_context("spawn")
+    mine, its = context.Pipe()
+    child = context.Process(target=_in_child, args=(its, call, *given))
+    child.start()
+    its.close()
+    try:
+        assert mine.poll(PATIENCE_S), "no answer"
+        return str(mine.recv())
+    finally:
+        child.join(PATIENCE_S)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_its_own_account_goes_on(address: str, way: str) -> None:
+    if way == "tcp" and address.startswith("unix:"):
+        pytest.skip("a worker on a path has no port")
+    assert _reads(address, way) == str(len(TOKENS))
+
+
+@needs_root
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_another_account_is_refused_in_one_clear_line(address: str, way: str) -> None:
+    said = as_nobody(_reads, address, way)
+    assert said.startswith("Unauthenticated: this worker serves only the account that it runs as, 'root' (uid 0): "), (
+        said
+    )
+    assert said.endswith("run as that account, or start the worker with --any-account") and "\n" not in said
+
+
+@needs_root
+@pytest.mark.slow
+def test_any_account_is_served_where_the_worker_is_told_so(
+    tmp_root: Path, home: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    security = ServerAccess(any_account=True).open("127.0.0.1:0")
+    assert security.account is None
+    assert [each.getMessage().split()[0] for each in caplog.records] == ["worker.any_account"]
+    member = open_member(str(tmp_root))
+    worker = Worker(member, "127.0.0.1:0", security=security)
+    try:
+        at = worker.start()
+        with kvstore.connect(at) as store:
+            store.namespace("m", SMALL).put(TOKENS, kv_of(SMALL, TOKENS))
+        assert as_nobody(_reads, at, "grpc") == str(len(TOKENS))
+    finally:
+        worker.stop()
+        member.close()
+
+
+def test_the_secret_is_made_once_for_its_account_alone(home: Path) -> None:
+    first = account_secret()
+    path = home / ".local/state/kvstore/account.secret"
+    assert len(first) == 32 and account_secret() == first
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("mode", [0o604, 0o644, 0o666])
+def test_a_secret_that_others_can_read_is_refused(home: Path, mode: int) -> None:
+    account_secret()
+    (home / ".local/state/kvstore/account.secret").chmod(mode)
+    with pytest.raises(InvalidRequest, match=r"so that others can read it: .*give --any-account"):
+        ServerAccess().open("127.0.0.1:7070")
+
+
+def test_what_one_port_is_shown_proves_nothing_at_another(home: Path) -> None:
+    served = Account(account_secret())
+    served.serve("127.0.0.1:7070", "unix:/run/kv/worker")
+    assert served.is_proved_by(proof(account_secret(), "localhost:7070"))
+    assert served.is_proved_by(proof(account_secret(), "unix:///run/kv/worker"))
+    for other in (proof(account_secret(), "127.0.0.1:7071"), proof(b"another", "127.0.0.1:7070"), "", "é"):
+        assert not served.is_proved_by(other)
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0:7070", "10.0.0.7:7070"])
+def test_a_worker_that_others_can_reach_asks_for_certificates_or_tokens_instead(home: Path, listen: str) -> None:
+    assert ServerAccess(insecure=True).open(listen).account is None
