@@ -96,8 +96,9 @@ fast: $(READY) ## the tests that need no servers
 	@echo "== fast tests"
 	@$(PYTEST) -q -m "not slow and $(APART)"
 
-sim: $(READY) ## simulates nodes and collectors with faults, 10,000 seeds on all cores
+sim: $(READY) ## simulates nodes and collectors with faults, 10,000 seeds on all cores, and 900 on one host without etcd
 	@$(BIN)/python -m tests.sim --seeds 10000 $(ARGS)
+	@for profile in host host_stopped host_older; do $(BIN)/python -m tests.sim --seeds 300 --profile $$profile || exit 1; done
 
 sim-bugs: $(READY) ## the first seed that finds each bug planted into the real code, 300 at most, on all cores
 	@$(BIN)/python -m tests.sim --bugs $(ARGS)

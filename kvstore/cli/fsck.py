@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Set
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -56,7 +57,8 @@ def fsck(root: RootPlace, wanted: _Wanted, etcd: EtcdAccess | None, as_json: boo
     --adopt is for an etcd that was wiped, restored from a snapshot or exchanged, and for a root that was copied or
     restored: it ends all sessions (living nodes begin new ones), puts back what unfinished garbage collection took,
     tells etcd the namespaces and the pins, and gives both the same generation. Safe to repeat. See gc/RUNBOOK.md.
-    Without --etcd it does so for the file metadata.sqlite on the root, which processes of one host share.
+    Without --etcd it does so for the file metadata.sqlite on the root, which processes of one host share; if that is
+    damaged, a new one takes its place.
 
     Exit codes: 0 clean, or only housekeeping; 1 damage or other problems found (or repaired); 2 could not run.
 
@@ -130,11 +132,15 @@ def _adopt_on_host(root: Root, identity: RootIdentity) -> Adopted:
     """Adopts the metadata in a file on the root. Raises InvalidRequest if they are in etcd."""
     from kvstore.fsck import adopt
     from kvstore.meta.sqlite.client import SqliteMeta
+    from kvstore.meta.sqlite.mending import remove_damaged
     from kvstore.root.generations import newest_number
     from kvstore.root.posix import PosixRoot
 
     if not isinstance(root, PosixRoot) or newest_number(root):
         raise InvalidRequest("the metadata of this root are in etcd, and --adopt writes to it: give --etcd ENDPOINTS")
+    damage = remove_damaged(root.path)
+    if damage is not None:
+        print(shown(f"metadata.sqlite was damaged ({damage}): a new one takes its place"), file=sys.stderr)
     with closing(SqliteMeta(root.path)) as meta:
         return adopt(root, identity, meta, generations=HOST_GENERATIONS)
 

@@ -119,9 +119,9 @@ class _Adoption:
         self._undo_sweeps()
         self._namespaces()
         self._pins()
+        # Sessions that begin meanwhile protect nothing, and their nodes see when this is over. Afterwards nobody may
+        # end a session: it could be one that protects.
         self._agree(mine, before)
-        # Again: those that began meanwhile stay without protection until they begin anew.
-        self._end_sessions()
         return self._done
 
     def _next_generation(self) -> Generation:

@@ -5,6 +5,7 @@ Streaming: memory does not grow with the root, but for 32 bytes per chunk while 
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
@@ -42,6 +43,8 @@ LINEAGES_MAX = 1_000_000
 _GC_FOLDERS = frozenset({places.TRASH, places.PLANS, places.PINS, places.GENERATIONS, places.HOST_GENERATIONS})
 """The folders of garbage collection, which it checks itself."""
 _FILES = frozenset({places.FORMAT, places.RESERVE, places.BOUND, places.METADATA, *places.METADATA_LOGS})
+_UNFINISHED = re.compile(rf"{re.escape(places.METADATA)}\.[0-9a-f]{{16}}\.new")
+"""Metadata in a file whose maker died."""
 _FOLDERS = _GC_FOLDERS | {places.CHUNKS, places.STAGING, places.QUARANTINE, places.NAMESPACES, places.LINEAGE}
 
 
@@ -138,6 +141,8 @@ class _Walk:
                 continue
             if entry.stat is None and SCRATCH_FOLDER.fullmatch(entry.name):
                 self._add(Kind.LEFTOVER, name, "", partial(self._repairer.remove_tree, name))
+            elif entry.stat is not None and _UNFINISHED.match(entry.name):
+                self._add(Kind.LEFTOVER, name, "", partial(self._repairer.remove, name))
             elif entry.stat is not None or entry.name not in _FOLDERS:
                 self._add(Kind.FOREIGN, name)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError, PermissionDenied, Unavailable
-from kvstore.meta.generation import Foreign
+from kvstore.meta.generation import Agreed, Foreign
 from kvstore.meta.interface import LeaseGone, Meta, Watch, WatchLost
 from kvstore.meta.keys import Keys
 from kvstore.meta.session import ANNOUNCED_MAX, Session
@@ -65,6 +65,8 @@ class Follower:
         self._limits = limits
         self._clock = clock
         self._following: _Following | None = None
+        self._foreign: Session | None = None
+        """The session that protects nothing because the generations differ."""
         self._ended = Flag()
         self._stepped_s = clock.monotonic_s()
 
@@ -78,6 +80,8 @@ class Follower:
             standing = self._fence.standing()
             if isinstance(standing, Foreign):
                 self._stand_aside(session, f"generation.foreign {standing.why}")
+                self._ended.clear()
+                self._foreign = session
                 return
         snapshot = self._meta.list(self._keys.gc, self._limits.meta_deadline_s)
         watch = self._meta.watch(self._keys.gc, snapshot.revision + 1)
@@ -112,6 +116,7 @@ class Follower:
         with self._view.lock:
             following, self._following = self._following, None
             self._view.end()
+        self._foreign = None
         self._holds.drop_protecting()
         self._ended.set()
         if following is not None:
@@ -119,6 +124,8 @@ class Follower:
 
     def run(self, session: Session) -> None:
         """Steps until the session ends: the loop of a thread."""
+        if self._foreign is session:
+            self._await_agreement(session)
         following = self._following
         while following is not None and self._following is following and session.alive:
             try:
@@ -126,6 +133,24 @@ class Follower:
             except KVStoreError as error:
                 log.debug("follower.failed %s", error)
                 self._ended.wait(self._limits.follow_s)
+
+    def _await_agreement(self, session: Session) -> None:
+        """Ends a session of another generation once an adoption is over, so that the next one protects (rule C6).
+
+        By the generations themselves: the adoption may not have seen this session, or may have ended before it began.
+        """
+        assert self._fence is not None
+        looked_s = self._clock.monotonic_s()
+        while session.alive:
+            self._ended.wait(self._limits.follow_s)
+            if self._clock.monotonic_s() - looked_s < session.ttl_s / 3:
+                continue
+            looked_s = self._clock.monotonic_s()
+            try:
+                if isinstance(self._fence.standing(), Agreed) and session.alive:
+                    session.give_up("an adoption has ended: the next session protects")
+            except KVStoreError as error:
+                log.debug("follower.failed %s", error)
 
     def step(self, wait_s: float) -> None:
         """Applies new events of the watch, waiting up to ``wait_s`` for them, and announces what is due.

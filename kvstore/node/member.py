@@ -98,7 +98,11 @@ class Member:
         try:
             self._namespaces.claim(namespace, meta_deadline_s or self.node.limits.meta_deadline_s)
         except Unavailable as error:
-            raise Unavailable(f"namespace {namespace.name!r} is new to this node, which needs etcd: {error}") from error
+            # The processes of a host have the root's own claims, from which an adoption tells the metadata.
+            if self.sharing is not Sharing.HOST:
+                raise Unavailable(
+                    f"namespace {namespace.name!r} is new to this node, which needs etcd: {error}"
+                ) from error
         self.node.claim_namespace(namespace)
         self._claimed[namespace.digest] = namespace
 

@@ -10,7 +10,7 @@ from contextlib import ExitStack, suppress
 from typing import Any, TypeVar
 
 from kvstore.encodings.keys import KeyFile
-from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied, RootMismatch
+from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied, RootMismatch, Unavailable
 from kvstore.format.places import CHUNKS, GENERATIONS, HOST_GENERATIONS, Name
 from kvstore.memory.arena import PAGE_BYTES, Arena
 from kvstore.meta.bounds import NO_BOUND, Bound, Bounds
@@ -155,7 +155,7 @@ def join(
             node.tiers.add_disk(options.tiers.disk_folder, options.tiers.disk_bytes)
         # The file is on the disk of the root, and so as slow as a write.
         wait_s = limits.write_deadline_s if sharing is Sharing.HOST else limits.meta_deadline_s
-        presence.start(wait_s=max(wait_s, limits.meta_deadline_s))
+        presence.start(wait_s=max(wait_s, limits.meta_deadline_s), must_begin=sharing is not Sharing.HOST)
     except BaseException:
         node.close(timeout_s=0.5)
         raise
@@ -250,10 +250,15 @@ def _without_etcd(root: Root, limits: Limits, clock: Clock) -> tuple[Meta, Shari
     meta = SqliteMeta(root.path, clock=clock, timeout_s=limits.meta_deadline_s)
     try:
         _on_a_lane(lambda: with_reserve(root, lambda: meta.revoke(meta.grant(TTL_S_MIN))), limits, clock)  # a write
+    except Unavailable as error:
+        # Never alone: once the file is mended, a collector would take what this process believes to be protected.
+        log.warning(
+            "host.unprotected %s nothing is protected or pinned until its file can be used: %s", root.url, error
+        )
     except KVStoreError as error:
         meta.close()
         log.warning("host.alone %s no other process sees what this one holds and pins: %s", root.url, error)
-        # A file that is damaged or does not fit is mended while programs go on; one that is read-only stays so.
+        # A file that does not fit may be mended while programs go on; one that is read-only stays so.
         return MemoryMeta(clock=clock), Sharing.ALONE, str(error) if isinstance(error, PermissionDenied) else None
     return meta, Sharing.HOST, None
 

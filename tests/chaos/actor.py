@@ -24,7 +24,7 @@ import numpy as np
 
 from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
-from kvstore.errors import HoldBroken, KVStoreError
+from kvstore.errors import HoldBroken, KVStoreError, SessionLost, Unavailable
 from kvstore.format import places
 from kvstore.node.holds import Hold
 from kvstore.node.limits import Limits
@@ -73,7 +73,9 @@ class Pinned:
 class Actor:
     """The actions of one node, chosen by ``chance``."""
 
-    def __init__(self, member: Member, journal: Journal, chance: random.Random, prompts: int, *, weak: bool) -> None:
+    def __init__(
+        self, member: Member, journal: Journal, chance: random.Random, prompts: int, *, weak: bool, host: bool
+    ) -> None:
         self._member = member
         self._node = member.node
         self._cache = Store(LocalPort(member)).namespace(SPACE.name, LAYOUT)
@@ -81,6 +83,7 @@ class Actor:
         self._chance = chance
         self._prompts = prompts
         self._weak = weak
+        self._host = host
         self._held: list[Held] = []
         self._pinned: list[Pinned] = []
         self.counts: Counter[str] = Counter()
@@ -223,7 +226,11 @@ class Actor:
         """True if the hold protects now. It cannot come back: so it did at any time before."""
         try:
             self._node.holds.check(hold)
-        except HoldBroken:
+            if self._host:
+                # A session whose file was removed, or that an adoption ended, hears of it at its next keepalive: until
+                # then its reads may be misses.
+                self._member.presence.current().check_chain()
+        except (HoldBroken, SessionLost, Unavailable):
             return False
         return hold.born is not None
 
@@ -260,7 +267,8 @@ class Actor:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--root", required=True)
-    parser.add_argument("--etcd", required=True)
+    parser.add_argument("--etcd")
+    parser.add_argument("--breath", type=float, default=BREATH_S)
     parser.add_argument("--journal", type=Path, required=True)
     parser.add_argument("--prompts", type=int, required=True)
     parser.add_argument("--weak", action="store_true")
@@ -278,12 +286,13 @@ def main() -> int:
             log.warning("not open yet: %s", error)
             time.sleep(0.2)
     journal = Journal(given.journal)
-    actor = Actor(member, journal, random.Random(given.journal.stem), given.prompts, weak=given.weak)
+    chance = random.Random(given.journal.stem)
+    actor = Actor(member, journal, chance, given.prompts, weak=given.weak, host=not given.etcd)
     counted_s = 0.0
     try:
         while not asked:
             actor.act()
-            time.sleep(BREATH_S)
+            time.sleep(given.breath)
             if time.monotonic() - counted_s > COUNT_S:
                 counted_s = time.monotonic()
                 actor.count()

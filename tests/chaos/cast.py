@@ -1,5 +1,7 @@
 """The processes of a chaos test: nodes, collectors, an auditor and etcd, over one root on one or two mounts.
 
+Without etcd they are those of one host, whose metadata are a file on the root.
+
 Each can be stopped, killed and started again at any time; their promises and actions are in ``folder``.
 """
 
@@ -17,7 +19,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvstore.errors import Unavailable
+from kvstore.format.places import GENERATIONS, HOST_GENERATIONS, Name
+from kvstore.meta.etcd import EtcdMeta
+from kvstore.meta.interface import Meta
 from kvstore.meta.server import EmbeddedEtcd
+from kvstore.meta.sqlite.client import SqliteMeta
 from tests.chaos.journal import COUNTS, Fact, Journals
 from tests.etcd_fixture import eventually, running_etcd
 from tests.patience import PATIENCE_S
@@ -92,19 +98,28 @@ class Part:
 class Cast:
     """All of them. ``roots`` are the mounts of the root, which nodes and collectors take turns to use."""
 
-    def __init__(self, roots: Sequence[Path], folder: Path, etcd: EmbeddedEtcd, *, weak: bool = False) -> None:
+    def __init__(self, roots: Sequence[Path], folder: Path, etcd: EmbeddedEtcd | None, *, weak: bool = False) -> None:
         self.roots = list(roots)
         self.folder = folder
-        self.etcd = etcd
+        self._etcd = etcd
         self.parts: dict[str, Part] = {}
         self._weak = ["--weak"] if weak else []
         folder.mkdir(parents=True, exist_ok=True)
 
-    def node(self, name: str, prompts: int) -> Part:
+    @property
+    def etcd(self) -> EmbeddedEtcd:
+        """Theirs."""
+        assert self._etcd is not None, "these have a file"
+        return self._etcd
+
+    def node(self, name: str, prompts: int, *options: str) -> Part:
         """A node that does a bit of everything."""
-        return self._add(
-            name, ["tests.chaos.actor", *self._where(), "--prompts", str(prompts), *self._weak], has_journal=True
-        )
+        command = ["tests.chaos.actor", *self._where(), "--prompts", str(prompts), *self._weak, *options]
+        return self._add(name, command, has_journal=True)
+
+    def operator(self) -> Part:
+        """``kvstore fsck ROOT --adopt``, which mends the file; it ends by itself."""
+        return self._add("operator", ["kvstore.cli.main", "fsck", str(self.roots[0]), "--adopt", "--quick"])
 
     def collector(self, name: str, *options: str) -> Part:
         """``kvstore-gc``."""
@@ -121,23 +136,34 @@ class Cast:
 
     def _where(self) -> list[str]:
         root = self.roots[len(self.parts) % len(self.roots)]
-        return ["--root", str(root), "--etcd", self.etcd.endpoints]
+        return ["--root", str(root), *(["--etcd", self._etcd.endpoints] if self._etcd else [])]
 
     def _add(self, name: str, command: list[str], *, has_journal: bool = False) -> Part:
         part = self.parts[name] = Part(name, command, self.folder, has_journal)
         part.start()
         return part
 
+    def meta(self) -> Meta:
+        """Returns a client of their metadata; close it."""
+        return EtcdMeta(self._etcd.endpoints) if self._etcd else SqliteMeta(str(self.roots[0]))
+
+    @property
+    def generations(self) -> Name:
+        """The folder with the root's side of the generations of these metadata."""
+        return GENERATIONS if self._etcd else HOST_GENERATIONS
+
     # etcd
 
     def kill_etcd(self) -> None:
         """SIGKILL."""
-        if self.etcd.running:
+        if self._etcd is not None and self._etcd.running:
             os.kill(self.etcd.pid, signal.SIGKILL)
             eventually(lambda: not self.etcd.running)
 
     def signal_etcd(self, number: signal.Signals) -> None:
         """Sends it a signal, if it runs."""
+        if self._etcd is None:
+            return
         try:
             os.kill(self.etcd.pid, number)
         except (Unavailable, ProcessLookupError):
@@ -187,11 +213,22 @@ class Cast:
 @contextmanager
 def cast(roots: Sequence[Path], folder: Path, *, weak: bool = False) -> Iterator[Cast]:
     """A cast with its own etcd; all of it is removed at the end."""
-    with running_etcd(folder / "etcd") as etcd:
-        made = Cast(roots, folder / "cast", etcd, weak=weak)
-        try:
-            yield made
-        finally:
-            made.signal_etcd(signal.SIGCONT)
-            for part in made.parts.values():
-                part.kill()
+    with running_etcd(folder / "etcd") as etcd, _ended(Cast(roots, folder / "cast", etcd, weak=weak)) as made:
+        yield made
+
+
+@contextmanager
+def host_cast(root: Path, folder: Path) -> Iterator[Cast]:
+    """A cast of one host, without etcd."""
+    with _ended(Cast([root], folder / "cast", None)) as made:
+        yield made
+
+
+@contextmanager
+def _ended(made: Cast) -> Iterator[Cast]:
+    try:
+        yield made
+    finally:
+        made.signal_etcd(signal.SIGCONT)
+        for part in made.parts.values():
+            part.kill()

@@ -24,7 +24,7 @@ PAUSE_S = 0.02
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--root", required=True)
-    parser.add_argument("--etcd", required=True)
+    parser.add_argument("--etcd")
     parser.add_argument("--prompts", type=int, required=True)
     given = parser.parse_args()
     member = open_member(given.root, given.etcd)

@@ -5,22 +5,21 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import kvstore
 from kvstore.format import places
 from kvstore.fsck import fsck
-from kvstore.meta.etcd import EtcdMeta
 from kvstore.meta.keys import Keys
-from kvstore.root.identity import RootIdentity, read_identity
+from kvstore.root.identity import read_identity
 from kvstore.root.posix import PosixRoot
 from kvstore.sources import SystemClock
 from kvstore_gc.execute import Sweeper
 from kvstore_gc.orphans import Orphans
-from kvstore_gc.safety import Timings
 from kvstore_gc.site import Site
-from tests.chaos.cast import SHARD_BITS, Cast, cast
+from tests.chaos.cast import SHARD_BITS, Cast, Part, cast, host_cast
+from tests.chaos.file_saboteur import FileSaboteur
 from tests.chaos.gauge import Gauge, used_bytes
 from tests.chaos.journal import MISS, VIOLATION
 from tests.chaos.pins import LivePins
@@ -30,6 +29,7 @@ from tests.patience import PATIENCE_S
 
 MIB = 1 << 20
 NODES = 3
+HOST_NODES = 2
 PROMPTS = 400
 MAX_BYTES = 6 * MIB
 """All prompts together take about three times as much, so that there is something to collect all the time."""
@@ -78,19 +78,37 @@ def play(mounts: Sequence[Path], folder: Path, *, seconds: float, seed: int, wea
         # Takes every chunk that is not in use now, so that sweeps meet holds and pins, not only forgotten chunks.
         pauses_s |= {players.collector("cron", "--once", "--ttl", "0s").name: 5.0, "etcd": 15.0}
         auditor = players.auditor()
-        gauge = Gauge(roots[0], 0.5)
-        saboteur = Saboteur(players, seed, pauses_s)
-        saboteur.play(seconds)
-        time.sleep(CALM_S)
-        gauge.close()
-        for part in nodes:
-            part.end()
-        for part in players.parts.values():
-            part.end()
-        assert not players.facts(VIOLATION), f"promises were broken: {players.facts(VIOLATION)}"
-        assert all(code == 0 for part in (*nodes, auditor) for code in part.codes), _said(players)
-        assert not any("Traceback" in path.read_text() for path in players.folder.glob("*.log")), _said(players)
-        return _afterwards(players, roots, gauge, saboteur)
+        return _attacked(players, seconds, Saboteur(players, seed, pauses_s), [*nodes, auditor])
+
+
+def play_on_host(folder: Path, *, seconds: float, seed: int, breath_s: float, files_s: float) -> Outcome:
+    """Runs processes of one host, whose metadata are a file that is removed and damaged every ``files_s`` seconds.
+
+    ``breath_s`` is the time between two actions of a node.
+    """
+    root = folder / "root"
+    kvstore.open(str(root), shard_bits=SHARD_BITS).close()
+    with host_cast(root, folder) as players:
+        nodes = [players.node(f"node{number}", PROMPTS, "--breath", str(breath_s)) for number in range(HOST_NODES)]
+        pauses_s = dict.fromkeys((node.name for node in nodes), 20.0) | {"file": files_s}
+        limits = ["--max-bytes", str(MAX_BYTES), "--high", str(HIGH)]
+        pauses_s[players.collector("gc", "--interval", "1s", "--ttl", "0s", *limits).name] = 10.0
+        auditor = players.auditor()
+        return _attacked(players, seconds, FileSaboteur(players, seed, pauses_s), [*nodes, auditor])
+
+
+def _attacked(players: Cast, seconds: float, saboteur: Saboteur, promising: Sequence[Part]) -> Outcome:
+    """Plays, and then asks everybody; no promise may have been broken."""
+    gauge = Gauge(players.roots[0], 0.5)
+    saboteur.play(seconds)
+    time.sleep(CALM_S)
+    gauge.close()
+    for part in (*promising, *players.parts.values()):
+        part.end()
+    assert not players.facts(VIOLATION), f"promises were broken: {players.facts(VIOLATION)}"
+    assert all(code == 0 for part in promising for code in part.codes), _said(players)
+    assert not any("Traceback" in path.read_text() for path in players.folder.glob("*.log")), _said(players)
+    return _afterwards(players, players.roots, gauge, saboteur)
 
 
 def _afterwards(players: Cast, roots: list[Path], gauge: Gauge, saboteur: Saboteur) -> Outcome:
@@ -98,7 +116,7 @@ def _afterwards(players: Cast, roots: list[Path], gauge: Gauge, saboteur: Sabote
     root = PosixRoot(roots[0])
     identity = read_identity(root)
     assert identity is not None
-    keys, meta = Keys(identity.root), EtcdMeta(players.etcd.endpoints)
+    keys, meta = Keys(identity.root), players.meta()
     try:
         eventually(lambda: not meta.count(keys.sessions), "the sessions end")
         last = players.collector("last", "--once", "--max-bytes", str(MAX_BYTES), "--high", str(HIGH))
@@ -115,7 +133,7 @@ def _afterwards(players: Cast, roots: list[Path], gauge: Gauge, saboteur: Sabote
         used = used_bytes(roots[0])
         assert code == 0, f"the last round ended with {code}: {players.tail('last')}"
         assert used <= HIGH * MAX_BYTES
-        _remove_leftovers(root, identity, meta)
+        _remove_leftovers(Site(root, identity, meta, generations=players.generations))
         for place in (places.STAGING, places.PLANS, places.TRASH, places.QUARANTINE):
             assert not list(root.list(place)), f"{place} is not empty"
     finally:
@@ -132,13 +150,12 @@ def _afterwards(players: Cast, roots: list[Path], gauge: Gauge, saboteur: Sabote
     )
 
 
-def _remove_leftovers(root: PosixRoot, identity: RootIdentity, meta: EtcdMeta) -> None:
+def _remove_leftovers(site: Site) -> None:
     """Removes at once what collectors remove in minutes or a day: nobody is left who could still be using it."""
-    timings = Timings()
-    orphans = Orphans(Site(root, identity, meta, _Later(2 * timings.quarantine_age_s), timings=timings))
+    orphans = Orphans(replace(site, clock=_Later(2 * site.timings.quarantine_age_s)))
     for _ in range(2):  # an empty folder must have been empty in the round before
         orphans.remove()
-    assert not Sweeper(Site(root, identity, meta, timings=timings)).lift_unnamed()
+    assert not Sweeper(site).lift_unnamed()
 
 
 class _Later(SystemClock):

@@ -53,6 +53,9 @@ class Saboteur:
         heapq.heappush(self._due, (time.monotonic() + in_s, next(self._numbers), act))
 
     def _attack(self, name: str) -> None:
+        if name == "file":
+            self._attack_file()
+            return
         if name == "etcd" and self._starting is not None and self._starting.is_alive():
             self._plan(name)
             return
@@ -72,6 +75,9 @@ class Saboteur:
             return
         part.send(signal.SIGSTOP)
         self._then(name, self._long(*STOP_S), lambda: part.send(signal.SIGCONT))
+
+    def _attack_file(self) -> None:
+        raise NotImplementedError
 
     def _attack_etcd(self, kill: bool) -> None:
         if not kill:
@@ -96,13 +102,16 @@ class Saboteur:
         self._at(in_s, undo)
 
     def _heal(self) -> None:
+        self._heal_metadata()
+        for part in self._cast.parts.values():
+            part.send(signal.SIGCONT)
+            part.start()
+
+    def _heal_metadata(self) -> None:
         self._cast.signal_etcd(signal.SIGCONT)
         if self._starting is not None and self._starting.is_alive():
             self._starting.join()
         self._cast.etcd.start()
-        for part in self._cast.parts.values():
-            part.send(signal.SIGCONT)
-            part.start()
 
     def _between(self, low: float, high: float) -> float:
         return self._chance.uniform(low, high)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -24,7 +24,7 @@ from kvstore.meta.keys import Keys
 from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.session import Session
 from kvstore.meta.sqlite import file as file_module
-from kvstore.meta.sqlite import host, process
+from kvstore.meta.sqlite import host, mending, process
 from kvstore.meta.sqlite import store as store_module
 from kvstore.meta.sqlite.client import SqliteMeta
 from kvstore.meta.sqlite.store import Store
@@ -265,7 +265,7 @@ def test_a_file_that_is_no_database_is_unavailable_until_it_goes(client: Maker, 
     (tmp_path / METADATA).write_bytes(b"not a database, but longer than a header is: " + bytes(range(256)) * 20)
     meta = client()
     for call in calls(meta):
-        with pytest.raises(Unavailable, match=r"is damaged.*remove the file"):
+        with pytest.raises(Unavailable, match=r"is damaged.*kvstore fsck ROOT --adopt"):
             call()
     watch = meta.watch("/", 1)
     assert watch.next(0) is None
@@ -349,6 +349,93 @@ def test_processes_see_each_other_after_a_file_beside_it_was_removed(client: Mak
         [sys.executable, "-c", program.replace(".put('/new', b'1')", ".get('/mine').value"), str(tmp_path)], check=False
     )
     assert mine.returncode == 0, "others see what this one writes"
+
+
+@pytest.mark.parametrize("at", ["first page", "last page", "a row"])
+def test_a_damaged_file_is_taken_away_and_a_sound_one_stays(client: Maker, tmp_path: Path, at: str) -> None:
+    meta = client()
+    for number in range(100):
+        meta.put(f"/{number:03}", bytes(1000))
+    assert mending.remove_damaged(str(tmp_path)) is None and meta.count("/") == 100
+    meta.close()
+    path = tmp_path / METADATA
+    if at == "a row":
+        database = sqlite3.connect(path)
+        database.execute("INSERT INTO keys VALUES (?, ?, 1, 1, 0)", (b"/\xff", b""))
+        database.commit()
+        database.close()
+    else:
+        with path.open("r+b") as file:
+            file.seek(0 if at == "first page" else path.stat().st_size - 4096)
+            file.write(os.urandom(4096))
+    assert mending.remove_damaged(str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+    again = client()
+    assert again.count("/") == 0
+    again.put("/a", b"1")
+
+
+def test_nobody_makes_a_new_file_while_the_old_log_is_there(
+    client: Maker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that was killed while it removed a damaged file: the next removal goes on."""
+    client().put("/a", b"1")
+
+    def killed(path: str) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "unlink", killed)
+    with pytest.raises(KeyboardInterrupt):
+        mending._remove(str(tmp_path / METADATA))
+    assert (tmp_path / f"{METADATA}-wal").exists()
+    with pytest.raises(Unavailable, match="not a file"):
+        client().put("/b", b"1")
+    assert mending.remove_damaged(str(tmp_path)) == "an earlier removal was not finished"
+    meta = client()
+    meta.put("/b", b"1")
+    assert meta.count("/") == 1
+
+
+def test_a_maker_that_is_killed_leaves_no_file_under_the_name(client: Maker, tmp_path: Path) -> None:
+    program = (
+        "import os, sys, kvstore.meta.sqlite.file as file\n"
+        "file.create = lambda database: os.kill(os.getpid(), 9)\n"
+        "from kvstore.meta.sqlite.client import SqliteMeta; SqliteMeta(sys.argv[1]).put('/a', b'1')"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False, timeout=PATIENCE_S)
+    assert done.returncode == -signal.SIGKILL and not (tmp_path / METADATA).exists()
+    client().put("/b", b"1")
+
+
+def test_a_file_replaced_while_it_is_opened_is_left_alone(
+    client: Maker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SQLite opens the log after the file, by its name: it may be that of the next file."""
+    replaced = "import sys; from kvstore.meta.sqlite.client import SqliteMeta; m = SqliteMeta(sys.argv[1]); "
+    put = replaced + "m.put('/kept', b'1'); m.close()"
+    real, children = sqlite3.connect, ExitStack()
+
+    def connect(name: str, **named: object) -> sqlite3.Connection:
+        opened = real(name, **named)  # type: ignore[call-overload]
+        if f"/{METADATA}?" not in name:
+            return opened  # type: ignore[no-any-return]  # it is being made
+        monkeypatch.undo()
+        (tmp_path / METADATA).unlink()
+        subprocess.run([sys.executable, "-c", put, str(tmp_path)], check=True, timeout=PATIENCE_S)
+        children.enter_context(running(tmp_path, "holds"))
+        return opened  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(sqlite3, "connect", connect)
+    meta = client()
+    with children:
+        with pytest.raises(Unavailable):
+            meta.get("/kept")
+        assert meta.get("/kept") is not None
+        got = subprocess.run(
+            [sys.executable, "-c", replaced + "m.get('/kept').value; m.close()", str(tmp_path)], check=False
+        )
+        assert got.returncode == 0, "what others wrote is there for all"
 
 
 def test_something_else_under_the_name_is_unavailable(client: Maker, tmp_path: Path) -> None:

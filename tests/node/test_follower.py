@@ -309,6 +309,20 @@ def test_c6_a_node_of_another_generation_stands_aside() -> None:
             assert_stands_aside(c, member)
 
 
+def test_c6_a_node_that_stood_aside_protects_once_root_and_etcd_agree() -> None:
+    """Nobody else ends its session: an adoption was done before it began, or did not see its key."""
+    with cluster() as c:
+        c.node()
+        meta, key = MemoryMeta(c.store), Keys(c.identity.root).generation
+        agreed = meta.get(key)
+        assert agreed is not None
+        meta.put(key, Generation(2, b"o" * 16).to_json())
+        with aside(c) as member:
+            assert not member.node.gc_view.protects
+            meta.put(key, agreed.value)
+            eventually(lambda: member.node.gc_view.protects)
+
+
 def test_c4_a_node_that_cannot_fence_because_its_root_is_read_only_stands_aside() -> None:
     with cluster() as c:
         first = c.node()

@@ -14,7 +14,6 @@ from kvstore_gc.plan import Reason, SweepPlan, Victim
 from kvstore_gc.site import Site
 from kvstore_gc.threads import Each, Stop, Stopped, Threads, inline
 from tests.sim.kernel import Process
-from tests.sim.metadata import MetaPort
 from tests.sim.shared_root import RootPort
 
 if TYPE_CHECKING:
@@ -35,13 +34,22 @@ class Collector:
         self.kernel = world.kernel
         self.process = Process(world.kernel, name, ahead_s=2 * world.kernel.random() - 1, is_collector=True)
         self.root = RootPort(world.root, world.faults)
-        meta = MetaPort(world.store, world.faults)
+        meta = world.store.port(world.faults)
         stop = Stop()
         each: Each = Threads(2, stop).each if threads else inline
         site = Site(
-            self.root, world.identity, meta, self.process, world.ids, world.timings, each=each, pause=self._pause
+            self.root,
+            world.identity,
+            meta,
+            self.process,
+            world.ids,
+            world.timings,
+            each=each,
+            pause=self._pause,
+            generations=world.generations,
         )
-        self.sweeper = Sweeper(site)
+        self._check = world.check_of(site)
+        self.sweeper = Sweeper(site, check=self._check)
         self.orphans = Orphans(site)
         self._has_done = False
         self._works: dict[str, Callable[[], None]] = {
@@ -73,6 +81,7 @@ class Collector:
             kernel.note(f"begins {work}")
             self._has_done = False
             try:
+                self._check()
                 self._works[work]()
             except (KVStoreError, Stopped) as error:
                 world.count(f"{work} raised {type(error).__name__}")

@@ -38,6 +38,8 @@ class Call(Enum):
     """A node has read what is condemned."""
     LINK = "link"
     """A collector has looked at the sweeps in flight, and is about to read the end of their chain."""
+    STATEMENT = "statement"
+    """A statement in the metadata file, perhaps in the middle of a transaction."""
     OTHER = "other"
 
 
@@ -55,6 +57,7 @@ WAITS: dict[Call, tuple[str, ...]] = {
     Call.CLOSE: ("", "condemned", "taken", "closed"),
     Call.ANNOUNCE: ("", "condemned", "take", "taken", "closed"),
     Call.LINK: ("", "condemned", "closed"),
+    Call.STATEMENT: ("", "", "condemned", "take", "closed"),
 }
 """What an actor may wait for at each, one thing after the other; the empty one is only a number of steps."""
 AWAIT_STEPS = {Call.LOOK: 400, Call.TAKE: 250, Call.TXN: 250}
@@ -91,6 +94,7 @@ class Rates:
     """As ``txn`` where None."""
     link: float = 0.0
     view: float = 0.0
+    statement: float = 0.0
     dies: float = 0.0
     """That a process is killed before one of the others than ``look`` and ``read``."""
     lag: float = 0.0

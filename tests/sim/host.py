@@ -12,10 +12,10 @@ from kvstore.format.places import Name
 from kvstore.meta.session import Session
 from kvstore.node.deadline import Deadline
 from kvstore.node.holds import Hold
-from kvstore.node.member import Member, Sharing
+from kvstore.node.member import Member
 from kvstore.node.opening import join
 from tests.sim.kernel import Process
-from tests.sim.metadata import MetaPort, SimStore
+from tests.sim.metadata import SimStore
 from tests.sim.shared_root import RootPort
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Host:
 
     def _main(self) -> None:
         world = self.world
-        root, meta = RootPort(world.root, world.faults), MetaPort(self._store, world.faults)
+        root, meta = RootPort(world.root, world.faults), self._store.port(world.faults)
         while self.member is None:
             try:
                 self.member = join(
@@ -53,7 +53,7 @@ class Host:
                     limits=world.limits,
                     clock=self.process,
                     ids=world.ids,
-                    sharing=Sharing.CLUSTER,
+                    sharing=world.sharing,
                 )
             except KVStoreError as error:
                 self.kernel.note(f"could not join: {error}")
@@ -109,7 +109,7 @@ class Host:
             try:
                 getattr(self, f"_{work}")()
             except KVStoreError as error:
-                world.count(f"{work} raised {type(error).__name__}")
+                world.raised(work, error)
                 kernel.sleep(IDLE_S * kernel.random())
             else:
                 world.count(work)

@@ -15,12 +15,14 @@ from kvstore.meta.interface import (
     Event,
     KeyValue,
     LeaseId,
+    Meta,
     Put,
     Snapshot,
     TxnResult,
+    Watch,
     WatchLost,
 )
-from kvstore.meta.memory import MemoryMeta, MemoryWatch
+from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.memory_store import MemoryStore, _Lease
 from kvstore.sources import Clock
 from tests.sim.faults import Call, Faults
@@ -83,6 +85,10 @@ class SimStore(MemoryStore):
         for watch in self.watches:
             watch.stir()
 
+    def port(self, faults: Faults) -> MetaPort:
+        """Returns the client of one process."""
+        return MetaPort(MemoryMeta(self), self, faults)
+
     def keys_under(self, prefix: str) -> list[str]:
         """Returns the names of keys, for the judge of a run."""
         self.expire()
@@ -101,8 +107,11 @@ class SimStore(MemoryStore):
 class MetaPort:
     """One process's client: other processes may run before and after each call, which may fail or land late."""
 
-    def __init__(self, store: SimStore, faults: Faults) -> None:
-        self._inner = MemoryMeta(store)
+    may_land = True
+    """A call on its way may take effect although its sender has died."""
+
+    def __init__(self, inner: Meta, store: SimStore, faults: Faults) -> None:
+        self._inner = inner
         self._store = store
         self._faults = faults
         self._kernel = faults.kernel
@@ -119,15 +128,15 @@ class MetaPort:
         actor = self._kernel.current
         if actor is not None and actor.process.is_collector and key.endswith("/gc/seq") and self._has_looked:
             self._faults.maybe_pause(Call.LINK)
-        return self._read("get", key, timeout_s, lambda: self._inner.get(key))
+        return self._read("get", key, timeout_s, lambda: self._inner.get(key, timeout_s))
 
     def list(self, prefix: str, timeout_s: float | None = None) -> Snapshot:
         """See ``interface.Meta``."""
-        return self._read("list", prefix, timeout_s, lambda: self._inner.list(prefix))
+        return self._read("list", prefix, timeout_s, lambda: self._inner.list(prefix, timeout_s))
 
     def count(self, prefix: str, timeout_s: float | None = None) -> int:
         """See ``interface.Meta``."""
-        return self._read("count", prefix, timeout_s, lambda: self._inner.count(prefix))
+        return self._read("count", prefix, timeout_s, lambda: self._inner.count(prefix, timeout_s))
 
     def txn(
         self, compares: Sequence[Compare], operations: Sequence[Put | Delete], timeout_s: float | None = None
@@ -135,29 +144,29 @@ class MetaPort:
         """See ``interface.Meta``."""
         keys = " ".join(operation.key for operation in operations)
         purpose = _purpose(compares, operations)
-        return self._change("txn", keys, timeout_s, lambda: self._inner.txn(compares, operations), purpose)
+        return self._change("txn", keys, timeout_s, lambda: self._inner.txn(compares, operations, timeout_s), purpose)
 
     def put(self, key: str, value: bytes, lease: LeaseId = NO_LEASE, timeout_s: float | None = None) -> int:
         """See ``interface.Meta``."""
-        return self._change("put", key, timeout_s, lambda: self._inner.put(key, value, lease))
+        return self._change("put", key, timeout_s, lambda: self._inner.put(key, value, lease, timeout_s))
 
     def delete(self, key: str, timeout_s: float | None = None) -> bool:
         """See ``interface.Meta``."""
-        return self._change("delete", key, timeout_s, lambda: self._inner.delete(key))
+        return self._change("delete", key, timeout_s, lambda: self._inner.delete(key, timeout_s))
 
     def grant(self, ttl_s: int, timeout_s: float | None = None) -> LeaseId:
         """See ``interface.Meta``."""
-        return self._change("grant", str(ttl_s), timeout_s, lambda: self._inner.grant(ttl_s))
+        return self._change("grant", str(ttl_s), timeout_s, lambda: self._inner.grant(ttl_s, timeout_s))
 
     def keep_alive(self, lease: LeaseId, timeout_s: float | None = None) -> bool:
         """See ``interface.Meta``."""
-        return self._change("keep_alive", str(lease), timeout_s, lambda: self._inner.keep_alive(lease))
+        return self._change("keep_alive", str(lease), timeout_s, lambda: self._inner.keep_alive(lease, timeout_s))
 
     def revoke(self, lease: LeaseId, timeout_s: float | None = None) -> None:
         """See ``interface.Meta``."""
-        self._change("revoke", str(lease), timeout_s, lambda: self._inner.revoke(lease))
+        self._change("revoke", str(lease), timeout_s, lambda: self._inner.revoke(lease, timeout_s))
 
-    def watch(self, prefix: str, from_revision: int) -> WatchPort:
+    def watch(self, prefix: str, from_revision: int) -> Watch:
         """See ``interface.Meta``."""
         self._kernel.point()
         return WatchPort(self._inner.watch(prefix, from_revision), self._store, self._faults)
@@ -186,7 +195,7 @@ class MetaPort:
         assert actor is not None
         if purpose:
             kernel.happened(purpose)
-        actor.pending = call
+        actor.pending = call if self.may_land else None
         self._faults.maybe_pause(CALLS.get(purpose, Call.TXN) if operation == "txn" else Call.OTHER)
         kernel.point()
         actor.pending = None
@@ -233,7 +242,7 @@ class MetaPort:
 class WatchPort:
     """A watch whose events may be late, and which may be lost."""
 
-    def __init__(self, inner: MemoryWatch, store: SimStore, faults: Faults) -> None:
+    def __init__(self, inner: Watch, store: SimStore, faults: Faults) -> None:
         self._inner = inner
         self._store = store
         self._faults = faults

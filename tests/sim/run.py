@@ -9,11 +9,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing import get_context
 
-from tests.sim.bugs import BUGS, SEEDS_MAX
+from tests.sim.bugs import BUGS, HOMES, SEEDS_MAX
+from tests.sim.host_world import HostWorld
 from tests.sim.kernel import Kernel
-from tests.sim.profiles import ROTATION, Profile
+from tests.sim.profiles import BY_NAME, ROTATION, Profile
 from tests.sim.threads import installed
 from tests.sim.world import World
 
@@ -50,11 +52,12 @@ def run(seed: int, *, profile: Profile | None = None, bug: Bug = nullcontext, tr
     logging.disable(logging.CRITICAL)
     try:
         with installed(kernel), bug():
+            world = (HostWorld if chosen.host else World)(kernel, chosen)
             try:
-                world = World(kernel, chosen)
                 world.run()
             finally:
                 kernel.end()
+                world.close()
     finally:
         logging.disable(logging.NOTSET)
     kernel.note(f"ended {kernel.random()}")
@@ -63,12 +66,12 @@ def run(seed: int, *, profile: Profile | None = None, bug: Bug = nullcontext, tr
     )
 
 
-def run_many(seeds: Sequence[int], workers: int) -> Iterator[Outcome]:
+def run_many(seeds: Sequence[int], workers: int, profile: str | None = None) -> Iterator[Outcome]:
     """Runs seeds in several processes; in order, so that the output is the same each time."""
     batches = [seeds[start : start + BATCH] for start in range(0, len(seeds), BATCH)]
     # A process is dropped when it dies, as SIGKILL would, and what its frames held stays: so workers are changed often.
     with get_context("spawn").Pool(workers, maxtasksperchild=4) as pool:
-        for outcomes in pool.imap(_run_batch, batches):
+        for outcomes in pool.imap(partial(_run_batch, profile), batches):
             yield from outcomes
 
 
@@ -89,9 +92,11 @@ def find_bugs(names: Sequence[str], workers: int) -> Iterator[tuple[str, Outcome
 
 def _find_bug(name: str) -> tuple[str, Outcome | None]:
     gc.freeze()
-    return name, first_to_find(BUGS[name], range(SEEDS_MAX))
+    home = BY_NAME[HOMES[name]]
+    # The mix has no runs on a host.
+    return name, first_to_find(BUGS[name], range(SEEDS_MAX), home if home.host else None)
 
 
-def _run_batch(seeds: Sequence[int]) -> list[Outcome]:
+def _run_batch(profile: str | None, seeds: Sequence[int]) -> list[Outcome]:
     gc.freeze()
-    return [run(seed) for seed in seeds]
+    return [run(seed, profile=BY_NAME[profile] if profile else None) for seed in seeds]

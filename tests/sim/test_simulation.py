@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.sim.bugs import BUGS, HOMES
-from tests.sim.profiles import BY_NAME
+from tests.sim.profiles import BY_NAME, HOST_PROFILES
 from tests.sim.run import first_to_find, run
 
 HOME_SEEDS_MAX = 60
@@ -45,6 +45,11 @@ PLANTED = (
     "session_outlives_ttl",
     "set_aside_deletes",
     "unreadable_session_skipped",
+    # Of the metadata file.
+    "lease_keeps_keys",
+    "removed_file_stays_open",
+    "transaction_compares_nothing",
+    "watch_misses_event",
 )
 """The bugs that are found fast. ``make sim-bugs`` looks for all of them, over the mix of profiles."""
 
@@ -52,6 +57,12 @@ PLANTED = (
 def test_nothing_breaks_in_a_few_seeds() -> None:
     broken = [(seed, outcome.violation) for seed in range(48) if (outcome := run(seed)).violation]
     assert not broken, f"replay one: python -m tests.sim {broken[0][0]} --trace"
+
+
+@pytest.mark.parametrize("name", [profile.name for profile in HOST_PROFILES])
+def test_nothing_breaks_on_one_host_whose_file_is_removed_and_damaged(name: str) -> None:
+    broken = [(seed, outcome.violation) for seed in range(4) if (outcome := run(seed, profile=BY_NAME[name])).violation]
+    assert not broken, f"replay one: python -m tests.sim {broken[0][0]} --profile {name} --trace"
 
 
 @pytest.mark.slow
@@ -69,8 +80,11 @@ def test_a_planted_bug_is_found(bug: str) -> None:
 
 def test_a_seed_gives_the_same_run_every_time() -> None:
     """Also in another process, where hashes of bytes are salted otherwise."""
-    first = [run(seed).digest for seed in (1, 2, 3)]
-    program = "from tests.sim.run import run; print([run(seed).digest for seed in (1, 2, 3)])"
+    first = [run(seed).digest for seed in (1, 2, 3)] + [run(1, profile=BY_NAME["host"]).digest]
+    program = (
+        "from tests.sim.run import run; from tests.sim.profiles import BY_NAME; "
+        "print([run(seed).digest for seed in (1, 2, 3)] + [run(1, profile=BY_NAME['host']).digest])"
+    )
     environment = {**os.environ, "PYTHONHASHSEED": "12345", "PYTHONPATH": os.pathsep.join(sys.path)}
     found = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True, timeout=60

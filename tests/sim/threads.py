@@ -25,6 +25,8 @@ THREADED = (
     "kvstore.background",
     "kvstore.meta.presence",
     "kvstore.meta.session",
+    "kvstore.meta.sqlite.connection",
+    "kvstore.meta.sqlite.watch",
     "kvstore.node.lanes",
     "kvstore.node.usage",
     "kvstore.node.refresh",
@@ -241,8 +243,11 @@ class NowClock:
 
 _THREADING = SimpleNamespace(Lock=Lock, Event=Event, Condition=Condition, Thread=Thread, current_thread=current_thread)
 _QUEUE = SimpleNamespace(Queue=Queue, SimpleQueue=Queue, Full=Full)
+_TIME = SimpleNamespace(monotonic=lambda: kernel().now_s)
 _REPLACED = {"threading": _THREADING, "queue": _QUEUE, "Flag": Event, "Monitor": Condition}
 """By the name that a module has for it; the last two are those of ``kvstore.waiting``."""
+_TIMED = ("kvstore.meta.sqlite.connection", "kvstore.meta.sqlite.watch")
+"""The modules whose own time decides what they do."""
 
 
 @contextmanager
@@ -252,6 +257,8 @@ def installed(at: Kernel) -> Iterator[None]:
         for module in map(importlib.import_module, THREADED):
             for name in _REPLACED.keys() & vars(module).keys():
                 undo.enter_context(patch.object(module, name, _REPLACED[name]))
+        for name in _TIMED:
+            undo.enter_context(patch(f"{name}.time", _TIME))
         undo.enter_context(patch("kvstore.meta.deadline.SystemClock", NowClock))
         undo.enter_context(patch("kvstore.root.inspect.READ_BYTES", 4096))  # files are tiny here, and buffers many
         _current.append(at)

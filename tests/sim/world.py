@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from kvstore.errors import KVStoreError
 from kvstore.format import places
 from kvstore.format.generation import Generation
 from kvstore.format.header import FIXED_BYTES, incarnation_at
-from kvstore.format.places import Name
+from kvstore.format.places import GENERATIONS, Name
 from kvstore.layout import Layout
 from kvstore.meta.generation import Agreed, join_generation
 from kvstore.meta.interface import Put
@@ -25,17 +26,19 @@ from kvstore.meta.sweeps import Condemned
 from kvstore.meta.usage import Room
 from kvstore.namespace import Namespace
 from kvstore.node.limits import Limits
+from kvstore.node.member import Sharing
 from kvstore.root.generations import publish, read_newest
 from kvstore.root.identity import RootId, RootIdentity
 from kvstore.root.memory import MemoryFile, MemoryRoot
 from kvstore.root.twins import list_twins
 from kvstore_gc.safety import Timings
+from kvstore_gc.site import Site
 from kvstore_gc.victims import read_victims
 from tests.sim.collector import Collector
 from tests.sim.faults import Faults, Rates
 from tests.sim.host import Host
-from tests.sim.kernel import Kernel, Process
-from tests.sim.metadata import Saved, SimStore
+from tests.sim.kernel import Effect, Kernel, Process
+from tests.sim.metadata import SimStore
 from tests.sim.oracle import Oracle
 from tests.sim.profiles import Profile
 from tests.sim.shared_root import SimFiles
@@ -99,7 +102,7 @@ class World:
         self.namespace = NAMESPACE
         self.block_bytes = 16
         self.root = MemoryRoot(SimFiles(self.oracle), objects=profile.objects)
-        self.store = SimStore(EtcdClock(kernel), self._was_put, lambda: kernel.happened("closed"))
+        self.store = self._make_store()
         self.oracle.read_plan = self._plan_of
         self.pace_s = source.choice((0.1, 0.3, 1.0))
         self.limits = Limits(
@@ -127,7 +130,7 @@ class World:
         self._written: dict[bytes, set[bytes]] = {}
         self._publications = 0
         self._made = 0
-        self._saved: Saved | None = None
+        self._saved: Any = None
         self._restore_at: int | None = None
         self._restore_upon: list[str] = []
         self._relapses_left = profile.relapse.times
@@ -143,6 +146,12 @@ class World:
         self.hosts = [self._host() for _ in range(profile.nodes)]
         self._strangers = [self._host(self._other_cluster()) for _ in range(profile.strangers)]
         self.collectors = [self._collector() for _ in range(profile.collectors)]
+
+    sharing = Sharing.CLUSTER
+    generations = GENERATIONS
+
+    def close(self) -> None:
+        """Leaves nothing on this machine."""
 
     def run(self) -> None:
         """From the first step to the verdict, which the kernel has."""
@@ -181,6 +190,10 @@ class World:
     def count(self, what: str, times: int = 1) -> None:
         """For the summary."""
         self.faults.count(what, times)
+
+    def raised(self, work: str, error: KVStoreError) -> None:
+        """A node's action failed."""
+        self.count(f"{work} raised {type(error).__name__}")
 
     def chain(self) -> Chain:
         """A prompt, or the beginning of one."""
@@ -226,6 +239,13 @@ class World:
             self.kernel.fail(f"I4: {content.hex()} was read for {address.hex()}, which nobody wrote")
 
     # Setting up.
+
+    def _make_store(self) -> SimStore:
+        return SimStore(EtcdClock(self.kernel), self._was_put, lambda: self.kernel.happened("closed"))
+
+    def check_of(self, site: Site) -> Callable[[], object]:
+        """Returns what a collector does before a round, and again before it takes anything."""
+        return lambda: None
 
     def _first_generation(self) -> None:
         clock = Process(self.kernel, "first")
@@ -290,7 +310,11 @@ class World:
                 self.count("processes that died at a call")
                 self._replace(one)
                 return
-        self.kernel.kill(process)
+        self._killed(process)
+
+    def _killed(self, process: Process) -> list[Effect]:
+        """Kills a process; returns its calls on their way."""
+        return self.kernel.kill(process)
 
     def _kill(self) -> None:
         victims: list[Host | Collector] = [*self.hosts, *self.collectors]
@@ -314,7 +338,7 @@ class World:
         return +counts
 
     def _bury(self, victim: Host | Collector) -> None:
-        effects = self.kernel.kill(victim.process)
+        effects = self._killed(victim.process)
         self.faults.late += [effect for effect in effects if self.kernel.random() < 0.5]
         if isinstance(victim, Host):
             self.hosts.remove(victim)
@@ -466,7 +490,7 @@ class World:
             else:
                 self.faults.late.pop(0)
         for host in self._strangers:
-            kernel.kill(host.process)
+            self._killed(host.process)
         if kernel.random() < 0.4:
             for host in list(self.hosts):
                 self._bury(host)

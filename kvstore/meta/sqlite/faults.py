@@ -11,8 +11,8 @@ PAGE_BYTES = 4096
 """SQLite's default."""
 _BUSY = "another process has been writing to it for too long (is one stopped?): the call may be repeated"
 _DAMAGED = (
-    "it is damaged. Chunks are served, but nothing is protected and nothing collected. End all processes that use this "
-    "root, remove the file together with those that end in -wal and -shm, then run `kvstore fsck ROOT --adopt`"
+    "it is damaged. Chunks are served, but nothing is protected and nothing collected, until `kvstore fsck ROOT "
+    "--adopt` has put a new file in its place"
 )
 _REFUSED = "not allowed to write to it: check the mount options, and the owner of the root"
 
@@ -41,6 +41,11 @@ def fault_of(error: sqlite3.Error, path: str) -> KVStoreError:
         return PermissionDenied(f"metadata in {path}: {error}: {_REFUSED}")
     advice = _ADVICE.get(code, "is the disk full or failing?")
     return Unavailable(f"metadata in {path}: {error}: {advice}")
+
+
+def is_damage(error: sqlite3.Error) -> bool:
+    """True if the file has something in it that nobody wrote."""
+    return _ADVICE.get(_code(error)) is _DAMAGED
 
 
 def _is_cut(path: str) -> bool:

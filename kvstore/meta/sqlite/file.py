@@ -7,15 +7,18 @@ import os
 import sqlite3
 import stat
 from collections.abc import Callable
+from contextlib import closing, suppress
 from urllib.parse import quote
 
 from kvstore.errors import InvalidRequest, PermissionDenied, Unavailable
 from kvstore.format.places import METADATA
 from kvstore.meta.sqlite import process
-from kvstore.meta.sqlite.store import Store
+from kvstore.meta.sqlite.store import Store, create
 
 LOG_BYTES_MAX = 1 << 30
 """A process that was stopped while it read keeps SQLite from using its log again. The log must not fill the disk."""
+
+SETTINGS = ("journal_mode = WAL", "cell_size_check = ON", "secure_delete = OFF", "journal_size_limit = 4194304")
 
 Inode = tuple[int, int]
 
@@ -66,15 +69,20 @@ class MetadataFile:
                 f"this process was forked while its parent was busy with {self.path}, so it gets no locks there: start "
                 "it by spawn"
             )
-        inode = _make(self.path)
-        # SQLite may not make it: it would choose another mode.
-        name = f"file:{quote(self.path)}?mode=rw"
-        database = sqlite3.connect(name, uri=True, timeout=timeout_s, isolation_level=None)
+        inode = _made(self.path)
+        database = sqlite3.connect(_uri(self.path), uri=True, timeout=timeout_s, isolation_level=None)
         try:
+            for setting in SETTINGS:
+                database.execute(f"PRAGMA {setting}")
+            database.execute("PRAGMA user_version")
+            # SQLite has opened the log now, by its name. If the file was replaced meanwhile, that is the log of the
+            # next file, and what we wrote would go there.
+            self._check_place(inode)
             store = self._tables(database)
             beside = _beside(self.path)
-            if inode != _inode(self.path) or None in beside:
-                raise Unavailable(f"metadata in {self.path}: it was replaced while it was opened: try again")
+            self._check_place(inode)
+            if None in beside:
+                raise self._replaced()
         except BaseException:
             database.close()
             raise
@@ -82,6 +90,13 @@ class MetadataFile:
             self._inode, self.openings = inode, self.openings + 1
         self._beside = beside
         return database, store
+
+    def _check_place(self, inode: Inode) -> None:
+        if inode != _inode(self.path):
+            raise self._replaced()
+
+    def _replaced(self) -> Unavailable:
+        return Unavailable(f"metadata in {self.path}: it was replaced while it was opened: try again")
 
     def _check_log(self) -> None:
         try:
@@ -111,31 +126,58 @@ def _beside(path: str) -> tuple[Inode | None, ...]:
     return _inode(f"{path}-wal"), _inode(f"{path}-shm")
 
 
-def _make(path: str) -> Inode:
+def _made(path: str) -> Inode:
     """Makes the file unless it is there; returns its identity. Raises PermissionDenied, Unavailable, OSError."""
-    try:
-        # Whoever may write to the folder may write to the file, also where a command of the administrator made it.
-        folder = os.stat(os.path.dirname(path))
-        mode = folder.st_mode & 0o660
-        file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, mode)
+    if not os.path.lexists(path):
         try:
-            os.fchmod(file, mode)
-            if os.geteuid() == 0:
-                os.fchown(file, folder.st_uid, folder.st_gid)
-        finally:
-            os.close(file)  # nobody in this process has locks on it yet
-    except FileExistsError:
-        pass
-    except OSError as cause:
-        if cause.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise
-        raise PermissionDenied(f"metadata in {path}: not allowed to make that file: {_ASK}") from cause
+            _make(path)
+        except OSError as cause:
+            if cause.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                raise
+            raise PermissionDenied(f"metadata in {path}: not allowed to make that file: {_ASK}") from cause
     inode = _inode(path)
     if inode is None:
         raise Unavailable(f"metadata in {path}: that is not a file, or it was removed at this moment")
     if not os.access(path, os.R_OK | os.W_OK) or not os.access(os.path.dirname(path), os.W_OK):
         raise PermissionDenied(f"metadata in {path}: not allowed to write to it: {_ASK}")
     return inode
+
+
+def _make(path: str) -> None:
+    """Makes the file under another name, and gives it its own when it is whole.
+
+    Nobody may open an empty one: SQLite deletes the log that it finds beside that, which may be another file's by then.
+    """
+    own = f"{path}.{os.urandom(8).hex()}.new"
+    try:
+        _make_empty(own)
+        with closing(sqlite3.connect(_uri(own), uri=True, isolation_level=None)) as database:
+            database.execute("PRAGMA journal_mode = WAL")
+            create(database)
+        with suppress(FileExistsError):  # another process was faster
+            os.link(own, path)
+    finally:
+        for ending in ("", "-journal", "-wal", "-shm"):
+            with suppress(FileNotFoundError):
+                os.unlink(f"{own}{ending}")
+
+
+def _make_empty(path: str) -> None:
+    # Whoever may write to the folder may write to the file, also where a command of the administrator made it.
+    folder = os.stat(os.path.dirname(path))
+    mode = folder.st_mode & 0o660
+    file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, mode)
+    try:
+        os.fchmod(file, mode)
+        if os.geteuid() == 0:
+            os.fchown(file, folder.st_uid, folder.st_gid)
+    finally:
+        os.close(file)
+
+
+def _uri(path: str) -> str:
+    """Returns the name by which SQLite opens a file, and does not make it: it would choose another mode."""
+    return f"file:{quote(path)}?mode=rw"
 
 
 _ASK = "check the mount options and the owner of the root"

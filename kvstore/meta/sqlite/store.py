@@ -37,7 +37,6 @@ HISTORY_BYTES_MAX = 16 << 20
 EVENT_BYTES = 128
 """What an event counts beside its key and value, so that the number of events is bounded too."""
 
-_SETTINGS = ("journal_mode = WAL", "cell_size_check = ON", "secure_delete = OFF", "journal_size_limit = 4194304")
 _TABLES = f"""
 CREATE TABLE state (
     boot TEXT NOT NULL, revision INTEGER NOT NULL, compacted INTEGER NOT NULL, history_bytes INTEGER NOT NULL
@@ -60,20 +59,19 @@ PRAGMA user_version = {VERSION}
 _SIZE = f"{EVENT_BYTES} + length(key) + ifnull(length(value), 0)"
 
 
+def create(database: sqlite3.Connection) -> None:
+    """Makes the tables in an empty database that nobody else has open."""
+    for statement in _TABLES.split(";"):
+        database.execute(statement)
+
+
 class Store:
     """The metadata in one open database. ``boot`` names the boot of this host: leases of others have ended."""
 
     def __init__(self, database: sqlite3.Connection, clock: Clock, boot: str) -> None:
-        """Makes the tables if there are none. Raises RootMismatch for those of another version."""
+        """Ends the leases of other boots. Raises RootMismatch for tables of another version."""
         self._database = database
         self._clock = clock
-        for setting in _SETTINGS:
-            database.execute(f"PRAGMA {setting}")
-        if not self._version:
-            with self._writing(synced=True):
-                if not self._version:  # another process may have made them meanwhile
-                    for statement in _TABLES.split(";"):  # executescript would commit at once
-                        database.execute(statement)
         if self._version != VERSION:
             raise RootMismatch(f"the metadata file is of version {self._version}, and this kvstore reads {VERSION}")
         if self._number("SELECT boot = ? FROM state", boot) == 0:
@@ -160,6 +158,11 @@ class Store:
         """Returns the newest revision, once the leases that are due have ended."""
         self._end_due()
         return self._revision
+
+    def check(self) -> None:
+        """Reads all there is. Raises DatabaseError for what nobody wrote."""
+        self.list("")
+        self.events("", self._number("SELECT compacted FROM state"))
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
