@@ -1,24 +1,33 @@
-"""Putting chunks and blocks to a worker past gRPC, straight from the caller's memory."""
+"""Putting chunks and blocks to a worker, straight from the caller's memory: past gRPC, or over it."""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
+import grpc
+
 from kvstore.client.bulk.cargo import Cargo
 from kvstore.client.bulk.sending import send_put
 from kvstore.client.endpoint import Endpoint
+from kvstore.client.streams import Outgoing, send_stream
 from kvstore.client.tools import Tools
 from kvstore.counts import ClientCount
 from kvstore.errors import InvalidRequest
+from kvstore.sections import Sections
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import LinkBroken
+from kvstore.wire.messages import sealed
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+PUT_ROUNDS_MAX = 3
+"""Times that a put starts again because chunks vanished after it looked; more means that they keep vanishing."""
 
 
 def put_past_grpc(
@@ -55,3 +64,37 @@ def put_past_grpc(
             log.info("client.bulk_broken worker=%s why=%s", endpoint.address, error)
             tools.counters.add(ClientCount.BULK_BROKEN)
     return None
+
+
+def put_over_grpc(
+    endpoint: Endpoint, start: pb.PutStart, count: int, size: int, sections: Sections, tools: Tools, left_s: float
+) -> pb.PutResponse:
+    """Sends the missing chunks of a prompt of ``count``; ``size`` is the number of tokens in each."""
+    ends_s = time.monotonic() + left_s
+    begin = max(start.first, _present(endpoint, start, tools.limits.match_s))
+    opening, answer = pb.PutStart(), pb.PutResponse()
+    opening.CopyFrom(start)
+    for _ in range(PUT_ROUNDS_MAX):
+        opening.first = begin
+        tools.counters.add(ClientCount.PUTS_GRPC)
+        parts = (part for index in range(begin, count) for part in sections(index))
+        outgoing, stream = Outgoing(parts, opening.SerializeToString()), endpoint.stream_out("Put")
+        raw = send_stream(stream, outgoing, tools.watch, tools.limits.write_s, ends_s - time.monotonic())
+        answer = pb.PutResponse.FromString(raw)
+        if answer.tokens_present >= begin * size:
+            answer.chunks_found += begin - start.first
+            break
+        if answer.tokens_present < start.first * size:
+            break
+        # A chunk that the worker counted as present is gone: begin at the first missing one.
+        begin = max(start.first, answer.tokens_present // size)
+    return answer
+
+
+def _present(endpoint: Endpoint, start: pb.PutStart, timeout_s: float) -> int:
+    """Returns how many leading chunks need no sending. Errors are left to the put: not knowing costs only bytes."""
+    request = sealed(pb.MatchRequest(namespace=start.namespace, tokens=start.tokens, uncounted=True))
+    try:
+        return pb.MatchResponse.FromString(endpoint.unary("Match")(request, timeout=timeout_s)).chunks
+    except grpc.RpcError:
+        return 0

@@ -7,14 +7,11 @@ survive a fork (kvstore/channels.py).
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
-
-import grpc
 
 from kvstore.buffers import Pieces
 from kvstore.census.selection import Selection
@@ -29,13 +26,12 @@ from kvstore.client.endpoint import Endpoint, check_address
 from kvstore.client.endpoints import Endpoints
 from kvstore.client.fetching import BlockFetch, ChunkFetch, Fetch
 from kvstore.client.limits import ClientLimits
-from kvstore.client.putting import put_past_grpc
+from kvstore.client.putting import put_over_grpc, put_past_grpc
 from kvstore.client.remote_blocks import RemoteBlockHold, RemoteBlocks
 from kvstore.client.remote_hold import RemoteHold
 from kvstore.client.remote_move import RemoteMove, Slots, move_message
 from kvstore.client.renewing import Renewing
 from kvstore.client.spreading import Marking, marks_of, marks_of_keys
-from kvstore.client.streams import Outgoing, send_stream
 from kvstore.client.tools import Tools
 from kvstore.counts import ClientCount, Counts
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, Unavailable
@@ -70,9 +66,6 @@ from kvstore.wire.watch import Watch
 from kvstore.writes import WriteMode
 
 T = TypeVar("T")
-
-PUT_ROUNDS_MAX = 3
-"""Times that a put starts again because chunks vanished after it looked; more means that they keep vanishing."""
 
 
 def remote_port(
@@ -242,7 +235,7 @@ class RemotePort:
                 cargo, answered = partial(ChunkCargo, sections, namespace.layout, count), partial(parse, pb.PutResponse)
                 answer = put_past_grpc(endpoint, start, cargo, answered, self._tools, left_s)
             if answer is None:
-                answer = self._put_over_grpc(endpoint, start, count, size, sections, left_s)
+                answer = put_over_grpc(endpoint, start, count, size, sections, self._tools, left_s)
             return answer
 
         answer = self._reopening(
@@ -402,30 +395,6 @@ class RemotePort:
         call = partial(self._caller.unary, "Match", raw, self.limits.match_s, partial(marks_of, namespace, like))
         return pb.MatchResponse.FromString(self._or_miss(namespace, call, b""))
 
-    def _put_over_grpc(
-        self, endpoint: Endpoint, start: pb.PutStart, count: int, size: int, sections: Sections, left_s: float
-    ) -> pb.PutResponse:
-        """Sends the missing chunks of a prompt; ``size`` is the number of tokens in each."""
-        ends_s = time.monotonic() + left_s
-        begin = max(start.first, _present(endpoint, start, self.limits.match_s))
-        opening, answer = pb.PutStart(), pb.PutResponse()
-        opening.CopyFrom(start)
-        for _ in range(PUT_ROUNDS_MAX):
-            opening.first = begin
-            self.counters.add(ClientCount.PUTS_GRPC)
-            parts = (part for index in range(begin, count) for part in sections(index))
-            outgoing, stream = Outgoing(parts, opening.SerializeToString()), endpoint.stream_out("Put")
-            raw = send_stream(stream, outgoing, self._tools.watch, self.limits.write_s, ends_s - time.monotonic())
-            answer = pb.PutResponse.FromString(raw)
-            if answer.tokens_present >= begin * size:
-                answer.chunks_found += begin - start.first
-                break
-            if answer.tokens_present < start.first * size:
-                break
-            # A chunk that the worker counted as present is gone: begin at the first missing one.
-            begin = max(start.first, answer.tokens_present // size)
-        return answer
-
     def _reopening(self, namespace: Namespace, call: Callable[[], T]) -> T:
         """Makes the call. If a worker does not know the namespace (a new root), opens it at all workers and repeats."""
         try:
@@ -475,12 +444,3 @@ def _opening(namespace: Namespace) -> bytes:
 def _full_chunks(namespace: Namespace, tokens: TokenArray) -> TokenArray:
     """Returns the tokens without the trailing part chunk, which is never stored."""
     return tokens[: len(tokens) - len(tokens) % namespace.layout.chunk_tokens]
-
-
-def _present(endpoint: Endpoint, start: pb.PutStart, timeout_s: float) -> int:
-    """Returns how many leading chunks need no sending. Errors are left to the put: not knowing costs only bytes."""
-    request = sealed(pb.MatchRequest(namespace=start.namespace, tokens=start.tokens, uncounted=True))
-    try:
-        return pb.MatchResponse.FromString(endpoint.unary("Match")(request, timeout=timeout_s)).chunks
-    except grpc.RpcError:
-        return 0
