@@ -294,7 +294,7 @@ class RemotePort:
         return self._or_miss(namespace, lambda: self._blocks.present(namespace, keys), [False] * len(keys))
 
     def block_sizes(self, namespace: Namespace, keys: Sequence[bytes]) -> list[int]:
-        return self._or_miss(namespace, lambda: self._blocks.sizes(namespace, keys), [0] * len(keys))
+        return self._reopening(namespace, lambda: self._blocks.sizes(namespace, keys))
 
     def hold_blocks(self, namespace: Namespace, keys: Sequence[bytes], ttl_s: float | None) -> RemoteBlockHold:
         try:

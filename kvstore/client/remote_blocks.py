@@ -17,7 +17,7 @@ from kvstore.client.spreading import marks_of_keys
 from kvstore.client.streams import Outgoing, send_stream
 from kvstore.client.tools import Tools
 from kvstore.counts import ClientCount
-from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.errors import InvalidRequest, Overloaded, Unavailable
 from kvstore.hints import Hints
 from kvstore.namespace import Namespace
 from kvstore.node.wanted import keyed
@@ -91,11 +91,15 @@ class RemoteBlocks:
         return _each(pb.MatchBlocksResponse.FromString(raw).present, keys)
 
     def sizes(self, namespace: Namespace, keys: Sequence[bytes]) -> list[int]:
-        """Implements ``Port.block_sizes``. Raises Unavailable."""
+        """Implements ``Port.block_sizes``."""
         request = sealed(pb.MatchBlocksRequest(namespace=namespace.digest, keys=pack_keys(keys), sizes=True))
-        raw = self._tools.caller.unary("MatchBlocks", request, self._tools.limits.match_s, partial(marks_of_keys, keys))
+        marking, nobody = partial(marks_of_keys, keys), [0] * len(keys)
+        try:
+            raw = self._tools.caller.unary("MatchBlocks", request, self._tools.limits.match_s, marking)
+        except (Unavailable, Overloaded):
+            return nobody  # the read that asks has counted its miss
         found = np.frombuffer(pb.MatchBlocksResponse.FromString(raw).sizes, "<u4").tolist()
-        return found if len(found) == len(keys) else [0] * len(keys)
+        return found if len(found) == len(keys) else nobody
 
     def hold(self, namespace: Namespace, keys: Sequence[bytes], ttl_s: float | None) -> RemoteBlockHold:
         """Implements ``Port.hold_blocks``. Raises Unavailable, Overloaded."""

@@ -13,7 +13,7 @@ import pytest
 import kvstore
 from kvstore import Layout
 from kvstore.client import Cache, Store
-from kvstore.errors import InvalidRequest, RootMismatch
+from kvstore.errors import InvalidRequest, RootMismatch, WrongSize
 from kvstore.layout import DTYPES
 from kvstore.node.limits import Limits
 from tests.node.stores import SMALL, kv_of, same, store_on
@@ -251,7 +251,9 @@ def test_blocks_are_read_into_writable_memory_of_their_size(cache: Cache) -> Non
         cache.blocks.get(keys, payloads)
     buffers = [bytearray(100 + number) for number in range(6)]
     buffers[3] = bytearray(7)
-    assert cache.blocks.get(keys, buffers) == [True, True, True, False, True, True]
+    with pytest.raises(WrongSize, match="buffer 3 has 7 bytes, and its block in the store has 103") as failed:
+        cache.blocks.get(keys, buffers)
+    assert failed.value.hits == [True, True, True, False, True, True]
     assert [bytes(buffer) for buffer in buffers[:3]] == payloads[:3]
     buffers[3] = bytearray(103)
     assert cache.blocks.get(keys, buffers) == [True] * 6, "a wrong size asked for did not harm the block"

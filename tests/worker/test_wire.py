@@ -225,7 +225,8 @@ def round_trip(error: KVStoreError) -> KVStoreError:
 
 
 def test_the_table_has_every_error() -> None:
-    assert set(PUBLIC) <= set(statuses.STATUSES)
+    # WrongSize is what a client finds out: no worker raises it.
+    assert set(PUBLIC) - {errors.WrongSize} <= set(statuses.STATUSES)
 
 
 @pytest.mark.parametrize("kind", list(statuses.STATUSES), ids=lambda kind: kind.__name__)
