@@ -37,7 +37,8 @@ ENDING_S = 15.0
 class WorkerOptions:
     """The options of a worker that ``kvstore up`` has too, and gives to each of its workers.
 
-    A new one is declared here and used in ``open_member``; nothing else has to know it.
+    A new one is declared here and used in ``open_member``, or in ``_serve`` if it is about calls. Nothing else has to
+    know it.
     """
 
     cluster: ClusterAccess = group(ClusterAccess)

@@ -16,10 +16,8 @@ from kvstore.client.port import Port, PortBlockHold
 from kvstore.errors import InvalidRequest, WrongSize
 from kvstore.hints import Hints
 from kvstore.namespace import Namespace
+from kvstore.wire.limits import BLOCK_BYTES_MAX, BLOCKS_MAX
 from kvstore.writes import WriteMode
-
-BLOCKS_MAX = 65_536
-BLOCK_BYTES_MAX = 1 << 30
 
 
 class BlockCache:
