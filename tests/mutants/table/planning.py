@@ -116,8 +116,8 @@ MUTANTS = [
     planning(
         "needs-the-store",
         "H6",
-        edit("kvstore.client.keeping:TokenKeeping._move", "except InvalidRequest", "except ZeroDivisionError"),
-        f"{RUNS}without_memory_a_run_goes_without_prefetch",
+        edit("kvstore.client.keeping:TokenKeeping._move", "except KVStoreError", "except ZeroDivisionError"),
+        f"{RUNS}a_run_without_a_worker_still_hands_out_its_groups",
     ),
     mutant(
         "batch-trusts-a-cut-line",
