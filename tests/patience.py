@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-PATIENCE_S = float(os.environ.get("KVSTORE_TEST_PATIENCE_S", "240"))
+PATIENCE_S = float(os.environ.get("KVSTORE_TEST_PATIENCE_S", "180"))
 """Less than pytest's own limit for a test, so that the test itself says what did not happen. The environment may ask
 for less where many things are broken on purpose, and each would be waited for."""
 NEVER_S = 3_600.0

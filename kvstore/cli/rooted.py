@@ -42,8 +42,8 @@ def check_pins_known(store: Store, *, instead: str = "") -> None:
         return
     path = local_path(port.place.removeprefix("root "))
     if path is not None and os.path.exists(os.path.join(path, places.METADATA)):
-        cause = f"the pins in {path}/{places.METADATA} cannot be used (host.alone above says why); if it is damaged, "
-        cause += f"remove it and run `kvstore fsck {path} --adopt`"
+        cause = f"the pins in {path}/{places.METADATA} cannot be used (host.alone above says why); if it does not "
+        cause += f"fit this root, run `kvstore fsck {path} --adopt`"
     else:
         cause = "the pins of this root are in etcd, or it has none: give --etcd ENDPOINTS, or --connect HOST:PORT"
     raise InvalidRequest(cause + instead)

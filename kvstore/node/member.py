@@ -129,8 +129,11 @@ class Member:
         hold = node.hold(chain, counts=False)
         try:
             if hold.born is None:
+                metadata = (
+                    "metadata.sqlite cannot be used" if self.sharing is Sharing.HOST else "etcd is not this root's"
+                )
                 raise Unavailable(
-                    "this node protects nothing at the moment (no session, or etcd is not this root's: see its log and "
+                    f"this node protects nothing at the moment (no session, or {metadata}: see its log and "
                     "gc/RUNBOOK.md), so it cannot pin: try again later"
                 )
             if not hold.count:

@@ -89,7 +89,9 @@ def test_a_wrong_byte_is_exit_code_1(run: Run, trace: str, monkeypatch: pytest.M
 
 def test_a_shortened_hit_is_exit_code_1(run: Run, trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = Cache.match
-    monkeypatch.setattr(Cache, "match", lambda cache, tokens: max(0, honest(cache, tokens) - BLOCK_TOKENS))
+    monkeypatch.setattr(
+        Cache, "match", lambda cache, tokens, **how: max(0, honest(cache, tokens, **how) - BLOCK_TOKENS)
+    )
     result = run("replay", trace, "--bytes-per-token", "8")
     assert result.exit_code == 1
     assert "did not match what the trace contains" in result.stderr

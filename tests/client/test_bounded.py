@@ -130,14 +130,18 @@ class Gauge:
 
     def _run(self) -> None:
         while not self._ended.wait(0.005):
-            beside = 0
-            for name in (METADATA, *METADATA_LOGS):
-                try:
-                    beside += os.stat(self._mount / "root" / name).st_blocks * 512
-                except FileNotFoundError:
-                    continue
+            before = self._metadata_bytes()
             found = os.statvfs(self._mount)
+            # Their log may grow between two looks, more so on a busy machine.
+            beside = max(before, self._metadata_bytes())
             self.most = max(self.most, (found.f_blocks - found.f_bfree) * found.f_frsize - beside)
+
+    def _metadata_bytes(self) -> int:
+        found = 0
+        for name in (METADATA, *METADATA_LOGS):
+            with suppress(FileNotFoundError):
+                found += os.stat(self._mount / "root" / name).st_blocks * 512
+        return found
 
 
 def put(store: Store, number: int) -> None:

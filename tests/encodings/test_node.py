@@ -14,6 +14,7 @@ from kvstore.client.cache import Cache
 from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
 from kvstore.encodings.keys import KeyFile
+from kvstore.errors import WrongSize
 from kvstore.format.checksum import checksum
 from kvstore.format.encoded import Encoding, decode_any, is_encoded
 from kvstore.format.places import Name
@@ -90,7 +91,8 @@ def reads_right(cache: Cache) -> None:
     buffers = [bytearray(len(block)) for block in BLOCKS]
     assert cache.blocks.match(BLOCK_KEYS) == 3
     assert cache.blocks.get(BLOCK_KEYS, buffers) == [True] * 3 and buffers == [bytearray(block) for block in BLOCKS]
-    assert cache.blocks.get(BLOCK_KEYS[:1], [bytearray(17)]) == [False], "a block of another size is a miss"
+    with pytest.raises(WrongSize, match="has 17 bytes, and its block in the store has 5000"):
+        cache.blocks.get(BLOCK_KEYS[:1], [bytearray(17)])
 
 
 def windows() -> list[bytes]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.errors import WrongSize
 from kvstore.hints import Hints
 from kvstore.writes import WriteMode
 from tests.patience import PATIENCE_S
@@ -169,7 +170,8 @@ def test_blocks_by_write_mode(tmp_root: Path, write: WriteMode) -> None:
         assert got(node, 5) == [True] * 5
         # Another size under the same key is not there, and is not taken.
         assert node.cache.blocks.put(keys(1), [b"x" * 10]) in ([True], [False])
-        assert node.cache.blocks.get(keys(1), [bytearray(10)]) == [False]
+        with pytest.raises(WrongSize):
+            node.cache.blocks.get(keys(1), [bytearray(10)])
         assert got(node, 1) == [True]
         node.assert_settled()
 
