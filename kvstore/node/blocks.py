@@ -18,7 +18,7 @@ from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
 from kvstore.node.lanes import Lanes
 from kvstore.node.reading import read_chunks, remembered
-from kvstore.node.tiered import TieredReads
+from kvstore.node.tiered_reads import TieredReads
 from kvstore.node.view import View
 from kvstore.node.wanted import Keyed, keyed, leading
 from kvstore.sections import Buffers

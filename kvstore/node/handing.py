@@ -21,8 +21,8 @@ from kvstore.node.deadline import Deadline
 from kvstore.node.lanes import DeadlinePassed, Lanes
 from kvstore.node.reading import Reading
 from kvstore.node.slots import Slots
-from kvstore.node.stack import TierStack
-from kvstore.node.tiered import TieredReads
+from kvstore.node.tier_stack import TierStack
+from kvstore.node.tiered_reads import TieredReads
 from kvstore.node.wanted import Keyed, Wanted, expected_of
 from kvstore.root.posix_reader import PosixReader
 

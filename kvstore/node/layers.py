@@ -18,7 +18,7 @@ from kvstore.node.deadline import Deadline
 from kvstore.node.images import addresses_of, copy_sections
 from kvstore.node.lanes import Lanes
 from kvstore.node.reading import Groups, Reading, files_at_most, group_size
-from kvstore.node.stack import TierStack
+from kvstore.node.tier_stack import TierStack
 from kvstore.results import LayerMemory
 from kvstore.root.interface import Reader
 

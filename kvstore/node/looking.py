@@ -20,7 +20,7 @@ from kvstore.hints import Hints
 from kvstore.node.chunks import Chunks
 from kvstore.node.deadline import Deadline
 from kvstore.node.lanes import Lanes
-from kvstore.node.stack import TierStack
+from kvstore.node.tier_stack import TierStack
 from kvstore.node.view import View
 from kvstore.root.interface import Stat
 from kvstore.root.lineages import read_writers

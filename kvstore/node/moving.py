@@ -17,8 +17,8 @@ from kvstore.node.disk_tier import DiskTier
 from kvstore.node.lanes import Lanes
 from kvstore.node.limits import CurrentLimits
 from kvstore.node.moves import Act, Level, Move
-from kvstore.node.stack import TierStack
-from kvstore.node.tiered import TieredReads
+from kvstore.node.tier_stack import TierStack
+from kvstore.node.tiered_reads import TieredReads
 from kvstore.node.view import View
 from kvstore.node.wanted import image_bytes, place_at
 from kvstore.node.write_behind import Job, Publish

@@ -49,9 +49,9 @@ from kvstore.node.reading import Reading
 from kvstore.node.recoding import Recoder
 from kvstore.node.refresh import Refresher
 from kvstore.node.settings import NO_TIERS, TierSettings
-from kvstore.node.stack import TierStack
 from kvstore.node.staging import Staging
-from kvstore.node.tiered import TieredReads
+from kvstore.node.tier_stack import TierStack
+from kvstore.node.tiered_reads import TieredReads
 from kvstore.node.view import View
 from kvstore.node.views import Views
 from kvstore.node.wanted import keyed, leading

@@ -26,8 +26,8 @@ from kvstore.node.publish import Mask, Publication, StillRight, vouched
 from kvstore.node.refresh import Refresher
 from kvstore.node.root_write import RootWrite
 from kvstore.node.slots import Slots
-from kvstore.node.stack import TierStack
-from kvstore.node.tiered import TieredReads
+from kvstore.node.tier_stack import TierStack
+from kvstore.node.tiered_reads import TieredReads
 from kvstore.node.view import View
 from kvstore.node.wanted import Keyed, Wanted, leading
 from kvstore.node.write import Write, Written

@@ -24,7 +24,7 @@ from kvstore.node.lanes import Lanes
 from kvstore.node.memory_tier import MemoryTier
 from kvstore.node.reading import Groups, gaps, group_size, read_chunks, verified
 from kvstore.node.slots import Slots
-from kvstore.node.stack import TierStack
+from kvstore.node.tier_stack import TierStack
 from kvstore.node.wanted import payload_of
 
 

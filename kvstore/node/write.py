@@ -22,7 +22,7 @@ from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
 from kvstore.node.publish import Mask
 from kvstore.node.root_write import RootWrite
-from kvstore.node.stack import TierStack
+from kvstore.node.tier_stack import TierStack
 from kvstore.node.view import View
 from kvstore.node.wanted import Keyed, Wanted, leading, sizes_of
 from kvstore.results import PutResult

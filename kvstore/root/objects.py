@@ -323,7 +323,7 @@ def connect(url: str, options: Mapping[str, Any]) -> tuple[Remote, str]:
     scheme = url.partition("://")[0]
     try:
         if scheme in ("s3", "s3a"):
-            from kvstore.root.s3 import S3Remote, s3_options
+            from kvstore.root.remote_s3 import S3Remote, s3_options
 
             fs, path = url_to_fs(url, **_private(s3_options(options)))
             remote: Remote = S3Remote(fs)

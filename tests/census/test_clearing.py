@@ -297,7 +297,7 @@ def test_a_namespace_goes_from_the_memory_of_nodes_that_know_no_peers(
 def test_a_node_alone_waits_for_what_it_is_writing_or_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has no follower that waits: a write in progress would be published after the sweep."""
     monkeypatch.setattr("kvstore.node.clearing.ANSWER_S", 0.1)
-    monkeypatch.setattr("kvstore.node.stack.FORGET_S", 0.1)
+    monkeypatch.setattr("kvstore.node.tier_stack.FORGET_S", 0.1)
     hang = Hang()
     alone = Acting(FaultyRoot(MemoryRoot(MemoryFiles())), limits=quick(write_deadline_s=30.0, stall_s=30.0))
     with contextlib.closing(alone.member):

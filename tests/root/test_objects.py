@@ -15,7 +15,7 @@ from kvstore.format.places import Name
 from kvstore.root.interface import Entry, Root
 from kvstore.root.objects import RANGE_BYTES_MAX, ObjectRoot, open_object_root
 from kvstore.root.remote import Remote
-from kvstore.root.s3 import S3Remote
+from kvstore.root.remote_s3 import S3Remote
 from tests.root.roots import (
     BUCKET,
     WAIT_S,

@@ -28,7 +28,7 @@ from kvstore.node.memory_tier import MemoryTier
 from kvstore.node.node import Node
 from kvstore.node.opening import join
 from kvstore.node.settings import NodeOptions, TierSettings
-from kvstore.node.stack import TierStack
+from kvstore.node.tier_stack import TierStack
 from kvstore.node.wanted import image_bytes
 from kvstore.results import PutResult
 from kvstore.root.identity import create_or_open

@@ -14,13 +14,13 @@ from functools import partial
 from typing import Any
 
 from kvstore.background import Tasks
-from kvstore.client.blocks import BLOCKS_MAX
 from kvstore.connectors.vllm.counts import EngineCount, EngineCounts
 from kvstore.connectors.vllm.link import Link
 from kvstore.connectors.vllm.messages import Load, Run
 from kvstore.connectors.vllm.pages import Pages
 from kvstore.errors import KVStoreError
 from kvstore.waiting import Flag
+from kvstore.wire.limits import BLOCKS_MAX
 
 log = logging.getLogger(__name__)
 

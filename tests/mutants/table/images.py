@@ -90,7 +90,7 @@ MEMORY = [
         "past-memory-unverified",
         "MEMORY I1: an image from memory for a move",
         edit(
-            "kvstore.node.tiered:TieredReads.read_image",
+            "kvstore.node.tiered_reads:TieredReads.read_image",
             "                image[:] = slots.image(index)\n                if verify_images(wanted, [index], [image]).all():",
             "                image[:] = slots.image(index)\n                if True:",
         ),
@@ -100,7 +100,7 @@ MEMORY = [
         "past-disk-unverified",
         "MEMORY I1: an image from the disk for a move",
         edit(
-            "kvstore.node.tiered:TieredReads.read_image",
+            "kvstore.node.tiered_reads:TieredReads.read_image",
             "deadline)[0]:\n                if verify_images(wanted, [index], [image]).all():",
             "deadline)[0]:\n                if True:",
         ),
@@ -110,7 +110,9 @@ MEMORY = [
         "past-root-unverified",
         "MEMORY I1: an image from the root for a move",
         edit(
-            "kvstore.node.tiered:TieredReads.read_image", "and bool(verify_images(wanted, [index], [image]).all())", ""
+            "kvstore.node.tiered_reads:TieredReads.read_image",
+            "and bool(verify_images(wanted, [index], [image]).all())",
+            "",
         ),
         f"{PAST}i1_an_image_that_is_wrong_on_the_root_is_a_miss",
     ),

@@ -26,7 +26,7 @@ from kvstore.node.memory_tier import MemoryTier
 from kvstore.node.reading import Above, Groups, Reading, gaps, group_size, matched_count, root_groups
 from kvstore.node.refresh import Refresher
 from kvstore.node.slots import Slot
-from kvstore.node.stack import TierStack
+from kvstore.node.tier_stack import TierStack
 from kvstore.node.tiers import Tier
 from kvstore.node.wanted import Keyed, Wanted, expected_of, mean_bytes
 from kvstore.sections import Sections
