@@ -265,9 +265,8 @@ class Rounds:
             summary.unfinished.append(f"{left} sweeps are still in flight")
         if summary.orphans["failed"]:
             summary.unfinished.append("some leftovers could not be removed")
-        # If others sweep at the same moment, they judge the rest.
-        others = summary.spared["swept by another collector"] + summary.spared["gone already"]
-        is_alone = summary.shards_mine_count == summary.shards_count and not others
+        # If others share the work at this moment, they judge the rest. The sweep of one that is gone is left to us.
+        is_alone = summary.shards_mine_count == summary.shards_count and not summary.spared["gone already"]
         left_bytes = summary.used_after_bytes + summary.beside.bytes
         if is_alone and summary.high_bytes is not None and left_bytes > summary.high_bytes:
             summary.unfinished.append(

@@ -15,6 +15,7 @@ from kvstore.batches.server import Answer
 from kvstore.errors import InvalidRequest
 
 LINE_BYTES_MAX = 128 << 20
+_BEGINNING = b'{"id": "result-'
 
 
 class Results:
@@ -72,10 +73,11 @@ class Results:
         with open(self.path, "rb") as file:
             while line := file.readline(LINE_BYTES_MAX + 1):
                 number += 1
-                if not line.endswith(b"\n") and len(line) <= LINE_BYTES_MAX:
+                if not line.endswith(b"\n") and line[: len(_BEGINNING)] == _BEGINNING[: len(line)]:
                     break  # cut off when its writer was killed
                 try:
-                    custom_id = json.loads(line)["custom_id"]
+                    record = json.loads(line)
+                    custom_id, _ = record["custom_id"], record["response"]
                 except (ValueError, KeyError, TypeError, RecursionError) as cause:
                     raise InvalidRequest(
                         f"{str(self.path)!r}, line {number} is not a result of a batch: give another --results FILE"

@@ -34,7 +34,7 @@ class Sent:
 def send(
     batch: Batch, order: Sequence[int], server: Server, results: Results, concurrency: int, progress: Progress
 ) -> Sent:
-    """Sends the requests that have no result yet. Raises Unavailable if the server does not answer.
+    """Sends the requests that have no result yet. Raises Unavailable and InvalidRequest as ``Server.post`` does.
 
     A request that was in progress when a program was killed has no result, and is sent again.
     """
@@ -77,7 +77,7 @@ def _land(flying: dict[Future[Answer], str], results: Results, sent: Sent, progr
 
 
 def _write(answer: Answer, custom_id: str, results: Results, sent: Sent) -> None:
-    if answer.is_refused:
+    if not answer.is_result:
         sent.failed += 1
         return
     body = results.add(custom_id, answer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import json
 import socket
 import time
 from contextlib import suppress
@@ -28,7 +29,12 @@ class Answer:
     @property
     def is_refused(self) -> bool:
         """True if the server asks to be asked again later."""
-        return self.status == 429 or self.status >= 500
+        return self.status in (408, 429) or self.status >= 500
+
+    @property
+    def is_result(self) -> bool:
+        """True if asking again would change nothing. A model that is not found may be served next time."""
+        return not self.is_refused and self.status != 404
 
 
 class Server:
@@ -57,7 +63,8 @@ class Server:
     def post(self, path: str, body: bytes) -> Answer:
         """Posts a request, several times if the server refuses it; returns the last answer.
 
-        Raises Unavailable if the server does not answer, or if this was closed.
+        Raises Unavailable if the server does not answer, or if this was closed; InvalidRequest if it lets nobody in by
+        this key, or is elsewhere.
         """
         error: Exception | None = None
         answer: Answer | None = None
@@ -101,7 +108,29 @@ class Server:
                     raise http.client.HTTPException(f"an answer of over {ANSWER_BYTES_MAX} bytes")
                 if time.monotonic() > ends_s:
                     raise TimeoutError(f"not done within {self._timeout_s:g} s")
-            return Answer(response.status, b"".join(pieces))
+            if response.length:
+                raise http.client.HTTPException(f"the answer was cut off, {response.length} bytes before its end")
+            return self._checked(response, b"".join(pieces))
         finally:
             self._open.discard(connection)
             connection.close()
+
+    def _checked(self, response: http.client.HTTPResponse, body: bytes) -> Answer:
+        """Returns an answer that may be a result. Raises InvalidRequest, HTTPException."""
+        if response.status in (401, 403, 407):
+            raise InvalidRequest(f"the server {self.url} lets nobody in by this key (status {response.status})")
+        if 300 <= response.status < 400:
+            raise InvalidRequest(
+                f"the server {self.url} is elsewhere (status {response.status}): give the URL that it names, "
+                f"{response.headers.get('Location')!r}"
+            )
+        if response.status < 300 and not _is_object(body):
+            raise http.client.HTTPException(f"what came is no JSON object: {body[:80]!r}")
+        return Answer(response.status, body)
+
+
+def _is_object(body: bytes) -> bool:
+    try:
+        return isinstance(json.loads(body), dict)
+    except (ValueError, RecursionError):
+        return False

@@ -54,12 +54,11 @@ def account_secret() -> bytes:
     if not path.exists():
         _make(path)
     content = read_secret(path, "secret of this account", 2 * SECRET_BYTES)
-    try:
-        return bytes.fromhex(content.decode())
-    except ValueError as cause:
-        raise InvalidRequest(
-            f"{path} holds no secret of this account: remove it, and start the workers again"
-        ) from cause
+    with suppress(ValueError):
+        secret = bytes.fromhex(content.decode())
+        if len(secret) == SECRET_BYTES:  # a shorter one could be guessed, an empty one is known to everybody
+            return secret
+    raise InvalidRequest(f"{path} holds no secret of this account: remove it, and start the workers again")
 
 
 def said_account() -> str:
@@ -83,6 +82,8 @@ def _make(path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(secrets.token_hex(SECRET_BYTES))
+            file.flush()
+            os.fsync(file.fileno())  # or a power cut could leave the name of an empty file
         # A link, not a rename: of several processes that make it at once, all must use the first one's.
         with suppress(FileExistsError):
             os.link(new, path)

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import StreamRequestHandler, ThreadingTCPServer
 from typing import Any
 
 Body = dict[str, Any]
@@ -86,3 +87,24 @@ def answering(says: Says = completes) -> Iterator[Answering]:
         yield server
     finally:
         server.close()
+
+
+@contextmanager
+def talking(raw: bytes) -> Iterator[str]:
+    """A server that answers every request with these bytes, and ends the connection; its URL."""
+
+    class Handler(StreamRequestHandler):
+        def handle(self) -> None:
+            length = 0
+            while (line := self.rfile.readline()).strip():
+                if line.lower().startswith(b"content-length:"):
+                    length = int(line.partition(b":")[2])
+            self.rfile.read(length)
+            self.wfile.write(raw)
+
+    with ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()

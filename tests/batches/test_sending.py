@@ -17,7 +17,7 @@ from kvstore.batches import Batch, Results, Sent, Server, read_batch, send, serv
 from kvstore.batches.server import Answer
 from kvstore.cli.app import app
 from kvstore.errors import InvalidRequest, Unavailable
-from tests.batches.answering import Answering, Body, answering, completes
+from tests.batches.answering import Answering, Body, answering, completes, talking
 from tests.cli.conftest import KVSTORE
 from tests.patience import PATIENCE_S, eventually
 
@@ -136,6 +136,44 @@ def test_a_server_that_is_gone_ends_the_run_and_what_came_stays(batch: Batch, tm
     assert ids(tmp_path / "results") == ["r0"]
 
 
+@pytest.mark.parametrize(
+    ("head", "body"),
+    [
+        ("200 OK\r\nContent-Length: 100", b'{"id": "cut'),
+        ("200 OK", b'{"id": "cut'),
+        ("200 OK\r\nContent-Length: 6", b"<html>"),
+        ("200 OK\r\nContent-Length: 3", b"[1]"),
+    ],
+)
+def test_what_is_no_whole_answer_is_no_result(
+    batch: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head: str, body: bytes
+) -> None:
+    monkeypatch.setattr(server, "PAUSE_S", 0.0)
+    with talking(f"HTTP/1.1 {head}\r\n\r\n".encode() + body) as url, Results(tmp_path / "results") as results:
+        with pytest.raises(Unavailable, match=r"cut off|no JSON object"):
+            send(batch, ORDER, Server(url, PATIENCE_S), results, 2, lambda _: None)
+    assert ids(tmp_path / "results") == []
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [(401, "lets nobody in by this key"), (403, "lets nobody in by this key"), (302, "is elsewhere")],
+)
+def test_a_server_that_refuses_everybody_ends_the_run_without_results(
+    batch: Batch, tmp_path: Path, status: int, said: str
+) -> None:
+    with answering(lambda body: (status, {})) as at, pytest.raises(InvalidRequest, match=said):
+        sending(batch, at, tmp_path / "results")
+    assert ids(tmp_path / "results") == []
+
+
+def test_a_model_that_is_not_found_is_asked_for_again_next_time(batch: Batch, tmp_path: Path) -> None:
+    with answering(lambda body: (404, {})) as at:
+        assert sending(batch, at, tmp_path / "results").failed == COUNT == len(at.asked)
+        at.says = completes
+        assert sending(batch, at, tmp_path / "results").answered == COUNT
+
+
 def test_answers_that_came_before_an_error_are_written(batch: Batch, tmp_path: Path) -> None:
     """The third request breaks; the answer to another one that is there by then is a result all the same."""
     with answering() as at, Results(tmp_path / "results") as results:
@@ -170,6 +208,14 @@ def test_results_belong_to_one_program_and_one_kind_of_file(tmp_path: Path) -> N
     with pytest.raises(InvalidRequest, match=r"line 1 is not a result of a batch: give another --results"):
         Results(tmp_path / "other")
     assert (tmp_path / "other").read_text() == "hello\nworld\n"
+
+
+@pytest.mark.parametrize("content", ['{"precious": 1}', '{"custom_id": "a", "body": {}}\n{"custom_id": "b"', "x"])
+def test_a_file_of_another_kind_stays_as_it_is(tmp_path: Path, content: str) -> None:
+    (tmp_path / "other").write_text(content)
+    with pytest.raises(InvalidRequest, match="is not a result of a batch"):
+        Results(tmp_path / "other")
+    assert (tmp_path / "other").read_text() == content
 
 
 @pytest.mark.parametrize("url", ["", "host:80", "ftp://host", "http://", "http://host:port", "http://h/?q=1"])

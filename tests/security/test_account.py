@@ -160,3 +160,12 @@ def test_what_one_port_is_shown_proves_nothing_at_another(home: Path) -> None:
 @pytest.mark.parametrize("listen", ["0.0.0.0:7070", "10.0.0.7:7070"])
 def test_a_worker_that_others_can_reach_asks_for_certificates_or_tokens_instead(home: Path, listen: str) -> None:
     assert ServerAccess(insecure=True).open(listen).account is None
+
+
+@pytest.mark.parametrize("content", ["", "ab", "0" * 62, "0" * 66, "no hex"])
+def test_x12_a_secret_that_could_be_guessed_is_none(home: Path, content: str) -> None:
+    account_secret()
+    path = home / ".local/state/kvstore/account.secret"
+    path.write_text(content)
+    with pytest.raises(InvalidRequest, match=r"remove it, and start the workers again|is over 64 bytes"):
+        account_secret()
