@@ -1,16 +1,20 @@
-"""Tables as SVG pictures: lines over numbers, bars over names."""
+"""Tables as SVG pictures: lines over numbers, bars over names.
+
+matplotlib is imported where a picture is drawn: most commands draw none, and its import takes as long as they do.
+"""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from matplotlib import rc_context
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING
 
 from benchmarks.result import Cell, Plot, Table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 INCHES = (7.6, 3.6)
 BARS_SHARE = 0.8
@@ -27,6 +31,8 @@ class Line:
 
 def svg(table: Table) -> str:
     """Returns the picture of a table that has a plot."""
+    from matplotlib import rc_context
+
     text = io.StringIO()
     # Text stays text, and ids are the same in every run: a picture changes only with its figures.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "kvstore", "font.size": 8.0}):
@@ -36,6 +42,8 @@ def svg(table: Table) -> str:
 
 def drawn(table: Table) -> Figure:
     """Draws a table that has a plot."""
+    from matplotlib.figure import Figure
+
     plot = table.plot
     assert plot is not None, table.title
     lines = lines_of(table, plot)

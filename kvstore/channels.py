@@ -1,4 +1,4 @@
-"""What gRPC's connections need of everybody: a reason in plain words where there is none, and a refusal after a fork.
+"""The rules for gRPC's connections: a reason in plain words where there is none, and a refusal after a fork.
 
 gRPC does not work in a child that was forked after its parent had used it:
 gRPC's threads do not survive a fork, and gRPC does not notice: calls in the child wait for ever, past their deadlines,

@@ -78,6 +78,8 @@ def _of_openai(record: dict[str, Any], tokenizer: Tokenizer | None) -> Asked:
         raise InvalidRequest(f"custom_id={custom_id!r}: expected text of 1 to {CUSTOM_ID_CHARS_MAX} characters")
     if not isinstance(body, dict):
         raise InvalidRequest(f"body is a {type(body).__name__}: expected an object")
+    if body.get("stream"):
+        raise InvalidRequest("the body asks for a stream: a batch has one answer to each request, leave out stream")
     method, url = record.get("method", "POST"), record.get("url", "/")
     if method != "POST" or not isinstance(url, str) or not _PATH.fullmatch(url):
         raise InvalidRequest(f"method={method!r}, url={url!r}: expected POST, and a path such as /v1/completions")

@@ -16,7 +16,7 @@ Progress = Callable[[int], None]
 
 @dataclass(slots=True)
 class Sent:
-    """What came of sending a batch. Tokens are those that the server reports, of this time's requests."""
+    """The outcome of sending a batch. Tokens are those that the server reports for the requests of this time."""
 
     answered: int = 0
     """Requests with a result that is an answer."""

@@ -21,7 +21,7 @@ ANSWER_BYTES_MAX = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the server said."""
+    """The server's answer to one request."""
 
     status: int
     body: bytes

@@ -1,4 +1,4 @@
-"""What a run asks of the store for a group: to bring its prefix into memory, hold it, and let it go.
+"""The store's part in a run: it brings a group's prefix into memory, holds it, and lets it go.
 
 All of it only saves time. What the store refuses is done without, so nothing here raises for it.
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import accumulate
 from typing import Any
@@ -13,6 +13,7 @@ from kvstore.client.keeping import Keeping, KeyKeeping, TokenKeeping
 from kvstore.client.port import Port
 from kvstore.client.runs import Run
 from kvstore.namespace import Namespace
+from kvstore.node.wanted import leading
 from kvstore.planning import Prompts, make_plan
 from kvstore.tokens import Tokens
 
@@ -23,6 +24,9 @@ ASK_S = 60.0
 """Limit for asking a store; past it, what was not answered counts as not stored."""
 KEYS_MAX = 16_384
 """Limit on the keys of one call; a longer prompt is a call of its own."""
+
+Wanted = list[tuple[int, int]]
+"""Questions to a store: the index of a prompt, and how many of its leading chunks matter."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -63,19 +67,16 @@ def plan_tokens(
     chunk_tokens = namespace.layout.chunk_tokens
     packed = Prompts.of_tokens(prompts, chunk_tokens)
 
-    def ask(wanted: list[tuple[int, int]]) -> list[int]:
-        found, ends_s = list[int](), time.monotonic() + ASK_S
-        while len(found) < len(wanted) and time.monotonic() < ends_s:
-            call = _call(wanted, len(found), PROMPTS_MAX, TOKENS_MAX // chunk_tokens)
-            # A worker whose time runs out answers for those prompts that it came to.
-            answers = port.match_each(namespace, [packed.tokens(at, chunks * chunk_tokens) for at, chunks in call])
-            if not answers:
-                break
-            found += answers
-        return found + [0] * (len(wanted) - len(found))
+    def match(call: Wanted) -> list[int]:
+        # A worker whose time runs out answers for those prompts that it came to.
+        return port.match_each(namespace, [packed.tokens(at, chunks * chunk_tokens) for at, chunks in call])
 
     made = make_plan(
-        packed, memory_tokens=memory_tokens, decode_tokens=decode_tokens, chunk_tokens=chunk_tokens, ask=ask
+        packed,
+        memory_tokens=memory_tokens,
+        decode_tokens=decode_tokens,
+        chunk_tokens=chunk_tokens,
+        ask=lambda wanted: _ask(wanted, TOKENS_MAX // chunk_tokens, match),
     )
     return Plan.of(made, TokenKeeping(port, namespace, packed))
 
@@ -90,28 +91,33 @@ def plan_keys(
     """Plans a batch of prompts given as checked keys of blocks of ``chunk_tokens`` tokens. Raises InvalidRequest."""
     chunk_tokens = namespace.layout.chunk_tokens
 
-    def ask(wanted: list[tuple[int, int]]) -> list[int]:
-        found, ends_s = list[int](), time.monotonic() + ASK_S
-        while len(found) < len(wanted) and time.monotonic() < ends_s:
-            call = _call(wanted, len(found), PROMPTS_MAX, KEYS_MAX)
-            keys = list(dict.fromkeys(key for at, count in call for key in prompts[at][:count]))
-            present = dict(zip(keys, port.present_blocks(namespace, keys), strict=True))
-            for at, count in call:
-                here = [present[key] for key in prompts[at][:count]]
-                found.append(here.index(False) if False in here else count)
-        return found + [0] * (len(wanted) - len(found))
+    def match(call: Wanted) -> list[int]:
+        keys = list(dict.fromkeys(key for at, count in call for key in prompts[at][:count]))
+        present = dict(zip(keys, port.present_blocks(namespace, keys), strict=True))
+        return [leading(bytes(present[key] for key in prompts[at][:count])) for at, count in call]
 
     made = make_plan(
         Prompts.of_blocks(prompts, chunk_tokens),
         memory_tokens=memory_tokens,
         decode_tokens=decode_tokens,
         chunk_tokens=chunk_tokens,
-        ask=ask,
+        ask=lambda wanted: _ask(wanted, KEYS_MAX, match),
     )
     return Plan.of(made, KeyKeeping(port, namespace, prompts))
 
 
-def _call(wanted: list[tuple[int, int]], start: int, prompts_max: int, chunks_max: int) -> list[tuple[int, int]]:
-    """The questions from ``start`` on that one call asks: within the limits, and one at least."""
-    totals = accumulate(chunks for _, chunks in wanted[start : start + prompts_max])
+def _ask(wanted: Wanted, chunks_max: int, match: Callable[[Wanted], list[int]]) -> list[int]:
+    """Returns the leading chunks that are stored, for each question, asked in calls; 0 where the time ran out."""
+    found, ends_s = list[int](), time.monotonic() + ASK_S
+    while len(found) < len(wanted) and time.monotonic() < ends_s:
+        answers = match(_call(wanted, len(found), chunks_max))
+        if not answers:
+            break
+        found += answers
+    return found + [0] * (len(wanted) - len(found))
+
+
+def _call(wanted: Wanted, start: int, chunks_max: int) -> Wanted:
+    """Returns the questions from ``start`` on that one call asks: within the limits, and one at least."""
+    totals = accumulate(chunks for _, chunks in wanted[start : start + PROMPTS_MAX])
     return wanted[start : start + max(1, sum(total <= chunks_max for total in totals))]

@@ -1,4 +1,4 @@
-"""What a node holds of several prompts, in one call and within one deadline."""
+"""Matches several prompts in one call and within one deadline."""
 
 from __future__ import annotations
 

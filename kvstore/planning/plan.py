@@ -125,7 +125,7 @@ def make_plan(
 
 
 class _Planning:
-    """What the steps of one plan share. All arrays are by position or by node."""
+    """The values that all steps of one plan use. Arrays are by position or by node."""
 
     def __init__(self, prompts: Prompts, trie: Trie, stored: Counts, memory_tokens: int) -> None:
         self._prompts = prompts

@@ -25,7 +25,7 @@ class Trie:
     exact: Counts
     """By position: the tokens shared with the prompt before, in full items; 0 for the first."""
     shared: Counts
-    """The same in full blocks."""
+    """``exact``, rounded down to full blocks."""
     parent: Counts
     """By node; -1 for the root."""
     depth: Counts

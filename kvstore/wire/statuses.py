@@ -144,7 +144,7 @@ _SAID = {
     "has the version of its clients",
     grpc.StatusCode.CANCELLED: "it ended the call, as a worker does that stops; retry later",
 }
-"""What to say instead of gRPC's words for a status that no worker of ours gives."""
+"""Our words for a status that no worker of ours gives, instead of gRPC's."""
 
 
 _CHECKS = {
@@ -156,7 +156,7 @@ _CHECKS = {
     Unreached.SILENT: "check the port, and that the worker is not frozen",
     Unreached.NO_WAY: "check the host, its network and firewalls",
 }
-"""What to check where there is no connection to a worker."""
+"""The things to check where there is no connection to a worker."""
 
 
 def _unreached(message: str, where: str) -> Failure:

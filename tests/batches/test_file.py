@@ -135,6 +135,7 @@ def test_a_write_that_fails_leaves_the_output_as_it_was(tmp_path: Path) -> None:
         (openai("b"), "the body has no prompt"),
         (openai("b", prompt=[1], max_tokens=-1), "max_tokens=-1"),
         (openai("b", prompt=[1], max_tokens="9"), "max_tokens='9'"),
+        (openai("b", prompt=[1], stream=True), "the body asks for a stream"),
     ],
 )
 def test_a_wrong_line_is_named(tmp_path: Path, line: str, said: str) -> None:

@@ -26,7 +26,7 @@ from tests.node.stores import member_on
 from tests.worker.serving import WAIT_S, Served, connected, eventually, serving
 
 pytestmark = pytest.mark.slow
-SIZES = (1, 4096, 100_000, 65_537, 3, 1 << 20)
+SIZES = (1, 4096, 100_000, 65_537, 3, 1 << 19)
 COUNT = 150
 """More blocks than one WANT asks for, of more bytes than one run has."""
 KINDS = ("files", "no files", "memory", "memory and files")
@@ -223,8 +223,8 @@ def test_a_put_behind_over_the_network_that_is_too_large_is_stored_at_once(tmp_r
 def test_as_many_blocks_as_a_call_may_have(tmp_root: Path) -> None:
     """The answer to a put has a byte for each. Most are given several times, since each new one is a file."""
     count = 65_536
-    keys = [(at % 6_007).to_bytes(16, "little") for at in range(count)]
-    memory = (np.arange(count, dtype=np.uint32) % 6_007).view(np.uint8).reshape(count, 4)
+    keys = [(at % 1_009).to_bytes(16, "little") for at in range(count)]
+    memory = (np.arange(count, dtype=np.uint32) % 1_009).view(np.uint8).reshape(count, 4)
     with (
         serving_memory(tmp_root, 600 << 20, limits=Limits(read_deadline_s=WAIT_S, write_deadline_s=WAIT_S)) as served,
         connected(served, bulk="tcp", limits=ClientLimits(read_s=WAIT_S, write_s=WAIT_S)) as store,

@@ -112,13 +112,15 @@ def volume(tmp_path: Path) -> Iterator[Path]:
 
 
 class Gauge:
-    """Follows the used bytes of a root on a file system of its own."""
+    """Follows the used bytes of a root on a file system of its own, without the metadata."""
 
     def __init__(self, mount: Path) -> None:
         self.most = 0
         self._mount = mount
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
+        # The last store that closes unlinks the log, and frees its bytes a moment later: not before it is closed here.
+        self._logs = dict[int, int]()
 
     def __enter__(self) -> Gauge:
         self._thread.start()
@@ -127,21 +129,27 @@ class Gauge:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join()
+        for log in self._logs.values():
+            os.close(log)
 
     def _run(self) -> None:
         while not self._ended.wait(0.005):
             before = self._metadata_bytes()
             found = os.statvfs(self._mount)
-            # Their log may grow between two looks, more so on a busy machine.
+            # The log may grow between two looks, more so on a busy machine.
             beside = max(before, self._metadata_bytes())
             self.most = max(self.most, (found.f_blocks - found.f_bfree) * found.f_frsize - beside)
 
     def _metadata_bytes(self) -> int:
-        found = 0
-        for name in (METADATA, *METADATA_LOGS):
-            with suppress(FileNotFoundError):
-                found += os.stat(self._mount / "root" / name).st_blocks * 512
-        return found
+        root, found = self._mount / "root", 0
+        with suppress(FileNotFoundError):
+            found += os.stat(root / METADATA).st_blocks * 512
+        with suppress(FileNotFoundError):
+            path = root / METADATA_LOGS[0]
+            if os.stat(path).st_ino not in self._logs:
+                log = os.open(path, os.O_RDONLY)
+                self._logs[os.fstat(log).st_ino] = log
+        return found + sum(os.fstat(log).st_blocks * 512 for log in self._logs.values())
 
 
 def put(store: Store, number: int) -> None:

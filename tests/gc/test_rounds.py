@@ -63,6 +63,20 @@ def test_what_is_pinned_stays_and_a_round_that_cannot_make_room_says_so(place: P
     assert [said for said in summary.unfinished if "over the high watermark" in said]
 
 
+def test_a_round_is_not_done_where_a_sweep_of_one_that_is_gone_has_the_rest(place: Place) -> None:
+    """With ``--once`` nobody else would say so: no other collector has a share of the shards."""
+    node, chain = place.cluster.node(), prompt(1, 5)
+    put(node, chain)
+    place.age(chain)
+    node.pin(chain, 3600, "me")
+    rounds = place.rounds(Config(max_bytes=place.bytes_of(chain) // 2))
+    summary = rounds.run()
+    summary.unfinished.clear()
+    summary.spared["swept by another collector"] = 5
+    rounds._judge(summary)
+    assert [said for said in summary.unfinished if "over the high watermark" in said]
+
+
 def test_two_collectors_with_many_chunks_list_their_own_shards_and_keep_the_bound_together(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
