@@ -25,21 +25,14 @@ def token_array(tokens: Tokens) -> TokenArray:
     Raises InvalidRequest, naming the first offending position, otherwise.
     """
     if not hasattr(tokens, "__len__") or isinstance(tokens, (bytes, bytearray, memoryview, str)):
-        raise InvalidRequest(f"tokens are a {type(tokens).__name__}: expected a sequence of ints or an integer array")
+        raise _no_sequence(tokens)
     if len(tokens) > TOKENS_MAX:
         raise InvalidRequest(f"{len(tokens)} tokens are over the limit of {TOKENS_MAX}: split the prompt")
     if len(tokens) == 0:
         return np.empty(0, dtype="<u4")
     if isinstance(tokens, (list, tuple)) and (packed := _packed_ints(tokens)) is not None:
         return packed
-    try:
-        array = np.asarray(tokens)
-    except (ValueError, OverflowError, TypeError) as cause:
-        raise InvalidRequest(f"tokens are not a flat sequence of ints: {cause}") from cause
-    if array.ndim != 1:
-        raise InvalidRequest(f"tokens have shape {array.shape}: expected one dimension")
-    if array.dtype.kind not in "iu":
-        raise InvalidRequest(f"tokens have type {_type_of(tokens, array)}: expected integers from 0 to {TOKEN_ID_MAX}")
+    array = _integers(tokens)
     if array.dtype != np.dtype("<u4"):
         # One pass for both ends of the range: as unsigned, a negative id is larger than any that the type has room for.
         most = min(TOKEN_ID_MAX, int(np.iinfo(array.dtype).max))
@@ -60,6 +53,27 @@ def _packed_ints(tokens: list[int] | tuple[int, ...]) -> TokenArray | None:
         return np.frombuffer(packed_array("I", tokens), np.uintc).astype("<u4", copy=False)
     except (TypeError, OverflowError):
         return None
+
+
+def _integers(tokens: Tokens) -> npt.NDArray[Any]:
+    """``tokens`` as an array of one dimension, of integers of any size."""
+    try:
+        array = np.asarray(tokens)
+    except (ValueError, OverflowError, TypeError) as cause:
+        kinds = ((at, type(item).__name__) for at, item in enumerate(tokens) if not isinstance(item, int | np.integer))
+        odd = next((f": item {at} is a {kind}" for at, kind in kinds), "")
+        raise InvalidRequest(f"tokens are not a flat sequence of ints{odd}") from cause
+    if array.ndim == 0:  # a set, a mapping
+        raise _no_sequence(tokens)
+    if array.ndim != 1:
+        raise InvalidRequest(f"tokens have shape {array.shape}: expected one dimension")
+    if array.dtype.kind not in "iu":
+        raise InvalidRequest(f"tokens have type {_type_of(tokens, array)}: expected integers from 0 to {TOKEN_ID_MAX}")
+    return array
+
+
+def _no_sequence(tokens: object) -> InvalidRequest:
+    return InvalidRequest(f"tokens are a {type(tokens).__name__}: expected a sequence of ints or an integer array")
 
 
 def _type_of(tokens: Tokens, array: npt.NDArray[Any]) -> str:

@@ -31,11 +31,12 @@ GROUPS = (
 
 @click.command(cls=Command, short_help="What the workers did; how full a root is.")
 @access_options
+@click.option("--all", "is_full", is_flag=True, help="Print counters that are 0, too.")
 @json_option
-def stats(access: Access, as_json: bool) -> None:
+def stats(access: Access, is_full: bool, as_json: bool) -> None:
     """Print the summed counters of the workers behind --connect or --etcd since they started.
 
-    With --root alone, print the root's id and how full its file system is.
+    Counters that are 0 are left out. With --root alone, print the root's id and how full its file system is.
 
     \b
     Examples:
@@ -51,11 +52,14 @@ def stats(access: Access, as_json: bool) -> None:
     if as_json:
         print_json(found)
         return
-    left = dict(found)
+    shown = {name: value for name, value in found.items() if value or is_full}
+    left = dict(shown)
     for title, prefixes in GROUPS:
         names = [name for name in left if name.startswith(prefixes)]
         _print_group(title, {name: left.pop(name) for name in names})
     _print_group("now", left)
+    if len(shown) < len(found):
+        console().print(f"{len(found) - len(shown)} more are 0: --all prints them")
 
 
 def _print_group(title: str, counts: dict[str, int | float]) -> None:

@@ -15,7 +15,7 @@ from kvstore.client.limits import ClientLimits
 from kvstore.client.local import LocalPort
 from kvstore.client.port import Port
 from kvstore.encodings.keys import KeyFile
-from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.errors import InvalidRequest, KVStoreError, StoreClosed
 from kvstore.layout import Layout
 from kvstore.meta.etcd import EtcdTls, EtcdUser
 from kvstore.namespace import Namespace
@@ -45,6 +45,7 @@ class Store:
         """``when_dropped`` closes a port that this store is responsible for."""
         self._port = port
         self._when_dropped = when_dropped
+        self._is_closed = False
 
     def namespace(
         self,
@@ -123,9 +124,12 @@ class Store:
         """Ends holds, session, threads and connections. Idempotent."""
         if self._when_dropped is not None:
             self._when_dropped.detach()
+        self._is_closed = True
         self._port.close()
 
     def __enter__(self) -> Store:
+        if self._is_closed:
+            raise StoreClosed
         return self
 
     def __exit__(self, *_: object) -> None:

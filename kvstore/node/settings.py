@@ -64,9 +64,10 @@ class TierSettings:
         sync_interval_s: float = 1.0,
     ) -> TierSettings:
         """Makes settings from what callers give, whatever its type. Raises InvalidRequest."""
-        for name, value in (("memory", memory), ("root_priority_min", root_priority_min)):
-            if not _is_whole(value):
-                raise InvalidRequest(f"{name}={value!r}: expected a whole number{' of bytes' * (name == 'memory')}")
+        if not _is_whole(memory):
+            raise InvalidRequest(f"memory={memory!r}: expected a whole number of bytes, such as 8 << 30 for 8 GiB")
+        if not _is_whole(root_priority_min):
+            raise InvalidRequest(f"root_priority_min={root_priority_min!r}: expected a whole number")
         folder, size_bytes = "", 0
         if disk is not None:
             match disk:

@@ -16,6 +16,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from kvstore.errors import InvalidRequest
+from kvstore.security.identity import ACCOUNT
 from kvstore.security.secret_files import read_secret
 
 HEADER = "kvstore-account"
@@ -27,6 +28,8 @@ class Account:
     """The account of this worker. Thread-safe."""
 
     def __init__(self, secret: bytes) -> None:
+        self.name = ACCOUNT + _user()
+        """The name of its clients."""
         self._secret = secret
         self._proofs: tuple[bytes, ...] = ()
 
@@ -63,9 +66,15 @@ def account_secret() -> bytes:
 
 def said_account() -> str:
     """Returns the name and number of the account that this process runs as, for people."""
+    name, uid = _user(), os.geteuid()
+    return f"uid {uid}" if name == str(uid) else f"{name!r} (uid {uid})"
+
+
+def _user() -> str:
+    """The account's name; its number if the system knows no name."""
     with suppress(KeyError):
-        return f"{pwd.getpwuid(os.geteuid()).pw_name!r} (uid {os.geteuid()})"
-    return f"uid {os.geteuid()}"
+        return pwd.getpwuid(os.geteuid()).pw_name
+    return str(os.geteuid())
 
 
 def _home() -> Path:

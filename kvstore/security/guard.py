@@ -82,7 +82,9 @@ class Guard:
                 f"this worker serves only the account that it runs as, {said_account()}: run as that account, or start "
                 "the worker with --any-account",
             )
-        return Identity(CERTIFICATE + presented.names[0] if presented.names else ANYONE, _ALL)
+        if presented.names:
+            return Identity(CERTIFICATE + presented.names[0], _ALL)
+        return Identity(self._account.name if self._account is not None else ANYONE, _ALL)
 
     def admit(self, method: str, presented: Presented, peer: str = "", request_id: str | None = None) -> Visit:
         """Admits a call. Raises NotKnown; or Denied if the caller may do that with no tenant at all."""

@@ -9,8 +9,10 @@ from kvstore.security.permissions import EVERY, Role
 
 CERTIFICATE = "cert:"
 """The prefix of names of identities that come from a certificate."""
+ACCOUNT = "account:"
+"""The prefix of the name of a caller that proved the account that the worker runs as."""
 ANYONE = "anyone"
-"""The caller's name if there is no access file and no certificate was asked for."""
+"""The name of a caller that has to prove nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ class Call:
 
     @property
     def identity(self) -> str:
-        """The caller's name: ``cert:NAME``, a token's subject, or ``anyone`` without authentication."""
+        """The caller's name: ``cert:NAME``, a token's subject, ``account:NAME``, or ``anyone``."""
         return self._visit.identity.name
 
     @property

@@ -203,6 +203,8 @@ def test_commands_reach_workers_directly_or_through_etcd(run: Callable[..., Resu
         assert stats["workers"] == 2 and stats["chunks_written"] >= 3
     shown = run("stats", "--connect", up.grpc).stdout
     assert "chunks_written" in shown and "chunks this node published" in shown
+    assert "more are 0: --all prints them" in shown and "quarantined" not in shown
+    assert "quarantined" in run("stats", "--connect", up.grpc, "--all").stdout
 
 
 def test_a_pin_is_taken_listed_and_ended_by_hand(run: Callable[..., Result], up: Running) -> None:

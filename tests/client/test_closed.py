@@ -111,6 +111,8 @@ def test_every_call_says_that_the_store_is_closed(way: str, tmp_root: Path) -> N
             hold.release()
         with pytest.raises(StoreClosed):
             it.holds[0].view()
+        with pytest.raises(StoreClosed), it.store:
+            pass
         it.store.close()
 
 
