@@ -5,6 +5,7 @@ Servers of one kind live in the conftest.py of the folder that needs them; this 
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -34,6 +35,7 @@ SHM_FREE_MIN_BYTES = 512 << 20
 LEFTOVER_GRACE_S = 40.0
 """More than a worker takes to end whose ``up`` and etcd were killed: its drain, its flush, and 15 s for the rest."""
 LONGEST = (
+    "client/test_bounded.py",
     "bulk/test_blocks.py",
     "chaos/test_pauses.py",
     "tiers/test_hanging.py",
@@ -81,6 +83,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts the files that take longest first: a run of several processes ends with the last file of any."""
     rank = {name: at for at, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(f"{item.path.parent.name}/{item.path.name}", len(rank)))
+
+
+def pytest_collection_finish() -> None:
+    """Spares the garbage collector the thousands of tests, which live to the end of the run."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -153,8 +153,8 @@ def join(
     try:
         if node.tiers is not None and options.tiers.disk_folder:
             node.tiers.add_disk(options.tiers.disk_folder, options.tiers.disk_bytes)
-        # The file is on the disk of the root, and so as slow as a write.
-        wait_s = limits.write_deadline_s if sharing is Sharing.HOST else limits.meta_deadline_s
+        # Metadata in a file are as slow as the disk, those in memory as slow as a busy host: both begin in the end.
+        wait_s = limits.meta_deadline_s if sharing is Sharing.CLUSTER else limits.write_deadline_s
         presence.start(wait_s=max(wait_s, limits.meta_deadline_s), must_begin=sharing is not Sharing.HOST)
     except BaseException:
         node.close(timeout_s=0.5)

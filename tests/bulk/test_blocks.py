@@ -157,7 +157,7 @@ def test_blocks_larger_than_a_run_and_puts_larger_than_the_shared_memory(
 @pytest.mark.parametrize("way", ["shared", "tcp"])
 def test_many_put_behinds_at_once_are_all_read_back(served: Served, way: str) -> None:
     """A match or get of a block that the worker has not written yet waits for it, over gRPC too."""
-    calls = [(keys_of(100 + at, 5), blocks_of(100 + at, 5, (70_000, 9))) for at in range(60)]
+    calls = [(keys_of(100 + at, 5), blocks_of(100 + at, 5, (70_000, 9))) for at in range(24)]
     with connected(served, bulk=way, write="behind") as store, ThreadPoolExecutor(6) as threads:
         cache = store.namespace(f"many-{way}", MEDIUM).blocks
         assert all(threads.map(lambda call: all(cache.put(*call)), calls))

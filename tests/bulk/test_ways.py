@@ -117,7 +117,7 @@ def test_a_put_larger_than_the_shared_memory(served: Served, arena_bytes: int, w
 
 @pytest.mark.parametrize("way", ["shared", "tcp"])
 def test_many_put_behinds_at_once_are_all_read_back(served: Served, way: str) -> None:
-    prompts = [tokens_and_kv(10, 1000 + number) for number in range(100)]
+    prompts = [tokens_and_kv(10, 1000 + number) for number in range(40)]
     with connected(served, bulk=way, write="behind") as store, ThreadPoolExecutor(6) as threads:
         cache = store.namespace(f"many-{way}", MEDIUM)
         assert all(threads.map(lambda each: cache.put(*each).chunks_written == 10, prompts))

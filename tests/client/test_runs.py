@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +28,7 @@ from kvstore.node.limits import Limits
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.writes import WriteMode
 from tests.node.stores import SMALL, kv_of, member_of, member_on
-from tests.patience import eventually, returns
+from tests.patience import PATIENCE_S, eventually, returns
 from tests.tiers.acting import LARGE, ROOM_CHUNKS, Acting, faulty
 from tests.worker.serving import connected, serving
 
@@ -110,6 +114,37 @@ def test_the_group_of_a_consumer_that_dies_goes_out_again(cache: Cache, step: in
         if late is not None:
             late.done()  # too late: somebody else ran it
         assert Counter(ran) == Counter(plan.groups)
+        assert run.is_over and not run.failed
+
+
+def members_of(group: Group, is_fatal: bool) -> tuple[int, ...]:
+    """The work of a child process; with ``is_fatal`` the process is killed in the middle of it."""
+    if is_fatal:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return group.members
+
+
+@pytest.mark.slow
+def test_processes_share_a_run_and_the_group_of_one_that_is_killed_goes_to_another(cache: Cache) -> None:
+    plan = plan_of(cache)
+    ran: list[tuple[int, ...]] = []
+
+    has_one = threading.Event()
+
+    def consumer(run: Run, is_fatal: bool) -> None:
+        """One thread for each process, which is all that the docs ask for."""
+        with ProcessPoolExecutor(1, get_context("spawn")) as process:
+            for group in run:
+                has_one.set()
+                ran.append(returns(process.submit(members_of, group, is_fatal).result))
+
+    with plan.run() as run, ThreadPoolExecutor(2) as threads:
+        doomed = threads.submit(consumer, run, True)
+        assert has_one.wait(PATIENCE_S)
+        threads.submit(consumer, run, False).result()
+        with pytest.raises(BrokenProcessPool):
+            doomed.result()
+        assert sorted(ran) == sorted(group.members for group in plan.groups)
         assert run.is_over and not run.failed
 
 

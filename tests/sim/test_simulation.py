@@ -67,7 +67,7 @@ def test_nothing_breaks_on_one_host_whose_file_is_removed_and_damaged(name: str)
 
 @pytest.mark.slow
 def test_nothing_breaks_in_many_seeds() -> None:
-    broken = [(seed, outcome.violation) for seed in range(20_000, 20_120) if (outcome := run(seed)).violation]
+    broken = [(seed, outcome.violation) for seed in range(20_000, 20_060) if (outcome := run(seed)).violation]
     assert not broken, f"replay one: python -m tests.sim {broken[0][0]} --trace"
 
 

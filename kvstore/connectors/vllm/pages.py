@@ -17,6 +17,8 @@ from kvstore.errors import InvalidRequest
 
 Rows = npt.NDArray[np.uint8]
 """Host memory of shape ``(blocks, block_bytes)``."""
+WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+"""The types in which pages are moved, the widest first: torch copies rows item by item."""
 
 
 class Copy:
@@ -39,10 +41,12 @@ class Pages:
 
     def __init__(self, layers: Sequence[str], tensors: Sequence[Any], block_count: int) -> None:
         self.layers = {name: index for index, name in enumerate(layers)}
-        self._views = [_page_view(name, tensor, block_count) for name, tensor in zip(layers, tensors, strict=True)]
+        views = [_page_view(name, tensor, block_count) for name, tensor in zip(layers, tensors, strict=True)]
+        self._word = next(word for word in WORDS if all(_is_made_of(word, view) for view in views))
+        self._views = [view.view(self._word) for view in views]
         ends = np.cumsum([view.shape[1] for view in self._views]).tolist()
         self._spans = [slice(end - view.shape[1], end) for view, end in zip(self._views, ends, strict=True)]
-        self.block_bytes: int = ends[-1]
+        self.block_bytes: int = ends[-1] * self._word.itemsize
         self._device = self._views[0].device
         self._is_cuda = self._device.type == "cuda"
         self._side = torch.cuda.Stream(self._device) if self._is_cuda else None
@@ -55,8 +59,9 @@ class Pages:
         """Begins to copy blocks to the host, in order with the engine's work: its next step may change them."""
         numbers = self._numbers(blocks)
         gathered = torch.empty((len(blocks), self.block_bytes), dtype=torch.uint8, device=self._device)
+        words = gathered.view(self._word)
         for view, span in zip(self._views, self._spans, strict=True):
-            gathered[:, span] = view.index_select(0, numbers)
+            torch.index_select(view, 0, numbers, out=words[:, span])
         if not self._is_cuda:
             return Copy(gathered.cpu())
         host = self.host(len(blocks))
@@ -67,7 +72,8 @@ class Pages:
 
     def scatter_layer(self, layer: int, blocks: Sequence[int], source: Any) -> None:
         """Copies one layer's pages to where the engine reads them, in order with its work."""
-        self._views[layer].index_copy_(0, self._numbers(blocks), source[:, self._spans[layer]].to(self._device))
+        words = source.view(self._word)[:, self._spans[layer]]
+        self._views[layer].index_copy_(0, self._numbers(blocks), words.to(self._device))
 
     def now(self) -> Any:
         """Marks a moment in the engine's work that a later ``write`` must follow; call it on the engine's thread."""
@@ -122,3 +128,9 @@ def _page_view(name: str, tensor: Any, block_count: int) -> Any:
     return raw.as_strided(
         (block_count, expected * item), (tensor.stride(0) * per_block * item, 1), tensor.storage_offset() * item
     )
+
+
+def _is_made_of(word: torch.dtype, view: Any) -> bool:
+    """True if a page view of bytes can be one of these words."""
+    starts = (view.data_ptr(), view.storage_offset(), view.stride(0))
+    return view.shape[1] % word.itemsize == 0 and all(start % word.itemsize == 0 for start in starts)

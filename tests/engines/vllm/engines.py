@@ -11,6 +11,8 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -251,6 +253,41 @@ def running_worker(root: Path, etcd: str) -> Iterator[tuple[str, subprocess.Pope
         line = child.stdout.readline()
         assert line.startswith("ready "), line
         yield dict(field.split("=", 1) for field in line.split()[1:])["grpc"], child
+
+
+@contextmanager
+def running_server(
+    workplace: Path, model: Path, *options: str, config: dict[str, object] | None = None
+) -> Iterator[str]:
+    """vLLM's OpenAI server; its URL, once it answers."""
+    port = 20_000 + os.getpid() % 20_000
+    words = ["--model", str(model), "--served-model-name", "tiny", "--skip-tokenizer-init", "--enforce-eager"]
+    words += ["--dtype", "float32", "--block-size", str(BLOCK_TOKENS), "--max-model-len", "1024"]
+    words += ["--host", "127.0.0.1", "--port", str(port)]
+    if config is not None:
+        words += ["--kv-transfer-config", json.dumps(config)]
+    with open(workplace / "server.log", "wb") as log:
+        child = subprocess.Popen(
+            [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", *words, *options],
+            stdout=log,
+            stderr=log,
+            cwd=workplace,
+            env=engine_environment(workplace),
+            start_new_session=True,
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        ends_s = time.monotonic() + START_S
+        while True:
+            assert child.poll() is None and time.monotonic() < ends_s, (workplace / "server.log").read_text()[-4000:]
+            try:
+                with urllib.request.urlopen(f"{url}/health", timeout=5):
+                    break
+            except (urllib.error.URLError, TimeoutError):
+                time.sleep(0.5)
+        yield url
+    finally:
+        kill_group(child)
 
 
 def stored_files(root: Path) -> set[Path]:

@@ -3,80 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import time
-import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from tests.engines.vllm.conftest import PROMPTS
 from tests.engines.vllm.engines import (
-    PYTHON,
-    START_S,
     Answer,
-    engine_environment,
     full_blocks,
-    kill_group,
     running_engine,
+    running_server,
     stored_files,
     transfer,
     wait_stored,
 )
 
 LONG = PROMPTS["long"]
-
-
-@contextmanager
-def running_server(workplace: Path, model: Path, config: dict[str, object]) -> Iterator[str]:
-    """The server's URL, once it answers."""
-    port = 20_000 + os.getpid() % 20_000
-    with open(workplace / "server.log", "wb") as log:
-        child = subprocess.Popen(
-            [
-                str(PYTHON),
-                "-m",
-                "vllm.entrypoints.openai.api_server",
-                "--model",
-                str(model),
-                "--served-model-name",
-                "tiny",
-                "--skip-tokenizer-init",
-                "--enforce-eager",
-                "--dtype",
-                "float32",
-                "--block-size",
-                "32",
-                "--max-model-len",
-                "1024",
-                "--host",
-                "127.0.0.1",
-                "--port",
-                str(port),
-                "--kv-transfer-config",
-                json.dumps(config),
-            ],
-            stdout=log,
-            stderr=log,
-            cwd=workplace,
-            env=engine_environment(workplace),
-            start_new_session=True,
-        )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        ends_s = time.monotonic() + START_S
-        while True:
-            assert child.poll() is None and time.monotonic() < ends_s, (workplace / "server.log").read_text()[-4000:]
-            try:
-                with urllib.request.urlopen(f"{url}/health", timeout=5):
-                    break
-            except (urllib.error.URLError, TimeoutError):
-                time.sleep(0.5)
-        yield url
-    finally:
-        kill_group(child)
 
 
 def metrics(url: str) -> dict[str, float]:
@@ -103,7 +45,7 @@ def test_a_server_that_decodes_loads_what_another_engine_prefilled(
         prefill.forget()
         assert prefill.generate(LONG, tokens=1).cached == [0]  # a producer does not load
     stored = stored_files(root)
-    with running_server(workplace, model, transfer({**place, "wait_s": 0.5}, "kv_consumer")) as url:
+    with running_server(workplace, model, config=transfer({**place, "wait_s": 0.5}, "kv_consumer")) as url:
         for prompt in (LONG, PROMPTS["other"]):
             request = {
                 "model": "tiny",

@@ -1,0 +1,63 @@
+"""Pages of vLLM's KV tensors are moved as the widest words that fit them; the bytes are the same for any shape."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvstore.connectors.vllm.pages import Pages
+
+BLOCKS = [5, 0, 7, 2]
+COUNT = 9
+
+
+def tensors(page_bytes: int, gap_bytes: int, offset_bytes: int, layers: int = 3) -> list[torch.Tensor]:
+    """One tensor of bytes for each layer: pages with a gap behind each, from an offset on."""
+    made = []
+    for _ in range(layers):
+        raw = torch.randint(0, 256, (offset_bytes + COUNT * (page_bytes + gap_bytes),), dtype=torch.uint8)
+        made.append(raw.as_strided((COUNT, page_bytes), (page_bytes + gap_bytes, 1), offset_bytes))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("page_bytes", "gap_bytes", "offset_bytes", "word"),
+    [
+        (64, 0, 0, torch.int64),
+        (64, 8, 16, torch.int64),
+        (64, 4, 0, torch.int32),
+        (60, 0, 0, torch.int32),
+        (64, 0, 2, torch.int16),
+        (62, 0, 4, torch.int16),
+        (63, 0, 0, torch.uint8),
+        (64, 1, 0, torch.uint8),
+    ],
+)
+def test_pages_of_any_size_come_out_and_go_back(
+    page_bytes: int, gap_bytes: int, offset_bytes: int, word: torch.dtype
+) -> None:
+    layers = tensors(page_bytes, gap_bytes, offset_bytes)
+    pages = Pages([f"layer {at}" for at in range(3)], layers, COUNT)
+    assert pages._word is word and pages.block_bytes == 3 * page_bytes
+    rows = pages.copy_out(BLOCKS).rows()
+    expected = torch.cat([layer[BLOCKS] for layer in layers], dim=1)
+    assert torch.equal(torch.from_numpy(rows), expected)
+
+    before = [layer.clone() for layer in layers]
+    others = [3, 8, 1, 4]
+    pages.write(expected, others, None)
+    for layer, was in zip(layers, before, strict=True):
+        was[others] = was[BLOCKS]
+        assert torch.equal(layer, was)
+    for layer in layers:
+        layer.zero_()
+    for at in range(3):
+        pages.scatter_layer(at, others, expected)
+    assert torch.equal(torch.cat([layer[others] for layer in layers], dim=1), expected)
+
+
+def test_layers_of_unlike_pages_use_words_that_fit_all() -> None:
+    layers = [tensors(64, 0, 0, 1)[0], tensors(12, 0, 0, 1)[0]]
+    pages = Pages(["wide", "narrow"], layers, COUNT)
+    assert pages._word is torch.int32
+    assert torch.equal(torch.from_numpy(pages.copy_out([4]).rows()), torch.cat([layer[[4]] for layer in layers], dim=1))
