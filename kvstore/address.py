@@ -7,10 +7,10 @@ another's; input-addressed, so an address says nothing of the bytes (kernels dif
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import NewType
+from typing import ClassVar, NewType
 
 import numpy as np
 
@@ -38,6 +38,8 @@ class Chain:
     namespace: Namespace
     tokens: TokenArray
     addresses: tuple[Address, ...]
+    depths: ClassVar[Sequence[int]] = ()
+    """Empty: the index of each in its prompt is its index here."""
 
     @classmethod
     def of(cls, namespace: Namespace, tokens: TokenArray) -> Chain:

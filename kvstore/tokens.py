@@ -32,7 +32,12 @@ def token_array(tokens: Tokens) -> TokenArray:
         return np.empty(0, dtype="<u4")
     if isinstance(tokens, (list, tuple)) and (packed := _packed_ints(tokens)) is not None:
         return packed
-    array = _integers(tokens)
+    try:
+        array = np.asarray(tokens)
+    except (ValueError, OverflowError, TypeError) as cause:
+        raise _not_flat(tokens) from cause
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise _no_integers(tokens, array)
     if array.dtype != np.dtype("<u4"):
         # One pass for both ends of the range: as unsigned, a negative id is larger than any that the type has room for.
         most = min(TOKEN_ID_MAX, int(np.iinfo(array.dtype).max))
@@ -55,21 +60,18 @@ def _packed_ints(tokens: list[int] | tuple[int, ...]) -> TokenArray | None:
         return None
 
 
-def _integers(tokens: Tokens) -> npt.NDArray[Any]:
-    """``tokens`` as an array of one dimension, of integers of any size."""
-    try:
-        array = np.asarray(tokens)
-    except (ValueError, OverflowError, TypeError) as cause:
-        kinds = ((at, type(item).__name__) for at, item in enumerate(tokens) if not isinstance(item, int | np.integer))
-        odd = next((f": item {at} is a {kind}" for at, kind in kinds), "")
-        raise InvalidRequest(f"tokens are not a flat sequence of ints{odd}") from cause
+def _not_flat(tokens: Tokens) -> InvalidRequest:
+    kinds = ((at, type(item).__name__) for at, item in enumerate(tokens) if not isinstance(item, int | np.integer))
+    odd = next((f": item {at} is a {kind}" for at, kind in kinds), "")
+    return InvalidRequest(f"tokens are not a flat sequence of ints{odd}")
+
+
+def _no_integers(tokens: Tokens, array: npt.NDArray[Any]) -> InvalidRequest:
     if array.ndim == 0:  # a set, a mapping
-        raise _no_sequence(tokens)
+        return _no_sequence(tokens)
     if array.ndim != 1:
-        raise InvalidRequest(f"tokens have shape {array.shape}: expected one dimension")
-    if array.dtype.kind not in "iu":
-        raise InvalidRequest(f"tokens have type {_type_of(tokens, array)}: expected integers from 0 to {TOKEN_ID_MAX}")
-    return array
+        return InvalidRequest(f"tokens have shape {array.shape}: expected one dimension")
+    return InvalidRequest(f"tokens have type {_type_of(tokens, array)}: expected integers from 0 to {TOKEN_ID_MAX}")
 
 
 def _no_sequence(tokens: object) -> InvalidRequest:

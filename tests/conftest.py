@@ -36,6 +36,7 @@ LEFTOVER_GRACE_S = 40.0
 """More than a worker takes to end whose ``up`` and etcd were killed: its drain, its flush, and 15 s for the rest."""
 LONGEST = (
     "client/test_bounded.py",
+    "client/test_bounded_collectors.py",
     "bulk/test_blocks.py",
     "chaos/test_pauses.py",
     "tiers/test_hanging.py",

@@ -19,6 +19,8 @@ from kvstore.namespace import Namespace
 from kvstore.wire.limits import BLOCK_BYTES_MAX, BLOCKS_MAX
 from kvstore.writes import WriteMode
 
+FIRST_MAX = (1 << 32) - 1
+
 
 class BlockCache:
     """Blocks of one namespace. Each key is 16 to 64 bytes; a buffer is any object with contiguous bytes.
@@ -39,6 +41,7 @@ class BlockCache:
         keys: Sequence[bytes],
         buffers: Sequence[Any],
         *,
+        first: int = 0,
         priority: int | None = None,
         ttl: float | None = None,
         preset: str | None = None,
@@ -46,6 +49,8 @@ class BlockCache:
     ) -> list[bool]:
         """Stores each buffer under its key; returns True for each that is now in the store. First writer wins.
 
+        The blocks are those of one prompt, in its order, and ``first`` is the index of the first of them: garbage
+        collection takes a prompt's last blocks first, because an engine cannot use one without those before it.
         ``priority``, ``ttl`` and ``preset`` say how long to keep the blocks, and ``write`` when this returns, as in
         ``Cache.put``. False means: the key has a block of another size, garbage collection is taking it, or
         (``write="behind"``) memory has no room. Raises Overloaded, PermissionDenied or Unavailable if the store could
@@ -54,12 +59,18 @@ class BlockCache:
         hints = Hints.of(priority, ttl, preset)
         checked = _checked_keys(keys)
         mode = self._write if write is None else WriteMode.of(write)
+        if not isinstance(first, int) or not 0 <= first <= FIRST_MAX:
+            raise InvalidRequest(f"first={first!r}: expected a whole number from 0 to {FIRST_MAX}")
         views = _views(checked, buffers, writable=False)
         with tracing.span("kvstore.put_blocks", blocks=len(checked)):
-            return self._port.put_blocks(self._namespace, checked, views, hints, mode)
+            return self._port.put_blocks(self._namespace, checked, views, hints, mode, first)
 
     def match(self, keys: Sequence[bytes]) -> int:
-        """Returns the number of leading keys that are in the store."""
+        """Returns the number of leading keys that are in the store.
+
+        Look up all blocks of a prompt, also those that you have in memory: what is found counts as used, so that
+        garbage collection does not take a prompt's first blocks before the last ones. Also of ``present`` and ``hold``.
+        """
         checked = _checked_keys(keys)
         with tracing.span("kvstore.match_blocks", blocks=len(checked)):
             return self._port.match_blocks(self._namespace, checked)

@@ -186,9 +186,10 @@ class LocalPort:
         buffers: Pieces,
         hints: Hints,
         write: WriteMode | None = None,
+        first: int = 0,
     ) -> list[bool]:
         with self._store as member:
-            return member.node.put_blocks(namespace, keys, buffers, hints=hints, write=write)
+            return member.node.put_blocks(namespace, keys, buffers, hints=hints, write=write, first=first)
 
     def match_blocks(self, namespace: Namespace, keys: Sequence[bytes]) -> int:
         with self._store as member:

@@ -163,8 +163,12 @@ class Port(Protocol):
         buffers: Pieces,
         hints: Hints,
         write: WriteMode | None = None,
+        first: int = 0,
     ) -> list[bool]:
-        """Stores engine-hashed blocks; ``write`` is the write mode, by default the node's."""
+        """Stores engine-hashed blocks; ``write`` is the write mode, by default the node's.
+
+        ``first`` is the index of the first of them among the blocks of its prompt.
+        """
         ...
 
     def match_blocks(self, namespace: Namespace, keys: Sequence[bytes]) -> int:

@@ -284,8 +284,9 @@ class RemotePort:
         buffers: Pieces,
         hints: Hints,
         write: WriteMode | None = None,
+        first: int = 0,
     ) -> list[bool]:
-        return self._reopening(namespace, lambda: self._blocks.put(namespace, keys, buffers, hints, write))
+        return self._reopening(namespace, lambda: self._blocks.put(namespace, keys, buffers, hints, write, first))
 
     def match_blocks(self, namespace: Namespace, keys: Sequence[bytes]) -> int:
         return self._or_miss(namespace, lambda: self._blocks.match(namespace, keys), 0)

@@ -33,7 +33,13 @@ class RemoteBlocks:
         self._tools = tools
 
     def put(
-        self, namespace: Namespace, keys: Sequence[bytes], buffers: Pieces, hints: Hints, write: WriteMode | None
+        self,
+        namespace: Namespace,
+        keys: Sequence[bytes],
+        buffers: Pieces,
+        hints: Hints,
+        write: WriteMode | None,
+        first: int,
     ) -> list[bool]:
         """Implements ``Port.put_blocks``."""
         if not keys:
@@ -47,6 +53,7 @@ class RemoteBlocks:
             sizes=pack_sizes(sizes),
             hints=hints_message(hints),
             write=write_message(write or self._tools.write),
+            first=first,
         )
         opening = start.SerializeToString()
 

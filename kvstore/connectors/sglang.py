@@ -123,7 +123,13 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         """Returns the number of leading pages in the store."""
         pool = self._anchor()
         count = len(pool.sizes)
-        return self._or_miss(lambda: self._blocks().blocks.match(pool.names(keys)), 0) // count
+
+        def look() -> int:
+            if before := _before(extra_info):
+                self._blocks().blocks.match(pool.names(before))  # a use of what SGLang has itself, as of the rest
+            return self._blocks().blocks.match(pool.names(keys))
+
+        return self._or_miss(look, 0) // count
 
     # Pages in place (``interface_v1``)
 
@@ -131,7 +137,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         return self._get_in_place(self._anchor(), keys, host_indices)
 
     def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
-        return self._set_in_place(self._anchor(), keys, host_indices)
+        return self._set_in_place(self._anchor(), keys, host_indices, extra_info)
 
     # Pages of several pools
 
@@ -178,7 +184,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
 
     def batch_set_v2(self, transfers: list[PoolTransfer], extra_info: Any = None) -> dict[Any, list[bool]]:
         return {
-            each.name: self._set_in_place(self._pools[str(each.name)], each.keys or [], each.host_indices)
+            each.name: self._set_in_place(self._pools[str(each.name)], each.keys or [], each.host_indices, extra_info)
             for each in transfers
         }
 
@@ -211,15 +217,18 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
 
         return self._or_miss(read, miss)
 
-    def _set_in_place(self, pool: PagePool, keys: Sequence[str], indices: Any) -> list[bool]:
+    def _set_in_place(self, pool: PagePool, keys: Sequence[str], indices: Any, extra_info: Any) -> list[bool]:
         if not pool.fits(len(keys), indices):
             log.error("sglang.indices_mismatch pool=%s pages=%d", pool.name, len(keys))
             return [False] * len(keys)
-        return self._put(pool, keys, lambda: pool.to_write(indices))
+        return self._put(pool, keys, lambda: pool.to_write(indices), len(_before(extra_info)))
 
-    def _put(self, pool: PagePool, keys: Sequence[str], buffers: Callable[[], list[memoryview]]) -> list[bool]:
+    def _put(
+        self, pool: PagePool, keys: Sequence[str], buffers: Callable[[], list[memoryview]], pages_before: int = 0
+    ) -> list[bool]:
         def write() -> list[bool]:
-            return pool.whole(self._blocks().blocks.put(pool.names(keys), buffers()))
+            first = pages_before * len(pool.sizes)
+            return pool.whole(self._blocks().blocks.put(pool.names(keys), buffers(), first=first))
 
         return self._or_miss(write, [False] * len(keys))
 
@@ -276,3 +285,8 @@ def _launched_with() -> dict[str, str]:
 
 def _leading(pages: Sequence[bool]) -> int:
     return next((at for at, present in enumerate(pages) if not present), len(pages))
+
+
+def _before(extra_info: Any) -> list[str]:
+    """The pages of the prompt before those of a call, if SGLang was told to say them."""
+    return getattr(extra_info, "prefix_keys", None) or []

@@ -53,6 +53,7 @@ class Blocks:
             return above or self._is_on_root(address, namespace.id)
 
         count = known + leading(read_chunks(self._lanes, self._counters, len(addresses) - known, read, deadline))
+        self._reads.looked_up(Keyed(namespace, keys[:count], addresses[:count], ()))
         self._counters.add_request(asked, count, namespace.layout.chunk_tokens, reads=False)
         return count
 
@@ -76,7 +77,10 @@ class Blocks:
         done = read_chunks(self._lanes, self._counters, len(unknown), look, deadline, stop_at_miss=False)
         for index, found in zip(unknown, done, strict=True):
             present[index] = bool(found)
-        self._counters.add_request(addresses, sum(present), namespace.layout.chunk_tokens, reads=held)
+        found_at = [index for index, found in enumerate(present) if found]
+        there = Keyed(namespace, [keys[at] for at in found_at], [addresses[at] for at in found_at], (), found_at)
+        self._reads.looked_up(there)
+        self._counters.add_request(addresses, len(found_at), namespace.layout.chunk_tokens, reads=held)
         return present
 
     def sizes(self, namespace: Namespace, keys: Sequence[bytes], deadline: Deadline) -> list[int]:

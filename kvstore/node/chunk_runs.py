@@ -197,13 +197,15 @@ class ChunkRuns:
             self._counters.add_read(size_bytes, chunks)
         return size_bytes
 
-    def shared_put(self, run: Run, sizes: Sizes, *, depths: bool, durable: bool, hints: Hints) -> SharedPut:
-        """Returns a run that several lanes put together."""
+    def shared_put(
+        self, run: Run, sizes: Sizes, depths: npt.NDArray[np.int64], *, durable: bool, hints: Hints
+    ) -> SharedPut:
+        """Returns a run that several lanes put together; ``depths`` are the indexes of its chunks in their prompt."""
         put = SharedPut(run, sizes, self._writer.session(), durable, self._known.epoch)
         indexes = np.arange(run.first, run.first + run.count)
         run.items["number"] = list(islice(self._writer.numbers, run.count))
         run.items["incarnation"] = np.frombuffer(b"".join(self._incarnations_of(run, indexes)), "V16")
-        run.items["mtime_ns"] = stamps_ns(self._quantum(), indexes if depths else np.zeros_like(indexes), hints)
+        run.items["mtime_ns"] = stamps_ns(self._quantum(), depths, hints)
         return put
 
     def stage(self, put: SharedPut) -> tuple[Places, bool]:

@@ -228,14 +228,18 @@ class Chunks:
         sections: Pieces,
         durable: bool,
         hints: Hints,
+        depth: int,
         origin: Incarnation | None = None,
     ) -> Staged:
-        """Writes a chunk under a staging name of its own; ``origin`` is the incarnation of its image, if it has one."""
+        """Writes a chunk, the one at ``depth`` of its prompt, under a staging name of its own.
+
+        ``origin`` is the incarnation of its image, if it has one.
+        """
         incarnation = self._writer.incarnations.fresh() if origin is None else self._writer.incarnations.renewed(origin)
         self._writer.incarnations.record()
         pieces = self._writer.encodings.pieces(expected, incarnation, sections)
         name = places.staged(self._writer.session(), next(self._writer.numbers))
-        stamp = stamp_ns(self.quantum(), expected.depth, hints)
+        stamp = stamp_ns(self.quantum(), depth, hints)
         try:
             with self._counters.timed("root", "write") as timed:
                 timed.size_bytes = expected.payload_bytes

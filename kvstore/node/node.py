@@ -336,14 +336,17 @@ class Node:
         deadline_s: float | None = None,
         hints: Hints = DEFAULT,
         write: WriteMode | None = None,
+        first: int = 0,
     ) -> list[bool]:
         """Stores each buffer under its key; True where a block of that key and size is in the store now.
+
+        ``first`` is the index of the first of them among the blocks of its prompt.
 
         False where one of another size is, a sweep is taking it, or, put behind, memory has no room for it. A put
         behind does not look at the root: if that has a block of another size, the answer is True and a read misses.
         Raises Overloaded while the root is full, and what the root raised, after which some blocks may be stored.
         """
-        wanted = keyed(namespace, keys, list(map(len, buffers)))
+        wanted = keyed(namespace, keys, list(map(len, buffers)), first)
         deadline = self._deadline(deadline_s, self.limits.write_deadline_s)
         there: list[bool] = self.puts.put(wanted, 0, Buffers(buffers), deadline, hints, write).there.tolist()
         return there

@@ -116,7 +116,9 @@ class Publication:
         if self.look(index):
             self._completed({index: None})
             return
-        staged = self._chunks.stage(expected_of(self.wanted, index), sections, self._durable, self._hints, origin)
+        expected, depths = expected_of(self.wanted, index), self.wanted.depths
+        depth = depths[index] if depths else index
+        staged = self._chunks.stage(expected, sections, self._durable, self._hints, depth, origin)
         if not self._is_chain or self._chunks.root.traits.ordered_publish:
             self._completed({index: staged})
         elif self.is_abandoned:
@@ -130,7 +132,9 @@ class Publication:
     def begin_run(self, run: Run) -> SharedPut:
         """Returns chunks that lanes find, stage and publish together, by ``add_turn``."""
         sizes = put_sizes(mean_bytes(self.wanted, run.first, run.count), self._durable)
-        return self._chunks.runs.shared_put(run, sizes, depths=self._is_chain, durable=self._durable, hints=self._hints)
+        first, stop, depths = run.first, run.first + run.count, self.wanted.depths
+        indexes = np.array(depths[first:stop], np.int64) if depths else np.arange(first, stop)
+        return self._chunks.runs.shared_put(run, sizes, indexes, durable=self._durable, hints=self._hints)
 
     def add_turn(self, put: SharedPut) -> tuple[list[int], bool]:
         """Takes one lane's turn: finds or stages chunks that no other lane took, and publishes what it can.
@@ -191,21 +195,8 @@ class Publication:
 
     def used(self, there: Mask) -> None:
         """Notes a use of the chunks that are there, and raises the hints of those that were found."""
-        addresses = self.wanted.addresses
-        if self._is_chain:
-            count = int(there.sum())
-            lacking = frozenset(self._lacking)
-            self._refresher.used(
-                self.wanted.namespace.id, tuple(addresses[:count]), chained=True, hints=self._hints, lacking=lacking
-            )
-            return
-        self._refresher.used(
-            self.wanted.namespace.id,
-            tuple(addresses),
-            chained=False,
-            hints=self._hints,
-            lacking=frozenset(self._lacking),
-        )
+        used = self.wanted.leading(int(there.sum())) if isinstance(self.wanted, Chain) else self.wanted
+        self._refresher.used(used, self._hints, frozenset(self._lacking))
 
     def there(self) -> Mask:
         """Returns which chunks are in the store as far as this write knows; those before ``first`` count as there."""
@@ -346,7 +337,7 @@ class Publication:
             return
         self._renewed = True
         lacking = frozenset(index for index in list(self._lacking) if index < depth)
-        self._refresher.renew(self.wanted.namespace.id, tuple(self.wanted.addresses[:depth]), self._hints, lacking)
+        self._refresher.renew(self.wanted.leading(depth), self._hints, lacking)
         self._lacking -= lacking
 
     # Either

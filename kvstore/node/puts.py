@@ -174,8 +174,7 @@ class Puts:
             part = wanted.picked(np.flatnonzero(found).tolist())
         count, is_raised = len(part), hints != DEFAULT
         lacking = frozenset(range(count)) if is_raised else frozenset[int]()
-        addresses, chained = tuple(part.addresses), isinstance(part, Chain)
-        self._refresher.used(part.namespace.id, addresses, chained=chained, hints=hints, lacking=lacking)
+        self._refresher.used(part, hints, lacking)
         if self.tiers is not None:
             self.tiers.memory.used(part, count, hints if is_raised else None)
 

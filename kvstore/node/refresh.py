@@ -8,10 +8,11 @@ renewed in this quantum. Chunks that this node knows to be renewed cost none.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kvstore.address import Address
+from kvstore.address import Address, Chain
 from kvstore.background import Decision, Loop
 from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError
@@ -20,6 +21,7 @@ from kvstore.hints import LEAST, Hints
 from kvstore.namespace import NamespaceId
 from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters
+from kvstore.node.wanted import Wanted
 from kvstore.recency import decode, is_coarse, renewed_ns
 from kvstore.waiting import Monitor
 
@@ -28,7 +30,8 @@ from kvstore.waiting import Monitor
 class _Renewal:
     namespace: NamespaceId
     addresses: tuple[Address, ...]
-    chained: bool
+    depths: Sequence[int] | None
+    """The index of each block in its prompt, as far as the request says; None for a chain from its first chunk on."""
     hints: Hints
     lacking: frozenset[int]
 
@@ -57,24 +60,17 @@ class Refresher:
         self._keeps_hints: bool | None = None
         self._loop.start()
 
-    def used(
-        self,
-        namespace: NamespaceId,
-        addresses: tuple[Address, ...],
-        *,
-        chained: bool,
-        hints: Hints = LEAST,
-        lacking: frozenset[int] = frozenset(),
-    ) -> None:
-        """Notes that these were read, or found by a put: a chain from its first chunk on, or single blocks. Never
-        blocks.
+    def used(self, wanted: Wanted, hints: Hints = LEAST, lacking: frozenset[int] = frozenset()) -> None:
+        """Notes that all of these were read or found. Never blocks.
 
         A put raises the hints of found chunks to its ``hints``: ``lacking`` are the positions of those whose hints were
         lower.
         """
-        if not self._enabled or not addresses or self._loop.closed:
+        if not self._enabled or not len(wanted) or self._loop.closed:
             return
-        renewal = _Renewal(namespace, addresses, chained, hints, lacking)
+        # Neither tokens nor keys are kept.
+        depths = None if isinstance(wanted, Chain) else wanted.depths or range(len(wanted))
+        renewal = _Renewal(wanted.namespace.id, tuple(wanted.addresses), depths, hints, lacking)
         if not self._places(renewal, self._chunks.quantum()):
             return
         with self._changed:
@@ -83,13 +79,13 @@ class Refresher:
                 self._waiting.append(renewal)
                 self._changed.notify_all()
         if is_full:
-            self._counters.add(NodeCount.REFRESH_DROPPED, len(addresses))
+            self._counters.add(NodeCount.REFRESH_DROPPED, len(wanted))
 
-    def renew(self, namespace: NamespaceId, chain: tuple[Address, ...], hints: Hints, lacking: frozenset[int]) -> None:
+    def renew(self, chain: Wanted, hints: Hints, lacking: frozenset[int]) -> None:
         """Renews the leading chunks of a chain on the calling lane, before a child of theirs gets a fresh stamp."""
-        if self._enabled and chain:
+        if self._enabled and len(chain):
             try:
-                self._renew(_Renewal(namespace, chain, True, hints, lacking))
+                self._renew(_Renewal(chain.namespace.id, tuple(chain.addresses), None, hints, lacking))
             except KVStoreError:
                 self._counters.add(NodeCount.REFRESH_DROPPED)
 
@@ -129,7 +125,7 @@ class Refresher:
             if plan.stamp_ns is not None:
                 if not chunks.root.touch(plan.name, plan.stamp_ns):
                     self._counters.add(NodeCount.REFRESH_DROPPED)
-                    if renewal.chained:
+                    if renewal.depths is None:
                         return  # the chunk is gone: stop, as in _look
                     continue
                 self._counters.add(NodeCount.REFRESHED)
@@ -150,10 +146,12 @@ class Refresher:
         quantum_s = self._chunks.quantum_s
         least, uses_least = renewal.hints, 0
         for index, name, mtime_ns in reversed(self._look(renewal, quantum)):
-            depth = index if renewal.chained else 0
+            depth = index
+            if renewal.depths is not None:  # its writer knew at least as well as this request
+                depth = max(renewal.depths[index], decode(mtime_ns, quantum_s).depth)
             stamp = renewed_ns(mtime_ns, quantum, quantum_s, depth, least, uses_least)
             plans.append(_Plan(index, name, stamp))
-            if renewal.chained:
+            if renewal.depths is None:
                 after = decode(mtime_ns if stamp is None else stamp, quantum_s)
                 least, uses_least = least.raised_to(after.hints), max(uses_least, after.uses)
         plans.reverse()
@@ -170,7 +168,7 @@ class Refresher:
                 continue
             # The chunk is gone. Its children keep their older stamps, because a chunk is never staler than its child.
             self._counters.add(NodeCount.REFRESH_DROPPED)
-            if renewal.chained:
+            if renewal.depths is None:
                 break
         return looked
 

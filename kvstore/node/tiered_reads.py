@@ -79,8 +79,15 @@ class TieredReads:
         """Notes that all of these were read: a use in memory, and their recency is renewed."""
         if self._tiers is not None:
             self._tiers.memory.used(wanted, len(wanted))
-        chained = isinstance(wanted, Chain)
-        self._refresher.used(wanted.namespace.id, tuple(wanted.addresses), chained=chained)
+        self._refresher.used(wanted)
+
+    def looked_up(self, wanted: Wanted) -> None:
+        """Notes that all of these were found.
+
+        An engine looks up whole prompts, and reads what it does not have itself. What it has is renewed with the rest:
+        or a prompt's first blocks would go before its last.
+        """
+        self._refresher.used(wanted)
 
     def begin(self, wanted: Wanted, first: int, count: int, into: Sections, deadline: Deadline) -> Reading:
         """Begins to read ``count`` chunks from index ``first`` on into ``into(index)``. A miss ends a prompt."""

@@ -28,6 +28,8 @@ class Keyed:
     addresses: Sequence[Address]
     sizes_bytes: Sequence[int]
     """Sizes of the blocks, without headers; empty for blocks of any size."""
+    depths: Sequence[int] = ()
+    """The index of each in its prompt, as far as the request says; empty for 0, 1, 2 ..."""
 
     def __len__(self) -> int:
         return len(self.addresses)
@@ -43,6 +45,7 @@ class Keyed:
             [self.keys[index] for index in indexes],
             [self.addresses[index] for index in indexes],
             [self.sizes_bytes[index] for index in indexes],
+            [self.depths[index] for index in indexes] if self.depths else list(indexes),
         )
 
     def contradicting(self) -> npt.NDArray[np.bool_]:
@@ -55,9 +58,10 @@ class Keyed:
 Wanted = Chain | Keyed
 
 
-def keyed(namespace: Namespace, keys: Sequence[bytes], sizes_bytes: Sequence[int]) -> Keyed:
-    """The blocks of a request, with their addresses."""
-    return Keyed(namespace, keys, block_addresses(namespace, keys), sizes_bytes)
+def keyed(namespace: Namespace, keys: Sequence[bytes], sizes_bytes: Sequence[int], first: int = 0) -> Keyed:
+    """The blocks of a request, with their addresses; ``first`` is the index of the first of them in its prompt."""
+    depths = range(first, first + len(keys))
+    return Keyed(namespace, keys, block_addresses(namespace, keys), sizes_bytes, depths)
 
 
 def kind_of(wanted: Wanted) -> Kind:

@@ -68,10 +68,10 @@ class Prompts:
             )
         return chain
 
-    def blocks(self, digest: bytes, packed_keys: bytes, packed_sizes: bytes, call: Call) -> Keyed:
+    def blocks(self, digest: bytes, packed_keys: bytes, packed_sizes: bytes, call: Call, first: int = 0) -> Keyed:
         """Returns the blocks of a request. Raises as ``namespace`` does."""
         namespace, keys = self.namespace(digest, call), unpack_keys(packed_keys)
-        return keyed(namespace, keys, unpack_sizes(packed_sizes, len(keys)))
+        return keyed(namespace, keys, unpack_sizes(packed_sizes, len(keys)), first)
 
     def block_hold(self, hold_id: bytes, namespace: Namespace) -> Hold | None:
         """Returns the hold to read blocks of ``namespace`` under; None if the request names none.

@@ -8,95 +8,39 @@ from __future__ import annotations
 import json
 import logging
 import os
-import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import kvstore
-from kvstore.client.store import Store
 from kvstore.errors import InvalidRequest, Overloaded, RootMismatch
-from kvstore.format.places import BOUND, METADATA, METADATA_LOGS, RESERVE
+from kvstore.format.places import BOUND, METADATA, RESERVE
 from kvstore.meta.sqlite import host
 from kvstore.node import collecting
 from kvstore.root import bound
-from kvstore.root.reserve import RESERVE_BYTES
 from tests.client.bound_process import CHUNKS, LAYOUT, PROMPT_BYTES, kv, tokens
-from tests.patience import PATIENCE_S, eventually, returns
-
-MIB = 1 << 20
-BOUND_BYTES = 16 * MIB
-RECORDS_BYTES = RESERVE_BYTES + (512 << 10)
-"""The reserve, plans, small records in pages: nobody counts them."""
-TOKENS_COUNT = CHUNKS * LAYOUT.chunk_tokens
-NEVER = "3600"
-
-
-class Writer:
-    """A process of ``bound_process``."""
-
-    def __init__(self, root: Path, max_bytes: int | str = BOUND_BYTES, start_s: str = "0") -> None:
-        command = [sys.executable, "-m", "tests.client.bound_process", str(root), str(max_bytes), start_s]
-        self.child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self._said() == "begun"
-
-    def stats(self) -> tuple[bool, int]:
-        """Returns whether it runs the collector, and how many prompts it stored."""
-        self.tell("stats")
-        is_collecting, stored = self._said().split()
-        return is_collecting == "1", int(stored)
-
-    def tell(self, what: str) -> None:
-        assert self.child.stdin is not None
-        self.child.stdin.write(f"{what}\n")
-        self.child.stdin.flush()
-
-    def end(self) -> None:
-        self.tell("end")
-        assert self._said() == "done"
-        assert self.child.wait(PATIENCE_S) == 0
-
-    def _said(self) -> str:
-        assert self.child.stdout is not None
-        return returns(self.child.stdout.readline).strip()
-
-
-@contextmanager
-def writing(root: Path, count: int = 1, **options: Any) -> Iterator[list[Writer]]:
-    """Processes that write as fast as they can."""
-    with ExitStack() as undo:
-        writers = []
-        for _ in range(count):
-            writer = Writer(root, **options)
-            undo.callback(writer.child.communicate)
-            undo.callback(writer.child.kill)
-            writers.append(writer)
-        yield writers
-
-
-def collectors(root: Path) -> list[int]:
-    """The processes of this host that run a collector for this root."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if b"kvstore_gc" in words and str(root).encode() in words:
-            found.append(int(path.parent.name))
-    return found
-
-
-def prompts(root: Path) -> int:
-    """The chunks on the root."""
-    return sum(1 for _ in (root / "chunks").glob("*/*"))
+from tests.client.bounding import (
+    BOUND_BYTES,
+    MIB,
+    NEVER,
+    RECORDS_BYTES,
+    TOKENS_COUNT,
+    Gauge,
+    collectors,
+    matched,
+    prompts,
+    put,
+    put_until,
+    writing,
+)
+from tests.patience import eventually
 
 
 @pytest.fixture
@@ -109,68 +53,6 @@ def volume(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("a tmpfs cannot be mounted here")
     yield mount
     subprocess.run(["umount", "-l", str(mount)], check=True)
-
-
-class Gauge:
-    """Follows the used bytes of a root on a file system of its own, without the metadata."""
-
-    def __init__(self, mount: Path) -> None:
-        self.most = 0
-        self._mount = mount
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        # The last store that closes unlinks the log, and frees its bytes a moment later: not before it is closed here.
-        self._logs = dict[int, int]()
-
-    def __enter__(self) -> Gauge:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-        for log in self._logs.values():
-            os.close(log)
-
-    def _run(self) -> None:
-        while not self._ended.wait(0.005):
-            before = self._metadata_bytes()
-            found = os.statvfs(self._mount)
-            # The log may grow between two looks, more so on a busy machine.
-            beside = max(before, self._metadata_bytes())
-            self.most = max(self.most, (found.f_blocks - found.f_bfree) * found.f_frsize - beside)
-
-    def _metadata_bytes(self) -> int:
-        root, found = self._mount / "root", 0
-        with suppress(FileNotFoundError):
-            found += os.stat(root / METADATA).st_blocks * 512
-        with suppress(FileNotFoundError):
-            path = root / METADATA_LOGS[0]
-            if os.stat(path).st_ino not in self._logs:
-                log = os.open(path, os.O_RDONLY)
-                self._logs[os.fstat(log).st_ino] = log
-        return found + sum(os.fstat(log).st_blocks * 512 for log in self._logs.values())
-
-
-def put(store: Store, number: int) -> None:
-    store.namespace("model", LAYOUT).put(tokens(0, number), kv())
-
-
-def put_until(store: Store, holds: Callable[[], bool]) -> int:
-    """Puts new prompts until it holds; returns how many were stored."""
-    ends_s, number = time.monotonic() + PATIENCE_S, 0
-    while not holds():
-        assert time.monotonic() < ends_s, "it did not happen"
-        try:
-            put(store, number)
-            number += 1
-        except Overloaded:
-            time.sleep(0.01)
-    return number
-
-
-def matched(store: Store, number: int) -> int:
-    return store.namespace("model", LAYOUT).match(tokens(0, number))
 
 
 @pytest.fixture
@@ -266,106 +148,6 @@ def test_the_time_to_live_of_a_process_counts_at_the_collector_of_another(tmp_pa
                 return prompts(root) == CHUNKS
 
             eventually(is_gone, "what was not used for so long goes")
-
-
-# One is elected, others take over
-
-
-@pytest.mark.slow
-def test_another_takes_over_from_a_killed_process_and_nothing_is_left_of_it(tmp_path: Path) -> None:
-    root = tmp_path / "root"
-    with writing(root, 2) as writers:
-        eventually(lambda: any(each.stats()[0] for each in writers), "one is elected")
-        first, second = sorted(writers, key=lambda each: not each.stats()[0])
-        (before,) = collectors(root)
-        first.child.kill()
-        eventually(lambda: before not in collectors(root), "the child ends with its parent")
-        eventually(lambda: second.stats()[0] and len(collectors(root)) == 1, "the other one takes over")
-        stored = second.stats()[1]
-        eventually(lambda: second.stats()[1] > stored + BOUND_BYTES // PROMPT_BYTES, "it goes on making room")
-
-
-@pytest.mark.slow
-def test_another_takes_over_from_a_process_that_was_stopped_past_its_lease(tmp_path: Path) -> None:
-    root = tmp_path / "root"
-    with writing(root, 2) as writers:
-        eventually(lambda: any(each.stats()[0] for each in writers), "one is elected")
-        first, second = sorted(writers, key=lambda each: not each.stats()[0])
-        stopped = [first.child.pid, *collectors(root)]
-        try:
-            for pid in stopped:
-                os.kill(pid, signal.SIGSTOP)
-            eventually(lambda: second.stats()[0], "the other one takes over")
-            stored = second.stats()[1]
-            eventually(lambda: second.stats()[1] > stored + BOUND_BYTES // PROMPT_BYTES, "it makes room")
-        finally:
-            for pid in stopped:
-                os.kill(pid, signal.SIGCONT)
-        eventually(lambda: not first.stats()[0] and len(collectors(root)) == 1, "the first one's child ends")
-
-
-def test_a_collector_that_hangs_is_replaced(tmp_path: Path, at_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = tmp_path / "root"
-    with kvstore.open(root) as store:
-        put(store, 1)
-        eventually(lambda: store.stats()["collecting"])
-        (before,) = collectors(root)
-        os.kill(before, signal.SIGSTOP)
-        monkeypatch.setattr(collecting, "HUNG_S", 0.0)
-        eventually(lambda: before not in collectors(root), "it is killed")
-        monkeypatch.undo()
-        eventually(lambda: collectors(root), "another is started")
-
-
-# Nothing is left
-
-
-def test_no_collector_is_left_after_close(tmp_path: Path, at_once: None) -> None:
-    root = tmp_path / "root"
-    with kvstore.open(root) as store:
-        put(store, 1)
-        eventually(lambda: collectors(root))
-    assert collectors(root) == []
-
-
-@pytest.mark.parametrize("how", ["kill", "exit"])
-def test_no_collector_is_left_after_a_process_that_did_not_close(tmp_path: Path, how: str) -> None:
-    root = tmp_path / "root"
-    with writing(root) as (writer,):
-        eventually(lambda: collectors(root))
-        if how == "kill":
-            writer.child.kill()
-        else:
-            writer.tell("exit")
-        eventually(lambda: not collectors(root), "the child ends with its parent")
-
-
-def test_a_program_that_ends_without_closing_leaves_its_room_to_the_next(tmp_path: Path) -> None:
-    root, size = tmp_path / "root", 4 * PROMPT_BYTES
-    program = (
-        "import sys, kvstore\nfrom tests.client.bound_process import *\n"
-        f"store = kvstore.open(sys.argv[1], max_bytes={size})\n"
-        "store.namespace('model', LAYOUT).put(tokens(0, 1), kv())\n"
-    )
-    for _ in range(3):
-        assert subprocess.run([sys.executable, "-c", program, str(root)], check=False).returncode == 0
-    with kvstore.open(root, max_bytes=size) as store:
-        put(store, 2)
-        assert matched(store, 2) == TOKENS_COUNT and not store.stats()["collecting"]
-
-
-def test_a_forked_child_leaves_the_collector_alone(tmp_path: Path, at_once: None) -> None:
-    root = tmp_path / "root"
-    with kvstore.open(root) as store:
-        put(store, 1)
-        eventually(lambda: store.stats()["collecting"])
-        before = collectors(root)
-        child = os.fork()
-        if child == 0:
-            store.close()
-            os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0
-        assert collectors(root) == before and store.stats()["collecting"]
 
 
 # The default, and where there is none

@@ -209,3 +209,29 @@ def test_loads_that_vllm_could_not_make_up_for_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="set layerwise to false"):
         layered.check_loads(batches=1, drafts=True)
     Settings.of({"root": "memory://"}).check_loads(batches=2, drafts=True)
+
+
+def test_blocks_are_stored_with_their_place_in_the_prompt(make: Callable[..., Any]) -> None:
+    half, request = make(), Request("r", 40)
+    half.arrived(request)
+    assert matched(half, request) == (0, False)
+    assert [run.first for run in step(half, request, 0, 12).stores] == [0]
+    assert [run.first for run in step(half, request, 12, 16).stores] == [3]
+
+
+def test_a_request_that_goes_on_storing_renews_its_first_blocks(
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvstore.connectors.vllm import scheduler
+
+    half, request = make(), Request("r", 40)
+    half.arrived(request)
+    matched(half, request)
+    looked: list[list[list[bytes]]] = []
+    monkeypatch.setattr(half._lookups, "renew", looked.append)
+    step(half, request, 0, 12)
+    step(half, request, 12, 4)
+    assert looked == [], "it has just looked them up"
+    monkeypatch.setattr(scheduler, "RENEW_S", -1.0)
+    step(half, request, 16, 8)
+    assert [len(units) for units in looked] == [9], "all but that with the last token"

@@ -104,7 +104,7 @@ def test_a_renewal_is_a_look_and_a_touch_and_only_a_look_where_another_node_was_
         assert renewing(first) == [], "what is known to be renewed costs nothing"
         calls.clear()
         namespace = first.namespace("m", TINY).namespace
-        used(namespace.id, Chain.of(namespace, token_array(TOKENS)).addresses, chained=True)
+        used(Chain.of(namespace, token_array(TOKENS)))
         drain(second)
         assert [call for call, _ in calls] == ["stat"] * CHUNKS
     assert mtimes(tmp_root) == chain_stamps(clock.wall_s, uses=1), "and it is one use"

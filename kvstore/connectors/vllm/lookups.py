@@ -75,10 +75,17 @@ class Lookups:
         for _ in range(THREADS):
             self._loop.start()
 
+    def renew(self, keys: Sequence[Sequence[bytes]]) -> None:
+        """Has the store note a use of these units; nobody waits for it."""
+        self._begin(Lookup(keys, 0, self._clock(), 0.0))
+
     def begin(self, keys: Sequence[Sequence[bytes]], asked: int) -> Lookup:
         """Starts to look up the units from ``asked`` on."""
         now = self._clock()
-        lookup = Lookup(keys, asked, now, now + self._wait_s)
+        return self._begin(Lookup(keys, asked, now, now + self._wait_s))
+
+    def _begin(self, lookup: Lookup) -> Lookup:
+        keys, now = lookup.keys, lookup.started_s
         if not keys or now < self._paused_until_s or self._link.caches() is None:
             lookup.found = UNKNOWN
             return lookup

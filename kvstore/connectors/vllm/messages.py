@@ -15,6 +15,8 @@ class Run:
     group: int
     keys: list[bytes]
     blocks: list[int]
+    first: int = 0
+    """The index of the first among the group's blocks of its prompt."""
 
 
 @dataclass(frozen=True, slots=True)

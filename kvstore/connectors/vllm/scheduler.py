@@ -28,6 +28,9 @@ AVOID_S = 60.0
 AVOIDED_MAX = 65_536
 STALE_S = 5.0
 """A result that the request has not used by then is looked up again."""
+RENEW_S = 30.0
+"""A request that still stores blocks looks its first ones up this often, so that they count as used like the last ones:
+half of the quantum of recency (kvstore/recency.py)."""
 
 
 @dataclass(slots=True)
@@ -42,6 +45,8 @@ class Tracked:
     """Tokens in the engine's own cache at the last look-up."""
     stored_tokens: int = 0
     """Leading tokens that are stored already, or ordered to be."""
+    renewed_s: float = 0.0
+    """Time of the last look-up of its blocks from the first on."""
 
     def is_stale(self, now_s: float) -> bool:
         """True if the answer is too old. A look-up without an answer has its own deadline."""
@@ -110,6 +115,7 @@ class SchedulerHalf:
             lookup = None
         if lookup is None:
             tracked.asked_tokens = computed_tokens
+            tracked.renewed_s = time.monotonic()
             lookup = tracked.lookup = self._lookups.begin(self._unit_keys(request), computed_tokens // self._unit)
             self.counts.add(EngineCount.LOOKUPS)
         found = self._lookups.result(lookup)
@@ -180,6 +186,9 @@ class SchedulerHalf:
         numbers = self.manager.get_block_ids(request.request_id)
         runs = [self._run(request, group, numbers[group], first, done) for group in self._shape.groups]
         tracked.stored_tokens = done
+        if first and time.monotonic() > tracked.renewed_s + RENEW_S:
+            tracked.renewed_s = time.monotonic()
+            self._lookups.renew(self._unit_keys(request))
         for run in runs:
             for key in run.keys:
                 self._avoided.pop(key, None)
@@ -257,4 +266,4 @@ class SchedulerHalf:
         keys = self._keys(request, group, first, end)
         start = first // self._shape.block_tokens[group]
         pairs = [(key, number) for key, number in zip(keys, numbers[start:], strict=False) if number]
-        return Run(group, [key for key, _ in pairs], [number for _, number in pairs])
+        return Run(group, [key for key, _ in pairs], [number for _, number in pairs], start)

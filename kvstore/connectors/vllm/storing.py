@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 COPY_BYTES = 32 << 20
 """Size of the parts that are copied out: device memory needed in addition to the engine's."""
+FULL_PAUSE_S = 1.0
+"""Pause after a put that found the root full: a collector makes room within moments."""
 
 
 class Storer:
@@ -54,7 +56,8 @@ class Storer:
         """
         at_once = max(1, COPY_BYTES // self._pages[run.group].block_bytes)
         for start in range(0, len(run.keys), at_once):
-            part = self._admit(Run(run.group, run.keys[start : start + at_once], run.blocks[start : start + at_once]))
+            stop = start + at_once
+            part = self._admit(Run(run.group, run.keys[start:stop], run.blocks[start:stop], run.first + start))
             if part is not None:
                 copy = self._pages[part.group].copy_out(part.blocks)
                 if not self._thread.submit(partial(self._serve, part, copy)):
@@ -74,7 +77,7 @@ class Storer:
             self._bytes += size
             self._on_the_way.update(key for key, _ in pairs)
             self._idle.clear()
-        return Run(run.group, [key for key, _ in pairs], [block for _, block in pairs])
+        return Run(run.group, [key for key, _ in pairs], [block for _, block in pairs], run.first)
 
     def close(self, timeout_s: float) -> None:
         """Publishes blocks in progress, for at most ``timeout_s``."""
@@ -105,10 +108,12 @@ class Storer:
         if caches is None or time.monotonic() < self._paused_until_s:
             return 0
         try:
-            return sum(caches[0].put(run.keys, list(copy.rows())))
-        except (Unavailable, Overloaded):
+            return sum(caches[0].put(run.keys, list(copy.rows()), first=run.first))
+        except Unavailable:
             # The next ones would wait as long: drop them until the store may be well again.
             self._paused_until_s = time.monotonic() + self._pause_s
+        except Overloaded:
+            self._paused_until_s = time.monotonic() + min(self._pause_s, FULL_PAUSE_S)
         except KVStoreError as error:
             log.warning("kvstore: the store refuses blocks: %s", error)
         return 0

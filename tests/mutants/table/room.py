@@ -187,4 +187,33 @@ HELD = [
     ),
 ]
 
-MUTANTS: list[Mutant] = [*BOUND, *LEFT, *HELD]
+CHAINS = "node/test_block_chains.py::test_"
+
+AGED = [
+    mutant(
+        "block-depth-not-stamped",
+        "FORMAT 5: an engine can only use a prompt's leading blocks",
+        edit("kvstore.node.publish:Publication.begin_run", "if depths else", "if False else"),
+        f"{CHAINS}a_put_stamps_blocks_with_their_place_in_the_prompt[native]",
+    ),
+    mutant(
+        "block-look-up-renews-nothing",
+        "FORMAT 5: whoever asks for a prompt renews all of it",
+        replace("kvstore.node.tiered_reads:TieredReads.looked_up", lambda self, wanted: None),
+        f"{CHAINS}who_asks_for_a_prompt_renews_all_of_it_once_in_a_quantum[match]",
+        f"{CHAINS}who_asks_for_a_prompt_renews_all_of_it_once_in_a_quantum[present]",
+        f"{CHAINS}who_asks_for_a_prompt_renews_all_of_it_once_in_a_quantum[hold]",
+    ),
+    mutant(
+        "block-renewal-forgets-its-place",
+        "FORMAT 5: a renewal keeps the greater place",
+        edit(
+            "kvstore.node.refresh:Refresher._planned",
+            "max(renewal.depths[index], decode(mtime_ns, quantum_s).depth)",
+            "renewal.depths[index]",
+        ),
+        f"{CHAINS}a_read_of_the_last_blocks_alone_keeps_their_place",
+    ),
+]
+
+MUTANTS: list[Mutant] = [*BOUND, *LEFT, *HELD, *AGED]

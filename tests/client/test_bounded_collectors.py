@@ -1,0 +1,129 @@
+"""Which process of a bounded folder runs its collector: one is elected, others take over, and none is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvstore
+from kvstore.node import collecting
+from tests.client.bound_process import PROMPT_BYTES
+from tests.client.bounding import (
+    BOUND_BYTES,
+    TOKENS_COUNT,
+    collectors,
+    matched,
+    put,
+    writing,
+)
+from tests.patience import eventually
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collecting, "START_S", 0.0)
+
+
+# One is elected, others take over
+
+
+@pytest.mark.slow
+def test_another_takes_over_from_a_killed_process_and_nothing_is_left_of_it(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    with writing(root, 2) as writers:
+        eventually(lambda: any(each.stats()[0] for each in writers), "one is elected")
+        first, second = sorted(writers, key=lambda each: not each.stats()[0])
+        (before,) = collectors(root)
+        first.child.kill()
+        eventually(lambda: before not in collectors(root), "the child ends with its parent")
+        eventually(lambda: second.stats()[0] and len(collectors(root)) == 1, "the other one takes over")
+        stored = second.stats()[1]
+        eventually(lambda: second.stats()[1] > stored + BOUND_BYTES // PROMPT_BYTES, "it goes on making room")
+
+
+@pytest.mark.slow
+def test_another_takes_over_from_a_process_that_was_stopped_past_its_lease(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    with writing(root, 2) as writers:
+        eventually(lambda: any(each.stats()[0] for each in writers), "one is elected")
+        first, second = sorted(writers, key=lambda each: not each.stats()[0])
+        stopped = [first.child.pid, *collectors(root)]
+        try:
+            for pid in stopped:
+                os.kill(pid, signal.SIGSTOP)
+            eventually(lambda: second.stats()[0], "the other one takes over")
+            stored = second.stats()[1]
+            eventually(lambda: second.stats()[1] > stored + BOUND_BYTES // PROMPT_BYTES, "it makes room")
+        finally:
+            for pid in stopped:
+                os.kill(pid, signal.SIGCONT)
+        eventually(lambda: not first.stats()[0] and len(collectors(root)) == 1, "the first one's child ends")
+
+
+def test_a_collector_that_hangs_is_replaced(tmp_path: Path, at_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "root"
+    with kvstore.open(root) as store:
+        put(store, 1)
+        eventually(lambda: store.stats()["collecting"])
+        (before,) = collectors(root)
+        os.kill(before, signal.SIGSTOP)
+        monkeypatch.setattr(collecting, "HUNG_S", 0.0)
+        eventually(lambda: before not in collectors(root), "it is killed")
+        monkeypatch.undo()
+        eventually(lambda: collectors(root), "another is started")
+
+
+# Nothing is left
+
+
+def test_no_collector_is_left_after_close(tmp_path: Path, at_once: None) -> None:
+    root = tmp_path / "root"
+    with kvstore.open(root) as store:
+        put(store, 1)
+        eventually(lambda: collectors(root))
+    assert collectors(root) == []
+
+
+@pytest.mark.parametrize("how", ["kill", "exit"])
+def test_no_collector_is_left_after_a_process_that_did_not_close(tmp_path: Path, how: str) -> None:
+    root = tmp_path / "root"
+    with writing(root) as (writer,):
+        eventually(lambda: collectors(root))
+        if how == "kill":
+            writer.child.kill()
+        else:
+            writer.tell("exit")
+        eventually(lambda: not collectors(root), "the child ends with its parent")
+
+
+def test_a_program_that_ends_without_closing_leaves_its_room_to_the_next(tmp_path: Path) -> None:
+    root, size = tmp_path / "root", 4 * PROMPT_BYTES
+    program = (
+        "import sys, kvstore\nfrom tests.client.bound_process import *\n"
+        f"store = kvstore.open(sys.argv[1], max_bytes={size})\n"
+        "store.namespace('model', LAYOUT).put(tokens(0, 1), kv())\n"
+    )
+    for _ in range(3):
+        assert subprocess.run([sys.executable, "-c", program, str(root)], check=False).returncode == 0
+    with kvstore.open(root, max_bytes=size) as store:
+        put(store, 2)
+        assert matched(store, 2) == TOKENS_COUNT and not store.stats()["collecting"]
+
+
+def test_a_forked_child_leaves_the_collector_alone(tmp_path: Path, at_once: None) -> None:
+    root = tmp_path / "root"
+    with kvstore.open(root) as store:
+        put(store, 1)
+        eventually(lambda: store.stats()["collecting"])
+        before = collectors(root)
+        child = os.fork()
+        if child == 0:
+            store.close()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert collectors(root) == before and store.stats()["collecting"]
