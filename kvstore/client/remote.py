@@ -1,7 +1,6 @@
 """The port to workers over gRPC: the calls of a node in this process, each with a deadline and failover.
 
-If no worker answers, a read is a miss (counted in ``stats()``), and everything else raises Unavailable. gRPC does not
-survive a fork (kvstore/channels.py).
+If no worker answers, a read is a miss (counted in ``stats()``), and all else raises Unavailable. It serves no fork.
 """
 
 from __future__ import annotations

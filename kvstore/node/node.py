@@ -324,9 +324,8 @@ class Node:
         Raises Overloaded (no space), PermissionDenied or Unavailable; what was published until then stays.
         """
         deadline = self._deadline(deadline_s, self.limits.write_deadline_s)
-        return self.puts.put(chain, first, source, deadline, hints, write).of_prompt(
-            chain.namespace.layout.chunk_tokens
-        )
+        published = self.puts.put(chain, first, source, deadline, hints, write)
+        return published.of_prompt(chain.namespace.layout.chunk_tokens)
 
     def put_blocks(
         self,
@@ -340,11 +339,9 @@ class Node:
     ) -> list[bool]:
         """Stores each buffer under its key; True where a block of that key and size is in the store now.
 
-        ``first`` is the index of the first of them among the blocks of its prompt.
-
-        False where one of another size is, a sweep is taking it, or, put behind, memory has no room for it. A put
-        behind does not look at the root: if that has a block of another size, the answer is True and a read misses.
-        Raises Overloaded while the root is full, and what the root raised, after which some blocks may be stored.
+        False where one of another size is, a sweep is taking it, or, put behind, memory has no room. A put behind does
+        not look at the root: if that has a block of another size, the answer is True and a read misses. ``first``: the
+        index in its prompt. Raises Overloaded while the root is full, else what the root raised; some may be stored.
         """
         wanted = keyed(namespace, keys, list(map(len, buffers)), first)
         deadline = self._deadline(deadline_s, self.limits.write_deadline_s)
