@@ -81,11 +81,12 @@ def test_what_one_way_wrote_every_way_reads(served: Served, writer: str, write: 
             buffers = buffers_for(blocks)
             assert cache.get(keys, buffers) == [True] * COUNT
             assert same(buffers, blocks)
-            with cache.hold(keys) as hold:
-                buffers = buffers_for(blocks)
-                assert hold.get(keys[3:20], buffers[3:20]) == [True] * 17
-                assert same(buffers[3:20], blocks[3:20])
-            assert counted(store, "gets") == {reader: 2}
+            if write is None:
+                with cache.hold(keys) as hold:
+                    buffers = buffers_for(blocks)
+                    assert hold.get(keys[3:20], buffers[3:20]) == [True] * 17
+                    assert same(buffers[3:20], blocks[3:20])
+            assert counted(store, "gets") == {reader: 1 if write else 2}
             assert store.stats()["client_bulk_broken"] == 0
 
 

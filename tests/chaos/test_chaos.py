@@ -12,7 +12,7 @@ import pytest
 
 from tests.chaos.play import play, play_on_host
 
-SECONDS = float(os.environ.get("KVSTORE_CHAOS_S", "10"))
+SECONDS = float(os.environ.get("KVSTORE_CHAOS_S", "6"))
 SEED = int(os.environ.get("KVSTORE_CHAOS_SEED", "1"))
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(SECONDS + 600)]
