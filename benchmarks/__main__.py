@@ -1,6 +1,6 @@
 """All benchmarks by one command: ``python -m benchmarks``, also as ``kvstore bench`` and ``make bench``.
 
-    python -m benchmarks [all|workers|memcpy|engine|match|peers] [--quick] [--json] [--save FOLDER] ...
+    python -m benchmarks [all|workers|memcpy|engine|match|serving|peers] [--quick] [--json] [--save FOLDER] ...
 
 Prints each table with its ratios.  ``--save`` keeps the raw figures as JSON, from which ``benchmarks.report`` makes the
 results page and its plots.
@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks import copies, engine, matching, workers
+from benchmarks import copies, engine, matching, serving, workers
 from benchmarks.contents import WrongBytes
 from benchmarks.crew import CrewFailed
 from benchmarks.options import Options, add_options, options_of
@@ -60,6 +60,7 @@ BENCHMARKS = {
     "memcpy": Benchmark("blocks in multiples of a memory copy", copies.run, copies.add_arguments),
     "engine": Benchmark("what the store adds to an engine and saves it (emulated)", engine.run, engine.add_arguments),
     "match": Benchmark("match latency, etcd operations, memory", matching.run, matching.add_arguments),
+    "serving": Benchmark("the real vLLM on a CPU, with and without stores", serving.run, serving.add_arguments),
     "peers": Benchmark("beside what a user would pick instead", run_peers),
 }
 

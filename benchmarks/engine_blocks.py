@@ -29,6 +29,8 @@ from kvstore_gc.policy import Order, Uses, ranks
 CAPACITIES = (0.1, 0.25, 0.5)
 ENGINE_SHARE = 0.05
 AGENTS, TURNS, SYSTEMS, SYSTEM_BLOCKS, FORK_CHANCE, FORK_TURNS = 120, 43, 6, 8, 0.12, 5
+FORK_PRIORITY = 10
+"""That of ``preset=\"batch\"``."""
 COLUMNS = (
     "trace",
     "capacity %",
@@ -48,6 +50,7 @@ class Swept:
     def __init__(self, blocks: Blocks, capacity: int, *, has_depths: bool, renews_looked_up: bool) -> None:
         self._depths = blocks.depths if has_depths else np.zeros_like(blocks.depths)
         self._parents = blocks.parents
+        self._priorities = blocks.priorities
         self._renews_looked_up = renews_looked_up
         self._capacity = capacity
         self._present = np.zeros(len(blocks), np.bool_)
@@ -84,7 +87,7 @@ class Swept:
         if len(there) <= SWEPT["high"] * self._capacity or excess <= 0:
             return
         none = np.zeros(len(there), np.int64)
-        uses = Uses(self._last_s[there], self._depths[there], self._uses[there], none + PRIORITY_DEFAULT, none)
+        uses = Uses(self._last_s[there], self._depths[there], self._uses[there], self._priorities[there], none)
         worth = ranks(uses, self._ties[there], now_s, Order.USES)
         self._present[there[np.argpartition(worth, excess - 1)[:excess]]] = False
         reachable = np.zeros(len(self._present), np.bool_)
@@ -122,17 +125,22 @@ def ideal(replay: Replay, capacity: int, engine_blocks: int) -> Found:
     return Found(found / sum(map(len, replay.chains)))
 
 
-def agents(seed: int = 1) -> Replay:
-    """Agents in turns of 1 to 8 new blocks behind a shared system prompt; some turns fork an earlier state."""
+def agents(seed: int = 1, fork_priority: int = PRIORITY_DEFAULT) -> Replay:
+    """Agents in turns of 1 to 8 new blocks behind a shared system prompt; some turns fork an earlier state.
+
+    A fork is abandoned after some turns. ``fork_priority`` is what its requests say that its blocks are worth.
+    """
     chance = np.random.default_rng(seed)
     parents: list[int] = []
     depths: list[int] = []
+    priorities: list[int] = []
 
-    def grown(chain: list[int], count: int) -> list[int]:
+    def grown(chain: list[int], count: int, priority: int = PRIORITY_DEFAULT) -> list[int]:
         chain = list(chain)
         for _ in range(count):
             parents.append(chain[-1] if chain else -1)
             depths.append(len(chain))
+            priorities.append(priority)
             chain.append(len(parents) - 1)
         return chain
 
@@ -150,12 +158,13 @@ def agents(seed: int = 1) -> Replay:
                 branch = states[int(chance.integers(len(states)))]
                 for _ in range(FORK_TURNS):
                     now_s += float(chance.exponential(15.0))
-                    branch = grown(branch, int(chance.integers(1, 5)))
+                    branch = grown(branch, int(chance.integers(1, 5)), fork_priority)
                     timed.append((now_s, branch))
     timed.sort(key=lambda one: one[0])
-    blocks = Blocks(np.array(parents), np.array(depths), np.full(len(parents), PRIORITY_DEFAULT))
+    blocks = Blocks(np.array(parents), np.array(depths), np.array(priorities))
     chains = [np.array(chain, np.int64) for _, chain in timed]
-    return Replay("agents", blocks, [now_s for now_s, _ in timed], chains, sum(map(len, chains)))
+    title = "agents" if fork_priority == PRIORITY_DEFAULT else f"agents, forks of priority {fork_priority}"
+    return Replay(title, blocks, [now_s for now_s, _ in timed], chains, sum(map(len, chains)))
 
 
 def rows(replay: Replay, capacities: Sequence[float], engine_share: float) -> list[list[Cell]]:
@@ -168,7 +177,7 @@ def rows(replay: Replay, capacities: Sequence[float], engine_share: float) -> li
         chained, plain = (swept(replay, capacity, engine_blocks, is_chained=which) for which in (True, False))
         figures = [f"{100 * best.hits:.1f}"]
         for each in (chained, plain):
-            figures += [f"{100 * each.hits:.1f}", f"{100 * each.hits / best.hits:.1f}"]
+            figures += [f"{100 * each.hits:.1f}", f"{100 * each.hits / best.hits:.1f}" if best.hits else "-"]
         made.append([replay.title, 100 * share, *figures, chained.unreachable, plain.unreachable])
     return made
 
@@ -181,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--engine", type=float, default=ENGINE_SHARE, help="room of the engine's cache, same unit")
     asked = parser.parse_args(arguments)
     try:
-        replays = [*(read([each], 0.0, 1.0) for each in asked.traces), agents()]
+        replays = [*(read([each], 0.0, 1.0) for each in asked.traces), agents(), agents(fork_priority=FORK_PRIORITY)]
     except InvalidRequest as error:
         print(f"benchmarks.engine_blocks: {error}", file=sys.stderr)
         return 2

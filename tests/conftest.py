@@ -37,6 +37,8 @@ LEFTOVER_GRACE_S = 40.0
 LONGEST = (
     "client/test_bounded.py",
     "client/test_bounded_collectors.py",
+    "sim/test_simulation.py",
+    "bulk/test_memory.py",
     "bulk/test_blocks.py",
     "chaos/test_pauses.py",
     "tiers/test_hanging.py",

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from hashlib import blake2b
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import sglang
@@ -26,6 +27,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 
 from kvstore.client import Cache
 from kvstore.connectors.settings import LateStore, StoreSettings, text
+from kvstore.connectors.sglang_moves import Moves
 from kvstore.connectors.sglang_pages import PagePool
 from kvstore.connectors.trouble import Trouble
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
@@ -33,6 +35,7 @@ from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
 
 LAUNCHED_WITH = (
     *("model_path", "revision", "dtype", "quantization", "quantization_param_path", "kv_cache_dtype", "load_format"),
@@ -61,6 +64,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         self._pools: dict[str, PagePool] = {}
         self._cache: Cache | None = None
         self._trouble = Trouble(log, "sglang.call_failed")
+        self._read, self._written = Moves(), Moves()
         self._store = LateStore(settings)
 
     # Pools
@@ -107,7 +111,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
             buffers = [block for page in pages for block in pool.cut(page, copy=False)]
             return pool.whole(self._blocks().blocks.get(pool.names(keys), buffers))
 
-        hits = self._or_miss(read, [False] * len(keys))
+        hits = self._read.timed(sum(pool.sizes), lambda: self._or_miss(read, [False] * len(keys)))
         return [page if hit else None for page, hit in zip(pages, hits, strict=True)]
 
     def batch_set(
@@ -188,6 +192,18 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
             for each in transfers
         }
 
+    # Figures
+
+    def get_stats(self) -> SimpleNamespace:
+        """Returns the fields of SGLang's ``StorageMetrics``: pages and GiB/s of each call since it last asked."""
+        (read, read_rates), (written, write_rates) = self._read.take(), self._written.take()
+        return SimpleNamespace(
+            prefetch_pgs=read,
+            backup_pgs=written,
+            prefetch_bandwidth=read_rates,
+            backup_bandwidth=write_rates,
+        )
+
     # Closing
 
     def clear(self) -> bool:
@@ -215,7 +231,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
             pool.filled(indices, buffers, hits)
             return hits
 
-        return self._or_miss(read, miss)
+        return self._read.timed(sum(pool.sizes), lambda: self._or_miss(read, miss))
 
     def _set_in_place(self, pool: PagePool, keys: Sequence[str], indices: Any, extra_info: Any) -> list[bool]:
         if not pool.fits(len(keys), indices):
@@ -230,7 +246,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
             first = pages_before * len(pool.sizes)
             return pool.whole(self._blocks().blocks.put(pool.names(keys), buffers(), first=first))
 
-        return self._or_miss(write, [False] * len(keys))
+        return self._written.timed(sum(pool.sizes), lambda: self._or_miss(write, [False] * len(keys)))
 
     def _anchor(self) -> PagePool:
         if self._kv is None:

@@ -1,114 +1,25 @@
-"""The scheduler's half of the vLLM connector, with requests and block tables as vLLM passes them.
-
-No vLLM is needed here, only the two empty base classes of the messages, and its version.
-"""
+"""The scheduler's half of the vLLM connector: what it loads, stores, waits for and shares."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvstore import Layout
-from kvstore.client.blocks import BlockCache
 from kvstore.connectors.vllm.settings import Settings
 from kvstore.errors import InvalidRequest
-from kvstore.namespace import Namespace
-from tests.connectors.vllm_modules import vllm_modules
-from tests.patience import PATIENCE_S
-
-BLOCK_TOKENS = 4
-BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
-
-
-@dataclass
-class Request:
-    """The part of a vLLM request that the connector reads."""
-
-    request_id: str
-    num_tokens: int
-    lora_request: Any = None
-    block_hashes: list[bytes] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.num_prompt_tokens = self.num_tokens
-        self.block_hashes = [bytes([number]) * 32 for number in range(self.num_tokens // BLOCK_TOKENS)]
-
-
-class Blocks:
-    """The block table of every request: block ``100 + n`` holds the tokens of its n-th block."""
-
-    def get_block_ids(self, request_id: str = "") -> tuple[list[int]]:
-        return (list(range(100, 132)),)
+from kvstore.hints import Hints
+from tests.connectors.vllm_halves import Blocks, Request, halves, idle, matched, step, store
 
 
 @pytest.fixture
 def make() -> Iterator[Callable[..., Any]]:
-    """Makes a scheduler's half on a store in memory."""
-    with vllm_modules({BASE: {"KVConnectorMetadata": object, "KVConnectorWorkerMetadata": object}}):
-        yield from halves()
-
-
-def halves() -> Iterator[Callable[..., Any]]:
-    from kvstore.connectors.vllm.scheduler import SchedulerHalf
-
-    made: list[Any] = []
-
-    def half(**settings: Any) -> Any:
-        given = Settings.of({"root": "memory://", **settings})
-        shape = SimpleNamespace(
-            tp=1,
-            pp=1,
-            groups=(0,),
-            block_tokens=[BLOCK_TOKENS],
-            hash_tokens=BLOCK_TOKENS,
-            is_async=lambda settings: settings.load == "async",
-        )
-        names = [Namespace.of("model", Layout(1, 1, 16, "int8", 1))]
-        made.append(SchedulerHalf(given, shape, names, loads=True, stores=True))  # type: ignore[arg-type]
-        made[-1].manager = Blocks()
-        return made[-1]
-
-    yield half
-    for each in made:
-        each.close()
-
-
-def cache(half: Any) -> BlockCache:
-    found: list[BlockCache] = half._link.caches()
-    return found[0]
-
-
-def store(half: Any, request: Request, count: int) -> None:
-    keys = [hashed + b"\0" for hashed in request.block_hashes[:count]]
-    assert cache(half).put(keys, [bytes(64)] * count) == [True] * count
-
-
-def matched(half: Any, request: Request, computed: int = 0) -> tuple[int, bool]:
-    """Asks as vLLM does, once per step, until there is an answer."""
-    ends_s = time.monotonic() + PATIENCE_S
-    while (found := half.matched_tokens(request, computed))[0] is None:
-        assert time.monotonic() < ends_s
-        time.sleep(0.001)
-    answer: tuple[int, bool] = found
-    return answer
-
-
-def step(half: Any, request: Request, computed: int, count: int) -> Any:
-    """The orders of a step in which one new request is scheduled."""
-    return half.orders(
-        SimpleNamespace(
-            scheduled_new_reqs=[SimpleNamespace(req_id=request.request_id, num_computed_tokens=computed)],
-            scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
-            scheduled_spec_decode_tokens={},
-            num_scheduled_tokens={request.request_id: count},
-        )
-    )
+    with halves() as found:
+        yield found
 
 
 @pytest.mark.parametrize("load", ["async", "sync"])
@@ -191,14 +102,6 @@ def test_a_look_up_that_nobody_waits_for_any_more_is_given_up(make: Callable[...
     assert third.abandoned
 
 
-def test_requests_with_an_adapter_are_left_alone(make: Callable[..., Any]) -> None:
-    half, request = make(), Request("a", 22, lora_request="adapter")
-    store(half, request, 3)
-    half.arrived(request)
-    assert half.matched_tokens(request, 0) == (0, False)
-    assert step(half, request, 0, 22).stores == []
-
-
 def test_loads_that_vllm_could_not_make_up_for_are_refused() -> None:
     waits = Settings.of({"root": "memory://", "load": "sync"})
     waits.check_loads(batches=1, drafts=True)
@@ -235,3 +138,93 @@ def test_a_request_that_goes_on_storing_renews_its_first_blocks(
     monkeypatch.setattr(scheduler, "RENEW_S", -1.0)
     step(half, request, 16, 8)
     assert [len(units) for units in looked] == [9], "all but that with the last token"
+
+
+def loading(half: Any, name: str) -> Request:
+    """A request that loads three blocks."""
+    request = Request(name, 22)
+    half.arrived(request)
+    assert matched(half, request) == (12, True)
+    half.allocated(request, Blocks(), 12)
+    return request
+
+
+@pytest.mark.parametrize("end", ["it runs", "it is gone", "it takes too long"])
+def test_what_one_request_loads_another_waits_for(make: Callable[..., Any], end: str) -> None:
+    half = make(load_timeout_s=0.2 if end == "it takes too long" else 30.0)
+    store(half, Request("", 22), 3)
+    first = loading(half, "a")
+    assert len(idle(half).loads) == 1
+    second = Request("b", 22)
+    half.arrived(second)
+    while half._tracked["b"].answered_s is None:
+        assert half.matched_tokens(second, 0) == (None, False)
+        time.sleep(0.001)
+    if end == "it takes too long":
+        assert matched(half, second) == (12, True)
+        return
+    assert half.matched_tokens(second, 0) == (None, False)
+    if end == "it runs":
+        step(half, first, 12, 10)
+        assert half._loading == {}
+        assert matched(half, second, 12) == (0, False), "the engine has them itself"
+    else:
+        half.finished(first)
+        assert half._loading == {}
+        assert matched(half, second) == (12, True)
+
+
+def test_a_prompt_that_begins_otherwise_waits_for_nobody(make: Callable[..., Any]) -> None:
+    half = make()
+    store(half, Request("", 22), 3)
+    loading(half, "a")
+    other = Request("b", 22)
+    other.block_hashes = [bytes([7]) * 32, *other.block_hashes[1:]]
+    half.arrived(other)
+    assert matched(half, other) == (0, False)
+
+
+def test_a_step_without_work_waits_for_a_look_up_and_one_with_work_does_not(
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half, request = make(wait_s=60.0), Request("a", 22)
+    waits: list[float] = []
+    half.arrived(request)
+    assert half.matched_tokens(request, 0) == (None, False)
+    monkeypatch.setattr(half._tracked["a"].lookup.done, "wait", waits.append)
+    orders = idle(half)
+    assert orders.is_idle and waits == [sys.modules["kvstore.connectors.vllm.messages"].IDLE_S]
+    idle(half)
+    assert len(waits) == 1, "vLLM has not asked again"
+    half.matched_tokens(request, 0)
+    assert not step(half, Request("another", 4), 0, 4).is_idle
+    assert len(waits) == 1
+
+
+def action(payload: Any, kind: str = "kvstore") -> Any:
+    return SimpleNamespace(actions=[SimpleNamespace(action_type=kind, payload=payload)])
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({}, Hints()),
+        ({"kv_transfer_params": {"kvstore": {"priority": 80, "ttl": 600}}}, Hints(80, 1_800)),
+        ({"kv_transfer_params": {"kvstore": {"preset": "chat"}, "other": 1}}, Hints.of(preset="chat")),
+        ({"kv_hints": action({"priority": 5})}, Hints(5)),
+        ({"kv_hints": action({"priority": 5}, "another")}, Hints()),
+        ({"kv_transfer_params": {"kvstore": {"priority": 101}}}, Hints()),
+        ({"kv_transfer_params": {"kvstore": {"prio": 1}}}, Hints()),
+        ({"kv_transfer_params": {"kvstore": "high"}}, Hints()),
+        ({"kv_transfer_params": {"do_remote_decode": True}}, Hints()),
+    ],
+)
+def test_a_request_says_how_long_to_keep_its_blocks(
+    make: Callable[..., Any], said: dict[str, Any], expected: Hints, caplog: pytest.LogCaptureFixture
+) -> None:
+    half, request = make(), Request("r", 40, **said)
+    half.arrived(request)
+    matched(half, request)
+    assert [run.hints for run in step(half, request, 0, 12).stores] == [expected]
+    is_odd = expected == Hints() and "kvstore" in (request.kv_transfer_params or {})
+    assert ("are ignored" in caplog.text) == is_odd

@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 
-OURS = [f"kvstore.connectors.{name}" for name in ("vllm.scheduler", "vllm.messages", "vllm.naming", "vllm_tier")]
+OURS = [
+    f"kvstore.connectors.{name}"
+    for name in ("vllm.scheduler", "vllm.messages", "vllm.naming", "vllm.storing", "vllm_tier")
+]
 
 
 @contextmanager

@@ -1,14 +1,16 @@
 """Loading on a worker: blocks are read from the store, verified, and copied into the engine's KV memory.
 
-The store reads into our own memory, never into the engine's: an abandoned read must not write there later.
+A block lies in one piece in the store, and in one for each layer in the engine: so it comes into memory of ours first.
 """
 
 from __future__ import annotations
 
 import logging
 import queue
+import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -64,21 +66,30 @@ class Loader:
         self._timeout_s = timeout_s
         self._bytes_max = bytes_max
         self._ended: queue.SimpleQueue[Loading] = queue.SimpleQueue()
+        self._open = 0
+        """Loads that ``ended`` has not returned yet."""
         self._threads = Tasks("kvstore-vllm-load", threads, QUEUE_MAX)
+        self._own = threading.local()
+        """Host memory of each thread for one part of a load: new memory costs as much in page faults as the read."""
 
     def begin(self, load: Load, *, keep: bool) -> Loading:
         """Starts a load; its time runs from now, including the wait for a thread."""
         loading = Loading(load, self._pages[0].now(), time.monotonic(), keep)
+        self._open += 1
         if not self._threads.submit(partial(self._serve, loading)):
             self._give_up(loading, "too many loads wait")
             self._end(loading)
         return loading
 
-    def ended(self) -> list[Loading]:
-        """Returns the loads that ended since the last call."""
+    def ended(self, within_s: float) -> list[Loading]:
+        """Returns the loads that ended since the last call; waits for one, if any goes on, at most ``within_s``."""
         ended = []
-        while not self._ended.empty():
-            ended.append(self._ended.get())
+        with suppress(queue.Empty):
+            if self._open and within_s:
+                ended.append(self._ended.get(timeout=within_s))
+            while True:
+                ended.append(self._ended.get_nowait())
+        self._open -= len(ended)
         return ended
 
     def close(self) -> None:
@@ -117,7 +128,7 @@ class Loader:
         if time.monotonic() - loading.started_s > self._timeout_s:
             loading.timed_out = True
             return 0
-        host = pages.host(len(part.keys))
+        host = pages.host(len(part.keys)) if loading.keep else self._host(pages, len(part.keys))
         try:
             hits = caches[0].get(part.keys, list(host.numpy()))
         except KVStoreError:
@@ -131,6 +142,13 @@ class Loader:
         self._counts.add(EngineCount.LOADED_BLOCKS, good)
         self._counts.add(EngineCount.LOADED_BYTES, good * pages.block_bytes)
         return good
+
+    def _host(self, pages: Pages, count: int) -> Any:
+        """Returns memory of this thread for blocks that are copied on before it reads others."""
+        memory = getattr(self._own, "memory", None)
+        if memory is None or len(memory) < count * pages.block_bytes:
+            self._own.memory = memory = pages.memory(count * pages.block_bytes)
+        return pages.rows_of(memory, count)
 
     def _give_up(self, loading: Loading, why: object) -> None:
         log.error("kvstore: a load failed, its blocks are computed: %r", why)

@@ -9,14 +9,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from kvstore.background import Decision, Loop
 from kvstore.connectors.vllm.counts import EngineCount, EngineCounts
 from kvstore.connectors.vllm.link import Link
 from kvstore.errors import KVStoreError
-from kvstore.waiting import Monitor
+from kvstore.waiting import Flag, Monitor
 
 POLL_S = 0.02
 """Interval between two looks for blocks that another engine is writing."""
@@ -47,6 +47,8 @@ class Lookup:
     found: Found | None = None
     """Set once: by the thread that looked, or past the deadline."""
     abandoned: bool = False
+    done: Flag = field(default_factory=Flag)
+    """Set once a thread has looked."""
 
 
 class Lookups:
@@ -133,6 +135,7 @@ class Lookups:
             self._look_again(lookup)
         else:
             lookup.found = found
+            lookup.done.set()
 
     def _look_again(self, lookup: Lookup) -> None:
         """Queues a look-up again behind the others, after a pause if there are none: sleeping would delay them."""

@@ -7,6 +7,13 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
+from kvstore.connectors.vllm.adapters import Seal
+from kvstore.hints import DEFAULT, Hints
+
+IDLE_S = 0.005
+"""The longest wait in a step that computes nothing: without one, vLLM runs hundreds of such steps while KV is loaded.
+A request that comes meanwhile waits no longer than this."""
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -17,6 +24,10 @@ class Run:
     blocks: list[int]
     first: int = 0
     """The index of the first among the group's blocks of its prompt."""
+    seal: Seal | None = None
+    """The adapter that computed them: they are stored only if its files are still the same."""
+    hints: Hints = DEFAULT
+    """How long they are worth keeping."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +45,8 @@ class Orders(KVConnectorMetadata):  # type: ignore[misc]
 
     loads: list[Load] = field(default_factory=list)
     stores: list[Run] = field(default_factory=list)
+    is_idle: bool = False
+    """True if the engine computes nothing in this step: then a worker may wait for a moment."""
 
 
 @dataclass
@@ -62,9 +75,9 @@ class Report(KVConnectorWorkerMetadata):  # type: ignore[misc]
         return not (self.ended or self.digests)
 
 
-def block_key(hashed: Any, group: int, era: bytes) -> bytes:
+def block_key(hashed: Any, group: int, ending: bytes) -> bytes:
     """Returns the key of a block: vLLM's chained hash, and the group, since groups hold different layers.
 
-    ``era`` is empty until vLLM resets the connector.
+    ``ending`` has what vLLM's hash lacks: 16 bytes if weights were replaced in memory, or for an adapter.
     """
-    return bytes(hashed) + bytes([group]) + era
+    return bytes(hashed) + bytes([group]) + ending

@@ -60,6 +60,9 @@ class Shape:
         if any(tokens % self.hash_tokens for tokens in self.block_tokens):
             raise InvalidRequest(f"blocks of {self.block_tokens} tokens are not multiples of {self.hash_tokens}")
         self.kinds = [_kind(group.kv_cache_spec) for group in groups]
+        lora = getattr(vllm_config, "lora_config", None)
+        self.adapters = "" if lora is None else f"{lora.lora_dtype} {getattr(lora, 'fully_sharded_loras', None)}"
+        """What decides over the KV of requests with an adapter, beside its files."""
         self.physical = str(getattr(kv_cache_config, "kv_cache_layout", None))
 
     def is_async(self, settings: Settings) -> bool:

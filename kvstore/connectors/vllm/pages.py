@@ -53,7 +53,15 @@ class Pages:
 
     def host(self, count: int) -> Any:
         """Allocates host memory for ``count`` blocks; its ``.numpy()`` is ``Rows``."""
-        return torch.empty((count, self.block_bytes), dtype=torch.uint8, pin_memory=self._is_cuda)
+        return self.rows_of(self.memory(count * self.block_bytes), count)
+
+    def memory(self, size_bytes: int) -> Any:
+        """Allocates host memory that any group may use again and again."""
+        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=self._is_cuda)
+
+    def rows_of(self, memory: Any, count: int) -> Any:
+        """Returns the start of such memory as ``count`` blocks of this group."""
+        return memory[: count * self.block_bytes].view(count, self.block_bytes)
 
     def copy_out(self, blocks: Sequence[int]) -> Copy:
         """Begins to copy blocks to the host, in order with the engine's work: its next step may change them."""

@@ -1,6 +1,6 @@
 """The scheduler's half: what is in the store, what to load for a request, which blocks to store in a step.
 
-It runs in the engine's scheduling loop, so nothing here waits.
+It runs in the engine's scheduling loop, so nothing here waits while the engine has something to compute.
 """
 
 from __future__ import annotations
@@ -10,16 +10,21 @@ import math
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from hashlib import blake2b
 from typing import Any
 
+from kvstore.connectors.vllm.adapters import Adapters, Check
 from kvstore.connectors.vllm.counts import EngineCount, EngineCounts
+from kvstore.connectors.vllm.hinting import hints_of
 from kvstore.connectors.vllm.link import Link
 from kvstore.connectors.vllm.lookups import Lookup, Lookups
-from kvstore.connectors.vllm.messages import Load, Orders, Report, Run, block_key
+from kvstore.connectors.vllm.messages import IDLE_S, Load, Orders, Report, Run, block_key
 from kvstore.connectors.vllm.naming import Shape
 from kvstore.connectors.vllm.settings import Settings
+from kvstore.hints import DEFAULT, Hints
 from kvstore.namespace import Namespace
+from kvstore.waiting import Flag
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +43,7 @@ class Tracked:
     """One unfinished request of the engine."""
 
     request: Any
+    hints: Hints = DEFAULT
     lookup: Lookup | None = None
     answered_s: float | None = None
     """Time of the look-up's answer."""
@@ -47,6 +53,11 @@ class Tracked:
     """Leading tokens that are stored already, or ordered to be."""
     renewed_s: float = 0.0
     """Time of the last look-up of its blocks from the first on."""
+    adapter: Check | None = None
+    arrived_s: float = 0.0
+    loading: bytes = b""
+    """The first key of those that it loads now, for others to wait for; empty if it loads nothing."""
+    loading_until_s: float = 0.0
 
     def is_stale(self, now_s: float) -> bool:
         """True if the answer is too old. A look-up without an answer has its own deadline."""
@@ -87,6 +98,11 @@ class SchedulerHalf:
         self._unconfirmed: dict[int, int] = {}
         """Synchronous loads by number, with the workers that have not yet reported them."""
         self._avoided: dict[bytes, float] = {}
+        self._loading: dict[bytes, Tracked] = {}
+        """The request that loads a block, by the block's key."""
+        self._asked: Flag | None = None
+        """Set when something ends that vLLM asked for since the last step in vain."""
+        self._adapters = Adapters(shape.adapters)
         self._next_load = 0
         self._era = b""
         self.manager: Any = None
@@ -95,15 +111,22 @@ class SchedulerHalf:
 
     def arrived(self, request: Any) -> None:
         """Implements ``on_new_request``."""
+        tracked = self._tracked[request.request_id] = Tracked(request, hints_of(request))
         if request.lora_request is not None:
-            # vLLM's hash has only the adapter's name and path, and another engine may have another adapter there.
-            self.counts.add(EngineCount.SKIPPED_LORA_REQUESTS)
-        else:
-            self._tracked[request.request_id] = Tracked(request)
+            tracked.adapter = self._adapters.begin(request.lora_request)
+            tracked.arrived_s = time.monotonic()
 
     def matched_tokens(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
         """Implements ``get_num_new_matched_tokens``."""
         tracked = self._tracked.get(request.request_id)
+        if tracked is not None and tracked.adapter is not None and tracked.adapter.seal is None:
+            check = tracked.adapter
+            if not check.done.is_set() and time.monotonic() < tracked.arrived_s + self._settings.lookup_timeout_s:
+                self._asked = check.done
+                return None, False
+            self.counts.add(EngineCount.SKIPPED_LORA_REQUESTS)
+            del self._tracked[request.request_id]
+            tracked = None
         if tracked is None:
             return 0, False
         if not self._loads or getattr(request, "skip_reading_prefix_cache", False):
@@ -116,10 +139,11 @@ class SchedulerHalf:
         if lookup is None:
             tracked.asked_tokens = computed_tokens
             tracked.renewed_s = time.monotonic()
-            lookup = tracked.lookup = self._lookups.begin(self._unit_keys(request), computed_tokens // self._unit)
+            lookup = tracked.lookup = self._lookups.begin(self._unit_keys(tracked), computed_tokens // self._unit)
             self.counts.add(EngineCount.LOOKUPS)
         found = self._lookups.result(lookup)
         if found is None:
+            self._asked = lookup.done
             return None, False
         if tracked.answered_s is None:
             tracked.answered_s = time.monotonic()
@@ -128,22 +152,40 @@ class SchedulerHalf:
         tracked.stored_tokens = (
             min(found.from_start * self._unit, computed_tokens) if found.is_known else computed_tokens
         )
+        if new and self._is_async and self._loads_already(lookup.keys[lookup.asked][0], tracked):
+            return None, False  # vLLM asks again, and then has them in its own cache
         return new, bool(new) and self._is_async
+
+    def _loads_already(self, key: bytes, tracked: Tracked) -> bool:
+        """True if another request is loading this block: samples of one prompt, or requests that came together."""
+        other = self._loading.get(key)
+        return other is not None and other is not tracked and time.monotonic() < other.loading_until_s
+
+    def _loaded(self, tracked: Tracked) -> None:
+        """Ends the wait of others for what this request loads."""
+        if self._loading.get(tracked.loading) is tracked:
+            del self._loading[tracked.loading]
+        tracked.loading = b""
 
     def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
         """Implements ``update_state_after_alloc``."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             return
+        lookup = tracked.lookup
         tracked.abandon()
         if not external_tokens:
             return
+        if self._is_async and lookup is not None:
+            tracked.loading = lookup.keys[lookup.asked][0]
+            tracked.loading_until_s = time.monotonic() + self._settings.load_timeout_s
+            self._loading[tracked.loading] = tracked
         first, end = tracked.asked_tokens, tracked.asked_tokens + external_tokens
         if tracked.stored_tokens == first:
             # If the load fails fewer are computed, which stores them again.
             tracked.stored_tokens = end
         numbers = blocks.get_block_ids()
-        runs = [self._run(request, group, numbers[group], first, end) for group in self._shape.groups]
+        runs = [self._run(tracked, group, numbers[group], first, end) for group in self._shape.groups]
         load = Load(self._next_load, request.request_id, [run for run in runs if run.keys])
         self._next_load += 1
         self._new_loads.append(load)
@@ -156,14 +198,20 @@ class SchedulerHalf:
     def orders(self, scheduled: Any) -> Orders:
         """Implements ``build_connector_meta``."""
         loads, self._new_loads = self._new_loads, []
-        orders = Orders(loads, [])
+        asked, self._asked = self._asked, None
+        orders = Orders(loads, [], is_idle=not scheduled.total_num_scheduled_tokens)
+        if orders.is_idle and asked is not None:
+            asked.wait(IDLE_S)
+        cached = scheduled.scheduled_cached_reqs
+        steps = [(each.req_id, each.num_computed_tokens) for each in scheduled.scheduled_new_reqs]
+        steps += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        for request_id, _ in steps:
+            if (tracked := self._tracked.get(request_id)) is not None and tracked.loading:
+                self._loaded(tracked)
         # If a synchronous load fails, everything computed in its step is worthless, on every worker and in requests
         # that share its blocks. So nothing is stored until all such loads are known to have succeeded.
         if not self._stores or self._unconfirmed:
             return orders
-        cached = scheduled.scheduled_cached_reqs
-        steps = [(each.req_id, each.num_computed_tokens) for each in scheduled.scheduled_new_reqs]
-        steps += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
         for request_id, computed in steps:
             tracked = self._tracked.get(request_id)
             if tracked is None:
@@ -175,7 +223,9 @@ class SchedulerHalf:
 
     def _to_store(self, tracked: Tracked, computed: int, done: int) -> list[Run]:
         """Returns the blocks that are full once ``done`` tokens are computed. Drafted tokens may not stay: left out."""
-        request = tracked.request
+        request, seal = tracked.request, tracked.adapter.seal if tracked.adapter is not None else None
+        if tracked.adapter is not None and seal is None:
+            return []
         done = min(done, len(request.block_hashes) * self._shape.hash_tokens)
         if self._settings.prompt_only:
             done = min(done, request.num_prompt_tokens)
@@ -184,11 +234,14 @@ class SchedulerHalf:
         if all(done // size <= first // size for size in self._shape.block_tokens):
             return []
         numbers = self.manager.get_block_ids(request.request_id)
-        runs = [self._run(request, group, numbers[group], first, done) for group in self._shape.groups]
+        runs = [
+            replace(self._run(tracked, group, numbers[group], first, done), hints=tracked.hints, seal=seal)
+            for group in self._shape.groups
+        ]
         tracked.stored_tokens = done
         if first and time.monotonic() > tracked.renewed_s + RENEW_S:
             tracked.renewed_s = time.monotonic()
-            self._lookups.renew(self._unit_keys(request))
+            self._lookups.renew(self._unit_keys(tracked))
         for run in runs:
             for key in run.keys:
                 self._avoided.pop(key, None)
@@ -223,6 +276,7 @@ class SchedulerHalf:
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is not None:
             tracked.abandon()
+            self._loaded(tracked)
 
     def reset(self) -> None:
         """Implements ``reset_cache``, which vLLM calls when weights were replaced in memory.
@@ -237,15 +291,16 @@ class SchedulerHalf:
     def close(self) -> None:
         """Ends the threads and closes the store."""
         self._lookups.close()
+        self._adapters.close()
         self._link.close()
 
-    def _unit_keys(self, request: Any) -> list[list[bytes]]:
+    def _unit_keys(self, tracked: Tracked) -> list[list[bytes]]:
         """Returns the keys of each unit of the prompt, up to the first avoided one; one token is left to compute."""
-        units = []
+        request, units = tracked.request, []
         now = time.monotonic()
         for start in range(0, request.num_tokens - self._unit, self._unit):
             keys = [
-                key for group in self._shape.groups for key in self._keys(request, group, start, start + self._unit)
+                key for group in self._shape.groups for key in self._keys(tracked, group, start, start + self._unit)
             ]
             if len(keys) < sum(self._unit // size for size in self._shape.block_tokens):
                 break
@@ -254,16 +309,18 @@ class SchedulerHalf:
             units.append(keys)
         return units
 
-    def _keys(self, request: Any, group: int, first: int, end: int) -> list[bytes]:
+    def _keys(self, tracked: Tracked, group: int, first: int, end: int) -> list[bytes]:
         """Returns the keys of the group's full blocks that begin in ``[first, end)``."""
         size, per_block = self._shape.block_tokens[group], self._shape.block_tokens[group] // self._shape.hash_tokens
-        hashes = request.block_hashes
+        hashes, ending = tracked.request.block_hashes, self._era
+        if tracked.adapter is not None:
+            ending = blake2b(self._era + tracked.adapter.digest, digest_size=16).digest()
         indices = range(first // size, min(end // size, len(hashes) // per_block))
-        return [block_key(hashes[(index + 1) * per_block - 1], group, self._era) for index in indices]
+        return [block_key(hashes[(index + 1) * per_block - 1], group, ending) for index in indices]
 
-    def _run(self, request: Any, group: int, numbers: Sequence[int], first: int, end: int) -> Run:
+    def _run(self, tracked: Tracked, group: int, numbers: Sequence[int], first: int, end: int) -> Run:
         """Returns the group's full blocks in ``[first, end)`` tokens that exist; block 0 is one outside the window."""
-        keys = self._keys(request, group, first, end)
+        keys = self._keys(tracked, group, first, end)
         start = first // self._shape.block_tokens[group]
         pairs = [(key, number) for key, number in zip(keys, numbers[start:], strict=False) if number]
         return Run(group, [key for key, _ in pairs], [number for _, number in pairs], start)

@@ -7,10 +7,12 @@ a store that hangs costs only our own memory, which is bounded.
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from kvstore.background import Tasks
@@ -57,7 +59,9 @@ class Storer:
         at_once = max(1, COPY_BYTES // self._pages[run.group].block_bytes)
         for start in range(0, len(run.keys), at_once):
             stop = start + at_once
-            part = self._admit(Run(run.group, run.keys[start:stop], run.blocks[start:stop], run.first + start))
+            part = self._admit(
+                replace(run, keys=run.keys[start:stop], blocks=run.blocks[start:stop], first=run.first + start)
+            )
             if part is not None:
                 copy = self._pages[part.group].copy_out(part.blocks)
                 if not self._thread.submit(partial(self._serve, part, copy)):
@@ -77,7 +81,7 @@ class Storer:
             self._bytes += size
             self._on_the_way.update(key for key, _ in pairs)
             self._idle.clear()
-        return Run(run.group, [key for key, _ in pairs], [block for _, block in pairs], run.first)
+        return replace(run, keys=[key for key, _ in pairs], blocks=[block for _, block in pairs])
 
     def close(self, timeout_s: float) -> None:
         """Publishes blocks in progress, for at most ``timeout_s``."""
@@ -107,8 +111,12 @@ class Storer:
         caches = self._link.caches()
         if caches is None or time.monotonic() < self._paused_until_s:
             return 0
+        if run.seal is not None and not run.seal.holds():
+            return 0
         try:
-            return sum(caches[0].put(run.keys, list(copy.rows()), first=run.first))
+            hints = run.hints
+            ttl = math.inf if hints.ttl_s is None else hints.ttl_s
+            return sum(caches[0].put(run.keys, list(copy.rows()), first=run.first, priority=hints.priority, ttl=ttl))
         except Unavailable:
             # The next ones would wait as long: drop them until the store may be well again.
             self._paused_until_s = time.monotonic() + self._pause_s

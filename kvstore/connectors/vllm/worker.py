@@ -8,7 +8,7 @@ from typing import Any
 from kvstore.connectors.vllm.counts import EngineCounts
 from kvstore.connectors.vllm.link import Link
 from kvstore.connectors.vllm.loading import Loader, Loading
-from kvstore.connectors.vllm.messages import Orders, Report
+from kvstore.connectors.vllm.messages import IDLE_S, Orders, Report
 from kvstore.connectors.vllm.naming import Shape
 from kvstore.connectors.vllm.pages import Pages
 from kvstore.connectors.vllm.settings import Settings
@@ -30,6 +30,7 @@ class WorkerHalf:
         self._loader: Loader | None = None
         self._storer: Storer | None = None
         self._is_async = shape.is_async(settings)
+        self._is_idle = False
         self._syncing: list[Loading] = []
         self._scattered: set[str] = set()
         self._report = Report(digests={(part, namespace.digest)})
@@ -60,6 +61,7 @@ class WorkerHalf:
     def start_loads(self, orders: Orders) -> None:
         """Implements ``start_load_kv``. Waits for synchronous loads here, or layer by layer."""
         assert self._loader is not None
+        self._is_idle = orders.is_idle
         for load in orders.loads:
             loading = self._loader.begin(load, keep=not self._is_async)
             if not self._is_async:
@@ -98,10 +100,13 @@ class WorkerHalf:
         self._scattered.clear()
 
     def finished_loads(self) -> set[str]:
-        """Returns the requests whose asynchronous loads ended since the last call."""
+        """Returns the requests whose asynchronous loads ended since the last call.
+
+        Waits for a moment if the engine has nothing to compute before one ends.
+        """
         finished = set()
         assert self._loader is not None
-        for loading in self._loader.ended():
+        for loading in self._loader.ended(IDLE_S if self._is_idle else 0.0):
             report, number = self._report, loading.load.number
             report.ended[number] = report.ended.get(number, 0) + 1
             report.timed_out = report.timed_out or loading.timed_out

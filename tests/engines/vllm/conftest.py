@@ -5,16 +5,14 @@ They start engines, which takes minutes: only `make test-engines` runs them, in 
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.engines.vllm.engines import HERE, PYTHON, Answer, engine_environment, prompt, running_engine
+from tests.engines.vllm.engines import PYTHON, Answer, make_model, prompt, running_engine
 from tests.etcd_fixture import running_etcd
 
 collect_ignore_glob = [] if os.environ.get("KVSTORE_TEST_ENGINES") and PYTHON.exists() else ["test_*.py"]
@@ -42,19 +40,6 @@ def workplace() -> Iterator[Path]:
 def model(workplace: Path) -> Path:
     """The tiny model."""
     return make_model(workplace, "tiny", 7)
-
-
-def make_model(workplace: Path, name: str, seed: int, **changes: object) -> Path:
-    """A tiny model with weights from ``seed`` in a folder called ``name``."""
-    folder = workplace / name
-    subprocess.run(
-        [str(PYTHON), str(HERE / "tiny_model.py"), str(folder), "--seed", str(seed), "--changes", json.dumps(changes)],
-        check=True,
-        timeout=300,
-        env=engine_environment(workplace),
-        cwd=workplace,
-    )
-    return folder
 
 
 CROWD = [prompt(200 + number, 200) for number in range(8)]

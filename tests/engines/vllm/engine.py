@@ -1,7 +1,8 @@
 """A vLLM engine as a child process: requests as JSON lines on standard input, answers on a given file descriptor.
 
-``{"prompts": [[token, ...], ...], "tokens": n}`` generates greedily, ``{"reset": true, "connector": false}`` forgets
-the engine's own cache, ``{"stats": true}`` gives vLLM's metrics.
+``{"prompts": [[token, ...], ...], "tokens": n, "adapter": [name, number, path]}`` generates greedily (with the model
+alone for ``null``), ``{"reset": true, "connector": false}`` forgets the engine's own cache, ``{"stats": true}`` gives
+vLLM's metrics.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import time
 from typing import Any
 
 from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
 
 
 def serve(settings: dict[str, Any], answers: Any) -> None:
@@ -38,9 +40,13 @@ def serve(settings: dict[str, Any], answers: Any) -> None:
         else:
             sampling = SamplingParams(temperature=0.0, max_tokens=request["tokens"], logprobs=1, detokenize=False)
             sampling.ignore_eos = True
+            adapter = LoRARequest(*request["adapter"]) if request["adapter"] else None
             began_s = time.monotonic()
             outputs = engine.generate(
-                [{"prompt_token_ids": prompt} for prompt in request["prompts"]], sampling, use_tqdm=False
+                [{"prompt_token_ids": prompt} for prompt in request["prompts"]],
+                sampling,
+                use_tqdm=False,
+                lora_request=adapter,
             )
             answer(
                 {

@@ -71,6 +71,35 @@ def transfer(place: dict[str, Any], role: str = "kv_both", policy: str = "recomp
     }
 
 
+def make_model(workplace: Path, name: str, seed: int, **changes: object) -> Path:
+    """A tiny model with weights from ``seed`` in a folder called ``name``."""
+    folder = workplace / name
+    subprocess.run(
+        [str(PYTHON), str(HERE / "tiny_model.py"), str(folder), "--seed", str(seed), "--changes", json.dumps(changes)],
+        check=True,
+        timeout=300,
+        env=engine_environment(workplace),
+        cwd=workplace,
+    )
+    return folder
+
+
+Adapter = tuple[str, int, str]
+"""An adapter's name, number and path, as vLLM tells them apart."""
+
+
+def make_adapter(workplace: Path, folder: Path, model: Path, seed: int) -> None:
+    """An adapter of the tiny model with weights from ``seed``."""
+    words = [str(model), str(folder), "--seed", str(seed)]
+    subprocess.run(
+        [str(PYTHON), str(HERE / "tiny_adapter.py"), *words],
+        check=True,
+        timeout=300,
+        env=engine_environment(workplace),
+        cwd=workplace,
+    )
+
+
 @dataclass
 class Answer:
     """The tokens that an engine generated for some prompts."""
@@ -116,13 +145,13 @@ class Engine:
         assert self._read(START_S) == {"ready": True}
         return self
 
-    def generate(self, *prompts: list[int], tokens: int = 8) -> Answer:
+    def generate(self, *prompts: list[int], tokens: int = 8, adapter: Adapter | None = None) -> Answer:
         """Greedy continuations."""
-        return Answer(**self._ask({"prompts": list(prompts), "tokens": tokens}))
+        return Answer(**self._ask({"prompts": list(prompts), "tokens": tokens, "adapter": adapter}))
 
     def begin(self, *prompts: list[int], tokens: int = 8) -> None:
         """Asks without waiting for the answer."""
-        self._send({"prompts": list(prompts), "tokens": tokens})
+        self._send({"prompts": list(prompts), "tokens": tokens, "adapter": None})
 
     def end(self) -> Answer:
         """The answer to ``begin``."""
@@ -244,10 +273,10 @@ def running_program(*arguments: str) -> Iterator[subprocess.Popen[str]]:
 
 
 @contextmanager
-def running_worker(root: Path, etcd: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+def running_worker(root: Path, etcd: str, *options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """Starts ``kvstore worker``; its address and its process."""
     with running_program(
-        "kvstore.cli.main", "worker", "--root", str(root), "--etcd", etcd, "--listen", "127.0.0.1:0"
+        "kvstore.cli.main", "worker", "--root", str(root), "--etcd", etcd, "--listen", "127.0.0.1:0", *options
     ) as child:
         assert child.stdout is not None
         line = child.stdout.readline()

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from tests.engines.vllm.conftest import PROMPTS, make_model
+from tests.engines.vllm.conftest import PROMPTS
 from tests.engines.vllm.engines import (
     HERE,
     PYTHON,
     Answer,
     engine_environment,
     full_blocks,
+    make_model,
     running_engine,
     stored_files,
     transfer,

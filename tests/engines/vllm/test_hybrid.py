@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from tests.engines.vllm.conftest import PROMPTS, make_model
-from tests.engines.vllm.engines import check_clean, damage, mend, running_engine, stored_files, transfer
+from tests.engines.vllm.conftest import PROMPTS
+from tests.engines.vllm.engines import check_clean, damage, make_model, mend, running_engine, stored_files, transfer
 
 LONG, BRANCH = PROMPTS["long"], PROMPTS["branch"]
 

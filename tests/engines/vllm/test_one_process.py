@@ -61,6 +61,19 @@ def test_a_shared_prefix_is_loaded_and_the_rest_computed(engine: Engine, referen
     assert answer.cached[0] in (128, full_blocks(BRANCH))
 
 
+def test_requests_for_one_prompt_that_come_together_load_it_once(
+    engine: Engine, root: Path, reference: dict[str, Answer]
+) -> None:
+    engine.generate(LONG, tokens=1)
+    block_bytes = max(path.stat().st_size for path in wait_stored(root, LONG_BLOCKS))
+    engine.forget()
+    before = engine.counts()["vllm:kvstore_loaded_bytes"]
+    answer = engine.generate(LONG, LONG, LONG)
+    assert answer.tokens == reference["long"].tokens * 3 and answer.cached == [full_blocks(LONG)] * 3
+    loaded = engine.counts()["vllm:kvstore_loaded_bytes"] - before
+    assert 0 < loaded <= LONG_BLOCKS * block_bytes, "the others took it from the engine's own cache"
+
+
 def test_a_prompt_of_full_blocks_leaves_one_token_to_compute(engine: Engine, reference: dict[str, Answer]) -> None:
     cached = []
     for _ in range(2):

@@ -1,0 +1,303 @@
+"""KV into and out of a GPU: the pages of an engine beside a plain copy, and a whole prefill with and without a store.
+
+    python -m benchmarks.gpu [--tokens 4096 32768 131072] [--root FOLDER] [--small]
+
+Needs torch, transformers and kvstore. Without a GPU, or with ``--small``, everything is tiny, which only shows that it
+runs. Hypotheses: pages come and go at nine tenths of the speed of one pinned copy of the same bytes, and a matrix
+product beside them loses at most 3 %; a warm prefill takes the time that the bus and the store need.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import kvstore
+from benchmarks.contents import WrongBytes
+from benchmarks.result import Cell, Table, markdown
+from benchmarks.rounds import GIB, in_turns
+from kvstore.client import Store
+from kvstore.connectors.transformers import prefill_with_store
+from kvstore.connectors.vllm.pages import Pages
+
+BLOCK_TOKENS = 16
+CHUNK_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Llama with random weights."""
+
+    hidden: int
+    inner: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head: int
+    vocabulary: int
+    dtype: torch.dtype
+
+    @property
+    def token_bytes(self) -> int:
+        """KV of one token."""
+        return int(2 * self.layers * self.kv_heads * self.head * self.dtype.itemsize)
+
+    def model(self, device: torch.device, tokens: int) -> Any:
+        """The model for prompts of up to ``tokens``."""
+        config = LlamaConfig(
+            vocab_size=self.vocabulary,
+            hidden_size=self.hidden,
+            intermediate_size=self.inner,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head,
+            max_position_embeddings=tokens + CHUNK_TOKENS,
+            pad_token_id=None,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+        torch.manual_seed(7)
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(self.dtype)
+        try:
+            with device:
+                return LlamaForCausalLM(config).eval()
+        finally:
+            torch.set_default_dtype(before)
+
+
+LLAMA_8B = Shape(4096, 14_336, 32, 32, 8, 128, 128_256, torch.bfloat16)
+SMALL = Shape(64, 128, 4, 4, 2, 16, 512, torch.float32)
+
+
+class Moves:
+    """The pages of one prompt in an engine's KV tensors, and one contiguous copy of as many bytes."""
+
+    def __init__(self, shape: Shape, device: torch.device, tokens: int) -> None:
+        count = tokens // BLOCK_TOKENS
+        page = (count, 2, BLOCK_TOKENS, shape.kv_heads, shape.head)
+        self._device = device
+        self._tensors = [torch.randn(page, device=device).to(shape.dtype) for _ in range(shape.layers)]
+        names = [f"layer {at}" for at in range(shape.layers)]
+        self.pages = Pages(names, self._tensors, count)
+        self.blocks = torch.randperm(count, generator=torch.Generator().manual_seed(1)).tolist()
+        self.size_bytes = count * self.pages.block_bytes
+        self.host = self.pages.host(count)
+        self._plain = torch.empty_like(self.host, device=device)
+
+    def plain_out(self) -> float:
+        """Seconds of one copy to pinned memory."""
+        return self._timed(lambda: self.host.copy_(self._plain, non_blocking=True))
+
+    def plain_in(self) -> float:
+        """Seconds of one copy from pinned memory."""
+        return self._timed(lambda: self._plain.copy_(self.host, non_blocking=True))
+
+    def pages_out(self) -> float:
+        """Seconds until all pages are on the host."""
+        return self._timed(lambda: self.pages.copy_out(self.blocks).rows())
+
+    def pages_in(self) -> float:
+        """Seconds until all pages are where the engine reads them."""
+        return self._timed(lambda: self.pages.write(self.host, self.blocks, self.pages.now()))
+
+    def check(self) -> None:
+        """Raises WrongBytes if pages do not come back as they went."""
+        before = [each.clone() for each in self._tensors]
+        rows = torch.from_numpy(self.pages.copy_out(self.blocks).rows()).clone()
+        for each in self._tensors:
+            each.zero_()
+        self.pages.write(rows, self.blocks, self.pages.now())
+        if not all(torch.equal(each, was) for each, was in zip(self._tensors, before, strict=True)):
+            raise WrongBytes("pages came back otherwise than they went")
+
+    def beside(self, work: Callable[[], object] | None) -> float:
+        """Matrix products a second on the device while ``work`` goes on in another thread."""
+        size = 8192 if self._device.type == "cuda" else 128
+        left = torch.randn(size, size, device=self._device, dtype=self._tensors[0].dtype)
+        ends, done = threading.Event(), 0
+
+        def repeat() -> None:
+            while work is not None and not ends.is_set():
+                work()
+
+        thread = threading.Thread(target=repeat)
+        thread.start()
+        began_s = time.perf_counter()
+        while time.perf_counter() - began_s < (2.0 if self._device.type == "cuda" else 0.2):
+            left @ left
+            _wait(self._device)
+            done += 1
+        rate = done / (time.perf_counter() - began_s)
+        ends.set()
+        thread.join()
+        return rate
+
+    def _timed(self, work: Callable[[], object]) -> float:
+        _wait(self._device)
+        began_s = time.perf_counter()
+        work()
+        _wait(self._device)
+        return time.perf_counter() - began_s
+
+
+def moves(shape: Shape, device: torch.device, tokens: int, rounds: int) -> Table:
+    """Pages beside plain copies, and what a matrix product loses."""
+    made = Moves(shape, device, tokens)
+    made.check()
+    ways = {
+        "pinned copy out": made.plain_out,
+        "pages out": made.pages_out,
+        "pinned copy in": made.plain_in,
+        "pages in": made.pages_in,
+    }
+    found = in_turns(ways, rounds)
+    rows: list[list[Cell]] = []
+    for way in ways:
+        plain = f"pinned copy {way.split()[-1]}"
+        rate = median(made.size_bytes / GIB / each[way] for each in found)
+        rows.append([way, rate, median(each[plain] / each[way] for each in found), None])
+    products = {
+        "none": lambda: made.beside(None),
+        "pages out": lambda: made.beside(made.pages_out),
+        "pages in": lambda: made.beside(made.pages_in),
+    }
+    beside = in_turns(products, rounds)
+    for row in rows:
+        if row[0] in products:
+            row[3] = 100 * (1 - median(each[str(row[0])] / each["none"] for each in beside))
+    title = f"{made.size_bytes / 1e6:,.0f} MB in {len(made.blocks):,} blocks of {shape.layers} layers"
+    return Table(title, ("", "GiB/s", "of a pinned copy", "a product loses %"), rows)
+
+
+class Prefill:
+    """One model with its prompts and a store."""
+
+    def __init__(self, shape: Shape, device: torch.device, tokens: int) -> None:
+        self.shape, self._device = shape, device
+        self._model = shape.model(device, tokens)
+        self._expected: dict[int, int] = {}
+
+    def prompt(self, tokens: int, seed: int) -> torch.Tensor:
+        """Random tokens, one more than ``tokens``."""
+        source = torch.Generator().manual_seed(1000 * tokens + seed)
+        return torch.randint(3, self.shape.vocabulary, (1, tokens + 1), generator=source).to(self._device)
+
+    def first_token_s(self, prompt: torch.Tensor, store: Store | None, *, is_warm: bool = False) -> float:
+        """Time to first token. Raises WrongBytes for another token than without a store."""
+        _wait(self._device)
+        before = 0 if store is None else loaded_bytes(store)
+        began_s = time.perf_counter()
+        past = None
+        if store is not None:
+            past = prefill_with_store(self._model, prompt, store, chunk_tokens=CHUNK_TOKENS, fingerprint="random")
+        with torch.no_grad():
+            told = self._model.generate(prompt, past_key_values=past, max_new_tokens=1, do_sample=False)
+        token = int(told[0, -1])
+        took_s = time.perf_counter() - began_s
+        key = hash(tuple(prompt[0, :8].tolist()))
+        if self._expected.setdefault(key, token) != token:
+            raise WrongBytes(f"token {token}, without a store {self._expected[key]}")
+        if is_warm and store is not None:
+            read = loaded_bytes(store) - before
+            if read < (prompt.shape[1] - 1) * self.shape.token_bytes:
+                raise WrongBytes(f"{read} bytes were loaded")
+        return took_s
+
+    def row(self, root: Path, tokens: int, rounds: int) -> list[Cell]:
+        """Medians for prompts of one length."""
+        size_bytes = tokens * self.shape.token_bytes
+        with opened(root, 0) as plain, opened(root, max(2 * size_bytes, 64 << 20)) as memory:
+            asked = self.prompt(tokens, 0)
+            self.first_token_s(asked, None)
+            cold = self.first_token_s(asked, plain)
+            for store in (plain, memory, memory):
+                self.first_token_s(asked, store, is_warm=True)
+            found = in_turns(
+                {
+                    "none": lambda: self.first_token_s(asked, None),
+                    "root": lambda: self.first_token_s(asked, plain, is_warm=True),
+                    "memory": lambda: self.first_token_s(asked, memory, is_warm=True),
+                },
+                rounds,
+                warm_up=0,
+            )
+        none, on_root, in_memory = (median(each[way] for each in found) for way in ("none", "root", "memory"))
+        return [
+            tokens,
+            size_bytes / 1e6,
+            none,
+            cold,
+            on_root,
+            in_memory,
+            in_memory / none,
+            size_bytes / GIB / in_memory,
+        ]
+
+
+@contextmanager
+def opened(root: Path, memory_bytes: int) -> Iterator[Store]:
+    """A store with deadlines that a long prompt needs."""
+    with kvstore.open(root, max_bytes=None, memory=memory_bytes) as store:
+        yield store
+
+
+def loaded_bytes(store: Store) -> int:
+    """What came from the root and from memory so far."""
+    stats = store.stats()
+    return int(stats["bytes_read"] + stats["memory_bytes"])
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints both tables."""
+    parser = argparse.ArgumentParser(prog="benchmarks.gpu", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--tokens", type=int, nargs="+", help="lengths of prompts (default: 4096 32768 131072)")
+    parser.add_argument("--root", type=Path, metavar="FOLDER", help="where to make the root (default: temporary files)")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--small", action="store_true", help="a tiny model, to see that it runs")
+    asked = parser.parse_args(arguments)
+    is_small = asked.small or not torch.cuda.is_available()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    shape = SMALL if is_small else LLAMA_8B
+    lengths = asked.tokens or ([512] if is_small else [4096, 32_768, 131_072])
+    about = f"{torch.cuda.get_device_name() if device.type == 'cuda' else 'CPU'}, torch {torch.__version__}"
+    print(f"{about}{', a tiny model' if is_small else ''}, {asked.rounds} rounds", flush=True)
+    table = moves(shape, device, 512 if is_small else 8192, asked.rounds)
+    print(f"\n{table.title}\n\n{markdown(table)}", flush=True)
+    prefill = Prefill(shape, device, max(lengths))
+    columns = (
+        "tokens",
+        "MB of KV",
+        "no store s",
+        "cold, storing s",
+        "warm, root s",
+        "warm, memory s",
+        "of no store",
+        "GiB/s",
+    )
+    with tempfile.TemporaryDirectory(dir=asked.root, prefix="kvstore-gpu-") as folder:
+        rows = [prefill.row(Path(folder) / str(tokens), tokens, asked.rounds) for tokens in lengths]
+    print(f"\nTime to first token\n\n{markdown(Table('', columns, rows))}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

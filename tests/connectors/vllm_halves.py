@@ -1,0 +1,123 @@
+"""The scheduler's half of the vLLM connector on a store in memory, and requests and steps as vLLM passes them.
+
+No vLLM is needed here, only the two empty base classes of the messages, and its version.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from kvstore import Layout
+from kvstore.client.blocks import BlockCache
+from kvstore.connectors.vllm.settings import Settings
+from kvstore.namespace import Namespace
+from tests.connectors.vllm_modules import vllm_modules
+from tests.patience import PATIENCE_S
+
+BLOCK_TOKENS = 4
+BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+
+
+@dataclass
+class Request:
+    """The part of a vLLM request that the connector reads."""
+
+    request_id: str
+    num_tokens: int
+    lora_request: Any = None
+    block_hashes: list[bytes] = field(default_factory=list)
+    kv_transfer_params: Any = None
+    kv_hints: Any = None
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = self.num_tokens
+        self.block_hashes = [bytes([number]) * 32 for number in range(self.num_tokens // BLOCK_TOKENS)]
+
+
+class Blocks:
+    """The block table of every request: block ``100 + n`` holds the tokens of its n-th block."""
+
+    def get_block_ids(self, request_id: str = "") -> tuple[list[int]]:
+        return (list(range(100, 132)),)
+
+
+@contextmanager
+def halves() -> Iterator[Callable[..., Any]]:
+    """Yields what makes a scheduler's half on a store in memory."""
+    with vllm_modules({BASE: {"KVConnectorMetadata": object, "KVConnectorWorkerMetadata": object}}):
+        yield from _halves()
+
+
+def _halves() -> Iterator[Callable[..., Any]]:
+    from kvstore.connectors.vllm.scheduler import SchedulerHalf
+
+    made: list[Any] = []
+
+    def half(**settings: Any) -> Any:
+        given = Settings.of({"root": "memory://", **settings})
+        shape = SimpleNamespace(
+            tp=1,
+            pp=1,
+            groups=(0,),
+            block_tokens=[BLOCK_TOKENS],
+            hash_tokens=BLOCK_TOKENS,
+            is_async=lambda settings: settings.load == "async",
+            adapters="float32",
+        )
+        names = [Namespace.of("model", Layout(1, 1, 16, "int8", 1))]
+        made.append(SchedulerHalf(given, shape, names, loads=True, stores=True))  # type: ignore[arg-type]
+        made[-1].manager = Blocks()
+        return made[-1]
+
+    yield half
+    for each in made:
+        each.close()
+
+
+def cache(half: Any) -> BlockCache:
+    found: list[BlockCache] = half._link.caches()
+    return found[0]
+
+
+def store(half: Any, request: Request, count: int) -> None:
+    keys = [hashed + b"\0" for hashed in request.block_hashes[:count]]
+    assert cache(half).put(keys, [bytes(64)] * count) == [True] * count
+
+
+def matched(half: Any, request: Request, computed: int = 0) -> tuple[int, bool]:
+    """Asks as vLLM does, once per step, until there is an answer."""
+    ends_s = time.monotonic() + PATIENCE_S
+    while (found := half.matched_tokens(request, computed))[0] is None:
+        assert time.monotonic() < ends_s
+        time.sleep(0.001)
+    answer: tuple[int, bool] = found
+    return answer
+
+
+def step(half: Any, request: Request, computed: int, count: int) -> Any:
+    """The orders of a step in which one new request is scheduled."""
+    return half.orders(
+        SimpleNamespace(
+            scheduled_new_reqs=[SimpleNamespace(req_id=request.request_id, num_computed_tokens=computed)],
+            scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
+            scheduled_spec_decode_tokens={},
+            num_scheduled_tokens={request.request_id: count},
+            total_num_scheduled_tokens=count,
+        )
+    )
+
+
+def idle(half: Any) -> Any:
+    """The orders of a step in which nothing is scheduled."""
+    return half.orders(
+        SimpleNamespace(
+            scheduled_new_reqs=[],
+            scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
+            total_num_scheduled_tokens=0,
+        )
+    )

@@ -1,0 +1,47 @@
+"""The benchmark of a GPU runs small on a CPU, and finds wrong KV."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import gpu
+from benchmarks.contents import WrongBytes
+from kvstore.connectors.vllm.pages import Pages
+
+
+def test_it_prints_both_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.main(["--small", "--rounds", "1", "--tokens", "512", "--root", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "pages in" in printed and "| 512 |" in printed.replace("|    512 |", "| 512 |")
+    assert not list(tmp_path.iterdir())
+
+
+def test_pages_that_come_back_wrong_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    moves = gpu.Moves(gpu.SMALL, torch.device("cpu"), 256)
+    moves.check()
+    write = Pages.write
+
+    def twisted(pages: Pages, source: Any, blocks: list[int], after: Any) -> None:
+        write(pages, source, blocks[::-1], after)
+
+    monkeypatch.setattr(Pages, "write", twisted)
+    with pytest.raises(WrongBytes):
+        moves.check()
+
+
+def test_a_token_that_differs_is_found(tmp_path: Path) -> None:
+    prefill = gpu.Prefill(gpu.SMALL, torch.device("cpu"), 512)
+    asked = prefill.prompt(512, 0)
+    with gpu.opened(tmp_path, 0) as store:
+        prefill.first_token_s(asked, store)
+        prefill.first_token_s(asked, store, is_warm=True)
+        with pytest.raises(WrongBytes, match="bytes were loaded"):
+            prefill.first_token_s(prefill.prompt(512, 1), store, is_warm=True)
+        for parameter in prefill._model.parameters():
+            parameter.data = torch.randn_like(parameter)
+        with pytest.raises(WrongBytes, match="without a store"):
+            prefill.first_token_s(asked, None)
