@@ -145,8 +145,7 @@ def test_the_file_is_removed_nothing_is_collected_and_one_command_mends_it(tmp_p
             assert matched(other, 2) == TOKENS_COUNT and not other.stats()["protected"]
         adopted = CliRunner().invoke(fsck, [str(root), "--adopt"])
         assert adopted.exit_code == 0 and "generation 1 -> 2" in adopted.output, adopted.output
-        eventually(lambda: store.stats()["protected"], "it protects again")
-        assert cache.pin(tokens(1)).tokens == TOKENS_COUNT
+        eventually(lambda: pinned(cache) == TOKENS_COUNT, "it protects again, once it has noticed")
         assert collected(root).reaped.count == 4
         assert (matched(store, 1), matched(store, 2)) == (TOKENS_COUNT, 0)
 
