@@ -114,7 +114,7 @@ class Way:
         if self.name != "none":
             self.engine.generate(prompt(0, BLOCK_TOKENS // 2), tokens=2)  # vLLM stores in the steps that follow
             self._wait_stored(stored)
-        return Took(answer.seconds, self._cpu_s() - before_s), answer.cached[0]
+        return Took(answer.seconds, max(TICK_S, self._cpu_s() - before_s)), answer.cached[0]
 
     def _wait_stored(self, count: int) -> None:
         ends_s = time.monotonic() + STORED_S

@@ -228,3 +228,14 @@ def test_a_request_says_how_long_to_keep_its_blocks(
     assert [run.hints for run in step(half, request, 0, 12).stores] == [expected]
     is_odd = expected == Hints() and "kvstore" in (request.kv_transfer_params or {})
     assert ("are ignored" in caplog.text) == is_odd
+
+
+def test_an_answer_from_before_the_blocks_were_stored_is_looked_for_anew(make: Callable[..., Any]) -> None:
+    half, first, second = make(), Request("a", 22), Request("b", 22)
+    for request in (first, second):
+        half.arrived(request)
+        assert matched(half, request) == (0, False)
+    assert len(step(half, first, 0, 22).stores) == 1
+    store(half, first, 3)
+    assert matched(half, second) == (12, True), "vLLM had its answer already, and has not used it"
+    assert half.counts.take()["lookups"] == 3

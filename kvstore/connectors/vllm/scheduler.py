@@ -33,6 +33,8 @@ AVOID_S = 60.0
 AVOIDED_MAX = 65_536
 STALE_S = 5.0
 """A result that the request has not used by then is looked up again."""
+ORDERED_MAX = 65_536
+"""Blocks ordered to be stored that are remembered, for look-ups that were answered before."""
 RENEW_S = 30.0
 """A request that still stores blocks looks its first ones up this often, so that they count as used like the last ones:
 half of the quantum of recency (kvstore/recency.py)."""
@@ -98,6 +100,8 @@ class SchedulerHalf:
         self._unconfirmed: dict[int, int] = {}
         """Synchronous loads by number, with the workers that have not yet reported them."""
         self._avoided: dict[bytes, float] = {}
+        self._ordered: dict[bytes, float] = {}
+        """When blocks were last ordered to be stored."""
         self._loading: dict[bytes, Tracked] = {}
         """The request that loads a block, by the block's key."""
         self._asked: Flag | None = None
@@ -133,7 +137,7 @@ class SchedulerHalf:
             tracked.stored_tokens = computed_tokens
             return 0, False
         lookup = tracked.lookup
-        if tracked.asked_tokens != computed_tokens or tracked.is_stale(time.monotonic()):
+        if tracked.asked_tokens != computed_tokens or tracked.is_stale(time.monotonic()) or self._is_outdated(lookup):
             tracked.abandon()
             lookup = None
         if lookup is None:
@@ -155,6 +159,15 @@ class SchedulerHalf:
         if new and self._is_async and self._loads_already(lookup.keys[lookup.asked][0], tracked):
             return None, False  # vLLM asks again, and then has them in its own cache
         return new, bool(new) and self._is_async
+
+    def _is_outdated(self, lookup: Lookup | None) -> bool:
+        """True if the first unit that was not found was ordered to be stored since.
+
+        vLLM asks for all requests that wait while none of them has an answer, and then uses the answers one by one.
+        """
+        if lookup is None or lookup.found is None or lookup.found.from_asked >= len(lookup.keys):
+            return False
+        return self._ordered.get(lookup.keys[lookup.found.from_asked][0], 0.0) > lookup.started_s
 
     def _loads_already(self, key: bytes, tracked: Tracked) -> bool:
         """True if another request is loading this block: samples of one prompt, or requests that came together."""
@@ -242,9 +255,14 @@ class SchedulerHalf:
         if first and time.monotonic() > tracked.renewed_s + RENEW_S:
             tracked.renewed_s = time.monotonic()
             self._lookups.renew(self._unit_keys(tracked))
+        now = time.monotonic()
         for run in runs:
             for key in run.keys:
                 self._avoided.pop(key, None)
+                self._ordered.pop(key, None)
+                self._ordered[key] = now
+        while len(self._ordered) > ORDERED_MAX:
+            del self._ordered[next(iter(self._ordered))]
         return [run for run in runs if run.keys]
 
     def learn(self, report: Report) -> None:
