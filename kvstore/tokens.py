@@ -82,8 +82,5 @@ def _type_of(tokens: Tokens, array: npt.NDArray[Any]) -> str:
     """What to call the type in a message: numpy's name, or the first item's when numpy fell back to objects."""
     if array.dtype.kind != "O":
         return str(array.dtype)
-    odd = next(
-        (item for item in tokens if not isinstance(item, int) or not 0 <= item <= TOKEN_ID_MAX),
-        tokens[0],
-    )
-    return f"{type(odd).__name__} (such as {odd!r})"
+    odd = [item for item in tokens if not isinstance(item, int) or not 0 <= item <= TOKEN_ID_MAX]
+    return f"{type(odd[0]).__name__} (such as {odd[0]!r})" if odd else "object"

@@ -16,7 +16,7 @@ from functools import partial
 from kvstore.address import Address
 from kvstore.errors import PermissionDenied, RootMismatch, Unavailable
 from kvstore.format import places
-from kvstore.meta.generation import ADVICE, Foreign, difference, join_generation, read_generation
+from kvstore.meta.generation import Foreign, difference, join_generation, read_generation
 from kvstore.meta.keys import SessionId
 from kvstore.meta.namespaces import Namespaces
 from kvstore.namespace import Namespace
@@ -143,6 +143,7 @@ class Rounds:
                 publish, self._root, ids=self._site.ids, clock=self._site.clock, folder=self._site.generations
             ),
             timeout_s=self._timeout_s,
+            of_host=self._site.is_of_host,
         )
         if isinstance(standing, Foreign):
             raise RootMismatch(standing.why)
@@ -152,7 +153,7 @@ class Rounds:
         on_root = read_newest(self._root, self._site.generations)
         in_meta = read_generation(self._site.meta, self._site.keys, self._timeout_s)
         if on_root is not None and on_root != in_meta:
-            raise RootMismatch(f"{difference(on_root, in_meta)}: {ADVICE}")
+            raise RootMismatch(difference(on_root, in_meta, of_host=self._site.is_of_host))
 
     def _goals(self, namespaces: Sequence[Namespace]) -> Goals:
         """The goals of the configuration, with the shorter time to live if embedded stores ask for one."""

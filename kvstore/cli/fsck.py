@@ -152,8 +152,8 @@ def _print_adopted(adopted: Adopted) -> None:
     )
     print(
         f"pins: {adopted.pins_restored_count} restored, {adopted.pins_known_count} known, "
-        f"{adopted.pins_ended_count} ended; etcd has {adopted.added_count} namespaces more, "
-        f"{adopted.known_count} it knew",
+        f"{adopted.pins_ended_count} ended; {adopted.added_count} namespaces are known anew, "
+        f"{adopted.known_count} were known",
         flush=True,
     )
     for refused in adopted.refused:

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvstore.errors import RootMismatch
-from kvstore.format.generation import Generation
+from kvstore.format.generation import Generation, OfCluster
+from kvstore.format.places import METADATA
 from kvstore.meta.deadline import Deadline
 from kvstore.meta.first import put_first
 from kvstore.meta.interface import Meta
@@ -21,8 +22,11 @@ LOOKS_MAX = 2
 """Both sides cannot be read at one moment. If they differ while one is being written, they agree at the second look."""
 ADVICE = (
     "etcd was wiped, restored, or is another cluster's. Chunks are served, but nothing is protected and nothing "
-    "collected until `kvstore fsck ROOT --adopt --etcd ENDPOINTS` was run; without --etcd where metadata.sqlite on the "
-    "root was removed or replaced (gc/RUNBOOK.md)"
+    "collected until `kvstore fsck ROOT --adopt --etcd ENDPOINTS` was run (gc/RUNBOOK.md)"
+)
+ADVICE_OF_HOST = (
+    "that file was removed, restored or replaced. Chunks are served, but nothing is protected or collected, and stores "
+    "with a bound put nothing, until `kvstore fsck ROOT --adopt` was run (gc/RUNBOOK.md)"
 )
 
 
@@ -54,6 +58,7 @@ def join_generation(
     read_root: Callable[[], Generation | None],
     publish_root: Callable[[Generation], Generation],
     timeout_s: float | None = None,
+    of_host: bool = False,
 ) -> Standing:
     """Compares the root's generation with etcd's; makes the first one if neither has any.
 
@@ -61,7 +66,8 @@ def join_generation(
 
     ``read_root`` returns the root's newest generation, ``publish_root`` publishes one and returns the newest afterwards
     (``kvstore.root.generations``). Their errors are raised, except RootMismatch, which means Foreign. ``timeout_s`` is
-    for the calls to ``meta`` only. Raises Unavailable if the answer stays unknown, PermissionDenied.
+    for the calls to ``meta`` only. ``of_host``: the metadata are a file on the root, and no etcd. Raises Unavailable if
+    the answer stays unknown, PermissionDenied.
     """
     deadline = Deadline(timeout_s)
     why = ""
@@ -77,18 +83,21 @@ def join_generation(
                     value = put_first(meta, keys.generation, mine.to_json(), deadline, "the generation")
                     in_meta = Generation.from_json(value, keys.generation)
                 on_root = publish_root(in_meta)
+        except OfCluster as mismatch:
+            return Foreign(str(mismatch))
         except RootMismatch as mismatch:
-            why = str(mismatch)
+            why = f"{mismatch}: {ADVICE_OF_HOST if of_host else ADVICE}"
             continue
         if on_root == in_meta:
             return Agreed(on_root)
-        why = difference(on_root, in_meta)
-    return Foreign(f"{why}: {ADVICE}")
+        why = difference(on_root, in_meta, of_host=of_host)
+    return Foreign(why)
 
 
-def difference(on_root: Generation, in_meta: Generation | None) -> str:
-    """Returns the difference in words."""
-    return f"the root is of generation {on_root}, etcd {f'of {in_meta}' if in_meta else 'has none'}"
+def difference(on_root: Generation, in_meta: Generation | None, *, of_host: bool = False) -> str:
+    """Returns the difference in words, with what to do."""
+    place, advice = (METADATA, ADVICE_OF_HOST) if of_host else ("etcd", ADVICE)
+    return f"the root is of generation {on_root}, {place} {f'of {in_meta}' if in_meta else 'has none'}: {advice}"
 
 
 def read_generation(meta: Meta, keys: Keys, timeout_s: float | None = None) -> Generation | None:

@@ -18,7 +18,9 @@ CLAIM_SHARE = 1 / 128
 """The share of the bound in one claim. A node that is killed loses it until the next listing."""
 CLAIM_BYTES_MAX = 64 << 20
 EARLY_SHARE = 1 / 16
-"""A process that claimed this share of the bound needs a collector at once: it takes a moment to begin."""
+"""A process that claimed this share of the bound needs a collector at once: it takes a moment to begin.
+
+It may write as much, once, while it has lost the metadata."""
 TIMEOUT_S = 1.0
 
 
@@ -47,17 +49,17 @@ class Claims:
         self._claimed_bytes = 0
         """Claimed from the level key that was made at ``_made_at``."""
         self._owed_bytes = 0
-        """Written without a claim, because the metadata could not be relied on: the next claim has it too."""
+        """Lent without a claim, because the metadata could not be relied on: the next claim has it too."""
+        self._has_claimed = False
 
     def begin(self) -> None:
         """See ``NodeUsage``."""
         self._wrote(False)
 
     def claim(self, overdrawn_bytes: int) -> int:
-        """See ``NodeUsage``. A node that cannot rely on the metadata goes on: only the file system bounds it."""
+        """See ``NodeUsage``."""
         if not self._counts():
-            self._owed_bytes += overdrawn_bytes + CLAIM_BYTES_MAX
-            return CLAIM_BYTES_MAX
+            return self._lend(overdrawn_bytes)
         try:
             return self._claim(overdrawn_bytes)
         except KVStoreError as error:
@@ -70,6 +72,20 @@ class Claims:
             self._bounds.settle(min(left_bytes, self._claimed_bytes), self._made_at, TIMEOUT_S)
         except KVStoreError as error:
             log.debug("claims.left %s", error)
+
+    def _lend(self, overdrawn_bytes: int) -> int:
+        """Returns what may be written while the metadata cannot be relied on.
+
+        A store with a bound goes on for a moment if it has claimed before, as while a session is renewed. It may not go
+        on for long, nor may program after program begin so: where ``metadata.sqlite`` is gone, nobody collects.
+        """
+        lent_bytes = CLAIM_BYTES_MAX
+        if self._own.max_bytes is not None:
+            if self._owed_bytes or not self._has_claimed:
+                return 0
+            lent_bytes = min(lent_bytes, int(EARLY_SHARE * self._own.max_bytes))
+        self._owed_bytes += overdrawn_bytes + lent_bytes
+        return lent_bytes
 
     def _claim(self, overdrawn_bytes: int) -> int:
         max_bytes = self._bounds.smallest(TIMEOUT_S).and_of(self._own).max_bytes
@@ -87,7 +103,7 @@ class Claims:
         if claim.made_at != self._made_at:
             self._made_at, self._claimed_bytes = claim.made_at, 0
         self._claimed_bytes += claim.size_bytes
-        self._owed_bytes = 0
+        self._owed_bytes, self._has_claimed = 0, True
         if max_bytes is not None and self._claimed_bytes > EARLY_SHARE * max_bytes:
             self._wrote(True)
         return size_bytes

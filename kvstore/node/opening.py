@@ -83,7 +83,7 @@ def open_member(
             if expect is None:
                 raise
             raise RootMismatch(
-                f"{mismatch} If it was replaced on purpose, make the cluster forget the old one: delete the key "
+                f"{mismatch}. If it was replaced on purpose, make the cluster forget the old one: delete the key "
                 f"{root_binding(root.url)} in etcd (or the folder of the etcd that `kvstore up` brought along)"
             ) from mismatch
         if cluster:
@@ -279,6 +279,7 @@ def _fence_of(node: Node, meta: Meta, keys: Keys, folder: Name) -> StartFence:
                 read_root=lambda: read_newest(root, folder),
                 publish_root=lambda mine: publish(root, mine, ids=node.ids, clock=node.clock, folder=folder),
                 timeout_s=timeout_s,
+                of_host=folder == HOST_GENERATIONS,
             )
         )
 

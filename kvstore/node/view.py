@@ -119,6 +119,11 @@ class View:
             raise Overloaded("the root is full until garbage collection has made room: back off, and put again later")
         if not self.usage.wait_for_room():
             self._counters.add(NodeCount.PUT_REFUSED_UNCOUNTED)
+            if self.usage.claiming is not None and not self.protects:
+                raise Overloaded(
+                    "metadata.sqlite on the root cannot be relied on, so nobody knows how much may be written: see the "
+                    "log, and run `kvstore fsck ROOT --adopt` if it stays (gc/RUNBOOK.md)"
+                )
             raise Overloaded(
                 "this node wrote as much as the root may have room for, and no collector has counted it yet: back off, "
                 "and put again in a moment"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from kvstore.errors import RootMismatch
 from kvstore.format import places
-from kvstore.format.generation import RECORD_BYTES_MAX, Generation
+from kvstore.format.generation import RECORD_BYTES_MAX, Generation, OfCluster
 from kvstore.format.places import GENERATIONS, HOST_GENERATIONS, Name
 from kvstore.root.identity import publish_small, read_small
 from kvstore.root.interface import Root
@@ -28,7 +28,7 @@ def read_newest(root: Root, folder: Name = GENERATIONS) -> Generation | None:
     Raises RootMismatch if its file cannot be read, and for the generations of a host on a cluster's root.
     """
     if folder == HOST_GENERATIONS and newest_number(root):
-        raise RootMismatch(f"{root.url} belongs to a cluster, whose etcd knows who uses it: give --etcd")
+        raise OfCluster(f"{root.url} belongs to a cluster, whose etcd knows who uses it: give --etcd")
     number = newest_number(root, folder)
     if not number:
         return None

@@ -188,15 +188,17 @@ def test_without_a_bound_nobody_collects(tmp_path: Path, at_once: None) -> None:
     assert prompts(root) == 10 * CHUNKS and collectors(root) == []
 
 
-def test_a_root_without_metadata_goes_on(tmp_path: Path, at_once: None) -> None:
+def test_a_root_without_metadata_keeps_its_bound(tmp_path: Path, at_once: None) -> None:
     root = tmp_path / "root"
     with kvstore.open(root, max_bytes=4 * MIB, shard_bits=2) as store:
         put(store, 0)
         for path in root.glob(f"{METADATA}*"):
             path.unlink()
         eventually(lambda: not store.stats()["protected"], "its session is lost")
-        stored = put_until(store, lambda: prompts(root) * LAYOUT.chunk_bytes > 6 * MIB)
-        assert matched(store, stored - 1) == TOKENS_COUNT
+        with pytest.raises(Overloaded, match="fsck ROOT --adopt"):
+            for number in range(1, 1000):
+                put(store, number)
+        assert prompts(root) * LAYOUT.chunk_bytes <= 4 * MIB and matched(store, 0) == TOKENS_COUNT
 
 
 @pytest.mark.parametrize("asked", [{"max_bytes": 1 << 30}, {"ttl": 60}], ids=str)

@@ -17,7 +17,7 @@ import kvstore
 from kvstore.cli.fsck import fsck
 from kvstore.client.cache import Cache
 from kvstore.client.store import Store
-from kvstore.errors import InvalidRequest, RootMismatch, SessionLost, Unavailable
+from kvstore.errors import InvalidRequest, Overloaded, RootMismatch, SessionLost, Unavailable
 from kvstore.format.generation import Generation
 from kvstore.format.places import GENERATIONS, METADATA
 from kvstore.meta.sqlite import host
@@ -150,17 +150,48 @@ def test_the_file_is_removed_nothing_is_collected_and_one_command_mends_it(tmp_p
         assert (matched(store, 1), matched(store, 2)) == (TOKENS_COUNT, 0)
 
 
+def test_the_file_is_removed_and_the_bound_holds(tmp_path: Path) -> None:
+    root, bound = tmp_path / "root", 64 << 20
+    with kvstore.open(str(root), max_bytes=bound) as store:
+        store.namespace("model", LAYOUT).put(tokens(1), kv(1))
+    for path in root.glob(f"{METADATA}*"):
+        path.unlink()
+    for _ in range(2):
+        with kvstore.open(str(root), max_bytes=bound) as store:
+            cache = store.namespace("model", LAYOUT)
+            with pytest.raises(Overloaded, match="fsck ROOT --adopt"):
+                cache.put(tokens(2), kv(2))
+            assert (matched(store, 1), matched(store, 2)) == (TOKENS_COUNT, 0)
+    adopted = CliRunner().invoke(fsck, [str(root), "--adopt"])
+    assert adopted.exit_code == 0, adopted.output
+    with kvstore.open(str(root), max_bytes=bound) as store:
+        cache = store.namespace("model", LAYOUT)
+        # No level is known until a collector has listed the root, which it does once a put was refused.
+        eventually(lambda: put_once(cache, 2), "a collector counted")
+
+
+def put_once(cache: Cache, seed: int) -> bool:
+    try:
+        cache.put(tokens(seed), kv(seed))
+    except Overloaded:
+        return False
+    return True
+
+
 @pytest.mark.parametrize("moment", ["before it begins", "while it lives"])
 def test_a_damaged_file_protects_nothing_and_one_command_mends_it(tmp_path: Path, moment: str) -> None:
     root = tmp_path / "root"
-    kvstore.open(str(root)).close()
+    with kvstore.open(str(root)) as store:
+        store.namespace("model", LAYOUT).put(tokens(1), kv(1))
     if moment == "before it begins":
         damage(root)
     with kvstore.open(str(root)) as store:
         cache = store.namespace("model", LAYOUT)
         if moment == "while it lives":
             damage(root)
-        cache.put(tokens(1), kv(1))
+        else:
+            with pytest.raises(Overloaded, match="cannot be relied on"):
+                cache.put(tokens(2), kv(2))
         assert matched(store, 1) == TOKENS_COUNT
         with pytest.raises(Unavailable, match="is damaged"):
             collected(root)

@@ -126,15 +126,32 @@ def test_s6_a_node_without_a_bound_counts_for_others(meta: MemoryMeta) -> None:
     assert root.put(1 << 40) and root.level > 1 << 40
 
 
-def test_s6_a_node_that_cannot_rely_on_the_metadata_goes_on_and_claims_it_later(meta: MemoryMeta) -> None:
-    root = Root(meta)
+def test_s6_a_node_that_lost_the_metadata_goes_on_for_a_moment_and_claims_it_later(meta: MemoryMeta) -> None:
+    root, written = Root(meta), 0
+    assert root.put(SIZE)
     root.counts = False
-    assert root.put(1 << 20) and root.level is None
+    while written < BOUND and root.put(100):
+        written += 100
+    assert 0 < written <= EARLY_SHARE * BOUND + 100, "nobody collects: it does not go on for ever"
+    before = root.level
     root.counts = True
-    written = 1 << 20
-    while root.level is None and root.put(1 << 20):
-        written += 1 << 20
-    assert written >= 1 << 26 and not root.put(1), "all that it wrote meanwhile counts now"
+    assert root.put(100) and root.level is not None and before is not None
+    assert root.level >= before + written, "all that it wrote meanwhile counts now"
+
+
+def test_s6_a_program_that_never_had_the_metadata_writes_nothing_beyond_its_bound(meta: MemoryMeta) -> None:
+    for _ in range(3):
+        root = Root(meta)
+        root.counts = False
+        assert not root.put(1) and root.level is None
+
+
+def test_s6_a_node_without_a_bound_goes_on_without_metadata_and_claims_it_later(meta: MemoryMeta) -> None:
+    root = Root(meta, NO_BOUND)
+    root.counts = False
+    assert root.put(1 << 30) and root.put(1 << 30) and root.level is None
+    root.counts = True
+    assert root.put(1) and (root.level or 0) >= 2 << 30
 
 
 def test_s6_a_process_that_writes_much_wants_a_collector_early(meta: MemoryMeta) -> None:

@@ -60,6 +60,16 @@ BOUND = [
         f"{CLAIMS}a_node_writes_no_more_than_was_claimed_and_one_put",
     ),
     bound(
+        "lends-again-without-metadata",
+        edit("kvstore.node.claims:Claims._lend", "if self._owed_bytes or", "if"),
+        f"{CLAIMS}a_node_that_lost_the_metadata_goes_on_for_a_moment_and_claims_it_later",
+    ),
+    bound(
+        "lends-to-each-program",
+        edit("kvstore.node.claims:Claims._lend", " or not self._has_claimed", ""),
+        f"{CLAIMS}a_program_that_never_had_the_metadata_writes_nothing_beyond_its_bound",
+    ),
+    bound(
         "overdraft-not-counted",
         edit("kvstore.node.usage:NodeUsage.close", "if left_bytes and", "if left_bytes > 0 and"),
         f"{CLAIMS}many_short_programs_together_stay_below_the_bound",
