@@ -19,9 +19,9 @@ READY := $(VENV)/.ready
 MAKEFLAGS += --no-print-directory
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # What takes minutes, root or programs of the system's: each has a command of its own.
-APART := not bench and not real_fs and not cluster and not browser and not alerts and not deploy and not guide
+APART := not bench and not real_fs and not cluster and not hosts and not crashes and not browser and not alerts and not deploy and not guide
 
-.PHONY: help setup demo test test-engines chaos cluster-test browser-test alerts-test deploy-test guide-test docs model mutants check fast lint types contracts sim sim-bugs bench bench-check bench-test results proto proto-check compat lock format clean
+.PHONY: help setup demo test test-engines chaos cluster-test hosts-test crash-test browser-test alerts-test deploy-test guide-test docs model mutants check fast lint types contracts sim sim-bugs bench bench-check bench-test results proto proto-check compat lock format clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
@@ -78,6 +78,12 @@ docs: $(READY) ## the documents as a site, with the API from docstrings (install
 
 alerts-test: $(READY) ## a real Prometheus sees every alert fire, each by its condition (root, Debian's prometheus and bindfs; 5 minutes)
 	@$(BIN)/python -m pytest -q -rs -m alerts tests/alerts $(ARGS)
+
+hosts-test: $(READY) ## roots on NFS, with real kernels as server and clients (root, user-mode Linux, some minutes)
+	@$(BIN)/python -m pytest -q -s -m hosts tests/hosts $(ARGS)
+
+crash-test: $(READY) ## power cuts on ext4 and XFS, with real kernels (root, user-mode Linux, KVSTORE_CRASH_CUTS=3 of each kind)
+	@$(BIN)/python -m pytest -q -s -m crashes tests/hosts $(ARGS)
 
 # One after the other, as one test each: a cluster is started once and its hosts are killed, cut off and upgraded in turn.
 cluster-test: $(READY) ## three hosts in network namespaces with etcd and MooseFS, killed, cut off, upgraded (root, 6 minutes)

@@ -1,4 +1,4 @@
-"""The write modes: when a put is acknowledged, and which tiers keep its chunks."""
+"""When a put is acknowledged, which tiers keep its chunks, and what a crash may lose."""
 
 from __future__ import annotations
 
@@ -10,6 +10,31 @@ RUNS_MAX = 2
 """Runs of one put that are on their way to the root at once."""
 RUNS_IN_MEMORY = RUNS_MAX + 1
 """Runs of one put that need memory: the one that arrives, too."""
+
+
+class Durability(enum.Enum):
+    """What a crash of the host may lose of the puts that were acknowledged."""
+
+    NONE = "none"
+    """What the kernel had not written yet: the last half minute, as Linux is set by default."""
+    EVERYSEC = "everysec"
+    """The last second or so: one sync a second for all (``node/syncing.py``)."""
+    FSYNC = "fsync"
+    """Nothing: each chunk is synced before a put returns."""
+
+    @classmethod
+    def of(cls, value: Durability | str) -> Durability:
+        """The durability with this name. Raises InvalidRequest."""
+        try:
+            return cls(value)
+        except ValueError:
+            names = ", ".join(each.value for each in cls)
+            raise InvalidRequest(f"durability={value!r}: expected one of {names}") from None
+
+    @property
+    def waits(self) -> bool:
+        """True if no put may return before the root has its chunks."""
+        return self is not Durability.NONE
 
 
 class WriteMode(enum.Enum):

@@ -10,6 +10,7 @@ import click
 from kvstore.cli import logs
 from kvstore.cli.declared import option
 from kvstore.cli.kinds import DURATION, SIZE
+from kvstore.writes import Durability
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of a table.")
 no_wait_option = click.option(
@@ -19,10 +20,11 @@ worker_option = click.option(
     "--worker", metavar="HOST:PORT", help="The worker to ask, if --connect or --etcd name several."
 )
 DURABILITY: dict[str, Any] = {
-    "type": click.Choice(["none", "fsync"]),
+    "type": click.Choice([each.value for each in Durability]),
     "default": "none",
     "show_default": True,
-    "help": "none: a host crash may lose the last chunks (a miss); fsync: each put is on the device before it returns.",
+    "help": "What a crash of the host may lose (a miss): none: the last half minute; everysec: about the last second; "
+    "fsync: nothing, each put is on the device before it returns.",
 }
 """The attributes of ``--durability``."""
 LOG_FORMAT: dict[str, Any] = {

@@ -51,8 +51,8 @@ class Tiers:
         default=WriteMode.BEHIND.value,
         show_default=True,
         help="With --memory, when a put is acknowledged: behind, once memory has it (a killed worker loses what "
-        "is not on the root yet); through and around, once the root has it. --durability fsync always "
-        "waits for the root.",
+        "is not on the root yet); through and around, once the root has it. --durability everysec "
+        "and fsync always wait for the root.",
     )
     root_priority_min: int = option(
         "--root-priority-min",

@@ -22,6 +22,7 @@ from kvstore.cli.securing import ServerAccess
 from kvstore.cli.signals import Stopper
 from kvstore.cli.tiering import Tiers
 from kvstore.errors import InvalidRequest
+from kvstore.writes import Durability
 
 if TYPE_CHECKING:
     from kvstore.node.member import Member
@@ -76,7 +77,7 @@ class WorkerOptions:
         return open_member(
             self.cluster.root,
             etcd.endpoints,
-            durable=self.durability == "fsync",
+            durability=Durability(self.durability),
             etcd_tls=etcd.tls(),
             etcd_user=etcd.who(),
             root_options=self.cluster.root_options.read(),

@@ -27,12 +27,10 @@ from kvstore.progress import Progress, unwatched
 from kvstore.results import Cleared, PinRecord
 from kvstore.root.identity import SHARD_BITS_DEFAULT
 from kvstore.security.tls import ClientTls
-from kvstore.writes import WriteMode
+from kvstore.writes import Durability, WriteMode
 
 if TYPE_CHECKING:
     from kvstore.client.control import Control
-
-DURABILITIES = ("none", "fsync")
 
 
 class Store:
@@ -162,8 +160,9 @@ def open(
     processes that open one folder of a local disk share holds and pins, and soon after a first put one of them runs
     ``kvstore-gc`` as a child: files take at most ``max_bytes`` (by default half of what was free when the root was new,
     as its file ``bound`` says; None: no bound), and chunks unused for ``ttl`` seconds go. The smallest limits count.
-    Elsewhere the two raise InvalidRequest. ``durability="fsync"`` makes each put durable before it returns; by default
-    a host crash may lose recent chunks, which is a miss. ``create=False`` refuses to make a new root; a new one gets
+    Elsewhere the two raise InvalidRequest. ``durability="fsync"`` makes each put durable before it returns; with
+    ``"everysec"`` a host crash may lose about the last second, by default the last half minute, which are misses.
+    ``create=False`` refuses to make a new root; a new one gets
     ``2 ** shard_bits`` folders (0 to 16; the default suits ten million chunks, take more for more). ``root_options`` go
     to fsspec; ``etcd_tls`` and ``etcd_user`` say how to reach a protected etcd.
 
@@ -171,8 +170,8 @@ def open(
     ``disk`` is a folder of this process alone and its size in bytes: chunks that memory evicts go there if they were
     used more than once. With memory, ``write="behind"`` returns once memory has the chunks and writes them to the root
     soon after (a killed process loses those not yet written); ``"through"`` and ``"around"`` wait for the root, with or
-    without a copy in memory. ``durability="fsync"`` always waits. Chunks of a priority below ``root_priority_min``
-    never reach the root. See kvstore/memory/MEMORY.md.
+    without a copy in memory. ``durability="everysec"`` and ``"fsync"`` always wait. Chunks of a priority below
+    ``root_priority_min`` never reach the root. See kvstore/memory/MEMORY.md.
 
     ``label`` names a roll-out: it is recorded with all that this process writes, and ``kvstore clear --written-by
     label=...`` deletes exactly that. ``keys`` is a file with the keys of tenants whose chunks are encrypted on the root
@@ -183,7 +182,7 @@ def open(
     member = open_member(
         fspath(root) if isinstance(root, PathLike) else root,
         etcd,
-        durable=_is_durable(durability),
+        durability=Durability.of(durability),
         limits=_checked(limits),
         etcd_tls=etcd_tls,
         etcd_user=etcd_user,
@@ -201,12 +200,6 @@ def open(
 def _store_of(member: Member, name: str) -> Store:
     port = LocalPort(member)
     return Store(port, close_when_dropped(port, member.close, name))
-
-
-def _is_durable(durability: str) -> bool:
-    if durability not in DURABILITIES:
-        raise InvalidRequest(f"durability={durability!r}: expected one of {', '.join(DURABILITIES)}")
-    return durability == "fsync"
 
 
 def _checked(limits: Limits | None) -> Limits | None:

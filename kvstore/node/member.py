@@ -35,6 +35,7 @@ from kvstore.node.collecting import Collecting
 from kvstore.node.limits import Limits
 from kvstore.node.node import Node
 from kvstore.node.pinned import PinnedInMemory
+from kvstore.node.syncing import Syncing
 from kvstore.node.twins import NodeTwins
 from kvstore.progress import Progress, unwatched
 from kvstore.results import Cleared, PinRecord
@@ -78,6 +79,8 @@ class Member:
         self._follower: ClearsFollower | None = None
         self.collecting: Collecting | None = None
         """This process's part in bounding the root; None if it has none."""
+        self.syncing: Syncing | None = None
+        """Syncs the root once a second, where that was asked for."""
         self.on_cleared: list[Callable[[NamespaceDigest], None]] = []
         """Called after a namespace was cleared here, to tell the other nodes."""
         presence.attach(lambda session: None, self._lost)
@@ -274,6 +277,8 @@ class Member:
             return
         if self._follower is not None:
             self._follower.close(CLOSE_S)
+        if self.syncing is not None:
+            self.syncing.close()
         self.node.close(keep_replaced=self._has_others())
         self.leave()
         self.presence.close()

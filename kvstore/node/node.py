@@ -61,7 +61,7 @@ from kvstore.root.interface import Root, Space
 from kvstore.root.posix import PosixRoot
 from kvstore.sections import Buffers, Sections
 from kvstore.sources import Clock, Ids, RandomIds, SystemClock
-from kvstore.writes import WriteMode
+from kvstore.writes import Durability, WriteMode
 
 T = TypeVar("T")
 
@@ -78,7 +78,7 @@ class Node:
         identity: RootIdentity,
         *,
         session: Callable[[], bytes] | None = None,
-        durable: bool = False,
+        durability: Durability = Durability.NONE,
         limits: Limits | None = None,
         clock: Clock | None = None,
         ids: Ids | None = None,
@@ -99,7 +99,7 @@ class Node:
         self.clock = clock = clock or SystemClock()
         self.ids = ids = ids or RandomIds()
         self.id = ids.fresh()
-        self.durable = durable
+        self.durability, durable = durability, durability is Durability.FSYNC
         self.counters = Counters()
         self._lanes = lanes or Lanes(limits.lanes, limits.width, limits.queue_max, limits.stall_s, clock)
         self.known = Known(limits.known_max, limits.quantum_s)
@@ -132,7 +132,7 @@ class Node:
                 self._limits,
                 clock,
                 ids,
-                durable=durable,
+                waits=durability.waits,
                 lanes=lanes,
                 incarnations=self.incarnations,
                 record=self._record_writer,

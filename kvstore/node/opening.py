@@ -32,6 +32,7 @@ from kvstore.node.member import Member, Sharing
 from kvstore.node.node import Node
 from kvstore.node.settings import AS_SHIPPED, NO_TIERS, NOT_BOUNDED, AskedBound, NodeOptions, TierSettings
 from kvstore.node.start_fence import StartFence
+from kvstore.node.syncing import Syncing
 from kvstore.root.bound import FREE_SHARE, default_bound
 from kvstore.root.generations import newest_number, publish, read_newest
 from kvstore.root.identity import SHARD_BITS_DEFAULT, RootId, RootIdentity, create_or_open
@@ -40,6 +41,7 @@ from kvstore.root.open import open_root
 from kvstore.root.posix import PosixRoot
 from kvstore.root.reserve import begin_reserve, with_reserve
 from kvstore.sources import Clock, Ids, RandomIds, SystemClock
+from kvstore.writes import Durability
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +52,7 @@ def open_member(
     url: str,
     etcd: str | Sequence[str] | None = None,
     *,
-    durable: bool = False,
+    durability: Durability = Durability.NONE,
     limits: Limits | None = None,
     etcd_tls: EtcdTls | None = None,
     etcd_user: EtcdUser | None = None,
@@ -96,7 +98,7 @@ def open_member(
         if sharing is Sharing.HOST:
             _on_a_lane(lambda: begin_reserve(root, ids), limits, clock)
             bound = _on_a_lane(lambda: _bound_of(root, asked, ids, clock), limits, clock)
-        options = NodeOptions(durable, settings, label, keys)
+        options = NodeOptions(durability, settings, label, keys)
         member = join(root, identity, meta, options, limits=limits, clock=clock, ids=ids, sharing=sharing)
         if isinstance(root, PosixRoot) and sharing is Sharing.HOST:
             _have_claim(member, root, bound)
@@ -151,6 +153,8 @@ def join(
     if shared:
         member.follow_clears()
     try:
+        if options.durability is Durability.EVERYSEC:
+            member.syncing = Syncing(root.sync, lambda: node.gc_view.usage.written_bytes)
         if node.tiers is not None and options.tiers.disk_folder:
             node.tiers.add_disk(options.tiers.disk_folder, options.tiers.disk_bytes)
         # Metadata in a file are as slow as the disk, those in memory as slow as a busy host: both begin in the end.
@@ -177,7 +181,7 @@ def _node_of(
         root,
         identity,
         session=session,
-        durable=options.durable,
+        durability=options.durability,
         limits=limits,
         clock=clock,
         ids=ids,

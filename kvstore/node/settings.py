@@ -11,7 +11,7 @@ from typing import Literal
 from kvstore.encodings.keys import KeyFile
 from kvstore.errors import InvalidRequest
 from kvstore.hints import PRIORITY_MAX
-from kvstore.writes import WriteMode
+from kvstore.writes import Durability, WriteMode
 
 MEMORY_BYTES_MIN = 16 << 20
 DISK_BYTES_MIN = 64 << 20
@@ -122,8 +122,7 @@ NO_TIERS = TierSettings()
 class NodeOptions:
     """What an operator chooses for one node."""
 
-    durable: bool = False
-    """Whether a put waits until the root has its chunks even if the host crashes."""
+    durability: Durability = Durability.NONE
     tiers: TierSettings = NO_TIERS
     label: str = ""
     """The name of the roll-out that this node belongs to."""

@@ -53,7 +53,7 @@ class TierStack:
         clock: Clock,
         ids: Ids,
         *,
-        durable: bool,
+        waits: bool,
         incarnations: Ids,
         record: Callable[[], None],
         encodings: Encodings,
@@ -70,7 +70,7 @@ class TierStack:
         self.disk: DiskTier | None = None
         self.below: list[Tier] = []
         """Peers, then the local disk."""
-        self._durable = durable
+        self._waits = waits
         self._clock = clock
         self._ids = ids
         self._counters = counters
@@ -106,7 +106,7 @@ class TierStack:
         if not self.reaches_root(hints):
             return WriteMode.BEHIND  # whatever was asked for, memory is all that it gets (rule W4)
         mode = asked or self.settings.write
-        return WriteMode.THROUGH if self._durable and mode is WriteMode.BEHIND else mode
+        return WriteMode.THROUGH if self._waits and mode is WriteMode.BEHIND else mode
 
     def reaches_root(self, hints: Hints) -> bool:
         """Whether chunks with such hints may be written to the root at all (rule W4)."""

@@ -82,6 +82,12 @@ class NodeUsage:
         with self._lock:
             self._removed += size_bytes
 
+    @property
+    def written_bytes(self) -> int:
+        """Bytes of the files that this node published."""
+        with self._lock:
+            return self._written
+
     # Called by puts
 
     @property

@@ -11,8 +11,9 @@ import os
 import time
 from collections.abc import Callable, Iterator
 
+from kvstore.root.absence import FILE_SYSTEMS as NFS
 from kvstore.root.contender import Contender, create_names, link_names, prepare_links
-from kvstore.root.posix import file_system_type
+from kvstore.root.mounts import file_system_type, mount_of
 from kvstore.root.probe import Probe
 
 NAMES_COUNT = 100
@@ -22,6 +23,7 @@ VISIBLE_MAX_S = 10.0
 NAME_BYTES_MIN = 100
 WEAK_FENCES = frozenset({"fuse.glusterfs"})
 
+_NFS_OPTIONS = frozenset({"vers", "proto", "hard", "soft", "softerr", "nconnect", "lookupcache", "acdirmin", "actimeo"})
 _NO_LINKS = "publishing is impossible: use another file system, or an object store"
 _WEAK_FENCE = (
     "the guarantee of this root is the weak one: a garbage collector that was paused past its sweep can make a held or "
@@ -53,6 +55,7 @@ def posix_probes(path: str, scratch: str, second: str | None) -> Iterator[Probe]
             tries.visibility,
             tries.names,
             tries.nowait,
+            tries.options,
         ):
             try:
                 yield from attempt()
@@ -218,6 +221,21 @@ class _PosixTries:
             yield Probe(name, None, "yes")
         finally:
             os.close(fd)
+
+    def options(self) -> Iterator[Probe]:
+        mount = mount_of(self._folder)
+        if mount.type not in NFS:
+            return
+        chosen = [each for each in mount.options if each.partition("=")[0] in _NFS_OPTIONS]
+        is_soft = bool({"soft", "softerr"} & set(chosen))
+        yield Probe(
+            "the options of the NFS mount",
+            None,
+            ", ".join(chosen),
+            "a server that is slow makes reads and puts fail: use `hard`, the store has deadlines of its own"
+            if is_soft
+            else "none is required; `lookupcache=positive` is not needed, and costs a LOOKUP for each miss",
+        )
 
 
 def _drain(fence: str) -> None:

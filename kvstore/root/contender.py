@@ -14,6 +14,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from kvstore.format.places import Name
+from kvstore.root.posix import PosixRoot
+
 ANSWER_S = 30.0
 TURN_S = 0.002
 
@@ -102,9 +105,9 @@ def rename_into(folder: str, fence: str, stop: str, me: str) -> int:
 
 
 def wait_for(folder: str, name: str, present: bool, limit_s: float) -> float:
-    """Returns the seconds until a name is there (or is not); -1 if that took longer than ``limit_s``."""
-    start_s = time.monotonic()
-    while os.path.exists(f"{folder}/{name}") != present:
+    """Returns the seconds until a root finds a name (or does not); -1 if that took longer than ``limit_s``."""
+    root, start_s = PosixRoot(folder), time.monotonic()
+    while (root.stat(Name(name)) is not None) != present:
         if time.monotonic() - start_s > limit_s:
             return -1.0
         time.sleep(0.0005)

@@ -204,6 +204,10 @@ class Root(Protocol):
         """Yields the entries of a folder in no order, streamed; none if there is no such folder."""
         ...
 
+    def sync(self) -> None:
+        """Makes all that was published before durable; raises Unavailable if something of it was lost."""
+        ...
+
     def space(self) -> Space:
         """Returns total and free room."""
         ...

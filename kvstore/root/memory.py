@@ -232,6 +232,9 @@ class MemoryRoot:
             entries = self.files.entries(folder)
         return iter(entries)
 
+    def sync(self) -> None:
+        """Does nothing: memory survives no crash."""
+
     def space(self) -> Space:
         total = self.files.capacity_bytes
         return Space(total, None if total is None else max(0, total - self.files.used_bytes))

@@ -177,6 +177,9 @@ class ObjectRoot:
             for page in self._remote.pages(self._at(folder)):
                 yield from page
 
+    def sync(self) -> None:
+        """Does nothing: what an object store acknowledged is durable."""
+
     def space(self) -> Space:
         return Space(None, None)
 

@@ -15,14 +15,15 @@ from stat import S_ISREG
 from kvstore.buffers import Borrowed, Pieces, skip
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.format.places import FORMAT, QUARANTINE, Name
+from kvstore.root.absence import Absence, remembers_absence
 from kvstore.root.interface import Entry, LocalFiles, Seen, Space, Stat, Traits
+from kvstore.root.mounts import MEMORY_FILE_SYSTEMS, mount_of, sync_file_system
 from kvstore.root.posix_errors import MISSING_ERRORS, REFUSED_ERRORS, error_of, translated
 from kvstore.root.posix_reader import IOV_MAX, PosixReader
 
 FILE_MODE, FOLDER_MODE = 0o660, 0o770
 """KV tensors tell what was asked, so nobody else may read them. The umask takes away more: 022 leaves the group reading
 only. Native code has the same two."""
-MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs"})
 
 
 class PosixRoot:
@@ -47,8 +48,10 @@ class PosixRoot:
         )
         self._step = step or _no_step
         self._format = _content(f"{self.path}/{FORMAT}")
+        mount = mount_of(self.path)
         # Memory has no device to wait for, and tmpfs does not know RWF_NOWAIT.
-        self._never_blocks = file_system_type(self.path) in MEMORY_FILE_SYSTEMS
+        self._never_blocks = mount.type in MEMORY_FILE_SYSTEMS
+        self._absence = Absence(self.path) if remembers_absence(mount) else None
         self.local_files: LocalFiles | None = None
         if type(self) is PosixRoot:  # a subclass may treat files in its own way, so it must be asked for each
             self.local_files = LocalFiles(self.path, self._never_blocks, stages=step is None, direct=direct)
@@ -101,7 +104,7 @@ class PosixRoot:
             if fd >= 0:
                 os.close(fd)
             if cause.errno in MISSING_ERRORS:
-                return None
+                return self.open(name) if self._may_be_old(path) else None
             raise error_of("open", path, cause) from cause
         if not S_ISREG(status.st_mode):
             os.close(fd)
@@ -114,7 +117,7 @@ class PosixRoot:
             status = os.lstat(path)
         except OSError as cause:
             if cause.errno in MISSING_ERRORS:
-                return None
+                return self.stat(name) if self._may_be_old(path) else None
             raise error_of("look at", path, cause) from cause
         return Stat(status.st_size, status.st_mtime_ns) if S_ISREG(status.st_mode) else None
 
@@ -238,6 +241,10 @@ class PosixRoot:
                         continue
                     yield Entry(entry.name, status and Stat(status.st_size, status.st_mtime_ns))
 
+    def sync(self) -> None:
+        with translated("sync", self.path):
+            sync_file_system(self.path)
+
     def space(self) -> Space:
         with translated("look at", self.path):
             status = os.statvfs(self.path)
@@ -245,6 +252,10 @@ class PosixRoot:
 
     def close(self) -> None:
         """Does nothing: no file is kept open between calls."""
+
+    def _may_be_old(self, path: str) -> bool:
+        """True if another look may find a file: the mount's client may only have believed that it is not there."""
+        return self._absence is not None and self._absence.may_be_old(path)
 
     def _create(self, path: str) -> int:
         """Opens a new file, making its folder the first time.
@@ -346,18 +357,3 @@ def _sync_folder(path: str) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def file_system_type(path: str) -> str:
-    """Returns the type of the file system that holds ``path``, as /proc/self/mountinfo names it; empty if unknown."""
-    try:
-        device = os.stat(path).st_dev
-        wanted = f"{os.major(device)}:{os.minor(device)}"
-        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
-            for line in lines:
-                fields = line.split()
-                if fields[2] == wanted:
-                    return fields[fields.index("-") + 1]
-    except (OSError, ValueError, IndexError):
-        return ""
-    return ""

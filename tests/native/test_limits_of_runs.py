@@ -27,6 +27,7 @@ from kvstore.node.runs import Run
 from kvstore.node.shared_runs import SharedRead, Sizes
 from kvstore.root.posix import PosixRoot
 from kvstore.sections import planes_of
+from kvstore.writes import Durability
 from tests.native.modes import chunks_of, opened
 from tests.node.stores import SMALL, TINY, kv_of, member_on, same
 from tests.patience import PATIENCE_S
@@ -81,7 +82,7 @@ def test_a_durable_put_syncs_few_files_in_one_call(tmp_root: Path, monkeypatch: 
     noted = Noted(native.library, "kv_stage_turn")
     monkeypatch.setattr(native, "library", noted)
     tokens = np.arange(100 * TINY.chunk_tokens)
-    store = Store(LocalPort(member_on(PosixRoot(tmp_root), durable=True)))
+    store = Store(LocalPort(member_on(PosixRoot(tmp_root), durability=Durability.FSYNC)))
     try:
         cache = store.namespace("m", TINY)
         assert cache.put(tokens, kv_of(TINY, tokens)).chunks_written == 100

@@ -25,6 +25,7 @@ from kvstore.root.identity import create_or_open
 from kvstore.root.interface import Root
 from kvstore.root.posix import PosixRoot
 from kvstore.sources import Clock, RandomIds, SystemClock
+from kvstore.writes import Durability
 
 TINY = Layout(layers=2, kv_heads=1, head_dim=4, dtype="int8", chunk_tokens=4)
 SMALL = Layout(layers=3, kv_heads=2, head_dim=8, dtype="float16", chunk_tokens=16)
@@ -50,7 +51,9 @@ def member_of(store: Store) -> Member:
     return port._store.member
 
 
-def member_on(root: Root, limits: Limits | None = None, clock: Clock | None = None, durable: bool = False) -> Member:
+def member_on(
+    root: Root, limits: Limits | None = None, clock: Clock | None = None, durability: Durability = Durability.NONE
+) -> Member:
     """Opens a member on ``root`` with its own metadata."""
     clock, ids = clock or SystemClock(), RandomIds()
     identity = create_or_open(root, ids)
@@ -62,7 +65,7 @@ def member_on(root: Root, limits: Limits | None = None, clock: Clock | None = No
         limits=limits or Limits(),
         clock=clock,
         ids=ids,
-        options=NodeOptions(durable=durable),
+        options=NodeOptions(durability=durability),
     )
 
 

@@ -92,7 +92,6 @@ class Alone:
             root,
             identity,
             session=lambda: bytes(16),
-            durable=False,
             limits=Limits(lanes=1, width=1),
             clock=clock,
             ids=ids,

@@ -241,6 +241,10 @@ class FaultyRoot:
     def list(self, folder: Name) -> Iterator[Entry]:
         return iter(()) if isinstance(self.strike("list", folder), Missing) else self.inner.list(folder)
 
+    def sync(self) -> None:
+        self.strike("sync", Name(""))
+        self.inner.sync()
+
     def space(self) -> Space:
         self.strike("space", Name(""))
         return self.inner.space()

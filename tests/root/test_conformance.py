@@ -197,6 +197,12 @@ def test_more_pieces_than_one_system_call_takes_are_written_and_read(root: Root)
     assert memory == b"".join(pieces)
 
 
+def test_a_sync_loses_nothing(root: Root) -> None:
+    publish(root, A, b"content")
+    root.sync()
+    assert content_of(root, A) == b"content"
+
+
 def test_durable_writes_are_written(root: Root) -> None:
     staged = Name("staging/durable/0.part")
     root.stage(staged, [memoryview(b"synced")], stamp_ns=STAMP_NS, durable=True)

@@ -115,6 +115,9 @@ class RootPort:
     def list(self, folder: Name) -> Iterator[Entry]:
         return iter(self._read("list", folder, lambda: list(self._inner.list(folder))))
 
+    def sync(self) -> None:
+        self._inner.sync()
+
     def space(self) -> Space:
         return self._read("space", "", self._inner.space)
 

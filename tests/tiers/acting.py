@@ -37,7 +37,7 @@ from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
 from kvstore.sections import planes_of
 from kvstore.sources import Clock, RandomIds, SystemClock
-from kvstore.writes import WriteMode
+from kvstore.writes import Durability, WriteMode
 from tests.node.stores import kv_of, same
 from tests.patience import PATIENCE_S, stretched
 from tests.patience import eventually as eventually
@@ -96,7 +96,7 @@ class Acting:
         memory_bytes: int = MEMORY_BYTES,
         disk_bytes: int = 64 << 20,
         priority_min: int = 0,
-        durable: bool = False,
+        durability: Durability = Durability.NONE,
         limits: Limits = QUICK,
         clock: Clock | None = None,
         layout: Layout = LARGE,
@@ -116,7 +116,7 @@ class Acting:
             limits=limits,
             clock=clock,
             ids=ids,
-            options=NodeOptions(durable=durable, tiers=settings),
+            options=NodeOptions(durability, tiers=settings),
         )
         self.node: Node = self.member.node
         assert self.node.tiers is not None

@@ -12,7 +12,7 @@ from kvstore.address import Chain
 from kvstore.format import places
 from kvstore.hints import Hints
 from kvstore.root.interface import Root
-from kvstore.writes import WriteMode
+from kvstore.writes import Durability, WriteMode
 from tests.node.stores import kv_of
 from tests.patience import slowness
 from tests.root.faulty import ENOSPC, EROFS, FaultyRoot, Rule
@@ -74,8 +74,9 @@ def test_through_and_around_are_acknowledged_when_the_root_has_it(plain: Root, w
         node.assert_settled()
 
 
-def test_durable_puts_are_never_behind(plain: Root) -> None:
-    with Acting(plain, durable=True) as node:
+@pytest.mark.parametrize("durability", [Durability.EVERYSEC, Durability.FSYNC])
+def test_durable_puts_are_never_behind(plain: Root, durability: Durability) -> None:
+    with Acting(plain, durability=durability) as node:
         node.put(1, 3)
         node.put(1, 4, write=WriteMode.BEHIND)
         assert node.on_root(1, 4) == node.in_memory(1, 4) == [True] * 4 and node.stat("behind_written") == 0

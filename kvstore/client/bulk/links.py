@@ -19,7 +19,7 @@ from kvstore.client.credentials import PLAIN, Credentials
 from kvstore.client.limits import ClientLimits
 from kvstore.counts import ClientCount, Counts
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
-from kvstore.root.posix import MEMORY_FILE_SYSTEMS, file_system_type
+from kvstore.root.mounts import MEMORY_FILE_SYSTEMS, file_system_type
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel, LinkBroken, LinkLate
 from kvstore.wire.bulk.frames import VERSION, Head, Kind, Mode, decode_arena, encode_arena

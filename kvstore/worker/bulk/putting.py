@@ -96,7 +96,7 @@ class BulkPuts:
             with ExitStack() as reserved:
                 is_behind = (
                     not request.waits
-                    and not self._node.durable
+                    and not self._node.durability.waits
                     and count > 0
                     and self._arriving.has_room(request.connection, cargo.all_bytes, reserved)
                 )

@@ -1,0 +1,163 @@
+"""A root on NFS, whose client remembers that a file was absent: a miss is asked for again, at a bounded cost."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.format.places import Name
+from kvstore.root import absence, posix
+from kvstore.root.absence import FRESH_S, Absence, remembers_absence
+from kvstore.root.mounts import Mount, mount_of
+from kvstore.root.posix import PosixRoot
+from tests.root.roots import publish
+
+NFS = Mount("nfs4", ("rw", "vers=4.2", "hard"))
+A, B = Name("chunks/0001/a"), Name("chunks/0001/b")
+
+
+class Client:
+    """The kernel's client of NFS in front of a folder: an absent name stays so until its folder was opened.
+
+    ``asked`` counts what went to the server.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = str(folder)
+        self._absent: set[str] = set()
+        self._lstat, self._open = os.lstat, os.open
+        self.asked = Counter[str]()
+
+    def lstat(self, path: Any, **more: Any) -> os.stat_result:
+        self._look(path)
+        return self._lstat(path, **more)
+
+    def open(self, path: Any, flags: int, *more: Any, **named: Any) -> int:
+        if flags & os.O_DIRECTORY and str(path).startswith(self._folder):
+            self._look(path)
+            self.asked["GETATTR"] += 1
+            self._absent -= {each for each in self._absent if os.path.dirname(each) == path}
+        elif not flags & os.O_CREAT:
+            self._look(path)
+        return self._open(path, flags, *more, **named)
+
+    def _look(self, path: Any) -> None:
+        if not str(path).startswith(self._folder) or self._is_there(str(path)):
+            return
+        raise FileNotFoundError(errno.ENOENT, "absent, as far as this client knows", path)
+
+    def _is_there(self, path: str) -> bool:
+        if any(path == each or path.startswith(f"{each}/") for each in self._absent):
+            return False
+        parts = path[len(self._folder) + 1 :].split("/")
+        for count in range(1, len(parts) + 1):
+            part = "/".join([self._folder, *parts[:count]])
+            try:
+                self._lstat(part)
+            except FileNotFoundError:
+                self.asked["LOOKUP"] += 1
+                self._absent.add(part)
+                return False
+        return True
+
+
+@pytest.fixture
+def now_s() -> list[float]:
+    return [0.0]
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, now_s: list[float]) -> Iterator[tuple[PosixRoot, Client]]:
+    monkeypatch.setattr(posix, "mount_of", lambda path: NFS)
+    monkeypatch.setattr(posix, "Absence", lambda path: Absence(path, lambda: now_s[0]))
+    root, client = PosixRoot(tmp_path / "root"), Client(tmp_path / "root")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "lstat", client.lstat)
+        patched.setattr(os, "open", client.open)
+        yield root, client
+
+
+def other_host(tmp_path: Path, name: Name) -> None:
+    """Another host publishes a file: this one's client is not told."""
+    (tmp_path / "root" / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "root" / name).write_bytes(b"theirs")
+
+
+def test_a_file_that_was_looked_for_before_is_found_within_half_a_second(
+    root: tuple[PosixRoot, Client], tmp_path: Path, now_s: list[float]
+) -> None:
+    mine, _ = root
+    other_host(tmp_path, B)
+    assert mine.stat(A) is None and mine.open(A) is None
+    other_host(tmp_path, A)
+    now_s[0] += FRESH_S
+    assert mine.stat(A) is not None
+    reader = mine.open(A)
+    assert reader is not None
+    reader.close()
+
+
+def test_a_file_in_folders_that_were_absent_too_is_found(
+    root: tuple[PosixRoot, Client], tmp_path: Path, now_s: list[float]
+) -> None:
+    mine, _ = root
+    (tmp_path / "root").mkdir()
+    assert mine.stat(A) is None
+    other_host(tmp_path, A)
+    now_s[0] += FRESH_S
+    assert mine.stat(A) is not None
+
+
+def test_a_miss_costs_one_question_more_and_the_next_ones_of_its_folder_none(
+    root: tuple[PosixRoot, Client], tmp_path: Path, now_s: list[float]
+) -> None:
+    mine, client = root
+    other_host(tmp_path, B)
+    assert mine.stat(B) is not None and not client.asked, "a hit costs nothing"
+    assert mine.stat(A) is None
+    assert client.asked["GETATTR"] == 1
+    for number in range(100):
+        assert mine.stat(Name(f"chunks/0001/{number}")) is None
+    assert client.asked["GETATTR"] == 1
+    now_s[0] += FRESH_S
+    assert mine.stat(A) is None and client.asked["GETATTR"] == 2
+
+
+def test_no_more_folders_are_remembered_than_the_limit(
+    root: tuple[PosixRoot, Client], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, client = root
+    monkeypatch.setattr(absence, "FOLDERS_MAX", 2)
+    for number in range(3):
+        other_host(tmp_path, Name(f"chunks/000{number}/there"))
+        assert mine.stat(Name(f"chunks/000{number}/missing")) is None
+    assert client.asked["GETATTR"] == 3
+    assert mine.stat(Name("chunks/0000/missing")) is None and client.asked["GETATTR"] == 4
+
+
+def test_what_is_above_the_root_is_never_asked_for(root: tuple[PosixRoot, Client], now_s: list[float]) -> None:
+    mine, client = root
+    assert mine.stat(A) is None and mine.stat(Name("FORMAT")) is None
+    assert not client.asked["GETATTR"], "the root itself is not there"
+
+
+def test_only_a_client_that_remembers_absence_is_asked(tmp_path: Path) -> None:
+    assert remembers_absence(NFS) and remembers_absence(Mount("nfs", ("rw", "vers=3")))
+    assert not remembers_absence(Mount("nfs4", ("rw", "lookupcache=pos")))
+    assert mount_of(str(tmp_path)).type and not remembers_absence(mount_of(str(tmp_path)))
+    assert mount_of(str(tmp_path / "missing")) == Mount()
+
+
+def test_a_root_that_is_no_nfs_asks_nothing_again(tmp_path: Path) -> None:
+    mine, client = PosixRoot(tmp_path / "root"), Client(tmp_path / "root")
+    publish(mine, B, b"there")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, "open", client.open)
+        assert mine.stat(A) is None and mine.open(A) is None
+    assert not client.asked["GETATTR"]
