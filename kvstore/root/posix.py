@@ -104,7 +104,7 @@ class PosixRoot:
             if fd >= 0:
                 os.close(fd)
             if cause.errno in MISSING_ERRORS:
-                return self.open(name) if self._may_be_old(path) else None
+                return self.open(name) if self._absence is not None and self._absence.may_be_old(path) else None
             raise error_of("open", path, cause) from cause
         if not S_ISREG(status.st_mode):
             os.close(fd)
@@ -117,7 +117,7 @@ class PosixRoot:
             status = os.lstat(path)
         except OSError as cause:
             if cause.errno in MISSING_ERRORS:
-                return self.stat(name) if self._may_be_old(path) else None
+                return self.stat(name) if self._absence is not None and self._absence.may_be_old(path) else None
             raise error_of("look at", path, cause) from cause
         return Stat(status.st_size, status.st_mtime_ns) if S_ISREG(status.st_mode) else None
 
@@ -252,10 +252,6 @@ class PosixRoot:
 
     def close(self) -> None:
         """Does nothing: no file is kept open between calls."""
-
-    def _may_be_old(self, path: str) -> bool:
-        """True if another look may find a file: the mount's client may only have believed that it is not there."""
-        return self._absence is not None and self._absence.may_be_old(path)
 
     def _create(self, path: str) -> int:
         """Opens a new file, making its folder the first time.
