@@ -153,8 +153,6 @@ def join(
     if shared:
         member.follow_clears()
     try:
-        if options.durability is Durability.EVERYSEC:
-            member.syncing = Syncing(root.sync, lambda: node.gc_view.usage.written_bytes)
         if node.tiers is not None and options.tiers.disk_folder:
             node.tiers.add_disk(options.tiers.disk_folder, options.tiers.disk_bytes)
         # Metadata in a file are as slow as the disk, those in memory as slow as a busy host: both begin in the end.
@@ -163,6 +161,8 @@ def join(
     except BaseException:
         node.close(timeout_s=0.5)
         raise
+    if options.durability is Durability.EVERYSEC:
+        member.syncing = Syncing(root.sync, lambda: node.gc_view.usage.written_bytes)
     return member
 
 

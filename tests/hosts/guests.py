@@ -18,8 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 
 MODULES = Path("/usr/lib/uml/modules")
-NEEDED = ("linux.uml", "ip", "rpc.nfsd", "mkfs.ext4", "mount.nfs")
-PACKAGES = "user-mode-linux kmod nfs-common nfs-kernel-server iproute2 e2fsprogs"
+NEEDED = ("linux.uml", "ip", "rpc.nfsd", "mkfs.ext4", "mkfs.xfs", "mount.nfs")
+PACKAGES = "user-mode-linux kmod nfs-common nfs-kernel-server iproute2 e2fsprogs xfsprogs"
 BOOT_S = 120.0
 HALT_S = 10.0
 MEMORY = "1G"

@@ -147,6 +147,21 @@ def test_what_is_above_the_root_is_never_asked_for(root: tuple[PosixRoot, Client
     assert not client.asked["GETATTR"], "the root itself is not there"
 
 
+def test_a_folder_that_cannot_be_opened_leaves_the_miss(
+    root: tuple[PosixRoot, Client], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, client = root
+    other_host(tmp_path, B)
+
+    def refused(path: Any, flags: int, *more: Any) -> int:
+        if flags & os.O_DIRECTORY:
+            raise OSError(errno.EIO, "no answer", path)
+        return client.open(path, flags, *more)
+
+    monkeypatch.setattr(os, "open", refused)
+    assert mine.stat(A) is None and mine.open(A) is None
+
+
 def test_only_a_client_that_remembers_absence_is_asked(tmp_path: Path) -> None:
     assert remembers_absence(NFS) and remembers_absence(Mount("nfs", ("rw", "vers=3")))
     assert not remembers_absence(Mount("nfs4", ("rw", "lookupcache=pos")))
