@@ -30,17 +30,21 @@ pytestmark = pytest.mark.slow
 
 CHUNKS = 6
 STEP_S = 0.01
-"""How long each step of a write takes, so that the queue is fuller than the root is quick."""
+"""How long a step of a write takes at first. A machine may be so busy that puts come slower than such steps, so steps
+take longer until the queue is full."""
+STEP_S_MAX = 1.0
+PATIENT_PUTS = 20
 
 
 def put_until_killed(root: str, seed: int) -> None:
     """Runs in a separate process: puts prompts, and prints each acknowledged one on a line."""
     chosen = random.Random(seed)
-    is_slow = False
+    step_s = 0.0
+    taken = 0
 
     def step(_: str) -> None:
-        if is_slow:
-            time.sleep(STEP_S * chosen.random())
+        if step_s:
+            time.sleep(step_s * chosen.random())
 
     node = Acting(PosixRoot(root, step=step))
     number = 0
@@ -49,15 +53,20 @@ def put_until_killed(root: str, seed: int) -> None:
     node.drain()
     told = {"drained": [1, 2, 3]}
     print(json.dumps(told), flush=True)
-    is_slow = True
+    step_s = STEP_S
     while True:
         number += 1
+        taken += 1
+        if taken == PATIENT_PUTS:
+            step_s, taken = min(2 * step_s, STEP_S_MAX), 0
         write = chosen.choice([WriteMode.BEHIND, WriteMode.BEHIND, WriteMode.BEHIND, WriteMode.THROUGH])
         prefix = chosen.choice([0, 0, 3])
         if prefix:
             node.put(number, prefix, write=write)
         result = node.put(number, CHUNKS, first=prefix, write=write, hints=Hints())
         count = result.tokens_present // node.size
+        if count < CHUNKS:
+            taken = 0
         print(json.dumps({"number": number, "count": count, "write": write.value}), flush=True)
 
 
