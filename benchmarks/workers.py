@@ -21,12 +21,14 @@ from benchmarks.options import Options, counts, names_of, sizes_mib, told
 from benchmarks.paths import BULK, IN_PROCESS, PATHS, PLAIN
 from benchmarks.result import Cell, Plot, Result, Table
 from benchmarks.rounds import GIB, MIB
+from kvstore.writes import Durability
 
 HYPOTHESIS = (
     "put and get move chunks at 0.95 or more of what fio (psync) writes and reads with as many jobs as we use "
     "threads, every byte verified by the store; 32 workers together reach 0.95 of fio with 32 jobs"
 )
 BLOCKS = "opaque blocks"
+DURABILITIES = tuple(each.value for each in Durability)
 WAYS = (*PATHS, PLAIN)
 KEYS = {
     "workers": "workers",
@@ -82,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=names_of(kinds), metavar="NAME,...", help=f"whose KV: {', '.join(kinds)}")
     parser.add_argument("--path", type=names_of(WAYS), metavar="NAME,...", help=f"ways: {', '.join(WAYS)}")
     parser.add_argument("--cache", type=names_of(("warm", "cold")), metavar="NAME,...", help="warm, cold")
-    parser.add_argument("--durability", type=names_of(("none", "fsync")), metavar="NAME,...", help="none, fsync")
+    parser.add_argument("--durability", type=names_of(DURABILITIES), metavar="NAME,...", help=", ".join(DURABILITIES))
     parser.add_argument("--size-mib", type=int, metavar="N", help="moved by all workers in one call of each")
     parser.add_argument("--exceed-mib", type=int, metavar="N", help="move more than this in each round, call by call")
     parser.add_argument("--fio-jobs", type=int, metavar="N", help="default: workers, or threads of one if that is more")
@@ -117,7 +119,7 @@ def standard(size_bytes: int, *, quick: bool) -> list[Sweep]:
         Sweep("Four workers' clients at once", tuple(replace(small, path=path, workers=4) for path in BULK)),
         Sweep("Bytes per token", tuple(replace(small, model=model.name, chunk_bytes=8 * MIB) for model in models)),
         Sweep("Cold", tuple(replace(small, cache="cold", chunk_bytes=size * MIB) for size in (2, 32)), on_disk=True),
-        Sweep("Durable", (replace(small, durability="fsync"), small), on_disk=True),
+        Sweep("Durable", tuple(replace(small, durability=name) for name in DURABILITIES), on_disk=True),
     ]
 
 
@@ -251,5 +253,5 @@ def _chosen(arguments: argparse.Namespace, size_bytes: int) -> list[Sweep] | Non
     ]
     if named["exceed_mib"]:
         cases = [case.exceeding(named["exceed_mib"] * MIB) for case in cases]
-    on_disk = any(case.cache == "cold" or case.durability == "fsync" for case in cases)
+    on_disk = any(case.cache == "cold" or case.durability != "none" for case in cases)
     return [Sweep("Chosen cases", tuple(cases), on_disk)]
