@@ -152,6 +152,17 @@ def test_a_collector_that_has_just_begun_clears_leftovers_a_minute_after_it_noti
     assert scene.names(places.staging_folder(DEAD)) == ["2.part"] and scene.names(places.PLANS) == []
 
 
+def test_a_file_that_never_got_its_time_goes_at_once(scene: Scene) -> None:
+    """On NFS, if its writer was killed between creating it and setting the time."""
+    alive = scene.session()
+    scene.write(places.staged(alive, 1), age_s=-10 * TIMINGS.ahead_max_s)
+    scene.write(places.staged(DEAD, 1), age_s=-10 * TIMINGS.ahead_max_s)
+    scene.write(places.staged(DEAD, 2), age_s=-0.9 * TIMINGS.ahead_max_s)
+    assert scene.again().remove() == {"staging": 1}
+    assert scene.names(places.staging_folder(DEAD)) == ["2.part"]
+    assert scene.names(places.staging_folder(alive)) == ["1.part"]
+
+
 def test_a_node_without_a_session_keeps_what_it_staged_lately(scene: Scene) -> None:
     scene.write(places.staged(DEAD, 1), age_s=TIMINGS.staging_age_s - 60)
     scene.write(places.staged(DEAD, 2), age_s=TIMINGS.staging_age_s + 60)
