@@ -79,7 +79,7 @@ docs: $(READY) ## the documents as a site, with the API from docstrings (install
 alerts-test: $(READY) ## a real Prometheus sees every alert fire, each by its condition (root, Debian's prometheus and bindfs; 5 minutes)
 	@$(BIN)/python -m pytest -q -rs -m alerts tests/alerts $(ARGS)
 
-hosts-test: $(READY) ## roots on NFS, with real kernels as server and clients (root, user-mode Linux, some minutes)
+hosts-test: $(READY) ## roots on NFS, with real kernels as server and clients (root, user-mode Linux, 15 minutes)
 	@$(BIN)/python -m pytest -q -s -m hosts tests/hosts $(ARGS)
 
 crash-test: $(READY) ## power cuts on ext4 and XFS, with real kernels (root, user-mode Linux, KVSTORE_CRASH_CUTS=3 of each kind)

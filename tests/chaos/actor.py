@@ -31,7 +31,7 @@ from kvstore.node.limits import Limits
 from kvstore.node.member import Member
 from kvstore.node.opening import open_member
 from kvstore.sections import planes_of
-from tests.chaos.journal import COUNTS, MISS, VIOLATION, Journal
+from tests.chaos.journal import COUNTS, LONGEST, MISS, VIOLATION, Journal
 from tests.chaos.prompts import LAYOUT, SPACE, chain_of, kv
 
 log = logging.getLogger(__name__)
@@ -87,6 +87,7 @@ class Actor:
         self._held: list[Held] = []
         self._pinned: list[Pinned] = []
         self.counts: Counter[str] = Counter()
+        self._longest_s: dict[str, float] = {}
         self._actions = [
             (self._put, 30),
             (self._get, 30),
@@ -102,12 +103,14 @@ class Actor:
         """One action. Raises Violated."""
         self._forget_ended()
         action = self._chance.choices([each for each, _ in self._actions], [weight for _, weight in self._actions])[0]
-        name = action.__name__.strip("_")
+        name, began_s = action.__name__.strip("_"), time.monotonic()
         try:
             action()
             self.counts[name] += 1
         except KVStoreError as error:
             self.counts[f"{name}: {type(error).__name__}"] += 1
+        finally:
+            self._longest_s[name] = max(self._longest_s.get(name, 0.0), time.monotonic() - began_s)
 
     def count(self) -> None:
         """Notes the counts until now."""
@@ -116,6 +119,7 @@ class Actor:
             self.counts[name] = stats[name]
         self.counts.update({name: count - self.counts[name] for name, count in stats.items() if "damage" in name})
         self._journal.note(COUNTS, **self.counts)
+        self._journal.note(LONGEST, **self._longest_s)
 
     # Actions
 

@@ -98,10 +98,20 @@ class Part:
 class Cast:
     """All of them. ``roots`` are the mounts of the root, which nodes and collectors take turns to use."""
 
-    def __init__(self, roots: Sequence[Path], folder: Path, etcd: EmbeddedEtcd | None, *, weak: bool = False) -> None:
+    def __init__(
+        self,
+        roots: Sequence[Path],
+        folder: Path,
+        etcd: EmbeddedEtcd | None = None,
+        *,
+        endpoints: str = "",
+        weak: bool = False,
+    ) -> None:
+        """``endpoints`` are those of an etcd that is not theirs to attack; with neither they are of one host."""
         self.roots = list(roots)
         self.folder = folder
         self._etcd = etcd
+        self._endpoints = etcd.endpoints if etcd else endpoints
         self.parts: dict[str, Part] = {}
         self._weak = ["--weak"] if weak else []
         folder.mkdir(parents=True, exist_ok=True)
@@ -136,7 +146,7 @@ class Cast:
 
     def _where(self) -> list[str]:
         root = self.roots[len(self.parts) % len(self.roots)]
-        return ["--root", str(root), *(["--etcd", self._etcd.endpoints] if self._etcd else [])]
+        return ["--root", str(root), *(["--etcd", self._endpoints] if self._endpoints else [])]
 
     def _add(self, name: str, command: list[str], *, has_journal: bool = False) -> Part:
         part = self.parts[name] = Part(name, command, self.folder, has_journal)
@@ -145,12 +155,12 @@ class Cast:
 
     def meta(self) -> Meta:
         """Returns a client of their metadata; close it."""
-        return EtcdMeta(self._etcd.endpoints) if self._etcd else SqliteMeta(str(self.roots[0]))
+        return EtcdMeta(self._endpoints) if self._endpoints else SqliteMeta(str(self.roots[0]))
 
     @property
     def generations(self) -> Name:
         """The folder with the root's side of the generations of these metadata."""
-        return GENERATIONS if self._etcd else HOST_GENERATIONS
+        return GENERATIONS if self._endpoints else HOST_GENERATIONS
 
     # etcd
 

@@ -17,6 +17,8 @@ VIOLATION = "VIOLATION"
 MISS = "MISS"
 """A broken promise on a root with the weak guarantee."""
 COUNTS = "counts"
+LONGEST = "longest"
+"""The longest action of each kind until now, seconds."""
 
 Fact = dict[str, Any]
 

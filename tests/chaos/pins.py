@@ -5,6 +5,7 @@ A pin outlives its process, so another one has to look.
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,9 +70,17 @@ class LivePins:
         address = chain_of(pin.number).addresses[index]
         name = places.chunk(address, SPACE.id, self._shard_bits)
         try:
-            content = (self._root / name).read_bytes()
+            content = self._content(self._root / name)
         except FileNotFoundError:
             return Broken(pin, index, name, "missing", is_wrong=False)
         if content[-LAYOUT.chunk_bytes :] != chunk_bytes(pin.number, index):
             return Broken(pin, index, name, f"wrong, {len(content)} bytes", is_wrong=True)
         return None
+
+    @staticmethod
+    def _content(path: Path) -> bytes:
+        try:
+            return path.read_bytes()
+        except FileNotFoundError:
+            with os.scandir(path.parent):
+                return path.read_bytes()  # an NFS client may remember that it was absent, until the folder is opened

@@ -103,17 +103,41 @@ def _attacked(players: Cast, seconds: float, saboteur: Saboteur, promising: Sequ
     saboteur.play(seconds)
     time.sleep(CALM_S)
     gauge.close()
+    all_kept(players, promising)
+    left = nothing_is_left(players)
+    return Outcome(
+        saboteur.done,
+        players.counts(),
+        players.rounds(),
+        gauge.most,
+        left.used_bytes,
+        len(players.facts(MISS)),
+        left.pins_checked,
+        left.unreachable_count,
+    )
+
+
+def all_kept(players: Cast, promising: Sequence[Part]) -> None:
+    """Ends everybody; no promise may have been broken, and nobody may have failed."""
     for part in (*promising, *players.parts.values()):
         part.end()
     assert not players.facts(VIOLATION), f"promises were broken: {players.facts(VIOLATION)}"
     assert all(code == 0 for part in promising for code in part.codes), _said(players)
     assert not any("Traceback" in path.read_text() for path in players.folder.glob("*.log")), _said(players)
-    return _afterwards(players, players.roots, gauge, saboteur)
 
 
-def _afterwards(players: Cast, roots: list[Path], gauge: Gauge, saboteur: Saboteur) -> Outcome:
-    """Every session is over: one round more, and nothing may be left of all that."""
-    root = PosixRoot(roots[0])
+@dataclass(frozen=True, slots=True)
+class Left:
+    """What a run may leave: chunks within the bound, and pins that have not ended."""
+
+    used_bytes: int
+    pins_checked: int
+    unreachable_count: int
+
+
+def nothing_is_left(players: Cast) -> Left:
+    """Every session is over: one round more, and nothing else may be left of all that."""
+    root = PosixRoot(players.roots[0])
     identity = read_identity(root)
     assert identity is not None
     keys, meta = Keys(identity.root), players.meta()
@@ -122,7 +146,7 @@ def _afterwards(players: Cast, roots: list[Path], gauge: Gauge, saboteur: Sabote
         last = players.collector("last", "--once", "--max-bytes", str(MAX_BYTES), "--high", str(HIGH))
         assert last.process is not None
         code = last.process.wait(PATIENCE_S)
-        pins = LivePins(roots[-1], identity.shard_bits, players.folder)
+        pins = LivePins(players.roots[-1], identity.shard_bits, players.folder)
         in_force = pins.in_force()
         broken = [found for pin in in_force if (found := pins.broken(pin))]
         assert not broken, f"pins in force whose chunks are gone: {broken}"
@@ -130,7 +154,7 @@ def _afterwards(players: Cast, roots: list[Path], gauge: Gauge, saboteur: Sabote
         assert not meta.count(keys.condemned), "sweeps are left"
         report = fsck(root, identity)
         assert report.is_clean, f"fsck: {report.findings}"
-        used = used_bytes(roots[0])
+        used = used_bytes(players.roots[0])
         assert code == 0, f"the last round ended with {code}: {players.tail('last')}"
         assert used <= HIGH * MAX_BYTES
         _remove_leftovers(Site(root, identity, meta, generations=players.generations))
@@ -138,16 +162,7 @@ def _afterwards(players: Cast, roots: list[Path], gauge: Gauge, saboteur: Sabote
             assert not list(root.list(place)), f"{place} is not empty"
     finally:
         meta.close()
-    return Outcome(
-        saboteur.done,
-        players.counts(),
-        players.rounds(),
-        gauge.most,
-        used,
-        len(players.facts(MISS)),
-        len(in_force),
-        report.unreachable_count or 0,
-    )
+    return Left(used, len(in_force), report.unreachable_count or 0)
 
 
 def _remove_leftovers(site: Site) -> None:

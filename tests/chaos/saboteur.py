@@ -108,6 +108,8 @@ class Saboteur:
             part.start()
 
     def _heal_metadata(self) -> None:
+        if "etcd" not in self._pauses_s:
+            return
         self._cast.signal_etcd(signal.SIGCONT)
         if self._starting is not None and self._starting.is_alive():
             self._starting.join()

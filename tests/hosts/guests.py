@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from kvstore.meta.server import find_etcd
+
 MODULES = Path("/usr/lib/uml/modules")
 NEEDED = ("linux.uml", "ip", "rpc.nfsd", "mkfs.ext4", "mkfs.xfs", "mount.nfs")
 PACKAGES = "user-mode-linux kmod nfs-common nfs-kernel-server iproute2 e2fsprogs xfsprogs"
@@ -24,12 +26,15 @@ BOOT_S = 120.0
 HALT_S = 10.0
 MEMORY = "1G"
 DISK_BYTES = 2 << 30
+HOST = "10.99.0.254"
+"""This machine's address on the guests' network."""
+ENVIRONMENT = {**os.environ, "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"}
 INIT = Path(__file__).with_name("guest.sh")
 
 
 def missing() -> str:
     """Returns what keeps guests from running here, in words; empty if nothing does."""
-    absent = [name for name in NEEDED if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None]
+    absent = [name for name in NEEDED if shutil.which(name, path=ENVIRONMENT["PATH"]) is None]
     if os.geteuid():
         return "guests need root"
     return f"{', '.join(absent)} missing: apt-get install {PACKAGES}" if absent else ""
@@ -91,15 +96,15 @@ class Export:
         self._clients = clients
         self._options = options
         self._space = f"kvhosts{os.getpid()}"
-        self._started: list[Guest] = []
+        self._started: dict[int, Guest] = {}
+        self._etcd: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Export:
         _run("ip", "netns", "add", self._space)
         try:
             self._wire()
             make_disk(self._work / "export.img", "ext4")
-            self._start("server", 0, "", f"ubda={self._work / 'export.img'}")
-            wait_for(self._work / "server.ready", BOOT_S)
+            self.boot_server()
         except BaseException:
             self.__exit__()
             raise
@@ -107,20 +112,64 @@ class Export:
 
     def run(self, jobs: Sequence[str], timeout_s: float) -> list[str]:
         """Runs one Python module with its arguments on each client; returns what they printed."""
-        clients = [self._start(f"client{number}", number, job) for number, job in enumerate(jobs, 1)]
+        clients = [self.boot(number, job) for number, job in enumerate(jobs, 1)]
         return [client.output(timeout_s) for client in clients]
+
+    def boot(self, number: int, job: str) -> Guest:
+        """Boots client ``number``, from 1, again if it ran, which does the job."""
+        return self._start(f"client{number}", number, job)
+
+    def boot_server(self) -> None:
+        """Boots the server, again as after a power cut if it runs; its clients wait for it and go on."""
+        self.kill(0)
+        ready = self._work / "server.ready"
+        ready.unlink(missing_ok=True)
+        self._start("server", 0, "", f"ubda={self._work / 'export.img'}")
+        wait_for(ready, BOOT_S)
+
+    def kill(self, number: int) -> None:
+        """Ends a client, or the server (0), as a power cut does."""
+        if number in self._started:
+            self._started.pop(number).kill()
+
+    def cut(self, number: int, *, off: bool) -> None:
+        """Takes a client off the network, or puts it on again."""
+        # Unplugged from the bridge: a guest whose tap went down stays off for ever.
+        self._inside("ip", "link", "set", f"tap{number}", *(["nomaster"] if off else ["master", "br0"]))
+
+    def etcd(self) -> str:
+        """Starts an etcd on the clients' network; returns its endpoint."""
+        client, peer = f"http://{HOST}:2379", f"http://{HOST}:2380"
+        flags = {
+            "data-dir": str(self._work / "etcd"),
+            "listen-client-urls": client,
+            "advertise-client-urls": client,
+            "listen-peer-urls": peer,
+            "initial-advertise-peer-urls": peer,
+            "initial-cluster": f"default={peer}",
+            "log-level": "error",
+        }
+        command = [find_etcd(), *(f"--{name}={value}" for name, value in flags.items())]
+        with (self._work / "etcd.log").open("wb") as log:
+            inside = ("ip", "netns", "exec", self._space)
+            self._etcd = subprocess.Popen([*inside, *command], stdout=log, stderr=log, env=ENVIRONMENT)
+        return f"{HOST}:2379"
 
     def __exit__(self, *_: object) -> None:
         (self._work / "stop").touch()
-        for guest in self._started[:1]:  # the server unmounts its disk
-            guest.join(HALT_S)
-        for guest in self._started:
-            guest.kill()
+        if 0 in self._started:  # the server unmounts its disk
+            self._started[0].join(HALT_S)
+        for number in list(self._started):
+            self.kill(number)
+        if self._etcd is not None:
+            self._etcd.kill()
+            self._etcd.wait()
         subprocess.run(["ip", "netns", "del", self._space], check=False)
 
     def _wire(self) -> None:
         self._inside("ip", "link", "set", "lo", "up")
         self._inside("ip", "link", "add", "br0", "type", "bridge")
+        self._inside("ip", "addr", "add", f"{HOST}/24", "dev", "br0")
         self._inside("ip", "link", "set", "br0", "up")
         for number in range(self._clients + 1):
             self._inside("ip", "tuntap", "add", "dev", f"tap{number}", "mode", "tap")
@@ -138,7 +187,7 @@ class Export:
             inside=("ip", "netns", "exec", self._space),
             job=job,
         )
-        self._started.append(guest)
+        self._started[number] = guest
         return guest
 
     def _inside(self, *command: str) -> None:
@@ -166,4 +215,4 @@ def wait_for(path: Path, timeout_s: float) -> None:
 
 
 def _run(*command: str) -> None:
-    subprocess.run(command, check=True, env={**os.environ, "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"})
+    subprocess.run(command, check=True, env=ENVIRONMENT)
