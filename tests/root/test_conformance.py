@@ -300,6 +300,7 @@ def test_a_removed_file_is_missing_on_every_host_and_its_name_is_free(hosts: Hos
     assert hosts.first.remove(A) is False
     for host in hosts.both:
         assert eventually(lambda: host.open(A) is None and host.stat(A) is None)  # noqa: B023  called at once
+    time.sleep(TICK_S)
     assert publish(hosts.second, A, b"second") is True
     assert eventually(lambda: content_of(hosts.first, A) == b"second")
 
