@@ -316,10 +316,11 @@ class PosixRoot:
         An unmounted root has none of our folders, so a missing file there proves nothing (a fence that seems lifted is
         not).
         """
+        expected = self._format  # before looking: another thread may publish FORMAT in between
         found = _content(f"{self.path}/{FORMAT}")
-        if self._format is None:
-            self._format = found
-        elif found != self._format:
+        if expected is None:
+            self._format = self._format or found
+        elif found != expected:
             raise Unavailable(f"{self.path} is not the root that was opened: is its file system still mounted?")
 
     def _at(self, name: Name) -> str:

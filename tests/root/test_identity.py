@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -12,10 +14,12 @@ from hypothesis import strategies as st
 from kvstore.errors import InvalidRequest, RootMismatch, Unavailable
 from kvstore.format import places
 from kvstore.format.places import Name
+from kvstore.root import posix
 from kvstore.root.identity import RootId, RootIdentity, create_or_open, read_identity, read_small
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.objects import open_object_root
+from kvstore.root.posix import PosixRoot
 from kvstore.sources import RandomIds
 from tests.root.faulty import ENOSPC, FaultyRoot, Lost, Missing, Rule
 from tests.root.roots import Hosts, content_of, names, publish
@@ -228,3 +232,23 @@ def test_a_small_file_that_is_removed_while_it_is_read_is_gone_and_not_empty() -
     assert read_small(root, places.FORMAT, 100) == b"", "it is there, and damaged"
     root.set_rules([Rule("read", Missing()), Rule("stat", Lost())])
     assert read_small(root, places.FORMAT, 100) is None
+
+
+def test_a_root_that_another_thread_makes_meanwhile_is_no_other_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FORMAT is published between the look for it and the comparison with what was known before."""
+    root = PosixRoot(tmp_path)
+    look = posix._content
+
+    def look_too_early(path: str) -> bytes | None:
+        monkeypatch.setattr(posix, "_content", look)
+        found = look(path)
+        publish(root, places.FORMAT, RootIdentity(RootId(bytes(16)), 1, 8).to_json())
+        return found
+
+    monkeypatch.setattr(posix, "_content", look_too_early)
+    publish(root, Name("chunks/0001/a"), b"a")
+    os.remove(tmp_path / places.FORMAT)
+    with pytest.raises(Unavailable, match="still mounted"):
+        publish(root, Name("chunks/0002/a"), b"a")
