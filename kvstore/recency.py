@@ -27,6 +27,8 @@ NS_PER_S = 1_000_000_000
 DEPTH_STEP_NS = 3_000
 DEPTH_MAX = 333_332
 """The greatest depth that fits into one second, so that no two quanta overlap. Deeper chunks get its stamp."""
+AHEAD_MAX_S = 86_400.0
+"""No clock is further ahead than this."""
 USES_MAX = 3
 """Uses are counted as never, once, twice, and more often."""
 
@@ -150,3 +152,11 @@ _DEFAULT_NUMBER = _number(DEFAULT, 0)
 _CODE_MIN = _spread(-_DEFAULT_NUMBER)
 _CODE_MAX = _spread(_NUMBERS - 1 - _DEFAULT_NUMBER)
 assert _CODE_MAX - _CODE_MIN < DEPTH_STEP_NS, "a chunk would be as fresh as its parent"
+
+
+def was_never_stamped(mtime_ns: int, now_s: float) -> bool:
+    """True for the time of a file whose writer was killed between creating it on NFS and stamping it.
+
+    Until then an exclusive create has a number of the protocol there (RFC 8881, 18.16.3), often one of years to come.
+    """
+    return mtime_ns / NS_PER_S > now_s + AHEAD_MAX_S

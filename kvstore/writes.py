@@ -13,14 +13,14 @@ RUNS_IN_MEMORY = RUNS_MAX + 1
 
 
 class Durability(enum.Enum):
-    """What a crash of the host may lose of the puts that were acknowledged."""
+    """Which acknowledged puts a crash of the host may lose."""
 
     NONE = "none"
-    """What the kernel had not written yet: the last half minute, as Linux is set by default."""
+    """Those that the kernel has not written: the last half minute with the defaults of Linux."""
     EVERYSEC = "everysec"
-    """The last second or so: one sync a second for all (``node/syncing.py``)."""
+    """Those of the last second or so: one sync a second for all (``node/syncing.py``)."""
     FSYNC = "fsync"
-    """Nothing: each chunk is synced before a put returns."""
+    """None: each chunk is synced before a put returns."""
 
     @classmethod
     def of(cls, value: Durability | str) -> Durability:

@@ -20,7 +20,7 @@ from kvstore.meta.keys import parse_id
 from kvstore.meta.pins import PinRecord
 from kvstore.meta.session import live_sessions
 from kvstore.meta.sweeps import Condemned
-from kvstore.recency import NS_PER_S
+from kvstore.recency import NS_PER_S, was_never_stamped
 from kvstore.root.interface import Entry
 from kvstore.root.twins import list_twins, read_twin
 from kvstore_gc.capacity import Watermarks
@@ -92,8 +92,7 @@ class Orphans:
           passed their deadline.
         - If we never saw an id alive (we have just begun, or its node has no session), a file goes once it is older
           than any put takes to publish it, by its time, or by ours since we noticed it.
-        - A file whose time is days ahead never got its time: NFS keeps a number of its own there until the writer has
-          set it, and this writer was killed before.
+        - A file that was never stamped goes at once: its writer was killed before.
         - A file that recoding replaced has nothing to do with puts: it stays until the time in its name.
         """
         folders = [entry.name for entry in self._root.list(places.STAGING) if entry.stat is None]
@@ -140,8 +139,8 @@ class Orphans:
         if stays is not None:
             return not stays
         noticed = self._since_noticed_s(Name(f"{folder}/{entry.name}")) >= self._timings.noticed_s
-        never_timed = entry.stat.mtime_ns / NS_PER_S > now_s + self._timings.ahead_max_s
-        return is_dead or noticed or never_timed or _is_old(entry, now_s, self._timings.staging_age_s)
+        never_stamped = was_never_stamped(entry.stat.mtime_ns, now_s)
+        return is_dead or noticed or never_stamped or _is_old(entry, now_s, self._timings.staging_age_s)
 
     def _since_noticed_s(self, name: Name) -> float:
         """Seconds since we noticed a file that has no owner."""

@@ -41,9 +41,6 @@ class Timings:
     without a live session, finds its file gone and fails."""
     staging_age_s: float = 180.0
     """Staged files of sessions that this collector never saw alive are deleted at this age, by their time."""
-    ahead_max_s: float = 86_400.0
-    """A staged file whose time is further ahead than this never got its time. NFS keeps a number of its own there
-    from an exclusive create until its writer has set it (RFC 8881, 18.16.3), and the writer was killed before."""
     noticed_s: float = 60.0
     """They are also deleted this long after this collector noticed them: its own clock needs no margin, and a put has
     30 s by default from staging a file to publishing it."""

@@ -22,7 +22,7 @@ from kvstore.fsck.repair import Outcome, Repairer
 from kvstore.fsck.report import FINDINGS_MAX, Finding, Kind, Progress, Report
 from kvstore.meta.keys import parse_id
 from kvstore.namespace import NamespaceId
-from kvstore.recency import NS_PER_S
+from kvstore.recency import NS_PER_S, was_never_stamped
 from kvstore.root.identity import FILE_SYSTEMS_OWN, SCRATCH_FOLDER, TOP, RootIdentity
 from kvstore.root.inspect import Broken, Inspector
 from kvstore.root.interface import Entry, Root
@@ -197,7 +197,8 @@ class _Walk:
                     continue
                 detail = f"{entry.stat.size_bytes} bytes"
                 stays = places.replaced_stays(entry.name, now_s, CLOCK_MARGIN_S)
-                is_old = now_s - entry.stat.mtime_ns / NS_PER_S >= wanted_age_s
+                mtime_ns = entry.stat.mtime_ns
+                is_old = now_s - mtime_ns / NS_PER_S >= wanted_age_s or was_never_stamped(mtime_ns, now_s)
                 if stays is False or (stays is None and is_old):
                     self._add(Kind.ORPHAN_STAGING, file, detail, partial(self._repairer.remove, file))
                 else:

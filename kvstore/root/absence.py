@@ -19,7 +19,7 @@ FILE_SYSTEMS = frozenset({"nfs", "nfs4"})
 FORGETTING = frozenset({"lookupcache=pos", "lookupcache=none"})
 """Mount options with which a client remembers no absence."""
 FRESH_S = 0.5
-"""What the client was told of a folder counts for so long: a chunk of another host is found within it."""
+"""How long an answer about a folder stands. A chunk of another host is found within this time."""
 FOLDERS_MAX = 1 << 16
 """The times of more folders are not remembered, so that each miss in one asks."""
 

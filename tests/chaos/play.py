@@ -128,7 +128,7 @@ def all_kept(players: Cast, promising: Sequence[Part]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """What a run may leave: chunks within the bound, and pins that have not ended."""
+    """The chunks and pins on the root after a run."""
 
     used_bytes: int
     pins_checked: int

@@ -312,7 +312,10 @@ def test_a_session_that_began_after_the_live_ones_were_listed_is_not_robbed(memo
     assert read(memory.root, places.staged(SESSION, 1)) == b"part"
 
 
-@pytest.mark.parametrize(("age_s", "kind"), [(3500.0, Kind.YOUNG_STAGING), (3700.0, Kind.ORPHAN_STAGING)])
+@pytest.mark.parametrize(
+    ("age_s", "kind"),
+    [(3500.0, Kind.YOUNG_STAGING), (3700.0, Kind.ORPHAN_STAGING), (-1e6, Kind.ORPHAN_STAGING)],
+)
 def test_where_nobody_knows_who_lives_an_hour_decides(memory: Filled, age_s: float, kind: Kind) -> None:
     write(memory.root, places.staged(SESSION, 1), b"part", age_s=age_s)
     report = check(memory, repair=True)

@@ -13,6 +13,7 @@ from kvstore.meta.pins import PinRecord
 from kvstore.meta.session import Session
 from kvstore.meta.sweeps import Condemned
 from kvstore.namespace import NamespaceDigest
+from kvstore.recency import AHEAD_MAX_S
 from kvstore.root.interface import Root, Space
 from kvstore.root.memory import MemoryRoot
 from kvstore.root.twins import list_twins, write_twin
@@ -152,12 +153,12 @@ def test_a_collector_that_has_just_begun_clears_leftovers_a_minute_after_it_noti
     assert scene.names(places.staging_folder(DEAD)) == ["2.part"] and scene.names(places.PLANS) == []
 
 
-def test_a_file_that_never_got_its_time_goes_at_once(scene: Scene) -> None:
-    """On NFS, if its writer was killed between creating it and setting the time."""
+def test_a_staged_file_that_was_never_stamped_goes_at_once(scene: Scene) -> None:
+    """On NFS, if its writer was killed between creating it and stamping it."""
     alive = scene.session()
-    scene.write(places.staged(alive, 1), age_s=-10 * TIMINGS.ahead_max_s)
-    scene.write(places.staged(DEAD, 1), age_s=-10 * TIMINGS.ahead_max_s)
-    scene.write(places.staged(DEAD, 2), age_s=-0.9 * TIMINGS.ahead_max_s)
+    scene.write(places.staged(alive, 1), age_s=-10 * AHEAD_MAX_S)
+    scene.write(places.staged(DEAD, 1), age_s=-10 * AHEAD_MAX_S)
+    scene.write(places.staged(DEAD, 2), age_s=-0.9 * AHEAD_MAX_S)
     assert scene.again().remove() == {"staging": 1}
     assert scene.names(places.staging_folder(DEAD)) == ["2.part"]
     assert scene.names(places.staging_folder(alive)) == ["1.part"]

@@ -1,4 +1,4 @@
-"""What one host stores, another one finds: ``python -m tests.hosts.finding writer|reader``, one guest each.
+"""One host stores prompts, and another finds them: ``python -m tests.hosts.finding writer|reader``, one guest each.
 
 The reader looks for half of the prompts before they are there, so that its client remembers that they are absent. Both
 talk through files outside the export. The reader prints one JSON object.

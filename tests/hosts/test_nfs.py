@@ -19,7 +19,7 @@ CUT_S, LONG_CUT_S = 30.0, 120.0
 HEALED_S = 20.0
 LEFT_S = 300.0
 LONGEST_S = 60.0
-"""Of one action, which is two calls at most: the deadlines are 15 s for a read and 30 s for a put, on slow cores."""
+"""One action makes two calls at most. A read has 15 s and a put 30 s; the cores are slow."""
 
 
 @pytest.mark.parametrize("options", ["vers=4.2", "vers=4.1", "vers=3,nolock", "vers=4.2,lookupcache=positive"])
