@@ -82,7 +82,7 @@ alerts-test: $(READY) ## a real Prometheus sees every alert fire, each by its co
 hosts-test: $(READY) ## roots on NFS, with real kernels as server and clients (root, user-mode Linux, 15 minutes)
 	@$(BIN)/python -m pytest -q -s -m hosts tests/hosts $(ARGS)
 
-crash-test: $(READY) ## power cuts on ext4 and XFS, with real kernels (root, user-mode Linux, KVSTORE_CRASH_CUTS=3 of each kind)
+crash-test: $(READY) ## power cuts of hosts (ext4, XFS) and of NFS servers, with real kernels (root, user-mode Linux, KVSTORE_CRASH_CUTS=5 of each kind)
 	@$(BIN)/python -m pytest -q -s -m crashes tests/hosts $(ARGS)
 
 # One after the other, as one test each: a cluster is started once and its hosts are killed, cut off and upgraded in turn.
