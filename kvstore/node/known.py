@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,14 +23,16 @@ RUN = 1024
 """Addresses looked up at once: numpy's temporary arrays stay in the cache."""
 RUN_MIN = 32
 """Below this many, adding one by one is faster."""
+SPAN = 1 << 12
+"""Rows looked through at once for marks: numpy's temporary arrays stay in the cache."""
 
 
 class Known:
     """Maps an address to the quantum in which it was last seen, and to whether its recency was renewed in it.
 
     A set-associative table of fixed size: the first 8 bytes of an address (a keyed hash, so evenly spread) choose a row
-    of 8 entries and are what is compared. An entry takes 12 bytes. All are allocated at the start, so that a node's
-    memory does not depend on its traffic. A full row drops the entry seen longest ago.
+    of 8 entries and are what is compared. An entry takes 12 bytes. All are allocated at the start, so that traffic
+    cannot exceed them; the system gives memory to those in use. A full row drops the entry seen longest ago.
 
     Rule H3: a look that began before a sweep condemned must not be remembered after it. So the caller reads ``epoch``
     before it looks, and ``add`` takes the finding only if the epoch is still the same; forgetting a shard begins a new
@@ -47,8 +49,6 @@ class Known:
         self.epoch = 0
         self._prints = np.zeros((rows, WAYS), np.uint64)
         self._marks = np.zeros((rows, WAYS), np.uint32)
-        self._prints.fill(0)
-        self._marks.fill(0)
         # The same memory, entry by entry: for one address numpy costs more than the look.
         self._print_at = self._prints.reshape(-1).data
         self._mark_at = self._marks.reshape(-1).data
@@ -119,15 +119,17 @@ class Known:
         condemned[list(shards)] = True
         with self._lock:
             self.epoch += 1
-            # The first 16 bits of an address, as ``places.shard`` takes them, are the low ones of a print, swapped.
-            heads = (self._prints & np.uint64(0xFFFF)).astype(np.uint16).byteswap()
-            self._marks[condemned[heads >> (16 - shard_bits)]] = 0
+            for span in self._marked():
+                # The first 16 bits of an address, as ``places.shard`` takes them, are the low ones of a print, swapped.
+                heads = (self._prints[span] & np.uint64(0xFFFF)).astype(np.uint16).byteswap()
+                self._marks[span][condemned[heads >> (16 - shard_bits)]] = 0
 
     def clear(self) -> None:
         """Forgets everything, and ends the epoch of all looks under way."""
         with self._lock:
             self.epoch += 1
-            self._marks.fill(0)
+            for span in self._marked():
+                self._marks[span] = 0
 
     def leading_count(self, addresses: Sequence[Address], quantum_start_s: int) -> int:
         """Returns how many leading addresses are remembered as present."""
@@ -144,6 +146,13 @@ class Known:
         renewed = self._have_mark(addresses, self._number(quantum_start_s) << 1, 1)
         places: list[int] = np.flatnonzero(~renewed).tolist()
         return places
+
+    def _marked(self) -> Iterator[slice]:
+        """Yields the spans of rows that have marks. What was never written to stays without memory."""
+        for start in range(0, len(self._marks), SPAN):
+            span = slice(start, start + SPAN)
+            if self._marks[span].any():
+                yield span
 
     def _have_mark(self, addresses: Sequence[Address], least: int, bit: int) -> npt.NDArray[np.bool_]:
         """Returns which addresses have a mark of at least ``least`` that has ``bit`` set."""
