@@ -136,6 +136,21 @@ def test_a_server_that_is_gone_ends_the_run_and_what_came_stays(batch: Batch, tm
     assert ids(tmp_path / "results") == ["r0"]
 
 
+def test_a_server_that_is_silent_costs_one_time_limit(batch: Batch, tmp_path: Path) -> None:
+    ended = threading.Event()
+
+    def silent(body: Body) -> tuple[int, Body]:
+        assert ended.wait(PATIENCE_S)
+        return 200, {}
+
+    with answering(silent) as at, Results(tmp_path / "results") as results:
+        with pytest.raises(Unavailable, match=r"no whole answer within 0\.1 s: allow more by --timeout"):
+            send(batch, ORDER, Server(at.url, 0.1), results, 1, lambda _: None)
+        ended.set()
+        assert len(at.asked) == 1
+    assert ids(tmp_path / "results") == []
+
+
 @pytest.mark.parametrize(
     ("head", "body"),
     [
