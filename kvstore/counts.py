@@ -90,7 +90,7 @@ class NodeCount(Count):
     REFRESHED = "chunks whose recency was renewed, or hints raised"
     REFRESH_DROPPED = "renewals dropped because the queue was full or the root refused"
     PUT_FAILED = "puts that ended with an error"
-    PUT_REFUSED_FULL = "puts refused because a collector says that the root is full"
+    PUT_REFUSED_FULL = "puts refused because the root is full, as a collector says, or larger than its bound"
     PUT_REFUSED_UNCOUNTED = "puts refused until a collector has counted what this node wrote"
     HOLDS_EXPIRED = "holds that ended by their own deadline"
     CHUNKS_CONDEMNED = "chunks that count as absent because a sweep is taking them"
