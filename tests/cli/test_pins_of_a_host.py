@@ -89,6 +89,7 @@ def test_metadata_that_were_cut_are_called_damaged_and_not_locked(tmp_path: Path
         (("token", "isue"), "kvstore token: there is no command 'isue': did you mean 'issue'?"),
         (("xyzzy",), "kvstore: there is no command 'xyzzy' (kvstore --help lists all)"),
         (("ls", "--rot", "x"), "did you mean one of: '--root', '--root-id'?"),
+        (("--vers",), "kvstore: no such option '--vers'. Did you mean '--version'?"),
     ],
 )
 def test_a_mistyped_command_or_option_is_one_line_with_what_is_alike(

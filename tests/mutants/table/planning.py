@@ -108,6 +108,12 @@ MUTANTS = [
         f"{RUNS}a_prefix_is_held_while_its_group_runs",
     ),
     planning(
+        "asks-the-silent-again",
+        "sending",
+        edit("kvstore.batches.server:Server.post", "break  # whoever asks again", "continue  # whoever asks again"),
+        f"{SENDING}a_server_that_is_silent_costs_one_time_limit",
+    ),
+    planning(
         "retires-nothing",
         "H5",
         skip("kvstore.client.keeping:TokenKeeping.retire"),
