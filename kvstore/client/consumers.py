@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.planning import Group
@@ -190,8 +190,9 @@ def _asked(link: socket.socket, answers: BinaryIO) -> Group | None:
         raise _ended()
     if not size:
         return None
-    fields = json.loads(raw)
-    return Group(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
+    fields: dict[str, Any] = json.loads(raw)
+    found: Any = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+    return Group(**found)
 
 
 def _ended() -> Unavailable:

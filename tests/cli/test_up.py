@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import socket
 import subprocess
@@ -195,7 +196,9 @@ def test_two_workers_are_listed(run: Callable[..., Result], up: Running) -> None
     eventually(lambda: listed() == dict.fromkeys(up.grpc.split(","), kvstore.__version__), "both are listed")
 
 
-def test_commands_reach_workers_directly_or_through_etcd(run: Callable[..., Result], up: Running) -> None:
+def test_commands_reach_workers_directly_or_through_etcd(
+    run: Callable[..., Result], up: Running, module_root: Path
+) -> None:
     tokens = ",".join(map(str, range(100, 112)))
     with kvstore.connect(*up.grpc.split(",")) as store:
         store.namespace("by-hand", LAYOUT).put(list(range(100, 112)), kv(12))
@@ -204,6 +207,9 @@ def test_commands_reach_workers_directly_or_through_etcd(run: Callable[..., Resu
         assert "by-hand" in [each["name"] for each in parsed(run("ls", *at, "--json"))["namespaces"]]
         stats = parsed(run("stats", *at, "--json"))
         assert stats["workers"] == 2 and stats["chunks_written"] >= 3
+        assert stats["root_total_bytes"] == shutil.disk_usage(module_root).total, (
+            "of one root, not once for each worker"
+        )
     shown = run("stats", "--connect", up.grpc).stdout
     assert "chunks_written" in shown and "chunks this node published" in shown
     assert "more: --all prints them" in shown and "quarantined" not in shown and "lane_queue" not in shown

@@ -120,6 +120,12 @@ MUTANTS = [
         f"{RUNS}a_consumer_elsewhere_that_ends_while_it_waits_takes_nothing[local]",
     ),
     planning(
+        "leaves-part-of-a-result",
+        "sending",
+        edit("kvstore.batches.results:Results._append", "self._file.truncate(self._whole_bytes)", "pass"),
+        f"{SENDING}a_result_that_the_disk_has_no_room_for_leaves_no_part_of_a_line",
+    ),
+    planning(
         "asks-the-silent-again",
         "sending",
         edit("kvstore.batches.server:Server.post", "break  # whoever asks again", "continue  # whoever asks again"),
