@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kvstore.census.selection import Selection
     from kvstore.client.blocks import BlockCache, BlockHold
     from kvstore.client.cache import Cache, Hold, Pin
+    from kvstore.client.consumers import SharedRun
     from kvstore.client.limits import ClientLimits
     from kvstore.client.planning import Plan
     from kvstore.client.runs import Run
@@ -71,6 +72,7 @@ __all__ = [
     "PutResult",
     "Run",
     "Selection",
+    "SharedRun",
     "Store",
     "Ticket",
     "WriteMode",
@@ -85,6 +87,7 @@ if not TYPE_CHECKING:  # a type checker that saw __getattr__ would accept every 
         "kvstore.census.selection": ("Selection",),
         "kvstore.client.blocks": ("BlockCache", "BlockHold"),
         "kvstore.client.cache": ("Cache", "Hold", "Pin"),
+        "kvstore.client.consumers": ("SharedRun",),
         "kvstore.client.limits": ("ClientLimits",),
         "kvstore.client.planning": ("Plan",),
         "kvstore.client.runs": ("Run",),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 
@@ -90,7 +90,7 @@ class NodeCount(Count):
     REFRESHED = "chunks whose recency was renewed, or hints raised"
     REFRESH_DROPPED = "renewals dropped because the queue was full or the root refused"
     PUT_FAILED = "puts that ended with an error"
-    PUT_REFUSED_FULL = "puts refused because a collector says that the root is full"
+    PUT_REFUSED_FULL = "puts refused because the root is full, as a collector says, or larger than its bound"
     PUT_REFUSED_UNCOUNTED = "puts refused until a collector has counted what this node wrote"
     HOLDS_EXPIRED = "holds that ended by their own deadline"
     CHUNKS_CONDEMNED = "chunks that count as absent because a sweep is taking them"
@@ -241,6 +241,25 @@ WORKER_GAUGES = {
     "draining": "1 while the worker finishes what it accepted and takes no more",
 }
 """The gauges of a worker, beside those of its node."""
+
+LEAST = frozenset({"root_free_bytes", "root_total_bytes", "lease_margin_seconds", "certificate_expires_seconds"})
+MOST = frozenset({"etcd_silent_seconds", "root_full", "root_hangs", "bound_bytes"})
+"""Gauges of several workers that are no sum: of the root that they share, or of the one that is worst off."""
+
+
+def merged(each: Iterable[Mapping[str, int | float]]) -> dict[str, int | float]:
+    """Returns the counts of several workers as those of one: sums, but for gauges that are none."""
+    found: dict[str, int | float] = {}
+    for counts in each:
+        for name, value in counts.items():
+            if name in LEAST:
+                found[name] = min(value, found.get(name, value))
+            elif name in MOST:
+                found[name] = max(value, found.get(name, value))
+            else:
+                found[name] = found.get(name, 0) + value
+    return found
+
 
 GROWING = {"etcd_operations": "calls to etcd"}
 """Counters that others keep: they come with the gauges, and are metrics of type counter."""

@@ -24,11 +24,10 @@ def token_array(tokens: Tokens) -> TokenArray:
     Accepts any sequence of ints or a one-dimensional integer array; 0 <= id < 2**32, at most 4,194,304 of them.
     Raises InvalidRequest, naming the first offending position, otherwise.
     """
-    if not hasattr(tokens, "__len__") or isinstance(tokens, (bytes, bytearray, memoryview, str)):
-        raise _no_sequence(tokens)
-    if len(tokens) > TOKENS_MAX:
-        raise InvalidRequest(f"{len(tokens)} tokens are over the limit of {TOKENS_MAX}: split the prompt")
-    if len(tokens) == 0:
+    count = _count_of(tokens)
+    if count > TOKENS_MAX:
+        raise InvalidRequest(f"{count} tokens are over the limit of {TOKENS_MAX}: split the prompt")
+    if count == 0:
         return np.empty(0, dtype="<u4")
     if isinstance(tokens, (list, tuple)) and (packed := _packed_ints(tokens)) is not None:
         return packed
@@ -48,6 +47,15 @@ def token_array(tokens: Tokens) -> TokenArray:
                 f"token {int(array[position])} at position {position} is out of range: expected 0 to {TOKEN_ID_MAX}"
             )
     return np.ascontiguousarray(array, dtype="<u4")
+
+
+def _count_of(tokens: Tokens) -> int:
+    if isinstance(tokens, (bytes, bytearray, memoryview, str)):
+        raise _no_sequence(tokens)
+    try:
+        return len(tokens)
+    except TypeError as cause:  # no sequence, or an array of no dimension
+        raise _no_sequence(tokens) from cause
 
 
 def _packed_ints(tokens: list[int] | tuple[int, ...]) -> TokenArray | None:
@@ -70,7 +78,7 @@ def _no_integers(tokens: Tokens, array: npt.NDArray[Any]) -> InvalidRequest:
     if array.ndim == 0:  # a set, a mapping
         return _no_sequence(tokens)
     if array.ndim != 1:
-        return InvalidRequest(f"tokens have shape {array.shape}: expected one dimension")
+        return InvalidRequest(f"tokens have shape {array.shape}: expected one dimension, the ids of one prompt")
     return InvalidRequest(f"tokens have type {_type_of(tokens, array)}: expected integers from 0 to {TOKEN_ID_MAX}")
 
 
@@ -79,8 +87,12 @@ def _no_sequence(tokens: object) -> InvalidRequest:
 
 
 def _type_of(tokens: Tokens, array: npt.NDArray[Any]) -> str:
-    """What to call the type in a message: numpy's name, or the first item's when numpy fell back to objects."""
-    if array.dtype.kind != "O":
+    """What to call the type in a message: numpy's name for its own, else that of the first item that is wrong."""
+    if isinstance(tokens, np.ndarray) and array.dtype.kind != "O":
         return str(array.dtype)
-    odd = [item for item in tokens if not isinstance(item, int) or not 0 <= item <= TOKEN_ID_MAX]
-    return f"{type(odd[0]).__name__} (such as {odd[0]!r})" if odd else "object"
+    odd = [item for item in tokens if type(item) is bool or not _is_id(item)]
+    return f"{type(odd[0]).__name__} (such as {odd[0]!r:.40})" if odd else "object"
+
+
+def _is_id(item: object) -> bool:
+    return isinstance(item, int | np.integer) and 0 <= item <= TOKEN_ID_MAX

@@ -136,7 +136,7 @@ class Rounds:
     cls=Command,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
-@click.version_option(VERSION, prog_name="kvstore-gc")
+@click.version_option(VERSION, "--version", "-v", prog_name="kvstore-gc")
 @takes("cluster", ClusterAccess)
 @takes("limits", Limits)
 @takes("rounds", Rounds)

@@ -12,6 +12,7 @@ from kvstore.aio.threads import Threads
 from kvstore.aio.twins import Twin, awaited
 from kvstore.client import planning as sync_planning
 from kvstore.client import runs
+from kvstore.client.consumers import Sharing
 from kvstore.client.planning import values_of
 from kvstore.planning import Group
 
@@ -64,6 +65,10 @@ class Run(Twin[runs.Run]):
         while (taken := await self.take()) is not None:
             async with taken:
                 yield taken.group
+
+    def share(self) -> Sharing:
+        """As the synchronous one, with ``with``: it waits for nothing, but at its end for up to some seconds."""
+        return self._twin.share()
 
     close = awaited(runs.Run.close)
 

@@ -9,6 +9,7 @@ import json
 import os
 from array import array
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,11 @@ from kvstore.batches.forms import Asked, Form, asked, form_of
 from kvstore.batches.tokenizer import Tokenizer
 from kvstore.errors import InvalidRequest
 from kvstore.planning import Prompts
+from kvstore.progress import Progress, unwatched
 from kvstore.replay.trace import BLOCK_TOKENS
 
 LINE_BYTES_MAX = 64 << 20
+PROGRESS_BYTES = 1 << 20
 ARRAY_BYTES_MAX = 2 << 30
 """Limit on a file that is one JSON array."""
 
@@ -41,20 +44,25 @@ class Batch:
     """Size and mtime of the file before it was read."""
 
     def write(self, order: Iterable[int], output: Path) -> None:
-        """Writes the requests in ``order``. Raises OSError; an existing file is replaced only once all is written.
+        """Writes the requests in ``order``. An existing file is replaced only once all is written.
 
-        Raises InvalidRequest if ``output`` is the batch itself, or if that changed since it was read.
+        Raises InvalidRequest if ``output`` is the batch itself or cannot be written, or if the batch has changed.
         """
         if output.exists() and output.samefile(self.path):
             raise InvalidRequest(f"the output {str(output)!r} is the batch itself: give another file")
+        if output.is_dir():
+            raise InvalidRequest(f"the output {str(output)!r} is a folder: give a file")
         self._check_version()
         staged = output.with_name(f".{output.name}.{os.getpid()}.tmp")
         try:
             with open(staged, "xb") as file:
                 file.writelines(self._ordered(order))
             staged.replace(output)
+        except OSError as cause:
+            raise InvalidRequest(f"cannot write the output {str(output)!r}: {cause.strerror or cause}") from cause
         finally:
-            staged.unlink(missing_ok=True)
+            with suppress(OSError):  # gone with its folder
+                staged.unlink()
 
     def lines(self, order: Iterable[int]) -> Iterator[bytes]:
         """Yields the lines of requests in ``order``, without their ends. Raises as ``write``."""
@@ -79,13 +87,19 @@ class Batch:
             yield line + b"\n"
 
 
-def read_batch(path: str | Path, tokenizer: Tokenizer | None = None, block_tokens: int = 16) -> Batch:
+def read_batch(
+    path: str | Path,
+    tokenizer: Tokenizer | None = None,
+    block_tokens: int = 16,
+    progress: Progress = unwatched,
+) -> Batch:
     """Reads a batch whose prompts share blocks of ``block_tokens``; those of a trace share the trace's own blocks.
 
+    ``progress`` is called with bytes read and the size of the file.
     Raises InvalidRequest, naming the line, for a file that cannot be read, a line that is not a request, a prompt that
     is empty or text without a tokenizer, a custom_id that occurs twice, or an empty file.
     """
-    reading = _Reading(Path(path), tokenizer)
+    reading = _Reading(Path(path), tokenizer, progress)
     try:
         return reading.batch(block_tokens)
     except OSError as cause:
@@ -98,8 +112,9 @@ def read_batch(path: str | Path, tokenizer: Tokenizer | None = None, block_token
 class _Reading:
     """A batch file while it is read."""
 
-    def __init__(self, path: Path, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, path: Path, tokenizer: Tokenizer | None, progress: Progress) -> None:
         self._path = path
+        self._progress = progress
         self._tokenizer = tokenizer
         self._form: Form | None = None
         self._decode: list[int | None] = []
@@ -153,7 +168,8 @@ class _Reading:
                 yield from self._of_array()
                 return
             file.seek(0)
-            start = number = 0
+            start = number = shown = 0
+            size = os.fstat(file.fileno()).st_size
             while line := file.readline(LINE_BYTES_MAX + 1):
                 number += 1
                 self.where = f"line {number}"
@@ -164,6 +180,9 @@ class _Reading:
                     self._starts.append(start)
                     yield record
                 start += len(line)
+                if start - shown >= PROGRESS_BYTES:
+                    shown = start
+                    self._progress(start, size)
 
     def _of_array(self) -> Iterator[Any]:
         if self._path.stat().st_size > ARRAY_BYTES_MAX:
@@ -182,5 +201,7 @@ def _version(path: Path) -> tuple[int, int]:
 def _parsed(text: bytes) -> Any:
     try:
         return json.loads(text)
+    except UnicodeDecodeError as cause:
+        raise InvalidRequest(f"not text in UTF-8 ({cause.reason}): is the file compressed?") from cause
     except (ValueError, RecursionError) as cause:
         raise InvalidRequest(f"not JSON: {cause}") from cause

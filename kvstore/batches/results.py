@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from kvstore.batches.server import Answer
-from kvstore.errors import InvalidRequest
+from kvstore.errors import InvalidRequest, Unavailable
 
 LINE_BYTES_MAX = 128 << 20
 _BEGINNING = b'{"id": "result-'
@@ -22,11 +23,18 @@ class Results:
     """A file of results, open for one program at a time. Close it, or use it as a context."""
 
     def __init__(self, path: Path) -> None:
-        """Opens the file and reads whose results it has. Raises OSError, InvalidRequest for a file of another kind."""
+        """Opens the file and reads whose results it has.
+
+        Raises InvalidRequest for a file of another kind, or one that cannot be written.
+        """
         self.path = path
         self.known: set[str] = set()
         """The custom_id of each request whose result is in the file."""
-        self._file = open(path, "a+b", buffering=0)  # noqa: SIM115 - closed by close
+        self._whole_bytes = 0
+        try:
+            self._file = open(path, "a+b", buffering=0)  # noqa: SIM115 - closed by close
+        except OSError as cause:
+            raise InvalidRequest(f"cannot write the results {str(path)!r}: {cause.strerror or cause}") from cause
         try:
             self._lock()
             self._read()
@@ -35,16 +43,14 @@ class Results:
             raise
 
     def add(self, custom_id: str, answer: Answer) -> dict[str, Any]:
-        """Writes a result, and returns the answer's body as JSON, empty if it is none."""
+        """Writes a result, and returns the answer's body as JSON, empty if it is none. Raises Unavailable."""
         try:
             body = json.loads(answer.body)
         except (ValueError, RecursionError):
             body = {"text": answer.body.decode(errors="replace")}
         response = {"status_code": answer.status, "request_id": "", "body": body}
         line = {"id": f"result-{len(self.known)}", "custom_id": custom_id, "response": response, "error": None}
-        rest = memoryview(json.dumps(line, ensure_ascii=True).encode() + b"\n")
-        while rest:
-            rest = rest[self._file.write(rest) or 0 :]
+        self._append(json.dumps(line, ensure_ascii=True).encode() + b"\n")
         self.known.add(custom_id)
         return body if isinstance(body, dict) else {}
 
@@ -59,6 +65,17 @@ class Results:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _append(self, line: bytes) -> None:
+        rest = memoryview(line)
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) or 0 :]
+        except OSError as cause:
+            with suppress(OSError):
+                self._file.truncate(self._whole_bytes)  # or the next line would go on in the middle of this one
+            raise Unavailable(f"cannot write the results {str(self.path)!r}: {cause.strerror or cause}") from cause
+        self._whole_bytes += len(line)
 
     def _lock(self) -> None:
         import fcntl
@@ -85,3 +102,4 @@ class Results:
                 self.known.add(str(custom_id))
                 whole += len(line)
         self._file.truncate(whole)
+        self._whole_bytes = whole

@@ -64,7 +64,7 @@ class Server:
         """Posts a request, several times if the server refuses it; returns the last answer.
 
         Raises Unavailable if the server does not answer, or if this was closed; InvalidRequest if it lets nobody in by
-        this key, or is elsewhere.
+        this key, or is elsewhere. A server that is silent for the whole time limit is not asked again.
         """
         error: Exception | None = None
         answer: Answer | None = None
@@ -73,6 +73,9 @@ class Server:
                 break
             try:
                 answer, error = self._once(path, body), None
+            except TimeoutError:
+                error = TimeoutError(f"no whole answer within {self._timeout_s:g} s: allow more by --timeout")
+                break  # whoever asks again may wait as long again
             except (OSError, http.client.HTTPException) as failed:
                 error = failed
                 continue

@@ -56,7 +56,7 @@ class Commands(Group):
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
-@click.version_option(__version__, prog_name="kvstore")
+@click.version_option(__version__, "--version", "-v", prog_name="kvstore")
 def app() -> None:
     """A distributed store for the KV caches of LLM inference.
 

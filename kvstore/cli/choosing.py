@@ -50,7 +50,8 @@ class Prompt:
 class Asked:
     """Chunks: those of a namespace, or those that match all options that were given."""
 
-    name: str | None = argument(metavar="[NAME]", required=False)
+    given: str | None = argument(metavar="[NAME]", required=False)
+    namespace: str | None = option("--namespace", metavar="NAME", help="The namespace, if not as an argument.")
     tenant: str | None = option(
         "--tenant", help="Chunks of this tenant ('' for none); with NAME, the namespace's tenant."
     )
@@ -67,6 +68,15 @@ class Asked:
     )
     since_s: float = option("--since", type=MOMENT, default=0.0, help="Chunks written since: 2026-11-21T10:00, or 2h.")
     until_s: float = option("--until", type=MOMENT, default=0.0, help="Chunks written before this time.")
+
+    def __post_init__(self) -> None:
+        if self.given is not None and self.namespace is not None:
+            raise InvalidRequest("NAME and --namespace are two ways to say which namespace: give one of them")
+
+    @property
+    def name(self) -> str | None:
+        """The namespace; None if its name is not asked for."""
+        return self.given if self.namespace is None else self.namespace
 
     @property
     def is_namespace_alone(self) -> bool:

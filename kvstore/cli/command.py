@@ -33,8 +33,7 @@ class Command(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.UsageError as error:
-            message = error.format_message().rstrip(".")
-            fail(ctx, f"{message[:1].lower()}{message[1:]} ({ctx.command_path} --help shows all options)")
+            _wrong_use(ctx, error)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -57,6 +56,15 @@ class Command(click.Command):
 class Group(click.Group):
     """Commands below one name. A mistyped one is one clear line, with those that are alike."""
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        is_bare = not args
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as error:
+            if is_bare:
+                raise  # click's own, which shows the help
+            _wrong_use(ctx, error)
+
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
@@ -66,6 +74,11 @@ class Group(click.Group):
             meant = f": did you mean {alike}?" if alike else ""
             fail(ctx, f"there is no command {args[0]!r}{meant} ({ctx.command_path} --help lists all)")
         return super().resolve_command(ctx, args)
+
+
+def _wrong_use(ctx: click.Context, error: click.UsageError) -> NoReturn:
+    message = error.format_message().rstrip(".")
+    fail(ctx, f"{message[:1].lower()}{message[1:]} ({ctx.command_path} --help shows all options)")
 
 
 def check_failed() -> NoReturn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Set
 from contextlib import closing
@@ -17,11 +18,13 @@ from kvstore.cli.kinds import SIZE
 from kvstore.cli.options import json_option
 from kvstore.cli.output import print_json, progress_to, shown, size
 from kvstore.cli.rooted import identified
-from kvstore.errors import InvalidRequest
-from kvstore.format.places import HOST_GENERATIONS
+from kvstore.errors import InvalidRequest, KVStoreError, RootMismatch
+from kvstore.format.places import GENERATIONS, HOST_GENERATIONS, METADATA, Name
+from kvstore.meta.generation import ADVICE_OF_HOST, difference, read_generation
 
 if TYPE_CHECKING:
     from kvstore.fsck import Adopted, Finding, Report
+    from kvstore.meta.interface import Meta
     from kvstore.root.identity import RootIdentity
     from kvstore.root.interface import Root
 
@@ -60,6 +63,8 @@ def fsck(root: RootPlace, wanted: _Wanted, etcd: EtcdAccess | None, as_json: boo
     Without --etcd it does so for the file metadata.sqlite on the root, which processes of one host share; if that is
     damaged, a new one takes its place.
 
+    It also says if etcd, or metadata.sqlite, is not the root's any more, so that --adopt is needed.
+
     Exit codes: 0 clean, or only housekeeping; 1 damage or other problems found (or repaired); 2 could not run.
 
     \b
@@ -75,13 +80,54 @@ def fsck(root: RootPlace, wanted: _Wanted, etcd: EtcdAccess | None, as_json: boo
         adopted = _adopt(opened, identity, etcd) if wanted.adopt else None
         if adopted is not None and not as_json:
             _print_adopted(adopted)
+        astray = _astray(opened, identity, etcd)
+        if astray is not None and not as_json:
+            print(shown(f"metadata        {astray}"), flush=True)
         report = _check(opened, identity, wanted, etcd, as_json)
     if as_json:
-        print_json(_json(identity, report, adopted))
+        print_json({**_json(identity, report, adopted), "metadata": astray})
     else:
         _print(report)
-    if not report.is_clean or (adopted and adopted.refused):
+    if not report.is_clean or astray is not None or (adopted and adopted.refused):
         check_failed()
+
+
+def _astray(root: Root, identity: RootIdentity, etcd: EtcdAccess | None) -> str | None:
+    """Returns why the metadata are not those of the root, with what to do; None if they are, or if it has none.
+
+    Makes no file. Raises the errors of etcd.
+    """
+    from kvstore.meta.sqlite.client import SqliteMeta
+    from kvstore.root.generations import newest_number
+    from kvstore.root.posix import PosixRoot
+
+    if etcd is not None:
+        with closing(etcd.open()) as meta:
+            return _difference(root, identity, meta, GENERATIONS) if newest_number(root) else None
+    if newest_number(root) or not isinstance(root, PosixRoot) or not newest_number(root, HOST_GENERATIONS):
+        return None  # of a cluster, or no node was here yet
+    path = os.path.join(root.path, METADATA)
+    if not os.path.exists(path):
+        return f"{path} is gone: {ADVICE_OF_HOST}"
+    try:
+        with closing(SqliteMeta(root.path)) as meta_here:
+            return _difference(root, identity, meta_here, HOST_GENERATIONS)
+    except KVStoreError as error:
+        return str(error)
+
+
+def _difference(root: Root, identity: RootIdentity, meta: Meta, folder: Name) -> str | None:
+    from kvstore.meta.keys import Keys
+    from kvstore.root.generations import read_newest
+
+    try:
+        on_root = read_newest(root, folder)
+        in_meta = read_generation(meta, Keys(identity.root), TIMEOUT_S)
+    except RootMismatch as mismatch:
+        return f"{mismatch}: run `kvstore fsck ROOT --adopt`"
+    if on_root is None or on_root == in_meta:
+        return None
+    return difference(on_root, in_meta, of_host=folder == HOST_GENERATIONS)
 
 
 def _check(root: Root, identity: RootIdentity, wanted: _Wanted, etcd: EtcdAccess | None, as_json: bool) -> Report:

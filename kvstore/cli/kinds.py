@@ -17,6 +17,7 @@ _SIZE_BYTES = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgtp", start=1):
     _SIZE_BYTES[f"{_letter}ib"] = 1 << (10 * _power)
     _SIZE_BYTES[f"{_letter}b"] = 1000**_power
+_COUNTS = {"": 1, "k": 1000, "m": 1_000_000, "g": 1_000_000_000}
 _NUMBER = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)")
 
 
@@ -51,6 +52,21 @@ class Moment(Duration):
         if not _NUMBER.fullmatch(ago):
             self.fail(f"{value!r} is not a time: write 2026-11-21T10:00, or 2h for two hours ago", param, ctx)
         return time.time() - super().convert(ago, param, ctx)
+
+
+class Count(click.ParamType):  # type: ignore[type-arg]  # generic only in the newest click
+    """A number of tokens from ``400k``, ``1.6M``, or a bare number."""
+
+    name = "count"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        found = _NUMBER.fullmatch(str(value).strip().replace(",", "").replace("_", ""))
+        scale = _COUNTS.get(found[2].lower()) if found else None
+        if found is None or scale is None:
+            self.fail(f"{value!r} is not a number: write 400000, 400k or 1.6M", param, ctx)
+        return int(float(found[1]) * scale)
 
 
 class Size(click.ParamType):  # type: ignore[type-arg]  # generic only in the newest click
@@ -111,5 +127,5 @@ def split(address: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
-DURATION, MOMENT, SIZE, HOST_PORT, LISTEN = Duration(), Moment(), Size(), HostPort(), Listen()
+DURATION, MOMENT, COUNT, SIZE, HOST_PORT, LISTEN = Duration(), Moment(), Count(), Size(), HostPort(), Listen()
 BULK_PORT = BulkPort()

@@ -71,17 +71,19 @@ def _namespaces(access: Access, as_json: bool) -> None:
     if as_json:
         print_json({"namespaces": rows})
         return
+    shares = () if usage is None else ("chunks", "stored")
     print_table(
-        ("name", "tenant", "fingerprint", "layout", "chunks", "stored"),
+        ("name", "tenant", "fingerprint", "layout", *shares),
         [
             (
                 *(row["name"], row["tenant"] or "-", row["fingerprint"][:16] or "-", each.layout.short),
-                row["chunks"],
-                None if row["bytes"] is None else size(row["bytes"]),
+                *(() if usage is None else (row["chunks"], size(row["bytes"]))),
             )
             for row, each in zip(rows, found, strict=True)
         ],
     )
+    if usage is None and sys.stdout.isatty():
+        print("how much each has stored is on the root: kvstore ls --root URL", file=sys.stderr)
 
 
 def _pins(access: Access, as_json: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,9 +14,9 @@ from kvstore.cli.access import Access, access_options
 from kvstore.cli.choosing import open_cache
 from kvstore.cli.command import Command, check_failed
 from kvstore.cli.declared import flag, option, takes
-from kvstore.cli.kinds import DURATION
+from kvstore.cli.kinds import COUNT, DURATION
 from kvstore.cli.options import json_option
-from kvstore.cli.output import print_json, print_pairs, progress_bar
+from kvstore.cli.output import print_json, print_pairs, progress_bar, progress_to
 from kvstore.errors import InvalidRequest, Unavailable
 
 if TYPE_CHECKING:
@@ -32,10 +33,10 @@ class Planned:
 
     memory_tokens: int = option(
         "--memory-tokens",
-        type=click.IntRange(min=0),
+        type=COUNT,
         required=True,
         metavar="N",
-        help="Tokens of KV that the engine keeps for prefixes.",
+        help="Tokens of KV that the engine keeps for prefixes, such as 400000 or 400k.",
     )
     output: str | None = option("--output", metavar="FILE", help="Write the reordered batch.")
     server: str | None = option(
@@ -82,6 +83,8 @@ class Planned:
             raise InvalidRequest("--block-tokens with --namespace: prompts share the chunks of the namespace")
         if self.server is not None and self.output is not None:
             raise InvalidRequest("--output with --server: give --output to write the batch, or --server to send it")
+        if self.results is not None and self.server is None:
+            raise InvalidRequest("--results without --server: results come from a server; --output is the batch")
 
 
 @click.command(cls=Command, short_help="Put an offline batch in the order that computes the fewest tokens.")
@@ -111,8 +114,10 @@ def plan(batch: str, planned: Planned, access: Access, as_json: bool) -> None:
     from kvstore.batches import load_tokenizer, read_batch
 
     tokenizer = load_tokenizer(planned.tokenizer) if planned.tokenizer is not None else None
-    found = read_batch(batch, tokenizer, planned.block_tokens or BLOCK_TOKENS)
-    made = _made(found, planned, access)
+    with progress_to("reading, bytes") as moved:
+        found = read_batch(batch, tokenizer, planned.block_tokens or BLOCK_TOKENS, moved)
+    with progress_bar("planning", None):
+        made = _made(found, planned, access)
     if planned.output is not None and not planned.dry_run:
         found.write(made.order, Path(planned.output))
     sent = _sent(found, made, planned) if planned.server is not None and not planned.dry_run else None
@@ -120,6 +125,8 @@ def plan(batch: str, planned: Planned, access: Access, as_json: bool) -> None:
         print_json({**_values(batch, made), "sent": sent and asdict(sent)})
     else:
         print_pairs([*_rows(made), *(_rows_sent(sent) if sent is not None else [])])
+    if planned.output is None and planned.server is None and not planned.dry_run:
+        print("kvstore plan: nothing is written or sent without --output FILE or --server URL", file=sys.stderr)
     if sent is not None and sent.failed + sent.refused:
         check_failed()
 

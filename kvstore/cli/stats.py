@@ -28,15 +28,33 @@ GROUPS = (
 )
 """Counters by what their names begin with; any other is listed under "now"."""
 
+FIRST = frozenset(
+    {
+        *("workers", "requests_match", "requests_get", "requests_put", "tokens_asked", "tokens_matched"),
+        *("chunks_written", "bytes_read", "bytes_written", "root_free_bytes", "root_total_bytes", "bound_bytes"),
+        *("memory_size_bytes", "memory_held_bytes", "disk_held_bytes", "disk_bytes_max", "behind_bytes"),
+        *("calls_in_flight", "client_holds", "holds", "root_full", "root_hangs", "draining"),
+    }
+)
+"""The figures to look at first. Trouble is printed beside them, where there was any."""
+TROUBLE = (
+    *("damage_", "quarantine", "put_failed", "put_refused", "miss_shed", "miss_deadline", "miss_unreadable"),
+    *("sessions_lost", "behind_lost", "behind_shed", "holds_expired", "disk_failed", "disk_damaged", "memory_damaged"),
+    *("peers_failed", "peers_damaged", "calls_refused", "calls_failed", "denied", "quota_refused", "audit_lost"),
+    *("bulk_refused", "wire_damaged", "client_misses", "client_set_aside", "puts_behind_lost", "tickets_failed"),
+)
+"""What the names of counters of trouble begin with."""
+
 
 @click.command(cls=Command, short_help="What the workers did; how full a root is.")
 @access_options
-@click.option("--all", "is_full", is_flag=True, help="Print counters that are 0, too.")
+@click.option("--all", "is_full", is_flag=True, help="Print every counter, those that are 0 too.")
 @json_option
 def stats(access: Access, is_full: bool, as_json: bool) -> None:
     """Print the summed counters of the workers behind --connect or --etcd since they started.
 
-    Counters that are 0 are left out. With --root alone, print the root's id and how full its file system is.
+    Those to look at first, and trouble; --all and --json have every counter. With --root alone, print the root's id and
+    how full its file system is.
 
     \b
     Examples:
@@ -52,14 +70,18 @@ def stats(access: Access, is_full: bool, as_json: bool) -> None:
     if as_json:
         print_json(found)
         return
-    shown = {name: value for name, value in found.items() if value or is_full}
+    shown = {name: value for name, value in found.items() if is_full or (value and _is_first(name))}
     left = dict(shown)
     for title, prefixes in GROUPS:
         names = [name for name in left if name.startswith(prefixes)]
         _print_group(title, {name: left.pop(name) for name in names})
     _print_group("now", left)
     if len(shown) < len(found):
-        console().print(f"{len(found) - len(shown)} more are 0: --all prints them")
+        console().print(f"{len(found) - len(shown)} more: --all prints them")
+
+
+def _is_first(name: str) -> bool:
+    return name in FIRST or name.startswith(TROUBLE)
 
 
 def _print_group(title: str, counts: dict[str, int | float]) -> None:

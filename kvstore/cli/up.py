@@ -6,7 +6,7 @@ import fcntl
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvstore.bounded import within
 from kvstore.children import STOP_S, Program, kill_all, stop_all
-from kvstore.cli.access import EtcdAccess
+from kvstore.cli.access import ClusterAccess, EtcdAccess
 from kvstore.cli.command import Command
 from kvstore.cli.declared import flag, group, option, takes
 from kvstore.cli.host import Host, numbered
@@ -25,8 +26,10 @@ from kvstore.cli.ports import check_free
 from kvstore.cli.rooted import local_path
 from kvstore.cli.signals import Stopper
 from kvstore.cli.worker import WorkerOptions
-from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.memory.host import memory_most_bytes
+from kvstore.root.identity import check_usable
+from kvstore.root.open import open_root
 
 if TYPE_CHECKING:
     from kvstore.meta.server import EmbeddedEtcd
@@ -34,6 +37,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 WORKERS_MAX = 64
+ROOT_S = 10.0
+"""Limit for the first look at the root."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +130,7 @@ def up(serving: WorkerOptions, options: UpOptions) -> None:
     """
     options.check(serving)
     options.check_ports()
+    _check_root(serving.cluster)
     serving.secured.make_private(keeps_keys=serving.keys_file is not None)
     serving.logging.configure()
     programs: list[Program] = []
@@ -150,6 +156,26 @@ def up(serving: WorkerOptions, options: UpOptions) -> None:
         log.info("up.stopping")
 
 
+def _check_root(cluster: ClusterAccess) -> None:
+    """Raises what a worker would raise for a folder that cannot be a root, before anything is started.
+
+    A mount that does not answer in time is left to the workers, who say so; so is a store that is no folder.
+    """
+    if local_path(cluster.root) is None:
+        return
+    errors = list[KVStoreError]()
+
+    def check() -> None:
+        try:
+            with closing(open_root(cluster.root, cluster.root_options.read())) as root:
+                check_usable(root)
+        except KVStoreError as error:
+            errors.append(error)
+
+    if within(ROOT_S, check) and errors:
+        raise errors[0]
+
+
 @contextmanager
 def _metadata(serving: WorkerOptions, folder: str | None) -> Iterator[tuple[EtcdAccess, EmbeddedEtcd | None]]:
     """The way to etcd, and the bundled etcd if no other is given."""
@@ -160,9 +186,29 @@ def _metadata(serving: WorkerOptions, folder: str | None) -> Iterator[tuple[Etcd
 
     path = Path(folder) if folder else state_folder(serving.cluster.root)
     log.info("up.starting name=etcd folder=%s", path)
-    with _locked(path), EmbeddedEtcd(path) as server:
+    with _locked(path), _only_one(serving.cluster.root), EmbeddedEtcd(path) as server:
         log.info("up.etcd endpoints=%s folder=%s", server.endpoints, path)
         yield EtcdAccess(server.endpoints), server
+
+
+@contextmanager
+def _only_one(root: str) -> Iterator[None]:
+    """One bundled etcd at a time for a root: a second one, in another folder, would know nothing of the first one."""
+    path = local_path(root)
+    with ExitStack() as undo:
+        if path is not None:
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            undo.callback(os.close, descriptor)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as cause:
+                raise Unavailable(
+                    f"another kvstore up serves {path}, with an etcd of its own: stop it first, or start workers "
+                    "beside it with kvstore worker"
+                ) from cause
+            except OSError as error:  # NFS locks only what is open for writing
+                log.debug("up.not_locked %s %s", path, error)
+        yield
 
 
 def state_folder(root: str) -> Path:

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvstore import tracing
 from kvstore.address import BLOCK_KEY_BYTES_MAX, BLOCK_KEY_BYTES_MIN
-from kvstore.buffers import Pieces
+from kvstore.buffers import Pieces, address_of
 from kvstore.client.owner import Owner
 from kvstore.client.planning import Plan, plan_keys
 from kvstore.client.port import Port, PortBlockHold
@@ -192,7 +192,21 @@ def _views(keys: list[bytes], buffers: Sequence[Any], *, writable: bool) -> Piec
         raise InvalidRequest(f"buffers are a {type(buffers).__name__}: expected a list, one for each key")
     if len(buffers) != len(keys):
         raise InvalidRequest(f"{len(buffers)} buffers for {len(keys)} keys: expected one for each")
-    return [_view(buffer, position, writable=writable) for position, buffer in enumerate(buffers)]
+    views = [_view(buffer, position, writable=writable) for position, buffer in enumerate(buffers)]
+    if writable:
+        _check_apart(views)
+    return views
+
+
+def _check_apart(views: Pieces) -> None:
+    """Raises InvalidRequest if two buffers share memory: a block read into one would look like damage in the other."""
+    starts = np.fromiter(map(address_of, views), np.uint64, len(views))
+    order = np.argsort(starts)
+    ends = starts + np.fromiter(map(len, views), np.uint64, len(views))
+    shared = np.flatnonzero(starts[order[1:]] < ends[order[:-1]])
+    if len(shared):
+        one, other = sorted(order[shared[0] : shared[0] + 2].tolist())
+        raise InvalidRequest(f"buffers {one} and {other} share memory: give each block memory of its own")
 
 
 def _view(buffer: Any, position: int, *, writable: bool) -> memoryview:

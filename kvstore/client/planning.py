@@ -45,8 +45,7 @@ class Plan(planning.Plan):
         """Runs the plan: ``with plan.run() as run: for group in run: ...``. Several runs are independent.
 
         ``ahead`` groups are brought into memory before their turn; a group goes out at most ``attempts`` times.
-        Consumers are threads of this process (``kvstore.aio`` has tasks). To run members in other processes, take
-        groups here and send members there; end a group with an error, or ``give_back``, if its process dies.
+        Consumers are threads of this process (``kvstore.aio`` has tasks), and processes of this host (``Run.share``).
         """
         return Run(self, self.keeping, ahead, attempts)
 

@@ -32,7 +32,7 @@ from kvstore.client.remote_move import RemoteMove, Slots, move_message
 from kvstore.client.renewing import Renewing
 from kvstore.client.spreading import Marking, marks_of, marks_of_keys
 from kvstore.client.tools import Tools
-from kvstore.counts import ClientCount, Counts
+from kvstore.counts import ClientCount, Counts, merged
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, Unavailable
 from kvstore.hints import Hints
 from kvstore.meta.etcd import EtcdTls, EtcdUser
@@ -336,20 +336,16 @@ class RemotePort:
         return Cleared(answer.chunks, answer.bytes, unconfirmed=tuple(answer.unconfirmed))
 
     def stats(self) -> dict[str, int | float]:
-        """Returns the sums over all workers that answer, and this client's counts. Raises Unavailable if none does."""
-        sums: dict[str, int | float] = {}
-        answered = 0
-        error: KVStoreError = Unavailable("no worker is known: start one")
-        for found in self.stats_each().values():
-            if isinstance(found, KVStoreError):
-                error = found
-                continue
-            answered += 1
-            for name, value in found.items():
-                sums[name] = sums.get(name, 0) + value
-        if not answered:
-            raise error
-        return {**sums, "workers": answered, **self.counters.snapshot()}
+        """Returns the sums over all workers that answer, and this client's counts. Raises Unavailable if none does.
+
+        Some gauges are no sums: see ``counts.merged``.
+        """
+        answers = list(self.stats_each().values())
+        found = [each for each in answers if not isinstance(each, KVStoreError)]
+        if not found:
+            errors = (each for each in answers if isinstance(each, KVStoreError))
+            raise next(errors, Unavailable("no worker is known: start one"))
+        return {**merged(found), "workers": len(found), **self.counters.snapshot()}
 
     def clear_selected(self, selection: Selection, progress: Progress, *, dry_run: bool, pinned: bool) -> Cleared:
         ticket = self.control().clear(selection, dry_run=dry_run, pinned=pinned)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from kvstore.client.consumers import Sharing
 from kvstore.client.keeping import Held, Keeping
 from kvstore.client.owner import Owner
 from kvstore.client.port import PortMove
@@ -111,6 +112,15 @@ class Run:
             self._leave(index, taker, is_done=False)
             raise
         return Taken(self._groups[index], lambda is_done: self._leave(index, taker, is_done=is_done))
+
+    def share(self) -> Sharing:
+        """Shares the run with other processes of this host: ``with run.share() as shared: ...``.
+
+        ``shared`` can be sent to them, as an argument of multiprocessing, say; each takes groups by ``for group in
+        shared``. A process that dies gives its group back. Threads of this process may take groups as well.
+        """
+        self._owner.check()
+        return Sharing(self)
 
     def close(self) -> None:
         """Ends the run: releases what is held, and cancels what is being brought. Idempotent."""

@@ -201,6 +201,7 @@ def _have_claim(member: Member, root: PosixRoot, bound: Bound) -> None:
     if bound:
         collecting = Collecting(member.meta, member.keys, member.presence, node.clock, root.path, bound)
     member.collecting = collecting
+    node.gc_view.put_bytes_max = bound.max_bytes
     node.gc_view.usage.claiming = Claims(
         Bounds(member.meta, member.keys),
         bound,

@@ -29,7 +29,7 @@ from kvstore.node.slots import Slots
 from kvstore.node.tier_stack import TierStack
 from kvstore.node.tiered_reads import TieredReads
 from kvstore.node.view import View
-from kvstore.node.wanted import Keyed, Wanted, leading
+from kvstore.node.wanted import Keyed, Wanted, leading, sizes_of
 from kvstore.node.write import Write, Written
 from kvstore.node.write_behind import Job
 from kvstore.sections import Sections
@@ -106,7 +106,7 @@ class Puts:
         far. Chunks that memory has no room for are shed, or, without ``sheds``, put on the root. Raises Overloaded
         while the root is full, and the root's errors.
         """
-        self.view.check_room()
+        self.view.check_room(sum(sizes_of(wanted)[first:]))
         mode = self.mode(write, hints)
         if isinstance(wanted, Keyed):
             return self._begin_blocks(wanted, mode, hints, sheds=sheds)

@@ -53,6 +53,8 @@ class View:
         self._full = False
         self.pace_s = 0.0
         self.usage = NodeUsage()
+        self.put_bytes_max: int | None = None
+        """The bound of a store that bounds itself: no single put may be larger."""
         self._counters = counters
         self._keys = keys
         self._shard_bits = shard_bits
@@ -109,11 +111,18 @@ class View:
         """True if a collector says that the root is full, so that puts are refused."""
         return self._full
 
-    def check_room(self) -> None:
+    def check_room(self, size_bytes: int = 0) -> None:
         """Raises Overloaded while a collector says that the root is full, or has not counted this node's writes.
 
-        Waits for the count for at most ``usage.COUNTED_S``: collectors count several times a second.
+        Waits for the count for at most ``usage.COUNTED_S``: collectors count several times a second. Also raises it for
+        a put whose ``size_bytes`` are more than the bound: there will never be room for it.
         """
+        if self.put_bytes_max is not None and size_bytes > self.put_bytes_max:
+            self._counters.add(NodeCount.PUT_REFUSED_FULL)
+            raise Overloaded(
+                f"this put has {size_bytes} bytes, and max_bytes of this store is {self.put_bytes_max}: put less at "
+                "once, or open the store with a larger max_bytes"
+            )
         if self._full:
             self._counters.add(NodeCount.PUT_REFUSED_FULL)
             raise Overloaded("the root is full until garbage collection has made room: back off, and put again later")

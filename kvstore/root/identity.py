@@ -156,6 +156,12 @@ def create_or_open(
     return found
 
 
+def check_usable(root: Root) -> None:
+    """Raises RootMismatch unless this is a root, or a folder that can become one."""
+    if read_identity(root) is None and (foreign := _foreign_entry(root)) is not None:
+        raise _holds_foreign(root, foreign)
+
+
 def read_small(root: Root, name: Name, bytes_max: int) -> bytes | None:
     """Returns a small file; None if there is none. Reads up to ``bytes_max`` + 1 bytes, so that excess shows."""
     reader = root.open(name)
@@ -191,10 +197,7 @@ def _create(root: Root, ids: Ids, shard_bits: int, clock: Clock, pause: Callable
         # meanwhile.
         found = read_identity(root)
         if found is None:
-            raise RootMismatch(
-                f"{root.url} holds {foreign!r} but no FORMAT file: "
-                "give an empty folder, or restore FORMAT from a backup"
-            )
+            raise _holds_foreign(root, foreign)
         return found
     # Synced: a torn FORMAT after a host crash would cost the whole root, not one chunk.
     publish_small(root, places.FORMAT, RootIdentity(RootId(ids.fresh()), 1, shard_bits).to_json(), ids=ids, clock=clock)
@@ -233,6 +236,12 @@ def _foreign_entry(root: Root) -> str | None:
         if entry.name == places.CHUNKS and next(iter(root.list(places.CHUNKS)), None) is not None:
             return entry.name
     return None
+
+
+def _holds_foreign(root: Root, entry: str) -> RootMismatch:
+    return RootMismatch(
+        f"{root.url} holds {entry!r} but no FORMAT file: give an empty folder, or restore FORMAT from a backup"
+    )
 
 
 def _not_a_format(content: bytes) -> RootMismatch:

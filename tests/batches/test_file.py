@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import sys
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvstore.batches import Batch, load_tokenizer, read_batch
+from kvstore.batches import Batch, file, load_tokenizer, read_batch
 from kvstore.errors import InvalidRequest
 
 
@@ -103,6 +104,22 @@ def test_a_batch_is_never_written_over_or_mixed_up(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="changed after it was read"):
         batch.write([0, 1], tmp_path / "out.jsonl")
     assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_compressed_file_is_called_that(tmp_path: Path) -> None:
+    path = tmp_path / "batch.jsonl.gz"
+    path.write_bytes(gzip.compress(openai("a", prompt=[1]).encode()))
+    with pytest.raises(InvalidRequest, match=r"line 1: not text in UTF-8 .*: is the file compressed"):
+        read_batch(path)
+
+
+def test_a_long_file_shows_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file, "PROGRESS_BYTES", 100)
+    path, shown = tmp_path / "batch.jsonl", list[tuple[int, int]]()
+    path.write_text("".join(f"{openai(str(at), prompt=[at])}\n" for at in range(9)))
+    read_batch(path, progress=lambda done, total: shown.append((done, total)))
+    assert 4 <= len(shown) <= 9 and {total for _, total in shown} == {path.stat().st_size}
+    assert sorted(shown) == shown
 
 
 def test_a_write_that_fails_leaves_the_output_as_it_was(tmp_path: Path) -> None:

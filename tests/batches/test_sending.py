@@ -6,7 +6,7 @@ import json
 import signal
 import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from tests.patience import PATIENCE_S, eventually
 
 COUNT = 12
 DOCUMENT = 48
+VOLUME_BYTES = 64 << 10
 ORDER = [*range(0, COUNT, 2), *range(1, COUNT, 2)]
 
 
@@ -136,6 +137,21 @@ def test_a_server_that_is_gone_ends_the_run_and_what_came_stays(batch: Batch, tm
     assert ids(tmp_path / "results") == ["r0"]
 
 
+def test_a_server_that_is_silent_costs_one_time_limit(batch: Batch, tmp_path: Path) -> None:
+    ended = threading.Event()
+
+    def silent(body: Body) -> tuple[int, Body]:
+        assert ended.wait(PATIENCE_S)
+        return 200, {}
+
+    with answering(silent) as at, Results(tmp_path / "results") as results:
+        with pytest.raises(Unavailable, match=r"no whole answer within 0\.1 s: allow more by --timeout"):
+            send(batch, ORDER, Server(at.url, 0.1), results, 1, lambda _: None)
+        ended.set()
+        assert len(at.asked) == 1
+    assert ids(tmp_path / "results") == []
+
+
 @pytest.mark.parametrize(
     ("head", "body"),
     [
@@ -195,6 +211,30 @@ def test_answers_that_came_before_an_error_are_written(batch: Batch, tmp_path: P
         with pytest.raises(Unavailable):
             send(batch, ORDER, asked, results, 4, lambda _: None)
         assert results.known >= {f"r{number}" for number in answered[:3]}
+
+
+@pytest.fixture
+def volume(tmp_path: Path) -> Iterator[Path]:
+    """A small file system."""
+    mount = tmp_path / "volume"
+    mount.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={VOLUME_BYTES}", "tmpfs", str(mount)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("a tmpfs cannot be mounted here")
+    yield mount
+    subprocess.run(["umount", "-l", str(mount)], check=True)
+
+
+def test_a_result_that_the_disk_has_no_room_for_leaves_no_part_of_a_line(volume: Path) -> None:
+    path = volume / "results"
+    with Results(path) as results:
+        results.add("small", Answer(200, b"{}"))
+        with pytest.raises(Unavailable, match=r"cannot write the results '.*': No space left"):
+            results.add("large", Answer(200, json.dumps({"text": "x" * VOLUME_BYTES}).encode()))
+        results.add("next", Answer(200, b"{}"))
+    assert ids(path) == ["small", "next"]
+    with Results(path) as results:
+        assert results.known == {"small", "next"}
 
 
 def test_an_answer_that_is_not_json_is_kept_as_text(tmp_path: Path) -> None:

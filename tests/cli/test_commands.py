@@ -184,6 +184,18 @@ def test_namesakes_are_told_apart_by_fingerprint(run: Run, root: str) -> None:
     )
 
 
+@pytest.mark.parametrize("name", [("theirs", "--namespace", "model"), ("--namespace", "nobody's")])
+def test_clear_of_two_namespaces_or_none_deletes_nothing(run: Run, root: str, name: tuple[str, ...]) -> None:
+    result = run("clear", *name, "--yes", "--ignore-pins", "--root", root)
+    assert result.exit_code == 2 and len(chunk_files(root)) == 2
+
+
+def test_clear_takes_the_namespace_as_an_option_too(run: Run, root: str) -> None:
+    given = ("--namespace", "model", "--yes", "--ignore-pins", "--root", root)
+    assert parsed(run("clear", *given, "--json"))["chunks"] == 2
+    assert chunk_files(root) == []
+
+
 def test_clear_deletes_one_namespace(run: Run, root: str) -> None:
     with kvstore.open(root) as store:
         store.namespace("other", LAYOUT).put(TOKENS, np.ones(LAYOUT.shape(10), np.float16))

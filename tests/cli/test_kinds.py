@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from kvstore.cli.access import Access, EtcdAccess, RootOptions, access_options
 from kvstore.cli.command import Command
-from kvstore.cli.kinds import DURATION, HOST_PORT, LISTEN, SIZE, split
+from kvstore.cli.kinds import COUNT, DURATION, HOST_PORT, LISTEN, SIZE, split
 from kvstore.errors import InvalidRequest
 from kvstore.meta.etcd import EtcdUser
 from kvstore.security.networks import is_loopback
@@ -30,6 +30,19 @@ def test_durations(text: str, seconds: float) -> None:
 )
 def test_sizes(text: str, count: int) -> None:
     assert SIZE.convert(text, None, None) == count
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("400k", 400_000), ("1.6M", 1_600_000), ("400_000", 400_000), ("400,000", 400_000), ("7", 7)]
+)
+def test_counts(text: str, count: int) -> None:
+    assert COUNT.convert(text, None, None) == count
+
+
+@pytest.mark.parametrize("text", ["", "k", "-1", "1KiB", "many"])
+def test_what_is_no_count_is_refused(text: str) -> None:
+    with pytest.raises(click.BadParameter):
+        COUNT.convert(text, None, None)
 
 
 @pytest.mark.parametrize("text", ["", "s", "-1s", "1 year", "1e3s"])

@@ -94,3 +94,28 @@ def test_bad_input_is_one_line_and_nothing_is_written(run: Run, tmp_path: Path, 
     assert result.exit_code == 2
     assert said in result.stderr and len(result.stderr.splitlines()) == 1
     assert not output.exists() and result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--output", "."), "the output '.' is a folder: give a file"),
+        (("--output", "/missing/x"), "cannot write the output '/missing/x': No such file or directory"),
+        (("--server", "http://127.0.0.1:1", "--results", "/missing/x"), "cannot write the results '/missing/x'"),
+        (("--results", "x"), "--results without --server"),
+        (("--memory-tokens", "lots"), "'lots' is not a number: write 400000, 400k or 1.6M"),
+    ],
+)
+def test_places_that_cannot_be_written_are_one_line(
+    run: Run, batch: Path, arguments: tuple[str, ...], said: str
+) -> None:
+    result = run("plan", str(batch), "--memory-tokens", "100", *arguments)
+    assert result.exit_code == 2 and said in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+def test_a_plan_that_goes_nowhere_says_so(run: Run, batch: Path, tmp_path: Path) -> None:
+    result = run("plan", str(batch), "--memory-tokens", "0.1k", "--json")
+    assert parsed(result)["memory_tokens"] == 100
+    assert result.stderr == "kvstore plan: nothing is written or sent without --output FILE or --server URL\n"
+    assert run("plan", str(batch), "--memory-tokens", "100", "--dry-run").stderr == ""
+    assert run("plan", str(batch), "--memory-tokens", "100", "--output", str(tmp_path / "out")).stderr == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import socket
 import subprocess
@@ -131,8 +132,10 @@ def test_a_second_up_on_one_root_is_refused_at_once(tmp_root: Path) -> None:
     at = ("--root", str(tmp_root / "root"), "--listen", "127.0.0.1:0", "--etcd-folder", str(tmp_root / "etcd"))
     with serving(tmp_root, "up", *at):
         second = ended("up", *at)
-    assert second.returncode == 2
+        third = ended("up", *at[:-1], str(tmp_root / "elsewhere"))
+    assert second.returncode == third.returncode == 2
     assert "another kvstore up uses" in second.stderr and "Traceback" not in second.stderr
+    assert "another kvstore up serves" in third.stderr and "Traceback" not in third.stderr
 
 
 def test_a_port_that_is_taken_is_said_and_nothing_is_left(tmp_root: Path) -> None:
@@ -163,7 +166,8 @@ def test_a_root_that_cannot_be_one_is_said(tmp_root: Path) -> None:
         "up", "--root", str(tmp_root / "full"), "--listen", "127.0.0.1:0", "--etcd-folder", str(tmp_root / "etcd")
     )
     assert done.returncode == 2
-    assert "somebody's file" in done.stderr and "Traceback" not in done.stderr
+    assert "somebody's file" in done.stderr and len(done.stderr.splitlines()) == 1
+    assert not (tmp_root / "etcd").exists(), "nothing was started for it"
 
 
 def test_an_etcd_that_is_not_there_is_said_in_time(tmp_root: Path) -> None:
@@ -192,7 +196,9 @@ def test_two_workers_are_listed(run: Callable[..., Result], up: Running) -> None
     eventually(lambda: listed() == dict.fromkeys(up.grpc.split(","), kvstore.__version__), "both are listed")
 
 
-def test_commands_reach_workers_directly_or_through_etcd(run: Callable[..., Result], up: Running) -> None:
+def test_commands_reach_workers_directly_or_through_etcd(
+    run: Callable[..., Result], up: Running, module_root: Path
+) -> None:
     tokens = ",".join(map(str, range(100, 112)))
     with kvstore.connect(*up.grpc.split(",")) as store:
         store.namespace("by-hand", LAYOUT).put(list(range(100, 112)), kv(12))
@@ -201,10 +207,15 @@ def test_commands_reach_workers_directly_or_through_etcd(run: Callable[..., Resu
         assert "by-hand" in [each["name"] for each in parsed(run("ls", *at, "--json"))["namespaces"]]
         stats = parsed(run("stats", *at, "--json"))
         assert stats["workers"] == 2 and stats["chunks_written"] >= 3
+        assert stats["root_total_bytes"] == shutil.disk_usage(module_root).total, (
+            "of one root, not once for each worker"
+        )
     shown = run("stats", "--connect", up.grpc).stdout
     assert "chunks_written" in shown and "chunks this node published" in shown
-    assert "more are 0: --all prints them" in shown and "quarantined" not in shown
-    assert "quarantined" in run("stats", "--connect", up.grpc, "--all").stdout
+    assert "more: --all prints them" in shown and "quarantined" not in shown and "lane_queue" not in shown
+    assert len(shown.splitlines()) <= 30
+    every = run("stats", "--connect", up.grpc, "--all").stdout
+    assert "quarantined" in every and "lane_queue" in every
 
 
 def test_a_pin_is_taken_listed_and_ended_by_hand(run: Callable[..., Result], up: Running) -> None:
@@ -230,6 +241,7 @@ def test_a_pin_is_taken_listed_and_ended_by_hand(run: Callable[..., Result], up:
 def test_fsck_beside_a_cluster_knows_who_lives_and_tells_etcd(
     run: Callable[..., Result], up: Running, module_root: Path
 ) -> None:
+    assert parsed(run("fsck", str(module_root / "root"), "--etcd", up.etcd, "--json"))["metadata"] is None
     found = parsed(run("fsck", str(module_root / "root"), "--etcd", up.etcd, "--adopt", "--json"))
     assert found["clean"] is True
     assert found["adopted"]["added_count"] == 0

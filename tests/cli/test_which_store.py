@@ -120,6 +120,10 @@ def test_the_collector_reads_the_environment_too(tmp_root: Path) -> None:
     assert ended.returncode == 2 and "missing does not exist" in ended.stderr
 
 
+def test_the_command_says_its_version(run: Run) -> None:
+    assert run("-v").output == run("--version").output == f"kvstore, version {kvstore.__version__}\n"
+
+
 def test_the_collector_says_its_version() -> None:
     result = CliRunner().invoke(collector, ["--version"], prog_name="kvstore-gc")
     assert result.stdout == f"kvstore-gc, version {kvstore.__version__}\n"

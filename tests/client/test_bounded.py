@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import kvstore
@@ -220,6 +221,19 @@ def test_where_processes_cannot_share_a_bound_is_refused(
 def test_a_bound_that_makes_no_sense_is_refused(tmp_path: Path, asked: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match=r"max_bytes=|ttl="):
         kvstore.open(tmp_path / "root", **asked)
+
+
+def test_a_put_that_is_larger_than_the_bound_is_refused(tmp_path: Path) -> None:
+    with kvstore.open(tmp_path / "root", max_bytes=MIB) as store:
+        cache = store.namespace("model", LAYOUT)
+        prompt = list(range(5 * LAYOUT.chunk_tokens))
+        values = np.ones(LAYOUT.shape(len(prompt)), np.int8)
+        with pytest.raises(Overloaded, match=f"has {values.nbytes} bytes, and max_bytes of this store is {MIB}: put"):
+            cache.put(prompt, values)
+        with pytest.raises(Overloaded, match="put less at once"):
+            cache.blocks.put([bytes(32)], [bytes(MIB + 1)])
+        part = 2 * LAYOUT.chunk_tokens
+        assert cache.put(prompt[:part], values[:, :, :part]).tokens_present == part
 
 
 def test_a_disk_that_was_full_before_any_collector_ran_is_emptied_by_one_command(volume: Path) -> None:

@@ -84,6 +84,30 @@ def matched(store: Store, prompt: int) -> int:
     return store.namespace("model", LAYOUT).match(tokens(prompt))
 
 
+def test_a_check_says_that_the_metadata_are_lost_and_makes_none(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+
+    def checked(*options: str) -> tuple[int, str]:
+        done = CliRunner().invoke(fsck, [str(root), *options])
+        return done.exit_code, done.output
+
+    with kvstore.open(str(root)) as store:
+        store.namespace("model", LAYOUT).put(tokens(1), kv(1))
+    assert checked()[0] == 0
+    for each in root.glob(f"{METADATA}*"):
+        each.unlink()
+    code, output = checked()
+    assert code == 1 and "is gone" in output and "`kvstore fsck ROOT --adopt`" in output
+    assert not (root / METADATA).exists()
+    assert checked("--json")[0] == 1
+    with kvstore.open(str(root)):
+        pass  # makes a file, which is not the root's
+    code, output = checked()
+    assert code == 1 and f"{METADATA} has none" in output and "0 problems" in output
+    assert checked("--adopt")[0] == 0
+    assert checked()[0] == 0
+
+
 def test_what_another_process_pinned_stays_and_all_else_goes(tmp_path: Path) -> None:
     root = tmp_path / "root"
     with running(root, "pins") as child, kvstore.open(str(root)) as store:

@@ -47,7 +47,10 @@ def cache(store: Store) -> Cache:
         ([[1, 2], [3]], "flat sequence of ints: item 0 is a list"),
         ({1, 2}, "tokens are a set: expected a sequence"),
         ({1: 2}, "tokens are a dict: expected a sequence"),
-        (["a", "b"], "expected integers"),
+        (["a", "b"], r"type str \(such as 'a'\): expected integers"),
+        ([1, "b"], r"type str \(such as 'b'\): expected integers"),
+        ([7, 1.5], r"type float \(such as 1\.5\): expected integers"),
+        (np.array(3), "tokens are a ndarray: expected a sequence"),
         ([1, None], "NoneType"),
         ("hello", "str"),
         (b"hello", "bytes"),
@@ -243,6 +246,20 @@ def test_namespaces_that_make_no_sense(store: Store, arguments: dict[str, Any]) 
 def test_blocks_that_make_no_sense(cache: Cache, keys: Any, buffers: Any, says: str) -> None:
     with pytest.raises(InvalidRequest, match=says):
         cache.blocks.put(keys, buffers)
+
+
+def test_blocks_are_read_into_separate_memory(cache: Cache) -> None:
+    keys, memory = [bytes([number]) * 32 for number in range(3)], np.zeros(300, np.uint8)
+    assert cache.blocks.put(keys, [bytes(100)] * 3) == [True] * 3
+    apart = [memory[200:], memory[:100], memory[100:200]]
+    assert cache.blocks.get(keys, apart) == [True] * 3
+    with cache.blocks.hold(keys) as hold:
+        for read in (cache.blocks.get, hold.get):
+            with pytest.raises(InvalidRequest, match="buffers 0 and 2 share memory: give each"):
+                read(keys, [memory[199:299], memory[:100], memory[100:200]])
+            with pytest.raises(InvalidRequest, match="share memory"):
+                read(keys[:2], [memory[:100]] * 2)
+    assert cache.blocks.get(keys, apart) == [True] * 3, "nothing was set aside"
 
 
 def test_blocks_are_read_into_writable_memory_of_their_size(cache: Cache) -> None:

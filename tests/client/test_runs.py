@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import signal
+import socket
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +22,12 @@ import pytest
 
 import kvstore
 import kvstore.aio
-from kvstore import Group, Plan, Run
+from kvstore import Group, Plan, Run, SharedRun
 from kvstore.client import Cache, Store
+from kvstore.client.consumers import NEXT
 from kvstore.client.local import LocalPort
 from kvstore.client.runs import Taken
-from kvstore.errors import InvalidRequest
+from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.node.limits import Limits
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.writes import WriteMode
@@ -117,35 +121,85 @@ def test_the_group_of_a_consumer_that_dies_goes_out_again(cache: Cache, step: in
         assert run.is_over and not run.failed
 
 
-def members_of(group: Group, is_fatal: bool) -> tuple[int, ...]:
-    """The work of a child process; with ``is_fatal`` the process is killed in the middle of it."""
-    if is_fatal:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return group.members
+def consume_in_process(shared: SharedRun, is_fatal: bool, ran: Connection) -> None:
+    """A consumer; with ``is_fatal`` it is killed in the middle of its first group."""
+    for group in shared:
+        if is_fatal:
+            ran.send(None)
+            os.kill(os.getpid(), signal.SIGKILL)
+        ran.send(group.members)
 
 
 @pytest.mark.slow
 def test_processes_share_a_run_and_the_group_of_one_that_is_killed_goes_to_another(cache: Cache) -> None:
-    plan = plan_of(cache)
+    plan, spawn = plan_of(cache), get_context("spawn")
     ran: list[tuple[int, ...]] = []
-
-    has_one = threading.Event()
-
-    def consumer(run: Run, is_fatal: bool) -> None:
-        """One thread for each process, which is all that the docs ask for."""
-        with ProcessPoolExecutor(1, get_context("spawn")) as process:
-            for group in run:
-                has_one.set()
-                ran.append(returns(process.submit(members_of, group, is_fatal).result))
-
-    with plan.run() as run, ThreadPoolExecutor(2) as threads:
-        doomed = threads.submit(consumer, run, True)
-        assert has_one.wait(PATIENCE_S)
-        threads.submit(consumer, run, False).result()
-        with pytest.raises(BrokenProcessPool):
-            doomed.result()
+    with plan.run() as run, run.share() as shared:
+        links = [spawn.Pipe(duplex=False) for _ in range(3)]
+        processes = [
+            spawn.Process(target=consume_in_process, args=(shared, number == 0, ours))
+            for number, (_, ours) in enumerate(links)
+        ]
+        processes[0].start()
+        assert returns(links[0][0].recv) is None, "it has a group"
+        for process in processes[1:]:
+            process.start()
+        for process, (theirs, ours) in zip(processes, links, strict=True):
+            ours.close()
+            process.join(PATIENCE_S)
+            with suppress(EOFError):
+                while True:
+                    ran.append(theirs.recv())
+        assert [process.exitcode for process in processes] == [-signal.SIGKILL, 0, 0]
         assert sorted(ran) == sorted(group.members for group in plan.groups)
         assert run.is_over and not run.failed
+
+
+@pytest.mark.parametrize("step", range(GROUPS))
+def test_a_shared_group_is_done_when_the_next_is_asked_for_and_comes_again_if_not(cache: Cache, step: int) -> None:
+    plan = plan_of(cache)
+    with plan.run() as run, run.share() as shared:
+        assert "kvstore-run-" in shared.path and os.stat(os.path.dirname(shared.path)).st_mode & 0o77 == 0
+        groups = iter(shared)
+        ran = [next(groups) for _ in range(step + 1)]
+        assert ran == list(plan.groups[: step + 1]), "values, as the plan has them"
+        groups.close()  # type: ignore[attr-defined]  # a generator
+        again = [*returns(lambda: list(pickle.loads(pickle.dumps(shared))))]
+        assert Counter(ran[:-1] + again) == Counter(plan.groups)
+        assert run.is_over and not run.failed
+    assert not os.path.exists(os.path.dirname(shared.path))
+
+
+def test_a_consumer_elsewhere_that_ends_while_it_waits_takes_nothing(cache: Cache) -> None:
+    plan = plan_of(cache)
+    with plan.run(attempts=1) as run, run.share() as shared:
+        taken = [taken_of(run) for _ in range(GROUPS)]
+        with socket.socket(socket.AF_UNIX) as waits:
+            waits.connect(shared.path)
+            waits.sendall(NEXT)
+            eventually(lambda: consumers() == 1, "it waits for a group")
+        eventually(lambda: consumers() == 0, "it has gone")
+        for each in taken:
+            each.done()
+        assert run.is_over and not run.failed
+
+
+def consumers() -> int:
+    """Threads of this process that take groups for others."""
+    return sum(thread.name == "kvstore-run" for thread in threading.enumerate()) - 1
+
+
+def test_a_run_that_is_shared_no_more_is_an_error_for_its_consumers(cache: Cache) -> None:
+    plan = plan_of(cache)
+    with plan.run() as run:
+        with run.share() as shared:
+            groups = iter(shared)
+            first = next(groups)
+        with pytest.raises(Unavailable, match="shared no more"):
+            next(groups)
+        with pytest.raises(Unavailable, match="nobody shares a run at"):
+            next(iter(shared))
+        assert next(iter(run)) == first, "it was given back"
 
 
 def taken_of(run: Run) -> Taken:

@@ -108,6 +108,30 @@ MUTANTS = [
         f"{RUNS}a_prefix_is_held_while_its_group_runs",
     ),
     planning(
+        "keeps-the-group-of-a-process-that-died",
+        "H3",
+        edit("kvstore.client.consumers:Sharing._serve", "raise ConnectionError", "pass"),
+        f"{RUNS}a_shared_group_is_done_when_the_next_is_asked_for_and_comes_again_if_not[local-2]",
+    ),
+    planning(
+        "takes-for-a-process-that-is-gone",
+        "H3",
+        edit("kvstore.client.consumers:Sharing._take", " or _is_gone(link)", ""),
+        f"{RUNS}a_consumer_elsewhere_that_ends_while_it_waits_takes_nothing[local]",
+    ),
+    planning(
+        "leaves-part-of-a-result",
+        "sending",
+        edit("kvstore.batches.results:Results._append", "self._file.truncate(self._whole_bytes)", "pass"),
+        f"{SENDING}a_result_that_the_disk_has_no_room_for_leaves_no_part_of_a_line",
+    ),
+    planning(
+        "asks-the-silent-again",
+        "sending",
+        edit("kvstore.batches.server:Server.post", "break  # whoever asks again", "continue  # whoever asks again"),
+        f"{SENDING}a_server_that_is_silent_costs_one_time_limit",
+    ),
+    planning(
         "retires-nothing",
         "H5",
         skip("kvstore.client.keeping:TokenKeeping.retire"),

@@ -24,6 +24,21 @@ def left(name: str, planter: Planter, test: str) -> Mutant:
 
 BOUND = [
     bound(
+        "one-put-above-all",
+        edit("kvstore.node.view:View.check_room", "size_bytes > self.put_bytes_max", "False"),
+        "client/test_bounded.py::test_a_put_that_is_larger_than_the_bound_is_refused",
+    ),
+    bound(
+        "check-ignores-lost-metadata",
+        replace("kvstore.cli.fsck:_astray", lambda *_: None),
+        "client/test_host.py::test_a_check_says_that_the_metadata_are_lost_and_makes_none",
+    ),
+    bound(
+        "two-etcds-of-one-root",
+        edit("kvstore.cli.up:_only_one", "fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)", "pass"),
+        "cli/test_up.py::test_a_second_up_on_one_root_is_refused_at_once",
+    ),
+    bound(
         "node-never-stops",
         replace("kvstore.node.usage:NodeUsage._is_spent", lambda self: False),
         f"{USAGE}a_node_stops_by_itself_until_its_report_was_counted",
