@@ -100,7 +100,7 @@ def unrotated(rope: Rope, keys: Keys, first: int) -> Keys:
         cosines, sines = rope.tables(first + start, some.shape[1])
         # The tables are rounded: what undoes them is the inverse matrix, not their transpose.
         norms = cosines * cosines + sines * sines
-        turn(rope, some, cosines / norms, -sines / norms)
+        turn(rope, some, np.divide(cosines, norms, dtype=np.float32), np.divide(-sines, norms, dtype=np.float32))
     return restored
 
 
