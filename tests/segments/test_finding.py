@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,55 +11,10 @@ from kvstore.errors import InvalidRequest
 from kvstore.segments import finding
 from kvstore.segments.index import Index, windows
 from kvstore.segments.match import Match
-from kvstore.tokens import TokenArray
+from tests.segments.stored import Stored
 
 SIZE = 4
 """Tokens of a chunk."""
-
-
-class Stored:
-    """Segments by their tokens, as a store has them, with the index that their puts filled."""
-
-    def __init__(self, segments: Sequence[Sequence[int]] = ()) -> None:
-        self.chains: set[bytes] = set()
-        self.index = Index(6)
-        self.questions = 0
-        for segment in segments:
-            self.put(np.asarray(segment, np.uint32))
-
-    def put(self, tokens: TokenArray) -> None:
-        """Stores the whole chunks of a segment."""
-        count = len(tokens) // SIZE
-        self.chains |= {tokens[: chunks * SIZE].tobytes() for chunks in range(1, count + 1)}
-        if count:
-            self.index.add(windows(tokens[:SIZE], SIZE), [count])
-
-    def chunks(self, tokens: TokenArray) -> int:
-        """Leading chunks that are stored."""
-        count = 0
-        while (count + 1) * SIZE <= len(tokens) and tokens[: (count + 1) * SIZE].tobytes() in self.chains:
-            count += 1
-        return count
-
-    def anywhere(self, tokens: TokenArray, after: int = 0) -> list[Match]:
-        """The search at any offset."""
-
-        def ask(ranges: Sequence[finding.Range]) -> list[int]:
-            self.questions += 1
-            return [self.chunks(tokens[start:end]) for start, end in ranges]
-
-        return finding.find_anywhere(tokens, after, SIZE, self.index, ask)
-
-    def brute(self, tokens: TokenArray, after: int) -> list[tuple[int, int]]:
-        """The leftmost segment at each place, as far as it goes."""
-        found, at = [], after
-        while at < len(tokens):
-            count = self.chunks(tokens[at:])
-            if count:
-                found.append((at, at + count * SIZE))
-            at += max(1, count * SIZE)
-        return found
-
 
 words = st.integers(0, 2)
 texts = st.lists(words, min_size=0, max_size=14)
@@ -72,7 +25,7 @@ texts = st.lists(words, min_size=0, max_size=14)
 def test_s6_every_range_is_a_stored_segment_and_none_is_left_in_a_gap(
     segments: list[list[int]], prompt: list[int], after: int
 ) -> None:
-    stored, tokens = Stored(segments), np.asarray(prompt, np.uint32)
+    stored, tokens = Stored(SIZE, segments), np.asarray(prompt, np.uint32)
     after = min(after, len(tokens))
     matches = stored.anywhere(tokens, after)
     end = after
@@ -96,26 +49,26 @@ def test_s6_every_range_is_a_stored_segment_and_none_is_left_in_a_gap(
 def test_s8_of_single_chunks_the_search_is_that_of_brute_force(
     segments: list[list[int]], prompt: list[int], after: int
 ) -> None:
-    stored, tokens = Stored(segments), np.asarray(prompt, np.uint32)
+    stored, tokens = Stored(SIZE, segments), np.asarray(prompt, np.uint32)
     after = min(after, len(tokens))
     assert [(match.start, match.end) for match in stored.anywhere(tokens, after)] == stored.brute(tokens, after)
 
 
 def test_s8_a_segment_that_the_prompt_leaves_gives_way_to_the_next() -> None:
     long, short = np.arange(20, dtype=np.uint32), np.arange(100, 108, dtype=np.uint32)
-    stored = Stored([long.tolist(), short.tolist()])
+    stored = Stored(SIZE, [long.tolist(), short.tolist()])
     prompt = np.concatenate([[7], long[:9], short, [8]]).astype(np.uint32)
     assert [(match.start, match.end) for match in stored.anywhere(prompt)] == [(1, 9), (10, 18)]
 
 
 def test_s7_a_window_whose_hash_is_known_is_not_found_unless_its_tokens_are_stored() -> None:
-    stored, tokens = Stored(), np.arange(12, dtype=np.uint32)
+    stored, tokens = Stored(SIZE), np.arange(12, dtype=np.uint32)
     stored.index.add(windows(tokens[2:6], SIZE), [1])
     assert stored.anywhere(tokens) == [] and stored.questions == 1
 
 
 def test_s6_a_chunk_from_the_middle_of_a_segment_is_not_found() -> None:
-    stored = Stored([list(range(12))])
+    stored = Stored(SIZE, [list(range(12))])
     assert stored.anywhere(np.arange(4, 12, dtype=np.uint32)) == []
 
 
@@ -131,7 +84,7 @@ def test_s8_given_boundaries_are_looked_up_as_they_are(starts: list[int], after:
     tokens = np.arange(50, dtype=np.uint32)
     ranges = finding.given(len(tokens), starts, after)
     assert ranges == [(start, end) for start, end in zip(starts, [*starts[1:], 50], strict=False) if start >= after]
-    stored = Stored([tokens[start:end].tolist() for start, end in ranges])
+    stored = Stored(SIZE, [tokens[start:end].tolist() for start, end in ranges])
     matches = finding.find_given(
         tokens, ranges, SIZE, lambda asked: [stored.chunks(tokens[start:end]) for start, end in asked]
     )
@@ -142,7 +95,7 @@ def test_s8_given_boundaries_are_looked_up_as_they_are(starts: list[int], after:
 
 
 def test_s9_what_is_new_is_cut_into_pieces_from_where_the_last_match_ended() -> None:
-    stored, tokens = Stored([list(range(6, 10))]), np.arange(20, dtype=np.uint32)
+    stored, tokens = Stored(SIZE, [list(range(6, 10))]), np.arange(20, dtype=np.uint32)
     matches = stored.anywhere(tokens, 1)
     pieces = finding.missing_anywhere(len(tokens), matches, 1, SIZE)
     assert pieces == [range(1, 5), range(10, 14), range(14, 18)]
@@ -164,3 +117,8 @@ def test_s10_the_index_is_bounded_and_keeps_what_was_used_last() -> None:
         index.add([1], [number])
     assert len(index) == 4
     assert index.lengths(np.arange(7, dtype=np.uint64)).tolist() == [0, 5, 0, 1, 1, 1, 0]
+
+
+def test_s3_a_segment_that_was_not_found_whole_is_computed_from_its_first_token() -> None:
+    found = Match(3, 7, np.arange(3, 7, dtype=np.uint32))
+    assert finding.missing_given([(3, 20), (20, 23)], [found], SIZE) == [range(3, 19)]

@@ -92,6 +92,12 @@ def test_s4_what_an_engine_rotated_is_restored(dtype: np.dtype[Any]) -> None:
     assert rms(restored.astype(np.float64) - keys.astype(np.float64)) <= UNDONE[dtype]
 
 
+def test_s4_a_rotation_by_rounded_tables_is_undone_by_its_inverse() -> None:
+    scaling = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 4096}
+    rope, keys = Rope(10_000.0, 128, scaling=scaling), keys_of(np.dtype(np.float32), (64, 4, 128))
+    assert rms(unrotated(rope, rotate(rope, keys, 9), 9) - keys) <= 3e-7
+
+
 def test_s12_only_the_given_rows_are_rotated() -> None:
     rope, array = Rope(10_000.0, 4), np.ones((2, 2, 6, 1, 4), np.float32)
     before = array.copy()
