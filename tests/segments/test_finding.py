@@ -16,7 +16,7 @@ from tests.segments.stored import Stored
 SIZE = 4
 """Tokens of a chunk."""
 
-words = st.integers(0, 2)
+words = st.integers(0, 1)
 texts = st.lists(words, min_size=0, max_size=14)
 
 

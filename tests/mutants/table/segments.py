@@ -35,7 +35,7 @@ MUTANTS = [
         "ranges-overlap",
         "S6",
         edit("kvstore.segments.finding:_proposals", "bisect_left(places, end, at)", "at + 1"),
-        f"{FINDING}s6_every_range_is_a_stored_segment_and_none_is_left_in_a_gap",
+        f"{FINDING}s8_of_single_chunks_the_search_is_that_of_brute_force",
     ),
     segments(
         "finds-within-the-exact-prefix",
