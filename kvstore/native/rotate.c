@@ -97,27 +97,79 @@ static void rows_plain(PARAMETERS) {
 }
 
 #if defined(__x86_64__)
-/* The halves of a head in float16, with the processor's own conversion. */
-__attribute__((target("avx2,f16c"))) static inline void turn_float16_f16c(uint16_t *low, uint16_t *high, const float *cosines,
-                                                                          const float *sines, int64_t pairs, int64_t step) {
+#define WIDE __attribute__((target("avx2,f16c"), always_inline)) static inline
+
+/* As bfloat16_down, of numbers alone. */
+WIDE __m256i bfloat16_down8(__m256 value) {
+    __m256i bits = _mm256_castps_si256(value), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
+    return _mm256_srli_epi32(rounded, 16);
+}
+
+WIDE __m256 load8(const uint16_t *from, int type) {
+    __m128i bits = _mm_loadu_si128((const __m128i *)from);
+    return type == FLOAT16 ? _mm256_cvtph_ps(bits) : _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+}
+
+WIDE void store8(uint16_t *to, __m256 value, int type) {
+    __m256i bits = type == FLOAT16 ? _mm256_setzero_si256() : bfloat16_down8(value);
+    __m128i packed = type == FLOAT16 ? _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT)
+                                     : _mm_packus_epi32(_mm256_castsi256_si128(bits), _mm256_extracti128_si256(bits, 1));
+    _mm_storeu_si128((__m128i *)to, packed);
+}
+
+/* Rotates the pairs of one head, eight at a time, with both elements of a type of 16 bits. Of neighbours, two vectors of
+ * four pairs are sorted into one of the first and one of the second elements: 0 1 4 5 2 3 6 7, as the tables then are. */
+WIDE void turn_wide(uint16_t *low, uint16_t *high, const float *cosines, const float *sines, int64_t pairs, int64_t step,
+                    int type) {
     int64_t i = 0;
-    for (; step == 1 && i + 8 <= pairs; i += 8) {
-        __m256 a = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(low + i)));
-        __m256 b = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(high + i)));
-        __m256 cosine = _mm256_loadu_ps(cosines + i), sine = _mm256_loadu_ps(sines + i);
-        __m256 first = _mm256_sub_ps(_mm256_mul_ps(a, cosine), _mm256_mul_ps(b, sine));
-        __m256 second = _mm256_add_ps(_mm256_mul_ps(b, cosine), _mm256_mul_ps(a, sine));
-        _mm_storeu_si128((__m128i *)(low + i), _mm256_cvtps_ph(first, _MM_FROUND_TO_NEAREST_INT));
-        _mm_storeu_si128((__m128i *)(high + i), _mm256_cvtps_ph(second, _MM_FROUND_TO_NEAREST_INT));
+    for (; i + 8 <= pairs; i += 8) {
+        __m256 cosine = _mm256_loadu_ps(cosines + i), sine = _mm256_loadu_ps(sines + i), a, b;
+        if (step == 1) {
+            a = load8(low + i, type);
+            b = load8(high + i, type);
+        } else {
+            __m256 first = load8(low + 2 * i, type), second = load8(low + 2 * i + 8, type);
+            a = _mm256_shuffle_ps(first, second, 0x88);
+            b = _mm256_shuffle_ps(first, second, 0xdd);
+            cosine = _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(cosine), 0xd8));
+            sine = _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(sine), 0xd8));
+        }
+        __m256 turned = _mm256_sub_ps(_mm256_mul_ps(a, cosine), _mm256_mul_ps(b, sine));
+        __m256 other = _mm256_add_ps(_mm256_mul_ps(b, cosine), _mm256_mul_ps(a, sine));
+        if (type == BFLOAT16 && _mm256_movemask_ps(_mm256_cmp_ps(turned, other, _CMP_UNORD_Q))) {
+            turn_bfloat16(low + i * step, high + i * step, cosines + i, sines + i, 8, step);
+        } else if (step == 1) {
+            store8(low + i, turned, type);
+            store8(high + i, other, type);
+        } else {
+            store8(low + 2 * i, _mm256_unpacklo_ps(turned, other), type);
+            store8(low + 2 * i + 8, _mm256_unpackhi_ps(turned, other), type);
+        }
     }
-    turn_float16(low + i * step, high + i * step, cosines + i, sines + i, pairs - i, step);
+    if (type == FLOAT16)
+        turn_float16(low + i * step, high + i * step, cosines + i, sines + i, pairs - i, step);
+    else
+        turn_bfloat16(low + i * step, high + i * step, cosines + i, sines + i, pairs - i, step);
+}
+
+WIDE void turn_wide_bfloat16(uint16_t *low, uint16_t *high, const float *cosines, const float *sines, int64_t pairs,
+                             int64_t step) {
+    turn_wide(low, high, cosines, sines, pairs, step, BFLOAT16);
+}
+
+WIDE void turn_wide_float16(uint16_t *low, uint16_t *high, const float *cosines, const float *sines, int64_t pairs,
+                            int64_t step) {
+    turn_wide(low, high, cosines, sines, pairs, step, FLOAT16);
 }
 
 __attribute__((target("avx2,f16c"))) static void rows_avx2(PARAMETERS) {
-    if (type == FLOAT16)
-        ROWS(turn_float16_f16c, uint16_t);
+    if (type == BFLOAT16)
+        ROWS(turn_wide_bfloat16, uint16_t);
+    else if (type == FLOAT16)
+        ROWS(turn_wide_float16, uint16_t);
     else
-        rows_of(plane, cosines, sines, count, heads, head_dim, pairs, type, interleaved);
+        ROWS(turn_float32, float);
 }
 #endif
 

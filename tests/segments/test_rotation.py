@@ -111,3 +111,15 @@ def test_s5_types_that_cannot_be_rotated_are_refused() -> None:
         rotate(Rope(10_000.0, 4), np.ones((1, 1, 4), np.int8), 0)
     with pytest.raises(InvalidRequest, match="a head of this layout has 2 elements"):
         rotate(Rope(10_000.0, 4), np.ones((1, 1, 2), np.float32), 0)
+
+
+@types
+@pytest.mark.parametrize("style", Style)
+def test_s12_what_is_no_number_or_infinite_stays_so_and_changes_no_other(dtype: np.dtype[Any], style: Style) -> None:
+    rope, keys = Rope(10_000.0, 32, style), keys_of(dtype, (4, 1, 32))
+    wanted = rotate(rope, keys, 1)
+    keys[1, 0, 3], keys[2, 0, 5] = np.nan, np.inf
+    found = rotate(rope, keys, 1).astype(np.float32)
+    broken = ~np.isfinite(found)
+    assert broken.sum() == 4 and np.isnan(found[1]).sum() == 2
+    assert (found[~broken] == wanted.astype(np.float32)[~broken]).all()
