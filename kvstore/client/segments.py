@@ -81,7 +81,7 @@ class Segments:
         mode = self._write if write is None else WriteMode.of(write)
         with tracing.span("kvstore.put_segment", tokens=len(ids)):
             result = self._port.put(self.namespace, ids, 0, planes, hints, mode)
-        self._learn(ids, result.tokens_present // self.layout.chunk_tokens)
+        self._learn(ids, [0], [result.tokens_present])
         return result
 
     def find(self, tokens: Tokens, starts: Sequence[int] | None = None, after: int = 0) -> list[Match]:
@@ -103,8 +103,7 @@ class Segments:
                     self.rebuild(LISTING_S)
                 return finding.find_anywhere(ids, after, chunk_tokens, self._index, ask)
             matches = finding.find_given(ids, finding.given(len(ids), starts, after), chunk_tokens, ask)
-        for match in matches:
-            self._learn(match.tokens, len(match) // chunk_tokens)
+        self._learn(ids, [match.start for match in matches], list(map(len, matches)))
         return matches
 
     def missing(
@@ -130,7 +129,7 @@ class Segments:
         self._is_listed = True
         heads = self._port.heads(self.namespace, seconds_max)
         for head in heads:
-            self._learn(head.tokens, head.chunks)
+            self._learn(head.tokens, [0], [head.chunks * self.layout.chunk_tokens])
         return len(heads)
 
     def hold(self, matches: Sequence[Match], ttl: float | None = None) -> Held:
@@ -183,10 +182,13 @@ class Segments:
         image = bytearray(gate.VERDICT_BYTES)
         return bytes(image).rstrip() if cache.get([_key(number)], [image])[0] else b""
 
-    def _learn(self, tokens: TokenArray, chunks: int) -> None:
-        if chunks:
-            size = self.layout.chunk_tokens
-            self._index.add(windows(tokens[:size], size), [chunks])
+    def _learn(self, ids: TokenArray, starts: Sequence[int], lengths: Sequence[int]) -> None:
+        """Takes stored segments into the index: where they begin in a prompt, and how many tokens they have."""
+        size = self.layout.chunk_tokens
+        stored = [(start, length // size) for start, length in zip(starts, lengths, strict=True) if length >= size]
+        if stored:
+            places, chunks = np.array(stored).T
+            self._index.add(windows(ids[: places[-1] + size], size)[places], chunks)
 
     def _ask(self, ids: TokenArray, ranges: Sequence[finding.Range]) -> list[int]:
         size = self.layout.chunk_tokens

@@ -195,6 +195,10 @@ class Node:
             self.counters.add_request(chain.addresses, count, chain.namespace.layout.chunk_tokens, reads=False)
         return count
 
+    def remembered(self, addresses: Sequence[Address]) -> npt.NDArray[np.bool_]:
+        """Returns which chunks are known to be on the root, without a look at it."""
+        return self.known.present(addresses, self._chunks.quantum())
+
     def hold(
         self, chain: Chain, ttl_s: float | None = None, deadline_s: float | None = None, *, counts: bool = True
     ) -> Hold:

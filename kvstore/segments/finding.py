@@ -47,8 +47,12 @@ def find_given(tokens: TokenArray, ranges: Sequence[Range], chunk_tokens: int, a
 
 
 def find_anywhere(tokens: TokenArray, after: int, chunk_tokens: int, index: Index, ask: Ask) -> list[Match]:
-    """Looks for segments at every offset from ``after`` on: the leftmost first, each as far as the store has it."""
-    lengths = index.lengths(windows(tokens[after:], chunk_tokens))
+    """Looks for segments at every offset from ``after`` on: the leftmost first, each as far as the store has it.
+
+    Those that are found count as used in ``index``.
+    """
+    hashes = windows(tokens[after:], chunk_tokens)
+    lengths = index.lengths(hashes)
     at = np.flatnonzero(lengths)
     candidates = dict(zip((at + after).tolist(), lengths[at].tolist(), strict=True))
     matches: list[Match] = []
@@ -61,6 +65,8 @@ def find_anywhere(tokens: TokenArray, after: int, chunk_tokens: int, index: Inde
             if count:
                 matches.append(_match(tokens, start, count * chunk_tokens))
         matches.sort(key=lambda match: match.start)
+    places = np.array([match.start - after for match in matches], np.intp)
+    index.add(hashes[places], np.array([len(match) // chunk_tokens for match in matches], np.uint32))
     return matches
 
 

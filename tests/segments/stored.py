@@ -32,7 +32,7 @@ class Stored:
         self.tokens_written += len(chains - self.chains) * self.size
         self.chains |= chains
         if count:
-            self.index.add(windows(tokens[: self.size], self.size), [count])
+            self.index.add(windows(tokens[: self.size], self.size), np.array([count]))
 
     def chunks(self, tokens: TokenArray) -> int:
         """Leading chunks that are stored."""

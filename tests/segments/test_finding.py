@@ -63,7 +63,7 @@ def test_s8_a_segment_that_the_prompt_leaves_gives_way_to_the_next() -> None:
 
 def test_s7_a_window_whose_hash_is_known_is_not_found_unless_its_tokens_are_stored() -> None:
     stored, tokens = Stored(SIZE), np.arange(12, dtype=np.uint32)
-    stored.index.add(windows(tokens[2:6], SIZE), [1])
+    stored.index.add(windows(tokens[2:6], SIZE), np.array([1]))
     assert stored.anywhere(tokens) == [] and stored.questions == 1
 
 
@@ -113,8 +113,8 @@ def test_s8_boundaries_that_do_not_ascend_are_refused(starts: list[int]) -> None
 def test_s10_the_index_is_bounded_and_keeps_what_was_used_last() -> None:
     index = Index(0)
     for number in range(1, 6):
-        index.add([number], [1])
-        index.add([1], [number])
+        index.add(np.array([number], np.uint64), np.array([1]))
+        index.add(np.array([1], np.uint64), np.array([number]))
     assert len(index) == 4
     assert index.lengths(np.arange(7, dtype=np.uint64)).tolist() == [0, 5, 0, 1, 1, 1, 0]
 
