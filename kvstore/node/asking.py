@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import islice
 
+from kvstore.address import Chain
 from kvstore.namespace import Namespace
 from kvstore.node.deadline import Deadline
 from kvstore.node.node import Node
+from kvstore.node.wanted import leading
 from kvstore.tokens import TokenArray
+
+AT_ONCE = 256
+"""Prompts whose chunks are looked for at once among those that the node remembers: segments are many and short."""
 
 
 def match_each(node: Node, namespace: Namespace, prompts: Iterable[TokenArray], deadline_s: float) -> list[int]:
@@ -17,8 +23,23 @@ def match_each(node: Node, namespace: Namespace, prompts: Iterable[TokenArray], 
     """
     deadline = Deadline(node.clock, deadline_s)
     counts: list[int] = []
-    for tokens in prompts:
-        if deadline.passed:
+    left = iter(prompts)
+    while not deadline.passed:
+        chains = [node.chains.of(namespace, tokens) for tokens in islice(left, AT_ONCE)]
+        if not chains:
             break
-        counts.append(node.match(node.chains.of(namespace, tokens), deadline.left_s(), counts=False))
+        for chain, remembered in zip(chains, _remembered(node, chains), strict=True):
+            if deadline.passed:
+                break
+            whole = remembered == len(chain) == node.gc_view.leading(chain.addresses)
+            counts.append(remembered if whole else node.match(chain, deadline.left_s(), counts=False))
     return counts
+
+
+def _remembered(node: Node, chains: list[Chain]) -> Iterator[int]:
+    """Yields the number of leading chunks of each that the node remembers."""
+    present = bytes(node.remembered([address for chain in chains for address in chain.addresses]))
+    start = 0
+    for chain in chains:
+        yield leading(present[start : start + len(chain)])
+        start += len(chain)

@@ -20,6 +20,8 @@ from kvstore.tokens import TokenArray
 
 CHUNKS_MIN = 8
 """Below this many chunks, hashing a prompt is as fast as finding a recent one."""
+SHORT_MAX = 4
+"""Up to this many chunks, calling the native library takes longer than hashing in Python: 14 us for one against 4."""
 CHAINS_MAX = 32
 """Limit on remembered chains. A prompt that matches none of them is compared with each, at 0.2 microseconds each."""
 ADDRESS_COST_BYTES = 80
@@ -116,8 +118,8 @@ class RecentChains:
 
 
 def _addresses(namespace: Namespace, packed: bytes, first: int = 0, parent: Address = NO_PARENT) -> Sequence[Address]:
-    """Returns ``chained_addresses``, computed without the GIL if the native library is built."""
-    if not native.is_available:
+    """Returns ``chained_addresses``, computed without the GIL if they are many and the native library is built."""
+    if not native.is_available or len(packed) <= SHORT_MAX * 4 * namespace.layout.chunk_tokens:
         return chained_addresses(namespace, packed, first, parent)
     found = native.chained(namespace.digest, parent, packed, 4 * namespace.layout.chunk_tokens, first)
     return cast("list[Address]", found)
