@@ -60,4 +60,4 @@ class TokenFile:
 
 
 def _nameless(folder: str | None) -> IO[bytes]:
-    return tempfile.TemporaryFile(dir=folder, prefix="kvstore-events-")  # noqa: SIM115 - closed by ``close``
+    return tempfile.TemporaryFile(dir=folder, prefix="kvstore-events-")
