@@ -1,4 +1,4 @@
-"""The chunks of one namespace as the root has them, and as subscribers were told: columns, about 50 bytes a chunk.
+"""The chunks of one namespace as the root has them, and as subscribers were told: columns, 53 bytes a chunk.
 
 Events are the differences between both. A chunk is to be told if its file is there, nobody condemns it, its identity is
 known, and the same holds of its parent: what a ``get`` would read, and nothing else (EVENTS.md, section 2).
@@ -24,8 +24,8 @@ PRESENT, CONDEMNED, KNOWN, TOLD, ODD = 1, 2, 4, 8, 16
 ELIGIBLE = PRESENT | KNOWN
 DEAD_MIN = 65_536
 KEY_MAX = (1 << 64) - 1
-BYTES_PER_CHUNK = 8 + 8 + 4 + 4 + 4 + 1 + 12
-"""Columns and table; arrays that grow take up to half more. Tokens lie in a file."""
+BYTES_PER_CHUNK = 8 + 8 + 4 + 4 + 4 + 1 + 2 * 12
+"""Columns and tables; arrays that grow take up to half more. Tokens lie in a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,7 @@ class Inventory:
         """Children of each that are told."""
         self._states = np.zeros(0, np.uint8)
         self._table = Table()
+        self._by_hash = Table()
         self._touched: list[Rows] = []
         self._unknown: list[Rows] = []
         self._waiting = np.zeros(0, np.int32)
@@ -154,6 +155,10 @@ class Inventory:
         known[known] = self._has(rows[known], TOLD)
         return known
 
+    def find_hashes(self, hashes: U64) -> Rows:
+        """Returns the rows of chunks by their names in events; NO_ROW where there is none."""
+        return self._by_hash.find(hashes)
+
     def find(self, firsts: U64) -> Rows:
         """Returns the rows of addresses by their first 8 bytes; NO_ROW where there is none."""
         return self._table.find(firsts)
@@ -212,7 +217,8 @@ class Inventory:
         self._waiting = self._waiting[self._waiting != NO_ROW]
         self._unknown = [rows[rows != NO_ROW] for rows in (moved[each] for each in self._unknown)]
         self._count = len(kept)
-        self._table = Table(self._firsts.copy(), np.arange(self._count, dtype=np.int32))
+        rows = np.arange(self._count, dtype=np.int32)
+        self._table, self._by_hash = Table(self._firsts, rows), Table(self._lasts, rows)
 
     def _arrived(self, firsts: U64, lasts: U64) -> Rows:
         rows = self._ensure(firsts, lasts)
@@ -235,6 +241,7 @@ class Inventory:
             self._depths[new] = self._children[new] = self._states[new] = 0
             self._count += len(keys)
             self._table.add(keys, new)
+            self._by_hash.add(self._lasts[new], new)
             rows[missing] = self._table.find(firsts[missing])
         return rows
 
