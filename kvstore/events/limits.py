@@ -12,7 +12,7 @@ class EventLimits:
     """Limits of one publisher. Raises InvalidRequest for relations that make no sense."""
 
     step_s: float = 0.1
-    """Pause between two looks at etcd and at the times of folders."""
+    """Pause between two looks at etcd and at the times of folders, and the longest time for listings in between."""
     settle_s: float = 2.0
     """A folder is listed again so long after its time was first seen: a change within one tick shows no new time."""
     relist_s: float = 1.0

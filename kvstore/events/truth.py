@@ -67,6 +67,7 @@ class Truth:
         self._clock = clock
         self._folder = folder
         self._folders = Folders(1 << shard_bits, limits)
+        self._looked_s = float("-inf")
         self._spare: set[int] = set()
         self._strangers: set[int] = set()
         """Namespaces that are not wanted, or have no readable record."""
@@ -78,15 +79,17 @@ class Truth:
         return self._folders.is_complete and not any(len(model.unknown) for model in self.models.values())
 
     def step(self) -> None:
-        """Applies news, lists the shard that needs it most, reads some files. Raises the errors of root and etcd."""
+        """Applies news, lists some shards and reads some files. Raises the errors of root and etcd."""
         self._apply(self._doomed.news())
-        self._look_at_quarantine()
-        now_s = self._clock.monotonic_s()
-        for shard in self._folders.to_look_at():
-            self._folders.looked(shard, folder_time(self._root, places.shard_folder(shard)), now_s)
-        shard_due = self._folders.due(now_s)
-        if shard_due is not None:
-            self._list(shard_due)
+        began_s = now_s = self._clock.monotonic_s()
+        if now_s - self._looked_s >= self._limits.step_s:
+            self._looked_s = now_s
+            self._look_at_quarantine()
+            for shard in self._folders.to_look_at():
+                self._folders.looked(shard, folder_time(self._root, places.shard_folder(shard)), now_s)
+        while now_s - began_s < self._limits.step_s and (due := self._folders.due(now_s)) is not None:
+            self._list(due)
+            now_s = self._clock.monotonic_s()
         for model in list(self.models.values()):
             self._identify(model)
 

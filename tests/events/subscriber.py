@@ -1,4 +1,4 @@
-"""A router's subscriber as vLLM's example has it: decodes batches, sees gaps by numbers, and asks for what it missed."""
+"""A router's subscriber as vLLM's example has it: decodes batches, sees gaps by numbers, asks for what it missed."""
 
 from __future__ import annotations
 

@@ -140,6 +140,7 @@ def test_a_damaged_chunk_is_taken_back_once_it_is_set_aside(clustered: Cluster) 
     _damage(clustered, chain.addresses[1])
     cache = Store(LocalPort(node)).namespace(SPACE.name, TINY)
     assert cache.get(chain.tokens)[0] == TINY.chunk_tokens
+    following.clock.passed_s += EventLimits().step_s
     following.step()
     assert following.heard == addresses(chain.addresses[:1])
     put(node, chain)
