@@ -11,6 +11,8 @@ import numpy as np
 from kvstore.events.limits import EventLimits
 
 NEVER_S = float("-inf")
+BURST_S = 0.5
+"""Time for listings that may be saved up while nothing changes."""
 
 
 class Folders:
@@ -24,7 +26,8 @@ class Folders:
         self._listed_s = np.full(count, NEVER_S)
         self._must = np.ones(count, np.bool_)
         self._next = 0
-        self._free_s = NEVER_S
+        self._credit_s = BURST_S
+        self._counted_s = NEVER_S
         self.has_times = True
         """False if the root's folders have no times."""
 
@@ -63,7 +66,7 @@ class Folders:
         urgent = np.flatnonzero(self._must)
         if len(urgent):
             return int(urgent[self._listed_s[urgent].argmin()])
-        if now_s < self._free_s:
+        if self._credit(now_s) <= 0:
             return None
         is_due = now_s - self._listed_s >= self._limits.relist_s
         if self.has_times:
@@ -78,5 +81,10 @@ class Folders:
         if time is not None:
             self.looked(shard, time, began_s)
             self._listed_times[shard] = time
-        pause_s = (ended_s - began_s) * (1 / self._limits.list_share - 1)
-        self._free_s = ended_s + pause_s if self.is_complete else NEVER_S
+        self._credit_s = self._credit(ended_s) - (ended_s - began_s)
+
+    def _credit(self, now_s: float) -> float:
+        """Returns the time that listings may take now: a share of all time, saved up for a while."""
+        earned_s = (now_s - self._counted_s) * self._limits.list_share
+        self._credit_s, self._counted_s = min(BURST_S, self._credit_s + earned_s), now_s
+        return self._credit_s

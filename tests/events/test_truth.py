@@ -238,6 +238,7 @@ def test_a_folder_whose_time_changed_is_listed_twice_and_then_left_alone() -> No
     for shard in range(4):
         folders.listed(shard, 7, now_s, now_s)
     assert folders.due(now_s + 99) is None
+    now_s += 99
     folders.looked(2, 8, now_s + 1)
     assert folders.due(now_s + 1) == 2
     folders.listed(2, 8, now_s + 1, now_s + 1)
@@ -276,3 +277,18 @@ def _damage(made: Cluster, address: Address) -> None:
     content[-1] ^= 1
     root.stage(staged, [memoryview(content)], stamp_ns=seen.stat.mtime_ns, durable=False)
     root.publish(staged, name, durable=False)
+
+
+def test_listings_take_their_share_of_the_time_and_no_more() -> None:
+    folders, now_s, spent_s = Folders(1_000, EventLimits(list_share=0.25)), 0.0, 0.0
+    while (due := folders.due(now_s)) is not None:
+        folders.listed(due, 7, now_s, now_s)
+    folders.due(now_s)
+    for step in range(1_000):
+        now_s += 0.1
+        for shard in range(1_000):
+            folders.looked(shard, 8 + step, now_s)
+        while (due := folders.due(now_s)) is not None:
+            folders.listed(due, 8 + step, now_s, now_s + 0.01)
+            now_s, spent_s = now_s + 0.01, spent_s + 0.01
+    assert 0.23 < spent_s / now_s < 0.27
