@@ -38,7 +38,7 @@ def read_identities(root: Root, shard_bits: int, namespace: Namespace, inventory
     """Reads the files of ``rows``; those that are gone are in no part of the answer."""
     size = FIXED_BYTES + 4 * namespace.layout.chunk_tokens
     packed, odd, failed = [], [], []
-    for row, raw in zip(rows.tolist(), inventory.addresses(rows), strict=True):
+    for row, raw in zip(rows.tolist(), inventory.rows.addresses(rows), strict=True):
         address = Address(raw.tobytes())
         try:
             seen = root.look(places.chunk(address, namespace.id, shard_bits), size)

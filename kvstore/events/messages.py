@@ -1,6 +1,7 @@
-"""Batches of events as vLLM's ``vllm.distributed.kv_events`` encodes them: msgpack arrays, an event's name first.
+"""Batches of events as ``vllm.distributed.kv_events`` of vLLM 0.32 encodes them, in msgpack.
 
-Written out as lists here, because the store does not depend on vLLM; tests hold them against the installed engine.
+A batch is an array, an event a map with its type. Written out here, because the store does not depend on vLLM; tests
+hold them against the installed engine.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ MEDIUM = "STORAGE"
 """Dynamo's indexer counts it if ``locality`` is unset, which the form of these messages has no field for."""
 DATA_PARALLEL_RANK = 0
 
-Event = list[object]
+Event = dict[str, object]
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -33,8 +34,8 @@ class Naming:
     def hashes(self, inventory: Inventory, rows: Rows) -> list[int] | list[bytes]:
         """Returns the hash of each row."""
         if self.whole_hashes:
-            return [line.tobytes() for line in inventory.addresses(rows)]
-        return inventory.hashes(rows)
+            return [line.tobytes() for line in inventory.rows.addresses(rows)]
+        return inventory.rows.hashes(rows)
 
 
 def encoded(events: Sequence[Event], now_s: float) -> bytes:
@@ -44,13 +45,14 @@ def encoded(events: Sequence[Event], now_s: float) -> bytes:
 
 def cleared() -> Event:
     """The marker: forget everything of this publisher, a snapshot follows."""
-    return ["AllBlocksCleared"]
+    return {"type": "AllBlocksCleared"}
 
 
 def removed(inventory: Inventory, rows: Rows, naming: Naming, blocks_max: int) -> Iterator[list[Event]]:
     """Yields the events of batches that say that rows are gone."""
     for start in range(0, len(rows), blocks_max):
-        yield [["BlockRemoved", naming.hashes(inventory, rows[start : start + blocks_max]), naming.medium]]
+        gone = naming.hashes(inventory, rows[start : start + blocks_max])
+        yield [{"type": "BlockRemoved", "block_hashes": gone, "medium": naming.medium}]
 
 
 def stored(inventory: Inventory, rows: Rows, naming: Naming, blocks_max: int) -> Iterator[list[Event]]:
@@ -70,18 +72,26 @@ def stored(inventory: Inventory, rows: Rows, naming: Naming, blocks_max: int) ->
 
 
 def _stored(inventory: Inventory, chain: Rows, naming: Naming) -> Event:
-    above = inventory.parents(chain[:1])
+    above = inventory.rows.parents[chain[:1]]
     parent = None if above[0] == NO_ROW else naming.hashes(inventory, above)[0]
-    tokens = inventory.tokens.read(chain)
-    hashes, size = naming.hashes(inventory, chain), inventory.tokens.width
-    return ["BlockStored", hashes, parent, tokens.ravel().tolist(), size, None, naming.medium, None]
+    tokens = inventory.rows.tokens.read(chain)
+    return {
+        "type": "BlockStored",
+        "block_hashes": naming.hashes(inventory, chain),
+        "parent_block_hash": parent,
+        "token_ids": tokens.ravel().tolist(),
+        "block_size": inventory.rows.tokens.width,
+        "lora_id": None,
+        "medium": naming.medium,
+        "lora_name": None,
+    }
 
 
 def _chains(inventory: Inventory, rows: Rows) -> list[Rows]:
     """Cuts rows into chains, each row the child of the one before it; a chain comes after the one it hangs from."""
     ends: dict[int, list[int]] = {}
     chains: list[list[int]] = []
-    for row, parent in zip(rows.tolist(), inventory.parents(rows).tolist(), strict=True):
+    for row, parent in zip(rows.tolist(), inventory.rows.parents[rows].tolist(), strict=True):
         chain = ends.pop(parent, None)
         if chain is None:
             chain = []

@@ -113,8 +113,8 @@ class Answers:
             addresses = b"".join(Chain.of(model.namespace, question.tokens).addresses)
             keys = np.frombuffer(addresses, ">u8")[::2].astype(np.uint64)
             with self._truth.lock:
-                told = inventory.told(inventory.find(keys))
+                told = inventory.told(inventory.rows.find(keys))
         else:
             with self._truth.lock:
-                told = inventory.told(inventory.find_hashes(np.array(question.hashes, np.uint64)))
+                told = inventory.told(inventory.rows.find_hashes(np.array(question.hashes, np.uint64)))
         return len(told) if told.all() else int(told.argmin())

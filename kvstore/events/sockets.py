@@ -117,8 +117,10 @@ class Sockets:
         socket.setsockopt(zmq.SNDHWM, send_max)
         socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
         if curve is not None:
-            socket.curve_publickey, socket.curve_secretkey = _certificate(curve.certificate)
-            socket.curve_server = True
+            public, secret = _certificate(curve.certificate)
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
+            socket.setsockopt(zmq.CURVE_SERVER, 1)
         try:
             socket.bind(endpoint)
         except zmq.ZMQError as cause:

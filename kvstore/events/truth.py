@@ -147,7 +147,7 @@ class Truth:
         for model in self.models.values():
             rows = model.inventory.between(*self._range(shard))
             if len(rows):
-                model.inventory.condemn(rows[members.among(model.inventory.addresses(rows).tobytes())])
+                model.inventory.condemn(rows[members.among(model.inventory.rows.addresses(rows).tobytes())])
 
     def _hide(self, number: int) -> None:
         """Condemns all of a namespace that a clear is deleting."""

@@ -51,12 +51,12 @@ class Following:
         self.truth.step()
         for model, difference in self.truth.settle():
             inventory = model.inventory
-            for removed in inventory.addresses(difference.removed):
+            for removed in inventory.rows.addresses(difference.removed):
                 self.heard.remove(removed.tobytes())
-            above = inventory.parents(difference.stored)
+            above = inventory.rows.parents[difference.stored]
             for row, parent in zip(difference.stored, above.tolist(), strict=True):
-                assert parent < 0 or inventory.addresses(above[above == parent][:1])[0].tobytes() in self.heard
-                address = inventory.addresses(row[None])[0].tobytes()
+                assert parent < 0 or inventory.rows.addresses(above[above == parent][:1])[0].tobytes() in self.heard
+                address = inventory.rows.addresses(row[None])[0].tobytes()
                 assert address not in self.heard
                 self.heard.add(address)
 

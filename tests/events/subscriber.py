@@ -28,16 +28,17 @@ class Index:
             self._apply(event)
         self.last = seq
 
-    def _apply(self, event: list[Any]) -> None:
-        if event[0] == "AllBlocksCleared":
+    def _apply(self, event: dict[str, Any]) -> None:
+        if event["type"] == "AllBlocksCleared":
             self.blocks.clear()
             self.cleared += 1
-        elif event[0] == "BlockRemoved":
-            for each in event[1]:
+        elif event["type"] == "BlockRemoved":
+            for each in event["block_hashes"]:
                 del self.blocks[each]
         else:
-            _, hashes, parent, tokens, size, lora, medium, lora_name = event
-            assert (lora, lora_name) == (None, None) and medium and len(tokens) == size * len(hashes)
+            hashes, parent, tokens = event["block_hashes"], event["parent_block_hash"], event["token_ids"]
+            size = event["block_size"]
+            assert event["medium"] and len(tokens) == size * len(hashes)
             assert parent is None or parent in self.blocks, "a parent is told before its child"
             for at, each in enumerate(hashes):
                 self.blocks[each] = (parent, tokens[at * size : (at + 1) * size])

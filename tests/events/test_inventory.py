@@ -44,7 +44,7 @@ def arrive(inventory: Inventory, chunks: list[tuple[int, int]]) -> None:
 
 
 def chunks_of(inventory: Inventory, rows: Rows) -> list[tuple[int, int]]:
-    return [(int(chain), int(depth)) for chain, depth in inventory.tokens.read(rows)]
+    return [(int(chain), int(depth)) for chain, depth in inventory.rows.tokens.read(rows)]
 
 
 def check_replay(heard: set[tuple[int, int]], inventory: Inventory) -> None:
@@ -74,7 +74,7 @@ def test_the_differences_add_up_to_what_match_would_find(seed: int) -> None:
             inventory.left(numbers(some))
             model.there -= set(some)
         elif act == 2:
-            rows = inventory.find(numbers(some))
+            rows = inventory.rows.find(numbers(some))
             inventory.condemn(rows[rows != NO_ROW])
             model.condemned |= {each for each, row in zip(some, rows, strict=True) if row != NO_ROW}
         elif act == 3:
@@ -124,7 +124,7 @@ def test_compacting_forgets_what_is_gone_and_keeps_what_is_told() -> None:
     inventory.settle()
     before = set(chunks_of(inventory, inventory.snapshot()))
     assert inventory.compact()
-    assert len(inventory) == len(chunks) - len(gone)
+    assert inventory.rows.count == len(chunks) - len(gone)
     assert set(chunks_of(inventory, inventory.snapshot())) == before
     inventory.left(numbers([(0, 1)]))
     assert set(chunks_of(inventory, inventory.settle().removed)) == {(0, 1), (0, 2), (0, 3)}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from kvstore.address import Chain
+from kvstore.errors import Unavailable
 from kvstore.events import messages
 from kvstore.events.doomed import Doomed
 from kvstore.events.fence import Fence
@@ -14,6 +17,7 @@ from kvstore.events.opening import Told
 from kvstore.events.speaker import Speaker
 from kvstore.events.stream import TERM_BITS, Batch, Stream
 from kvstore.events.truth import Truth
+from kvstore.meta.interface import Compare, Delete, Put, TxnResult
 from kvstore.meta.keys import Keys
 from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.memory_store import MemoryStore
@@ -208,13 +212,13 @@ def test_topics_keep_tenants_apart() -> None:
 
 
 def test_a_lost_reply_of_the_election_is_read_back(clock: Ticking) -> None:
-    from kvstore.errors import Unavailable
-
     store = MemoryStore(clock)
 
     class Losing(MemoryMeta):
-        def txn(self, *arguments: object, **named: object) -> object:  # type: ignore[override]
-            super().txn(*arguments, **named)  # type: ignore[arg-type]
+        def txn(
+            self, compares: Sequence[Compare], operations: Sequence[Put | Delete], timeout_s: float | None = None
+        ) -> TxnResult:
+            super().txn(compares, operations, timeout_s)
             raise Unavailable("the reply was lost")
 
     fence = Fence(Losing(store, clock), "/kv/speaker", EventLimits(), clock, RandomIds())
@@ -233,7 +237,7 @@ def test_long_chains_are_cut_into_batches_that_continue_each_other(clustered: Cl
     model = next(iter(publishing.truth.models.values()))
     rows = model.inventory.snapshot()
     sizes = [
-        sum(len(event[1]) for event in events)  # type: ignore[arg-type]
+        sum(len(event["block_hashes"]) for event in events)  # type: ignore[arg-type,misc]
         for events in messages.stored(model.inventory, rows, Naming(), 4)
     ]
     assert sizes == [4, 4, 3]
