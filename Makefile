@@ -21,7 +21,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-r
 # What takes minutes, root or programs of the system's: each has a command of its own.
 APART := not bench and not real_fs and not cluster and not hosts and not crashes and not browser and not alerts and not deploy and not guide
 
-.PHONY: help setup demo test test-engines chaos cluster-test hosts-test crash-test browser-test alerts-test deploy-test guide-test docs model mutants check fast lint types contracts sim sim-bugs bench bench-check bench-test results proto proto-check compat lock format clean
+.PHONY: help setup demo test test-engines events-test chaos cluster-test hosts-test crash-test browser-test alerts-test deploy-test guide-test docs model mutants check fast lint types contracts sim sim-bugs bench bench-check bench-test results proto proto-check compat lock format clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
@@ -44,6 +44,11 @@ test: $(READY) ## the test suite, but for what has a command of its own
 # ENGINES chooses some: make test-engines ENGINES="vllm sglang".
 test-engines: $(READY) ## the connectors against real vLLM, LMCache, SGLang and transformers (installs them, without a GPU)
 	@.ci/engines.sh $(ENGINES) -- $(ARGS)
+
+events-test: $(READY) ## KV events beside etcd, collectors and killed publishers; and vLLM's own decoder where it is installed
+	@$(BIN)/python -m pytest -q tests/events $(ARGS)
+	@[ ! -x .cache/engines/vllm/bin/python ] || KVSTORE_TEST_ENGINES=1 PYTHONPATH=.:gc \
+		$(BIN)/python -m pytest -q tests/engines/vllm/test_kv_events.py $(ARGS)
 
 check: lint types contracts fast ## format, lint, types, import contracts, fast tests: some minutes
 

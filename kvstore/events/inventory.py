@@ -1,0 +1,222 @@
+"""The chunks of one namespace as the root has them, and as subscribers were told: columns, 53 bytes a chunk.
+
+Events are the differences between both. A chunk is to be told if its file is there, nobody condemns it, its identity is
+known, and the same holds of its parent: what a ``get`` would read, and nothing else (EVENTS.md, section 2).
+Pure: no I/O beyond a file for tokens, no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.events.columns import Columns, Mask
+from kvstore.events.table import NO_ROW, U64, Rows
+
+Tokens = npt.NDArray[np.uint32]
+
+PRESENT, CONDEMNED, KNOWN, TOLD, ODD = 1, 2, 4, 8, 16
+"""States of a row, as bits. ODD: the file says nothing that fits its name, so it is never told."""
+ELIGIBLE = PRESENT | KNOWN
+DEAD_MIN = 65_536
+NO_ROWS: Rows = np.zeros(0, np.int32)
+KEY_MAX = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Identities:
+    """What some chunks are for: columns with one element for each. ``parents`` of a first chunk count for nothing."""
+
+    firsts: U64
+    lasts: U64
+    parent_firsts: U64
+    parent_lasts: U64
+    depths: npt.NDArray[np.uint32]
+    tokens: Tokens
+    """One line of ``chunk_tokens`` tokens for each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Rows to be told: first what is no longer there, then what is, parents first."""
+
+    removed: Rows
+    stored: Rows
+
+
+class Inventory:
+    """One namespace. Used by one thread, or under its owner's lock."""
+
+    def __init__(self, chunk_tokens: int, folder: str | None = None) -> None:
+        """``folder`` is where the file for tokens goes, without a name; None: where temporary files go."""
+        self.rows = Columns(chunk_tokens, folder)
+        self.told_count = 0
+        self._touched: list[Rows] = []
+        self._unknown: list[Rows] = []
+        self._waiting = NO_ROWS
+
+    # What the root has
+
+    def listed(self, first: int, last: int, firsts: U64, lasts: U64) -> None:
+        """Notes a whole listing of the addresses whose first 8 bytes are from ``first`` to ``last``."""
+        before = self.between(first, last)
+        rows = self._arrived(firsts, lasts)
+        gone = np.setdiff1d(before, rows)
+        self.rows.unmark(gone, PRESENT | ODD)
+        self._touched.append(gone)
+
+    def arrived(self, firsts: U64, lasts: U64) -> None:
+        """Notes chunks that are there."""
+        self._arrived(firsts, lasts)
+
+    def left(self, firsts: U64) -> None:
+        """Notes chunks that are not there any more."""
+        rows = self.rows.find(firsts)
+        rows = rows[rows != NO_ROW]
+        self.rows.unmark(rows, PRESENT | ODD)
+        self._touched.append(rows)
+
+    def condemn(self, rows: Rows) -> None:
+        """Notes that these count as misses from now on (rule H1), until they are spared."""
+        self.rows.mark(rows, CONDEMNED)
+        self._touched.append(rows)
+
+    def spare(self, first: int, last: int) -> None:
+        """Notes that nothing in this part of the addresses is condemned any more."""
+        rows = self.rows.between(first, last)
+        rows = rows[self.rows.has(rows, CONDEMNED)]
+        self.rows.unmark(rows, CONDEMNED)
+        self._touched.append(rows)
+
+    def unknown(self) -> Rows:
+        """Returns rows that are there and whose identity has to be learnt; each is returned once."""
+        rows = np.unique(np.concatenate([NO_ROWS, *self._unknown]))
+        self._unknown = []
+        found: Rows = rows[self.rows.states[rows] & (PRESENT | KNOWN | ODD) == PRESENT]
+        return found
+
+    def learn(self, found: Identities) -> None:
+        """Notes identities. They follow from addresses, so they hold for as long as a row is remembered."""
+        rows = self.rows.ensure(found.firsts, found.lasts)
+        new = ~self.rows.has(rows, KNOWN)
+        rows, depths = rows[new], found.depths[new]
+        has_parent = depths > 0
+        parents = np.full(len(rows), NO_ROW, np.int32)
+        above = found.parent_firsts[new][has_parent], found.parent_lasts[new][has_parent]
+        parents[has_parent] = self.rows.ensure(*above)
+        self.rows.parents[rows], self.rows.depths[rows] = parents, depths
+        self.rows.tokens.write(rows, found.tokens[new])
+        self.rows.mark(rows, KNOWN)
+        self._touched.append(rows)
+
+    def retry(self, rows: Rows) -> None:
+        """Has ``unknown`` return these again."""
+        self._unknown.append(rows)
+
+    def refuse(self, rows: Rows) -> None:
+        """Notes that the files of these rows do not say what they are."""
+        self.rows.mark(rows, ODD)
+
+    # What is told
+
+    def settle(self) -> Difference:
+        """Returns the difference to what was told before; from now on it counts as told."""
+        touched = np.unique(np.concatenate([NO_ROWS, *self._touched]))
+        self._touched = []
+        removed = touched[~self._eligible(touched) & self.rows.has(touched, TOLD)]
+        self._untell(removed)
+        cut_off = self._cut_off() if len(removed) and self.rows.children[removed].any() else NO_ROWS
+        stored, self._waiting = self._tell(np.concatenate([self._waiting, cut_off, touched]))
+        self.told_count += len(stored) - len(removed) - len(cut_off)
+        return Difference(np.concatenate([removed, cut_off]), stored)
+
+    def told(self, rows: Rows) -> Mask:
+        """Returns which rows are told; NO_ROW is not."""
+        known: Mask = rows != NO_ROW
+        known[known] = self.rows.has(rows[known], TOLD)
+        return known
+
+    def snapshot(self) -> Rows:
+        """Returns all rows that are told, parents first."""
+        rows = self.rows.having(TOLD)
+        return rows[np.argsort(self.rows.depths[rows], kind="stable")]
+
+    def between(self, first: int, last: int) -> Rows:
+        """Returns the rows that are there, of addresses whose first 8 bytes are from ``first`` to ``last``."""
+        rows = self.rows.between(first, last)
+        return rows[self.rows.has(rows, PRESENT)]
+
+    def compact(self) -> bool:
+        """Forgets rows that nobody needs, if there are many; rows get other numbers then. Call it after ``settle``."""
+        alive = self.rows.having(PRESENT | TOLD)
+        if self.rows.count - len(alive) < max(DEAD_MIN, self.rows.count // 2):
+            return False
+        above = self.rows.parents[alive]
+        moved = self.rows.keep(np.union1d(alive, above[above != NO_ROW]).astype(np.int32))
+        # A parent that is gone stays as an address alone: what else was known of it is read again.
+        gone = np.setdiff1d(np.arange(self.rows.count, dtype=np.int32), moved[alive])
+        self.rows.states[gone], self.rows.parents[gone] = 0, NO_ROW
+        self._waiting = _kept(moved[self._waiting])
+        self._unknown = [_kept(moved[each]) for each in self._unknown]
+        return True
+
+    def close(self) -> None:
+        """Gives the file for tokens back."""
+        self.rows.tokens.close()
+
+    def _arrived(self, firsts: U64, lasts: U64) -> Rows:
+        rows = self.rows.ensure(firsts, lasts)
+        new = rows[~self.rows.has(rows, PRESENT)]
+        self.rows.mark(new, PRESENT)
+        self._touched.append(new)
+        self._unknown.append(new[~self.rows.has(new, KNOWN)])
+        return rows
+
+    def _eligible(self, rows: Rows) -> Mask:
+        found: Mask = self.rows.states[rows] & (ELIGIBLE | CONDEMNED) == ELIGIBLE
+        return found
+
+    def _untell(self, rows: Rows) -> None:
+        self.rows.unmark(rows, TOLD)
+        above = self.rows.parents[rows]
+        np.subtract.at(self.rows.children, above[above != NO_ROW], 1)
+
+    def _cut_off(self) -> Rows:
+        """Takes back all that is told below what is not. Looks at every row; rare: leaves are evicted first."""
+        found: list[Rows] = []
+        while True:
+            rows = self.rows.having(TOLD)
+            above = self.rows.parents[rows]
+            lost = rows[(above != NO_ROW) & ~self.rows.has(above, TOLD)]
+            if not len(lost):
+                return np.concatenate([NO_ROWS, *found])
+            self._untell(lost)
+            found.append(lost)
+
+    def _tell(self, candidates: Rows) -> tuple[Rows, Rows]:
+        """Tells what may be told, depth by depth; returns it, and what still waits for its parent."""
+        rows = np.unique(candidates)
+        rows = rows[self._eligible(rows) & ~self.rows.has(rows, TOLD)]
+        rows = rows[np.argsort(self.rows.depths[rows], kind="stable")]
+        stored, waiting = [NO_ROWS], [NO_ROWS]
+        for level in self._levels(rows):
+            above = self.rows.parents[level]
+            reached = (above == NO_ROW) | self.rows.has(above, TOLD)
+            told = level[reached]
+            self.rows.mark(told, TOLD)
+            np.add.at(self.rows.children, above[reached & (above != NO_ROW)], 1)
+            stored.append(told)
+            waiting.append(level[~reached])
+        return np.concatenate(stored), np.concatenate(waiting)
+
+    def _levels(self, rows: Rows) -> Iterator[Rows]:
+        cuts = np.flatnonzero(np.diff(self.rows.depths[rows])) + 1
+        return iter(np.split(rows, cuts) if len(rows) else ())
+
+
+def _kept(rows: Rows) -> Rows:
+    found: Rows = rows[rows != NO_ROW]
+    return found

@@ -1,0 +1,43 @@
+"""The bytes of batches, as vLLM 0.32 encodes the same events (tests/engines/vllm/test_kv_events.py asks it)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvstore.events import messages
+from kvstore.events.inventory import Identities, Inventory
+from kvstore.events.messages import Naming
+
+EXPECTED = (
+    "93cb3ff80000000000009381a474797065b0416c6c426c6f636b73436c656172656483a474797065ac426c6f636b52656d6f766564ac626c6f"
+    "636b5f6861736865739101a66d656469756da753544f5241474588a474797065ab426c6f636b53746f726564ac626c6f636b5f686173686573"
+    "920203b1706172656e745f626c6f636b5f6861736801a9746f6b656e5f696473920102aa626c6f636b5f73697a6501a76c6f72615f6964c0a6"
+    "6d656469756da753544f52414745a96c6f72615f6e616d65c000"
+)
+"""``KVEventBatch(1.5, [AllBlocksCleared(), BlockRemoved([1], "STORAGE"), BlockStored([2, 3], 1, [1, 2], 1, None,
+"STORAGE", None)], 0)`` by vLLM 0.32.0 and its ``msgspec.msgpack.Encoder``."""
+
+
+def test_a_batch_has_the_bytes_that_vllm_sends() -> None:
+    inventory = Inventory(1)
+    numbers = np.array([1, 2, 3], np.uint64)
+    above = np.array([0, 1, 2], np.uint64)
+    inventory.arrived(numbers, numbers)
+    tokens = np.array([[9], [1], [2]], np.uint32)
+    inventory.learn(Identities(numbers, numbers, above, above, np.arange(3, dtype=np.uint32), tokens))
+    rows = inventory.settle().stored
+    events = [
+        messages.cleared(),
+        *next(messages.removed(inventory, rows[:1], Naming(), 9)),
+        *next(messages.stored(inventory, rows[1:], Naming(), 9)),
+    ]
+    assert messages.encoded(events, 1.5).hex() == EXPECTED
+
+
+def test_whole_hashes_are_the_bytes_of_addresses() -> None:
+    inventory = Inventory(1)
+    first, last = np.array([1], np.uint64), np.array([2], np.uint64)
+    inventory.arrived(first, last)
+    inventory.learn(Identities(first, last, last, last, np.zeros(1, np.uint32), np.zeros((1, 1), np.uint32)))
+    hashes = Naming(whole_hashes=True).hashes(inventory, inventory.settle().stored)
+    assert hashes == [(1).to_bytes(8, "big") + (2).to_bytes(8, "big")]
