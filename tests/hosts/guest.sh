@@ -10,6 +10,10 @@ mkdir -p /dev/shm /dev/pts
 mount -t tmpfs shm /dev/shm
 mount -t devpts devpts /dev/pts
 ip link set lo up
+ended() { # whole when it is there, for who waits for it
+    echo "$1" >"$WORK/$NAME.rc.part"
+    mv "$WORK/$NAME.rc.part" "$WORK/$NAME.rc"
+}
 [ -z "$ADDRESS" ] || {
     ip addr add "$ADDRESS/24" dev vec0
     ip link set vec0 up
@@ -19,7 +23,7 @@ case $ROLE in
 disk)
     mkdir -p /mnt/disk
     mount -t "$OPTIONS" /dev/ubda /mnt/disk && sh -c "$(cat "$JOB")" >>"$WORK/$NAME.out" 2>&1
-    echo $? >"$WORK/$NAME.rc"
+    ended $?
     cd /
     umount /mnt/disk
     ;;
@@ -55,7 +59,7 @@ client)
         sleep 1
     done
     mountpoint -q /mnt/nfs && sh -c "$(cat "$JOB")" >>"$WORK/$NAME.out" 2>&1
-    echo $? >"$WORK/$NAME.rc"
+    ended $?
     cd /
     umount /mnt/nfs
     ;;
