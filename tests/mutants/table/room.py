@@ -106,7 +106,7 @@ BOUND = [
     ),
     bound(
         "overdraft-not-counted",
-        edit("kvstore.node.usage:NodeUsage.close", "if left_bytes and", "if left_bytes > 0 and"),
+        edit("kvstore.node.claims:Claims.settle", "if back_bytes:", "if back_bytes > 0:"),
         f"{CLAIMS}many_short_programs_together_stay_below_the_bound",
     ),
     bound(
