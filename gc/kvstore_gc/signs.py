@@ -27,6 +27,8 @@ ROOM_AGAIN_S = 0.25
 """If another collector has put ``gc/room``, look again after this: nodes write freely until it is there."""
 COUNTED_S = 0.25
 """The greatest age of the number of nodes."""
+UNHEARD_S = 60.0
+"""Nodes have heard the first word after this, and reported what they wrote before it."""
 
 REPORTS_PER_S = 100
 """The limit of reports of all nodes together."""
@@ -170,6 +172,7 @@ class RoomSign(_Sign):
         self._said: Room | None = None
         self._said_by: LeaseId | None = None
         self._said_s = 0.0
+        self._ended_bytes, self._ended_s = 0, -UNHEARD_S
         self._nodes_count, self._counted_s = 0, -math.inf
         self._bounds = Bounds(site.meta, site.keys) if site.is_of_host else None
 
@@ -202,13 +205,21 @@ class RoomSign(_Sign):
         # First the word: who joins after it hears none, and has to claim.
         taken = self._meta.txn((ValueIs(self._key, said.to_json()),), (Delete(self._key),), self._timeout_s)
         if taken.succeeded:
-            self._bounds.leave(level.used_bytes + beyond_bytes, self._timeout_s)
+            used_bytes = max(level.used_bytes, self._claimed_bytes(self._clock.monotonic_s()))
+            self._bounds.leave(used_bytes + beyond_bytes, self._timeout_s)
+
+    def _claimed_bytes(self, now_s: float) -> int:
+        """The level that the first word ended: nodes that have not heard that word report nothing yet."""
+        return self._ended_bytes if now_s - self._ended_s < UNHEARD_S else 0
 
     def _say(self, room: Room, lease: LeaseId) -> None:
         self._said_s = self._clock.monotonic_s()
         before = None if self._said is None else self._said.to_json()
         beside = []
         if self._bounds is not None and room.allowance_bytes is not None:
+            if self._said is None or self._said.allowance_bytes is None:
+                self._ended_bytes = self._bounds.level_bytes(self._timeout_s)
+                self._ended_s = self._said_s
             beside.append(self._bounds.end_claims())  # from this word on nodes write what it allows, and nothing else
         won, found = self._put(room.to_json(), lease, before, *beside)
         if not won and found is not None and found.lease == lease:  # ours, whose reply was lost

@@ -98,14 +98,15 @@ class Bounds:
             found = self._meta.get(self._keys.level, timeout_s)
             if found is None and not is_empty():
                 return None
-            compare: Compare = Absent(self._keys.level)
+            # Nobody begins a level while a collector's word is there: others may write what that allows, unclaimed.
+            compares: tuple[Compare, ...] = (Absent(self._keys.level), Absent(self._keys.gc_room))
             before = 0
             if found is not None:
-                compare, before = ModifiedAt(self._keys.level, found.mod_revision), _bytes_of(found)
+                compares, before = (ModifiedAt(self._keys.level, found.mod_revision),), _bytes_of(found)
             after = before + size_bytes
             if max_bytes is not None and after > CLAIMED_SHARE * max_bytes:
                 return None
-            result = self._meta.txn((compare,), (Put(self._keys.level, _level(after)),), timeout_s)
+            result = self._meta.txn(compares, (Put(self._keys.level, _level(after)),), timeout_s)
             if result.succeeded:
                 return Claim(size_bytes, result.revision if found is None else found.create_revision)
         return None
@@ -125,9 +126,21 @@ class Bounds:
             ).succeeded:
                 return
 
+    def level_bytes(self, timeout_s: float | None = None) -> int:
+        """Returns the level; 0 if there is none."""
+        found = self._meta.get(self._keys.level, timeout_s)
+        return 0 if found is None else _bytes_of(found)
+
     def leave(self, level_bytes: int, timeout_s: float | None = None) -> None:
-        """Puts the level of a collector that ends, unless there is one."""
-        self._meta.txn((Absent(self._keys.level),), (Put(self._keys.level, _level(level_bytes)),), timeout_s)
+        """Puts the level of a collector that ends; adds it to the one that a node began since its word is gone."""
+        for _ in range(ATTEMPTS_MAX):
+            found = self._meta.get(self._keys.level, timeout_s)
+            compare: Compare = Absent(self._keys.level)
+            if found is not None:
+                compare = ModifiedAt(self._keys.level, found.mod_revision)
+            after = level_bytes + (0 if found is None else _bytes_of(found))
+            if self._meta.txn((compare,), (Put(self._keys.level, _level(after)),), timeout_s).succeeded:
+                return
 
     def end_claims(self) -> Delete:
         """Returns the operation after which nobody can claim: part of the transaction of a collector's first word."""

@@ -69,7 +69,10 @@ class Claims:
     def settle(self, left_bytes: int) -> None:
         """See ``NodeUsage``. What cannot be given back counts until the next listing."""
         try:
-            self._bounds.settle(min(left_bytes, self._claimed_bytes), self._made_at, TIMEOUT_S)
+            # What was lent is in no level: it cannot be given back, and what was written of it is owed.
+            back_bytes = min(left_bytes - self._owed_bytes, self._claimed_bytes)
+            if back_bytes:
+                self._bounds.settle(back_bytes, self._made_at, TIMEOUT_S)
         except KVStoreError as error:
             log.debug("claims.left %s", error)
 

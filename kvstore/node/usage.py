@@ -114,7 +114,7 @@ class NodeUsage:
         with self._lock:
             left_bytes = self._claimed - self._written if self._bound is None else 0
             self._claimed = self._written
-        if left_bytes and self.claiming is not None:
+        if self.claiming is not None:
             self.claiming.settle(left_bytes)
 
     # Called by the view, under its lock

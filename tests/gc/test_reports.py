@@ -237,6 +237,16 @@ def test_s6_the_first_word_ends_all_claims_and_a_collector_that_ends_leaves_the_
     assert shared.word is None and level(shared) == b'{"bytes":351}', "with what the word allowed, rounded up"
 
 
+def test_s6_what_was_claimed_and_not_reported_counts_when_a_collector_ends_soon(shared: Host) -> None:
+    bounds = Bounds(shared.meta, KEYS)
+    assert bounds.claim(400, 1000, lambda: True) is not None
+    shared.tick()
+    shared.survey(300)
+    shared.tick()
+    shared.room.close(shared.marks)
+    assert level(shared) == b'{"bytes":451}', "those who claimed have reported nothing"
+
+
 def test_s6_a_collector_that_has_not_counted_leaves_no_level(shared: Host) -> None:
     shared.tick()
     shared.room.close(shared.marks)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.model import claims
 from tests.model.check import EXPECTED, check
 from tests.model.configs import BROKEN, CONFIGS, QUICK
 from tests.model.mutations import MUTATIONS
@@ -35,6 +36,19 @@ def test_the_rules_suffice(world: str) -> None:
 def test_a_dropped_rule_is_found(name: str) -> None:
     checked = check(name)
     assert checked.broken == EXPECTED[name], f"{checked.why}: {' > '.join(checked.trace)}"
+
+
+@pytest.mark.parametrize("world", [claims.LENDING, claims.HANDING_OVER])
+def test_s6_claims_suffice(world: str) -> None:
+    """I6: while there is a level, the root takes no more than that, but for what PROTOCOL 6 allows."""
+    found = claims.search(world)
+    assert not found.trace, " > ".join(found.trace)
+    assert found.states_count > 500, "a search that ends early shows nothing"
+
+
+@pytest.mark.parametrize(("dropped", "world"), claims.DROPPED.items())
+def test_s6_each_part_of_the_rule_is_needed(dropped: str, world: str) -> None:
+    assert claims.search(world, dropped).trace
 
 
 def test_resurrecting_what_is_condemned_is_unsafe_after_a_rollback() -> None:

@@ -139,6 +139,31 @@ def test_s6_a_node_that_lost_the_metadata_goes_on_for_a_moment_and_claims_it_lat
     assert root.level >= before + written, "all that it wrote meanwhile counts now"
 
 
+def test_s6_what_was_lent_is_not_given_back_and_what_was_written_of_it_counts(meta: MemoryMeta) -> None:
+    root = Root(meta)
+    assert root.put(SIZE)
+    root.counts = False
+    assert root.put(1)
+    root.counts = True
+    root.usage.close()
+    assert root.level == SIZE + 1
+
+
+def test_s6_no_level_begins_beside_a_word_though_the_root_is_empty(meta: MemoryMeta) -> None:
+    meta.put(KEYS.gc_room, Room(0, 100, 10, 0.1).to_json())
+    root = Root(meta)
+    assert not root.put(1) and root.level is None, "others may write what the word allows"
+    meta.delete(KEYS.gc_room)
+    assert root.put(1)
+
+
+def test_s6_a_collector_that_ends_adds_its_level_to_one_that_has_begun(meta: MemoryMeta) -> None:
+    root = Root(meta)
+    assert root.put(1)
+    Bounds(meta, KEYS).leave(300)
+    assert root.level == SIZE + 300
+
+
 def test_s6_a_program_that_never_had_the_metadata_writes_nothing_beyond_its_bound(meta: MemoryMeta) -> None:
     for _ in range(3):
         root = Root(meta)

@@ -24,6 +24,26 @@ def left(name: str, planter: Planter, test: str) -> Mutant:
 
 BOUND = [
     bound(
+        "what-was-claimed-is-forgotten",
+        replace("kvstore_gc.signs:RoomSign._claimed_bytes", lambda *_: 0),
+        "gc/test_reports.py::test_s6_what_was_claimed_and_not_reported_counts_when_a_collector_ends_soon",
+    ),
+    bound(
+        "gives-back-what-was-lent",
+        edit("kvstore.node.claims:Claims.settle", "left_bytes - self._owed_bytes", "left_bytes"),
+        f"{CLAIMS}what_was_lent_is_not_given_back_and_what_was_written_of_it_counts",
+    ),
+    bound(
+        "level-begins-beside-a-word",
+        edit("kvstore.meta.bounds:Bounds.claim", ", Absent(self._keys.gc_room))", ",)"),
+        f"{CLAIMS}no_level_begins_beside_a_word_though_the_root_is_empty",
+    ),
+    bound(
+        "level-of-a-collector-is-lost",
+        edit("kvstore.meta.bounds:Bounds.leave", "0 if found is None else _bytes_of(found)", "0"),
+        f"{CLAIMS}a_collector_that_ends_adds_its_level_to_one_that_has_begun",
+    ),
+    bound(
         "one-put-above-all",
         edit("kvstore.node.view:View.check_room", "size_bytes > self.put_bytes_max", "False"),
         "client/test_bounded.py::test_a_put_that_is_larger_than_the_bound_is_refused",
@@ -86,7 +106,7 @@ BOUND = [
     ),
     bound(
         "overdraft-not-counted",
-        edit("kvstore.node.usage:NodeUsage.close", "if left_bytes and", "if left_bytes > 0 and"),
+        edit("kvstore.node.claims:Claims.settle", "if back_bytes:", "if back_bytes > 0:"),
         f"{CLAIMS}many_short_programs_together_stay_below_the_bound",
     ),
     bound(
