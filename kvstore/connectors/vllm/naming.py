@@ -17,6 +17,7 @@ import torch
 import vllm
 from packaging.version import Version
 
+from kvstore.connectors.vllm.groups import Cluster, Kind
 from kvstore.connectors.vllm.settings import Settings
 from kvstore.connectors.weights import weights_fingerprint
 from kvstore.errors import InvalidRequest
@@ -33,7 +34,7 @@ _RANDOM_SEED_HASHES = ("xxhash", "xxhash_cbor")
 
 
 class Shape:
-    """The shape of one engine's KV: tokens per block of each group, and which ranks keep which part."""
+    """The shape of one engine's KV: its kinds, tokens per block of each, and which ranks keep which part."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
         parallel = vllm_config.parallel_config
@@ -45,13 +46,19 @@ class Shape:
         self.replicas = getattr(kv_cache_config, "kv_tp_replicas", 1)
         """Number of consecutive tensor-parallel ranks that hold the same KV; the first of them stores it."""
         groups = kv_cache_config.kv_cache_groups
+        # vLLM computes what it does not cache again: scratch memory of a request, windows that it replays.
         cacheable = getattr(kv_cache_config, "prefix_cacheable_group_ids", tuple(range(len(groups))))
-        self.groups: tuple[int, ...] = tuple(cacheable)
-        if self.groups != tuple(range(len(groups))):
-            raise InvalidRequest(f"kvstore can store {len(self.groups)} of the model's {len(groups)} kinds of KV only")
-        for group in groups:
-            _check_kind(group.kv_cache_spec)
-        self.block_tokens = [int(group.kv_cache_spec.block_size) for group in groups]
+        alike: dict[str, list[int]] = {}
+        for group in cacheable:
+            alike.setdefault(_kind(groups[group].kv_cache_spec), []).append(group)
+        self.clusters = [_cluster(groups[first].kv_cache_spec, (first, *more)) for first, *more in alike.values()]
+        self.block_tokens = [cluster.block_tokens for cluster in self.clusters]
+        """Tokens per block of each cluster."""
+        if vllm_config.speculative_config is not None and any(each.kind is Kind.STATE for each in self.clusters):
+            raise InvalidRequest(
+                "the model keeps recurrent state, which vLLM corrects after a step if it decodes speculatively: start "
+                "without speculative decoding, or without this connector"
+            )
         self.hash_tokens = int(
             getattr(kv_cache_config, "hash_block_size", None)
             or getattr(vllm_config.cache_config, "hash_block_size", None)
@@ -59,15 +66,20 @@ class Shape:
         )
         if any(tokens % self.hash_tokens for tokens in self.block_tokens):
             raise InvalidRequest(f"blocks of {self.block_tokens} tokens are not multiples of {self.hash_tokens}")
-        self.kinds = [_kind(group.kv_cache_spec) for group in groups]
+        self.kinds = [f"{len(groups)} times {kind}" if len(groups) > 1 else kind for kind, groups in alike.items()]
         lora = getattr(vllm_config, "lora_config", None)
         self.adapters = "" if lora is None else f"{lora.lora_dtype} {getattr(lora, 'fully_sharded_loras', None)}"
         """What decides over the KV of requests with an adapter, beside its files."""
         self.physical = str(getattr(kv_cache_config, "kv_cache_layout", None))
 
     def is_async(self, settings: Settings) -> bool:
-        """True for asynchronous loads: always with several groups, since vLLM cannot repair a partial load there."""
-        return settings.load == "async" or len(self.groups) > 1
+        """True for asynchronous loads: always where a load that failed in part is worth nothing."""
+        return settings.load == "async" or not self.is_plain
+
+    @property
+    def is_plain(self) -> bool:
+        """True if all KV is full attention in one group: what was loaded before a block that failed can be used."""
+        return [(each.kind, len(each.groups)) for each in self.clusters] == [(Kind.FULL, 1)]
 
     def parts(self) -> list[tuple[int, int]]:
         """Returns pipeline rank and tensor-parallel part of each namespace."""
@@ -161,26 +173,45 @@ def check_hashes(vllm_config: Any) -> None:
         )
 
 
-def _check_kind(spec: Any) -> None:
+def _cluster(spec: Any, groups: tuple[int, ...]) -> Cluster:
+    """Returns the cluster of groups with such a specification. Raises InvalidRequest if it is none that we know."""
     from vllm.v1.kv_cache_interface import (
         ChunkedLocalAttentionSpec,
         FullAttentionSpec,
+        MambaSpec,
         SlidingWindowSpec,
-        UniformTypeKVCacheSpecs,
     )
 
-    for each in spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else (spec,):
-        if not isinstance(each, FullAttentionSpec | SlidingWindowSpec | ChunkedLocalAttentionSpec):
-            raise InvalidRequest(
-                f"the model keeps {type(each).__name__} state, which is not one block of KV per run of tokens: "
-                "kvstore serves attention layers only; start without this connector"
-            )
+    tokens, one = int(spec.block_size), _one(spec)
+    if isinstance(one, FullAttentionSpec):
+        return Cluster(groups, tokens)
+    if isinstance(one, SlidingWindowSpec):
+        reach = int(one.sliding_window) + int(getattr(one, "extra_retained_tokens", 0))
+        return Cluster(groups, tokens, Kind.WINDOW, reach)
+    if isinstance(one, ChunkedLocalAttentionSpec):
+        return Cluster(groups, tokens, Kind.CHUNK, int(one.attention_chunk_size))
+    if isinstance(one, MambaSpec) and one.mamba_cache_mode == "align":
+        return Cluster(groups, tokens, Kind.STATE)
+    mode = f" in mode {one.mamba_cache_mode}" if isinstance(one, MambaSpec) else ""
+    raise InvalidRequest(
+        f"the model keeps {type(one).__name__} state{mode}, which kvstore does not know how to cut into blocks: start "
+        + ("with --enable-prefix-caching" if mode else "without this connector")
+    )
+
+
+def _one(spec: Any) -> Any:
+    """Returns the specification of one layer of a group: its layers differ in the size of a page at most."""
+    return next(iter(spec.kv_cache_specs.values())) if hasattr(spec, "kv_cache_specs") else spec
 
 
 def _kind(spec: Any) -> str:
     """Names a kind of KV by what the scheduler and every worker know alike; a worker's own layers are left out."""
-    window = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
-    return f"{spec.block_size} tokens" + (f", window {window}" if window else "")
+    one = _one(spec)
+    window = getattr(one, "sliding_window", None) or getattr(one, "attention_chunk_size", None)
+    found = f"{spec.block_size} tokens" + (f", window {window}" if window else "")
+    if hasattr(one, "mamba_type"):
+        found += f", state {one.mamba_type} {one.mamba_cache_mode} {one.shapes} {one.dtypes}"
+    return found
 
 
 def _config_digest(model: Any) -> str:

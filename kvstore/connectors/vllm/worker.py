@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from itertools import chain
 from typing import Any
 
 from kvstore.connectors.vllm.counts import EngineCounts
@@ -23,6 +24,7 @@ class WorkerHalf:
 
     def __init__(self, settings: Settings, shape: Shape, namespace: Namespace, part: int, *, stores: bool) -> None:
         self._settings = settings
+        self._shape = shape
         self._stores = stores
         self.counts = EngineCounts()
         self._link = Link(settings, [namespace])
@@ -40,8 +42,14 @@ class WorkerHalf:
     def register(self, kv_caches: dict[str, Any], kv_cache_config: Any) -> None:
         """Implements ``register_kv_caches``. Raises InvalidRequest for memory that is not divided into blocks."""
         self._pages = [
-            Pages(group.layer_names, [kv_caches[name] for name in group.layer_names], kv_cache_config.num_blocks)
-            for group in kv_cache_config.kv_cache_groups
+            Pages(
+                [
+                    {name: kv_caches[name] for name in kv_cache_config.kv_cache_groups[group].layer_names}
+                    for group in cluster.groups
+                ],
+                kv_cache_config.num_blocks,
+            )
+            for cluster in self._shape.clusters
         ]
         settings = self._settings
         self._loader = Loader(
@@ -82,9 +90,9 @@ class WorkerHalf:
         for loading in self._syncing:
             loading.done.wait()
             for run, host in loading.kept:
-                pages = self._pages[run.group]
+                pages = self._pages[run.cluster]
                 if layer in pages.layers:
-                    pages.scatter_layer(pages.layers[layer], run.blocks, host[: len(run.blocks)])
+                    pages.scatter_layer(layer, run.blocks, host[: len(run.blocks)])
 
     def _end_syncing(self) -> None:
         """Ends the step. A load is failed if the model did not ask for one of its layers: it computed without it."""
@@ -93,7 +101,7 @@ class WorkerHalf:
             loading.done.wait()
             for run, _ in loading.kept if missed else ():
                 loading.failed_keys.update(run.keys[:1])
-                loading.failed_blocks.update(run.blocks)
+                loading.failed_blocks.update(chain.from_iterable(run.blocks))
         if self._syncing and missed:
             log.error("kvstore: layerwise loads do not work with this model, set layerwise to false: %s", min(missed))
         self._syncing.clear()
@@ -120,14 +128,14 @@ class WorkerHalf:
         return finished
 
     def failed_requests(self) -> set[str]:
-        """Returns the requests whose loads failed, if block numbers do not identify them (several groups)."""
+        """Returns the requests whose loads failed, if nothing that was loaded for them can be used."""
         failed, self._failed_requests = self._failed_requests, set()
-        return failed if len(self._pages) > 1 else set()
+        return set() if self._shape.is_plain else failed
 
     def failed_blocks(self) -> set[int]:
         """Implements ``get_block_ids_with_load_errors``."""
         failed, self._failed_blocks = self._failed_blocks, set()
-        return failed if len(self._pages) == 1 else set()
+        return failed if self._shape.is_plain else set()
 
     def report(self) -> Report | None:
         """Implements ``build_connector_worker_meta``."""

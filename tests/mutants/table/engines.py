@@ -39,7 +39,7 @@ MUTANTS = [
     adapter(
         "not-in-the-keys",
         edit(
-            "kvstore.connectors.vllm.scheduler:SchedulerHalf._keys", "self._era + tracked.adapter.digest", "self._era"
+            "kvstore.connectors.vllm.scheduler:SchedulerHalf._named", "self._era + tracked.adapter.digest", "self._era"
         ),
         "requests_share_with_those_of_the_same_files_only",
     ),
