@@ -49,7 +49,7 @@ class Loading:
 
 
 class Loader:
-    """The threads that load. ``pages`` has one per cluster, ``link`` one cache."""
+    """The threads that load. ``pages`` has one per cluster, ``link`` a cache per part of a block."""
 
     def __init__(
         self,
@@ -131,7 +131,8 @@ class Loader:
             return 0
         host = pages.host(len(part.keys)) if loading.keep else self._host(pages, len(part.keys))
         try:
-            hits = caches[0].get(part.keys, list(host.numpy()))
+            shards = zip(caches, pages.parts(host.numpy()), strict=True)
+            hits = [all(each) for each in zip(*(cache.get(part.keys, rows) for cache, rows in shards), strict=True)]
         except KVStoreError:
             hits = [False] * len(part.keys)
         loading.timed_out = loading.timed_out or time.monotonic() - loading.started_s > self._timeout_s

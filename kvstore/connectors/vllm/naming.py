@@ -36,7 +36,7 @@ _RANDOM_SEED_HASHES = ("xxhash", "xxhash_cbor")
 class Shape:
     """The shape of one engine's KV: its kinds, tokens per block of each, and which ranks keep which part."""
 
-    def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, tp_shards: int = 0) -> None:
         parallel = vllm_config.parallel_config
         for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
             if getattr(parallel, name, 1) > 1:
@@ -67,6 +67,13 @@ class Shape:
         if any(tokens % self.hash_tokens for tokens in self.block_tokens):
             raise InvalidRequest(f"blocks of {self.block_tokens} tokens are not multiples of {self.hash_tokens}")
         self.kinds = [f"{len(groups)} times {kind}" if len(groups) > 1 else kind for kind, groups in alike.items()]
+        ranks = self.tp // self.replicas
+        self.shards = tp_shards or ranks
+        """Parts by heads of each pipeline stage's KV, one namespace each; a rank has ``parts_per_rank`` of them."""
+        self.parts_per_rank = self.shards // ranks
+        self.is_canonical = tp_shards > 0
+        if self.is_canonical:
+            self._check_shards(vllm_config.model_config.get_total_num_kv_heads())
         lora = getattr(vllm_config, "lora_config", None)
         self.adapters = "" if lora is None else f"{lora.lora_dtype} {getattr(lora, 'fully_sharded_loras', None)}"
         """What decides over the KV of requests with an adapter, beside its files."""
@@ -83,12 +90,24 @@ class Shape:
 
     def parts(self) -> list[tuple[int, int]]:
         """Returns pipeline rank and tensor-parallel part of each namespace."""
-        return [(pp, part) for pp in range(self.pp) for part in range(self.tp // self.replicas)]
+        return [(pp, part) for pp in range(self.pp) for part in range(self.shards)]
 
-    def part_of(self, rank: int) -> tuple[int, bool]:
-        """Returns the index in ``parts`` of the KV on worker ``rank``, and whether that worker stores it."""
+    def parts_of(self, rank: int) -> tuple[range, bool]:
+        """Returns the indices in ``parts`` of the KV on worker ``rank``, and whether that worker stores it."""
         pp, tp = divmod(rank % (self.tp * self.pp), self.tp)
-        return pp * (self.tp // self.replicas) + tp // self.replicas, tp % self.replicas == 0
+        first = pp * self.shards + tp // self.replicas * self.parts_per_rank
+        return range(first, first + self.parts_per_rank), tp % self.replicas == 0
+
+    def _check_shards(self, heads: int) -> None:
+        """Raises InvalidRequest if the heads cannot be parted so."""
+        ranks = self.tp // self.replicas
+        if self.shards % ranks or heads % self.shards:
+            raise InvalidRequest(
+                f"tp_shards={self.shards}: expected a multiple of the tensor-parallel size ({ranks}) that divides the "
+                f"model's {heads} KV heads"
+            )
+        if self.pp > 1 or any(each.kind is Kind.STATE for each in self.clusters):
+            raise InvalidRequest("tp_shards parts attention by heads, without pipeline parallelism: leave it out")
 
 
 def namespaces(vllm_config: Any, shape: Shape, fingerprint: str, tenant: str) -> list[Namespace]:
@@ -96,7 +115,9 @@ def namespaces(vllm_config: Any, shape: Shape, fingerprint: str, tenant: str) ->
     model, cache = vllm_config.model_config, vllm_config.cache_config
     layout = Layout(
         model.get_total_num_hidden_layers(),
-        model.get_num_kv_heads(vllm_config.parallel_config),
+        model.get_total_num_kv_heads() // shape.shards
+        if shape.is_canonical
+        else model.get_num_kv_heads(vllm_config.parallel_config),
         model.get_head_size(),
         _dtype(str(cache.cache_dtype), str(model.dtype)),
         shape.block_tokens[0],
@@ -122,7 +143,7 @@ def namespaces(vllm_config: Any, shape: Shape, fingerprint: str, tenant: str) ->
             f"{speculative.method} {speculative.model} {speculative.num_speculative_tokens}" if speculative else ""
         ),
         "pp partition": os.environ.get("VLLM_PP_LAYER_PARTITION", ""),
-        "tp": str(shape.tp // shape.replicas),
+        "tp": f"any of {shape.shards}" if shape.is_canonical else str(shape.shards),
         "pp": str(shape.pp),
     }
     # The geometry is in the name: another one is another namespace, not a LayoutMismatch.
@@ -171,6 +192,18 @@ def check_hashes(vllm_config: Any) -> None:
             "could find what this one stores: set the environment variable PYTHONHASHSEED to the same number in every "
             "engine, or start with --prefix-caching-hash-algo sha256 on vLLM 0.32 or newer"
         )
+
+
+def check_heads(vllm_config: Any, kv_cache_config: Any, kv_caches: dict[str, Any]) -> None:
+    """Raises InvalidRequest unless vLLM itself knows how the ranks' heads make up those of the model in each layer."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import derive_canonical_mappings
+
+    known = derive_canonical_mappings(vllm_config, kv_cache_config, kv_caches)
+    for group in kv_cache_config.prefix_cacheable_group_ids:
+        for layer in kv_cache_config.kv_cache_groups[group].layer_names:
+            is_known = layer in known and known[layer].parallelism_agnostic
+            if not is_known or kv_caches[layer].dim() != 4:
+                raise InvalidRequest(f"tp_shards: the KV of {layer} depends on the tensor-parallel size; leave it out")
 
 
 def _cluster(spec: Any, groups: tuple[int, ...]) -> Cluster:

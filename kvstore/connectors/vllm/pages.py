@@ -39,21 +39,25 @@ class Copy:
 class Pages:
     """The pages of one cluster: for each of its groups the memory of its layers by name, blocks first.
 
-    A layer has one tensor, or several, as recurrent ones do. A block has one number in each group.
+    A layer has one tensor, or several, as recurrent ones do. A block has one number in each group. Each of the
+    ``parts`` of a block, in its order, has some of the heads of all layers.
     """
 
-    def __init__(self, groups: Sequence[Mapping[str, Any]], block_count: int) -> None:
+    def __init__(self, groups: Sequence[Mapping[str, Any]], block_count: int, parts: int = 1) -> None:
         self.layers: dict[str, list[int]] = {}
         """The views of each layer, by name."""
         self._groups: list[int] = []
         """The group of each view."""
         views: list[Any] = []
-        for group, layers in enumerate(groups):
-            for name, memory in layers.items():
-                tensors = memory if isinstance(memory, list | tuple) else [memory]
-                self.layers[name] = [len(views) + index for index in range(len(tensors))]
-                views += [_page_view(name, tensor, block_count) for tensor in tensors]
-                self._groups += [group] * len(tensors)
+        for part in range(parts):
+            for group, layers in enumerate(groups):
+                for name, memory in layers.items():
+                    tensors = memory if isinstance(memory, list | tuple) else [memory]
+                    first = len(views)
+                    views += [_page_view(name, _heads(tensor, part, parts), block_count) for tensor in tensors]
+                    self.layers.setdefault(name, []).extend(range(first, len(views)))
+                    self._groups += [group] * len(tensors)
+        self._parts = parts
         self._word = next(word for word in WORDS if all(_is_made_of(word, view) for view in views))
         self._views = [view.view(self._word) for view in views]
         ends = np.cumsum([view.shape[1] for view in self._views]).tolist()
@@ -66,6 +70,10 @@ class Pages:
     def host(self, count: int) -> Any:
         """Allocates host memory for ``count`` blocks; its ``.numpy()`` is ``Rows``."""
         return self.rows_of(self.memory(count * self.block_bytes), count)
+
+    def parts(self, rows: Rows) -> list[list[Rows]]:
+        """Returns the bytes of each part of these blocks, one array a block."""
+        return [list(part) for part in np.split(rows, self._parts, axis=1)]
 
     def memory(self, size_bytes: int) -> Any:
         """Allocates host memory that any group may use again and again."""
@@ -125,6 +133,11 @@ class Pages:
         # Pinned: a copy of pageable memory would wait for all work of the engine in progress.
         numbers = torch.tensor(list(zip(*blocks, strict=True)), dtype=torch.int64, pin_memory=self._is_cuda)
         return numbers.to(self._device, non_blocking=True)
+
+
+def _heads(tensor: Any, part: int, parts: int) -> Any:
+    """Returns a part of a layer's heads, which vLLM keeps in the second dimension."""
+    return tensor if parts == 1 else tensor.chunk(parts, 1)[part]
 
 
 def _page_view(name: str, tensor: Any, block_count: int) -> Any:

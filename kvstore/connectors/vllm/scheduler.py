@@ -163,8 +163,7 @@ class SchedulerHalf:
         new = max(0, found.from_asked * self._unit - computed_tokens)
         if lookup.tails and computed_tokens % self._unit:
             new = 0  # vLLM has the state within a block, and others of its blocks may end elsewhere
-        tracked.parting = found.shared * self._unit
-        tracked.is_parting = found.shared > 0
+        self._part(tracked, found.shared * self._unit)
         # A block that the engine still has and the store lost is stored again.
         tracked.stored_tokens = (
             min(found.from_start * self._unit, computed_tokens) if found.is_known else computed_tokens
@@ -172,6 +171,14 @@ class SchedulerHalf:
         if new and self._is_async and self._loads_already(first_key(lookup, lookup.asked), tracked):
             return None, False  # vLLM asks again, and then has them in its own cache
         return new, bool(new) and self._is_async
+
+    def _part(self, tracked: Tracked, tokens: int) -> None:
+        """Notes how much the prompt shares with a stored one beyond what can be loaded; 0 for nothing."""
+        tracked.parting, tracked.is_parting = tokens, tokens > 0
+        seen = getattr(tracked.request, "shared_prefix_boundary", None)
+        if tokens and seen is not None:
+            # vLLM ends a step there, as where its own cache shows the same, so that there is a state to store.
+            tracked.request.shared_prefix_boundary = max(seen, tokens)
 
     def _waits_for(self, tracked: Tracked, check: Check) -> int | None:
         """Returns None while the files of the request's adapter are looked at; then it shares nothing: 0 tokens."""

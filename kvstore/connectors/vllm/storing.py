@@ -32,7 +32,7 @@ FULL_PAUSE_S = 1.0
 
 
 class Storer:
-    """One thread that publishes. ``pages`` has one per cluster, ``link`` one cache."""
+    """One thread that publishes. ``pages`` has one per cluster, ``link`` a cache per part of a block."""
 
     def __init__(
         self, link: Link, pages: Sequence[Pages], counts: EngineCounts, *, bytes_max: int, pause_s: float
@@ -116,7 +116,12 @@ class Storer:
         try:
             hints = run.hints
             ttl = math.inf if hints.ttl_s is None else hints.ttl_s
-            return sum(caches[0].put(run.keys, list(copy.rows()), first=run.first, priority=hints.priority, ttl=ttl))
+            parts = self._pages[run.cluster].parts(copy.rows())
+            stored = [
+                cache.put(run.keys, part, first=run.first, priority=hints.priority, ttl=ttl)
+                for cache, part in zip(caches, parts, strict=True)
+            ]
+            return sum(all(each) for each in zip(*stored, strict=True))
         except Unavailable:
             # The next ones would wait as long: drop them until the store may be well again.
             self._paused_until_s = time.monotonic() + self._pause_s

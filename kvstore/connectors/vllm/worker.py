@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
@@ -20,14 +21,14 @@ log = logging.getLogger(__name__)
 
 
 class WorkerHalf:
-    """The connector's state on one rank. Used by its engine thread alone."""
+    """The connector's state on one rank, whose KV has these ``namespaces``. Used by its engine thread alone."""
 
-    def __init__(self, settings: Settings, shape: Shape, namespace: Namespace, part: int, *, stores: bool) -> None:
+    def __init__(self, settings: Settings, shape: Shape, namespaces: Mapping[int, Namespace], *, stores: bool) -> None:
         self._settings = settings
-        self._shape = shape
+        self.shape = shape
         self._stores = stores
         self.counts = EngineCounts()
-        self._link = Link(settings, [namespace])
+        self._link = Link(settings, list(namespaces.values()))
         self._pages: list[Pages] = []
         self._loader: Loader | None = None
         self._storer: Storer | None = None
@@ -35,7 +36,7 @@ class WorkerHalf:
         self._is_idle = False
         self._syncing: list[Loading] = []
         self._scattered: set[str] = set()
-        self._report = Report(digests={(part, namespace.digest)})
+        self._report = Report(digests={(part, each.digest) for part, each in namespaces.items()})
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
 
@@ -48,8 +49,9 @@ class WorkerHalf:
                     for group in cluster.groups
                 ],
                 kv_cache_config.num_blocks,
+                self.shape.parts_per_rank,
             )
-            for cluster in self._shape.clusters
+            for cluster in self.shape.clusters
         ]
         settings = self._settings
         self._loader = Loader(
@@ -130,12 +132,12 @@ class WorkerHalf:
     def failed_requests(self) -> set[str]:
         """Returns the requests whose loads failed, if nothing that was loaded for them can be used."""
         failed, self._failed_requests = self._failed_requests, set()
-        return set() if self._shape.is_plain else failed
+        return set() if self.shape.is_plain else failed
 
     def failed_blocks(self) -> set[int]:
         """Implements ``get_block_ids_with_load_errors``."""
         failed, self._failed_blocks = self._failed_blocks, set()
-        return failed if self._shape.is_plain else set()
+        return failed if self.shape.is_plain else set()
 
     def report(self) -> Report | None:
         """Implements ``build_connector_worker_meta``."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvstore.connectors.vllm.pages import Pages
+from kvstore.errors import InvalidRequest
 
 BLOCKS = [5, 0, 7, 2]
 COUNT = 9
@@ -84,3 +85,31 @@ def test_groups_of_one_cluster_lie_side_by_side_and_a_layer_may_have_several_ten
     back = [full[0][[4, 0]], states[0][[4, 0]], states[1][[4, 0]], full[1][[7, 1]], full[2][[0, 2]]]
     assert torch.equal(torch.cat(back, dim=1), rows)
     assert not full[1][[4, 0]].any(), "each group has numbers of its own"
+
+
+def test_the_parts_of_one_rank_are_the_blocks_of_two() -> None:
+    # (blocks, heads, tokens, content) of two layers; each of two ranks has half of the heads.
+    layers = [torch.randint(0, 256, (COUNT, 4, 8, 16), dtype=torch.uint8) for _ in range(2)]
+    one = Pages([dict(zip("ab", layers, strict=True))], COUNT, 2)
+    blocks = [(5,), (0,), (7,)]
+    parts = one.parts(one.copy_out(blocks).rows())
+    for rank, part in enumerate(parts):
+        halves = [layer[:, 2 * rank : 2 * rank + 2].contiguous() for layer in layers]
+        rows = Pages([dict(zip("ab", halves, strict=True))], COUNT).copy_out(blocks).rows()
+        assert [each.tobytes() for each in part] == [row.tobytes() for row in rows]
+    host = torch.empty((3, one.block_bytes), dtype=torch.uint8)
+    for number, part in enumerate(one.parts(host.numpy())):
+        for row, written in zip(part, parts[number], strict=True):
+            row[:] = written
+    before = [layer[[5, 0, 7]] for layer in layers]
+    for layer in layers:
+        layer.zero_()
+    one.write(host, [(1,), (2,), (3,)], None)
+    for layer, was in zip(layers, before, strict=True):
+        assert torch.equal(layer[[1, 2, 3]], was)
+
+
+def test_heads_that_do_not_lie_together_are_refused() -> None:
+    layer = torch.zeros((COUNT, 8, 4, 16), dtype=torch.uint8).transpose(1, 2)
+    with pytest.raises(InvalidRequest, match="another KV cache layout"):
+        Pages([{"a": layer}], COUNT, 2)
