@@ -208,10 +208,11 @@ def test_a_state_is_stored_where_vllm_says_and_a_hit_ends_at_one(make: Callable[
     half.manager = Tables(3, gone=32)
     half.arrived(request)
     assert matched(half, request) == (0, False)
-    first = ran(half, request, 0, 24, state(1, 71, 24), state(2, 72, 24), state(1, 9, 20)).stores
+    within = (state(1, 8, 22), state(2, 8, 22), state(1, 9, 20))
+    first = ran(half, request, 0, 24, state(1, 71, 24), state(2, 72, 24), *within).stores
     assert [(run.cluster, run.first, run.blocks) for run in first[1:]] == [(1, 5, [(71, 72)])]
     rest = ran(half, request, 24, 18, state(1, 71, 24), state(2, 72, 24), state(1, 73, 42), state(2, 74, 42)).stores
-    assert [run.cluster for run in rest] == [0], "one was offered again, the other ends within a block"
+    assert [run.cluster for run in rest] == [0], "one was offered again, the other is behind the last hash"
     put(half, *first, *rest)
     again = Request("b", 42)
     half.arrived(again)
