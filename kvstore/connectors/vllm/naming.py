@@ -48,10 +48,14 @@ class Shape:
         groups = kv_cache_config.kv_cache_groups
         # vLLM computes what it does not cache again: scratch memory of a request, windows that it replays.
         cacheable = getattr(kv_cache_config, "prefix_cacheable_group_ids", tuple(range(len(groups))))
-        alike: dict[str, list[int]] = {}
+        alike: dict[tuple[str, str], list[int]] = {}
         for group in cacheable:
-            alike.setdefault(_kind(groups[group].kv_cache_spec), []).append(group)
+            spec = groups[group].kv_cache_spec
+            # By class, too: vLLM gives blocks back differently in each.
+            alike.setdefault((type(_one(spec)).__name__, _kind(spec)), []).append(group)
         self.clusters = [_cluster(groups[first].kv_cache_spec, (first, *more)) for first, *more in alike.values()]
+        if not self.clusters:
+            raise InvalidRequest("vLLM caches no prefixes of this model: start without this connector")
         self.block_tokens = [cluster.block_tokens for cluster in self.clusters]
         """Tokens per block of each cluster."""
         if vllm_config.speculative_config is not None and any(each.kind is Kind.STATE for each in self.clusters):
@@ -66,7 +70,7 @@ class Shape:
         )
         if any(tokens % self.hash_tokens for tokens in self.block_tokens):
             raise InvalidRequest(f"blocks of {self.block_tokens} tokens are not multiples of {self.hash_tokens}")
-        self.kinds = [f"{len(groups)} times {kind}" if len(groups) > 1 else kind for kind, groups in alike.items()]
+        self.kinds = [f"{len(groups)} times {kind}" if len(groups) > 1 else kind for (_, kind), groups in alike.items()]
         ranks = self.tp // self.replicas
         self.shards = tp_shards or ranks
         """Parts by heads of each pipeline stage's KV, one namespace each; a rank has ``parts_per_rank`` of them."""
