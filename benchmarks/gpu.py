@@ -91,9 +91,9 @@ class Moves:
         page = (count, 2, BLOCK_TOKENS, shape.kv_heads, shape.head)
         self._device = device
         self._tensors = [torch.randn(page, device=device).to(shape.dtype) for _ in range(shape.layers)]
-        names = [f"layer {at}" for at in range(shape.layers)]
-        self.pages = Pages(names, self._tensors, count)
-        self.blocks = torch.randperm(count, generator=torch.Generator().manual_seed(1)).tolist()
+        self.pages = Pages([{f"layer {at}": each for at, each in enumerate(self._tensors)}], count)
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(1)).tolist()
+        self.blocks = [(block,) for block in order]
         self.size_bytes = count * self.pages.block_bytes
         self.host = self.pages.host(count)
         self._plain = torch.empty_like(self.host, device=device)

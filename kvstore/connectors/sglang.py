@@ -54,8 +54,6 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:
-        if storage_config.should_split_heads:
-            raise InvalidRequest("tp_lcm_size: kvstore stores the heads of a rank together; leave it out")
         extra = storage_config.extra_config or {}
         ours = {key: each for key, each in extra.items() if key in StoreSettings.names()}
         settings = StoreSettings.of(ours, "the extra config")
@@ -86,7 +84,19 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         # The first rank stores MLA pages for all ranks; the state of Mamba layers is each rank's own.
         is_replicated = self._config.is_mla_model and name != str(PoolName.MAMBA)
         told = "tp rank=all" if is_replicated else f"tp rank={self._config.tp_rank}"
-        return PagePool(name, pool, told, in_place=in_place)
+        size = self._parts_in_all(pool)
+        if not size or is_replicated:
+            return PagePool(name, pool, told, in_place=in_place)
+        if name != str(PoolName.KV):
+            return PagePool(name, pool, f"{told} of {self._config.tp_size}", in_place=in_place)
+        mine = size // self._config.tp_size
+        first = self._config.tp_rank * mine
+        return PagePool(name, pool, f"tp parts={size}", in_place=in_place, parts=range(first, first + mine))
+
+    def _parts_in_all(self, pool: Any) -> int:
+        """Returns SGLang's ``tp_lcm_size``, the parts in which all ranks store the model's heads; 0 if it has none."""
+        is_split = self._config.tp_lcm_size and getattr(pool, "layout", "") == "page_head"
+        return int(self._config.tp_lcm_size) if is_split and not self._config.is_mla_model else 0
 
     # One page
 
@@ -272,6 +282,8 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
             "page tokens": str(self._anchor().page_size),
             **{axis: f"{rank} of {size}" for axis, (rank, size) in ranks.items()},
         }
+        if parts := self._parts_in_all(pool):
+            attributes["tp"] = f"parts of {parts}"
         launched = _launched_with()
         attributes["launched with"] = blake2b(text(repr(sorted(launched.items()))), digest_size=16).hexdigest()
         # SGLang adds the pool's own page format to the model's name.

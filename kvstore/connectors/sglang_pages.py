@@ -30,43 +30,57 @@ _FACTS = (
 )
 
 
+_BY_HEADS = ("head_num", "size_per_token")
+"""The facts that count a rank's heads."""
+
+
 class PagePool:
     """One host pool. ``told`` is what must be equal, beside the pool's own facts, for its pages to be interchangeable.
 
     ``in_place`` says which calls SGLang makes when it is unknown whether a flat page has the bytes of its runs in
-    order. Raises InvalidRequest for a pool whose pages are available neither as memory nor flat.
+    order. ``parts`` are the numbers of the parts of the model's heads that this pool has, if each is to be stored by
+    itself (``tp_lcm_size``). Raises InvalidRequest for a pool whose pages are available neither as memory nor flat, or
+    not in such parts.
     """
 
-    def __init__(self, name: str, pool: Any, told: str, *, in_place: bool) -> None:
+    def __init__(self, name: str, pool: Any, told: str, *, in_place: bool, parts: Sequence[int] = ()) -> None:
         self.name = name
         self._is_flat = False
         self.pool = pool
+        self._parts = len(parts) or 1
         # A group of pools passes on only some of what its first pool knows.
         entry = getattr(pool, "anchor_entry", None)
         facts_of = pool if entry is None else entry.host_pool
-        facts = "\n".join(f"{fact}={getattr(facts_of, fact, None)}" for fact in _FACTS)
+        facts = "\n".join(f"{fact}={self._fact(facts_of, fact)}" for fact in _FACTS)
         told = f"{name}\n{told}\npool={type(facts_of).__name__}\n{facts}"
         self.page_size = int(getattr(pool, "logical_page_size", None) or getattr(pool, "page_size", 1) or 1)
         layout = getattr(facts_of, "layout", "")
         runs = self._runs(torch.arange(self.page_size))
+        if self._parts > 1 and (runs is None or not in_place):
+            raise InvalidRequest(f"tp_lcm_size: pool {name} is not divided by heads in place; set interface_v1 to 1")
         self._is_alike = runs is None or _is_alike(layout, runs[1], getattr(facts_of, "layer_num", 0))
         if not self._is_alike and not in_place:
             self._is_flat, runs = True, None
         sizes = runs[1] if runs is not None else [_size_of_flat(pool, name)]
-        self._is_gathered = len(sizes) > RUNS_MAX or (layout == "layer_first" and len(sizes) > 1)
+        self._is_gathered = len(sizes) > RUNS_MAX * self._parts or (layout == "layer_first" and len(sizes) > 1)
         self.sizes = (sum(sizes),) if self._is_gathered else tuple(sizes)
         """Sizes of the blocks of one page."""
         self._order = [*range(len(sizes))]
         if self._is_gathered and self._is_alike and len(sizes) == 2 * getattr(facts_of, "layer_num", 0):
             # SGLang lists K0 V0 K1 V1, and flattens to K0 K1 .. V0 V1.
             self._order = [*range(0, len(sizes), 2), *range(1, len(sizes), 2)]
-        self._told = f"{told}\nflat={self._is_flat}".encode()
+        told = f"{told}\nflat={self._is_flat}"
+        each = len(self.sizes) // self._parts
+        self._marks = [
+            ((f"{told}\npart={part}" if parts else told).encode(), str(number).encode())
+            for part in parts or [0]
+            for number in range(each)
+        ]
+        """What is in the key of each block of a page."""
 
     def names(self, keys: Sequence[str]) -> list[bytes]:
         """Returns the keys of the pages' blocks, page by page."""
-        return [
-            block_key(self._told, text(key), str(number).encode()) for key in keys for number in range(len(self.sizes))
-        ]
+        return [block_key(told, text(key), number) for key in keys for told, number in self._marks]
 
     def whole(self, blocks: Sequence[bool]) -> list[bool]:
         """Returns, for each page, whether all of its blocks are good."""
@@ -146,10 +160,18 @@ class PagePool:
         if self._is_flat:
             return None
         try:
-            addresses, sizes = self.pool.get_page_buffer_meta(indices)
+            if self._parts > 1:
+                addresses, sizes = self.pool.get_split_heads_page_buffer_meta(indices, self._parts)
+            else:
+                addresses, sizes = self.pool.get_page_buffer_meta(indices)
         except (AttributeError, NotImplementedError, ValueError):
             return None  # this layout has flat pages only
         return addresses, sizes
+
+    def _fact(self, pool: Any, fact: str) -> Any:
+        """Returns a fact about the pool, or about one part of it."""
+        found = getattr(pool, fact, None)
+        return found // self._parts if self._parts > 1 and fact in _BY_HEADS and found else found
 
     def _by_page(self, runs: list[memoryview]) -> list[list[memoryview]]:
         count = len(self._order)

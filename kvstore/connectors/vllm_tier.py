@@ -25,6 +25,7 @@ from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from kvstore.background import Tasks
+from kvstore.connectors.vllm.groups import Kind
 from kvstore.connectors.vllm.link import Link
 from kvstore.connectors.vllm.naming import Shape, check_hashes, model_fingerprint, namespaces
 from kvstore.connectors.vllm.settings import TierSettings
@@ -211,7 +212,12 @@ def _namespace(spec: Any, settings: TierSettings, chunk_bytes: int) -> Namespace
         )
     check_hashes(vllm_config)
     fingerprint = settings.fingerprint or model_fingerprint(vllm_config)
-    base = namespaces(vllm_config, Shape(vllm_config, kv_cache_config), fingerprint, settings.tenant)[0]
+    shape = Shape(vllm_config, kv_cache_config)
+    if any(each.kind is Kind.STATE for each in shape.clusters):
+        raise InvalidRequest(
+            "the tier was not tried with recurrent models: use the connector (kvstore.connectors.vllm)"
+        )
+    base = namespaces(vllm_config, shape, fingerprint, settings.tenant)[0]
     tier = {
         "kept by": "tier",
         "chunk": f"{spec.blocks_per_chunk} blocks, {chunk_bytes} bytes",

@@ -30,13 +30,13 @@ def test_what_was_loaded_is_not_stored_again(make: Callable[..., Any], load: str
     assert matched(half, request) == (12, load == "async")
     half.allocated(request, Blocks(), 12)
     first = step(half, request, 12, 10)
-    assert [load.runs[0].blocks for load in first.loads] == [[100, 101, 102]]
+    assert [load.runs[0].blocks for load in first.loads] == [[(100,), (101,), (102,)]]
     if load == "sync":
         # Until it is known that the load went well nothing is stored.
         assert first.stores == []
         half.learn(SimpleNamespace(timed_out=False, ended={0: 1}, failed={}, digests=set()))
         first = step(half, request, 12, 10)
-    assert [run.blocks for run in first.stores] == [[103, 104]]
+    assert [run.blocks for run in first.stores] == [[(103,), (104,)]]
 
 
 def test_what_could_not_be_loaded_is_stored_again(make: Callable[..., Any]) -> None:
@@ -50,7 +50,7 @@ def test_what_could_not_be_loaded_is_stored_again(make: Callable[..., Any]) -> N
     failed = {0: {request.block_hashes[1] + b"\0"}}
     half.learn(SimpleNamespace(timed_out=False, ended={0: 1}, failed=failed, digests=set()))
     orders = step(half, request, 4, 18)
-    assert [run.blocks for run in orders.stores] == [[101, 102, 103, 104]]
+    assert [run.blocks for run in orders.stores] == [[(101,), (102,), (103,), (104,)]]
 
 
 def test_a_hole_in_the_store_is_filled_from_what_the_engine_has(make: Callable[..., Any]) -> None:
@@ -59,7 +59,7 @@ def test_a_hole_in_the_store_is_filled_from_what_the_engine_has(make: Callable[.
     half.arrived(request)
     assert matched(half, request, computed=8) == (0, False)
     half.allocated(request, Blocks(), 0)
-    assert [run.blocks for run in step(half, request, 8, 14).stores] == [[101, 102, 103, 104]]
+    assert [run.blocks for run in step(half, request, 8, 14).stores] == [[(101,), (102,), (103,), (104,)]]
 
 
 def test_a_look_up_that_waits_longer_than_an_answer_is_good_for_still_ends(

@@ -6,7 +6,7 @@ No vLLM is needed here, only the two empty base classes of the messages, and its
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -14,6 +14,7 @@ from typing import Any
 
 from kvstore import Layout
 from kvstore.client.blocks import BlockCache
+from kvstore.connectors.vllm.groups import Cluster
 from kvstore.connectors.vllm.settings import Settings
 from kvstore.namespace import Namespace
 from tests.connectors.vllm_modules import vllm_modules
@@ -58,13 +59,13 @@ def _halves() -> Iterator[Callable[..., Any]]:
 
     made: list[Any] = []
 
-    def half(**settings: Any) -> Any:
+    def half(clusters: Sequence[Cluster] = (Cluster((0,), BLOCK_TOKENS),), **settings: Any) -> Any:
         given = Settings.of({"root": "memory://", **settings})
         shape = SimpleNamespace(
             tp=1,
             pp=1,
-            groups=(0,),
-            block_tokens=[BLOCK_TOKENS],
+            clusters=clusters,
+            block_tokens=[each.block_tokens for each in clusters],
             hash_tokens=BLOCK_TOKENS,
             is_async=lambda settings: settings.load == "async",
             adapters="float32",

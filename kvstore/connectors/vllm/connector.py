@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvstore.connectors.vllm.messages import Orders, Report
 from kvstore.connectors.vllm.metrics import PromMetrics, Stats
-from kvstore.connectors.vllm.naming import Shape, check_hashes, model_fingerprint, namespaces
+from kvstore.connectors.vllm.naming import Shape, check_hashes, check_heads, model_fingerprint, namespaces
 from kvstore.connectors.vllm.scheduler import SchedulerHalf
 from kvstore.connectors.vllm.settings import Settings
 from kvstore.connectors.vllm.worker import WorkerHalf
@@ -34,7 +34,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         transfer = vllm_config.kv_transfer_config
         settings = Settings.of(transfer.kv_connector_extra_config, "kv_connector_extra_config")
         check_hashes(vllm_config)
-        shape = Shape(vllm_config, kv_cache_config)
+        shape = Shape(vllm_config, kv_cache_config, settings.tp_shards)
         if not shape.is_async(settings):
             drafts = vllm_config.speculative_config is not None
             settings.check_loads(batches=vllm_config.max_concurrent_batches, drafts=drafts)
@@ -50,8 +50,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 )
             self._scheduler = SchedulerHalf(settings, shape, names, loads=loads, stores=stores)
         else:
-            part, is_writer = shape.part_of(vllm_config.parallel_config.rank)
-            self._worker = WorkerHalf(settings, shape, names[part], part, stores=stores and is_writer)
+            parts, is_writer = shape.parts_of(vllm_config.parallel_config.rank)
+            mine = {part: names[part] for part in parts}
+            self._worker = WorkerHalf(settings, shape, mine, stores=stores and is_writer)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -129,6 +130,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Registers the engine's KV memory."""
+        if self._working.shape.is_canonical:
+            check_heads(self._vllm_config, self._kv_cache_config, kv_caches)
         self._working.register(kv_caches, self._kv_cache_config)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from kvstore.background import Tasks
@@ -48,7 +49,7 @@ class Loading:
 
 
 class Loader:
-    """The threads that load. ``pages`` has one per group, ``link`` one cache."""
+    """The threads that load. ``pages`` has one per cluster, ``link`` a cache per part of a block."""
 
     def __init__(
         self,
@@ -111,14 +112,14 @@ class Loader:
 
     def _load(self, loading: Loading) -> None:
         for run in loading.load.runs:
-            pages = self._pages[run.group]
+            pages = self._pages[run.cluster]
             at_once = max(1, min(BLOCKS_MAX, self._bytes_max // pages.block_bytes))
             for start in range(0, len(run.keys), at_once):
-                part = Run(run.group, run.keys[start : start + at_once], run.blocks[start : start + at_once])
+                part = Run(run.cluster, run.keys[start : start + at_once], run.blocks[start : start + at_once])
                 good = 0 if loading.failed_keys else self._read(loading, part, pages)
                 # From the first missing block on, all must be computed anyway.
                 loading.failed_keys.update(part.keys[good : good + 1])
-                loading.failed_blocks.update(part.blocks[good:])
+                loading.failed_blocks.update(chain.from_iterable(part.blocks[good:]))
 
     def _read(self, loading: Loading, part: Run, pages: Pages) -> int:
         """Reads leading blocks of ``part`` and passes them on; returns their number."""
@@ -130,13 +131,14 @@ class Loader:
             return 0
         host = pages.host(len(part.keys)) if loading.keep else self._host(pages, len(part.keys))
         try:
-            hits = caches[0].get(part.keys, list(host.numpy()))
+            shards = zip(caches, pages.parts(host.numpy()), strict=True)
+            hits = [all(each) for each in zip(*(cache.get(part.keys, rows) for cache, rows in shards), strict=True)]
         except KVStoreError:
             hits = [False] * len(part.keys)
         loading.timed_out = loading.timed_out or time.monotonic() - loading.started_s > self._timeout_s
         good = hits.index(False) if False in hits else len(hits)
         if good and loading.keep:
-            loading.kept.append((Run(part.group, part.keys[:good], part.blocks[:good]), host))
+            loading.kept.append((Run(part.cluster, part.keys[:good], part.blocks[:good]), host))
         elif good:
             pages.write(host[:good], part.blocks[:good], loading.after)
         self._counts.add(EngineCount.LOADED_BLOCKS, good)
@@ -155,4 +157,4 @@ class Loader:
         loading.kept.clear()
         for run in loading.load.runs:
             loading.failed_keys.update(run.keys[:1])
-            loading.failed_blocks.update(run.blocks)
+            loading.failed_blocks.update(chain.from_iterable(run.blocks))

@@ -14,6 +14,7 @@ from functools import partial
 
 from kvstore.background import Decision, Loop
 from kvstore.connectors.vllm.counts import EngineCount, EngineCounts
+from kvstore.connectors.vllm.groups import Tail, last_boundary
 from kvstore.connectors.vllm.link import Link
 from kvstore.errors import KVStoreError
 from kvstore.waiting import Flag, Monitor
@@ -29,8 +30,11 @@ class Found:
 
     from_start: int
     from_asked: int
+    """Those that can be loaded."""
     is_known: bool = True
     """False if the store did not answer."""
+    shared: int = 0
+    """Those whose attention to all tokens is there, if that is more than can be loaded."""
 
 
 UNKNOWN = Found(0, 0, is_known=False)
@@ -38,14 +42,19 @@ UNKNOWN = Found(0, 0, is_known=False)
 
 @dataclass(slots=True)
 class Lookup:
-    """One prompt being looked up. ``keys`` has one list per unit of the prompt, ``asked`` the units known locally."""
+    """One prompt being looked up. ``asked`` are the units known locally."""
 
     keys: Sequence[Sequence[bytes]]
+    """The keys of each unit of the prompt of which a hit needs all."""
     asked: int
     started_s: float
     wait_until_s: float
     found: Found | None = None
     """Set once: by the thread that looked, or past the deadline."""
+    tails: Sequence[Tail] = ()
+    """The other keys."""
+    unit: int = 1
+    """Tokens of a unit, for ``tails``."""
     abandoned: bool = False
     done: Flag = field(default_factory=Flag)
     """Set once a thread has looked."""
@@ -81,10 +90,10 @@ class Lookups:
         """Has the store note a use of these units; nobody waits for it."""
         self._begin(Lookup(keys, 0, self._clock(), 0.0))
 
-    def begin(self, keys: Sequence[Sequence[bytes]], asked: int) -> Lookup:
+    def begin(self, keys: Sequence[Sequence[bytes]], asked: int, tails: Sequence[Tail] = (), unit: int = 1) -> Lookup:
         """Starts to look up the units from ``asked`` on."""
         now = self._clock()
-        return self._begin(Lookup(keys, asked, now, now + self._wait_s))
+        return self._begin(Lookup(keys, asked, now, now + self._wait_s, tails=tails, unit=unit))
 
     def _begin(self, lookup: Lookup) -> Lookup:
         keys, now = lookup.keys, lookup.started_s
@@ -156,7 +165,7 @@ class Lookups:
                 if count <= first:
                     break
                 keys = [key for unit in lookup.keys[first:count] for key in unit]
-                present = cache.match(keys)
+                present = cache.match(keys) if keys else 0
                 sizes = 0
                 for index in range(first, count):
                     sizes += len(lookup.keys[index])
@@ -165,7 +174,14 @@ class Lookups:
                         break
             return max(count, first)
 
+        def present(keys: Sequence[bytes]) -> list[bool]:
+            """Returns which blocks are present on every rank."""
+            ranks = [cache.present(keys) for cache in caches]
+            return [all(each) for each in zip(*ranks, strict=True)]
+
         from_start = leading(0)
-        if from_start >= lookup.asked:
-            return Found(from_start, from_start)
-        return Found(from_start, leading(lookup.asked))
+        shared = from_start if from_start >= lookup.asked else leading(lookup.asked)
+        if not lookup.tails or shared <= lookup.asked:
+            return Found(from_start, shared)
+        found = last_boundary(lookup.tails, lookup.unit, lookup.asked, shared, present)
+        return Found(from_start, found, shared=shared if shared > found else 0)

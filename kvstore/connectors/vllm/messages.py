@@ -17,13 +17,14 @@ A request that comes meanwhile waits no longer than this."""
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Blocks of one KV cache group: the keys they are stored under, and the engine's numbers for them."""
+    """Blocks of one cluster: the keys they are stored under, and the engine's numbers for them, one per group."""
 
-    group: int
+    cluster: int
+    """The index in ``Shape.clusters``."""
     keys: list[bytes]
-    blocks: list[int]
+    blocks: list[tuple[int, ...]]
     first: int = 0
-    """The index of the first among the group's blocks of its prompt."""
+    """The index of the first among the cluster's blocks of its prompt; the others follow it."""
     seal: Seal | None = None
     """The adapter that computed them: they are stored only if its files are still the same."""
     hints: Hints = DEFAULT
@@ -76,7 +77,7 @@ class Report(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 
 def block_key(hashed: Any, group: int, ending: bytes) -> bytes:
-    """Returns the key of a block: vLLM's chained hash, and the group, since groups hold different layers.
+    """Returns the key of a block: vLLM's chained hash, and a cluster's first group, since groups have other layers.
 
     ``ending`` has what vLLM's hash lacks: 16 bytes if weights were replaced in memory, or for an adapter.
     """

@@ -17,6 +17,7 @@ import torch
 import vllm
 from packaging.version import Version
 
+from kvstore.connectors.vllm.groups import Cluster, Kind
 from kvstore.connectors.vllm.settings import Settings
 from kvstore.connectors.weights import weights_fingerprint
 from kvstore.errors import InvalidRequest
@@ -33,9 +34,9 @@ _RANDOM_SEED_HASHES = ("xxhash", "xxhash_cbor")
 
 
 class Shape:
-    """The shape of one engine's KV: tokens per block of each group, and which ranks keep which part."""
+    """The shape of one engine's KV: its kinds, tokens per block of each, and which ranks keep which part."""
 
-    def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, tp_shards: int = 0) -> None:
         parallel = vllm_config.parallel_config
         for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
             if getattr(parallel, name, 1) > 1:
@@ -45,13 +46,23 @@ class Shape:
         self.replicas = getattr(kv_cache_config, "kv_tp_replicas", 1)
         """Number of consecutive tensor-parallel ranks that hold the same KV; the first of them stores it."""
         groups = kv_cache_config.kv_cache_groups
+        # vLLM computes what it does not cache again: scratch memory of a request, windows that it replays.
         cacheable = getattr(kv_cache_config, "prefix_cacheable_group_ids", tuple(range(len(groups))))
-        self.groups: tuple[int, ...] = tuple(cacheable)
-        if self.groups != tuple(range(len(groups))):
-            raise InvalidRequest(f"kvstore can store {len(self.groups)} of the model's {len(groups)} kinds of KV only")
-        for group in groups:
-            _check_kind(group.kv_cache_spec)
-        self.block_tokens = [int(group.kv_cache_spec.block_size) for group in groups]
+        alike: dict[tuple[str, str], list[int]] = {}
+        for group in cacheable:
+            spec = groups[group].kv_cache_spec
+            # By class, too: vLLM gives blocks back differently in each.
+            alike.setdefault((type(_one(spec)).__name__, _kind(spec)), []).append(group)
+        self.clusters = [_cluster(groups[first].kv_cache_spec, (first, *more)) for first, *more in alike.values()]
+        if not self.clusters:
+            raise InvalidRequest("vLLM caches no prefixes of this model: start without this connector")
+        self.block_tokens = [cluster.block_tokens for cluster in self.clusters]
+        """Tokens per block of each cluster."""
+        if vllm_config.speculative_config is not None and any(each.kind is Kind.STATE for each in self.clusters):
+            raise InvalidRequest(
+                "the model keeps recurrent state, which vLLM corrects after a step if it decodes speculatively: start "
+                "without speculative decoding, or without this connector"
+            )
         self.hash_tokens = int(
             getattr(kv_cache_config, "hash_block_size", None)
             or getattr(vllm_config.cache_config, "hash_block_size", None)
@@ -59,24 +70,48 @@ class Shape:
         )
         if any(tokens % self.hash_tokens for tokens in self.block_tokens):
             raise InvalidRequest(f"blocks of {self.block_tokens} tokens are not multiples of {self.hash_tokens}")
-        self.kinds = [_kind(group.kv_cache_spec) for group in groups]
+        self.kinds = [f"{len(groups)} times {kind}" if len(groups) > 1 else kind for (_, kind), groups in alike.items()]
+        ranks = self.tp // self.replicas
+        self.shards = tp_shards or ranks
+        """Parts by heads of each pipeline stage's KV, one namespace each; a rank has ``parts_per_rank`` of them."""
+        self.parts_per_rank = self.shards // ranks
+        self.is_canonical = tp_shards > 0
+        if self.is_canonical:
+            self._check_shards(vllm_config.model_config.get_total_num_kv_heads())
         lora = getattr(vllm_config, "lora_config", None)
         self.adapters = "" if lora is None else f"{lora.lora_dtype} {getattr(lora, 'fully_sharded_loras', None)}"
         """What decides over the KV of requests with an adapter, beside its files."""
         self.physical = str(getattr(kv_cache_config, "kv_cache_layout", None))
 
     def is_async(self, settings: Settings) -> bool:
-        """True for asynchronous loads: always with several groups, since vLLM cannot repair a partial load there."""
-        return settings.load == "async" or len(self.groups) > 1
+        """True for asynchronous loads: always where a load that failed in part is worth nothing."""
+        return settings.load == "async" or not self.is_plain
+
+    @property
+    def is_plain(self) -> bool:
+        """True if all KV is full attention in one group: what was loaded before a block that failed can be used."""
+        return [(each.kind, len(each.groups)) for each in self.clusters] == [(Kind.FULL, 1)]
 
     def parts(self) -> list[tuple[int, int]]:
         """Returns pipeline rank and tensor-parallel part of each namespace."""
-        return [(pp, part) for pp in range(self.pp) for part in range(self.tp // self.replicas)]
+        return [(pp, part) for pp in range(self.pp) for part in range(self.shards)]
 
-    def part_of(self, rank: int) -> tuple[int, bool]:
-        """Returns the index in ``parts`` of the KV on worker ``rank``, and whether that worker stores it."""
+    def parts_of(self, rank: int) -> tuple[range, bool]:
+        """Returns the indices in ``parts`` of the KV on worker ``rank``, and whether that worker stores it."""
         pp, tp = divmod(rank % (self.tp * self.pp), self.tp)
-        return pp * (self.tp // self.replicas) + tp // self.replicas, tp % self.replicas == 0
+        first = pp * self.shards + tp // self.replicas * self.parts_per_rank
+        return range(first, first + self.parts_per_rank), tp % self.replicas == 0
+
+    def _check_shards(self, heads: int) -> None:
+        """Raises InvalidRequest if the heads cannot be parted so."""
+        ranks = self.tp // self.replicas
+        if self.shards % ranks or heads % self.shards:
+            raise InvalidRequest(
+                f"tp_shards={self.shards}: expected a multiple of the tensor-parallel size ({ranks}) that divides the "
+                f"model's {heads} KV heads"
+            )
+        if self.pp > 1 or any(each.kind is Kind.STATE for each in self.clusters):
+            raise InvalidRequest("tp_shards parts attention by heads, without pipeline parallelism: leave it out")
 
 
 def namespaces(vllm_config: Any, shape: Shape, fingerprint: str, tenant: str) -> list[Namespace]:
@@ -84,7 +119,9 @@ def namespaces(vllm_config: Any, shape: Shape, fingerprint: str, tenant: str) ->
     model, cache = vllm_config.model_config, vllm_config.cache_config
     layout = Layout(
         model.get_total_num_hidden_layers(),
-        model.get_num_kv_heads(vllm_config.parallel_config),
+        model.get_total_num_kv_heads() // shape.shards
+        if shape.is_canonical
+        else model.get_num_kv_heads(vllm_config.parallel_config),
         model.get_head_size(),
         _dtype(str(cache.cache_dtype), str(model.dtype)),
         shape.block_tokens[0],
@@ -110,7 +147,7 @@ def namespaces(vllm_config: Any, shape: Shape, fingerprint: str, tenant: str) ->
             f"{speculative.method} {speculative.model} {speculative.num_speculative_tokens}" if speculative else ""
         ),
         "pp partition": os.environ.get("VLLM_PP_LAYER_PARTITION", ""),
-        "tp": str(shape.tp // shape.replicas),
+        "tp": f"any of {shape.shards}" if shape.is_canonical else str(shape.shards),
         "pp": str(shape.pp),
     }
     # The geometry is in the name: another one is another namespace, not a LayoutMismatch.
@@ -161,26 +198,57 @@ def check_hashes(vllm_config: Any) -> None:
         )
 
 
-def _check_kind(spec: Any) -> None:
+def check_heads(vllm_config: Any, kv_cache_config: Any, kv_caches: dict[str, Any]) -> None:
+    """Raises InvalidRequest unless vLLM itself knows how the ranks' heads make up those of the model in each layer."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import derive_canonical_mappings
+
+    known = derive_canonical_mappings(vllm_config, kv_cache_config, kv_caches)
+    for group in kv_cache_config.prefix_cacheable_group_ids:
+        for layer in kv_cache_config.kv_cache_groups[group].layer_names:
+            is_known = layer in known and known[layer].parallelism_agnostic
+            if not is_known or kv_caches[layer].dim() != 4:
+                raise InvalidRequest(f"tp_shards: the KV of {layer} depends on the tensor-parallel size; leave it out")
+
+
+def _cluster(spec: Any, groups: tuple[int, ...]) -> Cluster:
+    """Returns the cluster of groups with such a specification. Raises InvalidRequest if it is none that we know."""
     from vllm.v1.kv_cache_interface import (
         ChunkedLocalAttentionSpec,
         FullAttentionSpec,
+        MambaSpec,
         SlidingWindowSpec,
-        UniformTypeKVCacheSpecs,
     )
 
-    for each in spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else (spec,):
-        if not isinstance(each, FullAttentionSpec | SlidingWindowSpec | ChunkedLocalAttentionSpec):
-            raise InvalidRequest(
-                f"the model keeps {type(each).__name__} state, which is not one block of KV per run of tokens: "
-                "kvstore serves attention layers only; start without this connector"
-            )
+    tokens, one = int(spec.block_size), _one(spec)
+    if isinstance(one, FullAttentionSpec):
+        return Cluster(groups, tokens)
+    if isinstance(one, SlidingWindowSpec):
+        reach = int(one.sliding_window) + int(getattr(one, "extra_retained_tokens", 0))
+        return Cluster(groups, tokens, Kind.WINDOW, reach)
+    if isinstance(one, ChunkedLocalAttentionSpec):
+        return Cluster(groups, tokens, Kind.CHUNK, int(one.attention_chunk_size))
+    if isinstance(one, MambaSpec) and one.mamba_cache_mode == "align":
+        return Cluster(groups, tokens, Kind.STATE)
+    mode = f" in mode {one.mamba_cache_mode}" if isinstance(one, MambaSpec) else ""
+    raise InvalidRequest(
+        f"the model keeps {type(one).__name__} state{mode}, which kvstore does not know how to cut into blocks: start "
+        + ("with --enable-prefix-caching" if mode else "without this connector")
+    )
+
+
+def _one(spec: Any) -> Any:
+    """Returns the specification of one layer of a group: its layers differ in the size of a page at most."""
+    return next(iter(spec.kv_cache_specs.values())) if hasattr(spec, "kv_cache_specs") else spec
 
 
 def _kind(spec: Any) -> str:
     """Names a kind of KV by what the scheduler and every worker know alike; a worker's own layers are left out."""
-    window = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
-    return f"{spec.block_size} tokens" + (f", window {window}" if window else "")
+    one = _one(spec)
+    window = getattr(one, "sliding_window", None) or getattr(one, "attention_chunk_size", None)
+    found = f"{spec.block_size} tokens" + (f", window {window}" if window else "")
+    if hasattr(one, "mamba_type"):
+        found += f", state {one.mamba_type} {one.mamba_cache_mode} {one.shapes} {one.dtypes}"
+    return found
 
 
 def _config_digest(model: Any) -> str:

@@ -1,12 +1,12 @@
 """Blocks in the engine's KV tensors: copied out to host memory and back, on a CPU or a GPU.
 
-A block in the store is the pages of all layers of its group, one after the other, each in its order in memory; the
+A block in the store is the pages of all layers of its groups, one after the other, each in its order in memory; the
 namespace says which order that is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,11 +37,27 @@ class Copy:
 
 
 class Pages:
-    """The pages of one KV cache group. ``tensors`` has one per layer, blocks first."""
+    """The pages of one cluster: for each of its groups the memory of its layers by name, blocks first.
 
-    def __init__(self, layers: Sequence[str], tensors: Sequence[Any], block_count: int) -> None:
-        self.layers = {name: index for index, name in enumerate(layers)}
-        views = [_page_view(name, tensor, block_count) for name, tensor in zip(layers, tensors, strict=True)]
+    A layer has one tensor, or several, as recurrent ones do. A block has one number in each group. Each of the
+    ``parts`` of a block, in its order, has some of the heads of all layers.
+    """
+
+    def __init__(self, groups: Sequence[Mapping[str, Any]], block_count: int, parts: int = 1) -> None:
+        self.layers: dict[str, list[int]] = {}
+        """The views of each layer, by name."""
+        self._groups: list[int] = []
+        """The group of each view."""
+        views: list[Any] = []
+        for part in range(parts):
+            for group, layers in enumerate(groups):
+                for name, memory in layers.items():
+                    tensors = memory if isinstance(memory, list | tuple) else [memory]
+                    first = len(views)
+                    views += [_page_view(name, _heads(tensor, part, parts), block_count) for tensor in tensors]
+                    self.layers.setdefault(name, []).extend(range(first, len(views)))
+                    self._groups += [group] * len(tensors)
+        self._parts = parts
         self._word = next(word for word in WORDS if all(_is_made_of(word, view) for view in views))
         self._views = [view.view(self._word) for view in views]
         ends = np.cumsum([view.shape[1] for view in self._views]).tolist()
@@ -55,6 +71,10 @@ class Pages:
         """Allocates host memory for ``count`` blocks; its ``.numpy()`` is ``Rows``."""
         return self.rows_of(self.memory(count * self.block_bytes), count)
 
+    def parts(self, rows: Rows) -> list[list[Rows]]:
+        """Returns the bytes of each part of these blocks, one array a block."""
+        return [list(part) for part in np.split(rows, self._parts, axis=1)]
+
     def memory(self, size_bytes: int) -> Any:
         """Allocates host memory that any group may use again and again."""
         return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=self._is_cuda)
@@ -63,13 +83,13 @@ class Pages:
         """Returns the start of such memory as ``count`` blocks of this group."""
         return memory[: count * self.block_bytes].view(count, self.block_bytes)
 
-    def copy_out(self, blocks: Sequence[int]) -> Copy:
+    def copy_out(self, blocks: Sequence[Sequence[int]]) -> Copy:
         """Begins to copy blocks to the host, in order with the engine's work: its next step may change them."""
         numbers = self._numbers(blocks)
         gathered = torch.empty((len(blocks), self.block_bytes), dtype=torch.uint8, device=self._device)
         words = gathered.view(self._word)
-        for view, span in zip(self._views, self._spans, strict=True):
-            torch.index_select(view, 0, numbers, out=words[:, span])
+        for view, span, group in zip(self._views, self._spans, self._groups, strict=True):
+            torch.index_select(view, 0, numbers[group], out=words[:, span])
         if not self._is_cuda:
             return Copy(gathered.cpu())
         host = self.host(len(blocks))
@@ -78,10 +98,12 @@ class Pages:
         arrived.record()
         return Copy(host, arrived)
 
-    def scatter_layer(self, layer: int, blocks: Sequence[int], source: Any) -> None:
+    def scatter_layer(self, layer: str, blocks: Sequence[Sequence[int]], source: Any) -> None:
         """Copies one layer's pages to where the engine reads them, in order with its work."""
-        words = source.view(self._word)[:, self._spans[layer]]
-        self._views[layer].index_copy_(0, self._numbers(blocks), words.to(self._device))
+        numbers = self._numbers(blocks)
+        for index in self.layers[layer]:
+            words = source.view(self._word)[:, self._spans[index]]
+            self._views[index].index_copy_(0, numbers[self._groups[index]], words.to(self._device))
 
     def now(self) -> Any:
         """Marks a moment in the engine's work that a later ``write`` must follow; call it on the engine's thread."""
@@ -91,7 +113,7 @@ class Pages:
         moment.record(torch.cuda.current_stream(self._device))
         return moment
 
-    def write(self, source: Any, blocks: Sequence[int], after: Any) -> None:
+    def write(self, source: Any, blocks: Sequence[Sequence[int]], after: Any) -> None:
         """Copies whole blocks from host memory to where the engine reads them; returns when they are there."""
         if self._side is None:
             self._write(source, blocks)
@@ -101,15 +123,21 @@ class Pages:
             self._write(source, blocks)
             self._side.synchronize()
 
-    def _write(self, source: Any, blocks: Sequence[int]) -> None:
+    def _write(self, source: Any, blocks: Sequence[Sequence[int]]) -> None:
         on_device = source.to(self._device)
-        for layer in range(len(self._views)):
+        for layer in self.layers:
             self.scatter_layer(layer, blocks, on_device)
 
-    def _numbers(self, blocks: Sequence[int]) -> Any:
+    def _numbers(self, blocks: Sequence[Sequence[int]]) -> Any:
+        """Returns the numbers of the blocks on the device, one row per group."""
         # Pinned: a copy of pageable memory would wait for all work of the engine in progress.
-        numbers = torch.tensor(blocks, dtype=torch.int64, pin_memory=self._is_cuda)
+        numbers = torch.tensor(list(zip(*blocks, strict=True)), dtype=torch.int64, pin_memory=self._is_cuda)
         return numbers.to(self._device, non_blocking=True)
+
+
+def _heads(tensor: Any, part: int, parts: int) -> Any:
+    """Returns a part of a layer's heads, which vLLM keeps in the second dimension."""
+    return tensor if parts == 1 else tensor.chunk(parts, 1)[part]
 
 
 def _page_view(name: str, tensor: Any, block_count: int) -> Any:

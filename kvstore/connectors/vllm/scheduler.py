@@ -6,7 +6,6 @@ It runs in the engine's scheduling loop, so nothing here waits while the engine 
 from __future__ import annotations
 
 import logging
-import math
 import os
 import time
 from collections.abc import Sequence
@@ -16,11 +15,13 @@ from typing import Any
 
 from kvstore.connectors.vllm.adapters import Adapters, Check
 from kvstore.connectors.vllm.counts import EngineCount, EngineCounts
+from kvstore.connectors.vllm.groups import Kind, Tail
 from kvstore.connectors.vllm.hinting import hints_of
 from kvstore.connectors.vllm.link import Link
 from kvstore.connectors.vllm.lookups import Lookup, Lookups
-from kvstore.connectors.vllm.messages import IDLE_S, Load, Orders, Report, Run, block_key
+from kvstore.connectors.vllm.messages import IDLE_S, Load, Orders, Report, Run
 from kvstore.connectors.vllm.naming import Shape
+from kvstore.connectors.vllm.runs import Ends, Named, Runs, State
 from kvstore.connectors.vllm.settings import Settings
 from kvstore.hints import DEFAULT, Hints
 from kvstore.namespace import Namespace
@@ -57,6 +58,10 @@ class Tracked:
     """Time of the last look-up of its blocks from the first on."""
     adapter: Check | None = None
     arrived_s: float = 0.0
+    parting: int = 0
+    """Tokens that the prompt shares with a stored one, if a hit could not have all: others may share them too."""
+    is_parting: bool = False
+    """True until the blocks before ``parting`` that the engine has itself were ordered to be stored."""
     loading: bytes = b""
     """The first key of those that it loads now, for others to wait for; empty if it loads nothing."""
     loading_until_s: float = 0.0
@@ -72,6 +77,11 @@ class Tracked:
         self.lookup = self.answered_s = None
 
 
+def first_key(lookup: Lookup, unit: int) -> bytes:
+    """Returns the first key of a unit; empty if a hit needs no whole unit of this model."""
+    return next(iter(lookup.keys[unit]), b"")
+
+
 class SchedulerHalf:
     """The connector's state in the scheduler. Used by its thread alone."""
 
@@ -85,7 +95,10 @@ class SchedulerHalf:
         self._digests = {part: namespace.digest for part, namespace in enumerate(namespaces)}
         self._workers = shape.tp * shape.pp
         self._is_async = shape.is_async(settings)
-        self._unit = math.lcm(*shape.block_tokens)
+        self._runs = Runs(shape.clusters, shape.hash_tokens)
+        self._unit = self._runs.unit
+        self._whole = [number for number, each in enumerate(shape.clusters) if each.kind is Kind.FULL]
+        """The clusters of which a hit needs all blocks."""
         self.counts = EngineCounts()
         self._link = Link(settings.looking_only(), namespaces)
         self._lookups = Lookups(
@@ -123,16 +136,10 @@ class SchedulerHalf:
     def matched_tokens(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
         """Implements ``get_num_new_matched_tokens``."""
         tracked = self._tracked.get(request.request_id)
-        if tracked is not None and tracked.adapter is not None and tracked.adapter.seal is None:
-            check = tracked.adapter
-            if not check.done.is_set() and time.monotonic() < tracked.arrived_s + self._settings.lookup_timeout_s:
-                self._asked = check.done
-                return None, False
-            self.counts.add(EngineCount.SKIPPED_LORA_REQUESTS)
-            del self._tracked[request.request_id]
-            tracked = None
         if tracked is None:
             return 0, False
+        if tracked.adapter is not None and tracked.adapter.seal is None:
+            return self._waits_for(tracked, tracked.adapter), False
         if not self._loads or getattr(request, "skip_reading_prefix_cache", False):
             tracked.stored_tokens = computed_tokens
             return 0, False
@@ -143,7 +150,9 @@ class SchedulerHalf:
         if lookup is None:
             tracked.asked_tokens = computed_tokens
             tracked.renewed_s = time.monotonic()
-            lookup = tracked.lookup = self._lookups.begin(self._unit_keys(tracked), computed_tokens // self._unit)
+            keys = self._unit_keys(tracked)
+            tails = self._tails(tracked, len(keys) * self._unit)
+            lookup = tracked.lookup = self._lookups.begin(keys, computed_tokens // self._unit, tails, self._unit)
             self.counts.add(EngineCount.LOOKUPS)
         found = self._lookups.result(lookup)
         if found is None:
@@ -152,13 +161,33 @@ class SchedulerHalf:
         if tracked.answered_s is None:
             tracked.answered_s = time.monotonic()
         new = max(0, found.from_asked * self._unit - computed_tokens)
+        if lookup.tails and computed_tokens % self._unit:
+            new = 0  # vLLM has the state within a block, and others of its blocks may end elsewhere
+        self._part(tracked, found.shared * self._unit)
         # A block that the engine still has and the store lost is stored again.
         tracked.stored_tokens = (
             min(found.from_start * self._unit, computed_tokens) if found.is_known else computed_tokens
         )
-        if new and self._is_async and self._loads_already(lookup.keys[lookup.asked][0], tracked):
+        if new and self._is_async and self._loads_already(first_key(lookup, lookup.asked), tracked):
             return None, False  # vLLM asks again, and then has them in its own cache
         return new, bool(new) and self._is_async
+
+    def _part(self, tracked: Tracked, tokens: int) -> None:
+        """Notes how much the prompt shares with a stored one beyond what can be loaded; 0 for nothing."""
+        tracked.parting, tracked.is_parting = tokens, tokens > 0
+        seen = getattr(tracked.request, "shared_prefix_boundary", None)
+        if tokens and seen is not None:
+            # vLLM ends a step there, as where its own cache shows the same, so that there is a state to store.
+            tracked.request.shared_prefix_boundary = max(seen, tokens)
+
+    def _waits_for(self, tracked: Tracked, check: Check) -> int | None:
+        """Returns None while the files of the request's adapter are looked at; then it shares nothing: 0 tokens."""
+        if not check.done.is_set() and time.monotonic() < tracked.arrived_s + self._settings.lookup_timeout_s:
+            self._asked = check.done
+            return None
+        self.counts.add(EngineCount.SKIPPED_LORA_REQUESTS)
+        del self._tracked[tracked.request.request_id]
+        return 0
 
     def _is_outdated(self, lookup: Lookup | None) -> bool:
         """True if the first unit that was not found was ordered to be stored since.
@@ -167,7 +196,7 @@ class SchedulerHalf:
         """
         if lookup is None or lookup.found is None or lookup.found.from_asked >= len(lookup.keys):
             return False
-        return self._ordered.get(lookup.keys[lookup.found.from_asked][0], 0.0) > lookup.started_s
+        return self._ordered.get(first_key(lookup, lookup.found.from_asked), 0.0) > lookup.started_s
 
     def _loads_already(self, key: bytes, tracked: Tracked) -> bool:
         """True if another request is loading this block: samples of one prompt, or requests that came together."""
@@ -190,16 +219,15 @@ class SchedulerHalf:
         if not external_tokens:
             return
         if self._is_async and lookup is not None:
-            tracked.loading = lookup.keys[lookup.asked][0]
+            tracked.loading = first_key(lookup, lookup.asked)
             tracked.loading_until_s = time.monotonic() + self._settings.load_timeout_s
             self._loading[tracked.loading] = tracked
         first, end = tracked.asked_tokens, tracked.asked_tokens + external_tokens
         if tracked.stored_tokens == first:
             # If the load fails fewer are computed, which stores them again.
             tracked.stored_tokens = end
-        numbers = blocks.get_block_ids()
-        runs = [self._run(tracked, group, numbers[group], first, end) for group in self._shape.groups]
-        load = Load(self._next_load, request.request_id, [run for run in runs if run.keys])
+        runs = self._runs.loads(self._named(tracked), blocks.get_block_ids(), first, end)
+        load = Load(self._next_load, request.request_id, runs)
         self._next_load += 1
         self._new_loads.append(load)
         self.counts.add(EngineCount.LOOKUP_HIT_TOKENS, external_tokens)
@@ -218,6 +246,8 @@ class SchedulerHalf:
         cached = scheduled.scheduled_cached_reqs
         steps = [(each.req_id, each.num_computed_tokens) for each in scheduled.scheduled_new_reqs]
         steps += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        offered = getattr(scheduled, "kv_connector_block_state", None)
+        states = {} if offered is None else offered.boundary_state_offloads
         for request_id, _ in steps:
             if (tracked := self._tracked.get(request_id)) is not None and tracked.loading:
                 self._loaded(tracked)
@@ -231,26 +261,27 @@ class SchedulerHalf:
                 continue
             drafts = len(scheduled.scheduled_spec_decode_tokens.get(request_id, ()))
             done = computed + scheduled.num_scheduled_tokens[request_id] - drafts
-            orders.stores += self._to_store(tracked, computed, done)
+            orders.stores += self._to_store(tracked, computed, done, states.get(request_id, ()))
         return orders
 
-    def _to_store(self, tracked: Tracked, computed: int, done: int) -> list[Run]:
+    def _to_store(self, tracked: Tracked, computed: int, done: int, states: Sequence[State]) -> list[Run]:
         """Returns the blocks that are full once ``done`` tokens are computed. Drafted tokens may not stay: left out."""
         request, seal = tracked.request, tracked.adapter.seal if tracked.adapter is not None else None
         if tracked.adapter is not None and seal is None:
             return []
-        done = min(done, len(request.block_hashes) * self._shape.hash_tokens)
+        named = self._named(tracked)
+        done = min(done, self._runs.known_tokens(named))
         if self._settings.prompt_only:
             done = min(done, request.num_prompt_tokens)
         # Below what was ordered only if a load failed or the request lost its blocks: stored once more.
         first = min(tracked.stored_tokens, computed)
         if all(done // size <= first // size for size in self._shape.block_tokens):
             return []
-        numbers = self.manager.get_block_ids(request.request_id)
-        runs = [
-            replace(self._run(tracked, group, numbers[group], first, done), hints=tracked.hints, seal=seal)
-            for group in self._shape.groups
-        ]
+        ends = Ends(request.num_prompt_tokens, tracked.parting, tracked.is_parting)
+        runs = self._runs.stores(named, self.manager.get_block_ids(request.request_id), first, done, ends)
+        runs += self._runs.states(named, states, computed, done)
+        runs = [replace(run, hints=tracked.hints, seal=seal) for run in runs]
+        tracked.is_parting = False
         tracked.stored_tokens = done
         if first and time.monotonic() > tracked.renewed_s + RENEW_S:
             tracked.renewed_s = time.monotonic()
@@ -263,7 +294,7 @@ class SchedulerHalf:
                 self._ordered[key] = now
         while len(self._ordered) > ORDERED_MAX:
             del self._ordered[next(iter(self._ordered))]
-        return [run for run in runs if run.keys]
+        return runs
 
     def learn(self, report: Report) -> None:
         """Implements ``update_connector_output``."""
@@ -312,33 +343,30 @@ class SchedulerHalf:
         self._adapters.close()
         self._link.close()
 
+    def _named(self, tracked: Tracked) -> Named:
+        """Returns what the keys of a request's blocks are made of."""
+        ending = self._era
+        if tracked.adapter is not None:
+            ending = blake2b(self._era + tracked.adapter.digest, digest_size=16).digest()
+        return Named(tracked.request.block_hashes, ending)
+
     def _unit_keys(self, tracked: Tracked) -> list[list[bytes]]:
         """Returns the keys of each unit of the prompt, up to the first avoided one; one token is left to compute."""
-        request, units = tracked.request, []
+        named, unit, units = self._named(tracked), self._runs.unit, []
         now = time.monotonic()
-        for start in range(0, request.num_tokens - self._unit, self._unit):
-            keys = [
-                key for group in self._shape.groups for key in self._keys(tracked, group, start, start + self._unit)
-            ]
-            if len(keys) < sum(self._unit // size for size in self._shape.block_tokens):
-                break
+        ends = min(tracked.request.num_tokens - 1, self._runs.known_tokens(named))
+        for start in range(0, ends - unit + 1, unit):
+            keys = [key for number in self._whole for key in self._runs.keys(named, number, start, start + unit)]
             if any(self._avoided.get(key, 0.0) > now for key in keys):
                 break
             units.append(keys)
         return units
 
-    def _keys(self, tracked: Tracked, group: int, first: int, end: int) -> list[bytes]:
-        """Returns the keys of the group's full blocks that begin in ``[first, end)``."""
-        size, per_block = self._shape.block_tokens[group], self._shape.block_tokens[group] // self._shape.hash_tokens
-        hashes, ending = tracked.request.block_hashes, self._era
-        if tracked.adapter is not None:
-            ending = blake2b(self._era + tracked.adapter.digest, digest_size=16).digest()
-        indices = range(first // size, min(end // size, len(hashes) // per_block))
-        return [block_key(hashes[(index + 1) * per_block - 1], group, ending) for index in indices]
-
-    def _run(self, tracked: Tracked, group: int, numbers: Sequence[int], first: int, end: int) -> Run:
-        """Returns the group's full blocks in ``[first, end)`` tokens that exist; block 0 is one outside the window."""
-        keys = self._keys(tracked, group, first, end)
-        start = first // self._shape.block_tokens[group]
-        pairs = [(key, number) for key, number in zip(keys, numbers[start:], strict=False) if number]
-        return Run(group, [key for key, _ in pairs], [number for _, number in pairs], start)
+    def _tails(self, tracked: Tracked, end: int) -> list[Tail]:
+        """Returns the keys in ``end`` tokens of which a hit needs the last ones only; None for avoided ones."""
+        now, tails = time.monotonic(), []
+        for number, cluster in enumerate(self._runs.clusters):
+            if number not in self._whole:
+                keys = self._runs.keys(self._named(tracked), number, 0, end)
+                tails.append(Tail(cluster, [None if self._avoided.get(key, 0.0) > now else key for key in keys]))
+        return tails

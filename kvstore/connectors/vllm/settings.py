@@ -37,6 +37,9 @@ class Settings(TierSettings):
     """Host memory for blocks on their way to the store, on each worker; over it they are not stored."""
     load_bytes_max: int = number(64 << 20, least=1)
     """Host memory of one of the threads that load."""
+    tp_shards: int = number(0, least=0)
+    """Parts by heads in which blocks are stored, for engines of any tensor-parallel size that divides it to share them;
+    0: engines of one size share."""
     prompt_only: bool = False
     """Store the blocks of prompts only, not those of what was generated."""
     drain_s: float = number(5.0, least=0)

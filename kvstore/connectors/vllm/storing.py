@@ -32,7 +32,7 @@ FULL_PAUSE_S = 1.0
 
 
 class Storer:
-    """One thread that publishes. ``pages`` has one per group, ``link`` one cache."""
+    """One thread that publishes. ``pages`` has one per cluster, ``link`` a cache per part of a block."""
 
     def __init__(
         self, link: Link, pages: Sequence[Pages], counts: EngineCounts, *, bytes_max: int, pause_s: float
@@ -56,14 +56,14 @@ class Storer:
 
         Blocks already being stored are skipped; those without room, or without a store, are dropped.
         """
-        at_once = max(1, COPY_BYTES // self._pages[run.group].block_bytes)
+        at_once = max(1, COPY_BYTES // self._pages[run.cluster].block_bytes)
         for start in range(0, len(run.keys), at_once):
             stop = start + at_once
             part = self._admit(
                 replace(run, keys=run.keys[start:stop], blocks=run.blocks[start:stop], first=run.first + start)
             )
             if part is not None:
-                copy = self._pages[part.group].copy_out(part.blocks)
+                copy = self._pages[part.cluster].copy_out(part.blocks)
                 if not self._thread.submit(partial(self._serve, part, copy)):
                     self._done(part, 0)
 
@@ -74,7 +74,7 @@ class Storer:
             return None
         with self._lock:
             pairs = [pair for pair in zip(run.keys, run.blocks, strict=True) if pair[0] not in self._on_the_way]
-            size = len(pairs) * self._pages[run.group].block_bytes
+            size = len(pairs) * self._pages[run.cluster].block_bytes
             if not pairs or self._bytes + size > self._bytes_max:
                 self._counts.add(EngineCount.STORE_SHED_BLOCKS, len(pairs))
                 return None
@@ -97,7 +97,7 @@ class Storer:
         self._done(run, stored)
 
     def _done(self, run: Run, stored: int) -> None:
-        size = self._pages[run.group].block_bytes
+        size = self._pages[run.cluster].block_bytes
         self._counts.add(EngineCount.STORED_BLOCKS, stored)
         self._counts.add(EngineCount.STORED_BYTES, stored * size)
         self._counts.add(EngineCount.STORE_FAILED_BLOCKS, len(run.keys) - stored)
@@ -116,7 +116,12 @@ class Storer:
         try:
             hints = run.hints
             ttl = math.inf if hints.ttl_s is None else hints.ttl_s
-            return sum(caches[0].put(run.keys, list(copy.rows()), first=run.first, priority=hints.priority, ttl=ttl))
+            parts = self._pages[run.cluster].parts(copy.rows())
+            stored = [
+                cache.put(run.keys, part, first=run.first, priority=hints.priority, ttl=ttl)
+                for cache, part in zip(caches, parts, strict=True)
+            ]
+            return sum(all(each) for each in zip(*stored, strict=True))
         except Unavailable:
             # The next ones would wait as long: drop them until the store may be well again.
             self._paused_until_s = time.monotonic() + self._pause_s

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 from kvstore.connectors.vllm.counts import EngineCounts
@@ -19,13 +21,14 @@ log = logging.getLogger(__name__)
 
 
 class WorkerHalf:
-    """The connector's state on one rank. Used by its engine thread alone."""
+    """The connector's state on one rank, whose KV has these ``namespaces``. Used by its engine thread alone."""
 
-    def __init__(self, settings: Settings, shape: Shape, namespace: Namespace, part: int, *, stores: bool) -> None:
+    def __init__(self, settings: Settings, shape: Shape, namespaces: Mapping[int, Namespace], *, stores: bool) -> None:
         self._settings = settings
+        self.shape = shape
         self._stores = stores
         self.counts = EngineCounts()
-        self._link = Link(settings, [namespace])
+        self._link = Link(settings, list(namespaces.values()))
         self._pages: list[Pages] = []
         self._loader: Loader | None = None
         self._storer: Storer | None = None
@@ -33,15 +36,22 @@ class WorkerHalf:
         self._is_idle = False
         self._syncing: list[Loading] = []
         self._scattered: set[str] = set()
-        self._report = Report(digests={(part, namespace.digest)})
+        self._report = Report(digests={(part, each.digest) for part, each in namespaces.items()})
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
 
     def register(self, kv_caches: dict[str, Any], kv_cache_config: Any) -> None:
         """Implements ``register_kv_caches``. Raises InvalidRequest for memory that is not divided into blocks."""
         self._pages = [
-            Pages(group.layer_names, [kv_caches[name] for name in group.layer_names], kv_cache_config.num_blocks)
-            for group in kv_cache_config.kv_cache_groups
+            Pages(
+                [
+                    {name: kv_caches[name] for name in kv_cache_config.kv_cache_groups[group].layer_names}
+                    for group in cluster.groups
+                ],
+                kv_cache_config.num_blocks,
+                self.shape.parts_per_rank,
+            )
+            for cluster in self.shape.clusters
         ]
         settings = self._settings
         self._loader = Loader(
@@ -82,9 +92,9 @@ class WorkerHalf:
         for loading in self._syncing:
             loading.done.wait()
             for run, host in loading.kept:
-                pages = self._pages[run.group]
+                pages = self._pages[run.cluster]
                 if layer in pages.layers:
-                    pages.scatter_layer(pages.layers[layer], run.blocks, host[: len(run.blocks)])
+                    pages.scatter_layer(layer, run.blocks, host[: len(run.blocks)])
 
     def _end_syncing(self) -> None:
         """Ends the step. A load is failed if the model did not ask for one of its layers: it computed without it."""
@@ -93,7 +103,7 @@ class WorkerHalf:
             loading.done.wait()
             for run, _ in loading.kept if missed else ():
                 loading.failed_keys.update(run.keys[:1])
-                loading.failed_blocks.update(run.blocks)
+                loading.failed_blocks.update(chain.from_iterable(run.blocks))
         if self._syncing and missed:
             log.error("kvstore: layerwise loads do not work with this model, set layerwise to false: %s", min(missed))
         self._syncing.clear()
@@ -120,14 +130,14 @@ class WorkerHalf:
         return finished
 
     def failed_requests(self) -> set[str]:
-        """Returns the requests whose loads failed, if block numbers do not identify them (several groups)."""
+        """Returns the requests whose loads failed, if nothing that was loaded for them can be used."""
         failed, self._failed_requests = self._failed_requests, set()
-        return failed if len(self._pages) > 1 else set()
+        return set() if self.shape.is_plain else failed
 
     def failed_blocks(self) -> set[int]:
         """Implements ``get_block_ids_with_load_errors``."""
         failed, self._failed_blocks = self._failed_blocks, set()
-        return failed if len(self._pages) == 1 else set()
+        return failed if self.shape.is_plain else set()
 
     def report(self) -> Report | None:
         """Implements ``build_connector_worker_meta``."""

@@ -26,11 +26,17 @@ class HostPool:
     dcp_size, dcp_rank = 1, 0
 
     def __init__(
-        self, layout: str, dtype: torch.dtype = torch.bfloat16, *, is_mla: bool = False, layers: int = LAYERS
+        self,
+        layout: str,
+        dtype: torch.dtype = torch.bfloat16,
+        *,
+        is_mla: bool = False,
+        layers: int = LAYERS,
+        heads: int = HEADS,
     ) -> None:
         self.layout, self.dtype, self.is_mla = layout, dtype, is_mla
         self.page_size, self.page_num, self.size, self.layer_num = PAGE, PAGES, SIZE, layers
-        self.head_num, self.head_dim = (1, 2 * DIM) if is_mla else (HEADS, DIM)
+        self.head_num, self.head_dim = (1, 2 * DIM) if is_mla else (heads, DIM)
         heads, dim = self.head_num, self.head_dim
         dims: dict[str, tuple[int, ...]] = {
             "layer_first": (layers, SIZE, heads, dim),
@@ -80,6 +86,16 @@ class HostPool:
             addresses += [run.data_ptr() for run in runs]
             size = runs[0].nbytes
         return addresses, [size] * len(addresses)
+
+    def get_split_heads_page_buffer_meta(self, indices: torch.Tensor, split_factor: int) -> tuple[list[int], list[int]]:
+        assert self.layout == "page_head"
+        parts = [
+            plane[index // PAGE].chunk(split_factor)[part]
+            for index in indices[::PAGE].tolist()
+            for part in range(split_factor)
+            for plane in self.kv_buffer
+        ]
+        return [part.data_ptr() for part in parts], [part.nbytes for part in parts]
 
 
 class SplitPool(HostPool):

@@ -325,8 +325,9 @@ def test_what_cannot_be_served_is_refused_when_it_starts(tmp_root: Path) -> None
     for extra, told in (({}, {}), ({"root": "/x", "connect": "h:1"}, {}), ({"root": "/x", "load_timeout_s": -1}, {})):
         with pytest.raises(InvalidRequest), backend(pool, extra, **told):
             pass
-    split = {"should_split_heads": True, "tp_lcm_size": 4}
-    with pytest.raises(InvalidRequest, match="tp_lcm_size"), backend(pool, {"root": str(tmp_root)}, **split):
+    split = {"should_split_heads": True, "tp_lcm_size": 2}
+    copied = {"root": str(tmp_root), "interface_v1": 0}
+    with pytest.raises(InvalidRequest, match="set interface_v1"), backend(pool, copied, **split):
         pass
     assert config().extra_config["interface_v1"]
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvstore.connectors.vllm.pages import Pages
+from kvstore.errors import InvalidRequest
 
 BLOCKS = [5, 0, 7, 2]
 COUNT = 9
@@ -18,6 +19,11 @@ def tensors(page_bytes: int, gap_bytes: int, offset_bytes: int, layers: int = 3)
         raw = torch.randint(0, 256, (offset_bytes + COUNT * (page_bytes + gap_bytes),), dtype=torch.uint8)
         made.append(raw.as_strided((COUNT, page_bytes), (page_bytes + gap_bytes, 1), offset_bytes))
     return made
+
+
+def numbered(blocks: list[int]) -> list[tuple[int]]:
+    """Blocks of one group."""
+    return [(block,) for block in blocks]
 
 
 @pytest.mark.parametrize(
@@ -37,27 +43,73 @@ def test_pages_of_any_size_come_out_and_go_back(
     page_bytes: int, gap_bytes: int, offset_bytes: int, word: torch.dtype
 ) -> None:
     layers = tensors(page_bytes, gap_bytes, offset_bytes)
-    pages = Pages([f"layer {at}" for at in range(3)], layers, COUNT)
+    pages = Pages([{f"layer {at}": layer for at, layer in enumerate(layers)}], COUNT)
     assert pages._word is word and pages.block_bytes == 3 * page_bytes
-    rows = pages.copy_out(BLOCKS).rows()
+    rows = pages.copy_out(numbered(BLOCKS)).rows()
     expected = torch.cat([layer[BLOCKS] for layer in layers], dim=1)
     assert torch.equal(torch.from_numpy(rows), expected)
 
     before = [layer.clone() for layer in layers]
     others = [3, 8, 1, 4]
-    pages.write(expected, others, None)
+    pages.write(expected, numbered(others), None)
     for layer, was in zip(layers, before, strict=True):
         was[others] = was[BLOCKS]
         assert torch.equal(layer, was)
     for layer in layers:
         layer.zero_()
     for at in range(3):
-        pages.scatter_layer(at, others, expected)
+        pages.scatter_layer(f"layer {at}", numbered(others), expected)
     assert torch.equal(torch.cat([layer[others] for layer in layers], dim=1), expected)
 
 
 def test_layers_of_unlike_pages_use_words_that_fit_all() -> None:
     layers = [tensors(64, 0, 0, 1)[0], tensors(12, 0, 0, 1)[0]]
-    pages = Pages(["wide", "narrow"], layers, COUNT)
+    pages = Pages([dict(zip(["wide", "narrow"], layers, strict=True))], COUNT)
     assert pages._word is torch.int32
-    assert torch.equal(torch.from_numpy(pages.copy_out([4]).rows()), torch.cat([layer[[4]] for layer in layers], dim=1))
+    assert torch.equal(
+        torch.from_numpy(pages.copy_out([(4,)]).rows()), torch.cat([layer[[4]] for layer in layers], dim=1)
+    )
+
+
+def test_groups_of_one_cluster_lie_side_by_side_and_a_layer_may_have_several_tensors() -> None:
+    full, states = tensors(64, 0, 0, 3), tensors(32, 8, 0, 2)
+    pages = Pages([{"full": full[0], "state": states}, {"other": full[1]}, {"third": full[2]}], COUNT)
+    blocks = [(1, 5, 3), (2, 6, 8)]
+    rows = torch.from_numpy(pages.copy_out(blocks).rows()).clone()
+    first, second, third = (list(each) for each in zip(*blocks, strict=True))
+    parts = [full[0][first], states[0][first], states[1][first], full[1][second], full[2][third]]
+    assert torch.equal(rows, torch.cat(parts, dim=1))
+    for tensor in (*full, *states):
+        tensor.zero_()
+    pages.write(rows, [(4, 7, 0), (0, 1, 2)], None)
+    back = [full[0][[4, 0]], states[0][[4, 0]], states[1][[4, 0]], full[1][[7, 1]], full[2][[0, 2]]]
+    assert torch.equal(torch.cat(back, dim=1), rows)
+    assert not full[1][[4, 0]].any(), "each group has numbers of its own"
+
+
+def test_the_parts_of_one_rank_are_the_blocks_of_two() -> None:
+    # (blocks, heads, tokens, content) of two layers; each of two ranks has half of the heads.
+    layers = [torch.randint(0, 256, (COUNT, 4, 8, 16), dtype=torch.uint8) for _ in range(2)]
+    one = Pages([dict(zip("ab", layers, strict=True))], COUNT, 2)
+    blocks = [(5,), (0,), (7,)]
+    parts = one.parts(one.copy_out(blocks).rows())
+    for rank, part in enumerate(parts):
+        halves = [layer[:, 2 * rank : 2 * rank + 2].contiguous() for layer in layers]
+        rows = Pages([dict(zip("ab", halves, strict=True))], COUNT).copy_out(blocks).rows()
+        assert [each.tobytes() for each in part] == [row.tobytes() for row in rows]
+    host = torch.empty((3, one.block_bytes), dtype=torch.uint8)
+    for number, part in enumerate(one.parts(host.numpy())):
+        for row, written in zip(part, parts[number], strict=True):
+            row[:] = written
+    before = [layer[[5, 0, 7]] for layer in layers]
+    for layer in layers:
+        layer.zero_()
+    one.write(host, [(1,), (2,), (3,)], None)
+    for layer, was in zip(layers, before, strict=True):
+        assert torch.equal(layer[[1, 2, 3]], was)
+
+
+def test_heads_that_do_not_lie_together_are_refused() -> None:
+    layer = torch.zeros((COUNT, 8, 4, 16), dtype=torch.uint8).transpose(1, 2)
+    with pytest.raises(InvalidRequest, match="another KV cache layout"):
+        Pages([{"a": layer}], COUNT, 2)

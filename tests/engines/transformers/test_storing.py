@@ -44,7 +44,7 @@ def test_what_was_computed_is_not_stored_once_the_files_changed(tmp_path: Path) 
 
     (tmp_path / "adapter_model.safetensors").write_bytes(b"1")
     seal, puts = Seal.of(str(tmp_path)), Puts()
-    pages = Pages(["layer"], [torch.zeros((9, 64), dtype=torch.uint8)], 9)
+    pages = Pages([{"layer": torch.zeros((9, 64), dtype=torch.uint8)}], 9)
     storer = Storer(
         SimpleNamespace(caches=lambda: [puts]),  # type: ignore[arg-type]
         [pages],
@@ -52,7 +52,7 @@ def test_what_was_computed_is_not_stored_once_the_files_changed(tmp_path: Path) 
         bytes_max=1 << 20,
         pause_s=1.0,
     )
-    storer.store(Run(0, [b"first"], [1], 4, seal, Hints(80, 300)))
+    storer.store(Run(0, [b"first"], [(1,)], 4, seal, Hints(80, 300)))
     storer.close(10.0)
     assert puts.given == [{"keys": [b"first"], "first": 4, "priority": 80, "ttl": 300}]
 
@@ -64,7 +64,7 @@ def test_what_was_computed_is_not_stored_once_the_files_changed(tmp_path: Path) 
         bytes_max=1 << 20,
         pause_s=1.0,
     )
-    storer.store(Run(0, [b"second"], [2], 5, seal))
-    storer.store(Run(0, [b"third"], [3], 6))
+    storer.store(Run(0, [b"second"], [(2,)], 5, seal))
+    storer.store(Run(0, [b"third"], [(3,)], 6))
     storer.close(10.0)
     assert puts.given[1:] == [{"keys": [b"third"], "first": 6, "priority": Hints().priority, "ttl": math.inf}]

@@ -28,9 +28,10 @@ TIER = SimpleNamespace(
 def names(arguments: dict[str, Any]) -> list[str] | str:
     """Digests of the namespaces; or the refusal.
 
-    Two are no arguments of vLLM: ``seed`` is PYTHONHASHSEED, ``tier`` asks for the tier's namespace.
+    Not of vLLM are ``seed`` (PYTHONHASHSEED), ``tier`` (asks for the tier's namespace) and ``tp_shards``.
     """
     seed, tier = arguments.pop("seed", None), arguments.pop("tier", False)
+    shards = arguments.pop("tp_shards", 0)
     with patch.dict(os.environ, {"PYTHONHASHSEED": seed} if seed else {}):
         settings: dict[str, Any] = {"skip_tokenizer_init": True, "dtype": "float32", "block_size": 32, **arguments}
         vllm_config = EngineArgs(**settings).create_engine_config()
@@ -44,7 +45,7 @@ def names(arguments: dict[str, Any]) -> list[str] | str:
                 # It finds ``vllm_config`` and ``kv_cache_config`` here, as it does in vLLM.
                 return [vllm_tier._namespace(TIER, Settings.of({"root": "memory://"}), 65_536).digest.hex()]
             check_hashes(vllm_config)
-            shape = Shape(vllm_config, kv_cache_config)
+            shape = Shape(vllm_config, kv_cache_config, shards)
             return [each.digest.hex() for each in namespaces(vllm_config, shape, model_fingerprint(vllm_config), "")]
         except InvalidRequest as refusal:
             return str(refusal)

@@ -58,6 +58,25 @@ def test_two_ranks_share_with_two_ranks_only_and_other_weights_share_nothing(
     assert len(stored_files(root)) >= 36
 
 
+def test_engines_of_one_and_two_ranks_share_what_either_stored(
+    workplace: Path, model: Path, root: Path, reference: dict[str, Answer]
+) -> None:
+    settings = {"model": str(model), "kv_transfer_config": transfer({"root": str(root), "tp_shards": 2})}
+    other = PROMPTS["other"]
+    with running_engine(workplace, {**settings, "tensor_parallel_size": 2}, processes=True) as engine:
+        assert engine.generate(LONG).tokens == reference["long"].tokens
+        wait_stored(root, 2 * 9)
+    with running_engine(workplace, settings) as engine:
+        loaded = engine.generate(LONG)
+        # Of a model as small as this one rounding does not change the tokens.
+        assert (loaded.cached, loaded.tokens) == ([full_blocks(LONG)], reference["long"].tokens)
+        engine.generate(other).check_same(reference["other"])
+        wait_stored(root, 2 * 9 + 2 * 6)
+    with running_engine(workplace, {**settings, "tensor_parallel_size": 2}, processes=True) as engine:
+        loaded = engine.generate(other)
+        assert (loaded.cached, loaded.tokens) == ([full_blocks(other)], reference["other"].tokens)
+
+
 @pytest.mark.parametrize("variant", ["dtype", "rope scaling"])
 def test_another_dtype_and_another_rope_scaling_share_nothing(
     variant: str, workplace: Path, model: Path, root: Path, reference: dict[str, Answer]
@@ -105,6 +124,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "tier": {"tier": True},
     "ranks": {"tensor_parallel_size": 2},
     "stages": {"pipeline_parallel_size": 2},
+    "parts for two ranks": {"tp_shards": 2},
+    "parts of two ranks": {"tp_shards": 2, "tensor_parallel_size": 2},
     "block size": {"block_size": 64},
     "hash": {"prefix_caching_hash_algo": "sha256_cbor"},
     "seeded hash": {"prefix_caching_hash_algo": "xxhash", "seed": "0"},
@@ -117,6 +138,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "set the environment variable PYTHONHASHSEED",
     ),
     "a tier where requests may have adapters": ({"tier": True, "enable_lora": True}, "start without --enable-lora"),
+    "parts that heads do not make": ({"tp_shards": 3}, "divides the model's 2 KV heads"),
+    "parts of a stage": ({"tp_shards": 2, "pipeline_parallel_size": 2}, "without pipeline parallelism"),
     "weights that are nowhere": ({"load_format": "auto", "seed": "0"}, "no weight files"),
 }
 
@@ -143,7 +166,8 @@ def test_every_setting_that_changes_the_kv_changes_the_namespace(workplace: Path
     for name, (_, said) in REFUSED.items():
         assert said in found.pop(name)
     assert {name: len(digests) for name, digests in found.items()} == {
-        name: 2 if name in ("ranks", "stages") else 1 for name in VARIANTS
+        name: 2 if name.endswith(("ranks", "stages")) else 1 for name in VARIANTS
     }
+    assert found.pop("parts of two ranks") == found["parts for two ranks"]
     every = [digest for digests in found.values() for digest in digests]
     assert len(set(every)) == len(every)

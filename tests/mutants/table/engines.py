@@ -7,12 +7,23 @@ from tests.mutants.planters import Planter, edit, replace
 
 ADAPTERS = "connectors/test_vllm_adapters.py::test_"
 SCHEDULER = "connectors/test_vllm_scheduler.py::test_"
+GROUPS = "connectors/test_vllm_groups.py::test_"
 LOOKS = "kvstore.connectors.vllm.adapters:Adapters"
 
 
 def adapter(name: str, planter: Planter, *tests: str) -> Mutant:
     """A row of: what vLLM may have loaded otherwise is not shared."""
     return mutant(f"vllm-adapter-{name}", "CONNECTORS LoRA adapters", planter, *(f"{ADAPTERS}{test}" for test in tests))
+
+
+def kind(name: str, place: str, old: str, new: str, *tests: str) -> Mutant:
+    """A row of: of each kind of KV what hits need is stored and asked for, and no more."""
+    return mutant(
+        f"vllm-{name}",
+        "CONNECTORS Models with several kinds of KV",
+        edit(f"kvstore.connectors.vllm.{place}", old, new),
+        *(f"{GROUPS}{test}" for test in tests),
+    )
 
 
 MUTANTS = [
@@ -39,7 +50,7 @@ MUTANTS = [
     adapter(
         "not-in-the-keys",
         edit(
-            "kvstore.connectors.vllm.scheduler:SchedulerHalf._keys", "self._era + tracked.adapter.digest", "self._era"
+            "kvstore.connectors.vllm.scheduler:SchedulerHalf._named", "self._era + tracked.adapter.digest", "self._era"
         ),
         "requests_share_with_those_of_the_same_files_only",
     ),
@@ -57,5 +68,68 @@ MUTANTS = [
         "CONNECTORS Loads",
         replace("kvstore.connectors.vllm.scheduler:SchedulerHalf._loaded", lambda self, tracked: None),
         f"{SCHEDULER}what_one_request_loads_another_waits_for[it is gone]",
+    ),
+    kind(
+        "window-one-block-short",
+        "groups:Cluster.first_block",
+        "boundary - self.reach_tokens + 1",
+        "boundary - self.reach_tokens + 1 + self.block_tokens",
+        "a_hit_needs_the_blocks_that_the_next_token_sees",
+    ),
+    kind(
+        "windows-stored-everywhere",
+        "groups:Boundaries.next",
+        "self.apart if tokens <= end else self.unit",
+        "self.unit",
+        "windows_beside_one_full_layer_take_two_fifths_of_the_bytes",
+    ),
+    kind(
+        "parting-not-stored",
+        "groups:Boundaries.next",
+        "(parting, (prompt_tokens",
+        "(0, (prompt_tokens",
+        "where_a_prompt_parts_from_a_stored_one_the_next_one_finds_a_window",
+    ),
+    kind(
+        "parting-of-the-engine-not-stored",
+        "runs:Runs.stores",
+        "ends.is_parting and cluster.kind is Kind.WINDOW",
+        "False",
+        "what_the_engine_has_itself_where_a_prompt_parts_is_stored_once",
+    ),
+    kind(
+        "hit-without-its-tail",
+        "groups:_is_whole",
+        "all(known",
+        "any(known",
+        "the_last_boundary_is_the_one_that_trying_all_finds",
+    ),
+    kind(
+        "state-within-a-block",
+        "runs:Runs.states",
+        " and boundary % cluster.block_tokens == 0",
+        "",
+        "a_state_is_stored_where_vllm_says_and_a_hit_ends_at_one",
+    ),
+    kind(
+        "state-that-was-loaded-stored-again",
+        "runs:Runs.states",
+        "computed < boundary <= end",
+        "boundary <= end",
+        "a_state_is_stored_where_vllm_says_and_a_hit_ends_at_one",
+    ),
+    kind(
+        "avoided-tail-asked-for",
+        "scheduler:SchedulerHalf._tails",
+        "None if self._avoided.get(key, 0.0) > now else key",
+        "key",
+        "a_state_that_could_not_be_loaded_is_passed_over",
+    ),
+    kind(
+        "load-into-a-part-of-a-block",
+        "scheduler:SchedulerHalf.matched_tokens",
+        "lookup.tails and computed_tokens % self._unit",
+        "False",
+        "a_hit_of_vllm_within_a_block_gets_no_state_of_another",
     ),
 ]
