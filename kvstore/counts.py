@@ -55,6 +55,7 @@ class NodeCount(Count):
     REQUESTS_PUT = "put calls"
     TOKENS_ASKED = "tokens that requests asked for, full chunks only, each request once"
     TOKENS_MATCHED = "tokens that these requests found in the store"
+    BLENDED_TOKENS = "tokens of segments that were read for another place of a prompt; neither asked nor matched"
     CHUNKS_READ = "chunks read and verified"
     CHUNKS_WRITTEN = "chunks this node published"
     CHUNKS_FOUND = "chunks a put found in the store already"

@@ -12,6 +12,21 @@ Calls run on a few threads of the store (``threads``). A call that is cancelled 
 from kvstore.aio.blocks import BlockCache, BlockHold
 from kvstore.aio.cache import Cache, Hold, Pin, Ticket
 from kvstore.aio.plans import Plan, Run
+from kvstore.aio.segments import Held, Segments
 from kvstore.aio.store import Store, connect, open
 
-__all__ = ["BlockCache", "BlockHold", "Cache", "Hold", "Pin", "Plan", "Run", "Store", "Ticket", "connect", "open"]
+__all__ = [
+    "BlockCache",
+    "BlockHold",
+    "Cache",
+    "Held",
+    "Hold",
+    "Pin",
+    "Plan",
+    "Run",
+    "Segments",
+    "Store",
+    "Ticket",
+    "connect",
+    "open",
+]

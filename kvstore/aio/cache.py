@@ -8,12 +8,15 @@ from typing import overload
 
 from kvstore.aio.blocks import BlockCache
 from kvstore.aio.plans import Plan
+from kvstore.aio.segments import Segments
 from kvstore.aio.threads import Threads
 from kvstore.aio.twins import Opening, Twin, awaited
 from kvstore.client import cache
 from kvstore.client import tickets as sync_tickets
 from kvstore.client.arrays import KvArray
+from kvstore.client.segments import CHUNK_TOKENS
 from kvstore.errors import KVStoreError
+from kvstore.segments.rope import Rope
 from kvstore.tokens import Tokens
 
 WAIT_S = 0.5
@@ -135,6 +138,11 @@ class Cache(Twin[cache.Cache]):
         """As the synchronous one; a run of the plan hands its groups to tasks."""
         making = partial(self._twin.plan, prompts, memory_tokens=memory_tokens, decode_tokens=decode_tokens)
         return Plan.of(await self._threads.run(making), self._threads)
+
+    async def segments(self, rope: Rope, *, chunk_tokens: int = CHUNK_TOKENS) -> Segments:
+        """As the synchronous one."""
+        making = partial(self._twin.segments, rope, chunk_tokens=chunk_tokens)
+        return Segments(await self._threads.run(making), self._threads)
 
     def hold(self, tokens: Tokens, ttl: float | None = None) -> Opening[Hold]:
         """Holds the longest stored prefix; await it, or use it with ``async with``."""

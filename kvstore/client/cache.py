@@ -14,6 +14,7 @@ from kvstore.client.blocks import BlockCache
 from kvstore.client.owner import Owner
 from kvstore.client.planning import Plan, plan_tokens
 from kvstore.client.port import Port, PortHold
+from kvstore.client.segments import CHUNK_TOKENS, Segments
 from kvstore.client.tickets import Ticket
 from kvstore.errors import InvalidRequest
 from kvstore.hints import Hints
@@ -21,6 +22,7 @@ from kvstore.namespace import Namespace
 from kvstore.node.moves import Act, Level
 from kvstore.results import Cleared, LayerMemory, PinRecord, PutResult
 from kvstore.sections import Sections, planes_of
+from kvstore.segments.rope import Rope
 from kvstore.tokens import TokenArray, Tokens, token_array
 from kvstore.writes import WriteMode
 
@@ -197,6 +199,15 @@ class Cache:
         """
         with tracing.span("kvstore.plan"):
             return plan_tokens(self._port, self.namespace, prompts, memory_tokens, decode_tokens)
+
+    def segments(self, rope: Rope, *, chunk_tokens: int = CHUNK_TOKENS) -> Segments:
+        """Returns the segments of this model: KV computed alone, for reuse anywhere in a prompt behind a verdict.
+
+        They are apart from this cache and never hits of it (kvstore/segments/SEGMENTS.md). ``rope`` has the RoPE
+        settings (``kvstore.segments.Rope.of``), ``chunk_tokens`` the tokens of a stored piece. Raises InvalidRequest if
+        keys of this layout cannot be rotated, Unavailable.
+        """
+        return Segments(self._port, self.namespace, rope, chunk_tokens, self._write)
 
     def clear(self) -> Cleared:
         """Deletes the stored chunks of this namespace, except those pinned in this store's metadata.

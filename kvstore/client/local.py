@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 
 from kvstore.buffers import Pieces
+from kvstore.census.heads import Head, list_heads
 from kvstore.census.selection import Selection
 from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError, StoreClosed
 from kvstore.hints import Hints
@@ -162,6 +163,10 @@ class LocalPort:
             return LocalHold(
                 self._store, member.node, member.node.hold(member.node.chains.of(namespace, tokens), ttl_s)
             )
+
+    def heads(self, namespace: Namespace, seconds_max: float) -> list[Head]:
+        with self._store as member:
+            return list_heads(member.node.root, member.node.identity.shard_bits, namespace, seconds_max)
 
     def pin(self, namespace: Namespace, tokens: TokenArray, ttl_s: float, owner: str) -> PinRecord:
         with self._store as member:

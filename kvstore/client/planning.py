@@ -76,7 +76,7 @@ def plan_tokens(
         memory_tokens=memory_tokens,
         decode_tokens=decode_tokens,
         chunk_tokens=chunk_tokens,
-        ask=lambda wanted: _ask(wanted, TOKENS_MAX // chunk_tokens, match),
+        ask=lambda wanted: ask_in_calls(wanted, TOKENS_MAX // chunk_tokens, match),
     )
     return Plan.of(made, TokenKeeping(port, namespace, packed))
 
@@ -101,12 +101,12 @@ def plan_keys(
         memory_tokens=memory_tokens,
         decode_tokens=decode_tokens,
         chunk_tokens=chunk_tokens,
-        ask=lambda wanted: _ask(wanted, KEYS_MAX, match),
+        ask=lambda wanted: ask_in_calls(wanted, KEYS_MAX, match),
     )
     return Plan.of(made, KeyKeeping(port, namespace, prompts))
 
 
-def _ask(wanted: Wanted, chunks_max: int, match: Callable[[Wanted], list[int]]) -> list[int]:
+def ask_in_calls(wanted: Wanted, chunks_max: int, match: Callable[[Wanted], list[int]]) -> list[int]:
     """Returns the leading chunks that are stored, for each question, asked in calls; 0 where the time ran out."""
     found, ends_s = list[int](), time.monotonic() + ASK_S
     while len(found) < len(wanted) and time.monotonic() < ends_s:

@@ -27,6 +27,7 @@ from kvstore.progress import Progress, unwatched
 from kvstore.results import Cleared, PinRecord
 from kvstore.root.identity import SHARD_BITS_DEFAULT
 from kvstore.security.tls import ClientTls
+from kvstore.segments.naming import check_exact
 from kvstore.writes import Durability, WriteMode
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class Store:
         """
         if not isinstance(layout, Layout):
             raise InvalidRequest(f"layout is a {type(layout).__name__}: expected kvstore.Layout")
+        check_exact(attributes)
         mode = None if write is None else WriteMode.of(write)
         namespace = Namespace.of(name, layout, fingerprint, tenant, attributes)
         self._port.open_namespace(namespace)

@@ -18,7 +18,7 @@ import numpy as np
 
 log = logging.getLogger(__name__)
 
-ABI = 6
+ABI = 7
 LIBRARY = Path(__file__).with_name("libkvstore.so")
 
 DONE, ABSENT, FOUND, BLOCKED, OTHER, PUBLISHED = range(6)
@@ -131,6 +131,7 @@ FUNCTIONS: dict[str, Function] = {
     "kv_images_verify": (None, (_RUN, _AT, _INT64, _AT)),
     "kv_images_tables": (None, (_RUN, _AT, _INT64, _AT, _AT)),
     "kv_copy_rows": (None, (_AT, _AT, _INT64, _UINT64, _UINT64)),
+    "kv_rotate": (None, (_AT, _INT64, _AT, _AT, _INT64, _INT64, _INT64, _INT64, _INT, _INT)),
     "kv_receive": (_INT, (_RUN, _AT, _AT, _AT, _INT)),
     "kv_receive_rows": (_INT, (_AT, _AT, _AT, _INT)),
     "kv_send": (_INT, (_AT, _AT, _AT, _INT)),

@@ -9,7 +9,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KV_ABI 6
+#define KV_ABI 7
 #define KV_PUBLIC __attribute__((visibility("default")))
 /* Each verification has a unique name: tests/mutants builds libraries in which one of them always holds, and shows that
  * a test then fails. Here both macros are the plain verification. */
@@ -156,6 +156,8 @@ void kv_images_take(const kv_run *run, kv_chunk *chunks, int64_t count, const ui
 void kv_images_verify(const kv_run *run, kv_chunk *chunks, int64_t count, const uint64_t *images);
 void kv_images_tables(const kv_run *run, kv_chunk *chunks, int64_t count, const uint64_t *images, uint64_t *tables);
 void kv_copy_rows(const uint64_t *to, const uint64_t *from, int64_t count, uint64_t start, uint64_t size);
+void kv_rotate(const uint64_t *planes, int64_t plane_count, const float *cosines, const float *sines, int64_t count,
+               int64_t heads, int64_t head_dim, int64_t pairs, int type, int interleaved);
 
 int kv_receive(const kv_run *run, const kv_chunk *chunk, uint8_t *header, kv_arrival *arrival, int fd);
 int kv_receive_rows(const kv_chunk *chunk, uint64_t *sums, kv_arrival *arrival, int fd);

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from kvstore.address import Chain
 from kvstore.buffers import Borrowed
+from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError
 from kvstore.format.header import Damaged, header_bytes
 from kvstore.node.chunks import Chunks
@@ -30,6 +31,7 @@ from kvstore.node.tier_stack import TierStack
 from kvstore.node.tiers import Tier
 from kvstore.node.wanted import Keyed, Wanted, expected_of, mean_bytes
 from kvstore.sections import Sections
+from kvstore.segments.naming import has_segments
 
 Mask = npt.NDArray[np.bool_]
 
@@ -80,6 +82,8 @@ class TieredReads:
         if self._tiers is not None:
             self._tiers.memory.used(wanted, len(wanted))
         self._refresher.used(wanted)
+        if isinstance(wanted, Chain) and has_segments(wanted.namespace):
+            self._counters.add(NodeCount.BLENDED_TOKENS, len(wanted) * wanted.namespace.layout.chunk_tokens)
 
     def looked_up(self, wanted: Wanted) -> None:
         """Notes that all of these were found.

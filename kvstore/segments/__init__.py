@@ -7,5 +7,6 @@
 from kvstore.segments.gate import Bounds, Measured, Rule, Verdict
 from kvstore.segments.match import Match
 from kvstore.segments.rope import Rope, Style
+from kvstore.segments.rotation import rotate, unrotated
 
-__all__ = ["Bounds", "Match", "Measured", "Rope", "Rule", "Style", "Verdict"]
+__all__ = ["Bounds", "Match", "Measured", "Rope", "Rule", "Style", "Verdict", "rotate", "unrotated"]

@@ -15,7 +15,8 @@ from typing import Any
 from kvstore.errors import InvalidRequest
 
 CHECK_LAYERS_MAX = 1024
-VERDICT_BYTES_MAX = 64 << 10
+VERDICT_BYTES = 64 << 10
+"""Bytes of a stored verdict, padded with spaces: blocks of one key have one size."""
 VERSION = 1
 
 

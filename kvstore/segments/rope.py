@@ -1,7 +1,7 @@
 """RoPE settings of a model, read from its configuration, and the rotation of keys by them.
 
-The frequencies are those of engines to the bit: an error of one unit in the last place of a frequency is 0.008 radians
-at position 131,072. An engine that has its own gives them as ``frequencies``.
+The frequencies are those of engines, but for a unit in the last place of a few: 0.008 radians at most
+at position 131,072. An engine gives its own as ``frequencies``, and then keys are right at any position.
 Formulas: RoFormer (arXiv 2104.09864), YaRN (arXiv 2309.00071), and the ``llama3`` scaling of Llama 3.1 as transformers
 computes it (``modeling_rope_utils.py``).
 """

@@ -15,7 +15,7 @@ import kvstore
 from kvstore import aio, errors
 from kvstore.aio.store import Store as AioStore
 from kvstore.aio.threads import Threads
-from kvstore.client import blocks, cache, store, tickets
+from kvstore.client import blocks, cache, segments, store, tickets
 from kvstore.client.limits import ClientLimits
 from kvstore.node.limits import Limits
 from kvstore.root.memory import MemoryFiles, MemoryRoot
@@ -108,6 +108,8 @@ def test_a_ticket_is_awaited(tmp_root: Path) -> None:
         (aio.BlockCache, blocks.BlockCache),
         (aio.BlockHold, blocks.BlockHold),
         (aio.Ticket, tickets.Ticket),
+        (aio.Segments, segments.Segments),
+        (aio.Held, segments.Held),
     ],
 )
 def test_every_name_has_its_twin(here: type, there: type) -> None:

@@ -1,0 +1,61 @@
+"""Segments, for asyncio."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from kvstore.aio.threads import Threads
+from kvstore.aio.twins import Opening, Twin, awaited
+from kvstore.client import segments
+from kvstore.segments import Match
+from kvstore.tokens import Tokens
+
+
+class Held(Twin[segments.Held]):
+    """As ``kvstore.client.segments.Held``. Use it by one task."""
+
+    @property
+    def matches(self) -> list[Match]:
+        """The ranges that are held."""
+        return self._twin.matches
+
+    read_into = awaited(segments.Held.read_into)
+    release = awaited(segments.Held.release)
+
+    async def __aenter__(self) -> Held:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.release()
+
+
+class Segments(Twin[segments.Segments]):
+    """As ``kvstore.client.segments.Segments``."""
+
+    def __init__(self, twin: segments.Segments, threads: Threads) -> None:
+        super().__init__(twin, threads)
+        self.namespace = twin.namespace
+        self.layout = twin.layout
+        self.rope = twin.rope
+        self.fingerprint = twin.fingerprint
+
+    put = awaited(segments.Segments.put)
+    find = awaited(segments.Segments.find)
+    rebuild = awaited(segments.Segments.rebuild)
+    record = awaited(segments.Segments.record)
+    verdict = awaited(segments.Segments.verdict)
+
+    def missing(
+        self, tokens: Tokens, matches: Sequence[Match], starts: Sequence[int] | None = None, after: int = 0
+    ) -> list[range]:
+        """As the synchronous one; it asks nobody."""
+        return self._twin.missing(tokens, matches, starts, after)
+
+    def hold(self, matches: Sequence[Match], ttl: float | None = None) -> Opening[Held]:
+        """Protects found segments; await it, or use it with ``async with``."""
+        return Opening(self._hold(matches, ttl))
+
+    async def _hold(self, matches: Sequence[Match], ttl: float | None) -> Held:
+        held = await self._threads.run(partial(self._twin.hold, matches, ttl), segments.Held.release)
+        return Held(held, self._threads)

@@ -1,0 +1,89 @@
+"""The index of segments' first chunks: a hash of their tokens, so that a prompt is probed at every offset.
+
+It is a hint (SEGMENTS.md, S10): a wrong entry costs a look-up, a missing one a recomputation. So it needs no lock:
+threads that write one slot at a time leave an entry that fits no window, or proposes a wrong length.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.tokens import TokenArray
+
+Hashes = npt.NDArray[np.uint64]
+
+WAYS = 4
+BUCKET_BITS = 18
+SEGMENTS_MAX = WAYS << BUCKET_BITS
+"""1,048,576 segments in 16 MiB, of which only the pages in use take memory."""
+
+_ODD = np.uint64(0xD6E8FEB86659FD93)
+_INVERSE = np.uint64(pow(int(_ODD), -1, 1 << 64))
+_MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(29), np.uint64(0xBF58476D1CE4E5B9)
+
+
+def windows(tokens: TokenArray, size: int) -> Hashes:
+    """A hash of each window of ``size`` tokens, by its first token; empty if there are fewer.
+
+    Each token is mixed and weighted by a power of an odd number modulo 2**64, so that all windows take one sum. It is
+    not cryptographic: it proposes, and addresses decide.
+    """
+    count = len(tokens) - size + 1
+    if count <= 0:
+        return np.empty(0, np.uint64)
+    powers, inverses = np.full((2, len(tokens)), [[_ODD], [_INVERSE]], np.uint64)
+    np.cumprod(powers, out=powers)
+    np.cumprod(inverses, out=inverses)
+    first, shift, second = _MIX
+    mixed = (tokens.astype(np.uint64) + np.uint64(1)) * first
+    mixed ^= mixed >> shift
+    mixed *= second
+    mixed *= powers
+    sums = np.zeros(len(tokens) + 1, np.uint64)
+    np.cumsum(mixed, out=sums[1:])
+    hashes: Hashes = (sums[size:] - sums[:-size]) * inverses[:count]
+    hashes |= hashes == 0  # 0 marks an empty slot
+    return hashes
+
+
+class Index:
+    """Known first chunks, by the hash of their tokens: at most ``SEGMENTS_MAX``, those used last."""
+
+    def __init__(self, bucket_bits: int = BUCKET_BITS) -> None:
+        self._shift = np.uint64(64 - bucket_bits)
+        shape = (1 << bucket_bits, WAYS)
+        self._hashes = np.zeros(shape, np.uint64)
+        self._chunks = np.zeros(shape, np.uint32)
+        self._used = np.zeros(shape, np.uint32)
+        self._turn = 0
+
+    def __len__(self) -> int:
+        return int(np.count_nonzero(self._hashes))
+
+    def add(self, hashes: npt.ArrayLike, chunks: npt.ArrayLike) -> None:
+        """Takes in segments by the hashes of their first chunks, with the number of their chunks; or renews them."""
+        self._turn = (self._turn + 1) & 0xFFFFFFFF
+        for value, count in zip(np.atleast_1d(np.asarray(hashes, np.uint64)), np.atleast_1d(chunks), strict=True):
+            bucket = int(value >> self._shift)
+            same = np.flatnonzero(self._hashes[bucket] == value)
+            way = int(same[0]) if len(same) else self._oldest(bucket)
+            self._chunks[bucket, way] = count if not len(same) else max(int(self._chunks[bucket, way]), int(count))
+            self._used[bucket, way] = self._turn
+            self._hashes[bucket, way] = value
+
+    def lengths(self, hashes: Hashes) -> npt.NDArray[np.uint32]:
+        """For each hash the number of chunks of the segment that begins so; 0 if none is known."""
+        buckets = hashes >> self._shift
+        found: npt.NDArray[Any] = self._hashes[buckets] == hashes[:, None]
+        known = found.any(1)
+        lengths = np.zeros(len(hashes), np.uint32)
+        lengths[known] = (self._chunks[buckets[known]] * found[known]).max(1)
+        return lengths
+
+    def _oldest(self, bucket: int) -> int:
+        empty = np.flatnonzero(self._hashes[bucket] == 0)
+        # Turns wrap round, after which some old entries seem new: a hint may be wrong.
+        return int(empty[0]) if len(empty) else int(self._used[bucket].argmin())

@@ -1,0 +1,113 @@
+"""Keys rotated to their positions: in C (``kvstore/native/rotate.c``), or in numpy with the same result to the bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.errors import InvalidRequest
+from kvstore.native.library import library
+from kvstore.segments.rope import Float32s, Rope, Style
+
+Keys = npt.NDArray[Any]
+
+TYPES: dict[np.dtype[Any], int] = {
+    np.dtype(ml_dtypes.bfloat16): 0,
+    np.dtype(np.float16): 1,
+    np.dtype(np.float32): 2,
+}
+"""The types of keys that can be rotated, and their numbers in ``rotate.c``."""
+ROWS_AT_ONCE = 4096
+"""Rows for which tables are made at a time: 2 MiB of float32 for 128 rotated elements."""
+HEADS_AT_ONCE = 1 << 15
+"""Heads that numpy rotates at a time: some tens of MiB of float32."""
+
+
+def check_keys(rope: Rope, dtype: np.dtype[Any], head_dim: int) -> None:
+    """Raises InvalidRequest if keys of this type and size cannot be rotated."""
+    if dtype not in TYPES:
+        raise InvalidRequest(
+            f"keys of type {dtype} cannot be rotated: rows that are quantised have scales of their own; expected "
+            "bfloat16, float16 or float32"
+        )
+    if rope.dims > head_dim:
+        raise InvalidRequest(f"rope dims={rope.dims}: a head of this layout has {head_dim} elements")
+
+
+def rotate_planes(rope: Rope, keys: Keys, first: int) -> None:
+    """Rotates ``keys`` in place: shape ``(planes, tokens, heads, head_dim)``, row i to position ``first + i``.
+
+    Each plane is contiguous; the planes need not be adjacent.
+    """
+    check_keys(rope, keys.dtype, keys.shape[3])
+    assert keys.ndim == 4 and keys.flags.writeable
+    for start in range(0, keys.shape[1], ROWS_AT_ONCE):
+        some = keys[:, start : start + ROWS_AT_ONCE]
+        turn(rope, some, *rope.tables(first + start, some.shape[1]))
+
+
+def turn(rope: Rope, keys: Keys, cosines: Float32s, sines: Float32s) -> None:
+    """Rotates all planes by the tables, each of shape ``(tokens, dims/2)``."""
+    planes, tokens, heads, head_dim = keys.shape
+    if library is None or not (planes and tokens):
+        _turn_in_numpy(rope, keys, cosines, sines)
+        return
+    assert keys[0].flags.c_contiguous and cosines.flags.c_contiguous and sines.flags.c_contiguous
+    start: int = keys.__array_interface__["data"][0]
+    addresses = (start + np.arange(planes) * keys.strides[0]).astype(np.uint64)
+    library.kv_rotate(
+        addresses.__array_interface__["data"][0],
+        planes,
+        cosines.__array_interface__["data"][0],
+        sines.__array_interface__["data"][0],
+        tokens,
+        heads,
+        head_dim,
+        rope.dims // 2,
+        TYPES[keys.dtype],
+        rope.style is Style.INTERLEAVED,
+    )
+
+
+def _turn_in_numpy(rope: Rope, keys: Keys, cosines: Float32s, sines: Float32s) -> None:
+    pairs = rope.dims // 2
+    halves = rope.style is Style.HALF
+    low, high = (slice(pairs), slice(pairs, 2 * pairs)) if halves else (slice(0, rope.dims, 2), slice(1, rope.dims, 2))
+    rows = max(1, HEADS_AT_ONCE // keys.shape[2])
+    for plane in keys:
+        for start in range(0, len(plane), rows):
+            some = plane[start : start + rows]
+            cos, sin = cosines[start : start + rows, None], sines[start : start + rows, None]
+            a, b = some[..., low].astype(np.float32), some[..., high].astype(np.float32)
+            some[..., low], some[..., high] = a * cos - b * sin, b * cos + a * sin
+
+
+def rotate(rope: Rope, keys: Keys, first: int) -> Keys:
+    """Returns ``keys`` of shape ``(..., tokens, heads, head_dim)`` rotated, row i to position ``first + i``."""
+    rotated, planes = _copied(rope, keys)
+    rotate_planes(rope, planes, first)
+    return rotated
+
+
+def unrotated(rope: Rope, keys: Keys, first: int) -> Keys:
+    """Returns rotated ``keys`` as they were before, for engines that give no others: right to their type's rounding."""
+    restored, planes = _copied(rope, keys)
+    for start in range(0, planes.shape[1], ROWS_AT_ONCE):
+        some = planes[:, start : start + ROWS_AT_ONCE]
+        cosines, sines = rope.tables(first + start, some.shape[1])
+        # The tables are rounded: what undoes them is the inverse matrix, not their transpose.
+        norms = cosines * cosines + sines * sines
+        turn(rope, some, np.divide(cosines, norms, dtype=np.float32), np.divide(-sines, norms, dtype=np.float32))
+    return restored
+
+
+def _copied(rope: Rope, keys: Keys) -> tuple[Keys, Keys]:
+    """Returns a copy, and the same memory as planes."""
+    if keys.ndim < 3:
+        raise InvalidRequest(f"keys have shape {keys.shape}: expected (..., tokens, heads, head_dim)")
+    check_keys(rope, keys.dtype, keys.shape[-1])
+    copy = np.array(keys, order="C")
+    return copy, copy.reshape(-1, *keys.shape[-3:])

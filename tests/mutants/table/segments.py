@@ -1,0 +1,159 @@
+"""Mutants of segments: finding, rotation, the gate, and what keeps them apart from exact chains. Rules: SEGMENTS.md."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant, mutant
+from tests.mutants.planters import Planter, edit, skip
+
+FINDING = "segments/test_finding.py::test_"
+ROTATION = "segments/test_rotation.py::test_s12_"
+STORE = "segments/test_segments.py::test_"
+GATE = "segments/test_gate.py::test_s11_each_bound_closes_the_gate"
+APART = f"{STORE}s2_models_rope_settings_and_exact_chains_share_nothing[local]"
+REFUSED = "segments/test_rope.py::test_s5_models_whose_keys_cannot_be_moved_are_refused_with_the_reason"
+
+
+def segments(name: str, rule: str, planter: Planter, test: str) -> Mutant:
+    """A row of a rule of SEGMENTS.md."""
+    return mutant(f"segments-{name}", f"SEGMENTS {rule}", planter, test)
+
+
+MUTANTS = [
+    segments(
+        "tokens-not-compared",
+        "S7",
+        edit("kvstore.segments.finding:find_anywhere", "ask(asked)", "[(b - a) // chunk_tokens for a, b in asked]"),
+        f"{FINDING}s7_a_window_whose_hash_is_known_is_not_found_unless_its_tokens_are_stored",
+    ),
+    segments(
+        "stops-where-a-prompt-leaves",
+        "S8",
+        edit("kvstore.segments.finding:find_anywhere", "range(ROUNDS_MAX)", "range(1)"),
+        f"{FINDING}s8_a_segment_that_the_prompt_leaves_gives_way_to_the_next",
+    ),
+    segments(
+        "ranges-overlap",
+        "S6",
+        edit("kvstore.segments.finding:_proposals", "bisect_left(places, end, at)", "at + 1"),
+        f"{FINDING}s6_every_range_is_a_stored_segment_and_none_is_left_in_a_gap",
+    ),
+    segments(
+        "finds-within-the-exact-prefix",
+        "S6",
+        edit("kvstore.segments.finding:given", "if start >= after", "if True"),
+        f"{STORE}s8_what_begins_before_the_exact_prefix_ends_is_not_found[local]",
+    ),
+    segments(
+        "computes-the-rest-of-a-segment-alone",
+        "S3",
+        edit("kvstore.segments.finding:missing_given", "range(start, end)", "range(ends.get(start, start), end)"),
+        f"{FINDING}s3_a_segment_that_was_not_found_whole_is_computed_from_its_first_token",
+    ),
+    segments(
+        "index-forgets-the-newest",
+        "S10",
+        edit("kvstore.segments.index:Index._oldest", "argmin", "argmax"),
+        f"{FINDING}s10_the_index_is_bounded_and_keeps_what_was_used_last",
+    ),
+    segments(
+        "listing-takes-first-chunks-alone",
+        "S10",
+        edit("kvstore.census.heads:list_heads", "chunk.depth + 1", "1"),
+        f"{STORE}s10_the_index_is_rebuilt_by_listing",
+    ),
+    segments(
+        "rotates-from-position-0",
+        "S12",
+        edit("kvstore.segments.rotation:rotate_planes", "first + start,", "start,"),
+        f"{ROTATION}rotated_keys_are_within_their_bound_of_float64",
+    ),
+    segments(
+        "rotates-by-rounded-tables",
+        "S12",
+        edit(
+            "kvstore.segments.rope:Rope.tables", "cos.astype(np.float32)", "cos.astype(np.float16).astype(np.float32)"
+        ),
+        f"{ROTATION}rotated_keys_are_within_their_bound_of_float64",
+    ),
+    segments(
+        "numpy-turns-the-other-way",
+        "S12",
+        edit("kvstore.segments.rotation:_turn_in_numpy", "b * cos + a * sin", "b * cos - a * sin"),
+        f"{ROTATION}c_and_numpy_give_the_same_bits",
+    ),
+    segments(
+        "rotates-halves-for-all-styles",
+        "S12",
+        edit("kvstore.segments.rotation:turn", "rope.style is Style.INTERLEAVED", "False"),
+        f"{ROTATION}rotated_keys_are_within_their_bound_of_float64",
+    ),
+    segments(
+        "restores-by-the-transpose",
+        "S4",
+        edit("kvstore.segments.rotation:unrotated", "cosines * cosines + sines * sines", "np.ones_like(cosines)"),
+        "segments/test_rotation.py::test_s4_a_rotation_by_rounded_tables_is_undone_by_its_inverse",
+    ),
+    segments(
+        "reads-as-much-as-was-held",
+        "S12",
+        edit("kvstore.client.segments:Held._read_one", "match.leading(count)", "match"),
+        f"{STORE}s12_a_damaged_chunk_ends_its_range_and_no_other",
+    ),
+    segments(
+        "verdict-not-checked",
+        "S11",
+        skip("kvstore.segments.gate:check"),
+        f"{STORE}s11_nothing_is_read_without_a_verdict_that_fits[local]",
+    ),
+    segments(
+        "verdict-of-other-weights",
+        "S11",
+        edit("kvstore.segments.gate:check", "verdict.fingerprint != fingerprint", "False"),
+        f"{STORE}s11_nothing_is_read_without_a_verdict_that_fits[local]",
+    ),
+    segments(
+        "verdict-of-other-rope",
+        "S11",
+        edit("kvstore.segments.gate:check", "verdict.rope != rope", "False"),
+        f"{STORE}s11_nothing_is_read_without_a_verdict_that_fits[local]",
+    ),
+    segments("verdict-out-of-bounds", "S11", edit("kvstore.segments.gate:check", "not verdict.holds", "False"), GATE),
+    segments(
+        "oldest-verdict",
+        "S11",
+        edit("kvstore.client.segments:Segments._newest", "max(", "min("),
+        f"{STORE}s11_the_newest_verdict_is_kept_and_a_lost_one_closes_the_gate[local]",
+    ),
+    segments(
+        "namespace-without-rope", "S2", edit("kvstore.segments.naming:segments_of", '"rope": rope', '"rope": ""'), APART
+    ),
+    segments(
+        "namespace-without-base", "S2", edit("kvstore.segments.naming:segments_of", "base.digest.hex()", '""'), APART
+    ),
+    segments(
+        "namespace-opens-by-hand",
+        "S5",
+        skip("kvstore.segments.naming:check_exact"),
+        f"{STORE}s5_a_namespace_of_segments_opens_only_through_a_model[local-segment]",
+    ),
+    segments(
+        "rotates-quantised-rows",
+        "S5",
+        skip("kvstore.segments.rotation:check_keys"),
+        f"{STORE}s5_layouts_whose_keys_cannot_be_rotated_are_refused",
+    ),
+    segments(
+        "moves-keys-of-dynamic-scaling",
+        "S5",
+        edit("kvstore.segments.scaling:scaled", "if kind in REFUSED", "if False"),
+        REFUSED,
+    ),
+    segments("moves-keys-of-windows", "S5", skip("kvstore.segments.configs:_windows", ""), REFUSED),
+    segments("moves-recurrent-state", "S5", skip("kvstore.segments.configs:_recurrence", ""), REFUSED),
+    segments(
+        "segments-are-hits",
+        "S13",
+        skip("kvstore.segments.naming:has_segments", False),
+        f"{STORE}s13_segments_are_no_hits[local]",
+    ),
+]

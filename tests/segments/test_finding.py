@@ -1,0 +1,124 @@
+"""Segments are found where they are, by a search that is checked by brute force (SEGMENTS.md, S6 to S10)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore.errors import InvalidRequest
+from kvstore.segments import finding
+from kvstore.segments.index import Index, windows
+from kvstore.segments.match import Match
+from tests.segments.stored import Stored
+
+SIZE = 4
+"""Tokens of a chunk."""
+
+words = st.integers(0, 2)
+texts = st.lists(words, min_size=0, max_size=14)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(texts, max_size=4), st.lists(words, max_size=60), st.integers(0, 8))
+def test_s6_every_range_is_a_stored_segment_and_none_is_left_in_a_gap(
+    segments: list[list[int]], prompt: list[int], after: int
+) -> None:
+    stored, tokens = Stored(SIZE, segments), np.asarray(prompt, np.uint32)
+    after = min(after, len(tokens))
+    matches = stored.anywhere(tokens, after)
+    end = after
+    for match in matches:
+        assert match.start >= end and len(match) and len(match) % SIZE == 0
+        assert (
+            match.tokens.tobytes() == tokens[match.start : match.end].tobytes()
+            and match.tokens.tobytes() in stored.chains
+        )
+        end = match.end
+    assert end <= len(tokens)
+    if stored.questions < finding.ROUNDS_MAX:
+        for low, high in finding.gaps(len(tokens), matches, after):
+            assert not any(stored.chunks(tokens[at : at + SIZE]) for at in range(low, high - SIZE + 1))
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.lists(words, min_size=SIZE, max_size=SIZE), max_size=6), st.lists(words, max_size=60), st.integers(0, 8)
+)
+def test_s8_of_single_chunks_the_search_is_that_of_brute_force(
+    segments: list[list[int]], prompt: list[int], after: int
+) -> None:
+    stored, tokens = Stored(SIZE, segments), np.asarray(prompt, np.uint32)
+    after = min(after, len(tokens))
+    assert [(match.start, match.end) for match in stored.anywhere(tokens, after)] == stored.brute(tokens, after)
+
+
+def test_s8_a_segment_that_the_prompt_leaves_gives_way_to_the_next() -> None:
+    long, short = np.arange(20, dtype=np.uint32), np.arange(100, 108, dtype=np.uint32)
+    stored = Stored(SIZE, [long.tolist(), short.tolist()])
+    prompt = np.concatenate([[7], long[:9], short, [8]]).astype(np.uint32)
+    assert [(match.start, match.end) for match in stored.anywhere(prompt)] == [(1, 9), (10, 18)]
+
+
+def test_s7_a_window_whose_hash_is_known_is_not_found_unless_its_tokens_are_stored() -> None:
+    stored, tokens = Stored(SIZE), np.arange(12, dtype=np.uint32)
+    stored.index.add(windows(tokens[2:6], SIZE), [1])
+    assert stored.anywhere(tokens) == [] and stored.questions == 1
+
+
+def test_s6_a_chunk_from_the_middle_of_a_segment_is_not_found() -> None:
+    stored = Stored(SIZE, [list(range(12))])
+    assert stored.anywhere(np.arange(4, 12, dtype=np.uint32)) == []
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), max_size=40), st.integers(1, 9))
+def test_s8_the_hash_of_a_window_does_not_depend_on_its_place(prompt: list[int], size: int) -> None:
+    tokens = np.asarray(prompt, np.uint32)
+    expected = [windows(tokens[at : at + size], size)[0] for at in range(len(tokens) - size + 1)]
+    assert windows(tokens, size).tolist() == expected
+
+
+@given(st.lists(st.integers(0, 50), unique=True, max_size=8).map(sorted), st.integers(0, 50))
+def test_s8_given_boundaries_are_looked_up_as_they_are(starts: list[int], after: int) -> None:
+    tokens = np.arange(50, dtype=np.uint32)
+    ranges = finding.given(len(tokens), starts, after)
+    assert ranges == [(start, end) for start, end in zip(starts, [*starts[1:], 50], strict=False) if start >= after]
+    stored = Stored(SIZE, [tokens[start:end].tolist() for start, end in ranges])
+    matches = finding.find_given(
+        tokens, ranges, SIZE, lambda asked: [stored.chunks(tokens[start:end]) for start, end in asked]
+    )
+    assert [(match.start, match.end) for match in matches] == [
+        (start, end - (end - start) % SIZE) for start, end in ranges if end - start >= SIZE
+    ]
+    assert finding.missing_given(ranges, matches, SIZE) == []
+
+
+def test_s9_what_is_new_is_cut_into_pieces_from_where_the_last_match_ended() -> None:
+    stored, tokens = Stored(SIZE, [list(range(6, 10))]), np.arange(20, dtype=np.uint32)
+    matches = stored.anywhere(tokens, 1)
+    pieces = finding.missing_anywhere(len(tokens), matches, 1, SIZE)
+    assert pieces == [range(1, 5), range(10, 14), range(14, 18)]
+    for piece in pieces:
+        stored.put(tokens[piece.start : piece.stop])
+    assert [match.start for match in stored.anywhere(tokens, 1)] == [1, 6, 10, 14]
+
+
+@pytest.mark.parametrize("starts", ([-1], [3, 3], [5, 2], [51]))
+def test_s8_boundaries_that_do_not_ascend_are_refused(starts: list[int]) -> None:
+    with pytest.raises(InvalidRequest, match="ascending places"):
+        finding.given(50, starts, 0)
+
+
+def test_s10_the_index_is_bounded_and_keeps_what_was_used_last() -> None:
+    index = Index(0)
+    for number in range(1, 6):
+        index.add([number], [1])
+        index.add([1], [number])
+    assert len(index) == 4
+    assert index.lengths(np.arange(7, dtype=np.uint64)).tolist() == [0, 5, 0, 1, 1, 1, 0]
+
+
+def test_s3_a_segment_that_was_not_found_whole_is_computed_from_its_first_token() -> None:
+    found = Match(3, 7, np.arange(3, 7, dtype=np.uint32))
+    assert finding.missing_given([(3, 20), (20, 23)], [found], SIZE) == [range(3, 19)]

@@ -1,0 +1,317 @@
+"""Segments over every port: put alone, found, held and read behind a verdict, apart from exact chains (SEGMENTS.md)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import kvstore
+import kvstore.aio
+from kvstore import Layout
+from kvstore.client import Cache, Store
+from kvstore.client.local import LocalPort
+from kvstore.client.segments import VERDICTS_MAX, Segments
+from kvstore.errors import InvalidRequest
+from kvstore.root.memory import MemoryFiles, MemoryRoot
+from kvstore.segments import Bounds, Match, Measured, Rope, Rule, Verdict, rotate
+from tests.node.stores import member_on
+from tests.root import faulty
+from tests.root.faulty import FaultyRoot, Flipped
+from tests.worker.serving import connected, serving
+
+LAYOUT = Layout(layers=2, kv_heads=2, head_dim=8, dtype="float32", chunk_tokens=16)
+SIZE = 8
+ROPE = Rope(10_000.0, 8)
+DOCUMENTS = [np.arange(100 * number, 100 * number + SIZE * 3 + 5, dtype=np.uint32) for number in range(1, 4)]
+SYSTEM, QUESTION = np.arange(11, dtype=np.uint32), np.arange(50, 57, dtype=np.uint32)
+
+
+def kv_of(tokens: npt.NDArray[np.uint32], seed: int = 0) -> npt.NDArray[np.float32]:
+    """KV that depends on all tokens before, as that of a model does."""
+    rng = np.random.default_rng([seed, *tokens[:1].tolist()])
+    return rng.standard_normal(LAYOUT.shape(len(tokens))).astype(np.float32)
+
+
+def verdict_for(segments: Segments | kvstore.aio.Segments) -> Verdict:
+    """A verdict that opens the gate."""
+    measured = Measured(prompts=3, tokens=100, agreement=1.0, kl=0.001, answers_lost=0.0, work=0.32)
+    return Verdict(segments.fingerprint, segments.rope.digest, Rule.V, (1, 2), (0.3, 0.15), Bounds(), measured)
+
+
+def prompt_of(*parts: npt.NDArray[np.uint32]) -> tuple[npt.NDArray[np.uint32], list[int]]:
+    """A prompt, and where its parts begin."""
+    return np.concatenate(parts), np.cumsum([0, *map(len, parts[:-1])]).tolist()
+
+
+@pytest.fixture
+def root() -> FaultyRoot:
+    return FaultyRoot(MemoryRoot(MemoryFiles()))
+
+
+@pytest.fixture(params=["local", "shared", "tcp", "grpc"])
+def store(request: pytest.FixtureRequest, root: FaultyRoot) -> Iterator[Store]:
+    if request.param == "local":
+        with Store(LocalPort(member_on(root))) as opened:
+            yield opened
+    else:
+        with serving(root) as served, connected(served, bulk=request.param) as opened:
+            yield opened
+
+
+@pytest.fixture
+def local(root: FaultyRoot) -> Iterator[Store]:
+    with Store(LocalPort(member_on(root))) as opened:
+        yield opened
+
+
+def cache_of(store: Store, fingerprint: str = "weights", layout: Layout = LAYOUT) -> Cache:
+    return store.namespace("m", layout, fingerprint)
+
+
+def segments_of(store: Store) -> Segments:
+    return cache_of(store).segments(ROPE, chunk_tokens=SIZE)
+
+
+@pytest.mark.parametrize("boundaries", (True, False))
+def test_s12_segments_are_read_into_their_places_with_rotated_keys(store: Store, boundaries: bool) -> None:
+    segments = segments_of(store)
+    for document in DOCUMENTS:
+        assert segments.put(document, kv_of(document)).chunks_written == 3
+    prompt, starts = prompt_of(SYSTEM, DOCUMENTS[2], DOCUMENTS[0], QUESTION)
+    matches = segments.find(prompt, starts if boundaries else None, after=5)
+    assert matches == [Match(11, 11 + 24, prompt[11:35]), Match(40, 64, prompt[40:64])]
+    out = np.full(LAYOUT.shape(len(prompt) - 5), 7, np.float32)
+    with segments.hold(matches) as held:
+        assert held.read_into(out, verdict_for(segments), first=5) == matches == held.matches
+    expected = np.full_like(out, 7)
+    for match, document in zip(matches, (DOCUMENTS[2], DOCUMENTS[0]), strict=True):
+        kv = kv_of(document)[:, :, :24]
+        expected[:, 0, match.start - 5 : match.end - 5] = rotate(ROPE, kv[:, 0], match.start)
+        expected[:, 1, match.start - 5 : match.end - 5] = kv[:, 1]
+    assert out.tobytes() == expected.tobytes()
+
+
+def test_s8_what_begins_before_the_exact_prefix_ends_is_not_found(store: Store) -> None:
+    segments = segments_of(store)
+    segments.put(DOCUMENTS[0], kv_of(DOCUMENTS[0]))
+    prompt, starts = prompt_of(SYSTEM, DOCUMENTS[0], QUESTION)
+    assert segments.find(prompt, starts, after=12) == segments.find(prompt, after=12) == []
+
+
+def test_s9_what_is_missing_is_found_once_it_was_put(store: Store) -> None:
+    segments = segments_of(store)
+    prompt, starts = prompt_of(SYSTEM, DOCUMENTS[0], DOCUMENTS[1])
+    for given in (starts, None):
+        matches = segments.find(prompt, given)
+        for piece in segments.missing(prompt, matches, given):
+            tokens = prompt[piece.start : piece.stop]
+            segments.put(tokens, kv_of(tokens))
+        matches = segments.find(prompt, given)
+        assert segments.missing(prompt, matches, given) == []
+        assert sum(map(len, matches)) >= 56
+
+
+def test_s10_the_index_is_rebuilt_by_listing(local: Store) -> None:
+    first = segments_of(local)
+    for document in DOCUMENTS:
+        first.put(document, kv_of(document))
+    cache_of(local).put(DOCUMENTS[0], kv_of(DOCUMENTS[0]))  # whose chunks are not those of segments
+    prompt, _ = prompt_of(SYSTEM, *DOCUMENTS)
+    fresh = segments_of(local)
+    assert [len(match) for match in fresh.find(prompt)] == [24, 24, 24]
+    assert fresh.rebuild() == 3
+
+
+# Apart from exact chains
+
+
+def test_s2_models_rope_settings_and_exact_chains_share_nothing(store: Store) -> None:
+    document = DOCUMENTS[0]
+    segments_of(store).put(document, kv_of(document))
+    exact = cache_of(store)
+    assert exact.match(document) == 0
+    exact.put(document, kv_of(document))
+    others = [
+        cache_of(store, "other weights").segments(ROPE, chunk_tokens=SIZE),
+        exact.segments(replace(ROPE, theta=500_000.0, frequencies=()), chunk_tokens=SIZE),
+        exact.segments(Rope(10_000.0, 8, kvstore.segments.Style.INTERLEAVED), chunk_tokens=SIZE),
+        exact.segments(Rope(10_000.0, 6), chunk_tokens=SIZE),
+        exact.segments(ROPE, chunk_tokens=2 * SIZE),
+        store.namespace("m", LAYOUT, "weights", "tenant").segments(ROPE, chunk_tokens=SIZE),
+        store.namespace("m", LAYOUT, "weights", attributes={"lora": "a"}).segments(ROPE, chunk_tokens=SIZE),
+    ]
+    for other in others:
+        assert other.find(document, [0]) == []
+
+
+def test_s2_the_namespace_says_what_it_holds(local: Store) -> None:
+    namespace = segments_of(local).namespace
+    attributes = dict(namespace.attributes)
+    assert attributes.pop("base") == cache_of(local).namespace.digest.hex()
+    assert attributes == {"kv": "segment", "keys": "unrotated", "context": "bos", "rope": ROPE.digest}
+
+
+@pytest.mark.parametrize("kind", ("segment", "verdict"))
+def test_s5_a_namespace_of_segments_opens_only_through_a_model(store: Store, kind: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"use cache.segments\(rope\)"):
+        store.namespace("m", LAYOUT, attributes={"kv": kind})
+
+
+def test_s5_layouts_whose_keys_cannot_be_rotated_are_refused(local: Store) -> None:
+    with pytest.raises(InvalidRequest, match="scales of their own"):
+        local.namespace("q", replace(LAYOUT, dtype="int8")).segments(ROPE)
+    with pytest.raises(InvalidRequest, match="a head of this layout has 8"):
+        cache_of(local).segments(Rope(10_000.0, 16))
+
+
+def test_s13_segments_are_no_hits(store: Store) -> None:
+    segments = segments_of(store)
+    segments.put(DOCUMENTS[0], kv_of(DOCUMENTS[0]))
+    matches = segments.find(DOCUMENTS[0], [0])
+    with segments.hold(matches) as held:
+        held.read_into(np.empty(LAYOUT.shape(24), np.float32), verdict_for(segments))
+    stats = store.stats()
+    assert (stats["tokens_asked"], stats["tokens_matched"], stats["blended_tokens"]) == (0, 0, 24)
+
+
+# Damage
+
+
+def test_s12_a_damaged_chunk_ends_its_range_and_no_other(root: FaultyRoot, local: Store) -> None:
+    segments = segments_of(local)
+    for document in DOCUMENTS:
+        segments.put(document, kv_of(document))
+    prompt, starts = prompt_of(DOCUMENTS[0], DOCUMENTS[1])
+    matches = segments.find(prompt, starts)
+    assert [len(match) for match in matches] == [24, 24]
+    out = np.empty(LAYOUT.shape(len(prompt)), np.float32)
+    root.set_rules([faulty.Rule("read", Flipped(5000), times=1)])
+    with segments.hold(matches) as held:
+        read = held.read_into(out, verdict_for(segments))
+    assert 0 < len(read) <= 2 and sum(map(len, read)) in (24, 32, 40)
+    for match in read:
+        document = DOCUMENTS[0] if match.start == 0 else DOCUMENTS[1]
+        kv = kv_of(document)[:, :, : len(match)]
+        assert out[:, 1, match.start : match.end].tobytes() == kv[:, 1].tobytes()
+        assert out[:, 0, match.start : match.end].tobytes() == rotate(ROPE, kv[:, 0], match.start).tobytes()
+
+
+# The gate
+
+
+def test_s11_nothing_is_read_without_a_verdict_that_fits(store: Store) -> None:
+    segments = segments_of(store)
+    segments.put(DOCUMENTS[0], kv_of(DOCUMENTS[0]))
+    good = verdict_for(segments)
+    wrong: dict[str, Any] = {
+        "only with a verdict": None,
+        "other weights": replace(good, fingerprint="others"),
+        "other RoPE settings": replace(good, rope=Rope(10_000.0, 6).digest),
+        "does not hold its bounds": replace(good, measured=replace(good.measured, kl=0.5)),
+    }
+    out = np.zeros(LAYOUT.shape(24), np.float32)
+    with segments.hold(segments.find(DOCUMENTS[0], [0])) as held:
+        for reason, verdict in wrong.items():
+            with pytest.raises(InvalidRequest, match=reason):
+                held.read_into(out, verdict)
+        assert not out.any()
+        assert held.read_into(out, good)
+
+
+def test_s11_the_newest_verdict_is_kept_and_a_lost_one_closes_the_gate(store: Store) -> None:
+    segments = segments_of(store)
+    assert segments.verdict() is None
+    first, second = verdict_for(segments), replace(verdict_for(segments), rule=Rule.BOTH)
+    segments.record(first)
+    assert segments_of(store).verdict() == first
+    segments.record(second)
+    assert segments_of(store).verdict() == second
+    assert cache_of(store, "other weights").segments(ROPE, chunk_tokens=SIZE).verdict() is None
+    with pytest.raises(InvalidRequest, match="other weights"):
+        segments.record(replace(first, fingerprint="others"))
+
+
+def test_s11_a_damaged_verdict_closes_the_gate(root: FaultyRoot, local: Store) -> None:
+    segments = segments_of(local)
+    segments.record(verdict_for(segments))
+    root.set_rules([faulty.Rule("read", Flipped(5000), times=1)])
+    assert segments.verdict() is None
+
+
+def test_s11_verdicts_are_bounded(local: Store) -> None:
+    segments = segments_of(local)
+    for _ in range(VERDICTS_MAX):
+        segments.record(verdict_for(segments))
+    with pytest.raises(InvalidRequest, match="64 verdicts are recorded"):
+        segments.record(verdict_for(segments))
+
+
+def test_a_model_without_fingerprint_has_no_verdict(local: Store) -> None:
+    segments = cache_of(local, "").segments(ROPE, chunk_tokens=SIZE)
+    with pytest.raises(InvalidRequest, match="digest of the weights"):
+        verdict_for(segments)
+
+
+# Arguments
+
+
+def test_wrong_arguments_are_refused(local: Store) -> None:
+    segments, document = segments_of(local), DOCUMENTS[0]
+    segments.put(document, kv_of(document))
+    matches, verdict = segments.find(document, [0]), verdict_for(segments)
+    with pytest.raises(InvalidRequest, match="expected 28"):
+        segments.put(document[:-1], kv_of(document))
+    with pytest.raises(InvalidRequest, match="after=30"):
+        segments.find(document, after=30)
+    with pytest.raises(InvalidRequest, match="expected what find returned"):
+        segments.hold([*matches, *matches])
+    with segments.hold(matches) as held:
+        with pytest.raises(InvalidRequest, match="room for 23"):
+            held.read_into(np.empty(LAYOUT.shape(23), np.float32), verdict)
+        with pytest.raises(InvalidRequest, match="first=1"):
+            held.read_into(np.empty(LAYOUT.shape(24), np.float32), verdict, first=1)
+    with pytest.raises(InvalidRequest, match=r"expected kvstore.segments.Rope"):
+        cache_of(local).segments("rope")  # type: ignore[arg-type]
+
+
+def test_a_folder_keeps_segments_and_verdicts(tmp_path: Path) -> None:
+    document = DOCUMENTS[0]
+    with kvstore.open(tmp_path) as store:
+        segments = segments_of(store)
+        segments.put(document, kv_of(document))
+        segments.record(verdict_for(segments))
+    with kvstore.open(tmp_path) as store:
+        segments = segments_of(store)
+        matches, verdict = segments.find(np.concatenate([SYSTEM, document])), segments.verdict()
+        assert verdict is not None and [len(match) for match in matches] == [24]
+        out = np.zeros(LAYOUT.shape(40), np.float32)
+        with segments.hold(matches) as held:
+            assert held.read_into(out, verdict) == matches
+        assert out[:, 1, 11:35].tobytes() == kv_of(document)[:, 1, :24].tobytes()
+
+
+def test_the_asyncio_twin_does_the_same(tmp_path: Path) -> None:
+    document = DOCUMENTS[0]
+
+    async def use() -> None:
+        async with kvstore.aio.open(tmp_path) as store:
+            cache = await store.namespace("m", LAYOUT, "weights")
+            segments = await cache.segments(ROPE, chunk_tokens=SIZE)
+            assert segments.missing(document, [], [0]) == [range(24)]
+            await segments.put(document, kv_of(document))
+            matches = await segments.find(document)
+            out = np.zeros(LAYOUT.shape(24), np.float32)
+            async with segments.hold(matches) as held:
+                assert await held.read_into(out, verdict_for(segments)) == held.matches == matches
+            assert out[:, 1].tobytes() == kv_of(document)[:, 1, :24].tobytes()
+            await segments.record(verdict_for(segments))
+            assert await segments.verdict() == verdict_for(segments)
+
+    asyncio.run(use())
