@@ -72,8 +72,8 @@ ONE_HOP = Recipe(
 """References to a definition in an earlier document."""
 TWO_HOPS = Recipe(
     (
-        Stage(800, Shape(documents=2, define=3, cross=2, literal=2, filler=1, link=1, far=2, questions=8), 0.97),
-        Stage(1200, Shape(define=3, cross=2, literal=2, filler=4, link=1, far=2), 0.985),
+        Stage(600, Shape(documents=2, define=3, cross=2, within=1, literal=1, filler=1, link=2, far=3), 0.97),
+        Stage(600, Shape(define=3, cross=2, literal=2, filler=4, link=1, far=2), 0.985),
     )
 )
 """The same, and references to an alias that stands for one of an earlier document."""

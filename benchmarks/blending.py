@@ -1,10 +1,10 @@
 """Quality over work of blended prefill, by rule, on models trained from a seed; and its CPU time beside full prefill.
 
 Hypothesis: where documents refer to earlier ones, KV that was computed alone answers such questions no better than
-chance, and all others as well as full prefill does. Recomputing what deviates most in V gives full prefill's answers for
-less work than K (LMCache's rule) does. The gate's choice holds on prompts that it has not seen. With 15 % of the tokens
-recomputed, a prefill of 2,048 or 4,096 tokens takes 2.5 times less CPU. Quality is that of small synthetic models: it
-separates rules, and says nothing about a model of yours (``kvstore blend-check`` does).
+chance, and all others as well as full prefill does. Recomputing what deviates most in V gives the answers of full
+prefill for less work than K (LMCache's rule) does. The gate's choice holds on prompts it has not seen. With 15 % of
+the tokens recomputed, a prefill of 2,048 or 4,096 tokens takes 2.5 times less CPU. Quality is that of small synthetic
+models: it separates rules, and says nothing about a model of yours (``kvstore blend-check`` does).
 
     python -m benchmarks.blending [--seeds 0 1 2] [--hops 1 2] [--prompts 60] [--plot FILE.svg]
     python -m benchmarks.blending --speed [2048 4096]

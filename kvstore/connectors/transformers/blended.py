@@ -7,7 +7,7 @@ stored, and counted as ``blended_tokens``. A verdict of ``kvstore blend-check`` 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from kvstore.connectors.transformers.namespace import check_cache, checked, mode
 from kvstore.connectors.transformers.prefill import GO_ON
 from kvstore.connectors.transformers.selective import alone, recompute
 from kvstore.errors import InvalidRequest
-from kvstore.segments import Verdict
+from kvstore.segments import Verdict, gate
 
 SEGMENT_TOKENS = 64
 
@@ -74,11 +74,8 @@ def prefill_blended(
     try:
         exact = _load_exact(cache, tokens, kv)
         segments = cache.segments(decoder.rope(), chunk_tokens=segment_tokens)
-        opened = verdict if verdict is not None else segments.verdict()
-        if opened is None or not opened.holds:
-            log.warning("blended.closed no verdict that holds: run kvstore blend-check")
-            opened = None
-        else:
+        opened = _opening(segments, verdict)
+        if opened is not None:
             _load_segments(segments, tokens, starts, exact, opened, kv, reused)
     except GO_ON as error:
         log.warning("blended.without_store %s", error)
@@ -90,33 +87,44 @@ def prefill_blended(
 
 
 def put_segments(
-    model: Any,
-    input_ids: Any,
-    starts: Sequence[int] | None,
-    store: Store | Cache,
-    *,
-    segment_tokens: int = SEGMENT_TOKENS,
+    model: Any, documents: Iterable[Any], store: Store | Cache, *, segment_tokens: int = SEGMENT_TOKENS
 ) -> int:
-    """Stores the segments of a prompt that are not stored yet, each computed alone behind BOS; returns their tokens.
+    """Computes documents alone behind BOS and stores them as segments; returns how many tokens were computed.
 
-    The arguments are those of ``prefill_blended``. Each segment costs a prefill of its own, so do it behind the answer,
-    or once when documents are indexed (a document is a prompt: BOS, then the document, ``starts=[1]``).
+    Each document is an integer tensor of shape (1, tokens), without BOS: as it will stand in prompts. What is stored
+    already is not computed again. Only full chunks of ``segment_tokens`` are stored. Raises as ``prefill_blended``, and
+    what the store raises.
     """
-    cache, decoder = _opened(model, input_ids, store)
     bos = model.config.bos_token_id
-    if bos is None:
+    if not isinstance(bos, int):
         raise refused(model, "it has no BOS token, behind which segments are computed")
+    count, documents = 0, list(documents)
+    for document in documents:
+        check_prompt(model, document)
+    if not documents:
+        return 0
+    cache, decoder = _opened(model, documents[0], store)
     segments = cache.segments(decoder.rope(), chunk_tokens=segment_tokens)
-    tokens = input_ids[0].cpu().numpy()
-    count = 0
-    for piece in segments.missing(tokens, segments.find(tokens, starts), starts):
-        if piece.start == 0:
-            piece = range(1, piece.stop)
-        ids = tokens[piece.start : piece.stop]
-        rows = alone(decoder, torch.tensor([bos, *ids.tolist()], device=decoder.device))
-        both = torch.stack([torch.stack((k[1:], v[1:])) for k, v in rows]).cpu()
-        count += segments.put(ids, both.view(torch.uint8).numpy().view(segments.layout.numpy_dtype)).tokens_present
+    for document in documents:
+        tokens = document[0].cpu().numpy()
+        full = len(tokens) // segment_tokens * segment_tokens
+        if sum(map(len, segments.find(tokens[:full], starts=[0]))) == full:
+            continue
+        ids = torch.cat((torch.tensor([bos]), document[0, :full].cpu()))
+        rows = torch.stack([torch.stack((k[1:], v[1:])) for k, v in alone(decoder, ids.to(decoder.device))]).cpu()
+        segments.put(tokens[:full], rows.view(torch.uint8).numpy().view(segments.layout.numpy_dtype))
+        count += full
     return count
+
+
+def _opening(segments: Segments, verdict: Verdict | None) -> Verdict | None:
+    """Returns the verdict that opens the gate: the one given, or the one recorded. None: compute without segments."""
+    given = segments.verdict() if verdict is None else verdict
+    try:
+        return gate.check(given, segments.fingerprint, segments.rope.digest)
+    except InvalidRequest as error:
+        log.warning("blended.closed %s", error)
+        return None
 
 
 def _opened(model: Any, input_ids: Any, store: Store | Cache) -> tuple[Cache, Decoder]:

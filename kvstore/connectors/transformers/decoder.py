@@ -105,8 +105,8 @@ class Decoder:
         """Returns K, not rotated, and V of rows before ``layer``, each of shape (rows, heads, dim)."""
         block = self._body.layers[layer]
         attention, normed = block.self_attn, block.input_layernorm(hidden[0])
-        k = attention.k_proj(normed).view(len(normed), -1, self.head_dim)
-        v = attention.v_proj(normed).view(len(normed), -1, self.head_dim)
+        k = attention.k_proj(normed).view(len(normed), self.kv_heads, self.head_dim)
+        v = attention.v_proj(normed).view(len(normed), self.kv_heads, self.head_dim)
         norm = getattr(attention, "k_norm", None)
         return (k if norm is None else norm(k)), v
 
