@@ -16,6 +16,7 @@ COMMANDS = {
     "replay": "replay",
     "bench": "bench",
     "plan": "plan",
+    "blend-check": "blend_check",
     "stats": "stats",
     "ls": "ls",
     "match": "prefix",

@@ -4,11 +4,15 @@
     model.generate(input_ids, past_key_values=past)
 
 ``input_ids`` go to ``generate`` whole; it computes only what ``past`` does not hold.
+
+``prefill_blended`` also reuses documents at another place than they were computed at (docs/blending.md).
 """
 
 from __future__ import annotations
 
+from kvstore.connectors.transformers.blended import Blended, prefill_blended, put_segments
+from kvstore.connectors.transformers.kept import BlendedCache
 from kvstore.connectors.transformers.namespace import model_cache
 from kvstore.connectors.transformers.prefill import prefill_with_store
 
-__all__ = ["model_cache", "prefill_with_store"]
+__all__ = ["Blended", "BlendedCache", "model_cache", "prefill_blended", "prefill_with_store", "put_segments"]

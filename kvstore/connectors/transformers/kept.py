@@ -31,6 +31,10 @@ ROUNDING = 0.05
 NOT_CAUSAL = "its attention is not causal, so that KV of a prefix depends on what follows"
 
 
+class BlendedCache(DynamicCache):  # type: ignore[misc]
+    """KV that is near that of a full prefill, not equal to it (``prefill_blended``). What follows is never stored."""
+
+
 @dataclass(frozen=True, slots=True)
 class Kept:
     """The KV of a token in each layer: K of shape ``k`` and V of shape ``v``, (heads, dim); equal for all layers."""
@@ -147,10 +151,13 @@ def check_prompt(model: Any, input_ids: Any) -> None:
 
 
 def run(model: Any, input_ids: Any, past: Any, take: Any) -> None:
-    """Runs ``input_ids`` behind ``past``, which grows; ``take(layer, k, v)`` gets what each layer adds.
+    """Runs ``input_ids`` behind ``past``, which grows; ``take(layer, k, v)`` gets what each layer adds, to store it.
 
     Intercepts the cache's update, because a sliding layer drops what left its window before the call is over.
+    Raises InvalidRequest behind blended KV, whose errors would spread into exact chunks.
     """
+    if isinstance(past, BlendedCache):
+        raise InvalidRequest("past is blended, so KV computed behind it is not exact and cannot be stored")
     add = past.update
 
     def update(k: Any, v: Any, layer: int, *args: Any, **kwargs: Any) -> Any:

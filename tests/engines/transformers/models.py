@@ -12,12 +12,18 @@ from transformers import (
     DynamicCache,
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GemmaForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 
 # A busy machine may give fewer threads to one run than to the next, which then rounds otherwise.
@@ -63,6 +69,21 @@ def mistral() -> Any:
 def gemma2() -> Any:
     """Every second layer keeps only its window."""
     return made(Gemma2ForCausalLM, Gemma2Config(**SMALL, head_dim=16, sliding_window=WINDOW))
+
+
+def qwen3() -> Any:
+    """Norms on keys."""
+    return made(Qwen3ForCausalLM, Qwen3Config(**SMALL, head_dim=16))
+
+
+def gemma() -> Any:
+    """Scaled embeddings."""
+    return made(GemmaForCausalLM, GemmaConfig(**SMALL, head_dim=16))
+
+
+def gemma3() -> Any:
+    """Norms on keys, and another base of RoPE in layers with a window."""
+    return made(Gemma3ForCausalLM, Gemma3TextConfig(**SMALL, head_dim=16, sliding_window=WINDOW))
 
 
 def deepseek() -> Any:

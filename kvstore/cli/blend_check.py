@@ -1,0 +1,205 @@
+"""``kvstore blend-check``: whether KV of documents may be reused out of place with a model, and how."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvstore.cli.access import Access, access_options
+from kvstore.cli.command import Command, check_failed
+from kvstore.cli.declared import flag, option, takes
+from kvstore.cli.options import json_option
+from kvstore.cli.output import print_json, print_pairs, print_table, progress_bar
+from kvstore.errors import InvalidRequest
+from kvstore.segments import Bounds, Verdict
+
+if TYPE_CHECKING:
+    from kvstore.connectors.transformers.gate import Choice
+
+NEEDED = ("torch", "transformers")
+SHARE = click.FloatRange(0, 1)
+DEFAULT = Bounds(work_max=0.6)
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """The options of a check beside the model, the prompts and the store."""
+
+    agreement: float = option(
+        "--agreement",
+        type=SHARE,
+        default=DEFAULT.agreement_min,
+        show_default=True,
+        help="Least share of answer tokens that stay the most likely ones.",
+    )
+    kl: float = option(
+        "--kl",
+        type=click.FloatRange(0),
+        default=DEFAULT.kl_max,
+        show_default=True,
+        help="Largest mean KL divergence from full prefill, in nats a token.",
+    )
+    answers_lost: float = option(
+        "--answers-lost",
+        type=SHARE,
+        default=DEFAULT.answers_lost_max,
+        show_default=True,
+        help="Largest share of right answers that become wrong.",
+    )
+    work: float = option(
+        "--work",
+        type=SHARE,
+        default=DEFAULT.work_max,
+        show_default=True,
+        help="Largest share of the reused tokens times layers to recompute.",
+    )
+    chunk_tokens: int = option(
+        "--chunk-tokens", type=click.IntRange(1), default=64, show_default=True, help="Tokens of a chunk of segments."
+    )
+    answer_tokens: int = option(
+        "--answer-tokens",
+        type=click.IntRange(1, 4096),
+        default=16,
+        show_default=True,
+        help="Tokens to compare where a prompt has no answer.",
+    )
+    tenant: str = option("--tenant", default="", help="The namespace's tenant.")
+    fingerprint: str = option(
+        "--fingerprint", default="", help="Digest of the weights, if the engine is given one; else it is computed."
+    )
+    device: str = option("--device", default="cpu", show_default=True, help="Device of torch to run the model on.")
+    dry_run: bool = flag("--dry-run", help="Only report: record no verdict, and need no store.")
+
+    @property
+    def bounds(self) -> Bounds:
+        """The bounds of the verdict."""
+        return Bounds(self.agreement, self.kl, self.answers_lost, self.work)
+
+
+@click.command(cls=Command, short_help="Compare blended with full prefill, and record whether and how to blend.")
+@click.argument("model", metavar="MODEL")
+@click.argument("prompts", metavar="PROMPTS")
+@takes("checked", Checked)
+@access_options
+@json_option
+def blend_check(model: str, prompts: str, checked: Checked, access: Access, as_json: bool) -> None:
+    """Find the cheapest recomputation with which MODEL answers PROMPTS over reused documents as after full prefill.
+
+    MODEL is a name or folder that transformers loads. PROMPTS has one JSON object a line, with "documents" (a list),
+    "question", and if you like "system" and "answer"; each a text or a list of token ids. Without an answer, the
+    model's own continuation after full prefill is what must not change.
+
+    The verdict is recorded in the store for these weights and this RoPE: without one that holds, segments are not read.
+    If nothing holds the bounds, that is recorded, and documents are computed in full. Needs torch and transformers.
+
+    Exit codes: 0 a verdict holds, 1 none does, 2 could not run.
+
+    \b
+    Examples:
+      kvstore blend-check Qwen/Qwen3-8B prompts.jsonl --dry-run
+      kvstore blend-check Qwen/Qwen3-8B prompts.jsonl --root /mnt/kv
+      kvstore blend-check ./my-model prompts.jsonl --connect 10.0.0.7:7070 --kl 0.01 --work 0.4
+    """
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        raise InvalidRequest(f"blend-check runs the model and needs {' and '.join(missing)}: pip install {missing[0]}")
+    choice, prompts_count = _choice(model, prompts, checked, access)
+    if as_json:
+        print_json(_values(choice))
+    else:
+        _print(choice, prompts_count)
+    if not choice.verdict.holds:
+        check_failed()
+
+
+def _choice(name: str, prompts: str, checked: Checked, access: Access) -> tuple[Choice, int]:
+    """Measures, and records the verdict unless it is a dry run. Returns it with the number of prompts."""
+    from kvstore.connectors.transformers import model_cache
+    from kvstore.connectors.transformers.cases import load_model, read_cases
+    from kvstore.connectors.transformers.decoder import Decoder
+    from kvstore.connectors.transformers.gate import candidates, choose
+    from kvstore.connectors.transformers.weights import weights_fingerprint
+
+    with ExitStack() as undo:
+        store = None if checked.dry_run else undo.enter_context(access.open())
+        model, encode = load_model(name, checked.device)
+        decoder = Decoder(model)
+        rope = decoder.rope()
+        segments, fingerprint = None, checked.fingerprint or weights_fingerprint(model)
+        if store is not None:
+            cache = model_cache(model, store, fingerprint=fingerprint, tenant=checked.tenant)
+            segments = cache.segments(rope, chunk_tokens=checked.chunk_tokens)
+        cases = read_cases(
+            prompts, model, encode, chunk_tokens=checked.chunk_tokens, answer_tokens=checked.answer_tokens
+        )
+        tries = candidates(decoder.layers, fingerprint, rope.digest, checked.bounds)
+        with progress_bar("rules tried", len(tries)) as moved:
+            choice = choose(decoder, cases, tries, checked.bounds, moved)
+        if segments is not None:
+            segments.record(choice.verdict)
+    return choice, len(cases)
+
+
+def _values(choice: Choice) -> dict[str, Any]:
+    return {
+        "holds": choice.verdict.holds,
+        "verdict": _row_of(choice.verdict),
+        "bounds": asdict(choice.verdict.bounds),
+        "tried": [_row_of(each) for each in choice.tried],
+        "layers": [
+            {"share": each.share, **{name: each.relative(name) for name in each.sums}} for each in choice.layers
+        ],
+    }
+
+
+def _row_of(verdict: Verdict) -> dict[str, Any]:
+    return {
+        "rule": verdict.rule.value,
+        "check_layers": verdict.check_layers,
+        "ratios": verdict.ratios,
+        **asdict(verdict.measured),
+    }
+
+
+def _print(choice: Choice, prompts_count: int) -> None:
+    whole = [each for each in choice.tried if each.measured.prompts == prompts_count]
+    print_table(
+        ("rule", "check layers", "ratios", "work", "agreement", "KL", "answers lost"),
+        [(*_named(each), *_figures(each)) for each in whole],
+        f"Measured on all {prompts_count} prompts ({len(choice.tried) - len(whole)} others failed before)",
+    )
+    print_table(
+        ("layer", "recomputed", "K error loaded", "K error blended", "V error loaded", "V error blended"),
+        [
+            (layer, f"{each.share:.0%}", *(f"{each.relative(name):.4f}" for name in ("k loaded", "k", "v loaded", "v")))
+            for layer, each in enumerate(choice.layers)
+        ],
+        "\nErrors of reused rows beside full prefill, relative",
+    )
+    rule, layers, ratios = _named(choice.verdict)
+    work, agreement, kl, lost = _figures(choice.verdict)
+    print()
+    print_pairs(
+        [
+            ("verdict", "holds" if choice.verdict.holds else "nothing holds the bounds: compute documents in full"),
+            ("rule" if choice.verdict.holds else "nearest: rule", f"{rule}, checked at {layers}, ratios {ratios}"),
+            ("work", work),
+            ("agreement", agreement),
+            ("KL", kl),
+            ("answers lost", lost),
+        ]
+    )
+
+
+def _named(verdict: Verdict) -> tuple[str, str, str]:
+    ratios = ">".join(f"{100 * each:g}" for each in verdict.ratios)
+    return verdict.rule.value, ",".join(map(str, verdict.check_layers)), f"{ratios}%"
+
+
+def _figures(verdict: Verdict) -> tuple[str, str, str, str]:
+    found = verdict.measured
+    return f"{found.work:.2f}", f"{found.agreement:.1%}", f"{found.kl:.4f}", f"{found.answers_lost:.1%}"

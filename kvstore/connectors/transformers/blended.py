@@ -1,0 +1,181 @@
+"""Prefill over segments: KV of documents that were computed alone is reused at another place, and partly recomputed.
+
+What comes of it is close to the KV of a full prefill, and not equal to it. So it is marked (``BlendedCache``), never
+stored, and counted as ``blended_tokens``. A verdict of ``kvstore blend-check`` says how close it is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import DynamicCache
+
+from kvstore.client import Cache, Store
+from kvstore.client.segments import Segments
+from kvstore.connectors.transformers.decoder import Decoder, PromptKV
+from kvstore.connectors.transformers.kept import BlendedCache, check_prompt, refused
+from kvstore.connectors.transformers.namespace import check_cache, checked, model_cache
+from kvstore.connectors.transformers.prefill import GO_ON
+from kvstore.connectors.transformers.selective import alone, recompute
+from kvstore.errors import InvalidRequest
+from kvstore.segments import Verdict, gate
+
+SEGMENT_TOKENS = 64
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Blended:
+    """KV of a prompt but for its last token, for ``model.generate(input_ids, past_key_values=blended.past)``."""
+
+    past: DynamicCache
+    """A ``BlendedCache`` if segments were reused; else the KV is exact."""
+    computed: int
+    """Tokens computed in every layer."""
+    found: int
+    """Tokens of segments that were reused, those recomputed in some layers or all included."""
+    exact: int
+    """Leading tokens that the exact cache gave."""
+    work: float
+    """The share of found tokens times layers that was recomputed, 0 to 1."""
+
+
+def prefill_blended(
+    model: Any,
+    input_ids: Any,
+    starts: Sequence[int] | None,
+    store: Store | Cache,
+    verdict: Verdict | None = None,
+    *,
+    segment_tokens: int = SEGMENT_TOKENS,
+) -> Blended:
+    """Prefills a prompt (an integer tensor of shape (1, tokens)) over what the store has of it.
+
+    The exact prefix is loaded as ``prefill_with_store`` loads it. Behind it, segments are loaded, and recomputed as
+    ``verdict`` says, by default the one that ``kvstore blend-check`` recorded. All else is computed. Nothing is stored.
+    ``starts`` are the indices at which documents begin; with None, segments are looked for at any offset.
+
+    Without a verdict that holds for these weights, no segment is used and the result is exact; so it is if the store
+    fails. ``store`` may be the cache that ``model_cache`` returns. Raises InvalidRequest, with the reason, for a model
+    or prompt that cannot be served.
+    """
+    cache, decoder = _opened(model, input_ids, store)
+    ids = input_ids[0, :-1]
+    tokens = ids.cpu().numpy()
+    kv = decoder.empty(len(ids))
+    reused = torch.zeros(len(ids), dtype=torch.bool, device=decoder.device)
+    exact, opened = 0, None
+    try:
+        exact = _load_exact(cache, tokens, kv)
+        segments = cache.segments(decoder.rope(), chunk_tokens=segment_tokens)
+        opened = _opening(segments, verdict)
+        if opened is not None:
+            _load_segments(segments, tokens, starts, exact, opened, kv, reused)
+    except GO_ON as error:
+        log.warning("blended.without_store %s", error)
+    ran = recompute(decoder, ids, kv, reused, opened, exact=exact)
+    past = (BlendedCache if ran.reused else DynamicCache)(config=model.config)
+    for layer, (k, v) in enumerate(zip(kv.keys, kv.values, strict=True)):
+        past.update(k, v, layer)
+    return Blended(past, len(ran.rows), ran.reused, exact, ran.work)
+
+
+def put_segments(
+    model: Any, documents: Iterable[Any], store: Store | Cache, *, segment_tokens: int = SEGMENT_TOKENS
+) -> int:
+    """Computes documents alone behind BOS and stores them as segments; returns how many tokens were computed.
+
+    Each document is an integer tensor of shape (1, tokens), without BOS: as it will stand in prompts. What is stored
+    already is not computed again. Only full chunks of ``segment_tokens`` are stored. Raises as ``prefill_blended``, and
+    what the store raises.
+    """
+    bos = model.config.bos_token_id
+    if not isinstance(bos, int):
+        raise refused(model, "it has no BOS token, behind which segments are computed")
+    count, documents = 0, list(documents)
+    for document in documents:
+        check_prompt(model, document)
+    if not documents:
+        return 0
+    cache, decoder = _opened(model, documents[0], store)
+    segments = cache.segments(decoder.rope(), chunk_tokens=segment_tokens)
+    for document in documents:
+        tokens = document[0].cpu().numpy()
+        full = len(tokens) // segment_tokens * segment_tokens
+        if sum(map(len, segments.find(tokens[:full], starts=[0]))) == full:
+            continue
+        ids = torch.cat((torch.tensor([bos]), document[0, :full].cpu()))
+        rows = torch.stack([torch.stack((k[1:], v[1:])) for k, v in alone(decoder, ids.to(decoder.device))]).cpu()
+        segments.put(tokens[:full], rows.view(torch.uint8).numpy().view(segments.layout.numpy_dtype))
+        count += full
+    return count
+
+
+def _opening(segments: Segments, verdict: Verdict | None) -> Verdict | None:
+    """Returns the verdict that opens the gate: the one given, or the one recorded. None: compute without segments."""
+    given = segments.verdict() if verdict is None else verdict
+    try:
+        return gate.check(given, segments.fingerprint, segments.rope.digest)
+    except InvalidRequest as error:
+        log.warning("blended.closed %s", error)
+        return None
+
+
+def _opened(model: Any, input_ids: Any, store: Store | Cache) -> tuple[Cache, Decoder]:
+    """Returns the exact cache of ``model`` and its layers, after all checks of the arguments."""
+    kept = checked(model)
+    check_prompt(model, input_ids)
+    if isinstance(store, Cache):
+        check_cache(model, kept, store.namespace)
+        return store, Decoder(model)
+    if not isinstance(store, Store):
+        raise InvalidRequest(
+            f"store is a {type(store).__name__}: expected what kvstore.open or kvstore.connect returns"
+        )
+    return model_cache(model, store), Decoder(model)
+
+
+def _load_exact(cache: Cache, tokens: Any, kv: PromptKV) -> int:
+    """Fills ``kv`` with the stored prefix; returns its number of tokens."""
+    count, array = cache.get(tokens)
+    if count:
+        _fill(kv, array, range(count))
+    return count
+
+
+def _load_segments(
+    segments: Segments,
+    tokens: Any,
+    starts: Sequence[int] | None,
+    exact: int,
+    verdict: Verdict,
+    kv: PromptKV,
+    reused: Any,
+) -> None:
+    """Fills ``kv`` with the segments that are stored, and marks their rows in ``reused``."""
+    matches = segments.find(tokens, starts, exact)
+    if not matches:
+        return
+
+    first, end = matches[0].start, matches[-1].end
+    out = np.empty(segments.layout.shape(end - first), segments.layout.numpy_dtype)
+    with segments.hold(matches) as held:
+        got = held.read_into(out, verdict, first)
+    for match in got:
+        _fill(kv, out[:, :, match.start - first : match.end - first], range(match.start, match.end))
+        reused[match.start : match.end] = True
+
+
+def _fill(kv: PromptKV, array: Any, place: range) -> None:
+    """Writes KV of the store's shape, (layers, 2, tokens, heads, dim), into these rows of ``kv``."""
+    dtype, device = kv.keys[0].dtype, kv.keys[0].device
+    # Through bytes: numpy and torch have no bfloat16 in common.
+    rows = torch.from_numpy(array.view("u1").copy()).view(dtype).to(device)
+    for layer, (k, v) in enumerate(rows):
+        kv.write(layer, slice(place.start, place.stop), k, v)

@@ -1,0 +1,190 @@
+"""Selective recomputation against full prefill and against its definition: for each kind of model, without a store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from kvstore.connectors.transformers.comparing import Case, Prepared, by_layer, prepare
+from kvstore.connectors.transformers.decoder import Decoder
+from kvstore.connectors.transformers.gate import UNMEASURED, candidates, choose, work
+from kvstore.connectors.transformers.selective import deviation
+from kvstore.errors import InvalidRequest
+from kvstore.segments import Bounds, Rule, Verdict
+from tests.engines.transformers.models import (
+    deepseek,
+    difference,
+    gemma,
+    gemma2,
+    gemma3,
+    llama,
+    mistral,
+    prompt,
+    qwen2,
+    qwen3,
+)
+
+MODELS: dict[str, Callable[[], Any]] = {
+    each.__name__: each for each in (llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3)
+}
+TOKENS, SEGMENTS, ANSWERS = 101, (range(20, 50), range(50, 90)), (range(96, 99), range(99, 101))
+REUSED = 70
+
+
+def plan(
+    rule: Rule = Rule.V, check_layers: tuple[int, ...] = (1,), ratios: tuple[float, ...] = (0.2,), **bounds: float
+) -> Verdict:
+    return Verdict("weights", "rope", rule, check_layers, ratios, Bounds(**bounds), UNMEASURED)
+
+
+def case(seed: int = 1) -> Case:
+    return Case(tuple(prompt(TOKENS, seed)[0].tolist()), SEGMENTS, ANSWERS)
+
+
+def prepared(model: Any) -> tuple[Decoder, Prepared]:
+    decoder = Decoder(model)
+    return decoder, prepare(decoder, case())
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
+def test_full_prefill_is_the_models_own_and_recomputing_everything_equals_it(
+    make: Callable[[], Any], attention: str
+) -> None:
+    model = make()
+    model.set_attn_implementation(attention)
+    decoder, found = prepared(model)
+    with torch.no_grad():
+        own = model(torch.tensor([found.case.ids])).logits[0].log_softmax(-1)
+    assert difference(own[found.case.asked], found.chances) < 1e-4
+    _, chances, computed = found.blended(decoder, plan(ratios=(1.0,)))
+    assert difference(chances, found.chances) < 1e-4
+    assert list(computed) == [REUSED] * decoder.layers
+    _, nothing, computed = found.blended(decoder, plan(check_layers=(0,), ratios=(0.0,)))
+    assert difference(nothing, found.chances) > 1e-2
+    assert list(computed) == [0] * decoder.layers
+
+
+@pytest.mark.parametrize("rule", Rule)
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
+def test_the_rows_that_deviate_most_are_computed_and_the_others_keep_what_was_loaded(
+    make: Callable[[], Any], rule: Rule
+) -> None:
+    decoder, found = prepared(make())
+    kv, _, computed = found.blended(decoder, plan(rule))
+    rows = found.reused.nonzero()[:, 0]
+    # Layer 0 was computed in full, so what the check layer projects is what full prefill has there.
+    points = deviation(rule, found.full.at(1, rows), found.loaded.at(1, rows))
+    picked = set(rows[points.topk(14).indices].tolist())
+    assert list(computed) == [REUSED, 14, 14, 14]
+    for layer in (1, 2, 3):
+        changed = (kv.keys[layer] != found.loaded.keys[layer]).any(3).any(1)[0]
+        assert {row for row in changed.nonzero()[:, 0].tolist() if found.reused[row]} == picked
+        kept = [row for row in rows.tolist() if row not in picked]
+        assert torch.equal(kv.values[layer][:, :, kept], found.loaded.values[layer][:, :, kept])
+    assert difference(kv.keys[0], found.full.keys[0]) < 1e-5
+    assert difference(kv.values[1][:, :, sorted(picked)], found.full.values[1][:, :, sorted(picked)]) < 1e-4
+
+
+def test_a_schedule_falls_from_layer_to_layer_within_what_is_left() -> None:
+    decoder, found = prepared(llama())
+    _, _, computed = found.blended(decoder, plan(check_layers=(1, 3), ratios=(0.5, 0.1)))
+    assert list(computed) == [70, 35, 35, 7]
+    assert work(4, (1, 3), (0.5, 0.1)) == pytest.approx(sum(computed) / (4 * REUSED))
+
+
+def test_the_exact_prefix_is_not_computed() -> None:
+    decoder, found = prepared(llama())
+    kv, _, _ = found.blended(decoder, plan())
+    assert found.exact == SEGMENTS[0].start
+    assert all(torch.equal(one[:, :, :20], full[:, :, :20]) for one, full in zip(kv.keys, found.full.keys, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "reason"),
+    [
+        (deepseek, {}, "blending is for .*llama.* and this is deepseek_v3"),
+        (llama, {"attention": "flex_attention"}, "a mask of its own, which flex_attention does not take"),
+        (lambda: llama().train(), {}, "training mode"),
+    ],
+)
+def test_models_that_are_built_otherwise_are_refused(
+    make: Callable[[], Any], settings: dict[str, str], reason: str
+) -> None:
+    model = make()
+    if settings:
+        model.config._attn_implementation = settings["attention"]
+    with pytest.raises(InvalidRequest, match=reason):
+        Decoder(model)
+
+
+def test_a_model_with_two_bases_has_no_rope_to_store_keys_by() -> None:
+    with pytest.raises(InvalidRequest, match="different bases"):
+        Decoder(gemma3()).rope()
+
+
+@pytest.mark.parametrize(
+    ("segments", "answers"),
+    [
+        ((range(20),), ANSWERS),
+        ((range(50, 90), range(20, 50)), ANSWERS),
+        ((range(20, 50), range(40, 90)), ANSWERS),
+        (SEGMENTS, ()),
+        (SEGMENTS, (range(60, 62),)),
+        (SEGMENTS, (range(90, 92),)),
+        (SEGMENTS, (range(100, 102),)),
+    ],
+)
+def test_cases_that_cannot_be_compared_are_refused(segments: tuple[range, ...], answers: tuple[range, ...]) -> None:
+    with pytest.raises(InvalidRequest, match=r"^(segments|answers) "):
+        replace(case(), segments=segments, answers=answers)
+
+
+def test_candidates_are_tried_cheapest_first_and_within_the_bound_on_work() -> None:
+    bounds = Bounds(work_max=0.6)
+    tries = candidates(12, "weights", "rope", bounds)
+    shares = [work(12, each.check_layers, each.ratios) for each in tries]
+    assert shares == sorted(shares) and shares[-1] <= 0.6
+    assert {each.rule for each in tries} == set(Rule)
+    assert {each.check_layers for each in tries} >= {(1,), (3,), (6,), (1, 2, 3)}
+    assert all(not each.holds and each.bounds == bounds for each in tries)
+
+
+def test_the_cheapest_that_holds_is_chosen_and_no_dearer_one_is_tried() -> None:
+    decoder = Decoder(llama())
+    tries = [plan(ratios=(ratio,), kl_max=0.05) for ratio in (0.05, *[1.0] * 8, 0.9)]
+    moved: list[int] = []
+    choice = choose(decoder, [case(1), case(2)], tries, tries[0].bounds, moved.append)
+    assert choice.verdict.holds and choice.verdict.ratios == (1.0,)
+    assert choice.verdict is choice.tried[1]
+    assert len(choice.tried) == sum(moved) == 8
+    assert choice.tried[0].measured.prompts == 1, "it is given up once it cannot hold"
+    assert choice.verdict.measured.prompts == 2 and choice.verdict.measured.tokens == 2 * REUSED
+    assert choice.verdict.measured.agreement == 1.0 and choice.verdict.measured.kl < 1e-6
+    assert [each.relative("v") < 1e-4 for each in choice.layers] == [True] * 4
+
+
+def test_where_nothing_holds_the_nearest_is_named_and_does_not_hold() -> None:
+    tries = [plan(check_layers=(0,), ratios=(ratio,)) for ratio in (0.0, 0.3)]
+    choice = choose(Decoder(llama()), [case()], tries, tries[0].bounds)
+    assert not choice.verdict.holds
+    assert choice.verdict.measured.kl == min(each.measured.kl for each in choice.tried)
+
+
+def test_the_errors_of_each_layer_fall_where_rows_are_computed() -> None:
+    decoder, found = prepared(llama())
+    layers = by_layer(decoder, [found], plan(ratios=(0.5,)))
+    assert [each.share for each in layers] == [1.0, 0.5, 0.5, 0.5]
+    assert layers[0].relative("k") < 1e-5
+    for each in layers[1:]:
+        assert 0 < each.relative("k") < each.relative("k loaded")
+        assert 0 < each.relative("v") < each.relative("v loaded")
+
+
+def test_nothing_to_compare_is_an_error() -> None:
+    with pytest.raises(InvalidRequest, match="nothing to compare"):
+        choose(Decoder(llama()), [], [plan()], Bounds())
