@@ -21,6 +21,8 @@ HASH_ALGORITHM = "blake2b-128"
 NAME_BYTES_MAX = 256
 TEXT_BYTES_MAX = 4096
 ATTRIBUTES_MAX = 64
+SEGMENTS = ("kv", "segment")
+"""The attribute of namespaces of segments (kvstore/segments/SEGMENTS.md)."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,11 @@ class Namespace:
         """Its name, tenant and layout, for people."""
         tenant = f" of tenant {self.tenant!r}" if self.tenant else ""
         return f"{self.name!r}{tenant}, {self.layout.short}"
+
+    @property
+    def has_segments(self) -> bool:
+        """True if its prompts are segments, which are reused at other places and never count as hits."""
+        return SEGMENTS in self.attributes
 
     def to_json(self) -> bytes:
         """Canonical JSON: sorted keys, no spaces, UTF-8. The digest is taken over it."""

@@ -164,10 +164,6 @@ class LocalPort:
                 self._store, member.node, member.node.hold(member.node.chains.of(namespace, tokens), ttl_s)
             )
 
-    def heads(self, namespace: Namespace, seconds_max: float) -> list[Head]:
-        with self._store as member:
-            return list_heads(member.node.root, member.node.identity.shard_bits, namespace, seconds_max)
-
     def pin(self, namespace: Namespace, tokens: TokenArray, ttl_s: float, owner: str) -> PinRecord:
         with self._store as member:
             return member.pin(member.node.chains.of(namespace, tokens), ttl_s, owner)
@@ -248,3 +244,11 @@ class LocalPort:
 
     def close(self) -> None:
         self._store.close()
+
+
+def heads_of(port: object, namespace: Namespace, seconds_max: float) -> list[Head]:
+    """Lists the stored prompts of a namespace as far as the time allows; none through workers."""
+    if not isinstance(port, LocalPort):
+        return []
+    with port._store as member:
+        return list_heads(member.node.root, member.node.identity.shard_bits, namespace, seconds_max)

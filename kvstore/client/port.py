@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy.typing as npt
 
 from kvstore.buffers import Pieces
-from kvstore.census.heads import Head
 from kvstore.census.selection import Selection
 from kvstore.errors import KVStoreError
 from kvstore.hints import Hints
@@ -139,10 +138,6 @@ class Port(Protocol):
 
     def hold(self, namespace: Namespace, tokens: TokenArray, ttl_s: float | None) -> PortHold:
         """Holds the leading chunks in the store."""
-        ...
-
-    def heads(self, namespace: Namespace, seconds_max: float) -> list[Head]:
-        """Lists the stored prompts as far as the time allows; none through workers."""
         ...
 
     def pin(self, namespace: Namespace, tokens: TokenArray, ttl_s: float, owner: str) -> PinRecord:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kvstore.buffers import Pieces
-from kvstore.census.heads import Head
 from kvstore.census.selection import Selection
 from kvstore.client.bulk.cargo import ChunkCargo
 from kvstore.client.bulk.lanes import FileLanes
@@ -202,9 +201,6 @@ class RemotePort:
         except Unavailable:
             self.counters.add(ClientCount.MISSES_UNREACHABLE)
             return nothing
-
-    def heads(self, namespace: Namespace, seconds_max: float) -> list[Head]:
-        return []
 
     # Publishing
 

@@ -13,6 +13,7 @@ import numpy as np
 from kvstore import tracing
 from kvstore.client.arrays import KvArray, fillable, source_array, target_array
 from kvstore.client.blocks import BlockCache
+from kvstore.client.local import heads_of
 from kvstore.client.owner import Owner
 from kvstore.client.planning import TOKENS_MAX, ask_in_calls
 from kvstore.client.port import Port, PortHold
@@ -127,7 +128,7 @@ class Segments:
         page of each chunk, 262,144 of them at most.
         """
         self._is_listed = True
-        heads = self._port.heads(self.namespace, seconds_max)
+        heads = heads_of(self._port, self.namespace, seconds_max)
         for head in heads:
             self._learn(head.tokens, [0], [head.chunks * self.layout.chunk_tokens])
         return len(heads)

@@ -38,7 +38,7 @@ def match_each(node: Node, namespace: Namespace, prompts: Iterable[TokenArray], 
 
 def _remembered(node: Node, chains: list[Chain]) -> Iterator[int]:
     """Yields the number of leading chunks of each that the node remembers."""
-    present = bytes(node.remembered([address for chain in chains for address in chain.addresses]))
+    present = bytes(node.reads.remembered([address for chain in chains for address in chain.addresses]))
     start = 0
     for chain in chains:
         yield leading(present[start : start + len(chain)])

@@ -60,7 +60,6 @@ from kvstore.root.identity import RootIdentity
 from kvstore.root.interface import Root, Space
 from kvstore.root.posix import PosixRoot
 from kvstore.sections import Buffers, Sections
-from kvstore.segments.naming import has_segments
 from kvstore.sources import Clock, Ids, RandomIds, SystemClock
 from kvstore.writes import Durability, WriteMode
 
@@ -191,13 +190,9 @@ class Node:
         """How many leading chunks are in the store. A miss, never an error, when the root does not answer."""
         deadline = self._deadline(deadline_s, self.limits.match_deadline_s)
         count = self.reads.matched_count(chain.leading(self.gc_view.leading(chain.addresses)), deadline)
-        if counts and not has_segments(chain.namespace):
+        if counts and not chain.namespace.has_segments:
             self.counters.add_request(chain.addresses, count, chain.namespace.layout.chunk_tokens, reads=False)
         return count
-
-    def remembered(self, addresses: Sequence[Address]) -> npt.NDArray[np.bool_]:
-        """Returns which chunks are known to be on the root, without a look at it."""
-        return self.known.present(addresses, self._chunks.quantum())
 
     def hold(
         self, chain: Chain, ttl_s: float | None = None, deadline_s: float | None = None, *, counts: bool = True
@@ -206,7 +201,7 @@ class Node:
         hold = self.holds.take(chain, ttl_s)  # it has left out what is condemned
         try:
             hold.count = self.reads.matched_count(hold.chain, self._deadline(deadline_s, self.limits.match_deadline_s))
-            if counts and not has_segments(chain.namespace):
+            if counts and not chain.namespace.has_segments:
                 self.counters.add_request(chain.addresses, hold.count, chain.namespace.layout.chunk_tokens, reads=True)
             hold.chain = chain.leading(hold.count)
             if self.memory is not None:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from kvstore.address import Chain
 from kvstore.counts import NodeCount
+from kvstore.errors import InvalidRequest
 from kvstore.format.header import expected_chunk
 from kvstore.hints import DEFAULT, Hints
 from kvstore.node.chunks import Chunks
@@ -106,6 +107,10 @@ class Puts:
         far. Chunks that memory has no room for are shed, or, without ``sheds``, put on the root. Raises Overloaded
         while the root is full, and the root's errors.
         """
+        if first and wanted.namespace.has_segments:
+            raise InvalidRequest(
+                "a segment is put from its first token on, behind BOS alone: give all of its KV at once"
+            )
         self.view.check_room(sum(sizes_of(wanted)[first:]))
         mode = self.mode(write, hints)
         if isinstance(wanted, Keyed):

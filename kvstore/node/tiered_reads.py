@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.address import Chain
+from kvstore.address import Address, Chain
 from kvstore.buffers import Borrowed
 from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError
@@ -31,7 +31,6 @@ from kvstore.node.tier_stack import TierStack
 from kvstore.node.tiers import Tier
 from kvstore.node.wanted import Keyed, Wanted, expected_of, mean_bytes
 from kvstore.sections import Sections
-from kvstore.segments.naming import has_segments
 
 Mask = npt.NDArray[np.bool_]
 
@@ -73,6 +72,10 @@ class TieredReads:
                 for key, entry in zip(wanted.keys, slots.entries, strict=True)
             ]
 
+    def remembered(self, addresses: Sequence[Address]) -> npt.NDArray[np.bool_]:
+        """Returns which chunks are known to be on the root, without a look at it."""
+        return self._chunks.known.present(addresses, self._chunks.quantum())
+
     def matched_count(self, chain: Chain, deadline: Deadline) -> int:
         """Returns how many leading chunks are anywhere (rule R1)."""
         return matched_count(self._chunks, self._lanes, self._counters, chain, deadline, self.above)
@@ -82,7 +85,7 @@ class TieredReads:
         if self._tiers is not None:
             self._tiers.memory.used(wanted, len(wanted))
         self._refresher.used(wanted)
-        if isinstance(wanted, Chain) and has_segments(wanted.namespace):
+        if isinstance(wanted, Chain) and wanted.namespace.has_segments:
             self._counters.add(NodeCount.BLENDED_TOKENS, len(wanted) * wanted.namespace.layout.chunk_tokens)
 
     def looked_up(self, wanted: Wanted) -> None:

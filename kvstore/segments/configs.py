@@ -10,9 +10,9 @@ from kvstore.errors import InvalidRequest
 INTERLEAVED = ("codegen", "cohere", "cohere2", "ernie4_5", "glm", "glm4", "gptj", "helium")
 """Model types of transformers that rotate neighbouring elements; the others here rotate the halves of a head."""
 RECURRENT = (
-    "conv_kernel", "linear_conv_kernel_dim", "linear_num_value_heads", "lru_width", "mamba_d_state", "ssm_cfg",
-    "ssm_state_size", "state_size", "time_step_rank", "wkv_hidden_size",
-)  # fmt: skip
+    *("conv_kernel", "linear_conv_kernel_dim", "linear_num_value_heads", "lru_width", "mamba_d_state", "ssm_cfg"),
+    *("ssm_state_size", "state_size", "time_step_rank", "wkv_hidden_size"),
+)
 """Settings of models that keep a recurrent state, which has no rows for a segment's tokens."""
 QUANTISED = ("kv_cache_dtype", "kv_cache_quant_algo", "kv_cache_scheme")
 """Settings of quantised KV, in a configuration or its ``quantization_config``."""

@@ -17,8 +17,7 @@ Hashes = npt.NDArray[np.uint64]
 
 WAYS = 4
 BUCKET_BITS = 18
-SEGMENTS_MAX = WAYS << BUCKET_BITS
-"""1,048,576 segments in 16 MiB, of which only the pages in use take memory."""
+"""Room for 1,048,576 segments in 16 MiB, of which only the pages in use take memory."""
 
 _ODD = np.uint64(0xD6E8FEB86659FD93)
 _INVERSE = np.uint64(pow(int(_ODD), -1, 1 << 64))
@@ -50,7 +49,7 @@ def windows(tokens: TokenArray, size: int) -> Hashes:
 
 
 class Index:
-    """Known first chunks, by the hash of their tokens: at most ``SEGMENTS_MAX``, those used last."""
+    """Known first chunks, by the hash of their tokens: at most 4 * 2**bucket_bits, those used last."""
 
     def __init__(self, bucket_bits: int = BUCKET_BITS) -> None:
         self._shift = np.uint64(64 - bucket_bits)

@@ -7,10 +7,9 @@ from dataclasses import replace
 
 from kvstore.errors import InvalidRequest
 from kvstore.layout import Layout
-from kvstore.namespace import Namespace
+from kvstore.namespace import SEGMENTS, Namespace
 
-KIND = "kv"
-SEGMENT = "segment"
+KIND, SEGMENT = SEGMENTS
 VERDICT = "verdict"
 
 
@@ -33,11 +32,6 @@ def verdicts_of(segments: Namespace) -> Namespace:
     attributes = {KIND: VERDICT, "segments": segments.digest.hex()}
     layout = Layout(1, 1, 1, "int8", 1)
     return Namespace.of(f"{segments.name} verdicts", layout, segments.fingerprint, segments.tenant, attributes)
-
-
-def has_segments(namespace: Namespace) -> bool:
-    """True if the namespace is one of segments."""
-    return (KIND, SEGMENT) in namespace.attributes
 
 
 def check_exact(attributes: Mapping[str, str] | None) -> None:

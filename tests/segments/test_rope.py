@@ -14,13 +14,21 @@ from kvstore.segments import Rope, Style
 from kvstore.segments.rope import POSITION_MAX
 
 LLAMA = {
-    "model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
-    "rope_theta": 500_000.0, "rope_scaling": None, "max_position_embeddings": 8192,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "rope_theta": 500_000.0,
+    "rope_scaling": None,
+    "max_position_embeddings": 8192,
+}
 LLAMA3 = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
-}  # fmt: skip
+}
 
 
 def test_settings_come_from_a_mapping_an_object_and_a_model_of_texts() -> None:

@@ -19,7 +19,9 @@ from kvstore.client import Cache, Store
 from kvstore.client.local import LocalPort
 from kvstore.client.segments import VERDICTS_MAX, Segments
 from kvstore.errors import InvalidRequest
+from kvstore.hints import Hints
 from kvstore.root.memory import MemoryFiles, MemoryRoot
+from kvstore.sections import planes_of
 from kvstore.segments import Bounds, Match, Measured, Rope, Rule, Verdict, rotate
 from tests.node.stores import member_on
 from tests.root import faulty
@@ -162,6 +164,15 @@ def test_s2_the_namespace_says_what_it_holds(local: Store) -> None:
 def test_s5_a_namespace_of_segments_opens_only_through_a_model(store: Store, kind: str) -> None:
     with pytest.raises(InvalidRequest, match=r"use cache.segments\(rope\)"):
         store.namespace("m", LAYOUT, attributes={"kv": kind})
+
+
+def test_s5_a_segment_is_put_from_its_first_token_on(store: Store) -> None:
+    segments, document = segments_of(store), DOCUMENTS[0]
+    segments.put(document[:SIZE], kv_of(document)[:, :, :SIZE])
+    rest = planes_of(np.ascontiguousarray(kv_of(document)[:, :, SIZE:]), segments.layout, 1)
+    with pytest.raises(InvalidRequest, match="from its first token on"):
+        segments._port.put(segments.namespace, document, 1, rest, Hints.of(None, None, None))
+    assert segments.find(document, [0]) == [Match(0, SIZE, document[:SIZE])]
 
 
 def test_s5_layouts_whose_keys_cannot_be_rotated_are_refused(local: Store) -> None:

@@ -137,6 +137,12 @@ MUTANTS = [
         f"{STORE}s5_a_namespace_of_segments_opens_only_through_a_model[local-segment]",
     ),
     segments(
+        "put-behind-a-prefix",
+        "S5",
+        edit("kvstore.node.puts:Puts.begin", "if first and wanted.namespace.has_segments", "if False"),
+        f"{STORE}s5_a_segment_is_put_from_its_first_token_on[local]",
+    ),
+    segments(
         "rotates-quantised-rows",
         "S5",
         skip("kvstore.segments.rotation:check_keys"),
@@ -153,7 +159,7 @@ MUTANTS = [
     segments(
         "segments-are-hits",
         "S13",
-        skip("kvstore.segments.naming:has_segments", False),
+        edit("kvstore.namespace:Namespace.has_segments", "SEGMENTS in self.attributes", "False"),
         f"{STORE}s13_segments_are_no_hits[local]",
     ),
 ]
