@@ -68,7 +68,6 @@ class Truth:
         self._folder = folder
         self._folders = Folders(1 << shard_bits, limits)
         self._looked_s = float("-inf")
-        self._spare: set[int] = set()
         self._strangers: set[int] = set()
         """Namespaces that are not wanted, or have no readable record."""
         self._quarantined: set[str] = set()
@@ -127,10 +126,8 @@ class Truth:
 
     def _apply(self, news: News) -> None:
         for shard in news.ended:
-            self._spare.add(shard)
             self._folders.must_list(shard)
         if news.clear_ended:
-            self._spare.update(range(self._folders.count))
             self._folders.must_list(None)
         with self.lock:
             for shard in news.begun:
@@ -183,9 +180,8 @@ class Truth:
                 mine = found.namespaces == np.uint64(number)
                 mine &= (found.firsts >= np.uint64(first)) & (found.firsts <= np.uint64(last))
                 model.inventory.listed(first, last, found.firsts[mine], found.lasts[mine])
-                if shard in self._spare:
-                    model.inventory.spare(first, last)
-            self._spare.discard(shard)
+                # What is here now was spared by every sweep that has ended; those in flight condemn theirs again.
+                model.inventory.spare(first, last)
             self._condemn(shard)
             for number in self.models:
                 self._hide(number)

@@ -17,6 +17,7 @@ PARTS = (
     "limits",
     "room",
     "planning",
+    "events",
     "engines",
 )
 
