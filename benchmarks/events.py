@@ -31,12 +31,13 @@ import numpy as np
 import zmq
 
 import kvstore
-from kvstore.address import Chain
+from kvstore.address import Address, Chain
 from kvstore.events.inventory import Identities, Inventory
 from kvstore.events.query import RECENT_BYTES, Answers, Question
 from kvstore.format import places
 from kvstore.layout import Layout
 from kvstore.meta.etcd import EtcdMeta
+from kvstore.meta.interface import Delete, Put
 from kvstore.meta.keys import Keys, SweepId
 from kvstore.meta.server import EmbeddedEtcd
 from kvstore.meta.sweeps import Condemned
@@ -50,6 +51,10 @@ LAYOUT = Layout(layers=1, kv_heads=1, head_dim=8, dtype="int8", chunk_tokens=16)
 SPACE = Namespace.of("m", LAYOUT)
 CHAIN = 100
 SUBSCRIBERS = 10
+KEPT_S = 5
+"""Chains are deleted so long after they were stored."""
+KEYS = 64
+"""Keys in one transaction."""
 BLOCKS = 10_000
 ROUNDS = 500
 
@@ -58,34 +63,37 @@ def load(seconds: int, rate: int) -> None:
     """Chains come and go at ``rate`` blocks a second each; prints CPU of the publisher and how late it was."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, EmbeddedEtcd(Path(folder, "etcd")) as etcd:
         root = Path(folder, "root")
-        with kvstore.open(root, etcd=etcd.endpoints) as store, publisher(root, etcd.endpoints) as (child, said):
+        with kvstore.open(root, etcd=etcd.endpoints) as store:
+            store.namespace("m", LAYOUT)
+        # From here on alone: a node would end its session, because nobody links the keys below to its chain of sweeps.
+        with kvstore.open(root, max_bytes=None) as store, publisher(root, etcd.endpoints) as (child, said):
             cache = store.namespace("m", LAYOUT)
-            sockets = [_subscribed(said["publish"]) for _ in range(SUBSCRIBERS)]
-            heard = _Heard(sockets)
+            heard = _Heard([_subscribed(said["publish"]) for _ in range(SUBSCRIBERS)])
             deleting = _Deleting(root, etcd.endpoints)
             cpu_s, began_s, chains = _cpu_s(child.pid), time.monotonic(), list[Chain]()
             late_s: list[float] = []
-            for turn in range(seconds * rate // CHAIN):
-                tokens = np.random.default_rng(turn).integers(0, 50_000, CHAIN * 16, np.uint32)
-                cache.put(tokens, np.zeros(LAYOUT.shape(len(tokens)), np.int8))
-                chains.append(Chain.of(SPACE, tokens))
-                if len(chains) > 3 * rate // CHAIN:
-                    late_s.append(deleting.take(chains.pop(0), heard))
-                heard.drain(0.0)
-                time.sleep(max(0.0, began_s + (turn + 1) * CHAIN / rate - time.monotonic()))
+            for turn in range(seconds):
+                for at in range(rate // CHAIN):
+                    tokens = np.random.default_rng((turn, at)).integers(0, 50_000, CHAIN * 16, np.uint32)
+                    cache.put(tokens, np.zeros(LAYOUT.shape(len(tokens)), np.int8))
+                    chains.append(Chain.of(SPACE, tokens))
+                if turn >= KEPT_S:
+                    gone, chains = chains[: rate // CHAIN], chains[rate // CHAIN :]
+                    late_s.append(deleting.take(gone, heard))
+                while time.monotonic() < began_s + turn + 1:
+                    heard.drain(0.02)
             took_s = time.monotonic() - began_s
             cpu_s = _cpu_s(child.pid) - cpu_s
             there = {int.from_bytes(each[8:], "big") for chain in chains for each in chain.addresses}
             settled_s = time.monotonic()
             while heard.hashes != there and time.monotonic() < settled_s + 60:
                 heard.drain(0.05)
-            print(f"stored and removed {len(late_s) * CHAIN / took_s:.0f} blocks/s each, for {took_s:.0f} s")
+            after_s = time.monotonic() - settled_s
+            print(f"stored {seconds * rate / took_s:.0f} and removed {len(late_s) * rate / took_s:.0f} blocks/s")
             print(f"publisher: {cpu_s / took_s:.3f} of a core; {heard.batches} batches to {SUBSCRIBERS} subscribers")
             median, worst = np.median(late_s) * 1e3, max(late_s) * 1e3
-            print(f"removal heard after its key was put: median {median:.0f} ms, worst {worst:.0f} ms")
-            print(
-                f"all alike: {heard.alike}; index equal to the root {time.monotonic() - settled_s:.1f} s after the end"
-            )
+            print(f"{rate} removals heard after their keys were put: median {median:.0f} ms, worst {worst:.0f} ms")
+            print(f"all alike: {heard.alike}; index equal to the root {after_s:.1f} s after the end")
 
 
 def known(chunks: int) -> None:
@@ -167,23 +175,31 @@ class _Deleting:
         assert identity is not None
         self._identity, self._meta, self._keys = identity, EtcdMeta(etcd), Keys(identity.root)
 
-    def take(self, chain: Chain, heard: _Heard) -> float:
-        """Deletes a chain; returns the seconds from its condemnation until a subscriber had heard of all of it."""
+    def take(self, chains: list[Chain], heard: _Heard) -> float:
+        """Deletes chains; returns the seconds from their condemnation until a subscriber had heard of all of it."""
         bits = self._identity.shard_bits
-        shards = {places.shard(each, bits) for each in chain.addresses}
-        keys = [self._keys.condemned_in(shard) for shard in shards]
+        victims: dict[int, list[Address]] = {}
+        for each in (address for chain in chains for address in chain.addresses):
+            victims.setdefault(places.shard(each, bits), []).append(each)
+        operations = [
+            Put(
+                self._keys.condemned_in(shard),
+                Condemned.of_victims(SweepId(bytes(16)), bytes(16), of_shard).to_bytes(),
+            )
+            for shard, of_shard in victims.items()
+        ]
+        for start in range(0, len(operations), KEYS):
+            self._meta.txn((), operations[start : start + KEYS])
         began_s = time.monotonic()
-        for shard, key in zip(shards, keys, strict=True):
-            victims = [each for each in chain.addresses if places.shard(each, bits) == shard]
-            self._meta.put(key, Condemned.of_victims(SweepId(bytes(16)), bytes(16), victims).to_bytes())
-        gone = {int.from_bytes(each[8:], "big") for each in chain.addresses}
+        gone = {int.from_bytes(each[8:], "big") for chain in chains for each in chain.addresses}
         while heard.hashes & gone and time.monotonic() < began_s + 60:
             heard.drain(0.005)
         late_s = time.monotonic() - began_s
-        for each in chain.addresses:
-            self._root.remove(places.chunk(each, SPACE.id, bits))
-        for key in keys:
-            self._meta.delete(key)
+        for chain in chains:
+            for each in chain.addresses:
+                self._root.remove(places.chunk(each, SPACE.id, bits))
+        for start in range(0, len(operations), KEYS):
+            self._meta.txn((), [Delete(each.key) for each in operations[start : start + KEYS]])
         return late_s
 
 

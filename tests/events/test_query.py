@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvstore.address import Chain
-from kvstore.errors import InvalidRequest
+from kvstore.errors import InvalidRequest, Unauthenticated
 from kvstore.events.inventory import Identities, Inventory
 from kvstore.events.query import Answers, Question
 from kvstore.events.truth import Model
@@ -87,8 +87,6 @@ def test_a_bad_question_is_refused(body: bytes) -> None:
 
 
 def test_without_a_good_token_nothing_is_answered() -> None:
-    from kvstore.errors import Unauthenticated
-
     class Refusing:
         def identify(self, presented: Any) -> Any:
             raise Unauthenticated("no token")
