@@ -29,6 +29,9 @@ from kvstore.waiting import Monitor
 
 log = logging.getLogger(__name__)
 
+STRANGERS_S = 10.0
+"""Records of namespaces that are not told are read again after so long."""
+
 Wanted = Callable[[Namespace], bool]
 
 
@@ -69,7 +72,8 @@ class Truth:
         self._folders = Folders(1 << shard_bits, limits)
         self._looked_s = float("-inf")
         self._strangers: set[int] = set()
-        """Namespaces that are not wanted, or have no readable record."""
+        """Namespaces that are not wanted, or had no readable record a moment ago."""
+        self._strangers_s = 0.0
         self._quarantined: set[str] = set()
 
     @property
@@ -96,6 +100,10 @@ class Truth:
     def is_busy(self) -> bool:
         """True if another step has something to do at once."""
         return self._folders.due(self._clock.monotonic_s()) is not None or not self.is_complete
+
+    def reread(self) -> None:
+        """Reads etcd afresh at the next step: it may be another one than before, restored from a snapshot."""
+        self._doomed.close()
 
     def settle(self) -> list[tuple[Model, Difference]]:
         """Returns what is to be told since the last call, for each namespace with changes."""
@@ -189,6 +197,9 @@ class Truth:
 
     def _meet(self, found: NameColumns) -> None:
         """Reads the records of namespaces that were not there before."""
+        now_s = self._clock.monotonic_s()
+        if now_s - self._strangers_s >= STRANGERS_S:
+            self._strangers, self._strangers_s = set(), now_s
         new = set(np.unique(found.namespaces).tolist()) - self.models.keys() - self._strangers
         if not new:
             return

@@ -205,4 +205,46 @@ MUTANTS = [
         edit("kvstore.events.messages:_stored", '"lora_id": None,', ""),
         "events/test_wire.py::test_a_batch_has_the_bytes_that_vllm_sends",
     ),
+    events(
+        "a-failing-root-ends-it",
+        "F2",
+        edit(
+            "kvstore.events.speaker:Speaker.step", "except KVStoreError as error", "except ZeroDivisionError as error"
+        ),
+        f"{SPEAKER}a_root_that_does_not_answer_silences_nobody",
+    ),
+    events(
+        "questions-cross-tenants",
+        "section 7",
+        edit(
+            "kvstore.events.query:Answers.answer",
+            "(model.namespace.name, model.namespace.tenant)",
+            "(model.namespace.name, question.tenant)",
+        ),
+        "events/test_query.py::test_a_tenant_sees_nothing_of_another",
+    ),
+    events(
+        "questions-skip-holes",
+        "T1",
+        edit("kvstore.events.query:_leading_chain", "count * step", "len(ends) * step"),
+        "events/test_query.py::test_the_longest_prefix_is_found_by_tokens_and_by_hashes",
+    ),
+    events(
+        "everybody-asks",
+        "section 7",
+        skip("kvstore.events.web:_admit"),
+        "events/test_query.py::test_without_a_good_token_nothing_is_answered",
+    ),
+    events(
+        "strangers-hear",
+        "section 7",
+        edit("kvstore.events.sockets:Sockets._bound", "curve is not None", "False"),
+        "events/test_sockets.py::test_with_curve_only_known_keys_hear_events",
+    ),
+    events(
+        "others-hear-by-mistake",
+        "section 7",
+        edit("kvstore.cli.events:Endpoints._bound", 'not is_loopback(endpoint.removeprefix("tcp://"))', "False"),
+        "events/test_sockets.py::test_prompts_are_not_served_to_others_by_mistake",
+    ),
 ]
