@@ -8,19 +8,26 @@ from __future__ import annotations
 
 import base64
 import binascii
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isqrt
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from kvstore.address import Chain
+from kvstore.address import Address
 from kvstore.errors import InvalidRequest
+from kvstore.events.columns import Mask
+from kvstore.events.inventory import Inventory
 from kvstore.events.messages import DATA_PARALLEL_RANK
 from kvstore.events.truth import Model, Truth
+from kvstore.node.chains import RecentChains
 from kvstore.tokens import TOKENS_MAX, TokenArray, token_array
 
 BODY_BYTES_MAX = 64 << 20
+RECENT_BYTES = 64 << 20
+"""Memory for addresses of recent prompts: the next turn of a chat hashes its new tokens alone."""
 
 
 class _Asked(msgspec.Struct):
@@ -86,6 +93,7 @@ class Answers:
         self._truth = truth
         self._instance = instance
         self._medium = medium
+        self._chains = RecentChains(RECENT_BYTES)
 
     def answer(self, question: Question) -> dict[str, Any]:
         """Returns the longest stored prefix, in tokens, over all namespaces with that name and tenant; 0 if none."""
@@ -110,11 +118,26 @@ class Answers:
     def _leading(self, model: Model, question: Question) -> int:
         inventory = model.inventory
         if question.tokens is not None:
-            addresses = b"".join(Chain.of(model.namespace, question.tokens).addresses)
-            keys = np.frombuffer(addresses, ">u8")[::2].astype(np.uint64)
+            addresses = self._chains.of(model.namespace, question.tokens).addresses
             with self._truth.lock:
-                told = inventory.told(inventory.rows.find(keys))
-        else:
-            with self._truth.lock:
-                told = inventory.told(inventory.rows.find_hashes(np.array(question.hashes, np.uint64)))
-        return len(told) if told.all() else int(told.argmin())
+                return _leading_chain(inventory, addresses)
+        with self._truth.lock:
+            return _leading(inventory.told(inventory.rows.find_hashes(np.array(question.hashes, np.uint64))))
+
+
+def _leading_chain(inventory: Inventory, addresses: Sequence[Address]) -> int:
+    """Returns how many leading addresses of a chain are told. A told chunk has told parents, so few are looked at."""
+    first, stop = 0, len(addresses)
+    while first < stop:
+        step = isqrt(stop - first)
+        ends = range(first + step - 1, stop, step)
+        packed = b"".join(addresses[at] for at in ends)
+        count = _leading(inventory.told(inventory.rows.find(np.frombuffer(packed, ">u8")[::2].astype(np.uint64))))
+        first += count * step
+        if count < len(ends):
+            stop = first + step - 1
+    return first
+
+
+def _leading(told: Mask) -> int:
+    return len(told) if told.all() else int(told.argmin())

@@ -52,7 +52,7 @@ class Service:
 
     def step(self) -> None:
         """Answers requests, and does one step; pauses before it if there is nothing to do."""
-        is_busy = self._truth.is_busy or bool(self._replays)
+        is_busy = (self._truth.is_busy and not self._speaker.fails) or bool(self._replays)
         for request in self._sockets.requests(0.0 if is_busy else self._limits.step_s):
             self._begin(request)
         self._replays = [replay for replay in self._replays if self._advance(replay)]

@@ -59,6 +59,8 @@ class Speaker:
         self._term = 0
         self._streams: dict[str, Stream] = {}
         self._said_s = 0.0
+        self.fails = False
+        """True if the last step could not reach root or etcd: the next one can wait."""
         self.replaying = 0
         """Replays that are under way: while there are some, rows keep their numbers."""
 
@@ -72,8 +74,10 @@ class Speaker:
         self._fence.step()
         try:
             self._truth.step()
+            self.fails = False
         except KVStoreError as error:
-            log.warning("events.failed %s", error)
+            log.log(logging.DEBUG if self.fails else logging.WARNING, "events.failed %s", error)
+            self.fails = True
         differences = self._truth.settle()
         term = self._fence.term
         if not term:
@@ -121,6 +125,7 @@ class Speaker:
     def _begin(self, term: int) -> None:
         """Begins to speak: the marker and everything, for each topic."""
         self._term, self._streams = term, {}
+        self._truth.reread()
         for model in list(self._truth.models.values()):
             rows = model.inventory.snapshot()
             self._publish_stored(self._stream_of(model), model, rows)

@@ -29,6 +29,9 @@ from kvstore.waiting import Monitor
 
 log = logging.getLogger(__name__)
 
+STRANGERS_S = 10.0
+"""Records of namespaces that are not told are read again after so long."""
+
 Wanted = Callable[[Namespace], bool]
 
 
@@ -68,9 +71,9 @@ class Truth:
         self._folder = folder
         self._folders = Folders(1 << shard_bits, limits)
         self._looked_s = float("-inf")
-        self._spare: set[int] = set()
         self._strangers: set[int] = set()
-        """Namespaces that are not wanted, or have no readable record."""
+        """Namespaces that are not wanted, or had no readable record a moment ago."""
+        self._strangers_s = 0.0
         self._quarantined: set[str] = set()
 
     @property
@@ -97,6 +100,10 @@ class Truth:
     def is_busy(self) -> bool:
         """True if another step has something to do at once."""
         return self._folders.due(self._clock.monotonic_s()) is not None or not self.is_complete
+
+    def reread(self) -> None:
+        """Reads etcd afresh at the next step: it may be another one than before, restored from a snapshot."""
+        self._doomed.close()
 
     def settle(self) -> list[tuple[Model, Difference]]:
         """Returns what is to be told since the last call, for each namespace with changes."""
@@ -127,10 +134,8 @@ class Truth:
 
     def _apply(self, news: News) -> None:
         for shard in news.ended:
-            self._spare.add(shard)
             self._folders.must_list(shard)
         if news.clear_ended:
-            self._spare.update(range(self._folders.count))
             self._folders.must_list(None)
         with self.lock:
             for shard in news.begun:
@@ -183,9 +188,8 @@ class Truth:
                 mine = found.namespaces == np.uint64(number)
                 mine &= (found.firsts >= np.uint64(first)) & (found.firsts <= np.uint64(last))
                 model.inventory.listed(first, last, found.firsts[mine], found.lasts[mine])
-                if shard in self._spare:
-                    model.inventory.spare(first, last)
-            self._spare.discard(shard)
+                # What is here now was spared by every sweep that has ended; those in flight condemn theirs again.
+                model.inventory.spare(first, last)
             self._condemn(shard)
             for number in self.models:
                 self._hide(number)
@@ -193,6 +197,9 @@ class Truth:
 
     def _meet(self, found: NameColumns) -> None:
         """Reads the records of namespaces that were not there before."""
+        now_s = self._clock.monotonic_s()
+        if now_s - self._strangers_s >= STRANGERS_S:
+            self._strangers, self._strangers_s = set(), now_s
         new = set(np.unique(found.namespaces).tolist()) - self.models.keys() - self._strangers
         if not new:
             return

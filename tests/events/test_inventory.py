@@ -121,10 +121,17 @@ def test_compacting_forgets_what_is_gone_and_keeps_what_is_told() -> None:
     inventory.settle()
     gone = [each for each in chunks if each[0] % 8]
     inventory.left(numbers(gone))
+    holes = [(chain, 1) for chain in range(0, count // 4, 16)]
+    inventory.left(numbers(holes))
     inventory.settle()
     before = set(chunks_of(inventory, inventory.snapshot()))
     assert inventory.compact()
-    assert inventory.rows.count == len(chunks) - len(gone)
+    assert inventory.rows.count == len(chunks) - len(gone), "parents of what is there stay"
+    arrive(inventory, holes)
+    learn(inventory, holes)
+    behind = {(chain, depth) for chain, _ in holes for depth in (1, 2, 3)}
+    assert set(chunks_of(inventory, inventory.settle().stored)) == behind
+    before |= behind
     assert set(chunks_of(inventory, inventory.snapshot())) == before
     inventory.left(numbers([(0, 1)]))
     assert set(chunks_of(inventory, inventory.settle().removed)) == {(0, 1), (0, 2), (0, 3)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -17,16 +17,18 @@ from kvstore.events.opening import Told
 from kvstore.events.speaker import Speaker
 from kvstore.events.stream import TERM_BITS, Batch, Stream
 from kvstore.events.truth import Truth
+from kvstore.format.places import Name
 from kvstore.meta.interface import Compare, Delete, Put, TxnResult
 from kvstore.meta.keys import Keys
 from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.memory_store import MemoryStore
 from kvstore.namespace import Namespace
 from kvstore.node.member import Member
+from kvstore.root.interface import Entry
 from kvstore.sources import RandomIds
 from tests.events.following import TICK_S, Ticking
 from tests.events.subscriber import Index
-from tests.gc.cluster import SPACE, Cluster, prompt, put
+from tests.gc.cluster import SPACE, Cluster, cluster, prompt, put
 from tests.node.stores import TINY
 
 TOPIC = "kv@kvstore@m"
@@ -242,3 +244,25 @@ def test_long_chains_are_cut_into_batches_that_continue_each_other(clustered: Cl
     ]
     assert sizes == [4, 4, 3]
     assert SPACE.name == "m"
+
+
+def test_a_root_that_does_not_answer_silences_nobody() -> None:
+    with cluster() as made:
+        clock = Ticking()
+        node, publishing = made.node(), Publishing(made, clock)
+        _stored(node, prompt(1, 4))
+        publishing.catch_up()
+        told, last, listed = dict(publishing.index.blocks), publishing.index.last, made.root.list
+        assert last is not None
+
+        def fails(folder: Name) -> Iterator[Entry]:
+            raise Unavailable("the mount hangs")
+
+        made.root.list = fails  # type: ignore[method-assign]
+        clock.passed_s += EventLimits().heartbeat_s
+        publishing.speaker.step()
+        assert publishing.speaker.fails
+        assert publishing.index.blocks == told and publishing.index.last == last + 1
+        made.root.list = listed  # type: ignore[method-assign]
+        publishing.speaker.step()
+        assert not publishing.speaker.fails

@@ -18,6 +18,7 @@ PARTS = (
     "room",
     "planning",
     "segments",
+    "events",
     "engines",
 )
 

@@ -1,0 +1,106 @@
+"""Answers against a plain walk over the same chain."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore.address import Chain
+from kvstore.errors import InvalidRequest, Unauthenticated
+from kvstore.events.inventory import Identities, Inventory
+from kvstore.events.query import Answers, Question
+from kvstore.events.truth import Model
+from kvstore.events.web import application
+from kvstore.waiting import Monitor
+from tests.gc.cluster import SPACE
+from tests.node.stores import TINY
+
+
+def known(chain: Chain) -> Inventory:
+    inventory = Inventory(TINY.chunk_tokens)
+    numbers = np.frombuffer(b"".join(chain.addresses), ">u8").astype(np.uint64).reshape(-1, 2)
+    above = np.concatenate([np.zeros((1, 2), np.uint64), numbers[:-1]])
+    tokens = chain.tokens.reshape(-1, TINY.chunk_tokens)
+    inventory.arrived(numbers[:, 0], numbers[:, 1])
+    inventory.learn(
+        Identities(
+            *(numbers[:, 0], numbers[:, 1], above[:, 0], above[:, 1]), np.arange(len(chain), dtype=np.uint32), tokens
+        )
+    )
+    inventory.settle()
+    return inventory
+
+
+def answers(inventory: Inventory) -> Answers:
+    model = Model(SPACE, inventory, np.zeros(0, np.int32))
+    truth: Any = SimpleNamespace(models={1: model}, lock=Monitor())
+    return Answers(truth, "pod", "STORAGE")
+
+
+@pytest.mark.parametrize("stored", [0, 1, 2, 3, 8, 15, 16, 17, 99, 100])
+def test_the_longest_prefix_is_found_by_tokens_and_by_hashes(stored: int) -> None:
+    tokens = np.arange(100 * TINY.chunk_tokens, dtype=np.uint32)
+    chain = Chain.of(SPACE, tokens)
+    inventory = known(chain)
+    if stored < 100:
+        inventory.left(np.frombuffer(chain.addresses[stored], ">u8")[:1].astype(np.uint64))
+        inventory.settle()
+    asked = answers(inventory)
+    hashes = [int.from_bytes(each[8:], "big") for each in chain.addresses]
+    for length in (0, 1, 50, 99, 100):
+        by_tokens = asked.answer(Question("m", "", tokens[: length * TINY.chunk_tokens], None))
+        by_hashes = asked.answer(Question("m", "", None, hashes[:length]))
+        assert by_tokens == by_hashes
+        assert by_tokens["blocks"] == min(stored, length)
+        assert by_tokens["instances"]["pod"]["STORAGE"] == min(stored, length) * TINY.chunk_tokens
+
+
+def test_a_tenant_sees_nothing_of_another() -> None:
+    tokens = np.arange(8, dtype=np.uint32)
+    asked = answers(known(Chain.of(SPACE, tokens)))
+    assert asked.answer(Question("m", "", tokens, None))["blocks"] == 2
+    assert asked.answer(Question("m", "other", tokens, None))["blocks"] == 0
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(
+            b"",
+            b"[]",
+            b"{",
+            b'{"model": "m"}',
+            b'{"token_ids": [1]}',
+            b'{"model": "m", "token_ids": [1], "hashes": [1]}',
+        ),
+        *(b'{"model": "m", "token_ids": [-1]}', b'{"model": "m", "token_ids": ["x"]}'),
+        *(b'{"model": "m", "tokens_base64": "?"}', b'{"model": "m", "tokens_base64": "QUI="}'),
+        b'{"model": "m", "hashes": [18446744073709551616]}',
+    ],
+)
+def test_a_bad_question_is_refused(body: bytes) -> None:
+    with pytest.raises(InvalidRequest):
+        Question.of_json(body)
+
+
+def test_without_a_good_token_nothing_is_answered() -> None:
+    class Refusing:
+        def identify(self, presented: Any) -> Any:
+            raise Unauthenticated("no token")
+
+    said: list[str] = []
+    refusing: Any = Refusing()
+    app = application(lambda question: {}, refusing)
+    body = SimpleNamespace(read=lambda size: b'{"model": "m", "hashes": []}')
+    environ: Any = {
+        "PATH_INFO": "/query",
+        "REQUEST_METHOD": "POST",
+        "CONTENT_LENGTH": "28",
+        "wsgi.input": body,
+    }
+    answered: Any = lambda status, headers: said.append(status)  # noqa: E731
+    assert b"no token" in b"".join(app(environ, answered))
+    assert said == ["401 Unauthorized"]
