@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from kvstore.client.limits import ClientLimits
     from kvstore.client.planning import Plan
     from kvstore.client.runs import Run
+    from kvstore.client.segments import Held, Segments
     from kvstore.client.store import Store, connect, open
     from kvstore.client.tickets import Ticket
     from kvstore.hints import Hints
@@ -61,6 +62,7 @@ __all__ = [
     "EtcdTls",
     "EtcdUser",
     "Group",
+    "Held",
     "Hints",
     "Hold",
     "Layout",
@@ -71,6 +73,7 @@ __all__ = [
     "Plan",
     "PutResult",
     "Run",
+    "Segments",
     "Selection",
     "SharedRun",
     "Store",
@@ -91,6 +94,7 @@ if not TYPE_CHECKING:  # a type checker that saw __getattr__ would accept every 
         "kvstore.client.limits": ("ClientLimits",),
         "kvstore.client.planning": ("Plan",),
         "kvstore.client.runs": ("Run",),
+        "kvstore.client.segments": ("Held", "Segments"),
         "kvstore.client.store": ("Store", "connect", "open"),
         "kvstore.client.tickets": ("Ticket",),
         "kvstore.hints": ("Hints",),
@@ -111,6 +115,8 @@ if not TYPE_CHECKING:  # a type checker that saw __getattr__ would accept every 
     def __getattr__(name):
         from importlib import import_module
 
+        if name in ("aio", "segments"):
+            return import_module(f"kvstore.{name}")
         # Lazily: importing the package (for a layout, say) costs no gRPC, and for the command line not even numpy.
         for place, names in _PLACES.items():
             if name in names:
