@@ -146,8 +146,7 @@ class Members:
             starts = range(0, len(packed), ADDRESS_BYTES)
             return np.array([packed[at : at + ADDRESS_BYTES] in self._exact for at in starts], np.bool_)
         bits = np.unpackbits(np.frombuffer(self._bits, np.uint8), bitorder="little")
-        found: npt.NDArray[np.bool_] = bits[_positions(packed, self._bits_count)].all(axis=1)
-        return found
+        return np.asarray(bits[_positions(packed, self._bits_count)].all(axis=1), np.bool_)
 
 
 _U64_MAX = (1 << 64) - 1

@@ -103,7 +103,7 @@ MUTANTS = [
         "clear-never-ends",
         "L1",
         edit("kvstore.events.truth:Truth._apply", "news.clear_ended", "False"),
-        f"{TRUTH}a_clear_is_told_before_it_deletes_and_what_it_spares_again{ON}",
+        f"{TRUTH}what_a_clear_spares_is_told_again_where_it_deleted_nothing",
     ),
     events(
         "ignores-quarantine",
