@@ -12,7 +12,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,8 @@ from hypothesis import HealthCheck, settings
 
 from tests import locking
 
+# What is imported and collected lives to the end of the run: looking through it again and again found nothing.
+gc.disable()
 locking.install()  # before kvstore is imported: some modules make locks then
 
 import kvstore  # noqa: E402, F401  # before any test imports gRPC, which asks once whether forks are its business
@@ -95,6 +97,7 @@ def pytest_collection_finish() -> None:
     """Spares the garbage collector the thousands of tests, which live to the end of the run."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -142,13 +145,15 @@ def module_root() -> Iterator[Path]:
 
 RUN_TAG = f"KVSTORE_TEST_RUN={os.getpid()}-{time.time_ns()}"
 FOUND_IN_MODULE: dict[int, str] = {}
+STRANGERS: set[int] = set()
+"""Processes that were not ours after some module: looked at once, for there are hundreds after each of 300 modules."""
 
 
-def _our_processes() -> dict[int, str]:
+def _our_processes(passed_over: Container[int] = ()) -> dict[int, str]:
     """Command lines of the live processes that this test process started, directly or not, by pid."""
     found: dict[int, str] = {}
     for folder in Path("/proc").iterdir():
-        if not folder.name.isdigit() or int(folder.name) == os.getpid():
+        if not folder.name.isdigit() or int(folder.name) == os.getpid() or int(folder.name) in passed_over:
             continue
         try:
             status = (folder / "stat").read_text().rpartition(")")[2].split()
@@ -197,5 +202,9 @@ def nothing_left_running() -> Iterator[None]:
 def _note_processes(request: pytest.FixtureRequest, nothing_left_running: None) -> Iterator[None]:
     """Remembers which module a process was first seen after, for the message above."""
     yield
-    for pid in _our_processes():
+    there = {int(name) for name in os.listdir("/proc") if name.isdigit()}
+    found = _our_processes(STRANGERS)
+    STRANGERS.intersection_update(there)
+    STRANGERS.update(there - found.keys())
+    for pid in found:
         FOUND_IN_MODULE.setdefault(pid, request.node.name)

@@ -132,8 +132,8 @@ class Cast:
         return self._add("operator", ["kvstore.cli.main", "fsck", str(self.roots[0]), "--adopt", "--quick"])
 
     def collector(self, name: str, *options: str) -> Part:
-        """``kvstore-gc``."""
-        return self._add(name, ["kvstore_gc", *self._where(), "--json", *options])
+        """``kvstore-gc``, which does not give way to other programs: on a busy machine it would not run for minutes."""
+        return self._add(name, ["kvstore_gc", *self._where(), "--nice", "0", "--json", *options])
 
     def auditor(self) -> Part:
         """The one who looks at pins whose owners may be dead."""

@@ -124,6 +124,8 @@ def wake_a_reaper_late(players: Cast, *, weak: bool) -> None:
             """Returns a collector that stands still, the chunks before it, and its leftovers."""
             everything = put_all()
             collector = players.collector(name, "--once", "--ttl", "0s")
+            # It takes its time to start, and to plan: only what comes then is over too soon for a look now and then.
+            eventually(lambda: any(root.glob("plans/*")) or not collector.is_running, "it has a plan")
             while len(list(root.glob("chunks/*/*"))) == len(everything):
                 assert collector.is_running
             collector.send(signal.SIGSTOP)

@@ -1,29 +1,31 @@
-"""Vineyard's tests of garbage collection (local_file_storage_gc_test, kv_cache_radix_tree_test) with ``kvstore-gc``.
+"""Vineyard's tests of garbage collection (local_file_storage_gc_test, kv_cache_radix_tree_test) with our collector.
 
-The collector runs once, beside caches that go on working. Time passes by setting back the chunks' last use: the
-shortest ttl that a chunk keeps is five minutes.
+The collector runs once, beside caches that go on working, on a root of few shards. Time passes by setting back the
+chunks' last use: the shortest ttl that a chunk keeps is five minutes.
 """
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+import kvstore
 from kvstore.connectors.vineyard import FileCacheConfig, KVCache
+from kvstore.meta.etcd import EtcdMeta
+from kvstore_gc.config import Config
+from kvstore_gc.serving import Collector, opened
 from tests.connectors.tensors import kv_of, over
 from tests.etcd_fixture import running_etcd
-from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.slow
 
 LAYERS, SIZE, CHUNK = 2, 16, 4
-CHECKOUT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +35,8 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture
-def root(tmp_root: Path) -> Path:
+def root(tmp_root: Path, etcd: str) -> Path:
+    kvstore.open(str(tmp_root / "kv"), etcd=etcd, shard_bits=2).close()
     return tmp_root / "kv"
 
 
@@ -70,14 +73,10 @@ def pass_time(root: Path, minutes: int) -> None:
         os.utime(file, ns=(ns, ns))
 
 
-def collect(root: Path, etcd: str, *arguments: str) -> None:
-    subprocess.run(
-        [sys.executable, "-m", "kvstore_gc", "--root", str(root), "--etcd", etcd, "--once", *arguments],
-        env={**os.environ, "PYTHONPATH": f"{CHECKOUT}:{CHECKOUT / 'gc'}"},
-        check=True,
-        timeout=PATIENCE_S,
-        stdout=subprocess.DEVNULL,
-    )
+def collect(root: Path, etcd: str, **limits: Any) -> None:
+    """One round of ``kvstore-gc``."""
+    with opened(str(root), {}, EtcdMeta(etcd)) as site:
+        assert Collector(site, Config(**limits), threading.Event().wait).once(lambda shard: None) is not None
 
 
 def test_files_live_for_their_ttl_and_are_gone_after_it(root: Path, etcd: str) -> None:
@@ -147,7 +146,7 @@ def test_room_is_made_from_the_least_recently_used_end_and_prefixes_stay(root: P
         pass_time(root, 2)
         update(cache, prompt(2, chunks=5))
         used = sum(file.stat().st_size for file in files(root))
-        collect(root, etcd, "--max-bytes", str(used * 9 // 10), "--high", "0.8", "--low", "0.7")
+        collect(root, etcd, max_bytes=used * 9 // 10, high=0.8, low=0.7)
         old, new = matched(cache, prompt(1, chunks=5)), matched(cache, prompt(2, chunks=5))
         assert new == 5 * CHUNK
         assert 0 < old < 5 * CHUNK, "from its end"

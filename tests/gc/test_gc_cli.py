@@ -25,7 +25,10 @@ from tests.etcd_fixture import frozen, running_etcd
 
 LAYOUT = kvstore.Layout(layers=2, kv_heads=1, head_dim=64, dtype="float16", chunk_tokens=4)
 CHUNK_BYTES = 6144
-GC = (sys.executable, "-m", "kvstore_gc")
+GC = (sys.executable, "-m", "kvstore_gc", "--nice", "0")
+"""Not behind all other programs, as by default: on a busy machine it would not get to run for minutes."""
+FEW_SHARDS = ("--shard-bits", "2")
+"""A round works on each shard that has victims: what these tests show needs no more than a few."""
 ENOUGH = ("--root", "memory://gc", "--etcd", "127.0.0.1:1")
 
 
@@ -121,9 +124,8 @@ def put(running: Running, count: int, first: int = 0) -> None:
 
 @pytest.fixture(scope="module")
 def up(module_root: Path) -> Iterator[Running]:
-    with serving(
-        module_root, "up", "--root", str(module_root / "root"), "--listen", "127.0.0.1:0", "--no-gc"
-    ) as running:
+    at = ("--root", str(module_root / "root"), "--listen", "127.0.0.1:0")
+    with serving(module_root, "up", *at, "--no-gc", *FEW_SHARDS) as running:
         assert len(descendants(running.child.pid)) == 2
         yield running
 
@@ -175,7 +177,7 @@ def test_rounds_go_on_until_sigterm(up: Running, at: tuple[str, ...], module_roo
     with collecting(module_root, *at, *arguments) as (child, said):
         assert child.stdout is not None
         rounds = [json.loads(child.stdout.readline()) for _ in range(3)]
-        assert sum(each["reaped"]["chunks"] for each in rounds) >= 24 and rounds[0]["shards"]["mine"] == 256
+        assert sum(each["reaped"]["chunks"] for each in rounds) >= 24 and rounds[0]["shards"]["mine"] == 4
         where = said().split("metrics=")[1].split()[0]
         with urllib.request.urlopen(f"http://{where}/metrics", timeout=PATIENCE_S) as page:
             shown = page.read().decode()
@@ -250,7 +252,7 @@ def test_a_frozen_etcd_is_said_once_and_rounds_go_on_afterwards(up: Running, tmp
 @pytest.mark.slow
 def test_up_keeps_the_root_below_its_limit(tmp_root: Path) -> None:
     root, limit = tmp_root / "root", 50 * CHUNK_BYTES
-    at = ("--root", str(root), "--listen", "127.0.0.1:0", "--max-bytes", str(limit))
+    at = ("--root", str(root), "--listen", "127.0.0.1:0", "--max-bytes", str(limit), *FEW_SHARDS)
     with serving(tmp_root, "up", *at) as running:
         eventually(lambda: "gc.round" in running.log.read_text(), "the first round")
         for first in range(0, 1000, 100):

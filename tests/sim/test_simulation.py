@@ -14,6 +14,8 @@ from tests.sim.run import first_to_find, run
 
 HOME_SEEDS_MAX = 60
 """Within which a bug must be found in its own profile; most need fewer than ten."""
+FIRST_SEEDS = {"removed_file_stays_open": 30}
+"""Where the search for a bug begins that many seeds before do not show."""
 PLANTED = (
     "announce_past_birth",
     "announce_while_holding",
@@ -74,7 +76,8 @@ def test_nothing_breaks_in_many_seeds() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("bug", PLANTED)
 def test_a_planted_bug_is_found(bug: str) -> None:
-    outcome = first_to_find(BUGS[bug], range(HOME_SEEDS_MAX), BY_NAME[HOMES[bug]])
+    seeds = range(FIRST_SEEDS.get(bug, 0), HOME_SEEDS_MAX)
+    outcome = first_to_find(BUGS[bug], seeds, BY_NAME[HOMES[bug]])
     assert outcome, f"{bug} breaks nothing in {HOME_SEEDS_MAX} seeds of {HOMES[bug]}: python -m tests.sim --bugs {bug}"
 
 
