@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvstore.connectors.vllm.adapters import Adapters, Check
 from kvstore.connectors.vllm.counts import EngineCount, EngineCounts
@@ -25,6 +25,9 @@ from kvstore.connectors.vllm.settings import Settings
 from kvstore.hints import DEFAULT, Hints
 from kvstore.namespace import Namespace
 from kvstore.waiting import Flag
+
+if TYPE_CHECKING:
+    from kvstore.connectors.vllm.events import Events
 
 log = logging.getLogger(__name__)
 
@@ -76,9 +79,18 @@ class SchedulerHalf:
     """The connector's state in the scheduler. Used by its thread alone."""
 
     def __init__(
-        self, settings: Settings, shape: Shape, namespaces: Sequence[Namespace], *, loads: bool, stores: bool
+        self,
+        settings: Settings,
+        shape: Shape,
+        namespaces: Sequence[Namespace],
+        *,
+        loads: bool,
+        stores: bool,
+        events: Events | None = None,
     ) -> None:
+        """``events``: where to tell what is stored; None if vLLM publishes no events."""
         self._settings = settings
+        self._events = events
         self._shape = shape
         self._loads = loads
         self._stores = stores
@@ -198,7 +210,12 @@ class SchedulerHalf:
             # If the load fails fewer are computed, which stores them again.
             tracked.stored_tokens = end
         numbers = blocks.get_block_ids()
-        runs = [self._run(tracked, group, numbers[group], first, end) for group in self._shape.groups]
+        runs = []
+        for group in self._shape.groups:
+            blocks = self._blocks(tracked, group, numbers[group], first, end)
+            runs.append(_run(group, blocks))
+            if self._events is not None:
+                self._events.found(request, group, [(index, key) for index, key, _ in blocks])
         load = Load(self._next_load, request.request_id, [run for run in runs if run.keys])
         self._next_load += 1
         self._new_loads.append(load)
@@ -247,10 +264,12 @@ class SchedulerHalf:
         if all(done // size <= first // size for size in self._shape.block_tokens):
             return []
         numbers = self.manager.get_block_ids(request.request_id)
-        runs = [
-            replace(self._run(tracked, group, numbers[group], first, done), hints=tracked.hints, seal=seal)
-            for group in self._shape.groups
-        ]
+        runs = []
+        for group in self._shape.groups:
+            blocks = self._blocks(tracked, group, numbers[group], first, done)
+            runs.append(replace(_run(group, blocks), hints=tracked.hints, seal=seal))
+            if self._events is not None:
+                self._events.ordered(request, group, [(index, key) for index, key, _ in blocks])
         tracked.stored_tokens = done
         if first and time.monotonic() > tracked.renewed_s + RENEW_S:
             tracked.renewed_s = time.monotonic()
@@ -267,6 +286,8 @@ class SchedulerHalf:
 
     def learn(self, report: Report) -> None:
         """Implements ``update_connector_output``."""
+        if self._events is not None:
+            self._events.learn(report)
         if report.timed_out:
             self._lookups.pause()
         for number, count in report.ended.items():
@@ -276,8 +297,7 @@ class SchedulerHalf:
                     del self._unconfirmed[number]
         expires_s = time.monotonic() + AVOID_S
         for keys in report.failed.values():
-            for key in keys:
-                self._avoided[key] = expires_s
+            self._avoided.update(dict.fromkeys(keys, expires_s))
         while len(self._avoided) > AVOIDED_MAX:
             del self._avoided[next(iter(self._avoided))]
         for part, digest in report.digests:
@@ -288,6 +308,14 @@ class SchedulerHalf:
                     part,
                 )
                 self._loads = False
+
+    def take_events(self) -> list[Any]:
+        """Implements ``take_events``."""
+        return [] if self._events is None else self._events.take()
+
+    def has_events(self) -> bool:
+        """Implements ``has_pending_push_work``: an engine without requests would tell them with the next one only."""
+        return self._events is not None and self._events.is_pending()
 
     def finished(self, request: Any) -> None:
         """Ends a request; its blocks may be reused."""
@@ -336,9 +364,19 @@ class SchedulerHalf:
         indices = range(first // size, min(end // size, len(hashes) // per_block))
         return [block_key(hashes[(index + 1) * per_block - 1], group, ending) for index in indices]
 
-    def _run(self, tracked: Tracked, group: int, numbers: Sequence[int], first: int, end: int) -> Run:
-        """Returns the group's full blocks in ``[first, end)`` tokens that exist; block 0 is one outside the window."""
+    def _blocks(
+        self, tracked: Tracked, group: int, numbers: Sequence[int], first: int, end: int
+    ) -> list[tuple[int, bytes, int]]:
+        """Returns the group's full blocks in ``[first, end)`` tokens that exist: index, key and number of each.
+
+        Number 0 stands for one outside the window.
+        """
         keys = self._keys(tracked, group, first, end)
         start = first // self._shape.block_tokens[group]
-        pairs = [(key, number) for key, number in zip(keys, numbers[start:], strict=False) if number]
-        return Run(group, [key for key, _ in pairs], [number for _, number in pairs], start)
+        found = zip(range(start, start + len(keys)), keys, numbers[start:], strict=False)
+        return [each for each in found if each[2]]
+
+
+def _run(group: int, blocks: Sequence[tuple[int, bytes, int]]) -> Run:
+    first = blocks[0][0] if blocks else 0
+    return Run(group, [key for _, key, _ in blocks], [number for _, _, number in blocks], first)

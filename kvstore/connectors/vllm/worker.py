@@ -21,9 +21,14 @@ log = logging.getLogger(__name__)
 class WorkerHalf:
     """The connector's state on one rank. Used by its engine thread alone."""
 
-    def __init__(self, settings: Settings, shape: Shape, namespace: Namespace, part: int, *, stores: bool) -> None:
+    def __init__(
+        self, settings: Settings, shape: Shape, namespace: Namespace, part: int, *, stores: bool, tells: bool = False
+    ) -> None:
+        """``tells``: report what came into the store, for events."""
         self._settings = settings
         self._stores = stores
+        self._tells = tells and stores
+        self._part = 1 << part
         self.counts = EngineCounts()
         self._link = Link(settings, [namespace])
         self._pages: list[Pages] = []
@@ -53,7 +58,12 @@ class WorkerHalf:
             threads=settings.load_threads,
         )
         self._storer = Storer(
-            self._link, self._pages, self.counts, bytes_max=settings.store_bytes_max, pause_s=settings.pause_s
+            self._link,
+            self._pages,
+            self.counts,
+            bytes_max=settings.store_bytes_max,
+            pause_s=settings.pause_s,
+            tells=self._tells,
         )
 
     # Loading
@@ -132,6 +142,12 @@ class WorkerHalf:
     def report(self) -> Report | None:
         """Implements ``build_connector_worker_meta``."""
         report, self._report = self._report, Report()
+        if self._tells and self._storer is not None:
+            for key, is_stored in self._storer.settled(IDLE_S if self._is_idle else 0.0).items():
+                if is_stored:
+                    report.stored[key] = self._part
+                else:
+                    report.unstored.add(key)
         return None if report.is_empty else report
 
     # Storing

@@ -1,0 +1,181 @@
+"""KV events: what the connector tells routers of the store, through the publisher of the engine.
+
+A block is told as stored when every rank has stored its part, and when it was found and is loaded: then a router that
+hears this engine alone knows the whole prefix. It is told as removed when it could not be loaded. What collectors take
+is told by ``kvstore events``, which sees all of the root.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
+from vllm.v1.core.kv_cache_utils import (
+    generate_block_hash_extra_keys,
+    maybe_convert_block_hash,
+    to_event_extra_keys,
+)
+from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
+
+from kvstore.connectors.vllm.messages import Report
+
+PENDING_MAX = 65_536
+"""Blocks that are being stored and will be told; those over it, the oldest, are not."""
+TELL_S = 2.0
+"""The longest time that an engine without requests goes on stepping, to tell what it has just stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The request that stored or found blocks, as events name it, and the blocks' group."""
+
+    group: int
+    lora_id: int | None
+    lora_name: str | None
+    session_id: str | None
+
+    @classmethod
+    def of(cls, request: Any, group: int) -> Origin:
+        """``session_id`` is the client's; vLLM has it on each request since 0.32."""
+        lora = request.lora_request
+        number, name = (None, None) if lora is None else (lora.adapter_id, lora.name)
+        return cls(group, number, name, getattr(request, "session_id", None))
+
+
+@dataclass(slots=True)
+class Block:
+    """One block as vLLM names it. ``parts`` are the ranks that have stored theirs, as bits."""
+
+    origin: Origin
+    hashed: bytes
+    parent: bytes | None
+    tokens: Sequence[int]
+    extra_keys: tuple[Any, ...] | None
+    parts: int = 0
+
+
+@dataclass(slots=True)
+class _Run:
+    """Blocks of one request that follow each other: one event."""
+
+    blocks: list[Block] = field(default_factory=list)
+
+    def takes(self, block: Block) -> bool:
+        """True if the event can go on with this block."""
+        last = self.blocks[-1]
+        return last.origin == block.origin and last.hashed == block.parent
+
+
+class Events:
+    """The events of one engine. Used by the scheduler's thread alone.
+
+    ``specs`` are the KV cache specs of the groups, ``block_tokens`` and ``hash_tokens`` those of ``Shape``, and
+    ``parts`` is the number of ranks that store different KV.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[Any],
+        block_tokens: Sequence[int],
+        hash_tokens: int,
+        *,
+        parts: int,
+        medium: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._kinds = [(get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec)) for spec in specs]
+        self._block_tokens = block_tokens
+        self._hash_tokens = hash_tokens
+        self._all_parts = (1 << parts) - 1
+        self._medium = medium
+        self._clock = clock
+        self._pending: dict[bytes, Block] = {}
+        self._pending_until_s = 0.0
+        self._news: list[Block | tuple[int, bytes]] = []
+        """What to tell next: stored blocks, and group and hash of lost ones."""
+        self._hash_bytes = 0
+        """Bytes of a block hash, with which a key begins (``block_key``); known with the first block."""
+
+    def ordered(self, request: Any, group: int, places: Sequence[tuple[int, bytes]]) -> None:
+        """Remembers blocks that the workers now store: index within the prompt and key of each."""
+        for key, block in self._blocks(request, group, places):
+            self._pending.pop(key, None)  # one that is ordered again goes to the end
+            self._pending[key] = block
+        self._pending_until_s = self._clock() + TELL_S
+        while len(self._pending) > PENDING_MAX:
+            del self._pending[next(iter(self._pending))]
+
+    def found(self, request: Any, group: int, places: Sequence[tuple[int, bytes]]) -> None:
+        """Tells blocks that a look-up found on all ranks."""
+        self._news += [block for _, block in self._blocks(request, group, places)]
+
+    def learn(self, report: Report) -> None:
+        """Takes in the workers' report: what they stored, what they could not store, and what they could not load."""
+        for keys in report.failed.values():
+            self._news += [(key[self._hash_bytes], key[: self._hash_bytes]) for key in keys]
+        for key in report.unstored:
+            self._pending.pop(key, None)
+        for key, parts in report.stored.items():
+            block = self._pending.get(key)
+            if block is not None:
+                block.parts |= parts
+                if block.parts == self._all_parts:
+                    self._news.append(self._pending.pop(key))
+
+    def is_pending(self) -> bool:
+        """True while there is something to tell soon, for which an idle engine should go on stepping."""
+        return bool(self._news) or (bool(self._pending) and self._clock() < self._pending_until_s)
+
+    def take(self) -> list[Any]:
+        """Returns the events since the last call, in their order."""
+        news, self._news = self._news, []
+        told: list[_Run | tuple[int, bytes]] = []
+        for each in news:
+            last = told[-1] if told else None
+            if not isinstance(each, Block):
+                told.append(each)
+            elif isinstance(last, _Run) and last.takes(each):
+                last.blocks.append(each)
+            else:
+                told.append(_Run([each]))
+        return [self._stored(each.blocks) if isinstance(each, _Run) else self._removed(*each) for each in told]
+
+    def _blocks(self, request: Any, group: int, places: Sequence[tuple[int, bytes]]) -> list[tuple[bytes, Block]]:
+        size, hashes, origin = self._block_tokens[group], request.block_hashes, Origin.of(request, group)
+        per_block, blocks, media = size // self._hash_tokens, [], 0
+        for index, key in places:
+            start, end = index * size, (index + 1) * size
+            extra_keys, media = generate_block_hash_extra_keys(request, start, end, media)
+            parent = bytes(hashes[index * per_block - 1]) if index else None
+            hashed = bytes(hashes[(index + 1) * per_block - 1])
+            self._hash_bytes = len(hashed)
+            blocks.append((key, Block(origin, hashed, parent, request.all_token_ids[start:end], extra_keys)))
+        return blocks
+
+    def _stored(self, blocks: Sequence[Block]) -> Any:
+        origin, first = blocks[0].origin, blocks[0]
+        kind, window = self._kinds[origin.group]
+        return BlockStored(
+            block_hashes=[maybe_convert_block_hash(each.hashed) for each in blocks],
+            parent_block_hash=None if first.parent is None else maybe_convert_block_hash(first.parent),
+            token_ids=[token for each in blocks for token in each.tokens],
+            block_size=self._block_tokens[origin.group],
+            lora_id=origin.lora_id,
+            medium=self._medium,
+            lora_name=origin.lora_name,
+            extra_keys=to_event_extra_keys([each.extra_keys for each in blocks]),
+            group_idx=origin.group,
+            kv_cache_spec_kind=kind,
+            kv_cache_spec_sliding_window=window,
+            session_id=origin.session_id,
+        )
+
+    def _removed(self, group: int, hashed: bytes) -> Any:
+        return BlockRemoved(
+            block_hashes=[maybe_convert_block_hash(hashed)],
+            medium=self._medium,
+            group_idx=group,
+        )
