@@ -90,22 +90,21 @@ class Storer:
 
     def _admit(self, run: Run) -> Run | None:
         """Returns the blocks of ``run`` to copy out, and counts their memory from now on; None if there are none."""
-        if self._link.caches() is None or time.monotonic() < self._paused_until_s:
-            self._counts.add(EngineCount.STORE_SHED_BLOCKS, len(run.keys))
-            with self._lock:
-                self._settle(run.keys, [False] * len(run.keys))
-            return None
+        is_down = self._link.caches() is None or time.monotonic() < self._paused_until_s
         with self._lock:
             pairs = [pair for pair in zip(run.keys, run.blocks, strict=True) if pair[0] not in self._on_the_way]
+            keys = [key for key, _ in pairs]
             size = len(pairs) * self._pages[run.group].block_bytes
-            if not pairs or self._bytes + size > self._bytes_max:
-                self._counts.add(EngineCount.STORE_SHED_BLOCKS, len(pairs))
-                self._settle([key for key, _ in pairs], [False] * len(pairs))
-                return None
-            self._bytes += size
-            self._on_the_way.update(key for key, _ in pairs)
-            self._idle.clear()
-        return replace(run, keys=[key for key, _ in pairs], blocks=[block for _, block in pairs])
+            is_shed = is_down or self._bytes + size > self._bytes_max
+            if is_shed:
+                self._settle(keys, [False] * len(keys))
+            elif pairs:
+                self._bytes += size
+                self._on_the_way.update(keys)
+                self._idle.clear()
+        if is_shed:
+            self._counts.add(EngineCount.STORE_SHED_BLOCKS, len(keys))
+        return None if is_shed or not pairs else replace(run, keys=keys, blocks=[block for _, block in pairs])
 
     def close(self, timeout_s: float) -> None:
         """Publishes blocks in progress, for at most ``timeout_s``."""

@@ -1,0 +1,154 @@
+"""The vLLM connector's KV events: told when every rank has its part, in order, once. No vLLM is needed here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.connectors.vllm_halves import BLOCK_TOKENS, Blocks, Request, events_of, halves, matched, step, store
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Any]]:
+    with halves() as found:
+        yield found
+
+
+def keys(request: Request, *indices: int) -> list[bytes]:
+    return [request.block_hashes[index] + b"\0" for index in indices]
+
+
+def report(
+    stored: dict[bytes, int] | None = None,
+    unstored: set[bytes] | None = None,
+    failed: dict[int, set[bytes]] | None = None,
+) -> SimpleNamespace:
+    given = {"stored": stored or {}, "unstored": unstored or set(), "failed": failed or {}}
+    return SimpleNamespace(timed_out=False, ended={}, digests=set(), **given)
+
+
+def told(half: Any) -> list[tuple[Any, ...]]:
+    """Kind, block numbers and parent's number of each event; a block's hash has its number in every byte."""
+
+    def number(hashed: bytes | None) -> int | None:
+        return None if hashed is None else hashed[0]
+
+    return [
+        (each.kind, [number(hashed) for hashed in each.block_hashes], number(getattr(each, "parent_block_hash", None)))
+        for each in half.take_events()
+    ]
+
+
+def test_a_block_is_told_when_every_rank_has_stored_its_part(make: Callable[..., Any]) -> None:
+    half = make(events=events_of(parts=2))
+    request = Request("a", 22)
+    half.arrived(request)
+    matched(half, request)
+    step(half, request, 0, 22)
+    first, second, third = keys(request, 0, 1, 2)
+    half.learn(report({first: 1, second: 1, third: 1}))
+    assert told(half) == []
+    half.learn(report({first: 2, second: 2}))
+    assert told(half) == [("stored", [0, 1], None)]
+    half.learn(report({first: 2, third: 3}))
+    assert told(half) == [("stored", [2], 1)]
+    assert told(half) == []
+
+
+def test_what_a_rank_could_not_store_is_not_told_until_it_is_stored_again(make: Callable[..., Any]) -> None:
+    half = make(events=events_of(parts=2))
+    request = Request("a", 6)
+    half.arrived(request)
+    matched(half, request)
+    step(half, request, 0, 6)
+    (key,) = keys(request, 0)
+    half.learn(report({key: 1}, {key}))
+    half.learn(report({key: 3}))
+    assert told(half) == []
+    half.reset()
+    again = [run.keys for run in step(half, request, 0, 6).stores]
+    half.learn(report({again[0][0]: 3}))
+    assert told(half) == [("stored", [0], None)]
+
+
+def test_what_is_loaded_is_told_and_what_could_not_be_is_told_as_removed(make: Callable[..., Any]) -> None:
+    half = make(events=events_of())
+    request = Request("a", 22)
+    store(half, request, 3)
+    half.arrived(request)
+    assert matched(half, request)[0] == 12
+    half.allocated(request, Blocks(), 12)
+    half.learn(report(failed={0: {keys(request, 1)[0]}}))
+    assert told(half) == [("stored", [0, 1, 2], None), ("removed", [1], None)]
+
+
+def test_an_event_has_the_tokens_and_the_request_of_its_blocks(make: Callable[..., Any]) -> None:
+    half = make(events=events_of(medium="DISK"))
+    request = Request("a", 22)
+    request.session_id = "chat 7"
+    half.arrived(request)
+    matched(half, request)
+    step(half, request, 0, 12)
+    half.learn(report(dict.fromkeys(keys(request, 1, 2), 1)))
+    (event,) = half.take_events()
+    assert event.token_ids == list(range(BLOCK_TOKENS, 3 * BLOCK_TOKENS))
+    assert (event.medium, event.session_id, event.group_idx, event.block_size) == ("DISK", "chat 7", 0, BLOCK_TOKENS)
+    assert event.parent_block_hash == request.block_hashes[0]
+    assert event.extra_keys == [("a salt", BLOCK_TOKENS), ("a salt", 2 * BLOCK_TOKENS)]
+
+
+def test_blocks_of_two_requests_are_two_events(make: Callable[..., Any]) -> None:
+    half = make(events=events_of())
+    one, two = Request("a", 6), Request("b", 10)
+    for request, session in ((one, "x"), (two, "y")):
+        request.session_id = session
+        half.arrived(request)
+        matched(half, request)
+    step(half, one, 0, 6)
+    step(half, two, 4, 6)
+    half.learn(report(dict.fromkeys([*keys(one, 0), *keys(two, 1)], 1)))
+    assert [event.session_id for event in half.take_events()] == ["y"], (
+        "the later order tells of a block that is common"
+    )
+
+
+def test_an_idle_engine_goes_on_for_a_moment_to_tell_and_no_longer(make: Callable[..., Any]) -> None:
+    now = [100.0]
+    half = make(events=events_of(clock=lambda: now[0]))
+    request = Request("a", 6)
+    assert not half.has_events()
+    half.arrived(request)
+    matched(half, request)
+    step(half, request, 0, 6)
+    assert half.has_events()
+    now[0] += 2.1
+    assert not half.has_events()
+    half.learn(report(dict.fromkeys(keys(request, 0), 1)))
+    assert half.has_events()
+    assert len(told(half)) == 1
+    assert not half.has_events()
+
+
+def test_what_waits_to_be_told_is_bounded(make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    half = make(events=events_of())
+    from kvstore.connectors.vllm import events
+
+    monkeypatch.setattr(events, "PENDING_MAX", 3)
+    request = Request("a", 22)
+    half.arrived(request)
+    matched(half, request)
+    step(half, request, 0, 22)
+    half.learn(report(dict.fromkeys(keys(request, 0, 1, 2, 3, 4), 1)))
+    assert told(half) == [("stored", [2, 3, 4], 1)]
+
+
+def test_without_events_nothing_is_told(make: Callable[..., Any]) -> None:
+    half, request = make(), Request("a", 22)
+    half.arrived(request)
+    matched(half, request)
+    step(half, request, 0, 22)
+    assert half.take_events() == []
+    assert not half.has_events()
