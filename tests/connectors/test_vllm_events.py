@@ -108,11 +108,14 @@ def test_blocks_of_two_requests_are_two_events(make: Callable[..., Any]) -> None
         half.arrived(request)
         matched(half, request)
     step(half, one, 0, 6)
-    step(half, two, 4, 6)
-    half.learn(report(dict.fromkeys([*keys(one, 0), *keys(two, 1)], 1)))
-    assert [event.session_id for event in half.take_events()] == ["y"], (
-        "the later order tells of a block that is common"
-    )
+    half.learn(report({keys(one, 0)[0]: 1}))
+    step(half, two, 0, 10)
+    half.learn(report({keys(two, 1)[0]: 1}))
+    events = half.take_events()
+    assert [(each.session_id, each.block_hashes[0][0], each.parent_block_hash) for each in events] == [
+        ("x", 0, None),
+        ("y", 1, two.block_hashes[0]),
+    ]
 
 
 def test_an_idle_engine_goes_on_for_a_moment_to_tell_and_no_longer(make: Callable[..., Any]) -> None:
