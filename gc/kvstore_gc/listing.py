@@ -13,7 +13,7 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.address import ADDRESS_BYTES
+from kvstore.format.columns import parse_names
 from kvstore.format.places import NAMESPACE_ID_BYTES
 from kvstore.namespace import NamespaceId
 from kvstore.root.interface import Entry
@@ -25,13 +25,6 @@ Marks = npt.NDArray[np.uint64]
 NO_MARKS: Marks = np.zeros(0, np.uint64)
 
 BATCH_COUNT = 4_096
-NAME_CHARS = 2 * ADDRESS_BYTES + 1 + 2 * NAMESPACE_ID_BYTES
-
-_DOT = 2 * ADDRESS_BYTES
-_NO_DIGIT = 255
-_DIGITS = np.full(256, _NO_DIGIT, np.uint8)
-_DIGITS[np.frombuffer(b"0123456789abcdef", np.uint8)] = np.arange(16)
-_PLACES = np.arange(NAME_CHARS) != _DOT
 _TIE_MASK = np.uint64((1 << TIE_BITS) - 1)
 
 
@@ -123,35 +116,24 @@ def _groups(namespaces: Marks, goals: Goals) -> Column:
 
 
 def _columns(shard: int, shard_bits: int, batch: list[Entry]) -> Listed:
-    found = [(entry.name, entry.stat) for entry in batch if entry.stat is not None and len(entry.name) == NAME_CHARS]
-    names = [name for name, _ in found]
-    text = "".join(names).encode("ascii", "replace")
-    chars = np.frombuffer(text, np.uint8).reshape(-1, NAME_CHARS)
-    digits = _DIGITS[chars]
-    ours = (digits[:, _PLACES] != _NO_DIGIT).all(axis=1) & (chars[:, _DOT] == ord("."))
-    prefix = digits[:, :4].astype(np.int64) @ np.array([4096, 256, 16, 1])
-    ours &= (prefix >> (16 - shard_bits)) == shard
-    if not ours.all():
-        found = [one for one, is_ours in zip(found, ours.tolist(), strict=True) if is_ours]
-        names = [name for name, _ in found]
-        digits = digits[ours]
+    files = [(entry.name, entry.stat) for entry in batch if entry.stat is not None]
+    columns = parse_names([name for name, _ in files])
+    here = (columns.firsts >> np.uint64(48)) >> np.uint64(16 - shard_bits) == shard
+    ours = columns.ours.copy()
+    ours[ours] = here
+    found = [file for file, is_ours in zip(files, ours.tolist(), strict=True) if is_ours]
     sizes_bytes = np.array([stat.size_bytes for _, stat in found], np.int64)
     foreign_bytes = 0
     if len(found) < len(batch):
         foreign_bytes = sum(entry.stat.size_bytes for entry in batch if entry.stat) - int(sizes_bytes.sum())
     return Listed(
-        names,
+        [name for name, _ in found],
         sizes_bytes,
         _mtimes([stat.mtime_ns for _, stat in found]),
-        _numbers(digits[:, _DOT + 1 :]),
-        _numbers(digits[:, _DOT - 16 : _DOT]),
+        columns.namespaces[here],
+        columns.lasts[here],
         Tally(len(batch) - len(found), foreign_bytes),
     )
-
-
-def _numbers(digits: npt.NDArray[np.uint8]) -> Marks:
-    """Numbers from 16 hexadecimal digits each."""
-    return ((digits[:, 0::2] << 4) | digits[:, 1::2]).view(">u8").astype(np.uint64).reshape(-1)
 
 
 def _mtimes(mtimes_ns: list[int]) -> Column:

@@ -37,6 +37,7 @@ COMMANDS = {
     "check-root": "check_root",
     "token": "token",
     "dashboard": "dashboard",
+    "events": "events",
 }
 """Each command and the module here that has it, in the order of the help."""
 

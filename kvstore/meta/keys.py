@@ -20,6 +20,7 @@
     /kv/<root>/peers/<session>/<shard>           what its memory holds, 64 of them; see ``digests.py``
     /kv/<root>/peers/cleared/<digest>            one per namespace that was ever cleared: changes each time
     /kv/<root>/clears/<order>                    what was cleared by selection; see ``clears.py``
+    /kv/<root>/events/<name>                     the publisher of events that speaks, under its lease
     /kv/<root>/clearing/<order>                  a clear is deleting, under its lease; see ``barriers.py``
     /kv/<root>/cleared/<order>/<session>         a node has dropped it, under its session's lease
 
@@ -143,6 +144,10 @@ class Keys:
     def peer_cleared(self, digest: NamespaceDigest) -> str:
         """Returns the key of the mark that a namespace was cleared."""
         return f"{self.peers}cleared/{digest.hex()}"
+
+    def speaker(self, name: str) -> str:
+        """Returns the key of the publisher that speaks under a name, which may be any text and so is hashed."""
+        return f"{self.prefix}events/{blake2b(name.encode(), digest_size=16, person=b'kvstore.event.1').hexdigest()}"
 
     def clear_order(self, order: bytes) -> str:
         """Returns the key of an order to clear."""

@@ -140,6 +140,15 @@ class Members:
             place = (place + step) & _U64_MAX
         return True
 
+    def among(self, packed: bytes) -> npt.NDArray[np.bool_]:
+        """Returns which of some addresses, 16 bytes each, count as condemned."""
+        if not self._bits:
+            starts = range(0, len(packed), ADDRESS_BYTES)
+            return np.array([packed[at : at + ADDRESS_BYTES] in self._exact for at in starts], np.bool_)
+        bits = np.unpackbits(np.frombuffer(self._bits, np.uint8), bitorder="little")
+        found: npt.NDArray[np.bool_] = bits[_positions(packed, self._bits_count)].all(axis=1)
+        return found
+
 
 _U64_MAX = (1 << 64) - 1
 

@@ -1,0 +1,186 @@
+"""``kvstore events``: publishes KV events of the shared root, and answers routers that ask."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import click
+
+from kvstore.cli.access import ClusterAccess
+from kvstore.cli.command import Command
+from kvstore.cli.declared import flag, option, takes
+from kvstore.cli.kinds import HOST_PORT, split
+from kvstore.cli.options import Logging
+from kvstore.cli.ports import check_free
+from kvstore.cli.rooted import local_path, open_existing
+from kvstore.cli.signals import Stopper
+from kvstore.errors import InvalidRequest
+from kvstore.security.networks import is_loopback
+
+if TYPE_CHECKING:
+    from kvstore.events.opening import At, Told
+    from kvstore.events.sockets import Curve
+    from kvstore.meta.interface import Meta
+
+EVERYWHERE = "tcp://*:"
+HERE = "tcp://127.0.0.1:"
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoints:
+    """Where the publisher listens, and who may hear it."""
+
+    publish: str = option(
+        "--publish",
+        metavar="ENDPOINT",
+        required=True,
+        help="Where subscribers connect, such as tcp://*:5557 or ipc:///run/kvstore/events; port 0: any free one.",
+    )
+    replay: str | None = option(
+        "--replay", metavar="ENDPOINT", help="Where they ask for what they missed; by default nowhere."
+    )
+    query: str = option(
+        "--query",
+        type=HOST_PORT,
+        default="127.0.0.1:0",
+        show_default=True,
+        help="Where to answer POST /query; port 0: any free one.",
+    )
+    certificate: str | None = option(
+        "--curve-certificate",
+        metavar="FILE",
+        help="Our certificate for CURVE, with its secret key (zmq.auth.create_certificates).",
+    )
+    clients: str | None = option(
+        "--curve-clients", metavar="FOLDER", help="Folder with the public keys of those who may subscribe."
+    )
+    access_file: str | None = option(
+        "--access", metavar="FILE", help="Access file, as workers have it: a question needs a token that may read."
+    )
+    insecure: bool = flag("--insecure", help="Serve other hosts without CURVE, and questions without TLS.")
+
+    def at(self) -> At:
+        """Returns the addresses. Raises InvalidRequest if others could read prompts from them."""
+        from kvstore.events.opening import At
+        from kvstore.events.sockets import Curve
+        from kvstore.security.authenticator import Authenticator
+
+        if (self.certificate is None) != (self.clients is None):
+            raise InvalidRequest("--curve-certificate and --curve-clients go together: give both, or neither")
+        curve = Curve(self.certificate, self.clients) if self.certificate and self.clients else None
+        if not (is_loopback(self.query) or self.insecure):
+            raise InvalidRequest(
+                f"others can reach --query {self.query}, and it is plain HTTP: keep it on this host behind a proxy "
+                "with TLS, or give --insecure if the network itself is trusted"
+            )
+        authenticator = None
+        if self.access_file is not None:
+            authenticator = Authenticator(self.access_file)
+            authenticator.load()
+        publish = self._bound(self.publish, curve)
+        replay = None if self.replay is None else self._bound(self.replay, curve)
+        return At(publish, replay, split(self.query), curve, authenticator)
+
+    def _bound(self, endpoint: str, curve: Curve | None) -> str:
+        """The endpoint to bind: without CURVE, ``*`` stands for this host alone, because events carry prompts."""
+        if curve is not None or self.insecure or endpoint.startswith(("ipc://", "inproc://")):
+            return endpoint
+        if endpoint.startswith(EVERYWHERE):
+            return HERE + endpoint.removeprefix(EVERYWHERE)
+        if not is_loopback(endpoint.removeprefix("tcp://")):
+            raise InvalidRequest(
+                f"others can reach {endpoint}, and events carry prompts: give --curve-certificate and "
+                "--curve-clients, or --insecure if the network itself is trusted"
+            )
+        return endpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What is told, and under which names."""
+
+    pod: str = option(
+        "--pod",
+        default="kvstore",
+        show_default=True,
+        help="Name of this publisher in topics; of several publishers of one name, one speaks.",
+    )
+    namespaces: tuple[str, ...] = option(
+        "--namespace", multiple=True, metavar="NAME", help="Tell of this namespace; may be repeated. By default of all."
+    )
+    tenants: tuple[str, ...] = option(
+        "--tenant", multiple=True, metavar="NAME", help="Tell of this tenant; may be repeated. By default of all."
+    )
+    medium: str = option("--medium", default="STORAGE", show_default=True, help="The medium that events name.")
+    hashes: str = option(
+        "--hashes",
+        type=click.Choice(["int", "bytes"]),
+        default="int",
+        show_default=True,
+        help="Name blocks by the low 64 bits of their hash, or by all of it.",
+    )
+
+    def told(self) -> Told:
+        """Returns the names."""
+        from kvstore.events.opening import Told
+
+        tenants = frozenset(self.tenants) if self.tenants else None
+        return Told(self.pod, frozenset(self.namespaces), tenants, self.medium, self.hashes == "bytes")
+
+
+@click.command(cls=Command, short_help="Tell routers what the root holds, and what it no longer holds.")
+@takes("cluster", ClusterAccess)
+@takes("endpoints", Endpoints)
+@takes("names", Names)
+@click.option("--spool", metavar="FOLDER", help="Where tokens of known blocks lie in a file; by default TMPDIR.")
+@takes("logging", Logging)
+def events(cluster: ClusterAccess, endpoints: Endpoints, names: Names, spool: str | None, logging: Logging) -> None:
+    """Publish KV events of ROOT in vLLM's format over ZeroMQ, removals before they happen, and answer POST /query.
+
+    Prints one line when it serves:
+
+    \b
+      ready publish=ENDPOINT replay=ENDPOINT query=HOST:PORT
+
+    Events carry prompts. Without CURVE, tcp://*:PORT serves this host alone. Of several publishers with one --pod, one
+    speaks; another goes on within seconds when it dies. Without --etcd the root must be a folder of this host.
+
+    \b
+    Examples:
+      kvstore events --root /mnt/kv --etcd 10.0.0.5:2379 --publish tcp://*:5557 --replay tcp://*:5558
+      kvstore events --root /mnt/kv --etcd 10.0.0.5:2379 --publish tcp://*:5557 --replay tcp://*:5558 \\
+          --curve-certificate events.key_secret --curve-clients routers/ --namespace llama-3.1-8b
+    """
+    logging.configure()
+    try:
+        from kvstore.events.opening import open_publisher
+
+        at = endpoints.at()
+    except ModuleNotFoundError as missing:
+        raise InvalidRequest(f"events need {missing.name}: pip install 'kvstore[events]'") from missing
+    check_free("--query", [endpoints.query])
+    with ExitStack() as undo:
+        stopper = undo.enter_context(Stopper())
+        root = open_existing(cluster.root, cluster.root_options.read())
+        undo.callback(root.close)
+        meta = _meta(cluster)
+        undo.callback(meta.close)
+        publisher = open_publisher(root, meta, names.told(), at, folder=spool)
+        undo.callback(publisher.close)
+        ready = f"ready publish={publisher.publish} replay={publisher.replay} query={publisher.query}"
+        print(ready, flush=True)
+        publisher.run(lambda: stopper.asked)
+
+
+def _meta(cluster: ClusterAccess) -> Meta:
+    """The metadata of the root: in etcd, or in the file that processes of one host share."""
+    if cluster.etcd is not None:
+        return cluster.etcd.open()
+    path = local_path(cluster.root)
+    if path is None:
+        raise InvalidRequest("which etcd? give --etcd ENDPOINTS: only a folder of this host can do without")
+    from kvstore.meta.sqlite.client import SqliteMeta
+
+    return SqliteMeta(path)

@@ -1,0 +1,84 @@
+"""A subscriber in memory beside a truth: applies differences as a router does, and compares itself with the root."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+
+from kvstore.address import Address
+from kvstore.events.doomed import Doomed
+from kvstore.events.limits import EventLimits
+from kvstore.events.truth import Truth, Wanted
+from kvstore.format import places
+from kvstore.meta.interface import Meta
+from kvstore.meta.keys import Keys
+from kvstore.meta.memory import MemoryMeta
+from kvstore.root.interface import Root
+from tests.gc.cluster import Cluster
+
+TICK_S = 10.0
+
+
+class Ticking:
+    """A clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.passed_s = 1000.0
+
+    def now_s(self) -> float:
+        return self.passed_s
+
+    def monotonic_s(self) -> float:
+        return self.passed_s
+
+
+class Following:
+    """What one subscriber has, by addresses."""
+
+    def __init__(
+        self, cluster: Cluster, root: Root | None = None, meta: Meta | None = None, wanted: Wanted = lambda _: True
+    ) -> None:
+        self.clock = Ticking()
+        self.root = root or cluster.root
+        limits, keys = EventLimits(), Keys(cluster.identity.root)
+        doomed = Doomed(meta or MemoryMeta(cluster.store), keys, limits)
+        self.truth = Truth(self.root, cluster.identity.shard_bits, doomed, wanted, limits, self.clock)
+        self.heard: set[bytes] = set()
+        cluster.undo.enter_context(closing(self.truth))
+
+    def step(self) -> None:
+        """One step, and everything that it tells."""
+        self.truth.step()
+        for model, difference in self.truth.settle():
+            inventory = model.inventory
+            for removed in inventory.addresses(difference.removed):
+                self.heard.remove(removed.tobytes())
+            above = inventory.parents(difference.stored)
+            for row, parent in zip(difference.stored, above.tolist(), strict=True):
+                assert parent < 0 or inventory.addresses(above[above == parent][:1])[0].tobytes() in self.heard
+                address = inventory.addresses(row[None])[0].tobytes()
+                assert address not in self.heard
+                self.heard.add(address)
+
+    def catch_up(self, until: Callable[[], bool] = lambda: False) -> None:
+        """Steps until nothing is left to do, and some time later once more."""
+        for _ in range(2):
+            self.clock.passed_s += TICK_S
+            self.step()
+            while self.truth.is_busy and not until():
+                self.step()
+
+    def on_root(self) -> set[bytes]:
+        """The addresses of all chunk files of the root."""
+        found = set()
+        for folder in self.root.list(places.CHUNKS):
+            for entry in self.root.list(places.Name(f"{places.CHUNKS}/{folder.name}")):
+                parsed = places.parse_chunk(entry.name)
+                assert parsed is not None
+                found.add(bytes(parsed[0]))
+        return found
+
+
+def addresses(*chains: tuple[Address, ...]) -> set[bytes]:
+    """All addresses of some chains."""
+    return {bytes(address) for chain in chains for address in chain}

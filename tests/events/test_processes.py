@@ -1,0 +1,149 @@
+"""``kvstore events`` beside real etcd, nodes and collectors: kill -9, subscribers cut off, questions over HTTP."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvstore
+from kvstore.client.cache import Cache
+from kvstore.format import places
+from tests.cli.conftest import Running, serving
+from tests.etcd_fixture import free_port, running_etcd
+from tests.events.subscriber import Subscriber
+from tests.node.stores import TINY
+from tests.patience import PATIENCE_S, eventually
+
+
+@pytest.fixture(scope="module")
+def etcd(module_root: Path) -> Iterator[str]:
+    with running_etcd(module_root / "etcd") as server:
+        yield server.endpoints
+
+
+@pytest.fixture
+def root(tmp_root: Path) -> Path:
+    return tmp_root / "root"
+
+
+@contextmanager
+def publishing(root: Path, etcd: str, port: int, *arguments: str) -> Iterator[Running]:
+    endpoints = ("--publish", f"tcp://*:{port}", "--replay", f"tcp://*:{port + 1}")
+    with serving(root.parent, "events", "--root", str(root), "--etcd", etcd, *endpoints, *arguments) as running:
+        yield running
+
+
+def two_ports() -> int:
+    """A free port whose next one is likely to be free as well."""
+    return free_port()
+
+
+def tokens_of(seed: int, chunks: int = 5) -> Any:
+    return np.random.default_rng(seed).integers(0, 50_000, chunks * TINY.chunk_tokens, np.uint32)
+
+
+def store(cache: Cache, seed: int) -> None:
+    tokens = tokens_of(seed)
+    cache.put(tokens, np.zeros(TINY.shape(len(tokens)), np.int8))
+
+
+def on_root(root: Path) -> set[int]:
+    """The low 64 bits of the addresses of all chunk files."""
+    names = (each.name for each in (root / "chunks").glob("*/*"))
+    return {int(name.partition(".")[0][16:], 16) for name in names if places.parse_chunk(name)}
+
+
+def collect(root: Path, etcd: str, max_bytes: int) -> None:
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "kvstore_gc", "--root", str(root), "--etcd", etcd, "--once"),
+            *("--max-bytes", str(max_bytes)),
+        ],
+        check=True,
+        timeout=PATIENCE_S,
+        capture_output=True,
+    )
+
+
+def test_an_index_is_right_again_after_kills_cuts_and_clears(root: Path, etcd: str) -> None:
+    with kvstore.open(root, etcd=etcd) as opened:
+        cache, port = opened.namespace("m", TINY), two_ports()
+        for seed in range(6):
+            store(cache, seed)
+        with publishing(root, etcd, port) as first:
+            subscriber = Subscriber(first.said["publish"], first.said["replay"])
+            with closing(subscriber):
+                eventually(lambda: len(subscriber.hashes) == 30 and subscriber.hashes == on_root(root))
+                size = sum(each.stat().st_size for each in (root / "chunks").glob("*/*"))
+                collect(root, etcd, size // 2)
+                assert 0 < len(on_root(root)) < 30
+                eventually(lambda: subscriber.hashes == on_root(root))
+                first.end(signal.SIGKILL)
+                cache.clear()
+                store(cache, 100)
+                with publishing(root, etcd, port):
+                    eventually(lambda: subscriber.hashes == on_root(root) and len(subscriber.hashes) == 5)
+                    late = Subscriber(first.said["publish"], first.said["replay"])
+                    with closing(late):
+                        eventually(lambda: late.hashes == on_root(root))
+                    assert late.replays
+                    shutil.rmtree(next(each for each in (root / "chunks").iterdir() if any(each.iterdir())))
+                    eventually(lambda: subscriber.hashes <= on_root(root))
+
+
+def test_one_of_two_publishers_speaks_until_it_is_killed(root: Path, etcd: str) -> None:
+    with kvstore.open(root, etcd=etcd) as opened:
+        store(opened.namespace("m", TINY), 1)
+        with publishing(root, etcd, two_ports()) as first:
+            speaking = Subscriber(first.said["publish"], first.said["replay"])
+            with closing(speaking):
+                eventually(lambda: speaking.hashes == on_root(root))
+                with publishing(root, etcd, two_ports()) as second:
+                    silent = Subscriber(second.said["publish"], second.said["replay"])
+                    with closing(silent):
+                        store(opened.namespace("m", TINY), 2)
+                        eventually(lambda: speaking.hashes == on_root(root))
+                        assert not silent.index.batches
+                        first.end(signal.SIGKILL)
+                        eventually(lambda: silent.hashes == on_root(root))
+
+
+def test_questions_are_answered_as_match_does(root: Path, etcd: str) -> None:
+    with kvstore.open(root, etcd=etcd) as opened:
+        cache = opened.namespace("m", TINY)
+        for seed in range(4):
+            store(cache, seed)
+        with publishing(root, etcd, two_ports()) as running:
+            eventually(lambda: all(ask(running, tokens_of(seed))["longest_matched"] == 20 for seed in range(4)))
+            for seed in range(8):
+                prompt = np.concatenate([tokens_of(seed)[: 3 + 2 * seed], tokens_of(99)])
+                assert ask(running, prompt)["longest_matched"] == cache.match(prompt)
+            packed = base64.b64encode(tokens_of(1).astype("<u4").tobytes()).decode()
+            assert answer(running, {"model": "m", "tokens_base64": packed})["blocks"] == 5
+            assert answer(running, {"model": "m", "tenant": "other", "token_ids": [1] * 8})["longest_matched"] == 0
+            for wrong in ({}, {"model": "m"}, {"model": "m", "token_ids": [-1]}, {"model": "m", "hashes": [1 << 64]}):
+                with pytest.raises(urllib.error.HTTPError, match="400"):
+                    answer(running, wrong)
+
+
+def ask(running: Running, tokens: Any) -> Any:
+    return answer(running, {"model_name": "m", "token_ids": tokens.tolist()})
+
+
+def answer(running: Running, question: dict[str, Any]) -> Any:
+    request = urllib.request.Request(f"http://{running.said['query']}/query", json.dumps(question).encode())
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as answered:
+        return json.load(answered)

@@ -1,0 +1,240 @@
+"""Batches, numbers, replays and the fence: publishers in this process over metadata in memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore.address import Chain
+from kvstore.events import messages
+from kvstore.events.doomed import Doomed
+from kvstore.events.fence import Fence
+from kvstore.events.limits import EventLimits
+from kvstore.events.messages import Naming
+from kvstore.events.opening import Told
+from kvstore.events.speaker import Speaker
+from kvstore.events.stream import TERM_BITS, Batch, Stream
+from kvstore.events.truth import Truth
+from kvstore.meta.keys import Keys
+from kvstore.meta.memory import MemoryMeta
+from kvstore.meta.memory_store import MemoryStore
+from kvstore.namespace import Namespace
+from kvstore.node.member import Member
+from kvstore.sources import RandomIds
+from tests.events.following import TICK_S, Ticking
+from tests.events.subscriber import Index
+from tests.gc.cluster import SPACE, Cluster, prompt, put
+from tests.node.stores import TINY
+
+TOPIC = "kv@kvstore@m"
+
+
+class Publishing:
+    """One publisher whose batches go into a list, and to an index."""
+
+    def __init__(self, cluster: Cluster, clock: Ticking, limits: EventLimits | None = None) -> None:
+        self.clock = clock
+        self.sent: list[tuple[str, Batch]] = []
+        self.index = Index()
+        limits, told = limits or EventLimits(), Told()
+        meta, keys = MemoryMeta(cluster.store), Keys(cluster.identity.root)
+        self.truth = Truth(
+            cluster.root, cluster.identity.shard_bits, Doomed(meta, keys, limits), told.wants, limits, clock
+        )
+        self.fence = Fence(meta, keys.speaker("kvstore"), limits, clock, RandomIds())
+        self.speaker = Speaker(self.truth, self.fence, self._send, told.topic, Naming(), limits, clock)
+        cluster.undo.callback(self.truth.close)
+
+    def catch_up(self) -> None:
+        for _ in range(2):
+            self.clock.passed_s += 1.0
+            self.fence.step()
+            self.clock.passed_s += 2.0
+            self.speaker.step()
+            while self.truth.is_busy:
+                self.speaker.step()
+
+    def _send(self, topic: str, batch: Batch) -> None:
+        self.sent.append((topic, batch))
+        self.index.apply(batch.seq, batch.payload)
+
+
+@pytest.fixture
+def clock(clustered: Cluster) -> Ticking:
+    return Ticking()
+
+
+def expected(*chains: Chain) -> dict[int, tuple[int | None, list[int]]]:
+    """What an index has of some chains."""
+    found: dict[int, tuple[int | None, list[int]]] = {}
+    for chain in chains:
+        parent: int | None = None
+        for at, address in enumerate(chain.addresses):
+            each = int.from_bytes(address, "big") & ((1 << 64) - 1)
+            found[each] = (parent, chain.tokens[at * TINY.chunk_tokens : (at + 1) * TINY.chunk_tokens].tolist())
+            parent = each
+    return found
+
+
+def _stored(node: Member, *chains: Chain) -> None:
+    for chain in chains:
+        put(node, chain)
+
+
+def test_events_say_hash_parent_and_tokens_of_every_block(clustered: Cluster, clock: Ticking) -> None:
+    node, publishing = clustered.node(), Publishing(clustered, clock)
+    chains = [prompt(seed, 4) for seed in range(3)]
+    _stored(node, *chains)
+    publishing.catch_up()
+    assert publishing.index.blocks == expected(*chains)
+    assert {topic for topic, _ in publishing.sent} == {TOPIC}
+    clustered.collector().sweep(clustered.plans(chains[0]))
+    publishing.catch_up()
+    assert publishing.index.blocks == expected(*chains[1:])
+
+
+def test_numbers_have_no_gaps_and_begin_above_those_of_earlier_speakers(clustered: Cluster, clock: Ticking) -> None:
+    node, first = clustered.node(), Publishing(clustered, clock)
+    _stored(node, prompt(1, 4))
+    first.catch_up()
+    first.fence.close()
+    second = Publishing(clustered, clock)
+    second.catch_up()
+    numbers = [batch.seq for _, batch in first.sent]
+    later = [batch.seq for _, batch in second.sent]
+    assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+    assert later == list(range(later[0], later[0] + len(later)))
+    assert later[0] >> TERM_BITS > numbers[-1] >> TERM_BITS
+
+
+def test_of_two_publishers_one_speaks_and_the_other_goes_on(clustered: Cluster, clock: Ticking) -> None:
+    node, first = clustered.node(), Publishing(clustered, clock)
+    first.catch_up()
+    second = Publishing(clustered, clock)
+    _stored(node, prompt(1, 4))
+    first.catch_up()
+    while second.truth.is_busy:
+        second.speaker.step()
+    assert first.speaker.speaks and not second.speaker.speaks
+    assert not second.sent
+    first.fence.close()
+    second.catch_up()
+    assert second.index.blocks == expected(prompt(1, 4))
+    assert second.index.cleared == 1, "the marker comes first"
+
+
+def test_a_speaker_that_was_stopped_past_its_lease_says_nothing_more(clustered: Cluster, clock: Ticking) -> None:
+    node, publishing = clustered.node(), Publishing(clustered, clock)
+    publishing.catch_up()
+    _stored(node, prompt(1, 4))
+    publishing.catch_up()
+    count = len(publishing.sent)
+    assert publishing.speaker.speaks
+    clock.passed_s += TICK_S  # stopped here; the step below is the first one after it
+    publishing.fence._due_s = float("inf")  # and etcd does not answer
+    publishing.speaker.step()
+    assert len(publishing.sent) == count and not publishing.speaker.speaks
+
+
+def test_a_speaker_that_is_elected_again_tells_everything_again(clustered: Cluster, clock: Ticking) -> None:
+    node, publishing = clustered.node(), Publishing(clustered, clock)
+    _stored(node, prompt(1, 4))
+    publishing.catch_up()
+    publishing.fence.close()
+    _stored(node, prompt(2, 4))
+    publishing.speaker.step()
+    clock.passed_s += 1.0
+    publishing.catch_up()
+    assert publishing.index.cleared == 2
+    assert publishing.index.blocks == expected(prompt(1, 4), prompt(2, 4))
+
+
+def test_silence_is_broken_by_empty_batches(clustered: Cluster, clock: Ticking) -> None:
+    node, publishing = clustered.node(), Publishing(clustered, clock)
+    _stored(node, prompt(1, 4))
+    publishing.catch_up()
+    last = publishing.index.last
+    assert last is not None
+    clock.passed_s += EventLimits().heartbeat_s
+    publishing.speaker.step()
+    assert publishing.index.last == last + 1
+
+
+@pytest.mark.parametrize("kept", [10_000, 2])
+def test_a_subscriber_that_missed_batches_gets_them_or_a_snapshot(
+    clustered: Cluster, clock: Ticking, kept: int
+) -> None:
+    limits = EventLimits(replay_batches=kept, batch_blocks=3)
+    node, publishing = clustered.node(), Publishing(clustered, clock, limits)
+    _stored(node, *(prompt(seed, 5) for seed in range(8)))
+    publishing.catch_up()
+    missed = Index()
+    for _, batch in publishing.sent[:3]:
+        missed.apply(batch.seq, batch.payload)
+    assert missed.last is not None
+    clustered.collector().sweep(clustered.plans(prompt(0, 5)))
+    publishing.catch_up()
+    for batch in publishing.speaker.replay(TOPIC, missed.last + 1):
+        missed.apply(batch.seq, batch.payload)
+    assert missed.blocks == publishing.index.blocks == expected(*(prompt(seed, 5) for seed in range(1, 8)))
+    assert missed.last == publishing.index.last
+    assert missed.cleared == (1 if kept > 2 else 2), "a snapshot begins with the marker"
+
+
+def test_a_replay_of_another_speakers_numbers_is_a_snapshot() -> None:
+    stream = Stream(5, EventLimits())
+    stream.add(b"")
+    first = 5 << TERM_BITS
+    assert stream.since(first - 1) is None and stream.since(0) is None
+    assert stream.since(first + 2) is None, "numbers that nobody has said yet"
+    assert stream.since(first) == [Batch(first, b"")]
+    assert stream.since(first + 1) == []
+
+
+def test_batches_kept_for_replay_are_bounded_by_bytes() -> None:
+    stream = Stream(1, EventLimits(replay_bytes=100))
+    for _ in range(50):
+        stream.add(bytes(10))
+    assert stream.since(stream.last - 9) is not None and stream.since(stream.last - 10) is None
+
+
+def test_topics_keep_tenants_apart() -> None:
+    told = Told(pod="p")
+    names = [
+        told.topic(Namespace.of("m", TINY)),
+        told.topic(Namespace.of("m", TINY, tenant="t")),
+        told.topic(Namespace.of("m@x", TINY, tenant="t@u")),
+    ]
+    assert names == ["kv@p@m", "kv@p.t@m", "kv@p.t%40u@m%40x"]
+
+
+def test_a_lost_reply_of_the_election_is_read_back(clock: Ticking) -> None:
+    from kvstore.errors import Unavailable
+
+    store = MemoryStore(clock)
+
+    class Losing(MemoryMeta):
+        def txn(self, *arguments: object, **named: object) -> object:  # type: ignore[override]
+            super().txn(*arguments, **named)  # type: ignore[arg-type]
+            raise Unavailable("the reply was lost")
+
+    fence = Fence(Losing(store, clock), "/kv/speaker", EventLimits(), clock, RandomIds())
+    fence.step()
+    assert fence.term
+    other = Fence(MemoryMeta(store, clock), "/kv/speaker", EventLimits(), clock, RandomIds())
+    other.step()
+    assert not other.term
+
+
+def test_long_chains_are_cut_into_batches_that_continue_each_other(clustered: Cluster, clock: Ticking) -> None:
+    node, publishing = clustered.node(), Publishing(clustered, clock, EventLimits(batch_blocks=4))
+    _stored(node, prompt(1, 11))
+    publishing.catch_up()
+    assert publishing.index.blocks == expected(prompt(1, 11))
+    model = next(iter(publishing.truth.models.values()))
+    rows = model.inventory.snapshot()
+    sizes = [
+        sum(len(event[1]) for event in events)  # type: ignore[arg-type]
+        for events in messages.stored(model.inventory, rows, Naming(), 4)
+    ]
+    assert sizes == [4, 4, 3]
+    assert SPACE.name == "m"

@@ -1,0 +1,294 @@
+"""What is told against what the root holds: puts, sweeps, clears, damage, and anything that nobody announced."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstore.address import Address, Chain
+from kvstore.client.local import LocalPort
+from kvstore.client.store import Store
+from kvstore.events.folders import Folders
+from kvstore.events.limits import EventLimits
+from kvstore.format import places
+from kvstore.meta.keys import Keys, SweepId
+from kvstore.meta.memory import MemoryMeta
+from kvstore.meta.sweeps import EXACT_MAX, Condemned, Members
+from kvstore.namespace import Namespace
+from kvstore.node.member import Member
+from kvstore.root.posix import PosixRoot
+from tests.events.following import Following, addresses
+from tests.gc.cluster import SPACE, Cluster, cluster, prompt, put
+from tests.node.stores import TINY
+from tests.patience import eventually
+
+
+def condemn(made: Cluster, victims: list[Address]) -> list[str]:
+    """Puts the keys of sweeps of these addresses, as a collector does; returns the keys."""
+    meta, keys, put_keys = MemoryMeta(made.store), Keys(made.identity.root), []
+    bits = made.identity.shard_bits
+    for shard in sorted({places.shard(each, bits) for each in victims}):
+        of_shard = [each for each in victims if places.shard(each, bits) == shard]
+        key = keys.condemned_in(shard)
+        meta.put(key, Condemned.of_victims(SweepId(bytes(16)), bytes(16), of_shard).to_bytes())
+        put_keys.append(key)
+    return put_keys
+
+
+def test_what_is_put_is_told(clustered: Cluster) -> None:
+    node, following = clustered.node(), Following(clustered)
+    following.catch_up()
+    assert not following.heard
+    chains = [prompt(seed, 5) for seed in range(4)]
+    for chain in chains:
+        put(node, chain)
+    following.catch_up()
+    assert following.heard == following.on_root() == addresses(*(chain.addresses for chain in chains))
+
+
+def test_a_removal_is_told_before_the_file_goes(clustered: Cluster) -> None:
+    node, following = clustered.node(), Following(clustered)
+    chain, kept = prompt(1, 6), prompt(2, 6)
+    put(node, chain), put(node, kept)
+    following.catch_up()
+    seen_in_grace = []
+
+    def pause(seconds: float) -> None:
+        following.step()
+        if not following.heard & addresses(chain.addresses):
+            seen_in_grace.append(clustered.present(chain))
+
+    clustered.collector(pause=pause).sweep(clustered.plans(chain))
+    assert 6 in seen_in_grace, "all files were there when the removal was told"
+    following.catch_up()
+    assert following.heard == following.on_root() == addresses(kept.addresses)
+
+
+def test_what_a_sweep_spares_is_told_again(clustered: Cluster) -> None:
+    node, following = clustered.node(), Following(clustered)
+    chain = prompt(1, 4)
+    put(node, chain)
+    node.close()
+    following.catch_up()
+    keys = condemn(clustered, list(chain.addresses))
+    following.step()
+    assert not following.heard
+    following.catch_up()
+    assert not following.heard, "a listing during the sweep finds condemned chunks"
+    clustered.root.remove(clustered.name(chain.addresses[3]))
+    for key in keys:
+        MemoryMeta(clustered.store).delete(key)
+    following.catch_up()
+    assert following.heard == addresses(chain.addresses[:3]) == following.on_root()
+
+
+def test_what_comes_while_it_is_condemned_is_not_told(clustered: Cluster) -> None:
+    node, following = clustered.node(), Following(clustered)
+    chain = prompt(1, 4)
+    following.catch_up()
+    put(node, chain)
+    node.close()
+    keys = condemn(clustered, [chain.addresses[2]])
+    following.catch_up()
+    assert following.heard == addresses(chain.addresses[:2]), "and nothing behind it"
+    MemoryMeta(clustered.store).delete(keys[0])
+    following.catch_up()
+    assert following.heard == addresses(chain.addresses)
+
+
+def test_a_filter_condemns_for_events_what_it_condemns_for_nodes() -> None:
+    random = np.random.default_rng(5)
+    victims = [Address(random.bytes(16)) for _ in range(EXACT_MAX + 1)]
+    others = [Address(random.bytes(16)) for _ in range(5_000)]
+    for count in (10, len(victims)):
+        members = Members(Condemned.of_victims(SweepId(bytes(16)), bytes(16), victims[:count]))
+        asked = victims + others
+        assert members.among(b"".join(asked)).tolist() == [each in members for each in asked]
+
+
+def test_a_clear_is_told_before_it_deletes_and_what_it_spares_again(clustered: Cluster) -> None:
+    node, following = clustered.node(), Following(clustered)
+    gone, pinned = prompt(1, 4), prompt(2, 4)
+    put(node, gone), put(node, pinned)
+    cache = Store(LocalPort(node)).namespace(SPACE.name, TINY)
+    cache.pin(pinned.tokens, ttl=3600)
+    following.catch_up()
+    seen = []
+    removed = node.node.root.remove
+
+    def remove(name: places.Name) -> bool:
+        if name.startswith(places.CHUNKS):
+            following.step()
+            seen.append(bool(following.heard))
+        return removed(name)
+
+    node.node.root.remove = remove  # type: ignore[method-assign]
+    node.clear(SPACE)
+    node.node.root.remove = removed  # type: ignore[method-assign]
+    assert seen and not any(seen), "nothing was told as stored when the first file went"
+    following.catch_up()
+    assert following.heard == following.on_root() == addresses(pinned.addresses)
+
+
+def test_a_damaged_chunk_is_taken_back_once_it_is_set_aside(clustered: Cluster) -> None:
+    node, following = clustered.node(), Following(clustered)
+    chain = prompt(1, 4)
+    put(node, chain)
+    following.catch_up()
+    _damage(clustered, chain.addresses[1])
+    cache = Store(LocalPort(node)).namespace(SPACE.name, TINY)
+    assert cache.get(chain.tokens)[0] == TINY.chunk_tokens
+    following.clock.passed_s += EventLimits().step_s
+    following.step()
+    assert following.heard == addresses(chain.addresses[:1])
+    put(node, chain)
+    following.catch_up()
+    assert following.heard == addresses(chain.addresses)
+
+
+def test_what_somebody_removes_by_hand_is_taken_back(clustered: Cluster) -> None:
+    node, following = clustered.node(), Following(clustered)
+    chain = prompt(1, 4)
+    put(node, chain)
+    following.catch_up()
+    clustered.root.remove(clustered.name(chain.addresses[0]))
+    following.catch_up()
+    assert not following.heard
+    put(node, chain)
+    following.catch_up()
+    assert following.heard == addresses(chain.addresses)
+
+
+def test_a_file_that_is_not_what_its_name_says_is_never_told(clustered: Cluster) -> None:
+    node, following = clustered.node(), Following(clustered)
+    chain = prompt(1, 2)
+    put(node, chain)
+    wrong = Address(bytes([chain.addresses[0][0]]) + bytes(15))
+    clustered.root.move(clustered.name(chain.addresses[0]), clustered.name(wrong))
+    following.catch_up()
+    assert not following.heard
+
+
+def test_only_wanted_namespaces_are_told(clustered: Cluster) -> None:
+    node = clustered.node()
+    put(node, prompt(1, 2))
+    following = Following(clustered, wanted=lambda namespace: namespace.tenant == "other")
+    following.catch_up()
+    assert not following.heard
+    other = Namespace.of("m2", TINY, tenant="other")
+    cache = Store(LocalPort(node)).namespace("m2", TINY, tenant="other")
+    tokens = np.arange(8, dtype=np.uint32)
+    cache.put(tokens, np.zeros(TINY.shape(8), np.int8))
+    following.catch_up()
+    assert following.heard == addresses(Chain.of(other, tokens).addresses)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_happens_a_subscriber_ends_with_what_can_be_read(clustered: Cluster, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    node, following = clustered.node(), Following(clustered)
+    chains = [prompt(number, 1 + number % 5) for number in range(12)]
+    for _ in range(25):
+        chain = chains[random.integers(len(chains))]
+        act = random.integers(5)
+        if act <= 1:
+            put(node, chain)
+        elif act == 2:
+            clustered.collector().sweep(clustered.plans(chain))
+        elif act == 3:
+            clustered.root.remove(clustered.name(chain.addresses[random.integers(len(chain))]))
+        elif random.random() < 0.3:
+            node.clear(SPACE)
+        if random.random() < 0.5:
+            following.clock.passed_s += random.random()
+            following.step()
+    following.catch_up()
+    for chain in chains:
+        told = [address in following.heard for address in chain.addresses]
+        assert [*told, False].index(False) == _readable(clustered.node(), chain)
+        assert sum(told) == [*told, False].index(False), "nothing is told behind what is not there"
+
+
+def test_a_lost_watch_loses_nothing(clustered: Cluster) -> None:
+    node = clustered.node()
+    chain = prompt(1, 4)
+    put(node, chain)
+    node.close()
+    following = Following(clustered)
+    following.catch_up()
+    keys = condemn(clustered, list(chain.addresses))
+    following.step()
+    for watch in following.truth._doomed._watches.values():
+        watch.close()
+    for key in keys:
+        MemoryMeta(clustered.store).delete(key)
+    following.step()  # hears that the watches are lost
+    following.catch_up()
+    assert following.heard == addresses(chain.addresses)
+
+
+def test_a_folder_whose_time_changed_is_listed_twice_and_then_left_alone() -> None:
+    limits = EventLimits(settle_s=2.0, relist_s=1.0, list_share=1.0)
+    folders, now_s = Folders(4, limits), 100.0
+    for shard in range(4):
+        folders.listed(shard, 7, now_s - 50, now_s - 50)
+    now_s += 1
+    for shard in range(4):
+        folders.listed(shard, 7, now_s, now_s)
+    assert folders.due(now_s + 99) is None
+    now_s += 99
+    folders.looked(2, 8, now_s + 1)
+    assert folders.due(now_s + 1) == 2
+    folders.listed(2, 8, now_s + 1, now_s + 1)
+    assert folders.due(now_s + 2) is None, "within the same tick of the folder's clock something may have come"
+    assert folders.due(now_s + 3) == 2
+    folders.listed(2, 8, now_s + 3, now_s + 3)
+    assert folders.due(now_s + 99) is None
+
+
+def test_etcd_pays_nothing_per_chunk(tmp_root: Path) -> None:
+    with cluster(PosixRoot(str(tmp_root))) as made:
+        meta = MemoryMeta(made.store)
+        node, following = made.node(), Following(made, meta=meta)
+        following.catch_up()
+        before = meta.operations_count
+        for seed in range(20):
+            put(node, prompt(seed, 5))
+        following.catch_up()
+        assert len(following.heard) == 100
+        assert meta.operations_count == before
+
+
+def _readable(node: Member, chain: Chain) -> int:
+    eventually(lambda: node.node.gc_view.protects)
+    # A match finds the end of a prefix by bisection, and so believes in what lies behind a hole.
+    return Store(LocalPort(node)).namespace(SPACE.name, TINY).get(chain.tokens)[0] // TINY.chunk_tokens
+
+
+def _damage(made: Cluster, address: Address) -> None:
+    root, name = made.root, made.name(address)
+    seen = root.look(name, 1 << 20)
+    assert seen is not None
+    root.remove(name)
+    staged = places.staged(bytes(16), 1)
+    content = bytearray(seen.prefix)
+    content[-1] ^= 1
+    root.stage(staged, [memoryview(content)], stamp_ns=seen.stat.mtime_ns, durable=False)
+    root.publish(staged, name, durable=False)
+
+
+def test_listings_take_their_share_of_the_time_and_no_more() -> None:
+    folders, now_s, spent_s = Folders(1_000, EventLimits(list_share=0.25)), 0.0, 0.0
+    while (due := folders.due(now_s)) is not None:
+        folders.listed(due, 7, now_s, now_s)
+    folders.due(now_s)
+    for step in range(1_000):
+        now_s += 0.1
+        for shard in range(1_000):
+            folders.looked(shard, 8 + step, now_s)
+        while (due := folders.due(now_s)) is not None:
+            folders.listed(due, 8 + step, now_s, now_s + 0.01)
+            now_s, spent_s = now_s + 0.01, spent_s + 0.01
+    assert 0.23 < spent_s / now_s < 0.27
