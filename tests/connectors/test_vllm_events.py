@@ -85,6 +85,24 @@ def test_what_is_loaded_is_told_and_what_could_not_be_is_told_as_removed(make: C
     assert told(half) == [("stored", [0, 1, 2], None), ("removed", [1], None)]
 
 
+def test_a_look_up_that_misses_what_was_told_tells_it_as_removed_once(make: Callable[..., Any]) -> None:
+    half = make(events=events_of())
+    first = Request("a", 22)
+    half.arrived(first)
+    matched(half, first)
+    step(half, first, 0, 22)
+    half.learn(report(dict.fromkeys(keys(first, 0, 1, 2), 1)))
+    assert told(half) == [("stored", [0, 1, 2], None)]
+    half.finished(first)
+    store(half, first, 1)  # a collector took the others
+    for name, expected in (("b", [("removed", [1], None)]), ("c", [])):
+        later = Request(name, 22)
+        half.arrived(later)
+        assert matched(half, later)[0] == 4
+        assert told(half) == expected
+        half.finished(later)
+
+
 def test_an_event_has_the_tokens_and_the_request_of_its_blocks(make: Callable[..., Any]) -> None:
     half = make(events=events_of(medium="DISK"))
     request = Request("a", 22)

@@ -1,14 +1,14 @@
 """KV events: what the connector tells routers of the store, through the publisher of the engine.
 
 A block is told as stored when every rank has stored its part, and when it was found and is loaded: then a router that
-hears this engine alone knows the whole prefix. It is told as removed when it could not be loaded. What collectors take
-is told by ``kvstore events``, which sees all of the root.
+hears this engine alone knows the whole prefix. It is told as removed when it could not be loaded, or when a look-up
+misses what was told: so one request corrects a router that does not know what collectors took.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,8 @@ from kvstore.connectors.vllm.messages import Report
 
 PENDING_MAX = 65_536
 """Blocks that are being stored and will be told; those over it, the oldest, are not."""
+TOLD_MAX = 262_144
+"""Blocks that were told and are remembered, for look-ups that miss them: about 40 MiB."""
 TELL_S = 2.0
 """The longest time that an engine without requests goes on stepping, to tell what it has just stored."""
 
@@ -96,6 +98,7 @@ class Events:
         self._pending_until_s = 0.0
         self._news: list[Block | tuple[int, bytes]] = []
         """What to tell next: stored blocks, and group and hash of lost ones."""
+        self._told: dict[bytes, None] = {}
         self._hash_bytes = 0
         """Bytes of a block hash, with which a key begins (``block_key``); known with the first block."""
 
@@ -110,12 +113,20 @@ class Events:
 
     def found(self, request: Any, group: int, places: Sequence[tuple[int, bytes]]) -> None:
         """Tells blocks that a look-up found on all ranks."""
-        self._news += [block for _, block in self._blocks(request, group, places)]
+        for key, block in self._blocks(request, group, places):
+            self._tell(key, block)
+
+    def missed(self, keys: Iterable[bytes]) -> None:
+        """Tells those of these blocks as removed that were told: a look-up has missed them, or a load."""
+        for key in keys:
+            if key in self._told:
+                del self._told[key]
+                self._news.append((key[self._hash_bytes], key[: self._hash_bytes]))
 
     def learn(self, report: Report) -> None:
         """Takes in the workers' report: what they stored, what they could not store, and what they could not load."""
         for keys in report.failed.values():
-            self._news += [(key[self._hash_bytes], key[: self._hash_bytes]) for key in keys]
+            self.missed(keys)
         for key in report.unstored:
             self._pending.pop(key, None)
         for key, parts in report.stored.items():
@@ -123,7 +134,7 @@ class Events:
             if block is not None:
                 block.parts |= parts
                 if block.parts == self._all_parts:
-                    self._news.append(self._pending.pop(key))
+                    self._tell(key, self._pending.pop(key))
 
     def is_pending(self) -> bool:
         """True while there is something to tell soon, for which an idle engine should go on stepping."""
@@ -142,6 +153,13 @@ class Events:
             else:
                 told.append(_Run([each]))
         return [self._stored(each.blocks) if isinstance(each, _Run) else self._removed(*each) for each in told]
+
+    def _tell(self, key: bytes, block: Block) -> None:
+        self._news.append(block)
+        self._told.pop(key, None)  # one that is told again goes to the end
+        self._told[key] = None
+        while len(self._told) > TOLD_MAX:
+            del self._told[next(iter(self._told))]
 
     def _blocks(self, request: Any, group: int, places: Sequence[tuple[int, bytes]]) -> list[tuple[bytes, Block]]:
         size, hashes, origin = self._block_tokens[group], request.block_hashes, Origin.of(request, group)

@@ -50,6 +50,11 @@ class Lookup:
     done: Flag = field(default_factory=Flag)
     """Set once a thread has looked."""
 
+    def missed(self, found: Found) -> Sequence[bytes]:
+        """Returns the keys of the first unit that is not in the store; none if all are, or if nobody knows."""
+        at = found.from_start if found.from_start < self.asked else found.from_asked
+        return self.keys[at] if found.is_known and at < len(self.keys) else ()
+
 
 class Lookups:
     """The threads that look up. Thread-safe; ``begin`` and ``result`` never block."""

@@ -18,7 +18,7 @@ from kvstore.connectors.vllm.adapters import Adapters, Check
 from kvstore.connectors.vllm.counts import EngineCount, EngineCounts
 from kvstore.connectors.vllm.hinting import hints_of
 from kvstore.connectors.vllm.link import Link
-from kvstore.connectors.vllm.lookups import Lookup, Lookups
+from kvstore.connectors.vllm.lookups import Found, Lookup, Lookups
 from kvstore.connectors.vllm.messages import IDLE_S, Load, Orders, Report, Run, block_key
 from kvstore.connectors.vllm.naming import Shape
 from kvstore.connectors.vllm.settings import Settings
@@ -161,8 +161,7 @@ class SchedulerHalf:
         if found is None:
             self._asked = lookup.done
             return None, False
-        if tracked.answered_s is None:
-            tracked.answered_s = time.monotonic()
+        self._answered(tracked, lookup, found)
         new = max(0, found.from_asked * self._unit - computed_tokens)
         # A block that the engine still has and the store lost is stored again.
         tracked.stored_tokens = (
@@ -171,6 +170,12 @@ class SchedulerHalf:
         if new and self._is_async and self._loads_already(lookup.keys[lookup.asked][0], tracked):
             return None, False  # vLLM asks again, and then has them in its own cache
         return new, bool(new) and self._is_async
+
+    def _answered(self, tracked: Tracked, lookup: Lookup, found: Found) -> None:
+        if tracked.answered_s is None:
+            tracked.answered_s = time.monotonic()
+            if self._events is not None:
+                self._events.missed(lookup.missed(found))
 
     def _is_outdated(self, lookup: Lookup | None) -> bool:
         """True if the first unit that was not found was ordered to be stored since.

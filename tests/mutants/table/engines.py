@@ -80,6 +80,11 @@ MUTANTS = [
         "what_is_loaded_is_told_and_what_could_not_be_is_told_as_removed",
     ),
     event(
+        "of-what-is-gone-stays",
+        replace("kvstore.connectors.vllm.lookups:Lookup.missed", lambda self, found: ()),
+        "a_look_up_that_misses_what_was_told_tells_it_as_removed_once",
+    ),
+    event(
         "of-two-requests-in-one",
         replace("kvstore.connectors.vllm.events:_Run.takes", lambda self, block: True),
         "blocks_of_two_requests_are_two_events",
