@@ -84,7 +84,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         # The first rank stores MLA pages for all ranks; the state of Mamba layers is each rank's own.
         is_replicated = self._config.is_mla_model and name != str(PoolName.MAMBA)
         told = "tp rank=all" if is_replicated else f"tp rank={self._config.tp_rank}"
-        size = self._parts_in_all(pool)
+        size = _parts_in_all(self._config, pool)
         if not size or is_replicated:
             return PagePool(name, pool, told, in_place=in_place)
         if name != str(PoolName.KV):
@@ -92,11 +92,6 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         mine = size // self._config.tp_size
         first = self._config.tp_rank * mine
         return PagePool(name, pool, f"tp parts={size}", in_place=in_place, parts=range(first, first + mine))
-
-    def _parts_in_all(self, pool: Any) -> int:
-        """Returns SGLang's ``tp_lcm_size``, the parts in which all ranks store the model's heads; 0 if it has none."""
-        is_split = self._config.tp_lcm_size and getattr(pool, "layout", "") == "page_head"
-        return int(self._config.tp_lcm_size) if is_split and not self._config.is_mla_model else 0
 
     # One page
 
@@ -282,7 +277,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
             "page tokens": str(self._anchor().page_size),
             **{axis: f"{rank} of {size}" for axis, (rank, size) in ranks.items()},
         }
-        if parts := self._parts_in_all(pool):
+        if parts := _parts_in_all(self._config, pool):
             attributes["tp"] = f"parts of {parts}"
         launched = _launched_with()
         attributes["launched with"] = blake2b(text(repr(sorted(launched.items()))), digest_size=16).hexdigest()
@@ -300,6 +295,12 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
             return miss
         self._trouble.went_well()
         return result
+
+
+def _parts_in_all(config: HiCacheStorageConfig, pool: Any) -> int:
+    """Returns SGLang's ``tp_lcm_size``, the parts in which all ranks store the model's heads; 0 if there are none."""
+    is_split = config.tp_lcm_size and getattr(pool, "layout", "") == "page_head"
+    return int(config.tp_lcm_size) if is_split and not config.is_mla_model else 0
 
 
 def _launched_with() -> dict[str, str]:
