@@ -19,6 +19,7 @@ from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
     Medium,
+    OffloadingEvent,
     RequestOffloadingContext,
 )
 from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
@@ -65,10 +66,12 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         # The rows of the CPU cache, one per chunk: the store reads and writes them without a copy in between.
         self._chunks = np.frombuffer(primary_kv_view, np.uint8).reshape(-1, self.block_size_bytes)
         self._link = Link(settings, [_namespace(offloading_spec, settings, self.block_size_bytes)])
-        self._finished: queue.SimpleQueue[tuple[JobResult, list[bytes]]] = queue.SimpleQueue()
+        self._finished: queue.SimpleQueue[tuple[JobResult, list[bytes], OffloadingEvent | None]] = queue.SimpleQueue()
         self._condition = Monitor()
         self._under_way = 0
         self._lookups = _Lookups(tier_type, self._link, settings)
+        self._tells = settings.events and bool(offloading_spec.kv_events_config.enable_kv_cache_events)
+        self._events: list[OffloadingEvent] = []
         # vLLM bounds its jobs itself: each has chunks of the CPU cache.
         self._loading = Tasks("kvstore-vllm-tier-load", settings.load_threads, sys.maxsize)
         self._storing = Tasks("kvstore-vllm-tier-store", 1, sys.maxsize)
@@ -96,10 +99,20 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         """Returns the jobs that ended since the last call. Chunks that could not be loaded now count as absent."""
         results = []
         while not self._finished.empty():
-            result, failed = self._finished.get()
+            result, failed, event = self._finished.get()
             self._lookups.mark_miss(failed)
+            if event is not None and self._tells:
+                self._events.append(event)
             results.append(result)
         return results
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """Returns the chunks that were stored since the last call, and those that could not be loaded, as removed.
+
+        vLLM adds tokens and parents if ``self_describing_kv_events`` is on.
+        """
+        events, self._events = self._events, []
+        return events
 
     def has_pending_work(self) -> bool:
         """True while jobs are in progress: the engine must go on asking."""
@@ -157,10 +170,13 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
             transfer_bytes=len(good) * self.block_size_bytes,
         )
         failed = [key for key, hit in zip(keys, done, strict=True) if not hit] if job.is_promotion else []
-        self._finished.put((result, failed))
+        self._finished.put((result, failed, self._event(failed if job.is_promotion else good, job.is_promotion)))
         with self._condition:
             self._under_way -= 1
             self._condition.notify_all()
+
+    def _event(self, keys: list[bytes], removed: bool) -> OffloadingEvent | None:
+        return OffloadingEvent(keys=keys, medium=self.medium, removed=removed, locality=self.locality) if keys else None
 
     def _transfer(self, job: TransferJob, keys: Sequence[bytes]) -> list[bool]:
         caches = self._link.caches()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,18 +11,25 @@ import pytest
 
 from kvstore.connectors.vllm.settings import Settings
 from kvstore.errors import Unavailable
+from kvstore.waiting import Monitor
 from tests.connectors.vllm_modules import vllm_modules
 
 OFFLOAD = "vllm.v1.kv_offload"
+KEYS = [b"one", b"two", b"three"]
 MODULES: dict[str, dict[str, Any]] = {
     f"{OFFLOAD}.base": {
         "Medium": SimpleNamespace(STORAGE="storage"),
         "Locality": str,
         "LookupResult": str,
         "RequestOffloadingContext": object,
+        "OffloadingEvent": SimpleNamespace,
     },
     f"{OFFLOAD}.tiering.async_lookup": {"AsyncLookupManager": type("Base", (), {"__init__": lambda self, **_: None})},
-    f"{OFFLOAD}.tiering.base": {"JobResult": object, "SecondaryTierManager": object, "TransferJob": object},
+    f"{OFFLOAD}.tiering.base": {
+        "JobResult": SimpleNamespace,
+        "SecondaryTierManager": object,
+        "TransferJob": object,
+    },
 }
 
 
@@ -58,3 +66,33 @@ def test_after_one_look_up_past_the_deadline_the_next_ones_do_not_wait(error: Ex
                 lookups.batch_lookup([b"key"], None)
         assert lookups.batch_lookup([b"key"], None) == [False]
         assert slow.asked == 1
+
+
+class Missing:
+    """Notes the keys that are misses from now on."""
+
+    def __init__(self) -> None:
+        self.keys: list[bytes] = []
+
+    def mark_miss(self, keys: list[bytes]) -> None:
+        self.keys += keys
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_chunks_that_were_stored_are_told_and_those_that_could_not_be_loaded_as_removed(tells: bool) -> None:
+    with vllm_modules(MODULES):
+        from kvstore.connectors.vllm_tier import KVStoreTier
+
+        tier = KVStoreTier.__new__(KVStoreTier)
+        tier._tells, tier._events, tier.locality, tier.block_size_bytes = tells, [], None, 64
+        tier._finished, tier._condition, tier._under_way, tier._lookups = SimpleQueue(), Monitor(), 3, Missing()  # type: ignore[assignment]
+        store, load = (SimpleNamespace(job_id=1, keys=KEYS, is_promotion=is_load) for is_load in (False, True))
+        tier._end(store, KEYS, [True, False, True], 0.1)
+        tier._end(load, KEYS, [True, False, False], 0.1)
+        tier._end(load, KEYS, [True, True, True], 0.1)
+        assert list(tier.take_events()) == [], "vLLM has not heard that the jobs ended"
+        assert [result.success for result in tier.get_finished_jobs()] == [False, False, True]
+        told = [(event.keys, event.medium, event.removed) for event in tier.take_events()]
+        expected = [([b"one", b"three"], "storage", False), ([b"two", b"three"], "storage", True)]
+        assert told == (expected if tells else [])
+        assert list(tier.take_events()) == []

@@ -22,6 +22,22 @@ from tests.patience import PATIENCE_S
 
 BLOCK_TOKENS = 4
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+EVENTS: dict[str, dict[str, Any]] = {
+    "vllm.distributed.kv_events": {
+        "BlockStored": lambda **fields: SimpleNamespace(kind="stored", **fields),
+        "BlockRemoved": lambda **fields: SimpleNamespace(kind="removed", **fields),
+    },
+    "vllm.v1.core.kv_cache_utils": {
+        "generate_block_hash_extra_keys": lambda request, start, end, media: (("a salt", start), media),
+        "maybe_convert_block_hash": lambda hashed: hashed,
+        "to_event_extra_keys": lambda extra_keys: extra_keys,
+    },
+    "vllm.v1.kv_cache_interface": {
+        "get_kv_cache_spec_kind": lambda spec: SimpleNamespace(value="full_attention"),
+        "get_kv_cache_spec_sliding_window": lambda spec: None,
+    },
+}
+"""What the connector takes from vLLM for its events."""
 
 
 @dataclass
@@ -34,6 +50,12 @@ class Request:
     block_hashes: list[bytes] = field(default_factory=list)
     kv_transfer_params: Any = None
     kv_hints: Any = None
+    session_id: str | None = None
+
+    @property
+    def all_token_ids(self) -> list[int]:
+        """A token for each place."""
+        return list(range(self.num_tokens))
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = self.num_tokens
@@ -50,7 +72,7 @@ class Blocks:
 @contextmanager
 def halves() -> Iterator[Callable[..., Any]]:
     """Yields what makes a scheduler's half on a store in memory."""
-    with vllm_modules({BASE: {"KVConnectorMetadata": object, "KVConnectorWorkerMetadata": object}}):
+    with vllm_modules({BASE: {"KVConnectorMetadata": object, "KVConnectorWorkerMetadata": object}, **EVENTS}):
         yield from _halves()
 
 
@@ -59,7 +81,11 @@ def _halves() -> Iterator[Callable[..., Any]]:
 
     made: list[Any] = []
 
-    def half(clusters: Sequence[Cluster] = (Cluster((0,), BLOCK_TOKENS),), **settings: Any) -> Any:
+    def half(
+        clusters: Sequence[Cluster] = (Cluster((0,), BLOCK_TOKENS),),
+        events: Callable[[Sequence[Cluster]], Any] | None = None,
+        **settings: Any,
+    ) -> Any:
         given = Settings.of({"root": "memory://", **settings})
         shape = SimpleNamespace(
             tp=1,
@@ -71,13 +97,25 @@ def _halves() -> Iterator[Callable[..., Any]]:
             adapters="float32",
         )
         names = [Namespace.of("model", Layout(1, 1, 16, "int8", 1))]
-        made.append(SchedulerHalf(given, shape, names, loads=True, stores=True))  # type: ignore[arg-type]
+        told = None if events is None else events(clusters)
+        made.append(SchedulerHalf(given, shape, names, loads=True, stores=True, events=told))  # type: ignore[arg-type]
         made[-1].manager = Blocks()
         return made[-1]
 
     yield half
     for each in made:
         each.close()
+
+
+def events_of(*, parts: int = 1, medium: str = "STORAGE", **more: Any) -> Callable[[Sequence[Cluster]], Any]:
+    """What makes events, for ``halves``."""
+
+    def made(clusters: Sequence[Cluster]) -> Any:
+        from kvstore.connectors.vllm.events import Events
+
+        return Events([None] * 8, clusters, BLOCK_TOKENS, parts=parts, medium=medium, **more)
+
+    return made
 
 
 def cache(half: Any) -> BlockCache:

@@ -12,7 +12,16 @@ import pytest
 
 OURS = [
     f"kvstore.connectors.{name}"
-    for name in ("vllm.scheduler", "vllm.runs", "vllm.messages", "vllm.naming", "vllm.storing", "vllm_tier")
+    for name in (
+        "vllm.scheduler",
+        "vllm.runs",
+        "vllm.messages",
+        "vllm.naming",
+        "vllm.pages",
+        "vllm.storing",
+        "vllm.events",
+        "vllm_tier",
+    )
 ]
 
 

@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from kvstore.connectors.vllm.events import Events
 from kvstore.connectors.vllm.messages import Orders, Report
 from kvstore.connectors.vllm.metrics import PromMetrics, Stats
 from kvstore.connectors.vllm.naming import Shape, check_hashes, check_heads, model_fingerprint, namespaces
@@ -42,17 +43,19 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         loads, stores = transfer.is_kv_consumer, transfer.is_kv_producer
+        tells = settings.events and bool(getattr(vllm_config.kv_events_config, "enable_kv_cache_events", False))
         if role is KVConnectorRole.SCHEDULER:
             if loads and transfer.kv_load_failure_policy == "fail":
                 log.warning(
                     "kvstore: kv_load_failure_policy is fail, so a request whose KV cannot be read ends without "
                     "output; set it to recompute"
                 )
-            self._scheduler = SchedulerHalf(settings, shape, names, loads=loads, stores=stores)
+            events = _events(kv_cache_config, shape, settings) if tells else None
+            self._scheduler = SchedulerHalf(settings, shape, names, loads=loads, stores=stores, events=events)
         else:
             parts, is_writer = shape.parts_of(vllm_config.parallel_config.rank)
             mine = {part: names[part] for part in parts}
-            self._worker = WorkerHalf(settings, shape, mine, stores=stores and is_writer)
+            self._worker = WorkerHalf(settings, shape, mine, stores=stores and is_writer, tells=tells)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -114,6 +117,14 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Abandons all KV stored so far: vLLM calls this when weights were replaced in memory."""
         self._scheduling.reset()
         return True
+
+    def take_events(self) -> list[Any]:
+        """Returns the KV events since the last call, for vLLM's publisher."""
+        return self._scheduling.take_events()
+
+    def has_pending_push_work(self) -> bool:
+        """Returns True for some moments after blocks were stored, so that an engine without requests tells them."""
+        return self._scheduler is not None and self._scheduler.has_events()
 
     # On a worker
 
@@ -191,3 +202,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> PromMetrics:
         """Returns the metrics for ``/metrics``."""
         return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _events(kv_cache_config: Any, shape: Shape, settings: Settings) -> Events:
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    parts, medium = len(shape.parts()), settings.events_medium
+    return Events(specs, shape.clusters, shape.hash_tokens, parts=parts, medium=medium)

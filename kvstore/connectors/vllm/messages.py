@@ -58,6 +58,10 @@ class Report(KVConnectorWorkerMetadata):  # type: ignore[misc]
     failed: dict[int, set[bytes]] = field(default_factory=dict)
     timed_out: bool = False
     digests: set[tuple[int, bytes]] = field(default_factory=set)
+    stored: dict[bytes, int] = field(default_factory=dict)
+    """Keys that are in the store now, with the parts that stored them, as bits; only if events are told."""
+    unstored: set[bytes] = field(default_factory=set)
+    """Keys that were to be stored, and of which a part is not; only if events are told."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Report:
         """Returns both reports in one."""
@@ -68,12 +72,16 @@ class Report(KVConnectorWorkerMetadata):  # type: ignore[misc]
         failed = dict(self.failed)
         for number, keys in other.failed.items():
             failed[number] = failed.get(number, set()) | keys
-        return Report(ended, failed, self.timed_out or other.timed_out, self.digests | other.digests)
+        stored = dict(self.stored)
+        for key, parts in other.stored.items():
+            stored[key] = stored.get(key, 0) | parts
+        digests, unstored = self.digests | other.digests, self.unstored | other.unstored
+        return Report(ended, failed, self.timed_out or other.timed_out, digests, stored, unstored)
 
     @property
     def is_empty(self) -> bool:
         """True if there is nothing to report."""
-        return not (self.ended or self.digests)
+        return not (self.ended or self.digests or self.stored or self.unstored)
 
 
 def block_key(hashed: Any, group: int, ending: bytes) -> bytes:

@@ -11,14 +11,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvstore.connectors.vllm.adapters import Adapters, Check
 from kvstore.connectors.vllm.counts import EngineCount, EngineCounts
 from kvstore.connectors.vllm.groups import Kind, Tail
 from kvstore.connectors.vllm.hinting import hints_of
 from kvstore.connectors.vllm.link import Link
-from kvstore.connectors.vllm.lookups import Lookup, Lookups
+from kvstore.connectors.vllm.lookups import Found, Lookup, Lookups
 from kvstore.connectors.vllm.messages import IDLE_S, Load, Orders, Report, Run
 from kvstore.connectors.vllm.naming import Shape
 from kvstore.connectors.vllm.runs import Ends, Named, Runs, State
@@ -26,6 +26,9 @@ from kvstore.connectors.vllm.settings import Settings
 from kvstore.hints import DEFAULT, Hints
 from kvstore.namespace import Namespace
 from kvstore.waiting import Flag
+
+if TYPE_CHECKING:
+    from kvstore.connectors.vllm.events import Events
 
 log = logging.getLogger(__name__)
 
@@ -77,18 +80,22 @@ class Tracked:
         self.lookup = self.answered_s = None
 
 
-def first_key(lookup: Lookup, unit: int) -> bytes:
-    """Returns the first key of a unit; empty if a hit needs no whole unit of this model."""
-    return next(iter(lookup.keys[unit]), b"")
-
-
 class SchedulerHalf:
     """The connector's state in the scheduler. Used by its thread alone."""
 
     def __init__(
-        self, settings: Settings, shape: Shape, namespaces: Sequence[Namespace], *, loads: bool, stores: bool
+        self,
+        settings: Settings,
+        shape: Shape,
+        namespaces: Sequence[Namespace],
+        *,
+        loads: bool,
+        stores: bool,
+        events: Events | None = None,
     ) -> None:
+        """``events``: where to tell what is stored; None if vLLM publishes no events."""
         self._settings = settings
+        self._events = events
         self._shape = shape
         self._loads = loads
         self._stores = stores
@@ -158,8 +165,7 @@ class SchedulerHalf:
         if found is None:
             self._asked = lookup.done
             return None, False
-        if tracked.answered_s is None:
-            tracked.answered_s = time.monotonic()
+        self._answered(tracked, lookup, found)
         new = max(0, found.from_asked * self._unit - computed_tokens)
         if lookup.tails and computed_tokens % self._unit:
             new = 0  # vLLM has the state within a block, and others of its blocks may end elsewhere
@@ -168,9 +174,15 @@ class SchedulerHalf:
         tracked.stored_tokens = (
             min(found.from_start * self._unit, computed_tokens) if found.is_known else computed_tokens
         )
-        if new and self._is_async and self._loads_already(first_key(lookup, lookup.asked), tracked):
+        if new and self._is_async and self._loads_already(lookup.first_key(lookup.asked), tracked):
             return None, False  # vLLM asks again, and then has them in its own cache
         return new, bool(new) and self._is_async
+
+    def _answered(self, tracked: Tracked, lookup: Lookup, found: Found) -> None:
+        if tracked.answered_s is None:
+            tracked.answered_s = time.monotonic()
+            if self._events is not None:
+                self._events.missed(lookup.missed(found))
 
     def _part(self, tracked: Tracked, tokens: int) -> None:
         """Notes how much the prompt shares with a stored one beyond what can be loaded; 0 for nothing."""
@@ -196,7 +208,7 @@ class SchedulerHalf:
         """
         if lookup is None or lookup.found is None or lookup.found.from_asked >= len(lookup.keys):
             return False
-        return self._ordered.get(first_key(lookup, lookup.found.from_asked), 0.0) > lookup.started_s
+        return self._ordered.get(lookup.first_key(lookup.found.from_asked), 0.0) > lookup.started_s
 
     def _loads_already(self, key: bytes, tracked: Tracked) -> bool:
         """True if another request is loading this block: samples of one prompt, or requests that came together."""
@@ -219,7 +231,7 @@ class SchedulerHalf:
         if not external_tokens:
             return
         if self._is_async and lookup is not None:
-            tracked.loading = first_key(lookup, lookup.asked)
+            tracked.loading = lookup.first_key(lookup.asked)
             tracked.loading_until_s = time.monotonic() + self._settings.load_timeout_s
             self._loading[tracked.loading] = tracked
         first, end = tracked.asked_tokens, tracked.asked_tokens + external_tokens
@@ -227,6 +239,8 @@ class SchedulerHalf:
             # If the load fails fewer are computed, which stores them again.
             tracked.stored_tokens = end
         runs = self._runs.loads(self._named(tracked), blocks.get_block_ids(), first, end)
+        if self._events is not None:
+            self._events.found(request, runs)
         load = Load(self._next_load, request.request_id, runs)
         self._next_load += 1
         self._new_loads.append(load)
@@ -282,6 +296,8 @@ class SchedulerHalf:
         runs += self._runs.states(named, states, computed, done)
         runs = [replace(run, hints=tracked.hints, seal=seal) for run in runs]
         tracked.is_parting = False
+        if self._events is not None:
+            self._events.ordered(request, runs)
         tracked.stored_tokens = done
         if first and time.monotonic() > tracked.renewed_s + RENEW_S:
             tracked.renewed_s = time.monotonic()
@@ -298,6 +314,8 @@ class SchedulerHalf:
 
     def learn(self, report: Report) -> None:
         """Implements ``update_connector_output``."""
+        if self._events is not None:
+            self._events.learn(report)
         if report.timed_out:
             self._lookups.pause()
         for number, count in report.ended.items():
@@ -307,8 +325,7 @@ class SchedulerHalf:
                     del self._unconfirmed[number]
         expires_s = time.monotonic() + AVOID_S
         for keys in report.failed.values():
-            for key in keys:
-                self._avoided[key] = expires_s
+            self._avoided.update(dict.fromkeys(keys, expires_s))
         while len(self._avoided) > AVOIDED_MAX:
             del self._avoided[next(iter(self._avoided))]
         for part, digest in report.digests:
@@ -319,6 +336,14 @@ class SchedulerHalf:
                     part,
                 )
                 self._loads = False
+
+    def take_events(self) -> list[Any]:
+        """Implements ``take_events``."""
+        return [] if self._events is None else self._events.take()
+
+    def has_events(self) -> bool:
+        """Implements ``has_pending_push_work``: an engine without requests would tell them with the next one only."""
+        return self._events is not None and self._events.is_pending()
 
     def finished(self, request: Any) -> None:
         """Ends a request; its blocks may be reused."""

@@ -21,6 +21,8 @@ class TierSettings(opening.Settings):
     """After a time-out, look-ups are misses at once for this long."""
     load_threads: int = number(2, least=1)
     """Requests that a worker loads at once."""
+    events: bool = True
+    """Tell vLLM's KV events of the store, if vLLM publishes events at all."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class Settings(TierSettings):
     """Store the blocks of prompts only, not those of what was generated."""
     drain_s: float = number(5.0, least=0)
     """The time that a worker goes on storing when it shuts down."""
+    events_medium: str = "STORAGE"
+    """The medium that events name."""
 
     def looking_only(self) -> Settings:
         """For the scheduler, which reads and writes no block: memory would be taken for nothing there."""

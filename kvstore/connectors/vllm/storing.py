@@ -35,7 +35,14 @@ class Storer:
     """One thread that publishes. ``pages`` has one per cluster, ``link`` a cache per part of a block."""
 
     def __init__(
-        self, link: Link, pages: Sequence[Pages], counts: EngineCounts, *, bytes_max: int, pause_s: float
+        self,
+        link: Link,
+        pages: Sequence[Pages],
+        counts: EngineCounts,
+        *,
+        bytes_max: int,
+        pause_s: float,
+        tells: bool = False,
     ) -> None:
         self._link = link
         self._pages = pages
@@ -46,6 +53,9 @@ class Storer:
         self._lock = threading.Lock()
         self._bytes = 0
         self._on_the_way: set[bytes] = set()
+        self._tells = tells
+        self._settled: dict[bytes, bool] = {}
+        """Whether blocks are in the store, since somebody last asked; only if it ``tells``."""
         self._idle = Flag()
         self._idle.set()
         # store_bytes_max bounds what waits, so the queue itself needs no bound of its own.
@@ -65,23 +75,36 @@ class Storer:
             if part is not None:
                 copy = self._pages[part.cluster].copy_out(part.blocks)
                 if not self._thread.submit(partial(self._serve, part, copy)):
-                    self._done(part, 0)
+                    self._done(part, [False] * len(part.keys))
+
+    def settled(self, within_s: float) -> dict[bytes, bool]:
+        """Returns which blocks came into the store since the last call, and which did not.
+
+        Waits for those on their way, at most ``within_s``.
+        """
+        if within_s:
+            self._idle.wait(within_s)
+        with self._lock:
+            settled, self._settled = self._settled, {}
+        return settled
 
     def _admit(self, run: Run) -> Run | None:
         """Returns the blocks of ``run`` to copy out, and counts their memory from now on; None if there are none."""
-        if self._link.caches() is None or time.monotonic() < self._paused_until_s:
-            self._counts.add(EngineCount.STORE_SHED_BLOCKS, len(run.keys))
-            return None
+        is_down = self._link.caches() is None or time.monotonic() < self._paused_until_s
         with self._lock:
             pairs = [pair for pair in zip(run.keys, run.blocks, strict=True) if pair[0] not in self._on_the_way]
+            keys = [key for key, _ in pairs]
             size = len(pairs) * self._pages[run.cluster].block_bytes
-            if not pairs or self._bytes + size > self._bytes_max:
-                self._counts.add(EngineCount.STORE_SHED_BLOCKS, len(pairs))
-                return None
-            self._bytes += size
-            self._on_the_way.update(key for key, _ in pairs)
-            self._idle.clear()
-        return replace(run, keys=[key for key, _ in pairs], blocks=[block for _, block in pairs])
+            is_shed = is_down or self._bytes + size > self._bytes_max
+            if is_shed:
+                self._settle(keys, [False] * len(keys))
+            elif pairs:
+                self._bytes += size
+                self._on_the_way.update(keys)
+                self._idle.clear()
+        if is_shed:
+            self._counts.add(EngineCount.STORE_SHED_BLOCKS, len(keys))
+        return None if is_shed or not pairs else replace(run, keys=keys, blocks=[block for _, block in pairs])
 
     def close(self, timeout_s: float) -> None:
         """Publishes blocks in progress, for at most ``timeout_s``."""
@@ -89,30 +112,36 @@ class Storer:
         self._thread.close(0.0)
 
     def _serve(self, run: Run, copy: Copy) -> None:
-        stored = 0
+        flags: list[bool] = []
         try:
-            stored = self._publish(run, copy)
+            flags = self._publish(run, copy)
         except Exception:
             log.exception("kvstore: blocks could not be stored")
-        self._done(run, stored)
+        self._done(run, flags or [False] * len(run.keys))
 
-    def _done(self, run: Run, stored: int) -> None:
-        size = self._pages[run.cluster].block_bytes
+    def _settle(self, keys: Sequence[bytes], flags: Sequence[bool]) -> None:
+        if self._tells:
+            self._settled.update(zip(keys, flags, strict=True))
+
+    def _done(self, run: Run, flags: Sequence[bool]) -> None:
+        size, stored = self._pages[run.cluster].block_bytes, sum(flags)
         self._counts.add(EngineCount.STORED_BLOCKS, stored)
         self._counts.add(EngineCount.STORED_BYTES, stored * size)
         self._counts.add(EngineCount.STORE_FAILED_BLOCKS, len(run.keys) - stored)
         with self._lock:
             self._bytes -= len(run.keys) * size
             self._on_the_way.difference_update(run.keys)
+            self._settle(run.keys, flags)
             if not self._on_the_way:
                 self._idle.set()
 
-    def _publish(self, run: Run, copy: Copy) -> int:
+    def _publish(self, run: Run, copy: Copy) -> list[bool]:
+        """Returns whether each block is in the store; nothing if none is."""
         caches = self._link.caches()
         if caches is None or time.monotonic() < self._paused_until_s:
-            return 0
+            return []
         if run.seal is not None and not run.seal.holds():
-            return 0
+            return []
         try:
             hints = run.hints
             ttl = math.inf if hints.ttl_s is None else hints.ttl_s
@@ -121,7 +150,7 @@ class Storer:
                 cache.put(run.keys, part, first=run.first, priority=hints.priority, ttl=ttl)
                 for cache, part in zip(caches, parts, strict=True)
             ]
-            return sum(all(each) for each in zip(*stored, strict=True))
+            return [all(each) for each in zip(*stored, strict=True)]
         except Unavailable:
             # The next ones would wait as long: drop them until the store may be well again.
             self._paused_until_s = time.monotonic() + self._pause_s
@@ -129,4 +158,4 @@ class Storer:
             self._paused_until_s = time.monotonic() + min(self._pause_s, FULL_PAUSE_S)
         except KVStoreError as error:
             log.warning("kvstore: the store refuses blocks: %s", error)
-        return 0
+        return []

@@ -23,10 +23,21 @@ log = logging.getLogger(__name__)
 class WorkerHalf:
     """The connector's state on one rank, whose KV has these ``namespaces``. Used by its engine thread alone."""
 
-    def __init__(self, settings: Settings, shape: Shape, namespaces: Mapping[int, Namespace], *, stores: bool) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        shape: Shape,
+        namespaces: Mapping[int, Namespace],
+        *,
+        stores: bool,
+        tells: bool = False,
+    ) -> None:
+        """``tells``: report what came into the store, for events."""
         self._settings = settings
         self.shape = shape
         self._stores = stores
+        self._tells = tells and stores
+        self._parts = sum(1 << part for part in namespaces)
         self.counts = EngineCounts()
         self._link = Link(settings, list(namespaces.values()))
         self._pages: list[Pages] = []
@@ -63,7 +74,12 @@ class WorkerHalf:
             threads=settings.load_threads,
         )
         self._storer = Storer(
-            self._link, self._pages, self.counts, bytes_max=settings.store_bytes_max, pause_s=settings.pause_s
+            self._link,
+            self._pages,
+            self.counts,
+            bytes_max=settings.store_bytes_max,
+            pause_s=settings.pause_s,
+            tells=self._tells,
         )
 
     # Loading
@@ -142,6 +158,12 @@ class WorkerHalf:
     def report(self) -> Report | None:
         """Implements ``build_connector_worker_meta``."""
         report, self._report = self._report, Report()
+        if self._tells and self._storer is not None:
+            for key, is_stored in self._storer.settled(IDLE_S if self._is_idle else 0.0).items():
+                if is_stored:
+                    report.stored[key] = self._parts
+                else:
+                    report.unstored.add(key)
         return None if report.is_empty else report
 
     # Storing

@@ -286,16 +286,17 @@ def running_worker(root: Path, etcd: str, *options: str) -> Iterator[tuple[str, 
 
 @contextmanager
 def running_server(
-    workplace: Path, model: Path, *options: str, config: dict[str, object] | None = None
+    workplace: Path, model: Path, *options: str, config: dict[str, object] | None = None, port: int = 0
 ) -> Iterator[str]:
     """vLLM's OpenAI server; its URL, once it answers."""
-    port = 20_000 + os.getpid() % 20_000
+    port = port or 20_000 + os.getpid() % 20_000
     words = ["--model", str(model), "--served-model-name", "tiny", "--skip-tokenizer-init", "--enforce-eager"]
     words += ["--dtype", "float32", "--block-size", str(BLOCK_TOKENS), "--max-model-len", "1024"]
     words += ["--host", "127.0.0.1", "--port", str(port)]
     if config is not None:
         words += ["--kv-transfer-config", json.dumps(config)]
-    with open(workplace / "server.log", "wb") as log:
+    written = workplace / f"server-{port}.log"
+    with open(written, "wb") as log:
         child = subprocess.Popen(
             [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", *words, *options],
             stdout=log,
@@ -308,7 +309,7 @@ def running_server(
     try:
         ends_s = time.monotonic() + START_S
         while True:
-            assert child.poll() is None and time.monotonic() < ends_s, (workplace / "server.log").read_text()[-4000:]
+            assert child.poll() is None and time.monotonic() < ends_s, written.read_text()[-4000:]
             try:
                 with urllib.request.urlopen(f"{url}/health", timeout=5):
                     break

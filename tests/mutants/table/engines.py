@@ -8,6 +8,7 @@ from tests.mutants.planters import Planter, edit, replace
 ADAPTERS = "connectors/test_vllm_adapters.py::test_"
 SCHEDULER = "connectors/test_vllm_scheduler.py::test_"
 GROUPS = "connectors/test_vllm_groups.py::test_"
+EVENTS = "kvstore.connectors.vllm.events:Events"
 LOOKS = "kvstore.connectors.vllm.adapters:Adapters"
 
 
@@ -24,6 +25,11 @@ def kind(name: str, place: str, old: str, new: str, *tests: str) -> Mutant:
         edit(f"kvstore.connectors.vllm.{place}", old, new),
         *(f"{GROUPS}{test}" for test in tests),
     )
+
+
+def event(name: str, planter: Planter, test: str) -> Mutant:
+    """A row of: an event tells what the store has, and only that."""
+    return mutant(f"vllm-event-{name}", "CONNECTORS Events", planter, f"connectors/test_vllm_events.py::test_{test}")
 
 
 MUTANTS = [
@@ -131,5 +137,75 @@ MUTANTS = [
         "lookup.tails and computed_tokens % self._unit",
         "False",
         "a_hit_of_vllm_within_a_block_gets_no_state_of_another",
+    ),
+    event(
+        "before-all-parts",
+        edit(f"{EVENTS}.learn", "block.parts == self._all_parts", "True"),
+        "a_block_is_told_when_every_rank_has_stored_its_part",
+    ),
+    event(
+        "of-what-was-not-stored",
+        edit(f"{EVENTS}.learn", "self._pending.pop(key, None)", "pass"),
+        "what_a_rank_could_not_store_is_not_told_until_it_is_stored_again",
+    ),
+    event(
+        "no-removal",
+        edit(f"{EVENTS}.learn", "for keys in report.failed.values()", "for keys in ()"),
+        "what_is_loaded_is_told_and_what_could_not_be_is_told_as_removed",
+    ),
+    event(
+        "of-what-is-gone-stays",
+        replace("kvstore.connectors.vllm.lookups:Lookup.missed", lambda self, found: ()),
+        "a_look_up_that_misses_what_was_told_tells_it_as_removed_once",
+    ),
+    event(
+        "of-a-missed-window",
+        edit(
+            "kvstore.connectors.vllm.lookups:Lookup.missed", "max(found.from_asked, found.shared)", "found.from_asked"
+        ),
+        "a_look_up_that_misses_a_window_alone_tells_no_removal",
+    ),
+    event(
+        "of-windows",
+        edit(f"{EVENTS}._blocks", "cluster.kind is not Kind.FULL", "False"),
+        "of_several_kinds_of_kv_full_attention_is_told_once_for_its_first_group",
+    ),
+    event(
+        "of-the-first-group-of-all",
+        edit(f"{EVENTS}._stored", "group_idx=cluster.groups[0]", "group_idx=origin.cluster"),
+        "of_several_kinds_of_kv_full_attention_is_told_once_for_its_first_group",
+    ),
+    event(
+        "of-two-requests-in-one",
+        replace("kvstore.connectors.vllm.events:_Run.takes", lambda self, block: True),
+        "blocks_of_two_requests_are_two_events",
+    ),
+    event(
+        "unbounded",
+        edit(f"{EVENTS}.ordered", "len(self._pending) > PENDING_MAX", "False"),
+        "what_waits_to_be_told_is_bounded",
+    ),
+    event(
+        "steps-for-ever",
+        edit(f"{EVENTS}.is_pending", "and self._clock() < self._pending_until_s", ""),
+        "an_idle_engine_goes_on_for_a_moment_to_tell_and_no_longer",
+    ),
+    mutant(
+        "vllm-event-shed-counts-as-stored",
+        "CONNECTORS Events",
+        edit("kvstore.connectors.vllm.storing:Storer._admit", "self._settle(keys, [False] * len(keys))", "pass"),
+        "connectors/test_vllm_storing.py::test_blocks_that_find_no_room_are_settled_as_not_stored",
+    ),
+    mutant(
+        "vllm-event-one-part-counts-as-stored",
+        "CONNECTORS Events",
+        edit("kvstore.connectors.vllm.storing:Storer._publish", "all(each) for", "any(each) for"),
+        "connectors/test_vllm_storing.py::test_a_block_is_stored_if_all_of_its_parts_are",
+    ),
+    mutant(
+        "vllm-tier-event-of-what-failed",
+        "CONNECTORS Events",
+        edit("kvstore.connectors.vllm_tier:KVStoreTier._end", "failed if job.is_promotion else good", "keys"),
+        "connectors/test_vllm_tier.py::test_chunks_that_were_stored_are_told_and_those_that_could_not_be_loaded_as_removed",
     ),
 ]

@@ -1,0 +1,208 @@
+"""KV events: what the connector tells routers of the store, through the publisher of the engine.
+
+A block is told as stored when every rank has stored its part, and when it was found and is loaded: then a router that
+hears this engine alone knows the whole prefix. It is told as removed when it could not be loaded, or when a look-up
+misses what was told: so one request corrects a router that does not know what collectors took.
+
+Only blocks of full attention are told, which every hit needs from the first on. Windows and recurrent states are stored
+here and there: a router that counts a prompt's leading blocks would take their gaps, and their removal, for its end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
+from vllm.v1.core.kv_cache_utils import (
+    generate_block_hash_extra_keys,
+    maybe_convert_block_hash,
+    to_event_extra_keys,
+)
+from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
+
+from kvstore.connectors.vllm.groups import Cluster, Kind
+from kvstore.connectors.vllm.messages import Report, Run
+
+PENDING_MAX = 65_536
+"""Blocks that are being stored and will be told; those over it, the oldest, are not."""
+TOLD_MAX = 262_144
+"""Blocks that were told and are remembered, for look-ups that miss them: about 40 MiB."""
+TELL_S = 2.0
+"""The longest time that an engine without requests goes on stepping, to tell what it has just stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The request that stored or found blocks, as events name it, and the blocks' cluster."""
+
+    cluster: int
+    lora_id: int | None
+    lora_name: str | None
+    session_id: str | None
+
+    @classmethod
+    def of(cls, request: Any, cluster: int) -> Origin:
+        """``session_id`` is the client's; vLLM has it on each request since 0.32."""
+        lora = request.lora_request
+        number, name = (None, None) if lora is None else (lora.adapter_id, lora.name)
+        return cls(cluster, number, name, getattr(request, "session_id", None))
+
+
+@dataclass(slots=True)
+class Block:
+    """One block as vLLM names it. ``parts`` are those that are stored, as bits."""
+
+    origin: Origin
+    hashed: bytes
+    parent: bytes | None
+    tokens: Sequence[int]
+    extra_keys: tuple[Any, ...] | None
+    parts: int = 0
+
+
+@dataclass(slots=True)
+class _Run:
+    """Blocks of one request that follow each other: one event."""
+
+    blocks: list[Block] = field(default_factory=list)
+
+    def takes(self, block: Block) -> bool:
+        """True if the event can go on with this block."""
+        last = self.blocks[-1]
+        return last.origin == block.origin and last.hashed == block.parent
+
+
+class Events:
+    """The events of one engine. Used by the scheduler's thread alone.
+
+    ``specs`` are the KV cache specs of vLLM's groups, ``clusters`` and ``hash_tokens`` those of ``Shape``, and
+    ``parts`` is the number of its parts. A cluster is told as its first group, whose number is in the keys.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[Any],
+        clusters: Sequence[Cluster],
+        hash_tokens: int,
+        *,
+        parts: int,
+        medium: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._specs = specs
+        self._clusters = clusters
+        self._hash_tokens = hash_tokens
+        self._all_parts = (1 << parts) - 1
+        self._medium = medium
+        self._clock = clock
+        self._pending: dict[bytes, Block] = {}
+        self._pending_until_s = 0.0
+        self._news: list[Block | tuple[int, bytes]] = []
+        """What to tell next: stored blocks, and group and hash of lost ones."""
+        self._told: dict[bytes, None] = {}
+        self._hash_bytes = 0
+        """Bytes of a block hash, with which a key begins (``block_key``); known with the first block."""
+
+    def ordered(self, request: Any, runs: Iterable[Run]) -> None:
+        """Remembers blocks that the workers now store."""
+        for key, block in self._blocks(request, runs):
+            self._pending.pop(key, None)  # one that is ordered again goes to the end
+            self._pending[key] = block
+        self._pending_until_s = self._clock() + TELL_S
+        while len(self._pending) > PENDING_MAX:
+            del self._pending[next(iter(self._pending))]
+
+    def found(self, request: Any, runs: Iterable[Run]) -> None:
+        """Tells blocks of which a look-up found all parts."""
+        for key, block in self._blocks(request, runs):
+            self._tell(key, block)
+
+    def missed(self, keys: Iterable[bytes]) -> None:
+        """Tells those of these blocks as removed that were told: a look-up has missed them, or a load."""
+        for key in keys:
+            if key in self._told:
+                del self._told[key]
+                self._news.append((key[self._hash_bytes], key[: self._hash_bytes]))
+
+    def learn(self, report: Report) -> None:
+        """Takes in the workers' report: what they stored, what they could not store, and what they could not load."""
+        for keys in report.failed.values():
+            self.missed(keys)
+        for key in report.unstored:
+            self._pending.pop(key, None)
+        for key, parts in report.stored.items():
+            block = self._pending.get(key)
+            if block is not None:
+                block.parts |= parts
+                if block.parts == self._all_parts:
+                    self._tell(key, self._pending.pop(key))
+
+    def is_pending(self) -> bool:
+        """True while there is something to tell soon, for which an idle engine should go on stepping."""
+        return bool(self._news) or (bool(self._pending) and self._clock() < self._pending_until_s)
+
+    def take(self) -> list[Any]:
+        """Returns the events since the last call, in their order."""
+        news, self._news = self._news, []
+        told: list[_Run | tuple[int, bytes]] = []
+        for each in news:
+            last = told[-1] if told else None
+            if not isinstance(each, Block):
+                told.append(each)
+            elif isinstance(last, _Run) and last.takes(each):
+                last.blocks.append(each)
+            else:
+                told.append(_Run([each]))
+        return [self._stored(each.blocks) if isinstance(each, _Run) else self._removed(*each) for each in told]
+
+    def _tell(self, key: bytes, block: Block) -> None:
+        self._news.append(block)
+        self._told.pop(key, None)  # one that is told again goes to the end
+        self._told[key] = None
+        while len(self._told) > TOLD_MAX:
+            del self._told[next(iter(self._told))]
+
+    def _blocks(self, request: Any, runs: Iterable[Run]) -> Iterator[tuple[bytes, Block]]:
+        """Yields key and name of each block that is told."""
+        for run in runs:
+            cluster, hashes, media = self._clusters[run.cluster], request.block_hashes, 0
+            if cluster.kind is not Kind.FULL:
+                continue
+            size, origin = cluster.block_tokens, Origin.of(request, run.cluster)
+            per_block = size // self._hash_tokens
+            for index, key in enumerate(run.keys, run.first):
+                start, end = index * size, (index + 1) * size
+                extra_keys, media = generate_block_hash_extra_keys(request, start, end, media)
+                parent = bytes(hashes[index * per_block - 1]) if index else None
+                hashed = bytes(hashes[(index + 1) * per_block - 1])
+                self._hash_bytes = len(hashed)
+                yield key, Block(origin, hashed, parent, request.all_token_ids[start:end], extra_keys)
+
+    def _stored(self, blocks: Sequence[Block]) -> Any:
+        origin, first = blocks[0].origin, blocks[0]
+        cluster = self._clusters[origin.cluster]
+        spec = self._specs[cluster.groups[0]]
+        return BlockStored(
+            block_hashes=[maybe_convert_block_hash(each.hashed) for each in blocks],
+            parent_block_hash=None if first.parent is None else maybe_convert_block_hash(first.parent),
+            token_ids=[token for each in blocks for token in each.tokens],
+            block_size=cluster.block_tokens,
+            lora_id=origin.lora_id,
+            medium=self._medium,
+            lora_name=origin.lora_name,
+            extra_keys=to_event_extra_keys([each.extra_keys for each in blocks]),
+            group_idx=cluster.groups[0],
+            kv_cache_spec_kind=get_kv_cache_spec_kind(spec).value,
+            kv_cache_spec_sliding_window=get_kv_cache_spec_sliding_window(spec),
+            session_id=origin.session_id,
+        )
+
+    def _removed(self, group: int, hashed: bytes) -> Any:
+        return BlockRemoved(
+            block_hashes=[maybe_convert_block_hash(hashed)],
+            medium=self._medium,
+            group_idx=group,
+        )

@@ -1,0 +1,116 @@
+"""A worker's half of the vLLM connector says which blocks came into the store, if events are told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvstore.connectors.vllm.counts import EngineCounts
+from kvstore.errors import Unavailable
+from tests.connectors.vllm_halves import BASE
+from tests.connectors.vllm_modules import vllm_modules
+from tests.patience import PATIENCE_S
+
+
+class Pages:
+    """Blocks of 8 bytes that need no device."""
+
+    block_bytes = 8
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def copy_out(self, blocks: Sequence[int]) -> Any:
+        return SimpleNamespace(rows=lambda: [bytes(8)] * len(blocks))
+
+    def parts(self, rows: list[bytes]) -> list[list[bytes]]:
+        return [rows] * self.count
+
+
+class Store:
+    """Takes blocks but those whose key begins with ``refused``; fails if it is ``down``. The others are more parts."""
+
+    def __init__(self, *others: Store, refused: bytes = b"no") -> None:
+        self.parts = [self, *others]
+        self.down = False
+        self._refused = refused
+
+    def caches(self) -> list[Store] | None:
+        return self.parts
+
+    def put(self, keys: list[bytes], rows: list[bytes], **_: Any) -> list[bool]:
+        if self.down:
+            raise Unavailable("down")
+        return [not key.startswith(self._refused) for key in keys]
+
+
+@pytest.fixture(autouse=True)
+def modules() -> Iterator[None]:
+    torch = dict.fromkeys(("int64", "int32", "int16", "uint8"))
+    with vllm_modules({BASE: {"KVConnectorMetadata": object, "KVConnectorWorkerMetadata": object}, "torch": torch}):
+        yield
+
+
+def storer(store: Store, *, tells: bool = True, bytes_max: int = 1 << 20) -> Any:
+    from kvstore.connectors.vllm.storing import Storer
+
+    pages = [Pages(len(store.parts))]
+    return Storer(store, pages, EngineCounts(), bytes_max=bytes_max, pause_s=60.0, tells=tells)  # type: ignore[arg-type]
+
+
+def run(*keys: bytes) -> Any:
+    from kvstore.connectors.vllm.messages import Run
+
+    return Run(0, list(keys), [(block,) for block in range(len(keys))])
+
+
+def test_each_block_that_was_to_be_stored_is_settled_once() -> None:
+    store = Store()
+    half = storer(store)
+    half.store(run(b"one", b"not this", b"two"))
+    assert half.settled(PATIENCE_S) == {b"one": True, b"not this": False, b"two": True}
+    store.down = True
+    half.store(run(b"three"))
+    assert half.settled(PATIENCE_S) == {b"three": False}
+    half.store(run(b"four"))  # it is spared for a while
+    assert half.settled(PATIENCE_S) == {b"four": False}
+    assert half.settled(PATIENCE_S) == {}
+    half.close(0.0)
+
+
+def test_a_block_is_stored_if_all_of_its_parts_are() -> None:
+    second = Store(refused=b"t")
+    half = storer(Store(second))
+    half.store(run(b"one", b"not this", b"two"))
+    assert half.settled(PATIENCE_S) == {b"one": True, b"not this": False, b"two": False}
+    second.down = True
+    half.store(run(b"four"))
+    assert half.settled(PATIENCE_S) == {b"four": False}
+    half.close(0.0)
+
+
+def test_blocks_that_find_no_room_are_settled_as_not_stored() -> None:
+    half = storer(Store(), bytes_max=8)
+    half.store(run(b"one", b"two"))
+    assert half.settled(PATIENCE_S) == {b"one": False, b"two": False}
+    half.close(0.0)
+
+
+def test_nothing_is_kept_for_nobody() -> None:
+    half = storer(Store(), tells=False)
+    half.store(run(b"one"))
+    assert half.settled(PATIENCE_S) == {}
+    half.close(0.0)
+
+
+def test_the_reports_of_workers_are_one() -> None:
+    from kvstore.connectors.vllm.messages import Report
+
+    one = Report(stored={b"a": 1, b"b": 1}, unstored={b"c"})
+    both = one.aggregate(Report(stored={b"a": 2}, unstored={b"d"}))
+    assert (both.stored, both.unstored) == ({b"a": 3, b"b": 1}, {b"c", b"d"})
+    assert not both.is_empty
+    assert Report().is_empty
