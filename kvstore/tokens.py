@@ -95,4 +95,4 @@ def _type_of(tokens: Tokens, array: npt.NDArray[Any]) -> str:
 
 
 def _is_id(item: object) -> bool:
-    return isinstance(item, int | np.integer) and 0 <= item <= TOKEN_ID_MAX
+    return isinstance(item, int | np.integer) and 0 <= int(item) <= TOKEN_ID_MAX

@@ -148,7 +148,7 @@ def test_generate_goes_on_from_it(filled: Store) -> None:
 
 def test_it_works_through_a_worker(tmp_root: Path) -> None:
     model = made()
-    with serving(str(tmp_root)) as worker, kvstore.connect(worker.address) as store:
+    with serving(tmp_root) as worker, kvstore.connect(worker.address) as store:
         put_segments(model, DOCUMENTS, store, segment_tokens=PIECE)
         segments = segments_of(model, store)
         segments.record(verdict_for(segments))
