@@ -25,8 +25,8 @@ def test_pages_that_come_back_wrong_are_found(monkeypatch: pytest.MonkeyPatch) -
     moves.check()
     write = Pages.write
 
-    def twisted(pages: Pages, source: Any, blocks: list[list[int]], after: Any) -> None:
-        write(pages, source, [numbers[::-1] for numbers in blocks], after)
+    def twisted(pages: Pages, source: Any, blocks: list[tuple[int]], after: Any) -> None:
+        write(pages, source, blocks[::-1], after)
 
     monkeypatch.setattr(Pages, "write", twisted)
     with pytest.raises(WrongBytes):
