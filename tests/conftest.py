@@ -44,6 +44,7 @@ LONGEST = (
     "bulk/test_blocks.py",
     "chaos/test_pauses.py",
     "tiers/test_hanging.py",
+    "model/test_model.py",
     "client/test_remote_failover.py",
     "cli/test_up.py",
     "client/test_host.py",
