@@ -42,13 +42,14 @@ test: $(READY) ## the test suite, but for what has a command of its own
 	@$(PYTEST) -q -m "$(APART)" $(ARGS)
 
 # ENGINES chooses some: make test-engines ENGINES="vllm sglang".
-test-engines: $(READY) ## the connectors against real vLLM, LMCache, SGLang and transformers (installs them, without a GPU)
+test-engines: $(READY) ## the connectors against real vLLM, LMCache, SGLang, transformers and Dynamo's indexer (installs them, without a GPU)
 	@.ci/engines.sh $(ENGINES) -- $(ARGS)
 
-events-test: $(READY) ## KV events beside etcd, collectors and killed publishers; and vLLM's own decoder where it is installed
-	@$(BIN)/python -m pytest -q tests/events $(ARGS)
-	@[ ! -x .cache/engines/vllm/bin/python ] || KVSTORE_TEST_ENGINES=1 PYTHONPATH=.:gc \
-		$(BIN)/python -m pytest -q tests/engines/vllm/test_kv_events.py $(ARGS)
+events-test: $(READY) ## KV events beside etcd, collectors and killed publishers, then with real vLLM and Dynamo's indexer (installs them)
+	@$(PYTEST) -q tests/events $(ARGS)
+	@.ci/engines.sh --setup vllm events
+	@KVSTORE_TEST_ENGINES=1 PYTHONPATH=.:gc $(BIN)/python -m pytest -q --timeout 600 \
+		tests/engines/events tests/engines/vllm/test_kv_events.py $(ARGS)
 
 check: lint types contracts fast ## format, lint, types, import contracts, fast tests: some minutes
 
