@@ -39,6 +39,8 @@ class Namespace:
     tenant: str = ""
     attributes: tuple[tuple[str, str], ...] = ()
     digest: NamespaceDigest = field(init=False, compare=False, repr=False)
+    has_segments: bool = field(init=False, compare=False, repr=False)
+    """True if its prompts are segments, which are reused at other places and never count as hits."""
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -54,6 +56,7 @@ class Namespace:
         for key, value in self.attributes:
             _check_text("attribute name", key, NAME_BYTES_MAX)
             _check_text(f"attribute {key!r}", value, TEXT_BYTES_MAX)
+        object.__setattr__(self, "has_segments", SEGMENTS in self.attributes)
         object.__setattr__(self, "digest", NamespaceDigest(_digest(self)))
 
     @classmethod
@@ -80,11 +83,6 @@ class Namespace:
         """Its name, tenant and layout, for people."""
         tenant = f" of tenant {self.tenant!r}" if self.tenant else ""
         return f"{self.name!r}{tenant}, {self.layout.short}"
-
-    @property
-    def has_segments(self) -> bool:
-        """True if its prompts are segments, which are reused at other places and never count as hits."""
-        return SEGMENTS in self.attributes
 
     def to_json(self) -> bytes:
         """Canonical JSON: sorted keys, no spaces, UTF-8. The digest is taken over it."""

@@ -24,7 +24,12 @@ def token_array(tokens: Tokens) -> TokenArray:
     Accepts any sequence of ints or a one-dimensional integer array; 0 <= id < 2**32, at most 4,194,304 of them.
     Raises InvalidRequest, naming the first offending position, otherwise.
     """
-    count = _count_of(tokens)
+    try:
+        count = len(tokens) if not isinstance(tokens, (bytes, bytearray, memoryview, str)) else -1
+    except TypeError as cause:  # no sequence, or an array of no dimension
+        raise _no_sequence(tokens) from cause
+    if count < 0:
+        raise _no_sequence(tokens)
     if count > TOKENS_MAX:
         raise InvalidRequest(f"{count} tokens are over the limit of {TOKENS_MAX}: split the prompt")
     if count == 0:
@@ -47,15 +52,6 @@ def token_array(tokens: Tokens) -> TokenArray:
                 f"token {int(array[position])} at position {position} is out of range: expected 0 to {TOKEN_ID_MAX}"
             )
     return np.ascontiguousarray(array, dtype="<u4")
-
-
-def _count_of(tokens: Tokens) -> int:
-    if isinstance(tokens, (bytes, bytearray, memoryview, str)):
-        raise _no_sequence(tokens)
-    try:
-        return len(tokens)
-    except TypeError as cause:  # no sequence, or an array of no dimension
-        raise _no_sequence(tokens) from cause
 
 
 def _packed_ints(tokens: list[int] | tuple[int, ...]) -> TokenArray | None:

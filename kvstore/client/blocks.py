@@ -193,7 +193,7 @@ def _views(keys: list[bytes], buffers: Sequence[Any], *, writable: bool) -> Piec
     if len(buffers) != len(keys):
         raise InvalidRequest(f"{len(buffers)} buffers for {len(keys)} keys: expected one for each")
     views = [_view(buffer, position, writable=writable) for position, buffer in enumerate(buffers)]
-    if writable:
+    if writable and len(views) > 1:
         _check_apart(views)
     return views
 
