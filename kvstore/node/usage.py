@@ -8,6 +8,7 @@ every put asks, under a lock of its own that no I/O holds.
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from typing import Protocol
 
@@ -103,11 +104,17 @@ class NodeUsage:
             self.claiming.begin()
         if not self.is_spent:
             return True
-        self._claim()
         with self._lock:
-            wait_s = STARTED_S if self._bound is None else COUNTED_S
-            self._lock.wait_for(lambda: not self._is_spent() or not self._may_hear(), wait_s)
-            return not self._is_spent()
+            ends_s = time.monotonic() + (STARTED_S if self._bound is None else COUNTED_S)
+        while True:
+            self._claim()  # also after a while: a claim fails where the metadata are slow
+            left_s = max(0.0, ends_s - time.monotonic())
+            with self._lock:
+                is_told = self._lock.wait_for(
+                    lambda: not self._is_spent() or not self._may_hear(), min(left_s, AGAIN_S)
+                )
+                if is_told or left_s <= AGAIN_S:
+                    return not self._is_spent()
 
     def close(self) -> None:
         """Makes claims and writes equal. Call it once nothing is written any more."""

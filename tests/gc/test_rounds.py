@@ -35,7 +35,7 @@ def test_a_round_deletes_what_is_past_its_time_and_says_so(place: Place) -> None
     assert told["chosen"] == {"past its time to live": {"chunks": 6, "bytes": size}}
     assert told["kept"] == {"within capacity": {"chunks": 4, "bytes": place.bytes_of(new)}}
     assert [(each["name"], each["scanned"]["chunks"]) for each in told["namespaces"]] == [(SPACE.name, 10)]
-    assert {"check", "survey", "plan", "condemn", "grace", "reap", "close"} <= set(told["seconds"])
+    assert {"check", "survey", "plan", "condemn", "reap", "close"} <= set(told["seconds"])
     assert "chosen_past_its_time_to_live=6" in summary.to_line() and "unfinished" not in summary.to_line()
 
 

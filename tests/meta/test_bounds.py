@@ -71,7 +71,7 @@ def test_what_goes_back_to_another_level_changes_nothing(meta: MemoryMeta, bound
     bounds.settle(40, claim.made_at)
     assert level(meta) == b'{"bytes":300}'
     bounds.leave(100)
-    assert level(meta) == b'{"bytes":300}', "another collector was first"
+    assert level(meta) == b'{"bytes":400}', "what was claimed since the first word went counts beside the second one"
 
 
 def test_a_level_that_cannot_be_read_is_full(meta: MemoryMeta, bounds: Bounds) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from kvstore.errors import Unavailable
 from kvstore.meta.bounds import NO_BOUND, Bound, Bounds
 from kvstore.meta.keys import Keys, SessionId
 from kvstore.meta.memory import MemoryMeta
@@ -186,3 +188,21 @@ def test_s6_a_process_that_writes_much_wants_a_collector_early(meta: MemoryMeta)
         assert root.put(500)
         written += 500
     assert written <= EARLY_SHARE * BOUND + 2 * SIZE
+
+
+def test_s6_a_claim_that_failed_is_made_again_while_the_put_waits(
+    meta: MemoryMeta, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk was busy for longer than a claim waits for the metadata."""
+    monkeypatch.setattr(timings, "STARTED_S", 60.0)
+    monkeypatch.setattr(timings, "AGAIN_S", 0.01)
+    root, failures = Root(meta), [Unavailable("slow")]
+    claim = Bounds.claim
+
+    def slow(bounds: Bounds, *given: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return claim(bounds, *given)
+
+    monkeypatch.setattr(Bounds, "claim", slow)
+    assert root.put(700) and not failures

@@ -142,7 +142,7 @@ def test_what_is_shared_is_asked_once() -> None:
         ([[1], []], "prompt 1 is empty"),
         ([[1], "text"], "prompt 1: tokens are a str"),
         ([[1, -1]], "prompt 0: token -1 at position 1"),
-        ([[1], [0.5]], "prompt 1: tokens have type float64"),
+        ([[1], [0.5]], "prompt 1: tokens have type float \\(such as 0.5\\)"),
     ],
 )
 def test_a_prompt_that_is_wrong_is_named(prompts: Any, said: str) -> None:
