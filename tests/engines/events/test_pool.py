@@ -63,7 +63,7 @@ def readable(root: Path, cache: Cache) -> set[int]:
     there = {each.name.partition(".")[0] for each in files(root)}
     found: set[int] = set()
     for seed in range(SEEDS):
-        names = [address.hex() for address in Chain.of(cache._namespace, token_array(prompt(seed))).addresses]
+        names = [address.hex() for address in Chain.of(cache.namespace, token_array(prompt(seed))).addresses]
         found |= {int(name[16:], 16) for name in takewhile(there.__contains__, names)}
     return found
 
