@@ -1,0 +1,215 @@
+"""A small router before vLLM servers that share a kvstore: it sends each request where most of its prefix is.
+
+    python deploy/examples/router.py --listen 127.0.0.1:8000 \
+        --engine http://127.0.0.1:8001=tcp://127.0.0.1:5557,tcp://127.0.0.1:5558 \
+        --engine http://127.0.0.1:8002=tcp://127.0.0.1:5559,tcp://127.0.0.1:5560
+
+Each engine is its URL, and the endpoint and the replay endpoint of its KV events (``--kv-events-config``, see
+kvstore/connectors/README.md). What it tells of its own memory counts for it alone. What it tells of STORAGE counts for
+all engines, since all can load it.
+Needs pyzmq and msgspec. An example to read: it has no TLS, no health checks and no retries.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import takewhile
+from typing import Any
+
+import msgspec
+import zmq
+
+STORAGE = "STORAGE"
+STORED_WORTH = 0.7
+"""A block in the store, in blocks of the engine's own memory: it has to be loaded, but not computed."""
+REQUEST_COST = 8
+"""A request under way, in blocks: an engine that is so much busier gets the next one only for more of its prefix."""
+END = (1 << 64) - 1
+TIMEOUT_MS = 2_000
+HTTP_TIMEOUT_S = 600
+
+
+def chain(tokens: Sequence[int], size: int, key: bytes = b"") -> Iterator[bytes]:
+    """Yields a key for each full block: a hash of its tokens and of those before it. No engine's hashes are needed."""
+    for start in range(0, len(tokens) - size + 1, size):
+        key = blake2b(key + msgspec.msgpack.encode(tokens[start : start + size]), digest_size=16).digest()
+        yield key
+
+
+@dataclass
+class Index:
+    """The blocks that one engine told of, by medium."""
+
+    size: int = 0
+    """Tokens of a block, as events say it."""
+    _keys: dict[int, bytes] = field(default_factory=dict)
+    _held: dict[str, set[bytes]] = field(default_factory=dict)
+
+    def apply(self, event: dict[str, Any]) -> None:
+        """Takes in one event, as vLLM encodes it."""
+        if event["type"] == "AllBlocksCleared":
+            self._keys, self._held = {}, {}
+            return
+        held = self._held.setdefault(event["medium"] or "GPU", set())
+        hashes = event["block_hashes"]
+        if event["type"] == "BlockRemoved":
+            held.difference_update(self._keys[each] for each in hashes if each in self._keys)
+            return
+        parent, self.size = event["parent_block_hash"], event["block_size"]
+        if parent is None or parent in self._keys:
+            keys = chain(event["token_ids"], self.size, b"" if parent is None else self._keys[parent])
+            self._keys.update(zip(hashes, keys, strict=True))
+            held.update(self._keys[each] for each in hashes)
+
+    def has(self, key: bytes, *, stored: bool) -> bool:
+        """True if the block is in the store, or in any other medium."""
+        return any(key in held for medium, held in self._held.items() if (medium == STORAGE) == stored)
+
+
+class Scorer:
+    """Chooses an engine for each prompt. Thread-safe."""
+
+    def __init__(self, engines: Iterable[str]) -> None:
+        self.indexes = {engine: Index() for engine in engines}
+        self._busy: Counter[str] = Counter()
+        self._turn = 0
+        self._lock = threading.Lock()
+
+    def apply(self, engine: str, events: Iterable[dict[str, Any]]) -> None:
+        """Takes in a batch of an engine's events."""
+        with self._lock:
+            for event in events:
+                self.indexes[engine].apply(event)
+
+    def begin(self, tokens: Sequence[int]) -> str:
+        """Returns the engine for a prompt; ``end`` says when it has answered."""
+        with self._lock:
+            scores = {engine: self._score(engine, tokens) for engine in self.indexes}
+            best = [engine for engine, score in scores.items() if score == max(scores.values())]
+            self._turn += 1
+            chosen = best[self._turn % len(best)]
+            self._busy[chosen] += 1
+        return chosen
+
+    def end(self, engine: str) -> None:
+        """The engine has answered a request."""
+        with self._lock:
+            self._busy[engine] -= 1
+
+    def _score(self, engine: str, tokens: Sequence[int]) -> float:
+        index, everyone = self.indexes[engine], self.indexes.values()
+        size = max(each.size for each in everyone)  # an engine that has told nothing yet can load what others stored
+        keys = list(chain(tokens, size)) if size else []
+        own = len(list(takewhile(lambda key: index.has(key, stored=False), keys)))
+        pool = len(list(takewhile(lambda key: any(each.has(key, stored=True) for each in everyone), keys[own:])))
+        return own + STORED_WORTH * pool - REQUEST_COST * self._busy[engine]
+
+
+def follow(scorer: Scorer, engine: str, publish: str, replay: str) -> None:
+    """Feeds an engine's events to the scorer, for ever. What was missed is asked for, as vLLM's example does."""
+    context: zmq.Context[Any] = zmq.Context.instance()
+    subscriber = context.socket(zmq.SUB)
+    subscriber.connect(publish)
+    subscriber.subscribe(b"")
+    heard = 0
+    while True:
+        _, number, payload = subscriber.recv_multipart()
+        seq = int.from_bytes(number, "big")
+        if seq < heard:  # the engine was started again
+            scorer.apply(engine, [{"type": "AllBlocksCleared"}])
+            heard = 0
+        missed = replayed(context, replay, heard) if seq > heard else []
+        for batch in [payload] if not missed else [body for at, body in missed if at <= seq]:
+            scorer.apply(engine, msgspec.msgpack.decode(batch)[1])
+        heard = seq + 1
+
+
+def replayed(context: zmq.Context[Any], endpoint: str, first: int) -> list[tuple[int, bytes]]:
+    """Returns the batches from ``first`` on that the engine still has, with their numbers."""
+    found: list[tuple[int, bytes]] = []
+    with context.socket(zmq.DEALER) as asking:
+        asking.linger = 0
+        asking.connect(endpoint)
+        asking.send_multipart([b"", first.to_bytes(8, "big")])
+        while asking.poll(TIMEOUT_MS):
+            number, payload = asking.recv_multipart()[-2:]
+            if (at := int.from_bytes(number, "big")) == END:
+                break
+            found.append((at, payload))
+    return found
+
+
+def tokens_of(body: dict[str, Any], engine: str) -> list[int]:
+    """The tokens of a request; an engine makes them from text."""
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and all(isinstance(each, int) for each in prompt):
+        return prompt
+    asked = {key: body[key] for key in ("model", "prompt", "messages") if key in body}
+    with urllib.request.urlopen(post(f"{engine}/tokenize", json.dumps(asked).encode()), timeout=60) as answer:
+        tokens: list[int] = json.load(answer)["tokens"]
+    return tokens
+
+
+def post(url: str, body: bytes) -> urllib.request.Request:
+    """A request with a body in JSON."""
+    return urllib.request.Request(url, body, {"Content-Type": "application/json"})
+
+
+def server(scorer: Scorer, host: str, port: int) -> ThreadingHTTPServer:
+    """Passes each POST on to the engine that the scorer chooses."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            engine = scorer.begin(tokens_of(json.loads(body), next(iter(scorer.indexes))))
+            try:
+                with urllib.request.urlopen(post(engine + self.path, body), timeout=HTTP_TIMEOUT_S) as answer:
+                    self.passed_on(answer, engine)
+            except urllib.error.HTTPError as error:
+                self.passed_on(error, engine)
+            finally:
+                scorer.end(engine)
+
+        def passed_on(self, answer: Any, engine: str) -> None:
+            self.send_response(answer.status)
+            self.send_header("Content-Type", answer.headers["Content-Type"])
+            self.send_header("X-Engine", engine)
+            self.end_headers()
+            while part := answer.read1():
+                self.wfile.write(part)
+
+    return ThreadingHTTPServer((host, port), Handler)
+
+
+def main() -> None:
+    """Serves until it is interrupted."""
+    parser = argparse.ArgumentParser(description="Route requests to vLLM servers by their KV events.")
+    parser.add_argument("--listen", default="127.0.0.1:8000")
+    parser.add_argument("--engine", action="append", required=True, metavar="URL=EVENTS,REPLAY")
+    given = parser.parse_args()
+    engines = {url: ends.split(",") for url, _, ends in (each.rpartition("=") for each in given.engine)}
+    scorer = Scorer(engines)
+    for url, (publish, replay) in engines.items():
+        threading.Thread(target=follow, args=(scorer, url, publish, replay), daemon=True).start()
+    host, _, port = given.listen.rpartition(":")
+    with server(scorer, host, int(port)) as serving:
+        sys.stdout.write(f"ready http={host}:{serving.server_address[1]}\n")
+        sys.stdout.flush()
+        try:
+            serving.serve_forever()
+        except KeyboardInterrupt:
+            pass
+
+
+if __name__ == "__main__":
+    main()

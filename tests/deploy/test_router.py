@@ -1,0 +1,194 @@
+"""The example router: what it makes of events, and whom it chooses. Events are made up here; no engine runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+import sys
+import threading
+import urllib.request
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from tests.engines.events.publisher import Publisher
+from tests.patience import PATIENCE_S, eventually
+
+BLOCK = 16
+ENGINES = ("http://one", "http://two")
+GPU_BLOCKS = 160
+"""Blocks of an engine's own memory: about half of what all conversations need."""
+Events = list[dict[str, Any]]
+
+
+def load_program() -> ModuleType:
+    path = Path(__file__).resolve().parents[2] / "deploy/examples/router.py"
+    spec = importlib.util.spec_from_file_location("kvstore_router", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+router = load_program()
+
+
+def stored(tokens: list[int], medium: str | None, first: int = 0) -> dict[str, Any]:
+    """``BlockStored`` of the blocks of a prompt from ``first`` on, as vLLM 0.32 encodes it."""
+    hashes = [hash(tuple(tokens[: end * BLOCK])) for end in range(1, len(tokens) // BLOCK + 1)]
+    return {
+        "type": "BlockStored",
+        "block_hashes": hashes[first:],
+        "parent_block_hash": hashes[first - 1] if first else None,
+        "token_ids": tokens[first * BLOCK : len(hashes) * BLOCK],
+        "block_size": BLOCK,
+        "medium": medium,
+    }
+
+
+def removed(tokens: list[int], medium: str | None, at: int) -> dict[str, Any]:
+    return {"type": "BlockRemoved", "block_hashes": [hash(tuple(tokens[: (at + 1) * BLOCK]))], "medium": medium}
+
+
+def chosen(scorer: Any, tokens: list[int]) -> set[str]:
+    """Whom it chooses in four tries while nobody is busy."""
+    found = set()
+    for _ in range(4):
+        engine = scorer.begin(tokens)
+        scorer.end(engine)
+        found.add(engine)
+    return found
+
+
+def test_a_prompt_goes_where_its_prefix_is_until_that_is_removed() -> None:
+    scorer, tokens = router.Scorer(ENGINES), list(range(5 * BLOCK))
+    assert chosen(scorer, tokens) == {*ENGINES}
+    scorer.apply("http://two", [stored(tokens, "GPU")])
+    assert chosen(scorer, tokens) == {"http://two"}
+    assert chosen(scorer, [7, *tokens]) == {*ENGINES}
+    scorer.apply("http://two", [removed(tokens, "GPU", 0)])
+    assert chosen(scorer, tokens) == {*ENGINES}
+
+
+def test_what_one_engine_stored_counts_for_all_and_less_than_memory() -> None:
+    scorer, tokens = router.Scorer(ENGINES), list(range(5 * BLOCK))
+    scorer.apply("http://one", [stored(tokens, "STORAGE")])
+    assert chosen(scorer, tokens) == {*ENGINES}
+    scorer.apply("http://two", [stored(tokens[: 2 * BLOCK], None)])
+    assert chosen(scorer, tokens) == {"http://two"}
+    scorer.apply("http://two", [{"type": "AllBlocksCleared"}])
+    assert chosen(scorer, tokens) == {*ENGINES}
+
+
+def test_blocks_behind_a_parent_that_is_unknown_are_left_out() -> None:
+    scorer, tokens = router.Scorer(ENGINES), list(range(5 * BLOCK))
+    scorer.apply("http://two", [stored(tokens, "GPU", first=2)])
+    assert chosen(scorer, tokens) == {*ENGINES}
+
+
+def test_a_busy_engine_gets_only_what_is_worth_the_wait() -> None:
+    scorer, tokens = router.Scorer(ENGINES), list(range(20 * BLOCK))
+    scorer.apply("http://one", [stored(tokens, "GPU")])
+    assert [scorer.begin(tokens) for _ in range(4)] == ["http://one", "http://one", "http://one", "http://two"]
+
+
+def test_conversations_hit_more_memory_than_round_robin_and_no_less_than_by_engine_events_alone() -> None:
+    """Sixteen conversations in an order by chance, on engines that keep half of all blocks in memory."""
+    turns = iter(range(1 << 30))
+    round_robin = hits(lambda _: None, lambda tokens: ENGINES[next(turns) % 2])
+    with_store, alone = router.Scorer(ENGINES), router.Scorer(ENGINES)
+
+    def choose(scorer: Any) -> Callable[[list[int]], str]:
+        def one(tokens: list[int]) -> str:
+            engine: str = scorer.begin(tokens)
+            scorer.end(engine)
+            return engine
+
+        return one
+
+    by_store = hits(lambda told: with_store.apply(*told), choose(with_store))
+    by_engines = hits(lambda told: alone.apply(told[0], [e for e in told[1] if e["medium"] == "GPU"]), choose(alone))
+    assert by_store >= 1.2 * round_robin, (by_store, round_robin)
+    assert by_store >= by_engines, (by_store, by_engines)
+
+
+class Echo(BaseHTTPRequestHandler):
+    """An engine that answers with the request."""
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Says nothing."""
+
+
+@contextmanager
+def answering(server: ThreadingHTTPServer) -> Iterator[str]:
+    """The URL of a server that runs in a thread."""
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_requests_go_to_the_engine_whose_events_it_heard_and_lost_ones_are_asked_for() -> None:
+    tokens = list(range(3 * BLOCK))
+    with (
+        Publisher() as publisher,
+        answering(ThreadingHTTPServer(("127.0.0.1", 0), Echo)) as one,
+        answering(ThreadingHTTPServer(("127.0.0.1", 0), Echo)) as two,
+    ):
+        scorer = router.Scorer([one, two])
+        ends = [f"tcp://127.0.0.1:{port}" for port in publisher.ports]
+        threading.Thread(target=router.follow, args=(scorer, two, *ends), daemon=True).start()
+        publisher.send(stored(tokens, "GPU"), lost=True)
+
+        def heard() -> bool:
+            publisher.send()
+            return bool(scorer.indexes[two].size == BLOCK)
+
+        eventually(heard)
+        with answering(router.server(scorer, "127.0.0.1", 0)) as url:
+            for _ in range(3):
+                asked = json.dumps({"prompt": tokens}).encode()
+                with urllib.request.urlopen(router.post(f"{url}/v1/completions", asked), timeout=PATIENCE_S) as answer:
+                    assert (answer.headers["X-Engine"], answer.read()) == (two, asked)
+    assert not +scorer._busy
+
+
+def hits(tell: Callable[[tuple[str, Events]], None], choose: Callable[[list[int]], str]) -> int:
+    """Tokens that engines found in their own memory. Each is an LRU of blocks, and stores all that it computes."""
+    source = random.Random(5)
+    talks = [[source.randrange(50_000) for _ in range(4 * BLOCK)] for _ in range(16)]
+    memories: dict[str, OrderedDict[int, tuple[list[int], int]]] = {engine: OrderedDict() for engine in ENGINES}
+    found = 0
+    for _ in range(160):
+        talk = source.choice(talks)
+        engine = choose(list(talk))
+        memory, prompt, told = memories[engine], list(talk), []
+        names = stored(prompt, "GPU")["block_hashes"]
+        known = next((at for at, name in enumerate(names) if name not in memory), len(names))
+        found += known * BLOCK
+        for at, name in enumerate(names):
+            memory[name] = (prompt, at)
+            memory.move_to_end(name)
+        while len(memory) > GPU_BLOCKS:
+            of, at = memory.popitem(last=False)[1]
+            told.append(removed(of, "GPU", at))
+        tell((engine, [stored(prompt, "GPU"), stored(prompt, "STORAGE"), *told]))
+        talk += [source.randrange(50_000) for _ in range(2 * BLOCK)]
+    return found
