@@ -94,7 +94,7 @@ def test_blend_check_records_the_verdict_that_prefill_blended_uses(decoder: Deco
     tokens = torch.tensor([prompts[0].ids])
     with kvstore.open(tmp_path / "root") as store:
         put_segments(model, [torch.tensor([each]) for each in prompts[0].documents], store, segment_tokens=piece)
-        refused = check("--work", "0.26", "--json")
+        refused = check("--work", "0.3", "--json")
         assert refused.returncode == 1, refused.stderr
         assert json.loads(refused.stdout)["holds"] is False
         blended = prefill_blended(model, tokens, prompts[0].starts, store, segment_tokens=piece)
