@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -250,6 +251,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--speed", nargs="*", type=int, metavar="TOKENS", help="only the CPU time of prefills (2048 4096)"
     )
     asked = parser.parse_args(arguments)
+    if asked.plot is not None and find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib: pip install matplotlib")
     torch.set_num_threads(1)
     if asked.speed is not None:
         table = speed_table(asked.speed or [2048, 4096])

@@ -93,8 +93,9 @@ def blend_check(model: str, prompts: str, checked: Checked, access: Access, as_j
     "question", and if you like "system" and "answer"; each a text or a list of token ids. Without an answer, the
     model's own continuation after full prefill is what must not change.
 
-    The verdict is recorded in the store for these weights and this RoPE: without one that holds, segments are not read.
-    If nothing holds the bounds, that is recorded, and documents are computed in full. Needs torch and transformers.
+    A verdict that holds is recorded in the store for these weights and this RoPE: without one, segments are not read
+    and documents are computed in full. If nothing holds the bounds, nothing is recorded, and a verdict from before
+    stays. Needs torch and transformers.
 
     Exit codes: 0 a verdict holds, 1 none does, 2 could not run.
 
@@ -125,7 +126,7 @@ def _choice(name: str, prompts: str, checked: Checked, access: Access) -> tuple[
     from kvstore.connectors.transformers.weights import weights_fingerprint
 
     with ExitStack() as undo:
-        store = None if checked.dry_run else undo.enter_context(access.open())
+        store = None if checked.dry_run else undo.enter_context(access.open(create=True))
         model, encode = load_model(name, checked.device)
         decoder = Decoder(model)
         rope = decoder.rope()
@@ -139,7 +140,7 @@ def _choice(name: str, prompts: str, checked: Checked, access: Access) -> tuple[
         tries = candidates(decoder.layers, fingerprint, rope.digest, checked.bounds)
         with progress_bar("rules tried", len(tries)) as moved:
             choice = choose(decoder, cases, tries, checked.bounds, moved)
-        if segments is not None:
+        if segments is not None and choice.verdict.holds:
             segments.record(choice.verdict)
     return choice, len(cases)
 

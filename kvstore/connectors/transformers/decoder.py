@@ -54,7 +54,7 @@ class _Rows:
 
 
 class Decoder:
-    """The layers of ``model``. Raises InvalidRequest, with the reason, for a model that is not built as needed."""
+    """The layers of ``model``, for one thread. Raises InvalidRequest for a model that is not built as needed."""
 
     def __init__(self, model: Any) -> None:
         check_model(model)
@@ -73,6 +73,7 @@ class Decoder:
         self._windows = [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=config).layers]
         self._by_type = "layer_type" in signature(self._body.rotary_emb.forward).parameters
         weight = self._body.embed_tokens.weight
+        self._masks: tuple[Any, dict[int | None, Any]] = (None, {})  # rows, and their masks by window
         self.device, self.dtype = weight.device, weight.dtype
         if any(each.device != self.device for each in model.parameters()):
             raise refused(model, "blending runs on one device, and its layers are on several")
@@ -147,9 +148,14 @@ class Decoder:
         window = self._windows[layer]
         if len(rows) == tokens and (window is None or window >= tokens) and self._config._attn_implementation == "sdpa":
             return None
-        columns = torch.arange(tokens, device=rows.device)
-        seen = columns <= rows[:, None]
-        if window is not None:
-            seen &= columns > rows[:, None] - window
-        mask = torch.zeros(seen.shape, dtype=self.dtype, device=rows.device)
-        return mask.masked_fill_(~seen, torch.finfo(self.dtype).min)[None, None]
+        if self._masks[0] is not rows:  # layers between two checks have the same rows
+            self._masks = (rows, {})
+        known = self._masks[1]
+        if window not in known:
+            columns = torch.arange(tokens, device=rows.device)
+            seen = columns <= rows[:, None]
+            if window is not None:
+                seen &= columns > rows[:, None] - window
+            mask = torch.zeros(seen.shape, dtype=self.dtype, device=rows.device)
+            known[window] = mask.masked_fill_(~seen, torch.finfo(self.dtype).min)[None, None]
+        return known[window]
