@@ -83,7 +83,7 @@ def _no_sequence(tokens: object) -> InvalidRequest:
 
 
 def _type_of(tokens: Tokens, array: npt.NDArray[Any]) -> str:
-    """What to call the type in a message: numpy's name for its own, else that of the first item that is wrong."""
+    """Returns the name of the type for a message: numpy's own, else that of the first item that is wrong."""
     if isinstance(tokens, np.ndarray) and array.dtype.kind != "O":
         return str(array.dtype)
     odd = [item for item in tokens if type(item) is bool or not _is_id(item)]

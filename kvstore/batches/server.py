@@ -75,7 +75,7 @@ class Server:
                 answer, error = self._once(path, body), None
             except TimeoutError:
                 error = TimeoutError(f"no whole answer within {self._timeout_s:g} s: allow more by --timeout")
-                break  # whoever asks again may wait as long again
+                break  # another try may wait as long
             except (OSError, http.client.HTTPException) as failed:
                 error = failed
                 continue

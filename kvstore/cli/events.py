@@ -99,7 +99,7 @@ class Endpoints:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What is told, and under which names."""
+    """The names and the selection of what is told."""
 
     pod: str = option(
         "--pod",

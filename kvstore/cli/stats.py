@@ -43,7 +43,7 @@ TROUBLE = (
     *("peers_failed", "peers_damaged", "calls_refused", "calls_failed", "denied", "quota_refused", "audit_lost"),
     *("bulk_refused", "wire_damaged", "client_misses", "client_set_aside", "puts_behind_lost", "tickets_failed"),
 )
-"""What the names of counters of trouble begin with."""
+"""Prefixes of the names of counters of trouble."""
 
 
 @click.command(cls=Command, short_help="What the workers did; how full a root is.")

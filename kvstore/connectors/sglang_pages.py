@@ -76,7 +76,7 @@ class PagePool:
             for part in parts or [0]
             for number in range(each)
         ]
-        """What is in the key of each block of a page."""
+        """The parts of its key that tell each block of a page from the others."""
 
     def names(self, keys: Sequence[str]) -> list[bytes]:
         """Returns the keys of the pages' blocks, page by page."""

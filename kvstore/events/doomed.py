@@ -1,4 +1,4 @@
-"""What collectors and clears are about to delete, as etcd tells every node before it happens.
+"""Chunks that collectors and clears are about to delete, as etcd tells every node before it happens.
 
 A condemned chunk is a miss for every node from that moment (gc/PROTOCOL.md, H1), so that is when routers hear of it.
 When a sweep or a clear has ended, only a listing tells what it spared.

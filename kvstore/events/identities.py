@@ -1,4 +1,4 @@
-"""What chunks are for, read from their files: parent, depth and tokens. Once for each, since it follows from addresses.
+"""Identities of chunks, read from their files: parent, depth and tokens. Each once: it follows from the address.
 
 Nothing of a header is believed that the address does not prove: it is the hash of parent and tokens.
 """

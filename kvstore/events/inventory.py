@@ -28,7 +28,7 @@ KEY_MAX = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class Identities:
-    """What some chunks are for: columns with one element for each. ``parents`` of a first chunk count for nothing."""
+    """Identities of some chunks, one element of a column for each. ``parents`` of a first chunk count for nothing."""
 
     firsts: U64
     lasts: U64

@@ -28,7 +28,7 @@ from kvstore.sources import Clock, RandomIds, SystemClock
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What is told of, and under which names."""
+    """The names and the selection of what is told."""
 
     pod: str = "kvstore"
     """The publisher's name in topics. Publishers of one name elect one that speaks."""

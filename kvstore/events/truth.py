@@ -1,4 +1,4 @@
-"""What the root holds and what is about to go, for all namespaces that are told; brought up to date step by step.
+"""The chunks that the root holds, and those about to go, for all namespaces that are told; kept up to date by steps.
 
 The order of a step matters. What is condemned is taken back first, because the promise for removals is the shortest.
 A shard is listed after the end of its sweep was heard, so what the listing finds was spared.

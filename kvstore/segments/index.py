@@ -17,7 +17,7 @@ Hashes = npt.NDArray[np.uint64]
 
 WAYS = 4
 BUCKET_BITS = 18
-"""Room for 1,048,576 segments in 16 MiB, of which only the pages in use take memory."""
+"""Room for 1,048,576 segments in 16 MiB. Only pages in use take memory."""
 
 _ODD = np.uint64(0xD6E8FEB86659FD93)
 _INVERSE = np.uint64(pow(int(_ODD), -1, 1 << 64))

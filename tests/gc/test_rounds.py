@@ -20,12 +20,20 @@ from tests.patience import PATIENCE_S
 from tests.root.faulty import FaultyRoot, Hang, Rule
 
 
-def test_a_round_deletes_what_is_past_its_time_and_says_so(place: Place) -> None:
+def test_a_round_deletes_what_is_past_its_time_and_says_so(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     node, old, new = place.cluster.node(), prompt(1, 6), prompt(2, 4)
     put(node, old)
     put(node, new)
     place.age(old)
     size = place.bytes_of(old)
+    hold, pause = node.node.hold(new), place.stop.pause
+
+    def let_go(seconds: float) -> None:
+        """Ends the hold that the round waits for."""
+        node.node.release(hold)
+        pause(seconds)
+
+    monkeypatch.setattr(place.stop, "pause", let_go)
     summary = place.rounds(Config(ttl_s=600)).run()
     assert (place.cluster.present(old), place.cluster.present(new)) == (0, 4)
     assert (summary.reaped.count, summary.reaped.bytes, summary.unfinished) == (6, size, [])
@@ -35,7 +43,7 @@ def test_a_round_deletes_what_is_past_its_time_and_says_so(place: Place) -> None
     assert told["chosen"] == {"past its time to live": {"chunks": 6, "bytes": size}}
     assert told["kept"] == {"within capacity": {"chunks": 4, "bytes": place.bytes_of(new)}}
     assert [(each["name"], each["scanned"]["chunks"]) for each in told["namespaces"]] == [(SPACE.name, 10)]
-    assert {"check", "survey", "plan", "condemn", "reap", "close"} <= set(told["seconds"])
+    assert {"check", "survey", "plan", "condemn", "grace", "reap", "close"} <= set(told["seconds"])
     assert "chosen_past_its_time_to_live=6" in summary.to_line() and "unfinished" not in summary.to_line()
 
 

@@ -246,7 +246,7 @@ def _level(w: World, level: int | None, *, is_new: bool) -> World:
 
 
 def _unread(w: World) -> World:
-    """What was read before this is out of date. Of a collector's end: no claim takes as long as a collector's life."""
+    """Reads before this are out of date. That holds for a collector's end: no claim takes as long as its life."""
     return w._replace(nodes=tuple(n._replace(read=STALE if n.read == READ else n.read) for n in w.nodes))
 
 

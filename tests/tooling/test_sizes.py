@@ -29,8 +29,6 @@ LARGE = {
     "kvstore/client/local.py LocalPort": 26,
     "kvstore/client/remote.py": 442,
     "kvstore/client/remote.py RemotePort": 30,
-    # Its methods are those that vLLM calls.
-    "kvstore/connectors/vllm/connector.py KVStoreConnector": 30,
     "kvstore/memory/inventory.py Inventory": 26,
     "kvstore/node/disk_shelf.py DiskShelf": 27,
     "kvstore/node/memory_tier.py": 425,

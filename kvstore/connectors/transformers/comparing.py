@@ -87,7 +87,7 @@ def prepare(decoder: Decoder, case: Case) -> Prepared:
 
 @dataclass(slots=True)
 class Tally:
-    """What one rule did to the prompts so far."""
+    """Figures of one rule over the prompts so far."""
 
     verdict: Verdict
     prompts: int = 0
@@ -100,7 +100,7 @@ class Tally:
     right: int = 0
     """Answers that full prefill gives right."""
     lost: int = 0
-    """Of these, answers that blended prefill gives wrong."""
+    """Answers that full prefill gives right and blended prefill gives wrong."""
 
     def add(self, decoder: Decoder, prepared: Prepared, score: Score = deviation) -> list[int]:
         """Runs one prompt. Returns the most likely token at each place of ``Case.asked``."""

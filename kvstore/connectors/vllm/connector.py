@@ -23,51 +23,10 @@ from kvstore.connectors.vllm.worker import WorkerHalf
 log = logging.getLogger(__name__)
 
 
-class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """KV in a kvstore, shared by all engines with the same model and settings.
+class _SchedulerCalls(KVConnectorBase_V1):  # type: ignore[misc]
+    """The calls that vLLM makes in its scheduler's process."""
 
-    ``Settings`` describes ``kv_connector_extra_config``. Raises InvalidRequest (a ValueError) if the settings, the
-    model or vLLM's configuration do not allow KV to be shared.
-    """
-
-    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        super().__init__(vllm_config, role, kv_cache_config)
-        transfer = vllm_config.kv_transfer_config
-        settings = Settings.of(transfer.kv_connector_extra_config, "kv_connector_extra_config")
-        check_hashes(vllm_config)
-        shape = Shape(vllm_config, kv_cache_config, settings.tp_shards)
-        if not shape.is_async(settings):
-            drafts = vllm_config.speculative_config is not None
-            settings.check_loads(batches=vllm_config.max_concurrent_batches, drafts=drafts)
-        names = namespaces(vllm_config, shape, settings.fingerprint or model_fingerprint(vllm_config), settings.tenant)
-        self._scheduler: SchedulerHalf | None = None
-        self._worker: WorkerHalf | None = None
-        loads, stores = transfer.is_kv_consumer, transfer.is_kv_producer
-        tells = settings.events and bool(getattr(vllm_config.kv_events_config, "enable_kv_cache_events", False))
-        if role is KVConnectorRole.SCHEDULER:
-            if loads and transfer.kv_load_failure_policy == "fail":
-                log.warning(
-                    "kvstore: kv_load_failure_policy is fail, so a request whose KV cannot be read ends without "
-                    "output; set it to recompute"
-                )
-            events = _events(kv_cache_config, shape, settings) if tells else None
-            self._scheduler = SchedulerHalf(settings, shape, names, loads=loads, stores=stores, events=events)
-        else:
-            parts, is_writer = shape.parts_of(vllm_config.parallel_config.rank)
-            mine = {part: names[part] for part in parts}
-            self._worker = WorkerHalf(settings, shape, mine, stores=stores and is_writer, tells=tells)
-
-    @property
-    def requires_kv_delivery(self) -> bool:
-        """Returns False: KV that was not stored is a later miss, never a request that cannot go on."""
-        return False
-
-    @classmethod
-    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Returns whether layers are copied one by one, which a whole graph would skip."""
-        return bool(extra_config.get("layerwise"))
-
-    # In the scheduler
+    _scheduler: SchedulerHalf | None
 
     @property
     def _scheduling(self) -> SchedulerHalf:
@@ -125,6 +84,51 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def has_pending_push_work(self) -> bool:
         """Returns True for some moments after blocks were stored, so that an engine without requests tells them."""
         return self._scheduler is not None and self._scheduler.has_events()
+
+
+class KVStoreConnector(_SchedulerCalls, SupportsHMA):  # type: ignore[misc]
+    """KV in a kvstore, shared by all engines with the same model and settings.
+
+    ``Settings`` describes ``kv_connector_extra_config``. Raises InvalidRequest (a ValueError) if the settings, the
+    model or vLLM's configuration do not allow KV to be shared.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        settings = Settings.of(transfer.kv_connector_extra_config, "kv_connector_extra_config")
+        check_hashes(vllm_config)
+        shape = Shape(vllm_config, kv_cache_config, settings.tp_shards)
+        if not shape.is_async(settings):
+            drafts = vllm_config.speculative_config is not None
+            settings.check_loads(batches=vllm_config.max_concurrent_batches, drafts=drafts)
+        names = namespaces(vllm_config, shape, settings.fingerprint or model_fingerprint(vllm_config), settings.tenant)
+        self._scheduler = None
+        self._worker: WorkerHalf | None = None
+        loads, stores = transfer.is_kv_consumer, transfer.is_kv_producer
+        tells = settings.events and bool(getattr(vllm_config.kv_events_config, "enable_kv_cache_events", False))
+        if role is KVConnectorRole.SCHEDULER:
+            if loads and transfer.kv_load_failure_policy == "fail":
+                log.warning(
+                    "kvstore: kv_load_failure_policy is fail, so a request whose KV cannot be read ends without "
+                    "output; set it to recompute"
+                )
+            events = _events(kv_cache_config, shape, settings) if tells else None
+            self._scheduler = SchedulerHalf(settings, shape, names, loads=loads, stores=stores, events=events)
+        else:
+            parts, is_writer = shape.parts_of(vllm_config.parallel_config.rank)
+            mine = {part: names[part] for part in parts}
+            self._worker = WorkerHalf(settings, shape, mine, stores=stores and is_writer, tells=tells)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Returns False: KV that was not stored is a later miss, never a request that cannot go on."""
+        return False
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Returns whether layers are copied one by one, which a whole graph would skip."""
+        return bool(extra_config.get("layerwise"))
 
     # On a worker
 

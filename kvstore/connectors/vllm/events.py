@@ -101,7 +101,7 @@ class Events:
         self._pending: dict[bytes, Block] = {}
         self._pending_until_s = 0.0
         self._news: list[Block | tuple[int, bytes]] = []
-        """What to tell next: stored blocks, and group and hash of lost ones."""
+        """Events to tell next: stored blocks, and group and hash of lost ones."""
         self._told: dict[bytes, None] = {}
         self._hash_bytes = 0
         """Bytes of a block hash, with which a key begins (``block_key``); known with the first block."""
@@ -116,7 +116,7 @@ class Events:
             del self._pending[next(iter(self._pending))]
 
     def found(self, request: Any, runs: Iterable[Run]) -> None:
-        """Tells blocks of which a look-up found all parts."""
+        """Tells blocks if a look-up found all their parts."""
         for key, block in self._blocks(request, runs):
             self._tell(key, block)
 

@@ -45,7 +45,7 @@ class Lookup:
     """One prompt being looked up. ``asked`` are the units known locally."""
 
     keys: Sequence[Sequence[bytes]]
-    """The keys of each unit of the prompt of which a hit needs all."""
+    """The keys of each unit of the prompt. A hit needs all keys of its units."""
     asked: int
     started_s: float
     wait_until_s: float

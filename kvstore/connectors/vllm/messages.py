@@ -61,7 +61,7 @@ class Report(KVConnectorWorkerMetadata):  # type: ignore[misc]
     stored: dict[bytes, int] = field(default_factory=dict)
     """Keys that are in the store now, with the parts that stored them, as bits; only if events are told."""
     unstored: set[bytes] = field(default_factory=set)
-    """Keys that were to be stored, and of which a part is not; only if events are told."""
+    """Keys that could not be stored, or only in part. Empty unless events are told."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Report:
         """Returns both reports in one."""

@@ -15,7 +15,7 @@ State = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """What the keys of a request's blocks are made of: vLLM's hashes of its tokens, and an ending for all."""
+    """The source of the keys of a request's blocks: vLLM's hashes of its tokens, and an ending for all."""
 
     hashes: Sequence[bytes]
     ending: bytes
@@ -23,11 +23,11 @@ class Named:
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """What decides how far back later hits will need a request's blocks, in tokens."""
+    """The boundaries of a request, in tokens. They decide which of its blocks later hits may need."""
 
     prompt_tokens: int
     parting: int
-    """What the prompt shares with a stored one, if a hit could not have all of it: others may share it too."""
+    """Tokens that the prompt shares with a stored one, if a hit could not have all of them: others may share them."""
     is_parting: bool
     """True if blocks before ``parting`` that the engine has itself are to be stored, too."""
 
@@ -39,7 +39,7 @@ class Runs:
         self.clusters = clusters
         self._hash_tokens = hash_tokens
         self.unit = math.lcm(*(each.block_tokens for each in clusters))
-        """Tokens of which every cluster has whole blocks."""
+        """The least number of tokens that is whole blocks in every cluster."""
         self._boundaries = Boundaries.of(self.unit, clusters)
 
     def known_tokens(self, named: Named) -> int:

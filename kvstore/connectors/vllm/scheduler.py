@@ -105,7 +105,7 @@ class SchedulerHalf:
         self._runs = Runs(shape.clusters, shape.hash_tokens)
         self._unit = self._runs.unit
         self._whole = [number for number, each in enumerate(shape.clusters) if each.kind is Kind.FULL]
-        """The clusters of which a hit needs all blocks."""
+        """The clusters whose blocks a hit needs all."""
         self.counts = EngineCounts()
         self._link = Link(settings.looking_only(), namespaces)
         self._lookups = Lookups(
@@ -388,7 +388,7 @@ class SchedulerHalf:
         return units
 
     def _tails(self, tracked: Tracked, end: int) -> list[Tail]:
-        """Returns the keys in ``end`` tokens of which a hit needs the last ones only; None for avoided ones."""
+        """Returns the keys in ``end`` tokens of clusters whose last blocks alone a hit needs; None for avoided ones."""
         now, tails = time.monotonic(), []
         for number, cluster in enumerate(self._runs.clusters):
             if number not in self._whole:

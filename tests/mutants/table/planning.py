@@ -128,7 +128,7 @@ MUTANTS = [
     planning(
         "asks-the-silent-again",
         "sending",
-        edit("kvstore.batches.server:Server.post", "break  # whoever asks again", "continue  # whoever asks again"),
+        edit("kvstore.batches.server:Server.post", "break  # another try", "continue  # another try"),
         f"{SENDING}a_server_that_is_silent_costs_one_time_limit",
     ),
     planning(

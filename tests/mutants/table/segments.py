@@ -159,7 +159,7 @@ MUTANTS = [
     segments(
         "segments-are-hits",
         "S13",
-        edit("kvstore.namespace:Namespace.has_segments", "SEGMENTS in self.attributes", "False"),
+        edit("kvstore.namespace:Namespace.__post_init__", "SEGMENTS in self.attributes", "False"),
         f"{STORE}s13_segments_are_no_hits[local]",
     ),
 ]
