@@ -17,7 +17,7 @@ from kvstore.client.local import heads_of
 from kvstore.client.owner import Owner
 from kvstore.client.planning import TOKENS_MAX, ask_in_calls
 from kvstore.client.port import Port, PortHold
-from kvstore.errors import InvalidRequest
+from kvstore.errors import HoldBroken, InvalidRequest
 from kvstore.hints import Hints
 from kvstore.namespace import Namespace
 from kvstore.results import PutResult
@@ -209,6 +209,7 @@ class Held:
         self._owner = Owner()
         self._segments = segments  # keeps the store open: an unreferenced store closes, which ends its holds
         self._guard = guard
+        self._is_released = False
         self.matches = matches
         """The ranges that are held."""
 
@@ -220,9 +221,11 @@ class Held:
         rows within held ranges are undefined, and rows outside of them are not touched.
 
         Raises InvalidRequest if ``verdict`` does not open the gate: none, of other weights or RoPE settings, or one
-        whose measurement does not hold its bounds.
+        whose measurement does not hold its bounds; HoldBroken after the release.
         """
         self._owner.check()
+        if self._is_released:
+            raise HoldBroken("the hold has ended (it was released): find again")
         segments = self._segments
         gate.check(verdict, segments.fingerprint, segments.rope.digest)
         target = target_array(out, segments.layout)
@@ -256,6 +259,7 @@ class Held:
 
     def release(self) -> None:
         """Ends the protection; idempotent. Does nothing in a forked child: the hold is its parent's."""
+        self._is_released = True
         if self._owner.is_here and self._guard is not None:
             self._guard.release()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -26,9 +27,12 @@ Ask = Callable[[Sequence[Range]], Sequence[int]]
 def given(total: int, starts: Sequence[int], after: int) -> list[Range]:
     """The segments of a prompt of ``total`` tokens that begin at ``starts``; those before ``after`` are left out.
 
-    Raises InvalidRequest for starts that do not ascend within the prompt.
+    Raises InvalidRequest for starts that are no integers, or do not ascend within the prompt.
     """
-    places = [int(start) for start in starts]
+    try:
+        places = [operator.index(start) for start in starts]
+    except TypeError as cause:
+        raise InvalidRequest(f"starts are {starts!r:.60}: expected a sequence of integers") from cause
     if len(places) > STARTS_MAX:
         raise InvalidRequest(f"{len(places)} starts are over the limit of {STARTS_MAX}")
     if any(start >= end for start, end in pairwise(places)) or (places and not 0 <= places[0] <= places[-1] <= total):

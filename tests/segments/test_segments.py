@@ -18,7 +18,7 @@ from kvstore import Layout
 from kvstore.client import Cache, Store
 from kvstore.client.local import LocalPort
 from kvstore.client.segments import VERDICTS_MAX, Segments
-from kvstore.errors import InvalidRequest
+from kvstore.errors import HoldBroken, InvalidRequest
 from kvstore.hints import Hints
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.sections import planes_of
@@ -214,6 +214,15 @@ def test_s12_a_damaged_chunk_ends_its_range_and_no_other(root: FaultyRoot, local
         assert out[:, 0, match.start : match.end].tobytes() == rotate(ROPE, kv[:, 0], match.start).tobytes()
 
 
+def test_s12_nothing_is_read_under_a_hold_that_was_released(store: Store) -> None:
+    segments, document = segments_of(store), DOCUMENTS[0]
+    segments.put(document, kv_of(document))
+    with segments.hold(segments.find(document, [0])) as held:
+        pass
+    with pytest.raises(HoldBroken, match="released"):
+        held.read_into(np.empty(LAYOUT.shape(24), np.float32), verdict_for(segments))
+
+
 # The gate
 
 
@@ -288,6 +297,9 @@ def test_wrong_arguments_are_refused(local: Store) -> None:
             held.read_into(np.empty(LAYOUT.shape(23), np.float32), verdict)
         with pytest.raises(InvalidRequest, match="first=1"):
             held.read_into(np.empty(LAYOUT.shape(24), np.float32), verdict, first=1)
+    for odd in ([0, 1.5], "0", 7):
+        with pytest.raises(InvalidRequest, match="expected a sequence of integers"):
+            segments.find(document, odd)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match=r"expected kvstore.segments.Rope"):
         cache_of(local).segments("rope")  # type: ignore[arg-type]
 
