@@ -17,7 +17,7 @@ from kvstore.errors import Overloaded
 from kvstore.format.places import METADATA, METADATA_LOGS
 from kvstore.root.reserve import RESERVE_BYTES
 from tests.client.bound_process import CHUNKS, LAYOUT, kv, tokens
-from tests.patience import PATIENCE_S, returns
+from tests.patience import PATIENCE_S, eventually, returns
 
 MIB = 1 << 20
 BOUND_BYTES = 16 * MIB
@@ -80,6 +80,12 @@ def collectors(root: Path) -> list[int]:
         if b"kvstore_gc" in words and str(root).encode() in words:
             found.append(int(path.parent.name))
     return found
+
+
+def collector(root: Path) -> int:
+    """The one collector of this root. It is known to its store a moment before it runs the program."""
+    eventually(lambda: len(collectors(root)) == 1, "one collector runs")
+    return collectors(root)[0]
 
 
 def prompts(root: Path) -> int:

@@ -16,6 +16,7 @@ from tests.client.bound_process import PROMPT_BYTES
 from tests.client.bounding import (
     BOUND_BYTES,
     TOKENS_COUNT,
+    collector,
     collectors,
     matched,
     put,
@@ -38,7 +39,7 @@ def test_another_takes_over_from_a_killed_process_and_nothing_is_left_of_it(tmp_
     with writing(root, 2) as writers:
         eventually(lambda: any(each.stats()[0] for each in writers), "one is elected")
         first, second = sorted(writers, key=lambda each: not each.stats()[0])
-        (before,) = collectors(root)
+        before = collector(root)
         first.child.kill()
         eventually(lambda: before not in collectors(root), "the child ends with its parent")
         eventually(lambda: second.stats()[0] and len(collectors(root)) == 1, "the other one takes over")
@@ -52,7 +53,7 @@ def test_another_takes_over_from_a_process_that_was_stopped_past_its_lease(tmp_p
     with writing(root, 2) as writers:
         eventually(lambda: any(each.stats()[0] for each in writers), "one is elected")
         first, second = sorted(writers, key=lambda each: not each.stats()[0])
-        stopped = [first.child.pid, *collectors(root)]
+        stopped = [first.child.pid, collector(root)]
         try:
             for pid in stopped:
                 os.kill(pid, signal.SIGSTOP)
@@ -70,7 +71,7 @@ def test_a_collector_that_hangs_is_replaced(tmp_path: Path, at_once: None, monke
     with kvstore.open(root) as store:
         put(store, 1)
         eventually(lambda: store.stats()["collecting"])
-        (before,) = collectors(root)
+        before = collector(root)
         os.kill(before, signal.SIGSTOP)
         monkeypatch.setattr(collecting, "HUNG_S", 0.0)
         eventually(lambda: before not in collectors(root), "it is killed")
@@ -120,10 +121,10 @@ def test_a_forked_child_leaves_the_collector_alone(tmp_path: Path, at_once: None
     with kvstore.open(root) as store:
         put(store, 1)
         eventually(lambda: store.stats()["collecting"])
-        before = collectors(root)
+        before = collector(root)
         child = os.fork()
         if child == 0:
             store.close()
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
-        assert collectors(root) == before and store.stats()["collecting"]
+        assert collectors(root) == [before] and store.stats()["collecting"]
