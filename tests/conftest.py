@@ -111,6 +111,17 @@ def locks_that_may_be_interrupted(request: pytest.FixtureRequest) -> Iterator[No
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def priority_of_the_run() -> Iterator[None]:
+    """Keeps the priority of a test process: a collector that ran in it would lower that of all later tests.
+
+    Later tests, and the servers that they start, then get too little of a busy machine.
+    """
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, "nice", lambda increment: os.getpriority(os.PRIO_PROCESS, 0))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def locks_in_order() -> Iterator[None]:
     """Fails a test in which a thread took two locks against their order (kvstore/LOCKS.md)."""

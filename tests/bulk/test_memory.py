@@ -186,7 +186,7 @@ def test_a_client_that_is_killed_leaks_nothing(served: Served) -> None:
         client.kill()
         all_let_go(served)
     eventually(lambda: served.worker.service.bulk.connections_count == 0, "its connections end")  # type: ignore[union-attr]
-    assert sorted(bulk_files_of(os.getpid())) == sorted(before)
+    eventually(lambda: sorted(bulk_files_of(os.getpid())) == sorted(before), "its files are closed")
 
 
 def test_a_client_that_lets_go_of_nothing_is_bounded(on_files: Served) -> None:
