@@ -21,11 +21,11 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-r
 # What takes minutes, root or programs of the system's: each has a command of its own.
 APART := not bench and not real_fs and not cluster and not hosts and not crashes and not browser and not alerts and not deploy and not guide
 
-.PHONY: help setup demo test test-engines events-test chaos cluster-test hosts-test crash-test browser-test alerts-test deploy-test guide-test docs model mutants check fast lint types contracts sim sim-bugs bench bench-check bench-test results proto proto-check compat lock format clean
+.PHONY: help setup demo test test-engines engines-newest events-test chaos cluster-test hosts-test crash-test browser-test alerts-test deploy-test guide-test docs model mutants check fast lint types contracts sim sim-bugs bench bench-check bench-test results proto proto-check compat lock format clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' Makefile
 	@echo "  PYTHON=... chooses the interpreter, WORKERS=$(WORKERS) the test processes, ARGS=... adds arguments (test, demo, bench)"
 
 $(READY): requirements.lock pyproject.toml .ci/build_native.py $(wildcard kvstore/native/*.[ch])
@@ -44,6 +44,10 @@ test: $(READY) ## the test suite, but for what has a command of its own
 # ENGINES chooses some: make test-engines ENGINES="vllm sglang".
 test-engines: $(READY) ## the connectors against real vLLM, LMCache, SGLang, transformers and Dynamo's indexer (installs them, without a GPU)
 	@.ci/engines.sh $(ENGINES) -- $(ARGS)
+
+# Not in CI: a release of somebody else must not turn a change away.
+engines-newest: $(READY) ## what the newest releases of the engines changed of the interfaces that the connectors use (for a nightly run)
+	@$(BIN)/python -m tests.engines.newest $(ENGINES)
 
 events-test: $(READY) ## KV events beside etcd, collectors and killed publishers, then with real vLLM and Dynamo's indexer (installs them)
 	@$(PYTEST) -q tests/events $(ARGS)

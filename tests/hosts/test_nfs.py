@@ -11,6 +11,7 @@ import pytest
 from tests.chaos.journal import VIOLATION, Journals
 from tests.hosts.finding import PROMPTS
 from tests.hosts.guests import BOOT_S, Export, Guest, missing, wait_for
+from tests.patience import slowness
 
 pytestmark = [pytest.mark.hosts, pytest.mark.skipif(bool(missing()), reason=missing())]
 FOUND_S = 3.0
@@ -24,6 +25,7 @@ LONGEST_S = 60.0
 
 @pytest.mark.parametrize("options", ["vers=4.2", "vers=4.1", "vers=3,nolock", "vers=4.2,lookupcache=positive"])
 def test_what_one_host_stored_another_finds_soon(tmp_path: Path, options: str) -> None:
+    busy = slowness()  # what others use; the guests themselves are two
     with Export(tmp_path, 2, options) as export:
         jobs = [f"tests.hosts.finding {role} {tmp_path}" for role in ("writer", "reader")]
         said = export.run(jobs, 240)
@@ -31,7 +33,9 @@ def test_what_one_host_stored_another_finds_soon(tmp_path: Path, options: str) -
     after_s = sorted(found["after_s"])
     print(f"{options}: found after {after_s[len(after_s) // 2]:.2f} s, at most {after_s[-1]:.2f} s; {found}")
     assert found["wrong"] == 0 and len(after_s) == PROMPTS
-    assert after_s[-1] <= FOUND_S, "looked for before or not"
+    assert after_s[-1] <= FOUND_S * busy, (
+        f"looked for before or not, on a machine that is {busy:.1f} times slower than idle"
+    )
 
 
 @pytest.mark.parametrize(("options", "path"), [("vers=4.2", "/"), ("vers=3,nolock", "/mnt/export")])

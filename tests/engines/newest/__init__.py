@@ -1,0 +1,1 @@
+"""What a newer version of an engine changed of the interfaces that the connectors use."""
