@@ -26,7 +26,7 @@ from kvstore.meta.sweeps import Condemned
 from kvstore.meta.usage import Room
 from kvstore.namespace import Namespace
 from kvstore.node.limits import Limits
-from kvstore.node.member import Sharing
+from kvstore.node.member import Member, Sharing
 from kvstore.root.generations import publish, read_newest
 from kvstore.root.identity import RootId, RootIdentity
 from kvstore.root.memory import MemoryFile, MemoryRoot
@@ -190,6 +190,9 @@ class World:
     def count(self, what: str, times: int = 1) -> None:
         """For the summary."""
         self.faults.count(what, times)
+
+    def joined(self, member: Member) -> None:
+        """A node has joined, and is about to work."""
 
     def raised(self, work: str, error: KVStoreError) -> None:
         """A node's action failed."""
