@@ -139,5 +139,6 @@ class BoundedWorld(HostWorld):
 
     def _tidy(self, janitor: Collector) -> None:
         self._has_counted = True
-        self.collectors.append(self._collector())  # type: ignore[arg-type]  # without one, nodes could not put what proves that they are well
+        # Without one, nodes could not put what proves that they are well.
+        self.collectors.append(self._collector())  # type: ignore[arg-type]
         super()._tidy(janitor)

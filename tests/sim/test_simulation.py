@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.sim.bugs import BUGS, HOMES
-from tests.sim.profiles_host import BY_NAME, HOST_PROFILES
+from tests.sim.profiles_host import BOUND_PROFILES, BY_NAME, HOST_PROFILES
 from tests.sim.run import first_to_find, run
 
 HOME_SEEDS_MAX = 60
