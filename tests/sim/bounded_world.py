@@ -24,7 +24,7 @@ from tests.sim.host import Host
 from tests.sim.host_world import HostWorld
 from tests.sim.kernel import Kernel, Process
 from tests.sim.profiles import Profile
-from tests.sim.world import World
+from tests.sim.world import WIND_UP_STEPS, World
 
 PACE_S = 0.05
 """Nodes put as fast as they may, and fill the root within a run."""
@@ -43,9 +43,14 @@ TICK_S = 1.0
 class BoundedWorld(HostWorld):
     """``collectors`` are those that count; they begin late, so that nodes claim first."""
 
+    wind_up_steps = 3 * WIND_UP_STEPS
+    """A collector that counts takes many."""
+
     def __init__(self, kernel: Kernel, profile: Profile) -> None:
         self.bound_bytes = CHUNKS_MAX * FILE_BYTES
         self._ended_count = self._killed_count = 0
+        self._most_count = 0
+        """The most nodes that there were at once. Each is one writer."""
         self._leaving: list[Host] = []
         self._has_counted = profile.collectors > 0
         self._undo = ExitStack()
@@ -76,7 +81,8 @@ class BoundedWorld(HostWorld):
     def allowed_bytes(self) -> int:
         """The most that the files may take now."""
         bound, put = self.bound_bytes, FILE_BYTES
-        live = (len(self.hosts) + len(self._leaving)) * self.profile.workers
+        # A node that ends puts what it wrote too much into the level, where it stays once the level is full.
+        live = self._most_count = max(self._most_count, len(self.hosts) + len(self._leaving))
         allowed = bound * (1.0 if self._has_counted else CLAIMED_SHARE) + put * (live + self._killed_count)
         if self.faults.counts.get("mishap: expire"):
             allowed += live * (EARLY_SHARE * bound + put) + self._killed_count * (EARLY_SHARE * bound)
