@@ -30,7 +30,7 @@ from benchmarks.paths import served
 from benchmarks.rounds import GIB, percentile
 from kvstore import Layout
 from kvstore.address import Address, Chain
-from kvstore.client.bulk.links import Bulk
+from kvstore.client.bulk.way import Bulk
 from kvstore.client.endpoint import Endpoint
 from kvstore.client.limits import ClientLimits
 from kvstore.memory.prints import Prints

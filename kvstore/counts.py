@@ -302,12 +302,17 @@ class RequestCounts(Counts[NodeCount]):
         The read finds the same, whether it asks for the whole prompt or for what was found.
         """
 
-    def add_request(self, addresses: Sequence[bytes], found: int, chunk_tokens: int, *, reads: bool) -> None:
-        """Counts a look-up of chunks or blocks; or a read (or hold) of them, unless a look-up has counted it."""
+    def add_request(
+        self, addresses: Sequence[bytes], found: int, chunk_tokens: int, *, reads: bool, looked_up: bool = False
+    ) -> None:
+        """Counts a look-up of chunks or blocks; or a read (or hold) of them, unless a look-up has counted it.
+
+        ``looked_up`` is True if the caller knows of one, perhaps at another node.
+        """
         key = addresses[found - 1] if addresses else b""
         with self._lock:
             waiting = self.looked.pop(key, 0)
-            if reads and waiting:
+            if reads and (waiting or looked_up):
                 if waiting > 1:
                     self.looked[key] = waiting - 1
                 return

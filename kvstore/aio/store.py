@@ -11,6 +11,7 @@ from kvstore.aio.cache import Cache
 from kvstore.aio.threads import Threads
 from kvstore.aio.twins import Opening, Twin, awaited
 from kvstore.client import store
+from kvstore.client.dropping import caller, opened_at
 
 P = ParamSpec("P")
 
@@ -53,7 +54,13 @@ class Store(Twin[store.Store]):
 def _opens(make: Callable[P, store.Store]) -> Callable[P, Opening[Store]]:
     @functools.wraps(make)
     def begin(*args: P.args, **kwargs: P.kwargs) -> Opening[Store]:
-        return Opening(_opened(functools.partial(make, *args, **kwargs)))
+        place = caller()  # of the program: the store is opened in another thread
+
+        def opened() -> store.Store:
+            with opened_at(place):
+                return make(*args, **kwargs)
+
+        return Opening(_opened(opened))
 
     return begin
 

@@ -11,6 +11,7 @@ import click
 
 from kvstore.cli.ctrl_c import INTERRUPTED, Raises
 from kvstore.cli.signals import Interrupted
+from kvstore.cli.visible import shown
 from kvstore.errors import KVStoreError
 
 CHECK_FAILED = 1
@@ -90,5 +91,5 @@ def fail(ctx: click.Context, message: str, exit_code: int = COULD_NOT_RUN) -> No
     """Prints why on one line of standard error, and ends the command."""
     if ctx.meta.get("kvstore.debug") and sys.exc_info()[0] is not None:
         traceback.print_exc()
-    print(f"{ctx.command_path}: {' '.join(message.split())}", file=sys.stderr)
+    print(f"{ctx.command_path}: {shown(' '.join(message.split()))}", file=sys.stderr)
     ctx.exit(exit_code)

@@ -16,8 +16,9 @@ from kvstore.cli.command import Command, check_failed
 from kvstore.cli.declared import flag, option, takes
 from kvstore.cli.kinds import SIZE
 from kvstore.cli.options import json_option
-from kvstore.cli.output import print_json, progress_to, shown, size
+from kvstore.cli.output import print_json, progress_to, size
 from kvstore.cli.rooted import identified
+from kvstore.cli.visible import shown
 from kvstore.errors import InvalidRequest, KVStoreError, RootMismatch
 from kvstore.format.places import GENERATIONS, HOST_GENERATIONS, METADATA, Name
 from kvstore.meta.generation import ADVICE_OF_HOST, difference, read_generation

@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from kvstore.cli.visible import shown
+
 PIPE_COLUMNS = 200
 """Width of a table that is not drawn on a terminal, so that nothing is cut."""
 
@@ -97,14 +99,3 @@ def _cell(value: object) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
     return shown(str(value))
-
-
-def shown(text: str) -> str:
-    """Text with its control characters made visible, those that begin a line too: labels, tenants and names are others'
-    text.
-    """
-    return text if text.isprintable() else "".join(_visible(each) for each in text)
-
-
-def _visible(char: str) -> str:
-    return char if char.isprintable() else char.encode("unicode_escape").decode()

@@ -11,8 +11,9 @@ from kvstore.cli.access import Access, access_options
 from kvstore.cli.command import COULD_NOT_RUN, Command, check_failed
 from kvstore.cli.kinds import DURATION
 from kvstore.cli.options import json_option, worker_option
-from kvstore.cli.output import print_json, print_table, shown, size
+from kvstore.cli.output import print_json, print_table, size
 from kvstore.cli.tickets import steered
+from kvstore.cli.visible import shown
 from kvstore.errors import InvalidRequest, KVStoreError
 
 

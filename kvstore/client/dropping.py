@@ -3,27 +3,60 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from typing import NamedTuple
 from weakref import finalize
 
 from kvstore.client.port import Port
 
 
+class Place(NamedTuple):
+    """A line of the program that uses this package."""
+
+    file: str
+    line: int
+
+
+_opened_at: ContextVar[Place | None] = ContextVar("_opened_at", default=None)
+
+
+def caller() -> Place:
+    """Returns the innermost line of this thread's calls that is not of this package."""
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "kvstore":
+        frame = frame.f_back
+    return Place(frame.f_code.co_filename, frame.f_lineno)
+
+
+@contextmanager
+def opened_at(place: Place) -> Iterator[None]:
+    """Says where the program opens what this thread opens within: another thread may have been asked to."""
+    token = _opened_at.set(place)
+    try:
+        yield
+    finally:
+        _opened_at.reset(token)
+
+
 def close_when_dropped(port: Port, close: Callable[[], None], name: str) -> finalize[..., Port]:
     """Calls ``close``, with a ResourceWarning, once nothing refers to ``port``. Detach the finalizer before closing.
+
+    The warning is about the line of the program that opened the store.
 
     ``close`` must not refer to the port, or the port would never be collected. Nothing happens when the interpreter
     ends: the threads are daemons, and the system closes the rest.
     """
-    finalizer = finalize(port, _close_dropped, close, name, os.getpid())
+    finalizer = finalize(port, _close_dropped, close, name, _opened_at.get() or caller(), os.getpid())
     finalizer.atexit = False
     return finalizer
 
 
-def _close_dropped(close: Callable[[], None], name: str, pid: int) -> None:
+def _close_dropped(close: Callable[[], None], name: str, place: Place, pid: int) -> None:
     if os.getpid() != pid:
         return  # a forked child: threads and connections belong to its parent
     # The garbage collector calls this in any thread at any point, perhaps while that thread has a lock that closing
@@ -31,9 +64,10 @@ def _close_dropped(close: Callable[[], None], name: str, pid: int) -> None:
     with suppress(RuntimeError):  # no thread can start: the interpreter ends, or the system has no room
         threading.Thread(target=close, name="kvstore-closing", daemon=True).start()
     # Last: this raises if warnings are errors.
-    warnings.warn(
-        f"kvstore: the store of {name} was dropped without close(); it is being closed now. Call close(), or use the "
-        "store as a context (with ... as store:)",
+    warnings.warn_explicit(
+        f"kvstore: the store of {name}, opened here, was dropped without close(); it is being closed now. Call "
+        "close(), or use the store as a context (with ... as store:)",
         ResourceWarning,
-        stacklevel=2,
+        place.file,
+        place.line,
     )

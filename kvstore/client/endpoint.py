@@ -11,8 +11,9 @@ import grpc
 
 from kvstore import tracing
 from kvstore.bounded import CLOSE_S, within
-from kvstore.client.bulk.links import Bulk, Links
+from kvstore.client.bulk.links import Links
 from kvstore.client.bulk.shortage import Shortage
+from kvstore.client.bulk.way import Bulk
 from kvstore.client.credentials import PLAIN, Credentials
 from kvstore.client.limits import ClientLimits
 from kvstore.errors import InvalidRequest

@@ -209,7 +209,8 @@ class LocalPort:
 
     def hold_blocks(self, namespace: Namespace, keys: Sequence[bytes], ttl_s: float | None) -> LocalBlockHold:
         with self._store as member:
-            hold, present = member.node.hold_blocks(namespace, keys, ttl_s)
+            deadline = Deadline(member.node.clock, member.node.limits.match_deadline_s)
+            hold, present = member.node.blocks.hold(namespace, keys, ttl_s, deadline)
             return LocalBlockHold(self._store, member.node, namespace, hold, present)
 
     def get_blocks(self, namespace: Namespace, keys: Sequence[bytes], buffers: Pieces) -> list[bool]:

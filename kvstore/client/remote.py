@@ -5,7 +5,6 @@ If no worker answers, a read is a miss (counted in ``stats()``), and all else ra
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -16,7 +15,7 @@ from kvstore.buffers import Pieces
 from kvstore.census.selection import Selection
 from kvstore.client.bulk.cargo import ChunkCargo
 from kvstore.client.bulk.lanes import FileLanes
-from kvstore.client.bulk.links import Bulk
+from kvstore.client.bulk.way import Bulk
 from kvstore.client.caller import Caller
 from kvstore.client.control import Control
 from kvstore.client.credentials import PLAIN, Credentials
@@ -48,6 +47,7 @@ from kvstore.tickets import State
 from kvstore.tokens import TokenArray
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.messages import (
+    TOKEN_BYTES,
     hints_message,
     namespace_message,
     namespace_of,
@@ -94,7 +94,7 @@ def remote_port(
     if root is not None and not etcd:
         raise InvalidRequest("root= chooses one of the roots in etcd: give etcd=host:port as well")
     limits = limits or ClientLimits()
-    way = _way(bulk)
+    way = Bulk.of(bulk)
     mode = None if write is None else WriteMode.of(write)
     credentials = Credentials(tls, token_file)
     if not etcd:
@@ -128,8 +128,8 @@ class RemotePort:
         addresses = discovery.addresses if discovery else None
         self.endpoints = Endpoints(workers, addresses, limits, counters, clock, bulk, credentials)
         self._caller = Caller(self.endpoints, counters, clock)
-        watch, lanes = Watch(clock, "kvstore-client-watch"), FileLanes(clock)
-        self._tools = Tools(self._caller, counters, limits, watch, lanes, Renewing(clock), write)
+        watch, lanes, lookups = Watch(clock, "kvstore-client-watch"), FileLanes(clock), self.endpoints.lookups
+        self._tools = Tools(self._caller, counters, limits, watch, lanes, Renewing(clock), write, lookups)
         self._blocks = RemoteBlocks(self._tools)
         self._moves = Slots()
         self.parts = ExitStack()
@@ -159,11 +159,15 @@ class RemotePort:
         if not len(tokens):
             self._caller.check()
             return 0
-        return self._matched(namespace, tokens, tokens=pack_tokens(tokens), uncounted=not counts).chunks
+        packed, lookups = pack_tokens(tokens), self._tools.lookups
+        answer = self._matched(namespace, tokens, tokens=packed, uncounted=not counts)
+        if counts and answer is not None and lookups.is_needed:
+            lookups.add(namespace, packed, TOKEN_BYTES * answer.chunks * namespace.layout.chunk_tokens)
+        return answer.chunks if answer is not None else 0
 
     def match_each(self, namespace: Namespace, prompts: Sequence[TokenArray]) -> list[int]:
         answer = self._matched(namespace, prompts[0], uncounted=True, **pack_prompts(prompts))
-        return unpack_counts(answer.each, len(prompts))
+        return unpack_counts(answer.each, len(prompts)) if answer is not None else []
 
     def get(self, namespace: Namespace, tokens: TokenArray, chunks_max: int, memory: Callable[[int], Sections]) -> int:
         layout = namespace.layout
@@ -173,7 +177,8 @@ class RemotePort:
             memory(0)
             return 0
         packed = pack_tokens(tokens[: chunks_max * layout.chunk_tokens])
-        request = pb.GetRequest(namespace=namespace.digest, tokens=packed)
+        looked_up = self._tools.lookups.is_needed and self._tools.lookups.take(namespace, packed)
+        request = pb.GetRequest(namespace=namespace.digest, tokens=packed, looked_up=looked_up)
         fetch = ChunkFetch(namespace, unpack_tokens(packed), request, chunks_max, memory, self._tools)
         self._receive(namespace, fetch, partial(marks_of, namespace, tokens))
         return leading(fetch.done)
@@ -185,7 +190,8 @@ class RemotePort:
             self._caller.check()
             return nothing
         packed = pack_tokens(tokens)
-        raw = sealed(pb.HoldRequest(namespace=namespace.digest, tokens=packed, ttl_s=ttl_s or 0.0))
+        looked_up = self._tools.lookups.is_needed and self._tools.lookups.take(namespace, packed)
+        raw = sealed(pb.HoldRequest(namespace=namespace.digest, tokens=packed, ttl_s=ttl_s or 0.0, looked_up=looked_up))
 
         def send(endpoint: Endpoint, left_s: float) -> RemoteHold:
             answer = pb.HoldResponse.FromString(endpoint.unary("Hold")(raw, timeout=left_s))
@@ -226,6 +232,8 @@ class RemotePort:
             first=first,
             write=write_message(write or self._tools.write),
         )
+        if self._tools.lookups.is_needed:
+            self._tools.lookups.forget(namespace, start.tokens)
         timeout_s = self.limits.stream_s(self.limits.write_s, (count - first) * namespace.layout.chunk_bytes)
 
         def send(endpoint: Endpoint, left_s: float) -> pb.PutResponse:
@@ -385,11 +393,12 @@ class RemotePort:
         except (Unavailable, Overloaded):
             self.counters.add(ClientCount.MISSES_UNREACHABLE)
 
-    def _matched(self, namespace: Namespace, like: TokenArray, **asked: Any) -> pb.MatchResponse:
-        """Asks the worker that would serve the prompt ``like``. The answer is empty if no worker could answer."""
+    def _matched(self, namespace: Namespace, like: TokenArray, **asked: Any) -> pb.MatchResponse | None:
+        """Asks the worker that would serve the prompt ``like``. Returns None if no worker could answer."""
         raw = sealed(pb.MatchRequest(namespace=namespace.digest, **asked))
         call = partial(self._caller.unary, "Match", raw, self.limits.match_s, partial(marks_of, namespace, like))
-        return pb.MatchResponse.FromString(self._or_miss(namespace, call, b""))
+        answer: bytes | None = self._or_miss(namespace, call, None)
+        return pb.MatchResponse.FromString(answer) if answer is not None else None
 
     def _reopening(self, namespace: Namespace, call: Callable[[], T]) -> T:
         """Makes the call. If a worker does not know the namespace (a new root), opens it at all workers and repeats."""
@@ -422,15 +431,6 @@ def _counts(answer: pb.StatsResponse) -> dict[str, int | float]:
     """Returns counters and gauges in one dict; whole numbers as int."""
     gauges = {name: int(value) if value.is_integer() else value for name, value in answer.gauges.items()}
     return {**answer.counters, **gauges}
-
-
-def _way(bulk: str | None) -> Bulk:
-    chosen = os.environ.get("KVSTORE_BULK", Bulk.AUTO.value) if bulk is None else bulk
-    try:
-        return Bulk(chosen)
-    except ValueError as cause:
-        names = ", ".join(way.value for way in Bulk)
-        raise InvalidRequest(f"bulk={chosen!r} (or KVSTORE_BULK): expected one of {names}") from cause
 
 
 def _opening(namespace: Namespace) -> bytes:

@@ -80,22 +80,30 @@ class RemoteBlocks:
         if not keys:
             self._tools.caller.check()
             return 0
-        request = sealed(pb.MatchBlocksRequest(namespace=namespace.digest, keys=pack_keys(keys)))
+        packed = pack_keys(keys)
+        request = sealed(pb.MatchBlocksRequest(namespace=namespace.digest, keys=packed))
         answer = self._tools.caller.unary(
             "MatchBlocks", request, self._tools.limits.match_s, partial(marks_of_keys, keys)
         )
-        return min(pb.MatchBlocksResponse.FromString(answer).blocks, len(keys))
+        found = min(pb.MatchBlocksResponse.FromString(answer).blocks, len(keys))
+        if self._tools.lookups.is_needed:
+            self._tools.lookups.add(namespace, packed, len(pack_keys(keys[:found])))
+        return found
 
     def present(self, namespace: Namespace, keys: Sequence[bytes]) -> list[bool]:
         """Implements ``Port.present_blocks``. Raises Unavailable."""
         if not keys:
             self._tools.caller.check()
             return []
-        request = pb.MatchBlocksRequest(namespace=namespace.digest, keys=pack_keys(keys), each=True)
+        packed = pack_keys(keys)
+        request = pb.MatchBlocksRequest(namespace=namespace.digest, keys=packed, each=True)
         raw = self._tools.caller.unary(
             "MatchBlocks", sealed(request), self._tools.limits.match_s, partial(marks_of_keys, keys)
         )
-        return _each(pb.MatchBlocksResponse.FromString(raw).present, keys)
+        present = _each(pb.MatchBlocksResponse.FromString(raw).present, keys)
+        if self._tools.lookups.is_needed:
+            self._tools.lookups.add(namespace, packed, len(pack_keys(keys[: sum(present)])))
+        return present
 
     def sizes(self, namespace: Namespace, keys: Sequence[bytes]) -> list[int]:
         """Implements ``Port.block_sizes``."""
@@ -113,7 +121,11 @@ class RemoteBlocks:
         if not keys:
             self._tools.caller.check()
             return self.unheld(namespace, keys)
-        request = sealed(pb.HoldRequest(namespace=namespace.digest, ttl_s=ttl_s or 0.0, keys=pack_keys(keys)))
+        packed = pack_keys(keys)
+        looked_up = self._tools.lookups.is_needed and self._tools.lookups.take(namespace, packed)
+        request = sealed(
+            pb.HoldRequest(namespace=namespace.digest, ttl_s=ttl_s or 0.0, keys=packed, looked_up=looked_up)
+        )
 
         def send(endpoint: Endpoint, left_s: float) -> RemoteBlockHold:
             answer = pb.HoldResponse.FromString(endpoint.unary("Hold")(request, timeout=left_s))

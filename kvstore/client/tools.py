@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from kvstore.client.bulk.lanes import FileLanes
 from kvstore.client.caller import Caller
 from kvstore.client.limits import ClientLimits
+from kvstore.client.lookups import LookUps
 from kvstore.client.renewing import Renewing
 from kvstore.counts import ClientCount, Counts
 from kvstore.wire.watch import Watch
@@ -15,7 +16,7 @@ from kvstore.writes import WriteMode
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """The caller, counters, limits, watch, lanes and lease renewal of one port."""
+    """The caller, counters, limits, watch, lanes, lease renewal and look-ups of one port."""
 
     caller: Caller
     counters: Counts[ClientCount]
@@ -25,3 +26,5 @@ class Tools:
     renewing: Renewing
     write: WriteMode | None
     """The default write mode of puts; None: the worker's."""
+    lookups: LookUps
+    """Look-ups whose read may go to another worker."""

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvstore.address import Address, block_addresses
+import numpy as np
+
+from kvstore.address import Address, Chain, block_addresses
 from kvstore.buffers import Borrowed
 from kvstore.format.encoded import decode_any
 from kvstore.format.encoded import header_bytes as encoded_header_bytes
@@ -16,6 +18,7 @@ from kvstore.namespace import Namespace, NamespaceId
 from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
+from kvstore.node.holds import Hold, Holds
 from kvstore.node.lanes import Lanes
 from kvstore.node.reading import read_chunks, remembered
 from kvstore.node.tiered_reads import TieredReads
@@ -34,12 +37,14 @@ class Blocks:
         lanes: Lanes,
         counters: Counters,
         reads: TieredReads,
+        holds: Holds,
     ) -> None:
         self._chunks = chunks
         self._reads = reads
         self._view = view
         self._lanes = lanes
         self._counters = counters
+        self._holds = holds
 
     def match(self, namespace: Namespace, keys: Sequence[bytes], deadline: Deadline) -> int:
         """Returns how many leading keys are in the store, whatever the size of their blocks."""
@@ -57,31 +62,31 @@ class Blocks:
         self._counters.add_request(asked, count, namespace.layout.chunk_tokens, reads=False)
         return count
 
-    def present(
-        self, namespace: Namespace, keys: Sequence[bytes], deadline: Deadline, *, held: bool = False
-    ) -> list[bool]:
-        """Returns for each key whether it is in the store, whatever the size of its block; ``held`` as in ``get``."""
-        addresses = block_addresses(namespace, keys)
-        known, quantum = self._chunks.known, self._chunks.quantum()
-        above = self._reads.has(Keyed(namespace, keys, addresses, ()))
-        present = [
-            (there or known.is_present(each, quantum)) and not self._view.condemns(each)
-            for each, there in zip(addresses, above, strict=True)
-        ]
-        unknown = [index for index, found in enumerate(present) if not found]
+    def hold(
+        self,
+        namespace: Namespace,
+        keys: Sequence[bytes],
+        ttl_s: float | None,
+        deadline: Deadline,
+        *,
+        looked_up: bool = False,
+    ) -> tuple[Hold, list[bool]]:
+        """Holds the blocks that are in the store, and says for each key whether its block is.
 
-        def look(at: int, _: Borrowed) -> bool:
-            address = addresses[unknown[at]]
-            return not self._view.condemns(address) and self._is_on_root(address, namespace.id)
+        A collector deletes nothing that was condemned after a hold began, so the hold names no block; but it is taken
+        before anybody looks (rule H2). ``looked_up`` is as in ``RequestCounts.add_request``. Raises Overloaded if too
+        many holds are alive.
+        """
+        hold = self._holds.take(Chain.of(namespace, np.empty(0, np.uint32)), ttl_s)
+        try:
+            return hold, self._present(namespace, keys, deadline, reads=True, looked_up=looked_up)
+        except BaseException:
+            self._holds.release(hold)
+            raise
 
-        done = read_chunks(self._lanes, self._counters, len(unknown), look, deadline, stop_at_miss=False)
-        for index, found in zip(unknown, done, strict=True):
-            present[index] = bool(found)
-        found_at = [index for index, found in enumerate(present) if found]
-        there = Keyed(namespace, [keys[at] for at in found_at], [addresses[at] for at in found_at], (), found_at)
-        self._reads.looked_up(there)
-        self._counters.add_request(addresses, len(found_at), namespace.layout.chunk_tokens, reads=held)
-        return present
+    def present(self, namespace: Namespace, keys: Sequence[bytes], deadline: Deadline) -> list[bool]:
+        """Returns for each key whether it is in the store, whatever the size of its block."""
+        return self._present(namespace, keys, deadline, reads=False)
 
     def sizes(self, namespace: Namespace, keys: Sequence[bytes], deadline: Deadline) -> list[int]:
         """Returns the size of each block that memory or the root has, in bytes; 0 if neither has it, or cannot tell."""
@@ -119,6 +124,32 @@ class Blocks:
         for index, hit in zip(allowed, done, strict=True):
             hits[index] = bool(hit)
         return hits
+
+    def _present(
+        self, namespace: Namespace, keys: Sequence[bytes], deadline: Deadline, *, reads: bool, looked_up: bool = False
+    ) -> list[bool]:
+        addresses = block_addresses(namespace, keys)
+        known, quantum = self._chunks.known, self._chunks.quantum()
+        above = self._reads.has(Keyed(namespace, keys, addresses, ()))
+        present = [
+            (there or known.is_present(each, quantum)) and not self._view.condemns(each)
+            for each, there in zip(addresses, above, strict=True)
+        ]
+        unknown = [index for index, found in enumerate(present) if not found]
+
+        def look(at: int, _: Borrowed) -> bool:
+            address = addresses[unknown[at]]
+            return not self._view.condemns(address) and self._is_on_root(address, namespace.id)
+
+        done = read_chunks(self._lanes, self._counters, len(unknown), look, deadline, stop_at_miss=False)
+        for index, found in zip(unknown, done, strict=True):
+            present[index] = bool(found)
+        found_at = [index for index, found in enumerate(present) if found]
+        there = Keyed(namespace, [keys[at] for at in found_at], [addresses[at] for at in found_at], (), found_at)
+        self._reads.looked_up(there)
+        size = namespace.layout.chunk_tokens
+        self._counters.add_request(addresses, len(found_at), size, reads=reads, looked_up=looked_up)
+        return present
 
     def _size_on_root(self, namespace: Namespace, key: bytes, address: Address) -> int:
         prefix_bytes = encoded_header_bytes(len(key), 1)

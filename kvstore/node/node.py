@@ -11,7 +11,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
-import numpy as np
 import numpy.typing as npt
 
 from kvstore.address import Address, Chain
@@ -139,7 +138,7 @@ class Node:
                 encodings=self.encodings,
             )
         self.reads = TieredReads(self._chunks, self._lanes, self._refresher, self.counters, self.tiers)
-        self.blocks = Blocks(self._chunks, self.gc_view, self._lanes, self.counters, self.reads)
+        self.blocks = Blocks(self._chunks, self.gc_view, self._lanes, self.counters, self.reads, self.holds)
         self.handing = Handing(self._chunks, self._lanes, self.counters, self.reads, self.tiers)
         self.puts = Puts(
             self._chunks, self._lanes, self.gc_view, self._refresher, self.reads, self.tiers,
@@ -195,14 +194,24 @@ class Node:
         return count
 
     def hold(
-        self, chain: Chain, ttl_s: float | None = None, deadline_s: float | None = None, *, counts: bool = True
+        self,
+        chain: Chain,
+        ttl_s: float | None = None,
+        deadline_s: float | None = None,
+        *,
+        counts: bool = True,
+        looked_up: bool = False,
     ) -> Hold:
-        """Holds the leading chunks that are in the store. Raises Overloaded where too many holds are alive."""
+        """Holds the leading chunks that are in the store; ``looked_up`` as in ``RequestCounts.add_request``.
+
+        Raises Overloaded where too many holds are alive.
+        """
         hold = self.holds.take(chain, ttl_s)  # it has left out what is condemned
         try:
             hold.count = self.reads.matched_count(hold.chain, self._deadline(deadline_s, self.limits.match_deadline_s))
             if counts and not chain.namespace.has_segments:
-                self.counters.add_request(chain.addresses, hold.count, chain.namespace.layout.chunk_tokens, reads=True)
+                size = chain.namespace.layout.chunk_tokens
+                self.counters.add_request(chain.addresses, hold.count, size, reads=True, looked_up=looked_up)
             hold.chain = chain.leading(hold.count)
             if self.memory is not None:
                 self.holds.keep(hold, self.memory.refer(hold.chain, 0, hold.count))
@@ -210,22 +219,6 @@ class Node:
             self.holds.release(hold)
             raise
         return hold
-
-    def hold_blocks(
-        self, namespace: Namespace, keys: Sequence[bytes], ttl_s: float | None = None, deadline_s: float | None = None
-    ) -> tuple[Hold, list[bool]]:
-        """Holds the blocks that are in the store, and says for each key whether its block is.
-
-        A collector deletes nothing that was condemned after a hold began, so the hold names no block; but it is taken
-        before anybody looks (rule H2).  Raises Overloaded where too many holds are alive.
-        """
-        hold = self.holds.take(self.chains.of(namespace, np.empty(0, np.uint32)), ttl_s)
-        try:
-            deadline = self._deadline(deadline_s, self.limits.match_deadline_s)
-            return hold, self.blocks.present(namespace, keys, deadline, held=True)
-        except BaseException:
-            self.holds.release(hold)
-            raise
 
     def release(self, hold: Hold) -> None:
         """Ends a hold; idempotent."""

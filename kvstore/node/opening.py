@@ -197,19 +197,25 @@ def _have_claim(member: Member, root: PosixRoot, bound: Bound) -> None:
 
     A node without a bound claims as well: others may have one, and count what it writes.
     """
-    node, collecting = member.node, None
+    collecting = None
     if bound:
-        collecting = Collecting(member.meta, member.keys, member.presence, node.clock, root.path, bound)
+        collecting = Collecting(member.meta, member.keys, member.presence, member.node.clock, root.path, bound)
     member.collecting = collecting
+    claim_room(member, bound, lambda at_once: None if collecting is None else collecting.wrote(at_once))
+    atexit.register(member.leave)
+
+
+def claim_room(member: Member, bound: Bound, wrote: Callable[[bool], None]) -> None:
+    """Has a node claim its room before it writes (rule S6); ``wrote`` is as in ``Claims``."""
+    node = member.node
     node.gc_view.put_bytes_max = bound.max_bytes
     node.gc_view.usage.claiming = Claims(
         Bounds(member.meta, member.keys),
         bound,
         counts=lambda: node.gc_view.protects,
-        is_empty=lambda: node.on_root(lambda: next(iter(root.list(CHUNKS)), None) is None),
-        wrote=lambda at_once: None if collecting is None else collecting.wrote(at_once),
+        is_empty=lambda: node.on_root(lambda: next(iter(node.root.list(CHUNKS)), None) is None),
+        wrote=wrote,
     )
-    atexit.register(member.leave)
 
 
 def _bound_of(root: Root, asked: AskedBound, ids: Ids, clock: Clock) -> Bound:

@@ -12,6 +12,7 @@ from google.protobuf.message import Message
 from kvstore.errors import InvalidRequest
 from kvstore.node.asking import match_each
 from kvstore.node.counters import TierTimings
+from kvstore.node.deadline import Deadline
 from kvstore.node.member import Member
 from kvstore.root.interface import Space
 from kvstore.security.permissions import Role
@@ -207,10 +208,12 @@ class Service:
                 raise InvalidRequest("a Hold has both keys of blocks and tokens: expected one of them")
             namespace, keys = self.prompts.namespace(request.namespace, call), unpack_keys(request.keys)
             self.prompts.settle_blocks(namespace, keys)
-            hold, found = self._node.hold_blocks(namespace, keys, ttl_s, left_s)
+            deadline = Deadline(self._node.clock, left_s)
+            hold, found = self._node.blocks.hold(namespace, keys, ttl_s, deadline, looked_up=request.looked_up)
             present = bytes(found)
         else:
-            hold = self._node.hold(self.prompts.chain(request.namespace, request.tokens, call), ttl_s, left_s)
+            chain = self.prompts.chain(request.namespace, request.tokens, call)
+            hold = self._node.hold(chain, ttl_s, left_s, looked_up=request.looked_up)
         if not hold.count and not any(present):
             self._node.release(hold)
             return pb.HoldResponse(present=present)

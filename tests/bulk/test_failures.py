@@ -21,7 +21,8 @@ import pytest
 import kvstore
 from kvstore.address import Chain
 from kvstore.client.bulk import links
-from kvstore.client.bulk.links import Bulk, Links, NoAnswer, NoBulkPath
+from kvstore.client.bulk.links import Links, NoAnswer, NoBulkPath
+from kvstore.client.bulk.way import Bulk
 from kvstore.client.cache import Cache
 from kvstore.client.limits import ClientLimits
 from kvstore.errors import Overloaded, Unavailable

@@ -167,3 +167,10 @@ def test_a_name_cannot_fake_a_row(run: Run, tmp_root: Path) -> None:
         store.namespace("real\nfake  -  -  1x2x4x1x4 int8  0  0 B\r", LAYOUT)
     lines = run("ls", "--root", str(tmp_root)).stdout.splitlines()
     assert len(lines) == 2 and lines[1].startswith(r"real\nfake") and r"0 B\r" in lines[1]
+
+
+def test_a_name_in_an_error_cannot_write_to_the_terminal(run: Run, tmp_root: Path) -> None:
+    with kvstore.open(tmp_root) as store:
+        store.namespace("red\x1b[31m", LAYOUT)
+    said = run("match", "another", "1,2,3,4", "--root", str(tmp_root)).stderr
+    assert "there are: red\\x1b[31m" in said and said.rstrip("\n").isprintable()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import inspect
 import subprocess
 import sys
 import threading
@@ -15,6 +17,7 @@ import numpy as np
 import pytest
 
 import kvstore
+import kvstore.aio
 from kvstore.client.cache import Cache
 from kvstore.client.dropping import close_when_dropped
 from kvstore.client.store import Store
@@ -81,6 +84,33 @@ def test_a_dropped_store_warns_and_its_threads_end(path: str, tmp_root: Path) ->
             del cache
         with open_store() as store:
             assert store.namespace("m", TINY).match(TOKENS) == len(TOKENS)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_the_warning_is_about_the_line_that_opened_the_store(path: str, tmp_root: Path) -> None:
+    with serving(tmp_root) as served, pytest.warns(ResourceWarning, match="opened here") as warned:
+        if path == "embedded":
+            store = kvstore.open(str(tmp_root))
+        else:
+            store = kvstore.connect(served.address, bulk=path)
+        del store
+        gc.collect()
+    line = inspect.getsource(sys.modules[__name__]).splitlines()[warned[0].lineno - 1]
+    assert warned[0].filename == __file__ and ("kvstore.open(" in line) == (path == "embedded"), line
+    assert "store = kvstore." in line
+
+
+def test_the_warning_is_about_the_line_that_opened_an_asynchronous_store(tmp_root: Path) -> None:
+    async def drops() -> None:
+        store = await kvstore.aio.open(str(tmp_root))
+        assert await store.namespaces() == []
+        del store
+        gc.collect()
+
+    with pytest.warns(ResourceWarning, match="opened here") as warned:
+        asyncio.run(drops())
+    line = inspect.getsource(sys.modules[__name__]).splitlines()[warned[0].lineno - 1]
+    assert warned[0].filename == __file__ and "await kvstore.aio.open(" in line
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -12,6 +12,7 @@ from kvstore.errors import PermissionDenied
 from kvstore.format.places import Name
 from kvstore.root import check, check_posix
 from kvstore.root.check import check_root, is_sound
+from kvstore.root.contender import Contender
 from kvstore.root.interface import Entry, Root, Stat
 from kvstore.root.memory import MemoryFile, MemoryRoot
 from kvstore.root.posix import PosixRoot
@@ -178,3 +179,12 @@ def test_entries_of_a_root_are_not_mistaken_for_scratch(tmp_root: Path) -> None:
     (tmp_root / "FORMAT").write_text("x")
     check_root(root)
     assert {Entry(entry.name, None).name for entry in root.list(Name(""))} == {"chunks", "FORMAT"}
+
+
+def test_ctrl_c_in_a_terminal_is_not_for_the_second_process(tmp_path: Path) -> None:
+    """A terminal interrupts all of its session. The second process is ended by the one that checks, without a word."""
+    contender = Contender(str(tmp_path))
+    try:
+        assert os.getsid(contender._child.pid) == contender._child.pid != os.getsid(0)
+    finally:
+        contender.close()

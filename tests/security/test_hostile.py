@@ -19,7 +19,7 @@ import pytest
 
 import kvstore
 from kvstore import ClientTls
-from kvstore.client.bulk.links import Bulk
+from kvstore.client.bulk.way import Bulk
 from kvstore.client.credentials import Credentials
 from kvstore.client.endpoint import Endpoint
 from kvstore.client.limits import ClientLimits

@@ -60,11 +60,18 @@ class Oracle:
         self.restored = False
         self.read_plan: Callable[[Condemned], list[bytes]] = lambda record: []
         self.counts: Counter[str] = Counter()
+        self.used_bytes = 0
+        """Bytes of chunks, and of those in a trash or set aside."""
+        self.grew: Callable[[], object] = lambda: None
+        """Called when a chunk was written."""
 
     # What happens on the root.
 
     def wrote(self, name: str, before: MemoryFile | None, file: MemoryFile) -> None:
         """A name has this file now."""
+        self.used_bytes += len(file.content) - (len(before.content) if before else 0)
+        if name.startswith("chunks/"):
+            self.grew()
         incarnation = incarnation_at(file.content)
         old = incarnation_at(before.content) if before else b""
         if before is not None and old == incarnation:
@@ -81,6 +88,7 @@ class Oracle:
 
     def deleted(self, name: str, file: MemoryFile) -> None:
         """Notes that a name has no file any more."""
+        self.used_bytes -= len(file.content)
         if name.startswith("chunks/"):
             self._at.pop(name, None)
         self._left(name, incarnation_at(file.content))

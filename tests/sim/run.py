@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import get_context
 
+from tests.sim.bounded_world import BoundedWorld
 from tests.sim.bugs import BUGS, HOMES, SEEDS_MAX
 from tests.sim.host_world import HostWorld
 from tests.sim.kernel import Kernel
-from tests.sim.profiles import BY_NAME, ROTATION, Profile
+from tests.sim.profiles import ROTATION, Profile
+from tests.sim.profiles_host import BY_NAME
 from tests.sim.threads import installed
 from tests.sim.world import World
 
@@ -52,7 +54,7 @@ def run(seed: int, *, profile: Profile | None = None, bug: Bug = nullcontext, tr
     logging.disable(logging.CRITICAL)
     try:
         with installed(kernel), bug():
-            world = (HostWorld if chosen.host else World)(kernel, chosen)
+            world = _world_of(chosen)(kernel, chosen)
             try:
                 world.run()
             finally:
@@ -64,6 +66,12 @@ def run(seed: int, *, profile: Profile | None = None, bug: Bug = nullcontext, tr
     return Outcome(
         seed, world.profile.name, kernel.violation, kernel.steps, kernel.digest, world.counts, tuple(kernel.log or ())
     )
+
+
+def _world_of(profile: Profile) -> type[World]:
+    if profile.bounded:
+        return BoundedWorld
+    return HostWorld if profile.host else World
 
 
 def run_many(seeds: Sequence[int], workers: int, profile: str | None = None) -> Iterator[Outcome]:

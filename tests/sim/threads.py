@@ -35,6 +35,7 @@ THREADED = (
     "kvstore.node.opening",
     "kvstore.node.member",
     "kvstore_gc.threads",
+    "kvstore_gc.watch",
 )
 """The modules that start threads, or hold locks while they call the root or the metadata."""
 
@@ -246,7 +247,7 @@ _QUEUE = SimpleNamespace(Queue=Queue, SimpleQueue=Queue, Full=Full)
 _TIME = SimpleNamespace(monotonic=lambda: kernel().now_s)
 _REPLACED = {"threading": _THREADING, "queue": _QUEUE, "Flag": Event, "Monitor": Condition}
 """By the name that a module has for it; the last two are those of ``kvstore.waiting``."""
-_TIMED = ("kvstore.meta.sqlite.connection", "kvstore.meta.sqlite.watch")
+_TIMED = ("kvstore.meta.sqlite.connection", "kvstore.meta.sqlite.watch", "kvstore.node.usage")
 """The modules whose own time decides what they do."""
 
 

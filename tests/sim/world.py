@@ -26,7 +26,7 @@ from kvstore.meta.sweeps import Condemned
 from kvstore.meta.usage import Room
 from kvstore.namespace import Namespace
 from kvstore.node.limits import Limits
-from kvstore.node.member import Sharing
+from kvstore.node.member import Member, Sharing
 from kvstore.root.generations import publish, read_newest
 from kvstore.root.identity import RootId, RootIdentity
 from kvstore.root.memory import MemoryFile, MemoryRoot
@@ -149,6 +149,7 @@ class World:
 
     sharing = Sharing.CLUSTER
     generations = GENERATIONS
+    wind_up_steps = WIND_UP_STEPS
 
     def close(self) -> None:
         """Leaves nothing on this machine."""
@@ -190,6 +191,9 @@ class World:
     def count(self, what: str, times: int = 1) -> None:
         """For the summary."""
         self.faults.count(what, times)
+
+    def joined(self, member: Member) -> None:
+        """A node has joined, and is about to work."""
 
     def raised(self, work: str, error: KVStoreError) -> None:
         """A node's action failed."""
@@ -503,9 +507,9 @@ class World:
         kernel.coarse_s = COARSE_S
         janitor = Collector(self, "janitor", threads=False)
         kernel.spawn(janitor.process, "main", lambda: self._tidy(janitor))
-        kernel.run(steps=WIND_UP_STEPS, each=lambda: None, until=lambda: self.is_done)
+        kernel.run(steps=self.wind_up_steps, each=lambda: None, until=lambda: self.is_done)
         if not self.is_done:
-            kernel.fail(f"I5: not tidy after {WIND_UP_STEPS} steps: {self._untidy()}")
+            kernel.fail(f"I5: not tidy after {self.wind_up_steps} steps: {self._untidy()}")
 
     def _tidy(self, janitor: Collector) -> None:
         kernel = self.kernel

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import logging
 import os
 import threading
@@ -15,6 +14,7 @@ import grpc
 from kvstore.client.bulk.arena import ARENA_BYTES_MIN, Arena, Ledger
 from kvstore.client.bulk.memory import WorkerMemory
 from kvstore.client.bulk.shortage import Shortage, links_max
+from kvstore.client.bulk.way import Bulk
 from kvstore.client.credentials import PLAIN, Credentials
 from kvstore.client.limits import ClientLimits
 from kvstore.counts import ClientCount, Counts
@@ -35,16 +35,6 @@ RETRY_S = 5.0
 NUMBER_MAX = 1 << 31
 """Requests per connection, before it is replaced: request numbers must not run out."""
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
-
-
-class Bulk(enum.Enum):
-    """The path of chunk bytes."""
-
-    AUTO = "auto"
-    """The shortest path that works: shared, else tcp, else grpc."""
-    SHARED = "shared"
-    TCP = "tcp"
-    GRPC = "grpc"
 
 
 class NoBulkPath(InvalidRequest):

@@ -15,6 +15,23 @@ SEALS = "worker/test_seals.py::test_"
 PEERS = "peers_memory/test_fetch.py::test_"
 SUMS = "bulk/test_sums.py::test_"
 
+COUNTING = [
+    mutant(
+        "look-up-forgotten",
+        "counts: a request counts once, though its calls go to different workers",
+        replace("kvstore.client.lookups:LookUps.take", lambda *_: False),
+        "worker/test_hit_ratio.py::test_a_request_counts_once_where_its_calls_go_to_different_workers",
+    ),
+    mutant(
+        "looked-up-counts-again",
+        "counts: a read that says that a look-up counted it does not count",
+        edit(
+            "kvstore.counts:RequestCounts.add_request", "if reads and (waiting or looked_up):", "if reads and waiting:"
+        ),
+        "worker/test_hit_ratio.py::test_a_request_counts_once_where_its_calls_go_to_different_workers",
+    ),
+]
+
 PARTS = [
     mutant(
         "parts-one-frame",
@@ -292,4 +309,4 @@ PEERING = [
     ),
 ]
 
-MUTANTS: list[Mutant] = [*PARTS, *PUTTING, *ARENAS, *FRAMES, *GETTING, *PEERING]
+MUTANTS: list[Mutant] = [*COUNTING, *PARTS, *PUTTING, *ARENAS, *FRAMES, *GETTING, *PEERING]
