@@ -34,6 +34,7 @@ from kvstore.client.spreading import Marking, marks_of, marks_of_keys
 from kvstore.client.tools import Tools
 from kvstore.counts import ClientCount, Counts, merged
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, Unavailable
+from kvstore.format.descent import Ancestry
 from kvstore.hints import Hints
 from kvstore.meta.etcd import EtcdTls, EtcdUser
 from kvstore.namespace import Namespace
@@ -283,9 +284,9 @@ class RemotePort:
         buffers: Pieces,
         hints: Hints,
         write: WriteMode | None = None,
-        first: int = 0,
+        ancestry: Ancestry | None = None,
     ) -> list[bool]:
-        return self._reopening(namespace, lambda: self._blocks.put(namespace, keys, buffers, hints, write, first))
+        return self._reopening(namespace, lambda: self._blocks.put(namespace, keys, buffers, hints, write, ancestry))
 
     def match_blocks(self, namespace: Namespace, keys: Sequence[bytes]) -> int:
         return self._or_miss(namespace, lambda: self._blocks.match(namespace, keys), 0)

@@ -221,6 +221,7 @@ class Truth:
         read = read_identities(self._root, self._shard_bits, model.namespace, model.inventory, now)
         with self.lock:
             model.inventory.learn(read.found)
+            model.inventory.learn(read.blocks)
             model.inventory.refuse(read.odd)
             model.inventory.retry(read.failed)
 
