@@ -60,8 +60,8 @@ def _name(key: bytes, descent: Descent) -> Name | None:
         return None
     if not isinstance(extra, dict):
         return None
-    lora_id, lora_name = extra.get("lora_id"), extra.get("lora_name")
-    if not (lora_id is None or _is_number(lora_id)) or not (lora_name is None or _is_text(lora_name, LORA_NAME_MAX)):
+    lora_name = extra.get("lora_name")
+    if not (lora_name is None or _is_text(lora_name, LORA_NAME_MAX)):
         return None
     keys = extra.get("extra_keys")
     if keys is not None and not (
@@ -69,7 +69,7 @@ def _name(key: bytes, descent: Descent) -> Name | None:
     ):
         return None
     shared = None if keys is None else tuple(tuple(key) if isinstance(key, list) else key for key in keys)
-    return Name(key, descent.hash_bytes, Origin(descent.group, lora_id, lora_name), shared)
+    return Name(key, descent.hash_bytes, Origin(descent.group, lora_name), shared)
 
 
 def _is_key(value: Any) -> bool:

@@ -96,7 +96,6 @@ def _of_engine(inventory: Inventory, chain: Rows) -> Event:
     assert names is not None
     origin, extra_keys = names.origin(int(chain[0])), names.extra_keys(chain)
     return {
-        "lora_id": origin.lora_id,
         "lora_name": origin.lora_name,
         "extra_keys": extra_keys if any(each is not None for each in extra_keys) else None,
         "group_idx": origin.group,

@@ -31,7 +31,6 @@ class Origin:
     """What the blocks of one event have in common."""
 
     group: int
-    lora_id: int | None = None
     lora_name: str | None = None
 
 

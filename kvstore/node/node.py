@@ -342,8 +342,7 @@ class Node:
 
         False where one of another size is, a sweep is taking it, or, put behind, memory has no room. A put behind does
         not look at the root: if that has a block of another size, the answer is True and a read misses. ``ancestry``:
-        where in their prompt they are. Raises Overloaded while the root is full, else what the root raised; some may be
-        stored.
+        where in their prompt. Raises Overloaded while the root is full, else what the root raised; some may be stored.
         """
         wanted = keyed(namespace, keys, list(map(len, buffers)), ancestry)
         deadline = self._deadline(deadline_s, self.limits.write_deadline_s)

@@ -46,7 +46,7 @@ def prompt_of(seed: int, blocks: int, lora: str | None = None) -> Prompt:
     """Returns the blocks of a prompt that no other number has."""
     tokens = [1_000_000 * seed + at for at in range(blocks * SIZE)]
     hashed, keys, descents = sha256(b"none").digest(), list[bytes](), list[Descent]()
-    extra = b"" if lora is None else json.dumps({"lora_id": 3, "lora_name": lora, "extra_keys": [lora]}).encode()
+    extra = b"" if lora is None else json.dumps({"lora_name": lora, "extra_keys": [lora]}).encode()
     for index in range(blocks):
         own = tokens[index * SIZE : (index + 1) * SIZE]
         hashed = sha256(hashed + str((own, lora)).encode()).digest()
