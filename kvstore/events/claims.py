@@ -12,7 +12,7 @@ from typing import Any
 
 from kvstore.address import NO_PARENT, Address, block_address
 from kvstore.events.names import Name, Origin
-from kvstore.format.descent import Descent
+from kvstore.format.descent import NO_WHOLE, Descent
 from kvstore.format.encoded import decode_any
 from kvstore.format.header import Damaged, Kind
 from kvstore.namespace import Namespace
@@ -68,8 +68,11 @@ def _name(key: bytes, descent: Descent) -> Name | None:
         isinstance(keys, list) and 0 < len(keys) <= EXTRA_KEYS_MAX and all(map(_is_key, keys))
     ):
         return None
+    if (descent.parts > 1) != (descent.whole != NO_WHOLE):
+        return None
+    origin = Origin(descent.group, lora_name, descent.parts, descent.whole)
     shared = None if keys is None else tuple(tuple(key) if isinstance(key, list) else key for key in keys)
-    return Name(key, descent.hash_bytes, Origin(descent.group, lora_name), shared)
+    return Name(key, descent.hash_bytes, origin, shared)
 
 
 def _is_key(value: Any) -> bool:

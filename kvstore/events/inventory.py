@@ -19,8 +19,9 @@ from kvstore.events.table import NO_ROW, U64, Rows
 
 Tokens = npt.NDArray[np.uint32]
 
-PRESENT, CONDEMNED, KNOWN, TOLD, ODD = 1, 2, 4, 8, 16
-"""States of a row, as bits, beside BLOCK. ODD: the file says nothing that fits its name, so it is never told."""
+PRESENT, CONDEMNED, KNOWN, TOLD, ODD, LACKING = 1, 2, 4, 8, 16, 64
+"""States of a row, as bits, beside BLOCK. ODD: the file says nothing that fits its name, so it is never told. LACKING:
+another part of the block is missing, or another inventory tells of it."""
 ELIGIBLE = PRESENT | KNOWN
 DEAD_MIN = 65_536
 NO_ROWS: Rows = np.zeros(0, np.int32)
@@ -109,6 +110,8 @@ class Inventory:
             named = self.rows.name(rows[new], [found.names[at] for at in np.flatnonzero(new).tolist()])
             self.refuse(np.setdiff1d(rows[new], named))
             new &= np.isin(rows, named)
+            parted = [at for at in np.flatnonzero(new).tolist() if found.names[at].origin.parts > 1]
+            self.rows.mark(rows[parted], LACKING)
         rows, depths = rows[new], found.depths[new]
         has_parent = depths > 0
         parents = np.full(len(rows), NO_ROW, np.int32)
@@ -118,6 +121,29 @@ class Inventory:
         self.rows.tokens.write(rows, found.tokens[new])
         self.rows.mark(rows, KNOWN)
         self._touched.append(rows)
+
+    def touched_blocks(self) -> Rows:
+        """Returns the blocks of which something changed since the last ``settle``."""
+        touched = np.unique(np.concatenate([NO_ROWS, *self._touched]))
+        return touched[self.rows.has(touched, BLOCK)]
+
+    def blocks(self) -> Rows:
+        """Returns all blocks that are there."""
+        rows = self.rows.having(BLOCK)
+        return rows[self.rows.has(rows, PRESENT)]
+
+    def has_part(self, rows: Rows) -> Mask:
+        """Returns which rows are there and can be read, whatever other parts are; NO_ROW is not."""
+        found: Mask = rows != NO_ROW
+        found[found] = self.rows.states[rows[found]] & (ELIGIBLE | CONDEMNED) == ELIGIBLE
+        return found
+
+    def lack(self, rows: Rows, lacking: Mask) -> None:
+        """Notes of which of these blocks another part is missing."""
+        changed = self.rows.has(rows, LACKING) != lacking
+        self.rows.mark(rows[changed & lacking], LACKING)
+        self.rows.unmark(rows[changed & ~lacking], LACKING)
+        self._touched.append(rows[changed])
 
     def retry(self, rows: Rows) -> None:
         """Has ``unknown`` return these again."""
@@ -186,7 +212,7 @@ class Inventory:
         return rows
 
     def _eligible(self, rows: Rows) -> Mask:
-        found: Mask = self.rows.states[rows] & (ELIGIBLE | CONDEMNED) == ELIGIBLE
+        found: Mask = self.rows.states[rows] & (ELIGIBLE | CONDEMNED | LACKING) == ELIGIBLE
         return found
 
     def _untell(self, rows: Rows) -> None:

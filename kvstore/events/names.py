@@ -16,10 +16,13 @@ import numpy.typing as npt
 from kvstore.address import BLOCK_KEY_BYTES_MAX
 from kvstore.events.table import U64, Rows
 from kvstore.events.tokens import TokenFile
+from kvstore.format.descent import NO_WHOLE
 
 SHARED_MAX = 65_536
 """Different origins, or extra keys, that one namespace may have; blocks with further ones are not told."""
-_HEAD_WORDS = 3
+_HEAD_WORDS = 4
+_SIZE_AT = 3
+"""The word with the size of the key. Before it are the numbers of origin and extra keys, and the size of the hash."""
 _WORDS = _HEAD_WORDS + BLOCK_KEY_BYTES_MAX // 4
 _KEY_AT = 4 * _HEAD_WORDS
 
@@ -32,6 +35,10 @@ class Origin:
 
     group: int
     lora_name: str | None = None
+    parts: int = 1
+    """Namespaces that must all have the block for it to be of use."""
+    whole: bytes = NO_WHOLE
+    """What names these namespaces together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +76,8 @@ class Names:
 
     def __init__(self, folder: str | None) -> None:
         self._lines = TokenFile(_WORDS, folder)
+        self.wholes: dict[bytes, int] = {}
+        """The wholes that blocks here are parts of, with their number of parts; without blocks that are whole."""
         self._origins = _Shared[Origin]()
         self._extras = _Shared[tuple[Any, ...] | None]()
 
@@ -77,8 +86,9 @@ class Names:
         lines = np.zeros((len(rows), _WORDS), np.uint32)
         numbers = [(self._origins.number(each.origin), self._extras.number(each.extra_keys)) for each in names]
         kept = np.array([None not in pair for pair in numbers], np.bool_)
+        self.wholes.update({each.origin.whole: each.origin.parts for each in names if each.origin.parts > 1})
         for line, name, (origin, extra) in zip(lines, names, numbers, strict=True):
-            line[:_HEAD_WORDS] = origin or 0, extra or 0, name.hash_bytes
+            line[:_HEAD_WORDS] = origin or 0, extra or 0, name.hash_bytes, len(name.key)
             line.view(np.uint8)[_KEY_AT : _KEY_AT + len(name.key)] = np.frombuffer(name.key, np.uint8)
         self._lines.write(rows[kept], lines[kept])
         return kept
@@ -96,6 +106,16 @@ class Names:
         lines = np.ascontiguousarray(self._lines.read(rows))
         ends = (_KEY_AT + lines[:, 2]).tolist()
         return [line[_KEY_AT:end].tobytes() for line, end in zip(lines.view(np.uint8), ends, strict=True)]
+
+    def keys(self, rows: Rows, whole: bytes) -> list[bytes]:
+        """Returns the keys of those that are parts of a whole."""
+        lines = np.ascontiguousarray(self._lines.read(rows))
+        heads = lines[:, [0, _SIZE_AT]].tolist()
+        return [
+            line[_KEY_AT : _KEY_AT + size].tobytes()
+            for line, (origin, size) in zip(lines.view(np.uint8), heads, strict=True)
+            if self._origins[origin].whole == whole
+        ]
 
     def origin_numbers(self, rows: Rows) -> npt.NDArray[np.uint32]:
         """Returns a number for the origin of each."""

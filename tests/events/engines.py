@@ -8,9 +8,8 @@ from hashlib import sha256
 
 from kvstore.address import Address, block_addresses
 from kvstore.format.descent import Ancestry, Descent
-from kvstore.hints import DEFAULT
+from kvstore.namespace import Namespace
 from kvstore.node.member import Member
-from kvstore.writes import WriteMode
 from tests.gc.cluster import SPACE
 from tests.node.stores import TINY
 
@@ -55,9 +54,9 @@ def prompt_of(seed: int, blocks: int, lora: str | None = None) -> Prompt:
     return Prompt(keys, descents)
 
 
-def put_blocks(member: Member, prompt: Prompt, which: range | None = None, write: WriteMode = WriteMode.AROUND) -> None:
+def put_blocks(member: Member, prompt: Prompt, which: range | None = None, space: Namespace = SPACE) -> None:
     """Stores blocks of a prompt with their descents, all by default."""
     part = which or range(len(prompt.keys))
     ancestry = Ancestry(part.start, [prompt.descents[at].pack() for at in part])
     keys, buffers = [prompt.keys[at] for at in part], [memoryview(bytes([at]) * 100) for at in part]
-    assert all(member.node.put_blocks(SPACE, keys, buffers, hints=DEFAULT, write=write, ancestry=ancestry))
+    assert all(member.node.put_blocks(space, keys, buffers, ancestry=ancestry))
