@@ -33,7 +33,7 @@ import zmq
 import kvstore
 from kvstore.address import Address, Chain
 from kvstore.events.inventory import Identities, Inventory
-from kvstore.events.query import RECENT_BYTES, Answers, Question
+from kvstore.events.query import RECENT_BYTES, Answers
 from kvstore.format import places
 from kvstore.layout import Layout
 from kvstore.meta.etcd import EtcdMeta
@@ -46,6 +46,7 @@ from kvstore.node.chains import RecentChains
 from kvstore.root.identity import read_identity
 from kvstore.root.posix import PosixRoot
 from kvstore.waiting import Monitor
+from kvstore.wire.questions import Question
 
 LAYOUT = Layout(layers=1, kv_heads=1, head_dim=8, dtype="int8", chunk_tokens=16)
 SPACE = Namespace.of("m", LAYOUT)
