@@ -87,8 +87,7 @@ def remote_port(
     ``bulk`` is the path of chunk bytes: ``shared`` (memory and files of this host), ``tcp`` (a separate connection),
     ``grpc``, or ``auto`` (the first of these that works); None reads KVSTORE_BULK from the environment. A required path
     that no worker offers raises InvalidRequest; a worker that offers it and is silent on it counts as silent. ``write``
-    is the default write mode; None is the worker's. ``tls`` and ``token_file`` authenticate this client and the
-    workers.
+    is the default write mode; None is the worker's. ``tls`` and ``token_file`` authenticate client and workers.
     """
     if bool(workers) == bool(etcd):
         raise InvalidRequest("connect needs workers (host:port, one or several) or etcd=host:port: give one of the two")

@@ -127,11 +127,6 @@ class Inventory:
         touched = np.unique(np.concatenate([NO_ROWS, *self._touched]))
         return touched[self.rows.has(touched, BLOCK)]
 
-    def blocks(self) -> Rows:
-        """Returns all blocks that are there."""
-        rows = self.rows.having(BLOCK)
-        return rows[self.rows.has(rows, PRESENT)]
-
     def has_part(self, rows: Rows) -> Mask:
         """Returns which rows are there and can be read, whatever other parts are; NO_ROW is not."""
         found: Mask = rows != NO_ROW

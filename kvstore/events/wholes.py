@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvstore.address import block_addresses
-from kvstore.events.columns import Mask
+from kvstore.events.columns import BLOCK, Mask
 from kvstore.events.inventory import Inventory
 from kvstore.events.table import NO_ROW, Rows
 from kvstore.namespace import Namespace
@@ -59,9 +59,10 @@ def _judge(whole: bytes, members: Sequence[Part], *, is_complete: bool, is_new: 
     """Judges the blocks of one whole that something happened to; all of them if its members are others than before."""
     keys = list[bytes]()
     for member in members:
-        rows, names = member.inventory.blocks() if is_new else member.inventory.touched_blocks(), member.inventory.rows
-        if len(rows) and names.names is not None:
-            keys += names.names.keys(rows, whole)
+        inventory, names = member.inventory, member.inventory.rows.names
+        rows = inventory.rows.having(BLOCK) if is_new else inventory.touched_blocks()
+        if len(rows) and names is not None:
+            keys += names.keys(rows, whole)
     if not keys:
         return
     keys = list(dict.fromkeys(keys))

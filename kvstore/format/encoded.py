@@ -200,5 +200,6 @@ def inner_of(header: ReadBuffer) -> memoryview:
 def plain_header(header: ReadBuffer, inner: ReadBuffer) -> bytearray:
     """Returns the header of version 1 that a header stands for; ``inner`` is its identity and checksums, decrypted."""
     fields = _FIXED.unpack_from(header)
-    kind, numbers, names = Kind(fields[4]), fields[8:12], fields[12:16]
-    return encode_parts(kind, *numbers, b"".join(names), inner, _descent_of(header))
+    (depth, identity_bytes, section_count, section_bytes), names = fields[8:12], b"".join(fields[12:16])
+    numbers = identity_bytes, section_count, section_bytes
+    return encode_parts(Kind(fields[4]), depth, *numbers, names, inner, _descent_of(header))

@@ -51,7 +51,8 @@ def test_blocks_are_told_by_the_engines_hashes_with_parent_and_tokens(clustered:
 def test_chunks_and_blocks_of_one_namespace_are_told_side_by_side(clustered: Cluster, clock: Ticking) -> None:
     node, publishing = clustered.node(), Publishing(clustered, clock)
     blocks, chain = prompt_of(1, 3), prompt(2, 3)
-    put_blocks(node, blocks), put(node, chain)
+    put_blocks(node, blocks)
+    put(node, chain)
     publishing.catch_up()
     assert publishing.index.blocks.keys() == {*blocks.hashes} | {
         int.from_bytes(each[8:], "big") for each in chain.addresses
@@ -61,7 +62,8 @@ def test_chunks_and_blocks_of_one_namespace_are_told_side_by_side(clustered: Clu
 def test_a_block_is_told_as_removed_before_its_file_goes(clustered: Cluster, clock: Ticking) -> None:
     node, publishing = clustered.node(), Publishing(clustered, clock)
     gone, kept = prompt_of(1, 4), prompt_of(2, 4)
-    put_blocks(node, gone), put_blocks(node, kept)
+    put_blocks(node, gone)
+    put_blocks(node, kept)
     publishing.catch_up()
     condemn(clustered, gone.addresses)
     publishing.speaker.step()
@@ -114,7 +116,8 @@ def test_a_block_that_comes_again_is_told_as_its_new_file_says(clustered: Cluste
 def test_an_adapter_and_extra_keys_are_told_and_divide_events(clustered: Cluster, clock: Ticking) -> None:
     node, publishing = clustered.node(), Publishing(clustered, clock)
     adapted, plain = prompt_of(1, 3, "sql"), prompt_of(1, 3)
-    put_blocks(node, adapted), put_blocks(node, plain)
+    put_blocks(node, adapted)
+    put_blocks(node, plain)
     publishing.catch_up()
     assert publishing.index.blocks == told([adapted, plain])
     by_name = {event["lora_name"]: event for event in events_of(publishing, "BlockStored")}
@@ -160,7 +163,8 @@ def test_a_file_that_says_nothing_of_use_is_not_told_and_hides_what_is_behind_it
     if change is None:
         keys, buffers = blocks.keys[1:2], [memoryview(bytes(100))]
         assert node.node.put_blocks(SPACE, keys, buffers) == [True]
-        put_blocks(node, blocks, range(1)), put_blocks(node, blocks, range(2, 4))
+        put_blocks(node, blocks, range(1))
+        put_blocks(node, blocks, range(2, 4))
     else:
         put_blocks(node, blocks.saying(1, **change))
     put_blocks(node, others)
