@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 
 from kvstore.address import Address
+from kvstore.format import places
+from kvstore.format.header import expected_block
 from kvstore.root.interface import Root
 from tests.events.engines import GROUP, SIZE, Prompt, prompt_of, put_blocks
 from tests.events.following import Following, Ticking
 from tests.events.test_speaker import TOPIC, Publishing
 from tests.events.test_truth import condemn
+from tests.format.strategies import chunk_file
 from tests.gc.cluster import SPACE, Cluster, cluster, prompt, put
 
 
@@ -170,6 +175,31 @@ def test_a_file_that_says_nothing_of_use_is_not_told_and_hides_what_is_behind_it
     put_blocks(node, others)
     publishing.catch_up()
     assert publishing.index.blocks == told([Prompt(blocks.keys[:1], blocks.descents[:1]), others])
+
+
+def test_a_key_that_does_not_give_the_name_of_its_file_is_not_told(clustered: Cluster, clock: Ticking) -> None:
+    node, publishing = clustered.node(), Publishing(clustered, clock)
+    blocks, other = prompt_of(1, 1), prompt_of(2, 1)
+    put_blocks(node, prompt_of(3, 1))
+    expected = expected_block(SPACE, blocks.keys[0], 100, blocks.descents[0].pack())
+    forged = chunk_file(replace(expected, address=other.addresses[0]), bytes(16), bytes(100))
+    staged = places.staged(bytes(16), 1)
+    clustered.root.stage(staged, [memoryview(forged.content)], stamp_ns=0, durable=False)
+    assert clustered.root.publish(staged, clustered.name(other.addresses[0]), durable=False)
+    publishing.catch_up()
+    assert publishing.index.blocks == told([prompt_of(3, 1)])
+
+
+def test_a_block_with_another_adapter_than_its_parent_begins_an_event(clustered: Cluster, clock: Ticking) -> None:
+    node, publishing = clustered.node(), Publishing(clustered, clock)
+    blocks = prompt_of(1, 3).saying(2, extra=b'{"lora_name": "sql"}')
+    put_blocks(node, blocks)
+    publishing.catch_up()
+    found = events_of(publishing, "BlockStored")
+    assert [(each["lora_name"], each["block_hashes"]) for each in found] == [
+        (None, blocks.hashes[:2]),
+        ("sql", blocks.hashes[2:]),
+    ]
 
 
 def test_claims_of_circles_and_of_other_depths_are_not_told(clustered: Cluster, clock: Ticking) -> None:

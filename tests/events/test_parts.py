@@ -18,6 +18,7 @@ from tests.gc.cluster import Cluster, cluster
 from tests.node.stores import TINY
 
 RANKS = [Namespace.of("m", TINY, attributes={"tp rank": str(rank)}) for rank in range(3)]
+FOURTH = Namespace.of("m", TINY, attributes={"tp rank": "another"})
 WHOLE = b"the three of them"[:16]
 
 
@@ -82,6 +83,18 @@ def test_more_or_fewer_namespaces_than_parts_tell_nothing(clustered: Cluster, cl
     claim(clustered, *RANKS)
     for space in RANKS:
         put_blocks(node, blocks, space=space)
+    publishing.catch_up()
+    assert not publishing.index.blocks
+
+
+def test_a_namespace_too_many_takes_back_what_was_told(clustered: Cluster, clock: Ticking) -> None:
+    node, publishing, blocks = clustered.node(), Publishing(clustered, clock), parted(1, 2)
+    claim(clustered, *RANKS, FOURTH)
+    for space in RANKS:
+        put_blocks(node, blocks, space=space)
+    publishing.catch_up()
+    assert publishing.index.blocks.keys() == {*blocks.hashes}
+    put_blocks(node, parted(2, 1), space=FOURTH)
     publishing.catch_up()
     assert not publishing.index.blocks
 
