@@ -24,14 +24,13 @@ Answer = Callable[[Question], dict[str, Any]]
 def application(answer: Answer, authenticator: Authenticator | None) -> WSGIApplication:
     """Returns the application; without an authenticator it answers everybody who reaches it."""
 
-    def admitted(body: bytes, caller: Caller) -> dict[str, Any]:
-        question = Question.of_json(body, decode)
+    def admitted(question: Question, caller: Caller) -> dict[str, Any]:
         _admit(caller, question.tenant, authenticator)
         return answer(question)
 
     def serve(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         if asks(environ):
-            return answered(environ, start_response, admitted)
+            return answered(environ, start_response, admitted, decode)
         if environ.get("PATH_INFO") == "/healthz":
             return respond(start_response, "200 OK", {"status": "serving"})
         return respond(start_response, "404 Not Found", {"error": "there is POST /query and GET /healthz"})

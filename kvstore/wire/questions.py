@@ -17,6 +17,7 @@ import numpy as np
 
 from kvstore.errors import InvalidRequest
 from kvstore.tokens import TOKENS_MAX, TokenArray, token_array
+from kvstore.wire.messages import unpack_tokens
 
 BODY_BYTES_MAX = 64 << 20
 RANK = "0"
@@ -53,6 +54,13 @@ class Question:
         if not isinstance(tokens, list | np.ndarray):
             raise InvalidRequest("token_ids: expected a list of numbers")
         return cls(model, tenant, token_array(tokens), None)
+
+    @classmethod
+    def of_tokens(cls, model: str, tenant: str, packed: bytes) -> Question:
+        """Takes a prompt as little-endian u32, without a copy. Raises InvalidRequest."""
+        if not model:
+            raise InvalidRequest("which model? give ?model=NAME: the name of its namespace (kvstore ls)")
+        return cls(model, tenant, unpack_tokens(packed), None)
 
 
 def _text(asked: Mapping[str, Any], *names: str) -> str:

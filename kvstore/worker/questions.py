@@ -42,11 +42,10 @@ class Questions:
         self._names: dict[tuple[str, str], list[Namespace]] = {}
         self._named_s = float("-inf")
 
-    def answer(self, body: bytes, caller: Caller) -> dict[str, Any]:
+    def answer(self, question: Question, caller: Caller) -> dict[str, Any]:
         """Answers one question. Raises KVStoreError if it makes no sense, or the caller may not ask it."""
         if self._for_host_alone and not is_loopback(f"{caller.address}:0"):
             raise PermissionDenied("questions are plain HTTP: ask from this worker's host, or through a proxy with TLS")
-        question = Question.of_json(body)
         presented = Presented(token=caller.token, account=caller.account)
         visit = self._guard.admit(METHOD, presented, caller.address)
         outcome = "failed"

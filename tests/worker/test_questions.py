@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore.errors import InvalidRequest, PermissionDenied, Unauthenticated
+from kvstore.errors import PermissionDenied, Unauthenticated
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.security.account import Account, proof
 from kvstore.security.guard import Guard
+from kvstore.wire.questions import Question
 from kvstore.wire.web import Caller
 from kvstore.worker.metrics_server import start_metrics
 from kvstore.worker.questions import Questions
@@ -33,6 +34,10 @@ SIZE = SMALL.chunk_tokens
 def body_of(tokens: Any, **more: Any) -> bytes:
     packed = base64.b64encode(np.asarray(tokens, "<u4").tobytes()).decode()
     return json.dumps({"model": "m", "tokens_base64": packed, **more}).encode()
+
+
+def question_of(tokens: Any, **more: Any) -> Question:
+    return Question.of_json(body_of(tokens, **more))
 
 
 def asked(url: str, body: bytes, **headers: str) -> tuple[int, dict[str, Any]]:
@@ -80,13 +85,13 @@ def test_memory_is_a_medium_beside_the_root(tmp_root: Path) -> None:
     with serving_memory(tmp_root) as served, connected(served) as store:
         cache, instance = store.namespace("m", SMALL), served.worker.advertised
         questions = served.worker.questions()
-        before = questions.answer(body_of(tokens), HERE)
+        before = questions.answer(question_of(tokens), HERE)
         assert before["instances"] == {instance: {"longest_matched": 6 * SIZE, "STORAGE": 6 * SIZE, "CPU": 0}}
         assert before["scores"] == {instance: {"0": 6 * SIZE}}
         cache.get(tokens[: 4 * SIZE])
         cache.get(tokens[: 4 * SIZE])
         eventually(
-            lambda: questions.answer(body_of(tokens), HERE)["instances"][instance]["CPU"] == 4 * SIZE, "it was read"
+            lambda: questions.answer(question_of(tokens), HERE)["instances"][instance]["CPU"] == 4 * SIZE, "it was read"
         )
 
 
@@ -95,7 +100,7 @@ def test_a_question_is_no_use_and_no_hit(served: Served) -> None:
     with connected(served) as store:
         store.namespace("m", SMALL).put(tokens, kv_of(SMALL, tokens))
         before = served.member.node.stats()["requests_match"]
-        assert served.worker.questions().answer(body_of(tokens), HERE)["blocks"] == 4
+        assert served.worker.questions().answer(question_of(tokens), HERE)["blocks"] == 4
         assert served.member.node.stats()["requests_match"] == before
 
 
@@ -111,6 +116,18 @@ def test_a_question_is_no_use_and_no_hit(served: Served) -> None:
 def test_what_makes_no_sense_says_what_to_do(url: str, body: bytes, says: str) -> None:
     status, found = asked(url, body)
     assert status == 400 and says in found["error"]
+
+
+def test_tokens_alone_are_a_question_too(served: Served, url: str) -> None:
+    tokens = np.arange(4 * SIZE, dtype="<u4")
+    with connected(served) as store:
+        store.namespace("m", SMALL).put(tokens, kv_of(SMALL, tokens))
+    raw = {"Content-Type": "application/octet-stream"}
+    assert asked(f"{url}?model=m", tokens.tobytes(), **raw) == asked(url, body_of(tokens))
+    assert asked(f"{url}?model=m&tenant=other", tokens.tobytes(), **raw)[1]["blocks"] == 0
+    for wrong, says in (("?tenant=other", "which model"), ("?model=m", "4 for each")):
+        status, found = asked(f"{url}{wrong}", tokens.tobytes()[: None if "tenant" in wrong else 7], **raw)
+        assert status == 400 and says in found["error"]
 
 
 def test_a_model_that_nobody_used_has_nothing(url: str) -> None:
@@ -129,20 +146,18 @@ def test_x12_without_an_access_file_only_the_workers_account_is_answered(served:
     account.serve("127.0.0.1:7070")
     questions = Questions(served.member, Guard(lambda _: None, account=account), "w", for_host_alone=False)
     with pytest.raises(Unauthenticated):
-        questions.answer(body_of(range(8)), HERE)
+        questions.answer(question_of(range(8)), HERE)
     shown = Caller("127.0.0.1", account=proof(b"s" * 32, "127.0.0.1:7070"))
-    assert questions.answer(body_of(range(8)), shown)["blocks"] == 0
+    assert questions.answer(question_of(range(8)), shown)["blocks"] == 0
 
 
 def test_a_worker_with_tls_answers_its_host_alone_and_whoever_may_read_the_tenant(tmp_path: Path) -> None:
     with secured(tmp_path, {"router": {"a": "read"}}) as cell:
         questions, token = cell.worker.questions(), cell.issuer.token("router")
-        assert questions.answer(body_of(range(8), tenant="a"), Caller("127.0.0.1", token))["blocks"] == 0
+        assert questions.answer(question_of(range(8), tenant="a"), Caller("127.0.0.1", token))["blocks"] == 0
         with pytest.raises(PermissionDenied):
-            questions.answer(body_of(range(8), tenant="b"), Caller("127.0.0.1", token))
+            questions.answer(question_of(range(8), tenant="b"), Caller("127.0.0.1", token))
         with pytest.raises(PermissionDenied, match="proxy with TLS"):
-            questions.answer(body_of(range(8), tenant="a"), Caller("10.0.0.9", token))
+            questions.answer(question_of(range(8), tenant="a"), Caller("10.0.0.9", token))
         with pytest.raises(Unauthenticated):
-            questions.answer(body_of(range(8), tenant="a"), HERE)
-        with pytest.raises(InvalidRequest):
-            questions.answer(b"{}", Caller("127.0.0.1", token))
+            questions.answer(question_of(range(8), tenant="a"), HERE)
