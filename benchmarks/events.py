@@ -6,20 +6,26 @@ of a core; a known chunk costs less than 100 bytes beside its tokens; a question
 
     python -m benchmarks.events load [--seconds 20] [--rate 2000]
     python -m benchmarks.events known [--chunks 1000000]
+    python -m benchmarks.events questions [--prompts 1000]
 
 The baseline of a question is ``RecentChains.of`` alone, which hashes the prompt's 160,000 tokens: no answer can do
 without it. No prompt is asked for twice within what that remembers.
+
+``questions`` asks a worker with memory and a publisher over HTTP: random prompts, whose answers are compared with
+``match``, and prompts of 10,000 blocks, whose time from request to answer is measured at the client.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import resource
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,7 +39,7 @@ import zmq
 import kvstore
 from kvstore.address import Address, Chain
 from kvstore.events.inventory import Identities, Inventory
-from kvstore.events.query import RECENT_BYTES, Answers, Question
+from kvstore.events.query import RECENT_BYTES, Answers
 from kvstore.format import places
 from kvstore.layout import Layout
 from kvstore.meta.etcd import EtcdMeta
@@ -46,6 +52,7 @@ from kvstore.node.chains import RecentChains
 from kvstore.root.identity import read_identity
 from kvstore.root.posix import PosixRoot
 from kvstore.waiting import Monitor
+from kvstore.wire.questions import Question
 
 LAYOUT = Layout(layers=1, kv_heads=1, head_dim=8, dtype="int8", chunk_tokens=16)
 SPACE = Namespace.of("m", LAYOUT)
@@ -134,6 +141,44 @@ def known(chunks: int) -> None:
         print(f"{name}: CPU median {np.median(each) * 1e3:.2f} ms, p99 {np.quantile(each, 0.99) * 1e3:.2f} ms")
 
 
+def questions(prompts: int) -> None:
+    """Answers of a worker and of a publisher beside ``match``, and how long a question about 10,000 blocks takes."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        root, words = Path(folder, "root"), ["--listen", "127.0.0.1:0", "--memory", "1GiB", "--any-account"]
+        state = {**os.environ, "XDG_STATE_HOME": folder}
+        words += ["--root", str(root), "--events", "tcp://*:0", "--write", "through"]
+        with _running(["up", *words], state) as (_, said), kvstore.connect(said["grpc"]) as store:
+            cache, chance = store.namespace("m", LAYOUT), np.random.default_rng(1)
+            stems = [chance.integers(0, 50, 100 * 16, np.uint32) for _ in range(5)]
+            asked = []
+            for number in range(prompts):
+                stem = stems[number % len(stems)][: int(chance.integers(0, 1_600))]
+                asked.append(np.concatenate([stem, chance.integers(0, 50, int(chance.integers(0, 400)), np.uint32)]))
+                if number % 3 == 0:
+                    cache.put(asked[-1], np.zeros(LAYOUT.shape(len(asked[-1])), np.int8))
+            long = [chance.integers(0, 50_000, BLOCKS * 16, np.uint32) for _ in range(10)]
+            for tokens in long:
+                cache.put(tokens, np.zeros(LAYOUT.shape(len(tokens)), np.int8))
+            for name, address in (("worker", said["metrics"]), ("publisher", said["query"])):
+                while _asked(address, long[-1])[0]["blocks"] < BLOCKS:
+                    time.sleep(0.1)
+                wrong = sum(_asked(address, each)[0]["longest_matched"] != cache.match(each) for each in asked)
+                print(f"{name}: {wrong} of {prompts} answers are not what match says")
+                times = [_asked(address, long[turn % len(long)])[1] * 1e3 for turn in range(ROUNDS)]
+                median, p99 = np.median(times), np.quantile(times, 0.99)
+                print(f"{name}: {BLOCKS} blocks over HTTP: median {median:.2f} ms, p99 {p99:.2f} ms")
+
+
+def _asked(address: str, tokens: Any) -> tuple[dict[str, Any], float]:
+    """An answer, and the seconds from the request to it."""
+    headers = {"Content-Type": "application/octet-stream"}
+    request = urllib.request.Request(f"http://{address}/query?model=m", tokens.astype("<u4").tobytes(), headers)
+    began_s = time.monotonic()
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        content = answer.read()
+    return json.loads(content), time.monotonic() - began_s
+
+
 class _Heard:
     """Subscribers: all count, the first keeps an index."""
 
@@ -205,9 +250,18 @@ class _Deleting:
 
 @contextmanager
 def publisher(root: Path, etcd: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, str]]]:
-    command = [sys.executable, "-m", "kvstore.cli.main", "events", "--root", str(root), "--etcd", etcd]
-    command += ["--publish", "tcp://*:0", "--replay", "tcp://*:0"]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    words = ["--root", str(root), "--etcd", etcd, "--publish", "tcp://*:0", "--replay", "tcp://*:0"]
+    with _running(["events", *words], None) as found:
+        yield found
+
+
+@contextmanager
+def _running(
+    words: list[str], environment: dict[str, str] | None
+) -> Iterator[tuple[subprocess.Popen[str], dict[str, str]]]:
+    """A ``kvstore`` program, and the pairs of its ready line."""
+    command = [sys.executable, "-m", "kvstore.cli.main", *words]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     assert child.stdout is not None
     try:
         yield child, dict(pair.split("=", 1) for pair in child.stdout.readline().split()[1:])
@@ -232,15 +286,18 @@ def _cpu_s(pid: int) -> float:
 def main() -> None:
     """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["load", "known"])
+    parser.add_argument("what", choices=["load", "known", "questions"])
     parser.add_argument("--seconds", type=int, default=20)
     parser.add_argument("--rate", type=int, default=2000)
     parser.add_argument("--chunks", type=int, default=1_000_000)
+    parser.add_argument("--prompts", type=int, default=1_000)
     asked = parser.parse_args()
     if asked.what == "load":
         load(asked.seconds, asked.rate)
-    else:
+    elif asked.what == "known":
         known(asked.chunks)
+    else:
+        questions(asked.prompts)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from kvstore.client.segments import Held, Segments
     from kvstore.client.store import Store, connect, open
     from kvstore.client.tickets import Ticket
+    from kvstore.format.descent import Descent
     from kvstore.hints import Hints
     from kvstore.layout import Layout
     from kvstore.meta.etcd import EtcdTls, EtcdUser
@@ -59,6 +60,7 @@ __all__ = [
     "Cleared",
     "ClientLimits",
     "ClientTls",
+    "Descent",
     "EtcdTls",
     "EtcdUser",
     "Group",
@@ -97,6 +99,7 @@ if not TYPE_CHECKING:  # a type checker that saw __getattr__ would accept every 
         "kvstore.client.segments": ("Held", "Segments"),
         "kvstore.client.store": ("Store", "connect", "open"),
         "kvstore.client.tickets": ("Ticket",),
+        "kvstore.format.descent": ("Descent",),
         "kvstore.hints": ("Hints",),
         "kvstore.layout": ("Layout",),
         "kvstore.meta.etcd": ("EtcdTls", "EtcdUser"),

@@ -63,8 +63,11 @@ class Endpoints:
 
     def at(self) -> At:
         """Returns the addresses. Raises InvalidRequest if others could read prompts from them."""
-        from kvstore.events.opening import At
-        from kvstore.events.sockets import Curve
+        try:
+            from kvstore.events.opening import At
+            from kvstore.events.sockets import Curve
+        except ModuleNotFoundError as missing:
+            raise InvalidRequest(f"events need {missing.name}: pip install 'kvstore[events]'") from missing
         from kvstore.security.authenticator import Authenticator
 
         if (self.certificate is None) != (self.clients is None):
@@ -154,12 +157,9 @@ def events(cluster: ClusterAccess, endpoints: Endpoints, names: Names, spool: st
           --curve-certificate events.key_secret --curve-clients routers/ --namespace llama-3.1-8b
     """
     logging.configure()
-    try:
-        from kvstore.events.opening import open_publisher
+    at = endpoints.at()
+    from kvstore.events.opening import open_publisher
 
-        at = endpoints.at()
-    except ModuleNotFoundError as missing:
-        raise InvalidRequest(f"events need {missing.name}: pip install 'kvstore[events]'") from missing
     check_free("--query", [endpoints.query])
     with ExitStack() as undo:
         stopper = undo.enter_context(Stopper())

@@ -1,4 +1,4 @@
-"""The programs of ``kvstore up``: workers, collector and dashboard, each started again when it dies."""
+"""The programs of ``kvstore up``: workers, collector, dashboard and publisher, each started again when it dies."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from kvstore.children import Program, gc_command
 from kvstore.cli.dashboard import PageAccess
 from kvstore.cli.declared import arguments
+from kvstore.cli.events import Endpoints
 from kvstore.cli.kinds import split
 from kvstore.cli.options import Room
 from kvstore.cli.programs import kvstore_command
@@ -30,7 +31,7 @@ SHORT_LIFE_S = 10.0
 """A worker that lived shorter than this failed to start. After three of these in a row ``up`` gives up."""
 SHORT_LIVES_MAX = 3
 AGAIN_S = 60.0
-"""Minimum time between two starts of the collector or the dashboard, if it ends by itself."""
+"""Minimum time between two starts of a program that is no worker, if it ends by itself."""
 
 
 @dataclass(slots=True)
@@ -90,6 +91,21 @@ class Host:
         bound = _joined(split(listen)[0], int(url.rstrip("/").rpartition(":")[2]))
         program.command = kvstore_command("dashboard", "--listen", bound, *common)  # at the same port, should it die
         return url
+
+    def start_events(self, endpoints: Endpoints) -> str:
+        """Starts a publisher of the root's KV events; returns its part of the ready line. Raises Unavailable."""
+
+        def command(at: Endpoints) -> list[str]:
+            serving = self._serving
+            return kvstore_command("events", *arguments(serving.cluster), *arguments(serving.logging), *arguments(at))
+
+        program = self._start_beside("events", command(endpoints))
+        said = program.wait_ready(lambda: self._stopper.asked)
+        # At the same ports, should it die: subscribers stay, and ask for what they missed.
+        program.command = command(
+            replace(endpoints, publish=said["publish"], replay=said["replay"] or None, query=said["query"])
+        )
+        return "".join(f" {name}={said[name]}" for name in ("publish", "replay", "query"))
 
     def said(self, key: str) -> list[str]:
         """One value of each worker's ready line."""

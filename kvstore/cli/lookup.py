@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -32,7 +33,8 @@ def lookup(prompt: Prompt, chunks_max: int, worker: str | None, access: Access, 
     """Show where each chunk of the longest stored prefix of a prompt is.
 
     Places are the root (with size, last use, encoding and writer), the memory and the local disk of a worker, and the
-    memory of its peers. Also shows how many pins cover the chunk. Reads headers only, and does not count as a use. Exit
+    memory of its peers. Also shows how many pins cover the chunk, and how many leading tokens each medium has, as
+    POST /query of the worker and of kvstore events answers. Reads headers only, and does not count as a use. Exit
     code 1 if nothing is stored.
 
     \b
@@ -49,16 +51,34 @@ def lookup(prompt: Prompt, chunks_max: int, worker: str | None, access: Access, 
     if as_json:
         chunks = [_values(each, chunk_tokens) for each in found]
         head = {"namespace": prompt.name, "tokens": len(ids), "tokens_found": len(found) * chunk_tokens}
-        print_json({**head, "chunks": chunks})
+        print_json({**head, **_matched(found, chunk_tokens), "chunks": chunks})
     elif found:
         print_table(
             ("tokens", "address", "root", "used", "uses", "encoding", "written", "memory", "disk", "peers", "pins"),
             [_cells(each, chunk_tokens) for each in found],
         )
+        media = _matched(found, chunk_tokens)["media"]
+        click.echo("leading tokens: " + ", ".join(f"{name} {count}" for name, count in media.items()))
     else:
         click.echo("nothing of it is stored", err=True)
     if not found:
         check_failed()
+
+
+def _matched(found: list[ChunkPlace], chunk_tokens: int) -> dict[str, Any]:
+    """How long a prefix is stored, and how much of it each medium has, as ``POST /query`` answers it."""
+    media = {
+        "STORAGE": lambda place: place.root is not None and not place.root.is_condemned,
+        "CPU": lambda place: place.memory is not None,
+        "DISK": lambda place: place.on_disk,
+    }
+    leading = {name: len(list(takewhile(has, found))) * chunk_tokens for name, has in media.items()}
+    return {
+        "block_size": chunk_tokens,
+        "blocks": len(found),
+        "longest_matched": len(found) * chunk_tokens,
+        "media": leading,
+    }
 
 
 def _cells(place: ChunkPlace, chunk_tokens: int) -> tuple[object, ...]:

@@ -23,6 +23,7 @@ from kvstore.cli.host import Host, numbered
 from kvstore.cli.kinds import DURATION, HOST_PORT
 from kvstore.cli.options import Room
 from kvstore.cli.ports import check_free
+from kvstore.cli.publishing import Publishing
 from kvstore.cli.rooted import local_path
 from kvstore.cli.signals import Stopper
 from kvstore.cli.worker import WorkerOptions
@@ -76,6 +77,7 @@ class UpOptions:
     dashboard: str | None = option(
         "--dashboard", type=HOST_PORT, help="Where to serve the dashboard; by default there is none."
     )
+    publishing: Publishing = group(Publishing)
 
     def check(self, serving: WorkerOptions) -> None:
         """Raises InvalidRequest for options that make no sense together, or are not safe."""
@@ -93,6 +95,7 @@ class UpOptions:
             )
         if serving.cluster.etcd is not None and self.etcd_folder is not None:
             raise InvalidRequest("--etcd-folder is for the bundled etcd, --etcd names another: give one of them")
+        self.publishing.endpoints(serving.secured)
         addresses = [self.listen, self.metrics, self.gc_metrics, self.dashboard]
         serving.secured.check([each for each in addresses if each is not None])
 
@@ -103,6 +106,8 @@ class UpOptions:
         check_free("--metrics", [numbered(self.metrics, number) for number in numbers])
         check_free("--gc-metrics", [self.gc_metrics])
         check_free("--dashboard", [self.dashboard])
+        if self.publishing.publish is not None:
+            check_free("--events-query", [self.publishing.query])
 
 
 @click.command(
@@ -118,6 +123,7 @@ def up(serving: WorkerOptions, options: UpOptions) -> None:
 
     \b
       ready grpc=HOST:PORT[,...] etcd=ENDPOINTS metrics=HOST:PORT[,...] [dashboard=URL]
+          [publish=ENDPOINT replay=ENDPOINT query=HOST:PORT]
 
     Stops cleanly on SIGTERM or Ctrl-C: accepted puts are finished. A second signal stops at once. A program that dies
     is restarted. The bundled etcd is for one host; a cluster that must survive a host needs its own etcd on three.
@@ -125,6 +131,7 @@ def up(serving: WorkerOptions, options: UpOptions) -> None:
     \b
     Examples:
       kvstore up --root /mnt/kv --max-bytes 200GiB
+      kvstore up --root /mnt/kv --events tcp://*:5557 --events-replay tcp://*:5558
       kvstore up --root /mnt/kv --listen 0.0.0.0:7070 --workers 2 --etcd 10.0.0.5:2379 --ttl 7d \\
           --tls-cert node7.crt --tls-key node7.key --tls-client-ca ca.crt --access access.json
     """
@@ -151,6 +158,8 @@ def up(serving: WorkerOptions, options: UpOptions) -> None:
         served = f"grpc={','.join(host.said('grpc'))} etcd={etcd.endpoints} metrics={','.join(host.said('metrics'))}"
         if options.dashboard is not None:
             served += f" dashboard={host.start_dashboard(options.room, options.dashboard)}"
+        if (endpoints := options.publishing.endpoints(serving.secured)) is not None:
+            served += host.start_events(endpoints)
         print(f"ready {served}", flush=True)
         host.watch(server)
         log.info("up.stopping")

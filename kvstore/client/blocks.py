@@ -14,9 +14,10 @@ from kvstore.client.owner import Owner
 from kvstore.client.planning import Plan, plan_keys
 from kvstore.client.port import Port, PortBlockHold
 from kvstore.errors import InvalidRequest, WrongSize
+from kvstore.format.descent import DESCENT_BYTES_MAX, Ancestry, Descent
 from kvstore.hints import Hints
 from kvstore.namespace import Namespace
-from kvstore.wire.limits import BLOCK_BYTES_MAX, BLOCKS_MAX
+from kvstore.wire.limits import BLOCK_BYTES_MAX, BLOCKS_MAX, DESCENTS_BYTES_MAX
 from kvstore.writes import WriteMode
 
 FIRST_MAX = (1 << 32) - 1
@@ -42,6 +43,7 @@ class BlockCache:
         buffers: Sequence[Any],
         *,
         first: int = 0,
+        descents: Sequence[Descent | bytes | None] = (),
         priority: int | None = None,
         ttl: float | None = None,
         preset: str | None = None,
@@ -55,15 +57,20 @@ class BlockCache:
         ``Cache.put``. False means: the key has a block of another size, garbage collection is taking it, or
         (``write="behind"``) memory has no room. Raises Overloaded, PermissionDenied or Unavailable if the store could
         not take the blocks.
+
+        ``descents`` say for each block what its tokens are and which block is before it, so that ``kvstore events`` can
+        tell routers of it: a Descent, its bytes (``Descent.pack``), or None. Nobody verifies them, and reads ignore
+        them.
         """
         hints = Hints.of(priority, ttl, preset)
         checked = _checked_keys(keys)
         mode = self._write if write is None else WriteMode.of(write)
         if not isinstance(first, int) or not 0 <= first <= FIRST_MAX:
             raise InvalidRequest(f"first={first!r}: expected a whole number from 0 to {FIRST_MAX}")
+        ancestry = Ancestry(first, _packed(checked, descents))
         views = _views(checked, buffers, writable=False)
         with tracing.span("kvstore.put_blocks", blocks=len(checked)):
-            return self._port.put_blocks(self._namespace, checked, views, hints, mode, first)
+            return self._port.put_blocks(self._namespace, checked, views, hints, mode, ancestry)
 
     def match(self, keys: Sequence[bytes]) -> int:
         """Returns the number of leading keys that are in the store.
@@ -185,6 +192,21 @@ def _checked_keys(keys: Sequence[bytes]) -> list[bytes]:
                 f"key {position} is {said}: expected bytes, {BLOCK_KEY_BYTES_MIN} to {BLOCK_KEY_BYTES_MAX} of them"
             )
     return checked
+
+
+def _packed(keys: list[bytes], descents: Sequence[Descent | bytes | None]) -> Sequence[bytes]:
+    """Returns descents as bytes, b"" for none. Raises InvalidRequest."""
+    if not descents:
+        return ()
+    if len(descents) != len(keys):
+        raise InvalidRequest(f"{len(descents)} descents for {len(keys)} keys: expected one, or None, for each")
+    packed = [each.pack() if isinstance(each, Descent) else each or b"" for each in descents]
+    if max(map(len, packed)) > DESCENT_BYTES_MAX or sum(map(len, packed)) + 2 * len(packed) > DESCENTS_BYTES_MAX:
+        raise InvalidRequest(
+            f"descents have {sum(map(len, packed))} bytes: expected at most {DESCENT_BYTES_MAX} each, and "
+            f"{DESCENTS_BYTES_MAX} together; split the call"
+        )
+    return packed
 
 
 def _views(keys: list[bytes], buffers: Sequence[Any], *, writable: bool) -> Pieces:

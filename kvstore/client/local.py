@@ -13,6 +13,7 @@ from kvstore.buffers import Pieces
 from kvstore.census.heads import Head, list_heads
 from kvstore.census.selection import Selection
 from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError, StoreClosed
+from kvstore.format.descent import Ancestry
 from kvstore.hints import Hints
 from kvstore.namespace import Namespace
 from kvstore.node.asking import match_each
@@ -187,10 +188,10 @@ class LocalPort:
         buffers: Pieces,
         hints: Hints,
         write: WriteMode | None = None,
-        first: int = 0,
+        ancestry: Ancestry | None = None,
     ) -> list[bool]:
         with self._store as member:
-            return member.node.put_blocks(namespace, keys, buffers, hints=hints, write=write, first=first)
+            return member.node.put_blocks(namespace, keys, buffers, hints=hints, write=write, ancestry=ancestry)
 
     def match_blocks(self, namespace: Namespace, keys: Sequence[bytes]) -> int:
         with self._store as member:

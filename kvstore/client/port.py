@@ -13,6 +13,7 @@ import numpy.typing as npt
 from kvstore.buffers import Pieces
 from kvstore.census.selection import Selection
 from kvstore.errors import KVStoreError
+from kvstore.format.descent import Ancestry
 from kvstore.hints import Hints
 from kvstore.namespace import Namespace
 from kvstore.node.moves import Act, Level
@@ -163,11 +164,11 @@ class Port(Protocol):
         buffers: Pieces,
         hints: Hints,
         write: WriteMode | None = None,
-        first: int = 0,
+        ancestry: Ancestry | None = None,
     ) -> list[bool]:
         """Stores engine-hashed blocks; ``write`` is the write mode, by default the node's.
 
-        ``first`` is the index of the first of them among the blocks of its prompt.
+        ``ancestry`` says where in their prompt they are; by default its beginning.
         """
         ...
 

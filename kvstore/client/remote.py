@@ -33,6 +33,7 @@ from kvstore.client.spreading import Marking, marks_of, marks_of_keys
 from kvstore.client.tools import Tools
 from kvstore.counts import ClientCount, Counts, merged
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, Unavailable
+from kvstore.format.descent import Ancestry
 from kvstore.hints import Hints
 from kvstore.meta.etcd import EtcdTls, EtcdUser
 from kvstore.namespace import Namespace
@@ -86,8 +87,7 @@ def remote_port(
     ``bulk`` is the path of chunk bytes: ``shared`` (memory and files of this host), ``tcp`` (a separate connection),
     ``grpc``, or ``auto`` (the first of these that works); None reads KVSTORE_BULK from the environment. A required path
     that no worker offers raises InvalidRequest; a worker that offers it and is silent on it counts as silent. ``write``
-    is the default write mode; None is the worker's. ``tls`` and ``token_file`` authenticate this client and the
-    workers.
+    is the default write mode; None is the worker's. ``tls`` and ``token_file`` authenticate client and workers.
     """
     if bool(workers) == bool(etcd):
         raise InvalidRequest("connect needs workers (host:port, one or several) or etcd=host:port: give one of the two")
@@ -291,9 +291,9 @@ class RemotePort:
         buffers: Pieces,
         hints: Hints,
         write: WriteMode | None = None,
-        first: int = 0,
+        ancestry: Ancestry | None = None,
     ) -> list[bool]:
-        return self._reopening(namespace, lambda: self._blocks.put(namespace, keys, buffers, hints, write, first))
+        return self._reopening(namespace, lambda: self._blocks.put(namespace, keys, buffers, hints, write, ancestry))
 
     def match_blocks(self, namespace: Namespace, keys: Sequence[bytes]) -> int:
         return self._or_miss(namespace, lambda: self._blocks.match(namespace, keys), 0)

@@ -18,11 +18,12 @@ from kvstore.client.streams import Outgoing, send_stream
 from kvstore.client.tools import Tools
 from kvstore.counts import ClientCount
 from kvstore.errors import InvalidRequest, Overloaded, Unavailable
+from kvstore.format.descent import Ancestry
 from kvstore.hints import Hints
 from kvstore.namespace import Namespace
 from kvstore.node.wanted import keyed
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.messages import hints_message, pack_keys, pack_sizes, parse, sealed, write_message
+from kvstore.wire.messages import hints_message, pack_descents, pack_keys, pack_sizes, parse, sealed, write_message
 from kvstore.writes import WriteMode
 
 
@@ -39,21 +40,22 @@ class RemoteBlocks:
         buffers: Pieces,
         hints: Hints,
         write: WriteMode | None,
-        first: int,
+        ancestry: Ancestry | None,
     ) -> list[bool]:
         """Implements ``Port.put_blocks``."""
         if not keys:
             self._tools.caller.check()
             return []
         limits, watch = self._tools.limits, self._tools.watch
-        sizes = [len(buffer) for buffer in buffers]
+        sizes, ancestry = [len(buffer) for buffer in buffers], ancestry or Ancestry()
         start = pb.PutBlocksStart(
             namespace=namespace.digest,
             keys=pack_keys(keys),
             sizes=pack_sizes(sizes),
             hints=hints_message(hints),
             write=write_message(write or self._tools.write),
-            first=first,
+            first=ancestry.first,
+            descents=pack_descents(ancestry.descents),
         )
         opening = start.SerializeToString()
 

@@ -5,9 +5,12 @@ Separate from the inventory, which decides what is told; here is only how rows a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.events.names import Name, Names
 from kvstore.events.table import NO_ROW, U64, Rows, Table
 from kvstore.events.tokens import TokenFile
 
@@ -15,10 +18,12 @@ Mask = npt.NDArray[np.bool_]
 
 _NAMES = ("firsts", "lasts", "parents", "depths", "children", "states")
 ROOM_MIN = 1_024
+BLOCK = 32
+"""A state of a row: it is an engine-hashed block and has a name."""
 
 
 class Columns:
-    """Rows of one namespace; 53 bytes each, and tokens in a file. Used by one thread, or under its owner's lock.
+    """Rows of one namespace; 53 bytes each, tokens and names in files. Used by one thread, or under its owner's lock.
 
     The columns have room for more rows than there are.
     """
@@ -35,6 +40,9 @@ class Columns:
         """Children of each that are told."""
         self.states = np.zeros(0, np.uint8)
         self.tokens = TokenFile(chunk_tokens, folder)
+        self.names: Names | None = None
+        """The names of blocks; None until there are some."""
+        self._folder = folder
         self._by_address = Table()
         self._by_hash = Table()
 
@@ -84,9 +92,43 @@ class Columns:
         """Takes states away."""
         self.states[rows] &= ~np.uint8(bits)
 
+    def name(self, rows: Rows, names: Sequence[Name]) -> Rows:
+        """Makes rows blocks with these names; returns those that there was room for."""
+        if self.names is None:
+            self.names = Names(self._folder)
+        named: Rows = rows[self.names.write(rows, names)]
+        self.mark(named, BLOCK)
+        self._add_hashes(self.names.hashes(named), named)
+        return named
+
+    def is_block(self, row: int) -> bool:
+        """True for an engine-hashed block with a name."""
+        return bool(self.states[row] & BLOCK)
+
     def hashes(self, rows: Rows) -> list[int]:
-        """Returns the names of chunks in events: the low 64 bits of their addresses."""
-        found: list[int] = self.lasts[rows].tolist()
+        """Returns the low 64 bits of what events call these rows: a chunk's address, an engine's hash of a block."""
+        numbers = self.lasts[rows]
+        if self.names is not None:
+            blocks = self.has(rows, BLOCK)
+            numbers[blocks] = self.names.hashes(rows[blocks])
+        found: list[int] = numbers.tolist()
+        return found
+
+    def whole_hashes(self, rows: Rows) -> list[bytes]:
+        """Returns all bytes of the same."""
+        found = [line.tobytes() for line in self.addresses(rows)]
+        if self.names is not None:
+            blocks = np.flatnonzero(self.has(rows, BLOCK))
+            for at, whole in zip(blocks.tolist(), self.names.whole_hashes(rows[blocks]), strict=True):
+                found[at] = whole
+        return found
+
+    def origins(self, rows: Rows) -> npt.NDArray[np.int64]:
+        """Returns a number for what an event says of each beside hashes and tokens; -1 for chunks, which have none."""
+        found = np.full(len(rows), -1, np.int64)
+        if self.names is not None:
+            blocks = self.has(rows, BLOCK)
+            found[blocks] = self.names.origin_numbers(rows[blocks])
         return found
 
     def addresses(self, rows: Rows) -> npt.NDArray[np.uint8]:
@@ -105,7 +147,23 @@ class Columns:
         self.count = len(kept)
         rows = np.arange(self.count, dtype=np.int32)
         self._by_address, self._by_hash = Table(self.firsts, rows), Table(self.lasts, rows)
+        if self.names is not None:
+            self.names.keep(kept)
+            blocks = self.having(BLOCK)
+            self._add_hashes(self.names.hashes(blocks), blocks)
         return moved
+
+    def close(self) -> None:
+        """Gives the files back."""
+        self.tokens.close()
+        if self.names is not None:
+            self.names.close()
+
+    def _add_hashes(self, hashes: U64, rows: Rows) -> None:
+        """Has ``find_hashes`` find rows by these; of several rows with one hash it finds the first."""
+        keys, at = np.unique(hashes, return_index=True)
+        new = self._by_hash.find(keys) == NO_ROW
+        self._by_hash.add(keys[new], rows[at[new]])
 
     def _make_room(self, count: int) -> None:
         if count <= len(self.firsts):

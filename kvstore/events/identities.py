@@ -1,21 +1,27 @@
-"""Identities of chunks, read from their files: parent, depth and tokens. Each once: it follows from the address.
+"""Identities of chunks, read from their files: parent, depth and tokens. Each once, while the file is there.
 
-Nothing of a header is believed that the address does not prove: it is the hash of parent and tokens.
+Of a chunk of tokens nothing is believed that its address does not prove: it is the hash of parent and tokens. A block's
+address proves its key alone; the rest is what its writer says (``descent.py``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from kvstore.address import ADDRESS_BYTES, NO_PARENT, Address, chunk_address
-from kvstore.census.fixed import read_fixed
+from kvstore.census.fixed import Fixed, read_fixed
 from kvstore.errors import KVStoreError
+from kvstore.events.claims import Claimed, claimed_of
 from kvstore.events.inventory import Identities, Inventory
+from kvstore.events.names import Name as BlockName
 from kvstore.events.table import Rows
 from kvstore.format import places
-from kvstore.format.header import FIXED_BYTES, Kind
+from kvstore.format.encoded import VERSION_2
+from kvstore.format.header import FIXED_BYTES, PAGE_BYTES, Kind
+from kvstore.format.places import Name
 from kvstore.namespace import Namespace
 from kvstore.root.interface import Root
 
@@ -28,39 +34,57 @@ class Read:
     """One pass over some files."""
 
     found: Identities
+    blocks: Identities
     odd: Rows
-    """Their files are no chunks of tokens that fit their names: blocks of engines, encrypted ones, damaged ones."""
+    """Their files say nothing that fits their names, or that can be told: encrypted or damaged ones, and blocks without
+    a descent."""
     failed: Rows
     """The root did not answer: read them again."""
 
 
 def read_identities(root: Root, shard_bits: int, namespace: Namespace, inventory: Inventory, rows: Rows) -> Read:
     """Reads the files of ``rows``; those that are gone are in no part of the answer."""
-    size = FIXED_BYTES + 4 * namespace.layout.chunk_tokens
-    packed, odd, failed = [], [], []
+    packed, blocks, odd, failed = list[bytes](), list[Claimed](), [], []
     for row, raw in zip(rows.tolist(), inventory.rows.addresses(rows), strict=True):
         address = Address(raw.tobytes())
         try:
-            seen = root.look(places.chunk(address, namespace.id, shard_bits), size)
+            prefix = _prefix(root, places.chunk(address, namespace.id, shard_bits), namespace)
         except KVStoreError:
             failed.append(row)
             continue
-        if seen is not None:
-            identity = _identity(namespace, address, seen.prefix)
-            if identity is None:
-                odd.append(row)
-            else:
-                packed.append(address + identity)
-    return Read(unpack(packed, namespace.layout.chunk_tokens), _rows(odd), _rows(failed))
+        if prefix is None:
+            continue
+        fixed = read_fixed(prefix)
+        if fixed is not None and fixed.kind is Kind.BLOCK:
+            claimed = claimed_of(namespace, address, prefix)
+            blocks += [claimed] if claimed is not None else []
+            odd += [row] if claimed is None else []
+        elif fixed is not None and (identity := _identity(namespace, address, fixed, prefix)) is not None:
+            packed.append(address + identity)
+        else:
+            odd.append(row)
+    size = namespace.layout.chunk_tokens
+    told = unpack([each.packed for each in blocks], size, [each.name for each in blocks])
+    return Read(unpack(packed, size), told, _rows(odd), _rows(failed))
 
 
-def _identity(namespace: Namespace, address: Address, prefix: bytes) -> bytes | None:
-    """Returns depth, parent and tokens, packed; None if the address is not theirs."""
-    fixed = read_fixed(prefix)
-    tokens = prefix[FIXED_BYTES:]
-    if fixed is None or fixed.kind is not Kind.TOKENS or len(tokens) != 4 * namespace.layout.chunk_tokens:
+def _prefix(root: Root, name: Name, namespace: Namespace) -> bytes | None:
+    """Returns the first bytes of a file: at least what identifies a chunk, and a block's whole header."""
+    size = max(FIXED_BYTES + 4 * namespace.layout.chunk_tokens, PAGE_BYTES)
+    seen = root.look(name, size)
+    if seen is None:
         return None
-    if chunk_address(namespace.digest, fixed.parent, tokens) != address:
+    fixed = read_fixed(seen.prefix)
+    if fixed is not None and fixed.kind is Kind.BLOCK and fixed.version == VERSION_2 and size < 2 * PAGE_BYTES:
+        seen = root.look(name, 2 * PAGE_BYTES)
+    return None if seen is None else seen.prefix
+
+
+def _identity(namespace: Namespace, address: Address, fixed: Fixed, prefix: bytes) -> bytes | None:
+    """Returns parent, depth and tokens, packed; None if the address is not theirs."""
+    size = 4 * namespace.layout.chunk_tokens
+    tokens = prefix[FIXED_BYTES : FIXED_BYTES + size]
+    if len(tokens) != size or chunk_address(namespace.digest, fixed.parent, tokens) != address:
         return None
     is_first = fixed.parent == NO_PARENT
     if is_first != (fixed.depth == 0):
@@ -68,8 +92,8 @@ def _identity(namespace: Namespace, address: Address, prefix: bytes) -> bytes | 
     return fixed.parent + fixed.depth.to_bytes(4, "little") + tokens
 
 
-def unpack(packed: list[bytes], chunk_tokens: int) -> Identities:
-    """Makes columns of packed identities: address, parent, depth and tokens of each."""
+def unpack(packed: list[bytes], chunk_tokens: int, names: Sequence[BlockName] = ()) -> Identities:
+    """Makes columns of packed identities: address, parent, depth and tokens of each; ``names`` are those of blocks."""
     kind = np.dtype(
         [
             ("address", ">u8", 2),
@@ -82,7 +106,13 @@ def unpack(packed: list[bytes], chunk_tokens: int) -> Identities:
     lines = np.frombuffer(b"".join(packed), kind)
     address, parent = lines["address"].astype(np.uint64), lines["parent"].astype(np.uint64)
     return Identities(
-        address[:, 0], address[:, 1], parent[:, 0], parent[:, 1], lines["depth"], lines["tokens"].astype(np.uint32)
+        address[:, 0],
+        address[:, 1],
+        parent[:, 0],
+        parent[:, 1],
+        lines["depth"],
+        lines["tokens"].astype(np.uint32),
+        names,
     )
 
 

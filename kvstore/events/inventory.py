@@ -7,19 +7,21 @@ Pure: no I/O beyond a file for tokens, no clock.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.events.columns import Columns, Mask
+from kvstore.events.columns import BLOCK, Columns, Mask
+from kvstore.events.names import Name
 from kvstore.events.table import NO_ROW, U64, Rows
 
 Tokens = npt.NDArray[np.uint32]
 
-PRESENT, CONDEMNED, KNOWN, TOLD, ODD = 1, 2, 4, 8, 16
-"""States of a row, as bits. ODD: the file says nothing that fits its name, so it is never told."""
+PRESENT, CONDEMNED, KNOWN, TOLD, ODD, LACKING = 1, 2, 4, 8, 16, 64
+"""States of a row, as bits, beside BLOCK. ODD: the file says nothing that fits its name, so it is never told. LACKING:
+another part of the block is missing, or another inventory tells of it."""
 ELIGIBLE = PRESENT | KNOWN
 DEAD_MIN = 65_536
 NO_ROWS: Rows = np.zeros(0, np.int32)
@@ -37,6 +39,8 @@ class Identities:
     depths: npt.NDArray[np.uint32]
     tokens: Tokens
     """One line of ``chunk_tokens`` tokens for each."""
+    names: Sequence[Name] = ()
+    """If these are engine-hashed blocks, the name of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +103,15 @@ class Inventory:
         return found
 
     def learn(self, found: Identities) -> None:
-        """Notes identities. They follow from addresses, so they hold for as long as a row is remembered."""
+        """Notes identities. They hold for as long as a row's file is there: those of chunks follow from addresses."""
         rows = self.rows.ensure(found.firsts, found.lasts)
         new = ~self.rows.has(rows, KNOWN)
+        if found.names:
+            named = self.rows.name(rows[new], [found.names[at] for at in np.flatnonzero(new).tolist()])
+            self.refuse(np.setdiff1d(rows[new], named))
+            new &= np.isin(rows, named)
+            parted = [at for at in np.flatnonzero(new).tolist() if found.names[at].origin.parts > 1]
+            self.rows.mark(rows[parted], LACKING)
         rows, depths = rows[new], found.depths[new]
         has_parent = depths > 0
         parents = np.full(len(rows), NO_ROW, np.int32)
@@ -111,6 +121,24 @@ class Inventory:
         self.rows.tokens.write(rows, found.tokens[new])
         self.rows.mark(rows, KNOWN)
         self._touched.append(rows)
+
+    def touched_blocks(self) -> Rows:
+        """Returns the blocks of which something changed since the last ``settle``."""
+        touched = np.unique(np.concatenate([NO_ROWS, *self._touched]))
+        return touched[self.rows.has(touched, BLOCK)]
+
+    def has_part(self, rows: Rows) -> Mask:
+        """Returns which rows are there and can be read, whatever other parts are; NO_ROW is not."""
+        found: Mask = rows != NO_ROW
+        found[found] = self.rows.states[rows[found]] & (ELIGIBLE | CONDEMNED) == ELIGIBLE
+        return found
+
+    def lack(self, rows: Rows, lacking: Mask) -> None:
+        """Notes of which of these blocks another part is missing."""
+        changed = self.rows.has(rows, LACKING) != lacking
+        self.rows.mark(rows[changed & lacking], LACKING)
+        self.rows.unmark(rows[changed & ~lacking], LACKING)
+        self._touched.append(rows[changed])
 
     def retry(self, rows: Rows) -> None:
         """Has ``unknown`` return these again."""
@@ -131,6 +159,9 @@ class Inventory:
         cut_off = self._cut_off() if len(removed) and self.rows.children[removed].any() else NO_ROWS
         stored, self._waiting = self._tell(np.concatenate([self._waiting, cut_off, touched]))
         self.told_count += len(stored) - len(removed) - len(cut_off)
+        # Another writer may say something else of a block when it comes again.
+        gone = touched[~self.rows.has(touched, PRESENT)]
+        self.rows.unmark(gone[self.rows.has(gone, BLOCK)], KNOWN)
         return Difference(np.concatenate([removed, cut_off]), stored)
 
     def told(self, rows: Rows) -> Mask:
@@ -164,8 +195,8 @@ class Inventory:
         return True
 
     def close(self) -> None:
-        """Gives the file for tokens back."""
-        self.rows.tokens.close()
+        """Gives the files back."""
+        self.rows.close()
 
     def _arrived(self, firsts: U64, lasts: U64) -> Rows:
         rows = self.rows.ensure(firsts, lasts)
@@ -176,7 +207,7 @@ class Inventory:
         return rows
 
     def _eligible(self, rows: Rows) -> Mask:
-        found: Mask = self.rows.states[rows] & (ELIGIBLE | CONDEMNED) == ELIGIBLE
+        found: Mask = self.rows.states[rows] & (ELIGIBLE | CONDEMNED | LACKING) == ELIGIBLE
         return found
 
     def _untell(self, rows: Rows) -> None:
@@ -201,10 +232,11 @@ class Inventory:
         rows = np.unique(candidates)
         rows = rows[self._eligible(rows) & ~self.rows.has(rows, TOLD)]
         rows = rows[np.argsort(self.rows.depths[rows], kind="stable")]
-        stored, waiting = [NO_ROWS], [NO_ROWS]
+        stored, waiting, depths = [NO_ROWS], [NO_ROWS], self.rows.depths
         for level in self._levels(rows):
             above = self.rows.parents[level]
-            reached = (above == NO_ROW) | self.rows.has(above, TOLD)
+            # The depths of blocks are claims: only if they grow by one, the order of depths has parents first.
+            reached = (above == NO_ROW) | (self.rows.has(above, TOLD) & (depths[above] + 1 == depths[level]))
             told = level[reached]
             self.rows.mark(told, TOLD)
             np.add.at(self.rows.children, above[reached & (above != NO_ROW)], 1)

@@ -29,12 +29,12 @@ class Naming:
 
     medium: str = MEDIUM
     whole_hashes: bool = False
-    """True for the 16 bytes of an address, False for its low 64 bits as a number."""
+    """True for the 16 bytes of an address, or an engine's whole hash; False for its low 64 bits as a number."""
 
     def hashes(self, inventory: Inventory, rows: Rows) -> list[int] | list[bytes]:
         """Returns the hash of each row."""
         if self.whole_hashes:
-            return [line.tobytes() for line in inventory.rows.addresses(rows)]
+            return inventory.rows.whole_hashes(rows)
         return inventory.rows.hashes(rows)
 
 
@@ -75,7 +75,7 @@ def _stored(inventory: Inventory, chain: Rows, naming: Naming) -> Event:
     above = inventory.rows.parents[chain[:1]]
     parent = None if above[0] == NO_ROW else naming.hashes(inventory, above)[0]
     tokens = inventory.rows.tokens.read(chain)
-    return {
+    event: Event = {
         "type": "BlockStored",
         "block_hashes": naming.hashes(inventory, chain),
         "parent_block_hash": parent,
@@ -85,19 +85,38 @@ def _stored(inventory: Inventory, chain: Rows, naming: Naming) -> Event:
         "medium": naming.medium,
         "lora_name": None,
     }
+    if inventory.rows.is_block(int(chain[0])):
+        event |= _of_engine(inventory, chain)
+    return event
+
+
+def _of_engine(inventory: Inventory, chain: Rows) -> Event:
+    """Returns what an event says of blocks that an engine hashed, beside hashes and tokens."""
+    names = inventory.rows.names
+    assert names is not None
+    origin, extra_keys = names.origin(int(chain[0])), names.extra_keys(chain)
+    return {
+        "lora_name": origin.lora_name,
+        "extra_keys": extra_keys if any(each is not None for each in extra_keys) else None,
+        "group_idx": origin.group,
+    }
 
 
 def _chains(inventory: Inventory, rows: Rows) -> list[Rows]:
-    """Cuts rows into chains, each row the child of the one before it; a chain comes after the one it hangs from."""
-    ends: dict[int, list[int]] = {}
+    """Cuts rows into chains, each row the child of the one before it; a chain comes after the one it hangs from.
+
+    All rows of a chain have one origin.
+    """
+    ends: dict[tuple[int, int], list[int]] = {}
     chains: list[list[int]] = []
-    for row, parent in zip(rows.tolist(), inventory.rows.parents[rows].tolist(), strict=True):
-        chain = ends.pop(parent, None)
+    origins = inventory.rows.origins(rows).tolist()
+    for row, parent, origin in zip(rows.tolist(), inventory.rows.parents[rows].tolist(), origins, strict=True):
+        chain = ends.pop((parent, origin), None)
         if chain is None:
             chain = []
             chains.append(chain)
         chain.append(row)
-        ends[row] = chain
+        ends[row, origin] = chain
     # The first rows of chains are in the order of depths. The parent of such a row is less deep, and so in a chain that
     # begins above it.
     return [np.array(chain, np.int32) for chain in chains]

@@ -1,89 +1,22 @@
-"""Answers for routers that ask: how long a prefix of a prompt is stored. Looks at inventories alone, so it is fast.
-
-The shape follows Mooncake's indexer (RFC 1403: ``longest_matched`` and counts per medium by instance) and Dynamo's
-``/query`` (``scores`` by instance and rank), in tokens.
-"""
+"""Answers for routers that ask: how long a prefix of a prompt is stored. Looks at inventories alone, so it is fast."""
 
 from __future__ import annotations
 
-import base64
-import binascii
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import isqrt
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from kvstore.address import Address
-from kvstore.errors import InvalidRequest
 from kvstore.events.columns import Mask
 from kvstore.events.inventory import Inventory
-from kvstore.events.messages import DATA_PARALLEL_RANK
 from kvstore.events.truth import Model, Truth
 from kvstore.node.chains import RecentChains
-from kvstore.tokens import TOKENS_MAX, TokenArray, token_array
+from kvstore.wire.questions import Question, answer_document
 
-BODY_BYTES_MAX = 64 << 20
 RECENT_BYTES = 64 << 20
 """Memory for addresses of recent prompts: the next turn of a chat hashes its new tokens alone."""
-
-
-class _Asked(msgspec.Struct):
-    """A question. One of ``token_ids``, ``tokens_base64`` (little-endian u32) and ``hashes`` is given."""
-
-    model: str = ""
-    model_name: str = ""
-    tenant: str = ""
-    tenant_id: str = ""
-    token_ids: list[int] | None = None
-    tokens_base64: str | None = None
-    hashes: list[int] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """The leading blocks of a prompt in a model of a tenant: by tokens, or by the hashes of events, in order."""
-
-    model: str
-    tenant: str
-    tokens: TokenArray | None
-    hashes: list[int] | None
-
-    @classmethod
-    def of_json(cls, body: bytes) -> Question:
-        """Parses the body of a request. Raises InvalidRequest."""
-        try:
-            asked = msgspec.json.decode(body, type=_Asked)
-        except (msgspec.DecodeError, UnicodeDecodeError) as cause:
-            raise InvalidRequest(f"the question cannot be read: {cause}") from cause
-        given = [each for each in (asked.token_ids, asked.tokens_base64, asked.hashes) if each is not None]
-        if len(given) != 1:
-            raise InvalidRequest("give one of token_ids, tokens_base64 and hashes")
-        model = asked.model or asked.model_name
-        if not model:
-            raise InvalidRequest("which model? give model: the name of its namespace (kvstore ls)")
-        tenant = asked.tenant or asked.tenant_id
-        if asked.hashes is not None:
-            if len(asked.hashes) > TOKENS_MAX or not all(0 <= each < 1 << 64 for each in asked.hashes):
-                raise InvalidRequest(f"hashes: expected at most {TOKENS_MAX} numbers from 0 to 2**64 - 1")
-            return cls(model, tenant, None, asked.hashes)
-        return cls(model, tenant, _tokens(asked), None)
-
-
-def _tokens(asked: _Asked) -> TokenArray:
-    if asked.tokens_base64 is not None:
-        try:
-            raw = base64.b64decode(asked.tokens_base64, validate=True)
-            found: TokenArray = np.frombuffer(raw, "<u4")
-        except (binascii.Error, ValueError) as cause:
-            raise InvalidRequest(f"tokens_base64: {cause}: expected base64 of little-endian u32") from cause
-    else:
-        found = token_array(asked.token_ids or [])
-    if len(found) > TOKENS_MAX:
-        raise InvalidRequest(f"{len(found)} tokens, over the limit of {TOKENS_MAX}")
-    return found
 
 
 class Answers:
@@ -104,16 +37,7 @@ class Answers:
         ]
         found = [(self._leading(model, question), model.namespace.layout.chunk_tokens) for model in models]
         blocks, size = max(found, key=lambda each: each[0] * each[1], default=(0, 0))
-        tokens = blocks * size
-        return {
-            "model": question.model,
-            "tenant": question.tenant,
-            "block_size": size,
-            "blocks": blocks,
-            "longest_matched": tokens,
-            "instances": {self._instance: {"longest_matched": tokens, self._medium: tokens}},
-            "scores": {self._instance: {str(DATA_PARALLEL_RANK): tokens}},
-        }
+        return answer_document(question, size, blocks, self._instance, {self._medium: blocks})
 
     def _leading(self, model: Model, question: Question) -> int:
         inventory = model.inventory

@@ -18,6 +18,7 @@ from kvstore.events.identities import ROWS_MAX, read_identities
 from kvstore.events.inventory import KEY_MAX, Difference, Inventory
 from kvstore.events.limits import EventLimits
 from kvstore.events.table import Rows
+from kvstore.events.wholes import Part, Wholes
 from kvstore.format import places
 from kvstore.format.columns import NameColumns, parse_names
 from kvstore.namespace import Namespace
@@ -70,6 +71,7 @@ class Truth:
         self._clock = clock
         self._folder = folder
         self._folders = Folders(1 << shard_bits, limits)
+        self._wholes = Wholes()
         self._looked_s = float("-inf")
         self._strangers: set[int] = set()
         """Namespaces that are not wanted, or had no readable record a moment ago."""
@@ -109,6 +111,8 @@ class Truth:
         """Returns what is to be told since the last call, for each namespace with changes."""
         found = []
         with self.lock:
+            parts = {number: Part(each.namespace, each.inventory) for number, each in self.models.items()}
+            self._wholes.judge(parts)
             for model in self.models.values():
                 difference = model.inventory.settle()
                 if len(difference.removed) or len(difference.stored):
@@ -221,6 +225,7 @@ class Truth:
         read = read_identities(self._root, self._shard_bits, model.namespace, model.inventory, now)
         with self.lock:
             model.inventory.learn(read.found)
+            model.inventory.learn(read.blocks)
             model.inventory.refuse(read.odd)
             model.inventory.retry(read.failed)
 

@@ -12,6 +12,7 @@ import struct
 from kvstore.address import ADDRESS_BYTES, Address
 from kvstore.buffers import ReadBuffer
 from kvstore.format.checksum import XXH3_64, checksum
+from kvstore.format.descent import read_descent, write_descent
 from kvstore.format.header import (
     BLAKE2B_128,
     FIXED_BYTES,
@@ -98,22 +99,24 @@ def encode_fixed(
     )
 
 
-def encode_header(fixed: bytes, sealed: bytes, salt: bytes, stored: list[Stored]) -> bytearray:
+def encode_header(fixed: bytes, sealed: bytes, salt: bytes, stored: list[Stored], descent: bytes = b"") -> bytearray:
     """Returns the whole header: ``sealed`` is the identity and the sections' checksums, encrypted (with the tag) or
     not.
 
-    ``salt`` is empty if nothing is encrypted.
+    ``salt`` is empty if nothing is encrypted; only then a block may have a ``descent``, which has tokens in it.
     """
     fields = _FIXED.unpack(fixed)
     size, identity_bytes, section_count = fields[7], fields[9], fields[10]
     table = _table_at(identity_bytes, section_count)
     assert len(stored) == section_count and len(sealed) <= table - SALT_BYTES - FIXED_BYTES
+    assert not (salt and descent)
     header = bytearray(size)
     header[:FIXED_BYTES] = fixed
     header[FIXED_BYTES : FIXED_BYTES + len(sealed)] = sealed
     header[table - SALT_BYTES : table - SALT_BYTES + len(salt)] = salt
     entries = [number for each in stored for number in (each.checksum, each.size_bytes)]
     struct.pack_into(f"<{2 * section_count}Q", header, table, *entries)
+    write_descent(header, table + _ENTRY_BYTES * section_count, descent)
     _SUM.pack_into(header, size - _SUM.size, checksum(memoryview(header)[: -_SUM.size]))
     return header
 
@@ -168,7 +171,16 @@ def decode_encoded(header: ReadBuffer) -> Header:
         itemsize,
         key_id if is_encrypted else b"",
         tuple(Stored(*entry) for entry in zip(entries[::2], entries[1::2], strict=True)),
+        _descent_of(header),
     )
+
+
+def _descent_of(header: ReadBuffer) -> bytes:
+    """Returns the descent in a verified header; empty for a chunk of tokens, and if the header is encrypted."""
+    fields = _FIXED.unpack_from(header)
+    if fields[4] != Kind.BLOCK or Encoding.ENCRYPTED in Encoding(fields[5]):
+        return b""
+    return read_descent(header, _table_at(fields[9], fields[10]) + _ENTRY_BYTES * fields[10], fields[7])
 
 
 def sealed_of(header: ReadBuffer) -> tuple[memoryview, bytes]:
@@ -188,5 +200,6 @@ def inner_of(header: ReadBuffer) -> memoryview:
 def plain_header(header: ReadBuffer, inner: ReadBuffer) -> bytearray:
     """Returns the header of version 1 that a header stands for; ``inner`` is its identity and checksums, decrypted."""
     fields = _FIXED.unpack_from(header)
-    kind, (depth, identity_bytes, section_count, section_bytes), names = Kind(fields[4]), fields[8:12], fields[12:16]
-    return encode_parts(kind, depth, identity_bytes, section_count, section_bytes, b"".join(names), inner)
+    (depth, identity_bytes, section_count, section_bytes), names = fields[8:12], b"".join(fields[12:16])
+    numbers = identity_bytes, section_count, section_bytes
+    return encode_parts(Kind(fields[4]), depth, *numbers, names, inner, _descent_of(header))

@@ -23,6 +23,7 @@ from kvstore.address import (
 )
 from kvstore.buffers import ReadBuffer
 from kvstore.format.checksum import XXH3_64, checksum
+from kvstore.format.descent import read_descent, write_descent
 from kvstore.namespace import Namespace, NamespaceDigest
 
 Incarnation = NewType("Incarnation", bytes)
@@ -99,6 +100,8 @@ class Expected:
     """The chunk's tenant, which decides whether it is encrypted, and with which keys."""
     itemsize: int = 1
     """Bytes of one element, whose byte planes are compressed separately."""
+    descent: bytes = b""
+    """What a writer says of a block's descent; readers expect nothing of it."""
 
     @property
     def header_bytes(self) -> int:
@@ -146,6 +149,8 @@ class Header:
     """Id of the key that it is encrypted with; empty if it is not encrypted."""
     stored: tuple[Stored, ...] = ()
     """Each section as it lies in the file; empty if sections are stored unchanged."""
+    descent: bytes = b""
+    """What the writer of a block says of its descent (``descent.py``): a claim. Empty for none, and if encrypted."""
 
     @property
     def file_bytes(self) -> int:
@@ -172,8 +177,8 @@ def expected_chunk(chain: Chain, index: int) -> Expected:
     )
 
 
-def expected_block(namespace: Namespace, key: bytes, size_bytes: int) -> Expected:
-    """Returns what the file of an engine-hashed block of ``size_bytes`` must hold."""
+def expected_block(namespace: Namespace, key: bytes, size_bytes: int, descent: bytes = b"") -> Expected:
+    """Returns what the file of an engine-hashed block of ``size_bytes`` must hold; a writer adds its ``descent``."""
     return Expected(
         Kind.BLOCK,
         block_address(namespace, key),
@@ -185,6 +190,7 @@ def expected_block(namespace: Namespace, key: bytes, size_bytes: int) -> Expecte
         size_bytes,
         namespace.tenant,
         namespace.layout.itemsize,
+        descent,
     )
 
 
@@ -207,6 +213,7 @@ def encode(expected: Expected, incarnation: Incarnation, section_checksums: list
         expected.section_bytes,
         names,
         inner(expected, section_checksums),
+        expected.descent,
     )
 
 
@@ -229,6 +236,7 @@ def encode_parts(
     section_bytes: int,
     names: bytes,
     inner: ReadBuffer,
+    descent: bytes,
 ) -> bytearray:
     """Encodes a header from its fields; ``names`` are address, parent, namespace digest and incarnation."""
     size = header_bytes(identity_bytes, section_count)
@@ -236,6 +244,7 @@ def encode_parts(
     numbers = (VERSION, XXH3_64, BLAKE2B_128, kind, size, depth, identity_bytes, section_count, section_bytes)
     _FIXED.pack_into(header, 0, MAGIC, *numbers, names[:16], names[16:32], names[32:64], names[64:])
     header[FIXED_BYTES : FIXED_BYTES + len(inner)] = inner
+    write_descent(header, FIXED_BYTES + len(inner), descent)
     _SUM.pack_into(header, size - _SUM.size, checksum(memoryview(header)[: -_SUM.size]))
     return header
 
@@ -275,6 +284,7 @@ def decode(header: ReadBuffer) -> Header:
         section_bytes,
         struct.unpack_from(f"<{section_count}Q", header, table),
         size,
+        descent=read_descent(header, table + _SUM.size * section_count, size) if kind == Kind.BLOCK else b"",
     )
 
 

@@ -18,7 +18,15 @@ uint8_t *kv_section(const kv_chunk *chunk, uint32_t section) {
 
 uint64_t kv_padded(uint64_t size) { return (size + 7) / 8 * 8; }
 
-/* Writes the fixed part and the identity, without table and checksum; all else is zero. */
+/* Writes what a block's writer says of its descent behind the table, if the header has room for it. */
+static void put_descent(const kv_chunk *chunk, uint8_t *header) {
+    uint32_t size;
+    uint64_t at = KV_FIXED_BYTES + kv_padded(chunk->identity_bytes) + 8ull * chunk->section_count;
+    memcpy(&size, chunk->descent, sizeof size);
+    if (at + sizeof size + size <= chunk->header_bytes - SUM_BYTES) put(header + at, chunk->descent, sizeof size + size);
+}
+
+/* Writes the fixed part, the identity and the descent, without table and checksum; all else is zero. */
 void kv_header_begin(const kv_run *run, const kv_chunk *chunk, uint8_t *header) {
     const uint16_t version = 1;
     const uint8_t algorithms[3] = {1, 1, (uint8_t)run->kind};
@@ -36,6 +44,7 @@ void kv_header_begin(const kv_run *run, const kv_chunk *chunk, uint8_t *header) 
     put(header + 72, run->digest, KV_DIGEST_BYTES);
     put(header + INCARNATION_AT, chunk->incarnation, KV_ADDRESS_BYTES);
     put(header + KV_FIXED_BYTES, chunk->identity, chunk->identity_bytes);
+    if (chunk->descent) put_descent(chunk, header);
 }
 
 /* Returns the bytes of the largest header of these chunks. */
@@ -62,6 +71,7 @@ int kv_header_fits(const kv_run *run, const kv_chunk *chunk, const uint8_t *head
     kv_chunk bare = *chunk;
     bare.header_bytes = KV_FIXED_BYTES;
     bare.identity_bytes = 0;
+    bare.descent = NULL;
     kv_header_begin(run, &bare, fixed);
     put(fixed + HEADER_BYTES_AT, &chunk->header_bytes, 4);
     put(fixed + 24, &chunk->identity_bytes, 4);

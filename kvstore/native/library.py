@@ -18,7 +18,7 @@ import numpy as np
 
 log = logging.getLogger(__name__)
 
-ABI = 7
+ABI = 8
 LIBRARY = Path(__file__).with_name("libkvstore.so")
 
 DONE, ABSENT, FOUND, BLOCKED, OTHER, PUBLISHED = range(6)
@@ -35,6 +35,7 @@ CHUNK = np.dtype(
         ("section_bytes", "<u8"),
         ("number", "<u8"),
         ("mtime_ns", "<i8"),
+        ("descent", "<u8"),
         ("section_count", "<u4"),
         ("header_bytes", "<u4"),
         ("identity_bytes", "<u4"),

@@ -9,7 +9,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KV_ABI 7
+#define KV_ABI 8
 #define KV_PUBLIC __attribute__((visibility("default")))
 /* Each verification has a unique name: tests/mutants builds libraries in which one of them always holds, and shows that
  * a test then fails. Here both macros are the plain verification. */
@@ -56,6 +56,7 @@ typedef struct {
     uint64_t section_bytes;
     uint64_t number;                       /* of the staging name; only for puts */
     int64_t mtime_ns;                      /* found by a read, given by a put */
+    const uint8_t *descent;                /* of a block that is put: its size (4 bytes) and bytes; NULL for none */
     uint32_t section_count;
     uint32_t header_bytes;
     uint32_t identity_bytes;

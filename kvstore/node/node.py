@@ -21,6 +21,7 @@ from kvstore.counts import NodeCount
 from kvstore.encodings.keys import KeyFile
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.format import places
+from kvstore.format.descent import Ancestry
 from kvstore.hints import DEFAULT, Hints
 from kvstore.memory.arena import Arena
 from kvstore.meta.keys import Keys
@@ -328,15 +329,15 @@ class Node:
         deadline_s: float | None = None,
         hints: Hints = DEFAULT,
         write: WriteMode | None = None,
-        first: int = 0,
+        ancestry: Ancestry | None = None,
     ) -> list[bool]:
         """Stores each buffer under its key; True where a block of that key and size is in the store now.
 
         False where one of another size is, a sweep is taking it, or, put behind, memory has no room. A put behind does
-        not look at the root: if that has a block of another size, the answer is True and a read misses. ``first``: the
-        index in its prompt. Raises Overloaded while the root is full, else what the root raised; some may be stored.
+        not look at the root: if that has a block of another size, the answer is True and a read misses. ``ancestry``
+        says where in a prompt. Raises Overloaded while the root is full, else what the root raised; some may be stored.
         """
-        wanted = keyed(namespace, keys, list(map(len, buffers)), first)
+        wanted = keyed(namespace, keys, list(map(len, buffers)), ancestry)
         deadline = self._deadline(deadline_s, self.limits.write_deadline_s)
         there: list[bool] = self.puts.put(wanted, 0, Buffers(buffers), deadline, hints, write).there.tolist()
         return there
@@ -363,9 +364,7 @@ class Node:
     # Looking after it
 
     def adjust(self, limits: Limits) -> None:
-        """Takes over those of ``limits`` that may change at run time (``CHANGEABLE``); what is under way goes on as it
-        was.
-        """
+        """Takes over those of ``limits`` that may change (``CHANGEABLE``); what is under way goes on as it was."""
         self._limits.now = limits
 
     def on_root(self, work: Callable[[], T]) -> T:

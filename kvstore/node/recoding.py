@@ -328,6 +328,7 @@ class _Found:
             plain.section_bytes,
             namespace.tenant if namespace else "",
             namespace.layout.itemsize if namespace else self.stored.itemsize,
+            plain.descent,
         )
 
     def sections(self) -> list[memoryview]:

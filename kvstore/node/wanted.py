@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.address import NO_PARENT, Address, Chain, block_addresses
+from kvstore.format.descent import Ancestry, laid_descent
 from kvstore.format.header import Expected, Kind, expected_block, expected_chunk, header_bytes
 from kvstore.memory.inventory import Place, place_of
 from kvstore.namespace import Namespace
@@ -30,6 +31,8 @@ class Keyed:
     """Sizes of the blocks, without headers; empty for blocks of any size."""
     depths: Sequence[int] = ()
     """The index of each in its prompt, as far as the request says; empty for 0, 1, 2 ..."""
+    descents: Sequence[bytes] = ()
+    """The packed descent of each, b"" for none; empty if none has one. For puts only."""
 
     def __len__(self) -> int:
         return len(self.addresses)
@@ -46,6 +49,7 @@ class Keyed:
             [self.addresses[index] for index in indexes],
             [self.sizes_bytes[index] for index in indexes],
             [self.depths[index] for index in indexes] if self.depths else list(indexes),
+            [self.descents[index] for index in indexes] if self.descents else (),
         )
 
     def contradicting(self) -> npt.NDArray[np.bool_]:
@@ -58,10 +62,13 @@ class Keyed:
 Wanted = Chain | Keyed
 
 
-def keyed(namespace: Namespace, keys: Sequence[bytes], sizes_bytes: Sequence[int], first: int = 0) -> Keyed:
-    """The blocks of a request, with their addresses; ``first`` is the index of the first of them in its prompt."""
-    depths = range(first, first + len(keys))
-    return Keyed(namespace, keys, block_addresses(namespace, keys), sizes_bytes, depths)
+def keyed(
+    namespace: Namespace, keys: Sequence[bytes], sizes_bytes: Sequence[int], ancestry: Ancestry | None = None
+) -> Keyed:
+    """The blocks of a request, with their addresses; ``ancestry`` says where in their prompt they are."""
+    ancestry = ancestry or Ancestry()
+    depths = range(ancestry.first, ancestry.first + len(keys))
+    return Keyed(namespace, keys, block_addresses(namespace, keys), sizes_bytes, depths, ancestry.descents)
 
 
 def kind_of(wanted: Wanted) -> Kind:
@@ -73,7 +80,8 @@ def expected_of(wanted: Wanted, index: int) -> Expected:
     """Returns what the image of one of them must hold."""
     if isinstance(wanted, Chain):
         return expected_chunk(wanted, index)
-    return expected_block(wanted.namespace, wanted.keys[index], wanted.sizes_bytes[index])
+    descent = wanted.descents[index] if wanted.descents else b""
+    return expected_block(wanted.namespace, wanted.keys[index], wanted.sizes_bytes[index], descent)
 
 
 def image_bytes(wanted: Wanted, index: int) -> int:
@@ -171,4 +179,15 @@ def _describe_keyed(keyed: Keyed, indexes: Sequence[int], items: npt.NDArray[Any
     items["section_bytes"] = [keyed.sizes_bytes[index] for index in indexes]
     lengths, which = np.unique(sizes, return_inverse=True)
     items["header_bytes"] = np.array([header_bytes(int(length), 1) for length in lengths], np.uint32)[which]
+    return [joined, *_describe_descents(keyed, indexes, items)]
+
+
+def _describe_descents(keyed: Keyed, indexes: Sequence[int], items: npt.NDArray[Any]) -> list[object]:
+    """Fills in where descents lie; a null address where there is none."""
+    laid = [laid_descent(keyed.descents[index]) for index in indexes] if any(keyed.descents) else []
+    if not laid:
+        return []
+    joined = np.frombuffer(b"".join(laid), np.uint8)
+    sizes = np.fromiter(map(len, laid), np.uint64, len(laid))
+    items["descent"] = joined.__array_interface__["data"][0] + np.cumsum(sizes) - sizes
     return [joined]

@@ -344,20 +344,22 @@ class PutBlocksRequest(_message.Message):
     def __init__(self, start: _Optional[_Union[PutBlocksStart, _Mapping]] = ..., checksums: _Optional[bytes] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class PutBlocksStart(_message.Message):
-    __slots__ = ("namespace", "keys", "sizes", "hints", "write", "first")
+    __slots__ = ("namespace", "keys", "sizes", "hints", "write", "first", "descents")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     SIZES_FIELD_NUMBER: _ClassVar[int]
     HINTS_FIELD_NUMBER: _ClassVar[int]
     WRITE_FIELD_NUMBER: _ClassVar[int]
     FIRST_FIELD_NUMBER: _ClassVar[int]
+    DESCENTS_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     keys: bytes
     sizes: bytes
     hints: Hints
     write: Write
     first: int
-    def __init__(self, namespace: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., sizes: _Optional[bytes] = ..., hints: _Optional[_Union[Hints, _Mapping]] = ..., write: _Optional[_Union[Write, str]] = ..., first: _Optional[int] = ...) -> None: ...
+    descents: bytes
+    def __init__(self, namespace: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., sizes: _Optional[bytes] = ..., hints: _Optional[_Union[Hints, _Mapping]] = ..., write: _Optional[_Union[Write, str]] = ..., first: _Optional[int] = ..., descents: _Optional[bytes] = ...) -> None: ...
 
 class PutBlocksResponse(_message.Message):
     __slots__ = ("stored",)

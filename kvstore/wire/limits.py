@@ -20,6 +20,8 @@ REQUEST_BYTES_MAX = 4 * TOKENS_MAX + (1 << 20)
 
 BLOCKS_MAX = 65_536
 BLOCK_BYTES_MAX = 1 << 30
+DESCENTS_BYTES_MAX = 8 << 20
+"""Limit of what one put says of the descent of its blocks."""
 
 _BOTH = [
     # Notices a peer that vanished silently within 15 s, also while nothing is being sent.

@@ -13,13 +13,14 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from kvstore.address import BLOCK_KEY_BYTES_MAX, BLOCK_KEY_BYTES_MIN
 from kvstore.errors import InvalidRequest
 from kvstore.format.checksum import checksum
+from kvstore.format.descent import DESCENT_BYTES_MAX
 from kvstore.hints import Hints
 from kvstore.layout import Layout
 from kvstore.namespace import Namespace
 from kvstore.results import PinRecord
 from kvstore.tokens import TOKENS_MAX, TokenArray
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.limits import BLOCK_BYTES_MAX, BLOCKS_MAX
+from kvstore.wire.limits import BLOCK_BYTES_MAX, BLOCKS_MAX, DESCENTS_BYTES_MAX
 from kvstore.wire.statuses import BrokenTransfer
 from kvstore.writes import WriteMode
 
@@ -223,6 +224,36 @@ def unpack_sizes(packed: bytes, count: int) -> list[int]:
         if not 1 <= size <= BLOCK_BYTES_MAX:
             raise InvalidRequest(f"block {position} has {size} bytes: expected 1 to {BLOCK_BYTES_MAX}")
     return sizes
+
+
+def pack_descents(descents: Sequence[bytes]) -> bytes:
+    """Encodes the packed descents of blocks, each behind its size as a little-endian u16; empty if none has one."""
+    if not any(descents):
+        return b""
+    return b"".join(piece for each in descents for piece in (len(each).to_bytes(2, "little"), each))
+
+
+def unpack_descents(packed: bytes, count: int) -> list[bytes]:
+    """Decodes the descents of ``count`` blocks, or of none. Raises InvalidRequest for other sizes than these.
+
+    What they say is not looked at: whoever reads them from a file cannot trust it either.
+    """
+    if len(packed) > DESCENTS_BYTES_MAX:
+        raise InvalidRequest(f"{len(packed)} bytes of descents are over the limit of {DESCENTS_BYTES_MAX}: split it")
+    descents: list[bytes] = []
+    at = 0
+    while at < len(packed):
+        size = int.from_bytes(packed[at : at + 2], "little")
+        descents.append(packed[at + 2 : at + 2 + size])
+        at += 2 + size
+        if size > DESCENT_BYTES_MAX or at > len(packed) or len(descents) > count:
+            break
+    if at != len(packed) or len(descents) not in (0, count) or any(len(each) > DESCENT_BYTES_MAX for each in descents):
+        raise InvalidRequest(
+            f"expected {count} descents, or none: for each its size in two bytes, at most {DESCENT_BYTES_MAX}, and "
+            "then its bytes"
+        )
+    return descents
 
 
 def pin_message(pin: PinRecord) -> pb.PinRecord:

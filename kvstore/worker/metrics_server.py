@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore import scraping
 from kvstore.errors import InvalidRequest
+from kvstore.wire.web import answered, asks
 from kvstore.worker.worker import Worker
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class MetricsServer:
-    """Serves ``/metrics`` and ``/healthz`` until closed. Made by ``start_metrics``."""
+    """Serves ``/metrics``, ``/healthz`` and ``/query`` until closed. Made by ``start_metrics``."""
 
     def __init__(self, server: Any, thread: threading.Thread, address: str) -> None:
         self._server = server
@@ -51,17 +52,21 @@ def start_metrics(worker: Worker, address: str, version: str = "") -> MetricsSer
     registry.register(Exposition(worker, version))
     prometheus_client.ProcessCollector(registry=registry)
     try:
-        app = _with_health(worker, prometheus_client.make_wsgi_app(registry))
+        app = _with_answers(worker, prometheus_client.make_wsgi_app(registry))
         server, thread = scraping.serve(app, host.strip("[]"), int(port))
     except OSError as cause:
         raise InvalidRequest(f"could not serve metrics at {address}: {cause.strerror or cause}") from cause
     return MetricsServer(server, thread, f"{host}:{server.server_port}")
 
 
-def _with_health(worker: Worker, metrics: WSGIApplication) -> WSGIApplication:
-    """Answers ``/healthz`` as the health service does, for probes that cannot speak gRPC with mutual TLS."""
+def _with_answers(worker: Worker, metrics: WSGIApplication) -> WSGIApplication:
+    """Answers ``/healthz`` as the health service does, for probes that cannot speak gRPC with mutual TLS, and questions
+    of routers (``POST /query``)."""
+    questions = worker.questions()
 
     def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        if asks(environ):
+            return answered(environ, start_response, questions.answer)
         if environ.get("PATH_INFO") != "/healthz":
             return metrics(environ, start_response)
         status, said = "200 OK", b"serving\n"

@@ -7,12 +7,13 @@ from contextlib import contextmanager
 
 from kvstore.address import Chain, block_addresses
 from kvstore.errors import InvalidRequest
+from kvstore.format.descent import Ancestry
 from kvstore.namespace import Namespace, NamespaceDigest
 from kvstore.node.holds import Hold
 from kvstore.node.member import Member
 from kvstore.node.wanted import Keyed, keyed
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.messages import unpack_keys, unpack_sizes, unpack_tokens
+from kvstore.wire.messages import unpack_descents, unpack_keys, unpack_sizes, unpack_tokens
 from kvstore.wire.statuses import UnknownNamespace
 from kvstore.worker.call import Call
 from kvstore.worker.calls import seconds_left
@@ -68,10 +69,16 @@ class Prompts:
             )
         return chain
 
-    def blocks(self, digest: bytes, packed_keys: bytes, packed_sizes: bytes, call: Call, first: int = 0) -> Keyed:
+    def blocks(self, digest: bytes, packed_keys: bytes, packed_sizes: bytes, call: Call) -> Keyed:
         """Returns the blocks of a request. Raises as ``namespace`` does."""
         namespace, keys = self.namespace(digest, call), unpack_keys(packed_keys)
-        return keyed(namespace, keys, unpack_sizes(packed_sizes, len(keys)), first)
+        return keyed(namespace, keys, unpack_sizes(packed_sizes, len(keys)))
+
+    def blocks_to_put(self, start: pb.PutBlocksStart, call: Call) -> Keyed:
+        """Returns the blocks of a put. Raises as ``namespace`` does."""
+        namespace, keys = self.namespace(start.namespace, call), unpack_keys(start.keys)
+        ancestry = Ancestry(start.first, unpack_descents(start.descents, len(keys)))
+        return keyed(namespace, keys, unpack_sizes(start.sizes, len(keys)), ancestry)
 
     def block_hold(self, hold_id: bytes, namespace: Namespace) -> Hold | None:
         """Returns the hold to read blocks of ``namespace`` under; None if the request names none.

@@ -50,7 +50,7 @@ class PutStreams:
         """Stores one stream of blocks; returns the encoded answer."""
         opening = next(frames)
         start = parse(pb.PutBlocksStart, opening.start or b"")
-        blocks = self._prompts.blocks(start.namespace, start.keys, start.sizes, context, start.first)
+        blocks = self._prompts.blocks_to_put(start, context)
         return blocks_answer(self._store(blocks, 0, start, opening, frames, context))
 
     def _store(

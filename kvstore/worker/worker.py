@@ -27,6 +27,7 @@ from kvstore.worker.bulk.listener import BulkListener
 from kvstore.worker.control.health import About
 from kvstore.worker.control.service import ControlService, Drain
 from kvstore.worker.limits import WorkerLimits
+from kvstore.worker.questions import Questions
 from kvstore.worker.service import Service
 from kvstore.worker.standard import Door, Health, Patience
 from kvstore.worker.threads import DaemonThreads
@@ -193,6 +194,11 @@ class Worker:
     def is_serving(self) -> bool:
         """True if the health service answers SERVING."""
         return self._health is not None and self._health.is_serving
+
+    def questions(self) -> Questions:
+        """Returns what answers routers over plain HTTP, once the worker is started."""
+        guard = self.service.calls.guard
+        return Questions(self._member, guard, self.advertised, for_host_alone=self._security.tls is not None)
 
     def _turn(self) -> None:
         with self._changed:

@@ -12,9 +12,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from kvstore.address import block_address
 from kvstore.client.limits import ClientLimits
 from kvstore.client.store import Store
 from kvstore.errors import InvalidRequest, WrongSize
+from kvstore.format.descent import Descent
+from kvstore.format.encoded import decode_any
 from kvstore.node.limits import Limits
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
@@ -88,6 +91,23 @@ def test_what_one_way_wrote_every_way_reads(served: Served, writer: str, write: 
                     assert same(buffers[3:20], blocks[3:20])
             assert counted(store, "gets") == {reader: 1 if write else 2}
             assert store.stats()["client_bulk_broken"] == 0
+
+
+@pytest.mark.parametrize("write", [None, "behind", "around"])
+@pytest.mark.parametrize("way", WAYS)
+def test_each_block_has_its_descent_in_its_file(served: Served, way: str, write: str | None) -> None:
+    keys, blocks = keys_of(zlib.crc32(f"descents {way} {write}".encode())), blocks_of(1)
+    said = [Descent([at, at + 1], at, keys[at - 1] if at else b"").pack() if at % 3 else b"" for at in range(COUNT)]
+    with connected(served, bulk=way, write=write) as store:
+        cache = store.namespace("m", MEDIUM)
+        assert cache.blocks.put(keys, blocks, descents=said) == [True] * COUNT
+        assert cache.blocks.get(keys, buffers_for(blocks)) == [True] * COUNT
+    chunks = served.member.node._chunks
+    names = [chunks.name(block_address(cache.namespace, key), cache.namespace.id) for key in keys]
+    eventually(lambda: all(chunks.root.stat(name) is not None for name in names), "all are on the root")
+    for name, each in zip(names, said, strict=True):
+        seen = chunks.root.look(name, 4096)
+        assert seen is not None and decode_any(seen.prefix).descent == each
 
 
 @pytest.mark.parametrize("way", WAYS)

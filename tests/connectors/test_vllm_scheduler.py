@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -12,8 +13,9 @@ import pytest
 
 from kvstore.connectors.vllm.settings import Settings
 from kvstore.errors import InvalidRequest
+from kvstore.format.descent import Descent
 from kvstore.hints import Hints
-from tests.connectors.vllm_halves import Blocks, Request, halves, idle, matched, step, store
+from tests.connectors.vllm_halves import BLOCK_TOKENS, Blocks, Request, halves, idle, matched, step, store
 
 
 @pytest.fixture
@@ -239,3 +241,35 @@ def test_an_answer_from_before_the_blocks_were_stored_is_looked_for_anew(make: C
     store(half, first, 3)
     assert matched(half, second) == (12, True), "vLLM had its answer already, and has not used it"
     assert half.counts.take()["lookups"] == 3
+
+
+def test_the_files_of_blocks_say_what_vllm_hashed(make: Callable[..., Any]) -> None:
+    half, request = make(parts=2), Request("r", 22)
+    half.arrived(request)
+    matched(half, request)
+    (run,) = step(half, request, 0, 22).stores
+    found = [Descent.unpack(each) for each in run.descents]
+    for at, (said, key) in enumerate(zip(found, run.keys, strict=True)):
+        assert said is not None
+        assert list(said.tokens) == request.all_token_ids[at * BLOCK_TOKENS : (at + 1) * BLOCK_TOKENS]
+        assert said.parent == (run.keys[at - 1] if at else b"") and said.depth == at
+        assert key[: said.hash_bytes] == request.block_hashes[at] and said.parts == 2 and any(said.whole)
+        assert json.loads(said.extra) == {"extra_keys": ["a salt", at * BLOCK_TOKENS]}
+
+
+def test_a_block_says_the_same_whichever_step_stores_it(make: Callable[..., Any]) -> None:
+    half, request = make(), Request("r", 22)
+    half.arrived(request)
+    matched(half, request)
+    (first,), (second,) = step(half, request, 0, 12).stores, step(half, request, 12, 8).stores
+    last = Descent.unpack(second.descents[0])
+    assert last is not None and (last.depth, last.parent) == (3, first.keys[2])
+
+
+def test_blocks_that_only_this_engine_can_find_say_nothing(make: Callable[..., Any]) -> None:
+    half, request = make(), Request("r", 22)
+    half.arrived(request)
+    matched(half, request)
+    half.reset()
+    (run,) = step(half, request, 0, 22).stores
+    assert run.keys and not run.descents

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,14 +37,16 @@ class Store:
     def __init__(self, *others: Store, refused: bytes = b"no") -> None:
         self.parts = [self, *others]
         self.down = False
+        self.said: dict[bytes, bytes] = {}
         self._refused = refused
 
     def caches(self) -> list[Store] | None:
         return self.parts
 
-    def put(self, keys: list[bytes], rows: list[bytes], **_: Any) -> list[bool]:
+    def put(self, keys: list[bytes], rows: list[bytes], *, descents: list[bytes], **_: Any) -> list[bool]:
         if self.down:
             raise Unavailable("down")
+        self.said.update(zip(keys, descents, strict=bool(descents)))
         return [not key.startswith(self._refused) for key in keys]
 
 
@@ -90,6 +93,20 @@ def test_a_block_is_stored_if_all_of_its_parts_are() -> None:
     half.store(run(b"four"))
     assert half.settled(PATIENCE_S) == {b"four": False}
     half.close(0.0)
+
+
+def test_what_a_file_says_stays_with_its_block_when_others_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvstore.connectors.vllm import storing
+
+    monkeypatch.setattr(storing, "AT_ONCE_MAX", 2)
+    store = Store(Store())
+    half = storer(store)
+    keys = [b"a", b"b", b"c", b"d", b"e"]
+    half._on_the_way.update({b"a", b"d"})
+    half.store(replace(run(*keys), descents=[b"of " + key for key in keys]))
+    half._thread.close(PATIENCE_S)
+    for part in store.parts:
+        assert part.said == {key: b"of " + key for key in (b"b", b"c", b"e")}
 
 
 def test_blocks_that_find_no_room_are_settled_as_not_stored() -> None:

@@ -77,6 +77,8 @@ def halves() -> Iterator[Callable[..., Any]]:
 
 
 def _halves() -> Iterator[Callable[..., Any]]:
+    from kvstore.connectors.vllm.descents import Descents
+    from kvstore.connectors.vllm.described import Describer
     from kvstore.connectors.vllm.scheduler import SchedulerHalf
 
     made: list[Any] = []
@@ -84,6 +86,7 @@ def _halves() -> Iterator[Callable[..., Any]]:
     def half(
         clusters: Sequence[Cluster] = (Cluster((0,), BLOCK_TOKENS),),
         events: Callable[[Sequence[Cluster]], Any] | None = None,
+        parts: int = 1,
         **settings: Any,
     ) -> Any:
         given = Settings.of({"root": "memory://", **settings})
@@ -98,7 +101,11 @@ def _halves() -> Iterator[Callable[..., Any]]:
         )
         names = [Namespace.of("model", Layout(1, 1, 16, "int8", 1))]
         told = None if events is None else events(clusters)
-        made.append(SchedulerHalf(given, shape, names, loads=True, stores=True, events=told))  # type: ignore[arg-type]
+        digests = [Namespace.of(f"part {part}", names[0].layout).digest for part in range(parts)]
+        said = Descents(Describer(clusters, BLOCK_TOKENS), digests)
+        made.append(
+            SchedulerHalf(given, shape, names, loads=True, stores=True, events=told, descents=said)  # type: ignore[arg-type]
+        )
         made[-1].manager = Blocks()
         return made[-1]
 
@@ -111,9 +118,10 @@ def events_of(*, parts: int = 1, medium: str = "STORAGE", **more: Any) -> Callab
     """What makes events, for ``halves``."""
 
     def made(clusters: Sequence[Cluster]) -> Any:
+        from kvstore.connectors.vllm.described import Describer
         from kvstore.connectors.vllm.events import Events
 
-        return Events([None] * 8, clusters, BLOCK_TOKENS, parts=parts, medium=medium, **more)
+        return Events([None] * 8, Describer(clusters, BLOCK_TOKENS), parts=parts, medium=medium, **more)
 
     return made
 

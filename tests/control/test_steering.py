@@ -60,6 +60,8 @@ def test_lookup_names_the_peer_that_has_it_in_memory_and_who_wrote_it(run: Run, 
     eventually(lambda: seen()["chunks"][0]["peers"] == [first], "the other worker tells what its memory holds")
     found = seen()
     assert (found["tokens"], found["tokens_found"]) == (len(TOKENS), len(TOKENS))
+    assert found["longest_matched"] == found["blocks"] * found["block_size"] == len(TOKENS)
+    assert found["media"] == {"STORAGE": len(TOKENS), "CPU": 0, "DISK": 0}
     chunk = found["chunks"][0]
     assert chunk["root"]["encoding"] == "plain" and chunk["memory"] is None and chunk["pins"] == 0
     assert chunk["root"]["lineage"]["version"] == kvstore.__version__

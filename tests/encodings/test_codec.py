@@ -16,7 +16,7 @@ from kvstore.format.checksum import checksum
 from kvstore.format.encoded import decode_any, decode_encoded
 from kvstore.format.header import Damage, Damaged, Encoding, Header, decode, decode_as
 from tests.encodings.keyed import secret
-from tests.format.strategies import ChunkFile, chunk_files
+from tests.format.strategies import ChunkFile, chunk_file, chunk_files
 
 KEY, OTHER = Key("a", secret("a")), Key("b", secret("b"))
 wishes = st.sampled_from([Wish(True), Wish(key=KEY), Wish(True, KEY)])
@@ -53,7 +53,10 @@ def decoded(file: ChunkFile, content: bytes | bytearray, key: Key | None) -> byt
 @given(chunk_files(), wishes, salts)
 def test_decoding_gives_the_very_file_of_version_1(file: ChunkFile, wish: Wish, salt: bytes) -> None:
     content = encoded(file, wish, salt)
-    assert decoded(file, content, KEY) == file.content
+    shown = b"" if wish.key else file.expected.descent
+    plain = chunk_file(replace(file.expected, descent=shown), file.incarnation, file.payload)
+    assert decoded(file, content, KEY) == plain.content
+    assert decode_any(content).descent == shown, "the tokens of an encrypted block are for those with its key"
     assert len(content) != len(file.content), "its size alone tells the version"
     header = decode_any(content)
     assert (header.encoding, header.file_bytes) == (wish.encoding, len(content))

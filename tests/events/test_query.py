@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +12,11 @@ import pytest
 from kvstore.address import Chain
 from kvstore.errors import InvalidRequest, Unauthenticated
 from kvstore.events.inventory import Identities, Inventory
-from kvstore.events.query import Answers, Question
+from kvstore.events.query import Answers
 from kvstore.events.truth import Model
-from kvstore.events.web import application
+from kvstore.events.web import application, decode
 from kvstore.waiting import Monitor
+from kvstore.wire.questions import Question
 from tests.gc.cluster import SPACE
 from tests.node.stores import TINY
 
@@ -79,11 +81,18 @@ def test_a_tenant_sees_nothing_of_another() -> None:
         *(b'{"model": "m", "token_ids": [-1]}', b'{"model": "m", "token_ids": ["x"]}'),
         *(b'{"model": "m", "tokens_base64": "?"}', b'{"model": "m", "tokens_base64": "QUI="}'),
         b'{"model": "m", "hashes": [18446744073709551616]}',
+        b'{"model": 1, "token_ids": [1]}',
+        b'{"model": "m", "tenant": [], "token_ids": [1]}',
+        b'{"model": "m", "token_ids": "12"}',
+        b'{"model": "m", "token_ids": {"1": 2}}',
+        b'{"model": "m", "hashes": [true]}',
+        b"[" * 100_000,
     ],
 )
 def test_a_bad_question_is_refused(body: bytes) -> None:
-    with pytest.raises(InvalidRequest):
-        Question.of_json(body)
+    for decoding in (decode, json.loads):
+        with pytest.raises(InvalidRequest):
+            Question.of_json(body, decoding)
 
 
 def test_without_a_good_token_nothing_is_answered() -> None:

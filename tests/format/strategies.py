@@ -57,7 +57,8 @@ def chunk_files(draw: st.DrawFn) -> ChunkFile:
     namespace = draw(namespaces)
     if draw(st.booleans()):
         key = draw(st.binary(min_size=BLOCK_KEY_BYTES_MIN, max_size=BLOCK_KEY_BYTES_MAX))
-        expected = expected_block(namespace, key, draw(st.integers(1, 300)))
+        descent = draw(st.binary(max_size=64) | st.just(bytes(range(1, 225)) * 16))
+        expected = expected_block(namespace, key, draw(st.integers(1, 300)), descent)
     else:
         size = namespace.layout.chunk_tokens
         tokens = draw(st.lists(token_ids, min_size=size, max_size=4 * size))

@@ -35,6 +35,7 @@ def test_what_was_encoded_is_decoded(file: ChunkFile) -> None:
     assert header.incarnation == file.incarnation
     assert header.section_bytes == expected.section_bytes
     assert header.file_bytes == expected.file_bytes == len(file.content)
+    assert header.descent == expected.descent
     assert header.header_bytes % PAGE_BYTES == 0
     size = header.section_bytes
     payload = file.content[header.header_bytes :]

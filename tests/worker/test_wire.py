@@ -12,15 +12,18 @@ from hypothesis import strategies as st
 
 from kvstore import errors
 from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError, Unavailable
+from kvstore.format.descent import DESCENT_BYTES_MAX
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire import statuses
 from kvstore.wire.frames import decode_frame, encode_frame
-from kvstore.wire.limits import MESSAGE_BYTES_MAX
+from kvstore.wire.limits import DESCENTS_BYTES_MAX, MESSAGE_BYTES_MAX
 from kvstore.wire.messages import (
     namespace_message,
     namespace_of,
+    pack_descents,
     pack_keys,
     pack_sizes,
+    unpack_descents,
     unpack_keys,
     unpack_sizes,
     unpack_tokens,
@@ -299,3 +302,28 @@ def test_forged_trailers_do_no_harm() -> None:
     valid = failure(grpc.StatusCode.ABORTED, "x", (("kvstore-error", "HoldBroken"), odd[1]), "here").error
     assert isinstance(valid, HoldBroken)
     assert valid.tokens_valid == 0
+
+
+@given(st.lists(st.binary(max_size=40), max_size=8))
+def test_descents_arrive_as_they_were_sent(descents: list[bytes]) -> None:
+    assert unpack_descents(pack_descents(descents), len(descents)) == (descents if any(descents) else [])
+
+
+@given(st.binary(max_size=30), st.integers(0, 4))
+def test_descents_of_another_count_or_size_are_a_wrong_request(packed: bytes, count: int) -> None:
+    try:
+        found = unpack_descents(packed, count)
+    except InvalidRequest as wrong:
+        assert str(count) in str(wrong)
+    else:
+        assert len(found) in (0, count)
+        assert sum(2 + len(each) for each in found) == len(packed)
+
+
+def test_a_descent_over_the_limit_is_a_wrong_request() -> None:
+    size = DESCENT_BYTES_MAX
+    assert unpack_descents(pack_descents([bytes(size)]), 1) == [bytes(size)]
+    with pytest.raises(InvalidRequest, match="at most 3584"):
+        unpack_descents(pack_descents([bytes(size + 1)]), 1)
+    with pytest.raises(InvalidRequest, match="over the limit"):
+        unpack_descents(bytes(DESCENTS_BYTES_MAX + 1), 1)

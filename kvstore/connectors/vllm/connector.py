@@ -12,6 +12,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from kvstore.connectors.vllm.descents import Descents
+from kvstore.connectors.vllm.described import Describer
 from kvstore.connectors.vllm.events import Events
 from kvstore.connectors.vllm.messages import Orders, Report
 from kvstore.connectors.vllm.metrics import PromMetrics, Stats
@@ -113,8 +115,12 @@ class KVStoreConnector(_SchedulerCalls, SupportsHMA):  # type: ignore[misc]
                     "kvstore: kv_load_failure_policy is fail, so a request whose KV cannot be read ends without "
                     "output; set it to recompute"
                 )
-            events = _events(kv_cache_config, shape, settings) if tells else None
-            self._scheduler = SchedulerHalf(settings, shape, names, loads=loads, stores=stores, events=events)
+            describer = Describer(shape.clusters, shape.hash_tokens)
+            events = _events(kv_cache_config, describer, shape, settings) if tells else None
+            descents = Descents(describer, [each.digest for each in names]) if settings.descents else None
+            self._scheduler = SchedulerHalf(
+                settings, shape, names, loads=loads, stores=stores, events=events, descents=descents
+            )
         else:
             parts, is_writer = shape.parts_of(vllm_config.parallel_config.rank)
             mine = {part: names[part] for part in parts}
@@ -208,7 +214,6 @@ class KVStoreConnector(_SchedulerCalls, SupportsHMA):  # type: ignore[misc]
         return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
-def _events(kv_cache_config: Any, shape: Shape, settings: Settings) -> Events:
+def _events(kv_cache_config: Any, describer: Describer, shape: Shape, settings: Settings) -> Events:
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    parts, medium = len(shape.parts()), settings.events_medium
-    return Events(specs, shape.clusters, shape.hash_tokens, parts=parts, medium=medium)
+    return Events(specs, describer, parts=len(shape.parts()), medium=settings.events_medium)

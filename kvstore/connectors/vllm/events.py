@@ -16,14 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
-from vllm.v1.core.kv_cache_utils import (
-    generate_block_hash_extra_keys,
-    maybe_convert_block_hash,
-    to_event_extra_keys,
-)
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash, to_event_extra_keys
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
-from kvstore.connectors.vllm.groups import Cluster, Kind
+from kvstore.connectors.vllm.described import Described, Describer
 from kvstore.connectors.vllm.messages import Report, Run
 
 PENDING_MAX = 65_536
@@ -53,13 +49,10 @@ class Origin:
 
 @dataclass(slots=True)
 class Block:
-    """One block as vLLM names it. ``parts`` are those that are stored, as bits."""
+    """One block. ``parts`` are those that are stored, as bits."""
 
     origin: Origin
-    hashed: bytes
-    parent: bytes | None
-    tokens: Sequence[int]
-    extra_keys: tuple[Any, ...] | None
+    said: Described
     parts: int = 0
 
 
@@ -72,29 +65,27 @@ class _Run:
     def takes(self, block: Block) -> bool:
         """True if the event can go on with this block."""
         last = self.blocks[-1]
-        return last.origin == block.origin and last.hashed == block.parent
+        return last.origin == block.origin and last.said.hashed == block.said.parent
 
 
 class Events:
     """The events of one engine. Used by the scheduler's thread alone.
 
-    ``specs`` are the KV cache specs of vLLM's groups, ``clusters`` and ``hash_tokens`` those of ``Shape``, and
-    ``parts`` is the number of its parts. A cluster is told as its first group, whose number is in the keys.
+    ``specs`` are the KV cache specs of vLLM's groups, and ``parts`` is the number of ``Shape``'s parts. A cluster is
+    told as its first group, whose number is in the keys.
     """
 
     def __init__(
         self,
         specs: Sequence[Any],
-        clusters: Sequence[Cluster],
-        hash_tokens: int,
+        describer: Describer,
         *,
         parts: int,
         medium: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._specs = specs
-        self._clusters = clusters
-        self._hash_tokens = hash_tokens
+        self._describer = describer
         self._all_parts = (1 << parts) - 1
         self._medium = medium
         self._clock = clock
@@ -168,32 +159,24 @@ class Events:
     def _blocks(self, request: Any, runs: Iterable[Run]) -> Iterator[tuple[bytes, Block]]:
         """Yields key and name of each block that is told."""
         for run in runs:
-            cluster, hashes, media = self._clusters[run.cluster], request.block_hashes, 0
-            if cluster.kind is not Kind.FULL:
-                continue
-            size, origin = cluster.block_tokens, Origin.of(request, run.cluster)
-            per_block = size // self._hash_tokens
-            for index, key in enumerate(run.keys, run.first):
-                start, end = index * size, (index + 1) * size
-                extra_keys, media = generate_block_hash_extra_keys(request, start, end, media)
-                parent = bytes(hashes[index * per_block - 1]) if index else None
-                hashed = bytes(hashes[(index + 1) * per_block - 1])
-                self._hash_bytes = len(hashed)
-                yield key, Block(origin, hashed, parent, request.all_token_ids[start:end], extra_keys)
+            origin = Origin.of(request, run.cluster)
+            for said in self._describer.blocks(request, run):
+                self._hash_bytes = len(said.hashed)
+                yield said.key, Block(origin, said)
 
     def _stored(self, blocks: Sequence[Block]) -> Any:
         origin, first = blocks[0].origin, blocks[0]
-        cluster = self._clusters[origin.cluster]
+        cluster = self._describer.clusters[origin.cluster]
         spec = self._specs[cluster.groups[0]]
         return BlockStored(
-            block_hashes=[maybe_convert_block_hash(each.hashed) for each in blocks],
-            parent_block_hash=None if first.parent is None else maybe_convert_block_hash(first.parent),
-            token_ids=[token for each in blocks for token in each.tokens],
+            block_hashes=[maybe_convert_block_hash(each.said.hashed) for each in blocks],
+            parent_block_hash=None if first.said.parent is None else maybe_convert_block_hash(first.said.parent),
+            token_ids=[token for each in blocks for token in each.said.tokens],
             block_size=cluster.block_tokens,
             lora_id=origin.lora_id,
             medium=self._medium,
             lora_name=origin.lora_name,
-            extra_keys=to_event_extra_keys([each.extra_keys for each in blocks]),
+            extra_keys=to_event_extra_keys([each.said.extra_keys for each in blocks]),
             group_idx=cluster.groups[0],
             kv_cache_spec_kind=get_kv_cache_spec_kind(spec).value,
             kv_cache_spec_sliding_window=get_kv_cache_spec_sliding_window(spec),

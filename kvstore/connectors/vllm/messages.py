@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
@@ -29,6 +30,18 @@ class Run:
     """The adapter that computed them: they are stored only if its files are still the same."""
     hints: Hints = DEFAULT
     """How long they are worth keeping."""
+    descents: list[bytes] = field(default_factory=list)
+    """What their files say of each, b"" for nothing; empty if no file says anything, or to load."""
+
+    def picked(self, offsets: Sequence[int]) -> Run:
+        """Returns some of these blocks; ``first`` becomes that of a part without gaps."""
+        return replace(
+            self,
+            keys=[self.keys[at] for at in offsets],
+            blocks=[self.blocks[at] for at in offsets],
+            first=self.first + (offsets[0] if offsets else 0),
+            descents=[self.descents[at] for at in offsets] if self.descents else [],
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from kvstore.connectors.vllm.link import Link
 from kvstore.connectors.vllm.lookups import Found, Lookup, Lookups
 from kvstore.connectors.vllm.messages import IDLE_S, Load, Orders, Report, Run
 from kvstore.connectors.vllm.naming import Shape
+from kvstore.connectors.vllm.recent import Recent
 from kvstore.connectors.vllm.runs import Ends, Named, Runs, State
 from kvstore.connectors.vllm.settings import Settings
 from kvstore.hints import DEFAULT, Hints
@@ -28,6 +29,7 @@ from kvstore.namespace import Namespace
 from kvstore.waiting import Flag
 
 if TYPE_CHECKING:
+    from kvstore.connectors.vllm.descents import Descents
     from kvstore.connectors.vllm.events import Events
 
 log = logging.getLogger(__name__)
@@ -92,10 +94,12 @@ class SchedulerHalf:
         loads: bool,
         stores: bool,
         events: Events | None = None,
+        descents: Descents | None = None,
     ) -> None:
-        """``events``: where to tell what is stored; None if vLLM publishes no events."""
+        """``events``: where to tell what is stored, ``descents``: what files say of it; None for neither."""
         self._settings = settings
         self._events = events
+        self._descents = descents
         self._shape = shape
         self._loads = loads
         self._stores = stores
@@ -119,8 +123,8 @@ class SchedulerHalf:
         self._new_loads: list[Load] = []
         self._unconfirmed: dict[int, int] = {}
         """Synchronous loads by number, with the workers that have not yet reported them."""
-        self._avoided: dict[bytes, float] = {}
-        self._ordered: dict[bytes, float] = {}
+        self._avoided = Recent(AVOIDED_MAX)
+        self._ordered = Recent(ORDERED_MAX)
         """When blocks were last ordered to be stored."""
         self._loading: dict[bytes, Tracked] = {}
         """The request that loads a block, by the block's key."""
@@ -294,7 +298,10 @@ class SchedulerHalf:
         ends = Ends(request.num_prompt_tokens, tracked.parting, tracked.is_parting)
         runs = self._runs.stores(named, self.manager.get_block_ids(request.request_id), first, done, ends)
         runs += self._runs.states(named, states, computed, done)
-        runs = [replace(run, hints=tracked.hints, seal=seal) for run in runs]
+        says = None if self._era else self._descents  # nobody else can load what has keys of this engine alone
+        said = [says.of(request, run) if says else [] for run in runs]
+        pairs = zip(runs, said, strict=True)
+        runs = [replace(run, hints=tracked.hints, seal=seal, descents=each) for run, each in pairs]
         tracked.is_parting = False
         if self._events is not None:
             self._events.ordered(request, runs)
@@ -306,10 +313,7 @@ class SchedulerHalf:
         for run in runs:
             for key in run.keys:
                 self._avoided.pop(key, None)
-                self._ordered.pop(key, None)
-                self._ordered[key] = now
-        while len(self._ordered) > ORDERED_MAX:
-            del self._ordered[next(iter(self._ordered))]
+            self._ordered.note(run.keys, now)
         return runs
 
     def learn(self, report: Report) -> None:
@@ -325,9 +329,7 @@ class SchedulerHalf:
                     del self._unconfirmed[number]
         expires_s = time.monotonic() + AVOID_S
         for keys in report.failed.values():
-            self._avoided.update(dict.fromkeys(keys, expires_s))
-        while len(self._avoided) > AVOIDED_MAX:
-            del self._avoided[next(iter(self._avoided))]
+            self._avoided.note(keys, expires_s)
         for part, digest in report.digests:
             if self._digests.get(part) != digest and self._loads:
                 log.error(

@@ -48,6 +48,8 @@ class Settings(TierSettings):
     """The time that a worker goes on storing when it shuts down."""
     events_medium: str = "STORAGE"
     """The medium that events name."""
+    descents: bool = True
+    """Write tokens and the block before into the file of each block, so that ``kvstore events`` can tell of it."""
 
     def looking_only(self) -> Settings:
         """For the scheduler, which reads and writes no block: memory would be taken for nothing there."""

@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 from kvstore.background import Tasks
@@ -27,6 +26,8 @@ log = logging.getLogger(__name__)
 
 COPY_BYTES = 32 << 20
 """Size of the parts that are copied out: device memory needed in addition to the engine's."""
+AT_ONCE_MAX = 2_048
+"""Blocks copied out and put at once: their descents are below the limit of one put (kvstore/wire/limits.py)."""
 FULL_PAUSE_S = 1.0
 """Pause after a put that found the root full: a collector makes room within moments."""
 
@@ -66,12 +67,9 @@ class Storer:
 
         Blocks already being stored are skipped; those without room, or without a store, are dropped.
         """
-        at_once = max(1, COPY_BYTES // self._pages[run.cluster].block_bytes)
+        at_once = max(1, min(COPY_BYTES // self._pages[run.cluster].block_bytes, AT_ONCE_MAX))
         for start in range(0, len(run.keys), at_once):
-            stop = start + at_once
-            part = self._admit(
-                replace(run, keys=run.keys[start:stop], blocks=run.blocks[start:stop], first=run.first + start)
-            )
+            part = self._admit(run.picked(range(start, min(start + at_once, len(run.keys)))))
             if part is not None:
                 copy = self._pages[part.cluster].copy_out(part.blocks)
                 if not self._thread.submit(partial(self._serve, part, copy)):
@@ -92,19 +90,19 @@ class Storer:
         """Returns the blocks of ``run`` to copy out, and counts their memory from now on; None if there are none."""
         is_down = self._link.caches() is None or time.monotonic() < self._paused_until_s
         with self._lock:
-            pairs = [pair for pair in zip(run.keys, run.blocks, strict=True) if pair[0] not in self._on_the_way]
-            keys = [key for key, _ in pairs]
-            size = len(pairs) * self._pages[run.cluster].block_bytes
+            run = run.picked([at for at, key in enumerate(run.keys) if key not in self._on_the_way])
+            keys = run.keys
+            size = len(keys) * self._pages[run.cluster].block_bytes
             is_shed = is_down or self._bytes + size > self._bytes_max
             if is_shed:
                 self._settle(keys, [False] * len(keys))
-            elif pairs:
+            elif keys:
                 self._bytes += size
                 self._on_the_way.update(keys)
                 self._idle.clear()
         if is_shed:
             self._counts.add(EngineCount.STORE_SHED_BLOCKS, len(keys))
-        return None if is_shed or not pairs else replace(run, keys=keys, blocks=[block for _, block in pairs])
+        return None if is_shed or not keys else run
 
     def close(self, timeout_s: float) -> None:
         """Publishes blocks in progress, for at most ``timeout_s``."""
@@ -147,7 +145,7 @@ class Storer:
             ttl = math.inf if hints.ttl_s is None else hints.ttl_s
             parts = self._pages[run.cluster].parts(copy.rows())
             stored = [
-                cache.put(run.keys, part, first=run.first, priority=hints.priority, ttl=ttl)
+                cache.put(run.keys, part, first=run.first, descents=run.descents, priority=hints.priority, ttl=ttl)
                 for cache, part in zip(caches, parts, strict=True)
             ]
             return [all(each) for each in zip(*stored, strict=True)]

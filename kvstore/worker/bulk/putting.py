@@ -72,7 +72,7 @@ class BulkPuts:
     def put_blocks(self, connection: Connection, number: int, flag: int, message: bytes, call: Call) -> None:
         """Answers one request about engine-hashed blocks."""
         start = parse(pb.PutBlocksStart, message)
-        blocks = self._prompts.blocks(start.namespace, start.keys, start.sizes, call, start.first)
+        blocks = self._prompts.blocks_to_put(start, call)
         hints, write = hints_of(start.hints), write_of(start.write)
         self._serve(_Request(connection, number, call, blocks, 0, hints, write, waits=not flag), blocks_answer)
 

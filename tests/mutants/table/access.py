@@ -13,6 +13,7 @@ WEB = "dashboard/test_web.py::test_"
 TICKETS = "control/test_ticket_access.py::test_"
 ROWS = "security/test_permissions.py::test_"
 TOKENS = "security/test_tokens.py::test_"
+QUESTIONS = "worker/test_questions.py::test_"
 
 
 def access(name: str, rule: str, planter: Planter, *tests: str) -> Mutant:
@@ -323,4 +324,19 @@ DASHBOARD = [
     ),
 ]
 
-MUTANTS: list[Mutant] = [*PERMISSIONS, *IDENTITIES, *FILES, *QUOTAS, *DASHBOARD]
+WORKERS_QUESTIONS = [
+    access(
+        "question-of-any-tenant",
+        "a question needs read in its tenant",
+        edit("kvstore.worker.questions:Questions.answer", "visit.allow(question.tenant, question.model)", "pass"),
+        f"{QUESTIONS}a_worker_with_tls_answers_its_host_alone_and_whoever_may_read_the_tenant",
+    ),
+    access(
+        "question-in-the-clear",
+        "a worker with TLS answers questions of its host alone",
+        edit("kvstore.worker.questions:Questions.answer", "self._for_host_alone and", "False and"),
+        f"{QUESTIONS}a_worker_with_tls_answers_its_host_alone_and_whoever_may_read_the_tenant",
+    ),
+]
+
+MUTANTS: list[Mutant] = [*PERMISSIONS, *IDENTITIES, *FILES, *QUOTAS, *DASHBOARD, *WORKERS_QUESTIONS]

@@ -165,9 +165,29 @@ MUTANTS = [
         ),
         "a_look_up_that_misses_a_window_alone_tells_no_removal",
     ),
+    mutant(
+        "vllm-descent-of-keys-of-its-own",
+        "CONNECTORS Events",
+        edit(
+            "kvstore.connectors.vllm.scheduler:SchedulerHalf._to_store",
+            "None if self._era else self._descents",
+            "self._descents",
+        ),
+        "connectors/test_vllm_scheduler.py::test_blocks_that_only_this_engine_can_find_say_nothing",
+    ),
+    mutant(
+        "vllm-descent-of-another-block",
+        "CONNECTORS Events",
+        edit(
+            "kvstore.connectors.vllm.messages:Run.picked",
+            "[self.descents[at] for at in offsets] if self.descents else []",
+            "self.descents[: len(offsets)]",
+        ),
+        "connectors/test_vllm_storing.py::test_what_a_file_says_stays_with_its_block_when_others_are_left_out",
+    ),
     event(
         "of-windows",
-        edit(f"{EVENTS}._blocks", "cluster.kind is not Kind.FULL", "False"),
+        edit("kvstore.connectors.vllm.described:Describer.blocks", "cluster.kind is not Kind.FULL", "False"),
         "of_several_kinds_of_kv_full_attention_is_told_once_for_its_first_group",
     ),
     event(

@@ -8,6 +8,8 @@ from tests.mutants.planters import Planter, edit, skip
 MODEL = "events/test_inventory.py::test_the_differences_add_up_to_what_match_would_find"
 TRUTH = "events/test_truth.py::test_"
 SPEAKER = "events/test_speaker.py::test_"
+BLOCKS = "events/test_blocks.py::test_"
+PARTS = "events/test_parts.py::test_"
 ON = "[memory]"
 
 
@@ -16,27 +18,91 @@ def events(name: str, rule: str, planter: Planter, test: str = MODEL) -> Mutant:
     return mutant(f"events-{name}", f"EVENTS {rule}", planter, test)
 
 
+OF_BLOCKS = [
+    events(
+        "believes-keys",
+        "T4",
+        edit("kvstore.events.claims:claimed_of", "block_address(namespace, key) != address", "False"),
+        f"{BLOCKS}a_key_that_does_not_give_the_name_of_its_file_is_not_told{ON}",
+    ),
+    events(
+        "believes-depths",
+        "T4",
+        edit("kvstore.events.inventory:Inventory._tell", "(depths[above] + 1 == depths[level])", "(above == above)"),
+        f"{BLOCKS}claims_of_circles_and_of_other_depths_are_not_told{ON}",
+    ),
+    events(
+        "believes-sizes",
+        "T4",
+        edit("kvstore.format.descent:read_descent", "min(DESCENT_BYTES_MAX, size - 8 - at - _SIZE.size)", "1 << 40"),
+        "format/test_descent.py::test_a_size_that_cannot_be_is_no_descent",
+    ),
+    events(
+        "believes-texts",
+        "T4",
+        edit("kvstore.events.claims:_is_text", "except UnicodeEncodeError", "except ZeroDivisionError"),
+        f"{BLOCKS}a_file_that_says_nothing_of_use_is_not_told_and_hides_what_is_behind_it",
+    ),
+    events(
+        "keeps-old-claims",
+        "T4",
+        edit("kvstore.events.inventory:Inventory.settle", "gone[self.rows.has(gone, BLOCK)]", "gone[:0]"),
+        f"{BLOCKS}a_block_that_comes_again_is_told_as_its_new_file_says{ON}",
+    ),
+    events(
+        "mixes-adapters",
+        "S3",
+        edit("kvstore.events.messages:_chains", "inventory.rows.origins(rows).tolist()", "[0] * len(rows)"),
+        f"{BLOCKS}a_block_with_another_adapter_than_its_parent_begins_an_event{ON}",
+    ),
+    events(
+        "tells-parts",
+        "T5",
+        edit("kvstore.events.inventory:Inventory._eligible", "CONDEMNED | LACKING", "CONDEMNED"),
+        f"{PARTS}a_block_is_told_once_all_parts_are_there_and_removed_with_the_first_that_goes{ON}",
+    ),
+    events(
+        "counts-condemned-parts",
+        "T5",
+        edit("kvstore.events.inventory:Inventory.has_part", "ELIGIBLE | CONDEMNED", "ELIGIBLE"),
+        f"{PARTS}a_part_that_is_condemned_is_missing{ON}",
+    ),
+    events(
+        "any-number-of-parts",
+        "T5",
+        edit("kvstore.events.wholes:Wholes.judge", "{*counts.values()} == {len(members)}", "True"),
+        f"{PARTS}more_or_fewer_namespaces_than_parts_tell_nothing",
+    ),
+    events(
+        "members-for-ever",
+        "T5",
+        edit("kvstore.events.wholes:Wholes.judge", "self._members.get(known) != counts.keys()", "False"),
+        f"{PARTS}a_namespace_too_many_takes_back_what_was_told{ON}",
+    ),
+]
+
 MUTANTS = [
+    *OF_BLOCKS,
     events(
         "tells-orphans",
         "T1",
         edit(
             "kvstore.events.inventory:Inventory._tell",
-            "(above == NO_ROW) | self.rows.has(above, TOLD)",
-            "(above == above)",
+            "(above == NO_ROW) | (self.rows.has(above, TOLD)",
+            "(above == above) | (self.rows.has(above, TOLD)",
         ),
     ),
     events(
         "tells-condemned",
         "T1",
-        edit("kvstore.events.inventory:Inventory._eligible", "ELIGIBLE | CONDEMNED", "ELIGIBLE"),
+        edit("kvstore.events.inventory:Inventory._eligible", "ELIGIBLE | CONDEMNED | LACKING", "ELIGIBLE | LACKING"),
     ),
     events(
         "tells-the-unknown",
         "T1",
         edit(
             "kvstore.events.inventory:Inventory._eligible",
-            "(ELIGIBLE | CONDEMNED) == ELIGIBLE",
+            "(ELIGIBLE | CONDEMNED | LACKING) == ELIGIBLE",
             "(PRESENT | CONDEMNED) == PRESENT",
         ),
         "events/test_inventory.py::test_a_chunk_whose_identity_is_unknown_is_not_told",

@@ -1,0 +1,110 @@
+"""``POST /query`` over HTTP: reads a question, has somebody answer it, and says why not if it is refused.
+
+A question is JSON; or, which takes a third of the time for a long prompt, its tokens alone as
+``application/octet-stream``, with ``model`` and ``tenant`` in the query string.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs
+
+from kvstore.errors import (
+    InvalidRequest,
+    KVStoreError,
+    Overloaded,
+    PermissionDenied,
+    Unauthenticated,
+    Unavailable,
+)
+from kvstore.security.account import HEADER
+from kvstore.wire.questions import BODY_BYTES_MAX, Question
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIEnvironment
+
+log = logging.getLogger(__name__)
+
+PATH = "/query"
+RAW = "application/octet-stream"
+BEARER = "bearer "
+STATUSES: tuple[tuple[type[KVStoreError], str], ...] = (
+    (InvalidRequest, "400 Bad Request"),
+    (Unauthenticated, "401 Unauthorized"),
+    (PermissionDenied, "403 Forbidden"),
+    (Overloaded, "429 Too Many Requests"),
+    (Unavailable, "503 Service Unavailable"),
+)
+OTHER = "500 Internal Server Error"
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks, as the request says."""
+
+    address: str
+    """The address that it comes from, without a port."""
+    token: str | None = field(default=None, repr=False)
+    account: str = field(default="", repr=False)
+
+    @classmethod
+    def of(cls, environ: WSGIEnvironment) -> Caller:
+        """Reads the headers of a request."""
+        given = environ.get("HTTP_AUTHORIZATION", "")
+        token = given[len(BEARER) :].strip() if given.lower().startswith(BEARER) else None
+        account = environ.get("HTTP_" + HEADER.upper().replace("-", "_"), "")
+        return cls(environ.get("REMOTE_ADDR", ""), token, account)
+
+
+Answer = Callable[[Question, Caller], dict[str, Any]]
+"""Answers a question. Raises KVStoreError."""
+Decode = Callable[[bytes], Any]
+
+
+def asks(environ: WSGIEnvironment) -> bool:
+    """True if a request is a question."""
+    return environ.get("PATH_INFO") == PATH and environ.get("REQUEST_METHOD") == "POST"
+
+
+def answered(
+    environ: WSGIEnvironment, start_response: StartResponse, answer: Answer, decode: Decode = json.loads
+) -> Iterable[bytes]:
+    """Answers a question as a WSGI application does; ``decode`` decodes JSON, and raises ValueError."""
+    caller = Caller.of(environ)
+    try:
+        status, document = "200 OK", answer(_question(environ, decode), caller)
+    except KVStoreError as refused:
+        status = next((said for kind, said in STATUSES if isinstance(refused, kind)), OTHER)
+        document = {"error": str(refused)}
+        log.info("query.refused client=%s status=%s why=%s", caller.address, status[:3], refused)
+    return respond(start_response, status, document)
+
+
+def respond(start_response: StartResponse, status: str, document: dict[str, Any]) -> Iterable[bytes]:
+    """Answers with a JSON document."""
+    content = json.dumps(document, separators=(",", ":")).encode("ascii")
+    start_response(status, [("Content-Type", "application/json"), ("Content-Length", str(len(content)))])
+    return [content]
+
+
+def _question(environ: WSGIEnvironment, decode: Decode) -> Question:
+    body = _body(environ)
+    if environ.get("CONTENT_TYPE") != RAW:
+        return Question.of_json(body, decode)
+    said = {name: values[-1] for name, values in parse_qs(environ.get("QUERY_STRING", "")).items()}
+    return Question.of_tokens(said.get("model", ""), said.get("tenant", ""), body)
+
+
+def _body(environ: WSGIEnvironment) -> bytes:
+    try:
+        size = int(environ.get("CONTENT_LENGTH") or 0)
+    except ValueError:
+        size = 0
+    if not 0 < size <= BODY_BYTES_MAX:
+        raise InvalidRequest(f"expected a body of at most {BODY_BYTES_MAX} bytes, and its Content-Length")
+    found: bytes = environ["wsgi.input"].read(size)
+    return found

@@ -1,0 +1,90 @@
+"""Answers for routers that ask a worker: how long a prefix it can read, and how much of that its memory has.
+
+The access rules are those of the worker's calls. The port is plain HTTP, so a worker with TLS answers its host alone.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from kvstore.errors import InvalidRequest, PermissionDenied
+from kvstore.namespace import Namespace
+from kvstore.node.asking import match_each
+from kvstore.node.member import Member
+from kvstore.security.guard import Guard
+from kvstore.security.identity import Presented
+from kvstore.security.networks import is_loopback
+from kvstore.tokens import TokenArray
+from kvstore.waiting import Monitor
+from kvstore.wire.questions import Question, answer_document
+from kvstore.wire.web import Caller
+
+METHOD = "Match"
+"""The call that a question is: it asks for the same."""
+STORAGE, MEMORY = "STORAGE", "CPU"
+"""Media as routers know them."""
+AGAIN_S = 1.0
+NAMES_S = 60.0
+"""The root's namespaces are read again after so long; for a name that is not known, after ``AGAIN_S``."""
+
+
+class Questions:
+    """Answers questions about one member's store. Thread-safe."""
+
+    def __init__(self, member: Member, guard: Guard, instance: str, *, for_host_alone: bool) -> None:
+        """``instance`` is the worker's name in answers."""
+        self._member = member
+        self._guard = guard
+        self._instance = instance
+        self._for_host_alone = for_host_alone
+        self._lock = Monitor()  # guards names
+        self._names: dict[tuple[str, str], list[Namespace]] = {}
+        self._named_s = float("-inf")
+
+    def answer(self, question: Question, caller: Caller) -> dict[str, Any]:
+        """Answers one question. Raises KVStoreError if it makes no sense, or the caller may not ask it."""
+        if self._for_host_alone and not is_loopback(f"{caller.address}:0"):
+            raise PermissionDenied("questions are plain HTTP: ask from this worker's host, or through a proxy with TLS")
+        presented = Presented(token=caller.token, account=caller.account)
+        visit = self._guard.admit(METHOD, presented, caller.address)
+        outcome = "failed"
+        try:
+            visit.allow(question.tenant, question.model)
+            found = self._answer(question)
+            outcome = "OK"
+        finally:
+            visit.end(outcome)
+        return found
+
+    def _answer(self, question: Question) -> dict[str, Any]:
+        if question.tokens is None:
+            raise InvalidRequest("a worker knows no hashes of events: give token_ids, or ask kvstore events")
+        best = (0, 0, 0)
+        for namespace in self._named(question):
+            blocks, in_memory = self._leading(namespace, question.tokens)
+            best = max(best, (blocks, in_memory, namespace.layout.chunk_tokens), key=lambda each: each[0] * each[2])
+        blocks, in_memory, size = best
+        return answer_document(question, size, blocks, self._instance, {MEMORY: in_memory, STORAGE: blocks})
+
+    def _leading(self, namespace: Namespace, tokens: TokenArray) -> tuple[int, int]:
+        """Returns how many leading chunks can be read, and how many of them memory has."""
+        node = self._member.node
+        counts = match_each(node, namespace, [tokens], node.limits.match_deadline_s)
+        blocks = counts[0] if counts else 0
+        if node.memory is None or not blocks:
+            return blocks, 0
+        return blocks, min(blocks, node.memory.leading(node.chains.of(namespace, tokens)))
+
+    def _named(self, question: Question) -> list[Namespace]:
+        """Returns the namespaces of that name and tenant. Raises the root's errors."""
+        wanted = (question.tenant, question.model)
+        with self._lock:
+            names, age_s = self._names, time.monotonic() - self._named_s
+        if age_s >= (NAMES_S if wanted in names else AGAIN_S):
+            names = {}
+            for namespace in self._member.node.namespaces():
+                names.setdefault((namespace.tenant, namespace.name), []).append(namespace)
+            with self._lock:
+                self._names, self._named_s = names, time.monotonic()
+        return names.get(wanted, [])

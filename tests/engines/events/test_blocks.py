@@ -1,0 +1,43 @@
+"""``kvstore events`` tells Dynamo's indexer of the blocks that a real vLLM stored, and of those that the store lost."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import serving
+from tests.engines.events.indexer import BLOCK_TOKENS, Indexer, free_port, until
+from tests.engines.events.test_connector import LONG, OTHER, complete, server
+from tests.engines.vllm.engines import PYTHON, full_blocks, stored_files, transfer
+
+pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason="vLLM is not installed: make test-engines ENGINES=vllm")
+
+ENGINE, POOL = 1, 2
+
+
+def test_the_pool_tells_the_blocks_that_vllm_stored_under_its_hashes_and_their_removal_while_it_is_idle(
+    workplace: Path, model: Path, tmp_path: Path, indexer: Indexer
+) -> None:
+    root, pool = tmp_path / "root", [free_port(), free_port()]
+    with server(workplace, model, transfer({"root": str(root)})) as (url, ports):
+        indexer.register(ENGINE, *ports)
+        complete(url, LONG)
+        complete(url, OTHER)
+        both = full_blocks(LONG) + full_blocks(OTHER)
+        until(lambda: len(stored_files(root)) == both // BLOCK_TOKENS, "the engine stored what it computed")
+        words = ("--publish", f"tcp://*:{pool[0]}", "--replay", f"tcp://*:{pool[1]}")
+        with serving(tmp_path, "events", "--root", str(root), *words) as publisher:
+            indexer.register(POOL, *pool)
+            until(lambda: indexer.tokens(LONG).get(POOL) == full_blocks(LONG), "the pool tells all of it")
+            assert indexer.tokens(OTHER)[POOL] == full_blocks(OTHER)
+            until(lambda: indexer.blocks()[ENGINE] == indexer.blocks()[POOL], "under the names that the engine has")
+            gone = min(stored_files(root), key=lambda each: each.stat().st_mtime_ns)
+            gone.unlink()
+            until(lambda: sum(indexer.blocks().get(POOL, Counter()).values()) < both // BLOCK_TOKENS, "it is told")
+            for each in stored_files(root):
+                each.unlink()
+            until(lambda: not indexer.blocks().get(POOL), "nothing is left, and the engine had no request")
+            assert indexer.tokens(LONG).get(POOL, 0) == 0
+            publisher.end()

@@ -1,0 +1,239 @@
+"""Blocks that engines hash themselves: told by what their files say, and nothing that a file says does harm."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from kvstore.address import Address
+from kvstore.format import places
+from kvstore.format.header import expected_block
+from kvstore.root.interface import Root
+from tests.events.engines import GROUP, SIZE, Prompt, prompt_of, put_blocks
+from tests.events.following import Following, Ticking
+from tests.events.test_speaker import TOPIC, Publishing
+from tests.events.test_truth import condemn
+from tests.format.strategies import chunk_file
+from tests.gc.cluster import SPACE, Cluster, cluster, prompt, put
+
+
+@pytest.fixture
+def clock(clustered: Cluster) -> Ticking:
+    return Ticking()
+
+
+def told(prompts: list[Prompt]) -> dict[int, tuple[int | None, list[int]]]:
+    """What an index has of some prompts: parent and tokens by hash."""
+    found: dict[int, tuple[int | None, list[int]]] = {}
+    for each in prompts:
+        parent: int | None = None
+        for hashed, descent in zip(each.hashes, each.descents, strict=True):
+            found[hashed] = (parent, list(descent.tokens))
+            parent = hashed
+    return found
+
+
+def events_of(publishing: Publishing, kind: str) -> list[dict[str, object]]:
+    """All events of a kind that were sent."""
+    batches = [msgspec.msgpack.decode(batch.payload)[1] for _, batch in publishing.sent]
+    return [event for batch in batches for event in batch if event["type"] == kind]
+
+
+def test_blocks_are_told_by_the_engines_hashes_with_parent_and_tokens(clustered: Cluster, clock: Ticking) -> None:
+    node, publishing = clustered.node(), Publishing(clustered, clock)
+    prompts = [prompt_of(seed, 5) for seed in range(3)]
+    for each in prompts:
+        put_blocks(node, each)
+    publishing.catch_up()
+    assert publishing.index.blocks == told(prompts)
+    assert {topic for topic, _ in publishing.sent} == {TOPIC}
+    for event in events_of(publishing, "BlockStored"):
+        assert event["group_idx"] == GROUP and event["block_size"] == SIZE and event["lora_name"] is None
+
+
+def test_chunks_and_blocks_of_one_namespace_are_told_side_by_side(clustered: Cluster, clock: Ticking) -> None:
+    node, publishing = clustered.node(), Publishing(clustered, clock)
+    blocks, chain = prompt_of(1, 3), prompt(2, 3)
+    put_blocks(node, blocks)
+    put(node, chain)
+    publishing.catch_up()
+    assert publishing.index.blocks.keys() == {*blocks.hashes} | {
+        int.from_bytes(each[8:], "big") for each in chain.addresses
+    }
+
+
+def test_a_block_is_told_as_removed_before_its_file_goes(clustered: Cluster, clock: Ticking) -> None:
+    node, publishing = clustered.node(), Publishing(clustered, clock)
+    gone, kept = prompt_of(1, 4), prompt_of(2, 4)
+    put_blocks(node, gone)
+    put_blocks(node, kept)
+    publishing.catch_up()
+    condemn(clustered, gone.addresses)
+    publishing.speaker.step()
+    assert publishing.index.blocks == told([kept])
+    assert all(clustered.root.stat(clustered.name(each)) is not None for each in gone.addresses)
+
+
+def test_the_blocks_behind_one_that_vanished_are_removed_and_come_back_with_it(
+    clustered: Cluster, clock: Ticking
+) -> None:
+    node, publishing = clustered.node(), Publishing(clustered, clock)
+    blocks = prompt_of(1, 5)
+    put_blocks(node, blocks)
+    publishing.catch_up()
+    clustered.root.remove(clustered.name(blocks.addresses[2]))
+    node.node.forget()
+    publishing.catch_up()
+    assert publishing.index.blocks.keys() == {*blocks.hashes[:2]}
+    put_blocks(node, blocks, range(2, 3))
+    publishing.catch_up()
+    assert publishing.index.blocks == told([blocks])
+
+
+def test_a_block_is_not_told_without_the_one_before_it(clustered: Cluster, clock: Ticking) -> None:
+    node, publishing = clustered.node(), Publishing(clustered, clock)
+    blocks = prompt_of(1, 4)
+    put_blocks(node, blocks, range(1, 4))
+    publishing.catch_up()
+    assert not publishing.index.blocks
+    put_blocks(node, blocks, range(1))
+    publishing.catch_up()
+    assert publishing.index.blocks == told([blocks])
+
+
+def test_a_block_that_comes_again_is_told_as_its_new_file_says(clustered: Cluster, clock: Ticking) -> None:
+    node, publishing = clustered.node(), Publishing(clustered, clock)
+    blocks = prompt_of(1, 1)
+    put_blocks(node, blocks.saying(0, tokens=[9] * SIZE))
+    publishing.catch_up()
+    assert publishing.index.blocks == {blocks.hashes[0]: (None, [9] * SIZE)}
+    clustered.root.remove(clustered.name(blocks.addresses[0]))
+    node.node.forget()
+    publishing.catch_up()
+    assert not publishing.index.blocks
+    put_blocks(node, blocks)
+    publishing.catch_up()
+    assert publishing.index.blocks == told([blocks])
+
+
+def test_an_adapter_and_extra_keys_are_told_and_divide_events(clustered: Cluster, clock: Ticking) -> None:
+    node, publishing = clustered.node(), Publishing(clustered, clock)
+    adapted, plain = prompt_of(1, 3, "sql"), prompt_of(1, 3)
+    put_blocks(node, adapted)
+    put_blocks(node, plain)
+    publishing.catch_up()
+    assert publishing.index.blocks == told([adapted, plain])
+    by_name = {event["lora_name"]: event for event in events_of(publishing, "BlockStored")}
+    assert by_name["sql"]["extra_keys"] == [["sql"]] * 3
+    assert by_name[None]["extra_keys"] is None
+
+
+def test_a_snapshot_has_blocks_and_parents_first(clustered: Cluster, clock: Ticking) -> None:
+    node = clustered.node()
+    prompts = [prompt_of(seed, 6) for seed in range(4)]
+    for each in prompts:
+        put_blocks(node, each)
+    publishing = Publishing(clustered, clock)
+    publishing.catch_up()
+    stream = list(publishing.speaker.replay(TOPIC, 0))
+    publishing.index.blocks.clear()
+    for batch in stream:
+        publishing.index.apply(batch.seq, batch.payload)
+    assert publishing.index.blocks == told(prompts)
+
+
+WRONG = {
+    "no descent": None,
+    "other tokens in number": {"tokens": [1]},
+    "a longer hash than the key": {"hash_bytes": 64},
+    "no JSON": {"extra": b"{"},
+    "nested JSON": {"extra": b"[" * 1000},
+    "no object": {"extra": b"[]"},
+    "an adapter that is a number": {"extra": b'{"lora_name": 5}'},
+    "half of a surrogate pair": {"extra": b'{"lora_name": "\\ud800"}'},
+    "a number without end": {"extra": b'{"extra_keys": [' + b"9" * 100 + b"]}"},
+    "extra keys that are objects": {"extra": b'{"extra_keys": [{}]}'},
+    "extra keys in extra keys": {"extra": b'{"extra_keys": [[["a"]]]}'},
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_file_that_says_nothing_of_use_is_not_told_and_hides_what_is_behind_it(
+    clustered: Cluster, clock: Ticking, wrong: str
+) -> None:
+    node, publishing = clustered.node(), Publishing(clustered, clock)
+    blocks, others, change = prompt_of(1, 4), prompt_of(2, 2), WRONG[wrong]
+    if change is None:
+        keys, buffers = blocks.keys[1:2], [memoryview(bytes(100))]
+        assert node.node.put_blocks(SPACE, keys, buffers) == [True]
+        put_blocks(node, blocks, range(1))
+        put_blocks(node, blocks, range(2, 4))
+    else:
+        put_blocks(node, blocks.saying(1, **change))
+    put_blocks(node, others)
+    publishing.catch_up()
+    assert publishing.index.blocks == told([Prompt(blocks.keys[:1], blocks.descents[:1]), others])
+
+
+def test_a_key_that_does_not_give_the_name_of_its_file_is_not_told(clustered: Cluster, clock: Ticking) -> None:
+    node, publishing = clustered.node(), Publishing(clustered, clock)
+    blocks, other = prompt_of(1, 1), prompt_of(2, 1)
+    put_blocks(node, prompt_of(3, 1))
+    expected = expected_block(SPACE, blocks.keys[0], 100, blocks.descents[0].pack())
+    forged = chunk_file(replace(expected, address=other.addresses[0]), bytes(16), bytes(100))
+    staged = places.staged(bytes(16), 1)
+    clustered.root.stage(staged, [memoryview(forged.content)], stamp_ns=0, durable=False)
+    assert clustered.root.publish(staged, clustered.name(other.addresses[0]), durable=False)
+    publishing.catch_up()
+    assert publishing.index.blocks == told([prompt_of(3, 1)])
+
+
+def test_a_block_with_another_adapter_than_its_parent_begins_an_event(clustered: Cluster, clock: Ticking) -> None:
+    node, publishing = clustered.node(), Publishing(clustered, clock)
+    blocks = prompt_of(1, 3).saying(2, extra=b'{"lora_name": "sql"}')
+    put_blocks(node, blocks)
+    publishing.catch_up()
+    found = events_of(publishing, "BlockStored")
+    assert [(each["lora_name"], each["block_hashes"]) for each in found] == [
+        (None, blocks.hashes[:2]),
+        ("sql", blocks.hashes[2:]),
+    ]
+
+
+def test_claims_of_circles_and_of_other_depths_are_not_told(clustered: Cluster, clock: Ticking) -> None:
+    node, publishing = clustered.node(), Publishing(clustered, clock)
+    circle = prompt_of(1, 2).saying(0, depth=2, parent=prompt_of(1, 2).keys[1])
+    itself, deep = prompt_of(2, 1), prompt_of(3, 3).saying(2, depth=7)
+    put_blocks(node, circle)
+    put_blocks(node, itself.saying(0, depth=1, parent=itself.keys[0]))
+    put_blocks(node, deep)
+    publishing.catch_up()
+    assert publishing.index.blocks == told([Prompt(deep.keys[:2], deep.descents[:2])])
+
+
+def test_what_is_told_of_blocks_is_what_the_root_has_whatever_happens(any_root: Root) -> None:
+    with cluster(any_root) as made:
+        node, following = made.node(), Following(made)
+        prompts = [prompt_of(seed, 1 + seed % 7) for seed in range(20)]
+        for turn, each in enumerate(prompts):
+            put_blocks(node, each)
+            if turn % 3 == 2:
+                gone = prompts[turn - 1].addresses
+                for address in gone[len(gone) // 2 :]:
+                    made.root.remove(made.name(Address(address)))
+            if turn % 5 == 4:
+                following.catch_up()
+        following.catch_up()
+        assert following.heard == following.on_root()
+
+
+def test_whole_hashes_are_those_of_the_engine(clustered: Cluster) -> None:
+    node, following, blocks = clustered.node(), Following(clustered), prompt_of(1, 3)
+    put_blocks(node, blocks)
+    following.catch_up()
+    (model,) = following.truth.models.values()
+    rows = model.inventory.snapshot()
+    assert model.inventory.rows.whole_hashes(rows) == [key[:32] for key in blocks.keys]
+    assert model.inventory.rows.hashes(rows) == blocks.hashes

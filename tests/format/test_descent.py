@@ -1,0 +1,139 @@
+"""The descent of a block in its file: a claim kept as it was given, at which no reader of the block looks."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.address import block_addresses
+from kvstore.errors import InvalidRequest
+from kvstore.format.checksum import checksum
+from kvstore.format.descent import DESCENT_BYTES_MAX, Descent
+from kvstore.format.header import PAGE_BYTES, decode, decode_as, expected_block
+from kvstore.namespace import Namespace
+from kvstore.native import library as native
+from kvstore.node.images import make_images, verify_images
+from kvstore.node.wanted import Keyed, image_bytes
+from kvstore.sections import Buffers
+from tests.format.strategies import chunk_file, token_ids
+from tests.node.stores import TINY
+
+KEY = bytes(range(64))
+
+
+class _Zeros:
+    """Ids that are all zero, so that images can be compared."""
+
+    def fresh(self) -> bytes:
+        return bytes(16)
+
+
+@st.composite
+def descents(draw: st.DrawFn) -> Descent:
+    """Any descent that may be."""
+    depth = draw(st.integers(0, 2**32 - 1))
+    return Descent(
+        draw(st.lists(token_ids, min_size=1, max_size=40)),
+        depth,
+        draw(st.binary(min_size=16, max_size=64)) if depth else b"",
+        draw(st.integers(8, 64)),
+        draw(st.integers(0, 255)),
+        draw(st.integers(1, 4096)),
+        draw(st.binary(min_size=16, max_size=16)),
+        draw(st.binary(max_size=50)),
+    )
+
+
+def fields(descent: Descent) -> tuple[object, ...]:
+    """Everything that a descent says."""
+    found = (descent.depth, descent.parent, descent.hash_bytes, descent.group, descent.parts, descent.whole)
+    return (list(descent.tokens), *found, descent.extra)
+
+
+@given(descents())
+def test_what_was_packed_is_unpacked(descent: Descent) -> None:
+    found = Descent.unpack(descent.pack())
+    assert found is not None and fields(found) == fields(descent)
+    assert len(descent.pack()) == descent.packed_bytes
+
+
+@given(descents(), st.data())
+def test_other_bytes_are_another_descent_or_none(descent: Descent, data: st.DataObject) -> None:
+    packed = bytearray(descent.pack())
+    for _ in range(data.draw(st.integers(1, 3))):
+        packed[data.draw(st.integers(0, len(packed) - 1))] = data.draw(st.integers(0, 255))
+    cut = bytes(packed[: data.draw(st.integers(0, len(packed)))])
+    for content in (bytes(packed), cut, cut + b"\0"):
+        found = Descent.unpack(content)
+        assert found is None or found.pack() == content
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"tokens": []},
+        {"depth": 1},
+        {"parent": b"p" * 16},
+        {"depth": 1, "parent": b"p" * 15},
+        {"depth": 1, "parent": b"p" * 65},
+        {"hash_bytes": 7},
+        {"hash_bytes": 65},
+        {"group": 256},
+        {"parts": 0},
+        {"whole": b"w"},
+        {"extra": bytes(1025)},
+        {"tokens": range(900)},
+    ],
+)
+def test_a_descent_out_of_range_is_refused(wrong: dict[str, object]) -> None:
+    given_: dict[str, object] = {"tokens": [1, 2], "depth": 0}
+    with pytest.raises(InvalidRequest):
+        Descent(**{**given_, **wrong})  # type: ignore[arg-type]
+
+
+def test_the_longest_descent_fits_behind_the_longest_key() -> None:
+    space = Namespace.of("m", TINY)
+    descent = bytes([7]) * DESCENT_BYTES_MAX
+    file = chunk_file(expected_block(space, KEY, 5, descent), bytes(16), b"12345")
+    assert file.expected.header_bytes == PAGE_BYTES
+    assert decode(file.content).descent == descent
+
+
+def test_a_reader_expects_no_descent_and_sizes_do_not_depend_on_it() -> None:
+    space = Namespace.of("m", TINY)
+    file = chunk_file(expected_block(space, KEY, 5, b"anything"), bytes(16), b"12345")
+    expected = expected_block(space, KEY, 5)
+    assert expected.file_bytes == len(file.content)
+    assert decode_as(file.content, expected).descent == b"anything"
+
+
+@pytest.mark.parametrize("size", [DESCENT_BYTES_MAX + 1, 1 << 16, (1 << 32) - 1])
+def test_a_size_that_cannot_be_is_no_descent(size: int) -> None:
+    space = Namespace.of("m", TINY)
+    header = bytearray(chunk_file(expected_block(space, KEY, 5, b"anything"), bytes(16), b"12345").content[:PAGE_BYTES])
+    at = header.index(b"anything") - 4
+    struct.pack_into("<I", header, at, size)
+    struct.pack_into("<Q", header, PAGE_BYTES - 8, checksum(memoryview(header)[: PAGE_BYTES - 8]))
+    assert decode(header).descent == b""
+
+
+@pytest.mark.skipif(native.library is None, reason="the native library was not built, or is turned off")
+def test_native_code_writes_the_same_headers(monkeypatch: pytest.MonkeyPatch) -> None:
+    space, keys = Namespace.of("m", TINY), [bytes([at]) * (16 + at) for at in range(4)]
+    said = [b"", b"a", bytes(range(256)) * 14, b"last"]
+    wanted = Keyed(space, keys, block_addresses(space, keys), [5] * 4, (), said)
+    source = Buffers([memoryview(bytes([at]) * 5) for at in range(4)])
+
+    def made() -> list[bytes]:
+        images = [memoryview(bytearray(image_bytes(wanted, at))) for at in range(4)]
+        make_images(wanted, range(4), source, images, _Zeros())
+        assert verify_images(wanted, range(4), images).all()
+        return [bytes(image) for image in images]
+
+    natively = made()
+    monkeypatch.setattr(native, "library", None)
+    assert made() == natively
+    assert [decode(image).descent for image in natively] == said
