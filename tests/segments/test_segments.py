@@ -23,7 +23,9 @@ from kvstore.hints import Hints
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.sections import planes_of
 from kvstore.segments import Bounds, Match, Measured, Rope, Rule, Verdict, rotate
+from kvstore.writes import WriteMode
 from tests.node.stores import member_on
+from tests.patience import eventually
 from tests.root import faulty
 from tests.root.faulty import FaultyRoot, Flipped
 from tests.worker.serving import connected, serving
@@ -120,15 +122,29 @@ def test_s9_what_is_missing_is_found_once_it_was_put(store: Store) -> None:
         assert sum(map(len, matches)) >= 56
 
 
-def test_s10_the_index_is_rebuilt_by_listing(local: Store) -> None:
-    first = segments_of(local)
+@pytest.mark.parametrize("boundaries", (True, False))
+def test_s12_what_a_search_finds_is_held_by_the_same_call(store: Store, boundaries: bool) -> None:
+    segments = segments_of(store)
     for document in DOCUMENTS:
-        first.put(document, kv_of(document))
-    cache_of(local).put(DOCUMENTS[0], kv_of(DOCUMENTS[0]))  # whose chunks are not those of segments
+        segments.put(document, kv_of(document))
+    prompt, starts = prompt_of(SYSTEM, *DOCUMENTS, QUESTION)
+    given = starts if boundaries else None
+    out = np.empty(LAYOUT.shape(len(prompt)), np.float32)
+    with segments.find_held(prompt, given, after=20) as held:
+        assert held.matches == segments.find(prompt, given, after=20)
+        assert [len(match) for match in held.matches] == [24, 24]
+        assert store.stats()["holds"] == 1, "one hold for all"
+        assert held.read_into(out, verdict_for(segments)) == held.matches
+    assert store.stats()["holds"] == 0
+    with segments.find_held(QUESTION, [0], ttl=5.0) as held:
+        assert held.matches == []
+        assert store.stats()["holds"] == 0, "nothing is found, so nothing is held"
+
+
+def test_s10_the_puts_of_one_client_are_found_by_another(store: Store) -> None:
+    segments_of(store).put(DOCUMENTS[0], kv_of(DOCUMENTS[0]), write=WriteMode.BEHIND)
     prompt, _ = prompt_of(SYSTEM, *DOCUMENTS)
-    fresh = segments_of(local)
-    assert [len(match) for match in fresh.find(prompt)] == [24, 24, 24]
-    assert fresh.rebuild() == 3
+    assert segments_of(store).find(prompt) == [Match(11, 35, prompt[11:35])]
 
 
 # Apart from exact chains
@@ -288,8 +304,12 @@ def test_wrong_arguments_are_refused(local: Store) -> None:
     matches, verdict = segments.find(document, [0]), verdict_for(segments)
     with pytest.raises(InvalidRequest, match="expected 28"):
         segments.put(document[:-1], kv_of(document))
-    with pytest.raises(InvalidRequest, match="after=30"):
+    with pytest.raises(InvalidRequest, match="after=30: expected 0 to 29"):
         segments.find(document, after=30)
+    with pytest.raises(InvalidRequest, match="after='x': expected an integer"):
+        segments.find(document, after="x")  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="ttl=0"):
+        segments.find_held(document, ttl=0)
     with pytest.raises(InvalidRequest, match="expected what find returned"):
         segments.hold([*matches, *matches])
     with segments.hold(matches) as held:
@@ -312,7 +332,9 @@ def test_a_folder_keeps_segments_and_verdicts(tmp_path: Path) -> None:
         segments.record(verdict_for(segments))
     with kvstore.open(tmp_path) as store:
         segments = segments_of(store)
-        matches, verdict = segments.find(np.concatenate([SYSTEM, document])), segments.verdict()
+        prompt, verdict = np.concatenate([SYSTEM, document]), segments.verdict()
+        eventually(lambda: segments.find(prompt), "the folder is listed")
+        matches = segments.find(prompt)
         assert verdict is not None and [len(match) for match in matches] == [24]
         out = np.zeros(LAYOUT.shape(40), np.float32)
         with segments.hold(matches) as held:
@@ -331,6 +353,8 @@ def test_the_asyncio_twin_does_the_same(tmp_path: Path) -> None:
             await segments.put(document, kv_of(document))
             matches = await segments.find(document)
             out = np.zeros(LAYOUT.shape(24), np.float32)
+            async with segments.find_held(document) as held:
+                assert held.matches == matches
             async with segments.hold(matches) as held:
                 assert await held.read_into(out, verdict_for(segments)) == held.matches == matches
             assert out[:, 1].tobytes() == kv_of(document)[:, 1, :24].tobytes()

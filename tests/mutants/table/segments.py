@@ -8,6 +8,7 @@ from tests.mutants.planters import Planter, edit, skip
 FINDING = "segments/test_finding.py::test_"
 ROTATION = "segments/test_rotation.py::test_s12_"
 STORE = "segments/test_segments.py::test_"
+FOLLOWING = "segments/test_following.py::test_"
 GATE = "segments/test_gate.py::test_s11_each_bound_closes_the_gate"
 APART = f"{STORE}s2_models_rope_settings_and_exact_chains_share_nothing[local]"
 REFUSED = "segments/test_rope.py::test_s5_models_whose_keys_cannot_be_moved_are_refused_with_the_reason"
@@ -40,7 +41,7 @@ MUTANTS = [
     segments(
         "finds-within-the-exact-prefix",
         "S6",
-        edit("kvstore.segments.finding:given", "if start >= after", "if True"),
+        edit("kvstore.segments.search:Search.given", "if start >= self.after", "if True"),
         f"{STORE}s8_what_begins_before_the_exact_prefix_ends_is_not_found[local]",
     ),
     segments(
@@ -56,10 +57,94 @@ MUTANTS = [
         f"{FINDING}s10_the_index_is_bounded_and_keeps_what_was_used_last",
     ),
     segments(
+        "finds-anywhere-within-the-exact-prefix",
+        "S6",
+        edit("kvstore.segments.finding:_candidates", "range(after,", "range(0,"),
+        f"{FINDING}s6_every_range_is_a_stored_segment_and_none_is_left_in_a_gap",
+    ),
+    segments(
+        "finds-without-bound",
+        "S6",
+        edit("kvstore.segments.finding:find_anywhere", "[:room]", ""),
+        f"{FINDING}s6_ranges_are_bounded",
+    ),
+    segments(
+        "skips-offsets-between-blocks",
+        "S8",
+        edit("kvstore.segments.finding:_candidates", " + chunk_tokens - 1]", "]"),
+        f"{FINDING}s8_a_prompt_longer_than_a_block_is_searched_at_every_offset",
+    ),
+    segments(
+        "searches-teach-nothing",
+        "S10",
+        edit("kvstore.segments.finding:find", "if matches:", "if False:"),
+        f"{FINDING}s10_a_search_learns_what_it_found_and_keeps_it",
+    ),
+    segments(
+        "puts-teach-nothing",
+        "S10",
+        skip("kvstore.node.segment_indexes:SegmentIndexes.learn"),
+        f"{FOLLOWING}s10_a_root_that_does_not_list_costs_a_wait_and_no_error",
+    ),
+    segments(
         "listing-takes-first-chunks-alone",
         "S10",
-        edit("kvstore.census.heads:list_heads", "chunk.depth + 1", "1"),
-        f"{STORE}s10_the_index_is_rebuilt_by_listing",
+        edit("kvstore.node.segment_lister:SegmentLister._learn", "chunk.depth + 1", "1"),
+        f"{FOLLOWING}s10_what_was_stored_before_is_found_by_the_first_search",
+    ),
+    segments(
+        "listing-drops-what-comes-before-its-parent",
+        "S10",
+        edit("kvstore.node.segment_lister:SegmentLister._learn", "self._waiting = waiting", "self._waiting = []"),
+        f"{FOLLOWING}s10_a_chunk_waits_for_its_parent",
+    ),
+    segments(
+        "listing-trusts-a-fresh-folder-time",
+        "S10",
+        edit("kvstore.node.segment_lister:SegmentLister._list", "before is not None and before[0] == time)", "True)"),
+        f"{FOLLOWING}s10_a_folder_is_listed_until_its_time_has_stood",
+    ),
+    segments(
+        "listing-without-bound",
+        "S10",
+        edit("kvstore.node.segment_lister:SegmentLister._list", "self._count >= CHUNKS_MAX", "False"),
+        f"{FOLLOWING}s10_chunks_that_are_followed_are_bounded",
+    ),
+    segments(
+        "listed-once",
+        "S10",
+        edit("kvstore.node.segment_indexes:SegmentIndexes._next", "if now_s < due_s:", "if self._ended_s > NEVER_S:"),
+        f"{FOLLOWING}s10_what_another_node_puts_later_is_found_after_the_next_listing",
+    ),
+    segments(
+        "listed-for-ever",
+        "S10",
+        edit("kvstore.node.segment_indexes:SegmentIndexes._next", "now_s - each.searched_s <= IDLE_S", "True"),
+        f"{FOLLOWING}s10_nothing_is_listed_once_nobody_searches",
+    ),
+    segments(
+        "indexes-without-bound",
+        "S10",
+        edit("kvstore.node.segment_indexes:SegmentIndexes._of", "> NAMESPACES_MAX", "> 99"),
+        f"{FOLLOWING}s10_indexes_are_bounded",
+    ),
+    segments(
+        "search-of-exact-chains",
+        "S5",
+        edit("kvstore.node.segment_search:find_segments", "not namespace.has_segments", "False"),
+        "worker/test_requests.py::test_other_requests_that_are_wrong[segments of a namespace that has none]",
+    ),
+    segments(
+        "search-holds-nothing",
+        "S12",
+        edit("kvstore.worker.segments:SegmentCalls.find", "if hold is None:", "if True:"),
+        "worker/test_foreign.py::test_segments_are_found_and_held_by_one_call",
+    ),
+    segments(
+        "search-keeps-a-hold-of-nothing",
+        "S12",
+        edit("kvstore.node.segment_search:hold_segments", "if not matches:", "if False:"),
+        f"{STORE}s12_what_a_search_finds_is_held_by_the_same_call[local-True]",
     ),
     segments(
         "rotates-from-position-0",
