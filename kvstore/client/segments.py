@@ -28,6 +28,10 @@ from kvstore.writes import WriteMode
 
 CHUNK_TOKENS = 64
 VERDICTS_MAX = 64
+CLOSINGS = 2
+"""A verdict that closes the gate is stored so often: one damaged file must not open it again. Those that open it leave
+room for one that closes it.
+"""
 
 
 class Segments:
@@ -123,28 +127,47 @@ class Segments:
     def record(self, verdict: Verdict) -> None:
         """Stores a verdict for all who use this store; it takes the place of earlier ones.
 
-        Raises InvalidRequest for one of another model or that does not hold its bounds, or if 64 were recorded (clear
-        the namespace of verdicts); Unavailable and the like if it could not be stored.
+        One that does not hold its bounds closes the gate that an earlier one opened. Raises InvalidRequest for one of
+        another model, or if 64 were recorded (clear the namespace of verdicts); Unavailable and the like if it could
+        not be stored: the gate is as it was.
         """
-        gate.check(verdict, self.fingerprint, self.rope.digest)
+        gate.check_model(verdict, self.fingerprint, self.rope.digest)
         text, cache = verdict.to_json(), self._verdicts()
-        image = text.ljust(gate.VERDICT_BYTES)
-        if len(image) != gate.VERDICT_BYTES:
+        if len(text) > gate.VERDICT_BYTES:
             raise InvalidRequest(f"the verdict has {len(text)} bytes, over the limit of {gate.VERDICT_BYTES}")
-        for number in range(self._newest(cache) + 1, VERDICTS_MAX):
+        if verdict.holds:
+            self._append(cache, text, VERDICTS_MAX - CLOSINGS)
+            return
+        newest = self._parsed(self._read(cache, self._newest(cache)))
+        if newest is not None and not newest.holds:
+            return  # it is closed
+        for _ in range(CLOSINGS):
+            self._append(cache, text, VERDICTS_MAX)
+
+    def verdict(self) -> Verdict | None:
+        """Returns the newest verdict that was recorded for this model; None (the gate is closed) if it does not hold
+        its bounds, is lost, or cannot be read.
+        """
+        cache = self._verdicts()
+        found = self._parsed(self._read(cache, self._newest(cache)))
+        return found if found is not None and found.holds else None
+
+    def _append(self, cache: BlockCache, text: bytes, numbers_max: int) -> None:
+        """Stores a verdict under the first number that is free behind the newest."""
+        image = text.ljust(gate.VERDICT_BYTES)
+        for number in range(self._newest(cache) + 1, numbers_max):
             # Of a prompt's blocks the last goes first. So that the newest goes last, it is the first.
             done = cache.put([_key(number)], [image], first=VERDICTS_MAX - number, priority=100)
             if done[0] and self._read(cache, number) == text:
                 return  # else somebody else recorded one at the same moment
-        raise InvalidRequest(f"{VERDICTS_MAX} verdicts are recorded for this model: clear the namespace {cache!r}")
+        raise InvalidRequest(
+            f"{VERDICTS_MAX} verdicts are recorded for this model, and this one is not: clear the namespace {cache!r}"
+        )
 
-    def verdict(self) -> Verdict | None:
-        """Returns the newest verdict that was recorded for this model; None (the gate is closed) if it is lost."""
-        cache = self._verdicts()
-        newest = self._newest(cache)
-        text = self._read(cache, newest) if newest >= 0 else b""
+    def _parsed(self, text: bytes) -> Verdict | None:
+        """Returns a verdict for this model, whether it holds or not; None for anything else."""
         try:
-            return gate.check(Verdict.from_json(text), self.fingerprint, self.rope.digest) if text else None
+            return gate.check_model(Verdict.from_json(text), self.fingerprint, self.rope.digest) if text else None
         except InvalidRequest:
             return None  # of another version, or damaged before it was stored
 
@@ -159,7 +182,7 @@ class Segments:
 
     def _read(self, cache: BlockCache, number: int) -> bytes:
         image = bytearray(gate.VERDICT_BYTES)
-        return bytes(image).rstrip() if cache.get([_key(number)], [image])[0] else b""
+        return bytes(image).rstrip() if number >= 0 and cache.get([_key(number)], [image])[0] else b""
 
 
 class Held:

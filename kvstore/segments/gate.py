@@ -104,7 +104,7 @@ class Verdict:
 
     @property
     def holds(self) -> bool:
-        """True if what was measured holds the bounds; a verdict that does not hold opens nothing."""
+        """True if what was measured holds the bounds and opens the gate; a verdict that does not hold closes it."""
         return self.measured.holds(self.bounds)
 
     def to_json(self) -> bytes:
@@ -134,6 +134,14 @@ class Verdict:
 
 def check(verdict: object, fingerprint: str, rope: str) -> Verdict:
     """Returns the verdict if it opens the gate for this model. Raises InvalidRequest, saying why, if it does not."""
+    found = check_model(verdict, fingerprint, rope)
+    if not found.holds:
+        raise InvalidRequest("the verdict's measurement does not hold its bounds: use the exact prefix instead")
+    return found
+
+
+def check_model(verdict: object, fingerprint: str, rope: str) -> Verdict:
+    """Returns the verdict if it is one for this model, whether it opens or closes the gate. Raises InvalidRequest."""
     if not isinstance(verdict, Verdict):
         raise InvalidRequest(
             f"verdict is a {type(verdict).__name__}: segments are read only with a verdict (kvstore blend-check makes "
@@ -143,6 +151,4 @@ def check(verdict: object, fingerprint: str, rope: str) -> Verdict:
         raise InvalidRequest("the verdict is for other weights: run kvstore blend-check for these")
     if verdict.rope != rope:
         raise InvalidRequest("the verdict is for other RoPE settings: run kvstore blend-check for these")
-    if not verdict.holds:
-        raise InvalidRequest("the verdict's measurement does not hold its bounds: use the exact prefix instead")
     return verdict

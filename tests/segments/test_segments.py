@@ -17,7 +17,7 @@ import kvstore.aio
 from kvstore import Layout
 from kvstore.client import Cache, Store
 from kvstore.client.local import LocalPort
-from kvstore.client.segments import VERDICTS_MAX, Segments
+from kvstore.client.segments import CLOSINGS, VERDICTS_MAX, Segments
 from kvstore.errors import HoldBroken, InvalidRequest
 from kvstore.hints import Hints
 from kvstore.root.memory import MemoryFiles, MemoryRoot
@@ -274,6 +274,31 @@ def test_s11_the_newest_verdict_is_kept_and_a_lost_one_closes_the_gate(store: St
         segments.record(replace(first, fingerprint="others"))
 
 
+def test_s11_a_verdict_that_does_not_hold_closes_the_gate_that_an_earlier_one_opened(store: Store) -> None:
+    segments = segments_of(store)
+    good = verdict_for(segments)
+    bad = replace(good, measured=replace(good.measured, answers_lost=0.5))
+    segments.record(good)
+    segments.record(bad)
+    assert segments.verdict() is None and segments_of(store).verdict() is None
+    segments.record(good)
+    assert segments_of(store).verdict() == good, "a later check opens it again"
+    with pytest.raises(InvalidRequest, match="other weights"):
+        segments.record(replace(bad, fingerprint="others"))
+    assert segments.verdict() == good
+
+
+def test_s11_a_gate_that_was_closed_stays_closed_if_one_file_is_damaged(root: FaultyRoot, local: Store) -> None:
+    segments = segments_of(local)
+    good = verdict_for(segments)
+    segments.record(good)
+    segments.record(replace(good, measured=replace(good.measured, kl=0.5)))
+    root.set_rules([faulty.Rule("read", Flipped(5000), times=1)])
+    assert segments.verdict() is None, "the newest is damaged"
+    root.set_rules([])
+    assert segments.verdict() is None, "and set aside"
+
+
 def test_s11_a_damaged_verdict_closes_the_gate(root: FaultyRoot, local: Store) -> None:
     segments = segments_of(local)
     segments.record(verdict_for(segments))
@@ -283,10 +308,18 @@ def test_s11_a_damaged_verdict_closes_the_gate(root: FaultyRoot, local: Store) -
 
 def test_s11_verdicts_are_bounded(local: Store) -> None:
     segments = segments_of(local)
-    for _ in range(VERDICTS_MAX):
-        segments.record(verdict_for(segments))
+    good = verdict_for(segments)
+    bad = replace(good, measured=replace(good.measured, kl=0.5))
+    for _ in range(VERDICTS_MAX - CLOSINGS):
+        segments.record(good)
     with pytest.raises(InvalidRequest, match="64 verdicts are recorded"):
-        segments.record(verdict_for(segments))
+        segments.record(good)
+    assert segments.verdict() == good
+    segments.record(bad)
+    assert segments.verdict() is None, "there is always room to close it"
+    segments.record(bad)
+    with pytest.raises(InvalidRequest, match="64 verdicts are recorded"):
+        segments.record(good)
 
 
 def test_a_model_without_fingerprint_has_no_verdict(local: Store) -> None:

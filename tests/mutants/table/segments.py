@@ -193,16 +193,16 @@ MUTANTS = [
     segments(
         "verdict-of-other-weights",
         "S11",
-        edit("kvstore.segments.gate:check", "verdict.fingerprint != fingerprint", "False"),
+        edit("kvstore.segments.gate:check_model", "verdict.fingerprint != fingerprint", "False"),
         f"{STORE}s11_nothing_is_read_without_a_verdict_that_fits[local]",
     ),
     segments(
         "verdict-of-other-rope",
         "S11",
-        edit("kvstore.segments.gate:check", "verdict.rope != rope", "False"),
+        edit("kvstore.segments.gate:check_model", "verdict.rope != rope", "False"),
         f"{STORE}s11_nothing_is_read_without_a_verdict_that_fits[local]",
     ),
-    segments("verdict-out-of-bounds", "S11", edit("kvstore.segments.gate:check", "not verdict.holds", "False"), GATE),
+    segments("verdict-out-of-bounds", "S11", edit("kvstore.segments.gate:check", "not found.holds", "False"), GATE),
     segments(
         "oldest-verdict",
         "S11",
