@@ -41,7 +41,7 @@ from kvstore.segments import Bounds, Rule, Verdict
 RECIPES = {1: ONE_HOP, 2: TWO_HOPS}
 BOUNDS = Bounds(work_max=0.6)
 SEARCHED = 5000
-"""Seed of the prompts that the gate gets: as many to choose by as to report on as there are measured with another."""
+"""Seed of the prompts that the gate gets: four times as many as are measured with another."""
 MEASURED = 1000
 RATIOS = (0.05, 0.10, 0.15, 0.20, 0.30, 0.50)
 FALLING = ((0.22, 0.18, 0.15), (0.30, 0.22, 0.15), (0.40, 0.30, 0.20), (0.50, 0.40, 0.30))
@@ -150,7 +150,7 @@ def quality_table(decoder: Decoder, recipe: Recipe, title: str, count: int) -> T
 
 def gate_table(decoder: Decoder, recipe: Recipe, title: str, count: int) -> Table:
     """The gate's choice: as it reports it, on prompts that it did not choose by, and on those of the table above."""
-    given = [case_of(each) for each in prompts_of(recipe.shape, 2 * count, SEARCHED)]
+    given = [case_of(each) for each in prompts_of(recipe.shape, 4 * count, SEARCHED)]
     choice = choose(decoder, given, candidates(decoder.layers, "benchmark", "benchmark", BOUNDS), BOUNDS)
     [fresh] = quality(decoder, prompts_of(recipe.shape, count, MEASURED), [(choice.verdict, deviation)])
     verdict = choice.verdict

@@ -17,12 +17,16 @@ import kvstore.aio
 from kvstore import Layout
 from kvstore.client import Cache, Store
 from kvstore.client.local import LocalPort
+from kvstore.client.remote_segments import _matches
 from kvstore.client.segments import CLOSINGS, VERDICTS_MAX, Segments
 from kvstore.errors import HoldBroken, InvalidRequest
 from kvstore.hints import Hints
+from kvstore.namespace import Namespace
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.sections import planes_of
-from kvstore.segments import Bounds, Match, Measured, Rope, Rule, Verdict, rotate
+from kvstore.segments import Bounds, Match, Measured, Rope, Rule, Verdict, naming, rotate
+from kvstore.segments.search import Search
+from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.writes import WriteMode
 from tests.node.stores import member_on
 from tests.patience import eventually
@@ -81,6 +85,11 @@ def cache_of(store: Store, fingerprint: str = "weights", layout: Layout = LAYOUT
 
 def segments_of(store: Store) -> Segments:
     return cache_of(store).segments(ROPE, chunk_tokens=SIZE)
+
+
+def segments_of_nobody() -> Namespace:
+    """A namespace of segments, for what needs no store."""
+    return naming.segments_of(Namespace.of("m", LAYOUT, "weights"), ROPE.digest, SIZE)
 
 
 @pytest.mark.parametrize("boundaries", (True, False))
@@ -145,6 +154,28 @@ def test_s10_the_puts_of_one_client_are_found_by_another(store: Store) -> None:
     segments_of(store).put(DOCUMENTS[0], kv_of(DOCUMENTS[0]), write=WriteMode.BEHIND)
     prompt, _ = prompt_of(SYSTEM, *DOCUMENTS)
     assert segments_of(store).find(prompt) == [Match(11, 35, prompt[11:35])]
+
+
+@pytest.mark.parametrize(
+    ("ranges", "kept"),
+    [
+        ([(11, 35), (40, 64)], 2),
+        ([(40, 64), (11, 35)], 1),
+        ([(11, 35), (27, 51)], 1),
+        ([(11, 35), (40, 63)], 1),
+        ([(11, 35), (56, 80)], 1),
+        ([(11, 35), (35, 35)], 1),
+        ([(3, 11)], 0),
+    ],
+)
+def test_s6_an_answer_that_does_not_fit_the_question_ends_there(ranges: list[tuple[int, int]], kept: int) -> None:
+    namespace = segments_of_nobody()
+    tokens = np.arange(71, dtype=np.uint32)
+    packed = b"".join(place.to_bytes(4, "little") for each in ranges for place in each) + b"12"
+    answer = pb.FindSegmentsResponse(ranges=packed)
+    found = _matches(namespace, Search.of(tokens, None, after=5), answer)
+    assert [(match.start, match.end) for match in found] == ranges[:kept]
+    assert all(match.tokens.tolist() == tokens[match.start : match.end].tolist() for match in found)
 
 
 # Apart from exact chains

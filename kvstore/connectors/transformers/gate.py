@@ -11,7 +11,7 @@ from kvstore.connectors.transformers.splitting import Split
 from kvstore.errors import InvalidRequest
 from kvstore.segments import Bounds, Measured, Rule, Verdict
 
-RATIOS = (0.05, 0.10, 0.15, 0.20, 0.30, 0.50)
+RATIOS = (0.02, 0.05, 0.10, 0.15, 0.20, 0.30, 0.50)
 FALL = (2.0, 1.5, 1.0)
 """A gradual schedule: multiples of its last ratio at three layers in a row (CacheBlend, section 4.3)."""
 FALLING_MAX = 0.30

@@ -9,6 +9,8 @@ FINDING = "segments/test_finding.py::test_"
 ROTATION = "segments/test_rotation.py::test_s12_"
 STORE = "segments/test_segments.py::test_"
 FOLLOWING = "segments/test_following.py::test_"
+READ = f"{STORE}s12_segments_are_read_into_their_places_with_rotated_keys[True-local]"
+CLOSED = f"{STORE}s11_a_verdict_that_does_not_hold_closes_the_gate_that_an_earlier_one_opened[local]"
 GATE = "segments/test_gate.py::test_s11_each_bound_closes_the_gate"
 APART = f"{STORE}s2_models_rope_settings_and_exact_chains_share_nothing[local]"
 REFUSED = "segments/test_rope.py::test_s5_models_whose_keys_cannot_be_moved_are_refused_with_the_reason"
@@ -59,8 +61,14 @@ MUTANTS = [
     segments(
         "finds-anywhere-within-the-exact-prefix",
         "S6",
-        edit("kvstore.segments.finding:_candidates", "range(after,", "range(0,"),
-        f"{FINDING}s6_every_range_is_a_stored_segment_and_none_is_left_in_a_gap",
+        edit("kvstore.segments.finding:find", "find_anywhere(tokens, search.after,", "find_anywhere(tokens, 0,"),
+        f"{STORE}s8_what_begins_before_the_exact_prefix_ends_is_not_found[local]",
+    ),
+    segments(
+        "answers-taken-as-they-come",
+        "S6",
+        edit("kvstore.client.remote_segments:_matches", "if start < end", "if False and start < end"),
+        f"{STORE}s6_an_answer_that_does_not_fit_the_question_ends_there",
     ),
     segments(
         "finds-without-bound",
@@ -153,6 +161,36 @@ MUTANTS = [
         f"{ROTATION}rotated_keys_are_within_their_bound_of_float64",
     ),
     segments(
+        "rotates-to-the-next-position",
+        "S12",
+        edit("kvstore.segments.rotation:rotate_planes", "first + start,", "first + start + 1,"),
+        f"{ROTATION}rotated_keys_are_within_their_bound_of_float64",
+    ),
+    segments(
+        "reads-to-the-next-position",
+        "S12",
+        edit("kvstore.client.segments:Held._read_one", "keys, match.start)", "keys, match.start + 1)"),
+        READ,
+    ),
+    segments(
+        "layer-0-is-not-rotated",
+        "S12",
+        edit("kvstore.client.segments:Held._read_one", "filled[:, 0, :count]", "filled[1:, 0, :count]"),
+        READ,
+    ),
+    segments(
+        "values-are-rotated-too",
+        "S12",
+        edit("kvstore.client.segments:Held._read_one", "filled[:, 0, :count]", "filled[:, 1, :count]"),
+        READ,
+    ),
+    segments(
+        "reads-behind-a-release",
+        "S12",
+        edit("kvstore.client.segments:Held.read_into", "if self._is_released:", "if False:"),
+        f"{STORE}s12_nothing_is_read_under_a_hold_that_was_released[local]",
+    ),
+    segments(
         "rotates-by-rounded-tables",
         "S12",
         edit(
@@ -203,6 +241,40 @@ MUTANTS = [
         f"{STORE}s11_nothing_is_read_without_a_verdict_that_fits[local]",
     ),
     segments("verdict-out-of-bounds", "S11", edit("kvstore.segments.gate:check", "not found.holds", "False"), GATE),
+    *(
+        segments(f"ignores-{name}", "S11", edit("kvstore.segments.gate:Measured.holds", condition, "True"), GATE)
+        for name, condition in (
+            ("prompts", "self.prompts > 0"),
+            ("agreement", "self.agreement >= bounds.agreement_min"),
+            ("kl", "self.kl <= bounds.kl_max"),
+            ("answers", "self.answers_lost <= bounds.answers_lost_max"),
+            ("work", "self.work <= bounds.work_max"),
+        )
+    ),
+    segments(
+        "failed-check-leaves-the-gate",
+        "S11",
+        edit("kvstore.client.segments:Segments.record", "range(CLOSINGS)", "range(0)"),
+        CLOSED,
+    ),
+    segments(
+        "failed-check-opens-the-gate",
+        "S11",
+        edit("kvstore.client.segments:Segments.verdict", "found is not None and found.holds", "found is not None"),
+        CLOSED,
+    ),
+    segments(
+        "closes-a-gate-once",
+        "S11",
+        edit("kvstore.client.segments:Segments.record", "range(CLOSINGS)", "range(1)"),
+        f"{STORE}s11_a_gate_that_was_closed_stays_closed_if_one_file_is_damaged",
+    ),
+    segments(
+        "verdicts-leave-no-room-to-close",
+        "S11",
+        edit("kvstore.client.segments:Segments.record", "VERDICTS_MAX - CLOSINGS", "VERDICTS_MAX"),
+        f"{STORE}s11_verdicts_are_bounded",
+    ),
     segments(
         "oldest-verdict",
         "S11",
@@ -241,6 +313,12 @@ MUTANTS = [
     ),
     segments("moves-keys-of-windows", "S5", skip("kvstore.segments.configs:_windows", ""), REFUSED),
     segments("moves-recurrent-state", "S5", skip("kvstore.segments.configs:_recurrence", ""), REFUSED),
+    segments(
+        "blended-tokens-not-counted",
+        "S13",
+        edit("kvstore.node.tiered_reads:TieredReads.used", "wanted.namespace.has_segments", "False"),
+        f"{STORE}s13_segments_are_no_hits[local]",
+    ),
     segments(
         "segments-are-hits",
         "S13",
