@@ -37,14 +37,14 @@ class Bounds:
     kl_max: float = 0.03
     """Largest mean Kullback-Leibler divergence of the blended from the full distribution, in nats."""
     answers_lost_max: float = 0.02
-    """Largest share of questions that full prefill answers right and blended prefill answers wrong."""
+    """Largest share of questions that full prefill answers right and blended prefill answers wrong, of any kind."""
     work_max: float = 1.0
     """Largest work: recomputed rows of all layers, as a share of the reused tokens times layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The measurement behind a verdict; the names are those of ``Bounds``."""
+    """The measurement behind a verdict, on prompts that had no part in its choice. Names are those of ``Bounds``."""
 
     prompts: int
     tokens: int
@@ -52,7 +52,7 @@ class Measured:
     agreement: float
     kl: float
     answers_lost: float
-    """0 if the prompts had no known answers."""
+    """Of the kind of question that loses most; 0 if the prompts had no known answers."""
     work: float
 
     def holds(self, bounds: Bounds) -> bool:
