@@ -41,7 +41,7 @@ from kvstore.segments import Bounds, Rule, Verdict
 RECIPES = {1: ONE_HOP, 2: TWO_HOPS}
 BOUNDS = Bounds(work_max=0.6)
 SEARCHED = 5000
-"""Seed of the prompts that the gate sees; those that are measured have another."""
+"""Seed of the prompts that the gate gets: four times as many as are measured with another."""
 MEASURED = 1000
 RATIOS = (0.05, 0.10, 0.15, 0.20, 0.30, 0.50)
 FALLING = ((0.22, 0.18, 0.15), (0.30, 0.22, 0.15), (0.40, 0.30, 0.20), (0.50, 0.40, 0.30))
@@ -76,7 +76,8 @@ def case_of(prompt: Prompt) -> Case:
     """The documents behind the first one are reused; each question's answer is one token."""
     ends = [*prompt.starts[1:], prompt.asked_at[0] - 1]
     segments = tuple(range(start, end) for start, end in zip(prompt.starts[1:], ends[1:], strict=True))
-    return Case(tuple(prompt.ids), segments, tuple(range(at + 1, at + 2) for at in prompt.asked_at))
+    answers = tuple(range(at + 1, at + 2) for at in prompt.asked_at)
+    return Case(tuple(prompt.ids), segments, answers, tuple(kind.value for kind in prompt.kinds))
 
 
 def prompts_of(shape: Shape, count: int, seed: int) -> list[Prompt]:
@@ -148,21 +149,22 @@ def quality_table(decoder: Decoder, recipe: Recipe, title: str, count: int) -> T
 
 
 def gate_table(decoder: Decoder, recipe: Recipe, title: str, count: int) -> Table:
-    """The gate's choice: as it measured it, and on the prompts of the table above."""
-    searched = [case_of(each) for each in prompts_of(recipe.shape, count, SEARCHED)]
-    choice = choose(decoder, searched, candidates(decoder.layers, "benchmark", "benchmark", BOUNDS), BOUNDS)
+    """The gate's choice: as it reports it, on prompts that it did not choose by, and on those of the table above."""
+    given = [case_of(each) for each in prompts_of(recipe.shape, 4 * count, SEARCHED)]
+    choice = choose(decoder, given, candidates(decoder.layers, "benchmark", "benchmark", BOUNDS), BOUNDS)
     [fresh] = quality(decoder, prompts_of(recipe.shape, count, MEASURED), [(choice.verdict, deviation)])
     verdict = choice.verdict
     name = f"{verdict.rule.value}, checked at {','.join(map(str, verdict.check_layers))}"
     said = verdict.measured
     return Table(
         title,
-        ("outcome", "tried", "work, searched", "agreement %, searched", "KL, searched", *COLUMNS),
+        ("outcome", "tried", "work, told", "lost %, told", "agreement %, told", "KL, told", *COLUMNS),
         [
             [
-                "holds" if verdict.holds else "refused; the nearest",
+                "holds" if verdict.holds else "refused" if choice.is_chosen else "refused; the nearest",
                 len(choice.tried),
                 said.work,
+                100 * said.answers_lost,
                 100 * said.agreement,
                 said.kl,
                 *row(name, fresh),

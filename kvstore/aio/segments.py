@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvstore.aio.threads import Threads
@@ -42,7 +42,6 @@ class Segments(Twin[segments.Segments]):
 
     put = awaited(segments.Segments.put)
     find = awaited(segments.Segments.find)
-    rebuild = awaited(segments.Segments.rebuild)
     record = awaited(segments.Segments.record)
     verdict = awaited(segments.Segments.verdict)
 
@@ -52,10 +51,16 @@ class Segments(Twin[segments.Segments]):
         """As the synchronous one; it asks nobody."""
         return self._twin.missing(tokens, matches, starts, after)
 
+    def find_held(
+        self, tokens: Tokens, starts: Sequence[int] | None = None, after: int = 0, ttl: float | None = None
+    ) -> Opening[Held]:
+        """Finds and protects segments; await it, or use it with ``async with``."""
+        return Opening(self._held(partial(self._twin.find_held, tokens, starts, after, ttl)))
+
     def hold(self, matches: Sequence[Match], ttl: float | None = None) -> Opening[Held]:
         """Protects found segments; await it, or use it with ``async with``."""
-        return Opening(self._hold(matches, ttl))
+        return Opening(self._held(partial(self._twin.hold, matches, ttl)))
 
-    async def _hold(self, matches: Sequence[Match], ttl: float | None) -> Held:
-        held = await self._threads.run(partial(self._twin.hold, matches, ttl), segments.Held.release)
+    async def _held(self, taking: Callable[[], segments.Held]) -> Held:
+        held = await self._threads.run(taking, segments.Held.release)
         return Held(held, self._threads)

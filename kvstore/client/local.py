@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 
 from kvstore.buffers import Pieces
-from kvstore.census.heads import Head, list_heads
 from kvstore.census.selection import Selection
+from kvstore.client.port import PortSegments
 from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError, StoreClosed
 from kvstore.format.descent import Ancestry
 from kvstore.hints import Hints
@@ -22,9 +22,12 @@ from kvstore.node.holds import Hold
 from kvstore.node.member import Member
 from kvstore.node.moves import Act, Level, Move
 from kvstore.node.node import Node
+from kvstore.node.segment_search import find_segments, hold_segments
 from kvstore.progress import Progress
 from kvstore.results import Cleared, LayerMemory, PinRecord, PutResult
 from kvstore.sections import Sections
+from kvstore.segments.match import Match
+from kvstore.segments.search import Search
 from kvstore.tokens import TokenArray
 from kvstore.writes import WriteMode
 
@@ -110,11 +113,40 @@ class LocalBlockHold:
         self._node.release(self._hold)
 
 
+class LocalGuard:
+    """A hold of the node in this process that protects segments."""
+
+    def __init__(self, node: Node, hold: Hold) -> None:
+        self._node = node
+        self._hold = hold
+
+    def release(self) -> None:
+        self._node.release(self._hold)
+
+
+class LocalSegments:
+    """Searches for segments in the node in this process."""
+
+    def __init__(self, store: OpenMember) -> None:
+        self._store = store
+
+    def find(self, namespace: Namespace, search: Search) -> list[Match]:
+        with self._store as member:
+            return find_segments(member.node, namespace, search, member.node.limits.match_deadline_s)
+
+    def hold(self, namespace: Namespace, search: Search, ttl_s: float | None) -> tuple[list[Match], LocalGuard | None]:
+        with self._store as member:
+            node = member.node
+            matches, hold = hold_segments(node, namespace, search, ttl_s, node.limits.match_deadline_s)
+            return matches, None if hold is None else LocalGuard(node, hold)
+
+
 class LocalPort:
     """The port to a node in this process, in a cluster or alone."""
 
     def __init__(self, member: Member) -> None:
         self._store = OpenMember(member)
+        self.segments: PortSegments = LocalSegments(self._store)
 
     @property
     def place(self) -> str:
@@ -246,11 +278,3 @@ class LocalPort:
 
     def close(self) -> None:
         self._store.close()
-
-
-def heads_of(port: object, namespace: Namespace, seconds_max: float) -> list[Head]:
-    """Lists the stored prompts of a namespace as far as the time allows; none through workers."""
-    if not isinstance(port, LocalPort):
-        return []
-    with port._store as member:
-        return list_heads(member.node.root, member.node.identity.shard_bits, namespace, seconds_max)

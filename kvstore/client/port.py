@@ -20,11 +20,21 @@ from kvstore.node.moves import Act, Level
 from kvstore.progress import Progress
 from kvstore.results import Cleared, LayerMemory, PinRecord, PutResult
 from kvstore.sections import Sections
+from kvstore.segments.match import Match
+from kvstore.segments.search import Search
 from kvstore.tokens import TokenArray
 from kvstore.writes import WriteMode
 
 if TYPE_CHECKING:
     from kvstore.client.control import Control
+
+
+class PortGuard(Protocol):
+    """A hold that protects what is read without it."""
+
+    def release(self) -> None:
+        """Ends the hold; idempotent, never raises."""
+        ...
 
 
 class PortHold(Protocol):
@@ -91,8 +101,23 @@ class PortMove(Protocol):
         ...
 
 
+class PortSegments(Protocol):
+    """Searches for segments in a namespace of segments."""
+
+    def find(self, namespace: Namespace, search: Search) -> list[Match]:
+        """Returns the ranges that are stored: ordered, disjoint; none if nobody answers, fewer if time runs out."""
+        ...
+
+    def hold(self, namespace: Namespace, search: Search, ttl_s: float | None) -> tuple[list[Match], PortGuard | None]:
+        """Does the same, with one hold for all that is found; None if nothing is. Raises Overloaded."""
+        ...
+
+
 class Port(Protocol):
     """Calls of a cache. Each returns or raises within its deadline; errors are those of ``kvstore.errors``."""
+
+    segments: PortSegments
+    """The searches for segments."""
 
     @property
     def place(self) -> str:

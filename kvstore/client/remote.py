@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from kvstore.buffers import Pieces
 from kvstore.census.selection import Selection
@@ -24,11 +24,14 @@ from kvstore.client.endpoint import Endpoint, check_address
 from kvstore.client.endpoints import Endpoints
 from kvstore.client.fetching import BlockFetch, ChunkFetch, Fetch
 from kvstore.client.limits import ClientLimits
+from kvstore.client.port import PortSegments
 from kvstore.client.putting import put_over_grpc, put_past_grpc
 from kvstore.client.remote_blocks import RemoteBlockHold, RemoteBlocks
 from kvstore.client.remote_hold import RemoteHold
 from kvstore.client.remote_move import RemoteMove, Slots, move_message
+from kvstore.client.remote_segments import RemoteSegments
 from kvstore.client.renewing import Renewing
+from kvstore.client.reopening import Reopening
 from kvstore.client.spreading import Marking, marks_of, marks_of_keys
 from kvstore.client.tools import Tools
 from kvstore.counts import ClientCount, Counts, merged
@@ -50,7 +53,6 @@ from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.messages import (
     TOKEN_BYTES,
     hints_message,
-    namespace_message,
     namespace_of,
     pack_prompts,
     pack_tokens,
@@ -61,11 +63,9 @@ from kvstore.wire.messages import (
     unpack_tokens,
     write_message,
 )
-from kvstore.wire.statuses import BrokenTransfer, UnknownNamespace
+from kvstore.wire.statuses import BrokenTransfer
 from kvstore.wire.watch import Watch
 from kvstore.writes import WriteMode
-
-T = TypeVar("T")
 
 
 def remote_port(
@@ -130,7 +130,9 @@ class RemotePort:
         self._caller = Caller(self.endpoints, counters, clock)
         watch, lanes, lookups = Watch(clock, "kvstore-client-watch"), FileLanes(clock), self.endpoints.lookups
         self._tools = Tools(self._caller, counters, limits, watch, lanes, Renewing(clock), write, lookups)
+        self._reopening = Reopening(self._tools)
         self._blocks = RemoteBlocks(self._tools)
+        self.segments: PortSegments = RemoteSegments(self._tools, self._reopening)
         self._moves = Slots()
         self.parts = ExitStack()
         """What is closed with the port, last first; it does not refer to the port."""
@@ -146,7 +148,7 @@ class RemotePort:
     # Namespaces
 
     def open_namespace(self, namespace: Namespace) -> None:
-        self._caller.unary("OpenNamespace", _opening(namespace), self.limits.pin_s, even_aside=True)
+        self._reopening.open(namespace)
 
     def namespaces(self) -> list[Namespace]:
         raw = self._caller.every_message("ListNamespaces", b"", self.limits.read_s)
@@ -296,10 +298,10 @@ class RemotePort:
         return self._reopening(namespace, lambda: self._blocks.put(namespace, keys, buffers, hints, write, ancestry))
 
     def match_blocks(self, namespace: Namespace, keys: Sequence[bytes]) -> int:
-        return self._or_miss(namespace, lambda: self._blocks.match(namespace, keys), 0)
+        return self._reopening.or_miss(namespace, lambda: self._blocks.match(namespace, keys), 0)
 
     def present_blocks(self, namespace: Namespace, keys: Sequence[bytes]) -> list[bool]:
-        return self._or_miss(namespace, lambda: self._blocks.present(namespace, keys), [False] * len(keys))
+        return self._reopening.or_miss(namespace, lambda: self._blocks.present(namespace, keys), [False] * len(keys))
 
     def block_sizes(self, namespace: Namespace, keys: Sequence[bytes]) -> list[int]:
         return self._reopening(namespace, lambda: self._blocks.sizes(namespace, keys))
@@ -397,44 +399,14 @@ class RemotePort:
         """Asks the worker that would serve the prompt ``like``. Returns None if no worker could answer."""
         raw = sealed(pb.MatchRequest(namespace=namespace.digest, **asked))
         call = partial(self._caller.unary, "Match", raw, self.limits.match_s, partial(marks_of, namespace, like))
-        answer: bytes | None = self._or_miss(namespace, call, None)
+        answer: bytes | None = self._reopening.or_miss(namespace, call, None)
         return pb.MatchResponse.FromString(answer) if answer is not None else None
-
-    def _reopening(self, namespace: Namespace, call: Callable[[], T]) -> T:
-        """Makes the call. If a worker does not know the namespace (a new root), opens it at all workers and repeats."""
-        try:
-            return call()
-        except UnknownNamespace:
-            self.counters.add(ClientCount.NAMESPACES_REOPENED)
-        # At all workers: the call goes to the one that does not know it, and the others do nothing.
-        answers = self._caller.each("OpenNamespace", _opening(namespace), self.limits.pin_s).values()
-        errors = [answer for answer in answers if isinstance(answer, KVStoreError)]
-        if errors and len(errors) == len(answers):
-            raise errors[0]
-        try:
-            return call()
-        except UnknownNamespace as unknown:
-            raise Unavailable(f"a worker forgot a namespace right after it was opened: {unknown}") from unknown
-
-    def _or_miss(self, namespace: Namespace, call: Callable[[], T], miss: T) -> T:
-        """Returns the call's result, or ``miss`` if no worker could answer."""
-        try:
-            return self._reopening(namespace, call)
-        except BrokenTransfer:
-            raise
-        except (Unavailable, Overloaded):
-            self.counters.add(ClientCount.MISSES_UNREACHABLE)
-            return miss
 
 
 def _counts(answer: pb.StatsResponse) -> dict[str, int | float]:
     """Returns counters and gauges in one dict; whole numbers as int."""
     gauges = {name: int(value) if value.is_integer() else value for name, value in answer.gauges.items()}
     return {**answer.counters, **gauges}
-
-
-def _opening(namespace: Namespace) -> bytes:
-    return sealed(pb.OpenNamespaceRequest(namespace=namespace_message(namespace)))
 
 
 def _full_chunks(namespace: Namespace, tokens: TokenArray) -> TokenArray:

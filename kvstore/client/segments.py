@@ -13,25 +13,25 @@ import numpy as np
 from kvstore import tracing
 from kvstore.client.arrays import KvArray, fillable, source_array, target_array
 from kvstore.client.blocks import BlockCache
-from kvstore.client.local import heads_of
 from kvstore.client.owner import Owner
-from kvstore.client.planning import TOKENS_MAX, ask_in_calls
-from kvstore.client.port import Port, PortHold
+from kvstore.client.port import Port, PortGuard
 from kvstore.errors import HoldBroken, InvalidRequest
 from kvstore.hints import Hints
 from kvstore.namespace import Namespace
 from kvstore.results import PutResult
 from kvstore.sections import Sections, planes_of
 from kvstore.segments import Match, Rope, Verdict, finding, gate, naming
-from kvstore.segments.index import Index, windows
 from kvstore.segments.rotation import check_keys, rotate_planes
-from kvstore.tokens import TokenArray, Tokens, token_array
+from kvstore.segments.search import Search
+from kvstore.tokens import Tokens, token_array
 from kvstore.writes import WriteMode
 
 CHUNK_TOKENS = 64
-LISTING_S = 2.0
-"""Limit on the listing before the first search at any offset."""
 VERDICTS_MAX = 64
+CLOSINGS = 2
+"""A verdict that closes the gate is stored so often: one damaged file must not open it again. Those that open it leave
+room for one that closes it.
+"""
 
 
 class Segments:
@@ -47,8 +47,6 @@ class Segments:
         check_keys(rope, base.layout.numpy_dtype, base.layout.head_dim)
         self._port = port
         self._write = write
-        self._index = Index()
-        self._is_listed = False
         self.rope = rope
         self.fingerprint = base.fingerprint
         self.namespace = naming.segments_of(base, rope.digest, chunk_tokens)
@@ -81,31 +79,32 @@ class Segments:
         planes = planes_of(source_array(kv, self.layout, len(ids)), self.layout)
         mode = self._write if write is None else WriteMode.of(write)
         with tracing.span("kvstore.put_segment", tokens=len(ids)):
-            result = self._port.put(self.namespace, ids, 0, planes, hints, mode)
-        self._learn(ids, [0], [result.tokens_present])
-        return result
+            return self._port.put(self.namespace, ids, 0, planes, hints, mode)
 
     def find(self, tokens: Tokens, starts: Sequence[int] | None = None, after: int = 0) -> list[Match]:
         """Returns the ranges of a prompt that are stored segments: ordered, disjoint, none before ``after``.
 
         ``after`` is the length of the exact prefix. ``starts`` are the places where segments begin, each up to the next
-        one or the end; without them segments are looked for at any offset, those that this object put or found before,
-        or that could be listed (``rebuild``). A store that does not answer has none. Raises InvalidRequest.
+        one or the end; without them segments are looked for at any offset, as far as the node behind this store knows
+        them: what it put or found at once, what others put some seconds later (SEGMENTS.md, S10). A store that does not
+        answer has none. Raises InvalidRequest.
         """
-        ids, chunk_tokens = token_array(tokens), self.layout.chunk_tokens
-        _check_after(after, len(ids))
+        search = Search.of(tokens, starts, after)
+        with tracing.span("kvstore.find_segments", tokens=len(search.tokens)):
+            return self._port.segments.find(self.namespace, search)
 
-        def ask(ranges: Sequence[finding.Range]) -> list[int]:
-            return self._ask(ids, ranges)
+    def find_held(
+        self, tokens: Tokens, starts: Sequence[int] | None = None, after: int = 0, ttl: float | None = None
+    ) -> Held:
+        """Finds segments as ``find`` does, and holds them as ``hold`` does, in one call; ``matches`` has what it found.
 
-        with tracing.span("kvstore.find_segments", tokens=len(ids)):
-            if starts is None:
-                if not self._is_listed:
-                    self.rebuild(LISTING_S)
-                return finding.find_anywhere(ids, after, chunk_tokens, self._index, ask)
-            matches = finding.find_given(ids, finding.given(len(ids), starts, after), chunk_tokens, ask)
-        self._learn(ids, [match.start for match in matches], list(map(len, matches)))
-        return matches
+        Raises InvalidRequest, Overloaded.
+        """
+        _check_ttl(ttl)
+        search = Search.of(tokens, starts, after)
+        with tracing.span("kvstore.find_segments", tokens=len(search.tokens)):
+            matches, guard = self._port.segments.hold(self.namespace, search, ttl)
+        return Held(self, guard, matches)
 
     def missing(
         self, tokens: Tokens, matches: Sequence[Match], starts: Sequence[int] | None = None, after: int = 0
@@ -115,28 +114,11 @@ class Segments:
         With ``starts``: the segments that were not found whole. Without: the gaps between matches, cut into pieces of
         one chunk. Nothing shorter than a chunk, and nothing before ``after``. Raises InvalidRequest.
         """
-        total, chunk_tokens = len(token_array(tokens)), self.layout.chunk_tokens
-        _check_after(after, total)
-        if starts is None:
-            return finding.missing_anywhere(total, matches, after, chunk_tokens)
-        return finding.missing_given(finding.given(total, starts, after), matches, chunk_tokens)
-
-    def rebuild(self, seconds_max: float = 600.0) -> int:
-        """Lists the stored segments for searches at any offset; returns how many were listed.
-
-        Only a store in this process can list (``kvstore.open``). The first such search does it within 2 s. It reads a
-        page of each chunk, 262,144 of them at most.
-        """
-        self._is_listed = True
-        heads = heads_of(self._port, self.namespace, seconds_max)
-        for head in heads:
-            self._learn(head.tokens, [0], [head.chunks * self.layout.chunk_tokens])
-        return len(heads)
+        return finding.missing(Search.of(tokens, starts, after), matches, self.layout.chunk_tokens)
 
     def hold(self, matches: Sequence[Match], ttl: float | None = None) -> Held:
         """Protects found segments from garbage collection until released. Use it as a context. Raises Overloaded."""
-        if ttl is not None and not (isinstance(ttl, int | float) and ttl > 0):
-            raise InvalidRequest(f"ttl={ttl!r}: expected a positive number of seconds")
+        _check_ttl(ttl)
         checked = _checked(matches, self.layout.chunk_tokens)
         # A collector deletes nothing that is condemned after a hold began (PROTOCOL.md, H2): one protects them all.
         guard = self._port.hold(self.namespace, checked[0].tokens, ttl) if checked else None
@@ -145,28 +127,47 @@ class Segments:
     def record(self, verdict: Verdict) -> None:
         """Stores a verdict for all who use this store; it takes the place of earlier ones.
 
-        Raises InvalidRequest for one of another model or that does not hold its bounds, or if 64 were recorded (clear
-        the namespace of verdicts); Unavailable and the like if it could not be stored.
+        One that does not hold its bounds closes the gate that an earlier one opened. Raises InvalidRequest for one of
+        another model, or if 64 were recorded (clear the namespace of verdicts); Unavailable and the like if it could
+        not be stored: the gate is as it was.
         """
-        gate.check(verdict, self.fingerprint, self.rope.digest)
+        gate.check_model(verdict, self.fingerprint, self.rope.digest)
         text, cache = verdict.to_json(), self._verdicts()
-        image = text.ljust(gate.VERDICT_BYTES)
-        if len(image) != gate.VERDICT_BYTES:
+        if len(text) > gate.VERDICT_BYTES:
             raise InvalidRequest(f"the verdict has {len(text)} bytes, over the limit of {gate.VERDICT_BYTES}")
-        for number in range(self._newest(cache) + 1, VERDICTS_MAX):
+        if verdict.holds:
+            self._append(cache, text, VERDICTS_MAX - CLOSINGS)
+            return
+        newest = self._parsed(self._read(cache, self._newest(cache)))
+        if newest is not None and not newest.holds:
+            return  # it is closed
+        for _ in range(CLOSINGS):
+            self._append(cache, text, VERDICTS_MAX)
+
+    def verdict(self) -> Verdict | None:
+        """Returns the newest verdict that was recorded for this model; None (the gate is closed) if it does not hold
+        its bounds, is lost, or cannot be read.
+        """
+        cache = self._verdicts()
+        found = self._parsed(self._read(cache, self._newest(cache)))
+        return found if found is not None and found.holds else None
+
+    def _append(self, cache: BlockCache, text: bytes, numbers_max: int) -> None:
+        """Stores a verdict under the first number that is free behind the newest."""
+        image = text.ljust(gate.VERDICT_BYTES)
+        for number in range(self._newest(cache) + 1, numbers_max):
             # Of a prompt's blocks the last goes first. So that the newest goes last, it is the first.
             done = cache.put([_key(number)], [image], first=VERDICTS_MAX - number, priority=100)
             if done[0] and self._read(cache, number) == text:
                 return  # else somebody else recorded one at the same moment
-        raise InvalidRequest(f"{VERDICTS_MAX} verdicts are recorded for this model: clear the namespace {cache!r}")
+        raise InvalidRequest(
+            f"{VERDICTS_MAX} verdicts are recorded for this model, and this one is not: clear the namespace {cache!r}"
+        )
 
-    def verdict(self) -> Verdict | None:
-        """Returns the newest verdict that was recorded for this model; None (the gate is closed) if it is lost."""
-        cache = self._verdicts()
-        newest = self._newest(cache)
-        text = self._read(cache, newest) if newest >= 0 else b""
+    def _parsed(self, text: bytes) -> Verdict | None:
+        """Returns a verdict for this model, whether it holds or not; None for anything else."""
         try:
-            return gate.check(Verdict.from_json(text), self.fingerprint, self.rope.digest) if text else None
+            return gate.check_model(Verdict.from_json(text), self.fingerprint, self.rope.digest) if text else None
         except InvalidRequest:
             return None  # of another version, or damaged before it was stored
 
@@ -181,31 +182,13 @@ class Segments:
 
     def _read(self, cache: BlockCache, number: int) -> bytes:
         image = bytearray(gate.VERDICT_BYTES)
-        return bytes(image).rstrip() if cache.get([_key(number)], [image])[0] else b""
-
-    def _learn(self, ids: TokenArray, starts: Sequence[int], lengths: Sequence[int]) -> None:
-        """Takes stored segments into the index: where they begin in a prompt, and how many tokens they have."""
-        size = self.layout.chunk_tokens
-        stored = [(start, length // size) for start, length in zip(starts, lengths, strict=True) if length >= size]
-        if stored:
-            places, chunks = np.array(stored).T
-            self._index.add(windows(ids[: places[-1] + size], size)[places], chunks)
-
-    def _ask(self, ids: TokenArray, ranges: Sequence[finding.Range]) -> list[int]:
-        size = self.layout.chunk_tokens
-
-        def match(call: list[tuple[int, int]]) -> list[int]:
-            prompts = [ids[ranges[at][0] : ranges[at][0] + chunks * size] for at, chunks in call]
-            return self._port.match_each(self.namespace, prompts)
-
-        wanted = [(at, (end - start) // size) for at, (start, end) in enumerate(ranges)]
-        return ask_in_calls(wanted, TOKENS_MAX // size, match)
+        return bytes(image).rstrip() if number >= 0 and cache.get([_key(number)], [image])[0] else b""
 
 
 class Held:
     """Found segments, protected until released. Use it as a context, in one thread."""
 
-    def __init__(self, segments: Segments, guard: PortHold | None, matches: list[Match]) -> None:
+    def __init__(self, segments: Segments, guard: PortGuard | None, matches: list[Match]) -> None:
         self._owner = Owner()
         self._segments = segments  # keeps the store open: an unreferenced store closes, which ends its holds
         self._guard = guard
@@ -277,9 +260,9 @@ def _key(number: int) -> bytes:
     return blake2b(b"%d" % number, digest_size=16, person=b"kvstore.verdict").digest()
 
 
-def _check_after(after: int, total: int) -> None:
-    if not isinstance(after, int | np.integer) or not 0 <= after <= total:
-        raise InvalidRequest(f"after={after!r}: expected 0 to {total}, the token count")
+def _check_ttl(ttl: float | None) -> None:
+    if ttl is not None and not (isinstance(ttl, int | float) and ttl > 0):
+        raise InvalidRequest(f"ttl={ttl!r}: expected a positive number of seconds")
 
 
 def _checked(matches: Sequence[Match], chunk_tokens: int) -> list[Match]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 
-from kvstore.address import Chain
+from kvstore.address import Address, Chain
 from kvstore.namespace import Namespace
 from kvstore.node.deadline import Deadline
 from kvstore.node.node import Node
@@ -15,11 +15,21 @@ from kvstore.tokens import TokenArray
 AT_ONCE = 256
 """Prompts whose chunks are looked for at once among those that the node remembers: segments are many and short."""
 
+Settle = Callable[[Sequence[Address], float], None]
+"""Waits, so many seconds at most, for those of these chunks that are on their way to this node."""
 
-def match_each(node: Node, namespace: Namespace, prompts: Iterable[TokenArray], deadline_s: float) -> list[int]:
+
+def settled(addresses: Sequence[Address], timeout_s: float) -> None:
+    """Waits for nothing: in one process every put has reached the node when it returns."""
+
+
+def match_each(
+    node: Node, namespace: Namespace, prompts: Iterable[TokenArray], deadline_s: float, settle: Settle = settled
+) -> list[int]:
     """Returns the number of leading chunks of each prompt; fewer answers if the time runs out.
 
     Prompts that begin alike should follow one another: what they share is hashed once. They leave out the hit ratio.
+    ``settle`` is called with all chunks before anybody looks for them.
     """
     deadline = Deadline(node.clock, deadline_s)
     counts: list[int] = []
@@ -28,7 +38,10 @@ def match_each(node: Node, namespace: Namespace, prompts: Iterable[TokenArray], 
         chains = [node.chains.of(namespace, tokens) for tokens in islice(left, AT_ONCE)]
         if not chains:
             break
-        for chain, remembered in zip(chains, _remembered(node, chains), strict=True):
+        addresses = [address for chain in chains for address in chain.addresses]
+        settle(addresses, deadline.left_s())
+        present = bytes(node.reads.remembered(addresses))
+        for chain, remembered in zip(chains, _leading(present, chains), strict=True):
             if deadline.passed:
                 break
             whole = remembered == len(chain) == node.gc_view.leading(chain.addresses)
@@ -36,9 +49,8 @@ def match_each(node: Node, namespace: Namespace, prompts: Iterable[TokenArray], 
     return counts
 
 
-def _remembered(node: Node, chains: list[Chain]) -> Iterator[int]:
-    """Yields the number of leading chunks of each that the node remembers."""
-    present = bytes(node.reads.remembered([address for chain in chains for address in chain.addresses]))
+def _leading(present: bytes, chains: list[Chain]) -> Iterator[int]:
+    """Yields the number of leading chunks of each that are present, one byte for each chunk of all of them."""
     start = 0
     for chain in chains:
         yield leading(present[start : start + len(chain)])

@@ -48,6 +48,7 @@ from kvstore.node.puts import Puts
 from kvstore.node.reading import Reading
 from kvstore.node.recoding import Recoder
 from kvstore.node.refresh import Refresher
+from kvstore.node.segment_indexes import SegmentIndexes
 from kvstore.node.settings import NO_TIERS, TierSettings
 from kvstore.node.staging import Staging
 from kvstore.node.tier_stack import TierStack
@@ -106,7 +107,7 @@ class Node:
         self.chains = RecentChains(limits.chains_bytes_max)
         self.gc_view = View(Keys(identity.root), identity.shard_bits, self.known, self.counters)
         numbers = itertools.count()
-        session = session or (lambda: self.id)
+        self._session = session = session or (lambda: self.id)
         self.encodings = Encodings(keys, self.counters, ids)
         self.incarnations = Incarnations(root, session, self.id, clock, ids, label)
         self._chunks = Chunks(
@@ -118,7 +119,6 @@ class Node:
             root, self.encodings, self.incarnations, self.gc_view, self.counters, clock, session, numbers,
             self._records.find, hold_max_s=limits.hold_max_s, durable=durable,
         )  # fmt: skip
-        self._session = session
         self.staging = Staging(root, self.recoder, session)
         self._refresher = Refresher(self._chunks, self.counters, limits.refresh_queue_max)
         self.holds = Holds(self.gc_view, limits.holds_max, limits.hold_max_s, self.counters, clock, ids)
@@ -141,9 +141,10 @@ class Node:
         self.reads = TieredReads(self._chunks, self._lanes, self._refresher, self.counters, self.tiers)
         self.blocks = Blocks(self._chunks, self.gc_view, self._lanes, self.counters, self.reads, self.holds)
         self.handing = Handing(self._chunks, self._lanes, self.counters, self.reads, self.tiers)
+        self.segments = SegmentIndexes(root, identity.shard_bits, clock.monotonic_s, limits.segments_follow_s)
         self.puts = Puts(
             self._chunks, self._lanes, self.gc_view, self._refresher, self.reads, self.tiers,
-            self.counters, self._limits, clock, durable=durable,
+            self.counters, self._limits, clock, self.segments, durable=durable,
         )  # fmt: skip
         self._moving: Moving | None = None
         if self.tiers is not None:
@@ -458,9 +459,7 @@ class Node:
         }
 
     def drain(self) -> None:
-        """Returns when what was put behind is written, and the recency of everything used so far is renewed; for
-        orderly shutdown and tests.
-        """
+        """Returns when what was put behind is written and all recency is renewed; for orderly shutdown and tests."""
         if self.tiers is not None:
             self.tiers.behind.flush(self.limits.flush_s)
         self._refresher.drain()
@@ -479,6 +478,7 @@ class Node:
             self._moves.close(timeout_s)
         if self.tiers is not None:
             self.tiers.close(timeout_s, self.limits.flush_s)
+        self.segments.close(timeout_s)
         self._refresher.close(timeout_s)
         self.staging.clear(self._lanes, timeout_s, keep_replaced=keep_replaced)
         self._lanes.close(timeout_s)

@@ -26,6 +26,7 @@ from kvstore.node.memory_tier import MemoryTier
 from kvstore.node.publish import Mask, Publication, StillRight, vouched
 from kvstore.node.refresh import Refresher
 from kvstore.node.root_write import RootWrite
+from kvstore.node.segment_indexes import SegmentIndexes
 from kvstore.node.slots import Slots
 from kvstore.node.tier_stack import TierStack
 from kvstore.node.tiered_reads import TieredReads
@@ -64,6 +65,7 @@ class Puts:
         counters: Counters,
         limits: CurrentLimits,
         clock: Clock,
+        segments: SegmentIndexes,
         *,
         durable: bool,
     ) -> None:
@@ -76,6 +78,7 @@ class Puts:
         self._refresher = refresher
         self._reads = reads
         self._clock = clock
+        self._segments = segments
         self._durable = durable
 
     def put(
@@ -116,6 +119,8 @@ class Puts:
         if isinstance(wanted, Keyed):
             return self._begin_blocks(wanted, mode, hints, sheds=sheds)
         self.counters.add(NodeCount.REQUESTS_PUT)
+        if wanted.namespace.has_segments:
+            self._segments.learn(wanted)
         if wanted.addresses:
             self.counters.looked.pop(wanted.addresses[-1], None)  # a miss that is computed and put is not read
         # A chunk that a sweep is taking cannot be put again before the sweep has ended. The rest of the prompt waits

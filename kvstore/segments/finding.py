@@ -2,42 +2,42 @@
 
 from __future__ import annotations
 
-import operator
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from kvstore.errors import InvalidRequest
 from kvstore.segments.index import Index, windows
 from kvstore.segments.match import Match
+from kvstore.segments.search import STARTS_MAX, Range, Search
 from kvstore.tokens import TokenArray
 
 ROUNDS_MAX = 8
 """Rounds of questions of one search at any offset: more than one only if a prompt leaves a segment in its middle."""
-STARTS_MAX = 65_536
+MATCHES_MAX = STARTS_MAX
+"""Ranges that one search finds; what is behind them is a miss."""
+BLOCK = 65_536
+"""Offsets whose hashes are computed at once, about 100 bytes each: a long prompt takes no more memory than that."""
 
-Range = tuple[int, int]
-"""Start and end in the prompt, in tokens."""
 Ask = Callable[[Sequence[Range]], Sequence[int]]
 """The number of leading chunks that the store has of each range, as of a prompt of its own."""
+Places = npt.NDArray[np.intp]
 
 
-def given(total: int, starts: Sequence[int], after: int) -> list[Range]:
-    """The segments of a prompt of ``total`` tokens that begin at ``starts``; those before ``after`` are left out.
-
-    Raises InvalidRequest for starts that are no integers, or do not ascend within the prompt.
-    """
-    try:
-        places = [operator.index(start) for start in starts]
-    except TypeError as cause:
-        raise InvalidRequest(f"starts are {starts!r:.60}: expected a sequence of integers") from cause
-    if len(places) > STARTS_MAX:
-        raise InvalidRequest(f"{len(places)} starts are over the limit of {STARTS_MAX}")
-    if any(start >= end for start, end in pairwise(places)) or (places and not 0 <= places[0] <= places[-1] <= total):
-        raise InvalidRequest(f"starts are {places[:8]!r}...: expected ascending places from 0 to {total}")
-    return [(start, end) for start, end in pairwise([*places, total]) if start >= after]
+def find(search: Search, chunk_tokens: int, index: Index, ask: Ask) -> list[Match]:
+    """Returns the ranges of a prompt that are stored segments; ``index`` learns them, and that they were used."""
+    tokens = search.tokens
+    if search.starts is None:
+        matches = find_anywhere(tokens, search.after, chunk_tokens, index, ask)
+    else:
+        matches = find_given(tokens, search.given, chunk_tokens, ask)
+    if matches:
+        firsts = np.concatenate([match.tokens[:chunk_tokens] for match in matches])
+        chunks = np.array([len(match) // chunk_tokens for match in matches])
+        index.add(windows(firsts, chunk_tokens)[::chunk_tokens], chunks)
+    return matches
 
 
 def find_given(tokens: TokenArray, ranges: Sequence[Range], chunk_tokens: int, ask: Ask) -> list[Match]:
@@ -51,38 +51,44 @@ def find_given(tokens: TokenArray, ranges: Sequence[Range], chunk_tokens: int, a
 
 
 def find_anywhere(tokens: TokenArray, after: int, chunk_tokens: int, index: Index, ask: Ask) -> list[Match]:
-    """Looks for segments at every offset from ``after`` on: the leftmost first, each as far as the store has it.
-
-    Those that are found count as used in ``index``.
-    """
-    hashes = windows(tokens[after:], chunk_tokens)
-    lengths = index.lengths(hashes)
-    at = np.flatnonzero(lengths)
-    candidates = dict(zip((at + after).tolist(), lengths[at].tolist(), strict=True))
+    """Looks for segments at every offset from ``after`` on: the leftmost first, each as far as the store has it."""
+    places, lengths = _candidates(tokens, after, chunk_tokens, index)
     matches: list[Match] = []
     for _ in range(ROUNDS_MAX):
-        asked = _proposals(candidates, gaps(len(tokens), matches, after), chunk_tokens)
+        free, room = gaps(len(tokens), matches, after), MATCHES_MAX - len(matches)
+        asked = _proposals(places, lengths, free, chunk_tokens)[:room]
         if not asked:
             break
-        for (start, _end), count in zip(asked, ask(asked), strict=True):
-            del candidates[start]
-            if count:
-                matches.append(_match(tokens, start, count * chunk_tokens))
-        matches.sort(key=lambda match: match.start)
-    places = np.array([match.start - after for match in matches], np.intp)
-    index.add(hashes[places], np.array([len(match) // chunk_tokens for match in matches], np.uint32))
+        found = [
+            _match(tokens, start, count * chunk_tokens)
+            for (start, _end), count in zip(asked, ask(asked), strict=True)
+            if count
+        ]
+        done = places.searchsorted([start for start, _ in asked])
+        places, lengths = np.delete(places, done), np.delete(lengths, done)
+        matches = sorted([*matches, *found], key=lambda match: match.start)
     return matches
 
 
-def _proposals(candidates: dict[int, int], free: Sequence[Range], chunk_tokens: int) -> list[Range]:
-    """Chooses disjoint ranges from the left, each as long as its segment is known to be."""
-    places = sorted(candidates)
+def _candidates(tokens: TokenArray, after: int, chunk_tokens: int, index: Index) -> tuple[Places, npt.NDArray[Any]]:
+    """Returns the offsets where ``index`` knows a segment, ascending, and the numbers of its chunks."""
+    places, lengths = [np.empty(0, np.intp)], [np.empty(0, np.uint32)]
+    for low in range(after, len(tokens) - chunk_tokens + 1, BLOCK):
+        known = index.lengths(windows(tokens[low : low + BLOCK + chunk_tokens - 1], chunk_tokens))
+        at = np.flatnonzero(known)
+        places.append(at + low)
+        lengths.append(known[at])
+    return np.concatenate(places), np.concatenate(lengths)
+
+
+def _proposals(places: Places, lengths: npt.NDArray[Any], free: Sequence[Range], chunk_tokens: int) -> list[Range]:
+    """Chooses disjoint ranges from the left, each as long as its segment is known to be; no more than MATCHES_MAX."""
     chosen: list[Range] = []
     for low, high in free:
         at = bisect_left(places, low)
-        while at < len(places) and places[at] + chunk_tokens <= high:
-            start = places[at]
-            end = start + min(candidates[start], (high - start) // chunk_tokens) * chunk_tokens
+        while at < len(places) and places[at] + chunk_tokens <= high and len(chosen) < MATCHES_MAX:
+            start = int(places[at])
+            end = start + min(int(lengths[at]), (high - start) // chunk_tokens) * chunk_tokens
             chosen.append((start, end))
             at = bisect_left(places, end, at)
     return chosen
@@ -93,6 +99,13 @@ def gaps(total: int, matches: Sequence[Match], after: int) -> list[Range]:
     ends = [after, *(match.end for match in matches)]
     starts = [*(match.start for match in matches), total]
     return [(end, start) for end, start in zip(ends, starts, strict=True) if start > end]
+
+
+def missing(search: Search, matches: Sequence[Match], chunk_tokens: int) -> list[range]:
+    """The ranges to compute alone, so that the next search finds them."""
+    if search.starts is None:
+        return missing_anywhere(len(search.tokens), matches, search.after, chunk_tokens)
+    return missing_given(search.given, matches, chunk_tokens)
 
 
 def missing_given(ranges: Sequence[Range], matches: Sequence[Match], chunk_tokens: int) -> list[range]:

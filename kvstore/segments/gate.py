@@ -37,14 +37,14 @@ class Bounds:
     kl_max: float = 0.03
     """Largest mean Kullback-Leibler divergence of the blended from the full distribution, in nats."""
     answers_lost_max: float = 0.02
-    """Largest share of questions that full prefill answers right and blended prefill answers wrong."""
+    """Largest share of questions that full prefill answers right and blended prefill answers wrong, of any kind."""
     work_max: float = 1.0
     """Largest work: recomputed rows of all layers, as a share of the reused tokens times layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The measurement behind a verdict; the names are those of ``Bounds``."""
+    """The measurement behind a verdict, on prompts that had no part in its choice. Names are those of ``Bounds``."""
 
     prompts: int
     tokens: int
@@ -52,7 +52,7 @@ class Measured:
     agreement: float
     kl: float
     answers_lost: float
-    """0 if the prompts had no known answers."""
+    """Of the kind of question that loses most; 0 if the prompts had no known answers."""
     work: float
 
     def holds(self, bounds: Bounds) -> bool:
@@ -104,7 +104,7 @@ class Verdict:
 
     @property
     def holds(self) -> bool:
-        """True if what was measured holds the bounds; a verdict that does not hold opens nothing."""
+        """True if what was measured holds the bounds and opens the gate; a verdict that does not hold closes it."""
         return self.measured.holds(self.bounds)
 
     def to_json(self) -> bytes:
@@ -134,6 +134,14 @@ class Verdict:
 
 def check(verdict: object, fingerprint: str, rope: str) -> Verdict:
     """Returns the verdict if it opens the gate for this model. Raises InvalidRequest, saying why, if it does not."""
+    found = check_model(verdict, fingerprint, rope)
+    if not found.holds:
+        raise InvalidRequest("the verdict's measurement does not hold its bounds: use the exact prefix instead")
+    return found
+
+
+def check_model(verdict: object, fingerprint: str, rope: str) -> Verdict:
+    """Returns the verdict if it is one for this model, whether it opens or closes the gate. Raises InvalidRequest."""
     if not isinstance(verdict, Verdict):
         raise InvalidRequest(
             f"verdict is a {type(verdict).__name__}: segments are read only with a verdict (kvstore blend-check makes "
@@ -143,6 +151,4 @@ def check(verdict: object, fingerprint: str, rope: str) -> Verdict:
         raise InvalidRequest("the verdict is for other weights: run kvstore blend-check for these")
     if verdict.rope != rope:
         raise InvalidRequest("the verdict is for other RoPE settings: run kvstore blend-check for these")
-    if not verdict.holds:
-        raise InvalidRequest("the verdict's measurement does not hold its bounds: use the exact prefix instead")
     return verdict

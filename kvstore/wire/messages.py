@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -184,6 +184,25 @@ def unpack_counts(packed: bytes, most: int) -> list[int]:
     """Decodes leading chunks of at most ``most`` prompts; a part of a count is left out."""
     counts: list[int] = np.frombuffer(packed, "<u4", min(most, len(packed) // 4)).tolist()
     return counts
+
+
+def pack_places(places: Iterable[int]) -> bytes:
+    """Encodes places in a prompt, in tokens, as little-endian u32."""
+    return np.fromiter(places, "<u4").tobytes()
+
+
+def unpack_places(packed: bytes) -> list[int]:
+    """Decodes places in a prompt. Raises InvalidRequest for part of a place."""
+    if len(packed) % 4:
+        raise InvalidRequest(f"starts have {len(packed)} bytes: expected 4 for each, an unsigned little-endian integer")
+    places: list[int] = np.frombuffer(packed, "<u4").tolist()
+    return places
+
+
+def unpack_ranges(packed: bytes) -> list[tuple[int, int]]:
+    """Decodes starts and ends, which ``pack_places`` encoded in turn; a part of a range is left out."""
+    places: list[list[int]] = np.frombuffer(packed, "<u4", len(packed) // 8 * 2).reshape(-1, 2).tolist()
+    return [(start, end) for start, end in places]
 
 
 def pack_keys(keys: Sequence[bytes]) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from kvstore.address import Chain, block_addresses
+from kvstore.address import Address, Chain, block_addresses
 from kvstore.errors import InvalidRequest
 from kvstore.format.descent import Ancestry
 from kvstore.namespace import Namespace, NamespaceDigest
@@ -92,6 +92,10 @@ class Prompts:
             raise InvalidRequest("the hold is of another namespace: expected one that Hold gave for this namespace")
         self._member.node.holds.check(hold)
         return hold
+
+    def settle(self, addresses: Sequence[Address], timeout_s: float) -> None:
+        """Waits for those of these chunks that another put of this worker is still writing behind."""
+        self._behind.settle(addresses, min(SETTLE_S, timeout_s))
 
     def settle_blocks(self, namespace: Namespace, keys: Sequence[bytes]) -> None:
         """Waits for those of these blocks that another put of this worker is still writing behind."""

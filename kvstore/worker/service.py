@@ -37,6 +37,7 @@ from kvstore.worker.pinning import PinCalls
 from kvstore.worker.prompts import Prompts
 from kvstore.worker.puts_behind import PutsBehind
 from kvstore.worker.putting import PutStreams
+from kvstore.worker.segments import SegmentCalls
 
 Request = TypeVar("Request", bound=Message)
 Context = grpc.ServicerContext
@@ -86,6 +87,7 @@ class Service:
         self._putting = PutStreams(node, self.prompts, self.in_flight, self.calls)
         self._getting = GetStreams(node, self.prompts, self.in_flight, self.calls, limits, buffers)
         self._moves = MoveStreams(node, self.prompts, self.gate)
+        self._segments = SegmentCalls(node, self.prompts, self.holds)
         self._pins = PinCalls(member, self.prompts, self.calls.guard)
 
     @property
@@ -140,6 +142,7 @@ class Service:
                 "OpenNamespace": unary("OpenNamespace", pb.OpenNamespaceRequest, self._open_namespace),
                 "ListNamespaces": many("ListNamespaces", pb.ListNamespacesRequest, self._list_namespaces),
                 "Match": unary("Match", pb.MatchRequest, self._match),
+                "FindSegments": unary("FindSegments", pb.FindSegmentsRequest, self._find_segments),
                 "Put": stream_in("Put", self._putting.put),
                 "Get": many("Get", pb.GetRequest, self._getting.get),
                 "Hold": unary("Hold", pb.HoldRequest, self._hold),
@@ -193,11 +196,15 @@ class Service:
             namespace = self.prompts.namespace(request.namespace, call)
             prompts = unpack_prompts(request.tokens, request.lengths)
             left_s = seconds_left(call, self._node.limits.match_deadline_s)
-            return pb.MatchResponse(each=pack_counts(match_each(self._node, namespace, prompts, left_s)))
+            counts = match_each(self._node, namespace, prompts, left_s, self.prompts.settle)
+            return pb.MatchResponse(each=pack_counts(counts))
         chain = self.prompts.chain(request.namespace, request.tokens, call)
         left_s = seconds_left(call, self._node.limits.match_deadline_s)
         count = self._node.match(chain, left_s, counts=not request.uncounted)
         return pb.MatchResponse(chunks=count, tokens=count * chain.namespace.layout.chunk_tokens)
+
+    def _find_segments(self, request: pb.FindSegmentsRequest, call: Call) -> Message:
+        return self._segments.find(request, call, self._limits.hold_lease_s)
 
     def _hold(self, request: pb.HoldRequest, call: Call) -> Message:
         if not request.ttl_s >= 0:

@@ -104,6 +104,7 @@ OPERATIONS = {
     "make a namespace": opened("write", lambda cell: f"made by {cell.who}"),
     "list namespaces": one("ListNamespaces", "any:read", lambda cell: pb.ListNamespacesRequest()),
     "match": one("Match", "read", prompt(pb.MatchRequest)),
+    "find segments": one("FindSegments", "read", prompt(pb.FindSegmentsRequest, hold_s=60)),
     "get": one("Get", "read", prompt(pb.GetRequest)),
     "get what is held": one("Get", "read", lambda cell: pb.GetRequest(hold=cell.hold)),
     "hold": one("Hold", "read", prompt(pb.HoldRequest)),

@@ -9,6 +9,7 @@ import numpy as np
 from kvstore.segments import finding
 from kvstore.segments.index import Index, windows
 from kvstore.segments.match import Match
+from kvstore.segments.search import Range, Search
 from kvstore.tokens import TokenArray
 
 
@@ -44,13 +45,18 @@ class Stored:
     def anywhere(self, tokens: TokenArray, after: int = 0) -> list[Match]:
         """The search at any offset."""
 
-        def ask(ranges: Sequence[finding.Range]) -> list[int]:
+        return self.find(tokens, None, after)
+
+    def find(self, tokens: TokenArray, starts: Sequence[int] | None = None, after: int = 0) -> list[Match]:
+        """The search of a node."""
+
+        def ask(ranges: Sequence[Range]) -> list[int]:
             self.questions += 1
             return self.asked(tokens, ranges)
 
-        return finding.find_anywhere(tokens, after, self.size, self.index, ask)
+        return finding.find(Search.of(tokens, starts, after), self.size, self.index, ask)
 
-    def asked(self, tokens: TokenArray, ranges: Sequence[finding.Range]) -> list[int]:
+    def asked(self, tokens: TokenArray, ranges: Sequence[Range]) -> list[int]:
         """Leading chunks of each range that are stored."""
         return [self.chunks(tokens[start:end]) for start, end in ranges]
 

@@ -17,13 +17,19 @@ import kvstore.aio
 from kvstore import Layout
 from kvstore.client import Cache, Store
 from kvstore.client.local import LocalPort
-from kvstore.client.segments import VERDICTS_MAX, Segments
+from kvstore.client.remote_segments import _matches
+from kvstore.client.segments import CLOSINGS, VERDICTS_MAX, Segments
 from kvstore.errors import HoldBroken, InvalidRequest
 from kvstore.hints import Hints
+from kvstore.namespace import Namespace
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.sections import planes_of
-from kvstore.segments import Bounds, Match, Measured, Rope, Rule, Verdict, rotate
+from kvstore.segments import Bounds, Match, Measured, Rope, Rule, Verdict, naming, rotate
+from kvstore.segments.search import Search
+from kvstore.v1 import kvstore_pb2 as pb
+from kvstore.writes import WriteMode
 from tests.node.stores import member_on
+from tests.patience import eventually
 from tests.root import faulty
 from tests.root.faulty import FaultyRoot, Flipped
 from tests.worker.serving import connected, serving
@@ -81,6 +87,11 @@ def segments_of(store: Store) -> Segments:
     return cache_of(store).segments(ROPE, chunk_tokens=SIZE)
 
 
+def segments_of_nobody() -> Namespace:
+    """A namespace of segments, for what needs no store."""
+    return naming.segments_of(Namespace.of("m", LAYOUT, "weights"), ROPE.digest, SIZE)
+
+
 @pytest.mark.parametrize("boundaries", (True, False))
 def test_s12_segments_are_read_into_their_places_with_rotated_keys(store: Store, boundaries: bool) -> None:
     segments = segments_of(store)
@@ -120,15 +131,51 @@ def test_s9_what_is_missing_is_found_once_it_was_put(store: Store) -> None:
         assert sum(map(len, matches)) >= 56
 
 
-def test_s10_the_index_is_rebuilt_by_listing(local: Store) -> None:
-    first = segments_of(local)
+@pytest.mark.parametrize("boundaries", (True, False))
+def test_s12_what_a_search_finds_is_held_by_the_same_call(store: Store, boundaries: bool) -> None:
+    segments = segments_of(store)
     for document in DOCUMENTS:
-        first.put(document, kv_of(document))
-    cache_of(local).put(DOCUMENTS[0], kv_of(DOCUMENTS[0]))  # whose chunks are not those of segments
+        segments.put(document, kv_of(document))
+    prompt, starts = prompt_of(SYSTEM, *DOCUMENTS, QUESTION)
+    given = starts if boundaries else None
+    out = np.empty(LAYOUT.shape(len(prompt)), np.float32)
+    with segments.find_held(prompt, given, after=20) as held:
+        assert held.matches == segments.find(prompt, given, after=20)
+        assert [len(match) for match in held.matches] == [24, 24]
+        assert store.stats()["holds"] == 1, "one hold for all"
+        assert held.read_into(out, verdict_for(segments)) == held.matches
+    assert store.stats()["holds"] == 0
+    with segments.find_held(QUESTION, [0], ttl=5.0) as held:
+        assert held.matches == []
+        assert store.stats()["holds"] == 0, "nothing is found, so nothing is held"
+
+
+def test_s10_the_puts_of_one_client_are_found_by_another(store: Store) -> None:
+    segments_of(store).put(DOCUMENTS[0], kv_of(DOCUMENTS[0]), write=WriteMode.BEHIND)
     prompt, _ = prompt_of(SYSTEM, *DOCUMENTS)
-    fresh = segments_of(local)
-    assert [len(match) for match in fresh.find(prompt)] == [24, 24, 24]
-    assert fresh.rebuild() == 3
+    assert segments_of(store).find(prompt) == [Match(11, 35, prompt[11:35])]
+
+
+@pytest.mark.parametrize(
+    ("ranges", "kept"),
+    [
+        ([(11, 35), (40, 64)], 2),
+        ([(40, 64), (11, 35)], 1),
+        ([(11, 35), (27, 51)], 1),
+        ([(11, 35), (40, 63)], 1),
+        ([(11, 35), (56, 80)], 1),
+        ([(11, 35), (35, 35)], 1),
+        ([(3, 11)], 0),
+    ],
+)
+def test_s6_an_answer_that_does_not_fit_the_question_ends_there(ranges: list[tuple[int, int]], kept: int) -> None:
+    namespace = segments_of_nobody()
+    tokens = np.arange(71, dtype=np.uint32)
+    packed = b"".join(place.to_bytes(4, "little") for each in ranges for place in each) + b"12"
+    answer = pb.FindSegmentsResponse(ranges=packed)
+    found = _matches(namespace, Search.of(tokens, None, after=5), answer)
+    assert [(match.start, match.end) for match in found] == ranges[:kept]
+    assert all(match.tokens.tolist() == tokens[match.start : match.end].tolist() for match in found)
 
 
 # Apart from exact chains
@@ -258,6 +305,31 @@ def test_s11_the_newest_verdict_is_kept_and_a_lost_one_closes_the_gate(store: St
         segments.record(replace(first, fingerprint="others"))
 
 
+def test_s11_a_verdict_that_does_not_hold_closes_the_gate_that_an_earlier_one_opened(store: Store) -> None:
+    segments = segments_of(store)
+    good = verdict_for(segments)
+    bad = replace(good, measured=replace(good.measured, answers_lost=0.5))
+    segments.record(good)
+    segments.record(bad)
+    assert segments.verdict() is None and segments_of(store).verdict() is None
+    segments.record(good)
+    assert segments_of(store).verdict() == good, "a later check opens it again"
+    with pytest.raises(InvalidRequest, match="other weights"):
+        segments.record(replace(bad, fingerprint="others"))
+    assert segments.verdict() == good
+
+
+def test_s11_a_gate_that_was_closed_stays_closed_if_one_file_is_damaged(root: FaultyRoot, local: Store) -> None:
+    segments = segments_of(local)
+    good = verdict_for(segments)
+    segments.record(good)
+    segments.record(replace(good, measured=replace(good.measured, kl=0.5)))
+    root.set_rules([faulty.Rule("read", Flipped(5000), times=1)])
+    assert segments.verdict() is None, "the newest is damaged"
+    root.set_rules([])
+    assert segments.verdict() is None, "and set aside"
+
+
 def test_s11_a_damaged_verdict_closes_the_gate(root: FaultyRoot, local: Store) -> None:
     segments = segments_of(local)
     segments.record(verdict_for(segments))
@@ -267,10 +339,18 @@ def test_s11_a_damaged_verdict_closes_the_gate(root: FaultyRoot, local: Store) -
 
 def test_s11_verdicts_are_bounded(local: Store) -> None:
     segments = segments_of(local)
-    for _ in range(VERDICTS_MAX):
-        segments.record(verdict_for(segments))
+    good = verdict_for(segments)
+    bad = replace(good, measured=replace(good.measured, kl=0.5))
+    for _ in range(VERDICTS_MAX - CLOSINGS):
+        segments.record(good)
     with pytest.raises(InvalidRequest, match="64 verdicts are recorded"):
-        segments.record(verdict_for(segments))
+        segments.record(good)
+    assert segments.verdict() == good
+    segments.record(bad)
+    assert segments.verdict() is None, "there is always room to close it"
+    segments.record(bad)
+    with pytest.raises(InvalidRequest, match="64 verdicts are recorded"):
+        segments.record(good)
 
 
 def test_a_model_without_fingerprint_has_no_verdict(local: Store) -> None:
@@ -288,8 +368,12 @@ def test_wrong_arguments_are_refused(local: Store) -> None:
     matches, verdict = segments.find(document, [0]), verdict_for(segments)
     with pytest.raises(InvalidRequest, match="expected 28"):
         segments.put(document[:-1], kv_of(document))
-    with pytest.raises(InvalidRequest, match="after=30"):
+    with pytest.raises(InvalidRequest, match="after=30: expected 0 to 29"):
         segments.find(document, after=30)
+    with pytest.raises(InvalidRequest, match="after='x': expected an integer"):
+        segments.find(document, after="x")  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="ttl=0"):
+        segments.find_held(document, ttl=0)
     with pytest.raises(InvalidRequest, match="expected what find returned"):
         segments.hold([*matches, *matches])
     with segments.hold(matches) as held:
@@ -312,7 +396,9 @@ def test_a_folder_keeps_segments_and_verdicts(tmp_path: Path) -> None:
         segments.record(verdict_for(segments))
     with kvstore.open(tmp_path) as store:
         segments = segments_of(store)
-        matches, verdict = segments.find(np.concatenate([SYSTEM, document])), segments.verdict()
+        prompt, verdict = np.concatenate([SYSTEM, document]), segments.verdict()
+        eventually(lambda: segments.find(prompt), "the folder is listed")
+        matches = segments.find(prompt)
         assert verdict is not None and [len(match) for match in matches] == [24]
         out = np.zeros(LAYOUT.shape(40), np.float32)
         with segments.hold(matches) as held:
@@ -331,6 +417,8 @@ def test_the_asyncio_twin_does_the_same(tmp_path: Path) -> None:
             await segments.put(document, kv_of(document))
             matches = await segments.find(document)
             out = np.zeros(LAYOUT.shape(24), np.float32)
+            async with segments.find_held(document) as held:
+                assert held.matches == matches
             async with segments.hold(matches) as held:
                 assert await held.read_into(out, verdict_for(segments)) == held.matches == matches
             assert out[:, 1].tobytes() == kv_of(document)[:, 1, :24].tobytes()

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pytest
 
 from kvstore.segments import Match, finding
+from kvstore.segments.search import Search
 from kvstore.tokens import TokenArray
 from tests.segments.stored import Stored
 
@@ -42,14 +43,13 @@ class Workload:
         return np.concatenate(parts), [0, *ends[:-1]], ends[:-1]
 
 
-Search = Callable[[Stored, TokenArray, list[int]], tuple[Sequence[Match], list[range]]]
+Method = Callable[[Stored, TokenArray, list[int]], tuple[Sequence[Match], list[range]]]
 
 
 def given(stored: Stored, tokens: TokenArray, starts: list[int]) -> tuple[Sequence[Match], list[range]]:
     """With boundaries; the question is not stored."""
-    ranges = finding.given(len(tokens), starts, 0)
-    matches = finding.find_given(tokens, ranges, SIZE, lambda asked: stored.asked(tokens, asked))
-    return matches, finding.missing_given(ranges[:-1], matches, SIZE)
+    matches = stored.find(tokens, starts)
+    return matches, finding.missing_given(Search.of(tokens, starts).given[:-1], matches, SIZE)
 
 
 def anywhere(stored: Stored, tokens: TokenArray, _: list[int]) -> tuple[Sequence[Match], list[range]]:
@@ -59,7 +59,7 @@ def anywhere(stored: Stored, tokens: TokenArray, _: list[int]) -> tuple[Sequence
 
 
 @pytest.mark.parametrize("search", (given, anywhere))
-def test_documents_are_found_and_stored_once_and_nothing_decays(search: Search) -> None:
+def test_documents_are_found_and_stored_once_and_nothing_decays(search: Method) -> None:
     workload, stored = Workload(), Stored(SIZE)
     distinct = len(workload.system) + sum(map(len, workload.documents))
     questions, shares = 0, list[float]()

@@ -159,13 +159,11 @@ def _load_segments(
     reused: Any,
 ) -> None:
     """Fills ``kv`` with the segments that are stored, and marks their rows in ``reused``."""
-    matches = segments.find(tokens, starts, exact)
-    if not matches:
-        return
-
-    first, end = matches[0].start, matches[-1].end
-    out = np.empty(segments.layout.shape(end - first), segments.layout.numpy_dtype)
-    with segments.hold(matches) as held:
+    with segments.find_held(tokens, starts, exact) as held:
+        if not held.matches:
+            return
+        first, end = held.matches[0].start, held.matches[-1].end
+        out = np.empty(segments.layout.shape(end - first), segments.layout.numpy_dtype)
         got = held.read_into(out, verdict, first)
     for match in got:
         _fill(kv, out[:, :, match.start - first : match.end - first], range(match.start, match.end))

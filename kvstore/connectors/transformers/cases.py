@@ -15,7 +15,10 @@ from kvstore.errors import InvalidRequest
 LINE_BYTES_MAX = 16 << 20
 PROMPTS_MAX = 10_000
 Encode = Callable[[str], Sequence[int]]
-FORM = '{"system": ..., "documents": [..., ...], "question": ..., "answer": ...}, each a text or a list of token ids'
+FORM = (
+    '{"system": ..., "documents": [..., ...], "question": ..., "answer": ..., "kind": ...}, "kind" a text, the others '
+    "texts or lists of token ids"
+)
 
 
 def load_model(name: str, device: str) -> tuple[Any, Encode]:
@@ -44,7 +47,7 @@ def load_model(name: str, device: str) -> tuple[Any, Encode]:
 
 
 def read_cases(path: str, model: Any, encode: Encode, *, chunk_tokens: int, answer_tokens: int) -> list[Case]:
-    """Reads prompts, one JSON object a line: ``FORM``; "system" and "answer" may be left out.
+    """Reads prompts, one JSON object a line: ``FORM``; "system", "answer" and "kind" may be left out.
 
     The prompt is BOS, system, documents, question, answer. Segments are the documents, but for one that follows BOS,
     cut to full chunks. Without an answer, it is what full prefill says: ``answer_tokens`` tokens.
@@ -80,7 +83,12 @@ def _case(line: bytes, bos: int, encode: Encode, chunk_tokens: int, said: Callab
         record = json.loads(line)
     except (ValueError, RecursionError) as cause:
         raise InvalidRequest(f"not JSON: {cause}") from cause
-    if not isinstance(record, dict) or not isinstance(record.get("documents"), list) or "question" not in record:
+    if (
+        not isinstance(record, dict)
+        or not isinstance(record.get("documents"), list)
+        or "question" not in record
+        or not isinstance(record.get("kind", ""), str)
+    ):
         raise InvalidRequest(f"expected {FORM}")
     ids, segments = [bos, *_tokens(record.get("system", []), encode)], list[range]()
     for document in record["documents"]:
@@ -91,7 +99,8 @@ def _case(line: bytes, bos: int, encode: Encode, chunk_tokens: int, said: Callab
         ids += tokens
     ids += _tokens(record["question"], encode)
     answer = _tokens(record["answer"], encode) if "answer" in record else said(ids)
-    return Case((*ids, *answer), tuple(segments), (range(len(ids), len(ids) + len(answer)),))
+    place = range(len(ids), len(ids) + len(answer))
+    return Case((*ids, *answer), tuple(segments), (place,), (record.get("kind", ""),))
 
 
 def _tokens(value: Any, encode: Encode) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,8 @@ class Case:
     """The parts that are reused: ascending, without overlap, behind BOS."""
     answers: tuple[range, ...]
     """The tokens of each answer, behind the last segment: the logits before each are compared."""
+    kinds: tuple[str, ...] = ()
+    """The kind of question of each answer: the bound on lost answers holds for each kind. By default one kind, ""."""
 
     def __post_init__(self) -> None:
         ends = [1, *(each.stop for each in self.segments)]
@@ -35,6 +38,10 @@ class Case:
             )
         if not self.answers or any(not ends[-1] < each.start < each.stop <= len(self.ids) for each in self.answers):
             raise InvalidRequest(f"answers {self.answers}: expected them behind a question, behind the last segment")
+        if not self.kinds:
+            object.__setattr__(self, "kinds", ("",) * len(self.answers))
+        if len(self.kinds) != len(self.answers):
+            raise InvalidRequest(f"kinds {self.kinds} of {len(self.answers)} answers: expected one for each")
 
     @property
     def asked(self) -> list[int]:
@@ -97,10 +104,10 @@ class Tally:
     asked: int = 0
     agreed: int = 0
     kl_sum: float = 0.0
-    right: int = 0
-    """Answers that full prefill gives right."""
-    lost: int = 0
-    """Answers that full prefill gives right and blended prefill gives wrong."""
+    right: Counter[str] = field(default_factory=Counter)
+    """Answers that full prefill gives right, by kind of question."""
+    lost: Counter[str] = field(default_factory=Counter)
+    """Answers that full prefill gives right and blended prefill gives wrong, by kind of question."""
 
     def add(self, decoder: Decoder, prepared: Prepared, score: Score = deviation) -> list[int]:
         """Runs one prompt. Returns the most likely token at each place of ``Case.asked``."""
@@ -112,9 +119,10 @@ class Tally:
         self.asked += len(best)
         self.agreed += int((best == full_best).sum())
         self.kl_sum += float(functional.kl_div(chances, prepared.chances, log_target=True, reduction="sum"))
-        for given, full_given in zip(_given(prepared.case, best), _given(prepared.case, full_best), strict=True):
-            self.right += full_given
-            self.lost += full_given and not given
+        case = prepared.case
+        for kind, given, full_given in zip(case.kinds, _given(case, best), _given(case, full_best), strict=True):
+            self.right[kind] += full_given
+            self.lost[kind] += full_given and not given
         said: list[int] = best.tolist()
         return said
 
@@ -125,17 +133,17 @@ class Tally:
             self.reused,
             self.agreed / max(1, self.asked),
             max(0.0, self.kl_sum / max(1, self.asked)),
-            self.lost / max(1, self.right),
+            max((self.lost[kind] / max(1, right) for kind, right in self.right.items()), default=0.0),
             self.computed / max(1, self.reused),
         )
 
     def is_lost(self, bounds: Bounds, cases: Sequence[Case]) -> bool:
         """True if the bounds cannot hold for all of ``cases`` any more, however the rest of them turns out."""
-        asked, answers = sum(len(each.asked) for each in cases), sum(len(each.answers) for each in cases)
+        asked, answers = sum(len(each.asked) for each in cases), Counter(kind for each in cases for kind in each.kinds)
         return (
             self.asked - self.agreed > (1 - bounds.agreement_min) * asked
             or self.kl_sum > bounds.kl_max * asked
-            or self.lost > bounds.answers_lost_max * answers
+            or any(lost > bounds.answers_lost_max * answers[kind] for kind, lost in self.lost.items())
         )
 
 

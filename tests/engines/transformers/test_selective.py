@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvstore.connectors.transformers.comparing import Case, Prepared, by_layer, prepare
+from kvstore.connectors.transformers.comparing import Case, Prepared, Tally, by_layer, prepare
 from kvstore.connectors.transformers.decoder import Decoder
 from kvstore.connectors.transformers.gate import UNMEASURED, candidates, choose, work
 from kvstore.connectors.transformers.selective import deviation
+from kvstore.connectors.transformers.splitting import Split
 from kvstore.errors import InvalidRequest
 from kvstore.segments import Bounds, Rule, Verdict
 from tests.engines.transformers.models import (
@@ -43,6 +44,9 @@ def plan(
 
 def case(seed: int = 1) -> Case:
     return Case(tuple(prompt(TOKENS, seed)[0].tolist()), SEGMENTS, ANSWERS)
+
+
+CASES = [case(seed) for seed in range(1, 12)]
 
 
 def prepared(model: Any) -> tuple[Decoder, Prepared]:
@@ -158,20 +162,21 @@ def test_the_cheapest_that_holds_is_chosen_and_no_dearer_one_is_tried() -> None:
     decoder = Decoder(llama())
     tries = [plan(ratios=(ratio,), kl_max=0.05) for ratio in (0.05, *[1.0] * 8, 0.9)]
     moved: list[int] = []
-    choice = choose(decoder, [case(1), case(2)], tries, tries[0].bounds, moved.append)
+    choice = choose(decoder, CASES, tries, tries[0].bounds, moved.append)
     assert choice.verdict.holds and choice.verdict.ratios == (1.0,)
-    assert choice.verdict is choice.tried[1]
     assert len(choice.tried) == sum(moved) == 8
-    assert choice.tried[0].measured.prompts == 1, "it is given up once it cannot hold"
-    assert choice.verdict.measured.prompts == 2 and choice.verdict.measured.tokens == 2 * REUSED
+    assert choice.tried[0].measured.prompts < 6, "it is given up once it cannot hold"
+    assert choice.tried[1].measured.prompts == choice.searched == 6
+    assert choice.verdict.measured.prompts == choice.held_out == 5
+    assert choice.verdict.measured.tokens == 5 * REUSED
     assert choice.verdict.measured.agreement == 1.0 and choice.verdict.measured.kl < 1e-6
     assert [each.relative("v") < 1e-4 for each in choice.layers] == [True] * 4
 
 
 def test_where_nothing_holds_the_nearest_is_named_and_does_not_hold() -> None:
     tries = [plan(check_layers=(0,), ratios=(ratio,)) for ratio in (0.0, 0.3)]
-    choice = choose(Decoder(llama()), [case()], tries, tries[0].bounds)
-    assert not choice.verdict.holds
+    choice = choose(Decoder(llama()), CASES, tries, tries[0].bounds)
+    assert not choice.verdict.holds and not choice.is_chosen
     assert choice.verdict.measured.kl == min(each.measured.kl for each in choice.tried)
 
 
@@ -187,4 +192,54 @@ def test_the_errors_of_each_layer_fall_where_rows_are_computed() -> None:
 
 def test_nothing_to_compare_is_an_error() -> None:
     with pytest.raises(InvalidRequest, match="nothing to compare"):
-        choose(Decoder(llama()), [], [plan()], Bounds())
+        choose(Decoder(llama()), CASES, [], Bounds())
+    with pytest.raises(InvalidRequest, match="9 prompts are too few: expected 10 or more"):
+        choose(Decoder(llama()), CASES[:9], [plan()], Bounds())
+
+
+def test_the_figures_of_a_choice_are_those_of_prompts_that_had_no_part_in_it() -> None:
+    decoder, everything = Decoder(llama()), plan(ratios=(1.0,))
+    choice = choose(decoder, CASES, [everything], everything.bounds)
+    alone = Tally(everything)
+    for each in Split.of(CASES).held_out:
+        alone.add(decoder, prepare(decoder, each))
+    assert choice.verdict.measured == alone.measured()
+
+
+def test_a_choice_that_does_not_hold_on_the_others_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything is recomputed while a rule is chosen, and nothing on the prompts that are held out."""
+    held_out = {each.ids for each in Split.of(CASES).held_out}
+    blended = Prepared.blended
+
+    def worse(self: Prepared, decoder: Decoder, verdict: Verdict, *score: Any) -> Any:
+        chosen = plan(check_layers=(0,), ratios=(0.0,)) if self.case.ids in held_out else verdict
+        return blended(self, decoder, chosen, *score)
+
+    monkeypatch.setattr(Prepared, "blended", worse)
+    choice = choose(Decoder(llama()), CASES, [plan(ratios=(1.0,))], Bounds())
+    assert choice.is_chosen and choice.tried[0].holds
+    assert not choice.verdict.holds
+
+
+def test_a_rule_is_chosen_only_if_it_leaves_half_of_what_the_bounds_allow() -> None:
+    decoder, half = Decoder(llama()), plan(ratios=(0.5,))
+    whole = Tally(half)
+    for each in Split.of(CASES).searched:
+        whole.add(decoder, prepare(decoder, each))
+    kl = whole.measured().kl
+    assert kl > 0
+    for kl_max, is_chosen in ((2.1 * kl, True), (1.9 * kl, False)):
+        bounds = Bounds(agreement_min=0.0, kl_max=kl_max, answers_lost_max=1.0)
+        choice = choose(decoder, CASES, [replace(half, bounds=bounds)], bounds)
+        assert choice.is_chosen is is_chosen
+
+
+def test_answers_are_lost_by_kind_of_question() -> None:
+    tally = Tally(plan())
+    tally.right.update({"easy": 98, "hard": 2})
+    tally.lost.update({"hard": 1})
+    assert tally.measured().answers_lost == 0.5
+    kinds = replace(case(), kinds=("easy", "hard"))
+    assert tally.is_lost(Bounds(agreement_min=0, answers_lost_max=0.02), [kinds] * 49)
+    tally.lost.update({"hard": -1, "easy": 1})
+    assert not tally.is_lost(Bounds(agreement_min=0, answers_lost_max=0.03), [kinds] * 49)

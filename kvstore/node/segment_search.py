@@ -1,0 +1,70 @@
+"""Finds the segments of a prompt in a node, within one deadline, and holds all of them with one hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvstore.errors import InvalidRequest
+from kvstore.namespace import Namespace
+from kvstore.node.asking import Settle, match_each, settled
+from kvstore.node.deadline import Deadline
+from kvstore.node.holds import Hold
+from kvstore.node.node import Node
+from kvstore.segments import finding
+from kvstore.segments.match import Match
+from kvstore.segments.search import Range, Search
+
+LISTING_SHARE = 0.5
+"""Share of the time that may be spent waiting for a first listing: the rest is for looking at chunks."""
+
+
+def find_segments(
+    node: Node, namespace: Namespace, search: Search, deadline_s: float, settle: Settle = settled
+) -> list[Match]:
+    """Returns the ranges of a prompt that are stored segments; fewer if the time runs out.
+
+    ``settle`` is that of ``match_each``. Raises InvalidRequest for a namespace that is not one of segments.
+    """
+    if not namespace.has_segments:
+        raise InvalidRequest(
+            f"namespace {namespace.name!r} has no segments: expected that of cache.segments(rope), with kv=segment"
+        )
+    deadline = Deadline(node.clock, deadline_s)
+    if search.starts is None:
+        index = node.segments.searched(namespace, LISTING_SHARE * deadline.left_s())
+    else:
+        index = node.segments.of(namespace)
+
+    def ask(ranges: Sequence[Range]) -> list[int]:
+        prompts = (search.tokens[start:end] for start, end in ranges)
+        counts = match_each(node, namespace, prompts, deadline.left_s(), settle)
+        return counts + [0] * (len(ranges) - len(counts))
+
+    return finding.find(search, namespace.layout.chunk_tokens, index, ask)
+
+
+def hold_segments(
+    node: Node,
+    namespace: Namespace,
+    search: Search,
+    ttl_s: float | None,
+    deadline_s: float,
+    settle: Settle = settled,
+) -> tuple[list[Match], Hold | None]:
+    """Finds segments and holds what it finds; no hold if it finds nothing. Raises Overloaded if too many are alive.
+
+    A collector deletes nothing that was condemned after a hold began, so one hold protects all. It is taken before
+    anybody looks (PROTOCOL.md, H2).
+    """
+    hold = node.holds.take(node.chains.of(namespace, np.empty(0, np.uint32)), ttl_s)
+    try:
+        matches = find_segments(node, namespace, search, deadline_s, settle)
+    except BaseException:
+        node.release(hold)
+        raise
+    if not matches:
+        node.release(hold)
+        return [], None
+    return matches, hold
