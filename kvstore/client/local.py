@@ -21,6 +21,7 @@ from kvstore.node.holds import Hold
 from kvstore.node.member import Member
 from kvstore.node.moves import Act, Level, Move
 from kvstore.node.node import Node
+from kvstore.node.wanted import keyed
 from kvstore.progress import Progress
 from kvstore.results import Cleared, LayerMemory, PinRecord, PutResult
 from kvstore.sections import Sections
@@ -109,11 +110,27 @@ class LocalBlockHold:
         self._node.release(self._hold)
 
 
+class LocalBranches:
+    """Abandoned branches of the node in this process."""
+
+    def __init__(self, store: OpenMember) -> None:
+        self._store = store
+
+    def supersede(self, namespace: Namespace, tokens: TokenArray, first: int, unused_s: float) -> None:
+        with self._store as member:
+            member.node.reads.superseded(member.node.chains.of(namespace, tokens), first, unused_s)
+
+    def supersede_blocks(self, namespace: Namespace, keys: Sequence[bytes], unused_s: float) -> None:
+        with self._store as member:
+            member.node.reads.superseded(keyed(namespace, keys, ()), 0, unused_s)
+
+
 class LocalPort:
     """The port to a node in this process, in a cluster or alone."""
 
     def __init__(self, member: Member) -> None:
         self._store = OpenMember(member)
+        self.branches = LocalBranches(self._store)
 
     @property
     def place(self) -> str:

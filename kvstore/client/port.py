@@ -63,6 +63,18 @@ class PortBlockHold(Protocol):
         ...
 
 
+class PortBranches(Protocol):
+    """Says which stored branches were abandoned. Each call returns before it is done, and does nothing twice."""
+
+    def supersede(self, namespace: Namespace, tokens: TokenArray, first: int, unused_s: float) -> None:
+        """Supersedes the chunks of a prompt from index ``first`` on, which was used last ``unused_s`` ago."""
+        ...
+
+    def supersede_blocks(self, namespace: Namespace, keys: Sequence[bytes], unused_s: float) -> None:
+        """Supersedes engine-hashed blocks, in the order of their prompt."""
+        ...
+
+
 class PortMove(Protocol):
     """A prefetch, move or release in progress."""
 
@@ -92,6 +104,8 @@ class PortMove(Protocol):
 
 class Port(Protocol):
     """Calls of a cache. Each returns or raises within its deadline; errors are those of ``kvstore.errors``."""
+
+    branches: PortBranches
 
     @property
     def place(self) -> str:

@@ -27,6 +27,7 @@ from kvstore.client.fetching import BlockFetch, ChunkFetch, Fetch
 from kvstore.client.limits import ClientLimits
 from kvstore.client.putting import put_over_grpc, put_past_grpc
 from kvstore.client.remote_blocks import RemoteBlockHold, RemoteBlocks
+from kvstore.client.remote_branches import RemoteBranches
 from kvstore.client.remote_hold import RemoteHold
 from kvstore.client.remote_move import RemoteMove, Slots, move_message
 from kvstore.client.renewing import Renewing
@@ -130,7 +131,7 @@ class RemotePort:
         self._caller = Caller(self.endpoints, counters, clock)
         watch, lanes = Watch(clock, "kvstore-client-watch"), FileLanes(clock)
         self._tools = Tools(self._caller, counters, limits, watch, lanes, Renewing(clock), write)
-        self._blocks = RemoteBlocks(self._tools)
+        self._blocks, self.branches = RemoteBlocks(self._tools), RemoteBranches(self._tools)
         self._moves = Slots()
         self.parts = ExitStack()
         """What is closed with the port, last first; it does not refer to the port."""
@@ -258,8 +259,7 @@ class RemotePort:
         return pin_of(pb.PinResponse.FromString(answer).pin)
 
     def unpin(self, pin_id: str) -> bool:
-        request = sealed(pb.UnpinRequest(id=pin_id))
-        answer = self._caller.unary("Unpin", request, self.limits.pin_s, even_aside=True)
+        answer = self._caller.unary("Unpin", sealed(pb.UnpinRequest(id=pin_id)), self.limits.pin_s, even_aside=True)
         return pb.UnpinResponse.FromString(answer).found
 
     def pins(self) -> list[PinRecord]:
@@ -267,8 +267,8 @@ class RemotePort:
         return [pin_of(pb.ListPinsResponse.FromString(each).pin) for each in raw]
 
     def refcount(self, namespace: Namespace, tokens: TokenArray) -> int:
-        packed = pack_tokens(_full_chunks(namespace, tokens))
-        request = sealed(pb.CountRefsRequest(namespace=namespace.digest, tokens=packed))
+        chunks = _full_chunks(namespace, tokens)
+        request = sealed(pb.CountRefsRequest(namespace=namespace.digest, tokens=pack_tokens(chunks)))
         answer = self._reopening(
             namespace, lambda: self._caller.unary("CountRefs", request, self.limits.pin_s, even_aside=True)
         )
