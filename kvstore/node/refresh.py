@@ -142,7 +142,7 @@ class Refresher:
         as well, and so are those before it: a parent keeps at least the worth of its child. Each is marked right after
         the look at it, since a renewal in between would be lost until the next one.
         """
-        chunks, latest_s = self._chunks, branch.left_s
+        chunks, latest_s, is_last = self._chunks, branch.left_s, True
         for place in reversed(range(len(branch.addresses))):
             name = chunks.name(branch.addresses[place], branch.namespace)
             stat = chunks.root.stat(name)
@@ -151,7 +151,7 @@ class Refresher:
             was = decode(stat.mtime_ns, chunks.quantum_s)
             if was.last_use_s > latest_s:
                 return
-            latest_s = was.last_use_s if place + 1 == len(branch.addresses) else latest_s
+            latest_s, is_last = was.last_use_s if is_last else latest_s, False
             depth = was.depth if branch.depths is None else branch.depths[place]
             stamp = superseded_ns(stat.mtime_ns, chunks.quantum_s, depth)
             if stamp is not None and chunks.root.touch(name, stamp):
