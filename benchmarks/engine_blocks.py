@@ -5,8 +5,9 @@
 Replays traces of blocks (as ``benchmarks.policies``), and one of agents: 43 turns each, with forks. An engine has an
 LRU of its own and asks the store for the rest of a prompt. Hypothesis: with a block's place in its prompt in its stamp,
 and look-ups of whole prompts that count as uses, collection in sweeps finds at least 97 % of what an LRU over chains
-does that evicts block by block, and keeps no block whose first ones are gone. The figures are counted: the same on
-every machine.
+does that evicts block by block, and keeps no block whose first ones are gone. Second: agents whose forks are superseded
+once the agent returns to what it forked from find more; if each request superseded what it left, they would find less.
+The figures are counted: the same on every machine.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import numpy as np
 from benchmarks.caches import QUANTUM_S, Blocks, Column, Lru
 from benchmarks.policies import SWEPT, Replay, read
 from benchmarks.result import Cell, Table, markdown
+from kvstore.connectors.sessions import Branch, Sessions
 from kvstore.errors import InvalidRequest
 from kvstore.hints import PRIORITY_DEFAULT
 from kvstore.recency import USES_MAX
@@ -41,6 +43,9 @@ COLUMNS = (
     "of LRU %",
     "unreachable blocks",
     "neither: unreachable blocks",
+    "and abandoned branches first: hits %",
+    "of LRU %",
+    "all that is left first: hits %",
 )
 
 
@@ -56,6 +61,7 @@ class Swept:
         self._present = np.zeros(len(blocks), np.bool_)
         self._last_s = np.zeros(len(blocks), np.int64)
         self._uses = np.zeros(len(blocks), np.int64)
+        self._superseded = np.zeros(len(blocks), np.int64)
         self._ties = np.random.default_rng(0).integers(0, 1 << 20, len(blocks))
         self.unreachable = 0
         """The most kept blocks, after a sweep, that have an ancestor which is not kept."""
@@ -72,11 +78,16 @@ class Swept:
         new = chain[~present]
         if len(new):
             new = new[: max(0, self._capacity - int(self._present.sum()))]
-            self._present[new], self._last_s[new], self._uses[new] = True, quantum_s, 0
+            self._present[new], self._last_s[new], self._uses[new], self._superseded[new] = True, quantum_s, 0, 0
             self._sweep(now_s)
         return stop - resident
 
+    def supersede(self, blocks: Column) -> None:
+        """Lets blocks of an abandoned branch go first, until their next use."""
+        self._superseded[blocks], self._uses[blocks] = 1, 0
+
     def _use(self, blocks: Column, quantum_s: int) -> None:
+        self._superseded[blocks] = 0
         stale = blocks[self._last_s[blocks] < quantum_s]
         self._uses[stale] = np.minimum(self._uses[stale] + 1, USES_MAX)
         self._last_s[stale] = quantum_s
@@ -87,7 +98,8 @@ class Swept:
         if len(there) <= SWEPT["high"] * self._capacity or excess <= 0:
             return
         none = np.zeros(len(there), np.int64)
-        uses = Uses(self._last_s[there], self._depths[there], self._uses[there], self._priorities[there], none)
+        columns = (self._last_s, self._depths, self._uses, self._priorities)
+        uses = Uses(*(each[there] for each in columns), ttl_s=none, superseded=self._superseded[there])
         worth = ranks(uses, self._ties[there], now_s, Order.USES)
         self._present[there[np.argpartition(worth, excess - 1)[:excess]]] = False
         reachable = np.zeros(len(self._present), np.bool_)
@@ -105,14 +117,23 @@ class Found:
     unreachable: int = 0
 
 
-def swept(replay: Replay, capacity: int, engine_blocks: int, *, is_chained: bool) -> Found:
-    """Replays through an engine and a store that is collected."""
+def swept(
+    replay: Replay, capacity: int, engine_blocks: int, *, is_chained: bool, sessions: bool = False, leaves: bool = False
+) -> Found:
+    """Replays through an engine and a store that is collected.
+
+    ``sessions``: the engine supersedes what sessions have abandoned; ``leaves``: all else of the session of a request.
+    """
     engine = Lru(replay.blocks, engine_blocks)
     store = Swept(replay.blocks, capacity, has_depths=is_chained, renews_looked_up=is_chained)
-    found = 0
-    for now_s, chain in zip(replay.times_s, replay.chains, strict=True):
+    known, names, found = Sessions(), replay.sessions if sessions else None, 0
+    for at, (now_s, chain) in enumerate(zip(replay.times_s, replay.chains, strict=True)):
         resident = engine.request(now_s, chain)
         found += resident + store.request(now_s, chain, resident)
+        if names is not None:
+            branch = Branch(chain.tolist(), len(chain), now_s)
+            for each in known.ended(names[at], branch, True if leaves else None):
+                store.supersede(np.array(each.names[each.first :], np.int64))
     return Found(found / sum(map(len, replay.chains)), store.unreachable)
 
 
@@ -145,7 +166,7 @@ def agents(seed: int = 1, fork_priority: int = PRIORITY_DEFAULT) -> Replay:
         return chain
 
     systems = [grown([], SYSTEM_BLOCKS) for _ in range(SYSTEMS)]
-    timed: list[tuple[float, list[int]]] = []
+    timed: list[tuple[float, list[int], str]] = []
     for agent in range(AGENTS):
         now_s = float(chance.uniform(0, 3600))
         states = [systems[agent % SYSTEMS]]
@@ -153,18 +174,19 @@ def agents(seed: int = 1, fork_priority: int = PRIORITY_DEFAULT) -> Replay:
         while len(states) < turns:
             now_s += float(chance.exponential(40.0))
             states.append(grown(states[-1], int(chance.integers(1, 9))))
-            timed.append((now_s, states[-1]))
+            timed.append((now_s, states[-1], f"agent {agent}"))
             if chance.random() < FORK_CHANCE:
                 branch = states[int(chance.integers(len(states)))]
                 for _ in range(FORK_TURNS):
                     now_s += float(chance.exponential(15.0))
                     branch = grown(branch, int(chance.integers(1, 5)), fork_priority)
-                    timed.append((now_s, branch))
+                    timed.append((now_s, branch, f"agent {agent}"))
     timed.sort(key=lambda one: one[0])
     blocks = Blocks(np.array(parents), np.array(depths), np.array(priorities))
-    chains = [np.array(chain, np.int64) for _, chain in timed]
+    chains = [np.array(chain, np.int64) for _, chain, _ in timed]
     title = "agents" if fork_priority == PRIORITY_DEFAULT else f"agents, forks of priority {fork_priority}"
-    return Replay(title, blocks, [now_s for now_s, _ in timed], chains, sum(map(len, chains)))
+    times_s, sessions = [now_s for now_s, _, _ in timed], [session for _, _, session in timed]
+    return Replay(title, blocks, times_s, chains, sum(map(len, chains)), sessions)
 
 
 def rows(replay: Replay, capacities: Sequence[float], engine_share: float) -> list[list[Cell]]:
@@ -177,8 +199,16 @@ def rows(replay: Replay, capacities: Sequence[float], engine_share: float) -> li
         chained, plain = (swept(replay, capacity, engine_blocks, is_chained=which) for which in (True, False))
         figures = [f"{100 * best.hits:.1f}"]
         for each in (chained, plain):
-            figures += [f"{100 * each.hits:.1f}", f"{100 * each.hits / best.hits:.1f}" if best.hits else "-"]
-        made.append([replay.title, 100 * share, *figures, chained.unreachable, plain.unreachable])
+            figures += [f"{100 * each.hits:.2f}", f"{100 * each.hits / best.hits:.1f}" if best.hits else "-"]
+        row: list[Cell] = [replay.title, 100 * share, *figures, chained.unreachable, plain.unreachable]
+        if replay.sessions is None:
+            made.append([*row, None, None, None])
+            continue
+        guessed, told = (
+            swept(replay, capacity, engine_blocks, is_chained=True, sessions=True, leaves=leaves).hits
+            for leaves in (False, True)
+        )
+        made.append([*row, f"{100 * guessed:.2f}", f"{100 * guessed / best.hits:.1f}", f"{100 * told:.2f}"])
     return made
 
 

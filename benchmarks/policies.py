@@ -45,6 +45,8 @@ class Replay:
     times_s: list[float]
     chains: list[Column]
     tokens: int
+    sessions: list[str] | None = None
+    """The session of each prompt, if the trace has any."""
 
 
 @dataclass(frozen=True)

@@ -90,6 +90,7 @@ class NodeCount(Count):
     RECODED_SAVED_BYTES = "bytes by which these became smaller"
     REFRESHED = "chunks whose recency was renewed, or hints raised"
     REFRESH_DROPPED = "renewals dropped because the queue was full or the root refused"
+    SUPERSEDED = "chunks of abandoned branches that now go first"
     PUT_FAILED = "puts that ended with an error"
     PUT_REFUSED_FULL = "puts refused because the root is full, as a collector says, or larger than its bound"
     PUT_REFUSED_UNCOUNTED = "puts refused until a collector has counted what this node wrote"

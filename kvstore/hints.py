@@ -6,6 +6,7 @@ what garbage collection takes first; they protect nothing (that is what pins are
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -72,6 +73,13 @@ PRESETS: Mapping[str, Hints] = MappingProxyType(
         "batch": Hints(priority=10, ttl_s=1_800),
     }
 )
+
+
+def checked_unused_s(unused: float) -> float:
+    """Returns the seconds since a caller's last use of an abandoned branch. Raises InvalidRequest."""
+    if isinstance(unused, bool) or not isinstance(unused, int | float) or not 0 <= unused < math.inf:
+        raise InvalidRequest(f"unused={unused!r}: expected seconds since your last use of the branch, 0 or more")
+    return float(unused)
 
 
 def _checked_priority(priority: SupportsIndex) -> int:

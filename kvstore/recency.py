@@ -1,8 +1,8 @@
 """Recency without etcd and without atime: the code in a chunk's mtime, and when a reader renews it.
 
-A stamp is the start of the current *quantum* (60 s by default) plus one second, minus three microseconds per chunk of
-depth in its chain, plus a code of less than three microseconds for uses and hints.  From that follow the properties
-that garbage collection relies on:
+A stamp is the start of the current *quantum* (60 s by default) plus one second, minus four microseconds per chunk of
+depth in its chain, plus a code of less than four microseconds for uses and hints.  From that follow the properties that
+garbage collection relies on:
 
 * Readers renew a chunk at most once per quantum (rate limit, without remembering who did).
 * A reader that renews a chunk renews its ancestors first, to the same quantum, so a chunk is never staler than its
@@ -10,6 +10,8 @@ that garbage collection relies on:
 * Among chunks of one quantum a child is strictly staler than its parent, so that LRU order takes leaves first.
 * Uses and hints of a chunk are known without opening its file.
 * The code grows with each of uses, priority and ttl, so that raising one never lowers an mtime.
+* A chunk of an abandoned branch is *superseded*: it has no uses, keeps its hints, and its code is below all others. Its
+  stamp is of the quantum before that of its last use, so it is never fresh: the next use takes it back.
 
 A file system that keeps mtime in whole seconds loses all but the first two: hints read as the default there.
 """
@@ -24,8 +26,8 @@ import numpy.typing as npt
 from kvstore.hints import DEFAULT, LEAST, PRIORITY_MAX, TTL_CLASSES_S, Hints
 
 NS_PER_S = 1_000_000_000
-DEPTH_STEP_NS = 3_000
-DEPTH_MAX = 333_332
+DEPTH_STEP_NS = 4_000
+DEPTH_MAX = 249_999
 """The greatest depth that fits into one second, so that no two quanta overlap. Deeper chunks get its stamp."""
 AHEAD_MAX_S = 86_400.0
 """No clock is further ahead than this."""
@@ -51,11 +53,17 @@ class Recency:
     """The number of quanta after its publication in which it was used; ``USES_MAX`` means that many or more."""
     priority: int
     ttl_s: int | None
+    is_superseded: bool = False
+    """True if its branch was abandoned, and nobody has used it since."""
 
     @property
     def hints(self) -> Hints:
         """The hints of its writers."""
         return Hints(self.priority, self.ttl_s)
+
+    def covers(self, hints: Hints) -> bool:
+        """True if a put with ``hints`` that finds the chunk raises nothing."""
+        return not self.is_superseded and self.hints.covers(hints)
 
 
 def quantum_of(now_s: float, quantum_s: int) -> int:
@@ -65,8 +73,7 @@ def quantum_of(now_s: float, quantum_s: int) -> int:
 
 def stamp_ns(quantum_start_s: int, depth: int, hints: Hints = DEFAULT, uses: int = 0) -> int:
     """The mtime of a chunk at ``depth`` in its chain (0 is the first), used in that quantum; nanoseconds."""
-    code = _spread(_number(hints, uses) - _DEFAULT_NUMBER)
-    return (quantum_start_s + 1) * NS_PER_S - min(depth, DEPTH_MAX) * DEPTH_STEP_NS + code
+    return _stamp_ns(quantum_start_s, depth, _spread(_number(hints, uses) - _DEFAULT_NUMBER))
 
 
 def stamps_ns(quantum_start_s: int, depths: npt.NDArray[np.int64], hints: Hints = DEFAULT) -> npt.NDArray[np.int64]:
@@ -86,22 +93,24 @@ def decode(mtime_ns: int, quantum_s: int) -> Recency:
         below = (quantum_start_s + 1) * NS_PER_S - mtime_ns
         depth = (below + _CODE_MAX) // DEPTH_STEP_NS
         number = _gathered(depth * DEPTH_STEP_NS - below) + _DEFAULT_NUMBER
-        if depth <= DEPTH_MAX and 0 <= number < _NUMBERS:
-            rest, ttl = divmod(number, len(_TTLS))
-            priority, uses = divmod(rest, USES_MAX + 1)
-            return Recency(quantum_start_s, depth, uses, priority, _TTLS[ttl])
+        if depth <= DEPTH_MAX and -_SUPERSEDED_NUMBERS <= number < _NUMBERS:
+            is_superseded = number < 0
+            rest, ttl = divmod(number + _SUPERSEDED_NUMBERS if is_superseded else number, len(_TTLS))
+            priority, uses = (rest, 0) if is_superseded else divmod(rest, USES_MAX + 1)
+            last_use_s = quantum_start_s + quantum_s if is_superseded else quantum_start_s
+            return Recency(last_use_s, depth, uses, priority, _TTLS[ttl], is_superseded)
     return Recency(mtime_ns // NS_PER_S // quantum_s * quantum_s, 0, 0, DEFAULT.priority, DEFAULT.ttl_s)
 
 
 def cover(mtimes_ns: npt.NDArray[np.int64], quantum_s: int, hints: Hints) -> npt.NDArray[np.bool_]:
-    """For each mtime, whether its hints, as ``decode`` gives them, cover ``hints``."""
+    """For each mtime, whether a put with ``hints`` leaves it as it is (``Recency.covers``)."""
     starts_s = (mtimes_ns - _CODE_MAX - 1) // NS_PER_S
     below = (starts_s + 1) * NS_PER_S - mtimes_ns
     depths = (below + _CODE_MAX) // DEPTH_STEP_NS
     # Stamps with one code have the same hints; an mtime that is not a stamp has the default ones.
     codes = np.where((starts_s % quantum_s == 0) & (depths <= DEPTH_MAX), depths * DEPTH_STEP_NS - below, 0)
     _, first, place = np.unique(codes, return_index=True, return_inverse=True)
-    each = [decode(mtime_ns, quantum_s).hints.covers(hints) for mtime_ns in mtimes_ns[first].tolist()]
+    each = [decode(mtime_ns, quantum_s).covers(hints) for mtime_ns in mtimes_ns[first].tolist()]
     return np.array(each, np.bool_)[place.reshape(-1)]
 
 
@@ -110,17 +119,28 @@ def renewed_ns(
 ) -> int | None:
     """The mtime that a chunk gets when it is used, or None if it stays.
 
-    Counts one more use if this is the first in this quantum, and raises hints to ``least``; never an earlier time.
+    Counts one more use if this is the first in this quantum, raises hints to ``least``, and takes a superseded chunk
+    back; never an earlier time.
     """
     was = decode(mtime_ns, quantum_s)
     hints = was.hints.raised_to(least)
     if not is_fresh(mtime_ns, quantum_start_s):
         return stamp_ns(quantum_start_s, depth, hints, max(min(was.uses + 1, USES_MAX), uses_least))
     uses = max(was.uses, uses_least)
-    if (hints, uses) == (was.hints, was.uses):
+    if (hints, uses) == (was.hints, was.uses) and not was.is_superseded:
         return None
     stamp = stamp_ns(was.last_use_s, depth, hints, uses)
     return stamp if stamp > mtime_ns else None
+
+
+def superseded_ns(mtime_ns: int, quantum_s: int, depth: int) -> int | None:
+    """The mtime of a chunk once its branch was abandoned, or None if it is superseded already.
+
+    It keeps its last use and its hints, and loses its uses; never a later time.
+    """
+    was = decode(mtime_ns, quantum_s)
+    code = _spread(_superseded_number(was.hints) - _DEFAULT_NUMBER)
+    return None if was.is_superseded else _stamp_ns(was.last_use_s - quantum_s, depth, code)
 
 
 def is_coarse(mtime_ns: int) -> bool:
@@ -128,9 +148,18 @@ def is_coarse(mtime_ns: int) -> bool:
     return mtime_ns % _COARSE_NS == 0
 
 
+def _stamp_ns(quantum_start_s: int, depth: int, code: int) -> int:
+    return (quantum_start_s + 1) * NS_PER_S - min(depth, DEPTH_MAX) * DEPTH_STEP_NS + code
+
+
 def _number(hints: Hints, uses: int) -> int:
-    """Priority, uses and ttl as one number, which grows with each of them."""
+    """Priority, uses and ttl as one number from 0 on, which grows with each of them."""
     return (hints.priority * (USES_MAX + 1) + uses) * len(_TTLS) + _TTLS.index(hints.ttl_s)
+
+
+def _superseded_number(hints: Hints) -> int:
+    """Priority and ttl of a superseded chunk as one number below 0, which grows with both of them."""
+    return hints.priority * len(_TTLS) + _TTLS.index(hints.ttl_s) - _SUPERSEDED_NUMBERS
 
 
 def _spread(offset: int) -> int:
@@ -148,10 +177,12 @@ def _gathered(code: int) -> int:
 
 
 _NUMBERS = (PRIORITY_MAX + 1) * (USES_MAX + 1) * len(_TTLS)
+_SUPERSEDED_NUMBERS = (PRIORITY_MAX + 1) * len(_TTLS)
 _DEFAULT_NUMBER = _number(DEFAULT, 0)
-_CODE_MIN = _spread(-_DEFAULT_NUMBER)
+_CODE_MIN = _spread(-_SUPERSEDED_NUMBERS - _DEFAULT_NUMBER)
 _CODE_MAX = _spread(_NUMBERS - 1 - _DEFAULT_NUMBER)
 assert _CODE_MAX - _CODE_MIN < DEPTH_STEP_NS, "a chunk would be as fresh as its parent"
+assert DEPTH_MAX * DEPTH_STEP_NS - _CODE_MIN < NS_PER_S, "a stamp would lie before its quantum"
 
 
 def was_never_stamped(mtime_ns: int, now_s: float) -> bool:

@@ -35,6 +35,7 @@ class BlockCache(Twin[blocks.BlockCache]):
     match = awaited(blocks.BlockCache.match)
     present = awaited(blocks.BlockCache.present)
     get = awaited(blocks.BlockCache.get)
+    supersede = awaited(blocks.BlockCache.supersede)
 
     async def plan(
         self,

@@ -115,6 +115,7 @@ class Cache(Twin[cache.Cache]):
     put = awaited(cache.Cache.put)
     match = awaited(cache.Cache.match)
     refcount = awaited(cache.Cache.refcount)
+    supersede = awaited(cache.Cache.supersede)
     clear = awaited(cache.Cache.clear)
 
     @overload

@@ -15,7 +15,7 @@ from kvstore.client.planning import Plan, plan_keys
 from kvstore.client.port import Port, PortBlockHold
 from kvstore.errors import InvalidRequest, WrongSize
 from kvstore.format.descent import DESCENT_BYTES_MAX, Ancestry, Descent
-from kvstore.hints import Hints
+from kvstore.hints import Hints, checked_unused_s
 from kvstore.namespace import Namespace
 from kvstore.wire.limits import BLOCK_BYTES_MAX, BLOCKS_MAX, DESCENTS_BYTES_MAX
 from kvstore.writes import WriteMode
@@ -121,6 +121,17 @@ class BlockCache:
                     f"buffer of {size_bytes} bytes",
                     hits,
                 )
+
+    def supersede(self, keys: Sequence[bytes], *, unused: float = 0.0) -> None:
+        """Says that these blocks are the end of an abandoned branch: they go first, until they are used again.
+
+        ``keys`` are in the order of their prompt, without those that other prompts go on from. ``unused`` is how many
+        seconds ago you used them last: what anybody used later stays as it is, and so does what lies before it. Deletes
+        and protects nothing. Returns before it is done. Raises Unavailable if no worker answers.
+        """
+        checked, unused_s = _checked_keys(keys), checked_unused_s(unused)
+        with tracing.span("kvstore.supersede_blocks", blocks=len(checked)):
+            self._port.branches.supersede_blocks(self._namespace, checked, unused_s)
 
     def plan(
         self,

@@ -17,7 +17,7 @@ from kvstore.client.port import Port, PortHold
 from kvstore.client.segments import CHUNK_TOKENS, Segments
 from kvstore.client.tickets import Ticket
 from kvstore.errors import InvalidRequest
-from kvstore.hints import Hints
+from kvstore.hints import Hints, checked_unused_s
 from kvstore.namespace import Namespace
 from kvstore.node.moves import Act, Level
 from kvstore.results import Cleared, LayerMemory, PinRecord, PutResult
@@ -182,6 +182,21 @@ class Cache:
         Nothing is lost, and the next use ends the mark. The ticket counts chunks in memory and on the disk.
         """
         return self._begin(tokens, Act.RELEASE, Level.MEMORY)
+
+    def supersede(self, tokens: Tokens, kept: int, *, unused: float = 0.0) -> None:
+        """Says that ``tokens`` is an abandoned branch behind its first ``kept`` tokens: that part goes first.
+
+        Give all of the branch. Chunks that hold one of the ``kept`` tokens stay as they are. ``unused`` is how many
+        seconds ago you used the branch last: a chunk that anybody used later stays as it is, and so do those before it.
+        The next use of a chunk ends it. Deletes and protects nothing, and leaves hints as they are. Returns before it
+        is done. Raises Unavailable if no worker answers.
+        """
+        ids, unused_s = token_array(tokens), checked_unused_s(unused)
+        if not isinstance(kept, int | np.integer) or not 0 <= kept <= len(ids):
+            raise InvalidRequest(f"kept={kept!r}: expected 0 to {len(ids)} tokens, those that other prompts go on from")
+        first = -(-int(kept) // self.layout.chunk_tokens)
+        with tracing.span("kvstore.supersede", tokens=len(ids)):
+            self._port.branches.supersede(self.namespace, ids, first, unused_s)
 
     def plan(
         self,

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvstore.buffers import Pieces
 from kvstore.census.selection import Selection
-from kvstore.client.port import PortSegments
+from kvstore.client.port import PortBranches, PortSegments
 from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError, StoreClosed
 from kvstore.format.descent import Ancestry
 from kvstore.hints import Hints
@@ -23,6 +23,7 @@ from kvstore.node.member import Member
 from kvstore.node.moves import Act, Level, Move
 from kvstore.node.node import Node
 from kvstore.node.segment_search import find_segments, hold_segments
+from kvstore.node.wanted import keyed
 from kvstore.progress import Progress
 from kvstore.results import Cleared, LayerMemory, PinRecord, PutResult
 from kvstore.sections import Sections
@@ -141,12 +142,28 @@ class LocalSegments:
             return matches, None if hold is None else LocalGuard(node, hold)
 
 
+class LocalBranches:
+    """Abandoned branches of the node in this process."""
+
+    def __init__(self, store: OpenMember) -> None:
+        self._store = store
+
+    def supersede(self, namespace: Namespace, tokens: TokenArray, first: int, unused_s: float) -> None:
+        with self._store as member:
+            member.node.reads.superseded(member.node.chains.of(namespace, tokens), first, unused_s)
+
+    def supersede_blocks(self, namespace: Namespace, keys: Sequence[bytes], unused_s: float) -> None:
+        with self._store as member:
+            member.node.reads.superseded(keyed(namespace, keys, ()), 0, unused_s)
+
+
 class LocalPort:
     """The port to a node in this process, in a cluster or alone."""
 
     def __init__(self, member: Member) -> None:
         self._store = OpenMember(member)
         self.segments: PortSegments = LocalSegments(self._store)
+        self.branches: PortBranches = LocalBranches(self._store)
 
     @property
     def place(self) -> str:

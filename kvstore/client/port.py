@@ -74,6 +74,18 @@ class PortBlockHold(Protocol):
         ...
 
 
+class PortBranches(Protocol):
+    """Says which stored branches were abandoned. Each call returns before it is done, and does nothing twice."""
+
+    def supersede(self, namespace: Namespace, tokens: TokenArray, first: int, unused_s: float) -> None:
+        """Supersedes the chunks of a prompt from index ``first`` on, which was used last ``unused_s`` ago."""
+        ...
+
+    def supersede_blocks(self, namespace: Namespace, keys: Sequence[bytes], unused_s: float) -> None:
+        """Supersedes engine-hashed blocks, in the order of their prompt."""
+        ...
+
+
 class PortMove(Protocol):
     """A prefetch, move or release in progress."""
 
@@ -118,6 +130,7 @@ class Port(Protocol):
 
     segments: PortSegments
     """The searches for segments."""
+    branches: PortBranches
 
     @property
     def place(self) -> str:

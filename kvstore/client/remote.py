@@ -24,9 +24,10 @@ from kvstore.client.endpoint import Endpoint, check_address
 from kvstore.client.endpoints import Endpoints
 from kvstore.client.fetching import BlockFetch, ChunkFetch, Fetch
 from kvstore.client.limits import ClientLimits
-from kvstore.client.port import PortSegments
+from kvstore.client.port import PortBranches, PortSegments
 from kvstore.client.putting import put_over_grpc, put_past_grpc
 from kvstore.client.remote_blocks import RemoteBlockHold, RemoteBlocks
+from kvstore.client.remote_branches import RemoteBranches
 from kvstore.client.remote_hold import RemoteHold
 from kvstore.client.remote_move import RemoteMove, Slots, move_message
 from kvstore.client.remote_segments import RemoteSegments
@@ -132,6 +133,7 @@ class RemotePort:
         self._tools = Tools(self._caller, counters, limits, watch, lanes, Renewing(clock), write, lookups)
         self._reopening = Reopening(self._tools)
         self._blocks = RemoteBlocks(self._tools)
+        self.branches: PortBranches = RemoteBranches(self._tools)
         self.segments: PortSegments = RemoteSegments(self._tools, self._reopening)
         self._moves = Slots()
         self.parts = ExitStack()
@@ -268,8 +270,7 @@ class RemotePort:
         return pin_of(pb.PinResponse.FromString(answer).pin)
 
     def unpin(self, pin_id: str) -> bool:
-        request = sealed(pb.UnpinRequest(id=pin_id))
-        answer = self._caller.unary("Unpin", request, self.limits.pin_s, even_aside=True)
+        answer = self._caller.unary("Unpin", sealed(pb.UnpinRequest(id=pin_id)), self.limits.pin_s, even_aside=True)
         return pb.UnpinResponse.FromString(answer).found
 
     def pins(self) -> list[PinRecord]:
@@ -277,8 +278,8 @@ class RemotePort:
         return [pin_of(pb.ListPinsResponse.FromString(each).pin) for each in raw]
 
     def refcount(self, namespace: Namespace, tokens: TokenArray) -> int:
-        packed = pack_tokens(_full_chunks(namespace, tokens))
-        request = sealed(pb.CountRefsRequest(namespace=namespace.digest, tokens=packed))
+        chunks = _full_chunks(namespace, tokens)
+        request = sealed(pb.CountRefsRequest(namespace=namespace.digest, tokens=pack_tokens(chunks)))
         answer = self._reopening(
             namespace, lambda: self._caller.unary("CountRefs", request, self.limits.pin_s, even_aside=True)
         )

@@ -80,9 +80,9 @@ class Chunks:
         self.quarantine = Quarantine(root, writer, known, counters, clock)
         self.runs = ChunkRuns(root, shard_bits, writer, known, counters, self.quantum, self.quarantine.unreadable)
 
-    def quantum(self) -> int:
-        """Returns the start of the current recency quantum."""
-        return quantum_of(self._clock.now_s(), self.quantum_s)
+    def quantum(self, ago_s: float = 0.0) -> int:
+        """Returns the start of the current recency quantum, or of that ``ago_s`` ago."""
+        return quantum_of(max(0.0, self._clock.now_s() - ago_s), self.quantum_s)
 
     def name(self, address: Address, namespace: NamespaceId) -> Name:
         """Returns the chunk's final name."""
@@ -111,8 +111,8 @@ class Chunks:
         return stat
 
     def lacks(self, stat: Stat, hints: Hints) -> bool:
-        """True if a put with ``hints`` has to raise the hints of a chunk that it found."""
-        return not recency.decode(stat.mtime_ns, self.quantum_s).hints.covers(hints)
+        """True if a put with ``hints`` has to raise the hints of a chunk that it found, or to take it back."""
+        return not recency.decode(stat.mtime_ns, self.quantum_s).covers(hints)
 
     def read(self, expected: Expected, sections: Pieces, borrowed: Borrowed) -> bool:
         """Reads and verifies a whole chunk into ``sections``; False is a miss, which leaves their content undefined.

@@ -2,7 +2,8 @@
 
 It has its own thread because renewal only advises garbage collection: it must cost a reader nothing, and a root that
 hangs must stop nothing else. A renewal costs two system calls, a look and a touch, or only the look if another node has
-renewed in this quantum. Chunks that this node knows to be renewed cost none.
+renewed in this quantum. Chunks that this node knows to be renewed cost none. The same thread marks abandoned branches,
+in the order in which it hears of them and of uses.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from kvstore.namespace import NamespaceId
 from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters
 from kvstore.node.wanted import Wanted
-from kvstore.recency import decode, is_coarse, renewed_ns
+from kvstore.recency import decode, is_coarse, renewed_ns, superseded_ns
 from kvstore.waiting import Monitor
 
 
@@ -34,6 +35,18 @@ class _Renewal:
     """The index of each block in its prompt, as far as the request says; None for a chain from its first chunk on."""
     hints: Hints
     lacking: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Branch:
+    """The chunks of an abandoned branch, parents first."""
+
+    namespace: NamespaceId
+    addresses: tuple[Address, ...]
+    depths: range | None
+    """The index of each chunk in its chain; None for blocks, whose stamps have it."""
+    left_s: int
+    """Start of the quantum in which it was left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +66,7 @@ class Refresher:
         self._counters = counters
         self._queue_max = queue_max
         self._changed = Monitor()
-        self._waiting: deque[_Renewal] = deque()
+        self._waiting: deque[_Renewal | _Branch] = deque()
         self._is_busy = False
         self._loop = Loop("kvstore-refresh", self._changed, self._next, drains=True)
         self._enabled = chunks.root.traits.touch
@@ -71,15 +84,23 @@ class Refresher:
         # Neither tokens nor keys are kept.
         depths = None if isinstance(wanted, Chain) else wanted.depths or range(len(wanted))
         renewal = _Renewal(wanted.namespace.id, tuple(wanted.addresses), depths, hints, lacking)
-        if not self._places(renewal, self._chunks.quantum()):
-            return
+        if self._places(renewal, self._chunks.quantum()):
+            self._queue(renewal)
+
+    def superseded(self, wanted: Wanted, first: int, left_s: int) -> None:
+        """Notes that nobody needs the chunks from ``first`` on since the quantum ``left_s``. Never blocks."""
+        if self._enabled and first < len(wanted) and not self._loop.closed:
+            depths = range(first, len(wanted)) if isinstance(wanted, Chain) else None
+            self._queue(_Branch(wanted.namespace.id, tuple(wanted.addresses[first:]), depths, left_s))
+
+    def _queue(self, noted: _Renewal | _Branch) -> None:
         with self._changed:
             is_full = len(self._waiting) + self._is_busy >= self._queue_max
             if not is_full:
-                self._waiting.append(renewal)
+                self._waiting.append(noted)
                 self._changed.notify_all()
         if is_full:
-            self._counters.add(NodeCount.REFRESH_DROPPED, len(wanted))
+            self._counters.add(NodeCount.REFRESH_DROPPED, len(noted.addresses))
 
     def renew(self, chain: Wanted, hints: Hints, lacking: frozenset[int]) -> None:
         """Renews the leading chunks of a chain on the calling lane, before a child of theirs gets a fresh stamp."""
@@ -105,11 +126,38 @@ class Refresher:
         self._changed.notify_all()  # for ``drain``
         return None
 
-    def _serve(self, renewal: _Renewal) -> None:
+    def _serve(self, noted: _Renewal | _Branch) -> None:
         try:
-            self._renew(renewal)
+            if isinstance(noted, _Branch):
+                self._supersede(noted)
+            else:
+                self._renew(noted)
         except KVStoreError:
             self._counters.add(NodeCount.REFRESH_DROPPED)
+
+    def _supersede(self, branch: _Branch) -> None:
+        """Marks a branch from its last chunk on, up to the first that somebody used apart from it.
+
+        The last chunk tells when all of the branch was used last. A chunk that was used later is one of another chain
+        as well, and so are those before it: a parent keeps at least the worth of its child. Each is marked right after
+        the look at it, since a renewal in between would be lost until the next one.
+        """
+        chunks, latest_s, is_last = self._chunks, branch.left_s, True
+        for place in reversed(range(len(branch.addresses))):
+            name = chunks.name(branch.addresses[place], branch.namespace)
+            stat = chunks.root.stat(name)
+            if stat is None:
+                continue
+            was = decode(stat.mtime_ns, chunks.quantum_s)
+            if was.last_use_s > latest_s:
+                return
+            latest_s, is_last = was.last_use_s if is_last else latest_s, False
+            depth = was.depth if branch.depths is None else branch.depths[place]
+            stamp = superseded_ns(stat.mtime_ns, chunks.quantum_s, depth)
+            if stamp is not None and chunks.root.touch(name, stamp):
+                # A use in this same quantum has to look at it again.
+                chunks.known.forget(branch.addresses[place])
+                self._counters.add(NodeCount.SUPERSEDED)
 
     def _places(self, renewal: _Renewal, quantum: int) -> list[int]:
         """Returns the positions of the chunks that need a look."""

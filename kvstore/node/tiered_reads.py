@@ -96,6 +96,14 @@ class TieredReads:
         """
         self._refresher.used(wanted)
 
+    def superseded(self, wanted: Wanted, first: int, unused_s: float) -> None:
+        """Notes that the chunks from ``first`` on are of an abandoned branch that its user left ``unused_s`` ago.
+
+        They go first on the root until somebody uses them again; memory and local disk go by their own uses. Returns at
+        once.
+        """
+        self._refresher.superseded(wanted, first, self._chunks.quantum(unused_s))
+
     def begin(self, wanted: Wanted, first: int, count: int, into: Sections, deadline: Deadline) -> Reading:
         """Begins to read ``count`` chunks from index ``first`` on into ``into(index)``. A miss ends a prompt."""
         stop_at_miss = isinstance(wanted, Chain)

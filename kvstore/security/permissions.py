@@ -64,6 +64,7 @@ PERMISSIONS: dict[str, Permission] = {
     "MatchBlocks": _READ,
     "GetBlocks": _READ,
     "Move": Permission(Role.WRITE, Scope.TENANT, audited=True),
+    "Supersede": _WRITE,
     "Clear": _STEER,
     "Stats": _LIST,
     "OpenBulk": _LIST,

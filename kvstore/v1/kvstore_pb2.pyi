@@ -435,6 +435,24 @@ class GetBlocksResponse(_message.Message):
     data: bytes
     def __init__(self, hits: _Optional[bytes] = ..., checksums: _Optional[bytes] = ..., data: _Optional[bytes] = ...) -> None: ...
 
+class SupersedeRequest(_message.Message):
+    __slots__ = ("namespace", "tokens", "keys", "first", "unused_s")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    UNUSED_S_FIELD_NUMBER: _ClassVar[int]
+    namespace: bytes
+    tokens: bytes
+    keys: bytes
+    first: int
+    unused_s: float
+    def __init__(self, namespace: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., first: _Optional[int] = ..., unused_s: _Optional[float] = ...) -> None: ...
+
+class SupersedeResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class MoveRequest(_message.Message):
     __slots__ = ("namespace", "tokens", "act", "tier")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]

@@ -119,6 +119,11 @@ class KVStoreStub(object):
                 request_serializer=kvstore_dot_v1_dot_kvstore__pb2.MoveRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1_dot_kvstore__pb2.MoveResponse.FromString,
                 _registered_method=True)
+        self.Supersede = channel.unary_unary(
+                '/kvstore.v1.KVStore/Supersede',
+                request_serializer=kvstore_dot_v1_dot_kvstore__pb2.SupersedeRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_kvstore__pb2.SupersedeResponse.FromString,
+                _registered_method=True)
         self.Clear = channel.unary_unary(
                 '/kvstore.v1.KVStore/Clear',
                 request_serializer=kvstore_dot_v1_dot_kvstore__pb2.ClearRequest.SerializeToString,
@@ -267,6 +272,14 @@ class KVStoreServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Supersede(self, request, context):
+        """Says that a branch of a prompt was abandoned: what only this branch used goes first where room is needed, until it is
+        used again.  Nothing is deleted or protected.  Answers before it is done.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Clear(self, request, context):
         """Deletes the chunks and blocks of a namespace, except pinned ones. May take minutes.
         """
@@ -376,6 +389,11 @@ def add_KVStoreServicer_to_server(servicer, server):
                     servicer.Move,
                     request_deserializer=kvstore_dot_v1_dot_kvstore__pb2.MoveRequest.FromString,
                     response_serializer=kvstore_dot_v1_dot_kvstore__pb2.MoveResponse.SerializeToString,
+            ),
+            'Supersede': grpc.unary_unary_rpc_method_handler(
+                    servicer.Supersede,
+                    request_deserializer=kvstore_dot_v1_dot_kvstore__pb2.SupersedeRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_kvstore__pb2.SupersedeResponse.SerializeToString,
             ),
             'Clear': grpc.unary_unary_rpc_method_handler(
                     servicer.Clear,
@@ -852,6 +870,33 @@ class KVStore(object):
             '/kvstore.v1.KVStore/Move',
             kvstore_dot_v1_dot_kvstore__pb2.MoveRequest.SerializeToString,
             kvstore_dot_v1_dot_kvstore__pb2.MoveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Supersede(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.KVStore/Supersede',
+            kvstore_dot_v1_dot_kvstore__pb2.SupersedeRequest.SerializeToString,
+            kvstore_dot_v1_dot_kvstore__pb2.SupersedeResponse.FromString,
             options,
             channel_credentials,
             insecure,

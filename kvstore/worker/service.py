@@ -10,10 +10,12 @@ import grpc
 from google.protobuf.message import Message
 
 from kvstore.errors import InvalidRequest
+from kvstore.hints import checked_unused_s
 from kvstore.node.asking import match_each
 from kvstore.node.counters import TierTimings
 from kvstore.node.deadline import Deadline
 from kvstore.node.member import Member
+from kvstore.node.wanted import Wanted, keyed
 from kvstore.root.interface import Space
 from kvstore.security.permissions import Role
 from kvstore.security.server import ServerSecurity
@@ -155,6 +157,7 @@ class Service:
                 "PutBlocks": stream_in("PutBlocks", self._putting.put_blocks),
                 "MatchBlocks": unary("MatchBlocks", pb.MatchBlocksRequest, self._getting.match_blocks),
                 "GetBlocks": many("GetBlocks", pb.GetBlocksRequest, self._getting.get_blocks),
+                "Supersede": unary("Supersede", pb.SupersedeRequest, self._supersede),
                 "Move": many("Move", pb.MoveRequest, self._moves.move),
                 "Clear": unary("Clear", pb.ClearRequest, self._clear),
                 "Stats": unary("Stats", pb.StatsRequest, self._stats, light=True),
@@ -205,6 +208,18 @@ class Service:
 
     def _find_segments(self, request: pb.FindSegmentsRequest, call: Call) -> Message:
         return self._segments.find(request, call, self._limits.hold_lease_s)
+
+    def _supersede(self, request: pb.SupersedeRequest, call: Call) -> Message:
+        unused_s = checked_unused_s(request.unused_s)
+        if request.keys and request.tokens:
+            raise InvalidRequest("a Supersede has both keys of blocks and tokens: expected one of them")
+        wanted: Wanted
+        if request.keys:
+            wanted = keyed(self.prompts.namespace(request.namespace, call), unpack_keys(request.keys), ())
+        else:
+            wanted = self.prompts.chain(request.namespace, request.tokens, call)
+        self._node.reads.superseded(wanted, request.first, unused_s)
+        return pb.SupersedeResponse()
 
     def _hold(self, request: pb.HoldRequest, call: Call) -> Message:
         if not request.ttl_s >= 0:

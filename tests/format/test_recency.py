@@ -24,6 +24,7 @@ from kvstore.recency import (
     quantum_of,
     renewed_ns,
     stamp_ns,
+    superseded_ns,
 )
 
 times = st.floats(0, 4e9, allow_nan=False)
@@ -96,26 +97,64 @@ def test_a_stamp_without_hints_is_that_of_a_chunk_with_the_default_ones(
     now_s: float, quantum_s: int, depth: int
 ) -> None:
     start = quantum_of(now_s, quantum_s)
-    assert stamp_ns(start, depth) == (start + 1) * NS_PER_S - 3000 * min(depth, DEPTH_MAX)
+    assert stamp_ns(start, depth) == (start + 1) * NS_PER_S - 4000 * min(depth, DEPTH_MAX)
 
 
 @given(mtimes, quanta)
 def test_any_mtime_decodes_and_to_a_quantum_that_it_is_fresh_in(mtime_ns: int, quantum_s: int) -> None:
     was = decode(mtime_ns, quantum_s)
     assert was.last_use_s % quantum_s == 0
-    assert is_fresh(mtime_ns, was.last_use_s)
+    assert is_fresh(mtime_ns, was.last_use_s) or was.is_superseded
     assert mtime_ns < (was.last_use_s + quantum_s) * NS_PER_S + DEPTH_STEP_NS
     assert 0 <= was.depth <= DEPTH_MAX and 0 <= was.uses <= USES_MAX
     assert Hints.of(was.priority, was.ttl_s) == was.hints
 
 
+@given(times, quanta, depths, hints, uses)
+def test_a_superseded_chunk_keeps_its_quantum_and_hints_and_loses_its_uses(
+    now_s: float, quantum_s: int, depth: int, said: Hints, used: int
+) -> None:
+    start = quantum_of(now_s, quantum_s)
+    stamp = superseded_ns(stamp_ns(start, depth, said, used), quantum_s, depth)
+    assert stamp is not None
+    was = decode(stamp, quantum_s)
+    assert was == Recency(start, min(depth, DEPTH_MAX), 0, said.priority, said.ttl_s, is_superseded=True)
+    assert not is_fresh(stamp, start), "who uses it looks at it"
+    assert not is_coarse(stamp)
+    assert superseded_ns(stamp, quantum_s, depth) is None, "once is enough"
+    assert not was.covers(LEAST), "a put that finds it takes it back"
+
+
+@given(times, quanta, st.integers(0, DEPTH_MAX - 1), hints, hints, uses)
+def test_a_superseded_child_is_staler_than_its_parent_superseded_or_not(
+    now_s: float, quantum_s: int, depth: int, parents: Hints, childs: Hints, used: int
+) -> None:
+    parent = stamp_ns(quantum_of(now_s, quantum_s), depth, parents, used)
+    child = stamp_ns(quantum_of(now_s, quantum_s), depth + 1, childs, used)
+    left, left_child = superseded_ns(parent, quantum_s, depth), superseded_ns(child, quantum_s, depth + 1)
+    assert left is not None and left_child is not None
+    assert left_child < left < parent and left_child < child
+
+
+@given(times, quanta, depths, hints, uses, st.booleans())
+def test_the_next_use_takes_a_superseded_chunk_back(
+    now_s: float, quantum_s: int, depth: int, said: Hints, used: int, later: bool
+) -> None:
+    start = quantum_of(now_s, quantum_s)
+    superseded = superseded_ns(stamp_ns(start, depth, said, used), quantum_s, depth)
+    assert superseded is not None
+    quantum = start + later * 2 * max(quantum_s, 2) // quantum_s * quantum_s
+    assert renewed_ns(superseded, quantum, quantum_s, depth) == stamp_ns(quantum, depth, said, 1)
+
+
 stamps = st.builds(stamp_ns, st.builds(quantum_of, times, st.just(60)), depths, hints, uses)
+branches = stamps.map(lambda stamp: superseded_ns(stamp, 60, decode(stamp, 60).depth) or stamp)
 
 
-@given(st.lists(st.one_of(stamps, stamps.map(lambda stamp: stamp + 1), mtimes), max_size=20), hints)
+@given(st.lists(st.one_of(stamps, branches, stamps.map(lambda stamp: stamp + 1), mtimes), max_size=20), hints)
 def test_many_mtimes_cover_hints_as_each_of_them_does(mtimes_ns: list[int], wanted: Hints) -> None:
     found = cover(np.array(mtimes_ns, np.int64), 60, wanted)
-    assert found.tolist() == [decode(mtime_ns, 60).hints.covers(wanted) for mtime_ns in mtimes_ns]
+    assert found.tolist() == [decode(mtime_ns, 60).covers(wanted) for mtime_ns in mtimes_ns]
 
 
 @given(times, st.integers(2, 3600), st.integers(2 * NS_PER_S, 3600 * NS_PER_S))

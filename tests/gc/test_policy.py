@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.hints import TTL_CLASSES_S, Hints
-from kvstore.recency import DEPTH_MAX, NS_PER_S, decode, stamp_ns
+from kvstore.recency import DEPTH_MAX, NS_PER_S, decode, stamp_ns, superseded_ns
 from kvstore_gc.policy import TIE_BITS, Column, Order, Uses, expired, ranks, weighted_age_s
 from tests.gc.chains import NOW_S, QUANTUM_S, Chunk, forests, stamp
 
@@ -24,6 +24,14 @@ STAMPS = st.builds(
 )
 
 
+def superseded(mtime_ns: int) -> int:
+    return superseded_ns(mtime_ns, QUANTUM_S, decode(mtime_ns, QUANTUM_S).depth) or mtime_ns
+
+
+LEFT = STAMPS.map(superseded)
+"""Stamps of abandoned branches."""
+
+
 def column(*values: int) -> Column:
     return np.array(values, np.int64)
 
@@ -36,13 +44,16 @@ def is_expired(mtime_ns: int, most_s: float | None, now_s: float = NOW_S) -> boo
     return bool(expired(Uses.of(column(mtime_ns), QUANTUM_S), now_s, QUANTUM_S, most_s)[0])
 
 
-@given(st.lists(STAMPS | st.integers(0, 1 << 62) | st.integers(0, 1 << 32).map(lambda s: s * NS_PER_S), min_size=1))
+@given(
+    st.lists(STAMPS | LEFT | st.integers(0, 1 << 62) | st.integers(0, 1 << 32).map(lambda s: s * NS_PER_S), min_size=1)
+)
 def test_columns_read_mtimes_as_recency_does(mtimes_ns: list[int]) -> None:
     uses = Uses.of(column(*mtimes_ns), QUANTUM_S)
     for index, mtime_ns in enumerate(mtimes_ns):
         one = decode(mtime_ns, QUANTUM_S)
-        read = [int(each[index]) for each in (uses.last_use_s, uses.depth, uses.uses, uses.priority)]
-        assert read == [one.last_use_s, one.depth, one.uses, one.priority], mtime_ns
+        columns = (uses.last_use_s, uses.depth, uses.uses, uses.priority, uses.superseded)
+        read = [int(each[index]) for each in columns]
+        assert read == [one.last_use_s, one.depth, one.uses, one.priority, int(one.is_superseded)], mtime_ns
         assert (int(uses.ttl_s[index]) == one.ttl_s) if one.ttl_s is not None else uses.ttl_s[index] > NOW_S
 
 
@@ -85,6 +96,20 @@ def test_priority_100_is_nearly_last_to_go_and_0_nearly_first() -> None:
     assert steps == sorted(steps) and len(set(steps)) == 101
 
 
+@pytest.mark.parametrize("order", Order)
+def test_an_abandoned_branch_goes_before_what_was_not_used_for_half_a_day(order: Order) -> None:
+    left = superseded(stamp(60, uses=3))
+    assert rank_of(left, order=order) < rank_of(stamp(12 * HOUR_S), order=order)
+    assert rank_of(left, order=order) > rank_of(superseded(stamp(600)), order=order), "the one left first goes first"
+    best = Hints(priority=100)
+    assert rank_of(superseded(stamp(60, hints=best)), order=order) < rank_of(stamp(60), order=order)
+
+
+def test_an_abandoned_branch_expires_no_earlier() -> None:
+    minutes = stamp(200, hints=Hints(ttl_s=300))
+    assert not is_expired(superseded(minutes), None) and is_expired(superseded(minutes), 60)
+
+
 def test_a_last_use_in_the_future_counts_as_now() -> None:
     now, ahead, mad = stamp(0), stamp(-10 * HOUR_S), 1 << 62
     assert rank_of(now) == rank_of(ahead) == rank_of(mad)
@@ -100,11 +125,11 @@ def test_chunks_of_one_minute_still_have_an_order() -> None:
     assert len(set(written)) == 1000
 
 
-@given(STAMPS, st.integers(0, (1 << TIE_BITS) - 1))
+@given(STAMPS | LEFT, st.integers(0, (1 << TIE_BITS) - 1))
 def test_a_rank_tells_the_weighted_age_that_it_was_made_of(mtime_ns: int, tie: int) -> None:
     one = decode(mtime_ns, QUANTUM_S)
     idle_s = max(NOW_S - one.last_use_s, 0)
-    weighted_s = (idle_s + 30) * 2 ** (-one.uses / 2 - (one.priority - 35) / 10) - 30
+    weighted_s = (idle_s + 30) * 2 ** (10 * one.is_superseded - one.uses / 2 - (one.priority - 35) / 10) - 30
     assert weighted_age_s(rank_of(mtime_ns, tie=tie)) == pytest.approx(max(weighted_s, 0), rel=1e-3, abs=0.1)
 
 

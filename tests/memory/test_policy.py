@@ -78,6 +78,7 @@ def test_uses_and_hints_weigh_as_they_do_on_the_root(policy: str, rule: Order) -
         uses=np.array([min(entry.uses, 3) for entry in entries]),
         priority=np.array([entry.priority for entry in entries]),
         ttl_s=np.full(300, 1 << 40),
+        superseded=np.zeros(300, np.int64),
     )
     rank = dict(zip(entries, ranks(told, np.zeros(300, np.int64), now_s, rule) >> 39, strict=True))
     found = [rank[entry] for entry in order(inventory)]

@@ -119,6 +119,7 @@ OPERATIONS = {
     "match blocks": one("MatchBlocks", "read", blocks(pb.MatchBlocksRequest)),
     "get blocks": one("GetBlocks", "read", blocks(pb.GetBlocksRequest, sizes=SIZES)),
     "move": one("Move", "write", prompt(pb.MoveRequest, act=pb.ACT_PREFETCH)),
+    "supersede": one("Supersede", "write", blocks(pb.SupersedeRequest)),
     "clear": one("Clear", "admin", lambda cell: pb.ClearRequest(namespace=cell.digest)),
     "stats": one("Stats", "any:read", lambda cell: pb.StatsRequest()),
     "open bulk": one("OpenBulk", "any:read", lambda cell: pb.OpenBulkRequest()),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from kvstore.errors import InvalidRequest
@@ -17,21 +18,54 @@ log = logging.getLogger(__name__)
 
 NAME = "kvstore"
 """The entry of ``kv_transfer_params``, and the ``action_type`` of a hint."""
-KNOWN = frozenset({"priority", "ttl", "preset"})
+KNOWN = frozenset({"priority", "ttl", "preset", "session", "supersede"})
+SESSION_CHARS_MAX = 256
 
 
-def hints_of(request: Any) -> Hints:
-    """Returns the hints of a request; the default ones if it has none, or none that can be used."""
+@dataclass(frozen=True, slots=True)
+class Said:
+    """The words of one request."""
+
+    hints: Hints = DEFAULT
+    session: str = ""
+    """Its session; empty if it has none."""
+    supersede: bool | None = None
+    """True: its session has left all its other branches. False: they stay, and this one too."""
+
+
+NOTHING = Said()
+
+
+def said_of(request: Any) -> Said:
+    """Returns the words of a request; what it does not say, or says in a way that makes no sense, is left out."""
+    session = getattr(request, "session_id", None)
+    session = session if isinstance(session, str) and len(session) <= SESSION_CHARS_MAX else ""
     said = _said(request)
     if said is None:
-        return DEFAULT
+        return Said(session=session)
     try:
         if not isinstance(said, Mapping) or not KNOWN.issuperset(said):
             raise InvalidRequest(f"{said!r:.200}: expected some of {', '.join(sorted(KNOWN))}")
-        return Hints.of(said.get("priority"), said.get("ttl"), said.get("preset"))
+        return Said(
+            Hints.of(said.get("priority"), said.get("ttl"), said.get("preset")),
+            _checked_session(said.get("session", session)),
+            _checked_supersede(said.get("supersede")),
+        )
     except InvalidRequest as error:
         log.warning("kvstore: the hints of request %s are ignored: %s", request.request_id, error)
-        return DEFAULT
+        return Said(session=session)
+
+
+def _checked_session(session: Any) -> str:
+    if not isinstance(session, str) or len(session) > SESSION_CHARS_MAX:
+        raise InvalidRequest(f"session={session!r:.300}: expected text of at most {SESSION_CHARS_MAX} characters")
+    return session
+
+
+def _checked_supersede(supersede: Any) -> bool | None:
+    if supersede is not None and not isinstance(supersede, bool):
+        raise InvalidRequest(f"supersede={supersede!r:.100}: expected true or false")
+    return supersede
 
 
 def _said(request: Any) -> Any:

@@ -37,19 +37,19 @@ class Runs:
 
     def __init__(self, clusters: Sequence[Cluster], hash_tokens: int) -> None:
         self.clusters = clusters
-        self._hash_tokens = hash_tokens
+        self.hash_tokens = hash_tokens
         self.unit = math.lcm(*(each.block_tokens for each in clusters))
         """The least number of tokens that is whole blocks in every cluster."""
         self._boundaries = Boundaries.of(self.unit, clusters)
 
     def known_tokens(self, named: Named) -> int:
         """Returns the tokens that have keys."""
-        return len(named.hashes) * self._hash_tokens
+        return len(named.hashes) * self.hash_tokens
 
     def keys(self, named: Named, number: int, first: int, end: int) -> list[bytes]:
         """Returns the keys of a cluster's full blocks that begin in ``[first, end)`` tokens."""
         cluster = self.clusters[number]
-        size, per_block = cluster.block_tokens, cluster.block_tokens // self._hash_tokens
+        size, per_block = cluster.block_tokens, cluster.block_tokens // self.hash_tokens
         indices = range(first // size, min(end // size, len(named.hashes) // per_block))
         return [
             block_key(named.hashes[(index + 1) * per_block - 1], cluster.groups[0], named.ending) for index in indices

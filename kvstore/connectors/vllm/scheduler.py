@@ -9,14 +9,15 @@ import logging
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from kvstore.connectors.vllm.adapters import Adapters, Check
+from kvstore.connectors.vllm.branches import Branches
 from kvstore.connectors.vllm.counts import EngineCount, EngineCounts
 from kvstore.connectors.vllm.groups import Kind, Tail
-from kvstore.connectors.vllm.hinting import hints_of
+from kvstore.connectors.vllm.hinting import said_of
 from kvstore.connectors.vllm.link import Link
 from kvstore.connectors.vllm.lookups import Found, Lookup, Lookups
 from kvstore.connectors.vllm.messages import IDLE_S, Load, Orders, Report, Run
@@ -24,7 +25,7 @@ from kvstore.connectors.vllm.naming import Shape
 from kvstore.connectors.vllm.recent import Recent
 from kvstore.connectors.vllm.runs import Ends, Named, Runs, State
 from kvstore.connectors.vllm.settings import Settings
-from kvstore.hints import DEFAULT, Hints
+from kvstore.connectors.vllm.tracked import Tracked
 from kvstore.namespace import Namespace
 from kvstore.waiting import Flag
 
@@ -37,49 +38,11 @@ log = logging.getLogger(__name__)
 AVOID_S = 60.0
 """A block that could not be loaded is not looked up again for this long, or until it is stored again."""
 AVOIDED_MAX = 65_536
-STALE_S = 5.0
-"""A result that the request has not used by then is looked up again."""
 ORDERED_MAX = 65_536
 """Blocks ordered to be stored that are remembered, for look-ups that were answered before."""
 RENEW_S = 30.0
 """A request that still stores blocks looks its first ones up this often, so that they count as used like the last ones:
 half of the quantum of recency (kvstore/recency.py)."""
-
-
-@dataclass(slots=True)
-class Tracked:
-    """One unfinished request of the engine."""
-
-    request: Any
-    hints: Hints = DEFAULT
-    lookup: Lookup | None = None
-    answered_s: float | None = None
-    """Time of the look-up's answer."""
-    asked_tokens: int = 0
-    """Tokens in the engine's own cache at the last look-up."""
-    stored_tokens: int = 0
-    """Leading tokens that are stored already, or ordered to be."""
-    renewed_s: float = 0.0
-    """Time of the last look-up of its blocks from the first on."""
-    adapter: Check | None = None
-    arrived_s: float = 0.0
-    parting: int = 0
-    """Tokens that the prompt shares with a stored one, if a hit could not have all: others may share them too."""
-    is_parting: bool = False
-    """True until the blocks before ``parting`` that the engine has itself were ordered to be stored."""
-    loading: bytes = b""
-    """The first key of those that it loads now, for others to wait for; empty if it loads nothing."""
-    loading_until_s: float = 0.0
-
-    def is_stale(self, now_s: float) -> bool:
-        """True if the answer is too old. A look-up without an answer has its own deadline."""
-        return self.answered_s is not None and now_s > self.answered_s + STALE_S
-
-    def abandon(self) -> None:
-        """Drops the look-up, and spares the threads the rest of it."""
-        if self.lookup is not None:
-            self.lookup.abandoned = True
-        self.lookup = self.answered_s = None
 
 
 class SchedulerHalf:
@@ -119,6 +82,7 @@ class SchedulerHalf:
             wait_s=settings.wait_s,
             pause_s=settings.pause_s,
         )
+        self._branches = Branches(self._link, self._runs, self.counts)
         self._tracked: dict[str, Tracked] = {}
         self._new_loads: list[Load] = []
         self._unconfirmed: dict[int, int] = {}
@@ -139,7 +103,7 @@ class SchedulerHalf:
 
     def arrived(self, request: Any) -> None:
         """Implements ``on_new_request``."""
-        tracked = self._tracked[request.request_id] = Tracked(request, hints_of(request))
+        tracked = self._tracked[request.request_id] = Tracked(request, said_of(request))
         if request.lora_request is not None:
             tracked.adapter = self._adapters.begin(request.lora_request)
             tracked.arrived_s = time.monotonic()
@@ -301,7 +265,7 @@ class SchedulerHalf:
         says = None if self._era else self._descents  # nobody else can load what has keys of this engine alone
         said = [says.of(request, run) if says else [] for run in runs]
         pairs = zip(runs, said, strict=True)
-        runs = [replace(run, hints=tracked.hints, seal=seal, descents=each) for run, each in pairs]
+        runs = [replace(run, hints=tracked.said.hints, seal=seal, descents=each) for run, each in pairs]
         tracked.is_parting = False
         if self._events is not None:
             self._events.ordered(request, runs)
@@ -353,6 +317,7 @@ class SchedulerHalf:
         if tracked is not None:
             tracked.abandon()
             self._loaded(tracked)
+            self._branches.ended(tracked, self._named(tracked), map(self._named, self._tracked.values()))
 
     def reset(self) -> None:
         """Implements ``reset_cache``, which vLLM calls when weights were replaced in memory.
@@ -367,6 +332,7 @@ class SchedulerHalf:
     def close(self) -> None:
         """Ends the threads and closes the store."""
         self._lookups.close()
+        self._branches.close()
         self._adapters.close()
         self._link.close()
 

@@ -149,6 +149,12 @@ class Engine:
         """Greedy continuations."""
         return Answer(**self._ask({"prompts": list(prompts), "tokens": tokens, "adapter": adapter}))
 
+    def in_session(self, session: str, *prompts: list[int], said: dict[str, Any] | None = None) -> Answer:
+        """Greedy continuations as requests of a session, with what they say in ``kv_transfer_params``."""
+        params = None if said is None else {"kvstore": said}
+        asked = {"prompts": list(prompts), "tokens": 8, "adapter": None, "session": session, "said": params}
+        return Answer(**self._ask(asked))
+
     def begin(self, *prompts: list[int], tokens: int = 8) -> None:
         """Asks without waiting for the answer."""
         self._send({"prompts": list(prompts), "tokens": tokens, "adapter": None})
@@ -351,6 +357,20 @@ def fsck(root: Path, *options: str) -> subprocess.CompletedProcess[str]:
         check=False,
         cwd=REPOSITORY,
     )
+
+
+def collect(root: Path, *options: str) -> None:
+    """Runs one round of ``kvstore-gc`` beside the processes of this host."""
+    done = subprocess.run(
+        [sys.executable, "-m", "kvstore_gc", "--root", str(root), "--once", *options],
+        capture_output=True,
+        text=True,
+        timeout=ANSWER_S,
+        check=False,
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'gc'}"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def check_clean(root: Path) -> None:

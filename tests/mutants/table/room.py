@@ -261,4 +261,40 @@ AGED = [
     ),
 ]
 
-MUTANTS: list[Mutant] = [*BOUND, *LEFT, *HELD, *AGED]
+BRANCHES = "node/test_superseding.py::test_"
+
+ABANDONED = [
+    mutant(
+        "superseded-the-head-and-not-the-tail",
+        "FORMAT 5: only what is behind the kept part is abandoned",
+        edit("kvstore.node.refresh:Refresher.superseded", "wanted.addresses[first:]", "wanted.addresses[:first]"),
+        f"{BRANCHES}what_is_behind_the_kept_tokens_goes_first_with_its_hints[local]",
+    ),
+    mutant(
+        "superseded-though-others-used-it",
+        "FORMAT 5, superseding, rule 2: others use it",
+        edit("kvstore.node.refresh:Refresher._supersede", "was.last_use_s > latest_s", "False"),
+        f"{BRANCHES}what_another_branch_used_later_stays_with_all_before_it[local]",
+    ),
+    mutant(
+        "superseded-though-used-since",
+        "FORMAT 5, superseding, rule 2: used since the caller left it",
+        edit("kvstore.node.chunks:Chunks.quantum", "self._clock.now_s() - ago_s", "self._clock.now_s()"),
+        f"{BRANCHES}what_anybody_used_since_stays[local]",
+    ),
+    mutant(
+        "superseded-for-good",
+        "FORMAT 5: the next use of a superseded chunk takes it back",
+        edit("kvstore.node.refresh:Refresher._supersede", "chunks.known.forget(branch.addresses[place])", "pass"),
+        f"{BRANCHES}blocks_are_superseded_and_taken_back_alike[local-match]",
+        f"{BRANCHES}the_next_use_takes_a_branch_back[local-get-False]",
+    ),
+    mutant(
+        "superseded-counts-for-nothing",
+        "an abandoned branch goes first",
+        edit("kvstore_gc.policy:ranks", "uses.superseded * OCTAVES_SUPERSEDED", "0"),
+        "gc/test_policy.py::test_an_abandoned_branch_goes_before_what_was_not_used_for_half_a_day",
+    ),
+]
+
+MUTANTS: list[Mutant] = [*BOUND, *LEFT, *HELD, *AGED, *ABANDONED]
