@@ -131,8 +131,7 @@ class RemotePort:
         self._caller = Caller(self.endpoints, counters, clock)
         watch, lanes, lookups = Watch(clock, "kvstore-client-watch"), FileLanes(clock), self.endpoints.lookups
         self._tools = Tools(self._caller, counters, limits, watch, lanes, Renewing(clock), write, lookups)
-        self._reopening = Reopening(self._tools)
-        self._blocks = RemoteBlocks(self._tools)
+        self._blocks, self._reopening = RemoteBlocks(self._tools), Reopening(self._tools)
         self.branches: PortBranches = RemoteBranches(self._tools)
         self.segments: PortSegments = RemoteSegments(self._tools, self._reopening)
         self._moves = Slots()

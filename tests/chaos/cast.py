@@ -91,8 +91,15 @@ class Part:
         if self.process is not None:
             self.send(signal.SIGCONT)
             self.send(signal.SIGTERM)
-            self.codes.append(self.process.wait(wait_s))
+            code = self.process.wait(wait_s)
+            if not (code == -signal.SIGTERM and self._is_starting):
+                self.codes.append(code)
             self.process = None
+
+    @property
+    def _is_starting(self) -> bool:
+        """True until it has its journal: before, it may not have said yet how it ends, and has promised nothing."""
+        return self.has_journal and not (self.folder / f"{self.name}.{self.starts_count:03}.journal").exists()
 
 
 class Cast:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pwd
+import shutil
 import stat
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -42,22 +44,23 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(params=["tcp", "unix"])
 def address(request: pytest.FixtureRequest, tmp_root: Path, home: Path) -> Iterator[str]:
     """A worker as ``kvstore worker`` starts it, on a port of loopback or on a path; and a prompt that it has."""
-    listen = "127.0.0.1:0" if request.param == "tcp" else f"unix:{home}/worker.socket"
-    home.chmod(0o711)
+    # Not below pytest's own folder, which each run on this machine makes private again.
+    folder = Path(tempfile.mkdtemp(prefix="kvstore-test-"))
+    folder.chmod(0o711)
+    listen = "127.0.0.1:0" if request.param == "tcp" else f"unix:{folder}/worker.socket"
     member = open_member(str(tmp_root))
     worker = Worker(member, listen, security=ServerAccess().open(listen))
     try:
         at = worker.start()
         if request.param == "unix":
-            os.chmod(home / "worker.socket", 0o777)
-            for each in home.parents:
-                each.chmod(each.stat().st_mode | 0o011)
+            os.chmod(folder / "worker.socket", 0o777)
         with kvstore.connect(at) as store:
             store.namespace("m", SMALL).put(TOKENS, kv_of(SMALL, TOKENS))
         yield at
     finally:
         worker.stop()
         member.close()
+        shutil.rmtree(folder)
 
 
 def _reads(address: str, way: str) -> str:
