@@ -105,14 +105,16 @@ class BoundedWorld(HostWorld):
         config = Config(max_bytes=self.bound_bytes, high=HIGH, low=LOW)
         return CountingCollector(self, f"g{self._made}", config).start()
 
-    def _retire(self) -> None:
-        """A program ends in order, and another begins."""
+    def _retire(self) -> bool:
+        """A program ends in order, and then another begins."""
+        if len(self.hosts) < 2:
+            return False
         host = self.kernel.source.choice(self.hosts)
         host.leave(waits=True)
         self._ended_count += 1
         self._leaving.append(host)
         self.hosts.remove(host)
-        self.hosts.append(self._host())
+        return True
 
     def _end_counting(self) -> bool:
         """A collector is told to end, and another begins later."""
@@ -140,6 +142,7 @@ class BoundedWorld(HostWorld):
         if left:
             self._leaving.remove(left[0])
             self._killed(process)
+            self.hosts.append(self._host())
         else:
             super()._end(process)
 
