@@ -102,6 +102,23 @@ def test_the_longest_descent_fits_behind_the_longest_key() -> None:
     assert decode(file.content).descent == descent
 
 
+def test_the_bytes_are_those_of_the_document() -> None:
+    extra = b'{"lora_name":"sql"}'
+    said = Descent([1, 0xFFFFFFFF], 5, b"p" * 16, 32, 7, 3, bytes(range(16)), extra).pack()
+    assert said == (
+        b"\x20\x07\x03\0\x05\0\0\0"
+        + bytes(range(16))
+        + b"\x02\0\0\0\x10\0\x13\0"
+        + b"p" * 16
+        + b"\x01\0\0\0\xff\xff\xff\xff"
+        + extra
+    )
+    content = chunk_file(expected_block(Namespace.of("m", TINY), KEY[:33], 5, said), bytes(16), b"12345").content
+    table = 128 + 40
+    assert content[table + 8 : table + 12] == len(said).to_bytes(4, "little")
+    assert content[table + 12 : PAGE_BYTES - 8] == said.ljust(PAGE_BYTES - 8 - table - 12, b"\0")
+
+
 def test_a_reader_expects_no_descent_and_sizes_do_not_depend_on_it() -> None:
     space = Namespace.of("m", TINY)
     file = chunk_file(expected_block(space, KEY, 5, b"anything"), bytes(16), b"12345")
