@@ -15,11 +15,13 @@ import pytest
 import kvstore
 import kvstore.aio
 from kvstore import Layout
+from kvstore.address import block_address
 from kvstore.client import Cache, Store
 from kvstore.client.local import LocalPort
 from kvstore.client.remote_segments import _matches
-from kvstore.client.segments import CLOSINGS, VERDICTS_MAX, Segments
+from kvstore.client.segments import CLOSINGS, VERDICTS_MAX, Segments, _key
 from kvstore.errors import HoldBroken, InvalidRequest
+from kvstore.format import places
 from kvstore.hints import Hints
 from kvstore.namespace import Namespace
 from kvstore.root.memory import MemoryFiles, MemoryRoot
@@ -28,7 +30,7 @@ from kvstore.segments import Bounds, Match, Measured, Rope, Rule, Verdict, namin
 from kvstore.segments.search import Search
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.writes import WriteMode
-from tests.node.stores import member_on
+from tests.node.stores import member_of, member_on
 from tests.patience import eventually
 from tests.root import faulty
 from tests.root.faulty import FaultyRoot, Flipped
@@ -319,15 +321,18 @@ def test_s11_a_verdict_that_does_not_hold_closes_the_gate_that_an_earlier_one_op
     assert segments.verdict() == good
 
 
-def test_s11_a_gate_that_was_closed_stays_closed_if_one_file_is_damaged(root: FaultyRoot, local: Store) -> None:
-    segments = segments_of(local)
+def test_s11_a_gate_that_was_closed_stays_closed_if_one_file_is_lost(root: FaultyRoot, local: Store) -> None:
+    segments, node = segments_of(local), member_of(local).node
     good = verdict_for(segments)
     segments.record(good)
     segments.record(replace(good, measured=replace(good.measured, kl=0.5)))
-    root.set_rules([faulty.Rule("read", Flipped(5000), times=1)])
-    assert segments.verdict() is None, "the newest is damaged"
-    root.set_rules([])
-    assert segments.verdict() is None, "and set aside"
+    namespace = naming.verdicts_of(segments.namespace)
+    newest = segments._newest(segments._verdicts())
+    lost = places.chunk(block_address(namespace, _key(newest)), namespace.id, node.identity.shard_bits)
+    assert root.remove(lost)
+    node.forget()
+    assert segments._newest(segments._verdicts()) == newest - 1
+    assert segments.verdict() is None
 
 
 def test_s11_a_damaged_verdict_closes_the_gate(root: FaultyRoot, local: Store) -> None:

@@ -36,7 +36,7 @@ def test_both_halves_have_their_share_of_each_kind() -> None:
 
 def test_too_few_prompts_are_an_error() -> None:
     cases = [asked(number, "") for number in range(PROMPTS_MIN)]
-    assert Split.of(cases)
+    assert len(Split.of(cases).held_out) == PROMPTS_MIN // 2
     with pytest.raises(InvalidRequest, match="9 prompts are too few: expected 10 or more"):
         Split.of(cases[1:])
     with pytest.raises(InvalidRequest, match="questions of kind 'rare' are in too few prompts"):

@@ -267,7 +267,7 @@ MUTANTS = [
         "closes-a-gate-once",
         "S11",
         edit("kvstore.client.segments:Segments.record", "range(CLOSINGS)", "range(1)"),
-        f"{STORE}s11_a_gate_that_was_closed_stays_closed_if_one_file_is_damaged",
+        f"{STORE}s11_a_gate_that_was_closed_stays_closed_if_one_file_is_lost",
     ),
     segments(
         "verdicts-leave-no-room-to-close",
