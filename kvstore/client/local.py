@@ -12,6 +12,7 @@ import numpy.typing as npt
 from kvstore.buffers import Pieces
 from kvstore.census.heads import Head, list_heads
 from kvstore.census.selection import Selection
+from kvstore.client.branches import PortBranches
 from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError, StoreClosed
 from kvstore.hints import Hints
 from kvstore.namespace import Namespace
@@ -130,7 +131,7 @@ class LocalPort:
 
     def __init__(self, member: Member) -> None:
         self._store = OpenMember(member)
-        self.branches = LocalBranches(self._store)
+        self.branches: PortBranches = LocalBranches(self._store)
 
     @property
     def place(self) -> str:
@@ -181,9 +182,11 @@ class LocalPort:
                 self._store, member.node, member.node.hold(member.node.chains.of(namespace, tokens), ttl_s)
             )
 
-    def pin(self, namespace: Namespace, tokens: TokenArray, ttl_s: float, owner: str) -> PinRecord:
+    def pin(self, namespace: Namespace, prompt: TokenArray | list[bytes], ttl_s: float, owner: str) -> PinRecord:
         with self._store as member:
-            return member.pin(member.node.chains.of(namespace, tokens), ttl_s, owner)
+            if isinstance(prompt, list):
+                return member.pin_blocks(namespace, prompt, ttl_s, owner)
+            return member.pin(member.node.chains.of(namespace, prompt), ttl_s, owner)
 
     def unpin(self, pin_id: str) -> bool:
         with self._store as member:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from kvstore.buffers import Pieces
 from kvstore.census.selection import Selection
+from kvstore.client.branches import PortBranches
 from kvstore.client.bulk.cargo import ChunkCargo
 from kvstore.client.bulk.lanes import FileLanes
 from kvstore.client.bulk.links import Bulk
@@ -26,7 +27,7 @@ from kvstore.client.endpoints import Endpoints
 from kvstore.client.fetching import BlockFetch, ChunkFetch, Fetch
 from kvstore.client.limits import ClientLimits
 from kvstore.client.putting import put_over_grpc, put_past_grpc
-from kvstore.client.remote_blocks import RemoteBlockHold, RemoteBlocks
+from kvstore.client.remote_blocks import RemoteBlockHold, RemoteBlocks, naming_of
 from kvstore.client.remote_branches import RemoteBranches
 from kvstore.client.remote_hold import RemoteHold
 from kvstore.client.remote_move import RemoteMove, Slots, move_message
@@ -131,7 +132,8 @@ class RemotePort:
         self._caller = Caller(self.endpoints, counters, clock)
         watch, lanes = Watch(clock, "kvstore-client-watch"), FileLanes(clock)
         self._tools = Tools(self._caller, counters, limits, watch, lanes, Renewing(clock), write)
-        self._blocks, self.branches = RemoteBlocks(self._tools), RemoteBranches(self._tools)
+        self._blocks = RemoteBlocks(self._tools)
+        self.branches: PortBranches = RemoteBranches(self._tools)
         self._moves = Slots()
         self.parts = ExitStack()
         """What is closed with the port, last first; it does not refer to the port."""
@@ -246,15 +248,13 @@ class RemotePort:
 
     # Pins
 
-    def pin(self, namespace: Namespace, tokens: TokenArray, ttl_s: float, owner: str) -> PinRecord:
-        packed = pack_tokens(_full_chunks(namespace, tokens))
-        raw = sealed(pb.PinRequest(namespace=namespace.digest, tokens=packed, ttl_s=ttl_s, owner=owner))
+    def pin(self, namespace: Namespace, prompt: TokenArray | list[bytes], ttl_s: float, owner: str) -> PinRecord:
+        fields, marks = naming_of(namespace, prompt)
+        raw = sealed(pb.PinRequest(namespace=namespace.digest, ttl_s=ttl_s, owner=owner, **fields))
         # Sent twice it would be two pins, one of which nobody knows of.
         answer = self._reopening(
             namespace,
-            lambda: self._caller.unary(
-                "Pin", raw, self.limits.pin_s, partial(marks_of, namespace, tokens), may_repeat=False, even_aside=True
-            ),
+            lambda: self._caller.unary("Pin", raw, self.limits.pin_s, marks, may_repeat=False, even_aside=True),
         )
         return pin_of(pb.PinResponse.FromString(answer).pin)
 
