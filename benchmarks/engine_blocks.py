@@ -22,7 +22,7 @@ import numpy as np
 from benchmarks.caches import QUANTUM_S, Blocks, Column, Lru
 from benchmarks.policies import SWEPT, Replay, read
 from benchmarks.result import Cell, Table, markdown
-from kvstore.connectors.sessions import Branch, Sessions
+from kvstore.connectors.sessions import Abandoned, Branch, Sessions
 from kvstore.errors import InvalidRequest
 from kvstore.hints import PRIORITY_DEFAULT
 from kvstore.recency import USES_MAX
@@ -99,7 +99,8 @@ class Swept:
             return
         none = np.zeros(len(there), np.int64)
         columns = (self._last_s, self._depths, self._uses, self._priorities)
-        uses = Uses(*(each[there] for each in columns), ttl_s=none, superseded=self._superseded[there])
+        last_s, depths, used, priorities = (each[there] for each in columns)
+        uses = Uses(last_s, depths, used, priorities, none, self._superseded[there])
         worth = ranks(uses, self._ties[there], now_s, Order.USES)
         self._present[there[np.argpartition(worth, excess - 1)[:excess]]] = False
         reachable = np.zeros(len(self._present), np.bool_)
@@ -133,8 +134,13 @@ def swept(
         if names is not None:
             branch = Branch(chain.tolist(), len(chain), now_s)
             for each in known.ended(names[at], branch, True if leaves else None):
-                store.supersede(np.array(each.names[each.first :], np.int64))
+                store.supersede(chain_of(each))
     return Found(found / sum(map(len, replay.chains)), store.unreachable)
+
+
+def chain_of(branch: Abandoned) -> Column:
+    """Returns the blocks of the abandoned part of a branch."""
+    return np.array([branch.names[at] for at in range(branch.first, len(branch.names))], np.int64)
 
 
 def ideal(replay: Replay, capacity: int, engine_blocks: int) -> Found:

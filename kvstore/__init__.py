@@ -25,9 +25,10 @@ TYPE_CHECKING = False  # as in typing, which is not imported: the command line h
 if TYPE_CHECKING:
     from kvstore.census.selection import Selection
     from kvstore.client.blocks import BlockCache, BlockHold
-    from kvstore.client.cache import Cache, Hold, Pin
+    from kvstore.client.cache import Cache, Hold
     from kvstore.client.consumers import SharedRun
     from kvstore.client.limits import ClientLimits
+    from kvstore.client.pin import Pin
     from kvstore.client.planning import Plan
     from kvstore.client.runs import Run
     from kvstore.client.segments import Held, Segments
@@ -91,9 +92,10 @@ if not TYPE_CHECKING:  # a type checker that saw __getattr__ would accept every 
     _PLACES = {
         "kvstore.census.selection": ("Selection",),
         "kvstore.client.blocks": ("BlockCache", "BlockHold"),
-        "kvstore.client.cache": ("Cache", "Hold", "Pin"),
+        "kvstore.client.cache": ("Cache", "Hold"),
         "kvstore.client.consumers": ("SharedRun",),
         "kvstore.client.limits": ("ClientLimits",),
+        "kvstore.client.pin": ("Pin",),
         "kvstore.client.planning": ("Plan",),
         "kvstore.client.runs": ("Run",),
         "kvstore.client.segments": ("Held", "Segments"),

@@ -10,7 +10,8 @@ Calls run on a few threads of the store (``threads``). A call that is cancelled 
 """
 
 from kvstore.aio.blocks import BlockCache, BlockHold
-from kvstore.aio.cache import Cache, Hold, Pin, Ticket
+from kvstore.aio.cache import Cache, Hold, Ticket
+from kvstore.aio.pins import Pin
 from kvstore.aio.plans import Plan, Run
 from kvstore.aio.segments import Held, Segments
 from kvstore.aio.store import Store, connect, open

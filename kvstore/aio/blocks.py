@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import partial
 
+from kvstore.aio.pins import Pin
 from kvstore.aio.plans import Plan
 from kvstore.aio.twins import Opening, Twin, awaited
-from kvstore.client import blocks
+from kvstore.client import blocks, pin
 
 
 class BlockHold(Twin[blocks.BlockHold]):
@@ -51,6 +52,13 @@ class BlockCache(Twin[blocks.BlockCache]):
     def hold(self, keys: Sequence[bytes], ttl: float | None = None) -> Opening[BlockHold]:
         """As that of the synchronous one; await it, or use it with ``async with``."""
         return Opening(self._hold(keys, ttl))
+
+    def pin(self, keys: Sequence[bytes], ttl: float = 3600.0, owner: str = "") -> Opening[Pin]:
+        """As that of the synchronous one; await it, or use it with ``async with``."""
+        return Opening(self._pin(keys, ttl, owner))
+
+    async def _pin(self, keys: Sequence[bytes], ttl: float, owner: str) -> Pin:
+        return Pin(await self._threads.run(partial(self._twin.pin, keys, ttl, owner), pin.Pin.release), self._threads)
 
     async def _hold(self, keys: Sequence[bytes], ttl: float | None) -> BlockHold:
         held = await self._threads.run(partial(self._twin.hold, keys, ttl), blocks.BlockHold.release)

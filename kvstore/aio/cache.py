@@ -7,11 +7,13 @@ from functools import partial
 from typing import overload
 
 from kvstore.aio.blocks import BlockCache
+from kvstore.aio.pins import Pin
 from kvstore.aio.plans import Plan
 from kvstore.aio.segments import Segments
 from kvstore.aio.threads import Threads
 from kvstore.aio.twins import Opening, Twin, awaited
 from kvstore.client import cache
+from kvstore.client import pin as pins
 from kvstore.client import tickets as sync_tickets
 from kvstore.client.arrays import KvArray
 from kvstore.client.segments import CHUNK_TOKENS
@@ -75,28 +77,6 @@ class Hold(Twin[cache.Hold]):
                 await self._threads.run(layers.close)
 
     async def __aenter__(self) -> Hold:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.release()
-
-
-class Pin(Twin[cache.Pin]):
-    """As ``kvstore.client.Pin``."""
-
-    @property
-    def id(self) -> str:
-        """The id that ``kvstore unpin`` takes; empty if nothing was pinned."""
-        return self._twin.id
-
-    @property
-    def tokens(self) -> int:
-        """Leading tokens that are pinned."""
-        return self._twin.tokens
-
-    release = awaited(cache.Pin.release)
-
-    async def __aenter__(self) -> Pin:
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -170,5 +150,5 @@ class Cache(Twin[cache.Cache]):
         return Hold(held, self._threads)
 
     async def _pin(self, tokens: Tokens, ttl: float, owner: str) -> Pin:
-        pin = await self._threads.run(partial(self._twin.pin, tokens, ttl, owner), cache.Pin.release)
+        pin = await self._threads.run(partial(self._twin.pin, tokens, ttl, owner), pins.Pin.release)
         return Pin(pin, self._threads)

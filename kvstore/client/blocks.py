@@ -11,6 +11,7 @@ from kvstore import tracing
 from kvstore.address import BLOCK_KEY_BYTES_MAX, BLOCK_KEY_BYTES_MIN
 from kvstore.buffers import Pieces, address_of
 from kvstore.client.owner import Owner
+from kvstore.client.pin import Pin, check_pin
 from kvstore.client.planning import Plan, plan_keys
 from kvstore.client.port import Port, PortBlockHold
 from kvstore.errors import InvalidRequest, WrongSize
@@ -95,6 +96,16 @@ class BlockCache:
         if ttl is not None and not (isinstance(ttl, int | float) and ttl > 0):
             raise InvalidRequest(f"ttl={ttl!r}: expected a positive number of seconds")
         return BlockHold(self._port.hold_blocks(self._namespace, _checked_keys(keys), ttl), self)
+
+    def pin(self, keys: Sequence[bytes], ttl: float = 3600.0, owner: str = "") -> Pin:
+        """Pins those of the blocks that are in the store, as ``Cache.pin`` does; ``pin.tokens`` says how many.
+
+        A block counts as the layout's chunk_tokens tokens.
+        """
+        check_pin(ttl, owner)
+        checked = _checked_keys(keys)
+        with tracing.span("kvstore.pin_blocks", blocks=len(checked)):
+            return Pin(self._port.pin(self._namespace, checked, float(ttl), owner), self._port)
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[Any]) -> list[bool]:
         """Reads each block into its writable buffer, which must have the block's size.

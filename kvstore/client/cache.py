@@ -12,6 +12,7 @@ from kvstore import tracing
 from kvstore.client.arrays import KvArray, fillable, source_array, target_array
 from kvstore.client.blocks import BlockCache
 from kvstore.client.owner import Owner
+from kvstore.client.pin import Pin, check_pin
 from kvstore.client.planning import Plan, plan_tokens
 from kvstore.client.port import Port, PortHold
 from kvstore.client.segments import CHUNK_TOKENS, Segments
@@ -20,13 +21,11 @@ from kvstore.errors import InvalidRequest
 from kvstore.hints import Hints, checked_unused_s
 from kvstore.namespace import Namespace
 from kvstore.node.moves import Act, Level
-from kvstore.results import Cleared, LayerMemory, PinRecord, PutResult
+from kvstore.results import Cleared, LayerMemory, PutResult
 from kvstore.sections import Sections, planes_of
 from kvstore.segments.rope import Rope
 from kvstore.tokens import TokenArray, Tokens, token_array
 from kvstore.writes import WriteMode
-
-PIN_TTL_S_MAX = 30 * 86_400
 
 
 class Cache:
@@ -148,10 +147,7 @@ class Cache:
         where nothing is stored.
         Raises Unavailable where etcd does not answer, SessionLost where the node's session just ended.
         """
-        if not isinstance(ttl, int | float) or not 1 <= ttl <= PIN_TTL_S_MAX:
-            raise InvalidRequest(f"ttl={ttl!r}: expected 1 to {PIN_TTL_S_MAX} seconds")
-        if not isinstance(owner, str):
-            raise InvalidRequest(f"owner is a {type(owner).__name__}: expected text")
+        check_pin(ttl, owner)
         ids = token_array(tokens)
         with tracing.span("kvstore.pin", tokens=len(ids)):
             return Pin(self._port.pin(self.namespace, ids, float(ttl), owner), self._port)
@@ -318,38 +314,6 @@ class Hold:
         return f"<kvstore.Hold {self.tokens} tokens{self._released * ', released'}, {self._cache!r}>"
 
     def __enter__(self) -> Hold:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-
-class Pin:
-    """A leased refcount on a stored prefix; ends by ``release``, as a context, or with its lease."""
-
-    def __init__(self, record: PinRecord, port: Port) -> None:
-        self.record = record
-        self._port = port
-
-    @property
-    def id(self) -> str:
-        """The id for ``kvstore unpin``; empty if nothing was pinned."""
-        return self.record.id
-
-    @property
-    def tokens(self) -> int:
-        """Number of leading tokens pinned."""
-        return self.record.tokens
-
-    def release(self) -> bool:
-        """Removes the pin; False if it had already ended. Raises Unavailable if etcd does not answer."""
-        return bool(self.record.id) and self._port.unpin(self.record.id)
-
-    def __repr__(self) -> str:
-        about = f"{self.tokens} tokens of {self.record.namespace!r}, {self.id}" if self.id else "of nothing"
-        return f"<kvstore.Pin {about}, {self._port.place}>"
-
-    def __enter__(self) -> Pin:
         return self
 
     def __exit__(self, *_: object) -> None:

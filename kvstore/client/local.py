@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from kvstore.buffers import Pieces
 from kvstore.census.selection import Selection
-from kvstore.client.port import PortBranches, PortSegments
+from kvstore.client.branches import PortBranches
+from kvstore.client.port import PortSegments
 from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError, StoreClosed
 from kvstore.format.descent import Ancestry
 from kvstore.hints import Hints
@@ -214,9 +215,11 @@ class LocalPort:
                 self._store, member.node, member.node.hold(member.node.chains.of(namespace, tokens), ttl_s)
             )
 
-    def pin(self, namespace: Namespace, tokens: TokenArray, ttl_s: float, owner: str) -> PinRecord:
+    def pin(self, namespace: Namespace, prompt: TokenArray | list[bytes], ttl_s: float, owner: str) -> PinRecord:
         with self._store as member:
-            return member.pin(member.node.chains.of(namespace, tokens), ttl_s, owner)
+            if isinstance(prompt, list):
+                return member.pin_blocks(namespace, prompt, ttl_s, owner)
+            return member.pin(member.node.chains.of(namespace, prompt), ttl_s, owner)
 
     def unpin(self, pin_id: str) -> bool:
         with self._store as member:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from kvstore.buffers import Pieces
 from kvstore.census.selection import Selection
+from kvstore.client.branches import PortBranches
 from kvstore.errors import KVStoreError
 from kvstore.format.descent import Ancestry
 from kvstore.hints import Hints
@@ -35,6 +36,10 @@ class PortGuard(Protocol):
     def release(self) -> None:
         """Ends the hold; idempotent, never raises."""
         ...
+
+
+Prompt = TokenArray | list[bytes]
+"""The tokens of a prompt, or the keys of engine-hashed blocks."""
 
 
 class PortHold(Protocol):
@@ -71,18 +76,6 @@ class PortBlockHold(Protocol):
 
     def release(self) -> None:
         """Ends the hold; idempotent, never raises."""
-        ...
-
-
-class PortBranches(Protocol):
-    """Says which stored branches were abandoned. Each call returns before it is done, and does nothing twice."""
-
-    def supersede(self, namespace: Namespace, tokens: TokenArray, first: int, unused_s: float) -> None:
-        """Supersedes the chunks of a prompt from index ``first`` on, which was used last ``unused_s`` ago."""
-        ...
-
-    def supersede_blocks(self, namespace: Namespace, keys: Sequence[bytes], unused_s: float) -> None:
-        """Supersedes engine-hashed blocks, in the order of their prompt."""
         ...
 
 
@@ -179,8 +172,8 @@ class Port(Protocol):
         """Holds the leading chunks in the store."""
         ...
 
-    def pin(self, namespace: Namespace, tokens: TokenArray, ttl_s: float, owner: str) -> PinRecord:
-        """Pins the leading chunks in the store."""
+    def pin(self, namespace: Namespace, prompt: Prompt, ttl_s: float, owner: str) -> PinRecord:
+        """Pins the leading chunks of a prompt in the store, or those of the blocks that are there."""
         ...
 
     def unpin(self, pin_id: str) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 from kvstore.buffers import Pieces
 from kvstore.census.selection import Selection
+from kvstore.client.branches import PortBranches
 from kvstore.client.bulk.cargo import ChunkCargo
 from kvstore.client.bulk.lanes import FileLanes
 from kvstore.client.bulk.way import Bulk
@@ -24,9 +25,9 @@ from kvstore.client.endpoint import Endpoint, check_address
 from kvstore.client.endpoints import Endpoints
 from kvstore.client.fetching import BlockFetch, ChunkFetch, Fetch
 from kvstore.client.limits import ClientLimits
-from kvstore.client.port import PortBranches, PortSegments
+from kvstore.client.port import PortSegments
 from kvstore.client.putting import put_over_grpc, put_past_grpc
-from kvstore.client.remote_blocks import RemoteBlockHold, RemoteBlocks
+from kvstore.client.remote_blocks import RemoteBlockHold, RemoteBlocks, naming_of
 from kvstore.client.remote_branches import RemoteBranches
 from kvstore.client.remote_hold import RemoteHold
 from kvstore.client.remote_move import RemoteMove, Slots, move_message
@@ -256,15 +257,13 @@ class RemotePort:
 
     # Pins
 
-    def pin(self, namespace: Namespace, tokens: TokenArray, ttl_s: float, owner: str) -> PinRecord:
-        packed = pack_tokens(_full_chunks(namespace, tokens))
-        raw = sealed(pb.PinRequest(namespace=namespace.digest, tokens=packed, ttl_s=ttl_s, owner=owner))
+    def pin(self, namespace: Namespace, prompt: TokenArray | list[bytes], ttl_s: float, owner: str) -> PinRecord:
+        fields, marks = naming_of(namespace, prompt)
+        raw = sealed(pb.PinRequest(namespace=namespace.digest, ttl_s=ttl_s, owner=owner, **fields))
         # Sent twice it would be two pins, one of which nobody knows of.
         answer = self._reopening(
             namespace,
-            lambda: self._caller.unary(
-                "Pin", raw, self.limits.pin_s, partial(marks_of, namespace, tokens), may_repeat=False, even_aside=True
-            ),
+            lambda: self._caller.unary("Pin", raw, self.limits.pin_s, marks, may_repeat=False, even_aside=True),
         )
         return pin_of(pb.PinResponse.FromString(answer).pin)
 

@@ -13,7 +13,7 @@ from kvstore.client.endpoint import Endpoint
 from kvstore.client.fetching import BlockFetch
 from kvstore.client.putting import put_past_grpc
 from kvstore.client.remote_hold import HeldAtWorker
-from kvstore.client.spreading import marks_of_keys
+from kvstore.client.spreading import Marking, marks_of, marks_of_keys
 from kvstore.client.streams import Outgoing, send_stream
 from kvstore.client.tools import Tools
 from kvstore.counts import ClientCount
@@ -22,8 +22,18 @@ from kvstore.format.descent import Ancestry
 from kvstore.hints import Hints
 from kvstore.namespace import Namespace
 from kvstore.node.wanted import keyed
+from kvstore.tokens import TokenArray
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.messages import hints_message, pack_descents, pack_keys, pack_sizes, parse, sealed, write_message
+from kvstore.wire.messages import (
+    hints_message,
+    pack_descents,
+    pack_keys,
+    pack_sizes,
+    pack_tokens,
+    parse,
+    sealed,
+    write_message,
+)
 from kvstore.writes import WriteMode
 
 
@@ -161,6 +171,14 @@ class RemoteBlockHold(HeldAtWorker):
         fetch = BlockFetch(wanted, buffers, self._tools, self._hold_id)
         self._receive(fetch)
         return list(map(bool, fetch.done))
+
+
+def naming_of(namespace: Namespace, prompt: TokenArray | list[bytes]) -> tuple[dict[str, bytes], Marking]:
+    """Returns the field of a request that names a prompt by its full chunks, or blocks, and what chooses the worker."""
+    if isinstance(prompt, list):
+        return {"keys": pack_keys(prompt)}, partial(marks_of_keys, prompt)
+    size = namespace.layout.chunk_tokens
+    return {"tokens": pack_tokens(prompt[: len(prompt) // size * size])}, partial(marks_of, namespace, prompt)
 
 
 def _each(present: bytes, keys: Sequence[bytes]) -> list[bool]:

@@ -70,16 +70,17 @@ class Blocks:
         deadline: Deadline,
         *,
         looked_up: bool = False,
+        counts: bool = True,
     ) -> tuple[Hold, list[bool]]:
         """Holds the blocks that are in the store, and says for each key whether its block is.
 
         A collector deletes nothing that was condemned after a hold began, so the hold names no block; but it is taken
-        before anybody looks (rule H2). ``looked_up`` is as in ``RequestCounts.add_request``. Raises Overloaded if too
-        many holds are alive.
+        before anybody looks (rule H2). ``looked_up`` is as in ``RequestCounts.add_request``; ``counts`` is False if this
+        is no request of a caller. Raises Overloaded if too many holds are alive.
         """
         hold = self._holds.take(Chain.of(namespace, np.empty(0, np.uint32)), ttl_s)
         try:
-            return hold, self._present(namespace, keys, deadline, reads=True, looked_up=looked_up)
+            return hold, self._present(namespace, keys, deadline, reads=True, looked_up=looked_up, counts=counts)
         except BaseException:
             self._holds.release(hold)
             raise
@@ -126,7 +127,14 @@ class Blocks:
         return hits
 
     def _present(
-        self, namespace: Namespace, keys: Sequence[bytes], deadline: Deadline, *, reads: bool, looked_up: bool = False
+        self,
+        namespace: Namespace,
+        keys: Sequence[bytes],
+        deadline: Deadline,
+        *,
+        reads: bool,
+        looked_up: bool = False,
+        counts: bool = True,
     ) -> list[bool]:
         addresses = block_addresses(namespace, keys)
         known, quantum = self._chunks.known, self._chunks.quantum()
@@ -147,8 +155,9 @@ class Blocks:
         found_at = [index for index, found in enumerate(present) if found]
         there = Keyed(namespace, [keys[at] for at in found_at], [addresses[at] for at in found_at], (), found_at)
         self._reads.looked_up(there)
-        size = namespace.layout.chunk_tokens
-        self._counters.add_request(addresses, len(found_at), size, reads=reads, looked_up=looked_up)
+        if counts:
+            size = namespace.layout.chunk_tokens
+            self._counters.add_request(addresses, len(found_at), size, reads=reads, looked_up=looked_up)
         return present
 
     def _size_on_root(self, namespace: Namespace, key: bytes, address: Address) -> int:

@@ -11,7 +11,7 @@ import os
 import socket
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 
@@ -32,11 +32,14 @@ from kvstore.namespace import Namespace, NamespaceDigest
 from kvstore.node.clearing import Clearing, Pinned
 from kvstore.node.clears import ClearsFollower
 from kvstore.node.collecting import Collecting
+from kvstore.node.deadline import Deadline
+from kvstore.node.holds import Hold
 from kvstore.node.limits import Limits
 from kvstore.node.node import Node
 from kvstore.node.pinned import PinnedInMemory
 from kvstore.node.syncing import Syncing
 from kvstore.node.twins import NodeTwins
+from kvstore.node.wanted import Wanted, keyed
 from kvstore.progress import Progress, unwatched
 from kvstore.results import Cleared, PinRecord
 
@@ -127,9 +130,20 @@ class Member:
         moment at which a sweep could take a chunk that the caller will be told is pinned. Rule P5: a clear that did not
         see the ref is seen here, or has deleted all it will.
         """
-        node, layout = self.node, chain.namespace.layout
+        hold = self.node.hold(chain, counts=False)
+        return self._pin(hold, hold.chain, ttl_s, owner)
+
+    def pin_blocks(self, namespace: Namespace, keys: Sequence[bytes], ttl_s: float, owner: str) -> PinRecord:
+        """Pins those of the blocks that are there, as ``pin`` does; a block counts as one chunk."""
+        deadline = Deadline(self.node.clock, self.node.limits.match_deadline_s)
+        hold, there = self.node.blocks.hold(namespace, keys, None, deadline, counts=False)
+        present = [key for key, found in zip(keys, there, strict=True) if found]
+        return self._pin(hold, keyed(namespace, present, ()), ttl_s, owner)
+
+    def _pin(self, hold: Hold, wanted: Wanted, ttl_s: float, owner: str) -> PinRecord:
+        """Pins what is held, and ends the hold."""
+        node, namespace = self.node, wanted.namespace
         owner = owner or socket.gethostname()
-        hold = node.hold(chain, counts=False)
         try:
             if hold.born is None:
                 metadata = (
@@ -139,21 +153,20 @@ class Member:
                     f"this node protects nothing at the moment (no session, or {metadata}: see its log and "
                     "gc/RUNBOOK.md), so it cannot pin: try again later"
                 )
-            if not hold.count:
-                return self._no_pin(owner, chain)
+            if not len(wanted):
+                return self._no_pin(owner, namespace)
             # What only memory has is not there for collectors and other nodes. On a full root it stays in memory: then
             # there is half of the time that a pin has, or pins would take all calls of a worker.
-            node.puts.write_out(hold.chain, node.limits.meta_deadline_s / 2)
-            addresses = chain.addresses[: hold.count]
-            seconds = max(1, round(ttl_s))
+            node.puts.write_out(wanted, node.limits.meta_deadline_s / 2)
+            seconds, tokens = max(1, round(ttl_s)), len(wanted) * namespace.layout.chunk_tokens
             ref = self._pins.pin(
-                owner, addresses, seconds, hold.tokens, chain.namespace.digest, node.limits.meta_deadline_s
+                owner, wanted.addresses, seconds, tokens, namespace.digest, node.limits.meta_deadline_s
             )
             try:
                 # Still held: so the session that put the ref is the one that collectors have waited for all the time.
                 node.holds.check(hold)
-                self._check_barriers(chain.namespace)
-                present = node.puts.present_leading(chain, hold.count)
+                self._check_barriers(namespace)
+                present = node.puts.present_leading(wanted)
             except KVStoreError:
                 self.unpin(_pin_id(ref))
                 raise
@@ -161,11 +174,11 @@ class Member:
             node.release(hold)
         if not present:
             self.unpin(_pin_id(ref))
-            return self._no_pin(owner, chain)
+            return self._no_pin(owner, namespace)
         if self._pinned is not None:
-            self._pinned.add(_pin_id(ref), chain.addresses[:present], seconds)
-        tokens = present * layout.chunk_tokens
-        return PinRecord(_pin_id(ref), owner, chain.namespace.name, tokens, node.clock.now_s() + seconds)
+            self._pinned.add(_pin_id(ref), wanted.addresses[:present], seconds)
+        tokens = present * namespace.layout.chunk_tokens
+        return PinRecord(_pin_id(ref), owner, namespace.name, tokens, node.clock.now_s() + seconds)
 
     def unpin(self, pin_id: str) -> bool:
         """Releases a pin; False where there is none. Raises InvalidRequest for what is no pin id, Unavailable."""
@@ -336,8 +349,8 @@ class Member:
     def _lost(self, _: Session) -> None:
         self.node.counters.add(NodeCount.SESSIONS_LOST)
 
-    def _no_pin(self, owner: str, chain: Chain) -> PinRecord:
-        return PinRecord("", owner, chain.namespace.name, 0, self.node.clock.now_s())
+    def _no_pin(self, owner: str, namespace: Namespace) -> PinRecord:
+        return PinRecord("", owner, namespace.name, 0, self.node.clock.now_s())
 
     def _record_of(self, ref: Ref) -> PinRecord:
         try:

@@ -188,20 +188,31 @@ class Puts:
         if self.tiers is not None:
             self.tiers.memory.used(part, count, hints if is_raised else None)
 
-    def write_out(self, chain: Chain, timeout_s: float) -> None:
-        """Waits until this prompt's chunks that were put behind are on the root or lost, or out of time."""
+    def write_out(self, wanted: Wanted, timeout_s: float) -> None:
+        """Waits until those that were put behind are on the root or lost, or out of time."""
         if self.tiers is not None:
-            self.tiers.behind.settle(chain, 0, len(chain), timeout_s)
+            self.tiers.behind.settle(wanted, 0, len(wanted), timeout_s)
 
-    def present_leading(self, chain: Chain, count: int) -> int:
-        """Looks at each of the first ``count`` chunks; returns how many leading ones are there.
+    def present_leading(self, wanted: Wanted) -> int:
+        """Looks at each file; returns how many leading ones are there.
 
         A put or pin must not build on a hole.
         """
-        deadline = Deadline(self._clock, self._limits.now.match_deadline_s)
-        return self._leading(
-            chain, count, lambda index: self._chunks.is_present(expected_chunk(chain, index)), deadline
-        )
+        chunks, deadline = self._chunks, Deadline(self._clock, self._limits.now.match_deadline_s)
+        if isinstance(wanted, Chain):
+            chain = wanted
+            return self._leading(
+                chain, len(chain), lambda index: chunks.is_present(expected_chunk(chain, index)), deadline
+            )
+        missing = [len(wanted)]
+
+        def look(index: int) -> bool:
+            if chunks.root.stat(chunks.name(wanted.addresses[index], wanted.namespace.id)) is None:
+                missing.append(index)
+            return True
+
+        self._lanes.each(len(wanted), look, deadline)
+        return min(missing)
 
     def _begin_blocks(self, keyed: Keyed, mode: WriteMode, hints: Hints, *, sheds: bool) -> Write:
         found = np.zeros(len(keyed), np.bool_)

@@ -290,16 +290,18 @@ class ReleaseResponse(_message.Message):
     def __init__(self, released: bool = ...) -> None: ...
 
 class PinRequest(_message.Message):
-    __slots__ = ("namespace", "tokens", "ttl_s", "owner")
+    __slots__ = ("namespace", "tokens", "ttl_s", "owner", "keys")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     TTL_S_FIELD_NUMBER: _ClassVar[int]
     OWNER_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     tokens: bytes
     ttl_s: float
     owner: str
-    def __init__(self, namespace: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., ttl_s: _Optional[float] = ..., owner: _Optional[str] = ...) -> None: ...
+    keys: bytes
+    def __init__(self, namespace: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., ttl_s: _Optional[float] = ..., owner: _Optional[str] = ..., keys: _Optional[bytes] = ...) -> None: ...
 
 class PinRecord(_message.Message):
     __slots__ = ("id", "owner", "namespace", "tokens", "expires_s")

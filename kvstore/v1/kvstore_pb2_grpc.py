@@ -215,7 +215,7 @@ class KVStoreServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Pin(self, request, context):
-        """Pins the longest stored prefix: a leased reference that the whole cluster sees and that outlives client and worker.
+        """Pins the longest stored prefix, or blocks: a leased reference that the whole cluster sees and that outlives client and worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -9,11 +9,12 @@ from collections.abc import Iterator
 
 from kvstore.errors import InvalidRequest
 from kvstore.node.member import Member
+from kvstore.results import PinRecord
 from kvstore.security.guard import Guard
 from kvstore.security.permissions import EVERY, Role
 from kvstore.security.quotas import OverQuota
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.messages import pin_message
+from kvstore.wire.messages import pin_message, unpack_keys
 from kvstore.worker.call import Call
 from kvstore.worker.prompts import Prompts
 
@@ -29,12 +30,22 @@ class PinCalls:
         self._guard = guard
 
     def pin(self, request: pb.PinRequest, call: Call) -> pb.PinResponse:
-        """Pins the longest stored prefix."""
+        """Pins the longest stored prefix, or blocks."""
         if not 1 <= request.ttl_s <= PIN_TTL_S_MAX:
             raise InvalidRequest(f"ttl_s is {request.ttl_s}: expected 1 to {PIN_TTL_S_MAX}")
+        if request.keys:
+            return pb.PinResponse(pin=pin_message(self._pin_blocks(request, call)))
         chain = self._prompts.chain(request.namespace, request.tokens, call)
         self._check_quota(chain.namespace.tenant, len(chain.tokens))
         return pb.PinResponse(pin=pin_message(self._member.pin(chain, request.ttl_s, request.owner)))
+
+    def _pin_blocks(self, request: pb.PinRequest, call: Call) -> PinRecord:
+        if request.tokens:
+            raise InvalidRequest("a Pin has both keys of blocks and tokens: expected one of them")
+        namespace, keys = self._prompts.namespace(request.namespace, call), unpack_keys(request.keys)
+        self._prompts.settle_blocks(namespace, keys)
+        self._check_quota(namespace.tenant, len(keys) * namespace.layout.chunk_tokens)
+        return self._member.pin_blocks(namespace, keys, request.ttl_s, request.owner)
 
     def unpin(self, request: pb.UnpinRequest, call: Call) -> pb.UnpinResponse:
         """Ends a pin. One that etcd does not have may have left a twin, whose tenant nobody knows."""

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 import kvstore
-from kvstore.client.cache import Cache, Pin
+from kvstore.client.cache import Cache
+from kvstore.client.pin import Pin
 from kvstore.errors import Unavailable
 from kvstore.meta.session import TTL_S
 from kvstore_gc.safety import Timings

@@ -16,6 +16,7 @@ from kvstore import aio, errors
 from kvstore.aio.store import Store as AioStore
 from kvstore.aio.threads import Threads
 from kvstore.client import blocks, cache, segments, store, tickets
+from kvstore.client import pin as pins
 from kvstore.client.limits import ClientLimits
 from kvstore.node.limits import Limits
 from kvstore.root.memory import MemoryFiles, MemoryRoot
@@ -104,7 +105,7 @@ def test_a_ticket_is_awaited(tmp_root: Path) -> None:
         (aio.Store, store.Store),
         (aio.Cache, cache.Cache),
         (aio.Hold, cache.Hold),
-        (aio.Pin, cache.Pin),
+        (aio.Pin, pins.Pin),
         (aio.BlockCache, blocks.BlockCache),
         (aio.BlockHold, blocks.BlockHold),
         (aio.Ticket, tickets.Ticket),

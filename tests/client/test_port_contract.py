@@ -325,6 +325,29 @@ def test_pins_are_counted_listed_and_released(store: Store, cache: Cache) -> Non
     assert cache.refcount(TOKENS) == 0
 
 
+def test_blocks_are_pinned_listed_and_released(store: Store, cache: Cache) -> None:
+    keys, blocks = [bytes([number]) * 16 for number in range(4)], [bytes([number]) * 50 for number in range(4)]
+    cache.blocks.put(keys[:2] + keys[3:], blocks[:2] + blocks[3:])
+    with cache.blocks.pin(keys, ttl=60, owner="tests") as pin:
+        assert pin.tokens == 3 * SIZE, "those that are there"
+        (listed,) = store.pins()
+        assert (listed.id, listed.owner, listed.namespace, listed.tokens) == (pin.id, "tests", "m", 3 * SIZE)
+        cache.clear()
+        assert cache.blocks.present(keys) == [True, True, False, True]
+    assert store.pins() == []
+    cache.clear()
+    assert cache.blocks.present(keys) == [False] * 4
+
+
+def test_a_pin_of_blocks_that_are_nowhere_is_none(store: Store, cache: Cache) -> None:
+    for keys in ([], [b"k" * 16]):
+        pin = cache.blocks.pin(keys)
+        assert (pin.tokens, pin.id, pin.release()) == (0, "", False)
+    assert store.pins() == []
+    with pytest.raises(InvalidRequest, match="expected 1 to 2592000 seconds"):
+        cache.blocks.pin([b"k" * 16], ttl=0)
+
+
 def test_a_pin_id_that_is_none(store: Store) -> None:
     with pytest.raises(InvalidRequest, match="pin id 'nonsense'"):
         store.unpin("nonsense")

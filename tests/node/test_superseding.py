@@ -192,10 +192,7 @@ def test_a_wrong_part_is_refused(opened: Opened, kept: object) -> None:
 
 @pytest.mark.parametrize("unused", [-1, math.nan, math.inf, "long", True])
 def test_a_wrong_time_is_refused(opened: Opened, unused: object) -> None:
-    for call in (lambda: opened.cache.supersede(TOKENS, 0, unused=unused), lambda: block_call(opened, unused)):  # type: ignore[arg-type]
-        with pytest.raises(InvalidRequest, match="expected seconds since your last use"):
-            call()
-
-
-def block_call(opened: Opened, unused: object) -> None:
-    opened.cache.blocks.supersede(KEYS, unused=unused)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="expected seconds since your last use"):
+        opened.cache.supersede(TOKENS, 0, unused=unused)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="expected seconds since your last use"):
+        opened.cache.blocks.supersede(KEYS, unused=unused)  # type: ignore[arg-type]

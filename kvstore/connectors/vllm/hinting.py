@@ -7,10 +7,12 @@ orchestrator (``vllm/v1/kv_hints``).
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvstore.client.pin import check_pin
 from kvstore.errors import InvalidRequest
 from kvstore.hints import DEFAULT, Hints
 
@@ -18,8 +20,10 @@ log = logging.getLogger(__name__)
 
 NAME = "kvstore"
 """The entry of ``kv_transfer_params``, and the ``action_type`` of a hint."""
-KNOWN = frozenset({"priority", "ttl", "preset", "session", "supersede"})
+KNOWN = frozenset({"priority", "ttl", "preset", "session", "supersede", "pin", "pin_ttl", "unpin"})
 SESSION_CHARS_MAX = 256
+PIN_NAME = re.compile(r"[A-Za-z0-9._:-]{1,64}")
+PIN_TTL_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,11 @@ class Said:
     """Its session; empty if it has none."""
     supersede: bool | None = None
     """True: its session has left all its other branches. False: they stay, and this one too."""
+    pin: str = ""
+    """The name under which its prompt is pinned; empty: it is not."""
+    pin_ttl_s: float = PIN_TTL_S
+    unpin: str = ""
+    """The name whose pins end with this request; empty: none."""
 
 
 NOTHING = Said()
@@ -50,6 +59,9 @@ def said_of(request: Any) -> Said:
             Hints.of(said.get("priority"), said.get("ttl"), said.get("preset")),
             _checked_session(said.get("session", session)),
             _checked_supersede(said.get("supersede")),
+            _checked_name("pin", said),
+            _checked_pin_ttl(said.get("pin_ttl", PIN_TTL_S)),
+            _checked_name("unpin", said),
         )
     except InvalidRequest as error:
         log.warning("kvstore: the hints of request %s are ignored: %s", request.request_id, error)
@@ -66,6 +78,20 @@ def _checked_supersede(supersede: Any) -> bool | None:
     if supersede is not None and not isinstance(supersede, bool):
         raise InvalidRequest(f"supersede={supersede!r:.100}: expected true or false")
     return supersede
+
+
+def _checked_name(word: str, said: Mapping[str, Any]) -> str:
+    name = said.get(word)
+    if name is not None and not (isinstance(name, str) and PIN_NAME.fullmatch(name)):
+        raise InvalidRequest(f"{word}={name!r:.100}: expected 1 to 64 letters, digits and . _ : -")
+    return name or ""
+
+
+def _checked_pin_ttl(ttl: Any) -> float:
+    if isinstance(ttl, bool):
+        raise InvalidRequest(f"pin_ttl={ttl!r}: expected seconds")
+    check_pin(ttl, "")
+    return float(ttl)
 
 
 def _said(request: Any) -> Any:

@@ -22,6 +22,7 @@ from kvstore.connectors.vllm.link import Link
 from kvstore.connectors.vllm.lookups import Found, Lookup, Lookups
 from kvstore.connectors.vllm.messages import IDLE_S, Load, Orders, Report, Run
 from kvstore.connectors.vllm.naming import Shape
+from kvstore.connectors.vllm.pinning import Pinning
 from kvstore.connectors.vllm.recent import Recent
 from kvstore.connectors.vllm.runs import Ends, Named, Runs, State
 from kvstore.connectors.vllm.settings import Settings
@@ -83,6 +84,7 @@ class SchedulerHalf:
             pause_s=settings.pause_s,
         )
         self._branches = Branches(self._link, self._runs, self.counts)
+        self._pinning = Pinning(self._link, self._runs, settings.store_timeout_s)
         self._tracked: dict[str, Tracked] = {}
         self._new_loads: list[Load] = []
         self._unconfirmed: dict[int, int] = {}
@@ -317,7 +319,9 @@ class SchedulerHalf:
         if tracked is not None:
             tracked.abandon()
             self._loaded(tracked)
-            self._branches.ended(tracked, self._named(tracked), map(self._named, self._tracked.values()))
+            named = self._named(tracked)
+            self._branches.ended(tracked, named, map(self._named, self._tracked.values()))
+            self._pinning.ended(tracked, named)
 
     def reset(self) -> None:
         """Implements ``reset_cache``, which vLLM calls when weights were replaced in memory.
@@ -333,6 +337,7 @@ class SchedulerHalf:
         """Ends the threads and closes the store."""
         self._lookups.close()
         self._branches.close()
+        self._pinning.close()
         self._adapters.close()
         self._link.close()
 

@@ -1,4 +1,4 @@
-"""Sessions that leave a branch: the collector takes that branch first, and the rest of the prompt stays a hit."""
+"""What requests say of their KV: the collector takes a branch that its session left first, and never what is pinned."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import kvstore
 from kvstore.node.limits import Limits
 from kvstore.recency import decode
 from tests.engines.vllm.engines import (
@@ -72,6 +73,30 @@ def test_a_branch_that_is_used_again_is_not_first_any_more(engine: Engine, modul
     make_room(module_root)
     engine.forget()
     assert engine.generate(FORK).cached[0] > SHARED * BLOCK
+
+
+def test_a_prompt_that_a_request_pins_stays_until_one_unpins_it(engine: Engine, module_root: Path) -> None:
+    engine.in_session("pinned", MAIN, said={"pin": "main"})
+    engine.in_session("loose", FORK)
+    wait_stored(module_root, MAIN_BLOCKS - 1 + FORK_BLOCKS)
+
+    def kept(blocks: int) -> bool:
+        collect(module_root, "--ttl", "0s")
+        return len(stored_files(module_root)) == blocks
+
+    eventually(lambda: pinned(module_root) == [("main", (MAIN_BLOCKS - 1) * BLOCK)])
+    assert kept(MAIN_BLOCKS - 1), "the fork's own blocks went"
+    engine.forget()
+    assert engine.generate(MAIN).cached == [full_blocks(MAIN)]
+    engine.in_session("loose", prompt(75, 20), said={"unpin": "main"})
+    eventually(lambda: pinned(module_root) == [])
+    assert kept(0)
+
+
+def pinned(root: Path) -> list[tuple[str, int]]:
+    """Owner and tokens of each pin."""
+    with kvstore.open(str(root), max_bytes=None) as store:
+        return [(pin.owner, pin.tokens) for pin in store.pins()]
 
 
 def run(engine: Engine, root: Path, session: str, fork: dict[str, bool] | None = None) -> list[list[int]]:

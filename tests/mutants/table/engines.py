@@ -8,6 +8,7 @@ from tests.mutants.planters import Planter, edit, replace
 ADAPTERS = "connectors/test_vllm_adapters.py::test_"
 SCHEDULER = "connectors/test_vllm_scheduler.py::test_"
 GROUPS = "connectors/test_vllm_groups.py::test_"
+SESSIONS = "kvstore.connectors.sessions:Sessions"
 EVENTS = "kvstore.connectors.vllm.events:Events"
 LOOKS = "kvstore.connectors.vllm.adapters:Adapters"
 
@@ -32,7 +33,83 @@ def event(name: str, planter: Planter, test: str) -> Mutant:
     return mutant(f"vllm-event-{name}", "CONNECTORS Events", planter, f"connectors/test_vllm_events.py::test_{test}")
 
 
+def branch(name: str, planter: Planter, test: str, *more: str) -> Mutant:
+    """A row of: a session's branch is superseded only if it has abandoned it and nobody else has it."""
+    return mutant(f"vllm-branch-{name}", "CONNECTORS Sessions", planter, f"connectors/{test}", *more)
+
+
+PINNED = [
+    mutant(
+        "vllm-pin-before-it-is-stored",
+        "CONNECTORS Hints: pins once the blocks are stored",
+        replace("kvstore.connectors.vllm.pinning:Pinning._await_stored", lambda self, cache, keys, until_s: None),
+        "connectors/test_vllm_pinning.py::test_a_pin_waits_for_blocks_on_their_way_but_no_request_does",
+    ),
+    mutant(
+        "vllm-pin-of-a-name-twice",
+        "CONNECTORS Hints: a later pin of the name replaces it",
+        edit("kvstore.connectors.vllm.pinning:Pinning._keep", "_release(name, before)", "pass"),
+        "connectors/test_vllm_pinning.py::test_a_name_that_is_pinned_again_keeps_its_last_pin_alone",
+    ),
+    mutant(
+        "pin-of-blocks-that-are-missing",
+        "PROTOCOL P1: blocks that are there are pinned",
+        edit("kvstore.node.member:Member.pin_blocks", "if found", "if not found"),
+        "client/test_port_contract.py::test_blocks_are_pinned_listed_and_released[local]",
+    ),
+]
+
+BRANCHES = [
+    branch(
+        "that-another-session-shares",
+        edit(f"{SESSIONS}._kept", "if not each.is_abandoned", "if each is lost"),
+        "test_sessions.py::test_what_another_live_session_has_is_not_abandoned",
+        "connectors/test_vllm_branches.py::test_what_another_session_or_a_running_request_shares_is_left_alone",
+    ),
+    branch(
+        "that-a-running-request-has",
+        edit(f"{SESSIONS}.ended", "list(running) if lost else []", "[]"),
+        "test_sessions.py::test_what_a_running_request_has_is_not_abandoned",
+    ),
+    branch(
+        "left-at-once",
+        edit(f"{SESSIONS}._took", "if supersede:", "if supersede is not False:"),
+        "test_sessions.py::test_a_session_that_begins_another_branch_abandons_nothing",
+    ),
+    branch(
+        "guessed-about-for-ever",
+        edit(f"{SESSIONS}._took", "or session.goes_on_apart", ""),
+        "test_sessions.py::test_a_session_that_uses_what_it_seemed_to_have_left_is_not_guessed_about_any_more",
+    ),
+    branch(
+        "whose-requests-say-that-it-stays",
+        edit(f"{SESSIONS}._took", "if not each.stays", "if True"),
+        "test_sessions.py::test_a_request_can_say_that_all_stay_and_itself_for_good",
+    ),
+    branch(
+        "head-and-not-its-tail",
+        edit(
+            "kvstore.connectors.vllm.branches:Branches._supersede",
+            "whole, self._runs.known_tokens(named)",
+            "0, whole",
+        ),
+        "test_vllm_branches.py::test_a_session_that_returns_supersedes_the_fork_behind_what_both_share",
+    ),
+    branch(
+        "part-of-a-block",
+        edit("kvstore.connectors.vllm.branches:Branches._supersede", "-(-first // cluster", "(first // cluster"),
+        "test_vllm_branches.py::test_every_kind_of_kv_is_told_in_whole_blocks",
+    ),
+    branch(
+        "sessions-unbounded",
+        edit(f"{SESSIONS}._bound", "or self._blocks > self._blocks_max", ""),
+        "test_sessions.py::test_branches_sessions_and_blocks_are_bounded",
+    ),
+]
+
 MUTANTS = [
+    *BRANCHES,
+    *PINNED,
     adapter(
         "younger-than-the-engine",
         edit(f"{LOOKS}._serve", "seal.changed_ns > self._started_ns", "0 > self._started_ns"),

@@ -1,0 +1,141 @@
+"""Pins by a request's word: the prompt under a name, once it is stored, and what ends it; no request waits or fails."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from kvstore.connectors.vllm.groups import Cluster, Kind
+from kvstore.errors import Overloaded
+from kvstore.results import PinRecord
+from tests.connectors.vllm_halves import Request, cache, halves, store
+from tests.patience import eventually
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Any]]:
+    with halves() as found:
+        yield found
+
+
+def ended(half: Any, number: int = 0, tokens: int = 12, **said: Any) -> None:
+    """A request with these words, from its arrival to its end."""
+    request = Request(f"r{number}", tokens, kv_transfer_params={"kvstore": said})
+    half.arrived(request)
+    half.finished(request)
+
+
+def pins(half: Any) -> list[PinRecord]:
+    found: list[PinRecord] = half._link._store.pins()
+    return found
+
+
+def drained(half: Any) -> bool:
+    found: bool = half._pinning._tasks.drain(60.0)
+    return found
+
+
+def test_a_prompt_is_pinned_under_its_name_until_a_request_unpins_it(make: Callable[..., Any]) -> None:
+    half = make()
+    store(half, Request("stored", 12), 3)
+    ended(half, pin="system", pin_ttl=60)
+    assert drained(half)
+    (pin,) = pins(half)
+    assert (pin.owner, pin.tokens) == ("system", 3), "three blocks of one token, as the namespace counts"
+    ended(half, unpin="other")
+    assert drained(half) and len(pins(half)) == 1
+    ended(half, unpin="system")
+    assert drained(half) and pins(half) == []
+
+
+def test_a_pin_waits_for_blocks_on_their_way_but_no_request_does(make: Callable[..., Any]) -> None:
+    half = make(store_timeout_s=3_600.0)
+    ended(half, pin="system")
+    assert pins(half) == []
+    store(half, Request("stored", 12), 3)
+    assert drained(half)
+    assert [pin.tokens for pin in pins(half)] == [3]
+
+
+def test_what_is_there_is_pinned_when_the_rest_does_not_come(
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half = make()
+    monkeypatch.setattr(half._pinning, "_wait_s", 0.0)
+    store(half, Request("stored", 12), 2)
+    ended(half, pin="system")
+    assert drained(half)
+    assert [pin.tokens for pin in pins(half)] == [2]
+
+
+def test_a_name_that_is_pinned_again_keeps_its_last_pin_alone(make: Callable[..., Any]) -> None:
+    half = make()
+    store(half, Request("stored", 24), 6)
+    for tokens in (12, 24):
+        ended(half, tokens, tokens, pin="system")
+        assert drained(half)
+    assert [pin.tokens for pin in pins(half)] == [6]
+
+
+def test_states_that_are_not_stored_at_every_block_are_not_waited_for(make: Callable[..., Any]) -> None:
+    half = make([Cluster((0,), 4), Cluster((1,), 4, Kind.STATE)], store_timeout_s=3_600.0)
+    request = Request("stored", 12)
+    store(half, request, 3)
+    assert cache(half).put([request.block_hashes[2] + b"\1"], [bytes(8)]) == [True]
+    ended(half, pin="system")
+    assert drained(half)
+    assert sorted(pin.tokens for pin in pins(half)) == [1, 3]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"pin": ""}, {"pin": "a/b"}, {"pin": 7}, {"pin": "p" * 65}, {"unpin": "a b"}, {"pin": "p", "pin_ttl": 0}]
+)
+def test_words_that_make_no_sense_pin_nothing(make: Callable[..., Any], wrong: dict[str, Any]) -> None:
+    half = make()
+    store(half, Request("stored", 12), 3)
+    ended(half, **wrong)
+    assert drained(half) and pins(half) == []
+
+
+def test_a_store_that_refuses_pins_fails_no_request(
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    half = make()
+    store(half, Request("stored", 12), 3)
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise Overloaded("too many pins")
+
+    monkeypatch.setattr(cache(half), "pin", refused)
+    ended(half, pin="system")
+    assert drained(half) and pins(half) == []
+    assert "'system' is not pinned in full: too many pins" in caplog.text
+
+
+def test_names_are_forgotten_beyond_a_bound_and_their_pins_stay(
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvstore.connectors.vllm import pinning
+
+    monkeypatch.setattr(pinning, "NAMES_MAX", 2)
+    half = make()
+    store(half, Request("stored", 12), 3)
+    for number, name in enumerate("abc"):
+        ended(half, number, pin=name)
+        assert drained(half)
+    ended(half, 4, unpin="a")
+    assert drained(half)
+    assert sorted(pin.owner for pin in pins(half)) == ["a", "b", "c"]
+
+
+def test_an_engine_that_ends_waits_for_no_pin(make: Callable[..., Any]) -> None:
+    half = make(store_timeout_s=3_600.0)
+    ended(half, pin="system")
+    before = set(threading.enumerate())
+    half._pinning.close()
+    eventually(
+        lambda: not any(each.name.startswith("kvstore-vllm-pins") for each in before & set(threading.enumerate()))
+    )
