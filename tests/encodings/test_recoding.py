@@ -17,6 +17,7 @@ from kvstore.encodings.keys import Key, KeyFile
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, Unavailable
 from kvstore.format import places
 from kvstore.format.checksum import checksum
+from kvstore.format.descent import Descent
 from kvstore.format.encoded import Encoding, decode_any
 from kvstore.format.header import incarnation_at
 from kvstore.format.places import Name
@@ -88,6 +89,25 @@ def test_a_recoded_chunk_keeps_lineage_and_last_use_and_is_another_publication(t
         assert path.stat().st_mtime_ns == 1_600_000_000_000_000_123
         assert after.incarnation[:12] == before.incarnation[:12]
         assert (after.incarnation != before.incarnation) is bool(after.encoding)
+
+
+def test_a_recoded_block_says_the_same_of_its_descent_unless_it_is_encrypted(tmp_root: Path, tmp_path: Path) -> None:
+    keys, said = key_file(tmp_path / "keys.json", None, "a"), Descent([1, 2, 3], 0)
+    with opened(tmp_root, keys) as (member, store):
+        blocks = store.namespace("m", LAYOUT, tenant=TENANT).blocks
+        assert blocks.put([b"k" * 32], [bytes(100_000)], descents=[said]) == [True]
+        (name,) = names_of(tmp_root)
+        for current, act, shown in (
+            (None, Recoding.COMPRESS, said.pack()),
+            (None, Recoding.DECOMPRESS, said.pack()),
+            ("a", Recoding.REENCRYPT, b""),
+        ):
+            key_file(tmp_path / "keys.json", current, "a")
+            assert recode(member.node, name, act).outcome is Outcome.REWRITTEN
+            content = (tmp_root / name).read_bytes()
+            assert decode_any(content).descent == shown
+            assert (said.pack() in content) == bool(shown)
+            assert blocks.get([b"k" * 32], [bytearray(100_000)]) == [True]
 
 
 def test_who_has_the_old_file_open_or_mapped_goes_on(tmp_root: Path) -> None:

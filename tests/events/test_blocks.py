@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 import pytest
 
 from kvstore.address import Address
 from kvstore.format import places
+from kvstore.format.descent import Ancestry
 from kvstore.format.header import expected_block
+from kvstore.node.recoding import Outcome, Recoding
 from kvstore.root.interface import Root
 from tests.events.engines import GROUP, SIZE, Prompt, prompt_of, put_blocks
 from tests.events.following import Following, Ticking
@@ -128,6 +131,18 @@ def test_an_adapter_and_extra_keys_are_told_and_divide_events(clustered: Cluster
     by_name = {event["lora_name"]: event for event in events_of(publishing, "BlockStored")}
     assert by_name["sql"]["extra_keys"] == [["sql"]] * 3
     assert by_name[None]["extra_keys"] is None
+
+
+def test_compressed_blocks_are_told_like_others(clustered: Cluster, clock: Ticking) -> None:
+    node, blocks = clustered.node(), prompt_of(1, 3)
+    ancestry = Ancestry(0, [each.pack() for each in blocks.descents])
+    assert all(node.node.put_blocks(SPACE, blocks.keys, [memoryview(bytes(50_000))] * 3, ancestry=ancestry))
+    for address in blocks.addresses:
+        found = node.node.on_root(partial(node.node.recoder.recode, clustered.name(address), Recoding.COMPRESS))
+        assert found.outcome is Outcome.REWRITTEN
+    publishing = Publishing(clustered, clock)
+    publishing.catch_up()
+    assert publishing.index.blocks == told([blocks])
 
 
 def test_a_snapshot_has_blocks_and_parents_first(clustered: Cluster, clock: Ticking) -> None:
