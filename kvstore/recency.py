@@ -73,7 +73,8 @@ def quantum_of(now_s: float, quantum_s: int) -> int:
 
 def stamp_ns(quantum_start_s: int, depth: int, hints: Hints = DEFAULT, uses: int = 0) -> int:
     """The mtime of a chunk at ``depth`` in its chain (0 is the first), used in that quantum; nanoseconds."""
-    return _stamp_ns(quantum_start_s, depth, _spread(_number(hints, uses) - _DEFAULT_NUMBER))
+    code = _spread(_number(hints, uses) - _DEFAULT_NUMBER)
+    return (quantum_start_s + 1) * NS_PER_S - min(depth, DEPTH_MAX) * DEPTH_STEP_NS + code
 
 
 def stamps_ns(quantum_start_s: int, depths: npt.NDArray[np.int64], hints: Hints = DEFAULT) -> npt.NDArray[np.int64]:
@@ -140,16 +141,12 @@ def superseded_ns(mtime_ns: int, quantum_s: int, depth: int) -> int | None:
     """
     was = decode(mtime_ns, quantum_s)
     code = _spread(_superseded_number(was.hints) - _DEFAULT_NUMBER)
-    return None if was.is_superseded else _stamp_ns(was.last_use_s - quantum_s, depth, code)
+    return None if was.is_superseded else stamp_ns(was.last_use_s - quantum_s, depth) + code
 
 
 def is_coarse(mtime_ns: int) -> bool:
     """True if an mtime can carry only the default hints, as on a file system that rounds times."""
     return mtime_ns % _COARSE_NS == 0
-
-
-def _stamp_ns(quantum_start_s: int, depth: int, code: int) -> int:
-    return (quantum_start_s + 1) * NS_PER_S - min(depth, DEPTH_MAX) * DEPTH_STEP_NS + code
 
 
 def _number(hints: Hints, uses: int) -> int:

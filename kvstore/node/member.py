@@ -27,7 +27,7 @@ from kvstore.meta.namespaces import Namespaces
 from kvstore.meta.pins import PinQuota, Pins
 from kvstore.meta.pins import PinRecord as Ref
 from kvstore.meta.presence import Presence
-from kvstore.meta.session import Session, live_sessions
+from kvstore.meta.session import live_sessions
 from kvstore.namespace import Namespace, NamespaceDigest
 from kvstore.node.clearing import Clearing, Pinned
 from kvstore.node.clears import ClearsFollower
@@ -86,7 +86,7 @@ class Member:
         """Syncs the root once a second, where that was asked for."""
         self.on_cleared: list[Callable[[NamespaceDigest], None]] = []
         """Called after a namespace was cleared here, to tell the other nodes."""
-        presence.attach(lambda session: None, self._lost)
+        presence.attach(lambda session: None, lambda session: node.counters.add(NodeCount.SESSIONS_LOST))
 
     def follow_clears(self) -> None:
         """Hears what others clear by selection, in a thread of its own, until it is closed."""
@@ -154,7 +154,7 @@ class Member:
                     "gc/RUNBOOK.md), so it cannot pin: try again later"
                 )
             if not len(wanted):
-                return self._no_pin(owner, namespace)
+                return _no_pin(owner, namespace, node.clock.now_s())
             # What only memory has is not there for collectors and other nodes. On a full root it stays in memory: then
             # there is half of the time that a pin has, or pins would take all calls of a worker.
             node.puts.write_out(wanted, node.limits.meta_deadline_s / 2)
@@ -174,7 +174,7 @@ class Member:
             node.release(hold)
         if not present:
             self.unpin(_pin_id(ref))
-            return self._no_pin(owner, namespace)
+            return _no_pin(owner, namespace, node.clock.now_s())
         if self._pinned is not None:
             self._pinned.add(_pin_id(ref), wanted.addresses[:present], seconds)
         tokens = present * namespace.layout.chunk_tokens
@@ -346,12 +346,6 @@ class Member:
                     "that is done (a clear that was killed counts for a minute)"
                 )
 
-    def _lost(self, _: Session) -> None:
-        self.node.counters.add(NodeCount.SESSIONS_LOST)
-
-    def _no_pin(self, owner: str, namespace: Namespace) -> PinRecord:
-        return PinRecord("", owner, namespace.name, 0, self.node.clock.now_s())
-
     def _record_of(self, ref: Ref) -> PinRecord:
         try:
             namespace = self.find_namespace(ref.namespace)
@@ -368,6 +362,10 @@ def _parsed_pin_id(pin_id: str) -> tuple[str, PinId]:
     if not owner or parsed is None:
         raise InvalidRequest(f"pin id {pin_id!r}: expected OWNER/{2 * ID_BYTES} hex digits, as pin and ls print it")
     return owner, PinId(parsed)
+
+
+def _no_pin(owner: str, namespace: Namespace, now_s: float) -> PinRecord:
+    return PinRecord("", owner, namespace.name, 0, now_s)
 
 
 def _pin_id(ref: Ref) -> str:

@@ -84,23 +84,28 @@ class Refresher:
         # Neither tokens nor keys are kept.
         depths = None if isinstance(wanted, Chain) else wanted.depths or range(len(wanted))
         renewal = _Renewal(wanted.namespace.id, tuple(wanted.addresses), depths, hints, lacking)
-        if self._places(renewal, self._chunks.quantum()):
-            self._queue(renewal)
-
-    def superseded(self, wanted: Wanted, first: int, left_s: int) -> None:
-        """Notes that nobody needs the chunks from ``first`` on since the quantum ``left_s``. Never blocks."""
-        if self._enabled and first < len(wanted) and not self._loop.closed:
-            depths = range(first, len(wanted)) if isinstance(wanted, Chain) else None
-            self._queue(_Branch(wanted.namespace.id, tuple(wanted.addresses[first:]), depths, left_s))
-
-    def _queue(self, noted: _Renewal | _Branch) -> None:
+        if not self._places(renewal, self._chunks.quantum()):
+            return
         with self._changed:
             is_full = len(self._waiting) + self._is_busy >= self._queue_max
             if not is_full:
-                self._waiting.append(noted)
+                self._waiting.append(renewal)
                 self._changed.notify_all()
         if is_full:
-            self._counters.add(NodeCount.REFRESH_DROPPED, len(noted.addresses))
+            self._counters.add(NodeCount.REFRESH_DROPPED, len(wanted))
+
+    def superseded(self, wanted: Wanted, first: int, left_s: int) -> None:
+        """Notes that nobody needs the chunks from ``first`` on since the quantum ``left_s``. Never blocks."""
+        if not self._enabled or first >= len(wanted) or self._loop.closed:
+            return
+        depths = range(first, len(wanted)) if isinstance(wanted, Chain) else None
+        branch = _Branch(wanted.namespace.id, tuple(wanted.addresses[first:]), depths, left_s)
+        with self._changed:  # not shared with ``used``, whose every call is on the path of a read
+            if len(self._waiting) + self._is_busy < self._queue_max:
+                self._waiting.append(branch)
+                self._changed.notify_all()
+                return
+        self._counters.add(NodeCount.REFRESH_DROPPED, len(branch.addresses))
 
     def renew(self, chain: Wanted, hints: Hints, lacking: frozenset[int]) -> None:
         """Renews the leading chunks of a chain on the calling lane, before a child of theirs gets a fresh stamp."""

@@ -23,7 +23,10 @@ def chains(count: int, length: int, rounds: int) -> Replay:
 def test_no_kept_block_lacks_its_first_ones() -> None:
     replay = agents()
     capacity, engine = len(replay.blocks) // 4, len(replay.blocks) // 20
-    assert swept(replay, capacity, engine, is_chained=True).unreachable == 0
+    aged = swept(replay, capacity, engine, is_chained=True)
+    superseded = swept(replay, capacity, engine, is_chained=True, sessions=True)
+    assert aged.unreachable == superseded.unreachable == 0
+    assert superseded.hits > aged.hits, "abandoned forks make room for what is used again"
     assert swept(replay, capacity, engine, is_chained=False).unreachable > 0
 
 

@@ -30,7 +30,7 @@ def pin_without_hold() -> Iterator[None]:
         at = self.node
         found = chain.leading(at.puts.present_leading(chain))
         if not found.addresses:
-            return self._no_pin(owner, chain.namespace)
+            return member._no_pin(owner, chain.namespace, at.clock.now_s())
         tokens = len(found) * chain.namespace.layout.chunk_tokens
         ref = self._pins.pin(owner, found.addresses, round(ttl_s), tokens, chain.namespace.digest)
         return PinRecord(member._pin_id(ref), owner, chain.namespace.name, tokens, at.clock.now_s() + ttl_s)
