@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvstore.address import Address
+from kvstore.address import CHAIN_CHUNKS_MAX, Address
 from kvstore.errors import KVStoreError
 from kvstore.format import places
 from kvstore.format.encoded import decode_any
@@ -25,7 +25,6 @@ from kvstore.namespace import Namespace, NamespaceId
 from kvstore.root.changes import folder_time, list_names
 from kvstore.root.interface import Root
 from kvstore.segments.index import Index, windows
-from kvstore.tokens import TOKENS_MAX
 
 log = logging.getLogger(__name__)
 
@@ -146,7 +145,7 @@ class SegmentLister:
                 header is not None
                 and (header.namespace, header.address) == (followed.namespace.digest, address)
                 and len(header.identity) == tokens_bytes
-                and header.depth < TOKENS_MAX // layout.chunk_tokens
+                and header.depth < CHAIN_CHUNKS_MAX
             ):
                 window = NOTHING
                 if not header.depth:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvstore.address import CHAIN_CHUNKS_MAX
 from kvstore.client import Store
 from kvstore.client.limits import ClientLimits
 from kvstore.client.local import LocalPort
@@ -27,7 +28,6 @@ from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
 from kvstore.segments.index import Index, windows
-from kvstore.tokens import TOKENS_MAX
 from tests.encodings.keyed import recode
 from tests.encodings.test_node import names_of
 from tests.node.stores import member_of, member_on
@@ -238,7 +238,7 @@ def test_s10_compressed_segments_are_found_too(tmp_path: Path, monkeypatch: pyte
         assert listing.lengths() == [3, 3, 3]
 
 
-@pytest.mark.parametrize("depth", [TOKENS_MAX // SIZE, (1 << 32) - 1])
+@pytest.mark.parametrize("depth", [CHAIN_CHUNKS_MAX, (1 << 32) - 1])
 def test_s10_a_depth_that_no_prompt_has_is_left_out_and_nothing_else(tmp_path: Path, depth: int) -> None:
     root = PosixRoot(tmp_path)
     with Store(LocalPort(member_on(root))) as store:
