@@ -117,8 +117,9 @@ class Sessions:
         most = max((shared(lost.names, names) for names in running), default=0)
         for session in self._sessions.values():
             for each in session.branches:
-                if not each.is_abandoned:
-                    most = max(most, shared(lost.names, each.names))
+                # One comparison for most of the thousands of branches: only those that share more are searched.
+                if not each.is_abandoned and _shares(lost.names, each.names, most):
+                    most = shared(lost.names, each.names)
         return most
 
     def _bound(self) -> None:
@@ -134,6 +135,11 @@ def shared(one: Names, other: Names) -> int:
     if not most or one[0] != other[0]:
         return 0
     return bisect_left(range(1, most), True, key=lambda at: one[at] != other[at]) + 1
+
+
+def _shares(one: Names, other: Names, at: int) -> bool:
+    """True if two chains share the block at this index, and with it all before."""
+    return at < min(len(one), len(other)) and one[at] == other[at]
 
 
 def _goes_on(old: Branch, new: Branch) -> bool:

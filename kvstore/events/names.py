@@ -20,6 +20,9 @@ from kvstore.format.descent import NO_WHOLE
 
 SHARED_MAX = 65_536
 """Different origins, or extra keys, that one namespace may have; blocks with further ones are not told."""
+WHOLES_MAX = 16
+"""Different wholes that the blocks of one namespace may be parts of; blocks of further ones are not told. Each costs a
+look at every block that changes, and writers can make up any number."""
 _HEAD_WORDS = 4
 _SIZE_AT = 3
 """The word with the size of the key. Before it are the numbers of origin and extra keys, and the size of the hash."""
@@ -84,9 +87,8 @@ class Names:
     def write(self, rows: Rows, names: Sequence[Name]) -> npt.NDArray[np.bool_]:
         """Sets the names of rows; False for each that has no room."""
         lines = np.zeros((len(rows), _WORDS), np.uint32)
-        numbers = [(self._origins.number(each.origin), self._extras.number(each.extra_keys)) for each in names]
+        numbers = [(self._number(each.origin), self._extras.number(each.extra_keys)) for each in names]
         kept = np.array([None not in pair for pair in numbers], np.bool_)
-        self.wholes.update({each.origin.whole: each.origin.parts for each in names if each.origin.parts > 1})
         for line, name, (origin, extra) in zip(lines, names, numbers, strict=True):
             line[:_HEAD_WORDS] = origin or 0, extra or 0, name.hash_bytes, len(name.key)
             line.view(np.uint8)[_KEY_AT : _KEY_AT + len(name.key)] = np.frombuffer(name.key, np.uint8)
@@ -129,6 +131,17 @@ class Names:
     def extra_keys(self, rows: Rows) -> list[tuple[Any, ...] | None]:
         """Returns the extra keys of each."""
         return [self._extras[number] for number in self._lines.read(rows)[:, 1].tolist()]
+
+    def _number(self, origin: Origin) -> int | None:
+        """Returns the number of an origin, and notes its whole; None if there is no room for either."""
+        if origin.parts == 1:
+            return self._origins.number(origin)
+        if origin.whole not in self.wholes and len(self.wholes) >= WHOLES_MAX:
+            return None
+        number = self._origins.number(origin)
+        if number is not None:
+            self.wholes[origin.whole] = origin.parts
+        return number
 
     def keep(self, rows: Rows) -> None:
         """Keeps the names of ``rows`` alone, in this order."""

@@ -10,7 +10,7 @@ import msgspec
 from kvstore import scraping
 from kvstore.errors import InvalidRequest, PermissionDenied
 from kvstore.security.authenticator import Authenticator
-from kvstore.security.identity import Presented
+from kvstore.security.identity import Identity, Presented
 from kvstore.security.permissions import Role
 from kvstore.wire.questions import Question
 from kvstore.wire.web import Caller, answered, asks, respond
@@ -24,13 +24,16 @@ Answer = Callable[[Question], dict[str, Any]]
 def application(answer: Answer, authenticator: Authenticator | None) -> WSGIApplication:
     """Returns the application; without an authenticator it answers everybody who reaches it."""
 
+    def identify(caller: Caller) -> None:
+        _identity(caller, authenticator)
+
     def admitted(question: Question, caller: Caller) -> dict[str, Any]:
         _admit(caller, question.tenant, authenticator)
         return answer(question)
 
     def serve(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         if asks(environ):
-            return answered(environ, start_response, admitted, decode)
+            return answered(environ, start_response, identify, admitted, decode)
         if environ.get("PATH_INFO") == "/healthz":
             return respond(start_response, "200 OK", {"status": "serving"})
         return respond(start_response, "404 Not Found", {"error": "there is POST /query and GET /healthz"})
@@ -70,8 +73,10 @@ def decode(body: bytes) -> Any:
 
 
 def _admit(caller: Caller, tenant: str, authenticator: Authenticator | None) -> None:
-    if authenticator is None:
-        return
-    identity = authenticator.identify(Presented(token=caller.token))
-    if not identity.may(Role.READ, tenant):
+    identity = _identity(caller, authenticator)
+    if identity is not None and not identity.may(Role.READ, tenant):
         raise PermissionDenied(f"{identity.name} may not read tenant {tenant!r}")
+
+
+def _identity(caller: Caller, authenticator: Authenticator | None) -> Identity | None:
+    return None if authenticator is None else authenticator.identify(Presented(token=caller.token))

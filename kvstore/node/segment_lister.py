@@ -14,10 +14,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvstore.address import Address
+from kvstore.address import CHAIN_CHUNKS_MAX, Address
 from kvstore.errors import KVStoreError
 from kvstore.format import places
-from kvstore.format.header import Damaged, decode, header_bytes
+from kvstore.format.encoded import decode_any
+from kvstore.format.encoded import header_bytes as encoded_header_bytes
+from kvstore.format.header import PAGE_BYTES, Damaged
 from kvstore.format.places import Name
 from kvstore.namespace import Namespace, NamespaceId
 from kvstore.root.changes import folder_time, list_names
@@ -107,7 +109,7 @@ class SegmentLister:
                 return False
             self._windows[shard][address] = NOTHING
             self._count += 1
-            chunk = self._read(Name(f"{folder}/{name}"), followed)
+            chunk = self._read(Name(f"{folder}/{name}"), address, followed)
             if chunk is not None:
                 found.append(chunk)
         if time is not None:
@@ -132,22 +134,23 @@ class SegmentLister:
         self._count += len(there) - len(known)
         return new
 
-    def _read(self, name: Name, followed: Followed) -> _Chunk | None:
-        """Returns what a header says; None if it is damaged, encrypted, or gone."""
+    def _read(self, name: Name, address: Address, followed: Followed) -> _Chunk | None:
+        """Returns what a header says; None if it is damaged, encrypted, of another chunk, or gone."""
         layout = followed.namespace.layout
         tokens_bytes = 4 * layout.chunk_tokens
         with suppress(KVStoreError, Damaged):
-            seen = self._root.look(name, header_bytes(tokens_bytes, layout.section_count))
-            header = decode(seen.prefix) if seen is not None else None
+            seen = self._root.look(name, encoded_header_bytes(tokens_bytes, layout.section_count) + PAGE_BYTES)
+            header = decode_any(seen.prefix) if seen is not None else None
             if (
                 header is not None
-                and header.namespace == followed.namespace.digest
+                and (header.namespace, header.address) == (followed.namespace.digest, address)
                 and len(header.identity) == tokens_bytes
+                and header.depth < CHAIN_CHUNKS_MAX
             ):
                 window = NOTHING
                 if not header.depth:
                     window = int(windows(np.frombuffer(header.identity, "<u4"), layout.chunk_tokens)[0])
-                return _Chunk(header.depth, header.address, header.parent, window, followed.index)
+                return _Chunk(header.depth, address, header.parent, window, followed.index)
         return None
 
     def _learn(self, found: list[_Chunk]) -> None:

@@ -42,7 +42,7 @@ def find_segments(
         counts = match_each(node, namespace, prompts, deadline.left_s(), settle)
         return counts + [0] * (len(ranges) - len(counts))
 
-    return finding.find(search, namespace.layout.chunk_tokens, index, ask)
+    return finding.find(search, namespace.layout.chunk_tokens, index, ask, lambda: not deadline.passed)
 
 
 def hold_segments(

@@ -39,6 +39,7 @@ _SEAL_SUM = struct.Struct("<Q")
 SEAL_BYTES = len(_SEAL_TAG) + _SEAL_SUM.size
 TOKEN_BYTES = 4
 PROMPTS_MAX = 65_536
+PLACES_MAX = 65_536
 _WRITES: dict[WriteMode | None, pb.Write] = {
     None: pb.WRITE_UNSPECIFIED,
     WriteMode.THROUGH: pb.WRITE_THROUGH,
@@ -192,9 +193,11 @@ def pack_places(places: Iterable[int]) -> bytes:
 
 
 def unpack_places(packed: bytes) -> list[int]:
-    """Decodes places in a prompt. Raises InvalidRequest for part of a place."""
+    """Decodes places in a prompt. Raises InvalidRequest for part of a place, or too many."""
     if len(packed) % 4:
         raise InvalidRequest(f"starts have {len(packed)} bytes: expected 4 for each, an unsigned little-endian integer")
+    if len(packed) > 4 * PLACES_MAX:
+        raise InvalidRequest(f"{len(packed) // 4} starts are over the limit of {PLACES_MAX}")
     places: list[int] = np.frombuffer(packed, "<u4").tolist()
     return places
 

@@ -20,6 +20,8 @@ from kvstore.tokens import TOKENS_MAX, TokenArray, token_array
 from kvstore.wire.messages import unpack_tokens
 
 BODY_BYTES_MAX = 64 << 20
+FIELDS_MAX = 1_024
+"""JSON with more commas than this beside those between tokens is not decoded: decoders stop all threads meanwhile."""
 RANK = "0"
 """Stores have no data-parallel ranks."""
 
@@ -36,6 +38,8 @@ class Question:
     @classmethod
     def of_json(cls, body: bytes, decode: Callable[[bytes], Any] = json.loads) -> Question:
         """Parses the body of a request; ``decode`` raises ValueError. Raises InvalidRequest."""
+        if body.count(b",") > TOKENS_MAX + FIELDS_MAX:
+            raise InvalidRequest(f"the question has more parts than the limit of {TOKENS_MAX} tokens: split the prompt")
         try:
             asked = decode(body)
         except (ValueError, RecursionError) as cause:

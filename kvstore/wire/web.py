@@ -39,6 +39,10 @@ STATUSES: tuple[tuple[type[KVStoreError], str], ...] = (
     (Overloaded, "429 Too Many Requests"),
     (Unavailable, "503 Service Unavailable"),
 )
+SKIPPED_BYTES_MAX = 1 << 20
+"""Of the body of a refused caller so much is read, a part at a time: a connection that closes before the caller has
+sent it would lose the answer."""
+PART_BYTES = 64 << 10
 OTHER = "500 Internal Server Error"
 
 
@@ -60,6 +64,8 @@ class Caller:
         return cls(environ.get("REMOTE_ADDR", ""), token, account)
 
 
+Identify = Callable[[Caller], object]
+"""Raises KVStoreError for a caller who may ask nothing, before the question is read."""
 Answer = Callable[[Question, Caller], dict[str, Any]]
 """Answers a question. Raises KVStoreError."""
 Decode = Callable[[bytes], Any]
@@ -71,11 +77,19 @@ def asks(environ: WSGIEnvironment) -> bool:
 
 
 def answered(
-    environ: WSGIEnvironment, start_response: StartResponse, answer: Answer, decode: Decode = json.loads
+    environ: WSGIEnvironment,
+    start_response: StartResponse,
+    identify: Identify,
+    answer: Answer,
+    decode: Decode = json.loads,
 ) -> Iterable[bytes]:
-    """Answers a question as a WSGI application does; ``decode`` decodes JSON, and raises ValueError."""
+    """Answers a question as a WSGI application does; ``decode`` decodes JSON, and raises ValueError.
+
+    A long question takes memory and time, so it is read only for a caller who is known.
+    """
     caller = Caller.of(environ)
     try:
+        _identified(environ, caller, identify)
         status, document = "200 OK", answer(_question(environ, decode), caller)
     except KVStoreError as refused:
         status = next((said for kind, said in STATUSES if isinstance(refused, kind)), OTHER)
@@ -91,6 +105,16 @@ def respond(start_response: StartResponse, status: str, document: dict[str, Any]
     return [content]
 
 
+def _identified(environ: WSGIEnvironment, caller: Caller, identify: Identify) -> None:
+    try:
+        identify(caller)
+    except KVStoreError:
+        left = min(_size(environ), SKIPPED_BYTES_MAX)
+        while left > 0 and (part := environ["wsgi.input"].read(min(left, PART_BYTES))):
+            left -= len(part)
+        raise
+
+
 def _question(environ: WSGIEnvironment, decode: Decode) -> Question:
     body = _body(environ)
     if environ.get("CONTENT_TYPE") != RAW:
@@ -100,11 +124,18 @@ def _question(environ: WSGIEnvironment, decode: Decode) -> Question:
 
 
 def _body(environ: WSGIEnvironment) -> bytes:
-    try:
-        size = int(environ.get("CONTENT_LENGTH") or 0)
-    except ValueError:
-        size = 0
+    size = _size(environ)
     if not 0 < size <= BODY_BYTES_MAX:
         raise InvalidRequest(f"expected a body of at most {BODY_BYTES_MAX} bytes, and its Content-Length")
     found: bytes = environ["wsgi.input"].read(size)
+    if len(found) < size:
+        raise InvalidRequest(f"the body ended after {len(found)} bytes: expected {size}, its Content-Length")
     return found
+
+
+def _size(environ: WSGIEnvironment) -> int:
+    """Returns the size of the body as the request states it; 0 if it does not."""
+    try:
+        return int(environ.get("CONTENT_LENGTH") or 0)
+    except ValueError:
+        return 0

@@ -66,7 +66,7 @@ def _with_answers(worker: Worker, metrics: WSGIApplication) -> WSGIApplication:
 
     def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         if asks(environ):
-            return answered(environ, start_response, questions.answer)
+            return answered(environ, start_response, questions.identify, questions.answer)
         if environ.get("PATH_INFO") != "/healthz":
             return metrics(environ, start_response)
         status, said = "200 OK", b"serving\n"

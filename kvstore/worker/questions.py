@@ -42,12 +42,13 @@ class Questions:
         self._names: dict[tuple[str, str], list[Namespace]] = {}
         self._named_s = float("-inf")
 
+    def identify(self, caller: Caller) -> None:
+        """Raises KVStoreError for a caller who may ask nothing, whatever the question is."""
+        self._guard.identify(METHOD, self._presented(caller), caller.address)
+
     def answer(self, question: Question, caller: Caller) -> dict[str, Any]:
         """Answers one question. Raises KVStoreError if it makes no sense, or the caller may not ask it."""
-        if self._for_host_alone and not is_loopback(f"{caller.address}:0"):
-            raise PermissionDenied("questions are plain HTTP: ask from this worker's host, or through a proxy with TLS")
-        presented = Presented(token=caller.token, account=caller.account)
-        visit = self._guard.admit(METHOD, presented, caller.address)
+        visit = self._guard.admit(METHOD, self._presented(caller), caller.address)
         outcome = "failed"
         try:
             visit.allow(question.tenant, question.model)
@@ -56,6 +57,12 @@ class Questions:
         finally:
             visit.end(outcome)
         return found
+
+    def _presented(self, caller: Caller) -> Presented:
+        """Returns what a caller presents. Raises PermissionDenied for one who may not send that over plain HTTP."""
+        if self._for_host_alone and not is_loopback(f"{caller.address}:0"):
+            raise PermissionDenied("questions are plain HTTP: ask from this worker's host, or through a proxy with TLS")
+        return Presented(token=caller.token, account=caller.account)
 
     def _answer(self, question: Question) -> dict[str, Any]:
         if question.tokens is None:

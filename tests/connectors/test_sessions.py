@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -119,3 +121,20 @@ def test_branches_sessions_and_blocks_are_bounded() -> None:
 def test_what_two_chains_share_is_found(one: str, other: str) -> None:
     names = prefixes(one), prefixes(other)
     assert shared(*names) == len(set(names[0]) & set(names[1]))
+
+
+def test_a_request_costs_few_comparisons_for_each_branch_of_others(known: Known) -> None:
+    """The engine's scheduler waits for it, and thousands of branches may begin alike."""
+    compared = 0
+
+    class Counted(list[str]):
+        def __getitem__(self, at: Any) -> Any:
+            nonlocal compared
+            compared += 1
+            return super().__getitem__(at)
+
+    for number in range(1000):
+        known.ended(str(number), Branch(Counted(prefixes(f"{'s' * 50}{number:04}")), 54, 0.0))
+    compared = 0
+    known.told("0", f"{'s' * 50}x", supersede=True)
+    assert compared < 3_000, "each was searched for the end of the common part"

@@ -34,7 +34,7 @@ def pins(half: Any) -> list[PinRecord]:
 
 
 def drained(half: Any) -> bool:
-    found: bool = half._pinning._tasks.drain(60.0)
+    found: bool = half._pinning.drain(60.0)
     return found
 
 
@@ -56,6 +56,25 @@ def test_a_pin_waits_for_blocks_on_their_way_but_no_request_does(make: Callable[
     ended(half, pin="system")
     assert pins(half) == []
     store(half, Request("stored", 12), 3)
+    assert drained(half)
+    assert [pin.tokens for pin in pins(half)] == [3]
+
+
+def test_an_unpin_ends_the_pin_before_it_that_still_waits_for_blocks(make: Callable[..., Any]) -> None:
+    half = make(store_timeout_s=3_600.0)
+    ended(half, pin="system")
+    ended(half, 1, unpin="system")
+    store(half, Request("stored", 12), 3)
+    assert drained(half)
+    assert pins(half) == []
+
+
+def test_of_two_pins_of_a_name_the_later_one_stays_whichever_is_stored_first(make: Callable[..., Any]) -> None:
+    half = make(store_timeout_s=3_600.0)
+    ended(half, 0, 24, pin="system")
+    store(half, Request("stored", 12), 3)
+    ended(half, 1, 12, pin="system")
+    store(half, Request("stored", 24), 6)
     assert drained(half)
     assert [pin.tokens for pin in pins(half)] == [3]
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
 from kvstore.address import block_address
+from kvstore.events.names import WHOLES_MAX, Name, Names, Origin
 from kvstore.format import places
 from kvstore.namespace import Namespace
 from kvstore.root.memory import MemoryFiles, MemoryRoot
@@ -146,3 +148,12 @@ def _readable(prompts: list[Prompt], there: set[tuple[int, int, bytes]]) -> set[
                 break
             found.add(hashed)
     return found
+
+
+def test_a_namespace_has_a_bounded_number_of_wholes() -> None:
+    names, wholes = Names(None), [number.to_bytes(16, "big") for number in range(1, WHOLES_MAX + 3)]
+    blocks = [Name(whole * 2, 32, Origin(0, None, 2, whole)) for whole in [*wholes, wholes[0]]]
+    kept = names.write(np.arange(len(blocks), dtype=np.int32), blocks)
+    assert kept.tolist() == [True] * WHOLES_MAX + [False, False, True]
+    assert list(names.wholes) == wholes[:WHOLES_MAX]
+    names.close()

@@ -5,24 +5,31 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from kvstore.address import CHAIN_CHUNKS_MAX
 from kvstore.client import Store
 from kvstore.client.limits import ClientLimits
 from kvstore.client.local import LocalPort
+from kvstore.format import places
+from kvstore.format.header import Incarnation, encode, expected_chunk
 from kvstore.format.places import shard_folder
-from kvstore.node import segment_indexes, segment_lister
+from kvstore.node import recoding, segment_indexes, segment_lister
 from kvstore.node.limits import Limits
+from kvstore.node.recoding import Outcome, Recoding
 from kvstore.node.segment_lister import Followed, SegmentLister
 from kvstore.root import changes
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
 from kvstore.segments.index import Index, windows
+from tests.encodings.keyed import recode
+from tests.encodings.test_node import names_of
 from tests.node.stores import member_of, member_on
 from tests.patience import PATIENCE_S, eventually
 from tests.root import faulty
@@ -216,6 +223,33 @@ def test_s10_a_chunk_waits_for_its_parent(root: FaultyRoot, local: Store) -> Non
     hidden.clear()
     listing.round()
     assert listing.lengths() == [3, 0, 0]
+
+
+def test_s10_compressed_segments_are_found_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recoding, "PAGE_BYTES", 0)  # any gain is enough: these chunks are small
+    root = PosixRoot(tmp_path)
+    with Store(LocalPort(member_on(root))) as store:
+        for document in DOCUMENTS:  # whose KV gets smaller, as noise does not
+            segments_of(store).put(document, np.zeros_like(kv_of(document)))
+        outcomes = {recode(member_of(store).node, name, Recoding.COMPRESS).outcome for name in names_of(tmp_path)}
+        assert outcomes == {Outcome.REWRITTEN}
+        listing = Listing(root, store)
+        listing.round()
+        assert listing.lengths() == [3, 3, 3]
+
+
+@pytest.mark.parametrize("depth", [CHAIN_CHUNKS_MAX, (1 << 32) - 1])
+def test_s10_a_depth_that_no_prompt_has_is_left_out_and_nothing_else(tmp_path: Path, depth: int) -> None:
+    root = PosixRoot(tmp_path)
+    with Store(LocalPort(member_on(root))) as store:
+        put_all(store)
+        listing, node = Listing(root, store), member_of(store).node
+        chain = node.chains.of(listing.followed.namespace, DOCUMENTS[0])
+        name = places.chunk(chain.addresses[2], listing.followed.namespace.id, node.identity.shard_bits)
+        hostile = replace(expected_chunk(chain, 2), depth=depth)
+        (tmp_path / name).write_bytes(encode(hostile, Incarnation(bytes(16)), [0] * hostile.section_count))
+        listing.round()
+        assert listing.lengths() == [2, 3, 3]
 
 
 def test_s10_chunks_that_are_followed_are_bounded(

@@ -5,20 +5,23 @@ from __future__ import annotations
 import base64
 import json
 import random
+import socket
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvstore.errors import PermissionDenied, Unauthenticated
+from kvstore.errors import InvalidRequest, PermissionDenied, Unauthenticated
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.security.account import Account, proof
 from kvstore.security.guard import Guard
-from kvstore.wire.questions import Question
+from kvstore.tokens import TOKENS_MAX
+from kvstore.wire.questions import FIELDS_MAX, Question
 from kvstore.wire.web import Caller
 from kvstore.worker.metrics_server import start_metrics
 from kvstore.worker.questions import Questions
@@ -161,3 +164,41 @@ def test_a_worker_with_tls_answers_its_host_alone_and_whoever_may_read_the_tenan
             questions.answer(question_of(range(8), tenant="a"), Caller("10.0.0.9", token))
         with pytest.raises(Unauthenticated):
             questions.answer(question_of(range(8), tenant="a"), HERE)
+
+
+def test_nobody_who_may_ask_nothing_has_a_question_read(tmp_path: Path) -> None:
+    with secured(tmp_path, {"router": {"a": "read"}}) as cell, closing(start_metrics(cell.worker, "127.0.0.1:0")) as at:
+        url, token = f"http://{at.address}/query", {"Authorization": f"Bearer {cell.issuer.token('router')}"}
+        long = b'{"model": "m", "tenant": "a", "token_ids": [%s]}' % (b"[]," * 1000 + b"[]")
+        assert asked(url, b"{", **token)[0] == 400
+        for body in (b"{", long, bytes(900_000)):
+            assert asked(url, body)[0] == 401, "and not 400, as what is read is answered"
+
+
+def test_json_that_has_more_parts_than_a_prompt_is_not_decoded() -> None:
+    """It would stop all threads of a worker for seconds: Python decodes JSON with its lock held."""
+
+    def decode(_: bytes) -> Any:
+        raise AssertionError("decoded")
+
+    with pytest.raises(InvalidRequest, match="split the prompt"):
+        Question.of_json(b"[" + b"," * (TOKENS_MAX + FIELDS_MAX + 1), decode)
+    most = b'{"model": "m", "token_ids": [' + b"1," * (TOKENS_MAX - 1) + b"1]}"
+    tokens = Question.of_json(most).tokens
+    assert tokens is not None and len(tokens) == TOKENS_MAX
+
+
+def test_a_body_that_ends_early_is_no_shorter_prompt(url: str) -> None:
+    host, _, port = url.removeprefix("http://").partition("/")[0].partition(":")
+    head = "POST /query?model=m HTTP/1.0\r\nContent-Type: application/octet-stream\r\nContent-Length: 400\r\n\r\n"
+    with socket.create_connection((host, int(port)), timeout=WAIT_S) as connection:
+        connection.sendall(head.encode() + bytes(200))
+        connection.shutdown(socket.SHUT_WR)
+        answer = connection.makefile("rb").read()
+    assert b" 400 " in answer.splitlines()[0] and b"ended after 200 bytes" in answer
+
+
+def test_a_model_that_is_no_text_for_utf_8_is_one_that_nobody_used(url: str) -> None:
+    for said in (b'"\\ud800"', b'"\\u0000"', b'"' + b"m" * 100_000 + b'"'):
+        status, found = asked(url, b'{"model": %s, "token_ids": [1, 2]}' % said)
+        assert (status, found["blocks"]) == (200, 0)

@@ -11,6 +11,7 @@ import time
 from collections import OrderedDict
 from dataclasses import dataclass
 from functools import partial
+from zlib import crc32
 
 from kvstore.background import Tasks
 from kvstore.client.blocks import BlockCache
@@ -25,7 +26,8 @@ from kvstore.waiting import Flag
 log = logging.getLogger(__name__)
 
 THREADS = 2
-WAITING_MAX = 256
+WAITING_MAX = 128
+"""Words about pins that wait for one thread."""
 NAMES_MAX = 1_024
 """Names whose pins this engine can end. Pins of names beyond that end by themselves, or by ``kvstore unpin``."""
 LOOK_S = 0.1
@@ -55,26 +57,34 @@ class Pinning:
         self._closing = Flag()
         self._lock = threading.Lock()  # guards the pins
         self._pins: OrderedDict[str, list[Pin]] = OrderedDict()
-        self._tasks = Tasks("kvstore-vllm-pins", THREADS, WAITING_MAX)
+        # One thread for all that is said of a name, in order: an unpin must not overtake a pin that waits for blocks.
+        self._threads = [Tasks("kvstore-vllm-pins", 1, WAITING_MAX) for _ in range(THREADS)]
 
     def ended(self, tracked: Tracked, named: Named) -> None:
         """Does at the end of a request what it says about pins."""
-        said, tasks = tracked.said, list[partial[None]]()
+        said = tracked.said
         if said.unpin:
-            tasks.append(partial(self._unpin, said.unpin))
+            self._submit(said.unpin, partial(self._unpin, said.unpin))
         if said.pin:
             chain = Named(tuple(named.hashes), named.ending)
             until_s = time.monotonic() + self._wait_s
             wish = _Wish(said.pin, said.pin_ttl_s, chain, tracked.request.num_prompt_tokens, until_s)
-            tasks.append(partial(self._pin, wish))
-        for task in tasks:
-            if not self._tasks.submit(task):
-                log.warning("kvstore: too many pins wait: one under %r is left out", said.pin or said.unpin)
+            self._submit(said.pin, partial(self._pin, wish))
 
     def close(self) -> None:
         """Ends the threads. What is pinned stays so until its time is over."""
         self._closing.set()
-        self._tasks.close(0.0)
+        for thread in self._threads:
+            thread.close(0.0)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Waits until all that was said is done; False if that takes longer."""
+        ends_s = time.monotonic() + timeout_s
+        return all(thread.drain(max(0.0, ends_s - time.monotonic())) for thread in self._threads)
+
+    def _submit(self, name: str, task: partial[None]) -> None:
+        if not self._threads[crc32(name.encode()) % THREADS].submit(task):
+            log.warning("kvstore: too many pins wait: what a request says of %r is left out", name)
 
     def _pin(self, wish: _Wish) -> None:
         caches = self._link.caches()

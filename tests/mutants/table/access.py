@@ -326,6 +326,12 @@ DASHBOARD = [
 
 WORKERS_QUESTIONS = [
     access(
+        "question-of-anybody-read",
+        "a question is read for a known caller alone",
+        replace("kvstore.worker.questions:Questions.identify", lambda self, caller: None),
+        f"{QUESTIONS}nobody_who_may_ask_nothing_has_a_question_read",
+    ),
+    access(
         "question-of-any-tenant",
         "a question needs read in its tenant",
         edit("kvstore.worker.questions:Questions.answer", "visit.allow(question.tenant, question.model)", "pass"),
@@ -334,7 +340,7 @@ WORKERS_QUESTIONS = [
     access(
         "question-in-the-clear",
         "a worker with TLS answers questions of its host alone",
-        edit("kvstore.worker.questions:Questions.answer", "self._for_host_alone and", "False and"),
+        edit("kvstore.worker.questions:Questions._presented", "self._for_host_alone and", "False and"),
         f"{QUESTIONS}a_worker_with_tls_answers_its_host_alone_and_whoever_may_read_the_tenant",
     ),
 ]

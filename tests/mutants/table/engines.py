@@ -52,6 +52,12 @@ PINNED = [
         "connectors/test_vllm_pinning.py::test_a_name_that_is_pinned_again_keeps_its_last_pin_alone",
     ),
     mutant(
+        "vllm-unpin-overtakes-its-pin",
+        "CONNECTORS Hints: an unpin ends the pins before it",
+        edit("kvstore.connectors.vllm.pinning:Pinning._submit", "crc32(name.encode())", "(task.func == self._pin)"),
+        "connectors/test_vllm_pinning.py::test_an_unpin_ends_the_pin_before_it_that_still_waits_for_blocks",
+    ),
+    mutant(
         "pin-of-blocks-that-are-missing",
         "PROTOCOL P1: blocks that are there are pinned",
         edit("kvstore.node.member:Member.pin_blocks", "if found", "if not found"),
