@@ -54,7 +54,7 @@ def test_what_was_computed_is_not_stored_once_the_files_changed(tmp_path: Path) 
     )
     storer.store(Run(0, [b"first"], [(1,)], 4, seal, Hints(80, 300)))
     storer.close(10.0)
-    assert puts.given == [{"keys": [b"first"], "first": 4, "priority": 80, "ttl": 300}]
+    assert puts.given == [{"keys": [b"first"], "first": 4, "descents": [], "priority": 80, "ttl": 300}]
 
     (tmp_path / "adapter_model.safetensors").write_bytes(b"22")
     storer = Storer(
