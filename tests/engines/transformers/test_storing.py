@@ -67,4 +67,5 @@ def test_what_was_computed_is_not_stored_once_the_files_changed(tmp_path: Path) 
     storer.store(Run(0, [b"second"], [(2,)], 5, seal))
     storer.store(Run(0, [b"third"], [(3,)], 6))
     storer.close(10.0)
-    assert puts.given[1:] == [{"keys": [b"third"], "first": 6, "priority": Hints().priority, "ttl": math.inf}]
+    third = {"keys": [b"third"], "first": 6, "descents": [], "priority": Hints().priority, "ttl": math.inf}
+    assert puts.given[1:] == [third]
