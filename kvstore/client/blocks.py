@@ -68,7 +68,7 @@ class BlockCache:
         mode = self._write if write is None else WriteMode.of(write)
         if not isinstance(first, int) or not 0 <= first <= FIRST_MAX:
             raise InvalidRequest(f"first={first!r}: expected a whole number from 0 to {FIRST_MAX}")
-        ancestry = Ancestry(first, _packed(checked, descents))
+        ancestry = Ancestry(first, _packed(checked, descents) if descents else ())
         views = _views(checked, buffers, writable=False)
         with tracing.span("kvstore.put_blocks", blocks=len(checked)):
             return self._port.put_blocks(self._namespace, checked, views, hints, mode, ancestry)
@@ -218,8 +218,6 @@ def _checked_keys(keys: Sequence[bytes]) -> list[bytes]:
 
 def _packed(keys: list[bytes], descents: Sequence[Descent | bytes | None]) -> Sequence[bytes]:
     """Returns descents as bytes, b"" for none. Raises InvalidRequest."""
-    if not descents:
-        return ()
     if len(descents) != len(keys):
         raise InvalidRequest(f"{len(descents)} descents for {len(keys)} keys: expected one, or None, for each")
     packed = [each.pack() if isinstance(each, Descent) else each or b"" for each in descents]

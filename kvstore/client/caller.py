@@ -1,4 +1,7 @@
-"""Sends one call: to the best worker, then to the next one if a failed call may be repeated. Maps errors once."""
+"""Sends one call: to the best worker, then to the next one if a failed call may be repeated. Maps errors once.
+
+A namespace that a worker does not know yet (on a new root) is opened again, and the call repeated.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,13 @@ from kvstore.client.endpoint import Endpoint
 from kvstore.client.endpoints import Endpoints
 from kvstore.client.spreading import Marking
 from kvstore.counts import ClientCount, Counts
-from kvstore.errors import HoldBroken, KVStoreError, StoreClosed, Unavailable
+from kvstore.errors import HoldBroken, KVStoreError, Overloaded, StoreClosed, Unavailable
+from kvstore.namespace import Namespace
 from kvstore.sources import Clock
+from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import LinkLate
-from kvstore.wire.statuses import Busy, Draining, Failure, failure
+from kvstore.wire.messages import namespace_message, sealed
+from kvstore.wire.statuses import BrokenTransfer, Busy, Draining, Failure, UnknownNamespace, failure
 
 log = logging.getLogger(__name__)
 
@@ -183,3 +189,47 @@ def _failure_of(error: grpc.RpcError, address: str, within_s: float | None) -> F
     trailers: Any = error.trailing_metadata() or ()
     log.debug("client.call_failed worker=%s code=%s said=%s", address, error.code().name, error.details())
     return failure(error.code(), error.details() or "", trailers, address, within_s)
+
+
+class Reopening:
+    """Makes the calls of one port about its namespaces. Thread-safe."""
+
+    def __init__(self, caller: Caller, counters: Counts[ClientCount], timeout_s: float) -> None:
+        """``timeout_s`` is the limit on opening a namespace."""
+        self._caller = caller
+        self._counters = counters
+        self._timeout_s = timeout_s
+
+    def open(self, namespace: Namespace) -> None:
+        """Claims the namespace. Raises LayoutMismatch, Unavailable."""
+        self._caller.unary("OpenNamespace", _opening(namespace), self._timeout_s, even_aside=True)
+
+    def __call__(self, namespace: Namespace, call: Callable[[], T]) -> T:
+        """Makes the call. If a worker does not know the namespace (a new root), opens it at all workers and repeats."""
+        try:
+            return call()
+        except UnknownNamespace:
+            self._counters.add(ClientCount.NAMESPACES_REOPENED)
+        # At all workers: the call goes to the one that does not know it, and the others do nothing.
+        opened = self._caller.each("OpenNamespace", _opening(namespace), self._timeout_s)
+        errors = [answer for answer in opened.values() if isinstance(answer, KVStoreError)]
+        if errors and len(errors) == len(opened):
+            raise errors[0]
+        try:
+            return call()
+        except UnknownNamespace as unknown:
+            raise Unavailable(f"a worker forgot a namespace right after it was opened: {unknown}") from unknown
+
+    def or_miss(self, namespace: Namespace, call: Callable[[], T], miss: T) -> T:
+        """Returns the call's result, or ``miss`` if no worker could answer."""
+        try:
+            return self(namespace, call)
+        except BrokenTransfer:
+            raise
+        except (Unavailable, Overloaded):
+            self._counters.add(ClientCount.MISSES_UNREACHABLE)
+            return miss
+
+
+def _opening(namespace: Namespace) -> bytes:
+    return sealed(pb.OpenNamespaceRequest(namespace=namespace_message(namespace)))

@@ -17,7 +17,7 @@ from kvstore.client.branches import PortBranches
 from kvstore.client.bulk.cargo import ChunkCargo
 from kvstore.client.bulk.lanes import FileLanes
 from kvstore.client.bulk.way import Bulk
-from kvstore.client.caller import Caller
+from kvstore.client.caller import Caller, Reopening
 from kvstore.client.control import Control
 from kvstore.client.credentials import PLAIN, Credentials
 from kvstore.client.discovery import Discovery
@@ -33,7 +33,6 @@ from kvstore.client.remote_hold import RemoteHold
 from kvstore.client.remote_move import RemoteMove, Slots, move_message
 from kvstore.client.remote_segments import RemoteSegments
 from kvstore.client.renewing import Renewing
-from kvstore.client.reopening import Reopening
 from kvstore.client.spreading import Marking, marks_of, marks_of_keys
 from kvstore.client.tools import Tools
 from kvstore.counts import ClientCount, Counts, merged
@@ -132,7 +131,7 @@ class RemotePort:
         self._caller = Caller(self.endpoints, counters, clock)
         watch, lanes, lookups = Watch(clock, "kvstore-client-watch"), FileLanes(clock), self.endpoints.lookups
         self._tools = Tools(self._caller, counters, limits, watch, lanes, Renewing(clock), write, lookups)
-        self._blocks, self._reopening = RemoteBlocks(self._tools), Reopening(self._tools)
+        self._blocks, self._reopening = RemoteBlocks(self._tools), Reopening(self._caller, counters, limits.pin_s)
         self.branches: PortBranches = RemoteBranches(self._tools)
         self.segments: PortSegments = RemoteSegments(self._tools, self._reopening)
         self._moves = Slots()

@@ -65,7 +65,7 @@ class RemoteBlocks:
             hints=hints_message(hints),
             write=write_message(write or self._tools.write),
             first=ancestry.first,
-            descents=pack_descents(ancestry.descents),
+            descents=pack_descents(ancestry.descents) if ancestry.descents else b"",
         )
         opening = start.SerializeToString()
 

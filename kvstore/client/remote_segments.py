@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
+from kvstore.client.caller import Reopening
 from kvstore.client.endpoint import Endpoint
 from kvstore.client.remote_hold import HeldAtWorker
-from kvstore.client.reopening import Reopening
 from kvstore.client.spreading import marks_of
 from kvstore.client.tools import Tools
 from kvstore.counts import ClientCount

@@ -244,7 +244,8 @@ def encode_parts(
     numbers = (VERSION, XXH3_64, BLAKE2B_128, kind, size, depth, identity_bytes, section_count, section_bytes)
     _FIXED.pack_into(header, 0, MAGIC, *numbers, names[:16], names[16:32], names[32:64], names[64:])
     header[FIXED_BYTES : FIXED_BYTES + len(inner)] = inner
-    write_descent(header, FIXED_BYTES + len(inner), descent)
+    if descent:
+        write_descent(header, FIXED_BYTES + len(inner), descent)
     _SUM.pack_into(header, size - _SUM.size, checksum(memoryview(header)[: -_SUM.size]))
     return header
 
@@ -273,6 +274,8 @@ def decode(header: ReadBuffer) -> Header:
     if _SUM.unpack_from(header, size - _SUM.size)[0] != checksum(view[: size - _SUM.size]):
         raise Damaged(Damage.HEADER_CHECKSUM)
     table = _FIXED.size + _padded(identity_bytes)
+    behind = table + _SUM.size * section_count
+    has_descent = kind == Kind.BLOCK and any(view[behind : behind + 2])
     return Header(
         Kind(kind),
         Address(address),
@@ -284,7 +287,7 @@ def decode(header: ReadBuffer) -> Header:
         section_bytes,
         struct.unpack_from(f"<{section_count}Q", header, table),
         size,
-        descent=read_descent(header, table + _SUM.size * section_count, size) if kind == Kind.BLOCK else b"",
+        descent=read_descent(header, behind, size) if has_descent else b"",
     )
 
 

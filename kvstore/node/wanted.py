@@ -179,15 +179,13 @@ def _describe_keyed(keyed: Keyed, indexes: Sequence[int], items: npt.NDArray[Any
     items["section_bytes"] = [keyed.sizes_bytes[index] for index in indexes]
     lengths, which = np.unique(sizes, return_inverse=True)
     items["header_bytes"] = np.array([header_bytes(int(length), 1) for length in lengths], np.uint32)[which]
-    return [joined, *_describe_descents(keyed, indexes, items)]
+    return [joined, _describe_descents(keyed, indexes, items)] if any(keyed.descents) else [joined]
 
 
-def _describe_descents(keyed: Keyed, indexes: Sequence[int], items: npt.NDArray[Any]) -> list[object]:
-    """Fills in where descents lie; a null address where there is none."""
-    laid = [laid_descent(keyed.descents[index]) for index in indexes] if any(keyed.descents) else []
-    if not laid:
-        return []
+def _describe_descents(keyed: Keyed, indexes: Sequence[int], items: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Fills in where descents lie, and returns their memory."""
+    laid = [laid_descent(keyed.descents[index]) for index in indexes]
     joined = np.frombuffer(b"".join(laid), np.uint8)
     sizes = np.fromiter(map(len, laid), np.uint64, len(laid))
     items["descent"] = joined.__array_interface__["data"][0] + np.cumsum(sizes) - sizes
-    return [joined]
+    return joined

@@ -77,7 +77,7 @@ class Prompts:
     def blocks_to_put(self, start: pb.PutBlocksStart, call: Call) -> Keyed:
         """Returns the blocks of a put. Raises as ``namespace`` does."""
         namespace, keys = self.namespace(start.namespace, call), unpack_keys(start.keys)
-        ancestry = Ancestry(start.first, unpack_descents(start.descents, len(keys)))
+        ancestry = Ancestry(start.first, unpack_descents(start.descents, len(keys)) if start.descents else ())
         return keyed(namespace, keys, unpack_sizes(start.sizes, len(keys)), ancestry)
 
     def block_hold(self, hold_id: bytes, namespace: Namespace) -> Hold | None:

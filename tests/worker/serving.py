@@ -185,7 +185,7 @@ class WorkerProcess:
     def kill(self) -> None:
         """Sends SIGKILL, even to a stopped process. Idempotent."""
         self._child.kill()
-        self._child.communicate(timeout=WAIT_S)
+        self._child.wait(WAIT_S)
 
 
 @contextmanager
