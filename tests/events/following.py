@@ -22,6 +22,13 @@ CLOCK_REALTIME_COARSE = 5
 """The clock of files' times, of Linux' clock_gettime(2)."""
 
 
+def await_tick() -> None:
+    """Waits for the next tick of the clock by which folders change, which no clock of a test moves."""
+    tick_ns = time.clock_gettime_ns(CLOCK_REALTIME_COARSE)
+    while time.clock_gettime_ns(CLOCK_REALTIME_COARSE) == tick_ns:
+        pass
+
+
 class Ticking:
     """A clock that a test moves."""
 
@@ -64,18 +71,13 @@ class Following:
                 self.heard.add(address)
 
     def catch_up(self, until: Callable[[], bool] = lambda: False) -> None:
-        """Steps until nothing is left to do, and some time later once more; what is done next is in another tick.
-
-        Folders change by the file system's clock, which this one does not move.
-        """
+        """Steps until nothing is left to do, and some time later once more; what is done next is in another tick."""
         for _ in range(2):
             self.clock.passed_s += TICK_S
             self.step()
             while self.truth.is_busy and not until():
                 self.step()
-        tick_ns = time.clock_gettime_ns(CLOCK_REALTIME_COARSE)
-        while time.clock_gettime_ns(CLOCK_REALTIME_COARSE) == tick_ns:
-            pass
+        await_tick()
 
     def on_root(self) -> set[bytes]:
         """The addresses of all chunk files of the root."""

@@ -26,7 +26,7 @@ from kvstore.namespace import Namespace
 from kvstore.node.member import Member
 from kvstore.root.interface import Entry
 from kvstore.sources import RandomIds
-from tests.events.following import TICK_S, Ticking
+from tests.events.following import TICK_S, Ticking, await_tick
 from tests.events.subscriber import Index
 from tests.gc.cluster import SPACE, Cluster, cluster, prompt, put
 from tests.node.stores import TINY
@@ -58,6 +58,7 @@ class Publishing:
             self.speaker.step()
             while self.truth.is_busy:
                 self.speaker.step()
+        await_tick()
 
     def _send(self, topic: str, batch: Batch) -> None:
         self.sent.append((topic, batch))
