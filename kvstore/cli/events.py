@@ -61,8 +61,11 @@ class Endpoints:
     )
     insecure: bool = flag("--insecure", help="Serve other hosts without CURVE, and questions without TLS.")
 
-    def at(self) -> At:
-        """Returns the addresses. Raises InvalidRequest if others could read prompts from them."""
+    def at(self, prefix: str = "--") -> At:
+        """Returns the addresses; options of the command begin with ``prefix``.
+
+        Raises InvalidRequest if others could read prompts from them.
+        """
         try:
             from kvstore.events.opening import At
             from kvstore.events.sockets import Curve
@@ -71,22 +74,24 @@ class Endpoints:
         from kvstore.security.authenticator import Authenticator
 
         if (self.certificate is None) != (self.clients is None):
-            raise InvalidRequest("--curve-certificate and --curve-clients go together: give both, or neither")
+            raise InvalidRequest(
+                f"{prefix}curve-certificate and {prefix}curve-clients go together: give both, or neither"
+            )
         curve = Curve(self.certificate, self.clients) if self.certificate and self.clients else None
         if not (is_loopback(self.query) or self.insecure):
             raise InvalidRequest(
-                f"others can reach --query {self.query}, and it is plain HTTP: keep it on this host behind a proxy "
-                "with TLS, or give --insecure if the network itself is trusted"
+                f"others can reach {prefix}query {self.query}, and it is plain HTTP: keep it on this host behind a "
+                "proxy with TLS, or give --insecure if the network itself is trusted"
             )
         authenticator = None
         if self.access_file is not None:
             authenticator = Authenticator(self.access_file)
             authenticator.load()
-        publish = self._bound(self.publish, curve)
-        replay = None if self.replay is None else self._bound(self.replay, curve)
+        publish = self._bound(self.publish, curve, prefix)
+        replay = None if self.replay is None else self._bound(self.replay, curve, prefix)
         return At(publish, replay, split(self.query), curve, authenticator)
 
-    def _bound(self, endpoint: str, curve: Curve | None) -> str:
+    def _bound(self, endpoint: str, curve: Curve | None, prefix: str) -> str:
         """The endpoint to bind: without CURVE, ``*`` stands for this host alone, because events carry prompts."""
         if curve is not None or self.insecure or endpoint.startswith(("ipc://", "inproc://")):
             return endpoint
@@ -94,8 +99,8 @@ class Endpoints:
             return HERE + endpoint.removeprefix(EVERYWHERE)
         if not is_loopback(endpoint.removeprefix("tcp://")):
             raise InvalidRequest(
-                f"others can reach {endpoint}, and events carry prompts: give --curve-certificate and "
-                "--curve-clients, or --insecure if the network itself is trusted"
+                f"others can reach {endpoint}, and events carry prompts: give {prefix}curve-certificate and "
+                f"{prefix}curve-clients, or --insecure if the network itself is trusted"
             )
         return endpoint
 

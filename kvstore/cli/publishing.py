@@ -59,5 +59,5 @@ class Publishing:
             secured.access_file,
             secured.insecure,
         )
-        found.at()
+        found.at("--events-")
         return found

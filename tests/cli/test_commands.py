@@ -98,7 +98,10 @@ def test_a_missing_package_is_a_sentence(package: str) -> None:
         (("worker", "--root", "ROOT", "--listen", "127.0.0.1:0"), "give --etcd ENDPOINTS"),
         (("up", "--root", "ROOT", "--etcd", "h:1", "--etcd-folder", "f"), "give one of them"),
         (("up", "--root", "ROOT", "--events-query", "127.0.0.1:8090"), "give --events ENDPOINT too"),
-        (("up", "--root", "ROOT", "--events", "tcp://0.0.0.0:5557"), "events carry prompts"),
+        (
+            ("up", "--root", "ROOT", "--events", "tcp://0.0.0.0:5557"),
+            "give --events-curve-certificate and --events-curve",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_one_line_and_exit_code_2(
