@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from io import BytesIO
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +17,8 @@ from kvstore.events.inventory import Identities, Inventory
 from kvstore.events.query import Answers
 from kvstore.events.truth import Model
 from kvstore.events.web import application, decode
+from kvstore.security.identity import Identity, Presented
+from kvstore.security.permissions import Role
 from kvstore.waiting import Monitor
 from kvstore.wire.questions import Question
 from tests.gc.cluster import SPACE
@@ -95,21 +99,32 @@ def test_a_bad_question_is_refused(body: bytes) -> None:
             Question.of_json(body, decoding)
 
 
-def test_without_a_good_token_nothing_is_answered() -> None:
-    class Refusing:
-        def identify(self, presented: Any) -> Any:
-            raise Unauthenticated("no token")
-
+def asked_over_http(identify: Callable[[Presented], Identity], tenant: str) -> tuple[str, bytes]:
+    """Status and answer of a publisher that identifies callers so."""
     said: list[str] = []
-    refusing: Any = Refusing()
-    app = application(lambda question: {}, refusing)
-    body = SimpleNamespace(read=lambda size: b'{"model": "m", "hashes": []}')
+    authenticator: Any = SimpleNamespace(identify=identify)
+    body = json.dumps({"model": "m", "tenant": tenant, "hashes": []}).encode()
     environ: Any = {
         "PATH_INFO": "/query",
         "REQUEST_METHOD": "POST",
-        "CONTENT_LENGTH": "28",
-        "wsgi.input": body,
+        "CONTENT_LENGTH": str(len(body)),
+        "wsgi.input": BytesIO(body),
     }
     answered: Any = lambda status, headers: said.append(status)  # noqa: E731
-    assert b"no token" in b"".join(app(environ, answered))
-    assert said == ["401 Unauthorized"]
+    answer = b"".join(application(lambda question: {}, authenticator)(environ, answered))
+    return said[0], answer
+
+
+def test_without_a_good_token_nothing_is_answered() -> None:
+    def refuse(_: Presented) -> Identity:
+        raise Unauthenticated("no token")
+
+    status, answer = asked_over_http(refuse, "a")
+    assert status == "401 Unauthorized" and b"no token" in answer
+
+
+def test_a_token_that_may_not_read_the_tenant_is_refused() -> None:
+    router = Identity("router", {"a": Role.READ})
+    assert asked_over_http(lambda _: router, "a") == ("200 OK", b"{}")
+    status, answer = asked_over_http(lambda _: router, "b")
+    assert status == "403 Forbidden" and b"may not read tenant 'b'" in answer
