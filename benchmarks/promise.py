@@ -149,7 +149,7 @@ class Comparison:
         self._back_s = 0.0
         self.is_same = False
         self.worst = [0, 0.0, 0, 0.0]
-        """Entries too many, the longest time of one, and the same of those too few."""
+        """The most entries too many and too few, and the longest time of one of each."""
 
     def sample(self, ended: threading.Event) -> None:
         """Compares until ``ended``."""

@@ -1,4 +1,4 @@
-"""What the file of an engine-hashed block says of it, checked as far as it goes.
+"""Claims of files about engine-hashed blocks, checked as far as possible.
 
 The address proves the key, and with it the engine's hash. Tokens, parent and extras are the writer's claim: a false one
 misleads routers of its own namespace, as a false event of an engine would, and no read.

@@ -123,7 +123,7 @@ class Inventory:
         self._touched.append(rows)
 
     def touched_blocks(self) -> Rows:
-        """Returns the blocks of which something changed since the last ``settle``."""
+        """Returns the blocks that changed since the last ``settle``."""
         touched = np.unique(np.concatenate([NO_ROWS, *self._touched]))
         return touched[self.rows.has(touched, BLOCK)]
 
@@ -134,7 +134,7 @@ class Inventory:
         return found
 
     def lack(self, rows: Rows, lacking: Mask) -> None:
-        """Notes of which of these blocks another part is missing."""
+        """Notes the blocks among these that lack another part."""
         changed = self.rows.has(rows, LACKING) != lacking
         self.rows.mark(rows[changed & lacking], LACKING)
         self.rows.unmark(rows[changed & ~lacking], LACKING)

@@ -34,14 +34,14 @@ T = TypeVar("T", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What the blocks of one event have in common."""
+    """The fields that the blocks of one event share."""
 
     group: int
     lora_name: str | None = None
     parts: int = 1
     """Namespaces that must all have the block for it to be of use."""
     whole: bytes = NO_WHOLE
-    """What names these namespaces together."""
+    """The name that these namespaces share."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from kvstore.connectors.transformers.comparing import Case
 from kvstore.errors import InvalidRequest
 
 SEED = 22
-"""Of the split: the same prompts in the same order are split alike."""
+"""Seed of the split: the same prompts in the same order are split alike."""
 PROMPTS_MIN = 10
 """Prompts that are split; fewer say nothing about others."""
 

@@ -31,7 +31,7 @@ class Run:
     hints: Hints = DEFAULT
     """How long they are worth keeping."""
     descents: list[bytes] = field(default_factory=list)
-    """What their files say of each, b"" for nothing; empty if no file says anything, or to load."""
+    """A packed descent for each block, b"" for none; empty if no block has one, or to load."""
 
     def picked(self, offsets: Sequence[int]) -> Run:
         """Returns some of these blocks; ``first`` becomes that of a part without gaps."""

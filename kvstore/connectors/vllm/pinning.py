@@ -36,7 +36,7 @@ LOOK_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class _Wish:
-    """What one request asks to be pinned: the blocks of its prompt."""
+    """A request's order to pin the blocks of its prompt."""
 
     name: str
     ttl_s: float
