@@ -33,9 +33,7 @@ def test_what_one_host_stored_another_finds_soon(tmp_path: Path, options: str) -
     after_s = sorted(found["after_s"])
     print(f"{options}: found after {after_s[len(after_s) // 2]:.2f} s, at most {after_s[-1]:.2f} s; {found}")
     assert found["wrong"] == 0 and len(after_s) == PROMPTS
-    assert after_s[-1] <= FOUND_S * busy, (
-        f"looked for before or not, on a machine that is {busy:.1f} times slower than idle"
-    )
+    assert after_s[-1] <= FOUND_S, f"looked for before or not, on a machine that was {busy:.1f} times slower than idle"
 
 
 @pytest.mark.parametrize(("options", "path"), [("vers=4.2", "/"), ("vers=3,nolock", "/mnt/export")])
