@@ -126,7 +126,7 @@ def test_a_store_that_does_not_answer_fails_no_request(
         raise Unavailable("nobody answers")
 
     monkeypatch.setattr(cache(engine.half), "supersede", silent)
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", "kvstore.connectors.vllm.branches")
     engine.run("sabc")
     engine.run("sq")
     assert engine.run("sabcd") == []
