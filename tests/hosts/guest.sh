@@ -10,6 +10,7 @@ mkdir -p /dev/shm /dev/pts
 mount -t tmpfs shm /dev/shm
 mount -t devpts devpts /dev/pts
 ip link set lo up
+echo "$NAME" >/proc/sys/kernel/hostname # a server of NFS 4 takes clients of one name for one, and ends their sessions in turn
 ended() { # whole when it is there, for who waits for it
     echo "$1" >"$WORK/$NAME.rc.part"
     mv "$WORK/$NAME.rc.part" "$WORK/$NAME.rc"

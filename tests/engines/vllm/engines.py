@@ -326,6 +326,18 @@ def running_server(
         kill_group(child)
 
 
+def counters(url: str) -> dict[str, float]:
+    """Counters of ``/metrics`` by name, summed over labels."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    found: dict[str, float] = {}
+    for line in lines:
+        if line and not line.startswith("#"):
+            name, value = line.partition("{")[0].partition(" ")[0], line.rsplit(" ", 1)[1]
+            found[name] = found.get(name, 0.0) + float(value)
+    return found
+
+
 def stored_files(root: Path) -> set[Path]:
     """The published blocks of a root."""
     return {path for path in (root / "chunks").rglob("*") if path.is_file()}

@@ -39,6 +39,18 @@ def engine(
         yield started
 
 
+def load_whole(engine: Engine, expected: Answer) -> None:
+    """Asks for the long prompt until it is loaded whole: what the engine stored before is in the root then."""
+    ends_s = time.monotonic() + 30
+    while True:
+        engine.forget()
+        answer = engine.generate(LONG)
+        answer.check_same(expected)
+        if answer.cached == [full_blocks(LONG)]:
+            return
+        assert time.monotonic() < ends_s, answer.cached
+
+
 def test_what_one_request_computed_the_next_one_loads(engine: Engine, root: Path, reference: dict[str, Answer]) -> None:
     before = len(stored_files(root))
     first = engine.generate(LONG)
@@ -124,15 +136,7 @@ def test_a_damaged_block_is_computed_anew_and_repaired(
     assert answer.reasons == ["length"]
     # One load failed, at its first block; a retry loop would fail again and again.
     assert 1 <= engine.counts()["vllm:kvstore_load_failed_blocks"] - before <= 2
-    ends_s = time.monotonic() + 30
-    while True:
-        # Repaired: the chain of this prompt is loaded whole again.
-        engine.forget()
-        again = engine.generate(LONG)
-        again.check_same(reference["long"])
-        if again.cached == [full_blocks(LONG)]:
-            break
-        assert time.monotonic() < ends_s, again.cached
+    load_whole(engine, reference["long"])  # repaired
     assert {path.stat().st_ino for path in stored_files(root)} != found
     mend(root)
 
@@ -178,9 +182,10 @@ def test_after_an_update_of_the_weights_in_memory_nothing_older_is_loaded(
 
 
 def test_an_engine_killed_while_it_stores_leaves_a_clean_root(
-    engine: Engine, root: Path, request: pytest.FixtureRequest
+    engine: Engine, root: Path, reference: dict[str, Answer], request: pytest.FixtureRequest
 ) -> None:
     crowd = [[3 + shift, *LONG] for shift in range(8)]
+    load_whole(engine, reference["long"])  # the weights' update left it to be stored anew
     before = len(stored_files(root))
     engine.begin(*crowd, tokens=50)
     time.sleep({"async": 0.05, "sync": 0.3, "sync layerwise": 1.0}[request.node.callspec.params["engine"]])

@@ -10,6 +10,7 @@ from pathlib import Path
 from tests.engines.vllm.conftest import PROMPTS
 from tests.engines.vllm.engines import (
     Answer,
+    counters,
     full_blocks,
     running_engine,
     running_server,
@@ -19,18 +20,6 @@ from tests.engines.vllm.engines import (
 )
 
 LONG = PROMPTS["long"]
-
-
-def metrics(url: str) -> dict[str, float]:
-    """Counters by name, summed over labels."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
-        lines = answer.read().decode().splitlines()
-    found: dict[str, float] = {}
-    for line in lines:
-        if line and not line.startswith("#"):
-            name, _, value = line.partition("{")[0].partition(" ")[0], "", line.rsplit(" ", 1)[1]
-            found[name] = found.get(name, 0.0) + float(value)
-    return found
 
 
 def test_a_server_that_decodes_loads_what_another_engine_prefilled(
@@ -63,7 +52,7 @@ def test_a_server_that_decodes_loads_what_another_engine_prefilled(
             name = "long" if prompt is LONG else "other"
             assert choice["token_ids"] == reference[name].tokens[0]
         ends_s = time.monotonic() + 20
-        while (seen := metrics(url)).get("vllm:kvstore_loaded_blocks_total") != 9:
+        while (seen := counters(url)).get("vllm:kvstore_loaded_blocks_total") != 9:
             assert time.monotonic() < ends_s, {name: value for name, value in seen.items() if "kvstore" in name}
             time.sleep(0.2)
         assert seen["vllm:external_prefix_cache_hits_total"] == full_blocks(LONG)
