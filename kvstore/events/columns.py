@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.events.names import Name, Names
+from kvstore.events.spelling import Spellings
 from kvstore.events.table import NO_ROW, U64, Rows, Table
 from kvstore.events.tokens import TokenFile
 
@@ -28,7 +29,8 @@ class Columns:
     The columns have room for more rows than there are.
     """
 
-    def __init__(self, chunk_tokens: int, folder: str | None) -> None:
+    def __init__(self, chunk_tokens: int, folder: str | None, digest: bytes) -> None:
+        """``digest`` is the namespace's."""
         self.count = 0
         self.firsts = np.zeros(0, np.uint64)
         """The first 8 bytes of addresses, as big-endian numbers."""
@@ -42,6 +44,9 @@ class Columns:
         self.tokens = TokenFile(chunk_tokens, folder)
         self.names: Names | None = None
         """The names of blocks; None until there are some."""
+        self.spellings: Spellings | None = None
+        """Their spellings."""
+        self._digest = digest
         self._folder = folder
         self._by_address = Table()
         self._by_hash = Table()
@@ -95,11 +100,23 @@ class Columns:
     def name(self, rows: Rows, names: Sequence[Name]) -> Rows:
         """Makes rows blocks with these names; returns those that there was room for."""
         if self.names is None:
-            self.names = Names(self._folder)
+            self.names, self.spellings = Names(self._folder), Spellings(self._digest, self._folder)
         named: Rows = rows[self.names.write(rows, names)]
         self.mark(named, BLOCK)
         self._add_hashes(self.names.hashes(named), named)
         return named
+
+    def spell(self, rows: Rows) -> None:
+        """Spells the blocks among these rows, which have parents before their children."""
+        if self.names is not None and self.spellings is not None:
+            blocks = rows[self.has(rows, BLOCK)]
+            self.spellings.spell(blocks, self.parents[blocks], self.tokens.read(blocks), self.names.plain(blocks))
+
+    def find_spelled(self, firsts: U64) -> Rows:
+        """Returns the rows of blocks by the first 8 bytes of their spellings; NO_ROW where there is none."""
+        if self.spellings is None:
+            return np.full(len(firsts), NO_ROW, np.int32)
+        return self.spellings.find(firsts)
 
     def is_block(self, row: int) -> bool:
         """True for an engine-hashed block with a name."""
@@ -147,8 +164,9 @@ class Columns:
         self.count = len(kept)
         rows = np.arange(self.count, dtype=np.int32)
         self._by_address, self._by_hash = Table(self.firsts, rows), Table(self.lasts, rows)
-        if self.names is not None:
+        if self.names is not None and self.spellings is not None:
             self.names.keep(kept)
+            self.spellings.keep(kept)
             blocks = self.having(BLOCK)
             self._add_hashes(self.names.hashes(blocks), blocks)
         return moved
@@ -156,8 +174,9 @@ class Columns:
     def close(self) -> None:
         """Gives the files back."""
         self.tokens.close()
-        if self.names is not None:
+        if self.names is not None and self.spellings is not None:
             self.names.close()
+            self.spellings.close()
 
     def _add_hashes(self, hashes: U64, rows: Rows) -> None:
         """Has ``find_hashes`` find rows by these; of several rows with one hash it finds the first."""

@@ -54,9 +54,12 @@ class Difference:
 class Inventory:
     """One namespace. Used by one thread, or under its owner's lock."""
 
-    def __init__(self, chunk_tokens: int, folder: str | None = None) -> None:
-        """``folder`` is where the file for tokens goes, without a name; None: where temporary files go."""
-        self.rows = Columns(chunk_tokens, folder)
+    def __init__(self, chunk_tokens: int, folder: str | None = None, digest: bytes = b"") -> None:
+        """``folder`` is where the file for tokens goes, without a name; None: where temporary files go.
+
+        ``digest`` is the namespace's: with it the tokens of prompts lead to engine-hashed blocks.
+        """
+        self.rows = Columns(chunk_tokens, folder, digest)
         self.told_count = 0
         self._touched: list[Rows] = []
         self._unknown: list[Rows] = []
@@ -159,6 +162,7 @@ class Inventory:
         cut_off = self._cut_off() if len(removed) and self.rows.children[removed].any() else NO_ROWS
         stored, self._waiting = self._tell(np.concatenate([self._waiting, cut_off, touched]))
         self.told_count += len(stored) - len(removed) - len(cut_off)
+        self.rows.spell(stored)
         # Another writer may say something else of a block when it comes again.
         gone = touched[~self.rows.has(touched, PRESENT)]
         self.rows.unmark(gone[self.rows.has(gone, BLOCK)], KNOWN)

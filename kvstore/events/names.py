@@ -132,6 +132,11 @@ class Names:
         """Returns the extra keys of each."""
         return [self._extras[number] for number in self._lines.read(rows)[:, 1].tolist()]
 
+    def plain(self, rows: Rows) -> list[bool]:
+        """Returns which of these have neither an adapter nor extra keys: tokens alone lead to them."""
+        heads = self._lines.read(rows)[:, :2].tolist()
+        return [self._origins[origin].lora_name is None and self._extras[extra] is None for origin, extra in heads]
+
     def _number(self, origin: Origin) -> int | None:
         """Returns the number of an origin, and notes its whole; None if there is no room for either."""
         if origin.parts == 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import isqrt
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from kvstore.address import Address
 from kvstore.events.columns import Mask
-from kvstore.events.inventory import Inventory
+from kvstore.events.table import U64
 from kvstore.events.truth import Model, Truth
 from kvstore.node.chains import RecentChains
 from kvstore.wire.questions import Question, answer_document
@@ -43,20 +43,23 @@ class Answers:
         inventory = model.inventory
         if question.tokens is not None:
             addresses = self._chains.of(model.namespace, question.tokens).addresses
+            rows = inventory.rows
             with self._truth.lock:
-                return _leading_chain(inventory, addresses)
+                chunks = _leading_chain(lambda firsts: inventory.told(rows.find(firsts)), addresses)
+                blocks = _leading_chain(lambda firsts: inventory.told(rows.find_spelled(firsts)), addresses)
+            return max(chunks, blocks)
         with self._truth.lock:
             return _leading(inventory.told(inventory.rows.find_hashes(np.array(question.hashes, np.uint64))))
 
 
-def _leading_chain(inventory: Inventory, addresses: Sequence[Address]) -> int:
-    """Returns how many leading addresses of a chain are told. A told chunk has told parents, so few are looked at."""
+def _leading_chain(told: Callable[[U64], Mask], addresses: Sequence[Address]) -> int:
+    """Returns how many leading addresses of a chain are told. What is told has told parents, so few are looked at."""
     first, stop = 0, len(addresses)
     while first < stop:
         step = isqrt(stop - first)
         ends = range(first + step - 1, stop, step)
         packed = b"".join(addresses[at] for at in ends)
-        count = _leading(inventory.told(inventory.rows.find(np.frombuffer(packed, ">u8")[::2].astype(np.uint64))))
+        count = _leading(told(np.frombuffer(packed, ">u8")[::2].astype(np.uint64)))
         first += count * step
         if count < len(ends):
             stop = first + step - 1

@@ -58,6 +58,20 @@ class Table:
             self._large = _merged(self._large, *self._small)
             self._small = (np.zeros(0, np.uint64), np.zeros(0, np.int32))
 
+    def put(self, keys: U64, rows: Rows) -> None:
+        """Adds entries, or has their keys lead to other rows; of equal keys the last one counts."""
+        # ``unique`` names the first of equal elements, so it is asked about the reverse.
+        keys, at = np.unique(keys[::-1], return_index=True)
+        rows = rows[::-1][at]
+        is_new = np.ones(len(keys), np.bool_)
+        for part_keys, part_rows in (self._large, self._small):
+            if len(part_keys):
+                place = np.minimum(np.searchsorted(part_keys, keys), len(part_keys) - 1)
+                hit = part_keys[place] == keys
+                part_rows[place[hit]] = rows[hit]
+                is_new &= ~hit
+        self.add(keys[is_new], rows[is_new])
+
 
 def _merged(part: tuple[U64, Rows], keys: U64, rows: Rows) -> tuple[U64, Rows]:
     order = np.argsort(keys)

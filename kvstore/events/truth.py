@@ -210,7 +210,7 @@ class Truth:
         for namespace in read_namespaces(self._root):
             number = int.from_bytes(namespace.id, "big")
             if number in new and self._wanted(namespace):
-                inventory = Inventory(namespace.layout.chunk_tokens, self._folder)
+                inventory = Inventory(namespace.layout.chunk_tokens, self._folder, namespace.digest)
                 with self.lock:
                     self.models[number] = Model(namespace, inventory, np.zeros(0, np.int32))
         self._strangers |= new - self.models.keys()

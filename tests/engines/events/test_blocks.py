@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import json
+import urllib.request
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from kvstore.node.namespaces import read_namespaces
+from kvstore.root.posix import PosixRoot
 from tests.cli.conftest import serving
 from tests.engines.events.indexer import BLOCK_TOKENS, Indexer, free_port, until
-from tests.engines.events.test_connector import LONG, OTHER, complete, server
+from tests.engines.events.servers import complete, server
+from tests.engines.events.test_connector import LONG, OTHER
 from tests.engines.vllm.engines import PYTHON, full_blocks, stored_files, transfer
 
 pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason="vLLM is not installed: make test-engines ENGINES=vllm")
 
 ENGINE, POOL = 1, 2
+
+
+def answered(query: str, name: str, tokens: list[int]) -> int:
+    """How many leading tokens of a prompt the publisher says are stored."""
+    asked = json.dumps({"model": name, "token_ids": tokens}).encode()
+    with urllib.request.urlopen(f"http://{query}/query", asked, timeout=30) as answer:
+        return int(json.load(answer)["longest_matched"])
 
 
 def test_the_pool_tells_the_blocks_that_vllm_stored_under_its_hashes_and_their_removal_while_it_is_idle(
@@ -32,6 +44,13 @@ def test_the_pool_tells_the_blocks_that_vllm_stored_under_its_hashes_and_their_r
             indexer.register(POOL, *pool)
             until(lambda: indexer.tokens(LONG).get(POOL) == full_blocks(LONG), "the pool tells all of it")
             assert indexer.tokens(OTHER)[POOL] == full_blocks(OTHER)
+            (model_name,) = {each.name for each in read_namespaces(PosixRoot(root))}
+            query = publisher.said["query"]
+            assert [answered(query, model_name, each) for each in (LONG, OTHER, LONG[1:])] == [
+                full_blocks(LONG),
+                full_blocks(OTHER),
+                0,
+            ], "a router that knows tokens alone"
             until(lambda: indexer.blocks()[ENGINE] == indexer.blocks()[POOL], "under the names that the engine has")
             gone = min(stored_files(root), key=lambda each: each.stat().st_mtime_ns)
             gone.unlink()

@@ -296,6 +296,18 @@ MUTANTS = [
         "events/test_query.py::test_the_longest_prefix_is_found_by_tokens_and_by_hashes",
     ),
     events(
+        "questions-answer-what-was",
+        "T7",
+        edit("kvstore.events.spelling:Spellings.find", "rows[known[old]] = NO_ROW", "pass"),
+        "events/test_spelling.py::test_a_block_that_comes_again_with_other_tokens_answers_to_those_alone[memory]",
+    ),
+    events(
+        "questions-find-adapters",
+        "T7",
+        edit("kvstore.events.names:Names.plain", "self._origins[origin].lora_name is None", "True"),
+        "events/test_spelling.py::test_what_tokens_alone_do_not_lead_to_is_not_found_by_them[memory]",
+    ),
+    events(
         "everybody-asks",
         "section 7",
         skip("kvstore.events.web:_admit"),

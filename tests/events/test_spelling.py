@@ -1,0 +1,135 @@
+"""Questions in tokens about blocks that engines hash: never more than is told, whatever happens to the blocks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from hashlib import sha256
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.address import Chain
+from kvstore.events.query import Answers
+from kvstore.events.spelling import Spellings
+from kvstore.events.table import NO_ROW, Table
+from kvstore.wire.questions import Question
+from tests.events.engines import SIZE, Prompt, prompt_of, put_blocks
+from tests.events.following import Ticking
+from tests.events.test_speaker import Publishing
+from tests.gc.cluster import SPACE, Cluster, put
+
+
+class Asking:
+    """A publisher, and how many leading blocks of a prompt it answers."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.publishing = Publishing(cluster, Ticking())
+        self.answers = Answers(self.publishing.truth, "pod", "STORAGE")
+
+    def blocks(self, prompt: Prompt, more: int = 0) -> int:
+        self.publishing.catch_up()
+        tokens = [token for each in prompt.descents for token in each.tokens] + [7] * more
+        question = Question(SPACE.name, SPACE.tenant, np.array(tokens, np.uint32), None)
+        found: int = self.answers.answer(question)["blocks"]
+        by_hashes = self.answers.answer(replace(question, tokens=None, hashes=prompt.hashes))["blocks"]
+        assert found <= by_hashes
+        return found
+
+    def remove(self, prompt: Prompt, at: int) -> None:
+        self.cluster.root.remove(self.cluster.name(prompt.addresses[at]))
+
+
+@pytest.fixture
+def asking(clustered: Cluster) -> Asking:
+    return Asking(clustered)
+
+
+def rehashed(prompt: Prompt) -> Prompt:
+    """The same tokens as another engine hashes them."""
+    keys = [sha256(key).digest() + key[32:] for key in prompt.keys]
+    parents = [b"", *keys]
+    return Prompt(keys, [replace(each, parent=parent) for each, parent in zip(prompt.descents, parents, strict=False)])
+
+
+def test_tokens_find_the_blocks_of_an_engine_up_to_the_first_that_is_not_told(asking: Asking) -> None:
+    node, prompts = asking.cluster.node(), [prompt_of(seed, 30) for seed in range(3)]
+    for each in prompts:
+        put_blocks(node, each)
+    assert [asking.blocks(each, SIZE + 1) for each in prompts] == [30, 30, 30]
+    assert asking.blocks(prompt_of(9, 30)) == 0
+    for at in (29, 17, 1, 0):
+        asking.remove(prompts[1], at)
+        assert asking.blocks(prompts[1]) == at
+    node.node.forget()
+    put_blocks(node, prompts[1])
+    assert [asking.blocks(each) for each in prompts] == [30, 30, 30]
+
+
+def test_chunks_and_blocks_of_one_prompt_both_answer(asking: Asking) -> None:
+    node, prompt = asking.cluster.node(), prompt_of(1, 5)
+    tokens = np.array([token for each in prompt.descents for token in each.tokens], np.uint32)
+    put_blocks(node, prompt, range(2))
+    assert asking.blocks(prompt) == 2
+    chain = Chain.of(SPACE, tokens[: 4 * SIZE])
+    put(node, chain)
+    asking.publishing.catch_up()
+    assert asking.answers.answer(Question(SPACE.name, SPACE.tenant, tokens, None))["blocks"] == 4
+
+
+def test_what_tokens_alone_do_not_lead_to_is_not_found_by_them(asking: Asking) -> None:
+    node, adapted, mixed = asking.cluster.node(), prompt_of(1, 3, "sql"), prompt_of(2, 4)
+    put_blocks(node, adapted.saying(0, extra=b'{"lora_name": "sql"}'))
+    put_blocks(node, mixed.saying(1, extra=b'{"extra_keys": ["an image"]}'))
+    assert asking.blocks(adapted) == 0
+    assert asking.blocks(mixed) == 1, "and none behind it"
+
+
+def test_a_block_that_comes_again_with_other_tokens_answers_to_those_alone(asking: Asking) -> None:
+    node, prompt = asking.cluster.node(), prompt_of(1, 1)
+    other = prompt.saying(0, tokens=[9] * SIZE)
+    put_blocks(node, prompt)
+    assert (asking.blocks(prompt), asking.blocks(other)) == (1, 0)
+    asking.remove(prompt, 0)
+    assert asking.blocks(prompt) == 0
+    node.node.forget()
+    put_blocks(node, other)
+    assert (asking.blocks(prompt), asking.blocks(other)) == (0, 1)
+
+
+def test_of_two_engines_that_hash_alike_prompts_apart_one_answers_and_never_too_much(asking: Asking) -> None:
+    node, one = asking.cluster.node(), prompt_of(1, 4)
+    two = rehashed(one)
+    put_blocks(node, one, range(2))
+    assert asking.blocks(one) == 2
+    put_blocks(node, two)
+    assert asking.blocks(two) == 4
+    for at in (3, 2, 1):
+        asking.remove(two, at)
+        assert asking.blocks(two) == at
+
+
+@given(st.lists(st.lists(st.integers(1, 40), max_size=30), max_size=6))
+def test_a_key_leads_to_the_row_that_was_put_last(batches: list[list[int]]) -> None:
+    table, expected = Table(), dict[int, int]()
+    for batch in batches:
+        rows = np.arange(len(expected) + 100, len(expected) + 100 + len(batch), dtype=np.int32)
+        table.put(np.array(batch, np.uint64), rows)
+        expected.update(zip(batch, rows.tolist(), strict=True))
+    asked = list(range(42))
+    found = table.find(np.array(asked, np.uint64)).tolist()
+    assert found == [expected.get(each, NO_ROW) for each in asked] and len(table) == len(expected)
+
+
+def test_rows_that_were_kept_are_found_under_their_new_numbers() -> None:
+    spellings, chain = Spellings(SPACE.digest, None), Chain.of(SPACE, np.arange(6 * SIZE, dtype=np.uint32))
+    rows = np.arange(10, 16, dtype=np.int32)
+    parents = np.array([NO_ROW, *rows[:-1]], np.int32)
+    spellings.spell(rows, parents, chain.tokens.reshape(-1, SIZE), [True] * 6)
+    firsts = np.frombuffer(b"".join(chain.addresses), ">u8")[::2].astype(np.uint64)
+    assert spellings.find(firsts).tolist() == rows.tolist()
+    spellings.keep(rows[[0, 1, 4]])
+    assert spellings.find(firsts).tolist() == [0, 1, NO_ROW, NO_ROW, 2, NO_ROW]
+    spellings.close()
