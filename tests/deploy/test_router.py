@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
-import sys
 import threading
 import urllib.request
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+from tests.deploy.examples import answering, load_example
 from tests.engines.events.publisher import Publisher
 from tests.patience import PATIENCE_S, eventually
 
@@ -26,17 +22,7 @@ GPU_BLOCKS = 160
 Events = list[dict[str, Any]]
 
 
-def load_program() -> ModuleType:
-    path = Path(__file__).resolve().parents[2] / "deploy/examples/router.py"
-    spec = importlib.util.spec_from_file_location("kvstore_router", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-router = load_program()
+router = load_example("router")
 
 
 def stored(tokens: list[int], medium: str | None, first: int = 0) -> dict[str, Any]:
@@ -130,19 +116,6 @@ class Echo(BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         """Says nothing."""
-
-
-@contextmanager
-def answering(server: ThreadingHTTPServer) -> Iterator[str]:
-    """The URL of a server that runs in a thread."""
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 def test_requests_go_to_the_engine_whose_events_it_heard_and_lost_ones_are_asked_for() -> None:
