@@ -99,11 +99,10 @@ static void rows_plain(PARAMETERS) {
 #if defined(__x86_64__)
 #define WIDE __attribute__((target("avx2,f16c"), always_inline)) static inline
 
-/* As bfloat16_down, of numbers alone. */
-WIDE __m256i bfloat16_down8(__m256 value) {
+/* As bfloat16_down, of numbers alone: the result is in the upper half of each lane, and the lower one has no meaning. */
+WIDE __m256i bfloat16_upper8(__m256 value) {
     __m256i bits = _mm256_castps_si256(value), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-    __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
-    return _mm256_srli_epi32(rounded, 16);
+    return _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
 }
 
 WIDE __m256 load8(const uint16_t *from, int type) {
@@ -112,22 +111,28 @@ WIDE __m256 load8(const uint16_t *from, int type) {
 }
 
 WIDE void store8(uint16_t *to, __m256 value, int type) {
-    __m256i bits = type == FLOAT16 ? _mm256_setzero_si256() : bfloat16_down8(value);
+    __m256i bits = type == FLOAT16 ? _mm256_setzero_si256() : _mm256_srli_epi32(bfloat16_upper8(value), 16);
     __m128i packed = type == FLOAT16 ? _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT)
                                      : _mm_packus_epi32(_mm256_castsi256_si128(bits), _mm256_extracti128_si256(bits, 1));
     _mm_storeu_si128((__m128i *)to, packed);
 }
 
-/* Rotates the pairs of one head, eight at a time, with both elements of a type of 16 bits. Of neighbours, two vectors of
- * four pairs are sorted into one of the first and one of the second elements: 0 1 4 5 2 3 6 7, as the tables then are. */
+/* Rotates the pairs of one head, eight at a time, with both elements of a type of 16 bits. Neighbours in bfloat16 are the
+ * halves of a lane, each of which is a float32 in place of its upper half. Of neighbours in float16, two vectors of four
+ * pairs are sorted into one of the first and one of the second elements: 0 1 4 5 2 3 6 7, as the tables then are. */
 WIDE void turn_wide(uint16_t *low, uint16_t *high, const float *cosines, const float *sines, int64_t pairs, int64_t step,
                     int type) {
+    const __m256i upper = _mm256_set1_epi32((int)0xffff0000);
     int64_t i = 0;
     for (; i + 8 <= pairs; i += 8) {
         __m256 cosine = _mm256_loadu_ps(cosines + i), sine = _mm256_loadu_ps(sines + i), a, b;
         if (step == 1) {
             a = load8(low + i, type);
             b = load8(high + i, type);
+        } else if (type == BFLOAT16) {
+            __m256i lanes = _mm256_loadu_si256((const __m256i *)(low + 2 * i));
+            a = _mm256_castsi256_ps(_mm256_slli_epi32(lanes, 16));
+            b = _mm256_castsi256_ps(_mm256_and_si256(lanes, upper));
         } else {
             __m256 first = load8(low + 2 * i, type), second = load8(low + 2 * i + 8, type);
             a = _mm256_shuffle_ps(first, second, 0x88);
@@ -142,6 +147,9 @@ WIDE void turn_wide(uint16_t *low, uint16_t *high, const float *cosines, const f
         } else if (step == 1) {
             store8(low + i, turned, type);
             store8(high + i, other, type);
+        } else if (type == BFLOAT16) {
+            __m256i first = _mm256_srli_epi32(bfloat16_upper8(turned), 16), second = bfloat16_upper8(other);
+            _mm256_storeu_si256((__m256i *)(low + 2 * i), _mm256_or_si256(first, _mm256_and_si256(second, upper)));
         } else {
             store8(low + 2 * i, _mm256_unpacklo_ps(turned, other), type);
             store8(low + 2 * i + 8, _mm256_unpackhi_ps(turned, other), type);
