@@ -28,6 +28,11 @@ STEP_BYTES = 64 << 20
 """Bytes moved, about, before checking whether to go on."""
 PAUSE_S = 0.02
 """Pause between two looks at a chunk that somebody else is bringing."""
+LEAD_S = 0.005
+"""A prefetch begins so late, because who asks for one often reads something else at the same moment."""
+GIVE_WAY_MAX = 20
+"""Somebody waits for a read, and nobody for a prefetch: before each step it lets reads go first for so many times
+LEAD_S."""
 SETTLE_S = 0.5
 """Time between two checks whether to go on, while chunks wait to be written to the root."""
 
@@ -88,7 +93,9 @@ class Moving:
 
     def _to_memory(self, move: Move, chain: Chain) -> None:
         memory, at = self._tiers.memory, 0
+        move.pause(LEAD_S)
         while at < len(chain) and move.goes_on():
+            self._give_way(move)
             stop = min(len(chain), at + _step(chain))
             found = self._bring(chain, at, stop, self._lanes.width, move)
             if found < stop - at:
@@ -137,6 +144,12 @@ class Moving:
             for address in reversed(chain.addresses[:at] if disk is not None else ()):
                 assert disk is not None
                 disk.drop(address, only_leaf=True)
+
+    def _give_way(self, move: Move) -> None:
+        for _ in range(GIVE_WAY_MAX):
+            if not self._reads.is_busy or not move.goes_on():
+                break
+            move.pause(LEAD_S)
 
     def _bring(self, chain: Chain, first: int, stop: int, width: int, move: Move) -> int:
         """Brings chunks into memory, on several lanes at once; returns how many leading ones are there then."""

@@ -46,6 +46,12 @@ class TieredReads:
         self._refresher = refresher
         self._counters = counters
         self._tiers = tiers
+        self._under_way = set[object]()
+
+    @property
+    def is_busy(self) -> bool:
+        """True while somebody waits for what ``begin`` reads."""
+        return bool(self._under_way)
 
     @property
     def above(self) -> Above | None:
@@ -114,8 +120,14 @@ class TieredReads:
 
         if tiers is None or not count:
             return Reading(self._lanes, self._counters, count, read, stop_at_miss, from_root)
-        memory = tiers.memory
+        memory, me = tiers.memory, object()
         slots = memory.refer(wanted, first, count)
+        self._under_way.add(me)
+
+        def ended() -> None:
+            slots.release()
+            self._under_way.discard(me)
+
         # If memory has all of it, use lanes that work even if every other lane waits for a root that hangs.
         lanes = tiers.copiers if None not in slots.entries else self._lanes
 
@@ -131,7 +143,7 @@ class TieredReads:
 
         groups = Groups(group_size(count, mean_bytes(wanted, first, count), lanes.width), count, read_group)
         # The caller does no share: a chunk that proves wrong in memory is fetched from devices, which may hang.
-        return Reading(lanes, self._counters, count, read, stop_at_miss, groups, ended=slots.release)
+        return Reading(lanes, self._counters, count, read, stop_at_miss, groups, ended=ended)
 
     def _leading(self, wanted: Wanted, first: int) -> int:
         assert self._tiers is not None

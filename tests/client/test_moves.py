@@ -16,12 +16,13 @@ from kvstore.client.cache import Cache
 from kvstore.client.tickets import Ticket
 from kvstore.errors import InvalidRequest, Overloaded, StoreClosed, Unavailable
 from kvstore.hints import Hints
+from kvstore.node import moving
 from kvstore.node.limits import Limits
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.writes import WriteMode
 from tests.node.stores import store_on
 from tests.patience import PATIENCE_S
-from tests.root.faulty import EIO, FaultyRoot, Rule
+from tests.root.faulty import EIO, FaultyRoot, Hang, Rule
 from tests.tiers.acting import IN_TIME_S, QUICK, ROOM_CHUNKS, Acting, eventually, faulty, held, timed
 
 WAIT_S = PATIENCE_S
@@ -77,6 +78,27 @@ def test_two_prefetches_with_a_common_beginning_both_end_with_all_of_it() -> Non
         acting.put(1, 30)
         tickets = [acting.cache.prefetch(acting.prompts.tokens(1, count)) for count in (30, 20, 30, 10)]
         assert [finished(ticket) // acting.size for ticket in tickets] == [30, 20, 30, 10]
+
+
+def test_a_prefetch_lets_reads_under_way_go_first_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    root, hang = faulty(), Hang()
+    with patient(root, write=WriteMode.AROUND) as acting:
+        acting.put(1, 8)
+        acting.put(2, 1)
+        root.set_rules([Rule("open", hang, times=1)])
+        reading = threading.Thread(target=acting.get, args=(2, 1))
+        reading.start()
+        assert hang.reached.wait(PATIENCE_S)
+        with monkeypatch.context() as patch:
+            patch.setattr(moving, "GIVE_WAY_MAX", 1 << 30)
+            waiting = acting.cache.prefetch(acting.prompts.tokens(1, 8))
+            assert waiting.wait(0.2) == 0 and not waiting.done
+            waiting.cancel()
+            eventually(lambda: waiting.done)
+        assert finished(acting.cache.prefetch(acting.prompts.tokens(1, 8))) == 8 * acting.size, "the read still hangs"
+        hang.release.set()
+        reading.join(PATIENCE_S)
+        assert not acting.member.node.reads.is_busy
 
 
 def test_a_prefetch_to_the_disk_leaves_memory_alone(tmp_path: Path) -> None:

@@ -137,6 +137,12 @@ MUTANTS = [
         skip("kvstore.client.keeping:TokenKeeping.retire"),
         f"{RUNS}the_next_prefixes_are_brought_into_memory_and_those_that_are_done_leave_it_first",
     ),
+    mutant(
+        "prefetch-goes-first",
+        "MEMORY R2: reads go before prefetches",
+        skip("kvstore.node.moving:Moving._give_way"),
+        "client/test_moves.py::test_a_prefetch_lets_reads_under_way_go_first_and_not_for_ever",
+    ),
     planning(
         "needs-the-store",
         "H6",
