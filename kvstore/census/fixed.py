@@ -6,7 +6,7 @@ A header is verified as a whole. Here 128 bytes are enough, whatever the version
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvstore.address import Address
 from kvstore.buffers import ReadBuffer
@@ -17,9 +17,8 @@ _FIELDS = struct.Struct("<8sH2xBB6xI16x16s16s32s16s8s")
 assert _FIELDS.size == FIXED_BYTES
 
 
-@dataclass(frozen=True, slots=True)
-class Fixed:
-    """The fixed part of a header; unverified."""
+class Fixed(NamedTuple):
+    """The fixed part of a header; unverified. One is made for each file that a walk looks at."""
 
     version: int
     kind: Kind

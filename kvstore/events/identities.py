@@ -48,13 +48,13 @@ def read_identities(root: Root, shard_bits: int, namespace: Namespace, inventory
     for row, raw in zip(rows.tolist(), inventory.rows.addresses(rows), strict=True):
         address = Address(raw.tobytes())
         try:
-            prefix = _prefix(root, places.chunk(address, namespace.id, shard_bits), namespace)
+            seen = _seen(root, places.chunk(address, namespace.id, shard_bits), namespace)
         except KVStoreError:
             failed.append(row)
             continue
-        if prefix is None:
+        if seen is None:
             continue
-        fixed = read_fixed(prefix)
+        prefix, fixed = seen
         if fixed is not None and fixed.kind is Kind.BLOCK:
             claimed = claimed_of(namespace, address, prefix)
             blocks += [claimed] if claimed is not None else []
@@ -68,8 +68,8 @@ def read_identities(root: Root, shard_bits: int, namespace: Namespace, inventory
     return Read(unpack(packed, size), told, _rows(odd), _rows(failed))
 
 
-def _prefix(root: Root, name: Name, namespace: Namespace) -> bytes | None:
-    """Returns the first bytes of a file: at least what identifies a chunk, and a block's whole header."""
+def _seen(root: Root, name: Name, namespace: Namespace) -> tuple[bytes, Fixed | None] | None:
+    """Returns the first bytes of a file, at least what identifies a chunk and a block's header; None: there is none."""
     size = max(FIXED_BYTES + 4 * namespace.layout.chunk_tokens, PAGE_BYTES)
     seen = root.look(name, size)
     if seen is None:
@@ -77,7 +77,7 @@ def _prefix(root: Root, name: Name, namespace: Namespace) -> bytes | None:
     fixed = read_fixed(seen.prefix)
     if fixed is not None and fixed.kind is Kind.BLOCK and fixed.version == VERSION_2 and size < 2 * PAGE_BYTES:
         seen = root.look(name, 2 * PAGE_BYTES)
-    return None if seen is None else seen.prefix
+    return None if seen is None else (seen.prefix, fixed)
 
 
 def _identity(namespace: Namespace, address: Address, fixed: Fixed, prefix: bytes) -> bytes | None:

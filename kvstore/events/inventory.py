@@ -67,13 +67,18 @@ class Inventory:
 
     # What the root has
 
-    def listed(self, first: int, last: int, firsts: U64, lasts: U64) -> None:
-        """Notes a whole listing of the addresses whose first 8 bytes are from ``first`` to ``last``."""
-        before = self.between(first, last)
+    def listed(self, ranges: Sequence[tuple[int, int]], firsts: U64, lasts: U64) -> None:
+        """Notes a whole listing of the addresses whose first 8 bytes are in one of these ranges, ends included.
+
+        Nothing there is condemned any more.
+        """
+        known = np.concatenate([NO_ROWS, *(self.rows.between(first, last) for first, last in ranges)])
         rows = self._arrived(firsts, lasts)
-        gone = np.setdiff1d(before, rows)
+        gone = np.setdiff1d(known[self.rows.has(known, PRESENT)], rows)
         self.rows.unmark(gone, PRESENT | ODD)
-        self._touched.append(gone)
+        spared = known[self.rows.has(known, CONDEMNED)]
+        self.rows.unmark(spared, CONDEMNED)
+        self._touched += [gone, spared]
 
     def arrived(self, firsts: U64, lasts: U64) -> None:
         """Notes chunks that are there."""
@@ -87,15 +92,8 @@ class Inventory:
         self._touched.append(rows)
 
     def condemn(self, rows: Rows) -> None:
-        """Notes that these count as misses from now on (rule H1), until they are spared."""
+        """Notes that these count as misses from now on (rule H1), until they are listed again."""
         self.rows.mark(rows, CONDEMNED)
-        self._touched.append(rows)
-
-    def spare(self, first: int, last: int) -> None:
-        """Notes that nothing in this part of the addresses is condemned any more."""
-        rows = self.rows.between(first, last)
-        rows = rows[self.rows.has(rows, CONDEMNED)]
-        self.rows.unmark(rows, CONDEMNED)
         self._touched.append(rows)
 
     def unknown(self) -> Rows:

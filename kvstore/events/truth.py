@@ -7,11 +7,12 @@ A shard is listed after the end of its sweep was heard, so what the listing find
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
+from kvstore.errors import KVStoreError
 from kvstore.events.doomed import Doomed, News
 from kvstore.events.folders import Folders
 from kvstore.events.identities import ROWS_MAX, read_identities
@@ -92,9 +93,14 @@ class Truth:
             self._look_at_quarantine()
             for shard in self._folders.to_look_at():
                 self._folders.looked(shard, folder_time(self._root, places.shard_folder(shard)), now_s)
-        while now_s - began_s < self._limits.step_s and (due := self._folders.due(now_s)) is not None:
-            self._list(due)
-            now_s = self._clock.monotonic_s()
+        listed: dict[int, list[str]] = {}
+        try:
+            while now_s - began_s < self._limits.step_s and (due := self._folders.due(now_s)) is not None:
+                listed[due] = self._list(due)
+                now_s = self._clock.monotonic_s()
+        finally:
+            if listed:
+                self._apply_listed(listed)
         for model in list(self.models.values()):
             self._identify(model)
 
@@ -181,23 +187,35 @@ class Truth:
 
     # Listing
 
-    def _list(self, shard: int) -> None:
+    def _list(self, shard: int) -> list[str]:
+        """Returns the names in a shard's folder."""
         folder, began_s = places.shard_folder(shard), self._clock.monotonic_s()
         time = folder_time(self._root, folder)
-        found = parse_names(list_names(self._root, folder))
-        self._meet(found)
-        first, last = self._range(shard)
+        names = list_names(self._root, folder)
+        self._folders.listed(shard, time, began_s, self._clock.monotonic_s())
+        return names
+
+    def _apply_listed(self, listed: Mapping[int, list[str]]) -> None:
+        """Notes listings by shard, many at once: each alone would cost as much."""
+        found = parse_names([name for names in listed.values() for name in names])
+        try:
+            self._meet(found)
+        except KVStoreError:
+            for shard in listed:
+                self._folders.must_list(shard)
+            raise
+        folders = np.repeat(np.array(list(listed), np.uint64), [len(names) for names in listed.values()])[found.ours]
+        in_place = folders == found.firsts >> np.uint64(64 - self._shard_bits)
+        ranges = [self._range(shard) for shard in listed]
         with self.lock:
             for number, model in self.models.items():
-                mine = found.namespaces == np.uint64(number)
-                mine &= (found.firsts >= np.uint64(first)) & (found.firsts <= np.uint64(last))
-                model.inventory.listed(first, last, found.firsts[mine], found.lasts[mine])
+                mine = in_place & (found.namespaces == np.uint64(number))
                 # What is here now was spared by every sweep that has ended; those in flight condemn theirs again.
-                model.inventory.spare(first, last)
-            self._condemn(shard)
+                model.inventory.listed(ranges, found.firsts[mine], found.lasts[mine])
+            for shard in listed:
+                self._condemn(shard)
             for number in self.models:
                 self._hide(number)
-        self._folders.listed(shard, time, began_s, self._clock.monotonic_s())
 
     def _meet(self, found: NameColumns) -> None:
         """Reads the records of namespaces that were not there before."""

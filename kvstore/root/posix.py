@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from stat import S_ISREG
 
-from kvstore.buffers import Borrowed, Pieces, skip
+from kvstore.buffers import Pieces, skip
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.format.places import FORMAT, QUARANTINE, Name
 from kvstore.root.absence import Absence, remembers_absence
@@ -125,11 +125,11 @@ class PosixRoot:
         reader = self.open(name)
         if reader is None:
             return None
+        size_bytes = min(size_bytes, reader.stat.size_bytes)
         with reader:
-            prefix = bytearray(min(size_bytes, reader.stat.size_bytes))
-            count = reader.read([memoryview(prefix)], 0, Borrowed()) if prefix else 0
+            prefix = reader.prefix(size_bytes)
         # Too few bytes: the file was deleted under us, on a file system where that ends reading.
-        return Seen(reader.stat, bytes(prefix), None) if count == len(prefix) else None
+        return Seen(reader.stat, prefix, None) if len(prefix) == size_bytes else None
 
     def touch(self, name: Name, stamp_ns: int) -> bool:
         try:

@@ -55,6 +55,17 @@ class PosixReader:
                 raise error_of("read", self._path, cause) from cause
         return done
 
+    def prefix(self, size_bytes: int) -> bytes:
+        """Returns the file's first bytes, fewer if it became shorter. The memory is ours, so the call may block."""
+        found = b""
+        try:
+            while len(found) < size_bytes and (more := os.pread(self._fd, size_bytes - len(found), len(found))):
+                found += more
+        except OSError as cause:
+            if cause.errno not in MISSING_ERRORS:
+                raise error_of("read", self._path, cause) from cause
+        return found
+
     def _read_cached(self, pieces: Pieces, offset: int, borrowed: Borrowed) -> int | None:
         """Reads cached bytes straight into ``pieces``; None if nothing is cached, 0 at the end."""
         if not (self._never_blocks or RWF_NOWAIT):

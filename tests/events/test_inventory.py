@@ -66,7 +66,7 @@ def test_the_differences_add_up_to_what_match_would_find(seed: int) -> None:
     everything = [(chain, depth) for chain in range(6) for depth in range(12)]
     for _ in range(60):
         some = [each for each in everything if random.random() < 0.15]
-        act = random.integers(5)
+        act = random.integers(4)
         if act == 0:
             arrive(inventory, some)
             model.there |= set(some)
@@ -77,12 +77,14 @@ def test_the_differences_add_up_to_what_match_would_find(seed: int) -> None:
             rows = inventory.rows.find(numbers(some))
             inventory.condemn(rows[rows != NO_ROW])
             model.condemned |= {each for each, row in zip(some, rows, strict=True) if row != NO_ROW}
-        elif act == 3:
-            inventory.spare(0, LAST)
-            model.condemned.clear()
-        else:
-            inventory.listed(0, LAST, numbers(some), ~numbers(some))
-            model.there = set(some)
+        else:  # a listing of two parts, or of everything
+            cuts = sorted(random.integers(0, LAST, 3, np.uint64).tolist())
+            ranges = [(0, cuts[0]), (cuts[1], cuts[2])] if random.random() < 0.5 else [(0, LAST)]
+            listed = {each for each in everything if any(first <= key(*each) <= last for first, last in ranges)}
+            found = [each for each in some if each in listed]
+            inventory.listed(ranges, numbers(found), ~numbers(found))
+            model.there = (model.there - listed) | set(found)
+            model.condemned -= listed
         inventory.unknown()
         learn(inventory, sorted(model.there - known))
         known |= model.there
@@ -108,7 +110,7 @@ def test_a_listing_of_a_part_takes_nothing_from_the_other_parts() -> None:
     learn(inventory, chunks)
     inventory.settle()
     half = 1 << 63
-    inventory.listed(0, half - 1, np.zeros(0, np.uint64), np.zeros(0, np.uint64))
+    inventory.listed([(0, half - 1)], np.zeros(0, np.uint64), np.zeros(0, np.uint64))
     removed = inventory.settle().removed
     assert set(chunks_of(inventory, removed)) == {each for each in chunks if key(*each) < half}
 

@@ -122,7 +122,11 @@ MUTANTS = [
     events(
         "listing-clears-all",
         "L1",
-        edit("kvstore.events.inventory:Inventory.listed", "self.between(first, last)", "self.between(0, KEY_MAX)"),
+        edit(
+            "kvstore.events.inventory:Inventory.listed",
+            "self.rows.between(first, last)",
+            "self.rows.between(0, KEY_MAX)",
+        ),
         "events/test_inventory.py::test_a_listing_of_a_part_takes_nothing_from_the_other_parts",
     ),
     events(
@@ -156,7 +160,7 @@ MUTANTS = [
     events(
         "never-spares",
         "L1",
-        edit("kvstore.events.truth:Truth._list", "model.inventory.spare(first, last)", "pass"),
+        edit("kvstore.events.inventory:Inventory.listed", "self.rows.unmark(spared, CONDEMNED)", "pass"),
         f"{TRUTH}what_a_sweep_spares_is_told_again{ON}",
     ),
     events(
