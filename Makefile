@@ -93,7 +93,7 @@ hosts-test: $(READY) ## roots on NFS, with real kernels as server and clients (r
 	@$(BIN)/python -m pytest -q -s -m hosts tests/hosts $(ARGS)
 
 crash-test: $(READY) ## power cuts of hosts (ext4, XFS) and of NFS servers, with real kernels (root, user-mode Linux, KVSTORE_CRASH_CUTS=5 of each kind)
-	@$(BIN)/python -m pytest -q -s -m crashes tests/hosts $(ARGS)
+	@$(BIN)/python -m pytest -q -rP -n 2 -m crashes tests/hosts $(ARGS)
 
 # One after the other, as one test each: a cluster is started once and its hosts are killed, cut off and upgraded in turn.
 cluster-test: $(READY) ## three hosts in network namespaces with etcd and MooseFS, killed, cut off, upgraded (root, 6 minutes)
