@@ -5,7 +5,7 @@
 
 #include <string.h>
 
-enum { WAYS = 8 };
+enum { WAYS = 8, AHEAD = 16 };
 
 static uint64_t print_of(const kv_chunk *chunk) {
     uint64_t print;
@@ -50,6 +50,30 @@ KV_PUBLIC int64_t kv_known_add(const kv_known *known, const kv_chunk *chunks, co
         found++;
     }
     return found;
+}
+
+/* Sets found[i] to whether the table has a mark of at least `least` with all of `bits` for the i-th of `count` addresses of
+ * 16 bytes. Takes no lock. The rows of a large table are in no cache, so those of later addresses are asked for ahead. */
+KV_PUBLIC void kv_known_have(const kv_known *known, const uint8_t *addresses, int64_t count, uint32_t least, uint32_t bits,
+                             uint8_t *found) {
+    for (int64_t at = 0; at < count; at++) {
+        uint64_t print, later;
+        if (at + AHEAD < count) {
+            memcpy(&later, addresses + 16 * (at + AHEAD), sizeof later);
+            __builtin_prefetch(known->marks + (later & known->mask) * WAYS);
+            __builtin_prefetch(known->prints + (later & known->mask) * WAYS);
+        }
+        memcpy(&print, addresses + 16 * at, sizeof print);
+        uint64_t start = (print & known->mask) * WAYS;
+        int fits = 0;
+        for (uint64_t entry = start; entry < start + WAYS; entry++) {
+            /* Read marks before prints, because writers set prints before marks: else an address whose entry another one is
+             * taking over just now would be found with the other's mark. */
+            uint32_t mark = __atomic_load_n(&known->marks[entry], __ATOMIC_ACQUIRE);
+            fits |= mark >= least && (mark & bits) == bits && known->prints[entry] == print;
+        }
+        found[at] = (uint8_t)fits;
+    }
 }
 
 /* Forgets those that have this status. */

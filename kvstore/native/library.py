@@ -137,6 +137,7 @@ FUNCTIONS: dict[str, Function] = {
     "kv_receive_rows": (_INT, (_AT, _AT, _AT, _INT)),
     "kv_send": (_INT, (_AT, _AT, _AT, _INT)),
     "kv_known_add": (_INT64, (_KNOWN, _AT, _AT, _INT64, _INT32, _UINT32, _INT64, _AT)),
+    "kv_known_have": (None, (_KNOWN, _BYTES, _INT64, _UINT32, _UINT32, _AT)),
     "kv_known_forget": (None, (_KNOWN, _AT, _AT, _INT64, _INT32)),
 }
 """The result and arguments of each function, as ``native.h`` declares them."""

@@ -166,6 +166,8 @@ int kv_send(const kv_chunk *chunk, uint64_t *sums, kv_departure *departure, int 
 
 int64_t kv_known_add(const kv_known *known, const kv_chunk *chunks, const int32_t *places, int64_t count, int32_t status,
                      uint32_t mark, int64_t renewed_ns, uint64_t *payload);
+void kv_known_have(const kv_known *known, const uint8_t *addresses, int64_t count, uint32_t least, uint32_t bits,
+                   uint8_t *found);
 void kv_known_forget(const kv_known *known, const kv_chunk *chunks, const int32_t *places, int64_t count, int32_t status);
 
 /* Functions that only the parts of the library call. */

@@ -160,6 +160,14 @@ class Known:
 
     def _have_mark(self, addresses: Sequence[Address], least: int, bit: int) -> npt.NDArray[np.bool_]:
         """Returns which addresses have a mark of at least ``least`` that has ``bit`` set."""
+        if native.brief is None:
+            return self._have_mark_in_numpy(addresses, least, bit)
+        found = np.empty(len(addresses), np.bool_)
+        at = found.__array_interface__["data"][0]
+        native.brief.kv_known_have(self._table, b"".join(addresses), len(addresses), least, bit, at)
+        return found
+
+    def _have_mark_in_numpy(self, addresses: Sequence[Address], least: int, bit: int) -> npt.NDArray[np.bool_]:
         prints, rows = self._places(addresses)
         found = np.empty(len(rows), np.bool_)
         for start in range(0, len(rows), RUN):

@@ -96,6 +96,10 @@ def test_it_answers_like_a_dictionary_while_nothing_has_to_be_dropped(
     leading = itertools.takewhile(lambda each: plain.is_present(each, now), asked)
     assert known.leading_count(asked, now_s) == len(list(leading))
     assert known.unrenewed(asked, now_s) == [at for at, each in enumerate(asked) if not plain.is_renewed(each, now)]
+    for bit in (0, 1):
+        least = max(now - 1 << 1, 1)
+        in_numpy = known._have_mark_in_numpy(asked, least, bit)
+        assert known._have_mark(asked, least, bit).tolist() == in_numpy.tolist()
 
 
 @given(st.lists(st.lists(st.binary(min_size=16, max_size=16), max_size=60), max_size=6))
