@@ -23,8 +23,7 @@ from kvstore_gc.site import Site
 
 log = logging.getLogger(__name__)
 
-TTL_S = 9
-"""A collector that was killed leaves its shards so late: its sweeps in flight are misses of their chunks until then."""
+TTL_S = 15
 CLOSE_S = 1.0
 
 

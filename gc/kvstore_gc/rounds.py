@@ -77,6 +77,7 @@ class Rounds:
         self._orphans = Orphans(site, watermarks)
         self._sweeper = Sweeper(site, check=self._join, deleted=watermarks.reaped)
         self._warned = False
+        self._has_adopted = False
 
     @property
     def waiting_s(self) -> float:
@@ -98,7 +99,9 @@ class Rounds:
             self._surveyed(summary, mine, self._goals([]))
         with self._timed(summary, "orphans"):
             summary.orphans += self._orphans.remove(lambda: self._site.pause(0))
-        summary.swept(self._sweeper.adopt(mine))
+        # In the first round all sweeps in flight: who left some is listed for a while yet, and so has its shards (G7).
+        summary.swept(self._sweeper.adopt(mine if self._has_adopted else None))
+        self._has_adopted = True
         with self._timed(summary, "orphans"):
             summary.orphans += Counter(trash=self._sweeper.lift_unnamed())
         decision = self._decided(summary, mine)

@@ -15,6 +15,7 @@ from kvstore_gc.config import Config
 from kvstore_gc.summary import Summary
 from tests.gc.cluster import prompt, put, site_of
 from tests.gc.place import Place
+from tests.gc.test_hostile import in_flight, leave_in_flight
 from tests.meta.fakes import CountingIds, FakeClock
 from tests.meta.faulty import Fault, FaultyMeta
 from tests.meta.faulty import Rule as MetaRule
@@ -112,4 +113,20 @@ def test_two_collectors_empty_a_root_together(place: Place) -> None:
         thread.join(PATIENCE_S)
     assert sum(summary.reaped.count for summary in summaries) == 36
     assert all(summary.reaped.count for summary in summaries)
+    assert place.cluster.leftovers() == []
+
+
+def test_g7_one_that_has_just_started_ends_what_a_dead_one_left_in_shards_that_it_has_still(
+    place: Place,
+) -> None:
+    node, first, later = place.cluster.node(), prompt(1, 12), prompt(2, 12)
+    put(node, first)
+    leave_in_flight(place.cluster, node, first)
+    rounds = place.rounds(shards=lambda count: range(1))
+    assert rounds.run().reaped.count == 12 and place.cluster.leftovers() == []
+    put(node, later)
+    leave_in_flight(place.cluster, node, later)
+    rounds.run()
+    assert in_flight(place.cluster), "whoever left these is not dead yet, as far as it knows"
+    place.rounds().run()
     assert place.cluster.leftovers() == []

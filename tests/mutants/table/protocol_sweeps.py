@@ -112,6 +112,12 @@ SWEEPING = [
         f"{SWEEPS}g7_a_sweep_left_by_a_dead_collector_is_adopted",
     ),
     rule(
+        "G7",
+        "waits-for-the-lease-of-the-dead",
+        edit("kvstore_gc.rounds:Rounds.run", "mine if self._has_adopted else None", "mine"),
+        "gc/test_collectors.py::test_g7_one_that_has_just_started_ends_what_a_dead_one_left_in_shards_that_it_has_still",
+    ),
+    rule(
         "G8",
         "abandons-what-was-taken-from",
         edit("kvstore_gc.execute:Sweeper._abandon", "if not self._root.traits.fenced or", "if True or"),
