@@ -10,7 +10,6 @@ from typing import Any
 
 from kvstore.errors import InvalidRequest, PermissionDenied
 from kvstore.namespace import Namespace
-from kvstore.node.asking import match_each
 from kvstore.node.member import Member
 from kvstore.security.guard import Guard
 from kvstore.security.identity import Presented
@@ -77,11 +76,11 @@ class Questions:
     def _leading(self, namespace: Namespace, tokens: TokenArray) -> tuple[int, int]:
         """Returns how many leading chunks can be read, and how many of them memory has."""
         node = self._member.node
-        counts = match_each(node, namespace, [tokens], node.limits.match_deadline_s)
-        blocks = counts[0] if counts else 0
+        chain = node.chains.of(namespace, tokens)
+        blocks = node.match(chain, node.limits.match_deadline_s, counts=False)
         if node.memory is None or not blocks:
             return blocks, 0
-        return blocks, min(blocks, node.memory.leading(node.chains.of(namespace, tokens)))
+        return blocks, min(blocks, node.memory.leading(chain))
 
     def _named(self, question: Question) -> list[Namespace]:
         """Returns the namespaces of that name and tenant. Raises the root's errors."""
