@@ -139,12 +139,12 @@ class ServerAccess:
         audit.open()
         account = None
         if self.client_ca_file is None and authenticator is None and is_loopback(listen):
-            account = self._account(listen)
+            account = self._account()
         return ServerSecurity(tls, self.client_ca_file is not None, authenticator, audit, account)
 
-    def _account(self, listen: str) -> Account | None:
+    def _account(self) -> Account | None:
         if self.any_account:
-            log.warning("worker.any_account every account of this host can read and write at %s", listen)
+            log.warning("worker.any_account every account of this host can read and write through this worker")
             return None
         try:
             return Account(account_secret())
