@@ -33,6 +33,8 @@ from kvstore_gc.victims import Condemnation, Taken, read_victims, write_victims
 
 log = logging.getLogger(__name__)
 
+STOPPING = "this collector was asked to stop"
+
 SPARED = (
     *("cannot be read", "cannot be taken", "condemned too slowly", "gone already", "pinned", "published anew"),
     *("swept by another collector", "used since it was listed"),
@@ -237,9 +239,14 @@ class Sweeper:
             left = look.waiting
             lagging = self._lagging(look, lagging)
             if look.due:
-                self._check()
-                ready, pinned = self._grace.decide(look.due)
-                self._reap(ready, pinned, report)
+                try:
+                    self._check()
+                    ready, pinned = self._grace.decide(look.due)
+                    self._reap(ready, pinned, report)
+                except Stopped:
+                    named = self._named()
+                    self._abandon([one for one in (*look.due, *left) if one.sweep in named], report, STOPPING)
+                    raise
                 # Those that were due and not ready after all have changed meanwhile: the next look tells how.
                 done = {one.sweep for one in ready}
                 left += [one for one in look.due if one.sweep not in done]
@@ -248,13 +255,13 @@ class Sweeper:
             if not left:
                 break
             if not self._is_within(began_s, self._timings.grace_max_s):
-                self._abandon(left, report)
+                self._abandon(left, report, "nodes did not announce in time")
                 break
             paused_s = self._clock.monotonic_s()
             try:
                 self._site.pause(wait_s)
             except Stopped:
-                self._abandon(left, report)
+                self._abandon(left, report, STOPPING)
                 raise
             self._spent(report, "grace", paused_s)
             wait_s = min(2 * wait_s, self._timings.poll_s_max)
@@ -312,8 +319,8 @@ class Sweeper:
             self._ledger.close(sweeps[start : start + GROUP_MAX])
         self._remove_plans(sweeps)
 
-    def _abandon(self, sweeps: Sequence[InFlight], report: SweepReport) -> None:
-        """Closes sweeps without taking anything, so that their chunks are in use again.
+    def _abandon(self, sweeps: Sequence[InFlight], report: SweepReport, why: str) -> None:
+        """Closes sweeps without taking anything more, so that their chunks are in use again.
 
         A sweep in which another run has taken something, or whose list it made final, is left to that run.
         """
@@ -325,7 +332,7 @@ class Sweeper:
         for start in range(0, len(closing), GROUP_MAX):
             self._ledger.abandon(closing[start : start + GROUP_MAX])
         ended_count = self._remove_plans(closing)
-        log.warning("sweep.abandoned count=%d: nodes did not announce in time", ended_count)
+        log.warning("sweep.abandoned count=%d left=%d: %s", ended_count, len(sweeps) - ended_count, why)
         report.sweeps["abandoned"] += ended_count
         report.sweeps["left"] += len(sweeps) - ended_count
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -20,6 +21,7 @@ from kvstore_gc.execute import Sweeper
 from kvstore_gc.grace import Pinned
 from kvstore_gc.ledger import Ledger
 from kvstore_gc.objects import Deleting
+from kvstore_gc.threads import Stopped
 from kvstore_gc.victims import Taken, read_victims
 from tests.gc.cluster import SPACE, Cluster, cluster, eventually, prompt, put
 from tests.gc.test_protocol import Died, die, republish
@@ -212,6 +214,25 @@ def test_g6_the_fence_is_up_before_the_key_goes(c: Cluster) -> None:
     assert folders and not any(folders)
 
 
+def test_g8_a_collector_that_is_stopped_while_it_takes_closes_all_its_sweeps(c: Cluster) -> None:
+    node, chain = c.node(), prompt(1, 30)
+    put(node, chain)
+    site = c.site()
+
+    def stopping(count: int, work: Callable[[int], object]) -> None:
+        if work.__name__ != "take":
+            site.each(count, work)
+        else:
+            work(0)
+            raise Stopped
+
+    plans = c.plans(chain)
+    with pytest.raises(Stopped):
+        Sweeper(replace(site, each=stopping)).sweep(plans)
+    assert len(plans) > 1 and c.present(chain) == 29
+    assert c.leftovers() == []
+
+
 def test_g8_a_sweep_in_which_another_run_has_taken_something_is_not_abandoned(c: Cluster) -> None:
     node, chain = c.node(), prompt(1, 1)
     put(node, chain)
@@ -225,7 +246,7 @@ def test_g8_a_sweep_in_which_another_run_has_taken_something_is_not_abandoned(c:
         make_folder=False,
     )
     collector = c.collector()
-    collector._abandon(list(collector._ledger.in_flight().values()), report := collector.sweep([]))
+    collector._abandon(list(collector._ledger.in_flight().values()), report := collector.sweep([]), "a test")
     assert report.sweeps["abandoned"] == 0 and len(collector._ledger.in_flight()) == 1
     node.node.release(hold)
 
