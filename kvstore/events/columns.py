@@ -112,6 +112,11 @@ class Columns:
             blocks = rows[self.has(rows, BLOCK)]
             self.spellings.spell(blocks, self.parents[blocks], self.tokens.read(blocks), self.names.plain(blocks))
 
+    def forget_spelled(self, rows: Rows) -> None:
+        """Notes that the blocks among these rows are not told."""
+        if self.spellings is not None:
+            self.spellings.forget(rows[self.has(rows, BLOCK)])
+
     def find_spelled(self, firsts: U64) -> Rows:
         """Returns the rows of blocks by the first 8 bytes of their spellings; NO_ROW where there is none."""
         if self.spellings is None:

@@ -24,6 +24,8 @@ PRESENT, CONDEMNED, KNOWN, TOLD, ODD, LACKING = 1, 2, 4, 8, 16, 64
 another part of the block is missing, or another inventory tells of it."""
 ELIGIBLE = PRESENT | KNOWN
 DEAD_MIN = 65_536
+SPELLED_MAX = 8_192
+"""Blocks spelled in one ``settle``: some 50 ms."""
 NO_ROWS: Rows = np.zeros(0, np.int32)
 KEY_MAX = (1 << 64) - 1
 
@@ -64,6 +66,8 @@ class Inventory:
         self._touched: list[Rows] = []
         self._unknown: list[Rows] = []
         self._waiting = NO_ROWS
+        self._unspelled = NO_ROWS
+        """Told, and not spelled yet: parents before their children."""
 
     # What the root has
 
@@ -160,7 +164,8 @@ class Inventory:
         cut_off = self._cut_off() if len(removed) and self.rows.children[removed].any() else NO_ROWS
         stored, self._waiting = self._tell(np.concatenate([self._waiting, cut_off, touched]))
         self.told_count += len(stored) - len(removed) - len(cut_off)
-        self.rows.spell(stored)
+        self.rows.forget_spelled(np.concatenate([removed, cut_off]))
+        self._spell(stored)
         # Another writer may say something else of a block when it comes again.
         gone = touched[~self.rows.has(touched, PRESENT)]
         self.rows.unmark(gone[self.rows.has(gone, BLOCK)], KNOWN)
@@ -192,7 +197,7 @@ class Inventory:
         # A parent that is gone stays as an address alone: what else was known of it is read again.
         gone = np.setdiff1d(np.arange(self.rows.count, dtype=np.int32), moved[alive])
         self.rows.states[gone], self.rows.parents[gone] = 0, NO_ROW
-        self._waiting = _kept(moved[self._waiting])
+        self._waiting, self._unspelled = _kept(moved[self._waiting]), _kept(moved[self._unspelled])
         self._unknown = [_kept(moved[each]) for each in self._unknown]
         return True
 
@@ -207,6 +212,12 @@ class Inventory:
         self._touched.append(new)
         self._unknown.append(new[~self.rows.has(new, KNOWN)])
         return rows
+
+    def _spell(self, stored: Rows) -> None:
+        """Spells some of what is told. Questions wait for the lock meanwhile, and so do removals of all namespaces."""
+        waiting = np.concatenate([self._unspelled, stored])
+        now, self._unspelled = waiting[:SPELLED_MAX], waiting[SPELLED_MAX:]
+        self.rows.spell(now[self.rows.has(now, TOLD)])
 
     def _eligible(self, rows: Rows) -> Mask:
         found: Mask = self.rows.states[rows] & (ELIGIBLE | CONDEMNED | LACKING) == ELIGIBLE

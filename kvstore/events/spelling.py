@@ -16,8 +16,12 @@ from kvstore.address import ADDRESS_BYTES, NO_PARENT, Address, chunk_address
 from kvstore.events.table import NO_ROW, U64, Rows, Table
 from kvstore.events.tokens import TokenFile
 
+Mask = npt.NDArray[np.bool_]
+
 _WORDS = ADDRESS_BYTES // 4
 _NONE = b""
+OLD_MAX = 65_536
+"""Entries that lead to a row which is spelled otherwise by now: so many, or as many as others, are kept at most."""
 
 
 class Spellings:
@@ -28,6 +32,7 @@ class Spellings:
         self._digest = digest
         self._lines = TokenFile(_WORDS, folder)
         self._rows = Table()
+        self._rows_max = OLD_MAX
 
     def spell(self, rows: Rows, parents: Rows, tokens: npt.NDArray[np.uint32], plain: Sequence[bool]) -> None:
         """Spells rows, parents before their children; those that are not ``plain`` have no spelling.
@@ -44,24 +49,31 @@ class Spellings:
         self._lines.write(rows, lines)
         self._enter(_firsts(lines), rows)
 
+    def forget(self, rows: Rows) -> None:
+        """Notes that these rows are not told: until they are spelled anew, nothing leads to them or to those behind."""
+        self._lines.write(rows, np.zeros((len(rows), _WORDS), np.uint32))
+
     def find(self, firsts: U64) -> Rows:
         """Returns the rows of spellings by their first 8 bytes; NO_ROW where there is none."""
         rows = self._rows.find(firsts)
         known = np.flatnonzero(rows != NO_ROW)
-        # A row that was spelled anew is still found by what it was before.
-        old = _firsts(self._lines.read(rows[known])) != firsts[known]
-        rows[known[old]] = NO_ROW
+        rows[known[self._is_old(firsts[known], rows[known])]] = NO_ROW
         return rows
 
     def keep(self, rows: Rows) -> None:
         """Keeps the spellings of ``rows`` alone, which get the numbers from 0 on."""
+        keys, found = self._rows.entries()
+        moved = np.full(max(rows.max(initial=-1), found.max(initial=-1)) + 1, NO_ROW, np.int32)
+        moved[rows] = np.arange(len(rows), dtype=np.int32)
         self._lines.keep(rows)
-        self._rows = Table()
-        kept = np.arange(len(rows), dtype=np.int32)
-        self._enter(_firsts(self._lines.read(kept)), kept)
+        # What a spelling leads to stays: of several rows it is the one spelled last.
+        left = moved[found] != NO_ROW
+        self._rows = Table(keys[left], moved[found[left]])
+        self._drop_old()
 
     def close(self) -> None:
-        """Gives the file back."""
+        """Gives the file back; nothing is found any more."""
+        self._rows = Table()
         self._lines.close()
 
     def _of(self, row: int) -> bytes:
@@ -71,6 +83,19 @@ class Spellings:
     def _enter(self, firsts: U64, rows: Rows) -> None:
         spelled = firsts != 0
         self._rows.put(firsts[spelled], rows[spelled])
+        if len(self._rows) > self._rows_max:
+            self._drop_old()
+
+    def _drop_old(self) -> None:
+        """Drops the entries of what rows were before; looks at all, so it waits until there may be many."""
+        keys, rows = self._rows.entries()
+        kept = ~self._is_old(keys, rows)
+        self._rows = Table(keys[kept], rows[kept])
+        self._rows_max = 2 * len(self._rows) + OLD_MAX
+
+    def _is_old(self, firsts: U64, rows: Rows) -> Mask:
+        """True for each row that was spelled anew, or is not told, since this led to it."""
+        return _firsts(self._lines.read(rows)) != firsts
 
 
 def _firsts(lines: npt.NDArray[np.uint32]) -> U64:

@@ -51,6 +51,11 @@ class Table:
             parts.append(part_rows[start:stop])
         return np.concatenate(parts)
 
+    def entries(self) -> tuple[U64, Rows]:
+        """Returns all keys, each once, and the row of each."""
+        (large_keys, large_rows), (small_keys, small_rows) = self._large, self._small
+        return np.concatenate([large_keys, small_keys]), np.concatenate([large_rows, small_rows])
+
     def add(self, keys: U64, rows: Rows) -> None:
         """Adds entries whose keys are not there; each once."""
         self._small = _merged(self._small, keys, rows)

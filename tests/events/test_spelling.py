@@ -6,11 +6,13 @@ from dataclasses import replace
 from hashlib import sha256
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.address import Chain
+from kvstore.events import inventory, spelling
 from kvstore.events.query import Answers
 from kvstore.events.spelling import Spellings
 from kvstore.events.table import NO_ROW, Table
@@ -19,6 +21,7 @@ from tests.events.engines import SIZE, Prompt, prompt_of, put_blocks
 from tests.events.following import Ticking
 from tests.events.test_speaker import Publishing
 from tests.gc.cluster import SPACE, Cluster, put
+from tests.patience import eventually
 
 
 class Asking:
@@ -133,3 +136,54 @@ def test_rows_that_were_kept_are_found_under_their_new_numbers() -> None:
     spellings.keep(rows[[0, 1, 4]])
     assert spellings.find(firsts).tolist() == [0, 1, NO_ROW, NO_ROW, 2, NO_ROW]
     spellings.close()
+
+
+def spelled(spellings: Spellings, row: int, first_token: int) -> npt.NDArray[np.uint64]:
+    """Spells a first block, and returns the first 8 bytes of its spelling."""
+    tokens = np.arange(first_token, first_token + SIZE, dtype=np.uint32)
+    rows = np.array([row], np.int32)
+    spellings.spell(rows, np.array([NO_ROW], np.int32), tokens.reshape(1, SIZE), [True])
+    return np.frombuffer(Chain.of(SPACE, tokens).addresses[0], ">u8")[:1].astype(np.uint64)
+
+
+def test_of_rows_with_one_spelling_the_last_one_is_found_after_others_were_dropped_too() -> None:
+    spellings = Spellings(SPACE.digest, None)
+    for row in (9, 5):
+        firsts = spelled(spellings, row, 7)
+    assert spellings.find(firsts).tolist() == [5]
+    spellings.keep(np.array([3, 5, 9], np.int32))
+    assert spellings.find(firsts).tolist() == [1]
+    spellings.close()
+    assert spellings.find(firsts).tolist() == [NO_ROW], "a question that comes while everything ends"
+
+
+def test_what_rows_were_before_takes_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spelling, "OLD_MAX", 10)
+    spellings = Spellings(SPACE.digest, None)
+    kept = spelled(spellings, 0, 1)
+    for number in range(100):
+        last = spelled(spellings, 1, 1000 * number)
+        assert len(spellings._rows) <= 2 * 2 + 10 + 1
+    assert spellings.find(np.concatenate([kept, last])).tolist() == [0, 1]
+    spellings.close()
+
+
+def test_blocks_are_spelled_some_at_a_time_and_meanwhile_too_little_is_answered(
+    asking: Asking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inventory, "SPELLED_MAX", 3)
+    node, prompt = asking.cluster.node(), prompt_of(1, 40)
+    other = prompt.saying(0, tokens=[9] * SIZE)
+    put_blocks(node, prompt)
+    seen = [asking.blocks(prompt)]
+    while seen[-1] < 40:
+        asking.publishing.speaker.step()
+        seen.append(asking.blocks(prompt))
+    assert seen[0] < 40 and seen == sorted(seen)
+    asking.remove(prompt, 0)
+    assert asking.blocks(prompt) == 0
+    node.node.forget()
+    put_blocks(node, other, range(1))
+    assert asking.blocks(prompt) == 0
+    eventually(lambda: asking.blocks(other) == 40)
+    assert asking.blocks(prompt) == 0
