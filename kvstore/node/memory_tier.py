@@ -73,7 +73,9 @@ class MemoryTier:
     @property
     def free_bytes(self) -> int:
         """Unused bytes, in however many pieces."""
-        return self._room.free_bytes
+        with self._lock:
+            self._collect()
+            return self._room.free_bytes
 
     # Looking and reading
 
@@ -85,6 +87,7 @@ class MemoryTier:
     def refer(self, wanted: Wanted, first: int, count: int) -> Slots:
         """Refers to ``count`` chunks from index ``first`` on; those in memory stay until the slots are released."""
         with self._lock:
+            self._collect()
             entries = [self._found(wanted, index) for index in range(first, first + count)]
             for entry in entries:
                 if entry is not None:
@@ -367,14 +370,10 @@ class MemoryTier:
         self.arena.close()
 
     def _let_go(self, references: References) -> None:
-        # Finalizers come here, also in a thread that holds the lock at this moment, so this never waits for it. The
-        # next call that needs to know what is free gives back the references noted here.
+        # Finalizers come here, also in a thread that holds the lock at this moment, so this never takes it. Nor does it
+        # try to: Ctrl-C between that and the next step would leave it locked for ever. The next call that refers to
+        # chunks, or needs to know what is free, gives back the references noted here.
         self._released.append(references)
-        if self._lock.acquire(blocking=False):
-            try:
-                self._collect()
-            finally:
-                self._lock.release()
 
     def _collect(self) -> None:
         while self._released:
