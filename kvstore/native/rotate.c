@@ -2,7 +2,7 @@
  *
  * The arithmetic is float32 without fused products, and each element is rounded once: so the result is the same as that
  * of numpy (kvstore/segments/rotation.py) and of engines that rotate in float32. Compiled for AVX2 without FMA for that
- * reason. */
+ * reason. (Of NaN only that it is one: its other bits may differ.) */
 #include <string.h>
 
 #include "native.h"

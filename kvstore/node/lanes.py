@@ -43,6 +43,11 @@ class Batch:
         if not count:
             self._ended.set()
 
+    @property
+    def ended(self) -> Flag:
+        """Set once all lanes are done with it. Unlike the batch, it refers to nobody's memory."""
+        return self._ended
+
     def run(self, tick: Callable[[], None]) -> None:
         """Does one lane's share; calls ``tick`` before each piece of work. Stops all lanes at the first error, or when
         ``work`` returns False.

@@ -210,6 +210,13 @@ class Reading:
                 self._batch = lanes.start(min(groups_count, lanes.width), work, helped=helps)
         except KVStoreError:
             counters.add(NodeCount.MISS_SHED)
+        self._running = self._batch.ended if self._batch is not None else None
+
+    @property
+    def is_running(self) -> bool:
+        """True while lanes work on it for somebody who may wait."""
+        running = self._running
+        return running is not None and not running.is_set()
 
     def wait(self, deadline: Deadline) -> bytearray:
         """Waits; returns one byte per index, 1 if it was read.
@@ -244,6 +251,7 @@ class Reading:
 
     def _end(self) -> None:
         """Ends the read: nobody writes into the memory any more."""
+        self._running = None
         turns, self._turns = self._turns, None
         if turns is not None:
             np.frombuffer(self._done, np.bool_)[:] |= turns.end()

@@ -8,7 +8,9 @@ all do on a node without memory.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from weakref import ReferenceType, ref
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +36,9 @@ from kvstore.sections import Sections
 
 Mask = npt.NDArray[np.bool_]
 
+RECENT_MAX = 64
+"""Reads that are looked at to know whether lanes are busy with some."""
+
 
 class TieredReads:
     """The chunks of one node, from the nearest place that has them. Thread-safe."""
@@ -46,12 +51,13 @@ class TieredReads:
         self._refresher = refresher
         self._counters = counters
         self._tiers = tiers
-        self._under_way = set[object]()
+        # The last ones begun, not owned: a read that its caller drops, or that Ctrl-C ends half-way, is none any more.
+        self._recent = deque[ReferenceType[Reading]](maxlen=RECENT_MAX)
 
     @property
     def is_busy(self) -> bool:
-        """True while somebody waits for what ``begin`` reads."""
-        return bool(self._under_way)
+        """True while lanes work on what ``begin`` reads. Advice: of very many reads it sees the last ones."""
+        return any(reading.is_running for each in tuple(self._recent) if (reading := each()) is not None)
 
     @property
     def above(self) -> Above | None:
@@ -120,14 +126,8 @@ class TieredReads:
 
         if tiers is None or not count:
             return Reading(self._lanes, self._counters, count, read, stop_at_miss, from_root)
-        memory, me = tiers.memory, object()
+        memory = tiers.memory
         slots = memory.refer(wanted, first, count)
-        self._under_way.add(me)
-
-        def ended() -> None:
-            slots.release()
-            self._under_way.discard(me)
-
         # If memory has all of it, use lanes that work even if every other lane waits for a root that hangs.
         lanes = tiers.copiers if None not in slots.entries else self._lanes
 
@@ -143,7 +143,9 @@ class TieredReads:
 
         groups = Groups(group_size(count, mean_bytes(wanted, first, count), lanes.width), count, read_group)
         # The caller does no share: a chunk that proves wrong in memory is fetched from devices, which may hang.
-        return Reading(lanes, self._counters, count, read, stop_at_miss, groups, ended=ended)
+        reading = Reading(lanes, self._counters, count, read, stop_at_miss, groups, ended=slots.release)
+        self._recent.append(ref(reading))
+        return reading
 
     def _leading(self, wanted: Wanted, first: int) -> int:
         assert self._tiers is not None

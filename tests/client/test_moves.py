@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +21,8 @@ from kvstore.hints import Hints
 from kvstore.node import moving
 from kvstore.node.limits import Limits
 from kvstore.root.memory import MemoryFiles, MemoryRoot
+from kvstore.sections import planes_of
+from kvstore.tokens import token_array
 from kvstore.writes import WriteMode
 from tests.node.stores import store_on
 from tests.patience import PATIENCE_S
@@ -99,6 +103,21 @@ def test_a_prefetch_lets_reads_under_way_go_first_and_not_for_ever(monkeypatch: 
         hang.release.set()
         reading.join(PATIENCE_S)
         assert not acting.member.node.reads.is_busy
+
+
+def test_what_nobody_waits_for_any_more_or_what_lanes_are_done_with_delays_no_prefetch() -> None:
+    with patient(faulty(), write=WriteMode.AROUND) as acting:
+        acting.put(1, 8)
+        node, tokens = acting.member.node, acting.prompts.tokens(1, 8)
+        out = np.empty_like(acting.prompts.kv(1, 8))
+        hold = node.hold(node.chains.of(acting.cache.namespace, token_array(tokens)))
+        done = node.begin_read(hold, 0, 8, planes_of(out, acting.prompts.layout))
+        eventually(lambda: not node.reads.is_busy)
+        dropped = weakref.ref(done)
+        del done
+        gc.collect()
+        assert dropped() is None and not node.reads.is_busy
+        node.release(hold)
 
 
 def test_a_prefetch_to_the_disk_leaves_memory_alone(tmp_path: Path) -> None:
