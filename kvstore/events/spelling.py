@@ -95,7 +95,8 @@ class Spellings:
 
     def _is_old(self, firsts: U64, rows: Rows) -> Mask:
         """True for each row that was spelled anew, or is not told, since this led to it."""
-        return _firsts(self._lines.read(rows)) != firsts
+        found: Mask = _firsts(self._lines.read(rows)) != firsts
+        return found
 
 
 def _firsts(lines: npt.NDArray[np.uint32]) -> U64:
