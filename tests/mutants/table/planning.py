@@ -152,7 +152,7 @@ MUTANTS = [
     mutant(
         "batch-trusts-a-cut-line",
         "a result that was cut off is no result",
-        edit("kvstore.batches.results:Results._read", "self._file.truncate(whole)", "pass"),
+        edit("kvstore.batches.results:Results._read", "self._file.truncate(self._whole_bytes)", "pass"),
         f"{SENDING}what_has_a_result_is_not_sent_again",
     ),
     mutant(
