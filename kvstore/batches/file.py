@@ -9,12 +9,12 @@ import json
 import os
 from array import array
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kvstore.batches.forms import Asked, Form, asked, form_of
+from kvstore.batches.output import replace_file
 from kvstore.batches.tokenizer import Tokenizer
 from kvstore.errors import InvalidRequest
 from kvstore.planning import Prompts
@@ -44,25 +44,15 @@ class Batch:
     """Size and mtime of the file before it was read."""
 
     def write(self, order: Iterable[int], output: Path) -> None:
-        """Writes the requests in ``order``. An existing file is replaced only once all is written.
+        """Writes the requests in ``order``, as ``replace_file`` does.
 
         Raises InvalidRequest if ``output`` is the batch itself or cannot be written, or if the batch has changed.
         """
-        if output.exists() and output.samefile(self.path):
-            raise InvalidRequest(f"the output {str(output)!r} is the batch itself: give another file")
-        if output.is_dir():
-            raise InvalidRequest(f"the output {str(output)!r} is a folder: give a file")
         self._check_version()
-        staged = output.with_name(f".{output.name}.{os.getpid()}.tmp")
         try:
-            with open(staged, "xb") as file:
-                file.writelines(self._ordered(order))
-            staged.replace(output)
+            replace_file(output, self._ordered(order), self.path)
         except OSError as cause:
             raise InvalidRequest(f"cannot write the output {str(output)!r}: {cause.strerror or cause}") from cause
-        finally:
-            with suppress(OSError):  # gone with its folder
-                staged.unlink()
 
     def lines(self, order: Iterable[int]) -> Iterator[bytes]:
         """Yields the lines of requests in ``order``, without their ends. Raises as ``write``."""

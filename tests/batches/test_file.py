@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -104,6 +105,42 @@ def test_a_batch_is_never_written_over_or_mixed_up(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="changed after it was read"):
         batch.write([0, 1], tmp_path / "out.jsonl")
     assert not (tmp_path / "out.jsonl").exists()
+
+
+@pytest.mark.parametrize("is_linked", [False, True])
+def test_only_a_file_is_replaced(tmp_path: Path, is_linked: bool) -> None:
+    batch = batch_of(tmp_path, openai("a", prompt=[1]))
+    pipe = output = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    if is_linked:
+        output = tmp_path / "link"
+        output.symlink_to(pipe)
+    for each in (output, Path("/dev/null")):
+        with pytest.raises(InvalidRequest, match=rf"the output '{each}' is a device or a pipe: give a file"):
+            batch.write([0], each)
+    assert pipe.is_fifo() and Path("/dev/null").is_char_device()
+
+
+@pytest.mark.parametrize("is_dangling", [False, True])
+def test_a_link_stays_one_and_its_target_is_written(tmp_path: Path, is_dangling: bool) -> None:
+    batch = batch_of(tmp_path, openai("a", prompt=[1]))
+    (tmp_path / "folder").mkdir()
+    link, target = tmp_path / "link", tmp_path / "folder" / "target"
+    link.symlink_to(target)
+    if not is_dangling:
+        target.write_text("before")
+    batch.write([0], link)
+    assert link.is_symlink() and target.read_text() == batch.path.read_text()
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o666])
+def test_a_file_that_is_replaced_keeps_its_mode(tmp_path: Path, mode: int) -> None:
+    batch = batch_of(tmp_path, openai("a", prompt=[1]))
+    output = tmp_path / "out.jsonl"
+    output.touch()
+    output.chmod(mode)
+    batch.write([0], output)
+    assert output.stat().st_mode & 0o777 == mode and output.stat().st_size
 
 
 def test_a_compressed_file_is_called_that(tmp_path: Path) -> None:
