@@ -98,8 +98,7 @@ def _whole(value: object) -> int:
 
 def _requests(batch: Batch, order: Sequence[int]) -> Iterator[tuple[str, str, bytes]]:
     """Yields custom_id, path and body of each request."""
-    for line in batch.lines(order):
-        record = json.loads(line)
+    for record in batch.requests(order):
         body = record["body"]
         path = record.get("url") or ("/v1/chat/completions" if "messages" in body else "/v1/completions")
         yield record["custom_id"], path, json.dumps(body).encode()

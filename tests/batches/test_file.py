@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import json
 import os
@@ -141,6 +142,39 @@ def test_a_file_that_is_replaced_keeps_its_mode(tmp_path: Path, mode: int) -> No
     output.chmod(mode)
     batch.write([0], output)
     assert output.stat().st_mode & 0o777 == mode and output.stat().st_size
+
+
+def test_a_line_that_changes_while_the_batch_is_read_again_is_noticed(tmp_path: Path) -> None:
+    long = "x" * (1 << 20)  # more than is read ahead
+    batch = batch_of(tmp_path, *(openai(name, prompt=[1], note=long) for name in "abc"))
+    requests = batch.requests([0, 2, 1])
+    assert next(requests)["custom_id"] == "a"
+    content = batch.path.read_text()
+    batch.path.write_text(content[:-2] + " \n")  # the same size, and no JSON
+    with pytest.raises(InvalidRequest, match=r"batch.jsonl' changed after it was read: plan it again"):
+        next(requests)
+    batch.path.unlink()
+    with pytest.raises(InvalidRequest, match=r"batch.jsonl' changed after it was read: plan it again"):
+        batch.write([0], tmp_path / "out.jsonl")
+
+
+@pytest.mark.parametrize("is_array", [False, True])
+def test_a_mark_of_the_byte_order_is_no_part_of_a_request(tmp_path: Path, is_array: bool) -> None:
+    records = [json.loads(openai(name, prompt=[at])) for at, name in enumerate("ab")]
+    path, output = tmp_path / "batch.jsonl", tmp_path / "out.jsonl"
+    text = json.dumps(records) if is_array else "".join(f"{json.dumps(each)}\n" for each in records)
+    path.write_text(text, encoding="utf-8-sig")
+    batch = read_batch(path)
+    assert list(batch.requests([1, 0])) == records[::-1]
+    batch.write([1, 0], output)
+    assert codecs.BOM_UTF8 not in output.read_bytes()
+    assert list(read_batch(output).requests([0, 1])) == records[::-1]
+
+
+def test_a_batch_is_a_regular_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InvalidRequest, match=r"batch '.*/pipe': not a regular file.*: write it to a file first"):
+        read_batch(tmp_path / "pipe")
 
 
 def test_a_compressed_file_is_called_that(tmp_path: Path) -> None:
