@@ -35,6 +35,8 @@ class Results:
         self.path = path
         self.known: set[str] = set()
         """The custom_id of each request whose result is in the file."""
+        self.refused: set[str] = set()
+        """Those of them that the server called wrong, when this was opened."""
         self._whole_bytes = 0
         try:
             self._file = open(path, "a+b", buffering=0)  # noqa: SIM115 - closed by close
@@ -105,14 +107,21 @@ class Results:
                     raise InvalidRequest(f"{where} has over {LINE_BYTES_MAX} bytes: give another --results FILE")
                 try:
                     record = json.loads(line)
-                    custom_id, _ = record["custom_id"], record["response"]
+                    custom_id, response = str(record["custom_id"]), record["response"]
                 except (ValueError, KeyError, TypeError, RecursionError) as cause:
                     if not line.endswith(b"\n") and line[: len(_BEGINNING)] == _BEGINNING[: len(line)]:
                         break  # the end of the file, cut off when its writer was killed
                     raise InvalidRequest(f"{where} is not a result of a batch: give another --results FILE") from cause
-                self.known.add(str(custom_id))
+                self.known.add(custom_id)
+                if _is_refusal(response):
+                    self.refused.add(custom_id)
                 self._whole_bytes += len(line)
                 is_ended = line.endswith(b"\n")
         self._file.truncate(self._whole_bytes)
         if not is_ended:
             self._append(b"\n")  # a whole result by another program: the next one begins a line of its own
+
+
+def _is_refusal(response: Any) -> bool:
+    status = response.get("status_code") if isinstance(response, dict) else None
+    return isinstance(status, int) and status >= 400
