@@ -30,7 +30,7 @@ class Results:
     def __init__(self, path: Path) -> None:
         """Opens the file and reads whose results it has.
 
-        Raises InvalidRequest for a file of another kind, or one that cannot be written.
+        Raises InvalidRequest for a file of another kind, a device or a pipe, or a file that cannot be written.
         """
         self.path = path
         self.known: set[str] = set()
@@ -38,6 +38,8 @@ class Results:
         self.refused: set[str] = set()
         """Those of them that the server called wrong, when this was opened."""
         self._whole_bytes = 0
+        if path.exists() and not path.is_file():
+            raise InvalidRequest(f"the results {str(path)!r} are not a regular file: give another --results FILE")
         try:
             self._file = open(path, "a+b", buffering=0)  # noqa: SIM115 - closed by close
         except OSError as cause:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -68,3 +69,10 @@ def test_a_last_result_without_a_newline_stays_and_the_next_begins_a_line(tmp_pa
         opened.add("c1", Answer(200, b"{}"))
     assert path.read_text().startswith(f"{last}\n")
     assert ids(path) == ["c0", "c1"]
+
+
+def test_results_on_a_pipe_or_device_are_refused_by_name(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/null")):
+        with pytest.raises(InvalidRequest, match=rf"the results '{path}' are not a regular file"):
+            Results(path)
