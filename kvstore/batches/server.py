@@ -18,6 +18,7 @@ PAUSE_S = 0.5
 """Pause before the second try; it doubles each time."""
 RETRY_AFTER_S_MAX = 60.0
 """Limit on the pause that a server asks for (Retry-After)."""
+CONNECT_S_MAX = 5.0
 ANSWER_BYTES_MAX = 64 << 20
 
 
@@ -111,9 +112,10 @@ class Server:
     def _once(self, path: str, body: bytes) -> Answer:
         assert self._host is not None
         ends_s = time.monotonic() + self._timeout_s
-        connection = self._kind(self._host, self._port, timeout=self._timeout_s)
+        connection = self._kind(self._host, self._port, timeout=min(CONNECT_S_MAX, self._timeout_s))
         self._open.add(connection)
         try:
+            self._connect(connection)
             connection.request("POST", self._path + path, body, self._headers)
             response = connection.getresponse()
             pieces, size = list[bytes](), 0
@@ -130,6 +132,16 @@ class Server:
         finally:
             self._open.discard(connection)
             connection.close()
+
+    def _connect(self, connection: http.client.HTTPConnection) -> None:
+        """Connects, and gives the connection the limit of an answer. Raises OSError."""
+        try:
+            connection.connect()
+        except TimeoutError as cause:
+            raise ConnectionError(f"no connection within {connection.timeout:g} s") from cause
+        if self._closed.is_set():
+            raise ConnectionError("closed")  # while there was no socket yet that close could cut
+        connection.sock.settimeout(self._timeout_s)
 
     def _checked(self, response: http.client.HTTPResponse, body: bytes) -> Answer:
         """Returns an answer that may be a result. Raises InvalidRequest, HTTPException."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
+from collections.abc import Iterator
+from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
@@ -157,3 +160,36 @@ def test_the_pause_that_a_server_asks_for_is_made_within_its_limit(
         begun_s = time.monotonic()
         Server(url, PATIENCE_S).post("/", b"{}")
         assert time.monotonic() - begun_s >= 0.1 * (server.TRIES_MAX - 1)
+
+
+@pytest.fixture
+def full() -> Iterator[str]:
+    """The URL of a server that accepts no connection."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listening:
+        waiting = [socket.socket() for _ in range(4)]
+        for each in waiting:
+            each.setblocking(False)
+            each.connect_ex(listening.getsockname())
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        for each in waiting:
+            each.close()
+
+
+def test_connecting_has_a_limit_of_its_own(full: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "CONNECT_S_MAX", 0.05)
+    with pytest.raises(Unavailable, match=r"no connection within 0\.05 s"):
+        Server(full, PATIENCE_S).post("/", b"{}")
+
+
+def test_a_server_that_is_closed_while_it_connects_sends_nothing() -> None:
+    class Closing(HTTPConnection):
+        def connect(self) -> None:
+            asked.close()
+            super().connect()
+
+    with answering() as at:
+        asked = Server(at.url, PATIENCE_S)
+        asked._kind = Closing
+        with pytest.raises(Unavailable):
+            asked.post("/", b"{}")
+        assert not at.asked
