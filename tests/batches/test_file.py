@@ -318,3 +318,55 @@ class _Known:
     def apply_chat_template(self, messages: list[Any], tokenize: bool, add_generation_prompt: bool) -> str:
         assert not tokenize and add_generation_prompt
         return f"template {messages[0]['content']}"
+
+
+class PanicException(BaseException):
+    """As the error of a tokenizer in Rust."""
+
+
+class _Refusing:
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def from_pretrained(self, name: str) -> _Refusing:
+        if name == "broken":
+            raise self.error
+        return self
+
+    def encode(self, text: str) -> list[int]:
+        raise self.error
+
+    def apply_chat_template(self, messages: list[Any], **_: Any) -> str:
+        raise self.error
+
+
+REFUSALS: list[tuple[BaseException, str]] = [
+    (TypeError("roles must alternate\nand more"), "roles must alternate"),
+    (RuntimeError(), "RuntimeError"),
+    (PanicException("a panic"), "a panic"),
+    (ZeroDivisionError("x" * 1000), "x" * 200),
+]
+
+
+@pytest.mark.parametrize(("error", "said"), REFUSALS)
+def test_what_a_tokenizer_refuses_is_named_with_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, said: str
+) -> None:
+    fake = ModuleType("transformers")
+    fake.AutoTokenizer = _Refusing(error)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "transformers", fake)
+    with pytest.raises(InvalidRequest, match=f"cannot load the tokenizer 'broken': {said}$"):
+        load_tokenizer("broken")
+    tokenizer, good = load_tokenizer("refusing"), openai("a", prompt=[1])
+    with pytest.raises(InvalidRequest, match=f"line 2: the tokenizer refuses the prompt: {said}$"):
+        batch_of(tmp_path, good, openai("b", prompt="x"), tokenizer=tokenizer)
+    with pytest.raises(InvalidRequest, match=f"line 2: the tokenizer refuses the messages: {said}$"):
+        batch_of(tmp_path, good, openai("b", messages=[{"role": "user"}]), tokenizer=tokenizer)
+
+
+def test_ctrl_c_in_a_tokenizer_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = ModuleType("transformers")
+    fake.AutoTokenizer = _Refusing(KeyboardInterrupt())  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "transformers", fake)
+    with pytest.raises(KeyboardInterrupt):
+        load_tokenizer("refusing").text("x")
