@@ -93,7 +93,7 @@ class Batch:
         if self.records:
             for place, index in enumerate(order):
                 yield b",\n" if place else b"[\n"
-                yield json.dumps(self.records[index], ensure_ascii=False).encode()
+                yield _text(self.records[index])
             yield b"\n]\n"
             return
         for line in self._lines(order):
@@ -225,3 +225,10 @@ def _parsed(text: bytes) -> Any:
         raise InvalidRequest(f"not text in UTF-8 ({cause.reason}): is the file compressed?") from cause
     except (ValueError, RecursionError) as cause:
         raise InvalidRequest(f"not JSON: {cause}") from cause
+
+
+def _text(record: Any) -> bytes:
+    try:
+        return json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError:  # half of a character, which only an escape can spell
+        return json.dumps(record).encode()

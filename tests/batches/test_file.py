@@ -171,6 +171,14 @@ def test_a_mark_of_the_byte_order_is_no_part_of_a_request(tmp_path: Path, is_arr
     assert list(read_batch(output).requests([0, 1])) == records[::-1]
 
 
+def test_half_of_a_character_in_an_array_stays_what_it_is(tmp_path: Path) -> None:
+    records = [json.loads(openai("a", prompt=[1], note="\ud800"))]
+    path, output = tmp_path / "batch.jsonl", tmp_path / "out.jsonl"
+    path.write_text(json.dumps(records))
+    read_batch(path).write([0], output)
+    assert json.loads(output.read_text()) == records
+
+
 def test_a_batch_is_a_regular_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(InvalidRequest, match=r"batch '.*/pipe': not a regular file.*: write it to a file first"):
