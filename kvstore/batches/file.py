@@ -1,6 +1,7 @@
 """A batch file: read once, line by line, and written again in another order. The lines themselves do not change.
 
-Kept of each request are its packed prompt and its place in the file. A file that is one JSON array is read whole.
+Kept of each request are its packed prompt, and the place and the checksum of its line: a file that changes later is
+noticed before a line of it is used. A file that is one JSON array is read whole, and its requests are kept.
 """
 
 from __future__ import annotations
@@ -8,13 +9,15 @@ from __future__ import annotations
 import json
 import os
 from array import array
+from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 from kvstore.batches.forms import Asked, Form, asked, form_of
+from kvstore.batches.output import replace_file
 from kvstore.batches.tokenizer import Tokenizer
 from kvstore.errors import InvalidRequest
 from kvstore.planning import Prompts
@@ -38,52 +41,62 @@ class Batch:
     """Output tokens of each request at most; None if it does not say."""
     starts: array[int] = field(default_factory=lambda: array("q"))
     """Where each request's line begins in the file; empty for a JSON array."""
+    checksums: array[int] = field(default_factory=lambda: array("I"))
+    """CRC-32 of each of these lines without its end."""
     records: list[Any] = field(default_factory=list)
     """The requests of a JSON array."""
     version: tuple[int, int] = (0, 0)
     """Size and mtime of the file before it was read."""
 
     def write(self, order: Iterable[int], output: Path) -> None:
-        """Writes the requests in ``order``. An existing file is replaced only once all is written.
+        """Writes the requests in ``order``, as ``replace_file`` does.
 
         Raises InvalidRequest if ``output`` is the batch itself or cannot be written, or if the batch has changed.
         """
-        if output.exists() and output.samefile(self.path):
-            raise InvalidRequest(f"the output {str(output)!r} is the batch itself: give another file")
-        if output.is_dir():
-            raise InvalidRequest(f"the output {str(output)!r} is a folder: give a file")
         self._check_version()
-        staged = output.with_name(f".{output.name}.{os.getpid()}.tmp")
         try:
-            with open(staged, "xb") as file:
-                file.writelines(self._ordered(order))
-            staged.replace(output)
+            replace_file(output, self._ordered(order), self.path)
         except OSError as cause:
             raise InvalidRequest(f"cannot write the output {str(output)!r}: {cause.strerror or cause}") from cause
-        finally:
-            with suppress(OSError):  # gone with its folder
-                staged.unlink()
 
-    def lines(self, order: Iterable[int]) -> Iterator[bytes]:
-        """Yields the lines of requests in ``order``, without their ends. Raises as ``write``."""
+    def requests(self, order: Iterable[int]) -> Iterator[Any]:
+        """Yields the requests in ``order`` as JSON. Raises InvalidRequest if the batch has changed."""
         self._check_version()
+        if self.records:
+            yield from (self.records[index] for index in order)
+            return
+        for line in self._lines(order):
+            yield json.loads(line)
+
+    def _lines(self, order: Iterable[int]) -> Iterator[bytes]:
+        """Yields the lines of requests in ``order``, without their ends."""
         with open(self.path, "rb") as file:
             for index in order:
                 file.seek(self.starts[index])
-                yield file.readline(LINE_BYTES_MAX + 1).rstrip(b"\r\n")
+                line = file.readline(LINE_BYTES_MAX + 1).rstrip(b"\r\n")
+                if crc32(line) != self.checksums[index]:
+                    raise self._changed()
+                yield line
 
     def _check_version(self) -> None:
-        if self.version != _version(self.path):
-            raise InvalidRequest(f"the batch {str(self.path)!r} changed after it was read: plan it again")
+        try:
+            version = _version(self.path)
+        except OSError as cause:
+            raise self._changed() from cause
+        if self.version != version:
+            raise self._changed()
+
+    def _changed(self) -> InvalidRequest:
+        return InvalidRequest(f"the batch {str(self.path)!r} changed after it was read: plan it again")
 
     def _ordered(self, order: Iterable[int]) -> Iterator[bytes]:
         if self.records:
             for place, index in enumerate(order):
                 yield b",\n" if place else b"[\n"
-                yield json.dumps(self.records[index], ensure_ascii=False).encode()
+                yield _text(self.records[index])
             yield b"\n]\n"
             return
-        for line in self.lines(order):
+        for line in self._lines(order):
             yield line + b"\n"
 
 
@@ -103,7 +116,7 @@ def read_batch(
     try:
         return reading.batch(block_tokens)
     except OSError as cause:
-        raise InvalidRequest(f"cannot read the batch {str(path)!r}: {cause.strerror}") from cause
+        raise InvalidRequest(f"cannot read the batch {str(path)!r}: {cause.strerror or cause}") from cause
     except InvalidRequest as cause:
         where = f", {reading.where}" if reading.where else ""
         raise InvalidRequest(f"batch {str(path)!r}{where}: {cause}") from cause
@@ -119,6 +132,7 @@ class _Reading:
         self._form: Form | None = None
         self._decode: list[int | None] = []
         self._starts = array("q")
+        self._checksums = array("I")
         self._records: list[Any] = []
         self._seen: dict[str, str] = {}
         self.where = ""
@@ -127,12 +141,16 @@ class _Reading:
     def batch(self, block_tokens: int) -> Batch:
         """Reads the file."""
         version, requests = _version(self._path), self._requests()
+        if not self._path.is_file() and not self._path.is_dir():
+            raise InvalidRequest("not a regular file, and a batch is read twice: write it to a file first")
         first = next(requests, None)
         if first is None or self._form is None:
             self.where = ""
             raise InvalidRequest("it holds no requests")
         prompts = self._prompts(first, requests, block_tokens)
-        return Batch(self._path, self._form, prompts, self._decode, self._starts, self._records, version)
+        return Batch(
+            self._path, self._form, prompts, self._decode, self._starts, self._checksums, self._records, version
+        )
 
     def _prompts(self, first: Asked, rest: Iterator[Asked], block_tokens: int) -> Prompts:
         if first.tokens is None:
@@ -164,7 +182,7 @@ class _Reading:
     def _read(self) -> Iterator[Any]:
         """Yields the requests as JSON."""
         with open(self._path, "rb") as file:
-            if file.read(4096).lstrip()[:1] == b"[":
+            if file.read(4096).removeprefix(BOM_UTF8).lstrip()[:1] == b"[":
                 yield from self._of_array()
                 return
             file.seek(0)
@@ -175,9 +193,11 @@ class _Reading:
                 self.where = f"line {number}"
                 if len(line) > LINE_BYTES_MAX:
                     raise InvalidRequest(f"longer than {LINE_BYTES_MAX} bytes")
-                if line.strip():
-                    record = _parsed(line)
-                    self._starts.append(start)
+                request = line.removeprefix(BOM_UTF8)  # which would stand in the middle of the file in another order
+                if request.strip():
+                    record = _parsed(request)
+                    self._starts.append(start + len(line) - len(request))
+                    self._checksums.append(crc32(request.rstrip(b"\r\n")))
                     yield record
                 start += len(line)
                 if start - shown >= PROGRESS_BYTES:
@@ -205,3 +225,10 @@ def _parsed(text: bytes) -> Any:
         raise InvalidRequest(f"not text in UTF-8 ({cause.reason}): is the file compressed?") from cause
     except (ValueError, RecursionError) as cause:
         raise InvalidRequest(f"not JSON: {cause}") from cause
+
+
+def _text(record: Any) -> bytes:
+    try:
+        return json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError:  # half of a character, which only an escape can spell
+        return json.dumps(record).encode()

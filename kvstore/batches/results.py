@@ -1,7 +1,7 @@
 """The results of a batch, one JSON line each, as OpenAI's batch output has them. What is written is not asked again.
 
-A line is appended once its answer is there. A program that is killed in between leaves at most one part of a line,
-which the next one cuts off.
+A line is appended once its answer is there. A program that is killed in between leaves at most one part of a line, at
+the end, which the next one cuts off. Nothing else is ever cut off.
 """
 
 from __future__ import annotations
@@ -12,10 +12,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from kvstore.batches.server import Answer
+from kvstore.batches.server import ANSWER_BYTES_MAX, Answer
 from kvstore.errors import InvalidRequest, Unavailable
 
-LINE_BYTES_MAX = 128 << 20
+GROWTH_MAX = 6
+"""Bytes of a line for one byte of an answer at most: a byte that is no text becomes an escape, ``\\ufffd``."""
+FRAME_BYTES_MAX = 16 << 10
+"""Bytes of a line beside its answer at most. A custom_id has 1024 characters, and 12 bytes for each at most."""
+LINE_BYTES_MAX = GROWTH_MAX * ANSWER_BYTES_MAX + FRAME_BYTES_MAX
+"""The line of any answer that ``Server`` returns fits."""
 _BEGINNING = b'{"id": "result-'
 
 
@@ -25,12 +30,16 @@ class Results:
     def __init__(self, path: Path) -> None:
         """Opens the file and reads whose results it has.
 
-        Raises InvalidRequest for a file of another kind, or one that cannot be written.
+        Raises InvalidRequest for a file of another kind, a device or a pipe, or a file that cannot be written.
         """
         self.path = path
         self.known: set[str] = set()
         """The custom_id of each request whose result is in the file."""
+        self.refused: set[str] = set()
+        """Those of them that the server called wrong, when this was opened."""
         self._whole_bytes = 0
+        if path.exists() and not path.is_file():
+            raise InvalidRequest(f"the results {str(path)!r} are not a regular file: give another --results FILE")
         try:
             self._file = open(path, "a+b", buffering=0)  # noqa: SIM115 - closed by close
         except OSError as cause:
@@ -46,11 +55,11 @@ class Results:
         """Writes a result, and returns the answer's body as JSON, empty if it is none. Raises Unavailable."""
         try:
             body = json.loads(answer.body)
+            line = self._line(custom_id, answer.status, body)
         except (ValueError, RecursionError):
             body = {"text": answer.body.decode(errors="replace")}
-        response = {"status_code": answer.status, "request_id": "", "body": body}
-        line = {"id": f"result-{len(self.known)}", "custom_id": custom_id, "response": response, "error": None}
-        self._append(json.dumps(line, ensure_ascii=True).encode() + b"\n")
+            line = self._line(custom_id, answer.status, body)
+        self._append(line)
         self.known.add(custom_id)
         return body if isinstance(body, dict) else {}
 
@@ -65,6 +74,11 @@ class Results:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _line(self, custom_id: str, status: int, body: Any) -> bytes:
+        response = {"status_code": status, "request_id": "", "body": body}
+        line = {"id": f"result-{len(self.known)}", "custom_id": custom_id, "response": response, "error": None}
+        return json.dumps(line).encode() + b"\n"
 
     def _append(self, line: bytes) -> None:
         rest = memoryview(line)
@@ -86,20 +100,30 @@ class Results:
             raise InvalidRequest(f"the results {str(self.path)!r} are being written by another program") from cause
 
     def _read(self) -> None:
-        whole = number = 0
+        number, is_ended = 0, True
         with open(self.path, "rb") as file:
             while line := file.readline(LINE_BYTES_MAX + 1):
                 number += 1
-                if not line.endswith(b"\n") and line[: len(_BEGINNING)] == _BEGINNING[: len(line)]:
-                    break  # cut off when its writer was killed
+                where = f"{str(self.path)!r}, line {number}"
+                if len(line) > LINE_BYTES_MAX:
+                    raise InvalidRequest(f"{where} has over {LINE_BYTES_MAX} bytes: give another --results FILE")
                 try:
                     record = json.loads(line)
-                    custom_id, _ = record["custom_id"], record["response"]
+                    custom_id, response = str(record["custom_id"]), record["response"]
                 except (ValueError, KeyError, TypeError, RecursionError) as cause:
-                    raise InvalidRequest(
-                        f"{str(self.path)!r}, line {number} is not a result of a batch: give another --results FILE"
-                    ) from cause
-                self.known.add(str(custom_id))
-                whole += len(line)
-        self._file.truncate(whole)
-        self._whole_bytes = whole
+                    if not line.endswith(b"\n") and line[: len(_BEGINNING)] == _BEGINNING[: len(line)]:
+                        break  # the end of the file, cut off when its writer was killed
+                    raise InvalidRequest(f"{where} is not a result of a batch: give another --results FILE") from cause
+                self.known.add(custom_id)
+                if _is_refusal(response):
+                    self.refused.add(custom_id)
+                self._whole_bytes += len(line)
+                is_ended = line.endswith(b"\n")
+        self._file.truncate(self._whole_bytes)
+        if not is_ended:
+            self._append(b"\n")  # a whole result by another program: the next one begins a line of its own
+
+
+def _is_refusal(response: Any) -> bool:
+    status = response.get("status_code") if isinstance(response, dict) else None
+    return isinstance(status, int) and status >= 400

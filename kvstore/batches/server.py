@@ -16,7 +16,14 @@ from kvstore.waiting import Flag
 TRIES_MAX = 5
 PAUSE_S = 0.5
 """Pause before the second try; it doubles each time."""
+RETRY_AFTER_S_MAX = 60.0
+"""Limit on the pause that a server asks for (Retry-After)."""
+CONNECT_S_MAX = 5.0
 ANSWER_BYTES_MAX = 64 << 20
+
+
+class Unreached(Unavailable):
+    """This request got no answer, however often it was asked. Another one may: go on with the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +32,8 @@ class Answer:
 
     status: int
     body: bytes
+    retry_after_s: float = 0.0
+    """Pause that the server asks for, within its limit."""
 
     @property
     def is_refused(self) -> bool:
@@ -63,14 +72,17 @@ class Server:
     def post(self, path: str, body: bytes) -> Answer:
         """Posts a request, several times if the server refuses it; returns the last answer.
 
-        Raises Unavailable if the server does not answer, or if this was closed; InvalidRequest if it lets nobody in by
-        this key, or is elsewhere. A server that is silent for the whole time limit is not asked again.
+        Raises Unreached if no connection, or no whole answer, came of it; Unavailable if the server was silent for the
+        whole time limit, which is not asked again, or if this was closed; InvalidRequest if it lets nobody in by this
+        key, or is elsewhere.
         """
         error: Exception | None = None
         answer: Answer | None = None
+        pause_s = 0.0
         for attempt in range(TRIES_MAX):
-            if self._closed.wait(PAUSE_S * 2 ** (attempt - 1) if attempt else 0.0):
+            if self._closed.wait(pause_s):
                 break
+            pause_s = PAUSE_S * 2**attempt
             try:
                 answer, error = self._once(path, body), None
             except TimeoutError:
@@ -81,10 +93,12 @@ class Server:
                 continue
             if not answer.is_refused:
                 return answer
-        if answer is None or error is not None:
-            why = f"{type(error).__name__}: {error}" if error is not None else "closed"
-            raise Unavailable(f"the server {self.url} does not answer ({why})") from error
-        return answer
+            pause_s = max(pause_s, answer.retry_after_s)
+        if answer is not None and error is None:
+            return answer
+        kind = Unavailable if self._closed.is_set() or isinstance(error, TimeoutError) else Unreached
+        why = f"{type(error).__name__}: {error}" if error is not None else "closed"
+        raise kind(f"the server {self.url} does not answer ({why})") from error
 
     def close(self) -> None:
         """Cuts all connections, so that requests in progress end soon. Idempotent."""
@@ -98,9 +112,10 @@ class Server:
     def _once(self, path: str, body: bytes) -> Answer:
         assert self._host is not None
         ends_s = time.monotonic() + self._timeout_s
-        connection = self._kind(self._host, self._port, timeout=self._timeout_s)
+        connection = self._kind(self._host, self._port, timeout=min(CONNECT_S_MAX, self._timeout_s))
         self._open.add(connection)
         try:
+            self._connect(connection)
             connection.request("POST", self._path + path, body, self._headers)
             response = connection.getresponse()
             pieces, size = list[bytes](), 0
@@ -118,6 +133,16 @@ class Server:
             self._open.discard(connection)
             connection.close()
 
+    def _connect(self, connection: http.client.HTTPConnection) -> None:
+        """Connects, and gives the connection the limit of an answer. Raises OSError."""
+        try:
+            connection.connect()
+        except TimeoutError as cause:
+            raise ConnectionError(f"no connection within {connection.timeout:g} s") from cause
+        if self._closed.is_set():
+            raise ConnectionError("closed")  # while there was no socket yet that close could cut
+        connection.sock.settimeout(self._timeout_s)
+
     def _checked(self, response: http.client.HTTPResponse, body: bytes) -> Answer:
         """Returns an answer that may be a result. Raises InvalidRequest, HTTPException."""
         if response.status in (401, 403, 407):
@@ -129,7 +154,13 @@ class Server:
             )
         if response.status < 300 and not _is_object(body):
             raise http.client.HTTPException(f"what came is no JSON object: {body[:80]!r}")
-        return Answer(response.status, body)
+        return Answer(response.status, body, _retry_after_s(response))
+
+
+def _retry_after_s(response: http.client.HTTPResponse) -> float:
+    """The pause that the server asks for in seconds; 0 if it names none, or a date."""
+    text = (response.headers.get("Retry-After") or "").strip() if response.status in (429, 503) else ""
+    return min(float(text), RETRY_AFTER_S_MAX) if text.isascii() and text.isdecimal() else 0.0
 
 
 def _is_object(body: bytes) -> bool:

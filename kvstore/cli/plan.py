@@ -17,6 +17,7 @@ from kvstore.cli.declared import flag, option, takes
 from kvstore.cli.kinds import COUNT, DURATION
 from kvstore.cli.options import json_option
 from kvstore.cli.output import print_json, print_pairs, progress_bar, progress_to
+from kvstore.cli.visible import shown
 from kvstore.errors import InvalidRequest, Unavailable
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ def plan(batch: str, planned: Planned, access: Access, as_json: bool) -> None:
         print_pairs([*_rows(made), *(_rows_sent(sent) if sent is not None else [])])
     if planned.output is None and planned.server is None and not planned.dry_run:
         print("kvstore plan: nothing is written or sent without --output FILE or --server URL", file=sys.stderr)
-    if sent is not None and sent.failed + sent.refused:
+    if sent is not None and sent.failed + sent.refused + sent.refused_before:
         check_failed()
 
 
@@ -144,11 +145,21 @@ def _sent(batch: Batch, plan: Plan, planned: Planned) -> Sent:
     order = plan.order
     with Results(path) as results, progress_bar("requests", len(order)) as moved:
         try:
-            return send(batch, order, server, results, planned.concurrency, moved)
+            sent = send(batch, order, server, results, planned.concurrency, moved, _tell)
         except Unavailable as error:
             raise Unavailable(
                 f"{error}; {len(results.known)} results are in {str(path)!r}, run again to go on"
             ) from error
+    if wrong := sent.refused + sent.refused_before:
+        _tell(
+            f"{wrong:,} called wrong by the server, and not sent again: to do so, remove their lines from "
+            f"{str(path)!r} (status_code 400 and more)"
+        )
+    return sent
+
+
+def _tell(line: str) -> None:
+    print(f"kvstore plan: {shown(line)}", file=sys.stderr)
 
 
 def _made(batch: Batch, planned: Planned, access: Access) -> Plan:
@@ -213,6 +224,7 @@ def _rows_sent(sent: Sent) -> list[tuple[str, str]]:
     counts = [
         ("requests answered", sent.answered),
         ("with a result from before", sent.known),
+        ("of them called wrong by the server", sent.refused_before),
         ("called wrong by the server", sent.refused),
         ("not done by the server", sent.failed),
         ("prompt tokens, as the server counts", sent.prompt_tokens),

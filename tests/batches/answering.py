@@ -12,6 +12,8 @@ from typing import Any
 
 Body = dict[str, Any]
 Says = Callable[[Body], tuple[int, Body]]
+DROPS = 0
+"""Instead of a status: the server ends the connection without an answer."""
 
 
 def completes(body: Body) -> tuple[int, Body]:
@@ -37,6 +39,8 @@ class Answering:
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 status, answer = answering.answer(body, self.path, self.headers["Authorization"])
+                if status == DROPS:
+                    return
                 raw = json.dumps(answer).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(raw)))

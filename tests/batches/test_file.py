@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -104,6 +106,83 @@ def test_a_batch_is_never_written_over_or_mixed_up(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="changed after it was read"):
         batch.write([0, 1], tmp_path / "out.jsonl")
     assert not (tmp_path / "out.jsonl").exists()
+
+
+@pytest.mark.parametrize("is_linked", [False, True])
+def test_only_a_file_is_replaced(tmp_path: Path, is_linked: bool) -> None:
+    batch = batch_of(tmp_path, openai("a", prompt=[1]))
+    pipe = output = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    if is_linked:
+        output = tmp_path / "link"
+        output.symlink_to(pipe)
+    for each in (output, Path("/dev/null")):
+        with pytest.raises(InvalidRequest, match=rf"the output '{each}' is a device or a pipe: give a file"):
+            batch.write([0], each)
+    assert pipe.is_fifo() and Path("/dev/null").is_char_device()
+
+
+@pytest.mark.parametrize("is_dangling", [False, True])
+def test_a_link_stays_one_and_its_target_is_written(tmp_path: Path, is_dangling: bool) -> None:
+    batch = batch_of(tmp_path, openai("a", prompt=[1]))
+    (tmp_path / "folder").mkdir()
+    link, target = tmp_path / "link", tmp_path / "folder" / "target"
+    link.symlink_to(target)
+    if not is_dangling:
+        target.write_text("before")
+    batch.write([0], link)
+    assert link.is_symlink() and target.read_text() == batch.path.read_text()
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o666])
+def test_a_file_that_is_replaced_keeps_its_mode(tmp_path: Path, mode: int) -> None:
+    batch = batch_of(tmp_path, openai("a", prompt=[1]))
+    output = tmp_path / "out.jsonl"
+    output.touch()
+    output.chmod(mode)
+    batch.write([0], output)
+    assert output.stat().st_mode & 0o777 == mode and output.stat().st_size
+
+
+def test_a_line_that_changes_while_the_batch_is_read_again_is_noticed(tmp_path: Path) -> None:
+    long = "x" * (1 << 20)  # more than is read ahead
+    batch = batch_of(tmp_path, *(openai(name, prompt=[1], note=long) for name in "abc"))
+    requests = batch.requests([0, 2, 1])
+    assert next(requests)["custom_id"] == "a"
+    content = batch.path.read_text()
+    batch.path.write_text(content[:-2] + " \n")  # the same size, and no JSON
+    with pytest.raises(InvalidRequest, match=r"batch.jsonl' changed after it was read: plan it again"):
+        next(requests)
+    batch.path.unlink()
+    with pytest.raises(InvalidRequest, match=r"batch.jsonl' changed after it was read: plan it again"):
+        batch.write([0], tmp_path / "out.jsonl")
+
+
+@pytest.mark.parametrize("is_array", [False, True])
+def test_a_mark_of_the_byte_order_is_no_part_of_a_request(tmp_path: Path, is_array: bool) -> None:
+    records = [json.loads(openai(name, prompt=[at])) for at, name in enumerate("ab")]
+    path, output = tmp_path / "batch.jsonl", tmp_path / "out.jsonl"
+    text = json.dumps(records) if is_array else "".join(f"{json.dumps(each)}\n" for each in records)
+    path.write_text(text, encoding="utf-8-sig")
+    batch = read_batch(path)
+    assert list(batch.requests([1, 0])) == records[::-1]
+    batch.write([1, 0], output)
+    assert codecs.BOM_UTF8 not in output.read_bytes()
+    assert list(read_batch(output).requests([0, 1])) == records[::-1]
+
+
+def test_half_of_a_character_in_an_array_stays_what_it_is(tmp_path: Path) -> None:
+    records = [json.loads(openai("a", prompt=[1], note="\ud800"))]
+    path, output = tmp_path / "batch.jsonl", tmp_path / "out.jsonl"
+    path.write_text(json.dumps(records))
+    read_batch(path).write([0], output)
+    assert json.loads(output.read_text()) == records
+
+
+def test_a_batch_is_a_regular_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InvalidRequest, match=r"batch '.*/pipe': not a regular file.*: write it to a file first"):
+        read_batch(tmp_path / "pipe")
 
 
 def test_a_compressed_file_is_called_that(tmp_path: Path) -> None:
@@ -247,3 +326,55 @@ class _Known:
     def apply_chat_template(self, messages: list[Any], tokenize: bool, add_generation_prompt: bool) -> str:
         assert not tokenize and add_generation_prompt
         return f"template {messages[0]['content']}"
+
+
+class PanicException(BaseException):
+    """As the error of a tokenizer in Rust."""
+
+
+class _Refusing:
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def from_pretrained(self, name: str) -> _Refusing:
+        if name == "broken":
+            raise self.error
+        return self
+
+    def encode(self, text: str) -> list[int]:
+        raise self.error
+
+    def apply_chat_template(self, messages: list[Any], **_: Any) -> str:
+        raise self.error
+
+
+REFUSALS: list[tuple[BaseException, str]] = [
+    (TypeError("roles must alternate\nand more"), "roles must alternate"),
+    (RuntimeError(), "RuntimeError"),
+    (PanicException("a panic"), "a panic"),
+    (ZeroDivisionError("x" * 1000), "x" * 200),
+]
+
+
+@pytest.mark.parametrize(("error", "said"), REFUSALS)
+def test_what_a_tokenizer_refuses_is_named_with_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, said: str
+) -> None:
+    fake = ModuleType("transformers")
+    fake.AutoTokenizer = _Refusing(error)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "transformers", fake)
+    with pytest.raises(InvalidRequest, match=f"cannot load the tokenizer 'broken': {said}$"):
+        load_tokenizer("broken")
+    tokenizer, good = load_tokenizer("refusing"), openai("a", prompt=[1])
+    with pytest.raises(InvalidRequest, match=f"line 2: the tokenizer refuses the prompt: {said}$"):
+        batch_of(tmp_path, good, openai("b", prompt="x"), tokenizer=tokenizer)
+    with pytest.raises(InvalidRequest, match=f"line 2: the tokenizer refuses the messages: {said}$"):
+        batch_of(tmp_path, good, openai("b", messages=[{"role": "user"}]), tokenizer=tokenizer)
+
+
+def test_ctrl_c_in_a_tokenizer_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = ModuleType("transformers")
+    fake.AutoTokenizer = _Refusing(KeyboardInterrupt())  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "transformers", fake)
+    with pytest.raises(KeyboardInterrupt):
+        load_tokenizer("refusing").text("x")

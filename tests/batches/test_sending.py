@@ -69,6 +69,14 @@ def test_requests_are_sent_in_order_and_their_results_written(batch: Batch, tmp_
     assert line["response"]["body"]["choices"] == [{"text": "x"}]
 
 
+def test_requests_of_a_json_array_are_sent_too(path: Path, tmp_path: Path) -> None:
+    array = tmp_path / "batch.json"
+    array.write_text(json.dumps([json.loads(line) for line in path.read_text().splitlines()]))
+    with answering() as at:
+        assert sending(read_batch(array), at, tmp_path / "results").answered == COUNT
+        assert at.order == ORDER
+
+
 def test_no_more_than_the_limit_are_asked_at_once(batch: Batch, tmp_path: Path) -> None:
     together = threading.Barrier(3)
 

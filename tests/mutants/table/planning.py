@@ -152,8 +152,26 @@ MUTANTS = [
     mutant(
         "batch-trusts-a-cut-line",
         "a result that was cut off is no result",
-        edit("kvstore.batches.results:Results._read", "self._file.truncate(whole)", "pass"),
+        edit("kvstore.batches.results:Results._read", "self._file.truncate(self._whole_bytes)", "pass"),
         f"{SENDING}what_has_a_result_is_not_sent_again",
+    ),
+    mutant(
+        "batch-takes-a-long-line-for-a-torn-one",
+        "a line that is too long cuts nothing off",
+        edit("kvstore.batches.results:Results._read", "if len(line) > LINE_BYTES_MAX:", "if False:"),
+        "batches/test_results.py::test_a_line_that_is_too_long_is_an_error_and_cuts_nothing_off",
+    ),
+    mutant(
+        "batch-sends-a-line-that-changed",
+        "a batch that changes while it is sent ends the run",
+        edit("kvstore.batches.file:Batch._lines", "if crc32(line) != self.checksums[index]:", "if False:"),
+        "batches/test_file.py::test_a_line_that_changes_while_the_batch_is_read_again_is_noticed",
+    ),
+    mutant(
+        "batch-never-gives-up",
+        "several requests in a row without an answer end the run",
+        edit("kvstore.batches.sending:_Sending.land", "if len(self.unreached) >= UNREACHED_MAX:", "if False:"),
+        "batches/test_unanswered.py::test_several_in_a_row_without_an_answer_end_the_run",
     ),
     mutant(
         "batch-sends-again",
