@@ -31,7 +31,7 @@ LARGE = {
     "kvstore/client/remote.py RemotePort": 28,
     "kvstore/memory/inventory.py Inventory": 26,
     "kvstore/node/disk_shelf.py DiskShelf": 27,
-    "kvstore/node/memory_tier.py": 425,
+    "kvstore/node/memory_tier.py": 424,
     "kvstore/node/memory_tier.py MemoryTier": 41,
     "kvstore/node/node.py": 508,
     "kvstore/node/node.py Node": 36,
