@@ -302,7 +302,11 @@ MUTANTS = [
     events(
         "questions-answer-what-was",
         "T7",
-        edit("kvstore.events.spelling:Spellings.find", "rows[known[old]] = NO_ROW", "pass"),
+        edit(
+            "kvstore.events.spelling:Spellings.find",
+            "rows[known[self._is_old(firsts[known], rows[known])]] = NO_ROW",
+            "pass",
+        ),
         "events/test_spelling.py::test_a_block_that_comes_again_with_other_tokens_answers_to_those_alone[memory]",
     ),
     events(
