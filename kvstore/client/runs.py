@@ -76,7 +76,8 @@ class Run:
     def take(self) -> Taken | None:
         """Takes the next group, for this thread; None once all groups are done. Use it as a context.
 
-        Waits while other consumers run the last groups, because one of them may give its group back.
+        Waits while others run the last groups, because one of them may give its group back. What this thread took and
+        has not finished counts too: finish it first.
         """
         me = threading.current_thread()
         while not self.is_over:
