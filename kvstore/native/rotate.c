@@ -117,9 +117,9 @@ WIDE void store8(uint16_t *to, __m256 value, int type) {
     _mm_storeu_si128((__m128i *)to, packed);
 }
 
-/* Rotates the pairs of one head, eight at a time, with both elements of a type of 16 bits. Neighbours in bfloat16 are the
- * halves of a lane, each of which is a float32 in place of its upper half. Of neighbours in float16, two vectors of four
- * pairs are sorted into one of the first and one of the second elements: 0 1 4 5 2 3 6 7, as the tables then are. */
+/* Rotates the pairs of one head, eight at a time, with both elements of a type of 16 bits. Two neighbours in
+ * bfloat16 fill a lane, and each is the upper half of a float32. For neighbours in float16, two vectors of four pairs
+ * are sorted into one of the first and one of the second elements: 0 1 4 5 2 3 6 7, as the tables then are. */
 WIDE void turn_wide(uint16_t *low, uint16_t *high, const float *cosines, const float *sines, int64_t pairs, int64_t step,
                     int type) {
     const __m256i upper = _mm256_set1_epi32((int)0xffff0000);

@@ -85,8 +85,8 @@ def open_member(
             if expect is None:
                 raise
             raise RootMismatch(
-                f"{mismatch}. If it was replaced on purpose, make the cluster forget the old one: delete the key "
-                f"{root_binding(root.url)} in etcd (or the folder of the etcd that `kvstore up` brought along)"
+                f"{mismatch} (if it was replaced on purpose, make the cluster forget the old one: delete the key "
+                f"{root_binding(root.url)} in etcd, or the folder of the etcd that `kvstore up` brought along)"
             ) from mismatch
         if cluster:
             bind_root(cluster, root.url, identity.root)

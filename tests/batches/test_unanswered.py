@@ -37,7 +37,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def told() -> list[str]:
-    """What the user is told."""
+    """The lines that the user sees."""
     return []
 
 

@@ -127,6 +127,6 @@ def test_g7_one_that_has_just_started_ends_what_a_dead_one_left_in_shards_that_i
     put(node, later)
     leave_in_flight(place.cluster, node, later)
     rounds.run()
-    assert in_flight(place.cluster), "whoever left these is not dead yet, as far as it knows"
+    assert in_flight(place.cluster), "it believes that their collector is alive"
     place.rounds().run()
     assert place.cluster.leftovers() == []

@@ -22,7 +22,7 @@ router = load_example("router")
 TALKS, TURNS = 12, 8
 FIRST_TOKENS, TURN_TOKENS = 128, 64
 GPU_BLOCKS = 64
-"""Of 32 tokens, in each engine: both together hold a little more than half of what all conversations end with."""
+"""Blocks of 32 tokens in each engine. Both engines together hold a little more than half of all conversations."""
 
 
 class RoundRobin(router.Scorer):  # type: ignore[misc, name-defined]
