@@ -21,7 +21,7 @@ from benchmarks import copies, engine, matching, serving, workers
 from benchmarks.contents import WrongBytes
 from benchmarks.crew import CrewFailed
 from benchmarks.options import Options, add_options, options_of
-from benchmarks.result import Cell, Result, markdown
+from benchmarks.result import Result, markdown, save
 from kvstore.errors import KVStoreError
 
 PEERS = Path(__file__).parent / "peers" / "__main__.py"
@@ -94,8 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             show(result)
             sys.stdout.flush()
         if asked.save:
-            asked.save.mkdir(parents=True, exist_ok=True)
-            save(result, asked.save / f"{name}.json")
+            save(result, asked.save)
     if asked.json:
         print(json.dumps([result.to_json() for result in results], indent=2))
     return int(failed)
@@ -115,16 +114,6 @@ def show(result: Result) -> None:
     for line in result.skipped:
         print(f"\nnot measured: {line}")
     print(flush=True)
-
-
-def save(result: Result, path: Path) -> None:
-    """Keeps the raw figures, to five digits."""
-    tables = [replace(table, rows=[[_rounded(cell) for cell in row] for row in table.rows]) for table in result.tables]
-    path.write_text(json.dumps(replace(result, tables=tables).to_json(), indent=1) + "\n")
-
-
-def _rounded(cell: Cell) -> Cell:
-    return float(f"{cell:.5g}") if isinstance(cell, float) else cell
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -30,8 +30,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.blend_model import ONE_HOP, TWO_HOPS, Recipe, trained
 from benchmarks.blend_task import ASKED, Kind, Prompt, Shape, sample
+from benchmarks.machine import describe
 from benchmarks.plots import svg
-from benchmarks.result import Cell, Plot, Table, markdown
+from benchmarks.result import Cell, Plot, Result, Table, markdown, save
 from kvstore.connectors.transformers.comparing import Case, Prepared, Tally, prepare
 from kvstore.connectors.transformers.decoder import Decoder
 from kvstore.connectors.transformers.gate import UNMEASURED, candidates, choose
@@ -249,6 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompts", type=int, default=60, metavar="N", help="prompts to measure on (60)")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep trained models there, and use those there")
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw quality over work for the last table")
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="keep the raw figures there, as JSON")
     parser.add_argument(
         "--speed", nargs="*", type=int, metavar="TOKENS", help="only the CPU time of prefills (2048 4096)"
     )
@@ -256,11 +258,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if asked.plot is not None and find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: pip install matplotlib")
     torch.set_num_threads(1)
+    began_s, machine, tables, conditions = time.monotonic(), describe(), list[Table](), list[str]()
     if asked.speed is not None:
-        table = speed_table(asked.speed or [2048, 4096])
-        print(f"{table.title}\n\n{markdown(table)}")
-        return 0
-    for hops in asked.hops:
+        tables.append(speed_table(asked.speed or [2048, 4096]))
+        print(f"{tables[0].title}\n\n{markdown(tables[0])}")
+    for hops in asked.hops if asked.speed is None else ():
         for seed in asked.seeds:
             recipe = RECIPES[hops]
             model, taken_s = model_of(recipe, seed, asked.keep)
@@ -270,10 +272,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{title}: trained in {taken_s:.0f} s of CPU; full prefill: {said}\n", flush=True)
             table = quality_table(decoder, recipe, f"Quality over work: {title}", asked.prompts)
             chosen = gate_table(decoder, recipe, f"The gate: {title}", asked.prompts)
-            for each in (table, chosen):
+            conditions.append(f"{title}: full prefill answers {said}")
+            tables += [table, chosen]
+            for each in tables[-2:]:
                 print(f"{each.title}\n\n{markdown(each)}\n", flush=True)
             if asked.plot is not None:
                 asked.plot.write_text(svg(table))
+    if asked.save:
+        hypothesis = " ".join((__doc__ or "").split("Hypothesis: ")[1].split("\n\n")[0].split())
+        took_s = time.monotonic() - began_s
+        save(Result("blending", hypothesis, tuple(conditions), machine, tables, [], took_s), asked.save)
     return 0
 
 

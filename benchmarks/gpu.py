@@ -1,6 +1,6 @@
 """KV into and out of a GPU: the pages of an engine beside a plain copy, and a whole prefill with and without a store.
 
-    python -m benchmarks.gpu [--tokens 4096 32768 131072] [--root FOLDER] [--small]
+    python -m benchmarks.gpu [--tokens 4096 32768 131072] [--root FOLDER] [--save FOLDER] [--small]
 
 Needs torch, transformers and kvstore. Without a GPU, or with ``--small``, everything is tiny, which only shows that it
 runs. Hypotheses: pages come and go at nine tenths of the speed of one pinned copy of the same bytes, and a matrix
@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,14 +27,32 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvstore
 from benchmarks.contents import WrongBytes
-from benchmarks.result import Cell, Table, markdown
+from benchmarks.machine import describe, file_system
+from benchmarks.result import Cell, Result, Table, markdown, save
 from benchmarks.rounds import GIB, in_turns
 from kvstore.client import Store
 from kvstore.connectors.transformers import prefill_with_store
-from kvstore.connectors.vllm.pages import Pages
+from kvstore.connectors.vllm.pages import Copy, Pages
 
 BLOCK_TOKENS = 16
 CHUNK_TOKENS = 256
+COLUMNS = (
+    "tokens",
+    "MB of KV",
+    "no store s",
+    "cold, storing s",
+    "warm, root s",
+    "warm, memory s",
+    "of no store",
+    "GiB/s",
+)
+LEAVING_BYTES = 64 << 20
+LEAVING = 4
+"""Parts of ``LEAVING_BYTES`` that are on their way to the host at once."""
+QUEUED = 3
+"""Matrix products that wait for the device."""
+ROUNDING = 2**-6
+"""By which share two logits in bfloat16 may differ for one KV: two bits."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +116,7 @@ class Moves:
         self.size_bytes = count * self.pages.block_bytes
         self.host = self.pages.host(count)
         self._plain = torch.empty_like(self.host, device=device)
+        self._start = self.pages.now()
 
     def plain_out(self) -> float:
         """Seconds of one copy to pinned memory."""
@@ -108,11 +128,11 @@ class Moves:
 
     def pages_out(self) -> float:
         """Seconds until all pages are on the host."""
-        return self._timed(lambda: self.pages.copy_out(self.blocks).rows())
+        return self._timed(self.move_out)
 
     def pages_in(self) -> float:
         """Seconds until all pages are where the engine reads them."""
-        return self._timed(lambda: self.pages.write(self.host, self.blocks, self.pages.now()))
+        return self._timed(self.move_in)
 
     def check(self) -> None:
         """Raises WrongBytes if pages do not come back as they went."""
@@ -124,27 +144,52 @@ class Moves:
         if not all(torch.equal(each, was) for each, was in zip(self._tensors, before, strict=True)):
             raise WrongBytes("pages came back otherwise than they went")
 
-    def beside(self, work: Callable[[], object] | None) -> float:
-        """Matrix products a second on the device while ``work`` goes on in another thread."""
+    def beside(self, work: Callable[[], object] | None) -> tuple[float, float]:
+        """Matrix products a second on the device while ``work`` goes on in another thread, and times of ``work``.
+
+        As in an engine, some are queued ahead, and nothing waits for the device but for their own stream.
+        """
         size = 8192 if self._device.type == "cuda" else 128
         left = torch.randn(size, size, device=self._device, dtype=self._tensors[0].dtype)
-        ends, done = threading.Event(), 0
+        ends, done, moved, queued = threading.Event(), 0, 0, deque[Any]()
 
         def repeat() -> None:
+            nonlocal moved
             while work is not None and not ends.is_set():
                 work()
+                moved += 1
 
         thread = threading.Thread(target=repeat)
         thread.start()
         began_s = time.perf_counter()
         while time.perf_counter() - began_s < (2.0 if self._device.type == "cuda" else 0.2):
             left @ left
-            _wait(self._device)
             done += 1
-        rate = done / (time.perf_counter() - began_s)
+            if self._device.type == "cuda":
+                queued.append(torch.cuda.current_stream(self._device).record_event())
+                if len(queued) > QUEUED:
+                    queued.popleft().synchronize()
+        while queued:
+            queued.popleft().synchronize()
+        took_s = time.perf_counter() - began_s
         ends.set()
+        rates = done / took_s, moved / took_s
         thread.join()
-        return rate
+        return rates
+
+    def move_out(self) -> None:
+        """Moves all pages to the host, some at once, as the steps of an engine do."""
+        size, leaving = max(1, LEAVING_BYTES // self.pages.block_bytes), deque[Copy]()
+        for start in range(0, len(self.blocks), size):
+            leaving.append(self.pages.copy_out(self.blocks[start : start + size]))
+            if len(leaving) > LEAVING:
+                leaving.popleft().rows()
+        while leaving:
+            leaving.popleft().rows()
+
+    def move_in(self) -> None:
+        """Moves all pages to where the engine reads them."""
+        self.pages.write(self.host, self.blocks, self._start)
 
     def _timed(self, work: Callable[[], object]) -> float:
         _wait(self._device)
@@ -169,18 +214,20 @@ def moves(shape: Shape, device: torch.device, tokens: int, rounds: int) -> Table
     for way in ways:
         plain = f"pinned copy {way.split()[-1]}"
         rate = median(made.size_bytes / GIB / each[way] for each in found)
-        rows.append([way, rate, median(each[plain] / each[way] for each in found), None])
+        rows.append([way, rate, median(each[plain] / each[way] for each in found), None, None])
     products = {
         "none": lambda: made.beside(None),
-        "pages out": lambda: made.beside(made.pages_out),
-        "pages in": lambda: made.beside(made.pages_in),
+        "pages out": lambda: made.beside(made.move_out),
+        "pages in": lambda: made.beside(made.move_in),
     }
     beside = in_turns(products, rounds)
     for row in rows:
         if row[0] in products:
-            row[3] = 100 * (1 - median(each[str(row[0])] / each["none"] for each in beside))
+            row[3] = median(each[str(row[0])][1] for each in beside) * made.size_bytes / GIB
+            row[4] = 100 * (1 - median(each[str(row[0])][0] / each["none"][0] for each in beside))
     title = f"{made.size_bytes / 1e6:,.0f} MB in {len(made.blocks):,} blocks of {shape.layers} layers"
-    return Table(title, ("", "GiB/s", "of a pinned copy", "a product loses %"), rows)
+    columns = ("", "GiB/s", "of a pinned copy", "beside products GiB/s", "which lose %")
+    return Table(title, columns, rows)
 
 
 class Prefill:
@@ -189,7 +236,10 @@ class Prefill:
     def __init__(self, shape: Shape, device: torch.device, tokens: int) -> None:
         self.shape, self._device = shape, device
         self._model = shape.model(device, tokens)
-        self._expected: dict[int, int] = {}
+        self._likely: dict[int, set[int]] = {}
+        """The first tokens that a prompt may have, by its hash."""
+        self._computed: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """K and V of each layer as the model computed them for the prompt that was stored last."""
 
     def prompt(self, tokens: int, seed: int) -> torch.Tensor:
         """Random tokens, one more than ``tokens``."""
@@ -197,7 +247,11 @@ class Prefill:
         return torch.randint(3, self.shape.vocabulary, (1, tokens + 1), generator=source).to(self._device)
 
     def first_token_s(self, prompt: torch.Tensor, store: Store | None, *, is_warm: bool = False) -> float:
-        """Time to first token. Raises WrongBytes for another token than without a store."""
+        """Time to first token.
+
+        Raises WrongBytes for KV that is not the computed one to the last bit, and for another token than without a
+        store. Where rounding decides between two tokens, as random weights have it for long prompts, both are right.
+        """
         _wait(self._device)
         before = 0 if store is None else loaded_bytes(store)
         began_s = time.perf_counter()
@@ -205,17 +259,39 @@ class Prefill:
         if store is not None:
             past = prefill_with_store(self._model, prompt, store, chunk_tokens=CHUNK_TOKENS, fingerprint="random")
         with torch.no_grad():
-            told = self._model.generate(prompt, past_key_values=past, max_new_tokens=1, do_sample=False)
-        token = int(told[0, -1])
+            told = self._model.generate(
+                prompt,
+                past_key_values=past,
+                max_new_tokens=1,
+                do_sample=False,
+                return_dict_in_generate=True,
+                output_logits=True,
+            )
+        token = int(told.sequences[0, -1])
         took_s = time.perf_counter() - began_s
-        key = hash(tuple(prompt[0, :8].tolist()))
-        if self._expected.setdefault(key, token) != token:
-            raise WrongBytes(f"token {token}, without a store {self._expected[key]}")
         if is_warm and store is not None:
             read = loaded_bytes(store) - before
             if read < (prompt.shape[1] - 1) * self.shape.token_bytes:
                 raise WrongBytes(f"{read} bytes were loaded")
+        self._check_token(prompt, token, told.logits[0][0].float())
+        if past is not None:
+            self._check_kv(past, prompt.shape[1] - 1, is_warm=is_warm)
         return took_s
+
+    def _check_token(self, prompt: torch.Tensor, token: int, logits: torch.Tensor) -> None:
+        near = logits >= logits.max() - ROUNDING * logits.max().abs()
+        likely = self._likely.setdefault(hash(tuple(prompt[0, :8].tolist())), set(near.nonzero()[:, 0].tolist()))
+        if token not in likely:
+            raise WrongBytes(f"token {token}, without a store one of {likely}")
+
+    def _check_kv(self, past: Any, tokens: int, *, is_warm: bool) -> None:
+        kv = [(each.keys[:, :, :tokens], each.values[:, :, :tokens]) for each in past.layers]
+        if not is_warm:
+            self._computed = []  # first: there may be no room for both
+            self._computed = [(k.clone(), v.clone()) for k, v in kv]
+        for (k, v), (computed_k, computed_v) in zip(kv, self._computed, strict=True):
+            if not (torch.equal(k, computed_k) and torch.equal(v, computed_v)):
+                raise WrongBytes("KV was loaded that the model had not computed")
 
     def row(self, root: Path, tokens: int, rounds: int) -> list[Cell]:
         """Medians for prompts of one length."""
@@ -273,30 +349,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--root", type=Path, metavar="FOLDER", help="where to make the root (default: temporary files)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--small", action="store_true", help="a tiny model, to see that it runs")
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="keep the raw figures there, as JSON")
     asked = parser.parse_args(arguments)
+    began_s = time.monotonic()
     is_small = asked.small or not torch.cuda.is_available()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shape = SMALL if is_small else LLAMA_8B
     lengths = asked.tokens or ([512] if is_small else [4096, 32_768, 131_072])
     about = f"{torch.cuda.get_device_name() if device.type == 'cuda' else 'CPU'}, torch {torch.__version__}"
     print(f"{about}{', a tiny model' if is_small else ''}, {asked.rounds} rounds", flush=True)
-    table = moves(shape, device, 512 if is_small else 8192, asked.rounds)
-    print(f"\n{table.title}\n\n{markdown(table)}", flush=True)
+    tables = [moves(shape, device, 512 if is_small else 8192, asked.rounds)]
+    show(tables[0])
     prefill = Prefill(shape, device, max(lengths))
-    columns = (
-        "tokens",
-        "MB of KV",
-        "no store s",
-        "cold, storing s",
-        "warm, root s",
-        "warm, memory s",
-        "of no store",
-        "GiB/s",
-    )
     with tempfile.TemporaryDirectory(dir=asked.root, prefix="kvstore-gpu-") as folder:
         rows = [prefill.row(Path(folder) / str(tokens), tokens, asked.rounds) for tokens in lengths]
-    print(f"\nTime to first token\n\n{markdown(Table('', columns, rows))}")
+        conditions = (
+            about,
+            f"medians of {asked.rounds} rounds, in turns; the root on {file_system(Path(folder))}",
+            f"random weights, {'tiny' if is_small else 'the shape of Llama-3.1-8B in bfloat16'}",
+            "KV that was loaded equals what was computed to the last bit; so does the first token, but for rounding",
+        )
+    tables.append(Table("Time to first token", COLUMNS, rows))
+    show(tables[1])
+    if asked.save:
+        hypothesis = " ".join((__doc__ or "").split("Hypotheses: ")[1].split())
+        save(Result("gpu", hypothesis, conditions, describe(), tables, [], time.monotonic() - began_s), asked.save)
     return 0
+
+
+def show(table: Table) -> None:
+    """Prints a table."""
+    print(f"\n{table.title}\n\n{markdown(table)}", flush=True)
 
 
 if __name__ == "__main__":

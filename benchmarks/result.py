@@ -6,8 +6,10 @@ the same numbers.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 Cell = str | int | float | None
@@ -71,6 +73,18 @@ class Result:
             for each in found["tables"]
         ]
         return cls(**{**found, "tables": tables, "conditions": tuple(found["conditions"])})
+
+
+def save(result: Result, folder: Path) -> None:
+    """Keeps the raw figures in a file of the benchmark's name, to five digits."""
+    tables = [replace(table, rows=[[_rounded(cell) for cell in row] for row in table.rows]) for table in result.tables]
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(replace(result, tables=tables).to_json(), indent=1)
+    (folder / f"{result.benchmark}.json").write_text(text + "\n")
+
+
+def _rounded(cell: Cell) -> Cell:
+    return float(f"{cell:.5g}") if isinstance(cell, float) else cell
 
 
 def markdown(table: Table) -> str:

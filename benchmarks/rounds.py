@@ -8,7 +8,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
+T = TypeVar("T")
 GIB = 1 << 30
 MIB = 1 << 20
 
@@ -29,7 +31,7 @@ def timed(work: Callable[[], object]) -> Taken:
     return Taken(wall_s, time.process_time() - cpu_s)
 
 
-def in_turns(works: Mapping[str, Callable[[], float]], rounds: int, *, warm_up: int = 1) -> list[dict[str, float]]:
+def in_turns(works: Mapping[str, Callable[[], T]], rounds: int, *, warm_up: int = 1) -> list[dict[str, T]]:
     """Calls each work once a round, in alternating order; each returns its figure. The first rounds are not counted."""
     counted = []
     for number in range(rounds + warm_up):

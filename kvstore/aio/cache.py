@@ -66,9 +66,9 @@ class Hold(Twin[cache.Hold]):
     view = awaited(cache.Hold.view)
     release = awaited(cache.Hold.release)
 
-    async def layers(self) -> AsyncIterator[tuple[int, KvArray, KvArray]]:
+    async def layers(self, out: Sequence[KvArray] | None = None) -> AsyncIterator[tuple[int, KvArray, KvArray]]:
         """Yields ``(layer, k, v)`` as the synchronous one does, the next layer being read meanwhile."""
-        layers = self._twin.layers()
+        layers = self._twin.layers(out)
         try:
             while (layer := await self._threads.run(lambda: next(layers, None))) is not None:
                 yield layer

@@ -6,6 +6,9 @@ tokens of a chunk are one run of bytes. Planes need not be adjacent, so a slice 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -46,6 +49,26 @@ def target_array(out: Any, layout: Layout) -> KvArray:
             "out has layers, or K and V, that share memory: give an array with separate memory for each"
         )
     return array
+
+
+def layer_arrays(out: Sequence[Any], layout: Layout, tokens: int) -> list[KvArray]:
+    """Returns the part for ``tokens`` of each of three arrays or more, to read layers into.
+
+    Raises InvalidRequest as ``target_array`` does, and for arrays that are too small, or share memory.
+    """
+    one, arrays = replace(layout, layers=1), list[KvArray]()
+    for array in out:
+        whole = target_array(np.expand_dims(array, 0) if isinstance(array, np.ndarray) else array, one)
+        if whole.shape[2] < tokens or not _has_contiguous_planes(whole):
+            raise InvalidRequest(
+                f"out has an array of shape {array.shape}: expected contiguous K and V of at least {tokens} tokens"
+            )
+        arrays.append(whole[0, :, :tokens])
+    if len(arrays) < 3:
+        raise InvalidRequest(f"out has {len(arrays)} arrays: expected three or more, since two layers are read ahead")
+    if any(np.may_share_memory(*pair) for pair in combinations(arrays, 2)):
+        raise InvalidRequest("out has arrays that share memory: give separate ones")
+    return arrays
 
 
 def fillable(array: KvArray) -> KvArray:

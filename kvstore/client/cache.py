@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import tracing
-from kvstore.client.arrays import KvArray, fillable, source_array, target_array
+from kvstore.client.arrays import KvArray, fillable, layer_arrays, source_array, target_array
 from kvstore.client.blocks import BlockCache
 from kvstore.client.owner import Owner
 from kvstore.client.pin import Pin, check_pin
@@ -286,19 +286,24 @@ class Hold:
         self._owner.check()
         return self._held.view()
 
-    def layers(self) -> Iterator[tuple[int, KvArray, KvArray]]:
-        """Yields ``(layer, k, v)``, each of shape ``(tokens, kv_heads, head_dim)``; the next layer is read meanwhile.
+    def layers(self, out: Sequence[KvArray] | None = None) -> Iterator[tuple[int, KvArray, KvArray]]:
+        """Yields ``(layer, k, v)``, each of shape ``(tokens, kv_heads, head_dim)``; the next two are read meanwhile.
+
+        With ``out``, three arrays or more of shape ``(2, m, kv_heads, head_dim)`` with m >= ``tokens``, the layers are
+        read into them in turn: of n arrays, a layer stays where it is until the one n - 2 behind it is asked for.
 
         Raises HoldBroken if a chunk is lost on the way; the first ``tokens_valid`` tokens are unaffected.
         """
         self._owner.check()
         layout, shape = self._layout, (2, self.tokens, self._layout.kv_heads, self._layout.head_dim)
+        given = None if out is None else layer_arrays(out, layout, self.tokens)
         arrays: dict[int, KvArray] = {}
 
         def memory(layer: int) -> LayerMemory:
-            arrays[layer] = np.empty(shape, layout.numpy_dtype)
-            raw = arrays[layer].view(np.uint8).reshape(2, -1)
-            return LayerMemory(raw[0].data, raw[1].data)
+            array = np.empty(shape, layout.numpy_dtype) if given is None else given[layer % len(given)]
+            arrays[layer] = array
+            k, v = (plane.view(np.uint8).reshape(-1).data for plane in array)
+            return LayerMemory(k, v)
 
         for layer, _ in self._held.layers(memory):
             array = arrays.pop(layer)

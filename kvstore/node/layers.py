@@ -1,8 +1,9 @@
-"""Reads a held prefix layer by layer, and reads the next layer while the engine uses this one."""
+"""Reads a held prefix layer by layer, and reads the next layers while the engine uses this one."""
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Generator
 from functools import partial
 
@@ -22,6 +23,8 @@ from kvstore.node.tier_stack import TierStack
 from kvstore.results import LayerMemory
 from kvstore.root.interface import Reader
 
+AHEAD = 2
+"""Layers that are read at once: the lanes go on with the second while the last chunks of the first come."""
 LIMIT_PER_READ = 4
 """Share of the process's limit of open files that one read keeps open."""
 
@@ -53,52 +56,57 @@ class LayerReader:
         self._lock = threading.Lock()
         self._open: dict[int, tuple[Reader, Header]] = {}
         self._closed = False
-        self._size = group_size(count, 2 * chain.namespace.layout.section_bytes, self._lanes.width)
+        self._size = AHEAD * group_size(count, 2 * chain.namespace.layout.section_bytes, self._lanes.width)
         images = np.zeros(count, np.uint64)
         if self._slots is not None and self._slots.referred:
             present = [index for index, entry in enumerate(self._slots.entries) if entry is not None]
             images[present] = addresses_of(self._slots.present_images())
-        self._run = chunks.runs.of_layers(chain, images, self._size, self._files_max)
-        """All chunks for native code; None if they must be read one by one."""
-        self._reading: Reading | None = None
+        self._runs = [
+            chunks.runs.of_layers(chain, images.copy(), self._size, max(1, self._files_max // AHEAD))
+            for _ in range(AHEAD)
+        ]
+        """All chunks for native code, for the layers that are read at once; None if they must be read one by one."""
+        self._readings: deque[Reading] = deque()
 
     def read(
         self, memory: Callable[[int], LayerMemory], deadline: Callable[[], Deadline]
     ) -> Generator[tuple[int, LayerMemory]]:
-        """Yields each layer once it is in ``memory(layer)``, verified.
+        """Yields each layer once it is in ``memory(layer)``, verified. ``AHEAD`` more are begun when it is asked for.
 
         Raises HoldBroken if a chunk was lost: the layers yielded so far stay valid for the tokens before it.
         """
         layers = self._chain.namespace.layout.layers
+        filled: deque[LayerMemory] = deque()
         try:
-            following = self._begin(0, memory(0))
+            for layer in range(min(AHEAD, layers)):
+                filled.append(self._begin(layer, memory(layer)))
             for layer in range(layers):
-                current = following
                 self._wait(deadline())
-                if layer + 1 < layers:
-                    following = self._begin(layer + 1, memory(layer + 1))
-                yield layer, current
+                if layer + AHEAD < layers:
+                    filled.append(self._begin(layer + AHEAD, memory(layer + AHEAD)))
+                yield layer, filled.popleft()
         finally:
             self.close()
 
     def close(self) -> None:
         """Closes all files; nobody writes into the memory any more. Idempotent."""
-        if self._reading is not None:
-            self._reading.withdraw()
+        for reading in self._readings:
+            reading.withdraw()
         with self._lock:
             self._closed = True
             readers = [reader for reader, _ in self._open.values()]
             self._open.clear()
         for reader in readers:
             reader.close()
-        if self._run is not None:
-            self._run.close()
+        for run in self._runs:
+            if run is not None:
+                run.close()
         if self._slots is not None:
             self._slots.release()
 
     def _begin(self, layer: int, memory: LayerMemory) -> LayerMemory:
         """Begins to read a layer into ``memory``, and returns that."""
-        section_bytes, run, groups = self._chain.namespace.layout.section_bytes, self._run, None
+        section_bytes, run, groups = self._chain.namespace.layout.section_bytes, self._runs[layer % AHEAD], None
 
         def read(index: int, borrowed: Borrowed) -> bool:
             part = slice(index * section_bytes, (index + 1) * section_bytes)
@@ -108,13 +116,13 @@ class LayerReader:
             run.begin(memory)
             read_group = partial(self._chunks.runs.read_layer, run, layer, self._chain.addresses)
             groups = Groups(self._size, self._count, read_group)
-        self._reading = Reading(self._lanes, self._counters, self._count, read, groups=groups)
+        self._readings.append(Reading(self._lanes, self._counters, self._count, read, groups=groups))
         return memory
 
     def _wait(self, deadline: Deadline) -> None:
-        """Waits for the layer that was begun last. Raises HoldBroken."""
-        assert self._reading is not None
-        lost_at = self._reading.wait(deadline).find(0)
+        """Waits for the first layer in progress. Raises HoldBroken."""
+        lost_at = self._readings[0].wait(deadline).find(0)
+        self._readings.popleft()
         if lost_at < 0:
             return
         if deadline.passed:

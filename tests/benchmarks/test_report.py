@@ -15,7 +15,7 @@ from matplotlib.patches import Rectangle
 import benchmarks.__main__ as command
 from benchmarks import machine, plots, report
 from benchmarks.contents import WrongBytes
-from benchmarks.result import Plot, Result, Table, markdown
+from benchmarks.result import Plot, Result, Table, markdown, save
 
 TABLE = Table(
     "Speeds & sizes",
@@ -50,7 +50,7 @@ def test_the_page_says_all_that_a_figure_needs(tmp_path: Path) -> None:
     folder = tmp_path / "results"
     folder.mkdir()
     (folder / "stale.svg").write_text("old")
-    command.save(result(), folder / "workers.json")
+    save(result(), folder)
     assert report.main([str(folder)]) == 0
     page = (tmp_path / "RESULTS.md").read_text()
     for words in ("it is fast", "abc123", "warm page cache", "SHARED", "cold: no device", "as fast as that", "1,234"):

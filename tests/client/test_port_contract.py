@@ -305,6 +305,40 @@ def test_layers_can_be_left_in_the_middle(cache: Cache) -> None:
         assert len(list(hold.layers())) == SMALL.layers
 
 
+def test_layers_are_read_into_memory_of_the_caller_in_turn(cache: Cache) -> None:
+    cache.put(TOKENS, KV)
+    for count in (3, 4, 5):
+        # One array has room for more.
+        out = [np.empty((2, len(TOKENS) + (at == 1), *KV.shape[3:]), KV.dtype) for at in range(count)]
+        with cache.hold(TOKENS) as hold:
+            read = []
+            for layer, k, v in hold.layers(out):
+                assert np.shares_memory(k, out[layer % count]) and np.shares_memory(v, out[layer % count])
+                read.append((k, v))
+                for late in range(max(0, layer - count + 3), layer + 1):  # those that must still be there
+                    assert same(read[late][0], KV[late, 0]) and same(read[late][1], KV[late, 1])
+        assert len(read) == SMALL.layers
+
+
+def test_memory_that_layers_cannot_be_read_into_is_refused(cache: Cache) -> None:
+    cache.put(TOKENS, KV)
+    good = [np.empty((2, *KV.shape[2:]), KV.dtype) for _ in range(3)]
+    read_only = good[0].copy()
+    read_only.flags.writeable = False
+    for out, why in (
+        (good[:2], "three or more"),
+        ([*good, good[0][:, :-1]], "at least"),
+        ([*good, np.empty((2, *KV.shape[2:], 2), KV.dtype)[..., 0]], "contiguous"),
+        ([*good, good[0]], "share memory"),
+        ([*good, good[0].astype(np.float64)], "dtype"),
+        ([*good, KV[0].tolist()], "numpy array"),
+        ([*good, read_only], "read-only"),
+        ([*good, good[0][0]], "shape"),
+    ):
+        with cache.hold(TOKENS) as hold, pytest.raises(InvalidRequest, match=why):
+            next(hold.layers(out))
+
+
 # Pins
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvstore.connectors.vllm.counts import EngineCounts
-from kvstore.errors import Unavailable
+from kvstore.errors import Overloaded, Unavailable
 from tests.connectors.vllm_halves import BASE
 from tests.connectors.vllm_modules import vllm_modules
 from tests.patience import PATIENCE_S
@@ -113,6 +113,21 @@ def test_blocks_that_find_no_room_are_settled_as_not_stored() -> None:
     half = storer(Store(), bytes_max=8)
     half.store(run(b"one", b"two"))
     assert half.settled(PATIENCE_S) == {b"one": False, b"two": False}
+    half.close(0.0)
+
+
+def test_a_gpu_without_memory_to_spare_costs_only_what_is_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    half = storer(Store())
+
+    def full(_: object, blocks: Sequence[int]) -> Any:
+        raise Overloaded("the GPU has no memory to spare")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Pages, "copy_out", full)
+        half.store(run(b"one", b"two"))
+    assert half.settled(PATIENCE_S) == {b"one": False, b"two": False}
+    half.store(run(b"one"))
+    assert half.settled(PATIENCE_S) == {b"one": True}
     half.close(0.0)
 
 

@@ -110,7 +110,7 @@ def put_segments(
         full = len(tokens) // segment_tokens * segment_tokens
         if sum(map(len, segments.find(tokens[:full], starts=[0]))) == full:
             continue
-        ids = torch.cat((torch.tensor([bos]), document[0, :full].cpu()))
+        ids = torch.cat((torch.tensor([bos], device="cpu"), document[0, :full].cpu()))
         rows = torch.stack([torch.stack((k[1:], v[1:])) for k, v in alone(decoder, ids.to(decoder.device))]).cpu()
         segments.put(tokens[:full], rows.view(torch.uint8).numpy().view(segments.layout.numpy_dtype))
         count += full

@@ -11,9 +11,10 @@ import torch
 from transformers import DynamicCache
 
 from kvstore.client import Cache, Store
+from kvstore.connectors.transformers.device import Leaving, arriving, has_gpu
 from kvstore.connectors.transformers.kept import Kept, check_prompt, run
 from kvstore.connectors.transformers.namespace import CHUNK_TOKENS, check_cache, checked, model_cache
-from kvstore.errors import InvalidRequest, Overloaded, PermissionDenied, SessionLost, Unavailable
+from kvstore.errors import HoldBroken, InvalidRequest, Overloaded, PermissionDenied, SessionLost, Unavailable
 
 GO_ON = (Unavailable, Overloaded, SessionLost, PermissionDenied)
 """Errors of the store after which the prompt is computed as if there were no store."""
@@ -72,8 +73,9 @@ def prefill_with_store(
             log.warning("prefill.without_store %s", error)
     end = (input_ids.shape[1] - 1) // chunk_tokens * chunk_tokens
     prefix = input_ids[:, :end]
-    past = DynamicCache(config=model.config)
-    loaded = 0 if cache is None else _load(cache, kept, prefix, past)
+    past, loaded = DynamicCache(config=model.config), 0
+    if cache is not None:
+        loaded = _load(cache, kept, prefix, past)
     if loaded < end:
         computed = _compute(model, kept, prefix, past, loaded, piece_tokens or end)
         if cache is not None:
@@ -84,40 +86,67 @@ def prefill_with_store(
 
 def _load(cache: Cache, kept: Kept, prefix: Any, past: Any) -> int:
     """Fills ``past`` with the stored part of ``prefix``; returns its number of tokens."""
-    count = 0
+    count, layers = 0, list[Any]()
+    tokens = prefix[0].cpu().numpy()
     with suppress(*GO_ON):
-        count, array = cache.get(prefix[0].cpu().numpy())
-    if not count:
-        return 0
-    # Through bytes: numpy and torch have no bfloat16 in common.
-    rows = torch.from_numpy(array.view("u1")).view(kept.dtype).reshape(len(kept.devices), 2, count, -1)
-    width = kept.k[0] * kept.k[1]
-    for layer, device in enumerate(kept.devices):
-        k, v = rows[layer].to(device)
+        if has_gpu(kept):
+            count, layers = _load_layers(cache, kept, tokens)
+        else:
+            count, layers = _load_whole(cache, kept, tokens)
+    for layer in range(len(layers)):
+        (k, v), layers[layer] = layers[layer], None
         if kept.k != kept.v:
+            width = kept.k[0] * kept.k[1]
             k, v = torch.cat((k, v), 1).split((width, kept.row - width), 1)
         past.update(_heads(k, kept.k), _heads(v, kept.v), layer)
     return count
 
 
+def _load_layers(cache: Cache, kept: Kept, tokens: Any) -> tuple[int, list[Any]]:
+    """Returns the number of stored tokens, and K and V of each layer, read while the one before is on the bus."""
+    try:
+        with cache.hold(tokens) as held:
+            return held.tokens, list(arriving(held, cache.layout, kept)) if held.tokens else []
+    except (HoldBroken, Overloaded) as error:
+        log.debug("prefill.not_by_layers %s", error)
+    return _load_whole(cache, kept, tokens)
+
+
+def _load_whole(cache: Cache, kept: Kept, tokens: Any) -> tuple[int, list[Any]]:
+    """Returns the number of stored tokens, and K and V of each layer, once all are read."""
+    count, array = cache.get(tokens)
+    if not count:
+        return 0, []
+    # Through bytes: numpy and torch have no bfloat16 in common.
+    rows = torch.from_numpy(array.view("u1")).view(kept.dtype).reshape(len(kept.devices), 2, count, -1)
+    return count, [rows[layer].to(device) for layer, device in enumerate(kept.devices)]
+
+
 def _compute(model: Any, kept: Kept, prefix: Any, past: Any, start: int, piece_tokens: int) -> Any:
     """Runs the model on ``prefix`` from ``start``; returns KV on the host, of shape (layers, 2, tokens, width)."""
-    rows = torch.empty((len(kept.devices), 2, prefix.shape[1] - start, kept.row // 2), dtype=kept.dtype)
+    shape = (len(kept.devices), 2, prefix.shape[1] - start, kept.row // 2)
+    rows = torch.empty(shape, dtype=kept.dtype, device="cpu")
+    leaving = Leaving(rows, kept) if has_gpu(kept) else None
     at = start
 
     def take(layer: int, k: Any, v: Any) -> None:
         k, v = _rows(k), _rows(v)
         if kept.k != kept.v:
             k, v = torch.cat((k, v), 1).split(kept.row // 2, 1)
-        into = rows[layer, :, at - start : at - start + len(k)]
-        into[0].copy_(k)
-        into[1].copy_(v)
+        place = slice(at - start, at - start + len(k))
+        if leaving is not None:
+            leaving.add(layer, place, k, v)
+            return
+        rows[layer, 0, place].copy_(k)
+        rows[layer, 1, place].copy_(v)
 
     while at < prefix.shape[1]:
         # Up to the next multiple of a piece, so that its borders do not depend on what was loaded.
         until = min((at // piece_tokens + 1) * piece_tokens, prefix.shape[1])
         run(model, prefix[:, at:until], past, take)
         at = until
+    if leaving is not None:
+        leaving.finish()
     return rows
 
 

@@ -6,14 +6,19 @@ namespace says which order that is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvstore.connectors.vllm.bus import PART_BYTES, Bus
 from kvstore.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from kvstore.connectors.vllm.page_kernel import PageKernel
 
 Rows = npt.NDArray[np.uint8]
 """Host memory of shape ``(blocks, block_bytes)``."""
@@ -25,14 +30,14 @@ class Copy:
     """Blocks being copied from the device to the host; ``rows`` waits until they are there."""
 
     def __init__(self, host: Any, arrived: Any = None) -> None:
-        self._host = host
+        self.host = host
         self._arrived = arrived
 
     def rows(self) -> Rows:
         """Waits; returns the complete blocks."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        rows: Rows = self._host.numpy()
+        rows: Rows = self.host.numpy()
         return rows
 
 
@@ -64,8 +69,11 @@ class Pages:
         self._spans = [slice(end - view.shape[1], end) for view, end in zip(self._views, ends, strict=True)]
         self.block_bytes: int = ends[-1] * self._word.itemsize
         self._device = self._views[0].device
-        self._is_cuda = self._device.type == "cuda"
-        self._side = torch.cuda.Stream(self._device) if self._is_cuda else None
+        self._bus: Bus | None = None
+        self._kernel: PageKernel | None = None
+        if self._device.type == "cuda":
+            self._bus = Bus(self._device, max(PART_BYTES, self.block_bytes))
+            self._warm_up()
 
     def host(self, count: int) -> Any:
         """Allocates host memory for ``count`` blocks; its ``.numpy()`` is ``Rows``."""
@@ -77,25 +85,26 @@ class Pages:
 
     def memory(self, size_bytes: int) -> Any:
         """Allocates host memory that any group may use again and again."""
-        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=self._is_cuda)
+        # The device is said: an engine may have made another one the default.
+        return torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=self._bus is not None)
 
     def rows_of(self, memory: Any, count: int) -> Any:
         """Returns the start of such memory as ``count`` blocks of this group."""
         return memory[: count * self.block_bytes].view(count, self.block_bytes)
 
     def copy_out(self, blocks: Sequence[Sequence[int]]) -> Copy:
-        """Begins to copy blocks to the host, in order with the engine's work: its next step may change them."""
-        numbers = self._numbers(blocks)
-        gathered = torch.empty((len(blocks), self.block_bytes), dtype=torch.uint8, device=self._device)
-        words = gathered.view(self._word)
-        for view, span, group in zip(self._views, self._spans, self._groups, strict=True):
-            torch.index_select(view, 0, numbers[group], out=words[:, span])
-        if not self._is_cuda:
-            return Copy(gathered.cpu())
-        host = self.host(len(blocks))
-        host.copy_(gathered, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
+        """Begins to copy blocks to the host, in order with the engine's work: its next step may change them.
+
+        Raises Overloaded if the device has no memory to spare.
+        """
+        host, numbers, arrived = self.host(len(blocks)), self._numbers(blocks), None
+        if self._bus is None:
+            self._gather(numbers, host)
+            return Copy(host)
+        for part in self._at_once(len(blocks)):
+            staged = self._bus.outward()
+            self._gather(numbers[:, part], staged.rows(host[part]))
+            arrived = self._bus.send(staged, host[part])
         return Copy(host, arrived)
 
     def scatter_layer(self, layer: str, blocks: Sequence[Sequence[int]], source: Any) -> None:
@@ -107,31 +116,60 @@ class Pages:
 
     def now(self) -> Any:
         """Marks a moment in the engine's work that a later ``write`` must follow; call it on the engine's thread."""
-        if not self._is_cuda:
-            return None
-        moment = torch.cuda.Event()
-        moment.record(torch.cuda.current_stream(self._device))
-        return moment
+        return None if self._bus is None else self._bus.now()
 
     def write(self, source: Any, blocks: Sequence[Sequence[int]], after: Any) -> None:
-        """Copies whole blocks from host memory to where the engine reads them; returns when they are there."""
-        if self._side is None:
-            self._write(source, blocks)
-            return
-        with torch.cuda.stream(self._side):
-            self._side.wait_event(after)
-            self._write(source, blocks)
-            self._side.synchronize()
+        """Copies whole blocks from host memory to where the engine reads them; returns when they are there.
 
-    def _write(self, source: Any, blocks: Sequence[Sequence[int]]) -> None:
-        on_device = source.to(self._device)
-        for layer in self.layers:
-            self.scatter_layer(layer, blocks, on_device)
+        Raises Overloaded if the device has no memory to spare.
+        """
+        if self._bus is None:
+            self._scatter(self._numbers(blocks), source)
+            return
+        try:
+            for part in self._at_once(len(blocks)):
+                with self._bus.inward(source[part], after) as staged:
+                    self._scatter(self._numbers(blocks[part]), staged)
+        finally:
+            self._bus.wait()
+
+    def _at_once(self, count: int) -> Iterator[slice]:
+        """Yields the blocks of each copy over the bus."""
+        size = max(1, PART_BYTES // self.block_bytes)
+        yield from (slice(start, min(start + size, count)) for start in range(0, count, size))
+
+    def _gather(self, numbers: Any, rows: Any) -> None:
+        words = rows.view(self._word)
+        if self._kernel is not None:
+            self._kernel.gather(numbers, words)
+            return
+        for view, span, group in zip(self._views, self._spans, self._groups, strict=True):
+            torch.index_select(view, 0, numbers[group], out=words[:, span])
+
+    def _scatter(self, numbers: Any, rows: Any) -> None:
+        words = rows.view(self._word)
+        if self._kernel is not None:
+            self._kernel.scatter(numbers, words)
+            return
+        for view, span, group in zip(self._views, self._spans, self._groups, strict=True):
+            view.index_copy_(0, numbers[group], words[:, span])
+
+    def _warm_up(self) -> None:
+        """Compiles the kernel, and takes device memory, before the engine's first step: a block there and back."""
+        with suppress(ImportError):
+            from kvstore.connectors.vllm.page_kernel import PageKernel
+
+            self._kernel = PageKernel(self._views, self._spans, self._groups)
+        block = [(0,) * (1 + max(self._groups))]
+        copy = self.copy_out(block)
+        copy.rows()
+        self.write(copy.host, block, self.now())
 
     def _numbers(self, blocks: Sequence[Sequence[int]]) -> Any:
         """Returns the numbers of the blocks on the device, one row per group."""
         # Pinned: a copy of pageable memory would wait for all work of the engine in progress.
-        numbers = torch.tensor(list(zip(*blocks, strict=True)), dtype=torch.int64, pin_memory=self._is_cuda)
+        each, is_pinned = list(zip(*blocks, strict=True)), self._bus is not None
+        numbers = torch.tensor(each, dtype=torch.int64, device="cpu", pin_memory=is_pinned)
         return numbers.to(self._device, non_blocking=True)
 
 

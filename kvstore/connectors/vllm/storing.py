@@ -25,7 +25,7 @@ from kvstore.waiting import Flag
 log = logging.getLogger(__name__)
 
 COPY_BYTES = 32 << 20
-"""Size of the parts that are copied out: device memory needed in addition to the engine's."""
+"""Size of the parts that are copied out, and put at once."""
 AT_ONCE_MAX = 2_048
 """Blocks copied out and put at once: their descents are below the limit of one put (kvstore/wire/limits.py)."""
 FULL_PAUSE_S = 1.0
@@ -71,8 +71,13 @@ class Storer:
         for start in range(0, len(run.keys), at_once):
             part = self._admit(run.picked(range(start, min(start + at_once, len(run.keys)))))
             if part is not None:
-                copy = self._pages[part.cluster].copy_out(part.blocks)
-                if not self._thread.submit(partial(self._serve, part, copy)):
+                try:
+                    copy = self._pages[part.cluster].copy_out(part.blocks)
+                    is_begun = self._thread.submit(partial(self._serve, part, copy))
+                except Overloaded as error:
+                    log.warning("kvstore: blocks are not stored: %s", error)
+                    is_begun = False
+                if not is_begun:
                     self._done(part, [False] * len(part.keys))
 
     def settled(self, within_s: float) -> dict[bytes, bool]:

@@ -8,16 +8,21 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu
+from benchmarks import gpu, report
 from benchmarks.contents import WrongBytes
 from kvstore.connectors.vllm.pages import Pages
 
 
 def test_it_prints_both_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert gpu.main(["--small", "--rounds", "1", "--tokens", "512", "--root", str(tmp_path)]) == 0
+    results = tmp_path / "results"
+    told = ["--rounds", "1", "--tokens", "512", "--root", str(tmp_path), "--save", str(results)]
+    assert gpu.main(["--small", *told]) == 0
     printed = capsys.readouterr().out
     assert "pages in" in printed and "| 512 |" in printed.replace("|    512 |", "| 512 |")
-    assert not list(tmp_path.iterdir())
+    assert list(tmp_path.iterdir()) == [results]
+    assert report.main([str(results)]) == 0
+    page = (tmp_path / "RESULTS.md").read_text()
+    assert "## gpu" in page and "pages out" in page and "Hypothesis.** pages come and go" in page
 
 
 def test_pages_that_come_back_wrong_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,6 +46,9 @@ def test_a_token_that_differs_is_found(tmp_path: Path) -> None:
         prefill.first_token_s(asked, store, is_warm=True)
         with pytest.raises(WrongBytes, match="bytes were loaded"):
             prefill.first_token_s(prefill.prompt(512, 1), store, is_warm=True)
+        prefill._computed[0][0][0, 0, 0] += 1
+        with pytest.raises(WrongBytes, match="had not computed"):
+            prefill.first_token_s(asked, store, is_warm=True)
         for parameter in prefill._model.parameters():
             parameter.data = torch.randn_like(parameter)
         with pytest.raises(WrongBytes, match="without a store"):
