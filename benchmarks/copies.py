@@ -81,7 +81,7 @@ OPERATIONS = {
     "put": "put: one prompt in one call, stored when it returns",
     "put behind": "put behind: one prompt in one call, acknowledged before it is stored",
     "read": "read: one prompt in one call, into given memory",
-    "streamed": "streamed: one prompt, layer by layer, each handed out while the next is read",
+    "streamed": "streamed: one prompt, layer by layer, into given memory, each handed out while the next are read",
     "view": "view: the prompt's chunks mapped and verified, nothing copied",
 }
 """Every column and what is timed. The first three are the published table's."""
@@ -292,7 +292,7 @@ def one_round(
     check_equal(out, kv, "read")
     layers: list[tuple[int, KvArray, KvArray]] = []
     with cache.hold(pool.tokens) as hold:
-        take("streamed", lambda: layers.extend(hold.layers()))
+        take("streamed", lambda: layers.extend(hold.layers(list(out))))
         check_count(len(layers), pool.layout.layers, "layers streamed")
         for layer, k, v in layers:
             check_equal(k, kv[layer, 0], "streamed")
