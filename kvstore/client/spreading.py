@@ -30,8 +30,11 @@ GROWTH = 2.0
 """Workers of a prefix for each that its share of the traffic asks for: one more is little loss, one less is a queue."""
 BUSY_KNOWN, BUSY_NEW = 1.2, 1.1
 """A worker is too busy for a prompt that it knows, or for a new one, with more than so many times the mean."""
-SPARE_CALLS = 8
-"""Calls that are no reason to call a worker busy."""
+SPARE_CALLS, SPARE_CALLS_MAX = 6, 12
+"""Calls of mean size that are no reason to call a worker busy: a few at first, more as more calls are counted."""
+CALLS_PER_SPARE = 64
+CALL_CHUNKS = 4
+"""A call is as much work as so many chunks, beside its own."""
 HALVING_CALLS = 2_048
 """Load and traffic count half after so many calls."""
 MARKS_MAX = 65_536
@@ -63,6 +66,14 @@ def depths(count: int) -> list[int]:
     return found
 
 
+def depth_of(marks_count: int) -> int:
+    """Returns the depth of the last of so many marks."""
+    if marks_count <= DENSE:
+        return marks_count
+    doublings, eighths = divmod(marks_count - DENSE - 1, 8)
+    return DENSE * (8 + eighths + 1) * 2**doublings // 8
+
+
 class _Seen(NamedTuple):
     """One mark: where its prefix was sent last, and its traffic at an epoch."""
 
@@ -79,7 +90,9 @@ class Spreading:
         # Guarded by _lock, all below. The oldest marks come first.
         self._seen: dict[int, _Seen] = {}
         self._loads: dict[str, float] = {}
+        """The work asked of each worker lately, in chunks: a long prompt is more than a short one."""
         self._calls = 0.0
+        self._work = 0.0
         self._epoch = 0
 
     def chosen(self, marks: Marks, workers: Sequence[str], avoided: Collection[str] = ()) -> str:
@@ -108,7 +121,7 @@ class Spreading:
             return None
         worker = self._seen[marks[count - 1]].worker
         load = self._loads.get(worker, math.inf)
-        return worker if load <= BUSY_KNOWN * self._mean() + SPARE_CALLS else None
+        return worker if load <= BUSY_KNOWN * self._mean() + self._spare() else None
 
     def _placed(self, marks: Marks, workers: Sequence[str], avoided: Collection[str]) -> str:
         """Returns the worker for a prompt that is new here: the first of those it belongs to that is not too busy."""
@@ -121,7 +134,7 @@ class Spreading:
             if count == 1:
                 break
         among.sort(key=lambda each: weight(mark, each), reverse=True)
-        busy = BUSY_NEW * self._mean() + SPARE_CALLS
+        busy = BUSY_NEW * self._mean() + self._spare()
         ranked = [each for each in among + others if each not in avoided]
         return next((each for each in ranked if self._loads[each] <= busy), ranked[0])
 
@@ -132,17 +145,23 @@ class Spreading:
             self._seen[mark] = _Seen(worker, traffic, self._epoch)
         while len(self._seen) > MARKS_MAX:
             del self._seen[next(iter(self._seen))]
-        self._loads[worker] += 1
+        work = CALL_CHUNKS + depth_of(len(marks))
+        self._loads[worker] += work
+        self._work += work
         self._calls += 1
         if self._calls >= HALVING_CALLS:
             self._epoch += 1
-            self._calls /= 2
+            self._calls, self._work = self._calls / 2, self._work / 2
             self._loads = {each: load / 2 for each, load in self._loads.items()}
 
     def _traffic(self, mark: int) -> float:
         """Returns how many calls had this mark lately."""
         seen = self._seen.get(mark)
         return seen.traffic * 0.5 ** (self._epoch - seen.epoch) if seen is not None else 0.0
+
+    def _spare(self) -> float:
+        spare = min(SPARE_CALLS_MAX, SPARE_CALLS + self._calls / CALLS_PER_SPARE)
+        return spare * self._work / max(1.0, self._calls)
 
     def _mean(self) -> float:
         return sum(self._loads.values()) / max(1, len(self._loads))
