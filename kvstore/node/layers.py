@@ -56,7 +56,7 @@ class LayerReader:
         self._lock = threading.Lock()
         self._open: dict[int, tuple[Reader, Header]] = {}
         self._closed = False
-        self._size = AHEAD * group_size(count, 2 * chain.namespace.layout.section_bytes, self._lanes.width)
+        self._size = group_size(AHEAD * count, 2 * chain.namespace.layout.section_bytes, self._lanes.width)
         images = np.zeros(count, np.uint64)
         if self._slots is not None and self._slots.referred:
             present = [index for index, entry in enumerate(self._slots.entries) if entry is not None]

@@ -98,15 +98,15 @@ def test_a_collector_whose_put_stayed_unknown_is_listed_once() -> None:
 
 def test_two_collectors_empty_a_root_together(place: Place) -> None:
     node, chains = place.cluster.node(), [prompt(number, 6) for number in range(6)]
+    halves = (lambda count: range(0, count, 2), lambda count: range(1, count, 2))
+    collectors = [place.rounds(Config(ttl_s=60), shards=half) for half in halves]
+    for each in collectors:
+        each.run()  # one that has just started might adopt all that the other has begun
     for chain in chains:
         put(node, chain)
         place.age(chain)
-    halves = (lambda count: range(0, count, 2), lambda count: range(1, count, 2))
     summaries: list[Summary] = []
-    threads = [
-        threading.Thread(target=lambda h=half: summaries.append(place.rounds(Config(ttl_s=60), shards=h).run()))
-        for half in halves
-    ]
+    threads = [threading.Thread(target=lambda c=each: summaries.append(c.run())) for each in collectors]
     for thread in threads:
         thread.start()
     for thread in threads:
