@@ -52,7 +52,7 @@ def target_array(out: Any, layout: Layout) -> KvArray:
 
 
 def layer_arrays(out: Sequence[Any], layout: Layout, tokens: int) -> list[KvArray]:
-    """Returns the part for ``tokens`` of each of three arrays or more, to read layers into.
+    """Returns the part for ``tokens`` of each array to read layers into: three or more, or one for each layer.
 
     Raises InvalidRequest as ``target_array`` does, and for arrays that are too small, or share memory.
     """
@@ -64,8 +64,10 @@ def layer_arrays(out: Sequence[Any], layout: Layout, tokens: int) -> list[KvArra
                 f"out has an array of shape {array.shape}: expected contiguous K and V of at least {tokens} tokens"
             )
         arrays.append(whole[0, :, :tokens])
-    if len(arrays) < 3:
-        raise InvalidRequest(f"out has {len(arrays)} arrays: expected three or more, since two layers are read ahead")
+    if len(arrays) < (needed := min(3, layout.layers)):
+        raise InvalidRequest(
+            f"out has {len(arrays)} arrays: expected {needed} or more, as two layers are read ahead"
+        )
     if any(np.may_share_memory(*pair) for pair in combinations(arrays, 2)):
         raise InvalidRequest("out has arrays that share memory: give separate ones")
     return arrays

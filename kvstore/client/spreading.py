@@ -71,7 +71,7 @@ def depth_of(marks_count: int) -> int:
     if marks_count <= DENSE:
         return marks_count
     doublings, eighths = divmod(marks_count - DENSE - 1, 8)
-    return DENSE * (8 + eighths + 1) * 2**doublings // 8
+    return (DENSE * (9 + eighths) << doublings) // 8
 
 
 class _Seen(NamedTuple):

@@ -326,7 +326,7 @@ def test_memory_that_layers_cannot_be_read_into_is_refused(cache: Cache) -> None
     read_only = good[0].copy()
     read_only.flags.writeable = False
     for out, why in (
-        (good[:2], "three or more"),
+        (good[:2], "expected 3 or more"),
         ([*good, good[0][:, :-1]], "at least"),
         ([*good, np.empty((2, *KV.shape[2:], 2), KV.dtype)[..., 0]], "contiguous"),
         ([*good, good[0]], "share memory"),
