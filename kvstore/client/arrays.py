@@ -65,9 +65,7 @@ def layer_arrays(out: Sequence[Any], layout: Layout, tokens: int) -> list[KvArra
             )
         arrays.append(whole[0, :, :tokens])
     if len(arrays) < (needed := min(3, layout.layers)):
-        raise InvalidRequest(
-            f"out has {len(arrays)} arrays: expected {needed} or more, as two layers are read ahead"
-        )
+        raise InvalidRequest(f"out has {len(arrays)} arrays: expected {needed} or more, as two layers are read ahead")
     if any(np.may_share_memory(*pair) for pair in combinations(arrays, 2)):
         raise InvalidRequest("out has arrays that share memory: give separate ones")
     return arrays
