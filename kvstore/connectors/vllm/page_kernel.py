@@ -50,7 +50,8 @@ class PageKernel:
         _page[grid](columns, numbers, numbers.stride(0), words, words.stride(0), WORD=word, INTO_ROWS=into_rows)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+# Compiled once for each direction, whatever the number of blocks: an engine's step would wait for another variant.
+@triton.jit(do_not_specialize=["numbers", "numbers_stride", "row_words"])  # type: ignore[untyped-decorator]
 def _page(columns, numbers, numbers_stride, rows, row_words, WORD: tl.constexpr, INTO_ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Moves one page: that of row ``program_id(0)`` in view ``program_id(1)``."""
     row, view, views = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
