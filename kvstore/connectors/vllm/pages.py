@@ -97,10 +97,12 @@ class Pages:
 
         Raises Overloaded if the device has no memory to spare.
         """
-        host, numbers, arrived = self.host(len(blocks)), self._numbers(blocks), None
+        numbers = self._numbers(blocks)
         if self._bus is None:
-            self._gather(numbers, host)
-            return Copy(host)
+            rows = torch.empty((len(blocks), self.block_bytes), dtype=torch.uint8, device=self._device)
+            self._gather(numbers, rows)
+            return Copy(rows.cpu())
+        host, arrived = self.host(len(blocks)), None
         for part in self._at_once(len(blocks)):
             staged = self._bus.outward()
             self._gather(numbers[:, part], staged.rows(host[part]))
@@ -124,7 +126,7 @@ class Pages:
         Raises Overloaded if the device has no memory to spare.
         """
         if self._bus is None:
-            self._scatter(self._numbers(blocks), source)
+            self._scatter(self._numbers(blocks), source.to(self._device))
             return
         try:
             for part in self._at_once(len(blocks)):
