@@ -280,8 +280,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 asked.plot.write_text(svg(table))
     if asked.save:
         hypothesis = " ".join((__doc__ or "").split("Hypothesis: ")[1].split("\n\n")[0].split())
-        took_s = time.monotonic() - began_s
-        save(Result("blending", hypothesis, tuple(conditions), machine, tables, [], took_s), asked.save)
+        took_s, name = time.monotonic() - began_s, "blending" if asked.speed is None else "blending-speed"
+        save(Result(name, hypothesis, tuple(conditions), machine, tables, [], took_s), asked.save)
     return 0
 
 

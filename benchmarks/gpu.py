@@ -32,6 +32,7 @@ from benchmarks.result import Cell, Result, Table, markdown, save
 from benchmarks.rounds import GIB, in_turns
 from kvstore.client import Store
 from kvstore.connectors.transformers import prefill_with_store
+from kvstore.connectors.vllm.bus import PART_BYTES
 from kvstore.connectors.vllm.pages import Copy, Pages
 
 BLOCK_TOKENS = 16
@@ -46,9 +47,8 @@ COLUMNS = (
     "of no store",
     "GiB/s",
 )
-LEAVING_BYTES = 64 << 20
 LEAVING = 4
-"""Parts of ``LEAVING_BYTES`` that are on their way to the host at once."""
+"""Parts that are on their way to the host at once."""
 QUEUED = 3
 """Matrix products that wait for the device."""
 ROUNDING = 2**-6
@@ -179,7 +179,7 @@ class Moves:
 
     def move_out(self) -> None:
         """Moves all pages to the host, some at once, as the steps of an engine do."""
-        size, leaving = max(1, LEAVING_BYTES // self.pages.block_bytes), deque[Copy]()
+        size, leaving = max(1, PART_BYTES // self.pages.block_bytes), deque[Copy]()
         for start in range(0, len(self.blocks), size):
             leaving.append(self.pages.copy_out(self.blocks[start : start + size]))
             if len(leaving) > LEAVING:
@@ -326,7 +326,7 @@ class Prefill:
 
 @contextmanager
 def opened(root: Path, memory_bytes: int) -> Iterator[Store]:
-    """A store with deadlines that a long prompt needs."""
+    """A store of this process alone, with that much memory for chunks."""
     with kvstore.open(root, max_bytes=None, memory=memory_bytes) as store:
         yield store
 
@@ -351,7 +351,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--small", action="store_true", help="a tiny model, to see that it runs")
     parser.add_argument("--save", type=Path, metavar="FOLDER", help="keep the raw figures there, as JSON")
     asked = parser.parse_args(arguments)
-    began_s = time.monotonic()
+    began_s, machine = time.monotonic(), describe()
     is_small = asked.small or not torch.cuda.is_available()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shape = SMALL if is_small else LLAMA_8B
@@ -373,7 +373,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     show(tables[1])
     if asked.save:
         hypothesis = " ".join((__doc__ or "").split("Hypotheses: ")[1].split())
-        save(Result("gpu", hypothesis, conditions, describe(), tables, [], time.monotonic() - began_s), asked.save)
+        name, took_s = "gpu-small" if is_small else "gpu", time.monotonic() - began_s
+        save(Result(name, hypothesis, conditions, machine, tables, [], took_s), asked.save)
     return 0
 
 

@@ -60,7 +60,8 @@ def write(results: Sequence[Result], folder: Path) -> Path:
 
 def _section(result: Result, folder: Path) -> str:
     machine = result.machine
-    quiet = "quiet before the run" if machine["quiet"] else "SHARED: others were at work on it"
+    said = {True: "quiet before the run", False: "SHARED: others were at work on it"}
+    quiet = said.get(machine["quiet"], "nobody looked")
     about = (
         f"{machine['cores']} cores ({machine['cpu']}), {machine['memory_gib']} GiB, Linux {machine['kernel']}, Python "
         f"{machine['python']}, numpy {machine['numpy']}, fio {machine['fio']}, native data path {machine['native']}, "

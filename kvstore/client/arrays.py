@@ -6,9 +6,9 @@ tokens of a chunk are one run of bytes. Planes need not be adjacent, so a slice 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import combinations
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -57,6 +57,8 @@ def layer_arrays(out: Sequence[Any], layout: Layout, tokens: int) -> list[KvArra
     Raises InvalidRequest as ``target_array`` does, and for arrays that are too small, or share memory.
     """
     one, arrays = replace(layout, layers=1), list[KvArray]()
+    if not isinstance(out, Iterable):
+        raise InvalidRequest(f"out is a {type(out).__name__}: expected three arrays or more")
     for array in out:
         whole = target_array(np.expand_dims(array, 0) if isinstance(array, np.ndarray) else array, one)
         if whole.shape[2] < tokens or not _has_contiguous_planes(whole):
@@ -66,7 +68,8 @@ def layer_arrays(out: Sequence[Any], layout: Layout, tokens: int) -> list[KvArra
         arrays.append(whole[0, :, :tokens])
     if len(arrays) < (needed := min(3, layout.layers)):
         raise InvalidRequest(f"out has {len(arrays)} arrays: expected {needed} or more, as two layers are read ahead")
-    if any(np.may_share_memory(*pair) for pair in combinations(arrays, 2)):
+    planes = sorted((plane.__array_interface__["data"][0], plane.nbytes) for array in arrays for plane in array)
+    if any(start + size > following for (start, size), (following, _) in pairwise(planes)):
         raise InvalidRequest("out has arrays that share memory: give separate ones")
     return arrays
 

@@ -287,10 +287,11 @@ class Hold:
         return self._held.view()
 
     def layers(self, out: Sequence[KvArray] | None = None) -> Iterator[tuple[int, KvArray, KvArray]]:
-        """Yields ``(layer, k, v)``, each of shape ``(tokens, kv_heads, head_dim)``; the next two are read meanwhile.
+        """Yields ``(layer, k, v)``, each of shape ``(tokens, kv_heads, head_dim)``; the next ones are read meanwhile.
 
-        With ``out``, three arrays or more of shape ``(2, m, kv_heads, head_dim)`` with m >= ``tokens``, the layers are
-        read into them in turn: of n arrays, a layer stays where it is until the one n - 2 behind it is asked for.
+        With ``out``, arrays of shape ``(2, m, kv_heads, head_dim)`` with m >= ``tokens``, the layers are read into them
+        in turn: of n arrays, a layer stays where it is until the one n - 2 behind it is asked for. Give three or more,
+        or one for each layer.
 
         Raises HoldBroken if a chunk is lost on the way; the first ``tokens_valid`` tokens are unaffected.
         """

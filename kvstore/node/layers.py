@@ -24,7 +24,7 @@ from kvstore.results import LayerMemory
 from kvstore.root.interface import Reader
 
 AHEAD = 2
-"""Layers that are read at once: the lanes go on with the second while the last chunks of the first come."""
+"""Layers that are read at once in this process: lanes go on with the second while the last chunks of the first come."""
 LIMIT_PER_READ = 4
 """Share of the process's limit of open files that one read keeps open."""
 
@@ -41,7 +41,11 @@ class LayerReader:
         count: int,
         files_max: int,
         tiers: TierStack | None = None,
+        *,
+        ahead: int = AHEAD,
     ) -> None:
+        """``ahead`` layers are read at once, beside the one that is in use."""
+        self._ahead = ahead
         self._chunks = chunks
         self._memory = tiers.memory if tiers is not None else None
         # Keep them in memory as long as this reads: a chunk that only memory has must not vanish between two layers.
@@ -56,14 +60,14 @@ class LayerReader:
         self._lock = threading.Lock()
         self._open: dict[int, tuple[Reader, Header]] = {}
         self._closed = False
-        self._size = group_size(AHEAD * count, 2 * chain.namespace.layout.section_bytes, self._lanes.width)
+        self._size = group_size(ahead * count, 2 * chain.namespace.layout.section_bytes, self._lanes.width)
         images = np.zeros(count, np.uint64)
         if self._slots is not None and self._slots.referred:
             present = [index for index, entry in enumerate(self._slots.entries) if entry is not None]
             images[present] = addresses_of(self._slots.present_images())
         self._runs = [
-            chunks.runs.of_layers(chain, images.copy(), self._size, max(1, self._files_max // AHEAD))
-            for _ in range(AHEAD)
+            chunks.runs.of_layers(chain, images.copy(), self._size, max(1, self._files_max // ahead))
+            for _ in range(ahead)
         ]
         """All chunks for native code, for the layers that are read at once; None if they must be read one by one."""
         self._readings: deque[Reading] = deque()
@@ -71,19 +75,19 @@ class LayerReader:
     def read(
         self, memory: Callable[[int], LayerMemory], deadline: Callable[[], Deadline]
     ) -> Generator[tuple[int, LayerMemory]]:
-        """Yields each layer once it is in ``memory(layer)``, verified. ``AHEAD`` more are begun when it is asked for.
+        """Yields each layer once it is in ``memory(layer)``, verified; the next ones are read then.
 
         Raises HoldBroken if a chunk was lost: the layers yielded so far stay valid for the tokens before it.
         """
         layers = self._chain.namespace.layout.layers
         filled: deque[LayerMemory] = deque()
         try:
-            for layer in range(min(AHEAD, layers)):
+            for layer in range(min(self._ahead, layers)):
                 filled.append(self._begin(layer, memory(layer)))
             for layer in range(layers):
                 self._wait(deadline())
-                if layer + AHEAD < layers:
-                    filled.append(self._begin(layer + AHEAD, memory(layer + AHEAD)))
+                if layer + self._ahead < layers:
+                    filled.append(self._begin(layer + self._ahead, memory(layer + self._ahead)))
                 yield layer, filled.popleft()
         finally:
             self.close()
@@ -106,7 +110,7 @@ class LayerReader:
 
     def _begin(self, layer: int, memory: LayerMemory) -> LayerMemory:
         """Begins to read a layer into ``memory``, and returns that."""
-        section_bytes, run, groups = self._chain.namespace.layout.section_bytes, self._runs[layer % AHEAD], None
+        section_bytes, run, groups = self._chain.namespace.layout.section_bytes, self._runs[layer % self._ahead], None
 
         def read(index: int, borrowed: Borrowed) -> bool:
             part = slice(index * section_bytes, (index + 1) * section_bytes)
@@ -156,7 +160,8 @@ class LayerReader:
             return self._chunks.read_range(reader, header, expected, 2 * layer, sections, borrowed)
         finally:
             with self._lock:
-                keep = not self._closed and len(self._open) < self._files_max
+                # Two layers of one chunk may be read at once: the other one's reader may be kept already.
+                keep = not self._closed and index not in self._open and len(self._open) < self._files_max
                 if keep:
                     self._open[index] = opened
             if not keep:

@@ -320,12 +320,25 @@ def test_layers_are_read_into_memory_of_the_caller_in_turn(cache: Cache) -> None
         assert len(read) == SMALL.layers
 
 
+def test_layers_are_read_into_parts_of_one_array(cache: Cache) -> None:
+    cache.put(TOKENS, KV)
+    by_place = np.empty((2, 3, *KV.shape[2:]), KV.dtype)
+    by_tokens = np.empty((2, 3 * len(TOKENS), *KV.shape[3:]), KV.dtype)
+    for out in (
+        [by_place[:, at] for at in range(3)],
+        [by_tokens[:, at * len(TOKENS) : (at + 1) * len(TOKENS)] for at in range(3)],
+    ):
+        with cache.hold(TOKENS) as hold:
+            for layer, k, v in hold.layers(out):
+                assert same(k, KV[layer, 0]) and same(v, KV[layer, 1])
+
+
 def test_memory_that_layers_cannot_be_read_into_is_refused(cache: Cache) -> None:
     cache.put(TOKENS, KV)
     good = [np.empty((2, *KV.shape[2:]), KV.dtype) for _ in range(3)]
     read_only = good[0].copy()
     read_only.flags.writeable = False
-    for out, why in (
+    wrong: list[tuple[Any, str]] = [
         (good[:2], "expected 3 or more"),
         ([*good, good[0][:, :-1]], "at least"),
         ([*good, np.empty((2, *KV.shape[2:], 2), KV.dtype)[..., 0]], "contiguous"),
@@ -334,7 +347,9 @@ def test_memory_that_layers_cannot_be_read_into_is_refused(cache: Cache) -> None
         ([*good, KV[0].tolist()], "numpy array"),
         ([*good, read_only], "read-only"),
         ([*good, good[0][0]], "shape"),
-    ):
+        (5, "three arrays"),
+    ]
+    for out, why in wrong:
         with cache.hold(TOKENS) as hold, pytest.raises(InvalidRequest, match=why):
             next(hold.layers(out))
 

@@ -116,11 +116,14 @@ def test_blocks_that_find_no_room_are_settled_as_not_stored() -> None:
     half.close(0.0)
 
 
-def test_a_gpu_without_memory_to_spare_costs_only_what_is_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [Overloaded("the GPU has no memory to spare"), RuntimeError("out of memory")])
+def test_a_gpu_without_memory_to_spare_costs_only_what_is_not_stored(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
     half = storer(Store())
 
     def full(_: object, blocks: Sequence[int]) -> Any:
-        raise Overloaded("the GPU has no memory to spare")
+        raise error
 
     with monkeypatch.context() as patch:
         patch.setattr(Pages, "copy_out", full)

@@ -14,6 +14,7 @@ import pytest
 
 from kvstore.client.store import Store
 from kvstore.errors import HoldBroken
+from kvstore.layout import Layout
 from kvstore.native import is_available
 from kvstore.native import library as native
 from kvstore.node.chunk_runs import ChunkRuns
@@ -83,6 +84,18 @@ def test_layers_are_right_with_however_few_files_open(
     with opened(tmp_root, native=False) as store:
         check(store, layout, tokens, kv)
     assert len(runs) == AHEAD
+
+
+def test_files_that_are_read_one_by_one_are_all_closed(tmp_root: Path) -> None:
+    layout = Layout(layers=8, kv_heads=2, head_dim=8, dtype="float16", chunk_tokens=16)
+    tokens = np.arange(40 * layout.chunk_tokens)
+    kv = kv_of(layout, tokens)
+    with opened(tmp_root, native=False) as store:
+        store.namespace("m", layout).put(tokens, kv)
+        before = open_files(tmp_root)
+        for _ in range(5):
+            check(store, layout, tokens, kv)
+        assert open_files(tmp_root) == before
 
 
 def test_between_two_layers_no_more_files_are_open_than_allowed(tmp_root: Path) -> None:

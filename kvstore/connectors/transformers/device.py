@@ -5,6 +5,7 @@ Pinned memory takes long to get, so a few layers' worth of it is used in turn; t
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -15,6 +16,8 @@ from kvstore.client import Hold
 from kvstore.connectors.transformers.kept import Kept
 from kvstore.errors import HoldBroken
 from kvstore.layout import Layout
+
+log = logging.getLogger(__name__)
 
 AT_ONCE_BYTES = 1 << 30
 """The largest prefix that is read at once."""
@@ -101,7 +104,12 @@ class Leaving:
 
 
 def _pinned(shape: Any, dtype: Any) -> Any:
-    return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
+    """Returns pinned memory, or ordinary memory if the system has none left to pin: copies then wait, as they must."""
+    try:
+        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
+    except RuntimeError as error:
+        log.warning("prefill.not_pinned %s", error)
+        return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 def _event(stream: Any) -> Any:

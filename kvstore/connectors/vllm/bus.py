@@ -7,6 +7,7 @@ own, so that the engine's stream waits for none of them: it only gathers the pag
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,10 +18,12 @@ import torch
 from kvstore.errors import Overloaded
 
 PART_BYTES = 64 << 20
-"""Size of one copy: large enough for the speed of the bus."""
+"""Size of one copy over the bus, and of what is put at once: large enough for the speed of the bus."""
 OUTWARD_PARTS = 8
 """Parts on their way to the host: behind so many the engine's stream waits for the bus."""
 INWARD_PARTS = 3
+FULL_S = 10.0
+"""Pause after the device had no memory for a part."""
 
 
 class Part:
@@ -43,24 +46,29 @@ class Parts:
         self._size_bytes = size_bytes
         self._count_max = count_max
         self._parts: deque[Part] = deque()
+        self._full_until_s = 0.0
 
     def take(self) -> Part:
         """Returns the next part, for which the current stream waits. Raises Overloaded if there is none at all."""
         if not self._parts or (len(self._parts) < self._count_max and not self._parts[0].free.query()):
             self._grow()
+        if not self._parts:
+            raise Overloaded(
+                f"the GPU has no {self._size_bytes >> 20} MiB to spare for KV on its way: leave the engine less"
+            )
         part = self._parts.popleft()
         self._parts.append(part)
         torch.cuda.current_stream(self._device).wait_event(part.free)
         return part
 
     def _grow(self) -> None:
+        """Adds a part, unless the device had no memory for one just now: each try empties torch's own cache."""
+        if time.monotonic() < self._full_until_s:
+            return
         try:
             self._parts.appendleft(Part(torch.empty(self._size_bytes, dtype=torch.uint8, device=self._device)))
-        except torch.OutOfMemoryError as cause:
-            if not self._parts:
-                raise Overloaded(
-                    f"the GPU has no {self._size_bytes >> 20} MiB to spare for KV on its way: leave the engine less"
-                ) from cause
+        except torch.OutOfMemoryError:
+            self._full_until_s = time.monotonic() + FULL_S
 
 
 class Bus:

@@ -6,6 +6,7 @@ namespace says which order that is.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -15,10 +16,12 @@ import numpy.typing as npt
 import torch
 
 from kvstore.connectors.vllm.bus import PART_BYTES, Bus
-from kvstore.errors import InvalidRequest
+from kvstore.errors import InvalidRequest, Overloaded
 
 if TYPE_CHECKING:
     from kvstore.connectors.vllm.page_kernel import PageKernel
+
+log = logging.getLogger(__name__)
 
 Rows = npt.NDArray[np.uint8]
 """Host memory of shape ``(blocks, block_bytes)``."""
@@ -163,9 +166,12 @@ class Pages:
 
             self._kernel = PageKernel(self._views, self._spans, self._groups)
         block = [(0,) * (1 + max(self._groups))]
-        copy = self.copy_out(block)
-        copy.rows()
-        self.write(copy.host, block, self.now())
+        try:
+            copy = self.copy_out(block)
+            copy.rows()
+            self.write(copy.host, block, self.now())
+        except Overloaded as error:
+            log.warning("kvstore: nothing is stored or loaded until there is memory: %s", error)
 
     def _numbers(self, blocks: Sequence[Sequence[int]]) -> Any:
         """Returns the numbers of the blocks on the device, one row per group."""

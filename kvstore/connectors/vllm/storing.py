@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from kvstore.background import Tasks
+from kvstore.connectors.vllm.bus import PART_BYTES
 from kvstore.connectors.vllm.counts import EngineCount, EngineCounts
 from kvstore.connectors.vllm.link import Link
 from kvstore.connectors.vllm.messages import Run
@@ -24,8 +25,6 @@ from kvstore.waiting import Flag
 
 log = logging.getLogger(__name__)
 
-COPY_BYTES = 32 << 20
-"""Size of the parts that are copied out, and put at once."""
 AT_ONCE_MAX = 2_048
 """Blocks copied out and put at once: their descents are below the limit of one put (kvstore/wire/limits.py)."""
 FULL_PAUSE_S = 1.0
@@ -67,14 +66,14 @@ class Storer:
 
         Blocks already being stored are skipped; those without room, or without a store, are dropped.
         """
-        at_once = max(1, min(COPY_BYTES // self._pages[run.cluster].block_bytes, AT_ONCE_MAX))
+        at_once = max(1, min(PART_BYTES // self._pages[run.cluster].block_bytes, AT_ONCE_MAX))
         for start in range(0, len(run.keys), at_once):
             part = self._admit(run.picked(range(start, min(start + at_once, len(run.keys)))))
             if part is not None:
                 try:
                     copy = self._pages[part.cluster].copy_out(part.blocks)
                     is_begun = self._thread.submit(partial(self._serve, part, copy))
-                except Overloaded as error:
+                except Exception as error:  # noqa: BLE001 - the device's too: the engine's step goes on all the same
                     log.warning("kvstore: blocks are not stored: %s", error)
                     is_begun = False
                 if not is_begun:

@@ -10,7 +10,6 @@ import numpy as np
 from kvstore.counts import WorkerCount
 from kvstore.errors import InvalidRequest
 from kvstore.node.holds import Hold
-from kvstore.node.layers import AHEAD
 from kvstore.node.node import Node
 from kvstore.results import LayerMemory
 from kvstore.sections import Planes
@@ -32,19 +31,18 @@ def layers_of(
     if count < hold.count:
         raise InvalidRequest(f"chunks_max is {count}: expected 0 or {hold.count} for a hold read layer by layer")
     plane_bytes = count * hold.chain.namespace.layout.section_bytes
-    # One is sent while the next are read.
-    turns = 1 + AHEAD
-    with in_flight.reserved(turns * 2 * plane_bytes):
-        each = [buffers.take(2 * plane_bytes) for _ in range(turns)]
+    with in_flight.reserved(4 * plane_bytes):
+        both = [buffers.take(2 * plane_bytes) for _ in range(2)]
 
         def memory(layer: int) -> LayerMemory:
-            return LayerMemory(each[layer % turns][:plane_bytes], each[layer % turns][plane_bytes:])
+            # Two buffers in turn: when a layer begins, the one before the last has been sent.
+            return LayerMemory(both[layer % 2][:plane_bytes], both[layer % 2][plane_bytes:])
 
         each_s = seconds_left(context, node.limits.read_deadline_s)
-        with closing(node.read_layers(hold, memory, each_s)) as layers:
+        with closing(node.read_layers(hold, memory, each_s, ahead=1)) as layers:
             for layer, _ in layers:
-                yield layer, each[layer % turns]
-        for buffer in each:  # whoever missed its deadline may still be reading into them: then this is not reached
+                yield layer, both[layer % 2]
+        for buffer in both:  # whoever missed its deadline may still be reading into them: then this is not reached
             buffers.give(buffer)
 
 
