@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -116,19 +117,24 @@ def test_a_clear_is_told_before_it_deletes_and_what_it_spares_again(clustered: C
     cache = Store(LocalPort(node)).namespace(SPACE.name, TINY)
     cache.pin(pinned.tokens, ttl=3600)
     following.catch_up()
-    seen = []
-    removed = node.node.root.remove
+    told: list[str] = []
+    removed, one_by_one = node.node.root.remove, threading.Lock()
+
+    def is_told() -> bool:
+        following.step()
+        return not following.heard
 
     def remove(name: places.Name) -> bool:
         if name.startswith(places.CHUNKS):
-            following.step()
-            seen.append(bool(following.heard))
+            with one_by_one:
+                eventually(is_told, "it was told before the file goes, though the watch may take its time")
+                told.append(name)
         return removed(name)
 
     node.node.root.remove = remove  # type: ignore[method-assign]
     node.clear(SPACE)
     node.node.root.remove = removed  # type: ignore[method-assign]
-    assert seen and not any(seen), "nothing was told as stored when the first file went"
+    assert len(told) == len(gone), "each file went after it was told"
     following.catch_up()
     assert following.heard == following.on_root() == addresses(pinned.addresses)
 
