@@ -18,6 +18,7 @@ from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
 from kvstore.node.images import addresses_of, copy_sections
 from kvstore.node.lanes import Lanes
+from kvstore.node.limits import Limits
 from kvstore.node.reading import Groups, Reading, files_at_most, group_size
 from kvstore.node.tier_stack import TierStack
 from kvstore.results import LayerMemory
@@ -39,9 +40,8 @@ class LayerReader:
         counters: Counters,
         chain: Chain,
         count: int,
-        files_max: int,
+        limits: Limits,
         tiers: TierStack | None = None,
-        *,
         ahead: int = AHEAD,
     ) -> None:
         """``ahead`` layers are read at once, beside the one that is in use."""
@@ -56,7 +56,7 @@ class LayerReader:
         self._counters = counters
         self._chain = chain
         self._count = count
-        self._files_max = files_at_most(files_max, LIMIT_PER_READ)
+        self._files_max = files_at_most(limits.open_files_max, LIMIT_PER_READ)
         self._lock = threading.Lock()
         self._open: dict[int, tuple[Reader, Header]] = {}
         self._closed = False

@@ -266,12 +266,7 @@ class Node:
         self.reads.used(hold.chain.leading(count))
 
     def read_layers(
-        self,
-        hold: Hold,
-        memory: Callable[[int], LayerMemory],
-        deadline_s: float | None = None,
-        *,
-        ahead: int = AHEAD,
+        self, hold: Hold, memory: Callable[[int], LayerMemory], deadline_s: float | None = None, ahead: int = AHEAD
     ) -> Generator[tuple[int, LayerMemory]]:
         """Yields each layer once all held tokens of it are in ``memory(layer)``, the ``ahead`` next being read then.
 
@@ -283,14 +278,7 @@ class Node:
             return
         self._bring_foreign(hold, self._deadline(deadline_s, self.limits.read_deadline_s))
         reader = LayerReader(
-            self._chunks,
-            self._lanes,
-            self.counters,
-            hold.chain,
-            hold.count,
-            self.limits.open_files_max,
-            self.tiers,
-            ahead=ahead,
+            self._chunks, self._lanes, self.counters, hold.chain, hold.count, self.limits, self.tiers, ahead
         )
         for layer, filled in reader.read(memory, partial(self._deadline, deadline_s, self.limits.read_deadline_s)):
             self.holds.check(hold)
