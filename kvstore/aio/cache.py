@@ -67,7 +67,7 @@ class Hold(Twin[cache.Hold]):
     release = awaited(cache.Hold.release)
 
     async def layers(self, out: Sequence[KvArray] | None = None) -> AsyncIterator[tuple[int, KvArray, KvArray]]:
-        """Yields ``(layer, k, v)`` as the synchronous one does, the next layer being read meanwhile."""
+        """Yields ``(layer, k, v)`` as the synchronous one does, the next ones being read meanwhile."""
         layers = self._twin.layers(out)
         try:
             while (layer := await self._threads.run(lambda: next(layers, None))) is not None:

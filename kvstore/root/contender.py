@@ -97,7 +97,7 @@ def link_names(folder: str, prefix: str, names_count: int, at_s: float, me: str)
 def rename_into(folder: str, fence: str, stop: str, me: str) -> int:
     """Renames files into folder ``fence`` as fast as it can until ``stop`` exists; returns how many got in.
 
-    Slower where one folder stands for long: whoever empties it on a busy machine might never come to an end.
+    It slows down while one folder stays: on a busy machine the other process could never empty it otherwise.
     """
     count = in_a_row = 0
     source = f"{folder}/{fence}-source-{me}"

@@ -172,6 +172,12 @@ class Pages:
             self.write(copy.host, block, self.now())
         except Overloaded as error:
             log.warning("kvstore: nothing is stored or loaded until there is memory: %s", error)
+        except Exception as error:
+            if self._kernel is None:
+                raise
+            # Triton compiles with the host's C compiler, which may be missing: torch moves the pages as well.
+            log.warning("kvstore: pages are moved layer by layer, as the kernel does not run here: %s", error)
+            self._kernel = None
 
     def _numbers(self, blocks: Sequence[Sequence[int]]) -> Any:
         """Returns the numbers of the blocks on the device, one row per group."""
