@@ -68,10 +68,10 @@ def test_a_model_starts_before_the_last_layer_is_there(store: Store, monkeypatch
     model = llama()
     filled(model, store, 48)
     steps = list[tuple[str, int]]()
-    arriving, run = prefill.arriving, kept.run
+    run = kept.run
 
     def seen(*given: Any) -> Iterator[Any]:
-        for layer, rows in enumerate(arriving(*given)):
+        for layer, rows in enumerate(device.arriving(*given)):
             steps.append(("came", layer))
             yield rows
 
@@ -95,10 +95,10 @@ def test_a_chunk_that_is_lost_meanwhile_is_computed_anew(
 ) -> None:
     model = llama()
     filled(model, store, stored)
-    arriving, lost = prefill.arriving, list[Path]()
+    lost = list[Path]()
 
     def losing(held: Any, *given: Any) -> Iterator[Any]:
-        for layer, rows in enumerate(arriving(held, *given)):
+        for layer, rows in enumerate(device.arriving(held, *given)):
             if layer == after and not lost:
                 lost.extend(chunk_files(tmp_root))
                 for file in lost:
