@@ -108,18 +108,21 @@ class Planes(Laid):
 class Buffers(Laid):
     """One buffer for each engine-hashed block from index ``first`` on, whose only section it is."""
 
-    __slots__ = ("_buffers", "_first")
+    __slots__ = ("_buffers", "_first", "_is_writable")
 
     def __init__(self, buffers: Sequence[memoryview], first: int = 0) -> None:
         self._buffers = buffers
         self._first = first
+        self._is_writable: bool | None = None
 
     def __call__(self, index: int) -> list[memoryview]:
         return [self._buffers[index - self._first]]
 
     @property
     def is_writable(self) -> bool:
-        return not any(buffer.readonly for buffer in self._buffers)
+        if self._is_writable is None:  # each run of many asks
+            self._is_writable = not any(buffer.readonly for buffer in self._buffers)
+        return self._is_writable
 
     def covers(self, first: int, count: int) -> bool:
         start = first - self._first

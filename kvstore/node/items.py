@@ -36,7 +36,7 @@ class Items:
         """Sets where the sections are; ``fills`` says that they will be written to."""
         items, indexes = self.items, self._indexes
         if isinstance(sections, Laid):
-            assert sections.is_writable or not fills
+            assert not fills or sections.is_writable
             self.alive += sections.lay(indexes, items)
             return
         each = list(map(sections, indexes))

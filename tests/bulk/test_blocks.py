@@ -6,6 +6,7 @@ import hashlib
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -40,9 +41,11 @@ def keys_of(seed: int, count: int = COUNT) -> list[bytes]:
     return [hashlib.blake2b(f"{seed}/{at}".encode(), digest_size=16 + at % 49).digest() for at in range(count)]
 
 
+@lru_cache(maxsize=4)
 def blocks_of(seed: int, count: int = COUNT, sizes: tuple[int, ...] = SIZES) -> list[Bytes]:
-    random = np.random.default_rng(seed)
-    return [random.integers(0, 256, sizes[at % len(sizes)], np.uint8) for at in range(count)]
+    lengths = [sizes[at % len(sizes)] for at in range(count)]
+    content = np.frombuffer(np.random.default_rng(seed).bytes(sum(lengths)), np.uint8)
+    return np.split(content, np.cumsum(lengths)[:-1])
 
 
 def buffers_for(blocks: list[Bytes]) -> list[Bytes]:

@@ -11,9 +11,9 @@ Sample = tuple[float, int]
 
 
 def used_bytes(root: Path) -> int:
-    """The sum of all chunk files."""
-    total = 0
-    for folder in os.scandir(root / "chunks"):
+    """The sum of all chunk files; 0 before the first put."""
+    total, chunks = 0, root / "chunks"
+    for folder in os.scandir(chunks) if chunks.exists() else ():
         for entry in os.scandir(folder.path):
             try:
                 total += entry.stat().st_size
