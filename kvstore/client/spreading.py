@@ -24,16 +24,16 @@ Marking = Callable[[], Marks]
 
 DENSE = 16
 """Every chunk up to this depth has a mark; then eight of them in each doubling of the depth."""
-KNOWN_SHARE = 0.5
+KNOWN_SHARE = 0.65
 """A prompt goes where it was if so much of it is known."""
-GROWTH = 2.0
+GROWTH = 3.0
 """Workers of a prefix for each that its share of the traffic asks for: one more is little loss, one less is a queue."""
-BUSY_KNOWN, BUSY_NEW = 1.2, 1.1
+BUSY_KNOWN, BUSY_NEW = 1.2, 1.08
 """A worker is too busy for a prompt that it knows, or for a new one, with more than so many times the mean."""
-SPARE_CALLS, SPARE_CALLS_MAX = 6, 12
+SPARE_CALLS, SPARE_CALLS_MAX = 6, 16
 """Calls of mean size that are no reason to call a worker busy: a few at first, more as more calls are counted."""
-CALLS_PER_SPARE = 64
-CALL_CHUNKS = 4
+CALLS_PER_SPARE = 32
+CALL_CHUNKS = 6
 """A call is as much work as so many chunks, beside its own."""
 HALVING_CALLS = 2_048
 """Load and traffic count half after so many calls."""

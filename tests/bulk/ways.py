@@ -38,7 +38,7 @@ def tokens_and_kv(
 
 def same(one: npt.NDArray[np.generic], other: npt.NDArray[np.generic]) -> bool:
     """True if two arrays have the same bytes."""
-    return one.shape == other.shape and one.tobytes() == other.tobytes()
+    return one.shape == other.shape and np.array_equal(one.view(np.uint8), other.view(np.uint8))
 
 
 def offered(served: Served) -> pb.OpenBulkResponse:
