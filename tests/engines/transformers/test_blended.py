@@ -6,6 +6,7 @@ import copy
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import numpy as np
@@ -145,6 +146,19 @@ def test_generate_goes_on_from_it(filled: Store) -> None:
     blended = prefill_blended(model, ids(1, 0), starts(1, 0), filled, segment_tokens=PIECE)
     assert blended.past.get_seq_length() == ids(1, 0).shape[1] - 1
     assert len(generated(model, ids(1, 0), blended.past)) == 12
+
+
+def test_the_example_of_the_guide_runs(store: Store) -> None:
+    page = Path(__file__, "../../../../docs/blending.md").resolve().read_text()
+    example = page.partition("## Use it")[2].partition("    from ")[2].partition("\n\n`")[0]
+    model, documents = made(), [prompt(130, seed=21), prompt(70, seed=22)]
+    segments = model_cache(model, store).segments(Decoder(model).rope())
+    segments.record(verdict_for(segments))
+    given = torch.cat((torch.tensor([[BOS]]), documents[1], documents[0], QUESTION), 1)
+    names: dict[str, Any] = {"model": model, "documents": documents, "store": store}
+    names |= {"input_ids": given, "starts": [1, 71]}
+    exec(dedent("    from " + example), names)
+    assert names["blended"].found == 64 + 128 and isinstance(names["blended"].past, BlendedCache)
 
 
 def test_it_works_through_a_worker(tmp_root: Path) -> None:
