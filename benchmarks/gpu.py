@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -31,9 +30,8 @@ from benchmarks.contents import WrongBytes
 from benchmarks.machine import describe, file_system
 from benchmarks.result import Cell, Result, Table, markdown, save
 from benchmarks.rounds import GIB, in_turns
-from kvstore.client import Cache, Store
+from kvstore.client import Store
 from kvstore.connectors.transformers import prefill_with_store
-from kvstore.connectors.transformers.coming import Coming
 from kvstore.connectors.vllm.bus import PART_BYTES
 from kvstore.connectors.vllm.pages import Copy, Pages
 
@@ -49,9 +47,6 @@ COLUMNS = (
     "of no store",
     "GiB/s",
 )
-HALVES = ("tokens", "MB loaded", "loaded first s", "while it computes s", "of loaded first")
-HALVES_TOKENS_MAX = 65_536
-"""Longer prompts with one half stored take minutes: transformers computes behind stored tokens with a mask."""
 LEAVING = 4
 """Parts that are on their way to the host at once."""
 QUEUED = 3
@@ -251,36 +246,6 @@ class Prefill:
         source = torch.Generator().manual_seed(1000 * tokens + seed)
         return torch.randint(3, self.shape.vocabulary, (1, tokens + 1), generator=source).to(self._device)
 
-    def half_stored(self, root: Path, tokens: int, rounds: int) -> list[Cell]:
-        """Medians for a prompt of which a half is stored; what storing the other half costs is left out."""
-        half = tokens // 2 // CHUNK_TOKENS * CHUNK_TOKENS
-        with opened(root, 0) as store:
-            asked = self.prompt(tokens, 1)
-            self._prefill_s(asked[:, : half + 1], store)
-
-            def once() -> float:
-                before = loaded_bytes(store)
-                took_s = self._prefill_s(asked, store)
-                if (read := loaded_bytes(store) - before) < half * self.shape.token_bytes:
-                    raise WrongBytes(f"{read} bytes were loaded")
-                return took_s
-
-            def first() -> float:
-                with patch.object(Coming, "begin", Coming.finish):
-                    return once()
-
-            with patch.object(Cache, "put"):
-                found = in_turns({"first": first, "meanwhile": once}, rounds)
-        first_s, meanwhile_s = (median(each[way] for each in found) for way in ("first", "meanwhile"))
-        return [tokens, half * self.shape.token_bytes / 1e6, first_s, meanwhile_s, meanwhile_s / first_s]
-
-    def _prefill_s(self, prompt: torch.Tensor, store: Store) -> float:
-        _wait(self._device)
-        began_s = time.perf_counter()
-        prefill_with_store(self._model, prompt, store, chunk_tokens=CHUNK_TOKENS, fingerprint="random")
-        _wait(self._device)
-        return time.perf_counter() - began_s
-
     def first_token_s(self, prompt: torch.Tensor, store: Store | None, *, is_warm: bool = False) -> float:
         """Time to first token.
 
@@ -406,13 +371,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "KV that was loaded equals what was computed to the last bit; so does the first token, but for rounding",
         )
         tables.append(Table("Time to first token", COLUMNS, rows))
-        show(tables[-1])
-        rows = [
-            prefill.half_stored(Path(folder) / f"{tokens} half", tokens, asked.rounds)
-            for tokens in lengths
-            if tokens <= HALVES_TOKENS_MAX
-        ]
-        tables.append(Table("Prefill with its first half stored", HALVES, rows))
         show(tables[-1])
     if asked.save:
         hypothesis = " ".join((__doc__ or "").split("Hypotheses: ")[1].split())

@@ -54,23 +54,17 @@ def arriving(held: Hold, layout: Layout, kept: Kept) -> Iterator[Any]:
 
 
 def _moved(layers: Iterable[tuple[int, Any]], kept: Kept, at_once: int) -> Iterator[Any]:
-    """Moves layers from pinned memory to their devices; asks for more once fewer than ``at_once`` are on the bus.
-
-    A layer may still be on the bus when it is yielded: what its device is asked to do afterwards waits for it.
-    """
-    streams = {device: torch.cuda.Stream(device) for device in set(kept.devices)}
+    """Moves layers from pinned memory to their devices; asks for more once fewer than ``at_once`` are on the bus."""
     sent = deque[Any]()
     for layer, pinned in layers:
         device = kept.devices[layer]
-        with torch.cuda.stream(streams[device]):
-            rows = pinned.to(device, non_blocking=True)
-        sent.append(_event(streams[device]))
-        computing = torch.cuda.current_stream(device)
-        computing.wait_event(sent[-1])
-        rows.record_stream(computing)
+        rows = pinned.to(device, non_blocking=True)
+        sent.append(_event(torch.cuda.current_stream(device)))
         yield rows
         if len(sent) == at_once:
             sent.popleft().synchronize()
+    while sent:
+        sent.popleft().synchronize()
 
 
 class Leaving:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -11,7 +11,6 @@ import torch
 from transformers import DynamicCache
 
 from kvstore.client import Cache, Store
-from kvstore.connectors.transformers.coming import Coming
 from kvstore.connectors.transformers.device import Leaving, arriving, has_gpu
 from kvstore.connectors.transformers.kept import Kept, check_prompt, run
 from kvstore.connectors.transformers.namespace import CHUNK_TOKENS, check_cache, checked, model_cache
@@ -74,61 +73,63 @@ def prefill_with_store(
             log.warning("prefill.without_store %s", error)
     end = (input_ids.shape[1] - 1) // chunk_tokens * chunk_tokens
     prefix = input_ids[:, :end]
-    past, loaded, computed = _prefilled(model, kept, cache, prefix, piece_tokens or end)
-    if cache is not None and loaded < end:
-        _store(cache, prefix, computed, loaded)
+    past, loaded = DynamicCache(config=model.config), 0
+    if cache is not None:
+        loaded = _load(cache, kept, prefix, past)
+    if loaded < end:
+        computed = _compute(model, kept, prefix, past, loaded, piece_tokens or end)
+        if cache is not None:
+            _store(cache, prefix, computed, loaded)
     log.debug("prefill.done tokens=%d loaded=%d computed=%d", input_ids.shape[1], loaded, end - loaded)
     return past
 
 
-def _prefilled(
-    model: Any, kept: Kept, cache: Cache | None, prefix: Any, piece_tokens: int
-) -> tuple[DynamicCache, int, Any]:
-    """Returns the KV of ``prefix``, how many of its tokens were loaded, and the KV of the others on the host."""
-
-    def behind(loaded: int, layers: Iterable[Any]) -> tuple[DynamicCache, int, Any]:
-        past = DynamicCache(config=model.config)
-        coming = Coming(past, kept, layers)
-        return past, loaded, _compute(model, kept, prefix, past, coming, loaded, piece_tokens)
-
+def _load(cache: Cache, kept: Kept, prefix: Any, past: Any) -> int:
+    """Fills ``past`` with the stored part of ``prefix``; returns its number of tokens."""
+    count, layers = 0, list[Any]()
     tokens = prefix[0].cpu().numpy()
     with suppress(*GO_ON):
-        if cache is not None and has_gpu(kept):
-            try:
-                with cache.hold(tokens) as held:
-                    return behind(held.tokens, arriving(held, cache.layout, kept) if held.tokens else ())
-            except (HoldBroken, Overloaded) as error:
-                log.debug("prefill.not_by_layers %s", error)
-        if cache is not None:
-            return behind(*_whole(cache, kept, tokens))
-    return behind(0, ())
+        if has_gpu(kept):
+            count, layers = _load_layers(cache, kept, tokens)
+        else:
+            count, layers = _load_whole(cache, kept, tokens)
+    for layer in range(len(layers)):
+        (k, v), layers[layer] = layers[layer], None
+        if kept.k != kept.v:
+            width = kept.k[0] * kept.k[1]
+            k, v = torch.cat((k, v), 1).split((width, kept.row - width), 1)
+        past.update(_heads(k, kept.k), _heads(v, kept.v), layer)
+    return count
 
 
-def _whole(cache: Cache, kept: Kept, tokens: Any) -> tuple[int, Iterable[Any]]:
+def _load_layers(cache: Cache, kept: Kept, tokens: Any) -> tuple[int, list[Any]]:
+    """Returns the number of stored tokens, and K and V of each layer, read while the one before is on the bus."""
+    try:
+        with cache.hold(tokens) as held:
+            return held.tokens, list(arriving(held, cache.layout, kept)) if held.tokens else []
+    except (HoldBroken, Overloaded) as error:
+        log.debug("prefill.not_by_layers %s", error)
+    return _load_whole(cache, kept, tokens)
+
+
+def _load_whole(cache: Cache, kept: Kept, tokens: Any) -> tuple[int, list[Any]]:
     """Returns the number of stored tokens, and K and V of each layer, once all are read."""
     count, array = cache.get(tokens)
     if not count:
-        return 0, ()
+        return 0, []
     # Through bytes: numpy and torch have no bfloat16 in common.
     rows = torch.from_numpy(array.view("u1")).view(kept.dtype).reshape(len(kept.devices), 2, count, -1)
-    return count, (rows[layer].to(device) for layer, device in enumerate(kept.devices))
+    return count, [rows[layer].to(device) for layer, device in enumerate(kept.devices)]
 
 
-def _compute(model: Any, kept: Kept, prefix: Any, past: Any, coming: Coming, start: int, piece_tokens: int) -> Any:
-    """Runs the model on ``prefix`` from ``start``; returns KV on the host, of shape (layers, 2, tokens, width).
-
-    Layers before ``start`` may come meanwhile. Raises HoldBroken if one cannot.
-    """
+def _compute(model: Any, kept: Kept, prefix: Any, past: Any, start: int, piece_tokens: int) -> Any:
+    """Runs the model on ``prefix`` from ``start``; returns KV on the host, of shape (layers, 2, tokens, width)."""
     shape = (len(kept.devices), 2, prefix.shape[1] - start, kept.row // 2)
     rows = torch.empty(shape, dtype=kept.dtype, device="cpu")
-    if start == prefix.shape[1]:
-        coming.finish()
-        return rows
     leaving = Leaving(rows, kept) if has_gpu(kept) else None
     at = start
 
     def take(layer: int, k: Any, v: Any) -> None:
-        coming.reach(layer)
         k, v = _rows(k), _rows(v)
         if kept.k != kept.v:
             k, v = torch.cat((k, v), 1).split(kept.row // 2, 1)
@@ -139,7 +140,6 @@ def _compute(model: Any, kept: Kept, prefix: Any, past: Any, coming: Coming, sta
         rows[layer, 0, place].copy_(k)
         rows[layer, 1, place].copy_(v)
 
-    coming.begin()
     while at < prefix.shape[1]:
         # Up to the next multiple of a piece, so that its borders do not depend on what was loaded.
         until = min((at // piece_tokens + 1) * piece_tokens, prefix.shape[1])
@@ -157,6 +157,11 @@ def _store(cache: Cache, prefix: Any, rows: Any, start: int) -> None:
         cache.put(prefix[0].cpu().numpy(), array.reshape(layout.shape(rows.shape[2])), prefix=start)
     except GO_ON as error:
         log.warning("prefill.not_stored %s", error)
+
+
+def _heads(rows: Any, shape: tuple[int, int]) -> Any:
+    """Reshapes (tokens, heads * dim) to the cache's (1, heads, tokens, dim)."""
+    return rows.reshape(len(rows), *shape).transpose(0, 1)[None].contiguous()
 
 
 def _rows(tensor: Any) -> Any:

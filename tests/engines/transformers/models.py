@@ -16,6 +16,8 @@ from transformers import (
     Gemma3TextConfig,
     GemmaConfig,
     GemmaForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -106,12 +108,28 @@ def deepseek() -> Any:
     return made(DeepseekV3ForCausalLM, config)
 
 
+def llama4() -> Any:
+    """Every second layer has no RoPE and scales queries by how many tokens came before, as its own cache says."""
+    config = Llama4TextConfig(
+        **SMALL,
+        intermediate_size_mlp=128,
+        num_local_experts=2,
+        head_dim=16,
+        layer_types=["full_attention"] * 4,
+        no_rope_layers=[1, 0, 1, 0],
+        attn_temperature_tuning=True,
+        floor_scale=8,
+    )
+    return made(Llama4ForCausalLM, config)
+
+
 MODELS: dict[str, Callable[[], Any]] = {
     "llama": llama,
     "qwen2": qwen2,
     "mistral-sliding-window": mistral,
     "gemma2-sliding-every-second": gemma2,
     "deepseek-v3-latent": deepseek,
+    "llama4-scaled-by-position": llama4,
 }
 
 

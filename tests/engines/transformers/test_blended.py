@@ -24,7 +24,6 @@ from kvstore.connectors.transformers import (
     prefill_with_store,
     put_segments,
 )
-from kvstore.connectors.transformers.coming import Coming
 from kvstore.connectors.transformers.comparing import Case, prepare
 from kvstore.connectors.transformers.decoder import Decoder
 from kvstore.connectors.transformers.kept import run
@@ -240,8 +239,7 @@ def way_run_behind(model: Any, store: Store, past: Any) -> None:
 
 def way_compute_behind_a_copy(model: Any, store: Store, past: Any) -> None:
     with pytest.raises(InvalidRequest, match="past is blended"):
-        behind, kept = copy.deepcopy(past), checked(model)
-        _compute(model, kept, ids(1, 0), behind, Coming(behind, kept, ()), 80, 80)
+        _compute(model, checked(model), ids(1, 0), copy.deepcopy(past), 80, 80)
 
 
 def way_put_the_past(model: Any, store: Store, past: Any) -> None:
