@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import kvstore
-from benchmarks.blend_model import ONE_HOP, trained
+from benchmarks.blend_model import ATTEMPTS, COOL_DOWN, ONE_HOP, Recipe, Stage, trained
 from benchmarks.blend_task import ASK, Kind, Prompt
 from benchmarks.blending import BOUNDS, MEASURED, REUSE, SEARCHED, case_of, full_row, plan, prompts_of, quality
 from kvstore.connectors.transformers import model_cache, prefill_blended, put_segments
@@ -47,6 +47,12 @@ def decoder() -> Decoder:
 def full(decoder: Decoder) -> dict[Kind, float]:
     found = full_row(decoder, prompts_of(SHAPE, COUNT, MEASURED))
     return {kind: percent for kind, percent in found.items() if percent is not None}
+
+
+def test_a_model_that_the_first_stage_teaches_nothing_begins_anew_and_at_last_goes_on() -> None:
+    short, steps = Stage(COOL_DOWN + 3, SHAPE, 0.97, batch=1), list[int]()
+    trained(Recipe((short, replace(short)), layers=1), 0, lambda step, *_: steps.append(step))
+    assert steps[: 3 * ATTEMPTS] == [1, 2, 3] * ATTEMPTS and len(steps) == 3 * ATTEMPTS + COOL_DOWN + 3
 
 
 def test_reuse_alone_loses_what_other_documents_explain_and_nothing_else(
