@@ -92,10 +92,11 @@ def trained(recipe: Recipe, seed: int, told: Told = lambda *_: None) -> Any:
     Some beginnings never learn the second hop, because questions look at references before those are resolved: they
     begin anew.
     """
-    for beginning in range(seed, seed + 1_000 * ATTEMPTS, 1_000):
-        model, is_last = fresh(recipe, beginning), beginning == seed + 1_000 * (ATTEMPTS - 1)
-        if _learns(recipe, model, random.Random(beginning), told, must=is_last):
-            break
+    beginning, last = seed, seed + 1_000 * (ATTEMPTS - 1)
+    model = fresh(recipe, beginning)
+    while not _learns(recipe, model, random.Random(beginning), told, must=beginning == last):
+        beginning += 1_000
+        model = fresh(recipe, beginning)
     return model.eval()
 
 
