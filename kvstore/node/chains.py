@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
@@ -28,16 +27,22 @@ ADDRESS_COST_BYTES = 80
 """Memory cost of one address as an object in a tuple."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class _Recent:
-    """A chain and its tokens as u32."""
+    """A chain and its tokens as u32. What each look at it needs is at hand: a search looks at all, many times."""
 
-    chain: Chain
-    packed: bytes
+    __slots__ = ("addresses", "chain", "cost_bytes", "count", "digest", "packed")
 
-    @property
-    def cost_bytes(self) -> int:
-        return len(self.packed) + ADDRESS_COST_BYTES * len(self.chain)
+    def __init__(self, chain: Chain, packed: bytes) -> None:
+        self.chain = chain
+        self.packed = packed
+        self.addresses = chain.addresses
+        self.count = len(chain.addresses)
+        self.digest = chain.namespace.digest
+        self.cost_bytes = len(packed) + ADDRESS_COST_BYTES * self.count
+
+    def continues(self, other: _Recent) -> bool:
+        """True if its chain begins with all of the other one, or equals it."""
+        return other.count <= self.count and self.addresses[other.count - 1] == other.addresses[-1]
 
 
 class RecentChains:
@@ -86,19 +91,19 @@ class RecentChains:
         """Returns the recent chain that shares the most chunks with the tokens ``given``, and how many it shares."""
         best: _Recent | None = None
         shared, parent, following = 0, NO_PARENT, given[:size]
+        digest = namespace.digest
         for recent in self._recent:
-            chain = recent.chain
             # Equal addresses prove equal tokens up to here; compare the chunk after that.
             if (
-                len(chain) > shared
-                and chain.namespace.digest == namespace.digest
-                and chain.parent(shared) == parent
+                recent.count > shared
+                and recent.digest == digest
+                and (not shared or recent.addresses[shared - 1] == parent)
                 and recent.packed.startswith(following, shared * size)
             ):
                 best, shared = recent, _shared_count(recent.packed, given, size, shared + 1)
                 if (shared + 1) * size > len(given):
                     break
-                parent, following = chain.addresses[shared - 1], given[shared * size : (shared + 1) * size]
+                parent, following = recent.addresses[shared - 1], given[shared * size : (shared + 1) * size]
         return best, shared
 
     def _used(self, used: _Recent) -> None:
@@ -107,11 +112,12 @@ class RecentChains:
         if (recent and recent[0] is used) or used.cost_bytes > self._bytes_max:
             return
         with self._lock:
-            kept: list[_Recent] = []
-            cost_bytes = 0
-            for each in (used, *(each for each in self._recent if not _continues(used.chain, each.chain))):
-                cost_bytes += each.cost_bytes
-                if cost_bytes > self._bytes_max or len(kept) == CHAINS_MAX:
+            kept, left_bytes = [used], self._bytes_max - used.cost_bytes
+            for each in self._recent:
+                if used.continues(each):
+                    continue
+                left_bytes -= each.cost_bytes
+                if left_bytes < 0 or len(kept) == CHAINS_MAX:
                     break
                 kept.append(each)
             self._recent = tuple(kept)
@@ -123,11 +129,6 @@ def _addresses(namespace: Namespace, packed: bytes, first: int = 0, parent: Addr
         return chained_addresses(namespace, packed, first, parent)
     found = native.chained(namespace.digest, parent, packed, 4 * namespace.layout.chunk_tokens, first)
     return cast("list[Address]", found)
-
-
-def _continues(chain: Chain, other: Chain) -> bool:
-    """True if ``chain`` begins with all of ``other`` or equals it."""
-    return len(other) <= len(chain) and chain.addresses[len(other) - 1] == other.addresses[-1]
 
 
 def _shared_count(packed: bytes, given: memoryview, size: int, low: int) -> int:
