@@ -35,7 +35,7 @@ from benchmarks.blend_task import (
 IGNORED = -100
 WARM_UP = 50
 COOL_DOWN = 60
-"""Steps at the end of the last stage in which the learning rate falls to nothing."""
+"""Steps at the end of the last stage in which the learning rate falls to nothing. Other stages end so much earlier."""
 SMOOTH = 0.05
 ATTEMPTS = 3
 PROMISING = 0.9

@@ -9,7 +9,7 @@ models: it separates rules, and says nothing about a model of yours (``kvstore b
     python -m benchmarks.blending [--seeds 0 1 2] [--hops 1 2] [--prompts 60] [--plot FILE.svg]
     python -m benchmarks.blending --speed [2048 4096]
 
-Needs torch and transformers. One thread; training takes one to four minutes of CPU for each seed.
+Needs torch and transformers. One thread; training takes one to five minutes of CPU for each seed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The time that segments take to be found in a prompt, embedded and through a worker; and what rotating keys costs.
+"""Segments: the time to find those of a prompt, embedded and through a worker, and what it costs to rotate their keys.
 
-    python -m benchmarks.finding [--tokens 10000] [--rounds 51] [--save FOLDER]
+    python -m benchmarks.segments [--tokens 10000] [--rounds 51] [--save FOLDER]
 
 Hypothesis: segments of a prompt of 10,000 tokens are found within 2 ms, boundaries given or not, in process and
 through a worker; keys are rotated at 8 GB/s a core where memcpy does as much.
@@ -34,6 +34,7 @@ from kvstore.tokens import TokenArray
 LAYOUT = Layout(layers=1, kv_heads=1, head_dim=16, dtype="float16", chunk_tokens=64)
 DOCUMENTS = 200
 DOCUMENT_TOKENS = 640
+SYSTEM_TOKENS, QUESTION_TOKENS = 100, 32
 KEYS_SHAPE = (32, 2048, 8, 128)
 """K of 2,048 tokens in the shape of Llama-3.1-8B: more than caches hold."""
 
@@ -45,13 +46,15 @@ def documents() -> list[TokenArray]:
 
 
 def prompt_of(stored: Sequence[TokenArray], tokens: int, seed: int) -> tuple[TokenArray, list[int]]:
-    """A system prompt of 100 tokens, documents in any order, a question; and where each of these begins."""
+    """A system prompt, as many documents as fit, in any order, a question; and where each document and it begin."""
     chance = np.random.default_rng(seed)
-    count = max(1, (tokens - 132) // DOCUMENT_TOKENS)
-    chosen = [stored[at] for at in chance.permutation(len(stored))[:count]]
-    ends = (100, 32 + max(0, tokens - 132 - count * DOCUMENT_TOKENS))
-    system, question = (chance.integers(50_000, 60_000, size, np.uint32) for size in ends)
-    return np.concatenate([system, *chosen, question]), [100 + at * DOCUMENT_TOKENS for at in range(count + 1)]
+    chosen = [stored[at] for at in chance.permutation(len(stored))]
+    chosen = chosen[: (tokens - SYSTEM_TOKENS - QUESTION_TOKENS) // DOCUMENT_TOKENS]
+    starts = [SYSTEM_TOKENS + at * DOCUMENT_TOKENS for at in range(len(chosen) + 1)]
+    system, question = (
+        chance.integers(50_000, 60_000, size, np.uint32) for size in (SYSTEM_TOKENS, tokens - starts[-1])
+    )
+    return np.concatenate([system, *chosen, question]), starts
 
 
 def found_in(store: Store, tokens: int, rounds: int) -> list[tuple[str, float, float]]:
@@ -60,7 +63,6 @@ def found_in(store: Store, tokens: int, rounds: int) -> list[tuple[str, float, f
     stored = documents()
     for each in stored:
         segments.put(each, np.zeros(LAYOUT.shape(len(each)), np.float16))
-    expected = (tokens - 132) // DOCUMENT_TOKENS * DOCUMENT_TOKENS
     rows = []
     for way in ("boundaries", "any offset"):
         times = []
@@ -69,14 +71,14 @@ def found_in(store: Store, tokens: int, rounds: int) -> list[tuple[str, float, f
             began_s = time.perf_counter()
             matches = segments.find(prompt, starts if way == "boundaries" else None, after=64)
             times.append((time.perf_counter() - began_s) * 1e3)
-            if (count := sum(len(each.tokens) for each in matches)) < expected:
+            if (count := sum(map(len, matches))) < (expected := starts[-1] - SYSTEM_TOKENS):
                 raise WrongBytes(f"{count} tokens of {expected} were found, {way}")
         rows.append((way, median(times[5:]), percentile(times[5:], 0.99)))
     return rows
 
 
 def find_table(tokens: int, rounds: int) -> Table:
-    """Searches in both."""
+    """Searches in process and through a worker."""
     rows: list[list[Cell]] = []
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         for place, path in (("in process", IN_PROCESS), ("through a worker", "shared")):
@@ -109,18 +111,20 @@ def rotation_table(rounds: int) -> Table:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints both tables."""
-    parser = argparse.ArgumentParser(prog="benchmarks.finding", description=(__doc__ or "").split("\n\n")[0])
+    parser = argparse.ArgumentParser(prog="benchmarks.segments", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--tokens", type=int, default=10_000, help="length of prompts (10000)")
     parser.add_argument("--rounds", type=int, default=51, help="prompts, and rounds of rotation (51)")
     parser.add_argument("--save", type=Path, metavar="FOLDER", help="keep the raw figures there, as JSON")
     asked = parser.parse_args(arguments)
+    if asked.tokens < (least := SYSTEM_TOKENS + DOCUMENT_TOKENS + QUESTION_TOKENS):
+        parser.error(f"--tokens {asked.tokens}: a prompt with one document has {least}")
     began_s, machine = time.monotonic(), describe()
     tables = [find_table(asked.tokens, asked.rounds), rotation_table(asked.rounds)]
     for table in tables:
         print(f"{table.title}\n\n{markdown(table)}\n")
     if asked.save:
         hypothesis = " ".join((__doc__ or "").split("Hypothesis: ")[1].split())
-        save(Result("finding", hypothesis, (), machine, tables, [], time.monotonic() - began_s), asked.save)
+        save(Result("segments", hypothesis, (), machine, tables, [], time.monotonic() - began_s), asked.save)
     return 0
 
 
