@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
+import sqlite3
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +88,52 @@ def collector(root: Path) -> int:
     """The one collector of this root. It is known to its store a moment before it runs the program."""
     eventually(lambda: len(collectors(root)) == 1, "one collector runs")
     return collectors(root)[0]
+
+
+@contextmanager
+def stopped_between_writes(root: Path, pids: list[int]) -> Iterator[None]:
+    """Processes that do not run, none of them in the middle of a write of metadata.
+
+    One that is stops all writers until it goes on (gc/PROTOCOL.md, section 1): nobody could take over from it.
+    """
+
+    def stop() -> bool:
+        _send(pids, signal.SIGSTOP)
+        eventually(lambda: all(_is_stopped(pid) for pid in pids), "they are stopped")
+        if _is_writable(root):
+            return True
+        _send(pids, signal.SIGCONT)
+        return False
+
+    try:
+        eventually(stop, "they are stopped between writes")
+        yield
+    finally:
+        _send(pids, signal.SIGCONT)
+
+
+def _send(pids: list[int], number: signal.Signals) -> None:
+    for pid in pids:
+        os.kill(pid, number)
+
+
+def _is_stopped(pid: int) -> bool:
+    """True once none of its threads runs."""
+    try:
+        stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    except OSError:
+        return False  # one of them ended
+    return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
+
+
+def _is_writable(root: Path) -> bool:
+    """True unless one process has the metadata's lock for long."""
+    with closing(sqlite3.connect(root / METADATA, timeout=1.0, isolation_level=None)) as database:
+        try:
+            database.execute("BEGIN IMMEDIATE")
+        except sqlite3.OperationalError:
+            return False
+        return True
 
 
 def prompts(root: Path) -> int:

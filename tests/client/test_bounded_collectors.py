@@ -20,6 +20,7 @@ from tests.client.bounding import (
     collectors,
     matched,
     put,
+    stopped_between_writes,
     writing,
 )
 from tests.patience import eventually
@@ -53,16 +54,10 @@ def test_another_takes_over_from_a_process_that_was_stopped_past_its_lease(tmp_p
     with writing(root, 2) as writers:
         eventually(lambda: any(each.stats()[0] for each in writers), "one is elected")
         first, second = sorted(writers, key=lambda each: not each.stats()[0])
-        stopped = [first.child.pid, collector(root)]
-        try:
-            for pid in stopped:
-                os.kill(pid, signal.SIGSTOP)
+        with stopped_between_writes(root, [first.child.pid, collector(root)]):
             eventually(lambda: second.stats()[0], "the other one takes over")
             stored = second.stats()[1]
             eventually(lambda: second.stats()[1] > stored + BOUND_BYTES // PROMPT_BYTES, "it makes room")
-        finally:
-            for pid in stopped:
-                os.kill(pid, signal.SIGCONT)
         eventually(lambda: not first.stats()[0] and len(collectors(root)) == 1, "the first one's child ends")
 
 
