@@ -18,6 +18,7 @@ from pyetcd import etcdrpc
 from kvstore.meta.server import EmbeddedEtcd, find_etcd
 from tests.patience import PATIENCE_S as PATIENCE_S
 from tests.patience import eventually as eventually
+from tests.ports import free_port
 
 if TYPE_CHECKING:  # engines' environments have no cryptography
     from tests.security.certificates import Authority
@@ -124,13 +125,6 @@ class Proxy:
             sink.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass
-
-
-def free_port() -> int:
-    """A port on which nobody listens."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 @contextmanager

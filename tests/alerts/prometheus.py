@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import subprocess
 import time
 import urllib.parse
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.ports import free_port
 from tests.watch.queries import RULES
 
 PATIENCE_S = 60.0
@@ -52,8 +52,7 @@ class Prometheus:
         self._folder = folder
         self.awaited: set[str] = set()
         """Alerts that were waited for, and came."""
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self._address = f"127.0.0.1:{free.getsockname()[1]}"
+        self._address = f"127.0.0.1:{free_port()}"
 
     @contextmanager
     def running(self) -> Iterator[Prometheus]:

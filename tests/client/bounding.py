@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sqlite3
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from kvstore.errors import Overloaded
 from kvstore.format.places import METADATA, METADATA_LOGS
 from kvstore.root.reserve import RESERVE_BYTES
 from tests.client.bound_process import CHUNKS, LAYOUT, kv, tokens
+from tests.etcd_fixture import frozen
 from tests.patience import PATIENCE_S, eventually, returns
 
 MIB = 1 << 20
@@ -97,33 +97,18 @@ def stopped_between_writes(root: Path, pids: list[int]) -> Iterator[None]:
     One that is stops all writers until it goes on (gc/PROTOCOL.md, section 1): nobody could take over from it.
     """
 
-    def stop() -> bool:
-        _send(pids, signal.SIGSTOP)
-        eventually(lambda: all(_is_stopped(pid) for pid in pids), "they are stopped")
-        if _is_writable(root):
-            return True
-        _send(pids, signal.SIGCONT)
-        return False
+    with ExitStack() as stopped:
 
-    try:
+        def stop() -> bool:
+            for pid in pids:
+                stopped.enter_context(frozen(pid))
+            if not _is_writable(root):
+                stopped.close()
+                return False
+            return True
+
         eventually(stop, "they are stopped between writes")
         yield
-    finally:
-        _send(pids, signal.SIGCONT)
-
-
-def _send(pids: list[int], number: signal.Signals) -> None:
-    for pid in pids:
-        os.kill(pid, number)
-
-
-def _is_stopped(pid: int) -> bool:
-    """True once none of its threads runs."""
-    try:
-        stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
-    except OSError:
-        return False  # one of them ended
-    return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
 
 
 def _is_writable(root: Path) -> bool:

@@ -14,7 +14,7 @@ import pytest
 import kvstore
 from kvstore import Layout
 from kvstore.meta.server import EmbeddedEtcd, find_etcd
-from tests.etcd_fixture import free_port
+from tests.ports import free_port
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 LAYOUT = Layout(layers=1, kv_heads=1, head_dim=8, dtype="float16", chunk_tokens=16)

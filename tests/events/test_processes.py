@@ -22,10 +22,11 @@ import kvstore
 from kvstore.client.cache import Cache
 from kvstore.format import places
 from tests.cli.conftest import Running, serving
-from tests.etcd_fixture import free_port, running_etcd
+from tests.etcd_fixture import running_etcd
 from tests.events.subscriber import Subscriber
 from tests.node.stores import TINY
 from tests.patience import PATIENCE_S, eventually
+from tests.ports import free_port
 
 
 @pytest.fixture(scope="module")
@@ -40,15 +41,10 @@ def root(tmp_root: Path) -> Path:
 
 
 @contextmanager
-def publishing(root: Path, etcd: str, port: int, *arguments: str) -> Iterator[Running]:
-    endpoints = ("--publish", f"tcp://*:{port}", "--replay", f"tcp://*:{port + 1}")
-    with serving(root.parent, "events", "--root", str(root), "--etcd", etcd, *endpoints, *arguments) as running:
+def publishing(root: Path, etcd: str, publish: int = 0, replay: int = 0) -> Iterator[Running]:
+    endpoints = ("--publish", f"tcp://*:{publish}", "--replay", f"tcp://*:{replay}")
+    with serving(root.parent, "events", "--root", str(root), "--etcd", etcd, *endpoints) as running:
         yield running
-
-
-def two_ports() -> int:
-    """A free port whose next one is likely to be free as well."""
-    return free_port()
 
 
 def tokens_of(seed: int, chunks: int = 5) -> Any:
@@ -80,10 +76,10 @@ def collect(root: Path, etcd: str, max_bytes: int) -> None:
 
 def test_an_index_is_right_again_after_kills_cuts_and_clears(root: Path, etcd: str) -> None:
     with kvstore.open(root, etcd=etcd) as opened:
-        cache, port = opened.namespace("m", TINY), two_ports()
+        cache, ports = opened.namespace("m", TINY), (free_port(), free_port())
         for seed in range(6):
             store(cache, seed)
-        with publishing(root, etcd, port) as first:
+        with publishing(root, etcd, *ports) as first:
             subscriber = Subscriber(first.said["publish"], first.said["replay"])
             with closing(subscriber):
                 eventually(lambda: len(subscriber.hashes) == 30 and subscriber.hashes == on_root(root))
@@ -94,7 +90,7 @@ def test_an_index_is_right_again_after_kills_cuts_and_clears(root: Path, etcd: s
                 first.end(signal.SIGKILL)
                 cache.clear()
                 store(cache, 100)
-                with publishing(root, etcd, port):
+                with publishing(root, etcd, *ports):
                     eventually(lambda: subscriber.hashes == on_root(root) and len(subscriber.hashes) == 5)
                     late = Subscriber(first.said["publish"], first.said["replay"])
                     with closing(late):
@@ -107,11 +103,11 @@ def test_an_index_is_right_again_after_kills_cuts_and_clears(root: Path, etcd: s
 def test_one_of_two_publishers_speaks_until_it_is_killed(root: Path, etcd: str) -> None:
     with kvstore.open(root, etcd=etcd) as opened:
         store(opened.namespace("m", TINY), 1)
-        with publishing(root, etcd, two_ports()) as first:
+        with publishing(root, etcd) as first:
             speaking = Subscriber(first.said["publish"], first.said["replay"])
             with closing(speaking):
                 eventually(lambda: speaking.hashes == on_root(root))
-                with publishing(root, etcd, two_ports()) as second:
+                with publishing(root, etcd) as second:
                     silent = Subscriber(second.said["publish"], second.said["replay"])
                     with closing(silent):
                         store(opened.namespace("m", TINY), 2)
@@ -126,7 +122,7 @@ def test_questions_are_answered_as_match_does(root: Path, etcd: str) -> None:
         cache = opened.namespace("m", TINY)
         for seed in range(4):
             store(cache, seed)
-        with publishing(root, etcd, two_ports()) as running:
+        with publishing(root, etcd) as running:
             eventually(lambda: all(ask(running, tokens_of(seed))["longest_matched"] == 20 for seed in range(4)))
             for seed in range(8):
                 prompt = np.concatenate([tokens_of(seed)[: 3 + 2 * seed], tokens_of(99)])

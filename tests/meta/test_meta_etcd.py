@@ -29,12 +29,12 @@ from tests.etcd_fixture import (
     compact,
     enable_auth,
     eventually,
-    free_port,
     frozen,
     running_etcd,
     tls_etcd,
 )
 from tests.meta.conftest import take
+from tests.ports import free_port
 from tests.security.certificates import Authority
 
 pytestmark = pytest.mark.slow

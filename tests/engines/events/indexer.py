@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import time
 import urllib.error
@@ -16,19 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from tests.patience import PATIENCE_S
+from tests.ports import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 PYTHON = REPOSITORY / ".cache/engines/events/bin/python"
 MODEL = "tiny"
 BLOCK_TOKENS = 32
-
-
-def free_port() -> int:
-    """A port of loopback that nobody listens on now."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-    return port
 
 
 class Indexer:

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.engines.events.indexer import free_port
 from tests.engines.vllm.engines import running_server
+from tests.ports import free_port
 
 
 @contextmanager

@@ -12,10 +12,11 @@ import pytest
 from kvstore.node.namespaces import read_namespaces
 from kvstore.root.posix import PosixRoot
 from tests.cli.conftest import serving
-from tests.engines.events.indexer import BLOCK_TOKENS, Indexer, free_port, until
+from tests.engines.events.indexer import BLOCK_TOKENS, Indexer, until
 from tests.engines.events.servers import complete, server
 from tests.engines.events.test_connector import LONG, OTHER
 from tests.engines.vllm.engines import PYTHON, full_blocks, stored_files, transfer
+from tests.ports import free_port
 
 pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason="vLLM is not installed: make test-engines ENGINES=vllm")
 
