@@ -9,8 +9,9 @@ computes it (``modeling_rope_utils.py``).
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
 
@@ -24,6 +25,11 @@ Float32s = npt.NDArray[np.float32]
 
 POSITION_MAX = 1 << 22
 """Positions below it: as many tokens as a prompt may have, and exact in float32."""
+
+
+PART_POSITIONS = 1024
+PARTS_MAX = 64
+"""Parts of tables that are kept: 32 MiB for 128 rotated elements, the first 65,536 positions."""
 
 
 class Style(enum.Enum):
@@ -93,14 +99,33 @@ class Rope:
         state.update(np.asarray(self.frequencies, "<f4").tobytes())
         return state.hexdigest()
 
-    def tables(self, first: int, count: int) -> tuple[Float32s, Float32s]:
-        """Cosines and sines for positions ``first`` to ``first + count``, each of shape ``(count, dims/2)``.
+    def tables(self, first: int, count: int) -> Iterator[tuple[slice, Float32s, Float32s]]:
+        """Cosines and sines for ``count`` positions from ``first`` on, in parts: which rows of them, and two read-only
+        arrays of shape ``(rows, dims/2)``.
 
         The angle is a float32 product, as engines compute it; cosine and sine are right to half a unit of float32.
         """
         if not 0 <= first <= first + count <= POSITION_MAX:
             raise InvalidRequest(f"positions {first} to {first + count}: expected 0 to {POSITION_MAX}")
-        positions = np.arange(first, first + count, dtype=np.float32)
-        angles = (positions[:, None] * np.asarray(self.frequencies, np.float32)).astype(np.float64)
-        cos, sin = np.cos(angles) * self.magnitude, np.sin(angles) * self.magnitude
-        return cos.astype(np.float32), sin.astype(np.float32)
+        return self._parts(first, first + count)
+
+    def _parts(self, first: int, end: int) -> Iterator[tuple[slice, Float32s, Float32s]]:
+        at = first
+        while at < end:
+            start = at - at % PART_POSITIONS
+            stop = min(start + PART_POSITIONS, end)
+            cosines, sines = _part(self.frequencies, self.magnitude, start)
+            rows = slice(at - start, stop - start)
+            yield slice(at - first, stop - first), cosines[rows], sines[rows]
+            at = stop
+
+
+@lru_cache(maxsize=PARTS_MAX)
+def _part(frequencies: tuple[float, ...], magnitude: float, start: int) -> tuple[Float32s, Float32s]:
+    """Cosines and sines for ``PART_POSITIONS`` positions: they take longer than the keys of a layer take to rotate."""
+    positions = np.arange(start, start + PART_POSITIONS, dtype=np.float32)
+    angles = (positions[:, None] * np.asarray(frequencies, np.float32)).astype(np.float64)
+    tables = tuple((each(angles) * magnitude).astype(np.float32) for each in (np.cos, np.sin))
+    for table in tables:
+        table.flags.writeable = False
+    return tables[0], tables[1]

@@ -20,8 +20,6 @@ TYPES: dict[np.dtype[Any], int] = {
     np.dtype(np.float32): 2,
 }
 """The types of keys that can be rotated, and their numbers in ``rotate.c``."""
-ROWS_AT_ONCE = 4096
-"""Rows for which tables are made at a time: 2 MiB of float32 for 128 rotated elements."""
 HEADS_AT_ONCE = 1 << 15
 """Heads that numpy rotates at a time: some tens of MiB of float32."""
 
@@ -44,9 +42,8 @@ def rotate_planes(rope: Rope, keys: Keys, first: int) -> None:
     """
     check_keys(rope, keys.dtype, keys.shape[3])
     assert keys.ndim == 4 and keys.flags.writeable
-    for start in range(0, keys.shape[1], ROWS_AT_ONCE):
-        some = keys[:, start : start + ROWS_AT_ONCE]
-        turn(rope, some, *rope.tables(first + start, some.shape[1]))
+    for rows, cosines, sines in rope.tables(first, keys.shape[1]):
+        turn(rope, keys[:, rows], cosines, sines)
 
 
 def turn(rope: Rope, keys: Keys, cosines: Float32s, sines: Float32s) -> None:
@@ -95,12 +92,11 @@ def rotate(rope: Rope, keys: Keys, first: int) -> Keys:
 def unrotated(rope: Rope, keys: Keys, first: int) -> Keys:
     """Returns rotated ``keys`` as they were before, for engines that give no others: right to their type's rounding."""
     restored, planes = _copied(rope, keys)
-    for start in range(0, planes.shape[1], ROWS_AT_ONCE):
-        some = planes[:, start : start + ROWS_AT_ONCE]
-        cosines, sines = rope.tables(first + start, some.shape[1])
+    for rows, cosines, sines in rope.tables(first, planes.shape[1]):
         # The tables are rounded: what undoes them is the inverse matrix, not their transpose.
         norms = cosines * cosines + sines * sines
-        turn(rope, some, np.divide(cosines, norms, dtype=np.float32), np.divide(-sines, norms, dtype=np.float32))
+        inverse = (np.divide(each, norms, dtype=np.float32) for each in (cosines, -sines))
+        turn(rope, planes[:, rows], *inverse)
     return restored
 
 

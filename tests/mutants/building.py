@@ -17,7 +17,7 @@ from tests.mutants.planters import Native, Unplantable
 
 HERE = Path(__file__).parent
 SOURCES = HERE.parents[1] / "kvstore" / "native"
-FLAGS = ("-O1", "-std=gnu11", "-fPIC", "-fvisibility=hidden")
+FLAGS = ("-O1", "-std=gnu11", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off")
 COMPILE_S = 600
 CHECK = re.compile(r"KV_CHECK\((\w+),")
 FIELDS = "KV_SAME("

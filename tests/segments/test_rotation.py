@@ -61,7 +61,7 @@ def test_s12_rotated_keys_are_within_their_bound_of_float64(dtype: np.dtype[Any]
 
 @types
 @pytest.mark.parametrize("style", Style)
-@pytest.mark.parametrize(("head_dim", "dims"), ((128, 128), (80, 32), (96, 96), (8, 6), (2, 2), (129, 100)))
+@pytest.mark.parametrize(("head_dim", "dims"), ((128, 128), (80, 32), (96, 96), (64, 48), (8, 6), (2, 2), (129, 100)))
 def test_s12_c_and_numpy_give_the_same_bits(
     dtype: np.dtype[Any], style: Style, head_dim: int, dims: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
