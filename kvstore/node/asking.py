@@ -7,6 +7,7 @@ from itertools import islice
 
 from kvstore.address import Address, Chain
 from kvstore.namespace import Namespace
+from kvstore.node.chains import hashed
 from kvstore.node.deadline import Deadline
 from kvstore.node.node import Node
 from kvstore.node.wanted import leading
@@ -24,18 +25,26 @@ def settled(addresses: Sequence[Address], timeout_s: float) -> None:
 
 
 def match_each(
-    node: Node, namespace: Namespace, prompts: Iterable[TokenArray], deadline_s: float, settle: Settle = settled
+    node: Node,
+    namespace: Namespace,
+    prompts: Iterable[TokenArray],
+    deadline_s: float,
+    settle: Settle = settled,
+    *,
+    alike: bool = True,
 ) -> list[int]:
     """Returns the number of leading chunks of each prompt; fewer answers if the time runs out.
 
-    Prompts that begin alike should follow one another: what they share is hashed once. They leave out the hit ratio.
+    Prompts that begin alike should follow one another: what they share is hashed once. ``alike`` is False for short
+    ones that do not: they are hashed in less time than it takes to look for a recent one. They leave out the hit ratio.
     ``settle`` is called with all chunks before anybody looks for them.
     """
+    chain_of = node.chains.of if alike else hashed
     deadline = Deadline(node.clock, deadline_s)
     counts: list[int] = []
     left = iter(prompts)
     while not deadline.passed:
-        chains = [node.chains.of(namespace, tokens) for tokens in islice(left, AT_ONCE)]
+        chains = [chain_of(namespace, tokens) for tokens in islice(left, AT_ONCE)]
         if not chains:
             break
         addresses = [address for chain in chains for address in chain.addresses]

@@ -27,6 +27,12 @@ ADDRESS_COST_BYTES = 80
 """Memory cost of one address as an object in a tuple."""
 
 
+def hashed(namespace: Namespace, tokens: TokenArray) -> Chain:
+    """Returns ``Chain.of``, for tokens that no recent prompt begins with. Raises InvalidRequest."""
+    packed = tokens[: chunk_count(namespace, tokens) * namespace.layout.chunk_tokens].tobytes()
+    return Chain(namespace, np.frombuffer(packed, "<u4"), tuple(_addresses(namespace, packed)))
+
+
 class _Recent:
     """A chain and its tokens as u32. What each look at it needs is at hand: a search looks at all, many times."""
 
@@ -67,8 +73,7 @@ class RecentChains:
         count = chunk_count(namespace, tokens)
         size = 4 * namespace.layout.chunk_tokens
         if count < CHUNKS_MIN:
-            packed = tokens[: count * namespace.layout.chunk_tokens].tobytes()
-            return Chain(namespace, np.frombuffer(packed, "<u4"), tuple(_addresses(namespace, packed)))
+            return hashed(namespace, tokens)
         given = tokens.data.cast("B")[: count * size]
         like, shared = self._most_alike(namespace, given, size)
         if like is None:

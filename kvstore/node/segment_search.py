@@ -39,7 +39,7 @@ def find_segments(
 
     def ask(ranges: Sequence[Range]) -> list[int]:
         prompts = (search.tokens[start:end] for start, end in ranges)
-        counts = match_each(node, namespace, prompts, deadline.left_s(), settle)
+        counts = match_each(node, namespace, prompts, deadline.left_s(), settle, alike=False)
         return counts + [0] * (len(ranges) - len(counts))
 
     return finding.find(search, namespace.layout.chunk_tokens, index, ask, lambda: not deadline.passed)

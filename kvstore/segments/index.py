@@ -6,6 +6,7 @@ threads that write one slot at a time leave an entry that fits no window, or pro
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -33,19 +34,24 @@ def windows(tokens: TokenArray, size: int) -> Hashes:
     count = len(tokens) - size + 1
     if count <= 0:
         return np.empty(0, np.uint64)
-    powers, inverses = np.full((2, len(tokens)), [[_ODD], [_INVERSE]], np.uint64)
-    np.cumprod(powers, out=powers)
-    np.cumprod(inverses, out=inverses)
+    powers, inverses = _weights(1 << (len(tokens) - 1).bit_length())
     first, shift, second = _MIX
     mixed = (tokens.astype(np.uint64) + np.uint64(1)) * first
     mixed ^= mixed >> shift
     mixed *= second
-    mixed *= powers
+    mixed *= powers[: len(tokens)]
     sums = np.zeros(len(tokens) + 1, np.uint64)
     np.cumsum(mixed, out=sums[1:])
     hashes: Hashes = (sums[size:] - sums[:-size]) * inverses[:count]
     hashes |= hashes == 0  # 0 marks an empty slot
     return hashes
+
+
+@lru_cache(maxsize=4)
+def _weights(count: int) -> tuple[Hashes, Hashes]:
+    """Powers of the odd number, and of its inverse, from the first on."""
+    powers, inverses = np.full((2, count), [[_ODD], [_INVERSE]], np.uint64)
+    return np.cumprod(powers), np.cumprod(inverses)
 
 
 class Index:
