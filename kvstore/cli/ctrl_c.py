@@ -5,7 +5,6 @@ Apart from other signals because it is the first thing that a program imports, a
 
 from __future__ import annotations
 
-import _thread
 import os
 import sys
 
@@ -57,10 +56,14 @@ class Raises:
             sys.unraisablehook = self._hook
 
     def _again(self, lost: sys.UnraisableHookArgs) -> None:
-        """Hears of a KeyboardInterrupt where Python cannot raise it, such as in a finalizer: it comes again soon."""
+        """Hears of a KeyboardInterrupt where Python cannot raise it, such as in a finalizer: it comes again soon.
+
+        As a signal to the main thread: it ends a call that waits there, which ``interrupt_main`` would not.
+        """
         if not issubclass(lost.exc_type, KeyboardInterrupt):
             self._hook(lost)
             return
         import threading
 
-        threading.Timer(AGAIN_S, _thread.interrupt_main).start()
+        main = threading.main_thread().ident
+        threading.Timer(AGAIN_S, signal.pthread_kill, (main, signal.SIGINT)).start()

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from kvstore.address import Address
 from kvstore.native import library as native
 from kvstore.recency import NS_PER_S
+from kvstore.zeros import untouched_zeros
 
 WAYS = 8
 RUN = 1024
@@ -47,8 +48,8 @@ class Known:
         self._quantum_s = quantum_s
         self._lock = threading.Lock()
         self.epoch = 0
-        self._prints = np.zeros((rows, WAYS), np.uint64)
-        self._marks = np.zeros((rows, WAYS), np.uint32)
+        self._prints = untouched_zeros((rows, WAYS), np.uint64)
+        self._marks = untouched_zeros((rows, WAYS), np.uint32)
         # The same memory, entry by entry: for one address numpy costs more than the look.
         self._print_at = self._prints.reshape(-1).data
         self._mark_at = self._marks.reshape(-1).data
@@ -155,7 +156,7 @@ class Known:
         """Yields the spans of rows that have marks. What was never written to stays without memory."""
         for start in range(0, len(self._marks), SPAN):
             span = slice(start, start + SPAN)
-            if self._marks[span].any():
+            if self._marks[span].max():  # several times as fast as any()
                 yield span
 
     def _have_mark(self, addresses: Sequence[Address], least: int, bit: int) -> npt.NDArray[np.bool_]:

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.tokens import TokenArray
+from kvstore.zeros import untouched_zeros
 
 Hashes = npt.NDArray[np.uint64]
 
@@ -60,9 +61,9 @@ class Index:
     def __init__(self, bucket_bits: int = BUCKET_BITS) -> None:
         self._shift = np.uint64(64 - bucket_bits)
         shape = (1 << bucket_bits, WAYS)
-        self._hashes = np.zeros(shape, np.uint64)
-        self._chunks = np.zeros(shape, np.uint32)
-        self._used = np.zeros(shape, np.uint32)
+        self._hashes = untouched_zeros(shape, np.uint64)
+        self._chunks = untouched_zeros(shape, np.uint32)
+        self._used = untouched_zeros(shape, np.uint32)
         self._turn = 0
 
     def __len__(self) -> int:

@@ -91,7 +91,7 @@ class Finalized:
 def lost():
     thing = Finalized()
     del thing  # Python raises nothing out of a finalizer
-    time.sleep(60)
+    time.sleep(3600)
 
 ends_at_once("kvstore")
 lost(prog_name="kvstore lost")

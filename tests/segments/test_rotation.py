@@ -50,7 +50,7 @@ def rms(values: npt.NDArray[Any]) -> float:
 
 
 @types
-@pytest.mark.parametrize("first", (0, 5000, LAST - 64))
+@pytest.mark.parametrize("first", (0, 1000, 5000, LAST - 64))
 @pytest.mark.parametrize("style", Style)
 def test_s12_rotated_keys_are_within_their_bound_of_float64(dtype: np.dtype[Any], first: int, style: Style) -> None:
     rope = Rope(500_000.0, 128, style)

@@ -37,7 +37,8 @@ class FileLanes:
 
     def _made(self, requests: int) -> Lanes:
         limits = Limits()
-        return Lanes(requests * limits.width, limits.width, limits.queue_max, limits.stall_s, self.clock)
+        count, name = requests * limits.width, "kvstore-file-lane"
+        return Lanes(count, limits.width, limits.queue_max, limits.stall_s, self.clock, name)
 
     def close(self) -> None:
         """Ends them. Idempotent."""

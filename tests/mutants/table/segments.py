@@ -157,13 +157,25 @@ MUTANTS = [
     segments(
         "rotates-from-position-0",
         "S12",
-        edit("kvstore.segments.rotation:rotate_planes", "first + start,", "start,"),
+        edit("kvstore.segments.rotation:rotate_planes", "rope.tables(first,", "rope.tables(0,"),
         f"{ROTATION}rotated_keys_are_within_their_bound_of_float64",
     ),
     segments(
         "rotates-to-the-next-position",
         "S12",
-        edit("kvstore.segments.rotation:rotate_planes", "first + start,", "first + start + 1,"),
+        edit("kvstore.segments.rotation:rotate_planes", "rope.tables(first,", "rope.tables(first + 1,"),
+        f"{ROTATION}rotated_keys_are_within_their_bound_of_float64",
+    ),
+    segments(
+        "begins-each-part-of-the-tables-at-its-first-row",
+        "S12",
+        edit("kvstore.segments.rope:Rope._parts", "slice(at - start, stop - start)", "slice(0, stop - at)"),
+        f"{ROTATION}rotated_keys_are_within_their_bound_of_float64",
+    ),
+    segments(
+        "takes-every-part-of-the-tables-from-position-0",
+        "S12",
+        edit("kvstore.segments.rope:Rope._parts", "self.magnitude, start)", "self.magnitude, 0)"),
         f"{ROTATION}rotated_keys_are_within_their_bound_of_float64",
     ),
     segments(
@@ -193,9 +205,7 @@ MUTANTS = [
     segments(
         "rotates-by-rounded-tables",
         "S12",
-        edit(
-            "kvstore.segments.rope:Rope.tables", "cos.astype(np.float32)", "cos.astype(np.float16).astype(np.float32)"
-        ),
+        edit("kvstore.segments.rope:_part", ".astype(np.float32) for", ".astype(np.float16).astype(np.float32) for"),
         f"{ROTATION}rotated_keys_are_within_their_bound_of_float64",
     ),
     segments(
