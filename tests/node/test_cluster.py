@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import gc
-import os
 import shutil
-import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +20,7 @@ from kvstore.meta.etcd import EtcdMeta
 from kvstore.meta.keys import Keys, root_binding
 from kvstore.meta.server import EmbeddedEtcd
 from kvstore.node.limits import Limits
-from tests.etcd_fixture import eventually, running_etcd
+from tests.etcd_fixture import eventually, frozen, running_etcd
 from tests.node.stores import SMALL, TINY, kv_of, member_of, same
 from tests.patience import PATIENCE_S, slowness
 
@@ -146,15 +144,25 @@ def test_an_empty_mount_point_is_not_taken_for_the_root(tmp_root: Path, etcd: Em
         kvstore.open(str(mount), etcd=etcd.endpoints)
 
 
+@contextmanager
+def without_answers(etcd: EmbeddedEtcd, how: str) -> Iterator[None]:
+    """An etcd that is not there, or does not run."""
+    if how == "frozen":
+        with frozen(etcd.pid):
+            yield
+        return
+    etcd.stop()
+    try:
+        yield
+    finally:
+        etcd.start()
+
+
 @pytest.mark.parametrize("how", ["stopped", "frozen"])
 def test_while_etcd_does_not_answer_chunks_go_on_and_pins_say_so(tmp_root: Path, tmp_path: Path, how: str) -> None:
     with running_etcd(tmp_path) as etcd, kvstore.open(str(tmp_root), etcd=etcd.endpoints, limits=QUICK) as store:
         cache = store.namespace("m", SMALL)
-        if how == "stopped":
-            etcd.stop()
-        else:
-            os.kill(etcd.pid, signal.SIGSTOP)
-        try:
+        with without_answers(etcd, how):
             began_s = time.monotonic()
             assert cache.put(TOKENS, KV).tokens_present == len(TOKENS)
             assert same(cache.get(TOKENS)[1], KV)
@@ -175,11 +183,6 @@ def test_while_etcd_does_not_answer_chunks_go_on_and_pins_say_so(tmp_root: Path,
             with pytest.raises(Unavailable):
                 kvstore.open(str(tmp_root), etcd=etcd.endpoints, limits=QUICK)
             assert in_time(began_s)
-        finally:
-            if how == "stopped":
-                etcd.start()
-            else:
-                os.kill(etcd.pid, signal.SIGCONT)
 
         def pinned() -> bool:
             try:
