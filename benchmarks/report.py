@@ -17,13 +17,13 @@ from benchmarks.result import Result, Table, markdown
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
-ORDER = ("workers", "memcpy", "engine", "match", "peers", "gpu", "blending")
+ORDER = ("workers", "memcpy", "engine", "match", "peers", "gpu", "blending", "segments")
 HEAD = """\
 # Results
 
 Made by `make results` from the raw figures in `results/*.json`; do not edit. Times mean little on other machines;
 ratios to a memory copy and to fio, measured in the same run, mean more. What was tried: [NOTES.md](NOTES.md).
-`gpu` and `blending` need torch, and have commands of their own: `python -m benchmarks.gpu --save benchmarks/results`.
+`gpu`, `blending` and `segments` have commands of their own, as `python -m benchmarks.gpu --save benchmarks/results`; the first two need torch.
 """
 
 

@@ -9,7 +9,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KV_ABI 8
+#define KV_ABI 9
 #define KV_PUBLIC __attribute__((visibility("default")))
 /* Each verification has a unique name: tests/mutants builds libraries in which one of them always holds, and shows that
  * a test then fails. Here both macros are the plain verification. */
@@ -127,6 +127,7 @@ void kv_addresses(const uint8_t *digest, const uint8_t *parent, const uint8_t *p
                   uint8_t *addresses);
 int kv_use_vectors(int wanted);
 int kv_use_width(int widest);
+int kv_use_rotation(int widest);
 
 uint64_t kv_checksum(const uint8_t *bytes, uint64_t size);
 void kv_hash_begin(kv_hash *hash);

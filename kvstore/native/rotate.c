@@ -253,18 +253,28 @@ __attribute__((target("avx2,f16c,avx512f,avx512bw"))) static void rows_avx512(PA
 }
 #endif
 
+static void (*rows)(PARAMETERS) = rows_plain;
+
+/* As kv_use_width, for rotation. */
+KV_PUBLIC int kv_use_rotation(int widest) {
+    rows = rows_plain;
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    int has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+    int has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw");
+    if (widest >= 2 && has_avx2 && has_avx512) return rows = rows_avx512, 2;
+    if (widest >= 1 && has_avx2) return rows = rows_avx2, 1;
+#endif
+    (void)widest;
+    return 0;
+}
+
+__attribute__((constructor)) static void choose(void) { kv_use_rotation(2); }
+
 /* Rotates the keys in each of the planes, whose addresses are given: `count` rows of `heads` heads. `cosines` and `sines`
  * have `pairs` values for each row. `type` is 0 for bfloat16, 1 for float16, 2 for float32. */
 KV_PUBLIC void kv_rotate(const uint64_t *planes, int64_t plane_count, const float *cosines, const float *sines,
                          int64_t count, int64_t heads, int64_t head_dim, int64_t pairs, int type, int interleaved) {
-    void (*rows)(PARAMETERS) = rows_plain;
-#if defined(__x86_64__)
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) {
-        int has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw");
-        rows = has_avx512 ? rows_avx512 : rows_avx2;
-    }
-#endif
     for (int64_t at = 0; at < plane_count; at++)
         rows((uint8_t *)(uintptr_t)planes[at], cosines, sines, count, heads, head_dim, pairs, type, interleaved);
 }

@@ -16,6 +16,9 @@ from kvstore.tokens import TokenArray
 AT_ONCE = 256
 """Prompts whose chunks are looked for at once among those that the node remembers: segments are many and short."""
 
+SHORT_CHUNKS = 32
+"""Below this many chunks, hashing takes less than to look among recent prompts and to remember one more."""
+
 Settle = Callable[[Sequence[Address], float], None]
 """Waits, so many seconds at most, for those of these chunks that are on their way to this node."""
 
@@ -35,11 +38,15 @@ def match_each(
 ) -> list[int]:
     """Returns the number of leading chunks of each prompt; fewer answers if the time runs out.
 
-    Prompts that begin alike should follow one another: what they share is hashed once. ``alike`` is False for short
-    ones that do not: they are hashed in less time than it takes to look for a recent one. They leave out the hit ratio.
-    ``settle`` is called with all chunks before anybody looks for them.
+    Prompts that begin alike should follow one another: what they share is hashed once. ``alike`` is False for those
+    that do not: short ones are hashed in less time than it takes to look for a recent one. They leave out the hit
+    ratio. ``settle`` is called with all chunks before anybody looks for them.
     """
-    chain_of = node.chains.of if alike else hashed
+    short = 0 if alike else SHORT_CHUNKS * namespace.layout.chunk_tokens
+
+    def chain_of(namespace: Namespace, tokens: TokenArray) -> Chain:
+        return hashed(namespace, tokens) if len(tokens) < short else node.chains.of(namespace, tokens)
+
     deadline = Deadline(node.clock, deadline_s)
     counts: list[int] = []
     left = iter(prompts)

@@ -130,27 +130,24 @@ def _nothing(_: int) -> bool:
 
 
 class Lanes:
-    """Threads with one bounded queue. Each is started when there is work for it: a store of little use has few."""
+    """A fixed number of threads with one bounded queue."""
 
-    def __init__(
-        self, count: int, width: int, queue_max: int, stall_s: float, clock: Clock, name: str = "kvstore-lane"
-    ) -> None:
-        """``name`` is that of the threads, before their numbers."""
+    def __init__(self, count: int, width: int, queue_max: int, stall_s: float, clock: Clock) -> None:
         self._clock = clock
-        self._name = name
         self.width = width
         """Lanes that one request may use at once."""
         self._queue_max = queue_max
         self._stall_s = stall_s
         self._queue: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
         self._busy_since_s: list[float | None] = [None] * count
+        self._threads = [
+            threading.Thread(target=self._serve, args=(lane,), name=f"kvstore-lane-{lane}", daemon=True)
+            for lane in range(count)
+        ]
         self._closed = False
         self._pid = os.getpid()
-        self._lock = threading.Lock()
-        # Guarded by _lock.
-        self._threads: list[threading.Thread] = []
-        self._wanted = 0
-        """Lanes that all work in the queue and under way asks for."""
+        for thread in self._threads:
+            thread.start()
 
     def start(self, count: int, work: Callable[[int], bool], *, helped: bool = False) -> Batch:
         """Begins ``work(0) ... work(count - 1)`` on up to ``width`` lanes.
@@ -170,9 +167,7 @@ class Lanes:
         if self._queue.qsize() >= self._queue_max:
             raise Overloaded(f"{self._queue_max} requests wait for the root: back off")
         batch = Batch(count, tracing.carried(work))
-        wanted = min(count, self.width) - helped
-        self._staff(wanted)
-        for _ in range(wanted):
+        for _ in range(min(count, self.width) - helped):
             self._queue.put(batch)
         return batch
 
@@ -212,30 +207,12 @@ class Lanes:
         """Ends the idle lanes; a lane stuck in a call ends with the process."""
         if self._closed or self._pid != os.getpid():
             return
-        with self._lock:
-            self._closed = True
-            threads = list(self._threads)
-        for _ in threads:
+        self._closed = True
+        for _ in self._threads:
             self._queue.put(None)
         limit = self._clock.monotonic_s() + timeout_s
-        for thread in threads:
+        for thread in self._threads:
             thread.join(max(0.0, limit - self._clock.monotonic_s()))
-
-    def _staff(self, wanted: int) -> None:
-        """Starts the lanes that so much more work lacks. Raises Overloaded if there is none and can be none."""
-        with self._lock:
-            self._wanted += wanted
-            while not self._closed and len(self._threads) < min(self._wanted, len(self._busy_since_s)):
-                lane = len(self._threads)
-                thread = threading.Thread(target=self._serve, args=(lane,), name=f"{self._name}-{lane}", daemon=True)
-                try:
-                    thread.start()
-                except RuntimeError as cause:  # the system has no more, or the interpreter ends
-                    if self._threads:
-                        return
-                    self._wanted -= wanted
-                    raise Overloaded(f"no thread can be started: {cause}") from cause
-                self._threads.append(thread)
 
     def _tick(self, lane: int) -> None:
         """Notes that this lane begins something new, so it is not stuck."""
@@ -248,6 +225,4 @@ class Lanes:
                 return
             batch.run(partial(self._tick, lane))
             self._busy_since_s[lane] = None
-            with self._lock:
-                self._wanted -= 1
             del batch  # else a lane that waits for the next batch would keep somebody's arrays alive

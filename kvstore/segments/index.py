@@ -21,6 +21,9 @@ WAYS = 4
 BUCKET_BITS = 18
 """Room for 1,048,576 segments in 16 MiB. Only pages in use take memory."""
 
+KEPT_MAX = 1 << 17
+"""Powers are kept for windows of so many tokens, 2 MiB, and computed anew for more."""
+
 _ODD = np.uint64(0xD6E8FEB86659FD93)
 _INVERSE = np.uint64(pow(int(_ODD), -1, 1 << 64))
 _MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(29), np.uint64(0xBF58476D1CE4E5B9)
@@ -35,7 +38,8 @@ def windows(tokens: TokenArray, size: int) -> Hashes:
     count = len(tokens) - size + 1
     if count <= 0:
         return np.empty(0, np.uint64)
-    powers, inverses = _weights(1 << (len(tokens) - 1).bit_length())
+    weights = _weights if len(tokens) <= KEPT_MAX else _weights.__wrapped__
+    powers, inverses = weights(1 << (len(tokens) - 1).bit_length())
     first, shift, second = _MIX
     mixed = (tokens.astype(np.uint64) + np.uint64(1)) * first
     mixed ^= mixed >> shift
@@ -51,8 +55,9 @@ def windows(tokens: TokenArray, size: int) -> Hashes:
 @lru_cache(maxsize=4)
 def _weights(count: int) -> tuple[Hashes, Hashes]:
     """Powers of the odd number, and of its inverse, from the first on."""
-    powers, inverses = np.full((2, count), [[_ODD], [_INVERSE]], np.uint64)
-    return np.cumprod(powers), np.cumprod(inverses)
+    both = np.full((2, count), [[_ODD], [_INVERSE]], np.uint64).cumprod(1)
+    both.flags.writeable = False
+    return both[0], both[1]
 
 
 class Index:

@@ -6,11 +6,10 @@ import threading
 
 import pytest
 
-from kvstore.errors import Overloaded
 from kvstore.node.deadline import Deadline
 from kvstore.node.lanes import DeadlinePassed, Lanes, moved_on
 from kvstore.sources import SystemClock
-from tests.patience import PATIENCE_S, eventually
+from tests.patience import PATIENCE_S
 
 
 class HandClock(SystemClock):
@@ -107,47 +106,3 @@ def test_a_lane_that_shares_other_work_still_says_that_it_moves_on() -> None:
     finally:
         lanes.close()
     assert seen == [False]
-
-
-def test_as_many_lanes_are_started_as_the_work_asks_for_and_no_more() -> None:
-    clock = SystemClock()
-    lanes, goes_on = Lanes(3, 2, 8, 5, clock, "test-lane"), threading.Event()
-    try:
-        assert _started() == 0
-        for expected in (1, 2, 3, 3):
-            lanes.start(1, lambda _: goes_on.wait(PATIENCE_S))
-            assert _started() == expected
-        goes_on.set()
-        eventually(lambda: not lanes.waiting_count)
-        for _ in range(5):
-            lanes.each(1, lambda _: True, Deadline(clock, PATIENCE_S))
-        assert _started() == 3
-    finally:
-        goes_on.set()
-        lanes.close(PATIENCE_S)
-    assert _started() == 0
-
-
-def test_where_no_thread_can_be_started_the_work_is_refused_or_waits_for_a_lane_that_is_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def start(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    clock = SystemClock()
-    lanes = Lanes(2, 2, 8, 5, clock)
-    try:
-        with monkeypatch.context() as patched:
-            patched.setattr(threading.Thread, "start", start)
-            with pytest.raises(Overloaded, match="no thread can be started"):
-                lanes.run(int, Deadline(clock, PATIENCE_S))
-        assert lanes.run(int, Deadline(clock, PATIENCE_S)) == 0
-        with monkeypatch.context() as patched:
-            patched.setattr(threading.Thread, "start", start)
-            lanes.each(2, lambda _: True, Deadline(clock, PATIENCE_S))
-    finally:
-        lanes.close(PATIENCE_S)
-
-
-def _started() -> int:
-    return sum(each.name.startswith("test-lane") for each in threading.enumerate())

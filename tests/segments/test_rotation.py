@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
@@ -59,14 +60,26 @@ def test_s12_rotated_keys_are_within_their_bound_of_float64(dtype: np.dtype[Any]
     assert rms(rotate(rope, keys, first).astype(np.float64) - wanted) / rms(wanted) <= BOUNDS[dtype]
 
 
+@pytest.fixture(params=[0, 1, 2], ids=["plain", "avx2", "avx512"])
+def width(request: pytest.FixtureRequest) -> Iterator[int]:
+    """The form of the native code."""
+    if native.library is None:
+        pytest.skip("there is no native library to compare with")
+    chosen: int = request.param
+    try:
+        if native.library.kv_use_rotation(chosen) != chosen:
+            pytest.skip("this processor has no such instructions")
+        yield chosen
+    finally:
+        native.library.kv_use_rotation(2)
+
+
 @types
 @pytest.mark.parametrize("style", Style)
 @pytest.mark.parametrize(("head_dim", "dims"), ((128, 128), (80, 32), (96, 96), (64, 48), (8, 6), (2, 2), (129, 100)))
 def test_s12_c_and_numpy_give_the_same_bits(
-    dtype: np.dtype[Any], style: Style, head_dim: int, dims: int, monkeypatch: pytest.MonkeyPatch
+    width: int, dtype: np.dtype[Any], style: Style, head_dim: int, dims: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not native.is_available():
-        pytest.skip("there is no native library to compare with")
     rope = Rope(10_000.0, dims, style, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096})
     keys = keys_of(dtype, (3, 37, 5, head_dim))
     keys *= np.exp2(np.random.default_rng(1).integers(-24, 14, keys.shape)).astype(dtype)  # small and large ones

@@ -37,8 +37,7 @@ class FileLanes:
 
     def _made(self, requests: int) -> Lanes:
         limits = Limits()
-        count, name = requests * limits.width, "kvstore-file-lane"
-        return Lanes(count, limits.width, limits.queue_max, limits.stall_s, self.clock, name)
+        return Lanes(requests * limits.width, limits.width, limits.queue_max, limits.stall_s, self.clock)
 
     def close(self) -> None:
         """Ends them. Idempotent."""
