@@ -23,7 +23,8 @@ HEAD = """\
 
 Made by `make results` from the raw figures in `results/*.json`; do not edit. Times mean little on other machines;
 ratios to a memory copy and to fio, measured in the same run, mean more. What was tried: [NOTES.md](NOTES.md).
-`gpu`, `blending` and `segments` have commands of their own, as `python -m benchmarks.gpu --save benchmarks/results`; the first two need torch.
+`gpu`, `blending` and `segments` have commands of their own, as `python -m benchmarks.gpu --save benchmarks/results`;
+the first two need torch.
 """
 
 
