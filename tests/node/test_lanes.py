@@ -66,6 +66,17 @@ def test_whoever_shares_does_all_of_it_where_every_lane_is_busy() -> None:
         lanes.close()
 
 
+def test_sharing_nothing_leaves_the_lanes_to_what_comes_next() -> None:
+    clock = SystemClock()
+    lanes = Lanes(1, 2, 8, 5, clock)
+    try:
+        for _ in range(5):
+            lanes.share(0, lambda _: True, Deadline(clock, PATIENCE_S))
+        assert lanes.run(lambda: 1, Deadline(clock, PATIENCE_S)) == 1
+    finally:
+        lanes.close()
+
+
 def test_whoever_shares_begins_nothing_after_the_deadline_and_raises_what_the_work_raises() -> None:
     clock = SystemClock()
     lanes = Lanes(1, 1, 8, 5, clock)
