@@ -12,8 +12,8 @@ _GIVEN = Path("/proc/sys/net/ipv4/ip_local_port_range")
 def free_port() -> int:
     """Returns a port on which nobody listens.
 
-    It is none of those that the kernel gives to clients, and to servers that ask for any: none of these, of which a run
-    of the tests has thousands, takes it between this call and the server's start.
+    The kernel gives no port of that range by itself. So no other connection of the tests, which make thousands, takes
+    it before the server starts.
     """
     first, last = map(int, _GIVEN.read_text().split()) if _GIVEN.exists() else (49_152, 65_535)
     choice = [*range(10_000, first), *range(last + 1, 65_536)] or [0]

@@ -126,16 +126,6 @@ WIDE void store8(uint16_t *to, __m256 value, int type) {
     _mm_storeu_si128((__m128i *)to, packed);
 }
 
-WIDE __m256 turned_low(__m256 a, __m256 b, __m256 cosine, __m256 sine) {
-    return _mm256_sub_ps(_mm256_mul_ps(a, cosine), _mm256_mul_ps(b, sine));
-}
-
-WIDE __m256 turned_high(__m256 a, __m256 b, __m256 cosine, __m256 sine) {
-    return _mm256_add_ps(_mm256_mul_ps(b, cosine), _mm256_mul_ps(a, sine));
-}
-
-WIDE __m256 not_a_number(__m256 a, __m256 b) { return _mm256_cmp_ps(a, b, _CMP_UNORD_Q); }
-
 /* Rotates the pairs of one head, eight at a time, with both elements of a type of 16 bits. Two neighbours in
  * bfloat16 fill a lane, and each is the upper half of a float32. For neighbours in float16, two vectors of four pairs
  * are sorted into one of the first and one of the second elements: 0 1 4 5 2 3 6 7, as the tables then are. */
@@ -159,8 +149,9 @@ WIDE void turn_wide(uint16_t *low, uint16_t *high, const float *cosines, const f
             cosine = _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(cosine), 0xd8));
             sine = _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(sine), 0xd8));
         }
-        __m256 turned = turned_low(a, b, cosine, sine), other = turned_high(a, b, cosine, sine);
-        if (type == BFLOAT16 && _mm256_movemask_ps(not_a_number(turned, other))) {
+        __m256 turned = _mm256_sub_ps(_mm256_mul_ps(a, cosine), _mm256_mul_ps(b, sine));
+        __m256 other = _mm256_add_ps(_mm256_mul_ps(b, cosine), _mm256_mul_ps(a, sine));
+        if (type == BFLOAT16 && _mm256_movemask_ps(_mm256_cmp_ps(turned, other, _CMP_UNORD_Q))) {
             turn_bfloat16(low + i * step, high + i * step, cosines + i, sines + i, 8, step);
         } else if (step == 1) {
             store8(low + i, turned, type);
@@ -253,17 +244,17 @@ __attribute__((target("avx2,f16c,avx512f,avx512bw"))) static void rows_avx512(PA
 }
 #endif
 
-static void (*rows)(PARAMETERS) = rows_plain;
+static void (*rotate_rows)(PARAMETERS) = rows_plain;
 
 /* As kv_use_width, for rotation. */
 KV_PUBLIC int kv_use_rotation(int widest) {
-    rows = rows_plain;
+    rotate_rows = rows_plain;
 #if defined(__x86_64__)
     __builtin_cpu_init();
     int has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
     int has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw");
-    if (widest >= 2 && has_avx2 && has_avx512) return rows = rows_avx512, 2;
-    if (widest >= 1 && has_avx2) return rows = rows_avx2, 1;
+    if (widest >= 2 && has_avx2 && has_avx512) return rotate_rows = rows_avx512, 2;
+    if (widest >= 1 && has_avx2) return rotate_rows = rows_avx2, 1;
 #endif
     (void)widest;
     return 0;
@@ -276,5 +267,5 @@ __attribute__((constructor)) static void choose(void) { kv_use_rotation(2); }
 KV_PUBLIC void kv_rotate(const uint64_t *planes, int64_t plane_count, const float *cosines, const float *sines,
                          int64_t count, int64_t heads, int64_t head_dim, int64_t pairs, int type, int interleaved) {
     for (int64_t at = 0; at < plane_count; at++)
-        rows((uint8_t *)(uintptr_t)planes[at], cosines, sines, count, heads, head_dim, pairs, type, interleaved);
+        rotate_rows((uint8_t *)(uintptr_t)planes[at], cosines, sines, count, heads, head_dim, pairs, type, interleaved);
 }

@@ -15,7 +15,6 @@ from kvstore.tokens import TokenArray
 
 AT_ONCE = 256
 """Prompts whose chunks are looked for at once among those that the node remembers: segments are many and short."""
-
 SHORT_CHUNKS = 32
 """Below this many chunks, hashing takes less than to look among recent prompts and to remember one more."""
 
@@ -44,14 +43,14 @@ def match_each(
     """
     short = 0 if alike else SHORT_CHUNKS * namespace.layout.chunk_tokens
 
-    def chain_of(namespace: Namespace, tokens: TokenArray) -> Chain:
+    def chain_of(tokens: TokenArray) -> Chain:
         return hashed(namespace, tokens) if len(tokens) < short else node.chains.of(namespace, tokens)
 
     deadline = Deadline(node.clock, deadline_s)
     counts: list[int] = []
     left = iter(prompts)
     while not deadline.passed:
-        chains = [chain_of(namespace, tokens) for tokens in islice(left, AT_ONCE)]
+        chains = [chain_of(tokens) for tokens in islice(left, AT_ONCE)]
         if not chains:
             break
         addresses = [address for chain in chains for address in chain.addresses]

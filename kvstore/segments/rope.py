@@ -25,8 +25,6 @@ Float32s = npt.NDArray[np.float32]
 
 POSITION_MAX = 1 << 22
 """Positions below it: as many tokens as a prompt may have, and exact in float32."""
-
-
 PART_POSITIONS = 128
 PARTS_MAX = 512
 """Parts of tables that are kept: 32 MiB for 128 rotated elements, the first 65,536 positions."""

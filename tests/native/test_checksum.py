@@ -12,21 +12,15 @@ import xxhash
 
 from kvstore.native import is_available
 from kvstore.native import library as native
+from tests.native.widths import narrowed, of_each_width
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="the native library was not built, or is turned off")
 
-WIDEST = 2
 
-
-@pytest.fixture(params=[0, 1, 2], ids=["plain", "avx2", "avx512"])
+@of_each_width
 def width(request: pytest.FixtureRequest) -> Iterator[int]:
-    chosen: int = request.param
-    try:
-        if native.library.kv_use_width(chosen) != chosen:
-            pytest.skip("this processor has no such instructions")
+    with narrowed(native.library.kv_use_width, request.param) as chosen:
         yield chosen
-    finally:
-        native.library.kv_use_width(WIDEST)
 
 
 def checksum(content: npt.NDArray[np.uint8]) -> int:

@@ -13,6 +13,7 @@ import pytest
 from kvstore.errors import InvalidRequest
 from kvstore.native import library as native
 from kvstore.segments import Rope, Style, rotate, rotation, unrotated
+from tests.native.widths import narrowed, of_each_width
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 BOUNDS = {BFLOAT16: 5e-3, np.dtype(np.float16): 6e-4, np.dtype(np.float32): 2e-7}
@@ -60,18 +61,12 @@ def test_s12_rotated_keys_are_within_their_bound_of_float64(dtype: np.dtype[Any]
     assert rms(rotate(rope, keys, first).astype(np.float64) - wanted) / rms(wanted) <= BOUNDS[dtype]
 
 
-@pytest.fixture(params=[0, 1, 2], ids=["plain", "avx2", "avx512"])
+@of_each_width
 def width(request: pytest.FixtureRequest) -> Iterator[int]:
-    """The form of the native code."""
     if native.library is None:
         pytest.skip("there is no native library to compare with")
-    chosen: int = request.param
-    try:
-        if native.library.kv_use_rotation(chosen) != chosen:
-            pytest.skip("this processor has no such instructions")
+    with narrowed(native.library.kv_use_rotation, request.param) as chosen:
         yield chosen
-    finally:
-        native.library.kv_use_rotation(2)
 
 
 @types
