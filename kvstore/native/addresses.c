@@ -1,4 +1,4 @@
-/* The addresses of a chain of chunks: BLAKE2b with 16 bytes of output, keyed with the namespace's digest.
+/* The addresses of chains of chunks: BLAKE2b with 16 bytes of output, keyed with the namespace's digest.
  *
  * Its advantages over Python's BLAKE2b: it computes the state after the key's block once and not for each chunk,
  * allocates nothing, and needs no GIL. */
@@ -7,21 +7,23 @@
 #include "blake2b.h"
 #include "native.h"
 
-/* Computes the addresses of `count` chunks of `chunk_bytes` each, one after the other at `packed`; `parent` is the
- * first one's parent. */
-KV_PUBLIC void kv_addresses(const uint8_t *digest, const uint8_t *parent, const uint8_t *packed, uint64_t chunk_bytes,
-                            uint64_t count, uint8_t *addresses) {
+/* The state after the block of the key, which all chunks of a namespace begin with. */
+static void key(uint64_t keyed[8], const uint8_t *digest) {
     static const char person[16] = "kvstore.chunk.1";
     uint8_t block[BLOCK_BYTES] = {0};
-    uint64_t keyed[8], personal[2];
-    memcpy(keyed, kv_blake2b_start, sizeof keyed);
+    uint64_t personal[2];
+    memcpy(keyed, kv_blake2b_start, 8 * sizeof *keyed);
     memcpy(personal, person, sizeof personal);
     keyed[0] ^= 0x01010000 | KV_DIGEST_BYTES << 8 | KV_ADDRESS_BYTES;
     keyed[6] ^= personal[0];
     keyed[7] ^= personal[1];
     memcpy(block, digest, KV_DIGEST_BYTES);
     kv_blake2b(keyed, block, BLOCK_BYTES, 0);
+}
 
+static void chain(const uint64_t keyed[8], const uint8_t *parent, const uint8_t *packed, uint64_t chunk_bytes,
+                  uint64_t count, uint8_t *addresses) {
+    uint8_t block[BLOCK_BYTES];
     for (uint64_t i = 0; i < count; i++) {
         uint64_t h[8], total = BLOCK_BYTES, left = chunk_bytes, filled = KV_ADDRESS_BYTES;
         memcpy(h, keyed, sizeof h);
@@ -42,5 +44,27 @@ KV_PUBLIC void kv_addresses(const uint8_t *digest, const uint8_t *parent, const 
         memcpy(addresses, h, KV_ADDRESS_BYTES);
         parent = addresses;
         addresses += KV_ADDRESS_BYTES;
+    }
+}
+
+/* Computes the addresses of `count` chunks of `chunk_bytes` each, one after the other at `packed`; `parent` is the
+ * first one's parent. */
+KV_PUBLIC void kv_addresses(const uint8_t *digest, const uint8_t *parent, const uint8_t *packed, uint64_t chunk_bytes,
+                            uint64_t count, uint8_t *addresses) {
+    uint64_t keyed[8];
+    key(keyed, digest);
+    chain(keyed, parent, packed, chunk_bytes, count, addresses);
+}
+
+/* Computes the addresses of several prompts, one after the other at `packed`, of `counts` chunks each. */
+KV_PUBLIC void kv_addresses_each(const uint8_t *digest, const uint8_t *packed, uint64_t chunk_bytes,
+                                 const uint64_t *counts, uint64_t prompts, uint8_t *addresses) {
+    static const uint8_t no_parent[KV_ADDRESS_BYTES];
+    uint64_t keyed[8];
+    key(keyed, digest);
+    for (uint64_t i = 0; i < prompts; i++) {
+        chain(keyed, no_parent, packed, chunk_bytes, counts[i], addresses);
+        packed += counts[i] * chunk_bytes;
+        addresses += counts[i] * KV_ADDRESS_BYTES;
     }
 }

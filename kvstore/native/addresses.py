@@ -1,6 +1,8 @@
-"""The addresses of a chain from the native library; ``kvstore.address`` has the definition."""
+"""The addresses of chains from the native library; ``kvstore.address`` has the definition."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -26,5 +28,18 @@ def chained(digest: bytes, parent: bytes, packed: bytes, chunk_bytes: int, first
     tokens = np.frombuffer(packed, np.uint8)
     start: int = tokens.__array_interface__["data"][0] + first * chunk_bytes
     library.kv_addresses(digest, parent, start, chunk_bytes, count, found.__array_interface__["data"][0])
+    addresses: list[bytes] = found.tolist()
+    return addresses
+
+
+def chained_each(digest: bytes, packed: bytes, chunk_bytes: int, counts: Sequence[int]) -> list[bytes]:
+    """Returns the addresses of several prompts, of ``counts`` chunks each, that follow each other in ``packed``.
+
+    ``digest`` is the namespace's. Call it only if ``is_available``.
+    """
+    assert len(digest) == 32 and chunk_bytes > 0 and len(packed) == sum(counts) * chunk_bytes
+    found, sizes, tokens = np.empty(sum(counts), "V16"), np.array(counts, np.uint64), np.frombuffer(packed, np.uint8)
+    at = [each.__array_interface__["data"][0] for each in (tokens, sizes, found)]
+    library.kv_addresses_each(digest, at[0], chunk_bytes, at[1], len(counts), at[2])
     addresses: list[bytes] = found.tolist()
     return addresses

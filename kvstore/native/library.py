@@ -18,7 +18,7 @@ import numpy as np
 
 log = logging.getLogger(__name__)
 
-ABI = 9
+ABI = 10
 LIBRARY = Path(__file__).with_name("libkvstore.so")
 
 DONE, ABSENT, FOUND, BLOCKED, OTHER, PUBLISHED = range(6)
@@ -106,6 +106,7 @@ Function = tuple[type | None, tuple[type, ...]]
 FUNCTIONS: dict[str, Function] = {
     "kv_abi": (_INT, ()),
     "kv_addresses": (None, (_BYTES, _BYTES, _AT, _UINT64, _UINT64, _AT)),
+    "kv_addresses_each": (None, (_BYTES, _AT, _UINT64, _AT, _UINT64, _AT)),
     "kv_use_vectors": (_INT, (_INT,)),
     "kv_use_width": (_INT, (_INT,)),
     "kv_use_rotation": (_INT, (_INT,)),

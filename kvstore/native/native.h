@@ -9,7 +9,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KV_ABI 9
+#define KV_ABI 10
 #define KV_PUBLIC __attribute__((visibility("default")))
 /* Each verification has a unique name: tests/mutants builds libraries in which one of them always holds, and shows that
  * a test then fails. Here both macros are the plain verification. */
@@ -125,6 +125,8 @@ typedef struct kv_mapping kv_mapping;
 int kv_abi(void);
 void kv_addresses(const uint8_t *digest, const uint8_t *parent, const uint8_t *packed, uint64_t chunk_bytes, uint64_t count,
                   uint8_t *addresses);
+void kv_addresses_each(const uint8_t *digest, const uint8_t *packed, uint64_t chunk_bytes, const uint64_t *counts,
+                       uint64_t prompts, uint8_t *addresses);
 int kv_use_vectors(int wanted);
 int kv_use_width(int widest);
 int kv_use_rotation(int widest);

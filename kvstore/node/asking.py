@@ -7,7 +7,7 @@ from itertools import islice
 
 from kvstore.address import Address, Chain
 from kvstore.namespace import Namespace
-from kvstore.node.chains import hashed
+from kvstore.node.chains import chains_of
 from kvstore.node.deadline import Deadline
 from kvstore.node.node import Node
 from kvstore.node.wanted import leading
@@ -15,8 +15,6 @@ from kvstore.tokens import TokenArray
 
 AT_ONCE = 256
 """Prompts whose chunks are looked for at once among those that the node remembers: segments are many and short."""
-SHORT_CHUNKS = 32
-"""Below this many chunks, hashing takes less than to look among recent prompts and to remember one more."""
 
 Settle = Callable[[Sequence[Address], float], None]
 """Waits, so many seconds at most, for those of these chunks that are on their way to this node."""
@@ -38,21 +36,17 @@ def match_each(
     """Returns the number of leading chunks of each prompt; fewer answers if the time runs out.
 
     Prompts that begin alike should follow one another: what they share is hashed once. ``alike`` is False for those
-    that do not: short ones are hashed in less time than it takes to look for a recent one. They leave out the hit
-    ratio. ``settle`` is called with all chunks before anybody looks for them.
+    that do not: all are hashed at once, and none is remembered. They leave out the hit ratio. ``settle`` is called with
+    all chunks before anybody looks for them.
     """
-    short = 0 if alike else SHORT_CHUNKS * namespace.layout.chunk_tokens
-
-    def chain_of(tokens: TokenArray) -> Chain:
-        return hashed(namespace, tokens) if len(tokens) < short else node.chains.of(namespace, tokens)
-
     deadline = Deadline(node.clock, deadline_s)
     counts: list[int] = []
     left = iter(prompts)
     while not deadline.passed:
-        chains = [chain_of(tokens) for tokens in islice(left, AT_ONCE)]
-        if not chains:
+        group = list(islice(left, AT_ONCE))
+        if not group:
             break
+        chains = [node.chains.of(namespace, tokens) for tokens in group] if alike else chains_of(namespace, group)
         addresses = [address for chain in chains for address in chain.addresses]
         settle(addresses, deadline.left_s())
         present = bytes(node.reads.remembered(addresses))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import cast
 
 import numpy as np
@@ -27,10 +28,20 @@ ADDRESS_COST_BYTES = 80
 """Memory cost of one address as an object in a tuple."""
 
 
-def hashed(namespace: Namespace, tokens: TokenArray) -> Chain:
-    """Returns ``Chain.of``, for tokens that no recent prompt begins with. Raises InvalidRequest."""
-    packed = tokens[: chunk_count(namespace, tokens) * namespace.layout.chunk_tokens].tobytes()
-    return Chain(namespace, np.frombuffer(packed, "<u4"), tuple(_addresses(namespace, packed)))
+def chains_of(namespace: Namespace, prompts: Sequence[TokenArray]) -> list[Chain]:
+    """Returns ``Chain.of`` each, for prompts that begin with no recent one. Raises InvalidRequest."""
+    size = namespace.layout.chunk_tokens
+    counts = [chunk_count(namespace, tokens) for tokens in prompts]
+    if not native.is_available or sum(counts) <= SHORT_MAX:
+        return [Chain.of(namespace, tokens) for tokens in prompts]
+    # A copy of our own, as ``Chain.of`` has.
+    packed = b"".join([tokens[: count * size].data for tokens, count in zip(prompts, counts, strict=True)])
+    own, found = np.frombuffer(packed, "<u4"), native.chained_each(namespace.digest, packed, 4 * size, counts)
+    ends = pairwise((0, *accumulate(counts)))
+    return [
+        Chain(namespace, own[start * size : end * size], tuple(cast("list[Address]", found[start:end])))
+        for start, end in ends
+    ]
 
 
 class _Recent:
@@ -73,7 +84,7 @@ class RecentChains:
         count = chunk_count(namespace, tokens)
         size = 4 * namespace.layout.chunk_tokens
         if count < CHUNKS_MIN:
-            return hashed(namespace, tokens)
+            return chains_of(namespace, [tokens])[0]
         given = tokens.data.cast("B")[: count * size]
         like, shared = self._most_alike(namespace, given, size)
         if like is None:

@@ -32,9 +32,8 @@ def find(search: Search, chunk_tokens: int, index: Index, ask: Ask, has_time: Ha
     """Returns the ranges of a prompt that are stored segments; ``index`` learns them, and that they were used."""
     tokens = search.tokens
     if search.starts is None:
-        matches = find_anywhere(tokens, search.after, chunk_tokens, index, ask, has_time)
-    else:
-        matches = find_given(tokens, search.given, chunk_tokens, ask)
+        return find_anywhere(tokens, search.after, chunk_tokens, index, ask, has_time)
+    matches = find_given(tokens, search.given, chunk_tokens, ask)
     if matches:
         firsts = np.concatenate([match.tokens[:chunk_tokens] for match in matches])
         chunks = np.array([len(match) // chunk_tokens for match in matches])
@@ -55,7 +54,9 @@ def find_given(tokens: TokenArray, ranges: Sequence[Range], chunk_tokens: int, a
 def find_anywhere(
     tokens: TokenArray, after: int, chunk_tokens: int, index: Index, ask: Ask, has_time: HasTime
 ) -> list[Match]:
-    """Looks for segments at every offset from ``after`` on: the leftmost first, each as far as the store has it."""
+    """Looks for segments at every offset from ``after`` on: the leftmost first, each as far as the store has it, and
+    no further than ``index`` knows it.
+    """
     places, lengths = _candidates(tokens, after, chunk_tokens, index, has_time)
     matches: list[Match] = []
     for _ in range(ROUNDS_MAX):
@@ -94,13 +95,14 @@ def _candidates(
 def _proposals(places: Places, lengths: npt.NDArray[Any], free: Sequence[Range], chunk_tokens: int) -> list[Range]:
     """Chooses disjoint ranges from the left, each as long as its segment is known to be; no more than MATCHES_MAX."""
     chosen: list[Range] = []
+    starts: list[int] = places.tolist()  # which takes a tenth of the time to look at
     for low, high in free:
-        at = bisect_left(places, low)
-        while at < len(places) and places[at] + chunk_tokens <= high and len(chosen) < MATCHES_MAX:
-            start = int(places[at])
+        at = bisect_left(starts, low)
+        while at < len(starts) and starts[at] + chunk_tokens <= high and len(chosen) < MATCHES_MAX:
+            start = starts[at]
             end = start + min(int(lengths[at]), (high - start) // chunk_tokens) * chunk_tokens
             chosen.append((start, end))
-            at = bisect_left(places, end, at)
+            at = bisect_left(starts, end, at)
     return chosen
 
 

@@ -50,6 +50,15 @@ def test_every_size_of_a_chunk_around_the_blocks_of_the_hash(vectors: None, chun
     assert chained(namespace, packed, 3, expected[2]) == []
 
 
+@pytest.mark.parametrize("chunk_tokens", [1, 27, 28, 29, 64, 100])
+def test_prompts_at_once_have_the_addresses_that_each_has_alone(vectors: None, chunk_tokens: int) -> None:
+    namespace, counts = namespace_of(chunk_tokens), [3, 0, 1, 5, 0]
+    prompts = [os.urandom(4 * chunk_tokens * count) for count in counts]
+    found = native.chained_each(namespace.digest, b"".join(prompts), 4 * chunk_tokens, counts)
+    assert found == [address for packed in prompts for address in chained_addresses(namespace, packed)]
+    assert native.chained_each(namespace.digest, b"", 4 * chunk_tokens, [0]) == []
+
+
 @given(
     texts.filter(bool),
     st.integers(1, 70),
