@@ -81,7 +81,7 @@ def find_table(tokens: int, rounds: int) -> Table:
     """Searches in process and through a worker."""
     rows: list[list[Cell]] = []
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        for place, path in (("in process", IN_PROCESS), ("through a worker", "shared")):
+        for place, path in (("in process", IN_PROCESS), ("through a worker", "shared"), ("over gRPC alone", "grpc")):
             (here := Path(folder, path)).mkdir()
             with reached(path, here) as opened, opened() as store:
                 rows += [[place, way, middle, slow] for way, middle, slow in found_in(store, tokens, rounds)]

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 
 from kvstore import tracing
 from kvstore.client.bulk.links import BulkRefused, NoAnswer
@@ -64,6 +65,10 @@ class Caller:
             return answer
 
         return self.anywhere(send, timeout_s, marking, may_repeat=may_repeat, even_aside=even_aside)
+
+    def short(self, name: str, message: Message, timeout_s: float, marking: Marking | None) -> bytes:
+        """Returns the answer to a call of SHORT_CALLS. Raises as ``unary`` does."""
+        return self.anywhere(lambda endpoint, left_s: endpoint.call(name, message, left_s), timeout_s, marking)
 
     def every_message(self, name: str, request: bytes, timeout_s: float) -> list[bytes]:
         """Returns all messages of an answer that is a short stream."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import grpc
+from google.protobuf.message import Message
 
 from kvstore import tracing
 from kvstore.bounded import CLOSE_S, within
+from kvstore.client.bulk.calling import call_past_grpc
 from kvstore.client.bulk.links import Links
 from kvstore.client.bulk.shortage import Shortage
 from kvstore.client.bulk.way import Bulk
@@ -18,6 +21,7 @@ from kvstore.client.credentials import PLAIN, Credentials
 from kvstore.client.limits import ClientLimits
 from kvstore.errors import InvalidRequest
 from kvstore.wire.limits import CHANNEL_OPTIONS, method
+from kvstore.wire.messages import sealed
 
 HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 SERVING = b"\x08\x01"
@@ -72,6 +76,16 @@ class Endpoint:
         """Reason why no calls are sent there now; None while the worker is well."""
         self.probe_at_s = 0.0
         self.probe_pause_s = 0.0
+
+    def call(self, name: str, message: Message, timeout_s: float) -> bytes:
+        """Returns the answer to a call of SHORT_CALLS: over a bulk connection, or else over gRPC. Raises what gRPC
+        raises, and BulkRefused.
+        """
+        ends_s = time.monotonic() + timeout_s
+        answer = call_past_grpc(self.bulk, name, message, timeout_s)
+        if answer is None:
+            answer = self.unary(name)(sealed(message), timeout=ends_s - time.monotonic())
+        return answer
 
     def unary(self, name: str) -> Any:
         """Returns a call with one message each way, as bytes."""

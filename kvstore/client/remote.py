@@ -194,10 +194,10 @@ class RemotePort:
             return nothing
         packed = pack_tokens(tokens)
         looked_up = self._tools.lookups.is_needed and self._tools.lookups.take(namespace, packed)
-        raw = sealed(pb.HoldRequest(namespace=namespace.digest, tokens=packed, ttl_s=ttl_s or 0.0, looked_up=looked_up))
+        request = pb.HoldRequest(namespace=namespace.digest, tokens=packed, ttl_s=ttl_s or 0.0, looked_up=looked_up)
 
         def send(endpoint: Endpoint, left_s: float) -> RemoteHold:
-            answer = pb.HoldResponse.FromString(endpoint.unary("Hold")(raw, timeout=left_s))
+            answer = pb.HoldResponse.FromString(endpoint.call("Hold", request, left_s))
             if not answer.chunks:
                 return nothing
             return RemoteHold(namespace, packed, answer, endpoint, self._tools)
@@ -395,8 +395,8 @@ class RemotePort:
 
     def _matched(self, namespace: Namespace, like: TokenArray, **asked: Any) -> pb.MatchResponse | None:
         """Asks the worker that would serve the prompt ``like``. Returns None if no worker could answer."""
-        raw = sealed(pb.MatchRequest(namespace=namespace.digest, **asked))
-        call = partial(self._caller.unary, "Match", raw, self.limits.match_s, partial(marks_of, namespace, like))
+        request, marks = pb.MatchRequest(namespace=namespace.digest, **asked), partial(marks_of, namespace, like)
+        call = partial(self._caller.short, "Match", request, self.limits.match_s, marks)
         answer: bytes | None = self._reopening.or_miss(namespace, call, None)
         return pb.MatchResponse.FromString(answer) if answer is not None else None
 

@@ -31,7 +31,6 @@ from kvstore.wire.messages import (
     pack_sizes,
     pack_tokens,
     parse,
-    sealed,
     write_message,
 )
 from kvstore.writes import WriteMode
@@ -93,10 +92,8 @@ class RemoteBlocks:
             self._tools.caller.check()
             return 0
         packed = pack_keys(keys)
-        request = sealed(pb.MatchBlocksRequest(namespace=namespace.digest, keys=packed))
-        answer = self._tools.caller.unary(
-            "MatchBlocks", request, self._tools.limits.match_s, partial(marks_of_keys, keys)
-        )
+        request = pb.MatchBlocksRequest(namespace=namespace.digest, keys=packed)
+        answer = self._asked(request, keys)
         found = min(pb.MatchBlocksResponse.FromString(answer).blocks, len(keys))
         if self._tools.lookups.is_needed:
             self._tools.lookups.add(namespace, packed, len(pack_keys(keys[:found])))
@@ -109,9 +106,7 @@ class RemoteBlocks:
             return []
         packed = pack_keys(keys)
         request = pb.MatchBlocksRequest(namespace=namespace.digest, keys=packed, each=True)
-        raw = self._tools.caller.unary(
-            "MatchBlocks", sealed(request), self._tools.limits.match_s, partial(marks_of_keys, keys)
-        )
+        raw = self._asked(request, keys)
         present = _each(pb.MatchBlocksResponse.FromString(raw).present, keys)
         if self._tools.lookups.is_needed:
             self._tools.lookups.add(namespace, packed, len(pack_keys(keys[: sum(present)])))
@@ -119,10 +114,10 @@ class RemoteBlocks:
 
     def sizes(self, namespace: Namespace, keys: Sequence[bytes]) -> list[int]:
         """Implements ``Port.block_sizes``."""
-        request = sealed(pb.MatchBlocksRequest(namespace=namespace.digest, keys=pack_keys(keys), sizes=True))
-        marking, nobody = partial(marks_of_keys, keys), [0] * len(keys)
+        request = pb.MatchBlocksRequest(namespace=namespace.digest, keys=pack_keys(keys), sizes=True)
+        nobody = [0] * len(keys)
         try:
-            raw = self._tools.caller.unary("MatchBlocks", request, self._tools.limits.match_s, marking)
+            raw = self._asked(request, keys)
         except (Unavailable, Overloaded):
             return nobody  # the read that asks has counted its miss
         found = np.frombuffer(pb.MatchBlocksResponse.FromString(raw).sizes, "<u4").tolist()
@@ -135,16 +130,19 @@ class RemoteBlocks:
             return self.unheld(namespace, keys)
         packed = pack_keys(keys)
         looked_up = self._tools.lookups.is_needed and self._tools.lookups.take(namespace, packed)
-        request = sealed(
-            pb.HoldRequest(namespace=namespace.digest, ttl_s=ttl_s or 0.0, keys=packed, looked_up=looked_up)
-        )
+        request = pb.HoldRequest(namespace=namespace.digest, ttl_s=ttl_s or 0.0, keys=packed, looked_up=looked_up)
 
         def send(endpoint: Endpoint, left_s: float) -> RemoteBlockHold:
-            answer = pb.HoldResponse.FromString(endpoint.unary("Hold")(request, timeout=left_s))
+            answer = pb.HoldResponse.FromString(endpoint.call("Hold", request, left_s))
             present = _each(answer.present, keys)
             return RemoteBlockHold(namespace, present, answer, endpoint if answer.hold else None, self._tools)
 
         return self._tools.caller.anywhere(send, self._tools.limits.match_s, partial(marks_of_keys, keys))
+
+    def _asked(self, request: pb.MatchBlocksRequest, keys: Sequence[bytes]) -> bytes:
+        return self._tools.caller.short(
+            "MatchBlocks", request, self._tools.limits.match_s, partial(marks_of_keys, keys)
+        )
 
     def unheld(self, namespace: Namespace, keys: Sequence[bytes]) -> RemoteBlockHold:
         """A hold of nothing, for keys that no worker could look for."""

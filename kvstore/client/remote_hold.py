@@ -27,7 +27,7 @@ from kvstore.node.wanted import leading
 from kvstore.results import LayerMemory
 from kvstore.sections import Sections
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.messages import sealed, unpack_tokens
+from kvstore.wire.messages import unpack_tokens
 from kvstore.wire.statuses import BrokenTransfer
 
 RELEASE_S = 2.0
@@ -74,10 +74,10 @@ class HeldAtWorker:
         if self._lease is None:
             return
         self._tools.renewing.remove(self._lease)
-        request = sealed(pb.ReleaseRequest(hold=self._lease.id))
+        request = pb.ReleaseRequest(hold=self._lease.id)
         endpoint = self._lease.endpoint
         try:
-            self._tools.caller.at(endpoint, lambda: endpoint.unary("Release")(request, timeout=RELEASE_S))
+            self._tools.caller.at(endpoint, lambda: endpoint.call("Release", request, RELEASE_S))
         except (CallFailed, StoreClosed):
             pass  # a worker that is gone holds nothing; any other lets go when the hold's lease is over
         endpoint.leave()

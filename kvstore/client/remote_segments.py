@@ -15,7 +15,7 @@ from kvstore.namespace import Namespace
 from kvstore.segments.match import Match
 from kvstore.segments.search import Search
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.messages import pack_places, pack_tokens, sealed, unpack_ranges
+from kvstore.wire.messages import pack_places, pack_tokens, unpack_ranges
 
 
 class RemoteSegments:
@@ -27,19 +27,18 @@ class RemoteSegments:
 
     def find(self, namespace: Namespace, search: Search) -> list[Match]:
         marks = partial(marks_of, namespace, search.tokens)
-        call = partial(
-            self._tools.caller.unary, "FindSegments", _request(namespace, search), self._tools.limits.match_s, marks
-        )
+        request, limit_s = _request(namespace, search), self._tools.limits.match_s
+        call = partial(self._tools.caller.short, "FindSegments", request, limit_s, marks)
         answer = self._reopening.or_miss(namespace, call, b"")
         return _matches(namespace, search, pb.FindSegmentsResponse.FromString(answer))
 
     def hold(
         self, namespace: Namespace, search: Search, ttl_s: float | None
     ) -> tuple[list[Match], HeldAtWorker | None]:
-        raw = _request(namespace, search, ttl_s or 0.0)
+        request = _request(namespace, search, ttl_s or 0.0)
 
         def send(endpoint: Endpoint, left_s: float) -> tuple[list[Match], HeldAtWorker | None]:
-            answer = pb.FindSegmentsResponse.FromString(endpoint.unary("FindSegments")(raw, timeout=left_s))
+            answer = pb.FindSegmentsResponse.FromString(endpoint.call("FindSegments", request, left_s))
             guard = HeldAtWorker(answer, endpoint, self._tools) if answer.hold else None
             return _matches(namespace, search, answer), guard
 
@@ -53,15 +52,13 @@ class RemoteSegments:
             return [], None
 
 
-def _request(namespace: Namespace, search: Search, hold_s: float | None = None) -> bytes:
-    return sealed(
-        pb.FindSegmentsRequest(
-            namespace=namespace.digest,
-            tokens=pack_tokens(search.tokens),
-            starts=None if search.starts is None else pack_places(search.starts),
-            after=search.after,
-            hold_s=hold_s,
-        )
+def _request(namespace: Namespace, search: Search, hold_s: float | None = None) -> pb.FindSegmentsRequest:
+    return pb.FindSegmentsRequest(
+        namespace=namespace.digest,
+        tokens=pack_tokens(search.tokens),
+        starts=None if search.starts is None else pack_places(search.starts),
+        after=search.after,
+        hold_s=hold_s,
     )
 
 

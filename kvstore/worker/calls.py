@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 
 from kvstore import tracing
 from kvstore.counts import Counts, WorkerCount
@@ -21,6 +23,7 @@ from kvstore.security.authenticator import Authenticator
 from kvstore.security.guard import Guard, Visit
 from kvstore.security.identity import NOTHING
 from kvstore.sources import Ids
+from kvstore.wire.messages import parse
 from kvstore.wire.statuses import BrokenTransfer, Busy, Draining, Refusal, refusal
 from kvstore.worker.admission import Gate
 from kvstore.worker.call import Call, peer_of, presented_by
@@ -29,7 +32,21 @@ from kvstore.worker.context import BulkContext, CallContext
 log = logging.getLogger(__name__)
 
 GRPC = "grpc"
+Request = TypeVar("Request", bound=Message)
 _MOVED = {WorkerCount.WIRE_BYTES_IN: "in", WorkerCount.WIRE_BYTES_OUT: "out"}
+
+
+@dataclass(frozen=True, slots=True)
+class Unary(Generic[Request]):
+    """A call with one message each way; a ``light`` one is always admitted."""
+
+    kind: type[Request]
+    answer: Callable[[Request, Call], Message]
+    light: bool = False
+
+    def answered(self, raw: bytes, call: Call) -> bytes:
+        """Returns the encoded answer to an encoded request. Raises as ``parse`` and ``answer`` do."""
+        return self.answer(parse(self.kind, raw), call).SerializeToString()
 
 
 class Ended(NamedTuple):

@@ -24,7 +24,7 @@ _GAUGES = {**NODE_GAUGES, **WORKER_GAUGES}
 # At 0 from the start on, or Prometheus would not see the first one as an increase, and a panel would say "No data".
 _NO_CALLS = {
     Ended(method, code, path): 0
-    for path, methods in ((GRPC, PERMISSIONS), ("unix", BULK_METHODS.values()), ("tcp", BULK_METHODS.values()))
+    for path, methods in ((GRPC, PERMISSIONS), ("unix", BULK_METHODS), ("tcp", BULK_METHODS))
     for method in methods
     for code in ("OK", "UNAVAILABLE")
 }

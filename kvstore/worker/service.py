@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import Message
@@ -29,7 +29,7 @@ from kvstore.worker.admission import Buffers, BytesInFlight, Gate
 from kvstore.worker.bulk.listener import BulkListener
 from kvstore.worker.bulk.serving import BulkRequests
 from kvstore.worker.call import Call
-from kvstore.worker.calls import Calls, seconds_left
+from kvstore.worker.calls import Calls, Unary, seconds_left
 from kvstore.worker.getting import GetStreams
 from kvstore.worker.handlers import Handlers
 from kvstore.worker.holds import ClientHolds
@@ -85,11 +85,21 @@ class Service:
         """Room on the root, as last reported by it."""
         self.prompts = Prompts(member, self.holds, self.behind)
         buffers = Buffers(limits.buffers_bytes_max)
-        self.bulk_requests = BulkRequests(node, self.prompts, self.in_flight, self.calls, limits, self.behind, buffers)
         self._putting = PutStreams(node, self.prompts, self.in_flight, self.calls)
         self._getting = GetStreams(node, self.prompts, self.in_flight, self.calls, limits, buffers)
         self._moves = MoveStreams(node, self.prompts, self.gate)
         self._segments = SegmentCalls(node, self.prompts, self.holds)
+        self._short: dict[str, Unary[Any]] = {
+            "Match": Unary(pb.MatchRequest, self._match),
+            "MatchBlocks": Unary(pb.MatchBlocksRequest, self._getting.match_blocks),
+            "FindSegments": Unary(pb.FindSegmentsRequest, self._find_segments),
+            "Hold": Unary(pb.HoldRequest, self._hold),
+            "Release": Unary(pb.ReleaseRequest, self._release, light=True),
+        }
+        """The calls that a bulk connection takes too."""
+        self.bulk_requests = BulkRequests(
+            node, self.prompts, self.in_flight, self.calls, limits, self.behind, buffers, self._short
+        )
         self._pins = PinCalls(member, self.prompts, self.calls.guard)
 
     @property
@@ -141,27 +151,23 @@ class Service:
         return grpc.method_handlers_generic_handler(
             SERVICE,
             {
-                "OpenNamespace": unary("OpenNamespace", pb.OpenNamespaceRequest, self._open_namespace),
+                **{name: unary(name, call) for name, call in self._short.items()},
+                "OpenNamespace": unary("OpenNamespace", Unary(pb.OpenNamespaceRequest, self._open_namespace)),
                 "ListNamespaces": many("ListNamespaces", pb.ListNamespacesRequest, self._list_namespaces),
-                "Match": unary("Match", pb.MatchRequest, self._match),
-                "FindSegments": unary("FindSegments", pb.FindSegmentsRequest, self._find_segments),
                 "Put": stream_in("Put", self._putting.put),
                 "Get": many("Get", pb.GetRequest, self._getting.get),
-                "Hold": unary("Hold", pb.HoldRequest, self._hold),
-                "Renew": unary("Renew", pb.RenewRequest, self._renew, light=True),
-                "Release": unary("Release", pb.ReleaseRequest, self._release, light=True),
-                "Pin": unary("Pin", pb.PinRequest, self._pins.pin),
-                "Unpin": unary("Unpin", pb.UnpinRequest, self._pins.unpin),
+                "Renew": unary("Renew", Unary(pb.RenewRequest, self._renew, light=True)),
+                "Pin": unary("Pin", Unary(pb.PinRequest, self._pins.pin)),
+                "Unpin": unary("Unpin", Unary(pb.UnpinRequest, self._pins.unpin)),
                 "ListPins": many("ListPins", pb.ListPinsRequest, self._pins.list),
-                "CountRefs": unary("CountRefs", pb.CountRefsRequest, self._pins.count_refs),
+                "CountRefs": unary("CountRefs", Unary(pb.CountRefsRequest, self._pins.count_refs)),
                 "PutBlocks": stream_in("PutBlocks", self._putting.put_blocks),
-                "MatchBlocks": unary("MatchBlocks", pb.MatchBlocksRequest, self._getting.match_blocks),
                 "GetBlocks": many("GetBlocks", pb.GetBlocksRequest, self._getting.get_blocks),
-                "Supersede": unary("Supersede", pb.SupersedeRequest, self._supersede),
+                "Supersede": unary("Supersede", Unary(pb.SupersedeRequest, self._supersede)),
                 "Move": many("Move", pb.MoveRequest, self._moves.move),
-                "Clear": unary("Clear", pb.ClearRequest, self._clear),
-                "Stats": unary("Stats", pb.StatsRequest, self._stats, light=True),
-                "OpenBulk": unary("OpenBulk", pb.OpenBulkRequest, self._open_bulk),
+                "Clear": unary("Clear", Unary(pb.ClearRequest, self._clear)),
+                "Stats": unary("Stats", Unary(pb.StatsRequest, self._stats, light=True)),
+                "OpenBulk": unary("OpenBulk", Unary(pb.OpenBulkRequest, self._open_bulk)),
             },
         )
 

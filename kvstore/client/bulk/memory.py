@@ -29,21 +29,35 @@ class WorkerMemory:
         self.id = id
         self.leases: set[int] = set()
         self._closing = Flag()
+        self._unread: list[int] = [fd]
+        """The file, until the first read: a client that only asks needs no pages of it."""
         try:
             self._bytes = map_arena(fd, size_bytes)
-            follow(self._bytes, fd, self._closing)
-        finally:
-            os.close(fd)
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Stops background work. Arrays that refer to the mapping keep it alive. Idempotent."""
         self._closing.set()
+        while self._unread:
+            os.close(self._unread.pop())
 
     def images(self, offsets: Sequence[int], sizes_bytes: Sequence[int]) -> ImagesIn:
         """Images of these sizes at these offsets. Raises InvalidRequest where one is not all in the memory."""
         if any(offset % PAGE_BYTES for offset in offsets):
             raise InvalidRequest(f"images are said to be at {offsets}: expected multiples of {PAGE_BYTES}")
+        self._follow()
         return ImagesIn(self._bytes, offsets, sizes_bytes)
+
+    def _follow(self) -> None:
+        """Maps pages ahead from the first read on."""
+        with suppress(IndexError):  # another thread took it
+            fd = self._unread.pop()
+            try:
+                follow(self._bytes, fd, self._closing)
+            finally:
+                os.close(fd)
 
 
 class Lease:

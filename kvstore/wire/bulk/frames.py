@@ -35,6 +35,7 @@ class Kind(enum.IntEnum):
     MAP = 9
     GET_BLOCKS = 10
     PUT_BLOCKS = 11
+    CALL = 12
 
     WELCOME = 64
     START = 65
@@ -49,10 +50,13 @@ class Kind(enum.IntEnum):
     ABSENT = 74
     ELSEWHERE = 75
     LAYER = 76
+    ANSWER = 77
 
 
-REQUESTS = (Kind.GET, Kind.PUT, Kind.GET_BLOCKS, Kind.PUT_BLOCKS)
+REQUESTS = (Kind.GET, Kind.PUT, Kind.GET_BLOCKS, Kind.PUT_BLOCKS, Kind.CALL)
 BULKY = (Kind.FILE, Kind.CHUNKS, Kind.LAYER)
+SHORT_CALLS = ("Match", "MatchBlocks", "FindSegments", "Hold", "Release")
+"""The calls that a CALL can be, in the order of their numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +82,7 @@ class Request:
 
     timeout_s: float
     flag: int
-    """A get's mode; of a put whether it is acknowledged when all of it has come."""
+    """A get's mode; of a put whether it is acknowledged when all of it has come; of a call its number."""
     message: bytes
 
 
@@ -119,7 +123,7 @@ def decode_head(raw: bytes | bytearray | memoryview) -> Head:
     if magic != MAGIC or number not in Kind._value2member_map_:
         raise InvalidRequest("the peer sent bytes that are not a frame of the bulk protocol: the connection is closed")
     kind = Kind(number)
-    most = REQUEST_BYTES_MAX if kind in REQUESTS else CONTROL_BYTES_MAX
+    most = REQUEST_BYTES_MAX if kind in REQUESTS or kind is Kind.ANSWER else CONTROL_BYTES_MAX
     if kind not in BULKY and length > most:
         raise InvalidRequest(f"a {kind.name} frame claims {length} bytes: expected at most {most}")
     return Head(kind, request, length)

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from kvstore.counts import WorkerCount
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.node.node import Node
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel, LinkBroken, LinkLate
-from kvstore.wire.bulk.frames import REQUESTS, Kind, decode_arena, decode_request, encode_arena
+from kvstore.wire.bulk.frames import (
+    REQUESTS,
+    SHORT_CALLS,
+    Kind,
+    Request,
+    decode_arena,
+    decode_request,
+    encode_arena,
+)
 from kvstore.wire.statuses import Refusal, refusal
 from kvstore.wire.traces import trace_of
 from kvstore.worker.admission import Buffers, BytesInFlight
@@ -19,7 +28,7 @@ from kvstore.worker.bulk.connection import Connection
 from kvstore.worker.bulk.getting import BulkGets
 from kvstore.worker.bulk.leases import Leases
 from kvstore.worker.bulk.putting import BulkPuts
-from kvstore.worker.calls import Calls
+from kvstore.worker.calls import Calls, Unary
 from kvstore.worker.context import BulkContext, Refused
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.prompts import Prompts
@@ -27,7 +36,8 @@ from kvstore.worker.puts_behind import PutsBehind
 
 LINGER_S = 2.0
 """How long the rest of a refused put is read on, so that the client can read why."""
-BULK_METHODS = {Kind.GET: "Get", Kind.PUT: "Put", Kind.GET_BLOCKS: "GetBlocks", Kind.PUT_BLOCKS: "PutBlocks"}
+_STREAMS = {Kind.GET: "Get", Kind.PUT: "Put", Kind.GET_BLOCKS: "GetBlocks", Kind.PUT_BLOCKS: "PutBlocks"}
+BULK_METHODS = (*_STREAMS.values(), *SHORT_CALLS)
 """The calls that requests are counted as."""
 
 
@@ -43,9 +53,12 @@ class BulkRequests:
         limits: WorkerLimits,
         behind: PutsBehind,
         buffers: Buffers,
+        short: Mapping[str, Unary[Any]],
     ) -> None:
+        """``short`` has the calls of SHORT_CALLS."""
         self._calls = calls
         self._limits = limits
+        self._short = short
         self.memory = node.memory
         """The memory that clients on this host may map."""
         self.memory_id = node.ids.fresh() if node.memory is not None else b""
@@ -76,7 +89,10 @@ class BulkRequests:
             request = decode_request(payload)
             channel.limit(limits.idle_s, min(request.timeout_s, limits.stream_s_max))
             context = BulkContext(channel, request.timeout_s, trace_of(request.message), connection.presented)
-            with self._calls.serving(BULK_METHODS[head.kind], context) as call, self._counting_idle():
+            if head.kind is Kind.CALL:
+                self._answer(channel, number, request, context)
+                return channel.alive
+            with self._calls.serving(_STREAMS[head.kind], context) as call, self._counting_idle():
                 if head.kind is Kind.GET:
                     self._gets.get(channel, number, request.flag, request.message, call)
                 elif head.kind is Kind.GET_BLOCKS:
@@ -99,6 +115,14 @@ class BulkRequests:
         """Stops waiting for clients. Idempotent."""
         if self.leases is not None:
             self.leases.close(timeout_s)
+
+    def _answer(self, channel: Channel, number: int, request: Request, context: BulkContext) -> None:
+        if request.flag >= len(SHORT_CALLS):
+            raise InvalidRequest(f"call {request.flag} is not known: expected 0 to {len(SHORT_CALLS) - 1}")
+        name = SHORT_CALLS[request.flag]
+        unary = self._short[name]
+        with self._calls.serving(name, context, light=unary.light) as call, self._counting_idle():
+            channel.send(Kind.ANSWER, number, [unary.answered(request.message, call)])
 
     def _hand_memory(self, channel: Channel, number: int) -> None:
         if self.memory is None or not channel.is_unix:
