@@ -78,8 +78,9 @@ class Endpoint:
         self.probe_pause_s = 0.0
 
     def call(self, name: str, message: Message, timeout_s: float) -> bytes:
-        """Returns the answer to a call of SHORT_CALLS: over a bulk connection, or else over gRPC. Raises what gRPC
-        raises, and BulkRefused.
+        """Returns the answer to a call of SHORT_CALLS: over a bulk connection that is at hand, or else over gRPC.
+
+        Raises what gRPC raises, BulkRefused, LinkLate.
         """
         ends_s = time.monotonic() + timeout_s
         answer = call_past_grpc(self.bulk, name, message, timeout_s)

@@ -40,9 +40,6 @@ from kvstore.wire.traces import traced
 
 log = logging.getLogger(__name__)
 
-LEASES_MAX = 256
-"""Maximum of views of one worker's memory at once, one file descriptor each; further views are copies."""
-
 
 class Fetch(ABC):
     """One read. ``receive`` may be called for another worker, and goes on where the last one failed.
@@ -130,7 +127,7 @@ class Fetch(ABC):
         """
         asked, elsewhere = self._ask(link, mode, missing), list[int]()
         lanes, deadline, keeps = self._tools.lanes, Deadline(self._tools.lanes.clock, self.timeout_s), False
-        has_room = link.memory is None or len(link.memory.leases) < LEASES_MAX
+        has_room = link.memory is None or link.memory.has_lease
         views = self._views if has_room else None
         with Giving(link, asked.number, mode, has_gaps=not self.ends_at_miss) as giving:
             for given in giving.each(asked.first, asked.stop):

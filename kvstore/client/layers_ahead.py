@@ -12,8 +12,10 @@ from typing import Any
 
 import grpc
 
+from kvstore.address import Chain
 from kvstore.buffers import Withdrawn
 from kvstore.client.bulk.layers import LAYERS_S_MAX, receive_layers
+from kvstore.client.bulk.layers_given import GivenLayers
 from kvstore.client.bulk.links import BulkRefused
 from kvstore.client.caller import CallFailed
 from kvstore.client.endpoint import Endpoint
@@ -22,10 +24,12 @@ from kvstore.client.tools import Tools
 from kvstore.counts import ClientCount
 from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError, StoreClosed
 from kvstore.layout import Layout
+from kvstore.node.deadline import Deadline
 from kvstore.results import LayerMemory
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.waiting import Monitor
 from kvstore.wire.bulk.channel import LinkBroken
+from kvstore.wire.bulk.frames import Mode
 from kvstore.wire.messages import parse, sealed
 from kvstore.wire.parts import Incoming, SameSize
 from kvstore.wire.statuses import BrokenTransfer
@@ -50,17 +54,24 @@ class LayersAhead:
         self,
         endpoint: Endpoint,
         hold_id: bytes,
+        chain: Callable[[], Chain],
         layout: Layout,
         chunks: int,
         memory: Callable[[int], LayerMemory],
         tools: Tools,
     ) -> None:
+        """``chain`` returns the held chunks, which take some time to hash."""
         self._endpoint = endpoint
         self._hold_id = hold_id
+        self._chain = chain
         self._layers = layout.layers
         self._section_bytes = layout.section_bytes
         self._chunks = chunks
         self._memory = memory
+        self._begun: dict[int, LayerMemory] = {}
+        """The memory of the layer that is read now."""
+        self._read = 0
+        """Layers that are read and handed on. Another way of reading begins with the first of them once more."""
         self._filling = LayerMemory(memoryview(b""), memoryview(b""))
         self._tools = tools
         # Not a Semaphore: Ctrl-C may leave one locked, and ``close`` would wait for ever.
@@ -122,8 +133,42 @@ class LayersAhead:
             raise
 
     def _receive(self) -> None:
-        if not self._receive_bulk():
+        if not (self._take_given() or self._receive_bulk()):
             self._receive_grpc()
+
+    def _take_given(self) -> bool:
+        """Reads what the worker gives to a client on its host; False where it cannot, or as soon as a chunk is wrong:
+        the worker finds out itself what is wrong with it when it is asked for the layers.
+        """
+        given = self._given()
+        if given is None:
+            return False
+        with closing(given):
+            for layer in range(self._layers):
+                deadline = Deadline(self._tools.lanes.clock, self._tools.limits.read_s)
+                if not given.read(layer, self._begin(layer), deadline):
+                    self._tools.counters.add(ClientCount.BULK_DAMAGED)
+                    return False
+                self._filled(layer)
+        return True
+
+    def _given(self) -> GivenLayers | None:
+        limits = self._tools.limits
+        with self._endpoint.bulk.link(limits.probe_s) as link:
+            if link is None or link.mode is Mode.STREAM:
+                return None
+            self._started(link.channel.cut)
+            try:
+                return GivenLayers.of(link, self._hold_id, self._chain(), self._tools.lanes, limits.read_s)
+            except (LinkBroken, InvalidRequest) as error:
+                if self._closed:
+                    raise Withdrawn from None  # cut by ``close``
+                link.channel.alive = False
+                link.shortage.note(error)
+                log.info("client.bulk_broken worker=%s why=%s", self._endpoint.address, error)
+                return None
+            finally:
+                self._started(_nothing)  # the connection now belongs to another call
 
     def _receive_bulk(self) -> bool:
         """Reads over a bulk connection; False if that failed or there is none."""
@@ -134,7 +179,7 @@ class LayersAhead:
             self._started(link.channel.cut)
             try:
                 for layer in receive_layers(
-                    link, self._hold_id, self._chunks, self._layers, limits.read_s, self._begun
+                    link, self._hold_id, self._chunks, self._layers, limits.read_s, self._begin
                 ):
                     self._filled(layer)
             except (LinkBroken, BulkRefused) as error:
@@ -173,22 +218,33 @@ class LayersAhead:
         """Returns the memory for a section. Begins a layer only once the caller took the one before."""
         layer, part = divmod(part, 2 * self._chunks)
         if not part:
-            self._begun(layer)
+            self._begin(layer)
         plane, index = (self._filling.k, part) if part < self._chunks else (self._filling.v, part - self._chunks)
         return plane[index * self._section_bytes : (index + 1) * self._section_bytes]
 
-    def _begun(self, layer: int) -> LayerMemory:
+    def _begin(self, layer: int) -> LayerMemory:
         """Returns the memory for a layer, once the caller took the one before."""
-        self._room.get()
+        if layer < self._read:  # the caller has it, and may be using it
+            size = self._chunks * self._section_bytes
+            self._filling = LayerMemory(memoryview(bytearray(size)), memoryview(bytearray(size)))
+            return self._filling
+        is_new = layer not in self._begun
+        if is_new:
+            self._room.get()
         with self._changed:
             if self._closed:
                 raise Withdrawn
             self._writes = self._is_begun = True
-        self._filling = self._memory(layer)
+        if is_new:
+            self._begun = {layer: self._memory(layer)}
+        self._filling = self._begun[layer]
         return self._filling
 
     def _filled(self, layer: int) -> None:
+        if layer < self._read:
+            return
         self._written()
+        self._read = layer + 1
         self._ready.put((layer, self._filling))
 
     def _written(self) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy.typing as npt
 
+from kvstore.address import Chain
 from kvstore.client.bulk.viewing import Views
 from kvstore.client.caller import CallFailed
 from kvstore.client.endpoint import Endpoint
@@ -23,6 +24,7 @@ from kvstore.client.tools import Tools
 from kvstore.counts import ClientCount
 from kvstore.errors import HoldBroken, StoreClosed
 from kvstore.namespace import Namespace
+from kvstore.node.chains import chains_of
 from kvstore.node.wanted import leading
 from kvstore.results import LayerMemory
 from kvstore.sections import Sections
@@ -145,11 +147,16 @@ class RemoteHold(HeldAtWorker):
         self._check()
         if self._lease is None:
             return
-        ahead = LayersAhead(self._lease.endpoint, self._lease.id, self._layout, self.chunks, memory, self._tools)
+        lease, tools = self._lease, self._tools
+        ahead = LayersAhead(lease.endpoint, lease.id, self._chain, self._layout, self.chunks, memory, tools)
         try:
             yield from ahead.each()
         finally:
             ahead.close()
+
+    def _chain(self) -> Chain:
+        tokens = unpack_tokens(self._packed)
+        return chains_of(self._namespace, [tokens[: self.chunks * self._layout.chunk_tokens]])[0]
 
     def _fetch(self, memory: Callable[[int], Sections], views: Views | None = None) -> int:
         request, tokens = pb.GetRequest(hold=self._hold_id), unpack_tokens(self._packed)

@@ -201,17 +201,19 @@ static int blocked(const kv_run *run, const kv_chunk *chunk, int status) {
 
 /* For reads of some sections at a time. In these three functions `images` has the address of each chunk that is in
  * memory, and 0 for the others, and `tables` the checksums of each chunk, one after another. Opens the files that are
- * not open, and verifies their headers; a chunk that can then be read gets KV_DONE. May block in `open`, as kv_open. */
+ * not open, and verifies their headers, and those of open files with KV_FOUND; a chunk that can then be read gets
+ * KV_DONE. May block in `open`, as kv_open, and where it reads the header of a file that was open. */
 KV_PUBLIC void kv_open_parts(const kv_run *run, kv_chunk *chunks, int64_t count, const uint64_t *images, uint64_t *tables) {
     uint8_t *header = malloc(kv_largest_header(chunks, count));
     for (kv_chunk *chunk = chunks; chunk < chunks + count; tables += chunk->section_count, images++, chunk++) {
-        if (*images || chunk->fd >= 0) {
+        if (*images || (chunk->fd >= 0 && chunk->status != KV_FOUND)) {
             chunk->status = KV_DONE;
             continue;
         }
-        kv_open(run, chunk, 1);
+        int waits = run->may_wait || chunk->fd >= 0; /* a file that is closed now could not be opened once more */
+        if (chunk->fd < 0) kv_open(run, chunk, 1);
         if (chunk->fd < 0) continue;
-        chunk->status = header ? blocked(run, chunk, fill(chunk, header, 0, 0, run->may_wait ? 0 : RWF_NOWAIT)) : KV_OTHER;
+        chunk->status = header ? blocked(run, chunk, fill(chunk, header, 0, 0, waits ? 0 : RWF_NOWAIT)) : KV_OTHER;
         if (chunk->status == KV_DONE && !KV_CHECK(parts_header, kv_header_fits(run, chunk, header)))
             chunk->status = KV_OTHER;
         if (chunk->status == KV_DONE)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -51,7 +51,7 @@ class LayerRun(Items):
         self._images = images
         self._images_start: int = images.__array_interface__["data"][0]
         self._tables_start: int = self._tables.__array_interface__["data"][0]
-        self._has_files = files is not None
+        self.has_files = files is not None
         if files is not None:
             self.common.root = os.fsencode(files.path)
             self.common.shard_bits = shard_bits
@@ -68,6 +68,11 @@ class LayerRun(Items):
         """The chunks that are not in memory."""
         self._bases = np.zeros(2, np.uint64)
 
+    def give(self, places: Sequence[int], files: Sequence[int]) -> None:
+        """Takes over open files of chunks, which ``close`` closes; their headers are verified with the first layer."""
+        self.items["fd"][places] = files
+        self.items["status"][places] = native.FOUND
+
     def begin(self, memory: LayerMemory) -> None:
         """Sets where the next layer goes; nobody reads the one before any more."""
         self._bases = np.array([address_of(memory.k), address_of(memory.v)], np.uint64)
@@ -81,9 +86,9 @@ class LayerRun(Items):
         at, count, items = self.at(start), stop - start, self.items[start:stop]
         columns = (self._images_start + start * 8, self._tables_start + start * self._tables.strides[0])
         library = native.library
-        with self._using(start):
+        with self.using(start):
             was_open = items["fd"] >= 0
-            if self._has_files:
+            if self.has_files:
                 library.kv_open_parts(self.common, at, count, *columns)
             else:
                 items["status"] = np.where(self._images[start:stop] > 0, native.DONE, native.OTHER)
@@ -107,7 +112,9 @@ class LayerRun(Items):
         native.library.kv_close(self.at(start), min(self._size, self._count - start))
 
     @contextmanager
-    def _using(self, start: int) -> Iterator[None]:
+    def using(self, index: int) -> Iterator[None]:
+        """Keeps the files of that chunk's group open. Raises Withdrawn."""
+        start = index - index % self._size
         with self._lock:
             if self._closed:
                 raise Withdrawn

@@ -32,8 +32,9 @@ def find(search: Search, chunk_tokens: int, index: Index, ask: Ask, has_time: Ha
     """Returns the ranges of a prompt that are stored segments; ``index`` learns them, and that they were used."""
     tokens = search.tokens
     if search.starts is None:
-        return find_anywhere(tokens, search.after, chunk_tokens, index, ask, has_time)
-    matches = find_given(tokens, search.given, chunk_tokens, ask)
+        matches = find_anywhere(tokens, search.after, chunk_tokens, index, ask, has_time)
+    else:
+        matches = find_given(tokens, search.given, chunk_tokens, ask)
     if matches:
         firsts = np.concatenate([match.tokens[:chunk_tokens] for match in matches])
         chunks = np.array([len(match) // chunk_tokens for match in matches])
@@ -54,9 +55,7 @@ def find_given(tokens: TokenArray, ranges: Sequence[Range], chunk_tokens: int, a
 def find_anywhere(
     tokens: TokenArray, after: int, chunk_tokens: int, index: Index, ask: Ask, has_time: HasTime
 ) -> list[Match]:
-    """Looks for segments at every offset from ``after`` on: the leftmost first, each as far as the store has it, and
-    no further than ``index`` knows it.
-    """
+    """Looks for segments at every offset from ``after`` on: the leftmost first, each as far as the store has it."""
     places, lengths = _candidates(tokens, after, chunk_tokens, index, has_time)
     matches: list[Match] = []
     for _ in range(ROUNDS_MAX):

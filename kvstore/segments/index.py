@@ -76,7 +76,7 @@ class Index:
 
     def add(self, hashes: Hashes, chunks: npt.NDArray[np.integer[Any]]) -> None:
         """Takes in segments by the hashes of their first chunks, with the numbers of their chunks; or renews them."""
-        self._next_turn()
+        self._turn = (self._turn + 1) & 0xFFFFFFFF
         buckets = hashes >> self._shift
         found = self._hashes[buckets] == hashes[:, None]
         known = found.any(1)
@@ -91,19 +91,13 @@ class Index:
             self._hashes[bucket, way] = hashes[at]
 
     def lengths(self, hashes: Hashes) -> npt.NDArray[np.uint32]:
-        """For each hash the number of chunks of the segment that begins so, and renews it; 0 if none is known."""
-        self._next_turn()
+        """For each hash the number of chunks of the segment that begins so; 0 if none is known."""
         buckets = (hashes >> self._shift).astype(np.intp)
         found: npt.NDArray[Any] = self._hashes.take(buckets, axis=0) == hashes[:, None]
         known = np.flatnonzero(found.view(np.uint32))  # all four ways of a bucket as one number: much faster than any()
-        rows, ways = buckets[known], found[known].argmax(1)
-        self._used[rows, ways] = self._turn
         lengths = np.zeros(len(hashes), np.uint32)
-        lengths[known] = self._chunks[rows, ways]
+        lengths[known] = (self._chunks[buckets[known]] * found[known]).max(1)
         return lengths
-
-    def _next_turn(self) -> None:
-        self._turn = (self._turn + 1) & 0xFFFFFFFF
 
     def _oldest(self, bucket: int) -> int:
         empty = np.flatnonzero(self._hashes[bucket] == 0)

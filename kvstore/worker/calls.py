@@ -37,7 +37,7 @@ _MOVED = {WorkerCount.WIRE_BYTES_IN: "in", WorkerCount.WIRE_BYTES_OUT: "out"}
 
 
 @dataclass(frozen=True, slots=True)
-class Unary(Generic[Request]):
+class UnaryCall(Generic[Request]):
     """A call with one message each way; a ``light`` one is always admitted."""
 
     kind: type[Request]

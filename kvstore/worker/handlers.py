@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 from kvstore.wire.messages import parse
 from kvstore.wire.watch import Watch
 from kvstore.worker.call import Call
-from kvstore.worker.calls import Calls, Unary
+from kvstore.worker.calls import Calls, UnaryCall
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.streams import arriving, leaving, watched
 
@@ -30,12 +30,12 @@ class Handlers:
         self._watch = watch
         self._limits = limits
 
-    def unary(self, name: str, unary: Unary[Any]) -> Any:
+    def unary(self, name: str, served: UnaryCall[Any]) -> Any:
         """Returns the handler of a call with one message each way."""
 
         def serve(raw: bytes, context: Context) -> bytes:
-            with self._calls.serving(name, context, light=unary.light) as call:
-                return unary.answered(raw, call)
+            with self._calls.serving(name, context, light=served.light) as call:
+                return served.answered(raw, call)
             raise AssertionError("an error was answered already")
 
         return grpc.unary_unary_rpc_method_handler(serve)

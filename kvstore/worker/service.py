@@ -29,7 +29,7 @@ from kvstore.worker.admission import Buffers, BytesInFlight, Gate
 from kvstore.worker.bulk.listener import BulkListener
 from kvstore.worker.bulk.serving import BulkRequests
 from kvstore.worker.call import Call
-from kvstore.worker.calls import Calls, Unary, seconds_left
+from kvstore.worker.calls import Calls, UnaryCall, seconds_left
 from kvstore.worker.getting import GetStreams
 from kvstore.worker.handlers import Handlers
 from kvstore.worker.holds import ClientHolds
@@ -89,12 +89,12 @@ class Service:
         self._getting = GetStreams(node, self.prompts, self.in_flight, self.calls, limits, buffers)
         self._moves = MoveStreams(node, self.prompts, self.gate)
         self._segments = SegmentCalls(node, self.prompts, self.holds)
-        self._short: dict[str, Unary[Any]] = {
-            "Match": Unary(pb.MatchRequest, self._match),
-            "MatchBlocks": Unary(pb.MatchBlocksRequest, self._getting.match_blocks),
-            "FindSegments": Unary(pb.FindSegmentsRequest, self._find_segments),
-            "Hold": Unary(pb.HoldRequest, self._hold),
-            "Release": Unary(pb.ReleaseRequest, self._release, light=True),
+        self._short: dict[str, UnaryCall[Any]] = {
+            "Match": UnaryCall(pb.MatchRequest, self._match),
+            "MatchBlocks": UnaryCall(pb.MatchBlocksRequest, self._getting.match_blocks),
+            "FindSegments": UnaryCall(pb.FindSegmentsRequest, self._find_segments),
+            "Hold": UnaryCall(pb.HoldRequest, self._hold),
+            "Release": UnaryCall(pb.ReleaseRequest, self._release, light=True),
         }
         """The calls that a bulk connection takes too."""
         self.bulk_requests = BulkRequests(
@@ -152,22 +152,22 @@ class Service:
             SERVICE,
             {
                 **{name: unary(name, call) for name, call in self._short.items()},
-                "OpenNamespace": unary("OpenNamespace", Unary(pb.OpenNamespaceRequest, self._open_namespace)),
+                "OpenNamespace": unary("OpenNamespace", UnaryCall(pb.OpenNamespaceRequest, self._open_namespace)),
                 "ListNamespaces": many("ListNamespaces", pb.ListNamespacesRequest, self._list_namespaces),
                 "Put": stream_in("Put", self._putting.put),
                 "Get": many("Get", pb.GetRequest, self._getting.get),
-                "Renew": unary("Renew", Unary(pb.RenewRequest, self._renew, light=True)),
-                "Pin": unary("Pin", Unary(pb.PinRequest, self._pins.pin)),
-                "Unpin": unary("Unpin", Unary(pb.UnpinRequest, self._pins.unpin)),
+                "Renew": unary("Renew", UnaryCall(pb.RenewRequest, self._renew, light=True)),
+                "Pin": unary("Pin", UnaryCall(pb.PinRequest, self._pins.pin)),
+                "Unpin": unary("Unpin", UnaryCall(pb.UnpinRequest, self._pins.unpin)),
                 "ListPins": many("ListPins", pb.ListPinsRequest, self._pins.list),
-                "CountRefs": unary("CountRefs", Unary(pb.CountRefsRequest, self._pins.count_refs)),
+                "CountRefs": unary("CountRefs", UnaryCall(pb.CountRefsRequest, self._pins.count_refs)),
                 "PutBlocks": stream_in("PutBlocks", self._putting.put_blocks),
                 "GetBlocks": many("GetBlocks", pb.GetBlocksRequest, self._getting.get_blocks),
-                "Supersede": unary("Supersede", Unary(pb.SupersedeRequest, self._supersede)),
+                "Supersede": unary("Supersede", UnaryCall(pb.SupersedeRequest, self._supersede)),
                 "Move": many("Move", pb.MoveRequest, self._moves.move),
-                "Clear": unary("Clear", Unary(pb.ClearRequest, self._clear)),
-                "Stats": unary("Stats", Unary(pb.StatsRequest, self._stats, light=True)),
-                "OpenBulk": unary("OpenBulk", Unary(pb.OpenBulkRequest, self._open_bulk)),
+                "Clear": unary("Clear", UnaryCall(pb.ClearRequest, self._clear)),
+                "Stats": unary("Stats", UnaryCall(pb.StatsRequest, self._stats, light=True)),
+                "OpenBulk": unary("OpenBulk", UnaryCall(pb.OpenBulkRequest, self._open_bulk)),
             },
         )
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -13,7 +17,7 @@ import pytest
 from kvstore.client.bulk import memory
 from kvstore.client.bulk.links import Links
 from kvstore.client.limits import ClientLimits
-from kvstore.errors import Overloaded
+from kvstore.errors import KVStoreError, Overloaded
 from kvstore.namespace import Namespace, NamespaceDigest
 from kvstore.segments import Rope
 from kvstore.v1 import kvstore_pb2 as pb
@@ -23,12 +27,12 @@ from kvstore.wire.limits import BLOCKS_MAX
 from kvstore.wire.messages import pack_sizes, parse
 from kvstore.wire.traces import traced
 from tests.bulk.memories import serving_memory
-from tests.bulk.ways import MEDIUM, WAYS, greeted, tokens_and_kv
+from tests.bulk.ways import MEDIUM, WAYS, greeted, open_files_of, tokens_and_kv
 from tests.patience import stretched
 from tests.worker.serving import WAIT_S, Served, connected, eventually, opened, raw_stub, serving, worker_process
 
 pytestmark = pytest.mark.slow
-PATHS = {"shared": "unix", "tcp": "tcp", "grpc": "grpc"}
+PATHS = {"shared": "unix", "tcp": "grpc", "grpc": "grpc"}
 BOTH = pytest.mark.parametrize("way", ["shared", "tcp"])
 TOKENS, KV = tokens_and_kv(5)
 
@@ -103,10 +107,9 @@ def test_a_namespace_that_a_worker_does_not_know_is_opened_and_asked_for_again(
         assert store.stats()["client_namespaces_reopened"] == 1
 
 
-@BOTH
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_connection_that_breaks_leaves_the_call_to_grpc(
-    served: Served, way: str, when: str, monkeypatch: pytest.MonkeyPatch
+    served: Served, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before: the call never came. After: it was answered, and the answer was lost."""
     real, cuts = Channel.send, [0]
@@ -117,7 +120,7 @@ def test_a_connection_that_breaks_leaves_the_call_to_grpc(
             channel.cut()
         real(channel, kind, *arguments)  # type: ignore[arg-type]
 
-    with connected(served, bulk=way) as store:
+    with connected(served, bulk="shared") as store:
         cache = store.namespace("m", MEDIUM)
         cache.put(TOKENS, KV)
         monkeypatch.setattr(Channel, "send", cut)
@@ -125,21 +128,19 @@ def test_a_connection_that_breaks_leaves_the_call_to_grpc(
         assert cuts == [1]
         assert counted(served)["Match", "grpc"] == 1
         monkeypatch.undo()
-        assert cache.match(TOKENS) == len(TOKENS)
+        assert cache.get(TOKENS)[0] == cache.match(TOKENS) == len(TOKENS)
         assert store.stats()["client_misses_unreachable"] == 0
-    assert counted(served)["Match", PATHS[way]] >= 1
+        assert store.stats()["client_bulk_broken"] == 1
+    assert counted(served)["Match", "unix"] >= 1
 
 
-@BOTH
-def test_an_answer_that_makes_no_sense_leaves_the_call_to_grpc(
-    served: Served, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_that_makes_no_sense_leaves_the_call_to_grpc(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     real = Channel.send
 
     def wrong(channel: Channel, kind: Kind, *arguments: object) -> None:
         real(channel, Kind.STORED if kind is Kind.ANSWER else kind, *arguments)  # type: ignore[arg-type]
 
-    with connected(served, bulk=way) as store:
+    with connected(served, bulk="shared") as store:
         cache = store.namespace("m", MEDIUM)
         cache.put(TOKENS, KV)
         monkeypatch.setattr(Channel, "send", wrong)
@@ -147,20 +148,100 @@ def test_an_answer_that_makes_no_sense_leaves_the_call_to_grpc(
     assert counted(served)["Match", "grpc"] == 1
 
 
-@BOTH
-def test_a_refusal_keeps_its_class_and_the_next_call_is_answered(
-    served: Served, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with connected(served, bulk=way) as store:
+def test_a_refusal_keeps_its_class_and_its_connection(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    with connected(served, bulk="shared") as store:
         cache = store.namespace("m", MEDIUM)
         cache.put(TOKENS, KV)
         monkeypatch.setattr(served.worker.service.holds, "holds_max", 0)
-        with pytest.raises(Overloaded, match="hold at most 0"):
-            cache.hold(TOKENS)
+        for _ in range(3):
+            with pytest.raises(Overloaded, match="hold at most 0"):
+                cache.hold(TOKENS)
         monkeypatch.undo()
         with cache.hold(TOKENS) as hold:
             assert hold.tokens == len(TOKENS)
-    assert counted(served)["Hold", PATHS[way]] == 2
+        assert served.worker.service.counters()["bulk_connections"] == 1
+    assert counted(served)["Hold", "unix"] == 4
+
+
+def test_a_call_waits_for_no_connection(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A port that takes connections and says nothing costs reads time, and calls none."""
+
+    def dial(*_: object) -> NoReturn:
+        raise AssertionError("a call dialled")
+
+    with connected(served) as store:
+        cache = store.namespace("m", MEDIUM)
+        monkeypatch.setattr(Links, "_dial", dial)
+        monkeypatch.setattr(Links, "_begin_ahead", lambda _: None)
+        for _ in range(3):
+            assert cache.match(TOKENS) == 0
+            cache.hold(TOKENS).release()
+        assert store.stats()["client_set_aside"] == 0
+    assert counted(served)["Match", "grpc"] == 3
+
+
+@pytest.mark.parametrize("way", ["auto", "shared"])
+def test_a_client_that_goes_on_asking_gets_a_connection_in_the_background(served: Served, way: str) -> None:
+    with connected(served, bulk="grpc") as store:
+        store.namespace("m", MEDIUM).put(TOKENS, KV)
+    with connected(served, bulk=way) as store:
+        cache = store.namespace("m", MEDIUM)
+        assert cache.match(TOKENS) == len(TOKENS)
+        assert served.worker.service.counters()["bulk_connections"] == 0, "one call alone needs none"
+
+        def is_asked_past_grpc() -> bool:
+            assert cache.match(TOKENS) == len(TOKENS)
+            return counted(served)["Match", "unix"] > 0
+
+        eventually(is_asked_past_grpc, "it asks past gRPC")
+        assert served.worker.service.counters()["bulk_connections"] == 1
+
+
+@pytest.mark.parametrize("way", ["tcp", "grpc"])
+def test_no_connection_is_made_for_calls_that_cannot_use_it(served: Served, way: str) -> None:
+    with connected(served, bulk=way) as store:
+        cache = store.namespace("m", MEDIUM)
+        for _ in range(5):
+            assert cache.match(TOKENS) == 0
+        assert not [each for each in threading.enumerate() if each.name == "kvstore-dial"]
+    assert served.worker.service.counters()["bulk_connections"] == 0
+
+
+def test_a_connection_ahead_that_fails_is_not_tried_at_every_call(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[object] = []
+
+    def refuse(*arguments: object) -> NoReturn:
+        tried.append(arguments)
+        raise OSError("no such file")
+
+    monkeypatch.setattr(Links, "_dial_shared", refuse)
+    with connected(served) as store:
+        cache = store.namespace("m", MEDIUM)
+        for _ in range(5):
+            assert cache.match(TOKENS) == 0
+        eventually(lambda: not [each for each in threading.enumerate() if each.name == "kvstore-dial"], "it gave up")
+        assert cache.match(TOKENS) == 0
+    assert len(tried) == 1
+
+
+def test_calls_leave_half_of_the_connections_to_bytes(served: Served) -> None:
+    with connected(served, bulk="shared", limits=ClientLimits(bulk_links_max=4)) as store:
+        cache = store.namespace("m", MEDIUM)
+        cache.put(TOKENS, KV)
+        links: Links = next(iter(store._port.endpoints.every())).bulk  # type: ignore[attr-defined]
+        with ExitStack() as stack:
+            for _ in range(4):  # so many are open
+                stack.enter_context(links.link(WAIT_S))
+        with ExitStack() as stack:
+            taken = [stack.enter_context(links.link_at_hand()) for _ in range(4)]
+            assert [link is not None for link in taken] == [True, True, False, False]
+            assert all(link is None or link.arena is None for link in taken), "puts keep the connection that they share"
+            assert cache.get(TOKENS)[0] == len(TOKENS)
+            assert store.stats()["client_gets_shared"] == 1
+        assert cache.match(TOKENS) == len(TOKENS)
+    assert counted(served)["Match", "unix"] == 1
 
 
 @BOTH
@@ -213,6 +294,38 @@ def test_a_call_whose_bytes_changed_on_the_way_is_refused(served: Served) -> Non
         channel.send(Kind.CALL, 1, [encode_request(WAIT_S, 0, bytes(message))])
         _, payload = channel.receive_frame(Kind.REFUSED)
         assert "changed on the way" in parse(pb.BulkRefusal, payload).message
+
+
+@pytest.mark.parametrize("error", [OSError(24, "Too many open files"), RuntimeError("can't start new thread")])
+def test_without_descriptors_or_threads_memory_is_read_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: object) -> NoReturn:
+        raise error
+
+    monkeypatch.setattr(memory, "follow", fail)
+    with serving_memory() as served, connected(served, bulk="shared") as store:
+        cache = store.namespace("m", MEDIUM)
+        cache.put(TOKENS, KV)
+        assert cache.get(TOKENS)[0] == len(TOKENS)
+
+
+def test_a_store_that_closes_while_it_maps_memory_leaves_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = memory.WorkerMemory.__init__
+
+    with serving_memory() as served:
+        store = connected(served, bulk="shared")
+        links: Links = next(iter(store._port.endpoints.every())).bulk  # type: ignore[attr-defined]
+
+        def init(self: memory.WorkerMemory, *arguments: Any) -> None:
+            real(self, *arguments)
+            links.close()
+
+        before = sum("memfd:kvstore-memory" in name for name in open_files_of(os.getpid()))
+        monkeypatch.setattr(memory.WorkerMemory, "__init__", init)
+        with store, suppress(KVStoreError):
+            store.namespace("m", MEDIUM).get(TOKENS)
+        assert sum("memfd:kvstore-memory" in name for name in open_files_of(os.getpid())) == before
 
 
 def test_a_client_that_only_asks_maps_no_pages_of_the_workers_memory(monkeypatch: pytest.MonkeyPatch) -> None:

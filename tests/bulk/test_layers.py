@@ -1,4 +1,4 @@
-"""Layers over a bulk connection: right or missing, whatever fails in the middle."""
+"""Layers over a bulk connection, as a stream or given on this host: right or missing, whatever fails in the middle."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from kvstore import Layout
 from kvstore.address import Chain
 from kvstore.client.cache import Cache
 from kvstore.client.layers_ahead import LayersAhead
+from kvstore.client.store import Store
 from kvstore.errors import HoldBroken, InvalidRequest
 from kvstore.namespace import Namespace
 from kvstore.sections import Planes
@@ -33,13 +34,25 @@ from tests.worker.serving import WAIT_S, Served, connected, eventually, serving,
 COUNT = 6
 TOKENS, KV = tokens_and_kv(COUNT)
 SIZE = MEDIUM.chunk_tokens
-BULK = pytest.mark.parametrize("way", ["shared", "tcp"])
+BULK = pytest.mark.parametrize("way", ["given", "shared", "tcp"])
+STREAM = pytest.mark.parametrize("way", ["shared", "tcp"])
 
 
 @pytest.fixture
 def served(tmp_root: Path) -> Iterator[Served]:
     with serving(tmp_root) as found:
         yield found
+
+
+@pytest.fixture(autouse=True)
+def streamed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way ``given`` takes what a worker gives to its host; ``shared`` is a stream over the same connection."""
+    if "way" in request.fixturenames and request.getfixturevalue("way") == "shared":
+        monkeypatch.setattr(LayersAhead, "_take_given", lambda _: False)
+
+
+def connect(worker: Served | str, way: str) -> Store:
+    return connected(worker, bulk="shared" if way == "given" else way)
 
 
 @pytest.fixture(params=["native", "python"])
@@ -73,7 +86,7 @@ def layer_threads() -> list[str]:
 @BULK
 @pytest.mark.usefixtures("natively", "no_grpc")
 def test_layers_come_past_grpc(served: Served, way: str) -> None:
-    with connected(served, bulk=way) as store:
+    with connect(served, way) as store:
         cache = store.namespace("m", MEDIUM)
         cache.put(TOKENS[: 4 * SIZE], KV[:, :, : 4 * SIZE])
         check(cache, 4)
@@ -86,7 +99,7 @@ def test_layers_come_past_grpc(served: Served, way: str) -> None:
 @BULK
 @pytest.mark.usefixtures("no_grpc")
 def test_layers_that_are_left_in_the_middle_leave_nothing(served: Served, way: str) -> None:
-    with connected(served, bulk=way) as store:
+    with connect(served, way) as store:
         cache = store.namespace("m", MEDIUM)
         cache.put(TOKENS, KV)
         with cache.hold(TOKENS) as hold:
@@ -105,7 +118,7 @@ def test_layers_that_are_left_in_the_middle_leave_nothing(served: Served, way: s
 
 @BULK
 def test_a_chunk_that_is_damaged_ends_the_layers_where_it_is(served: Served, tmp_root: Path, way: str) -> None:
-    with connected(served, bulk=way) as store:
+    with connect(served, way) as store:
         cache = store.namespace("m", MEDIUM)
         cache.put(TOKENS, KV)
         chain = Chain.of(Namespace.of("m", MEDIUM), TOKENS.astype(np.uint32))
@@ -123,7 +136,7 @@ def test_a_chunk_that_is_damaged_ends_the_layers_where_it_is(served: Served, tmp
         assert cache.match(TOKENS) == 3 * SIZE
 
 
-@BULK
+@STREAM
 @pytest.mark.usefixtures("natively")
 def test_i1_bytes_that_change_on_the_way_are_never_a_layer(
     served: Served, way: str, monkeypatch: pytest.MonkeyPatch
@@ -139,7 +152,7 @@ def test_i1_bytes_that_change_on_the_way_are_never_a_layer(
         channel.send_bytes([np.array(plane_sums(planes, first, count), "<u8").view(np.uint8).data])
 
     monkeypatch.setattr(layering, "send_run", send)
-    with connected(served, bulk=way) as store:
+    with connect(served, way) as store:
         cache = store.namespace("m", MEDIUM)
         cache.put(TOKENS, KV)
         seen = 0
@@ -151,7 +164,7 @@ def test_i1_bytes_that_change_on_the_way_are_never_a_layer(
         assert store.stats()["client_misses_damaged"] == 1
 
 
-@BULK
+@STREAM
 def test_an_older_worker_sends_layers_over_grpc(served: Served, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real = BulkGets.get
 
@@ -161,16 +174,16 @@ def test_an_older_worker_sends_layers_over_grpc(served: Served, way: str, monkey
         real(self, channel, number, mode, message, context)
 
     monkeypatch.setattr(BulkGets, "get", get)
-    with connected(served, bulk=way) as store:
+    with connect(served, way) as store:
         cache = store.namespace("m", MEDIUM)
         cache.put(TOKENS, KV)
         check(cache)
         assert same(cache.get(TOKENS)[1], KV)
 
 
-@BULK
+@STREAM
 def test_a_worker_that_ends_in_the_middle_is_a_miss(served: Served, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with connected(served, bulk=way) as store:
+    with connect(served, way) as store:
         cache = store.namespace("m", MEDIUM)
         cache.put(TOKENS, KV)
         with cache.hold(TOKENS) as hold:
@@ -204,7 +217,7 @@ def test_layers_in_another_way_are_refused(served: Served, mode: Mode, fields: d
         assert "expected mode 0 (a stream), first 0 and no memory_only" in refused.message
 
 
-@BULK
+@STREAM
 def test_a_layer_of_another_request_is_not_taken(served: Served, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layering, "encode_head", lambda kind, number, length: encode_head(kind, number + 7, length))
     asked: list[object] = []
@@ -215,14 +228,14 @@ def test_a_layer_of_another_request_is_not_taken(served: Served, way: str, monke
         real(self)
 
     monkeypatch.setattr(LayersAhead, "_receive_grpc", receive)
-    with connected(served, bulk=way) as store:
+    with connect(served, way) as store:
         cache = store.namespace("m", MEDIUM)
         cache.put(TOKENS, KV)
         check(cache)
         assert len(asked) == 1
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["given", *WAYS])
 def test_ctrl_c_while_the_layers_begin_leaves_no_thread(
     served: Served, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,7 +246,7 @@ def test_ctrl_c_while_the_layers_begin_leaves_no_thread(
         if self.name == "kvstore-layers":
             raise KeyboardInterrupt  # where Python waits for the thread to begin
 
-    with connected(served, bulk=way) as store:
+    with connect(served, way) as store:
         cache = store.namespace("m", MEDIUM)
         cache.put(TOKENS, KV)
         with cache.hold(TOKENS) as hold:
@@ -244,12 +257,12 @@ def test_ctrl_c_while_the_layers_begin_leaves_no_thread(
         check(cache)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["given", *WAYS])
 @pytest.mark.parametrize("how", ["closes", "drops"])
 def test_a_forked_child_does_not_end_the_layers_of_its_parent(tmp_root: Path, way: str, how: str) -> None:
     layout = Layout(layers=24, kv_heads=8, head_dim=128, dtype="float16", chunk_tokens=128)
     tokens, kv = tokens_and_kv(4, layout=layout)
-    with worker_process(tmp_root) as worker, connected(worker.address, bulk=way) as store:
+    with worker_process(tmp_root) as worker, connect(worker.address, way) as store:
         cache = store.namespace("m", layout)
         cache.put(tokens, kv)
         with cache.hold(tokens) as hold:

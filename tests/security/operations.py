@@ -13,7 +13,7 @@ from kvstore.v1 import control_pb2 as control
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.v1.control_pb2_grpc import ControlStub
 from kvstore.v1.kvstore_pb2_grpc import KVStoreStub
-from kvstore.wire.bulk.frames import Kind, Mode, encode_request
+from kvstore.wire.bulk.frames import SHORT_CALLS, Kind, Mode, encode_request
 from tests.node.stores import SMALL, kv_of
 from tests.worker.serving import WAIT_S, packed, sections_of, sums_of
 
@@ -73,7 +73,7 @@ def bulk(method: str, need: str, kind: Kind, request: Callable[[Cell], Any], mod
             link.channel.limit(WAIT_S, WAIT_S)
             said = encode_request(WAIT_S, mode, request(cell).SerializeToString())
             link.channel.send(kind, link.next_number(), [said])
-            link.receive(Kind.START, Kind.END, Kind.FILE, Kind.READY)
+            link.receive(Kind.START, Kind.END, Kind.FILE, Kind.READY, Kind.ANSWER)
             link.channel.alive = False  # the rest is not wanted
 
     return Operation(method, need, run)
@@ -97,6 +97,10 @@ def prompt(kind: Callable[..., Any], **more: Any) -> Callable[[Cell], Any]:
 
 def blocks(kind: Callable[..., Any], **more: Any) -> Callable[[Cell], Any]:
     return lambda cell: kind(namespace=cell.digest, keys=KEYS, **more)
+
+
+def short(method: str, request: Callable[[Cell], Any]) -> Operation:
+    return bulk(method, "read", Kind.CALL, request, SHORT_CALLS.index(method))
 
 
 OPERATIONS = {
@@ -129,6 +133,11 @@ OPERATIONS = {
     "bulk put": bulk(
         "Put", "write", Kind.PUT, lambda cell: pb.PutStart(namespace=cell.digest, tokens=packed(TOKENS + 20_000)), 0
     ),
+    "bulk match": short("Match", prompt(pb.MatchRequest)),
+    "bulk match blocks": short("MatchBlocks", blocks(pb.MatchBlocksRequest)),
+    "bulk find segments": short("FindSegments", prompt(pb.FindSegmentsRequest, hold_s=60)),
+    "bulk hold": short("Hold", prompt(pb.HoldRequest)),
+    "bulk release": short("Release", lambda cell: pb.ReleaseRequest(hold=cell.hold)),
     "lookup": one("Control.Lookup", "read", prompt(control.LookupRequest)),
     "begin move": one(
         "Control.BeginMove",

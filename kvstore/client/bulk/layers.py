@@ -18,6 +18,23 @@ LAYERS_S_MAX = 900.0
 """Limit of a whole layer-by-layer read. The engine sets its speed, so its deadline does not follow its size."""
 
 
+def started(
+    link: Link, hold_id: bytes, chunks: int, mode: Mode, idle_s: float, order: pb.Order = pb.ORDER_CHUNKS
+) -> int:
+    """Asks for the held ``chunks``; returns the number of the request. Raises HoldBroken if some are not left, and as
+    ``receive_layers`` does.
+    """
+    channel, number = link.channel, link.next_number()
+    channel.limit(idle_s, LAYERS_S_MAX)
+    request = pb.GetRequest(hold=hold_id, order=order)
+    channel.send(Kind.GET, number, [encode_request(LAYERS_S_MAX, mode, traced(request))])
+    found = parse(pb.GetStart, link.receive(Kind.START)[1]).chunks
+    if found != chunks:
+        channel.alive = False
+        raise HoldBroken(f"only {found} of {chunks} held chunks are left: match again", 0)
+    return number
+
+
 def receive_layers(
     link: Link, hold_id: bytes, chunks: int, layers: int, idle_s: float, memory: Callable[[int], LayerMemory]
 ) -> Iterator[int]:
@@ -25,14 +42,7 @@ def receive_layers(
 
     Raises HoldBroken, BrokenTransfer, BulkRefused, LinkBroken, LinkLate; and whatever ``memory`` raises.
     """
-    channel, number = link.channel, link.next_number()
-    channel.limit(idle_s, LAYERS_S_MAX)
-    request = pb.GetRequest(hold=hold_id, order=pb.ORDER_LAYERS)
-    channel.send(Kind.GET, number, [encode_request(LAYERS_S_MAX, Mode.STREAM, traced(request))])
-    found = parse(pb.GetStart, link.receive(Kind.START)[1]).chunks
-    if found != chunks:
-        channel.alive = False
-        raise HoldBroken(f"only {found} of {chunks} held chunks are left: match again", 0)
+    channel, number = link.channel, started(link, hold_id, chunks, Mode.STREAM, idle_s, pb.ORDER_LAYERS)
     for layer in range(layers):
         head = link.receive_head(Kind.LAYER)
         if head.request != number:  # a layer says nothing else of where it belongs

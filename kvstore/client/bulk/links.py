@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -32,6 +33,10 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 5.0
 """Time before a worker that offered only gRPC is asked again."""
+AHEAD_S = 60.0
+"""Time before another attempt to make a connection for short calls alone."""
+CALLS_MIN = 2
+"""A client that makes fewer short calls needs no connection for them."""
 NUMBER_MAX = 1 << 31
 """Requests per connection, before it is replaced: request numbers must not run out."""
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
@@ -115,12 +120,17 @@ class Link:
         """The head of the next frame, one of ``kinds``. Raises BulkRefused where the worker refuses."""
         head = self.channel.receive_head()
         if head.kind is Kind.REFUSED:  # the worker closes the connection after it
-            refusal = parse(pb.BulkRefusal, self.channel.receive(head.length))
+            refused = self.refusal_in(self.channel.receive(head.length))
             self.channel.alive = False
-            code = _CODES.get(refusal.code, grpc.StatusCode.UNKNOWN)
-            raise BulkRefused(failure(code, refusal.message, list(refusal.trailers.items()), self.address))
+            raise refused
         self.channel.expect(head, *kinds)
         return head
+
+    def refusal_in(self, payload: bytes) -> BulkRefused:
+        """Returns the error that a REFUSED frame carries."""
+        refusal = parse(pb.BulkRefusal, payload)
+        code = _CODES.get(refusal.code, grpc.StatusCode.UNKNOWN)
+        return BulkRefused(failure(code, refusal.message, list(refusal.trailers.items()), self.address))
 
     def share(self, size_bytes: int, reserve: Callable[[int], int]) -> None:
         """Makes an arena that holds ``size_bytes`` twice, or as much as can be had.
@@ -184,10 +194,16 @@ class Links:
         self._ask = ask
         self._lock = threading.Lock()
         self._idle: list[Link] = []
-        self._open: set[Link] = set()
+        # Weak: one that an interrupt (Ctrl-C) took from its user must not count for ever.
+        self._open: weakref.WeakSet[Link] = weakref.WeakSet()
         self._dialling = 0
         self._pid = os.getpid()
         self._memory: WorkerMemory | None = None
+        self._calls = 0
+        """Short calls that were made."""
+        self._calling = 0
+        """Short calls that use a connection now."""
+        self._ahead_at_s = 0.0
         self._retry_at_s = 0.0
         self._why_not = ""
         self._worked = False
@@ -215,6 +231,26 @@ class Links:
             if link is not None:
                 self._give(link)
 
+    @contextmanager
+    def link_at_hand(self) -> Iterator[Link | None]:
+        """Yields an idle connection to a worker on this host, for a short call; None if there is none.
+
+        It waits for nothing. Half of the connections are left to bytes. A client that goes on asking, and moves no
+        bytes, gets its connection in the background.
+        """
+        link = self._take_at_hand()
+        try:
+            yield link
+        except BaseException:
+            if link is not None:
+                link.channel.alive = False  # the call stopped in the middle
+            raise
+        finally:
+            if link is not None:
+                with self._lock:
+                    self._calling -= 1
+                self._give(link)
+
     def reserve_arena(self, link: Link, size_bytes: int) -> int:
         """Returns how many of ``size_bytes`` the arena of a connection may have, beside the arenas of the worker's
         other connections, and reserves them for it.
@@ -224,6 +260,12 @@ class Links:
             link.arena_bytes = max(0, min(size_bytes, self._limits.arena_bytes_max - used))
             return link.arena_bytes
 
+    def broke(self, error: KVStoreError) -> None:
+        """Notes that a call goes on over gRPC because its connection broke."""
+        if not self._shortage.note(error):
+            log.info("client.bulk_broken worker=%s why=%s", self._address, error)
+        self._shortage.counters.add(ClientCount.BULK_BROKEN)
+
     def close(self) -> None:
         """Closes all connections; calls in progress fail. Idempotent."""
         if self._pid != os.getpid():
@@ -232,7 +274,7 @@ class Links:
             self._closed = True
             memory, self._memory = self._memory, None
             idle, self._idle = self._idle, []
-            busy = self._open - set(idle)
+            busy = set(self._open) - set(idle)
             self._open.clear()
         if memory is not None:
             memory.close()
@@ -240,6 +282,53 @@ class Links:
             link.close()
         for link in busy:
             link.channel.cut()
+
+    def _take_at_hand(self) -> Link | None:
+        if self._bulk in (Bulk.GRPC, Bulk.TCP) or self._pid != os.getpid():
+            return None
+        with self._lock:
+            self._calls += 1
+            fit = [link for link in self._idle if link.is_shared]
+            if not fit and not self._open and not self._dialling:
+                self._begin_ahead()
+            if not fit or self._calling > (self._links_max - 1) // 2:
+                return None
+            link = next((each for each in reversed(fit) if each.arena is None), fit[-1])
+            self._idle.remove(link)
+            self._calling += 1
+        if link.channel.is_quiet() and link.credentials_version == self._credentials.version:
+            return link
+        self._drop(link)
+        with self._lock:
+            self._calling -= 1
+        return None
+
+    def _begin_ahead(self) -> None:
+        """Makes a connection in the background; called with the lock."""
+        now_s = time.monotonic()
+        if self._calls < CALLS_MIN or now_s < self._ahead_at_s or self._closed or self._shortage.is_on:
+            return
+        self._ahead_at_s = now_s + AHEAD_S
+        self._dialling += 1
+        try:
+            threading.Thread(target=self._dial_ahead, name="kvstore-dial", daemon=True).start()
+        except RuntimeError:  # no more threads
+            self._dialling -= 1
+
+    def _dial_ahead(self) -> None:
+        link: Link | None = None
+        try:
+            answer = self._offer(self._limits.probe_s)
+            link = self._dial_shared(answer) if answer is not None else None
+        except Exception as error:  # noqa: BLE001  # calls go over gRPC
+            self._shortage.note(error)
+            log.debug("client.no_connection_ahead worker=%s why=%s", self._address, error)
+        with self._lock:
+            self._dialling -= 1
+            if link is not None:
+                self._open.add(link)
+        if link is not None:
+            self._give(link)
 
     def _take(self, timeout_s: float) -> Link | None:
         if self._bulk is Bulk.GRPC:
@@ -405,7 +494,7 @@ class Links:
         with self._lock:
             # Another connection may have been made at the same time: keep one mapping.
             left: WorkerMemory | None = memory
-            if self._memory is None or self._memory.id != answer.memory:
+            if not self._closed and (self._memory is None or self._memory.id != answer.memory):
                 left, self._memory = self._memory, memory
             used = self._memory
         if left is not None:

@@ -20,6 +20,9 @@ from kvstore.memory.arena import follow, map_arena
 from kvstore.node.images import ImagesIn
 from kvstore.waiting import Flag
 
+LEASES_MAX = 256
+"""Maximum of leases on one worker's memory at once, one file descriptor each; further views are copies."""
+
 
 class WorkerMemory:
     """The whole mapping. ``id`` is the worker's name for its memory; ``leases`` are those alive."""
@@ -37,6 +40,11 @@ class WorkerMemory:
             self.close()
             raise
 
+    @property
+    def has_lease(self) -> bool:
+        """True if one more lease may be kept."""
+        return len(self.leases) < LEASES_MAX
+
     def close(self) -> None:
         """Stops background work. Arrays that refer to the mapping keep it alive. Idempotent."""
         self._closing.set()
@@ -52,12 +60,16 @@ class WorkerMemory:
 
     def _follow(self) -> None:
         """Maps pages ahead from the first read on."""
-        with suppress(IndexError):  # another thread took it
+        try:
             fd = self._unread.pop()
-            try:
+        except IndexError:
+            return  # done, or another thread does it
+        try:
+            # Without descriptors or threads the first read of each page takes longer.
+            with suppress(OSError, RuntimeError):
                 follow(self._bytes, fd, self._closing)
-            finally:
-                os.close(fd)
+        finally:
+            os.close(fd)
 
 
 class Lease:

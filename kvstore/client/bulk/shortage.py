@@ -27,7 +27,7 @@ class Shortage:
     """The shortage as one client knows it. Thread-safe."""
 
     def __init__(self, counters: Counts[ClientCount], monotonic_s: Callable[[], float] = time.monotonic) -> None:
-        self._counters = counters
+        self.counters = counters
         self._monotonic_s = monotonic_s
         self._lock = threading.Lock()
         self._ends_s = float("-inf")
@@ -45,7 +45,7 @@ class Shortage:
         with self._lock:
             self._ends_s = self._monotonic_s() + PAUSE_S
             warns, self._has_warned = not self._has_warned, True
-        self._counters.add(ClientCount.DESCRIPTORS_SHORT)
+        self.counters.add(ClientCount.DESCRIPTORS_SHORT)
         if warns:
             log.warning(
                 "client.descriptors_short limit=%d: reads go over connections that need fewer; raise the limit "

@@ -28,7 +28,7 @@ from kvstore.worker.bulk.connection import Connection
 from kvstore.worker.bulk.getting import BulkGets
 from kvstore.worker.bulk.leases import Leases
 from kvstore.worker.bulk.putting import BulkPuts
-from kvstore.worker.calls import Calls, Unary
+from kvstore.worker.calls import Calls, UnaryCall
 from kvstore.worker.context import BulkContext, Refused
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.prompts import Prompts
@@ -53,7 +53,7 @@ class BulkRequests:
         limits: WorkerLimits,
         behind: PutsBehind,
         buffers: Buffers,
-        short: Mapping[str, Unary[Any]],
+        short: Mapping[str, UnaryCall[Any]],
     ) -> None:
         """``short`` has the calls of SHORT_CALLS."""
         self._calls = calls
@@ -120,9 +120,16 @@ class BulkRequests:
         if request.flag >= len(SHORT_CALLS):
             raise InvalidRequest(f"call {request.flag} is not known: expected 0 to {len(SHORT_CALLS) - 1}")
         name = SHORT_CALLS[request.flag]
-        unary = self._short[name]
-        with self._calls.serving(name, context, light=unary.light) as call, self._counting_idle():
-            channel.send(Kind.ANSWER, number, [unary.answered(request.message, call)])
+        served = self._short[name]
+        with self._counting_idle():
+            try:
+                with self._calls.serving(name, context, light=served.light) as call:
+                    answer = served.answered(request.message, call)
+            except Refused as refused:
+                # Nothing else is on its way: the connection goes on.
+                channel.send(Kind.REFUSED, number, [_message_of(refused.refusal)])
+            else:
+                channel.send(Kind.ANSWER, number, [answer])
 
     def _hand_memory(self, channel: Channel, number: int) -> None:
         if self.memory is None or not channel.is_unix:
@@ -145,12 +152,16 @@ class BulkRequests:
         channel = connection.channel
         if not channel.alive:
             return
-        message = pb.BulkRefusal(code=refused.code.value[0], message=refused.message, trailers=dict(refused.trailers))
         try:
             channel.limit(LINGER_S, LINGER_S)
-            channel.send(Kind.REFUSED, number, [message.SerializeToString()])
+            channel.send(Kind.REFUSED, number, [_message_of(refused)])
             scratch = memoryview(bytearray(1 << 16))
             while True:
                 channel.receive_some([scratch])
         except (LinkBroken, LinkLate):
             pass
+
+
+def _message_of(refused: Refusal) -> bytes:
+    message = pb.BulkRefusal(code=refused.code.value[0], message=refused.message, trailers=dict(refused.trailers))
+    return message.SerializeToString()

@@ -24,7 +24,7 @@ from kvstore.wire.limits import CONTROL
 from kvstore.wire.messages import unpack_tokens
 from kvstore.wire.statuses import NoTicket
 from kvstore.worker.call import Call
-from kvstore.worker.calls import Unary
+from kvstore.worker.calls import UnaryCall
 from kvstore.worker.control.book import TENANT_TICKETS_MAX, Book
 from kvstore.worker.control.clearing import clear_selected, selection_of
 from kvstore.worker.control.health import About, Examination
@@ -102,18 +102,20 @@ class ControlService:
             CONTROL,
             {
                 "Lookup": many("Control.Lookup", pb.LookupRequest, self._lookup),
-                "ClearSelected": unary("Control.ClearSelected", Unary(pb.ClearSelectedRequest, self._clear_selected)),
-                "Recode": unary("Control.Recode", Unary(pb.RecodeRequest, self._recode)),
-                "BeginMove": unary("Control.BeginMove", Unary(pb.BeginMoveRequest, self._begin_move)),
+                "ClearSelected": unary(
+                    "Control.ClearSelected", UnaryCall(pb.ClearSelectedRequest, self._clear_selected)
+                ),
+                "Recode": unary("Control.Recode", UnaryCall(pb.RecodeRequest, self._recode)),
+                "BeginMove": unary("Control.BeginMove", UnaryCall(pb.BeginMoveRequest, self._begin_move)),
                 "ListTickets": many("Control.ListTickets", pb.ListTicketsRequest, self._list_tickets),
                 "WatchTicket": many("Control.WatchTicket", pb.WatchTicketRequest, self._watch_ticket),
                 "CancelTicket": unary(
-                    "Control.CancelTicket", Unary(pb.CancelTicketRequest, self._cancel_ticket, light=True)
+                    "Control.CancelTicket", UnaryCall(pb.CancelTicketRequest, self._cancel_ticket, light=True)
                 ),
-                "Drain": unary("Control.Drain", Unary(pb.DrainRequest, self._drain, light=True)),
-                "GetLimits": unary("Control.GetLimits", Unary(pb.GetLimitsRequest, self._get_limits, light=True)),
-                "SetLimits": unary("Control.SetLimits", Unary(pb.SetLimitsRequest, self._set_limits, light=True)),
-                "Health": unary("Control.Health", Unary(pb.HealthRequest, self._health, light=True)),
+                "Drain": unary("Control.Drain", UnaryCall(pb.DrainRequest, self._drain, light=True)),
+                "GetLimits": unary("Control.GetLimits", UnaryCall(pb.GetLimitsRequest, self._get_limits, light=True)),
+                "SetLimits": unary("Control.SetLimits", UnaryCall(pb.SetLimitsRequest, self._set_limits, light=True)),
+                "Health": unary("Control.Health", UnaryCall(pb.HealthRequest, self._health, light=True)),
             },
         )
 

@@ -1,0 +1,187 @@
+"""Layers out of a worker's memory, or its open files: one copy, verified, and the connection is free meanwhile."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from kvstore.client.bulk import layers_given
+from kvstore.client.layers_ahead import LayersAhead
+from kvstore.client.limits import ClientLimits
+from kvstore.client.store import Store
+from kvstore.errors import HoldBroken
+from kvstore.node.layer_run import LayerRun
+from tests.bulk.memories import all_let_go, filled, lose, memory_of, serving_memory
+from tests.bulk.ways import MEDIUM, bulk_files_of, same, tokens_and_kv
+from tests.node.stores import chunk_files
+from tests.worker.serving import Served, connected, eventually, serving
+
+COUNT = 150
+"""More chunks than are asked for at once."""
+TOKENS, KV = tokens_and_kv(COUNT)
+SIZE = MEDIUM.chunk_tokens
+
+
+@pytest.fixture(params=["memory", "files", "both"])
+def served(request: pytest.FixtureRequest, tmp_root: Path) -> Iterator[Served]:
+    """A worker that has the prompt in memory, in files alone, or a part of it in memory."""
+    if request.param == "files":
+        with serving(tmp_root) as found, connected(found) as store:
+            store.namespace("m", MEDIUM).put(TOKENS, KV)
+            yield found
+        return
+    with serving_memory(tmp_root) as found:
+        chain = filled(found, TOKENS, KV, MEDIUM)
+        if request.param == "both":
+            lose(found, chain, 20, 40)
+        yield found
+        all_let_go(found)
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The streams that were begun."""
+    begun: list[str] = []
+    for name in ("_receive_bulk", "_receive_grpc"):
+        real = getattr(LayersAhead, name)
+
+        def receive(ahead: LayersAhead, name: str = name, real: Any = real) -> Any:
+            begun.append(name)
+            return real(ahead)
+
+        monkeypatch.setattr(LayersAhead, name, receive)
+    return begun
+
+
+def read(store: Store, out: list[npt.NDArray[Any]] | None = None) -> int:
+    """Reads all layers and compares them; returns how many were right."""
+    seen = 0
+    with store.namespace("m", MEDIUM).hold(TOKENS) as hold:
+        for layer, k, v in hold.layers(out):
+            assert layer == seen
+            assert same(k, KV[layer, 0]) and same(v, KV[layer, 1])
+            seen += 1
+    return seen
+
+
+@pytest.mark.parametrize("given", [None, 3])
+def test_layers_are_taken_where_the_worker_has_them(served: Served, streams: list[str], given: int | None) -> None:
+    out = given and [np.empty_like(KV[0]) for _ in range(given)]
+    with connected(served, bulk="shared") as store:
+        for _ in range(2):
+            assert read(store, out or None) == MEDIUM.layers
+        assert store.stats()["client_bulk_broken"] == store.stats()["client_bulk_damaged"] == 0
+    assert streams == []
+    eventually(lambda: not [name for name in bulk_files_of(os.getpid()) if "/chunks/" in name], "no chunk is open")
+
+
+def test_the_connection_serves_others_between_two_layers(served: Served, streams: list[str]) -> None:
+    with connected(served, bulk="shared", limits=ClientLimits(bulk_links_max=1)) as store:
+        cache = store.namespace("m", MEDIUM)
+        with cache.hold(TOKENS) as hold:
+            for layer, k, _ in hold.layers():
+                assert same(k, KV[layer, 0])
+                assert same(cache.get(TOKENS[:SIZE])[1], KV[:, :, :SIZE])
+        assert store.stats()["client_gets_grpc"] == 0
+    assert streams == []
+
+
+def test_layers_that_are_left_in_the_middle_let_go_of_everything(served: Served) -> None:
+    with connected(served, bulk="shared") as store, store.namespace("m", MEDIUM).hold(TOKENS) as hold:
+        for taken in (0, 1, 3) * 3:
+            layers: Any = hold.layers()
+            for _ in range(taken):
+                next(layers)
+            layers.close()
+        eventually(lambda: not [name for name in bulk_files_of(os.getpid()) if "/chunks/" in name], "no chunk is open")
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_i1_a_damaged_image_is_never_a_layer_and_the_root_has_the_chunk(
+    tmp_root: Path, streams: list[str], layer: int
+) -> None:
+    """The worker learns of it, because it is asked for the layers then; those that the caller has stay as they are."""
+    with serving_memory(tmp_root) as served:
+        chain = filled(served, TOKENS, KV, MEDIUM)
+        memory = memory_of(served)
+        with memory.refer(chain, 70, 1) as slots:
+            entry = slots.entries[0]
+            assert entry is not None
+            memory.arena.memory[entry.offset + 4096 + 2 * layer * MEDIUM.section_bytes + 5] ^= 1
+        with connected(served, bulk="shared") as store:
+            assert read(store) == MEDIUM.layers
+            assert streams == ["_receive_bulk"]
+            assert store.stats()["client_bulk_damaged"] == 1
+            assert store.stats()["memory_damaged"] == 1
+            assert read(store) == MEDIUM.layers
+            assert streams == ["_receive_bulk"]
+        all_let_go(served)
+
+
+@pytest.mark.parametrize("place", [40, 4096 + 5, -1])
+def test_a_damaged_file_ends_the_layers_where_it_is_and_is_set_aside(tmp_root: Path, place: int) -> None:
+    with serving(tmp_root) as served, connected(served, bulk="shared") as store:
+        cache = store.namespace("m", MEDIUM)
+        cache.put(TOKENS, KV)
+        victim = sorted(chunk_files(tmp_root))[7]
+        content = bytearray(victim.read_bytes())
+        content[place] ^= 1
+        victim.write_bytes(content)
+        seen = 0
+        with cache.hold(TOKENS) as hold, pytest.raises(HoldBroken):
+            for layer, k, v in hold.layers():
+                assert same(k, KV[layer, 0]) and same(v, KV[layer, 1])
+                seen += 1
+        assert seen == (MEDIUM.layers - 1 if place == -1 else 0)
+        assert not victim.exists()
+
+
+def test_files_that_are_in_no_cache_are_read_all_the_same(
+    served: Served, streams: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = LayerRun.read
+
+    def blocked(run: LayerRun, *arguments: Any) -> Any:
+        done, opened = real(run, *arguments)
+        start, stop = arguments[:2]
+        return done & (run.items["fd"][start:stop] < 0), opened
+
+    monkeypatch.setattr(LayerRun, "read", blocked)
+    with connected(served, bulk="shared") as store:
+        assert read(store) == MEDIUM.layers
+    assert streams == []
+
+
+def test_more_files_than_a_process_may_open_come_as_a_stream(
+    tmp_root: Path, streams: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layers_given, "FILES_MAX", COUNT - 1)
+    with serving(tmp_root) as served, connected(served, bulk="shared") as store:
+        store.namespace("m", MEDIUM).put(TOKENS, KV)
+        assert read(store) == MEDIUM.layers
+    assert streams == ["_receive_bulk"]
+
+
+def test_more_leases_than_a_client_may_have_make_a_stream(
+    tmp_root: Path, streams: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.client.bulk.memory.LEASES_MAX", 0)
+    with serving_memory(tmp_root) as served:
+        filled(served, TOKENS, KV, MEDIUM)
+        with connected(served, bulk="shared") as store:
+            assert read(store) == MEDIUM.layers
+    assert streams == ["_receive_bulk"]
+
+
+def test_a_hold_that_has_ended_gives_no_layers(served: Served) -> None:
+    with connected(served, bulk="shared") as store, store.namespace("m", MEDIUM).hold(TOKENS) as hold:
+        lease = hold._held._lease  # type: ignore[attr-defined]
+        served.worker.service.holds.release(lease.id)
+        with pytest.raises(HoldBroken):
+            list(hold.layers())
