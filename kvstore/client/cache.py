@@ -20,6 +20,7 @@ from kvstore.client.tickets import Ticket
 from kvstore.errors import InvalidRequest
 from kvstore.hints import Hints, checked_unused_s
 from kvstore.namespace import Namespace
+from kvstore.node.layers import Bands
 from kvstore.node.moves import Act, Level
 from kvstore.results import Cleared, LayerMemory, PutResult
 from kvstore.sections import Sections, planes_of
@@ -291,7 +292,8 @@ class Hold:
 
         With ``out``, arrays of shape ``(2, m, kv_heads, head_dim)`` with m >= ``tokens``, the layers are read into them
         in turn: of n arrays, a layer stays where it is until the one n - 2 behind it is asked for. Give three or more,
-        or one for each layer.
+        or one for each layer. With one for each, or without ``out``, up to 32 MiB of layers are read at once, and twice
+        as much ahead.
 
         Raises HoldBroken if a chunk is lost on the way; the first ``tokens_valid`` tokens are unaffected.
         """
@@ -306,7 +308,10 @@ class Hold:
             k, v = (plane.view(np.uint8).reshape(-1).data for plane in array)
             return LayerMemory(k, v)
 
-        for layer, _ in self._held.layers(memory):
+        # Arrays that are used in turn hold no more than two layers ahead.
+        layer_bytes = self.tokens // layout.chunk_tokens * 2 * layout.section_bytes
+        band = Bands.of_layer(layer_bytes) if given is None or len(given) >= layout.layers else 1
+        for layer, _ in self._held.layers(memory, band):
             array = arrays.pop(layer)
             yield layer, array[0], array[1]
 

@@ -16,7 +16,7 @@ from kvstore.address import Chain
 from kvstore.buffers import Withdrawn
 from kvstore.client.bulk.layers import LAYERS_S_MAX, receive_layers
 from kvstore.client.bulk.layers_given import GivenLayers
-from kvstore.client.bulk.links import BulkRefused
+from kvstore.client.bulk.link import BulkRefused
 from kvstore.client.caller import CallFailed
 from kvstore.client.endpoint import Endpoint
 from kvstore.client.streams import received
@@ -25,6 +25,7 @@ from kvstore.counts import ClientCount
 from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError, StoreClosed
 from kvstore.layout import Layout
 from kvstore.node.deadline import Deadline
+from kvstore.node.layers import Bands
 from kvstore.results import LayerMemory
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.waiting import Monitor
@@ -59,8 +60,9 @@ class LayersAhead:
         chunks: int,
         memory: Callable[[int], LayerMemory],
         tools: Tools,
+        band: int,
     ) -> None:
-        """``chain`` returns the held chunks, which take some time to hash."""
+        """``chain`` returns the held chunks, which take some time to hash. ``band`` layers may be read at once."""
         self._endpoint = endpoint
         self._hold_id = hold_id
         self._chain = chain
@@ -68,15 +70,17 @@ class LayersAhead:
         self._section_bytes = layout.section_bytes
         self._chunks = chunks
         self._memory = memory
+        self._band = band
         self._begun: dict[int, LayerMemory] = {}
-        """The memory of the layer that is read now."""
+        """The memory of the layers that are read now."""
         self._read = 0
         """Layers that are read and handed on. Another way of reading begins with the first of them once more."""
         self._filling = LayerMemory(memoryview(b""), memoryview(b""))
         self._tools = tools
         # Not a Semaphore: Ctrl-C may leave one locked, and ``close`` would wait for ever.
         self._room: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._room.put(None)
+        for _ in range(2 * band - 1):
+            self._room.put(None)
         self._ready: queue.SimpleQueue[tuple[int, LayerMemory] | BaseException] = queue.SimpleQueue()
         self._changed = Monitor()
         self._closed = False
@@ -144,12 +148,13 @@ class LayersAhead:
         if given is None:
             return False
         with closing(given):
-            for layer in range(self._layers):
-                deadline = Deadline(self._tools.lanes.clock, self._tools.limits.read_s)
-                if not given.read(layer, self._begin(layer), deadline):
+            for layers in Bands(self._band).of(self._layers):
+                memories = [self._begin(layer) for layer in layers]
+                if not given.read(layers, memories, Deadline(self._tools.lanes.clock, self._tools.limits.read_s)):
                     self._tools.counters.add(ClientCount.BULK_DAMAGED)
                     return False
-                self._filled(layer)
+                for layer in layers:
+                    self._filled(layer)
         return True
 
     def _given(self) -> GivenLayers | None:
@@ -236,7 +241,7 @@ class LayersAhead:
                 raise Withdrawn
             self._writes = self._is_begun = True
         if is_new:
-            self._begun = {layer: self._memory(layer)}
+            self._begun[layer] = self._memory(layer)
         self._filling = self._begun[layer]
         return self._filling
 
@@ -245,7 +250,7 @@ class LayersAhead:
             return
         self._written()
         self._read = layer + 1
-        self._ready.put((layer, self._filling))
+        self._ready.put((layer, self._begun.pop(layer)))
 
     def _written(self) -> None:
         with self._changed:

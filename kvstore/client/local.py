@@ -20,6 +20,7 @@ from kvstore.namespace import Namespace
 from kvstore.node.asking import match_each
 from kvstore.node.deadline import Deadline
 from kvstore.node.holds import Hold
+from kvstore.node.layers import Bands
 from kvstore.node.member import Member
 from kvstore.node.moves import Act, Level, Move
 from kvstore.node.node import Node
@@ -83,9 +84,9 @@ class LocalHold:
         with self._store:
             return self._node.read(self._hold, sections)
 
-    def layers(self, memory: Callable[[int], LayerMemory]) -> Iterator[tuple[int, LayerMemory]]:
+    def layers(self, memory: Callable[[int], LayerMemory], band: int) -> Iterator[tuple[int, LayerMemory]]:
         with self._store:
-            yield from self._node.read_layers(self._hold, memory)
+            yield from self._node.read_layers(self._hold, memory, bands=Bands(band))
 
     def view(self) -> list[npt.NDArray[Any]]:
         with self._store:

@@ -51,8 +51,11 @@ class PortHold(Protocol):
         """Reads the held chunks; returns the number of leading good ones."""
         ...
 
-    def layers(self, memory: Callable[[int], LayerMemory]) -> Iterator[tuple[int, LayerMemory]]:
-        """Yields each layer once it is in its memory. Raises HoldBroken if a chunk was lost."""
+    def layers(self, memory: Callable[[int], LayerMemory], band: int) -> Iterator[tuple[int, LayerMemory]]:
+        """Yields each layer once it is in its memory. Raises HoldBroken if a chunk was lost.
+
+        So many layers may be read at once, and as many again ahead: with a ``band`` of 1 there is memory for three.
+        """
         ...
 
     def view(self) -> list[npt.NDArray[Any]]:

@@ -143,12 +143,12 @@ class RemoteHold(HeldAtWorker):
         views = Views(self._layout, VIEWED_FILES_MAX)
         return views.leading(self._fetch(lambda _: views.sections, views))
 
-    def layers(self, memory: Callable[[int], LayerMemory]) -> Iterator[tuple[int, LayerMemory]]:
+    def layers(self, memory: Callable[[int], LayerMemory], band: int) -> Iterator[tuple[int, LayerMemory]]:
         self._check()
         if self._lease is None:
             return
         lease, tools = self._lease, self._tools
-        ahead = LayersAhead(lease.endpoint, lease.id, self._chain, self._layout, self.chunks, memory, tools)
+        ahead = LayersAhead(lease.endpoint, lease.id, self._chain, self._layout, self.chunks, memory, tools, band)
         try:
             yield from ahead.each()
         finally:

@@ -158,6 +158,7 @@ class ChunkRuns:
         images: npt.NDArray[np.uint64],
         size: int,
         files_max: int,
+        at_once: int,
     ) -> LayerRun | None:
         """Returns the first chunks of a chain, one for each image, for a layer-by-layer read in groups of ``size``.
 
@@ -170,21 +171,29 @@ class ChunkRuns:
             or (files is None and not images.any())
         ):
             return None
-        return LayerRun(chain, images, files, self._shard_bits, size, files_max)
+        return LayerRun(chain, images, files, self._shard_bits, size, files_max, at_once)
 
-    def read_layer(
-        self, run: LayerRun, layer: int, addresses: Sequence[Address], start: int, stop: int, borrowed: Borrowed
+    def read_layers(
+        self,
+        run: LayerRun,
+        band: int,
+        layers: range,
+        addresses: Sequence[Address],
+        start: int,
+        stop: int,
+        borrowed: Borrowed,
     ) -> npt.NDArray[np.bool_]:
-        """Reads a layer of one group of a run; True for each chunk whose sections are right in their place."""
+        """Reads a band of layers of one group of a run; True for each chunk whose sections are right in their place."""
         epoch, from_files = self._known.epoch, run.from_files[start:stop]
         with self._counters.timed("root" if from_files.any() else "memory", "read") as timed:
-            done, opened = run.read(start, stop, layer, borrowed)
-            timed.size_bytes = int(np.count_nonzero(done)) * run.layer_bytes
-        self._counters.add(NodeCount.BYTES_READ, int(np.count_nonzero(done & from_files)) * run.layer_bytes)
+            done, opened, mtimes_ns = run.read(start, stop, band, layers.start, borrowed)
+            size_bytes = len(layers) * run.layer_bytes
+            timed.size_bytes = int(np.count_nonzero(done)) * size_bytes
+        self._counters.add(NodeCount.BYTES_READ, int(np.count_nonzero(done & from_files)) * size_bytes)
         where = start + np.flatnonzero(opened)
         if where.size:
             quantum = self._quantum()
-            renewed = run.items["mtime_ns"][where] >= quantum * recency.NS_PER_S
+            renewed = mtimes_ns >= quantum * recency.NS_PER_S
             self._known.add_all([addresses[at] for at in where.tolist()], quantum, renewed=renewed, epoch=epoch)
         return done
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -24,10 +25,35 @@ from kvstore.node.tier_stack import TierStack
 from kvstore.results import LayerMemory
 from kvstore.root.interface import Reader
 
-AHEAD = 2
-"""Layers that are read at once in this process: lanes go on with the second while the last chunks of the first come."""
+MemoryOf = Callable[[int], LayerMemory]
+"""The memory that a layer is read into."""
+
+BAND_MAX = 8
+BAND_BYTES = 32 << 20
+"""Limits of a band where each layer has memory of its own."""
 LIMIT_PER_READ = 4
 """Share of the process's limit of open files that one read keeps open."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bands:
+    """Layers that are read together: fewer calls, and larger parts of files."""
+
+    size: int = 1
+    ahead: int = 2
+    """Bands that are read at once, beside that of the layer in use: lanes go on with the next while one ends."""
+
+    @staticmethod
+    def of_layer(layer_bytes: int) -> int:
+        """Returns how many layers of this size make a band."""
+        return max(1, min(BAND_MAX, BAND_BYTES // max(1, layer_bytes)))
+
+    def of(self, layers: int) -> list[range]:
+        """Returns the layers of each band."""
+        return [range(first, min(first + self.size, layers)) for first in range(0, layers, self.size)]
+
+
+SINGLY = Bands()
 
 
 class LayerReader:
@@ -42,10 +68,10 @@ class LayerReader:
         count: int,
         limits: Limits,
         tiers: TierStack | None = None,
-        ahead: int = AHEAD,
+        bands: Bands = SINGLY,
     ) -> None:
-        """``ahead`` layers are read at once, beside the one that is in use."""
-        self._ahead = ahead
+        self._ahead = bands.ahead
+        self._bands = bands.of(chain.namespace.layout.layers)
         self._chunks = chunks
         self._memory = tiers.memory if tiers is not None else None
         # Keep them in memory as long as this reads: a chunk that only memory has must not vanish between two layers.
@@ -60,35 +86,31 @@ class LayerReader:
         self._lock = threading.Lock()
         self._open: dict[int, tuple[Reader, Header]] = {}
         self._closed = False
-        self._size = group_size(ahead * count, 2 * chain.namespace.layout.section_bytes, self._lanes.width)
+        self._size = group_size(
+            bands.ahead * count, 2 * bands.size * chain.namespace.layout.section_bytes, self._lanes.width
+        )
         images = np.zeros(count, np.uint64)
         if self._slots is not None and self._slots.referred:
             present = [index for index, entry in enumerate(self._slots.entries) if entry is not None]
             images[present] = addresses_of(self._slots.present_images())
-        self._runs = [
-            chunks.runs.of_layers(chain, images.copy(), self._size, max(1, self._files_max // ahead))
-            for _ in range(ahead)
-        ]
-        """All chunks for native code, for the layers that are read at once; None if they must be read one by one."""
+        self._run = chunks.runs.of_layers(chain, images, self._size, self._files_max, bands.ahead)
+        """All chunks for native code; None if they must be read one by one."""
         self._readings: deque[Reading] = deque()
 
-    def read(
-        self, memory: Callable[[int], LayerMemory], deadline: Callable[[], Deadline]
-    ) -> Generator[tuple[int, LayerMemory]]:
+    def read(self, memory: MemoryOf, deadline: Callable[[], Deadline]) -> Generator[tuple[int, LayerMemory]]:
         """Yields each layer once it is in ``memory(layer)``, verified; the next ones are read then.
 
         Raises HoldBroken if a chunk was lost: the layers yielded so far stay valid for the tokens before it.
         """
-        layers = self._chain.namespace.layout.layers
-        filled: deque[LayerMemory] = deque()
+        filled: deque[list[LayerMemory]] = deque()
         try:
-            for layer in range(min(self._ahead, layers)):
-                filled.append(self._begin(layer, memory(layer)))
-            for layer in range(layers):
+            for number in range(min(self._ahead, len(self._bands))):
+                filled.append(self._begin(number, memory))
+            for number, layers in enumerate(self._bands):
                 self._wait(deadline())
-                if layer + self._ahead < layers:
-                    filled.append(self._begin(layer + self._ahead, memory(layer + self._ahead)))
-                yield layer, filled.popleft()
+                if number + self._ahead < len(self._bands):
+                    filled.append(self._begin(number + self._ahead, memory))
+                yield from zip(layers, filled.popleft(), strict=True)
         finally:
             self.close()
 
@@ -102,29 +124,30 @@ class LayerReader:
             self._open.clear()
         for reader in readers:
             reader.close()
-        for run in self._runs:
-            if run is not None:
-                run.close()
+        if self._run is not None:
+            self._run.close()
         if self._slots is not None:
             self._slots.release()
 
-    def _begin(self, layer: int, memory: LayerMemory) -> LayerMemory:
-        """Begins to read a layer into ``memory``, and returns that."""
-        section_bytes, run, groups = self._chain.namespace.layout.section_bytes, self._runs[layer % self._ahead], None
+    def _begin(self, number: int, memory: MemoryOf) -> list[LayerMemory]:
+        """Begins to read a band into the memory of each of its layers, and returns that."""
+        layers, section_bytes, run = self._bands[number], self._chain.namespace.layout.section_bytes, self._run
+        memories, groups = [memory(layer) for layer in layers], None
 
         def read(index: int, borrowed: Borrowed) -> bool:
             part = slice(index * section_bytes, (index + 1) * section_bytes)
-            return self._read_part(index, layer, [memory.k[part], memory.v[part]], borrowed)
+            sections = [plane[part] for each in memories for plane in (each.k, each.v)]
+            return self._read_part(index, layers.start, sections, borrowed)
 
         if run is not None:
-            run.begin(memory)
-            read_group = partial(self._chunks.runs.read_layer, run, layer, self._chain.addresses)
+            run.begin(number, memories)
+            read_group = partial(self._chunks.runs.read_layers, run, number, layers, self._chain.addresses)
             groups = Groups(self._size, self._count, read_group)
         self._readings.append(Reading(self._lanes, self._counters, self._count, read, groups=groups))
-        return memory
+        return memories
 
     def _wait(self, deadline: Deadline) -> None:
-        """Waits for the first layer in progress. Raises HoldBroken."""
+        """Waits for the first band in progress. Raises HoldBroken."""
         lost_at = self._readings[0].wait(deadline).find(0)
         self._readings.popleft()
         if lost_at < 0:

@@ -37,7 +37,7 @@ from kvstore.node.holds import Hold, Holds
 from kvstore.node.incarnations import Incarnations
 from kvstore.node.known import Known
 from kvstore.node.lanes import Batch, Lanes
-from kvstore.node.layers import AHEAD, LayerReader
+from kvstore.node.layers import SINGLY, Bands, LayerReader, MemoryOf
 from kvstore.node.limits import CurrentLimits, Limits
 from kvstore.node.looking import Looking
 from kvstore.node.memory_tier import MemoryTier
@@ -266,11 +266,11 @@ class Node:
         self.reads.used(hold.chain.leading(count))
 
     def read_layers(
-        self, hold: Hold, memory: Callable[[int], LayerMemory], deadline_s: float | None = None, ahead: int = AHEAD
+        self, hold: Hold, memory: MemoryOf, deadline_s: float | None = None, bands: Bands = SINGLY
     ) -> Generator[tuple[int, LayerMemory]]:
-        """Yields each layer once all held tokens of it are in ``memory(layer)``, the ``ahead`` next being read then.
+        """Yields each layer once all held tokens of it are in ``memory(layer)``, the next being read then.
 
-        ``deadline_s`` is for each layer. Raises HoldBroken where a chunk was lost or the hold has ended.
+        ``deadline_s`` is for each band. Raises HoldBroken where a chunk was lost or the hold has ended.
         """
         self.holds.check(hold)
         self.counters.add(NodeCount.REQUESTS_GET)
@@ -278,7 +278,7 @@ class Node:
             return
         self._bring_foreign(hold, self._deadline(deadline_s, self.limits.read_deadline_s))
         reader = LayerReader(
-            self._chunks, self._lanes, self.counters, hold.chain, hold.count, self.limits, self.tiers, ahead
+            self._chunks, self._lanes, self.counters, hold.chain, hold.count, self.limits, self.tiers, bands
         )
         for layer, filled in reader.read(memory, partial(self._deadline, deadline_s, self.limits.read_deadline_s)):
             self.holds.check(hold)

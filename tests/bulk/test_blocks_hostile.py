@@ -18,7 +18,7 @@ import pytest
 
 from kvstore.buffers import Pieces
 from kvstore.client.bulk.given import Giving
-from kvstore.client.bulk.links import Link
+from kvstore.client.bulk.link import Link
 from kvstore.client.bulk.memory import WorkerMemory
 from kvstore.client.bulk.receiving import GROUP_BYTES, Ask, ImageReceiver
 from kvstore.errors import InvalidRequest

@@ -14,7 +14,7 @@ import pytest
 
 from kvstore.address import Chain
 from kvstore.client.bulk import receiving
-from kvstore.client.bulk.links import BulkRefused, Link
+from kvstore.client.bulk.link import BulkRefused, Link
 from kvstore.client.bulk.receiving import Ask, ImageReceiver
 from kvstore.client.fetching import ChunkFetch
 from kvstore.client.remote import remote_port

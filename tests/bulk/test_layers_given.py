@@ -148,9 +148,9 @@ def test_files_that_are_in_no_cache_are_read_all_the_same(
     real = LayerRun.read
 
     def blocked(run: LayerRun, *arguments: Any) -> Any:
-        done, opened = real(run, *arguments)
+        done, opened, mtimes_ns = real(run, *arguments)
         start, stop = arguments[:2]
-        return done & (run.items["fd"][start:stop] < 0), opened
+        return done & (run.fds[start:stop] < 0), opened, mtimes_ns
 
     monkeypatch.setattr(LayerRun, "read", blocked)
     with connected(served, bulk="shared") as store:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.client.bulk.given import Giving
-from kvstore.client.bulk.links import Link
+from kvstore.client.bulk.link import Link
 from kvstore.client.bulk.memory import WorkerMemory
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.v1 import kvstore_pb2 as pb

@@ -18,7 +18,7 @@ from kvstore.address import Chain
 from kvstore.buffers import Pieces
 from kvstore.client.bulk.given import GivenFiles
 from kvstore.client.bulk.lanes import FileLanes
-from kvstore.client.bulk.links import Link
+from kvstore.client.bulk.link import Link
 from kvstore.client.bulk.receiving import fill_verified
 from kvstore.client.bulk.viewing import Views, view_given
 from kvstore.errors import InvalidRequest

@@ -16,7 +16,8 @@ import pytest
 import kvstore
 from kvstore import Layout
 from kvstore.client import Store
-from kvstore.client.bulk.links import Link, Links
+from kvstore.client.bulk.link import Link
+from kvstore.client.bulk.links import Links
 from kvstore.client.endpoints import Endpoints
 from kvstore.client.limits import ClientLimits
 from kvstore.client.remote import RemotePort

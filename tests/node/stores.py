@@ -115,3 +115,8 @@ def counted(store: Store, name: str, action: Callable[[], object]) -> int:
     before = store.stats().get(name, 0)
     action()
     return int(store.stats().get(name, 0) - before)
+
+
+def in_turn(layout: Layout, tokens: int) -> list[npt.NDArray[Any]]:
+    """Three arrays that layers are read into in turn: one by one, since each has to wait for its place."""
+    return [np.empty((2, tokens, layout.kv_heads, layout.head_dim), layout.numpy_dtype) for _ in range(3)]

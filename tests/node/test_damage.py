@@ -6,6 +6,7 @@ import os
 import shutil
 import struct
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +22,9 @@ from kvstore.errors import HoldBroken
 from kvstore.format.header import expected_chunk
 from kvstore.layout import DTYPES
 from kvstore.node import verify
+from kvstore.node.layers import BAND_MAX
 from tests.native.modes import chunks_of
-from tests.node.stores import TINY, chunk_files, counted, kv_of, resealed, same, store_on
+from tests.node.stores import TINY, chunk_files, counted, in_turn, kv_of, resealed, same, store_on
 
 Spoil = Callable[[bytes], bytes]
 PADDING_FROM = 512
@@ -248,11 +250,14 @@ def test_views_verify_before_they_are_handed_out(store: Store, tmp_root: Path) -
     assert store.stats()["damage_section_checksum"] >= 1
 
 
-@pytest.mark.parametrize("section", range(TINY.section_count))
-def test_damage_in_a_layer_ends_the_layers_there(store: Store, tmp_root: Path, section: int) -> None:
-    cache = store.namespace("m", TINY)
+@pytest.mark.parametrize("reads", ["one by one", "together"])
+@pytest.mark.parametrize("section", range(2 * 20))
+def test_damage_in_a_layer_ends_the_layers_there(store: Store, tmp_root: Path, section: int, reads: str) -> None:
+    """Of layers that are read together, none of those is handed out."""
+    layout = replace(TINY, layers=20)
+    cache = store.namespace("m", layout)
     tokens = np.arange(TINY.chunk_tokens)
-    kv = kv_of(TINY, tokens)
+    kv = kv_of(layout, tokens)
     cache.put(tokens, kv)
     file = the_file(tmp_root)
     spoiled = bytearray(file.read_bytes())
@@ -260,10 +265,11 @@ def test_damage_in_a_layer_ends_the_layers_there(store: Store, tmp_root: Path, s
     file.write_bytes(spoiled)
     seen = []
     with cache.hold(tokens) as hold, pytest.raises(HoldBroken) as broken:
-        for layer, k, v in hold.layers():
+        for layer, k, v in hold.layers(in_turn(layout, len(tokens)) if reads == "one by one" else None):
             assert same(k, kv[layer, 0]) and same(v, kv[layer, 1])
             seen.append(layer)
-    assert seen == list(range(section // 2))
+    size = 1 if reads == "one by one" else BAND_MAX
+    assert seen == list(range(section // 2 // size * size))
     assert broken.value.tokens_valid == 0
     assert cache.put(tokens, kv).chunks_written == 1
 

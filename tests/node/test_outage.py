@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from kvstore.client import Store
 from kvstore.errors import HoldBroken, InvalidRequest, Overloaded, PermissionDenied, Unavailable
 from kvstore.node.limits import Limits
 from kvstore.root.posix import PosixRoot
-from tests.node.stores import SMALL, chunk_files, kv_of, same, store_on
+from tests.node.stores import SMALL, chunk_files, in_turn, kv_of, same, store_on
 from tests.patience import PATIENCE_S, eventually, stretched
 from tests.root.faulty import EIO, ENOSPC, EROFS, Delay, Fault, FaultyRoot, Hang, Missing, Rule, Torn
 
@@ -272,14 +273,17 @@ def test_a_hold_past_its_time_may_not_be_read_any_more(store: Store) -> None:
 
 
 def test_layers_that_hang_break_the_hold_in_time(store: Store, root: FaultyRoot) -> None:
-    cache = store.namespace("m", SMALL)
-    cache.put(TOKENS, KV)
-    hang = Hang()
+    layout = replace(SMALL, layers=6)
+    cache, kv = store.namespace("m", layout), kv_of(layout, TOKENS)
+    cache.put(TOKENS, kv)
+    hang, seen = Hang(), 0
     with cache.hold(TOKENS) as hold:
         root.set_rules([Rule("read", hang, nth=20)])
         with InTime(), pytest.raises(HoldBroken, match="not read in time"):
-            for layer, k, _ in hold.layers():
-                assert same(k, KV[layer, 0])
+            for layer, k, _ in hold.layers(in_turn(layout, len(TOKENS))):
+                assert same(k, kv[layer, 0])
+                seen += 1
+    assert seen
     hang.release.set()
 
 

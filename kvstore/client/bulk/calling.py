@@ -6,7 +6,8 @@ import logging
 
 from google.protobuf.message import Message
 
-from kvstore.client.bulk.links import BulkRefused, Link, Links
+from kvstore.client.bulk.link import BulkRefused, Link
+from kvstore.client.bulk.links import Links
 from kvstore.errors import InvalidRequest
 from kvstore.wire.bulk.channel import LinkBroken
 from kvstore.wire.bulk.frames import SHORT_CALLS, Kind, encode_request

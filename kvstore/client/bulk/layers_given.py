@@ -6,6 +6,7 @@ All chunks are asked for at once, and then the connection is free: slots stay un
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,7 @@ from kvstore.client.bulk.given import GivenFiles, GivenSlots, Giving
 from kvstore.client.bulk.handed import images_of
 from kvstore.client.bulk.lanes import FileLanes
 from kvstore.client.bulk.layers import started
-from kvstore.client.bulk.links import Link
+from kvstore.client.bulk.link import Link
 from kvstore.client.bulk.memory import Lease
 from kvstore.format.header import Damaged, expected_chunk
 from kvstore.native import is_available
@@ -98,17 +99,18 @@ class GivenLayers:
             for each in files:
                 each.close()
 
-    def read(self, layer: int, memory: LayerMemory, deadline: Deadline) -> bool:
-        """Reads a layer; False if a chunk is damaged, or did not come in time. Nobody writes into ``memory`` then."""
-        self._run.begin(memory)
+    def read(self, layers: range, memories: Sequence[LayerMemory], deadline: Deadline) -> bool:
+        """Reads some layers; False if a chunk is damaged, or did not come in time. Nobody writes into memory then."""
+        self._run.begin(0, memories)
         size, count = self._chain.namespace.layout.section_bytes, len(self._chain)
 
         def read_group(start: int, stop: int, borrowed: Borrowed) -> npt.NDArray[np.bool_]:
-            return self._run.read(start, stop, layer, borrowed)[0]
+            return self._run.read(start, stop, 0, layers.start, borrowed)[0]
 
         def read_one(index: int, borrowed: Borrowed) -> bool:
             part = slice(index * size, (index + 1) * size)
-            return self._read_file(index, layer, [memory.k[part], memory.v[part]], borrowed)
+            sections = [plane[part] for each in memories for plane in (each.k, each.v)]
+            return self._read_file(index, 2 * layers.start, sections, borrowed)
 
         groups = Groups(self._size, count, read_group)
         reading = Reading(self._lanes, Counters(), count, read_one, groups=groups, helps=not self._run.has_files)
@@ -123,10 +125,10 @@ class GivenLayers:
         for lease in self._leases:
             lease.close()
 
-    def _read_file(self, index: int, layer: int, sections: list[memoryview], borrowed: Borrowed) -> bool:
-        """Reads a layer of one chunk whose file is not cached. Raises Withdrawn."""
+    def _read_file(self, index: int, first: int, sections: list[memoryview], borrowed: Borrowed) -> bool:
+        """Reads sections from ``first`` on of one chunk whose file is not cached. Raises Withdrawn."""
         with self._run.using(index):
-            fd = int(self._run.items["fd"][index])
+            fd = int(self._run.fds[index])
             if fd < 0:
                 return False
             own = os.dup(fd)
@@ -134,8 +136,8 @@ class GivenLayers:
         with PosixReader(own, f"of chunk {index}, as handed over", Stat(0, 0), self._never_blocks) as reader:
             try:
                 header = read_header(reader, expected)
-                fill(reader, sections, header.header_bytes + 2 * layer * header.section_bytes, borrowed)
-                verify(sections, header.checksums[2 * layer : 2 * layer + 2])
+                fill(reader, sections, header.header_bytes + first * header.section_bytes, borrowed)
+                verify(sections, header.checksums[first : first + len(sections)])
             except Damaged:
                 return False
         return True

@@ -10,6 +10,7 @@ import numpy as np
 from kvstore.counts import WorkerCount
 from kvstore.errors import InvalidRequest
 from kvstore.node.holds import Hold
+from kvstore.node.layers import Bands
 from kvstore.node.node import Node
 from kvstore.results import LayerMemory
 from kvstore.sections import Planes
@@ -39,7 +40,7 @@ def layers_of(
             return LayerMemory(both[layer % 2][:plane_bytes], both[layer % 2][plane_bytes:])
 
         each_s = seconds_left(context, node.limits.read_deadline_s)
-        with closing(node.read_layers(hold, memory, each_s, ahead=1)) as layers:
+        with closing(node.read_layers(hold, memory, each_s, Bands(ahead=1))) as layers:
             for layer, _ in layers:
                 yield layer, both[layer % 2]
         for buffer in both:  # whoever missed its deadline may still be reading into them: then this is not reached
