@@ -20,13 +20,16 @@ from kvstore.client.tickets import Ticket
 from kvstore.errors import InvalidRequest
 from kvstore.hints import Hints, checked_unused_s
 from kvstore.namespace import Namespace
-from kvstore.node.layers import Bands
 from kvstore.node.moves import Act, Level
 from kvstore.results import Cleared, LayerMemory, PutResult
 from kvstore.sections import Sections, planes_of
 from kvstore.segments.rope import Rope
 from kvstore.tokens import TokenArray, Tokens, token_array
 from kvstore.writes import WriteMode
+
+BAND_MAX = 8
+BAND_BYTES = 32 << 20
+"""Limits of layers that are read together, if each has memory of its own."""
 
 
 class Cache:
@@ -309,8 +312,10 @@ class Hold:
             return LayerMemory(k, v)
 
         # Arrays that are used in turn hold no more than two layers ahead.
-        layer_bytes = self.tokens // layout.chunk_tokens * 2 * layout.section_bytes
-        band = Bands.of_layer(layer_bytes) if given is None or len(given) >= layout.layers else 1
+        band = 1
+        if given is None or len(given) >= layout.layers:
+            layer_bytes = self.tokens // layout.chunk_tokens * 2 * layout.section_bytes
+            band = max(1, min(BAND_MAX, BAND_BYTES // max(1, layer_bytes)))
         for layer, _ in self._held.layers(memory, band):
             array = arrays.pop(layer)
             yield layer, array[0], array[1]

@@ -14,8 +14,8 @@ import grpc
 from google.protobuf.message import Message
 
 from kvstore import tracing
-from kvstore.client.bulk.link import BulkRefused
-from kvstore.client.bulk.links import NoAnswer
+from kvstore.client.bulk.dialling import NoAnswer
+from kvstore.client.bulk.links import BulkRefused
 from kvstore.client.endpoint import Endpoint
 from kvstore.client.endpoints import Endpoints
 from kvstore.client.spreading import Marking

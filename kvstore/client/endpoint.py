@@ -13,7 +13,6 @@ from google.protobuf.message import Message
 
 from kvstore import tracing
 from kvstore.bounded import CLOSE_S, within
-from kvstore.client.bulk.calling import call_past_grpc
 from kvstore.client.bulk.links import Links
 from kvstore.client.bulk.shortage import Shortage
 from kvstore.client.bulk.way import Bulk
@@ -61,6 +60,7 @@ class Endpoint:
         self.address = address
         self.bulk = Links(address, bulk, limits, self._open_bulk, credentials, shortage)
         """The bulk connections."""
+        self._calls_past_grpc = bulk in (Bulk.AUTO, Bulk.SHARED)
         self.connection_version = credentials.connection_version
         """Version of the certificate of its connections; with another version this endpoint must be replaced."""
         self._credentials = credentials
@@ -83,9 +83,9 @@ class Endpoint:
         Raises what gRPC raises, BulkRefused, LinkLate.
         """
         ends_s = time.monotonic() + timeout_s
-        answer = call_past_grpc(self.bulk, name, message, timeout_s)
+        answer = self.bulk.call(name, message, timeout_s) if self._calls_past_grpc else None
         if answer is None:
-            answer = self.unary(name)(sealed(message), timeout=ends_s - time.monotonic())
+            answer = self._stub(method(name), "unary_unary")(sealed(message), timeout=ends_s - time.monotonic())
         return answer
 
     def unary(self, name: str) -> Any:

@@ -16,7 +16,7 @@ from kvstore.address import Chain
 from kvstore.buffers import Pieces
 from kvstore.client.bulk.given import GivenSlots, Giving, NotGiven
 from kvstore.client.bulk.handed import take_given
-from kvstore.client.bulk.link import Link
+from kvstore.client.bulk.links import Link
 from kvstore.client.bulk.receiving import Ask, ImageReceiver
 from kvstore.client.bulk.viewing import Views, view_given
 from kvstore.client.endpoint import Endpoint

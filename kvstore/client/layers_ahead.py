@@ -16,7 +16,7 @@ from kvstore.address import Chain
 from kvstore.buffers import Withdrawn
 from kvstore.client.bulk.layers import LAYERS_S_MAX, receive_layers
 from kvstore.client.bulk.layers_given import GivenLayers
-from kvstore.client.bulk.link import BulkRefused
+from kvstore.client.bulk.links import BulkRefused, Link
 from kvstore.client.caller import CallFailed
 from kvstore.client.endpoint import Endpoint
 from kvstore.client.streams import received
@@ -30,7 +30,6 @@ from kvstore.results import LayerMemory
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.waiting import Monitor
 from kvstore.wire.bulk.channel import LinkBroken
-from kvstore.wire.bulk.frames import Mode
 from kvstore.wire.messages import parse, sealed
 from kvstore.wire.parts import Incoming, SameSize
 from kvstore.wire.statuses import BrokenTransfer
@@ -137,16 +136,44 @@ class LayersAhead:
             raise
 
     def _receive(self) -> None:
-        if not (self._take_given() or self._receive_bulk()):
+        if not self._receive_bulk():
             self._receive_grpc()
 
-    def _take_given(self) -> bool:
-        """Reads what the worker gives to a client on its host; False where it cannot, or as soon as a chunk is wrong:
-        the worker finds out itself what is wrong with it when it is asked for the layers.
+    def _receive_bulk(self) -> bool:
+        """Reads over a bulk connection, or what it gives to a client on the worker's host; False if neither goes."""
+        limits = self._tools.limits
+        with self._endpoint.bulk.link(limits.probe_s) as link:
+            if link is None:
+                return False
+            self._started(link.channel.cut)
+            try:
+                given = self._given(link) if link.hands_files or link.memory is not None else None
+                if given is None:
+                    for layer in receive_layers(
+                        link, self._hold_id, self._chunks, self._layers, limits.read_s, self._begin
+                    ):
+                        self._filled(layer)
+                    return True
+            except (LinkBroken, BulkRefused) as error:
+                if self._closed:
+                    raise Withdrawn from None  # cut by ``close``
+                if self._is_begun:
+                    raise error.failed.error if isinstance(error, BulkRefused) else error from None
+                link.channel.alive = False
+                link.shortage.note(error)
+                log.info("client.bulk_broken worker=%s why=%s", self._endpoint.address, error)
+                return False  # an older worker, or one that answers the same over gRPC
+            finally:
+                self._started(_nothing)  # the connection now belongs to another call
+        return self._take(given)
+
+    def _given(self, link: Link) -> GivenLayers | None:
+        return GivenLayers.of(link, self._hold_id, self._chain(), self._tools.lanes, self._tools.limits.read_s)
+
+    def _take(self, given: GivenLayers) -> bool:
+        """Reads what was given; False as soon as a chunk is wrong: the worker finds out itself what is wrong with it
+        when it is asked for the layers over gRPC.
         """
-        given = self._given()
-        if given is None:
-            return False
         with closing(given):
             for layers in Bands(self._band).of(self._layers):
                 memories = [self._begin(layer) for layer in layers]
@@ -156,48 +183,6 @@ class LayersAhead:
                 for layer in layers:
                     self._filled(layer)
         return True
-
-    def _given(self) -> GivenLayers | None:
-        limits = self._tools.limits
-        with self._endpoint.bulk.link(limits.probe_s) as link:
-            if link is None or link.mode is Mode.STREAM:
-                return None
-            self._started(link.channel.cut)
-            try:
-                return GivenLayers.of(link, self._hold_id, self._chain(), self._tools.lanes, limits.read_s)
-            except (LinkBroken, InvalidRequest) as error:
-                if self._closed:
-                    raise Withdrawn from None  # cut by ``close``
-                link.channel.alive = False
-                link.shortage.note(error)
-                log.info("client.bulk_broken worker=%s why=%s", self._endpoint.address, error)
-                return None
-            finally:
-                self._started(_nothing)  # the connection now belongs to another call
-
-    def _receive_bulk(self) -> bool:
-        """Reads over a bulk connection; False if that failed or there is none."""
-        limits = self._tools.limits
-        with self._endpoint.bulk.link(limits.probe_s) as link:
-            if link is None:
-                return False
-            self._started(link.channel.cut)
-            try:
-                for layer in receive_layers(
-                    link, self._hold_id, self._chunks, self._layers, limits.read_s, self._begin
-                ):
-                    self._filled(layer)
-            except (LinkBroken, BulkRefused) as error:
-                if self._closed:
-                    raise Withdrawn from None  # cut by ``close``
-                if self._is_begun:
-                    raise error.failed.error if isinstance(error, BulkRefused) else error from None
-                link.channel.alive = False
-                log.info("client.bulk_broken worker=%s why=%s", self._endpoint.address, error)
-                return False  # an older worker, or one that answers the same over gRPC
-            finally:
-                self._started(_nothing)  # the connection now belongs to another call
-            return True
 
     def _receive_grpc(self) -> None:
         request = sealed(pb.GetRequest(hold=self._hold_id, order=pb.ORDER_LAYERS))

@@ -395,8 +395,8 @@ class RemotePort:
 
     def _matched(self, namespace: Namespace, like: TokenArray, **asked: Any) -> pb.MatchResponse | None:
         """Asks the worker that would serve the prompt ``like``. Returns None if no worker could answer."""
-        request, marks = pb.MatchRequest(namespace=namespace.digest, **asked), partial(marks_of, namespace, like)
-        call = partial(self._caller.short, "Match", request, self.limits.match_s, marks)
+        raw = sealed(pb.MatchRequest(namespace=namespace.digest, **asked))
+        call = partial(self._caller.unary, "Match", raw, self.limits.match_s, partial(marks_of, namespace, like))
         answer: bytes | None = self._reopening.or_miss(namespace, call, None)
         return pb.MatchResponse.FromString(answer) if answer is not None else None
 

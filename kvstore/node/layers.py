@@ -28,9 +28,6 @@ from kvstore.root.interface import Reader
 MemoryOf = Callable[[int], LayerMemory]
 """The memory that a layer is read into."""
 
-BAND_MAX = 8
-BAND_BYTES = 32 << 20
-"""Limits of a band where each layer has memory of its own."""
 LIMIT_PER_READ = 4
 """Share of the process's limit of open files that one read keeps open."""
 
@@ -42,11 +39,6 @@ class Bands:
     size: int = 1
     ahead: int = 2
     """Bands that are read at once, beside that of the layer in use: lanes go on with the next while one ends."""
-
-    @staticmethod
-    def of_layer(layer_bytes: int) -> int:
-        """Returns how many layers of this size make a band."""
-        return max(1, min(BAND_MAX, BAND_BYTES // max(1, layer_bytes)))
 
     def of(self, layers: int) -> list[range]:
         """Returns the layers of each band."""

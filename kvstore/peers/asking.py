@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import grpc
 
 from kvstore.address import Chain
-from kvstore.client.bulk.link import BulkRefused, Link
+from kvstore.client.bulk.links import BulkRefused, Link
 from kvstore.client.endpoint import Endpoint
 from kvstore.errors import KVStoreError
 from kvstore.v1 import kvstore_pb2 as pb

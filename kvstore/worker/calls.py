@@ -23,7 +23,6 @@ from kvstore.security.authenticator import Authenticator
 from kvstore.security.guard import Guard, Visit
 from kvstore.security.identity import NOTHING
 from kvstore.sources import Ids
-from kvstore.wire.messages import parse
 from kvstore.wire.statuses import BrokenTransfer, Busy, Draining, Refusal, refusal
 from kvstore.worker.admission import Gate
 from kvstore.worker.call import Call, peer_of, presented_by
@@ -43,10 +42,6 @@ class UnaryCall(Generic[Request]):
     kind: type[Request]
     answer: Callable[[Request, Call], Message]
     light: bool = False
-
-    def answered(self, raw: bytes, call: Call) -> bytes:
-        """Returns the encoded answer to an encoded request. Raises as ``parse`` and ``answer`` do."""
-        return self.answer(parse(self.kind, raw), call).SerializeToString()
 
 
 class Ended(NamedTuple):

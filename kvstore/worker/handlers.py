@@ -35,7 +35,7 @@ class Handlers:
 
         def serve(raw: bytes, context: Context) -> bytes:
             with self._calls.serving(name, context, light=served.light) as call:
-                return served.answered(raw, call)
+                return served.answer(parse(served.kind, raw), call).SerializeToString()
             raise AssertionError("an error was answered already")
 
         return grpc.unary_unary_rpc_method_handler(serve)

@@ -90,7 +90,6 @@ class Service:
         self._moves = MoveStreams(node, self.prompts, self.gate)
         self._segments = SegmentCalls(node, self.prompts, self.holds)
         self._short: dict[str, UnaryCall[Any]] = {
-            "Match": UnaryCall(pb.MatchRequest, self._match),
             "MatchBlocks": UnaryCall(pb.MatchBlocksRequest, self._getting.match_blocks),
             "FindSegments": UnaryCall(pb.FindSegmentsRequest, self._find_segments),
             "Hold": UnaryCall(pb.HoldRequest, self._hold),
@@ -154,6 +153,7 @@ class Service:
                 **{name: unary(name, call) for name, call in self._short.items()},
                 "OpenNamespace": unary("OpenNamespace", UnaryCall(pb.OpenNamespaceRequest, self._open_namespace)),
                 "ListNamespaces": many("ListNamespaces", pb.ListNamespacesRequest, self._list_namespaces),
+                "Match": unary("Match", UnaryCall(pb.MatchRequest, self._match)),
                 "Put": stream_in("Put", self._putting.put),
                 "Get": many("Get", pb.GetRequest, self._getting.get),
                 "Renew": unary("Renew", UnaryCall(pb.RenewRequest, self._renew, light=True)),

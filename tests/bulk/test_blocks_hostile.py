@@ -18,7 +18,7 @@ import pytest
 
 from kvstore.buffers import Pieces
 from kvstore.client.bulk.given import Giving
-from kvstore.client.bulk.link import Link
+from kvstore.client.bulk.links import Link
 from kvstore.client.bulk.memory import WorkerMemory
 from kvstore.client.bulk.receiving import GROUP_BYTES, Ask, ImageReceiver
 from kvstore.errors import InvalidRequest
@@ -47,7 +47,7 @@ from kvstore.wire.messages import pack_keys, pack_sizes
 from kvstore.worker.limits import WorkerLimits
 from tests.bulk.memories import all_let_go, serving_memory
 from tests.bulk.test_blocks import blocks_of, buffers_for, keys_of, same
-from tests.bulk.ways import MEDIUM, greeted, is_closed, send_head
+from tests.bulk.ways import MEDIUM, greeted, is_closed, linked, send_head
 from tests.descriptors import open_before, open_now
 from tests.patience import slowness
 from tests.worker.serving import WAIT_S, Served, connected, eventually, opened, raw_stub
@@ -253,10 +253,10 @@ def test_any_frames_leave_the_worker_as_it_was(served: Served, way: str, seed: i
                 channel.receive_some([memoryview(bytearray(1 << 16))])
 
 
-def linked(memory: WorkerMemory | None = None) -> tuple[Channel, Link]:
+def both_ends(memory: WorkerMemory | None = None) -> tuple[Channel, Link]:
     """A worker's end that tests speak for, and the client's."""
     ours, theirs = socket.socketpair()
-    return Channel(theirs, WAIT_S), Link(Channel(ours, WAIT_S), False, None, memory, "worker")
+    return Channel(theirs, WAIT_S), linked(Channel(ours, WAIT_S), memory)
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ def test_a_worker_that_lies_about_what_it_gives_is_left(kind: Kind, payload: byt
     before = open_before()
     memory = object.__new__(WorkerMemory)
     memory.id, memory.leases = b"", set()
-    worker, link = linked(memory)
+    worker, link = both_ends(memory)
     reading, writing = os.pipe()
     worker.send(kind, 1, [payload], [writing] * files)
     os.close(reading)
@@ -323,7 +323,7 @@ def test_an_image_that_is_not_right_is_no_hit(case: str) -> None:
         second += b"x"
     elif case in ("payload", "header"):
         second[{"payload": 5000, "header": 60}[case]] ^= 1
-    worker, link = linked()
+    worker, link = both_ends()
     worker.send(Kind.FILE, 1, [encode_index(0), images[0]])
     if case != "ends":
         worker.send(Kind.FILE, 1, [encode_index(at), second])
@@ -342,7 +342,7 @@ def test_an_image_that_is_not_right_is_no_hit(case: str) -> None:
 
 def test_an_image_that_comes_a_packet_at_a_time_is_not_copied_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """It stays where it is until it is whole: half a MiB would be copied hundreds of times."""
-    worker, link = linked()
+    worker, link = both_ends()
     namespace, payload = Namespace("m", MEDIUM), random.Random(3).randbytes(500_000)
     image = image_with(namespace, KEYS[0], payload)
     packets = memoryview(encode_head(Kind.FILE, 1, INDEX_BYTES + len(image)) + encode_index(0) + image)

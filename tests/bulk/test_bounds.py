@@ -209,7 +209,7 @@ def test_many_threads_at_once_open_no_more_connections_and_arenas_than_allowed(
 def test_a_connection_is_replaced_before_its_numbers_run_out(
     served: Served, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore.client.bulk.link.NUMBER_MAX", 3)
+    monkeypatch.setattr("kvstore.client.bulk.links.NUMBER_MAX", 3)
     with connected(served, bulk=way) as store:
         cache = store.namespace("m", MEDIUM)
         cache.put(TOKENS, KV)

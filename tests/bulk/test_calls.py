@@ -11,11 +11,12 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
 import pytest
 
 from kvstore.client.bulk import memory
+from kvstore.client.bulk.dialling import Dialler
 from kvstore.client.bulk.links import Links
+from kvstore.client.cache import Cache
 from kvstore.client.limits import ClientLimits
 from kvstore.errors import KVStoreError, Overloaded
 from kvstore.namespace import Namespace, NamespaceDigest
@@ -35,6 +36,7 @@ pytestmark = pytest.mark.slow
 PATHS = {"shared": "unix", "tcp": "grpc", "grpc": "grpc"}
 BOTH = pytest.mark.parametrize("way", ["shared", "tcp"])
 TOKENS, KV = tokens_and_kv(5)
+KEY = b"k" * 16
 
 
 @pytest.fixture
@@ -42,6 +44,11 @@ def served(tmp_root: Path) -> Iterator[Served]:
     with serving(tmp_root) as found:
         yield found
         assert found.worker.service.counters()["calls_failed"] == 0
+
+
+def stored(cache: Cache) -> None:
+    cache.put(TOKENS, KV)
+    assert cache.blocks.put([KEY], [b"x" * 100]) == [True]
 
 
 def counted(served: Served) -> Counter[tuple[str, str]]:
@@ -56,7 +63,7 @@ def counted(served: Served) -> Counter[tuple[str, str]]:
 @pytest.mark.parametrize("way", WAYS)
 def test_a_short_call_gives_the_same_on_every_way(served: Served, way: str) -> None:
     with connected(served, bulk="grpc") as store:
-        store.namespace("m", MEDIUM).put(TOKENS, KV)
+        stored(store.namespace("m", MEDIUM))
     before = counted(served)
     with connected(served, bulk=way) as store:
         cache = store.namespace("m", MEDIUM)
@@ -66,7 +73,6 @@ def test_a_short_call_gives_the_same_on_every_way(served: Served, way: str) -> N
         segments = cache.segments(Rope(10_000.0, MEDIUM.head_dim))
         segments.put(TOKENS[:128], KV[:, :, :128])
 
-        assert cache.match(np.concatenate([TOKENS, TOKENS])) == len(TOKENS)
         assert blocks.match(keys) == 2
         assert blocks.present(keys) == [True, True, False]
         assert [(each.start, each.end) for each in segments.find(TOKENS[:128], [0])] == [(0, 128)]
@@ -101,9 +107,9 @@ def test_a_namespace_that_a_worker_does_not_know_is_opened_and_asked_for_again(
 
     with connected(served, bulk=way) as store:
         cache = store.namespace("m", MEDIUM)
-        cache.put(TOKENS, KV)
+        stored(cache)
         monkeypatch.setattr(served.member, "find_namespace", unknown_once)
-        assert cache.match(TOKENS) == len(TOKENS)
+        assert cache.blocks.match([KEY]) == 1
         assert store.stats()["client_namespaces_reopened"] == 1
 
 
@@ -122,16 +128,17 @@ def test_a_connection_that_breaks_leaves_the_call_to_grpc(
 
     with connected(served, bulk="shared") as store:
         cache = store.namespace("m", MEDIUM)
-        cache.put(TOKENS, KV)
+        stored(cache)
         monkeypatch.setattr(Channel, "send", cut)
-        assert cache.match(TOKENS) == len(TOKENS)
+        assert cache.blocks.match([KEY]) == 1
         assert cuts == [1]
-        assert counted(served)["Match", "grpc"] == 1
+        assert counted(served)["MatchBlocks", "grpc"] == 1
         monkeypatch.undo()
-        assert cache.get(TOKENS)[0] == cache.match(TOKENS) == len(TOKENS)
+        assert cache.get(TOKENS)[0] == len(TOKENS)
+        assert cache.blocks.match([KEY]) == 1
         assert store.stats()["client_misses_unreachable"] == 0
         assert store.stats()["client_bulk_broken"] == 1
-    assert counted(served)["Match", "unix"] >= 1
+    assert counted(served)["MatchBlocks", "unix"] >= 1
 
 
 def test_an_answer_that_makes_no_sense_leaves_the_call_to_grpc(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,16 +149,16 @@ def test_an_answer_that_makes_no_sense_leaves_the_call_to_grpc(served: Served, m
 
     with connected(served, bulk="shared") as store:
         cache = store.namespace("m", MEDIUM)
-        cache.put(TOKENS, KV)
+        stored(cache)
         monkeypatch.setattr(Channel, "send", wrong)
-        assert cache.match(TOKENS) == len(TOKENS)
-    assert counted(served)["Match", "grpc"] == 1
+        assert cache.blocks.match([KEY]) == 1
+    assert counted(served)["MatchBlocks", "grpc"] == 1
 
 
 def test_a_refusal_keeps_its_class_and_its_connection(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     with connected(served, bulk="shared") as store:
         cache = store.namespace("m", MEDIUM)
-        cache.put(TOKENS, KV)
+        stored(cache)
         monkeypatch.setattr(served.worker.service.holds, "holds_max", 0)
         for _ in range(3):
             with pytest.raises(Overloaded, match="hold at most 0"):
@@ -171,27 +178,27 @@ def test_a_call_waits_for_no_connection(served: Served, monkeypatch: pytest.Monk
 
     with connected(served) as store:
         cache = store.namespace("m", MEDIUM)
-        monkeypatch.setattr(Links, "_dial", dial)
+        monkeypatch.setattr(Dialler, "dial", dial)
         monkeypatch.setattr(Links, "_begin_ahead", lambda _: None)
         for _ in range(3):
-            assert cache.match(TOKENS) == 0
+            assert cache.blocks.match([KEY]) == 0
             cache.hold(TOKENS).release()
         assert store.stats()["client_set_aside"] == 0
-    assert counted(served)["Match", "grpc"] == 3
+    assert counted(served)["MatchBlocks", "grpc"] == 3
 
 
 @pytest.mark.parametrize("way", ["auto", "shared"])
 def test_a_client_that_goes_on_asking_gets_a_connection_in_the_background(served: Served, way: str) -> None:
     with connected(served, bulk="grpc") as store:
-        store.namespace("m", MEDIUM).put(TOKENS, KV)
+        stored(store.namespace("m", MEDIUM))
     with connected(served, bulk=way) as store:
         cache = store.namespace("m", MEDIUM)
-        assert cache.match(TOKENS) == len(TOKENS)
+        assert cache.blocks.match([KEY]) == 1
         assert served.worker.service.counters()["bulk_connections"] == 0, "one call alone needs none"
 
         def is_asked_past_grpc() -> bool:
-            assert cache.match(TOKENS) == len(TOKENS)
-            return counted(served)["Match", "unix"] > 0
+            assert cache.blocks.match([KEY]) == 1
+            return counted(served)["MatchBlocks", "unix"] > 0
 
         eventually(is_asked_past_grpc, "it asks past gRPC")
         assert served.worker.service.counters()["bulk_connections"] == 1
@@ -202,7 +209,7 @@ def test_no_connection_is_made_for_calls_that_cannot_use_it(served: Served, way:
     with connected(served, bulk=way) as store:
         cache = store.namespace("m", MEDIUM)
         for _ in range(5):
-            assert cache.match(TOKENS) == 0
+            assert cache.blocks.match([KEY]) == 0
         assert not [each for each in threading.enumerate() if each.name == "kvstore-dial"]
     assert served.worker.service.counters()["bulk_connections"] == 0
 
@@ -216,32 +223,34 @@ def test_a_connection_ahead_that_fails_is_not_tried_at_every_call(
         tried.append(arguments)
         raise OSError("no such file")
 
-    monkeypatch.setattr(Links, "_dial_shared", refuse)
+    monkeypatch.setattr(Dialler, "_dial_shared", refuse)
     with connected(served) as store:
         cache = store.namespace("m", MEDIUM)
         for _ in range(5):
-            assert cache.match(TOKENS) == 0
+            assert cache.blocks.match([KEY]) == 0
         eventually(lambda: not [each for each in threading.enumerate() if each.name == "kvstore-dial"], "it gave up")
-        assert cache.match(TOKENS) == 0
+        assert cache.blocks.match([KEY]) == 0
     assert len(tried) == 1
 
 
 def test_calls_leave_half_of_the_connections_to_bytes(served: Served) -> None:
     with connected(served, bulk="shared", limits=ClientLimits(bulk_links_max=4)) as store:
         cache = store.namespace("m", MEDIUM)
-        cache.put(TOKENS, KV)
+        stored(cache)
         links: Links = next(iter(store._port.endpoints.every())).bulk  # type: ignore[attr-defined]
         with ExitStack() as stack:
             for _ in range(4):  # so many are open
                 stack.enter_context(links.link(WAIT_S))
-        with ExitStack() as stack:
-            taken = [stack.enter_context(links.link_at_hand()) for _ in range(4)]
-            assert [link is not None for link in taken] == [True, True, False, False]
-            assert all(link is None or link.arena is None for link in taken), "puts keep the connection that they share"
-            assert cache.get(TOKENS)[0] == len(TOKENS)
-            assert store.stats()["client_gets_shared"] == 1
-        assert cache.match(TOKENS) == len(TOKENS)
-    assert counted(served)["Match", "unix"] == 1
+        taken = [links._take_at_hand() for _ in range(4)]
+        assert [link is not None for link in taken] == [True, True, False, False]
+        assert all(link is None or link.arena is None for link in taken), "puts keep the connection that they share"
+        assert cache.get(TOKENS)[0] == len(TOKENS)
+        assert store.stats()["client_gets_shared"] == 1
+        for link in filter(None, taken):
+            links._calling -= 1
+            links._give(link)
+        assert cache.blocks.match([KEY]) == 1
+    assert counted(served)["MatchBlocks", "unix"] == 1
 
 
 @BOTH
@@ -249,34 +258,34 @@ def test_a_frozen_worker_is_a_miss_in_the_time_of_a_match(tmp_root: Path, way: s
     limits = stretched(ClientLimits(match_s=1.0, probe_s=0.5), "match_s", "probe_s")
     with worker_process(tmp_root) as worker, connected(worker.address, bulk=way, limits=limits) as store:
         cache = store.namespace("m", MEDIUM)
-        cache.put(TOKENS, KV)
-        assert cache.match(TOKENS) == len(TOKENS)
+        stored(cache)
+        assert cache.blocks.match([KEY]) == 1
         worker.send(signal.SIGSTOP)
-        assert cache.match(TOKENS) == 0
+        assert cache.blocks.match([KEY]) == 0
         worker.send(signal.SIGCONT)
-        eventually(lambda: cache.match(TOKENS) == len(TOKENS), "the client comes back to the worker")
+        eventually(lambda: cache.blocks.match([KEY]) == 1, "the client comes back to the worker")
 
 
 @BOTH
 def test_a_killed_worker_is_a_miss(tmp_root: Path, way: str) -> None:
     with worker_process(tmp_root) as worker, connected(worker.address, bulk=way) as store:
         cache = store.namespace("m", MEDIUM)
-        cache.put(TOKENS, KV)
-        assert cache.match(TOKENS) == len(TOKENS)
+        stored(cache)
+        assert cache.blocks.match([KEY]) == 1
         worker.kill()
-        assert cache.match(TOKENS) == 0
+        assert cache.blocks.match([KEY]) == 0
 
 
 def test_more_calls_at_once_than_connections_go_over_grpc(served: Served) -> None:
     limits = ClientLimits(bulk_links_max=1)
     with connected(served, bulk="shared", limits=limits) as store:
         cache = store.namespace("m", MEDIUM)
-        cache.put(TOKENS, KV)
+        stored(cache)
         links: Links = next(iter(store._port.endpoints.every())).bulk  # type: ignore[attr-defined]
         with links.link(WAIT_S) as link:
             assert link is not None
-            assert cache.match(TOKENS) == len(TOKENS)
-        assert counted(served)["Match", "grpc"] == 1
+            assert cache.blocks.match([KEY]) == 1
+        assert counted(served)["MatchBlocks", "grpc"] == 1
 
 
 @pytest.mark.parametrize("number", [len(SHORT_CALLS), 255])
@@ -289,7 +298,7 @@ def test_a_call_that_is_not_known_is_refused(served: Served, number: int) -> Non
 
 def test_a_call_whose_bytes_changed_on_the_way_is_refused(served: Served) -> None:
     with raw_stub(served) as stub, greeted(served, "shared") as channel:
-        message = bytearray(traced(pb.MatchRequest(namespace=opened(stub, MEDIUM), tokens=bytes(400))))
+        message = bytearray(traced(pb.MatchBlocksRequest(namespace=opened(stub, MEDIUM), keys=bytes(400))))
         message[60] ^= 1
         channel.send(Kind.CALL, 1, [encode_request(WAIT_S, 0, bytes(message))])
         _, payload = channel.receive_frame(Kind.REFUSED)
@@ -306,7 +315,7 @@ def test_without_descriptors_or_threads_memory_is_read_all_the_same(
     monkeypatch.setattr(memory, "follow", fail)
     with serving_memory() as served, connected(served, bulk="shared") as store:
         cache = store.namespace("m", MEDIUM)
-        cache.put(TOKENS, KV)
+        stored(cache)
         assert cache.get(TOKENS)[0] == len(TOKENS)
 
 
@@ -333,8 +342,8 @@ def test_a_client_that_only_asks_maps_no_pages_of_the_workers_memory(monkeypatch
     monkeypatch.setattr(memory, "follow", lambda *arguments: followed.append(arguments))
     with serving_memory() as served, connected(served, bulk="shared") as store:
         cache = store.namespace("m", MEDIUM)
-        cache.put(TOKENS, KV)
-        assert cache.match(TOKENS) == len(TOKENS)
+        stored(cache)
+        assert cache.blocks.match([KEY]) == 1
         assert not followed
         for _ in range(2):
             assert cache.get(TOKENS)[0] == len(TOKENS)

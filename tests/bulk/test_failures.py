@@ -20,8 +20,9 @@ import pytest
 
 import kvstore
 from kvstore.address import Chain
-from kvstore.client.bulk import links
-from kvstore.client.bulk.links import Links, NoAnswer, NoBulkPath
+from kvstore.client.bulk import dialling, links
+from kvstore.client.bulk.dialling import Dialler, NoAnswer, NoBulkPath
+from kvstore.client.bulk.links import Links
 from kvstore.client.bulk.way import Bulk
 from kvstore.client.cache import Cache
 from kvstore.client.limits import ClientLimits
@@ -159,16 +160,16 @@ def test_a_worker_that_freezes_before_it_greets_is_a_miss(
     tmp_root: Path, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker offered the requested path, so its silence there is not a mistake of the caller."""
-    offered = Links._offer
+    offered = Dialler._offer
     with worker_process(tmp_root) as worker, connected(worker.address, bulk=way, limits=hasty()) as store:
         cache = store.namespace("m", MEDIUM)
 
-        def freezes(links: Links, timeout_s: float) -> object:
-            answer = offered(links, timeout_s)
+        def freezes(dialler: Dialler, timeout_s: float) -> object:
+            answer = offered(dialler, timeout_s)
             worker.send(signal.SIGSTOP)
             return answer
 
-        monkeypatch.setattr(Links, "_offer", freezes)
+        monkeypatch.setattr(Dialler, "_offer", freezes)
         assert cache.get(TOKENS)[0] == 0
         with pytest.raises(Unavailable):
             cache.put(TOKENS, KV)
@@ -183,18 +184,18 @@ def test_a_worker_that_freezes_before_it_greets_is_a_miss(
 def test_a_worker_that_is_killed_before_it_greets_is_a_miss(
     tmp_root: Path, way: str, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = Links._offer if when == "offered" else Links._greeted
+    real = Dialler._offer if when == "offered" else Dialler._greeted
     with worker_process(tmp_root) as worker, connected(worker.address, bulk=way, limits=hasty()) as store:
         cache = store.namespace("m", MEDIUM)
 
-        def dies(links: Links, *arguments: object) -> object:
+        def dies(dialler: Dialler, *arguments: object) -> object:
             if when == "connected":
                 worker.kill()
-            answer = real(links, *arguments)  # type: ignore[arg-type]
+            answer = real(dialler, *arguments)  # type: ignore[arg-type]
             worker.kill()
             return answer
 
-        monkeypatch.setattr(Links, real.__name__, dies)
+        monkeypatch.setattr(Dialler, real.__name__, dies)
         assert cache.get(TOKENS)[0] == 0
         with pytest.raises(Unavailable):
             cache.put(TOKENS, KV)
@@ -219,7 +220,7 @@ class Silent:
 def test_a_worker_that_is_silent_within_tls_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with secured(tmp_path, {"cert:engine": {"acme": "write"}}) as served, Silent() as silent:
         tls = served.authority.client("engine")
-        monkeypatch.setattr(Links, "_offer", lambda *_: silent.offered)
+        monkeypatch.setattr(Dialler, "_offer", lambda *_: silent.offered)
         with kvstore.connect(served.address, tls=tls, bulk="tcp", limits=hasty()) as store:
             cache = store.namespace("m", MEDIUM, tenant="acme")
             assert cache.get(TOKENS)[0] == 0
@@ -232,7 +233,7 @@ def test_a_silent_worker_is_said_once_and_what_follows_it_counts(
 ) -> None:
     """One that takes its place and offers no way is no silent one: then the request is wrong."""
     monkeypatch.setattr(links, "RETRY_S", 0.0)
-    caplog.set_level(logging.INFO, links.log.name)
+    caplog.set_level(logging.INFO, dialling.log.name)
     limits = ClientLimits(probe_s=0.05)
     with Silent() as silent:
         offered = silent.offered.SerializeToString()
@@ -257,7 +258,7 @@ def test_a_worker_without_bulk_paths_after_a_silent_one_is_an_older_one(monkeypa
             raise AssertionError("a connection was had")
         with raw_channel(served) as channel:
             unknown: Any = channel.unary_unary("/kvstore.v1.KVStore/Unknown")
-            asked._ask = lambda request, timeout_s: unknown(request, timeout=WAIT_S)
+            asked._dialler._ask = lambda request, timeout_s: unknown(request, timeout=WAIT_S)
             with pytest.raises(NoBulkPath, match="does not know the bulk protocol"), asked.link(WAIT_S):
                 raise AssertionError("a connection was had")
 

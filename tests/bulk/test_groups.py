@@ -14,7 +14,7 @@ import pytest
 
 from kvstore.address import Chain
 from kvstore.client.bulk import receiving
-from kvstore.client.bulk.link import BulkRefused, Link
+from kvstore.client.bulk.links import BulkRefused, Link
 from kvstore.client.bulk.receiving import Ask, ImageReceiver
 from kvstore.client.fetching import ChunkFetch
 from kvstore.client.remote import remote_port
@@ -26,7 +26,7 @@ from kvstore.sources import RandomIds
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel, LinkBroken
 from kvstore.wire.bulk.frames import Kind, encode_head, encode_index
-from tests.bulk.ways import MEDIUM, same, tokens_and_kv
+from tests.bulk.ways import MEDIUM, linked, same, tokens_and_kv
 
 COUNT, NUMBER, FIRST = 20, 3, 2
 TOKENS, KV = tokens_and_kv(COUNT)
@@ -71,7 +71,7 @@ def stream_of(frames: Sequence[bytes], step_bytes: int) -> Iterator[Link]:
     channel.limit(10, 10)
     sender.start()
     try:
-        yield Link(channel, False, None, None, "worker:1")
+        yield linked(channel)
     finally:
         channel.close()
         sender.join()

@@ -48,7 +48,7 @@ def served(tmp_root: Path) -> Iterator[Served]:
 def streamed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The way ``given`` takes what a worker gives to its host; ``shared`` is a stream over the same connection."""
     if "way" in request.fixturenames and request.getfixturevalue("way") == "shared":
-        monkeypatch.setattr(LayersAhead, "_take_given", lambda _: False)
+        monkeypatch.setattr(LayersAhead, "_given", lambda *_: None)
 
 
 def connect(worker: Served | str, way: str) -> Store:

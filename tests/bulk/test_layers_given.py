@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from kvstore.client import layers_ahead
 from kvstore.client.bulk import layers_given
 from kvstore.client.layers_ahead import LayersAhead
 from kvstore.client.limits import ClientLimits
@@ -48,14 +49,14 @@ def served(request: pytest.FixtureRequest, tmp_root: Path) -> Iterator[Served]:
 def streams(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The streams that were begun."""
     begun: list[str] = []
-    for name in ("_receive_bulk", "_receive_grpc"):
-        real = getattr(LayersAhead, name)
+    for owner, name in ((layers_ahead, "receive_layers"), (LayersAhead, "_receive_grpc")):
+        real = getattr(owner, name)
 
-        def receive(ahead: LayersAhead, name: str = name, real: Any = real) -> Any:
+        def receive(*arguments: Any, name: str = name, real: Any = real) -> Any:
             begun.append(name)
-            return real(ahead)
+            return real(*arguments)
 
-        monkeypatch.setattr(LayersAhead, name, receive)
+        monkeypatch.setattr(owner, name, receive)
     return begun
 
 
@@ -116,11 +117,11 @@ def test_i1_a_damaged_image_is_never_a_layer_and_the_root_has_the_chunk(
             memory.arena.memory[entry.offset + 4096 + 2 * layer * MEDIUM.section_bytes + 5] ^= 1
         with connected(served, bulk="shared") as store:
             assert read(store) == MEDIUM.layers
-            assert streams == ["_receive_bulk"]
+            assert streams == ["_receive_grpc"]
             assert store.stats()["client_bulk_damaged"] == 1
             assert store.stats()["memory_damaged"] == 1
             assert read(store) == MEDIUM.layers
-            assert streams == ["_receive_bulk"]
+            assert streams == ["_receive_grpc"]
         all_let_go(served)
 
 
@@ -165,7 +166,7 @@ def test_more_files_than_a_process_may_open_come_as_a_stream(
     with serving(tmp_root) as served, connected(served, bulk="shared") as store:
         store.namespace("m", MEDIUM).put(TOKENS, KV)
         assert read(store) == MEDIUM.layers
-    assert streams == ["_receive_bulk"]
+    assert streams == ["receive_layers"]
 
 
 def test_more_leases_than_a_client_may_have_make_a_stream(
@@ -176,7 +177,7 @@ def test_more_leases_than_a_client_may_have_make_a_stream(
         filled(served, TOKENS, KV, MEDIUM)
         with connected(served, bulk="shared") as store:
             assert read(store) == MEDIUM.layers
-    assert streams == ["_receive_bulk"]
+    assert streams == ["receive_layers"]
 
 
 def test_a_hold_that_has_ended_gives_no_layers(served: Served) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from kvstore.client.bulk.given import Giving
-from kvstore.client.bulk.link import Link
 from kvstore.client.bulk.memory import WorkerMemory
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.v1 import kvstore_pb2 as pb
@@ -21,7 +20,7 @@ from kvstore.wire.bulk.channel import Channel, LinkBroken, LinkLate
 from kvstore.wire.bulk.frames import FILES_MAX, Given, Kind, Mode, encode_request, encode_slots, encode_span
 from kvstore.worker.limits import WorkerLimits
 from tests.bulk.memories import all_let_go, filled, leases_end, lose, memory_of, referenced_bytes, serving_memory
-from tests.bulk.ways import MEDIUM, greeted, is_closed, same, tokens_and_kv
+from tests.bulk.ways import MEDIUM, greeted, is_closed, linked, same, tokens_and_kv
 from tests.descriptors import open_before, open_now
 from tests.patience import slowness
 from tests.worker.serving import WAIT_S, Served, connected, eventually, opened, packed, raw_stub
@@ -219,7 +218,7 @@ def test_a_worker_that_lies_about_slots_is_left(said: tuple[Kind, bytes, int]) -
     worker, client = Channel(theirs, WAIT_S), Channel(ours, WAIT_S)
     memory = object.__new__(WorkerMemory)
     memory.id, memory.leases = b"", set()
-    link = Link(client, False, None, memory, "worker")
+    link = linked(client, memory)
     reading, writing = os.pipe()
     worker.send(kind, 1, [payload], [writing] * files)
     os.close(reading)

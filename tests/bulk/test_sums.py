@@ -18,7 +18,6 @@ from kvstore.address import Chain
 from kvstore.buffers import Pieces
 from kvstore.client.bulk.given import GivenFiles
 from kvstore.client.bulk.lanes import FileLanes
-from kvstore.client.bulk.link import Link
 from kvstore.client.bulk.receiving import fill_verified
 from kvstore.client.bulk.viewing import Views, view_given
 from kvstore.errors import InvalidRequest
@@ -38,6 +37,7 @@ from kvstore.worker.bulk.cargo import Cargo
 from kvstore.worker.bulk.connection import Connection
 from kvstore.worker.calls import Calls
 from tests.bulk.test_hostile import memory
+from tests.bulk.ways import linked
 from tests.node.stores import SMALL, kv_of
 from tests.node.test_images import chain_of, made
 from tests.worker.serving import WAIT_S
@@ -111,7 +111,7 @@ def test_a_file_that_is_too_short_to_be_mapped_is_not_viewed(tmp_path: Path) -> 
         files.append(os.open(path, os.O_RDONLY))
     ours, theirs = socket.socketpair()
     clock, views = SystemClock(), Views(SMALL, COUNT)
-    link, lanes = Link(Channel(ours, 1), False, None, None, "worker:1"), FileLanes(clock)
+    link, lanes = linked(Channel(ours, 1)), FileLanes(clock)
     done = view_given(link, CHAIN, GivenFiles(0, files), views, lanes, Deadline(clock, WAIT_S))
     assert list(done) == [1, 0, 0]
     assert len(views.leading(1)) == 1

@@ -13,6 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import Layout
+from kvstore.client.bulk.dialling import Dialled
+from kvstore.client.bulk.links import Link
+from kvstore.client.bulk.memory import WorkerMemory
+from kvstore.client.bulk.shortage import Shortage
+from kvstore.counts import ClientCount, Counts
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.frames import Kind, encode_head
@@ -71,6 +76,11 @@ def greeted(served: Served, way: str) -> Iterator[Channel]:
         yield channel
     finally:
         channel.close()
+
+
+def linked(channel: Channel, memory: WorkerMemory | None = None, address: str = "worker") -> Link:
+    """The client's end of a connection whose other end a test speaks for."""
+    return Link(Dialled(channel, False, None, memory, 0), address, Shortage(Counts(ClientCount)))
 
 
 def send_head(channel: Channel, kind: Kind, request: int, length: int) -> None:

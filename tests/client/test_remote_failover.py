@@ -16,8 +16,7 @@ import pytest
 import kvstore
 from kvstore import Layout
 from kvstore.client import Store
-from kvstore.client.bulk.link import Link
-from kvstore.client.bulk.links import Links
+from kvstore.client.bulk.dialling import Dialled, Dialler
 from kvstore.client.endpoints import Endpoints
 from kvstore.client.limits import ClientLimits
 from kvstore.client.remote import RemotePort
@@ -148,12 +147,12 @@ def test_a_worker_that_takes_no_bulk_connections_any_more_hands_over(
 
         for number in range(20):
             move(number)
-        dial, gone = Links._dial, pair[0].address
+        dial, gone = Dialler.dial, pair[0].address
 
-        def refusing(links: Links, timeout_s: float) -> Link | None:
-            return None if links._address == gone else dial(links, timeout_s)
+        def refusing(dialler: Dialler, timeout_s: float) -> Dialled | None:
+            return None if dialler._address == gone else dial(dialler, timeout_s)
 
-        monkeypatch.setattr(Links, "_dial", refusing)
+        monkeypatch.setattr(Dialler, "dial", refusing)
         for endpoint in endpoints_of(store).ranked(None):
             if endpoint.address == gone:
                 while endpoint.bulk._idle:

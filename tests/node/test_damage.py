@@ -18,11 +18,11 @@ from kvstore import Layout
 from kvstore.address import Chain
 from kvstore.buffers import Borrowed, Pieces, Withdrawn
 from kvstore.client import Cache, Store
+from kvstore.client.cache import BAND_MAX
 from kvstore.errors import HoldBroken
 from kvstore.format.header import expected_chunk
 from kvstore.layout import DTYPES
 from kvstore.node import verify
-from kvstore.node.layers import BAND_MAX
 from tests.native.modes import chunks_of
 from tests.node.stores import TINY, chunk_files, counted, in_turn, kv_of, resealed, same, store_on
 

@@ -133,7 +133,6 @@ OPERATIONS = {
     "bulk put": bulk(
         "Put", "write", Kind.PUT, lambda cell: pb.PutStart(namespace=cell.digest, tokens=packed(TOKENS + 20_000)), 0
     ),
-    "bulk match": short("Match", prompt(pb.MatchRequest)),
     "bulk match blocks": short("MatchBlocks", blocks(pb.MatchBlocksRequest)),
     "bulk find segments": short("FindSegments", prompt(pb.FindSegmentsRequest, hold_s=60)),
     "bulk hold": short("Hold", prompt(pb.HoldRequest)),

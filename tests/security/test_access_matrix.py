@@ -11,7 +11,7 @@ import grpc
 import numpy as np
 import pytest
 
-from kvstore.client.bulk.link import BulkRefused
+from kvstore.client.bulk.links import BulkRefused
 from kvstore.client.bulk.way import Bulk
 from kvstore.client.credentials import Credentials
 from kvstore.client.endpoint import Endpoint

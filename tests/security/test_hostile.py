@@ -165,7 +165,7 @@ def test_a_grant_is_of_no_use_with_another_certificate(served: Secured, engine: 
     theirs = Endpoint(served.address, Bulk.TCP, ClientLimits(), Credentials(served.authority.client("thief")))
     try:
         granted = mine.unary("OpenBulk")(b"", timeout=WAIT_S)
-        theirs.bulk._ask = lambda request, timeout_s: granted
+        theirs.bulk._dialler._ask = lambda request, timeout_s: granted
         with pytest.raises(Unavailable, match="closed the connection"), theirs.bulk.link(5.0):
             raise AssertionError("a connection was had")
     finally:

@@ -10,7 +10,7 @@ from collections.abc import Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from kvstore.client.bulk.link import Link
+from kvstore.client.bulk.links import Link
 from kvstore.client.bulk.memory import Lease
 from kvstore.wire.bulk.frames import FILES_MAX, Kind, Mode, decode_slots, decode_span, encode_span
 

@@ -13,7 +13,7 @@ from kvstore.address import Chain
 from kvstore.buffers import Borrowed, Pieces
 from kvstore.client.bulk.given import Given, GivenFiles, GivenSlots
 from kvstore.client.bulk.lanes import FileLanes
-from kvstore.client.bulk.link import Link
+from kvstore.client.bulk.links import Link
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import Damaged
 from kvstore.native import is_available

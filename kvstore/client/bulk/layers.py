@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from kvstore.client.bulk.link import Link
+from kvstore.client.bulk.links import Link
 from kvstore.errors import HoldBroken
 from kvstore.results import LayerMemory
 from kvstore.v1 import kvstore_pb2 as pb

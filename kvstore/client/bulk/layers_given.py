@@ -17,8 +17,9 @@ from kvstore.client.bulk.given import GivenFiles, GivenSlots, Giving
 from kvstore.client.bulk.handed import images_of
 from kvstore.client.bulk.lanes import FileLanes
 from kvstore.client.bulk.layers import started
-from kvstore.client.bulk.link import Link
+from kvstore.client.bulk.links import Link
 from kvstore.client.bulk.memory import Lease
+from kvstore.errors import InvalidRequest
 from kvstore.format.header import Damaged, expected_chunk
 from kvstore.native import is_available
 from kvstore.node.counters import Counters
@@ -66,7 +67,7 @@ class GivenLayers:
     def of(cls, link: Link, hold_id: bytes, chain: Chain, lanes: FileLanes, idle_s: float) -> GivenLayers | None:
         """Asks for the chunks of a hold; None if not all of them can be had so.
 
-        Raises HoldBroken, BulkRefused, LinkBroken, LinkLate, InvalidRequest.
+        Raises HoldBroken, BulkRefused, LinkBroken, LinkLate.
         """
         if not is_available() or (link.memory is not None and not link.memory.has_lease):
             return None
@@ -95,6 +96,8 @@ class GivenLayers:
                 is_whole = found == count and files_left >= 0
                 giving.finish(count if is_whole else 0, keep=is_whole and bool(slots))
             return cls(link, chain, slots, files, lanes) if is_whole else None
+        except InvalidRequest as error:
+            raise link.channel.break_off(str(error)) from error
         finally:
             for each in files:
                 each.close()

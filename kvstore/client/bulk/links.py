@@ -1,4 +1,4 @@
-"""The bulk connections to one worker: negotiated over gRPC at first use, kept open, used by one call at a time."""
+"""The bulk connections to one worker: made at first use, kept open, used by one call at a time."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import grpc
+from google.protobuf.message import Message
 
-from kvstore.client.bulk.arena import Ledger
-from kvstore.client.bulk.link import Link
-from kvstore.client.bulk.memory import WorkerMemory
+from kvstore.client.bulk.arena import ARENA_BYTES_MIN, Arena
+from kvstore.client.bulk.dialling import Dialled, Dialler
 from kvstore.client.bulk.shortage import Shortage, links_max
 from kvstore.client.bulk.way import Bulk
 from kvstore.client.credentials import PLAIN, Credentials
 from kvstore.client.limits import ClientLimits
 from kvstore.counts import ClientCount, Counts
-from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
+from kvstore.errors import InvalidRequest
+from kvstore.root.mounts import MEMORY_FILE_SYSTEMS, file_system_type
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.bulk.channel import Channel, LinkBroken, LinkLate
-from kvstore.wire.bulk.frames import VERSION, Kind, decode_arena
-from kvstore.wire.bulk.grants import NONCE_BYTES, PROOF_BYTES, Grant, boot_id
-from kvstore.wire.bulk.sockets import dial_tcp, dial_unix
+from kvstore.wire.bulk.channel import LinkBroken
+from kvstore.wire.bulk.frames import SHORT_CALLS, Head, Kind, Mode, encode_arena, encode_request
+from kvstore.wire.messages import parse
+from kvstore.wire.statuses import Failure, failure
+from kvstore.wire.traces import traced
 
 log = logging.getLogger(__name__)
 
@@ -35,18 +37,130 @@ AHEAD_S = 60.0
 """Time before another attempt to make a connection for short calls alone."""
 CALLS_MIN = 2
 """A client that makes fewer short calls needs no connection for them."""
+NUMBER_MAX = 1 << 31
+"""Requests per connection, before it is replaced: request numbers must not run out."""
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
-class NoBulkPath(InvalidRequest):
-    """No worker can be reached on the requested path (``bulk=``). Choose another, or ``auto``."""
+class BulkRefused(Exception):
+    """A worker refused a request on a bulk connection; carries the error to raise."""
+
+    def __init__(self, failed: Failure) -> None:
+        super().__init__(str(failed.error))
+        self.failed = failed
 
 
-class NoAnswer(Unavailable):
-    """The worker offers the requested path but does not answer on it. Nothing was sent: try another worker."""
+class Link:
+    """One connection and its arena. Used by one call at a time."""
 
+    def __init__(self, dialled: Dialled, address: str, shortage: Shortage) -> None:
+        self.channel = dialled.channel
+        self.shortage = shortage
+        self.hands_files = dialled.hands_files
+        self.memory = dialled.memory
+        """The worker's memory, mapped; None if it has none or is on another host."""
+        self.arena: Arena | None = None
+        self.arena_bytes = 0
+        """Bytes reserved for the arena, which may not exist yet (``Links.reserve_arena``)."""
+        self.address = address
+        self._ledger = dialled.ledger
+        self._number = 0
+        self._never_blocks: dict[int, bool] = {}
+        self.credentials_version = dialled.credentials_version
+        """Version of the credentials with which this connection was made."""
 
-class _NotOffered(Unavailable):
-    """The worker does not offer this path, or not to this client."""
+    @property
+    def is_shared(self) -> bool:
+        """True if the worker is on this host and shares memory and files with it."""
+        return self.channel.is_unix
+
+    @property
+    def mode(self) -> Mode:
+        """The best mode for reads on this connection. All but the stream need file descriptors of this process."""
+        if self.shortage.is_on or (self.memory is None and not self.hands_files):
+            return Mode.STREAM
+        return Mode.FILES if self.memory is None else Mode.SLOTS
+
+    @property
+    def is_usable(self) -> bool:
+        """True if another request can be sent."""
+        return self.channel.alive and self._number < NUMBER_MAX
+
+    def next_number(self) -> int:
+        """Returns the number for a new request."""
+        self._number += 1
+        return self._number
+
+    def call(self, name: str, message: Message, timeout_s: float) -> bytes | BulkRefused:
+        """Makes a call of SHORT_CALLS; returns its answer, or its refusal, after which the connection goes on."""
+        self.channel.limit(timeout_s, timeout_s)
+        said = encode_request(timeout_s, SHORT_CALLS.index(name), traced(message))
+        self.channel.send(Kind.CALL, self.next_number(), [said])
+        head = self.channel.receive_head()
+        self.channel.expect(head, Kind.ANSWER, Kind.REFUSED)
+        payload = self.channel.receive(head.length)
+        return self._refusal_in(payload) if head.kind is Kind.REFUSED else payload
+
+    def receive(self, *kinds: Kind) -> tuple[Head, bytes]:
+        """The next frame, one of ``kinds``. Raises BulkRefused where the worker refuses."""
+        head = self.receive_head(*kinds)
+        return head, self.channel.receive(head.length)
+
+    def receive_head(self, *kinds: Kind) -> Head:
+        """The head of the next frame, one of ``kinds``. Raises BulkRefused where the worker refuses."""
+        head = self.channel.receive_head()
+        if head.kind is Kind.REFUSED:  # the worker closes the connection after it
+            refused = self._refusal_in(self.channel.receive(head.length))
+            self.channel.alive = False
+            raise refused
+        self.channel.expect(head, *kinds)
+        return head
+
+    def _refusal_in(self, payload: bytes) -> BulkRefused:
+        """Returns the error that a REFUSED frame carries."""
+        refusal = parse(pb.BulkRefusal, payload)
+        code = _CODES.get(refusal.code, grpc.StatusCode.UNKNOWN)
+        return BulkRefused(failure(code, refusal.message, list(refusal.trailers.items()), self.address))
+
+    def share(self, size_bytes: int, reserve: Callable[[int], int]) -> None:
+        """Makes an arena that holds ``size_bytes`` twice, or as much as can be had.
+
+        ``reserve(bytes)`` returns how many of those bytes the arena may have.
+        """
+        arena, ledger = self.arena, self._ledger
+        if ledger is None or (arena is not None and (arena.size_bytes >= size_bytes or not arena.is_free)):
+            return
+        # Twice, so that one put is copied while the one before is being written.
+        size = arena.size_bytes if arena else 0
+        wanted = reserve(max(ARENA_BYTES_MIN, 2 << (size_bytes - 1).bit_length()))
+        if wanted <= size:
+            return
+        try:
+            new = Arena(wanted, ledger)
+        except (OSError, MemoryError) as error:
+            self.shortage.note(error)
+            reserve(size)
+            return
+        if arena is not None:
+            arena.close()
+        self.arena = new
+        self.channel.send(Kind.ARENA, 0, [encode_arena(wanted)], [new.fd])
+
+    def never_blocks(self, fd: int) -> bool:
+        """True if reading this file never waits for a device."""
+        device = os.fstat(fd).st_dev
+        known = self._never_blocks.get(device)
+        if known is None:
+            known = self._never_blocks[device] = file_system_type(f"/proc/self/fd/{fd}") in MEMORY_FILE_SYSTEMS
+        return known
+
+    def close(self) -> None:
+        """Closes connection and arena. Idempotent."""
+        self.channel.close()
+        if self.arena is not None:
+            self.arena.close()
+            self.arena = None
+        self.memory = None  # views hold their own reference to the mapping
 
 
 class Links:
@@ -67,26 +181,19 @@ class Links:
         self._credentials = credentials
         self._bulk = bulk
         self._limits = limits
-        self._ask = ask
+        self._dialler = Dialler(address, bulk, limits.probe_s, ask, credentials, self._shortage)
         self._lock = threading.Lock()
         self._idle: list[Link] = []
         # Weak: one that an interrupt (Ctrl-C) took from its user must not count for ever.
         self._open: weakref.WeakSet[Link] = weakref.WeakSet()
         self._dialling = 0
         self._pid = os.getpid()
-        self._memory: WorkerMemory | None = None
         self._calls = 0
         """Short calls that were made."""
         self._calling = 0
         """Short calls that use a connection now."""
         self._ahead_at_s = 0.0
         self._retry_at_s = 0.0
-        self._why_not = ""
-        self._worked = False
-        """True once a connection worked on a path that the worker still offers."""
-        self._is_silent = False
-        """True if the worker offered a path at the last dial and did not answer on it."""
-        self._warned = False
         self._closed = False
 
     @contextmanager
@@ -107,25 +214,33 @@ class Links:
             if link is not None:
                 self._give(link)
 
-    @contextmanager
-    def link_at_hand(self) -> Iterator[Link | None]:
-        """Yields an idle connection to a worker on this host, for a short call; None if there is none.
+    def call(self, name: str, message: Message, timeout_s: float) -> bytes | None:
+        """Makes a call of SHORT_CALLS; None if no connection is at hand, or it breaks.
 
-        It waits for nothing. Half of the connections are left to bytes. A client that goes on asking, and moves no
-        bytes, gets its connection in the background.
+        It waits for no connection, and half of them are left to bytes. A client that goes on asking, and moves no
+        bytes, gets one in the background. Raises BulkRefused, LinkLate.
         """
         link = self._take_at_hand()
+        if link is None:
+            return None
         try:
-            yield link
+            answer = link.call(name, message, timeout_s)
+        except (LinkBroken, InvalidRequest) as error:
+            link.channel.alive = False
+            if not self._shortage.note(error):
+                log.info("client.bulk_broken worker=%s why=%s", self._address, error)
+            self._shortage.counters.add(ClientCount.BULK_BROKEN)
+            return None
         except BaseException:
-            if link is not None:
-                link.channel.alive = False  # the call stopped in the middle
+            link.channel.alive = False  # it stopped in the middle
             raise
         finally:
-            if link is not None:
-                with self._lock:
-                    self._calling -= 1
-                self._give(link)
+            with self._lock:
+                self._calling -= 1
+            self._give(link)
+        if isinstance(answer, BulkRefused):
+            raise answer
+        return answer
 
     def reserve_arena(self, link: Link, size_bytes: int) -> int:
         """Returns how many of ``size_bytes`` the arena of a connection may have, beside the arenas of the worker's
@@ -136,31 +251,23 @@ class Links:
             link.arena_bytes = max(0, min(size_bytes, self._limits.arena_bytes_max - used))
             return link.arena_bytes
 
-    def broke(self, error: KVStoreError) -> None:
-        """Notes that a call goes on over gRPC because its connection broke."""
-        if not self._shortage.note(error):
-            log.info("client.bulk_broken worker=%s why=%s", self._address, error)
-        self._shortage.counters.add(ClientCount.BULK_BROKEN)
-
     def close(self) -> None:
         """Closes all connections; calls in progress fail. Idempotent."""
         if self._pid != os.getpid():
             return  # they belong to our parent
         with self._lock:
             self._closed = True
-            memory, self._memory = self._memory, None
             idle, self._idle = self._idle, []
             busy = set(self._open) - set(idle)
             self._open.clear()
-        if memory is not None:
-            memory.close()
+        self._dialler.close()
         for link in idle:
             link.close()
         for link in busy:
             link.channel.cut()
 
     def _take_at_hand(self) -> Link | None:
-        if self._bulk in (Bulk.GRPC, Bulk.TCP) or self._pid != os.getpid():
+        if self._pid != os.getpid():
             return None
         with self._lock:
             self._calls += 1
@@ -194,8 +301,7 @@ class Links:
     def _dial_ahead(self) -> None:
         link: Link | None = None
         try:
-            answer = self._offer(self._limits.probe_s)
-            link = self._dial_shared(answer) if answer is not None else None
+            link = self._made(self._dialler.dial_here())
         except Exception as error:  # noqa: BLE001  # calls go over gRPC
             self._shortage.note(error)
             log.debug("client.no_connection_ahead worker=%s why=%s", self._address, error)
@@ -228,30 +334,20 @@ class Links:
             self._drop(link)
         if dials:
             try:
-                link = self._dial(timeout_s)
+                link = self._made(self._dialler.dial(timeout_s))
             finally:
                 with self._lock:
                     self._dialling -= 1
                     if link is not None:
                         self._open.add(link)
-                        self._worked = True
             if link is None:
                 self._retry_at_s = time.monotonic() + RETRY_S
         if link is None and not (is_full or self._closed):
-            self._check_auto()
+            self._dialler.check()
         return link
 
-    def _check_auto(self) -> None:
-        """Raises NoBulkPath if the required path is not offered, NoAnswer if it is offered and nobody answers."""
-        if self._shortage.is_on:
-            return  # the shortage is in this process: the worker is reachable
-        if self._bulk is not Bulk.AUTO and (self._worked or self._is_silent):
-            raise NoAnswer(f"worker {self._address} does not answer over {self._bulk.value}: {self._why_not}")
-        if self._bulk is not Bulk.AUTO:
-            raise NoBulkPath(
-                f"bulk={self._bulk.value!r}: worker {self._address} cannot be reached that way "
-                f"({self._why_not}): choose another, or bulk='auto'"
-            )
+    def _made(self, dialled: Dialled | None) -> Link | None:
+        return Link(dialled, self._address, self._shortage) if dialled is not None else None
 
     def _give(self, link: Link) -> None:
         with self._lock:
@@ -264,115 +360,3 @@ class Links:
         with self._lock:
             self._open.discard(link)
         link.close()
-
-    def _dial(self, timeout_s: float) -> Link | None:
-        """Dials the worker on the shortest path that works; returns None, and logs why, if none does."""
-        ways = [(Bulk.SHARED, self._dial_shared), (Bulk.TCP, self._dial_tcp)]
-        if self._bulk is not Bulk.AUTO:
-            # Twice: the offer may come from a worker that died after it. Asking again finds that out.
-            ways = [each for each in ways if each[0] is self._bulk] * 2
-        answer: pb.OpenBulkResponse | None = None
-        reasons: dict[Bulk, str] = {}
-        silent = False
-        for way, dial in ways:
-            if answer is None and (answer := self._offer(timeout_s)) is None:
-                self._worked = False
-                self._no_link("the worker does not know the bulk protocol", silent=False)
-                return None
-            try:
-                link = dial(answer)
-            except _NotOffered as error:
-                reasons[way] = str(error)
-                if self._bulk is not Bulk.AUTO:
-                    self._worked = False
-                    break
-            except (LinkBroken, LinkLate, TimeoutError) as error:
-                reasons[way] = str(error)
-                silent, answer = not self._shortage.note(error), None  # its grant is used up
-                if self._bulk is not Bulk.AUTO:
-                    break
-            except (OSError, KVStoreError, ValueError) as error:
-                self._shortage.note(error)
-                reasons[way] = str(error)
-                if self._bulk is not Bulk.AUTO:
-                    answer = None
-            else:
-                self._warned = False
-                return link
-        self._no_link("; ".join(f"{way.value}: {why}" for way, why in reasons.items()), silent=silent)
-        return None
-
-    def _no_link(self, why: str, *, silent: bool) -> None:
-        """Notes and logs why there is no connection. A silent worker is logged as a warning, once until it answers."""
-        self._why_not, self._is_silent = why, silent
-        level = logging.WARNING if silent and not self._warned else logging.INFO
-        self._warned |= silent
-        log.log(level, "client.no_bulk worker=%s why=%s", self._address, why)
-
-    def _offer(self, timeout_s: float) -> pb.OpenBulkResponse | None:
-        """Asks the worker for its offer with a fresh grant; None if it does not know this call."""
-        request = pb.OpenBulkRequest(version=VERSION).SerializeToString()
-        try:
-            return pb.OpenBulkResponse.FromString(self._ask(request, min(timeout_s, self._limits.probe_s)))
-        except grpc.RpcError as error:
-            if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
-                raise
-            return None
-
-    def _dial_shared(self, answer: pb.OpenBulkResponse) -> Link:
-        if not answer.unix_path:
-            raise _NotOffered("the worker offers no unix socket")
-        if answer.boot_id != boot_id() or not answer.boot_id:
-            raise _NotOffered("it is on another host")
-        channel = Channel(dial_unix(answer.unix_path, self._limits.probe_s), self._limits.probe_s)
-        return self._greeted(channel, answer)
-
-    def _dial_tcp(self, answer: pb.OpenBulkResponse) -> Link:
-        if not answer.tcp_port or self._address.startswith("unix:"):
-            raise _NotOffered("the worker offers no port")
-        host = self._address.rpartition(":")[0]
-        sock = self._credentials.wrapped(dial_tcp(host, answer.tcp_port, self._limits.probe_s), self._address)
-        return self._greeted(Channel(sock, self._limits.probe_s), answer)
-
-    def _greeted(self, channel: Channel, answer: pb.OpenBulkResponse) -> Link:
-        """Proves, on both ends, knowledge of the secret that only gRPC carried."""
-        version = self._credentials.version
-        try:
-            channel.limit(self._limits.probe_s, self._limits.probe_s)
-            grant, nonce = Grant(answer.grant, answer.secret), os.urandom(NONCE_BYTES)
-            channel.send(Kind.HELLO, 0, [grant.hello(nonce)])
-            head, proof = channel.receive_frame(Kind.WELCOME)
-            if head.length != PROOF_BYTES or not grant.is_welcome(nonce, proof):
-                raise _NotOffered("another program listens there, not the worker")
-            ledger = Ledger(channel.take_files(1)[0]) if channel.is_unix else None
-            memory = self._mapped(channel, answer) if channel.is_unix and answer.memory else None
-        except BaseException:
-            channel.close()
-            raise
-        link = Link(channel, answer.files and channel.is_unix, ledger, memory, self._address, self._shortage)
-        link.credentials_version = version
-        return link
-
-    def _mapped(self, channel: Channel, answer: pb.OpenBulkResponse) -> WorkerMemory | None:
-        """Maps the worker's memory, once for all connections; None if it cannot be mapped here."""
-        known = self._memory
-        if known is not None and known.id == answer.memory:
-            return known
-        channel.send(Kind.MAP, 0)
-        size_bytes = decode_arena(channel.receive_frame(Kind.MEMORY)[1])
-        fd = channel.take_files(1)[0]
-        try:
-            memory = WorkerMemory(fd, size_bytes, answer.memory)
-        except Unavailable as error:
-            self._shortage.note(error)
-            log.info("client.no_memory worker=%s why=%s", self._address, error)
-            return None
-        with self._lock:
-            # Another connection may have been made at the same time: keep one mapping.
-            left: WorkerMemory | None = memory
-            if not self._closed and (self._memory is None or self._memory.id != answer.memory):
-                left, self._memory = self._memory, memory
-            used = self._memory
-        if left is not None:
-            left.close()
-        return used

@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 
 from kvstore.buffers import Borrowed, Pieces, byte_length, skip
-from kvstore.client.bulk.link import Link
+from kvstore.client.bulk.links import Link
 from kvstore.format.checksum import checksum
 from kvstore.format.header import Damage, Damaged, Expected, decode_as
 from kvstore.native import library as native

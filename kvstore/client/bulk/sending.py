@@ -11,7 +11,7 @@ from kvstore.client.bulk.arena import Arena
 from kvstore.client.bulk.cargo import ARENA_RUNS, Addresses, Cargo
 from kvstore.client.bulk.copying import copy_rows
 from kvstore.client.bulk.lanes import FileLanes
-from kvstore.client.bulk.link import Link
+from kvstore.client.bulk.links import Link
 from kvstore.errors import Unavailable
 from kvstore.node.deadline import Deadline
 from kvstore.v1 import kvstore_pb2 as pb

@@ -16,7 +16,7 @@ from kvstore.buffers import Pieces
 from kvstore.client.bulk.given import Given, GivenFiles, GivenSlots
 from kvstore.client.bulk.handed import images_of, read_files
 from kvstore.client.bulk.lanes import FileLanes
-from kvstore.client.bulk.link import Link
+from kvstore.client.bulk.links import Link
 from kvstore.client.bulk.memory import Leased
 from kvstore.format.header import expected_chunk
 from kvstore.layout import Layout

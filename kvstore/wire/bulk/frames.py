@@ -55,8 +55,8 @@ class Kind(enum.IntEnum):
 
 REQUESTS = (Kind.GET, Kind.PUT, Kind.GET_BLOCKS, Kind.PUT_BLOCKS, Kind.CALL)
 BULKY = (Kind.FILE, Kind.CHUNKS, Kind.LAYER)
-SHORT_CALLS = ("Match", "MatchBlocks", "FindSegments", "Hold", "Release")
-"""The calls that a CALL can be, in the order of their numbers."""
+SHORT_CALLS = ("MatchBlocks", "FindSegments", "Hold", "Release")
+"""The calls that a CALL can be, in the order of their numbers: those that an engine waits for before it reads."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from kvstore.wire.bulk.frames import (
     decode_request,
     encode_arena,
 )
+from kvstore.wire.messages import parse
 from kvstore.wire.statuses import Refusal, refusal
 from kvstore.wire.traces import trace_of
 from kvstore.worker.admission import Buffers, BytesInFlight
@@ -124,7 +125,7 @@ class BulkRequests:
         with self._counting_idle():
             try:
                 with self._calls.serving(name, context, light=served.light) as call:
-                    answer = served.answered(request.message, call)
+                    answer = served.answer(parse(served.kind, request.message), call).SerializeToString()
             except Refused as refused:
                 # Nothing else is on its way: the connection goes on.
                 channel.send(Kind.REFUSED, number, [_message_of(refused.refusal)])
