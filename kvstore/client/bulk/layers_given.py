@@ -74,12 +74,9 @@ class GivenLayers:
         count, mode, files_left = len(chain), link.mode, files_at_most(FILES_MAX, LIMIT_PER_READ)
         if mode is Mode.STREAM or (mode is Mode.FILES and count > files_left):
             return None
-        number, slots, files, found = (
-            started(link, hold_id, count, mode, idle_s),
-            list[GivenSlots](),
-            list[GivenFiles](),
-            0,
-        )
+        number, found = started(link, hold_id, count, mode, idle_s), 0
+        slots: list[GivenSlots] = []
+        files: list[GivenFiles] = []
         try:
             with Giving(link, number, mode) as giving:
                 for given in giving.each(0, count):
