@@ -168,17 +168,29 @@ class LayersAhead:
         return self._take(given)
 
     def _given(self, link: Link) -> GivenLayers | None:
-        return GivenLayers.of(link, self._hold_id, self._chain(), self._tools.lanes, self._tools.limits.read_s)
+        tools = self._tools
+        return GivenLayers.of(link, self._hold_id, self._chunks, self._chain, tools.lanes, tools.limits.read_s)
 
     def _take(self, given: GivenLayers) -> bool:
         """Reads what was given; False as soon as a chunk is wrong: the worker finds out itself what is wrong with it
         when it is asked for the layers over gRPC.
         """
+
+        def cut() -> None:
+            given.withdraw()
+            self._written()  # the thread may wait on for a file on a root that hangs
+
         with closing(given):
+            self._started(cut)
             for layers in Bands(self._band).of(self._layers):
                 memories = [self._begin(layer) for layer in layers]
-                if not given.read(layers, memories, Deadline(self._tools.lanes.clock, self._tools.limits.read_s)):
-                    self._tools.counters.add(ClientCount.BULK_DAMAGED)
+                deadline = Deadline(self._tools.lanes.clock, self._tools.limits.read_s)
+                is_right = given.read(layers, memories, deadline)
+                if self._closed:
+                    raise Withdrawn
+                if not is_right:
+                    if not deadline.passed:
+                        self._tools.counters.add(ClientCount.BULK_DAMAGED)
                     return False
                 for layer in layers:
                     self._filled(layer)

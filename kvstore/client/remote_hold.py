@@ -150,7 +150,9 @@ class RemoteHold(HeldAtWorker):
         lease, tools = self._lease, self._tools
         ahead = LayersAhead(lease.endpoint, lease.id, self._chain, self._layout, self.chunks, memory, tools, band)
         try:
-            yield from ahead.each()
+            for layer in ahead.each():
+                self._check()  # what was given can be read on, but nothing protects it any more
+                yield layer
         finally:
             ahead.close()
 

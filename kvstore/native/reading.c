@@ -211,7 +211,10 @@ KV_PUBLIC void kv_open_parts(const kv_run *run, kv_chunk *chunks, int64_t count,
             continue;
         }
         int waits = run->may_wait || chunk->fd >= 0; /* a file that is closed now could not be opened once more */
-        if (chunk->fd < 0) kv_open(run, chunk, 1);
+        if (chunk->fd < 0) {
+            chunk->status = KV_OTHER;
+            if (*run->root) kv_open(run, chunk, 1); /* without a root there are only files that were given */
+        }
         if (chunk->fd < 0) continue;
         chunk->status = header ? blocked(run, chunk, fill(chunk, header, 0, 0, waits ? 0 : RWF_NOWAIT)) : KV_OTHER;
         if (chunk->status == KV_DONE && !KV_CHECK(parts_header, kv_header_fits(run, chunk, header)))

@@ -247,10 +247,32 @@ def test_calls_leave_half_of_the_connections_to_bytes(served: Served) -> None:
         assert cache.get(TOKENS)[0] == len(TOKENS)
         assert store.stats()["client_gets_shared"] == 1
         for link in filter(None, taken):
-            links._calling -= 1
+            links._calling.discard(link)
             links._give(link)
         assert cache.blocks.match([KEY]) == 1
     assert counted(served)["MatchBlocks", "unix"] == 1
+
+
+def test_an_interrupt_takes_no_connection_away_for_good(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C between taking a connection and using it: nobody gives it back."""
+    with connected(served, bulk="shared", limits=ClientLimits(bulk_links_max=2)) as store:
+        cache = store.namespace("m", MEDIUM)
+        stored(cache)
+        real = Channel.is_quiet
+
+        def interrupted(_: Channel) -> NoReturn:
+            raise KeyboardInterrupt
+
+        for _ in range(3):
+            monkeypatch.setattr(Channel, "is_quiet", interrupted)
+            with suppress(KeyboardInterrupt):
+                cache.blocks.match([KEY])
+            monkeypatch.setattr(Channel, "is_quiet", real)
+            assert cache.get(TOKENS)[0] == len(TOKENS)
+            assert store.stats()["client_gets_grpc"] == 0
+        before = counted(served)["MatchBlocks", "unix"]
+        assert cache.blocks.match([KEY]) == 1
+        assert counted(served)["MatchBlocks", "unix"] == before + 1
 
 
 @BOTH

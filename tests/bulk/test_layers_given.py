@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +16,18 @@ import pytest
 
 from kvstore.client import layers_ahead
 from kvstore.client.bulk import layers_given
+from kvstore.client.cache import BAND_MAX
 from kvstore.client.layers_ahead import LayersAhead
 from kvstore.client.limits import ClientLimits
 from kvstore.client.store import Store
 from kvstore.errors import HoldBroken
 from kvstore.node.layer_run import LayerRun
+from kvstore.root.posix_reader import PosixReader
 from tests.bulk.memories import all_let_go, filled, lose, memory_of, serving_memory
 from tests.bulk.ways import MEDIUM, bulk_files_of, same, tokens_and_kv
 from tests.node.stores import chunk_files
-from tests.worker.serving import Served, connected, eventually, serving
+from tests.patience import stretched
+from tests.worker.serving import WAIT_S, Served, connected, eventually, serving
 
 COUNT = 150
 """More chunks than are asked for at once."""
@@ -186,3 +192,83 @@ def test_a_hold_that_has_ended_gives_no_layers(served: Served) -> None:
         served.worker.service.holds.release(lease.id)
         with pytest.raises(HoldBroken):
             list(hold.layers())
+
+
+def test_a_hold_that_is_released_in_the_middle_gives_no_more_layers(served: Served) -> None:
+    with connected(served, bulk="shared") as store, store.namespace("m", MEDIUM).hold(TOKENS) as hold:
+        layers = hold.layers()
+        next(layers)
+        hold.release()
+        with pytest.raises(HoldBroken, match="released"):
+            list(layers)
+
+
+class Slow:
+    """A file that is in no cache, on a root that hangs until it is let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reached, self.go = threading.Event(), threading.Event()
+        real_run, real_read = LayerRun.read, PosixReader.read
+
+        def blocked(run: LayerRun, *arguments: Any) -> Any:
+            done, opened, mtimes_ns = real_run(run, *arguments)
+            return done & (arguments[3] == 0), opened, mtimes_ns  # from the second band on
+
+        def read(reader: PosixReader, *arguments: Any) -> int:
+            if "as handed over" in reader._path:  # the client's
+                self.reached.set()
+                assert self.go.wait(WAIT_S)
+            return real_read(reader, *arguments)
+
+        monkeypatch.setattr(LayerRun, "read", blocked)
+        monkeypatch.setattr(PosixReader, "read", read)
+
+
+def test_layers_on_a_root_that_hangs_are_left_at_once_and_write_nothing_afterwards(
+    tmp_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = replace(MEDIUM, layers=2 * BAND_MAX)
+    tokens, kv = tokens_and_kv(4, layout=layout)
+    out = [np.zeros_like(kv[0]) for _ in range(layout.layers)]
+    with serving(tmp_root) as served, connected(served, bulk="shared", limits=ClientLimits(read_s=WAIT_S)) as store:
+        cache = store.namespace("m", layout)
+        cache.put(tokens, kv)
+        slow = Slow(monkeypatch)
+        with cache.hold(tokens) as hold:
+            layers: Any = hold.layers(out)
+            next(layers)
+            assert slow.reached.wait(WAIT_S)
+            began_s = time.monotonic()
+            layers.close()
+            assert time.monotonic() - began_s < WAIT_S / 2, "it did not wait for the root"
+            for array in out:
+                array[...] = 0
+            slow.go.set()
+            eventually(lambda: not layer_threads(), "the thread ended")
+        eventually(lambda: not [name for name in bulk_files_of(os.getpid()) if "/chunks/" in name], "no chunk is open")
+        assert not any(array.view(np.uint8).any() for array in out)
+
+
+def test_a_file_that_comes_too_late_is_not_counted_as_damaged(
+    tmp_root: Path, monkeypatch: pytest.MonkeyPatch, streams: list[str]
+) -> None:
+    layout = replace(MEDIUM, layers=2 * BAND_MAX)
+    tokens, kv = tokens_and_kv(4, layout=layout)
+    limits = stretched(ClientLimits(read_s=1.0), "read_s")
+    with serving(tmp_root) as served, connected(served, bulk="shared", limits=limits) as store:
+        cache = store.namespace("m", layout)
+        cache.put(tokens, kv)
+        slow = Slow(monkeypatch)
+        with cache.hold(tokens) as hold:
+            layers: Any = hold.layers()
+            next(layers)
+            assert slow.reached.wait(WAIT_S)
+            monkeypatch.undo()  # the worker reads well
+            for layer, k, v in layers:
+                assert same(k, kv[layer, 0]) and same(v, kv[layer, 1])
+        slow.go.set()
+        assert store.stats()["client_bulk_damaged"] == 0
+
+
+def layer_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "kvstore-layers"]

@@ -5,8 +5,8 @@ All chunks are asked for at once, and then the connection is free: slots stay un
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -60,18 +60,23 @@ class GivenLayers:
         self._run = LayerRun(chain, images, local, 0, self._size, count)
         places = [at for each in files for at in range(each.first, each.first + each.count)]
         self._run.give(places, given_files)
+        self._lock = threading.Lock()  # guards who may begin to read
+        self._reading: Reading | None = None
+        self._withdrawn = False
         for each in files:
             each.files.clear()
 
     @classmethod
-    def of(cls, link: Link, hold_id: bytes, chain: Chain, lanes: FileLanes, idle_s: float) -> GivenLayers | None:
-        """Asks for the chunks of a hold; None if not all of them can be had so.
+    def of(
+        cls, link: Link, hold_id: bytes, count: int, chain: Callable[[], Chain], lanes: FileLanes, idle_s: float
+    ) -> GivenLayers | None:
+        """Asks for the ``count`` chunks of a hold, which ``chain`` returns; None if not all of them can be had so.
 
         Raises HoldBroken, BulkRefused, LinkBroken, LinkLate.
         """
         if not is_available() or (link.memory is not None and not link.memory.has_lease):
             return None
-        count, mode, files_left = len(chain), link.mode, files_at_most(FILES_MAX, LIMIT_PER_READ)
+        mode, files_left = link.mode, files_at_most(FILES_MAX, LIMIT_PER_READ)
         if mode is Mode.STREAM or (mode is Mode.FILES and count > files_left):
             return None
         number, found = started(link, hold_id, count, mode, idle_s), 0
@@ -92,7 +97,7 @@ class GivenLayers:
                         break
                 is_whole = found == count and files_left >= 0
                 giving.finish(count if is_whole else 0, keep=is_whole and bool(slots))
-            return cls(link, chain, slots, files, lanes) if is_whole else None
+            return cls(link, chain(), slots, files, lanes) if is_whole else None
         except InvalidRequest as error:
             raise link.channel.break_off(str(error)) from error
         finally:
@@ -113,11 +118,22 @@ class GivenLayers:
             return self._read_file(index, 2 * layers.start, sections, borrowed)
 
         groups = Groups(self._size, count, read_group)
-        reading = Reading(self._lanes, Counters(), count, read_one, groups=groups, helps=not self._run.has_files)
+        with self._lock:
+            if self._withdrawn:
+                return False
+            reading = Reading(self._lanes, Counters(), count, read_one, groups=groups, helps=not self._run.has_files)
+            self._reading = reading
         try:
             return all(reading.wait(deadline))
         finally:
             reading.withdraw()  # after an interrupt (Ctrl-C) lanes may still be writing into the caller's memory
+
+    def withdraw(self) -> None:
+        """Takes all memory back, from any thread: returns when nobody writes into it, and nobody will."""
+        with self._lock:
+            self._withdrawn, reading = True, self._reading
+        if reading is not None:
+            reading.withdraw()
 
     def close(self) -> None:
         """Closes files and lease. Idempotent."""
@@ -127,13 +143,12 @@ class GivenLayers:
 
     def _read_file(self, index: int, first: int, sections: list[memoryview], borrowed: Borrowed) -> bool:
         """Reads sections from ``first`` on of one chunk whose file is not cached. Raises Withdrawn."""
-        with self._run.using(index):
+        expected = expected_chunk(self._chain, index)
+        with self._run.using(index):  # which keeps the file open
             fd = int(self._run.fds[index])
             if fd < 0:
                 return False
-            own = os.dup(fd)
-        expected = expected_chunk(self._chain, index)
-        with PosixReader(own, f"of chunk {index}, as handed over", Stat(0, 0), self._never_blocks) as reader:
+            reader = PosixReader(fd, f"of chunk {index}, as handed over", Stat(0, 0), self._never_blocks)
             try:
                 header = read_header(reader, expected)
                 fill(reader, sections, header.header_bytes + first * header.section_bytes, borrowed)

@@ -190,8 +190,8 @@ class Links:
         self._pid = os.getpid()
         self._calls = 0
         """Short calls that were made."""
-        self._calling = 0
-        """Short calls that use a connection now."""
+        self._calling: weakref.WeakSet[Link] = weakref.WeakSet()
+        """The connections that short calls use now."""
         self._ahead_at_s = 0.0
         self._retry_at_s = 0.0
         self._closed = False
@@ -236,7 +236,7 @@ class Links:
             raise
         finally:
             with self._lock:
-                self._calling -= 1
+                self._calling.discard(link)
             self._give(link)
         if isinstance(answer, BulkRefused):
             raise answer
@@ -274,16 +274,16 @@ class Links:
             fit = [link for link in self._idle if link.is_shared]
             if not fit and not self._open and not self._dialling:
                 self._begin_ahead()
-            if not fit or self._calling > (self._links_max - 1) // 2:
+            if not fit or len(self._calling) > (self._links_max - 1) // 2:
                 return None
             link = next((each for each in reversed(fit) if each.arena is None), fit[-1])
             self._idle.remove(link)
-            self._calling += 1
+            self._calling.add(link)
         if link.channel.is_quiet() and link.credentials_version == self._credentials.version:
             return link
-        self._drop(link)
         with self._lock:
-            self._calling -= 1
+            self._calling.discard(link)
+        self._drop(link)
         return None
 
     def _begin_ahead(self) -> None:

@@ -48,7 +48,7 @@ class WorkerMemory:
     def close(self) -> None:
         """Stops background work. Arrays that refer to the mapping keep it alive. Idempotent."""
         self._closing.set()
-        while self._unread:
+        with suppress(IndexError):  # a read took it
             os.close(self._unread.pop())
 
     def images(self, offsets: Sequence[int], sizes_bytes: Sequence[int]) -> ImagesIn:
