@@ -61,7 +61,7 @@ READING = [
     check(
         "part_first_piece",
         "FORMAT 4.3: first piece of a layer",
-        "node/test_damage.py::test_damage_in_a_layer_ends_the_layers_there[0]",
+        "node/test_damage.py::test_damage_in_a_layer_ends_the_layers_there[0-one by one]",
     ),
     check("part_later_piece", "FORMAT 4.3: later pieces of a layer", f"{LAYER}[later piece]"),
     check(

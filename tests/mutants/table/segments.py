@@ -37,7 +37,7 @@ MUTANTS = [
     segments(
         "ranges-overlap",
         "S6",
-        edit("kvstore.segments.finding:_proposals", "bisect_left(places, end, at)", "at + 1"),
+        edit("kvstore.segments.finding:_proposals", "bisect_left(starts, end, at)", "at + 1"),
         f"{FINDING}s8_of_single_chunks_the_search_is_that_of_brute_force",
     ),
     segments(

@@ -11,6 +11,8 @@ BLOCKS = "bulk/test_blocks_hostile.py::test_"
 MEMORY = "bulk/test_memory_hostile.py::test_"
 BOUNDS = "bulk/test_bounds.py::test_"
 LAYERS = "bulk/test_layers.py::test_"
+GIVEN = "bulk/test_layers_given.py::test_"
+CALLS = "bulk/test_calls.py::test_"
 SEALS = "worker/test_seals.py::test_"
 PEERS = "peers_memory/test_fetch.py::test_"
 SUMS = "bulk/test_sums.py::test_"
@@ -265,6 +267,35 @@ GETTING = [
         "wire: a layer belongs to its request",
         edit("kvstore.client.bulk.layers:receive_layers", "if head.request != number:", "if False:"),
         f"{LAYERS}a_layer_of_another_request_is_not_taken",
+    ),
+    mutant(
+        "given-layers-unverified",
+        "wire: layers of given chunks are verified",
+        edit(
+            "kvstore.client.bulk.layers_given:GivenLayers.read",
+            "return all(reading.wait(deadline))",
+            "return bool(reading.wait(deadline))",
+        ),
+        f"{GIVEN}i1_a_damaged_image_is_never_a_layer_and_the_root_has_the_chunk",
+        f"{GIVEN}a_damaged_file_ends_the_layers_where_it_is_and_is_set_aside",
+    ),
+    mutant(
+        "given-layers-written-late",
+        "wire: nobody writes into layers that were left",
+        skip("kvstore.client.bulk.layers_given:GivenLayers.withdraw"),
+        f"{GIVEN}layers_on_a_root_that_hangs_are_left_at_once_and_write_nothing_afterwards",
+    ),
+    mutant(
+        "given-layers-without-hold",
+        "PROTOCOL H: no layers after the hold has ended",
+        edit("kvstore.client.remote_hold:RemoteHold.layers", "self._check()  #", "pass  #"),
+        f"{GIVEN}a_hold_that_is_released_in_the_middle_gives_no_more_layers",
+    ),
+    mutant(
+        "calls-take-every-connection",
+        "wire: half of the connections are left to bytes",
+        edit("kvstore.client.bulk.links:Links._take_at_hand", "> (self._links_max - 1) // 2", "> self._links_max"),
+        f"{CALLS}calls_leave_half_of_the_connections_to_bytes",
     ),
     mutant(
         "view-unverified",
