@@ -83,7 +83,7 @@ def all_locks() -> set[str]:
 
 
 def _parsed(text: str) -> ast.Module:
-    """Parses, again if another thread did meanwhile: whoever prints a traceback parses too, and knows no lock."""
+    """Parses a file. Tries again if another thread parsed at the same time: printing a traceback parses too."""
     for _ in range(PARSES_MAX - 1):
         try:
             return ast.parse(text)

@@ -84,7 +84,7 @@ class LayerRun:
             images[first.items["status"] != native.DONE] = 0
         self.from_files: Mask = images == 0
         """The chunks that are not in memory."""
-        self._closed_or_new = self.from_files.copy()
+        self._to_open = self.from_files.copy()
         """Those of them whose files are not open, or whose headers are not verified."""
 
     def give(self, places: Sequence[int], files: Sequence[int]) -> None:
@@ -126,7 +126,7 @@ class LayerRun:
         items, kept = turn.items[start:stop], self.fds[start:stop]
         with self._groups[start].opening:
             items["fd"] = kept
-            left = self._closed_or_new[start:stop]
+            left = self._to_open[start:stop]
             if not (self.has_files and left.any()):
                 # No native call, after which a thread waits for the GIL: nothing is to be done in most of them.
                 items["status"] = np.where(left, native.OTHER, native.DONE)

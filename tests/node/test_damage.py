@@ -253,7 +253,7 @@ def test_views_verify_before_they_are_handed_out(store: Store, tmp_root: Path) -
 @pytest.mark.parametrize("reads", ["one by one", "together"])
 @pytest.mark.parametrize("section", range(2 * 20))
 def test_damage_in_a_layer_ends_the_layers_there(store: Store, tmp_root: Path, section: int, reads: str) -> None:
-    """Of layers that are read together, none of those is handed out."""
+    """If layers are read together, and one is damaged, none of them is yielded."""
     layout = replace(TINY, layers=20)
     cache = store.namespace("m", layout)
     tokens = np.arange(TINY.chunk_tokens)

@@ -26,6 +26,7 @@ from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
 from kvstore.node.images import addresses_of
 from kvstore.node.layer_run import LayerRun
+from kvstore.node.layers import LIMIT_PER_READ
 from kvstore.node.reading import Groups, Reading, files_at_most, group_size
 from kvstore.node.verify import fill, read_header, verify
 from kvstore.results import LayerMemory
@@ -34,8 +35,7 @@ from kvstore.root.posix_reader import PosixReader
 from kvstore.wire.bulk.frames import Mode
 
 FILES_MAX = 1024
-LIMIT_PER_READ = 4
-"""Share of the process's limit of open files that one read keeps open, if that is less than ``FILES_MAX``."""
+"""Open files that one read keeps at most, if the process may have four times as many."""
 
 
 class GivenLayers:
