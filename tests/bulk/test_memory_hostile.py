@@ -7,7 +7,7 @@ import random
 import socket
 import struct
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -236,7 +236,7 @@ def test_slots_outside_the_memory_are_not_looked_at(served: Served, offset: int)
     fd = os.dup(memory_of(served).arena.fd)
     memory = WorkerMemory(fd, memory_of(served).arena.size_bytes, b"")
     outside = offset if offset != 4096 * 16 else memory_of(served).arena.size_bytes - 4096
-    with pytest.raises(InvalidRequest):
+    with closing(memory), pytest.raises(InvalidRequest):
         memory.images((0, outside), (8192, 8192))
 
 

@@ -29,7 +29,7 @@ from kvstore.buffers import Borrowed
 from kvstore.format.places import Name
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
-from kvstore.root.objects import ObjectRoot, open_object_root
+from kvstore.root.objects import ObjectRoot, connect, open_object_root
 from kvstore.root.posix import PosixRoot
 from kvstore.root.remote import Remote
 from tests.root.faulty import FaultyRoot
@@ -149,6 +149,21 @@ def s3_options(endpoint: str) -> dict[str, Any]:
     return {**S3_KEYS, "endpoint_url": endpoint, "client_kwargs": region, "session": _aws_session()}
 
 
+_tried: dict[str, dict[str, bool]] = {}
+"""What each kind of server can do, as it was found when the first root was opened on one."""
+
+
+def _open_s3(kind: str, url: str, options: dict[str, Any]) -> ObjectRoot:
+    """Opens a root. Its server is tried for the first of each kind alone: a tenth of a second each."""
+    if kind not in _tried:
+        root = open_object_root(url, options)
+        can = root.traits
+        _tried[kind] = {"exclusive_publish": can.exclusive_publish, "conditional_remove": can.conditional_remove}
+        return root
+    remote, path = connect(url, options)
+    return ObjectRoot(remote, path, url, **_tried[kind])
+
+
 def mounted_roots() -> list[str]:
     return [part for part in os.environ.get("KVSTORE_TEST_ROOTS", "").split(":") if part]
 
@@ -195,8 +210,7 @@ def open_hosts(kind: str, request: pytest.FixtureRequest) -> Iterator[Hosts]:
             endpoint = (
                 stack.enter_context(serve(Server())).endpoint if conditional else request.getfixturevalue("s3_server")
             )
-            options = s3_options(endpoint)
-            roots = [open_object_root(url, options), open_object_root(url, options)]
+            roots = [_open_s3(kind, url, s3_options(endpoint)) for _ in range(2)]
         else:
             roots = [PosixRoot(path) for path in _fresh_folders(kind, stack)]
         if kind.startswith("faulty"):
