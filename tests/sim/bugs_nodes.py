@@ -9,13 +9,14 @@ from unittest.mock import patch
 from kvstore.address import Address, Chain
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.format import places
+from kvstore.format.header import Damage
 from kvstore.format.places import Name
 from kvstore.meta.interface import Event, Meta, Snapshot
 from kvstore.meta.keys import Keys
 from kvstore.meta.session import Session
 from kvstore.node import follower, holds, known, node, quarantine, view
 from kvstore.root import memory
-from kvstore_gc import orphans
+from kvstore.root.inspect import Broken, Inspector
 from tests.sim.planting import bug
 
 
@@ -175,7 +176,7 @@ def aside_overwrites() -> Iterator[None]:
 @bug("damaged")
 def aside_emptied_unlooked() -> Iterator[None]:
     """W3: collectors empty the quarantine without looking for whole files."""
-    with patch.object(orphans.Orphans, "_put_back", lambda self, name: False):
+    with patch.object(Inspector, "look", lambda self, name: Broken(Damage.MAGIC)):
         yield
 
 
