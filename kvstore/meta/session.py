@@ -23,7 +23,7 @@ from kvstore.waiting import Flag
 
 log = logging.getLogger(__name__)
 
-TTL_S = 15
+TTL_S = 10
 TTL_S_MIN = 2  # etcd gives no shorter lease
 TTL_S_MAX = 3600
 ANNOUNCED_MAX = (1 << 63) - 1

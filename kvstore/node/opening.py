@@ -146,7 +146,7 @@ def join(
         follower.begin(session)
         threading.Thread(target=follower.run, args=(session,), name="kvstore-follower", daemon=True).start()
 
-    presence = Presence(meta, etcd_keys, clock=clock, ids=ids)
+    presence = Presence(meta, etcd_keys, clock=clock, ids=ids, ttl_s=options.session_ttl_s)
     presence.attach(began, ended)
     presence.attach(follow, follower.end)
     member = Member(node, meta, presence, sharing=sharing)

@@ -11,6 +11,7 @@ from typing import Literal
 from kvstore.encodings.keys import KeyFile
 from kvstore.errors import InvalidRequest
 from kvstore.hints import PRIORITY_MAX
+from kvstore.meta.session import TTL_S
 from kvstore.writes import Durability, WriteMode
 
 MEMORY_BYTES_MIN = 16 << 20
@@ -128,6 +129,8 @@ class NodeOptions:
     """The name of the roll-out that this node belongs to."""
     keys: KeyFile | None = None
     """Says whose chunks are encrypted; loaded."""
+    session_ttl_s: int = TTL_S
+    """The seconds that sweeps wait for a node that is gone."""
 
 
 AS_SHIPPED = NodeOptions()

@@ -14,6 +14,7 @@ from kvstore.node.deadline import Deadline
 from kvstore.node.holds import Hold
 from kvstore.node.member import Member
 from kvstore.node.opening import join
+from kvstore.node.settings import NodeOptions
 from tests.sim.kernel import Process
 from tests.sim.metadata import SimStore
 from tests.sim.shared_root import RootPort
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 PIN_TTLS_S = (5, 20, 60)
 HOLD_TTLS_S = (1.0, 5.0, None)
+SESSION_TTL_S = 15
+"""Longer than nodes' own: the seeds that find bugs were searched with it."""
 IDLE_S = 3.0
 """The longest that a worker waits after a call that did nothing, so that steps go to those that do something."""
 
@@ -52,6 +55,7 @@ class Host:
                     root,
                     world.identity,
                     meta,
+                    NodeOptions(session_ttl_s=SESSION_TTL_S),
                     limits=world.limits,
                     clock=self.process,
                     ids=world.ids,

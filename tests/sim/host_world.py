@@ -12,11 +12,11 @@ from kvstore.format.places import HOST_GENERATIONS, METADATA
 from kvstore.fsck import adopt
 from kvstore.meta.generation import Foreign, join_generation
 from kvstore.meta.interface import Delete, Put
-from kvstore.meta.session import TTL_S
 from kvstore.node.member import Sharing
 from kvstore.root.generations import publish, read_newest
 from kvstore_gc.site import Site
 from tests.sim.collector import Collector
+from tests.sim.host import SESSION_TTL_S
 from tests.sim.kernel import Effect, Kernel, Process
 from tests.sim.metadata_file import HostFile
 from tests.sim.profiles import Profile
@@ -28,7 +28,7 @@ OPERATOR_S = 30.0
 STOPPED_STEPS = 3000
 GOES_ON = ("put", "match", "put_blocks", "get_blocks")
 """What goes on whatever happens to the file."""
-RENEWED_S = TTL_S / 2
+RENEWED_S = SESSION_TTL_S / 2
 """A lease that ends sooner in an old copy may end before its session comes to renew it."""
 
 
