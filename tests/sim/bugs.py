@@ -34,6 +34,7 @@ SHOWN_BY = {
     "pin_outlives_hold": "tests/node/test_pins.py::test_p1_the_hold_outlives_the_put_or_there_is_no_pin",
     "own_list": "tests/gc/test_races.py::test_o1_every_run_deletes_from_the_list_that_was_made_final",
     "pin_no_session": "tests/meta/test_pins.py::test_p2_a_pin_is_put_only_while_the_session_s_key_is_as_last_written",
+    "pin_without_proof": "tests/meta/test_meta_nouns.py, two tests of P3",
     "split_read": "tests/gc/test_races.py::test_c3_what_was_read_in_the_lost_timeline_ends_no_grace",
     "view_before_session": "tests/gc/test_races.py::test_v1_the_session_is_there_before_the_view_is_read",
 }
