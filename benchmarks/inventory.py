@@ -81,7 +81,7 @@ def prompts(chunk_tokens: int) -> Iterator[Prompt]:
 def put(inventory: Inventory, prompt: Prompt, size: int, now_s: float) -> int:
     """Claims what is not there; how many chunks."""
     addresses, entries = prompt.addresses, []
-    for index in range(inventory.leading(addresses), len(addresses)):
+    for index in range(inventory.leading(b"".join(addresses)), len(addresses)):
         tokens = prompt.packed[index * size : (index + 1) * size]
         parent = addresses[index - 1] if index else NO_PARENT
         entry = inventory.claim(Place(NAMESPACE, addresses[index], parent, tokens), IMAGE_BYTES, now_s)
@@ -139,7 +139,7 @@ def measure(chunk_tokens: int, entries: int) -> dict[str, object]:
         "of_which_tokens_bytes": size,
         "claim_ready_unrefer_us": round(1e6 * putting_s / count, 1),
         "match": microseconds(lambda prompt: inventory.match(NAMESPACE, memoryview(prompt.packed)), asked),
-        "leading": microseconds(lambda prompt: inventory.leading(prompt.addresses), asked),
+        "leading": microseconds(lambda prompt: inventory.leading(prompt.packed), asked),
         "copy_of_tokens": microseconds(lambda prompt: bytearray(prompt.packed), asked),
         "hashing_in_python": microseconds(lambda prompt: chained_addresses(namespace, prompt.packed), asked[:4]),
     }

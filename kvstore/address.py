@@ -8,9 +8,9 @@ another's; input-addressed, so an address says nothing of the bytes (kernels dif
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import ClassVar, NewType
+from typing import Any, ClassVar, NewType, Protocol
 
 import numpy as np
 
@@ -31,13 +31,26 @@ _CHUNK_PERSON = b"kvstore.chunk.1"
 _BLOCK_PERSON = b"kvstore.block.1"
 
 
-@dataclass(frozen=True, slots=True)
+class Addressed(Protocol):
+    """Something that has addresses, in order."""
+
+    @property
+    def addresses(self) -> Sequence[Address]:
+        """They, as objects."""
+
+    def __len__(self) -> int: ...
+
+
+@dataclass(eq=False, slots=True)
 class Chain:
-    """The full chunks of one prompt, in order: their addresses and the tokens each covers."""
+    """The full chunks of one prompt, in order: their addresses and the tokens each covers. Never changed."""
 
     namespace: Namespace
     tokens: TokenArray
-    addresses: tuple[Address, ...]
+    packed: bytes
+    """The addresses, one after the other."""
+    addresses: tuple[Address, ...] = field(init=False, repr=False)
+    """The same as objects: made when they are first asked for, which takes longer than looking for them."""
     depths: ClassVar[Sequence[int]] = ()
     """Empty: the index of each in its prompt is its index here."""
 
@@ -49,21 +62,29 @@ class Chain:
         """
         # A copy of our own: engines reuse their token buffers while a hold on the old prompt is alive.
         packed = tokens[: chunk_count(namespace, tokens) * namespace.layout.chunk_tokens].tobytes()
-        return cls(namespace, np.frombuffer(packed, "<u4"), tuple(chained_addresses(namespace, packed)))
+        return cls(namespace, np.frombuffer(packed, "<u4"), b"".join(chained_addresses(namespace, packed)))
+
+    def __getattr__(self, name: str) -> Any:
+        """Makes ``addresses``. Called for what is not set yet."""
+        if name != "addresses":
+            raise AttributeError(f"a chain has no {name}")
+        self.addresses = tuple(np.frombuffer(self.packed, "V16").tolist())
+        return self.addresses
 
     def __len__(self) -> int:
-        return len(self.addresses)
+        return len(self.packed) // ADDRESS_BYTES
 
     def leading(self, count: int) -> Chain:
         """The first ``count`` chunks, keeping nothing of the rest alive."""
-        if count == len(self.addresses):
+        if count == len(self):
             return self
         tokens = self.tokens[: count * self.namespace.layout.chunk_tokens].copy()
-        return Chain(self.namespace, tokens, self.addresses[:count])
+        return Chain(self.namespace, tokens, self.packed[: count * ADDRESS_BYTES])
 
     def parent(self, index: int) -> Address:
         """The address of the chunk before chunk ``index``."""
-        return self.addresses[index - 1] if index else NO_PARENT
+        end = index * ADDRESS_BYTES
+        return Address(self.packed[end - ADDRESS_BYTES : end]) if index else NO_PARENT
 
     def chunk_tokens(self, index: int) -> memoryview:
         """Tokens of chunk ``index`` as packed u32 bytes."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from math import isqrt
 from typing import Any
 
 import numpy as np
 
-from kvstore.address import Address
 from kvstore.events.columns import Mask
 from kvstore.events.table import U64
 from kvstore.events.truth import Model, Truth
@@ -42,24 +41,24 @@ class Answers:
     def _leading(self, model: Model, question: Question) -> int:
         inventory = model.inventory
         if question.tokens is not None:
-            addresses = self._chains.of(model.namespace, question.tokens).addresses
+            packed = self._chains.of(model.namespace, question.tokens).packed
             rows = inventory.rows
             with self._truth.lock:
-                chunks = _leading_chain(lambda firsts: inventory.told(rows.find(firsts)), addresses)
-                blocks = _leading_chain(lambda firsts: inventory.told(rows.find_spelled(firsts)), addresses)
+                chunks = _leading_chain(lambda firsts: inventory.told(rows.find(firsts)), packed)
+                blocks = _leading_chain(lambda firsts: inventory.told(rows.find_spelled(firsts)), packed)
             return max(chunks, blocks)
         with self._truth.lock:
             return _leading(inventory.told(inventory.rows.find_hashes(np.array(question.hashes, np.uint64))))
 
 
-def _leading_chain(told: Callable[[U64], Mask], addresses: Sequence[Address]) -> int:
+def _leading_chain(told: Callable[[U64], Mask], packed: bytes) -> int:
     """Returns how many leading addresses of a chain are told. What is told has told parents, so few are looked at."""
-    first, stop = 0, len(addresses)
+    firsts = np.frombuffer(packed, ">u8")[::2]
+    first, stop = 0, len(firsts)
     while first < stop:
         step = isqrt(stop - first)
         ends = range(first + step - 1, stop, step)
-        packed = b"".join(addresses[at] for at in ends)
-        count = _leading(told(np.frombuffer(packed, ">u8")[::2].astype(np.uint64)))
+        count = _leading(told(firsts[ends].astype(np.uint64)))
         first += count * step
         if count < len(ends):
             stop = first + step - 1

@@ -165,7 +165,7 @@ def expected_chunk(chain: Chain, index: int) -> Expected:
     layout = chain.namespace.layout
     return Expected(
         Kind.TOKENS,
-        chain.addresses[index],
+        chain.parent(index + 1),  # its own address
         chain.parent(index),
         chain.namespace.digest,
         index,

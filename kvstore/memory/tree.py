@@ -10,10 +10,10 @@ Separate from the inventory, because it knows nothing of room, use or eviction.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
-from kvstore.address import NO_PARENT, Address
+from kvstore.address import ADDRESS_BYTES, NO_PARENT, Address
 from kvstore.namespace import NamespaceDigest
 
 RUN_BYTES_MAX = 65_536
@@ -124,16 +124,19 @@ class Tree(Generic[C]):
             children = run.children
         return found
 
-    def leading(self, addresses: Sequence[Address], first: int = 0) -> int:
-        """Returns how many consecutive chunks from index ``first`` on are here and ready; a chain's, or any blocks."""
-        at = first
-        while at < len(addresses) and (chunk := self._chunks.get(addresses[at])) is not None and chunk.is_ready:
+    def leading(self, packed: bytes, first: int = 0) -> int:
+        """Returns how many consecutive chunks from index ``first`` on are here and ready; a chain's, or any blocks.
+
+        Their addresses are ``packed``, one after the other.
+        """
+        at, size = first, ADDRESS_BYTES
+        while (chunk := self._chunks.get(Address(packed[at * size : (at + 1) * size]))) is not None and chunk.is_ready:
             run: Run[C] = chunk.run
             if not run.chunks:
                 at += 1
                 continue
             chunks = run.chunks if run.chunks[0] is chunk else run.chunks[run.chunks.index(chunk) :]
-            count = _equal_count(chunks, addresses, at)
+            count = _equal_count(chunks, packed, at)
             if run.unready_count:
                 count = _ready_count(chunks, count)
             at += count
@@ -275,15 +278,18 @@ def _ready_count(chunks: list[C], count: int) -> int:
     return next((index for index in range(count) if not chunks[index].is_ready), count)
 
 
-def _equal_count(chunks: list[C], addresses: Sequence[Address], at: int) -> int:
+def _equal_count(chunks: list[C], packed: bytes, at: int) -> int:
     """Counts the leading chunks that have the addresses from index ``at`` on.
 
     An address stands for its whole chain: if one is equal, all before it are. So most runs cost one comparison.
     """
-    count = min(len(chunks), len(addresses) - at)
-    if chunks[count - 1].address == addresses[at + count - 1]:
+    size = ADDRESS_BYTES
+    count = min(len(chunks), len(packed) // size - at)
+    if packed.startswith(chunks[count - 1].address, (at + count - 1) * size):
         return count
-    return bisect_left(range(count), True, key=lambda index: chunks[index].address != addresses[at + index])
+    return bisect_left(
+        range(count), True, key=lambda index: not packed.startswith(chunks[index].address, (at + index) * size)
+    )
 
 
 def _shared_count(rest: bytes, given: memoryview, size: int) -> int:

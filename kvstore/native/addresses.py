@@ -14,26 +14,26 @@ ADDRESS_BYTES = 16
 is_available: bool = library is not None
 
 
-def chained(digest: bytes, parent: bytes, packed: bytes, chunk_bytes: int, first: int) -> list[bytes]:
+def chained(digest: bytes, parent: bytes, packed: bytes, chunk_bytes: int, first: int) -> bytes:
     """Returns the addresses of the full chunks of ``packed`` (tokens as u32) from chunk ``first`` on, whose parent is
-    given.
+    given, one after the other.
 
     ``digest`` is the namespace's. Call it only if ``is_available``.
     """
     assert len(digest) == 32 and len(parent) == ADDRESS_BYTES and chunk_bytes > 0
     count = len(packed) // chunk_bytes - first
     if count <= 0:
-        return []
+        return b""
     found = np.empty(count, "V16")
     tokens = np.frombuffer(packed, np.uint8)
     start: int = tokens.__array_interface__["data"][0] + first * chunk_bytes
     library.kv_addresses(digest, parent, start, chunk_bytes, count, found.__array_interface__["data"][0])
-    addresses: list[bytes] = found.tolist()
-    return addresses
+    return found.tobytes()
 
 
-def chained_each(digest: bytes, packed: bytes, chunk_bytes: int, counts: Sequence[int]) -> list[bytes]:
-    """Returns the addresses of several prompts, of ``counts`` chunks each, that follow each other in ``packed``.
+def chained_each(digest: bytes, packed: bytes, chunk_bytes: int, counts: Sequence[int]) -> bytes:
+    """Returns the addresses of several prompts, of ``counts`` chunks each, that follow each other in ``packed``; packed
+    themselves.
 
     ``digest`` is the namespace's. Call it only if ``is_available``.
     """
@@ -41,5 +41,4 @@ def chained_each(digest: bytes, packed: bytes, chunk_bytes: int, counts: Sequenc
     found, sizes, tokens = np.empty(sum(counts), "V16"), np.array(counts, np.uint64), np.frombuffer(packed, np.uint8)
     at = [each.__array_interface__["data"][0] for each in (tokens, sizes, found)]
     library.kv_addresses_each(digest, at[0], chunk_bytes, at[1], len(counts), at[2])
-    addresses: list[bytes] = found.tolist()
-    return addresses
+    return found.tobytes()

@@ -53,7 +53,7 @@ def match_each(
         for chain, remembered in zip(chains, _leading(present, chains), strict=True):
             if deadline.passed:
                 break
-            whole = remembered == len(chain) == node.gc_view.leading(chain.addresses)
+            whole = remembered == len(chain) == node.gc_view.leading(chain)
             counts.append(remembered if whole else node.match(chain, deadline.left_s(), counts=False))
     return counts
 

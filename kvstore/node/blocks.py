@@ -48,9 +48,9 @@ class Blocks:
 
     def match(self, namespace: Namespace, keys: Sequence[bytes], deadline: Deadline) -> int:
         """Returns how many leading keys are in the store, whatever the size of their blocks."""
-        asked = block_addresses(namespace, keys)
-        addresses = asked[: self._view.leading(asked)]
-        known = remembered(self._chunks, Keyed(namespace, keys, addresses, ()), 0, self._reads.above)
+        asked = Keyed(namespace, keys, block_addresses(namespace, keys), ())
+        wanted = asked.leading(self._view.leading(asked))
+        addresses, known = wanted.addresses, remembered(self._chunks, wanted, 0, self._reads.above)
 
         def read(index: int, _: Borrowed) -> bool:
             key, address = keys[known + index], addresses[known + index]
@@ -59,7 +59,7 @@ class Blocks:
 
         count = known + leading(read_chunks(self._lanes, self._counters, len(addresses) - known, read, deadline))
         self._reads.looked_up(Keyed(namespace, keys[:count], addresses[:count], ()))
-        self._counters.add_request(asked, count, namespace.layout.chunk_tokens, reads=False)
+        self._counters.add_request(asked.addresses, count, namespace.layout.chunk_tokens, reads=False)
         return count
 
     def hold(

@@ -9,11 +9,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import cast
 
 import numpy as np
 
-from kvstore.address import NO_PARENT, Address, Chain, chained_addresses, chunk_count
+from kvstore.address import ADDRESS_BYTES, NO_PARENT, Address, Chain, chained_addresses, chunk_count
 from kvstore.namespace import Namespace
 from kvstore.native import addresses as native
 from kvstore.tokens import TokenArray
@@ -39,7 +38,7 @@ def chains_of(namespace: Namespace, prompts: Sequence[TokenArray]) -> list[Chain
     own, found = np.frombuffer(packed, "<u4"), native.chained_each(namespace.digest, packed, 4 * size, counts)
     ends = pairwise((0, *accumulate(counts)))
     return [
-        Chain(namespace, own[start * size : end * size], tuple(cast("list[Address]", found[start:end])))
+        Chain(namespace, own[start * size : end * size], found[start * ADDRESS_BYTES : end * ADDRESS_BYTES])
         for start, end in ends
     ]
 
@@ -52,14 +51,14 @@ class _Recent:
     def __init__(self, chain: Chain, packed: bytes) -> None:
         self.chain = chain
         self.packed = packed
-        self.addresses = chain.addresses
-        self.count = len(chain.addresses)
+        self.addresses = chain.packed
+        self.count = len(chain)
         self.digest = chain.namespace.digest
         self.cost_bytes = len(packed) + ADDRESS_COST_BYTES * self.count
 
     def continues(self, other: _Recent) -> bool:
         """True if its chain begins with all of the other one, or equals it."""
-        return other.count <= self.count and self.addresses[other.count - 1] == other.addresses[-1]
+        return self.addresses.startswith(other.addresses[-ADDRESS_BYTES:], (other.count - 1) * ADDRESS_BYTES)
 
 
 class RecentChains:
@@ -88,8 +87,10 @@ class RecentChains:
         given = tokens.data.cast("B")[: count * size]
         like, shared = self._most_alike(namespace, given, size)
         if like is None:
-            packed = bytes(given)
-            addresses = tuple(_addresses(namespace, packed))
+            # The bytes of a prompt in bytes that nobody can change are as good as a copy.
+            whole: object = tokens.base
+            packed = whole if type(whole) is bytes and len(whole) == tokens.nbytes == len(given) else bytes(given)
+            addresses = _addresses(namespace, packed)
         elif shared == count:
             self._used(like)
             return like.chain.leading(count)
@@ -97,8 +98,8 @@ class RecentChains:
             # Take the shared part from our copy: the caller's bytes may have changed since the comparison, and an
             # address must belong to the tokens beside it.
             packed = b"".join((memoryview(like.packed)[: shared * size], given[shared * size :]))
-            known = like.chain.addresses[:shared]
-            addresses = (*known, *_addresses(namespace, packed, shared, known[-1]))
+            known, last = like.chain.packed[: shared * ADDRESS_BYTES], like.chain.parent(shared)
+            addresses = known + _addresses(namespace, packed, shared, last)
         chain = Chain(namespace, np.frombuffer(packed, "<u4"), addresses)
         self._used(_Recent(chain, packed))
         return chain
@@ -106,20 +107,21 @@ class RecentChains:
     def _most_alike(self, namespace: Namespace, given: memoryview, size: int) -> tuple[_Recent | None, int]:
         """Returns the recent chain that shares the most chunks with the tokens ``given``, and how many it shares."""
         best: _Recent | None = None
-        shared, parent, following = 0, NO_PARENT, given[:size]
+        shared, parent, following = 0, b"", given[:size]
         digest = namespace.digest
         for recent in self._recent:
             # Equal addresses prove equal tokens up to here; compare the chunk after that.
             if (
                 recent.count > shared
                 and recent.digest == digest
-                and (not shared or recent.addresses[shared - 1] == parent)
+                and (not shared or recent.addresses.startswith(parent, (shared - 1) * ADDRESS_BYTES))
                 and recent.packed.startswith(following, shared * size)
             ):
                 best, shared = recent, _shared_count(recent.packed, given, size, shared + 1)
                 if (shared + 1) * size > len(given):
                     break
-                parent, following = recent.addresses[shared - 1], given[shared * size : (shared + 1) * size]
+                parent = recent.addresses[(shared - 1) * ADDRESS_BYTES : shared * ADDRESS_BYTES]
+                following = given[shared * size : (shared + 1) * size]
         return best, shared
 
     def _used(self, used: _Recent) -> None:
@@ -139,12 +141,12 @@ class RecentChains:
             self._recent = tuple(kept)
 
 
-def _addresses(namespace: Namespace, packed: bytes, first: int = 0, parent: Address = NO_PARENT) -> Sequence[Address]:
-    """Returns ``chained_addresses``, computed without the GIL if they are many and the native library is built."""
+def _addresses(namespace: Namespace, packed: bytes, first: int = 0, parent: Address = NO_PARENT) -> bytes:
+    """Returns ``chained_addresses``, packed, computed without the GIL if they are many and the native library is
+    built."""
     if not native.is_available or len(packed) <= SHORT_MAX * 4 * namespace.layout.chunk_tokens:
-        return chained_addresses(namespace, packed, first, parent)
-    found = native.chained(namespace.digest, parent, packed, 4 * namespace.layout.chunk_tokens, first)
-    return cast("list[Address]", found)
+        return b"".join(chained_addresses(namespace, packed, first, parent))
+    return native.chained(namespace.digest, parent, packed, 4 * namespace.layout.chunk_tokens, first)
 
 
 def _shared_count(packed: bytes, given: memoryview, size: int, low: int) -> int:

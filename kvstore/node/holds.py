@@ -78,7 +78,7 @@ class Holds:
                 self._expire()
             if len(self._live) >= self._holds_max:
                 raise Overloaded(f"{self._holds_max} holds are alive: release some, or back off")
-            hold.count = self._view.leading(chain.addresses)
+            hold.count = self._view.leading(chain)
             hold.born = self._view.revision if self._view.protects else None
             self._live[hold.id] = hold
         if hold.count < len(chain):

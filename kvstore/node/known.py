@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.address import Address
+from kvstore.address import ADDRESS_BYTES, Address
 from kvstore.native import library as native
 from kvstore.recency import NS_PER_S
 from kvstore.zeros import untouched_zeros
@@ -45,7 +45,7 @@ class Known:
     def __init__(self, entries_max: int, quantum_s: int) -> None:
         rows = 1 << max(0, (entries_max // WAYS).bit_length() - 1)
         self._mask = rows - 1
-        self._quantum_s = quantum_s
+        self._quantum_s = quantum_s  # the number of a quantum is its start by this: it fits 31 bits
         self._lock = threading.Lock()
         self.epoch = 0
         self._prints = untouched_zeros((rows, WAYS), np.uint64)
@@ -60,20 +60,20 @@ class Known:
 
     def is_present(self, address: Address, quantum_start_s: int) -> bool:
         """True if it was seen in this quantum or the one before."""
-        return self._mark(address) >> 1 >= self._number(quantum_start_s) - 1
+        return self._mark(address) >> 1 >= (quantum_start_s // self._quantum_s) - 1
 
     def add(self, address: Address, quantum_start_s: int, *, renewed: bool, epoch: int) -> None:
         """Notes that it was seen in this quantum by a look that began in ``epoch``; ``renewed`` if its stamp is too."""
         with self._lock:
             if epoch == self.epoch:
-                self._add(_print(address), self._number(quantum_start_s) << 1 | renewed)
+                self._add(_print(address), (quantum_start_s // self._quantum_s) << 1 | renewed)
 
     def add_all(
         self, addresses: Sequence[Address], quantum_start_s: int, *, renewed: bool | npt.NDArray[np.bool_], epoch: int
     ) -> None:
         """Adds many at once; ``renewed`` may be one value or one for each."""
-        prints, rows = self._places(addresses)
-        marks = np.full(len(prints), self._number(quantum_start_s) << 1, np.uint32) | renewed
+        prints, rows = self._places(b"".join(addresses))
+        marks = np.full(len(prints), (quantum_start_s // self._quantum_s) << 1, np.uint32) | renewed
         for start in range(0, len(prints), RUN):
             run = slice(start, start + RUN)
             with self._lock:
@@ -94,7 +94,7 @@ class Known:
         sections, also if the epoch has changed and none is added.
         """
         section_bytes = ctypes.c_uint64()
-        mark, renewed_ns = self._number(quantum_start_s) << 1, quantum_start_s * NS_PER_S
+        mark, renewed_ns = (quantum_start_s // self._quantum_s) << 1, quantum_start_s * NS_PER_S
         with self._lock:
             table = self._table if epoch == self.epoch else None
             found = native.brief.kv_known_add(
@@ -132,23 +132,23 @@ class Known:
             for span in self._marked():
                 self._marks[span] = 0
 
-    def leading_count(self, addresses: Sequence[Address], quantum_start_s: int) -> int:
-        """Returns how many leading addresses are remembered as present."""
-        if not addresses:
+    def leading_count(self, packed: bytes, quantum_start_s: int) -> int:
+        """Returns how many leading addresses, one after the other in ``packed``, are remembered as present."""
+        if not packed:
             return 0
         # Not by ``present``: each call fewer counts for short prompts.
-        present = self._have_mark(addresses, max(self._number(quantum_start_s) - 1 << 1, 1), 0)
-        return len(addresses) if present.all() else int(present.argmin())
+        present = self._have_mark(packed, max((quantum_start_s // self._quantum_s) - 1 << 1, 1), 0)
+        return len(present) if present.all() else int(present.argmin())
 
     def present(self, addresses: Sequence[Address], quantum_start_s: int) -> npt.NDArray[np.bool_]:
         """Returns which addresses are remembered as present."""
-        return self._have_mark(addresses, max(self._number(quantum_start_s) - 1 << 1, 1), 0)
+        return self._have_mark(b"".join(addresses), max((quantum_start_s // self._quantum_s) - 1 << 1, 1), 0)
 
-    def unrenewed(self, addresses: Sequence[Address], quantum_start_s: int) -> list[int]:
-        """Returns the positions in ``addresses`` whose recency is not known to be of this quantum."""
-        if not addresses:
+    def unrenewed(self, packed: bytes, quantum_start_s: int) -> list[int]:
+        """Returns the positions in ``packed`` of the addresses whose recency is not known to be of this quantum."""
+        if not packed:
             return []
-        renewed = self._have_mark(addresses, self._number(quantum_start_s) << 1, 1)
+        renewed = self._have_mark(packed, (quantum_start_s // self._quantum_s) << 1, 1)
         places: list[int] = np.flatnonzero(~renewed).tolist()
         return places
 
@@ -159,17 +159,17 @@ class Known:
             if self._marks[span].max():  # several times as fast as any()
                 yield span
 
-    def _have_mark(self, addresses: Sequence[Address], least: int, bit: int) -> npt.NDArray[np.bool_]:
+    def _have_mark(self, packed: bytes, least: int, bit: int) -> npt.NDArray[np.bool_]:
         """Returns which addresses have a mark of at least ``least`` that has ``bit`` set."""
         if native.brief is None:
-            return self._have_mark_in_numpy(addresses, least, bit)
-        found = np.empty(len(addresses), np.bool_)
+            return self._have_mark_in_numpy(packed, least, bit)
+        found = np.empty(len(packed) // ADDRESS_BYTES, np.bool_)
         at = found.__array_interface__["data"][0]
-        native.brief.kv_known_have(self._table, b"".join(addresses), len(addresses), least, bit, at)
+        native.brief.kv_known_have(self._table, packed, len(found), least, bit, at)
         return found
 
-    def _have_mark_in_numpy(self, addresses: Sequence[Address], least: int, bit: int) -> npt.NDArray[np.bool_]:
-        prints, rows = self._places(addresses)
+    def _have_mark_in_numpy(self, packed: bytes, least: int, bit: int) -> npt.NDArray[np.bool_]:
+        prints, rows = self._places(packed)
         found = np.empty(len(rows), np.bool_)
         for start in range(0, len(rows), RUN):
             run = slice(start, start + RUN)
@@ -183,14 +183,10 @@ class Known:
             found[run] = _any(fits)
         return found
 
-    def _places(self, addresses: Sequence[Address]) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.intp]]:
+    def _places(self, packed: bytes) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.intp]]:
         """Returns the prints and rows of addresses."""
-        prints = np.frombuffer(b"".join(addresses), "<u8")[::2]
+        prints = np.frombuffer(packed, "<u8")[::2]
         return prints, (prints & np.uint64(self._mask)).astype(np.intp)
-
-    def _number(self, quantum_start_s: int) -> int:
-        """Returns the quantum's number, small enough for 31 bits."""
-        return quantum_start_s // self._quantum_s
 
     def _mark(self, address: Address) -> int:
         return self._find(_print(address))[1]

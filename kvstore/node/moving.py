@@ -73,7 +73,7 @@ class Moving:
         if move.act is Act.RELEASE:
             self._release(move)
             return
-        chain = move.chain.leading(self._view.leading(move.chain.addresses))
+        chain = move.chain.leading(self._view.leading(move.chain))
         chain = chain.leading(self._reads.matched_count(chain, self._deadline(move, self._limits.now.read_deadline_s)))
         if move.level is Level.MEMORY:
             self._to_memory(move, chain)

@@ -190,7 +190,7 @@ class Node:
     def match(self, chain: Chain, deadline_s: float | None = None, *, counts: bool = True) -> int:
         """How many leading chunks are in the store. A miss, never an error, when the root does not answer."""
         deadline = self._deadline(deadline_s, self.limits.match_deadline_s)
-        count = self.reads.matched_count(chain.leading(self.gc_view.leading(chain.addresses)), deadline)
+        count = self.reads.matched_count(chain.leading(self.gc_view.leading(chain)), deadline)
         if counts and not chain.namespace.has_segments:
             self.counters.add_request(chain.addresses, count, chain.namespace.layout.chunk_tokens, reads=False)
         return count

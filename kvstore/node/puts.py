@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.address import Chain
+from kvstore.address import ADDRESS_BYTES, Chain
 from kvstore.counts import NodeCount
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import expected_chunk
@@ -121,11 +121,12 @@ class Puts:
         self.counters.add(NodeCount.REQUESTS_PUT)
         if wanted.namespace.has_segments:
             self._segments.learn(wanted)
-        if wanted.addresses:
-            self.counters.looked.pop(wanted.addresses[-1], None)  # a miss that is computed and put is not read
+        if len(wanted):
+            # A miss that is computed and put is not read.
+            self.counters.looked.pop(wanted.packed[-ADDRESS_BYTES:], None)
         # A chunk that a sweep is taking cannot be put again before the sweep has ended. The rest of the prompt waits
         # for that.
-        chain, found = wanted.leading(self.view.leading(wanted.addresses)), 0
+        chain, found = wanted.leading(self.view.leading(wanted)), 0
         if skips or mode is WriteMode.BEHIND:
             # A root that does not answer must not take the time for copying: what only it may have counts as absent.
             look = Deadline(self._clock, min(deadline.left_s(), self._limits.now.match_deadline_s))
@@ -163,7 +164,7 @@ class Puts:
             right = np.flatnonzero(memory.all_still_right(slots, range(job.first, stop))) + job.first
             return self._publish_blocks(wanted, right.tolist(), stop, slots, job.hints, deadline)
         self.view.check_room()
-        chain = wanted.leading(self.view.leading(wanted.addresses))
+        chain = wanted.leading(self.view.leading(wanted))
         count = min(memory.verified(slots), len(chain) - job.first)
         root, present = self._begin_root(
             chain, job.first, job.hints, deadline, lambda indexes: memory.all_still_right(slots, indexes)
@@ -171,7 +172,7 @@ class Puts:
         if root is None:
             return present
         there = self._store(root, slots.sections(job.first, job.first + max(0, count)), job.first, count, deadline)
-        return min(leading(there), self.view.leading(chain.addresses))
+        return min(leading(there), self.view.leading(chain))
 
     def used(self, wanted: Wanted, found: Mask, hints: Hints) -> None:
         """Notes that a put behind found chunks there: a use of them, which raises their hints.
@@ -225,7 +226,7 @@ class Puts:
                 entry is not None or known.is_present(address, quantum)
                 for address, entry in zip(keyed.addresses, slots.entries, strict=True)
             ]
-        return Write(self, keyed, 0, found & self.view.unswept(keyed.addresses), mode, hints, sheds=sheds)
+        return Write(self, keyed, 0, found & self.view.unswept(keyed), mode, hints, sheds=sheds)
 
     def _publish_blocks(
         self, wanted: Keyed, right: list[int], stop: int, slots: Slots, hints: Hints, deadline: Deadline
@@ -240,7 +241,7 @@ class Puts:
         root = self._root_write(
             part, 0, hints, lambda places: memory.all_still_right(slots, [right[at] for at in places])
         )
-        there, unswept = self._store(root, images, 0, len(part), deadline), self.view.unswept(part.addresses)
+        there, unswept = self._store(root, images, 0, len(part), deadline), self.view.unswept(part)
         # Another writer's block has the name and another size: ours will never be there. What is swept may be, later.
         hopeless = [right[at] for at in np.flatnonzero(~there & unswept).tolist()]
         entries = [slots.entries[index - slots.first] for index in hopeless]

@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.address import Chain
+from kvstore.address import ADDRESS_BYTES, Chain
 from kvstore.buffers import Borrowed, Withdrawn
 from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError
@@ -74,8 +74,7 @@ def matched_count(
 def remembered(chunks: Chunks, wanted: Wanted, count: int, above: Above | None) -> int:
     """Returns how many leading chunks are there without a look at the root, given that the first ``count`` are."""
     while count < len(wanted):
-        rest = wanted.addresses[count:] if count else wanted.addresses
-        known = count + chunks.known.leading_count(rest, chunks.quantum())
+        known = count + chunks.known.leading_count(wanted.packed[count * ADDRESS_BYTES :], chunks.quantum())
         found = known + (above(wanted, known) if above is not None and known < len(wanted) else 0)
         if found == known:
             return known

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kvstore.address import Address, Chain
+from kvstore.address import ADDRESS_BYTES, Address, Chain
 from kvstore.background import Decision, Loop
 from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError
@@ -30,11 +30,19 @@ from kvstore.waiting import Monitor
 @dataclass(frozen=True, slots=True)
 class _Renewal:
     namespace: NamespaceId
-    addresses: tuple[Address, ...]
+    packed: bytes
+    """The addresses, one after the other."""
     depths: Sequence[int] | None
     """The index of each block in its prompt, as far as the request says; None for a chain from its first chunk on."""
     hints: Hints
     lacking: frozenset[int]
+
+    @property
+    def count(self) -> int:
+        return len(self.packed) // ADDRESS_BYTES
+
+    def address(self, index: int) -> Address:
+        return Address(self.packed[index * ADDRESS_BYTES : (index + 1) * ADDRESS_BYTES])
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +90,11 @@ class Refresher:
         if not self._enabled or not len(wanted) or self._loop.closed:
             return
         # Neither tokens nor keys are kept.
-        depths = None if isinstance(wanted, Chain) else wanted.depths or range(len(wanted))
-        renewal = _Renewal(wanted.namespace.id, tuple(wanted.addresses), depths, hints, lacking)
+        if isinstance(wanted, Chain):
+            renewal = _Renewal(wanted.namespace.id, wanted.packed, None, hints, lacking)
+        else:
+            depths = wanted.depths or range(len(wanted))
+            renewal = _Renewal(wanted.namespace.id, b"".join(wanted.addresses), depths, hints, lacking)
         if not self._places(renewal, self._chunks.quantum()):
             return
         with self._changed:
@@ -111,7 +122,7 @@ class Refresher:
         """Renews the leading chunks of a chain on the calling lane, before a child of theirs gets a fresh stamp."""
         if self._enabled and len(chain):
             try:
-                self._renew(_Renewal(chain.namespace.id, tuple(chain.addresses), None, hints, lacking))
+                self._renew(_Renewal(chain.namespace.id, chain.packed, None, hints, lacking))
             except KVStoreError:
                 self._counters.add(NodeCount.REFRESH_DROPPED)
 
@@ -166,10 +177,10 @@ class Refresher:
 
     def _places(self, renewal: _Renewal, quantum: int) -> list[int]:
         """Returns the positions of the chunks that need a look."""
-        places = self._chunks.known.unrenewed(renewal.addresses, quantum)
+        places = self._chunks.known.unrenewed(renewal.packed, quantum)
         if not renewal.lacking or self._keeps_hints is False:
             return places
-        return sorted({*places, *(place for place in renewal.lacking if place < len(renewal.addresses))})
+        return sorted({*places, *(place for place in renewal.lacking if place < renewal.count)})
 
     def _renew(self, renewal: _Renewal) -> None:
         chunks = self._chunks
@@ -184,7 +195,7 @@ class Refresher:
                 self._counters.add(NodeCount.REFRESHED)
                 if self._keeps_hints is None and plan.index in renewal.lacking:
                     self._keeps_hints = self._is_kept(plan.name, plan.stamp_ns)
-            address = renewal.addresses[plan.index]
+            address = renewal.address(plan.index)
             # A file of this name is there. A node that looked into it has remembered whether this node can read it.
             if chunks.known.is_present(address, quantum):
                 chunks.known.add(address, quantum, renewed=True, epoch=epoch)
@@ -214,7 +225,7 @@ class Refresher:
         """Returns position, name and mtime of each chunk that may have to be renewed."""
         looked: list[tuple[int, Name, int]] = []
         for index in self._places(renewal, quantum):
-            name = self._chunks.name(renewal.addresses[index], renewal.namespace)
+            name = self._chunks.name(renewal.address(index), renewal.namespace)
             stat = self._chunks.root.stat(name)
             if stat is not None:
                 looked.append((index, name, stat.mtime_ns))

@@ -15,7 +15,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.address import Address
+from kvstore.address import Address, Addressed
 from kvstore.counts import NodeCount
 from kvstore.errors import InvalidRequest, Overloaded, RootMismatch
 from kvstore.meta.interface import Absent, Compare, Event, KeyValue, Snapshot, ValueIs
@@ -78,10 +78,11 @@ class View:
         """True if the chain of sweeps, as read from etcd, ends where this view ends."""
         return seq == self._seq
 
-    def leading(self, addresses: Sequence[Address]) -> int:
-        """Returns how many leading addresses are not condemned; hold ``lock`` if that must stay true."""
-        if not self._open or not addresses:
-            return len(addresses)
+    def leading(self, wanted: Addressed) -> int:
+        """Returns how many leading chunks are not condemned; hold ``lock`` if that must stay true."""
+        return self._leading(wanted.addresses) if self._open else len(wanted)
+
+    def _leading(self, addresses: Sequence[Address]) -> int:
         open_, shift = self._open, 16 - self._shard_bits
         for index, address in enumerate(addresses):
             sweep = open_.get((address[0] << 8 | address[1]) >> shift)
@@ -91,19 +92,19 @@ class View:
 
     def condemns(self, address: Address) -> bool:
         """True if an address counts as absent (rule H1)."""
-        return not self.leading((address,))
+        return not self._leading((address,))
 
     def allowed(self, addresses: Sequence[Address]) -> Sequence[int]:
         """Returns the offsets of those that are not condemned."""
-        if self.leading(addresses) == len(addresses):
+        if not self._open or self._leading(addresses) == len(addresses):
             return range(len(addresses))
-        return np.flatnonzero(self.unswept(addresses)).tolist()
+        return [at for at, address in enumerate(addresses) if not self.condemns(address)]
 
-    def unswept(self, addresses: Sequence[Address]) -> npt.NDArray[np.bool_]:
-        """Returns which addresses are not condemned."""
-        unswept = np.ones(len(addresses), np.bool_)
+    def unswept(self, wanted: Addressed) -> npt.NDArray[np.bool_]:
+        """Returns which chunks are not condemned."""
+        unswept = np.ones(len(wanted), np.bool_)
         if self._open:
-            unswept[:] = [not self.condemns(address) for address in addresses]
+            unswept[:] = [not self.condemns(address) for address in wanted.addresses]
         return unswept
 
     @property

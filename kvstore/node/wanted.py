@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.address import NO_PARENT, Address, Chain, block_addresses
+from kvstore.address import ADDRESS_BYTES, NO_PARENT, Address, Chain, block_addresses
 from kvstore.format.descent import Ancestry, laid_descent
 from kvstore.format.header import Expected, Kind, expected_block, expected_chunk, header_bytes
 from kvstore.memory.inventory import Place, place_of
@@ -36,6 +36,11 @@ class Keyed:
 
     def __len__(self) -> int:
         return len(self.addresses)
+
+    @property
+    def packed(self) -> bytes:
+        """The addresses, one after the other."""
+        return b"".join(self.addresses)
 
     def leading(self, count: int) -> Keyed:
         """Returns the first ``count`` of them."""
@@ -148,16 +153,18 @@ def describe(wanted: Wanted, indexes: Sequence[int], items: npt.NDArray[Any]) ->
 
 
 def _describe_chain(chain: Chain, indexes: Sequence[int], items: npt.NDArray[Any]) -> list[object]:
-    layout, tokens, addresses = chain.namespace.layout, chain.tokens, chain.addresses
+    layout, tokens = chain.namespace.layout, chain.tokens
     identity_bytes = layout.chunk_tokens * 4
     assert tokens.flags.c_contiguous and tokens.itemsize == 4
     places = np.asarray(indexes, np.uint64)
     if isinstance(indexes, range) and indexes.step == 1:
         # The common case, a run: each is the next one's parent.
-        both = np.frombuffer(b"".join((chain.parent(indexes.start), *addresses[indexes.start : indexes.stop])), "V16")
+        start, end = indexes.start * ADDRESS_BYTES, indexes.stop * ADDRESS_BYTES
+        packed = chain.packed[start - ADDRESS_BYTES : end] if start else NO_PARENT + chain.packed[:end]
+        both = np.frombuffer(packed, "V16")
         items["parent"], items["address"] = both[:-1], both[1:]
     else:
-        items["address"] = np.frombuffer(b"".join([addresses[index] for index in indexes]), "V16")
+        items["address"] = np.frombuffer(chain.packed, "V16")[places]
         items["parent"] = np.frombuffer(b"".join([chain.parent(index) for index in indexes]), "V16")
     items["identity"] = tokens.__array_interface__["data"][0] + places * identity_bytes
     items["identity_bytes"] = identity_bytes

@@ -104,7 +104,7 @@ class Write:
         self._first = first
         self._found = found
         self._there = found.copy()
-        self._left_out = ~owner.view.unswept(wanted.addresses)
+        self._left_out = ~owner.view.unswept(wanted)
         if isinstance(wanted, Keyed):
             self._left_out |= wanted.contradicting()
         self._hints = hints
@@ -162,7 +162,7 @@ class Write:
             there = publication.there() | (there if self.mode is WriteMode.BEHIND else False)
             chunks, size_bytes = chunks + publication.written, size_bytes + publication.bytes_written
         # A chunk condemned during its put counts as absent.
-        there = there & ~self._left_out & self._owner.view.unswept(self._wanted.addresses)
+        there = there & ~self._left_out & self._owner.view.unswept(self._wanted)
         if self._is_chain:
             there[leading(there) :] = False
         found = max(0, int(there[self._first :].sum()) - chunks)

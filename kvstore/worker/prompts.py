@@ -57,7 +57,8 @@ class Prompts:
         if chunks_max:
             tokens = tokens[: chunks_max * namespace.layout.chunk_tokens]
         chain = self._member.node.chains.of(namespace, tokens)
-        self._behind.settle(chain.addresses, SETTLE_S)
+        if self._behind.chunks_count:
+            self._behind.settle(chain.addresses, SETTLE_S)
         return chain
 
     def chain_to_put(self, start: pb.PutStart, call: Call) -> Chain:

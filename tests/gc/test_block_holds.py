@@ -28,7 +28,7 @@ from tests.worker.serving import connected
 
 KEYS = [bytes([number]) * 32 for number in range(4)]
 BLOCKS = [bytes([number]) * 5000 for number in range(4)]
-AS_CHAIN = Chain(SPACE, np.empty(0, np.uint32), tuple(block_address(SPACE, key) for key in KEYS))
+AS_CHAIN = Chain(SPACE, np.empty(0, np.uint32), b"".join(block_address(SPACE, key) for key in KEYS))
 PATHS = ("embedded", "grpc", "tcp", "shared")
 
 

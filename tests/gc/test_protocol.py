@@ -52,7 +52,7 @@ def test_a_held_chunk_outlives_a_sweep_that_waits_for_it(c: Cluster) -> None:
     hold = node.node.hold(chain)
     sweep = threading.Thread(target=lambda: c.collector().sweep(c.plans(chain)))
     sweep.start()
-    eventually(lambda: node.node.gc_view.leading(chain.addresses) < 8)
+    eventually(lambda: node.node.gc_view.leading(chain) < 8)
     sweep.join(0.3)
     assert sweep.is_alive() and c.present(chain) == 8
     node.node.release(hold)
@@ -66,7 +66,7 @@ def test_h1_what_is_condemned_is_a_miss_and_cannot_be_held(c: Cluster) -> None:
     hold = other.node.hold(chain)
     sweep = threading.Thread(target=lambda: c.collector().sweep(c.plans(chain)))
     sweep.start()
-    eventually(lambda: node.node.gc_view.leading(chain.addresses) == 0)
+    eventually(lambda: node.node.gc_view.leading(chain) == 0)
     assert node.node.match(chain) == 0 and node.node.hold(chain).count == 0
     assert put(node, chain) == 0, "what is being swept cannot be put again before the sweep has ended"
     other.node.release(hold)
@@ -160,7 +160,7 @@ def test_v1_a_node_that_joins_during_a_sweep_protects_nothing_of_it(c: Cluster) 
     hold = old.node.hold(chain)
     sweep = threading.Thread(target=lambda: c.collector().sweep(c.plans(chain)))
     sweep.start()
-    eventually(lambda: old.node.gc_view.leading(chain.addresses) == 0)
+    eventually(lambda: old.node.gc_view.leading(chain) == 0)
     young = c.node()
     assert young.node.hold(chain).count == 0
     old.node.release(hold)
@@ -193,7 +193,7 @@ def test_v3_after_a_lost_watch_old_holds_still_keep_sweeps_away(c: Cluster) -> N
     late = node.node.hold(prompt(2, 1))  # a young hold does not hide the old one
     thread = threading.Thread(target=lambda: collector.sweep(c.plans(chain)))
     thread.start()
-    eventually(lambda: node.node.gc_view.leading(chain.addresses) == 0)
+    eventually(lambda: node.node.gc_view.leading(chain) == 0)
     assert node.presence.current().announced == 0
     assert c.present(chain) == 8
     node.node.release(late)

@@ -189,7 +189,7 @@ def test_the_wish_to_end_during_a_grace_leaves_the_root_as_it_was(place: Place) 
 
     thread = threading.Thread(target=run)
     thread.start()
-    eventually(lambda: node.node.gc_view.leading(chain.addresses) < 4)
+    eventually(lambda: node.node.gc_view.leading(chain) < 4)
     place.stop.ask()
     thread.join(PATIENCE_S)
     assert ended == [Stopped] and place.cluster.present(chain) == 4

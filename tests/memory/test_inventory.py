@@ -25,13 +25,13 @@ def test_e1_nobody_sees_a_claimed_entry() -> None:
     entry = inventory.claim(place, 10, 0.0)
     assert entry is not None
     assert inventory.find(place.address) is None
-    assert inventory.leading([place.address]) == 0
+    assert inventory.leading(place.address) == 0
     assert inventory.match(place.namespace, memoryview(place.tokens)) == []
     assert not inventory.pin(place.address)
     assert inventory.changes() == set() and not len(inventory.prints(shard_of(place.address)))
     assert inventory.ready(entry)
     assert inventory.find(place.address) is entry
-    assert inventory.leading([place.address]) == 1
+    assert inventory.leading(place.address) == 1
     assert inventory.match(place.namespace, memoryview(place.tokens)) == [entry]
 
 
@@ -64,7 +64,7 @@ def test_e1_a_parent_does_not_go_for_its_own_child() -> None:
     places = chain(3)
     fill(inventory, places[:2])
     assert inventory.claim(places[2], 10, 1.0) is None
-    assert inventory.leading([place.address for place in places]) == 2
+    assert inventory.leading(b"".join(place.address for place in places)) == 2
 
 
 def test_e1_claiming_evicts_no_more_than_it_needs_and_nothing_in_vain() -> None:
@@ -201,7 +201,7 @@ def test_leading_counts_from_an_index_on() -> None:
     entries = fill(inventory, places)
     addresses = [place.address for place in places]
     inventory.drop(entries[4])
-    assert [inventory.leading(addresses, first) for first in range(8)] == [4, 3, 2, 1, 0, 1, 0, 0]
+    assert [inventory.leading(b"".join(addresses), first) for first in range(8)] == [4, 3, 2, 1, 0, 1, 0, 0]
 
 
 def test_a_chain_of_tokens_has_the_places_that_match() -> None:
@@ -211,7 +211,7 @@ def test_a_chain_of_tokens_has_the_places_that_match() -> None:
     inventory = lru(Bytes(100))
     entries = fill(inventory, [place_of(found, index) for index in range(len(found))])
     assert inventory.match(namespace.digest, prompt.data.cast("B")) == entries
-    assert inventory.leading(found.addresses) == 5
+    assert inventory.leading(found.packed) == 5
     assert [entry.place for entry in entries] == [place_of(found, index) for index in range(5)]
 
 
@@ -235,7 +235,7 @@ def test_what_is_retired_goes_before_all_others_until_it_is_used_again(policy: s
     assert inventory.victims(1_000)[:2] == [new[2], old[2]]
     inventory.drop(new[2])
     inventory.retire([new[2]])
-    assert inventory.leading([entry.address for entry in new]) == 2, "nothing else is lost"
+    assert inventory.leading(b"".join(entry.address for entry in new)) == 2, "nothing else is lost"
 
 
 def test_prints_tell_what_is_ready_and_which_shards_changed() -> None:

@@ -74,7 +74,7 @@ class Twin:
         addresses = [address_of(namespace, path[:end]) for end in range(1, len(path) + 1)]
         shown = [chunk is not None and chunk.is_ready for chunk in map(self.tree.find, addresses)]
         for first in range(len(path) + 1):
-            assert self.tree.leading(addresses, first) == [*shown, False].index(False, first) - first
+            assert self.tree.leading(b"".join(addresses), first) == [*shown, False].index(False, first) - first
 
     def check_all(self) -> None:
         assert len(self.tree) == len(self.chunks) == len(list(self.tree))
@@ -176,8 +176,8 @@ def test_blocks_without_tokens_are_found_by_address_alone() -> None:
     assert [tree.find(block.address) for block in blocks] == blocks
     assert all(block.children_count == 0 and block.run.tokens_of(block) == b"" for block in blocks)
     assert tree.match(NAMESPACES[0], memoryview(TOKENS[0])) == []
-    assert tree.leading([block.address for block in blocks] * 2) == 6
-    assert tree.leading([NO_PARENT, blocks[0].address]) == 0
+    assert tree.leading(b"".join(block.address for block in blocks) * 2) == 6
+    assert tree.leading(NO_PARENT + blocks[0].address) == 0
     for block in blocks:
         tree.remove(block)
     assert not len(tree) and not tree._spaces

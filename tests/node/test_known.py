@@ -94,12 +94,14 @@ def test_it_answers_like_a_dictionary_while_nothing_has_to_be_dropped(
     assert len(known) == len(plain.seen)
     assert [known.is_present(each, now_s) for each in POOL] == [plain.is_present(each, now) for each in POOL]
     leading = itertools.takewhile(lambda each: plain.is_present(each, now), asked)
-    assert known.leading_count(asked, now_s) == len(list(leading))
-    assert known.unrenewed(asked, now_s) == [at for at, each in enumerate(asked) if not plain.is_renewed(each, now)]
+    assert known.leading_count(b"".join(asked), now_s) == len(list(leading))
+    assert known.unrenewed(b"".join(asked), now_s) == [
+        at for at, each in enumerate(asked) if not plain.is_renewed(each, now)
+    ]
     for bit in (0, 1):
         least = max(now - 1 << 1, 1)
-        in_numpy = known._have_mark_in_numpy(asked, least, bit)
-        assert known._have_mark(asked, least, bit).tolist() == in_numpy.tolist()
+        in_numpy = known._have_mark_in_numpy(b"".join(asked), least, bit)
+        assert known._have_mark(b"".join(asked), least, bit).tolist() == in_numpy.tolist()
 
 
 @given(st.lists(st.lists(st.binary(min_size=16, max_size=16), max_size=60), max_size=6))
@@ -129,18 +131,22 @@ def test_an_address_that_takes_the_place_of_another_takes_none_of_its_marks() ->
     first = [Address(bytes([row, way]).ljust(16)) for row in range(rows) for way in range(WAYS)]
     second = [Address(bytes([row, WAYS]).ljust(16)) for row in range(rows)]
     known.add_all(first, 6000, renewed=True, epoch=known.epoch)
-    assert known.leading_count(first, 6000) == len(first) and not known.unrenewed(first, 6000)
+    assert known.leading_count(b"".join(first), 6000) == len(first) and not known.unrenewed(b"".join(first), 6000)
     known.add_all(second, 6000, renewed=False, epoch=known.epoch)
-    assert known.leading_count(second, 6000) == rows and known.unrenewed(second, 6000) == list(range(rows))
-    assert len(known.unrenewed(first, 6000)) == rows
+    assert known.leading_count(b"".join(second), 6000) == rows and known.unrenewed(b"".join(second), 6000) == list(
+        range(rows)
+    )
+    assert len(known.unrenewed(b"".join(first), 6000)) == rows
 
 
 def test_a_long_chain_is_counted_across_runs() -> None:
     known = Known(1 << 14, QUANTUM_S)
     addresses = [Address(np.random.default_rng(seed).bytes(16)) for seed in range(2 * RUN + 100)]
     known.add_all(addresses, 6000, renewed=True, epoch=known.epoch)
-    assert known.leading_count(addresses, 6000) == len(addresses) and not known.unrenewed(addresses, 6000)
+    assert known.leading_count(b"".join(addresses), 6000) == len(addresses) and not known.unrenewed(
+        b"".join(addresses), 6000
+    )
     for gap in (2 * RUN + 99, 2 * RUN, RUN + 1, RUN, RUN - 1, 0):
         known.forget(addresses[gap])
-        assert known.leading_count(addresses, 6000) == gap
-        assert known.unrenewed(addresses, 6000)[0] == gap
+        assert known.leading_count(b"".join(addresses), 6000) == gap
+        assert known.unrenewed(b"".join(addresses), 6000)[0] == gap

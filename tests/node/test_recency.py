@@ -209,12 +209,12 @@ def test_known_forgets_what_is_old_and_stays_bounded() -> None:
     last = addresses[-1]
     assert known.is_present(last, quantum) and known.is_present(last, quantum + QUANTUM_S)
     assert not known.is_present(last, quantum + 2 * QUANTUM_S)
-    assert known.unrenewed([last], quantum) == [0]
+    assert known.unrenewed(last, quantum) == [0]
     known.add(last, quantum, renewed=True, epoch=known.epoch)
     known.add(last, quantum, renewed=False, epoch=known.epoch)
-    assert known.unrenewed([last], quantum) == [], "seen again without a look at its stamp, it is still renewed"
+    assert known.unrenewed(last, quantum) == [], "seen again without a look at its stamp, it is still renewed"
     known.add(last, quantum + QUANTUM_S, renewed=False, epoch=known.epoch)
-    assert known.unrenewed([last], quantum + QUANTUM_S) == [0]
+    assert known.unrenewed(last, quantum + QUANTUM_S) == [0]
     known.clear()
     assert len(known) == 0 and not known.is_present(last, quantum)
 
@@ -223,12 +223,12 @@ def test_known_counts_the_unbroken_lead() -> None:
     known = Known(1 << 12, QUANTUM_S)
     quantum = quantum_of(NOW_S, QUANTUM_S)
     addresses = addresses_of(50)
-    assert known.leading_count((), quantum) == known.leading_count(addresses, quantum) == 0
+    assert known.leading_count(b"", quantum) == known.leading_count(b"".join(addresses), quantum) == 0
     for address in addresses:
         known.add(address, quantum, renewed=True, epoch=known.epoch)
-    assert known.leading_count(addresses, quantum) == 50
+    assert known.leading_count(b"".join(addresses), quantum) == 50
     known.forget(addresses[20])
-    assert known.leading_count(addresses, quantum) == 20
-    assert known.leading_count(addresses[21:], quantum) == 29
-    assert known.leading_count(addresses, quantum + 2 * QUANTUM_S) == 0
-    assert known.leading_count(addresses, 0) == 20, "a clock that went back does not make it forget"
+    assert known.leading_count(b"".join(addresses), quantum) == 20
+    assert known.leading_count(b"".join(addresses[21:]), quantum) == 29
+    assert known.leading_count(b"".join(addresses), quantum + 2 * QUANTUM_S) == 0
+    assert known.leading_count(b"".join(addresses), 0) == 20, "a clock that went back does not make it forget"

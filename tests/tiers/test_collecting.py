@@ -95,7 +95,7 @@ def test_h1_what_is_condemned_is_a_miss_though_memory_has_it(c: Cluster) -> None
     hold = other.node.hold(chain)
     sweep = threading.Thread(target=lambda: c.collector().sweep(c.plans(chain)))
     sweep.start()
-    eventually(lambda: node.node.gc_view.leading(chain.addresses) == 0)
+    eventually(lambda: node.node.gc_view.leading(chain) == 0)
     assert node.node.match(chain) == 0 and get(node, chain) == 0
     assert put(node, chain) == 0, "not before the sweep has ended"
     other.node.release(hold)
@@ -110,7 +110,7 @@ def test_h2_a_hold_reads_what_was_condemned_after_it(c: Cluster) -> None:
     with cache_of(node).hold(chain.tokens) as hold:
         sweep = threading.Thread(target=lambda: c.collector().sweep(c.plans(chain)))
         sweep.start()
-        eventually(lambda: node.node.gc_view.leading(chain.addresses) == 0)
+        eventually(lambda: node.node.gc_view.leading(chain) == 0)
         out = np.empty(TINY.shape(hold.tokens), TINY.numpy_dtype)
         assert hold.read_into(out) == len(chain.tokens) and same(out, kv_of(TINY, chain.tokens))
         assert len(hold.view()) == 8
@@ -157,7 +157,7 @@ def test_w2_children_that_wait_while_their_parents_are_swept(c: Cluster) -> None
         assert put_rest(node, longer, 8) == 12
         sweep = threading.Thread(target=lambda: c.collector().sweep(c.plans(chain)))
         sweep.start()
-        eventually(lambda: node.node.gc_view.leading(chain.addresses) == 0)
+        eventually(lambda: node.node.gc_view.leading(chain) == 0)
     other.node.release(hold)
     sweep.join(PATIENCE_S)
     node.node.drain()
@@ -193,13 +193,13 @@ def test_h1_of_blocks_asked_for_together_only_the_condemned_ones_are_misses(c: C
     cache = cache_of(node)
     assert all(cache.blocks.put(keys[:2], blocks[:2]))
     node.node.drain()
-    condemned = Chain(SPACE, np.empty(0, np.uint32), tuple(block_address(SPACE, key) for key in keys[:2]))
+    condemned = Chain(SPACE, np.empty(0, np.uint32), b"".join(block_address(SPACE, key) for key in keys[:2]))
     hold = cache_of(other).blocks.hold(keys)
     sweep = threading.Thread(target=lambda: c.collector().sweep(c.plans(condemned)))
     with held(root):
         assert all(cache.blocks.put(keys[2:], blocks[2:])), "in memory alone"
         sweep.start()
-        eventually(lambda: node.node.gc_view.leading(condemned.addresses) == 0)
+        eventually(lambda: node.node.gc_view.leading(condemned) == 0)
         buffers = [bytearray(5_000) for _ in keys]
         assert cache.blocks.get(keys, buffers) == [False, False, True, True]
         assert buffers[2:] == blocks[2:]
