@@ -24,6 +24,10 @@ static void key(uint64_t keyed[8], const uint8_t *digest) {
 static void chain(const uint64_t keyed[8], const uint8_t *parent, const uint8_t *packed, uint64_t chunk_bytes,
                   uint64_t count, uint8_t *addresses) {
     uint8_t block[BLOCK_BYTES];
+    if (kv_blake2b_linked && chunk_bytes <= LINKED_BYTES_MAX) {
+        kv_blake2b_linked(keyed, parent, packed, chunk_bytes, count, addresses);
+        return;
+    }
     for (uint64_t i = 0; i < count; i++) {
         uint64_t h[8], total = BLOCK_BYTES, left = chunk_bytes, filled = KV_ADDRESS_BYTES;
         memcpy(h, keyed, sizeof h);
