@@ -17,6 +17,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -53,6 +54,11 @@ class Prompt:
     packed: bytes
     addresses: list[Address]
 
+    @cached_property
+    def packed_addresses(self) -> bytes:
+        """The addresses, one after the other."""
+        return b"".join(self.addresses)
+
 
 def prompts(chunk_tokens: int) -> Iterator[Prompt]:
     """Prompts without end."""
@@ -81,7 +87,7 @@ def prompts(chunk_tokens: int) -> Iterator[Prompt]:
 def put(inventory: Inventory, prompt: Prompt, size: int, now_s: float) -> int:
     """Claims what is not there; how many chunks."""
     addresses, entries = prompt.addresses, []
-    for index in range(inventory.leading(b"".join(addresses)), len(addresses)):
+    for index in range(inventory.leading(prompt.packed_addresses), len(addresses)):
         tokens = prompt.packed[index * size : (index + 1) * size]
         parent = addresses[index - 1] if index else NO_PARENT
         entry = inventory.claim(Place(NAMESPACE, addresses[index], parent, tokens), IMAGE_BYTES, now_s)
@@ -132,6 +138,7 @@ def measure(chunk_tokens: int, entries: int) -> dict[str, object]:
     namespace = Namespace("model", Layout(layers=1, kv_heads=1, head_dim=8, dtype="float16", chunk_tokens=chunk_tokens))
     last = asked[-1]
     assert len(inventory.match(NAMESPACE, memoryview(last.packed))) == len(last.addresses)
+    assert all(inventory.leading(prompt.packed_addresses) == len(prompt.addresses) for prompt in asked[-8:])
     found: dict[str, object] = {
         "chunk_tokens": chunk_tokens,
         "entries": count,
@@ -139,7 +146,7 @@ def measure(chunk_tokens: int, entries: int) -> dict[str, object]:
         "of_which_tokens_bytes": size,
         "claim_ready_unrefer_us": round(1e6 * putting_s / count, 1),
         "match": microseconds(lambda prompt: inventory.match(NAMESPACE, memoryview(prompt.packed)), asked),
-        "leading": microseconds(lambda prompt: inventory.leading(prompt.packed), asked),
+        "leading": microseconds(lambda prompt: inventory.leading(prompt.packed_addresses), asked),
         "copy_of_tokens": microseconds(lambda prompt: bytearray(prompt.packed), asked),
         "hashing_in_python": microseconds(lambda prompt: chained_addresses(namespace, prompt.packed), asked[:4]),
     }

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Generic, NamedTuple, TypeVar
+
+from kvstore.address import ADDRESS_BYTES
 
 
 class Family(NamedTuple):
@@ -304,20 +306,21 @@ class RequestCounts(Counts[NodeCount]):
         """
 
     def add_request(
-        self, addresses: Sequence[bytes], found: int, chunk_tokens: int, *, reads: bool, looked_up: bool = False
+        self, packed_addresses: bytes, found: int, chunk_tokens: int, *, reads: bool, looked_up: bool = False
     ) -> None:
         """Counts a look-up of chunks or blocks; or a read (or hold) of them, unless a look-up has counted it.
 
         ``looked_up`` is True if the caller knows of one, perhaps at another node.
         """
-        key = addresses[found - 1] if addresses else b""
+        last = found * ADDRESS_BYTES or len(packed_addresses)
+        key, asked = packed_addresses[max(0, last - ADDRESS_BYTES) : last], len(packed_addresses) // ADDRESS_BYTES
         with self._lock:
             waiting = self.looked.pop(key, 0)
             if reads and (waiting or looked_up):
                 if waiting > 1:
                     self.looked[key] = waiting - 1
                 return
-            self._counts[NodeCount.TOKENS_ASKED] += len(addresses) * chunk_tokens
+            self._counts[NodeCount.TOKENS_ASKED] += asked * chunk_tokens
             self._counts[NodeCount.TOKENS_MATCHED] += found * chunk_tokens
             if not reads:
                 self._counts[NodeCount.REQUESTS_MATCH] += 1

@@ -41,7 +41,7 @@ class Answers:
     def _leading(self, model: Model, question: Question) -> int:
         inventory = model.inventory
         if question.tokens is not None:
-            packed = self._chains.of(model.namespace, question.tokens).packed
+            packed = self._chains.of(model.namespace, question.tokens).packed_addresses
             rows = inventory.rows
             with self._truth.lock:
                 chunks = _leading_chain(lambda firsts: inventory.told(rows.find(firsts)), packed)

@@ -82,9 +82,9 @@ class Inventory:
         entry = self._tree.find(address)
         return entry if entry is not None and entry.is_ready else None
 
-    def leading(self, packed: bytes, first: int = 0) -> int:
+    def leading(self, packed_addresses: bytes, first: int = 0) -> int:
         """Returns how many consecutive chunks from index ``first`` on are ready; of one chain, or any blocks."""
-        return self._tree.leading(packed, first)
+        return self._tree.leading(packed_addresses, first)
 
     def match(self, namespace: NamespaceDigest, packed: memoryview) -> list[Entry]:
         """Returns the ready entries of the leading chunks of ``packed`` (tokens as u32, bytes), without hashing."""

@@ -124,19 +124,21 @@ class Tree(Generic[C]):
             children = run.children
         return found
 
-    def leading(self, packed: bytes, first: int = 0) -> int:
+    def leading(self, packed_addresses: bytes, first: int = 0) -> int:
         """Returns how many consecutive chunks from index ``first`` on are here and ready; a chain's, or any blocks.
 
-        Their addresses are ``packed``, one after the other.
+        Their addresses lie one after the other.
         """
         at, size = first, ADDRESS_BYTES
-        while (chunk := self._chunks.get(Address(packed[at * size : (at + 1) * size]))) is not None and chunk.is_ready:
+        while (
+            chunk := self._chunks.get(Address(packed_addresses[at * size : (at + 1) * size]))
+        ) is not None and chunk.is_ready:
             run: Run[C] = chunk.run
             if not run.chunks:
                 at += 1
                 continue
             chunks = run.chunks if run.chunks[0] is chunk else run.chunks[run.chunks.index(chunk) :]
-            count = _equal_count(chunks, packed, at)
+            count = _equal_count(chunks, packed_addresses, at)
             if run.unready_count:
                 count = _ready_count(chunks, count)
             at += count
@@ -278,17 +280,19 @@ def _ready_count(chunks: list[C], count: int) -> int:
     return next((index for index in range(count) if not chunks[index].is_ready), count)
 
 
-def _equal_count(chunks: list[C], packed: bytes, at: int) -> int:
+def _equal_count(chunks: list[C], packed_addresses: bytes, at: int) -> int:
     """Counts the leading chunks that have the addresses from index ``at`` on.
 
     An address stands for its whole chain: if one is equal, all before it are. So most runs cost one comparison.
     """
     size = ADDRESS_BYTES
-    count = min(len(chunks), len(packed) // size - at)
-    if packed.startswith(chunks[count - 1].address, (at + count - 1) * size):
+    count = min(len(chunks), len(packed_addresses) // size - at)
+    if packed_addresses.startswith(chunks[count - 1].address, (at + count - 1) * size):
         return count
     return bisect_left(
-        range(count), True, key=lambda index: not packed.startswith(chunks[index].address, (at + index) * size)
+        range(count),
+        True,
+        key=lambda index: not packed_addresses.startswith(chunks[index].address, (at + index) * size),
     )
 
 

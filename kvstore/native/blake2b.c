@@ -1,10 +1,10 @@
 /* One block of BLAKE2b, in plain C, and with AVX-512 where that is faster.
  *
  * The blocks of one chain cannot be hashed in parallel, because they follow each other, so only the time of one block
- * counts. The vector code mixes all four columns at once, and one permutation chooses eight of the sixteen words: it
- * takes 0.7 of the time of plain C on an Intel Xeon, 0.98 on an AMD Zen 4, 0.88 there for small chunks (linked). On an AMD
- * Zen 5, whose core the four columns of plain C keep busy, vectors that gathered the words took twice as long; the
- * present vector code has not been measured there. */
+ * counts. The vector code mixes all four columns at once, and one permutation chooses eight of the sixteen words. It
+ * takes 0.7 of the time of plain C on an Intel Xeon, 0.98 on an AMD Zen 4, and 0.88 there for small chunks (linked). On
+ * an AMD Zen 5, whose core the four columns of plain C keep busy, vectors that gathered the words took twice as long;
+ * the present vector code has not been measured there. */
 #include "blake2b.h"
 #include "native.h"
 

@@ -59,7 +59,7 @@ class Blocks:
 
         count = known + leading(read_chunks(self._lanes, self._counters, len(addresses) - known, read, deadline))
         self._reads.looked_up(Keyed(namespace, keys[:count], addresses[:count], ()))
-        self._counters.add_request(asked.addresses, count, namespace.layout.chunk_tokens, reads=False)
+        self._counters.add_request(asked.packed_addresses, count, namespace.layout.chunk_tokens, reads=False)
         return count
 
     def hold(
@@ -157,7 +157,7 @@ class Blocks:
         self._reads.looked_up(there)
         if counts:
             size = namespace.layout.chunk_tokens
-            self._counters.add_request(addresses, len(found_at), size, reads=reads, looked_up=looked_up)
+            self._counters.add_request(b"".join(addresses), len(found_at), size, reads=reads, looked_up=looked_up)
         return present
 
     def _size_on_root(self, namespace: Namespace, key: bytes, address: Address) -> int:

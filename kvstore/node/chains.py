@@ -23,8 +23,8 @@ SHORT_MAX = 4
 """Up to this many chunks, calling the native library takes longer than hashing in Python: 14 us for one against 4."""
 CHAINS_MAX = 32
 """Limit on remembered chains. A prompt that matches none of them is compared with each, at 0.2 microseconds each."""
-ADDRESS_COST_BYTES = 80
-"""Memory cost of one address as an object in a tuple."""
+ADDRESS_COST_BYTES = 96
+"""Memory cost of one address: packed, and as an object in a tuple once somebody needs it."""
 
 
 def chains_of(namespace: Namespace, prompts: Sequence[TokenArray]) -> list[Chain]:
@@ -46,19 +46,21 @@ def chains_of(namespace: Namespace, prompts: Sequence[TokenArray]) -> list[Chain
 class _Recent:
     """A chain and its tokens as u32. What each look at it needs is at hand: a search looks at all, many times."""
 
-    __slots__ = ("addresses", "chain", "cost_bytes", "count", "digest", "packed")
+    __slots__ = ("chain", "cost_bytes", "count", "digest", "packed_addresses", "packed_tokens")
 
     def __init__(self, chain: Chain, packed: bytes) -> None:
         self.chain = chain
-        self.packed = packed
-        self.addresses = chain.packed
+        self.packed_tokens = packed
+        self.packed_addresses = chain.packed_addresses
         self.count = len(chain)
         self.digest = chain.namespace.digest
         self.cost_bytes = len(packed) + ADDRESS_COST_BYTES * self.count
 
     def continues(self, other: _Recent) -> bool:
         """True if its chain begins with all of the other one, or equals it."""
-        return self.addresses.startswith(other.addresses[-ADDRESS_BYTES:], (other.count - 1) * ADDRESS_BYTES)
+        return self.packed_addresses.startswith(
+            other.packed_addresses[-ADDRESS_BYTES:], (other.count - 1) * ADDRESS_BYTES
+        )
 
 
 class RecentChains:
@@ -75,7 +77,7 @@ class RecentChains:
 
     @property
     def size_bytes(self) -> int:
-        """An upper bound of the memory used: addresses shared by several chains are counted for each."""
+        """An upper bound of the memory used."""
         return sum(recent.cost_bytes for recent in self._recent)
 
     def of(self, namespace: Namespace, tokens: TokenArray) -> Chain:
@@ -97,8 +99,8 @@ class RecentChains:
         else:
             # Take the shared part from our copy: the caller's bytes may have changed since the comparison, and an
             # address must belong to the tokens beside it.
-            packed = b"".join((memoryview(like.packed)[: shared * size], given[shared * size :]))
-            known, last = like.chain.packed[: shared * ADDRESS_BYTES], like.chain.parent(shared)
+            packed = b"".join((memoryview(like.packed_tokens)[: shared * size], given[shared * size :]))
+            known, last = like.chain.packed_addresses[: shared * ADDRESS_BYTES], like.chain.parent(shared)
             addresses = known + _addresses(namespace, packed, shared, last)
         chain = Chain(namespace, np.frombuffer(packed, "<u4"), addresses)
         self._used(_Recent(chain, packed))
@@ -114,13 +116,13 @@ class RecentChains:
             if (
                 recent.count > shared
                 and recent.digest == digest
-                and (not shared or recent.addresses.startswith(parent, (shared - 1) * ADDRESS_BYTES))
-                and recent.packed.startswith(following, shared * size)
+                and (not shared or recent.packed_addresses.startswith(parent, (shared - 1) * ADDRESS_BYTES))
+                and recent.packed_tokens.startswith(following, shared * size)
             ):
-                best, shared = recent, _shared_count(recent.packed, given, size, shared + 1)
+                best, shared = recent, _shared_count(recent.packed_tokens, given, size, shared + 1)
                 if (shared + 1) * size > len(given):
                     break
-                parent = recent.addresses[(shared - 1) * ADDRESS_BYTES : shared * ADDRESS_BYTES]
+                parent = recent.packed_addresses[(shared - 1) * ADDRESS_BYTES : shared * ADDRESS_BYTES]
                 following = given[shared * size : (shared + 1) * size]
         return best, shared
 

@@ -94,10 +94,10 @@ class DiskShelf:
         """Sets the file system's block size; call it before anything is charged."""
         self._room.block_bytes = block_bytes
 
-    def leading(self, packed: bytes, first: int) -> int:
+    def leading(self, packed_addresses: bytes, first: int) -> int:
         """Returns how many consecutive chunks from index ``first`` on are there, by their addresses."""
         with self._lock:
-            return self._inventory.leading(packed, first)
+            return self._inventory.leading(packed_addresses, first)
 
     def has(self, address: Address) -> bool:
         """True if the chunk is there."""

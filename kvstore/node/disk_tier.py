@@ -97,7 +97,7 @@ class DiskTier:
         """Returns how many consecutive chunks from index ``first`` on are there. No I/O."""
         if not self._is_open or self._reads.is_on or self._readers.is_stuck:
             return 0
-        return self._shelf.leading(wanted.packed, first)
+        return self._shelf.leading(wanted.packed_addresses, first)
 
     def holders(self, wanted: Wanted, index: int) -> tuple[str, ...]:
         """See ``Tier``."""

@@ -81,8 +81,9 @@ class MemoryTier:
 
     def leading(self, wanted: Wanted, first: int = 0) -> int:
         """Returns how many consecutive chunks from index ``first`` on are in memory."""
+        packed = wanted.packed_addresses
         with self._lock:
-            return 0 if self._is_closed else self._inventory.leading(wanted.packed, first)
+            return 0 if self._is_closed else self._inventory.leading(packed, first)
 
     def refer(self, wanted: Wanted, first: int, count: int) -> Slots:
         """Refers to ``count`` chunks from index ``first`` on; those in memory stay until the slots are released."""

@@ -123,7 +123,7 @@ class Puts:
             self._segments.learn(wanted)
         if len(wanted):
             # A miss that is computed and put is not read.
-            self.counters.looked.pop(wanted.packed[-ADDRESS_BYTES:], None)
+            self.counters.looked.pop(wanted.packed_addresses[-ADDRESS_BYTES:], None)
         # A chunk that a sweep is taking cannot be put again before the sweep has ended. The rest of the prompt waits
         # for that.
         chain, found = wanted.leading(self.view.leading(wanted)), 0

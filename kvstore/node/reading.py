@@ -74,7 +74,7 @@ def matched_count(
 def remembered(chunks: Chunks, wanted: Wanted, count: int, above: Above | None) -> int:
     """Returns how many leading chunks are there without a look at the root, given that the first ``count`` are."""
     while count < len(wanted):
-        known = count + chunks.known.leading_count(wanted.packed[count * ADDRESS_BYTES :], chunks.quantum())
+        known = count + chunks.known.leading_count(wanted.packed_addresses[count * ADDRESS_BYTES :], chunks.quantum())
         found = known + (above(wanted, known) if above is not None and known < len(wanted) else 0)
         if found == known:
             return known

@@ -30,7 +30,7 @@ from kvstore.waiting import Monitor
 @dataclass(frozen=True, slots=True)
 class _Renewal:
     namespace: NamespaceId
-    packed: bytes
+    packed_addresses: bytes
     """The addresses, one after the other."""
     depths: Sequence[int] | None
     """The index of each block in its prompt, as far as the request says; None for a chain from its first chunk on."""
@@ -39,10 +39,10 @@ class _Renewal:
 
     @property
     def count(self) -> int:
-        return len(self.packed) // ADDRESS_BYTES
+        return len(self.packed_addresses) // ADDRESS_BYTES
 
     def address(self, index: int) -> Address:
-        return Address(self.packed[index * ADDRESS_BYTES : (index + 1) * ADDRESS_BYTES])
+        return Address(self.packed_addresses[index * ADDRESS_BYTES : (index + 1) * ADDRESS_BYTES])
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +90,8 @@ class Refresher:
         if not self._enabled or not len(wanted) or self._loop.closed:
             return
         # Neither tokens nor keys are kept.
-        if isinstance(wanted, Chain):
-            renewal = _Renewal(wanted.namespace.id, wanted.packed, None, hints, lacking)
-        else:
-            depths = wanted.depths or range(len(wanted))
-            renewal = _Renewal(wanted.namespace.id, b"".join(wanted.addresses), depths, hints, lacking)
+        depths = None if isinstance(wanted, Chain) else wanted.depths or range(len(wanted))
+        renewal = _Renewal(wanted.namespace.id, wanted.packed_addresses, depths, hints, lacking)
         if not self._places(renewal, self._chunks.quantum()):
             return
         with self._changed:
@@ -122,7 +119,7 @@ class Refresher:
         """Renews the leading chunks of a chain on the calling lane, before a child of theirs gets a fresh stamp."""
         if self._enabled and len(chain):
             try:
-                self._renew(_Renewal(chain.namespace.id, chain.packed, None, hints, lacking))
+                self._renew(_Renewal(chain.namespace.id, chain.packed_addresses, None, hints, lacking))
             except KVStoreError:
                 self._counters.add(NodeCount.REFRESH_DROPPED)
 
@@ -177,7 +174,7 @@ class Refresher:
 
     def _places(self, renewal: _Renewal, quantum: int) -> list[int]:
         """Returns the positions of the chunks that need a look."""
-        places = self._chunks.known.unrenewed(renewal.packed, quantum)
+        places = self._chunks.known.unrenewed(renewal.packed_addresses, quantum)
         if not renewal.lacking or self._keeps_hints is False:
             return places
         return sorted({*places, *(place for place in renewal.lacking if place < renewal.count)})

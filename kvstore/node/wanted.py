@@ -7,7 +7,7 @@ to the inventory.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -34,13 +34,18 @@ class Keyed:
     descents: Sequence[bytes] = ()
     """The packed descent of each, b"" for none; empty if none has one. For puts only."""
 
+    packed_addresses: bytes = field(init=False, repr=False, compare=False)
+    """The addresses, one after the other: made when they are first asked for."""
+
+    def __getattr__(self, name: str) -> bytes:
+        """Makes ``packed_addresses``. Called for what is not set yet."""
+        if name != "packed_addresses":
+            raise AttributeError(f"blocks have no {name}")
+        object.__setattr__(self, name, b"".join(self.addresses))
+        return self.packed_addresses
+
     def __len__(self) -> int:
         return len(self.addresses)
-
-    @property
-    def packed(self) -> bytes:
-        """The addresses, one after the other."""
-        return b"".join(self.addresses)
 
     def leading(self, count: int) -> Keyed:
         """Returns the first ``count`` of them."""
@@ -52,7 +57,7 @@ class Keyed:
             self.namespace,
             [self.keys[index] for index in indexes],
             [self.addresses[index] for index in indexes],
-            [self.sizes_bytes[index] for index in indexes],
+            [self.sizes_bytes[index] for index in indexes] if self.sizes_bytes else (),
             [self.depths[index] for index in indexes] if self.depths else list(indexes),
             [self.descents[index] for index in indexes] if self.descents else (),
         )
@@ -160,11 +165,11 @@ def _describe_chain(chain: Chain, indexes: Sequence[int], items: npt.NDArray[Any
     if isinstance(indexes, range) and indexes.step == 1:
         # The common case, a run: each is the next one's parent.
         start, end = indexes.start * ADDRESS_BYTES, indexes.stop * ADDRESS_BYTES
-        packed = chain.packed[start - ADDRESS_BYTES : end] if start else NO_PARENT + chain.packed[:end]
-        both = np.frombuffer(packed, "V16")
+        packed = chain.packed_addresses
+        both = np.frombuffer(packed[start - ADDRESS_BYTES : end] if start else NO_PARENT + packed[:end], "V16")
         items["parent"], items["address"] = both[:-1], both[1:]
     else:
-        items["address"] = np.frombuffer(chain.packed, "V16")[places]
+        items["address"] = np.frombuffer(chain.packed_addresses, "V16")[places]
         items["parent"] = np.frombuffer(b"".join([chain.parent(index) for index in indexes]), "V16")
     items["identity"] = tokens.__array_interface__["data"][0] + places * identity_bytes
     items["identity_bytes"] = identity_bytes

@@ -57,7 +57,7 @@ class Prompts:
         if chunks_max:
             tokens = tokens[: chunks_max * namespace.layout.chunk_tokens]
         chain = self._member.node.chains.of(namespace, tokens)
-        if self._behind.chunks_count:
+        if not self._behind.is_idle:
             self._behind.settle(chain.addresses, SETTLE_S)
         return chain
 
@@ -100,7 +100,7 @@ class Prompts:
 
     def settle_blocks(self, namespace: Namespace, keys: Sequence[bytes]) -> None:
         """Waits for those of these blocks that another put of this worker is still writing behind."""
-        if self._behind.chunks_count:
+        if not self._behind.is_idle:
             self._behind.settle(block_addresses(namespace, keys), SETTLE_S)
 
     def known_chain(self, request: pb.GetRequest, call: Call) -> Chain:

@@ -40,6 +40,11 @@ class PutsBehind:
         """Chunks that are being written behind, or wait for it."""
         return self._pending.total()
 
+    @property
+    def is_idle(self) -> bool:
+        """True if there are none."""
+        return not self._pending
+
     def submit(self, addresses: Sequence[Address], write: Callable[[], None], acknowledged: threading.Event) -> None:
         """Queues ``write``, which stores the chunks of these addresses and frees their memory.
 

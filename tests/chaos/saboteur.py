@@ -15,7 +15,7 @@ from tests.chaos.cast import Cast
 from tests.chaos.journal import Journal
 
 STOP_S = (0.1, 25.0)
-"""Past the lease of a session, which is 15 s."""
+"""Past the lease of a session, which is 10 s."""
 ETCD_STOP_S = (0.1, 20.0)
 AWAY_S = (0.0, 3.0)
 TICK_S = 0.02

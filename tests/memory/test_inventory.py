@@ -211,7 +211,7 @@ def test_a_chain_of_tokens_has_the_places_that_match() -> None:
     inventory = lru(Bytes(100))
     entries = fill(inventory, [place_of(found, index) for index in range(len(found))])
     assert inventory.match(namespace.digest, prompt.data.cast("B")) == entries
-    assert inventory.leading(found.packed) == 5
+    assert inventory.leading(found.packed_addresses) == 5
     assert [entry.place for entry in entries] == [place_of(found, index) for index in range(5)]
 
 

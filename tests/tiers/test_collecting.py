@@ -207,6 +207,24 @@ def test_h1_of_blocks_asked_for_together_only_the_condemned_ones_are_misses(c: C
     sweep.join(PATIENCE_S)
 
 
+def test_h1_a_match_of_blocks_ends_before_the_first_condemned_one(c: Cluster) -> None:
+    node, other = with_memory(c), c.node()
+    keys = [bytes([number]) * 32 for number in range(4)]
+    cache = cache_of(node)
+    assert all(cache.blocks.put(keys, [bytes([number]) * 5_000 for number in range(4)]))
+    node.node.drain()
+    condemned = Chain(SPACE, np.empty(0, np.uint32), block_address(SPACE, keys[2]))
+    hold = cache_of(other).blocks.hold(keys)
+    sweep = threading.Thread(target=lambda: c.collector().sweep(c.plans(condemned)))
+    sweep.start()
+    try:
+        eventually(lambda: node.node.gc_view.leading(condemned) == 0)
+        assert cache.blocks.match(keys) == 2
+    finally:
+        hold.release()
+        sweep.join(PATIENCE_S)
+
+
 def test_puts_gets_and_sweeps_at_once(c: Cluster) -> None:
     """Two nodes with memory beside a collector that takes all it finds: never wrong bytes, and all ends.
 

@@ -9,6 +9,7 @@ from collections import Counter
 
 import pytest
 
+from kvstore.meta.session import TTL_S
 from tests.watch.page import series_names
 from tests.watch.queries import DEPLOY, RULES, RULES_TEST, used
 
@@ -37,6 +38,11 @@ def test_every_alert_says_what_it_means_and_where_to_read_on() -> None:
         for part in ("summary", "description"):
             assert re.search(rf'{part}: "[^"]+"', text), f"{alert} has no {part}"
         assert f"runbook: deploy/RUNBOOK.md#{alert.lower()}" in text, alert
+
+
+def test_the_margin_of_a_lease_that_is_renewed_in_time_wakes_nobody() -> None:
+    found = re.search(r"kvstore_lease_margin_seconds\[10m\]\) < ([\d.]+)\n", alerts()["KVStoreLeaseMarginSmall"])
+    assert found and float(found[1]) < TTL_S - TTL_S / 3 - 2.0
 
 
 def test_every_alert_has_a_test_in_which_it_fires_and_one_in_which_it_does_not() -> None:
