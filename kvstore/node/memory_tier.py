@@ -25,13 +25,14 @@ from kvstore.memory.arena import Arena
 from kvstore.memory.extents import Extents
 from kvstore.memory.inventory import DROP_COUNT, Entry, Inventory, Place
 from kvstore.memory.policy import DEFAULT_POLICY, POLICIES, Admission, Policy
-from kvstore.namespace import NamespaceDigest
+from kvstore.namespace import Namespace, NamespaceDigest
 from kvstore.node.counters import Counters
 from kvstore.node.images import Mask, take_images, verify_images
 from kvstore.node.slots import References, Slot, Slots, Victims, images_of
-from kvstore.node.wanted import Wanted, image_bytes, payload_of, place_at
+from kvstore.node.wanted import Wanted, image_bytes, leading, payload_of, place_at
 from kvstore.sections import Sections
 from kvstore.sources import Clock
+from kvstore.tokens import TokenArray
 
 
 class MemoryTier:
@@ -85,6 +86,11 @@ class MemoryTier:
         with self._lock:
             return 0 if self._is_closed else self._inventory.leading(packed, first)
 
+    def leading_of(self, namespace: Namespace, tokens: TokenArray) -> int:
+        """Returns how many leading chunks of a prompt are in memory, by their tokens: nothing is hashed."""
+        with self._lock:
+            return 0 if self._is_closed else len(self._inventory.match(namespace.digest, tokens.data.cast("B")))
+
     def refer(self, wanted: Wanted, first: int, count: int) -> Slots:
         """Refers to ``count`` chunks from index ``first`` on; those in memory stay until the slots are released."""
         with self._lock:
@@ -123,18 +129,16 @@ class MemoryTier:
     def view(self, slots: Slots, index: int) -> memoryview | None:
         """Returns the payload of chunk ``index`` in the arena, verified now; None if it is not there, or was wrong."""
         entry = slots.entries[index - slots.first]
-        if entry is None or not self._verified(slots, [index], [entry]):
+        if entry is None or not self._which_right(slots, [index], [entry], False).all():
             self._counters.add(NodeCount.MEMORY_MISSES)
             return None
         self._served(slots.wanted, [index])
         return payload_of(slots.wanted, index, slots.image(index))
 
     def verified(self, slots: Slots, *, fetched: bool = False) -> int:
-        """Returns how many leading chunks are there and right; drops wrong ones (rule I1) and counts them as ``read``
-        does. Runs in the calling thread.
-        """
-        count = slots.leading_count
-        return self._verified(slots, range(slots.first, slots.first + count), slots.referred[:count], fetched)
+        """Returns how many leading chunks are there and right, found in the calling thread; drops wrong ones (I1)."""
+        indexes = range(slots.first, slots.first + slots.leading_count)
+        return leading(self._which_right(slots, indexes, slots.referred[: len(indexes)], fetched))
 
     def still_right(self, slots: Slots, index: int) -> bool:
         """True if chunk ``index`` is there and right at this moment; drops it otherwise (rule I1)."""
@@ -207,8 +211,7 @@ class MemoryTier:
         """Notes a use of those of the first ``count`` chunks that are here, and raises their hints to ``hints``."""
         with self._lock:
             entries = [self._inventory.find(address) for address in wanted.addresses[:count]]
-            now_s = self._clock.monotonic_s()
-            self._inventory.used([entry for entry in entries if entry is not None], now_s, hints)
+            self._inventory.used([each for each in entries if each is not None], self._clock.monotonic_s(), hints)
 
     def retire(self, wanted: Wanted, count: int) -> None:
         """Makes those of the first ``count`` chunks that are here the first to go, until they are used again."""
@@ -400,10 +403,6 @@ class MemoryTier:
         entry = None if self._is_closed else self._inventory.find(wanted.addresses[index])
         # The request may give another size for a block than it has.
         return entry if entry is not None and image_bytes(wanted, index) in (entry.size_bytes, 0) else None
-
-    def _verified(self, slots: Slots, indexes: Sequence[int], entries: Sequence[Entry], fetched: bool = False) -> int:
-        right = self._which_right(slots, indexes, entries, fetched)
-        return len(entries) if right.all() else int(np.argmin(right))
 
     def _which_right(self, slots: Slots, indexes: Sequence[int], entries: Sequence[Entry], fetched: bool) -> Mask:
         right = verify_images(slots.wanted, indexes, images_of(slots.memory, entries))

@@ -78,6 +78,11 @@ class View:
         """True if the chain of sweeps, as read from etcd, ends where this view ends."""
         return seq == self._seq
 
+    @property
+    def is_calm(self) -> bool:
+        """True if no sweep is in flight: nothing is condemned."""
+        return not self._open
+
     def leading(self, wanted: Addressed) -> int:
         """Returns how many leading chunks are not condemned; hold ``lock`` if that must stay true."""
         return self._leading(wanted.addresses) if self._open else len(wanted)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from kvstore.address import chunk_count
 from kvstore.errors import InvalidRequest, PermissionDenied
 from kvstore.namespace import Namespace
 from kvstore.node.member import Member
@@ -76,6 +77,10 @@ class Questions:
     def _leading(self, namespace: Namespace, tokens: TokenArray) -> tuple[int, int]:
         """Returns how many leading chunks can be read, and how many of them memory has."""
         node = self._member.node
+        if node.memory is not None and node.gc_view.is_calm:
+            in_memory = node.memory.leading_of(namespace, tokens)
+            if in_memory == chunk_count(namespace, tokens):
+                return in_memory, in_memory
         chain = node.chains.of(namespace, tokens)
         blocks = node.match(chain, node.limits.match_deadline_s, counts=False)
         if node.memory is None or not blocks:

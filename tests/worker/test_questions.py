@@ -16,11 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvstore.address import Chain
 from kvstore.errors import InvalidRequest, PermissionDenied, Unauthenticated
+from kvstore.namespace import Namespace
+from kvstore.node.view import View
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.security.account import Account, proof
 from kvstore.security.guard import Guard
-from kvstore.tokens import TOKENS_MAX
+from kvstore.tokens import TOKENS_MAX, TokenArray
 from kvstore.wire.questions import FIELDS_MAX, Question
 from kvstore.wire.web import Caller
 from kvstore.worker.metrics_server import start_metrics
@@ -63,6 +66,28 @@ def url(served: Served) -> Iterator[str]:
 def served() -> Iterator[Served]:
     with serving_memory(MemoryRoot(MemoryFiles())) as found:
         yield found
+
+
+def test_a_prompt_that_memory_has_is_found_by_its_tokens_unless_a_sweep_is_in_flight(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node, tokens = served.member.node, list(range(30 * SIZE))
+    with connected(served) as store:
+        store.namespace("m", SMALL).put(tokens, kv_of(SMALL, tokens))
+    questions = served.worker.questions()
+    hashed, real = list[int](), node.chains.of
+
+    def hashing(namespace: Namespace, ids: TokenArray) -> Chain:
+        hashed.append(len(ids))
+        return real(namespace, ids)
+
+    monkeypatch.setattr(node.chains, "of", hashing)
+    for asked, found, counts in ((tokens, 30, []), (tokens[:-1], 29, []), ([*tokens, *tokens], 30, [60 * SIZE])):
+        answer = questions.answer(question_of(asked), HERE)
+        assert answer["blocks"] == found and hashed == counts
+        assert next(iter(answer["instances"].values()))["CPU"] == found * SIZE
+    monkeypatch.setattr(View, "is_calm", False)
+    assert questions.answer(question_of(tokens), HERE)["blocks"] == 30 and len(hashed) == 2
 
 
 def test_a_question_is_answered_as_match_for_any_prompt(served: Served, url: str) -> None:
