@@ -110,6 +110,18 @@ HOLDING = [
         f"{VIEW}h1_the_lead_ends_at_the_first_condemned_address",
     ),
     rule(
+        "H1",
+        "question-is-answered-from-memory-under-a-sweep",
+        edit("kvstore.worker.questions:Questions._leading", "node.gc_view.is_calm", "True"),
+        "worker/test_questions.py::test_a_prompt_that_memory_has_is_found_by_its_tokens_unless_a_sweep_is_in_flight",
+    ),
+    rule(
+        "H1",
+        "blocks-are-picked-without-sizes",
+        edit("kvstore.node.wanted:Keyed.picked", " if self.sizes_bytes else ()", ""),
+        "tiers/test_collecting.py::test_h1_a_match_of_blocks_ends_before_the_first_condemned_one",
+    ),
+    rule(
         "H2",
         "look-before-hold",
         simulated("look_before_hold"),
