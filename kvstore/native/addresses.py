@@ -32,8 +32,9 @@ def chained(digest: bytes, parent: bytes, packed: bytes, chunk_bytes: int, first
 
 
 def chained_each(digest: bytes, packed: bytes, chunk_bytes: int, counts: Sequence[int]) -> bytes:
-    """Returns the addresses of several prompts, of ``counts`` chunks each, that follow each other in ``packed``; packed
-    themselves.
+    """Returns the addresses of several prompts, one after the other; their tokens follow each other in ``packed``.
+
+    Each has as many chunks as ``counts`` says.
 
     ``digest`` is the namespace's. Call it only if ``is_available``.
     """

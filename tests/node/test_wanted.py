@@ -1,4 +1,4 @@
-"""What is wanted: a chain of tokens, or blocks by their keys; and their addresses in both forms."""
+"""Chains and blocks have the same addresses in both forms, packed and as objects."""
 
 from __future__ import annotations
 

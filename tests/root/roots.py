@@ -150,7 +150,7 @@ def s3_options(endpoint: str) -> dict[str, Any]:
 
 
 _tried: dict[str, dict[str, bool]] = {}
-"""What each kind of server can do, as it was found when the first root was opened on one."""
+"""The conditions that each kind of server honours, as the first root of that kind found them."""
 
 
 def _open_s3(kind: str, url: str, options: dict[str, Any]) -> ObjectRoot:
