@@ -9,9 +9,7 @@ from __future__ import annotations
 import enum
 import threading
 from collections.abc import Iterable, Mapping
-from typing import Generic, NamedTuple, TypeVar
-
-from kvstore.address import ADDRESS_BYTES
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 
 class Family(NamedTuple):
@@ -294,6 +292,16 @@ LOOKED_MAX = 1024
 """Look-ups that may wait for their read. The oldest is forgotten first: its read counts again."""
 
 
+class Asked(Protocol):
+    """Chunks or blocks that a caller asks for together, in order."""
+
+    @property
+    def packed_addresses(self) -> bytes:
+        """Their addresses, one after the other."""
+
+    def __len__(self) -> int: ...
+
+
 class RequestCounts(Counts[NodeCount]):
     """The counts of a node, with the tokens of each request of a caller once: by its look-up, or else by its read."""
 
@@ -305,22 +313,21 @@ class RequestCounts(Counts[NodeCount]):
         The read finds the same, whether it asks for the whole prompt or for what was found.
         """
 
-    def add_request(
-        self, packed_addresses: bytes, found: int, chunk_tokens: int, *, reads: bool, looked_up: bool = False
-    ) -> None:
+    def add_request(self, asked: Asked, found: int, chunk_tokens: int, *, reads: bool, looked_up: bool = False) -> None:
         """Counts a look-up of chunks or blocks; or a read (or hold) of them, unless a look-up has counted it.
 
         ``looked_up`` is True if the caller knows of one, perhaps at another node.
         """
-        last = found * ADDRESS_BYTES or len(packed_addresses)
-        key, asked = packed_addresses[max(0, last - ADDRESS_BYTES) : last], len(packed_addresses) // ADDRESS_BYTES
+        count = len(asked)
+        size = len(asked.packed_addresses) // max(1, count)
+        key = asked.packed_addresses[((found or count) - 1) * size :][:size]
         with self._lock:
             waiting = self.looked.pop(key, 0)
             if reads and (waiting or looked_up):
                 if waiting > 1:
                     self.looked[key] = waiting - 1
                 return
-            self._counts[NodeCount.TOKENS_ASKED] += asked * chunk_tokens
+            self._counts[NodeCount.TOKENS_ASKED] += count * chunk_tokens
             self._counts[NodeCount.TOKENS_MATCHED] += found * chunk_tokens
             if not reads:
                 self._counts[NodeCount.REQUESTS_MATCH] += 1

@@ -59,7 +59,7 @@ class Blocks:
 
         count = known + leading(read_chunks(self._lanes, self._counters, len(addresses) - known, read, deadline))
         self._reads.looked_up(Keyed(namespace, keys[:count], addresses[:count], ()))
-        self._counters.add_request(asked.packed_addresses, count, namespace.layout.chunk_tokens, reads=False)
+        self._counters.add_request(asked, count, namespace.layout.chunk_tokens, reads=False)
         return count
 
     def hold(
@@ -138,7 +138,8 @@ class Blocks:
     ) -> list[bool]:
         addresses = block_addresses(namespace, keys)
         known, quantum = self._chunks.known, self._chunks.quantum()
-        above = self._reads.has(Keyed(namespace, keys, addresses, ()))
+        asked = Keyed(namespace, keys, addresses, ())
+        above = self._reads.has(asked)
         present = [
             (there or known.is_present(each, quantum)) and not self._view.condemns(each)
             for each, there in zip(addresses, above, strict=True)
@@ -157,7 +158,7 @@ class Blocks:
         self._reads.looked_up(there)
         if counts:
             size = namespace.layout.chunk_tokens
-            self._counters.add_request(b"".join(addresses), len(found_at), size, reads=reads, looked_up=looked_up)
+            self._counters.add_request(asked, len(found_at), size, reads=reads, looked_up=looked_up)
         return present
 
     def _size_on_root(self, namespace: Namespace, key: bytes, address: Address) -> int:

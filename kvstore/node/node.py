@@ -192,7 +192,7 @@ class Node:
         deadline = self._deadline(deadline_s, self.limits.match_deadline_s)
         count = self.reads.matched_count(chain.leading(self.gc_view.leading(chain)), deadline)
         if counts and not chain.namespace.has_segments:
-            self.counters.add_request(chain.packed_addresses, count, chain.namespace.layout.chunk_tokens, reads=False)
+            self.counters.add_request(chain, count, chain.namespace.layout.chunk_tokens, reads=False)
         return count
 
     def hold(
@@ -213,7 +213,7 @@ class Node:
             hold.count = self.reads.matched_count(hold.chain, self._deadline(deadline_s, self.limits.match_deadline_s))
             if counts and not chain.namespace.has_segments:
                 size = chain.namespace.layout.chunk_tokens
-                self.counters.add_request(chain.packed_addresses, hold.count, size, reads=True, looked_up=looked_up)
+                self.counters.add_request(chain, hold.count, size, reads=True, looked_up=looked_up)
             hold.chain = chain.leading(hold.count)
             if self.memory is not None:
                 self.holds.keep(hold, self.memory.refer(hold.chain, 0, hold.count))
