@@ -57,13 +57,16 @@ def test_a_removal_is_told_before_the_file_goes(clustered: Cluster) -> None:
     following.catch_up()
     seen_in_grace = []
 
-    def pause(seconds: float) -> None:
+    def told() -> bool:
         following.step()
-        if not following.heard & addresses(chain.addresses):
-            seen_in_grace.append(clustered.present(chain))
+        return not following.heard & addresses(chain.addresses)
+
+    def pause(seconds: float) -> None:
+        eventually(told, "the removal is told while the sweep waits")
+        seen_in_grace.append(clustered.present(chain))
 
     clustered.collector(pause=pause).sweep(clustered.plans(chain))
-    assert 6 in seen_in_grace, "all files were there when the removal was told"
+    assert seen_in_grace[0] == 6, "all files were there when the removal was told"
     following.catch_up()
     assert following.heard == following.on_root() == addresses(kept.addresses)
 
