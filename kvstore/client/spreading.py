@@ -24,11 +24,12 @@ Marking = Callable[[], Marks]
 
 DENSE = 16
 """Every chunk up to this depth has a mark; then eight of them in each doubling of the depth."""
-KNOWN_SHARE = 0.65
+KNOWN_SHARE = 0.85
 """A prompt goes where it was if so much of it is known."""
-GROWTH = 3.0
-"""Workers of a prefix for each that its share of the traffic asks for: one more is little loss, one less is a queue."""
-BUSY_KNOWN, BUSY_NEW = 1.2, 1.08
+GROWTH = 10.0
+"""Workers of a prefix for each that its share of the traffic asks for. With many, clients that know nothing of each
+other agree by what follows the prefix, however each estimates its share; with too many, each worker keeps a copy."""
+BUSY_KNOWN, BUSY_NEW = 1.25, 1.18
 """A worker is too busy for a prompt that it knows, or for a new one, with more than so many times the mean."""
 SPARE_CALLS, SPARE_CALLS_MAX = 6, 16
 """Calls of mean size that are no reason to call a worker busy: a few at first, more as more calls are counted."""

@@ -135,9 +135,10 @@ def test_threads_may_choose_at_once() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("blocks", [False, True], ids=["prompts", "blocks"])
 def test_prompts_with_one_system_prompt_reach_both_workers(tmp_root: Path, blocks: bool) -> None:
+    chats = 400  # a worker is chosen by its port as well: with few chats chance may give one of them less
     with serving(tmp_root) as one, serving(tmp_root) as two, connected(one, two) as store:
         cache = store.namespace("m", LAYOUT)
-        for number in range(100):
+        for number in range(chats):
             tokens = np.array(chat(number, 2, system=16), np.uint32)
             keys = [token.tobytes() * 4 for token in tokens]
             if blocks:
@@ -145,7 +146,7 @@ def test_prompts_with_one_system_prompt_reach_both_workers(tmp_root: Path, block
             else:
                 assert cache.match(tokens) == 0
         calls = [int(each["chunks_written" if blocks else "requests_match"]) for each in _counts(store)]
-        assert sum(calls) == (816 if blocks else 100) and min(calls) >= 0.4 * sum(calls)
+        assert sum(calls) == (16 + 8 * chats if blocks else chats) and min(calls) >= 0.4 * sum(calls)
 
 
 def _counts(store: kvstore.client.Store) -> list[dict[str, int | float]]:
