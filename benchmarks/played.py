@@ -11,6 +11,8 @@ from statistics import median
 from benchmarks.streams import Reply
 from tests.engines.vllm.engines import BLOCK_TOKENS
 
+SERVERS = 2
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -107,10 +109,10 @@ class Played:
 
     @property
     def needed(self) -> float:
-        """The share of them that servers with one unlimited memory would compute."""
+        """The share of them that servers with one unlimited memory compute if their first requests come at once."""
         computed = 0
         for number, chat in enumerate(self.chats):
-            known = self.sizes.system_tokens if number else 0
+            known = self.sizes.system_tokens if number >= SERVERS else 0
             for turn in chat:
                 computed += len(turn.prompt) - min(known, len(turn.prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
                 known = len(turn.prompt) + len(turn.reply.tokens) - 1  # the last token's KV was not computed

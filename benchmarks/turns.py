@@ -23,7 +23,7 @@ from benchmarks import streams
 from benchmarks.contents import WrongBytes
 from benchmarks.crew import CrewFailed
 from benchmarks.options import Options, names_of, told
-from benchmarks.played import QUICK, Chat, Played, Sizes, Turn
+from benchmarks.played import QUICK, SERVERS, Chat, Played, Sizes, Turn
 from benchmarks.result import Cell, Table
 from benchmarks.vllm_ways import SHAPE, SMALL, cpu_s, settings_of, token_bytes
 from tests.engines.vllm.engines import BLOCK_TOKENS, Server, counters, make_model, prompt
@@ -37,7 +37,6 @@ ABOUT = {
     "tier": "the same and vLLM's offloading, with our secondary tier below",
     "fs": "the same and vLLM's offloading, with its own tier of files in one folder for both servers",
 }
-SERVERS = 2
 REST_S = 0.5
 RESTED_S = 120.0
 REST_CPU = 0.05
@@ -172,7 +171,7 @@ def _table(names: Sequence[str], rounds: Rounds) -> Table:
     columns = ["way", "first token s", f"of {names[0]}", "range", "CPU s a request", f"CPU of {names[0]}"]
     columns += ["range of CPU", "requests/s", "tokens/s", "computed %", "loaded %", "other answers"]
     share = 100 * median(each[names[0]].needed for each in rounds.played)
-    notes = [f"with one unlimited memory for both servers {share:.1f} % would be computed"]
+    notes = [f"with one unlimited memory for both servers {share:.1f} % would be computed, the system prompt twice"]
     notes += [f"{name}: {line}" for name, lines in rounds.differing.items() for line in lines]
     return Table("Chats", tuple(columns), rows, "; ".join(notes))
 

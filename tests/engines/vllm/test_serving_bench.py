@@ -16,7 +16,7 @@ from benchmarks.streams import Reply
 from benchmarks.turns import Pair
 
 WAYS_HERE = ["none", "sync", "fs"]
-TALK = Sizes(chats=2, chatters=1, turns=2, system_tokens=64, asked_tokens=32, answered_tokens=8)
+TALK = Sizes(chats=3, chatters=1, turns=2, system_tokens=64, asked_tokens=32, answered_tokens=8)
 
 
 def test_each_way_has_its_figures(tmp_path: Path) -> None:
@@ -87,20 +87,20 @@ def test_the_turns_of_a_chat_go_to_the_servers_in_turn_with_all_that_was_said(
     asked: list[tuple[str, list[int]]],
 ) -> None:
     played = pair("none").play(TALK, 1)
-    assert [url for url, _ in asked] == ["first", "second", "second", "first"]
-    (_, one), (_, other), (_, later), _ = asked
+    assert [url for url, _ in asked] == ["first", "second", "first", "second", "first", "second"]
+    (_, one), (_, other), _, (_, later), _, _ = asked
     assert one[:64] == other[:64] and one[64:] != other[64:]
     assert later[:104] == one + [7] * 8 and len(later) == 136
     assert [turn.prompt for turn in played.chats[0]] == [one, later]
-    assert played.computed == 1 - 4 * 32 / (2 * 96 + 2 * 136)
-    # All of one system prompt, and of each turn what is behind the full blocks of the one before it.
-    assert played.needed == (96 + 32 + 2 * (136 - 96)) / (2 * 96 + 2 * 136)
+    assert played.computed == 1 - 6 * 32 / (3 * 96 + 3 * 136)
+    # The system prompt on each server, and of each turn what is behind the full blocks of the one before it.
+    assert played.needed == (3 * 32 + 2 * 64 + 3 * (136 - 96)) / (3 * 96 + 3 * 136)
 
 
 def test_chats_that_loaded_nothing_are_no_figure(asked: list[tuple[str, list[int]]]) -> None:
     with pytest.raises(WrongBytes, match="async: nothing came from the store"):
         pair("async").play(TALK, 1)
-    assert len(asked) == 4
+    assert len(asked) == 6
 
 
 def test_another_answer_is_told_with_the_distance_of_the_best_two_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
