@@ -101,7 +101,7 @@ def running(names: Sequence[str], folder: Path, shape: dict[str, int], sizes: Si
     """The servers of each way, which start together."""
     memory_bytes = sizes.blocks * BLOCK_TOKENS * token_bytes(shape)
     options = ["--max-model-len", str(sizes.longest_tokens), "--num-gpu-blocks-override", str(sizes.blocks)]
-    options += ["--distributed-executor-backend", "uni", "--enable-prompt-tokens-details"]
+    options += ["--enable-prompt-tokens-details"]
     with ExitStack() as undo:
         model = make_model(folder, "chatting", 7, **shape)
         pairs = []
