@@ -1,31 +1,30 @@
 """The real vLLM on a CPU: time to first token and processor time, without a store, with ours, and with vLLM's own tier.
 
-    python -m benchmarks serving [--ways none,async,fs] [--tokens 4096] [--rounds 5]
+    python -m benchmarks serving [--only prompts] [--ways none,async,fs] [--tokens 4096] [--rounds 5]
 
 Needs the engine's environment (``make test-engines ENGINES=vllm`` makes it). Each way is one engine, and all of them
 live at once; a round asks each in turn for a prompt that is new (cold) and then for the prompt of the round before
 (warm), which no cache of the engine has any more. Hypothesis: storing costs a few hundredths of a cold request, and a
 warm one is about a tenth of it. The GPU is the better place to compute, so a CPU flatters the ratio of a warm request
-and hides what storing costs.
+and hides what storing costs. Chats through two servers are in turns.py.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-from benchmarks import machine
+from benchmarks import machine, turns
 from benchmarks.contents import WrongBytes
 from benchmarks.crew import CrewFailed
 from benchmarks.options import Options, told
 from benchmarks.result import Cell, Result, Table
+from benchmarks.vllm_ways import SHAPE, SMALL, TICK_S, cpu_s, settings_of, token_bytes
 from tests.engines.vllm.engines import (
     BLOCK_TOKENS,
     PYTHON,
@@ -35,7 +34,6 @@ from tests.engines.vllm.engines import (
     prompt,
     running_engine,
     running_worker,
-    transfer,
 )
 from tests.etcd_fixture import running_etcd
 
@@ -51,29 +49,7 @@ ABOUT = {
     "tier": "vLLM's offloading with our secondary tier",
     "fs": "vLLM's offloading with its own tier of files",
 }
-SHAPE = {
-    "num_hidden_layers": 12,
-    "hidden_size": 768,
-    "intermediate_size": 3072,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 12,
-    "head_dim": 64,
-    "max_position_embeddings": 32_768,
-}
-SMALL = {
-    "num_hidden_layers": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 32_768,
-}
-"""The tiny model of the tests, with room for more tokens."""
-TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 STORED_S = 300.0
-
-
-def token_bytes(shape: dict[str, int]) -> int:
-    """KV of one token in float32, in bytes."""
-    return 2 * 4 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
 
 
 @dataclass(frozen=True)
@@ -125,7 +101,7 @@ class Way:
             time.sleep(0.01)
 
     def _cpu_s(self) -> float:
-        return sum(map(_cpu_s, self.processes))
+        return sum(map(cpu_s, self.processes))
 
 
 def _is_block(path: Path) -> bool:
@@ -134,37 +110,6 @@ def _is_block(path: Path) -> bool:
         return path.suffix != ".tmp" and path.stat().st_size >= BLOCK_TOKENS * token_bytes(SMALL)
     except FileNotFoundError:
         return False  # renamed meanwhile
-
-
-def _cpu_s(process: int) -> float:
-    """Processor time of a process so far, user's and system's."""
-    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    return TICK_S * (int(fields[11]) + int(fields[12]))
-
-
-def settings_of(name: str, root: Path, prompt_bytes: int, connect: str = "") -> dict[str, Any]:
-    """What vLLM is started with."""
-    if name == "none":
-        return {"enable_prefix_caching": False}
-    if name in ("tier", "fs"):
-        ours = {"type": "KVStoreTier", "module_path": "kvstore.connectors.vllm_tier", "root": str(root)}
-        config = {
-            "kv_connector": "OffloadingConnector",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {
-                "spec_name": "CpuTieringSpec",
-                "spec_module_path": "tests.engines.vllm.cpu_tiering",
-                "cpu_bytes_to_use": prompt_bytes * 5 // 4,  # one prompt: the one before comes from the tier
-                "secondary_tiers": [ours if name == "tier" else {"type": "fs", "root_dir": str(root)}],
-            },
-        }
-        return {"kv_transfer_config": config}
-    place: dict[str, Any] = {"connect": connect} if connect else {"root": str(root), "max_bytes": None}
-    if name in ("sync", "layerwise"):
-        place.update(load="sync", layerwise=name == "layerwise")
-        return {"kv_transfer_config": transfer(place), "async_scheduling": False}
-    return {"kv_transfer_config": transfer(place)}
 
 
 @contextmanager
@@ -196,25 +141,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of this benchmark alone."""
     parser.add_argument("--ways", type=_names, help=f"some of {','.join(WAYS)} (default: all; with --quick {QUICK})")
     parser.add_argument("--tokens", type=int, help="tokens of a prompt (default: 4096; with --quick 1024)")
+    parser.add_argument(
+        "--only", choices=("prompts", "chats"), help="engines with single prompts, or servers with chats"
+    )
+    turns.add_arguments(parser)
 
 
 def run(options: Options, arguments: argparse.Namespace | None = None) -> Result:
-    """Both tables."""
-    names = list((arguments and arguments.ways) or (QUICK if options.quick else WAYS))
-    tokens = (arguments and arguments.tokens) or (1024 if options.quick else 4096)
-    shape = SMALL if options.quick else SHAPE
+    """The tables of single prompts, and of chats."""
     about = machine.describe()
     if not PYTHON.exists():
         return Result("serving", HYPOTHESIS, (), about, [], ["vLLM is not installed: make test-engines ENGINES=vllm"])
+    only = arguments and arguments.only
+    conditions, tables = [machine.file_system(options.directory)], list[Table]()
+    for name, measure in (("prompts", _prompts), ("chats", turns.run)):
+        if only in (None, name):
+            more, found = measure(options, arguments)
+            conditions += more
+            tables += found
+    return Result("serving", HYPOTHESIS, tuple(conditions), about, tables)
+
+
+def _prompts(options: Options, arguments: argparse.Namespace | None) -> tuple[list[str], list[Table]]:
+    """Conditions, and the tables of cold and warm prompts."""
+    names = list((arguments and arguments.ways) or (QUICK if options.quick else WAYS))
+    tokens = (arguments and arguments.tokens) or (1024 if options.quick else 4096)
+    shape = SMALL if options.quick else SHAPE
     with options.folder() as folder, running(names, folder, shape, tokens) as ways:
         cold, warm = measured(ways, tokens, options.rounds)
     size = f"{tokens:,} tokens, {tokens * token_bytes(shape) / 1e6:.0f} MB of KV in blocks of {BLOCK_TOKENS} tokens"
-    conditions = (
-        f"{machine.file_system(options.directory)}; {size}, float32, {shape['num_hidden_layers']} layers",
+    conditions = [
+        f"{size}, float32, {shape['num_hidden_layers']} layers",
         "engines in one process each, one thread to compute; CPU s: the engine's and its worker's, until all is stored",
         *(f"{name}: {ABOUT[name]}" for name in names),
-    )
-    return Result("serving", HYPOTHESIS, conditions, about, [_table("Cold", names, cold), _table("Warm", names, warm)])
+    ]
+    return conditions, [_table("Cold", names, cold), _table("Warm", names, warm)]
 
 
 Rounds = list[dict[str, Took]]

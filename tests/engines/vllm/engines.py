@@ -290,40 +290,60 @@ def running_worker(root: Path, etcd: str, *options: str) -> Iterator[tuple[str, 
         yield dict(field.split("=", 1) for field in line.split()[1:])["grpc"], child
 
 
+class Server:
+    """vLLM's OpenAI server. It is started at once, so that several can start together."""
+
+    def __init__(
+        self, workplace: Path, model: Path, *options: str, config: dict[str, object] | None = None, port: int = 0
+    ) -> None:
+        port = port or 20_000 + os.getpid() % 20_000
+        words = ["--model", str(model), "--served-model-name", "tiny", "--skip-tokenizer-init", "--enforce-eager"]
+        words += ["--dtype", "float32", "--block-size", str(BLOCK_TOKENS), "--max-model-len", "1024"]
+        words += ["--host", "127.0.0.1", "--port", str(port)]
+        if config is not None:
+            words += ["--kv-transfer-config", json.dumps(config)]
+        self.url = f"http://127.0.0.1:{port}"
+        self._log = workplace / f"server-{port}.log"
+        with open(self._log, "wb") as log:
+            self._child = subprocess.Popen(
+                [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", *words, *options],
+                stdout=log,
+                stderr=log,
+                cwd=workplace,
+                env=engine_environment(workplace),
+                start_new_session=True,
+            )
+
+    def wait_ready(self) -> Server:
+        """Returns when it answers."""
+        ends_s = time.monotonic() + START_S
+        while True:
+            assert self._child.poll() is None and time.monotonic() < ends_s, self._log.read_text()[-4000:]
+            try:
+                with urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                    return self
+            except (urllib.error.URLError, TimeoutError):
+                time.sleep(0.5)
+
+    def processes(self) -> list[int]:
+        """The server and its children."""
+        return [int(folder.name) for folder in _group(self._child)]
+
+    def kill(self) -> None:
+        """SIGKILL to all its processes at once."""
+        kill_group(self._child)
+
+
 @contextmanager
 def running_server(
     workplace: Path, model: Path, *options: str, config: dict[str, object] | None = None, port: int = 0
 ) -> Iterator[str]:
     """vLLM's OpenAI server; its URL, once it answers."""
-    port = port or 20_000 + os.getpid() % 20_000
-    words = ["--model", str(model), "--served-model-name", "tiny", "--skip-tokenizer-init", "--enforce-eager"]
-    words += ["--dtype", "float32", "--block-size", str(BLOCK_TOKENS), "--max-model-len", "1024"]
-    words += ["--host", "127.0.0.1", "--port", str(port)]
-    if config is not None:
-        words += ["--kv-transfer-config", json.dumps(config)]
-    written = workplace / f"server-{port}.log"
-    with open(written, "wb") as log:
-        child = subprocess.Popen(
-            [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", *words, *options],
-            stdout=log,
-            stderr=log,
-            cwd=workplace,
-            env=engine_environment(workplace),
-            start_new_session=True,
-        )
-    url = f"http://127.0.0.1:{port}"
+    server = Server(workplace, model, *options, config=config, port=port)
     try:
-        ends_s = time.monotonic() + START_S
-        while True:
-            assert child.poll() is None and time.monotonic() < ends_s, written.read_text()[-4000:]
-            try:
-                with urllib.request.urlopen(f"{url}/health", timeout=5):
-                    break
-            except (urllib.error.URLError, TimeoutError):
-                time.sleep(0.5)
-        yield url
+        yield server.wait_ready().url
     finally:
-        kill_group(child)
+        server.kill()
 
 
 def counters(url: str) -> dict[str, float]:

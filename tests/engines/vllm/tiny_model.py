@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,12 @@ SPREADS = {
     "up_proj": 0.1,
     "down_proj": 0.1,
 }
+"""Of the weights of the model above."""
+INPUTS = {"o_proj": 128, "down_proj": 256}
+"""How many inputs these have in the model above; the others have ``hidden_size``.
+
+Wider models have smaller weights, so that their activations are as large. With weights as large as these, a model with
+768 multiplies rounding so much that a prompt computed whole, and in two parts, gave other tokens."""
 
 
 def write(folder: Path, seed: int, changes: dict[str, Any] | None = None) -> None:
@@ -73,7 +80,9 @@ def write(folder: Path, seed: int, changes: dict[str, Any] | None = None) -> Non
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
         for name, (rows, columns) in shapes.items():
-            weights[f"{prefix}{name}.weight"] = random(rows, columns, SPREADS[name.split(".")[1]])
+            kind = name.split(".")[1]
+            inputs = INPUTS.get(kind, CONFIG["hidden_size"])
+            weights[f"{prefix}{name}.weight"] = random(rows, columns, SPREADS[kind] * math.sqrt(inputs / columns))
         for name in ("input_layernorm", "post_attention_layernorm"):
             weights[f"{prefix}{name}.weight"] = torch.ones(hidden)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
