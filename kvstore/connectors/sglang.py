@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from hashlib import blake2b
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import sglang
@@ -199,10 +198,13 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
 
     # Figures
 
-    def get_stats(self) -> SimpleNamespace:
-        """Returns the fields of SGLang's ``StorageMetrics``: pages and GiB/s of each call since it last asked."""
+    def get_stats(self) -> Any:
+        """Returns SGLang's ``StorageMetrics``: pages and GiB/s of each call since it last asked."""
+        # Not at the top: SGLang has imported it when it asks, and it needs the engine's other packages.
+        from sglang.srt.observability.metrics_collector import StorageMetrics
+
         (read, read_rates), (written, write_rates) = self._read.take(), self._written.take()
-        return SimpleNamespace(
+        return StorageMetrics(
             prefetch_pgs=read,
             backup_pgs=written,
             prefetch_bandwidth=read_rates,

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from prometheus_client import REGISTRY
 from sglang.srt.mem_cache.hicache_storage import PoolName
 
 from kvstore.connectors.settings import StoreSettings
 from kvstore.node.limits import Limits
 from kvstore.root.posix import PosixRoot
-from tests.engines.sglang.on_cpu import cache_controller
+from tests.engines.sglang.on_cpu import StorageMetricsCollector, cache_controller
 from tests.engines.sglang.rank import (
     DIM,
     HEADS,
@@ -170,6 +171,28 @@ def test_a_prefetch_that_is_revoked_before_it_has_memory_reads_nothing(tmp_root:
         assert rank.backend.get_stats().prefetch_pgs == []
         rank.kv.free(operation.host_indices)
         assert rank.prefetch(PROMPT) == len(PROMPT)
+
+
+def counted(name: str) -> float:
+    return REGISTRY.get_sample_value(f"sglang:{name}", {"rank": "0"}) or 0.0
+
+
+def test_sglangs_own_metrics_take_what_the_backend_counts(tmp_root: Path) -> None:
+    collector = StorageMetricsCollector({"rank": "0"})
+    with empty(extra={"root": str(tmp_root)}) as rank:
+        rank.back_up(PROMPT)
+        rank.prefetch(PROMPT)
+        keys = page_keys(PROMPT)
+        assert rank.backend.batch_get_v1(["absent"], rank.kv.alloc(PAGE)) == [False]
+        collector.log_storage_metrics(rank.backend.get_stats())
+        for call in ("backup", "prefetch"):
+            assert counted(f"{call}_pgs_count") == 1
+            assert counted(f"{call}_pgs_sum") == 5
+            assert counted(f"{call}_bandwidth_sum") > 0
+        collector.log_storage_metrics(rank.backend.get_stats())
+        assert counted("backup_pgs_count") == 1, "each call is told once"
+        assert rank.backend.batch_get_v1([*keys[:2], "absent"], rank.kv.alloc(3 * PAGE)) == [True, True, False]
+        assert rank.backend.get_stats().prefetch_pgs == [2], "what found nothing moved nothing"
 
 
 @pytest.mark.parametrize("writers", [1, 2])
