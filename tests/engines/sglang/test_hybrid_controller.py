@@ -11,6 +11,8 @@ from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTr
 from tests.engines.sglang.rank import (
     PAGE,
     Rank,
+    compressed_pools,
+    derived,
     device_pool,
     holds,
     host_pool,
@@ -112,3 +114,25 @@ def test_ranks_share_latent_attention_and_keep_their_own_states(tmp_root: Path) 
                 assert prefetch(rank, PoolName.MAMBA, PROMPT, 1) == (0, 0), "the first rank's states are not its own"
             assert back_up(rank, PoolName.MAMBA, PROMPT, 0, 1) == 6 * PAGE
             assert prefetch(rank, PoolName.MAMBA, PROMPT, 1) == (6 * PAGE, 1)
+
+
+@pytest.mark.parametrize("calls", [0, 1], ids=["generic", "in place"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pages_of_deepseek_v4_come_back_although_its_anchor_has_no_bytes(
+    tmp_root: Path, layout: str, calls: int
+) -> None:
+    c4 = PoolName.DEEPSEEK_V4_C4
+
+    def rank() -> Rank:
+        anchor, rows = compressed_pools(layout)
+        return Rank({PoolName.KV: anchor, c4: rows}, {"root": str(tmp_root), "interface_v1": calls})
+
+    with rank() as writer:
+        assert writer.ask(PROMPT, [derived(c4)]).storage_hit_count == 0
+        assert writer.back_up(PROMPT, 0, [derived(c4)]) == len(PROMPT)
+    with rank() as reader:
+        operation = reader.ask([*PROMPT[: 4 * PAGE], *[7] * PAGE], [derived(c4)])
+        assert operation.storage_hit_count == 4 * PAGE
+        reader.read(operation)
+        assert reader.results(operation)[0] == 4 * PAGE
+        assert holds(reader.pools[c4], operation.host_indices, page_keys(PROMPT)[:4])
