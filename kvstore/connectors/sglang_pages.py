@@ -30,6 +30,9 @@ _FACTS = (
 )
 
 
+_STATE_FACTS = ("temporal_dtype", "temporal_state_shape", "conv_dtype", "conv_state_shapes")
+"""Facts of pools of Mamba states: two types of one size make pages of one size."""
+
 _BY_HEADS = ("head_num", "size_per_token")
 """The facts that count a rank's heads."""
 
@@ -51,7 +54,8 @@ class PagePool:
         # A group of pools passes on only some of what its first pool knows.
         entry = getattr(pool, "anchor_entry", None)
         facts_of = pool if entry is None else entry.host_pool
-        facts = "\n".join(f"{fact}={self._fact(facts_of, fact)}" for fact in _FACTS)
+        stated = [*_FACTS, *(fact for fact in _STATE_FACTS if hasattr(facts_of, fact))]
+        facts = "\n".join(f"{fact}={self._fact(facts_of, fact)}" for fact in stated)
         told = f"{name}\n{told}\npool={type(facts_of).__name__}\n{facts}"
         self.page_size = int(getattr(pool, "logical_page_size", None) or getattr(pool, "page_size", 1) or 1)
         layout = getattr(facts_of, "layout", "")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 
 from tests.engines.sglang.rank import (
@@ -104,6 +105,15 @@ def test_a_damaged_state_is_a_miss_and_the_prefix_is_not_found_again(tmp_root: P
         assert prefetch(rank, PoolName.MAMBA, PROMPT, 1) == (0, 0)
         back_up(rank, PoolName.MAMBA, PROMPT, 6, 1)
         assert prefetch(rank, PoolName.MAMBA, PROMPT, 1) == (6 * PAGE, 1)
+
+
+def test_states_of_another_type_and_the_same_size_are_a_miss(tmp_root: Path) -> None:
+    """SGLang takes the type of the states from its environment (SGLANG_MAMBA_SSM_DTYPE)."""
+    with recurrent(tmp_root, mamba_pool(torch.float16)) as rank:
+        back_up(rank, PoolName.MAMBA, PROMPT, 0, 1)
+        assert prefetch(rank, PoolName.MAMBA, PROMPT, 1) == (6 * PAGE, 1)
+    with recurrent(tmp_root, mamba_pool(torch.bfloat16)) as rank:
+        assert prefetch(rank, PoolName.MAMBA, PROMPT, 1) == (0, 0)
 
 
 def test_ranks_share_latent_attention_and_keep_their_own_states(tmp_root: Path) -> None:
