@@ -44,6 +44,9 @@ LAUNCHED_WITH = (
 """Arguments of SGLang's launch that change KV. SGLang does not pass them to a storage backend."""
 
 
+_DRAFTS = (str(PoolName.DRAFT), str(PoolName.DRAFT_SWA))
+
+
 class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
     """The storage backend. ``StoreSettings`` lists our keys, which stand beside SGLang's own. Thread-safe.
 
@@ -80,8 +83,10 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         self._pools[pool.name] = pool
 
     def _pool(self, name: str, pool: Any, *, in_place: bool) -> PagePool:
-        # The first rank stores MLA pages for all ranks; the state of Mamba layers is each rank's own.
-        is_replicated = self._config.is_mla_model and name != str(PoolName.MAMBA)
+        # The first rank stores MLA pages for all ranks. The state of Mamba layers, and a draft's K and V by heads, are
+        # each rank's own.
+        is_by_heads = name in _DRAFTS and hasattr(pool, "head_num")
+        is_replicated = self._config.is_mla_model and name != str(PoolName.MAMBA) and not is_by_heads
         told = "tp rank=all" if is_replicated else f"tp rank={self._config.tp_rank}"
         size = _parts_in_all(self._config, pool)
         if not size or is_replicated:

@@ -146,3 +146,28 @@ def test_pages_of_deepseek_v4_come_back_although_its_anchor_has_no_bytes(
         reader.read(operation)
         assert reader.results(operation)[0] == 4 * PAGE
         assert holds(reader.pools[c4], operation.host_indices, page_keys(PROMPT)[:4])
+
+
+def test_a_draft_by_heads_of_a_latent_model_is_each_ranks_own(tmp_root: Path) -> None:
+    """SGLang lets the first rank alone store it, so others have a miss and not that rank's heads."""
+
+    def rank(number: int, ranks: int) -> Rank:
+        device = device_pool("mla")
+        pools = {PoolName.KV: host_pool(device, "page_first"), PoolName.DRAFT: host_pool(device_pool(), "page_first")}
+        return Rank(pools, {"root": str(tmp_root)}, device, tp_rank=number, tp_size=ranks)
+
+    draft = PoolName.DRAFT
+    for number in range(2):
+        with rank(number, 2) as several:
+            several.back_up(PROMPT, 0, [derived(draft)])
+            assert several.ask(PROMPT).storage_hit_count == len(PROMPT), "the latent pages are all ranks'"
+            assert several.ask(PROMPT, [derived(draft)]).storage_hit_count == (0 if number else len(PROMPT))
+    for _ in range(2):
+        with rank(0, 1) as alone:
+            operation = alone.ask(PROMPT, [derived(draft)])
+            if not operation.storage_hit_count:
+                alone.back_up(PROMPT, 0, [derived(draft)])
+                continue
+            alone.read(operation)
+            assert alone.results(operation)[0] == len(PROMPT)
+            assert holds(alone.pools[draft], operation.host_indices, page_keys(PROMPT))
