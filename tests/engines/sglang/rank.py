@@ -18,6 +18,8 @@ from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTr
 from tests.engines.sglang.on_cpu import (
     CacheRequestHandle,
     DeepSeekV4PagedHostPool,
+    DSAIndexerPoolHost,
+    DSATokenToKVPool,
     HiCacheController,
     HostPoolGroup,
     HybridCacheController,
@@ -37,7 +39,7 @@ from tests.engines.sglang.on_cpu import (
 from tests.engines.sglang.pools import config
 from tests.patience import PATIENCE_S
 
-PAGE, PAGES, LAYERS, HEADS, DIM = 8, 32, 3, 2, 16
+PAGE, PAGES, LAYERS, HEADS, DIM = 64, 32, 3, 2, 16
 SIZE = PAGE * PAGES
 HOST_BYTES_MAX = 1 << 30
 
@@ -74,11 +76,12 @@ def host_pool(device: Any, layout: str) -> Any:
     return made
 
 
-def mamba_pool(states: torch.dtype = torch.float32, convolutions: int = 1) -> Any:
+def mamba_pool(states: torch.dtype = torch.float32, convolutions: int = 1, sides: int = 0) -> Any:
     """A host pool of Mamba states: one page is the state of all layers at one token."""
     info = MambaStateBufferInfo(
         temporal=torch.zeros(LAYERS, 8, 4, 6, dtype=states),
         conv=tuple(torch.zeros(LAYERS, 8, 5 + each, 3, dtype=torch.bfloat16) for each in range(convolutions)),
+        extra_checkpoint_buffers=tuple(torch.zeros(8, 3, dtype=torch.int64) for _ in range(sides)),
     )
     with host_memory_budget_scope(HOST_BYTES_MAX):
         made = MambaPoolHost(info, 2, 0, device_capacity=8, pin_memory=False, layout="page_first")
@@ -95,6 +98,27 @@ def compressed_pools(layout: str) -> tuple[Any, Any]:
             "c4", rows, 96, PAGES, slot_page_size=PAGE, layout=layout, pin_memory=False, page_aligned_only=True
         )
     return LogicalHostPool(SIZE, PAGE, layout), made
+
+
+def sparse_pools(layout: str) -> tuple[Any, Any, Any]:
+    """The device pool of a model with sparse MLA (DSA), and its host pools: the latent KV, and its indexer's keys."""
+    with get_parallel().override(attn_dcp_size=1, attn_dcp_rank=0):
+        device = DSATokenToKVPool(
+            SIZE // 4,
+            PAGE,
+            kv_lora_rank=24,
+            dtype=torch.bfloat16,
+            qk_rope_head_dim=8,
+            layer_num=LAYERS,
+            device="cpu",
+            index_head_dim=128,
+            enable_memory_saver=False,
+            kv_cache_dim=32,
+        )
+    latent = host_pool(device, layout)
+    (indexer,) = (each for each in device.host_pool_decls() if each.pool_name == PoolName.INDEXER)
+    with host_memory_budget_scope(HOST_BYTES_MAX):
+        return device, latent, DSAIndexerPoolHost(indexer, latent, pin_memory=False)
 
 
 def raw(page: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""SGLang's real controller of models with several pools (the v2 calls): sliding windows, Mamba states, DeepSeek-V4."""
+"""SGLang's real controller of models with several pools (the v2 calls): windows, states, indexers, DeepSeek-V4."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from tests.engines.sglang.rank import (
     host_pool,
     mamba_pool,
     page_keys,
+    sparse_pools,
     trailing,
 )
 from tests.node.stores import chunk_files
@@ -81,9 +82,10 @@ def test_windows_come_back_with_the_prefix_that_ends_in_them(tmp_root: Path, lay
         assert prefetch(rank, PoolName.SWA, PROMPT[: 2 * PAGE], WINDOW) == (0, 0)
 
 
-@pytest.mark.parametrize("convolutions", [1, 3])
-def test_states_come_back_with_the_prefix_that_ends_at_them(tmp_root: Path, convolutions: int) -> None:
-    states = [mamba_pool(convolutions=convolutions) for _ in range(2)]
+@pytest.mark.parametrize("kind", [{"convolutions": 1}, {"convolutions": 3}, {"sides": 2}], ids=str)
+def test_states_come_back_with_the_prefix_that_ends_at_them(tmp_root: Path, kind: dict[str, int]) -> None:
+    """States with side states have no addresses, so their pages are copied."""
+    states = [mamba_pool(**kind) for _ in range(2)]
     with recurrent(tmp_root, states[0]) as rank:
         assert back_up(rank, PoolName.MAMBA, PROMPT[: 4 * PAGE], 0, 1) == 4 * PAGE
         assert rank.back_up(PROMPT, 4) == 2 * PAGE, "a branch without a state"
@@ -124,6 +126,24 @@ def test_ranks_share_latent_attention_and_keep_their_own_states(tmp_root: Path) 
                 assert prefetch(rank, PoolName.MAMBA, PROMPT, 1) == (0, 0), "the first rank's states are not its own"
             assert back_up(rank, PoolName.MAMBA, PROMPT, 0, 1) == 6 * PAGE
             assert prefetch(rank, PoolName.MAMBA, PROMPT, 1) == (6 * PAGE, 1)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_indexers_keys_come_back_with_the_latent_pages(tmp_root: Path, layout: str) -> None:
+    def rank() -> Rank:
+        device, latent, indexer = sparse_pools(layout)
+        return Rank({PoolName.KV: latent, PoolName.INDEXER: indexer}, {"root": str(tmp_root)}, device)
+
+    with rank() as writer:
+        assert writer.back_up(PROMPT[: 3 * PAGE], 0, [derived(PoolName.INDEXER)]) == 3 * PAGE
+        assert writer.back_up(PROMPT, 3) == 3 * PAGE, "pages without keys of an indexer"
+    with rank() as reader:
+        operation = reader.ask(PROMPT, [derived(PoolName.INDEXER)])
+        assert operation.storage_hit_count == 3 * PAGE
+        reader.read(operation)
+        assert reader.results(operation)[0] == 3 * PAGE
+        for pool in reader.pools.values():
+            assert holds(pool, operation.host_indices, page_keys(PROMPT)[:3])
 
 
 @pytest.mark.parametrize("calls", [0, 1], ids=["generic", "in place"])
