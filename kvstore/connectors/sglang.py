@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from hashlib import blake2b
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import sglang
@@ -43,6 +42,9 @@ LAUNCHED_WITH = (
     *(f"speculative_draft_model_{name}" for name in ("path", "revision", "quantization")),
 )
 """Arguments of SGLang's launch that change KV. SGLang does not pass them to a storage backend."""
+
+
+_DRAFTS = (str(PoolName.DRAFT), str(PoolName.DRAFT_SWA))
 
 
 class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
@@ -81,8 +83,10 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         self._pools[pool.name] = pool
 
     def _pool(self, name: str, pool: Any, *, in_place: bool) -> PagePool:
-        # The first rank stores MLA pages for all ranks; the state of Mamba layers is each rank's own.
-        is_replicated = self._config.is_mla_model and name != str(PoolName.MAMBA)
+        # The first rank stores MLA pages for all ranks. The state of Mamba layers, and a draft's K and V by heads, are
+        # each rank's own.
+        is_by_heads = name in _DRAFTS and hasattr(pool, "head_num")
+        is_replicated = self._config.is_mla_model and name != str(PoolName.MAMBA) and not is_by_heads
         told = "tp rank=all" if is_replicated else f"tp rank={self._config.tp_rank}"
         size = _parts_in_all(self._config, pool)
         if not size or is_replicated:
@@ -199,10 +203,13 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
 
     # Figures
 
-    def get_stats(self) -> SimpleNamespace:
-        """Returns the fields of SGLang's ``StorageMetrics``: pages and GiB/s of each call since it last asked."""
+    def get_stats(self) -> Any:
+        """Returns SGLang's ``StorageMetrics``: pages and GiB/s of each call since it last asked."""
+        # Not at the top: SGLang has imported it when it asks, and it needs the engine's other packages.
+        from sglang.srt.observability.metrics_collector import StorageMetrics
+
         (read, read_rates), (written, write_rates) = self._read.take(), self._written.take()
-        return SimpleNamespace(
+        return StorageMetrics(
             prefetch_pgs=read,
             backup_pgs=written,
             prefetch_bandwidth=read_rates,

@@ -30,6 +30,9 @@ _FACTS = (
 )
 
 
+_STATE_FACTS = ("temporal_dtype", "temporal_state_shape", "conv_dtype", "conv_state_shapes")
+"""Facts of pools of Mamba states: two types of one size make pages of one size."""
+
 _BY_HEADS = ("head_num", "size_per_token")
 """The facts that count a rank's heads."""
 
@@ -51,7 +54,8 @@ class PagePool:
         # A group of pools passes on only some of what its first pool knows.
         entry = getattr(pool, "anchor_entry", None)
         facts_of = pool if entry is None else entry.host_pool
-        facts = "\n".join(f"{fact}={self._fact(facts_of, fact)}" for fact in _FACTS)
+        stated = [*_FACTS, *(fact for fact in _STATE_FACTS if hasattr(facts_of, fact))]
+        facts = "\n".join(f"{fact}={self._fact(facts_of, fact)}" for fact in stated)
         told = f"{name}\n{told}\npool={type(facts_of).__name__}\n{facts}"
         self.page_size = int(getattr(pool, "logical_page_size", None) or getattr(pool, "page_size", 1) or 1)
         layout = getattr(facts_of, "layout", "")
@@ -62,6 +66,9 @@ class PagePool:
         if not self._is_alike and not in_place:
             self._is_flat, runs = True, None
         sizes = runs[1] if runs is not None else [_size_of_flat(pool, name)]
+        self._has_bytes = any(sizes)
+        if not self._has_bytes:
+            sizes = [1]  # DeepSeek-V4's anchor has page numbers alone: a byte says that the page is stored
         self._is_gathered = len(sizes) > RUNS_MAX * self._parts or (layout == "layer_first" and len(sizes) > 1)
         self.sizes = (sum(sizes),) if self._is_gathered else tuple(sizes)
         """Sizes of the blocks of one page."""
@@ -123,6 +130,8 @@ class PagePool:
 
     def filled(self, indices: torch.Tensor, blocks: list[memoryview], good: list[bool]) -> None:
         """Copies the good pages to their places, unless they were read in place."""
+        if not self._has_bytes:
+            return
         found = self._runs(indices)
         if found is not None and not self._is_gathered:
             return
@@ -140,6 +149,8 @@ class PagePool:
 
     def cut(self, page: torch.Tensor, copy: bool = True) -> list[memoryview]:
         """Cuts a flat page into blocks. Raises InvalidRequest for another size, or if it is not contiguous."""
+        if not self._has_bytes:
+            return [memoryview(bytearray(1))]
         if not self._is_alike and not self._is_flat:
             raise InvalidRequest(f"pages of pool {self.name} are stored in place: leave interface_v1 set")
         if not page.is_contiguous():
@@ -161,12 +172,12 @@ class PagePool:
             return None
         try:
             if self._parts > 1:
-                addresses, sizes = self.pool.get_split_heads_page_buffer_meta(indices, self._parts)
+                found = self.pool.get_split_heads_page_buffer_meta(indices, self._parts)
             else:
-                addresses, sizes = self.pool.get_page_buffer_meta(indices)
+                found = self.pool.get_page_buffer_meta(indices)
         except (AttributeError, NotImplementedError, ValueError):
             return None  # this layout has flat pages only
-        return addresses, sizes
+        return found if found is None else (found[0], found[1])
 
     def _fact(self, pool: Any, fact: str) -> Any:
         """Returns a fact about the pool, or about one part of it."""

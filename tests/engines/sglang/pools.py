@@ -1,6 +1,7 @@
-"""Host pools with the memory of each of SGLang's documented layouts, and its own factory for our backend.
+"""Small host pools with the memory of each of SGLang's layouts, and its own factory for our backend.
 
-SGLang's real pools need a GPU build. These have the same shapes, page order and addresses as those of sglang 0.5.23.
+Real pools and controllers are in ``rank.py``. These have the same shapes, page order and addresses, and some are odder
+than any of SGLang's.
 """
 
 from __future__ import annotations

@@ -399,19 +399,3 @@ def test_the_weights_of_a_served_name_are_those_that_were_launched(
             found.append(hicache.batch_exists(hashes(1)))
             assert hicache.batch_set_v1(hashes(1), indices([0])) == [True]
     assert found == [0, 0, 1]
-
-
-def test_sglang_hears_how_many_pages_moved_and_how_fast(tmp_root: Path) -> None:
-    pool, keys = HostPool("page_first"), hashes(3)
-    for page in range(3):
-        fill(pool, page, page)
-    with backend(pool, {"root": str(tmp_root)}) as storage:
-        assert storage.get_stats().prefetch_pgs == []
-        assert storage.batch_set_v1(keys, indices([0, 1, 2])) == [True] * 3
-        assert storage.batch_get_v1([*keys[:2], "absent"], indices([0, 1, 2])) == [True, True, False]
-        assert storage.batch_get_v1(["absent"], indices([0])) == [False]
-        stats = storage.get_stats()
-        assert (stats.backup_pgs, stats.prefetch_pgs) == ([3], [2]), "what found nothing moved nothing"
-        assert len(stats.backup_bandwidth) == len(stats.prefetch_bandwidth) == 1
-        assert min(stats.backup_bandwidth + stats.prefetch_bandwidth) > 0
-        assert storage.get_stats().backup_pgs == [], "each is told once"
