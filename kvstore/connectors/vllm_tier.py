@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from vllm.v1.kv_offload.base import (
@@ -21,6 +21,7 @@ from vllm.v1.kv_offload.base import (
     Medium,
     OffloadingEvent,
     RequestOffloadingContext,
+    get_offload_group_idx,
 )
 from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
@@ -65,6 +66,10 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self.locality = Locality(locality) if locality is not None else None
         # The rows of the CPU cache, one per chunk: the store reads and writes them without a copy in between.
         self._chunks = np.frombuffer(primary_kv_view, np.uint8).reshape(-1, self.block_size_bytes)
+        self._chunk_tokens = {
+            group.group_id: group.tokens_per_block * offloading_spec.blocks_per_chunk
+            for group in offloading_spec.config.groups
+        }
         self._link = Link(settings, [_namespace(offloading_spec, settings, self.block_size_bytes)])
         self._finished: queue.SimpleQueue[tuple[JobResult, list[bytes], OffloadingEvent | None]] = queue.SimpleQueue()
         self._condition = Monitor()
@@ -183,7 +188,47 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         if caches is None:
             return [False] * len(keys)
         rows = [self._chunks[int(chunk)] for chunk in job.chunk_ids]
-        return caches[0].get(keys, rows) if job.is_promotion else caches[0].put(keys, rows)
+        if job.is_promotion:
+            return caches[0].get(keys, rows)
+        places, done = self._places(job), [False] * len(keys)
+        for run in _runs(places):
+            flags = caches[0].put(
+                [keys[number] for number in run], [rows[number] for number in run], first=places[run[0]].before
+            )
+            for number, is_stored in zip(run, flags, strict=True):
+                done[number] = is_stored
+        return done
+
+    def _places(self, job: TransferJob) -> list[_Place]:
+        """Returns the place of each chunk of a job, whose keys vLLM gives in no order."""
+        found = []
+        for key in job.keys:
+            group, end = get_offload_group_idx(key), job.req_context.get_offload_key_position(key)
+            # Rounded up: vLLM may store the end of a prompt that is less than a chunk.
+            found.append(_Place(group, -(-(end or 1) // self._chunk_tokens[group]) - 1))
+        return found
+
+
+class _Place(NamedTuple):
+    """Where a chunk lies: its group of layers, and how many chunks of the prompt are before it."""
+
+    group: int
+    before: int
+
+
+def _runs(places: Sequence[_Place]) -> list[list[int]]:
+    """Returns the numbers of the chunks in runs of one group without gaps.
+
+    So garbage collection knows where in its prompt each chunk lies, and takes the last ones first.
+    """
+    runs: list[list[int]] = []
+    for number in sorted(range(len(places)), key=places.__getitem__):
+        place = places[number]
+        if runs and places[runs[-1][-1]] == (place.group, place.before - 1):
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return runs
 
 
 class _Lookups(AsyncLookupManager):  # type: ignore[misc]
