@@ -5,6 +5,7 @@ This file has everything that depends on vLLM's tiering interface, which changes
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import queue
@@ -12,6 +13,7 @@ import sys
 import time
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
+from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,7 +29,6 @@ from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from kvstore.background import Tasks
-from kvstore.connectors.vllm.groups import Kind
 from kvstore.connectors.vllm.link import Link
 from kvstore.connectors.vllm.naming import Shape, check_hashes, model_fingerprint, namespaces
 from kvstore.connectors.vllm.settings import TierSettings
@@ -274,10 +275,6 @@ def _namespace(spec: Any, settings: TierSettings, chunk_bytes: int) -> Namespace
     check_hashes(vllm_config)
     fingerprint = settings.fingerprint or model_fingerprint(vllm_config)
     shape = Shape(vllm_config, kv_cache_config)
-    if any(each.kind is Kind.STATE for each in shape.clusters):
-        raise InvalidRequest(
-            "the tier was not tried with recurrent models: use the connector (kvstore.connectors.vllm)"
-        )
     base = namespaces(vllm_config, shape, fingerprint, settings.tenant)[0]
     tier = {
         "kept by": "tier",
@@ -285,11 +282,18 @@ def _namespace(spec: Any, settings: TierSettings, chunk_bytes: int) -> Namespace
         "canonical": str(spec.config.canonical_layout),
         "replicated": str(spec.config.replicated_layout),
         "workers": str(spec.config.parallel.world_size),
+        "groups": _groups_digest(spec),
     }
     ranks = {"tp rank": "all", "pp rank": "all"}
     return Namespace.of(
         base.name, base.layout, fingerprint, settings.tenant, {**dict(base.attributes), **ranks, **tier}
     )
+
+
+def _groups_digest(spec: Any) -> str:
+    """Returns a digest of the layers of each group, in order: they say what lies where in a chunk."""
+    groups = [(group.group_id, list(group.layer_names)) for group in spec.config.groups]
+    return blake2b(json.dumps(groups).encode(), digest_size=16).hexdigest()
 
 
 def _engine_configuration() -> tuple[Any, Any]:
