@@ -5,6 +5,7 @@ This file has everything that depends on vLLM's tiering interface, which changes
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import queue
@@ -12,7 +13,8 @@ import sys
 import time
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
-from typing import Any
+from hashlib import blake2b
+from typing import Any, NamedTuple
 
 import numpy as np
 from vllm.v1.kv_offload.base import (
@@ -21,12 +23,12 @@ from vllm.v1.kv_offload.base import (
     Medium,
     OffloadingEvent,
     RequestOffloadingContext,
+    get_offload_group_idx,
 )
 from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from kvstore.background import Tasks
-from kvstore.connectors.vllm.groups import Kind
 from kvstore.connectors.vllm.link import Link
 from kvstore.connectors.vllm.naming import Shape, check_hashes, model_fingerprint, namespaces
 from kvstore.connectors.vllm.settings import TierSettings
@@ -65,6 +67,10 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self.locality = Locality(locality) if locality is not None else None
         # The rows of the CPU cache, one per chunk: the store reads and writes them without a copy in between.
         self._chunks = np.frombuffer(primary_kv_view, np.uint8).reshape(-1, self.block_size_bytes)
+        self._chunk_tokens = {
+            group.group_id: group.tokens_per_block * offloading_spec.blocks_per_chunk
+            for group in offloading_spec.config.groups
+        }
         self._link = Link(settings, [_namespace(offloading_spec, settings, self.block_size_bytes)])
         self._finished: queue.SimpleQueue[tuple[JobResult, list[bytes], OffloadingEvent | None]] = queue.SimpleQueue()
         self._condition = Monitor()
@@ -183,7 +189,47 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         if caches is None:
             return [False] * len(keys)
         rows = [self._chunks[int(chunk)] for chunk in job.chunk_ids]
-        return caches[0].get(keys, rows) if job.is_promotion else caches[0].put(keys, rows)
+        if job.is_promotion:
+            return caches[0].get(keys, rows)
+        places, done = self._places(job), [False] * len(keys)
+        for run in _runs(places):
+            flags = caches[0].put(
+                [keys[number] for number in run], [rows[number] for number in run], first=places[run[0]].before
+            )
+            for number, is_stored in zip(run, flags, strict=True):
+                done[number] = is_stored
+        return done
+
+    def _places(self, job: TransferJob) -> list[_Place]:
+        """Returns the place of each chunk of a job, whose keys vLLM gives in no order."""
+        found = []
+        for key in job.keys:
+            group, end = get_offload_group_idx(key), job.req_context.get_offload_key_position(key)
+            # Rounded up: vLLM may store the end of a prompt that is less than a chunk.
+            found.append(_Place(group, -(-(end or 1) // self._chunk_tokens[group]) - 1))
+        return found
+
+
+class _Place(NamedTuple):
+    """Where a chunk lies: its group of layers, and how many chunks of the prompt are before it."""
+
+    group: int
+    before: int
+
+
+def _runs(places: Sequence[_Place]) -> list[list[int]]:
+    """Returns the numbers of the chunks in runs of one group without gaps.
+
+    So garbage collection knows where in its prompt each chunk lies, and takes the last ones first.
+    """
+    runs: list[list[int]] = []
+    for number in sorted(range(len(places)), key=places.__getitem__):
+        place = places[number]
+        if runs and places[runs[-1][-1]] == (place.group, place.before - 1):
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return runs
 
 
 class _Lookups(AsyncLookupManager):  # type: ignore[misc]
@@ -229,10 +275,6 @@ def _namespace(spec: Any, settings: TierSettings, chunk_bytes: int) -> Namespace
     check_hashes(vllm_config)
     fingerprint = settings.fingerprint or model_fingerprint(vllm_config)
     shape = Shape(vllm_config, kv_cache_config)
-    if any(each.kind is Kind.STATE for each in shape.clusters):
-        raise InvalidRequest(
-            "the tier was not tried with recurrent models: use the connector (kvstore.connectors.vllm)"
-        )
     base = namespaces(vllm_config, shape, fingerprint, settings.tenant)[0]
     tier = {
         "kept by": "tier",
@@ -240,11 +282,18 @@ def _namespace(spec: Any, settings: TierSettings, chunk_bytes: int) -> Namespace
         "canonical": str(spec.config.canonical_layout),
         "replicated": str(spec.config.replicated_layout),
         "workers": str(spec.config.parallel.world_size),
+        "groups": _groups_digest(spec),
     }
     ranks = {"tp rank": "all", "pp rank": "all"}
     return Namespace.of(
         base.name, base.layout, fingerprint, settings.tenant, {**dict(base.attributes), **ranks, **tier}
     )
+
+
+def _groups_digest(spec: Any) -> str:
+    """Returns a digest of the layers of each group, in order: they say what lies where in a chunk."""
+    groups = [(group.group_id, list(group.layer_names)) for group in spec.config.groups]
+    return blake2b(json.dumps(groups).encode(), digest_size=16).hexdigest()
 
 
 def _engine_configuration() -> tuple[Any, Any]:

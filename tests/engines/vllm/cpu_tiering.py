@@ -18,10 +18,10 @@ class CopyWorker(OffloadingWorker):  # type: ignore[misc]
     """Copies blocks between the engine's KV memory and the chunks of the CPU cache, at once."""
 
     def __init__(self, kv_caches: Any, blocks_per_chunk: int, region: Any) -> None:
-        assert len(kv_caches.group_data_refs) == 1, "one group of layers only"
         self._region = region
         self._blocks_per_chunk = blocks_per_chunk
         self._ended: list[Any] = []
+        self._groups = kv_caches.group_data_refs
         self._pairs = [
             (
                 each.tensor.view(torch.int8).view(-1, each.page_size_bytes),
@@ -50,20 +50,28 @@ class CopyWorker(OffloadingWorker):  # type: ignore[misc]
             self._region = None
 
     def _copy(self, job_id: int, blocks: Any, chunks: Any, *, out: bool) -> bool:
-        skipped = int(blocks.block_indices[0]) % self._blocks_per_chunk
-        size = 0
-        for index, block in enumerate(blocks.block_ids, skipped):
-            chunk, part = chunks.block_ids[index // self._blocks_per_chunk], index % self._blocks_per_chunk
-            for engine, cache in self._pairs:
-                page = engine.shape[1]
-                inside = cache[chunk, part * page : (part + 1) * page]
-                if out:
-                    inside.copy_(engine[block])
-                else:
-                    engine[block].copy_(inside)
-                size += page
+        size, block_ids, chunk_ids = 0, list(blocks.block_ids), list(chunks.block_ids)
+        for group, count, first in zip(self._groups, blocks.group_sizes, blocks.block_indices, strict=True):
+            if not count:
+                continue
+            skipped = int(first) % self._blocks_per_chunk
+            for index in range(skipped, skipped + count):
+                chunk, part = chunk_ids[index // self._blocks_per_chunk], index % self._blocks_per_chunk
+                size += self._copy_block(group, block_ids[index - skipped], chunk, part, out=out)
+            del block_ids[:count], chunk_ids[: (skipped + count - 1) // self._blocks_per_chunk + 1]
+        assert not block_ids and not chunk_ids
         self._ended.append(TransferResult(job_id=job_id, success=True, transfer_size=size, transfer_time=1e-6))
         return True
+
+    def _copy_block(self, group: Any, block: int, chunk: int, part: int, *, out: bool) -> int:
+        """Copies the pages of one block in a group's layers, without the padding behind them."""
+        for layer in group:
+            engine, cache = self._pairs[layer.tensor_idx]
+            start = part * engine.shape[1]
+            inside = cache[chunk, start : start + layer.page_size_bytes]
+            page = engine[block, : layer.page_size_bytes]
+            (inside if out else page).copy_(page if out else inside)
+        return sum(layer.page_size_bytes for layer in group)
 
 
 class CpuTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]

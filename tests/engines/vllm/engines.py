@@ -84,6 +84,19 @@ def make_model(workplace: Path, name: str, seed: int, **changes: object) -> Path
     return folder
 
 
+def make_recurrent_model(workplace: Path, name: str) -> Path:
+    """A tiny model with recurrent layers: ``lfm2`` or ``qwen3-next``."""
+    folder = workplace / name
+    subprocess.run(
+        [str(PYTHON), str(HERE / "tiny_recurrent.py"), str(folder), name],
+        check=True,
+        timeout=300,
+        env=engine_environment(workplace),
+        cwd=workplace,
+    )
+    return folder
+
+
 Adapter = tuple[str, int, str]
 """An adapter's name, number and path, as vLLM tells them apart."""
 

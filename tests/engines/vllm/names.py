@@ -18,19 +18,22 @@ from kvstore.connectors.vllm.naming import Shape, check_hashes, model_fingerprin
 from kvstore.connectors.vllm.settings import Settings
 from kvstore.errors import InvalidRequest
 
-TIER = SimpleNamespace(
-    blocks_per_chunk=8,
-    config=SimpleNamespace(canonical_layout=False, replicated_layout=False, parallel=SimpleNamespace(world_size=1)),
-)
-"""What the tier reads of vLLM's offloading."""
+
+def tier_spec(groups: list[list[str]]) -> SimpleNamespace:
+    """What the tier reads of vLLM's offloading, with these layers in its groups."""
+    numbered = [SimpleNamespace(group_id=number, layer_names=names) for number, names in enumerate(groups)]
+    parallel = SimpleNamespace(world_size=1)
+    config = SimpleNamespace(canonical_layout=False, replicated_layout=False, parallel=parallel, groups=numbered)
+    return SimpleNamespace(blocks_per_chunk=8, config=config)
 
 
 def names(arguments: dict[str, Any]) -> list[str] | str:
     """Digests of the namespaces; or the refusal.
 
-    Not of vLLM are ``seed`` (PYTHONHASHSEED), ``tier`` (asks for the tier's namespace) and ``tp_shards``.
+    Not of vLLM are ``seed`` (PYTHONHASHSEED), ``tier`` (asks for the tier's namespace, of groups of these layers) and
+    ``tp_shards``.
     """
-    seed, tier = arguments.pop("seed", None), arguments.pop("tier", False)
+    seed, tier = arguments.pop("seed", None), arguments.pop("tier", None)
     shards = arguments.pop("tp_shards", 0)
     with patch.dict(os.environ, {"PYTHONHASHSEED": seed} if seed else {}):
         settings: dict[str, Any] = {"skip_tokenizer_init": True, "dtype": "float32", "block_size": 32, **arguments}
@@ -43,7 +46,7 @@ def names(arguments: dict[str, Any]) -> list[str] | str:
         try:
             if tier:
                 # It finds ``vllm_config`` and ``kv_cache_config`` here, as it does in vLLM.
-                return [vllm_tier._namespace(TIER, Settings.of({"root": "memory://"}), 65_536).digest.hex()]
+                return [vllm_tier._namespace(tier_spec(tier), Settings.of({"root": "memory://"}), 65_536).digest.hex()]
             check_hashes(vllm_config)
             shape = Shape(vllm_config, kv_cache_config, shards)
             return [each.digest.hex() for each in namespaces(vllm_config, shape, model_fingerprint(vllm_config), "")]

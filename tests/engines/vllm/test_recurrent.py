@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import time
 from pathlib import Path
 
@@ -10,11 +9,9 @@ import pytest
 
 from tests.engines.vllm.conftest import PROMPTS
 from tests.engines.vllm.engines import (
-    HERE,
-    PYTHON,
     check_clean,
     damage,
-    engine_environment,
+    make_recurrent_model,
     mend,
     prompt,
     running_engine,
@@ -34,16 +31,8 @@ STATES = 1
 def test_states_are_stored_with_the_attention_before_them_and_damage_is_a_miss(
     name: str, dtype: str, workplace: Path, root: Path
 ) -> None:
-    model = workplace / name
-    subprocess.run(
-        [str(PYTHON), str(HERE / "tiny_recurrent.py"), str(model), name],
-        check=True,
-        timeout=300,
-        env=engine_environment(workplace),
-        cwd=workplace,
-    )
     settings = {
-        "model": str(model),
+        "model": str(make_recurrent_model(workplace, name)),
         "dtype": dtype,
         "enable_prefix_caching": True,
         "max_num_batched_tokens": 128,

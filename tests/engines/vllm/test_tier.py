@@ -5,14 +5,28 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.engines.vllm.conftest import PROMPTS
-from tests.engines.vllm.engines import Answer, check_clean, damage, full_blocks, running_engine, wait_stored
+from tests.engines.vllm.engines import (
+    Answer,
+    check_clean,
+    damage,
+    full_blocks,
+    make_model,
+    make_recurrent_model,
+    prompt,
+    running_engine,
+    stored_files,
+    wait_stored,
+)
 
-LONG = PROMPTS["long"]
+LONG, BRANCH = PROMPTS["long"], PROMPTS["branch"]
+SIBLING = LONG[:128] + prompt(9, 60)
 
 
-def tiered(place: dict[str, Any]) -> dict[str, Any]:
-    """``kv_transfer_config`` for vLLM's offloading with our tier below the CPU cache."""
+def tiered(place: dict[str, Any], cpu_bytes: int) -> dict[str, Any]:
+    """``kv_transfer_config`` for vLLM's offloading with our tier below a CPU cache of this size."""
     return {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
@@ -20,7 +34,7 @@ def tiered(place: dict[str, Any]) -> dict[str, Any]:
         "kv_connector_extra_config": {
             "spec_name": "CpuTieringSpec",
             "spec_module_path": "tests.engines.vllm.cpu_tiering",
-            "cpu_bytes_to_use": 1 << 20,
+            "cpu_bytes_to_use": cpu_bytes,
             "secondary_tiers": [{"type": "KVStoreTier", "module_path": "kvstore.connectors.vllm_tier", **place}],
         },
     }
@@ -29,7 +43,7 @@ def tiered(place: dict[str, Any]) -> dict[str, Any]:
 def test_chunks_that_one_engine_stored_the_next_one_loads_and_damaged_ones_are_computed(
     workplace: Path, model: Path, root: Path, reference: dict[str, Answer]
 ) -> None:
-    settings = {"model": str(model), "kv_transfer_config": tiered({"root": str(root)})}
+    settings = {"model": str(model), "kv_transfer_config": tiered({"root": str(root)}, 1 << 20)}
     for is_warm in (False, True):
         with running_engine(workplace, settings) as engine:
             for name in ("long", "other"):
@@ -53,3 +67,72 @@ def test_chunks_that_one_engine_stored_the_next_one_loads_and_damaged_ones_are_c
             answer = engine.generate(LONG)
             answer.check_same(reference["long"])
             assert answer.cached == [0]
+
+
+# vLLM runs gated delta nets on a CPU in bfloat16 only.
+@pytest.mark.parametrize(("name", "dtype", "states"), [("lfm2", "float32", 1), ("qwen3-next", "bfloat16", 3)])
+def test_states_are_stored_where_prompts_end_and_part_and_one_damaged_chunk_is_a_miss(
+    name: str, dtype: str, states: int, workplace: Path, tmp_root: Path
+) -> None:
+    settings: dict[str, Any] = {
+        "model": str(make_recurrent_model(workplace, name)),
+        "dtype": dtype,
+        "enable_prefix_caching": True,
+        "max_num_batched_tokens": 128,
+        "max_num_seqs": 8,
+    }
+    prompts = {"long": LONG, "branch": BRANCH, "sibling": SIBLING}
+    with running_engine(workplace, settings) as engine:
+        computed = {}
+        for each, tokens in prompts.items():
+            engine.forget()
+            computed[each] = engine.generate(tokens)
+    settings["kv_transfer_config"] = tiered({"root": str(tmp_root)}, 8 << 20)
+    with running_engine(workplace, settings) as engine:
+        engine.generate(LONG).check_same(computed["long"])
+        engine.generate(PROMPTS["short"])  # vLLM stores what a request computed in the steps after it
+        files = wait_stored(tmp_root, 9 + states)
+        assert len(files) == 9 + states
+    damage(min(files))
+    with running_engine(workplace, settings) as engine:
+        again = engine.generate(LONG)
+        again.check_same(computed["long"])
+        assert again.cached == [0], "its only state is at its end, and a hit of that needs all"
+        assert len(list((tmp_root / "quarantine").iterdir())) == 1
+        engine.generate(PROMPTS["short"])
+        assert wait_stored(tmp_root, len(files)) == files
+        engine.generate(BRANCH).check_same(computed["branch"])
+        engine.generate(PROMPTS["short"])
+        wait_stored(tmp_root, len(files) + 3 + 2 * states)
+    with running_engine(workplace, settings) as engine:
+        for each, cached in {"sibling": 128, "long": 288, "branch": 224}.items():
+            engine.forget()
+            loaded = engine.generate(prompts[each])
+            loaded.check_same(computed[each])
+            assert loaded.cached == [cached]
+    (path,) = (tmp_root / "quarantine").iterdir()
+    path.unlink()
+    check_clean(tmp_root)
+
+
+def test_of_windows_only_the_chunks_that_a_hit_needs_are_stored(workplace: Path, tmp_root: Path) -> None:
+    layers = (["sliding_attention"] * 5 + ["full_attention"]) * 2
+    model = make_model(workplace, "tier five to one", 7, num_hidden_layers=12, layer_types=layers, sliding_window=64)
+    settings: dict[str, Any] = {"model": str(model), "max_model_len": 2048}
+    tokens, full = prompt(11, 1990), 62
+    with running_engine(workplace, settings) as engine:
+        engine.generate(tokens, tokens=4)
+        # In a step of other tokens than the first one it rounds otherwise.
+        computed = engine.generate(tokens, tokens=4)
+    settings["kv_transfer_config"] = tiered({"root": str(tmp_root)}, 8 << 20)
+    for is_warm in (False, True):
+        with running_engine(workplace, settings) as engine:
+            answer = engine.generate(tokens, tokens=4)
+            assert answer.tokens == computed.tokens
+            assert answer.cached == [full * 32 if is_warm else 0]
+            engine.generate(PROMPTS["short"])
+            wait_stored(tmp_root, full + 5 * 2)
+        if is_warm:
+            answer.check_same(computed)
+    assert len(stored_files(tmp_root)) == full + 5 * 2, "each of the five groups of windows has two chunks"
+    check_clean(tmp_root)

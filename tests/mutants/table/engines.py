@@ -311,4 +311,10 @@ MUTANTS = [
         edit("kvstore.connectors.vllm_tier:KVStoreTier._end", "failed if job.is_promotion else good", "keys"),
         "connectors/test_vllm_tier.py::test_chunks_that_were_stored_are_told_and_those_that_could_not_be_loaded_as_removed",
     ),
+    mutant(
+        "vllm-tier-chunks-in-the-order-of-the-job",
+        "CONNECTORS Tier",
+        edit("kvstore.connectors.vllm_tier:_runs", "key=places.__getitem__", "key=int"),
+        "connectors/test_vllm_tier.py::test_chunks_are_stored_at_their_places_in_the_prompt_though_vllm_gives_them_in_no_order",
+    ),
 ]
