@@ -79,6 +79,11 @@ class View:
         return seq == self._seq
 
     @property
+    def last_sweep(self) -> bytes | None:
+        """The end of the chain of sweeps that this view has seen: another one whenever a sweep begins or ends."""
+        return self._seq
+
+    @property
     def is_calm(self) -> bool:
         """True if no sweep is in flight: nothing is condemned."""
         return not self._open

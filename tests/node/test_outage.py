@@ -149,12 +149,12 @@ def test_a_failed_put_does_not_wait_for_its_staged_files_to_be_removed(store: St
 
 
 def test_a_busy_root_is_not_taken_for_one_that_hangs(tmp_root: Path) -> None:
-    limits = Limits(lanes=2, width=2, stall_s=0.2)
+    limits = Limits(lanes=2, width=2, stall_s=3.0)  # a step of 0.1 s ends before that on any machine
     root = FaultyRoot(PosixRoot(tmp_root))
     with store_on(root, limits) as store:
         cache = store.namespace("m", SMALL)
-        root.set_rules([Rule("stage", Delay(0.05))])
-        many = np.arange(40 * SMALL.chunk_tokens)
+        root.set_rules([Rule("stage", Delay(0.1))])
+        many = np.arange(80 * SMALL.chunk_tokens)  # 4 s of two lanes: longer than ``stall_s``
         seen: list[float] = []
         root_hangs = threading.Thread(target=lambda: cache.put(many, kv_of(SMALL, many)))
         root_hangs.start()

@@ -165,6 +165,23 @@ def test_w2_children_that_wait_while_their_parents_are_swept(c: Cluster) -> None
     assert (c.present(longer), node.stats()["behind_lost"]) == (12, 0)
 
 
+def test_w2_parents_that_a_whole_sweep_takes_while_their_children_are_written(c: Cluster) -> None:
+    """The write looked at the parents before the sweep, and ends after it: they are written then."""
+    root, patient = FaultyRoot(c.root), replace(LIMITS, behind_give_up_s=PATIENCE_S, flush_s=PATIENCE_S)
+    node, longer = with_memory(c, root, limits=patient), prompt(1, 12)
+    chain = longer.leading(8)
+    put(node, chain)
+    node.node.drain()
+    with held(root) as writing:
+        assert put_rest(node, longer, 8) == 12
+        assert writing.reached.wait(PATIENCE_S)
+        assert c.collector().sweep(c.plans(chain)).reaped.count == 8
+        eventually(lambda: node.node.gc_view.is_calm)
+    node.node.drain()
+    assert (c.present(longer), node.stats()["behind_lost"]) == (12, 0)
+    assert get(c.node(), longer) == 12
+
+
 def test_a_sweep_is_not_delayed_by_memory(c: Cluster) -> None:
     """Nothing but holds is waited for: neither views nor what memory keeps."""
     node, chain = with_memory(c), prompt(1, 8)

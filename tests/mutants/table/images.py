@@ -164,6 +164,12 @@ MEMORY = [
         edit("kvstore.node.write:Write.add", "if self.mode is not WriteMode.BEHIND:", "if True:"),
         "node/test_write.py::test_w1_what_the_root_refuses_of_a_put_behind_takes_nothing_from_what_memory_took",
     ),
+    mutant(
+        "parents-swept-while-children-are-written",
+        "MEMORY W2: parents that a sweep took during the write are written again",
+        edit("kvstore.node.puts:Puts.publish", "self.view.last_sweep != last_sweep", "False"),
+        "tiers/test_collecting.py::test_w2_parents_that_a_whole_sweep_takes_while_their_children_are_written",
+    ),
 ]
 
 
