@@ -54,7 +54,7 @@ def settings_of(name: str, root: Path, prompt_bytes: int, connect: str = "") -> 
             "kv_connector_extra_config": {
                 "spec_name": "CpuTieringSpec",
                 "spec_module_path": "tests.engines.vllm.cpu_tiering",
-                "cpu_bytes_to_use": prompt_bytes * 5 // 4,  # one prompt: the one before comes from the tier
+                "cpu_bytes_to_use": prompt_bytes * 5 // 4,  # what came before comes from the tier
                 "secondary_tiers": [ours if name == "tier" else {"type": "fs", "root_dir": str(root)}],
             },
         }

@@ -1,7 +1,7 @@
 """Which worker a prompt goes to: one that has much of it in memory, as long as all have about as much to do. Pure.
 
 A prompt is known by its marks: hashes of its first chunk, its first two, and so on. A prefix with a share of the
-traffic belongs to as many workers as that share of them, chosen by rendezvous hashing among the workers of the prefix
+traffic belongs to ten times that share of the workers, chosen by rendezvous hashing among the workers of the prefix
 before it. So a rare prompt goes to one worker, whichever client sends it; a system prompt that all share goes to all,
 and what follows it decides. A prompt that this client sent before goes where it was.
 """

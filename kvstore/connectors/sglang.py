@@ -7,6 +7,8 @@ or a page that was not stored.
 from __future__ import annotations
 
 import logging
+import os
+import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from hashlib import blake2b
@@ -38,12 +40,14 @@ T = TypeVar("T")
 
 LAUNCHED_WITH = (
     *("model_path", "revision", "dtype", "quantization", "quantization_param_path", "kv_cache_dtype", "load_format"),
-    *("model_impl", "json_model_override_args"),
+    *("model_impl", "json_model_override_args", "dsv4_attn_backend"),
     *(f"speculative_draft_model_{name}" for name in ("path", "revision", "quantization")),
 )
 """Arguments of SGLang's launch that change KV. SGLang does not pass them to a storage backend."""
-
-
+_CHOSEN_BY = re.compile("SGLANG_.*(KV|DSV4|MAMBA|INDEX)")
+"""Names of environment variables by which SGLang chooses the order of a page's bytes, which its pools do not tell:
+``SGLANG_DSV4_KV_LAYOUT``, ``SGLANG_USE_HND_KVCACHE``, ``SGLANG_AITER_KV_CACHE_LAYOUT`` and others. Some of these names
+say nothing of KV: engines that differ in one share nothing, which is safe."""
 _DRAFTS = (str(PoolName.DRAFT), str(PoolName.DRAFT_SWA))
 
 
@@ -287,7 +291,9 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         if parts := _parts_in_all(self._config, pool):
             attributes["tp"] = f"parts of {parts}"
         launched = _launched_with()
-        attributes["launched with"] = blake2b(text(repr(sorted(launched.items()))), digest_size=16).hexdigest()
+        chosen = {name: value for name, value in os.environ.items() if _CHOSEN_BY.match(name)}
+        told = text(repr(sorted((launched | chosen).items())))
+        attributes["launched with"] = blake2b(told, digest_size=16).hexdigest()
         # SGLang adds the pool's own page format to the model's name.
         tag, model = getattr(pool, "storage_format_tag", None), config.model_name or ""
         path = launched.get("model_path") or (model.removesuffix(f"-{tag}") if tag else model)

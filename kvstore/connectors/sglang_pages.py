@@ -56,6 +56,8 @@ class PagePool:
         facts_of = pool if entry is None else entry.host_pool
         stated = [*_FACTS, *(fact for fact in _STATE_FACTS if hasattr(facts_of, fact))]
         facts = "\n".join(f"{fact}={self._fact(facts_of, fact)}" for fact in stated)
+        if beside := getattr(facts_of, "slot_state_device_tensors", ()):
+            facts += f"\nbeside={[(str(state.dtype), tuple(state.shape[1:])) for state in beside]}"
         told = f"{name}\n{told}\npool={type(facts_of).__name__}\n{facts}"
         self.page_size = int(getattr(pool, "logical_page_size", None) or getattr(pool, "page_size", 1) or 1)
         layout = getattr(facts_of, "layout", "")

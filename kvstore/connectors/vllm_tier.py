@@ -193,9 +193,11 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
             return caches[0].get(keys, rows)
         places, done = self._places(job), [False] * len(keys)
         for run in _runs(places):
-            flags = caches[0].put(
-                [keys[number] for number in run], [rows[number] for number in run], first=places[run[0]].before
-            )
+            names, blocks = [keys[number] for number in run], [rows[number] for number in run]
+            try:
+                flags = caches[0].put(names, blocks, first=places[run[0]].before)
+            except KVStoreError:
+                break  # what was stored before is told to routers all the same
             for number, is_stored in zip(run, flags, strict=True):
                 done[number] = is_stored
         return done

@@ -164,7 +164,7 @@ class Puts:
             right = np.flatnonzero(memory.all_still_right(slots, range(job.first, stop))) + job.first
             return self._publish_blocks(wanted, right.tolist(), stop, slots, job.hints, deadline)
         self.view.check_room()
-        last_sweep = self.view.last_sweep
+        sweeps = self.view.sweeps
         chain = wanted.leading(self.view.leading(wanted))
         count = min(memory.verified(slots), len(chain) - job.first)
         root, present = self._begin_root(
@@ -173,9 +173,10 @@ class Puts:
         if root is None:
             return present
         there = self._store(root, slots.sections(job.first, job.first + max(0, count)), job.first, count, deadline)
-        present, parents = min(leading(there), self.view.leading(chain)), chain.leading(job.first)
-        if self.view.last_sweep != last_sweep and self.present_leading(parents) < len(parents):
-            return 0  # a sweep that has ended took some meanwhile: they are written when this is tried again (rule W2)
+        present = min(leading(there), self.view.leading(chain))
+        if self.view.sweeps != sweeps:
+            # One that has ended may have taken some that were found: they are written when this is tried again.
+            present = self.present_leading(chain.leading(present))
         return present
 
     def used(self, wanted: Wanted, found: Mask, hints: Hints) -> None:

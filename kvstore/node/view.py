@@ -79,9 +79,9 @@ class View:
         return seq == self._seq
 
     @property
-    def last_sweep(self) -> bytes | None:
-        """The end of the chain of sweeps that this view has seen: another one whenever a sweep begins or ends."""
-        return self._seq
+    def sweeps(self) -> tuple[bool, bytes | None]:
+        """What this view knows of sweeps: another value whenever one began or ended, or may have done so unseen."""
+        return self.protects, self._seq
 
     @property
     def is_calm(self) -> bool:

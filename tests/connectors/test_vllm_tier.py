@@ -100,39 +100,52 @@ def test_chunks_that_were_stored_are_told_and_those_that_could_not_be_loaded_as_
 
 
 class Noting:
-    """A store that notes what is put, and has room for all but one key."""
+    """A store that notes what is put, and has room for all but one key. After ``puts_max`` puts it is away."""
 
-    def __init__(self, refused: bytes) -> None:
+    def __init__(self, refused: bytes, puts_max: int = 100) -> None:
         self.refused = refused
+        self._puts_max = puts_max
         self.puts: list[tuple[int, list[tuple[bytes, bytes]]]] = []
 
     def caches(self) -> list[Noting]:
         return [self]
 
     def put(self, keys: list[bytes], rows: list[bytes], *, first: int) -> list[bool]:
+        if len(self.puts) == self._puts_max:
+            raise Unavailable("nobody answers")
         self.puts.append((first, list(zip(keys, rows, strict=True))))
         return [key != self.refused for key in keys]
 
 
-def test_chunks_are_stored_at_their_places_in_the_prompt_though_vllm_gives_them_in_no_order() -> None:
-    def key(group: int, end: int) -> bytes:
-        return b"%04d" % end + group.to_bytes(4, "big")
+def key(group: int, end: int) -> bytes:
+    return b"%04d" % end + group.to_bytes(4, "big")
 
-    # Attention in chunks of 64 tokens, a window in chunks of 32. The last chunk of attention is not whole.
-    ends = {key(0, 192): 192, key(1, 64): 64, key(0, 64): 64, key(0, 200): 200, key(1, 192): 192, key(0, 128): 128}
+
+def stored(store: Noting, ends: dict[bytes, int]) -> list[bool]:
+    """Has the tier store chunks that end at these tokens: attention in chunks of 64, a window in chunks of 32."""
     with vllm_modules(MODULES):
         from kvstore.connectors.vllm_tier import KVStoreTier
 
         tier = KVStoreTier.__new__(KVStoreTier)
-        store = Noting(refused=key(1, 64))
         tier._link, tier._chunk_tokens = store, {0: 64, 1: 32}  # type: ignore[assignment]
         tier._chunks = [b"%d" % number for number in range(10)]  # type: ignore[assignment]
-        context = SimpleNamespace(get_offload_key_position=ends.get)
-        job = SimpleNamespace(keys=ends.keys(), chunk_ids=[5, 4, 3, 2, 1, 0], is_promotion=False, req_context=context)
-        done = tier._transfer(job, list(ends))
-        assert done == [each != key(1, 64) for each in ends]
+        context, chunks = SimpleNamespace(get_offload_key_position=ends.get), list(range(len(ends)))[::-1]
+        job = SimpleNamespace(keys=ends.keys(), chunk_ids=chunks, is_promotion=False, req_context=context)
+        return tier._transfer(job, list(ends))
+
+
+def test_chunks_are_stored_at_their_places_in_the_prompt_though_vllm_gives_them_in_no_order() -> None:
+    # The last chunk of attention is not whole.
+    ends = {key(0, 192): 192, key(1, 64): 64, key(0, 64): 64, key(0, 200): 200, key(1, 192): 192, key(0, 128): 128}
+    store = Noting(refused=key(1, 64))
+    assert stored(store, ends) == [each != key(1, 64) for each in ends]
     assert store.puts == [
         (0, [(key(0, 64), b"3"), (key(0, 128), b"0"), (key(0, 192), b"5"), (key(0, 200), b"2")]),
         (1, [(key(1, 64), b"4")]),
         (5, [(key(1, 192), b"1")]),
     ]
+
+
+def test_chunks_that_were_stored_before_the_store_went_away_count_as_stored() -> None:
+    ends = {key(0, 64): 64, key(1, 64): 64, key(0, 128): 128}
+    assert stored(Noting(refused=b"", puts_max=1), ends) == [True, False, True]

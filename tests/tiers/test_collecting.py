@@ -27,7 +27,7 @@ from kvstore.writes import WriteMode
 from tests.gc.cluster import NODE_LIMITS, SPACE, Cluster, cluster, eventually, prompt, put
 from tests.node.stores import TINY, kv_of, same
 from tests.patience import PATIENCE_S
-from tests.root.faulty import FaultyRoot
+from tests.root.faulty import EIO, FaultyRoot, Rule
 from tests.tiers.acting import MEMORY_BYTES, held
 
 
@@ -180,6 +180,24 @@ def test_w2_parents_that_a_whole_sweep_takes_while_their_children_are_written(c:
     node.node.drain()
     assert (c.present(longer), node.stats()["behind_lost"]) == (12, 0)
     assert get(c.node(), longer) == 12
+
+
+def test_w2_a_chunk_of_the_write_that_was_found_and_a_whole_sweep_takes(c: Cluster) -> None:
+    root, patient = FaultyRoot(c.root), replace(LIMITS, behind_give_up_s=PATIENCE_S, flush_s=PATIENCE_S)
+    node, other, longer = with_memory(c, root, limits=patient), c.node(), prompt(1, 12)
+    put(node, longer.leading(8))
+    node.node.drain()
+    root.set_rules([Rule("stage", EIO)])
+    assert put_rest(node, longer, 8) == 12
+    eventually(lambda: root.struck)
+    assert put(other, longer.leading(9)) == 9
+    with held(root) as writing:
+        assert writing.reached.wait(PATIENCE_S)
+        alone = Chain(SPACE, np.empty(0, np.uint32), longer.addresses[8])
+        assert c.collector().sweep(c.plans(alone)).reaped.count == 1
+        eventually(lambda: node.node.gc_view.is_calm)
+    node.node.drain()
+    assert (c.present(longer), node.stats()["behind_lost"]) == (12, 0)
 
 
 def test_a_sweep_is_not_delayed_by_memory(c: Cluster) -> None:

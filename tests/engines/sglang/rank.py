@@ -76,12 +76,14 @@ def host_pool(device: Any, layout: str) -> Any:
     return made
 
 
-def mamba_pool(states: torch.dtype = torch.float32, convolutions: int = 1, sides: int = 0) -> Any:
+def mamba_pool(
+    states: torch.dtype = torch.float32, convolutions: int = 1, sides: int = 0, beside: torch.dtype = torch.int64
+) -> Any:
     """A host pool of Mamba states: one page is the state of all layers at one token."""
     info = MambaStateBufferInfo(
         temporal=torch.zeros(LAYERS, 8, 4, 6, dtype=states),
         conv=tuple(torch.zeros(LAYERS, 8, 5 + each, 3, dtype=torch.bfloat16) for each in range(convolutions)),
-        extra_checkpoint_buffers=tuple(torch.zeros(8, 3, dtype=torch.int64) for _ in range(sides)),
+        extra_checkpoint_buffers=tuple(torch.zeros(8, 3, dtype=beside) for _ in range(sides)),
     )
     with host_memory_budget_scope(HOST_BYTES_MAX):
         made = MambaPoolHost(info, 2, 0, device_capacity=8, pin_memory=False, layout="page_first")

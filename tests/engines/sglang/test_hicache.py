@@ -386,6 +386,19 @@ def test_what_sglang_was_launched_with_keeps_engines_apart_under_one_served_name
     assert found() == 0
 
 
+@pytest.mark.parametrize("name", ["SGLANG_DSV4_KV_LAYOUT", "SGLANG_USE_HND_KVCACHE", "SGLANG_AITER_KV_CACHE_LAYOUT"])
+def test_engines_whose_environment_chooses_the_order_of_bytes_share_nothing(
+    tmp_root: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages of the same size in another order: SGLang's pools tell of it nowhere."""
+    settings = {"root": str(tmp_root), "fingerprint": "x"}
+    for choice, found in (("one", 0), ("another", 0), ("one", 1)):
+        monkeypatch.setenv(name, choice)
+        with backend(HostPool("page_first"), settings) as hicache:
+            assert hicache.batch_exists(hashes(1)) == found
+            assert hicache.batch_set_v1(hashes(1), indices([0])) == [True]
+
+
 def test_the_weights_of_a_served_name_are_those_that_were_launched(
     tmp_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -109,12 +109,22 @@ def test_a_damaged_state_is_a_miss_and_the_prefix_is_not_found_again(tmp_root: P
         assert prefetch(rank, PoolName.MAMBA, PROMPT, 1) == (6 * PAGE, 1)
 
 
-def test_states_of_another_type_and_the_same_size_are_a_miss(tmp_root: Path) -> None:
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        ({"states": torch.float16}, {"states": torch.bfloat16}),
+        ({"sides": 1, "beside": torch.int64}, {"sides": 1, "beside": torch.float64}),
+    ],
+    ids=["states", "side states"],
+)
+def test_states_of_another_type_and_the_same_size_are_a_miss(
+    tmp_root: Path, kinds: tuple[dict[str, Any], dict[str, Any]]
+) -> None:
     """SGLang takes the type of the states from its environment (SGLANG_MAMBA_SSM_DTYPE)."""
-    with recurrent(tmp_root, mamba_pool(torch.float16)) as rank:
+    with recurrent(tmp_root, mamba_pool(**kinds[0])) as rank:
         back_up(rank, PoolName.MAMBA, PROMPT, 0, 1)
         assert prefetch(rank, PoolName.MAMBA, PROMPT, 1) == (6 * PAGE, 1)
-    with recurrent(tmp_root, mamba_pool(torch.bfloat16)) as rank:
+    with recurrent(tmp_root, mamba_pool(**kinds[1])) as rank:
         assert prefetch(rank, PoolName.MAMBA, PROMPT, 1) == (0, 0)
 
 
@@ -182,12 +192,13 @@ def test_a_draft_by_heads_of_a_latent_model_is_each_ranks_own(tmp_root: Path) ->
             several.back_up(PROMPT, 0, [derived(draft)])
             assert several.ask(PROMPT).storage_hit_count == len(PROMPT), "the latent pages are all ranks'"
             assert several.ask(PROMPT, [derived(draft)]).storage_hit_count == (0 if number else len(PROMPT))
-    for _ in range(2):
+    for is_stored in (False, True):
         with rank(0, 1) as alone:
-            operation = alone.ask(PROMPT, [derived(draft)])
-            if not operation.storage_hit_count:
+            if not is_stored:
                 alone.back_up(PROMPT, 0, [derived(draft)])
                 continue
+            operation = alone.ask(PROMPT, [derived(draft)])
+            assert operation.storage_hit_count == len(PROMPT)
             alone.read(operation)
             assert alone.results(operation)[0] == len(PROMPT)
             assert holds(alone.pools[draft], operation.host_indices, page_keys(PROMPT))

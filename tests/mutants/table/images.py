@@ -167,8 +167,14 @@ MEMORY = [
     mutant(
         "parents-swept-while-children-are-written",
         "MEMORY W2: parents that a sweep took during the write are written again",
-        edit("kvstore.node.puts:Puts.publish", "self.view.last_sweep != last_sweep", "False"),
+        edit("kvstore.node.puts:Puts.publish", "self.view.sweeps != sweeps", "False"),
         "tiers/test_collecting.py::test_w2_parents_that_a_whole_sweep_takes_while_their_children_are_written",
+    ),
+    mutant(
+        "found-chunks-swept-while-others-are-written",
+        "MEMORY W2: what a write found and a sweep took during it is written again",
+        edit("kvstore.node.puts:Puts.publish", "chain.leading(present))", "chain.leading(job.first)) and present"),
+        "tiers/test_collecting.py::test_w2_a_chunk_of_the_write_that_was_found_and_a_whole_sweep_takes",
     ),
 ]
 
