@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from kvstore.address import ADDRESS_BYTES
 from kvstore.background import Decision, Loop
 from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError, Overloaded, Unavailable
@@ -55,8 +56,9 @@ class Job:
     def continues(self, other: Job) -> bool:
         """True if some of its chunks have parents in ``other``, or are the same."""
         # All chunks of the other descend from its first, so a chain without that chunk has none of them.
-        mine, theirs, at = self.wanted.addresses, other.wanted.addresses, other.first
-        return at < len(mine) and mine[at] == theirs[at]
+        at = slice(other.first * ADDRESS_BYTES, (other.first + 1) * ADDRESS_BYTES)
+        mine = self.wanted.packed_addresses[at]
+        return bool(mine) and mine == other.wanted.packed_addresses[at]
 
 
 Publish = Callable[[Job, Slots], int]
