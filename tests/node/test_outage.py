@@ -243,6 +243,7 @@ def test_a_chunk_that_vanishes_between_match_and_read_is_a_miss(store: Store, ro
 
 def test_a_torn_write_that_was_acknowledged_is_a_verified_miss(store: Store, root: FaultyRoot) -> None:
     cache = store.namespace("m", SMALL)
+    cache.put(TOKENS[:16] + 5, KV[:, :, :16])  # a writer's first put stages its record too
     root.set_rules([Rule("stage", Torn(zeros=True), nth=2, times=1)])
     cache.put(TOKENS, KV)
     root.set_rules([])
