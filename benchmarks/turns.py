@@ -121,7 +121,7 @@ def running(names: Sequence[str], folder: Path, shape: dict[str, int], sizes: Si
 
 @dataclass
 class Rounds:
-    """What was measured, and the answers of a way that are not those of the first."""
+    """The figures of each round, and the answers that differ from those of the first way."""
 
     played: list[dict[str, Played]] = field(default_factory=list)
     differing: dict[str, list[str]] = field(default_factory=dict)

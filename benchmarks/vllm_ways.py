@@ -42,7 +42,7 @@ def cpu_s(process: int) -> float:
 
 
 def settings_of(name: str, root: Path, prompt_bytes: int, connect: str = "") -> dict[str, Any]:
-    """What vLLM is started with."""
+    """Returns vLLM's arguments for a way."""
     if name == "none":
         return {"enable_prefix_caching": False}
     if name in ("tier", "fs"):

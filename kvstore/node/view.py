@@ -80,7 +80,7 @@ class View:
 
     @property
     def sweeps(self) -> tuple[bool, bytes | None]:
-        """What this view knows of sweeps: another value whenever one began or ended, or may have done so unseen."""
+        """A value that changes whenever a sweep begins or ends, or could do so unseen."""
         return self.protects, self._seq
 
     @property

@@ -38,7 +38,7 @@ from tests.patience import PATIENCE_S, eventually, returns
 
 DEADLINE_S = 0.3
 LOCKED_S = 4.0
-"""A deadline of which the part that is left to say who has the lock is enough on a busy machine."""
+"""Leaves a busy machine enough time, after the wait for the lock, to say who has it."""
 
 Maker = Callable[..., SqliteMeta]
 

@@ -156,7 +156,7 @@ def page_keys(tokens: Sequence[int]) -> list[str]:
 
 
 def taken(queue: Queue[Any]) -> Any:
-    """What the controller's threads put into a queue; a call of the backend that never ends fails here."""
+    """Takes a result of the controller's threads. Fails if a call of the backend never ends."""
     return queue.get(timeout=PATIENCE_S)
 
 

@@ -20,7 +20,7 @@ from kvstore.errors import InvalidRequest
 
 
 def tier_spec(groups: list[list[str]]) -> SimpleNamespace:
-    """What the tier reads of vLLM's offloading, with these layers in its groups."""
+    """A stand-in for vLLM's offloading specification, with these layers in its groups."""
     numbered = [SimpleNamespace(group_id=number, layer_names=names) for number, names in enumerate(groups)]
     parallel = SimpleNamespace(world_size=1)
     config = SimpleNamespace(canonical_layout=False, replicated_layout=False, parallel=parallel, groups=numbered)

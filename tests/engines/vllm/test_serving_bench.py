@@ -71,7 +71,7 @@ def pair(name: str) -> Pair:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[int]]]:
-    """What servers were asked. Each answers eight tokens, and loads nothing."""
+    """Records requests. Each server answers eight tokens, and loads nothing."""
     found: list[tuple[str, list[int]]] = []
 
     def ask(url: str, prompt: list[int], count: int) -> Reply:

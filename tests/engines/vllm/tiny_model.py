@@ -42,7 +42,7 @@ SPREADS = {
     "up_proj": 0.1,
     "down_proj": 0.1,
 }
-"""Of the weights of the model above."""
+"""The spread of the model's weights, by their names."""
 INPUTS = {"o_proj": 128, "down_proj": 256}
 """How many inputs these have in the model above; the others have ``hidden_size``.
 
