@@ -220,7 +220,7 @@ def test_a_hundred_tickets_that_are_not_done_are_enough() -> None:
             begun = [control.move(cache, [tokens], "root") for _ in range(100)]
             with pytest.raises(Overloaded, match="100 tickets are not done yet"):
                 control.move(cache, [tokens], "root")
-            assert served.worker.service.gauges()["tickets_running"] == 4
+            eventually(lambda: served.worker.service.gauges()["tickets_running"] == 4, "four run")
             for ticket in begun:
                 ticket.cancel()
             assert [each.wait(WAIT_S).state for each in begun] == 100 * [State.CANCELLED]
