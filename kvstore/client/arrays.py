@@ -6,6 +6,7 @@ tokens of a chunk are one run of bytes. Planes need not be adjacent, so a slice 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.buffers import aligned
 from kvstore.errors import InvalidRequest
 from kvstore.layout import Layout
 from kvstore.sections import Planes
@@ -76,7 +78,13 @@ def layer_arrays(out: Sequence[Any], layout: Layout, tokens: int) -> list[KvArra
 
 def fillable(array: KvArray) -> KvArray:
     """Returns the array itself if sections can be read straight into it, else a contiguous one to copy from."""
-    return array if _has_contiguous_planes(array) else np.empty(array.shape, array.dtype)
+    return array if _has_contiguous_planes(array) else new_array(array.shape, array.dtype)
+
+
+def new_array(shape: tuple[int, ...], dtype: npt.DTypeLike) -> KvArray:
+    """Returns an array of any content to read into. It begins at a page, where the kernel copies faster."""
+    size_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+    return np.frombuffer(aligned(size_bytes), np.uint8).view(dtype).reshape(shape)
 
 
 def _checked(kv: Any, layout: Layout, what: str) -> KvArray:

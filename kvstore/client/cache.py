@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import tracing
-from kvstore.client.arrays import KvArray, fillable, layer_arrays, source_array, target_array
+from kvstore.client.arrays import KvArray, fillable, layer_arrays, new_array, source_array, target_array
 from kvstore.client.blocks import BlockCache
 from kvstore.client.owner import Owner
 from kvstore.client.pin import Pin, check_pin
@@ -113,7 +113,8 @@ class Cache:
 
         Without ``out`` it returns ``(n, array)``; the array has shape ``(layers, 2, n, kv_heads, head_dim)``. With
         ``out``, of shape ``(layers, 2, m, kv_heads, head_dim)``, it reads at most m tokens straight into it and returns
-        n; the content behind the first n tokens is undefined. ``out`` is not touched after the return.
+        n; the content behind the first n tokens is undefined. ``out`` is not touched after the return. It is filled
+        fastest if it begins at a page.
         """
         ids = token_array(tokens)
         layout = self.layout
@@ -121,11 +122,11 @@ class Cache:
         if out is not None:
             target = target_array(out, layout)
             return self._fill(target, min(chunks_max, target.shape[2] // layout.chunk_tokens), ids)
-        array = np.empty(layout.shape(0), layout.numpy_dtype)
+        array = new_array(layout.shape(0), layout.numpy_dtype)
 
         def memory(count: int) -> Sections:
             nonlocal array
-            array = np.empty(layout.shape(count * layout.chunk_tokens), layout.numpy_dtype)
+            array = new_array(layout.shape(count * layout.chunk_tokens), layout.numpy_dtype)
             return planes_of(array, layout)
 
         with tracing.span("kvstore.get", tokens=len(ids)):
@@ -306,7 +307,7 @@ class Hold:
         arrays: dict[int, KvArray] = {}
 
         def memory(layer: int) -> LayerMemory:
-            array = np.empty(shape, layout.numpy_dtype) if given is None else given[layer % len(given)]
+            array = new_array(shape, layout.numpy_dtype) if given is None else given[layer % len(given)]
             arrays[layer] = array
             k, v = (plane.view(np.uint8).reshape(-1).data for plane in array)
             return LayerMemory(k, v)

@@ -83,8 +83,8 @@ int kv_header_fits(const kv_run *run, const kv_chunk *chunk, const uint8_t *head
 }
 
 /* Continues to verify when the first `arrived` bytes of the payload are there; false if a section is not right. */
-int kv_verify(const kv_chunk *chunk, const uint8_t *header, kv_verified *verified, uint64_t arrived) {
-    const uint64_t *table = kv_table(chunk, header), size = chunk->section_bytes;
+int kv_verify(const kv_chunk *chunk, const uint64_t *table, kv_verified *verified, uint64_t arrived) {
+    const uint64_t size = chunk->section_bytes;
     while (verified->section < chunk->section_count) {
         uint64_t start = verified->section * size;
         if (arrived <= start && size) break;

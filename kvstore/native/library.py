@@ -18,7 +18,7 @@ import numpy as np
 
 log = logging.getLogger(__name__)
 
-ABI = 10
+ABI = 11
 LIBRARY = Path(__file__).with_name("libkvstore.so")
 
 DONE, ABSENT, FOUND, BLOCKED, OTHER, PUBLISHED = range(6)
@@ -108,6 +108,7 @@ FUNCTIONS: dict[str, Function] = {
     "kv_addresses": (None, (_BYTES, _BYTES, _AT, _UINT64, _UINT64, _AT)),
     "kv_addresses_each": (None, (_BYTES, _AT, _UINT64, _AT, _UINT64, _AT)),
     "kv_use_vectors": (_INT, (_INT,)),
+    "kv_use_straight": (_INT, (_INT,)),
     "kv_use_width": (_INT, (_INT,)),
     "kv_use_rotation": (_INT, (_INT,)),
     "kv_checksum": (_UINT64, (_AT, _UINT64)),

@@ -9,7 +9,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KV_ABI 10
+#define KV_ABI 11
 #define KV_PUBLIC __attribute__((visibility("default")))
 /* Each verification has a unique name: tests/mutants builds libraries in which one of them always holds, and shows that
  * a test then fails. Here both macros are the plain verification. */
@@ -130,6 +130,7 @@ void kv_addresses_each(const uint8_t *digest, const uint8_t *packed, uint64_t ch
 int kv_use_vectors(int wanted);
 int kv_use_width(int widest);
 int kv_use_rotation(int widest);
+int kv_use_straight(int wanted);
 
 uint64_t kv_checksum(const uint8_t *bytes, uint64_t size);
 void kv_hash_begin(kv_hash *hash);
@@ -182,7 +183,7 @@ void kv_header_begin(const kv_run *run, const kv_chunk *chunk, uint8_t *header);
 void kv_header_end(const kv_chunk *chunk, uint8_t *header);
 int kv_header_fits(const kv_run *run, const kv_chunk *chunk, const uint8_t *header);
 const uint64_t *kv_table(const kv_chunk *chunk, const uint8_t *header);
-int kv_verify(const kv_chunk *chunk, const uint8_t *header, kv_verified *verified, uint64_t arrived);
+int kv_verify(const kv_chunk *chunk, const uint64_t *table, kv_verified *verified, uint64_t arrived);
 int kv_take_part(const kv_chunk *chunk, const uint8_t *image, const uint64_t *table, uint32_t first, uint32_t many);
 int kv_chunk_path(const kv_run *run, const kv_chunk *chunk, char *path);
 int64_t kv_take_step(const kv_turn *turn, int64_t count, int64_t *first);

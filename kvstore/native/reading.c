@@ -16,6 +16,8 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
+#define STRAIGHT_BYTES_MIN (64 << 10)
+
 #ifndef RWF_NOWAIT
 #define RWF_NOWAIT 8
 #endif
@@ -87,8 +89,79 @@ static int fill(const kv_chunk *chunk, uint8_t *header, uint64_t size, uint64_t 
     return KV_DONE;
 }
 
-/* Reads and verifies one file, piece by piece; copies it into its sections if it is `taken`. */
+/* Sets where the next bytes of a file from `at` on go, up to about PIECE_BYTES; returns how many vectors were set. */
+static int vectors(const kv_chunk *chunk, uint8_t *header, uint64_t at, struct iovec *parts) {
+    uint64_t room = PIECE_BYTES, size = chunk->section_bytes;
+    int count = 0;
+    if (at < chunk->header_bytes) {
+        parts[count++] = (struct iovec){header + at, chunk->header_bytes - at};
+        at = chunk->header_bytes;
+    }
+    at -= chunk->header_bytes;
+    for (uint64_t section = size ? at / size : chunk->section_count; section < chunk->section_count; section++) {
+        uint64_t start = at > section * size ? at - section * size : 0, length = size - start;
+        if (!room || count == KV_IOV_MAX) break;
+        if (length > room) length = room;
+        uint8_t *bytes = kv_section(chunk, (uint32_t)section) + start;
+        if (count > 0 && (uint8_t *)parts[count - 1].iov_base + parts[count - 1].iov_len == bytes)
+            parts[count - 1].iov_len += length;
+        else
+            parts[count++] = (struct iovec){bytes, length};
+        room -= length;
+    }
+    return count;
+}
+
+/* Whether memory is read into straight, where it is aligned. On Intel that costs more than a piece, on AMD less
+ * (benchmarks/NOTES.md). */
+static int use_straight;
+
+/* Chooses whether to read straight: 1, 0, or what suits this processor if negative. Returns what is in use. */
+KV_PUBLIC int kv_use_straight(int wanted) {
+    use_straight = wanted > 0;
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (wanted < 0) use_straight = __builtin_cpu_is("amd") != 0;
+#endif
+    return use_straight;
+}
+
+__attribute__((constructor)) static void choose(void) { kv_use_straight(-1); }
+
+/* True if all sections begin on cache lines, in the file as in memory, and are large enough to be named one by one. */
+static int is_aligned(const kv_chunk *chunk) {
+    if (chunk->section_bytes < STRAIGHT_BYTES_MIN || chunk->section_bytes % KV_LINE) return 0;
+    for (uint32_t section = 0; section < chunk->section_count; section++)
+        if ((uintptr_t)kv_section(chunk, section) % KV_LINE) return 0;
+    return 1;
+}
+
+/* Reads a file from `offset` on, its header unless that has no bytes, straight into its sections, and verifies it.
+ *
+ * Others may write into that memory meanwhile. So KV_OTHER says nothing about the file: read it through pieces then. */
+static int read_straight(const kv_run *run, const kv_chunk *chunk, uint8_t *header, const uint64_t *table,
+                         uint64_t offset, int flags) {
+    struct iovec parts[KV_IOV_MAX];
+    kv_verified verified = {.section = 0};
+    for (uint64_t done = 0, size = chunk->header_bytes + kv_payload_bytes(chunk); done < size;) {
+        int count = vectors(chunk, header, done, parts), began = done < chunk->header_bytes;
+        ssize_t got = preadv2(chunk->fd, parts, count, (off_t)(offset + done), flags);
+        if (got < 0 && errno == EINTR) continue;
+        if (got <= 0) return got && errno == EAGAIN ? KV_BLOCKED : KV_OTHER;
+        done += (uint64_t)got;
+        if (done < chunk->header_bytes) continue;
+        if (began && !KV_CHECK(straight_header, kv_header_fits(run, chunk, header))) return KV_OTHER;
+        if (!KV_CHECK(straight_sums, kv_verify(chunk, table, &verified, done - chunk->header_bytes))) return KV_OTHER;
+    }
+    return KV_DONE;
+}
+
+/* Reads and verifies one file; brings it into its sections if it is `taken`. */
 static int read_file(const kv_run *run, const kv_chunk *chunk, uint8_t *header, int flags, int taken) {
+    if (taken && use_straight && is_aligned(chunk)) {
+        int status = read_straight(run, chunk, header, kv_table(chunk, header), 0, flags);
+        if (status != KV_OTHER) return status;
+    }
     uint64_t payload = kv_payload_bytes(chunk), length = kv_piece_bytes(chunk, 0);
     int status = fill(chunk, header, length, 0, flags);
     if (status == KV_DONE && !KV_CHECK(file_header, kv_header_fits(run, chunk, header))) status = KV_OTHER;
@@ -230,7 +303,12 @@ KV_PUBLIC void kv_open_parts(const kv_run *run, kv_chunk *chunks, int64_t count,
 static int read_part(const kv_run *run, const kv_chunk *chunk, const uint64_t *table, uint32_t first, uint32_t many) {
     kv_chunk part = *chunk;
     part.section_count = many;
+    part.header_bytes = 0;
     uint64_t offset = chunk->header_bytes + first * chunk->section_bytes, payload = kv_payload_bytes(&part);
+    if (use_straight && is_aligned(&part)) {
+        int status = read_straight(run, &part, NULL, table + first, offset, run->may_wait ? 0 : RWF_NOWAIT);
+        if (status != KV_OTHER) return blocked(run, chunk, status);
+    }
     kv_hash hash;
     for (uint64_t at = 0, length; at < payload; at += length) {
         length = kv_piece_bytes(&part, at);
@@ -276,29 +354,6 @@ KV_PUBLIC int kv_read_direct(int fd) {
     return flags >= 0 && !fcntl(fd, F_SETFL, flags | O_DIRECT);
 }
 
-/* Sets where the next bytes of a file from `at` on go, up to about PIECE_BYTES; returns how many vectors were set. */
-static int vectors(const kv_chunk *chunk, uint8_t *header, uint64_t at, struct iovec *parts) {
-    uint64_t room = PIECE_BYTES, size = chunk->section_bytes;
-    int count = 0;
-    if (at < chunk->header_bytes) {
-        parts[count++] = (struct iovec){header + at, chunk->header_bytes - at};
-        at = chunk->header_bytes;
-    }
-    at -= chunk->header_bytes;
-    for (uint64_t section = size ? at / size : chunk->section_count; section < chunk->section_count; section++) {
-        uint64_t start = at > section * size ? at - section * size : 0, length = size - start;
-        if (!room || count == KV_IOV_MAX) break;
-        if (length > room) length = room;
-        uint8_t *bytes = kv_section(chunk, (uint32_t)section) + start;
-        if (count > 0 && (uint8_t *)parts[count - 1].iov_base + parts[count - 1].iov_len == bytes)
-            parts[count - 1].iov_len += length;
-        else
-            parts[count++] = (struct iovec){bytes, length};
-        room -= length;
-    }
-    return count;
-}
-
 /* Takes `size` bytes of a file, from `offset` on, out of `memory`: the header into `header`, the rest into the
  * sections. Verifies sections that are whole by then. Pieces must come in order. Returns a status: KV_DONE while all is
  * right. */
@@ -316,7 +371,7 @@ KV_PUBLIC int kv_take(const kv_run *run, const kv_chunk *chunk, uint8_t *header,
         }
         if (offset + done < chunk->header_bytes) continue;
         if (began && !KV_CHECK(taken_header, kv_header_fits(run, chunk, header))) return KV_OTHER;
-        if (!kv_verify(chunk, header, verified, offset + done - chunk->header_bytes)) return KV_OTHER;
+        if (!kv_verify(chunk, kv_table(chunk, header), verified, offset + done - chunk->header_bytes)) return KV_OTHER;
     }
     return KV_DONE;
 }

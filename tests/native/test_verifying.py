@@ -10,6 +10,7 @@ import resource
 import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ import pytest
 from kvstore import Layout
 from kvstore.address import Chain
 from kvstore.buffers import Borrowed
+from kvstore.client.arrays import new_array
 from kvstore.client.store import Store
 from kvstore.errors import HoldBroken, KVStoreError
 from kvstore.native import is_available
@@ -55,6 +57,14 @@ FIELDS = {
 }
 
 
+@pytest.fixture(params=["pieces", "straight"])
+def way(request: pytest.FixtureRequest) -> Iterator[str]:
+    """How native code reads into memory that is aligned: by itself it takes the way that suits the processor."""
+    native.library.kv_use_straight(request.param == "straight")
+    yield request.param
+    native.library.kv_use_straight(-1)
+
+
 @pytest.mark.parametrize("field", FIELDS)
 def test_i1_an_image_whose_header_says_otherwise_is_not_taken(field: str) -> None:
     """Its checksum is right: somebody has written it so."""
@@ -71,7 +81,8 @@ def filled(root: Path, layout: Layout, chunks: int = COUNT) -> Iterator[tuple[St
     with opened(root, native=True) as store:
         cache = store.namespace("m", layout)
         cache.put(tokens, kv_of(layout, tokens))
-        out = np.zeros(layout.shape(len(tokens)), layout.numpy_dtype)
+        out = new_array(layout.shape(len(tokens)), layout.numpy_dtype)
+        out[:] = 0
         chain = Chain.of(cache.namespace, tokens.astype(np.uint32))
         run = chunks_of(store).runs.of(chain, 0, chunks, planes_of(out, layout))
         assert run is not None
@@ -98,7 +109,7 @@ IN_SECTIONS = {
 
 
 @pytest.mark.parametrize("where", IN_SECTIONS)
-def test_i1_a_file_with_a_bit_turned_in_any_piece_is_not_read(tmp_root: Path, where: str) -> None:
+def test_i1_a_file_with_a_bit_turned_in_any_piece_is_not_read(tmp_root: Path, way: str, where: str) -> None:
     with filled(tmp_root, LARGE) as (_, run, out):
         spoil(tmp_root, 2, IN_SECTIONS[where])
         assert run.read(0, COUNT, Borrowed()).tolist() == [True, True, False, True]
@@ -106,7 +117,7 @@ def test_i1_a_file_with_a_bit_turned_in_any_piece_is_not_read(tmp_root: Path, wh
 
 
 @pytest.mark.parametrize("where", IN_SECTIONS)
-def test_i1_a_layer_with_a_bit_turned_in_any_piece_is_not_read(tmp_root: Path, where: str) -> None:
+def test_i1_a_layer_with_a_bit_turned_in_any_piece_is_not_read(tmp_root: Path, way: str, where: str) -> None:
     tokens = np.arange(COUNT * LARGE.chunk_tokens)
     kv = kv_of(LARGE, tokens)
     with filled(tmp_root, LARGE) as (store, _, _):
@@ -115,6 +126,34 @@ def test_i1_a_layer_with_a_bit_turned_in_any_piece_is_not_read(tmp_root: Path, w
             for _, k, v in hold.layers():
                 assert same(k, kv[0, 0]) and same(v, kv[0, 1])
         assert broken.value.tokens_valid == 2 * LARGE.chunk_tokens
+
+
+def test_i1_another_chunks_file_is_not_read(tmp_root: Path, way: str) -> None:
+    with filled(tmp_root, LARGE) as (_, run, _):
+        file_of(tmp_root, 2).write_bytes(file_of(tmp_root, 1).read_bytes())
+        assert run.read(0, COUNT, Borrowed()).tolist() == [True, True, False, True]
+
+
+def test_memory_that_others_write_into_meanwhile_is_no_damage(tmp_root: Path, way: str) -> None:
+    """What is verified in such memory says nothing about the file, which would be set aside for it."""
+    ended = threading.Event()
+    with filled(tmp_root, LARGE) as (_, run, out):
+        words = out.reshape(-1).view(np.uint64)
+
+        def change() -> None:
+            while not ended.is_set():
+                np.bitwise_not(words, out=words)
+
+        others = threading.Thread(target=change)
+        others.start()
+        try:
+            for _ in range(50):
+                assert run.read(0, COUNT, Borrowed()).all()
+        finally:
+            ended.set()
+            others.join()
+        assert run.read(0, COUNT, Borrowed()).all()
+        assert same(out, kv_of(LARGE, np.arange(COUNT * LARGE.chunk_tokens)))
 
 
 def test_i1_a_layer_of_another_chunks_file_is_not_read(tmp_root: Path) -> None:
@@ -201,15 +240,16 @@ def test_i1_a_file_of_another_size_is_neither_opened_nor_found(tmp_root: Path, s
         assert run.look(0, COUNT)[0].tolist() == [True, True, False, True]
 
 
-def test_i1_a_file_that_is_cut_after_it_was_opened_is_not_read(tmp_root: Path) -> None:
+@pytest.mark.parametrize("layout", [SMALL, LARGE], ids=["small", "large"])
+def test_i1_a_file_that_is_cut_after_it_was_opened_is_not_read(tmp_root: Path, way: str, layout: Layout) -> None:
     """If a thread has just read the same chunk, the missing bytes are still in its memory."""
-    with filled(tmp_root, SMALL, 1) as (_, run, _):
+    with filled(tmp_root, layout, 1) as (_, run, _):
         for _ in range(2):
             assert run.read(0, 1, Borrowed()).all()
         native.library.kv_open(run.common, *run.part(0, 1))
         file = file_of(tmp_root, 0)
         with file.open("r+b") as cut:
-            cut.truncate(4096 + SMALL.section_bytes)
+            cut.truncate(4096 + layout.section_bytes)
         assert not run.read_open(0, 1, Borrowed()).any()
 
 

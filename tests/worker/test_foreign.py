@@ -247,12 +247,9 @@ def test_clear_and_stats(stub: KVStoreStub, digest: bytes) -> None:
     cleared = stub.Clear(pb.ClearRequest(namespace=digest), timeout=WAIT_S)
     assert cleared.chunks == 6
     assert cleared.bytes >= 6 * SMALL.chunk_bytes
-
-    def of_store() -> pb.StatsResponse:
-        return stub.Stats(pb.StatsRequest(), timeout=WAIT_S)
-
-    eventually(lambda: of_store().gauges["bytes_in_flight"] == 0, "all memory is given back")
-    stats = of_store()
+    request = pb.StatsRequest()
+    eventually(lambda: stub.Stats(request, timeout=WAIT_S).gauges["bytes_in_flight"] == 0, "all memory is given back")
+    stats = stub.Stats(request, timeout=WAIT_S)
     assert stats.counters["chunks_written"] == 6
     assert stats.counters["wire_bytes_in"] == 6 * SMALL.chunk_bytes
     assert stats.gauges["root_hangs"] == 0

@@ -47,10 +47,17 @@ HEADERS = [
 
 READING = [
     check("section_sum", "FORMAT 4.3: section checksum", f"{SAME}[get-byte 4096]"),
-    check("sum_of_pieces", "FORMAT 4.3: checksum of a section in pieces", f"{FILE}[end of a section]"),
+    check("sum_of_pieces", "FORMAT 4.3: checksum of a section in pieces", f"{FILE}[pieces-end of a section]"),
     check("file_header", "FORMAT 4.3: header of a file", f"{SAME}[get-other tokens]"),
     check("file_first_piece", "FORMAT 4.3: first piece of a file", f"{SAME}[get-byte 4096]"),
-    check("file_later_piece", "FORMAT 4.3: later pieces of a file", f"{FILE}[later piece]"),
+    check("file_later_piece", "FORMAT 4.3: later pieces of a file", f"{FILE}[pieces-later piece]"),
+    check("straight_header", "FORMAT 4.3: header of a file", f"{HERE}i1_another_chunks_file_is_not_read[straight]"),
+    check(
+        "straight_sums",
+        "FORMAT 4.3: sections of a file",
+        f"{FILE}[straight-first piece]",
+        f"{LAYER}[straight-first piece]",
+    ),
     check("opened_size", "FORMAT 4.3: size of a file", f"{HERE}i1_a_file_of_another_size_is_neither_opened_nor_found"),
     check("read_in_full", "FORMAT 4.3: a short read", f"{HERE}i1_a_file_that_is_cut_after_it_was_opened_is_not_read"),
     check(
@@ -63,7 +70,7 @@ READING = [
         "FORMAT 4.3: first piece of a layer",
         "node/test_damage.py::test_damage_in_a_layer_ends_the_layers_there[0-one by one]",
     ),
-    check("part_later_piece", "FORMAT 4.3: later pieces of a layer", f"{LAYER}[later piece]"),
+    check("part_later_piece", "FORMAT 4.3: later pieces of a layer", f"{LAYER}[pieces-later piece]"),
     check(
         "taken_header",
         "FORMAT 4.3: header of a cold file",
