@@ -307,7 +307,7 @@ class Hold:
         arrays: dict[int, KvArray] = {}
 
         def memory(layer: int) -> LayerMemory:
-            array = new_array(shape, layout.numpy_dtype) if given is None else given[layer % len(given)]
+            array = np.empty(shape, layout.numpy_dtype) if given is None else given[layer % len(given)]
             arrays[layer] = array
             k, v = (plane.view(np.uint8).reshape(-1).data for plane in array)
             return LayerMemory(k, v)

@@ -55,6 +55,8 @@ def test_a_removal_is_told_before_the_file_goes(clustered: Cluster) -> None:
     chain, kept = prompt(1, 6), prompt(2, 6)
     put(node, chain), put(node, kept)
     following.catch_up()
+    # It makes the sweep wait: a node that holds nothing may have announced that before the sweep looks.
+    hold = Store(LocalPort(node)).namespace(SPACE.name, TINY).hold(kept.tokens)
     seen_in_grace = []
 
     def told() -> bool:
@@ -64,6 +66,7 @@ def test_a_removal_is_told_before_the_file_goes(clustered: Cluster) -> None:
     def pause(seconds: float) -> None:
         eventually(told, "the removal is told while the sweep waits")
         seen_in_grace.append(clustered.present(chain))
+        hold.release()
 
     clustered.collector(pause=pause).sweep(clustered.plans(chain))
     assert seen_in_grace[0] == 6, "all files were there when the removal was told"
