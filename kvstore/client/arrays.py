@@ -82,7 +82,7 @@ def fillable(array: KvArray) -> KvArray:
 
 
 def new_array(shape: tuple[int, ...], dtype: npt.DTypeLike) -> KvArray:
-    """Returns an array of any content to read into. It begins at a page, where the kernel copies faster."""
+    """Returns an array that is not cleared. It begins at a page, where the kernel copies faster."""
     size_bytes = math.prod(shape) * np.dtype(dtype).itemsize
     return np.frombuffer(aligned(size_bytes), np.uint8).view(dtype).reshape(shape)
 

@@ -112,7 +112,7 @@ static int vectors(const kv_chunk *chunk, uint8_t *header, uint64_t at, struct i
     return count;
 }
 
-/* Whether memory is read into straight, where it is aligned. On Intel that costs more than a piece, on AMD less
+/* Whether memory is read into straight, where it is aligned. That costs more than a piece on Intel, and less on a Zen 4
  * (benchmarks/NOTES.md). */
 static int use_straight;
 
@@ -136,9 +136,10 @@ static int is_aligned(const kv_chunk *chunk) {
     return 1;
 }
 
-/* Reads a file from `offset` on, its header unless that has no bytes, straight into its sections, and verifies it.
+/* Reads a file from `offset` on straight into its sections, and verifies it; a header of 0 bytes is not read.
  *
- * Others may write into that memory meanwhile. So KV_OTHER says nothing about the file: read it through pieces then. */
+ * The first bytes are in their sections before the header is verified, which a miss may do. Others may write into that
+ * memory meanwhile. So KV_OTHER says nothing about the file: read it through pieces then. */
 static int read_straight(const kv_run *run, const kv_chunk *chunk, uint8_t *header, const uint64_t *table,
                          uint64_t offset, int flags) {
     struct iovec parts[KV_IOV_MAX];

@@ -122,8 +122,9 @@ def test_i1_a_layer_with_a_bit_turned_in_any_piece_is_not_read(tmp_root: Path, w
     kv = kv_of(LARGE, tokens)
     with filled(tmp_root, LARGE) as (store, _, _):
         spoil(tmp_root, 2, IN_SECTIONS[where])
+        layer = new_array(kv.shape[1:], LARGE.numpy_dtype)
         with store.namespace("m", LARGE).hold(tokens) as hold, pytest.raises(HoldBroken) as broken:
-            for _, k, v in hold.layers():
+            for _, k, v in hold.layers([layer]):
                 assert same(k, kv[0, 0]) and same(v, kv[0, 1])
         assert broken.value.tokens_valid == 2 * LARGE.chunk_tokens
 

@@ -62,6 +62,13 @@ class Pair:
         return self._answers(act, {number: args}, told)[0]
 
     def _answers(self, act: str, args: dict[int, tuple[Any, ...]], told: dict[str, Any]) -> list[Any]:
+        try:
+            return self._answered(act, args, told)
+        except BaseException:
+            self.stop()  # one rank may wait for the other for ever, and a later act would get these answers
+            raise
+
+    def _answered(self, act: str, args: dict[int, tuple[Any, ...]], told: dict[str, Any]) -> list[Any]:
         self.start()
         for number, each in args.items():
             with suppress(OSError):  # it has ended, which is said below
@@ -78,7 +85,6 @@ class Pair:
                     why = "its process ended"
                 failures += [f"rank {missing[line]}: {why}"] if why else []
             if failures:
-                self.stop()  # the other rank may wait for this one for ever
                 raise AssertionError("\n".join(failures))
         return [answers[number] for number in args]
 

@@ -52,10 +52,11 @@ READING = [
     check("file_first_piece", "FORMAT 4.3: first piece of a file", f"{SAME}[get-byte 4096]"),
     check("file_later_piece", "FORMAT 4.3: later pieces of a file", f"{FILE}[pieces-later piece]"),
     check("straight_header", "FORMAT 4.3: header of a file", f"{HERE}i1_another_chunks_file_is_not_read[straight]"),
-    check(
-        "straight_sums",
-        "FORMAT 4.3: sections of a file",
-        f"{FILE}[straight-first piece]",
+    check("straight_sums", "FORMAT 4.3: sections of a file", f"{FILE}[straight-first piece]"),
+    mutant(
+        "native-straight-sums-of-layers",
+        "FORMAT 4.3: sections of a layer",
+        blind("straight_sums"),
         f"{LAYER}[straight-first piece]",
     ),
     check("opened_size", "FORMAT 4.3: size of a file", f"{HERE}i1_a_file_of_another_size_is_neither_opened_nor_found"),
