@@ -136,7 +136,7 @@ def test_i1_another_chunks_file_is_not_read(tmp_root: Path, way: str) -> None:
 
 
 def test_memory_that_others_write_into_meanwhile_is_no_damage(tmp_root: Path, way: str) -> None:
-    """What is verified in such memory says nothing about the file, which would be set aside for it."""
+    """A file must not be set aside because somebody changed the bytes that were read from it."""
     ended = threading.Event()
     with filled(tmp_root, LARGE) as (_, run, out):
         words = out.reshape(-1).view(np.uint64)

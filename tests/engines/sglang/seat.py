@@ -1,4 +1,4 @@
-"""What runs in the process of one of two ranks: the groups between them, and the rank's controller.
+"""One of two ranks, in its process: the groups between them, and the rank's controller.
 
 The groups are those of torch.distributed, on gloo. SGLang makes its own from them when a backend is attached.
 """
