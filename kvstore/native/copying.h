@@ -13,16 +13,21 @@ enum { KV_LINE = 64 };
 
 static inline void kv_copy(uint8_t *to, const uint8_t *from, uint64_t size) {
 #if defined(__x86_64__)
-    if (!((uintptr_t)to % sizeof(__m128i))) {
-        for (; size >= KV_LINE; size -= KV_LINE, to += KV_LINE, from += KV_LINE) {
-            const __m128i *line = (const __m128i *)from;
-            __m128i one = _mm_loadu_si128(line), two = _mm_loadu_si128(line + 1);
-            __m128i three = _mm_loadu_si128(line + 2), four = _mm_loadu_si128(line + 3);
-            _mm_stream_si128((__m128i *)to, one);
-            _mm_stream_si128((__m128i *)to + 1, two);
-            _mm_stream_si128((__m128i *)to + 2, three);
-            _mm_stream_si128((__m128i *)to + 3, four);
-        }
+    uint64_t head = -(uintptr_t)to % sizeof(__m128i); /* streaming stores begin at a multiple of 16 */
+    if (head && head <= size) {
+        memcpy(to, from, head);
+        size -= head;
+        to += head;
+        from += head;
+    }
+    for (; size >= KV_LINE; size -= KV_LINE, to += KV_LINE, from += KV_LINE) {
+        const __m128i *line = (const __m128i *)from;
+        __m128i one = _mm_loadu_si128(line), two = _mm_loadu_si128(line + 1);
+        __m128i three = _mm_loadu_si128(line + 2), four = _mm_loadu_si128(line + 3);
+        _mm_stream_si128((__m128i *)to, one);
+        _mm_stream_si128((__m128i *)to + 1, two);
+        _mm_stream_si128((__m128i *)to + 2, three);
+        _mm_stream_si128((__m128i *)to + 3, four);
     }
 #endif
     memcpy(to, from, size);

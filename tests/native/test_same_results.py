@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import kvstore
 from kvstore import Layout
 from kvstore.address import Address, Chain
 from kvstore.client.store import Store
@@ -112,6 +113,25 @@ def test_a_slice_of_a_larger_array_and_a_prefix(tmp_root: Path) -> None:
         assert cache.get(tokens, out[:, :, size : 7 * size]) == len(tokens)
         assert same(out[:, :, size : 7 * size], kv)
         assert not out[:, :, :size].any() and not out[:, :, 7 * size :].any()
+
+
+@pytest.mark.parametrize("layout", [LARGE, MANY, UNALIGNED], ids=["large", "many", "odd"])
+@pytest.mark.parametrize("memory", [0, 64 << 20], ids=["root", "memory"])
+def test_memory_that_begins_anywhere_gets_its_bytes_and_none_beside(
+    tmp_root: Path, layout: Layout, memory: int
+) -> None:
+    tokens, guard = np.arange(2 * layout.chunk_tokens), 128
+    kv = kv_of(layout, tokens)
+    around = np.empty(kv.nbytes + 2 * guard, np.uint8)
+    with kvstore.open(tmp_root, memory=memory) as store:
+        cache = store.namespace("m", layout)
+        cache.put(tokens, kv)
+        for start in (*range(guard, guard + 18), guard + 63):
+            around[:] = 0xA5
+            out = np.ndarray(kv.shape, kv.dtype, around.data, start)
+            assert cache.get(tokens, out) == len(tokens)
+            assert same(out, kv), start
+            assert (around[:start] == 0xA5).all() and (around[start + kv.nbytes :] == 0xA5).all(), start
 
 
 def flipped(at: int) -> Spoil:
