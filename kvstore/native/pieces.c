@@ -42,3 +42,38 @@ int kv_pass(const kv_chunk *chunk, const uint64_t *table, uint64_t *sums, kv_has
     }
     return 1;
 }
+
+/* Sets where bytes of the payload from `at` up to `stop` lie, as far as `most` vectors reach; returns how many it set. */
+int kv_vectors(const kv_chunk *chunk, uint64_t at, uint64_t stop, struct iovec *parts, int most) {
+    uint64_t size = chunk->section_bytes;
+    int count = 0;
+    while (at < stop) {
+        uint64_t within = at % size, length = size - within < stop - at ? size - within : stop - at;
+        uint8_t *bytes = kv_section(chunk, (uint32_t)(at / size)) + within;
+        if (count && (uint8_t *)parts[count - 1].iov_base + parts[count - 1].iov_len == bytes)
+            parts[count - 1].iov_len += length;
+        else if (count < most)
+            parts[count++] = (struct iovec){bytes, length};
+        else
+            break;
+        at += length;
+    }
+    return count;
+}
+
+/* Sums the sections from `at` up to `stop` of the payload; the range begins where the last call's ended. Sets `sums` of
+ * the sections that end in it. */
+void kv_sum(const kv_chunk *chunk, uint64_t *sums, kv_hash *hash, uint64_t at, uint64_t stop) {
+    uint64_t size = chunk->section_bytes;
+    while (at < stop) {
+        uint32_t section = (uint32_t)(at / size);
+        uint64_t within = at % size, left = size - within, length = left < stop - at ? left : stop - at;
+        const uint8_t *bytes = kv_section(chunk, section);
+        if (!within) kv_hash_begin(hash);
+        if (length < left)
+            kv_hash_absorb(hash, bytes, size, within + length);
+        else
+            sums[section] = kv_hash_end(hash, bytes, size);
+        at += length;
+    }
+}

@@ -6,6 +6,8 @@
 
 #include "native.h"
 
+#include <sys/uio.h>
+
 #ifndef PIECE_BYTES
 #define PIECE_BYTES (256 << 10) /* one read; it is still in L2 when it is hashed and copied on (benchmarks/NOTES.md) */
 #endif
@@ -17,5 +19,7 @@ uint64_t kv_payload_bytes(const kv_chunk *chunk);
 uint64_t kv_piece_bytes(const kv_chunk *chunk, uint64_t at);
 int kv_pass(const kv_chunk *chunk, const uint64_t *table, uint64_t *sums, kv_hash *hash, uint64_t at, uint64_t length,
             int taken);
+int kv_vectors(const kv_chunk *chunk, uint64_t at, uint64_t stop, struct iovec *parts, int most);
+void kv_sum(const kv_chunk *chunk, uint64_t *sums, kv_hash *hash, uint64_t at, uint64_t stop);
 
 #endif

@@ -90,26 +90,12 @@ static int fill(const kv_chunk *chunk, uint8_t *header, uint64_t size, uint64_t 
 }
 
 /* Sets where the next bytes of a file from `at` on go, up to about PIECE_BYTES; returns how many vectors were set. */
-static int vectors(const kv_chunk *chunk, uint8_t *header, uint64_t at, struct iovec *parts) {
-    uint64_t room = PIECE_BYTES, size = chunk->section_bytes;
-    int count = 0;
-    if (at < chunk->header_bytes) {
-        parts[count++] = (struct iovec){header + at, chunk->header_bytes - at};
-        at = chunk->header_bytes;
-    }
-    at -= chunk->header_bytes;
-    for (uint64_t section = size ? at / size : chunk->section_count; section < chunk->section_count; section++) {
-        uint64_t start = at > section * size ? at - section * size : 0, length = size - start;
-        if (!room || count == KV_IOV_MAX) break;
-        if (length > room) length = room;
-        uint8_t *bytes = kv_section(chunk, (uint32_t)section) + start;
-        if (count > 0 && (uint8_t *)parts[count - 1].iov_base + parts[count - 1].iov_len == bytes)
-            parts[count - 1].iov_len += length;
-        else
-            parts[count++] = (struct iovec){bytes, length};
-        room -= length;
-    }
-    return count;
+static int vectors(const kv_chunk *chunk, uint8_t *header, uint64_t at, struct iovec parts[KV_IOV_MAX]) {
+    uint64_t before = chunk->header_bytes, start = at > before ? at - before : 0, stop = kv_payload_bytes(chunk);
+    int count = at < before;
+    if (count) *parts = (struct iovec){header + at, before - at};
+    if (stop > start + PIECE_BYTES) stop = start + PIECE_BYTES;
+    return count + kv_vectors(chunk, start, stop, parts + count, KV_IOV_MAX - count);
 }
 
 /* Whether memory is read into straight, where it is aligned. That costs more than a piece on Intel, and less on a Zen 4

@@ -63,42 +63,16 @@ KV_PUBLIC int kv_receive_rows(const kv_chunk *chunk, uint64_t *sums, kv_arrival 
     return KV_DONE;
 }
 
-/* Sets where bytes of the payload from `start` up to `stop` lie; returns how many vectors were set. */
-static int vectors(const kv_chunk *chunk, uint64_t start, uint64_t stop, struct iovec *parts) {
-    uint64_t size = chunk->section_bytes;
-    int count = 0;
-    while (start < stop && count < KV_IOV_MAX) {
-        uint64_t within = start % size, length = size - within < stop - start ? size - within : stop - start;
-        parts[count++] = (struct iovec){kv_section(chunk, (uint32_t)(start / size)) + within, length};
-        start += length;
-    }
-    return count;
-}
-
-/* Sums the next piece. */
-static void sum_piece(const kv_chunk *chunk, uint64_t *sums, kv_departure *departure) {
-    uint64_t size = chunk->section_bytes, stop = departure->summed + PIECE_BYTES;
-    if (stop > kv_payload_bytes(chunk)) stop = kv_payload_bytes(chunk);
-    while (departure->summed < stop) {
-        uint32_t section = (uint32_t)(departure->summed / size);
-        uint64_t within = departure->summed % size, left = size - within;
-        uint64_t length = left < stop - departure->summed ? left : stop - departure->summed;
-        const uint8_t *bytes = kv_section(chunk, section);
-        if (!within) kv_hash_begin(&departure->hash);
-        if (length < left)
-            kv_hash_absorb(&departure->hash, bytes, size, within + length);
-        else
-            sums[section] = kv_hash_end(&departure->hash, bytes, size);
-        departure->summed += length;
-    }
-}
-
 /* Sends the sections, one after another, and sets `sums` to the checksum of each. */
 KV_PUBLIC int kv_send(const kv_chunk *chunk, uint64_t *sums, kv_departure *departure, int fd) {
     struct iovec parts[KV_IOV_MAX];
     while (departure->sent < kv_payload_bytes(chunk)) {
-        if (departure->sent == departure->summed) sum_piece(chunk, sums, departure);
-        int count = vectors(chunk, departure->sent, departure->summed, parts);
+        if (departure->sent == departure->summed) {
+            uint64_t start = departure->summed, left = kv_payload_bytes(chunk) - start;
+            departure->summed += left < PIECE_BYTES ? left : PIECE_BYTES;
+            kv_sum(chunk, sums, &departure->hash, start, departure->summed);
+        }
+        int count = kv_vectors(chunk, departure->sent, departure->summed, parts, KV_IOV_MAX);
         struct msghdr message = {.msg_iov = parts, .msg_iovlen = (size_t)count};
         ssize_t went = sendmsg(fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
         if (went < 0 && errno == EINTR) continue;

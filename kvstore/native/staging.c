@@ -1,9 +1,9 @@
 /* Puts a run of chunks: looks for each, writes missing ones under their staging names, and publishes them (rule W1).
  *
- * Pieces are hashed just before they are written, so that they are read from memory once; the header, which has the
- * checksums, is written last. */
+ * Pieces are hashed just after they are written, while they are in the cache; the header, which has the checksums, is
+ * written last. */
 #define _GNU_SOURCE
-#include "native.h"
+#include "pieces.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -21,58 +21,33 @@
 #define KV_FILE_MODE 0660
 #define KV_FOLDER_MODE 0770
 
-static int write_all(int fd, struct iovec *parts, int count, uint64_t at) {
-    while (count) {
-        ssize_t wrote = pwritev(fd, parts, count, (off_t)at);
+/* Writes bytes of the payload from `at` up to `stop`. */
+static int write_part(const kv_chunk *chunk, int fd, uint64_t at, uint64_t stop) {
+    struct iovec parts[KV_IOV_MAX];
+    while (at < stop) {
+        int count = kv_vectors(chunk, at, stop, parts, KV_IOV_MAX);
+        ssize_t wrote = pwritev(fd, parts, count, (off_t)(chunk->header_bytes + at));
         if (wrote < 0 && errno == EINTR) continue;
         if (wrote <= 0) return 0;
         at += (uint64_t)wrote;
-        while (count && (size_t)wrote >= parts->iov_len) {
-            wrote -= (ssize_t)parts->iov_len;
-            parts++;
-            count--;
-        }
-        if (count) {
-            parts->iov_base = (uint8_t *)parts->iov_base + wrote;
-            parts->iov_len -= (size_t)wrote;
-        }
     }
     return 1;
 }
 
 /* Writes a whole chunk file into `fd`, which is empty. */
 static int write_chunk(const kv_run *run, const kv_chunk *chunk, int fd, uint8_t *header) {
-    uint64_t size = chunk->section_bytes, at = chunk->header_bytes, pending = 0;
-    struct iovec parts[KV_IOV_MAX];
-    int count = 0;
-    kv_header_begin(run, chunk, header);
+    uint64_t payload = kv_payload_bytes(chunk), at = 0;
     uint64_t *table = (uint64_t *)kv_table(chunk, header);
-    for (uint32_t section = 0; section < chunk->section_count; section++) {
-        uint8_t *bytes = kv_section(chunk, section);
-        kv_hash hash;
-        kv_hash_begin(&hash);
-        for (uint64_t done = 0; done < size;) {
-            uint64_t length = size - done < WRITE_BYTES - pending ? size - done : WRITE_BYTES - pending;
-            if (count && (uint8_t *)parts[count - 1].iov_base + parts[count - 1].iov_len == bytes + done)
-                parts[count - 1].iov_len += length;
-            else
-                parts[count++] = (struct iovec){bytes + done, length};
-            done += length;
-            pending += length;
-            if (done == size)
-                table[section] = kv_hash_end(&hash, bytes, size);
-            else
-                kv_hash_absorb(&hash, bytes, size, done);
-            if (pending < WRITE_BYTES && count < KV_IOV_MAX) continue;
-            if (!write_all(fd, parts, count, at)) return 0;
-            at += pending;
-            pending = 0;
-            count = 0;
-        }
+    kv_hash hash;
+    kv_header_begin(run, chunk, header);
+    while (at < payload) {
+        uint64_t stop = payload - at < WRITE_BYTES ? payload : at + WRITE_BYTES;
+        if (!write_part(chunk, fd, at, stop)) return 0;
+        kv_sum(chunk, table, &hash, at, stop);
+        at = stop;
     }
-    if (count && !write_all(fd, parts, count, at)) return 0;
     kv_header_end(chunk, header);
-    return write_all(fd, &(struct iovec){header, chunk->header_bytes}, 1, 0);
+    return pwrite(fd, header, chunk->header_bytes, 0) == (ssize_t)chunk->header_bytes;
 }
 
 /* Looks for the final names. KV_ABSENT: a put stages it. KV_FOUND: a file of the right size, with its mtime. */
