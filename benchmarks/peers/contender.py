@@ -55,6 +55,12 @@ ENTRIES: dict[str, Entry] = {
         ),
         Entry("kvstore-shared", "kvstore, worker, shared memory", f"{_OF}.own:Shared", note=_WORKER),
         Entry("kvstore-tcp", "kvstore, worker, TCP", f"{_OF}.own:Tcp", note=_WORKER),
+        Entry(
+            "kvstore-tcp-memory",
+            "kvstore, worker's memory, TCP",
+            f"{_OF}.own:TcpMemory",
+            note=f"{_WORKER}; a put is acknowledged when the worker's memory has it, and written to the root behind",
+        ),
         Entry("kvstore-grpc", "kvstore, worker, gRPC messages", f"{_OF}.own:Grpc", note=_WORKER),
         Entry("memcpy", "memcpy", f"{_OF}.plain:Copies", note="chunk by chunk; no store at all"),
         Entry("files", "plain files", f"{_OF}.plain:Files", note="writev, readv; no names, checks or order"),

@@ -96,5 +96,5 @@ def _await_port(port: int, server: subprocess.Popen[bytes]) -> None:
             return
         except OSError:
             if server.poll() is not None or time.monotonic() > deadline_s:
-                raise RuntimeError("mooncake_master did not start") from None
+                raise RuntimeError("mooncake_master did not start: is libibverbs1 installed?") from None
             time.sleep(0.05)

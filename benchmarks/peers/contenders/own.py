@@ -106,10 +106,13 @@ class Grpc(InProcess):
 
     reads = ("get",)
     path = "grpc"
+    memory_shares = 0
+    """The worker's memory, in multiples of the workload."""
 
     def store(self) -> Store:
         root = self.folder / "root"
-        worker = self._undo.enter_context(served(self.folder, root))
+        memory_bytes = self.memory_shares * self.workload.size_bytes
+        worker = self._undo.enter_context(served(self.folder, root, memory_bytes=memory_bytes))
         self.servers = [worker.pid]
         return Way(self.path, str(root), worker.address).open()
 
@@ -124,3 +127,9 @@ class Tcp(Grpc):
     """A worker on this host as if it were on another, its bulk bytes through a TCP socket."""
 
     path = "tcp"
+
+
+class TcpMemory(Tcp):
+    """The same with a worker that has memory: a put is acknowledged when the bytes are there, and written behind."""
+
+    memory_shares = 4
