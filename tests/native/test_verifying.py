@@ -6,6 +6,7 @@ Nobody checks again what native code accepts. So these tests ask native code its
 from __future__ import annotations
 
 import ctypes
+import os
 import resource
 import struct
 import subprocess
@@ -127,6 +128,37 @@ def test_i1_a_layer_with_a_bit_turned_in_any_piece_is_not_read(tmp_root: Path, w
             for _, k, v in hold.layers([layer]):
                 assert same(k, kv[0, 0]) and same(v, kv[0, 1])
         assert broken.value.tokens_valid == 2 * LARGE.chunk_tokens
+
+
+def drops_from(file: Path, at: int) -> bool:
+    """Takes a file out of the page cache from about ``at`` on; False if its end is still there."""
+    with file.open("rb") as opened_file:
+        os.fsync(opened_file.fileno())
+        os.posix_fadvise(opened_file.fileno(), at, 0, os.POSIX_FADV_DONTNEED)
+        try:
+            os.preadv(opened_file.fileno(), [bytearray(1)], file.stat().st_size - 1, os.RWF_NOWAIT)
+        except BlockingIOError:
+            return True
+        return False
+
+
+@pytest.mark.parametrize("spoiled", [False, True], ids=["whole", "damaged"])
+@pytest.mark.parametrize("where", IN_SECTIONS)
+def test_a_file_of_which_the_end_is_not_cached_is_read_all_the_same(
+    tmp_path: Path, way: str, where: str, spoiled: bool
+) -> None:
+    at = IN_SECTIONS[where] if IN_SECTIONS[where] > 0 else LARGE.chunk_bytes
+    with filled(tmp_path, LARGE) as (_, run, out):
+        if spoiled:
+            spoil(tmp_path, 2, IN_SECTIONS[where])
+        if not all(drops_from(file, at // 4096 * 4096) for file in chunk_files(tmp_path)):
+            pytest.skip("this file system does not drop a file from the page cache")
+        right = run.read(0, COUNT, Borrowed()).tolist()
+        assert right == [True, True, not spoiled, True]
+        kv = kv_of(LARGE, np.arange(COUNT * LARGE.chunk_tokens))
+        for chunk in np.flatnonzero(right):
+            tokens = slice(chunk * LARGE.chunk_tokens, (chunk + 1) * LARGE.chunk_tokens)
+            assert same(out[:, :, tokens], kv[:, :, tokens])
 
 
 def test_i1_another_chunks_file_is_not_read(tmp_root: Path, way: str) -> None:
