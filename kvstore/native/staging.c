@@ -50,7 +50,8 @@ static int write_chunk(const kv_run *run, const kv_chunk *chunk, int fd, uint8_t
     return pwrite(fd, header, chunk->header_bytes, 0) == (ssize_t)chunk->header_bytes;
 }
 
-/* Looks for the final names. KV_ABSENT: a put stages it. KV_FOUND: a file of the right size, with its mtime. */
+/* Looks for the final names. KV_ABSENT: a put stages it. KV_FOUND: a file of the right size, or of any if the chunk's
+ * `header_bytes` are 0, with its mtime. */
 KV_PUBLIC void kv_look(const kv_run *run, kv_chunk *chunks, int64_t count) {
     for (kv_chunk *chunk = chunks; chunk < chunks + count; chunk++) {
         char path[KV_PATH_MAX];
@@ -60,8 +61,8 @@ KV_PUBLIC void kv_look(const kv_run *run, kv_chunk *chunks, int64_t count) {
         if (lstat(path, &found)) {
             if (errno == ENOENT) chunk->status = KV_ABSENT;
         } else if (S_ISREG(found.st_mode) &&
-                   KV_CHECK(looked_size, (uint64_t)found.st_size ==
-                                             chunk->header_bytes + chunk->section_count * chunk->section_bytes)) {
+                   KV_CHECK(looked_size, !chunk->header_bytes || (uint64_t)found.st_size ==
+                                             chunk->header_bytes + kv_payload_bytes(chunk))) {
             chunk->mtime_ns = found.st_mtim.tv_sec * 1000000000LL + found.st_mtim.tv_nsec;
             chunk->status = KV_FOUND;
         }

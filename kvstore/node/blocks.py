@@ -8,9 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstore.address import Address, Chain, block_addresses
 from kvstore.buffers import Borrowed
+from kvstore.counts import NodeCount
+from kvstore.errors import KVStoreError
 from kvstore.format.encoded import decode_any
 from kvstore.format.encoded import header_bytes as encoded_header_bytes
 from kvstore.format.header import Damaged
@@ -20,11 +23,13 @@ from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
 from kvstore.node.holds import Hold, Holds
 from kvstore.node.lanes import Lanes
-from kvstore.node.reading import read_chunks, remembered
+from kvstore.node.reading import looked_at_once, read_chunks, remembered
 from kvstore.node.tiered_reads import TieredReads
 from kvstore.node.view import View
 from kvstore.node.wanted import Keyed, keyed, leading
 from kvstore.sections import Buffers
+
+Mask = npt.NDArray[np.bool_]
 
 
 class Blocks:
@@ -51,13 +56,9 @@ class Blocks:
         asked = Keyed(namespace, keys, block_addresses(namespace, keys), ())
         wanted = asked.leading(self._view.leading(asked))
         addresses, known = wanted.addresses, remembered(self._chunks, wanted, 0, self._reads.above)
-
-        def read(index: int, _: Borrowed) -> bool:
-            key, address = keys[known + index], addresses[known + index]
-            above = self._reads.has(Keyed(namespace, (key,), (address,), ()))[0]
-            return above or self._is_on_root(address, namespace.id)
-
-        count = known + leading(read_chunks(self._lanes, self._counters, len(addresses) - known, read, deadline))
+        rest = wanted.picked(range(known, len(wanted)))
+        above = np.array(self._reads.has(rest), np.bool_)
+        count = known + leading(self._with_root(rest, above, deadline, stop_at_miss=True))
         self._reads.looked_up(Keyed(namespace, keys[:count], addresses[:count], ()))
         self._counters.add_request(asked, count, namespace.layout.chunk_tokens, reads=False)
         return count
@@ -137,29 +138,51 @@ class Blocks:
         counts: bool = True,
     ) -> list[bool]:
         addresses = block_addresses(namespace, keys)
-        known, quantum = self._chunks.known, self._chunks.quantum()
         asked = Keyed(namespace, keys, addresses, ())
-        above = self._reads.has(asked)
-        present = [
-            (there or known.is_present(each, quantum)) and not self._view.condemns(each)
-            for each, there in zip(addresses, above, strict=True)
-        ]
-        unknown = [index for index, found in enumerate(present) if not found]
-
-        def look(at: int, _: Borrowed) -> bool:
-            address = addresses[unknown[at]]
-            return not self._view.condemns(address) and self._is_on_root(address, namespace.id)
-
-        done = read_chunks(self._lanes, self._counters, len(unknown), look, deadline, stop_at_miss=False)
-        for index, found in zip(unknown, done, strict=True):
-            present[index] = bool(found)
-        found_at = [index for index, found in enumerate(present) if found]
-        there = Keyed(namespace, [keys[at] for at in found_at], [addresses[at] for at in found_at], (), found_at)
-        self._reads.looked_up(there)
+        known = self._chunks.known.present(addresses, self._chunks.quantum())
+        present = self._with_root(asked, known | np.array(self._reads.has(asked), np.bool_), deadline)
+        found_at: list[int] = np.flatnonzero(present).tolist()
+        self._reads.looked_up(asked.picked(found_at))
         if counts:
             size = namespace.layout.chunk_tokens
             self._counters.add_request(asked, len(found_at), size, reads=reads, looked_up=looked_up)
+        there: list[bool] = present.tolist()
+        return there
+
+    def _with_root(self, asked: Keyed, nearer: Mask, deadline: Deadline, *, stop_at_miss: bool = False) -> Mask:
+        """Returns which blocks are ``nearer`` than the root or on it, whatever their size, and not condemned.
+
+        What cannot be looked at in time is a miss. With ``stop_at_miss`` those behind a miss may count as misses.
+        """
+        unswept = self._view.unswept(asked)
+        lacking = np.flatnonzero(unswept & ~nearer)
+        present = unswept & nearer
+        present[lacking] = self._on_root(asked.picked(lacking.tolist()), deadline, stop_at_miss)
         return present
+
+    def _on_root(self, wanted: Keyed, deadline: Deadline, stop_at_miss: bool) -> list[bool]:
+        """Returns which blocks the root has; as ``_with_root``."""
+        count, runs = len(wanted), self._chunks.runs
+        if not count:
+            return []
+        run = runs.of(wanted, 0, count)
+        size = looked_at_once(count, self._lanes.width) if run is not None else 1
+        found = [False] * count
+
+        def look(number: int, _: Borrowed) -> bool:
+            indexes = range(number * size, min((number + 1) * size, count))
+            left: Sequence[int] = indexes
+            if run is not None:
+                there, left = runs.present(run, indexes.start, indexes.stop)
+                found[indexes.start : indexes.stop] = there.tolist()
+            for at in left:
+                found[at] = self._is_on_root(wanted.addresses[at], wanted.namespace.id)
+                if stop_at_miss and not found[at]:
+                    break
+            return all(found[indexes.start : indexes.stop])
+
+        read_chunks(self._lanes, self._counters, -(-count // size), look, deadline, stop_at_miss)
+        return found.copy()  # a lane past its deadline may go on
 
     def _size_on_root(self, namespace: Namespace, key: bytes, address: Address) -> int:
         prefix_bytes = encoded_header_bytes(len(key), 1)
@@ -172,12 +195,16 @@ class Blocks:
         return header.section_bytes if header is not None and is_ours else 0
 
     def _is_on_root(self, address: Address, namespace: NamespaceId) -> bool:
-        """True if the root has a block, whatever its size. Raises the root's error if nobody can read it."""
+        """True if the root has a block, whatever its size, and somebody may be able to read it."""
         chunks, name = self._chunks, self._chunks.name(address, namespace)
         epoch = chunks.known.epoch
-        if address in chunks.quarantine.unreadable:
-            chunks.quarantine.settle(address, name)
-        found = chunks.root.stat(name) is not None
+        try:
+            if address in chunks.quarantine.unreadable:
+                chunks.quarantine.settle(address, name)
+            found = chunks.root.stat(name) is not None
+        except KVStoreError:
+            self._counters.add(NodeCount.MISS_UNREADABLE)
+            return False
         if found:
             chunks.known.add(address, chunks.quantum(), renewed=False, epoch=epoch)
         return found

@@ -136,6 +136,17 @@ class ChunkRuns:
         self._known.add_run(at, np.arange(count, dtype=np.int32), native.FOUND, self._quantum(), epoch=epoch)
         return found, mtimes_ns
 
+    def present(self, run: Run, start: int, stop: int) -> tuple[npt.NDArray[np.bool_], list[int]]:
+        """Returns which blocks of part of a run exist, whatever their size, and the indexes of those not known yet."""
+        assert self._files is not None
+        found, _ = self.look(run, start, stop)
+        statuses = run.items["status"][start - run.first : stop - run.first]
+        is_known = statuses == native.FOUND
+        if self._files.knows_absence:
+            is_known |= statuses == native.ABSENT
+        left: list[int] = (start + np.flatnonzero(~is_known)).tolist()
+        return found, left
+
     def read(self, run: Run, start: int, stop: int, borrowed: Borrowed) -> npt.NDArray[np.bool_]:
         """Reads and verifies part of a run; True for each chunk that is right. ``Chunks.read`` does the rest."""
         epoch = self._known.epoch

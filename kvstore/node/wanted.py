@@ -187,10 +187,11 @@ def _describe_keyed(keyed: Keyed, indexes: Sequence[int], items: npt.NDArray[Any
     items["address"] = np.frombuffer(b"".join([keyed.addresses[index] for index in indexes]), "V16")
     items["identity"] = joined.__array_interface__["data"][0] + np.cumsum(sizes) - sizes
     items["identity_bytes"] = sizes
-    items["section_count"] = 1
-    items["section_bytes"] = [keyed.sizes_bytes[index] for index in indexes]
-    lengths, which = np.unique(sizes, return_inverse=True)
-    items["header_bytes"] = np.array([header_bytes(int(length), 1) for length in lengths], np.uint32)[which]
+    if keyed.sizes_bytes:  # else they are only looked for
+        items["section_count"] = 1
+        items["section_bytes"] = [keyed.sizes_bytes[index] for index in indexes]
+        lengths, which = np.unique(sizes, return_inverse=True)
+        items["header_bytes"] = np.array([header_bytes(int(length), 1) for length in lengths], np.uint32)[which]
     return [joined, _describe_descents(keyed, indexes, items)] if any(keyed.descents) else [joined]
 
 

@@ -85,6 +85,8 @@ class LocalFiles:
     """True if native code may write files there too."""
     direct: bool
     """True if uncached data should be read around the page cache."""
+    knows_absence: bool = True
+    """True if a file that is not found is not there, whoever stores it meanwhile."""
 
 
 def local_files(root: Root) -> LocalFiles | None:

@@ -54,7 +54,9 @@ class PosixRoot:
         self._absence = Absence(self.path) if remembers_absence(mount) else None
         self.local_files: LocalFiles | None = None
         if type(self) is PosixRoot:  # a subclass may treat files in its own way, so it must be asked for each
-            self.local_files = LocalFiles(self.path, self._never_blocks, stages=step is None, direct=direct)
+            self.local_files = LocalFiles(
+                self.path, self._never_blocks, stages=step is None, direct=direct, knows_absence=self._absence is None
+            )
 
     def stage(self, name: Name, pieces: Pieces, *, stamp_ns: int, durable: bool) -> None:
         path = self._at(name)
