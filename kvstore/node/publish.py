@@ -147,18 +147,13 @@ class Publication:
             self._turns += 1
         try:
             places, more = self._chunks.runs.stage(put)
-            left: list[int] = []
-            ready: dict[int, Ready] = {}
-            for place, status in zip(places.tolist(), put.statuses(places), strict=True):
-                index = put.run.first + place
-                if status == native.DONE:
-                    ready[index] = put
-                elif status == native.FOUND:
-                    if self._chunks.lacks(put.stat(place), self._hints):
-                        self._lacking.add(index)
-                    ready[index] = None
-                else:
-                    left.append(index)
+            taken, indexes = put.taken(places), put.run.first + places
+            staged, found = taken["status"] == native.DONE, taken["status"] == native.FOUND
+            ready: dict[int, Ready] = dict.fromkeys(indexes[staged].tolist(), put)
+            if found.any():
+                self.found(indexes[found], taken["mtime_ns"][found])
+                ready |= dict.fromkeys(indexes[found].tolist())
+            left: list[int] = indexes[~(staged | found)].tolist()
             self._completed(ready)
             return left, more
         finally:
@@ -279,8 +274,8 @@ class Publication:
         try:
             self._count(*self._chunks.runs.publish(put, places, ordered=False))
         finally:
-            done = np.array(put.statuses(places)) == native.PUBLISHED
-            left = [index for index, published in zip(indexes, done.tolist(), strict=True) if not published]
+            done = put.taken(places)["status"] == native.PUBLISHED
+            left: list[int] = (places[~done] + put.run.first).tolist()
             self._there[places[done] + put.run.first] = True
             self._keep(dict.fromkeys(left, put))
         return left

@@ -8,7 +8,6 @@ constructors.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,6 @@ from kvstore.format import places
 from kvstore.format.places import Name
 from kvstore.native import library as native
 from kvstore.node.runs import Mask, Run
-from kvstore.root.interface import Stat
 
 Places = npt.NDArray[np.int32]
 """Offsets of chunks in a run, counted from 0."""
@@ -124,15 +122,11 @@ class SharedPut(_SharedRun):
             listed = at.__array_interface__["data"][0]
             native.library.kv_publish(self._common, self._start, listed, len(at), ordered)
 
-    def statuses(self, at: Places | Sequence[int]) -> list[int]:
-        """Returns the statuses of chunks."""
-        found: list[int] = self.run.items["status"][at].tolist()
+    def taken(self, at: Places) -> npt.NDArray[Any]:
+        """Returns the structures of chunks as they are now: their statuses, and the mtimes of those that were FOUND."""
+        found: npt.NDArray[Any] = self.run.items[at]
         return found
 
     def name(self, place: int) -> Name:
         """Returns the name under which a chunk is staged."""
         return places.staged(self._session, int(self.run.items["number"][place]))
-
-    def stat(self, place: int) -> Stat:
-        """Returns the stat of a chunk that was FOUND."""
-        return Stat(self.run.file_bytes(self.run.first + place), int(self.run.items["mtime_ns"][place]))

@@ -224,7 +224,7 @@ def test_8_a_full_disk_keeps_room_for_the_first_chunk_while_others_are_staged(
 
     def stage(self: ChunkRuns, put: SharedPut) -> tuple[Places, bool]:
         taken, more = really_stage(self, put)
-        if native.OTHER in put.statuses(taken):
+        if native.OTHER in put.taken(taken)["status"]:
             is_full.set()
         if 0 in taken:
             assert is_full.wait(PATIENCE_S)
