@@ -58,7 +58,7 @@ typedef struct {
     int64_t mtime_ns;                      /* found by a read, given by a put */
     const uint8_t *descent;                /* of a block that is put: its size (4 bytes) and bytes; NULL for none */
     uint32_t section_count;
-    uint32_t header_bytes;
+    uint32_t header_bytes;                 /* 0: a block of any size, which is only looked for */
     uint32_t identity_bytes;
     uint32_t depth;
     int32_t fd;                            /* -1 if none is open */
