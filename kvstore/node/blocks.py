@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from kvstore.address import Address, Chain, block_addresses
 from kvstore.buffers import Borrowed
@@ -22,14 +21,17 @@ from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
 from kvstore.node.holds import Hold, Holds
-from kvstore.node.lanes import Lanes
-from kvstore.node.reading import looked_at_once, read_chunks, remembered
+from kvstore.node.lanes import Lanes, moved_on
+from kvstore.node.reading import read_chunks, remembered
 from kvstore.node.tiered_reads import TieredReads
 from kvstore.node.view import View
 from kvstore.node.wanted import Keyed, keyed, leading
 from kvstore.sections import Buffers
 
-Mask = npt.NDArray[np.bool_]
+LOOKED_MAX = 32
+"""Blocks that native code looks for in one call. A root may take long for each: nothing that is found counts before the
+call ends, and a lane that is in one call for ``stall_s`` counts as hung.
+"""
 
 
 class Blocks:
@@ -57,8 +59,7 @@ class Blocks:
         wanted = asked.leading(self._view.leading(asked))
         addresses, known = wanted.addresses, remembered(self._chunks, wanted, 0, self._reads.above)
         rest = wanted.picked(range(known, len(wanted)))
-        above = np.array(self._reads.has(rest), np.bool_)
-        count = known + leading(self._with_root(rest, above, deadline, stop_at_miss=True))
+        count = known + leading(bytes(self._look(rest, deadline, prefix=True)))
         self._reads.looked_up(Keyed(namespace, keys[:count], addresses[:count], ()))
         self._counters.add_request(asked, count, namespace.layout.chunk_tokens, reads=False)
         return count
@@ -139,8 +140,13 @@ class Blocks:
     ) -> list[bool]:
         addresses = block_addresses(namespace, keys)
         asked = Keyed(namespace, keys, addresses, ())
-        known = self._chunks.known.present(addresses, self._chunks.quantum())
-        present = self._with_root(asked, known | np.array(self._reads.has(asked), np.bool_), deadline)
+        unswept = self._view.unswept(asked)
+        nearer = self._chunks.known.present(addresses, self._chunks.quantum()) | np.array(
+            self._reads.has(asked), np.bool_
+        )
+        present, lacking = nearer.copy(), np.flatnonzero(unswept & ~nearer)
+        present[lacking] = self._look(asked.picked(lacking.tolist()), deadline)
+        present &= unswept & self._view.unswept(asked)  # what was condemned meanwhile is not there either
         found_at: list[int] = np.flatnonzero(present).tolist()
         self._reads.looked_up(asked.picked(found_at))
         if counts:
@@ -149,39 +155,38 @@ class Blocks:
         there: list[bool] = present.tolist()
         return there
 
-    def _with_root(self, asked: Keyed, nearer: Mask, deadline: Deadline, *, stop_at_miss: bool = False) -> Mask:
-        """Returns which blocks are ``nearer`` than the root or on it, whatever their size, and not condemned.
+    def _look(self, wanted: Keyed, deadline: Deadline, *, prefix: bool = False) -> list[bool]:
+        """Returns which blocks the root has, whatever their size; condemned ones count as absent (rule H1).
 
-        What cannot be looked at in time is a miss. With ``stop_at_miss`` those behind a miss may count as misses.
+        What cannot be looked at in time is a miss. For a ``prefix``, blocks nearer than the root are there too, and
+        those behind a miss may count as misses.
         """
-        unswept = self._view.unswept(asked)
-        lacking = np.flatnonzero(unswept & ~nearer)
-        present = unswept & nearer
-        present[lacking] = self._on_root(asked.picked(lacking.tolist()), deadline, stop_at_miss)
-        return present
-
-    def _on_root(self, wanted: Keyed, deadline: Deadline, stop_at_miss: bool) -> list[bool]:
-        """Returns which blocks the root has; as ``_with_root``."""
         count, runs = len(wanted), self._chunks.runs
-        if not count:
-            return []
         run = runs.of(wanted, 0, count)
-        size = looked_at_once(count, self._lanes.width) if run is not None else 1
+        parts = _parts(count, self._lanes.width, growing=prefix) if run is not None else _parts(count, count)
         found = [False] * count
 
         def look(number: int, _: Borrowed) -> bool:
-            indexes = range(number * size, min((number + 1) * size, count))
-            left: Sequence[int] = indexes
-            if run is not None:
-                there, left = runs.present(run, indexes.start, indexes.stop)
-                found[indexes.start : indexes.stop] = there.tolist()
+            part, epoch = parts[number], self._chunks.known.epoch
+            picked = wanted.picked(part)
+            there = np.array(self._reads.has(picked), np.bool_) if prefix else np.zeros(len(part), np.bool_)
+            unswept = self._view.unswept(picked)
+            left: Sequence[int] = part
+            if run is not None and unswept.all():
+                on_root, left = runs.present(run, part.start, part.stop, epoch)
+                there |= on_root
+            found[part.start : part.stop] = (there & unswept).tolist()
             for at in left:
-                found[at] = self._is_on_root(wanted.addresses[at], wanted.namespace.id)
-                if stop_at_miss and not found[at]:
+                address = wanted.addresses[at]
+                found[at] = found[at] or (
+                    not self._view.condemns(address) and self._is_on_root(address, wanted.namespace.id)
+                )
+                moved_on()
+                if prefix and not found[at]:
                     break
-            return all(found[indexes.start : indexes.stop])
+            return all(found[part.start : part.stop])
 
-        read_chunks(self._lanes, self._counters, -(-count // size), look, deadline, stop_at_miss)
+        read_chunks(self._lanes, self._counters, len(parts), look, deadline, stop_at_miss=prefix)
         return found.copy()  # a lane past its deadline may go on
 
     def _size_on_root(self, namespace: Namespace, key: bytes, address: Address) -> int:
@@ -208,3 +213,16 @@ class Blocks:
         if found:
             chunks.known.add(address, chunks.quantum(), renewed=False, epoch=epoch)
         return found
+
+
+def _parts(count: int, width: int, *, growing: bool = False) -> list[range]:
+    """Returns the blocks that are looked for together, by ``width`` lanes.
+
+    If the parts are ``growing``, the first ones have a block each, because nothing behind a miss is worth a look.
+    """
+    parts, start = list[range](), 0
+    while start < count:
+        size = 1 << len(parts) // width if growing else -(-count // width)
+        parts.append(range(start, min(start + min(size, LOOKED_MAX), count)))
+        start = parts[-1].stop
+    return parts

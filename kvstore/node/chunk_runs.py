@@ -126,7 +126,9 @@ class ChunkRuns:
 
     def look(self, run: Run, start: int, stop: int) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64]]:
         """Returns which chunks of part of a run exist, and their mtimes. ``Chunks.look`` decides about the rest."""
-        epoch = self._known.epoch
+        return self._look(run, start, stop, self._known.epoch)
+
+    def _look(self, run: Run, start: int, stop: int, epoch: int) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64]]:
         found, mtimes_ns = run.look(start, stop)
         if self._doubt(run, np.arange(start - run.first, stop - run.first, dtype=np.int32)):
             part = run.items[start - run.first : stop - run.first]
@@ -136,10 +138,13 @@ class ChunkRuns:
         self._known.add_run(at, np.arange(count, dtype=np.int32), native.FOUND, self._quantum(), epoch=epoch)
         return found, mtimes_ns
 
-    def present(self, run: Run, start: int, stop: int) -> tuple[npt.NDArray[np.bool_], list[int]]:
-        """Returns which blocks of part of a run exist, whatever their size, and the indexes of those not known yet."""
+    def present(self, run: Run, start: int, stop: int, epoch: int) -> tuple[npt.NDArray[np.bool_], list[int]]:
+        """Returns which blocks of part of a run exist, whatever their size, and the indexes of those not known yet.
+
+        ``epoch`` is the epoch of what the node remembers, read before anybody made sure that none is condemned.
+        """
         assert self._files is not None
-        found, _ = self.look(run, start, stop)
+        found, _ = self._look(run, start, stop, epoch)
         statuses = run.items["status"][start - run.first : stop - run.first]
         is_known = statuses == native.FOUND
         if self._files.knows_absence:

@@ -24,7 +24,6 @@ from kvstore.node.lanes import Lanes
 from kvstore.node.limits import CurrentLimits
 from kvstore.node.memory_tier import MemoryTier
 from kvstore.node.publish import Mask, Publication, StillRight, vouched
-from kvstore.node.reading import looked_at_once
 from kvstore.node.refresh import Refresher
 from kvstore.node.root_write import RootWrite
 from kvstore.node.segment_indexes import SegmentIndexes
@@ -38,6 +37,11 @@ from kvstore.node.write_behind import Job
 from kvstore.sections import Sections
 from kvstore.sources import Clock
 from kvstore.writes import WriteMode
+
+LOOKED_MIN, LOOKED_MAX = 16, 512
+"""Chunks that native code looks for in one call. Each look may wait for a server, and a lane that is in one call for
+``stall_s`` counts as hung.
+"""
 
 Found = Callable[[npt.NDArray[np.int64], npt.NDArray[np.int64]], None]
 """Takes the indexes and mtimes of chunks that are there."""
@@ -324,7 +328,7 @@ class Puts:
         """
         runs = self._chunks.runs
         run = runs.of(chain, 0, count)
-        size = looked_at_once(count, self._lanes.width) if run is not None else 1
+        size = min(max(-(-count // self._lanes.width), LOOKED_MIN), LOOKED_MAX) if run is not None else 1
         missing = [count]
 
         def look_at(number: int) -> bool:

@@ -36,10 +36,6 @@ GROUP_FILES_MAX = 64
 LIMIT_PER_GROUP = 32
 """All files of a group are open at once: fewer if the process may open few, so that 16 lanes take half of them."""
 GROUPS_PER_LANE = 2
-LOOKED_MIN, LOOKED_MAX = 16, 512
-"""Chunks that native code looks for in one call. Each look may wait for a server, and a lane that is in one call for
-``stall_s`` counts as hung.
-"""
 TURN_CHUNKS_MAX = 512
 """Chunks that a lane reads in one call: opening takes a millisecond each on some roots, and a lane that is in one call
 for ``stall_s`` counts as hung.
@@ -157,11 +153,6 @@ def group_size(
         files_max = files_at_most(GROUP_FILES_MAX, LIMIT_PER_GROUP)
     each = chunks * chunk_bytes // (GROUPS_PER_LANE * width)
     return max(1, min(min(max(each, GROUP_BYTES_MIN), bytes_max) // max(1, chunk_bytes), files_max))
-
-
-def looked_at_once(count: int, width: int) -> int:
-    """Returns how many of ``count`` chunks one call looks for, on ``width`` lanes."""
-    return min(max(-(-count // width), LOOKED_MIN), LOOKED_MAX)
 
 
 def gaps(done: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:

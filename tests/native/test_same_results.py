@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,19 +12,17 @@ import pytest
 
 import kvstore
 from kvstore import Layout
-from kvstore.address import Address, Chain, block_addresses
+from kvstore.address import Address, Chain
 from kvstore.client.store import Store
 from kvstore.errors import WrongSize
 from kvstore.format.header import decode
-from kvstore.format.places import Name
 from kvstore.hints import PRESETS
 from kvstore.native import is_available
 from kvstore.node.limits import Limits
 from kvstore.node.wanted import Keyed
 from kvstore.recency import decode as decode_mtime
-from kvstore.root.interface import Stat, local_files
+from kvstore.root.interface import local_files
 from kvstore.root.open import open_root
-from kvstore.root.posix import PosixRoot
 from kvstore.sections import Buffers, planes_of
 from tests.native.modes import chunks_of, opened
 from tests.node.stores import SMALL, TINY, chunk_files, kv_of, member_of, resealed, same
@@ -101,6 +98,17 @@ def test_a_chunk_that_vanished_before_the_prefix_of_a_put_is_a_hole(tmp_root: Pa
         assert (result.tokens_present, result.chunks_written) == (37 * TINY.chunk_tokens, 0)
         assert cache.put(tokens, kv).chunks_written == 11
         assert same(cache.get(tokens)[1], kv)
+
+
+def test_an_array_whose_layers_lie_backwards(tmp_root: Path) -> None:
+    tokens = np.arange(3 * MANY.chunk_tokens)
+    kv = kv_of(MANY, tokens)[::-1]
+    with opened(tmp_root, native=True) as store:
+        cache = store.namespace("m", MANY)
+        cache.put(tokens, kv)
+        out = np.zeros_like(kv)[::-1]
+        assert cache.get(tokens, out) == len(tokens)
+        assert same(out, kv) and same(cache.get(tokens)[1], kv)
 
 
 def test_a_slice_of_a_larger_array_and_a_prefix(tmp_root: Path) -> None:
@@ -236,69 +244,9 @@ def test_blocks_of_many_sizes(tmp_root: Path, native: bool) -> None:
         assert (stats["miss_absent"], stats["miss_other_size"], stats["miss_damaged"]) == (1, 1, 0)
 
 
-def some_blocks(root: Path) -> tuple[list[bytes], list[bool]]:
-    """Keys, and which of them have a file: blocks of many sizes, holes between them, and a folder instead of one."""
-    keys = [bytes([at]) * (16 + at % 3) for at in range(90)]
-    with opened(root, native=True) as store:
-        blocks = store.namespace("m", TINY).blocks
-        assert all(blocks.put(keys, [np.full(1 + 97 * at, at, np.uint8) for at in range(len(keys))]))
-        namespace = blocks._namespace
-        names = [chunks_of(store).name(each, namespace.id) for each in block_addresses(namespace, keys)]
-    there = [at not in (40, 41, 60, 89) for at in range(len(keys))]
-    for name, is_there in zip(names, there, strict=True):
-        if not is_there:
-            (root / str(name)).unlink()
-    (root / str(names[60])).mkdir()
-    return keys, there
-
-
-@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
-def test_blocks_are_found_whatever_their_size(tmp_root: Path, native: bool) -> None:
-    keys, there = some_blocks(tmp_root)
-    for ask in ("present", "hold", "match", "some"):
-        with opened(tmp_root, native=native) as store:  # opened anew, it remembers nothing
-            blocks = store.namespace("m", TINY).blocks
-            if ask == "present":
-                assert blocks.present(keys) == there
-                assert blocks.present(keys) == there, "remembered"
-            elif ask == "hold":
-                with blocks.hold(keys) as hold:
-                    assert hold.present == there
-            elif ask == "match":
-                assert (blocks.match(keys), blocks.match(keys[42:]), blocks.match(keys[40:])) == (40, 18, 0)
-            else:
-                assert blocks.present(keys[30:50]) == there[30:50]
-                assert blocks.present(keys) == there, "some are remembered"
-            assert store.stats()["miss_unreadable"] == 0
-
-
-@pytest.mark.parametrize("certain", [True, False], ids=["local", "NFS"])
-def test_absence_is_believed_only_where_it_is_certain(
-    tmp_root: Path, certain: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    keys, there = some_blocks(tmp_root)
-    asked: list[Name] = []
-    stat = PosixRoot.stat
-
-    def noted(root: PosixRoot, name: Name) -> Stat | None:
-        asked.append(name)
-        return stat(root, name)
-
-    with opened(tmp_root, native=True) as store:
-        blocks, runs = store.namespace("m", TINY).blocks, chunks_of(store).runs
-        assert runs._files is not None and runs._files.knows_absence
-        runs._files = replace(runs._files, knows_absence=certain)
-        monkeypatch.setattr(PosixRoot, "stat", noted)
-        assert blocks.present(keys) == there
-        assert len(asked) == (1 if certain else 4), "a folder is asked for again in any case"
-        del asked[:]
-        assert blocks.match(keys[40:50]) == 0
-        assert len(asked) == (0 if certain else 1), "nobody asks behind the first miss"
-
-
+@pytest.mark.parametrize("layout", [LARGE, MANY], ids=["large", "many"])
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "buffered"])
-def test_what_is_not_cached_is_read_from_the_device(tmp_path: Path, direct: bool) -> None:
-    layout = LARGE
+def test_what_is_not_cached_is_read_from_the_device(tmp_path: Path, layout: Layout, direct: bool) -> None:
     tokens = np.arange(12 * layout.chunk_tokens)
     kv = kv_of(layout, tokens)
     with opened(tmp_path, native=True, direct=direct) as store:

@@ -42,6 +42,14 @@ def closed(revision: int, shard: int) -> Event:
     return Event(KEYS.condemned_in(shard), None, revision)
 
 
+class Asked(list[Address]):
+    """The addresses of what somebody asks for."""
+
+    @property
+    def addresses(self) -> Sequence[Address]:
+        return self
+
+
 class Seen:
     """A view that has begun on an empty store, and its memory."""
 
@@ -60,14 +68,14 @@ class Seen:
 
 
 def test_h1_the_lead_ends_at_the_first_condemned_address() -> None:
-    seen, chain = Seen(), [address_in(shard, number) for number in range(3) for shard in range(8)]
-    assert seen.view._leading(chain) == len(chain)
-    seen.apply([link(11, 1, 0), condemned(11, 5, [chain[13], chain[21]])])
-    assert seen.view._leading(chain) == 13 and seen.view.revision == 11
-    seen.apply([link(12, 2, 1), condemned(12, 3, [chain[3]])])
-    assert seen.view._leading(chain) == 3
+    seen, asked = Seen(), Asked(address_in(shard, number) for number in range(3) for shard in range(8))
+    assert seen.view.leading(asked) == len(asked)
+    seen.apply([link(11, 1, 0), condemned(11, 5, [asked[13], asked[21]])])
+    assert seen.view.leading(asked) == 13 and seen.view.revision == 11
+    seen.apply([link(12, 2, 1), condemned(12, 3, [asked[3]])])
+    assert seen.view.leading(asked) == 3
     seen.apply([link(13, 3, 2), closed(13, 3), closed(13, 5)])
-    assert seen.view._leading(chain) == len(chain)
+    assert seen.view.leading(asked) == len(asked)
 
 
 def test_h3_a_sweep_that_begins_or_ends_makes_its_shard_forgotten() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.mutants.mutant import Mutant, mutant
-from tests.mutants.planters import blind, blind_field
+from tests.mutants.planters import blind, blind_field, edit
 
 HERE = "native/test_verifying.py::test_"
 FILE = f"{HERE}i1_a_file_with_a_bit_turned_in_any_piece_is_not_read"
@@ -141,6 +141,12 @@ WRITING = [
         "looked_size",
         "FORMAT 4.3: size of what a put finds",
         f"{HERE}i1_a_file_of_another_size_is_neither_opened_nor_found",
+    ),
+    mutant(
+        "native-absence-is-always-believed",
+        "a file that a client of NFS believes absent is looked for again",
+        edit("kvstore.node.chunk_runs:ChunkRuns.present", "if self._files.knows_absence:", "if True:"),
+        "native/test_looks.py::test_absence_is_believed_only_where_it_is_certain",
     ),
     check("staged_whole", "FORMAT W1: a file is staged whole", f"{HERE}a_put_that_could_not_be_written_leaves_nothing"),
 ]

@@ -117,6 +117,24 @@ HOLDING = [
     ),
     rule(
         "H1",
+        "blocks-that-are-near-and-condemned",
+        edit(
+            "kvstore.node.blocks:Blocks._present", "present &= unswept & self._view.unswept(asked)", "present |= False"
+        ),
+        "native/test_looks.py::test_h1_condemned_blocks_count_as_absent[memory]",
+    ),
+    rule(
+        "H1",
+        "blocks-condemned-while-looked-for-are-remembered",
+        edit(
+            "kvstore.node.chunk_runs:ChunkRuns._look",
+            "native.FOUND, self._quantum(), epoch=epoch",
+            "native.FOUND, self._quantum(), epoch=self._known.epoch",
+        ),
+        "native/test_looks.py::test_h1_what_is_condemned_while_somebody_looks_is_not_remembered",
+    ),
+    rule(
+        "H1",
         "blocks-are-picked-without-sizes",
         edit("kvstore.node.wanted:Keyed.picked", " if self.sizes_bytes else ()", ""),
         "tiers/test_collecting.py::test_h1_a_match_of_blocks_ends_before_the_first_condemned_one",

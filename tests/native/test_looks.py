@@ -1,0 +1,239 @@
+"""Which engine-hashed blocks are there: native code looks for many in one call, and Python for what is left."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import kvstore
+from kvstore.address import Address, block_addresses
+from kvstore.client.blocks import BlockCache
+from kvstore.client.store import Store
+from kvstore.errors import Unavailable
+from kvstore.format.places import Name
+from kvstore.hints import PRESETS
+from kvstore.native import is_available, library
+from kvstore.node.limits import Limits
+from kvstore.node.runs import Mask, Run
+from kvstore.node.view import View
+from kvstore.recency import decode as decode_mtime
+from kvstore.root import posix
+from kvstore.root.interface import Stat
+from kvstore.root.posix import PosixRoot
+from tests.native.modes import chunks_of, opened
+from tests.node.stores import TINY, chunk_files, member_of
+
+pytestmark = pytest.mark.skipif(not is_available(), reason="the native library was not built, or is turned off")
+
+
+def some_blocks(root: Path) -> tuple[list[bytes], list[bool]]:
+    """Keys, and which of them have a file: blocks of many sizes, holes between them, and a folder instead of one."""
+    keys = [bytes([at]) * (16 + at % 3) for at in range(90)]
+    with opened(root, native=True) as store:
+        blocks = store.namespace("m", TINY).blocks
+        assert all(blocks.put(keys, [np.full(1 + 97 * at, at, np.uint8) for at in range(len(keys))]))
+        namespace = blocks._namespace
+        names = [chunks_of(store).name(each, namespace.id) for each in block_addresses(namespace, keys)]
+    there = [at not in (40, 41, 60, 89) for at in range(len(keys))]
+    for name, is_there in zip(names, there, strict=True):
+        if not is_there:
+            (root / str(name)).unlink()
+    (root / str(names[60])).mkdir()
+    return keys, there
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+def test_blocks_are_found_whatever_their_size(tmp_root: Path, native: bool) -> None:
+    keys, there = some_blocks(tmp_root)
+    for ask in ("present", "hold", "match", "some"):
+        with opened(tmp_root, native=native) as store:  # opened anew, it remembers nothing
+            blocks = store.namespace("m", TINY).blocks
+            if ask == "present":
+                assert blocks.present(keys) == there
+                assert blocks.present(keys) == there, "remembered"
+            elif ask == "hold":
+                with blocks.hold(keys) as hold:
+                    assert hold.present == there
+            elif ask == "match":
+                assert (blocks.match(keys), blocks.match(keys[42:]), blocks.match(keys[40:])) == (40, 18, 0)
+            else:
+                assert blocks.present(keys[30:50]) == there[30:50]
+                assert blocks.present(keys) == there, "some are remembered"
+            assert store.stats()["miss_unreadable"] == 0
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The files that Python looks at by themselves."""
+    names, stat = list[str](), PosixRoot.stat
+
+    def noted(root: PosixRoot, name: Name) -> Stat | None:
+        names.append(str(name))
+        return stat(root, name)
+
+    monkeypatch.setattr(PosixRoot, "stat", noted)
+    return names
+
+
+def forgetful(store: Store) -> BlockCache:
+    """Blocks of a root whose client may believe that a file is absent which is there."""
+    runs = chunks_of(store).runs
+    assert runs._files is not None and runs._files.knows_absence
+    runs._files = replace(runs._files, knows_absence=False)
+    return store.namespace("m", TINY).blocks
+
+
+def test_absence_is_believed_only_where_it_is_certain(tmp_root: Path, asked: list[str]) -> None:
+    keys, there = some_blocks(tmp_root)
+    with opened(tmp_root, native=True) as store:
+        blocks, chunks = store.namespace("m", TINY).blocks, chunks_of(store)
+        namespace = blocks._namespace
+        names = [str(chunks.name(each, namespace.id)) for each in block_addresses(namespace, keys)]
+        del asked[:]
+        assert blocks.present(keys) == there
+        assert asked == [names[60]], "a folder is asked for again in any case"
+    with opened(tmp_root, native=True) as store:
+        blocks = forgetful(store)
+        del asked[:]
+        assert blocks.present(keys) == there
+        assert sorted(asked) == sorted(names[at] for at in (40, 41, 60, 89))
+        del asked[:]
+        assert blocks.match(keys[40:42]) == 0
+        assert names[40] in asked
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Native code finds some files absent that are there, as a client of NFS does."""
+    look = Run.look
+
+    def late(run: Run, start: int, stop: int) -> tuple[Mask, npt.NDArray[np.int64]]:
+        look(run, start, stop)
+        part = run.items[start - run.first : stop - run.first]
+        part["status"][1::7] = library.ABSENT
+        found: Mask = part["status"] == library.FOUND
+        return found, part["mtime_ns"][found]
+
+    monkeypatch.setattr(Run, "look", late)
+
+
+def test_a_block_that_only_a_second_look_finds_is_there(tmp_root: Path, asked: list[str], late: None) -> None:
+    keys, there = some_blocks(tmp_root)
+    with opened(tmp_root, native=True) as store:
+        blocks = forgetful(store)
+        assert blocks.present(keys) == there and asked
+        assert blocks.match(keys) == 40
+
+
+@pytest.mark.parametrize("forgets", [True, False], ids=["NFS", "local"])
+def test_a_mount_that_remembers_absence_is_known(
+    tmp_root: Path, forgets: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(posix, "remembers_absence", lambda mount: forgets)
+    files = PosixRoot(tmp_root).local_files
+    assert files is not None and files.knows_absence != forgets
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+def test_a_look_that_fails_is_one_miss_and_no_more(
+    tmp_root: Path, native: bool, monkeypatch: pytest.MonkeyPatch, late: None
+) -> None:
+    keys, there = some_blocks(tmp_root)
+    stat = PosixRoot.stat
+
+    def failing(root: PosixRoot, name: Name) -> Stat | None:
+        if os.path.isdir(f"{root.path}/{name}"):
+            raise Unavailable("the device failed")
+        return stat(root, name)
+
+    monkeypatch.setattr(PosixRoot, "stat", failing)
+    with opened(tmp_root, native=native) as store:
+        blocks = forgetful(store) if native else store.namespace("m", TINY).blocks
+        assert blocks.present(keys) == there and blocks.match(keys[42:]) == 18
+        assert store.stats()["miss_unreadable"] == 2
+
+
+def test_what_nobody_could_read_is_not_found_by_its_name_alone(tmp_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys, there = some_blocks(tmp_root)
+    with opened(tmp_root, native=True) as store:
+        blocks, chunks = store.namespace("m", TINY).blocks, chunks_of(store)
+        address = block_addresses(blocks._namespace, keys)[7]
+        chunks.quarantine.unreadable.failed(address)
+        settled: list[Address] = []
+        monkeypatch.setattr(chunks.quarantine, "settle", lambda address, name: settled.append(address))
+        assert blocks.present(keys) == there
+        assert settled == [address]
+
+
+@pytest.mark.parametrize("memory", [0, 64 << 20], ids=["root", "memory"])
+def test_h1_condemned_blocks_count_as_absent(tmp_root: Path, memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys, there = some_blocks(tmp_root)
+    with kvstore.open(tmp_root, memory=memory) as store:
+        blocks = store.namespace("m", TINY).blocks
+        condemned = set(block_addresses(blocks._namespace, [keys[5], keys[70]]))
+        found = [np.zeros(1 + 97 * at, np.uint8) for at in range(len(keys))]
+        assert blocks.get(keys, found) == there, "it may be in memory now"
+        monkeypatch.setattr(View, "condemns", lambda view, address: address in condemned)
+        monkeypatch.setattr(
+            View, "unswept", lambda view, wanted: np.array([a not in condemned for a in wanted.addresses])
+        )
+        monkeypatch.setattr(
+            View, "leading", lambda view, wanted: [a in condemned for a in wanted.addresses].index(True)
+        )
+        left = [is_there and at not in (5, 70) for at, is_there in enumerate(there)]
+        assert blocks.present(keys) == left and blocks.match(keys) == 5
+        member_of(store).node._chunks.known.clear()
+        assert blocks.present(keys) == left
+        assert (blocks.match(keys), blocks.match(keys[61:])) == (5, 9)
+
+
+def test_blocks_that_only_memory_has_are_there_and_those_that_only_the_root_has(tmp_root: Path) -> None:
+    keys, block = [bytes([at]) * 16 for at in range(40)], np.zeros(999, np.uint8)
+    with opened(tmp_root, native=True) as store:
+        assert all(store.namespace("m", TINY).blocks.put(keys[::2], [block] * 20))
+    on_root = set(chunk_files(tmp_root))
+    with kvstore.open(tmp_root, memory=64 << 20) as store:
+        blocks = store.namespace("m", TINY).blocks
+        assert all(blocks.put(keys[1::2], [block] * 20, write="behind"))
+        member_of(store).node.drain()
+        for file in set(chunk_files(tmp_root)) - on_root:
+            file.unlink()
+        known = member_of(store).node._chunks.known
+        known.clear()
+        assert blocks.match(keys) == len(keys)
+        known.clear()
+        assert all(blocks.present(keys))
+
+
+def test_h1_what_is_condemned_while_somebody_looks_is_not_remembered(
+    tmp_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, _ = some_blocks(tmp_root)
+    with opened(tmp_root, native=True) as store:
+        blocks, known = store.namespace("m", TINY).blocks, chunks_of(store).known
+        addresses, look = block_addresses(blocks._namespace, keys), Run.look
+
+        def condemned(run: Run, start: int, stop: int) -> tuple[Mask, npt.NDArray[np.int64]]:
+            found = look(run, start, stop)
+            known.forget_shards(range(256), 8)
+            return found
+
+        monkeypatch.setattr(Run, "look", condemned)
+        assert any(blocks.present(keys))
+        assert not known.present(addresses, chunks_of(store).quantum()).any()
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+def test_a_put_of_blocks_that_are_there_raises_their_hints(tmp_root: Path, native: bool) -> None:
+    keys, blocks = [bytes([at]) * 16 for at in range(20)], [np.full(99, at, np.uint8) for at in range(20)]
+    for preset in ("batch", "rag"):
+        with opened(tmp_root, native=native) as store:  # opened anew, it remembers nothing
+            assert all(store.namespace("m", TINY).blocks.put(keys, blocks, preset=preset))
+            member_of(store).node.drain()
+    said = [decode_mtime(file.stat().st_mtime_ns, Limits().quantum_s).hints for file in chunk_files(tmp_root)]
+    assert said == [PRESETS["rag"]] * 20
