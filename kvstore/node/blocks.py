@@ -141,10 +141,9 @@ class Blocks:
         addresses = block_addresses(namespace, keys)
         asked = Keyed(namespace, keys, addresses, ())
         unswept = self._view.unswept(asked)
-        nearer = self._chunks.known.present(addresses, self._chunks.quantum()) | np.array(
-            self._reads.has(asked), np.bool_
-        )
-        present, lacking = nearer.copy(), np.flatnonzero(unswept & ~nearer)
+        present = self._chunks.known.present(addresses, self._chunks.quantum())
+        present |= np.array(self._reads.has(asked), np.bool_)
+        lacking = np.flatnonzero(unswept & ~present)
         present[lacking] = self._look(asked.picked(lacking.tolist()), deadline)
         present &= unswept & self._view.unswept(asked)  # what was condemned meanwhile is not there either
         found_at: list[int] = np.flatnonzero(present).tolist()

@@ -86,7 +86,7 @@ class LocalFiles:
     direct: bool
     """True if uncached data should be read around the page cache."""
     knows_absence: bool = True
-    """True if a file that is not found is not there, whoever stores it meanwhile."""
+    """False on NFS, whose client may go on taking a file for absent after another host stored it."""
 
 
 def local_files(root: Root) -> LocalFiles | None:
