@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from hashlib import blake2b
 
 import numpy as np
@@ -27,6 +29,8 @@ from kvstore.tokens import Tokens, token_array
 from kvstore.writes import WriteMode
 
 CHUNK_TOKENS = 64
+READERS = 4
+"""Segments that are read at once."""
 VERDICTS_MAX = 64
 CLOSINGS = 2
 """A verdict that closes the gate is stored so often: one damaged file must not open it again. Those that open it leave
@@ -219,11 +223,23 @@ class Held:
             raise InvalidRequest(
                 f"out has room for {target.shape[2]} tokens: expected at least {ends - first}, as held"
             )
+        places = [target[:, :, match.start - first : match.end - first] for match in self.matches]
         with tracing.span("kvstore.get_segments", tokens=sum(map(len, self.matches))):
-            read = [
-                self._read_one(match, target[:, :, match.start - first : match.end - first]) for match in self.matches
+            return [match for match in self._read_all(places) if len(match)]
+
+    def _read_all(self, places: Sequence[KvArray]) -> list[Match]:
+        """Reads all matches, some at once: one is rotated while others are read."""
+        if len(places) < 2:
+            return list(map(self._read_one, self.matches, places))
+        threads = ThreadPoolExecutor(min(READERS, len(places)), "kvstore-segments")
+        try:
+            reads = [
+                threads.submit(copy_context().run, self._read_one, match, place)
+                for match, place in zip(self.matches, places, strict=True)
             ]
-        return [match for match in read if len(match)]
+            return [read.result() for read in reads]
+        finally:
+            _end(threads)
 
     def _read_one(self, match: Match, place: KvArray) -> Match:
         segments = self._segments
@@ -254,6 +270,19 @@ class Held:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+def _end(threads: ThreadPoolExecutor) -> None:
+    """Returns when none of them writes into memory of the caller any more, even on Ctrl-C."""
+    interrupted: BaseException | None = None
+    while True:
+        try:
+            threads.shutdown(cancel_futures=True)
+            break
+        except BaseException as error:  # noqa: BLE001 - raised when the memory is the caller's
+            interrupted = error
+    if interrupted is not None:
+        raise interrupted
 
 
 def _key(number: int) -> bytes:

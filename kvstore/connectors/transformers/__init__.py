@@ -14,5 +14,14 @@ from kvstore.connectors.transformers.blended import Blended, prefill_blended, pu
 from kvstore.connectors.transformers.kept import BlendedCache
 from kvstore.connectors.transformers.namespace import model_cache
 from kvstore.connectors.transformers.prefill import prefill_with_store
+from kvstore.connectors.transformers.storing import Storing
 
-__all__ = ["Blended", "BlendedCache", "model_cache", "prefill_blended", "prefill_with_store", "put_segments"]
+__all__ = [
+    "Blended",
+    "BlendedCache",
+    "Storing",
+    "model_cache",
+    "prefill_blended",
+    "prefill_with_store",
+    "put_segments",
+]

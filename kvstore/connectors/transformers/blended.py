@@ -11,21 +11,23 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import DynamicCache
 
 from kvstore.client import Cache, Store
 from kvstore.client.segments import Segments
 from kvstore.connectors.transformers.decoder import Decoder, PromptKV
-from kvstore.connectors.transformers.kept import BlendedCache, check_prompt, refused
+from kvstore.connectors.transformers.device import host_memory
+from kvstore.connectors.transformers.kept import BlendedCache, Kept, check_prompt, refused
 from kvstore.connectors.transformers.namespace import check_cache, checked, model_cache
-from kvstore.connectors.transformers.prefill import GO_ON
+from kvstore.connectors.transformers.prefill import GO_ON, load_rows
 from kvstore.connectors.transformers.selective import alone, recompute
 from kvstore.errors import InvalidRequest
 from kvstore.segments import Verdict, gate
 
 SEGMENT_TOKENS = 64
+PINNED_BYTES = 4 << 30
+"""The most KV of segments that is read into pinned memory: they come whole, not by layers."""
 
 log = logging.getLogger(__name__)
 
@@ -65,18 +67,18 @@ def prefill_blended(
     fails. ``store`` may be the cache that ``model_cache`` returns. Raises InvalidRequest, with the reason, for a model
     or prompt that cannot be served.
     """
-    cache, decoder = _opened(model, input_ids, store)
+    kept, cache, decoder = _opened(model, input_ids, store)
     ids = input_ids[0, :-1]
     tokens = ids.cpu().numpy()
     kv = decoder.empty(len(ids))
     reused = torch.zeros(len(ids), dtype=torch.bool, device=decoder.device)
     exact, opened = 0, None
     try:
-        exact = _load_exact(cache, tokens, kv)
+        exact = _load_exact(cache, kept, tokens, kv)
         segments = cache.segments(decoder.rope(), chunk_tokens=segment_tokens)
         opened = _opening(segments, verdict)
         if opened is not None:
-            _load_segments(segments, tokens, starts, exact, opened, kv, reused)
+            _load_segments(segments, kept, tokens, starts, exact, opened, kv, reused)
     except GO_ON as error:
         log.warning("blended.without_store %s", error)
     ran = recompute(decoder, ids, kv, reused, opened, exact=exact)
@@ -103,7 +105,7 @@ def put_segments(
         check_prompt(model, document)
     if not documents:
         return 0
-    cache, decoder = _opened(model, documents[0], store)
+    _, cache, decoder = _opened(model, documents[0], store)
     segments = cache.segments(decoder.rope(), chunk_tokens=segment_tokens)
     for document in documents:
         tokens = document[0].cpu().numpy()
@@ -127,30 +129,31 @@ def _opening(segments: Segments, verdict: Verdict | None) -> Verdict | None:
         return None
 
 
-def _opened(model: Any, input_ids: Any, store: Store | Cache) -> tuple[Cache, Decoder]:
-    """Returns the exact cache of ``model`` and its layers, after all checks of the arguments."""
+def _opened(model: Any, input_ids: Any, store: Store | Cache) -> tuple[Kept, Cache, Decoder]:
+    """Returns what ``model`` keeps, its exact cache and its layers, after all checks of the arguments."""
     kept = checked(model)
     check_prompt(model, input_ids)
     if isinstance(store, Cache):
         check_cache(model, kept, store.namespace)
-        return store, Decoder(model)
+        return kept, store, Decoder(model)
     if not isinstance(store, Store):
         raise InvalidRequest(
             f"store is a {type(store).__name__}: expected what kvstore.open or kvstore.connect returns"
         )
-    return model_cache(model, store), Decoder(model)
+    return kept, model_cache(model, store), Decoder(model)
 
 
-def _load_exact(cache: Cache, tokens: Any, kv: PromptKV) -> int:
+def _load_exact(cache: Cache, kept: Kept, tokens: Any, kv: PromptKV) -> int:
     """Fills ``kv`` with the stored prefix; returns its number of tokens."""
-    count, array = cache.get(tokens)
-    if count:
-        _fill(kv, array, range(count))
+    count, layers = load_rows(cache, kept, tokens)
+    for layer, rows in enumerate(layers):
+        kv.write(layer, slice(count), *rows.unflatten(-1, kept.k))
     return count
 
 
 def _load_segments(
     segments: Segments,
+    kept: Kept,
     tokens: Any,
     starts: Sequence[int] | None,
     exact: int,
@@ -163,17 +166,13 @@ def _load_segments(
         if not held.matches:
             return
         first, end = held.matches[0].start, held.matches[-1].end
-        out = np.empty(segments.layout.shape(end - first), segments.layout.numpy_dtype)
-        got = held.read_into(out, verdict, first)
+        shape = segments.layout.shape(end - first)
+        rows = host_memory(shape, kept, PINNED_BYTES)
+        # Through bytes: numpy and torch have no bfloat16 in common.
+        got = held.read_into(rows.view(torch.uint8).numpy().view(segments.layout.numpy_dtype), verdict, first)
+    for layer, host in enumerate(rows):
+        loaded = host.to(kept.devices[layer], non_blocking=True)
+        for match in got:
+            kv.write(layer, slice(match.start, match.end), *loaded[:, match.start - first : match.end - first])
     for match in got:
-        _fill(kv, out[:, :, match.start - first : match.end - first], range(match.start, match.end))
         reused[match.start : match.end] = True
-
-
-def _fill(kv: PromptKV, array: Any, place: range) -> None:
-    """Writes KV of the store's shape, (layers, 2, tokens, heads, dim), into these rows of ``kv``."""
-    dtype, device = kv.keys[0].dtype, kv.keys[0].device
-    # Through bytes: numpy and torch have no bfloat16 in common.
-    rows = torch.from_numpy(array.view("u1").copy()).view(dtype).to(device)
-    for layer, (k, v) in enumerate(rows):
-        kv.write(layer, slice(place.start, place.stop), k, v)

@@ -109,8 +109,9 @@ def check_model(model: Any) -> None:
         raise refused(model, "it is an encoder-decoder, and its cross-attention depends on the encoder's input")
     if config.get_text_config(decoder=True) is not config:
         raise refused(model, "it takes more than text, and KV of pictures or sound does not follow from token ids")
+    # Not getattr of the module, which takes long to find nothing.
     if getattr(config, "use_bidirectional_attention", None) or any(
-        getattr(module, "is_causal", True) is False for module in model.modules()
+        vars(module).get("is_causal", getattr(type(module), "is_causal", None)) is False for module in model.modules()
     ):
         raise refused(model, NOT_CAUSAL)
     if getattr(model, "peft_config", None) or getattr(model, "_hf_peft_config_loaded", False):

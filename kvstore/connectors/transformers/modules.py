@@ -11,6 +11,7 @@ from torch.nn.modules import module as torch_module
 
 SILENT = frozenset({"name_or_path", "training", "gradient_checkpointing"})
 """Settings of modules that do not change their results."""
+PLAIN = (bool, int, float, str, torch.dtype)
 LOOKS_ONLY = "transformers.utils.output_capturing"
 """The module whose hooks change nothing: transformers leaves them behind once hidden states were requested."""
 
@@ -19,9 +20,10 @@ def modules_digest(model: Any) -> str:
     """Returns a digest of each module's class, its plain settings, and the functions that were set on it."""
     digest = blake2b(digest_size=16)
     for name, module in model.named_modules():
-        digest.update(f"{name}\0{_named(type(module))}\0".encode())
-        for key, value in _settings(module):
-            digest.update(f"{key}\0{value}\0".encode(errors="surrogatepass"))
+        told = [name, _named(type(module))]
+        for setting in _settings(module):
+            told += setting
+        digest.update(("\0".join(told) + "\0").encode(errors="surrogatepass"))
     return digest.hexdigest()
 
 
@@ -34,10 +36,10 @@ def has_hooks(model: Any) -> bool:
 
 
 def _settings(module: Any) -> Iterator[tuple[str, str]]:
-    for key, value in sorted(vars(module).items()):
-        if key.startswith("_") or key in SILENT:
-            continue
-        if value is None or isinstance(value, bool | int | float | str | torch.dtype):
+    every = vars(module)
+    for key in sorted(key for key in every if key[:1] != "_" and key not in SILENT):  # few of many: fast to sort
+        value = every[key]
+        if value is None or isinstance(value, PLAIN):
             yield key, repr(value)
         elif callable(value):
             yield key, _named(value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from kvstore.client import Cache, Store
 from kvstore.connectors.transformers.device import Leaving, arriving, has_gpu
 from kvstore.connectors.transformers.kept import Kept, check_prompt, run
 from kvstore.connectors.transformers.namespace import CHUNK_TOKENS, check_cache, checked, model_cache
+from kvstore.connectors.transformers.storing import Storing
 from kvstore.errors import HoldBroken, InvalidRequest, Overloaded, PermissionDenied, SessionLost, Unavailable
 
 GO_ON = (Unavailable, Overloaded, SessionLost, PermissionDenied)
@@ -25,7 +27,7 @@ log = logging.getLogger(__name__)
 def prefill_with_store(
     model: Any,
     input_ids: Any,
-    store: Store | Cache,
+    store: Store | Cache | Storing,
     *,
     chunk_tokens: int = CHUNK_TOKENS,
     fingerprint: str = "",
@@ -39,7 +41,8 @@ def prefill_with_store(
     computed and stored. At least one token, and at most ``chunk_tokens``, is left for ``generate`` to compute.
 
     ``store`` comes from ``kvstore.open`` or ``kvstore.connect``. It may also be a cache made by ``model_cache``, which
-    then takes the place of the keyword arguments up to ``attributes``; they are described there.
+    then takes the place of the keyword arguments up to ``attributes``; they are described there. With a ``Storing``
+    around either, this returns once all is computed; otherwise once the store has it.
 
     Missing chunks are computed in one run, or ``piece_tokens`` at a time, a multiple of ``chunk_tokens``. With
     ``piece_tokens=chunk_tokens`` every chunk is computed in a run of the same shape, so the result does not depend on
@@ -48,6 +51,9 @@ def prefill_with_store(
     Raises InvalidRequest, with the reason, for a model or prompt that cannot be served. A store that fails, is full or
     does not answer within its limits is not an error: everything is computed, and a warning is logged.
     """
+    storing = store if isinstance(store, Storing) else None
+    if isinstance(store, Storing):
+        store = store.store
     if not isinstance(store, Store | Cache):
         raise InvalidRequest(
             f"store is a {type(store).__name__}: expected what kvstore.open or kvstore.connect returns"
@@ -79,7 +85,9 @@ def prefill_with_store(
     if loaded < end:
         computed = _compute(model, kept, prefix, past, loaded, piece_tokens or end)
         if cache is not None:
-            _store(cache, prefix, computed, loaded)
+            store_it = partial(_store, cache, prefix[0].cpu().numpy(), computed, loaded)
+            if storing is None or not storing.submit(store_it, computed.size_bytes):
+                store_it()
     log.debug("prefill.done tokens=%d loaded=%d computed=%d", input_ids.shape[1], loaded, end - loaded)
     return past
 
@@ -89,10 +97,7 @@ def _load(cache: Cache, kept: Kept, prefix: Any, past: Any) -> int:
     count, layers = 0, list[Any]()
     tokens = prefix[0].cpu().numpy()
     with suppress(*GO_ON):
-        if has_gpu(kept):
-            count, layers = _load_layers(cache, kept, tokens)
-        else:
-            count, layers = _load_whole(cache, kept, tokens)
+        count, layers = load_rows(cache, kept, tokens)
     for layer in range(len(layers)):
         (k, v), layers[layer] = layers[layer], None
         if kept.k != kept.v:
@@ -102,8 +107,13 @@ def _load(cache: Cache, kept: Kept, prefix: Any, past: Any) -> int:
     return count
 
 
+def load_rows(cache: Cache, kept: Kept, tokens: Any) -> tuple[int, list[Any]]:
+    """Returns the number of stored tokens, and K and V of each layer, of shape (2, tokens, width), on its device."""
+    return _load_layers(cache, kept, tokens) if has_gpu(kept) else _load_whole(cache, kept, tokens)
+
+
 def _load_layers(cache: Cache, kept: Kept, tokens: Any) -> tuple[int, list[Any]]:
-    """Returns the number of stored tokens, and K and V of each layer, read while the one before is on the bus."""
+    """Reads each layer while the one before is on the bus."""
     try:
         with cache.hold(tokens) as held:
             return held.tokens, list(arriving(held, cache.layout, kept)) if held.tokens else []
@@ -113,7 +123,6 @@ def _load_layers(cache: Cache, kept: Kept, tokens: Any) -> tuple[int, list[Any]]
 
 
 def _load_whole(cache: Cache, kept: Kept, tokens: Any) -> tuple[int, list[Any]]:
-    """Returns the number of stored tokens, and K and V of each layer, once all are read."""
     count, array = cache.get(tokens)
     if not count:
         return 0, []
@@ -122,39 +131,30 @@ def _load_whole(cache: Cache, kept: Kept, tokens: Any) -> tuple[int, list[Any]]:
     return count, [rows[layer].to(device) for layer, device in enumerate(kept.devices)]
 
 
-def _compute(model: Any, kept: Kept, prefix: Any, past: Any, start: int, piece_tokens: int) -> Any:
-    """Runs the model on ``prefix`` from ``start``; returns KV on the host, of shape (layers, 2, tokens, width)."""
-    shape = (len(kept.devices), 2, prefix.shape[1] - start, kept.row // 2)
-    rows = torch.empty(shape, dtype=kept.dtype, device="cpu")
-    leaving = Leaving(rows, kept) if has_gpu(kept) else None
+def _compute(model: Any, kept: Kept, prefix: Any, past: Any, start: int, piece_tokens: int) -> Leaving:
+    """Runs the model on ``prefix`` from ``start``; returns its KV on the way to the host."""
+    leaving = Leaving(prefix.shape[1] - start, kept)
     at = start
 
     def take(layer: int, k: Any, v: Any) -> None:
         k, v = _rows(k), _rows(v)
         if kept.k != kept.v:
             k, v = torch.cat((k, v), 1).split(kept.row // 2, 1)
-        place = slice(at - start, at - start + len(k))
-        if leaving is not None:
-            leaving.add(layer, place, k, v)
-            return
-        rows[layer, 0, place].copy_(k)
-        rows[layer, 1, place].copy_(v)
+        leaving.add(layer, slice(at - start, at - start + len(k)), k, v)
 
     while at < prefix.shape[1]:
         # Up to the next multiple of a piece, so that its borders do not depend on what was loaded.
         until = min((at // piece_tokens + 1) * piece_tokens, prefix.shape[1])
         run(model, prefix[:, at:until], past, take)
         at = until
-    if leaving is not None:
-        leaving.finish()
-    return rows
+    return leaving
 
 
-def _store(cache: Cache, prefix: Any, rows: Any, start: int) -> None:
-    layout = cache.layout
+def _store(cache: Cache, tokens: Any, leaving: Leaving, start: int) -> None:
+    layout, rows = cache.layout, leaving.rows()
     array = rows.view(torch.uint8).numpy().view(layout.numpy_dtype)
     try:
-        cache.put(prefix[0].cpu().numpy(), array.reshape(layout.shape(rows.shape[2])), prefix=start)
+        cache.put(tokens, array.reshape(layout.shape(rows.shape[2])), prefix=start)
     except GO_ON as error:
         log.warning("prefill.not_stored %s", error)
 

@@ -1,7 +1,11 @@
-"""Small models with random weights, wide enough that wrong KV changes the tokens; and the same runs without a store."""
+"""Small models with random weights, wide enough that wrong KV changes the tokens; and the same runs without a store.
+
+With KVSTORE_TEST_DEVICE=cuda models and prompts are on a GPU.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +34,8 @@ from transformers import (
 
 # A busy machine may give fewer threads to one run than to the next, which then rounds otherwise.
 torch.set_num_threads(1)
+if device := os.environ.get("KVSTORE_TEST_DEVICE"):
+    torch.set_default_device(device)
 
 CHUNK = 16
 WINDOW = 24
@@ -135,7 +141,8 @@ MODELS: dict[str, Callable[[], Any]] = {
 
 def prompt(tokens: int, seed: int = 1, behind: Any = None) -> Any:
     """Random ids of shape (1, tokens), after those of ``behind``."""
-    ids = torch.randint(0, 512, (1, tokens), generator=torch.Generator().manual_seed(seed))
+    source = torch.Generator("cpu").manual_seed(seed)
+    ids = torch.randint(0, 512, (1, tokens), generator=source, device="cpu").to(torch.get_default_device())
     return ids if behind is None else torch.cat((behind, ids), 1)
 
 

@@ -65,10 +65,10 @@ def test_reuse_alone_loses_what_other_documents_explain_and_nothing_else(
 
 
 def test_what_deviates_most_is_worth_more_than_as_much_at_random(decoder: Decoder) -> None:
-    chance = torch.Generator().manual_seed(0)
+    chance = torch.Generator(decoder.device).manual_seed(0)
 
     def at_random(_: Rule, new: Rows, __: Rows) -> Any:
-        return torch.rand(len(new[0]), generator=chance)
+        return torch.rand(len(new[0]), generator=chance, device=decoder.device)
 
     verdict = plan(Rule.V, (1,), (0.2,))
     by_v, random = quality(decoder, prompts_of(SHAPE, COUNT, MEASURED), [(verdict, deviation), (verdict, at_random)])

@@ -244,7 +244,7 @@ def way_compute_behind_a_copy(model: Any, store: Store, past: Any) -> None:
 
 def way_put_the_past(model: Any, store: Store, past: Any) -> None:
     with pytest.raises((KVStoreError, TypeError)):
-        model_cache(model, store).put(ids(1, 0)[0].numpy(), past)
+        model_cache(model, store).put(ids(1, 0)[0].cpu().numpy(), past)
 
 
 def way_exact_prefill_over_segments(model: Any, store: Store, past: Any) -> None:
@@ -263,7 +263,7 @@ def way_named_as_segments(model: Any, store: Store, past: Any) -> None:
 
 def way_read_rows(model: Any, store: Store, past: Any) -> None:
     segments = segments_of(model, store)
-    with segments.hold(segments.find(ids(1, 0)[0].numpy(), starts(1, 0))) as held:
+    with segments.hold(segments.find(ids(1, 0)[0].cpu().numpy(), starts(1, 0))) as held:
         out = np.empty(segments.layout.shape(ids(1, 0).shape[1]), segments.layout.numpy_dtype)
         with pytest.raises(InvalidRequest, match="verdict"):
             held.read_into(out, None)  # type: ignore[arg-type]
@@ -277,9 +277,9 @@ def test_no_way_leads_into_an_exact_namespace(way: Any, filled: Store) -> None:
     before = filled.stats()["chunks_written"]
     way(model, filled, past)
     assert filled.stats()["chunks_written"] == before
-    assert model_cache(model, filled).match(ids(1, 0)[0].numpy()) == 0
+    assert model_cache(model, filled).match(ids(1, 0)[0].cpu().numpy()) == 0
     cache = model_cache(model, filled, chunk_tokens=CHUNK)
-    assert cache.match(ids(1, 0)[0].numpy()) == 0
+    assert cache.match(ids(1, 0)[0].cpu().numpy()) == 0
     # What an exact prefill stores afterwards is exact: a second one reads it.
     for _ in range(2):
         exact = prefill_with_store(model, ids(1, 0), cache)

@@ -80,6 +80,13 @@ def same(layers: Any, expected: Any) -> bool:
     return all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(layers, expected, strict=True))
 
 
+@pytest.fixture(autouse=True)
+def no_device() -> Iterator[None]:
+    """The bus here is one in memory, wherever other tests have their models."""
+    with torch.device("cpu"):
+        yield
+
+
 @pytest.fixture(params=[True, False], ids=["late", "at once"])
 def bus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Bus:
     made = Bus(is_late=request.param)
@@ -113,15 +120,18 @@ def test_every_layer_arrives_as_it_was_stored(
 
 
 @pytest.mark.usefixtures("bus")
-def test_every_layer_leaves_as_it_was_computed_in_any_number_of_pieces() -> None:
-    rows = torch.zeros_like(ROWS)
-    leaving = device.Leaving(rows, KEPT)
+@pytest.mark.parametrize("at_once_bytes", [1 << 30, 0])
+def test_every_layer_leaves_as_it_was_computed_in_any_number_of_pieces(
+    at_once_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "has_gpu", lambda _: True)
+    monkeypatch.setattr(device, "AT_ONCE_BYTES", at_once_bytes)
+    leaving = device.Leaving(len(TOKENS), KEPT)
     for place in (slice(0, 64), slice(64, 160)):
         for layer in range(7):
             k, v = ROWS[layer, :, place].clone()
             leaving.add(layer, place, k, v)
-    leaving.finish()
-    assert same(rows, ROWS)
+    assert same(leaving.rows(), ROWS)
 
 
 @pytest.mark.usefixtures("bus")

@@ -10,12 +10,15 @@ import torch
 
 from benchmarks import gpu, report
 from benchmarks.contents import WrongBytes
+from benchmarks.gpu_model import SMALL, opened
+from benchmarks.gpu_pages import Moves
+from benchmarks.gpu_prefill import Prefill
 from kvstore.connectors.vllm.pages import Pages
 
 
-def test_it_prints_both_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_prints_its_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results = tmp_path / "results"
-    told = ["--rounds", "1", "--tokens", "512", "--root", str(tmp_path), "--save", str(results)]
+    told = ["--rounds", "1", "--tokens", "512", "--blended", "1024", "--root", str(tmp_path), "--save", str(results)]
     assert gpu.main(["--small", *told]) == 0
     printed = capsys.readouterr().out
     assert "pages in" in printed and "| 512 |" in printed.replace("|    512 |", "| 512 |")
@@ -27,7 +30,7 @@ def test_it_prints_both_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_pages_that_come_back_wrong_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    moves = gpu.Moves(gpu.SMALL, torch.device("cpu"), 256)
+    moves = Moves(SMALL, torch.device("cpu"), 256)
     moves.check()
     write = Pages.write
 
@@ -40,9 +43,9 @@ def test_pages_that_come_back_wrong_are_found(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_token_that_differs_is_found(tmp_path: Path) -> None:
-    prefill = gpu.Prefill(gpu.SMALL, torch.device("cpu"), 512)
+    prefill = Prefill(SMALL, torch.device("cpu"), 512)
     asked = prefill.prompt(512, 0)
-    with gpu.opened(tmp_path, 0) as store:
+    with opened(tmp_path, 0) as store:
         prefill.first_token_s(asked, store)
         prefill.first_token_s(asked, store, is_warm=True)
         with pytest.raises(WrongBytes, match="bytes were loaded"):
@@ -50,7 +53,7 @@ def test_a_token_that_differs_is_found(tmp_path: Path) -> None:
         prefill._computed[0][0][0, 0, 0] += 1
         with pytest.raises(WrongBytes, match="had not computed"):
             prefill.first_token_s(asked, store, is_warm=True)
-        for parameter in prefill._model.parameters():
+        for parameter in prefill.model.parameters():
             parameter.data = torch.randn_like(parameter)
         with pytest.raises(WrongBytes, match="without a store"):
             prefill.first_token_s(asked, None)

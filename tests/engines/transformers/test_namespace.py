@@ -26,7 +26,7 @@ def store(tmp_root: Path) -> Iterator[Store]:
 
 def found(store: Store, model: Any, **settings: Any) -> int:
     """Tokens that ``model`` finds of what was stored before."""
-    return model_cache(model, store, **{"chunk_tokens": CHUNK, **settings}).match(IDS[0].numpy())
+    return model_cache(model, store, **{"chunk_tokens": CHUNK, **settings}).match(IDS[0].cpu().numpy())
 
 
 ROPE = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}

@@ -156,8 +156,8 @@ def test_another_process_with_the_same_weights_finds_it(store: Store, tmp_root: 
 def test_the_models_cache_can_be_matched_and_used(store: Store) -> None:
     model, ids = llama(), prompt(100)
     cache = model_cache(model, store, chunk_tokens=CHUNK)
-    assert cache.match(ids[0].numpy()) == 0
+    assert cache.match(ids[0].cpu().numpy()) == 0
     prefill_with_store(model, ids, cache)
-    assert cache.match(ids[0].numpy()) == 96
+    assert cache.match(ids[0].cpu().numpy()) == 96
     assert prefill_with_store(model, ids, store, chunk_tokens=CHUNK).get_seq_length() == 96
     assert moved(store) == (6, 6)

@@ -114,7 +114,7 @@ def test_a_worker_that_dies_or_freezes_is_no_error(tmp_root: Path, number: signa
     with worker_process(tmp_root) as worker, kvstore.connect(worker.address, limits=quick) as store:
         cache = model_cache(MODEL, store, chunk_tokens=CHUNK)
         assert is_right(store)
-        assert cache.match(IDS[0].numpy()) == 96
+        assert cache.match(IDS[0].cpu().numpy()) == 96
         worker.send(number)
         assert is_right(store)
 
@@ -147,4 +147,4 @@ def test_a_process_that_is_killed_leaves_a_clean_store(tmp_root: Path, point: st
     with store_on(tmp_root) as store:
         assert is_right(store)
         assert store.stats()["miss_damaged"] == 0
-        assert model_cache(MODEL, store, chunk_tokens=CHUNK).match(IDS[0].numpy()) == 96
+        assert model_cache(MODEL, store, chunk_tokens=CHUNK).match(IDS[0].cpu().numpy()) == 96
