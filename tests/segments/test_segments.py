@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +20,8 @@ from kvstore.address import block_address
 from kvstore.client import Cache, Store
 from kvstore.client.local import LocalPort
 from kvstore.client.remote_segments import _matches
-from kvstore.client.segments import CLOSINGS, VERDICTS_MAX, Segments, _key
-from kvstore.errors import HoldBroken, InvalidRequest
+from kvstore.client.segments import CLOSINGS, VERDICTS_MAX, Held, Segments, _key
+from kvstore.errors import HoldBroken, InvalidRequest, Unavailable
 from kvstore.format import places
 from kvstore.hints import Hints
 from kvstore.namespace import Namespace
@@ -31,7 +32,7 @@ from kvstore.segments.search import Search
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.writes import WriteMode
 from tests.node.stores import member_of, member_on
-from tests.patience import eventually
+from tests.patience import PATIENCE_S, eventually
 from tests.root import faulty
 from tests.root.faulty import FaultyRoot, Flipped
 from tests.worker.serving import connected, serving
@@ -276,6 +277,40 @@ def test_s12_nothing_is_read_under_a_hold_that_was_released(store: Store) -> Non
         pass
     with pytest.raises(HoldBroken, match="released"):
         held.read_into(np.empty(LAYOUT.shape(24), np.float32), verdict_for(segments))
+
+
+def test_s12_a_read_that_fails_returns_once_no_other_writes(local: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four segments are read at once; an engine may use the memory for something else after the return."""
+    segments = segments_of(local)
+    for document in DOCUMENTS:
+        segments.put(document, kv_of(document))
+    prompt, starts = prompt_of(*DOCUMENTS)
+    out, goes_on = np.zeros(LAYOUT.shape(len(prompt)), np.float32), threading.Event()
+
+    def read_one(_: Held, match: Match, place: npt.NDArray[np.float32]) -> Match:
+        if match.start == 0:
+            raise Unavailable("the root does not answer")
+        assert goes_on.wait(PATIENCE_S)
+        place[:] = 1
+        return match
+
+    monkeypatch.setattr(Held, "_read_one", read_one)
+    failed: list[BaseException] = []
+
+    def read(held: Held) -> None:
+        try:
+            held.read_into(out, verdict_for(segments))
+        except Unavailable as error:
+            failed.append(error)
+
+    with segments.hold(segments.find(prompt, starts)) as held:
+        reader = threading.Thread(target=read, args=(held,))
+        reader.start()
+        reader.join(0.3)
+        assert reader.is_alive() and not failed
+        goes_on.set()
+        reader.join(PATIENCE_S)
+    assert not reader.is_alive() and len(failed) == 1
 
 
 # The gate

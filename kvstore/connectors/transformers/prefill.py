@@ -51,21 +51,15 @@ def prefill_with_store(
     Raises InvalidRequest, with the reason, for a model or prompt that cannot be served. A store that fails, is full or
     does not answer within its limits is not an error: everything is computed, and a warning is logged.
     """
-    storing = store if isinstance(store, Storing) else None
-    if isinstance(store, Storing):
-        store = store.store
+    storing, store = (store, store.store) if isinstance(store, Storing) else (None, store)
     if not isinstance(store, Store | Cache):
         raise InvalidRequest(
             f"store is a {type(store).__name__}: expected what kvstore.open or kvstore.connect returns"
         )
     kept = checked(model)
     check_prompt(model, input_ids)
-    layout = store.layout if isinstance(store, Cache) else kept.layout(chunk_tokens)
-    chunk_tokens = layout.chunk_tokens
-    if piece_tokens is not None and (
-        not isinstance(piece_tokens, int) or piece_tokens < 1 or piece_tokens % chunk_tokens
-    ):
-        raise InvalidRequest(f"piece_tokens={piece_tokens!r}: expected a multiple of chunk_tokens ({chunk_tokens})")
+    chunk_tokens = (store.layout if isinstance(store, Cache) else kept.layout(chunk_tokens)).chunk_tokens
+    _check_pieces(piece_tokens, chunk_tokens)
     cache: Cache | None = None
     if isinstance(store, Cache):
         cache = store
@@ -85,11 +79,18 @@ def prefill_with_store(
     if loaded < end:
         computed = _compute(model, kept, prefix, past, loaded, piece_tokens or end)
         if cache is not None:
-            store_it = partial(_store, cache, prefix[0].cpu().numpy(), computed, loaded)
-            if storing is None or not storing.submit(store_it, computed.size_bytes):
-                store_it()
+            put = partial(_put, cache, prefix[0].cpu().numpy(), computed, loaded)
+            if storing is None or not storing.submit(put, computed.size_bytes):
+                put()
     log.debug("prefill.done tokens=%d loaded=%d computed=%d", input_ids.shape[1], loaded, end - loaded)
     return past
+
+
+def _check_pieces(piece_tokens: Any, chunk_tokens: int) -> None:
+    if piece_tokens is not None and (
+        not isinstance(piece_tokens, int) or piece_tokens < 1 or piece_tokens % chunk_tokens
+    ):
+        raise InvalidRequest(f"piece_tokens={piece_tokens!r}: expected a multiple of chunk_tokens ({chunk_tokens})")
 
 
 def _load(cache: Cache, kept: Kept, prefix: Any, past: Any) -> int:
@@ -150,7 +151,7 @@ def _compute(model: Any, kept: Kept, prefix: Any, past: Any, start: int, piece_t
     return leaving
 
 
-def _store(cache: Cache, tokens: Any, leaving: Leaving, start: int) -> None:
+def _put(cache: Cache, tokens: Any, leaving: Leaving, start: int) -> None:
     layout, rows = cache.layout, leaving.rows()
     array = rows.view(torch.uint8).numpy().view(layout.numpy_dtype)
     try:

@@ -23,6 +23,12 @@ def segments(name: str, rule: str, planter: Planter, test: str) -> Mutant:
 
 MUTANTS = [
     segments(
+        "read-on-after-the-return",
+        "S12",
+        edit("kvstore.client.segments:_end", "shutdown(cancel_futures=True)", "shutdown(False, cancel_futures=True)"),
+        f"{STORE}s12_a_read_that_fails_returns_once_no_other_writes",
+    ),
+    segments(
         "tokens-not-compared",
         "S7",
         edit("kvstore.segments.finding:find_anywhere", "ask(asked)", "[(b - a) // chunk_tokens for a, b in asked]"),
