@@ -24,7 +24,7 @@ Marking = Callable[[], Marks]
 
 DENSE = 16
 """Every chunk up to this depth has a mark; then eight of them in each doubling of the depth."""
-KNOWN_SHARE = 0.85
+KNOWN_SHARE = 0.8
 """A prompt goes where it was if so much of it is known."""
 GROWTH = 10.0
 """Workers of a prefix for each that its share of the traffic asks for. With many, clients that know nothing of each
@@ -34,7 +34,7 @@ BUSY_KNOWN, BUSY_NEW = 1.25, 1.18
 SPARE_CALLS, SPARE_CALLS_MAX = 6, 16
 """Calls of mean size that are no reason to call a worker busy: a few at first, more as more calls are counted."""
 CALLS_PER_SPARE = 32
-CALL_CHUNKS = 6
+CALL_CHUNKS = 8
 """A call is as much work as so many chunks, beside its own."""
 HALVING_CALLS = 2_048
 """Load and traffic count half after so many calls."""
