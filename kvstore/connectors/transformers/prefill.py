@@ -72,14 +72,14 @@ def prefill_with_store(
         except GO_ON as error:
             log.warning("prefill.without_store %s", error)
     end = (input_ids.shape[1] - 1) // chunk_tokens * chunk_tokens
-    prefix = input_ids[:, :end]
+    prefix, tokens = input_ids[:, :end], input_ids[0, :end].cpu().numpy()
     past, loaded = DynamicCache(config=model.config), 0
     if cache is not None:
-        loaded = _load(cache, kept, prefix, past)
+        loaded = _load(cache, kept, tokens, past)
     if loaded < end:
         computed = _compute(model, kept, prefix, past, loaded, piece_tokens or end)
         if cache is not None:
-            put = partial(_put, cache, prefix[0].cpu().numpy(), computed, loaded)
+            put = partial(_put, cache, tokens, computed, loaded)
             if storing is None or not storing.submit(put, computed.size_bytes):
                 put()
     log.debug("prefill.done tokens=%d loaded=%d computed=%d", input_ids.shape[1], loaded, end - loaded)
@@ -93,10 +93,9 @@ def _check_pieces(piece_tokens: Any, chunk_tokens: int) -> None:
         raise InvalidRequest(f"piece_tokens={piece_tokens!r}: expected a multiple of chunk_tokens ({chunk_tokens})")
 
 
-def _load(cache: Cache, kept: Kept, prefix: Any, past: Any) -> int:
-    """Fills ``past`` with the stored part of ``prefix``; returns its number of tokens."""
+def _load(cache: Cache, kept: Kept, tokens: Any, past: Any) -> int:
+    """Fills ``past`` with the stored part of ``tokens``; returns its length."""
     count, layers = 0, list[Any]()
-    tokens = prefix[0].cpu().numpy()
     with suppress(*GO_ON):
         count, layers = load_rows(cache, kept, tokens)
     for layer in range(len(layers)):
