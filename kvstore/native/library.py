@@ -18,7 +18,7 @@ import numpy as np
 
 log = logging.getLogger(__name__)
 
-ABI = 11
+ABI = 12
 LIBRARY = Path(__file__).with_name("libkvstore.so")
 
 DONE, ABSENT, FOUND, BLOCKED, OTHER, PUBLISHED = range(6)
@@ -49,7 +49,9 @@ CHUNK = np.dtype(
 VERIFIED_BYTES = 8 * 8 + 8 + 8
 """The size of ``kv_verified``."""
 MOVED_BYTES = 8 * 8 + 8 + 8 + 8
-"""The size of ``kv_arrival``, and of ``kv_departure``."""
+"""The size of ``kv_arrival``."""
+SENT_BYTES = 8 * 8 + 8 + 8
+"""The size of ``kv_departure``."""
 
 
 class Run(ctypes.Structure):

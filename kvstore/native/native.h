@@ -9,7 +9,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KV_ABI 11
+#define KV_ABI 12
 #define KV_PUBLIC __attribute__((visibility("default")))
 /* Each verification has a unique name: tests/mutants builds libraries in which one of them always holds, and shows that
  * a test then fails. Here both macros are the plain verification. */
@@ -105,8 +105,7 @@ typedef struct {
 /* Progress of sending a run over a socket: all zero at its beginning. */
 typedef struct {
     kv_hash hash;
-    uint64_t summed;
-    uint64_t sent;
+    uint64_t sent; /* and summed */
 } kv_departure;
 
 /* A table of kvstore/node/known.py: its arrays, and the mask of a print that gives its entry. */

@@ -1,5 +1,5 @@
 /* Chunks over a stream socket that never blocks: received bytes are verified and copied on piece by piece, sent bytes
- * are summed piece by piece while they are in the cache. Python waits for the socket between two calls.
+ * are summed step by step while they are in the cache. Python waits for the socket between two calls.
  *
  * Both directions return KV_DONE, KV_BLOCKED if the caller must wait for the socket, or the negative errno. */
 #define _GNU_SOURCE
@@ -9,6 +9,10 @@
 #include <errno.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
+
+#ifndef SEND_BYTES
+#define SEND_BYTES (1 << 20) /* of one system call */
+#endif
 
 static int why_not(ssize_t moved) {
     if (moved >= 0) return -ECONNRESET; /* the peer closed it */
@@ -63,21 +67,20 @@ KV_PUBLIC int kv_receive_rows(const kv_chunk *chunk, uint64_t *sums, kv_arrival 
     return KV_DONE;
 }
 
-/* Sends the sections, one after another, and sets `sums` to the checksum of each. */
+/* Sends the sections, one after another, and sets `sums` to the checksum of each. Bytes are summed just after they are
+ * sent, when the kernel's copy has brought them into the cache. */
 KV_PUBLIC int kv_send(const kv_chunk *chunk, uint64_t *sums, kv_departure *departure, int fd) {
     struct iovec parts[KV_IOV_MAX];
-    while (departure->sent < kv_payload_bytes(chunk)) {
-        if (departure->sent == departure->summed) {
-            uint64_t start = departure->summed, left = kv_payload_bytes(chunk) - start;
-            departure->summed += left < PIECE_BYTES ? left : PIECE_BYTES;
-            kv_sum(chunk, sums, &departure->hash, start, departure->summed);
-        }
-        int count = kv_vectors(chunk, departure->sent, departure->summed, parts, KV_IOV_MAX);
+    uint64_t payload = kv_payload_bytes(chunk);
+    while (departure->sent < payload) {
+        uint64_t start = departure->sent, stop = payload - start < SEND_BYTES ? payload : start + SEND_BYTES;
+        int count = kv_vectors(chunk, start, stop, parts, KV_IOV_MAX);
         struct msghdr message = {.msg_iov = parts, .msg_iovlen = (size_t)count};
         ssize_t went = sendmsg(fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
         if (went < 0 && errno == EINTR) continue;
         if (went <= 0) return why_not(went);
         departure->sent += (uint64_t)went;
+        kv_sum(chunk, sums, &departure->hash, start, departure->sent);
     }
     return KV_DONE;
 }

@@ -144,7 +144,7 @@ def test_the_sizes_of_what_only_c_looks_into() -> None:
     for name, expected in (
         ("kv_verified", native.VERIFIED_BYTES),
         ("kv_arrival", native.MOVED_BYTES),
-        ("kv_departure", native.MOVED_BYTES),
+        ("kv_departure", native.SENT_BYTES),
     ):
         used = sum(count * SIZES[kind] for _, kind, count in fields_of(name))
         assert -(-used // 8) * 8 == expected, name

@@ -30,7 +30,7 @@ def send_run(channel: Channel, planes: Planes, first: int, count: int) -> None:
     assert planes.covers(first, count) and planes.is_contiguous
     bases = planes.addresses()
     rows, sums = _rows(bases, planes.offset(first), count * planes.section_bytes), np.zeros(len(bases), "<u8")
-    gone = ctypes.create_string_buffer(native.MOVED_BYTES)
+    gone = ctypes.create_string_buffer(native.SENT_BYTES)
     channel.send_by(partial(native.library.kv_send, rows.ctypes.data, _at(sums), gone))
     channel.send_bytes([sums.view(np.uint8).data])
 
