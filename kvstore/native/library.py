@@ -50,6 +50,8 @@ VERIFIED_BYTES = 8 * 8 + 8 + 8
 """The size of ``kv_verified``."""
 MOVED_BYTES = 8 * 8 + 8 + 8 + 8
 """The size of ``kv_arrival``."""
+ROWS_BYTES = MOVED_BYTES + 8 * 8 + 8
+"""The size of ``kv_rows_arrival``."""
 SENT_BYTES = 8 * 8 + 8 + 8
 """The size of ``kv_departure``."""
 
@@ -133,13 +135,14 @@ FUNCTIONS: dict[str, Function] = {
     "kv_stage_turn": (_INT, (_RUN, _AT, _INT64, _TURN)),
     "kv_publish": (None, (_RUN, _AT, _AT, _INT64, _INT)),
     "kv_images_make": (None, (_RUN, _AT, _INT64, _AT)),
+    "kv_images_seal": (None, (_RUN, _AT, _INT64, _AT, _AT)),
     "kv_images_take": (None, (_RUN, _AT, _INT64, _AT)),
     "kv_images_verify": (None, (_RUN, _AT, _INT64, _AT)),
     "kv_images_tables": (None, (_RUN, _AT, _INT64, _AT, _AT)),
     "kv_copy_rows": (None, (_AT, _AT, _INT64, _UINT64, _UINT64)),
     "kv_rotate": (None, (_AT, _INT64, _AT, _AT, _INT64, _INT64, _INT64, _INT64, _INT, _INT)),
     "kv_receive": (_INT, (_RUN, _AT, _AT, _AT, _INT)),
-    "kv_receive_rows": (_INT, (_AT, _AT, _AT, _INT)),
+    "kv_receive_rows": (_INT, (_AT, _UINT32, _AT, _AT, _AT, _INT)),
     "kv_send": (_INT, (_AT, _AT, _AT, _INT)),
     "kv_known_add": (_INT64, (_KNOWN, _AT, _AT, _INT64, _INT32, _UINT32, _INT64, _AT)),
     "kv_known_have": (None, (_KNOWN, _BYTES, _INT64, _UINT32, _UINT32, _AT)),

@@ -102,6 +102,12 @@ typedef struct {
     uint64_t came;   /* bytes after those; before the first section also the header's */
 } kv_arrival;
 
+/* Progress of receiving rows over a socket: all zero at its beginning. */
+typedef struct {
+    kv_arrival sections;
+    kv_hash row;
+} kv_rows_arrival;
+
 /* Progress of sending a run over a socket: all zero at its beginning. */
 typedef struct {
     kv_hash hash;
@@ -156,6 +162,7 @@ int kv_stage_turn(const kv_run *run, kv_chunk *chunks, int64_t count, kv_turn *t
 void kv_publish(const kv_run *run, kv_chunk *chunks, const int32_t *places, int64_t count, int ordered);
 
 void kv_images_make(const kv_run *run, kv_chunk *chunks, int64_t count, const uint64_t *images);
+void kv_images_seal(const kv_run *run, kv_chunk *chunks, int64_t count, const uint64_t *images, const uint64_t *tables);
 void kv_images_take(const kv_run *run, kv_chunk *chunks, int64_t count, const uint64_t *images);
 void kv_images_verify(const kv_run *run, kv_chunk *chunks, int64_t count, const uint64_t *images);
 void kv_images_tables(const kv_run *run, kv_chunk *chunks, int64_t count, const uint64_t *images, uint64_t *tables);
@@ -164,7 +171,8 @@ void kv_rotate(const uint64_t *planes, int64_t plane_count, const float *cosines
                int64_t heads, int64_t head_dim, int64_t pairs, int type, int interleaved);
 
 int kv_receive(const kv_run *run, const kv_chunk *chunk, uint8_t *header, kv_arrival *arrival, int fd);
-int kv_receive_rows(const kv_chunk *chunk, uint64_t *sums, kv_arrival *arrival, int fd);
+int kv_receive_rows(const kv_chunk *chunk, uint32_t parts, uint64_t *sums, uint64_t *row_sums, kv_rows_arrival *arrival,
+                    int fd);
 int kv_send(const kv_chunk *chunk, uint64_t *sums, kv_departure *departure, int fd);
 
 int64_t kv_known_add(const kv_known *known, const kv_chunk *chunks, const int32_t *places, int64_t count, int32_t status,

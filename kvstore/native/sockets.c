@@ -52,16 +52,21 @@ KV_PUBLIC int kv_receive(const kv_run *run, const kv_chunk *chunk, uint8_t *head
     return KV_DONE;
 }
 
-/* Receives the sections, one after another and without a header, and sets `sums` to the checksum of each. Call it again
- * as kv_receive. */
-KV_PUBLIC int kv_receive_rows(const kv_chunk *chunk, uint64_t *sums, kv_arrival *arrival, int fd) {
-    while (arrival->passed < kv_payload_bytes(chunk)) {
-        int status = receive_piece(chunk, NULL, arrival, fd);
+/* Receives the sections, one after another and without a header, and sets `sums` to the checksum of each. Each row of
+ * `parts` sections that came one after another is summed as well, into `row_sums`, unless `parts` is 1: sections of a row
+ * lie anywhere, and are of whole kilobytes. Call it again as kv_receive. */
+KV_PUBLIC int kv_receive_rows(const kv_chunk *chunk, uint32_t parts, uint64_t *sums, uint64_t *row_sums,
+                              kv_rows_arrival *arrival, int fd) {
+    const kv_chunk rows = {.section_bytes = parts * chunk->section_bytes, .section_count = chunk->section_count / parts};
+    kv_arrival *sections = &arrival->sections;
+    while (sections->passed < kv_payload_bytes(chunk)) {
+        int status = receive_piece(chunk, NULL, sections, fd);
         if (status != KV_DONE) return status;
-        uint64_t length = kv_piece_bytes(chunk, arrival->passed);
-        kv_pass(chunk, NULL, sums, &arrival->hash, arrival->passed, length, 1);
-        arrival->passed += length;
-        arrival->came = 0;
+        uint64_t at = sections->passed, length = kv_piece_bytes(chunk, at);
+        kv_pass(chunk, NULL, sums, &sections->hash, at, length, 1);
+        if (parts > 1) kv_pass(&rows, NULL, row_sums, &arrival->row, at, length, 0);
+        sections->passed += length;
+        sections->came = 0;
     }
     kv_copied();
     return KV_DONE;

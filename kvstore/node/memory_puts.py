@@ -7,15 +7,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from kvstore.address import Address, Chain
+from kvstore.buffers import address_of
 from kvstore.hints import Hints
 from kvstore.node.deadline import Deadline
-from kvstore.node.images import make_images
+from kvstore.node.images import make_images, seal_images
 from kvstore.node.lanes import Batch, Lanes
 from kvstore.node.memory_tier import MemoryTier
 from kvstore.node.reading import group_size
 from kvstore.node.slots import Slot
-from kvstore.node.wanted import Wanted, image_bytes
+from kvstore.node.wanted import Wanted, image_bytes, payload_of, section_bytes
 from kvstore.node.write_behind import WriteBehind
 from kvstore.sections import Sections
 from kvstore.sources import Ids
@@ -41,6 +45,32 @@ class Kept:
     def count(self) -> int:
         """Number of leading chunks in memory."""
         return next((at for at, there in enumerate(self.there) if not there), len(self.there))
+
+
+@dataclass(slots=True)
+class Room:
+    """Claimed room for a run of chunks from index ``first`` on, whose bytes are on their way: nobody else sees it."""
+
+    wanted: Wanted
+    first: int
+    slots: list[Slot]
+    """Empty once they are filled or given up."""
+    hints: Hints
+    behind: WriteBehind | None
+    """Has room reserved for the run as well."""
+    sums: npt.NDArray[np.uint64] | None = None
+    """The checksums of the sections, in the order of ``bases``: set once these are in place."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the images."""
+        return sum(slot.entry.size_bytes for slot in self.slots)
+
+    def bases(self) -> npt.NDArray[np.uint64]:
+        """Returns where the sections belong: the first section of each chunk, then the second of each, and so on."""
+        payloads = [payload_of(self.wanted, at, slot.memory) for at, slot in enumerate(self.slots, self.first)]
+        starts, size = np.array(list(map(address_of, payloads)), np.uint64), section_bytes(self.wanted, self.first)
+        return (np.arange(0, len(payloads[0]), size, dtype=np.uint64)[:, None] + starts).ravel()
 
 
 class MemoryPuts:
@@ -78,6 +108,36 @@ class MemoryPuts:
                 raise
             self._memory.ready([slot for _, slot in slots])
         return Kept(there, [index - first for index, _ in slots])
+
+    def room(self, wanted: Wanted, first: int, count: int, hints: Hints, behind: WriteBehind | None) -> Room | None:
+        """Claims room for all of these chunks, for ``fill`` or ``give_up``; None if one is there, or finds no room."""
+        claimed = list[tuple[int, Slot]]()
+        try:
+            self._claim_all(wanted, first, [False] * count, hints, behind, claimed)
+        except BaseException:
+            if behind is not None:
+                behind.give_back(sum(slot.entry.size_bytes for _, slot in claimed))
+            raise
+        room = Room(wanted, first, [slot for _, slot in claimed], hints, behind)
+        if len(claimed) == count:
+            return room
+        self.give_up(room)
+        return None
+
+    def fill(self, room: Room) -> None:
+        """Makes the chunks of a room, whose sections are in place, ready."""
+        assert room.sums is not None
+        tables = np.ascontiguousarray(room.sums.reshape(-1, len(room.slots)).T)
+        seal_images(room.wanted, room.first, [slot.memory for slot in room.slots], tables, self._ids)
+        slots, room.slots = room.slots, []
+        self._memory.ready(slots)
+
+    def give_up(self, room: Room) -> None:
+        """Gives back room that was not filled. Nobody may be writing into it."""
+        size_bytes, slots, room.slots = room.size_bytes, room.slots, []
+        self._memory.drop(slots)
+        if room.behind is not None:
+            room.behind.give_back(size_bytes)
 
     def _claim_all(
         self,

@@ -20,6 +20,7 @@ from kvstore.errors import KVStoreError
 from kvstore.hints import Hints
 from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
+from kvstore.node.memory_puts import Room
 from kvstore.node.publish import Mask
 from kvstore.node.root_write import RootWrite
 from kvstore.node.tier_stack import TierStack
@@ -145,6 +146,28 @@ class Write:
             # As much as memory took is put, whatever the root does with the rest.
             if self._root.abandon():
                 release()
+
+    def room(self, first: int, count: int) -> Room | None:
+        """Claims room in memory for a whole run that is on its way, for ``fill`` or ``give_up``.
+
+        None if it must be brought to ``add``, which may leave out a part of it.
+        """
+        run = slice(first, first + count)
+        if self.refused or self._is_shed or self._root is not None or (self._there | self._left_out)[run].any():
+            return None
+        return self._tiers.room(self._wanted, first, count, self._hints)
+
+    def fill(self, room: Room) -> None:
+        """Stores the run of a room, whose sections are in place."""
+        run = slice(room.first, room.first + len(room.slots))
+        self._tiers.fill(room)
+        self._there[run] = True
+        self._absorbed += run.stop - run.start
+        self._absorbed_bytes += sum(self._sizes[run])
+
+    def give_up(self, room: Room) -> None:
+        """Gives back room that was not filled, if any. Nobody may be writing into it."""
+        self._tiers.give_up(room)
 
     def finish(self, deadline: Deadline) -> Written:
         """Waits for what is on its way to the root. Raises the root's errors, or Unavailable."""

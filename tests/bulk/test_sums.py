@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -25,6 +27,7 @@ from kvstore.format.header import Damaged, expected_chunk
 from kvstore.namespace import Namespace
 from kvstore.node.deadline import Deadline
 from kvstore.node.wanted import keyed
+from kvstore.node.write import Write
 from kvstore.sections import Planes
 from kvstore.sources import RandomIds, SystemClock
 from kvstore.wire.bulk.channel import Channel, LinkBroken
@@ -36,6 +39,7 @@ from kvstore.worker.bulk.arriving import Arrived, Arriving
 from kvstore.worker.bulk.cargo import Cargo
 from kvstore.worker.bulk.connection import Connection
 from kvstore.worker.calls import Calls
+from kvstore.writes import WriteMode
 from tests.bulk.test_hostile import memory
 from tests.bulk.ways import linked
 from tests.node.stores import SMALL, kv_of
@@ -170,7 +174,8 @@ def runs_of(span: tuple[int, int], more_bytes: int = 0) -> Iterator[Iterator[Arr
     cargo = Cargo(keyed(Namespace.of("m", SMALL), keys, [10] * COUNT), 0, COUNT)
     theirs.send(Kind.CHUNKS, 1, [encode_span(*span), bytes(18 * span[1] + more_bytes)])
     with ExitStack() as reserved:
-        yield arriving.runs(Connection(ours), cargo, reserved)
+        write = cast(Write, SimpleNamespace(mode=WriteMode.AROUND))
+        yield arriving.runs(Connection(ours), cargo, write, reserved)
     ours.close()
     theirs.close()
 

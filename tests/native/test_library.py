@@ -31,7 +31,8 @@ STRUCTURES: dict[str, type[ctypes.Structure]] = {
 }
 ADDRESSES = (ctypes.c_void_p, ctypes.c_char_p)
 CONSTANTS = {"KV_ADDRESS_BYTES": 16, "KV_DIGEST_BYTES": 32}
-SIZES = {"uint8_t": 1, "kv_hash": 9 * 8} | {name: ctypes.sizeof(number) for name, number in NUMBERS.items()}
+SIZES = {"uint8_t": 1, "kv_hash": 9 * 8, "kv_arrival": 11 * 8}
+SIZES |= {name: ctypes.sizeof(number) for name, number in NUMBERS.items()}
 
 
 def header() -> str:
@@ -144,6 +145,7 @@ def test_the_sizes_of_what_only_c_looks_into() -> None:
     for name, expected in (
         ("kv_verified", native.VERIFIED_BYTES),
         ("kv_arrival", native.MOVED_BYTES),
+        ("kv_rows_arrival", native.ROWS_BYTES),
         ("kv_departure", native.SENT_BYTES),
     ):
         used = sum(count * SIZES[kind] for _, kind, count in fields_of(name))

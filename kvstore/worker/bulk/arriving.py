@@ -11,23 +11,27 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from kvstore.counts import WorkerCount
+from kvstore.node.memory_puts import Room
+from kvstore.node.write import Write
 from kvstore.wire.bulk.frames import RUN_BYTES_MAX, SPAN_BYTES, Kind, decode_placed, decode_span
 from kvstore.wire.statuses import Busy
 from kvstore.worker.admission import Buffers, BytesInFlight
 from kvstore.worker.bulk.cargo import Cargo
 from kvstore.worker.bulk.connection import Connection
 from kvstore.worker.calls import Calls
+from kvstore.writes import WriteMode
 
 
 @dataclass(slots=True)
 class Arrived:
-    """A run that has arrived; if it came as bytes, with its checksums and its buffer."""
+    """A run that has arrived; if it came as bytes, with its checksums and its buffer, or in the node's memory."""
 
     first: int
     count: int
     memory: memoryview
     sums: tuple[int, ...] = ()
     buffer: memoryview | None = None
+    room: Room | None = None
 
 
 class Arriving:
@@ -53,9 +57,9 @@ class Arriving:
         return True
 
     def runs(
-        self, connection: Connection, cargo: Cargo, reserved: ExitStack, *, is_behind: bool = False
+        self, connection: Connection, cargo: Cargo, write: Write, reserved: ExitStack, *, is_behind: bool = False
     ) -> Iterator[Arrived]:
-        """Yields the runs of a client, in order.
+        """Yields the runs of a client, in order. Bytes go straight into the node's memory if ``write`` has room there.
 
         Memory is reserved when the first run comes as bytes. A put behind has reserved it before, or uses the client's
         arena: then nothing may come as bytes.
@@ -78,6 +82,7 @@ class Arriving:
             size_bytes = cargo.size_bytes(start, count)
             buffer: memoryview | None = None
             sums: tuple[int, ...] = ()
+            room: Room | None = None
             if head.kind is Kind.PLACED:
                 memory = connection.placed(offset, size_bytes)
             else:
@@ -89,12 +94,18 @@ class Arriving:
                 if not is_reserved:
                     reserved.enter_context(self._in_flight.reserved(cargo.in_memory_bytes))
                     is_reserved = True
-                buffer = self._buffers.take(size_bytes)
-                memory = buffer
-                channel.receive_into([memory])
-                sums = table.unpack(channel.receive(table.size))
+                if write.mode is WriteMode.BEHIND and channel.moves_natively and cargo.suits_room(start, count):
+                    room = write.room(start, count)
+                if room is not None:
+                    reserved.callback(write.give_up, room)  # unless it is filled before
+                    cargo.receive(channel, room)
+                    memory = memoryview(b"")
+                else:
+                    memory = buffer = self._buffers.take(size_bytes)
+                    channel.receive_into([memory])
+                    sums = table.unpack(channel.receive(table.size))
             self._calls.add(WorkerCount.WIRE_BYTES_IN, size_bytes)
-            yield Arrived(start, count, memory, sums, buffer)
+            yield Arrived(start, count, memory, sums, buffer, room)
             index += count
 
     def let_go(self, *runs: Arrived) -> None:

@@ -10,9 +10,12 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from kvstore.address import Chain
-from kvstore.node.wanted import Wanted, sizes_of
+from kvstore.node.memory_puts import Room
+from kvstore.node.wanted import Wanted, section_bytes, sizes_of
 from kvstore.sections import Buffers, Planes, Sections
+from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.frames import RUN_BYTES_MAX
+from kvstore.wire.bulk.runs import PARTS_BYTES, receive_sections
 from kvstore.wire.bulk.sums import block_sums, plane_sums
 from kvstore.wire.statuses import BrokenTransfer
 from kvstore.writes import RUNS_IN_MEMORY
@@ -45,6 +48,25 @@ class Cargo:
     def sums_count(self, count: int) -> int:
         """Number of checksums that come with a run of ``count`` chunks."""
         return self._wanted.namespace.layout.section_count if isinstance(self._wanted, Chain) else count
+
+    def suits_room(self, first: int, count: int) -> bool:
+        """True if native code can receive a run section by section: they have one size, and it suits the checksums."""
+        sizes = {b - a for a, b in pairwise(self._ends[first - self.first : first - self.first + count + 1])}
+        is_chain = isinstance(self._wanted, Chain)
+        return len(sizes) == 1 and (
+            section_bytes(self._wanted, first) % PARTS_BYTES == 0 if is_chain and count > 1 else min(sizes) > 0
+        )
+
+    def receive(self, channel: Channel, room: Room) -> None:
+        """Receives a run into its room, with the checksums of its sections. Raises BrokenTransfer as ``sections`` does,
+        LinkBroken, LinkLate.
+        """
+        count, is_chain = len(room.slots), isinstance(self._wanted, Chain)
+        size = section_bytes(self._wanted, room.first)
+        sums = receive_sections(channel, room.bases(), size, count if is_chain else 1)
+        if sums is None:
+            raise _broken("chunks" if is_chain else "blocks", room.first, count)
+        room.sums = sums
 
     def sections(self, first: int, count: int, memory: memoryview, sums: tuple[int, ...]) -> Sections:
         """Returns the sections of a run that is here. Raises BrokenTransfer if they do not match its checksums."""

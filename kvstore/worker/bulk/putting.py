@@ -101,7 +101,7 @@ class BulkPuts:
                     and self._arriving.has_room(request.connection, cargo.all_bytes, reserved)
                 )
                 channel.send(Kind.READY, request.number, [encode_span(first, count)])
-                runs = self._arriving.runs(request.connection, cargo, reserved, is_behind=is_behind)
+                runs = self._arriving.runs(request.connection, cargo, write, reserved, is_behind=is_behind)
                 if is_behind:
                     written = self._write_behind(request, write, cargo, list(runs), reserved, acknowledged)
                 else:
@@ -118,6 +118,9 @@ class BulkPuts:
     ) -> Written:
         """Stores chunks as they arrive."""
         for run in runs:
+            if run.room is not None:
+                write.fill(run.room)
+                continue
             sections = cargo.sections(run.first, run.count, run.memory, run.sums)
             write.add(sections, run.first, run.count, deadline(), partial(self._release, request, cargo, run))
         written = write.finish(deadline())
