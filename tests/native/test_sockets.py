@@ -15,6 +15,7 @@ import pytest
 from kvstore import Layout
 from kvstore.address import Chain
 from kvstore.client.bulk.receiving import Natively
+from kvstore.format.checksum import checksum
 from kvstore.format.header import Damaged
 from kvstore.namespace import Namespace
 from kvstore.native import is_available
@@ -23,7 +24,7 @@ from kvstore.node.wanted import image_bytes
 from kvstore.sections import Planes
 from kvstore.sources import RandomIds
 from kvstore.wire.bulk.channel import Channel, LinkBroken, LinkLate
-from kvstore.wire.bulk.runs import receive_planes, send_run
+from kvstore.wire.bulk.runs import receive_planes, receive_sections, send_run
 from kvstore.wire.bulk.sums import plane_sums
 from tests.native.test_same_results import LARGE, MANY, UNALIGNED
 from tests.node.stores import SMALL, TINY
@@ -197,3 +198,28 @@ def test_planes_are_received_with_their_sums(size_bytes: int, natively: bool, mo
             assert receive_planes(channel, [out[0].data, out[1].data]) is (turned is None)
             assert channel.receive(4) == b"next"
         assert turned is not None or np.array_equal(out, planes)
+
+
+@pytest.mark.parametrize(
+    ("planes", "parts", "size_bytes"),
+    [(3, 1, 100), (3, 2, 1024), (2, 300, 1024), (2, 3, 256 << 10), (2, 3, 257 << 10), (1, 2, 600 << 10), (5, 9, 16384)],
+)
+def test_sections_are_received_with_their_sums_and_those_of_their_planes(
+    planes: int, parts: int, size_bytes: int
+) -> None:
+    sections = np.random.default_rng(6).integers(0, 256, (planes * parts, size_bytes), np.uint8)
+    rows = sections.reshape(1, planes, -1)
+    content = sections.tobytes() + np.array(plane_sums(Planes(rows, parts * size_bytes), 0, 1), "<u8").tobytes()
+    order = np.random.default_rng(7).permutation(len(sections))
+    for turned in (None, 0, size_bytes - 1, sections.nbytes - 1, sections.nbytes + 8 * planes - 1):
+        wrong, out = bytearray(content), np.zeros_like(sections)
+        if turned is not None:
+            wrong[turned] ^= 1
+        bases = out.ctypes.data + order.astype(np.uint64) * np.uint64(size_bytes)
+        with fed(bytes(wrong) + b"next", turned or 0) as channel:
+            sums = receive_sections(channel, bases, size_bytes, parts)
+            assert channel.receive(4) == b"next"
+        assert (sums is None) == (turned is not None)
+        if sums is not None:
+            assert sums.tolist() == [checksum(section.data) for section in sections]
+            assert np.array_equal(out[order], sections)

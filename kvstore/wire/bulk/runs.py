@@ -33,7 +33,7 @@ def send_run(channel: Channel, planes: Planes, first: int, count: int) -> None:
     bases = planes.addresses()
     rows, sums = _rows(bases, planes.offset(first), count * planes.section_bytes), np.zeros(len(bases), "<u8")
     gone = ctypes.create_string_buffer(native.SENT_BYTES)
-    channel.send_by(partial(native.library.kv_send, rows.ctypes.data, _at(sums), gone))
+    channel.send_by(partial(native.library.kv_send, rows.ctypes.data, sums.ctypes.data, gone))
     channel.send_bytes([sums.view(np.uint8).data])
 
 
@@ -58,7 +58,7 @@ def receive_sections(
     rows, sums, planes = _rows(bases, 0, size_bytes), np.zeros(len(bases), "<u8"), np.zeros(len(bases) // parts, "<u8")
     came = ctypes.create_string_buffer(native.ROWS_BYTES)
     receive = native.library.kv_receive_rows
-    channel.receive_by(partial(receive, rows.ctypes.data, parts, _at(sums), _at(planes), came))
+    channel.receive_by(partial(receive, rows.ctypes.data, parts, sums.ctypes.data, planes.ctypes.data, came))
     found = planes if parts > 1 else sums
     return sums if channel.receive(found.nbytes) == found.tobytes() else None
 
@@ -66,13 +66,8 @@ def receive_sections(
 def _rows(bases: npt.NDArray[np.uint64], offset: int, size_bytes: int) -> npt.NDArray[np.void]:
     """Returns the structure for native code: ``size_bytes`` from each base on."""
     rows: npt.NDArray[np.void] = np.zeros(1, native.CHUNK)
-    rows["bases"] = _at(bases)
+    rows["bases"] = bases.ctypes.data
     rows["offset"] = offset
     rows["section_count"] = len(bases)
     rows["section_bytes"] = size_bytes
     return rows
-
-
-def _at(array: npt.NDArray[np.uint64]) -> int:
-    start: int = array.__array_interface__["data"][0]
-    return start

@@ -59,14 +59,14 @@ class Arriving:
     def runs(
         self, connection: Connection, cargo: Cargo, write: Write, reserved: ExitStack, *, is_behind: bool = False
     ) -> Iterator[Arrived]:
-        """Yields the runs of a client, in order. Bytes go straight into the node's memory if ``write`` has room there.
+        """Yields the runs of a client, in order. Bytes go straight into the node's memory while ``write`` has room.
 
         Memory is reserved when the first run comes as bytes. A put behind has reserved it before, or uses the client's
         arena: then nothing may come as bytes.
         """
         channel = connection.channel
         kinds = (Kind.PLACED,) if is_behind and connection.has_arena else (Kind.PLACED, Kind.CHUNKS)
-        is_reserved = is_behind
+        is_reserved, is_straight = is_behind, write.mode is WriteMode.BEHIND
         index, stop = cargo.first, cargo.first + cargo.count
         while index < stop:
             head = channel.receive_head()
@@ -94,8 +94,9 @@ class Arriving:
                 if not is_reserved:
                     reserved.enter_context(self._in_flight.reserved(cargo.in_memory_bytes))
                     is_reserved = True
-                if write.mode is WriteMode.BEHIND and channel.moves_natively and cargo.suits_room(start, count):
+                if is_straight and channel.moves_natively and cargo.suits_room(start, count):
                     room = write.room(start, count)
+                is_straight = room is not None  # chunks reach memory in order, or not at all
                 if room is not None:
                     reserved.callback(write.give_up, room)  # unless it is filled before
                     cargo.receive(channel, room)

@@ -31,6 +31,9 @@ from kvstore.worker.puts_behind import PutsBehind
 from kvstore.worker.putting import blocks_answer, chunks_answer
 from kvstore.writes import WriteMode
 
+SLOW_S = 1.0
+"""A put behind that takes longer is stored while it comes."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Request:
@@ -103,7 +106,7 @@ class BulkPuts:
                 channel.send(Kind.READY, request.number, [encode_span(first, count)])
                 runs = self._arriving.runs(request.connection, cargo, write, reserved, is_behind=is_behind)
                 if is_behind:
-                    written = self._write_behind(request, write, cargo, list(runs), reserved, acknowledged)
+                    written = self._write_behind(request, write, cargo, self._all(write, runs), reserved, acknowledged)
                 else:
                     written = self._store(request, write, cargo, runs, lambda: self._deadline(request))
         except BaseException:
@@ -130,6 +133,19 @@ class BulkPuts:
     def _release(self, request: _Request, cargo: Cargo, run: Arrived) -> None:
         self._arriving.let_go(run)
         request.released(run.first + run.count - cargo.first)
+
+    def _all(self, write: Write, runs: Iterable[Arrived]) -> list[Arrived]:
+        """Waits for all runs; returns those to be stored. A slow put's are stored as they come, if they are in memory:
+        claimed room, which nobody can read or evict, keeps others out.
+        """
+        left, clock = list[Arrived](), self._node.clock
+        slow_s = clock.monotonic_s() + SLOW_S
+        for run in runs:
+            left.append(run)
+            while left and (room := left[0].room) is not None and clock.monotonic_s() > slow_s:
+                write.fill(room)
+                del left[0]
+        return left
 
     def _write_behind(
         self,

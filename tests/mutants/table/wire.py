@@ -16,6 +16,7 @@ CALLS = "bulk/test_calls.py::test_"
 SEALS = "worker/test_seals.py::test_"
 PEERS = "peers_memory/test_fetch.py::test_"
 SUMS = "bulk/test_sums.py::test_"
+ROOMS = "bulk/test_rooms.py::test_"
 
 COUNTING = [
     mutant(
@@ -110,6 +111,24 @@ PUTTING = [
         "wire: checksums of a run of chunks",
         edit("kvstore.worker.bulk.cargo:Cargo._planes", "if sums and", "if False and"),
         f"{HOSTILE}bytes_that_do_not_match_their_checksums_are_refused[tcp]",
+    ),
+    mutant(
+        "bulk-room-unverified",
+        "wire: checksums of a run that comes straight into memory",
+        edit("kvstore.wire.bulk.runs:receive_sections", "== found.tobytes()", "!= b''"),
+        f"{ROOMS}i1_a_run_with_a_bit_turned_is_not_taken[0-True]",
+    ),
+    mutant(
+        "bulk-room-kept",
+        "wire: room for a run that does not come is given back",
+        skip("kvstore.node.write:Write.give_up"),
+        f"{ROOMS}room_for_a_client_that_goes_away_is_given_back[True]",
+    ),
+    mutant(
+        "bulk-room-claimed-long",
+        "wire: a slow put behind is stored while it comes",
+        edit("kvstore.worker.bulk.putting:BulkPuts._all", "clock.monotonic_s() > slow_s", "False"),
+        f"{ROOMS}a_slow_put_is_in_memory_as_far_as_it_came",
     ),
     mutant(
         "bulk-blocks-first-block",
