@@ -18,7 +18,7 @@ import numpy as np
 
 log = logging.getLogger(__name__)
 
-ABI = 12
+ABI = 13
 LIBRARY = Path(__file__).with_name("libkvstore.so")
 
 DONE, ABSENT, FOUND, BLOCKED, OTHER, PUBLISHED = range(6)
@@ -68,6 +68,7 @@ class Run(ctypes.Structure):
         ("may_wait", ctypes.c_uint32),
         ("durable", ctypes.c_uint32),
         ("direct", ctypes.c_uint32),
+        ("from_images", ctypes.c_uint32),
     )
 
 

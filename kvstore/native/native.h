@@ -9,7 +9,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KV_ABI 12
+#define KV_ABI 13
 #define KV_PUBLIC __attribute__((visibility("default")))
 /* Each verification has a unique name: tests/mutants builds libraries in which one of them always holds, and shows that
  * a test then fails. Here both macros are the plain verification. */
@@ -42,6 +42,7 @@ typedef struct {
     uint32_t may_wait;               /* reading memory file systems never waits, and they do not know RWF_NOWAIT */
     uint32_t durable;
     uint32_t direct;                 /* uncached data will be read around the page cache */
+    uint32_t from_images;            /* a put's sections lie in images, behind their headers */
 } kv_run;
 
 /* One chunk: its identity, where its sections lie, and its status. Section s lies at bases[s] + offset; if bases is

@@ -34,6 +34,14 @@ static int write_part(const kv_chunk *chunk, int fd, uint64_t at, uint64_t stop)
     return 1;
 }
 
+/* True if the sections, which have the checksums in `table`, are those of an image that is right. Bytes that changed in
+ * memory would get new checksums, and pass as right ever after. */
+static int is_of_image(const kv_run *run, const kv_chunk *chunk, const uint64_t *table) {
+    const uint8_t *image = kv_section(chunk, 0) - chunk->header_bytes;
+    return KV_CHECK(staged_image_header, kv_header_fits(run, chunk, image)) &&
+           KV_CHECK(staged_image_sums, !memcmp(table, kv_table(chunk, image), chunk->section_count * sizeof *table));
+}
+
 /* Writes a whole chunk file into `fd`, which is empty. */
 static int write_chunk(const kv_run *run, const kv_chunk *chunk, int fd, uint8_t *header) {
     uint64_t payload = kv_payload_bytes(chunk), at = 0;
@@ -46,6 +54,7 @@ static int write_chunk(const kv_run *run, const kv_chunk *chunk, int fd, uint8_t
         kv_sum(chunk, table, &hash, at, stop);
         at = stop;
     }
+    if (run->from_images && !is_of_image(run, chunk, table)) return 0;
     kv_header_end(chunk, header);
     return pwrite(fd, header, chunk->header_bytes, 0) == (ssize_t)chunk->header_bytes;
 }

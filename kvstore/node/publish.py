@@ -263,7 +263,7 @@ class Publication:
 
     def _publish_unordered(self, put: SharedPut, indexes: list[int]) -> list[int]:
         """Publishes blocks of a run by one call; returns those that are left."""
-        if not self._still_right(indexes).all():
+        if not put.is_right and not self._still_right(indexes).all():
             return indexes
         places = np.asarray(indexes, np.int32) - np.int32(put.run.first)
         with self._changed:
@@ -318,9 +318,9 @@ class Publication:
         if not isinstance(ready, SharedPut):
             return 0
         self._renew_before(first)
-        right = self._still_right(range(first, stop))
-        if not right.all():
-            stop = first + int(right.argmin())
+        if not ready.is_right:
+            right = self._still_right(range(first, stop))
+            stop = stop if right.all() else first + int(right.argmin())
         places = np.arange(first - ready.run.first, stop - ready.run.first, dtype=np.int32)
         count, size_bytes = self._chunks.runs.publish(ready, places, ordered=True)
         self._count(count, size_bytes)

@@ -166,7 +166,7 @@ class Puts:
         self.view.check_room()
         sweeps = self.view.sweeps
         chain = wanted.leading(self.view.leading(wanted))
-        count = min(memory.verified(slots), len(chain) - job.first)
+        count = min(slots.leading_count, len(chain) - job.first)  # each is verified once it is staged
         root, present = self._begin_root(
             chain, job.first, job.hints, deadline, lambda indexes: memory.all_still_right(slots, indexes)
         )

@@ -61,6 +61,7 @@ class Run(Items):
         if sections is not None:
             self.lay(sections)
         if isinstance(sections, Images):
+            self.common.from_images = True
             self.origins = {index: sections.origin(index) for index in indexes}
 
     def read(self, start: int, stop: int, borrowed: Borrowed) -> Mask:

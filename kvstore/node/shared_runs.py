@@ -101,6 +101,8 @@ class SharedPut(_SharedRun):
         self._common = native.Run.from_buffer_copy(run.common)
         self._common.session = session.hex().encode()
         self._common.durable = durable
+        self.is_right = bool(run.common.from_images)
+        """True if native code compares what it stages with the images that it comes from."""
 
     def stage(self) -> tuple[Places, bool, int]:
         """Takes a turn. Of a chunk that could not be staged nothing is left.

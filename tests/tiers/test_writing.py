@@ -11,6 +11,7 @@ import pytest
 from kvstore.address import Chain
 from kvstore.format import places
 from kvstore.hints import Hints
+from kvstore.node import write_behind
 from kvstore.root.interface import Root
 from kvstore.writes import Durability, WriteMode
 from tests.node.stores import kv_of
@@ -257,6 +258,24 @@ def test_i1_what_goes_wrong_between_verifying_and_staging_gets_no_name(root: Fau
         with Acting(root.inner) as other:
             assert other.get(1, 6) == 2
         node.assert_settled()
+
+
+@pytest.mark.parametrize("at", [200, 9_000], ids=["header", "section"])
+def test_i1_what_goes_wrong_before_native_code_stages_it_gets_no_name(
+    tmp_root: Path, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It compares what it writes with the image that this comes from."""
+    monkeypatch.setattr(write_behind, "AFTER_S", 0.3)
+    root = on_posix(tmp_root / "root")
+    with Acting(root, limits=quick(behind_give_up_s=0.3 * slowness())) as node:
+        node.put(1, 6)
+        node.damage(1, 2, at)
+        eventually(lambda: not node.stat("behind_bytes"))
+        assert node.on_root(1, 6) == [True] * 2 + [False] * 4
+        assert node.stat("memory_damaged") == 1
+        node.assert_settled()
+    with Acting(root) as other:
+        assert other.get(1, 6) == 2
 
 
 def test_two_writers_of_one_prompt(node: Acting) -> None:

@@ -11,6 +11,7 @@ LAYER = f"{HERE}i1_a_layer_with_a_bit_turned_in_any_piece_is_not_read"
 SAME = "native/test_same_results.py::test_each_damage_has_the_same_result"
 IMAGE = "node/test_images.py::test_i1_what_is_wrong_is_not_taken"
 SOCKET = "native/test_sockets.py::test_"
+STAGED = "tiers/test_writing.py::test_i1_what_goes_wrong_before_native_code_stages_it_gets_no_name"
 
 
 def check(name: str, rule: str, *tests: str) -> Mutant:
@@ -137,6 +138,16 @@ WITHDRAWING = [
 ]
 
 WRITING = [
+    check(
+        "staged_image_header",
+        "MEMORY I1: header of an image that is written to the root",
+        f"{STAGED}[header]",
+    ),
+    check(
+        "staged_image_sums",
+        "MEMORY I1: sections of an image that is written to the root",
+        f"{STAGED}[section]",
+    ),
     check(
         "looked_size",
         "FORMAT 4.3: size of what a put finds",
