@@ -9,7 +9,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KV_ABI 13
+#define KV_ABI 14
 #define KV_PUBLIC __attribute__((visibility("default")))
 /* Each verification has a unique name: tests/mutants builds libraries in which one of them always holds, and shows that
  * a test then fails. Here both macros are the plain verification. */
@@ -82,6 +82,7 @@ typedef struct {
     int32_t *told;        /* out: a read's chunks that are not KV_DONE, or all of a put's; room for `most` + `step` */
     int64_t told_count;
     uint64_t bytes;       /* out: of the sections that it read or wrote */
+    const int32_t *abandoned; /* only for puts: not NULL if what is staged gets its name at once, unless this is not 0 */
 } kv_turn;
 
 /* The hash of one section while its bytes arrive in order; they must lie in one piece. */

@@ -92,26 +92,6 @@ static int stage_one(const kv_run *run, const kv_chunk *chunk, uint8_t *header) 
     return whole ? KV_DONE : KV_OTHER;
 }
 
-/* Looks for chunks that no other lane took, a few at a time, and stages those that are KV_ABSENT. Complete ones get
- * KV_DONE; the others leave nothing behind. Returns 0 once none is left, 1 when the turn is over. */
-KV_PUBLIC int kv_stage_turn(const kv_run *run, kv_chunk *chunks, int64_t count, kv_turn *turn) {
-    uint8_t *header = malloc((size_t)turn->header_bytes);
-    turn->bytes = 0;
-    for (turn->told_count = 0; turn->told_count < turn->most;) {
-        int64_t first, many = kv_take_step(turn, count, &first);
-        if (!many) break;
-        kv_look(run, chunks + first, many);
-        for (int64_t at = first; at < first + many; at++) {
-            turn->told[turn->told_count++] = (int32_t)at;
-            if (chunks[at].status != KV_ABSENT) continue;
-            chunks[at].status = header ? stage_one(run, chunks + at, header) : KV_OTHER;
-            if (chunks[at].status == KV_DONE) turn->bytes += chunks[at].section_count * chunks[at].section_bytes;
-        }
-    }
-    free(header);
-    return turn->told_count >= turn->most;
-}
-
 /* Publishes as Python does, except for cases that need a decision: a name that is taken, a root that is full or gone.
  * It makes a shard's folder only inside the folder of shards, which the bare mount point of an unmounted root does not
  * have. */
@@ -137,4 +117,27 @@ KV_PUBLIC void kv_publish(const kv_run *run, kv_chunk *chunks, const int32_t *pl
         if (chunk->status == KV_DONE && publish_one(run, chunk)) chunk->status = KV_PUBLISHED;
         if (ordered && chunk->status != KV_PUBLISHED) return;
     }
+}
+
+/* Looks for chunks that no other lane took, a few at a time, and stages those that are KV_ABSENT. Complete ones get
+ * KV_DONE; the others leave nothing behind. A turn that may publishes them at its end; what was staged before the put
+ * was abandoned has the bytes that the caller meant. Returns 0 once none is left, 1 when the turn is over. */
+KV_PUBLIC int kv_stage_turn(const kv_run *run, kv_chunk *chunks, int64_t count, kv_turn *turn) {
+    uint8_t *header = malloc((size_t)turn->header_bytes);
+    turn->bytes = 0;
+    for (turn->told_count = 0; turn->told_count < turn->most;) {
+        int64_t first, many = kv_take_step(turn, count, &first);
+        if (!many) break;
+        kv_look(run, chunks + first, many);
+        for (int64_t at = first; at < first + many; at++) {
+            turn->told[turn->told_count++] = (int32_t)at;
+            if (chunks[at].status != KV_ABSENT) continue;
+            chunks[at].status = header ? stage_one(run, chunks + at, header) : KV_OTHER;
+            if (chunks[at].status == KV_DONE) turn->bytes += chunks[at].section_count * chunks[at].section_bytes;
+        }
+    }
+    free(header);
+    if (turn->abandoned && KV_CHECK(put_goes_on, !__atomic_load_n(turn->abandoned, __ATOMIC_SEQ_CST)))
+        kv_publish(run, chunks, turn->told, turn->told_count, 0);
+    return turn->told_count >= turn->most;
 }

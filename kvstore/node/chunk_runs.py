@@ -6,6 +6,7 @@ Failures are reported; ``Chunks`` redoes those one by one. Called on lanes only.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -223,10 +224,20 @@ class ChunkRuns:
         return size_bytes
 
     def shared_put(
-        self, run: Run, sizes: Sizes, depths: npt.NDArray[np.int64], *, durable: bool, hints: Hints
+        self,
+        run: Run,
+        sizes: Sizes,
+        depths: npt.NDArray[np.int64],
+        *,
+        durable: bool,
+        hints: Hints,
+        abandoned: ctypes.c_int32 | None = None,
     ) -> SharedPut:
-        """Returns a run that several lanes put together; ``depths`` are the indexes of its chunks in their prompt."""
-        put = SharedPut(run, sizes, self._writer.session(), durable, self._known.epoch)
+        """Returns a run that several lanes put together; ``depths`` are the indexes of its chunks in their prompt.
+
+        ``abandoned`` is as in ``SharedPut``.
+        """
+        put = SharedPut(run, sizes, self._writer.session(), durable, self._known.epoch, abandoned)
         indexes = np.arange(run.first, run.first + run.count)
         run.items["number"] = list(islice(self._writer.numbers, run.count))
         run.items["incarnation"] = np.frombuffer(b"".join(self._incarnations_of(run, indexes)), "V16")
@@ -237,7 +248,7 @@ class ChunkRuns:
         """Takes one lane's turn at a put: looks for chunks and stages those that are missing.
 
         Returns the offsets of the chunks that it took, and whether there may be more. ``Chunks`` does those that are
-        then neither found nor staged.
+        then neither found nor staged; ``published`` counts those that are PUBLISHED.
         """
         self._writer.incarnations.record()
         with self._counters.timed("root", "write") as timed:
@@ -245,7 +256,8 @@ class ChunkRuns:
         self._doubt(put.run, places)
         at = put.run.part(put.run.first, put.run.first)[0]
         self._known.add_run(at, places, native.FOUND, self._quantum(), epoch=put.epoch)
-        self._known.forget_run(at, places, native.DONE)
+        for status in (native.DONE, native.PUBLISHED):
+            self._known.forget_run(at, places, status)
         return places, more
 
     def publish(self, put: SharedPut, places: Places, *, ordered: bool) -> tuple[int, int]:
@@ -254,13 +266,19 @@ class ChunkRuns:
         An ``ordered`` call stops at the first chunk that native code cannot publish. ``Chunks.publish`` does those that
         are not PUBLISHED.
         """
-        epoch, quantum = self._known.epoch, self._quantum()
+        epoch = self._known.epoch
         put.publish(places, ordered=ordered)
+        return self.published(put, places[put.run.items["status"][places] == native.PUBLISHED], epoch)
+
+    def published(self, put: SharedPut, places: Places, epoch: int) -> tuple[int, int]:
+        """Counts chunks that are PUBLISHED; returns how many, and the bytes of their sections.
+
+        ``epoch`` is the epoch of what the node remembers, read before they were published.
+        """
         at = put.run.part(put.run.first, put.run.first)[0]
-        chunks, size_bytes = self._known.add_run(at, places, native.PUBLISHED, quantum, epoch=epoch)
+        chunks, size_bytes = self._known.add_run(at, places, native.PUBLISHED, self._quantum(), epoch=epoch)
         if chunks:
-            published = places[put.run.items["status"][places] == native.PUBLISHED]
-            self._writer.usage.wrote(size_bytes + int(put.run.items["header_bytes"][published].sum()))
+            self._writer.usage.wrote(size_bytes + int(put.run.items["header_bytes"][places].sum()))
             self._counters.add(NodeCount.CHUNKS_WRITTEN, chunks)
             self._counters.add(NodeCount.BYTES_WRITTEN, size_bytes)
         return chunks, size_bytes

@@ -7,6 +7,7 @@ and all that wait behind it. Engine-hashed blocks have no parents: each is publi
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 
@@ -35,6 +36,8 @@ TURN_FILES_MAX = 256
 """Files staged by one call; one of them is open at a time."""
 TURN_SYNCED_MAX = 16
 """Files staged by one call if each is synced: a lane that is in one call for ``stall_s`` counts as hung."""
+TURN_PUBLISHED_MAX = 128
+"""Files staged and published by one call."""
 ROOM_S = 1.0
 """How long a lane that finds the root full waits for the turns of the others to end."""
 PUBLISHED_MAX = 64
@@ -55,9 +58,9 @@ def vouched(indexes: Sequence[int]) -> Mask:
     return np.ones(len(indexes), np.bool_)
 
 
-def put_sizes(chunk_bytes: int, durable: bool) -> Sizes:
-    """Returns how many chunks of about that size a lane takes, and stages in one call."""
-    most = max(1, min(TURN_BYTES_MAX // max(1, chunk_bytes), TURN_SYNCED_MAX if durable else TURN_FILES_MAX))
+def put_sizes(chunk_bytes: int, files_max: int) -> Sizes:
+    """Returns how many chunks of about that size a lane takes, and does in one call."""
+    most = max(1, min(TURN_BYTES_MAX // max(1, chunk_bytes), files_max))
     return Sizes(max(1, min(STEP_BYTES // max(1, chunk_bytes), most)), most)
 
 
@@ -93,9 +96,13 @@ class Publication:
         self._there = np.zeros(len(wanted), np.bool_)
         self._next = first
         self._publishing = False
-        self.is_abandoned = False
-        """True once nothing more is published."""
+        self._abandoned = ctypes.c_int32(0)
         self._renewed = False
+
+    @property
+    def is_abandoned(self) -> bool:
+        """True once nothing more is published."""
+        return bool(self._abandoned.value)
 
     def look(self, index: int) -> bool:
         """True if chunk ``index`` is in the store; notes one whose hints this put has to raise."""
@@ -131,10 +138,16 @@ class Publication:
 
     def begin_run(self, run: Run) -> SharedPut:
         """Returns chunks that lanes find, stage and publish together, by ``add_turn``."""
-        sizes = put_sizes(mean_bytes(self.wanted, run.first, run.count), self._durable)
+        # Blocks from memory that the caller vouches for need no look between staging and publishing.
+        at_once = not self._is_chain and not self._durable and self._still_right is vouched
+        files_max = TURN_SYNCED_MAX if self._durable else TURN_PUBLISHED_MAX if at_once else TURN_FILES_MAX
+        sizes = put_sizes(mean_bytes(self.wanted, run.first, run.count), files_max)
         first, stop, depths = run.first, run.first + run.count, self.wanted.depths
         indexes = np.array(depths[first:stop], np.int64) if depths else np.arange(first, stop)
-        return self._chunks.runs.shared_put(run, sizes, indexes, durable=self._durable, hints=self._hints)
+        abandoned = self._abandoned if at_once else None
+        return self._chunks.runs.shared_put(
+            run, sizes, indexes, durable=self._durable, hints=self._hints, abandoned=abandoned
+        )
 
     def add_turn(self, put: SharedPut) -> tuple[list[int], bool]:
         """Takes one lane's turn: finds or stages chunks that no other lane took, and publishes what it can.
@@ -147,6 +160,13 @@ class Publication:
             self._turns += 1
         try:
             places, more = self._chunks.runs.stage(put)
+            published = put.run.items["status"][places] == native.PUBLISHED
+            if published.any():
+                done, places = places[published], places[~published]
+                self._there[put.run.first + done] = True
+                self._count(*self._chunks.runs.published(put, done, put.epoch))
+                if not len(places):
+                    return [], more
             taken, indexes = put.taken(places), put.run.first + places
             staged, found = taken["status"] == native.DONE, taken["status"] == native.FOUND
             ready: dict[int, Ready] = dict.fromkeys(indexes[staged].tolist(), put)
@@ -178,7 +198,7 @@ class Publication:
     def abandon(self) -> list[Staged]:
         """Publishes nothing more. Returns what is staged, for the caller to discard without hurry. Idempotent."""
         with self._changed:
-            self.is_abandoned = True
+            self._abandoned.value = 1
             waiting = {index: ready for index, ready in self._ready.items() if ready}
             self._ready = {index: None for index, ready in self._ready.items() if not ready}
         return self._staged(waiting)

@@ -42,6 +42,7 @@ class _SharedRun:
         self._sizes = sizes
         self._next = ctypes.c_int64(0)
         self._header_bytes = int(run.items["header_bytes"].max())
+        self._abandoned: ctypes.c_int32 | None = None
         self._start = run.part(run.first, run.first)[0]
         run.items["status"] = native.OTHER
 
@@ -56,7 +57,10 @@ class _SharedRun:
         at = told.__array_interface__["data"][0]
         taken = ctypes.pointer(self._next)
         files = max(sizes.step, sizes.files)
-        return native.Turn(taken, sizes.step, sizes.most, files, self._header_bytes, at), told
+        turn = native.Turn(taken, sizes.step, sizes.most, files, self._header_bytes, at)
+        if self._abandoned is not None:
+            turn.abandoned = ctypes.pointer(self._abandoned)
+        return turn, told
 
 
 class SharedRead(_SharedRun):
@@ -93,9 +97,21 @@ class SharedPut(_SharedRun):
     Numbers for the names, incarnations and stamps are in the items before the first turn.
     """
 
-    def __init__(self, run: Run, sizes: Sizes, session: bytes, durable: bool, epoch: int) -> None:
-        """``epoch`` is the epoch of what the node remembers, read before anybody looks at the root."""
+    def __init__(
+        self,
+        run: Run,
+        sizes: Sizes,
+        session: bytes,
+        durable: bool,
+        epoch: int,
+        abandoned: ctypes.c_int32 | None = None,
+    ) -> None:
+        """``epoch`` is the epoch of what the node remembers, read before anybody looks at the root.
+
+        With ``abandoned`` a turn publishes what it staged, unless that is set by then.
+        """
         super().__init__(run, sizes)
+        self._abandoned = abandoned
         self.epoch = epoch
         self._session = session
         self._common = native.Run.from_buffer_copy(run.common)

@@ -21,10 +21,10 @@ from kvstore.errors import InvalidRequest
 from kvstore.native import is_available
 from kvstore.native import library as native
 from kvstore.node import runs
-from kvstore.node.publish import TURN_SYNCED_MAX
+from kvstore.node.publish import TURN_PUBLISHED_MAX, TURN_SYNCED_MAX
 from kvstore.node.reading import GROUP_FILES_MAX
 from kvstore.node.runs import Run
-from kvstore.node.shared_runs import SharedRead, Sizes
+from kvstore.node.shared_runs import Places, SharedPut, SharedRead, Sizes
 from kvstore.root.posix import PosixRoot
 from kvstore.sections import planes_of
 from kvstore.writes import Durability
@@ -90,6 +90,30 @@ def test_a_durable_put_syncs_few_files_in_one_call(tmp_root: Path, monkeypatch: 
     finally:
         store.close()
     assert noted.turns and max(turn.told_count for turn in noted.turns) <= TURN_SYNCED_MAX
+
+
+def test_blocks_get_their_names_in_the_turn_that_stages_them_and_it_has_few(
+    tmp_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted, published = Noted(native.library, "kv_stage_turn"), []
+
+    def publish(self: SharedPut, at: Places, *, ordered: bool) -> None:
+        published.append(len(at))
+
+    monkeypatch.setattr(native, "library", noted)
+    monkeypatch.setattr(SharedPut, "publish", publish)
+    keys = [at.to_bytes(16, "little") for at in range(500)]
+    with opened(tmp_root, native=True) as store:
+        blocks = store.namespace("m", TINY).blocks
+        blocks.put([b"first".ljust(16)], [b"makes the folder of shards"])
+        published.clear()
+        assert blocks.put(keys, [key * 2 for key in keys]) == [True] * len(keys)
+        found = [bytearray(32) for _ in keys]
+        assert blocks.get(keys, found) == [True] * len(keys)
+        assert found == [key * 2 for key in keys]
+        assert store.stats()["chunks_written"] == 1 + len(keys)
+    assert not published
+    assert noted.turns and max(turn.told_count for turn in noted.turns) <= TURN_PUBLISHED_MAX
 
 
 def test_a_forked_child_does_not_read_into_memory_of_its_parent() -> None:

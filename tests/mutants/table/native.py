@@ -160,6 +160,11 @@ WRITING = [
         "native/test_looks.py::test_absence_is_believed_only_where_it_is_certain",
     ),
     check("staged_whole", "FORMAT W1: a file is staged whole", f"{HERE}a_put_that_could_not_be_written_leaves_nothing"),
+    check(
+        "put_goes_on",
+        "a put that was given up publishes nothing that it staged afterwards",
+        "native/test_interrupts.py::test_an_interrupted_put_of_blocks_stores_nothing_that_came_later[native]",
+    ),
 ]
 
 MUTANTS: list[Mutant] = [*HEADERS, *READING, *MEMORY, *SOCKETS, *WITHDRAWING, *WRITING]
