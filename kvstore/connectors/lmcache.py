@@ -22,9 +22,18 @@ from lmcache.v1.platform import create_event_notifier
 
 from kvstore.background import Tasks
 from kvstore.client import Cache
-from kvstore.connectors.lmcache_keys import OPAQUE, ModelCaches, Settings, places_by_name, read_blocks, tensors
+from kvstore.connectors.lmcache_keys import (
+    OPAQUE,
+    ModelCaches,
+    Settings,
+    name_of,
+    places_by_name,
+    read_blocks,
+    tensors,
+    tensors_of,
+)
 from kvstore.connectors.lmcache_locks import Locks
-from kvstore.connectors.settings import LateStore, block_key, text
+from kvstore.connectors.settings import LateStore
 from kvstore.connectors.trouble import Trouble
 from kvstore.errors import HoldBroken, KVStoreError
 from kvstore.sources import SystemClock
@@ -279,17 +288,11 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             yield part
 
     def _name_of(self, key: Any, made_of: str) -> bytes:
-        told = [f"{key.kv_rank:#x}", str(key.object_group_id), key.cache_salt, made_of]
-        if made_of == OPAQUE:
-            told.append(self._opaque)
-        return block_key(key.chunk_hash, *map(text, told))
+        return name_of(key, made_of, self._opaque)
 
     def _key_of(self, key: Any, made: Any) -> bytes:
         """Returns the block's key: LMCache's key, and the object that is stored or loaded."""
-        meta = made.meta
-        if meta.shapes is None:
-            return self._name_of(key, tensors([meta.shape], [meta.dtype]))
-        return self._name_of(key, tensors(meta.shapes, meta.dtypes))
+        return self._name_of(key, tensors_of(made.meta))
 
     def _by_model(self, keys: Sequence[Any]) -> list[tuple[Cache, list[int]]]:
         return [(self._caches.of(model), at) for model, at in places_by_name([key.model_name for key in keys]).items()]

@@ -10,16 +10,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from kvstore.client import Cache
 from kvstore.connectors.opening import number
-from kvstore.connectors.settings import TIMEOUT_S_MAX, LateStore, StoreSettings
+from kvstore.connectors.settings import TIMEOUT_S_MAX, LateStore, StoreSettings, key_of, packed, text
 from kvstore.errors import WrongSize
 
 MODELS_MAX = 256
 """Models of one LMCache that are remembered; beyond that the oldest is opened again when it comes back."""
 THREADS_MAX = 64
+KINDS_MAX = 256
+"""Kinds of objects whose parts of a key are remembered, because many objects of one call share them."""
 OPAQUE = ""
 """The tensors of an object that is only bytes, such as a compressed one."""
 
@@ -55,6 +58,30 @@ class ModelCaches:
             while len(self._caches) >= MODELS_MAX:
                 del self._caches[next(iter(self._caches))]
             return self._caches.setdefault(model, cache)
+
+
+def name_of(key: Any, made_of: str, opaque: str) -> bytes:
+    """Returns the key of a block: LMCache's key, and its tensors; ``opaque`` tells bytes of different origin apart."""
+    parts = packed(key.chunk_hash, text(f"{key.kv_rank:#x}"))
+    return key_of(parts + _shared(str(key.object_group_id), key.cache_salt, made_of, opaque))
+
+
+@lru_cache(KINDS_MAX)
+def _shared(group: str, salt: str, made_of: str, opaque: str) -> bytes:
+    told = [group, salt, made_of, opaque] if made_of == OPAQUE else [group, salt, made_of]
+    return packed(*map(text, told))
+
+
+def tensors_of(meta: Any) -> str:
+    """Returns the tensors of an object by its metadata, as ``tensors`` does."""
+    if meta.shapes is None:
+        return _tensors((tuple(meta.shape),), (meta.dtype,))
+    return _tensors(tuple(map(tuple, meta.shapes)), tuple(meta.dtypes))
+
+
+@lru_cache(KINDS_MAX)
+def _tensors(shapes: tuple[tuple[int, ...], ...], dtypes: tuple[Any, ...]) -> str:
+    return tensors(shapes, dtypes)
 
 
 def tensors(shapes: Iterable[Iterable[int]], dtypes: Iterable[Any]) -> str:

@@ -29,6 +29,7 @@ PAUSE_S = 5.0
 """After the store could not be opened, calls are misses for this long."""
 OPAQUE_LAYOUT = Layout(1, 1, 1, "int8", 1)
 """The layout of namespaces whose keys describe their blocks."""
+_ENGINE_KEY = blake2b(digest_size=32, person=b"kvstore.engine")  # a copy costs less than a new one
 
 
 def _marks(given: Any) -> list[Any]:
@@ -122,10 +123,18 @@ class LateStore:
 
 def block_key(*parts: bytes) -> bytes:
     """Returns the 32-byte key of a block that all ``parts`` identify together."""
-    state = blake2b(digest_size=32, person=b"kvstore.engine")
-    for part in parts:
-        state.update(len(part).to_bytes(8, "little"))
-        state.update(part)
+    return key_of(packed(*parts))
+
+
+def packed(*parts: bytes) -> bytes:
+    """Returns ``parts`` one after the other, each behind its length."""
+    return b"".join([each for part in parts for each in (len(part).to_bytes(8, "little"), part)])
+
+
+def key_of(identity: bytes) -> bytes:
+    """Returns the key of a block that ``packed`` parts identify: for many keys that share parts."""
+    state = _ENGINE_KEY.copy()
+    state.update(identity)
     return state.digest()
 
 
