@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -131,13 +132,21 @@ def test_a_file_that_went_between_two_layers_ends_them_there(tmp_root: Path, mon
     layout = replace(SMALL, layers=4)
     tokens = np.arange(6 * SMALL.chunk_tokens)
     kv = kv_of(layout, tokens)
-    real = ChunkRuns.read_layers
+    real, left, first_is_read = ChunkRuns.read_layers, set(range(6)), threading.Event()
 
-    def read_layers(self: ChunkRuns, run: LayerRun, band: int, *rest: Any) -> npt.NDArray[np.bool_]:
-        if band == 1:  # after the first was read, and before any of the second is
+    def read_layers(
+        self: ChunkRuns, run: LayerRun, band: int, layers: range, addresses: Any, start: int, stop: int, *rest: Any
+    ) -> npt.NDArray[np.bool_]:
+        if band == 1:  # before any of it is read
+            assert first_is_read.wait(PATIENCE_S)
             for file in chunk_files(tmp_root):
                 file.unlink(missing_ok=True)
-        return real(self, run, band, *rest)
+        done = real(self, run, band, layers, addresses, start, stop, *rest)
+        if band == 0:
+            left.difference_update(range(start, stop))
+            if not left:
+                first_is_read.set()
+        return done
 
     monkeypatch.setattr(ChunkRuns, "read_layers", read_layers)
     with opened(tmp_root, native=True, limits=Limits(open_files_max=1)) as store:
