@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 
+from kvstore.errors import StoreClosed
 from kvstore.node.lanes import Lanes
 from kvstore.node.limits import Limits
 from kvstore.sources import Clock
@@ -22,18 +23,25 @@ class FileLanes:
         self._lock = threading.Lock()
         self._lanes: Lanes | None = None
         self._copiers: Lanes | None = None
+        self._closed = False
 
     def get(self) -> Lanes:
-        """Those for files."""
+        """Those for files. Raises StoreClosed after ``close``: nobody would end them."""
         with self._lock:
+            self._check()
             self._lanes = self._lanes or self._made(2)
             return self._lanes
 
     def copiers(self) -> Lanes:
-        """Those that never wait for a device: so memory is read while the root hangs."""
+        """Those that never wait for a device: so memory is read while the root hangs. Raises StoreClosed as ``get``."""
         with self._lock:
+            self._check()
             self._copiers = self._copiers or self._made(1)
             return self._copiers
+
+    def _check(self) -> None:
+        if self._closed:
+            raise StoreClosed
 
     def _made(self, requests: int) -> Lanes:
         limits = Limits()
@@ -42,6 +50,7 @@ class FileLanes:
     def close(self) -> None:
         """Ends them. Idempotent."""
         with self._lock:
+            self._closed = True
             for lanes in (self._lanes, self._copiers):
                 if lanes is not None:
                     lanes.close()

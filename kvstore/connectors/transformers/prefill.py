@@ -72,7 +72,7 @@ def prefill_with_store(
         except GO_ON as error:
             log.warning("prefill.without_store %s", error)
     end = (input_ids.shape[1] - 1) // chunk_tokens * chunk_tokens
-    prefix, tokens = input_ids[:, :end], input_ids[0, :end].cpu().numpy()
+    prefix, tokens = input_ids[:, :end], input_ids[0, :end].to("cpu", copy=True).numpy()
     past, loaded = DynamicCache(config=model.config), 0
     if cache is not None:
         loaded = _load(cache, kept, tokens, past)
@@ -151,12 +151,16 @@ def _compute(model: Any, kept: Kept, prefix: Any, past: Any, start: int, piece_t
 
 
 def _put(cache: Cache, tokens: Any, leaving: Leaving, start: int) -> None:
+    """Stores what was computed. ``tokens`` must be a copy: the caller may use its prompt's memory again meanwhile."""
     layout, rows = cache.layout, leaving.rows()
     array = rows.view(torch.uint8).numpy().view(layout.numpy_dtype)
     try:
-        cache.put(tokens, array.reshape(layout.shape(rows.shape[2])), prefix=start)
+        present = cache.put(tokens, array.reshape(layout.shape(rows.shape[2])), prefix=start).tokens_present
     except GO_ON as error:
         log.warning("prefill.not_stored %s", error)
+        return
+    if present < len(tokens):
+        log.warning("prefill.not_stored only the first %d of %d tokens are in the store", present, len(tokens))
 
 
 def _heads(rows: Any, shape: tuple[int, int]) -> Any:

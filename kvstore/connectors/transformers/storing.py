@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
-import threading
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 
 from kvstore.client import Cache, Store
 from kvstore.errors import InvalidRequest
+from kvstore.waiting import Monitor
 
 log = logging.getLogger(__name__)
 
 BYTES_MAX = 4 << 30
+CLOSE_S = 60.0
 
 
 class Storing:
@@ -24,34 +26,61 @@ class Storing:
 
     ``bytes_max`` bounds the host memory of the KV that waits. A prompt that does not fit beside what waits is stored
     before its prefill returns. Close it before the store. What waits when the process is killed is lost, as a miss.
+
+    Raises InvalidRequest for anything but a store or a cache.
     """
 
     def __init__(self, store: Store | Cache, bytes_max: int = BYTES_MAX) -> None:
-        if not isinstance(bytes_max, int) or bytes_max < 0:
+        if not isinstance(store, Store | Cache):
+            raise InvalidRequest(
+                f"store is a {type(store).__name__}: expected what kvstore.open or kvstore.connect returns"
+            )
+        if not isinstance(bytes_max, int) or isinstance(bytes_max, bool) or bytes_max < 0:
             raise InvalidRequest(f"bytes_max={bytes_max!r}: expected a number of bytes, 0 or more")
         self.store = store
         self._bytes_max = bytes_max
-        self._lock = threading.Lock()
+        self._process = os.getpid()
+        self._changed = Monitor()
+        # Guarded by _changed.
         self._bytes = 0
+        self._prompts = 0
+        self._closed = False
         # The standard one: its thread ends when this is dropped, and is waited for when the interpreter ends.
         self._thread = ThreadPoolExecutor(1, "kvstore-prefill-store")
 
+    def __repr__(self) -> str:
+        return f"<kvstore.Storing {self._prompts} prompts wait, {self.store!r}>"
+
     def submit(self, store: Callable[[], object], size_bytes: int) -> bool:
-        """Has the thread call ``store``, which keeps so many bytes; False without room, and once closed."""
-        with self._lock:
-            if self._bytes + size_bytes > self._bytes_max:
+        """Has the thread call ``store``, which keeps so many bytes; False without room, once closed, after a fork."""
+        with self._changed:
+            if self._closed or self._process != os.getpid() or self._bytes + size_bytes > self._bytes_max:
                 return False
             self._bytes += size_bytes
+            self._prompts += 1
         try:
-            self._thread.submit(self._do, store, size_bytes)
-        except RuntimeError:  # closed, or the interpreter ends
+            self._thread.submit(_do, store).add_done_callback(lambda _: self._done(size_bytes))
+        except RuntimeError:  # the interpreter ends
             self._done(size_bytes)
             return False
         return True
 
-    def close(self) -> None:
-        """Waits until all is stored, or given up by the deadlines of puts. Idempotent."""
-        self._thread.shutdown()
+    def close(self, timeout_s: float = CLOSE_S) -> bool:
+        """Waits until all is stored; True if that was in time. What then still waits is given up, with a warning.
+
+        After Ctrl-C all of it is still being stored: close it again to wait for it. Idempotent.
+        """
+        if self._process != os.getpid():
+            return True  # the thread, and what waits, are the parent's
+        with self._changed:
+            self._closed = True
+            # Not a join of the thread: one that Ctrl-C ends says ever after that the thread has ended.
+            self._changed.wait_for(lambda: not self._prompts, timeout_s)
+            left = self._prompts
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        if left:
+            log.warning("prefill.not_stored prompts=%d: the store took longer than %g s", left, timeout_s)
+        return not left
 
     def __enter__(self) -> Storing:
         return self
@@ -59,14 +88,15 @@ class Storing:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def _do(self, store: Callable[[], object], size_bytes: int) -> None:
-        try:
-            store()
-        except Exception:
-            log.exception("prefill.not_stored")
-        finally:
-            self._done(size_bytes)
-
     def _done(self, size_bytes: int) -> None:
-        with self._lock:
+        with self._changed:
             self._bytes -= size_bytes
+            self._prompts -= 1
+            self._changed.notify_all()
+
+
+def _do(store: Callable[[], object]) -> None:
+    try:
+        store()
+    except Exception:
+        log.exception("prefill.not_stored")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -132,9 +134,75 @@ def test_a_bound_that_is_no_number_of_bytes(store: Store, bytes_max: object) -> 
         Storing(store, bytes_max)  # type: ignore[arg-type]
 
 
-def test_only_a_store_or_a_cache() -> None:
+@pytest.mark.parametrize("store", [object(), None, "x"])
+def test_only_a_store_or_a_cache(store: object) -> None:
     with pytest.raises(InvalidRequest, match="expected what kvstore"):
-        prefill_with_store(MODEL, IDS, Storing(object()))  # type: ignore[arg-type]
+        Storing(store)  # type: ignore[arg-type]
+
+
+def test_i1_a_prompt_whose_memory_is_used_again_keeps_its_tokens(store: Store, root: FaultyRoot) -> None:
+    hang, other = Hang(), prompt(100, seed=7)
+    root.set_rules([Rule("stage", hang)])
+    with Storing(store) as storing:
+        given = IDS.clone()
+        prefill_with_store(MODEL, given, storing, chunk_tokens=CHUNK)
+        assert hang.reached.wait(30)
+        prefill_with_store(MODEL, given.copy_(other), storing, chunk_tokens=CHUNK)
+        given.zero_()
+        hang.release.set()
+    for ids in (IDS, other):
+        past = prefill_with_store(MODEL, ids, store, chunk_tokens=CHUNK)
+        assert difference(logits_after(MODEL, ids, past), logits_without_store(MODEL, ids, 96)) == 0.0
+    assert store.stats()["chunks_read"] == 12
+
+
+def test_ctrl_c_while_it_closes_loses_nothing(store: Store, root: FaultyRoot) -> None:
+    """Closing it again waits; a thread's join that was interrupted would say at once that the thread has ended."""
+    hang = Hang()
+    root.set_rules([Rule("stage", hang)])
+    storing = Storing(store)
+    prefill_with_store(MODEL, IDS, storing, chunk_tokens=CHUNK)
+    assert hang.reached.wait(30)
+    interrupt = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        storing.close()
+    assert not storing.close(0.2) and stored(store) == 0
+    hang.release.set()
+    assert storing.close()
+    assert stored(store) == 96
+
+
+def test_what_a_store_does_not_take_in_time_is_given_up_with_a_warning(
+    store: Store, root: FaultyRoot, caplog: pytest.LogCaptureFixture
+) -> None:
+    hang = Hang()
+    root.set_rules([Rule("stage", hang)])
+    storing = Storing(store)
+    for seed in (1, 2):
+        prefill_with_store(MODEL, prompt(100, seed=seed), storing, chunk_tokens=CHUNK)
+    assert hang.reached.wait(30)
+    with caplog.at_level(logging.WARNING):
+        assert not storing.close(0.2)
+    assert "prompts=2" in caplog.text
+    hang.release.set()
+    assert storing.close(), "nothing waits any more"
+    ids = prompt(100, seed=2)
+    assert model_cache(MODEL, store, chunk_tokens=CHUNK).match(ids[0].cpu().numpy()) == 0
+
+
+def test_chunks_behind_a_part_that_was_lost_are_a_warning(
+    store: Store, root: FaultyRoot, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache, short = model_cache(MODEL, store, chunk_tokens=CHUNK), IDS[:, :50]
+    prefill_with_store(MODEL, short, store, chunk_tokens=CHUNK)
+    goes_on = threading.Event()
+    with caplog.at_level(logging.WARNING), Storing(store) as storing:
+        assert storing.submit(lambda: goes_on.wait(30), 0)
+        prefill_with_store(MODEL, IDS, storing, chunk_tokens=CHUNK)
+        cache.clear()
+        goes_on.set()
+    assert "only the first 0 of 96 tokens" in caplog.text
 
 
 def test_it_works_with_an_opened_folder(tmp_root: Path) -> None:
