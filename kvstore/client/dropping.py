@@ -1,7 +1,10 @@
-"""Stores dropped without ``close()``: they warn, and their threads and connections still end."""
+"""Stores that nobody closed: if dropped, they warn, and their threads and connections still end; what they put behind
+is written to the root before the interpreter ends.
+"""
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import threading
@@ -10,9 +13,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import NamedTuple
-from weakref import finalize
+from weakref import WeakSet, finalize
 
 from kvstore.client.port import Port
+from kvstore.node.write_behind import WriteBehind
 
 
 class Place(NamedTuple):
@@ -21,6 +25,10 @@ class Place(NamedTuple):
     file: str
     line: int
 
+
+_open: WeakSet[WriteBehind] = WeakSet()
+"""What stores of this process put behind."""
+_process = 0
 
 _opened_at: ContextVar[Place | None] = ContextVar("_opened_at", default=None)
 
@@ -71,3 +79,25 @@ def _close_dropped(close: Callable[[], None], name: str, place: Place, pid: int)
         place.file,
         place.line,
     )
+
+
+def flush_at_exit(behind: WriteBehind) -> None:
+    """Writes what waits there before the interpreter ends, also where a store was dropped just then.
+
+    So it is lost only where a process is killed, not where a script ends without ``close()``.
+    """
+    global _process
+    if _process != os.getpid():
+        _process = os.getpid()
+        _open.clear()
+        atexit.register(_flush_all)
+        # A child that multiprocessing forked ends without calling what atexit has.
+        if (multiprocessing := sys.modules.get("multiprocessing.util")) is not None:
+            multiprocessing.Finalize(None, _flush_all, exitpriority=0)
+    _open.add(behind)
+
+
+def _flush_all() -> None:
+    if _process == os.getpid():
+        for behind in list(_open):
+            behind.close()

@@ -10,7 +10,7 @@ from weakref import finalize
 
 from kvstore.census.selection import Selection
 from kvstore.client.cache import Cache
-from kvstore.client.dropping import close_when_dropped
+from kvstore.client.dropping import close_when_dropped, flush_at_exit
 from kvstore.client.limits import ClientLimits
 from kvstore.client.local import LocalPort
 from kvstore.client.port import Port
@@ -199,7 +199,9 @@ def open(
 
 
 def _store_of(member: Member, name: str) -> Store:
-    port = LocalPort(member)
+    port, tiers = LocalPort(member), member.node.tiers
+    if tiers is not None:
+        flush_at_exit(tiers.behind)
     return Store(port, close_when_dropped(port, member.close, name))
 
 

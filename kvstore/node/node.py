@@ -477,7 +477,7 @@ class Node:
         if self._moving is not None:
             self._moves.close(timeout_s)
         if self.tiers is not None:
-            self.tiers.close(timeout_s, self.limits.flush_s)
+            self.tiers.close(timeout_s)
         self.segments.close(timeout_s)
         self._refresher.close(timeout_s)
         self.staging.clear(self._lanes, timeout_s, keep_replaced=keep_replaced)

@@ -202,9 +202,9 @@ class TierStack:
             found.update(tier.stats())
         return found
 
-    def close(self, timeout_s: float, flush_s: float) -> None:
+    def close(self, timeout_s: float) -> None:
         """Writes what the root does not have yet, for at most ``flush_s`` (rule W3), and ends everything."""
-        self.behind.close(flush_s)
+        self.behind.close()
         self._demoting.close(timeout_s)
         for tier in self.below:
             tier.close(timeout_s)

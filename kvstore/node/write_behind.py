@@ -172,12 +172,11 @@ class WriteBehind:
         with self._changed:
             return self._changed.wait_for(lambda: not self._jobs, timeout_s)
 
-    def close(self, timeout_s: float) -> None:
-        """Writes what is queued for at most ``timeout_s``, on a root that refuses for at most REFUSED_S; the rest is
-        lost.
-
-        Idempotent.
+    def close(self) -> None:
+        """Writes what is queued for at most ``flush_s``, on a root that refuses for at most REFUSED_S; the rest is lost
+        (rule W3). Idempotent.
         """
+        timeout_s = self._limits.now.flush_s
         lost_before = self._lost_chunks
         began_s = self._clock.monotonic_s()
         with self._changed:

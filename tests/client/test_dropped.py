@@ -26,6 +26,7 @@ from tests.patience import PATIENCE_S, eventually
 from tests.worker.serving import serving
 
 TOKENS = range(8 * TINY.chunk_tokens)
+KV = kv_of(TINY, TOKENS)
 KEYS = [bytes([number]) * 16 for number in range(3)]
 SERVING = ("kvstore-call", "kvstore-bulk", "kvstore-puts-behind", "kvstore-worker", "kvstore-leases")
 """Names of the threads that a worker has."""
@@ -232,3 +233,35 @@ def test_the_interpreter_ends_without_a_word_that_is_not_ours(
     else:  # it is let go after all calls of atexit: too late to close it
         assert "kvstore: " not in said
         assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [
+        "",
+        "sys.exit(0)",
+        "raise ValueError",
+        "del store; gc.collect()",
+        "child = fork(put); child.start(); child.join()",
+    ],
+)
+def test_w3_what_was_put_behind_is_on_the_root_when_a_program_ends(tmp_root: Path, ends: str) -> None:
+    program = f"""if True:
+        import gc, multiprocessing, sys
+        import kvstore
+        from tests.client.test_dropped import KV, TINY, TOKENS
+
+        fork = lambda work: multiprocessing.get_context("fork").Process(target=work)
+
+        def put():
+            global store
+            store = kvstore.open(sys.argv[1], memory=64 << 20)
+            store.namespace("m", TINY).put(TOKENS, KV, write="behind")
+
+        if "fork" not in {ends!r}:
+            put()
+        {ends}
+    """
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program, str(tmp_root)], check=False, timeout=PATIENCE_S)
+    with kvstore.open(str(tmp_root)) as store:
+        assert store.namespace("m", TINY).match(TOKENS) == len(TOKENS)

@@ -187,7 +187,7 @@ def test_a_put_through_that_memory_takes_too_long_for_is_stored_all_the_same(
 def test_w3_a_put_that_ends_when_the_node_is_closed_is_counted(node: Acting) -> None:
     behind, chain = node.tiers.behind, node.chain(1, 1)
     assert behind.reserve(node.unit_bytes)
-    behind.close(1.0)
+    behind.close()
     behind.add(chain, 0, 1, Hints(), node.unit_bytes)
     assert behind.size_bytes == 0 and behind.flush(1.0) and node.stat("behind_lost") == 1
 

@@ -15,6 +15,12 @@ PAST = "tiers/test_read_image.py::test_"
 
 MEMORY = [
     mutant(
+        "behind-lost-at-exit",
+        "MEMORY W3: a program that ends",
+        edit("kvstore.client.dropping:_flush_all", "behind.close()", "pass"),
+        "client/test_dropped.py::test_w3_what_was_put_behind_is_on_the_root_when_a_program_ends[]",
+    ),
+    mutant(
         "image-header",
         "MEMORY I1: header of an image",
         edit(
