@@ -43,7 +43,7 @@ class Namespace:
     """True if its prompts are segments, which are reused at other places and never count as hits."""
 
     def __post_init__(self) -> None:
-        if not self.name:
+        if self.name == "":
             raise InvalidRequest("namespace name is empty: give the model's name")
         for what, text, most in (
             ("name", self.name, NAME_BYTES_MAX),

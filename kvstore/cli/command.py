@@ -16,6 +16,8 @@ from kvstore.errors import KVStoreError
 
 CHECK_FAILED = 1
 COULD_NOT_RUN = 2
+ELSEWHERE = {"gc": ": the collector is the program kvstore-gc"}
+"""Where to find what is no command."""
 ALIKE_MAX = 3
 
 
@@ -72,7 +74,7 @@ class Group(click.Group):
         names = self.list_commands(ctx)
         if args and args[0] not in names:
             alike = " or ".join(map(repr, difflib.get_close_matches(args[0], names, ALIKE_MAX)))
-            meant = f": did you mean {alike}?" if alike else ""
+            meant = f": did you mean {alike}?" if alike else ELSEWHERE.get(args[0], "")
             fail(ctx, f"there is no command {args[0]!r}{meant} ({ctx.command_path} --help lists all)")
         return super().resolve_command(ctx, args)
 

@@ -13,6 +13,7 @@ from kvstore.cli.options import json_option
 from kvstore.cli.output import console, print_json, print_pairs, size
 from kvstore.cli.rooted import identified
 from kvstore.counts import GROWING, NODE_GAUGES, WORKER_GAUGES, ClientCount, NodeCount, WorkerCount
+from kvstore.errors import KVStoreError
 
 GROUPS = (
     ("requests", ("requests_", "tokens_")),
@@ -66,7 +67,10 @@ def stats(access: Access, is_full: bool, as_json: bool) -> None:
         _root(access, as_json)
         return
     with access.open() as store:
-        found = store.stats()
+        found, each = store.stats(), store.stats_each()
+    for worker, told in each.items():
+        if isinstance(told, KVStoreError):
+            click.echo(f"kvstore stats: without worker {worker}, which does not answer: {told}", err=True)
     if as_json:
         print_json(found)
         return

@@ -144,6 +144,10 @@ class Caller:
                 endpoint.leave()
         return answers
 
+    def none_known(self) -> Unavailable:
+        """Returns the error where no worker is known at all, with the reason."""
+        return self._endpoints.none_known()
+
     def check(self) -> None:
         """Raises StoreClosed, or InvalidRequest in a forked child: for calls that need no worker."""
         self._endpoints.check()

@@ -22,7 +22,7 @@ from kvstore.client.endpoints import Endpoints
 from kvstore.client.limits import ClientLimits
 from kvstore.client.remote_move import move_message
 from kvstore.client.spreading import Marking, marks_of
-from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
+from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.namespace import Namespace
 from kvstore.node.looking import ChunkPlace
 from kvstore.node.moves import Act, Level
@@ -214,7 +214,7 @@ class Control:
             answered = True
             found += [ticket_of(pb.TicketResponse.FromString(each).ticket, endpoint.address) for each in raw]
         if not answered:
-            raise error or Unavailable("no worker is known: start one")
+            raise error or self._endpoints.none_known()
         return sorted(found, key=lambda each: each.began_s, reverse=True)
 
     def ticket(self, ticket_id: str) -> ControlTicket:
@@ -335,7 +335,7 @@ class Control:
         """Asks every worker. Raises Unavailable if none is known."""
         answers = self._caller.each(f"Control.{name}", request, timeout_s)
         if not answers:
-            raise Unavailable("no worker is known: start one")
+            raise self._endpoints.none_known()
         return {at: raw if isinstance(raw, KVStoreError) else read(raw) for at, raw in answers.items()}
 
     def _unary(self, name: str, request: bytes, worker: str | None) -> bytes:

@@ -187,6 +187,10 @@ class Endpoints:
         for endpoint in gone:
             endpoint.retire()
 
+    def none_known(self) -> Unavailable:
+        """Returns the error where no worker is known at all, with the reason."""
+        return Unavailable(self._why_none([]))
+
     def _why_none(self, every: list[Endpoint]) -> str:
         if not every:
             return f"no worker is known: start one ({self._trouble or 'none was given'})"

@@ -352,7 +352,7 @@ class RemotePort:
         found = [each for each in answers if not isinstance(each, KVStoreError)]
         if not found:
             errors = (each for each in answers if isinstance(each, KVStoreError))
-            raise next(errors, Unavailable("no worker is known: start one"))
+            raise next(errors, self._caller.none_known())
         return {**merged(found), "workers": len(found), **self.counters.snapshot()}
 
     def clear_selected(self, selection: Selection, progress: Progress, *, dry_run: bool, pinned: bool) -> Cleared:

@@ -65,8 +65,11 @@ def _open_folder(path: str, create: bool, options: Mapping[str, Any] | None) -> 
         if not os.path.isdir(path):
             raise InvalidRequest(f"root {path} is not a folder: give a folder") from None
     except FileNotFoundError as cause:
+        parent = os.path.dirname(path)
+        if os.path.isdir(parent):  # a file system such as /proc, which has no folders of ours
+            raise InvalidRequest(f"root {path}: no folder can be made in {parent}; give another one") from cause
         raise RootMismatch(
-            f"root {path}: {os.path.dirname(path)} does not exist; make it, or is the file system not mounted?"
+            f"root {path}: {parent} does not exist; make it, or is the file system not mounted?"
         ) from cause
     except NotADirectoryError as cause:
         raise InvalidRequest(f"root {path}: {os.path.dirname(path)} is not a folder") from cause

@@ -19,6 +19,7 @@ from kvstore.cli.app import COMMANDS
 from kvstore.format.encoded import decode_any
 from tests.cli.conftest import parsed
 from tests.patience import PATIENCE_S
+from tests.worker.serving import serving
 
 Run = Callable[..., Result]
 
@@ -215,6 +216,23 @@ def test_stats_of_a_root(run: Run, root: str) -> None:
     found = parsed(run("stats", "--root", root, "--json"))
     assert len(bytes.fromhex(found["root"])) == 16
     assert found["version"] == 1 and found["free_bytes"] > 0
+
+
+def test_stats_name_a_worker_that_does_not_answer(run: Run, tmp_path: Path) -> None:
+    with serving(tmp_path / "served") as served:
+        result = run("stats", "--connect", f"{served.address},127.0.0.1:1", "--json")
+    assert json.loads(result.stdout)["workers"] == 1
+    assert "without worker 127.0.0.1:1, which does not answer" in result.stderr
+
+
+def test_a_silent_etcd_is_the_reason_why_no_worker_is_known(run: Run) -> None:
+    for command in ("stats", "health"):
+        result = run(command, "--etcd", "127.0.0.1:1")
+        assert result.exit_code == 2 and "127.0.0.1:1" in result.stderr
+
+
+def test_the_collector_is_named_to_those_who_look_for_its_command(run: Run) -> None:
+    assert "kvstore-gc" in run("gc").stderr
 
 
 def test_fsck_finds_a_damaged_chunk_and_repairs_it(run: Run, root: str) -> None:

@@ -178,3 +178,8 @@ def test_wrong_credentials_are_permission_denied(s3_server: str) -> None:
 def test_a_server_that_is_not_there_is_unavailable() -> None:
     with pytest.raises(Unavailable):
         open_root(f"s3://{BUCKET}/kv", s3_options("http://127.0.0.1:1"))
+
+
+def test_a_file_system_that_takes_no_folders_is_named() -> None:
+    with pytest.raises(InvalidRequest, match="no folder can be made in /proc"):
+        open_root("/proc/kvstore")
