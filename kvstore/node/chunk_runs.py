@@ -248,7 +248,7 @@ class ChunkRuns:
         """Takes one lane's turn at a put: looks for chunks and stages those that are missing.
 
         Returns the offsets of the chunks that it took, and whether there may be more. ``Chunks`` does those that are
-        then neither found nor staged; ``published`` counts those that are PUBLISHED.
+        then neither found nor staged; ``publish`` counts those that are PUBLISHED.
         """
         self._writer.incarnations.record()
         with self._counters.timed("root", "write") as timed:
@@ -260,25 +260,22 @@ class ChunkRuns:
             self._known.forget_run(at, places, status)
         return places, more
 
-    def publish(self, put: SharedPut, places: Places, *, ordered: bool) -> tuple[int, int]:
-        """Publishes staged chunks; returns how many, and the bytes of their sections.
+    def publish(self, put: SharedPut, places: Places, *, ordered: bool, epoch: int | None = None) -> tuple[int, int]:
+        """Publishes staged chunks, and counts those that are PUBLISHED; returns how many, and the bytes of their
+        sections.
 
         An ``ordered`` call stops at the first chunk that native code cannot publish. ``Chunks.publish`` does those that
-        are not PUBLISHED.
+        are not PUBLISHED. With ``epoch`` they are PUBLISHED already, and only counted: it is the epoch of what the node
+        remembers from before.
         """
-        epoch = self._known.epoch
-        put.publish(places, ordered=ordered)
-        return self.published(put, places[put.run.items["status"][places] == native.PUBLISHED], epoch)
-
-    def published(self, put: SharedPut, places: Places, epoch: int) -> tuple[int, int]:
-        """Counts chunks that are PUBLISHED; returns how many, and the bytes of their sections.
-
-        ``epoch`` is the epoch of what the node remembers, read before they were published.
-        """
+        if epoch is None:
+            epoch = self._known.epoch
+            put.publish(places, ordered=ordered)
         at = put.run.part(put.run.first, put.run.first)[0]
         chunks, size_bytes = self._known.add_run(at, places, native.PUBLISHED, self._quantum(), epoch=epoch)
         if chunks:
-            self._writer.usage.wrote(size_bytes + int(put.run.items["header_bytes"][places].sum()))
+            published = places[put.run.items["status"][places] == native.PUBLISHED]
+            self._writer.usage.wrote(size_bytes + int(put.run.items["header_bytes"][published].sum()))
             self._counters.add(NodeCount.CHUNKS_WRITTEN, chunks)
             self._counters.add(NodeCount.BYTES_WRITTEN, size_bytes)
         return chunks, size_bytes

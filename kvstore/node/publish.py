@@ -96,13 +96,9 @@ class Publication:
         self._there = np.zeros(len(wanted), np.bool_)
         self._next = first
         self._publishing = False
-        self._abandoned = ctypes.c_int32(0)
+        self.abandoned = ctypes.c_int32(0)
+        """Not 0 once nothing more is published. Native code reads it too."""
         self._renewed = False
-
-    @property
-    def is_abandoned(self) -> bool:
-        """True once nothing more is published."""
-        return bool(self._abandoned.value)
 
     def look(self, index: int) -> bool:
         """True if chunk ``index`` is in the store; notes one whose hints this put has to raise."""
@@ -128,7 +124,7 @@ class Publication:
         staged = self._chunks.stage(expected, sections, self._durable, self._hints, depth, origin)
         if not self._is_chain or self._chunks.root.traits.ordered_publish:
             self._completed({index: staged})
-        elif self.is_abandoned:
+        elif self.abandoned.value:
             self._chunks.discard(staged)
         else:
             # Here publishing is the upload itself; in order, chunks would go one at a time. A child that is visible
@@ -144,7 +140,7 @@ class Publication:
         sizes = put_sizes(mean_bytes(self.wanted, run.first, run.count), files_max)
         first, stop, depths = run.first, run.first + run.count, self.wanted.depths
         indexes = np.array(depths[first:stop], np.int64) if depths else np.arange(first, stop)
-        abandoned = self._abandoned if at_once else None
+        abandoned = self.abandoned if at_once else None
         return self._chunks.runs.shared_put(
             run, sizes, indexes, durable=self._durable, hints=self._hints, abandoned=abandoned
         )
@@ -154,7 +150,7 @@ class Publication:
 
         Returns the chunks to be added one by one, and whether there may be more.
         """
-        if self.is_abandoned:
+        if self.abandoned.value:
             put.stop()
         with self._changed:
             self._turns += 1
@@ -164,7 +160,7 @@ class Publication:
             if published.any():
                 done, places = places[published], places[~published]
                 self._there[put.run.first + done] = True
-                self._count(*self._chunks.runs.published(put, done, put.epoch))
+                self._count(*self._chunks.runs.publish(put, done, ordered=False, epoch=put.epoch))
                 if not len(places):
                     return [], more
             taken, indexes = put.taken(places), put.run.first + places
@@ -198,7 +194,7 @@ class Publication:
     def abandon(self) -> list[Staged]:
         """Publishes nothing more. Returns what is staged, for the caller to discard without hurry. Idempotent."""
         with self._changed:
-            self._abandoned.value = 1
+            self.abandoned.value = 1
             waiting = {index: ready for index, ready in self._ready.items() if ready}
             self._ready = {index: None for index, ready in self._ready.items() if not ready}
         return self._staged(waiting)
@@ -243,7 +239,7 @@ class Publication:
         name.
         """
         with self._changed:
-            if not self.is_abandoned:
+            if not self.abandoned.value:
                 self._ready.update(ready)
                 return True
         self._discard(ready)
@@ -287,7 +283,7 @@ class Publication:
             return indexes
         places = np.asarray(indexes, np.int32) - np.int32(put.run.first)
         with self._changed:
-            if self.is_abandoned:
+            if self.abandoned.value:
                 return []
             for index in indexes:
                 del self._ready[index]

@@ -77,7 +77,7 @@ class RootWrite:
         Releases the memory of runs on their way. False if a lane may still read some of it, which is not released.
         """
         is_read = False
-        if not self.publication.is_abandoned:
+        if not self.publication.abandoned.value:
             self._counters.add(NodeCount.PUT_FAILED)
         staged = self.publication.abandon()
         while self._pending:

@@ -256,7 +256,7 @@ class Write:
 
     def _keep(self, root: RootWrite, source: Sections, new: Indexes, deadline: Deadline) -> None:
         """Copies chunks that are on the root now into memory as well."""
-        if root.publication.is_abandoned:
+        if root.publication.abandoned.value:
             return
         if not self._is_chain:
             new = new[root.publication.there()[new]]  # another writer's block may have another size

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,10 +13,8 @@ import pytest
 
 import kvstore
 from kvstore.census.selection import Selection
-from kvstore.client.bulk.given import GivenFiles
-from kvstore.client.bulk.handed import lanes_for
 from kvstore.client.bulk.lanes import FileLanes
-from kvstore.errors import StoreClosed
+from kvstore.errors import StoreClosed, Unavailable
 from kvstore.sources import SystemClock
 from tests.node.stores import TINY, kv_of
 from tests.patience import eventually
@@ -170,17 +167,12 @@ def test_calls_that_run_while_it_is_closed_end_with_their_result_or_that(
         assert not wrong
 
 
-def test_a_call_that_comes_to_its_files_once_the_store_is_closed_starts_no_thread() -> None:
+def test_lanes_that_are_made_once_their_store_is_closed_have_ended() -> None:
     """A store may close while a call waits for a worker's answer: nobody would end lanes that are made afterwards."""
-    lanes, (read_end, write_end) = FileLanes(SystemClock()), os.pipe()
-    given = GivenFiles(0, [read_end, write_end])
-    lanes.get()
+    lanes = FileLanes(SystemClock())
     lanes.close()
     before = threading.active_count()
-    for asked in (lanes.get, lanes.copiers, lambda: lanes_for(given, lanes)):
-        with pytest.raises(StoreClosed):
-            asked()
-    assert threading.active_count() <= before
-    for fd in (read_end, write_end):
-        with pytest.raises(OSError, match="descriptor"):
-            os.fstat(fd)
+    for made in (lanes.get(), lanes.copiers()):
+        with pytest.raises(Unavailable, match="the store is closed"):
+            made.start(1, bool)
+    eventually(lambda: threading.active_count() <= before)

@@ -38,7 +38,7 @@ def take_given(
     In a prompt, chunks behind the first bad one count as bad. Files are closed.
     """
     if isinstance(given, GivenFiles):
-        return read_files(link, wanted, given, sections, lanes_for(given, lanes), deadline)
+        return read_files(link, wanted, given, sections, lanes.get(), deadline)
     images, first, count = images_of(link, wanted, given), given.first, given.count
     into = _in_order(sections, first, count)
 
@@ -68,15 +68,6 @@ def _in_order(sections: Sections, first: int, count: int) -> Sections:
         return sections
     memory = [sections(first + at) for at in range(count)]
     return lambda index: memory[index - first]
-
-
-def lanes_for(given: GivenFiles, lanes: FileLanes) -> Lanes:
-    """Returns the lanes that read files. Raises StoreClosed, with the files closed, once there are none any more."""
-    try:
-        return lanes.get()
-    except BaseException:
-        given.close()
-        raise
 
 
 def read_files(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 
-from kvstore.errors import StoreClosed
 from kvstore.node.lanes import Lanes
 from kvstore.node.limits import Limits
 from kvstore.sources import Clock
@@ -26,26 +25,23 @@ class FileLanes:
         self._closed = False
 
     def get(self) -> Lanes:
-        """Those for files. Raises StoreClosed after ``close``: nobody would end them."""
+        """Those for files. After ``close`` they refuse work."""
         with self._lock:
-            self._check()
             self._lanes = self._lanes or self._made(2)
             return self._lanes
 
     def copiers(self) -> Lanes:
-        """Those that never wait for a device: so memory is read while the root hangs. Raises StoreClosed as ``get``."""
+        """Those that never wait for a device: so memory is read while the root hangs. As ``get`` after ``close``."""
         with self._lock:
-            self._check()
             self._copiers = self._copiers or self._made(1)
             return self._copiers
 
-    def _check(self) -> None:
-        if self._closed:
-            raise StoreClosed
-
     def _made(self, requests: int) -> Lanes:
         limits = Limits()
-        return Lanes(requests * limits.width, limits.width, limits.queue_max, limits.stall_s, self.clock)
+        lanes = Lanes(requests * limits.width, limits.width, limits.queue_max, limits.stall_s, self.clock)
+        if self._closed:  # a call goes on while its store is closed: nobody else would end their threads
+            lanes.close()
+        return lanes
 
     def close(self) -> None:
         """Ends them. Idempotent."""

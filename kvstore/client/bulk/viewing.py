@@ -14,7 +14,7 @@ import numpy.typing as npt
 from kvstore.address import Chain
 from kvstore.buffers import Pieces
 from kvstore.client.bulk.given import Given, GivenFiles, GivenSlots
-from kvstore.client.bulk.handed import images_of, lanes_for, read_files
+from kvstore.client.bulk.handed import images_of, read_files
 from kvstore.client.bulk.lanes import FileLanes
 from kvstore.client.bulk.links import Link
 from kvstore.client.bulk.memory import Leased
@@ -69,8 +69,8 @@ def view_given(
     if isinstance(given, GivenSlots):
         return _view_slots(link, wanted, given, views, lanes.copiers(), deadline)
     if views.may_map(given.count):
-        return _map_files(link, wanted, given, views, lanes_for(given, lanes), deadline)
-    return read_files(link, wanted, given, views.sections, lanes_for(given, lanes), deadline)
+        return _map_files(link, wanted, given, views, lanes.get(), deadline)
+    return read_files(link, wanted, given, views.sections, lanes.get(), deadline)
 
 
 def _view_slots(
