@@ -55,7 +55,6 @@ class Connection:
         self._file = file
         self._pid = os.getpid()
         self._changed = Monitor()
-        self._watched = Monitor()  # apart, so that a call does not wake those that wait for changes
         # Guarded by _changed.
         self._tasks: deque[_Task] = deque()
         self._thread: threading.Thread | None = None
@@ -119,13 +118,10 @@ class Connection:
         """Waits until ``is_over``, which is asked again after each change to the file and each ``wake``."""
         with self._changed:
             self._waiters_count += 1
-            if self._waiters_count == 1:
-                self._changed.notify_all()
-        try:
-            with self._watched:
-                self._watched.wait_for(is_over, timeout=timeout_s)
-        finally:
-            with self._changed:
+            self._changed.notify_all()
+            try:
+                self._changed.wait_for(is_over, timeout=timeout_s)
+            finally:
                 self._waiters_count -= 1
 
     def wake(self, *, changed: bool = False) -> None:
@@ -134,8 +130,6 @@ class Connection:
             with self._changed:
                 self._changes += changed
                 self._changed.notify_all()
-            with self._watched:
-                self._watched.notify_all()
 
     def close(self) -> None:
         """Closes the file and ends the thread; calls that wait end with Unavailable. Idempotent.
