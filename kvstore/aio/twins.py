@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Coroutine, Generator
 from types import TracebackType
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 from kvstore.aio.threads import Threads
 
@@ -56,6 +56,11 @@ class Opening(Generic[C]):
 
     def __await__(self) -> Generator[Any, None, C]:
         return self._making.__await__()
+
+    if not TYPE_CHECKING:  # where a checker knows the type, it says so itself
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(f"{name}: this is not open yet: await it, or enter it with 'async with'")
 
     async def __aenter__(self) -> C:
         self._made = await self._making

@@ -100,7 +100,7 @@ class AskedBound:
                 "for a share of the disk, or None for no bound"
             )
         if ttl is not None and not (isinstance(ttl, int | float) and TTL_S_MIN <= ttl < math.inf):
-            raise InvalidRequest(f"ttl={ttl!r}: expected at least {TTL_S_MIN:g} s, or None")
+            raise InvalidRequest(f"ttl={ttl!r}: expected a number of seconds, at least {TTL_S_MIN:g}, or None")
         return cls(chosen, None if ttl is None else float(ttl))
 
     @property

@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -258,3 +259,15 @@ def test_a_cancelled_call_whose_store_was_closed_meanwhile_is_cancelled_all_the_
         assert undone == [7]
 
     asyncio.run(use())
+
+
+def test_what_is_not_open_yet_says_how_to_open_it(tmp_root: Path) -> None:
+    opening = kvstore.aio.open(str(tmp_root))
+    with pytest.raises(AttributeError, match="await it, or enter it"):
+        opening.namespace  # type: ignore[attr-defined]  # noqa: B018
+    asyncio.run(_closed(opening))
+
+
+async def _closed(opening: Any) -> None:
+    async with opening:
+        pass

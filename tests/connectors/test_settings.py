@@ -36,7 +36,7 @@ WRONG: tuple[tuple[dict[Any, Any], str], ...] = (
     ({"root": "/x", "memory": 1 << 30, "write": "sometimes"}, "write='sometimes': expected one of"),
     ({"root": "/x", "write": "behind"}, "write without memory"),
     ({"root": "/x", "max_bytes": "8GiB"}, "max_bytes='8GiB': expected a number of bytes, \"auto\" or null"),
-    ({"root": "/x", "ttl": -1}, "ttl=-1: expected at least 1 s"),
+    ({"root": "/x", "ttl": -1}, "ttl=-1: expected a number of seconds, at least 1"),
     ({"root": "/x", "etcd": "e:1", "max_bytes": 1 << 30}, "max_bytes and ttl beside etcd: kvstore-gc"),
     ({"connect": "h:1", "max_bytes": 1 << 30, "ttl": 60}, "max_bytes and ttl beside connect"),
     ({"root": "/x", "load_timeout_s": 301}, "at most 300"),
