@@ -23,9 +23,10 @@ results has `--json`. Exit codes: 0 done, 1 the check failed, 2 wrong use or cou
 
 ## Which store
 
-`KVSTORE_ROOT`, `KVSTORE_CONNECT` and `KVSTORE_ETCD` stand for `--root`, `--connect` and `--etcd`, in commands that have
-them. An option wins over the variables: with `--connect`, `KVSTORE_ROOT` is not read, and so on. Only `KVSTORE_ETCD` still
-counts beside `--root`, and `--etcd ""` turns that off. Without options, `KVSTORE_CONNECT` wins over `KVSTORE_ROOT`.
+`KVSTORE_ROOT`, `KVSTORE_CONNECT` and `KVSTORE_ETCD` stand for `--root`, `--connect` and `--etcd`, in commands that
+have them. An option wins over the variables: with `--connect`, `KVSTORE_ROOT` is not read, and so on. Only
+`KVSTORE_ETCD` still counts beside `--root`, and `--etcd ""` turns that off. Without options, `KVSTORE_CONNECT` wins
+over `KVSTORE_ROOT`.
 
 ## Completion in a shell
 
