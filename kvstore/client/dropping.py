@@ -8,6 +8,7 @@ import atexit
 import os
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -90,7 +91,6 @@ def flush_at_exit(behind: WriteBehind) -> None:
     if _process != os.getpid():
         _process = os.getpid()
         _open.clear()
-        atexit.register(_flush_all)
         # A child that multiprocessing forked ends without calling what atexit has.
         if (multiprocessing := sys.modules.get("multiprocessing.util")) is not None:
             multiprocessing.Finalize(None, _flush_all, exitpriority=0)
@@ -98,6 +98,18 @@ def flush_at_exit(behind: WriteBehind) -> None:
 
 
 def _flush_all() -> None:
-    if _process == os.getpid():
-        for behind in list(_open):
-            behind.close()
+    if _process != os.getpid():
+        return
+    failed: BaseException | None = None
+    began_s = time.monotonic()
+    for behind in list(_open):
+        # All of them write meanwhile, so together they have the time of one.
+        try:
+            behind.close(time.monotonic() - began_s)
+        except BaseException as error:  # noqa: BLE001 - such as Ctrl-C: the others are closed all the same
+            failed = failed or error
+    if failed is not None:
+        raise failed
+
+
+atexit.register(_flush_all)  # now, since what is registered while the interpreter ends is not called

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextvars import copy_context
+from functools import partial
 from hashlib import blake2b
 
 import numpy as np
@@ -26,6 +27,7 @@ from kvstore.segments import Match, Rope, Verdict, finding, gate, naming
 from kvstore.segments.rotation import check_keys, rotate_planes
 from kvstore.segments.search import Search
 from kvstore.tokens import Tokens, token_array
+from kvstore.waiting import Monitor
 from kvstore.writes import WriteMode
 
 CHUNK_TOKENS = 64
@@ -231,15 +233,17 @@ class Held:
         """Reads all matches, some at once: one is rotated while others are read."""
         if len(places) < 2:
             return list(map(self._read_one, self.matches, places))
-        threads = ThreadPoolExecutor(min(READERS, len(places)), "kvstore-segments")
+        threads, reads = ThreadPoolExecutor(min(READERS, len(places)), "kvstore-segments"), _Reads()
+        read = partial(reads.do, self._read_one)
         try:
-            reads = [
-                threads.submit(copy_context().run, self._read_one, match, place)
+            begun = [
+                threads.submit(copy_context().run, read, match, place)
                 for match, place in zip(self.matches, places, strict=True)
             ]
-            return [read.result() for read in reads]
+            return [each.result() for each in begun]
         finally:
-            _end(threads)
+            threads.shutdown(wait=False, cancel_futures=True)
+            reads.end()
 
     def _read_one(self, match: Match, place: KvArray) -> Match:
         segments = self._segments
@@ -272,17 +276,43 @@ class Held:
         self.release()
 
 
-def _end(threads: ThreadPoolExecutor) -> None:
-    """Returns when none of them writes into memory of the caller any more, even on Ctrl-C."""
-    interrupted: BaseException | None = None
-    while True:
+class _Reads:
+    """Reads that other threads do, until they are ended."""
+
+    def __init__(self) -> None:
+        self._changed = Monitor()
+        self._running = 0  # guarded by _changed, as the next one
+        self._ended = False
+
+    def do(self, read: Callable[[Match, KvArray], Match], match: Match, place: KvArray) -> Match:
+        """Reads, in any thread. Raises CancelledError after ``end``."""
+        with self._changed:
+            if self._ended:
+                raise CancelledError
+            self._running += 1
         try:
-            threads.shutdown(cancel_futures=True)
-            break
-        except BaseException as error:  # noqa: BLE001 - raised when the memory is the caller's
-            interrupted = error
-    if interrupted is not None:
-        raise interrupted
+            return read(match, place)
+        finally:
+            with self._changed:
+                self._running -= 1
+                self._changed.notify_all()
+
+    def end(self) -> None:
+        """Begins no more; returns once nobody writes into memory of the caller, however often Ctrl-C comes.
+
+        Not by joining threads: a join that Ctrl-C ended says ever after that the thread has ended.
+        """
+        interrupted: BaseException | None = None
+        while True:
+            try:
+                with self._changed:
+                    self._ended = True
+                    self._changed.wait_for(lambda: not self._running)
+                break
+            except BaseException as error:  # noqa: BLE001 - raised when the memory is the caller's
+                interrupted = error
+        if interrupted is not None:
+            raise interrupted
 
 
 def _key(number: int) -> bytes:

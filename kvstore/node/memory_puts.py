@@ -5,6 +5,7 @@ Separate from puts on the root, which may come before, after, or never (``WriteM
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,6 +48,10 @@ class Kept:
         return next((at for at, there in enumerate(self.there) if not there), len(self.there))
 
 
+ROOM_SHARE = 4
+"""Share of memory that rooms may take together."""
+
+
 @dataclass(slots=True)
 class Room:
     """Claimed room for a run of chunks from index ``first`` on, whose bytes are on their way: nobody else sees it."""
@@ -58,6 +63,8 @@ class Room:
     hints: Hints
     behind: WriteBehind | None
     """Has room reserved for the run as well."""
+    claimed_bytes: int
+    """What it counts for while it is neither filled nor given up."""
     sums: npt.NDArray[np.uint64] | None = None
     """The checksums of the sections, in the order of ``bases``: set once these are in place."""
 
@@ -80,6 +87,8 @@ class MemoryPuts:
         self._memory = memory
         self._lanes = lanes
         self._ids = ids
+        self._lock = threading.Lock()
+        self._claimed_bytes = 0  # of rooms; guarded by _lock
 
     def keep(
         self,
@@ -110,19 +119,34 @@ class MemoryPuts:
         return Kept(there, [index - first for index, _ in slots])
 
     def room(self, wanted: Wanted, first: int, count: int, hints: Hints, behind: WriteBehind | None) -> Room | None:
-        """Claims room for all of these chunks, for ``fill`` or ``give_up``; None if one is there, or finds no room."""
-        claimed = list[tuple[int, Slot]]()
+        """Claims room for all of these chunks, for ``fill`` or ``give_up``.
+
+        None if one is there, or finds no room, or if all rooms together would take more than their share of memory:
+        what is on its way from clients that have stopped sending keeps others out.
+        """
+        claimed, size_bytes = list[tuple[int, Slot]](), sum(image_bytes(wanted, first + at) for at in range(count))
+        if not self._claims(size_bytes):
+            return None
         try:
             self._claim_all(wanted, first, [False] * count, hints, behind, claimed)
         except BaseException:
+            self._claims(-size_bytes)
             if behind is not None:
                 behind.give_back(sum(slot.entry.size_bytes for _, slot in claimed))
             raise
-        room = Room(wanted, first, [slot for _, slot in claimed], hints, behind)
+        room = Room(wanted, first, [slot for _, slot in claimed], hints, behind, size_bytes)
         if len(claimed) == count:
             return room
         self.give_up(room)
         return None
+
+    def _claims(self, size_bytes: int) -> bool:
+        """Counts bytes of rooms, or takes them back; False, and counts none, beyond the share of memory."""
+        with self._lock:
+            if size_bytes > 0 and self._claimed_bytes + size_bytes > self._memory.size_bytes // ROOM_SHARE:
+                return False
+            self._claimed_bytes += size_bytes
+            return True
 
     def fill(self, room: Room) -> None:
         """Makes the chunks of a room, whose sections are in place, ready."""
@@ -131,11 +155,13 @@ class MemoryPuts:
         seal_images(room.wanted, room.first, [slot.memory for slot in room.slots], tables, self._ids)
         slots, room.slots = room.slots, []
         self._memory.ready(slots)
+        self._claims(-room.claimed_bytes)
 
     def give_up(self, room: Room) -> None:
         """Gives back room that was not filled. Nobody may be writing into it."""
         size_bytes, slots, room.slots = room.size_bytes, room.slots, []
         self._memory.drop(slots)
+        self._claims(-room.claimed_bytes)
         if room.behind is not None:
             room.behind.give_back(size_bytes)
 

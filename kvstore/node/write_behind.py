@@ -89,6 +89,7 @@ class WriteBehind:
         self._refused_since_s: float | None = None
         """Since when the root has refused each write; None if it refused none, or took the last one."""
         self._lost_chunks = 0
+        self._is_closing = False
         self._close_said = False
         """True once ``close`` has logged its losses; a job that a hanging root loses later logs its own."""
         self._loop = Loop("kvstore-behind", self._changed, self._next, threads_max=WRITERS)
@@ -110,7 +111,7 @@ class WriteBehind:
     def reserve(self, size_bytes: int) -> bool:
         """Reserves room for a chunk until ``add`` or ``give_back``; False if there is none."""
         with self._changed:
-            if self._loop.closed or self._bytes + size_bytes > self.bytes_max:
+            if self._is_closing or self._bytes + size_bytes > self.bytes_max:
                 return False
             self._bytes += size_bytes
             return True
@@ -172,14 +173,17 @@ class WriteBehind:
         with self._changed:
             return self._changed.wait_for(lambda: not self._jobs, timeout_s)
 
-    def close(self) -> None:
+    def close(self, waited_s: float = 0.0) -> None:
         """Writes what is queued for at most ``flush_s``, on a root that refuses for at most REFUSED_S; the rest is lost
-        (rule W3). Idempotent.
+        (rule W3). Takes nothing more. Idempotent.
+
+        ``waited_s`` of that time have passed already.
         """
-        timeout_s = self._limits.now.flush_s
+        timeout_s = max(0.0, self._limits.now.flush_s - waited_s)
         lost_before = self._lost_chunks
         began_s = self._clock.monotonic_s()
         with self._changed:
+            self._is_closing = True
             while self._jobs and (left_s := self._may_wait_s(began_s, timeout_s)) > 0:
                 self._changed.wait(left_s)
             self._loop.stop()

@@ -9,6 +9,7 @@ import pytest
 
 from kvstore import Layout
 from kvstore.native import is_available
+from kvstore.node.memory_puts import ROOM_SHARE
 from kvstore.sections import planes_of
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel
@@ -192,3 +193,24 @@ def test_a_slow_put_is_in_memory_as_far_as_it_came(served: Served, monkeypatch: 
         channel.receive_frame(Kind.STORED)
     with connected(served, bulk="tcp") as store:
         assert same(store.namespace("m", MEDIUM).get(TOKENS)[1], KV)
+
+
+def test_clients_that_stop_sending_claim_a_share_of_memory_at_most(served: Served) -> None:
+    """Claimed room cannot be read or evicted, and takes from the queue of what is written behind."""
+    share = memory_of(served).size_bytes // ROOM_SHARE
+    chunks = share // MEDIUM.chunk_bytes + 40
+    tokens, kv = tokens_and_kv(chunks, seed=3)
+    planes = planes_of(kv, MEDIUM)
+    with greeted(served, "tcp") as channel:
+        with raw_stub(served) as stub:
+            start = pb.PutStart(namespace=opened(stub, MEDIUM), tokens=packed(tokens), write=pb.WRITE_BEHIND)
+        channel.send(Kind.PUT, 1, [encode_request(WAIT_S, 1, start.SerializeToString())])
+        channel.receive_frame(Kind.READY)
+        for first in range(0, chunks - 4, 4):
+            parts = [plane.tobytes() for row in planes.strided(first, 4) for plane in row]
+            sums = np.array(plane_sums(planes, first, 4), "<u8").tobytes()
+            channel.send(Kind.CHUNKS, 1, [encode_span(first, 4), bytearray(b"".join(parts) + sums)])
+        eventually(lambda: sum(memory_of(served)._filling.values()) > share // 2, "room is claimed")
+        assert sum(memory_of(served)._filling.values()) <= share
+        assert behind_bytes(served) <= share
+    eventually(lambda: is_as_before(served), "all room was given back")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import inspect
+import os
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +20,7 @@ import pytest
 
 import kvstore
 import kvstore.aio
+from kvstore.client import dropping
 from kvstore.client.cache import Cache
 from kvstore.client.dropping import close_when_dropped
 from kvstore.client.store import Store
@@ -265,3 +268,21 @@ def test_w3_what_was_put_behind_is_on_the_root_when_a_program_ends(tmp_root: Pat
     subprocess.run([sys.executable, "-W", "ignore", "-c", program, str(tmp_root)], check=False, timeout=PATIENCE_S)
     with kvstore.open(str(tmp_root)) as store:
         assert store.namespace("m", TINY).match(TOKENS) == len(TOKENS)
+
+
+def test_w3_stores_have_the_time_of_one_at_the_end_and_an_error_of_one_keeps_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = list[float]()
+
+    class Slow:
+        def close(self, waited_s: float) -> None:
+            given.append(waited_s)
+            time.sleep(0.05)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(dropping, "_open", {Slow(), Slow(), Slow()})
+    monkeypatch.setattr(dropping, "_process", os.getpid())
+    with pytest.raises(KeyboardInterrupt):
+        dropping._flush_all()
+    assert len(given) == 3 and given[0] < given[1] < given[2]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 
 from kvstore.client import Cache, Store
-from kvstore.errors import InvalidRequest
+from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.waiting import Monitor
 
 log = logging.getLogger(__name__)
@@ -41,10 +43,11 @@ class Storing:
         self._bytes_max = bytes_max
         self._process = os.getpid()
         self._changed = Monitor()
-        # Guarded by _changed.
-        self._bytes = 0
+        self._bytes = 0  # guarded by _changed, as the next two
         self._prompts = 0
         self._closed = False
+        self._ends_s = 0.0
+        """When the thread, which alone sets it, stores nothing more because the interpreter ends; 0 before that."""
         # The standard one: its thread ends when this is dropped, and is waited for when the interpreter ends.
         self._thread = ThreadPoolExecutor(1, "kvstore-prefill-store")
 
@@ -59,14 +62,14 @@ class Storing:
             self._bytes += size_bytes
             self._prompts += 1
         try:
-            self._thread.submit(_do, store).add_done_callback(lambda _: self._done(size_bytes))
+            self._thread.submit(self._do, store).add_done_callback(lambda _: self._done(size_bytes))
         except RuntimeError:  # the interpreter ends
             self._done(size_bytes)
             return False
         return True
 
     def close(self, timeout_s: float = CLOSE_S) -> bool:
-        """Waits until all is stored; True if that was in time. What then still waits is given up, with a warning.
+        """Waits until nothing waits any more; True if that was in time. What still does is given up, with a warning.
 
         After Ctrl-C all of it is still being stored: close it again to wait for it. Idempotent.
         """
@@ -94,9 +97,15 @@ class Storing:
             self._prompts -= 1
             self._changed.notify_all()
 
-
-def _do(store: Callable[[], object]) -> None:
-    try:
-        store()
-    except Exception:
-        log.exception("prefill.not_stored")
+    def _do(self, store: Callable[[], object]) -> None:
+        if not threading.main_thread().is_alive():  # the interpreter ends, and waits for this thread
+            self._ends_s = self._ends_s or time.monotonic() + CLOSE_S
+            if time.monotonic() > self._ends_s:
+                log.warning("prefill.not_stored the program ends, and the store takes longer than %g s", CLOSE_S)
+                return
+        try:
+            store()
+        except KVStoreError as error:
+            log.warning("prefill.not_stored %s", error)
+        except Exception:
+            log.exception("prefill.not_stored")

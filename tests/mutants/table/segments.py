@@ -25,7 +25,7 @@ MUTANTS = [
     segments(
         "read-on-after-the-return",
         "S12",
-        edit("kvstore.client.segments:_end", "shutdown(cancel_futures=True)", "shutdown(False, cancel_futures=True)"),
+        edit("kvstore.client.segments:_Reads.end", "self._changed.wait_for(lambda: not self._running)", "pass"),
         f"{STORE}s12_a_read_that_fails_returns_once_no_other_writes",
     ),
     segments(
