@@ -73,7 +73,7 @@ def opened(root: Path, memory_bytes: int) -> Iterator[Store]:
 
 
 def loaded_bytes(store: Store) -> int:
-    """What came from the root and from memory so far."""
+    """Returns the bytes read from the root and from memory so far."""
     stats = store.stats()
     return int(stats["bytes_read"] + stats["memory_bytes"])
 

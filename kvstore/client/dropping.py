@@ -28,7 +28,7 @@ class Place(NamedTuple):
 
 
 _open: WeakSet[WriteBehind] = WeakSet()
-"""What stores of this process put behind."""
+"""The queues of chunks put behind, one of each open store of this process."""
 _process = 0
 
 _opened_at: ContextVar[Place | None] = ContextVar("_opened_at", default=None)

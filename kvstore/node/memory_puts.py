@@ -64,7 +64,7 @@ class Room:
     behind: WriteBehind | None
     """Has room reserved for the run as well."""
     claimed_bytes: int
-    """What it counts for while it is neither filled nor given up."""
+    """Bytes it counts for until it is filled or given up."""
     sums: npt.NDArray[np.uint64] | None = None
     """The checksums of the sections, in the order of ``bases``: set once these are in place."""
 

@@ -1,4 +1,4 @@
-"""What is put over TCP comes straight into a worker's memory: the same bytes or nothing, and then its room is free."""
+"""A put over TCP is received straight into a worker's memory: the same bytes or nothing, and then its room is free."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_what_memory_cannot_take_as_it_comes_goes_through_a_buffer(
 
 
 def test_a_prompt_for_which_memory_has_no_room_is_put(buffered: list[int]) -> None:
-    """What it has room for comes straight; nobody waits for room."""
+    """Chunks that find room are received straight into it; nobody waits for room."""
     chunks = MEMORY_BYTES // MEDIUM.chunk_bytes + 10
     tokens, kv = tokens_and_kv(chunks, seed=2)
     with serving_memory() as served, connected(served, bulk="tcp", write="behind") as store:

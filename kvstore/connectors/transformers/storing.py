@@ -69,7 +69,7 @@ class Storing:
         return True
 
     def close(self, timeout_s: float = CLOSE_S) -> bool:
-        """Waits until nothing waits any more; True if that was in time. What still does is given up, with a warning.
+        """Waits until nothing waits any more; True if that was in time. Prompts that still do are given up and logged.
 
         After Ctrl-C all of it is still being stored: close it again to wait for it. Idempotent.
         """

@@ -20,7 +20,7 @@ from kvstore.wire.bulk.sums import plane_sums
 
 SUM_BYTES = 8
 PARTS_BYTES = 1024
-"""What XXH3 takes at a time: sections of a multiple of it can be summed alone and as a plane while they come."""
+"""XXH3 takes so many bytes at a time: sections of a multiple can be summed alone and as a plane while they come."""
 
 
 def send_run(channel: Channel, planes: Planes, first: int, count: int) -> None:
