@@ -7,6 +7,7 @@ belong to which section of which chunk.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 import ml_dtypes
@@ -30,7 +31,7 @@ CHUNK_TOKENS_MAX = 65_536
 CHUNK_BYTES_MAX = 1 << 30
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Layout:
     """Shape of KV in one namespace: ``(layers, 2, tokens, kv_heads, head_dim)``, K then V, C order.
 
@@ -64,37 +65,37 @@ class Layout:
                 f"lower chunk_tokens (now {self.chunk_tokens})"
             )
 
-    @property
+    @cached_property
     def numpy_dtype(self) -> np.dtype[Any]:
         """The element type as numpy knows it (bfloat16 and float8 come from ml_dtypes)."""
         return DTYPES[self.dtype]
 
-    @property
+    @cached_property
     def itemsize(self) -> int:
         """Bytes of one element."""
         return DTYPES[self.dtype].itemsize
 
-    @property
+    @cached_property
     def token_bytes(self) -> int:
         """Bytes of one token in one tensor (K or V) of one layer."""
         return self.kv_heads * self.head_dim * DTYPES[self.dtype].itemsize
 
-    @property
+    @cached_property
     def kv_bytes_per_token(self) -> int:
         """Bytes of one token in all tensors of all layers."""
         return self.section_count * self.token_bytes
 
-    @property
+    @cached_property
     def section_count(self) -> int:
         """Sections in a chunk: K and V of each layer, in the order K0 V0 K1 V1 ..."""
         return 2 * self.layers
 
-    @property
+    @cached_property
     def section_bytes(self) -> int:
         """Bytes of one section: one tensor of one layer for ``chunk_tokens`` tokens."""
         return self.chunk_tokens * self.token_bytes
 
-    @property
+    @cached_property
     def chunk_bytes(self) -> int:
         """Payload bytes of one chunk."""
         return self.section_count * self.section_bytes

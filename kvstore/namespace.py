@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NewType
 
 from kvstore.errors import InvalidRequest
@@ -73,7 +74,7 @@ class Namespace:
             raise InvalidRequest(f"attributes are a {type(attributes).__name__}: expected a mapping of text to text")
         return cls(name, layout, fingerprint, tenant, tuple(sorted((attributes or {}).items(), key=str)))
 
-    @property
+    @cached_property
     def id(self) -> NamespaceId:
         """The first 8 bytes of the digest: a tag in file names, so that a listing tells namespaces apart."""
         return NamespaceId(self.digest[:8])
