@@ -94,7 +94,7 @@ class Follower:
             try:
                 with self._view.lock:
                     self._following = following
-                    self._view.begin(snapshot, lambda: session.alive)
+                    self._view.begin(snapshot, session)
             except ChainBroken as broken:
                 self.end(session)
                 raise Unavailable(f"the keys of garbage collection in etcd cannot be read: {broken}") from broken

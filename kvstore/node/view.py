@@ -20,6 +20,7 @@ from kvstore.counts import NodeCount
 from kvstore.errors import InvalidRequest, Overloaded, RootMismatch
 from kvstore.meta.interface import Absent, Compare, Event, KeyValue, Snapshot, ValueIs
 from kvstore.meta.keys import Keys
+from kvstore.meta.session import Session
 from kvstore.meta.sweeps import NO_NONCE, Condemned, Members, Seq
 from kvstore.meta.usage import Room
 from kvstore.node.counters import Counters
@@ -62,12 +63,12 @@ class View:
         self._seq: bytes | None = None
         self._nonce = NO_NONCE
         self._open: dict[int, _Open] = {}
-        self._is_alive: Callable[[], bool] | None = None
+        self._session: Session | None = None
 
     @property
     def protects(self) -> bool:
         """True if holds taken now keep collectors away: in a live session, with a view of it."""
-        return self._is_alive is not None and self._is_alive()
+        return self._session is not None and self._session.alive
 
     @property
     def seq_is_seen(self) -> Compare:
@@ -155,11 +156,11 @@ class View:
 
     # Changes: called under ``lock`` by the follower, which has checked under it that it still follows this session.
 
-    def begin(self, snapshot: Snapshot, is_alive: Callable[[], bool]) -> None:
+    def begin(self, snapshot: Snapshot, session: Session) -> None:
         """Begins the view of a session: ``snapshot`` is of ``gc/``, read after the session's key was put (V1)."""
         self.usage.begin()
         self._read(snapshot)
-        self._is_alive = is_alive
+        self._session = session
 
     def reread(self, snapshot: Snapshot) -> None:
         """Replaces the view after a lost watch (rule V3). Under the same lock the caller marks holds as oldest."""
@@ -167,7 +168,7 @@ class View:
 
     def end(self) -> None:
         """Ends the session: nothing is protected any more, nothing remembered (rule V2)."""
-        self._is_alive = None
+        self._session = None
         self._open = {}
         self._full = False
         self.usage.end()

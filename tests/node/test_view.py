@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from hypothesis import given
@@ -14,6 +16,7 @@ from kvstore.errors import Overloaded
 from kvstore.format import places
 from kvstore.meta.interface import NO_LEASE, Event, KeyValue, Snapshot
 from kvstore.meta.keys import Keys, SweepId
+from kvstore.meta.session import Session
 from kvstore.meta.sweeps import NO_NONCE, Condemned, Seq
 from kvstore.node.counters import Counters
 from kvstore.node.known import Known
@@ -56,7 +59,7 @@ class Seen:
     def __init__(self) -> None:
         self.known = Known(1 << 10, 60)
         self.view = View(KEYS, BITS, self.known, Counters())
-        self.view.begin(Snapshot((), 10), lambda: True)
+        self.view.begin(Snapshot((), 10), cast(Session, SimpleNamespace(alive=True)))
 
     def apply(self, events: list[Event]) -> None:
         with self.view.lock:
