@@ -18,8 +18,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.format.checksum import checksum
 from kvstore.format.header import Damaged, Header, Incarnation, decode_as, encode, incarnation_at
 from kvstore.native import library as native
-from kvstore.node.items import Items
-from kvstore.node.wanted import Wanted, expected_of, payload_of, section_bytes
+from kvstore.node.wanted import Items, Wanted, expected_of, payload_of, section_bytes
 from kvstore.sections import Laid, Sections
 from kvstore.sources import Ids
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from kvstore.address import Chain
 from kvstore.buffers import Borrowed, Withdrawn, address_of
 from kvstore.native import library as native
-from kvstore.node.items import Items
+from kvstore.node.wanted import Items
 from kvstore.results import LayerMemory
 from kvstore.root.interface import LocalFiles
 

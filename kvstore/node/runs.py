@@ -20,10 +20,9 @@ from kvstore.buffers import Borrowed
 from kvstore.format.header import PAGE_BYTES, Incarnation
 from kvstore.native import library as native
 from kvstore.node.images import Images
-from kvstore.node.items import Items
 from kvstore.node.lanes import moved_on
 from kvstore.node.mappings import mapped
-from kvstore.node.wanted import Wanted
+from kvstore.node.wanted import Items, Wanted
 from kvstore.root.interface import LocalFiles
 from kvstore.sections import Laid
 

@@ -17,8 +17,7 @@ from kvstore.format.checksum import checksum
 from kvstore.format.header import Damage, Damaged, Expected, decode_as
 from kvstore.native import library as native
 from kvstore.node.images import ImagesIn, take_images
-from kvstore.node.items import Items
-from kvstore.node.wanted import Wanted, expected_of, image_sizes
+from kvstore.node.wanted import Items, Wanted, expected_of, image_sizes
 from kvstore.sections import Laid, Sections
 from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.frames import HEAD_BYTES, INDEX_BYTES, Head, Kind, decode_index, file_in
