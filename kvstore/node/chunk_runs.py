@@ -28,8 +28,7 @@ from kvstore.node.encoded import Encodings
 from kvstore.node.incarnations import Incarnations
 from kvstore.node.known import Known
 from kvstore.node.layer_run import LayerRun
-from kvstore.node.runs import Run
-from kvstore.node.shared_runs import Places, SharedPut, SharedRead, Sizes
+from kvstore.node.runs import Places, Run, SharedPut, SharedRead, Sizes
 from kvstore.node.unreadable import Unreadable
 from kvstore.node.usage import NodeUsage
 from kvstore.node.wanted import Wanted

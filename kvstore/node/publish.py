@@ -23,8 +23,7 @@ from kvstore.hints import Hints
 from kvstore.native import library as native
 from kvstore.node.chunks import Chunks, Staged
 from kvstore.node.refresh import Refresher
-from kvstore.node.runs import Run
-from kvstore.node.shared_runs import SharedPut, Sizes
+from kvstore.node.runs import Run, SharedPut, Sizes
 from kvstore.node.wanted import Wanted, expected_of, mean_bytes
 from kvstore.waiting import Monitor
 

@@ -22,7 +22,7 @@ from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
 from kvstore.node.images import verify_images
 from kvstore.node.lanes import Batch, DeadlinePassed, Lanes, moved_on
-from kvstore.node.shared_runs import Sizes
+from kvstore.node.runs import Sizes
 from kvstore.node.wanted import Wanted, mean_bytes
 from kvstore.sections import Sections
 

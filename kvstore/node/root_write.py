@@ -16,7 +16,7 @@ from kvstore.node.deadline import Deadline
 from kvstore.node.images import Images
 from kvstore.node.lanes import Batch, DeadlinePassed, Lanes, moved_on
 from kvstore.node.publish import Mask, Publication
-from kvstore.node.shared_runs import SharedPut
+from kvstore.node.runs import SharedPut
 from kvstore.sections import Sections
 from kvstore.sources import Clock
 from kvstore.writes import RUNS_MAX

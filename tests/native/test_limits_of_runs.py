@@ -23,8 +23,7 @@ from kvstore.native import library as native
 from kvstore.node import runs
 from kvstore.node.publish import TURN_PUBLISHED_MAX, TURN_SYNCED_MAX
 from kvstore.node.reading import GROUP_FILES_MAX
-from kvstore.node.runs import Run
-from kvstore.node.shared_runs import Places, SharedPut, SharedRead, Sizes
+from kvstore.node.runs import Places, Run, SharedPut, SharedRead, Sizes
 from kvstore.root.posix import PosixRoot
 from kvstore.sections import planes_of
 from kvstore.writes import Durability

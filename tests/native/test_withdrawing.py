@@ -19,7 +19,7 @@ from kvstore.address import Chain
 from kvstore.buffers import Borrowed, Withdrawn
 from kvstore.native import is_available
 from kvstore.native import library as native
-from kvstore.node.shared_runs import SharedRead, Sizes
+from kvstore.node.runs import SharedRead, Sizes
 from kvstore.root.identity import create_or_open
 from kvstore.root.posix import PosixRoot
 from kvstore.sections import planes_of

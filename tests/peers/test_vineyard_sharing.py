@@ -25,7 +25,7 @@ from kvstore.native import library as native
 from kvstore.node import publish
 from kvstore.node.chunk_runs import ChunkRuns
 from kvstore.node.publish import Publication
-from kvstore.node.shared_runs import Places, SharedPut, Sizes
+from kvstore.node.runs import Places, SharedPut, Sizes
 from kvstore.recency import is_fresh
 from kvstore.root.posix import PosixRoot
 from tests.node.stores import store_on
