@@ -38,7 +38,10 @@ from kvstore.sections import Laid, Sections
 
 
 class SharedReads:
-    """The chunks of one read that several lanes share; ``note`` records those that are DONE."""
+    """The chunks of one read that several lanes share: each takes the next ones until none is left.
+
+    ``note`` records those that are DONE.
+    """
 
     def __init__(self, run: SharedRead, counters: Counters, note: Callable[[], int]) -> None:
         self._run = run
@@ -58,7 +61,7 @@ class SharedReads:
         self._run.stop()
 
     def end(self) -> npt.NDArray[np.bool_]:
-        """Returns which chunks were read and verified, once nobody writes into the memory any more. Call it once."""
+        """Returns which chunks were read and verified. Call it once, when nobody writes into the memory any more."""
         self._note()
         return self._run.done()
 

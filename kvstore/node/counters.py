@@ -27,6 +27,7 @@ LATENCY_BUCKETS_S = (
 
 TierName = Literal["memory", "peers", "disk", "root"]
 Operation = Literal["look", "read", "write"]
+Step = tuple[TierName, Operation]
 
 
 @dataclass(slots=True)
@@ -61,27 +62,12 @@ class Latencies(Generic[K]):
             return {key: Latency(list(one.buckets), one.sum_s, one.size_bytes) for key, one in self._found.items()}
 
 
-class TierTimings:
-    """Operations of a node's tiers: how often, how long, how many bytes."""
-
-    def __init__(self) -> None:
-        self._latencies: Latencies[tuple[TierName, Operation]] = Latencies()
-
-    def timed(self, tier: TierName, operation: Operation) -> Timed:
-        """Times one step; set its ``size_bytes`` to the bytes that were moved."""
-        return Timed(self._latencies, (tier, operation))
-
-    def snapshot(self) -> dict[tuple[TierName, Operation], Latency]:
-        """Returns all of them at one moment."""
-        return self._latencies.snapshot()
-
-
 class Timed:
     """One step of a tier. A class, not a generator, because it is entered for every group of chunks."""
 
     __slots__ = ("_began_s", "_key", "_latencies", "_span", "size_bytes")
 
-    def __init__(self, latencies: Latencies[tuple[TierName, Operation]], key: tuple[TierName, Operation]) -> None:
+    def __init__(self, latencies: Latencies[Step], key: Step) -> None:
         self._latencies = latencies
         self._key = key
         self.size_bytes = 0
@@ -107,10 +93,12 @@ class Counters(RequestCounts):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tiers = TierTimings()
-        """Timings of the tiers."""
-        self.timed = self.tiers.timed
-        """Times one step of a tier."""
+        self.tiers: Latencies[Step] = Latencies()
+        """Steps of the tiers: how often, how long, how many bytes."""
+
+    def timed(self, tier: TierName, operation: Operation) -> Timed:
+        """Times one step of a tier; set its ``size_bytes`` to the bytes that were moved."""
+        return Timed(self.tiers, (tier, operation))
 
     def add_read(self, payload_bytes: int, chunks: int = 1) -> None:
         """Adds ``chunks`` read and verified chunks of ``payload_bytes`` in all."""

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +16,7 @@ from kvstore.buffers import Borrowed, Withdrawn
 from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError
 from kvstore.format.header import expected_chunk
+from kvstore.node.chunk_runs import SharedReads
 from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
@@ -113,22 +113,6 @@ def _bisect(chunks: Chunks, chain: Chain, known: int) -> int:
     return present
 
 
-class Turns(Protocol):
-    """Chunks that lanes read together: each takes the next ones until none is left (``chunk_runs.SharedReads``)."""
-
-    def read(self, borrowed: Borrowed) -> tuple[list[int], bool]:
-        """Takes one lane's turn; returns the chunks to read one by one, and whether more may come. Raises Withdrawn."""
-        ...
-
-    def stop(self) -> None:
-        """Begins no more chunks."""
-        ...
-
-    def end(self) -> npt.NDArray[np.bool_]:
-        """Returns which chunks were read. Call it once, when nobody writes into the memory any more."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Groups:
     """Chunks read several at a time, by one call that does not need the GIL."""
@@ -138,7 +122,7 @@ class Groups:
     chunks: int
     read: Callable[[int, int, Borrowed], npt.NDArray[np.bool_]]
     """Reads the chunks from one index up to another; True for those that are right. Raises Withdrawn."""
-    turns: Turns | None = None
+    turns: SharedReads | None = None
     """Reads the same chunks once, without fixed bounds between the lanes."""
 
 
@@ -257,7 +241,7 @@ class Reading:
         if self._ended is not None:
             self._ended()
 
-    def _work_on_turns(self, turns: Turns, _: int) -> bool:
+    def _work_on_turns(self, turns: SharedReads, _: int) -> bool:
         """Reads what no other lane took, as ``_work_on_group`` does."""
         more = True
         while more:

@@ -1,7 +1,8 @@
 """Runs of chunks for the native library: the chunks of one request as the structures that it takes.
 
 Separate from ``chunks.py`` because nothing here decides anything: ``Chunks`` redoes from scratch, chunk by chunk,
-whatever is not done after a call. Called on lanes only: each lane has its own part of a run, or takes turns at a shared one.
+whatever is not done after a call. Called on lanes only: a lane has its own part of a run, or takes turns at a shared
+one.
 """
 
 from __future__ import annotations

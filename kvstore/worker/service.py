@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 from kvstore.errors import InvalidRequest
 from kvstore.hints import checked_unused_s
 from kvstore.node.asking import match_each
-from kvstore.node.counters import TierTimings
+from kvstore.node.counters import Latencies, Step
 from kvstore.node.deadline import Deadline
 from kvstore.node.member import Member
 from kvstore.node.wanted import Wanted, keyed
@@ -140,7 +140,7 @@ class Service:
         }
 
     @property
-    def tiers(self) -> TierTimings:
+    def tiers(self) -> Latencies[Step]:
         """Timings of the node's tiers."""
         return self._node.counters.tiers
 
