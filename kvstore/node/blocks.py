@@ -141,7 +141,7 @@ class Blocks:
         addresses = block_addresses(namespace, keys)
         asked = Keyed(namespace, keys, addresses, ())
         unswept = self._view.unswept(asked)
-        present = self._chunks.known.present(addresses, self._chunks.quantum())
+        present = self._chunks.known.present(addresses, self._chunks.known.quantum())
         present |= np.array(self._reads.has(asked), np.bool_)
         lacking = np.flatnonzero(unswept & ~present)
         present[lacking] = self._look(asked.picked(lacking.tolist()), deadline)
@@ -210,7 +210,7 @@ class Blocks:
             self._counters.add(NodeCount.MISS_UNREADABLE)
             return False
         if found:
-            chunks.known.add(address, chunks.quantum(), renewed=False, epoch=epoch)
+            chunks.known.add(address, chunks.known.quantum(), renewed=False, epoch=epoch)
         return found
 
 

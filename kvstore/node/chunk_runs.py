@@ -90,7 +90,6 @@ class ChunkRuns:
         writer: ChunkWriter,
         known: Known,
         counters: Counters,
-        quantum: Callable[[], int],
         unreadable: Unreadable,
     ) -> None:
         self._writer = writer
@@ -99,7 +98,6 @@ class ChunkRuns:
         self._shard_bits = shard_bits
         self._known = known
         self._counters = counters
-        self._quantum = quantum
 
     def of(
         self, wanted: Wanted, first: int, count: int, sections: Sections | None = None, *, fills: bool = False
@@ -138,7 +136,7 @@ class ChunkRuns:
             found = part["status"] == native.FOUND
             mtimes_ns = part["mtime_ns"][found]
         at, count = run.part(start, stop)
-        self._known.add_run(at, np.arange(count, dtype=np.int32), native.FOUND, self._quantum(), epoch=epoch)
+        self._known.add_run(at, np.arange(count, dtype=np.int32), native.FOUND, self._known.quantum(), epoch=epoch)
         return found, mtimes_ns
 
     def present(self, run: Run, start: int, stop: int, epoch: int) -> tuple[npt.NDArray[np.bool_], list[int]]:
@@ -211,7 +209,7 @@ class ChunkRuns:
         self._counters.add(NodeCount.BYTES_READ, int(np.count_nonzero(done & from_files)) * size_bytes)
         where = start + np.flatnonzero(opened)
         if where.size:
-            quantum = self._quantum()
+            quantum = self._known.quantum()
             renewed = mtimes_ns >= quantum * recency.NS_PER_S
             self._known.add_all([addresses[at] for at in where.tolist()], quantum, renewed=renewed, epoch=epoch)
         return done
@@ -220,7 +218,7 @@ class ChunkRuns:
         """Remembers the DONE chunks of part of a run as present; returns the bytes of their sections."""
         at, count = run.part(start, stop)
         places = np.arange(count, dtype=np.int32)
-        chunks, size_bytes = self._known.add_run(at, places, native.DONE, self._quantum(), epoch=epoch)
+        chunks, size_bytes = self._known.add_run(at, places, native.DONE, self._known.quantum(), epoch=epoch)
         if chunks:
             self._counters.add_read(size_bytes, chunks)
         return size_bytes
@@ -243,7 +241,7 @@ class ChunkRuns:
         indexes = np.arange(run.first, run.first + run.count)
         run.items["number"] = list(islice(self._writer.numbers, run.count))
         run.items["incarnation"] = np.frombuffer(b"".join(self._incarnations_of(run, indexes)), "V16")
-        run.items["mtime_ns"] = stamps_ns(self._quantum(), depths, hints)
+        run.items["mtime_ns"] = stamps_ns(self._known.quantum(), depths, hints)
         return put
 
     def stage(self, put: SharedPut) -> tuple[Places, bool]:
@@ -257,7 +255,7 @@ class ChunkRuns:
             places, more, timed.size_bytes = put.stage()
         self._doubt(put.run, places)
         at = put.run.part(put.run.first, put.run.first)[0]
-        self._known.add_run(at, places, native.FOUND, self._quantum(), epoch=put.epoch)
+        self._known.add_run(at, places, native.FOUND, self._known.quantum(), epoch=put.epoch)
         for status in (native.DONE, native.PUBLISHED):
             self._known.forget_run(at, places, status)
         return places, more
@@ -274,7 +272,7 @@ class ChunkRuns:
             epoch = self._known.epoch
             put.publish(places, ordered=ordered)
         at = put.run.part(put.run.first, put.run.first)[0]
-        chunks, size_bytes = self._known.add_run(at, places, native.PUBLISHED, self._quantum(), epoch=epoch)
+        chunks, size_bytes = self._known.add_run(at, places, native.PUBLISHED, self._known.quantum(), epoch=epoch)
         if chunks:
             published = places[put.run.items["status"][places] == native.PUBLISHED]
             self._writer.usage.wrote(size_bytes + int(put.run.items["header_bytes"][published].sum()))

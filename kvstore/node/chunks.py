@@ -37,7 +37,7 @@ from kvstore.node.quarantine import Quarantine
 from kvstore.node.unreadable import FAILED
 from kvstore.node.usage import NodeUsage
 from kvstore.node.verify import fill, plain, read_header, read_verified, read_whole, verify, verify_whole
-from kvstore.recency import is_fresh, quantum_of, stamp_ns
+from kvstore.recency import is_fresh, stamp_ns
 from kvstore.root.interface import Reader, Root, Stat
 from kvstore.root.posix_reader import PosixReader
 from kvstore.sources import Clock
@@ -63,7 +63,6 @@ class Chunks:
         session: Callable[[], bytes],
         known: Known,
         counters: Counters,
-        quantum_s: int,
         clock: Clock,
         incarnations: Incarnations,
         numbers: Iterator[int],
@@ -74,15 +73,9 @@ class Chunks:
         self.known = known
         self._shard_bits = shard_bits
         self._counters = counters
-        self.quantum_s = quantum_s
-        self._clock = clock
         self._writer = writer = ChunkWriter(session, numbers, incarnations, encodings, usage)
         self.quarantine = Quarantine(root, writer, known, counters, clock)
-        self.runs = ChunkRuns(root, shard_bits, writer, known, counters, self.quantum, self.quarantine.unreadable)
-
-    def quantum(self, ago_s: float = 0.0) -> int:
-        """Returns the start of the current recency quantum, or of that ``ago_s`` ago."""
-        return quantum_of(max(0.0, self._clock.now_s() - ago_s), self.quantum_s)
+        self.runs = ChunkRuns(root, shard_bits, writer, known, counters, self.quarantine.unreadable)
 
     def name(self, address: Address, namespace: NamespaceId) -> Name:
         """Returns the chunk's final name."""
@@ -112,7 +105,7 @@ class Chunks:
 
     def lacks(self, stat: Stat, hints: Hints) -> bool:
         """True if a put with ``hints`` has to raise the hints of a chunk that it found, or to take it back."""
-        return not recency.decode(stat.mtime_ns, self.quantum_s).covers(hints)
+        return not recency.decode(stat.mtime_ns, self.known.quantum_s).covers(hints)
 
     def read(self, expected: Expected, sections: Pieces, borrowed: Borrowed) -> bool:
         """Reads and verifies a whole chunk into ``sections``; False is a miss, which leaves their content undefined.
@@ -239,7 +232,7 @@ class Chunks:
         self._writer.incarnations.record()
         pieces = self._writer.encodings.pieces(expected, incarnation, sections)
         name = places.staged(self._writer.session(), next(self._writer.numbers))
-        stamp = stamp_ns(self.quantum(), depth, hints)
+        stamp = stamp_ns(self.known.quantum(), depth, hints)
         try:
             with self._counters.timed("root", "write") as timed:
                 timed.size_bytes = expected.payload_bytes
@@ -255,7 +248,7 @@ class Chunks:
         won = self.root.publish(staged.name, self._name_of(expected), durable=durable)
         if won:
             self._writer.usage.wrote(staged.size_bytes)
-            self.known.add(expected.address, self.quantum(), renewed=True, epoch=epoch)
+            self.known.add(expected.address, self.known.quantum(), renewed=True, epoch=epoch)
             self._counters.add(NodeCount.CHUNKS_WRITTEN)
             self._counters.add(NodeCount.BYTES_WRITTEN, expected.payload_bytes)
         else:
@@ -355,7 +348,7 @@ class Chunks:
             return same and header.kind is Kind.BLOCK and header.file_bytes == reader.stat.size_bytes
 
     def _seen(self, expected: Expected, stat: Stat, epoch: int) -> None:
-        quantum = self.quantum()
+        quantum = self.known.quantum()
         self.known.add(expected.address, quantum, renewed=is_fresh(stat.mtime_ns, quantum), epoch=epoch)
 
     def _discard(self, name: Name) -> None:

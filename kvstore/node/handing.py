@@ -88,7 +88,7 @@ class Handing:
         """Return whether the root has, or may have, a chunk that ``open_files`` left out because it is encoded."""
         if self._chunks.is_private(wanted.namespace):
             return True
-        return self._chunks.known.is_present(wanted.addresses[index], self._chunks.quantum())
+        return self._chunks.known.is_present(wanted.addresses[index], self._chunks.known.quantum())
 
     def begin_copy(self, wanted: Wanted, indexes: Sequence[int], into: Callable[[int], memoryview]) -> Reading:
         """Begin to read whole files into ``into(index)``, which has the size of the file.

@@ -16,7 +16,8 @@ import numpy.typing as npt
 
 from kvstore.address import ADDRESS_BYTES, Address
 from kvstore.native import library as native
-from kvstore.recency import NS_PER_S
+from kvstore.recency import NS_PER_S, quantum_of
+from kvstore.sources import Clock
 from kvstore.zeros import untouched_zeros
 
 WAYS = 8
@@ -40,12 +41,17 @@ class Known:
     epoch. Readers race with that: an entry that is being dropped can still be found, as if the look had come earlier.
     """
 
-    __slots__ = ("_lock", "_mark_at", "_marks", "_mask", "_print_at", "_prints", "_quantum_s", "_table", "epoch")
+    __slots__ = (
+        *("_clock", "_lock", "_mark_at", "_marks", "_mask", "_print_at", "_prints", "_table"),
+        *("epoch", "quantum_s"),
+    )
 
-    def __init__(self, entries_max: int, quantum_s: int) -> None:
+    def __init__(self, entries_max: int, quantum_s: int, clock: Clock) -> None:
         rows = 1 << max(0, (entries_max // WAYS).bit_length() - 1)
         self._mask = rows - 1
-        self._quantum_s = quantum_s  # a mark holds a quantum as its start divided by this, which fits 31 bits
+        self._clock = clock
+        self.quantum_s = quantum_s
+        """Length of a quantum. A mark holds a quantum as its start divided by this, which fits 31 bits."""
         self._lock = threading.Lock()
         self.epoch = 0
         self._prints = untouched_zeros((rows, WAYS), np.uint64)
@@ -58,22 +64,26 @@ class Known:
     def __len__(self) -> int:
         return int(np.count_nonzero(self._marks))
 
+    def quantum(self, ago_s: float = 0.0) -> int:
+        """Returns the start of the current quantum, or of that of ``ago_s`` seconds ago."""
+        return quantum_of(max(0.0, self._clock.now_s() - ago_s), self.quantum_s)
+
     def is_present(self, address: Address, quantum_start_s: int) -> bool:
         """True if it was seen in this quantum or the one before."""
-        return self._mark(address) >> 1 >= quantum_start_s // self._quantum_s - 1
+        return self._mark(address) >> 1 >= quantum_start_s // self.quantum_s - 1
 
     def add(self, address: Address, quantum_start_s: int, *, renewed: bool, epoch: int) -> None:
         """Notes that it was seen in this quantum by a look that began in ``epoch``; ``renewed`` if its stamp is too."""
         with self._lock:
             if epoch == self.epoch:
-                self._add(_print(address), quantum_start_s // self._quantum_s << 1 | renewed)
+                self._add(_print(address), quantum_start_s // self.quantum_s << 1 | renewed)
 
     def add_all(
         self, addresses: Sequence[Address], quantum_start_s: int, *, renewed: bool | npt.NDArray[np.bool_], epoch: int
     ) -> None:
         """Adds many at once; ``renewed`` may be one value or one for each."""
         prints, rows = self._places(b"".join(addresses))
-        marks = np.full(len(prints), quantum_start_s // self._quantum_s << 1, np.uint32) | renewed
+        marks = np.full(len(prints), quantum_start_s // self.quantum_s << 1, np.uint32) | renewed
         for start in range(0, len(prints), RUN):
             run = slice(start, start + RUN)
             with self._lock:
@@ -94,7 +104,7 @@ class Known:
         sections, also if the epoch has changed and none is added.
         """
         section_bytes = ctypes.c_uint64()
-        mark, renewed_ns = quantum_start_s // self._quantum_s << 1, quantum_start_s * NS_PER_S
+        mark, renewed_ns = quantum_start_s // self.quantum_s << 1, quantum_start_s * NS_PER_S
         with self._lock:
             table = self._table if epoch == self.epoch else None
             found = native.brief.kv_known_add(
@@ -137,18 +147,18 @@ class Known:
         if not packed:
             return 0
         # Not by ``present``: each call fewer counts for short prompts.
-        present = self._have_mark(packed, max(quantum_start_s // self._quantum_s - 1 << 1, 1), 0)
+        present = self._have_mark(packed, max(quantum_start_s // self.quantum_s - 1 << 1, 1), 0)
         return len(present) if present.all() else int(present.argmin())
 
     def present(self, addresses: Sequence[Address], quantum_start_s: int) -> npt.NDArray[np.bool_]:
         """Returns which addresses are remembered as present."""
-        return self._have_mark(b"".join(addresses), max(quantum_start_s // self._quantum_s - 1 << 1, 1), 0)
+        return self._have_mark(b"".join(addresses), max(quantum_start_s // self.quantum_s - 1 << 1, 1), 0)
 
     def unrenewed(self, packed: bytes, quantum_start_s: int) -> list[int]:
         """Returns the positions in ``packed`` of the addresses whose recency is not known to be of this quantum."""
         if not packed:
             return []
-        renewed = self._have_mark(packed, quantum_start_s // self._quantum_s << 1, 1)
+        renewed = self._have_mark(packed, quantum_start_s // self.quantum_s << 1, 1)
         places: list[int] = np.flatnonzero(~renewed).tolist()
         return places
 

@@ -174,7 +174,8 @@ class Looking:
         return seen.stat, header
 
     def _root_copy(self, address: Address, stat: Stat, header: Fixed) -> RootCopy:
-        when, encoding = recency.decode(stat.mtime_ns, self._chunks.quantum_s), Encoding(header.encoding & ENCODINGS)
+        when = recency.decode(stat.mtime_ns, self._chunks.known.quantum_s)
+        encoding = Encoding(header.encoding & ENCODINGS)
         return RootCopy(
             stat.size_bytes,
             when.last_use_s,

@@ -103,7 +103,7 @@ class Node:
         self.durability, durable = durability, durability is Durability.FSYNC
         self.counters = Counters()
         self._lanes = lanes or Lanes(limits.lanes, limits.width, limits.queue_max, limits.stall_s, clock)
-        self.known = Known(limits.known_max, limits.quantum_s)
+        self.known = Known(limits.known_max, limits.quantum_s, clock)
         self.chains = RecentChains(limits.chains_bytes_max)
         self.gc_view = View(Keys(identity.root), identity.shard_bits, self.known, self.counters)
         numbers = itertools.count()
@@ -111,7 +111,7 @@ class Node:
         self.encodings = Encodings(keys, self.counters, ids)
         self.incarnations = Incarnations(root, session, self.id, clock, ids, label)
         self._chunks = Chunks(
-            root, identity.shard_bits, session, self.known, self.counters, limits.quantum_s, clock, self.incarnations,
+            root, identity.shard_bits, session, self.known, self.counters, clock, self.incarnations,
             numbers, self.encodings, self.gc_view.usage,
         )  # fmt: skip
         self._records = NamespaceRecords(root, session, numbers, clock)

@@ -110,7 +110,7 @@ class Publication:
 
     def found(self, indexes: npt.NDArray[np.int64], mtimes_ns: npt.NDArray[np.int64]) -> None:
         """Notes chunks that are in the store, as ``look`` does."""
-        lacking = ~recency.cover(mtimes_ns, self._chunks.quantum_s, self._hints)
+        lacking = ~recency.cover(mtimes_ns, self._chunks.known.quantum_s, self._hints)
         self._lacking.update(indexes[lacking].tolist())
 
     def add(self, index: int, sections: Pieces, origin: Incarnation | None = None) -> None:

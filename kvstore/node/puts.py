@@ -225,7 +225,7 @@ class Puts:
         if mode is not WriteMode.BEHIND or self.tiers is None:
             return Write(self, keyed, 0, found, mode, hints, self._root_write(keyed, 0, hints, vouched))
         # Chunks that memory has, or that the root is remembered to have, only count a use.
-        known, quantum = self._chunks.known, self._chunks.quantum()
+        known, quantum = self._chunks.known, self._chunks.known.quantum()
         with self.tiers.memory.refer(keyed, 0, len(keyed)) as slots:
             found[:] = [
                 entry is not None or known.is_present(address, quantum)

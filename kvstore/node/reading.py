@@ -74,7 +74,8 @@ def matched_count(
 def remembered(chunks: Chunks, wanted: Wanted, count: int, above: Above | None) -> int:
     """Returns how many leading chunks are there without a look at the root, given that the first ``count`` are."""
     while count < len(wanted):
-        known = count + chunks.known.leading_count(wanted.packed_addresses[count * ADDRESS_BYTES :], chunks.quantum())
+        rest = wanted.packed_addresses[count * ADDRESS_BYTES :]
+        known = count + chunks.known.leading_count(rest, chunks.known.quantum())
         found = known + (above(wanted, known) if above is not None and known < len(wanted) else 0)
         if found == known:
             return known
@@ -109,7 +110,7 @@ def _bisect(chunks: Chunks, chain: Chain, known: int) -> int:
             present = middle + 1
         else:
             absent = middle
-    chunks.known.add_all(chain.addresses[known:present], chunks.quantum(), renewed=False, epoch=epoch)
+    chunks.known.add_all(chain.addresses[known:present], chunks.known.quantum(), renewed=False, epoch=epoch)
     return present
 
 

@@ -92,7 +92,7 @@ class Refresher:
         # Neither tokens nor keys are kept.
         depths = None if isinstance(wanted, Chain) else wanted.depths or range(len(wanted))
         renewal = _Renewal(wanted.namespace.id, wanted.packed_addresses, depths, hints, lacking)
-        if not self._places(renewal, self._chunks.quantum()):
+        if not self._places(renewal, self._chunks.known.quantum()):
             return
         with self._changed:
             is_full = len(self._waiting) + self._is_busy >= self._queue_max
@@ -161,12 +161,12 @@ class Refresher:
             stat = chunks.root.stat(name)
             if stat is None:
                 continue
-            was = decode(stat.mtime_ns, chunks.quantum_s)
+            was = decode(stat.mtime_ns, chunks.known.quantum_s)
             if was.last_use_s > latest_s:
                 return
             latest_s, is_last = was.last_use_s if is_last else latest_s, False
             depth = was.depth if branch.depths is None else branch.depths[place]
-            stamp = superseded_ns(stat.mtime_ns, chunks.quantum_s, depth)
+            stamp = superseded_ns(stat.mtime_ns, chunks.known.quantum_s, depth)
             if stamp is not None and chunks.root.touch(name, stamp):
                 # A use in this same quantum has to look at it again.
                 chunks.known.forget(branch.addresses[place])
@@ -181,7 +181,7 @@ class Refresher:
 
     def _renew(self, renewal: _Renewal) -> None:
         chunks = self._chunks
-        quantum, epoch = chunks.quantum(), chunks.known.epoch
+        quantum, epoch = chunks.known.quantum(), chunks.known.epoch
         for plan in self._planned(renewal, quantum):
             if plan.stamp_ns is not None:
                 if not chunks.root.touch(plan.name, plan.stamp_ns):
@@ -204,7 +204,7 @@ class Refresher:
         renewal at the same moment took away, or what a put set too low when it repaired a chunk.
         """
         plans: list[_Plan] = []
-        quantum_s = self._chunks.quantum_s
+        quantum_s = self._chunks.known.quantum_s
         least, uses_least = renewal.hints, 0
         for index, name, mtime_ns in reversed(self._look(renewal, quantum)):
             depth = index

@@ -86,7 +86,7 @@ class TieredReads:
 
     def remembered(self, addresses: Sequence[Address]) -> npt.NDArray[np.bool_]:
         """Returns which chunks are known to be on the root, without a look at it."""
-        return self._chunks.known.present(addresses, self._chunks.quantum())
+        return self._chunks.known.present(addresses, self._chunks.known.quantum())
 
     def matched_count(self, chain: Chain, deadline: Deadline) -> int:
         """Returns how many leading chunks are anywhere (rule R1)."""
@@ -114,7 +114,7 @@ class TieredReads:
         They go first on the root until somebody uses them again; memory and local disk go by their own uses. Returns at
         once.
         """
-        self._refresher.superseded(wanted, first, self._chunks.quantum(unused_s))
+        self._refresher.superseded(wanted, first, self._chunks.known.quantum(unused_s))
 
     def begin(self, wanted: Wanted, first: int, count: int, into: Sections, deadline: Deadline) -> Reading:
         """Begins to read ``count`` chunks from index ``first`` on into ``into(index)``. A miss ends a prompt."""

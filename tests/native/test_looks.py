@@ -225,7 +225,7 @@ def test_h1_what_is_condemned_while_somebody_looks_is_not_remembered(
 
         monkeypatch.setattr(Run, "look", condemned)
         assert any(blocks.present(keys))
-        assert not known.present(addresses, chunks_of(store).quantum()).any()
+        assert not known.present(addresses, chunks_of(store).known.quantum()).any()
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["native", "python"])

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from kvstore.address import Address
 from kvstore.format import places
 from kvstore.node.known import RUN, RUN_MIN, WAYS, Known
+from kvstore.sources import SystemClock
 
 QUANTUM_S = 60
 BITS = 8
@@ -59,7 +60,7 @@ class Plain:
 def test_it_answers_like_a_dictionary_while_nothing_has_to_be_dropped(
     done: list[tuple[str, object, int, int]], asked: list[Address], now: int
 ) -> None:
-    known, plain = Known(ROWS * WAYS, QUANTUM_S), Plain()
+    known, plain = Known(ROWS * WAYS, QUANTUM_S, SystemClock()), Plain()
     for what, whom, number, flag in done:
         at_s = number * QUANTUM_S
         addresses = [Address(each) for each in whom] if isinstance(whom, list) else []
@@ -107,7 +108,7 @@ def test_it_answers_like_a_dictionary_while_nothing_has_to_be_dropped(
 @given(st.lists(st.lists(st.binary(min_size=16, max_size=16), max_size=60), max_size=6))
 @settings(deadline=None)
 def test_a_full_table_drops_what_was_seen_before_and_never_invents(batches: list[list[bytes]]) -> None:
-    known = Known(2 * WAYS, QUANTUM_S)
+    known = Known(2 * WAYS, QUANTUM_S, SystemClock())
     added: set[bytes] = set()
     for number, batch in enumerate(batches, 100):
         addresses = [Address(each) for each in batch]
@@ -127,7 +128,7 @@ def test_a_full_table_drops_what_was_seen_before_and_never_invents(batches: list
 
 def test_an_address_that_takes_the_place_of_another_takes_none_of_its_marks() -> None:
     rows = 2 * RUN_MIN
-    known = Known(rows * WAYS, QUANTUM_S)
+    known = Known(rows * WAYS, QUANTUM_S, SystemClock())
     first = [Address(bytes([row, way]).ljust(16)) for row in range(rows) for way in range(WAYS)]
     second = [Address(bytes([row, WAYS]).ljust(16)) for row in range(rows)]
     known.add_all(first, 6000, renewed=True, epoch=known.epoch)
@@ -140,7 +141,7 @@ def test_an_address_that_takes_the_place_of_another_takes_none_of_its_marks() ->
 
 
 def test_a_long_chain_is_counted_across_runs() -> None:
-    known = Known(1 << 14, QUANTUM_S)
+    known = Known(1 << 14, QUANTUM_S, SystemClock())
     addresses = [Address(np.random.default_rng(seed).bytes(16)) for seed in range(2 * RUN + 100)]
     known.add_all(addresses, 6000, renewed=True, epoch=known.epoch)
     assert known.leading_count(b"".join(addresses), 6000) == len(addresses) and not known.unrenewed(

@@ -200,7 +200,7 @@ def addresses_of(count: int) -> tuple[Address, ...]:
 
 
 def test_known_forgets_what_is_old_and_stays_bounded() -> None:
-    known = Known(128, QUANTUM_S)
+    known = Known(128, QUANTUM_S, SetClock(NOW_S))
     quantum = quantum_of(NOW_S, QUANTUM_S)
     addresses = addresses_of(1000)
     for address in addresses:
@@ -220,7 +220,7 @@ def test_known_forgets_what_is_old_and_stays_bounded() -> None:
 
 
 def test_known_counts_the_unbroken_lead() -> None:
-    known = Known(1 << 12, QUANTUM_S)
+    known = Known(1 << 12, QUANTUM_S, SetClock(NOW_S))
     quantum = quantum_of(NOW_S, QUANTUM_S)
     addresses = addresses_of(50)
     assert known.leading_count(b"", quantum) == known.leading_count(b"".join(addresses), quantum) == 0

@@ -21,6 +21,7 @@ from kvstore.meta.sweeps import NO_NONCE, Condemned, Seq
 from kvstore.node.counters import Counters
 from kvstore.node.known import Known
 from kvstore.node.view import ChainBroken, View
+from kvstore.sources import SystemClock
 
 KEYS, BITS, QUANTUM = Keys(b"r" * 16), 4, 1_000_020
 
@@ -57,7 +58,7 @@ class Seen:
     """A view that has begun on an empty store, and its memory."""
 
     def __init__(self) -> None:
-        self.known = Known(1 << 10, 60)
+        self.known = Known(1 << 10, 60, SystemClock())
         self.view = View(KEYS, BITS, self.known, Counters())
         self.view.begin(Snapshot((), 10), cast(Session, SimpleNamespace(alive=True)))
 
@@ -136,7 +137,7 @@ def test_the_full_sign_sheds_puts_while_it_is_up() -> None:
 
 @given(st.integers(0, 16), st.lists(st.binary(min_size=16, max_size=16), unique=True, max_size=40), st.data())
 def test_forgetting_shards_takes_all_of_them_and_nothing_else(bits: int, raw: list[bytes], draw: st.DataObject) -> None:
-    known, addresses = Known(1 << 12, 60), [Address(each) for each in raw]
+    known, addresses = Known(1 << 12, 60, SystemClock()), [Address(each) for each in raw]
     for address in addresses:
         known.add(address, QUANTUM, renewed=False, epoch=known.epoch)
     before = [known.is_present(address, QUANTUM) for address in addresses]

@@ -128,8 +128,8 @@ HOLDING = [
         "blocks-condemned-while-looked-for-are-remembered",
         edit(
             "kvstore.node.chunk_runs:ChunkRuns._look",
-            "native.FOUND, self._quantum(), epoch=epoch",
-            "native.FOUND, self._quantum(), epoch=self._known.epoch",
+            "native.FOUND, self._known.quantum(), epoch=epoch",
+            "native.FOUND, self._known.quantum(), epoch=self._known.epoch",
         ),
         "native/test_looks.py::test_h1_what_is_condemned_while_somebody_looks_is_not_remembered",
     ),

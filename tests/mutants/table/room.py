@@ -279,7 +279,7 @@ ABANDONED = [
     mutant(
         "superseded-though-used-since",
         "FORMAT 5, superseding, rule 2: used since the caller left it",
-        edit("kvstore.node.chunks:Chunks.quantum", "self._clock.now_s() - ago_s", "self._clock.now_s()"),
+        edit("kvstore.node.known:Known.quantum", "self._clock.now_s() - ago_s", "self._clock.now_s()"),
         f"{BRANCHES}what_anybody_used_since_stays[local]",
     ),
     mutant(
