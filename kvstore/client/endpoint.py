@@ -85,20 +85,20 @@ class Endpoint:
         ends_s = time.monotonic() + timeout_s
         answer = self.bulk.call(name, message, timeout_s) if self._calls_past_grpc else None
         if answer is None:
-            answer = self._stub(method(name), "unary_unary")(sealed(message), timeout=ends_s - time.monotonic())
+            answer = self._stub(name, "unary_unary")(sealed(message), timeout=ends_s - time.monotonic())
         return answer
 
     def unary(self, name: str) -> Any:
         """Returns a call with one message each way, as bytes."""
-        return self._stub(method(name), "unary_unary")
+        return self._stub(name, "unary_unary")
 
     def stream_out(self, name: str) -> Any:
         """Returns a call that sends a stream."""
-        return self._stub(method(name), "stream_unary")
+        return self._stub(name, "stream_unary")
 
     def stream_in(self, name: str) -> Any:
         """Returns a call that receives a stream."""
-        return self._stub(method(name), "unary_stream")
+        return self._stub(name, "unary_stream")
 
     def probe(self, timeout_s: float) -> Any:
         """Asks for the worker's health; returns a future of the answer."""
@@ -151,10 +151,12 @@ class Endpoint:
         answer: bytes = self.unary("OpenBulk")(request, timeout=timeout_s)
         return answer
 
-    def _stub(self, path: str, kind: str) -> Any:
-        stub = self._stubs.get(path)
+    def _stub(self, name: str, kind: str) -> Any:
+        """Returns a call by its name in our services, or by its whole path in another one."""
+        stub = self._stubs.get(name)
         if stub is None:
-            stub = self._stubs[path] = _Saying(getattr(self._channel, kind)(path), self.metadata)
+            path = name if name.startswith("/") else method(name)
+            stub = self._stubs[name] = _Saying(getattr(self._channel, kind)(path), self.metadata)
         return stub
 
 

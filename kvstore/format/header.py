@@ -10,6 +10,7 @@ import enum
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NewType
 
 from kvstore.address import (
@@ -194,6 +195,7 @@ def expected_block(namespace: Namespace, key: bytes, size_bytes: int, descent: b
     )
 
 
+@lru_cache  # the chunks of a namespace have one size, and every step of a call asks for it
 def header_bytes(identity_bytes: int, section_count: int) -> int:
     """Returns the size of a header: fixed part, identity, section table and checksum, rounded up to pages."""
     used = _FIXED.size + _padded(identity_bytes) + _SUM.size * section_count + _SUM.size

@@ -44,6 +44,8 @@ class AuditLog:
         kept_max: int = KEPT_MAX,
     ) -> None:
         self._path = Path(path) if path is not None else None
+        self.has_file = path is not None
+        """True if entries go to a file of their own."""
         self.on_lost: Callable[[], None] = lambda: None
         self._now = now
         self._bytes_max = bytes_max
@@ -51,11 +53,6 @@ class AuditLog:
         self._tasks: Tasks | None = None
         self._fd = -1
         self._size_bytes = 0
-
-    @property
-    def has_file(self) -> bool:
-        """True if entries go to a file of their own."""
-        return self._path is not None
 
     def open(self) -> None:
         """Opens the file. Raises InvalidRequest if it cannot be written."""

@@ -11,24 +11,27 @@ from typing import Any, TypeVar
 import grpc
 from google.protobuf.message import Message
 
+from kvstore.counts import WorkerCount
+from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.wire.frames import Frame, decode_frame
 from kvstore.wire.messages import parse
-from kvstore.wire.watch import Watch
+from kvstore.wire.watch import Watch, Watched
 from kvstore.worker.call import Call
 from kvstore.worker.calls import Calls, UnaryCall
 from kvstore.worker.limits import WorkerLimits
-from kvstore.worker.streams import arriving, leaving, watched
 
 Request = TypeVar("Request", bound=Message)
 Context = grpc.ServicerContext
 
 
 class Handlers:
-    """Makes handlers. ``limits`` returns the limits of a call that begins now."""
+    """Makes handlers. A peer that sends or takes nothing must not keep a thread for ever: streams are watched."""
 
-    def __init__(self, calls: Calls, watch: Watch, limits: Callable[[], WorkerLimits]) -> None:
+    def __init__(self, calls: Calls, watch: Watch, limits: WorkerLimits) -> None:
         self._calls = calls
         self._watch = watch
-        self._limits = limits
+        self.limits = limits
+        """Limits of a call that begins now."""
 
     def unary(self, name: str, served: UnaryCall[Any]) -> Any:
         """Returns the handler of a call with one message each way."""
@@ -44,11 +47,8 @@ class Handlers:
         """Returns the handler of a call that is answered by a stream."""
 
         def serve(raw: bytes, context: Context) -> Iterator[bytes]:
-            with (
-                self._calls.serving(name, context) as call,
-                watched(self._watch, context, self._limits(), self._calls) as stream,
-            ):
-                yield from leaving(answer(parse(kind, raw), call), stream)
+            with self._calls.serving(name, context) as call, self._watched(context) as stream:
+                yield from _leaving(answer(parse(kind, raw), call), stream)
 
         return grpc.unary_stream_rpc_method_handler(serve)
 
@@ -56,11 +56,53 @@ class Handlers:
         """Returns the handler of a call that sends a stream."""
 
         def serve(messages: Iterator[bytes], context: Context) -> bytes:
-            with (
-                self._calls.serving(name, context) as call,
-                watched(self._watch, context, self._limits(), self._calls) as stream,
-            ):
-                return answer(arriving(messages, stream), call)
+            with self._calls.serving(name, context) as call, self._watched(context) as stream:
+                return answer(_arriving(messages, stream), call)
             raise AssertionError("an error was answered already")
 
         return grpc.stream_unary_rpc_method_handler(serve)
+
+    def _watched(self, context: Context) -> Watched:
+        """Puts a call under watch: cancelled when its client moves nothing for too long. Ends with the context."""
+
+        def cancel() -> None:
+            self._calls.add(WorkerCount.CALLS_IDLE)
+            context.cancel()
+
+        return self._watch.begin(self.limits.idle_s, self.limits.stream_s_max, cancel)
+
+
+def _arriving(messages: Iterator[bytes], stream: Watched) -> Iterator[Frame]:
+    """Yields the frames of a client, the first with ``start``.
+
+    Waiting for the client counts as idle, our own work does not. Raises InvalidRequest if the first has no ``start`` or
+    another has one; Unavailable if the watch ended it.
+    """
+    is_first = True
+    for message in messages:
+        stream.busy()
+        frame = decode_frame(message)
+        if is_first != (frame.start is not None):
+            raise InvalidRequest(
+                "the first message of the stream has no start"
+                if is_first
+                else "a later message of the stream has a start"
+            )
+        is_first = False
+        yield frame
+        stream.moved()
+    if stream.expired:
+        # gRPC may show a cancelled stream as one that ended.
+        raise Unavailable("the client sent nothing for too long: the call was cancelled")
+    if is_first:
+        raise InvalidRequest("the stream has no message: expected one with start")
+    stream.busy()
+
+
+def _leaving(frames: Iterator[bytes], stream: Watched) -> Iterator[bytes]:
+    """Yields frames for a client. Waiting for the client counts as idle, our own work does not."""
+    stream.busy()
+    for frame in frames:
+        stream.moved()
+        yield frame
+        stream.busy()

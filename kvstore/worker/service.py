@@ -77,7 +77,7 @@ class Service:
             tells_tenants=not self.calls.guard.is_open,
         )
         self.watch = Watch(clock, "kvstore-worker-watch")
-        self.handlers = Handlers(self.calls, self.watch, lambda: self._limits)
+        self.handlers = Handlers(self.calls, self.watch, limits)
         self.behind = PutsBehind(self.calls)
         self.bulk: BulkListener | None = None
         """Set while the worker listens for bulk connections."""
@@ -112,7 +112,7 @@ class Service:
 
     def adjust(self, limits: WorkerLimits) -> None:
         """Takes over the limits that may change at run time; work in progress keeps its old ones."""
-        self._limits = limits
+        self._limits = self.handlers.limits = limits
         self.gate.calls_max = limits.calls_max
         self.in_flight.bytes_max = limits.bytes_in_flight_max
         self.holds.holds_max, self.holds.tokens_max = limits.holds_max, limits.hold_tokens_max

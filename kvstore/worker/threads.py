@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from functools import partial
 from typing import Any
 
 Task = tuple["Future[Any]", Callable[[], Any]]
@@ -42,7 +43,7 @@ class DaemonThreads(Executor):
                 self._threads.append(thread)
             else:
                 self._idle -= 1  # it waits in the queue; the next free thread is then not idle
-            self._queue.put((future, lambda: fn(*args, **kwargs)))
+            self._queue.put((future, partial(fn, *args, **kwargs)))
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False, timeout_s: float = 5.0) -> None:
