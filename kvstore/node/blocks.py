@@ -22,7 +22,7 @@ from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
 from kvstore.node.holds import Hold, Holds
 from kvstore.node.lanes import Lanes, moved_on
-from kvstore.node.reading import read_chunks, remembered
+from kvstore.node.reading import read_chunks
 from kvstore.node.tiered_reads import TieredReads
 from kvstore.node.view import View
 from kvstore.node.wanted import Keyed, keyed, leading
@@ -57,7 +57,7 @@ class Blocks:
         """Returns how many leading keys are in the store, whatever the size of their blocks."""
         asked = Keyed(namespace, keys, block_addresses(namespace, keys), ())
         wanted = asked.leading(self._view.leading(asked))
-        addresses, known = wanted.addresses, remembered(self._chunks, wanted, 0, self._reads.above)
+        addresses, known = wanted.addresses, self._reads.near(wanted)
         rest = wanted.picked(range(known, len(wanted)))
         count = known + leading(bytes(self._look(rest, deadline, prefix=True)))
         self._reads.looked_up(Keyed(namespace, keys[:count], addresses[:count], ()))

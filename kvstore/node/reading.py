@@ -1,4 +1,4 @@
-"""Finds a prefix and reads it: bisection over the chain, and parallel verified reads."""
+"""Parallel verified reads: chunks on their way into the caller's memory."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.address import ADDRESS_BYTES, Chain
 from kvstore.buffers import Borrowed, Withdrawn
 from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError
-from kvstore.format.header import expected_chunk
 from kvstore.node.chunk_runs import SharedReads
 from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters
@@ -25,9 +23,6 @@ from kvstore.node.lanes import Batch, DeadlinePassed, Lanes, moved_on
 from kvstore.node.runs import Sizes
 from kvstore.node.wanted import Wanted, mean_bytes
 from kvstore.sections import Sections
-
-Above = Callable[[Wanted, int], int]
-"""``above(chain, index)`` returns how many consecutive chunks from ``index`` on are nearer than the root."""
 
 GROUP_BYTES_MIN = 1 << 20
 GROUP_BYTES_MAX = 32 << 20
@@ -40,78 +35,6 @@ TURN_CHUNKS_MAX = 512
 """Chunks that a lane reads in one call: opening takes a millisecond each on some roots, and a lane that is in one call
 for ``stall_s`` counts as hung.
 """
-
-
-def matched_count(
-    chunks: Chunks,
-    lanes: Lanes,
-    counters: Counters,
-    chain: Chain,
-    deadline: Deadline,
-    above: Above | None = None,
-) -> int:
-    """Returns how many leading chunks are in the store: on the root, or in a tier above it.
-
-    ``above(chain, i)`` returns how many consecutive chunks from ``i`` on the tiers above have. On an error or a passed
-    deadline the match ends where the remembered chunks end.
-    """
-    count = remembered(chunks, chain, 0, above)
-    try:
-        while count < len(chain):
-            found = lanes.run(partial(_looked, chunks, counters, chain, count), deadline)
-            if found == count or above is None:
-                return found
-            count = remembered(chunks, chain, found, above)
-            if count == found:
-                break
-    except DeadlinePassed:
-        counters.add(NodeCount.MISS_DEADLINE)
-    except KVStoreError:
-        counters.add(NodeCount.MISS_UNREADABLE)
-    return count
-
-
-def remembered(chunks: Chunks, wanted: Wanted, count: int, above: Above | None) -> int:
-    """Returns how many leading chunks are there without a look at the root, given that the first ``count`` are."""
-    while count < len(wanted):
-        rest = wanted.packed_addresses[count * ADDRESS_BYTES :]
-        known = count + chunks.known.leading_count(rest, chunks.known.quantum())
-        found = known + (above(wanted, known) if above is not None and known < len(wanted) else 0)
-        if found == known:
-            return known
-        count = found
-    return count
-
-
-def _looked(chunks: Chunks, counters: Counters, chain: Chain, known: int) -> int:
-    with counters.timed("root", "look"):
-        return _bisect(chunks, chain, known)
-
-
-def _bisect(chunks: Chunks, chain: Chain, known: int) -> int:
-    """Returns the number of leading chunks present, given that the first ``known`` are.
-
-    An ancestor outlives its descendants, so presence along a chain is a step: O(log n) looks. The first look is at the
-    chunk after the known ones: it decides alone for a prompt nobody has stored, and it is where damage would show.
-    """
-    present, absent, epoch = known, len(chain), chunks.known.epoch
-
-    def is_present(index: int) -> bool:
-        return chunks.is_present(expected_chunk(chain, index))
-
-    if not is_present(known):
-        return known
-    present = known + 1
-    if present < absent and is_present(absent - 1):
-        present = absent
-    while present < absent:
-        middle = (present + absent) // 2
-        if is_present(middle):
-            present = middle + 1
-        else:
-            absent = middle
-    chunks.known.add_all(chain.addresses[known:present], chunks.known.quantum(), renewed=False, epoch=epoch)
-    return present
 
 
 @dataclass(frozen=True, slots=True)

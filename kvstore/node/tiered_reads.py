@@ -1,6 +1,6 @@
 """Reads chunks from wherever they are: memory, the tiers below it, the root.
 
-Separate from reading, which reads one root: this module decides where chunks come from and where they go
+Separate from reading, which reads one root: this module finds chunks, and decides where they come from and go to
 (kvstore/memory/MEMORY.md, R1 to R4). A chunk from a tier comes into memory as an image and is verified when it is
 copied out. A chunk that only the root has, and that is not worth keeping, goes straight into the caller's memory, as
 all do on a node without memory.
@@ -10,23 +10,24 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from weakref import ReferenceType, ref
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.address import Address, Chain
+from kvstore.address import ADDRESS_BYTES, Address, Chain
 from kvstore.buffers import Borrowed
 from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError
-from kvstore.format.header import Damaged, header_bytes
+from kvstore.format.header import Damaged, expected_chunk, header_bytes
 from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters
 from kvstore.node.deadline import Deadline
 from kvstore.node.images import verify_images
-from kvstore.node.lanes import Lanes
+from kvstore.node.lanes import DeadlinePassed, Lanes
 from kvstore.node.memory_tier import MemoryTier
-from kvstore.node.reading import Above, Groups, Reading, gaps, group_size, matched_count, root_groups
+from kvstore.node.reading import Groups, Reading, gaps, group_size, root_groups
 from kvstore.node.refresh import Refresher
 from kvstore.node.slots import Slot
 from kvstore.node.tier_stack import TierStack
@@ -59,11 +60,6 @@ class TieredReads:
         """True while lanes work on what ``begin`` reads. Advice: of very many reads it sees the last ones."""
         return any(reading.is_running for each in tuple(self._recent) if (reading := each()) is not None)
 
-    @property
-    def above(self) -> Above | None:
-        """Returns how many consecutive chunks from an index on are in memory or a tier below it; None without tiers."""
-        return self._leading if self._tiers is not None else None
-
     def has(self, wanted: Wanted) -> list[bool]:
         """Returns for each chunk whether it is there, looked for by itself."""
         there = [False] * len(wanted)
@@ -89,8 +85,35 @@ class TieredReads:
         return self._chunks.known.present(addresses, self._chunks.known.quantum())
 
     def matched_count(self, chain: Chain, deadline: Deadline) -> int:
-        """Returns how many leading chunks are anywhere (rule R1)."""
-        return matched_count(self._chunks, self._lanes, self._counters, chain, deadline, self.above)
+        """Returns how many leading chunks are anywhere (rule R1): on the root, or in a tier above it.
+
+        On an error or a passed deadline the match ends where the remembered chunks end.
+        """
+        count = self.near(chain)
+        try:
+            while count < len(chain):
+                found = self._lanes.run(partial(self._bisect, chain, count), deadline)
+                if found == count or self._tiers is None:
+                    return found
+                count = self.near(chain, found)
+                if count == found:
+                    break
+        except DeadlinePassed:
+            self._counters.add(NodeCount.MISS_DEADLINE)
+        except KVStoreError:
+            self._counters.add(NodeCount.MISS_UNREADABLE)
+        return count
+
+    def near(self, wanted: Wanted, count: int = 0) -> int:
+        """Returns how many leading chunks are there without a look at the root, given that the first ``count`` are."""
+        known = self._chunks.known
+        while count < len(wanted):
+            rest = wanted.packed_addresses[count * ADDRESS_BYTES :]
+            there = count + known.leading_count(rest, known.quantum())
+            count = there + (self._leading(wanted, there) if self._tiers is not None and there < len(wanted) else 0)
+            if count == there:
+                break
+        return count
 
     def used(self, wanted: Wanted) -> None:
         """Notes that all of these were read: a use in memory, and their recency is renewed."""
@@ -146,6 +169,34 @@ class TieredReads:
         reading = Reading(lanes, self._counters, count, read, stop_at_miss, groups, ended=slots.release)
         self._recent.append(ref(reading))
         return reading
+
+    def _bisect(self, chain: Chain, known: int) -> int:
+        """Returns the number of leading chunks present, given that the first ``known`` are.
+
+        An ancestor outlives its descendants, so presence along a chain is a step: O(log n) looks. The first look is at
+        the chunk after the known ones: it decides alone for a prompt nobody has stored, and it is where damage would
+        show.
+        """
+        chunks = self._chunks
+        present, absent, epoch = known, len(chain), chunks.known.epoch
+
+        def is_present(index: int) -> bool:
+            return chunks.is_present(expected_chunk(chain, index))
+
+        with self._counters.timed("root", "look"):
+            if not is_present(known):
+                return known
+            present = known + 1
+            if present < absent and is_present(absent - 1):
+                present = absent
+            while present < absent:
+                middle = (present + absent) // 2
+                if is_present(middle):
+                    present = middle + 1
+                else:
+                    absent = middle
+            chunks.known.add_all(chain.addresses[known:present], chunks.known.quantum(), renewed=False, epoch=epoch)
+        return present
 
     def _leading(self, wanted: Wanted, first: int) -> int:
         assert self._tiers is not None
