@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from functools import partial
+from typing import Any
 
 from kvstore.address import Chain
 from kvstore.buffers import Pieces
@@ -20,7 +21,6 @@ from kvstore.client.bulk.links import Link
 from kvstore.client.bulk.receiving import Ask, ImageReceiver
 from kvstore.client.bulk.viewing import Views, view_given
 from kvstore.client.endpoint import Endpoint
-from kvstore.client.streams import received
 from kvstore.client.tools import Tools
 from kvstore.counts import ClientCount
 from kvstore.errors import InvalidRequest
@@ -32,13 +32,37 @@ from kvstore.tokens import TokenArray
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import LinkBroken
 from kvstore.wire.bulk.frames import Kind, Mode, encode_request
-from kvstore.wire.frames import Frame
+from kvstore.wire.frames import Frame, decode_frame
 from kvstore.wire.messages import pack_keys, pack_sizes, parse, sealed
 from kvstore.wire.parts import Incoming, SameSize
 from kvstore.wire.statuses import BrokenTransfer
 from kvstore.wire.traces import traced
+from kvstore.wire.watch import Watch
 
 log = logging.getLogger(__name__)
+
+
+def received(
+    stub: Any,
+    request: bytes,
+    watch: Watch,
+    idle_s: float,
+    timeout_s: float,
+    started: Callable[[Any], None] | None = None,
+) -> Generator[Frame]:
+    """Yields the frames of an answer. Ends with CANCELLED if none comes for ``idle_s``. Close it to end the call."""
+    call = stub(request, timeout=timeout_s)
+    if started is not None:
+        started(call)
+    try:
+        with watch.begin(idle_s, timeout_s, call.cancel) as stream:
+            for message in call:
+                # The worker is not at fault for what the caller does between two frames.
+                stream.busy()
+                yield decode_frame(message)
+                stream.moved()
+    finally:
+        call.cancel()
 
 
 class Fetch(ABC):

@@ -19,7 +19,7 @@ from kvstore.client.bulk.layers_given import GivenLayers
 from kvstore.client.bulk.links import BulkRefused, Link
 from kvstore.client.caller import CallFailed
 from kvstore.client.endpoint import Endpoint
-from kvstore.client.streams import received
+from kvstore.client.fetching import received
 from kvstore.client.tools import Tools
 from kvstore.counts import ClientCount
 from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError, StoreClosed

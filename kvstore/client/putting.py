@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 
 from kvstore.client.bulk.cargo import Cargo
 from kvstore.client.bulk.sending import send_put
 from kvstore.client.endpoint import Endpoint
-from kvstore.client.streams import Outgoing, send_stream
 from kvstore.client.tools import Tools
 from kvstore.counts import ClientCount
 from kvstore.errors import InvalidRequest
@@ -21,6 +21,8 @@ from kvstore.sections import Sections
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import LinkBroken
 from kvstore.wire.messages import sealed
+from kvstore.wire.parts import encode_parts
+from kvstore.wire.watch import Watch, Watched
 
 log = logging.getLogger(__name__)
 
@@ -98,3 +100,48 @@ def _present(endpoint: Endpoint, start: pb.PutStart, timeout_s: float) -> int:
         return pb.MatchResponse.FromString(endpoint.unary("Match")(request, timeout=timeout_s)).chunks
     except grpc.RpcError:
         return 0
+
+
+class Outgoing:
+    """The messages of a put. gRPC takes them in its own thread, which must not outlive the call.
+
+    ``close`` returns once that thread has let go of the caller's memory.
+    """
+
+    def __init__(self, parts: Iterable[memoryview], start: bytes) -> None:
+        self._lock = threading.Lock()
+        self._messages: Iterator[bytes] | None = encode_parts(parts, start)
+        self._stream: Watched | None = None
+
+    def watch(self, stream: Watched) -> None:
+        """Counts each message taken as progress of ``stream``."""
+        self._stream = stream
+
+    def __iter__(self) -> Outgoing:
+        return self
+
+    def __next__(self) -> bytes:
+        with self._lock:
+            if self._messages is None:
+                raise StopIteration
+            if self._stream is not None:
+                self._stream.moved()
+            return next(self._messages)
+
+    def close(self) -> None:
+        """Ends the messages. Idempotent."""
+        with self._lock:
+            self._messages = None
+
+
+def send_stream(stub: Any, outgoing: Outgoing, watch: Watch, idle_s: float, timeout_s: float) -> bytes:
+    """Sends a stream; returns the answer. Raises what gRPC raises."""
+    call = stub.future(outgoing, timeout=timeout_s)
+    try:
+        with watch.begin(idle_s, timeout_s, call.cancel) as stream:
+            outgoing.watch(stream)
+            answer: bytes = call.result()
+            return answer
+    finally:
+        call.cancel()
+        outgoing.close()

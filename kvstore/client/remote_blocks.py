@@ -11,10 +11,9 @@ from kvstore.buffers import Pieces
 from kvstore.client.bulk.cargo import BlockCargo
 from kvstore.client.endpoint import Endpoint
 from kvstore.client.fetching import BlockFetch
-from kvstore.client.putting import put_past_grpc
+from kvstore.client.putting import Outgoing, put_past_grpc, send_stream
 from kvstore.client.remote_hold import HeldAtWorker
 from kvstore.client.spreading import Marking, marks_of, marks_of_keys
-from kvstore.client.streams import Outgoing, send_stream
 from kvstore.client.tools import Tools
 from kvstore.counts import ClientCount
 from kvstore.errors import InvalidRequest, Overloaded, Unavailable
