@@ -30,8 +30,8 @@ from kvstore.results import LayerMemory
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.waiting import Monitor
 from kvstore.wire.bulk.channel import LinkBroken
+from kvstore.wire.frames import Incoming, SameSize
 from kvstore.wire.messages import parse, sealed
-from kvstore.wire.parts import Incoming, SameSize
 from kvstore.wire.statuses import BrokenTransfer
 
 log = logging.getLogger(__name__)

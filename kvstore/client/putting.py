@@ -20,8 +20,8 @@ from kvstore.errors import InvalidRequest
 from kvstore.sections import Sections
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import LinkBroken
+from kvstore.wire.frames import encode_parts
 from kvstore.wire.messages import sealed
-from kvstore.wire.parts import encode_parts
 from kvstore.wire.watch import Watch, Watched
 
 log = logging.getLogger(__name__)

@@ -14,9 +14,8 @@ from kvstore.node.node import Node
 from kvstore.node.reading import Reading
 from kvstore.node.wanted import leading
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.frames import encode_frame
+from kvstore.wire.frames import encode_frame, encode_parts
 from kvstore.wire.messages import pack_sizes, unpack_keys, unpack_sizes
-from kvstore.wire.parts import encode_parts
 from kvstore.worker.admission import Buffers, BytesInFlight
 from kvstore.worker.bulk.layering import layers_of
 from kvstore.worker.call import Call

@@ -13,10 +13,9 @@ from kvstore.node.wanted import Wanted, section_bytes, sizes_of
 from kvstore.node.write import Written
 from kvstore.sections import Buffers, Sections
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.frames import Frame
+from kvstore.wire.frames import Frame, Incoming, SameSize
 from kvstore.wire.limits import MESSAGE_BYTES_MAX
 from kvstore.wire.messages import hints_of, parse, write_of
-from kvstore.wire.parts import Incoming, SameSize
 from kvstore.worker.admission import BytesInFlight
 from kvstore.worker.call import Call
 from kvstore.worker.calls import Calls, seconds_left

@@ -15,7 +15,7 @@ from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError, Unavailable
 from kvstore.format.descent import DESCENT_BYTES_MAX
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire import statuses
-from kvstore.wire.frames import decode_frame, encode_frame
+from kvstore.wire.frames import Incoming, decode_frame, encode_frame, encode_parts
 from kvstore.wire.limits import DESCENTS_BYTES_MAX, MESSAGE_BYTES_MAX
 from kvstore.wire.messages import (
     namespace_message,
@@ -28,7 +28,6 @@ from kvstore.wire.messages import (
     unpack_sizes,
     unpack_tokens,
 )
-from kvstore.wire.parts import Incoming, encode_parts
 from kvstore.wire.statuses import BrokenTransfer, failure, refusal
 from tests.worker.serving import sums_of
 

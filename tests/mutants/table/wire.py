@@ -40,7 +40,7 @@ PARTS = [
         "parts-one-frame",
         "wire: checksum of a part in one message",
         edit(
-            "kvstore.wire.parts:Incoming._completed",
+            "kvstore.wire.frames:Incoming._completed",
             "if self._partial is None and checksum(piece) == expected:",
             "if self._partial is None:",
         ),
@@ -49,14 +49,14 @@ PARTS = [
     mutant(
         "parts-many-frames",
         "wire: checksum of a part in several messages",
-        edit("kvstore.wire.parts:Incoming._completed", "if checksum(part) != expected:", "if False:"),
+        edit("kvstore.wire.frames:Incoming._completed", "if checksum(part) != expected:", "if False:"),
         f"{WIRE}a_flipped_bit_is_never_taken",
     ),
     mutant(
         "parts-bytes-behind",
         "wire: bytes behind the last part",
         edit(
-            "kvstore.wire.parts:Incoming.feed",
+            "kvstore.wire.frames:Incoming.feed",
             "if self.complete == len(self._sizes):\n                raise",
             "if self.complete == len(self._sizes):\n                return\n                raise",
         ),
@@ -65,7 +65,7 @@ PARTS = [
     mutant(
         "parts-more-checksums",
         "wire: as many checksums as parts",
-        edit("kvstore.wire.parts:Incoming.feed", "if used != len(sums):", "if False:"),
+        edit("kvstore.wire.frames:Incoming.feed", "if used != len(sums):", "if False:"),
         f"{WIRE}another_number_of_checksums",
     ),
     mutant(
