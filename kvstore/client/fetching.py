@@ -25,7 +25,7 @@ from kvstore.client.tools import Tools
 from kvstore.counts import ClientCount
 from kvstore.errors import InvalidRequest
 from kvstore.namespace import Namespace
-from kvstore.node.deadline import Deadline
+from kvstore.node.lanes import Deadline
 from kvstore.node.wanted import Keyed, leading
 from kvstore.sections import Buffers, Sections
 from kvstore.tokens import TokenArray

@@ -24,7 +24,7 @@ from kvstore.client.tools import Tools
 from kvstore.counts import ClientCount
 from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError, StoreClosed
 from kvstore.layout import Layout
-from kvstore.node.deadline import Deadline
+from kvstore.node.lanes import Deadline
 from kvstore.node.layers import Bands
 from kvstore.results import LayerMemory
 from kvstore.v1 import kvstore_pb2 as pb

@@ -18,8 +18,8 @@ from kvstore.format.descent import Ancestry
 from kvstore.hints import Hints
 from kvstore.namespace import Namespace
 from kvstore.node.asking import match_each
-from kvstore.node.deadline import Deadline
 from kvstore.node.holds import Hold
+from kvstore.node.lanes import Deadline
 from kvstore.node.layers import Bands
 from kvstore.node.member import Member
 from kvstore.node.moves import Act, Level, Move

@@ -8,7 +8,7 @@ from itertools import islice
 from kvstore.address import Address, Chain
 from kvstore.namespace import Namespace
 from kvstore.node.chains import chains_of
-from kvstore.node.deadline import Deadline
+from kvstore.node.lanes import Deadline
 from kvstore.node.node import Node
 from kvstore.node.wanted import leading
 from kvstore.tokens import TokenArray

@@ -19,9 +19,8 @@ from kvstore.format.header import Damaged
 from kvstore.namespace import Namespace, NamespaceId
 from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters
-from kvstore.node.deadline import Deadline
 from kvstore.node.holds import Hold, Holds
-from kvstore.node.lanes import Lanes, moved_on
+from kvstore.node.lanes import Deadline, Lanes, moved_on
 from kvstore.node.reading import read_chunks
 from kvstore.node.tiered_reads import TieredReads
 from kvstore.node.view import View

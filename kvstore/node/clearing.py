@@ -23,8 +23,7 @@ from kvstore.format.places import Name
 from kvstore.meta.barriers import BARRIER_S, Barrier, Barriers
 from kvstore.meta.clears import PASSING_S, Clears
 from kvstore.meta.keys import SessionId
-from kvstore.node.deadline import Deadline
-from kvstore.node.lanes import moved_on
+from kvstore.node.lanes import Deadline, moved_on
 from kvstore.node.node import Node
 from kvstore.progress import Progress
 from kvstore.results import Cleared

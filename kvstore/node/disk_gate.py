@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 
-from kvstore.node.deadline import Deadline
+from kvstore.node.lanes import Deadline
 from kvstore.sources import Clock
 from kvstore.waiting import Monitor
 

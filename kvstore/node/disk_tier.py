@@ -27,13 +27,12 @@ from kvstore.memory.inventory import Entry, Place
 from kvstore.memory.policy import DEFAULT_POLICY, POLICIES
 from kvstore.namespace import NamespaceDigest
 from kvstore.node.counters import Counters, TierName
-from kvstore.node.deadline import Deadline
 from kvstore.node.disk_folder import DiskFolder
 from kvstore.node.disk_gate import Pause, Readers
 from kvstore.node.disk_refill import Refill
 from kvstore.node.disk_shelf import QUANTUM_S, DiskShelf, name_of
 from kvstore.node.encoded import Encodings, NotDecodable
-from kvstore.node.lanes import moved_on
+from kvstore.node.lanes import Deadline, moved_on
 from kvstore.node.wanted import Wanted, expected_of
 from kvstore.root.interface import Root
 from kvstore.root.posix import PosixRoot

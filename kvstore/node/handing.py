@@ -17,8 +17,7 @@ from kvstore.errors import KVStoreError
 from kvstore.format.header import Damaged
 from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters
-from kvstore.node.deadline import Deadline
-from kvstore.node.lanes import DeadlinePassed, Lanes
+from kvstore.node.lanes import Deadline, DeadlinePassed, Lanes
 from kvstore.node.reading import Reading
 from kvstore.node.slots import Slots
 from kvstore.node.tier_stack import TierStack

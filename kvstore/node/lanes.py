@@ -15,13 +15,31 @@ from typing import TypeVar
 
 from kvstore import tracing
 from kvstore.errors import InvalidRequest, Overloaded, Unavailable
-from kvstore.node.deadline import Deadline
 from kvstore.sources import Clock
 from kvstore.waiting import Flag
 
 T = TypeVar("T")
 
 _lane = threading.local()
+
+
+class Deadline:
+    """A point on the monotonic clock, passed down instead of a duration so that waits add up to one."""
+
+    __slots__ = ("_at_s", "_clock")
+
+    def __init__(self, clock: Clock, seconds: float) -> None:
+        self._clock = clock
+        self._at_s = clock.monotonic_s() + seconds
+
+    def left_s(self) -> float:
+        """Seconds left, never negative."""
+        return max(0.0, self._at_s - self._clock.monotonic_s())
+
+    @property
+    def passed(self) -> bool:
+        """True if it has passed."""
+        return self._clock.monotonic_s() >= self._at_s
 
 
 class DeadlinePassed(Unavailable):

@@ -16,9 +16,8 @@ from kvstore.errors import HoldBroken
 from kvstore.format.header import Header, expected_chunk
 from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters
-from kvstore.node.deadline import Deadline
 from kvstore.node.images import addresses_of, copy_sections
-from kvstore.node.lanes import Lanes
+from kvstore.node.lanes import Deadline, Lanes
 from kvstore.node.limits import Limits
 from kvstore.node.reading import Groups, Reading, files_at_most, group_size
 from kvstore.node.tier_stack import TierStack

@@ -18,8 +18,7 @@ from kvstore.format.header import FIXED_BYTES, Encoding, Incarnation
 from kvstore.format.lineage import Writers
 from kvstore.hints import Hints
 from kvstore.node.chunks import Chunks
-from kvstore.node.deadline import Deadline
-from kvstore.node.lanes import Lanes
+from kvstore.node.lanes import Deadline, Lanes
 from kvstore.node.tier_stack import TierStack
 from kvstore.node.view import View
 from kvstore.root.interface import Stat

@@ -32,8 +32,8 @@ from kvstore.namespace import Namespace, NamespaceDigest
 from kvstore.node.clearing import Clearing, Pinned
 from kvstore.node.clears import ClearsFollower
 from kvstore.node.collecting import Collecting
-from kvstore.node.deadline import Deadline
 from kvstore.node.holds import Hold
+from kvstore.node.lanes import Deadline
 from kvstore.node.limits import Limits
 from kvstore.node.node import Node
 from kvstore.node.pinned import PinnedInMemory

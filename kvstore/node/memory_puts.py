@@ -14,9 +14,8 @@ import numpy.typing as npt
 from kvstore.address import Address, Chain
 from kvstore.buffers import address_of
 from kvstore.hints import Hints
-from kvstore.node.deadline import Deadline
 from kvstore.node.images import make_images, seal_images
-from kvstore.node.lanes import Batch, Lanes
+from kvstore.node.lanes import Batch, Deadline, Lanes
 from kvstore.node.memory_tier import MemoryTier
 from kvstore.node.reading import group_size
 from kvstore.node.slots import Slot

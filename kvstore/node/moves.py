@@ -15,7 +15,7 @@ from functools import partial
 from kvstore.address import Chain
 from kvstore.background import Decision, Loop
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, Unavailable
-from kvstore.node.deadline import Deadline
+from kvstore.node.lanes import Deadline
 from kvstore.node.limits import CurrentLimits
 from kvstore.sources import Clock
 from kvstore.waiting import Monitor

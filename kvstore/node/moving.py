@@ -12,9 +12,8 @@ from kvstore.address import Chain
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import expected_chunk
 from kvstore.node.chunks import Chunks
-from kvstore.node.deadline import Deadline
 from kvstore.node.disk_tier import DiskTier
-from kvstore.node.lanes import Lanes
+from kvstore.node.lanes import Deadline, Lanes
 from kvstore.node.limits import CurrentLimits
 from kvstore.node.moves import Act, Level, Move
 from kvstore.node.tier_stack import TierStack

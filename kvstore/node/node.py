@@ -30,13 +30,12 @@ from kvstore.node.blocks import Blocks
 from kvstore.node.chains import RecentChains
 from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters
-from kvstore.node.deadline import Deadline
 from kvstore.node.encoded import Encodings
 from kvstore.node.handing import Handing
 from kvstore.node.holds import Hold, Holds
 from kvstore.node.incarnations import Incarnations
 from kvstore.node.known import Known
-from kvstore.node.lanes import Batch, Lanes
+from kvstore.node.lanes import Batch, Deadline, Lanes
 from kvstore.node.layers import SINGLY, Bands, LayerReader, MemoryOf
 from kvstore.node.limits import CurrentLimits, Limits
 from kvstore.node.looking import Looking

@@ -24,9 +24,8 @@ from kvstore.meta.roots import bind_root, bound_root
 from kvstore.meta.session import TTL_S_MIN, Session
 from kvstore.node.claims import Claims
 from kvstore.node.collecting import Collecting
-from kvstore.node.deadline import Deadline
 from kvstore.node.follower import Follower
-from kvstore.node.lanes import Lanes
+from kvstore.node.lanes import Deadline, Lanes
 from kvstore.node.limits import Limits
 from kvstore.node.member import Member, Sharing
 from kvstore.node.node import Node

@@ -18,9 +18,8 @@ from kvstore.format.header import expected_chunk
 from kvstore.hints import DEFAULT, Hints
 from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters
-from kvstore.node.deadline import Deadline
 from kvstore.node.images import Images
-from kvstore.node.lanes import Lanes
+from kvstore.node.lanes import Deadline, Lanes
 from kvstore.node.limits import CurrentLimits
 from kvstore.node.memory_tier import MemoryTier
 from kvstore.node.publish import Mask, Publication, StillRight, vouched

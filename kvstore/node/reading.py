@@ -17,9 +17,8 @@ from kvstore.errors import KVStoreError
 from kvstore.node.chunk_runs import SharedReads
 from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters
-from kvstore.node.deadline import Deadline
 from kvstore.node.images import verify_images
-from kvstore.node.lanes import Batch, DeadlinePassed, Lanes, moved_on
+from kvstore.node.lanes import Batch, Deadline, DeadlinePassed, Lanes, moved_on
 from kvstore.node.runs import Sizes
 from kvstore.node.wanted import Wanted, mean_bytes
 from kvstore.sections import Sections

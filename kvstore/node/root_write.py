@@ -12,9 +12,8 @@ from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError, Overloaded
 from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters
-from kvstore.node.deadline import Deadline
 from kvstore.node.images import Images
-from kvstore.node.lanes import Batch, DeadlinePassed, Lanes, moved_on
+from kvstore.node.lanes import Batch, Deadline, DeadlinePassed, Lanes, moved_on
 from kvstore.node.publish import Mask, Publication
 from kvstore.node.runs import SharedPut
 from kvstore.sections import Sections

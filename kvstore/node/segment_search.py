@@ -9,8 +9,8 @@ import numpy as np
 from kvstore.errors import InvalidRequest
 from kvstore.namespace import Namespace
 from kvstore.node.asking import Settle, match_each, settled
-from kvstore.node.deadline import Deadline
 from kvstore.node.holds import Hold
+from kvstore.node.lanes import Deadline
 from kvstore.node.node import Node
 from kvstore.segments import finding
 from kvstore.segments.match import Match

@@ -18,10 +18,9 @@ from kvstore.memory.arena import Arena
 from kvstore.memory.inventory import Entry
 from kvstore.namespace import NamespaceDigest
 from kvstore.node.counters import Counters
-from kvstore.node.deadline import Deadline
 from kvstore.node.disk_tier import DiskTier
 from kvstore.node.encoded import Encodings
-from kvstore.node.lanes import Lanes
+from kvstore.node.lanes import Deadline, Lanes
 from kvstore.node.limits import CurrentLimits
 from kvstore.node.memory_puts import Kept, MemoryPuts, Room
 from kvstore.node.memory_tier import MemoryTier

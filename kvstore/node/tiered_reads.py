@@ -23,9 +23,8 @@ from kvstore.errors import KVStoreError
 from kvstore.format.header import Damaged, expected_chunk, header_bytes
 from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters
-from kvstore.node.deadline import Deadline
 from kvstore.node.images import verify_images
-from kvstore.node.lanes import DeadlinePassed, Lanes
+from kvstore.node.lanes import Deadline, DeadlinePassed, Lanes
 from kvstore.node.memory_tier import MemoryTier
 from kvstore.node.reading import Groups, Reading, gaps, group_size, root_groups
 from kvstore.node.refresh import Refresher

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from kvstore.namespace import NamespaceDigest
 from kvstore.node.counters import TierName
-from kvstore.node.deadline import Deadline
+from kvstore.node.lanes import Deadline
 from kvstore.node.wanted import Wanted
 
 

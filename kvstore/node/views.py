@@ -19,8 +19,7 @@ from kvstore.counts import NodeCount
 from kvstore.format.header import expected_chunk
 from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters
-from kvstore.node.deadline import Deadline
-from kvstore.node.lanes import Lanes
+from kvstore.node.lanes import Deadline, Lanes
 from kvstore.node.memory_tier import MemoryTier
 from kvstore.node.reading import Groups, gaps, group_size, read_chunks, verified
 from kvstore.node.slots import Slots

@@ -19,7 +19,7 @@ from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError
 from kvstore.hints import Hints
 from kvstore.node.counters import Counters
-from kvstore.node.deadline import Deadline
+from kvstore.node.lanes import Deadline
 from kvstore.node.memory_puts import Room
 from kvstore.node.publish import Mask
 from kvstore.node.root_write import RootWrite

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from kvstore.address import Chain
-from kvstore.node.deadline import Deadline
+from kvstore.node.lanes import Deadline
 from kvstore.peers.asking import Answer, ask
 from kvstore.peers.directory import Directory
 from kvstore.peers.limits import PeerLimits

@@ -14,7 +14,7 @@ from kvstore.meta.presence import Presence
 from kvstore.meta.workers import WorkerRecord
 from kvstore.namespace import NamespaceDigest
 from kvstore.node.counters import Counters, TierName
-from kvstore.node.deadline import Deadline
+from kvstore.node.lanes import Deadline
 from kvstore.node.wanted import Wanted
 from kvstore.peers.clearing import Clearing
 from kvstore.peers.directory import Directory

@@ -8,8 +8,8 @@ from contextlib import closing
 from kvstore.buffers import cut, cut_evenly, grouped
 from kvstore.counts import WorkerCount
 from kvstore.errors import InvalidRequest
-from kvstore.node.deadline import Deadline
 from kvstore.node.holds import Hold
+from kvstore.node.lanes import Deadline
 from kvstore.node.node import Node
 from kvstore.node.reading import Reading
 from kvstore.node.wanted import leading

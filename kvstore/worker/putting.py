@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from kvstore.address import Chain
 from kvstore.counts import WorkerCount
 from kvstore.errors import InvalidRequest
-from kvstore.node.deadline import Deadline
+from kvstore.node.lanes import Deadline
 from kvstore.node.node import Node
 from kvstore.node.wanted import Wanted, section_bytes, sizes_of
 from kvstore.node.write import Written

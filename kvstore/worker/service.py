@@ -13,7 +13,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.hints import checked_unused_s
 from kvstore.node.asking import match_each
 from kvstore.node.counters import Latencies, Step
-from kvstore.node.deadline import Deadline
+from kvstore.node.lanes import Deadline
 from kvstore.node.member import Member
 from kvstore.node.wanted import Wanted, keyed
 from kvstore.root.interface import Space

@@ -11,8 +11,7 @@ import pytest
 from kvstore.client.bulk import copying
 from kvstore.client.bulk.copying import copy_rows
 from kvstore.native import library as native
-from kvstore.node.deadline import Deadline
-from kvstore.node.lanes import DeadlinePassed, Lanes
+from kvstore.node.lanes import Deadline, DeadlinePassed, Lanes
 from kvstore.sources import SystemClock
 from tests.meta.fakes import FakeClock
 

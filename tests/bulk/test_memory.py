@@ -17,7 +17,7 @@ from kvstore.client.limits import ClientLimits
 from kvstore.format import places
 from kvstore.format.places import Name
 from kvstore.node.counters import TierName
-from kvstore.node.deadline import Deadline
+from kvstore.node.lanes import Deadline
 from kvstore.node.limits import Limits
 from kvstore.node.wanted import Wanted
 from kvstore.results import PutResult

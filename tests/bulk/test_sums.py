@@ -25,7 +25,7 @@ from kvstore.client.bulk.viewing import Views, view_given
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import Damaged, expected_chunk
 from kvstore.namespace import Namespace
-from kvstore.node.deadline import Deadline
+from kvstore.node.lanes import Deadline
 from kvstore.node.wanted import keyed
 from kvstore.node.write import Write
 from kvstore.sections import Planes

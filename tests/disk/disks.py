@@ -16,8 +16,8 @@ from kvstore.hints import Hints
 from kvstore.memory.inventory import place_of
 from kvstore.namespace import Namespace
 from kvstore.node.counters import Counters
-from kvstore.node.deadline import Deadline
 from kvstore.node.disk_tier import DiskTier
+from kvstore.node.lanes import Deadline
 from kvstore.root.interface import Root
 from kvstore.root.posix import PosixRoot
 from kvstore.sources import RandomIds

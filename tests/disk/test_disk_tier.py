@@ -15,8 +15,8 @@ from kvstore.format.header import Damaged, decode, expected_block
 from kvstore.memory.inventory import Place, place_of
 from kvstore.node import disk_refill, disk_tier
 from kvstore.node.counters import Counters
-from kvstore.node.deadline import Deadline
 from kvstore.node.disk_tier import DiskTier
+from kvstore.node.lanes import Deadline
 from kvstore.root.posix import PosixRoot
 from kvstore.sources import RandomIds
 from tests.descriptors import open_before, open_now

@@ -6,8 +6,7 @@ import threading
 
 import pytest
 
-from kvstore.node.deadline import Deadline
-from kvstore.node.lanes import DeadlinePassed, Lanes, moved_on
+from kvstore.node.lanes import Deadline, DeadlinePassed, Lanes, moved_on
 from kvstore.sources import SystemClock
 from tests.patience import PATIENCE_S
 

@@ -16,8 +16,7 @@ import pytest
 from kvstore.buffers import Pieces
 from kvstore.hints import DEFAULT, Hints
 from kvstore.node import memory_tier
-from kvstore.node.deadline import Deadline
-from kvstore.node.lanes import Lanes
+from kvstore.node.lanes import Deadline, Lanes
 from kvstore.node.limits import CurrentLimits, Limits
 from kvstore.node.memory_puts import MemoryPuts
 from kvstore.node.wanted import image_bytes, keyed

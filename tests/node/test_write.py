@@ -11,7 +11,7 @@ import pytest
 from kvstore.errors import KVStoreError, WrongSize
 from kvstore.format import places
 from kvstore.hints import DEFAULT
-from kvstore.node.deadline import Deadline
+from kvstore.node.lanes import Deadline
 from kvstore.node.wanted import keyed
 from kvstore.node.write import Write
 from kvstore.sections import Buffers, Planes

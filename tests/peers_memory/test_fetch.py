@@ -21,7 +21,7 @@ from kvstore.meta.session import Session
 from kvstore.meta.workers import WorkerRecord
 from kvstore.namespace import NamespaceDigest
 from kvstore.node.counters import Counters
-from kvstore.node.deadline import Deadline
+from kvstore.node.lanes import Deadline
 from kvstore.peers.digest import encode
 from kvstore.peers.limits import PeerLimits
 from kvstore.peers.peers import Peers

@@ -10,8 +10,8 @@ from kvstore.errors import KVStoreError
 from kvstore.format import places
 from kvstore.format.places import Name
 from kvstore.meta.session import Session
-from kvstore.node.deadline import Deadline
 from kvstore.node.holds import Hold
+from kvstore.node.lanes import Deadline
 from kvstore.node.member import Member
 from kvstore.node.opening import join
 from kvstore.node.settings import NodeOptions

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.node.deadline import Deadline
 from kvstore.node.images import verify_images
+from kvstore.node.lanes import Deadline
 from kvstore.node.wanted import image_bytes
 from kvstore.sources import SystemClock
 from tests.tiers.acting import Acting, on_posix

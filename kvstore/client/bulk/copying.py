@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.native import library as native
-from kvstore.node.deadline import Deadline
-from kvstore.node.lanes import Lanes
+from kvstore.node.lanes import Deadline, Lanes
 
 STEP_BYTES = 4 << 20
 """Bytes that one lane copies at a time: a fraction of a millisecond."""

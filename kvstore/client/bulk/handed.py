@@ -18,9 +18,8 @@ from kvstore.errors import InvalidRequest
 from kvstore.format.header import Damaged
 from kvstore.native import is_available
 from kvstore.node.counters import Counters
-from kvstore.node.deadline import Deadline
 from kvstore.node.images import take_images
-from kvstore.node.lanes import Lanes
+from kvstore.node.lanes import Deadline, Lanes
 from kvstore.node.reading import Groups, Reading, group_size
 from kvstore.node.runs import Run
 from kvstore.node.verify import read_verified

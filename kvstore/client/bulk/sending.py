@@ -13,7 +13,7 @@ from kvstore.client.bulk.copying import copy_rows
 from kvstore.client.bulk.lanes import FileLanes
 from kvstore.client.bulk.links import Link
 from kvstore.errors import Unavailable
-from kvstore.node.deadline import Deadline
+from kvstore.node.lanes import Deadline
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import LinkBroken
 from kvstore.wire.bulk.frames import (

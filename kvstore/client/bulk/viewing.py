@@ -20,8 +20,7 @@ from kvstore.client.bulk.links import Link
 from kvstore.client.bulk.memory import Leased
 from kvstore.format.header import expected_chunk
 from kvstore.layout import Layout
-from kvstore.node.deadline import Deadline
-from kvstore.node.lanes import Lanes
+from kvstore.node.lanes import Deadline, Lanes
 from kvstore.node.reading import verified
 from kvstore.node.wanted import Wanted, leading
 from kvstore.sections import planes_of

@@ -11,7 +11,7 @@ from itertools import groupby
 from kvstore.address import Chain
 from kvstore.counts import NodeCount
 from kvstore.errors import InvalidRequest
-from kvstore.node.deadline import Deadline
+from kvstore.node.lanes import Deadline
 from kvstore.node.node import Node
 from kvstore.node.slots import Slots
 from kvstore.root.posix_reader import PosixReader

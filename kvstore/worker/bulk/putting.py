@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 
 from kvstore.hints import Hints
-from kvstore.node.deadline import Deadline
+from kvstore.node.lanes import Deadline
 from kvstore.node.node import Node
 from kvstore.node.wanted import Wanted
 from kvstore.node.write import Write, Written

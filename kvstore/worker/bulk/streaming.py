@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from kvstore.address import Chain
 from kvstore.buffers import byte_length, grouped
 from kvstore.counts import NodeCount, WorkerCount
-from kvstore.node.deadline import Deadline
+from kvstore.node.lanes import Deadline
 from kvstore.node.node import Node
 from kvstore.node.reading import Reading
 from kvstore.node.slots import Slots

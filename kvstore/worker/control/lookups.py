@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from kvstore.address import Chain
 from kvstore.errors import KVStoreError
 from kvstore.format.header import Encoding
-from kvstore.node.deadline import Deadline
+from kvstore.node.lanes import Deadline
 from kvstore.node.looking import ChunkPlace, RootCopy
 from kvstore.node.member import Member
 from kvstore.v1 import control_pb2 as pb

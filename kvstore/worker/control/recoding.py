@@ -13,8 +13,7 @@ from kvstore.census.selection import ClearOrder, Selection
 from kvstore.census.walk import sampled, walk_shard
 from kvstore.errors import KVStoreError, Overloaded, Unavailable
 from kvstore.format.places import Name
-from kvstore.node.deadline import Deadline
-from kvstore.node.lanes import moved_on
+from kvstore.node.lanes import Deadline, moved_on
 from kvstore.node.node import Node
 from kvstore.node.recoding import Outcome, Recoded, Recoding
 from kvstore.root.lineages import read_writers
