@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from kvstore.address import Address, chained_addresses
 from kvstore.layout import CHUNK_TOKENS_MAX, Layout
 from kvstore.namespace import Namespace
-from kvstore.native import addresses as native
 from kvstore.native import library
+from kvstore.node import chains
 from tests.format.strategies import texts
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the native library is not in use")
@@ -24,12 +24,8 @@ def namespace_of(chunk_tokens: int, name: str = "m") -> Namespace:
 
 
 def chained(namespace: Namespace, packed: bytes, first: int, parent: bytes) -> list[bytes]:
-    found = native.chained(namespace.digest, parent, packed, 4 * namespace.layout.chunk_tokens, first)
+    found = chains._chained(namespace.digest, parent, packed, 4 * namespace.layout.chunk_tokens, first)
     return [found[at : at + 16] for at in range(0, len(found), 16)]
-
-
-def test_a_library_in_use_has_them() -> None:
-    assert native.is_available
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "vectors"])
@@ -55,9 +51,9 @@ def test_every_size_of_a_chunk_around_the_blocks_of_the_hash(vectors: None, chun
 def test_prompts_at_once_have_the_addresses_that_each_has_alone(vectors: None, chunk_tokens: int) -> None:
     namespace, counts = namespace_of(chunk_tokens), [3, 0, 1, 5, 0]
     prompts = [os.urandom(4 * chunk_tokens * count) for count in counts]
-    found = native.chained_each(namespace.digest, b"".join(prompts), 4 * chunk_tokens, counts)
+    found = chains._chained_each(namespace.digest, b"".join(prompts), 4 * chunk_tokens, counts)
     assert found == b"".join(address for packed in prompts for address in chained_addresses(namespace, packed))
-    assert native.chained_each(namespace.digest, b"", 4 * chunk_tokens, [0]) == b""
+    assert chains._chained_each(namespace.digest, b"", 4 * chunk_tokens, [0]) == b""
 
 
 @given(

@@ -15,7 +15,7 @@ from kvstore.address import ADDRESS_BYTES, CHAIN_CHUNKS_MAX, Chain
 from kvstore.errors import InvalidRequest
 from kvstore.layout import Layout
 from kvstore.namespace import Namespace
-from kvstore.native import addresses as native
+from kvstore.native import library as native
 from kvstore.node import chains
 from kvstore.node.chains import CHAINS_MAX, CHUNKS_MIN, RecentChains, chains_of
 from kvstore.tokens import TokenArray
@@ -58,7 +58,7 @@ def prompt(count: int, seed: int = 0) -> TokenArray:
 def test_chains_made_at_once_are_those_made_one_by_one(
     monkeypatch: pytest.MonkeyPatch, native_is_available: bool, lengths: list[int]
 ) -> None:
-    monkeypatch.setattr(native, "is_available", native.is_available and native_is_available)
+    monkeypatch.setattr(native, "library", native.library if native_is_available else None)
     prompts = [prompt(length, seed) for seed, length in enumerate(lengths)]
     chains = chains_of(WIDER, prompts)
     assert len(chains) == len(prompts)
