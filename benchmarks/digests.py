@@ -33,7 +33,7 @@ from kvstore.address import Address, Chain
 from kvstore.client.bulk.way import Bulk
 from kvstore.client.endpoint import Endpoint
 from kvstore.client.limits import ClientLimits
-from kvstore.memory.prints import Prints
+from kvstore.memory.inventory import Prints
 from kvstore.meta.digests import AddressTold, Digests, DigestTold
 from kvstore.meta.etcd import EtcdMeta
 from kvstore.meta.keys import Keys, SessionId

@@ -6,6 +6,8 @@ one call at a time, and looks at entries only between calls.
 
 from __future__ import annotations
 
+from array import array
+from bisect import bisect_left, insort
 from collections.abc import Iterable
 from typing import Protocol
 
@@ -16,7 +18,6 @@ from kvstore.address import Address
 from kvstore.hints import DEFAULT, Hints
 from kvstore.memory.entry import USES_MAX, Entry, Place, place_of
 from kvstore.memory.policy import Policy
-from kvstore.memory.prints import Prints
 from kvstore.memory.queues import Queues
 from kvstore.memory.tree import Tree
 from kvstore.namespace import NamespaceDigest
@@ -27,6 +28,9 @@ EVICTED_TIMES_MAX = 8
 """If free room is fragmented, a claim gives up after evicting this multiple of the bytes asked for. With one block in
 six of the size asked for, and the others small, 4 was not always enough.
 """
+
+SHARDS_COUNT = 64
+"""Shards of the prints, by the first six bits of an address."""
 
 DROP_COUNT = 64
 """Entries of a cleared namespace that are dropped under one lock: look-ups wait for no more than that."""
@@ -48,6 +52,52 @@ class Room(Protocol):
 
     def give(self, offset: int) -> None:
         """Gives back the room at ``offset``."""
+
+
+def shard_of(address: Address) -> int:
+    """Returns the first six bits of an address."""
+    return address[0] >> 2
+
+
+def print_of(address: Address) -> int:
+    """Returns bytes 4 to 8 of an address, little-endian."""
+    return int.from_bytes(address[4:8], "little")
+
+
+class Prints:
+    """32 bits of each address that a tier holds, by shard, in order; peers are told them (MEMORY.md, "Peers").
+
+    Kept up to date at four bytes each, because a shard of a million prints is sent again about once a second. Not
+    thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._shards = [array("I") for _ in range(SHARDS_COUNT)]
+        self._changed: set[int] = set()
+
+    def add(self, address: Address) -> None:
+        """Adds an address that is not in the set."""
+        shard = shard_of(address)
+        insort(self._shards[shard], print_of(address))
+        self._changed.add(shard)
+
+    def remove(self, address: Address) -> None:
+        """Removes an address that is in the set."""
+        shard = shard_of(address)
+        prints = self._shards[shard]
+        del prints[bisect_left(prints, print_of(address))]
+        self._changed.add(shard)
+
+    def changes(self) -> set[int]:
+        """Returns the shards in which addresses came or went since the last call."""
+        changed, self._changed = self._changed, set()
+        return changed
+
+    def of(self, shard: int) -> npt.NDArray[np.uint32]:
+        """Returns the prints of a shard, shape ``(n,)``, each once, ascending; a copy."""
+        prints = np.array(self._shards[shard], np.uint32)
+        # np.unique would sort: 20 times slower.
+        return np.concatenate((prints[:1], prints[1:][prints[1:] != prints[:-1]]))
 
 
 class Inventory:

@@ -10,9 +10,8 @@ import pytest
 from kvstore.address import Address, chunk_address
 from kvstore.hints import Hints
 from kvstore.memory.extents import PAGE_BYTES, Extents
-from kvstore.memory.inventory import EVICTED_TIMES_MAX, Entry, Inventory, Place, Room
+from kvstore.memory.inventory import EVICTED_TIMES_MAX, Entry, Inventory, Place, Room, print_of, shard_of
 from kvstore.memory.policy import POLICIES
-from kvstore.memory.prints import print_of, shard_of
 from tests.memory.rooms import NAMESPACES, Bytes, block, chain
 
 STEPS = (
