@@ -7,9 +7,8 @@ declared is an error of the type checker.
 from __future__ import annotations
 
 import enum
-import threading
 from collections.abc import Iterable, Mapping
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple
 
 
 class Family(NamedTuple):
@@ -265,72 +264,3 @@ def merged(each: Iterable[Mapping[str, int | float]]) -> dict[str, int | float]:
 
 GROWING = {"etcd_operations": "calls to etcd"}
 """Counters that others keep: they come with the gauges, and are metrics of type counter."""
-
-C = TypeVar("C", bound=Count)
-
-
-class Counts(Generic[C]):
-    """The counts of one enumeration since this object was made; thread-safe."""
-
-    def __init__(self, declared: type[C]) -> None:
-        self._lock = threading.Lock()  # guards the counts
-        self._counts: dict[C, int] = dict.fromkeys(declared, 0)
-
-    def add(self, counter: C, count: int = 1) -> None:
-        """Adds to one counter."""
-        with self._lock:
-            self._counts[counter] += count
-
-    def snapshot(self) -> dict[str, int]:
-        """All counts at one moment, by their flat names."""
-        with self._lock:
-            counts = self._counts.copy()
-        return {counter.flat_name: count for counter, count in counts.items()}
-
-
-LOOKED_MAX = 1024
-"""Look-ups that may wait for their read. The oldest is forgotten first: its read counts again."""
-
-
-class Asked(Protocol):
-    """Chunks or blocks that a caller asks for together, in order."""
-
-    @property
-    def packed_addresses(self) -> bytes:
-        """Their addresses, one after the other."""
-
-    def __len__(self) -> int: ...
-
-
-class RequestCounts(Counts[NodeCount]):
-    """The counts of a node, with the tokens of each request of a caller once: by its look-up, or else by its read."""
-
-    def __init__(self) -> None:
-        super().__init__(NodeCount)
-        self.looked: dict[bytes, int] = {}
-        """Look-ups whose read has not come, by the last chunk that was found; by the last one asked for if none was.
-
-        The read finds the same, whether it asks for the whole prompt or for what was found.
-        """
-
-    def add_request(self, asked: Asked, found: int, chunk_tokens: int, *, reads: bool, looked_up: bool = False) -> None:
-        """Counts a look-up of chunks or blocks; or a read (or hold) of them, unless a look-up has counted it.
-
-        ``looked_up`` is True if the caller knows of one, perhaps at another node.
-        """
-        count = len(asked)
-        size = len(asked.packed_addresses) // max(1, count)
-        key = asked.packed_addresses[((found or count) - 1) * size :][:size]
-        with self._lock:
-            waiting = self.looked.pop(key, 0)
-            if reads and (waiting or looked_up):
-                if waiting > 1:
-                    self.looked[key] = waiting - 1
-                return
-            self._counts[NodeCount.TOKENS_ASKED] += count * chunk_tokens
-            self._counts[NodeCount.TOKENS_MATCHED] += found * chunk_tokens
-            if not reads:
-                self._counts[NodeCount.REQUESTS_MATCH] += 1
-                self.looked[key] = waiting + 1
-                if len(self.looked) > LOOKED_MAX:
-                    del self.looked[next(iter(self.looked))]

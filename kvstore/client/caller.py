@@ -19,9 +19,10 @@ from kvstore.client.bulk.links import BulkRefused
 from kvstore.client.endpoint import Endpoint
 from kvstore.client.endpoints import Endpoints
 from kvstore.client.spreading import Marking
-from kvstore.counts import ClientCount, Counts
+from kvstore.counts import ClientCount
 from kvstore.errors import HoldBroken, KVStoreError, Overloaded, StoreClosed, Unavailable
 from kvstore.namespace import Namespace
+from kvstore.node.counters import Counts
 from kvstore.sources import Clock
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import LinkLate

@@ -21,8 +21,9 @@ from kvstore.client.limits import ClientLimits
 from kvstore.client.lookups import LookUps
 from kvstore.client.owner import Owner
 from kvstore.client.spreading import Marking, Spreading
-from kvstore.counts import ClientCount, Counts
+from kvstore.counts import ClientCount
 from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied, StoreClosed, Unavailable
+from kvstore.node.counters import Counts
 from kvstore.sources import Clock
 from kvstore.waiting import Monitor
 

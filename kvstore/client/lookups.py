@@ -10,8 +10,8 @@ import threading
 
 import xxhash
 
-from kvstore.counts import LOOKED_MAX
 from kvstore.namespace import Namespace
+from kvstore.node.counters import LOOKED_MAX
 
 
 class LookUps:

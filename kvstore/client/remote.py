@@ -35,12 +35,13 @@ from kvstore.client.remote_segments import RemoteSegments
 from kvstore.client.renewing import Renewing
 from kvstore.client.spreading import Marking, marks_of, marks_of_keys
 from kvstore.client.tools import Tools
-from kvstore.counts import ClientCount, Counts, merged
+from kvstore.counts import ClientCount, merged
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, Unavailable
 from kvstore.format.descent import Ancestry
 from kvstore.hints import Hints
 from kvstore.meta.etcd import EtcdTls, EtcdUser
 from kvstore.namespace import Namespace
+from kvstore.node.counters import Counts
 from kvstore.node.moves import Act, Level
 from kvstore.node.wanted import keyed, leading
 from kvstore.progress import Cancelled, Progress
@@ -351,8 +352,7 @@ class RemotePort:
         answers = list(self.stats_each().values())
         found = [each for each in answers if not isinstance(each, KVStoreError)]
         if not found:
-            errors = (each for each in answers if isinstance(each, KVStoreError))
-            raise next(errors, self._caller.none_known())
+            raise next((each for each in answers if isinstance(each, KVStoreError)), self._caller.none_known())
         return {**merged(found), "workers": len(found), **self.counters.snapshot()}
 
     def clear_selected(self, selection: Selection, progress: Progress, *, dry_run: bool, pinned: bool) -> Cleared:

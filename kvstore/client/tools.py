@@ -9,7 +9,8 @@ from kvstore.client.caller import Caller
 from kvstore.client.limits import ClientLimits
 from kvstore.client.lookups import LookUps
 from kvstore.client.renewing import Renewing
-from kvstore.counts import ClientCount, Counts
+from kvstore.counts import ClientCount
+from kvstore.node.counters import Counts
 from kvstore.wire.watch import Watch
 from kvstore.writes import WriteMode
 

@@ -76,7 +76,7 @@ class Blocks:
         """Holds the blocks that are in the store, and says for each key whether its block is.
 
         A collector deletes nothing that was condemned after a hold began, so the hold names no block; but it is taken
-        before anybody looks (rule H2). ``looked_up`` is as in ``RequestCounts.add_request``; ``counts`` is False for
+        before anybody looks (rule H2). ``looked_up`` is as in ``Counters.add_request``; ``counts`` is False for
         what no caller requested. Raises Overloaded if too many holds are alive.
         """
         hold = self._holds.take(Chain.of(namespace, np.empty(0, np.uint32)), ttl_s)

@@ -1,4 +1,4 @@
-"""Counts of a node's actions, and histograms of how long steps take: the numbers behind ``stats()``, metrics and p99s.
+"""Counts of what is done, and histograms of how long steps take: the numbers behind ``stats()``, metrics and p99s.
 
 With tracing on, each step is also a span of its request.
 """
@@ -15,8 +15,10 @@ from types import TracebackType
 from typing import Any, Generic, Literal, TypeVar
 
 from kvstore import tracing
-from kvstore.counts import NodeCount, RequestCounts
+from kvstore.counts import Count, NodeCount
+from kvstore.node.wanted import Wanted
 
+C = TypeVar("C", bound=Count)
 K = TypeVar("K", bound=Hashable)
 
 LATENCY_BUCKETS_S = (
@@ -25,9 +27,31 @@ LATENCY_BUCKETS_S = (
     *(1.0, 2.5, 5.0, 10.0, 30.0),
 )
 
+LOOKED_MAX = 1024
+"""Look-ups that may wait for their read. The oldest is forgotten first: its read counts again."""
+
 TierName = Literal["memory", "peers", "disk", "root"]
 Operation = Literal["look", "read", "write"]
 Step = tuple[TierName, Operation]
+
+
+class Counts(Generic[C]):
+    """The counts of one enumeration since this object was made; thread-safe."""
+
+    def __init__(self, declared: type[C]) -> None:
+        self._lock = threading.Lock()  # guards the counts
+        self._counts: dict[C, int] = dict.fromkeys(declared, 0)
+
+    def add(self, counter: C, count: int = 1) -> None:
+        """Adds to one counter."""
+        with self._lock:
+            self._counts[counter] += count
+
+    def snapshot(self) -> dict[str, int]:
+        """All counts at one moment, by their flat names."""
+        with self._lock:
+            counts = self._counts.copy()
+        return {counter.flat_name: count for counter, count in counts.items()}
 
 
 @dataclass(slots=True)
@@ -88,13 +112,20 @@ class Timed:
             self._span.__exit__(kind, error, traceback)
 
 
-class Counters(RequestCounts):
-    """Monotonic counts since the node started; thread-safe."""
+class Counters(Counts[NodeCount]):
+    """The counts of a node since it started, with the tokens of each request of a caller once: by its look-up, or else
+    by its read.
+    """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(NodeCount)
         self.tiers: Latencies[Step] = Latencies()
         """Steps of the tiers: how often, how long, how many bytes."""
+        self.looked: dict[bytes, int] = {}
+        """Look-ups whose read has not come, by the last chunk that was found; by the last one asked for if none was.
+
+        The read finds the same, whether it asks for the whole prompt or for what was found.
+        """
 
     def timed(self, tier: TierName, operation: Operation) -> Timed:
         """Times one step of a tier; set its ``size_bytes`` to the bytes that were moved."""
@@ -105,3 +136,27 @@ class Counters(RequestCounts):
         with self._lock:
             self._counts[NodeCount.CHUNKS_READ] += chunks
             self._counts[NodeCount.BYTES_READ] += payload_bytes
+
+    def add_request(
+        self, asked: Wanted, found: int, chunk_tokens: int, *, reads: bool, looked_up: bool = False
+    ) -> None:
+        """Counts a look-up of chunks or blocks; or a read (or hold) of them, unless a look-up has counted it.
+
+        ``looked_up`` is True if the caller knows of one, perhaps at another node.
+        """
+        count = len(asked)
+        size = len(asked.packed_addresses) // max(1, count)
+        key = asked.packed_addresses[((found or count) - 1) * size :][:size]
+        with self._lock:
+            waiting = self.looked.pop(key, 0)
+            if reads and (waiting or looked_up):
+                if waiting > 1:
+                    self.looked[key] = waiting - 1
+                return
+            self._counts[NodeCount.TOKENS_ASKED] += count * chunk_tokens
+            self._counts[NodeCount.TOKENS_MATCHED] += found * chunk_tokens
+            if not reads:
+                self._counts[NodeCount.REQUESTS_MATCH] += 1
+                self.looked[key] = waiting + 1
+                if len(self.looked) > LOOKED_MAX:
+                    del self.looked[next(iter(self.looked))]

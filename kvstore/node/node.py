@@ -203,7 +203,7 @@ class Node:
         counts: bool = True,
         looked_up: bool = False,
     ) -> Hold:
-        """Holds the leading chunks that are in the store; ``looked_up`` as in ``RequestCounts.add_request``.
+        """Holds the leading chunks that are in the store; ``looked_up`` as in ``Counters.add_request``.
 
         Raises Overloaded where too many holds are alive.
         """

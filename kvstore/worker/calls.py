@@ -14,9 +14,9 @@ import grpc
 from google.protobuf.message import Message
 
 from kvstore import tracing
-from kvstore.counts import Counts, WorkerCount
+from kvstore.counts import WorkerCount
 from kvstore.errors import KVStoreError
-from kvstore.node.counters import Latencies, Latency
+from kvstore.node.counters import Counts, Latencies, Latency
 from kvstore.security.account import Account
 from kvstore.security.audit import AuditLog
 from kvstore.security.authenticator import Authenticator

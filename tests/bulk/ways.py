@@ -17,7 +17,8 @@ from kvstore.client.bulk.dialling import Dialled
 from kvstore.client.bulk.links import Link
 from kvstore.client.bulk.memory import WorkerMemory
 from kvstore.client.bulk.shortage import Shortage
-from kvstore.counts import ClientCount, Counts
+from kvstore.counts import ClientCount
+from kvstore.node.counters import Counts
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.frames import Kind, encode_head

@@ -17,7 +17,8 @@ import pytest
 
 import kvstore
 from kvstore.client.bulk.shortage import PAUSE_S, Shortage
-from kvstore.counts import ClientCount, Counts
+from kvstore.counts import ClientCount
+from kvstore.node.counters import Counts
 from kvstore.wire.bulk.channel import Channel, LinkShort
 from kvstore.wire.bulk.frames import Kind
 from tests.bulk.memories import filled, serving_memory

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 
-from kvstore.counts import ClientCount, Counts
+from kvstore.counts import ClientCount
+from kvstore.node.counters import Counts
 from kvstore.waiting import Flag
 from tests import locking
 
@@ -31,18 +32,18 @@ def test_locks_of_kvstore_know_their_rank() -> None:
 def test_a_lock_taken_against_the_order_is_found() -> None:
     before = len(locking.violations)
     outer = locking.RankedLock("node.view.View.lock", threading.Lock())
-    inner = locking.RankedLock("counts.Counts._lock", threading.Lock())
+    inner = locking.RankedLock("node.counters.Counts._lock", threading.Lock())
     with outer, inner:
         assert since(before) == []
     with inner, outer:
         (said,) = since(before)
-    assert "node.view.View.lock (" in said and "is taken while counts.Counts._lock (90) is held" in said
+    assert "node.view.View.lock (" in said and "is taken while node.counters.Counts._lock (90) is held" in said
 
 
 def test_one_that_gives_up_may_be_asked_for_in_any_order() -> None:
     before = len(locking.violations)
     outer = locking.RankedLock("node.view.View.lock", threading.Lock())
-    with locking.RankedLock("counts.Counts._lock", threading.Lock()):
+    with locking.RankedLock("node.counters.Counts._lock", threading.Lock()):
         assert outer.acquire(timeout=1.0)
         outer.release()
     assert since(before) == []
@@ -50,7 +51,7 @@ def test_one_that_gives_up_may_be_asked_for_in_any_order() -> None:
 
 def test_a_monitor_is_part_of_the_order() -> None:
     before, flag = len(locking.violations), Flag()
-    with locking.RankedLock("counts.Counts._lock", threading.Lock()):
+    with locking.RankedLock("node.counters.Counts._lock", threading.Lock()):
         flag.set()
     (said,) = since(before)
-    assert said.startswith("waiting.Flag._changed (90) is taken while counts.Counts._lock (90)")
+    assert said.startswith("waiting.Flag._changed (90) is taken while node.counters.Counts._lock (90)")

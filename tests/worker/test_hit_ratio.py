@@ -18,8 +18,8 @@ from kvstore.client.cache import Cache
 from kvstore.client.lookups import LookUps
 from kvstore.client.spreading import Marks, Spreading
 from kvstore.client.store import Store
-from kvstore.counts import LOOKED_MAX
 from kvstore.namespace import Namespace
+from kvstore.node.counters import LOOKED_MAX
 from kvstore.replay import Content, Plan, expect, generate, replay, replay_layout
 from kvstore.replay.content import KvBytes
 from kvstore.replay.trace import BLOCK_TOKENS, Request

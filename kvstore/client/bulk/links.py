@@ -19,8 +19,9 @@ from kvstore.client.bulk.shortage import Shortage, links_max
 from kvstore.client.bulk.way import Bulk
 from kvstore.client.credentials import PLAIN, Credentials
 from kvstore.client.limits import ClientLimits
-from kvstore.counts import ClientCount, Counts
+from kvstore.counts import ClientCount
 from kvstore.errors import InvalidRequest
+from kvstore.node.counters import Counts
 from kvstore.root.mounts import MEMORY_FILE_SYSTEMS, file_system_type
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import LinkBroken

@@ -12,7 +12,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from kvstore.counts import ClientCount, Counts
+from kvstore.counts import ClientCount
+from kvstore.node.counters import Counts
 from kvstore.wire.bulk.channel import LinkShort
 
 log = logging.getLogger(__name__)

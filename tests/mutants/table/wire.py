@@ -29,7 +29,9 @@ COUNTING = [
         "looked-up-counts-again",
         "counts: a read that says that a look-up counted it does not count",
         edit(
-            "kvstore.counts:RequestCounts.add_request", "if reads and (waiting or looked_up):", "if reads and waiting:"
+            "kvstore.node.counters:Counters.add_request",
+            "if reads and (waiting or looked_up):",
+            "if reads and waiting:",
         ),
         "worker/test_hit_ratio.py::test_a_request_counts_once_where_its_calls_go_to_different_workers",
     ),
