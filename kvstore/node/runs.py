@@ -25,7 +25,6 @@ from kvstore.format.places import Name
 from kvstore.native import library as native
 from kvstore.node.images import Images
 from kvstore.node.lanes import moved_on
-from kvstore.node.mappings import mapped
 from kvstore.node.wanted import Items, Wanted
 from kvstore.root.interface import LocalFiles
 from kvstore.sections import Laid
@@ -40,6 +39,10 @@ Places = npt.NDArray[np.int32]
 """Offsets of chunks in a run, counted from 0."""
 
 _cold_pool: list[npt.NDArray[np.uint8]] = []
+_new_capsule: Any = ctypes.pythonapi.PyCapsule_New
+_new_capsule.restype, _new_capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+_TENSOR = b"dltensor"
+_ON_CPU = (1, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +135,7 @@ class Run(Items):
         at, count = self.part(start, stop)
         addresses = np.zeros(count, np.uint64)
         native.library.kv_map_files(self.common, at, count, addresses.ctypes.data)
-        return [mapped(address) if address else None for address in addresses.tolist()]
+        return [_mapped(address) if address else None for address in addresses.tolist()]
 
     def file_bytes(self, index: int) -> int:
         """Returns how many bytes the file of a chunk must have."""
@@ -294,6 +297,29 @@ class SharedPut(_SharedRun):
     def name(self, place: int) -> Name:
         """Returns the name under which a chunk is staged."""
         return places.staged(self._session, int(self.run.items["number"][place]))
+
+
+class _Mapped:
+    """A ``kv_mapping`` by its address, which it hands over to one array by DLPack.
+
+    Such an array keeps no descriptor, and is unmapped without a call of Python.
+    """
+
+    __slots__ = ("_address",)
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def __dlpack__(self, **_: object) -> object:
+        return _new_capsule(self._address, _TENSOR, None)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return _ON_CPU
+
+
+def _mapped(address: int) -> memoryview:
+    """Returns the bytes that a ``kv_mapping`` maps, read-only; unmapped when no slice of them lives."""
+    return memoryview(np.from_dlpack(_Mapped(address)))  # type: ignore[arg-type]
 
 
 @contextmanager
