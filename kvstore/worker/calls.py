@@ -25,8 +25,7 @@ from kvstore.security.identity import NOTHING
 from kvstore.sources import Ids
 from kvstore.wire.statuses import BrokenTransfer, Busy, Draining, Refusal, refusal
 from kvstore.worker.admission import Gate
-from kvstore.worker.call import Call, peer_of, presented_by
-from kvstore.worker.context import BulkContext, CallContext
+from kvstore.worker.call import BulkContext, Call, CallContext, peer_of, presented_by
 
 log = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.frames import FILES_MAX, Given, Kind, decode_span, encode_slots, encode_span
 from kvstore.worker.bulk.asked import Asked
 from kvstore.worker.bulk.leases import Lease, Leases
+from kvstore.worker.call import CallContext
 from kvstore.worker.calls import seconds_left
-from kvstore.worker.context import CallContext
 
 KEEP = 1
 """First byte of READ if the client goes on reading its leased slots."""

@@ -18,8 +18,8 @@ from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.frames import INDEX_BYTES, Kind, encode_head, encode_index
 from kvstore.wire.bulk.runs import SUM_BYTES, send_run
 from kvstore.worker.admission import Buffers, BytesInFlight
+from kvstore.worker.call import CallContext
 from kvstore.worker.calls import Calls, seconds_left
-from kvstore.worker.context import CallContext
 
 
 def layers_of(

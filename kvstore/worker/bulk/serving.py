@@ -29,8 +29,8 @@ from kvstore.worker.bulk.connection import Connection
 from kvstore.worker.bulk.getting import BulkGets
 from kvstore.worker.bulk.leases import Leases
 from kvstore.worker.bulk.putting import BulkPuts
+from kvstore.worker.call import BulkContext, Refused
 from kvstore.worker.calls import Calls, UnaryCall
-from kvstore.worker.context import BulkContext, Refused
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.prompts import Prompts
 from kvstore.worker.puts_behind import PutsBehind

@@ -22,8 +22,8 @@ from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.frames import INDEX_BYTES, Kind, encode_head, encode_index
 from kvstore.worker.admission import Buffers, BytesInFlight
 from kvstore.worker.bulk.asked import Asked
+from kvstore.worker.call import CallContext
 from kvstore.worker.calls import Calls, seconds_left
-from kvstore.worker.context import CallContext
 
 WINDOW_CHUNKS = 1024
 """Chunks looked up at once: enough that tiny ones cost little each, few enough that the first come soon."""

@@ -12,8 +12,8 @@ from kvstore.node.looking import ChunkPlace, RootCopy
 from kvstore.node.member import Member
 from kvstore.v1 import control_pb2 as pb
 from kvstore.wire.messages import hints_message
+from kvstore.worker.call import CallContext
 from kvstore.worker.calls import seconds_left
-from kvstore.worker.context import CallContext
 
 
 def lookup(member: Member, chain: Chain, context: CallContext) -> Iterator[bytes]:
