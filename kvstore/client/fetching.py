@@ -33,9 +33,8 @@ from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import LinkBroken
 from kvstore.wire.bulk.frames import Kind, Mode, encode_request
 from kvstore.wire.frames import Frame, Incoming, SameSize, decode_frame
-from kvstore.wire.messages import pack_keys, pack_sizes, parse, sealed
+from kvstore.wire.messages import pack_keys, pack_sizes, parse, sealed, traced
 from kvstore.wire.statuses import BrokenTransfer
-from kvstore.wire.traces import traced
 from kvstore.wire.watch import Watch
 
 log = logging.getLogger(__name__)

@@ -17,9 +17,8 @@ from kvstore.client.endpoint import Endpoint
 from kvstore.errors import KVStoreError
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.frames import INDEX_BYTES, Kind, Mode, decode_index, encode_request
-from kvstore.wire.messages import pack_tokens
+from kvstore.wire.messages import pack_tokens, traced
 from kvstore.wire.statuses import UnknownNamespace
-from kvstore.wire.traces import traced
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import numpy as np
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
+from kvstore import tracing
 from kvstore.address import BLOCK_KEY_BYTES_MAX, BLOCK_KEY_BYTES_MIN
 from kvstore.errors import InvalidRequest
 from kvstore.format.checksum import checksum
@@ -37,6 +38,14 @@ _SEAL_TAG = b"\xf9\x7f"
 """Field 2047, wire type 1 (64 bits)."""
 _SEAL_SUM = struct.Struct("<Q")
 SEAL_BYTES = len(_SEAL_TAG) + _SEAL_SUM.size
+_TRACE_TAG = b"\xf2\x7f"
+"""Field 2046, wire type 2 (a length and so many bytes): the trace of a request on a bulk connection, which over gRPC
+travels in metadata. It is at the front of the message, no message declares it, and the seal covers it.
+"""
+TRACE_BYTES_MAX = 127
+"""One byte of length. The longest id and span take 124."""
+_LONG = {"i": tracing.REQUEST_ID_KEY, "p": tracing.PARENT_KEY}
+_SHORT = {key: short for short, key in _LONG.items()}
 TOKEN_BYTES = 4
 PROMPTS_MAX = 65_536
 PLACES_MAX = 65_536
@@ -65,6 +74,28 @@ def sealed(message: Message) -> bytes:
     """Encodes a request with a seal, which shows a byte that changes on the way."""
     raw: bytes = message.SerializeToString()
     return raw + seal(raw)
+
+
+def traced(message: Message) -> bytes:
+    """Encodes a request with a seal, and with the trace of the calling thread."""
+    said = " ".join(f"{_SHORT[key]}={value}" for key, value in tracing.metadata() if key in _SHORT).encode()
+    raw: bytes = message.SerializeToString()
+    if said:
+        raw = b"".join((_TRACE_TAG, bytes((len(said),)), said, raw))
+    return raw + seal(raw)
+
+
+def trace_of(message: bytes) -> tracing.Metadata:
+    """Returns the trace as metadata; empty if there is none, or if it makes no sense."""
+    at = len(_TRACE_TAG) + 1
+    if message[: len(_TRACE_TAG)] != _TRACE_TAG or len(message) < at or message[at - 1] > TRACE_BYTES_MAX:
+        return ()
+    try:
+        said = message[at : at + message[at - 1]].decode("ascii")
+    except UnicodeDecodeError:
+        return ()
+    pairs = [word.partition("=") for word in said.split(" ")]
+    return tuple((_LONG[key], value) for key, _, value in pairs if value and key in _LONG)
 
 
 def parse(kind: type[M], raw: bytes) -> M:

@@ -25,8 +25,7 @@ from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.frames import CONTROL_BYTES_MAX, SHORT_CALLS, Kind, encode_request
 from kvstore.wire.limits import BLOCKS_MAX
-from kvstore.wire.messages import pack_sizes, parse
-from kvstore.wire.traces import traced
+from kvstore.wire.messages import pack_sizes, parse, traced
 from tests.bulk.memories import serving_memory
 from tests.bulk.ways import MEDIUM, WAYS, greeted, open_files_of, tokens_and_kv
 from tests.patience import stretched

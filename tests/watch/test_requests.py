@@ -19,9 +19,8 @@ from kvstore import tracing
 from kvstore.cli.logs import Lines
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.messages import parse, sealed
+from kvstore.wire.messages import parse, sealed, trace_of, traced
 from kvstore.wire.statuses import BrokenTransfer
-from kvstore.wire.traces import trace_of, traced
 from tests.node.stores import SMALL, kv_of
 from tests.worker.serving import WAIT_S, connected, opened, raw_stub, serving
 

@@ -10,9 +10,8 @@ from kvstore.results import LayerMemory
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.frames import INDEX_BYTES, Kind, Mode, decode_index, encode_request
 from kvstore.wire.bulk.runs import SUM_BYTES, receive_planes
-from kvstore.wire.messages import parse
+from kvstore.wire.messages import parse, traced
 from kvstore.wire.statuses import BrokenTransfer
-from kvstore.wire.traces import traced
 
 LAYERS_S_MAX = 900.0
 """Limit of a whole layer-by-layer read. The engine sets its speed, so its deadline does not follow its size."""

@@ -26,9 +26,8 @@ from kvstore.root.mounts import MEMORY_FILE_SYSTEMS, file_system_type
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import LinkBroken
 from kvstore.wire.bulk.frames import SHORT_CALLS, Head, Kind, Mode, encode_arena, encode_request
-from kvstore.wire.messages import parse
+from kvstore.wire.messages import parse, traced
 from kvstore.wire.statuses import Failure, failure
-from kvstore.wire.traces import traced
 
 log = logging.getLogger(__name__)
 

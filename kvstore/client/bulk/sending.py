@@ -28,7 +28,7 @@ from kvstore.wire.bulk.frames import (
     encode_span,
 )
 from kvstore.wire.bulk.runs import SUM_BYTES
-from kvstore.wire.traces import traced
+from kvstore.wire.messages import traced
 
 FULL_PAUSE_S = 0.0005
 """Pause between two looks at a full arena."""

@@ -20,9 +20,8 @@ from kvstore.wire.bulk.frames import (
     decode_request,
     encode_arena,
 )
-from kvstore.wire.messages import parse
+from kvstore.wire.messages import parse, trace_of
 from kvstore.wire.statuses import Refusal, refusal
-from kvstore.wire.traces import trace_of
 from kvstore.worker.admission import Buffers, BytesInFlight
 from kvstore.worker.bulk.arriving import Arriving
 from kvstore.worker.bulk.connection import Connection
