@@ -55,16 +55,12 @@ class Batch:
         self._lock = threading.Lock()
         self._next = 0
         self._runners = 0
-        self._ended = Flag()
+        self.ended = Flag()
+        """Set once all lanes are done with it. Unlike the batch, it refers to nobody's memory."""
         self._stopped = False
         self.error: BaseException | None = None
         if not count:
-            self._ended.set()
-
-    @property
-    def ended(self) -> Flag:
-        """Set once all lanes are done with it. Unlike the batch, it refers to nobody's memory."""
-        return self._ended
+            self.ended.set()
 
     def run(self, tick: Callable[[], None]) -> None:
         """Does one lane's share; calls ``tick`` before each piece of work. Stops all lanes at the first error, or when
@@ -91,7 +87,7 @@ class Batch:
                 if not self._runners and (self._stopped or self._next >= self._count):
                     # The work refers to the caller's memory, and often to us: no such reference may outlive the call.
                     self._work = _nothing
-                    self._ended.set()
+                    self.ended.set()
 
     def _take(self) -> int | None:
         with self._lock:
@@ -103,7 +99,7 @@ class Batch:
     def wait(self, deadline: Deadline) -> None:
         """Returns when all lanes are done with it; raises their first error, or DeadlinePassed."""
         try:
-            in_time = self._ended.wait(deadline.left_s())
+            in_time = self.ended.wait(deadline.left_s())
         except BaseException:
             self.stop()  # interrupted (Ctrl-C): nobody waits for the rest
             raise
@@ -133,7 +129,7 @@ class Batch:
 
     def join(self, timeout_s: float) -> bool:
         """True if, after ``stop`` or a passed deadline, all work that was begun has ended within the time."""
-        return self._ended.wait(timeout_s)
+        return self.ended.wait(timeout_s)
 
 
 def moved_on() -> None:

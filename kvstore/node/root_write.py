@@ -34,7 +34,7 @@ class RootWrite:
         clock: Clock,
         publication: Publication,
         counters: Counters,
-        ended: Callable[[], None] = lambda: None,
+        ended: Callable[[], None] | None = None,
     ) -> None:
         """``ended`` is called when nothing of it is on its way any more; it may be called more than once."""
         self.publication = publication
@@ -67,7 +67,8 @@ class RootWrite:
         except BaseException:
             self.abandon()
             raise
-        self._ended()
+        if self._ended is not None:
+            self._ended()
         return self.publication.there()
 
     def abandon(self, wait_s: float = DISCARD_S) -> bool:
@@ -93,7 +94,8 @@ class RootWrite:
                 batch.wait(Deadline(self._clock, wait_s))
         except KVStoreError:
             pass  # the root does not answer: fsck finds what is left
-        self._ended()
+        if self._ended is not None:
+            self._ended()
         return not is_read
 
     def _wait(self, deadline: Deadline) -> None:
