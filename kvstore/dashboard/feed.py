@@ -42,7 +42,7 @@ class Feed(Generic[T]):
     """Reads a source every ``interval_s``; ``on_demand`` only while somebody looks, and seldom if it takes long.
 
     A reading that takes longer than ``late_s`` is reported as an error; it is not interrupted, because a call into a
-    dead mount cannot be. ``told`` gets each value and the monotonic time at which it was read. Thread-safe.
+    dead mount cannot be. Thread-safe.
     """
 
     def __init__(
@@ -54,7 +54,6 @@ class Feed(Generic[T]):
         *,
         late_s: float,
         on_demand: bool = False,
-        told: Callable[[T, float], object] = lambda value, at_s: None,
     ) -> None:
         self.name = name
         self._read = read
@@ -62,7 +61,6 @@ class Feed(Generic[T]):
         self._clock = clock
         self._late_s = late_s
         self._on_demand = on_demand
-        self._told = told
         self._changed = Monitor()
         self._value: T | None = None
         self._read_at_s: float | None = None
@@ -127,5 +125,3 @@ class Feed(Generic[T]):
             self._error = error
             if error is None:
                 self._value, self._read_at_s = value, ended_s
-        if value is not None and error is None:
-            self._told(value, ended_s)

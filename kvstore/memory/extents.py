@@ -18,11 +18,10 @@ class Extents:
     Taking and giving cost a bisection of the free runs. Not thread-safe.
     """
 
-    def __init__(self, size_bytes: int, page_bytes: int = PAGE_BYTES) -> None:
-        if size_bytes < page_bytes or page_bytes < 1:
-            raise InvalidRequest(f"room of {size_bytes} bytes: expected at least one page of {page_bytes} bytes")
-        self._page_bytes = page_bytes
-        self._pages_count = size_bytes // page_bytes
+    def __init__(self, size_bytes: int) -> None:
+        if size_bytes < PAGE_BYTES:
+            raise InvalidRequest(f"room of {size_bytes} bytes: expected at least one page of {PAGE_BYTES} bytes")
+        self._pages_count = size_bytes // PAGE_BYTES
         self._free_pages = self._pages_count
         self._taken: dict[int, int] = {}
         # Each free run is kept three times: by its first page, by the page after it, and in order of size, lowest
@@ -35,23 +34,23 @@ class Extents:
     @property
     def size_bytes(self) -> int:
         """The whole room, in whole pages."""
-        return self._pages_count * self._page_bytes
+        return self._pages_count * PAGE_BYTES
 
     @property
     def free_bytes(self) -> int:
         """Bytes that are not taken, in however many pieces."""
-        return self._free_pages * self._page_bytes
+        return self._free_pages * PAGE_BYTES
 
     @property
     def largest_bytes(self) -> int:
         """The most that can be taken at once."""
-        return self._sizes[-1][0] * self._page_bytes if self._sizes else 0
+        return self._sizes[-1][0] * PAGE_BYTES if self._sizes else 0
 
     def take(self, size_bytes: int) -> int | None:
         """Takes ``size_bytes`` bytes (1 or more); returns their offset, or None if no free run is long enough."""
         if size_bytes < 1:
             raise InvalidRequest(f"room for {size_bytes} bytes: expected at least 1")
-        pages = -(-size_bytes // self._page_bytes)
+        pages = -(-size_bytes // PAGE_BYTES)
         place = bisect_left(self._sizes, (pages, 0))
         if place == len(self._sizes):
             return None
@@ -61,12 +60,12 @@ class Extents:
             self._add_free(first + pages, count - pages)
         self._taken[first] = pages
         self._free_pages -= pages
-        return first * self._page_bytes
+        return first * PAGE_BYTES
 
     def give(self, offset: int) -> None:
         """Gives back what was taken at ``offset``. Raises InvalidRequest if nothing is taken there."""
-        first = offset // self._page_bytes
-        if offset % self._page_bytes or first not in self._taken:
+        first = offset // PAGE_BYTES
+        if offset % PAGE_BYTES or first not in self._taken:
             raise InvalidRequest(f"nothing is taken at offset {offset}: give back what take() returned, once")
         count = self._taken.pop(first)
         self._free_pages += count

@@ -54,9 +54,8 @@ class Aged:
     their ttl go before all others.
     """
 
-    def __init__(self, octaves_per_use: float = OCTAVES_PER_USE, age_least_s: float = AGE_LEAST_S) -> None:
+    def __init__(self, octaves_per_use: float = OCTAVES_PER_USE) -> None:
         self._octaves_per_use = octaves_per_use
-        self._age_least_s = age_least_s
 
     def worth(self, entry: Entry) -> Worth:
         steps = round((entry.priority - PRIORITY_DEFAULT) / PRIORITY_STEP)
@@ -72,7 +71,7 @@ class Aged:
     def _staleness(self, queue: Queue, now_s: float) -> tuple[bool, float]:
         octaves, ttl_s, _ = queue.worth
         age_s = max(now_s - queue.oldest_s, 0.0)
-        return ttl_s is not None and age_s >= ttl_s, (age_s + self._age_least_s) * 2.0**-octaves
+        return ttl_s is not None and age_s >= ttl_s, (age_s + AGE_LEAST_S) * 2.0**-octaves
 
 
 class TwoQueue:
@@ -83,9 +82,9 @@ class TwoQueue:
     comes back soon is not put on probation again. After S3-FIFO (Yang et al., SOSP 2023).
     """
 
-    def __init__(self, share: float = PROBATION_SHARE, octaves_per_use: float = 0.0) -> None:
+    def __init__(self, share: float = PROBATION_SHARE) -> None:
         self._share = share
-        self._aged = Aged(octaves_per_use)
+        self._aged = Aged(octaves_per_use=0.0)
         self._ghosts = Admission(GHOSTS_MAX, math.inf)
 
     def worth(self, entry: Entry) -> Worth:

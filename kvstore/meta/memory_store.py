@@ -41,10 +41,10 @@ class _Lease:
 class MemoryStore:
     """One linear history of keys. Thread-safe; leases end by ``clock``, at the next read or call of ``expire``.
 
-    Keeps the events of the last ``history_revisions_max`` revisions; an older watch is lost, as after a compaction.
+    Keeps the events of the last HISTORY_REVISIONS_MAX revisions; an older watch is lost, as after a compaction.
     """
 
-    def __init__(self, clock: Clock | None = None, history_revisions_max: int = HISTORY_REVISIONS_MAX) -> None:
+    def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or SystemClock()
         self._changed = Monitor()
         self._revision = 1
@@ -53,7 +53,6 @@ class MemoryStore:
         self._leases: dict[LeaseId, _Lease] = {}
         self._lease_last = 0
         self._history: deque[tuple[Event, ...]] = deque()
-        self._history_max = history_revisions_max
 
     def get(self, key: str) -> KeyValue | None:
         """Returns the key as it is now."""
@@ -181,7 +180,7 @@ class MemoryStore:
             return
         self._revision += 1
         self._history.append(tuple(self._change(operation) for operation in changing))
-        if len(self._history) > self._history_max:
+        if len(self._history) > HISTORY_REVISIONS_MAX:
             self._compacted = self._history.popleft()[0].revision + 1
         self._changed.notify_all()
 

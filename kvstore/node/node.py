@@ -164,21 +164,17 @@ class Node:
 
     # Namespaces
 
-    def claim_namespace(self, namespace: Namespace, deadline_s: float | None = None) -> None:
+    def claim_namespace(self, namespace: Namespace) -> None:
         """Claims the namespace's name on the root for its layout. Raises LayoutMismatch, or what the root raised."""
-        self._lanes.run(
-            lambda: self._records.claim(namespace), self._deadline(deadline_s, self.limits.write_deadline_s)
-        )
+        self.on_root(lambda: self._records.claim(namespace))
 
-    def check_namespace(self, namespace: Namespace, deadline_s: float | None = None) -> None:
+    def check_namespace(self, namespace: Namespace) -> None:
         """Raises LayoutMismatch where the root has the name with another layout; claims nothing."""
-        self._lanes.run(lambda: self._records.check(namespace), self._deadline(deadline_s, self.limits.read_deadline_s))
+        self._lanes.run(lambda: self._records.check(namespace), self._deadline(None, self.limits.read_deadline_s))
 
-    def find_namespace(self, digest: NamespaceDigest, deadline_s: float | None = None) -> Namespace | None:
+    def find_namespace(self, digest: NamespaceDigest) -> Namespace | None:
         """The namespace with this digest, if it was ever used on this root."""
-        return self._lanes.run(
-            lambda: self._records.find(digest), self._deadline(deadline_s, self.limits.read_deadline_s)
-        )
+        return self._lanes.run(lambda: self._records.find(digest), self._deadline(None, self.limits.read_deadline_s))
 
     def namespaces(self, deadline_s: float | None = None) -> list[Namespace]:
         """All namespaces recorded on the root."""

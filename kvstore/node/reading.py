@@ -49,17 +49,11 @@ class Groups:
     """Reads the same chunks once, without fixed bounds between the lanes."""
 
 
-def group_size(
-    chunks: int, chunk_bytes: int, width: int, bytes_max: int = GROUP_BYTES_MAX, files_max: int | None = None
-) -> int:
-    """Returns how many chunks one call does: enough that Python costs little, few enough that all lanes have work.
-
-    ``files_max`` is for calls that have one file open at a time.
-    """
-    if files_max is None:
-        files_max = files_at_most(GROUP_FILES_MAX, LIMIT_PER_GROUP)
+def group_size(chunks: int, chunk_bytes: int, width: int) -> int:
+    """Returns how many chunks one call does: enough that Python costs little, few enough that all lanes have work."""
+    files_max = files_at_most(GROUP_FILES_MAX, LIMIT_PER_GROUP)
     each = chunks * chunk_bytes // (GROUPS_PER_LANE * width)
-    return max(1, min(min(max(each, GROUP_BYTES_MIN), bytes_max) // max(1, chunk_bytes), files_max))
+    return max(1, min(min(max(each, GROUP_BYTES_MIN), GROUP_BYTES_MAX) // max(1, chunk_bytes), files_max))
 
 
 def gaps(done: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:

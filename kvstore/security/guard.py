@@ -33,7 +33,6 @@ class Guard:
         count: Callable[[WorkerCount], None],
         authenticator: Authenticator | None = None,
         audit: AuditLog | None = None,
-        monotonic_s: Callable[[], float] = time.monotonic,
         account: Account | None = None,
     ) -> None:
         self.count = count
@@ -42,7 +41,7 @@ class Guard:
         self._account = account
         self.lets_all_in = authenticator is None and account is None
         """True if no caller has to prove anything."""
-        self._meters = Meters(monotonic_s)
+        self._meters = Meters(time.monotonic)
         self.audit.on_lost = lambda: count(WorkerCount.AUDIT_LOST)
         if authenticator is not None:
             authenticator.on_reload = self.reloaded
