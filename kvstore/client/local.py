@@ -93,7 +93,7 @@ class LocalHold:
             return self._node.view(self._hold)
 
     def release(self) -> None:
-        self._node.release(self._hold)
+        self._node.holds.release(self._hold)
 
 
 class LocalBlockHold:
@@ -113,7 +113,7 @@ class LocalBlockHold:
             return self._node.blocks.get(self._namespace, keys, buffers, deadline, held=True)
 
     def release(self) -> None:
-        self._node.release(self._hold)
+        self._node.holds.release(self._hold)
 
 
 class LocalGuard:
@@ -124,7 +124,7 @@ class LocalGuard:
         self._hold = hold
 
     def release(self) -> None:
-        self._node.release(self._hold)
+        self._node.holds.release(self._hold)
 
 
 class LocalSegments:
@@ -208,7 +208,7 @@ class LocalPort:
             except HoldBroken:
                 return 0  # the session was lost since the match: a miss, as everything that a read cannot have
             finally:
-                member.node.release(hold)
+                member.node.holds.release(hold)
 
     def hold(self, namespace: Namespace, tokens: TokenArray, ttl_s: float | None) -> LocalHold:
         with self._store as member:

@@ -171,7 +171,7 @@ class Member:
                 self.unpin(_pin_id(ref))
                 raise
         finally:
-            node.release(hold)
+            node.holds.release(hold)
         if not present:
             self.unpin(_pin_id(ref))
             return _no_pin(owner, namespace, node.clock.now_s())

@@ -217,10 +217,6 @@ class Node:
             raise
         return hold
 
-    def release(self, hold: Hold) -> None:
-        """Ends a hold; idempotent."""
-        self.holds.release(hold)
-
     def read(self, hold: Hold, into: Callable[[int], Pieces], deadline_s: float | None = None) -> int:
         """Reads held chunks into ``into(index)``, their sections in order; returns how many leading ones are good.
 

@@ -62,9 +62,9 @@ def hold_segments(
     try:
         matches = find_segments(node, namespace, search, deadline_s, settle)
     except BaseException:
-        node.release(hold)
+        node.holds.release(hold)
         raise
     if not matches:
-        node.release(hold)
+        node.holds.release(hold)
         return [], None
     return matches, hold

@@ -138,4 +138,4 @@ class Prompts:
         try:
             yield hold, hold.count
         finally:
-            node.release(hold)
+            node.holds.release(hold)

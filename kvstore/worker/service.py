@@ -71,7 +71,7 @@ class Service:
         self.holds = ClientHolds(
             limits.holds_max,
             limits.hold_tokens_max,
-            node.release,
+            node.holds.release,
             lambda hold: node.holds.renew(hold, self._limits.hold_lease_s),
             node.clock,
             tells_tenants=not self.calls.guard.is_open,
@@ -243,7 +243,7 @@ class Service:
             chain = self.prompts.chain(request.namespace, request.tokens, call)
             hold = self._node.hold(chain, ttl_s, left_s, looked_up=request.looked_up)
         if not hold.count and not any(present):
-            self._node.release(hold)
+            self._node.holds.release(hold)
             return pb.HoldResponse(present=present)
         self.holds.add(hold)
         return pb.HoldResponse(

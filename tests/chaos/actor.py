@@ -142,7 +142,7 @@ class Actor:
         number, seconds = self._any_prompt(), self._chance.uniform(0.1, HOLD_S_MAX)
         hold = self._node.hold(chain_of(number), seconds)
         if not hold.count:
-            self._node.release(hold)
+            self._node.holds.release(hold)
             return
         held = Held(hold, number, hold.ends_s)
         self._held.append(held)
@@ -180,7 +180,7 @@ class Actor:
             # A condemned chunk is a miss, pinned or not, until its sweep has spared it (rule H1).
             found, own = self._read_hold(hold, pin.number)
         finally:
-            self._node.release(hold)
+            self._node.holds.release(hold)
         if found < pin.chunks_count and not own:
             self.counts["pinned but condemned"] += 1
 
@@ -265,7 +265,7 @@ class Actor:
 
     def _end(self, held: Held) -> None:
         self._journal.note("released", hold=held.hold.id.hex())
-        self._node.release(held.hold)
+        self._node.holds.release(held.hold)
 
 
 def main() -> int:

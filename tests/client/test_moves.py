@@ -117,7 +117,7 @@ def test_what_nobody_waits_for_any_more_or_what_lanes_are_done_with_delays_no_pr
         del done
         gc.collect()
         assert dropped() is None and not node.reads.is_busy
-        node.release(hold)
+        node.holds.release(hold)
 
 
 def test_a_prefetch_to_the_disk_leaves_memory_alone(tmp_path: Path) -> None:

@@ -334,7 +334,7 @@ def abandon_after_another_made_it_final(c: Cluster, chain: Chain) -> None:
     hold = node.node.hold(chain)
 
     def meanwhile(_: float) -> None:
-        node.node.release(hold)
+        node.node.holds.release(hold)
         eventually(lambda: node.presence.current().announced > 0)
         assert c.collector(FaultyRoot(c.root, [Rule("remove_if", EIO, nth=4)])).adopt().sweeps["left"] == 1
         raise Stopped
@@ -456,7 +456,7 @@ def leave_in_flight(c: Cluster, node: Member, chain: Chain) -> None:
     hold = node.node.hold(chain)
     with pytest.raises(Died):
         c.collector(pause=die).sweep(c.plans(chain))
-    node.node.release(hold)
+    node.node.holds.release(hold)
 
 
 def in_flight(c: Cluster) -> list[Condemned]:

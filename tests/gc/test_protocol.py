@@ -55,7 +55,7 @@ def test_a_held_chunk_outlives_a_sweep_that_waits_for_it(c: Cluster) -> None:
     eventually(lambda: node.node.gc_view.leading(chain) < 8)
     sweep.join(0.3)
     assert sweep.is_alive() and c.present(chain) == 8
-    node.node.release(hold)
+    node.node.holds.release(hold)
     sweep.join(PATIENCE_S)
     assert not sweep.is_alive() and c.present(chain) == 0
 
@@ -69,7 +69,7 @@ def test_h1_what_is_condemned_is_a_miss_and_cannot_be_held(c: Cluster) -> None:
     eventually(lambda: node.node.gc_view.leading(chain) == 0)
     assert node.node.match(chain) == 0 and node.node.hold(chain).count == 0
     assert put(node, chain) == 0, "what is being swept cannot be put again before the sweep has ended"
-    other.node.release(hold)
+    other.node.holds.release(hold)
     sweep.join(PATIENCE_S)
     eventually(lambda: put(node, chain) == 8)
     assert node.node.match(chain) == 8
@@ -95,7 +95,7 @@ def test_g7_a_sweep_left_by_a_dead_collector_is_adopted(c: Cluster) -> None:
     with pytest.raises(Died):
         c.collector(pause=die).sweep(c.plans(chain))
     assert c.leftovers()
-    node.node.release(hold)
+    node.node.holds.release(hold)
     report = c.collector().adopt()
     assert report.sweeps["adopted"] > 0 and report.reaped.count == 8
     assert c.leftovers() == [] and c.present(chain) == 0
@@ -149,7 +149,7 @@ def test_a_node_alone_announces_nothing_and_costs_etcd_nothing(c: Cluster) -> No
     before = meta.operations_count
     for _ in range(20):
         hold = node.node.hold(chain)
-        node.node.release(hold)
+        node.node.holds.release(hold)
         put(node, chain)
     assert meta.operations_count - before <= 3, "keepalives may fall into it"
 
@@ -163,7 +163,7 @@ def test_v1_a_node_that_joins_during_a_sweep_protects_nothing_of_it(c: Cluster) 
     eventually(lambda: old.node.gc_view.leading(chain) == 0)
     young = c.node()
     assert young.node.hold(chain).count == 0
-    old.node.release(hold)
+    old.node.holds.release(hold)
     sweep.join(PATIENCE_S)
     assert c.present(chain) == 0 and c.leftovers() == []
 
@@ -196,8 +196,8 @@ def test_v3_after_a_lost_watch_old_holds_still_keep_sweeps_away(c: Cluster) -> N
     eventually(lambda: node.node.gc_view.leading(chain) == 0)
     assert node.presence.current().announced == 0
     assert c.present(chain) == 8
-    node.node.release(late)
-    node.node.release(hold)
+    node.node.holds.release(late)
+    node.node.holds.release(hold)
     thread.join(PATIENCE_S)
     assert c.leftovers() == []
 
@@ -263,7 +263,7 @@ def test_g8_a_sweep_whose_grace_does_not_end_is_abandoned_and_takes_nothing(c: C
     assert report.sweeps["abandoned"] == report.sweeps["begun"] > 0 and report.reaped.count == 0
     assert c.leftovers() == [] and c.present(chain) == 8
     eventually(lambda: node.node.match(chain) == 8)
-    node.node.release(hold)
+    node.node.holds.release(hold)
 
 
 def test_h4_a_session_that_never_announces_is_revoked(c: Cluster) -> None:
@@ -284,7 +284,7 @@ def test_a_plan_that_cannot_be_read_takes_nothing(c: Cluster) -> None:
         c.collector(pause=die).sweep(c.plans(chain))
     for entry in list(c.root.list(places.PLANS)):
         c.root.remove(Name(f"{places.PLANS}/{entry.name}"))
-    node.node.release(hold)
+    node.node.holds.release(hold)
     report = c.collector().adopt()
     assert report.sweeps["adopted"] > 0 and report.reaped.count == 0
     assert c.present(chain) == 8 and c.leftovers() == []

@@ -30,7 +30,7 @@ def test_a_round_deletes_what_is_past_its_time_and_says_so(place: Place, monkeyp
 
     def let_go(seconds: float) -> None:
         """Ends the hold that the round waits for."""
-        node.node.release(hold)
+        node.node.holds.release(hold)
         pause(seconds)
 
     monkeypatch.setattr(place.stop, "pause", let_go)
@@ -193,7 +193,7 @@ def test_the_wish_to_end_during_a_grace_leaves_the_root_as_it_was(place: Place) 
     place.stop.ask()
     thread.join(PATIENCE_S)
     assert ended == [Stopped] and place.cluster.present(chain) == 4
-    node.node.release(hold)
+    node.node.holds.release(hold)
     assert place.cluster.leftovers() == []
 
 

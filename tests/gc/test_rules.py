@@ -81,7 +81,7 @@ def left_in_grace(c: Cluster, chunks: int = 8) -> None:
     hold = node.node.hold(chain)
     with pytest.raises(Died):
         c.collector(pause=die).sweep(c.plans(chain))
-    node.node.release(hold)
+    node.node.holds.release(hold)
     node.close()
 
 
@@ -140,7 +140,7 @@ def test_g4_a_pin_put_until_the_grace_is_over_is_spared(c: Cluster) -> None:
         """Puts the pin and releases its hold, as ``pin`` does, after everything was condemned."""
         if not pins:
             pins.append(node._pins.pin("me", chain.addresses, 60, hold.tokens, SPACE.digest))
-            node.node.release(hold)
+            node.node.holds.release(hold)
         eventually(lambda: node.presence.current().announced > 0)
 
     report = c.collector(pause=meanwhile).sweep(c.plans(chain, other))
@@ -248,7 +248,7 @@ def test_g8_a_sweep_in_which_another_run_has_taken_something_is_not_abandoned(c:
     collector = c.collector()
     collector._abandon(list(collector._ledger.in_flight().values()), report := collector.sweep([]), "a test")
     assert report.sweeps["abandoned"] == 0 and len(collector._ledger.in_flight()) == 1
-    node.node.release(hold)
+    node.node.holds.release(hold)
 
 
 def test_f2_only_the_creator_of_a_sweep_makes_its_folder(c: Cluster) -> None:

@@ -81,7 +81,7 @@ def test_a2_nothing_is_announced_that_an_older_hold_does_not_know_of(alone: Alon
     condemn(alone, 1)
     alone.follower.step(0.0)
     assert session.announced == 0 and alone.view.condemns(CHAIN.addresses[0])
-    alone.node.release(hold)
+    alone.node.holds.release(hold)
     alone.follower.step(0.0)
     assert session.announced == alone.view.revision
 
@@ -95,7 +95,7 @@ def test_a3_nothing_is_announced_once_the_chain_of_sweeps_has_gone_on(alone: Alo
     alone.follower.step(0.0)
     following(alone).watch = Silent()
     condemn(alone, 2, before=1)
-    alone.node.release(hold)
+    alone.node.holds.release(hold)
     alone.follower.step(0.0)
     assert session.announced == 0
 

@@ -113,7 +113,7 @@ def test_what_was_not_verified_in_time_is_not_part_of_a_view() -> None:
         assert len(node.node.view(hold)) == 24
         # Lanes may verify some before this thread looks at the clock: then again.
         eventually(lambda: node.node.view(hold, deadline_s=0.0) == [])
-        node.node.release(hold)
+        node.node.holds.release(hold)
         gc.collect()
         node.assert_settled()
 
@@ -294,7 +294,7 @@ def test_w4_what_memory_has_no_room_for_does_not_reach_the_root_instead(sheds: b
         write = node.node.puts.begin(chain, 0, deadline, Hints(5), sheds=sheds)
         write.add(sections, 0, 6, deadline)
         assert not write.finish(deadline).there.all()
-        node.node.release(hold)
+        node.node.holds.release(hold)
         node.drain()
         slot = node.memory.claim(chain, 4)
         assert slot is not None and node.put(2, 6, hints=Hints(5)).tokens_present == 4 * node.size

@@ -153,7 +153,7 @@ class Host:
                     kernel.sleep(1.0)
                     self._read(hold)  # which is over, and must be refused
         finally:
-            node.release(hold)
+            node.holds.release(hold)
 
     def _read(self, hold: Hold) -> None:
         world, node = self.world, self._member.node

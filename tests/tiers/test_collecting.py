@@ -98,7 +98,7 @@ def test_h1_what_is_condemned_is_a_miss_though_memory_has_it(c: Cluster) -> None
     eventually(lambda: node.node.gc_view.leading(chain) == 0)
     assert node.node.match(chain) == 0 and get(node, chain) == 0
     assert put(node, chain) == 0, "not before the sweep has ended"
-    other.node.release(hold)
+    other.node.holds.release(hold)
     sweep.join(PATIENCE_S)
     eventually(lambda: get(node, chain) == 8)
 
@@ -158,7 +158,7 @@ def test_w2_children_that_wait_while_their_parents_are_swept(c: Cluster) -> None
         sweep = threading.Thread(target=lambda: c.collector().sweep(c.plans(chain)))
         sweep.start()
         eventually(lambda: node.node.gc_view.leading(chain) == 0)
-    other.node.release(hold)
+    other.node.holds.release(hold)
     sweep.join(PATIENCE_S)
     node.node.drain()
     assert get(node, longer) == 12

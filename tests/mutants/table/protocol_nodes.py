@@ -155,7 +155,7 @@ HOLDING = [
     rule(
         "H2",
         "hold-of-blocks-holds-nothing",
-        edit("kvstore.worker.service:Service._hold", "self.holds.add(hold)", "self._node.release(hold)"),
+        edit("kvstore.worker.service:Service._hold", "self.holds.add(hold)", "self._node.holds.release(hold)"),
         f"{BLOCKS}held_blocks_outlive_a_sweep_and_are_read_while_it_waits[grpc]",
     ),
     rule(
