@@ -6,8 +6,7 @@ belong to which section of which chunk.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import ml_dtypes
@@ -31,7 +30,7 @@ CHUNK_TOKENS_MAX = 65_536
 CHUNK_BYTES_MAX = 1 << 30
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Layout:
     """Shape of KV in one namespace: ``(layers, 2, tokens, kv_heads, head_dim)``, K then V, C order.
 
@@ -47,6 +46,22 @@ class Layout:
     dtype: str = "bfloat16"
     chunk_tokens: int = 256
 
+    # What follows from these, kept because each call asks for it a dozen times.
+    numpy_dtype: np.dtype[Any] = field(init=False, compare=False, repr=False)
+    """The element type as numpy knows it (bfloat16 and float8 come from ml_dtypes)."""
+    itemsize: int = field(init=False, compare=False, repr=False)
+    """Bytes of one element."""
+    token_bytes: int = field(init=False, compare=False, repr=False)
+    """Bytes of one token in one tensor (K or V) of one layer."""
+    kv_bytes_per_token: int = field(init=False, compare=False, repr=False)
+    """Bytes of one token in all tensors of all layers."""
+    section_count: int = field(init=False, compare=False, repr=False)
+    """Sections in a chunk: K and V of each layer, in the order K0 V0 K1 V1 ..."""
+    section_bytes: int = field(init=False, compare=False, repr=False)
+    """Bytes of one section: one tensor of one layer for ``chunk_tokens`` tokens."""
+    chunk_bytes: int = field(init=False, compare=False, repr=False)
+    """Payload bytes of one chunk."""
+
     def __post_init__(self) -> None:
         for name, most in (
             ("layers", LAYERS_MAX),
@@ -59,46 +74,24 @@ class Layout:
                 raise InvalidRequest(f"layout {name}={value!r}: expected an integer from 1 to {most}")
         if self.dtype not in DTYPES:
             raise InvalidRequest(f"layout dtype={self.dtype!r}: expected one of {', '.join(DTYPES)}")
+        dtype = DTYPES[self.dtype]
+        token_bytes, section_count = self.kv_heads * self.head_dim * dtype.itemsize, 2 * self.layers
+        section_bytes = self.chunk_tokens * token_bytes
+        for name, found in (
+            ("numpy_dtype", dtype),
+            ("itemsize", dtype.itemsize),
+            ("token_bytes", token_bytes),
+            ("kv_bytes_per_token", section_count * token_bytes),
+            ("section_count", section_count),
+            ("section_bytes", section_bytes),
+            ("chunk_bytes", section_count * section_bytes),
+        ):
+            object.__setattr__(self, name, found)
         if self.chunk_bytes > CHUNK_BYTES_MAX:
             raise InvalidRequest(
                 f"a chunk of this layout has {self.chunk_bytes} bytes, over the limit of {CHUNK_BYTES_MAX}: "
                 f"lower chunk_tokens (now {self.chunk_tokens})"
             )
-
-    @cached_property
-    def numpy_dtype(self) -> np.dtype[Any]:
-        """The element type as numpy knows it (bfloat16 and float8 come from ml_dtypes)."""
-        return DTYPES[self.dtype]
-
-    @cached_property
-    def itemsize(self) -> int:
-        """Bytes of one element."""
-        return DTYPES[self.dtype].itemsize
-
-    @cached_property
-    def token_bytes(self) -> int:
-        """Bytes of one token in one tensor (K or V) of one layer."""
-        return self.kv_heads * self.head_dim * DTYPES[self.dtype].itemsize
-
-    @cached_property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of one token in all tensors of all layers."""
-        return self.section_count * self.token_bytes
-
-    @cached_property
-    def section_count(self) -> int:
-        """Sections in a chunk: K and V of each layer, in the order K0 V0 K1 V1 ..."""
-        return 2 * self.layers
-
-    @cached_property
-    def section_bytes(self) -> int:
-        """Bytes of one section: one tensor of one layer for ``chunk_tokens`` tokens."""
-        return self.chunk_tokens * self.token_bytes
-
-    @cached_property
-    def chunk_bytes(self) -> int:
-        """Payload bytes of one chunk."""
-        return self.section_count * self.section_bytes
 
     @property
     def short(self) -> str:
@@ -111,7 +104,7 @@ class Layout:
 
     def to_dict(self) -> dict[str, Any]:
         """The layout as plain JSON values."""
-        return asdict(self)
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.init}
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Layout:

@@ -9,7 +9,6 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, NewType
 
 from kvstore.errors import InvalidRequest
@@ -40,6 +39,8 @@ class Namespace:
     tenant: str = ""
     attributes: tuple[tuple[str, str], ...] = ()
     digest: NamespaceDigest = field(init=False, compare=False, repr=False)
+    id: NamespaceId = field(init=False, compare=False, repr=False)
+    """The first 8 bytes of the digest: a tag in file names, so that a listing tells namespaces apart."""
     has_segments: bool = field(init=False, compare=False, repr=False)
     """True if its prompts are segments, which are reused at other places and never count as hits."""
 
@@ -59,6 +60,7 @@ class Namespace:
             _check_text(f"attribute {key!r}", value, TEXT_BYTES_MAX)
         object.__setattr__(self, "has_segments", SEGMENTS in self.attributes)
         object.__setattr__(self, "digest", NamespaceDigest(_digest(self)))
+        object.__setattr__(self, "id", NamespaceId(self.digest[:8]))
 
     @classmethod
     def of(
@@ -73,11 +75,6 @@ class Namespace:
         if attributes is not None and not isinstance(attributes, Mapping):
             raise InvalidRequest(f"attributes are a {type(attributes).__name__}: expected a mapping of text to text")
         return cls(name, layout, fingerprint, tenant, tuple(sorted((attributes or {}).items(), key=str)))
-
-    @cached_property
-    def id(self) -> NamespaceId:
-        """The first 8 bytes of the digest: a tag in file names, so that a listing tells namespaces apart."""
-        return NamespaceId(self.digest[:8])
 
     @property
     def short(self) -> str:
