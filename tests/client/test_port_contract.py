@@ -14,7 +14,7 @@ from kvstore import Layout
 from kvstore.client import Cache, Store
 from kvstore.client.local import LocalPort
 from kvstore.errors import HoldBroken, InvalidRequest, LayoutMismatch, Overloaded, PermissionDenied, Unavailable
-from kvstore.layout import DTYPES
+from kvstore.layout import DTYPES, DType
 from kvstore.results import PutResult
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from tests.node.stores import SMALL, TINY, kv_of, member_on, same
@@ -164,7 +164,7 @@ def test_arrays_that_are_not_contiguous(cache: Cache) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_dtype(store: Store, dtype: str) -> None:
+def test_every_dtype(store: Store, dtype: DType) -> None:
     layout = Layout(layers=2, kv_heads=2, head_dim=6, dtype=dtype, chunk_tokens=8)
     kv = kv_of(layout, TOKENS)
     cache = store.namespace(dtype, layout)
