@@ -341,7 +341,7 @@ class RemotePort:
             namespace, lambda: self._caller.unary("Clear", request, self.limits.clear_s, even_aside=True)
         )
         answer = pb.ClearResponse.FromString(raw)
-        return Cleared(answer.chunks, answer.bytes, unconfirmed=tuple(answer.unconfirmed))
+        return Cleared(answer.chunks, answer.bytes, answer.pinned, unconfirmed=tuple(answer.unconfirmed))
 
     def stats(self) -> dict[str, int | float]:
         """Returns the sums over all workers that answer, and this client's counts. Raises Unavailable if none does.
