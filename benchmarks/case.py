@@ -18,6 +18,7 @@ from benchmarks.moving import NAMESPACE, Load
 from benchmarks.paths import IN_PROCESS, PLAIN, Served, Way, served
 from benchmarks.rounds import GIB, MIB, Taken, percentile
 from kvstore.node.limits import Limits
+from kvstore.writes import DurabilityName
 
 SINGLES_MAX = 64
 SINGLES_BYTES_MAX = 256 * MIB
@@ -39,7 +40,7 @@ class Case:
     model: str = LLAMA_8B.name
     path: str = IN_PROCESS
     cache: str = "warm"
-    durability: str = "none"
+    durability: DurabilityName = "none"
     size_bytes: int = GIB
     calls: int = 1
     fio_jobs: int = 0

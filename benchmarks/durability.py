@@ -101,7 +101,7 @@ def turn(disk: Path, durability: str, rate: float, seconds: float, puts_s: list[
     kv = words.view(LAYOUT.numpy_dtype)
     with tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=disk) as folder:
         os.sync()
-        with kvstore.open(folder, durability=durability, max_bytes=None) as store:
+        with kvstore.open(folder, durability=Durability.of(durability), max_bytes=None) as store:
             cache = store.namespace("bench", LAYOUT)
             written, began_s = 0, time.monotonic()
             while (now_s := time.monotonic()) < began_s + seconds:

@@ -28,12 +28,12 @@ from kvstore.encodings import squeezing
 from kvstore.encodings.sealing import Seal
 from kvstore.format.checksum import checksum
 from kvstore.format.places import Name
-from kvstore.layout import Layout
+from kvstore.layout import DType, Layout
 from kvstore.node.recoding import Recoding
 
 ROUNDS = 3
 MIB = 1 << 20
-DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float32")
+DTYPES: tuple[DType, ...] = ("bfloat16", "float16", "float8_e4m3fn", "float32")
 
 
 def structured_kv(layout: Layout, tokens: int, seed: int = 0) -> npt.NDArray[np.generic]:

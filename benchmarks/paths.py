@@ -14,9 +14,11 @@ import kvstore
 from kvstore import Layout
 from kvstore.children import Program
 from kvstore.cli.programs import kvstore_command
+from kvstore.client.bulk.way import Bulk
 from kvstore.client.store import Store
 from kvstore.errors import KVStoreError
 from kvstore.meta.server import EmbeddedEtcd
+from kvstore.writes import DurabilityName, WriteModeName
 
 IN_PROCESS = "in-process"
 BULK = {"grpc": "gRPC messages", "shared": "shared memory", "tcp": "TCP socket"}
@@ -37,15 +39,15 @@ class Way:
     path: str
     root: str
     worker: str = ""
-    durability: str = "none"
-    write: str | None = None
+    durability: DurabilityName = "none"
+    write: WriteModeName | None = None
     """The write mode of puts; None: the worker's own."""
 
     def open(self) -> Store:
         """The store. Raises what ``kvstore.open`` and ``kvstore.connect`` do."""
         if self.path == IN_PROCESS:
             return kvstore.open(self.root, durability=self.durability)
-        return kvstore.connect(self.worker, bulk=self.path, write=self.write)
+        return kvstore.connect(self.worker, bulk=Bulk.of(self.path), write=self.write)
 
     def why_not(self) -> str | None:
         """Why this way cannot be gone, or is not the way that bytes go; None where all is well."""
@@ -83,7 +85,7 @@ class Served:
 
 
 @contextmanager
-def served(folder: Path, root: Path, durability: str = "none", memory_bytes: int = 0) -> Iterator[Served]:
+def served(folder: Path, root: Path, durability: DurabilityName = "none", memory_bytes: int = 0) -> Iterator[Served]:
     """Starts a worker on ``root`` with its own etcd, as a user would; its files are in ``folder``.
 
     ``memory_bytes`` is the shared memory for hot chunks.

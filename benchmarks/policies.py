@@ -26,7 +26,7 @@ import numpy as np
 
 from benchmarks.caches import Blocks, Cache, Column, Fifo, Lfu, Lru, Optimum, S3Fifo, Sieve, Sweeping
 from kvstore.errors import InvalidRequest
-from kvstore.hints import Hints
+from kvstore.hints import Hints, checked_preset
 from kvstore.replay.trace import BLOCK_TOKENS, load_trace
 from kvstore_gc.policy import Order
 
@@ -98,7 +98,7 @@ def read(sources: Sequence[str], begin: float, end: float) -> Replay:
     tokens = 0
     for place, source in enumerate(sources):
         path, _, preset = source.partition(":")
-        priority = Hints.of(preset=preset or None).priority
+        priority = Hints.of(preset=checked_preset(preset) if preset else None).priority
         requests = load_trace(path)
         last_ms = requests[-1].timestamp_ms
         for request in requests:

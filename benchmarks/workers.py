@@ -12,6 +12,7 @@ import argparse
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import get_args
 
 from benchmarks import machine
 from benchmarks.case import Case, Figures, Unreachable, measure
@@ -21,14 +22,14 @@ from benchmarks.options import Options, counts, names_of, sizes_mib, told
 from benchmarks.paths import BULK, IN_PROCESS, PATHS, PLAIN
 from benchmarks.result import Cell, Plot, Result, Table
 from benchmarks.rounds import GIB, MIB
-from kvstore.writes import Durability
+from kvstore.writes import DurabilityName
 
 HYPOTHESIS = (
     "put and get move chunks at 0.95 or more of what fio (psync) writes and reads with as many jobs as we use "
     "threads, every byte verified by the store; 32 workers together reach 0.95 of fio with 32 jobs"
 )
 BLOCKS = "opaque blocks"
-DURABILITIES = tuple(each.value for each in Durability)
+DURABILITIES = get_args(DurabilityName)
 WAYS = (*PATHS, PLAIN)
 KEYS = {
     "workers": "workers",

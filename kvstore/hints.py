@@ -12,10 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import index
 from types import MappingProxyType
-from typing import SupportsIndex
+from typing import Literal, SupportsIndex
 
 from kvstore.errors import InvalidRequest
 
+Preset = Literal["chat", "analytics", "rag", "batch"]
 PRIORITY_DEFAULT = 35
 PRIORITY_MAX = 100
 TTL_CLASSES_S = (300, 1_800, 7_200, 43_200, 259_200, 2_592_000)
@@ -32,15 +33,15 @@ class Hints:
     """Seconds since the last use after which they may go even if there is room; None: never. One of the classes."""
 
     @classmethod
-    def of(cls, priority: SupportsIndex | None = None, ttl_s: float | None = None, preset: str | None = None) -> Hints:
+    def of(
+        cls, priority: SupportsIndex | None = None, ttl_s: float | None = None, preset: Preset | None = None
+    ) -> Hints:
         """Hints from a caller's arguments: explicit values win over those of ``preset``.
 
         ``ttl_s`` is rounded up to the next class, so nothing goes earlier than asked for; over 30 days (``math.inf``
         too) is none.  Raises InvalidRequest.
         """
-        if preset is not None and (not isinstance(preset, str) or preset not in PRESETS):
-            raise InvalidRequest(f"preset={preset!r}: expected one of {', '.join(PRESETS)}")
-        base = PRESETS[preset] if preset is not None else DEFAULT
+        base = PRESETS[checked_preset(preset)] if preset is not None else DEFAULT
         return cls(
             base.priority if priority is None else _checked_priority(priority),
             base.ttl_s if ttl_s is None else _ttl_class(ttl_s),
@@ -61,7 +62,7 @@ DEFAULT = Hints()
 LEAST = Hints(0, TTL_CLASSES_S[0])
 """The weakest hints: all others cover them."""
 
-PRESETS: Mapping[str, Hints] = MappingProxyType(
+PRESETS: Mapping[Preset, Hints] = MappingProxyType(
     {
         # A conversation goes on within minutes to hours, or not at all; somebody waits for it then.
         "chat": Hints(priority=50, ttl_s=43_200),
@@ -73,6 +74,14 @@ PRESETS: Mapping[str, Hints] = MappingProxyType(
         "batch": Hints(priority=10, ttl_s=1_800),
     }
 )
+
+
+def checked_preset(name: str) -> Preset:
+    """Returns ``name`` as a preset. Raises InvalidRequest."""
+    for each in PRESETS:
+        if each == name:
+            return each
+    raise InvalidRequest(f"preset={name!r}: expected one of {', '.join(PRESETS)}")
 
 
 def checked_unused_s(unused: float) -> float:

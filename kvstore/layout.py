@@ -7,14 +7,17 @@ belong to which section of which chunk.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
 
 from kvstore.errors import InvalidRequest
 
-DTYPES: dict[str, np.dtype[Any]] = {
+DType = Literal[
+    "float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "int8"
+]
+DTYPES: dict[DType, np.dtype[Any]] = {
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float32": np.dtype(np.float32),
@@ -30,12 +33,21 @@ CHUNK_TOKENS_MAX = 65_536
 CHUNK_BYTES_MAX = 1 << 30
 
 
+def checked_dtype(name: str) -> DType:
+    """Returns ``name`` as an element type. Raises InvalidRequest."""
+    for each in DTYPES:
+        if each == name:
+            return each
+    raise InvalidRequest(f"layout dtype={name!r}: expected one of {', '.join(DTYPES)}")
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """Shape of KV in one namespace: ``(layers, 2, tokens, kv_heads, head_dim)``, K then V, C order.
 
     ``chunk_tokens`` is the number of tokens in one chunk, the unit of storage.  ``dtype`` is one of
-    float16, bfloat16, float32, float8_e4m3fn, float8_e4m3fnuz, float8_e5m2, float8_e5m2fnuz, int8.
+    float16, bfloat16, float32, float8_e4m3fn, float8_e4m3fnuz, float8_e5m2, float8_e5m2fnuz, int8; ``checked_dtype``
+    makes one of a string.
 
     Raises InvalidRequest for sizes that are not positive integers, an unknown dtype, or a chunk over 1 GiB.
     """
@@ -43,7 +55,7 @@ class Layout:
     layers: int
     kv_heads: int
     head_dim: int
-    dtype: str = "bfloat16"
+    dtype: DType = "bfloat16"
     chunk_tokens: int = 256
 
     # What follows from these, kept because each call asks for it a dozen times.
@@ -72,8 +84,7 @@ class Layout:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
                 raise InvalidRequest(f"layout {name}={value!r}: expected an integer from 1 to {most}")
-        if self.dtype not in DTYPES:
-            raise InvalidRequest(f"layout dtype={self.dtype!r}: expected one of {', '.join(DTYPES)}")
+        checked_dtype(self.dtype)
         dtype = DTYPES[self.dtype]
         token_bytes, section_count = self.kv_heads * self.head_dim * dtype.itemsize, 2 * self.layers
         section_bytes = self.chunk_tokens * token_bytes

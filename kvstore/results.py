@@ -22,7 +22,7 @@ class Cleared:
     chunks: int
     bytes: int
     pinned: int = 0
-    """Chunks that stayed because they are pinned; counted by a clear by selection."""
+    """Chunks that stayed because they are pinned."""
     failed: int = 0
     """Chunks, or whole shards, that the root refused to list or delete: clear again."""
     unconfirmed: tuple[str, ...] = ()

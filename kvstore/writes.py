@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from typing import Literal
 
 from kvstore.errors import InvalidRequest
 
@@ -10,6 +11,10 @@ RUNS_MAX = 2
 """Runs of one put that are on their way to the root at once."""
 RUNS_IN_MEMORY = RUNS_MAX + 1
 """Runs of one put that need memory: the one that arrives, too."""
+
+
+DurabilityName = Literal["none", "everysec", "fsync"]
+WriteModeName = Literal["through", "behind", "around"]
 
 
 class Durability(enum.Enum):

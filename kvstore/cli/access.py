@@ -222,13 +222,14 @@ class Access:
     def open(self, *, create: bool = False, durability: str = "none") -> Store:
         """Opens the store. Raises InvalidRequest if no store is named, and what opening it raises."""
         import kvstore
+        from kvstore.writes import Durability
 
         tls, user = (self.etcd.tls(), self.etcd.who()) if self.etcd else (None, None)
         if self.root is not None:
             return kvstore.open(
                 self.root,
                 self.etcd.endpoints if self.etcd else None,
-                durability=durability,
+                durability=Durability.of(durability),
                 etcd_tls=tls,
                 etcd_user=user,
                 root_options=self.root_options.read(),

@@ -17,11 +17,10 @@ from kvstore.cli.options import json_option, no_wait_option, worker_option
 from kvstore.cli.output import print_json, progress_to, size
 from kvstore.cli.rooted import check_pins_known
 from kvstore.cli.tickets import begin_and_follow
-from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.errors import InvalidRequest
 from kvstore.results import Cleared
 
 if TYPE_CHECKING:
-    from kvstore.client.cache import Cache
     from kvstore.client.control import Control, ControlTicket
     from kvstore.client.store import Store
 
@@ -164,27 +163,12 @@ def _clear_namespace(asked: Asked, yes: bool, access: Access, as_json: bool, *, 
         cache = open_cache(store, name, tenant, asked.fingerprint or None)
         _ask(f"Delete all chunks of namespace {name!r} (tenant {tenant!r})?", yes)
         cleared = cache.clear()
-        pins = 0 if ignore_pins else _pins_of(store, cache)
     if as_json:
-        counted = {"chunks": cleared.chunks, "bytes": cleared.bytes, "unconfirmed": list(cleared.unconfirmed)}
-        print_json({"namespace": name, **counted})
+        print_json({"namespace": name, **asdict(cleared)})
     else:
         _print(cleared, dry_run=False)
-        if pins:
-            print(f"what {pins} pins protect stays: --pinned deletes it too, kvstore ls --pins says whose they are")
     if cleared.unconfirmed:
         check_failed()
-
-
-def _pins_of(store: Store, cache: Cache) -> int:
-    """Live pins of a namespace; 0 if nobody says."""
-    try:
-        return sum(
-            pin.namespace == cache.namespace.name and pin.tenant in ("*", cache.namespace.tenant)
-            for pin in store.pins()
-        )
-    except KVStoreError:
-        return 0
 
 
 def _ask(question: str, yes: bool) -> None:

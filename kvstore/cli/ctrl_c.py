@@ -5,6 +5,7 @@ Apart from other signals because it is the first thing that a program imports, a
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 
@@ -35,10 +36,13 @@ def ends_at_once(program: str) -> None:
     """From now on Ctrl-C ends this program with one line and exit code 130, except within ``Raises``.
 
     For the time before a command begins and after it has ended: an exception in the middle of an import, or while the
-    interpreter ends, is a traceback, or lost.
+    interpreter ends, is a traceback, or lost.  The last thing of all is that Ctrl-C does nothing any more: the command
+    is done then, and has its own exit code.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not of a program that is to ignore it
         signal.signal(signal.SIGINT, _EndsAtOnce(program))
+        # Python takes handlers down before modules: Ctrl-C after that would kill a program that has done its work.
+        atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
 
 
 class Raises:

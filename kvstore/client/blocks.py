@@ -16,10 +16,10 @@ from kvstore.client.planning import Plan, plan_keys
 from kvstore.client.port import Port, PortBlockHold
 from kvstore.errors import InvalidRequest, WrongSize
 from kvstore.format.descent import DESCENT_BYTES_MAX, Ancestry, Descent
-from kvstore.hints import Hints, checked_unused_s
+from kvstore.hints import Hints, Preset, checked_unused_s
 from kvstore.namespace import Namespace
 from kvstore.wire.limits import BLOCK_BYTES_MAX, BLOCKS_MAX, DESCENTS_BYTES_MAX
-from kvstore.writes import WriteMode
+from kvstore.writes import WriteMode, WriteModeName
 
 FIRST_MAX = (1 << 32) - 1
 
@@ -47,8 +47,8 @@ class BlockCache:
         descents: Sequence[Descent | bytes | None] = (),
         priority: int | None = None,
         ttl: float | None = None,
-        preset: str | None = None,
-        write: WriteMode | str | None = None,
+        preset: Preset | None = None,
+        write: WriteMode | WriteModeName | None = None,
     ) -> list[bool]:
         """Stores each buffer under its key; returns True for each that is now in the store. First writer wins.
 

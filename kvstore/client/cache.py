@@ -18,14 +18,14 @@ from kvstore.client.port import Port, PortHold
 from kvstore.client.segments import CHUNK_TOKENS, Segments
 from kvstore.client.tickets import Ticket
 from kvstore.errors import InvalidRequest
-from kvstore.hints import Hints, checked_unused_s
+from kvstore.hints import Hints, Preset, checked_unused_s
 from kvstore.namespace import Namespace
 from kvstore.node.moves import Act, Level
 from kvstore.results import Cleared, LayerMemory, PutResult
 from kvstore.sections import Sections, planes_of
 from kvstore.segments.rope import Rope
 from kvstore.tokens import TokenArray, Tokens, token_array
-from kvstore.writes import WriteMode
+from kvstore.writes import WriteMode, WriteModeName
 
 BAND_MAX = 8
 BAND_BYTES = 32 << 20
@@ -57,8 +57,8 @@ class Cache:
         *,
         priority: int | None = None,
         ttl: float | None = None,
-        preset: str | None = None,
-        write: WriteMode | str | None = None,
+        preset: Preset | None = None,
+        write: WriteMode | WriteModeName | None = None,
     ) -> PutResult:
         """Stores the KV of ``tokens``; only full chunks are stored.
 

@@ -111,23 +111,29 @@ class Caller:
     ) -> T:
         ends_s = self._clock.monotonic_s() + timeout_s
         error: KVStoreError | None = None
+        asked = 0
         for endpoint in self._endpoints.ranked(marking, even_aside=even_aside):
             left_s = ends_s - self._clock.monotonic_s()
             if left_s <= 0:
                 break
             if error is not None:
                 self._counters.add(ClientCount.RETRIES)
+            asked += 1
             try:
-                return self.at(endpoint, partial(send, endpoint, left_s), left_s)
+                return self.at(endpoint, partial(send, endpoint, left_s))
             except CallFailed as failed:
                 error = failed.failed.error
                 if not (_helps_elsewhere(failed.failed) and (may_repeat or failed.failed.unsent)):
                     break
+        if error is not None and asked > 1:
+            spent_s = self._clock.monotonic_s() - ends_s + timeout_s
+            error.args = (f"{error} ({asked} workers were asked, for {spent_s:.1f} s in all)", *error.args[1:])
         raise error or Unavailable(f"no worker answered within {timeout_s:g} s: retry later")
 
     def each(self, name: str, request: bytes, timeout_s: float) -> dict[str, bytes | KVStoreError]:
         """The same question to every worker, all at once: what each answered by address, or why it did not."""
         self._endpoints.check()
+        began_s = self._clock.monotonic_s()
         asked: list[tuple[Endpoint, Any]] = []
         answers: dict[str, bytes | KVStoreError] = {}
         for endpoint in self._endpoints.every():
@@ -138,7 +144,7 @@ class Caller:
                 endpoint.leave()  # its channel was closed meanwhile
         for endpoint, answer in asked:
             try:
-                answers[endpoint.address] = self.at(endpoint, answer.result, timeout_s)
+                answers[endpoint.address] = self.at(endpoint, answer.result, began_s)
             except CallFailed as failed:
                 answers[endpoint.address] = failed.failed.error
             finally:
@@ -153,16 +159,19 @@ class Caller:
         """Raises StoreClosed, or InvalidRequest in a forked child: for calls that need no worker."""
         self._endpoints.check()
 
-    def at(self, endpoint: Endpoint, send: Callable[[], T], within_s: float | None = None) -> T:
-        """One call to one worker, which is set aside where it did not answer (``within_s``, for the message). Raises
-        CallFailed, StoreClosed (also of a store that was closed meanwhile), and InvalidRequest in a forked child.
+    def at(self, endpoint: Endpoint, send: Callable[[], T], began_s: float | None = None) -> T:
+        """One call to one worker, which is set aside where it did not answer. Raises CallFailed, StoreClosed (also of
+        a store that was closed meanwhile), and InvalidRequest in a forked child.
+
+        ``began_s`` is when it was sent, if that was before: a message says how long the worker had.
         """
         self._endpoints.owner.check()
+        began_s = self._clock.monotonic_s() if began_s is None else began_s
         try:
             with endpoint.calling(), tracing.request(), tracing.span("kvstore.attempt", worker=endpoint.address):
                 return send()
         except grpc.RpcError as error:
-            failed = _failure_of(error, endpoint.address, within_s)
+            failed = _failure_of(error, endpoint.address, self._clock.monotonic_s() - began_s)
         except BulkRefused as refused:
             failed = refused.failed
         except NoAnswer as gone:
@@ -195,7 +204,7 @@ def _helps_elsewhere(failed: Failure) -> bool:
     return issubclass(kind, (Unavailable, Busy)) and not issubclass(kind, HoldBroken)
 
 
-def _failure_of(error: grpc.RpcError, address: str, within_s: float | None) -> Failure:
+def _failure_of(error: grpc.RpcError, address: str, within_s: float) -> Failure:
     """Returns the meaning of a gRPC error. Every error that a call raises has ``code`` and the other members."""
     trailers: Any = error.trailing_metadata() or ()
     log.debug("client.call_failed worker=%s code=%s said=%s", address, error.code().name, error.details())

@@ -206,7 +206,6 @@ class Control:
                     lambda at=endpoint: list(  # type: ignore[misc]
                         at.stream_in("Control.ListTickets")(b"", timeout=self._limits.pin_s)
                     ),
-                    self._limits.pin_s,
                 )
             except CallFailed as failed:
                 error = failed.failed.error
@@ -361,7 +360,7 @@ class Control:
         if endpoint is None:
             raise InvalidRequest(f"worker {worker!r} is not one of {', '.join(self.workers()) or 'none'}")
         try:
-            return self._caller.at(endpoint, lambda: send(endpoint, timeout_s), timeout_s)
+            return self._caller.at(endpoint, lambda: send(endpoint, timeout_s))
         except CallFailed as failed:
             raise failed.failed.error from failed
 

@@ -16,7 +16,7 @@ from kvstore.census.selection import Selection
 from kvstore.client.branches import PortBranches
 from kvstore.client.bulk.cargo import ChunkCargo
 from kvstore.client.bulk.lanes import FileLanes
-from kvstore.client.bulk.way import Bulk
+from kvstore.client.bulk.way import Bulk, BulkName
 from kvstore.client.caller import Caller, Reopening
 from kvstore.client.control import Control
 from kvstore.client.credentials import PLAIN, Credentials
@@ -67,7 +67,7 @@ from kvstore.wire.messages import (
 )
 from kvstore.wire.statuses import BrokenTransfer
 from kvstore.wire.watch import Watch
-from kvstore.writes import WriteMode
+from kvstore.writes import WriteMode, WriteModeName
 
 
 def remote_port(
@@ -79,8 +79,8 @@ def remote_port(
     etcd_tls: EtcdTls | None = None,
     etcd_user: EtcdUser | None = None,
     clock: Clock | None = None,
-    bulk: str | None = None,
-    write: WriteMode | str | None = None,
+    bulk: Bulk | BulkName | None = None,
+    write: WriteMode | WriteModeName | None = None,
     tls: ClientTls | None = None,
     token_file: str | Path | None = None,
 ) -> RemotePort:
@@ -342,7 +342,7 @@ class RemotePort:
             namespace, lambda: self._caller.unary("Clear", request, self.limits.clear_s, even_aside=True)
         )
         answer = pb.ClearResponse.FromString(raw)
-        return Cleared(answer.chunks, answer.bytes, unconfirmed=tuple(answer.unconfirmed))
+        return Cleared(answer.chunks, answer.bytes, answer.pinned, unconfirmed=tuple(answer.unconfirmed))
 
     def stats(self) -> dict[str, int | float]:
         """Returns the sums over all workers that answer, and this client's counts. Raises Unavailable if none does.

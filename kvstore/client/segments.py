@@ -19,7 +19,7 @@ from kvstore.client.blocks import BlockCache
 from kvstore.client.owner import Owner
 from kvstore.client.port import Port, PortGuard
 from kvstore.errors import HoldBroken, InvalidRequest
-from kvstore.hints import Hints
+from kvstore.hints import Hints, Preset
 from kvstore.namespace import Namespace
 from kvstore.results import PutResult
 from kvstore.sections import Sections, planes_of
@@ -28,7 +28,7 @@ from kvstore.segments.rotation import check_keys, rotate_planes
 from kvstore.segments.search import Search
 from kvstore.tokens import Tokens, token_array
 from kvstore.waiting import Monitor
-from kvstore.writes import WriteMode
+from kvstore.writes import WriteMode, WriteModeName
 
 CHUNK_TOKENS = 64
 READERS = 4
@@ -69,8 +69,8 @@ class Segments:
         *,
         priority: int | None = None,
         ttl: float | None = None,
-        preset: str | None = None,
-        write: WriteMode | str | None = None,
+        preset: Preset | None = None,
+        write: WriteMode | WriteModeName | None = None,
     ) -> PutResult:
         """Stores a segment: ``tokens`` without BOS, and their KV, computed alone behind BOS, keys not rotated.
 

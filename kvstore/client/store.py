@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from weakref import finalize
 
 from kvstore.census.selection import Selection
+from kvstore.client.bulk.way import Bulk, BulkName
 from kvstore.client.cache import Cache
 from kvstore.client.dropping import close_when_dropped, flush_at_exit
 from kvstore.client.limits import ClientLimits
@@ -28,7 +29,7 @@ from kvstore.results import Cleared, PinRecord
 from kvstore.root.identity import SHARD_BITS_DEFAULT
 from kvstore.security.tls import ClientTls
 from kvstore.segments.naming import check_exact
-from kvstore.writes import Durability, WriteMode
+from kvstore.writes import Durability, DurabilityName, WriteMode, WriteModeName
 
 if TYPE_CHECKING:
     from kvstore.client.control import Control
@@ -53,7 +54,7 @@ class Store:
         fingerprint: str = "",
         tenant: str = "",
         attributes: Mapping[str, str] | None = None,
-        write: WriteMode | str | None = None,
+        write: WriteMode | WriteModeName | None = None,
     ) -> Cache:
         """Returns the cache of one model's KV.
 
@@ -140,7 +141,7 @@ def open(
     root: str | PathLike[str],
     etcd: str | Sequence[str] | None = None,
     *,
-    durability: str = "none",
+    durability: Durability | DurabilityName = "none",
     limits: Limits | None = None,
     etcd_tls: EtcdTls | None = None,
     etcd_user: EtcdUser | None = None,
@@ -149,7 +150,7 @@ def open(
     shard_bits: int = SHARD_BITS_DEFAULT,
     memory: int = 0,
     disk: tuple[str, int] | None = None,
-    write: str = "behind",
+    write: WriteMode | WriteModeName = "behind",
     root_priority_min: int = 0,
     label: str = "",
     keys: str | PathLike[str] | None = None,
@@ -218,8 +219,8 @@ def connect(
     limits: ClientLimits | None = None,
     etcd_tls: EtcdTls | None = None,
     etcd_user: EtcdUser | None = None,
-    bulk: str | None = None,
-    write: WriteMode | str | None = None,
+    bulk: Bulk | BulkName | None = None,
+    write: WriteMode | WriteModeName | None = None,
     tls: ClientTls | None = None,
     token_file: str | Path | None = None,
 ) -> Store:

@@ -75,26 +75,20 @@ class Clearing:
         return _Sweep(self._node, order, self._pinned(), None).run(progress)
 
     def clear(self, order: ClearOrder, progress: Progress) -> Cleared:
-        """Deletes what the order names. Raises Unavailable if the other nodes could not be told: clear again."""
+        """Deletes what the order names on the root; before and after, all nodes drop it.
 
-        def sweep(pinned: Pinned, barrier: Barrier) -> Cleared:
-            return _Sweep(self._node, order, pinned, barrier).run(progress)
-
-        return self.around(order, sweep, lambda: progress(0, 0))
-
-    def around(
-        self, order: ClearOrder, sweep: Callable[[Pinned, Barrier], Cleared], waiting: Callable[[], None]
-    ) -> Cleared:
-        """Makes all nodes drop what ``order`` names, before and after ``sweep`` deletes it on the root.
-
-        ``sweep(pinned, barrier)`` leaves what is pinned, and checks the barrier before each deletion.
+        Raises Unavailable if the other nodes could not be told, and what ``progress`` raises: clear again.
         """
         node, clears = self._node, self._clears
+
+        def waiting() -> None:
+            progress(0, 0)
+
         if clears is None:
             try:
                 self._obey_alone(order, waiting)
                 node.sweep_disk([order])
-                return self._behind_barrier(node.ids.fresh(), order, sweep)
+                return self._behind_barrier(node.ids.fresh(), order, progress)
             finally:  # also when cut short: a leftover order would keep the namespace out of memory for good
                 node.obey([order], [order] if order.stands else [])
         id, content = node.ids.fresh(), order.to_json()
@@ -102,7 +96,7 @@ class Clearing:
         clears.trim(self._timeout_s)  # now, not at the end: a call that is cut short never gets there
         with self._kept(lambda: clears.renew(lease, self._timeout_s)):
             silent = self._wait_for_answers(clears.silent, id, waiting)
-            done = self._behind_barrier(id, order, sweep)
+            done = self._behind_barrier(id, order, progress)
         if not clears.renew(lease, self._timeout_s):  # a node that forgot it withdrew its answer
             raise Unavailable("etcd forgot the order while the root was swept: clear again")
         clears.done(id, content, self._timeout_s, stands=order.stands)
@@ -120,14 +114,14 @@ class Clearing:
             if deadline.passed:
                 raise Unavailable("writes to the root that may be of these chunks do not end: clear again")
 
-    def _behind_barrier(self, id: bytes, order: ClearOrder, sweep: Callable[[Pinned, Barrier], Cleared]) -> Cleared:
+    def _behind_barrier(self, id: bytes, order: ClearOrder, progress: Progress) -> Cleared:
         """Follows rule P5: barrier, then pins, then deletions; the barrier goes once all deletions have ended.
 
         If the sweep fails, a lane may still be in the middle of a deletion: then the barrier expires by itself.
         """
         barrier = self._barriers.put_up(id, order.to_json(), self._timeout_s)
         with self._kept(lambda: barrier.renew(self._timeout_s)):
-            done = sweep(self._pinned(), barrier)
+            done = _Sweep(self._node, order, self._pinned(), barrier).run(progress)
             barrier.check()
         barrier.take_down(self._timeout_s)
         return done

@@ -19,7 +19,7 @@ from kvstore.address import Address, Chain
 from kvstore.census.selection import ClearOrder, Selection
 from kvstore.counts import NodeCount
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, Unavailable
-from kvstore.meta.barriers import Barrier, Barriers
+from kvstore.meta.barriers import Barriers
 from kvstore.meta.clears import Clears
 from kvstore.meta.interface import Meta
 from kvstore.meta.keys import ID_BYTES, Keys, PinId, parse_id
@@ -29,7 +29,7 @@ from kvstore.meta.pins import PinRecord as Ref
 from kvstore.meta.presence import Presence
 from kvstore.meta.session import live_sessions
 from kvstore.namespace import Namespace, NamespaceDigest
-from kvstore.node.clearing import Clearing, Pinned
+from kvstore.node.clearing import Clearing
 from kvstore.node.clears import ClearsFollower
 from kvstore.node.collecting import Collecting
 from kvstore.node.holds import Hold
@@ -227,14 +227,16 @@ class Member:
         """
         order = ClearOrder(frozenset({namespace.id}), None, 0.0, 0.0, 0.0, self.node.clock.now_s())
 
-        def sweep(pinned: Pinned, barrier: Barrier) -> Cleared:
-            def keeps(address: Address) -> bool:
-                barrier.check()
-                return address in pinned
+        deadline = Deadline(self.node.clock, CLEAR_DEADLINE_S)
 
-            return self.node.remove(namespace, keeps, CLEAR_DEADLINE_S)
+        def within(done: int, total: int) -> None:
+            if deadline.passed:
+                raise Unavailable(f"cleared {done} of {total} shards until the deadline: call again for the rest")
 
-        cleared = Clearing(self.node, self.clears, self._barriers, self._all_pinned).around(order, sweep, lambda: None)
+        cleared = Clearing(self.node, self.clears, self._barriers, self._all_pinned).clear(order, within)
+        self.node.forget_namespace(namespace.digest)  # what was read until it was deleted is known as present
+        if cleared.failed:
+            raise Unavailable(f"the root refused {cleared.failed} deletions or listings: clear again")
         for tell in self.on_cleared:
             tell(namespace.digest)
         return cleared

@@ -13,14 +13,13 @@ from typing import Any, TypeVar
 
 import numpy.typing as npt
 
-from kvstore.address import Address, Chain
+from kvstore.address import Chain
 from kvstore.buffers import Pieces
 from kvstore.census.selection import ClearOrder
 from kvstore.census.standing import Standing
 from kvstore.counts import NodeCount
 from kvstore.encodings.keys import KeyFile
-from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
-from kvstore.format import places
+from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.format.descent import Ancestry
 from kvstore.hints import DEFAULT, Hints
 from kvstore.memory.arena import Arena
@@ -55,7 +54,7 @@ from kvstore.node.tiered_reads import TieredReads
 from kvstore.node.view import View
 from kvstore.node.views import Views
 from kvstore.node.wanted import keyed, leading
-from kvstore.results import Cleared, LayerMemory, PutResult
+from kvstore.results import LayerMemory, PutResult
 from kvstore.root.identity import RootIdentity
 from kvstore.root.interface import Root, Space
 from kvstore.root.posix import PosixRoot
@@ -386,40 +385,6 @@ class Node:
         if self.tiers is not None:
             self.tiers.drop_namespace(digest)
         self.known.clear()
-
-    def remove(self, namespace: Namespace, keep: Callable[[Address], bool], deadline_s: float) -> Cleared:
-        """Deletes the chunks of a namespace but those that ``keep`` names.
-
-        Whoever reads one of them at that moment has a miss.
-        """
-        deadline = self._deadline(deadline_s, deadline_s)
-        if self.tiers is not None:
-            self.tiers.drop_namespace(namespace.digest)
-        folders = self._lanes.run(
-            lambda: [entry.name for entry in self.root.list(places.CHUNKS) if entry.stat is None], deadline
-        )
-        removed: list[int] = []
-
-        def sweep(index: int) -> bool:
-            folder = places.Name(f"{places.CHUNKS}/{folders[index]}")
-            for entry in self.root.list(folder):
-                parsed = places.parse_chunk(entry.name)
-                if not parsed or not entry.stat or parsed[1] != namespace.id or keep(parsed[0]):
-                    continue
-                self.known.forget(parsed[0])
-                if self.root.remove(places.Name(f"{folder}/{entry.name}")):
-                    removed.append(entry.stat.size_bytes)
-                    self.gc_view.usage.removed(entry.stat.size_bytes)
-                if deadline.passed:
-                    return False
-            return True
-
-        self._lanes.each(len(folders), sweep, deadline)
-        # What was read from the root until it was deleted there came into memory again, and is remembered as present.
-        self.forget_namespace(namespace.digest)
-        if deadline.passed:
-            raise Unavailable(f"deleted {len(removed)} chunks until the deadline: call again for the rest")
-        return Cleared(len(removed), sum(removed))
 
     def obey(self, new: Sequence[ClearOrder], orders: Sequence[ClearOrder]) -> bool:
         """Drops from memory what ``new`` orders to clear name, and lets nothing back in that any of ``orders`` does

@@ -482,14 +482,16 @@ class ClearRequest(_message.Message):
     def __init__(self, namespace: _Optional[bytes] = ...) -> None: ...
 
 class ClearResponse(_message.Message):
-    __slots__ = ("chunks", "bytes", "unconfirmed")
+    __slots__ = ("chunks", "bytes", "unconfirmed", "pinned")
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     UNCONFIRMED_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
     chunks: int
     bytes: int
     unconfirmed: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, chunks: _Optional[int] = ..., bytes: _Optional[int] = ..., unconfirmed: _Optional[_Iterable[str]] = ...) -> None: ...
+    pinned: int
+    def __init__(self, chunks: _Optional[int] = ..., bytes: _Optional[int] = ..., unconfirmed: _Optional[_Iterable[str]] = ..., pinned: _Optional[int] = ...) -> None: ...
 
 class StatsRequest(_message.Message):
     __slots__ = ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import numpy as np
 from google.protobuf.message import DecodeError, Message
@@ -16,7 +16,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.format.checksum import checksum
 from kvstore.format.descent import DESCENT_BYTES_MAX
 from kvstore.hints import Hints
-from kvstore.layout import Layout
+from kvstore.layout import DType, Layout
 from kvstore.namespace import Namespace
 from kvstore.results import PinRecord
 from kvstore.tokens import TOKENS_MAX, TokenArray
@@ -142,7 +142,7 @@ def namespace_of(message: pb.Namespace) -> Namespace:
         raise InvalidRequest("an attribute of the namespace occurs twice: expected each name once")
     return Namespace.of(
         message.name,
-        Layout(layout.layers, layout.kv_heads, layout.head_dim, layout.dtype, layout.chunk_tokens),
+        Layout(layout.layers, layout.kv_heads, layout.head_dim, cast("DType", layout.dtype), layout.chunk_tokens),
         message.fingerprint,
         message.tenant,
         attributes,

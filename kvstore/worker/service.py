@@ -278,7 +278,9 @@ class Service:
         namespace = self.prompts.namespace(request.namespace, call)
         self.behind.wait_empty(BEHIND_S)  # or puts that are written behind would come after it
         cleared = self._member.clear(namespace)
-        return pb.ClearResponse(chunks=cleared.chunks, bytes=cleared.bytes, unconfirmed=cleared.unconfirmed)
+        return pb.ClearResponse(
+            chunks=cleared.chunks, bytes=cleared.bytes, unconfirmed=cleared.unconfirmed, pinned=cleared.pinned
+        )
 
     def _stats(self, _: pb.StatsRequest, call: Call) -> Message:
         if call.sees_every:

@@ -26,6 +26,7 @@ import kvstore
 from kvstore import ClientTls, Layout
 from kvstore.errors import KVStoreError
 from kvstore.meta.server import EmbeddedEtcd
+from kvstore.writes import WriteModeName
 from tests.alerts.prometheus import Prometheus
 from tests.alerts.stage import (
     AUDIT_BYTES,
@@ -261,7 +262,7 @@ def test_a_root_that_hangs(scene: Scene) -> None:
             with suppress(KVStoreError):
                 cache.match(tokens(10_000 + number, 4))
 
-        def put(cache: kvstore.Cache, number: int, chunks: int, write: str | None) -> None:
+        def put(cache: kvstore.Cache, number: int, chunks: int, write: WriteModeName | None) -> None:
             with suppress(KVStoreError):
                 cache.put(tokens(20_000 + number, chunks), kv(chunks), write=write)
 

@@ -20,6 +20,7 @@ from kvstore.hints import DEFAULT
 from kvstore.memory.policy import DEFAULT_POLICY, POLICIES
 from kvstore.replay.generate import KINDS, generate
 from kvstore.replay.trace import write_trace
+from kvstore.writes import WriteModeName
 
 TRACES = [part for part in os.environ.get("KVSTORE_TEST_TRACES", "").split(":") if part]
 """Paths of production traces, separated by colons; without any, generated ones are judged."""
@@ -80,7 +81,7 @@ def test_lru_in_memory_finds_what_a_plain_lru_finds(tmp_path: Path, kind: str, s
 
 @pytest.mark.parametrize("write", ["behind", "through", "around"])
 @pytest.mark.parametrize("policy", list(POLICIES))
-def test_every_block_asked_for_is_counted_once(tmp_path: Path, policy: str, write: str) -> None:
+def test_every_block_asked_for_is_counted_once(tmp_path: Path, policy: str, write: WriteModeName) -> None:
     replay = generated(tmp_path, 200)
     ours = setup_of(replay, 8, 4, policy=policy, write=write, demotion="always", nodes_count=2)
     counts = run(replay, ours, places_of(replay), [DEFAULT] * len(replay.blocks), 2)

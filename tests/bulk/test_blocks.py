@@ -24,6 +24,7 @@ from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.worker import Worker
+from kvstore.writes import WriteModeName
 from tests.bulk.memories import serving_memory
 from tests.bulk.ways import MEDIUM, WAYS
 from tests.node.stores import member_on
@@ -74,7 +75,7 @@ def served(request: pytest.FixtureRequest, module_root: Path) -> Iterator[Served
 
 @pytest.mark.parametrize("write", [None, "behind"])
 @pytest.mark.parametrize("writer", WAYS)
-def test_what_one_way_wrote_every_way_reads(served: Served, writer: str, write: str | None) -> None:
+def test_what_one_way_wrote_every_way_reads(served: Served, writer: str, write: WriteModeName | None) -> None:
     """Blocks of mixed sizes, more than one WANT asks for."""
     seed = zlib.crc32(f"{writer} {write}".encode())
     keys, blocks = keys_of(seed), blocks_of(seed)
@@ -98,7 +99,7 @@ def test_what_one_way_wrote_every_way_reads(served: Served, writer: str, write: 
 
 @pytest.mark.parametrize("write", [None, "behind", "around"])
 @pytest.mark.parametrize("way", WAYS)
-def test_each_block_has_its_descent_in_its_file(served: Served, way: str, write: str | None) -> None:
+def test_each_block_has_its_descent_in_its_file(served: Served, way: str, write: WriteModeName | None) -> None:
     keys, blocks = keys_of(zlib.crc32(f"descents {way} {write}".encode())), blocks_of(1)
     said = [Descent([at, at + 1], at, keys[at - 1] if at else b"").pack() if at % 3 else b"" for at in range(COUNT)]
     with connected(served, bulk=way, write=write) as store:
@@ -163,7 +164,7 @@ def test_one_key_may_be_there_twice(served: Served, way: str) -> None:
 @pytest.mark.parametrize("arena_bytes", [1, 17 << 20, 30 << 20])
 @pytest.mark.parametrize("sizes", [(9 << 20,), (1 << 20, 100, 12 << 20)])
 def test_blocks_larger_than_a_run_and_puts_larger_than_the_shared_memory(
-    served: Served, sizes: tuple[int, ...], arena_bytes: int, write: str | None
+    served: Served, sizes: tuple[int, ...], arena_bytes: int, write: WriteModeName | None
 ) -> None:
     count = 4 if len(sizes) == 1 else 8
     keys, blocks = keys_of(11, count), blocks_of(11, count, sizes)

@@ -26,6 +26,7 @@ from kvstore.node.wanted import keyed
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.wire.bulk.channel import LinkLate
 from kvstore.worker.limits import WorkerLimits
+from kvstore.writes import WriteModeName
 from tests.bulk.memories import Process, all_let_go, leases_end, memory_of, serving_memory, worker_with_memory
 from tests.bulk.test_blocks import blocks_of, buffers_for, counted, keys_of, same
 from tests.bulk.ways import MEDIUM, bulk_files_of
@@ -243,7 +244,7 @@ def test_a_worker_that_dies_or_freezes_costs_misses_and_little_time(
 
 @pytest.mark.parametrize("write", [None, "behind"])
 def test_a_worker_with_memory_that_is_killed_within_calls_leaves_right_bytes_or_none(
-    tmp_root: Path, write: str | None
+    tmp_root: Path, write: WriteModeName | None
 ) -> None:
     with worker_with_memory(tmp_root) as worker:
         with connected(worker.said, bulk="shared", limits=hasty(), write=write) as store:

@@ -23,6 +23,7 @@ from kvstore.node.wanted import Wanted
 from kvstore.results import PutResult
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.worker.limits import WorkerLimits
+from kvstore.writes import WriteModeName
 from tests.bulk.memories import (
     MEMORY_BYTES,
     all_let_go,
@@ -372,7 +373,9 @@ def test_what_only_a_tier_below_has_is_brought_and_given(served: Served, way: st
 
 @pytest.mark.parametrize("way", ["shared", "tcp", "grpc"])
 @pytest.mark.parametrize("write", ["through", "around"])
-def test_what_only_a_tier_below_has_is_put_on_the_root_all_the_same(served: Served, way: str, write: str) -> None:
+def test_what_only_a_tier_below_has_is_put_on_the_root_all_the_same(
+    served: Served, way: str, write: WriteModeName
+) -> None:
     """Acknowledged when the root has it: that a peer or the local disk does is not enough."""
     chain = filled(served, TOKENS, KV, MEDIUM)
     node = served.member.node

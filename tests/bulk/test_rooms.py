@@ -17,6 +17,7 @@ from kvstore.wire.bulk.frames import Kind, encode_request, encode_span
 from kvstore.wire.bulk.sums import plane_sums
 from kvstore.worker.admission import Buffers
 from kvstore.worker.bulk import putting
+from kvstore.writes import WriteModeName
 from tests.bulk.memories import MEMORY_BYTES, memory_of, serving_memory
 from tests.bulk.ways import MEDIUM, greeted, same, send_head, tokens_and_kv
 from tests.worker.serving import WAIT_S, Served, connected, eventually, opened, packed, raw_stub
@@ -80,7 +81,7 @@ def run(first: int, count: int) -> bytearray:
 
 @WRITES
 def test_a_prompt_comes_without_a_buffer_and_reaches_the_root(
-    served: Served, write: str | None, buffered: list[int]
+    served: Served, write: WriteModeName | None, buffered: list[int]
 ) -> None:
     with connected(served, bulk="tcp", write=write) as store:
         cache = store.namespace("m", MEDIUM)
@@ -98,7 +99,7 @@ def test_a_prompt_comes_without_a_buffer_and_reaches_the_root(
 @WRITES
 @pytest.mark.parametrize("sizes", [[MEDIUM.chunk_bytes] * 3, [1] * 3, [100, 3000, 7]], ids=["alike", "tiny", "mixed"])
 def test_blocks_come_without_a_buffer_if_they_have_one_size(
-    served: Served, write: str | None, sizes: list[int], buffered: list[int]
+    served: Served, write: WriteModeName | None, sizes: list[int], buffered: list[int]
 ) -> None:
     blocks = [np.random.default_rng(size).integers(0, 256, size, np.uint8) for size in sizes]
     keys = [bytes([at]) * 16 for at in range(len(sizes))]
@@ -114,7 +115,7 @@ def test_blocks_come_without_a_buffer_if_they_have_one_size(
 
 @WRITES
 def test_what_memory_cannot_take_as_it_comes_goes_through_a_buffer(
-    served: Served, write: str | None, buffered: list[int], monkeypatch: pytest.MonkeyPatch
+    served: Served, write: WriteModeName | None, buffered: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens, kv = tokens_and_kv(3, seed=1)
     odd = np.arange(ODD.layers * 2 * 10 * 24).astype(np.int8).reshape(ODD.shape(10))

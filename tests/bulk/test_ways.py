@@ -16,6 +16,7 @@ from kvstore.results import PutResult
 from kvstore.root.posix import PosixRoot
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.worker import Worker
+from kvstore.writes import WriteModeName
 from tests.bulk.ways import MEDIUM, WAYS, same, tokens_and_kv
 from tests.node.stores import member_on
 from tests.worker.serving import Served, connected, eventually, serving
@@ -34,7 +35,7 @@ def served(request: pytest.FixtureRequest, module_root: Path) -> Iterator[Served
 
 @pytest.mark.parametrize("write", [None, "behind"])
 @pytest.mark.parametrize("writer", WAYS)
-def test_what_one_way_wrote_every_way_reads(served: Served, writer: str, write: str | None) -> None:
+def test_what_one_way_wrote_every_way_reads(served: Served, writer: str, write: WriteModeName | None) -> None:
     tokens, kv = tokens_and_kv(COUNT, zlib.crc32(f"{writer} {write}".encode()))
     with connected(served, bulk=writer, write=write) as store:
         result = store.namespace("m", MEDIUM).put(tokens, kv)
@@ -70,7 +71,7 @@ def test_a_slice_of_a_larger_array_is_sent_and_filled_in_place(served: Served, w
 
 @pytest.mark.parametrize("write", [None, "behind"])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_prompt_grows_turn_by_turn(served: Served, way: str, write: str | None) -> None:
+def test_a_prompt_grows_turn_by_turn(served: Served, way: str, write: WriteModeName | None) -> None:
     """Each put builds on the one before, which may still be queued for the root."""
     tokens, kv = tokens_and_kv(12, seed=8)
     with connected(served, bulk=way, write=write) as store:
@@ -106,7 +107,7 @@ def test_a_put_behind_a_hole_stores_nothing(served: Served, way: str) -> None:
 
 @pytest.mark.parametrize("arena_bytes", [1, 16 * MEDIUM.chunk_bytes, 13 << 20])
 @pytest.mark.parametrize("write", [None, "behind"])
-def test_a_put_larger_than_the_shared_memory(served: Served, arena_bytes: int, write: str | None) -> None:
+def test_a_put_larger_than_the_shared_memory(served: Served, arena_bytes: int, write: WriteModeName | None) -> None:
     limits = ClientLimits(arena_bytes_max=arena_bytes)
     with connected(served, bulk="shared", limits=limits, write=write) as store:
         cache = store.namespace(f"arena-{arena_bytes}-{write}", MEDIUM)

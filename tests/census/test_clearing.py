@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvstore.address import Address
 from kvstore.census.selection import Selection
 from kvstore.census.walk import walk
 from kvstore.errors import InvalidRequest, Unavailable
@@ -17,8 +18,7 @@ from kvstore.meta.memory_store import MemoryStore
 from kvstore.node.clearing import Clearing
 from kvstore.node.disk_tier import DiskTier
 from kvstore.node.recoding import Outcome, Recoding
-from kvstore.progress import Cancelled
-from kvstore.results import Cleared
+from kvstore.progress import Cancelled, unwatched
 from kvstore.root.interface import Root
 from kvstore.root.lineages import read_writers
 from kvstore.root.memory import MemoryFiles, MemoryRoot
@@ -27,7 +27,7 @@ from tests.census.nodes import SIZE, RolledOut, closing, tokens
 from tests.encodings.keyed import recode
 from tests.etcd_fixture import eventually
 from tests.patience import PATIENCE_S, slowness
-from tests.root.faulty import FaultyRoot, Hang, Rule
+from tests.root.faulty import EIO, FaultyRoot, Hang, Rule
 from tests.tiers.acting import Acting, quick
 
 BAD_ONE = Selection(written_by="label=canary")
@@ -318,20 +318,45 @@ def test_a_node_alone_waits_for_what_it_is_writing_or_refuses(monkeypatch: pytes
 
 
 def test_a_node_alone_whose_clear_was_cut_short_keeps_in_memory_what_it_reads_afterwards() -> None:
-    def cut(*_: object) -> Cleared:
+    def cut() -> tuple[Address, ...]:
         raise Cancelled("by its operator, before anything was deleted")
 
     alone = Acting(MemoryRoot(MemoryFiles()))
     with contextlib.closing(alone.member):
         alone.put(1, 2)
         alone.drain()
-        clearing = Clearing(alone.node, None, alone.member._barriers, tuple)
+        clearing = Clearing(alone.node, None, alone.member._barriers, cut)
         with pytest.raises(Cancelled):
-            clearing.around(clearing.resolve(Selection(tenant="")), cut, lambda: None)
+            clearing.clear(clearing.resolve(Selection(tenant="")), unwatched)
         assert not any(alone.in_memory(1, 2))
         for _ in range(2):
             assert alone.get(1, 2) == 2
         eventually(lambda: all(alone.in_memory(1, 2)))
+
+
+def test_a_clear_of_a_namespace_that_the_root_refuses_or_that_takes_too_long_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    alone = Acting(FaultyRoot(MemoryRoot(MemoryFiles())))
+    with contextlib.closing(alone.member):
+        assert isinstance(alone.root, FaultyRoot)
+        namespace = alone.cache.namespace
+        alone.put(1, 3)
+        alone.drain()
+        alone.root.set_rules([Rule("remove", EIO, times=1)])
+        with pytest.raises(Unavailable, match="refused 1 deletions or listings: clear again"):
+            alone.member.clear(namespace)
+        hang = Hang()
+        alone.root.set_rules([Rule("remove", hang)])
+        monkeypatch.setattr("kvstore.node.member.CLEAR_DEADLINE_S", 0.1)
+        try:
+            with pytest.raises(Unavailable, match="of 256 shards until the deadline: call again for the rest"):
+                alone.member.clear(namespace)
+        finally:
+            hang.release.set()
+        monkeypatch.undo()
+        alone.member.clear(namespace)
+        assert list(walk(alone.root, alone.node.identity.shard_bits)) == []
 
 
 def test_what_is_being_written_when_it_is_ordered_is_waited_for(roots: list[Root]) -> None:

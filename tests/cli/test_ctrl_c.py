@@ -105,6 +105,29 @@ def test_ctrl_c_where_python_cannot_raise_it_comes_again() -> None:
     assert (ended.returncode, ended.stderr) == (130, "kvstore lost: interrupted\n")
 
 
+LATE = """
+import os, signal, time
+from kvstore.cli.ctrl_c import ends_at_once
+
+class Late:
+    def __del__(self, pid=os.getpid(), kill=os.kill, number=signal.SIGINT, sleep=time.sleep):
+        kill(pid, number)  # handlers of Python are gone by now
+        sleep(0.1)
+
+ends_at_once("kvstore")
+late = Late()
+print("done")
+raise SystemExit(1)
+"""
+
+
+def test_ctrl_c_after_a_command_is_done_leaves_it_its_exit_code() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", LATE], capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (1, "done\n", "")
+
+
 def test_a_server_that_ctrl_c_ends_says_so_at_the_end() -> None:
     with pytest.raises(BaseException, match="SIGINT") as ended:
         with Stopper() as stopper:

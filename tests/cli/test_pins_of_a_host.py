@@ -40,7 +40,7 @@ def test_pins_of_a_root_of_one_host_are_made_listed_respected_and_ended(run: Run
     pin = parsed(run("pin", "m", TOKENS, "--root", root, "--json"))
     assert [each["id"] for each in parsed(run("ls", "--pins", "--root", root, "--json"))["pins"]] == [pin["id"]]
     cleared = run("clear", "m", "--yes", "--root", root)
-    assert cleared.stdout.startswith("1 chunks deleted") and "what 1 pins protect stays: --pinned" in cleared.stdout
+    assert cleared.stdout.startswith("1 chunks deleted") and "1 pinned chunks stay: --pinned" in cleared.stdout
     assert parsed(run("unpin", pin["id"], "--root", root, "--json"))["ended"] is True
     assert parsed(run("ls", "--pins", "--root", root, "--json"))["pins"] == []
     assert parsed(run("clear", "m", "--yes", "--root", root, "--json"))["chunks"] == 1

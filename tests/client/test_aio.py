@@ -18,6 +18,7 @@ from kvstore.aio.store import Store as AioStore
 from kvstore.aio.threads import Threads
 from kvstore.client import blocks, cache, segments, store, tickets
 from kvstore.client import pin as pins
+from kvstore.client.bulk.way import Bulk
 from kvstore.client.limits import ClientLimits
 from kvstore.node.limits import Limits
 from kvstore.root.memory import MemoryFiles, MemoryRoot
@@ -38,7 +39,7 @@ async def opened(way: str, root: Path) -> AsyncIterator[aio.Store]:
             yield found
         return
     with serving(root) as served:
-        async with aio.connect(served.address, bulk=way) as found:
+        async with aio.connect(served.address, bulk=Bulk.of(way)) as found:
             yield found
 
 

@@ -21,6 +21,7 @@ import pytest
 import kvstore
 import kvstore.aio
 from kvstore.client import dropping
+from kvstore.client.bulk.way import Bulk
 from kvstore.client.cache import Cache
 from kvstore.client.dropping import close_when_dropped
 from kvstore.client.store import Store
@@ -43,7 +44,7 @@ def opener(path: str, root: Path) -> Iterator[Callable[[], Store]]:
         yield lambda: kvstore.open(str(root), memory=64 << 20)
         return
     with serving(root) as served:
-        yield lambda: kvstore.connect(served.address, bulk=path)
+        yield lambda: kvstore.connect(served.address, bulk=Bulk.of(path))
 
 
 def use(store: Store) -> Cache:
@@ -96,7 +97,7 @@ def test_the_warning_is_about_the_line_that_opened_the_store(path: str, tmp_root
         if path == "embedded":
             store = kvstore.open(str(tmp_root))
         else:
-            store = kvstore.connect(served.address, bulk=path)
+            store = kvstore.connect(served.address, bulk=Bulk.of(path))
         del store
         gc.collect()
     line = inspect.getsource(sys.modules[__name__]).splitlines()[warned[0].lineno - 1]

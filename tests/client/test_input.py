@@ -14,7 +14,7 @@ import kvstore
 from kvstore import Layout
 from kvstore.client import Cache, Store
 from kvstore.errors import InvalidRequest, RootMismatch, WrongSize
-from kvstore.layout import DTYPES
+from kvstore.layout import DTYPES, DType
 from kvstore.node.limits import Limits
 from tests.node.stores import SMALL, kv_of, same, store_on
 
@@ -167,7 +167,7 @@ def test_out_says_how_much_is_read(cache: Cache) -> None:
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
-def test_every_dtype_makes_the_round_trip_bit_for_bit(store: Store, dtype: str) -> None:
+def test_every_dtype_makes_the_round_trip_bit_for_bit(store: Store, dtype: DType) -> None:
     layout = Layout(2, 2, 8, dtype, 8)
     cache = store.namespace(dtype, layout)
     tokens = range(24)
@@ -318,4 +318,4 @@ def test_limits_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="outlast"):
         Limits(hold_max_s=1.0)
     with pytest.raises(InvalidRequest, match="durability"):
-        kvstore.open("/nowhere", durability="maybe")
+        kvstore.open("/nowhere", durability="maybe")  # type: ignore[arg-type]

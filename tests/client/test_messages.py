@@ -195,6 +195,12 @@ class Frozen(MemoryMeta):
         raise Unavailable("etcd: get: DEADLINE_EXCEEDED: check that etcd runs")
 
 
+def test_an_error_of_several_workers_says_how_many_were_asked() -> None:
+    with kvstore.connect("127.0.0.1:1", "127.0.0.1:2") as store, pytest.raises(Unavailable) as raised:
+        store.unpin("owner/" + "0" * 32)
+    assert re.search(r"\(2 workers were asked, for [0-9.]+ s in all\)$", str(raised.value))
+
+
 def test_a_new_namespace_while_etcd_is_frozen_names_etcd() -> None:
     with serving() as served, connected(served, limits=kvstore.ClientLimits(pin_s=3.0)) as store:
         member = served.member

@@ -13,6 +13,7 @@ import numpy as np
 
 import kvstore
 from kvstore import Layout
+from kvstore.client.bulk.way import Bulk
 from kvstore.client.cache import Cache, Hold
 from kvstore.node import write_behind
 from kvstore.node.limits import Limits
@@ -55,7 +56,7 @@ def cache_by(way: str, root: Path) -> Iterator[Cache]:
     member = open_member(str(root), settings=TierSettings.of(memory_bytes), limits=LIMITS)
     worker = Worker(member, "127.0.0.1:0")
     try:
-        with kvstore.connect(worker.start(), bulk=path) as store:
+        with kvstore.connect(worker.start(), bulk=Bulk.of(path)) as store:
             yield store.namespace("hops", LAYOUT)
     finally:
         worker.stop()

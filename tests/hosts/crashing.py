@@ -18,6 +18,7 @@ import numpy as np
 import kvstore
 from kvstore.cli.rooted import identified
 from kvstore.fsck import Options, fsck
+from kvstore.writes import Durability, WriteMode
 
 ON_DISK, TIER = "/mnt/disk/root", "/mnt/disk/tier"
 ON_NFS = "/mnt/nfs/root"
@@ -32,7 +33,7 @@ def tokens(seed: int) -> list[int]:
     return [seed * 1000 + at for at in range(TOKENS)]
 
 
-def opened(root: str, durability: str, write: str) -> kvstore.Store:
+def opened(root: str, durability: Durability, write: WriteMode) -> kvstore.Store:
     if root == ON_NFS:  # one process, without etcd: nobody bounds it
         return kvstore.open(root, durability=durability, write=write)
     disk = (TIER, TIER_BYTES)
@@ -82,7 +83,7 @@ def repaired(root: str) -> dict[str, int]:
 
 def main() -> None:
     phase, durability, write, folder, root = (*sys.argv[1:], ON_DISK)[:5]
-    with opened(root, durability, write) as store:
+    with opened(root, Durability.of(durability), WriteMode.of(write)) as store:
         if phase == "write":
             put_until_the_end(store, Path(folder))
             return

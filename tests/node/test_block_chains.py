@@ -13,6 +13,7 @@ from kvstore.client.blocks import BlockCache
 from kvstore.errors import InvalidRequest
 from kvstore.node.limits import Limits
 from kvstore.recency import decode, quantum_of, stamp_ns
+from kvstore.writes import WriteModeName
 from tests.bulk.ways import WAYS
 from tests.native.modes import opened
 from tests.node.stores import TINY, SetClock, chunk_files, member_of, store_on
@@ -51,7 +52,7 @@ def test_a_put_stamps_blocks_with_their_place_in_the_prompt(tmp_root: Path, nati
 @pytest.mark.slow
 @pytest.mark.parametrize("write", [None, "behind"])
 @pytest.mark.parametrize("way", WAYS)
-def test_so_does_a_put_through_a_worker(tmp_root: Path, way: str, write: str | None) -> None:
+def test_so_does_a_put_through_a_worker(tmp_root: Path, way: str, write: WriteModeName | None) -> None:
     with serving(tmp_root) as served, connected(served, bulk=way, write=write) as store:
         assert store.namespace("m", TINY).blocks.put(KEYS, BLOCKS, first=7) == [True] * COUNT
         assert store.namespace("m", TINY).blocks.match(KEYS) == COUNT  # waits for what is written behind

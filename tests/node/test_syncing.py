@@ -109,4 +109,4 @@ def test_a_store_syncs_its_root_and_by_default_does_not(tmp_path: Path, monkeypa
 
 def test_a_durability_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     with pytest.raises(kvstore.errors.InvalidRequest, match="expected one of none, everysec, fsync"):
-        kvstore.open(tmp_path / "root", durability="always")
+        kvstore.open(tmp_path / "root", durability="always")  # type: ignore[arg-type]

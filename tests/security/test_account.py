@@ -17,6 +17,7 @@ import pytest
 
 import kvstore
 from kvstore.cli.securing import ServerAccess
+from kvstore.client.bulk.way import Bulk
 from kvstore.errors import InvalidRequest, PermissionDenied
 from kvstore.node.opening import open_member
 from kvstore.security import account
@@ -66,7 +67,7 @@ def address(request: pytest.FixtureRequest, tmp_root: Path, home: Path) -> Itera
 def _reads(address: str, way: str) -> str:
     """Reads the prompt by one way; returns how that ended."""
     try:
-        with kvstore.connect(address, bulk=way) as store:
+        with kvstore.connect(address, bulk=Bulk.of(way)) as store:
             count, kv = store.namespace("m", SMALL).get(TOKENS)
             assert same(kv, kv_of(SMALL, TOKENS))
             return str(count)

@@ -63,7 +63,7 @@ def engine(served: Secured) -> ClientTls:
 
 def works(served: Secured, tls: ClientTls, token_file: Path | None = None, bulk: str = "auto") -> None:
     """A client of good will puts and gets, within seconds."""
-    with kvstore.connect(served.address, tls=tls, token_file=token_file, bulk=bulk, limits=SOON) as store:
+    with kvstore.connect(served.address, tls=tls, token_file=token_file, bulk=Bulk.of(bulk), limits=SOON) as store:
         cache = store.namespace("m", SMALL, tenant="acme")
         cache.put(TOKENS, KV)
         count, array = cache.get(TOKENS)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import kvstore
+from kvstore.client.bulk.way import Bulk
 from kvstore.client.limits import ClientLimits
 from kvstore.errors import KVStoreError, Overloaded, PermissionDenied, Unauthenticated, Unavailable
 from kvstore.meta.etcd import EtcdMeta, EtcdTls
@@ -99,7 +100,7 @@ def test_bytes_count_by_whatever_way_they_come_and_go(tmp_path: Path, bulk: str)
     identities = {"cert:engine": {"in": "write", "out": "write", "free": "write"}}
     with secured(tmp_path, identities, quotas=quotas) as served:
         tls = served.authority.client("engine")
-        with kvstore.connect(served.address, tls=tls, limits=SOON, bulk=bulk) as store:
+        with kvstore.connect(served.address, tls=tls, limits=SOON, bulk=Bulk.of(bulk)) as store:
             for tenant, put_again, get_again in (("in", Overloaded, 0), ("out", None, 0), ("free", None, len(TOKENS))):
                 cache = store.namespace("m", SMALL, tenant=tenant)
                 cache.put(TOKENS, KV)

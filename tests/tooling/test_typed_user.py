@@ -37,12 +37,18 @@ def mixed(cache: kvstore.Cache) -> int:
     cache.put([1], kv=None)  # wrong
     cache.blocks.get(["key"], [bytearray(3)])  # wrong
     cache.pin([1], tll=3.0)  # wrong
+    cache.blocks.put(["key"], [b"x"], write="throuhg")  # wrong
+    cache.blocks.put(["key"], [b"x"], preset="chatt")  # wrong
     return cache.get([1])  # wrong
 
 
 kvstore.Stroe  # wrong
 kvstore.conect("127.0.0.1:7070")  # wrong
 kvstore.connect("127.0.0.1:7070", token="abc")  # wrong
+kvstore.connect("127.0.0.1:7070", bulk="sharde")  # wrong
+kvstore.Layout(1, 1, 8, dtype="bfloat61")  # wrong
+kvstore.open("kv", durability="fsnyc")  # wrong
+kvstore.open("kv", write="behnid")  # wrong
 kvstore.open("kv", memry=1)  # wrong
 kvstore.open("kv", max_bytes="64GiB")  # wrong
 kvstore.open("kv", ttl="7d")  # wrong

@@ -12,12 +12,18 @@ import kvstore
 import kvstore.aio
 from kvstore import Cache, Hold, Layout, Pin, PutResult, Store
 from kvstore.errors import KVStoreError, Overloaded, Unavailable
+from kvstore.layout import checked_dtype
 
 LAYOUT = Layout(layers=2, kv_heads=1, head_dim=8, dtype="float16", chunk_tokens=4)
 
 
 def opened(folder: Path) -> Store:
     return kvstore.open(str(folder), memory=1 << 20, limits=kvstore.Limits(lanes=2))
+
+
+def typed(arguments: dict[str, str]) -> Layout:
+    """What a program was told is checked first, where it says what was expected."""
+    return Layout(2, 1, 8, checked_dtype(arguments["dtype"]), 4)
 
 
 def bounded(folder: Path, size: int | None) -> tuple[Store, Store]:
@@ -39,7 +45,7 @@ def through_etcd(endpoints: str) -> Store:
 
 def stored(cache: Cache, tokens: list[int], kv: npt.NDArray[Any]) -> PutResult | None:
     try:
-        return cache.put(tokens, kv, preset="chat", write=kvstore.WriteMode.THROUGH)
+        return cache.put(tokens, kv, preset="chat", write=kvstore.WriteMode.THROUGH)  # or its name
     except Overloaded:
         return None
     except KVStoreError as error:

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 import kvstore
 from kvstore import Layout
+from kvstore.client.bulk.way import Bulk
 from kvstore.client.limits import ClientLimits
 from kvstore.client.store import Store
 from kvstore.format.checksum import checksum
@@ -34,6 +35,7 @@ from kvstore.v1.kvstore_pb2_grpc import KVStoreStub
 from kvstore.wire.statuses import ERROR_KEY
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.worker import Worker
+from kvstore.writes import WriteModeName
 from tests.node.stores import member_on
 from tests.patience import PATIENCE_S
 from tests.patience import eventually as eventually
@@ -76,12 +78,15 @@ def serving(
 
 
 def connected(
-    *workers: Served | str, limits: ClientLimits | None = None, bulk: str | None = None, write: str | None = None
+    *workers: Served | str,
+    limits: ClientLimits | None = None,
+    bulk: str | None = None,
+    write: WriteModeName | None = None,
 ) -> Store:
     """A store over workers. Their counts may be as late as a busy machine makes them."""
     addresses = (each if isinstance(each, str) else each.address for each in workers)
     patient = replace(limits or ClientLimits(), stats_s=WAIT_S)
-    return kvstore.connect(*addresses, limits=patient, bulk=bulk, write=write)
+    return kvstore.connect(*addresses, limits=patient, bulk=Bulk.of(bulk), write=write)
 
 
 def _state(thread: Path) -> str:

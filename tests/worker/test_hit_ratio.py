@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 import kvstore
+from kvstore.client.bulk.way import Bulk
 from kvstore.client.cache import Cache
 from kvstore.client.lookups import LookUps
 from kvstore.client.spreading import Marks, Spreading
@@ -51,7 +52,7 @@ def opened(way: str, root: Path) -> Iterator[tuple[Store, Counted]]:
 
             yield store, of_stats
         return
-    with serving(root) as served, kvstore.connect(served.address, bulk=way) as store:
+    with serving(root) as served, kvstore.connect(served.address, bulk=Bulk.of(way)) as store:
         yield store, partial(of_metrics, served)
 
 

@@ -24,7 +24,7 @@ from kvstore.wire.limits import method
 from kvstore.wire.messages import sealed
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.worker import Worker
-from kvstore.writes import WriteMode
+from kvstore.writes import WriteMode, WriteModeName
 from tests.node.stores import same
 from tests.patience import PATIENCE_S
 from tests.tiers.acting import IN_TIME_S, LARGE, QUICK, Acting, eventually, faulty, held, timed
@@ -66,7 +66,9 @@ def working(
 
 
 @contextmanager
-def caching(served: Served, acting: Acting, bulk: str | None = None, *, write: str | None = None) -> Iterator[Cache]:
+def caching(
+    served: Served, acting: Acting, bulk: str | None = None, *, write: WriteModeName | None = None
+) -> Iterator[Cache]:
     """A client's cache of the same namespace as the acting member's."""
     with connected(served, bulk=bulk, write=write) as store:
         yield store.namespace("m", acting.cache.layout)
@@ -239,7 +241,7 @@ def test_w1_a_put_behind_is_acknowledged_while_the_root_hangs_and_read_from_memo
 @pytest.mark.parametrize("default", [None, "behind"])
 @pytest.mark.parametrize("write", ["through", "around"])
 def test_a_put_that_waits_for_the_root_does_so_whatever_the_worker_and_the_client_would_do(
-    bulk: str, default: str | None, write: str
+    bulk: str, default: WriteModeName | None, write: WriteModeName
 ) -> None:
     with (
         working(faulty(), write=WriteMode.BEHIND) as (acting, served),
@@ -323,9 +325,9 @@ def test_a_namespace_says_it_for_all_its_puts() -> None:
         cache.put(acting.prompts.tokens(2, 4), acting.prompts.kv(2, 4), write="around")
         assert all(acting.on_root(2, 4)) and not any(acting.in_memory(2, 4))
         with pytest.raises(InvalidRequest, match="write='later'"):
-            cache.put(acting.prompts.tokens(3, 1), acting.prompts.kv(3, 1), write="later")
+            cache.put(acting.prompts.tokens(3, 1), acting.prompts.kv(3, 1), write="later")  # type: ignore[arg-type]
         with pytest.raises(InvalidRequest, match="write='later'"):
-            store.namespace("m", acting.cache.layout, write="later")
+            store.namespace("m", acting.cache.layout, write="later")  # type: ignore[arg-type]
 
 
 def idle(served: Served) -> bool:

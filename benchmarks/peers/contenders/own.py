@@ -15,6 +15,7 @@ from kvstore import Layout
 from kvstore.client import Cache, Store
 from kvstore.client.cache import Hold
 from kvstore.node.limits import Limits
+from kvstore.writes import Durability
 
 
 class InProcess(Contender):
@@ -42,7 +43,9 @@ class InProcess(Contender):
 
     def store(self) -> Store:
         """The store, by the way under test."""
-        return kvstore.open(str(self.folder / "root"), durability=self.durability, limits=Limits(width=self.threads))
+        return kvstore.open(
+            str(self.folder / "root"), durability=Durability.of(self.durability), limits=Limits(width=self.threads)
+        )
 
     def prepare(self, turn: int) -> None:
         self._prompt = np.array(self.workload.prompt(turn), np.uint32)

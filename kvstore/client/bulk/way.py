@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import enum
 import os
+from typing import Literal
 
 from kvstore.errors import InvalidRequest
+
+BulkName = Literal["auto", "shared", "tcp", "grpc"]
 
 
 class Bulk(enum.Enum):
@@ -18,7 +21,7 @@ class Bulk(enum.Enum):
     GRPC = "grpc"
 
     @classmethod
-    def of(cls, value: str | None) -> Bulk:
+    def of(cls, value: Bulk | str | None) -> Bulk:
         """The path with this name; None reads KVSTORE_BULK from the environment. Raises InvalidRequest."""
         chosen = os.environ.get("KVSTORE_BULK", cls.AUTO.value) if value is None else value
         try:

@@ -19,7 +19,7 @@ from kvstore.client.segments import Segments
 from kvstore.connectors.transformers.decoder import Decoder, PromptKV
 from kvstore.connectors.transformers.device import host_memory
 from kvstore.connectors.transformers.kept import BlendedCache, Kept, check_prompt, refused
-from kvstore.connectors.transformers.namespace import check_cache, checked, model_cache
+from kvstore.connectors.transformers.namespace import check_cache, checked, model_cache, not_a_store
 from kvstore.connectors.transformers.prefill import GO_ON, load_rows
 from kvstore.connectors.transformers.selective import alone, recompute
 from kvstore.errors import InvalidRequest
@@ -137,9 +137,7 @@ def _opened(model: Any, input_ids: Any, store: Store | Cache) -> tuple[Kept, Cac
         check_cache(model, kept, store.namespace)
         return kept, store, Decoder(model)
     if not isinstance(store, Store):
-        raise InvalidRequest(
-            f"store is a {type(store).__name__}: expected what kvstore.open or kvstore.connect returns"
-        )
+        raise not_a_store(store)
     return kept, model_cache(model, store), Decoder(model)
 
 

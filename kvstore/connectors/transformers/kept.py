@@ -15,9 +15,9 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvstore.errors import InvalidRequest
-from kvstore.layout import Layout
+from kvstore.layout import DType, Layout
 
-DTYPES = {
+DTYPES: dict[torch.dtype, DType] = {
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",
     torch.float32: "float32",

@@ -41,9 +41,7 @@ def model_cache(
     Raises InvalidRequest, with the reason, if the model cannot be served, and as ``Store.namespace`` does.
     """
     if not isinstance(store, Store):
-        raise InvalidRequest(
-            f"store is a {type(store).__name__}: expected what kvstore.open or kvstore.connect returns"
-        )
+        raise not_a_store(store)
     if attributes is not None and not isinstance(attributes, Mapping):
         raise InvalidRequest(f"attributes are a {type(attributes).__name__}: expected a mapping of text to text")
     kept = checked(model)
@@ -59,6 +57,13 @@ def model_cache(
         tenant,
         {**(attributes or {}), **_attributes(model, kept)},
     )
+
+
+def not_a_store(given: object) -> InvalidRequest:
+    """Returns the error for what was given instead of a store: one for asyncio is another class of the same name."""
+    kind = type(given)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    return InvalidRequest(f"store is a {name}: expected what kvstore.open or kvstore.connect returns")
 
 
 def checked(model: Any) -> Kept:

@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from kvstore.client import Cache, Store
 from kvstore.connectors.transformers.device import Leaving, arriving, has_gpu
 from kvstore.connectors.transformers.kept import Kept, check_prompt, run
-from kvstore.connectors.transformers.namespace import CHUNK_TOKENS, check_cache, checked, model_cache
+from kvstore.connectors.transformers.namespace import CHUNK_TOKENS, check_cache, checked, model_cache, not_a_store
 from kvstore.connectors.transformers.storing import Storing
 from kvstore.errors import HoldBroken, InvalidRequest, Overloaded, PermissionDenied, SessionLost, Unavailable
 
@@ -53,9 +53,7 @@ def prefill_with_store(
     """
     storing, store = (store, store.store) if isinstance(store, Storing) else (None, store)
     if not isinstance(store, Store | Cache):
-        raise InvalidRequest(
-            f"store is a {type(store).__name__}: expected what kvstore.open or kvstore.connect returns"
-        )
+        raise not_a_store(store)
     kept = checked(model)
     check_prompt(model, input_ids)
     chunk_tokens = (store.layout if isinstance(store, Cache) else kept.layout(chunk_tokens)).chunk_tokens

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 
 from kvstore.client import Cache, Store
+from kvstore.connectors.transformers.namespace import not_a_store
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.waiting import Monitor
 
@@ -34,9 +35,7 @@ class Storing:
 
     def __init__(self, store: Store | Cache, bytes_max: int = BYTES_MAX) -> None:
         if not isinstance(store, Store | Cache):
-            raise InvalidRequest(
-                f"store is a {type(store).__name__}: expected what kvstore.open or kvstore.connect returns"
-            )
+            raise not_a_store(store)
         if not isinstance(bytes_max, int) or isinstance(bytes_max, bool) or bytes_max < 0:
             raise InvalidRequest(f"bytes_max={bytes_max!r}: expected a number of bytes, 0 or more")
         self.store = store

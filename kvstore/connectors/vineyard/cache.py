@@ -29,6 +29,7 @@ from kvstore.connectors.vineyard.tensor import KVTensor
 from kvstore.errors import KVStoreError, PermissionDenied, RootMismatch, Unavailable
 from kvstore.layout import Layout
 from kvstore.tokens import TokenArray
+from kvstore.writes import WriteMode
 
 __all__ = ["FileCacheConfig", "FilesystemType", "KVCache", "KVTensor", "VineyardCacheConfig"]
 
@@ -181,7 +182,7 @@ class KVCache:
         part_bytes = max(GATHER_BYTES, layout.kv_bytes_per_token * len(ids) // GATHER_PARTS_MAX)
         step = max(size, part_bytes // layout.kv_bytes_per_token // size * size)
         at = max(skipped, self._cache.match(ids))
-        write: str | None = None
+        write: WriteMode | None = None
         written = holes = 0
         while True:
             # Even with nothing left to write: a put checks the prefix, and renews its recency.
@@ -189,7 +190,9 @@ class KVCache:
             kv = tensors.gather(at - skipped, end - skipped)
             result = self._cache.put(ids[:end], kv, prefix=at, ttl=self._ttl_s, write=write)
             if result.tokens_present < end:
-                write = "through"  # behind, memory may have had no room for it; waiting for the root always helps
+                write = (
+                    WriteMode.THROUGH
+                )  # behind, memory may have had no room for it; waiting for the root always helps
             written += result.chunks_written * size
             if result.tokens_present >= end:
                 at = end

@@ -21,7 +21,7 @@ from kvstore.connectors.vllm.groups import Cluster, Kind
 from kvstore.connectors.vllm.settings import Settings
 from kvstore.connectors.weights import weights_fingerprint
 from kvstore.errors import InvalidRequest
-from kvstore.layout import DTYPES, Layout
+from kvstore.layout import DTYPES, DType, Layout, checked_dtype
 from kvstore.namespace import Namespace
 
 _VOLATILE = frozenset({"_name_or_path", "name_or_path", "transformers_version", "torch_dtype", "dtype"})
@@ -309,7 +309,7 @@ def _release(version: str) -> str:
     return version if parsed.is_prerelease else f"{parsed.major}.{parsed.minor}"
 
 
-def _dtype(cache: str, model: str) -> str:
+def _dtype(cache: str, model: str) -> DType:
     name = model.removeprefix("torch.") if cache == "auto" else cache
     name = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}.get(name, name)
-    return name if name in DTYPES else "int8"
+    return checked_dtype(name) if name in DTYPES else "int8"

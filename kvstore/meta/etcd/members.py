@@ -236,7 +236,8 @@ class Members:
             raise Unavailable(f"etcd: {what}: this client is closed: open a new one")
         if deadline.over:
             why = f"{last.text}: {last.advice}" if last else "no time left to ask"
-            raise Unavailable(f"etcd at {self.endpoints} did not answer {what} within {deadline.timeout_s:g} s: {why}")
+            within = f"within {round(deadline.timeout_s, 1):g} s"
+            raise Unavailable(f"etcd at {self.endpoints} did not answer {what} {within}: {why}")
 
     def _unknown(self, what: str, fault: Fault) -> Unavailable:
         return Unavailable(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import transformers
 
 import kvstore
+import kvstore.aio
 from kvstore.client import Store
 from kvstore.connectors.transformers import model_cache, prefill_with_store
 from kvstore.errors import InvalidRequest
@@ -165,6 +166,9 @@ def test_pieces_that_are_no_chunks(store: Store) -> None:
 def test_anything_but_a_store(tmp_root: Path) -> None:
     with pytest.raises(InvalidRequest, match="store is a str: expected what kvstore"):
         prefill_with_store(llama(), prompt(40), str(tmp_root))  # type: ignore[arg-type]
+    waiting = kvstore.aio.Store(cast(Any, None), cast(Any, None))
+    with pytest.raises(InvalidRequest, match=r"store is a kvstore\.aio\.store\.Store: expected what kvstore"):
+        prefill_with_store(llama(), prompt(40), waiting)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
