@@ -17,6 +17,7 @@ import pytest
 
 from kvstore.address import Chain
 from kvstore.buffers import Borrowed, Withdrawn
+from kvstore.format.places import METADATA
 from kvstore.native import is_available
 from kvstore.native import library as native
 from kvstore.node.runs import SharedRead, Sizes
@@ -59,11 +60,12 @@ class Paused:
 
 
 def open_files(root: Path) -> int:
-    """Returns the open files of that root alone: other threads have other files open."""
+    """Returns the open files of that root's chunks: other threads have other files open, such as its metadata."""
     found = 0
     for fd in os.listdir("/proc/self/fd"):
         with suppress(OSError):
-            found += os.readlink(f"/proc/self/fd/{fd}").startswith(f"{root}/")
+            file = os.readlink(f"/proc/self/fd/{fd}")
+            found += file.startswith(f"{root}/") and not file.startswith(f"{root}/{METADATA}")
     return found
 
 
