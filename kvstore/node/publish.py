@@ -36,8 +36,9 @@ TURN_FILES_MAX = 256
 """Files staged by one call; one of them is open at a time."""
 TURN_SYNCED_MAX = 16
 """Files staged by one call if each is synced: a lane that is in one call for ``stall_s`` counts as hung."""
-TURN_PUBLISHED_MAX = 128
-"""Files staged and published by one call."""
+TURN_PUBLISHED_MAX = 512
+TURN_PUBLISHED_BYTES_MAX = 64 << 20
+"""Files and bytes staged and published by one call: more, because such a call publishes as it goes."""
 ROOM_S = 1.0
 """How long a lane that finds the root full waits for the turns of the others to end."""
 PUBLISHED_MAX = 64
@@ -58,9 +59,9 @@ def vouched(indexes: Sequence[int]) -> Mask:
     return np.ones(len(indexes), np.bool_)
 
 
-def put_sizes(chunk_bytes: int, files_max: int) -> Sizes:
+def put_sizes(chunk_bytes: int, files_max: int, bytes_max: int = TURN_BYTES_MAX) -> Sizes:
     """Returns how many chunks of about that size a lane takes, and does in one call."""
-    most = max(1, min(TURN_BYTES_MAX // max(1, chunk_bytes), files_max))
+    most = max(1, min(bytes_max // max(1, chunk_bytes), files_max))
     return Sizes(max(1, min(STEP_BYTES // max(1, chunk_bytes), most)), most)
 
 
@@ -136,8 +137,10 @@ class Publication:
         """Returns chunks that lanes find, stage and publish together, by ``add_turn``."""
         # Blocks from memory that the caller vouches for need no look between staging and publishing.
         at_once = not self._is_chain and not self._durable and self._still_right is vouched
-        files_max = TURN_SYNCED_MAX if self._durable else TURN_PUBLISHED_MAX if at_once else TURN_FILES_MAX
-        sizes = put_sizes(mean_bytes(self.wanted, run.first, run.count), files_max)
+        most = (TURN_SYNCED_MAX if self._durable else TURN_FILES_MAX, TURN_BYTES_MAX)
+        if at_once:
+            most = TURN_PUBLISHED_MAX, TURN_PUBLISHED_BYTES_MAX
+        sizes = put_sizes(mean_bytes(self.wanted, run.first, run.count), *most)
         first, stop, depths = run.first, run.first + run.count, self.wanted.depths
         indexes = np.array(depths[first:stop], np.int64) if depths else np.arange(first, stop)
         abandoned = self.abandoned if at_once else None

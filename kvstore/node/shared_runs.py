@@ -20,6 +20,11 @@ from kvstore.format.places import Name
 from kvstore.native import library as native
 from kvstore.node.runs import Mask, Run
 
+TURN_NS = 250_000_000
+"""Time after which a turn at a put ends, however little it did: a lane that is in one call for ``stall_s`` counts as
+hung.
+"""
+
 Places = npt.NDArray[np.int32]
 """Offsets of chunks in a run, counted from 0."""
 
@@ -57,7 +62,7 @@ class _SharedRun:
         at = told.__array_interface__["data"][0]
         taken = ctypes.pointer(self._next)
         files = max(sizes.step, sizes.files)
-        turn = native.Turn(taken, sizes.step, sizes.most, files, self._header_bytes, at)
+        turn = native.Turn(taken, sizes.step, sizes.most, files, self._header_bytes, at, time_ns=TURN_NS)
         if self._abandoned is not None:
             turn.abandoned = ctypes.pointer(self._abandoned)
         return turn, told
