@@ -84,6 +84,8 @@ class Publication:
         """Chunks published so far."""
         self.bytes_written = 0
         """Bytes of their sections."""
+        self.fresh = np.zeros(len(wanted), np.bool_)
+        """The same for each chunk: True if this put gave it its name."""
         self._still_right = still_right
         self._chunks = chunks
         self._refresher = refresher
@@ -162,7 +164,7 @@ class Publication:
             published = put.run.items["status"][places] == native.PUBLISHED
             if published.any():
                 done, places = places[published], places[~published]
-                self._there[put.run.first + done] = True
+                self._there[put.run.first + done] = self.fresh[put.run.first + done] = True
                 self._count(*self._chunks.runs.publish(put, done, ordered=False, epoch=put.epoch))
                 if not len(places):
                     return [], more
@@ -295,7 +297,7 @@ class Publication:
         finally:
             done = put.taken(places)["status"] == native.PUBLISHED
             left: list[int] = (places[~done] + put.run.first).tolist()
-            self._there[places[done] + put.run.first] = True
+            self._there[places[done] + put.run.first] = self.fresh[places[done] + put.run.first] = True
             self._keep(dict.fromkeys(left, put))
         return left
 
@@ -342,6 +344,7 @@ class Publication:
             stop = stop if right.all() else first + int(right.argmin())
         places = np.arange(first - ready.run.first, stop - ready.run.first, dtype=np.int32)
         count, size_bytes = self._chunks.runs.publish(ready, places, ordered=True)
+        self.fresh[first : first + count] = True
         self._count(count, size_bytes)
         return count
 
@@ -373,6 +376,7 @@ class Publication:
             self._chunks.discard(staged)
             raise
         if won:
+            self.fresh[index] = True
             self._count(1, staged.expected.payload_bytes)
 
     def _count(self, chunks: int, size_bytes: int) -> None:
