@@ -33,6 +33,7 @@ class BlockCache(Twin[blocks.BlockCache]):
     """As ``kvstore.client.blocks.BlockCache``."""
 
     put = awaited(blocks.BlockCache.put)
+    put_new = awaited(blocks.BlockCache.put_new)
     match = awaited(blocks.BlockCache.match)
     present = awaited(blocks.BlockCache.present)
     get = awaited(blocks.BlockCache.get)

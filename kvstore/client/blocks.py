@@ -16,7 +16,7 @@ from kvstore.client.planning import Plan, plan_keys
 from kvstore.client.port import Port, PortBlockHold
 from kvstore.errors import InvalidRequest, WrongSize
 from kvstore.format.descent import DESCENT_BYTES_MAX, Ancestry, Descent
-from kvstore.hints import Hints, Preset, checked_unused_s
+from kvstore.hints import DEFAULT, Hints, Preset, checked_unused_s
 from kvstore.namespace import Namespace
 from kvstore.wire.limits import BLOCK_BYTES_MAX, BLOCKS_MAX, DESCENTS_BYTES_MAX
 from kvstore.writes import WriteMode, WriteModeName
@@ -71,7 +71,25 @@ class BlockCache:
         ancestry = Ancestry(first, _packed(checked, descents) if descents else ())
         views = _views(checked, buffers, writable=False)
         with tracing.span("kvstore.put_blocks", blocks=len(checked)):
-            return self._port.put_blocks(self._namespace, checked, views, hints, mode, ancestry)
+            return self._port.put_blocks(self._namespace, checked, views, hints, mode, ancestry)[0]
+
+    def put_new(self, keys: Sequence[bytes], buffers: Sequence[Any]) -> tuple[list[bool], list[bool]]:
+        """Stores each buffer under its key, as ``put`` does; also returns which of the blocks this call wrote.
+
+        Through a worker only those are sent that the store lacks; then a block of another size counts as stored.
+        """
+        checked = _checked_keys(keys)
+        views = _views(checked, buffers, writable=False)
+        with tracing.span("kvstore.put_blocks", blocks=len(checked)):
+            if self._port.tells_fresh:
+                return self._port.put_blocks(self._namespace, checked, views, DEFAULT, self._write)
+            stored, fresh = self._port.present_blocks(self._namespace, checked), [False] * len(checked)
+            lacking = [at for at, found in enumerate(stored) if not found]
+            part = [checked[at] for at in lacking], [views[at] for at in lacking]
+            done, _ = self._port.put_blocks(self._namespace, *part, DEFAULT, self._write)
+            for at, is_stored in zip(lacking, done, strict=True):
+                stored[at] = fresh[at] = is_stored
+            return stored, fresh
 
     def match(self, keys: Sequence[bytes]) -> int:
         """Returns the number of leading keys that are in the store.

@@ -162,6 +162,8 @@ class LocalBranches:
 class LocalPort:
     """The port to a node in this process, in a cluster or alone."""
 
+    tells_fresh = True
+
     def __init__(self, member: Member) -> None:
         self._store = OpenMember(member)
         self.segments: PortSegments = LocalSegments(self._store)
@@ -242,9 +244,10 @@ class LocalPort:
         hints: Hints,
         write: WriteMode | None = None,
         ancestry: Ancestry | None = None,
-    ) -> list[bool]:
+    ) -> tuple[list[bool], list[bool]]:
         with self._store as member:
-            return member.node.put_blocks(namespace, keys, buffers, hints=hints, write=write, ancestry=ancestry)
+            written = member.node.put_blocks(namespace, keys, buffers, hints=hints, write=write, ancestry=ancestry)
+            return written.there.tolist(), written.fresh.tolist()
 
     def match_blocks(self, namespace: Namespace, keys: Sequence[bytes]) -> int:
         with self._store as member:

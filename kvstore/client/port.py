@@ -127,6 +127,8 @@ class Port(Protocol):
     segments: PortSegments
     """The searches for segments."""
     branches: PortBranches
+    tells_fresh: bool
+    """True if ``put_blocks`` tells what it wrote. Otherwise the bytes have far to go, so ask first which are there."""
 
     @property
     def place(self) -> str:
@@ -199,10 +201,11 @@ class Port(Protocol):
         hints: Hints,
         write: WriteMode | None = None,
         ancestry: Ancestry | None = None,
-    ) -> list[bool]:
+    ) -> tuple[list[bool], list[bool]]:
         """Stores engine-hashed blocks; ``write`` is the write mode, by default the node's.
 
-        ``ancestry`` says where in their prompt they are; by default its beginning.
+        ``ancestry`` says where in their prompt they are; by default its beginning. Returns which are in the store, and
+        which of those this call wrote: all of them if this port does not tell.
         """
         ...
 

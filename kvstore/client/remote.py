@@ -96,8 +96,7 @@ def remote_port(
     if root is not None and not etcd:
         raise InvalidRequest("root= chooses one of the roots in etcd: give etcd=host:port as well")
     limits = limits or ClientLimits()
-    way = Bulk.of(bulk)
-    mode = None if write is None else WriteMode.of(write)
+    way, mode = Bulk.of(bulk), None if write is None else WriteMode.of(write)
     credentials = Credentials(tls, token_file)
     if not etcd:
         addresses = [check_address(each) for text in workers for each in str(text).split(",")]
@@ -124,6 +123,7 @@ class RemotePort:
         write: WriteMode | None = None,
         credentials: Credentials = PLAIN,
     ) -> None:
+        self.tells_fresh = False
         self._clock = clock = clock or SystemClock()
         self.limits = limits = limits or ClientLimits()
         self.counters = counters = Counts(ClientCount)
@@ -293,7 +293,7 @@ class RemotePort:
         hints: Hints,
         write: WriteMode | None = None,
         ancestry: Ancestry | None = None,
-    ) -> list[bool]:
+    ) -> tuple[list[bool], list[bool]]:
         return self._reopening(namespace, lambda: self._blocks.put(namespace, keys, buffers, hints, write, ancestry))
 
     def match_blocks(self, namespace: Namespace, keys: Sequence[bytes]) -> int:

@@ -49,11 +49,11 @@ class RemoteBlocks:
         hints: Hints,
         write: WriteMode | None,
         ancestry: Ancestry | None,
-    ) -> list[bool]:
+    ) -> tuple[list[bool], list[bool]]:
         """Implements ``Port.put_blocks``."""
         if not keys:
             self._tools.caller.check()
-            return []
+            return [], []
         limits, watch = self._tools.limits, self._tools.watch
         sizes, ancestry = [len(buffer) for buffer in buffers], ancestry or Ancestry()
         start = pb.PutBlocksStart(
@@ -83,7 +83,8 @@ class RemoteBlocks:
             return _each(pb.PutBlocksResponse.FromString(answer).stored, keys)
 
         timeout_s = limits.stream_s(limits.write_s, sum(sizes))
-        return self._tools.caller.anywhere(send, timeout_s, partial(marks_of_keys, keys), even_aside=True)
+        stored = self._tools.caller.anywhere(send, timeout_s, partial(marks_of_keys, keys), even_aside=True)
+        return stored, stored
 
     def match(self, namespace: Namespace, keys: Sequence[bytes]) -> int:
         """Implements ``Port.match_blocks``. Raises Unavailable."""

@@ -137,12 +137,12 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         for cache, places in self._in_time(self._by_model(keys), self._settings.store_timeout_s):
             left -= len(places)
             names = [self._key_of(keys[place], objects[place]) for place in places]
-            present = cache.blocks.present(names)
-            lacking = [at for at, found in enumerate(present) if not found]
-            buffers = [_bytes_of(objects[places[at]]) for at in lacking]
-            stored = cache.blocks.put([names[at] for at in lacking], buffers)
-            sizes = {places[at]: len(buffer) for at, buffer, ok in zip(lacking, buffers, stored, strict=True) if ok}
-            good = good and all(stored)
+            buffers = [_bytes_of(objects[place]) for place in places]
+            stored, fresh = cache.blocks.put_new(names, buffers)
+            sizes = {place: len(buffer) for place, buffer, new in zip(places, buffers, fresh, strict=True) if new}
+            # Of an object that is only bytes the first stays, whatever its size.
+            refused = [name for name, ok in zip(names, stored, strict=True) if not ok]
+            good = good and (not refused or all(cache.blocks.present(refused)))
             written += sum(sizes.values())
             if sizes:
                 self._notify_keys_stored([keys[place] for place in sizes], list(sizes.values()))

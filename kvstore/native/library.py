@@ -18,7 +18,7 @@ import numpy as np
 
 log = logging.getLogger(__name__)
 
-ABI = 14
+ABI = 15
 LIBRARY = Path(__file__).with_name("libkvstore.so")
 
 DONE, ABSENT, FOUND, BLOCKED, OTHER, PUBLISHED = range(6)
@@ -91,6 +91,7 @@ class Turn(ctypes.Structure):
         ("told_count", ctypes.c_int64),
         ("bytes", ctypes.c_uint64),
         ("abandoned", ctypes.POINTER(ctypes.c_int32)),
+        ("time_ns", ctypes.c_int64),
     )
 
 

@@ -9,7 +9,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KV_ABI 14
+#define KV_ABI 15
 #define KV_PUBLIC __attribute__((visibility("default")))
 /* Each verification has a unique name: tests/mutants builds libraries in which one of them always holds, and shows that
  * a test then fails. Here both macros are the plain verification. */
@@ -83,6 +83,7 @@ typedef struct {
     int64_t told_count;
     uint64_t bytes;       /* out: of the sections that it read or wrote */
     const int32_t *abandoned; /* only for puts: not NULL if what is staged gets its name at once, unless this is not 0 */
+    int64_t time_ns;      /* only for puts: ends the turn, after at least one step */
 } kv_turn;
 
 /* The hash of one section while its bytes arrive in order; they must lie in one piece. */

@@ -11,6 +11,7 @@
 #include <string.h>
 #include <sys/stat.h>
 #include <sys/uio.h>
+#include <time.h>
 #include <unistd.h>
 
 #ifndef WRITE_BYTES
@@ -119,25 +120,43 @@ KV_PUBLIC void kv_publish(const kv_run *run, kv_chunk *chunks, const int32_t *pl
     }
 }
 
+static int64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000LL + now.tv_nsec;
+}
+
+/* Looks for `many` chunks from `first` on, and stages those that are KV_ABSENT. */
+static void stage_step(const kv_run *run, kv_chunk *chunks, int64_t first, int64_t many, kv_turn *turn, uint8_t *header) {
+    kv_look(run, chunks + first, many);
+    for (int64_t at = first; at < first + many; at++) {
+        turn->told[turn->told_count++] = (int32_t)at;
+        if (chunks[at].status != KV_ABSENT) continue;
+        chunks[at].status = header ? stage_one(run, chunks + at, header) : KV_OTHER;
+        if (chunks[at].status == KV_DONE) turn->bytes += chunks[at].section_count * chunks[at].section_bytes;
+    }
+}
+
 /* Looks for chunks that no other lane took, a few at a time, and stages those that are KV_ABSENT. Complete ones get
- * KV_DONE; the others leave nothing behind. A turn that may publishes them at its end; what was staged before the put
- * was abandoned has the bytes that the caller meant. Returns 0 once none is left, 1 when the turn is over. */
+ * KV_DONE; the others leave nothing behind. A turn that may publishes each few before it takes the next: what was staged
+ * before the put was abandoned has the bytes that the caller meant. Returns 0 once none is left to be done, 1 when the
+ * turn is over. */
 KV_PUBLIC int kv_stage_turn(const kv_run *run, kv_chunk *chunks, int64_t count, kv_turn *turn) {
     uint8_t *header = malloc((size_t)turn->header_bytes);
-    turn->bytes = 0;
-    for (turn->told_count = 0; turn->told_count < turn->most;) {
+    int64_t ends_ns = now_ns() + turn->time_ns;
+    int more = 1;
+    turn->bytes = turn->told_count = 0;
+    do {
         int64_t first, many = kv_take_step(turn, count, &first);
-        if (!many) break;
-        kv_look(run, chunks + first, many);
-        for (int64_t at = first; at < first + many; at++) {
-            turn->told[turn->told_count++] = (int32_t)at;
-            if (chunks[at].status != KV_ABSENT) continue;
-            chunks[at].status = header ? stage_one(run, chunks + at, header) : KV_OTHER;
-            if (chunks[at].status == KV_DONE) turn->bytes += chunks[at].section_count * chunks[at].section_bytes;
-        }
-    }
+        const int32_t *told = turn->told + turn->told_count;
+        stage_step(run, chunks, first, many, turn, header);
+        more = many > 0;
+        if (!turn->abandoned) continue;
+        if (KV_CHECK(put_goes_on, !__atomic_load_n(turn->abandoned, __ATOMIC_SEQ_CST)))
+            kv_publish(run, chunks, told, many, 0);
+        else
+            more = 0;
+    } while (more && turn->told_count < turn->most && now_ns() < ends_ns);
     free(header);
-    if (turn->abandoned && KV_CHECK(put_goes_on, !__atomic_load_n(turn->abandoned, __ATOMIC_SEQ_CST)))
-        kv_publish(run, chunks, turn->told, turn->told_count, 0);
-    return turn->told_count >= turn->most;
+    return more;
 }

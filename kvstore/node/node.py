@@ -54,6 +54,7 @@ from kvstore.node.tiered_reads import TieredReads
 from kvstore.node.view import View
 from kvstore.node.views import Views
 from kvstore.node.wanted import keyed, leading
+from kvstore.node.write import Written
 from kvstore.results import LayerMemory, PutResult
 from kvstore.root.identity import RootIdentity
 from kvstore.root.interface import Root, Space
@@ -321,17 +322,16 @@ class Node:
         hints: Hints = DEFAULT,
         write: WriteMode | None = None,
         ancestry: Ancestry | None = None,
-    ) -> list[bool]:
-        """Stores each buffer under its key; True where a block of that key and size is in the store now.
+    ) -> Written:
+        """Stores each buffer under its key; ``there`` where a block of that key and size is in the store now.
 
-        False where one of another size is, a sweep is taking it, or, put behind, memory has no room. A put behind does
-        not look at the root: if that has a block of another size, the answer is True and a read misses. ``ancestry``
+        Not where one of another size is, a sweep is taking it, or, put behind, memory has no room. A put behind does
+        not look at the root: if that has a block of another size, it counts as there and a read misses. ``ancestry``
         says where in a prompt. Raises Overloaded while the root is full, else what the root raised; some may be stored.
         """
         wanted = keyed(namespace, keys, list(map(len, buffers)), ancestry)
         deadline = self._deadline(deadline_s, self.limits.write_deadline_s)
-        there: list[bool] = self.puts.put(wanted, 0, Buffers(buffers), deadline, hints, write).there.tolist()
-        return there
+        return self.puts.put(wanted, 0, Buffers(buffers), deadline, hints, write)
 
     # Ahead of reads
 

@@ -29,14 +29,17 @@ from kvstore.waiting import Monitor
 
 STEP_BYTES = 1 << 20
 """Bytes that a lane takes at once."""
+STEP_FILES_MAX = 64
+"""Files that a lane takes at once: a turn that takes too long ends between two steps."""
 TURN_BYTES_MAX = 16 << 20
 """Bytes staged by one call. More than for reads, because publishing, which follows each call, runs faster in one go."""
 TURN_FILES_MAX = 256
 """Files staged by one call; one of them is open at a time."""
 TURN_SYNCED_MAX = 16
 """Files staged by one call if each is synced: a lane that is in one call for ``stall_s`` counts as hung."""
-TURN_PUBLISHED_MAX = 128
-"""Files staged and published by one call."""
+TURN_PUBLISHED_MAX = 512
+TURN_PUBLISHED_BYTES_MAX = 64 << 20
+"""Files and bytes staged and published by one call: more, because such a call publishes as it goes."""
 ROOM_S = 1.0
 """How long a lane that finds the root full waits for the turns of the others to end."""
 PUBLISHED_MAX = 64
@@ -57,10 +60,10 @@ def vouched(indexes: Sequence[int]) -> Mask:
     return np.ones(len(indexes), np.bool_)
 
 
-def put_sizes(chunk_bytes: int, files_max: int) -> Sizes:
+def put_sizes(chunk_bytes: int, files_max: int, bytes_max: int = TURN_BYTES_MAX) -> Sizes:
     """Returns how many chunks of about that size a lane takes, and does in one call."""
-    most = max(1, min(TURN_BYTES_MAX // max(1, chunk_bytes), files_max))
-    return Sizes(max(1, min(STEP_BYTES // max(1, chunk_bytes), most)), most)
+    most = max(1, min(bytes_max // max(1, chunk_bytes), files_max))
+    return Sizes(max(1, min(STEP_BYTES // max(1, chunk_bytes), STEP_FILES_MAX, most)), most)
 
 
 class Publication:
@@ -82,6 +85,8 @@ class Publication:
         """Chunks published so far."""
         self.bytes_written = 0
         """Bytes of their sections."""
+        self.fresh = np.zeros(len(wanted), np.bool_)
+        """The same for each chunk: True if this put gave it its name."""
         self._still_right = still_right
         self._chunks = chunks
         self._refresher = refresher
@@ -135,8 +140,10 @@ class Publication:
         """Returns chunks that lanes find, stage and publish together, by ``add_turn``."""
         # Blocks from memory that the caller vouches for need no look between staging and publishing.
         at_once = not self._is_chain and not self._durable and self._still_right is vouched
-        files_max = TURN_SYNCED_MAX if self._durable else TURN_PUBLISHED_MAX if at_once else TURN_FILES_MAX
-        sizes = put_sizes(mean_bytes(self.wanted, run.first, run.count), files_max)
+        most = (TURN_SYNCED_MAX if self._durable else TURN_FILES_MAX, TURN_BYTES_MAX)
+        if at_once:
+            most = TURN_PUBLISHED_MAX, TURN_PUBLISHED_BYTES_MAX
+        sizes = put_sizes(mean_bytes(self.wanted, run.first, run.count), *most)
         first, stop, depths = run.first, run.first + run.count, self.wanted.depths
         indexes = np.array(depths[first:stop], np.int64) if depths else np.arange(first, stop)
         abandoned = self.abandoned if at_once else None
@@ -158,7 +165,7 @@ class Publication:
             published = put.run.items["status"][places] == native.PUBLISHED
             if published.any():
                 done, places = places[published], places[~published]
-                self._there[put.run.first + done] = True
+                self._there[put.run.first + done] = self.fresh[put.run.first + done] = True
                 self._count(*self._chunks.runs.publish(put, done, ordered=False, epoch=put.epoch))
                 if not len(places):
                     return [], more
@@ -291,7 +298,7 @@ class Publication:
         finally:
             done = put.taken(places)["status"] == native.PUBLISHED
             left: list[int] = (places[~done] + put.run.first).tolist()
-            self._there[places[done] + put.run.first] = True
+            self._there[places[done] + put.run.first] = self.fresh[places[done] + put.run.first] = True
             self._keep(dict.fromkeys(left, put))
         return left
 
@@ -338,6 +345,7 @@ class Publication:
             stop = stop if right.all() else first + int(right.argmin())
         places = np.arange(first - ready.run.first, stop - ready.run.first, dtype=np.int32)
         count, size_bytes = self._chunks.runs.publish(ready, places, ordered=True)
+        self.fresh[first : first + count] = True
         self._count(count, size_bytes)
         return count
 
@@ -369,6 +377,7 @@ class Publication:
             self._chunks.discard(staged)
             raise
         if won:
+            self.fresh[index] = True
             self._count(1, staged.expected.payload_bytes)
 
     def _count(self, chunks: int, size_bytes: int) -> None:

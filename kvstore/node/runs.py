@@ -43,6 +43,10 @@ _new_capsule: Any = ctypes.pythonapi.PyCapsule_New
 _new_capsule.restype, _new_capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
 _TENSOR = b"dltensor"
 _ON_CPU = (1, 0)
+TURN_NS = 250_000_000
+"""Time after which a turn at a put ends, however little it did: a lane that is in one call for ``stall_s`` counts as
+hung.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +210,7 @@ class _SharedRun:
         at = told.__array_interface__["data"][0]
         taken = ctypes.pointer(self._next)
         files = max(sizes.step, sizes.files)
-        turn = native.Turn(taken, sizes.step, sizes.most, files, self._header_bytes, at)
+        turn = native.Turn(taken, sizes.step, sizes.most, files, self._header_bytes, at, time_ns=TURN_NS)
         if self._abandoned is not None:
             turn.abandoned = ctypes.pointer(self._abandoned)
         return turn, told

@@ -49,6 +49,8 @@ class Written:
     """Bytes of their sections."""
     found: int
     """Number of chunks, from the put's first chunk on, that were there already."""
+    fresh: Mask
+    """For each wanted chunk, True if it is there because this put wrote it."""
 
     def of_prompt(self, chunk_tokens: int) -> PutResult:
         """Returns the result for the put of a prompt."""
@@ -112,6 +114,8 @@ class Write:
         self._root = root
         self._sheds = sheds
         self._is_shed = False
+        self._fresh = np.zeros(len(found), np.bool_)
+        """Those that memory took, and did not have before."""
         self._absorbed = 0
         self._absorbed_bytes = 0
 
@@ -161,7 +165,7 @@ class Write:
         """Stores the run of a room, whose sections are in place."""
         run = slice(room.first, room.first + len(room.slots))
         self._tiers.fill(room)
-        self._there[run] = True
+        self._there[run] = self._fresh[run] = True
         self._absorbed += run.stop - run.start
         self._absorbed_bytes += sum(self._sizes[run])
 
@@ -172,8 +176,9 @@ class Write:
     def finish(self, deadline: Deadline) -> Written:
         """Waits for what is on its way to the root. Raises the root's errors, or Unavailable."""
         if self.refused:
-            return Written(self._found, 0, 0, 0)
-        there, chunks, size_bytes = self._there, self._absorbed, self._absorbed_bytes
+            return Written(self._found, 0, 0, 0, self._fresh)
+        there, fresh = self._there, self._fresh
+        chunks, size_bytes = self._absorbed, self._absorbed_bytes
         if self._root is not None:
             try:
                 self._root.finish(deadline)
@@ -183,6 +188,7 @@ class Write:
             publication = self._root.publication
             # Parents from memory were only on their way when this began.
             there = publication.there() | (there if self.mode is WriteMode.BEHIND else False)
+            fresh = fresh | publication.fresh
             chunks, size_bytes = chunks + publication.written, size_bytes + publication.bytes_written
         # A chunk condemned during its put counts as absent.
         there = there & ~self._left_out & self._owner.view.unswept(self._wanted)
@@ -194,7 +200,7 @@ class Write:
             self._owner.used(self._wanted, self._found, self._hints)
         if self._root is not None:
             self._root.publication.used(there)
-        return Written(there, chunks, size_bytes, found)
+        return Written(there, chunks, size_bytes, found, fresh & there)
 
     def abandon(self) -> None:
         """Puts nothing more on the root. Chunks that memory took stay there. Idempotent."""
@@ -216,6 +222,7 @@ class Write:
         else:
             kept = self._tiers.absorb(*self._part(source, new), self._hints, deadline)
             self._there[new] = kept.there
+            self._fresh[new[kept.fresh]] = True
             self._absorbed += kept.written
             self._absorbed_bytes += sum(self._sizes[index] for index in new[kept.fresh].tolist())
             left = new[~self._there[new]]

@@ -459,8 +459,18 @@ def test_a_block_of_another_size_is_not_stored_and_its_read_an_error(cache: Cach
     assert bytes(buffers[1]) == b"abc"
 
 
+def test_a_put_of_blocks_tells_which_of_them_it_wrote(cache: Cache) -> None:
+    cache.blocks.put(KEYS[::2], BLOCKS[::2])
+    assert cache.blocks.put_new(KEYS, BLOCKS) == (40 * [True], 20 * [False, True])
+    assert cache.blocks.put_new(KEYS, BLOCKS) == (40 * [True], 40 * [False])
+    buffers = [bytearray(len(block)) for block in BLOCKS]
+    assert cache.blocks.get(KEYS, buffers) == 40 * [True]
+    assert buffers == BLOCKS
+
+
 def test_no_blocks_at_all(cache: Cache) -> None:
     assert cache.blocks.put([], []) == []
+    assert cache.blocks.put_new([], []) == ([], [])
     assert cache.blocks.match([]) == 0
     assert cache.blocks.get([], []) == []
     assert cache.blocks.present([]) == []

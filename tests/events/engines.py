@@ -59,4 +59,4 @@ def put_blocks(member: Member, prompt: Prompt, which: range | None = None, space
     part = which or range(len(prompt.keys))
     ancestry = Ancestry(part.start, [prompt.descents[at].pack() for at in part])
     keys, buffers = [prompt.keys[at] for at in part], [memoryview(bytes([at]) * 100) for at in part]
-    assert all(member.node.put_blocks(space, keys, buffers, ancestry=ancestry))
+    assert member.node.put_blocks(space, keys, buffers, ancestry=ancestry).there.all()

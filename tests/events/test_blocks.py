@@ -136,7 +136,7 @@ def test_an_adapter_and_extra_keys_are_told_and_divide_events(clustered: Cluster
 def test_compressed_blocks_are_told_like_others(clustered: Cluster, clock: Ticking) -> None:
     node, blocks = clustered.node(), prompt_of(1, 3)
     ancestry = Ancestry(0, [each.pack() for each in blocks.descents])
-    assert all(node.node.put_blocks(SPACE, blocks.keys, [memoryview(bytes(50_000))] * 3, ancestry=ancestry))
+    assert node.node.put_blocks(SPACE, blocks.keys, [memoryview(bytes(50_000))] * 3, ancestry=ancestry).there.all()
     for address in blocks.addresses:
         found = node.node.on_root(partial(node.node.recoder.recode, clustered.name(address), Recoding.COMPRESS))
         assert found.outcome is Outcome.REWRITTEN
@@ -182,7 +182,7 @@ def test_a_file_that_says_nothing_of_use_is_not_told_and_hides_what_is_behind_it
     blocks, others, change = prompt_of(1, 4), prompt_of(2, 2), WRONG[wrong]
     if change is None:
         keys, buffers = blocks.keys[1:2], [memoryview(bytes(100))]
-        assert node.node.put_blocks(SPACE, keys, buffers) == [True]
+        assert node.node.put_blocks(SPACE, keys, buffers).there.all()
         put_blocks(node, blocks, range(1))
         put_blocks(node, blocks, range(2, 4))
     else:

@@ -20,7 +20,7 @@ from kvstore.client.store import Store
 from kvstore.errors import InvalidRequest
 from kvstore.native import is_available
 from kvstore.native import library as native
-from kvstore.node import runs
+from kvstore.node import publish, runs
 from kvstore.node.publish import TURN_PUBLISHED_MAX, TURN_SYNCED_MAX
 from kvstore.node.reading import GROUP_FILES_MAX
 from kvstore.node.runs import Places, Run, SharedPut, SharedRead, Sizes
@@ -106,13 +106,50 @@ def test_blocks_get_their_names_in_the_turn_that_stages_them_and_it_has_few(
         blocks = store.namespace("m", TINY).blocks
         blocks.put([b"first".ljust(16)], [b"makes the folder of shards"])
         published.clear()
-        assert blocks.put(keys, [key * 2 for key in keys]) == [True] * len(keys)
+        assert blocks.put_new(keys[::2], [key * 2 for key in keys[::2]]) == ([True] * 250, [True] * 250)
+        assert blocks.put_new(keys, [key * 2 for key in keys]) == ([True] * 500, [False, True] * 250)
         found = [bytearray(32) for _ in keys]
         assert blocks.get(keys, found) == [True] * len(keys)
         assert found == [key * 2 for key in keys]
         assert store.stats()["chunks_written"] == 1 + len(keys)
     assert not published
     assert noted.turns and max(turn.told_count for turn in noted.turns) <= TURN_PUBLISHED_MAX
+
+
+def test_a_turn_at_a_put_ends_after_its_time(tmp_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    noted = Noted(native.library, "kv_stage_turn")
+    monkeypatch.setattr(native, "library", noted)
+    monkeypatch.setattr(runs, "TURN_NS", 0)
+    monkeypatch.setattr(publish, "STEP_BYTES", 1024)
+    keys = [at.to_bytes(16, "little") for at in range(100)]
+    with opened(tmp_root, native=True) as store:
+        blocks = store.namespace("m", TINY).blocks
+        assert blocks.put(keys, [key * 16 for key in keys]) == [True] * len(keys)
+    assert len(noted.turns) >= 25 and max(turn.told_count for turn in noted.turns) == 4
+
+
+def test_a_put_that_was_given_up_takes_nothing_more_in_its_turn(
+    tmp_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted, stage = Noted(native.library, "kv_stage_turn"), SharedPut.stage
+
+    def given_up(self: SharedPut) -> tuple[Places, bool, int]:
+        assert self._abandoned is not None
+        self._abandoned.value = 1
+        return stage(self)
+
+    monkeypatch.setattr(native, "library", noted)
+    monkeypatch.setattr(publish, "STEP_BYTES", 1024)
+    keys = [at.to_bytes(16, "little") for at in range(100)]
+    with opened(tmp_root, native=True) as store:
+        blocks = store.namespace("m", TINY).blocks
+        blocks.put([b"first".ljust(16)], [b"makes the folder of shards"])
+        monkeypatch.setattr(SharedPut, "stage", given_up)
+        noted.turns.clear()
+        assert blocks.put(keys, [key * 16 for key in keys]) == [False] * len(keys)
+        assert blocks.present(keys) == [False] * len(keys)
+    assert noted.turns and max(turn.told_count for turn in noted.turns) == 4
+    assert not list(tmp_root.glob("staging/*/*"))
 
 
 def test_a_forked_child_does_not_read_into_memory_of_its_parent() -> None:

@@ -229,7 +229,7 @@ def test_a_put_behind_raises_the_hints_of_blocks_that_memory_has() -> None:
     with Acting(faulty()) as node:
         space, key, block = node.cache.namespace, bytes(16), memoryview(bytes(300_000))
         for priority in (10, 60, 20):
-            assert node.node.put_blocks(space, [key], [block], hints=Hints(priority)) == [True]
+            assert node.node.put_blocks(space, [key], [block], hints=Hints(priority)).there.all()
         with node.memory.refer(keyed(space, [key], [len(block)]), 0, 1) as slots:
             assert slots.referred[0].priority == 60
 

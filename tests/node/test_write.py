@@ -122,12 +122,9 @@ def test_the_first_block_under_a_key_stays_whatever_its_size(mode: WriteMode) ->
     keys, large, small = [bytes([at]) * 16 for at in range(2)], memoryview(bytes(3_000)), memoryview(bytes(500))
     with Acting(faulty()) as node:
         space = node.cache.namespace
-        assert node.node.put_blocks(space, [keys[0], keys[1], keys[0]], [large, small, small], write=mode) == [
-            True,
-            True,
-            False,
-        ]
-        assert node.node.put_blocks(space, keys[:1], [small], write=mode) == [False]
+        written = node.node.put_blocks(space, [keys[0], keys[1], keys[0]], [large, small, small], write=mode)
+        assert written.there.tolist() == written.fresh.tolist() == [True, True, False]
+        assert not node.node.put_blocks(space, keys[:1], [small], write=mode).there.any()
         node.drain()
         node.assert_settled()
         assert node.cache.blocks.get(keys[:1], [bytearray(3_000)]) == [True]
@@ -142,7 +139,8 @@ def test_the_first_block_stays_although_it_reaches_the_root_last(mode: WriteMode
     with Acting(root) as node:
         root.set_rules([Rule("stage", Delay(0.2), nth=1)])
         put = partial(node.node.put_blocks, node.cache.namespace, write=mode)
-        assert put(keys, [memoryview(bytes(size)) for size in sizes]) == [True, True, False]
+        written = put(keys, [memoryview(bytes(size)) for size in sizes])
+        assert written.there.tolist() == written.fresh.tolist() == [True, True, False]
         node.drain()
         node.assert_settled()
         assert node.cache.blocks.get(keys[:2], [bytearray(size) for size in sizes[:2]]) == [True, True]
@@ -154,7 +152,8 @@ def test_w2_a_block_that_the_root_has_with_another_size_holds_up_none_of_the_oth
         space, keys = node.cache.namespace, [bytes([at]) * 16 for at in range(5)]
         node.node.put_blocks(space, keys[2:3], [memoryview(bytes(3_000))], write=WriteMode.AROUND)
         node.node.forget()
-        assert node.node.put_blocks(space, keys, [memoryview(bytes(500))] * 5, write=WriteMode.BEHIND) == [True] * 5
+        written = node.node.put_blocks(space, keys, [memoryview(bytes(500))] * 5, write=WriteMode.BEHIND)
+        assert written.there.all()
         node.drain()
         node.assert_settled()
         assert (node.stat("behind_written"), node.stat("behind_lost")) == (4, 1)

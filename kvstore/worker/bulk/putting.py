@@ -177,7 +177,8 @@ class BulkPuts:
             kept.close()
             raise
         there = np.ones(len(request.wanted), np.bool_)
-        return Written(there, cargo.count, cargo.all_bytes, cargo.first - request.first)
+        fresh = np.arange(len(there)) >= cargo.first
+        return Written(there, cargo.count, cargo.all_bytes, cargo.first - request.first, fresh)
 
     def _deadline(self, request: _Request) -> Deadline:
         return Deadline(self._node.clock, seconds_left(request.call, self._node.limits.write_deadline_s))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from lmcache.v1.distributed.internal_api import L2AdapterListener, L2StoreResult
 
 from kvstore.connectors.lmcache_keys import OPAQUE, tensors
 from kvstore.errors import InvalidRequest
@@ -18,6 +19,23 @@ from tests.node.stores import chunk_files
 from tests.worker.serving import serving
 
 WAYS = ("root", "worker")
+
+
+class Told(L2AdapterListener):  # type: ignore[misc]
+    """What LMCache's listeners are told of stores."""
+
+    def __init__(self) -> None:
+        self.stored: list[list[Any]] = []
+
+    def on_l2_keys_stored(self, keys: list[Any], sizes: list[int]) -> None:
+        assert len(keys) == len(sizes)
+        self.stored.append(keys)
+
+    def on_l2_keys_accessed(self, keys: list[Any]) -> None:
+        pass
+
+    def on_l2_keys_deleted(self, keys: list[Any]) -> None:
+        pass
 
 
 @contextmanager
@@ -57,6 +75,30 @@ def test_a_look_up_and_a_load_answer_for_each_key(tmp_root: Path, way: str) -> N
         targets = [made() for _ in keys]
         assert loaded(l2, keys, targets) == [0, 2, 5]
         assert equal([targets[2]], [made(2)])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_store_counts_only_the_objects_that_were_not_there(tmp_root: Path, way: str) -> None:
+    keys, objects = [key(number) for number in range(6)], [made(number) for number in range(6)]
+    size = objects[0].get_size()
+    with opened(way, tmp_root) as l2:
+        told = Told()
+        l2.register_listener(told)
+        assert stored(l2, keys[::2], objects[::2]) == L2StoreResult(True, 3 * size)
+        assert stored(l2, keys, objects) == L2StoreResult(True, 3 * size)
+        assert stored(l2, keys, objects) == L2StoreResult(True, 0)
+        assert told.stored == [keys[::2], keys[1::2]]
+        assert loaded(l2, keys, [made() for _ in keys]) == [*range(6)]
+
+
+def test_of_an_object_that_is_only_bytes_the_first_stays(tmp_root: Path) -> None:
+    first, longer = made(1, torch.uint8, (5000,)), made(2, torch.uint8, (6000,))
+    with adapter(root=str(tmp_root)) as l2:
+        assert stored(l2, [key(1)], [first]) == L2StoreResult(True, 5000)
+        assert stored(l2, [key(1)], [longer]) == L2StoreResult(True, 0)
+        target = made(None, torch.uint8, (5000,))
+        assert loaded(l2, [key(1)], [target]) == [0]
+        assert equal([target], [first])
 
 
 def test_the_three_descriptors_are_distinct(tmp_root: Path) -> None:
