@@ -96,7 +96,7 @@ class BulkPuts:
         cargo = Cargo(wanted, first, count)
         acknowledged = threading.Event()
         try:
-            with ExitStack() as reserved:
+            with write.arriving(), ExitStack() as reserved:
                 is_behind = (
                     not request.waits
                     and not self._node.durability.waits
