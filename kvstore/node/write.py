@@ -152,6 +152,11 @@ class Write:
         tiers = self._owner.tiers
         return nullcontext() if tiers is None or self.mode is not WriteMode.BEHIND else tiers.behind.arriving()
 
+    @property
+    def run_bytes(self) -> int:
+        """Size of a run for which ``room`` should be asked; 0 if none is given."""
+        return self._tiers.run_bytes if self.mode is WriteMode.BEHIND and self._owner.tiers is not None else 0
+
     def room(self, first: int, count: int) -> Room | None:
         """Claims room in memory for a whole run that is on its way, for ``fill`` or ``give_up``.
 
