@@ -49,6 +49,8 @@ class Kept:
 
 ROOM_SHARE = 4
 """Share of memory that rooms may take together."""
+ROOM_RUNS = 4
+"""Runs of one size that this share has room for."""
 
 
 @dataclass(slots=True)
@@ -116,6 +118,11 @@ class MemoryPuts:
                 raise
             self._memory.ready([slot for _, slot in slots])
         return Kept(there, [index - first for index, _ in slots])
+
+    @property
+    def run_bytes(self) -> int:
+        """Size of a run for which ``room`` should be asked: some of them fit into the share of rooms."""
+        return self._memory.size_bytes // ROOM_SHARE // ROOM_RUNS
 
     def room(self, wanted: Wanted, first: int, count: int, hints: Hints, behind: WriteBehind | None) -> Room | None:
         """Claims room for all of these chunks, for ``fill`` or ``give_up``.

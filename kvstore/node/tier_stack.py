@@ -137,6 +137,11 @@ class TierStack:
         self._record()
         return kept
 
+    @property
+    def run_bytes(self) -> int:
+        """Size of a run for which ``room`` should be asked."""
+        return self._puts.run_bytes
+
     def room(self, wanted: Wanted, first: int, count: int, hints: Hints) -> Room | None:
         """Claims room for a whole run that is on its way, for ``fill`` or ``give_up``; as ``absorb`` does."""
         self.filling(wanted)

@@ -7,7 +7,7 @@ table that it follows.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -150,6 +150,16 @@ class Write:
             # As much as memory took is put, whatever the root does with the rest.
             if self._root.abandon():
                 release()
+
+    def arriving(self) -> AbstractContextManager[None]:
+        """While the caller is in it, the put's chunks arrive: what waits to be written behind lets them (rule W6)."""
+        tiers = self._owner.tiers
+        return nullcontext() if tiers is None or self.mode is not WriteMode.BEHIND else tiers.behind.arriving()
+
+    @property
+    def run_bytes(self) -> int:
+        """Size of a run for which ``room`` should be asked; 0 if none is given."""
+        return self._tiers.run_bytes if self.mode is WriteMode.BEHIND and self._owner.tiers is not None else 0
 
     def room(self, first: int, count: int) -> Room | None:
         """Claims room in memory for a whole run that is on its way, for ``fill`` or ``give_up``.

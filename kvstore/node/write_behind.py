@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -31,6 +32,10 @@ log = logging.getLogger(__name__)
 WRITERS = 4
 AFTER_S = 0.05
 """How long a chunk waits before it is written: the put that brought it is acknowledged meanwhile, and needs cores."""
+HOLD_S = 1.0
+"""How long a chunk waits at most while puts arrive, which need the cores that writing takes (rule W6)."""
+HOLD_SHARE = 0.75
+"""Share of the queue up to which it waits so: what finds the queue full is shed."""
 PAUSE_S = 0.5
 """Pause after the root refused or did not answer."""
 JOIN_S = 2.0
@@ -52,6 +57,8 @@ class Job:
     """Time (monotonic) at which it is given up."""
     begins_s: float = 0.0
     """Earliest time to begin: its put is still going on, or the root refused it just now."""
+    held_s: float = 0.0
+    """Time at which it begins even while puts arrive."""
 
     def continues(self, other: Job) -> bool:
         """True if some of its chunks have parents in ``other``, or are the same."""
@@ -85,6 +92,9 @@ class WriteBehind:
         self._waiting: deque[Job] = deque()
         self._writing: list[Job] = []
         self._bytes = 0
+        self._arriving = 0
+        self._quiet_s = 0.0
+        """Time at which the last put that arrived is so long over that another would have followed it."""
         self._jobs = 0
         self._refused_since_s: float | None = None
         """Since when the root has refused each write; None if it refused none, or took the last one."""
@@ -113,8 +123,24 @@ class WriteBehind:
         with self._changed:
             if self._is_closing or self._bytes + size_bytes > self.bytes_max:
                 return False
+            held = self._holds
             self._bytes += size_bytes
+            if held and not self._holds:
+                self._changed.notify_all()  # the threads sleep for as long as they saw then
             return True
+
+    @contextmanager
+    def arriving(self) -> Iterator[None]:
+        """While a put arrives, what is queued waits (rule W6)."""
+        with self._changed:
+            self._arriving += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._arriving -= 1
+                self._quiet_s = self._clock.monotonic_s() + AFTER_S
+                self._changed.notify_all()
 
     def give_back(self, size_bytes: int) -> None:
         """Returns room that was reserved and is not needed."""
@@ -126,7 +152,8 @@ class WriteBehind:
         """Queues chunks that are dirty in memory, for which ``size_bytes`` are reserved."""
         assert self._publish is not None
         now_s = self._clock.monotonic_s()
-        job = Job(wanted, first, count, hints, size_bytes, now_s + self._limits.now.behind_give_up_s, now_s + AFTER_S)
+        ends_s = now_s + self._limits.now.behind_give_up_s
+        job = Job(wanted, first, count, hints, size_bytes, ends_s, now_s + AFTER_S, now_s + HOLD_S)
         with self._changed:
             self._jobs += 1
             if not self._loop.closed:
@@ -184,6 +211,7 @@ class WriteBehind:
         began_s = self._clock.monotonic_s()
         with self._changed:
             self._is_closing = True
+            self._changed.notify_all()  # what is held begins
             while self._jobs and (left_s := self._may_wait_s(began_s, timeout_s)) > 0:
                 self._changed.wait(left_s)
             self._loop.stop()
@@ -212,12 +240,24 @@ class WriteBehind:
         now_s = self._clock.monotonic_s()
         before = [*self._writing]
         for place, job in enumerate(self._waiting):
-            if job.begins_s <= now_s and not any(map(job.continues, before)):
+            if self._begins_s(job) <= now_s and not any(map(job.continues, before)):
                 del self._waiting[place]
                 self._writing.append(job)
                 return partial(self._do, job)
             before.append(job)
-        return min((job.begins_s - now_s for job in self._waiting if job.begins_s > now_s), default=None)
+        times = map(self._begins_s, self._waiting)
+        return min((begins_s - now_s for begins_s in times if begins_s > now_s), default=None)
+
+    @property
+    def _holds(self) -> bool:
+        """True if what is queued waits for puts that arrive (rule W6)."""
+        return not self._is_closing and self._bytes <= HOLD_SHARE * self.bytes_max
+
+    def _begins_s(self, job: Job) -> float:
+        """Returns the earliest time to begin a job, as things are."""
+        if not self._holds:
+            return job.begins_s
+        return max(job.begins_s, job.held_s if self._arriving else min(job.held_s, self._quiet_s))
 
     def _do(self, job: Job) -> None:
         again = False

@@ -9,11 +9,12 @@ import pytest
 
 from kvstore import Layout
 from kvstore.native import is_available
-from kvstore.node.memory_puts import ROOM_SHARE
+from kvstore.node.memory_puts import ROOM_SHARE, MemoryPuts, Room
+from kvstore.node.write import Write
 from kvstore.sections import planes_of
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel
-from kvstore.wire.bulk.frames import Kind, encode_request, encode_span
+from kvstore.wire.bulk.frames import RUN_BYTES, Kind, encode_request, encode_span
 from kvstore.wire.bulk.sums import plane_sums
 from kvstore.worker.admission import Buffers
 from kvstore.worker.bulk import putting
@@ -215,3 +216,22 @@ def test_clients_that_stop_sending_claim_a_share_of_memory_at_most(served: Serve
         assert sum(memory_of(served)._filling.values()) <= share
         assert behind_bytes(served) <= share
     eventually(lambda: is_as_before(served), "all room was given back")
+
+
+def test_runs_are_as_large_as_memory_has_room_for(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run costs Python once, on both sides."""
+    came: list[int] = []
+
+    def room(write: Write, first: int, count: int) -> Room | None:
+        came.append(count)
+        return claim(write, first, count)
+
+    claim = Write.room
+    monkeypatch.setattr(Write, "room", room)
+    monkeypatch.setattr(MemoryPuts, "run_bytes", RUN_BYTES + MEDIUM.chunk_bytes)
+    chunks = RUN_BYTES // MEDIUM.chunk_bytes + 5
+    tokens, kv = tokens_and_kv(chunks, seed=4)
+    with connected(served, bulk="tcp", write="behind") as store:
+        assert store.namespace("m", MEDIUM).put(tokens, kv).tokens_present == len(tokens)
+        assert came == [chunks - 4, 4]
+        assert same(store.namespace("m", MEDIUM).get(tokens)[1], kv)

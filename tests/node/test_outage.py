@@ -278,7 +278,7 @@ def test_layers_that_hang_break_the_hold_in_time(store: Store, root: FaultyRoot)
     cache, kv = store.namespace("m", layout), kv_of(layout, TOKENS)
     cache.put(TOKENS, kv)
     hang, seen, node = Hang(), 0, member_of(store).node
-    node.adjust(replace(quick(), read_deadline_s=PATIENCE_S))  # until a layer was there, however busy the machine is
+    node.adjust(replace(quick(), read_deadline_s=QUICK.hold_max_s / 2))  # until a layer was there, however busy the machine is
     with cache.hold(TOKENS) as hold:
         root.set_rules([Rule("read", hang, nth=20)])
         with InTime(), pytest.raises(HoldBroken, match="not read in time"):

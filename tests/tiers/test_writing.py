@@ -1,7 +1,8 @@
-"""The moment at which a put is acknowledged, and what is where by then (MEMORY.md, "Writing", W1, W2, W4, W5)."""
+"""The moment at which a put is acknowledged, and what is where by then (MEMORY.md, "Writing", W1, W2, W4 to W6)."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,6 +31,8 @@ from tests.tiers.acting import (
     timed,
     together,
 )
+
+FOR_EVER_S = 3600.0
 
 
 @pytest.fixture(params=["memory", "posix"])
@@ -324,3 +327,39 @@ def test_w2_a_prompt_that_cannot_be_written_holds_no_other_up(root: FaultyRoot) 
         node.drain()
         assert root.inner.stat(stuck) is not None
         node.assert_settled()
+
+
+def test_w6_a_put_that_arrives_holds_what_is_queued_but_not_for_long(
+    node: Acting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(write_behind, "HOLD_S", 0.3)
+    with node.tiers.behind.arriving():
+        began_s = time.monotonic()
+        node.put(1, 4)
+        eventually(lambda: all(node.on_root(1, 4)), "it is written while the put still arrives")
+        assert time.monotonic() - began_s >= 0.3
+
+
+def test_w6_what_is_queued_is_written_when_puts_have_arrived(node: Acting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write_behind, "HOLD_S", FOR_EVER_S)
+    with node.tiers.behind.arriving():
+        node.put(1, 4)
+    eventually(lambda: all(node.on_root(1, 4)), "it is written")
+
+
+def test_w6_nothing_waits_for_puts_in_a_queue_that_fills(node: Acting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write_behind, "HOLD_S", FOR_EVER_S)
+    behind, room_bytes = node.tiers.behind, node.unit_bytes * QUEUE_CHUNKS * 3 // 4
+    with behind.arriving():
+        node.put(1, 4)
+        assert behind.reserve(room_bytes)
+        eventually(lambda: all(node.on_root(1, 4)), "it is written")
+        behind.give_back(room_bytes)
+
+
+def test_w6_nothing_waits_for_puts_when_the_node_closes(node: Acting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write_behind, "HOLD_S", FOR_EVER_S)
+    with node.tiers.behind.arriving():
+        node.put(1, 4)
+        node.close()
+        assert node.on_root(1, 4) == [True] * 4

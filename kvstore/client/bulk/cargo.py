@@ -15,7 +15,7 @@ from kvstore.buffers import Pieces
 from kvstore.layout import Layout
 from kvstore.sections import Planes
 from kvstore.wire.bulk.channel import Channel
-from kvstore.wire.bulk.frames import RUN_BYTES_MAX
+from kvstore.wire.bulk.frames import RUN_BYTES
 from kvstore.wire.bulk.runs import send_run
 from kvstore.wire.bulk.sums import block_sums
 from kvstore.writes import RUNS_IN_MEMORY
@@ -66,7 +66,7 @@ class ChunkCargo(Cargo):
     def __init__(self, planes: Planes, layout: Layout, count: int) -> None:
         self.count = count
         self.largest_bytes = layout.chunk_bytes
-        self.placed_bytes = max(RUN_BYTES_MAX, layout.chunk_bytes)
+        self.placed_bytes = max(RUN_BYTES, layout.chunk_bytes)
         self._planes = planes
         self._layout = layout
 

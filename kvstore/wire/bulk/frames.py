@@ -15,8 +15,10 @@ HEAD = struct.Struct("<2sHIQ")
 HEAD_BYTES = HEAD.size
 CONTROL_BYTES_MAX = 128 << 10
 """Limit of a payload that is neither a request nor bytes of chunks."""
-RUN_BYTES_MAX = 8 << 20
-"""Limit of several chunks in one CHUNKS frame; one chunk alone may be larger."""
+RUN_BYTES = 8 << 20
+"""Bytes of several chunks that go together, unless there is reason for more."""
+RUN_BYTES_MAX = 32 << 20
+"""Limit of what READY allows for several chunks in one CHUNKS frame; one chunk alone may be larger."""
 FILES_MAX = 64
 """Limit of chunks in one WANT, and so of files in one FILES frame; the kernel allows 253."""
 
@@ -107,6 +109,7 @@ _REQUEST = struct.Struct("<dB7x")
 _SPAN = struct.Struct("<II")
 _PLACED = struct.Struct("<IIQ")
 SPAN_BYTES = _SPAN.size
+_READY = struct.Struct("<III")
 _ARENA = struct.Struct("<Q")
 _INDEX = struct.Struct("<I4x")
 INDEX_BYTES = _INDEX.size
@@ -157,7 +160,7 @@ def decode_request(payload: bytes) -> Request:
 
 
 def encode_span(first: int, count: int) -> bytes:
-    """Encodes the payload of WANT, READ, FILES, READY, ABSENT and ELSEWHERE, which also begins that of CHUNKS."""
+    """Encodes the payload of WANT, READ, FILES, ABSENT and ELSEWHERE, which also begins that of CHUNKS."""
     return _SPAN.pack(first, count)
 
 
@@ -165,6 +168,19 @@ def decode_span(payload: bytes) -> tuple[int, int]:
     """Decodes the payload of ``encode_span``. Raises InvalidRequest."""
     first, count = _unpacked(_SPAN, payload)
     return first, count
+
+
+def encode_ready(first: int, count: int, run_bytes: int) -> bytes:
+    """Encodes the payload of READY."""
+    return _READY.pack(first, count, run_bytes)
+
+
+def decode_ready(payload: bytes) -> tuple[int, int, int]:
+    """Decodes the payload of READY: the chunks to send, and how many bytes of them may go together, at most
+    RUN_BYTES_MAX. Raises InvalidRequest.
+    """
+    first, count, run_bytes = _unpacked(_READY, payload)
+    return first, count, min(run_bytes, RUN_BYTES_MAX)
 
 
 def encode_slots(given: Given) -> bytes:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from kvstore.counts import WorkerCount
 from kvstore.node.memory_puts import Room
 from kvstore.node.write import Write
-from kvstore.wire.bulk.frames import RUN_BYTES_MAX, SPAN_BYTES, Kind, decode_placed, decode_span
+from kvstore.wire.bulk.frames import SPAN_BYTES, Kind, decode_placed, decode_span
 from kvstore.wire.statuses import Busy
 from kvstore.worker.admission import Buffers, BytesInFlight
 from kvstore.worker.bulk.cargo import Cargo
@@ -61,8 +61,8 @@ class Arriving:
     ) -> Iterator[Arrived]:
         """Yields the runs of a client, in order. Bytes go straight into the node's memory while ``write`` has room.
 
-        Memory is reserved when the first run comes as bytes. A put behind has reserved it before, or uses the client's
-        arena: then nothing may come as bytes.
+        Memory is reserved for the first run that comes as bytes and not into the node's memory. A put behind has
+        reserved it before, or uses the client's arena: then nothing may come as bytes.
         """
         channel = connection.channel
         kinds = (Kind.PLACED,) if is_behind and connection.has_arena else (Kind.PLACED, Kind.CHUNKS)
@@ -87,13 +87,10 @@ class Arriving:
                 memory = connection.placed(offset, size_bytes)
             else:
                 table = struct.Struct(f"<{cargo.sums_count(count)}Q")
-                if head.length != SPAN_BYTES + size_bytes + table.size or (count > 1 and size_bytes > RUN_BYTES_MAX):
+                if head.length != SPAN_BYTES + size_bytes + table.size or (count > 1 and size_bytes > cargo.run_bytes):
                     raise channel.break_off(
                         f"received {head.length} bytes for {count} chunks: not their size, or too large a run"
                     )
-                if not is_reserved:
-                    reserved.enter_context(self._in_flight.reserved(cargo.in_memory_bytes))
-                    is_reserved = True
                 if is_straight and channel.moves_natively and cargo.suits_room(start, count):
                     room = write.room(start, count)
                 is_straight = room is not None  # chunks reach memory in order, or not at all
@@ -102,6 +99,9 @@ class Arriving:
                     cargo.receive(channel, room)
                     memory = memoryview(b"")
                 else:
+                    if not is_reserved:
+                        reserved.enter_context(self._in_flight.reserved(cargo.in_memory_bytes))
+                        is_reserved = True
                     memory = buffer = self._buffers.take(size_bytes)
                     channel.receive_into([memory])
                     sums = table.unpack(channel.receive(table.size))

@@ -14,7 +14,7 @@ from kvstore.node.memory_puts import Room
 from kvstore.node.wanted import Wanted, section_bytes, sizes_of
 from kvstore.sections import Buffers, Planes, Sections
 from kvstore.wire.bulk.channel import Channel
-from kvstore.wire.bulk.frames import RUN_BYTES_MAX
+from kvstore.wire.bulk.frames import RUN_BYTES, RUN_BYTES_MAX
 from kvstore.wire.bulk.runs import PARTS_BYTES, receive_sections
 from kvstore.wire.bulk.sums import block_sums, plane_sums
 from kvstore.wire.statuses import BrokenTransfer
@@ -24,11 +24,14 @@ from kvstore.writes import RUNS_IN_MEMORY
 class Cargo:
     """The ``count`` chunks or blocks of a put, from index ``first`` on."""
 
-    def __init__(self, wanted: Wanted, first: int, count: int) -> None:
+    def __init__(self, wanted: Wanted, first: int, count: int, room_bytes: int = 0) -> None:
+        """``room_bytes`` is the size of a run that the node's memory has room for."""
         self._wanted = wanted
         self._ends = [0, *accumulate(sizes_of(wanted)[first : first + count])]
         self.first = first
         self.count = count
+        self.run_bytes = min(max(RUN_BYTES, room_bytes), RUN_BYTES_MAX)
+        """Limit of several chunks in one run that comes as bytes."""
 
     @property
     def all_bytes(self) -> int:
@@ -39,7 +42,7 @@ class Cargo:
     def in_memory_bytes(self) -> int:
         """Memory for the runs that are here at once, if they come as bytes."""
         largest = max((b - a for a, b in pairwise(self._ends)), default=0)
-        return min(self.all_bytes, RUNS_IN_MEMORY * max(RUN_BYTES_MAX, largest))
+        return min(self.all_bytes, RUNS_IN_MEMORY * max(self.run_bytes, largest))
 
     def size_bytes(self, first: int, count: int) -> int:
         """Size of ``count`` chunks from index ``first`` on."""

@@ -19,7 +19,7 @@ from kvstore.node.node import Node
 from kvstore.node.wanted import Wanted
 from kvstore.node.write import Write, Written
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.bulk.frames import Kind, encode_span
+from kvstore.wire.bulk.frames import Kind, encode_ready
 from kvstore.wire.messages import hints_of, parse, write_of
 from kvstore.worker.bulk.arriving import Arrived, Arriving
 from kvstore.worker.bulk.cargo import Cargo
@@ -93,17 +93,17 @@ class BulkPuts:
         )
         first = write.first
         count = 0 if write.refused else len(wanted) - first
-        cargo = Cargo(wanted, first, count)
+        cargo = Cargo(wanted, first, count, write.run_bytes)
         acknowledged = threading.Event()
         try:
-            with ExitStack() as reserved:
+            with write.arriving(), ExitStack() as reserved:
                 is_behind = (
                     not request.waits
                     and not self._node.durability.waits
                     and count > 0
                     and self._arriving.has_room(request.connection, cargo.all_bytes, reserved)
                 )
-                channel.send(Kind.READY, request.number, [encode_span(first, count)])
+                channel.send(Kind.READY, request.number, [encode_ready(first, count, cargo.run_bytes)])
                 runs = self._arriving.runs(request.connection, cargo, write, reserved, is_behind=is_behind)
                 if is_behind:
                     written = self._write_behind(request, write, cargo, self._all(write, runs), reserved, acknowledged)

@@ -163,7 +163,7 @@ PUTTING = [
         "wire: a run has the length that it says",
         edit(
             "kvstore.worker.bulk.arriving:Arriving.runs",
-            "if head.length != SPAN_BYTES + size_bytes + table.size or (count > 1 and size_bytes > RUN_BYTES_MAX):",
+            "if head.length != SPAN_BYTES + size_bytes + table.size or (count > 1 and size_bytes > cargo.run_bytes):",
             "if False:",
         ),
         f"{SUMS}a_run_has_the_length_that_it_says",
