@@ -16,7 +16,7 @@ from kvstore.client import Store
 from kvstore.errors import HoldBroken, InvalidRequest, Overloaded, PermissionDenied, Unavailable
 from kvstore.node.limits import Limits
 from kvstore.root.posix import PosixRoot
-from tests.node.stores import SMALL, chunk_files, in_turn, kv_of, member_of, same, store_on
+from tests.node.stores import SMALL, chunk_files, in_turn, kv_of, same, store_on
 from tests.patience import PATIENCE_S, eventually, stretched
 from tests.root.faulty import EIO, ENOSPC, EROFS, Delay, Fault, FaultyRoot, Hang, Missing, Rule, Torn
 
@@ -277,16 +277,14 @@ def test_layers_that_hang_break_the_hold_in_time(store: Store, root: FaultyRoot)
     layout = replace(SMALL, layers=6)
     cache, kv = store.namespace("m", layout), kv_of(layout, TOKENS)
     cache.put(TOKENS, kv)
-    hang, seen, node = Hang(), 0, member_of(store).node
-    node.adjust(replace(quick(), read_deadline_s=QUICK.hold_max_s / 2))  # until a layer was there, however busy the machine is
+    hang, seen = Hang(), 0
     with cache.hold(TOKENS) as hold:
-        root.set_rules([Rule("read", hang, nth=20)])
         with InTime(), pytest.raises(HoldBroken, match="not read in time"):
             for layer, k, _ in hold.layers(in_turn(layout, len(TOKENS))):
-                node.adjust(quick())
+                root.set_rules([Rule("read", hang)])  # the next two are read by now, or are being read
                 assert same(k, kv[layer, 0])
                 seen += 1
-    assert seen
+    assert 1 <= seen <= 3
     hang.release.set()
 
 
