@@ -144,7 +144,7 @@ class Caller:
                 endpoint.leave()  # its channel was closed meanwhile
         for endpoint, answer in asked:
             try:
-                answers[endpoint.address] = self.at(endpoint, answer.result, began_s)
+                answers[endpoint.address] = self.at(endpoint, answer.result, began_s=began_s)
             except CallFailed as failed:
                 answers[endpoint.address] = failed.failed.error
             finally:
@@ -159,7 +159,7 @@ class Caller:
         """Raises StoreClosed, or InvalidRequest in a forked child: for calls that need no worker."""
         self._endpoints.check()
 
-    def at(self, endpoint: Endpoint, send: Callable[[], T], began_s: float | None = None) -> T:
+    def at(self, endpoint: Endpoint, send: Callable[[], T], *, began_s: float | None = None) -> T:
         """One call to one worker, which is set aside where it did not answer. Raises CallFailed, StoreClosed (also of
         a store that was closed meanwhile), and InvalidRequest in a forked child.
 

@@ -94,7 +94,7 @@ class HeldAtWorker:
             return
         endpoint = self._lease.endpoint
         try:
-            self._tools.caller.at(endpoint, partial(fetch.receive, endpoint), fetch.timeout_s)
+            self._tools.caller.at(endpoint, partial(fetch.receive, endpoint))
         except BrokenTransfer:
             pass  # counted where it was found; what came before it is good
         except CallFailed as failed:

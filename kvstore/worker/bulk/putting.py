@@ -31,9 +31,6 @@ from kvstore.worker.puts_behind import PutsBehind
 from kvstore.worker.putting import blocks_answer, chunks_answer
 from kvstore.writes import WriteMode
 
-SLOW_S = 1.0
-"""A put behind that takes longer is stored while it comes."""
-
 
 @dataclass(frozen=True, slots=True)
 class _Request:
@@ -135,16 +132,15 @@ class BulkPuts:
         request.released(run.first + run.count - cargo.first)
 
     def _all(self, write: Write, runs: Iterable[Arrived]) -> list[Arrived]:
-        """Waits for all runs; returns those to be stored. A slow put's are stored as they come, if they are in memory:
-        claimed room, which nobody can read or evict, keeps others out.
+        """Waits for all runs, and stores those that are in memory as they come: claimed room, which nobody can read or
+        evict, keeps others out. Returns the others.
         """
-        left, clock = list[Arrived](), self._node.clock
-        slow_s = clock.monotonic_s() + SLOW_S
+        left = list[Arrived]()
         for run in runs:
-            left.append(run)
-            while left and (room := left[0].room) is not None and clock.monotonic_s() > slow_s:
-                write.fill(room)
-                del left[0]
+            if run.room is not None:
+                write.fill(run.room)
+            else:
+                left.append(run)
         return left
 
     def _write_behind(
