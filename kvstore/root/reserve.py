@@ -21,6 +21,8 @@ RESERVE_BYTES = 1 << 20
 FREE_SHARE = 1 / 16
 """A node takes no more of what is free; a disk too small for RESERVE_BYTES_MIN has none."""
 RESERVE_BYTES_MIN = 256 << 10
+LOG_BYTES = 640 << 10
+"""Room for the log of metadata in a file on the root, while a clear or a round of sweeps begins."""
 
 
 def keep_reserve(root: Root, ids: Ids, size_bytes: int = RESERVE_BYTES) -> None:
@@ -54,6 +56,19 @@ def begin_reserve(root: Root, ids: Ids) -> None:
 def spend_reserve(root: Root) -> bool:
     """Gives its room back to the root; False if it was spent before. Raises the root's errors."""
     return root.remove(places.RESERVE)
+
+
+def has_room(root: Root) -> bool:
+    """True if there is room for what deleting writes first, if need be once the reserve is spent.
+
+    Raises the root's errors.
+    """
+    return _has_room(root) or (spend_reserve(root) and _has_room(root))
+
+
+def _has_room(root: Root) -> bool:
+    free_bytes = root.space().free_bytes
+    return free_bytes is None or free_bytes >= LOG_BYTES
 
 
 def with_reserve(root: Root, work: Callable[[], T]) -> T:

@@ -27,6 +27,7 @@ from kvstore.meta.sweeps import Condemned
 from kvstore.node.member import Member
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
+from kvstore.root.reserve import LOG_BYTES
 from kvstore.sources import SystemClock
 from kvstore_gc.collectors import Collectors
 from kvstore_gc.threads import Stopped
@@ -321,6 +322,21 @@ def test_with_the_reserve_spent_the_plans_for_which_there_was_room_are_swept() -
         assert report.sweeps["begun"] == 1 and report.reaped.count == len(plans[0].victims)
         assert report.condemned.count == report.reaped.count
         assert c.present(chain) == 30 - report.reaped.count and c.leftovers() == []
+        assert c.collector().sweep(c.plans(chain)).reaped.count == 30 - report.reaped.count
+
+
+def test_plans_leave_room_for_the_log_of_the_metadata_that_name_them() -> None:
+    """Of a folder of one host, which has both on one disk: a collector that fills it with plans deletes nothing."""
+    files = MemoryFiles()
+    with cluster(MemoryRoot(files), shard_bits=2) as c:
+        node, chain = c.node(), prompt(1, 30)
+        put(node, chain)
+        plans = c.plans(chain)
+        assert len(plans) > 2
+        files.capacity_bytes = files.used_bytes + LOG_BYTES - 1
+        report = c.collector().sweep(plans)
+        assert report.sweeps["begun"] == 1 and report.reaped.count == len(plans[0].victims)
+        files.capacity_bytes = files.used_bytes + 2 * LOG_BYTES
         assert c.collector().sweep(c.plans(chain)).reaped.count == 30 - report.reaped.count
 
 

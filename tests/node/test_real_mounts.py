@@ -13,10 +13,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+import kvstore
 from kvstore import Layout
 from kvstore.client.cache import Cache
 from kvstore.client.store import Store
 from kvstore.errors import Overloaded, PermissionDenied, Unavailable
+from kvstore.format import places
 from kvstore.node.limits import Limits
 from tests.node.stores import kv_of, same, store_on
 from tests.patience import eventually, returns, stretched
@@ -110,6 +112,25 @@ def test_a_full_disk_is_overloaded_and_keeps_what_was_there(small_tmpfs: Path) -
         assert not list(small_tmpfs.glob("staging/*/*")), "no torn file keeps the disk full"
         cache.clear()
         assert cache.put(TOKENS, KV).tokens_present == len(TOKENS)
+
+
+def test_a_full_disk_can_be_cleared_where_its_metadata_need_room_too(tmp_path: Path) -> None:
+    """On a folder of one host the metadata's log grows before anything is deleted: the reserve is for that."""
+    mount, tiny = tmp_path / "tmpfs", Layout(layers=1, kv_heads=1, head_dim=64, dtype="float16", chunk_tokens=32)
+    mount.mkdir()
+    run("mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(mount))
+    try:
+        tokens = np.arange(3 * tiny.chunk_tokens)
+        with kvstore.open(mount / "root", max_bytes=None) as store:
+            cache, at = store.namespace("m", tiny), 0
+            with pytest.raises(Overloaded):
+                while True:
+                    at += len(tokens)
+                    cache.put(tokens + at, kv_of(tiny, tokens))
+            assert (mount / "root" / places.RESERVE).exists()
+            assert cache.clear().chunks > 1000
+    finally:
+        subprocess.run(["umount", "-l", str(mount)], check=True)
 
 
 def test_a_root_turned_read_only_still_serves(small_tmpfs: Path) -> None:
