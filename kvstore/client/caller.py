@@ -122,7 +122,8 @@ class Caller:
             try:
                 return self.at(endpoint, partial(send, endpoint, left_s))
             except CallFailed as failed:
-                error = failed.failed.error
+                if error is None or failed.failed.answered:  # what a worker says tells more than silence
+                    error = failed.failed.error
                 if not (_helps_elsewhere(failed.failed) and (may_repeat or failed.failed.unsent)):
                     break
         if error is not None and asked > 1:

@@ -17,8 +17,8 @@ class ClientLimits:
     """Limit without a byte during a read; past it, the missing chunks are misses."""
     write_s: float = 30.0
     """Limit for a put, in addition to the time for its bytes; past it, Unavailable."""
-    pin_s: float = 5.0
-    """Limit for pins, refcounts and namespaces."""
+    pin_s: float = 6.0
+    """Limit for pins, refcounts and namespaces; a worker that waits 5 s for etcd can still say so."""
     move_s: float = 630.0
     """Limit for a prefetch or move; the worker ends them after 600 s."""
     clear_s: float = 630.0

@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 
 import kvstore
+from kvstore.client.caller import Caller, CallFailed
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.meta.etcd.faults import Fault, fault_of
 from kvstore.meta.interface import KeyValue
 from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.namespaces import Namespaces
-from kvstore.wire.statuses import failure
+from kvstore.wire.statuses import Failure, failure
 from tests.node.stores import SMALL, TINY, kv_of
 from tests.worker.serving import connected, serving, worker_process
 
@@ -224,3 +225,18 @@ def test_a_buffer_that_cannot_be_filled_is_an_error_and_no_miss(tmp_root: Path) 
         for buffer, said in wrong:
             with pytest.raises(InvalidRequest, match=said):
                 blocks.get(KEYS[:2], [bytearray(3), buffer()])
+
+
+def test_what_one_worker_says_tells_more_than_the_silence_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    failures = [
+        Failure(Unavailable("etcd did not answer"), True, False),
+        Failure(Unavailable("worker b did not answer"), False, False),
+    ]
+
+    def at(*_: object, **__: object) -> object:
+        raise CallFailed(failures.pop(0))
+
+    monkeypatch.setattr(Caller, "at", at)
+    with kvstore.connect("127.0.0.1:1", "127.0.0.1:2") as store, pytest.raises(Unavailable, match=r"^etcd did not"):
+        store.unpin("owner/" + "0" * 32)
+    assert not failures
