@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from typing import Literal
 
+from kvstore.brief import brief
 from kvstore.errors import InvalidRequest
 
 RUNS_MAX = 2
@@ -34,7 +35,7 @@ class Durability(enum.Enum):
             return cls(value)
         except ValueError:
             names = ", ".join(each.value for each in cls)
-            raise InvalidRequest(f"durability={value!r}: expected one of {names}") from None
+            raise InvalidRequest(f"durability={brief(value)}: expected one of {names}") from None
 
     @property
     def waits(self) -> bool:
@@ -59,4 +60,4 @@ class WriteMode(enum.Enum):
             return cls(value)
         except ValueError:
             names = ", ".join(mode.value for mode in cls)
-            raise InvalidRequest(f"write={value!r}: expected one of {names}") from None
+            raise InvalidRequest(f"write={brief(value)}: expected one of {names}") from None

@@ -14,6 +14,7 @@ from functools import partial
 
 from kvstore.address import Chain
 from kvstore.background import Decision, Loop
+from kvstore.brief import brief
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, Unavailable
 from kvstore.node.lanes import Deadline
 from kvstore.node.limits import CurrentLimits
@@ -50,7 +51,7 @@ class Level(enum.Enum):
             return cls(value)
         except ValueError:
             names = ", ".join(level.value for level in cls)
-            raise InvalidRequest(f"tier={value!r}: expected one of {names}") from None
+            raise InvalidRequest(f"tier={brief(value)}: expected one of {names}") from None
 
 
 def check(act: Act, level: Level) -> None:
