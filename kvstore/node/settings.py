@@ -14,11 +14,10 @@ from kvstore.errors import InvalidRequest
 from kvstore.format.lineage import check_label
 from kvstore.hints import PRIORITY_MAX
 from kvstore.meta.session import TTL_S
-from kvstore.writes import Durability, WriteMode
+from kvstore.writes import BOUND_BYTES_MIN, Durability, WriteMode
 
 MEMORY_BYTES_MIN = 16 << 20
 DISK_BYTES_MIN = 64 << 20
-BOUND_BYTES_MIN = 1 << 20
 TTL_S_MIN = 1.0
 
 
