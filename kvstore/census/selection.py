@@ -95,7 +95,9 @@ class Selection:
         if self.namespace is not None or self.tenant is not None or self.fingerprint:
             meant = [each for each in namespaces if self._means(each)]
             if not meant:
-                raise InvalidRequest(f"no namespace of this root is meant by {self.describe()}: see kvstore ls")
+                raise InvalidRequest(
+                    f"nothing matches: no namespace of this root is meant by {self.describe()} (kvstore ls lists them)"
+                )
             found = frozenset(each.id for each in meant)
         lineages: frozenset[LineageId] | None = None
         if self.written_by:
@@ -262,11 +264,11 @@ def _lineages(written_by: str, writers: Writers, *, lists: bool) -> frozenset[Li
         return frozenset({lineage_id(bytes.fromhex(value))})  # its record may be lost
     found = frozenset(lineage for lineage, writer in writers.items() if getattr(writer, name) == value)
     if not found and not lists:
-        raise InvalidRequest(f"nothing was written by {written_by!r}")
+        raise InvalidRequest(f"nothing matches: nothing was written by {written_by!r}")
     if not found:
         known = sorted({str(getattr(writer, name)) for writer in writers.values()} - {""})
         listed = ", ".join(known[:10]) + (", ..." if len(known) > 10 else "")
-        raise InvalidRequest(f"nothing was written by {written_by!r}; there are: {listed or 'none'}")
+        raise InvalidRequest(f"nothing matches: nothing was written by {written_by!r}; there are: {listed or 'none'}")
     return found
 
 
