@@ -11,6 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from typing import Literal
 
 from kvstore.address import Chain
 from kvstore.background import Decision, Loop
@@ -35,6 +36,11 @@ class Act(enum.Enum):
     """Bring them to a tier, and remove them from all nearer tiers."""
     RELEASE = "release"
     """Not needed soon: make them the first to go when memory or disk needs room, until they are used again."""
+
+
+AheadName = Literal["memory", "disk"]
+"""The tiers to prefetch to."""
+LevelName = Literal["memory", "disk", "root"]
 
 
 class Level(enum.Enum):
