@@ -14,6 +14,7 @@ from operator import index
 from types import MappingProxyType
 from typing import Literal, SupportsIndex
 
+from kvstore.brief import brief
 from kvstore.errors import InvalidRequest
 
 Preset = Literal["chat", "analytics", "rag", "batch"]
@@ -79,31 +80,30 @@ PRESETS: Mapping[Preset, Hints] = MappingProxyType(
 def checked_preset(name: str) -> Preset:
     """Returns ``name`` as a preset. Raises InvalidRequest."""
     for each in PRESETS:
-        if each == name:
+        if isinstance(name, str) and each == name:  # an array would be compared item by item
             return each
-    raise InvalidRequest(f"preset={name!r}: expected one of {', '.join(PRESETS)}")
+    raise InvalidRequest(f"preset={brief(name)}: expected one of {', '.join(PRESETS)}")
 
 
 def checked_unused_s(unused: float) -> float:
     """Returns the seconds since a caller's last use of an abandoned branch. Raises InvalidRequest."""
     if isinstance(unused, bool) or not isinstance(unused, int | float) or not 0 <= unused < math.inf:
-        raise InvalidRequest(f"unused={unused!r}: expected seconds since your last use of the branch, 0 or more")
+        raise InvalidRequest(f"unused={brief(unused)}: expected seconds since your last use of the branch, 0 or more")
     return float(unused)
 
 
 def _checked_priority(priority: SupportsIndex) -> int:
-    expected = f"priority={priority!r}: expected a whole number from 0 to {PRIORITY_MAX}"
     try:
         value = index(priority)
-    except TypeError as cause:
-        raise InvalidRequest(expected) from cause
+    except TypeError:
+        value = -1
     if isinstance(priority, bool) or not 0 <= value <= PRIORITY_MAX:
-        raise InvalidRequest(expected)
+        raise InvalidRequest(f"priority={brief(priority)}: expected a whole number from 0 to {PRIORITY_MAX}")
     return value
 
 
 def _ttl_class(ttl_s: float) -> int | None:
     if isinstance(ttl_s, bool) or not isinstance(ttl_s, int | float) or not ttl_s > 0:
-        raise InvalidRequest(f"ttl={ttl_s!r}: expected a positive number of seconds since the last use")
+        raise InvalidRequest(f"ttl={brief(ttl_s)}: expected a positive number of seconds since the last use")
     place = bisect_left(TTL_CLASSES_S, ttl_s)
     return TTL_CLASSES_S[place] if place < len(TTL_CLASSES_S) else None

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import ml_dtypes
 import numpy as np
 
+from kvstore.brief import brief
 from kvstore.errors import InvalidRequest
 
 DType = Literal[
@@ -36,9 +37,9 @@ CHUNK_BYTES_MAX = 1 << 30
 def checked_dtype(name: str) -> DType:
     """Returns ``name`` as an element type. Raises InvalidRequest."""
     for each in DTYPES:
-        if each == name:
+        if isinstance(name, str) and each == name:  # an array would be compared item by item
             return each
-    raise InvalidRequest(f"layout dtype={name!r}: expected one of {', '.join(DTYPES)}")
+    raise InvalidRequest(f"layout dtype={brief(name)}: expected one of {', '.join(DTYPES)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ class Layout:
         ):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-                raise InvalidRequest(f"layout {name}={value!r}: expected an integer from 1 to {most}")
+                raise InvalidRequest(f"layout {name}={brief(value)}: expected an integer from 1 to {most}")
         checked_dtype(self.dtype)
         dtype = DTYPES[self.dtype]
         token_bytes, section_count = self.kv_heads * self.head_dim * dtype.itemsize, 2 * self.layers

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NewType
 
+from kvstore.brief import brief
 from kvstore.errors import InvalidRequest
 from kvstore.layout import Layout
 
@@ -45,19 +46,19 @@ class Namespace:
     """True if its prompts are segments, which are reused at other places and never count as hits."""
 
     def __post_init__(self) -> None:
-        if self.name == "":
-            raise InvalidRequest("namespace name is empty: give the model's name")
         for what, text, most in (
             ("name", self.name, NAME_BYTES_MAX),
             ("tenant", self.tenant, NAME_BYTES_MAX),
             ("fingerprint", self.fingerprint, TEXT_BYTES_MAX),
         ):
             _check_text(what, text, most)
+        if not self.name:
+            raise InvalidRequest("namespace name is empty: give the model's name")
         if len(self.attributes) > ATTRIBUTES_MAX:
             raise InvalidRequest(f"namespace has {len(self.attributes)} attributes, over the limit of {ATTRIBUTES_MAX}")
         for key, value in self.attributes:
             _check_text("attribute name", key, NAME_BYTES_MAX)
-            _check_text(f"attribute {key!r}", value, TEXT_BYTES_MAX)
+            _check_text(f"attribute {brief(key)}", value, TEXT_BYTES_MAX)
         object.__setattr__(self, "has_segments", SEGMENTS in self.attributes)
         object.__setattr__(self, "digest", NamespaceDigest(_digest(self)))
         object.__setattr__(self, "id", NamespaceId(self.digest[:8]))

@@ -5,13 +5,15 @@ from __future__ import annotations
 import enum
 from typing import Literal
 
+from kvstore.brief import brief
 from kvstore.errors import InvalidRequest
 
 RUNS_MAX = 2
 """Runs of one put that are on their way to the root at once."""
 RUNS_IN_MEMORY = RUNS_MAX + 1
 """Runs of one put that need memory: the one that arrives, too."""
-
+BOUND_BYTES_MIN = 1 << 20
+"""Limit on the bound of a root that somebody asks for: less holds nothing, and is a size whose unit was forgotten."""
 
 DurabilityName = Literal["none", "everysec", "fsync"]
 WriteModeName = Literal["through", "behind", "around"]
@@ -34,7 +36,7 @@ class Durability(enum.Enum):
             return cls(value)
         except ValueError:
             names = ", ".join(each.value for each in cls)
-            raise InvalidRequest(f"durability={value!r}: expected one of {names}") from None
+            raise InvalidRequest(f"durability={brief(value)}: expected one of {names}") from None
 
     @property
     def waits(self) -> bool:
@@ -59,4 +61,4 @@ class WriteMode(enum.Enum):
             return cls(value)
         except ValueError:
             names = ", ".join(mode.value for mode in cls)
-            raise InvalidRequest(f"write={value!r}: expected one of {names}") from None
+            raise InvalidRequest(f"write={brief(value)}: expected one of {names}") from None

@@ -26,6 +26,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.meta.keys import parse_id
 from kvstore.security.networks import is_loopback
 from kvstore.version import VERSION
+from kvstore.writes import BOUND_BYTES_MIN
 from kvstore_gc.config import Config, read_config
 from kvstore_gc.serving import Collector, opened
 from kvstore_gc.summary import Summary
@@ -61,7 +62,17 @@ class Limits:
         }
         config = replace(config, **{name: value for name, value in given.items() if value is not None})
         config.goals((), config.max_bytes)  # checked before anything is opened
+        if config.max_bytes is not None:
+            _check_unit("max_bytes", config.max_bytes)
+        for share in config.shares:
+            if share.max_bytes:  # 0: nothing of theirs is to stay
+                _check_unit(f"max_bytes of {share.label}", share.max_bytes)
         return config
+
+
+def _check_unit(what: str, size_bytes: int) -> None:
+    if size_bytes < BOUND_BYTES_MIN:
+        raise InvalidRequest(f"{what} is {size_bytes} bytes, under 1MiB: give a unit, such as 200GiB")
 
 
 @dataclass(frozen=True, slots=True)

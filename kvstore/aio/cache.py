@@ -18,6 +18,7 @@ from kvstore.client import tickets as sync_tickets
 from kvstore.client.arrays import KvArray
 from kvstore.client.segments import CHUNK_TOKENS
 from kvstore.errors import KVStoreError
+from kvstore.node.moves import AheadName, LevelName
 from kvstore.segments.rope import Rope
 from kvstore.tokens import Tokens
 
@@ -133,11 +134,11 @@ class Cache(Twin[cache.Cache]):
         """Pins the longest stored prefix; await it, or use it with ``async with``."""
         return Opening(self._pin(tokens, ttl, owner))
 
-    async def prefetch(self, tokens: Tokens, tier: str = "memory") -> Ticket:
+    async def prefetch(self, tokens: Tokens, tier: AheadName = "memory") -> Ticket:
         """As the synchronous one."""
         return Ticket(await self._threads.run(partial(self._twin.prefetch, tokens, tier)), self._threads)
 
-    async def move(self, tokens: Tokens, tier: str) -> Ticket:
+    async def move(self, tokens: Tokens, tier: LevelName) -> Ticket:
         """As the synchronous one."""
         return Ticket(await self._threads.run(partial(self._twin.move, tokens, tier)), self._threads)
 

@@ -12,8 +12,10 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
+from numbers import Real
 from typing import Any
 
+from kvstore.brief import brief
 from kvstore.census.walk import Found
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import Incarnation
@@ -52,12 +54,14 @@ class Selection:
     """Written before this time."""
 
     def __post_init__(self) -> None:
-        for name in ("tenant", "fingerprint", "written_by"):
-            _check_text(name, getattr(self, name) or "")
+        if not isinstance(self.namespace, bytes | None):
+            raise InvalidRequest(f"namespace={brief(self.namespace)}: expected its digest (cache.namespace.digest)")
+        if self.tenant is not None:
+            _check_text("tenant", self.tenant)
+        for name in ("fingerprint", "written_by"):
+            _check_text(name, getattr(self, name))
         for name in ("older_than_s", "since_s", "until_s"):
-            value = getattr(self, name)
-            if not 0 <= value < TIME_S_MAX:
-                raise InvalidRequest(f"{name}={value!r}: expected seconds, at least 0 and before the year 10000")
+            _check_seconds(name, getattr(self, name))
         if self.until_s and self.since_s >= self.until_s:
             raise InvalidRequest(f"since {self.since_s:.0f} is not before until {self.until_s:.0f}: nothing is meant")
         if self.is_empty:
@@ -91,7 +95,9 @@ class Selection:
         if self.namespace is not None or self.tenant is not None or self.fingerprint:
             meant = [each for each in namespaces if self._means(each)]
             if not meant:
-                raise InvalidRequest(f"no namespace of this root is meant by {self.describe()}: see kvstore ls")
+                raise InvalidRequest(
+                    f"nothing matches: no namespace of this root is meant by {self.describe()} (kvstore ls lists them)"
+                )
             found = frozenset(each.id for each in meant)
         lineages: frozenset[LineageId] | None = None
         if self.written_by:
@@ -204,7 +210,27 @@ class ClearOrder:
         return not self.unused_since_s or last_use_s < self.unused_since_s
 
 
-def _check_text(name: str, text: str) -> None:
+def checked_selection(value: object) -> Selection:
+    """Returns ``value``, which is a selection. Raises InvalidRequest."""
+    if not isinstance(value, Selection):
+        raise InvalidRequest(
+            f"the chunks meant are {brief(value)}: expected kvstore.Selection, such as Selection(tenant=...); of one "
+            "namespace, Selection(namespace=cache.namespace.digest)"
+        )
+    return value
+
+
+def _check_seconds(name: str, value: Any) -> None:
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not (is_number and 0 <= value < TIME_S_MAX):
+        raise InvalidRequest(
+            f"{name}={brief(value)}: expected a number of seconds, at least 0 and before the year 10000"
+        )
+
+
+def _check_text(name: str, text: object) -> None:
+    if not isinstance(text, str):
+        raise InvalidRequest(f"{name}={brief(text)}: expected text")
     try:
         size_bytes = len(text.encode())
     except UnicodeEncodeError as cause:
@@ -227,7 +253,7 @@ def _writer_test(written_by: str) -> tuple[str, str]:
     if not is_session:
         listed = ", ".join(f"{each}=..." for each in WRITER_FIELDS)
         raise InvalidRequest(
-            f"written by {written_by!r}: expected a session ({2 * SESSION_BYTES} hex digits), {listed}"
+            f"written by {brief(written_by)}: expected a session ({2 * SESSION_BYTES} hex digits), {listed}"
         )
     return "session", name.lower()
 
@@ -238,11 +264,11 @@ def _lineages(written_by: str, writers: Writers, *, lists: bool) -> frozenset[Li
         return frozenset({lineage_id(bytes.fromhex(value))})  # its record may be lost
     found = frozenset(lineage for lineage, writer in writers.items() if getattr(writer, name) == value)
     if not found and not lists:
-        raise InvalidRequest(f"nothing was written by {written_by!r}")
+        raise InvalidRequest(f"nothing matches: nothing was written by {written_by!r}")
     if not found:
         known = sorted({str(getattr(writer, name)) for writer in writers.values()} - {""})
         listed = ", ".join(known[:10]) + (", ..." if len(known) > 10 else "")
-        raise InvalidRequest(f"nothing was written by {written_by!r}; there are: {listed or 'none'}")
+        raise InvalidRequest(f"nothing matches: nothing was written by {written_by!r}; there are: {listed or 'none'}")
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -106,22 +106,31 @@ def open_cache(store: Store, name: str, tenant: str, fingerprint: str | None) ->
 
 def choose_namespace(found: Sequence[Namespace], name: str, tenant: str, fingerprint: str | None) -> Namespace:
     """The namespace with this name, tenant and fingerprint. Raises InvalidRequest if there is none, or several."""
-    candidates = [each for each in found if each.name == name and each.tenant == tenant]
-    if fingerprint is not None:
-        candidates = [each for each in candidates if each.fingerprint.startswith(fingerprint)]
-    if len(candidates) == 1:
-        return candidates[0]
-    if candidates:
-        said = ", ".join(repr(each.fingerprint) for each in candidates[:8])
+    named = [each for each in found if each.name == name]
+    if not named:
+        raise InvalidRequest(f"there is no namespace {name!r}; there are: {_listed(each.name for each in found)}")
+    owned = [each for each in named if each.tenant == tenant]
+    if not owned:
+        if not tenant:
+            owners = _listed(repr(each.tenant) for each in named)
+            raise InvalidRequest(f"namespace {name!r} is of tenant {owners}: give --tenant")
+        owners = _listed(f"tenant {each.tenant!r}" if each.tenant else "no tenant" for each in named)
+        raise InvalidRequest(f"namespace {name!r} is not of tenant {tenant!r} but of {owners}: correct --tenant")
+    meant = [each for each in owned if each.fingerprint.startswith(fingerprint or "")]
+    if len(meant) == 1:
+        return meant[0]
+    if not meant:
+        there = _listed(repr(each.fingerprint) for each in owned)
         raise InvalidRequest(
-            f"namespace {name!r} has {len(candidates)} variants (fingerprints {said}): give --fingerprint"
+            f"namespace {name!r} has no fingerprint that begins with {fingerprint!r}; there are: {there}"
         )
-    tenants = sorted({each.tenant for each in found if each.name == name})
-    if tenants and tenant not in tenants:
-        raise InvalidRequest(f"namespace {name!r} is of tenant {', '.join(map(repr, tenants))}: give --tenant")
-    known = sorted({each.name for each in found})
-    listed = ", ".join(known[:10]) + (", ..." if len(known) > 10 else "")
-    raise InvalidRequest(f"there is no namespace {name!r}; there are: {listed or 'none'}")
+    said = ", ".join(repr(each.fingerprint) for each in meant[:8])
+    raise InvalidRequest(f"namespace {name!r} has {len(meant)} variants (fingerprints {said}): give --fingerprint")
+
+
+def _listed(names: Iterable[str]) -> str:
+    known = sorted(set(names))
+    return ", ".join(known[:10]) + (", ..." if len(known) > 10 else "") or "none"
 
 
 def read_tokens(text: str | None, file: str | None) -> list[int]:
@@ -136,11 +145,18 @@ def read_tokens(text: str | None, file: str | None) -> list[int]:
     assert text is not None
     if len(text) > TEXT_BYTES_MAX:
         raise InvalidRequest(f"the tokens are over {TEXT_BYTES_MAX} bytes of text: at most {TOKENS_MAX} tokens")
-    words = re.split(r"[\s,]+", text.strip().removeprefix("[").removesuffix("]").strip())
+    inner = text.strip().removeprefix("[").removesuffix("]").strip()
+    if not inner:
+        return []
+    words = re.split(r"\s*,\s*|\s+", inner)
     try:
-        return [int(word) for word in words if word]
+        return [int(word) for word in words]
     except ValueError as cause:
-        odd = next(word for word in words if not re.fullmatch(r"[+-]?[0-9]+", word))
+        position, odd = next((at, word) for at, word in enumerate(words) if not re.fullmatch(r"[+-]?[0-9]{1,40}", word))
+        if not odd:
+            raise InvalidRequest(
+                f"the token at position {position} is empty: give ids with one comma between, such as 101,2023"
+            ) from cause
         raise InvalidRequest(
             f"token {odd[:40]!r} is not a number: give ids with commas between, such as 101,2023"
         ) from cause

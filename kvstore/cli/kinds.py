@@ -12,6 +12,8 @@ from typing import Any
 
 import click
 
+from kvstore.writes import BOUND_BYTES_MIN
+
 _DURATION_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
 _SIZE_BYTES = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgtp", start=1):
@@ -84,6 +86,16 @@ class Size(click.ParamType):  # type: ignore[type-arg]  # generic only in the ne
         return int(float(found[1]) * scale)
 
 
+class Bound(Size):
+    """A size of 1 MiB or more: less is one whose unit was forgotten."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        size_bytes = super().convert(value, param, ctx)
+        if size_bytes < BOUND_BYTES_MIN:
+            self.fail(f"{value!r} is {size_bytes} bytes, under 1MiB: give a unit, such as 200GiB", param, ctx)
+        return size_bytes
+
+
 class HostPort(click.ParamType):  # type: ignore[type-arg]  # generic only in the newest click
     """``host:port``, the port from 0 to 65535; IPv6 hosts in brackets."""
 
@@ -128,4 +140,4 @@ def split(address: str) -> tuple[str, int]:
 
 
 DURATION, MOMENT, COUNT, SIZE, HOST_PORT, LISTEN = Duration(), Moment(), Count(), Size(), HostPort(), Listen()
-BULK_PORT = BulkPort()
+BOUND, BULK_PORT = Bound(), BulkPort()

@@ -9,7 +9,7 @@ import click
 
 from kvstore.cli import logs
 from kvstore.cli.declared import option
-from kvstore.cli.kinds import DURATION, SIZE
+from kvstore.cli.kinds import BOUND, DURATION
 from kvstore.writes import Durability
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of a table.")
@@ -53,6 +53,6 @@ class Room:
     """Limits on the chunks that a collector leaves on the root."""
 
     max_bytes: int | None = option(
-        "--max-bytes", type=SIZE, help="Maximum size of all chunks, such as 200GiB; by default all the room there is."
+        "--max-bytes", type=BOUND, help="Maximum size of all chunks, such as 200GiB; by default all the room there is."
     )
     ttl_s: float | None = option("--ttl", type=DURATION, help="Delete chunks unused for this long.")

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvstore.client.cache import Cache
     from kvstore.client.control import Control, ControlTicket
     from kvstore.client.tickets import Ticket
+    from kvstore.node.moves import AheadName, LevelName
 
 LOOK_S = 0.2
 """Between two looks at the progress of a move."""
@@ -114,7 +115,7 @@ def unpin(pin_id: str, access: Access, as_json: bool) -> None:
 @no_wait_option
 @access_options
 @json_option
-def prefetch(prompt: Prompt, tier: str, no_wait: bool, access: Access, as_json: bool) -> None:
+def prefetch(prompt: Prompt, tier: AheadName, no_wait: bool, access: Access, as_json: bool) -> None:
     """Bring the longest stored prefix of a prompt into a worker's memory, or onto its local disk, ahead of its use.
 
     Needs a worker with --memory; of several workers, the one that would serve the prompt does it. Ctrl-C cancels it;
@@ -137,7 +138,7 @@ def prefetch(prompt: Prompt, tier: str, no_wait: bool, access: Access, as_json: 
 @no_wait_option
 @access_options
 @json_option
-def move(prompt: Prompt, tier: str, no_wait: bool, access: Access, as_json: bool) -> None:
+def move(prompt: Prompt, tier: LevelName, no_wait: bool, access: Access, as_json: bool) -> None:
     """Move the longest stored prefix of a prompt to a tier, and drop it from the nearer tiers.
 
     Chunks that are not on the root yet are written there first. Chunks in use stay where they are.

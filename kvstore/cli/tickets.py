@@ -101,9 +101,11 @@ def follow(ticket: ControlTicket, as_json: bool) -> None:
     if as_json:
         print_json(as_values(ended))
     else:
-        print(f"{ended.act} {ended.state.value}: {_came(ended) or _how_far(ended)}")
+        came, failed = _came(ended), ended.state is State.FAILED and ended.message
         if ended.message:
-            print(ended.message, file=sys.stderr)
+            print(f"{ended.act} failed: {ended.message}" if failed else ended.message, file=sys.stderr)
+        if came or not failed:
+            print(f"{ended.act} {ended.state.value}: {came or _how_far(ended)}")
     if ended.state is not State.DONE or any(ended.counts.get(name) for name in LEFT):
         check_failed()
 

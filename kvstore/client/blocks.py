@@ -18,6 +18,7 @@ from kvstore.errors import InvalidRequest, WrongSize
 from kvstore.format.descent import DESCENT_BYTES_MAX, Ancestry, Descent
 from kvstore.hints import DEFAULT, Hints, Preset, checked_unused_s
 from kvstore.namespace import Namespace
+from kvstore.planning.prompts import checked_prompts
 from kvstore.wire.limits import BLOCK_BYTES_MAX, BLOCKS_MAX, DESCENTS_BYTES_MAX
 from kvstore.writes import WriteMode, WriteModeName
 
@@ -173,7 +174,7 @@ class BlockCache:
 
         A key names its block and all blocks before it, and a block has the layout's chunk_tokens tokens.
         """
-        checked = [_checked_keys(keys) for keys in prompts]
+        checked = [_checked_keys(keys) for keys in checked_prompts(prompts)]
         with tracing.span("kvstore.plan"):
             return plan_keys(self._port, self._namespace, checked, memory_tokens, decode_tokens)
 

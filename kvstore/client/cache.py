@@ -20,7 +20,7 @@ from kvstore.client.tickets import Ticket
 from kvstore.errors import InvalidRequest
 from kvstore.hints import Hints, Preset, checked_unused_s
 from kvstore.namespace import Namespace
-from kvstore.node.moves import Act, Level
+from kvstore.node.moves import Act, AheadName, Level, LevelName
 from kvstore.results import Cleared, LayerMemory, PutResult
 from kvstore.sections import Sections, planes_of
 from kvstore.segments.rope import Rope
@@ -161,7 +161,7 @@ class Cache:
         """Returns the number of live pins that cover all full chunks of ``tokens``."""
         return self._port.refcount(self.namespace, token_array(tokens))
 
-    def prefetch(self, tokens: Tokens, tier: str = "memory") -> Ticket:
+    def prefetch(self, tokens: Tokens, tier: AheadName = "memory") -> Ticket:
         """Starts to bring the longest stored prefix into the node's memory, or onto its local disk (``tier="disk"``).
 
         Returns at once; the ticket says how far it is. It uses only free room: nothing in use is evicted for it. Raises
@@ -169,7 +169,7 @@ class Cache:
         """
         return self._begin(tokens, Act.PREFETCH, Level.of(tier))
 
-    def move(self, tokens: Tokens, tier: str) -> Ticket:
+    def move(self, tokens: Tokens, tier: LevelName) -> Ticket:
         """Prefetches to "memory", "disk" or "root", and drops the prefix from the tiers nearer than that.
 
         A chunk that is not yet on the root is written there before it is dropped. Chunks that others use or pin, or

@@ -25,7 +25,7 @@ from kvstore.client.spreading import Marking, marks_of
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.namespace import Namespace
 from kvstore.node.looking import ChunkPlace
-from kvstore.node.moves import Act, Level
+from kvstore.node.moves import Act, AheadName, Level, LevelName
 from kvstore.results import Draining, LimitValue
 from kvstore.sources import Clock
 from kvstore.tickets import Ticket
@@ -168,7 +168,7 @@ class Control:
         self,
         cache: HasNamespace,
         prompts: Sequence[Tokens],
-        tier: str = "memory",
+        tier: AheadName = "memory",
         *,
         deadline: float = 0.0,
         worker: str | None = None,
@@ -180,7 +180,7 @@ class Control:
         self,
         cache: HasNamespace,
         prompts: Sequence[Tokens],
-        tier: str,
+        tier: LevelName,
         *,
         deadline: float = 0.0,
         worker: str | None = None,

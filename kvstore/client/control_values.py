@@ -10,7 +10,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from kvstore.address import Address
-from kvstore.census.selection import Selection
+from kvstore.census.selection import Selection, checked_selection
 from kvstore.format.header import Encoding
 from kvstore.node.looking import ChunkPlace, Lineage, MemoryCopy, RootCopy
 from kvstore.results import LimitValue
@@ -42,7 +42,8 @@ def plain(message: Message) -> dict[str, Any]:
 
 
 def selection_message(selection: Selection) -> pb.Selection:
-    """Returns the message for a selection."""
+    """Returns the message for a selection. Raises InvalidRequest for anything else."""
+    checked_selection(selection)
     return pb.Selection(
         namespace=selection.namespace or b"",
         tenant=selection.tenant,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import ssl
+from os import PathLike
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -32,6 +33,11 @@ class Credentials:
     """
 
     def __init__(self, tls: ClientTls | None = None, token_file: str | Path | None = None) -> None:
+        if tls is not None and not isinstance(tls, ClientTls):
+            raise InvalidRequest(f"tls is a {type(tls).__name__}: expected kvstore.ClientTls")
+        if token_file is not None and not isinstance(token_file, str | PathLike):
+            # Only its type: it may be a token.
+            raise InvalidRequest(f"token_file is a {type(token_file).__name__}: expected the path of a file")
         self._tls = tls
         self._certificate: Certificate | None = client_certificate(tls) if tls is not None else None
         self._token_file = token_file

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvstore.brief import brief
 from kvstore.errors import InvalidRequest
 from kvstore.meta.etcd import EtcdMeta, EtcdTls, EtcdUser
 from kvstore.meta.interface import Meta
@@ -23,10 +24,10 @@ class Discovery:
         self._meta = meta
         self._root: bytes | None = None
         if root is not None:
-            self._root = parse_id(root)
+            self._root = parse_id(root) if isinstance(root, str) else None
             if self._root is None:
                 raise InvalidRequest(
-                    f"root={root!r}: expected the root's id, {2 * ID_BYTES} hex digits, as its FORMAT has it"
+                    f"root={brief(root)}: expected the root's id, {2 * ID_BYTES} hex digits, as its FORMAT has it"
                 )
 
     @classmethod

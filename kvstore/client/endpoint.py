@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 
 from kvstore import tracing
 from kvstore.bounded import CLOSE_S, within
+from kvstore.brief import brief
 from kvstore.client.bulk.links import Links
 from kvstore.client.bulk.shortage import Shortage
 from kvstore.client.bulk.way import Bulk
@@ -30,18 +31,28 @@ SERVING = b"\x08\x01"
 def check_address(address: str) -> str:
     """Checks an address: ``host:port``, ``[v6]:port`` or ``unix:path``. Raises InvalidRequest."""
     if not isinstance(address, str):
-        raise InvalidRequest(f"worker {address!r} is a {type(address).__name__}: expected text such as 10.0.0.7:7070")
+        raise InvalidRequest(
+            f"worker {brief(address)} is a {type(address).__name__}: expected text such as 10.0.0.7:7070"
+        )
     text = address.strip()
+    try:
+        text.encode()
+    except UnicodeEncodeError as cause:
+        raise _no_address(address) from cause
     if text.startswith("unix:") and len(text) > len("unix:"):
         return text
     host, colon, port = text.rpartition(":")
     is_bracketed = host.startswith("[") and host.endswith("]")
     odd = any(character in host for character in "/@?# ") or (":" in host and not is_bracketed)
     if not colon or not host or odd or not (port.isascii() and port.isdigit()) or not 1 <= int(port) <= 65535:
-        raise InvalidRequest(
-            f"worker {address!r}: expected host:port, such as 10.0.0.7:7070 or [::1]:7070, or unix:path"
-        )
+        raise _no_address(address)
     return text
+
+
+def _no_address(given: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"worker {brief(given)}: expected host:port, such as 10.0.0.7:7070 or [::1]:7070, or unix:path"
+    )
 
 
 class Endpoint:

@@ -65,6 +65,7 @@ class Endpoints:
         self._live: dict[str, Endpoint] = {}
         self._refresh_at_s = clock.monotonic_s() + limits.refresh_s
         self._trouble = ""
+        """Why no worker is known, if so."""
         self.owner = Owner()
         self._loop = Loop("kvstore-endpoints", self._changed, self._next)
         self._list(addresses)
@@ -151,9 +152,9 @@ class Endpoints:
         except (InvalidRequest, PermissionDenied):
             raise
         except KVStoreError as error:
-            self._trouble = str(error)
+            self._trouble = f"{error}; until then no worker is known"
             return
-        self._trouble = "" if found else "no worker is registered"
+        self._trouble = "" if found else "no worker is known: start one (no worker is registered)"
         if found:
             self._list(found)
 
@@ -194,7 +195,7 @@ class Endpoints:
 
     def _why_none(self, every: list[Endpoint]) -> str:
         if not every:
-            return f"no worker is known: start one ({self._trouble or 'none was given'})"
+            return self._trouble or "no worker is known: start one (none was given)"
         reasons = "; ".join(
             each.aside if each.aside and each.address in each.aside else f"{each.address}: {each.aside}"
             for each in every[:3]

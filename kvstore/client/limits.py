@@ -54,3 +54,12 @@ class ClientLimits:
     def stream_s(self, first_s: float, size_bytes: int) -> float:
         """Returns the deadline of a stream of at most ``size_bytes``: ``first_s`` and the time for its bytes."""
         return first_s + size_bytes / self.bytes_per_s_min
+
+
+def checked_limits(limits: object) -> ClientLimits:
+    """Returns ``limits``, which are a client's. Raises InvalidRequest."""
+    if not isinstance(limits, ClientLimits):
+        raise InvalidRequest(
+            f"limits are a {type(limits).__name__}: expected kvstore.ClientLimits (kvstore.Limits are for kvstore.open)"
+        )
+    return limits

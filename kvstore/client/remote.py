@@ -24,7 +24,7 @@ from kvstore.client.discovery import Discovery
 from kvstore.client.endpoint import Endpoint, check_address
 from kvstore.client.endpoints import Endpoints
 from kvstore.client.fetching import BlockFetch, ChunkFetch, Fetch
-from kvstore.client.limits import ClientLimits
+from kvstore.client.limits import ClientLimits, checked_limits
 from kvstore.client.port import PortSegments
 from kvstore.client.putting import put_over_grpc, put_past_grpc
 from kvstore.client.remote_blocks import RemoteBlockHold, RemoteBlocks, naming_of
@@ -95,7 +95,7 @@ def remote_port(
         raise InvalidRequest("connect needs workers (host:port, one or several) or etcd=host:port: give one of the two")
     if root is not None and not etcd:
         raise InvalidRequest("root= chooses one of the roots in etcd: give etcd=host:port as well")
-    limits = limits or ClientLimits()
+    limits = ClientLimits() if limits is None else checked_limits(limits)
     way, mode = Bulk.of(bulk), None if write is None else WriteMode.of(write)
     credentials = Credentials(tls, token_file)
     if not etcd:

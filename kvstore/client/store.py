@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import finalize
 
-from kvstore.census.selection import Selection
+import numpy as np
+
+from kvstore.brief import brief
+from kvstore.census.selection import Selection, checked_selection
 from kvstore.client.bulk.way import Bulk, BulkName
 from kvstore.client.cache import Cache
 from kvstore.client.dropping import close_when_dropped, flush_at_exit
@@ -18,7 +21,7 @@ from kvstore.client.port import Port
 from kvstore.encodings.keys import KeyFile
 from kvstore.errors import InvalidRequest, KVStoreError, StoreClosed
 from kvstore.layout import Layout
-from kvstore.meta.etcd import EtcdTls, EtcdUser
+from kvstore.meta.etcd import EtcdTls, EtcdUser, check_access
 from kvstore.namespace import Namespace
 from kvstore.node.limits import Limits
 from kvstore.node.member import Member
@@ -100,7 +103,9 @@ class Store:
         end it. First stop those who still write such chunks: chunks written meanwhile stay. Clearing twice is harmless.
         Raises InvalidRequest for an empty selection, Unavailable if nodes could not be told: clear again.
         """
-        return self._port.clear_selected(selection, progress, dry_run=dry_run, pinned=pinned)
+        chosen = checked_selection(selection)
+        dry_run, pinned = _checked_flag("dry_run", dry_run), _checked_flag("pinned", pinned)
+        return self._port.clear_selected(chosen, progress, dry_run=dry_run, pinned=pinned)
 
     def stats(self) -> dict[str, int | float]:
         """Returns the counters of this node, or of the workers behind it; ``kvstore.counts`` describes each."""
@@ -162,10 +167,10 @@ def open(
     With ``etcd`` (``host:port``, several with commas or as a list) this process is a node of the cluster. Without it,
     processes that open one folder of a local disk share holds and pins, and soon after a first put one of them runs
     ``kvstore-gc`` as a child: files take at most ``max_bytes`` (by default half of what was free when the root was new,
-    as its file ``bound`` says; None: no bound), and chunks unused for ``ttl`` seconds go. The smallest limits count.
-    Elsewhere the two raise InvalidRequest. A host crash may lose (misses) the last half minute; about the last second
-    with ``durability="everysec"``, nothing with ``"fsync"``. ``create=False`` refuses to make a new root; a new one
-    gets ``2 ** shard_bits`` folders (0 to 16; the default suits ten million chunks, take more for more).
+    on a small disk 64 MiB if so much was free: its file ``bound``; None: no bound), chunks unused for ``ttl`` seconds
+    go. The smallest limits count. Elsewhere the two raise InvalidRequest. A host crash may lose (misses) the last half
+    minute; about the last second with ``durability="everysec"``, nothing with ``"fsync"``. ``create=False`` refuses to
+    make a new root; a new one gets ``2 ** shard_bits`` folders (0 to 16; the default suits ten million chunks).
     ``root_options`` go to fsspec; ``etcd_tls`` and ``etcd_user`` say how to reach a protected etcd.
 
     ``memory`` is the size in bytes of a memory tier for hot chunks: a ``get`` of those is a copy, a ``view`` none.
@@ -189,11 +194,11 @@ def open(
         etcd_tls=etcd_tls,
         etcd_user=etcd_user,
         root_options=root_options,
-        create=create,
+        create=_checked_flag("create", create),
         shard_bits=shard_bits,
         settings=TierSettings.of(memory, disk, write, root_priority_min),
         label=label,
-        keys=KeyFile(keys).load() if keys is not None else None,
+        keys=None if keys is None else _loaded(keys),
         asked=AskedBound.of(max_bytes, ttl),
     )
     return _store_of(member, str(root))
@@ -204,6 +209,18 @@ def _store_of(member: Member, name: str) -> Store:
     if tiers is not None:
         flush_at_exit(tiers.behind)
     return Store(port, close_when_dropped(port, member.close, name))
+
+
+def _checked_flag(name: str, value: bool) -> bool:
+    if not isinstance(value, bool | np.bool_):
+        raise InvalidRequest(f"{name}={brief(value)}: expected True or False")
+    return bool(value)
+
+
+def _loaded(keys: str | PathLike[str]) -> KeyFile:
+    if not isinstance(keys, str | PathLike):
+        raise InvalidRequest(f"keys are a {type(keys).__name__}: expected the path of a key file")
+    return KeyFile(keys).load()
 
 
 def _checked(limits: Limits | None) -> Limits | None:
@@ -240,6 +257,7 @@ def connect(
     """
     from kvstore.client.remote import remote_port  # gRPC only where it is used
 
+    check_access(etcd, etcd_tls, etcd_user)
     port = remote_port(
         workers,
         etcd=etcd,

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import NewType
 
+from kvstore.brief import brief
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import Incarnation
 
@@ -85,11 +86,8 @@ Writers = Mapping[LineageId, Writer]
 
 def check_label(label: str) -> None:
     """Raises InvalidRequest for a label under which nobody could find a roll-out again."""
-    if not label.isprintable() or len(label.encode()) > LABEL_BYTES_MAX:
-        raise InvalidRequest(
-            f"label {label[:64]!r}{'...' if len(label) > 64 else ''}: expected printable text, at most "
-            f"{LABEL_BYTES_MAX} bytes of it"
-        )
+    if not isinstance(label, str) or not label.isprintable() or len(label.encode()) > LABEL_BYTES_MAX:
+        raise InvalidRequest(f"label {brief(label)}: expected printable text, at most {LABEL_BYTES_MAX} bytes of it")
 
 
 def lineage_id(session: bytes) -> LineageId:

@@ -11,9 +11,11 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from typing import Literal
 
 from kvstore.address import Chain
 from kvstore.background import Decision, Loop
+from kvstore.brief import brief
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, Unavailable
 from kvstore.node.lanes import Deadline
 from kvstore.node.limits import CurrentLimits
@@ -36,6 +38,11 @@ class Act(enum.Enum):
     """Not needed soon: make them the first to go when memory or disk needs room, until they are used again."""
 
 
+AheadName = Literal["memory", "disk"]
+"""The tiers to prefetch to."""
+LevelName = Literal["memory", "disk", "root"]
+
+
 class Level(enum.Enum):
     """The tiers that a ticket can name, the nearest first."""
 
@@ -50,7 +57,7 @@ class Level(enum.Enum):
             return cls(value)
         except ValueError:
             names = ", ".join(level.value for level in cls)
-            raise InvalidRequest(f"tier={value!r}: expected one of {names}") from None
+            raise InvalidRequest(f"tier={brief(value)}: expected one of {names}") from None
 
 
 def check(act: Act, level: Level) -> None:

@@ -14,7 +14,7 @@ from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied, RootM
 from kvstore.format.places import CHUNKS, GENERATIONS, HOST_GENERATIONS, Name
 from kvstore.memory.arena import PAGE_BYTES, Arena
 from kvstore.meta.bounds import NO_BOUND, Bound, Bounds
-from kvstore.meta.etcd import EtcdMeta, EtcdTls, EtcdUser
+from kvstore.meta.etcd import EtcdMeta, EtcdTls, EtcdUser, check_access
 from kvstore.meta.generation import Standing, join_generation
 from kvstore.meta.interface import Meta
 from kvstore.meta.keys import Keys, root_binding
@@ -36,7 +36,7 @@ from kvstore.root.bound import FREE_SHARE, default_bound
 from kvstore.root.generations import newest_number, publish, read_newest
 from kvstore.root.identity import SHARD_BITS_DEFAULT, RootId, RootIdentity, create_or_open
 from kvstore.root.interface import Root
-from kvstore.root.open import open_root
+from kvstore.root.open import check_place, open_root
 from kvstore.root.posix import PosixRoot
 from kvstore.root.reserve import begin_reserve, with_reserve
 from kvstore.sources import Clock, Ids, RandomIds, SystemClock
@@ -64,6 +64,9 @@ def open_member(
     asked: AskedBound = NOT_BOUNDED,
 ) -> Member:
     """A node on the root at ``url``, in the cluster of ``etcd`` if given. Raises as ``kvstore.open`` says."""
+    check_place(url, root_options)
+    check_access(etcd, etcd_tls, etcd_user)
+    options = NodeOptions(durability, settings, label, keys)
     limits, clock, ids = limits or Limits(), SystemClock(), RandomIds()
     if etcd and asked.is_explicit:
         raise _not_bounded(url, "a cluster has collectors of its own")
@@ -97,7 +100,6 @@ def open_member(
         if sharing is Sharing.HOST:
             _on_a_lane(lambda: begin_reserve(root, ids), limits, clock)
             bound = _on_a_lane(lambda: _bound_of(root, asked, ids, clock), limits, clock)
-        options = NodeOptions(durability, settings, label, keys)
         member = join(root, identity, meta, options, limits=limits, clock=clock, ids=ids, sharing=sharing)
         if isinstance(root, PosixRoot) and sharing is Sharing.HOST:
             _have_claim(member, root, bound)

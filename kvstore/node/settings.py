@@ -8,15 +8,16 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Literal
 
+from kvstore.brief import brief
 from kvstore.encodings.keys import KeyFile
 from kvstore.errors import InvalidRequest
+from kvstore.format.lineage import check_label
 from kvstore.hints import PRIORITY_MAX
 from kvstore.meta.session import TTL_S
-from kvstore.writes import Durability, WriteMode
+from kvstore.writes import BOUND_BYTES_MIN, Durability, WriteMode
 
 MEMORY_BYTES_MIN = 16 << 20
 DISK_BYTES_MIN = 64 << 20
-BOUND_BYTES_MIN = 1 << 20
 TTL_S_MIN = 1.0
 
 
@@ -66,16 +67,18 @@ class TierSettings:
     ) -> TierSettings:
         """Makes settings from what callers give, whatever its type. Raises InvalidRequest."""
         if not _is_whole(memory):
-            raise InvalidRequest(f"memory={memory!r}: expected a whole number of bytes, such as 8 << 30 for 8 GiB")
+            raise InvalidRequest(f"memory={brief(memory)}: expected a whole number of bytes, such as 8 << 30 for 8 GiB")
         if not _is_whole(root_priority_min):
-            raise InvalidRequest(f"root_priority_min={root_priority_min!r}: expected a whole number")
+            raise InvalidRequest(f"root_priority_min={brief(root_priority_min)}: expected a whole number")
         folder, size_bytes = "", 0
         if disk is not None:
             match disk:
                 case (str() | PathLike() as path, size) if os.fspath(path) and _is_whole(size):
                     folder, size_bytes = os.fspath(path), size
                 case _:
-                    raise InvalidRequest(f'disk={disk!r}: expected a folder and bytes, such as ("/nvme/kv", 200 << 30)')
+                    raise InvalidRequest(
+                        f'disk={brief(disk)}: expected a folder and bytes, such as ("/nvme/kv", 200 << 30)'
+                    )
         return cls(memory, folder, size_bytes, WriteMode.of(write), root_priority_min, sync_interval_s)
 
 
@@ -90,17 +93,17 @@ class AskedBound:
     def of(cls, max_bytes: int | str | None, ttl: float | None) -> AskedBound:
         """Makes it from what callers give, whatever its type. Raises InvalidRequest."""
         chosen: int | Literal["auto"] | None = None
-        if max_bytes == "auto":
+        if isinstance(max_bytes, str) and max_bytes == "auto":
             chosen = "auto"
         elif isinstance(max_bytes, int) and _is_whole(max_bytes) and max_bytes >= BOUND_BYTES_MIN:
             chosen = max_bytes
         elif max_bytes is not None:
             raise InvalidRequest(
-                f'max_bytes={max_bytes!r}: expected a whole number of at least {BOUND_BYTES_MIN} bytes (1 MiB), "auto" '
-                "for a share of the disk, or None for no bound"
+                f"max_bytes={brief(max_bytes)}: expected a whole number of at least {BOUND_BYTES_MIN} bytes (1 MiB), "
+                '"auto" for a share of the disk, or None for no bound'
             )
         if ttl is not None and not (isinstance(ttl, int | float) and TTL_S_MIN <= ttl < math.inf):
-            raise InvalidRequest(f"ttl={ttl!r}: expected a number of seconds, at least {TTL_S_MIN:g}, or None")
+            raise InvalidRequest(f"ttl={brief(ttl)}: expected a number of seconds, at least {TTL_S_MIN:g}, or None")
         return cls(chosen, None if ttl is None else float(ttl))
 
     @property
@@ -121,7 +124,7 @@ NO_TIERS = TierSettings()
 
 @dataclass(frozen=True, slots=True)
 class NodeOptions:
-    """What an operator chooses for one node."""
+    """What an operator chooses for one node. Raises InvalidRequest for a label that makes no sense."""
 
     durability: Durability = Durability.NONE
     tiers: TierSettings = NO_TIERS
@@ -132,6 +135,9 @@ class NodeOptions:
     session_ttl_s: int = TTL_S
     """A session lives so long without etcd, from 2 to 3,600 s. Then the node protects nothing until it has a new one;
     sweeps wait as long for a node that is gone. The simulation has a longer one."""
+
+    def __post_init__(self) -> None:
+        check_label(self.label)
 
 
 AS_SHIPPED = NodeOptions()

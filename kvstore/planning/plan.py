@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvstore.brief import brief
 from kvstore.errors import InvalidRequest
 from kvstore.planning.arrival import tokens_found
 from kvstore.planning.grouping import serving_nodes
@@ -14,6 +15,9 @@ from kvstore.planning.ordering import Order, depth_first
 from kvstore.planning.prompts import Counts, Prompts
 from kvstore.planning.stored import Ask, agreed, stored_tokens
 from kvstore.planning.trie import Trie
+
+COUNT_MAX = (1 << 63) - 1
+"""Limit on a number of tokens that a caller names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +113,10 @@ def make_plan(
     prompt, None where they are not known, or of every one. ``ask`` says what a store holds whose chunks are
     ``chunk_tokens`` long; blocks must then be whole chunks. Raises InvalidRequest.
     """
-    if not isinstance(memory_tokens, int | np.integer) or memory_tokens < 0:
-        raise InvalidRequest(f"memory_tokens={memory_tokens!r}: expected 0 tokens or more")
+    if not (isinstance(memory_tokens, int | np.integer) and 0 <= memory_tokens <= COUNT_MAX):
+        raise InvalidRequest(
+            f"memory_tokens={brief(memory_tokens)}: expected a whole number of tokens, from 0 to {COUNT_MAX}"
+        )
     trie = Trie.of(prompts)
     outputs = decoded(len(prompts), 0 if decode_tokens is None else decode_tokens)[trie.order]
     stored = np.zeros(len(trie.order), np.int64)
@@ -211,10 +217,22 @@ def decoded(count: int, decode_tokens: int | Sequence[int | None]) -> Counts:
     """
     if isinstance(decode_tokens, int | np.integer):
         decode_tokens = [int(decode_tokens)] * count
-    if len(decode_tokens) != count:
-        raise InvalidRequest(f"{len(decode_tokens)} decode_tokens for {count} prompts: expected one for each")
-    known = np.asarray([each for each in decode_tokens if each is not None])
-    if len(known) and (known.ndim != 1 or known.dtype.kind not in "iu" or int(known.min()) < 0):
-        raise InvalidRequest("decode_tokens are not whole numbers from 0: expected the output tokens of each prompt")
+    try:
+        given = len(decode_tokens)
+        known = np.asarray([each for each in decode_tokens if each is not None])
+    except (TypeError, ValueError) as cause:
+        raise _not_decoded(decode_tokens) from cause
+    if given != count:
+        raise InvalidRequest(f"{given} decode_tokens for {count} prompts: expected one for each")
+    is_whole = known.ndim == 1 and known.dtype.kind in "iu"
+    if len(known) and not (is_whole and int(known.min()) >= 0 and int(known.max()) <= COUNT_MAX):
+        raise _not_decoded(decode_tokens)
     mean = round(float(known.mean())) if len(known) else 0
     return np.fromiter((mean if each is None else each for each in decode_tokens), np.int64, count)
+
+
+def _not_decoded(given: object) -> InvalidRequest:
+    return InvalidRequest(
+        f"decode_tokens are not whole numbers from 0 ({brief(given)}): expected the output tokens of each prompt, or "
+        "of every one"
+    )

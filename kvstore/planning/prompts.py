@@ -6,16 +6,19 @@ A prompt costs 4 bytes an item here, and nothing of the caller's is kept.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.brief import brief
 from kvstore.errors import InvalidRequest
 from kvstore.tokens import TokenArray, Tokens, token_array
 
 Counts = npt.NDArray[np.int64]
+T = TypeVar("T")
 
 ITEM = np.dtype(">u4")
 PROMPTS_MAX = 4_194_304
@@ -40,7 +43,7 @@ class Prompts:
         """Prompts as token ids. Raises InvalidRequest, naming the prompt, for one that is empty or no tokens."""
         _check_block(block_tokens)
         packing = _Packing()
-        for tokens in prompts:
+        for tokens in checked_prompts(prompts):
             try:
                 array = token_array(tokens)
             except InvalidRequest as cause:
@@ -116,6 +119,14 @@ class _Packing:
         return Prompts(self._packed, np.array(self._lengths, np.int64), item_tokens, block_tokens)
 
 
+def checked_prompts(prompts: Iterable[T]) -> Iterator[T]:
+    """Goes through ``prompts``. Raises InvalidRequest for what nobody can go through."""
+    try:
+        return iter(prompts)
+    except TypeError as cause:
+        raise InvalidRequest(f"prompts are {brief(prompts)}: expected a list of prompts") from cause
+
+
 def _check_block(block_tokens: int) -> None:
     if not isinstance(block_tokens, int | np.integer) or block_tokens < 1:
-        raise InvalidRequest(f"block_tokens={block_tokens!r}: expected 1 token or more")
+        raise InvalidRequest(f"block_tokens={brief(block_tokens)}: expected 1 token or more")

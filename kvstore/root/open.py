@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote
 
+from kvstore.brief import brief
 from kvstore.errors import InvalidRequest, PermissionDenied, RootMismatch, Unavailable
 from kvstore.format.places import STAGING
 from kvstore.root.interface import Root
@@ -34,8 +35,7 @@ def open_root(url: str, options: Mapping[str, Any] | None = None, *, create: boo
     Raises InvalidRequest if it is not such a URL, RootMismatch if the folder's parent does not exist, PermissionDenied,
     Unavailable.
     """
-    if not isinstance(url, str) or not url or "\0" in unquote(url):
-        raise InvalidRequest(f"root {url!r}: expected {_KNOWN}")
+    check_place(url, options)
     found = _URL.fullmatch(url)
     if found is None:
         if "://" in url or re.match(r"(file|memory|s3):", url):
@@ -47,6 +47,20 @@ def open_root(url: str, options: Mapping[str, Any] | None = None, *, create: boo
     if scheme == "memory":
         return _open_memory(rest)
     return _open_remote(url, scheme, rest, options)
+
+
+def check_place(url: object, options: object = None) -> None:
+    """Raises InvalidRequest for what can be no place of a root, or no options of one. Looks at nothing."""
+    if not isinstance(url, str) or not url or "\0" in unquote(url):
+        raise InvalidRequest(f"root {brief(url)}: expected {_KNOWN}")
+    try:
+        url.encode()
+    except UnicodeEncodeError as cause:
+        raise InvalidRequest(f"root {brief(url)} is not valid Unicode: expected {_KNOWN}") from cause
+    if options is not None and not (isinstance(options, Mapping) and all(isinstance(name, str) for name in options)):
+        raise InvalidRequest(
+            f"root_options are a {type(options).__name__}: expected names and values, such as {{'anon': True}}"
+        )
 
 
 def _file_path(url: str, rest: str) -> str:

@@ -86,6 +86,26 @@ def test_a_missing_package_is_a_sentence(package: str) -> None:
         (("match", "nobody", "1,2", "--root", "ROOT"), "there is no namespace 'nobody'; there are: model, theirs"),
         (("match", "theirs", "1,2", "--root", "ROOT"), "is of tenant 'alice': give --tenant"),
         (("match", "model", "1,x,3", "--root", "ROOT"), "token 'x' is not a number"),
+        (
+            ("match", "theirs", "1,2", "--tenant", "bob", "--root", "ROOT"),
+            "is not of tenant 'bob' but of tenant 'alice'",
+        ),
+        (("match", "model", "1,2", "--tenant", "bob", "--root", "ROOT"), "is not of tenant 'bob' but of no tenant"),
+        (
+            ("match", "model", "1,2", "--fingerprint", "other", "--root", "ROOT"),
+            "'model' has no fingerprint that begins with 'other'; there are: 'weights-1'",
+        ),
+        (
+            ("clear", "model", "--fingerprint", "other", "--yes", "--root", "ROOT"),
+            "has no fingerprint that begins with",
+        ),
+        (("match", "model", "1,,2", "--root", "ROOT"), "the token at position 1 is empty: give ids with one comma"),
+        (("match", "model", "1,2,", "--root", "ROOT"), "the token at position 2 is empty"),
+        (("match", "model", "9" * 5000, "--root", "ROOT"), "is not a number"),
+        (
+            ("clear", "--written-by", "label=x", "--yes", "--root", "ROOT"),
+            "nothing matches: nothing was written by 'label=x'",
+        ),
         (("match", "model", "1,-3", "--root", "ROOT"), "token -3 at position 1 is out of range"),
         (("match", "model", "--root", "ROOT"), "no tokens are given"),
         (("match", "model", "--tokens-file", "/missing", "--root", "ROOT"), "cannot read the tokens"),
@@ -113,6 +133,13 @@ def test_what_cannot_be_done_is_one_line_and_exit_code_2(
     assert result.stdout == ""
     assert len(result.stderr.strip().splitlines()) == 1
     assert result.stderr.startswith(f"kvstore {arguments[0]}: ") and said in result.stderr
+
+
+def test_a_clear_of_nothing_at_a_worker_says_so_first(run: Run) -> None:
+    with serving() as served:
+        result = run("clear", "--written-by", "label=x", "--yes", "--connect", served.address)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "clear failed: nothing matches: nothing was written by 'label=x'" in result.stderr
 
 
 def test_debug_shows_where_an_error_came_from(run: Run) -> None:

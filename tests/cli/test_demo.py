@@ -63,8 +63,11 @@ def test_a_trace_of_ones_own_and_json(tmp_path: Path, temporary: dict[str, str])
     assert found["tokens_matched"] == expect(requests[:15]).blocks * BLOCK_TOKENS
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_it_and_nothing_is_left(tmp_path: Path, temporary: dict[str, str], number: int) -> None:
+@pytest.mark.parametrize(("number", "to_all"), [(signal.SIGTERM, False), (signal.SIGINT, False), (signal.SIGINT, True)])
+def test_a_signal_ends_it_and_nothing_is_left(
+    tmp_path: Path, temporary: dict[str, str], number: int, to_all: bool
+) -> None:
+    """``to_all``: as a terminal does it, which presses Ctrl-C for all programs that the command started."""
     before = left(tmp_path)
     with subprocess.Popen(
         [*KVSTORE, "demo", "--requests", "100000"],
@@ -73,6 +76,7 @@ def test_a_signal_ends_it_and_nothing_is_left(tmp_path: Path, temporary: dict[st
         text=True,
         cwd=SOURCE,
         env=temporary,
+        start_new_session=to_all,
     ) as demo:
         assert demo.stderr is not None
         # Through its messages, so that the cluster runs when the signal comes.
@@ -81,7 +85,10 @@ def test_a_signal_ends_it_and_nothing_is_left(tmp_path: Path, temporary: dict[st
                 break
         programs = descendants(demo.pid)
         assert len(programs) == 4, programs  # etcd, two workers and the garbage collector
-        demo.send_signal(number)
+        if to_all:
+            os.killpg(demo.pid, number)
+        else:
+            demo.send_signal(number)
         assert demo.wait(PATIENCE_S) == (130 if number == signal.SIGINT else 2)
         said = demo.stderr.read()
     assert said.strip() == "kvstore demo: interrupted"

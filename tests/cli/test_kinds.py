@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from kvstore.cli.access import Access, EtcdAccess, RootOptions, access_options
 from kvstore.cli.command import Command
-from kvstore.cli.kinds import COUNT, DURATION, HOST_PORT, LISTEN, SIZE, split
+from kvstore.cli.kinds import BOUND, COUNT, DURATION, HOST_PORT, LISTEN, SIZE, split
 from kvstore.errors import InvalidRequest
 from kvstore.meta.etcd import EtcdUser
 from kvstore.security.networks import is_loopback
@@ -30,6 +30,13 @@ def test_durations(text: str, seconds: float) -> None:
 )
 def test_sizes(text: str, count: int) -> None:
     assert SIZE.convert(text, None, None) == count
+
+
+def test_a_bound_has_a_unit() -> None:
+    assert BOUND.convert("200GiB", None, None) == 200 << 30 and BOUND.convert("1MiB", None, None) == 1 << 20
+    for text in ("200", "0", "1023KiB"):
+        with pytest.raises(click.BadParameter, match="under 1MiB: give a unit, such as 200GiB"):
+            BOUND.convert(text, None, None)
 
 
 @pytest.mark.parametrize(

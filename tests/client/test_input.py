@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -319,3 +320,147 @@ def test_limits_that_contradict_each_other_are_refused() -> None:
         Limits(hold_max_s=1.0)
     with pytest.raises(InvalidRequest, match="durability"):
         kvstore.open("/nowhere", durability="maybe")  # type: ignore[arg-type]
+
+
+WORDS = np.array(["a", "b"])
+"""What compares itself item by item, and so has no truth."""
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"label": "\n"}, r"label '\\n': expected printable text"),
+        ({"label": 5}, "label 5: expected printable text"),
+        ({"root_options": 5}, "root_options are a int: expected names and values"),
+        ({"root_options": {5: 6}}, "root_options are a dict: expected names and values"),
+        ({"keys": 5}, "keys are a int: expected the path of a key file"),
+        ({"etcd": 5}, "etcd=5: expected host:port"),
+        ({"etcd_tls": 5}, r"etcd_tls is a int: expected kvstore\.EtcdTls"),
+        ({"etcd_user": ("me", "secret")}, r"etcd_user is a tuple: expected kvstore\.EtcdUser"),
+        ({"etcd_user": kvstore.EtcdUser("me", "secret")}, "etcd_user says how to reach etcd, and none is given"),
+        ({"etcd": "127.0.0.1:1", "etcd_tls": 5}, "etcd_tls is a int"),
+        ({"max_bytes": WORDS}, "max_bytes=array.*: expected a whole number"),
+        ({"create": WORDS}, "create=array.*: expected True or False"),
+        ({"create": "no"}, "create='no': expected True or False"),
+        ({"root": "/x/\udcff"}, "root '/x/.udcff' is not valid Unicode"),
+        ({"root": WORDS}, "root array.*: expected a path"),
+    ],
+)
+def test_a_root_is_not_opened_with_what_makes_no_sense(tmp_root: Path, given: dict[str, Any], says: str) -> None:
+    running = {each.name for each in threading.enumerate()}
+    with pytest.raises(InvalidRequest, match=says) as refused:
+        kvstore.open(**{"root": str(tmp_root / "new"), **given})
+    assert "secret" not in str(refused.value)
+    assert {each.name for each in threading.enumerate()} <= running, "no thread is left"
+    assert not (tmp_root / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"limits": Limits()}, r"expected kvstore\.ClientLimits \(kvstore\.Limits are for kvstore\.open\)"),
+        ({"limits": 0}, r"limits are a int: expected kvstore\.ClientLimits"),
+        ({"limits": ""}, r"limits are a str: expected kvstore\.ClientLimits"),
+        ({"limits": {}}, r"limits are a dict: expected kvstore\.ClientLimits"),
+        ({"tls": 5}, r"tls is a int: expected kvstore\.ClientTls"),
+        ({"token_file": 5}, "token_file is a int: expected the path of a file"),
+        ({"etcd_tls": 5}, r"etcd_tls is a int: expected kvstore\.EtcdTls"),
+        ({"etcd_user": 5}, r"etcd_user is a int: expected kvstore\.EtcdUser"),
+        ({"etcd_tls": kvstore.EtcdTls()}, "etcd_tls says how to reach etcd, and none is given"),
+        ({"etcd": 5}, "etcd=5: expected host:port"),
+        ({"bulk": WORDS}, "bulk=array.*: expected one of"),
+    ],
+)
+def test_no_client_is_made_of_what_makes_no_sense(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidRequest, match=says):
+        kvstore.connect("127.0.0.1:1", **given)
+    with pytest.raises(InvalidRequest, match=r"worker 'x.udcff:1': expected host:port"):
+        kvstore.connect("x\udcff:1")
+    with pytest.raises(InvalidRequest, match="root=5: expected the root's id"):
+        kvstore.connect(etcd="127.0.0.1:1", root=5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"older_than_s": "30d"}, "older_than_s='30d': expected a number of seconds"),
+        ({"since_s": None}, "since_s=None: expected a number of seconds"),
+        ({"until_s": WORDS}, "until_s=array.*: expected a number of seconds"),
+        ({"tenant": 5}, "tenant=5: expected text"),
+        ({"fingerprint": 5}, "fingerprint=5: expected text"),
+        ({"written_by": None}, "written_by=None: expected text"),
+        ({"namespace": 5}, r"namespace=5: expected its digest \(cache\.namespace\.digest\)"),
+        ({"namespace": "m"}, "namespace='m': expected its digest"),
+    ],
+)
+def test_a_selection_says_what_is_no_part_of_one(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidRequest, match=says):
+        kvstore.Selection(**given)
+
+
+def test_only_a_selection_is_cleared(store: Store, cache: Cache) -> None:
+    cache.put(TOKENS, KV)
+    with pytest.raises(InvalidRequest, match=r"'m': expected kvstore\.Selection.*namespace=cache\.namespace\.digest"):
+        store.clear("m")  # type: ignore[arg-type]
+    everything = kvstore.Selection(namespace=cache.namespace.digest)
+    for flag in ("dry_run", "pinned"):
+        for value in (WORDS, "no"):
+            wrong: dict[str, Any] = {flag: value}
+            with pytest.raises(InvalidRequest, match=f"{flag}=.*: expected True or False"):
+                store.clear(everything, **wrong)
+    assert store.clear(everything, dry_run=np.bool_(True)).chunks == 4  # type: ignore[arg-type]
+    assert cache.match(TOKENS) == len(TOKENS), "nothing was cleared"
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"prompts": 5}, "prompts are 5: expected a list of prompts"),
+        ({"prompts": np.array(5)}, r"prompts are array\(5\): expected a list of prompts"),
+        ({"memory_tokens": 10**30}, "memory_tokens=1000.*: expected a whole number of tokens, from 0 to"),
+        ({"memory_tokens": WORDS}, "memory_tokens=array.*: expected a whole number of tokens"),
+        ({"decode_tokens": 1.5}, r"decode_tokens are not whole numbers from 0 \(1\.5\)"),
+        ({"decode_tokens": [2**63]}, "decode_tokens are not whole numbers"),
+        ({"decode_tokens": [[1, 2]]}, "decode_tokens are not whole numbers"),
+    ],
+)
+def test_plans_of_what_makes_no_sense(cache: Cache, given: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidRequest, match=says):
+        cache.plan(**{"prompts": [TOKENS], "memory_tokens": 1000, **given})
+    with pytest.raises(InvalidRequest, match=says):
+        cache.blocks.plan(**{"prompts": [[b"k" * 16]], "memory_tokens": 1000, **given})
+
+
+def test_an_array_is_no_name(store: Store, cache: Cache) -> None:
+    for make in (
+        lambda: store.namespace(WORDS, SMALL),  # type: ignore[arg-type]
+        lambda: cache.put(TOKENS, KV, preset=WORDS),  # type: ignore[arg-type]
+        lambda: Layout(1, 1, 8, WORDS),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(InvalidRequest, match="expected"):
+            make()
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["x" * 10_000, ["x"] * 10_000, np.zeros((100, 100)), {"x": b"y" * 10_000}, 10**5000],
+    ids=["text", "list", "array", "mapping", "number"],
+)
+def test_a_message_has_the_beginning_of_a_long_value(store: Store, tmp_root: Path, value: Any) -> None:
+    calls: list[Callable[[], object]] = [
+        lambda: Layout(value, 1, 8),
+        lambda: Layout(1, 1, 8, value),
+        lambda: store.clear(value),
+        lambda: kvstore.Selection(older_than_s=value),
+        lambda: kvstore.open(tmp_root / "new", durability=value),
+        lambda: kvstore.open(tmp_root / "new", write=value),
+        lambda: kvstore.open(tmp_root / "new", label=value),
+        lambda: kvstore.open(tmp_root / "new", max_bytes=value if isinstance(value, str) else [value]),  # type: ignore[arg-type]
+        lambda: kvstore.connect("127.0.0.1:1", bulk=value),
+        lambda: store.namespace("m", SMALL).put(TOKENS, KV, preset=value),
+        lambda: store.namespace("m", SMALL).prefetch(TOKENS, value),
+    ]
+    for call in calls:
+        with pytest.raises(InvalidRequest) as refused:
+            call()
+        assert len(str(refused.value)) < 300 and "\n" not in str(refused.value)

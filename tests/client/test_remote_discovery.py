@@ -117,6 +117,15 @@ def test_before_any_worker_runs_reads_are_misses() -> None:
             assert store.namespace("m", SMALL).match(TOKENS) == 0
 
 
+def test_where_etcd_does_not_answer_that_is_said_first() -> None:
+    meta = FaultyMeta(MemoryMeta(MemoryStore()))
+    meta.close()
+    with Store(RemotePort([], LIVELY, discovery=Discovery(meta, None))) as store:
+        with pytest.raises(Unavailable, match="until then no worker is known") as failed:
+            store.namespace("m", SMALL)
+    assert "start one" not in str(failed.value)
+
+
 def test_the_list_stays_when_the_metadata_do_not_answer_or_are_empty() -> None:
     cluster = Cluster()
     with cluster.worker() as first:
@@ -173,7 +182,7 @@ def test_through_etcd_which_may_then_freeze(tmp_root: Path) -> None:
 @pytest.mark.slow
 def test_etcd_that_is_not_there(tmp_root: Path) -> None:
     with kvstore.connect(etcd="127.0.0.1:1", limits=ClientLimits(probe_s=0.5)) as store:
-        with pytest.raises(Unavailable, match="no worker is known"):
+        with pytest.raises(Unavailable, match=r"^etcd at .* did not answer .*; until then no worker is known"):
             store.namespace("m", SMALL)
 
 

@@ -22,6 +22,7 @@ import kvstore
 from kvstore.client.cache import Cache
 from kvstore.format import places
 from tests.cli.conftest import Running, serving
+from tests.collecting import bounded_to
 from tests.etcd_fixture import running_etcd
 from tests.events.subscriber import Subscriber
 from tests.node.stores import TINY
@@ -66,7 +67,7 @@ def collect(root: Path, etcd: str, max_bytes: int) -> None:
     subprocess.run(
         [
             *(sys.executable, "-m", "kvstore_gc", "--root", str(root), "--etcd", etcd, "--once"),
-            *("--max-bytes", str(max_bytes)),
+            *bounded_to(max_bytes),
         ],
         check=True,
         timeout=PATIENCE_S,

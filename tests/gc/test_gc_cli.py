@@ -21,6 +21,7 @@ import kvstore
 from kvstore.meta.etcd import EtcdMeta
 from kvstore_gc.cli import command
 from tests.cli.conftest import PATIENCE_S, SOURCE, Running, descendants, eventually, serving
+from tests.collecting import bounded_to
 from tests.etcd_fixture import frozen, running_etcd
 
 LAYOUT = kvstore.Layout(layers=2, kv_heads=1, head_dim=64, dtype="float16", chunk_tokens=4)
@@ -50,6 +51,7 @@ def called(*arguments: str) -> Result:
         ((*ENOUGH, "--once", "--policy", "/nowhere"), "cannot read the policy"),
         ((*ENOUGH, "--once", "--ttl", "soon"), "is not a duration"),
         ((*ENOUGH, "--once", "--max-bytes", "lots"), "is not a size"),
+        ((*ENOUGH, "--once", "--max-bytes", "200"), "'200' is 200 bytes, under 1MiB: give a unit, such as 200GiB"),
     ],
 )
 def test_wrong_use_is_said_in_one_line(arguments: tuple[str, ...], says: str) -> None:
@@ -62,6 +64,19 @@ def test_a_wrong_value_in_a_policy_is_wrong_use(tmp_path: Path) -> None:
     (tmp_path / "policy.toml").write_text('ttl = "soon"')
     result = called(*ENOUGH, "--once", "--policy", str(tmp_path / "policy.toml"))
     assert result.exit_code == 2 and "is not a duration" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("policy", "says"),
+    [
+        ("max_bytes = 200", "max_bytes is 200 bytes, under 1MiB: give a unit"),
+        ('[[quota]]\ntenant = "acme"\nmax_bytes = 20', "max_bytes of tenant 'acme' is 20 bytes, under 1MiB"),
+    ],
+)
+def test_a_bound_without_a_unit_is_refused_in_a_policy(policy: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "policy.toml").write_text(policy)
+    result = called(*ENOUGH, "--once", "--policy", str(tmp_path / "policy.toml"))
+    assert result.exit_code == 2 and says in result.stderr
 
 
 def test_help_names_every_option_and_the_exit_codes() -> None:
@@ -139,12 +154,12 @@ def at(up: Running, module_root: Path) -> tuple[str, ...]:
 def test_a_dry_run_changes_neither_the_root_nor_etcd(up: Running, at: tuple[str, ...], module_root: Path) -> None:
     root = module_root / "root"
     put(up, 30)
-    limit = str(15 * CHUNK_BYTES)
+    limit = bounded_to(15 * CHUNK_BYTES)
     meta = EtcdMeta(up.etcd)
     try:
         before, revision = tree(root), meta.list("/kv/").revision
-        as_json = line(ended(*at, "--dry-run", "--max-bytes", limit, "--json"))
-        shown = ended(*at, "--dry-run", "--max-bytes", limit, "--explain", as_json["examples"][0]["address"])
+        as_json = line(ended(*at, "--dry-run", *limit, "--json"))
+        shown = ended(*at, "--dry-run", *limit, "--explain", as_json["examples"][0]["address"])
         assert (tree(root), meta.list("/kv/").revision) == (before, revision)
     finally:
         meta.close()
@@ -153,7 +168,7 @@ def test_a_dry_run_changes_neither_the_root_nor_etcd(up: Running, at: tuple[str,
     assert shown.returncode == 0
     assert "would delete 18 chunks" in shown.stdout and "goes, over capacity" in shown.stdout
 
-    done = line(ended(*at, "--once", "--max-bytes", limit, "--json"))
+    done = line(ended(*at, "--once", *limit, "--json"))
     assert done["reaped"]["chunks"] == 18 and chunks(root) == 12
     assert done["used_bytes_after"] == 12 * CHUNK_BYTES <= done["low_bytes"]
 
@@ -163,17 +178,17 @@ def test_what_cannot_be_finished_is_exit_code_1(up: Running, at: tuple[str, ...]
     put(up, 10, first=5000)
     with kvstore.connect(up.grpc) as store:
         pin = store.namespace("model", LAYOUT).pin(list(range(500_000, 500_040)), ttl=600)
-        done = ended(*at, "--once", "--max-bytes", str(2 * CHUNK_BYTES))
+        done = ended(*at, "--once", *bounded_to(2 * CHUNK_BYTES))
         assert done.returncode == 1, done.stderr
         assert "unfinished: the root's files still take" in done.stderr and "kept: 10 chunks" in done.stdout
         pin.release()
-    assert ended(*at, "--once", "--max-bytes", str(2 * CHUNK_BYTES)).returncode == 0
+    assert ended(*at, "--once", *bounded_to(2 * CHUNK_BYTES)).returncode == 0
 
 
 @pytest.mark.slow
 def test_rounds_go_on_until_sigterm(up: Running, at: tuple[str, ...], module_root: Path) -> None:
     put(up, 40, first=9000)
-    arguments = ("--interval", "1s", "--max-bytes", str(20 * CHUNK_BYTES), "--json", "--metrics", "127.0.0.1:0")
+    arguments = ("--interval", "1s", *bounded_to(20 * CHUNK_BYTES), "--json", "--metrics", "127.0.0.1:0")
     with collecting(module_root, *at, *arguments) as (child, said):
         assert child.stdout is not None
         rounds = [json.loads(child.stdout.readline()) for _ in range(3)]
@@ -181,7 +196,7 @@ def test_rounds_go_on_until_sigterm(up: Running, at: tuple[str, ...], module_roo
         where = said().split("metrics=")[1].split()[0]
         with urllib.request.urlopen(f"http://{where}/metrics", timeout=PATIENCE_S) as page:
             shown = page.read().decode()
-        assert f"kvstore_gc_capacity_bytes {20.0 * CHUNK_BYTES}" in shown and "kvstore_gc_rounds_total" in shown
+        assert "kvstore_gc_capacity_bytes 1.048576e+06" in shown and "kvstore_gc_rounds_total" in shown
         child.send_signal(signal.SIGTERM)
         assert child.wait(PATIENCE_S) == 0
         assert "gc.stopped" in said()
@@ -199,7 +214,7 @@ def test_sigterm_during_a_grace_ends_it_and_takes_nothing(up: Running, at: tuple
     put(up, 10, first=20_000)
     with kvstore.connect(up.grpc) as store:
         hold = store.namespace("model", LAYOUT).hold(list(range(2_000_000, 2_000_040)))
-        with collecting(module_root, *at, "--interval", "1h", "--max-bytes", str(CHUNK_BYTES)) as (child, said):
+        with collecting(module_root, *at, "--interval", "1h", *bounded_to(CHUNK_BYTES)) as (child, said):
             eventually(lambda: any((root / "trash").iterdir()), "a sweep has begun")
             time.sleep(0.5)
             child.send_signal(signal.SIGTERM)
@@ -207,7 +222,7 @@ def test_sigterm_during_a_grace_ends_it_and_takes_nothing(up: Running, at: tuple
         array = np.empty(LAYOUT.shape(40), np.float16)
         assert hold.read_into(array) == 40, "what was held is there"
         hold.release()
-    assert ended(*at, "--once", "--max-bytes", str(CHUNK_BYTES * 2)).returncode == 0
+    assert ended(*at, "--once", *bounded_to(CHUNK_BYTES * 2)).returncode == 0
     assert list((root / "trash").iterdir()) == [] and list((root / "plans").iterdir()) == []
 
 
@@ -251,16 +266,16 @@ def test_a_frozen_etcd_is_said_once_and_rounds_go_on_afterwards(up: Running, tmp
 
 @pytest.mark.slow
 def test_up_keeps_the_root_below_its_limit(tmp_root: Path) -> None:
-    root, limit = tmp_root / "root", 50 * CHUNK_BYTES
+    root, limit = tmp_root / "root", 1 << 20
     at = ("--root", str(root), "--listen", "127.0.0.1:0", "--max-bytes", str(limit), *FEW_SHARDS)
     with serving(tmp_root, "up", *at) as running:
         eventually(lambda: "gc.round" in running.log.read_text(), "the first round")
-        for first in range(0, 1000, 100):
+        for first in range(0, 2000, 100):
             try:
                 put(running, 20, first=first)
             except (kvstore.errors.Overloaded, AssertionError):
                 break  # too full for the moment: shed
         # At once, not after the interval of a minute.
-        eventually(lambda: chunks(root) <= 0.9 * 50, "it deletes")
+        eventually(lambda: chunks(root) * CHUNK_BYTES <= 0.9 * limit, "it deletes")
         assert running.end() == 0
         assert "gc.stopped" in running.log.read_text()

@@ -37,6 +37,9 @@ def mixed(cache: kvstore.Cache) -> int:
     cache.put([1], kv=None)  # wrong
     cache.blocks.get(["key"], [bytearray(3)])  # wrong
     cache.pin([1], tll=3.0)  # wrong
+    cache.prefetch([1], tier="memry")  # wrong
+    cache.prefetch([1], "root")  # wrong
+    cache.move([1], "dsk")  # wrong
     cache.blocks.put(["key"], [b"x"], write="throuhg")  # wrong
     cache.blocks.put(["key"], [b"x"], preset="chatt")  # wrong
     return cache.get([1])  # wrong
@@ -99,6 +102,14 @@ def test_every_typo_is_found(checker: str, tmp_path: Path) -> None:
     wrong = {number for number, line in enumerate(WRONG.splitlines(), 1) if line.endswith("# wrong")}
     found = complaints(checker, WRONG, tmp_path)
     assert found.keys() == wrong, found
+
+
+@pytest.mark.slow
+def test_the_guide_is_right_of_workers_that_are_dead(checker: str, tmp_path: Path) -> None:
+    """Its example runs with workers that live: what ``health`` has of the others is known to a type checker alone."""
+    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "guide.md").read_text(), re.MULTILINE | re.DOTALL)
+    (steering,) = (block for block in blocks if "control.health()" in block)
+    assert complaints(checker, steering, tmp_path) == {}
 
 
 def test_type_checkers_and_programs_see_the_same_names() -> None:

@@ -74,7 +74,8 @@ def pinned(cache: Cache, tokens: list[int]) -> kvstore.PinRecord:
 
 def moved(cache: Cache, tokens: list[int]) -> int:
     ticket: kvstore.Ticket = cache.prefetch(tokens)
-    return ticket.wait(1.0)
+    cache.prefetch(tokens, tier="disk")
+    return ticket.wait(1.0) + cache.move(tokens, "root").tokens
 
 
 def planned(cache: Cache, prompts: list[list[int]]) -> list[int]:

@@ -181,7 +181,7 @@ def test_a_worker_without_memory_says_what_to_do() -> None:
         with pytest.raises(InvalidRequest, match="--memory"):
             cache.prefetch([1, 2, 3])
         with pytest.raises(InvalidRequest, match="expected memory or disk"):
-            cache.prefetch([1, 2, 3], tier="root")
+            cache.prefetch([1, 2, 3], tier="root")  # type: ignore[arg-type]
 
 
 def test_a_worker_that_is_not_there_raises_unavailable() -> None:

@@ -6,6 +6,7 @@ import enum
 import os
 from typing import Literal
 
+from kvstore.brief import brief
 from kvstore.errors import InvalidRequest
 
 BulkName = Literal["auto", "shared", "tcp", "grpc"]
@@ -28,4 +29,4 @@ class Bulk(enum.Enum):
             return cls(chosen)
         except ValueError as cause:
             names = ", ".join(way.value for way in cls)
-            raise InvalidRequest(f"bulk={chosen!r} (or KVSTORE_BULK): expected one of {names}") from cause
+            raise InvalidRequest(f"bulk={brief(chosen)} (or KVSTORE_BULK): expected one of {names}") from cause

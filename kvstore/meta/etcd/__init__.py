@@ -4,7 +4,7 @@ A package of a few nouns: ``client`` (the operations), ``members`` (which member
 ``faults`` (what an etcd error means), ``wire`` (messages), ``access`` (endpoints, TLS, user).
 """
 
-from kvstore.meta.etcd.access import Endpoints, EtcdTls, EtcdUser
+from kvstore.meta.etcd.access import Endpoints, EtcdTls, EtcdUser, check_access
 from kvstore.meta.etcd.client import EtcdMeta
 
-__all__ = ["Endpoints", "EtcdMeta", "EtcdTls", "EtcdUser"]
+__all__ = ["Endpoints", "EtcdMeta", "EtcdTls", "EtcdUser", "check_access"]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvstore.brief import brief
 from kvstore.errors import InvalidRequest
 from kvstore.security.secret_files import read_secret
 
@@ -71,6 +72,19 @@ class Endpoints:
 
     def __str__(self) -> str:
         return ",".join(self.targets)
+
+
+def check_access(etcd: object, tls: object, user: object) -> None:
+    """Raises InvalidRequest for ``etcd``, ``etcd_tls`` or ``etcd_user`` of a wrong type, or the two without etcd."""
+    listed = [etcd] if etcd is None or isinstance(etcd, str) else etcd
+    if not isinstance(listed, list | tuple) or not all(isinstance(one, str | None) for one in listed):
+        raise InvalidRequest(f"etcd={brief(etcd)}: expected host:port, several with commas or as a list")
+    for name, given, kind in (("etcd_tls", tls, EtcdTls), ("etcd_user", user, EtcdUser)):
+        if given is not None and not isinstance(given, kind):
+            # Only its type: it may be a password.
+            raise InvalidRequest(f"{name} is a {type(given).__name__}: expected kvstore.{kind.__name__}")
+        if given is not None and not etcd:
+            raise InvalidRequest(f"{name} says how to reach etcd, and none is given: give etcd=host:port as well")
 
 
 def _target(part: str) -> str:

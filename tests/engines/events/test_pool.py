@@ -25,6 +25,7 @@ from kvstore.client.cache import Cache
 from kvstore.format import places
 from kvstore.tokens import token_array
 from tests.cli.conftest import Running, serving
+from tests.collecting import bounded_to
 from tests.engines.events.indexer import BLOCK_TOKENS, Indexer
 from tests.etcd_fixture import running_etcd
 from tests.patience import PATIENCE_S
@@ -101,7 +102,7 @@ def publishing(root: Path, etcd: str, ports: list[int]) -> Iterator[Running]:
 
 
 def collect(root: Path, etcd: str, max_bytes: int) -> None:
-    words = ("--root", str(root), "--etcd", etcd, "--once", "--max-bytes", str(max_bytes))
+    words = ("--root", str(root), "--etcd", etcd, "--once", *bounded_to(max_bytes))
     subprocess.run([sys.executable, "-m", "kvstore_gc", *words], check=True, timeout=PATIENCE_S, capture_output=True)
 
 

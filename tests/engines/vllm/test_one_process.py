@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.collecting import bounded_to
 from tests.engines.vllm.conftest import CROWD, CROWD_TOKENS, PROMPTS
 from tests.engines.vllm.engines import (
     Answer,
@@ -152,12 +153,7 @@ def test_garbage_collection_at_full_tilt_costs_misses_only(
         etcd,
         "--interval",
         "0.1",
-        "--max-bytes",
-        "600KiB",
-        "--high",
-        "0.6",
-        "--low",
-        "0.1",
+        *bounded_to(600 << 10, 0.6, 0.1),
     ):
         ends_s = time.monotonic() + 8
         cached = []

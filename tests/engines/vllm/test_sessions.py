@@ -10,6 +10,7 @@ import pytest
 import kvstore
 from kvstore.node.limits import Limits
 from kvstore.recency import decode
+from tests.collecting import bounded_to
 from tests.engines.vllm.engines import (
     Engine,
     collect,
@@ -136,4 +137,4 @@ def make_room(root: Path) -> None:
     files = stored_files(root)
     size = sum(path.stat().st_size for path in files)
     low = (MAIN_BLOCKS + 0.5) / len(files)
-    collect(root, "--max-bytes", str(size), "--high", f"{low + 0.05:.3f}", "--low", f"{low:.3f}")
+    collect(root, *bounded_to(size, low + 0.05, low))
