@@ -77,7 +77,8 @@ class BlockCache:
     def put_new(self, keys: Sequence[bytes], buffers: Sequence[Any]) -> tuple[list[bool], list[bool]]:
         """Stores each buffer under its key, as ``put`` does; also returns which of the blocks this call wrote.
 
-        Through a worker only those are sent that the store lacks; then a block of another size counts as stored.
+        Through a worker only those are sent that the store lacks; then a block of another size counts as stored, and
+        one that somebody else wrote meanwhile, or that is given twice, as written by this call.
         """
         checked = _checked_keys(keys)
         views = _views(checked, buffers, writable=False)

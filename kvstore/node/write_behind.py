@@ -34,6 +34,8 @@ AFTER_S = 0.05
 """How long a chunk waits before it is written: the put that brought it is acknowledged meanwhile, and needs cores."""
 HOLD_S = 1.0
 """How long a chunk waits at most while puts arrive, which need the cores that writing takes (rule W6)."""
+ARRIVING_S = 0.5
+"""How long one put holds it: a client that sends slowly must not keep the queue full for others."""
 HOLD_SHARE = 0.75
 """Share of the queue up to which it waits so: what finds the queue full is shed."""
 PAUSE_S = 0.5
@@ -92,7 +94,8 @@ class WriteBehind:
         self._waiting: deque[Job] = deque()
         self._writing: list[Job] = []
         self._bytes = 0
-        self._arriving = 0
+        self._arriving = list[float]()
+        """Times at which puts that arrive hold nothing any more."""
         self._quiet_s = 0.0
         """Time at which the last put that arrived is so long over that another would have followed it."""
         self._jobs = 0
@@ -132,13 +135,14 @@ class WriteBehind:
     @contextmanager
     def arriving(self) -> Iterator[None]:
         """While a put arrives, what is queued waits (rule W6)."""
+        until_s = self._clock.monotonic_s() + ARRIVING_S
         with self._changed:
-            self._arriving += 1
+            self._arriving.append(until_s)
         try:
             yield
         finally:
             with self._changed:
-                self._arriving -= 1
+                self._arriving.remove(until_s)
                 self._quiet_s = self._clock.monotonic_s() + AFTER_S
                 self._changed.notify_all()
 
@@ -257,7 +261,7 @@ class WriteBehind:
         """Returns the earliest time to begin a job, as things are."""
         if not self._holds:
             return job.begins_s
-        return max(job.begins_s, job.held_s if self._arriving else min(job.held_s, self._quiet_s))
+        return max(job.begins_s, min(job.held_s, max([self._quiet_s, *self._arriving])))
 
     def _do(self, job: Job) -> None:
         again = False

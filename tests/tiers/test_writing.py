@@ -340,8 +340,20 @@ def test_w6_a_put_that_arrives_holds_what_is_queued_but_not_for_long(
         assert time.monotonic() - began_s >= 0.3
 
 
+def test_w6_a_put_that_arrives_slowly_holds_what_is_queued_for_a_moment_only(
+    node: Acting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(write_behind, "HOLD_S", FOR_EVER_S)
+    monkeypatch.setattr(write_behind, "ARRIVING_S", 0.1)
+    with node.tiers.behind.arriving():
+        for prompt in (1, 2):
+            node.put(prompt, 4)
+            eventually(lambda: all(node.on_root(prompt, 4)), "it is written while the put still arrives")  # noqa: B023
+
+
 def test_w6_what_is_queued_is_written_when_puts_have_arrived(node: Acting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(write_behind, "HOLD_S", FOR_EVER_S)
+    monkeypatch.setattr(write_behind, "ARRIVING_S", FOR_EVER_S)
     with node.tiers.behind.arriving():
         node.put(1, 4)
     eventually(lambda: all(node.on_root(1, 4)), "it is written")
@@ -349,6 +361,7 @@ def test_w6_what_is_queued_is_written_when_puts_have_arrived(node: Acting, monke
 
 def test_w6_nothing_waits_for_puts_in_a_queue_that_fills(node: Acting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(write_behind, "HOLD_S", FOR_EVER_S)
+    monkeypatch.setattr(write_behind, "ARRIVING_S", FOR_EVER_S)
     behind, room_bytes = node.tiers.behind, node.unit_bytes * QUEUE_CHUNKS * 3 // 4
     with behind.arriving():
         node.put(1, 4)
@@ -359,6 +372,7 @@ def test_w6_nothing_waits_for_puts_in_a_queue_that_fills(node: Acting, monkeypat
 
 def test_w6_nothing_waits_for_puts_when_the_node_closes(node: Acting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(write_behind, "HOLD_S", FOR_EVER_S)
+    monkeypatch.setattr(write_behind, "ARRIVING_S", FOR_EVER_S)
     with node.tiers.behind.arriving():
         node.put(1, 4)
         node.close()
