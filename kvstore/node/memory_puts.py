@@ -90,6 +90,8 @@ class MemoryPuts:
         self._ids = ids
         self._lock = threading.Lock()
         self._claimed_bytes = 0  # of rooms; guarded by _lock
+        self.run_bytes = memory.size_bytes // ROOM_SHARE // ROOM_RUNS
+        """Size of a run for which ``room`` should be asked: some of them fit into the share of rooms."""
 
     def keep(
         self,
@@ -118,11 +120,6 @@ class MemoryPuts:
                 raise
             self._memory.ready([slot for _, slot in slots])
         return Kept(there, [index - first for index, _ in slots])
-
-    @property
-    def run_bytes(self) -> int:
-        """Size of a run for which ``room`` should be asked: some of them fit into the share of rooms."""
-        return self._memory.size_bytes // ROOM_SHARE // ROOM_RUNS
 
     def room(self, wanted: Wanted, first: int, count: int, hints: Hints, behind: WriteBehind | None) -> Room | None:
         """Claims room for all of these chunks, for ``fill`` or ``give_up``.

@@ -78,6 +78,8 @@ class TierStack:
         self._record = record
         self.encodings = encodings
         self._puts = MemoryPuts(self.memory, self.copiers, incarnations)
+        self.run_bytes = self._puts.run_bytes
+        """Size of a run for which ``room`` should be asked."""
         self.behind = WriteBehind(self.memory, counters, limits, clock)
         self._changed = Monitor()  # guards that chunks came into memory
         self._is_filled = False
@@ -136,11 +138,6 @@ class TierStack:
             self.behind.add(_leading(wanted, stop), start, stop - start, hints, size_bytes)
         self._record()
         return kept
-
-    @property
-    def run_bytes(self) -> int:
-        """Size of a run for which ``room`` should be asked."""
-        return self._puts.run_bytes
 
     def room(self, wanted: Wanted, first: int, count: int, hints: Hints) -> Room | None:
         """Claims room for a whole run that is on its way, for ``fill`` or ``give_up``; as ``absorb`` does."""

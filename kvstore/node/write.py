@@ -7,7 +7,7 @@ table that it follows.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -118,6 +118,11 @@ class Write:
         """Those that memory took, and did not have before."""
         self._absorbed = 0
         self._absorbed_bytes = 0
+        tiers = owner.tiers if mode is WriteMode.BEHIND else None
+        self.behind = None if tiers is None else tiers.behind
+        """What is to be written behind, this put's chunks too; None if it waits for the root."""
+        self.run_bytes = 0 if tiers is None else tiers.run_bytes
+        """Size of a run for which ``room`` should be asked; 0 if none is given."""
 
     @property
     def first(self) -> int:
@@ -150,16 +155,6 @@ class Write:
             # As much as memory took is put, whatever the root does with the rest.
             if self._root.abandon():
                 release()
-
-    def arriving(self) -> AbstractContextManager[None]:
-        """While the caller is in it, the put's chunks arrive: what waits to be written behind lets them (rule W6)."""
-        tiers = self._owner.tiers
-        return nullcontext() if tiers is None or self.mode is not WriteMode.BEHIND else tiers.behind.arriving()
-
-    @property
-    def run_bytes(self) -> int:
-        """Size of a run for which ``room`` should be asked; 0 if none is given."""
-        return self._tiers.run_bytes if self.mode is WriteMode.BEHIND and self._owner.tiers is not None else 0
 
     def room(self, first: int, count: int) -> Room | None:
         """Claims room in memory for a whole run that is on its way, for ``fill`` or ``give_up``.

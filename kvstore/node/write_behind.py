@@ -126,9 +126,9 @@ class WriteBehind:
         with self._changed:
             if self._is_closing or self._bytes + size_bytes > self.bytes_max:
                 return False
-            held = self._holds
+            held_bytes, before_bytes = HOLD_SHARE * self.bytes_max, self._bytes
             self._bytes += size_bytes
-            if held and not self._holds:
+            if before_bytes <= held_bytes < self._bytes:
                 self._changed.notify_all()  # the threads sleep for as long as they saw then
             return True
 

@@ -13,13 +13,12 @@ from kvstore.format import places
 from kvstore.root.identity import publish_small, read_small
 from kvstore.root.interface import Root
 from kvstore.sources import Clock, Ids
-from kvstore.writes import BOUND_BYTES_MIN
 
 FREE_SHARE = 0.5
 """The share of the space that was free. Half leaves other programs as much as the cache, and several roots on one disk
 never fill it: each takes half of what the others left."""
-FLOOR_BYTES = 64 << 20
-"""More than half of what is free on a small disk: a root of few chunks would else be hardly worth having."""
+BOUND_BYTES_MIN = 64 << 20
+"""A disk that was full at that moment would else refuse every put, also once it has room."""
 RECORD_BYTES_MAX = 4096
 
 
@@ -35,7 +34,7 @@ def default_bound(root: Root, *, ids: Ids, clock: Clock) -> int | None:
     free_bytes = root.space().free_bytes
     if free_bytes is None:
         return None
-    chosen = _default(free_bytes)
+    chosen = max(BOUND_BYTES_MIN, int(FREE_SHARE * free_bytes))
     try:
         publish_small(root, places.BOUND, json.dumps({"max_bytes": chosen}).encode() + b"\n", ids=ids, clock=clock)
     except Overloaded:
@@ -44,13 +43,6 @@ def default_bound(root: Root, *, ids: Ids, clock: Clock) -> int | None:
     if found is None:
         raise Unavailable(f"{root.url}: {places.BOUND} was written and is not there: check the mount")
     return found
-
-
-def _default(free_bytes: int) -> int:
-    """The default where so much is free: half of it, or FLOOR_BYTES where these fit and are more."""
-    half = int(FREE_SHARE * free_bytes)
-    # Never 0, of a disk that is full at this moment: it would refuse every put, also once it has room.
-    return max(half, FLOOR_BYTES if free_bytes >= FLOOR_BYTES else BOUND_BYTES_MIN)
 
 
 def _read(root: Root) -> int | None:

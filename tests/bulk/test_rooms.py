@@ -10,7 +10,7 @@ import pytest
 
 from kvstore import Layout
 from kvstore.native import is_available
-from kvstore.node.memory_puts import ROOM_SHARE, MemoryPuts, Room
+from kvstore.node.memory_puts import ROOM_SHARE, Room
 from kvstore.node.write import Write
 from kvstore.sections import planes_of
 from kvstore.v1 import kvstore_pb2 as pb
@@ -226,7 +226,7 @@ def test_runs_are_as_large_as_memory_has_room_for(served: Served, monkeypatch: p
 
     claim = Write.room
     monkeypatch.setattr(Write, "room", room)
-    monkeypatch.setattr(MemoryPuts, "run_bytes", RUN_BYTES + MEDIUM.chunk_bytes)
+    monkeypatch.setattr(served.member.node.tiers, "run_bytes", RUN_BYTES + MEDIUM.chunk_bytes)
     chunks = RUN_BYTES // MEDIUM.chunk_bytes + 5
     tokens, kv = tokens_and_kv(chunks, seed=4)
     with connected(served, bulk="tcp", write="behind") as store:

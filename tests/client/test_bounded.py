@@ -26,8 +26,6 @@ from kvstore.format.places import BOUND, METADATA, RESERVE
 from kvstore.meta.sqlite import host
 from kvstore.node import collecting
 from kvstore.root import bound
-from kvstore.root.interface import Space
-from kvstore.root.posix import PosixRoot
 from tests.client.bound_process import CHUNKS, LAYOUT, PROMPT_BYTES, kv, tokens
 from tests.client.bounding import (
     BOUND_BYTES,
@@ -180,25 +178,6 @@ def test_a_default_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "root" / BOUND).write_text("a lot")
     with pytest.raises(RootMismatch, match=r'the file bound begins with .*expected \{"max_bytes": BYTES\}'):
         kvstore.open(tmp_path / "root")
-
-
-@pytest.mark.parametrize(
-    ("free", "chosen"),
-    [
-        (400 * MIB, 200 * MIB),
-        (128 * MIB, 64 * MIB),
-        (100 * MIB, 64 * MIB),
-        (64 * MIB, 64 * MIB),
-        (60 * MIB, 30 * MIB),
-        (0, MIB),
-    ],
-)
-def test_the_default_never_exceeds_what_is_free_on_a_small_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, chosen: int
-) -> None:
-    monkeypatch.setattr(PosixRoot, "space", lambda _: Space(1000 * MIB, free))
-    with kvstore.open(tmp_path / "root") as store:
-        assert store.stats()["bound_bytes"] == chosen
 
 
 def test_without_a_bound_nobody_collects(tmp_path: Path, at_once: None) -> None:

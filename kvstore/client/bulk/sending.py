@@ -17,14 +17,16 @@ from kvstore.node.lanes import Deadline
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import LinkBroken
 from kvstore.wire.bulk.frames import (
+    READY,
+    RUN_BYTES_MAX,
     SPAN_BYTES,
     Kind,
     Placed,
-    decode_ready,
     encode_head,
     encode_placed,
     encode_request,
     encode_span,
+    unpacked,
 )
 from kvstore.wire.bulk.runs import SUM_BYTES
 from kvstore.wire.messages import traced
@@ -64,13 +66,13 @@ def send_put(
     behind = behind and (not link.is_shared or (arena is not None and arena.size_bytes >= size_bytes))
     kind = Kind.PUT if isinstance(start, pb.PutStart) else Kind.PUT_BLOCKS
     channel.send(kind, number, [encode_request(timeout_s, int(behind), traced(start))])
-    begin, count, sent_bytes = decode_ready(link.receive(Kind.READY)[1])
+    begin, count, sent_bytes = unpacked(READY, link.receive(Kind.READY)[1])
     if count and not (first <= begin and begin + count == cargo.count):
         raise channel.break_off(f"chunks {begin} to {begin + count - 1} are wanted of {cargo.count}")
     run_bytes = 0 if arena is None else _placed_bytes(arena, cargo, cargo.size_bytes(begin, count), behind=behind)
     try:
         sizes = [cargo.size_bytes(index, 1) for index in range(begin, begin + count)]
-        for run in grouped(sizes, run_bytes or sent_bytes):
+        for run in grouped(sizes, run_bytes or min(sent_bytes, RUN_BYTES_MAX)):
             at, chunks = begin + run.start, run.stop - run.start
             if at > begin and not channel.is_quiet():
                 break  # the worker has something to say: it refuses

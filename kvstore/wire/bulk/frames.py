@@ -109,7 +109,8 @@ _REQUEST = struct.Struct("<dB7x")
 _SPAN = struct.Struct("<II")
 _PLACED = struct.Struct("<IIQ")
 SPAN_BYTES = _SPAN.size
-_READY = struct.Struct("<III")
+READY = struct.Struct("<III")
+"""Payload of READY: the first chunk and the number of those to send, and the bytes that may go together."""
 _ARENA = struct.Struct("<Q")
 _INDEX = struct.Struct("<I4x")
 INDEX_BYTES = _INDEX.size
@@ -166,21 +167,8 @@ def encode_span(first: int, count: int) -> bytes:
 
 def decode_span(payload: bytes) -> tuple[int, int]:
     """Decodes the payload of ``encode_span``. Raises InvalidRequest."""
-    first, count = _unpacked(_SPAN, payload)
+    first, count = unpacked(_SPAN, payload)
     return first, count
-
-
-def encode_ready(first: int, count: int, run_bytes: int) -> bytes:
-    """Encodes the payload of READY."""
-    return _READY.pack(first, count, run_bytes)
-
-
-def decode_ready(payload: bytes) -> tuple[int, int, int]:
-    """Decodes the payload of READY: the chunks to send, and how many bytes of them may go together, at most
-    RUN_BYTES_MAX. Raises InvalidRequest.
-    """
-    first, count, run_bytes = _unpacked(_READY, payload)
-    return first, count, min(run_bytes, RUN_BYTES_MAX)
 
 
 def encode_slots(given: Given) -> bytes:
@@ -204,7 +192,7 @@ def encode_arena(size_bytes: int) -> bytes:
 
 def decode_arena(payload: bytes) -> int:
     """Decodes the payload of ARENA and MEMORY. Raises InvalidRequest."""
-    return _unpacked(_ARENA, payload)[0]
+    return unpacked(_ARENA, payload)[0]
 
 
 def encode_placed(placed: Placed) -> bytes:
@@ -214,7 +202,7 @@ def encode_placed(placed: Placed) -> bytes:
 
 def decode_placed(payload: bytes) -> Placed:
     """Decodes the payload of PLACED. Raises InvalidRequest."""
-    first, count, offset = _unpacked(_PLACED, payload)
+    first, count, offset = unpacked(_PLACED, payload)
     return Placed(first, count, offset)
 
 
@@ -225,10 +213,11 @@ def encode_index(index: int) -> bytes:
 
 def decode_index(payload: bytes | bytearray | memoryview) -> int:
     """Decodes that index. Raises InvalidRequest."""
-    return _unpacked(_INDEX, bytes(payload))[0]
+    return unpacked(_INDEX, bytes(payload))[0]
 
 
-def _unpacked(layout: struct.Struct, payload: bytes) -> tuple[int, ...]:
+def unpacked(layout: struct.Struct, payload: bytes) -> tuple[int, ...]:
+    """Unpacks a payload of exactly this structure. Raises InvalidRequest."""
     if len(payload) != layout.size:
         raise InvalidRequest(f"a frame has {len(payload)} bytes: expected {layout.size}")
     return layout.unpack(payload)

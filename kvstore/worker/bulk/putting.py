@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,7 +19,7 @@ from kvstore.node.node import Node
 from kvstore.node.wanted import Wanted
 from kvstore.node.write import Write, Written
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.bulk.frames import Kind, encode_ready
+from kvstore.wire.bulk.frames import READY, Kind
 from kvstore.wire.messages import hints_of, parse, write_of
 from kvstore.worker.bulk.arriving import Arrived, Arriving
 from kvstore.worker.bulk.cargo import Cargo
@@ -93,19 +93,21 @@ class BulkPuts:
         cargo = Cargo(wanted, first, count, write.run_bytes)
         acknowledged = threading.Event()
         try:
-            with write.arriving(), ExitStack() as reserved:
+            # What waits to be written behind lets these chunks arrive (rule W6).
+            arriving = nullcontext() if write.behind is None else write.behind.arriving()
+            with arriving, ExitStack() as reserved:
                 is_behind = (
                     not request.waits
                     and not self._node.durability.waits
                     and count > 0
                     and self._arriving.has_room(request.connection, cargo.all_bytes, reserved)
                 )
-                channel.send(Kind.READY, request.number, [encode_ready(first, count, cargo.run_bytes)])
+                channel.send(Kind.READY, request.number, [READY.pack(first, count, cargo.run_bytes)])
                 runs = self._arriving.runs(request.connection, cargo, write, reserved, is_behind=is_behind)
                 if is_behind:
                     written = self._write_behind(request, write, cargo, self._all(write, runs), reserved, acknowledged)
                 else:
-                    written = self._store(request, write, cargo, runs, lambda: self._deadline(request))
+                    written = self._store(request, write, cargo, runs, partial(self._deadline, request))
         except BaseException:
             # The client is gone, or sent wrong or damaged bytes: only what arrived whole before may be published.
             write.abandon()
