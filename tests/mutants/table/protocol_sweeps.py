@@ -106,6 +106,12 @@ SWEEPING = [
         f"{LEDGER}g2_a_sweep_is_known_by_its_stamp_too",
     ),
     rule(
+        "G1",
+        "plans-fill-the-disk",
+        edit("kvstore_gc.execute:Sweeper._prepare_all", "not has_room(self._root)", "False"),
+        "gc/test_hostile.py::test_plans_leave_room_for_the_log_of_the_metadata_that_name_them",
+    ),
+    rule(
         "G7",
         "nobody-adopts",
         edit("kvstore_gc.execute:Sweeper.adopt", "self._finish(sweeps, report)", "pass"),

@@ -128,9 +128,9 @@ PUTTING = [
     ),
     mutant(
         "bulk-room-claimed-long",
-        "wire: a slow put behind is stored while it comes",
-        edit("kvstore.worker.bulk.putting:BulkPuts._all", "clock.monotonic_s() > slow_s", "False"),
-        f"{ROOMS}a_slow_put_is_in_memory_as_far_as_it_came",
+        "wire: a put behind is in memory as far as it came",
+        edit("kvstore.worker.bulk.putting:BulkPuts._all", "run.room is not None", "False"),
+        f"{ROOMS}a_put_behind_is_in_memory_as_far_as_it_came",
     ),
     mutant(
         "bulk-blocks-first-block",
