@@ -19,7 +19,7 @@ from kvstore.meta.keys import SweepId
 from kvstore.meta.pins import PinRecord
 from kvstore.meta.sweeps import Condemned
 from kvstore.root.fence import lift_unnamed
-from kvstore.root.reserve import has_room, keep_reserve, spend_reserve
+from kvstore.root.reserve import keep_reserve, make_room, spend_reserve
 from kvstore.root.twins import list_twins, read_twin
 from kvstore_gc.grace import Grace, Look, Pinned
 from kvstore_gc.histogram import Tally
@@ -166,7 +166,7 @@ class Sweeper:
         for shard, victims in seen.items():
             if records and not self._is_within(began_s, self._timings.condemn_s_max / 2):
                 break  # a slow root: name the plans that are written while they still count as young
-            if not has_room(self._root) and records:
+            if not make_room(self._root) and records:
                 break  # naming them needs room too
             try:
                 records[shard] = self._prepare(victims)

@@ -28,7 +28,7 @@ from kvstore.node.node import Node
 from kvstore.progress import Progress
 from kvstore.results import Cleared
 from kvstore.root.lineages import read_writers
-from kvstore.root.reserve import has_room
+from kvstore.root.reserve import make_room
 from kvstore.waiting import Flag
 
 log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class Clearing:
         def waiting() -> None:
             progress(0, 0)
 
-        node.on_root(lambda: has_room(node.root))  # orders and barriers are written before anything is deleted
+        node.on_root(lambda: make_room(node.root))  # orders and barriers are written before anything is deleted
         if clears is None:
             try:
                 self._obey_alone(order, waiting)

@@ -58,8 +58,8 @@ def spend_reserve(root: Root) -> bool:
     return root.remove(places.RESERVE)
 
 
-def has_room(root: Root) -> bool:
-    """True if there is room for what deleting writes first, if need be once the reserve is spent.
+def make_room(root: Root) -> bool:
+    """Spends the reserve if a full disk has no room for what deleting writes first; True if there is room now.
 
     Raises the root's errors.
     """

@@ -148,7 +148,7 @@ def test_a_prompt_for_which_memory_has_no_room_is_put(buffered: list[int]) -> No
 @pytest.mark.parametrize("behind", [True, False])
 @pytest.mark.parametrize("place", [0, MEDIUM.section_bytes, 5 * MEDIUM.section_bytes - 1, -1, -9])
 def test_i1_a_run_with_a_bit_turned_is_not_taken(served: Served, place: int, behind: bool) -> None:
-    """What came whole before it is."""
+    """Runs that came whole before it are taken."""
     wrong = run(2, 2)
     wrong[place] ^= 1
     with greeted(served, "tcp") as channel:

@@ -326,7 +326,7 @@ def test_with_the_reserve_spent_the_plans_for_which_there_was_room_are_swept() -
 
 
 def test_plans_leave_room_for_the_log_of_the_metadata_that_name_them() -> None:
-    """Of a folder of one host, which has both on one disk: a collector that fills it with plans deletes nothing."""
+    """A folder of one host has both on one disk: a collector that fills it with plans deletes nothing."""
     files = MemoryFiles()
     with cluster(MemoryRoot(files), shard_bits=2) as c:
         node, chain = c.node(), prompt(1, 30)

@@ -22,7 +22,7 @@ def opened(folder: Path) -> Store:
 
 
 def typed(arguments: dict[str, str]) -> Layout:
-    """What a program was told is checked first, where it says what was expected."""
+    """Arguments of a program are checked first: the error says what was expected."""
     return Layout(2, 1, 8, checked_dtype(arguments["dtype"]), 4)
 
 
