@@ -11,6 +11,7 @@ Calls run on a few threads of the store (``threads``). A call that is cancelled 
 
 from kvstore.aio.blocks import BlockCache, BlockHold
 from kvstore.aio.cache import Cache, Hold, Ticket
+from kvstore.aio.control import Control, ControlTicket
 from kvstore.aio.pins import Pin
 from kvstore.aio.plans import Plan, Run
 from kvstore.aio.segments import Held, Segments
@@ -20,6 +21,8 @@ __all__ = [
     "BlockCache",
     "BlockHold",
     "Cache",
+    "Control",
+    "ControlTicket",
     "Held",
     "Hold",
     "Pin",

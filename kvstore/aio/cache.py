@@ -10,7 +10,7 @@ from kvstore.aio.blocks import BlockCache
 from kvstore.aio.pins import Pin
 from kvstore.aio.plans import Plan
 from kvstore.aio.segments import Segments
-from kvstore.aio.threads import Threads
+from kvstore.aio.threads import STEP_S, Threads
 from kvstore.aio.twins import Opening, Twin, awaited
 from kvstore.client import cache
 from kvstore.client import pin as pins
@@ -21,9 +21,6 @@ from kvstore.errors import KVStoreError
 from kvstore.node.moves import AheadName, LevelName
 from kvstore.segments.rope import Rope
 from kvstore.tokens import Tokens
-
-WAIT_S = 0.5
-"""A ticket is waited for in steps, so that who waits can be cancelled."""
 
 
 class Ticket(Twin[sync_tickets.Ticket]):
@@ -47,7 +44,7 @@ class Ticket(Twin[sync_tickets.Ticket]):
     async def wait(self) -> int:
         """Waits until it is done; returns ``tokens``. Use ``asyncio.timeout`` for a limit."""
         while not self._twin.done:
-            await self._threads.run(partial(self._twin.wait, WAIT_S))
+            await self._threads.run(partial(self._twin.wait, STEP_S))
         return self._twin.tokens
 
     def cancel(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Concatenate, ParamSpec
 
 from kvstore import client
 from kvstore.aio.cache import Cache
+from kvstore.aio.control import Control
 from kvstore.aio.threads import Threads
 from kvstore.aio.twins import Opening, Twin, awaited
 from kvstore.client import store
@@ -37,6 +38,11 @@ class Store(Twin[store.Store]):
     clear = awaited(store.Store.clear)
     stats = awaited(store.Store.stats)
     stats_each = awaited(store.Store.stats_each)
+
+    @property
+    def control(self) -> Control:
+        """As the synchronous one."""
+        return Control(self._twin.control, self._threads)
 
     async def close(self) -> None:
         """Ends holds, session, threads and connections. Idempotent."""

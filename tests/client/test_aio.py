@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,12 +17,14 @@ import kvstore
 from kvstore import aio, errors
 from kvstore.aio.store import Store as AioStore
 from kvstore.aio.threads import Threads
-from kvstore.client import blocks, cache, segments, store, tickets
+from kvstore.census.selection import Selection
+from kvstore.client import blocks, cache, control, segments, store, tickets
 from kvstore.client import pin as pins
 from kvstore.client.bulk.way import Bulk
 from kvstore.client.limits import ClientLimits
 from kvstore.node.limits import Limits
 from kvstore.root.memory import MemoryFiles, MemoryRoot
+from kvstore.tickets import State, Ticket
 from tests.node.stores import TINY, kv_of, store_on
 from tests.patience import NEVER_S, PATIENCE_S, eventually
 from tests.root.faulty import FaultyRoot, Hang, Rule
@@ -113,12 +116,63 @@ def test_a_ticket_is_awaited(tmp_root: Path) -> None:
         (aio.Ticket, tickets.Ticket),
         (aio.Segments, segments.Segments),
         (aio.Held, segments.Held),
+        (aio.Control, control.Control),
+        (aio.ControlTicket, control.ControlTicket),
     ],
 )
 def test_every_name_has_its_twin(here: type, there: type) -> None:
     public = {name for name in vars(there) if not name.startswith("_")}
     missing = public - set(dir(here))
-    assert missing == ({"control"} if there is store.Store else set()), "steering workers is for operators"
+    assert missing == ({"follow", "cancel"} if there is control.Control else set()), "those are a ticket's"
+
+
+def test_workers_are_steered(tmp_root: Path) -> None:
+    async def use() -> None:
+        async with opened("grpc", tmp_root) as found:
+            space = await found.namespace("m", TINY)
+            await space.put(TOKENS, KV)
+            [worker] = found.control.workers()
+            health = (await found.control.health())[worker]
+            assert isinstance(health, dict) and health["healthy"]
+            assert [place.index for place in await found.control.lookup(space, TOKENS)] == [*range(6)]
+            ticket, heard = (
+                await found.control.clear(Selection(namespace=space.namespace.digest), dry_run=True),
+                list[Ticket](),
+            )
+            done = await ticket.follow(heard.append)
+            assert done == heard[-1] == ticket.last and done.counts["chunks"] == 6
+            assert (await found.control.ticket(ticket.id)).last == done == await ticket.cancel()
+            assert [each.id for each in await found.control.tickets()] == [ticket.id]
+            assert await space.match(TOKENS) == len(TOKENS)
+
+    asyncio.run(use())
+
+
+def test_who_waits_for_a_ticket_that_goes_on_can_be_cancelled() -> None:
+    goes_on = Ticket("id", "clear", "", "", None, "chunks", 0.0, State.RUNNING)
+
+    class Endless:
+        last = goes_on
+
+        def wait(self, timeout: float) -> Ticket:
+            time.sleep(min(timeout, 0.01))
+            return goes_on
+
+    async def use() -> None:
+        ticket, heard, told = aio.ControlTicket(cast("Any", Endless()), Threads(1)), list[Ticket](), asyncio.Event()
+
+        def hear(ticket: Ticket) -> None:
+            heard.append(ticket)
+            told.set()
+
+        following = asyncio.create_task(ticket.follow(hear))
+        await told.wait()
+        following.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await following
+        assert heard == [goes_on], "nothing changed"
+
+    asyncio.run(use())
 
 
 def test_the_loop_goes_on_while_the_root_hangs_and_no_byte_comes_after_a_cancel() -> None:
