@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 from kvstore.address import Chain
 from kvstore.buffers import Borrowed
@@ -17,13 +18,25 @@ from kvstore.errors import KVStoreError
 from kvstore.format.header import Damaged
 from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters
+from kvstore.node.holds import Hold, Holds
 from kvstore.node.lanes import Deadline, DeadlinePassed, Lanes
 from kvstore.node.reading import Reading
 from kvstore.node.slots import Slots
 from kvstore.node.tier_stack import TierStack
 from kvstore.node.tiered_reads import TieredReads
+from kvstore.node.view import View
 from kvstore.node.wanted import Keyed, Wanted, expected_of
 from kvstore.root.posix_reader import PosixReader
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The wanted chunks or engine-hashed blocks, and the hold to read them under, if any."""
+
+    wanted: Wanted
+    hold: Hold | None = None
+    memory_only: bool = False
+    """The client is a peer: give only what memory has (rule P2)."""
 
 
 class Handing:
@@ -39,12 +52,29 @@ class Handing:
         counters: Counters,
         reads: TieredReads,
         tiers: TierStack | None,
+        holds: Holds,
+        view: View,
     ) -> None:
+        self._holds = holds
+        self._view = view
         self._chunks = chunks
         self._lanes = lanes
         self._counters = counters
         self._reads = reads
         self._tiers = tiers
+
+    def allowed(self, asked: Asked, indexes: range) -> Sequence[int]:
+        """Return the indexes that may be given: all under a hold or of a prompt, else those not condemned.
+
+        Raises HoldBroken.
+        """
+        if asked.hold is not None:
+            self._holds.check(asked.hold)
+        elif not isinstance(asked.wanted, Chain):
+            allowed = self._view.allowed(asked.wanted.addresses[indexes.start : indexes.stop])
+            if len(allowed) < len(indexes):
+                return [indexes[at] for at in allowed]
+        return indexes
 
     def in_memory(
         self, wanted: Wanted, indexes: Sequence[int], deadline: Deadline, *, brings: bool = True

@@ -119,8 +119,6 @@ class Write:
         self._absorbed = 0
         self._absorbed_bytes = 0
         tiers = owner.tiers if mode is WriteMode.BEHIND else None
-        self.behind = None if tiers is None else tiers.behind
-        """The queue of chunks to write behind, this put's too; None if the put waits for the root."""
         self.run_bytes = 0 if tiers is None else tiers.run_bytes
         """Size of a run for which ``room`` should be asked; 0 if none is given."""
 

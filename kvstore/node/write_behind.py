@@ -33,9 +33,9 @@ WRITERS = 4
 AFTER_S = 0.05
 """How long a chunk waits before it is written: the put that brought it is acknowledged meanwhile, and needs cores."""
 HOLD_S = 1.0
-"""How long a chunk waits at most while puts arrive, which need the cores that writing takes (rule W6)."""
-ARRIVING_S = 0.5
-"""How long one put holds it: a client that sends slowly must not keep the queue full for others."""
+"""How long a chunk waits at most while clients move bytes, which need the cores that writing takes (rule W6)."""
+MOVING_S = 0.5
+"""How long one call holds it: a client that moves bytes slowly must not keep the queue full for others."""
 HOLD_SHARE = 0.75
 """Share of the queue up to which it waits so: what finds the queue full is shed."""
 PAUSE_S = 0.5
@@ -60,7 +60,7 @@ class Job:
     begins_s: float = 0.0
     """Earliest time to begin: its put is still going on, or the root refused it just now."""
     held_s: float = 0.0
-    """Time at which it begins even while puts arrive."""
+    """Time at which it begins even while clients move bytes."""
 
     def continues(self, other: Job) -> bool:
         """True if some of its chunks have parents in ``other``, or are the same."""
@@ -94,10 +94,12 @@ class WriteBehind:
         self._waiting: deque[Job] = deque()
         self._writing: list[Job] = []
         self._bytes = 0
-        self._arriving = list[float]()
-        """Times at which puts that arrive hold nothing any more."""
+        self._moving = list[float]()
+        """Times at which calls that move bytes hold nothing any more."""
         self._quiet_s = 0.0
-        """Time at which the last put that arrived is so long over that another would have followed it."""
+        """Time at which the last such call is so long over that another would have followed it."""
+        self._awaited = 0
+        """Callers that wait until something is written."""
         self._jobs = 0
         self._refused_since_s: float | None = None
         """Since when the root has refused each write; None if it refused none, or took the last one."""
@@ -133,16 +135,16 @@ class WriteBehind:
             return True
 
     @contextmanager
-    def arriving(self) -> Iterator[None]:
-        """While a put arrives, what is queued waits (rule W6)."""
-        until_s = self._clock.monotonic_s() + ARRIVING_S
+    def moving(self) -> Iterator[None]:
+        """While a call moves a client's bytes, what is queued waits (rule W6)."""
+        until_s = self._clock.monotonic_s() + MOVING_S
         with self._changed:
-            self._arriving.append(until_s)
+            self._moving.append(until_s)
         try:
             yield
         finally:
             with self._changed:
-                self._arriving.remove(until_s)
+                self._moving.remove(until_s)
                 self._quiet_s = self._clock.monotonic_s() + AFTER_S
                 self._changed.notify_all()
 
@@ -196,13 +198,11 @@ class WriteBehind:
             with self._memory.refer(wanted, first, count) as slots:
                 return not any(entry.is_dirty for entry in slots.referred)
 
-        with self._changed:
-            return self._changed.wait_for(is_settled, timeout_s)
+        return self._wait(is_settled, timeout_s)
 
     def flush(self, timeout_s: float) -> bool:
         """Waits for everything that is queued; True if all was written, or lost, within the time (rule W3)."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._jobs, timeout_s)
+        return self._wait(lambda: not self._jobs, timeout_s)
 
     def close(self, waited_s: float = 0.0) -> None:
         """Writes what is queued for at most ``flush_s``, on a root that refuses for at most REFUSED_S; the rest is lost
@@ -230,6 +230,18 @@ class WriteBehind:
         if lost_count:
             log.warning("behind.lost_at_close chunks=%d", lost_count)
 
+    def _wait(self, is_over: Callable[[], bool], timeout_s: float) -> bool:
+        """Waits until it is over, or time is up; nothing is held meanwhile. Returns whether it is."""
+        with self._changed:
+            if is_over():
+                return True
+            self._awaited += 1
+            self._changed.notify_all()  # what is held begins
+            try:
+                return self._changed.wait_for(is_over, timeout_s)
+            finally:
+                self._awaited -= 1
+
     def _may_wait_s(self, began_s: float, timeout_s: float) -> float:
         """Returns how long ``close``, which began at ``began_s``, may still wait before it looks again."""
         now_s, ends_s = self._clock.monotonic_s(), began_s + timeout_s
@@ -254,14 +266,14 @@ class WriteBehind:
 
     @property
     def _holds(self) -> bool:
-        """True if what is queued waits for puts that arrive (rule W6)."""
-        return not self._is_closing and self._bytes <= HOLD_SHARE * self.bytes_max
+        """True if what is queued waits for calls that move bytes (rule W6)."""
+        return not self._is_closing and not self._awaited and self._bytes <= HOLD_SHARE * self.bytes_max
 
     def _begins_s(self, job: Job) -> float:
         """Returns the earliest time to begin a job, as things are."""
         if not self._holds:
             return job.begins_s
-        return max(job.begins_s, min(job.held_s, max([self._quiet_s, *self._arriving])))
+        return max(job.begins_s, min(job.held_s, max([self._quiet_s, *self._moving])))
 
     def _do(self, job: Job) -> None:
         again = False

@@ -329,51 +329,63 @@ def test_w2_a_prompt_that_cannot_be_written_holds_no_other_up(root: FaultyRoot) 
         node.assert_settled()
 
 
-def test_w6_a_put_that_arrives_holds_what_is_queued_but_not_for_long(
+def test_w6_a_call_that_moves_bytes_holds_what_is_queued_but_not_for_long(
     node: Acting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(write_behind, "HOLD_S", 0.3)
-    with node.tiers.behind.arriving():
+    with node.tiers.behind.moving():
         began_s = time.monotonic()
         node.put(1, 4)
-        eventually(lambda: all(node.on_root(1, 4)), "it is written while the put still arrives")
+        eventually(lambda: all(node.on_root(1, 4)), "it is written while the call goes on")
         assert time.monotonic() - began_s >= 0.3
 
 
-def test_w6_a_put_that_arrives_slowly_holds_what_is_queued_for_a_moment_only(
+def test_w6_a_call_that_moves_bytes_slowly_holds_what_is_queued_for_a_moment_only(
     node: Acting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(write_behind, "HOLD_S", FOR_EVER_S)
-    monkeypatch.setattr(write_behind, "ARRIVING_S", 0.1)
-    with node.tiers.behind.arriving():
+    monkeypatch.setattr(write_behind, "MOVING_S", 0.1)
+    with node.tiers.behind.moving():
         for prompt in (1, 2):
             node.put(prompt, 4)
-            eventually(lambda: all(node.on_root(prompt, 4)), "it is written while the put still arrives")  # noqa: B023
+            eventually(lambda: all(node.on_root(prompt, 4)), "it is written while the call goes on")  # noqa: B023
 
 
-def test_w6_what_is_queued_is_written_when_puts_have_arrived(node: Acting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_w6_what_is_queued_is_written_when_calls_have_ended(node: Acting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(write_behind, "HOLD_S", FOR_EVER_S)
-    monkeypatch.setattr(write_behind, "ARRIVING_S", FOR_EVER_S)
-    with node.tiers.behind.arriving():
+    monkeypatch.setattr(write_behind, "MOVING_S", FOR_EVER_S)
+    with node.tiers.behind.moving():
         node.put(1, 4)
     eventually(lambda: all(node.on_root(1, 4)), "it is written")
 
 
-def test_w6_nothing_waits_for_puts_in_a_queue_that_fills(node: Acting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_w6_nothing_waits_in_a_queue_that_fills(node: Acting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(write_behind, "HOLD_S", FOR_EVER_S)
-    monkeypatch.setattr(write_behind, "ARRIVING_S", FOR_EVER_S)
+    monkeypatch.setattr(write_behind, "MOVING_S", FOR_EVER_S)
     behind, room_bytes = node.tiers.behind, node.unit_bytes * QUEUE_CHUNKS * 3 // 4
-    with behind.arriving():
+    with behind.moving():
         node.put(1, 4)
         assert behind.reserve(room_bytes)
         eventually(lambda: all(node.on_root(1, 4)), "it is written")
         behind.give_back(room_bytes)
 
 
-def test_w6_nothing_waits_for_puts_when_the_node_closes(node: Acting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_w6_nothing_waits_when_the_node_closes(node: Acting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(write_behind, "HOLD_S", FOR_EVER_S)
-    monkeypatch.setattr(write_behind, "ARRIVING_S", FOR_EVER_S)
-    with node.tiers.behind.arriving():
+    monkeypatch.setattr(write_behind, "MOVING_S", FOR_EVER_S)
+    with node.tiers.behind.moving():
         node.put(1, 4)
         node.close()
         assert node.on_root(1, 4) == [True] * 4
+
+
+def test_w6_nothing_waits_that_somebody_waits_for(node: Acting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write_behind, "HOLD_S", FOR_EVER_S)
+    monkeypatch.setattr(write_behind, "MOVING_S", FOR_EVER_S)
+    with node.tiers.behind.moving():
+        node.put(1, 4)
+        assert node.tiers.behind.flush(IN_TIME_S)
+        assert node.on_root(1, 4) == [True] * 4
+        node.put(2, 4)
+        assert node.tiers.behind.settle(node.chain(2, 4), 0, 4, IN_TIME_S)
+        assert node.on_root(2, 4) == [True] * 4

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from kvstore.counts import WorkerCount
 from kvstore.errors import InvalidRequest
+from kvstore.node.handing import Asked
 from kvstore.node.node import Node
 from kvstore.node.wanted import Wanted, sizes_of
 from kvstore.v1 import kvstore_pb2 as pb
@@ -13,7 +14,6 @@ from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.frames import Kind, Mode
 from kvstore.wire.messages import parse
 from kvstore.worker.admission import Buffers, BytesInFlight
-from kvstore.worker.bulk.asked import Asked
 from kvstore.worker.bulk.handing import ImageHanding
 from kvstore.worker.bulk.layering import layers_of, send_layers
 from kvstore.worker.bulk.leases import Leases

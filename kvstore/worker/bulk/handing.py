@@ -11,13 +11,13 @@ from itertools import groupby
 from kvstore.address import Chain
 from kvstore.counts import NodeCount
 from kvstore.errors import InvalidRequest
+from kvstore.node.handing import Asked
 from kvstore.node.lanes import Deadline
 from kvstore.node.node import Node
 from kvstore.node.slots import Slots
 from kvstore.root.posix_reader import PosixReader
 from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.frames import FILES_MAX, Given, Kind, decode_span, encode_slots, encode_span
-from kvstore.worker.bulk.asked import Asked
 from kvstore.worker.bulk.leases import Lease, Leases
 from kvstore.worker.call import CallContext
 from kvstore.worker.calls import seconds_left
@@ -78,9 +78,10 @@ class ImageHanding:
 
     def _answer(self, first: int, count: int) -> None:
         """Answers one WANT: a frame for each run of chunks that can be had in the same way, or not at all."""
-        handing, deadline = self._node.handing, Deadline(self._node.clock, self._left_s())
+        handing = self._node.handing
+        deadline = Deadline(self._node.clock, seconds_left(self._context, self._node.limits.read_deadline_s))
         indexes = range(first, first + count)
-        allowed = self._asked.allowed(self._node, indexes)
+        allowed = handing.allowed(self._asked, indexes)
         how = dict.fromkeys(indexes, Kind.ABSENT)
         offsets: dict[int, int] = {}
         readers: dict[int, PosixReader] = {}
@@ -142,9 +143,6 @@ class ImageHanding:
             return not self._is_chain
         self.given += run
         return True
-
-    def _left_s(self) -> float:
-        return seconds_left(self._context, self._node.limits.read_deadline_s)
 
 
 def _there(indexes: Sequence[int], slots: Slots | None) -> dict[int, int]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
@@ -93,9 +93,7 @@ class BulkPuts:
         cargo = Cargo(wanted, first, count, write.run_bytes)
         acknowledged = threading.Event()
         try:
-            # What waits to be written behind lets these chunks arrive (rule W6).
-            arriving = nullcontext() if write.behind is None else write.behind.arriving()
-            with arriving, ExitStack() as reserved:
+            with ExitStack() as reserved:
                 is_behind = (
                     not request.waits
                     and not self._node.durability.waits

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from kvstore.counts import WorkerCount
@@ -66,6 +66,10 @@ class BulkRequests:
         self._gets = BulkGets(node, prompts, in_flight, calls, limits, buffers, self.leases)
         arriving = Arriving(in_flight, calls, buffers, limits.behind_bytes_max)
         self._puts = BulkPuts(node, prompts, arriving, behind)
+        self._moving: Callable[[], AbstractContextManager[None]] = (
+            nullcontext if node.tiers is None else node.tiers.behind.moving
+        )
+        """What is written behind lets clients' bytes go first (rule W6)."""
 
     def serve(self, connection: Connection) -> bool:
         """Serves the request whose first bytes came; returns whether the connection can be used again. Never raises."""
@@ -92,7 +96,8 @@ class BulkRequests:
             if head.kind is Kind.CALL:
                 self._answer(channel, number, request, context)
                 return channel.alive
-            with self._calls.serving(_STREAMS[head.kind], context) as call, self._counting_idle():
+            stream = _STREAMS[head.kind]
+            with self._calls.serving(stream, context) as call, self._counting_idle(), self._moving():
                 if head.kind is Kind.GET:
                     self._gets.get(channel, number, request.flag, request.message, call)
                 elif head.kind is Kind.GET_BLOCKS:

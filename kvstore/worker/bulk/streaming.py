@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from kvstore.address import Chain
 from kvstore.buffers import byte_length, grouped
 from kvstore.counts import NodeCount, WorkerCount
+from kvstore.node.handing import Asked
 from kvstore.node.lanes import Deadline
 from kvstore.node.node import Node
 from kvstore.node.reading import Reading
@@ -21,7 +22,6 @@ from kvstore.node.wanted import image_sizes, sizes_of
 from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.frames import INDEX_BYTES, Kind, encode_head, encode_index
 from kvstore.worker.admission import Buffers, BytesInFlight
-from kvstore.worker.bulk.asked import Asked
 from kvstore.worker.call import CallContext
 from kvstore.worker.calls import Calls, seconds_left
 
@@ -113,7 +113,7 @@ class ImageStream:
 
     def _begin(self, window: Window, sizes: Sequence[int], reserved: ExitStack, deadline: Deadline) -> None:
         handing = self._node.handing
-        allowed = self._asked.allowed(self._node, window.indexes)
+        allowed = handing.allowed(self._asked, window.indexes)
         if allowed:
             window.slots = handing.in_memory(self._wanted, allowed, deadline, brings=not self._asked.memory_only)
         if window.slots is not None:

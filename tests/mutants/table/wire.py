@@ -133,6 +133,18 @@ PUTTING = [
         f"{ROOMS}a_put_behind_is_in_memory_as_far_as_it_came",
     ),
     mutant(
+        "bulk-gets-hold-nothing",
+        "W6: what is queued to be written waits while a client's bytes move",
+        edit("kvstore.worker.bulk.serving:BulkRequests.serve", ", self._moving()", ""),
+        "bulk/test_yielding.py::test_w6_what_is_queued_waits_until_the_call_ends[get]",
+    ),
+    mutant(
+        "behind-held-though-awaited",
+        "W6: nothing waits that somebody waits for",
+        edit("kvstore.node.write_behind:WriteBehind._holds", "and not self._awaited ", ""),
+        "tiers/test_writing.py::test_w6_nothing_waits_that_somebody_waits_for[posix]",
+    ),
+    mutant(
         "bulk-blocks-first-block",
         "wire: checksum of every block of a run",
         edit(
