@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import machine
+from benchmarks.interrupts import ending
 from benchmarks.options import default_directory
 from benchmarks.peers.contender import ENTRIES, Entry
 from benchmarks.peers.contest import Contest, play
@@ -179,4 +180,5 @@ def _say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with ending():
+        sys.exit(main())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -41,5 +42,8 @@ def bench(arguments: tuple[str, ...]) -> None:
         raise Unavailable(
             "the benchmarks are in the source, not in the installed package: run make bench in a checkout"
         )
-    done = subprocess.run([sys.executable, "-m", "benchmarks", *arguments], cwd=SOURCE, check=False)
-    click.get_current_context().exit(done.returncode)
+    os.chdir(SOURCE)
+    sys.stdout.flush()
+    # Until that program is ready for Ctrl-C: it would be a traceback of its imports.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    os.execv(sys.executable, [sys.executable, "-m", "benchmarks", *arguments])

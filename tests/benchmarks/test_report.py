@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from matplotlib.patches import Rectangle
 
-import benchmarks.__main__ as command
-from benchmarks import machine, plots, report
+from benchmarks import command, machine, plots, report
 from benchmarks.contents import WrongBytes
 from benchmarks.result import Plot, Result, Table, markdown, save
 
