@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
 import click
@@ -91,6 +92,13 @@ class Endpoints:
         replay = None if self.replay is None else self._bound(self.replay, curve, prefix)
         return At(publish, replay, split(self.query), curve, authenticator)
 
+    def check_ports(self, publish: str = "--publish", prefix: str = "--") -> None:
+        """Raises Unavailable where a port is in use; ``publish`` is the option for the first one."""
+        at = self.at(prefix)
+        check_free(publish, [_port_of(at.publish)])
+        check_free(f"{prefix}replay", [None if at.replay is None else _port_of(at.replay)])
+        check_free(f"{prefix}query", [self.query])
+
     def _bound(self, endpoint: str, curve: Curve | None, prefix: str) -> str:
         """The endpoint to bind: without CURVE, ``*`` stands for this host alone, because events carry prompts."""
         if curve is not None or self.insecure or endpoint.startswith(("ipc://", "inproc://")):
@@ -103,6 +111,16 @@ class Endpoints:
                 f"{prefix}curve-clients, or --insecure if the network itself is trusted"
             )
         return endpoint
+
+
+def _port_of(endpoint: str) -> str | None:
+    """The address and port of an endpoint; None without one, or where ZeroMQ alone knows which: an interface's name."""
+    place = endpoint.removeprefix("tcp://").replace("*:", "0.0.0.0:")
+    host, _, port = place.rpartition(":")
+    with suppress(ValueError):
+        ip_address(host.strip("[]"))
+        return place if place != endpoint and port.isdecimal() else None
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +183,7 @@ def events(cluster: ClusterAccess, endpoints: Endpoints, names: Names, spool: st
     at = endpoints.at()
     from kvstore.events.opening import open_publisher
 
-    check_free("--query", [endpoints.query])
+    endpoints.check_ports()
     with ExitStack() as undo:
         stopper = undo.enter_context(Stopper())
         root = open_existing(cluster.root, cluster.root_options.read())

@@ -33,6 +33,7 @@ from kvstore.root.identity import check_usable
 from kvstore.root.open import open_root
 
 if TYPE_CHECKING:
+    from kvstore.cli.securing import ServerAccess
     from kvstore.meta.server import EmbeddedEtcd
 
 log = logging.getLogger(__name__)
@@ -99,15 +100,15 @@ class UpOptions:
         addresses = [self.listen, self.metrics, self.gc_metrics, self.dashboard]
         serving.secured.check([each for each in addresses if each is not None])
 
-    def check_ports(self) -> None:
+    def check_ports(self, secured: ServerAccess) -> None:
         """Raises Unavailable where a port that somebody is to listen on is in use."""
         numbers = range(self.workers)
         check_free("--listen", [numbered(self.listen, number) for number in numbers])
         check_free("--metrics", [numbered(self.metrics, number) for number in numbers])
         check_free("--gc-metrics", [self.gc_metrics])
         check_free("--dashboard", [self.dashboard])
-        if self.publishing.publish is not None:
-            check_free("--events-query", [self.publishing.query])
+        if (endpoints := self.publishing.endpoints(secured)) is not None:
+            endpoints.check_ports("--events", "--events-")
 
 
 @click.command(
@@ -136,7 +137,7 @@ def up(serving: WorkerOptions, options: UpOptions) -> None:
           --tls-cert node7.crt --tls-key node7.key --tls-client-ca ca.crt --access access.json
     """
     options.check(serving)
-    options.check_ports()
+    options.check_ports(serving.secured)
     _check_root(serving.cluster)
     serving.secured.make_private(keeps_keys=serving.keys_file is not None)
     serving.logging.configure()

@@ -16,6 +16,7 @@ from click.testing import CliRunner, Result
 
 import kvstore
 from kvstore.cli.app import app
+from kvstore.cli.events import _port_of
 from kvstore_gc.cli import command as collector
 from tests.cli.conftest import parsed
 from tests.patience import PATIENCE_S
@@ -144,14 +145,35 @@ def busy() -> Iterator[str]:
         yield f"127.0.0.1:{server.getsockname()[1]}"
 
 
-@pytest.mark.parametrize("option", ["--listen", "--metrics", "--gc-metrics", "--dashboard"])
+@pytest.mark.parametrize(
+    "option",
+    ["--listen", "--metrics", "--gc-metrics", "--dashboard", "--events", "--events-replay", "--events-query"],
+)
 def test_a_port_in_use_is_one_line_and_nothing_is_started(run: Run, option: str, busy: str, tmp_root: Path) -> None:
     folder = tmp_root / "new"
-    result = run("up", "--root", str(folder), "--listen", "127.0.0.1:0", option, busy)
+    port = busy.rpartition(":")[2]
+    place = {"--events": f"tcp://*:{port}", "--events-replay": f"tcp://127.0.0.1:{port}"}.get(option, busy)
+    events = ["--events", "tcp://*:0"] if option.startswith("--events-") else []
+    result = run("up", "--root", str(folder), "--listen", "127.0.0.1:0", *events, option, place)
     assert (result.exit_code, result.stdout) == (2, "")
     said = f"kvstore up: cannot listen on {option} {busy} (Address already in use): stop the program that does, or "
     assert result.stderr.startswith(said) and len(result.stderr.splitlines()) == 1
     assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "place"),
+    [
+        ("tcp://*:5557", "0.0.0.0:5557"),
+        ("tcp://[::1]:5557", "[::1]:5557"),
+        ("tcp://eth0:5557", None),
+        ("tcp://127.0.0.1:*", None),
+        ("ipc:///run/kvstore/events", None),
+        ("127.0.0.1:5557", None),
+    ],
+)
+def test_the_port_of_an_endpoint(endpoint: str, place: str | None) -> None:
+    assert _port_of(endpoint) == place
 
 
 def test_lookup_and_match_agree_on_nothing_found(run: Run, root: str) -> None:
