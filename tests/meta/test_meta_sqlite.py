@@ -377,6 +377,23 @@ def test_a_damaged_file_is_taken_away_and_a_sound_one_stays(client: Maker, tmp_p
     again.put("/a", b"1")
 
 
+def test_a_file_without_its_log_is_taken_away_though_a_process_that_knows_the_log_stands_still(
+    client: Maker, tmp_path: Path
+) -> None:
+    with running(tmp_path, "holds") as process:
+        process.send_signal(signal.SIGSTOP)
+        (tmp_path / f"{METADATA}-wal").unlink()
+        with pytest.raises(Unavailable, match="--adopt"):
+            client().put("/a", b"1")
+        assert mending.remove_damaged(str(tmp_path))
+        client().put("/a", b"1")
+        process.send_signal(signal.SIGCONT)
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert said(process) == "gone", "it sees the new file"
+
+
 def test_nobody_makes_a_new_file_while_the_old_log_is_there(
     client: Maker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

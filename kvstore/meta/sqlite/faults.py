@@ -25,6 +25,9 @@ _ADVICE = {
     sqlite3.SQLITE_NOTADB: _DAMAGED,
     sqlite3.SQLITE_SCHEMA: _DAMAGED,
     sqlite3.SQLITE_ERROR: _DAMAGED,  # such as a table that is not there: our statements are right
+    # The log was removed under a process that stands still: less is there than processes have told each other. A disk
+    # that fails has other codes.
+    sqlite3.SQLITE_IOERR_SHORT_READ: _DAMAGED,
 }
 _REFUSALS = frozenset({sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM, sqlite3.SQLITE_AUTH})
 _WAITS = frozenset({sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL})
@@ -39,13 +42,17 @@ def fault_of(error: sqlite3.Error, path: str) -> KVStoreError:
         return Unavailable(f"metadata in {path}: the file was cut: {_DAMAGED}")
     if code in _REFUSALS:
         return PermissionDenied(f"metadata in {path}: {error}: {_REFUSED}")
-    advice = _ADVICE.get(code, "is the disk full or failing?")
+    advice = _advice(error) or "is the disk full or failing?"
     return Unavailable(f"metadata in {path}: {error}: {advice}")
 
 
 def is_damage(error: sqlite3.Error) -> bool:
     """True if the file has something in it that nobody wrote."""
-    return _ADVICE.get(_code(error)) is _DAMAGED
+    return _advice(error) is _DAMAGED
+
+
+def _advice(error: sqlite3.Error) -> str | None:
+    return _ADVICE.get(getattr(error, "sqlite_errorcode", 0)) or _ADVICE.get(_code(error))
 
 
 def _is_cut(path: str) -> bool:
