@@ -47,8 +47,8 @@ class Closing(Protocol):
 C = TypeVar("C", bound=Closing)
 
 
-class Opening(Generic[C]):
-    """An object that is being made: await it, or enter it with ``async with``, which closes it at the end."""
+class Opening(Coroutine[Any, Any, C], Generic[C]):
+    """An object that is being made: await it, make it a task, or enter it with ``async with``, which closes it."""
 
     def __init__(self, making: Coroutine[Any, Any, C]) -> None:
         self._making = making
@@ -56,6 +56,18 @@ class Opening(Generic[C]):
 
     def __await__(self) -> Generator[Any, None, C]:
         return self._making.__await__()
+
+    def send(self, value: Any) -> Any:
+        """Goes on with the making, as a task does."""
+        return self._making.send(value)
+
+    def throw(self, *error: Any) -> Any:
+        """Cancels the making, as a task does."""
+        return self._making.throw(*error)
+
+    def close(self) -> None:
+        """Gives up the making."""
+        self._making.close()
 
     if not TYPE_CHECKING:  # where a checker knows the type, it says so itself
 

@@ -98,7 +98,10 @@ def dashboard(
           --https-cert /etc/kvstore/page.crt --https-key /etc/kvstore/page.key
     """
     if access.root is None or access.etcd is None:
-        raise InvalidRequest("the dashboard looks at a cluster: give --root URL and --etcd ENDPOINTS")
+        raise InvalidRequest(
+            "the dashboard looks at a cluster: give --root URL and --etcd ENDPOINTS, or set KVSTORE_ROOT "
+            "and KVSTORE_ETCD"
+        )
     page.check(listen)
     check_free("--listen", [listen])
     logging.configure()

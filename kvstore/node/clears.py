@@ -94,7 +94,8 @@ class ClearsFollower:
                     self._hear(self._clears.read(event.key, event.kv))
             self._answer(session)
         except WatchLost as lost:
-            log.info("clears.watch_lost %s", lost)
+            if not self._loop.closed:
+                log.info("clears.watch_lost %s", lost)
             self._drop_watch()
             return True
         except KVStoreError as error:

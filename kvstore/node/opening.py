@@ -257,7 +257,11 @@ def _without_etcd(root: Root, limits: Limits, clock: Clock) -> tuple[Meta, Shari
 
     why = _on_a_lane(reason, limits, clock)
     if why is not None:
-        log.debug("host.alone %s %s", root.url, why)
+        log.info(
+            "host.alone %s %s: no other process sees what this one holds and pins, and nothing is collected by it",
+            root.url,
+            why,
+        )
         return MemoryMeta(clock=clock), Sharing.ALONE, why
     meta = SqliteMeta(root.path, clock=clock, timeout_s=limits.meta_deadline_s)
     try:

@@ -316,6 +316,25 @@ def test_a_cancelled_call_whose_store_was_closed_meanwhile_is_cancelled_all_the_
     asyncio.run(use())
 
 
+def test_opening_can_be_a_task(tmp_root: Path) -> None:
+    async def use() -> None:
+        store = await asyncio.create_task(aio.open(str(tmp_root)))
+        async with asyncio.TaskGroup() as tasks:
+            namespace = tasks.create_task(store.namespace("m", TINY))
+        await namespace.result().put(TOKENS, KV)
+        async with await asyncio.create_task(namespace.result().hold(TOKENS)) as hold:
+            assert hold.tokens == len(TOKENS)
+        pinning = asyncio.create_task(namespace.result().pin(TOKENS))
+        await asyncio.sleep(0)
+        pinning.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await pinning
+        assert await store.pins() == []
+        await store.close()
+
+    asyncio.run(use())
+
+
 def test_what_is_not_open_yet_says_how_to_open_it(tmp_root: Path) -> None:
     opening = kvstore.aio.open(str(tmp_root))
     with pytest.raises(AttributeError, match="await it, or enter it"):
