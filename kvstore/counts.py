@@ -227,7 +227,11 @@ NODE_GAUGES = {
 }
 """The gauges of a node."""
 
+STARTED = "started_timestamp_seconds"
+"""The gauge that tells two runs of one worker apart: no two have started at the same time."""
+
 WORKER_GAUGES = {
+    STARTED: "when the worker started, since the epoch",
     "calls_in_flight": "calls under way",
     "calls_max": "calls that may be under way at once; more are refused",
     "bytes_in_flight": "payload bytes of calls under way",
@@ -243,7 +247,9 @@ WORKER_GAUGES = {
 }
 """The gauges of a worker, beside those of its node."""
 
-LEAST = frozenset({"root_free_bytes", "root_total_bytes", "lease_margin_seconds", "certificate_expires_seconds"})
+LEAST = frozenset(
+    {STARTED, "root_free_bytes", "root_total_bytes", "lease_margin_seconds", "certificate_expires_seconds"}
+)
 MOST = frozenset({"etcd_silent_seconds", "root_full", "root_hangs", "bound_bytes"})
 """Gauges of several workers that are no sum: of the root that they share, or of the one that is worst off."""
 

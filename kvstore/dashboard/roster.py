@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from kvstore.counts import NodeCount
+from kvstore.counts import STARTED
 from kvstore.dashboard.history import Counts
 
 SILENT_S = 4.0
@@ -14,8 +14,6 @@ that was killed stays until its lease ends, which takes longer."""
 MISSING_S = 3_600.0
 """A missing worker is shown for so long."""
 MISSING_MAX = 100
-
-_GROWING = tuple(each.flat_name for each in NodeCount)
 
 
 class Roster:
@@ -41,7 +39,7 @@ class Roster:
                 self._silent_since_s.setdefault(address, now_s)
             else:
                 self._silent_since_s.pop(address, None)
-                self._restarts[address] += _began_again(self._last.get(address, {}), counts)
+                self._restarts[address] += _is_another_run(self._last.get(address, counts), counts)
                 self._last[address] = counts
         for address in self._silent_since_s.keys() - answers.keys():
             since_s = self._silent_since_s.pop(address)
@@ -51,7 +49,7 @@ class Roster:
         return self._missing_since_s
 
     def restarts(self, address: str) -> int:
-        """Returns how often a worker began to count from 0 again."""
+        """Returns how often a worker was seen to run anew since the roster began."""
         return self._restarts[address]
 
     def _forget(self, answers: Mapping[str, Counts | None], now_s: float) -> None:
@@ -63,5 +61,6 @@ class Roster:
             del self._last[address], self._restarts[address]
 
 
-def _began_again(before: Counts, now: Counts) -> bool:
-    return any(now.get(name, 0) < before.get(name, 0) for name in _GROWING)
+def _is_another_run(before: Counts, now: Counts) -> bool:
+    # Counters do not tell: those of an idle worker are 0 in both runs, and a busy one soon counts more than before.
+    return before.get(STARTED) != now.get(STARTED)

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import grpc
 from google.protobuf.message import Message
 
+from kvstore.counts import STARTED
 from kvstore.errors import InvalidRequest
 from kvstore.hints import checked_unused_s
 from kvstore.node.asking import match_each
@@ -61,6 +62,7 @@ class Service:
         self._member = member
         self._node = node
         self._limits = limits
+        self._started_s = clock.now_s()
         self._more_gauges: list[Gauges] = []
         self.gate = Gate(limits.calls_max)
         security = security or ServerSecurity()
@@ -136,6 +138,7 @@ class Service:
             "puts_behind_chunks": float(self.behind.chunks_count),
             "leases": float(len(self.bulk_requests.leases or ())),
             "draining": float(self.gate.draining),
+            STARTED: self._started_s,
             **{name: value for gauges in self._more_gauges for name, value in gauges().items()},
         }
 
@@ -295,6 +298,7 @@ class Service:
         gauges = {
             "calls_in_flight": float(sum(each.calls_in_flight for each in used)),
             "draining": float(self.gate.draining),
+            STARTED: self._started_s,
         }
         return pb.StatsResponse(counters=counters, gauges=gauges)
 

@@ -9,7 +9,9 @@ from typing import Any, cast
 
 import pytest
 
+import kvstore
 from kvstore.client.store import Store
+from kvstore.counts import STARTED
 from kvstore.dashboard import documents as documents_module
 from kvstore.dashboard.attention import attention
 from kvstore.dashboard.feed import Reading
@@ -24,6 +26,7 @@ from tests.meta import faulty as faulty_meta
 from tests.meta.fakes import FakeClock
 from tests.node.stores import TINY, kv_of
 from tests.root.faulty import Hang, Rule
+from tests.worker.serving import serving
 
 HOSTILE = "<script>alert('x')</script>"
 
@@ -162,7 +165,7 @@ def test_the_root_has_the_bound_of_its_collector(board: Shown) -> None:
 
 
 def test_a_worker_that_was_killed_stays_and_says_so() -> None:
-    answers: dict[str, Any] = {"a": {"requests_get": 9}, "b": {"requests_get": 9}}
+    answers: dict[str, Any] = {"a": {STARTED: 1.0}, "b": {STARTED: 1.0}}
     clock = FakeClock()
     source = WorkersSource(lambda: cast(Store, SimpleNamespace(stats_each=lambda: answers)), clock)
     source.seen()
@@ -180,10 +183,20 @@ def test_a_worker_that_was_killed_stays_and_says_so() -> None:
         "quarantine": reading,
     }
     assert [item["text"] for item in attention(looks)] == [f"worker b is missing: {GONE}"]
-    answers.update(a={"requests_get": 1}, b={"requests_get": 0})
+    answers.update(a={STARTED: 20.5}, b={STARTED: 30.5})
     seen = source.seen()
     assert {address: each.restarts for address, each in seen.items()} == {"a": 1, "b": 1}
     assert seen["b"].missing_since_s is None
+
+
+def test_the_restart_of_an_idle_worker_is_counted_once() -> None:
+    answers: list[dict[str, Any]] = []
+    for _ in range(2):
+        with serving() as served, kvstore.connect(served.address) as store:
+            answers += [{"a": counts} for counts in [*store.stats_each().values()] * 2]
+    told = iter(answers)
+    source = WorkersSource(lambda: cast(Store, SimpleNamespace(stats_each=lambda: next(told))), FakeClock())
+    assert [source.seen()["a"].restarts for _ in answers] == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
+from kvstore.counts import STARTED
 from kvstore.dashboard.roster import MISSING_MAX, MISSING_S, SILENT_S, Roster
 
-BUSY, FRESH = {"requests_get": 9, "calls_in_flight": 3}, {"requests_get": 1, "calls_in_flight": 3}
+BUSY = {"requests_get": 9, "calls_in_flight": 3, STARTED: 5.0}
+FRESH = {"requests_get": 1, "calls_in_flight": 3, STARTED: 65.25}
 
 
 def test_a_worker_that_was_killed_is_missing_until_it_is_back() -> None:
@@ -25,6 +29,22 @@ def test_a_worker_that_ended_itself_is_not_missing() -> None:
     assert roster.call({}, 2 + SILENT_S / 2) == {}
     assert roster.call({"a": FRESH}, 30) == {}
     assert roster.restarts("a") == 0, "another worker at this address"
+
+
+@pytest.mark.parametrize("counted", [0, 9, 10], ids=lambda counted: f"{counted} gets")
+def test_a_restart_is_counted_once_whatever_the_counters_say(counted: int) -> None:
+    roster = Roster()
+    for now_s in (0, 2):
+        roster.call({"a": BUSY | {"requests_get": min(counted, 9)}}, now_s)
+    assert roster.restarts("a") == 0
+    for now_s in (4, 6, 8):
+        roster.call({"a": FRESH | {"requests_get": counted}}, now_s)
+        assert roster.restarts("a") == 1
+    roster.call({"a": None}, 10)
+    roster.call({"a": FRESH | {"requests_get": counted}}, 12)
+    assert roster.restarts("a") == 1, "silent for a while, and the same run"
+    roster.call({"a": FRESH | {STARTED: 99.0}}, 14)
+    assert roster.restarts("a") == 2
 
 
 def test_a_gauge_that_falls_is_no_restart() -> None:

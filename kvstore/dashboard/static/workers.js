@@ -1,6 +1,6 @@
 // Workers with what they do now, their counts, and the sessions of engines that are nodes themselves.
 
-import { bar, bytes, card, counted, el, freshness, id, matches, name, number, percent, rate, ratio, table } from "./dom.js";
+import { ago, bar, bytes, card, counted, el, freshness, id, matches, name, number, percent, rate, ratio, table } from "./dom.js";
 
 export function workers({ doc, state }) {
   const rows = doc.workers.filter((row) => matches(state.filter, row.address, row.host, row.version, row.session));
@@ -23,7 +23,7 @@ export function workers({ doc, state }) {
       { name: "Behind collectors by", right: true, title: "revisions of etcd between now and the last that it announced", cell: (row) => (row.announced === null ? "unknown" : number(Math.max(0, (doc.revision ?? row.announced) - row.announced))) },
     ], doc.engines.filter((row) => matches(state.filter, row.session)), { key: (row) => row.session })) : null,
     rows.filter((row) => row.counts).map((row) =>
-      el("details", { class: "card", "data-key": `counts-${row.address}` }, el("summary", {}, "All counts of ", el("bdi", {}, row.address)), counts(row))),
+      el("details", { class: "card", "data-key": `counts-${row.address}` }, el("summary", {}, "All counts of ", el("bdi", {}, row.address)), counts(row, doc.now_s))),
     freshness(doc.sources),
   ];
 }
@@ -44,11 +44,12 @@ function state_(row) {
   return said.length ? said.map((one) => [one, " "]) : el("span", { class: "good" }, "serves");
 }
 
-function counts(row) {
+function counts(row, now_s) {
   const list = Object.entries(row.counts).filter(([, value]) => value).sort(([a], [b]) => a.localeCompare(b));
   return el("dl", { class: "counts" }, list.map(([key, value]) => {
-    const shown = key.split("_").includes("bytes") ? bytes : number;
-    const now = row.rates[key];
-    return el("div", { "data-key": key }, el("dt", {}, key.replaceAll("_", " ")), el("dd", {}, shown(value), now ? el("span", { class: "muted" }, ` ${shown(now)}/s`) : null));
+    const time = key.endsWith("_timestamp_seconds");
+    const shown = time ? (at) => ago(at, now_s) : key.split("_").includes("bytes") ? bytes : number;
+    const now = time ? 0 : row.rates[key];
+    return el("div", { "data-key": key }, el("dt", {}, key.replace("_timestamp_seconds", "").replaceAll("_", " ")), el("dd", {}, shown(value), now ? el("span", { class: "muted" }, ` ${shown(now)}/s`) : null));
   }));
 }
