@@ -29,6 +29,8 @@ _NO_CALLS = {
     for code in ("OK", "UNAVAILABLE")
 }
 _NO_BYTES = {(direction, path): 0 for direction in ("in", "out") for path in (GRPC, "unix", "tcp")}
+_NO_TIERS = {name: 0.0 for name in NODE_GAUGES if name.startswith(("memory_", "behind_", "disk_", "peers_"))}
+"""Gauges of tiers that a worker does not have: a panel of "No data" looks like a worker that is not scraped."""
 _NO_STEPS = {(tier, operation): Latency() for tier in get_args(TierName) for operation in get_args(Operation)}
 
 
@@ -46,7 +48,7 @@ class Exposition:
             "kvstore_build", "what runs here", {"version": self._version, "python": sys.version.split(maxsplit=1)[0]}
         )
         yield from counters(service.counters())
-        for name, value in service.gauges().items():
+        for name, value in {**_NO_TIERS, **service.gauges()}.items():
             if name in GROWING:
                 yield CounterMetricFamily(f"kvstore_{name}", GROWING[name], value)
             else:
