@@ -28,6 +28,8 @@ _NO_CALLS = {
     for method in methods
     for code in ("OK", "UNAVAILABLE")
 }
+_NO_WAITS = {("Match", GRPC): Latency(), **{("Hold", path): Latency() for path in (GRPC, "unix", "tcp")}}
+"""Calls that prefill waits for, whose latency panels and an alert show; all methods would be a thousand series more."""
 _NO_BYTES = {(direction, path): 0 for direction in ("in", "out") for path in (GRPC, "unix", "tcp")}
 _NO_TIERS = {name: 0.0 for name in NODE_GAUGES if name.startswith(("memory_", "behind_", "disk_", "peers_"))}
 """Gauges of tiers that a worker does not have: a panel of "No data" looks like a worker that is not scraped."""
@@ -65,7 +67,8 @@ class Exposition:
         for key, count in {**_NO_CALLS, **calls.ended()}.items():
             ended.add_metric(key, count)
         yield ended
-        yield _histogram("kvstore_call_seconds", "how long calls took", ("method", "path"), calls.latencies().items())
+        took = {**_NO_WAITS, **calls.latencies()}
+        yield _histogram("kvstore_call_seconds", "how long calls took", ("method", "path"), took.items())
         moved = CounterMetricFamily(
             "kvstore_wire_bytes", "payload bytes from and to clients", labels=("direction", "path")
         )
