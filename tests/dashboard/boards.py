@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -51,8 +51,8 @@ class Shown:
 
 
 @contextmanager
-def shown() -> Iterator[Shown]:
-    """A dashboard of a store in memory, its feeds running."""
+def shown(collector: Sequence[str] | None = None) -> Iterator[Shown]:
+    """A dashboard of a store in memory, its feeds running; ``collector`` is the command that makes its plans."""
     clock, ids = SystemClock(), RandomIds()
     files = MemoryFiles()
     root, meta = MemoryRoot(files), MemoryMeta(clock=clock)
@@ -60,7 +60,7 @@ def shown() -> Iterator[Shown]:
     member = join(root, identity, meta, limits=Limits(), clock=clock, ids=ids, sharing=Sharing.CLUSTER)
     store = Store(LocalPort(member))
     faulty_root, faulty_meta = FaultyRoot(root), FaultyMeta(meta)
-    reach = Reach(root.url, lambda: faulty_root, lambda: faulty_meta, lambda root_id: store, None)
+    reach = Reach(root.url, lambda: faulty_root, lambda: faulty_meta, lambda root_id: store, collector)
     board = open_board(reach, replace(QUICK, late_s=QUICK.late_s * slowness()))
     try:
         board.start()
