@@ -25,6 +25,8 @@ pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
 COUNTED = {"id": "ab" * 8, "scanned": {"chunks": 3, "bytes": 3 << 10}}
 """A namespace as a plan counts it; etcd does not know it."""
 PIXELS = (Path(__file__).parent / "pixels.js").read_text()
+SLOW_MS = 8_000
+"""The pause between two requests for what seldom changes, as in main.js."""
 LABELS = """
 const done = arguments[0];
 Promise.all([import("/charts.js"), import("/dom.js")]).then(([{ levels }, dom]) => {
@@ -105,6 +107,17 @@ def test_a_namespace_that_nobody_counted_has_a_dash_and_no_size_of_zero(small: S
     assert small.rows("Tenants") == [["unknown", "1", "3", "3.00 KiB"], ["acme", "1", "–", "–"]]
     assert [row[1:4] for row in small.rows("Namespaces")] == [["unknown", "3", "3.00 KiB"], ["acme", "–", "–"]]
     assert "0 B" not in small.page.run("return document.getElementById('panel').innerText")
+
+
+def test_the_page_asks_every_two_seconds_until_namespaces_are_counted(small: Small) -> None:
+    small.show("namespaces")
+    asked = (
+        "return performance.getEntriesByType('resource').filter((one) => one.name.includes('/api/namespaces'))"
+        ".map((one) => one.startTime)"
+    )
+    small.page.until(lambda: len(small.page.run(asked)) >= 3, "it asked three times")
+    first, _, third = small.page.run(asked)[:3]
+    assert third - first < 2 * SLOW_MS
 
 
 def test_a_single_tenant_is_one_tenant(small: Small) -> None:

@@ -15,7 +15,7 @@ const VIEWS = { overview, capacity, namespaces, pins, workers, prefixes, damage,
 const NAMES = Object.keys(VIEWS);
 const POLL_MS = 2000, PATIENCE_MS = 10000;
 // What is read anew once a minute at most need not be asked for every other second, once it is there.
-const SLOW = { prefixes: (doc) => doc.share !== null, capacity: (doc) => doc.plan, namespaces: (doc) => doc.namespaces[0]?.bytes >= 0 };
+const SLOW = { prefixes: (doc) => doc.share !== null, capacity: (doc) => doc.plan, namespaces: (doc) => doc.is_counted };
 const SLOW_MS = 8000;
 const THEMES = ["auto", "light", "dark"];
 
