@@ -101,9 +101,6 @@ class Control:
         self._limits = limits
         self._clock = clock
 
-    def __repr__(self) -> str:
-        return f"<kvstore.client.control.Control of {', '.join(self.workers()) or 'no worker'}>"
-
     def workers(self) -> list[str]:
         """The addresses of all workers."""
         return [endpoint.address for endpoint in self._endpoints.every()]

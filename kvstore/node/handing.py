@@ -38,6 +38,19 @@ class Asked:
     memory_only: bool = False
     """The client is a peer: give only what memory has (rule P2)."""
 
+    def allowed(self, holds: Holds, view: View, indexes: range) -> Sequence[int]:
+        """Return the indexes that may be given: all under a hold or of a prompt, else those not condemned.
+
+        Raises HoldBroken.
+        """
+        if self.hold is not None:
+            holds.check(self.hold)
+        elif not isinstance(self.wanted, Chain):
+            allowed = view.allowed(self.wanted.addresses[indexes.start : indexes.stop])
+            if len(allowed) < len(indexes):
+                return [indexes[at] for at in allowed]
+        return indexes
+
 
 class Handing:
     """Hands chunks and blocks over, by their indexes in a request. Thread-safe.
@@ -52,29 +65,12 @@ class Handing:
         counters: Counters,
         reads: TieredReads,
         tiers: TierStack | None,
-        holds: Holds,
-        view: View,
     ) -> None:
-        self._holds = holds
-        self._view = view
         self._chunks = chunks
         self._lanes = lanes
         self._counters = counters
         self._reads = reads
         self._tiers = tiers
-
-    def allowed(self, asked: Asked, indexes: range) -> Sequence[int]:
-        """Return the indexes that may be given: all under a hold or of a prompt, else those not condemned.
-
-        Raises HoldBroken.
-        """
-        if asked.hold is not None:
-            self._holds.check(asked.hold)
-        elif not isinstance(asked.wanted, Chain):
-            allowed = self._view.allowed(asked.wanted.addresses[indexes.start : indexes.stop])
-            if len(allowed) < len(indexes):
-                return [indexes[at] for at in allowed]
-        return indexes
 
     def in_memory(
         self, wanted: Wanted, indexes: Sequence[int], deadline: Deadline, *, brings: bool = True

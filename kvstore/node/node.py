@@ -139,9 +139,7 @@ class Node:
             )
         self.reads = TieredReads(self._chunks, self._lanes, self._refresher, self.counters, self.tiers)
         self.blocks = Blocks(self._chunks, self.gc_view, self._lanes, self.counters, self.reads, self.holds)
-        self.handing = Handing(
-            self._chunks, self._lanes, self.counters, self.reads, self.tiers, self.holds, self.gc_view
-        )
+        self.handing = Handing(self._chunks, self._lanes, self.counters, self.reads, self.tiers)
         self.segments = SegmentIndexes(root, identity.shard_bits, clock.monotonic_s, limits.segments_follow_s)
         self.puts = Puts(
             self._chunks, self._lanes, self.gc_view, self._refresher, self.reads, self.tiers,

@@ -81,7 +81,7 @@ class ImageHanding:
         handing = self._node.handing
         deadline = Deadline(self._node.clock, seconds_left(self._context, self._node.limits.read_deadline_s))
         indexes = range(first, first + count)
-        allowed = handing.allowed(self._asked, indexes)
+        allowed = self._asked.allowed(self._node.holds, self._node.gc_view, indexes)
         how = dict.fromkeys(indexes, Kind.ABSENT)
         offsets: dict[int, int] = {}
         readers: dict[int, PosixReader] = {}

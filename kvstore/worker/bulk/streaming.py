@@ -113,7 +113,7 @@ class ImageStream:
 
     def _begin(self, window: Window, sizes: Sequence[int], reserved: ExitStack, deadline: Deadline) -> None:
         handing = self._node.handing
-        allowed = handing.allowed(self._asked, window.indexes)
+        allowed = self._asked.allowed(self._node.holds, self._node.gc_view, window.indexes)
         if allowed:
             window.slots = handing.in_memory(self._wanted, allowed, deadline, brings=not self._asked.memory_only)
         if window.slots is not None:
