@@ -200,13 +200,15 @@ def test_an_etcd_that_stands_still_is_said_and_the_page_goes_on(live: Live) -> N
         live.page.until_says("without etcd", "Needs attention", "problem")
         assert "Hit ratio" in live.page.text
         live.page.keys("5")
-        live.page.until_says("serves")
+        # A worker whose lease has run out says so, and serves.
+        live.page.until(lambda: any(said in live.page.text for said in ("serves", "no session")), "the workers' state")
     live.page.keys("1")
     live.page.until(lambda: "without etcd" not in live.page.text, "it is well again")
 
 
 def test_a_worker_that_stands_still_is_said(live: Live) -> None:
     live.show("overview", PHONE)
+    live.page.until_says("2 of 2")
     worker, *_ = [pid for pid, command in descendants(live.up.child.pid).items() if "main worker" in command]
     with frozen(worker):
         live.page.until_says("does not answer", "1 of 2")
