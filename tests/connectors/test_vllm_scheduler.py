@@ -14,7 +14,7 @@ import pytest
 from kvstore.connectors.vllm.settings import Settings
 from kvstore.errors import InvalidRequest
 from kvstore.format.descent import Descent
-from kvstore.hints import Hints
+from kvstore.hints import PRIORITY_DEFAULT, Hints
 from tests.connectors.vllm_halves import BLOCK_TOKENS, Blocks, Request, halves, idle, matched, step, store
 
 
@@ -215,6 +215,12 @@ def action(payload: Any, kind: str = "kvstore") -> Any:
         ({"kv_transfer_params": {"kvstore": {"preset": "chat"}, "other": 1}}, Hints.of(preset="chat")),
         ({"kv_hints": action({"priority": 5})}, Hints(5)),
         ({"kv_hints": action({"priority": 5}, "another")}, Hints()),
+        ({"priority": 5}, Hints(PRIORITY_DEFAULT - 5)),
+        ({"priority": -5}, Hints(PRIORITY_DEFAULT + 5)),
+        ({"priority": 1_795_000_000}, Hints(PRIORITY_DEFAULT - 25)),
+        ({"priority": 5, "kv_transfer_params": {"kvstore": {"ttl": 600}}}, Hints(PRIORITY_DEFAULT - 5, 1_800)),
+        ({"priority": 5, "kv_transfer_params": {"kvstore": {"priority": 80}}}, Hints(80)),
+        ({"priority": 5, "kv_transfer_params": {"kvstore": {"preset": "chat"}}}, Hints.of(preset="chat")),
         ({"kv_transfer_params": {"kvstore": {"priority": 101}}}, Hints()),
         ({"kv_transfer_params": {"kvstore": {"prio": 1}}}, Hints()),
         ({"kv_transfer_params": {"kvstore": "high"}}, Hints()),

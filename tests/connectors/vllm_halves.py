@@ -51,6 +51,7 @@ class Request:
     kv_transfer_params: Any = None
     kv_hints: Any = None
     session_id: str | None = None
+    priority: int = 0
 
     @property
     def all_token_ids(self) -> list[int]:

@@ -1,7 +1,7 @@
 """What a request says of how long its KV is worth keeping.
 
 vLLM passes on two things that it does not look into: ``kv_transfer_params`` of a request, and ``kv_hints`` of an
-orchestrator (``vllm/v1/kv_hints``).
+orchestrator (``vllm/v1/kv_hints``). What it schedules by, a request's ``priority``, counts where these do not say more.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from typing import Any
 
 from kvstore.client.pin import check_pin
 from kvstore.errors import InvalidRequest
-from kvstore.hints import DEFAULT, Hints
+from kvstore.hints import DEFAULT, PRIORITY_DEFAULT, Hints
 
 log = logging.getLogger(__name__)
 
 NAME = "kvstore"
 """The entry of ``kv_transfer_params``, and the ``action_type`` of a hint."""
 KNOWN = frozenset({"priority", "ttl", "preset", "session", "supersede", "pin", "pin_ttl", "unpin"})
+URGENCY_MAX = 25
+"""The most that vLLM's own priority raises or lowers ours."""
 SESSION_CHARS_MAX = 256
 PIN_NAME = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 PIN_TTL_S = 3600.0
@@ -49,14 +51,17 @@ def said_of(request: Any) -> Said:
     """Returns the words of a request; what it does not say, or says in a way that makes no sense, is left out."""
     session = getattr(request, "session_id", None)
     session = session if isinstance(session, str) and len(session) <= SESSION_CHARS_MAX else ""
-    said = _said(request)
+    said, own = _said(request), Hints(_priority_of(request))
     if said is None:
-        return Said(session=session)
+        return Said(own, session)
     try:
         if not isinstance(said, Mapping) or not KNOWN.issuperset(said):
             raise InvalidRequest(f"{said!r:.200}: expected some of {', '.join(sorted(KNOWN))}")
+        priority = said.get("priority")
+        if priority is None and said.get("preset") is None:
+            priority = own.priority
         return Said(
-            Hints.of(said.get("priority"), said.get("ttl"), said.get("preset")),
+            Hints.of(priority, said.get("ttl"), said.get("preset")),
             _checked_session(said.get("session", session)),
             _checked_supersede(said.get("supersede")),
             _checked_name("pin", said),
@@ -65,7 +70,15 @@ def said_of(request: Any) -> Said:
         )
     except InvalidRequest as error:
         log.warning("kvstore: the hints of request %s are ignored: %s", request.request_id, error)
-        return Said(session=session)
+        return Said(own, session)
+
+
+def _priority_of(request: Any) -> int:
+    """What vLLM's own priority says: 0 is usual, and less is more urgent."""
+    urgency = getattr(request, "priority", 0)
+    if not isinstance(urgency, int):
+        return PRIORITY_DEFAULT
+    return PRIORITY_DEFAULT - max(-URGENCY_MAX, min(URGENCY_MAX, urgency))
 
 
 def _checked_session(session: Any) -> str:

@@ -1,7 +1,8 @@
 """A vLLM engine as a child process: requests as JSON lines on standard input, answers on a given file descriptor.
 
 ``{"prompts": [[token, ...], ...], "tokens": n, "adapter": [name, number, path]}`` generates greedily (with the model
-alone for ``null``), with ``"session"`` and ``"said"`` as requests of that session, with these ``kv_transfer_params``.
+alone for ``null``), with vLLM's ``"priority"``; or, with ``"session"`` and ``"said"``, as requests of that session,
+with these ``kv_transfer_params``.
 ``{"reset": true, "connector": false}`` forgets the engine's own cache, ``{"stats": true}`` gives vLLM's metrics.
 """
 
@@ -47,7 +48,8 @@ def serve(settings: dict[str, Any], answers: Any) -> None:
                 sampling.extra_args = {"kv_transfer_params": request["said"]} if request["said"] else None
                 outputs = in_session(engine, prompts, sampling, request["session"])
             else:
-                outputs = engine.generate(prompts, sampling, use_tqdm=False, lora_request=adapter)
+                priority = [request.get("priority", 0)] * len(prompts)
+                outputs = engine.generate(prompts, sampling, use_tqdm=False, lora_request=adapter, priority=priority)
             answer(
                 {
                     "seconds": time.monotonic() - began_s,

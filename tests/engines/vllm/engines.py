@@ -158,9 +158,12 @@ class Engine:
         assert self._read(START_S) == {"ready": True}
         return self
 
-    def generate(self, *prompts: list[int], tokens: int = 8, adapter: Adapter | None = None) -> Answer:
+    def generate(
+        self, *prompts: list[int], tokens: int = 8, adapter: Adapter | None = None, priority: int = 0
+    ) -> Answer:
         """Greedy continuations."""
-        return Answer(**self._ask({"prompts": list(prompts), "tokens": tokens, "adapter": adapter}))
+        asked = {"prompts": list(prompts), "tokens": tokens, "adapter": adapter, "priority": priority}
+        return Answer(**self._ask(asked))
 
     def in_session(self, session: str, *prompts: list[int], said: dict[str, Any] | None = None) -> Answer:
         """Greedy continuations as requests of a session, with what they say in ``kv_transfer_params``."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import kvstore
+from kvstore.hints import PRIORITY_DEFAULT
 from kvstore.node.limits import Limits
 from kvstore.recency import decode
 from tests.collecting import bounded_to
@@ -86,6 +87,16 @@ def test_a_branch_that_is_used_again_is_not_first_any_more(engine: Engine, modul
     make_room(module_root)
     engine.forget()
     assert engine.generate(work.fork).cached[0] > SHARED * BLOCK
+
+
+def test_what_vllm_schedules_first_stays_longer(engine: Engine, module_root: Path) -> None:
+    for seed, urgency in ((7400, -5), (7401, 5)):
+        before = set(stored_files(module_root))
+        engine.generate(prompt(seed, 300), priority=urgency)
+        wait_stored(module_root, len(before) + 9)
+        fresh = set(stored_files(module_root)) - before
+        found = {decode(path.stat().st_mtime_ns, Limits().quantum_s).hints.priority for path in fresh}
+        assert found == {PRIORITY_DEFAULT - urgency}
 
 
 def test_a_prompt_that_a_request_pins_stays_until_one_unpins_it(engine: Engine, module_root: Path) -> None:
