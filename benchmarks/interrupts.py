@@ -23,6 +23,7 @@ def ending() -> Iterator[None]:
     """Ends this program, once all within is undone, after Ctrl-C with one line, and after SIGTERM."""
 
     def end(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one would end the undoing
         sys.exit(ENDED)
 
     signal.signal(signal.SIGTERM, end)

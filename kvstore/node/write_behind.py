@@ -36,8 +36,11 @@ HOLD_S = 1.0
 """How long a chunk waits at most while clients move bytes, which need the cores that writing takes (rule W6)."""
 MOVING_S = 0.5
 """How long one call holds it: a client that moves bytes slowly must not keep the queue full for others."""
-HOLD_SHARE = 0.75
-"""Share of the queue up to which it waits so: what finds the queue full is shed."""
+ARRIVING_SHARE = 0.75
+LEAVING_SHARE = 0.25
+"""Shares of the queue up to which it waits so while bytes arrive, and while bytes leave: what finds the queue full is
+shed, and gets go on without a pause while puts come in bursts.
+"""
 PAUSE_S = 0.5
 """Pause after the root refused or did not answer."""
 JOIN_S = 2.0
@@ -94,10 +97,10 @@ class WriteBehind:
         self._waiting: deque[Job] = deque()
         self._writing: list[Job] = []
         self._bytes = 0
-        self._moving = list[float]()
-        """Times at which calls that move bytes hold nothing any more."""
-        self._quiet_s = 0.0
-        """Time at which the last such call is so long over that another would have followed it."""
+        self._moving = list[tuple[float, float]]()
+        """Of each call that moves bytes, up to which share of the queue it holds, and until which time."""
+        self._quiet_s = {ARRIVING_SHARE: 0.0, LEAVING_SHARE: 0.0}
+        """By share, the time at which the last such call is so long over that another would have followed it."""
         self._awaited = 0
         """Callers that wait until something is written."""
         self._jobs = 0
@@ -128,24 +131,26 @@ class WriteBehind:
         with self._changed:
             if self._is_closing or self._bytes + size_bytes > self.bytes_max:
                 return False
-            held_bytes, before_bytes = HOLD_SHARE * self.bytes_max, self._bytes
+            before_bytes, most_bytes = self._bytes, self.bytes_max
             self._bytes += size_bytes
-            if before_bytes <= held_bytes < self._bytes:
+            if any(before_bytes <= share * most_bytes < self._bytes for share in self._quiet_s):
                 self._changed.notify_all()  # the threads sleep for as long as they saw then
             return True
 
     @contextmanager
-    def moving(self) -> Iterator[None]:
-        """While a call moves a client's bytes, what is queued waits (rule W6)."""
-        until_s = self._clock.monotonic_s() + MOVING_S
+    def moving(self, share: float) -> Iterator[None]:
+        """While a call moves a client's bytes, what is queued waits (rule W6), up to a share of the queue:
+        ARRIVING_SHARE or LEAVING_SHARE.
+        """
+        call = share, self._clock.monotonic_s() + MOVING_S
         with self._changed:
-            self._moving.append(until_s)
+            self._moving.append(call)
         try:
             yield
         finally:
             with self._changed:
-                self._moving.remove(until_s)
-                self._quiet_s = self._clock.monotonic_s() + AFTER_S
+                self._moving.remove(call)
+                self._quiet_s[share] = self._clock.monotonic_s() + AFTER_S
                 self._changed.notify_all()
 
     def give_back(self, size_bytes: int) -> None:
@@ -264,16 +269,14 @@ class WriteBehind:
         times = map(self._begins_s, self._waiting)
         return min((begins_s - now_s for begins_s in times if begins_s > now_s), default=None)
 
-    @property
-    def _holds(self) -> bool:
-        """True if what is queued waits for calls that move bytes (rule W6)."""
-        return not self._is_closing and not self._awaited and self._bytes <= HOLD_SHARE * self.bytes_max
-
     def _begins_s(self, job: Job) -> float:
-        """Returns the earliest time to begin a job, as things are."""
-        if not self._holds:
+        """Returns the earliest time to begin a job, as things are (rule W6)."""
+        if self._is_closing or self._awaited:
             return job.begins_s
-        return max(job.begins_s, min(job.held_s, max([self._quiet_s, *self._moving])))
+        most_bytes = self.bytes_max
+        calls = [*self._moving, *self._quiet_s.items()]
+        held_s = max((until_s for share, until_s in calls if self._bytes <= share * most_bytes), default=0.0)
+        return max(job.begins_s, min(job.held_s, held_s))
 
     def _do(self, job: Job) -> None:
         again = False

@@ -68,3 +68,21 @@ def test_w6_what_is_queued_waits_until_the_call_ends(
             time.sleep(4 * write_behind.AFTER_S)
             assert node.stats()["behind_bytes"] > 0
         eventually(lambda: not node.stats()["behind_bytes"], "it is written")
+
+
+@pytest.mark.parametrize("begin", [get, get_blocks])
+def test_w6_a_get_holds_less_than_a_put(
+    served: Served, begin: Callable[[Channel, bytes], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(write_behind, "HOLD_S", FOR_EVER_S)
+    monkeypatch.setattr(write_behind, "MOVING_S", FOR_EVER_S)
+    tiers = served.member.node.tiers
+    assert tiers is not None
+    with raw_stub(served) as stub, connected(served) as store:
+        namespace = opened(stub, MEDIUM)
+        with greeted(served, "shared") as channel:
+            begin(channel, namespace)
+            assert tiers.behind.reserve(tiers.behind.bytes_max // 2)
+            store.namespace("m", MEDIUM).put(TOKENS, KV)
+            eventually(lambda: tiers.behind.size_bytes == tiers.behind.bytes_max // 2, "it is written")
+            tiers.behind.give_back(tiers.behind.bytes_max // 2)

@@ -13,6 +13,7 @@ from kvstore.address import Chain
 from kvstore.format import places
 from kvstore.hints import Hints
 from kvstore.node import write_behind
+from kvstore.node.write_behind import ARRIVING_SHARE, LEAVING_SHARE
 from kvstore.root.interface import Root
 from kvstore.writes import Durability, WriteMode
 from tests.node.stores import kv_of
@@ -333,7 +334,7 @@ def test_w6_a_call_that_moves_bytes_holds_what_is_queued_but_not_for_long(
     node: Acting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(write_behind, "HOLD_S", 0.3)
-    with node.tiers.behind.moving():
+    with node.tiers.behind.moving(ARRIVING_SHARE):
         began_s = time.monotonic()
         node.put(1, 4)
         eventually(lambda: all(node.on_root(1, 4)), "it is written while the call goes on")
@@ -345,7 +346,7 @@ def test_w6_a_call_that_moves_bytes_slowly_holds_what_is_queued_for_a_moment_onl
 ) -> None:
     monkeypatch.setattr(write_behind, "HOLD_S", FOR_EVER_S)
     monkeypatch.setattr(write_behind, "MOVING_S", 0.1)
-    with node.tiers.behind.moving():
+    with node.tiers.behind.moving(ARRIVING_SHARE):
         for prompt in (1, 2):
             node.put(prompt, 4)
             eventually(lambda: all(node.on_root(prompt, 4)), "it is written while the call goes on")  # noqa: B023
@@ -354,17 +355,20 @@ def test_w6_a_call_that_moves_bytes_slowly_holds_what_is_queued_for_a_moment_onl
 def test_w6_what_is_queued_is_written_when_calls_have_ended(node: Acting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(write_behind, "HOLD_S", FOR_EVER_S)
     monkeypatch.setattr(write_behind, "MOVING_S", FOR_EVER_S)
-    with node.tiers.behind.moving():
+    with node.tiers.behind.moving(ARRIVING_SHARE):
         node.put(1, 4)
     eventually(lambda: all(node.on_root(1, 4)), "it is written")
 
 
-def test_w6_nothing_waits_in_a_queue_that_fills(node: Acting, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("share", [ARRIVING_SHARE, LEAVING_SHARE])
+def test_w6_nothing_waits_in_a_queue_that_fills(node: Acting, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(write_behind, "HOLD_S", FOR_EVER_S)
     monkeypatch.setattr(write_behind, "MOVING_S", FOR_EVER_S)
-    behind, room_bytes = node.tiers.behind, node.unit_bytes * QUEUE_CHUNKS * 3 // 4
-    with behind.moving():
+    behind, room_bytes = node.tiers.behind, int(node.unit_bytes * QUEUE_CHUNKS * share)
+    with behind.moving(share):
         node.put(1, 4)
+        time.sleep(4 * write_behind.AFTER_S)
+        assert not any(node.on_root(1, 4)), "it waits"
         assert behind.reserve(room_bytes)
         eventually(lambda: all(node.on_root(1, 4)), "it is written")
         behind.give_back(room_bytes)
@@ -373,7 +377,7 @@ def test_w6_nothing_waits_in_a_queue_that_fills(node: Acting, monkeypatch: pytes
 def test_w6_nothing_waits_when_the_node_closes(node: Acting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(write_behind, "HOLD_S", FOR_EVER_S)
     monkeypatch.setattr(write_behind, "MOVING_S", FOR_EVER_S)
-    with node.tiers.behind.moving():
+    with node.tiers.behind.moving(ARRIVING_SHARE):
         node.put(1, 4)
         node.close()
         assert node.on_root(1, 4) == [True] * 4
@@ -382,7 +386,7 @@ def test_w6_nothing_waits_when_the_node_closes(node: Acting, monkeypatch: pytest
 def test_w6_nothing_waits_that_somebody_waits_for(node: Acting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(write_behind, "HOLD_S", FOR_EVER_S)
     monkeypatch.setattr(write_behind, "MOVING_S", FOR_EVER_S)
-    with node.tiers.behind.moving():
+    with node.tiers.behind.moving(ARRIVING_SHARE):
         node.put(1, 4)
         assert node.tiers.behind.flush(IN_TIME_S)
         assert node.on_root(1, 4) == [True] * 4

@@ -135,4 +135,4 @@ class Tcp(Grpc):
 class TcpMemory(Tcp):
     """The same with a worker that has memory: a put is acknowledged when the bytes are there, and written behind."""
 
-    memory_shares = 4
+    memory_shares = 10
