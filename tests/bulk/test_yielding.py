@@ -85,4 +85,5 @@ def test_w6_a_get_holds_less_than_a_put(
             assert tiers.behind.reserve(tiers.behind.bytes_max // 2)
             store.namespace("m", MEDIUM).put(TOKENS, KV)
             eventually(lambda: tiers.behind.size_bytes == tiers.behind.bytes_max // 2, "it is written")
+            assert tiers.behind._moving, "the get goes on"
             tiers.behind.give_back(tiers.behind.bytes_max // 2)
