@@ -37,9 +37,15 @@ def ending() -> Iterator[None]:
 
 @contextmanager
 def unheard() -> Iterator[None]:
-    """A program that is started within never hears Ctrl-C: who started it ends it."""
+    """A program that is started within never hears Ctrl-C: who started it ends it. This one hears it afterwards."""
+    heard = list[int]()
+    # Another thread may take the signal, whose handler runs in this one: half of a start is no start.
+    handler = signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
+        signal.signal(signal.SIGINT, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if heard:
+            signal.raise_signal(signal.SIGINT)

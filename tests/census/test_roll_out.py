@@ -125,8 +125,15 @@ def test_one_command_takes_back_what_a_bad_roll_out_wrote(tmp_root: Path) -> Non
             load.start()
             undo.callback(load.stop)
         eventually(lambda: len(bad.put) >= 10 and len(good.put) >= 10)
-        with stores["stable-2"].namespace("m", LAYOUT).pin(tokens(1), ttl=300) as pin:
-            assert pin.tokens == CHUNKS * SIZE
+        pins = list[kvstore.Pin]()
+
+        def is_pinned() -> bool:
+            """Chunks that their node writes behind are not on the root yet, where alone others can pin them."""
+            pins.append(stores["stable-2"].namespace("m", LAYOUT).pin(tokens(1), ttl=300))
+            return pins[-1].tokens == CHUNKS * SIZE
+
+        eventually(is_pinned)
+        with pins[-1]:
             bad.stop()  # drained first; its queue may still be writing
             shown = command("ls", "--lineage", "--root", str(root))
             assert {each["label"] for each in shown["writers"]} == {"stable", "canary"}
