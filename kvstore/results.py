@@ -20,6 +20,7 @@ class Cleared:
     """The chunks and bytes that a clear deleted, or would delete. Pinned chunks stay unless asked for."""
 
     chunks: int
+    """Chunks on the root: those put behind a moment ago, which only memory has, go too, and are not counted."""
     bytes: int
     pinned: int = 0
     """Chunks that stayed because they are pinned."""

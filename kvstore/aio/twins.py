@@ -72,6 +72,8 @@ class Opening(Coroutine[Any, Any, C], Generic[C]):
     if not TYPE_CHECKING:  # where a checker knows the type, it says so itself
 
         def __getattr__(self, name: str) -> Any:
+            if name.startswith("cr_") or name in ("__name__", "__qualname__"):
+                return getattr(self._making, name)  # for the texts and the stack of a task
             raise AttributeError(f"{name}: this is not open yet: await it, or enter it with 'async with'")
 
     async def __aenter__(self) -> C:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 
 EVERYWHERE = "tcp://*:"
 HERE = "tcp://127.0.0.1:"
+TCP = re.compile(r"tcp://(?:\*|\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):([0-9]{1,5})")
+ELSE = re.compile(r"(?:ipc|inproc)://\S+")
+PORT_MAX = 65_535
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +104,15 @@ class Endpoints:
         check_free(f"{prefix}query", [self.query])
 
     def _bound(self, endpoint: str, curve: Curve | None, prefix: str) -> str:
-        """The endpoint to bind: without CURVE, ``*`` stands for this host alone, because events carry prompts."""
+        """The endpoint to bind: without CURVE, ``*`` stands for this host alone, because events carry prompts.
+
+        Raises InvalidRequest for what is no endpoint, which ZeroMQ might read as another one.
+        """
+        is_tcp = TCP.fullmatch(endpoint)
+        if not (is_tcp or ELSE.fullmatch(endpoint)) or (is_tcp and int(is_tcp[1]) > PORT_MAX):
+            raise InvalidRequest(
+                f"{endpoint!r} is no endpoint: expected tcp://ADDRESS:PORT, with a port up to {PORT_MAX}, or ipc://PATH"
+            )
         if curve is not None or self.insecure or endpoint.startswith(("ipc://", "inproc://")):
             return endpoint
         if endpoint.startswith(EVERYWHERE):
@@ -115,7 +127,7 @@ class Endpoints:
 
 def _port_of(endpoint: str) -> str | None:
     """The address and port of an endpoint; None without one, or where ZeroMQ alone knows which: an interface's name."""
-    place = endpoint.removeprefix("tcp://").replace("*:", "0.0.0.0:")
+    place = endpoint.removeprefix("tcp://").replace("*:", "0.0.0.0:").replace("localhost:", "127.0.0.1:")
     host, _, port = place.rpartition(":")
     with suppress(ValueError):
         ip_address(host.strip("[]"))

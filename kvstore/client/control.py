@@ -60,6 +60,9 @@ class ControlTicket:
         self.last = ticket
         """The ticket as last seen."""
 
+    def __repr__(self) -> str:
+        return f"<kvstore.client.control.ControlTicket {self.id} {self.last.act} {self.last.state.value}>"
+
     @property
     def id(self) -> str:
         """The id for ``Control.ticket`` and ``kvstore tickets``."""

@@ -121,6 +121,7 @@ class Sockets:
             socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
             socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
             socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.IPV6, int("[" in endpoint))
         try:
             socket.bind(endpoint)
         except zmq.ZMQError as cause:

@@ -166,14 +166,25 @@ def test_a_port_in_use_is_one_line_and_nothing_is_started(run: Run, option: str,
     [
         ("tcp://*:5557", "0.0.0.0:5557"),
         ("tcp://[::1]:5557", "[::1]:5557"),
+        ("tcp://localhost:5557", "127.0.0.1:5557"),
         ("tcp://eth0:5557", None),
-        ("tcp://127.0.0.1:*", None),
         ("ipc:///run/kvstore/events", None),
         ("127.0.0.1:5557", None),
     ],
 )
 def test_the_port_of_an_endpoint(endpoint: str, place: str | None) -> None:
     assert _port_of(endpoint) == place
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    ["", "garbage", "127.0.0.1:5557", "tcp://127.0.0.1", "tcp://127.0.0.1:99999", "tcp://127.0.0.1:-1", "ipc://"],
+)
+def test_what_is_no_endpoint_is_refused_before_anything_is_started(run: Run, endpoint: str, tmp_root: Path) -> None:
+    folder = tmp_root / "new"
+    result = run("up", "--root", str(folder), "--listen", "127.0.0.1:0", "--events", endpoint)
+    assert result.exit_code == 2 and "is no endpoint: expected tcp://ADDRESS:PORT" in result.stderr
+    assert not folder.exists()
 
 
 def test_lookup_and_match_agree_on_nothing_found(run: Run, root: str) -> None:
