@@ -42,6 +42,7 @@ from kvstore.node.twins import NodeTwins
 from kvstore.node.wanted import Wanted, keyed
 from kvstore.progress import Progress, unwatched
 from kvstore.results import Cleared, PinRecord
+from kvstore.root.generations import newest_number
 
 CLEAR_DEADLINE_S = 600.0
 CLOSE_S = 0.5
@@ -145,6 +146,11 @@ class Member:
         node, namespace = self.node, wanted.namespace
         owner = owner or socket.gethostname()
         try:
+            if self.sharing is Sharing.ALONE and node.on_root(lambda: newest_number(node.root)):
+                raise InvalidRequest(
+                    f"{node.root.url} belongs to a cluster, which does not see the pins of a process alone: open it "
+                    "with etcd=, or connect to a worker"
+                )
             if hold.born is None:
                 metadata = (
                     "metadata.sqlite cannot be used" if self.sharing is Sharing.HOST else "etcd is not this root's"

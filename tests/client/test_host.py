@@ -284,6 +284,12 @@ def test_a_root_of_a_cluster_leaves_a_process_alone(tmp_path: Path) -> None:
     member = open_member(str(path))
     assert member.sharing is Sharing.ALONE
     member.close()
+    with kvstore.open(str(path)) as store:
+        cache = store.namespace("m", LAYOUT)
+        with pytest.raises(InvalidRequest, match="belongs to a cluster, which does not see the pins"):
+            cache.pin(tokens(1))
+        with pytest.raises(InvalidRequest, match="belongs to a cluster, which does not see the pins"):
+            cache.blocks.pin([b"k" * 16])
     with pytest.raises(RootMismatch, match="belongs to a cluster"):
         collected(path)
     adopted = CliRunner().invoke(fsck, [str(path), "--adopt"])
