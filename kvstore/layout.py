@@ -7,7 +7,8 @@ belong to which section of which chunk.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from operator import index
+from typing import Any, Literal, SupportsIndex
 
 import ml_dtypes
 import numpy as np
@@ -111,7 +112,9 @@ class Layout:
         return f"{'x'.join(map(str, self.shape(self.chunk_tokens)))} {self.dtype}"
 
     def shape(self, tokens: int) -> tuple[int, int, int, int, int]:
-        """Shape of the KV array of ``tokens`` tokens."""
+        """Shape of the KV array of ``tokens`` tokens. Raises InvalidRequest."""
+        if isinstance(tokens, bool) or not isinstance(tokens, SupportsIndex) or index(tokens) < 0:
+            raise InvalidRequest(f"shape of {brief(tokens)} tokens: expected a whole number, 0 or more")
         return (self.layers, 2, tokens, self.kv_heads, self.head_dim)
 
     def to_dict(self) -> dict[str, Any]:

@@ -26,8 +26,8 @@ SOURCE = Path(kvstore.__file__).resolve().parents[1]
 def bench(arguments: tuple[str, ...]) -> None:
     """Measure the store beside its limits: workers, memcpy, engine, match, peers or all (arguments go to benchmarks).
 
-    The benchmarks are part of the source, not of the installed package: run it from a checkout, where `make bench`
-    does the same.
+    The benchmarks are part of the source, not of an installed package: run it from a checkout, as `make bench` does, or
+    as .venv/bin/kvstore after `make setup`.
 
     \b
     Examples:

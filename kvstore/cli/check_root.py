@@ -9,14 +9,15 @@ import click
 
 from kvstore.cli.access import RootOptions, root_options_option
 from kvstore.cli.command import Command, check_failed
+from kvstore.cli.declared import completes
 from kvstore.cli.options import json_option
 from kvstore.cli.output import print_json, print_table, progress_bar
 from kvstore.cli.rooted import open_existing
 
 
 @click.command("check-root", cls=Command, short_help="Test a mount for what the store relies on.")
-@click.argument("root", metavar="ROOT")
-@click.argument("second", metavar="[SECOND_MOUNT]", required=False)
+@click.argument("root", metavar="ROOT", shell_complete=completes("dir"))
+@click.argument("second", metavar="[SECOND_MOUNT]", required=False, shell_complete=completes("dir"))
 @root_options_option
 @json_option
 def check_root(root: str, second: str | None, options: RootOptions, as_json: bool) -> None:

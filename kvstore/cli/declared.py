@@ -12,9 +12,12 @@ from dataclasses import field, fields
 from typing import Any, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 F = TypeVar("F", bound=Callable[..., Any])
 Declare = Callable[[Any], Any]
+PLACES = {"FILE": "file", "FOLDER": "dir", "ROOT": "dir", "URL": "dir"}
+"""What the shell completes an option or argument of this metavar with."""
 
 
 def option(name: str, **attributes: Any) -> Any:
@@ -30,6 +33,11 @@ def flag(name: str, **attributes: Any) -> Any:
 def argument(**attributes: Any) -> Any:
     """A field that is an argument, named after the field; ``attributes`` are those of ``click.argument``."""
     return _field("", click.argument, attributes)
+
+
+def completes(place: str) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]]:
+    """Has the shell complete an option or argument with names of files ("file") or folders ("dir")."""
+    return lambda context, parameter, begun: [CompletionItem(begun, type=place)]
 
 
 def group(kind: type, default: Any = None) -> Any:
@@ -74,6 +82,9 @@ def arguments(value: Any) -> list[str]:
 
 
 def _field(name: str, kind: Callable[..., Declare], attributes: dict[str, Any]) -> Any:
+    place = PLACES.get(str(attributes.get("metavar")).strip("[]"))
+    if place is not None:
+        attributes["shell_complete"] = completes(place)
     return field(
         default=attributes.get("default"), metadata={"name": name, "declare": functools.partial(kind, **attributes)}
     )

@@ -15,7 +15,7 @@ import click
 
 from kvstore.cli.access import Access, access_options, open_store
 from kvstore.cli.command import Command, check_failed
-from kvstore.cli.declared import flag, option, takes
+from kvstore.cli.declared import completes, flag, option, takes
 from kvstore.cli.options import DURABILITY, json_option
 from kvstore.cli.output import print_json, print_pairs, progress_bar
 from kvstore.cli.signals import Interrupts
@@ -56,7 +56,7 @@ class Callers:
 
 
 @click.command(cls=Command, short_help="Replay a trace and compare every byte.")
-@click.argument("trace", metavar="TRACE")
+@click.argument("trace", metavar="TRACE", shell_complete=completes("file"))
 @access_options
 @takes("callers", Callers)
 @json_option

@@ -32,7 +32,7 @@ from kvstore.node.node import Node
 from kvstore.node.settings import AS_SHIPPED, NO_TIERS, NOT_BOUNDED, AskedBound, NodeOptions, TierSettings
 from kvstore.node.start_fence import StartFence
 from kvstore.node.syncing import Syncing
-from kvstore.root.bound import FREE_SHARE, default_bound
+from kvstore.root.bound import BOUND_BYTES_MIN, FREE_SHARE, default_bound
 from kvstore.root.generations import newest_number, publish, read_newest
 from kvstore.root.identity import SHARD_BITS_DEFAULT, RootId, RootIdentity, create_or_open
 from kvstore.root.interface import Root
@@ -227,10 +227,12 @@ def _bound_of(root: Root, asked: AskedBound, ids: Ids, clock: Clock) -> Bound:
         return Bound(asked.max_bytes, asked.ttl_s)
     bound = Bound(default_bound(root, ids=ids, clock=clock), asked.ttl_s)
     log.info(
-        "bound.default root=%s max_bytes=%s: %g of what was free when the root was made (kvstore.open(max_bytes=))",
+        "bound.default root=%s max_bytes=%s: %g of what was free when the root was made, at least %d "
+        "(kvstore.open(max_bytes=))",
         root.url,
         bound.max_bytes,
         FREE_SHARE,
+        BOUND_BYTES_MIN,
     )
     return bound
 

@@ -138,6 +138,17 @@ def test_the_shell_completes_commands(shell: str) -> None:
     assert CliRunner().invoke(app, env=asked, prog_name="kvstore").stdout == "plain,lookup\n"
 
 
+@pytest.mark.parametrize(
+    ("words", "place"),
+    [("up --root /mn", "dir"), ("up --keys /et", "file"), ("up --etcd-folder /va", "dir"), ("fsck /mn", "dir")],
+)
+def test_the_shell_completes_names_of_files_and_folders(words: str, place: str) -> None:
+    asked = {"_KVSTORE_COMPLETE": "bash_complete", "COMP_WORDS": f"kvstore {words}"}
+    asked["COMP_CWORD"] = str(len(words.split()))
+    said = CliRunner().invoke(app, env=asked, prog_name="kvstore").stdout
+    assert said == f"{place},{words.split()[-1]}\n"
+
+
 @pytest.fixture
 def busy() -> Iterator[str]:
     """An address that somebody listens on."""
