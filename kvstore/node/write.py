@@ -160,7 +160,10 @@ class Write:
         None if it must be brought to ``add``, which may leave out a part of it.
         """
         run = slice(first, first + count)
-        if self.refused or self._is_shed or self._root is not None or (self._there | self._left_out)[run].any():
+        # What lies behind a chunk that a sweep is taking is not put.
+        if self.refused or self._is_shed or self._root is not None or run.stop > len(self._there):
+            return None
+        if (self._there | self._left_out)[run].any():
             return None
         return self._tiers.room(self._wanted, first, count, self._hints)
 

@@ -11,6 +11,7 @@ import pytest
 from kvstore import Layout
 from kvstore.native import is_available
 from kvstore.node.memory_puts import ROOM_SHARE, Room
+from kvstore.node.view import View
 from kvstore.node.write import Write
 from kvstore.sections import planes_of
 from kvstore.v1 import kvstore_pb2 as pb
@@ -131,6 +132,23 @@ def test_what_memory_cannot_take_as_it_comes_goes_through_a_buffer(
         cache.put(tokens, kv)
         assert buffered
         assert same(cache.get(tokens)[1], kv)
+
+
+@WRITES
+@pytest.mark.parametrize("kept", [0, 2])
+def test_what_lies_behind_a_chunk_that_a_sweep_takes_is_left_out(
+    served: Served, write: WriteModeName | None, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with connected(served, bulk="tcp", write=write) as store:
+        cache = store.namespace("m", MEDIUM)
+        leading = View.leading
+        monkeypatch.setattr(View, "leading", lambda view, chain: min(kept, leading(view, chain)))
+        cache.put(TOKENS, KV)
+        monkeypatch.undo()
+        eventually(lambda: not behind_bytes(served), "it is on the root")
+        assert cache.match(TOKENS) == kept * MEDIUM.chunk_tokens
+        count, found = cache.get(TOKENS)
+        assert count == kept * MEDIUM.chunk_tokens and same(found, KV[:, :, :count])
 
 
 def test_a_prompt_for_which_memory_has_no_room_is_put(buffered: list[int]) -> None:

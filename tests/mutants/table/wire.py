@@ -133,6 +133,12 @@ PUTTING = [
         f"{ROOMS}a_put_behind_is_in_memory_as_far_as_it_came",
     ),
     mutant(
+        "bulk-room-behind-a-sweep",
+        "wire: what lies behind a chunk that a sweep takes is left out",
+        edit("kvstore.node.write:Write.room", " or run.stop > len(self._there)", ""),
+        f"{ROOMS}what_lies_behind_a_chunk_that_a_sweep_takes_is_left_out[2-behind]",
+    ),
+    mutant(
         "bulk-gets-hold-nothing",
         "W6: what is queued to be written waits while a client's bytes move",
         edit(
