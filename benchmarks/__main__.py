@@ -5,13 +5,13 @@ from __future__ import annotations
 import signal
 import sys
 
+from benchmarks.interrupts import PROGRAM, ending
 from kvstore.cli.ctrl_c import ends_at_once
 
 if __name__ == "__main__":
-    ends_at_once("kvstore bench")
+    ends_at_once(PROGRAM)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # which kvstore bench blocked
     from benchmarks.command import main
-    from benchmarks.interrupts import ending
 
     with ending():
         sys.exit(main())

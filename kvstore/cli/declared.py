@@ -17,7 +17,7 @@ from click.shell_completion import CompletionItem
 F = TypeVar("F", bound=Callable[..., Any])
 Declare = Callable[[Any], Any]
 PLACES = {"FILE": "file", "FOLDER": "dir", "ROOT": "dir", "URL": "dir"}
-"""What the shell completes an option or argument of this metavar with."""
+"""The kind of names that the shell completes, by the metavar of an option or argument."""
 
 
 def option(name: str, **attributes: Any) -> Any:

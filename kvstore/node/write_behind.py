@@ -98,7 +98,7 @@ class WriteBehind:
         self._writing: list[Job] = []
         self._bytes = 0
         self._moving = list[tuple[float, float]]()
-        """Of each call that moves bytes, up to which share of the queue it holds, and until which time."""
+        """For each call that moves bytes, the share of the queue that it may hold, and the time at which it lets go."""
         self._quiet_s = {ARRIVING_SHARE: 0.0, LEAVING_SHARE: 0.0}
         """By share, the time at which the last such call is so long over that another would have followed it."""
         self._awaited = 0

@@ -1,4 +1,4 @@
-"""What is written behind lets the bytes of clients go first (rule W6 of MEMORY.md)."""
+"""Writing behind waits while a call moves a client's bytes (rule W6 of MEMORY.md)."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def said_of(request: Any) -> Said:
 
 
 def _priority_of(request: Any) -> int:
-    """What vLLM's own priority says: 0 is usual, and less is more urgent."""
+    """Returns our priority for vLLM's own, whose default is 0; a lower one is more urgent."""
     urgency = getattr(request, "priority", 0)
     if not isinstance(urgency, int):
         return PRIORITY_DEFAULT

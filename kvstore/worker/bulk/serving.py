@@ -70,7 +70,7 @@ class BulkRequests:
         self._moving: Callable[[float], AbstractContextManager[object]] = (
             nullcontext if node.tiers is None else node.tiers.behind.moving
         )
-        """What is written behind lets clients' bytes go first (rule W6)."""
+        """Holds writing behind while a call moves a client's bytes (rule W6)."""
 
     def serve(self, connection: Connection) -> bool:
         """Serves the request whose first bytes came; returns whether the connection can be used again. Never raises."""
