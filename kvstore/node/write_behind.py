@@ -45,8 +45,8 @@ PAUSE_S = 0.5
 """Pause after the root refused or did not answer."""
 JOIN_S = 2.0
 """At the end, the wait for threads that still write."""
-REFUSED_S = 3.0
-"""At the end, the node stops waiting for a root that has taken nothing and refused for this long."""
+STUCK_S = 3.0
+"""At the end, the node stops waiting once nothing could be written for this long: the root refuses, or lacks parents."""
 
 
 @dataclass(slots=True, eq=False)
@@ -104,8 +104,8 @@ class WriteBehind:
         self._awaited = 0
         """Callers that wait until something is written."""
         self._jobs = 0
-        self._refused_since_s: float | None = None
-        """Since when the root has refused each write; None if it refused none, or took the last one."""
+        self._stuck_since_s: float | None = None
+        """Since when no job could be written; None if the last one was."""
         self._lost_chunks = 0
         self._is_closing = False
         self._close_said = False
@@ -210,8 +210,8 @@ class WriteBehind:
         return self._wait(lambda: not self._jobs, timeout_s)
 
     def close(self, waited_s: float = 0.0) -> None:
-        """Writes what is queued for at most ``flush_s``, on a root that refuses for at most REFUSED_S; the rest is lost
-        (rule W3). Takes nothing more. Idempotent.
+        """Writes what is queued for at most ``flush_s``, and for at most STUCK_S where nothing can be written; the rest
+        is lost (rule W3). Takes nothing more. Idempotent.
 
         ``waited_s`` of that time have passed already.
         """
@@ -250,9 +250,9 @@ class WriteBehind:
     def _may_wait_s(self, began_s: float, timeout_s: float) -> float:
         """Returns how long ``close``, which began at ``began_s``, may still wait before it looks again."""
         now_s, ends_s = self._clock.monotonic_s(), began_s + timeout_s
-        if self._refused_since_s is not None:
-            ends_s = min(ends_s, max(began_s, self._refused_since_s) + REFUSED_S)
-        return min(ends_s - now_s, REFUSED_S)
+        if self._stuck_since_s is not None:
+            ends_s = min(ends_s, max(began_s, self._stuck_since_s) + STUCK_S)
+        return min(ends_s - now_s, STUCK_S)
 
     def _next(self) -> Decision:
         """Returns the oldest job that may begin and continues no running or waiting job; else the seconds until one may
@@ -304,24 +304,24 @@ class WriteBehind:
                 return True  # memory has none of it any more: cleared, or damaged
             try:
                 present = self._publish(job, slots)
-                why = "a sweep takes its chunks, or memory lost them"
+                why = "a sweep takes its chunks, memory lost them, or their parents are gone"
             except (Overloaded, Unavailable) as error:
                 present, why = job.first, str(error)
-                self._refused_since_s = self._refused_since_s or self._clock.monotonic_s()
             except KVStoreError as error:
                 self._lost(job, str(error))
                 return True
-            else:
-                self._refused_since_s = None
             written = max(0, min(job.count, present - job.first))
             self._memory.clean([entry for entry in slots.entries[:written] if entry is not None])
             gone = sum(entry is None or entry.is_gone for entry in slots.entries)
         if written == job.count:
+            self._stuck_since_s = None
             # Wrong blocks were left out, and some blocks may be gone since the job was queued.
             self._counters.add(NodeCount.BEHIND_WRITTEN, job.count - gone)
             self._counters.add(NodeCount.BEHIND_LOST, gone)
             return True
-        if self._clock.monotonic_s() < job.ends_s:
+        now_s = self._clock.monotonic_s()
+        self._stuck_since_s = self._stuck_since_s or now_s
+        if now_s < job.ends_s:
             return False
         self._lost(job, why)
         return True

@@ -228,6 +228,22 @@ def test_w3_a_root_that_refuses_is_not_waited_for_until_the_end(caplog: pytest.L
     assert not any(node.on_root(1, 6))
 
 
+def test_w3_parents_that_are_gone_are_not_waited_for_until_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    """Damage does this: what continues a chunk that neither the root nor memory has any more can never be written."""
+    root = faulty()
+    node = Acting(root, limits=quick(flush_s=3600.0, behind_give_up_s=3600.0))
+    node.put(1, 4, write=WriteMode.AROUND)
+    with held(root, "stat"):  # before it is looked whether the parents are there
+        node.put(1, 6, first=4)
+        node.put(2, 6)
+        root.inner.remove(node.name(1, 3))
+    with caplog.at_level(logging.INFO, "kvstore"):
+        node.close()
+    said = [record.message for record in caplog.records if record.message.startswith("behind.")]
+    assert said == ["behind.lost_at_close chunks=2"]
+    assert not any(node.on_root(1, 6)[3:]) and node.on_root(2, 6) == [True] * 6
+
+
 def test_w3_after_the_end_nothing_is_taken_any_more(node: Acting) -> None:
     node.put(1, 2)
     node.close()
