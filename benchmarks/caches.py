@@ -20,10 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.hints import PRIORITY_DEFAULT
-from kvstore.recency import USES_MAX
+from kvstore.recency import QUANTUM_S, USES_MAX
 from kvstore_gc.policy import Order, Uses, ranks
 
-QUANTUM_S = 60
 NEVER = 1 << 40
 Column = npt.NDArray[np.int64]
 

@@ -19,13 +19,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.caches import QUANTUM_S, Blocks, Column, Lru
+from benchmarks.caches import Blocks, Column, Lru
 from benchmarks.policies import SWEPT, Replay, read
 from benchmarks.result import Cell, Table, markdown
 from kvstore.connectors.sessions import Abandoned, Branch, Sessions
 from kvstore.errors import InvalidRequest
 from kvstore.hints import PRIORITY_DEFAULT
-from kvstore.recency import USES_MAX
+from kvstore.recency import QUANTUM_S, USES_MAX
 from kvstore_gc.policy import Order, Uses, ranks
 
 CAPACITIES = (0.1, 0.25, 0.5)

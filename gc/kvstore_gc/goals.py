@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 from kvstore.errors import InvalidRequest
 from kvstore.namespace import NamespaceId
+from kvstore.recency import QUANTUM_S
 from kvstore_gc.policy import Order
 
 GROUPS_MAX = 256
@@ -42,7 +43,7 @@ class Goals:
     low: float = 0.8
     quotas: tuple[Quota, ...] = ()
     order: Order = Order.USES
-    quantum_s: int = 60
+    quantum_s: int = QUANTUM_S
     """The quantum of the nodes (``Limits.quantum_s``)."""
     groups: Mapping[NamespaceId, int] = field(init=False, compare=False, repr=False)
     """The group of each namespace that has a quota, from 1; all other namespaces are group 0."""
@@ -62,7 +63,7 @@ class Goals:
             if quota.max_bytes < 0:
                 raise InvalidRequest(f"{quota.label} has max_bytes={quota.max_bytes}: expected 0 or more")
         if self.quantum_s < 2:
-            raise InvalidRequest(f"quantum_s={self.quantum_s}: expected what the nodes have, 60 by default")
+            raise InvalidRequest(f"quantum_s={self.quantum_s}: expected what the nodes have, {QUANTUM_S} by default")
         self._group()
 
     def of_share(self, share: float) -> Goals:

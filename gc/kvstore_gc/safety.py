@@ -37,7 +37,7 @@ class Timings:
     puts that the session had begun have passed their deadline (30 s by default), or failed."""
     put_s_max: float = 120.0
     """The longest that a put takes from the time that its staged file carries to its publication. The file carries the
-    start of its quantum, at most 60 s before it was written, and a put has 30 s by default. A put that takes longer,
+    start of its quantum, at most 30 s before it was written, and a put has 30 s by default. A put that takes longer,
     without a live session, finds its file gone and fails."""
     staging_age_s: float = 180.0
     """Staged files of sessions that this collector never saw alive are deleted at this age, by their time."""

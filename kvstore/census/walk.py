@@ -20,8 +20,6 @@ from kvstore.namespace import NamespaceId
 from kvstore.recency import Recency
 from kvstore.root.interface import Entry, Root
 
-QUANTUM_S = 60
-
 
 @dataclass(frozen=True, slots=True)
 class Found:
@@ -42,7 +40,7 @@ def walk(
     headers: bool = False,
     share: float = 1.0,
     shards: Iterable[int] | None = None,
-    quantum_s: int = QUANTUM_S,
+    quantum_s: int = recency.QUANTUM_S,
     trouble: Callable[[KVStoreError], object] = lambda error: None,
     shard_done: Callable[[int, int], object] = lambda done, total: None,
 ) -> Iterator[Found]:
@@ -68,7 +66,7 @@ def walk_shard(
     shard: int,
     *,
     headers: bool,
-    quantum_s: int = QUANTUM_S,
+    quantum_s: int = recency.QUANTUM_S,
     trouble: Callable[[KVStoreError], object] = lambda error: None,
 ) -> Iterator[Found]:
     """Yields the chunks of one shard."""
@@ -86,7 +84,7 @@ def walk_shard(
         trouble(error)
 
 
-def found_in(folder: Name, entry: Entry, quantum_s: int = QUANTUM_S) -> Found | None:
+def found_in(folder: Name, entry: Entry, quantum_s: int = recency.QUANTUM_S) -> Found | None:
     """The chunk that an entry of a shard's folder is; None for anything else."""
     parsed = places.parse_chunk(entry.name)
     if parsed is None or entry.stat is None:

@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 
 from kvstore.address import NO_PARENT, Address
 from kvstore.census.fixed import read_fixed
-from kvstore.census.walk import QUANTUM_S, Found, sampled, walk_shard
+from kvstore.census.walk import Found, sampled, walk_shard
 from kvstore.dashboard.forest import Forest, Leaf
 from kvstore.errors import KVStoreError
 from kvstore.format import places
 from kvstore.format.header import FIXED_BYTES, Kind
 from kvstore.namespace import NamespaceId
+from kvstore.recency import QUANTUM_S
 from kvstore.recency import decode as recency_of
 from kvstore.root.identity import RootIdentity
 from kvstore.root.interface import Root

@@ -24,10 +24,9 @@ from kvstore.memory.policy import Policy
 from kvstore.namespace import NamespaceDigest, NamespaceId
 from kvstore.node.counters import Counters
 from kvstore.node.disk_folder import SHARD_BITS
+from kvstore.recency import QUANTUM_S
 from kvstore.sources import Clock
 
-QUANTUM_S = 60
-"""A file's mtime is renewed once per quantum; it gives the order after the next start."""
 BLOCK_BYTES = 4096
 """The block size, unless the file system reports another."""
 

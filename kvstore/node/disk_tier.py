@@ -30,10 +30,11 @@ from kvstore.node.counters import Counters, TierName
 from kvstore.node.disk_folder import DiskFolder
 from kvstore.node.disk_gate import Pause, Readers
 from kvstore.node.disk_refill import Refill
-from kvstore.node.disk_shelf import QUANTUM_S, DiskShelf, name_of
+from kvstore.node.disk_shelf import DiskShelf, name_of
 from kvstore.node.encoded import Encodings, NotDecodable
 from kvstore.node.lanes import Deadline, moved_on
 from kvstore.node.wanted import Wanted, expected_of
+from kvstore.recency import QUANTUM_S
 from kvstore.root.interface import Root
 from kvstore.root.posix import PosixRoot
 from kvstore.root.posix_errors import FULL_ERRORS

@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass, fields
 
 from kvstore.errors import InvalidRequest
+from kvstore.recency import QUANTUM_S
 
 CHANGEABLE = (
     "match_deadline_s",
@@ -46,7 +47,7 @@ class Limits:
     """Addresses remembered as present (a power of two, rounded down), 12 bytes each, allocated at the start."""
     chains_bytes_max: int = 32 << 20
     """Memory for recent prompts and their addresses: a prompt that begins like one hashes only its new tokens."""
-    quantum_s: int = 60
+    quantum_s: int = QUANTUM_S
     """Recency is renewed once per quantum; a remembered presence is trusted for one to two quanta."""
     hold_max_s: float = 300.0
     """A hold ends by itself after this time."""

@@ -46,7 +46,7 @@ PAUSE_S = 0.5
 JOIN_S = 2.0
 """At the end, the wait for threads that still write."""
 STUCK_S = 3.0
-"""At the end, the node stops waiting once nothing could be written for this long: the root refuses, or lacks parents."""
+"""At the end, the node stops waiting once nothing was written for this long: the root refuses, or lacks parents."""
 
 
 @dataclass(slots=True, eq=False)

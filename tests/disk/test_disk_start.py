@@ -20,8 +20,9 @@ from kvstore.hints import Hints
 from kvstore.memory.inventory import place_of
 from kvstore.memory.policy import DEFAULT_POLICY, POLICIES
 from kvstore.node.counters import Counters
-from kvstore.node.disk_shelf import QUANTUM_S, DiskShelf, Found
+from kvstore.node.disk_shelf import DiskShelf, Found
 from kvstore.node.disk_tier import DiskTier
+from kvstore.recency import QUANTUM_S
 from kvstore.root.identity import create_or_open
 from kvstore.root.interface import Root
 from kvstore.root.posix import PosixRoot

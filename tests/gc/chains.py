@@ -12,12 +12,12 @@ from kvstore.address import Address
 from kvstore.format import places
 from kvstore.hints import TTL_CLASSES_S, Hints
 from kvstore.namespace import NamespaceId
-from kvstore.recency import USES_MAX, stamp_ns, superseded_ns
+from kvstore.recency import QUANTUM_S, USES_MAX, stamp_ns, superseded_ns
 from kvstore.root.interface import Entry, Stat
 from kvstore.root.memory import MemoryFile, MemoryFiles, MemoryRoot
 
 NOW_S = 1_800_000_000
-QUANTUM_S = 60
+
 SHARD_BITS = 3
 SHARDS = range(1 << SHARD_BITS)
 SPACES = tuple(NamespaceId(bytes([number] * 8)) for number in range(4))

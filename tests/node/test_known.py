@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from kvstore.address import Address
 from kvstore.format import places
 from kvstore.node.known import RUN, RUN_MIN, WAYS, Known
+from kvstore.recency import QUANTUM_S
 from kvstore.sources import SystemClock
 
-QUANTUM_S = 60
 BITS = 8
 # Four rows, all of which they fill exactly: nothing is ever dropped, and every row is fought over.
 ROWS = 4

@@ -26,7 +26,7 @@ from kvstore.node import publish
 from kvstore.node.chunk_runs import ChunkRuns
 from kvstore.node.publish import Publication
 from kvstore.node.runs import Places, SharedPut, Sizes
-from kvstore.recency import is_fresh
+from kvstore.recency import QUANTUM_S, is_fresh
 from kvstore.root.posix import PosixRoot
 from tests.node.stores import store_on
 from tests.patience import PATIENCE_S
@@ -48,7 +48,6 @@ from tests.root.faulty import EIO, FaultyRoot, Rule
 
 pytestmark = pytest.mark.slow
 
-QUANTUM_S = 60
 
 # 5. The final name was created empty before the rename, and query deleted empty files: with two pollers 192 of 3,276
 #    prompts lost a chunk after a successful update.
