@@ -4,7 +4,7 @@
 # engines.sh [--setup] [ENGINE...] [-- PYTEST ARGUMENTS]: all engines by default; --setup only makes the environments.
 # One after the other, because an engine takes both cores and gigabytes. The tests of vLLM, and those of events with
 # Dynamo's indexer, run in .venv and start engines as children; those of the
-# others run in the engine's environment, which they import.
+# others run in the engine's environment, which they import. Those of LMCache with its client in a vLLM need vLLM's too.
 set -eu
 cd "$(dirname "$0")/.."
 
