@@ -71,6 +71,7 @@ class Chunks:
     ) -> None:
         self.root = root
         self.known = known
+        self.usage = usage
         self._shard_bits = shard_bits
         self._counters = counters
         self._writer = writer = ChunkWriter(session, numbers, incarnations, encodings, usage)

@@ -22,6 +22,15 @@ EARLY_SHARE = 1 / 16
 
 It may write as much, once, while it has lost the metadata."""
 TIMEOUT_S = 1.0
+COLLECTS = (
+    "this store makes room by itself within seconds: back off, and put again; if the disk stays full, see the log, and "
+    "delete other files from it"
+)
+COLLECTS_NOT = (
+    "this store collects nothing (max_bytes=None): open it with max_bytes=, or run kvstore-gc --root FOLDER --once "
+    "--max-bytes SIZE"
+)
+"""What a put on a full disk is told."""
 
 
 class Claims:
@@ -34,16 +43,19 @@ class Claims:
         *,
         counts: Callable[[], bool],
         is_empty: Callable[[], bool],
+        has_disk_for: Callable[[int], bool],
         wrote: Callable[[bool], None],
     ) -> None:
         """``counts`` says that the metadata can be relied on, ``is_empty`` that the root has no chunk yet.
 
-        ``wrote`` is called before the first put, and, with True, when a collector is needed at once.
+        ``has_disk_for`` is as in ``Claiming``. ``wrote`` is called before the first put, and, with True, when a
+        collector is needed at once.
         """
         self._bounds = bounds
         self._own = own
         self._counts = counts
         self._is_empty = is_empty
+        self._has_disk_for = has_disk_for
         self._wrote = wrote
         self._made_at = 0
         self._claimed_bytes = 0
@@ -64,7 +76,17 @@ class Claims:
             return self._claim(overdrawn_bytes)
         except KVStoreError as error:
             log.debug("claims.failed %s", error)
+            self._wrote(True)  # perhaps the disk has no room for metadata: a collector makes some
             return 0
+
+    def has_disk_for(self, size_bytes: int) -> bool:
+        """See ``NodeUsage``."""
+        return self._has_disk_for(size_bytes)
+
+    def full(self) -> str:
+        """See ``NodeUsage``."""
+        self._wrote(True)
+        return COLLECTS if self._own else COLLECTS_NOT
 
     def settle(self, left_bytes: int) -> None:
         """See ``NodeUsage``. What cannot be given back counts until the next listing."""

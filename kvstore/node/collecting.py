@@ -14,6 +14,7 @@ import logging
 import os
 import threading
 from collections import deque
+from collections.abc import Callable
 
 from kvstore.children import Program, gc_command
 from kvstore.errors import KVStoreError, Unavailable
@@ -46,7 +47,17 @@ _NOT_FOR_IT = frozenset({"KVSTORE_ETCD", "KVSTORE_ROOT", "KVSTORE_ROOT_OPTIONS"}
 class Collecting:
     """This process's part in the collecting of one root. Does nothing before ``wrote``."""
 
-    def __init__(self, meta: Meta, keys: Keys, presence: Presence, clock: Clock, folder: str, bound: Bound) -> None:
+    def __init__(
+        self,
+        meta: Meta,
+        keys: Keys,
+        presence: Presence,
+        clock: Clock,
+        folder: str,
+        bound: Bound,
+        make_room: Callable[[], object],
+    ) -> None:
+        """``make_room`` spends the reserve of a disk that is so full that the metadata may not be written."""
         self.bound = bound
         self._meta = meta
         self._keys = keys
@@ -54,6 +65,7 @@ class Collecting:
         self._presence = presence
         self._clock = clock
         self._folder = folder
+        self._make_room = make_room
         self._pid = os.getpid()
         self._changed = Monitor()
         # Guarded by _changed.
@@ -101,9 +113,12 @@ class Collecting:
     def _run(self) -> None:
         while not self._closed:
             try:
+                takes_part = self._clock.monotonic_s() >= self._starts_s
+                if takes_part and not self.is_running:
+                    self._make_room()  # before any write of metadata: an election is one
                 session = self._presence.current()
                 self._ask(session)
-                if self._clock.monotonic_s() >= self._starts_s:
+                if takes_part:
                     self._tick(session)
             except (KVStoreError, LeaseGone) as error:
                 # Without metadata nobody can be elected either, so a child that runs goes on.

@@ -43,6 +43,7 @@ from kvstore.node.wanted import Wanted, keyed
 from kvstore.progress import Progress, unwatched
 from kvstore.results import Cleared, PinRecord
 from kvstore.root.generations import newest_number
+from kvstore.root.posix_errors import DiskFull
 
 CLEAR_DEADLINE_S = 600.0
 CLOSE_S = 0.5
@@ -110,7 +111,10 @@ class Member:
                 raise Unavailable(
                     f"namespace {namespace.name!r} is new to this node, which needs etcd: {error}"
                 ) from error
-        self.node.claim_namespace(namespace)
+        try:
+            self.node.claim_namespace(namespace)
+        except DiskFull as full:
+            raise self.node.gc_view.usage.refusal(full) from full
         self._claimed[namespace.digest] = namespace
 
     def find_namespace(self, digest: NamespaceDigest) -> Namespace | None:

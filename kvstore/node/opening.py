@@ -38,7 +38,7 @@ from kvstore.root.identity import SHARD_BITS_DEFAULT, RootId, RootIdentity, crea
 from kvstore.root.interface import Root
 from kvstore.root.open import check_place, open_root
 from kvstore.root.posix import PosixRoot
-from kvstore.root.reserve import begin_reserve, with_reserve
+from kvstore.root.reserve import begin_reserve, has_room_for, make_room, with_reserve
 from kvstore.sources import Clock, Ids, RandomIds, SystemClock
 from kvstore.writes import Durability
 
@@ -200,7 +200,15 @@ def _have_claim(member: Member, root: PosixRoot, bound: Bound) -> None:
     """
     collecting = None
     if bound:
-        collecting = Collecting(member.meta, member.keys, member.presence, member.node.clock, root.path, bound)
+        collecting = Collecting(
+            member.meta,
+            member.keys,
+            member.presence,
+            member.node.clock,
+            root.path,
+            bound,
+            lambda: member.node.on_root(lambda: make_room(root)),
+        )
     member.collecting = collecting
     claim_room(member, bound, lambda at_once: None if collecting is None else collecting.wrote(at_once))
     atexit.register(member.leave)
@@ -210,11 +218,13 @@ def claim_room(member: Member, bound: Bound, wrote: Callable[[bool], None]) -> N
     """Has a node claim its room before it writes (rule S6); ``wrote`` is as in ``Claims``."""
     node = member.node
     node.gc_view.put_bytes_max = bound.max_bytes
+    node.gc_view.usage.looks = True
     node.gc_view.usage.claiming = Claims(
         Bounds(member.meta, member.keys),
         bound,
         counts=lambda: node.gc_view.protects,
         is_empty=lambda: node.on_root(lambda: next(iter(node.root.list(CHUNKS)), None) is None),
+        has_disk_for=lambda size_bytes: node.on_root(lambda: has_room_for(node.root, size_bytes)),
         wrote=wrote,
     )
 

@@ -159,10 +159,13 @@ class Puts:
         assert self.tiers is not None
         memory, deadline = self.tiers.memory, self._deadline(None)
         wanted, stop = job.wanted, job.first + job.count
+        size_bytes = sum(sizes_of(wanted)[job.first : stop])
         if isinstance(wanted, Keyed):
+            if self.view.usage.looks:
+                self.view.usage.check_disk(size_bytes)
             right = np.flatnonzero(memory.all_still_right(slots, range(job.first, stop))) + job.first
             return self._publish_blocks(wanted, right.tolist(), stop, slots, job.hints, deadline)
-        self.view.check_room()
+        self.view.check_room(size_bytes)
         sweeps = self.view.sweeps
         chain = wanted.leading(self.view.leading(wanted))
         count = min(slots.leading_count, len(chain) - job.first)  # each is verified once it is staged

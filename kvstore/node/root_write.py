@@ -16,6 +16,7 @@ from kvstore.node.images import Images
 from kvstore.node.lanes import Batch, Deadline, DeadlinePassed, Lanes, moved_on
 from kvstore.node.publish import Mask, Publication
 from kvstore.node.runs import SharedPut
+from kvstore.root.posix_errors import DiskFull
 from kvstore.sections import Sections
 from kvstore.sources import Clock
 from kvstore.writes import RUNS_MAX
@@ -101,7 +102,10 @@ class RootWrite:
     def _wait(self, deadline: Deadline) -> None:
         """Waits for the oldest run."""
         batch, release = self._pending[0]
-        batch.wait(deadline)
+        try:
+            batch.wait(deadline)
+        except DiskFull as full:
+            raise self._chunks.usage.refusal(full) from full
         self._pending.popleft()
         release()
 

@@ -12,7 +12,9 @@ import time
 from collections import deque
 from typing import Protocol
 
+from kvstore.errors import Overloaded
 from kvstore.meta.usage import Room, Usage
+from kvstore.root.posix_errors import DiskFull
 from kvstore.waiting import Monitor
 
 AGAIN_S = 1.0
@@ -24,6 +26,9 @@ COUNTED_S = 1.0
 STARTED_S = 5.0
 """A put that may claim nothing waits up to this long for the first word of a collector that is being started."""
 
+AMPLE_BYTES = 64 << 20
+"""A node that finds this much room beyond its put does not look at the disk again until a write is refused."""
+
 
 class Claiming(Protocol):
     """The way to room that no collector has to give (rule S6)."""
@@ -34,6 +39,14 @@ class Claiming(Protocol):
 
     def claim(self, overdrawn_bytes: int) -> int:
         """Returns how many more bytes this node may write, after it wrote ``overdrawn_bytes`` too many; 0 for none."""
+        ...
+
+    def has_disk_for(self, size_bytes: int) -> bool:
+        """True if the disk has room for a put of that size beside the reserve. Raises the root's errors."""
+        ...
+
+    def full(self) -> str:
+        """Is called when the disk has no room for a put; returns what makes room. Raises nothing."""
         ...
 
     def settle(self, left_bytes: int) -> None:
@@ -70,6 +83,10 @@ class NodeUsage:
         """No put begins once so much was written."""
         self._claims_now = False
         self._puts = False
+        self.looks = False
+        """Each put looks at the disk first, with ``check_disk`` (rule S7)."""
+        self._was_full = False
+        """The disk had no room for a write of this node: it looks for ever."""
 
     # Called by lanes
 
@@ -115,6 +132,28 @@ class NodeUsage:
                 )
                 if is_told or left_s <= AGAIN_S:
                     return not self._is_spent()
+
+    def check_disk(self, size_bytes: int) -> None:
+        """Raises Overloaded if the disk has no room for a put of that size beside the reserve (rule S7).
+
+        Looks until there is ample room, and from the first write on that the disk refused. So puts leave the room of
+        the reserve to a collector, which frees more. Also raises the root's errors.
+        """
+        if self.claiming is None:
+            return
+        if not self.claiming.has_disk_for(size_bytes):
+            raise Overloaded(f"the disk of this root is full; {self.claiming.full()}")
+        if not self._was_full and self.claiming.has_disk_for(size_bytes + AMPLE_BYTES):
+            with self._lock:
+                self.looks = self._was_full
+
+    def refusal(self, full: DiskFull) -> Overloaded:
+        """Notes that a write failed on a full disk; returns the caller's error, which says what makes room."""
+        if self.claiming is None:
+            return full
+        with self._lock:
+            self.looks = self._was_full = True
+        return Overloaded(f"{full.said}; {self.claiming.full()}")
 
     def close(self) -> None:
         """Makes claims and writes equal. Call it once nothing is written any more."""

@@ -138,6 +138,8 @@ class View:
         if self._full:
             self._counters.add(NodeCount.PUT_REFUSED_FULL)
             raise Overloaded("the root is full until garbage collection has made room: back off, and put again later")
+        if self.usage.looks:
+            self.usage.check_disk(size_bytes)
         if not self.usage.wait_for_room():
             self._counters.add(NodeCount.PUT_REFUSED_UNCOUNTED)
             if self.usage.claiming is not None and not self.protects:

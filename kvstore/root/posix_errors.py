@@ -14,6 +14,14 @@ SHORT_ERRORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 REFUSED_ERRORS = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 
 
+class DiskFull(Overloaded):
+    """The file system has no room, or the user's quota is used up. ``said`` is the error without advice."""
+
+    def __init__(self, said: str) -> None:
+        super().__init__(f"{said}; free space on the root (kvstore-gc, or a larger quota)")
+        self.said = said
+
+
 @contextmanager
 def translated(action: str, path: str) -> Iterator[None]:
     """Translates the kernel's errors within the block into errors that a caller can act on."""
@@ -27,7 +35,7 @@ def error_of(action: str, path: str, cause: OSError) -> KVStoreError:
     """Returns the caller's error for one of the kernel's; ``action`` is a verb, such as "read"."""
     said = f"could not {action} {path}: {cause.strerror or cause}"
     if cause.errno in FULL_ERRORS:
-        return Overloaded(f"{said}; free space on the root (kvstore-gc, or a larger quota)")
+        return DiskFull(said)
     if cause.errno in SHORT_ERRORS:
         return Overloaded(f"{said}; this process or host is short of files or memory: raise its limits (ulimit -n)")
     if cause.errno in REFUSED_ERRORS:

@@ -58,6 +58,15 @@ def spend_reserve(root: Root) -> bool:
     return root.remove(places.RESERVE)
 
 
+def has_room_for(root: Root, size_bytes: int) -> bool:
+    """True if a put of that size leaves as much room as the reserve takes. Raises the root's errors."""
+    space = root.space()
+    if space.free_bytes is None:
+        return True
+    kept_bytes = RESERVE_BYTES if space.total_bytes is None else min(RESERVE_BYTES, FREE_SHARE * space.total_bytes)
+    return space.free_bytes >= size_bytes + kept_bytes
+
+
 def make_room(root: Root) -> bool:
     """Spends the reserve if a full disk has no room for what deleting writes first; True if there is room now.
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sqlite3
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,13 @@ def volume(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("a tmpfs cannot be mounted here")
     yield mount
     subprocess.run(["umount", "-l", str(mount)], check=True)
+
+
+def fill(other: Path) -> None:
+    """Leaves not a byte free on the file system of this file."""
+    with open(other, "wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(4096))
 
 
 @pytest.fixture
@@ -236,14 +244,68 @@ def test_a_put_that_is_larger_than_the_bound_is_refused(tmp_path: Path) -> None:
         assert cache.put(prompt[:part], values[:, :, :part]).tokens_present == part
 
 
+def test_a_disk_that_is_full_before_the_bound_starts_the_collector_at_once(
+    volume: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bound is never near, nor is the time at which a collector begins by itself."""
+    monkeypatch.setattr(collecting, "START_S", float(NEVER))
+    with kvstore.open(volume / "root", max_bytes=1 << 40, shard_bits=2) as store:
+        with pytest.raises(Overloaded, match=r"No space left .*this store makes room by itself") as refused:
+            for number in range(10 * 8 * BOUND_BYTES // PROMPT_BYTES):
+                put(store, number)
+        assert "kvstore-gc" not in str(refused.value)
+        eventually(lambda: store.stats()["collecting"], "a collector runs")
+        stored = store.stats()["bytes_written"]
+        put_until(store, lambda: store.stats()["bytes_written"] > stored + BOUND_BYTES)
+        assert store.stats()["protected"], "puts left room for the metadata"
+
+
+def test_a_new_store_on_a_full_disk_makes_room(volume: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first put does not take the room that the collector needs."""
+    root = volume / "root"
+    with kvstore.open(root, max_bytes=1 << 40, shard_bits=2) as store:
+        for number in range(BOUND_BYTES // PROMPT_BYTES):
+            put(store, number)
+    fill(volume / "other")
+    monkeypatch.setattr(collecting, "START_S", float(NEVER))
+    with kvstore.open(root, max_bytes=1 << 40) as store:
+        with pytest.raises(Overloaded, match="this store makes room by itself"):
+            put(store, 1000)
+        put_until(store, lambda: store.stats()["bytes_written"] > PROMPT_BYTES)
+
+
+def test_a_collector_is_elected_though_the_disk_has_no_room_for_metadata(
+    volume: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reserve is spent before the election, which is a write."""
+    monkeypatch.setattr(collecting, "START_S", float(NEVER))
+    root = volume / "root"
+    with kvstore.open(root, max_bytes=1 << 40, shard_bits=2) as store:
+        for number in range(BOUND_BYTES // PROMPT_BYTES):
+            put(store, number)
+        with closing(sqlite3.connect(root / METADATA)) as database:
+            database.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # its log has to grow again
+        fill(volume / "other")
+        stored = store.stats()["bytes_written"]
+        put_until(store, lambda: store.stats()["bytes_written"] > stored + PROMPT_BYTES)
+
+
+def test_a_full_disk_and_no_bound_says_what_helps(volume: Path) -> None:
+    with kvstore.open(volume / "root", max_bytes=None, shard_bits=2) as store:
+        put(store, 0)
+        fill(volume / "other")
+        with pytest.raises(Overloaded, match=r"max_bytes=None.*kvstore-gc --root"):
+            put(store, 1)
+        with pytest.raises(Overloaded, match=r"max_bytes=None.*kvstore-gc --root"):
+            store.namespace("another", LAYOUT)
+
+
 def test_a_disk_that_was_full_before_any_collector_ran_is_emptied_by_one_command(volume: Path) -> None:
     root = volume / "root"
     with kvstore.open(root, max_bytes=None, shard_bits=2) as store:
         for number in range(5):
             put(store, number)
-    with open(volume / "other", "wb", buffering=0) as other, suppress(OSError):
-        while True:
-            other.write(bytes(4096))
+    fill(volume / "other")
     command = [
         sys.executable,
         "-m",
@@ -266,9 +328,7 @@ def test_a_full_disk_without_a_reserve_says_what_helps(volume: Path) -> None:
     with kvstore.open(root, max_bytes=None, shard_bits=2) as store:
         put(store, 1)
     (root / RESERVE).unlink()
-    with open(volume / "other", "wb", buffering=0) as other, suppress(OSError):
-        while True:
-            other.write(bytes(4096))
+    fill(volume / "other")
     command = [sys.executable, "-m", "kvstore_gc", "--nice", "0", "--root", str(root), "--once", "--max-bytes", "1MiB"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "disk" in done.stderr and "(kvstore-gc" not in done.stderr

@@ -7,14 +7,17 @@ from typing import Any
 
 import pytest
 
-from kvstore.errors import Unavailable
+from kvstore.errors import Overloaded, Unavailable
 from kvstore.meta.bounds import NO_BOUND, Bound, Bounds
+from kvstore.meta.interface import Meta
 from kvstore.meta.keys import Keys, SessionId
 from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.usage import Room
 from kvstore.node import usage as timings
 from kvstore.node.claims import CLAIM_SHARE, EARLY_SHARE, Claims
-from kvstore.node.usage import KEPT_S, NodeUsage
+from kvstore.node.usage import AMPLE_BYTES, KEPT_S, NodeUsage
+from kvstore.root.posix_errors import DiskFull
+from tests.meta.faulty import Fault, FaultyMeta, Rule
 
 KEYS = Keys(bytes(16))
 BOUND = 128_000
@@ -25,18 +28,20 @@ ASKED = Bound(BOUND)
 class Root:
     """A node on a root whose chunks are numbers."""
 
-    def __init__(self, meta: MemoryMeta, bound: Bound = ASKED) -> None:
+    def __init__(self, meta: Meta, bound: Bound = ASKED) -> None:
         self.meta = meta
         self.usage = NodeUsage()
         self.usage.begin()
         self.wanted: list[bool] = []
         self.counts = True
         self.is_empty = True
+        self.free_bytes = 1 << 30
         self.usage.claiming = Claims(
             Bounds(meta, KEYS),
             bound,
             counts=lambda: self.counts,
             is_empty=lambda: self.is_empty,
+            has_disk_for=lambda size_bytes: size_bytes <= self.free_bytes,
             wrote=self.wanted.append,
         )
 
@@ -72,6 +77,39 @@ def test_s6_a_node_writes_no_more_than_was_claimed_and_one_put(meta: MemoryMeta)
         assert root.level is not None and written <= root.level + 700
     assert 0.9 * BOUND < written <= BOUND
     assert root.wanted[0] is False and root.wanted[-1] is True, "now a collector is needed at once"
+
+
+def test_s6_a_claim_that_fails_asks_for_a_collector(meta: MemoryMeta) -> None:
+    """Perhaps the disk has no room for metadata, which only a collector mends."""
+    faulty = FaultyMeta(meta)
+    faulty.add(Rule(Fault.NOT_SENT))
+    root = Root(faulty)
+    assert not root.put(1) and set(root.wanted) == {False, True}
+
+
+def test_s7_a_node_looks_until_there_is_ample_room_and_for_ever_once_the_disk_was_full(meta: MemoryMeta) -> None:
+    root = Root(meta)
+    root.usage.looks, root.free_bytes = True, 99
+    with pytest.raises(Overloaded, match="the disk of this root is full; this store makes room by itself"):
+        root.usage.check_disk(100)
+    assert root.wanted == [True], "a collector is needed at once"
+    root.free_bytes = 100
+    root.usage.check_disk(100)
+    assert root.usage.looks
+    root.free_bytes += AMPLE_BYTES
+    root.usage.check_disk(100)
+    assert not root.usage.looks
+    refused = root.usage.refusal(DiskFull("could not write it: no space"))
+    assert "could not write it: no space; this store makes room by itself" in str(refused)
+    root.usage.check_disk(100)
+    assert root.usage.looks, "there is ample room now, but it was full before"
+
+
+def test_a_full_disk_says_what_helps_a_store_that_collects_nothing(meta: MemoryMeta) -> None:
+    refused = Root(meta, NO_BOUND).usage.refusal(DiskFull("could not write it"))
+    assert "max_bytes=None" in str(refused) and "kvstore-gc --root" in str(refused)
+    alone = DiskFull("could not write it")
+    assert NodeUsage().refusal(alone) is alone, "a node of a cluster: its collectors are elsewhere"
 
 
 def test_s6_many_short_programs_together_stay_below_the_bound(meta: MemoryMeta) -> None:
