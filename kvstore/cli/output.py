@@ -1,4 +1,8 @@
-"""Prints JSON or tables on standard output, and progress on standard error where that is a terminal."""
+"""Prints JSON or tables on standard output, and progress on standard error where that is a terminal.
+
+rich is imported where something is drawn: importing it takes as long as the rest of a collector's own modules, and a
+collector that an embedded store starts draws nothing.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from typing import TYPE_CHECKING, Any
 
 from kvstore.cli.visible import shown
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 PIPE_COLUMNS = 200
 """Width of a table that is not drawn on a terminal, so that nothing is cut."""
@@ -26,6 +29,8 @@ def print_json(value: Any) -> None:
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str | None = None) -> None:
     """Prints a table; numbers are aligned to the right."""
+    from rich.table import Table
+
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
     for at, name in enumerate(columns):
         numeric = bool(rows) and all(isinstance(row[at], (int, float)) for row in rows)
@@ -37,6 +42,8 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], title:
 
 def print_pairs(pairs: Sequence[tuple[str, str]]) -> None:
     """Prints names and values under each other, values aligned to the right."""
+    from rich.table import Table
+
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column()
     table.add_column(justify="right", overflow="fold")
@@ -47,6 +54,8 @@ def print_pairs(pairs: Sequence[tuple[str, str]]) -> None:
 
 def console() -> Console:
     """Standard output; markup is off, because names are users' text."""
+    from rich.console import Console
+
     tty = sys.stdout.isatty()
     return Console(file=sys.stdout, width=None if tty else PIPE_COLUMNS, markup=False, highlight=False, emoji=False)
 
@@ -87,6 +96,9 @@ def progress_to(what: str) -> Iterator[Callable[[int, int], None]]:
     if not sys.stderr.isatty():
         yield lambda done, total: None
         return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=None)
