@@ -42,6 +42,8 @@ STOP_S = 5.0
 TIMEOUT_S = 2.0
 _NOT_FOR_IT = frozenset({"KVSTORE_ETCD", "KVSTORE_ROOT", "KVSTORE_ROOT_OPTIONS"})
 """Variables that say which store a command is for: the child's is the one that this process opened."""
+_FOR_IT = {"OPENBLAS_NUM_THREADS": "1"}
+"""Else numpy's import starts a thread for each core, which spins there; a collector computes no matrices."""
 
 
 class Collecting:
@@ -168,7 +170,7 @@ class Collecting:
             command += ["--max-bytes", str(self.bound.max_bytes)]
         if self.bound.ttl_s is not None:
             command += ["--ttl", f"{self.bound.ttl_s:.3f}s"]
-        environment = {name: value for name, value in os.environ.items() if name not in _NOT_FOR_IT}
+        environment = {name: value for name, value in os.environ.items() if name not in _NOT_FOR_IT} | _FOR_IT
         self._child = Program("collector", command, environment=environment, speaks=False, hears=self._hear)
         try:
             self._child.start()

@@ -35,6 +35,7 @@ from tests.client.bounding import (
     RECORDS_BYTES,
     TOKENS_COUNT,
     Gauge,
+    collector,
     collectors,
     matched,
     prompts,
@@ -116,6 +117,14 @@ def test_a_store_that_only_reads_starts_nothing(tmp_path: Path, at_once: None) -
     with kvstore.open(tmp_path / "root") as store:
         assert matched(store, 1) == 0 and not store.stats()["collecting"]
     assert "kvstore-collecting" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_the_collector_takes_one_core_at_most_while_it_starts(tmp_path: Path, at_once: None) -> None:
+    root = tmp_path / "root"
+    with kvstore.open(root, shard_bits=2) as store:
+        put(store, 0)
+        environment = Path(f"/proc/{collector(root)}/environ").read_bytes().split(b"\0")
+        assert b"OPENBLAS_NUM_THREADS=1" in environment
 
 
 def test_the_smallest_bound_counts_while_its_process_lives(tmp_path: Path, at_once: None) -> None:
