@@ -115,6 +115,7 @@ class Sweeper:
             sweeps += self._condemn(planned[start : start + GROUP_MAX], report)
         self._spent(report, "condemn", started_s)
         self._finish(sweeps, report)
+        keep_reserve(self._root, self._site.ids)  # puts wait for it (rule S7)
         return report
 
     def adopt(self, shards: Iterable[int] | None = None) -> SweepReport:

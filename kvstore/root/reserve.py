@@ -59,12 +59,15 @@ def spend_reserve(root: Root) -> bool:
 
 
 def has_room_for(root: Root, size_bytes: int) -> bool:
-    """True if a put of that size leaves as much room as the reserve takes. Raises the root's errors."""
+    """True if a put of that size leaves as much room as the reserve takes, or the reserve is there.
+
+    Raises the root's errors.
+    """
     space = root.space()
     if space.free_bytes is None:
         return True
     kept_bytes = RESERVE_BYTES if space.total_bytes is None else min(RESERVE_BYTES, FREE_SHARE * space.total_bytes)
-    return space.free_bytes >= size_bytes + kept_bytes
+    return space.free_bytes >= size_bytes + kept_bytes or root.stat(places.RESERVE) is not None
 
 
 def make_room(root: Root) -> bool:
