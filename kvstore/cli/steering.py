@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -15,6 +16,7 @@ from kvstore.cli.output import print_json, print_table, size
 from kvstore.cli.tickets import steered
 from kvstore.cli.visible import shown
 from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.results import LimitValue
 
 
 @click.command(cls=Command, short_help="Stop a worker after it has finished its calls.")
@@ -59,7 +61,9 @@ def drain(worker: str | None, within_s: float, access: Access, as_json: bool) ->
 def limits(changes: tuple[str, ...], worker: str | None, access: Access, as_json: bool) -> None:
     """Show or change the limits that can change while a worker runs. Each worker changes all given limits or none.
 
-    A change lasts until the worker ends, and does not affect calls in progress. Exit code 1 if a worker refused.
+    A change lasts until the worker ends, and does not affect calls in progress.
+
+    Exit codes: 0 done, 1 a worker refused, 2 no worker has a limit of that name.
 
     \b
     Examples:
@@ -70,7 +74,10 @@ def limits(changes: tuple[str, ...], worker: str | None, access: Access, as_json
     wanted = dict(_pair(change) for change in changes)
     with access.open() as store:
         control = steered(store, access)
-        found = control.set_limits(wanted, worker) if wanted else control.limits()
+        found = control.limits()
+        if wanted:
+            _check_names(wanted, found)
+            found = control.set_limits(wanted, worker)
     if worker is not None and worker not in found:
         raise InvalidRequest(f"worker {worker!r} is not one of {', '.join(found)}")
     if worker is not None:
@@ -168,6 +175,16 @@ def _print_health(address: str, found: dict[str, Any] | KVStoreError) -> None:
 
 def _answer(look: dict[str, Any]) -> str:
     return f"answers in {look['look_s'] * 1000:.0f} ms" if look["answers"] else "does not answer"
+
+
+def _check_names(wanted: Mapping[str, str], found: Mapping[str, list[LimitValue] | KVStoreError]) -> None:
+    """Raises InvalidRequest for a name that no worker has: workers of another version may have others than this one."""
+    names = list(
+        dict.fromkeys(each.name for told in found.values() if not isinstance(told, KVStoreError) for each in told)
+    )
+    unknown = [name for name in wanted if name not in names]
+    if names and unknown:
+        raise InvalidRequest(f"no worker has a limit {', '.join(unknown)}: expected one of {', '.join(names)}")
 
 
 def _pair(change: str) -> tuple[str, str]:

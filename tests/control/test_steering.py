@@ -109,6 +109,10 @@ def test_limits_of_one_worker_or_all_and_exit_code_1_where_one_refuses(run: Run,
         assert nobody.exit_code == 2 and "is not one of" in nobody.stderr and first in nobody.stderr
     wrong = run("limits", "calls_max", *at)
     assert wrong.exit_code == 2 and "expected NAME=VALUE" in wrong.stderr
+    unknown = run("limits", "calls_max=70", "cals_max=70", *at)
+    assert unknown.exit_code == 2 and unknown.stderr.count("\n") == 1
+    assert "no worker has a limit cals_max: expected one of calls_max, " in unknown.stderr
+    assert parsed(run("limits", *at, "--json"))["workers"] == shown
 
 
 def test_tickets_are_listed_watched_and_cancelled_by_hand(run: Run, up: Running) -> None:
