@@ -84,7 +84,7 @@ def open_board(reach: Reach, pace: Pace | None = None, clock: Clock | None = Non
     """Makes a board of one cluster; connects to nothing yet."""
     pace, clock = pace or Pace(), clock or SystemClock()
     which = WhichRoot(reach.root_url)
-    etcd = EtcdSource(reach.open_meta, which)
+    etcd = EtcdSource(reach.open_meta, which, clock)
     # One source per feed: if the root hangs, the thread that asks for its room must not delay the other feeds.
     room, set_aside, explored = (RootSource(reach.open_root, which.learn) for _ in range(3))
     workers = WorkersSource(lambda: reach.connect(etcd.root_id().hex()), clock)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kvstore.errors import InvalidRequest, KVStoreError, RootMismatch, Unavailable
 from kvstore.meta.interface import Meta
-from kvstore.meta.keys import Keys
+from kvstore.meta.keys import Keys, SessionId
 from kvstore.meta.pins import PinRecord, Pins
 from kvstore.meta.roots import bound_root, known_roots
 from kvstore.meta.session import Session, SessionRecord
@@ -20,6 +20,7 @@ from kvstore.meta.sweeps import Condemned
 from kvstore.meta.usage import Room
 from kvstore.meta.workers import WorkerRecord, Workers
 from kvstore.namespace import Namespace
+from kvstore.sources import Clock
 
 TIMEOUT_S = 4.0
 
@@ -33,6 +34,8 @@ class SessionSeen:
     announced: int | None
     """The revision up to which it follows collectors; None if its key cannot be read."""
     began_revision: int
+    seen_since_s: float = 0.0
+    """Monotonic time of the first look that found it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +94,10 @@ class WhichRoot:
 class EtcdSource:
     """Reads the cluster through one connection. ``open_meta`` is called by the first read."""
 
-    def __init__(self, open_meta: Callable[[], Meta], which: WhichRoot) -> None:
+    def __init__(self, open_meta: Callable[[], Meta], which: WhichRoot, clock: Clock) -> None:
         self._open_meta = open_meta
+        self._clock = clock
+        self._seen_since_s: dict[SessionId, float] = {}
         self._which = which
         self._lock = threading.Lock()
         self._meta: Meta | None = None
@@ -103,11 +108,13 @@ class EtcdSource:
         keys = Keys(self._which.id(meta))
         workers = Workers(meta, keys).list(TIMEOUT_S)
         sessions = meta.list(keys.sessions, TIMEOUT_S)
-        seen = []
-        for kv in sessions.items:
-            session = keys.parse_session(kv.key)
-            if session is not None:
-                seen.append(SessionSeen(session.hex(), workers.get(session), _announced(kv.value), kv.create_revision))
+        live = [(each, kv) for kv in sessions.items if (each := keys.parse_session(kv.key)) is not None]
+        now_s, known = self._clock.monotonic_s(), self._seen_since_s
+        since_s = self._seen_since_s = {session: known.get(session, now_s) for session, _ in live}
+        seen = [
+            SessionSeen(each.hex(), workers.get(each), _announced(kv.value), kv.create_revision, since_s[each])
+            for each, kv in live
+        ]
         namespaces, odd_count = _namespaces(meta, keys)
         collectors = (keys.parse_session(kv.key) for kv in meta.list(keys.collectors, TIMEOUT_S).items)
         return Cluster(

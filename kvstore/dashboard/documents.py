@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -13,7 +13,7 @@ from kvstore.address import ADDRESS_BYTES, Address
 from kvstore.dashboard import said
 from kvstore.dashboard.attention import attention
 from kvstore.dashboard.board import Board
-from kvstore.dashboard.cluster import Cluster
+from kvstore.dashboard.cluster import Cluster, SessionSeen
 from kvstore.dashboard.feed import Reading
 from kvstore.dashboard.forest import ORDERS, Forest, Sum
 from kvstore.dashboard.rooted import Quarantine
@@ -120,17 +120,19 @@ class Documents:
         looks = self._look("workers", "etcd")
         seen: dict[str, WorkerSeen] = looks["workers"].value or {}
         etcd: Cluster | None = looks["etcd"].value
-        sessions = {each.worker.address: each for each in (etcd.sessions if etcd else ()) if each.worker}
+        sessions = _newest(etcd.sessions if etcd else ())
         rows = []
         for address in sorted(seen.keys() | sessions.keys()):
             worker, session = seen.get(address), sessions.get(address)
             record = session.worker if session else None
+            is_former = _is_former(session, worker)
             rows.append(
                 {
                     "address": address,
-                    "session": session.id if session else None,
+                    "session": session.id if session and not is_former else None,
+                    "awaited": is_former,
                     "host": record.host if record else None,
-                    "pid": record.pid if record else None,
+                    "pid": record.pid if record and not is_former else None,
                     "version": record.version if record else None,
                     "error": worker.error if worker else "it is registered, but was not asked yet",
                     "missing_since_s": worker.missing_since_s if worker else None,
@@ -228,6 +230,19 @@ class Documents:
             "root": self._board.root_url,
             "sources": sources,
         }
+
+
+def _newest(sessions: Iterable[SessionSeen]) -> dict[str, SessionSeen]:
+    """Returns the newest session of each worker, by address: that of one that was killed stays until its lease ends."""
+    ordered = sorted(sessions, key=lambda each: each.began_revision)
+    return {each.worker.address: each for each in ordered if each.worker}
+
+
+def _is_former(session: SessionSeen | None, worker: WorkerSeen | None) -> bool:
+    """True if the session is of a run that ended: workers are asked more often than etcd, which has the new one."""
+    if session is None or worker is None or worker.former_until_s is None:
+        return False
+    return session.seen_since_s <= worker.former_until_s
 
 
 def _id(what: str, text: str, size: int) -> bytes:

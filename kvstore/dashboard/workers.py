@@ -31,6 +31,8 @@ class WorkerSeen:
     """How often it was started anew since the dashboard began."""
     missing_since_s: float | None = None
     """Seconds since the epoch from which on it was silent; None unless etcd has forgotten it since then."""
+    former_until_s: float | None = None
+    """Monotonic time at which the run before this one last answered; None if no restart was seen."""
 
 
 class WorkersSource:
@@ -51,7 +53,8 @@ class WorkersSource:
         """The counters of all workers by address, asked now, and workers that are missing. Raises the errors of
         connecting.
         """
-        answers = self._connected().stats_each()
+        store, began_s = self._connected(), self._clock.monotonic_s()
+        answers = store.stats_each()
         at_s = self._clock.monotonic_s()
         counts = {address: each for address, each in answers.items() if not isinstance(each, KVStoreError)}
         grown = self._growth.since_last(counts)
@@ -59,7 +62,7 @@ class WorkersSource:
         if span_s > 0:
             with self._lock:
                 self._history.add(self._clock.now_s(), span_s, list(grown.values()), list(counts.values()))
-        missing = self._roster.call({each: counts.get(each) for each in answers}, self._clock.now_s())
+        missing = self._roster.call({each: counts.get(each) for each in answers}, self._clock.now_s(), began_s)
         seen = {address: self._said(address, answer, grown, span_s) for address, answer in answers.items()}
         seen |= {each: WorkerSeen(None, GONE, {}, 0, since_s) for each, since_s in missing.items()}
         return dict(sorted(seen.items()))
@@ -67,10 +70,11 @@ class WorkersSource:
     def _said(
         self, address: str, answer: Counts | KVStoreError, grown: Mapping[str, Mapping[str, float]], span_s: float
     ) -> WorkerSeen:
-        restarts = self._roster.restarts(address)
+        restarts, former_until_s = self._roster.restarts(address), self._roster.former_until_s(address)
         if isinstance(answer, KVStoreError):
-            return WorkerSeen(None, str(answer), {}, restarts)
-        return WorkerSeen(answer, None, _per_second(grown.get(address, {}), span_s), restarts)
+            return WorkerSeen(None, str(answer), {}, restarts, former_until_s=former_until_s)
+        rates = _per_second(grown.get(address, {}), span_s)
+        return WorkerSeen(answer, None, rates, restarts, former_until_s=former_until_s)
 
     def tickets(self) -> list[Ticket]:
         """Returns long-running operations of all workers that answer, newest first. Raises Unavailable if none does."""

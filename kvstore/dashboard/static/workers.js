@@ -7,7 +7,7 @@ export function workers({ doc, state }) {
   const count = (row, key) => row.counts?.[key] ?? 0;
   return [
     card("Workers", {}, table("Workers", [
-      { name: "Worker", sort: (row) => row.address, cell: (row) => [el("bdi", { class: "name strong" }, row.address), el("div", { class: "muted" }, name(row.host), row.pid ? ` pid ${row.pid}` : "", row.version ? [" ", name(row.version)] : "")] },
+      { name: "Worker", sort: (row) => row.address, cell: (row) => [el("bdi", { class: "name strong" }, row.address), el("div", { class: "muted" }, name(row.host), row.pid ? ` pid ${row.pid}` : row.awaited ? " pid –" : "", row.version ? [" ", name(row.version)] : "")] },
       { name: "State", cell: state_ },
       { name: "Hit ratio", right: true, title: "of all tokens since it started", sort: (row) => ratio(count(row, "tokens_matched"), count(row, "tokens_asked")), cell: (row) => percent(ratio(count(row, "tokens_matched"), count(row, "tokens_asked"))) },
       { name: "Reads", right: true, title: "sent to clients, mapped memory included", sort: (row) => read(row), cell: (row) => rate(read(row)) },
@@ -16,7 +16,7 @@ export function workers({ doc, state }) {
       { name: "Behind", right: true, title: "acknowledged, not on the root yet", sort: (row) => count(row, "behind_bytes"), cell: (row) => bytes(count(row, "behind_bytes")) },
       { name: "Calls", right: true, sort: (row) => count(row, "calls_in_flight"), cell: (row) => number(count(row, "calls_in_flight")) },
       { name: "Holds", right: true, sort: (row) => count(row, "holds"), cell: (row) => number(count(row, "holds")) },
-      { name: "Session", cell: (row) => (row.session ? id(row.session) : el("span", { class: "muted" }, "none in etcd")) },
+      { name: "Session", cell: (row) => (row.session ? id(row.session) : el("span", { class: "muted" }, row.awaited ? "–" : "none in etcd")) },
     ], rows, { key: (row) => row.address, sort: state.sort.Workers, empty: doc.workers.length ? "no worker that matches" : "no worker is known" })),
     doc.engines.length ? card("Engines that are nodes themselves", {}, table("Engines", [
       { name: "Session", cell: (row) => id(row.session, 32) },
