@@ -1,4 +1,4 @@
-"""Values of callers in messages: at most a hundred characters of each, whatever it is."""
+"""Values of callers in messages: at most a hundred characters of each, whatever it is, and sizes with their unit."""
 
 from __future__ import annotations
 
@@ -12,3 +12,13 @@ def brief(value: object) -> str:
     except Exception:  # noqa: BLE001 - a repr of somebody else's, or of a huge int, must not hide what was wrong
         text = f"<{type(value).__name__}>"
     return text if len(text) <= CHARS_MAX else f"{text[: CHARS_MAX - 3]}..."
+
+
+def size(count_bytes: float) -> str:
+    """Bytes for people: 1.5 GiB."""
+    value, unit = float(count_bytes), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
+        if abs(value) < 1024 or unit == "PiB":
+            break
+        value /= 1024
+    return f"{value:.0f} B" if unit == "B" else f"{value:.2f} {unit}"

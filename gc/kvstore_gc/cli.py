@@ -13,13 +13,14 @@ import click
 from prometheus_client import disable_created_metrics
 
 from kvstore.address import Address
+from kvstore.brief import size
 from kvstore.cli import logs
 from kvstore.cli.access import ClusterAccess
 from kvstore.cli.command import Command, check_failed
 from kvstore.cli.declared import flag, group, option, takes
 from kvstore.cli.kinds import DURATION, HOST_PORT, SIZE, split
 from kvstore.cli.options import LOG_FORMAT, Room
-from kvstore.cli.output import print_table, progress_bar, size
+from kvstore.cli.output import print_table, progress_bar
 from kvstore.cli.ports import check_free
 from kvstore.cli.signals import Stopper
 from kvstore.errors import InvalidRequest
@@ -72,7 +73,7 @@ class Limits:
 
 def _check_unit(what: str, size_bytes: int) -> None:
     if size_bytes < BOUND_BYTES_MIN:
-        raise InvalidRequest(f"{what} is {size_bytes} bytes, under 1MiB: give a unit, such as 200GiB")
+        raise InvalidRequest(f"{what} is {size(size_bytes)}, under 1MiB: give a unit, such as 200GiB")
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 
 from kvstore.address import Address
+from kvstore.brief import size
 from kvstore.errors import PermissionDenied, RootMismatch, Unavailable
 from kvstore.format import places
 from kvstore.meta.generation import Foreign, difference, join_generation, read_generation
@@ -274,8 +275,8 @@ class Rounds:
         left_bytes = summary.used_after_bytes + summary.beside.bytes
         if is_alone and summary.high_bytes is not None and left_bytes > summary.high_bytes:
             summary.unfinished.append(
-                f"the root's files still take {left_bytes} bytes, over the high watermark of {summary.high_bytes}: "
-                "the rest is pinned, was used meanwhile, or needs another round"
+                f"the root's files still take {size(left_bytes)}, over the high watermark of "
+                f"{size(summary.high_bytes)}: the rest is pinned, was used meanwhile, or needs another round"
             )
 
     @contextmanager

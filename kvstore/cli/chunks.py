@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvstore.brief import size
 from kvstore.census.selection import Selection
 from kvstore.cli.access import Access, access_options
 from kvstore.cli.choosing import Asked, open_cache, selection_options
 from kvstore.cli.command import Command, check_failed
 from kvstore.cli.options import json_option, no_wait_option, worker_option
-from kvstore.cli.output import print_json, progress_to, size
+from kvstore.cli.output import print_json, progress_to
 from kvstore.cli.rooted import check_pins_known
 from kvstore.cli.tickets import begin_and_follow
 from kvstore.errors import InvalidRequest

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvstore.brief import size
 from kvstore.children import Program, gc_command, stop_all
 from kvstore.cli.access import Access, open_store
 from kvstore.cli.command import Command
 from kvstore.cli.options import json_option
-from kvstore.cli.output import progress_bar, size
+from kvstore.cli.output import progress_bar
 from kvstore.cli.programs import kvstore_command
 from kvstore.cli.replay import print_report
 from kvstore.cli.signals import Interrupts

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvstore.brief import size
 from kvstore.cli.access import EtcdAccess, RootPlace, etcd_options, root_option
 from kvstore.cli.command import Command, check_failed
 from kvstore.cli.declared import flag, option, takes
 from kvstore.cli.kinds import SIZE
 from kvstore.cli.options import json_option
-from kvstore.cli.output import print_json, progress_to, size
+from kvstore.cli.output import print_json, progress_to
 from kvstore.cli.rooted import identified
 from kvstore.cli.visible import shown
 from kvstore.errors import InvalidRequest, KVStoreError, RootMismatch

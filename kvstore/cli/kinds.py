@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from kvstore.brief import size
 from kvstore.writes import BOUND_BYTES_MIN
 
 _DURATION_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
@@ -92,7 +93,7 @@ class Bound(Size):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         size_bytes = super().convert(value, param, ctx)
         if size_bytes < BOUND_BYTES_MIN:
-            self.fail(f"{value!r} is {size_bytes} bytes, under 1MiB: give a unit, such as 200GiB", param, ctx)
+            self.fail(f"{value!r} is {size(size_bytes)}, under 1MiB: give a unit, such as 200GiB", param, ctx)
         return size_bytes
 
 

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvstore.brief import size
 from kvstore.cli.access import Access, access_options
 from kvstore.cli.choosing import Prompt, prompt_options
 from kvstore.cli.command import Command, check_failed
 from kvstore.cli.options import json_option
-from kvstore.cli.output import print_json, print_table, size
+from kvstore.cli.output import print_json, print_table
 from kvstore.cli.tickets import steered
 from kvstore.format.header import Encoding
 

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvstore.brief import size
 from kvstore.cli.access import Access, access_options
 from kvstore.cli.command import Command
 from kvstore.cli.options import json_option
-from kvstore.cli.output import moment, print_json, print_table, progress_bar, progress_to, size
+from kvstore.cli.output import moment, print_json, print_table, progress_bar, progress_to
 from kvstore.cli.rooted import check_pins_known, identified, usage_by_namespace
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.namespace import NamespaceId

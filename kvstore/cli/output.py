@@ -65,16 +65,6 @@ def moment(when_s: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when_s)) if when_s else "-"
 
 
-def size(count_bytes: float) -> str:
-    """Bytes for people: 1.5 GiB."""
-    value, unit = float(count_bytes), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
-        if abs(value) < 1024 or unit == "PiB":
-            break
-        value /= 1024
-    return f"{value:.0f} B" if unit == "B" else f"{value:.2f} {unit}"
-
-
 @contextmanager
 def progress_bar(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
     """A bar on standard error while on a terminal; yields a function that moves it on."""

@@ -7,10 +7,11 @@ from dataclasses import asdict
 import click
 from rich.table import Table
 
+from kvstore.brief import size
 from kvstore.cli.access import Access, access_options
 from kvstore.cli.command import Command
 from kvstore.cli.options import json_option
-from kvstore.cli.output import console, print_json, print_pairs, size
+from kvstore.cli.output import console, print_json, print_pairs
 from kvstore.cli.rooted import identified
 from kvstore.counts import GROWING, NODE_GAUGES, WORKER_GAUGES, ClientCount, NodeCount, WorkerCount
 from kvstore.errors import KVStoreError

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvstore.brief import size
 from kvstore.cli.access import Access, access_options
 from kvstore.cli.command import Command, check_failed
 from kvstore.cli.options import json_option
-from kvstore.cli.output import print_json, print_table, progress_to, size
+from kvstore.cli.output import print_json, print_table, progress_to
 from kvstore.errors import InvalidRequest
 from kvstore.tickets import State, Ticket
 

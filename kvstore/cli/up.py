@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvstore.bounded import within
+from kvstore.brief import size
 from kvstore.children import STOP_S, Program, kill_all, stop_all
 from kvstore.cli.access import ClusterAccess, EtcdAccess
 from kvstore.cli.command import Command
@@ -91,8 +92,8 @@ class UpOptions:
         memory_bytes = serving.tiers.settings().memory_bytes
         if self.workers * memory_bytes > memory_most_bytes():
             raise InvalidRequest(
-                f"--memory is for each worker: {self.workers} * {memory_bytes} bytes, and this host or container has "
-                f"at most {memory_most_bytes()} for it; give less, or fewer --workers"
+                f"--memory is for each worker: {self.workers} * {size(memory_bytes)}, and this host or container has "
+                f"at most {size(memory_most_bytes())} for it; give less, or fewer --workers"
             )
         if serving.cluster.etcd is not None and self.etcd_folder is not None:
             raise InvalidRequest("--etcd-folder is for the bundled etcd, --etcd names another: give one of them")

@@ -17,6 +17,7 @@ from contextlib import suppress
 
 import numpy as np
 
+from kvstore.brief import size
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.memory.host import memory_free_bytes, memory_most_bytes
 from kvstore.waiting import Flag
@@ -65,7 +66,7 @@ class Arena:
         most = memory_most_bytes()
         if self.size_bytes > most:
             raise InvalidRequest(
-                f"memory of {self.size_bytes} bytes: this host or container has at most {most} bytes for it; give less"
+                f"memory of {size(self.size_bytes)}: this host or container has at most {size(most)} for it; give less"
             )
         try:
             self.fd = os.memfd_create("kvstore-memory", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -76,7 +77,7 @@ class Arena:
         except (OSError, ValueError, OverflowError) as cause:
             self.close()
             raise Unavailable(
-                f"cannot make an arena of {self.size_bytes} bytes ({cause}): give less memory, or Linux 5.1 or newer"
+                f"cannot make an arena of {size(self.size_bytes)} ({cause}): give less memory, or Linux 5.1 or newer"
             ) from cause
         with suppress(OSError, ValueError):
             # Has an effect only if the administrator allows huge pages for shared memory.

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from kvstore.address import NO_PARENT, Address
+from kvstore.brief import size
 from kvstore.buffers import Borrowed, byte_length
 from kvstore.counts import NodeCount
 from kvstore.encodings import squeezing
@@ -268,8 +269,8 @@ class Recoder:
             aside_bytes = self._aside_bytes
         if aside_bytes and free_bytes is not None and aside_bytes + size_bytes > free_bytes * ASIDE_SHARE:
             raise Overloaded(
-                f"{aside_bytes} bytes of replaced files wait for holds to end, at most {self._hold_max_s:g} s, and the "
-                f"root has {free_bytes} bytes left: go on later"
+                f"{size(aside_bytes)} of replaced files wait for holds to end, at most {self._hold_max_s:g} s, and the "
+                f"root has {size(free_bytes)} left: go on later"
             )
 
     def _discard(self, name: Name) -> None:

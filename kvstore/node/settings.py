@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Literal
 
-from kvstore.brief import brief
+from kvstore.brief import brief, size
 from kvstore.encodings.keys import KeyFile
 from kvstore.errors import InvalidRequest
 from kvstore.format.lineage import check_label
@@ -39,9 +39,7 @@ class TierSettings:
 
     def __post_init__(self) -> None:
         if self.memory_bytes and self.memory_bytes < MEMORY_BYTES_MIN:
-            raise InvalidRequest(
-                f"memory={self.memory_bytes}: expected 0, or at least {MEMORY_BYTES_MIN} bytes (16 MiB)"
-            )
+            raise InvalidRequest(f"memory={size(self.memory_bytes)}: expected 0, or at least {size(MEMORY_BYTES_MIN)}")
         if self.root_priority_min and not self.memory_bytes:
             raise InvalidRequest(
                 f"root_priority_min={self.root_priority_min} without memory: the root is the only place for chunks "
@@ -50,7 +48,7 @@ class TierSettings:
         if self.disk_folder and not self.memory_bytes:
             raise InvalidRequest("disk without memory: chunks of a local disk are read through memory; give both")
         if self.disk_folder and self.disk_bytes < DISK_BYTES_MIN:
-            raise InvalidRequest(f"disk of {self.disk_bytes} bytes: expected at least {DISK_BYTES_MIN} (64 MiB)")
+            raise InvalidRequest(f"disk of {size(self.disk_bytes)}: expected at least {size(DISK_BYTES_MIN)}")
         if not 0 <= self.root_priority_min <= PRIORITY_MAX:
             raise InvalidRequest(f"root_priority_min={self.root_priority_min}: expected 0 to {PRIORITY_MAX}")
         if not 0.05 <= self.sync_interval_s <= 3600:

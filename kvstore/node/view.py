@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.address import Address, Addressed
+from kvstore.brief import size
 from kvstore.counts import NodeCount
 from kvstore.errors import InvalidRequest, Overloaded, RootMismatch
 from kvstore.meta.interface import Absent, Compare, Event, KeyValue, Snapshot, ValueIs
@@ -132,8 +133,8 @@ class View:
         if self.put_bytes_max is not None and size_bytes > self.put_bytes_max:
             self._counters.add(NodeCount.PUT_REFUSED_FULL)
             raise Overloaded(
-                f"this put has {size_bytes} bytes, and max_bytes of this store is {self.put_bytes_max}: put less at "
-                "once, or open the store with a larger max_bytes"
+                f"this put has {size(size_bytes)}, and max_bytes of this store is {size(self.put_bytes_max)}: put less "
+                "at once, or open the store with a larger max_bytes"
             )
         if self._full:
             self._counters.add(NodeCount.PUT_REFUSED_FULL)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from kvstore.brief import size
 from kvstore.buffers import aligned
 from kvstore.wire.statuses import Busy, Draining
 
@@ -89,14 +90,14 @@ class BytesInFlight:
                 needed, count = count, min(count, most)
                 if self._by_tenant[tenant] and self._by_tenant[tenant] + count > most:
                     raise Busy(
-                        f"this call needs {needed} bytes, which with the calls of tenant {tenant!r} in "
-                        f"progress exceeds its share of {most} bytes: back off, or use another worker"
+                        f"this call needs {size(needed)}, which with the calls of tenant {tenant!r} in "
+                        f"progress exceeds its share of {size(most)}: back off, or use another worker"
                     )
             if self.count and self.count + count > self.bytes_max:
                 # Do not say how many are free: a reader of one tenant could watch by it what the others do (rule X7).
                 raise Busy(
-                    f"this call needs {count} bytes, which with the calls in progress exceeds the worker's "
-                    f"limit of {self.bytes_max} bytes: back off, or use another worker"
+                    f"this call needs {size(count)}, which with the calls in progress exceeds the worker's "
+                    f"limit of {size(self.bytes_max)}: back off, or use another worker"
                 )
             self.count += count
             if tenant is not None:

@@ -34,8 +34,8 @@ def test_sizes(text: str, count: int) -> None:
 
 def test_a_bound_has_a_unit() -> None:
     assert BOUND.convert("200GiB", None, None) == 200 << 30 and BOUND.convert("1MiB", None, None) == 1 << 20
-    for text in ("200", "0", "1023KiB"):
-        with pytest.raises(click.BadParameter, match="under 1MiB: give a unit, such as 200GiB"):
+    for text, said in (("200", "200 B"), ("0", "0 B"), ("1023KiB", "1023.00 KiB")):
+        with pytest.raises(click.BadParameter, match=f"is {said}, under 1MiB: give a unit, such as 200GiB"):
             BOUND.convert(text, None, None)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import socket
@@ -157,6 +158,17 @@ def test_a_port_that_is_taken_is_said_and_nothing_is_left(tmp_root: Path) -> Non
     assert done.stderr.startswith(f"kvstore up: cannot listen on --listen 127.0.0.1:{port} (Address already in use)")
     assert len(done.stderr.splitlines()) == 1
     assert list(tmp_root.iterdir()) == [], "nothing was begun"
+
+
+def test_memory_that_the_host_does_not_have_is_said_with_units(tmp_root: Path) -> None:
+    at = ("up", "--root", str(tmp_root / "root"), "--memory")
+    for given, said in (
+        ((*at, "3PiB", "--workers", "2"), r"2 \* 3.00 PiB, and this host or container has at most [\d.]+ .iB for it"),
+        ((*at, "1MiB"), r"memory=1.00 MiB: expected 0, or at least 16.00 MiB"),
+    ):
+        result = ended(*given)
+        assert result.returncode == 2 and re.search(said, result.stderr), result.stderr
+    assert not (tmp_root / "root").exists()
 
 
 def test_a_root_that_cannot_be_one_is_said(tmp_root: Path) -> None:

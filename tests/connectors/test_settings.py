@@ -32,7 +32,7 @@ WRONG: tuple[tuple[dict[Any, Any], str], ...] = (
     ({"connect": "h:1", "durability": "fsync", "root_options": {"a": 1}}, "durability and root_options beside connect"),
     ({"connect": "h:1", "memory": 1 << 30}, "memory beside connect: .* workers have their own"),
     ({"root": "/x", "memory": "8GiB"}, "test: memory='8GiB': expected a whole number of bytes"),
-    ({"root": "/x", "memory": 1024}, "test: memory=1024: expected 0, or at least"),
+    ({"root": "/x", "memory": 1024}, "test: memory=1.00 KiB: expected 0, or at least"),
     ({"root": "/x", "memory": 1 << 30, "write": "sometimes"}, "write='sometimes': expected one of"),
     ({"root": "/x", "write": "behind"}, "write without memory"),
     ({"root": "/x", "max_bytes": "8GiB"}, "max_bytes='8GiB': expected a number of bytes, \"auto\" or null"),

@@ -51,7 +51,7 @@ def called(*arguments: str) -> Result:
         ((*ENOUGH, "--once", "--policy", "/nowhere"), "cannot read the policy"),
         ((*ENOUGH, "--once", "--ttl", "soon"), "is not a duration"),
         ((*ENOUGH, "--once", "--max-bytes", "lots"), "is not a size"),
-        ((*ENOUGH, "--once", "--max-bytes", "200"), "'200' is 200 bytes, under 1MiB: give a unit, such as 200GiB"),
+        ((*ENOUGH, "--once", "--max-bytes", "200"), "'200' is 200 B, under 1MiB: give a unit, such as 200GiB"),
     ],
 )
 def test_wrong_use_is_said_in_one_line(arguments: tuple[str, ...], says: str) -> None:
@@ -69,8 +69,8 @@ def test_a_wrong_value_in_a_policy_is_wrong_use(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("policy", "says"),
     [
-        ("max_bytes = 200", "max_bytes is 200 bytes, under 1MiB: give a unit"),
-        ('[[quota]]\ntenant = "acme"\nmax_bytes = 20', "max_bytes of tenant 'acme' is 20 bytes, under 1MiB"),
+        ("max_bytes = 200", "max_bytes is 200 B, under 1MiB: give a unit"),
+        ('[[quota]]\ntenant = "acme"\nmax_bytes = 20', "max_bytes of tenant 'acme' is 20 B, under 1MiB"),
     ],
 )
 def test_a_bound_without_a_unit_is_refused_in_a_policy(policy: str, says: str, tmp_path: Path) -> None:

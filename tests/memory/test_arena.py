@@ -178,7 +178,7 @@ def test_a_size_that_cannot_be_is_refused_and_leaves_nothing(monkeypatch: pytest
         with pytest.raises(InvalidRequest):
             Arena(size)
     before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(InvalidRequest, match=r"at most .* give less"):
+    with pytest.raises(InvalidRequest, match=r"memory of 1024.00 PiB: .* at most [\d.]+ .iB for it; give less"):
         Arena(1 << 60).open()
     monkeypatch.setattr(host, "CGROUPS", Path("/nowhere"))
     monkeypatch.setattr("os.sysconf", lambda name: 1 << 60 if name == "SC_PHYS_PAGES" else 4096)

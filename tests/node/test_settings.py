@@ -14,13 +14,13 @@ from kvstore.node.settings import TierSettings
 MIB = 1 << 20
 
 WRONG: tuple[tuple[dict[str, Any], str], ...] = (
-    ({"memory": 1024}, "memory=1024: expected 0, or at least 16777216"),
-    ({"memory": -5}, "memory=-5: expected 0"),
+    ({"memory": 1024}, "memory=1.00 KiB: expected 0, or at least 16.00 MiB"),
+    ({"memory": -5}, "memory=-5 B: expected 0"),
     ({"memory": "8GiB"}, "memory='8GiB': expected a whole number of bytes"),
     ({"memory": True}, "memory=True"),
     ({"memory": 1e9}, "memory=1000000000.0"),
     ({"disk": ("/d", 64 * MIB)}, "disk without memory"),
-    ({"memory": 16 * MIB, "disk": ("/d", 1)}, "disk of 1 bytes: expected at least"),
+    ({"memory": 16 * MIB, "disk": ("/d", 1)}, "disk of 1 B: expected at least 64.00 MiB"),
     ({"memory": 16 * MIB, "disk": "/d:1GiB"}, "disk='/d:1GiB': expected a folder and bytes, such as"),
     ({"memory": 16 * MIB, "disk": ("/d", "1GiB")}, "expected a folder and bytes"),
     ({"memory": 16 * MIB, "disk": ("", 64 * MIB)}, "expected a folder and bytes"),
