@@ -15,7 +15,7 @@ from kvstore.cli.command import Command
 from kvstore.cli.declared import flag, option, takes
 from kvstore.cli.kinds import HOST_PORT, split
 from kvstore.cli.options import Logging
-from kvstore.cli.ports import check_free
+from kvstore.cli.ports import check_ports
 from kvstore.cli.rooted import local_path, open_existing
 from kvstore.cli.signals import Stopper
 from kvstore.errors import InvalidRequest
@@ -96,12 +96,14 @@ class Endpoints:
         replay = None if self.replay is None else self._bound(self.replay, curve, prefix)
         return At(publish, replay, split(self.query), curve, authenticator)
 
-    def check_ports(self, publish: str = "--publish", prefix: str = "--") -> None:
-        """Raises Unavailable where a port is in use; ``publish`` is the option for the first one."""
+    def listening(self, publish: str = "--publish", prefix: str = "--") -> list[tuple[str, str | None]]:
+        """Returns each option with the address it listens on, if any; ``publish`` is the option for the first one."""
         at = self.at(prefix)
-        check_free(publish, [_port_of(at.publish)])
-        check_free(f"{prefix}replay", [None if at.replay is None else _port_of(at.replay)])
-        check_free(f"{prefix}query", [self.query])
+        return [
+            (publish, _port_of(at.publish)),
+            (f"{prefix}replay", None if at.replay is None else _port_of(at.replay)),
+            (f"{prefix}query", self.query),
+        ]
 
     def _bound(self, endpoint: str, curve: Curve | None, prefix: str) -> str:
         """The endpoint to bind: without CURVE, ``*`` stands for this host alone, because events carry prompts.
@@ -195,7 +197,7 @@ def events(cluster: ClusterAccess, endpoints: Endpoints, names: Names, spool: st
     at = endpoints.at()
     from kvstore.events.opening import open_publisher
 
-    endpoints.check_ports()
+    check_ports(endpoints.listening())
     with ExitStack() as undo:
         stopper = undo.enter_context(Stopper())
         root = open_existing(cluster.root, cluster.root_options.read())

@@ -23,7 +23,7 @@ from kvstore.cli.declared import flag, group, option, takes
 from kvstore.cli.host import Host, numbered
 from kvstore.cli.kinds import DURATION, HOST_PORT
 from kvstore.cli.options import Room
-from kvstore.cli.ports import check_free
+from kvstore.cli.ports import check_ports
 from kvstore.cli.publishing import Publishing
 from kvstore.cli.rooted import local_path
 from kvstore.cli.signals import Stopper
@@ -102,14 +102,17 @@ class UpOptions:
         serving.secured.check([each for each in addresses if each is not None])
 
     def check_ports(self, secured: ServerAccess) -> None:
-        """Raises Unavailable where a port that somebody is to listen on is in use."""
+        """Raises InvalidRequest where two options are one port, Unavailable where a port is in use."""
         numbers = range(self.workers)
-        check_free("--listen", [numbered(self.listen, number) for number in numbers])
-        check_free("--metrics", [numbered(self.metrics, number) for number in numbers])
-        check_free("--gc-metrics", [self.gc_metrics])
-        check_free("--dashboard", [self.dashboard])
+        listening: list[tuple[str, str | None]] = [
+            *(("--listen", numbered(self.listen, number)) for number in numbers),
+            *(("--metrics", numbered(self.metrics, number)) for number in numbers),
+            ("--gc-metrics", self.gc_metrics),
+            ("--dashboard", self.dashboard),
+        ]
         if (endpoints := self.publishing.endpoints(secured)) is not None:
-            endpoints.check_ports("--events", "--events-")
+            listening += endpoints.listening("--events", "--events-")
+        check_ports(listening)
 
 
 @click.command(

@@ -17,7 +17,7 @@ from kvstore.cli.command import Command
 from kvstore.cli.declared import group, option, takes
 from kvstore.cli.kinds import BULK_PORT, DURATION, HOST_PORT, LISTEN
 from kvstore.cli.options import DURABILITY, Logging
-from kvstore.cli.ports import check_free
+from kvstore.cli.ports import check_ports
 from kvstore.cli.securing import ServerAccess
 from kvstore.cli.signals import Stopper
 from kvstore.cli.tiering import Tiers
@@ -119,6 +119,11 @@ class Addresses:
         help="Port of the same host for bulk connections, to open in firewalls; 0: any free one.",
     )
 
+    def listening(self) -> list[tuple[str, str | None]]:
+        """Returns each option with the address it listens on."""
+        bulk = f"{self.listen.rpartition(':')[0]}:{self.bulk}" if self.bulk and self.listen[:5] != "unix:" else None
+        return [("--listen", self.listen), ("--metrics", self.metrics), ("--bulk", bulk)]
+
 
 @click.command(cls=Command, short_help="Serve a root as one worker of a cluster.")
 @takes("options", WorkerOptions)
@@ -155,8 +160,7 @@ def worker(options: WorkerOptions, at: Addresses, drain_s: float) -> None:
         )
     options.logging.configure()
     options.secured.check([at.listen, at.metrics])
-    check_free("--listen", [at.listen])
-    check_free("--metrics", [at.metrics])
+    check_ports(at.listening())
     with ExitStack() as undo:
         stopper = undo.enter_context(Stopper())
         _serve(options, at, _Ending(stopper, drain_s), undo)

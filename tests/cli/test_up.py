@@ -160,6 +160,48 @@ def test_a_port_that_is_taken_is_said_and_nothing_is_left(tmp_root: Path) -> Non
     assert list(tmp_root.iterdir()) == [], "nothing was begun"
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("--listen 127.0.0.1:7171 --metrics 127.0.0.1:7171", "--listen 127.0.0.1:7171 and --metrics 127.0.0.1:7171"),
+        (
+            "--workers 3 --listen 127.0.0.1:7171 --gc-metrics 127.0.0.1:7173",
+            "--listen 127.0.0.1:7173 and --gc-metrics 127.0.0.1:7173",
+        ),
+        (
+            "--metrics localhost:7171 --dashboard 127.0.0.1:7171",
+            "--metrics localhost:7171 and --dashboard 127.0.0.1:7171",
+        ),
+        (
+            "--dashboard 127.0.0.1:7171 --events tcp://*:7171",
+            "--dashboard 127.0.0.1:7171 and --events 127.0.0.1:7171",
+        ),
+        (
+            "--events tcp://*:7171 --events-replay tcp://127.0.0.1:7171",
+            "--events 127.0.0.1:7171 and --events-replay 127.0.0.1:7171",
+        ),
+    ],
+)
+def test_two_options_with_one_port_are_both_named_and_nothing_is_begun(tmp_root: Path, given: str, said: str) -> None:
+    at = ["--listen", "127.0.0.1:0"] if "--listen" not in given else []
+    done = ended("up", "--root", str(tmp_root / "root"), *at, *given.split())
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"kvstore up: {said} are one port: "), done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert list(tmp_root.iterdir()) == []
+
+
+@pytest.mark.parametrize("given", ["--metrics 127.0.0.1:7171", "--bulk 7171"])
+def test_two_options_of_a_worker_with_one_port_are_both_named(tmp_root: Path, given: str) -> None:
+    at = ("worker", "--root", str(tmp_root / "root"), "--etcd", "127.0.0.1:9", "--listen", "127.0.0.1:7171")
+    done = ended(*at, *given.split())
+    assert done.returncode == 2
+    option = given.split()[0]
+    assert done.stderr.startswith(
+        f"kvstore worker: --listen 127.0.0.1:7171 and {option} 127.0.0.1:7171 are one port: "
+    ), done.stderr
+
+
 def test_memory_that_the_host_does_not_have_is_said_with_units(tmp_root: Path) -> None:
     at = ("up", "--root", str(tmp_root / "root"), "--memory")
     for given, said in (

@@ -1,0 +1,28 @@
+"""Addresses of one command that are one port."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore.cli.ports import check_ports
+from kvstore.errors import InvalidRequest
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("127.0.0.1:7171", "127.0.0.1:7171"),
+        ("0.0.0.0:7171", "127.0.0.1:7171"),
+        ("127.0.0.1:7171", "[::]:7171"),
+        ("localhost:7171", "127.0.0.1:7171"),
+        ("no-such-host.invalid:7171", "no-such-host.invalid:7171"),
+    ],
+)
+def test_one_port_is_refused_with_both_options(one: str, other: str) -> None:
+    with pytest.raises(InvalidRequest, match="^--a .*7171 and --c .*7171 are one port"):
+        check_ports([("--a", one), ("--b", None), ("--c", other)])
+
+
+def test_what_is_two_ports_is_not() -> None:
+    check_ports([("--a", "127.0.0.1:0"), ("--b", "127.0.0.1:0"), ("--c", "unix:/x"), ("--d", "unix:/x"), ("--e", None)])
+    check_ports([("--a", "127.0.0.1:27171"), ("--b", "127.0.0.1:27172"), ("--c", "127.0.0.2:27171")])
