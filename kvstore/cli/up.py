@@ -30,6 +30,7 @@ from kvstore.cli.signals import Stopper
 from kvstore.cli.worker import WorkerOptions
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.memory.host import memory_most_bytes
+from kvstore.meta.roots import bound_root
 from kvstore.root.identity import check_usable
 from kvstore.root.open import open_root
 
@@ -142,6 +143,7 @@ def up(serving: WorkerOptions, options: UpOptions) -> None:
     """
     options.check(serving)
     options.check_ports(serving.secured)
+    _check_etcd(serving.cluster)
     _check_root(serving.cluster)
     serving.secured.make_private(keeps_keys=serving.keys_file is not None)
     serving.logging.configure()
@@ -168,6 +170,13 @@ def up(serving: WorkerOptions, options: UpOptions) -> None:
         print(f"ready {served}", flush=True)
         host.watch(server)
         log.info("up.stopping")
+
+
+def _check_etcd(cluster: ClusterAccess) -> None:
+    """Raises what a worker would raise where a given etcd does not answer, before the root's folder is made."""
+    if cluster.etcd is not None:
+        with closing(cluster.etcd.open()) as meta:
+            bound_root(meta, cluster.root)
 
 
 def _check_root(cluster: ClusterAccess) -> None:

@@ -75,6 +75,7 @@ def open_member(
         if etcd:
             cluster = EtcdMeta(etcd, tls=etcd_tls, user=etcd_user, timeout_s=limits.meta_deadline_s)
             undo.callback(cluster.close)
+            bound_root(cluster, url)  # before the root: a cluster that does not answer must not leave an empty folder
         root = _on_a_lane(lambda: open_root(url, root_options, create=create), limits, clock)
         undo.callback(root.close)
         known = bound_root(cluster, root.url) if cluster else None

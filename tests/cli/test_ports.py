@@ -6,6 +6,7 @@ import pytest
 
 from kvstore.cli.ports import check_ports
 from kvstore.errors import InvalidRequest
+from tests.ports import free_port
 
 
 @pytest.mark.parametrize(
@@ -25,4 +26,7 @@ def test_one_port_is_refused_with_both_options(one: str, other: str) -> None:
 
 def test_what_is_two_ports_is_not() -> None:
     check_ports([("--a", "127.0.0.1:0"), ("--b", "127.0.0.1:0"), ("--c", "unix:/x"), ("--d", "unix:/x"), ("--e", None)])
-    check_ports([("--a", "127.0.0.1:27171"), ("--b", "127.0.0.1:27172"), ("--c", "127.0.0.2:27171")])
+    one, other = free_port(), free_port()
+    while other == one:
+        other = free_port()
+    check_ports([("--a", f"127.0.0.1:{one}"), ("--b", f"127.0.0.1:{other}"), ("--c", f"127.0.0.2:{one}")])

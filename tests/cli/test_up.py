@@ -224,10 +224,13 @@ def test_a_root_that_cannot_be_one_is_said(tmp_root: Path) -> None:
     assert not (tmp_root / "etcd").exists(), "nothing was started for it"
 
 
-def test_an_etcd_that_is_not_there_is_said_in_time(tmp_root: Path) -> None:
-    done = ended("worker", "--root", str(tmp_root / "root"), "--etcd", "127.0.0.1:1", "--listen", "127.0.0.1:0")
+@pytest.mark.parametrize("command", ["up", "worker"])
+def test_an_etcd_that_is_not_there_is_said_in_time_and_nothing_is_left(tmp_root: Path, command: str) -> None:
+    done = ended(command, "--root", str(tmp_root / "root"), "--etcd", "127.0.0.1:1", "--listen", "127.0.0.1:0")
     assert done.returncode == 2
-    assert done.stderr.startswith("kvstore worker: ") and "127.0.0.1:1" in done.stderr
+    assert done.stderr.startswith(f"kvstore {command}: etcd at 127.0.0.1:1 did not answer")
+    assert len(done.stderr.splitlines()) == 1
+    assert list(tmp_root.iterdir()) == []
 
 
 def test_a_worker_on_the_network_warns_that_it_is_open(up: Running, module_root: Path) -> None:
