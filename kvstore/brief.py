@@ -1,8 +1,10 @@
-"""Values of callers in messages: at most a hundred characters of each, whatever it is, and sizes with their unit."""
+"""Values of callers: in messages at most a hundred characters of each, sizes with their unit, and what can be sent."""
 
 from __future__ import annotations
 
 CHARS_MAX = 100
+FLOAT_MAX = 1.7976931348623157e308
+"""The largest float but infinity: whole numbers of Python may be larger, and then fit none."""
 
 
 def brief(value: object) -> str:
@@ -22,3 +24,12 @@ def size(count_bytes: float) -> str:
             break
         value /= 1024
     return f"{value:.0f} B" if unit == "B" else f"{value:.2f} {unit}"
+
+
+def is_unicode(text: str) -> bool:
+    """True if a text can be encoded: those from file names may hold half a character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

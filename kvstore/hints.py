@@ -6,7 +6,6 @@ what garbage collection takes first; they protect nothing (that is what pins are
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from operator import index
 from types import MappingProxyType
 from typing import Literal, SupportsIndex
 
-from kvstore.brief import brief
+from kvstore.brief import FLOAT_MAX, brief
 from kvstore.errors import InvalidRequest
 
 Preset = Literal["chat", "analytics", "rag", "batch"]
@@ -87,7 +86,7 @@ def checked_preset(name: str) -> Preset:
 
 def checked_unused_s(unused: float) -> float:
     """Returns the seconds since a caller's last use of an abandoned branch. Raises InvalidRequest."""
-    if isinstance(unused, bool) or not isinstance(unused, int | float) or not 0 <= unused < math.inf:
+    if isinstance(unused, bool) or not isinstance(unused, int | float) or not 0 <= unused <= FLOAT_MAX:
         raise InvalidRequest(f"unused={brief(unused)}: expected seconds since your last use of the branch, 0 or more")
     return float(unused)
 

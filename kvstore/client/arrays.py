@@ -59,7 +59,7 @@ def layer_arrays(out: Sequence[Any], layout: Layout, tokens: int) -> list[KvArra
     Raises InvalidRequest as ``target_array`` does, and for arrays that are too small, or share memory.
     """
     one, arrays = replace(layout, layers=1), list[KvArray]()
-    if not isinstance(out, Iterable):
+    if not isinstance(out, Iterable) or (isinstance(out, np.ndarray) and not out.ndim):
         raise InvalidRequest(f"out is a {type(out).__name__}: expected three arrays or more")
     for array in out:
         whole = target_array(np.expand_dims(array, 0) if isinstance(array, np.ndarray) else array, one)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from kvstore import tracing
 from kvstore.address import BLOCK_KEY_BYTES_MAX, BLOCK_KEY_BYTES_MIN
+from kvstore.brief import FLOAT_MAX, brief
 from kvstore.buffers import Pieces, address_of
 from kvstore.client.owner import Owner
 from kvstore.client.pin import Pin, check_pin
@@ -23,6 +25,7 @@ from kvstore.wire.limits import BLOCK_BYTES_MAX, BLOCKS_MAX, DESCENTS_BYTES_MAX
 from kvstore.writes import WriteMode, WriteModeName
 
 FIRST_MAX = (1 << 32) - 1
+NO_DESCENTS: Sequence[Descent | bytes | None] = ()
 
 
 class BlockCache:
@@ -45,7 +48,7 @@ class BlockCache:
         buffers: Sequence[Any],
         *,
         first: int = 0,
-        descents: Sequence[Descent | bytes | None] = (),
+        descents: Sequence[Descent | bytes | None] = NO_DESCENTS,
         priority: int | None = None,
         ttl: float | None = None,
         preset: Preset | None = None,
@@ -67,9 +70,9 @@ class BlockCache:
         hints = Hints.of(priority, ttl, preset)
         checked = _checked_keys(keys)
         mode = self._write if write is None else WriteMode.of(write)
-        if not isinstance(first, int) or not 0 <= first <= FIRST_MAX:
-            raise InvalidRequest(f"first={first!r}: expected a whole number from 0 to {FIRST_MAX}")
-        ancestry = Ancestry(first, _packed(checked, descents) if descents else ())
+        if isinstance(first, bool) or not isinstance(first, int | np.integer) or not 0 <= first <= FIRST_MAX:
+            raise InvalidRequest(f"first={brief(first)}: expected a whole number from 0 to {FIRST_MAX}")
+        ancestry = Ancestry(int(first), () if descents is NO_DESCENTS else _packed(checked, descents))
         views = _views(checked, buffers, writable=False)
         with tracing.span("kvstore.put_blocks", blocks=len(checked)):
             return self._port.put_blocks(self._namespace, checked, views, hints, mode, ancestry)[0]
@@ -113,8 +116,8 @@ class BlockCache:
         The hold lasts at most ``ttl`` seconds, and no longer than the node's limit. Raises Overloaded if too many holds
         are alive.
         """
-        if ttl is not None and not (isinstance(ttl, int | float) and ttl > 0):
-            raise InvalidRequest(f"ttl={ttl!r}: expected a positive number of seconds")
+        if ttl is not None and not (isinstance(ttl, int | float) and ttl > 0 and not FLOAT_MAX < ttl < math.inf):
+            raise InvalidRequest(f"ttl={brief(ttl)}: expected a positive number of seconds")
         return BlockHold(self._port.hold_blocks(self._namespace, _checked_keys(keys), ttl), self)
 
     def pin(self, keys: Sequence[bytes], ttl: float = 3600.0, owner: str = "") -> Pin:
@@ -237,7 +240,14 @@ def _checked_keys(keys: Sequence[bytes]) -> list[bytes]:
 
 
 def _packed(keys: list[bytes], descents: Sequence[Descent | bytes | None]) -> Sequence[bytes]:
-    """Returns descents as bytes, b"" for none. Raises InvalidRequest."""
+    """Returns descents as bytes, b"" for none; nothing if there are none at all. Raises InvalidRequest."""
+    if isinstance(descents, bytes | str) or not isinstance(descents, Sequence):
+        raise InvalidRequest(f"descents are a {type(descents).__name__}: expected a list, one or None for each key")
+    if not descents:
+        return ()
+    for position, each in enumerate(descents):
+        if each is not None and not isinstance(each, Descent | bytes):
+            raise InvalidRequest(f"descent {position} is a {type(each).__name__}: expected kvstore.Descent, or bytes")
     if len(descents) != len(keys):
         raise InvalidRequest(f"{len(descents)} descents for {len(keys)} keys: expected one, or None, for each")
     packed = [each.pack() if isinstance(each, Descent) else each or b"" for each in descents]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, overload
 
@@ -9,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import tracing
+from kvstore.brief import FLOAT_MAX, brief
 from kvstore.client.arrays import KvArray, fillable, layer_arrays, new_array, source_array, target_array
 from kvstore.client.blocks import BlockCache
 from kvstore.client.owner import Owner
@@ -84,7 +86,8 @@ class Cache:
         size = self.layout.chunk_tokens
         if not isinstance(prefix, int | np.integer) or not 0 <= prefix <= len(ids) or prefix % size:
             raise InvalidRequest(
-                f"prefix={prefix!r}: expected a multiple of chunk_tokens ({size}) from 0 to {len(ids)}, the token count"
+                f"prefix={brief(prefix)}: expected a multiple of chunk_tokens ({size}) from 0 to {len(ids)}, the token "
+                "count"
             )
         array = source_array(kv, self.layout, len(ids) - int(prefix))
         first = int(prefix) // size
@@ -98,9 +101,11 @@ class Cache:
 
         ``counts=False`` leaves it out of the hit ratio, for a look that no request of a user needs.
         """
+        if not isinstance(counts, bool | np.bool_):
+            raise InvalidRequest(f"counts={brief(counts)}: expected True or False")
         ids = token_array(tokens)
         with tracing.span("kvstore.match", tokens=len(ids)):
-            return self._port.match(self.namespace, ids, counts=counts) * self.layout.chunk_tokens
+            return self._port.match(self.namespace, ids, counts=bool(counts)) * self.layout.chunk_tokens
 
     @overload
     def get(self, tokens: Tokens) -> tuple[int, KvArray]: ...
@@ -138,8 +143,8 @@ class Cache:
 
         Use it as a context. Raises Overloaded if too many holds are alive.
         """
-        if ttl is not None and not (isinstance(ttl, int | float) and ttl > 0):
-            raise InvalidRequest(f"ttl={ttl!r}: expected a positive number of seconds")
+        if ttl is not None and not (isinstance(ttl, int | float) and ttl > 0 and not FLOAT_MAX < ttl < math.inf):
+            raise InvalidRequest(f"ttl={brief(ttl)}: expected a positive number of seconds")
         ids = token_array(tokens)
         with tracing.span("kvstore.hold", tokens=len(ids)):
             return Hold(self._port.hold(self.namespace, ids, ttl), self)
@@ -194,7 +199,9 @@ class Cache:
         """
         ids, unused_s = token_array(tokens), checked_unused_s(unused)
         if not isinstance(kept, int | np.integer) or not 0 <= kept <= len(ids):
-            raise InvalidRequest(f"kept={kept!r}: expected 0 to {len(ids)} tokens, those that other prompts go on from")
+            raise InvalidRequest(
+                f"kept={brief(kept)}: expected 0 to {len(ids)} tokens, those that other prompts go on from"
+            )
         first = -(-int(kept) // self.layout.chunk_tokens)
         with tracing.span("kvstore.supersede", tokens=len(ids)):
             self._port.branches.supersede(self.namespace, ids, first, unused_s)

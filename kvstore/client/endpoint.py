@@ -28,6 +28,11 @@ SERVING = b"\x08\x01"
 """``HealthCheckResponse{status: SERVING}``: two bytes, so that a client needs no health package."""
 
 
+def addresses_in(text: str) -> list[str]:
+    """Returns the addresses of a text that has several with commas; what is no text is left to ``check_address``."""
+    return text.split(",") if isinstance(text, str) else [text]
+
+
 def check_address(address: str) -> str:
     """Checks an address: ``host:port``, ``[v6]:port`` or ``unix:path``. Raises InvalidRequest."""
     if not isinstance(address, str):

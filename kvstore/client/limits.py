@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 
+from kvstore.brief import FLOAT_MAX, brief
 from kvstore.errors import InvalidRequest
 
 
@@ -44,8 +46,9 @@ class ClientLimits:
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            if not getattr(self, each.name) > 0:
-                raise InvalidRequest(f"limit {each.name}={getattr(self, each.name)!r}: expected more than 0")
+            value = getattr(self, each.name)
+            if not isinstance(value, int | float) or not (value > 0 and not FLOAT_MAX < value < math.inf):
+                raise InvalidRequest(f"limit {each.name}={brief(value)}: expected a number, more than 0")
         if self.probe_pause_s_max < self.probe_pause_s_min:
             raise InvalidRequest(
                 f"probe_pause_s_max={self.probe_pause_s_max} is under probe_pause_s_min={self.probe_pause_s_min}"

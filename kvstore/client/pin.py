@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvstore.brief import brief, is_unicode
 from kvstore.client.port import Port
 from kvstore.errors import InvalidRequest
 from kvstore.results import PinRecord
@@ -44,6 +45,8 @@ class Pin:
 def check_pin(ttl: float, owner: str) -> None:
     """Raises InvalidRequest unless a pin can have these."""
     if not isinstance(ttl, int | float) or not 1 <= ttl <= PIN_TTL_S_MAX:
-        raise InvalidRequest(f"ttl={ttl!r}: expected 1 to {PIN_TTL_S_MAX} seconds")
+        raise InvalidRequest(f"ttl={brief(ttl)}: expected 1 to {PIN_TTL_S_MAX} seconds")
     if not isinstance(owner, str):
         raise InvalidRequest(f"owner is a {type(owner).__name__}: expected text")
+    if not is_unicode(owner):
+        raise InvalidRequest(f"owner={brief(owner)} is not valid Unicode")

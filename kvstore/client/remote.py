@@ -21,7 +21,7 @@ from kvstore.client.caller import Caller, Reopening
 from kvstore.client.control import Control
 from kvstore.client.credentials import PLAIN, Credentials
 from kvstore.client.discovery import Discovery
-from kvstore.client.endpoint import Endpoint, check_address
+from kvstore.client.endpoint import Endpoint, addresses_in, check_address
 from kvstore.client.endpoints import Endpoints
 from kvstore.client.fetching import BlockFetch, ChunkFetch, Fetch
 from kvstore.client.limits import ClientLimits, checked_limits
@@ -99,7 +99,7 @@ def remote_port(
     way, mode = Bulk.of(bulk), None if write is None else WriteMode.of(write)
     credentials = Credentials(tls, token_file)
     if not etcd:
-        addresses = [check_address(each) for text in workers for each in str(text).split(",")]
+        addresses = [check_address(each) for text in workers for each in addresses_in(text)]
         return RemotePort(addresses, limits, clock=clock, bulk=way, write=mode, credentials=credentials)
     discovery = Discovery.of_etcd(etcd, root, etcd_tls, etcd_user, limits.probe_s)
     try:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from kvstore.brief import brief
 from kvstore.client.consumers import Sharing
 from kvstore.client.keeping import Held, Keeping
 from kvstore.client.owner import Owner
@@ -41,10 +42,10 @@ class Run:
     """
 
     def __init__(self, plan: Plan, keeping: Keeping, ahead: int, attempts: int) -> None:
-        if not 0 <= ahead <= AHEAD_MAX:
-            raise InvalidRequest(f"ahead={ahead!r}: expected 0 to {AHEAD_MAX} groups")
-        if attempts < 1:
-            raise InvalidRequest(f"attempts={attempts!r}: expected 1 or more")
+        if not isinstance(ahead, int) or not 0 <= ahead <= AHEAD_MAX:
+            raise InvalidRequest(f"ahead={brief(ahead)}: expected 0 to {AHEAD_MAX} groups")
+        if not isinstance(attempts, int) or attempts < 1:
+            raise InvalidRequest(f"attempts={brief(attempts)}: expected a whole number, 1 or more")
         self._owner = Owner()
         self._groups = plan.groups
         self._keeping = keeping

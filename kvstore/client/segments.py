@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextvars import copy_context
@@ -14,6 +15,7 @@ from hashlib import blake2b
 import numpy as np
 
 from kvstore import tracing
+from kvstore.brief import FLOAT_MAX, brief
 from kvstore.client.arrays import KvArray, fillable, source_array, target_array
 from kvstore.client.blocks import BlockCache
 from kvstore.client.owner import Owner
@@ -120,7 +122,7 @@ class Segments:
         With ``starts``: the segments that were not found whole. Without: the gaps between matches, cut into pieces of
         one chunk. Nothing shorter than a chunk, and nothing before ``after``. Raises InvalidRequest.
         """
-        return finding.missing(Search.of(tokens, starts, after), matches, self.layout.chunk_tokens)
+        return finding.missing(Search.of(tokens, starts, after), _checked_kind(matches), self.layout.chunk_tokens)
 
     def hold(self, matches: Sequence[Match], ttl: float | None = None) -> Held:
         """Protects found segments from garbage collection until released. Use it as a context. Raises Overloaded."""
@@ -320,16 +322,23 @@ def _key(number: int) -> bytes:
 
 
 def _check_ttl(ttl: float | None) -> None:
-    if ttl is not None and not (isinstance(ttl, int | float) and ttl > 0):
-        raise InvalidRequest(f"ttl={ttl!r}: expected a positive number of seconds")
+    if ttl is not None and not (isinstance(ttl, int | float) and ttl > 0 and not FLOAT_MAX < ttl < math.inf):
+        raise InvalidRequest(f"ttl={brief(ttl)}: expected a positive number of seconds")
+
+
+def _checked_kind(matches: Sequence[Match]) -> Sequence[Match]:
+    if not isinstance(matches, Sequence):
+        raise InvalidRequest(f"matches are a {type(matches).__name__}: expected what find returned")
+    for match in matches:
+        if not isinstance(match, Match):
+            raise InvalidRequest(f"matches have a {type(match).__name__}: expected what find returned")
+    return matches
 
 
 def _checked(matches: Sequence[Match], chunk_tokens: int) -> list[Match]:
     """Raises InvalidRequest if these are not what ``find`` returns."""
     end = 0
-    for match in matches:
-        if not isinstance(match, Match):
-            raise InvalidRequest(f"matches have a {type(match).__name__}: expected what find returned")
+    for match in _checked_kind(matches):
         if match.start < end or not len(match) or len(match) % chunk_tokens or len(match.tokens) != len(match):
             raise InvalidRequest(
                 f"{match!r} is not in order, or no whole number of chunks: expected what find returned"

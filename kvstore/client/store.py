@@ -86,7 +86,7 @@ class Store:
         """Releases a pin by its id; False if there is none."""
         if not isinstance(pin_id, str):
             raise InvalidRequest(f"pin id is a {type(pin_id).__name__}: expected the text that pin gave")
-        return self._port.unpin(pin_id)
+        return pin_id.isascii() and self._port.unpin(pin_id)
 
     def clear(
         self,
@@ -104,6 +104,8 @@ class Store:
         Raises InvalidRequest for an empty selection, Unavailable if nodes could not be told: clear again.
         """
         chosen = checked_selection(selection)
+        if not callable(progress):
+            raise InvalidRequest(f"progress={brief(progress)}: expected a function of done and total")
         dry_run, pinned = _checked_flag("dry_run", dry_run), _checked_flag("pinned", pinned)
         return self._port.clear_selected(chosen, progress, dry_run=dry_run, pinned=pinned)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvstore.address import BLOCK_KEY_BYTES_MAX, BLOCK_KEY_BYTES_MIN
+from kvstore.brief import brief
 from kvstore.buffers import ReadBuffer
 from kvstore.errors import InvalidRequest
 from kvstore.tokens import Tokens, token_array
@@ -25,6 +26,8 @@ PARTS_MAX = 4_096
 WHOLE_BYTES = 16
 NO_WHOLE = bytes(WHOLE_BYTES)
 
+_NUMBERS = ("depth", "hash_bytes", "group", "parts")
+_BYTES = ("parent", "whole", "extra")
 _FIXED = struct.Struct("<BBHI16sIHH")
 _SIZE = struct.Struct("<I")
 assert _FIXED.size == 32
@@ -52,14 +55,24 @@ class Descent:
     """What the engine's hash covers beside tokens, as a JSON object; empty for nothing."""
 
     def __post_init__(self) -> None:
+        for name in _NUMBERS:
+            if not isinstance(value := getattr(self, name), int | np.integer):
+                raise InvalidRequest(f"a descent has {name}={brief(value)}: expected a whole number")
+        for name in _BYTES:
+            if not isinstance(value := getattr(self, name), bytes):
+                raise InvalidRequest(f"a descent has {name}={brief(value)}: expected bytes")
         if self.parent and not BLOCK_KEY_BYTES_MIN <= len(self.parent) <= BLOCK_KEY_BYTES_MAX:
             raise InvalidRequest(f"a descent's parent has {len(self.parent)} bytes: expected the key of a block")
         if not len(token_array(self.tokens)) or bool(self.parent) != bool(self.depth) or not 0 <= self.depth < 1 << 32:
             raise InvalidRequest("a descent needs tokens, and a parent unless it is the first of its prompt (depth 0)")
         if not HASH_BYTES_MIN <= self.hash_bytes <= BLOCK_KEY_BYTES_MAX or not 0 <= self.group < 256:
-            raise InvalidRequest(f"a descent has hash_bytes={self.hash_bytes} and group={self.group}: out of range")
+            raise InvalidRequest(
+                f"a descent has hash_bytes={brief(self.hash_bytes)} and group={brief(self.group)}: out of range"
+            )
         if not 1 <= self.parts <= PARTS_MAX or len(self.whole) != WHOLE_BYTES:
-            raise InvalidRequest(f"a descent has parts={self.parts}: expected 1 to {PARTS_MAX}, and 16 bytes as whole")
+            raise InvalidRequest(
+                f"a descent has parts={brief(self.parts)}: expected 1 to {PARTS_MAX}, and 16 bytes as whole"
+            )
         if len(self.extra) > EXTRA_BYTES_MAX or self.packed_bytes > DESCENT_BYTES_MAX:
             raise InvalidRequest(
                 f"a descent has {self.packed_bytes} bytes, {len(self.extra)} of them extra: expected at most "

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import os
+import sys
 from dataclasses import dataclass, fields
 
+from kvstore.brief import brief
 from kvstore.errors import InvalidRequest
 from kvstore.recency import QUANTUM_S
 
@@ -85,8 +86,8 @@ class Limits:
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
-            if not isinstance(value, int | float) or not 0 < value < math.inf:
-                raise InvalidRequest(f"limit {each.name}={value!r}: expected a number, more than 0")
+            if not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
+                raise InvalidRequest(f"limit {each.name}={brief(value)}: expected a number, more than 0")
         for name in CHANGEABLE:
             if getattr(self, name) > VALUE_MAX:
                 raise InvalidRequest(f"limit {name} is too large: expected at most {VALUE_MAX:g}")

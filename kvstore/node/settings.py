@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
+import sys
 from dataclasses import dataclass
 from os import PathLike
 from typing import Literal
@@ -19,6 +19,7 @@ from kvstore.writes import BOUND_BYTES_MIN, Durability, WriteMode
 MEMORY_BYTES_MIN = 16 << 20
 DISK_BYTES_MIN = 64 << 20
 TTL_S_MIN = 1.0
+SIZE_END = 1 << 63
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +65,14 @@ class TierSettings:
         sync_interval_s: float = 1.0,
     ) -> TierSettings:
         """Makes settings from what callers give, whatever its type. Raises InvalidRequest."""
-        if not _is_whole(memory):
+        if not _is_size(memory):
             raise InvalidRequest(f"memory={brief(memory)}: expected a whole number of bytes, such as 8 << 30 for 8 GiB")
-        if not _is_whole(root_priority_min):
+        if not _is_whole(root_priority_min) or not -SIZE_END < root_priority_min < SIZE_END:
             raise InvalidRequest(f"root_priority_min={brief(root_priority_min)}: expected a whole number")
         folder, size_bytes = "", 0
         if disk is not None:
             match disk:
-                case (str() | PathLike() as path, size) if os.fspath(path) and _is_whole(size):
+                case (str() | PathLike() as path, size) if os.fspath(path) and _is_size(size):
                     folder, size_bytes = os.fspath(path), size
                 case _:
                     raise InvalidRequest(
@@ -93,14 +94,14 @@ class AskedBound:
         chosen: int | Literal["auto"] | None = None
         if isinstance(max_bytes, str) and max_bytes == "auto":
             chosen = "auto"
-        elif isinstance(max_bytes, int) and _is_whole(max_bytes) and max_bytes >= BOUND_BYTES_MIN:
+        elif isinstance(max_bytes, int) and _is_size(max_bytes) and max_bytes >= BOUND_BYTES_MIN:
             chosen = max_bytes
         elif max_bytes is not None:
             raise InvalidRequest(
                 f"max_bytes={brief(max_bytes)}: expected a whole number of at least {BOUND_BYTES_MIN} bytes (1 MiB), "
                 '"auto" for a share of the disk, or None for no bound'
             )
-        if ttl is not None and not (isinstance(ttl, int | float) and TTL_S_MIN <= ttl < math.inf):
+        if ttl is not None and not (isinstance(ttl, int | float) and TTL_S_MIN <= ttl <= sys.float_info.max):
             raise InvalidRequest(f"ttl={brief(ttl)}: expected a number of seconds, at least {TTL_S_MIN:g}, or None")
         return cls(chosen, None if ttl is None else float(ttl))
 
@@ -115,6 +116,10 @@ NOT_BOUNDED = AskedBound()
 
 def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and _is_whole(value) and -SIZE_END < value < SIZE_END
 
 
 NO_TIERS = TierSettings()

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NewType
 
+from kvstore.brief import brief
 from kvstore.buffers import Borrowed
 from kvstore.errors import InvalidRequest, RootMismatch, Unavailable
 from kvstore.format import places
@@ -137,7 +138,7 @@ def create_or_open(
     a folder that is not a root; InvalidRequest for shard_bits outside 0 to 16.
     """
     if type(shard_bits) is not int or not 0 <= shard_bits <= places.SHARD_BITS_MAX:
-        raise InvalidRequest(f"shard_bits={shard_bits}: expected 0 to {places.SHARD_BITS_MAX}")
+        raise InvalidRequest(f"shard_bits={brief(shard_bits)}: expected 0 to {places.SHARD_BITS_MAX}")
     found = read_identity(root)
     if found is None and not create:
         raise RootMismatch(f"{root.url} is not a kvstore root: it has no FORMAT file. Is the file system mounted?")

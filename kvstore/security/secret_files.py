@@ -74,6 +74,8 @@ def _read(
             os.close(fd)
     except OSError as cause:
         raise InvalidRequest(f"cannot read the {what} {str(path)!r}: {cause.strerror or cause}") from cause
+    except ValueError as cause:  # a NUL, or half a character
+        raise InvalidRequest(f"cannot read the {what} {str(path)!r}: this is no path") from cause
     if len(content) > bytes_max:
         raise InvalidRequest(f"the {what} {str(path)!r} is over {bytes_max} bytes")
     return content
@@ -110,6 +112,6 @@ def _check_owner(path: str | Path, what: str, status: os.stat_result) -> None:
 def _state(path: str) -> tuple[int, ...]:
     try:
         status = os.stat(path)
-    except OSError:
+    except (OSError, ValueError):  # a NUL, or half a character, is said by who reads it
         return ()
     return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)

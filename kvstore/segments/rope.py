@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.brief import brief
 from kvstore.errors import InvalidRequest
 from kvstore.segments.scaling import Scaled, scaled
 
@@ -87,7 +88,12 @@ class Rope:
         from kvstore.segments.configs import settings  # which needs nothing but the configuration
 
         theta, dims, style, scaling = settings(model_config)
-        return cls(theta, dims, Style(style), scaling, tuple(frequencies))
+        try:
+            return cls(theta, dims, Style(style), scaling, tuple(map(float, frequencies)))
+        except (TypeError, ValueError, OverflowError) as cause:
+            if isinstance(cause, InvalidRequest):
+                raise
+            raise InvalidRequest(f"frequencies={brief(frequencies)}: expected numbers") from cause
 
     @property
     def digest(self) -> str:

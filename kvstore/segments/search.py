@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from kvstore.brief import brief
 from kvstore.errors import InvalidRequest
 from kvstore.tokens import TokenArray, Tokens, token_array
 
@@ -33,9 +34,9 @@ class Search:
         try:
             place = operator.index(after)
         except TypeError as cause:
-            raise InvalidRequest(f"after={after!r:.60}: expected an integer") from cause
+            raise InvalidRequest(f"after={brief(after)}: expected an integer") from cause
         if not 0 <= place <= len(ids):
-            raise InvalidRequest(f"after={place}: expected 0 to {len(ids)}, the token count")
+            raise InvalidRequest(f"after={brief(place)}: expected 0 to {len(ids)}, the token count")
         return cls(ids, None if starts is None else _places(starts, len(ids)), place)
 
     @property
@@ -51,9 +52,9 @@ def _places(starts: Sequence[int], total: int) -> tuple[int, ...]:
     try:
         places = tuple(operator.index(start) for start in starts)
     except TypeError as cause:
-        raise InvalidRequest(f"starts are {starts!r:.60}: expected a sequence of integers") from cause
+        raise InvalidRequest(f"starts are {brief(starts)}: expected a sequence of integers") from cause
     if len(places) > STARTS_MAX:
         raise InvalidRequest(f"{len(places)} starts are over the limit of {STARTS_MAX}")
     if any(start >= end for start, end in pairwise(places)) or (places and not 0 <= places[0] <= places[-1] <= total):
-        raise InvalidRequest(f"starts are {list(places[:8])!r}...: expected ascending places from 0 to {total}")
+        raise InvalidRequest(f"starts are {brief(list(places[:8]))}...: expected ascending places from 0 to {total}")
     return places

@@ -20,7 +20,7 @@ from tests.ports import free_port
     ],
 )
 def test_one_port_is_refused_with_both_options(one: str, other: str) -> None:
-    with pytest.raises(InvalidRequest, match="^--a .*7171 and --c .*7171 are one port"):
+    with pytest.raises(InvalidRequest, match=r"^--a .*7171 and --c .*7171 are one port"):
         check_ports([("--a", one), ("--b", None), ("--c", other)])
 
 
