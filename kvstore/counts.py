@@ -50,7 +50,7 @@ class NodeCount(Count):
     """The counters of a node."""
 
     REQUESTS_MATCH = "match calls, of prompts and of blocks"
-    REQUESTS_GET = "reads of a hold or prompt"
+    REQUESTS_GET = "get calls of prompts, blocks and holds, layer by layer and as views too; each once, however it goes"
     REQUESTS_PUT = "put calls"
     TOKENS_ASKED = "tokens that requests asked for, full chunks only, each request once"
     TOKENS_MATCHED = "tokens that these requests found in the store"

@@ -85,6 +85,7 @@ class Fetch(ABC):
         self.done = bytearray(count)
         """A byte for each chunk that is wanted, 1 once it is in the caller's memory, verified."""
         self.timeout_s = tools.limits.stream_s(tools.limits.read_s, size_bytes)
+        self._is_counted = False
         """How long a worker has for it."""
 
     def receive(self, endpoint: Endpoint, _: float = 0.0) -> None:
@@ -127,9 +128,12 @@ class Fetch(ABC):
             try:
                 if (mode := link.mode) is not Mode.STREAM:
                     missing = self._take_given(link, mode, missing, damaged)
+                    self._is_counted = True
                 if missing:
                     asked = self._ask(link, Mode.STREAM, missing)
-                    if not ImageReceiver(link, asked, self.done).receive():
+                    is_whole = ImageReceiver(link, asked, self.done).receive()
+                    self._is_counted = True
+                    if not is_whole:
                         damaged += sorted({*missing} & {*self._missing()})
             except (LinkBroken, InvalidRequest) as error:
                 link.channel.alive = False
@@ -289,6 +293,7 @@ class BlockFetch(Fetch):
             keys=pack_keys(wanted.keys),
             sizes=pack_sizes(wanted.sizes_bytes),
             hold=self._hold,
+            uncounted=self._is_counted or any(self.done),  # a worker has answered: the rest goes on with it
         )
 
     def _asked(self, link: Link, number: int, chunks: Sequence[int]) -> Ask:
@@ -298,6 +303,7 @@ class BlockFetch(Fetch):
     def _take_frames(self, frames: Iterator[Frame], chunks: Sequence[int]) -> None:
         asked, found, incoming = 0, list[int](), Incoming([])
         for frame in frames:
+            self._is_counted = True
             if frame.start is not None:
                 if not incoming.is_done or asked + len(frame.start) > len(chunks):
                     raise BrokenTransfer("its blocks are mixed up: repeat the call")

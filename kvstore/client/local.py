@@ -13,6 +13,7 @@ from kvstore.buffers import Pieces
 from kvstore.census.selection import Selection
 from kvstore.client.branches import PortBranches
 from kvstore.client.port import PortSegments
+from kvstore.counts import NodeCount
 from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError, StoreClosed
 from kvstore.format.descent import Ancestry
 from kvstore.hints import Hints
@@ -86,6 +87,7 @@ class LocalHold:
 
     def layers(self, memory: Callable[[int], LayerMemory], band: int) -> Iterator[tuple[int, LayerMemory]]:
         with self._store:
+            self._node.counters.add(NodeCount.REQUESTS_GET)
             yield from self._node.read_layers(self._hold, memory, bands=Bands(band))
 
     def view(self) -> list[npt.NDArray[Any]]:
@@ -110,6 +112,7 @@ class LocalBlockHold:
         with self._store:
             self._node.holds.check(self._hold)
             deadline = Deadline(self._node.clock, self._node.limits.read_deadline_s)
+            self._node.counters.add(NodeCount.REQUESTS_GET)
             return self._node.blocks.get(self._namespace, keys, buffers, deadline, held=True)
 
     def release(self) -> None:
@@ -273,6 +276,7 @@ class LocalPort:
     def get_blocks(self, namespace: Namespace, keys: Sequence[bytes], buffers: Pieces) -> list[bool]:
         with self._store as member:
             deadline = Deadline(member.node.clock, member.node.limits.read_deadline_s)
+            member.node.counters.add(NodeCount.REQUESTS_GET)
             return member.node.blocks.get(namespace, keys, buffers, deadline)
 
     def move(self, namespace: Namespace, tokens: TokenArray, act: Act, level: Level) -> Move:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kvstore.address import ADDRESS_BYTES, Address
 from kvstore.native import library as native
-from kvstore.recency import NS_PER_S, quantum_of
+from kvstore.recency import NS_PER_S
 from kvstore.sources import Clock
 from kvstore.zeros import untouched_zeros
 
@@ -66,7 +66,7 @@ class Known:
 
     def quantum(self, ago_s: float = 0.0) -> int:
         """Returns the start of the current quantum, or of that of ``ago_s`` seconds ago."""
-        return quantum_of(max(0.0, self._clock.now_s() - ago_s), self.quantum_s)
+        return int(max(0.0, self._clock.now_s() - ago_s)) // self.quantum_s * self.quantum_s  # as ``quantum_of``
 
     def is_present(self, address: Address, quantum_start_s: int) -> bool:
         """True if it was seen in this quantum or the one before."""

@@ -253,7 +253,6 @@ class Node:
 
     def used(self, hold: Hold, count: int) -> None:
         """Notes a read of the ``count`` leading chunks of a hold, whose recency is renewed."""
-        self.counters.add(NodeCount.REQUESTS_GET)
         self.reads.used(hold.chain.leading(count))
 
     def read_layers(
@@ -264,7 +263,6 @@ class Node:
         ``deadline_s`` is for each band. Raises HoldBroken where a chunk was lost or the hold has ended.
         """
         self.holds.check(hold)
-        self.counters.add(NodeCount.REQUESTS_GET)
         if not hold.count:
             return
         self._bring_foreign(hold, self._deadline(deadline_s, self.limits.read_deadline_s))

@@ -416,16 +416,18 @@ class MatchBlocksResponse(_message.Message):
     def __init__(self, blocks: _Optional[int] = ..., present: _Optional[bytes] = ..., sizes: _Optional[bytes] = ...) -> None: ...
 
 class GetBlocksRequest(_message.Message):
-    __slots__ = ("namespace", "keys", "sizes", "hold")
+    __slots__ = ("namespace", "keys", "sizes", "hold", "uncounted")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     SIZES_FIELD_NUMBER: _ClassVar[int]
     HOLD_FIELD_NUMBER: _ClassVar[int]
+    UNCOUNTED_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     keys: bytes
     sizes: bytes
     hold: bytes
-    def __init__(self, namespace: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., sizes: _Optional[bytes] = ..., hold: _Optional[bytes] = ...) -> None: ...
+    uncounted: bool
+    def __init__(self, namespace: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., sizes: _Optional[bytes] = ..., hold: _Optional[bytes] = ..., uncounted: bool = ...) -> None: ...
 
 class GetBlocksResponse(_message.Message):
     __slots__ = ("hits", "checksums", "data")

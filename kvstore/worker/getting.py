@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import closing
 
 from kvstore.buffers import cut, cut_evenly, grouped
-from kvstore.counts import WorkerCount
+from kvstore.counts import NodeCount, WorkerCount
 from kvstore.errors import InvalidRequest
 from kvstore.node.holds import Hold
 from kvstore.node.lanes import Deadline
@@ -53,6 +53,8 @@ class GetStreams:
         if by_layer and request.first:
             raise InvalidRequest(f"first is {request.first}: expected 0 when reading layer by layer")
         with self._prompts.held(request, context) as (hold, count):
+            if not request.uncounted:
+                self._node.counters.add(NodeCount.REQUESTS_GET)
             tokens = count * hold.chain.namespace.layout.chunk_tokens
             start = pb.GetStart(chunks=count, tokens=tokens).SerializeToString()
             yield encode_frame(start=start)
@@ -79,6 +81,8 @@ class GetStreams:
         """The encoded messages of one answer about blocks: as many at once as fit into a window of memory."""
         namespace, keys = self._prompts.namespace(request.namespace, context), unpack_keys(request.keys)
         hold = self._prompts.block_hold(request.hold, namespace)
+        if not request.uncounted:
+            self._node.counters.add(NodeCount.REQUESTS_GET)
         sizes = unpack_sizes(request.sizes, len(keys))
         self._prompts.settle_blocks(namespace, keys)
         groups = list(grouped(sizes, self._limits.window_bytes))

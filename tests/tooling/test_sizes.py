@@ -32,7 +32,7 @@ LARGE = {
     "kvstore/node/disk_shelf.py DiskShelf": 27,
     "kvstore/node/memory_tier.py": 424,
     "kvstore/node/memory_tier.py MemoryTier": 41,
-    "kvstore/node/node.py": 464,
+    "kvstore/node/node.py": 462,
     "kvstore/node/node.py Node": 34,
     "kvstore/node/node.py Node.__init__": 84,
     "kvstore/wire/bulk/channel.py Channel": 28,

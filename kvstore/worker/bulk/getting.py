@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvstore.counts import WorkerCount
+from kvstore.counts import NodeCount, WorkerCount
 from kvstore.errors import InvalidRequest
 from kvstore.node.handing import Asked
 from kvstore.node.node import Node
@@ -58,6 +58,8 @@ class BulkGets:
             self._from_memory(channel, number, mode, request, context)
             return
         with self._prompts.held(request, context) as (hold, count):
+            if not request.uncounted:
+                self._node.counters.add(NodeCount.REQUESTS_GET)
             self._start(channel, number, count, hold.chain.namespace.layout.chunk_tokens)
             asked = Asked(hold.chain, hold)
             if mode != Mode.STREAM:
@@ -83,6 +85,8 @@ class BulkGets:
         self._check_mode(channel, mode, context)
         wanted = self._prompts.blocks(request.namespace, request.keys, request.sizes, context)
         asked = Asked(wanted, self._prompts.block_hold(request.hold, wanted.namespace))
+        if not request.uncounted:
+            self._node.counters.add(NodeCount.REQUESTS_GET)
         self._prompts.settle_blocks(wanted.namespace, wanted.keys)
         if mode == Mode.STREAM:
             stream = self._stream(channel, number, asked)
