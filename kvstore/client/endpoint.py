@@ -37,7 +37,7 @@ def check_address(address: str) -> str:
     """Checks an address: ``host:port``, ``[v6]:port`` or ``unix:path``. Raises InvalidRequest."""
     if not isinstance(address, str):
         raise InvalidRequest(
-            f"worker {brief(address)} is a {type(address).__name__}: expected text such as 10.0.0.7:7070"
+            f"worker {brief(address)} is a {type(address).__name__}: expected host:port as text, such as 10.0.0.7:7070"
         )
     text = address.strip()
     try:

@@ -85,8 +85,9 @@ class Fetch(ABC):
         self.done = bytearray(count)
         """A byte for each chunk that is wanted, 1 once it is in the caller's memory, verified."""
         self.timeout_s = tools.limits.stream_s(tools.limits.read_s, size_bytes)
-        self._is_counted = False
         """How long a worker has for it."""
+        self._is_counted = False
+        """A worker has counted this get: what is asked for again, or in another way, goes on with it."""
 
     def receive(self, endpoint: Endpoint, _: float = 0.0) -> None:
         """Reads what is missing from one worker, with ``done`` up to date whatever happens.
@@ -293,7 +294,7 @@ class BlockFetch(Fetch):
             keys=pack_keys(wanted.keys),
             sizes=pack_sizes(wanted.sizes_bytes),
             hold=self._hold,
-            uncounted=self._is_counted or any(self.done),  # a worker has answered: the rest goes on with it
+            uncounted=self._is_counted or any(self.done),
         )
 
     def _asked(self, link: Link, number: int, chunks: Sequence[int]) -> Ask:
