@@ -17,6 +17,8 @@ log = logging.getLogger(__name__)
 CLAIM_SHARE = 1 / 128
 """The share of the bound in one claim. A node that is killed loses it until the next listing."""
 CLAIM_BYTES_MAX = 64 << 20
+UNBOUND_BYTES = 256 << 20
+"""One claim where nobody asks for a bound: a claim takes as long as an eighth of a put of 16 MiB."""
 EARLY_SHARE = 1 / 16
 """A process that claimed this share of the bound needs a collector at once: it takes a moment to begin.
 
@@ -114,13 +116,13 @@ class Claims:
 
     def _claim(self, overdrawn_bytes: int) -> int:
         max_bytes = self._bounds.smallest(TIMEOUT_S).and_of(self._own).max_bytes
-        size_bytes = CLAIM_BYTES_MAX
+        size_bytes = UNBOUND_BYTES
         if max_bytes is not None:
-            size_bytes = max(1, min(size_bytes, int(CLAIM_SHARE * max_bytes)))
+            size_bytes = max(1, min(CLAIM_BYTES_MAX, int(CLAIM_SHARE * max_bytes)))
         asked_bytes = size_bytes + overdrawn_bytes + self._owed_bytes
         claim = self._bounds.claim(asked_bytes, max_bytes, self._is_empty, TIMEOUT_S)
         if claim is None and max_bytes is None:
-            return size_bytes  # nobody knows the level, and nobody asks for a bound
+            return CLAIM_BYTES_MAX  # nobody knows the level, and nobody asks for a bound
         if claim is None:
             self._wrote(True)
             log.debug("claims.refused: a collector has to count, or %g of the bound is claimed", CLAIMED_SHARE)

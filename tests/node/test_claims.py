@@ -14,7 +14,7 @@ from kvstore.meta.keys import Keys, SessionId
 from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.usage import Room
 from kvstore.node import usage as timings
-from kvstore.node.claims import CLAIM_SHARE, EARLY_SHARE, Claims
+from kvstore.node.claims import CLAIM_SHARE, EARLY_SHARE, UNBOUND_BYTES, Claims
 from kvstore.node.usage import AMPLE_BYTES, KEPT_S, NodeUsage
 from kvstore.root.posix_errors import DiskFull
 from tests.meta.faulty import Fault, FaultyMeta, Rule
@@ -244,3 +244,11 @@ def test_s6_a_claim_that_failed_is_made_again_while_the_put_waits(
 
     monkeypatch.setattr(Bounds, "claim", slow)
     assert root.put(700) and not failures
+
+
+def test_s6_where_nobody_asks_for_a_bound_one_claim_is_for_many_puts(meta: MemoryMeta) -> None:
+    root, levels = Root(meta, NO_BOUND), set[int | None]()
+    for _ in range(UNBOUND_BYTES >> 24):
+        assert root.put(1 << 24)
+        levels.add(root.level)
+    assert levels == {UNBOUND_BYTES}
