@@ -51,7 +51,7 @@ class NodeCount(Count):
 
     REQUESTS_MATCH = "match calls, of prompts and of blocks"
     REQUESTS_GET = "get calls of prompts, blocks and holds, layer by layer and as views too; each once, however it goes"
-    REQUESTS_PUT = "put calls"
+    REQUESTS_PUT = "put calls, of prompts and of blocks"
     TOKENS_ASKED = "tokens that requests asked for, full chunks only, each request once"
     TOKENS_MATCHED = "tokens that these requests found in the store"
     BLENDED_TOKENS = "tokens of segments that were read for another place of a prompt; neither asked nor matched"

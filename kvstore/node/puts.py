@@ -114,10 +114,10 @@ class Puts:
                 "a segment is put from its first token on, behind BOS alone: give all of its KV at once"
             )
         self.view.check_room(sum(sizes_of(wanted)[first:]))
+        self.counters.add(NodeCount.REQUESTS_PUT)
         mode = self.mode(write, hints)
         if isinstance(wanted, Keyed):
             return self._begin_blocks(wanted, mode, hints, sheds=sheds)
-        self.counters.add(NodeCount.REQUESTS_PUT)
         if wanted.namespace.has_segments:
             self._segments.learn(wanted)
         if len(wanted):

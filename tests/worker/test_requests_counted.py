@@ -1,4 +1,4 @@
-"""One get of a caller is one request in ``requests_get``: the same calls count the same, whichever way they go."""
+"""One get or put of a caller is one request of ``stats``: the same calls count the same, whichever way they go."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ TOKENS = np.arange(6 * SMALL.chunk_tokens)
 KV = kv_of(SMALL, TOKENS)
 KEYS = [bytes([number]) * 16 for number in range(1, 6)]
 BLOCK_BYTES = 5_000
-Counted = tuple[Cache, Callable[[], int]]
+Counted = tuple[Cache, Callable[[str], int]]
 
 
 @contextmanager
 def in_process(root: Path, *, has_memory: bool) -> Iterator[Counted]:
     with kvstore.open(root, memory=(64 << 20) * has_memory, max_bytes=None) as store:
-        yield store.namespace("m", SMALL), lambda: int(store.stats()["requests_get"])
+        yield store.namespace("m", SMALL), lambda name: int(store.stats()[name])
 
 
 @contextmanager
@@ -36,7 +36,7 @@ def through_worker(root: Path, way: str, *, has_memory: bool) -> Iterator[Counte
     with ExitStack() as undo:
         served = undo.enter_context(serving_memory(root) if has_memory else serving(root))
         store = undo.enter_context(connected(served, bulk=way))
-        yield store.namespace("m", SMALL), lambda: served.member.node.counters.snapshot()["requests_get"]
+        yield store.namespace("m", SMALL), lambda name: served.member.node.counters.snapshot()[name]
 
 
 @contextmanager
@@ -89,15 +89,36 @@ CALLS: dict[str, Callable[[Cache], object]] = {
 }
 
 
+PUTS: dict[str, Callable[[Cache], object]] = {
+    "put": lambda cache: cache.put(TOKENS + 20_000, KV),
+    "put of what is there": lambda cache: cache.put(TOKENS, KV),
+    "blocks": lambda cache: cache.blocks.put([bytes([99]) * 16], [bytes(BLOCK_BYTES)]),
+    "many blocks": lambda cache: cache.blocks.put([bytes([n]) * 16 for n in range(100, 148)], [bytes(1 << 20)] * 48),
+    "blocks that are there": lambda cache: cache.blocks.put(KEYS, [bytes(BLOCK_BYTES)] * len(KEYS)),
+}
+
+
+@pytest.mark.parametrize("has_memory", [False, True], ids=["root", "memory"])
+@pytest.mark.parametrize("way", ["here", *WAYS])
+def test_each_put_is_one_request(tmp_root: Path, way: str, has_memory: bool) -> None:
+    grown = {}
+    with opened(tmp_root / "root", way, has_memory=has_memory) as (cache, count):
+        for name, call in PUTS.items():
+            before = count("requests_put")
+            call(cache)
+            grown[name] = count("requests_put") - before
+    assert grown == dict.fromkeys(PUTS, 1)
+
+
 @pytest.mark.parametrize("has_memory", [False, True], ids=["root", "memory"])
 @pytest.mark.parametrize("way", ["here", *WAYS])
 def test_each_get_is_one_request(tmp_root: Path, way: str, has_memory: bool) -> None:
     grown = {}
     with opened(tmp_root / "root", way, has_memory=has_memory) as (cache, count):
         for name, call in CALLS.items():
-            before = count()
+            before = count("requests_get")
             call(cache)
-            grown[name] = count() - before
+            grown[name] = count("requests_get") - before
     assert grown == dict.fromkeys(CALLS, 1)
 
 
@@ -107,8 +128,8 @@ def test_a_get_that_asks_again_for_what_is_damaged_is_one_request(tmp_root: Path
         for path in sorted((tmp_root / "root" / "chunks").rglob("*")):
             if path.is_file():
                 damage_payload(path)
-        before = count()
+        before = count("requests_get")
         assert cache.get(TOKENS)[0] == 0
-        assert count() - before == 1
+        assert count("requests_get") - before == 1
         assert cache.blocks.get(KEYS, buffers(len(KEYS))) == [False] * len(KEYS)
-        assert count() - before == 2
+        assert count("requests_get") - before == 2
