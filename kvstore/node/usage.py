@@ -142,7 +142,7 @@ class NodeUsage:
         if self.claiming is None:
             return
         if not self.claiming.has_disk_for(size_bytes):
-            raise Overloaded(f"the disk of this root is full; {self.claiming.full()}")
+            raise Overloaded(f"No space left on the disk of this root; {self.claiming.full()}")
         if not self._was_full and self.claiming.has_disk_for(size_bytes + AMPLE_BYTES):
             with self._lock:
                 self.looks = self._was_full

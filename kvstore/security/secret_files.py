@@ -72,6 +72,8 @@ def _read(
                 content = file.read(bytes_max + 1)
         finally:
             os.close(fd)
+    except InvalidRequest:
+        raise
     except OSError as cause:
         raise InvalidRequest(f"cannot read the {what} {str(path)!r}: {cause.strerror or cause}") from cause
     except ValueError as cause:  # a NUL, or half a character

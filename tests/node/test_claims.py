@@ -90,7 +90,7 @@ def test_s6_a_claim_that_fails_asks_for_a_collector(meta: MemoryMeta) -> None:
 def test_s7_a_node_looks_until_there_is_ample_room_and_for_ever_once_the_disk_was_full(meta: MemoryMeta) -> None:
     root = Root(meta)
     root.usage.looks, root.free_bytes = True, 99
-    with pytest.raises(Overloaded, match="the disk of this root is full; this store makes room by itself"):
+    with pytest.raises(Overloaded, match="No space left on the disk of this root; this store makes room by itself"):
         root.usage.check_disk(100)
     assert root.wanted == [True], "a collector is needed at once"
     root.free_bytes = 100
