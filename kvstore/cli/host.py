@@ -30,8 +30,9 @@ WATCH_S = 0.5
 SHORT_LIFE_S = 10.0
 """A worker that lived shorter than this failed to start. After three of these in a row ``up`` gives up."""
 SHORT_LIVES_MAX = 3
-AGAIN_S = 60.0
-"""Minimum time between two starts of a program that is no worker, if it ends by itself."""
+AGAIN_S = 1.0
+AGAIN_S_MAX = 60.0
+"""Pause before a program that is no worker starts again, doubled each time that it lived for less than the maximum."""
 
 
 @dataclass(slots=True)
@@ -40,6 +41,14 @@ class _Worker:
     said: dict[str, str]
     short_lives: int = 0
     is_drained: bool = False
+
+
+@dataclass(slots=True)
+class _Other:
+    program: Program
+    pause_s: float = AGAIN_S / 2
+    due_s: float | None = None
+    """Time (monotonic) at which it is started again; None while it runs."""
 
 
 class Host:
@@ -51,7 +60,7 @@ class Host:
         self._stopper = stopper
         self._programs = programs
         self._workers: list[_Worker] = []
-        self._others: list[Program] = []
+        self._others: list[_Other] = []
 
     def start(self, count: int, listen: str, metrics: str) -> None:
         """Starts the workers and waits until they serve. Raises Unavailable if one does not."""
@@ -118,10 +127,8 @@ class Host:
                 log.error("up.etcd_ended: starting it again")
                 server.start()  # on the same ports, with the same files: workers find it again
             for other in self._others:
-                waited = time.monotonic() - other.started_s > AGAIN_S
-                if waited and not other.running:
-                    log.error("up.%s_ended exit_code=%s: starting it again", other.name, other.exit_code)
-                    other.start()
+                if not other.program.running:
+                    _start_later(other)
             for number, worker in enumerate(self._workers):
                 if not worker.program.running and not worker.is_drained:
                     self._again(number, worker)
@@ -162,10 +169,23 @@ class Host:
     def _start_beside(self, name: str, command: list[str]) -> Program:
         program = Program(name, command)
         self._programs.append(program)
-        self._others.append(program)
+        self._others.append(_Other(program))
         log.info("up.starting name=%s", name)
         program.start()
         return program
+
+
+def _start_later(other: _Other) -> None:
+    """Starts an ended program again once its time has come; the first call says when that is."""
+    program, now_s = other.program, time.monotonic()
+    if other.due_s is None:
+        lived_long = now_s - program.started_s > AGAIN_S_MAX
+        other.pause_s = AGAIN_S if lived_long else min(2 * other.pause_s, AGAIN_S_MAX)
+        other.due_s = now_s + other.pause_s
+        log.error("up.%s_ended exit_code=%s: starting it again in %g s", program.name, program.exit_code, other.pause_s)
+    elif now_s >= other.due_s:
+        other.due_s = None
+        program.start()
 
 
 def numbered(first: str, number: int) -> str:

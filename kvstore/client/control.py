@@ -16,7 +16,15 @@ from google.protobuf.message import Message
 
 from kvstore.census.selection import Selection
 from kvstore.client.caller import Caller, CallFailed
-from kvstore.client.control_values import limits_of, place_of, plain, selection_message, ticket_of
+from kvstore.client.control_values import (
+    checked_flag,
+    checked_seconds,
+    limits_of,
+    place_of,
+    plain,
+    selection_message,
+    ticket_of,
+)
 from kvstore.client.endpoint import Endpoint
 from kvstore.client.endpoints import Endpoints
 from kvstore.client.limits import ClientLimits
@@ -145,7 +153,10 @@ class Control:
         ``dry_run`` only counts. Pinned chunks stay unless ``pinned``. Raises InvalidRequest.
         """
         request = pb.ClearSelectedRequest(
-            selection=selection_message(selection), dry_run=dry_run, pinned=pinned, deadline_s=deadline
+            selection=selection_message(selection),
+            dry_run=checked_flag("dry_run", dry_run),
+            pinned=checked_flag("pinned", pinned),
+            deadline_s=checked_seconds("deadline", deadline),
         )
         return ControlTicket(self, self._ticket_of("ClearSelected", request, worker))
 
@@ -269,7 +280,7 @@ class Control:
 
         Raises InvalidRequest if it is unclear which worker is meant, or if its program cannot be drained.
         """
-        request = sealed(pb.DrainRequest(within_s=within))
+        request = sealed(pb.DrainRequest(within_s=checked_seconds("within", within)))
         raw = self._unary("Drain", request, self._only(worker))
         answer = pb.DrainResponse.FromString(raw)
         return Draining(answer.calls, answer.behind_bytes, answer.tickets, answer.within_s)
@@ -299,6 +310,7 @@ class Control:
     def _recode(
         self, selection: Selection, recoding: pb.Recoding, deadline_s: float, worker: str | None
     ) -> ControlTicket:
+        deadline_s = checked_seconds("deadline", deadline_s)
         request = pb.RecodeRequest(selection=selection_message(selection), recoding=recoding, deadline_s=deadline_s)
         return ControlTicket(self, self._ticket_of("Recode", request, worker))
 
@@ -317,7 +329,7 @@ class Control:
             prompts=[pack_tokens(token_array(tokens)) for tokens in prompts],
             act=one.act,
             tier=one.tier,
-            deadline_s=deadline_s,
+            deadline_s=checked_seconds("deadline", deadline_s),
         )
         return ControlTicket(self, self._ticket_of("BeginMove", request, worker))
 

@@ -46,7 +46,9 @@ PAUSE_S = 0.5
 JOIN_S = 2.0
 """At the end, the wait for threads that still write."""
 STUCK_S = 3.0
-"""At the end, the node stops waiting once nothing was written for this long: the root refuses, or lacks parents."""
+"""At the end, the node stops waiting once nothing was written or given up for this long: the root refuses, or lacks
+parents.
+"""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,6 +66,8 @@ class Job:
     """Earliest time to begin: its put is still going on, or the root refused it just now."""
     held_s: float = 0.0
     """Time at which it begins even while clients move bytes."""
+    was_tried: bool = False
+    """It could not be written once, and so may never be."""
 
     def continues(self, other: Job) -> bool:
         """True if some of its chunks have parents in ``other``, or are the same."""
@@ -104,8 +108,8 @@ class WriteBehind:
         self._awaited = 0
         """Callers that wait until something is written."""
         self._jobs = 0
-        self._stuck_since_s: float | None = None
-        """Since when no job could be written; None if the last one was."""
+        self._ended_s = 0.0
+        """Time at which a job ended last."""
         self._lost_chunks = 0
         self._is_closing = False
         self._close_said = False
@@ -250,8 +254,8 @@ class WriteBehind:
     def _may_wait_s(self, began_s: float, timeout_s: float) -> float:
         """Returns how long ``close``, which began at ``began_s``, may still wait before it looks again."""
         now_s, ends_s = self._clock.monotonic_s(), began_s + timeout_s
-        if self._stuck_since_s is not None:
-            ends_s = min(ends_s, max(began_s, self._stuck_since_s) + STUCK_S)
+        if all(job.was_tried for job in self._writing):
+            ends_s = min(ends_s, max(began_s, self._ended_s) + STUCK_S)
         return min(ends_s - now_s, STUCK_S)
 
     def _next(self) -> Decision:
@@ -314,14 +318,12 @@ class WriteBehind:
             self._memory.clean([entry for entry in slots.entries[:written] if entry is not None])
             gone = sum(entry is None or entry.is_gone for entry in slots.entries)
         if written == job.count:
-            self._stuck_since_s = None
             # Wrong blocks were left out, and some blocks may be gone since the job was queued.
             self._counters.add(NodeCount.BEHIND_WRITTEN, job.count - gone)
             self._counters.add(NodeCount.BEHIND_LOST, gone)
             return True
-        now_s = self._clock.monotonic_s()
-        self._stuck_since_s = self._stuck_since_s or now_s
-        if now_s < job.ends_s:
+        job.was_tried = True
+        if self._clock.monotonic_s() < job.ends_s:
             return False
         self._lost(job, why)
         return True
@@ -341,4 +343,5 @@ class WriteBehind:
         with self._changed:
             self._bytes -= job.size_bytes
             self._jobs -= 1
+            self._ended_s = self._clock.monotonic_s()
             self._changed.notify_all()

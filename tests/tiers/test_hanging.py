@@ -17,7 +17,7 @@ import pytest
 from kvstore.buffers import Borrowed
 from kvstore.errors import KVStoreError
 from kvstore.hints import Hints
-from kvstore.node import memory_puts
+from kvstore.node import memory_puts, write_behind
 from kvstore.writes import WriteMode
 from tests.node.stores import same
 from tests.patience import PATIENCE_S, slowness
@@ -242,6 +242,27 @@ def test_w3_parents_that_are_gone_are_not_waited_for_until_the_end(caplog: pytes
     said = [record.message for record in caplog.records if record.message.startswith("behind.")]
     assert said == ["behind.lost_at_close chunks=2"]
     assert not any(node.on_root(1, 6)[3:]) and node.on_root(2, 6) == [True] * 6
+
+
+def test_w3_what_is_being_written_is_waited_for_beside_parents_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write_behind, "STUCK_S", 0.1)
+    monkeypatch.setattr(write_behind, "JOIN_S", 0.0)
+    root = faulty()
+    node = Acting(root, limits=quick(flush_s=3600.0, behind_give_up_s=3600.0, write_deadline_s=3600.0, stall_s=3600.0))
+    node.put(1, 4, write=WriteMode.AROUND)
+    with held(root, "stat"):  # before it is looked whether the parents are there
+        node.put(1, 6, first=4)
+        root.inner.remove(node.name(1, 3))
+    with held(root, "publish") as hang:
+        node.put(2, 6)
+        assert hang.reached.wait(PATIENCE_S)
+        closing = threading.Thread(target=node.close)
+        closing.start()
+        closing.join(0.5)
+        assert closing.is_alive(), "it waits for the write"
+    closing.join(PATIENCE_S)
+    assert not closing.is_alive()
+    assert node.on_root(2, 6) == [True] * 6 and node.node.counters.snapshot()["behind_lost"] == 2
 
 
 def test_w3_after_the_end_nothing_is_taken_any_more(node: Acting) -> None:

@@ -1,0 +1,73 @@
+"""Programs beside the workers of ``kvstore up``: when one that died is started again."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import pytest
+
+from kvstore.children import Program
+from kvstore.cli import host
+from kvstore.cli.host import AGAIN_S, AGAIN_S_MAX, _Other, _start_later
+
+
+class Clock:
+    """What ``time.monotonic`` says."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(host, "time", made)
+    return made
+
+
+class Dying(Program):
+    """A program that is dead whenever somebody looks."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__("gc", [sys.executable])
+        self._clock = clock
+        self.starts = list[float]()
+        self.start()
+
+    def start(self) -> None:
+        self.started_s = self._clock.monotonic()
+        self.starts.append(self.started_s)
+
+    @property
+    def exit_code(self) -> int | None:
+        return -9
+
+
+def pauses(other: _Other, program: Dying, clock: Clock, lived_s: float, count: int) -> list[float]:
+    """Kills the program each time it has lived so long; returns how long it was gone, within half a second."""
+    found = []
+    for _ in range(count):
+        clock.now_s += lived_s
+        died_s, before = clock.now_s, len(program.starts)
+        while len(program.starts) == before:
+            _start_later(other)
+            clock.now_s += 0.5
+        found.append(program.starts[-1] - died_s)
+    return found
+
+
+def test_a_killed_program_is_back_soon_and_one_that_keeps_dying_later_and_later(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    program = Dying(clock)
+    other = _Other(program)
+    with caplog.at_level(logging.ERROR, "kvstore"):
+        found = pauses(other, program, clock, 2.0, 9)
+    assert found == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, *[AGAIN_S_MAX] * 3]
+    said = [record.message for record in caplog.records]
+    assert said[0] == "up.gc_ended exit_code=-9: starting it again in 1 s" and len(said) == 9, "once for each death"
+    assert pauses(other, program, clock, AGAIN_S_MAX + 1.0, 2) == [AGAIN_S, AGAIN_S], "it lived well"
