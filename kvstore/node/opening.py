@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any, TypeVar
@@ -38,7 +39,14 @@ from kvstore.root.identity import SHARD_BITS_DEFAULT, RootId, RootIdentity, crea
 from kvstore.root.interface import Root
 from kvstore.root.open import check_place, open_root
 from kvstore.root.posix import PosixRoot
-from kvstore.root.reserve import begin_reserve, has_room_for, make_room, with_reserve
+from kvstore.root.reserve import (
+    PUTS_END_S,
+    begin_reserve,
+    has_room_for,
+    make_room,
+    with_reserve,
+    would_spend,
+)
 from kvstore.sources import Clock, Ids, RandomIds, SystemClock
 from kvstore.writes import Durability
 
@@ -208,11 +216,18 @@ def _have_claim(member: Member, root: PosixRoot, bound: Bound) -> None:
             member.node.clock,
             root.path,
             bound,
-            lambda: member.node.on_root(lambda: make_room(root)),
+            lambda: _make_room(member.node, root),
         )
     member.collecting = collecting
     claim_room(member, bound, lambda at_once: None if collecting is None else collecting.wrote(at_once))
     atexit.register(member.leave)
+
+
+def _make_room(node: Node, root: Root) -> None:
+    """Spends the reserve of a disk that is so full that metadata may not be written (rule S7)."""
+    if node.on_root(lambda: would_spend(root)):
+        time.sleep(PUTS_END_S)
+    node.on_root(lambda: make_room(root))
 
 
 def claim_room(member: Member, bound: Bound, wrote: Callable[[bool], None]) -> None:

@@ -21,6 +21,8 @@ RESERVE_BYTES = 1 << 20
 FREE_SHARE = 1 / 16
 """A node takes no more of what is free; a disk too small for RESERVE_BYTES_MIN has none."""
 RESERVE_BYTES_MIN = 256 << 10
+PUTS_END_S = 1.0
+"""Time in which puts that found the disk full have ended."""
 LOG_BYTES = 640 << 10
 """Room for the log of metadata in a file on the root, while a clear or a round of sweeps begins."""
 
@@ -59,7 +61,7 @@ def spend_reserve(root: Root) -> bool:
 
 
 def has_room_for(root: Root, size_bytes: int) -> bool:
-    """True if a put of that size leaves as much room as the reserve takes, or the reserve is there.
+    """True if a put of that size leaves as much room as the reserve takes, or fits while the reserve is there.
 
     Raises the root's errors.
     """
@@ -67,15 +69,23 @@ def has_room_for(root: Root, size_bytes: int) -> bool:
     if space.free_bytes is None:
         return True
     kept_bytes = RESERVE_BYTES if space.total_bytes is None else min(RESERVE_BYTES, FREE_SHARE * space.total_bytes)
-    return space.free_bytes >= size_bytes + kept_bytes or root.stat(places.RESERVE) is not None
+    if space.free_bytes >= size_bytes + kept_bytes:
+        return True
+    return space.free_bytes >= size_bytes and root.stat(places.RESERVE) is not None
 
 
 def make_room(root: Root) -> bool:
     """Spends the reserve if a full disk has no room for what deleting writes first; True if there is room now.
 
-    Raises the root's errors.
+    Where ``would_spend``, wait PUTS_END_S before: puts that have begun end on the full disk then, and do not take that
+    room (rule S7). Raises the root's errors.
     """
     return _has_room(root) or (spend_reserve(root) and _has_room(root))
+
+
+def would_spend(root: Root) -> bool:
+    """True if ``make_room`` would spend the reserve now. Raises the root's errors."""
+    return not _has_room(root) and root.stat(places.RESERVE) is not None
 
 
 def _has_room(root: Root) -> bool:

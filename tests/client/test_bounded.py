@@ -25,6 +25,7 @@ import kvstore
 from kvstore.errors import InvalidRequest, Overloaded, RootMismatch
 from kvstore.format.places import BOUND, METADATA, RESERVE
 from kvstore.meta.sqlite import host
+from kvstore.meta.sqlite.file import MetadataFile
 from kvstore.node import collecting
 from kvstore.root import bound
 from tests.client.bound_process import CHUNKS, LAYOUT, PROMPT_BYTES, kv, tokens
@@ -299,7 +300,8 @@ def test_a_collector_is_elected_though_the_disk_has_no_room_for_metadata(
         put_until(store, lambda: store.stats()["bytes_written"] > stored + PROMPT_BYTES)
 
 
-def test_a_full_disk_and_no_bound_says_what_helps(volume: Path) -> None:
+def test_a_full_disk_and_no_bound_says_what_helps(volume: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MetadataFile, "shortened", lambda self, timeout_s: False)  # there is no room in the log either
     with kvstore.open(volume / "root", max_bytes=None, shard_bits=2) as store:
         put(store, 0)
         fill(volume / "other")

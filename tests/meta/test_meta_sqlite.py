@@ -419,7 +419,7 @@ def test_nobody_makes_a_new_file_while_the_old_log_is_there(
 def test_a_maker_that_is_killed_leaves_no_file_under_the_name(client: Maker, tmp_path: Path) -> None:
     program = (
         "import os, sys, kvstore.meta.sqlite.file as file\n"
-        "file.create = lambda database: os.kill(os.getpid(), 9)\n"
+        "file.create = lambda *_: os.kill(os.getpid(), 9)\n"
         "from kvstore.meta.sqlite.client import SqliteMeta; SqliteMeta(sys.argv[1]).put('/a', b'1')"
     )
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False, timeout=PATIENCE_S)

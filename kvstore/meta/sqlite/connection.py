@@ -18,7 +18,7 @@ from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.meta.deadline import Deadline
 from kvstore.meta.interface import LeaseGone, WatchLost
 from kvstore.meta.sqlite import process
-from kvstore.meta.sqlite.faults import fault_of, keeps_connection
+from kvstore.meta.sqlite.faults import fault_of, is_full, keeps_connection
 from kvstore.meta.sqlite.file import MetadataFile
 from kvstore.meta.sqlite.store import Store
 from kvstore.waiting import Monitor
@@ -222,7 +222,12 @@ class Connection:
 
     def _outcome(self, task: _Task) -> tuple[Any, Exception | None]:
         try:
-            return self._do(task), None
+            try:
+                return self._do(task), None
+            except sqlite3.Error as fault:
+                if not (is_full(fault) and self._file.shortened(task.deadline.left_s(LOCK_SHARE))):
+                    raise
+                return self._do(task), None
         except (KVStoreError, LeaseGone, WatchLost) as error:
             return None, error
         except sqlite3.Error as fault:

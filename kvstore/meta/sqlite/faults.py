@@ -64,6 +64,11 @@ def _is_cut(path: str) -> bool:
     return size_bytes == 0 or size_bytes % PAGE_BYTES != 0
 
 
+def is_full(error: sqlite3.Error) -> bool:
+    """True if the disk had no room, and nothing was done."""
+    return _code(error) == sqlite3.SQLITE_FULL
+
+
 def keeps_connection(error: sqlite3.Error) -> bool:
     """True if the connection can be used again after this error."""
     return _code(error) in _HARMLESS

@@ -10,13 +10,18 @@ from collections.abc import Callable
 from contextlib import closing, suppress
 from urllib.parse import quote
 
-from kvstore.errors import InvalidRequest, PermissionDenied, Unavailable
+from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied, Unavailable
 from kvstore.format.places import METADATA
 from kvstore.meta.sqlite import process
 from kvstore.meta.sqlite.store import Store, create
 
 LOG_BYTES_MAX = 1 << 30
 """A process that was stopped while it read keeps SQLite from using its log again. The log must not fill the disk."""
+
+SPARE_BYTES = 1 << 20
+"""Room for thousands of keys: sessions, namespaces, pins and sweeps of a small store."""
+SPARE_SHARE = 16
+"""A disk has so many times that free, or the file gets none."""
 
 SETTINGS = ("journal_mode = WAL", "cell_size_check = ON", "secure_delete = OFF", "journal_size_limit = 4194304")
 
@@ -53,6 +58,19 @@ class MetadataFile:
         self._database.execute(f"PRAGMA busy_timeout = {max(1, int(1000 * timeout_s))}")
         self._check_log()
         return self._database, self._store
+
+    def shortened(self, timeout_s: float) -> bool:
+        """Writes what is in the log to the file and cuts the log to nothing, on a full disk; True if that made room.
+
+        The log has up to 4 MiB where the disk became full, and the file has spare pages for what is in it.
+        """
+        try:
+            database, _ = self.opened(timeout_s)
+            size_bytes = os.stat(f"{self.path}-wal").st_size
+            database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+            return os.stat(f"{self.path}-wal").st_size < size_bytes
+        except (KVStoreError, sqlite3.Error, OSError):
+            return False
 
     def close(self) -> None:
         """Closes it. Idempotent."""
@@ -153,13 +171,19 @@ def _make(path: str) -> None:
         _make_empty(own)
         with closing(sqlite3.connect(_uri(own), uri=True, isolation_level=None)) as database:
             database.execute("PRAGMA journal_mode = WAL")
-            create(database)
+            create(database, _spare_bytes(own))
         with suppress(FileExistsError):  # another process was faster
             os.link(own, path)
     finally:
         for ending in ("", "-journal", "-wal", "-shm"):
             with suppress(FileNotFoundError):
                 os.unlink(f"{own}{ending}")
+
+
+def _spare_bytes(path: str) -> int:
+    """Returns how many bytes the file is to have for later; none on a small or full disk."""
+    space = os.statvfs(path)
+    return SPARE_BYTES if space.f_bavail * space.f_frsize >= SPARE_SHARE * SPARE_BYTES else 0
 
 
 def _make_empty(path: str) -> None:

@@ -59,10 +59,17 @@ PRAGMA user_version = {VERSION}
 _SIZE = f"{EVENT_BYTES} + length(key) + ifnull(length(value), 0)"
 
 
-def create(database: sqlite3.Connection) -> None:
-    """Makes the tables in an empty database that nobody else has open."""
+def create(database: sqlite3.Connection, spare_bytes: int = 0) -> None:
+    """Makes the tables in an empty database that nobody else has open, and ``spare_bytes`` of free pages for more.
+
+    With those the log can be written to the file on a disk that is full since.
+    """
     for statement in _TABLES.split(";"):
         database.execute(statement)
+    if spare_bytes:
+        # Each by itself: what is dropped in the transaction that made it is never written.
+        for statement in (f"CREATE TABLE spare AS SELECT zeroblob({spare_bytes}) AS bytes", "DROP TABLE spare"):
+            database.execute(statement)
 
 
 class Store:

@@ -1,0 +1,63 @@
+"""The reserve of a root: when it is spent, and which puts leave its room alone (rule S7 of gc/PROTOCOL.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvstore.root.memory import MemoryFiles, MemoryRoot
+from kvstore.root.reserve import (
+    LOG_BYTES,
+    RESERVE_BYTES,
+    has_room_for,
+    keep_reserve,
+    make_room,
+    spend_reserve,
+    would_spend,
+)
+from kvstore.sources import RandomIds
+
+TOTAL_BYTES = 64 * RESERVE_BYTES
+PUT_BYTES = 3 * RESERVE_BYTES
+
+
+@pytest.fixture
+def files() -> MemoryFiles:
+    return MemoryFiles(capacity_bytes=TOTAL_BYTES)
+
+
+@pytest.fixture
+def root(files: MemoryFiles) -> Iterator[MemoryRoot]:
+    made = MemoryRoot(files)
+    keep_reserve(made, RandomIds())
+    yield made
+    made.close()
+
+
+def leave(files: MemoryFiles, free_bytes: int) -> None:
+    """Has other programs take all but so much."""
+    files.capacity_bytes = files.used_bytes + free_bytes
+
+
+def test_a_put_that_fits_may_begin_while_the_reserve_is_there(files: MemoryFiles, root: MemoryRoot) -> None:
+    """If it had to leave more free, a put of a tenth of the disk would wait for a collector that has nothing to do."""
+    leave(files, PUT_BYTES)
+    assert has_room_for(root, PUT_BYTES) and not has_room_for(root, PUT_BYTES + 1)
+
+
+def test_while_it_is_spent_a_put_leaves_its_room(files: MemoryFiles, root: MemoryRoot) -> None:
+    assert spend_reserve(root)
+    for free_bytes in range(RESERVE_BYTES, PUT_BYTES + 2 * RESERVE_BYTES, RESERVE_BYTES // 4):
+        leave(files, free_bytes)
+        kept_bytes = min(RESERVE_BYTES, files.capacity_bytes // 16 if files.capacity_bytes else 0)
+        assert has_room_for(root, PUT_BYTES) == (free_bytes >= PUT_BYTES + kept_bytes)
+
+
+def test_it_is_spent_only_where_there_is_no_room_for_a_plan(files: MemoryFiles, root: MemoryRoot) -> None:
+    leave(files, LOG_BYTES)
+    assert not would_spend(root) and make_room(root)
+    leave(files, LOG_BYTES - 1)
+    assert would_spend(root) and make_room(root)
+    leave(files, 0)
+    assert not would_spend(root) and not make_room(root), "it is gone"
