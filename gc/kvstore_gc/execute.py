@@ -6,6 +6,7 @@ Any run may stop after any step, and any other may go on from there. Nothing her
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,6 +34,8 @@ from kvstore_gc.victims import Condemnation, Taken, read_victims, write_victims
 
 log = logging.getLogger(__name__)
 
+SAID_S = 5.0
+"""A wait for nodes that is longer is said, once."""
 STOPPING = "this collector was asked to stop"
 
 SPARED = (
@@ -243,10 +246,17 @@ class Sweeper:
         left, began_s = list(sweeps), self._clock.monotonic_s()
         wait_s = self._timings.poll_s_min
         lagging: dict[LeaseId, float] = {}
+        says_at_s = began_s + SAID_S
         while left:
             look = self._grace.look(left)
             left = look.waiting
             lagging = self._lagging(look, lagging)
+            if left and self._clock.monotonic_s() >= says_at_s:
+                says_at_s = math.inf
+                log.warning(
+                    "sweep.waits sweeps=%d sessions=%d for_s=%g: holds from before are alive there, or the node hangs",
+                    *(len(left), len(look.laggards), SAID_S),
+                )
             if look.due:
                 try:
                     self._check()

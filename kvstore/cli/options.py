@@ -55,4 +55,6 @@ class Room:
     max_bytes: int | None = option(
         "--max-bytes", type=BOUND, help="Maximum size of all chunks, such as 200GiB; by default all the room there is."
     )
-    ttl_s: float | None = option("--ttl", type=DURATION, help="Delete chunks unused for this long.")
+    ttl_s: float | None = option(
+        "--ttl", type=DURATION, help="Delete chunks unused for this long; 0s: all that nobody holds or pins."
+    )

@@ -138,7 +138,10 @@ class View:
             )
         if self._full:
             self._counters.add(NodeCount.PUT_REFUSED_FULL)
-            raise Overloaded("the root is full until garbage collection has made room: back off, and put again later")
+            raise Overloaded(
+                "the root is full until garbage collection has made room, which waits for holds from before: release "
+                "those that are not needed, back off, and put again later"
+            )
         if self.usage.looks:
             self.usage.check_disk(size_bytes)
         if not self.usage.wait_for_room():

@@ -6,8 +6,11 @@ Separate from the protocol's own rules, because each of these once stopped all s
 from __future__ import annotations
 
 import errno
+import itertools
+import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +32,7 @@ from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
 from kvstore.root.reserve import LOG_BYTES, PUTS_END_S
 from kvstore.sources import SystemClock
+from kvstore_gc import execute
 from kvstore_gc.collectors import Collectors
 from kvstore_gc.threads import Stopped
 from tests.gc.cluster import TIMINGS, Cluster, cluster, eventually, prompt, put, site_of
@@ -347,6 +351,27 @@ def test_plans_leave_room_for_the_log_of_the_metadata_that_name_them() -> None:
         assert report.sweeps["begun"] == 1 and report.reaped.count == len(plans[0].victims)
         files.capacity_bytes = files.used_bytes + 2 * LOG_BYTES
         assert c.collector().sweep(c.plans(chain)).reaped.count == 30 - report.reaped.count
+
+
+# Nodes that hold
+
+
+def test_a_wait_for_a_hold_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(execute, "SAID_S", 0.0)
+    with cluster(shard_bits=2) as c:
+        node, chain = c.node(), prompt(1, 8)
+        put(node, chain)
+        hold, waits = node.node.hold(chain), itertools.count(1)
+
+        def pause(_: float) -> None:
+            time.sleep(0.01)
+            if next(waits) == 3:
+                node.node.holds.release(hold)
+
+        with caplog.at_level(logging.WARNING, "kvstore_gc"):
+            assert c.collector(pause=pause).sweep(c.plans(chain)).reaped.count == 8
+        said = [record.message for record in caplog.records if record.message.startswith("sweep.waits")]
+        assert len(said) == 1 and "sessions=1 for_s=0: holds from before are alive there" in said[0]
 
 
 # Two runs of one sweep
