@@ -20,7 +20,7 @@ from kvstore.meta.keys import SweepId
 from kvstore.meta.pins import PinRecord
 from kvstore.meta.sweeps import Condemned
 from kvstore.root.fence import lift_unnamed
-from kvstore.root.reserve import PUTS_END_S, keep_reserve, make_room, spend_reserve, would_spend
+from kvstore.root.reserve import keep_reserve, make_room_late, spend_reserve
 from kvstore.root.twins import list_twins, read_twin
 from kvstore_gc.grace import Grace, Look, Pinned
 from kvstore_gc.histogram import Tally
@@ -170,7 +170,7 @@ class Sweeper:
         for shard, victims in seen.items():
             if records and not self._is_within(began_s, self._timings.condemn_s_max / 2):
                 break  # a slow root: name the plans that are written while they still count as young
-            if not self._has_room() and records:
+            if not make_room_late(self._root, self._site.pause) and records:
                 break  # naming them needs room too
             try:
                 records[shard] = self._prepare(victims)
@@ -185,12 +185,6 @@ class Sweeper:
                         "from it, or make it larger, and run this again"
                     ) from full
         return records
-
-    def _has_room(self) -> bool:
-        """True if a plan can be written, with the reserve spent for it if need be (rule S7)."""
-        if would_spend(self._root):
-            self._site.pause(PUTS_END_S)
-        return make_room(self._root)
 
     def _prepare(self, victims: Sequence[Condemnation]) -> Condemned:
         """Rule G1: the plan and the folder of a new sweep. Leaves neither behind if it raises the root's errors."""

@@ -169,12 +169,11 @@ def open(
     With ``etcd`` (``host:port``, several with commas or as a list) this process is a node of the cluster. Without it,
     processes that open one folder of a local disk share holds and pins, and soon after a first put one of them runs
     ``kvstore-gc`` as a child: files take at most ``max_bytes`` (by default half of what was free when the root was new,
-    as its file ``bound`` says; None: no bound), and chunks unused for ``ttl`` seconds go. The smallest limits of
-    all that have put something count. Elsewhere the two raise InvalidRequest. A host crash may lose (misses) the last
-    half minute; about the last second with ``durability="everysec"``, nothing with ``"fsync"``. ``create=False``
-    refuses to make a new root; a new one gets ``2 ** shard_bits`` folders (0 to 16; the default suits ten million
-    chunks, take more for more). ``root_options`` go to fsspec; ``etcd_tls`` and ``etcd_user`` say how to reach a
-    protected etcd.
+    as its file ``bound`` says; None: no bound), and chunks unused for ``ttl`` seconds go. The smallest limits of all
+    that have put something count. Elsewhere both raise InvalidRequest. A host crash may lose (misses) the last half
+    minute; about the last second with ``durability="everysec"``, nothing with ``"fsync"``. ``create=False`` makes no
+    root; a new one gets ``2 ** shard_bits`` folders (0 to 16; the default suits ten million chunks, take more for
+    more). ``root_options`` go to fsspec; ``etcd_tls`` and ``etcd_user`` say how to reach a protected etcd.
 
     ``memory`` is the size in bytes of a memory tier for hot chunks: a ``get`` of those is a copy, a ``view`` none.
     ``disk`` is a folder of this process alone and its size in bytes: chunks that memory evicts go there if they were

@@ -77,10 +77,20 @@ def has_room_for(root: Root, size_bytes: int) -> bool:
 def make_room(root: Root) -> bool:
     """Spends the reserve if a full disk has no room for what deleting writes first; True if there is room now.
 
-    Where ``would_spend``, wait PUTS_END_S before: puts that have begun end on the full disk then, and do not take that
-    room (rule S7). Raises the root's errors.
+    Raises the root's errors.
     """
     return _has_room(root) or (spend_reserve(root) and _has_room(root))
+
+
+def make_room_late(root: Root, pause: Callable[[float], object]) -> bool:
+    """Does what ``make_room`` does, PUTS_END_S later where that spends the reserve.
+
+    Puts that have begun end on the full disk meanwhile, and do not take that room (rule S7). Raises what ``pause`` does
+    too.
+    """
+    if would_spend(root):
+        pause(PUTS_END_S)
+    return make_room(root)
 
 
 def would_spend(root: Root) -> bool:
