@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import index
 from types import MappingProxyType
-from typing import Literal, SupportsIndex
+from typing import Literal, SupportsIndex, cast
 
 from kvstore.brief import FLOAT_MAX, brief
 from kvstore.errors import InvalidRequest
@@ -21,16 +21,28 @@ PRIORITY_DEFAULT = 35
 PRIORITY_MAX = 100
 TTL_CLASSES_S = (300, 1_800, 7_200, 43_200, 259_200, 2_592_000)
 """5 minutes, 30 minutes, 2 hours, 12 hours, 3 days, 30 days: a ttl is kept as one of these, or as none."""
+_TTL_CLASSES = frozenset(TTL_CLASSES_S)
+_PRIORITIES = range(PRIORITY_MAX + 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """The time that chunks are worth keeping. Made by ``of``, which checks."""
+    """The time that chunks are worth keeping. ``of`` makes them from any ttl. Raises InvalidRequest."""
 
     priority: int = PRIORITY_DEFAULT
     """0 to 100: where room is needed, chunks of lower priority go first."""
     ttl_s: int | None = None
     """Seconds since the last use after which they may go even if there is room; None: never. One of the classes."""
+
+    def __post_init__(self) -> None:
+        # Each put and each look at a chunk's time makes one: what is right costs two look-ups.
+        if type(self.priority) is not int or self.priority not in _PRIORITIES:
+            object.__setattr__(self, "priority", _checked_priority(self.priority))
+        if self.ttl_s is not None and (type(self.ttl_s) is not int or self.ttl_s not in _TTL_CLASSES):
+            raise InvalidRequest(
+                f"ttl_s={brief(self.ttl_s)}: expected one of {', '.join(map(str, TTL_CLASSES_S))}, or None; Hints.of "
+                "rounds others up"
+            )
 
     @classmethod
     def of(
@@ -42,8 +54,10 @@ class Hints:
         too) is none.  Raises InvalidRequest.
         """
         base = PRESETS[checked_preset(preset)] if preset is not None else DEFAULT
+        if priority is None and ttl_s is None:
+            return base
         return cls(
-            base.priority if priority is None else _checked_priority(priority),
+            base.priority if priority is None else cast("int", priority),  # making them checks it
             base.ttl_s if ttl_s is None else _ttl_class(ttl_s),
         )
 

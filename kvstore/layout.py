@@ -6,9 +6,10 @@ belong to which section of which chunk.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from operator import index
-from typing import Any, Literal, SupportsIndex
+from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
@@ -113,9 +114,12 @@ class Layout:
 
     def shape(self, tokens: int) -> tuple[int, int, int, int, int]:
         """Shape of the KV array of ``tokens`` tokens. Raises InvalidRequest."""
-        if isinstance(tokens, bool) or not isinstance(tokens, SupportsIndex) or index(tokens) < 0:
+        count = -1
+        with suppress(TypeError):  # an array has an index, and it fails
+            count = index(tokens)
+        if isinstance(tokens, bool) or count < 0:
             raise InvalidRequest(f"shape of {brief(tokens)} tokens: expected a whole number, 0 or more")
-        return (self.layers, 2, tokens, self.kv_heads, self.head_dim)
+        return (self.layers, 2, count, self.kv_heads, self.head_dim)
 
     def to_dict(self) -> dict[str, Any]:
         """The layout as plain JSON values."""

@@ -54,11 +54,9 @@ class Namespace:
             _check_text(what, text, most)
         if not self.name:
             raise InvalidRequest("namespace name is empty: give the model's name")
-        if len(self.attributes) > ATTRIBUTES_MAX:
-            raise InvalidRequest(f"namespace has {len(self.attributes)} attributes, over the limit of {ATTRIBUTES_MAX}")
-        for key, value in self.attributes:
-            _check_text("attribute name", key, NAME_BYTES_MAX)
-            _check_text(f"attribute {brief(key)}", value, TEXT_BYTES_MAX)
+        if not isinstance(self.layout, Layout):
+            raise InvalidRequest(f"namespace layout={brief(self.layout)}: expected a kvstore.Layout")
+        _check_attributes(self.attributes)
         object.__setattr__(self, "has_segments", SEGMENTS in self.attributes)
         object.__setattr__(self, "digest", NamespaceDigest(_digest(self)))
         object.__setattr__(self, "id", NamespaceId(self.digest[:8]))
@@ -116,6 +114,19 @@ def _fields(namespace: Namespace) -> dict[str, Any]:
 
 def _digest(namespace: Namespace) -> bytes:
     return hashlib.blake2b(namespace.to_json(), digest_size=32, person=b"kvstore.ns.1").digest()
+
+
+def _check_attributes(attributes: tuple[tuple[str, str], ...]) -> None:
+    is_pairs = isinstance(attributes, tuple) and all(isinstance(each, tuple) and len(each) == 2 for each in attributes)
+    if not is_pairs:
+        raise InvalidRequest(
+            f"namespace attributes={brief(attributes)}: expected a tuple of pairs of text; Namespace.of takes a mapping"
+        )
+    if len(attributes) > ATTRIBUTES_MAX:
+        raise InvalidRequest(f"namespace has {len(attributes)} attributes, over the limit of {ATTRIBUTES_MAX}")
+    for key, value in attributes:
+        _check_text("attribute name", key, NAME_BYTES_MAX)
+        _check_text(f"attribute {brief(key)}", value, TEXT_BYTES_MAX)
 
 
 def _check_text(what: str, text: str, most: int) -> None:

@@ -179,3 +179,31 @@ def test_counts_of_a_match_are_true_or_false(cache: Cache) -> None:
         with pytest.raises(InvalidRequest, match=r"counts=.*: expected True or False"):
             cache.match(TOKENS, counts=value)  # type: ignore[arg-type]
     assert cache.match(TOKENS, counts=np.bool_(False)) == len(TOKENS)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda value: kvstore.Namespace("m", value), "namespace layout="),
+        (lambda value: kvstore.Namespace("m", SMALL, attributes=value), "namespace attributes="),
+        (lambda value: kvstore.Namespace("m", SMALL, attributes=(value,)), r"namespace attributes=\("),
+        (lambda value: kvstore.EtcdUser(value, "word"), "etcd user name="),
+        (lambda value: kvstore.EtcdUser("me", value), "etcd user password is a"),
+        (lambda value: kvstore.Hints(priority=value), "priority="),
+        (lambda value: kvstore.Hints(ttl_s=-5 if value is None else value), "ttl_s="),
+        (SMALL.shape, "shape of .* tokens"),
+    ],
+)
+def test_what_a_caller_makes_says_what_is_wrong(make: Callable[[Any], object], says: str) -> None:
+    for value in (None, np.array([1]), np.array(1.5), 1.5, True, b"secret", object(), -5):
+        with pytest.raises(InvalidRequest, match=f"^{says}.*expected") as refused:
+            make(value)
+        assert "secret" not in str(refused.value) or "password" not in says, "a password is not shown"
+    with pytest.raises(InvalidRequest, match="expected"):
+        kvstore.EtcdUser("me", "\ud800")
+
+
+def test_what_a_caller_makes_takes_whole_numbers_of_numpy() -> None:
+    assert kvstore.Hints(np.int64(7)) == kvstore.Hints(7)  # type: ignore[arg-type]
+    assert type(kvstore.Hints(np.int64(7)).priority) is int  # type: ignore[arg-type]
+    assert SMALL.shape(np.int64(3)) == SMALL.shape(3)  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvstore.brief import brief
+from kvstore.brief import brief, is_unicode
 from kvstore.errors import InvalidRequest
 from kvstore.security.secret_files import read_secret
 
@@ -39,6 +39,11 @@ class EtcdUser:
     password: str = field(repr=False)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not is_unicode(self.name):
+            raise InvalidRequest(f"etcd user name={brief(self.name)}: expected text")
+        if not isinstance(self.password, str) or not is_unicode(self.password):
+            # Say nothing of the value: it may be the password, as bytes.
+            raise InvalidRequest(f"etcd user password is a {type(self.password).__name__}: expected text, in Unicode")
         if not self.name:
             raise InvalidRequest("etcd user name is empty: give a name, or no user at all")
 
