@@ -1,6 +1,9 @@
-"""Values of callers: in messages at most a hundred characters of each, sizes with their unit, and what can be sent."""
+"""Values of callers: at most a hundred characters of each in messages, sizes with a unit; what is a number, or text."""
 
 from __future__ import annotations
+
+from operator import index
+from typing import Any, TypeGuard
 
 CHARS_MAX = 100
 FLOAT_MAX = 1.7976931348623157e308
@@ -24,6 +27,22 @@ def size(count_bytes: float) -> str:
             break
         value /= 1024
     return f"{value:.0f} B" if unit == "B" else f"{value:.2f} {unit}"
+
+
+def is_whole(value: Any) -> TypeGuard[int]:
+    """True for a whole number, of numpy too. True and False are numbers to Python, and a slip of a caller."""
+    if type(value) is int:
+        return True
+    try:
+        index(value)
+    except TypeError:
+        return False
+    return not isinstance(value, bool)
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """True for a number, but not for True and False. Infinite ones are numbers, and so is what is none."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def is_unicode(text: str) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvstore import tracing
 from kvstore.address import BLOCK_KEY_BYTES_MAX, BLOCK_KEY_BYTES_MIN
-from kvstore.brief import FLOAT_MAX, brief
+from kvstore.brief import FLOAT_MAX, brief, is_number
 from kvstore.buffers import Pieces, address_of
 from kvstore.client.owner import Owner
 from kvstore.client.pin import Pin, check_pin
@@ -116,7 +116,7 @@ class BlockCache:
         The hold lasts at most ``ttl`` seconds, and no longer than the node's limit. Raises Overloaded if too many holds
         are alive.
         """
-        if ttl is not None and not (isinstance(ttl, int | float) and ttl > 0 and not FLOAT_MAX < ttl < math.inf):
+        if ttl is not None and not (is_number(ttl) and ttl > 0 and not FLOAT_MAX < ttl < math.inf):
             raise InvalidRequest(f"ttl={brief(ttl)}: expected a positive number of seconds")
         return BlockHold(self._port.hold_blocks(self._namespace, _checked_keys(keys), ttl), self)
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import tracing
-from kvstore.brief import FLOAT_MAX, brief
+from kvstore.brief import FLOAT_MAX, brief, is_number, is_whole
 from kvstore.client.arrays import KvArray, fillable, layer_arrays, new_array, source_array, target_array
 from kvstore.client.blocks import BlockCache
 from kvstore.client.owner import Owner
@@ -84,7 +84,12 @@ class Cache:
         hints = Hints.of(priority, ttl, preset)
         ids = token_array(tokens)
         size = self.layout.chunk_tokens
-        if not isinstance(prefix, int | np.integer) or not 0 <= prefix <= len(ids) or prefix % size:
+        if (
+            isinstance(prefix, bool)
+            or not isinstance(prefix, int | np.integer)
+            or not 0 <= prefix <= len(ids)
+            or prefix % size
+        ):
             raise InvalidRequest(
                 f"prefix={brief(prefix)}: expected a multiple of chunk_tokens ({size}) from 0 to {len(ids)}, the token "
                 "count"
@@ -143,7 +148,7 @@ class Cache:
 
         Use it as a context. Raises Overloaded if too many holds are alive.
         """
-        if ttl is not None and not (isinstance(ttl, int | float) and ttl > 0 and not FLOAT_MAX < ttl < math.inf):
+        if ttl is not None and not (is_number(ttl) and ttl > 0 and not FLOAT_MAX < ttl < math.inf):
             raise InvalidRequest(f"ttl={brief(ttl)}: expected a positive number of seconds")
         ids = token_array(tokens)
         with tracing.span("kvstore.hold", tokens=len(ids)):
@@ -198,7 +203,7 @@ class Cache:
         is done. Raises Unavailable if no worker answers.
         """
         ids, unused_s = token_array(tokens), checked_unused_s(unused)
-        if not isinstance(kept, int | np.integer) or not 0 <= kept <= len(ids):
+        if not is_whole(kept) or not 0 <= kept <= len(ids):
             raise InvalidRequest(
                 f"kept={brief(kept)}: expected 0 to {len(ids)} tokens, those that other prompts go on from"
             )
@@ -215,10 +220,10 @@ class Cache:
     ) -> Plan:
         """Plans a batch: groups of prompts that share a prefix, and the order that computes the fewest tokens.
 
-        ``memory_tokens`` is the KV of prefixes that the engine keeps, in tokens. ``decode_tokens`` are the expected
-        output tokens of each prompt (None: not known), or of every one: of equals, those that decode more go first.
-        Prompts share whole chunks. What the store holds is asked for in a few calls, and counts as free; a store that
-        does not answer holds nothing. kvstore/planning/PLANNING.md has the algorithm and its bounds.
+        ``memory_tokens`` is the KV of prefixes that the engine keeps, in tokens; 0: it keeps none. ``decode_tokens``
+        are the expected output tokens of each prompt (None: not known), or of every one: of equals, those that decode
+        more go first. Prompts share whole chunks. What the store holds is asked for in a few calls, and counts as free;
+        a store that does not answer holds nothing. kvstore/planning/PLANNING.md has the algorithm and its bounds.
         """
         with tracing.span("kvstore.plan"):
             return plan_tokens(self._port, self.namespace, prompts, memory_tokens, decode_tokens)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstore.brief import brief, is_unicode
+from kvstore.brief import brief, is_number, is_unicode
 from kvstore.client.port import Port
 from kvstore.errors import InvalidRequest
 from kvstore.results import PinRecord
@@ -44,7 +44,7 @@ class Pin:
 
 def check_pin(ttl: float, owner: str) -> None:
     """Raises InvalidRequest unless a pin can have these."""
-    if not isinstance(ttl, int | float) or not 1 <= ttl <= PIN_TTL_S_MAX:
+    if not is_number(ttl) or not 1 <= ttl <= PIN_TTL_S_MAX:
         raise InvalidRequest(f"ttl={brief(ttl)}: expected 1 to {PIN_TTL_S_MAX} seconds")
     if not isinstance(owner, str):
         raise InvalidRequest(f"owner is a {type(owner).__name__}: expected text")

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from kvstore.brief import brief
+from kvstore.brief import brief, is_whole
 from kvstore.client.consumers import Sharing
 from kvstore.client.keeping import Held, Keeping
 from kvstore.client.owner import Owner
@@ -42,16 +42,16 @@ class Run:
     """
 
     def __init__(self, plan: Plan, keeping: Keeping, ahead: int, attempts: int) -> None:
-        if not isinstance(ahead, int) or not 0 <= ahead <= AHEAD_MAX:
+        if not is_whole(ahead) or not 0 <= ahead <= AHEAD_MAX:
             raise InvalidRequest(f"ahead={brief(ahead)}: expected 0 to {AHEAD_MAX} groups")
-        if not isinstance(attempts, int) or attempts < 1:
+        if not is_whole(attempts) or attempts < 1:
             raise InvalidRequest(f"attempts={brief(attempts)}: expected a whole number, 1 or more")
         self._owner = Owner()
         self._groups = plan.groups
         self._keeping = keeping
-        self._ahead = ahead
+        self._ahead = int(ahead)
         self._changed = Monitor()
-        self._handing = Handing(plan.groups, plan.memory_tokens, attempts)
+        self._handing = Handing(plan.groups, plan.memory_tokens, int(attempts))
         self._takers: dict[int, _Taker] = {}
         self._moves: dict[int, list[PortMove]] = {}
         self._is_closed = False

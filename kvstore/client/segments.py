@@ -12,10 +12,8 @@ from contextvars import copy_context
 from functools import partial
 from hashlib import blake2b
 
-import numpy as np
-
 from kvstore import tracing
-from kvstore.brief import FLOAT_MAX, brief
+from kvstore.brief import FLOAT_MAX, brief, is_number, is_whole
 from kvstore.client.arrays import KvArray, fillable, source_array, target_array
 from kvstore.client.blocks import BlockCache
 from kvstore.client.owner import Owner
@@ -221,7 +219,7 @@ class Held:
         gate.check(verdict, segments.fingerprint, segments.rope.digest)
         target = target_array(out, segments.layout)
         ends = max((match.end for match in self.matches), default=first)
-        if not isinstance(first, int | np.integer) or any(match.start < first for match in self.matches):
+        if not is_whole(first) or any(match.start < first for match in self.matches):
             raise InvalidRequest(f"first={first!r}: expected at most the start of the first held range")
         if target.shape[2] < ends - first:
             raise InvalidRequest(
@@ -322,7 +320,7 @@ def _key(number: int) -> bytes:
 
 
 def _check_ttl(ttl: float | None) -> None:
-    if ttl is not None and not (isinstance(ttl, int | float) and ttl > 0 and not FLOAT_MAX < ttl < math.inf):
+    if ttl is not None and not (is_number(ttl) and ttl > 0 and not FLOAT_MAX < ttl < math.inf):
         raise InvalidRequest(f"ttl={brief(ttl)}: expected a positive number of seconds")
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Literal
 
-from kvstore.brief import brief, size
+from kvstore.brief import brief, is_number, is_whole, size
 from kvstore.encodings.keys import KeyFile
 from kvstore.errors import InvalidRequest
 from kvstore.format.lineage import check_label
@@ -65,20 +65,21 @@ class TierSettings:
         sync_interval_s: float = 1.0,
     ) -> TierSettings:
         """Makes settings from what callers give, whatever its type. Raises InvalidRequest."""
-        if not _is_size(memory):
+        memory_bytes, priority_min = _size(memory), _size(root_priority_min)
+        if memory_bytes is None:
             raise InvalidRequest(f"memory={brief(memory)}: expected a whole number of bytes, such as 8 << 30 for 8 GiB")
-        if not _is_whole(root_priority_min) or not -SIZE_END < root_priority_min < SIZE_END:
+        if priority_min is None:
             raise InvalidRequest(f"root_priority_min={brief(root_priority_min)}: expected a whole number")
         folder, size_bytes = "", 0
         if disk is not None:
             match disk:
-                case (str() | PathLike() as path, size) if os.fspath(path) and _is_size(size):
-                    folder, size_bytes = os.fspath(path), size
+                case (str() | PathLike() as path, given) if os.fspath(path) and (asked := _size(given)) is not None:
+                    folder, size_bytes = os.fspath(path), asked
                 case _:
                     raise InvalidRequest(
                         f'disk={brief(disk)}: expected a folder and bytes, such as ("/nvme/kv", 200 << 30)'
                     )
-        return cls(memory, folder, size_bytes, WriteMode.of(write), root_priority_min, sync_interval_s)
+        return cls(memory_bytes, folder, size_bytes, WriteMode.of(write), priority_min, sync_interval_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,14 +95,14 @@ class AskedBound:
         chosen: int | Literal["auto"] | None = None
         if isinstance(max_bytes, str) and max_bytes == "auto":
             chosen = "auto"
-        elif isinstance(max_bytes, int) and _is_size(max_bytes) and max_bytes >= BOUND_BYTES_MIN:
-            chosen = max_bytes
+        elif (size_bytes := _size(max_bytes)) is not None and size_bytes >= BOUND_BYTES_MIN:
+            chosen = size_bytes
         elif max_bytes is not None:
             raise InvalidRequest(
-                f"max_bytes={brief(max_bytes)}: expected a whole number of at least {BOUND_BYTES_MIN} bytes (1 MiB), "
-                '"auto" for a share of the disk, or None for no bound'
+                f"max_bytes={brief(max_bytes)}: expected a whole number of bytes from {BOUND_BYTES_MIN} (1 MiB) to "
+                f'{SIZE_END - 1}, "auto" for a share of the disk, or None for no bound'
             )
-        if ttl is not None and not (isinstance(ttl, int | float) and TTL_S_MIN <= ttl <= sys.float_info.max):
+        if ttl is not None and (not is_number(ttl) or not TTL_S_MIN <= ttl <= sys.float_info.max):
             raise InvalidRequest(f"ttl={brief(ttl)}: expected a number of seconds, at least {TTL_S_MIN:g}, or None")
         return cls(chosen, None if ttl is None else float(ttl))
 
@@ -114,12 +115,9 @@ class AskedBound:
 NOT_BOUNDED = AskedBound()
 
 
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_size(value: object) -> bool:
-    return isinstance(value, int) and _is_whole(value) and -SIZE_END < value < SIZE_END
+def _size(value: object) -> int | None:
+    """The value as an int, if it is a whole number, of numpy too, and of 63 bits; its caller says which are right."""
+    return int(value) if is_whole(value) and -SIZE_END < value < SIZE_END else None
 
 
 NO_TIERS = TierSettings()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvstore.brief import brief
+from kvstore.brief import brief, is_whole
 from kvstore.errors import InvalidRequest
 from kvstore.planning.arrival import tokens_found
 from kvstore.planning.grouping import serving_nodes
@@ -113,7 +113,7 @@ def make_plan(
     prompt, None where they are not known, or of every one. ``ask`` says what a store holds whose chunks are
     ``chunk_tokens`` long; blocks must then be whole chunks. Raises InvalidRequest.
     """
-    if not (isinstance(memory_tokens, int | np.integer) and 0 <= memory_tokens <= COUNT_MAX):
+    if not (is_whole(memory_tokens) and 0 <= memory_tokens <= COUNT_MAX):
         raise InvalidRequest(
             f"memory_tokens={brief(memory_tokens)}: expected a whole number of tokens, from 0 to {COUNT_MAX}"
         )
@@ -216,6 +216,8 @@ def decoded(count: int, decode_tokens: int | Sequence[int | None]) -> Counts:
     Where they are not known (None) they are estimated: the mean of those that are.
     """
     if isinstance(decode_tokens, int | np.integer):
+        if not is_whole(decode_tokens):
+            raise _not_decoded(decode_tokens)
         decode_tokens = [int(decode_tokens)] * count
     try:
         given = len(decode_tokens)
@@ -224,8 +226,8 @@ def decoded(count: int, decode_tokens: int | Sequence[int | None]) -> Counts:
         raise _not_decoded(decode_tokens) from cause
     if given != count:
         raise InvalidRequest(f"{given} decode_tokens for {count} prompts: expected one for each")
-    is_whole = known.ndim == 1 and known.dtype.kind in "iu"
-    if len(known) and not (is_whole and int(known.min()) >= 0 and int(known.max()) <= COUNT_MAX):
+    is_counts = known.ndim == 1 and known.dtype.kind in "iu"
+    if len(known) and not (is_counts and int(known.min()) >= 0 and int(known.max()) <= COUNT_MAX):
         raise _not_decoded(decode_tokens)
     mean = round(float(known.mean())) if len(known) else 0
     return np.fromiter((mean if each is None else each for each in decode_tokens), np.int64, count)

@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.brief import brief
+from kvstore.brief import brief, is_whole
 from kvstore.errors import InvalidRequest
 from kvstore.tokens import TokenArray, Tokens, token_array
 
@@ -122,11 +122,14 @@ class _Packing:
 def checked_prompts(prompts: Iterable[T]) -> Iterator[T]:
     """Goes through ``prompts``. Raises InvalidRequest for what nobody can go through."""
     try:
-        return iter(prompts)
-    except TypeError as cause:
-        raise InvalidRequest(f"prompts are {brief(prompts)}: expected a list of prompts") from cause
+        if not isinstance(prompts, str | bytes):
+            return iter(prompts)
+        cause = None
+    except TypeError as error:
+        cause = error
+    raise InvalidRequest(f"prompts are {brief(prompts)}: expected a list of prompts") from cause
 
 
 def _check_block(block_tokens: int) -> None:
-    if not isinstance(block_tokens, int | np.integer) or block_tokens < 1:
+    if not is_whole(block_tokens) or block_tokens < 1:
         raise InvalidRequest(f"block_tokens={brief(block_tokens)}: expected 1 token or more")

@@ -19,6 +19,8 @@ import kvstore
 from kvstore import aio
 from kvstore.client import Cache, Store
 from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.node.settings import AskedBound
+from kvstore.planning import Prompts
 from kvstore.segments import Rope
 from tests.node.stores import SMALL, kv_of
 from tests.segments.test_rope import LLAMA
@@ -207,3 +209,57 @@ def test_what_a_caller_makes_takes_whole_numbers_of_numpy() -> None:
     assert kvstore.Hints(np.int64(7)) == kvstore.Hints(7)  # type: ignore[arg-type]
     assert type(kvstore.Hints(np.int64(7)).priority) is int  # type: ignore[arg-type]
     assert SMALL.shape(np.int64(3)) == SMALL.shape(3)  # type: ignore[arg-type]
+
+
+def test_a_boolean_is_no_number_of_seconds_or_tokens(store: Store, cache: Cache, tmp_path: Path) -> None:
+    plan = cache.plan([TOKENS], memory_tokens=1000)
+    segments = cache.segments(ROPE)
+    calls: dict[str, list[Callable[[], object]]] = {
+        "ttl": [
+            lambda: cache.hold(TOKENS, ttl=True),
+            lambda: cache.pin(TOKENS, ttl=True),
+            lambda: cache.blocks.hold(KEYS, ttl=True),
+            lambda: cache.blocks.pin(KEYS, ttl=True),
+            lambda: segments.find_held(TOKENS, ttl=True),
+            lambda: segments.hold([], ttl=True),
+            lambda: kvstore.open(tmp_path / "new", ttl=True),
+        ],
+        "kept": [lambda: cache.supersede(TOKENS, kept=True)],
+        "prefix": [lambda: cache.put(TOKENS, KV, prefix=False)],
+        "memory_tokens": [lambda: cache.plan([TOKENS], memory_tokens=True)],
+        "decode_tokens": [lambda: cache.plan([TOKENS], memory_tokens=1, decode_tokens=True)],
+        "ahead": [lambda: plan.run(ahead=True)],
+        "attempts": [lambda: plan.run(attempts=True)],
+    }
+    for name, each in calls.items():
+        for call in each:
+            with pytest.raises(InvalidRequest, match=rf"{name}\b.*(True|False)\)?: expected"):
+                call()
+    with pytest.raises(InvalidRequest, match="block_tokens=True: expected"):
+        Prompts.of_blocks([["a"]], True)
+
+
+def test_whole_numbers_of_numpy_are_sizes_and_counts(store: Store, cache: Cache, tmp_root: Path) -> None:
+    number: Any = np.int64
+    with kvstore.open(
+        f"file://{tmp_root}/other", memory=number(64 << 20), max_bytes=number(1 << 27), root_priority_min=number(1)
+    ) as opened:
+        assert opened.namespace("m", SMALL).put(TOKENS, KV).chunks_written == 4
+    cache.supersede(TOKENS, kept=number(0))
+    with cache.plan([TOKENS], memory_tokens=number(0)).run(ahead=number(1), attempts=number(2)) as run:
+        assert len(list(run)) == 1
+
+
+def test_a_bound_says_the_smallest_and_the_largest() -> None:
+    wrongs: list[Any] = [10**30, 1, True, np.int64(5)]
+    for wrong in wrongs:
+        with pytest.raises(InvalidRequest, match=rf"max_bytes=.*from 1048576 \(1 MiB\) to {(1 << 63) - 1}, "):
+            AskedBound.of(wrong, None)
+
+
+def test_a_text_is_no_batch_of_prompts(cache: Cache) -> None:
+    for prompts in ("", b"", "text"):
+        with pytest.raises(InvalidRequest, match=r"prompts are .*: expected a list of prompts"):
+            cache.plan(prompts, memory_tokens=0)  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequest, match=r"prompts are .*: expected a list of prompts"):
+            cache.blocks.plan(prompts, memory_tokens=0)  # type: ignore[arg-type]
