@@ -1,4 +1,4 @@
-"""Values of callers: at most a hundred characters of each in messages, sizes with a unit; what is a number, or text."""
+"""Values and texts of others in messages: shortened, on one line, sizes with a unit; and what is a number or text."""
 
 from __future__ import annotations
 
@@ -52,3 +52,12 @@ def is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def shown(text: str) -> str:
+    """Returns text with its control characters made visible, those that begin a line too."""
+    return text if text.isprintable() else "".join(map(_visible, text))
+
+
+def _visible(char: str) -> str:
+    return char if char.isprintable() else char.encode("unicode_escape").decode()

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from numbers import Real
 from typing import Any
 
-from kvstore.brief import brief
+from kvstore.brief import brief, shown
 from kvstore.census.walk import Found
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import Incarnation
@@ -266,7 +266,7 @@ def _lineages(written_by: str, writers: Writers, *, lists: bool) -> frozenset[Li
     if not found and not lists:
         raise InvalidRequest(f"nothing matches: nothing was written by {written_by!r}")
     if not found:
-        known = sorted({str(getattr(writer, name)) for writer in writers.values()} - {""})
+        known = sorted({shown(str(getattr(writer, name))) for writer in writers.values()} - {""})
         listed = ", ".join(known[:10]) + (", ..." if len(known) > 10 else "")
         raise InvalidRequest(f"nothing matches: nothing was written by {written_by!r}; there are: {listed or 'none'}")
     return found

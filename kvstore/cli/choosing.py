@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvstore.brief import shown
 from kvstore.census.selection import Selection
 from kvstore.cli.declared import argument, option, takes
 from kvstore.cli.kinds import DURATION, MOMENT
@@ -129,7 +130,7 @@ def choose_namespace(found: Sequence[Namespace], name: str, tenant: str, fingerp
 
 
 def _listed(names: Iterable[str]) -> str:
-    known = sorted(set(names))
+    known = sorted(set(map(shown, names)))
     return ", ".join(known[:10]) + (", ..." if len(known) > 10 else "") or "none"
 
 

@@ -9,9 +9,9 @@ from typing import Any, NoReturn
 
 import click
 
+from kvstore.brief import shown
 from kvstore.cli.ctrl_c import INTERRUPTED, Raises
 from kvstore.cli.signals import Interrupted
-from kvstore.cli.visible import shown
 from kvstore.errors import KVStoreError
 
 CHECK_FAILED = 1

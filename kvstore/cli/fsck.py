@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvstore.brief import size
+from kvstore.brief import shown, size
 from kvstore.cli.access import EtcdAccess, RootPlace, etcd_options, root_option
 from kvstore.cli.command import Command, check_failed
 from kvstore.cli.declared import flag, option, takes
@@ -19,7 +19,6 @@ from kvstore.cli.kinds import SIZE
 from kvstore.cli.options import json_option
 from kvstore.cli.output import print_json, progress_to
 from kvstore.cli.rooted import identified
-from kvstore.cli.visible import shown
 from kvstore.errors import InvalidRequest, KVStoreError, RootMismatch
 from kvstore.format.places import GENERATIONS, HOST_GENERATIONS, METADATA, Name
 from kvstore.meta.generation import ADVICE_OF_HOST, difference, read_generation

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvstore.brief import shown
 from kvstore.cli.access import Access, access_options
 from kvstore.cli.choosing import open_cache
 from kvstore.cli.command import Command, check_failed
@@ -17,7 +18,6 @@ from kvstore.cli.declared import flag, option, takes
 from kvstore.cli.kinds import COUNT, DURATION
 from kvstore.cli.options import json_option
 from kvstore.cli.output import print_json, print_pairs, progress_bar, progress_to
-from kvstore.cli.visible import shown
 from kvstore.errors import InvalidRequest, Unavailable
 
 if TYPE_CHECKING:

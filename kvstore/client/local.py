@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
+from kvstore.brief import shown
 from kvstore.buffers import Pieces
 from kvstore.census.selection import Selection
 from kvstore.client.branches import PortBranches
@@ -174,7 +175,7 @@ class LocalPort:
 
     @property
     def place(self) -> str:
-        return f"root {self._store.member.node.root.url}" + self._store.closed * ", closed"
+        return f"root {shown(self._store.member.node.root.url)}" + self._store.closed * ", closed"
 
     def open_namespace(self, namespace: Namespace) -> None:
         with self._store as member:

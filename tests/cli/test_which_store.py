@@ -216,5 +216,6 @@ def test_a_name_cannot_fake_a_row(run: Run, tmp_root: Path) -> None:
 def test_a_name_in_an_error_cannot_write_to_the_terminal(run: Run, tmp_root: Path) -> None:
     with kvstore.open(tmp_root) as store:
         store.namespace("red\x1b[31m", LAYOUT)
+        store.namespace("two\nlines  here", LAYOUT)
     said = run("match", "another", "1,2,3,4", "--root", str(tmp_root)).stderr
-    assert "there are: red\\x1b[31m" in said and said.rstrip("\n").isprintable()
+    assert r"there are: red\x1b[31m, two\nlines " in said and said.rstrip("\n").isprintable()

@@ -56,6 +56,10 @@ def test_an_embedded_store_says_where_it_is(tmp_root: Path) -> None:
     said_of(kvstore.open(tmp_root), f"root file://{tmp_root}")
 
 
+def test_a_folder_with_a_newline_is_one_line(tmp_root: Path) -> None:
+    said_of(kvstore.open(tmp_root / "two\nlines"), rf"root file://{tmp_root}/two\nlines")
+
+
 def test_a_connected_store_says_where_it_is() -> None:
     with serving() as served:
         said_of(connected(served), f"workers {served.address}")
