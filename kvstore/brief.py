@@ -19,6 +19,11 @@ def brief(value: object) -> str:
     return text if len(text) <= CHARS_MAX else f"{text[: CHARS_MAX - 3]}..."
 
 
+def why(cause: Exception) -> str:
+    """Returns what went wrong, without the number and the path that an OSError adds to it."""
+    return (isinstance(cause, OSError) and cause.strerror) or str(cause)
+
+
 def size(count_bytes: float) -> str:
     """Bytes for people: 1.5 GiB."""
     value, unit = float(count_bytes), "B"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
+from kvstore.brief import why
 from kvstore.cli.declared import argument, group, option, takes
 from kvstore.cli.securing import ClientAccess
 from kvstore.errors import InvalidRequest
@@ -275,4 +276,4 @@ def _read(path: str, what: str) -> str:
             raise InvalidRequest(f"the {what} {path!r} is over {SECRET_BYTES_MAX} bytes")
         return Path(path).read_text()
     except (OSError, UnicodeDecodeError) as cause:
-        raise InvalidRequest(f"cannot read the {what} {path!r}: {cause}") from cause
+        raise InvalidRequest(f"cannot read the {what} {path!r}: {why(cause)}") from cause

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvstore.brief import shown
+from kvstore.brief import shown, why
 from kvstore.census.selection import Selection
 from kvstore.cli.declared import argument, option, takes
 from kvstore.cli.kinds import DURATION, MOMENT
@@ -142,7 +142,7 @@ def read_tokens(text: str | None, file: str | None) -> list[int]:
         try:
             text = sys.stdin.read(TEXT_BYTES_MAX + 1) if file == "-" else Path(file).read_text()
         except (OSError, UnicodeDecodeError) as cause:
-            raise InvalidRequest(f"cannot read the tokens from {file!r}: {cause}") from cause
+            raise InvalidRequest(f"cannot read the tokens from {file!r}: {why(cause)}") from cause
     assert text is not None
     if len(text) > TEXT_BYTES_MAX:
         raise InvalidRequest(f"the tokens are over {TEXT_BYTES_MAX} bytes of text: at most {TOKENS_MAX} tokens")

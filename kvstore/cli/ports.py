@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterable
+from errno import EADDRINUSE, EADDRNOTAVAIL
 
+from kvstore.brief import why
 from kvstore.cli.kinds import split
 from kvstore.errors import InvalidRequest, Unavailable
 
 EVERY_ADDRESS = ("0.0.0.0", "::")
+ADVICE = {
+    EADDRINUSE: ": stop the program that does, or choose another port of this host; 0 is any free one",
+    EADDRNOTAVAIL: ": this host has no such address; give one that it has, or 0.0.0.0 for all of them",
+}
 
 
 def check_ports(listening: Iterable[tuple[str, str | None]]) -> None:
@@ -41,10 +47,8 @@ def check_free(option: str, addresses: Iterable[str | None]) -> None:
                 tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do, for a port just left
                 tried.bind(place)
         except OSError as cause:
-            raise Unavailable(
-                f"cannot listen on {option} {address} ({cause.strerror or cause}): stop the program that does, "
-                "or choose another port of this host; 0 is any free one"
-            ) from cause
+            advice = ADVICE.get(cause.errno or 0, "")
+            raise Unavailable(f"cannot listen on {option} {address} ({why(cause)}){advice}") from cause
 
 
 def _has_port(address: str) -> bool:

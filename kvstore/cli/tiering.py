@@ -8,9 +8,11 @@ from typing import Any
 
 import click
 
+from kvstore.brief import size
 from kvstore.cli.declared import option
 from kvstore.cli.kinds import DURATION, SIZE, Size
-from kvstore.node.settings import TierSettings
+from kvstore.errors import InvalidRequest
+from kvstore.node.settings import MEMORY_BYTES_MIN, TierSettings
 from kvstore.writes import WriteMode
 
 
@@ -70,7 +72,16 @@ class Tiers:
     )
 
     def settings(self) -> TierSettings:
-        """The node's settings. Raises InvalidRequest."""
+        """The node's settings. Raises InvalidRequest, which names the options."""
+        if 0 < self.memory < MEMORY_BYTES_MIN:
+            raise InvalidRequest(f"--memory {size(self.memory)}: expected 0, or at least {size(MEMORY_BYTES_MIN)}")
+        if self.disk is not None and not self.memory:
+            raise InvalidRequest("--disk without --memory: chunks of a local disk are read through memory; give both")
+        if self.root_priority_min and not self.memory:
+            raise InvalidRequest(
+                "--root-priority-min without --memory: the root is the only place for chunks of a lower priority; "
+                "give --memory as well"
+            )
         return TierSettings.of(self.memory, self.disk, self.write, self.root_priority_min, self.sync_interval_s)
 
     def of_worker(self, number: int) -> Tiers:

@@ -108,7 +108,7 @@ def test_a_missing_package_is_a_sentence(package: str) -> None:
         ),
         (("match", "model", "1,-3", "--root", "ROOT"), "token -3 at position 1 is out of range"),
         (("match", "model", "--root", "ROOT"), "no tokens are given"),
-        (("match", "model", "--tokens-file", "/missing", "--root", "ROOT"), "cannot read the tokens"),
+        (("match", "model", "--tokens-file", "/missing", "--root", "ROOT"), "from '/missing': No such file"),
         (("clear", "model", "--root", "ROOT"), "give --yes"),
         (("clear", "model", "--root", "ROOT", "--ignore-pins"), "give --yes"),
         (("fsck", "/"), "is not a kvstore root"),
@@ -117,6 +117,8 @@ def test_a_missing_package_is_a_sentence(package: str) -> None:
         (("replay", "/missing.jsonl"), "cannot read the trace"),
         (("replay", "/dev/null"), "holds no requests"),
         (("worker", "--root", "ROOT", "--listen", "127.0.0.1:0"), "give --etcd ENDPOINTS"),
+        (("up", "--root", "ROOT", "--disk", "d:1GiB"), "--disk without --memory: chunks of a local disk"),
+        (("up", "--root", "ROOT", "--root-priority-min", "5"), "--root-priority-min without --memory: the root is"),
         (("up", "--root", "ROOT", "--etcd", "h:1", "--etcd-folder", "f"), "give one of them"),
         (("up", "--root", "ROOT", "--events-query", "127.0.0.1:8090"), "give --events ENDPOINT too"),
         (

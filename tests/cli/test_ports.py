@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.cli.ports import check_ports
-from kvstore.errors import InvalidRequest
+from kvstore.cli.ports import check_free, check_ports
+from kvstore.errors import InvalidRequest, Unavailable
 from tests.ports import free_port
 
 
@@ -30,3 +30,10 @@ def test_what_is_two_ports_is_not() -> None:
     while other == one:
         other = free_port()
     check_ports([("--a", f"127.0.0.1:{one}"), ("--b", f"127.0.0.1:{other}"), ("--c", f"127.0.0.2:{one}")])
+
+
+def test_an_address_of_another_host_is_said_to_be_one() -> None:
+    with pytest.raises(Unavailable, match=r"^cannot listen on --a 192\.0\.2\.1:7171 \(.*\): this host has no such"):
+        check_free("--a", ["192.0.2.1:7171"])
+    with pytest.raises(Unavailable, match=r"^cannot listen on --a no-such-host\.invalid:7171 \([^)]*\)$"):
+        check_free("--a", ["no-such-host.invalid:7171"])

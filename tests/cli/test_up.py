@@ -206,7 +206,7 @@ def test_memory_that_the_host_does_not_have_is_said_with_units(tmp_root: Path) -
     at = ("up", "--root", str(tmp_root / "root"), "--memory")
     for given, said in (
         ((*at, "3PiB", "--workers", "2"), r"2 \* 3.00 PiB, and this host or container has at most [\d.]+ .iB for it"),
-        ((*at, "1MiB"), r"memory=1.00 MiB: expected 0, or at least 16.00 MiB"),
+        ((*at, "1MiB"), r"up: --memory 1.00 MiB: expected 0, or at least 16.00 MiB"),
     ):
         result = ended(*given)
         assert result.returncode == 2 and re.search(said, result.stderr), result.stderr
