@@ -24,6 +24,7 @@ from kvstore.results import Cleared
 if TYPE_CHECKING:
     from kvstore.client.control import Control, ControlTicket
     from kvstore.client.store import Store
+    from kvstore.tickets import Ticket
 
 IGNORED = "; or --ignore-pins, which deletes pinned chunks too"
 
@@ -69,6 +70,8 @@ def clear(
             as_json,
             True,
             lambda store, control: control.clear(_sure(asked, store, yes or dry_run), dry_run=dry_run, pinned=pinned),
+            # What failed or was not confirmed is in the ticket's message.
+            lambda ended: _print_chunks(_cleared(ended), dry_run),
         )
         return
     with access.open() as store:
@@ -181,10 +184,19 @@ def _ask(question: str, yes: bool) -> None:
         raise InvalidRequest("nothing was deleted")
 
 
-def _print(cleared: Cleared, dry_run: bool) -> None:
+def _cleared(ended: Ticket) -> Cleared:
+    chunks, size_bytes, pinned = (ended.counts.get(name, 0) for name in ("chunks", "bytes", "pinned_chunks"))
+    return Cleared(chunks, size_bytes, pinned)
+
+
+def _print_chunks(cleared: Cleared, dry_run: bool) -> None:
     print(f"{cleared.chunks} chunks {'would be ' if dry_run else ''}deleted, {size(cleared.bytes)}")
     if cleared.pinned:
         print(f"{cleared.pinned} pinned chunks stay: --pinned deletes them too, kvstore ls --pins says whose they are")
+
+
+def _print(cleared: Cleared, dry_run: bool) -> None:
+    _print_chunks(cleared, dry_run)
     if cleared.failed:
         print(f"{cleared.failed} could not be looked at or deleted: run it again", file=sys.stderr)
     for session in cleared.unconfirmed:

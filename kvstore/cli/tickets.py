@@ -83,8 +83,8 @@ def steered(store: Store, access: Access) -> Control:
     return store.control
 
 
-def follow(ticket: ControlTicket, as_json: bool) -> None:
-    """Follows a ticket to its end, with progress on a terminal, and prints its result.
+def follow(ticket: ControlTicket, as_json: bool, say: Callable[[Ticket], None] | None = None) -> None:
+    """Follows a ticket to its end, with progress on a terminal, and prints its result; ``say`` does, if it is done.
 
     Ctrl-C leaves the operation running and says how to follow it again. Exit code 1 if it failed, was cancelled, or
     left something, so that it must be repeated.
@@ -105,20 +105,26 @@ def follow(ticket: ControlTicket, as_json: bool) -> None:
         came, failed = _came(ended), ended.state is State.FAILED and ended.message
         if ended.message:
             print(f"{ended.act} failed: {ended.message}" if failed else ended.message, file=sys.stderr)
-        if came or not failed:
+        if say is not None and ended.state is State.DONE:
+            say(ended)
+        elif came or not failed:
             print(f"{ended.act} {ended.state.value}: {came or _how_far(ended)}")
     if ended.state is not State.DONE or any(ended.counts.get(name) for name in LEFT):
         check_failed()
 
 
 def begin_and_follow(
-    access: Access, as_json: bool, is_followed: bool, begin: Callable[[Store, Control], ControlTicket]
+    access: Access,
+    as_json: bool,
+    is_followed: bool,
+    begin: Callable[[Store, Control], ControlTicket],
+    say: Callable[[Ticket], None] | None = None,
 ) -> None:
-    """Begins an operation at a worker, and follows it unless only its id is wanted."""
+    """Begins an operation at a worker, and follows it (``follow``) unless only its id is wanted."""
     with access.open() as store:
         ticket = begin(store, steered(store, access))
         if is_followed:
-            follow(ticket, as_json)
+            follow(ticket, as_json, say)
         elif as_json:
             print_json(as_values(ticket.last))
         else:

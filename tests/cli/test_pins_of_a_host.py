@@ -15,6 +15,7 @@ from click.testing import Result
 import kvstore
 from kvstore.meta.sqlite.faults import PAGE_BYTES, fault_of
 from tests.cli.conftest import parsed
+from tests.worker.serving import serving
 
 Run = Callable[..., Result]
 LAYOUT = kvstore.Layout(layers=1, kv_heads=1, head_dim=8, dtype="int8", chunk_tokens=4)
@@ -110,3 +111,28 @@ def test_the_dashboard_takes_the_root_although_workers_are_in_the_environment(
     notes, error = result.stderr.strip().splitlines()
     assert notes == "kvstore dashboard: KVSTORE_CONNECT is not used here: etcd names the workers"
     assert error.startswith("kvstore dashboard: others can reach --listen 10.0.0.7:80"), "the root and etcd are given"
+
+
+def test_a_clear_says_the_same_of_a_root_and_of_workers(run: Run, tmp_root: Path) -> None:
+    asked = ("clear", "--tenant", "acme", "--yes")
+
+    def fill(store: kvstore.Store) -> None:
+        cache = store.namespace("m", LAYOUT, tenant="acme")
+        cache.put(range(12), np.zeros(LAYOUT.shape(12), np.int8))
+        cache.pin(range(4))
+
+    with kvstore.open(tmp_root / "alone") as store:
+        fill(store)
+    with serving(tmp_root / "served") as served:
+        with kvstore.connect(served.address) as store:
+            fill(store)
+        for more, said in (
+            (("--dry-run",), "2 chunks would be deleted, "),
+            ((), "2 chunks deleted, "),
+            (("--pinned",), "1 chunks deleted, "),
+        ):
+            by_root = run(*asked, *more, "--root", str(tmp_root / "alone"))
+            by_worker = run(*asked, *more, "--connect", served.address)
+            assert by_worker.stdout == by_root.stdout and by_root.stdout.startswith(said), (more, by_worker.stderr)
+            assert ("\n1 pinned chunks stay: --pinned" in by_root.stdout) == ("--pinned" not in more)
+            assert by_worker.exit_code == by_root.exit_code == 0
