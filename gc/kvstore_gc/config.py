@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvstore.brief import why
 from kvstore.errors import InvalidRequest
 from kvstore.namespace import Namespace
 from kvstore_gc.goals import Goals, Quota
@@ -134,6 +135,6 @@ def _read(path: str) -> dict[str, Any]:
             raise InvalidRequest(f"the policy {path!r} is over {FILE_BYTES_MAX} bytes")
         return tomllib.loads(Path(path).read_text())
     except (OSError, UnicodeDecodeError) as cause:
-        raise InvalidRequest(f"cannot read the policy {path!r}: {cause}") from cause
+        raise InvalidRequest(f"cannot read the policy {path!r}: {why(cause)}") from cause
     except tomllib.TOMLDecodeError as cause:
         raise InvalidRequest(f"the policy {path!r} is not TOML: {cause}") from cause
