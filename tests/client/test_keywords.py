@@ -263,3 +263,11 @@ def test_a_text_is_no_batch_of_prompts(cache: Cache) -> None:
             cache.plan(prompts, memory_tokens=0)  # type: ignore[arg-type]
         with pytest.raises(InvalidRequest, match=r"prompts are .*: expected a list of prompts"):
             cache.blocks.plan(prompts, memory_tokens=0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("disk", ("\0", 1 << 30)), ("disk", ("/tmp/\ud800", 1 << 30)), ("etcd", ["\ud800:1"])]
+)
+def test_what_no_file_and_no_host_can_be_called_is_refused(tmp_path: Path, name: str, value: object) -> None:
+    with pytest.raises(InvalidRequest, match=f"{name}="):
+        kvstore.open(tmp_path / "root", memory=32 << 20, **{name: value})  # type: ignore[arg-type]

@@ -61,10 +61,10 @@ class Endpoints:
 
         Raises InvalidRequest for an empty list, a missing or wrong port, a path, or http and https mixed.
         """
-        if not isinstance(text, str) and not all(isinstance(one, str) for one in text):
+        given = [text] if isinstance(text, str) else text
+        if not all(isinstance(one, str) and is_unicode(one) for one in given):
             raise InvalidRequest(f"etcd={brief(text)}: expected host:port, several with commas or as a list")
-        parts = text.split(",") if isinstance(text, str) else [part for one in text for part in one.split(",")]
-        parts = [part.strip() for part in parts if part.strip()]
+        parts = [part.strip() for one in given for part in one.split(",") if part.strip()]
         if not 1 <= len(parts) <= ENDPOINTS_MAX:
             raise InvalidRequest(
                 f"{len(parts)} etcd endpoints: expected 1 to {ENDPOINTS_MAX}, as host:port[,host:port]"
