@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from operator import index
 from typing import Any, TypeGuard
 
@@ -49,15 +48,6 @@ def is_whole(value: Any) -> TypeGuard[int]:
 def is_number(value: object) -> TypeGuard[float]:
     """True for a number, but not for True and False. Infinite ones are numbers, and so is what is none."""
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def is_path(path: str | os.PathLike[str]) -> bool:
-    """True if a file may have this name: no text with a NUL, or with half a character, is one."""
-    try:
-        name = os.fsencode(path)
-    except UnicodeEncodeError:
-        return False
-    return bool(name) and b"\0" not in name
 
 
 def is_unicode(text: str) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Literal
 
-from kvstore.brief import brief, is_number, is_path, is_whole, size
+from kvstore.brief import brief, is_number, is_whole, size
 from kvstore.encodings.keys import KeyFile
 from kvstore.errors import InvalidRequest
 from kvstore.format.lineage import check_label
@@ -73,7 +73,7 @@ class TierSettings:
         folder, size_bytes = "", 0
         if disk is not None:
             match disk:
-                case (str() | PathLike() as path, given) if is_path(path) and (asked := _size(given)) is not None:
+                case (str() | PathLike() as path, given) if _is_path(path) and (asked := _size(given)) is not None:
                     folder, size_bytes = os.fspath(path), asked
                 case _:
                     raise InvalidRequest(
@@ -143,3 +143,12 @@ class NodeOptions:
 
 AS_SHIPPED = NodeOptions()
 """A node of which its operator said nothing."""
+
+
+def _is_path(path: str | os.PathLike[str]) -> bool:
+    """True if a file may have this name: no text with a NUL, or with half a character, is one."""
+    try:
+        name = os.fsencode(path)
+    except UnicodeEncodeError:
+        return False
+    return bool(name) and b"\0" not in name
