@@ -114,7 +114,7 @@ class Member:
         try:
             self.node.claim_namespace(namespace)
         except DiskFull as full:
-            raise self.node.gc_view.usage.refusal(full) from full
+            raise self.node.gc_view.usage.refusal(full) from full.__cause__
         self._claimed[namespace.digest] = namespace
 
     def find_namespace(self, digest: NamespaceDigest) -> Namespace | None:

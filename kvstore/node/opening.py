@@ -42,10 +42,10 @@ from kvstore.root.posix import PosixRoot
 from kvstore.root.reserve import (
     PUTS_END_S,
     begin_reserve,
+    begin_spending,
     has_room_for,
     make_room,
     with_reserve,
-    would_spend,
 )
 from kvstore.sources import Clock, Ids, RandomIds, SystemClock
 from kvstore.writes import Durability
@@ -225,7 +225,7 @@ def _have_claim(member: Member, root: PosixRoot, bound: Bound) -> None:
 
 def _make_room(node: Node, root: Root) -> None:
     """Spends the reserve of a disk that is so full that metadata may not be written (rule S7)."""
-    if node.on_root(lambda: would_spend(root)):
+    if node.on_root(lambda: begin_spending(root)):
         time.sleep(PUTS_END_S)
     node.on_root(lambda: make_room(root))
 

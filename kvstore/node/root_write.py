@@ -105,7 +105,7 @@ class RootWrite:
         try:
             batch.wait(deadline)
         except DiskFull as full:
-            raise self._chunks.usage.refusal(full) from full
+            raise self._chunks.usage.refusal(full) from full.__cause__
         self._pending.popleft()
         release()
 

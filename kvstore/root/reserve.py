@@ -21,6 +21,8 @@ RESERVE_BYTES = 1 << 20
 FREE_SHARE = 1 / 16
 """A node takes no more of what is free; a disk too small for RESERVE_BYTES_MIN has none."""
 RESERVE_BYTES_MIN = 256 << 10
+SPENDING_NS = 1_000_000_000
+"""The time of a reserve that is about to be spent."""
 PUTS_END_S = 1.0
 """Time in which puts that found the disk full have ended."""
 LOG_BYTES = 640 << 10
@@ -34,7 +36,10 @@ def keep_reserve(root: Root, ids: Ids, size_bytes: int = RESERVE_BYTES) -> None:
     session = ids.fresh()
     staged = places.staged(session, 0)
     try:
-        if root.stat(places.RESERVE) is None:
+        reserve = root.stat(places.RESERVE)
+        if reserve is not None and reserve.mtime_ns == SPENDING_NS:
+            root.touch(places.RESERVE, 0)  # who was about to spend it has not
+        if reserve is None:
             root.stage(staged, [memoryview(bytes(size_bytes))], stamp_ns=0, durable=False)
             root.publish(staged, places.RESERVE, durable=False)
     except KVStoreError:
@@ -61,7 +66,7 @@ def spend_reserve(root: Root) -> bool:
 
 
 def has_room_for(root: Root, size_bytes: int) -> bool:
-    """True if a put of that size leaves as much room as the reserve takes, or fits while the reserve is there.
+    """True if a put of that size leaves as much room as the reserve takes, or the reserve is there to stay.
 
     Raises the root's errors.
     """
@@ -69,9 +74,10 @@ def has_room_for(root: Root, size_bytes: int) -> bool:
     if space.free_bytes is None:
         return True
     kept_bytes = RESERVE_BYTES if space.total_bytes is None else min(RESERVE_BYTES, FREE_SHARE * space.total_bytes)
-    if space.free_bytes >= size_bytes + kept_bytes:
-        return True
-    return space.free_bytes >= size_bytes and root.stat(places.RESERVE) is not None
+    if space.free_bytes >= size_bytes + kept_bytes or kept_bytes <= RESERVE_BYTES_MIN:
+        return True  # there is room, or the disk is too small for a reserve
+    reserve = root.stat(places.RESERVE)
+    return reserve is not None and reserve.mtime_ns != SPENDING_NS
 
 
 def make_room(root: Root) -> bool:
@@ -88,14 +94,17 @@ def make_room_late(root: Root, pause: Callable[[float], object]) -> bool:
     Puts that have begun end on the full disk meanwhile, and do not take that room (rule S7). Raises what ``pause`` does
     too.
     """
-    if would_spend(root):
+    if begin_spending(root):
         pause(PUTS_END_S)
     return make_room(root)
 
 
-def would_spend(root: Root) -> bool:
-    """True if ``make_room`` would spend the reserve now. Raises the root's errors."""
-    return not _has_room(root) and root.stat(places.RESERVE) is not None
+def begin_spending(root: Root) -> bool:
+    """Tells puts that the reserve is about to be spent, if ``make_room`` would do that now; returns whether it would.
+
+    By the file's time, which needs no room. Raises the root's errors.
+    """
+    return not _has_room(root) and root.touch(places.RESERVE, SPENDING_NS)
 
 
 def _has_room(root: Root) -> bool:
