@@ -18,9 +18,9 @@ from kvstore.meta.sqlite.store import Store, create
 LOG_BYTES_MAX = 1 << 30
 """A process that was stopped while it read keeps SQLite from using its log again. The log must not fill the disk."""
 
-SPARE_BYTES = 1 << 20
-"""Room for thousands of keys: sessions, namespaces, pins and sweeps of a small store."""
-SPARE_SHARE = 16
+SPARE_BYTES = 256 << 10
+"""Room for a thousand keys: sessions, namespaces, pins and sweeps of a small store. It counts in no bound."""
+SPARE_SHARE = 64
 """A disk has so many times that free, or the file gets none."""
 
 SETTINGS = ("journal_mode = WAL", "cell_size_check = ON", "secure_delete = OFF", "journal_size_limit = 4194304")
