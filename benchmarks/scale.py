@@ -39,7 +39,7 @@ from kvstore.root.memory import MemoryRoot
 from kvstore.root.posix import PosixRoot
 from kvstore.sources import RandomIds, SystemClock
 from kvstore_gc.capacity import Watermarks
-from kvstore_gc.grace import Pinned
+from kvstore_gc.grace import Spared
 from kvstore_gc.ledger import ANNOUNCEMENTS_PER_S, GROUP_MAX, InFlight, Ledger
 from kvstore_gc.safety import Timings
 from kvstore_gc.signs import WORDS_PER_PACE, room_of
@@ -218,7 +218,7 @@ def _on_files(folder: Path) -> tuple[float, float, float]:
     trash.open(sweep)
     began_s = time.perf_counter()
     in_flight = InFlight(0, 1, 1, Condemned.of_victims(sweep, bytes(16), []))
-    assert trash.reap(in_flight, victims, Pinned.of([]), taken)
+    assert trash.reap(in_flight, victims, Spared.of([]), taken)
     reap_s = (time.perf_counter() - began_s) / count
     assert len(taken.reaped) == count
     return list_s, look_s, reap_s

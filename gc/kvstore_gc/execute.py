@@ -22,7 +22,7 @@ from kvstore.meta.sweeps import Condemned
 from kvstore.root.fence import lift_unnamed
 from kvstore.root.reserve import keep_reserve, make_room_late, spend_reserve
 from kvstore.root.twins import list_twins, read_twin
-from kvstore_gc.grace import Grace, Look, Pinned
+from kvstore_gc.grace import Grace, Look, Spared
 from kvstore_gc.histogram import Tally
 from kvstore_gc.ledger import GROUP_MAX, InFlight, Ledger
 from kvstore_gc.objects import Deleting
@@ -39,7 +39,7 @@ SAID_S = 5.0
 STOPPING = "this collector was asked to stop"
 
 SPARED = (
-    *("cannot be read", "cannot be taken", "condemned too slowly", "gone already", "pinned", "published anew"),
+    *("cannot be read", "cannot be taken", "condemned too slowly", "gone already", "held", "pinned", "published anew"),
     *("swept by another collector", "used since it was listed"),
 )
 """The reasons by which ``SweepReport.spared`` counts."""
@@ -137,7 +137,7 @@ class Sweeper:
             return 0
         return lift_unnamed(self._root, self._site.identity.shard_bits, self._named)
 
-    def pinned(self) -> Pinned:
+    def pinned(self) -> Spared:
         """The addresses that pins protect now, for deciding; only ``sweep`` proves anything. Raises Unavailable."""
         return self._grace.pinned()
 
@@ -248,14 +248,14 @@ class Sweeper:
             if left and self._clock.monotonic_s() >= says_at_s:
                 says_at_s = math.inf
                 log.warning(
-                    "sweep.waits sweeps=%d sessions=%d for_s=%g: holds from before are alive there, or the node hangs",
+                    "sweep.waits sweeps=%d sessions=%d for_s=%g: nodes hang, or look for chunks since before it began",
                     *(len(left), len(look.laggards), SAID_S),
                 )
             if look.due:
                 try:
                     self._check()
-                    ready, pinned = self._grace.decide(look.due)
-                    self._reap(ready, pinned, report)
+                    ready, pinned, held = self._grace.decide(look.due)
+                    self._reap(ready, pinned, held, report)
                 except Stopped:
                     named = self._named()
                     self._abandon([one for one in (*look.due, *left) if one.sweep in named], report, STOPPING)
@@ -289,8 +289,8 @@ class Sweeper:
             self._grace.revoke([one for one in look.laggards if now_s - since_s[one.lease] > lag_max_s])
         return since_s
 
-    def _reap(self, sweeps: Sequence[InFlight], pinned: Pinned, report: SweepReport) -> None:
-        """Takes condemned chunks that are not pinned, and closes the sweeps whose fence is up."""
+    def _reap(self, sweeps: Sequence[InFlight], pinned: Spared, held: Spared, report: SweepReport) -> None:
+        """Takes condemned chunks that are neither pinned nor held, and closes the sweeps whose fence is up."""
         began_s = self._clock.monotonic_s()
         closing = []
         for sweep in sweeps:
@@ -300,8 +300,9 @@ class Sweeper:
             if victims is None:
                 log.warning("sweep.no_plan sweep=%s: it takes nothing", sweep.sweep.hex())
             report.spared["pinned"] += sum(one.address in pinned for one in victims or ())
+            report.spared["held"] += sum(one.address in held and one.address not in pinned for one in victims or ())
             taken = Taken(self._deleted)
-            if self._take(sweep, victims, pinned, taken):
+            if self._take(sweep, victims, pinned | held, taken):
                 closing.append(sweep)
             else:
                 report.sweeps["left"] += 1
@@ -313,13 +314,13 @@ class Sweeper:
         self._close(closing)
         self._spent(report, "close", began_s)
 
-    def _take(self, sweep: InFlight, victims: tuple[Condemnation, ...] | None, pinned: Pinned, taken: Taken) -> bool:
+    def _take(self, sweep: InFlight, victims: tuple[Condemnation, ...] | None, spared: Spared, taken: Taken) -> bool:
         """Takes the victims of one sweep; True if the sweep may close."""
         try:
             if self._root.traits.fenced:
-                ended = self._trash.reap(sweep, victims or (), pinned, taken)
+                ended = self._trash.reap(sweep, victims or (), spared, taken)
             else:
-                ended = self._deleting.reap(sweep, victims, pinned, taken)
+                ended = self._deleting.reap(sweep, victims, spared, taken)
         except KVStoreError as error:
             log.warning("sweep.left shard=%04x sweep=%s: %s", sweep.shard, sweep.sweep.hex(), error)
             ended = False
@@ -393,7 +394,7 @@ class Sweeper:
         report.spent(phase, self._clock.monotonic_s() - since_s)
 
 
-def _without(plan: SweepPlan, pinned: Pinned, report: SweepReport) -> SweepPlan:
+def _without(plan: SweepPlan, pinned: Spared, report: SweepReport) -> SweepPlan:
     """A plan without its pinned victims."""
     free = tuple(victim for victim in plan.victims if victim.address not in pinned)
     report.spared["pinned"] += len(plan.victims) - len(free)

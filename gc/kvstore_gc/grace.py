@@ -1,7 +1,7 @@
-"""The grace of sweeps: the one read that decides that it is over, and the pins that it spares (rule G4).
+"""The grace of sweeps: the one read that decides that it is over, and what it spares (rule G4).
 
-Grace is over when every session in etcd has announced the sweep's stamp. The refs are part of the same read, because a
-node may pin what it holds until the moment it announces.
+Grace is over when every session in etcd has announced the sweep's stamp. What a session holds of the sweep is part of
+its announcement. The refs are part of the same read: a node may pin what it holds until the moment it announces.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from kvstore.errors import InvalidRequest
 from kvstore.meta.interface import KeyValue, LeaseId
@@ -25,8 +27,8 @@ Twins = Callable[[], Sequence[bytes]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pinned:
-    """The addresses that some pin protects, 8 bytes of memory each: there may be millions.
+class Spared:
+    """The addresses that no sweep may take, 8 bytes of memory each: there may be millions.
 
     Told apart by their marks. Another address shares one by a chance of 2 ** -64, and is then spared too.
     """
@@ -34,9 +36,12 @@ class Pinned:
     marks: Marks
 
     @classmethod
-    def of(cls, packed: Sequence[bytes]) -> Pinned:
+    def of(cls, packed: Sequence[bytes]) -> Spared:
         """Makes it from packed addresses of 16 bytes each."""
         return cls(marks_of(packed))
+
+    def __or__(self, other: Spared) -> Spared:
+        return Spared(np.union1d(self.marks, other.marks))
 
     def __contains__(self, address: bytes) -> bool:
         """True if an address must be spared."""
@@ -44,12 +49,22 @@ class Pinned:
 
 
 @dataclass(frozen=True, slots=True)
-class Laggard:
-    """A session that has not announced a stamp yet."""
+class Announced:
+    """A session in etcd: the revision that it has announced, and what it holds of the sweeps up to that one, packed."""
 
     key: str
-    announced: int
     lease: LeaseId
+    revision: int
+    held: bytes
+
+    @classmethod
+    def of(cls, kv: KeyValue) -> Announced:
+        """What a session's key says; one whose record cannot be read has announced nothing."""
+        try:
+            record = SessionRecord.from_json(kv.value)
+        except InvalidRequest:
+            return cls(kv.key, kv.lease, -1, b"")
+        return cls(kv.key, kv.lease, record.announced, record.held)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +73,8 @@ class Look:
 
     waiting: list[InFlight]
     due: list[InFlight]
-    laggards: list[Laggard]
+    laggards: list[Announced]
+    """Sessions that have not announced one of them."""
 
 
 class Grace:
@@ -79,61 +95,55 @@ class Grace:
         self._ledger.sessions_count = len(sessions)
         waiting: list[InFlight] = []
         due: list[InFlight] = []
-        laggards: dict[LeaseId, Laggard] = {}
+        laggards: dict[LeaseId, Announced] = {}
         for now in still_there(sweeps, found):
             late = _laggards(sessions, now)
             (waiting if late else due).append(now)
             laggards |= {each.lease: each for each in late}
         return Look(waiting, due, list(laggards.values()))
 
-    def decide(self, sweeps: Sequence[InFlight]) -> tuple[list[InFlight], Pinned]:
-        """Returns the sweeps that may go on, and the addresses that must be spared in them.
+    def decide(self, sweeps: Sequence[InFlight]) -> tuple[list[InFlight], Spared, Spared]:
+        """Returns the sweeps that may go on, and the addresses that must be spared in them: pinned ones, and held ones.
 
         Raises Unavailable, RootMismatch if a ref or a twin cannot be understood: nobody knows what it protects.
         """
         items = self._meta.list(self._keys.prefix, self._refs_timeout_s).items
         pinned = [PinRecord.of(kv).packed for kv in items if kv.key.startswith(self._keys.refs)]
-        ready = self._ready(sweeps, items)
+        ready, held = self._ready(sweeps, items)
         if ready:
             # The read above may have come in pages, with a restored store in between: what decides is read once more.
             again = [
                 *self._meta.list(self._keys.condemned, self._timeout_s).items,
                 *self._meta.list(self._keys.sessions, self._timeout_s).items,
             ]
-            ready = self._ready(ready, again)
-        return ready, Pinned.of([*pinned, *self._twins()])
+            ready, held = self._ready(ready, again)
+        return ready, Spared.of([*pinned, *self._twins()]), Spared.of(held)
 
-    def pinned(self) -> Pinned:
+    def pinned(self) -> Spared:
         """The addresses that are pinned now; only ``decide`` proves anything. Raises as it does."""
         refs = self._meta.list(self._keys.refs, self._refs_timeout_s).items
-        return Pinned.of([*(PinRecord.of(kv).packed for kv in refs), *self._twins()])
+        return Spared.of([*(PinRecord.of(kv).packed for kv in refs), *self._twins()])
 
-    def revoke(self, laggards: Sequence[Laggard]) -> None:
+    def revoke(self, laggards: Sequence[Announced]) -> None:
         """Ends sessions that have kept collectors waiting for too long (rule H4). Raises Unavailable."""
         for one in laggards:
-            log.warning("session.revoked %s announced=%d", one.key, one.announced)
+            log.warning("session.revoked %s announced=%d", one.key, one.revision)
             self._meta.revoke(one.lease, self._timeout_s)
 
-    def _sessions(self, items: Sequence[KeyValue]) -> list[KeyValue]:
+    def _sessions(self, items: Sequence[KeyValue]) -> list[Announced]:
         """The sessions among some keys. A key that no node writes, or without a lease, is nobody to wait for."""
         sessions = (kv for kv in items if kv.key.startswith(self._keys.sessions) and kv.lease)
-        return [kv for kv in sessions if self._keys.parse_session(kv.key)]
+        return [Announced.of(kv) for kv in sessions if self._keys.parse_session(kv.key)]
 
-    def _ready(self, sweeps: Sequence[InFlight], items: Sequence[KeyValue]) -> list[InFlight]:
+    def _ready(self, sweeps: Sequence[InFlight], items: Sequence[KeyValue]) -> tuple[list[InFlight], list[bytes]]:
+        """Returns the sweeps whose grace is over by these keys, and what the sessions among them hold."""
         sessions = self._sessions(items)
-        return [now for now in still_there(sweeps, self._ledger.parse(items)) if not _laggards(sessions, now)]
+        ready = [now for now in still_there(sweeps, self._ledger.parse(items)) if not _laggards(sessions, now)]
+        return ready, [one.held for one in sessions]
 
 
-def _laggards(sessions: Sequence[KeyValue], sweep: InFlight) -> list[Laggard]:
-    """The sessions that have not announced a sweep; one whose record cannot be read has announced nothing."""
+def _laggards(sessions: Sequence[Announced], sweep: InFlight) -> list[Announced]:
+    """The sessions that have not announced a sweep."""
     if sweep.record.is_final:
         return []  # its grace was over before its list became final
-    late = []
-    for kv in sessions:
-        try:
-            announced = SessionRecord.from_json(kv.value).announced
-        except InvalidRequest:
-            announced = -1
-        if announced < sweep.stamp:
-            late.append(Laggard(kv.key, announced, kv.lease))
-    return late
+    return [one for one in sessions if one.revision < sweep.stamp]

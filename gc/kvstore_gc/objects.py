@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from kvstore.format import places
 from kvstore.format.header import FIXED_BYTES, incarnation_at
-from kvstore_gc.grace import Pinned
+from kvstore_gc.grace import Spared
 from kvstore_gc.ledger import InFlight, Ledger
 from kvstore_gc.site import Site
 from kvstore_gc.victims import Condemnation, Taken, read_victims, write_victims
@@ -27,14 +27,14 @@ class Deleting:
         self._ledger = ledger
         self._shard_bits = site.identity.shard_bits
 
-    def reap(self, sweep: InFlight, victims: Sequence[Condemnation] | None, pinned: Pinned, taken: Taken) -> bool:
+    def reap(self, sweep: InFlight, victims: Sequence[Condemnation] | None, spared: Spared, taken: Taken) -> bool:
         """Makes the list final and deletes its publications. True when all are gone, so that the sweep may close.
 
         ``victims`` is None if the list cannot be read. A final list then keeps its sweep open, because nobody knows
         what a run that was paused may still delete (``kvstore fsck --adopt`` ends it).
         """
         if not sweep.record.is_final:
-            settled = self._settle(sweep, [one for one in victims or () if one.address not in pinned])
+            settled = self._settle(sweep, [one for one in victims or () if one.address not in spared])
             if settled is None:
                 return False  # closed by another run
             victims = read_victims(self._root, sweep.sweep, settled.record.plan_checksum)

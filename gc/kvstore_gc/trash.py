@@ -15,7 +15,7 @@ from kvstore.format import places
 from kvstore.format.header import FIXED_BYTES, incarnation_at
 from kvstore.format.places import Name
 from kvstore.root.fence import put_aside, restore
-from kvstore_gc.grace import Pinned
+from kvstore_gc.grace import Spared
 from kvstore_gc.ledger import InFlight
 from kvstore_gc.site import Site
 from kvstore_gc.victims import Condemnation, Taken
@@ -38,12 +38,12 @@ class Trash:
         """Makes the folder of a sweep that nobody else knows yet (rule F2)."""
         self._root.make_folder(places.trash_folder(sweep))
 
-    def reap(self, sweep: InFlight, victims: Sequence[Condemnation], pinned: Pinned, taken: Taken) -> bool:
-        """Takes each victim that is not pinned, then lifts the fence; False if the fence could not be lifted.
+    def reap(self, sweep: InFlight, victims: Sequence[Condemnation], spared: Spared, taken: Taken) -> bool:
+        """Takes each victim that is not spared, then lifts the fence; False if the fence could not be lifted.
 
-        Only after the sweep's grace (``Grace.decide``): ``pinned`` is the proof of it.
+        Only after the sweep's grace (``Grace.decide``): ``spared`` is the proof of it.
         """
-        self._take(sweep, [one for one in victims if one.address not in pinned], taken)
+        self._take(sweep, [one for one in victims if one.address not in spared], taken)
         return self._fence(sweep, victims, taken)
 
     def _take(self, sweep: InFlight, victims: Sequence[Condemnation], taken: Taken) -> None:

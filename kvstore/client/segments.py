@@ -12,6 +12,8 @@ from contextvars import copy_context
 from functools import partial
 from hashlib import blake2b
 
+import numpy as np
+
 from kvstore import tracing
 from kvstore.brief import FLOAT_MAX, brief, is_number, is_whole
 from kvstore.client.arrays import KvArray, fillable, source_array, target_array
@@ -126,8 +128,11 @@ class Segments:
         """Protects found segments from garbage collection until released. Use it as a context. Raises Overloaded."""
         _check_ttl(ttl)
         checked = _checked(matches, self.layout.chunk_tokens)
-        # A collector deletes nothing that is condemned after a hold began (PROTOCOL.md, H2): one protects them all.
-        guard = self._port.hold(self.namespace, checked[0].tokens, ttl) if checked else None
+        if not checked:
+            return Held(self, None, checked)
+        lengths = [len(match) for match in checked]
+        again = Search.of(np.concatenate([match.tokens for match in checked]), np.cumsum([0, *lengths[:-1]]).tolist())
+        _, guard = self._port.segments.hold(self.namespace, again, ttl)
         return Held(self, guard, checked)
 
     def record(self, verdict: Verdict) -> None:

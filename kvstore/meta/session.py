@@ -11,9 +11,11 @@ from __future__ import annotations
 import json
 import logging
 import threading
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvstore.address import ADDRESS_BYTES
 from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied, SessionLost, Unavailable
 from kvstore.meta.deadline import Deadline
 from kvstore.meta.interface import Absent, Compare, Delete, LeaseGone, LeaseId, Meta, ModifiedAt, Put, TxnResult
@@ -32,23 +34,33 @@ _CLOSED = "it was closed"
 
 @dataclass(frozen=True, slots=True)
 class SessionRecord:
-    """The value of a session's key: the revision it has announced, and the number of its last write."""
+    """The value of a session's key: the revision it has announced, and the number of its last write.
+
+    ``held`` are packed addresses of chunks that it holds and a sweep up to that revision condemns: collectors spare
+    them (rule A2).
+    """
 
     announced: int
     write: int
+    held: bytes = b""
 
     def to_json(self) -> bytes:
         """Returns the stored form."""
-        return json.dumps({"announced": self.announced, "write": self.write}, separators=(",", ":")).encode()
+        held = b64encode(self.held).decode()
+        fields = {"announced": self.announced, "write": self.write, "held": held}
+        return json.dumps(fields, separators=(",", ":")).encode()
 
     @classmethod
     def from_json(cls, value: bytes) -> SessionRecord:
         """Parses what ``to_json`` returned. Raises InvalidRequest for anything else."""
         try:
             fields = json.loads(value)
-            return cls(int(fields["announced"]), int(fields["write"]))
+            found = cls(int(fields["announced"]), int(fields["write"]), b64decode(fields["held"], validate=True))
         except (ValueError, KeyError, TypeError, RecursionError) as cause:
             raise InvalidRequest(f"not a session record: {cause}") from cause
+        if len(found.held) % ADDRESS_BYTES:
+            raise InvalidRequest(f"not a session record: {len(found.held)} bytes of addresses of {ADDRESS_BYTES} each")
+        return found
 
 
 _FIRST = SessionRecord(announced=0, write=0)
@@ -196,13 +208,15 @@ class Session:
         operations: Sequence[Put | Delete] = (),
         *,
         announced: int | None = None,
+        held: bytes = b"",
         timeout_s: float | None = None,
     ) -> TxnResult:
         """Applies a transaction that also requires the session to be alive in the store, as the next link of its chain.
 
-        ``announced`` replaces the announced revision. A lost reply is settled by reading back the session's key, which
-        carries the number of the write. Raises SessionLost if the chain is broken (the session is then dead),
-        Unavailable if the outcome stays unknown, LeaseGone for an operation's own lease.
+        ``announced`` replaces the announced revision, together with ``held``, which is what the session holds of the
+        sweeps up to it. A lost reply is settled by reading back the session's key, which carries the number of the
+        write. Raises SessionLost if the chain is broken (the session is then dead), Unavailable if the outcome stays
+        unknown, LeaseGone for an operation's own lease.
         """
         if announced is not None and not 0 <= announced <= ANNOUNCED_MAX:
             raise InvalidRequest(f"announced={announced!r}: expected a revision")
@@ -212,7 +226,7 @@ class Session:
         try:
             while True:
                 self.check()
-                result = self._write(compares, operations, announced, deadline)
+                result = self._write(compares, operations, None if announced is None else (announced, held), deadline)
                 if result is not None:
                     return result
         finally:
@@ -264,13 +278,14 @@ class Session:
         self,
         compares: Sequence[Compare],
         operations: Sequence[Put | Delete],
-        announced: int | None,
+        announcement: tuple[int, bytes] | None,
         deadline: Deadline,
     ) -> TxnResult | None:
         """Tries once to write the next link; None if an earlier write of ours has landed instead: then try again."""
         before = self._written_at
         number = max((self._record.write, *self._unsettled)) + 1
-        record = SessionRecord(self._record.announced if announced is None else announced, number)
+        announced, held = (self._record.announced, self._record.held) if announcement is None else announcement
+        record = SessionRecord(announced, number, held)
         chained = (*compares, ModifiedAt(self.key, before))
         writes = (*operations, Put(self.key, record.to_json(), self.lease))
         try:

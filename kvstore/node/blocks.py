@@ -75,20 +75,24 @@ class Blocks:
     ) -> tuple[Hold, list[bool]]:
         """Holds the blocks that are in the store, and says for each key whether its block is.
 
-        A collector deletes nothing that was condemned after a hold began, so the hold names no block; but it is taken
-        before anybody looks (rule H2). ``looked_up`` is as in ``Counters.add_request``; ``counts`` is False for
-        what no caller requested. Raises Overloaded if too many holds are alive.
+        The hold is taken before anybody looks (rule H2), and then is on what was found. ``looked_up`` is as in
+        ``Counters.add_request``; ``counts`` is False for what no caller requested.
+
+        Raises Overloaded if too many holds are alive.
         """
-        hold = self._holds.take(Chain.of(namespace, np.empty(0, np.uint32)), ttl_s)
+        asked = Keyed(namespace, keys, block_addresses(namespace, keys), ())
+        hold = self._holds.take(Chain.of(namespace, np.empty(0, np.uint32)), ttl_s, whatever=True)
         try:
-            return hold, self._present(namespace, keys, deadline, reads=True, looked_up=looked_up, counts=counts)
+            present = self._present(asked, deadline, reads=True, looked_up=looked_up, counts=counts)
+            self._holds.narrow(hold, (asked.picked(np.flatnonzero(present).tolist()),))
+            return hold, present
         except BaseException:
             self._holds.release(hold)
             raise
 
     def present(self, namespace: Namespace, keys: Sequence[bytes], deadline: Deadline) -> list[bool]:
         """Returns for each key whether it is in the store, whatever the size of its block."""
-        return self._present(namespace, keys, deadline, reads=False)
+        return self._present(Keyed(namespace, keys, block_addresses(namespace, keys), ()), deadline, reads=False)
 
     def sizes(self, namespace: Namespace, keys: Sequence[bytes], deadline: Deadline) -> list[int]:
         """Returns the size of each block that memory or the root has, in bytes; 0 if neither has it, or cannot tell."""
@@ -113,7 +117,7 @@ class Blocks:
     ) -> list[bool]:
         """Reads each block into its buffer, which must have the block's size; False is a miss.
 
-        ``held`` is True if a hold protects the blocks: a sweep that condemned them later waits for that hold.
+        ``held`` is True if a hold protects the blocks: a sweep that condemned them later spares them.
         """
 
         wanted = keyed(namespace, keys, [len(buffer) for buffer in buffers])
@@ -129,16 +133,14 @@ class Blocks:
 
     def _present(
         self,
-        namespace: Namespace,
-        keys: Sequence[bytes],
+        asked: Keyed,
         deadline: Deadline,
         *,
         reads: bool,
         looked_up: bool = False,
         counts: bool = True,
     ) -> list[bool]:
-        addresses = block_addresses(namespace, keys)
-        asked = Keyed(namespace, keys, addresses, ())
+        addresses, namespace = asked.addresses, asked.namespace
         unswept = self._view.unswept(asked)
         present = self._chunks.known.present(addresses, self._chunks.known.quantum())
         present |= np.array(self._reads.has(asked), np.bool_)

@@ -201,17 +201,21 @@ class Follower:
         session, now_s = following.session, self._clock.monotonic_s()
         owed = self._view.stamps(after=session.announced)
         following.owed = {stamp: following.owed.get(stamp, now_s) for stamp in owed}
-        revision = self._holds.announceable()
         pace_s = max(self._limits.announce_s, self._view.pace_s)
-        if not owed or min(owed) > revision or now_s - following.announced_s < pace_s:
+        if not owed or now_s - following.announced_s < pace_s:
             return
         compare = self._view.seq_is_seen
-        result = session.txn((compare,), announced=revision, timeout_s=self._limits.meta_deadline_s)
+        due = self._holds.announcement()
+        if min(owed) > due.revision:
+            return
+        timeout_s = self._limits.meta_deadline_s
+        result = session.txn((compare,), announced=due.revision, held=due.held, timeout_s=timeout_s)
         # On failure the chain of sweeps has gone on. The watch will bring the new end, and the next step tries again.
         if result.succeeded:
             following.announced_s = self._clock.monotonic_s()
             self._counters.add(NodeCount.ANNOUNCEMENTS)
-            following.owed = {stamp: since_s for stamp, since_s in following.owed.items() if stamp > revision}
+            following.owed = {stamp: since_s for stamp, since_s in following.owed.items() if stamp > due.revision}
+            self._holds.announced(due)
 
     def _report(self, following: _Following) -> None:
         """Tells collectors what this node wrote and deleted, if one asks for it (gc/PROTOCOL.md, section 6)."""

@@ -1,13 +1,14 @@
 """The holds, in memory: they protect matched chunks until the load that follows.
 
-Separate from reading because garbage collection asks it one question: how old is the oldest hold?
+Separate from reading because garbage collection asks it one question: what is held of the chunks that sweeps condemn?
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvstore.address import Chain
 from kvstore.counts import NodeCount
@@ -15,10 +16,25 @@ from kvstore.errors import HoldBroken, Overloaded
 from kvstore.node.counters import Counters
 from kvstore.node.slots import Slots
 from kvstore.node.view import View
+from kvstore.node.wanted import Wanted
 from kvstore.sources import Clock, Ids
 
 BEFORE_ALL = -1
 """The birth of a hold that no longer has a known place among the sweeps."""
+NAMED_MAX = 8192
+"""The most held chunks that one announcement names, 175 KB in etcd; sweeps of more wait for their holds."""
+
+
+class Announcement(NamedTuple):
+    """What a node may announce (rules A1, A2).
+
+    ``held`` are the packed addresses that it holds of the sweeps up to ``revision``. ``holds`` says what the holds are
+    on that have some.
+    """
+
+    revision: int
+    held: bytes
+    holds: Sequence[Wanted]
 
 
 @dataclass(slots=True, eq=False)
@@ -36,6 +52,8 @@ class Hold:
     born: int | None
     slots: Slots | None = None
     """Its chunks that are in memory, referenced as long as the hold lives (rule R3)."""
+    holds: tuple[Wanted, ...] | None = None
+    """The chunks that it may hold; None while nobody knows: then it holds all."""
     last_s: float = 0.0
 
     @property
@@ -45,10 +63,20 @@ class Hold:
 
 
 class Holds:
-    """The table of live holds; thread-safe, bounded."""
+    """The table of live holds; thread-safe, bounded.
+
+    ``used`` hears of held chunks that a sweep was about to take, and must not block.
+    """
 
     def __init__(
-        self, view: View, holds_max: int, hold_max_s: float, counters: Counters, clock: Clock, ids: Ids
+        self,
+        view: View,
+        holds_max: int,
+        hold_max_s: float,
+        counters: Counters,
+        clock: Clock,
+        ids: Ids,
+        used: Callable[[Wanted], object],
     ) -> None:
         self._view = view
         self._holds_max = holds_max
@@ -56,17 +84,18 @@ class Holds:
         self._counters = counters
         self._clock = clock
         self._ids = ids
+        self._used = used
         self._lock = threading.Lock()
         self._live: dict[bytes, Hold] = {}
 
     def __len__(self) -> int:
         return len(self._live)
 
-    def take(self, chain: Chain, ttl_s: float | None = None) -> Hold:
+    def take(self, chain: Chain, ttl_s: float | None = None, *, whatever: bool = False) -> Hold:
         """Takes a hold on the leading chunks that are not condemned, before anybody looks which of them exist (rules
         H1, H2).
 
-        Raises Overloaded.
+        With ``whatever`` it is one on all that a look finds, whatever that is, until ``narrow``. Raises Overloaded.
         """
         seconds = min(ttl_s or self._hold_max_s, self._hold_max_s)
         last_s = self._clock.monotonic_s() + seconds
@@ -80,11 +109,16 @@ class Holds:
                 raise Overloaded(f"{self._holds_max} holds are alive: release some, or back off")
             hold.count = self._view.leading(chain)
             hold.born = self._view.revision if self._view.protects else None
+            hold.holds = None if whatever else (chain,)
             self._live[hold.id] = hold
         if hold.count < len(chain):
             hold.chain = chain.leading(hold.count)
             self._counters.add(NodeCount.CHUNKS_CONDEMNED, len(chain) - hold.count)
         return hold
+
+    def narrow(self, hold: Hold, found: tuple[Wanted, ...]) -> None:
+        """Says what a hold is on, after the look: it protects nothing else from now on."""
+        hold.holds = found
 
     def keep(self, hold: Hold, slots: Slots) -> None:
         """Makes the hold keep its chunks in memory until it ends."""
@@ -122,12 +156,29 @@ class Holds:
             self._live.pop(hold.id, None)
         _let_go(hold)
 
-    def announceable(self) -> int:
-        """Returns the newest revision that this node has seen and that no hold is older than (rules A1, A2)."""
+    def announcement(self) -> Announcement:
+        """Returns what may be announced: the newest revision that this node has seen, and the chunks that a hold from
+        before their sweep has (rules A1, A2). For the thread that changes the view.
+
+        The revision is older if a hold does not know its chunks yet, or if there are too many to name.
+        """
         with self._view.lock, self._lock:
             self._expire()
-            births = (hold.born for hold in self._live.values() if hold.born is not None)
-            return min(births, default=self._view.revision)
+            revision = self._view.revision
+            protecting = [(hold.holds, hold.born) for hold in self._live.values() if hold.born is not None]
+        # Holds that are taken from here on have seen every sweep of the view.
+        revision = min((born for holds, born in protecting if holds is None), default=revision)
+        swept = [(part, list(self._view.swept(part, born))) for holds, born in protecting for part in holds or ()]
+        named = sorted({one for _, found in swept for one in found if one[0] <= revision})
+        if len(named) > NAMED_MAX:
+            revision = named[NAMED_MAX][0] - 1
+        addresses = [address for stamp, address in named if stamp <= revision]
+        return Announcement(revision, b"".join(addresses), [part for part, found in swept if found])
+
+    def announced(self, announcement: Announcement) -> None:
+        """Renews what was named, once that is announced: so the next round chooses other chunks."""
+        for wanted in announcement.holds:
+            self._used(wanted)
 
     def age_all(self) -> None:
         """Marks all holds as older than everything (rule V3); called under the view's lock."""

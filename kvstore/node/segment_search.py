@@ -55,12 +55,12 @@ def hold_segments(
 ) -> tuple[list[Match], Hold | None]:
     """Finds segments and holds what it finds; no hold if it finds nothing. Raises Overloaded if too many are alive.
 
-    A collector deletes nothing that was condemned after a hold began, so one hold protects all. It is taken before
-    anybody looks (PROTOCOL.md, H2).
+    One hold is on all. It is taken before anybody looks (PROTOCOL.md, H2).
     """
-    hold = node.holds.take(node.chains.of(namespace, np.empty(0, np.uint32)), ttl_s)
+    hold = node.holds.take(node.chains.of(namespace, np.empty(0, np.uint32)), ttl_s, whatever=True)
     try:
         matches = find_segments(node, namespace, search, deadline_s, settle)
+        node.holds.narrow(hold, tuple(node.chains.of(namespace, match.tokens) for match in matches))
     except BaseException:
         node.holds.release(hold)
         raise

@@ -7,7 +7,7 @@ be atomic against an event (rules H1 to H3) happens under ``lock``, and no I/O d
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TypeVar
@@ -139,8 +139,8 @@ class View:
         if self._full:
             self._counters.add(NodeCount.PUT_REFUSED_FULL)
             raise Overloaded(
-                "the root is full until garbage collection has made room, which waits for holds from before: release "
-                "those that are not needed, back off, and put again later"
+                "the root is full until garbage collection has made room, which it cannot take from what is held or "
+                "pinned: release what is not needed, back off, and put again later"
             )
         if self.usage.looks:
             self.usage.check_disk(size_bytes)
@@ -159,6 +159,15 @@ class View:
     def stamps(self, after: int) -> list[int]:
         """Returns the revisions after ``after`` at which sweeps in flight condemned."""
         return [sweep.stamp for sweep in list(self._open.values()) if sweep.stamp > after]
+
+    def swept(self, wanted: Addressed, after: int) -> Iterator[tuple[int, Address]]:
+        """Yields the chunks that sweeps in flight condemn, of those that began after the revision ``after``, each with
+        its sweep's stamp. For the thread that changes the view."""
+        open_, shift = self._open, 16 - self._shard_bits
+        for address in wanted.addresses:
+            sweep = open_.get((address[0] << 8 | address[1]) >> shift)
+            if sweep is not None and sweep.stamp > after and address in sweep.members:
+                yield sweep.stamp, address
 
     # Changes: called under ``lock`` by the follower, which has checked under it that it still follows this session.
 

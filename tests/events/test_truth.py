@@ -22,7 +22,7 @@ from kvstore.namespace import Namespace
 from kvstore.node.member import Member
 from kvstore.root.posix import PosixRoot
 from tests.events.following import Following, addresses
-from tests.gc.cluster import SPACE, Cluster, cluster, prompt, put
+from tests.gc.cluster import SPACE, Cluster, cluster, looking, prompt, put
 from tests.node.stores import TINY
 from tests.patience import eventually
 
@@ -56,7 +56,7 @@ def test_a_removal_is_told_before_the_file_goes(clustered: Cluster) -> None:
     put(node, chain), put(node, kept)
     following.catch_up()
     # It makes the sweep wait: a node that holds nothing may have announced that before the sweep looks.
-    hold = Store(LocalPort(node)).namespace(SPACE.name, TINY).hold(kept.tokens)
+    hold = looking(node, kept)
     seen_in_grace = []
 
     def told() -> bool:
@@ -66,7 +66,7 @@ def test_a_removal_is_told_before_the_file_goes(clustered: Cluster) -> None:
     def pause(seconds: float) -> None:
         eventually(told, "the removal is told while the sweep waits")
         seen_in_grace.append(clustered.present(chain))
-        hold.release()
+        node.node.holds.release(hold)
 
     clustered.collector(pause=pause).sweep(clustered.plans(chain))
     assert seen_in_grace[0] == 6, "all files were there when the removal was told"

@@ -18,6 +18,7 @@ from kvstore.meta.interface import Meta
 from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.memory_store import MemoryStore
 from kvstore.namespace import Namespace
+from kvstore.node.holds import Hold
 from kvstore.node.limits import Limits
 from kvstore.node.member import Member, Sharing
 from kvstore.node.opening import join
@@ -138,6 +139,11 @@ def cluster(root: Root | None = None, shard_bits: int = 2) -> Iterator[Cluster]:
     with ExitStack() as undo:
         store = MemoryStore(SystemClock())
         yield Cluster(root, store, create_or_open(root, RandomIds(), shard_bits=shard_bits), undo)
+
+
+def looking(member: Member, chain: Chain) -> Hold:
+    """A hold whose look goes on: nobody knows yet which chunks it is on, so sweeps wait for it (rule A2)."""
+    return member.node.holds.take(chain, whatever=True)
 
 
 def put(member: Member, chain: Chain) -> int:

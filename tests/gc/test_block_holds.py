@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from unittest.mock import patch
 
 import grpc
 import numpy as np
@@ -16,12 +17,14 @@ from kvstore.client.cache import Cache
 from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
 from kvstore.errors import HoldBroken
+from kvstore.node.lanes import Deadline
+from kvstore.node.wanted import Keyed
 from kvstore.root.posix import PosixRoot
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.messages import pack_keys, sealed
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.worker import Worker
-from tests.gc.cluster import SPACE, Cluster, cluster, eventually
+from tests.gc.cluster import SPACE, Cluster, cluster, eventually, looking
 from tests.node.stores import TINY
 from tests.patience import PATIENCE_S
 from tests.worker.serving import connected
@@ -53,10 +56,11 @@ def cache(request: pytest.FixtureRequest, c: Cluster) -> Iterator[Cache]:
         yield store.namespace(SPACE.name, TINY)
 
 
-def test_held_blocks_outlive_a_sweep_and_are_read_while_it_waits(c: Cluster, cache: Cache) -> None:
+def test_held_blocks_outlive_sweeps_and_are_read_meanwhile_and_afterwards(c: Cluster, cache: Cache) -> None:
     assert all(cache.blocks.put(KEYS, BLOCKS))
     hold = cache.blocks.hold(KEYS, ttl=60)
     assert hold.present == [True] * 4
+    look = looking(c.members[0], AS_CHAIN)
     sweep = threading.Thread(target=lambda: c.collector().sweep(c.plans(AS_CHAIN)))
     sweep.start()
     eventually(lambda: not cache.blocks.match(KEYS))
@@ -64,22 +68,45 @@ def test_held_blocks_outlive_a_sweep_and_are_read_while_it_waits(c: Cluster, cac
     assert cache.blocks.get(KEYS, buffers) == [False] * 4, "condemned: a miss for everybody else"
     assert cache.blocks.present(KEYS) == [False] * 4
     assert cache.blocks.hold(KEYS).present == [False] * 4
-    sweep.join(0.3)
-    assert sweep.is_alive()
+    assert hold.get(KEYS, buffers) == [True] * 4
+    c.members[0].node.holds.release(look)
+    sweep.join(PATIENCE_S)
+    assert not sweep.is_alive() and c.present(AS_CHAIN) == 4
+    buffers = [bytearray(5000) for _ in KEYS]
     assert hold.get(KEYS, buffers) == [True] * 4
     assert [bytes(buffer) for buffer in buffers] == BLOCKS
     hold.release()
-    eventually(lambda: not c.present(AS_CHAIN))
-    sweep.join(PATIENCE_S)
+    eventually(lambda: c.collector().sweep(c.plans(AS_CHAIN)).reaped.count == 4)
     with pytest.raises(HoldBroken):
         hold.get(KEYS, buffers)
 
 
-def test_a_hold_past_its_time_holds_no_sweep_up(c: Cluster, cache: Cache) -> None:
+def test_a_sweep_waits_for_a_look_that_goes_on(c: Cluster) -> None:
+    """Rule A2: until the look has ended nobody knows what the hold is on."""
+    node, seen = c.node(), list[int]()
+    cache = Store(LocalPort(node)).namespace(SPACE.name, TINY)
+    cache.blocks.put(KEYS, BLOCKS)
+    real = node.node.blocks._present
+
+    def present(asked: Keyed, deadline: Deadline, **how: bool) -> list[bool]:
+        found = real(asked, deadline, **how)
+        sweep.start()
+        eventually(lambda: node.node.gc_view.leading(AS_CHAIN) == 0)
+        sweep.join(0.3)
+        seen.append(c.present(AS_CHAIN))
+        return found
+
+    sweep = threading.Thread(target=lambda: c.collector().sweep(c.plans(AS_CHAIN)))
+    with patch.object(node.node.blocks, "_present", present):
+        hold = cache.blocks.hold(KEYS)
+    sweep.join(PATIENCE_S)
+    assert seen == [4] and hold.present == [True] * 4 and c.present(AS_CHAIN) == 4
+
+
+def test_a_hold_past_its_time_holds_nothing(c: Cluster, cache: Cache) -> None:
     cache.blocks.put(KEYS, BLOCKS)
     hold = cache.blocks.hold(KEYS, ttl=0.2)
-    report = c.collector().sweep(c.plans(AS_CHAIN))
-    assert report.reaped.count == 4
+    eventually(lambda: c.collector().sweep(c.plans(AS_CHAIN)).reaped.count == 4)
     assert cache.blocks.present(KEYS) == [False] * 4
     with pytest.raises(HoldBroken):
         hold.get(KEYS, [bytearray(5000) for _ in KEYS])
@@ -88,12 +115,12 @@ def test_a_hold_past_its_time_holds_no_sweep_up(c: Cluster, cache: Cache) -> Non
 def test_blocks_that_were_condemned_before_the_hold_are_not_present(c: Cluster, cache: Cache) -> None:
     """Rule H2: the hold is taken before the look, so unprotected blocks are not found either."""
     cache.blocks.put(KEYS, BLOCKS)
-    first = cache.blocks.hold(KEYS)
+    first = looking(c.members[0], AS_CHAIN)
     sweep = threading.Thread(target=lambda: c.collector().sweep(c.plans(AS_CHAIN)))
     sweep.start()
     eventually(lambda: not cache.blocks.match(KEYS))
     assert cache.blocks.hold(KEYS).present == [False] * 4
-    first.release()
+    c.members[0].node.holds.release(first)
     sweep.join(PATIENCE_S)
     assert not c.present(AS_CHAIN)
 
@@ -126,7 +153,7 @@ def test_a_hold_whose_worker_died_is_broken(c: Cluster, path: str) -> None:
 
 
 def test_a_worker_lets_go_of_blocks_that_a_client_does_not_renew(c: Cluster) -> None:
-    """Rule H4: a client that was killed delays no sweep for longer than a lease."""
+    """Rule H4: a client that was killed holds nothing for longer than a lease."""
     worker = Worker(c.node(), "127.0.0.1:0", WorkerLimits(hold_lease_s=0.5))
     worker.start()
     try:
@@ -135,7 +162,7 @@ def test_a_worker_lets_go_of_blocks_that_a_client_does_not_renew(c: Cluster) -> 
             endpoint = store._port.endpoints.every()[0]  # type: ignore[attr-defined]
             held = pb.HoldRequest(namespace=SPACE.digest, keys=pack_keys(KEYS))
             assert pb.HoldResponse.FromString(endpoint.unary("Hold")(sealed(held), timeout=PATIENCE_S)).hold
-            assert c.collector().sweep(c.plans(AS_CHAIN)).reaped.count == 4
+            eventually(lambda: c.collector().sweep(c.plans(AS_CHAIN)).reaped.count == 4)
     finally:
         worker.stop()
 

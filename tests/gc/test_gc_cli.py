@@ -19,6 +19,11 @@ from click.testing import CliRunner, Result
 
 import kvstore
 from kvstore.meta.etcd import EtcdMeta
+from kvstore.meta.keys import Keys
+from kvstore.meta.session import Session
+from kvstore.root.identity import read_identity
+from kvstore.root.posix import PosixRoot
+from kvstore.sources import RandomIds, SystemClock
 from kvstore_gc.cli import command
 from tests.cli.conftest import PATIENCE_S, SOURCE, Running, descendants, eventually, serving
 from tests.collecting import bounded_to
@@ -212,16 +217,21 @@ def test_rounds_go_on_until_sigterm(up: Running, at: tuple[str, ...], module_roo
 def test_sigterm_during_a_grace_ends_it_and_takes_nothing(up: Running, at: tuple[str, ...], module_root: Path) -> None:
     root = module_root / "root"
     put(up, 10, first=20_000)
-    with kvstore.connect(up.grpc) as store:
-        hold = store.namespace("model", LAYOUT).hold(list(range(2_000_000, 2_000_040)))
+    before = chunks(root)
+    meta = EtcdMeta(up.etcd)
+    identity = read_identity(PosixRoot(str(root)))
+    assert identity is not None
+    silent = Session.open(meta, Keys(identity.root), clock=SystemClock(), ids=RandomIds(), ttl_s=3600)
+    try:
         with collecting(module_root, *at, "--interval", "1h", *bounded_to(CHUNK_BYTES)) as (child, said):
-            eventually(lambda: any((root / "trash").iterdir()), "a sweep has begun")
+            eventually(lambda: any((root / "trash").iterdir()), "a sweep has begun, and waits for the silent node")
             time.sleep(0.5)
             child.send_signal(signal.SIGTERM)
-            assert child.wait(PATIENCE_S) == 0, said()  # the next round is an hour away, the end of the hold minutes
-        array = np.empty(LAYOUT.shape(40), np.float16)
-        assert hold.read_into(array) == 40, "what was held is there"
-        hold.release()
+            assert child.wait(PATIENCE_S) == 0, said()  # the next round is an hour away, the end of the grace minutes
+        assert chunks(root) == before
+    finally:
+        silent.close(PATIENCE_S)
+        meta.close()
     assert ended(*at, "--once", *bounded_to(CHUNK_BYTES * 2)).returncode == 0
     assert list((root / "trash").iterdir()) == [] and list((root / "plans").iterdir()) == []
 

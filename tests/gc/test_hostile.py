@@ -35,7 +35,7 @@ from kvstore.sources import SystemClock
 from kvstore_gc import execute
 from kvstore_gc.collectors import Collectors
 from kvstore_gc.threads import Stopped
-from tests.gc.cluster import TIMINGS, Cluster, cluster, eventually, prompt, put, site_of
+from tests.gc.cluster import TIMINGS, Cluster, cluster, eventually, looking, prompt, put, site_of
 from tests.patience import PATIENCE_S
 from tests.root.faulty import EIO, ENOSPC, Fails, FaultyRoot, Rule
 
@@ -356,12 +356,12 @@ def test_plans_leave_room_for_the_log_of_the_metadata_that_name_them() -> None:
 # Nodes that hold
 
 
-def test_a_wait_for_a_hold_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_wait_for_a_node_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(execute, "SAID_S", 0.0)
     with cluster(shard_bits=2) as c:
         node, chain = c.node(), prompt(1, 8)
         put(node, chain)
-        hold, waits = node.node.hold(chain), itertools.count(1)
+        hold, waits = looking(node, chain), itertools.count(1)
 
         def pause(_: float) -> None:
             time.sleep(0.01)
@@ -371,7 +371,7 @@ def test_a_wait_for_a_hold_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog:
         with caplog.at_level(logging.WARNING, "kvstore_gc"):
             assert c.collector(pause=pause).sweep(c.plans(chain)).reaped.count == 8
         said = [record.message for record in caplog.records if record.message.startswith("sweep.waits")]
-        assert len(said) == 1 and "sessions=1 for_s=0: holds from before are alive there" in said[0]
+        assert len(said) == 1 and "sessions=1 for_s=0: nodes hang, or look for chunks" in said[0]
 
 
 # Two runs of one sweep
@@ -381,7 +381,7 @@ def abandon_after_another_made_it_final(c: Cluster, chain: Chain) -> None:
     """One run abandons a sweep at the moment at which another has made its list final, and has deleted three."""
     node = c.node()
     put(node, chain)
-    hold = node.node.hold(chain)
+    hold = looking(node, chain)
 
     def meanwhile(_: float) -> None:
         node.node.holds.release(hold)
@@ -503,7 +503,7 @@ def leave_in_flight(c: Cluster, node: Member, chain: Chain) -> None:
     def die(_: float) -> None:
         raise Died
 
-    hold = node.node.hold(chain)
+    hold = looking(node, chain)
     with pytest.raises(Died):
         c.collector(pause=die).sweep(c.plans(chain))
     node.node.holds.release(hold)

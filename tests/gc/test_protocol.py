@@ -24,7 +24,7 @@ from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.sources import RandomIds, SystemClock
 from kvstore_gc.execute import Sweeper
-from tests.gc.cluster import TIMINGS, Cluster, cluster, eventually, prompt, put
+from tests.gc.cluster import TIMINGS, Cluster, cluster, eventually, looking, prompt, put
 from tests.meta import faulty as meta_faulty
 from tests.meta.faulty import FaultyMeta
 from tests.patience import PATIENCE_S
@@ -46,24 +46,34 @@ def test_a_sweep_takes_what_nobody_holds_and_leaves_nothing(c: Cluster) -> None:
     assert c.leftovers() == []
 
 
-def test_a_held_chunk_outlives_a_sweep_that_waits_for_it(c: Cluster) -> None:
-    node, chain = c.node(), prompt(1, 8)
-    put(node, chain)
-    hold = node.node.hold(chain)
-    sweep = threading.Thread(target=lambda: c.collector().sweep(c.plans(chain)))
-    sweep.start()
-    eventually(lambda: node.node.gc_view.leading(chain) < 8)
-    sweep.join(0.3)
-    assert sweep.is_alive() and c.present(chain) == 8
+def test_a2_a_held_chunk_is_spared_and_holds_no_sweep_up(c: Cluster) -> None:
+    node, kept, other = c.node(), prompt(1, 8), prompt(2, 8)
+    put(node, kept)
+    put(node, other)
+    hold = node.node.hold(kept)
+    report = c.collector().sweep(c.plans(kept, other))
+    assert (report.reaped.count, report.spared["held"]) == (8, 8)
+    assert (c.present(kept), c.present(other), c.leftovers()) == (8, 0, [])
+    node.node.holds.check(hold)
+    eventually(lambda: node.node.match(kept) == 8, "what was spared can be had again")
     node.node.holds.release(hold)
-    sweep.join(PATIENCE_S)
-    assert not sweep.is_alive() and c.present(chain) == 0
+    assert c.collector().sweep(c.plans(kept)).reaped.count == 8
+
+
+def test_a2_what_one_of_many_holds_has_is_spared_on_every_node(c: Cluster) -> None:
+    nodes, chains = [c.node() for _ in range(3)], [prompt(seed, 8) for seed in range(3)]
+    for node, chain in zip(nodes, chains, strict=True):
+        put(node, chain)
+    holds = [node.node.hold(chain.leading(3)) for node, chain in zip(nodes, chains, strict=True)]
+    report = c.collector().sweep(c.plans(*chains))
+    assert (report.reaped.count, report.spared["held"]) == (15, 9)
+    assert [hold.count for hold in holds] == [c.present(chain) for chain in chains] == [3, 3, 3]
 
 
 def test_h1_what_is_condemned_is_a_miss_and_cannot_be_held(c: Cluster) -> None:
     node, other, chain = c.node(), c.node(), prompt(1, 8)
     put(node, chain)
-    hold = other.node.hold(chain)
+    hold = looking(other, chain)
     sweep = threading.Thread(target=lambda: c.collector().sweep(c.plans(chain)))
     sweep.start()
     eventually(lambda: node.node.gc_view.leading(chain) == 0)
@@ -91,7 +101,7 @@ def test_g4_a_pinned_chunk_is_spared(c: Cluster) -> None:
 def test_g7_a_sweep_left_by_a_dead_collector_is_adopted(c: Cluster) -> None:
     node, chain = c.node(), prompt(1, 8)
     put(node, chain)
-    hold = node.node.hold(chain)
+    hold = looking(node, chain)
     with pytest.raises(Died):
         c.collector(pause=die).sweep(c.plans(chain))
     assert c.leftovers()
@@ -157,7 +167,7 @@ def test_a_node_alone_announces_nothing_and_costs_etcd_nothing(c: Cluster) -> No
 def test_v1_a_node_that_joins_during_a_sweep_protects_nothing_of_it(c: Cluster) -> None:
     old, chain = c.node(), prompt(1, 8)
     put(old, chain)
-    hold = old.node.hold(chain)
+    hold = looking(old, chain)
     sweep = threading.Thread(target=lambda: c.collector().sweep(c.plans(chain)))
     sweep.start()
     eventually(lambda: old.node.gc_view.leading(chain) == 0)
@@ -182,11 +192,22 @@ def test_v2_a_node_whose_session_died_holds_nothing(c: Cluster) -> None:
     assert c.collector().sweep(c.plans(chain)).reaped.count == 8
 
 
-def test_v3_after_a_lost_watch_old_holds_still_keep_sweeps_away(c: Cluster) -> None:
+def test_v3_after_a_lost_watch_what_is_held_is_spared(c: Cluster) -> None:
     meta = FaultyMeta(MemoryMeta(c.store))
     node, chain = c.node(meta=meta), prompt(1, 8)
     put(node, chain)
-    hold = node.node.hold(chain)
+    node.node.hold(chain)
+    meta.cut_watches()
+    eventually(lambda: node.node.counters.snapshot()["watches_lost"] == 1)
+    node.node.hold(prompt(2, 1))  # a young hold does not hide the old one
+    assert c.collector().sweep(c.plans(chain)).spared["held"] == c.present(chain) == 8
+
+
+def test_v3_after_a_lost_watch_sweeps_wait_for_an_old_look(c: Cluster) -> None:
+    meta = FaultyMeta(MemoryMeta(c.store))
+    node, chain = c.node(meta=meta), prompt(1, 8)
+    put(node, chain)
+    hold = looking(node, chain)
     meta.cut_watches()
     eventually(lambda: node.node.counters.snapshot()["watches_lost"] == 1)
     collector = c.collector()
@@ -252,7 +273,7 @@ def test_g1_a_chunk_used_since_it_was_listed_is_left_out(c: Cluster) -> None:
 def test_g8_a_sweep_whose_grace_does_not_end_is_abandoned_and_takes_nothing(c: Cluster) -> None:
     node, chain = c.node(), prompt(1, 8)
     put(node, chain)
-    hold = node.node.hold(chain)
+    hold = looking(node, chain)
     patient = replace(TIMINGS, announce_lag_max_s=0.2, grace_max_s=0.3)
 
     class NeverRevoked(MemoryMeta):
@@ -279,7 +300,7 @@ def test_h4_a_session_that_never_announces_is_revoked(c: Cluster) -> None:
 def test_a_plan_that_cannot_be_read_takes_nothing(c: Cluster) -> None:
     node, chain = c.node(), prompt(1, 8)
     put(node, chain)
-    hold = node.node.hold(chain)
+    hold = looking(node, chain)
     with pytest.raises(Died):
         c.collector(pause=die).sweep(c.plans(chain))
     for entry in list(c.root.list(places.PLANS)):

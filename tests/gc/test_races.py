@@ -23,10 +23,10 @@ from kvstore.root import fence
 from kvstore.root.memory import MemoryFile, MemoryFiles, MemoryRoot
 from kvstore.sources import SystemClock
 from kvstore_gc.execute import SweepReport
-from kvstore_gc.grace import Grace, Laggard, Pinned
+from kvstore_gc.grace import Announced, Grace, Spared
 from kvstore_gc.ledger import Ledger
 from kvstore_gc.victims import Taken, read_victims
-from tests.gc.cluster import SPACE, TIMINGS, Cluster, cluster, prompt, put, site_of
+from tests.gc.cluster import SPACE, TIMINGS, Cluster, cluster, looking, prompt, put, site_of
 
 KEYS = Keys(b"r" * 16)
 CHUNK = places.chunk(Address(bytes(16)), SPACE.id, 0)
@@ -130,7 +130,7 @@ def test_g4_a_session_that_begins_before_the_sweep_is_waited_for(c: Cluster) -> 
 
     def meanwhile() -> None:
         young.append(c.node())
-        assert young[0].node.hold(chain).count == 4
+        assert looking(young[0], chain).count == 4
 
     meta.before_txn = meanwhile
     collector = c.collector(meta=meta, timings=replace(TIMINGS, announce_lag_max_s=0.3, grace_max_s=60.0))
@@ -138,7 +138,7 @@ def test_g4_a_session_that_begins_before_the_sweep_is_waited_for(c: Cluster) -> 
     present = []
     real = collector._grace.revoke
 
-    def revoke(laggards: Sequence[Laggard]) -> None:
+    def revoke(laggards: Sequence[Announced]) -> None:
         if laggards:
             present.append(c.present(chain))
         real(laggards)
@@ -196,8 +196,8 @@ def test_o1_every_run_deletes_from_the_list_that_was_made_final() -> None:
         first, second = c.collector(), c.collector()
         (sweep,) = first._condemn(c.plans(chain), SweepReport())
         victims = read_victims(c.root, sweep.sweep, sweep.record.plan_checksum)
-        assert first._deleting.reap(sweep, victims, Pinned.of([chain.addresses[0]]), Taken())
-        second._deleting.reap(sweep, victims, Pinned.of([]), Taken())
+        assert first._deleting.reap(sweep, victims, Spared.of([chain.addresses[0]]), Taken())
+        second._deleting.reap(sweep, victims, Spared.of([]), Taken())
         assert c.root.stat(c.name(chain.addresses[0])) is not None and c.present(chain) == 1
 
 

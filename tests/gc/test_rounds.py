@@ -13,7 +13,7 @@ from kvstore.meta.memory import MemoryMeta
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore_gc.config import Config, Share
 from kvstore_gc.threads import Stopped
-from tests.gc.cluster import SPACE, cluster, eventually, prompt, put
+from tests.gc.cluster import SPACE, cluster, eventually, looking, prompt, put
 from tests.gc.place import LONG_S, Place
 from tests.meta.faulty import FaultyMeta
 from tests.patience import PATIENCE_S
@@ -26,7 +26,7 @@ def test_a_round_deletes_what_is_past_its_time_and_says_so(place: Place, monkeyp
     put(node, new)
     place.age(old)
     size = place.bytes_of(old)
-    hold, pause = node.node.hold(new), place.stop.pause
+    hold, pause = looking(node, new), place.stop.pause
 
     def let_go(seconds: float) -> None:
         """Ends the hold that the round waits for."""
@@ -178,7 +178,7 @@ def test_the_wish_to_end_during_a_grace_leaves_the_root_as_it_was(place: Place) 
     node, chain = place.cluster.node(), prompt(1, 4)
     put(node, chain)
     place.age(chain)
-    hold = node.node.hold(chain)
+    hold = looking(node, chain)
     ended: list[type[BaseException]] = []
 
     def run() -> None:

@@ -18,12 +18,12 @@ from kvstore.root.fence import lift
 from kvstore.root.interface import Stat
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore_gc.execute import Sweeper
-from kvstore_gc.grace import Pinned
+from kvstore_gc.grace import Spared
 from kvstore_gc.ledger import Ledger
 from kvstore_gc.objects import Deleting
 from kvstore_gc.threads import Stopped
 from kvstore_gc.victims import Taken, read_victims
-from tests.gc.cluster import SPACE, Cluster, cluster, eventually, prompt, put
+from tests.gc.cluster import SPACE, Cluster, cluster, eventually, looking, prompt, put
 from tests.gc.test_protocol import Died, die, republish
 from tests.root.faulty import EIO, FaultyRoot, Rule
 
@@ -78,7 +78,7 @@ def left_in_grace(c: Cluster, chunks: int = 8) -> None:
     """Leaves a sweep of a chain in flight, whose collector died in the grace; nobody holds anything."""
     node, chain = c.node(), prompt(1, chunks)
     put(node, chain)
-    hold = node.node.hold(chain)
+    hold = looking(node, chain)
     with pytest.raises(Died):
         c.collector(pause=die).sweep(c.plans(chain))
     node.node.holds.release(hold)
@@ -124,7 +124,7 @@ def test_g4_a_session_that_cannot_be_read_is_waited_for(c: Cluster) -> None:
 def test_g4_the_grace_of_a_sweep_is_of_every_session(c: Cluster) -> None:
     old, chain = c.node(), prompt(1, 8)
     put(old, chain)
-    hold = c.node().node.hold(chain)
+    hold = looking(c.node(), chain)
     with pytest.raises(Died):
         c.collector(pause=lambda _: die(0) if old.presence.current().announced else None).sweep(c.plans(chain))
     assert c.present(chain) == 8 and hold.count == 8
@@ -134,7 +134,7 @@ def test_g4_a_pin_put_until_the_grace_is_over_is_spared(c: Cluster) -> None:
     node, chain, other = c.node(), prompt(1, 8), prompt(2, 8)
     put(node, chain)
     put(node, other)
-    hold, pins = node.node.hold(chain), list[object]()
+    hold, pins = looking(node, chain), list[object]()
 
     def meanwhile(_: float) -> None:
         """Puts the pin and releases its hold, as ``pin`` does, after everything was condemned."""
@@ -236,7 +236,7 @@ def test_g8_a_collector_that_is_stopped_while_it_takes_closes_all_its_sweeps(c: 
 def test_g8_a_sweep_in_which_another_run_has_taken_something_is_not_abandoned(c: Cluster) -> None:
     node, chain = c.node(), prompt(1, 1)
     put(node, chain)
-    hold = node.node.hold(chain)
+    hold = looking(node, chain)
     with pytest.raises(Died):
         c.collector(pause=die).sweep(c.plans(chain))
     (folder,) = c.root.list(places.TRASH)
@@ -288,7 +288,7 @@ def test_o1_every_run_deletes_from_the_list_that_became_final() -> None:
         assert victims is not None and len(victims) == 8
         ours, theirs = (Deleting(c.site(), ledger) for _ in range(2))
         assert theirs._settle(sweep, victims[:3]) is not None
-        ours.reap(sweep, victims, Pinned.of([]), Taken())
+        ours.reap(sweep, victims, Spared.of([]), Taken())
         assert c.present(prompt(1, 8)) == 5
 
 

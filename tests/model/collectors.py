@@ -45,7 +45,9 @@ def steps(s: State, k: Config, dropped: Dropped) -> Iterator[Step]:
             yield from _grace(s, i, run, k, dropped)
         elif run.pc == SETTLE_LIST:
             yield from _settle_list(s, i, run, k, dropped)
-        elif run.pc == READ_REFS:  # only in the mutation split_read
+        elif run.pc == READ_REFS:  # only in the mutations split_read and split_named
+            if "split_named" in dropped:
+                run = run._replace(sweeps=_spared(s, run.sweeps, dropped))
             yield f"g{i}.refs,pinned={_any_pin(s)}", with_run(s, i, begin(run, _any_pin(s)))
         elif run.pc == MAKE_FOLDER:  # only in the mutation late_mkdir
             made = s._replace(folders=s.folders | {run.sweeps[0].id})
@@ -115,6 +117,8 @@ def _condemn(s: State, i: int, run: Run, dropped: Dropped) -> Iterator[Step]:
         else:
             sweeps.append(sweep._replace(inc=UNKNOWN))
     memo = (int(_any_pin(s)),) if "refs_before_grace" in dropped else run.memo
+    if "named_before_grace" in dropped:
+        sweeps = list(_spared(s, tuple(sweeps), frozenset()))
     names = ",".join(f"s{sweep.id},i{sweep.inc}" for sweep in sweeps)
     begun = write_gc(s, condemned, s.rev + 1)
     yield f"g{i}.condemn({names})", with_run(begun, i, Run(GRACE, tuple(sweeps), 0, memo))
@@ -122,7 +126,7 @@ def _condemn(s: State, i: int, run: Run, dropped: Dropped) -> Iterator[Step]:
 
 def _grace(s: State, i: int, run: Run, k: Config, dropped: Dropped) -> Iterator[Step]:
     """G4: one read says that the keys are still ours, that every session has announced them, and which pins exist."""
-    rereads = not dropped & {"no_reread", "split_read"}
+    rereads = not dropped & {"no_reread", "split_read", "split_named"}
     ours = [sweep for sweep in run.sweeps if sweep.inc != UNKNOWN and (not rereads or _is_ours(s, sweep))]
     if not ours:
         gone = tuple(sweep._replace(inc=UNKNOWN) for sweep in run.sweeps)
@@ -145,11 +149,11 @@ def _grace(s: State, i: int, run: Run, k: Config, dropped: Dropped) -> Iterator[
 def _grace_over(s: State, i: int, run: Run, sweeps: tuple[Sweep, ...], k: Config, dropped: Dropped) -> Iterator[Step]:
     early = dropped & {"refs_before_condemn", "refs_before_grace"}
     pinned = run.memo == (1,) if early else _any_pin(s)
-    run = run._replace(sweeps=sweeps, memo=())
-    if "split_read" in dropped:
+    run = run._replace(sweeps=_spared(s, sweeps, dropped), memo=())
+    if dropped & {"split_read", "split_named"}:
         yield f"g{i}.grace_over", with_run(s, i, run._replace(pc=READ_REFS))
     elif k.final_list:
-        key = s.condemned[0]
+        key, pinned = s.condemned[0], pinned or bool(run.sweeps[0].spared)
         seen = (*key, int(pinned)) if key is not None else (int(pinned),)
         yield f"g{i}.grace_over,pinned={pinned}", with_run(s, i, run._replace(pc=SETTLE_LIST, memo=seen))
     else:
@@ -184,11 +188,19 @@ def _settle_list(s: State, i: int, run: Run, k: Config, dropped: Dropped) -> Ite
 
 def _is_ours(s: State, sweep: Sweep) -> bool:
     key = s.condemned[sweep.shard]
-    return key is not None and key[:3] == sweep[1:]
+    return key is not None and key[:3] == sweep[1:4]
 
 
 def _any_pin(s: State) -> bool:
     return any(n.ref > 0 for n in s.nodes)
+
+
+def _spared(s: State, sweeps: tuple[Sweep, ...], dropped: Dropped) -> tuple[Sweep, ...]:
+    """G4: what the read that ends the grace finds named by a session is spared."""
+    if dropped & {"held_not_spared", "named_before_grace"}:
+        return sweeps
+    live = [n.named for n in s.nodes if n.status in LIVE]
+    return tuple(sweep._replace(spared=max([named[sweep.shard] for named in live], default=0)) for sweep in sweeps)
 
 
 def _announced(s: State, dropped: Dropped) -> list[int]:

@@ -37,8 +37,8 @@ def write_gc(s: State, condemned: tuple[Condemned | None, ...], rev: int) -> Sta
 
 
 def listed(condemned: tuple[Condemned | None, ...]) -> tuple[int, ...]:
-    """The addresses that a reader of ``gc/`` finds condemned."""
-    return tuple([1 if key is not None and key.listed else 0 for key in condemned])
+    """For each address the stamp that a reader of ``gc/`` finds it condemned by, or 0."""
+    return tuple([key.stamp if key is not None and key.listed else 0 for key in condemned])
 
 
 def steps(s: State, k: Config, dropped: Dropped) -> Iterator[Step]:
@@ -52,7 +52,7 @@ def steps(s: State, k: Config, dropped: Dropped) -> Iterator[Step]:
 
 
 def _take(s: State) -> State:
-    sessions = tuple((n.status in LIVE, n.announced, n.ref) for n in s.nodes)
+    sessions = tuple((n.status in LIVE, n.announced, n.named, n.ref) for n in s.nodes)
     nodes = tuple(n._replace(written=0) for n in s.nodes)
     return s._replace(snapshot=Snapshot(s.condemned, s.rev, sessions, 0), nodes=nodes)
 
@@ -60,14 +60,23 @@ def _take(s: State) -> State:
 def _restore(s: State, snapshot: Snapshot, k: Config, dropped: Dropped) -> State:
     lost_count = snapshot.events_count
     nodes = tuple(
-        _restored(n, known, announced, ref, lost_count, k, dropped)
-        for n, (known, announced, ref) in zip(s.nodes, snapshot.sessions, strict=True)
+        _restored(n, known, announced, named, ref, lost_count, k, dropped)
+        for n, (known, announced, named, ref) in zip(s.nodes, snapshot.sessions, strict=True)
     )
     log = s.log[: len(s.log) - lost_count]
     return s._replace(condemned=snapshot.condemned, rev=snapshot.rev, log=log, snapshot=RESTORED, nodes=nodes)
 
 
-def _restored(n: Node, known: bool, announced: int, ref: int, lost_count: int, k: Config, dropped: Dropped) -> Node:
+def _restored(
+    n: Node,
+    known: bool,
+    announced: int,
+    named: tuple[int, ...],
+    ref: int,
+    lost_count: int,
+    k: Config,
+    dropped: Dropped,
+) -> Node:
     if n.status == OUT or n.status == DEAD:
         return n
     if not known:
@@ -79,6 +88,7 @@ def _restored(n: Node, known: bool, announced: int, ref: int, lost_count: int, k
     return n._replace(
         lag=0 if saw_lost else max(0, n.lag - lost_count),
         announced=announced,
+        named=named,
         ref=n.ref if ref == n.ref else -abs(n.ref),
         broken=broken,
     )

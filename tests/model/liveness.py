@@ -2,7 +2,7 @@
 
 From every state that was reached: the collectors of that state never move again, fresh ones come, nobody publishes any
 more.  Then a fixed schedule of helpful steps empties trash, quarantine and ``gc/condemned/``, and deletes what nobody
-pins.  That is reachability, not fairness.
+pins; also where a hold is never released, but for what it holds.  That is reachability, not fairness.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ HELPFUL = (
     *("late_unpin", "announce", "lost_watch_and_session"),
 )
 """What nodes do that cooperate: they finish what they began, and announce what a sweep waits for."""
+KEEPING = tuple(step for step in HELPFUL if step not in ("release", "unpin", "late_unpin"))
+"""Nodes that never give back what they hold or have pinned: that stays, and no sweep waits for them."""
 STUCK = ("lease_dies",)
 """Nodes that do nothing, until their leases end."""
 
@@ -38,7 +40,7 @@ def stuck_state(reached: Iterable[State], k: Config, helpful: tuple[str, ...], d
         for s in reached:
             path: list[State] = []
             s = _with_fresh_collectors(s, k)
-            while s not in good and not _is_quiet(s):
+            while s not in good and not _is_quiet(s, helpful):
                 path.append(s)
                 if any(n.ref and n.status == DEAD for n in s.nodes):
                     break  # a persistent pin rightly protects for ever
@@ -56,8 +58,9 @@ def _with_fresh_collectors(s: State, k: Config) -> State:
     return s._replace(runs=runs, menders=menders)
 
 
-def _is_quiet(s: State) -> bool:
-    return not (any(s.files) or s.trash or s.folders or s.quarantine or any(s.condemned))
+def _is_quiet(s: State, helpful: tuple[str, ...]) -> bool:
+    files = helpful != KEEPING and any(s.files)
+    return not (files or s.trash or s.folders or s.quarantine or any(s.condemned))
 
 
 def _next(s: State, k: Config, helpful: tuple[str, ...], dropped: Dropped) -> State | None:

@@ -53,6 +53,10 @@ MUTATIONS = tuple(
         ("hold", "publish_replaces", "I1", "W1", "rename over a held chunk"),
         ("hold", "rejoin_keeps_holds", "I1", "V2", "the lease died, the node comes back with its old holds"),
         ("hold", "condemn_blind", "I1", "G2 compare", "a second list overwrites the first, whose collector acts later"),
+        ("hold", "held_not_spared", "I1", "A2, G4", "a collector takes what a session said that it holds"),
+        ("hold", "named_before_grace", "I1", "G4", "what is held was read before the session had announced the sweep"),
+        ("c13", "split_named", "I1", "G4", "the grace in the old timeline, what is held in the new one"),
+        ("pins", "pin_drops_named", "I1", "P2", "the write of a pin drops what the session said that it holds"),
         ("two", "announce_past_birth", "I1", "A2", "announces one revision past the birth of its oldest hold"),
         ("two", "announce_youngest", "I1", "A2", "announces up to its youngest hold"),
         ("two", "half_event", "I1", "A1", "applies half of a transaction's events, and announces all of it"),
@@ -81,6 +85,7 @@ MUTATIONS = tuple(
         ("twoa", "abandon_keeps_fence", "I1", "F1", "abandons by deleting the key; whoever adopted the sweep goes on"),
         ("twoa", "condemn_compares_first", "I1", "G2 compare", "one transaction for two shards compares one key"),
         ("two3", "close_compares_first", "I1", "G6 compare", "one close for two shards compares one key"),
+        ("join", "holds_unnamed", "I5", "A2", "a sweep waits for a hold that is never released"),
         ("join", "no_adopt", "I5", "G7", "the sweep of a dead collector never closes"),
         # Rollback of etcd, lost watches.
         ("c13", "no_start_fence", "I1", "C4", "a collector of the lost timeline reaps under a new session"),

@@ -6,6 +6,7 @@ A node's work for requests is in ``requests.py`` and ``pins.py``.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import combinations
 
 from tests.model import pins, requests
 from tests.model.config import Config, Dropped
@@ -148,7 +149,7 @@ def _applied(n: Node, event: Event, k: Config, dropped: Dropped) -> Node:
         cache = tuple([0 if gone else known for gone, known in zip(changed, n.cache, strict=True)])
         looks = tuple([NO_LOOK if gone else look for gone, look in zip(changed, n.looks, strict=True)])
         return n._replace(cache=cache, looks=n.looks if "look_outlives_event" in dropped else looks)
-    if 1 in now and 1 in n.cache and "cache_not_evicted" not in dropped:
+    if any(now) and 1 in n.cache and "cache_not_evicted" not in dropped:
         return n._replace(cache=tuple([0 if gone else known for gone, known in zip(now, n.cache, strict=True)]))
     return n
 
@@ -173,23 +174,37 @@ def _lose_watch(s: State, i: int, n: Node, k: Config, dropped: Dropped) -> Itera
 
 
 def _announce(s: State, i: int, n: Node, dropped: Dropped) -> Iterator[Step]:
-    """A1, A2: the newest revision that was applied and that no hold is older than.
+    """A1, A2: a revision that was applied, with the names of what older holds have of the sweeps up to it.
 
-    A hold that was born at a revision may live when that is announced: what it condemned was not held (H1).
+    Which holds know their chunks is open: the announcement stops at the birth of those that do not. A hold that was
+    born at a revision may live when that is announced: what it condemned was not held (H1).
     A3 is looser here than in truth: a view that lags may announce too, only a broken chain keeps it from that.
     """
     newest = s.rev if "announce_unseen" in dropped else n.seen_rev
-    births = [hold.born for hold in n.holds if hold.stage and hold.stage != SEEN_EARLY]
+    held = [a for a, hold in enumerate(n.holds) if hold.stage and hold.stage != SEEN_EARLY]
+    made = set[tuple[int, tuple[int, ...]]]()
+    for size in range(len(held) + 1):
+        for unknown in combinations(held, size):
+            if "holds_unnamed" in dropped and size < len(held):
+                continue
+            announced = min(newest, _birth(n, unknown, dropped))
+            older = {a for a in held if a not in unknown and n.holds[a].born < n.seen[a] <= announced}
+            made.add((announced, tuple([int(a in older) for a in range(len(n.holds))])))
     if "announce_while_holding" in dropped:
-        births = []
+        made = {(newest, n.named)}
+    for announced, named in sorted(made):
+        if n.announced < announced:
+            due = any(key is not None and n.announced < key.stamp <= announced for key in s.condemned)
+            # One that frees no sweep is made by no node; it is allowed here, and does not count for liveness.
+            yield (
+                f"n{i}.announce" if due else f"n{i}.early_announce",
+                with_node(s, i, n._replace(announced=announced, named=named, written=1)),
+            )
+
+
+def _birth(n: Node, unknown: tuple[int, ...], dropped: Dropped) -> int:
+    """The birth of the oldest of some holds."""
+    births = [n.holds[a].born for a in unknown]
     if "announce_youngest" in dropped and births:
         births = [max(births)]
-    oldest = min(births, default=NEVER) + (1 if "announce_past_birth" in dropped else 0)
-    announced = min(newest, oldest)
-    if n.announced < announced:
-        due = any(key is not None and n.announced < key.stamp <= announced for key in s.condemned)
-        # One that frees no sweep is made by no node; it is allowed here, and does not count for liveness.
-        yield (
-            f"n{i}.announce" if due else f"n{i}.early_announce",
-            with_node(s, i, n._replace(announced=announced, written=1)),
-        )
+    return min(births, default=NEVER) + (1 if "announce_past_birth" in dropped else 0)

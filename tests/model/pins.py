@@ -22,7 +22,8 @@ def steps(s: State, i: int, n: Node, k: Config, dropped: Dropped) -> Iterator[St
     if n.pinning:
         # P2: the session's key is part of the transaction. Ids differ, so that a late unpin cannot mean the next pin.
         pin = 2 if n.unpinning == 1 else 1
-        yield f"n{i}.pin_put", becomes(n._replace(ref=pin, pinned=s.files[0], pinning=0, written=1))
+        named = (0,) * k.shards if "pin_drops_named" in dropped else n.named
+        yield f"n{i}.pin_put", becomes(n._replace(ref=pin, pinned=s.files[0], pinning=0, named=named, written=1))
     if n.ref and not n.unpinning and not n.pinning and not n.broken:
         unpinned = n._replace(ref=0, pinned=0, written=1)
         yield f"n{i}.unpin", becomes(unpinned)

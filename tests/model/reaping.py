@@ -27,7 +27,7 @@ def begin(run: Run, pinned: bool, at: int = 0) -> Run:
         return Run(CLOSE, run.sweeps, 0, ())
     if run.sweeps[at].inc == UNKNOWN:
         return Run(LIFT, run.sweeps, at, ())
-    return Run(DRAIN if pinned else RENAME, run.sweeps, at, ())
+    return Run(DRAIN if pinned or run.sweeps[at].spared else RENAME, run.sweeps, at, ())
 
 
 def steps(s: State, i: int, run: Run, k: Config, dropped: Dropped) -> Iterator[Step]:

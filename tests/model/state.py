@@ -41,13 +41,14 @@ class Node(NamedTuple):
     """One node, or one session of it: a dead one never comes back (V2)."""
 
     status: int
-    seen_rev: int  # the view: the last revision applied, and which addresses are condemned in it
+    seen_rev: int  # the view: the last revision applied, and for each address the stamp that condemns it, or 0
     seen: tuple[int, ...]
     lag: int  # events of the watch that are not applied yet
     holds: tuple[Hold, ...]
     cache: tuple[int, ...]
     looks: tuple[int, ...]
     announced: int
+    named: tuple[int, ...]  # the held addresses that its record names: collectors spare them (A2)
     ref: int  # the pin of A in etcd: 0 or its id; negative where the node believes in it and etcd does not have it
     pinned: int  # the incarnation that was there under the pin: only for the invariant
     pinning: int  # the put of a pin is in flight
@@ -67,19 +68,20 @@ class Condemned(NamedTuple):
 
 
 class Event(NamedTuple):
-    """An event of a watch on ``gc/``: its revision, and the addresses condemned after it."""
+    """An event of a watch on ``gc/``: its revision, and the stamps that condemn each address after it, or 0."""
 
     rev: int
     condemned: tuple[int, ...]
 
 
 class Sweep(NamedTuple):
-    """One sweep in a collector's memory. ``inc`` is UNKNOWN if it only lifts the fence."""
+    """One sweep in a collector's memory. ``inc`` is UNKNOWN if it only lifts the fence; ``spared`` if G4 spares it."""
 
     shard: int
     id: int
     inc: int
     stamp: int
+    spared: int = 0
 
 
 UNKNOWN = -1
@@ -124,7 +126,7 @@ class Snapshot(NamedTuple):
 
     condemned: tuple[Condemned | None, ...]
     rev: int
-    sessions: tuple[tuple[bool, int, int], ...]  # known, announced, ref
+    sessions: tuple[tuple[bool, int, tuple[int, ...], int], ...]  # known, announced, named, ref
     events_count: int
 
 

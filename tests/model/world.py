@@ -27,7 +27,7 @@ NEW = 0  # what a run and a mender begin as
 def blank_node(k: Config, status: int) -> Node:
     """A node that knows nothing."""
     none = (0,) * k.shards
-    return Node(status, 0, none, 0, (NO_HOLD,) * k.shards, none, (NO_LOOK,) * k.shards, 0, 0, 0, 0, 0, 0, 0)
+    return Node(status, 0, none, 0, (NO_HOLD,) * k.shards, none, (NO_LOOK,) * k.shards, 0, none, 0, 0, 0, 0, 0, 0)
 
 
 def dead_node(k: Config) -> Node:

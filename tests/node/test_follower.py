@@ -203,9 +203,8 @@ def test_a3_nothing_is_announced_when_the_chain_has_gone_on(alone: Alone) -> Non
 def test_v3_after_a_lost_watch_a_hold_is_older_than_all(alone: Alone) -> None:
     """Its birth may be of a timeline that a restored store has lost, whose revisions the new one uses again."""
     alone.follower.begin(alone.session())
-    hold = alone.node.holds.take(prompt(1, 1))
-    born = hold.born
-    assert born is not None and alone.node.holds.announceable() == born
+    born = alone.node.holds.take(prompt(1, 1), whatever=True).born
+    assert born is not None and alone.node.holds.announcement().revision == born
 
     def lose() -> None:
         alone.meta.fetched = _nothing
@@ -213,7 +212,7 @@ def test_v3_after_a_lost_watch_a_hold_is_older_than_all(alone: Alone) -> None:
 
     alone.meta.fetched = lose
     alone.follower.step(0.0)
-    assert alone.view.revision >= born > alone.node.holds.announceable()
+    assert alone.view.revision >= born > alone.node.holds.announcement().revision
 
 
 def test_v3_a_watch_that_is_refused_is_lost_and_read_afresh(alone: Alone) -> None:

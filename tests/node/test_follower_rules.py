@@ -10,8 +10,10 @@ import pytest
 from kvstore.errors import HoldBroken, SessionLost
 from kvstore.meta.interface import Absent, Event, Put, ValueIs, WatchLost
 from kvstore.meta.keys import SweepId
+from kvstore.meta.session import Session, SessionRecord
 from kvstore.meta.sweeps import NO_NONCE, Condemned, Seq
 from kvstore.node.follower import _Following
+from kvstore.node.wanted import Wanted
 from tests.gc.cluster import prompt
 from tests.node.test_follower import Alone, _nothing
 
@@ -74,23 +76,67 @@ def test_a1_what_the_view_has_not_applied_is_not_announced(alone: Alone) -> None
     assert session.announced == before == seen < alone.meta.list(alone.keys.gc).revision
 
 
-def test_a2_nothing_is_announced_that_an_older_hold_does_not_know_of(alone: Alone) -> None:
+def record(alone: Alone, session: Session) -> SessionRecord:
+    found = alone.meta.get(session.key)
+    assert found is not None
+    return SessionRecord.from_json(found.value)
+
+
+def test_a2_what_an_older_hold_has_of_a_sweep_is_announced_with_it(alone: Alone) -> None:
     session = alone.session()
     alone.follower.begin(session)
     hold = alone.node.holds.take(CHAIN)
     condemn(alone, 1)
     alone.follower.step(0.0)
+    assert alone.view.condemns(CHAIN.addresses[0]) and alone.node.holds.take(CHAIN).count == 0
+    assert record(alone, session) == SessionRecord(alone.view.revision, 1, CHAIN.addresses[0])
+    session.txn()
+    assert record(alone, session).held == CHAIN.addresses[0], "every write says it again (P2)"
+    alone.node.holds.release(hold)
+    assert alone.node.holds.announcement().held == b""
+
+
+def test_a2_no_sweep_that_an_older_hold_may_find_chunks_of_is_announced(alone: Alone) -> None:
+    session = alone.session()
+    alone.follower.begin(session)
+    hold = alone.node.holds.take(CHAIN, whatever=True)
+    condemn(alone, 1)
+    alone.follower.step(0.0)
     assert session.announced == 0 and alone.view.condemns(CHAIN.addresses[0])
+    alone.node.holds.narrow(hold, (CHAIN,))
+    alone.follower.step(0.0)
+    assert record(alone, session) == SessionRecord(alone.view.revision, 1, CHAIN.addresses[0])
+
+
+def test_a2_sweeps_of_more_held_chunks_than_can_be_named_wait(alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.node.holds.NAMED_MAX", 0)
+    session = alone.session()
+    alone.follower.begin(session)
+    hold = alone.node.holds.take(CHAIN)
+    condemn(alone, 1)
+    alone.follower.step(0.0)
+    assert session.announced == 0
     alone.node.holds.release(hold)
     alone.follower.step(0.0)
-    assert session.announced == alone.view.revision
+    assert record(alone, session) == SessionRecord(alone.view.revision, 1)
+
+
+def test_a2_what_is_held_and_condemned_is_renewed(alone: Alone) -> None:
+    """So the next round chooses other chunks."""
+    used: list[Wanted] = []
+    alone.node.holds._used = used.append
+    alone.follower.begin(alone.session())
+    hold = alone.node.holds.take(CHAIN)
+    condemn(alone, 1)
+    alone.follower.step(0.0)
+    assert used == [hold.chain]
 
 
 def test_a3_nothing_is_announced_once_the_chain_of_sweeps_has_gone_on(alone: Alone) -> None:
     """The store may have been restored: the view's last revision is then nobody's history."""
     session = alone.session()
     alone.follower.begin(session)
-    hold = alone.node.holds.take(CHAIN)
+    hold = alone.node.holds.take(CHAIN, whatever=True)
     condemn(alone, 1)
     alone.follower.step(0.0)
     following(alone).watch = Silent()
@@ -133,7 +179,7 @@ def test_v3_holds_of_before_a_lost_watch_are_older_than_everything(alone: Alone)
     alone.follower.step(0.0)
     condemn(alone, 1)
     alone.follower.step(0.0)
-    assert session.alive and session.announced == 0
+    assert session.alive and record(alone, session) == SessionRecord(alone.view.revision, 1, CHAIN.addresses[0])
     alone.node.holds.check(hold)
 
 

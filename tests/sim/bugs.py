@@ -35,6 +35,9 @@ SHOWN_BY = {
     "own_list": "tests/gc/test_races.py::test_o1_every_run_deletes_from_the_list_that_was_made_final",
     "pin_no_session": "tests/meta/test_pins.py::test_p2_a_pin_is_put_only_while_the_session_s_key_is_as_last_written",
     "pin_without_proof": "tests/meta/test_meta_nouns.py, two tests of P3",
+    "pin_drops_held": "tests/node/test_follower_rules.py, a test of A2",
+    "refs_before_condemn": "tests/gc/test_rules.py::test_g4_a_pin_put_until_the_grace_is_over_is_spared",
+    "refs_before_grace": "tests/gc/test_rules.py::test_g4_a_pin_put_until_the_grace_is_over_is_spared",
     "split_read": "tests/gc/test_races.py::test_c3_what_was_read_in_the_lost_timeline_ends_no_grace",
     "view_before_session": "tests/gc/test_races.py::test_v1_the_session_is_there_before_the_view_is_read",
 }

@@ -12,6 +12,7 @@ from kvstore.meta.session import Session
 from kvstore.meta.sweeps import Seq
 from kvstore.node import follower, holds, known, start_fence, view
 from kvstore_gc import grace, ledger
+from kvstore_gc.grace import Spared
 from tests.sim.planting import BUGS, bug
 
 
@@ -82,12 +83,12 @@ def no_key_chain() -> Iterator[None]:
 def no_reread() -> Iterator[None]:
     """C3: a collector does not look whether etcd still has its sweep."""
 
-    def ready(self: grace.Grace, sweeps: Sequence[ledger.InFlight], items: Any) -> list[ledger.InFlight]:
-        sessions = [kv for kv in items if kv.key.startswith(self._keys.sessions)]
-        return [one for one in sweeps if not grace._laggards(sessions, one)]
+    def ready(self: grace.Grace, sweeps: Any, items: Any) -> tuple[list[ledger.InFlight], list[bytes]]:
+        sessions = self._sessions(items)
+        return [one for one in sweeps if not grace._laggards(sessions, one)], [one.held for one in sessions]
 
     def look(self: grace.Grace, sweeps: Sequence[ledger.InFlight]) -> grace.Look:
-        sessions = self._meta.list(self._keys.sessions, self._timeout_s).items
+        sessions = self._sessions(self._meta.list(self._keys.sessions, self._timeout_s).items)
         late = [one for one in sweeps if grace._laggards(sessions, one)]
         return grace.Look(late, [one for one in sweeps if one not in late], [])
 
@@ -109,10 +110,11 @@ def reread_unchecked() -> Iterator[None]:
 def split_read() -> Iterator[None]:
     """C3: pages of a read are not read once more. Twins and fences hide it; ``test_c3_...`` shows it."""
 
-    def decide(self: grace.Grace, sweeps: Sequence[ledger.InFlight]) -> tuple[list[ledger.InFlight], grace.Pinned]:
+    def decide(self: grace.Grace, sweeps: Sequence[ledger.InFlight]) -> tuple[list[ledger.InFlight], Spared, Spared]:
         items = self._meta.list(self._keys.prefix, self._refs_timeout_s).items
         pinned = [PinRecord.of(kv).packed for kv in items if kv.key.startswith(self._keys.refs)]
-        return self._ready(sweeps, items), grace.Pinned.of([*pinned, *self._twins()])
+        ready, held = self._ready(sweeps, items)
+        return ready, Spared.of([*pinned, *self._twins()]), Spared.of(held)
 
     with patch.object(grace.Grace, "decide", decide):
         yield

@@ -97,7 +97,9 @@ def match_ignores_condemned() -> Iterator[None]:
 def look_before_hold() -> Iterator[None]:
     """H2: first look, then hold."""
 
-    def hold(self: node.Node, chain: Chain, ttl_s: float | None = None, deadline_s: float | None = None) -> holds.Hold:
+    def hold(
+        self: node.Node, chain: Chain, ttl_s: float | None = None, deadline_s: float | None = None, **_: Any
+    ) -> holds.Hold:
         found = chain.leading(self.match(chain, deadline_s))
         taken = self.holds.take(found, ttl_s)
         taken.count = len(taken.chain)
@@ -133,17 +135,18 @@ def cache_epoch_unchecked() -> Iterator[None]:
 def announce_unseen() -> Iterator[None]:
     """A1: a node announces etcd's newest revision, which its view has not reached."""
 
-    def announceable(self: holds.Holds) -> int:
-        return self._view.newest if not self._live else real(self)  # type: ignore[attr-defined]
+    def announcement(self: holds.Holds) -> holds.Announcement:
+        return real(self) if self._live else _unnamed(self._view.newest)  # type: ignore[attr-defined]
 
     def announce(self: follower.Follower, following: Any) -> None:
         found = self._meta.list(self._keys.gc)
         self._view.newest = found.revision  # type: ignore[attr-defined]
-        following.session.txn((), announced=self._holds.announceable())
+        due = self._holds.announcement()
+        following.session.txn((), announced=due.revision, held=due.held)
 
-    real = holds.Holds.announceable
+    real = holds.Holds.announcement
     with (
-        patch.object(holds.Holds, "announceable", announceable),
+        patch.object(holds.Holds, "announcement", announcement),
         patch.object(follower.Follower, "_announce", announce),
     ):
         yield
@@ -151,8 +154,20 @@ def announce_unseen() -> Iterator[None]:
 
 @bug("narrow")
 def announce_while_holding() -> Iterator[None]:
-    """A2: a node announces although an older hold lives."""
-    with patch.object(holds.Holds, "announceable", lambda self: self._view.revision):
+    """A2: a node announces although an older hold lives, and does not say what that holds."""
+    with patch.object(holds.Holds, "announcement", lambda self: _unnamed(self._view.revision)):
+        yield
+
+
+@bug("narrow")
+def pin_drops_held() -> Iterator[None]:
+    """P2: the write of a pin drops what the session said that it holds."""
+
+    def write(self: Session, compares: Any, operations: Any, announcement: Any, deadline: Any) -> Any:
+        return real(self, compares, operations, announcement or (self._record.announced, b""), deadline)
+
+    real = Session._write
+    with patch.object(Session, "_write", write):
         yield
 
 
@@ -228,11 +243,12 @@ def forgets_condemned_only() -> Iterator[None]:
 def announce_youngest() -> Iterator[None]:
     """A2: a node announces up to its youngest hold."""
 
-    def announceable(self: holds.Holds) -> int:
+    def announcement(self: holds.Holds) -> holds.Announcement:
         self.expire()
-        return max((hold.born for hold in self._live.values() if hold.born is not None), default=self._view.revision)
+        births = (hold.born for hold in self._live.values() if hold.born is not None)
+        return _unnamed(max(births, default=self._view.revision))
 
-    with patch.object(holds.Holds, "announceable", announceable):
+    with patch.object(holds.Holds, "announcement", announcement):
         yield
 
 
@@ -240,12 +256,12 @@ def announce_youngest() -> Iterator[None]:
 def announce_past_birth() -> Iterator[None]:
     """A2: a node announces one revision past the birth of its oldest hold."""
 
-    def announceable(self: holds.Holds) -> int:
+    def announcement(self: holds.Holds) -> holds.Announcement:
         self.expire()
         births = (hold.born + 1 for hold in self._live.values() if hold.born is not None)
-        return min(births, default=self._view.revision)
+        return _unnamed(min(births, default=self._view.revision))
 
-    with patch.object(holds.Holds, "announceable", announceable):
+    with patch.object(holds.Holds, "announcement", announcement):
         yield
 
 
@@ -260,3 +276,8 @@ def half_event() -> Iterator[None]:
     real = view.View._apply
     with patch.object(view.View, "_apply", apply):
         yield
+
+
+def _unnamed(revision: int) -> holds.Announcement:
+    """An announcement that names nothing."""
+    return holds.Announcement(revision, b"", ())

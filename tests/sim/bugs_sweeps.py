@@ -10,6 +10,7 @@ from unittest.mock import patch
 from kvstore.meta.interface import Compare, Delete, KeyValue, Meta, Put, TxnResult
 from kvstore.meta.sweeps import Condemned
 from kvstore_gc import execute, grace, ledger, objects
+from kvstore_gc.grace import Spared
 from tests.sim.planting import bug
 
 
@@ -37,7 +38,7 @@ def _first_of_several(self: ledger.Ledger) -> ledger.Ledger:
 def condemn_blind() -> Iterator[None]:
     """G2: a sweep is condemned over another one in the same shard."""
 
-    def condemn(self: ledger.Ledger, records: Mapping[int, Condemned]) -> list[ledger.InFlight]:
+    def condemn(self: ledger.Ledger, records: Mapping[int, Condemned], *when: Any) -> list[ledger.InFlight]:
         link, compare = self._next_link()
         puts = [Put(self._keys.condemned_in(shard), record.to_bytes()) for shard, record in records.items()]
         self._meta.txn((compare,), (*puts, link), self._timeout_s)
@@ -66,12 +67,24 @@ def refs_before_grace() -> Iterator[None]:
         self.pinned_early = early  # type: ignore[attr-defined]
         return found
 
-    def decide(self: grace.Grace, sweeps: Sequence[ledger.InFlight]) -> tuple[list[ledger.InFlight], grace.Pinned]:
-        ready, _ = real_decide(self, sweeps)
-        return ready, self.pinned_early  # type: ignore[attr-defined]
+    def decide(self: grace.Grace, sweeps: Sequence[ledger.InFlight]) -> tuple[list[ledger.InFlight], Spared, Spared]:
+        ready, _, held = real_decide(self, sweeps)
+        return ready, self.pinned_early, held  # type: ignore[attr-defined]
 
     real_look, real_decide = grace.Grace.look, grace.Grace.decide
     with patch.object(grace.Grace, "look", look), patch.object(grace.Grace, "decide", decide):
+        yield
+
+
+@bug("narrow")
+def held_not_spared() -> Iterator[None]:
+    """A2, G4: a collector takes what a session said that it holds."""
+
+    def ready(self: grace.Grace, sweeps: Any, items: Any) -> tuple[list[ledger.InFlight], list[bytes]]:
+        return real(self, sweeps, items)[0], []
+
+    real = grace.Grace._ready
+    with patch.object(grace.Grace, "_ready", ready):
         yield
 
 
@@ -79,7 +92,7 @@ def refs_before_grace() -> Iterator[None]:
 def condemn_compares_first() -> Iterator[None]:
     """G2: one transaction for several shards compares only the first one's key."""
     real = ledger.Ledger.condemn
-    with patch.object(ledger.Ledger, "condemn", lambda self, records: real(_first_of_several(self), records)):
+    with patch.object(ledger.Ledger, "condemn", lambda self, *how: real(_first_of_several(self), *how)):
         yield
 
 
@@ -87,13 +100,13 @@ def condemn_compares_first() -> Iterator[None]:
 def grace_stale_read() -> Iterator[None]:
     """G4: only the sessions that there were before the sweep was condemned are waited for."""
 
-    def condemn(self: ledger.Ledger, records: Mapping[int, Condemned]) -> list[ledger.InFlight]:
+    def condemn(self: ledger.Ledger, records: Mapping[int, Condemned], *when: Any) -> list[ledger.InFlight]:
         self.early = {kv.key for kv in self._meta.list(self._keys.sessions).items}  # type: ignore[attr-defined]
-        return real_condemn(self, records)
+        return real_condemn(self, records, *when)
 
-    def sessions(self: grace.Grace, items: Sequence[KeyValue]) -> list[KeyValue]:
+    def sessions(self: grace.Grace, items: Sequence[KeyValue]) -> list[grace.Announced]:
         early = getattr(self._ledger, "early", None)
-        return [kv for kv in real_sessions(self, items) if early is None or kv.key in early]
+        return [one for one in real_sessions(self, items) if early is None or one.key in early]
 
     real_condemn, real_sessions = ledger.Ledger.condemn, grace.Grace._sessions
     with patch.object(ledger.Ledger, "condemn", condemn), patch.object(grace.Grace, "_sessions", sessions):
@@ -111,9 +124,9 @@ def refs_before_condemn() -> Iterator[None]:
         finally:
             del self._grace.early  # type: ignore[attr-defined]
 
-    def decide(self: grace.Grace, sweeps: Sequence[ledger.InFlight]) -> tuple[list[ledger.InFlight], grace.Pinned]:
-        ready, pinned = real_decide(self, sweeps)
-        return ready, getattr(self, "early", pinned)
+    def decide(self: grace.Grace, sweeps: Sequence[ledger.InFlight]) -> tuple[list[ledger.InFlight], Spared, Spared]:
+        ready, pinned, held = real_decide(self, sweeps)
+        return ready, getattr(self, "early", pinned), held
 
     real_sweep, real_decide = execute.Sweeper.sweep, grace.Grace.decide
     with patch.object(execute.Sweeper, "sweep", sweep), patch.object(grace.Grace, "decide", decide):
@@ -124,8 +137,8 @@ def refs_before_condemn() -> Iterator[None]:
 def unreadable_session_skipped() -> Iterator[None]:
     """G4: a session whose record cannot be read is not waited for."""
 
-    def laggards(sessions: Sequence[KeyValue], sweep: ledger.InFlight) -> list[grace.Laggard]:
-        return [one for one in real(sessions, sweep) if one.announced >= 0]
+    def laggards(sessions: Sequence[grace.Announced], sweep: ledger.InFlight) -> list[grace.Announced]:
+        return [one for one in real(sessions, sweep) if one.revision >= 0]
 
     real = grace._laggards
     with patch.object(grace, "_laggards", laggards):

@@ -6,6 +6,7 @@ MEMORY.md R1, R5, W2 and W5; H1, H2 and P1 of gc/PROTOCOL.md.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -24,7 +25,7 @@ from kvstore.node.settings import NodeOptions, TierSettings
 from kvstore.root.interface import Root
 from kvstore.sources import RandomIds, SystemClock
 from kvstore.writes import WriteMode
-from tests.gc.cluster import NODE_LIMITS, SPACE, Cluster, cluster, eventually, prompt, put
+from tests.gc.cluster import NODE_LIMITS, SPACE, Cluster, cluster, eventually, looking, prompt, put
 from tests.node.stores import TINY, kv_of, same
 from tests.patience import PATIENCE_S
 from tests.root.faulty import EIO, FaultyRoot, Rule
@@ -92,7 +93,7 @@ def test_h1_what_is_condemned_is_a_miss_though_memory_has_it(c: Cluster) -> None
     node, other, chain = with_memory(c), c.node(), prompt(1, 8)
     put(node, chain)
     node.node.drain()
-    hold = other.node.hold(chain)
+    hold = looking(other, chain)
     sweep = threading.Thread(target=lambda: c.collector().sweep(c.plans(chain)))
     sweep.start()
     eventually(lambda: node.node.gc_view.leading(chain) == 0)
@@ -108,15 +109,23 @@ def test_h2_a_hold_reads_what_was_condemned_after_it(c: Cluster) -> None:
     put(node, chain)
     node.node.drain()
     with cache_of(node).hold(chain.tokens) as hold:
-        sweep = threading.Thread(target=lambda: c.collector().sweep(c.plans(chain)))
+        read: list[bool] = []
+
+        def pause(seconds: float) -> None:
+            eventually(lambda: node.node.gc_view.leading(chain) == 0)
+            out = np.empty(TINY.shape(hold.tokens), TINY.numpy_dtype)
+            assert hold.read_into(out) == len(chain.tokens) and same(out, kv_of(TINY, chain.tokens))
+            read.append(len(hold.view()) == 8)
+            time.sleep(seconds)
+
+        look = looking(c.node(), chain)
+        sweep = threading.Thread(target=lambda: c.collector(pause=pause).sweep(c.plans(chain)))
         sweep.start()
-        eventually(lambda: node.node.gc_view.leading(chain) == 0)
-        out = np.empty(TINY.shape(hold.tokens), TINY.numpy_dtype)
-        assert hold.read_into(out) == len(chain.tokens) and same(out, kv_of(TINY, chain.tokens))
-        assert len(hold.view()) == 8
-        assert c.present(chain) == 8 and sweep.is_alive()
-    sweep.join(PATIENCE_S)
-    assert c.present(chain) == 0
+        eventually(lambda: bool(read))
+        c.members[-1].node.holds.release(look)
+        sweep.join(PATIENCE_S)
+        assert all(read) and c.present(chain) == 8
+    assert c.collector().sweep(c.plans(chain)).reaped.count == 8
 
 
 @pytest.mark.parametrize("write", list(WriteMode))
@@ -152,7 +161,7 @@ def test_w2_children_that_wait_while_their_parents_are_swept(c: Cluster) -> None
     chain = longer.leading(8)
     put(node, chain)
     node.node.drain()
-    hold = other.node.hold(chain)
+    hold = looking(other, chain)
     with held(root):
         assert put_rest(node, longer, 8) == 12
         sweep = threading.Thread(target=lambda: c.collector().sweep(c.plans(chain)))
@@ -229,7 +238,7 @@ def test_h1_of_blocks_asked_for_together_only_the_condemned_ones_are_misses(c: C
     assert all(cache.blocks.put(keys[:2], blocks[:2]))
     node.node.drain()
     condemned = Chain(SPACE, np.empty(0, np.uint32), b"".join(block_address(SPACE, key) for key in keys[:2]))
-    hold = cache_of(other).blocks.hold(keys)
+    hold = looking(other, condemned)
     sweep = threading.Thread(target=lambda: c.collector().sweep(c.plans(condemned)))
     with held(root):
         assert all(cache.blocks.put(keys[2:], blocks[2:])), "in memory alone"
@@ -238,7 +247,7 @@ def test_h1_of_blocks_asked_for_together_only_the_condemned_ones_are_misses(c: C
         buffers = [bytearray(5_000) for _ in keys]
         assert cache.blocks.get(keys, buffers) == [False, False, True, True]
         assert buffers[2:] == blocks[2:]
-    hold.release()
+    other.node.holds.release(hold)
     sweep.join(PATIENCE_S)
 
 
@@ -249,14 +258,14 @@ def test_h1_a_match_of_blocks_ends_before_the_first_condemned_one(c: Cluster) ->
     assert all(cache.blocks.put(keys, [bytes([number]) * 5_000 for number in range(4)]))
     node.node.drain()
     condemned = Chain(SPACE, np.empty(0, np.uint32), block_address(SPACE, keys[2]))
-    hold = cache_of(other).blocks.hold(keys)
+    hold = looking(other, condemned)
     sweep = threading.Thread(target=lambda: c.collector().sweep(c.plans(condemned)))
     sweep.start()
     try:
         eventually(lambda: node.node.gc_view.leading(condemned) == 0)
         assert cache.blocks.match(keys) == 2
     finally:
-        hold.release()
+        other.node.holds.release(hold)
         sweep.join(PATIENCE_S)
 
 

@@ -90,7 +90,7 @@ def test_a_hold_past_its_time_is_not_found() -> None:
 
 def test_a_node_has_no_more_holds_than_allowed() -> None:
     clock, counters = FakeClock(), Counters()
-    holds = Holds(View(Keys(b"r" * 16), 4, Known(8, 60, clock), counters), 2, 60.0, counters, clock, RandomIds())
+    holds = Holds(View(Keys(b"r" * 16), 4, Known(8, 60, clock), counters), 2, 60.0, counters, clock, RandomIds(), print)
     first = holds.take(CHAIN)
     holds.take(CHAIN, 30.0)
     with pytest.raises(Overloaded):

@@ -147,16 +147,34 @@ HOLDING = [
     ),
     rule(
         "H2",
+        "hold-of-blocks-begins-empty",
+        edit("kvstore.node.blocks:Blocks.hold", "whatever=True", "whatever=False"),
+        f"{BLOCKS}a_sweep_waits_for_a_look_that_goes_on",
+    ),
+    rule(
+        "H2",
+        "hold-of-segments-ends-empty",
+        edit("kvstore.node.segment_search:hold_segments", "for match in matches))", "for match in ()))"),
+        "gc/test_segment_holds.py::test_held_segments_outlive_a_sweep_that_takes_the_others",
+    ),
+    rule(
+        "H2",
+        "hold-of-blocks-ends-empty",
+        edit("kvstore.node.blocks:Blocks.hold", "np.flatnonzero(present).tolist()", "[]"),
+        f"{BLOCKS}held_blocks_outlive_sweeps_and_are_read_meanwhile_and_afterwards",
+    ),
+    rule(
+        "H2",
         "hold-of-blocks-not-read-under",
         edit("kvstore.worker.prompts:Prompts.block_hold", "if not hold_id:", "if True:"),
-        f"{BLOCKS}held_blocks_outlive_a_sweep_and_are_read_while_it_waits[shared]",
+        f"{BLOCKS}held_blocks_outlive_sweeps_and_are_read_meanwhile_and_afterwards[shared]",
         f"{BLOCKS}a_hold_that_its_node_lost_is_broken[grpc]",
     ),
     rule(
         "H2",
         "hold-of-blocks-holds-nothing",
         edit("kvstore.worker.service:Service._hold", "self.holds.add(hold)", "self._node.holds.release(hold)"),
-        f"{BLOCKS}held_blocks_outlive_a_sweep_and_are_read_while_it_waits[grpc]",
+        f"{BLOCKS}held_blocks_outlive_sweeps_and_are_read_meanwhile_and_afterwards[grpc]",
     ),
     rule(
         "H3",
@@ -208,7 +226,29 @@ ANNOUNCING = [
         "A2",
         "announces-while-holding",
         simulated("announce_while_holding"),
-        f"{NODE}a2_nothing_is_announced_that_an_older_hold_does_not_know_of",
+        f"{NODE}a2_what_an_older_hold_has_of_a_sweep_is_announced_with_it",
+    ),
+    rule(
+        "A2",
+        "announces-before-the-look-has-ended",
+        edit(
+            "kvstore.node.holds:Holds.announcement",
+            "if holds is None), default=revision)",
+            "if False), default=revision)",
+        ),
+        f"{NODE}a2_no_sweep_that_an_older_hold_may_find_chunks_of_is_announced",
+    ),
+    rule(
+        "A2",
+        "names-what-does-not-fit",
+        edit("kvstore.node.holds:Holds.announcement", "revision = named[NAMED_MAX][0] - 1", "pass"),
+        f"{NODE}a2_sweeps_of_more_held_chunks_than_can_be_named_wait",
+    ),
+    rule(
+        "A2",
+        "held-is-not-renewed",
+        skip("kvstore.node.holds:Holds.announced"),
+        f"{NODE}a2_what_is_held_and_condemned_is_renewed",
     ),
     rule(
         "A3",
@@ -239,6 +279,12 @@ PINNING = [
         "meta/test_meta_nouns.py::test_p2_a_dead_session_pins_nothing",
         f"{SESSION}a_session_key_that_is_gone_ends_the_session",
         f"{SESSION}c2_a_store_that_went_back_in_time_ends_the_session",
+    ),
+    rule(
+        "P2",
+        "pin-drops-held",
+        simulated("pin_drops_held"),
+        f"{NODE}a2_what_an_older_hold_has_of_a_sweep_is_announced_with_it",
     ),
     rule(
         "P3",

@@ -42,7 +42,7 @@ SWEEPING = [
     rule(
         "G4",
         "unreadable-session-skipped",
-        edit("kvstore_gc.grace:_laggards", "announced = -1", "continue"),
+        edit("kvstore_gc.grace:Announced.of", '-1, b""', '1 << 62, b""'),
         f"{RULES}g4_a_session_that_cannot_be_read_is_waited_for",
     ),
     rule(
@@ -53,8 +53,14 @@ SWEEPING = [
     ),
     rule(
         "G4",
+        "held-not-spared",
+        simulated("held_not_spared"),
+        f"{SWEEPS}a2_a_held_chunk_is_spared_and_holds_no_sweep_up",
+    ),
+    rule(
+        "G4",
         "refs-not-spared",
-        edit("kvstore_gc.trash:Trash.reap", "if one.address not in pinned", ""),
+        edit("kvstore_gc.trash:Trash.reap", "if one.address not in spared", ""),
         f"{RULES}g4_a_pin_put_until_the_grace_is_over_is_spared",
     ),
     rule(

@@ -1,0 +1,47 @@
+"""Holds of segments: one hold is on all that was found, and a sweep spares it (rule A2)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvstore.address import Chain
+from kvstore.client.local import LocalPort
+from kvstore.client.store import Store
+from kvstore.format import places
+from kvstore.layout import Layout
+from kvstore.segments import Rope
+from kvstore_gc.plan import Reason, SweepPlan, Victim
+from tests.gc.cluster import cluster
+
+SIZE = 8
+LAYOUT = Layout(layers=1, kv_heads=1, head_dim=4, dtype="float32", chunk_tokens=SIZE)
+ROPE = Rope(10_000.0, 4)
+
+
+def test_held_segments_outlive_a_sweep_that_takes_the_others() -> None:
+    documents = [np.arange(first, first + 3 * SIZE, dtype=np.uint32) for first in (100, 200, 300)]
+    with cluster(shard_bits=0) as c:
+        segments = (
+            Store(LocalPort(c.node())).namespace("segmented", LAYOUT, "weights").segments(ROPE, chunk_tokens=SIZE)
+        )
+        for document in documents:
+            kv = np.ones(LAYOUT.shape(len(document)), np.float32)
+            assert segments.put(document, kv).chunks_written == 3
+        space = segments.namespace
+        chains = [Chain.of(space, document) for document in documents]
+
+        def victims(chain: Chain) -> list[Victim]:
+            names = [(places.chunk(address, space.id, 0), address) for address in chain.addresses]
+            found = [(name, address, c.root.stat(name)) for name, address in names]
+            return [
+                Victim(name, address, space.id, stat.size_bytes, stat.mtime_ns, Reason.TTL)
+                for name, address, stat in found
+                if stat is not None
+            ]
+
+        matches = segments.find(np.concatenate(documents[:2]), [0, 3 * SIZE])
+        with segments.hold(matches):
+            plan = SweepPlan(0, tuple(one for chain in chains for one in victims(chain)), {})
+            report = c.collector().sweep([plan])
+            assert (report.reaped.count, report.spared["held"]) == (3, 6)
+            assert [len(victims(chain)) for chain in chains] == [3, 3, 0]
