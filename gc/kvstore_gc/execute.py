@@ -372,10 +372,7 @@ class Sweeper:
         return {one.sweep for one in self._ledger.in_flight().values()}
 
     def _twins(self) -> list[bytes]:
-        """Packed addresses of the pins that have a twin on the root (rule C5).
-
-        Contents never change, so each twin is read once.
-        """
+        """Packed addresses of the pins that have a twin on the root (rule C5). It never changes: each is read once."""
         found: dict[str, bytes] = {}
         for name in list_twins(self._root):
             packed = self._twins_seen.get(name)

@@ -84,7 +84,7 @@ class Blocks:
         hold = self._holds.take(Chain.of(namespace, np.empty(0, np.uint32)), ttl_s, whatever=True)
         try:
             present = self._present(asked, deadline, reads=True, looked_up=looked_up, counts=counts)
-            self._holds.narrow(hold, (asked.picked(np.flatnonzero(present).tolist()),))
+            hold.found = (asked.picked(np.flatnonzero(present).tolist()),)
             return hold, present
         except BaseException:
             self._holds.release(hold)

@@ -14,6 +14,7 @@ from kvstore.address import Chain
 from kvstore.counts import NodeCount
 from kvstore.errors import HoldBroken, Overloaded
 from kvstore.node.counters import Counters
+from kvstore.node.limits import Limits
 from kvstore.node.slots import Slots
 from kvstore.node.view import View
 from kvstore.node.wanted import Wanted
@@ -28,13 +29,12 @@ NAMED_MAX = 8192
 class Announcement(NamedTuple):
     """What a node may announce (rules A1, A2).
 
-    ``held`` are the packed addresses that it holds of the sweeps up to ``revision``. ``holds`` says what the holds are
-    on that have some.
+    ``held`` are the packed addresses that it holds of the sweeps up to ``revision``; ``on`` is what those holds are on.
     """
 
     revision: int
     held: bytes
-    holds: Sequence[Wanted]
+    on: Sequence[Wanted]
 
 
 @dataclass(slots=True, eq=False)
@@ -52,9 +52,16 @@ class Hold:
     born: int | None
     slots: Slots | None = None
     """Its chunks that are in memory, referenced as long as the hold lives (rule R3)."""
-    holds: tuple[Wanted, ...] | None = None
-    """The chunks that it may hold; None while nobody knows: then it holds all."""
     last_s: float = 0.0
+    whatever: bool = False
+    """It is on what a look finds, whatever that is."""
+    found: tuple[Wanted, ...] | None = None
+    """What that look has found; None while it goes on."""
+
+    @property
+    def on(self) -> tuple[Wanted, ...] | None:
+        """The chunks that it may hold; None while nobody knows: then it is on all that there are."""
+        return self.found if self.whatever else (self.chain,)
 
     @property
     def tokens(self) -> int:
@@ -71,16 +78,15 @@ class Holds:
     def __init__(
         self,
         view: View,
-        holds_max: int,
-        hold_max_s: float,
+        limits: Limits,
         counters: Counters,
         clock: Clock,
         ids: Ids,
         used: Callable[[Wanted], object],
     ) -> None:
         self._view = view
-        self._holds_max = holds_max
-        self._hold_max_s = hold_max_s
+        self._holds_max = limits.holds_max
+        self._hold_max_s = limits.hold_max_s
         self._counters = counters
         self._clock = clock
         self._ids = ids
@@ -95,11 +101,11 @@ class Holds:
         """Takes a hold on the leading chunks that are not condemned, before anybody looks which of them exist (rules
         H1, H2).
 
-        With ``whatever`` it is one on all that a look finds, whatever that is, until ``narrow``. Raises Overloaded.
+        With ``whatever`` it is on all that there are, until ``Hold.found`` is set. Raises Overloaded.
         """
         seconds = min(ttl_s or self._hold_max_s, self._hold_max_s)
         last_s = self._clock.monotonic_s() + seconds
-        hold = Hold(self._ids.fresh(), chain, 0, last_s, None, last_s=last_s)
+        hold = Hold(self._ids.fresh(), chain, 0, last_s, None, last_s=last_s, whatever=whatever)
         # One step against every event: no event may come between the look at condemned chunks and the birth of the
         # hold.
         with self._view.lock, self._lock:
@@ -109,16 +115,11 @@ class Holds:
                 raise Overloaded(f"{self._holds_max} holds are alive: release some, or back off")
             hold.count = self._view.leading(chain)
             hold.born = self._view.revision if self._view.protects else None
-            hold.holds = None if whatever else (chain,)
             self._live[hold.id] = hold
         if hold.count < len(chain):
             hold.chain = chain.leading(hold.count)
             self._counters.add(NodeCount.CHUNKS_CONDEMNED, len(chain) - hold.count)
         return hold
-
-    def narrow(self, hold: Hold, found: tuple[Wanted, ...]) -> None:
-        """Says what a hold is on, after the look: it protects nothing else from now on."""
-        hold.holds = found
 
     def keep(self, hold: Hold, slots: Slots) -> None:
         """Makes the hold keep its chunks in memory until it ends."""
@@ -165,10 +166,10 @@ class Holds:
         with self._view.lock, self._lock:
             self._expire()
             revision = self._view.revision
-            protecting = [(hold.holds, hold.born) for hold in self._live.values() if hold.born is not None]
+            protecting = [(hold.on, hold.born) for hold in self._live.values() if hold.born is not None]
         # Holds that are taken from here on have seen every sweep of the view.
-        revision = min((born for holds, born in protecting if holds is None), default=revision)
-        swept = [(part, list(self._view.swept(part, born))) for holds, born in protecting for part in holds or ()]
+        revision = min((born for on, born in protecting if on is None), default=revision)
+        swept = [(part, list(self._view.swept(part, born))) for on, born in protecting for part in on or ()]
         named = sorted({one for _, found in swept for one in found if one[0] <= revision})
         if len(named) > NAMED_MAX:
             revision = named[NAMED_MAX][0] - 1
@@ -177,7 +178,7 @@ class Holds:
 
     def announced(self, announcement: Announcement) -> None:
         """Renews what was named, once that is announced: so the next round chooses other chunks."""
-        for wanted in announcement.holds:
+        for wanted in announcement.on:
             self._used(wanted)
 
     def age_all(self) -> None:

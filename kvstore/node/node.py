@@ -120,9 +120,7 @@ class Node:
         )  # fmt: skip
         self.staging = Staging(root, self.recoder, session)
         self._refresher = Refresher(self._chunks, self.counters, limits.refresh_queue_max)
-        self.holds = Holds(
-            self.gc_view, limits.holds_max, limits.hold_max_s, self.counters, clock, ids, self._refresher.used
-        )
+        self.holds = Holds(self.gc_view, limits, self.counters, clock, ids, self._refresher.used)
         self.tiers: TierStack | None = None
         """Memory and what goes with it; None where this node has none."""
         if arena is not None:
@@ -212,7 +210,6 @@ class Node:
                 size = chain.namespace.layout.chunk_tokens
                 self.counters.add_request(chain, hold.count, size, reads=True, looked_up=looked_up)
             hold.chain = chain.leading(hold.count)
-            self.holds.narrow(hold, (hold.chain,))
             if self.memory is not None:
                 self.holds.keep(hold, self.memory.refer(hold.chain, 0, hold.count))
         except BaseException:

@@ -60,7 +60,7 @@ def hold_segments(
     hold = node.holds.take(node.chains.of(namespace, np.empty(0, np.uint32)), ttl_s, whatever=True)
     try:
         matches = find_segments(node, namespace, search, deadline_s, settle)
-        node.holds.narrow(hold, tuple(node.chains.of(namespace, match.tokens) for match in matches))
+        hold.found = tuple(node.chains.of(namespace, match.tokens) for match in matches)
     except BaseException:
         node.holds.release(hold)
         raise

@@ -103,7 +103,7 @@ def test_a2_no_sweep_that_an_older_hold_may_find_chunks_of_is_announced(alone: A
     condemn(alone, 1)
     alone.follower.step(0.0)
     assert session.announced == 0 and alone.view.condemns(CHAIN.addresses[0])
-    alone.node.holds.narrow(hold, (CHAIN,))
+    hold.found = (CHAIN,)
     alone.follower.step(0.0)
     assert record(alone, session) == SessionRecord(alone.view.revision, 1, CHAIN.addresses[0])
 

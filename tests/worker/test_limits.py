@@ -14,6 +14,7 @@ from kvstore.namespace import Namespace
 from kvstore.node.counters import Counters
 from kvstore.node.holds import Hold, Holds
 from kvstore.node.known import Known
+from kvstore.node.limits import Limits
 from kvstore.node.view import View
 from kvstore.sources import RandomIds
 from kvstore.wire.statuses import Busy, Draining
@@ -89,8 +90,8 @@ def test_a_hold_past_its_time_is_not_found() -> None:
 
 
 def test_a_node_has_no_more_holds_than_allowed() -> None:
-    clock, counters = FakeClock(), Counters()
-    holds = Holds(View(Keys(b"r" * 16), 4, Known(8, 60, clock), counters), 2, 60.0, counters, clock, RandomIds(), print)
+    clock, counters, limits = FakeClock(), Counters(), Limits(holds_max=2, hold_max_s=60.0)
+    holds = Holds(View(Keys(b"r" * 16), 4, Known(8, 60, clock), counters), limits, counters, clock, RandomIds(), print)
     first = holds.take(CHAIN)
     holds.take(CHAIN, 30.0)
     with pytest.raises(Overloaded):

@@ -154,7 +154,7 @@ HOLDING = [
     rule(
         "H2",
         "hold-of-segments-ends-empty",
-        edit("kvstore.node.segment_search:hold_segments", "for match in matches))", "for match in ()))"),
+        edit("kvstore.node.segment_search:hold_segments", "for match in matches)", "for match in ())"),
         "gc/test_segment_holds.py::test_held_segments_outlive_a_sweep_that_takes_the_others",
     ),
     rule(
@@ -233,7 +233,7 @@ ANNOUNCING = [
         "announces-before-the-look-has-ended",
         edit(
             "kvstore.node.holds:Holds.announcement",
-            "if holds is None), default=revision)",
+            "if on is None), default=revision)",
             "if False), default=revision)",
         ),
         f"{NODE}a2_no_sweep_that_an_older_hold_may_find_chunks_of_is_announced",
