@@ -19,6 +19,8 @@ from kvstore.writes import BOUND_BYTES_MIN, Durability, WriteMode
 MEMORY_BYTES_MIN = 16 << 20
 DISK_BYTES_MIN = 64 << 20
 TTL_S_MIN = 1.0
+SYNC_S_MIN = 0.05
+SYNC_S_MAX = 3600.0
 SIZE_END = 1 << 63
 
 
@@ -52,8 +54,10 @@ class TierSettings:
             raise InvalidRequest(f"disk of {size(self.disk_bytes)}: expected at least {size(DISK_BYTES_MIN)}")
         if not 0 <= self.root_priority_min <= PRIORITY_MAX:
             raise InvalidRequest(f"root_priority_min={self.root_priority_min}: expected 0 to {PRIORITY_MAX}")
-        if not 0.05 <= self.sync_interval_s <= 3600:
-            raise InvalidRequest(f"sync_interval={self.sync_interval_s}: expected 0.05 to 3600 seconds")
+        if not SYNC_S_MIN <= self.sync_interval_s <= SYNC_S_MAX:
+            raise InvalidRequest(
+                f"sync_interval={self.sync_interval_s}: expected {SYNC_S_MIN:g} to {SYNC_S_MAX:g} seconds"
+            )
 
     @classmethod
     def of(
