@@ -15,6 +15,8 @@ from kvstore.errors import InvalidRequest
 
 FLOAT_MAX = 1.7976931348623157e308
 """The largest float but infinity: whole numbers of Python may be larger, and then fit none."""
+WAIT_S_MAX = 1e9
+"""Locks refuse to wait for centuries."""
 
 
 def is_whole(value: Any) -> TypeGuard[int]:
@@ -53,6 +55,16 @@ def number(value: object) -> float | None:
         return float(value)
     except OverflowError:  # a fraction of large numbers
         return None
+
+
+def checked_timeout(timeout: float | None) -> float | None:
+    """Returns how long to wait, in seconds that locks take; None: without end. Raises InvalidRequest."""
+    if timeout is None:
+        return None
+    seconds = number(timeout)
+    if seconds is None or not seconds >= 0:
+        raise InvalidRequest(f"timeout={brief(timeout)}: expected 0 or more seconds")
+    return float(min(seconds, WAIT_S_MAX))
 
 
 def checked_hold_ttl(ttl: float) -> float:

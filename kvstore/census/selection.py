@@ -214,7 +214,7 @@ def checked_selection(value: object) -> Selection:
     """Returns ``value``, which is a selection. Raises InvalidRequest."""
     if not isinstance(value, Selection):
         raise InvalidRequest(
-            f"the chunks meant are {brief(value)}: expected kvstore.Selection, such as Selection(tenant=...); of one "
+            f"selection={brief(value)}: expected kvstore.Selection, such as Selection(tenant=...); of one "
             "namespace, Selection(namespace=cache.namespace.digest)"
         )
     return value

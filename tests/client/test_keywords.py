@@ -278,6 +278,15 @@ def test_numbers_of_numpy_are_times_of_a_selection(store: Store, number: Any) ->
         assert store.clear(selection).chunks == 0
 
 
+def test_a_ticket_waits_for_any_number_of_seconds(tmp_root: Path) -> None:
+    with kvstore.open(tmp_root / "root", memory=64 << 20, max_bytes=None) as opened:
+        cache = opened.namespace("m", SMALL)
+        cache.put(TOKENS, KV)
+        assert raw_errors("wait", cache.prefetch(TOKENS).wait) == []
+        seconds: list[Any] = [np.int64(60), np.float32(60), float("inf"), LONG]
+        assert {cache.prefetch(TOKENS).wait(each) for each in seconds} == {len(TOKENS)}
+
+
 def test_a_bound_says_the_smallest_and_the_largest() -> None:
     wrongs: list[Any] = [10**30, 1, True, np.int64(5)]
     for wrong in wrongs:
