@@ -1,13 +1,8 @@
-"""Values and texts of others in messages: shortened, on one line, sizes with a unit; and what is a number or text."""
+"""Values and texts of others in messages: shortened, on one line, sizes with a unit."""
 
 from __future__ import annotations
 
-from operator import index
-from typing import Any, TypeGuard
-
 CHARS_MAX = 100
-FLOAT_MAX = 1.7976931348623157e308
-"""The largest float but infinity: whole numbers of Python may be larger, and then fit none."""
 
 
 def brief(value: object) -> str:
@@ -32,31 +27,6 @@ def size(count_bytes: float) -> str:
             break
         value /= 1024
     return f"{value:.0f} B" if unit == "B" else f"{value:.2f} {unit}"
-
-
-def is_whole(value: Any) -> TypeGuard[int]:
-    """True for a whole number, of numpy too. True and False are numbers to Python, and a slip of a caller."""
-    if type(value) is int:
-        return True
-    try:
-        index(value)
-    except TypeError:
-        return False
-    return not isinstance(value, bool)
-
-
-def is_number(value: object) -> TypeGuard[float]:
-    """True for a number, but not for True and False. Infinite ones are numbers, and so is what is none."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def is_unicode(text: str) -> bool:
-    """True if a text can be encoded: those from file names may hold half a character."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def shown(text: str) -> str:

@@ -204,7 +204,8 @@ NODE_GAUGES = {
     "protected": "1 while collectors respect what is held here",
     "etcd_silent_seconds": "since etcd last acknowledged a keepalive or a new session of this node",
     "lease_margin_seconds": "until the session ends unless etcd acknowledges a keepalive; 0 without one",
-    "bound_bytes": "bytes that the root's files may take, as this process asks; 0 where it asks for no bound",
+    "bound_bytes": "bytes that the root's files may take, as this process asks; 0 where it asks for no bound. The "
+    "smallest of all living processes that have put something is in force, which may be less",
     "collecting": "1 while this process runs the collector of a root without etcd",
     "root_full": "1 while a collector says that the root is full, and puts are refused",
     "memory_size_bytes": "shared memory for hot chunks, all of it",

@@ -13,7 +13,8 @@ from operator import index
 from types import MappingProxyType
 from typing import Literal, SupportsIndex, cast
 
-from kvstore.brief import FLOAT_MAX, brief
+from kvstore.brief import brief
+from kvstore.checks import FLOAT_MAX, number
 from kvstore.errors import InvalidRequest
 
 Preset = Literal["chat", "analytics", "rag", "batch"]
@@ -100,9 +101,10 @@ def checked_preset(name: str) -> Preset:
 
 def checked_unused_s(unused: float) -> float:
     """Returns the seconds since a caller's last use of an abandoned branch. Raises InvalidRequest."""
-    if isinstance(unused, bool) or not isinstance(unused, int | float) or not 0 <= unused <= FLOAT_MAX:
+    unused_s = number(unused)
+    if unused_s is None or not 0 <= unused_s <= FLOAT_MAX:
         raise InvalidRequest(f"unused={brief(unused)}: expected seconds since your last use of the branch, 0 or more")
-    return float(unused)
+    return float(unused_s)
 
 
 def _checked_priority(priority: SupportsIndex) -> int:
@@ -116,7 +118,8 @@ def _checked_priority(priority: SupportsIndex) -> int:
 
 
 def _ttl_class(ttl_s: float) -> int | None:
-    if isinstance(ttl_s, bool) or not isinstance(ttl_s, int | float) or not ttl_s > 0:
+    seconds = number(ttl_s)
+    if seconds is None or not seconds > 0:
         raise InvalidRequest(f"ttl={brief(ttl_s)}: expected a positive number of seconds since the last use")
-    place = bisect_left(TTL_CLASSES_S, ttl_s)
+    place = bisect_left(TTL_CLASSES_S, seconds)
     return TTL_CLASSES_S[place] if place < len(TTL_CLASSES_S) else None

@@ -9,6 +9,7 @@ from typing import Any, Concatenate, ParamSpec
 from kvstore.aio.threads import STEP_S
 from kvstore.aio.twins import Twin, awaited
 from kvstore.client import control
+from kvstore.client.control_arguments import check_heard
 from kvstore.tickets import Ticket
 
 P = ParamSpec("P")
@@ -29,6 +30,7 @@ class ControlTicket(Twin[control.ControlTicket]):
 
     async def follow(self, heard: Callable[[Ticket], object]) -> Ticket:
         """As the synchronous one; this task calls ``heard``. Use ``asyncio.timeout`` for a limit."""
+        check_heard(heard)
         told: Ticket | None = None
         while told is None or not told.state.ended:
             await self._threads.run(functools.partial(self._twin.wait, STEP_S))

@@ -12,11 +12,11 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
-from numbers import Real
 from typing import Any
 
 from kvstore.brief import brief, shown
 from kvstore.census.walk import Found
+from kvstore.checks import number
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import Incarnation
 from kvstore.format.lineage import LINEAGE_BYTES, SESSION_BYTES, LineageId, Writers, lineage_id, written
@@ -61,7 +61,7 @@ class Selection:
         for name in ("fingerprint", "written_by"):
             _check_text(name, getattr(self, name))
         for name in ("older_than_s", "since_s", "until_s"):
-            _check_seconds(name, getattr(self, name))
+            object.__setattr__(self, name, _checked_seconds(name, getattr(self, name)))
         if self.until_s and self.since_s >= self.until_s:
             raise InvalidRequest(f"since {self.since_s:.0f} is not before until {self.until_s:.0f}: nothing is meant")
         if self.is_empty:
@@ -214,18 +214,19 @@ def checked_selection(value: object) -> Selection:
     """Returns ``value``, which is a selection. Raises InvalidRequest."""
     if not isinstance(value, Selection):
         raise InvalidRequest(
-            f"the chunks meant are {brief(value)}: expected kvstore.Selection, such as Selection(tenant=...); of one "
+            f"selection={brief(value)}: expected kvstore.Selection, such as Selection(tenant=...); of one "
             "namespace, Selection(namespace=cache.namespace.digest)"
         )
     return value
 
 
-def _check_seconds(name: str, value: Any) -> None:
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if not (is_number and 0 <= value < TIME_S_MAX):
+def _checked_seconds(name: str, value: object) -> float:
+    seconds = number(value)
+    if seconds is None or not 0 <= seconds < TIME_S_MAX:
         raise InvalidRequest(
             f"{name}={brief(value)}: expected a number of seconds, at least 0 and before the year 10000"
         )
+    return seconds
 
 
 def _check_text(name: str, text: object) -> None:

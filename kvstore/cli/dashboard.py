@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,12 +18,15 @@ from kvstore.cli.options import Logging, Room
 from kvstore.cli.ports import check_free
 from kvstore.cli.rooted import local_path, open_existing
 from kvstore.cli.signals import Stopper
-from kvstore.errors import InvalidRequest
+from kvstore.errors import InvalidRequest, PermissionDenied, Unavailable
 from kvstore.security.networks import is_loopback
 
 if TYPE_CHECKING:
     from kvstore.dashboard.board import Board, Reach
     from kvstore.dashboard.serving import Serving
+
+ETCD_S = 2.0
+"""How long to wait for etcd before saying that it does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +86,8 @@ def dashboard(
     """Serve a read-only web page about the cluster of --root and --etcd.
 
     It shows hit ratio and bandwidth, capacity and what garbage collection would take next, namespaces, pins, workers,
-    stored prefixes, and damage. Prints one line when it serves:
+    stored prefixes, and damage. While etcd or the root does not answer, it serves and says so. Prints one line when it
+    serves:
 
     \b
       ready dashboard=URL
@@ -114,8 +118,21 @@ def dashboard(
         undo.callback(serving.close)
         url = serving.start()
         board.start()
+        _warn_of_etcd(cluster, board.root_url)
         print(f"ready dashboard={url}", flush=True)
         stopper.wait()
+
+
+def _warn_of_etcd(cluster: ClusterAccess, root_url: str) -> None:
+    """Says if etcd does not answer. It is no reason to end: the page is for clusters that are in trouble."""
+    from kvstore.meta.roots import bound_root
+
+    assert cluster.etcd is not None
+    try:
+        with closing(cluster.etcd.open()) as meta:
+            bound_root(meta, root_url, ETCD_S)
+    except (Unavailable, PermissionDenied) as error:
+        click.echo(f"kvstore dashboard: {error}; the page is served, and goes on asking etcd", err=True)
 
 
 def _open(reach: Reach, page: PageAccess, listen: str) -> tuple[Board, Serving]:

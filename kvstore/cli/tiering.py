@@ -12,7 +12,7 @@ from kvstore.brief import size
 from kvstore.cli.declared import option
 from kvstore.cli.kinds import DURATION, SIZE, Size
 from kvstore.errors import InvalidRequest
-from kvstore.node.settings import MEMORY_BYTES_MIN, TierSettings
+from kvstore.node.settings import MEMORY_BYTES_MIN, SYNC_S_MAX, SYNC_S_MIN, TierSettings
 from kvstore.writes import WriteMode
 
 
@@ -81,6 +81,10 @@ class Tiers:
             raise InvalidRequest(
                 "--root-priority-min without --memory: the root is the only place for chunks of a lower priority; "
                 "give --memory as well"
+            )
+        if not SYNC_S_MIN <= self.sync_interval_s <= SYNC_S_MAX:
+            raise InvalidRequest(
+                f"--sync-interval is {self.sync_interval_s:g} s: expected {SYNC_S_MIN:g} s to {SYNC_S_MAX:g} s"
             )
         return TierSettings.of(self.memory, self.disk, self.write, self.root_priority_min, self.sync_interval_s)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -10,8 +9,9 @@ import numpy as np
 
 from kvstore import tracing
 from kvstore.address import BLOCK_KEY_BYTES_MAX, BLOCK_KEY_BYTES_MIN
-from kvstore.brief import FLOAT_MAX, brief, is_number
+from kvstore.brief import brief
 from kvstore.buffers import Pieces, address_of
+from kvstore.checks import checked_hold_ttl
 from kvstore.client.owner import Owner
 from kvstore.client.pin import Pin, check_pin
 from kvstore.client.planning import Plan, plan_keys
@@ -116,9 +116,8 @@ class BlockCache:
         The hold lasts at most ``ttl`` seconds, and no longer than the node's limit. Raises Overloaded if too many holds
         are alive.
         """
-        if ttl is not None and not (is_number(ttl) and ttl > 0 and not FLOAT_MAX < ttl < math.inf):
-            raise InvalidRequest(f"ttl={brief(ttl)}: expected a positive number of seconds")
-        return BlockHold(self._port.hold_blocks(self._namespace, _checked_keys(keys), ttl), self)
+        ttl_s = None if ttl is None else checked_hold_ttl(ttl)
+        return BlockHold(self._port.hold_blocks(self._namespace, _checked_keys(keys), ttl_s), self)
 
     def pin(self, keys: Sequence[bytes], ttl: float = 3600.0, owner: str = "") -> Pin:
         """Pins those of the blocks that are in the store, as ``Cache.pin`` does; ``pin.tokens`` says how many.

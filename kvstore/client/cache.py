@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, overload
 
@@ -10,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import tracing
-from kvstore.brief import FLOAT_MAX, brief, is_number, is_whole
+from kvstore.brief import brief
+from kvstore.checks import checked_hold_ttl, is_whole
 from kvstore.client.arrays import KvArray, fillable, layer_arrays, new_array, source_array, target_array
 from kvstore.client.blocks import BlockCache
 from kvstore.client.owner import Owner
@@ -148,11 +148,10 @@ class Cache:
 
         Use it as a context. Raises Overloaded if too many holds are alive.
         """
-        if ttl is not None and not (is_number(ttl) and ttl > 0 and not FLOAT_MAX < ttl < math.inf):
-            raise InvalidRequest(f"ttl={brief(ttl)}: expected a positive number of seconds")
+        ttl_s = None if ttl is None else checked_hold_ttl(ttl)
         ids = token_array(tokens)
         with tracing.span("kvstore.hold", tokens=len(ids)):
-            return Hold(self._port.hold(self.namespace, ids, ttl), self)
+            return Hold(self._port.hold(self.namespace, ids, ttl_s), self)
 
     def pin(self, tokens: Tokens, ttl: float = 3600.0, owner: str = "") -> Pin:
         """Pins the longest stored prefix: a leased refcount, visible to the cluster, that ends after ``ttl`` seconds.

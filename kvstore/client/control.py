@@ -9,29 +9,35 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import Message
 
+from kvstore.brief import brief
 from kvstore.census.selection import Selection
+from kvstore.checks import checked_timeout
 from kvstore.client.caller import Caller, CallFailed
-from kvstore.client.control_values import (
+from kvstore.client.control_arguments import (
+    HasNamespace,
+    check_heard,
+    checked_changes,
+    checked_chunks_max,
     checked_flag,
     checked_seconds,
-    limits_of,
-    place_of,
-    plain,
-    selection_message,
-    ticket_of,
+    checked_ticket,
+    checked_ticket_id,
+    checked_worker,
+    namespace_of,
+    packed_prompts,
 )
+from kvstore.client.control_values import limits_of, place_of, plain, selection_message, ticket_of
 from kvstore.client.endpoint import Endpoint
 from kvstore.client.endpoints import Endpoints
 from kvstore.client.limits import ClientLimits
 from kvstore.client.remote_move import move_message
 from kvstore.client.spreading import Marking, marks_of
 from kvstore.errors import InvalidRequest, KVStoreError
-from kvstore.namespace import Namespace
 from kvstore.node.looking import ChunkPlace
 from kvstore.node.moves import Act, AheadName, Level, LevelName
 from kvstore.results import Draining, LimitValue
@@ -50,14 +56,6 @@ BUSY_S = 1.0
 """Pause before asking a busy worker about a ticket again."""
 WATCH_S = 300.0
 """Maximum length of one watch of a ticket; a new watch follows it."""
-
-
-class HasNamespace(Protocol):
-    """A Cache. The control service uses only its namespace."""
-
-    @property
-    def namespace(self) -> Namespace:
-        """The namespace that the call is about."""
 
 
 class ControlTicket:
@@ -81,6 +79,8 @@ class ControlTicket:
 
         Returns the last ticket heard. Raises NoTicket if the worker was restarted, Unavailable.
         """
+
+        check_heard(heard)
 
         def keep(ticket: Ticket) -> None:
             self.last = ticket
@@ -125,7 +125,7 @@ class Control:
 
         Returns at most ``chunks_max`` chunks, all for 0. Does not count as a use of the chunks. Raises Unavailable.
         """
-        ids, namespace = token_array(tokens), cache.namespace
+        ids, namespace, chunks_max = token_array(tokens), namespace_of(cache), checked_chunks_max(chunks_max)
         packed = pack_tokens(ids[: len(ids) // namespace.layout.chunk_tokens * namespace.layout.chunk_tokens])
         request = sealed(pb.LookupRequest(namespace=namespace.digest, tokens=packed, chunks_max=chunks_max))
         # At the worker that the prompt would be read from: its memory is the one to look into.
@@ -232,8 +232,9 @@ class Control:
 
     def ticket(self, ticket_id: str) -> ControlTicket:
         """Finds the ticket with this id at any worker. Raises NoTicket if no worker has it, Unavailable."""
+        wanted = checked_ticket_id(ticket_id)
         for ticket in self.tickets():
-            if ticket.id == ticket_id:
+            if ticket.id == wanted:
                 return ControlTicket(self, ticket)
         raise NoTicket(
             f"no worker has a ticket {ticket_id!r}: list tickets with kvstore tickets (a restarted worker has none)"
@@ -241,9 +242,11 @@ class Control:
 
     def follow(self, ticket: Ticket, heard: Callable[[Ticket], object], timeout_s: float | None) -> None:
         """Implements ``ControlTicket.follow``."""
-        request = sealed(pb.WatchTicketRequest(id=ticket.id))
+        check_heard(heard)
+        request = sealed(pb.WatchTicketRequest(id=checked_ticket(ticket).id))
+        timeout_s = checked_timeout(timeout_s)
         ends_s = float("inf") if timeout_s is None else self._clock.monotonic_s() + timeout_s
-        ended = False
+        ended, raised = False, list[Exception]()
 
         def listen(endpoint: Endpoint, left_s: float) -> None:
             nonlocal ended
@@ -252,7 +255,11 @@ class Control:
                 for message in call:
                     now = ticket_of(pb.TicketResponse.FromString(message).ticket, endpoint.address)
                     ended = now.state.ended
-                    heard(now)
+                    try:
+                        heard(now)
+                    except Exception as error:  # noqa: BLE001 - the caller's: no worker is set aside for it
+                        raised.append(error)
+                        return
             except grpc.RpcError as error:
                 code: Any = error
                 if code.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:  # a deadline of ours is not an error
@@ -265,10 +272,12 @@ class Control:
                 self._at(ticket.worker, listen, min(left_s, WATCH_S))
             except Busy:  # a busy worker says nothing about the ticket
                 time.sleep(min(left_s, BUSY_S))
+            if raised:
+                raise raised[0]
 
     def cancel(self, ticket: Ticket) -> Ticket:
         """Implements ``ControlTicket.cancel``."""
-        return self._ticket_of("CancelTicket", pb.CancelTicketRequest(id=ticket.id), ticket.worker)
+        return self._ticket_of("CancelTicket", pb.CancelTicketRequest(id=checked_ticket(ticket).id), ticket.worker)
 
     # Workers
 
@@ -296,7 +305,7 @@ class Control:
 
         Returns the new limits by worker, or why a worker refused.
         """
-        request = sealed(pb.SetLimitsRequest(limits={name: str(value) for name, value in changes.items()}))
+        request = sealed(pb.SetLimitsRequest(limits=checked_changes(changes)))
         if worker is not None:
             return {worker: limits_of(self._unary("SetLimits", request, worker))}
         return self._each("SetLimits", request, self._limits.pin_s, limits_of)
@@ -323,10 +332,10 @@ class Control:
         deadline_s: float,
         worker: str | None,
     ) -> ControlTicket:
-        one = move_message(cache.namespace.digest, b"", act, level)
+        one = move_message(namespace_of(cache).digest, b"", act, level)
         request = pb.BeginMoveRequest(
             namespace=one.namespace,
-            prompts=[pack_tokens(token_array(tokens)) for tokens in prompts],
+            prompts=packed_prompts(prompts),
             act=one.act,
             tier=one.tier,
             deadline_s=checked_seconds("deadline", deadline_s),
@@ -369,11 +378,11 @@ class Control:
         may_repeat: bool = True,
     ) -> T:
         """Makes a call at one worker, or at the best. Raises what it raised."""
-        if worker is None:
+        if checked_worker(worker) is None:
             return self._caller.anywhere(send, timeout_s, marking, may_repeat=may_repeat, even_aside=True)
         endpoint = next((each for each in self._endpoints.every() if each.address == worker), None)
         if endpoint is None:
-            raise InvalidRequest(f"worker {worker!r} is not one of {', '.join(self.workers()) or 'none'}")
+            raise InvalidRequest(f"worker {brief(worker)} is not one of {', '.join(self.workers()) or 'none'}")
         try:
             return self._caller.at(endpoint, lambda: send(endpoint, timeout_s))
         except CallFailed as failed:
@@ -381,6 +390,6 @@ class Control:
 
     def _only(self, worker: str | None) -> str:
         known = self.workers()
-        if worker is None and len(known) != 1:
+        if checked_worker(worker) is None and len(known) != 1:
             raise InvalidRequest(f"which worker? there are {len(known)}: give one of {', '.join(known) or 'none'}")
-        return worker or known[0]
+        return known[0] if worker is None else worker

@@ -10,17 +10,13 @@ from typing import Any
 from google.protobuf.message import Message
 
 from kvstore.address import Address
-from kvstore.brief import brief
 from kvstore.census.selection import Selection, checked_selection
-from kvstore.errors import InvalidRequest
 from kvstore.format.header import Encoding
 from kvstore.node.looking import ChunkPlace, Lineage, MemoryCopy, RootCopy
 from kvstore.results import LimitValue
 from kvstore.tickets import State, Ticket
 from kvstore.v1 import control_pb2 as pb
 from kvstore.wire.messages import hints_of
-
-DURATION_S_MAX = 1e9
 
 _STATES = {
     pb.TICKET_WAITING: State.WAITING,
@@ -57,20 +53,6 @@ def selection_message(selection: Selection) -> pb.Selection:
         since_s=selection.since_s,
         until_s=selection.until_s,
     )
-
-
-def checked_flag(name: str, flag: bool) -> bool:
-    """Returns a flag. Raises InvalidRequest for what is only like one: it might delete what was to be counted."""
-    if not isinstance(flag, bool):
-        raise InvalidRequest(f"{name}={brief(flag)}: expected True or False")
-    return flag
-
-
-def checked_seconds(name: str, seconds: float) -> float:
-    """Returns a number of seconds, 0 or more. Raises InvalidRequest for anything else."""
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= DURATION_S_MAX:
-        raise InvalidRequest(f"{name}={brief(seconds)}: expected a number of seconds, 0 or more")
-    return float(seconds)
 
 
 def limits_of(raw: bytes) -> list[LimitValue]:

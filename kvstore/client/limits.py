@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-from kvstore.brief import FLOAT_MAX, brief
+from kvstore.brief import brief
+from kvstore.checks import FLOAT_MAX
 from kvstore.errors import InvalidRequest
 
 

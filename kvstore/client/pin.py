@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvstore.brief import brief, is_number, is_unicode
+from kvstore.brief import brief
+from kvstore.checks import is_unicode, number
 from kvstore.client.port import Port
 from kvstore.errors import InvalidRequest
 from kvstore.results import PinRecord
@@ -44,7 +45,8 @@ class Pin:
 
 def check_pin(ttl: float, owner: str) -> None:
     """Raises InvalidRequest unless a pin can have these."""
-    if not is_number(ttl) or not 1 <= ttl <= PIN_TTL_S_MAX:
+    ttl_s = number(ttl)
+    if ttl_s is None or not 1 <= ttl_s <= PIN_TTL_S_MAX:
         raise InvalidRequest(f"ttl={brief(ttl)}: expected 1 to {PIN_TTL_S_MAX} seconds")
     if not isinstance(owner, str):
         raise InvalidRequest(f"owner is a {type(owner).__name__}: expected text")

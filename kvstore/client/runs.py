@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from kvstore.brief import brief, is_whole
+from kvstore.brief import brief
+from kvstore.checks import is_whole
 from kvstore.client.consumers import Sharing
 from kvstore.client.keeping import Held, Keeping
 from kvstore.client.owner import Owner

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextvars import copy_context
@@ -15,7 +14,7 @@ from hashlib import blake2b
 import numpy as np
 
 from kvstore import tracing
-from kvstore.brief import FLOAT_MAX, brief, is_number, is_whole
+from kvstore.checks import checked_hold_ttl, is_whole
 from kvstore.client.arrays import KvArray, fillable, source_array, target_array
 from kvstore.client.blocks import BlockCache
 from kvstore.client.owner import Owner
@@ -108,10 +107,10 @@ class Segments:
 
         Raises InvalidRequest, Overloaded.
         """
-        _check_ttl(ttl)
+        ttl_s = None if ttl is None else checked_hold_ttl(ttl)
         search = Search.of(tokens, starts, after)
         with tracing.span("kvstore.find_segments", tokens=len(search.tokens)):
-            matches, guard = self._port.segments.hold(self.namespace, search, ttl)
+            matches, guard = self._port.segments.hold(self.namespace, search, ttl_s)
         return Held(self, guard, matches)
 
     def missing(
@@ -126,13 +125,13 @@ class Segments:
 
     def hold(self, matches: Sequence[Match], ttl: float | None = None) -> Held:
         """Protects found segments from garbage collection until released. Use it as a context. Raises Overloaded."""
-        _check_ttl(ttl)
+        ttl_s = None if ttl is None else checked_hold_ttl(ttl)
         checked = _checked(matches, self.layout.chunk_tokens)
         if not checked:
             return Held(self, None, checked)
         lengths = [len(match) for match in checked]
         again = Search.of(np.concatenate([match.tokens for match in checked]), np.cumsum([0, *lengths[:-1]]).tolist())
-        _, guard = self._port.segments.hold(self.namespace, again, ttl)
+        _, guard = self._port.segments.hold(self.namespace, again, ttl_s)
         return Held(self, guard, checked)
 
     def record(self, verdict: Verdict) -> None:
@@ -322,11 +321,6 @@ class _Reads:
 
 def _key(number: int) -> bytes:
     return blake2b(b"%d" % number, digest_size=16, person=b"kvstore.verdict").digest()
-
-
-def _check_ttl(ttl: float | None) -> None:
-    if ttl is not None and not (is_number(ttl) and ttl > 0 and not FLOAT_MAX < ttl < math.inf):
-        raise InvalidRequest(f"ttl={brief(ttl)}: expected a positive number of seconds")
 
 
 def _checked_kind(matches: Sequence[Match]) -> Sequence[Match]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from kvstore.checks import checked_timeout
 from kvstore.client.owner import Owner
 from kvstore.client.port import PortMove
-from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.errors import KVStoreError
 
 
 class Ticket:
@@ -42,9 +43,7 @@ class Ticket:
         Raises InvalidRequest in a forked child, where the end would never be seen.
         """
         self._owner.check()
-        if timeout is not None and not (isinstance(timeout, int | float) and timeout >= 0):
-            raise InvalidRequest(f"timeout={timeout!r}: expected 0 or more seconds")
-        return self._move.wait(timeout) * self._chunk_tokens
+        return self._move.wait(checked_timeout(timeout)) * self._chunk_tokens
 
     def cancel(self) -> None:
         """Cancels it; work already done stays. Idempotent, never waits. Does nothing in a forked child."""

@@ -53,11 +53,10 @@ class Level(enum.Enum):
     @classmethod
     def of(cls, value: Level | str) -> Level:
         """Returns the tier with this name. Raises InvalidRequest."""
-        try:
-            return cls(value)
-        except ValueError:
-            names = ", ".join(level.value for level in cls)
-            raise InvalidRequest(f"tier={brief(value)}: expected one of {names}") from None
+        for each in cls:
+            if isinstance(value, Level | str) and value in (each, each.value):  # an array would be compared by item
+                return each
+        raise InvalidRequest(f"tier={brief(value)}: expected one of {', '.join(level.value for level in cls)}")
 
 
 def check(act: Act, level: Level) -> None:

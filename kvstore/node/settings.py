@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import dataclass
 from os import PathLike
 from typing import Literal
 
-from kvstore.brief import brief, is_number, is_whole, size
+from kvstore.brief import brief, size
+from kvstore.checks import FLOAT_MAX, is_whole, number
 from kvstore.encodings.keys import KeyFile
 from kvstore.errors import InvalidRequest
 from kvstore.format.lineage import check_label
@@ -19,6 +19,8 @@ from kvstore.writes import BOUND_BYTES_MIN, Durability, WriteMode
 MEMORY_BYTES_MIN = 16 << 20
 DISK_BYTES_MIN = 64 << 20
 TTL_S_MIN = 1.0
+SYNC_S_MIN = 0.05
+SYNC_S_MAX = 3600.0
 SIZE_END = 1 << 63
 
 
@@ -52,8 +54,10 @@ class TierSettings:
             raise InvalidRequest(f"disk of {size(self.disk_bytes)}: expected at least {size(DISK_BYTES_MIN)}")
         if not 0 <= self.root_priority_min <= PRIORITY_MAX:
             raise InvalidRequest(f"root_priority_min={self.root_priority_min}: expected 0 to {PRIORITY_MAX}")
-        if not 0.05 <= self.sync_interval_s <= 3600:
-            raise InvalidRequest(f"sync_interval={self.sync_interval_s}: expected 0.05 to 3600 seconds")
+        if not SYNC_S_MIN <= self.sync_interval_s <= SYNC_S_MAX:
+            raise InvalidRequest(
+                f"sync_interval={self.sync_interval_s}: expected {SYNC_S_MIN:g} to {SYNC_S_MAX:g} seconds"
+            )
 
     @classmethod
     def of(
@@ -102,9 +106,12 @@ class AskedBound:
                 f"max_bytes={brief(max_bytes)}: expected a whole number of bytes from {BOUND_BYTES_MIN} (1 MiB) to "
                 f'{SIZE_END - 1}, "auto" for a share of the disk, or None for no bound'
             )
-        if ttl is not None and (not is_number(ttl) or not TTL_S_MIN <= ttl <= sys.float_info.max):
+        if ttl is None:
+            return cls(chosen)
+        ttl_s = number(ttl)
+        if ttl_s is None or not TTL_S_MIN <= ttl_s <= FLOAT_MAX:
             raise InvalidRequest(f"ttl={brief(ttl)}: expected a number of seconds, at least {TTL_S_MIN:g}, or None")
-        return cls(chosen, None if ttl is None else float(ttl))
+        return cls(chosen, float(ttl_s))
 
     @property
     def is_explicit(self) -> bool:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvstore.brief import brief, is_whole
+from kvstore.brief import brief
+from kvstore.checks import is_whole
 from kvstore.errors import InvalidRequest
 from kvstore.planning.arrival import tokens_found
 from kvstore.planning.grouping import serving_nodes

@@ -13,7 +13,8 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.brief import brief, is_whole
+from kvstore.brief import brief
+from kvstore.checks import is_whole
 from kvstore.errors import InvalidRequest
 from kvstore.tokens import TokenArray, Tokens, token_array
 

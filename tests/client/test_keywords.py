@@ -250,6 +250,43 @@ def test_whole_numbers_of_numpy_are_sizes_and_counts(store: Store, cache: Cache,
         assert len(list(run)) == 1
 
 
+@pytest.mark.filterwarnings("error")  # numpy's of a bound that a small type cannot hold
+@pytest.mark.parametrize("seconds", [np.int64(60), np.uint8(60), np.float64(60.5), np.float32(60), np.float16(60)])
+def test_numbers_of_numpy_are_seconds(store: Store, cache: Cache, tmp_root: Path, seconds: Any) -> None:
+    with kvstore.open(f"file://{tmp_root}/other", ttl=seconds) as opened:
+        assert opened.namespace("m", SMALL).put(TOKENS, KV, ttl=seconds).chunks_written == 4
+        assert cache.put(TOKENS, KV, ttl=seconds).tokens_present == len(TOKENS)
+    segments = cache.segments(ROPE)
+    with cache.hold(TOKENS, ttl=seconds) as hold, cache.blocks.hold(KEYS, ttl=seconds):
+        assert hold.tokens == len(TOKENS)
+    with segments.find_held(TOKENS, ttl=seconds), segments.hold([], ttl=seconds):
+        assert cache.pin(TOKENS, ttl=seconds).release()
+    cache.blocks.pin(KEYS, ttl=seconds)
+    cache.supersede(TOKENS, kept=0, unused=seconds)
+    assert kvstore.Hints.of(ttl_s=seconds) == kvstore.Hints.of(ttl_s=60.0)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("number", [np.int64(60), np.uint8(60), np.float64(60.5), np.float32(60), np.float16(60)])
+def test_numbers_of_numpy_are_times_of_a_selection(store: Store, number: Any) -> None:
+    for selection in (
+        kvstore.Selection(older_than_s=number),
+        kvstore.Selection(since_s=number),
+        kvstore.Selection(until_s=number),
+    ):
+        assert store.clear(selection, dry_run=True).chunks == 0
+        assert store.clear(selection).chunks == 0
+
+
+def test_a_ticket_waits_for_any_number_of_seconds(tmp_root: Path) -> None:
+    with kvstore.open(tmp_root / "root", memory=64 << 20, max_bytes=None) as opened:
+        cache = opened.namespace("m", SMALL)
+        cache.put(TOKENS, KV)
+        assert raw_errors("wait", cache.prefetch(TOKENS).wait) == []
+        seconds: list[Any] = [np.int64(60), np.float32(60), float("inf"), LONG]
+        assert {cache.prefetch(TOKENS).wait(each) for each in seconds} == {len(TOKENS)}
+
+
 def test_a_bound_says_the_smallest_and_the_largest() -> None:
     wrongs: list[Any] = [10**30, 1, True, np.int64(5)]
     for wrong in wrongs:

@@ -1,7 +1,11 @@
-"""Arguments of ``store.control`` that are none: nothing is sent."""
+"""Arguments of ``store.control`` that are none: nothing is sent, and the error names the argument."""
 
 from __future__ import annotations
 
+import asyncio
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,29 +13,212 @@ import numpy as np
 import pytest
 
 import kvstore
-from kvstore.errors import InvalidRequest
-from tests.worker.serving import connected, serving
+from kvstore import aio
+from kvstore.brief import brief
+from kvstore.client.control import Control, ControlTicket
+from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.tickets import State, Ticket
+from tests.client.test_keywords import LONG, ODD
+from tests.control.steered import KV, SIZE, TOKENS
+from tests.node.stores import SMALL
+from tests.worker.serving import Served, connected, serving
 
 EVERYTHING = kvstore.Selection(older_than_s=1e-9)
+TICKET = Ticket("0123456789abcdef", "clear", "", "", None, "shards", 0.0)
+NUMBERS = [1.5, float("inf"), 10**30, LONG]
+
+METHODS: dict[str, Mapping[str, Any]] = {
+    "lookup": {"cache": None, "tokens": TOKENS},
+    "clear": {"selection": EVERYTHING},
+    "compress": {"selection": EVERYTHING},
+    "decompress": {"selection": EVERYTHING},
+    "reencrypt": {"selection": EVERYTHING},
+    "prefetch": {"cache": None, "prompts": [TOKENS]},
+    "move": {"cache": None, "prompts": [TOKENS], "tier": "root"},
+    "release": {"cache": None, "prompts": [TOKENS]},
+    "ticket": {"ticket_id": "0123456789abcdef"},
+    "follow": {"ticket": TICKET, "heard": print, "timeout_s": 0.0},
+    "cancel": {"ticket": TICKET},
+    "drain": {"worker": "127.0.0.1:1"},
+    "set_limits": {"changes": {}},
+}
+"""The methods of ``Control`` that have arguments, with right ones; the cache is filled in."""
+
+RIGHT: Mapping[str, list[Any]] = {
+    "tokens": [[], {}, np.array([]), np.arange(3)],
+    "prompts": [[], {}],
+    "chunks_max": [10**30, LONG],
+    "worker": [None],
+    "deadline": NUMBERS[:1],
+    "within": NUMBERS[:1],
+    "timeout": [None, *NUMBERS],
+    "timeout_s": [None, *NUMBERS],
+    "dry_run": [True],
+    "pinned": [True],
+    "heard": [slice],
+    "changes": [{}],
+}
+"""Values of ODD that an argument may have."""
+
+NESTED: Mapping[str, list[Any]] = {
+    "prompts": [[TOKENS, 5], [TOKENS, "x"], [TOKENS, [1.5]], np.zeros((2, 3)), TOKENS],
+    "changes": [
+        {1: 2},
+        {"\ud800": 1},
+        {"calls_max": "\ud800"},
+        {"calls_max": None},
+        {"calls_max": [1]},
+        {"calls_max": LONG},
+        {"calls_max": True},
+        {"calls_max": np.arange(3)},
+    ],
+}
+"""What looks right from outside."""
 
 
-@pytest.mark.parametrize("name", ["dry_run", "pinned"])
+@dataclass(frozen=True)
+class Steered:
+    served: Served
+    store: kvstore.Store
+    cache: kvstore.Cache
+
+    def given(self, name: str) -> dict[str, Any]:
+        """Right arguments of a method."""
+        return {**METHODS[name], **({"cache": self.cache} if "cache" in METHODS[name] else {})}
+
+
+@pytest.fixture(scope="module")
+def steered() -> Iterator[Steered]:
+    with serving() as served, connected(served) as store:
+        cache = store.namespace("m", SMALL)
+        cache.put(TOKENS, KV)
+        yield Steered(served, store, cache)
+
+
+def wrong_values(argument: str) -> list[Any]:
+    """All that ``argument`` must not be."""
+    right = RIGHT.get(argument, [])
+    odd = [
+        value for value in ODD if not any(type(value) is type(each) and brief(value) == brief(each) for each in right)
+    ]
+    return odd + NESTED.get(argument, [])
+
+
+def complaint(argument: str, value: Any, error: KVStoreError | None) -> str:
+    """What is wrong with the error for a value; empty if it says what it should."""
+    name = argument.removesuffix("_s") if argument.startswith("timeout") else argument
+    said = str(error)
+    is_text = isinstance(value, str) and argument in ("worker", "ticket_id")
+    names = "a ticket" if argument == "ticket_id" and is_text else name
+    expects = ("is not one of", "no worker has") if is_text else ("expected",)
+    if isinstance(error, InvalidRequest) and names in said and any(each in said for each in expects):
+        return ""
+    return f"{argument}={brief(value)}: {error!r}"
+
+
+def wrongs_of(call: Callable[..., object], given: Mapping[str, Any]) -> list[str]:
+    """What the errors of a call say wrongly, over every argument and every wrong value."""
+    found = []
+    for argument in inspect.signature(call).parameters:
+        for value in wrong_values(argument):
+            try:
+                call(**{**given, argument: value})
+                error = None
+            except KVStoreError as refused:
+                error = refused
+            except Exception as raw:  # noqa: BLE001 - what must not come is the question
+                found.append(f"{argument}={brief(value)}: raw {raw!r}")
+                continue
+            found += filter(None, [complaint(argument, value, error)])
+    return found
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_wrong_argument_is_named_and_nothing_is_begun(steered: Steered, name: str) -> None:
+    before = steered.store.control.tickets()
+    assert wrongs_of(getattr(steered.store.control, name), steered.given(name)) == []
+    assert steered.store.control.tickets() == before
+    assert not steered.served.worker.service.gate.draining
+
+
+@pytest.mark.parametrize("name", ["follow", "wait"])
+def test_a_wrong_argument_of_a_ticket_is_named(steered: Steered, name: str) -> None:
+    ticket = steered.store.control.clear(EVERYTHING, dry_run=True)
+    assert wrongs_of(getattr(ticket, name), {"heard": print} if name == "follow" else {}) == []
+    assert ticket.wait().state is State.DONE
+
+
+def test_every_method_with_arguments_is_asked() -> None:
+    for kind, asked in ((Control, set(METHODS)), (ControlTicket, {"follow", "wait"})):
+        methods = {name: each for name, each in vars(kind).items() if not name.startswith("_") and callable(each)}
+        assert {name for name, each in methods.items() if len(inspect.signature(each).parameters) > 1} == asked
+
+
+def test_a_wrong_argument_is_named_in_asyncio(steered: Steered) -> None:
+    async def ask() -> list[str]:
+        found: list[str] = []
+        async with aio.connect(steered.served.address) as store:
+            for name in METHODS:
+                if name in ("follow", "cancel"):  # of a ticket there
+                    continue
+                call = getattr(store.control, name)
+                for argument in inspect.signature(getattr(Control, name)).parameters:
+                    for value in [] if argument == "self" else wrong_values(argument):
+                        try:
+                            await call(**{**steered.given(name), argument: value})
+                            error = None
+                        except KVStoreError as refused:
+                            error = refused
+                        found += filter(None, [complaint(argument, value, error)])
+            ticket = await store.control.clear(EVERYTHING, dry_run=True)
+            for value in wrong_values("heard"):
+                with pytest.raises(InvalidRequest, match="heard="):
+                    await ticket.follow(value)
+        return found
+
+    assert asyncio.run(ask()) == []
+
+
+def test_a_store_in_this_process_has_no_control(tmp_root: Path) -> None:
+    with kvstore.open(tmp_root / "root") as store, pytest.raises(InvalidRequest, match="connect to a worker"):
+        _ = store.control
+
+
+def test_numbers_of_numpy_are_taken(steered: Steered) -> None:
+    control: Any = steered.store.control
+    assert len(control.lookup(steered.cache, TOKENS, np.int64(2))) == 2
+    ticket = control.clear(EVERYTHING, dry_run=True, deadline=np.float32(30.0))
+    assert ticket.wait(np.int64(60)).state is State.DONE
+    (limits,) = control.set_limits({"calls_max": np.int64(100), "read_deadline_s": np.float32(7.5)}).values()
+    found = {each.name: each.value for each in limits}
+    assert (found["calls_max"], found["read_deadline_s"]) == ("100", "7.5")
+
+
 @pytest.mark.parametrize("flag", [None, 0, 1, -1, "yes", 10**30, np.False_])
-def test_what_is_only_like_a_flag_clears_nothing(tmp_root: Path, name: str, flag: Any) -> None:
-    tmp_root.mkdir(exist_ok=True)
-    with serving(tmp_root) as served, connected(served) as store:
-        with pytest.raises(InvalidRequest, match=f"{name}=.*: expected True or False"):
-            store.control.clear(EVERYTHING, **{name: flag})
-        assert store.control.tickets() == []
+@pytest.mark.parametrize("name", ["dry_run", "pinned"])
+def test_what_is_only_like_a_flag_clears_nothing(steered: Steered, name: str, flag: Any) -> None:
+    with pytest.raises(InvalidRequest, match=f"{name}=.*: expected True or False"):
+        steered.store.control.clear(EVERYTHING, **{name: flag})
+    assert steered.cache.match(TOKENS) == 4 * SIZE
 
 
 @pytest.mark.parametrize("seconds", [None, "1", -1, True, 10**400, float("nan"), float("inf")])
-def test_what_is_no_number_of_seconds_is_refused(tmp_root: Path, seconds: Any) -> None:
-    tmp_root.mkdir(exist_ok=True)
-    with serving(tmp_root) as served, connected(served) as store:
-        for call in (store.control.clear, store.control.compress, store.control.decompress, store.control.reencrypt):
-            with pytest.raises(InvalidRequest, match=r"deadline=.*: expected a number of seconds"):
-                call(EVERYTHING, deadline=seconds)
-        with pytest.raises(InvalidRequest, match=r"within=.*: expected a number of seconds"):
-            store.control.drain(within=seconds)
-        assert store.control.tickets() == []
+def test_what_is_no_number_of_seconds_is_refused(steered: Steered, seconds: Any) -> None:
+    control = steered.store.control
+    for call in (control.clear, control.compress, control.decompress, control.reencrypt):
+        with pytest.raises(InvalidRequest, match=r"deadline=.*: expected a number of seconds"):
+            call(EVERYTHING, deadline=seconds)
+    with pytest.raises(InvalidRequest, match=r"within=.*: expected a number of seconds"):
+        control.drain(within=seconds)
+
+
+@pytest.mark.parametrize("error", [ValueError("of the caller"), InvalidRequest("of the caller")])
+def test_what_a_listener_raises_is_raised_and_no_worker_is_blamed(steered: Steered, error: Exception) -> None:
+    def fail(ticket: Ticket) -> None:
+        raise error
+
+    ticket = steered.store.control.clear(EVERYTHING, dry_run=True)
+    with pytest.raises(type(error)) as raised:
+        ticket.follow(fail)
+    assert raised.value is error
+    assert steered.store.stats()["client_set_aside"] == 0

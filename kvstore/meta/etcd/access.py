@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvstore.brief import brief, is_unicode
+from kvstore.brief import brief
+from kvstore.checks import is_unicode
 from kvstore.errors import InvalidRequest
 from kvstore.security.secret_files import read_secret
 

@@ -1,0 +1,75 @@
+"""Checks of what callers give, whatever its type: whole numbers, numbers, texts, times.
+
+Separate from ``brief``, which writes what was wrong into messages.
+"""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+from operator import index
+from typing import Any, TypeGuard
+
+from kvstore.brief import brief
+from kvstore.errors import InvalidRequest
+
+FLOAT_MAX = 1.7976931348623157e308
+"""The largest float but infinity: whole numbers of Python may be larger, and then fit none."""
+WAIT_S_MAX = 1e9
+"""Locks refuse to wait for centuries."""
+
+
+def is_whole(value: Any) -> TypeGuard[int]:
+    """True for a whole number, of numpy too. True and False are numbers to Python, and a slip of a caller."""
+    if type(value) is int:
+        return True
+    try:
+        index(value)
+    except TypeError:
+        return False
+    return not isinstance(value, bool)
+
+
+def is_unicode(text: str) -> bool:
+    """True if a text can be encoded: those from file names may hold half a character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def number(value: object) -> float | None:
+    """Returns a real number, of numpy too, as one of Python's; None for anything else, and for True and False.
+
+    Compare the result, not the value: numpy rounds the other side to its own type first. Infinity is a number, and so
+    is NaN.
+    """
+    if type(value) is float:
+        return value
+    if is_whole(value):
+        return index(value)
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return None
+    try:
+        return float(value)
+    except OverflowError:  # a fraction of large numbers
+        return None
+
+
+def checked_timeout(timeout: float | None) -> float | None:
+    """Returns how long to wait, in seconds that locks take; None: without end. Raises InvalidRequest."""
+    if timeout is None:
+        return None
+    seconds = number(timeout)
+    if seconds is None or not seconds >= 0:
+        raise InvalidRequest(f"timeout={brief(timeout)}: expected 0 or more seconds")
+    return float(min(seconds, WAIT_S_MAX))
+
+
+def checked_hold_ttl(ttl: float) -> float:
+    """Returns how long a hold lasts at most, in seconds. Raises InvalidRequest."""
+    seconds = number(ttl)
+    if seconds is None or not seconds > 0 or FLOAT_MAX < seconds < math.inf:
+        raise InvalidRequest(f"ttl={brief(ttl)}: expected a positive number of seconds")
+    return float(seconds)
