@@ -137,9 +137,10 @@ class Sweeper:
             return 0
         return lift_unnamed(self._root, self._site.identity.shard_bits, self._named)
 
-    def pinned(self) -> Spared:
-        """The addresses that pins protect now, for deciding; only ``sweep`` proves anything. Raises Unavailable."""
-        return self._grace.pinned()
+    def kept(self) -> Spared:
+        """The addresses that are pinned or were held just now, for deciding: only ``sweep`` proves anything. Raises
+        Unavailable."""
+        return self._grace.kept()
 
     # G1 and G2
 

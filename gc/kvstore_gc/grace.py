@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 
 import numpy as np
 
@@ -21,6 +23,9 @@ from kvstore_gc.listing import Marks, are_among, marks_of
 from kvstore_gc.site import Site
 
 log = logging.getLogger(__name__)
+
+HELD_S = 10.0
+"""For so long what was spared as held is not chosen again: nobody knows when its hold ends."""
 
 Twins = Callable[[], Sequence[bytes]]
 """Packed addresses of all pins that have a twin on the root (rule C5). Raises if one cannot be read."""
@@ -83,10 +88,12 @@ class Grace:
     def __init__(self, site: Site, ledger: Ledger, twins: Twins) -> None:
         self._meta = site.meta
         self._keys = site.keys
+        self._clock = site.clock
         self._ledger = ledger
         self._twins = twins
         self._timeout_s = site.timeout_s
         self._refs_timeout_s = site.timings.refs_timeout_s
+        self._held: list[tuple[float, Spared]] = []
 
     def look(self, sweeps: Sequence[InFlight]) -> Look:
         """The state of the sweeps. A cheap look at the keys and the sessions, which decides nothing."""
@@ -117,12 +124,21 @@ class Grace:
                 *self._meta.list(self._keys.sessions, self._timeout_s).items,
             ]
             ready, held = self._ready(ready, again)
-        return ready, Spared.of([*pinned, *self._twins()]), Spared.of(held)
+        spared = Spared.of(held)
+        if ready and len(spared.marks):
+            self._held.append((self._clock.monotonic_s(), spared))
+        return ready, Spared.of([*pinned, *self._twins()]), spared
 
     def pinned(self) -> Spared:
         """The addresses that are pinned now; only ``decide`` proves anything. Raises as it does."""
         refs = self._meta.list(self._keys.refs, self._refs_timeout_s).items
         return Spared.of([*(PinRecord.of(kv).packed for kv in refs), *self._twins()])
+
+    def kept(self) -> Spared:
+        """The addresses that are pinned now, or were spared as held a moment ago: advice. Raises as ``pinned`` does."""
+        now_s = self._clock.monotonic_s()
+        self._held = [(at_s, held) for at_s, held in self._held if now_s - at_s < HELD_S]
+        return reduce(or_, (held for _, held in self._held), self.pinned())
 
     def revoke(self, laggards: Sequence[Announced]) -> None:
         """Ends sessions that have kept collectors waiting for too long (rule H4). Raises Unavailable."""

@@ -109,7 +109,8 @@ class Rounds:
         left = list(mine) if decision.condemned.count else []
         while left:
             left = self._sweep(left, decision, summary)
-        self._watermarks.settled()
+        if not summary.spared["held"]:
+            self._watermarks.settled()  # the next round chooses others instead
         self._judge(summary)
         return summary
 
@@ -169,7 +170,7 @@ class Rounds:
         """Lists the shards, only its own ones if they hold many chunks, and decides where to cut."""
         namespaces = Namespaces(self._site.meta, self._site.keys).list(self._timeout_s)
         goals = self._goals(namespaces)
-        pinned = self._sweeper.pinned().marks
+        pinned = self._sweeper.kept().marks
         found = self._surveyed(summary, mine, goals, pinned)
         share = found.shards_count / summary.shards_count
         level = self._watermarks.level

@@ -11,6 +11,7 @@ import pytest
 from kvstore.errors import RootMismatch, Unavailable
 from kvstore.meta.memory import MemoryMeta
 from kvstore.root.memory import MemoryFiles, MemoryRoot
+from kvstore_gc.capacity import Watermarks
 from kvstore_gc.config import Config, Share
 from kvstore_gc.threads import Stopped
 from tests.gc.cluster import SPACE, cluster, eventually, looking, prompt, put
@@ -69,6 +70,23 @@ def test_what_is_pinned_stays_and_a_round_that_cannot_make_room_says_so(place: P
     assert place.cluster.present(chain) == 5
     assert summary.to_json()["kept"]["pinned"]["chunks"] == 5
     assert [said for said in summary.unfinished if "over the high watermark" in said]
+
+
+def test_after_a_round_that_had_to_spare_what_is_held_the_next_takes_others(place: Place) -> None:
+    """At once: nodes put nothing while the root is full, so nothing else would begin a round."""
+    node, kept, other = place.cluster.node(), prompt(1, 6), prompt(2, 6)
+    put(node, kept)
+    put(node, other)
+    place.age(kept)
+    hold = node.node.hold(kept)
+    config = Config(max_bytes=place.bytes_of(kept) + place.bytes_of(other))
+    watermarks = Watermarks(config.max_bytes, config.high)
+    rounds = place.rounds(config, watermarks=watermarks)
+    summary = rounds.run()
+    assert (summary.reaped.count, summary.spared["held"]) == (0, 3) and watermarks.is_urgent
+    again = [rounds.run() for _ in range(3) if watermarks.is_urgent]
+    assert not watermarks.is_urgent and sum(each.reaped.count for each in again) == 6 - place.cluster.present(other)
+    assert place.cluster.present(kept) == hold.count == 6
 
 
 def test_a_round_is_not_done_where_a_sweep_of_one_that_is_gone_has_the_rest(place: Place) -> None:

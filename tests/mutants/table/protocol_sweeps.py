@@ -58,6 +58,18 @@ SWEEPING = [
         f"{SWEEPS}a2_a_held_chunk_is_spared_and_holds_no_sweep_up",
     ),
     rule(
+        "A2",
+        "held-is-chosen-again",
+        edit("kvstore_gc.grace:Grace.kept", "(held for _, held in self._held)", "()"),
+        "gc/test_rounds.py::test_after_a_round_that_had_to_spare_what_is_held_the_next_takes_others",
+    ),
+    rule(
+        "A2",
+        "held-settles-a-round",
+        edit("kvstore_gc.rounds:Rounds.run", 'if not summary.spared["held"]:', "if True:"),
+        "gc/test_rounds.py::test_after_a_round_that_had_to_spare_what_is_held_the_next_takes_others",
+    ),
+    rule(
         "G4",
         "refs-not-spared",
         edit("kvstore_gc.trash:Trash.reap", "if one.address not in spared", ""),
