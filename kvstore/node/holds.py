@@ -167,7 +167,9 @@ class Holds:
             self._expire()
             revision = self._view.revision
             protecting = [(hold.on, hold.born) for hold in self._live.values() if hold.born is not None]
-        # Holds that are taken from here on have seen every sweep of the view.
+        # Holds that are taken from here on have seen every sweep of the view; so have most of the others.
+        newest = max(self._view.stamps(after=BEFORE_ALL), default=BEFORE_ALL)
+        protecting = [(on, born) for on, born in protecting if born < newest]
         revision = min((born for on, born in protecting if on is None), default=revision)
         swept = [(part, list(self._view.swept(part, born))) for on, born in protecting for part in on or ()]
         named = sorted({one for _, found in swept for one in found if one[0] <= revision})

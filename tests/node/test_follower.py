@@ -26,6 +26,7 @@ from kvstore.meta.presence import Presence
 from kvstore.meta.session import ANNOUNCED_MAX, Session, SessionRecord
 from kvstore.meta.sweeps import Condemned
 from kvstore.node.follower import Follower
+from kvstore.node.holds import BEFORE_ALL
 from kvstore.node.limits import Limits
 from kvstore.node.member import Member, Sharing
 from kvstore.node.node import Node
@@ -203,8 +204,8 @@ def test_a3_nothing_is_announced_when_the_chain_has_gone_on(alone: Alone) -> Non
 def test_v3_after_a_lost_watch_a_hold_is_older_than_all(alone: Alone) -> None:
     """Its birth may be of a timeline that a restored store has lost, whose revisions the new one uses again."""
     alone.follower.begin(alone.session())
-    born = alone.node.holds.take(prompt(1, 1), whatever=True).born
-    assert born is not None and alone.node.holds.announcement().revision == born
+    hold = alone.node.holds.take(prompt(1, 1))
+    assert hold.born == alone.view.revision
 
     def lose() -> None:
         alone.meta.fetched = _nothing
@@ -212,7 +213,7 @@ def test_v3_after_a_lost_watch_a_hold_is_older_than_all(alone: Alone) -> None:
 
     alone.meta.fetched = lose
     alone.follower.step(0.0)
-    assert alone.view.revision >= born > alone.node.holds.announcement().revision
+    assert hold.born == BEFORE_ALL < alone.view.revision
 
 
 def test_v3_a_watch_that_is_refused_is_lost_and_read_afresh(alone: Alone) -> None:
