@@ -100,7 +100,7 @@ class LocalHold:
 
 
 class LocalBlockHold:
-    """Held blocks of the node in this process. Like a hold of chunks, it protects all chunks from collection."""
+    """Held blocks of the node in this process."""
 
     def __init__(self, store: OpenMember, node: Node, namespace: Namespace, hold: Hold, present: list[bool]) -> None:
         self._store = store

@@ -98,7 +98,7 @@ class Limits:
         if self.announce_lag_max_s <= self.hold_max_s + self.announce_s:
             raise InvalidRequest(
                 f"announce_lag_max_s={self.announce_lag_max_s} leaves no room beside hold_max_s={self.hold_max_s}: "
-                "a node announces once its oldest hold has ended"
+                "a node that holds too much to name it announces once those holds have ended"
             )
         if self.hold_max_s < self.read_deadline_s:
             raise InvalidRequest(

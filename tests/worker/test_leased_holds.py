@@ -1,4 +1,4 @@
-"""Rule H4: a client's hold is leased, so a killed client delays collectors for no longer than its lease."""
+"""Rule H4: a client's hold is leased, so a killed client holds for no longer than its lease."""
 
 from __future__ import annotations
 
