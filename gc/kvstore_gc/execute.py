@@ -138,8 +138,7 @@ class Sweeper:
         return lift_unnamed(self._root, self._site.identity.shard_bits, self._named)
 
     def kept(self) -> Spared:
-        """The addresses that are pinned or were held just now, for deciding: only ``sweep`` proves anything. Raises
-        Unavailable."""
+        """The addresses that are pinned or were held just now: advice, only ``sweep`` proves it. Raises Unavailable."""
         return self._grace.kept()
 
     # G1 and G2

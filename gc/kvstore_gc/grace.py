@@ -50,7 +50,7 @@ class Spared:
 
     def __contains__(self, address: bytes) -> bool:
         """True if an address must be spared."""
-        return bool(are_among(marks_of([address]), self.marks)[0])
+        return bool(len(self.marks) and are_among(marks_of([address]), self.marks)[0])
 
 
 @dataclass(frozen=True, slots=True)
