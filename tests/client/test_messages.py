@@ -76,6 +76,18 @@ def test_the_control_of_a_store_says_which_workers_it_controls() -> None:
         assert repr(control) == f"<kvstore.client.control.Control workers {served.address}, closed>"
 
 
+@pytest.mark.parametrize("name", ["KVStoreError", "Overloaded", "Unavailable"])
+def test_an_error_that_is_looked_for_in_the_package_is_said_where_it_is(name: str) -> None:
+    with pytest.raises(AttributeError, match=rf"no attribute '{name}': it is kvstore\.errors\.{name}$"):
+        getattr(kvstore, name)
+    assert not hasattr(kvstore, name)
+
+
+def test_a_name_that_is_nowhere_is_not_said_to_be_an_error() -> None:
+    with pytest.raises(AttributeError, match=r"no attribute 'Overloade'$"):
+        getattr(kvstore, "Overload" + "e")
+
+
 def test_a_store_of_many_workers_names_some() -> None:
     with kvstore.connect(*(f"127.0.0.1:{port}" for port in range(7001, 7007))) as store:
         assert repr(store).endswith("127.0.0.1:7004, ...>")
