@@ -14,16 +14,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks import copies, engine, matching, serving, workers
 from benchmarks.contents import WrongBytes
 from benchmarks.crew import CrewFailed
-from benchmarks.interrupts import unheard
 from benchmarks.options import Options, add_options, options_of
 from benchmarks.result import Result, markdown, save
 from kvstore.errors import KVStoreError
+from kvstore.unheard import unheard
 
 PEERS = Path(__file__).parent / "peers" / "__main__.py"
 PEERS_S = 3600
@@ -50,13 +51,12 @@ def run_peers(options: Options, arguments: argparse.Namespace | None = None) -> 
         raise PeersFailed("the peers' benchmark is not in this checkout")
     command = [sys.executable, "-m", "benchmarks.peers", "--json", "--directory", str(options.directory)]
     command += ["--quick"] if options.quick else ["--rounds", str(max(5, options.rounds))]
-    with unheard():
-        ran = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
+    with ExitStack() as undo:
+        with unheard():
+            ran = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            undo.callback(ran.wait, STOP_S)
+            undo.callback(ran.terminate)
         said, _ = ran.communicate(timeout=PEERS_S)
-    finally:
-        ran.terminate()
-        ran.wait(STOP_S)
     try:
         return Result.from_json(json.loads(said))
     except (ValueError, KeyError, TypeError) as cause:

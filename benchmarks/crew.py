@@ -7,18 +7,17 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
 from benchmarks.contents import WrongBytes
-from benchmarks.interrupts import unheard
 from benchmarks.moving import FileMover, Load, Mover, mover
 from benchmarks.paths import PLAIN, Way
 from benchmarks.rounds import Taken, timed
 from kvstore.errors import KVStoreError
+from kvstore.unheard import spawning
 
 START_S = 180.0
 CALL_S = 600.0
@@ -84,16 +83,15 @@ def crew(way: Way, loads: Sequence[Load]) -> Iterator[Crew]:
     context = multiprocessing.get_context("spawn")
     pipes: list[Connection] = []
     members: list[SpawnProcess] = []
-    resource_tracker.ensure_running()  # started with the first member, it would let that one hear Ctrl-C
     try:
         for load in loads:
             ours, theirs = context.Pipe()
             member = context.Process(target=serve, args=(theirs, way, load), daemon=True)
-            with unheard():
+            with spawning():
                 member.start()
-            theirs.close()
-            pipes.append(ours)
-            members.append(member)
+                theirs.close()
+                pipes.append(ours)
+                members.append(member)
         for pipe in pipes:
             _answer(pipe, START_S)
         yield Crew(pipes)

@@ -1,7 +1,4 @@
-"""Ctrl-C of a benchmark: one line and exit code 130.
-
-A terminal sends it to the programs that the benchmark started, too.
-"""
+"""Ctrl-C of a benchmark: one line and exit code 130."""
 
 from __future__ import annotations
 
@@ -33,19 +30,3 @@ def ending() -> Iterator[None]:
     except KeyboardInterrupt:
         print(f"{PROGRAM}: interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
-
-
-@contextmanager
-def unheard() -> Iterator[None]:
-    """A program that is started within never hears Ctrl-C: who started it ends it. This one hears it afterwards."""
-    heard = list[int]()
-    # Another thread may take the signal, whose handler runs in this one: half of a start is no start.
-    handler = signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        if heard:
-            signal.raise_signal(signal.SIGINT)

@@ -14,8 +14,8 @@ from contextlib import suppress
 import numpy as np
 
 from benchmarks.contents import Bytes, poison
-from benchmarks.interrupts import unheard
 from kvstore.buffers import aligned
+from kvstore.unheard import unheard
 
 TAKE, GIVE, DONE = b"t", b"g", b"d"
 PATIENCE_S = 60.0

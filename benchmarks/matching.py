@@ -14,6 +14,7 @@ import os
 import statistics
 import time
 import urllib.request
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +33,7 @@ from kvstore.meta.server import EmbeddedEtcd
 from kvstore.node.limits import Limits
 from kvstore.root.identity import SHARD_BITS_DEFAULT
 from kvstore.tokens import TokenArray
+from kvstore.unheard import spawning
 
 HYPOTHESIS = (
     "a prompt of 131,072 tokens is matched within 1.5 ms and one of 1,048,576 within 10 ms (p50, chunks of 256 tokens "
@@ -170,7 +172,9 @@ def memory_per_chunk(root: Path, length: int, chunk_tokens: int) -> Table:
     """The memory that a node takes to remember a prompt's chunks, measured in a process of its own."""
     with kvstore.open(str(root)) as store:
         _put(store.namespace(NAMESPACE, _layout(chunk_tokens)), _tokens(length, length))
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
+    with ExitStack() as undo:
+        with spawning():
+            pool = undo.enter_context(multiprocessing.get_context("spawn").Pool(1))
         opened, grown, warm = pool.apply(_grown, (str(root), length, chunk_tokens))
     count = length // chunk_tokens
     return Table(

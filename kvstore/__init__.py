@@ -126,4 +126,5 @@ if not TYPE_CHECKING:  # a type checker that saw __getattr__ would accept every 
         for place, names in _PLACES.items():
             if name in names:
                 return getattr(import_module(place), name)
-        raise AttributeError(f"module 'kvstore' has no attribute {name!r}")
+        hint = f": it is kvstore.errors.{name}" if isinstance(getattr(errors, name, None), type) else ""
+        raise AttributeError(f"module 'kvstore' has no attribute {name!r}{hint}")

@@ -64,6 +64,11 @@ def fresh_id() -> str:
     return f"{random.getrandbits(64):016x}"
 
 
+def accepted(said: str | bytes | None) -> str:
+    """Returns the id that a client gave its call; a fresh one where it gave none, or one that is not valid."""
+    return said if isinstance(said, str) and _is_id(said) else fresh_id()
+
+
 def enable(provider: Any = None) -> None:
     """Makes spans from now on, by an OpenTelemetry ``TracerProvider``; the one set globally where it is None.
 
@@ -103,9 +108,7 @@ def served(name: str, metadata: Iterable[tuple[str, str | bytes]], **attributes:
     Logs show the id, so one that is not valid is replaced; the call is not refused.
     """
     said = {key: value for key, value in metadata if key in (REQUEST_ID_KEY, PARENT_KEY) and isinstance(value, str)}
-    id = said.get(REQUEST_ID_KEY, "")
-    if not _is_id(id):
-        id = fresh_id()
+    id = accepted(said.get(REQUEST_ID_KEY))
     before = _request.get()
     _request.set(id)
     try:

@@ -155,21 +155,31 @@ def up(serving: WorkerOptions, options: UpOptions) -> None:
         undo.callback(lambda: stop_all(programs, options.drain_s + STOP_S))
         host = Host(serving, options.drain_s, stopper, programs)
         try:
-            host.start(options.workers, options.listen, options.metrics)
+            served = _start_all(host, options, serving.secured)
         except Unavailable:
-            if stopper.asked:
+            if stopper.asked:  # whatever was starting was ended before it was ready, which is no failure
                 return
             raise
-        if not options.no_gc:
-            host.start_gc(options.room, options.gc_metrics)
-        served = f"grpc={','.join(host.said('grpc'))} etcd={etcd.endpoints} metrics={','.join(host.said('metrics'))}"
-        if options.dashboard is not None:
-            served += f" dashboard={host.start_dashboard(options.room, options.dashboard)}"
-        if (endpoints := options.publishing.endpoints(serving.secured)) is not None:
-            served += host.start_events(endpoints)
-        print(f"ready {served}", flush=True)
+        grpc, metrics = (",".join(host.said(name)) for name in ("grpc", "metrics"))
+        print(f"ready grpc={grpc} etcd={etcd.endpoints} metrics={metrics}{served}", flush=True)
         host.watch(server)
         log.info("up.stopping")
+
+
+def _start_all(host: Host, options: UpOptions, secured: ServerAccess) -> str:
+    """Starts the workers, then what runs beside them; returns the latter's part of the ready line. Raises Unavailable.
+
+    Every wait in here ends with Unavailable as soon as a signal came.
+    """
+    host.start(options.workers, options.listen, options.metrics)
+    if not options.no_gc:
+        host.start_gc(options.room, options.gc_metrics)
+    served = ""
+    if options.dashboard is not None:
+        served += f" dashboard={host.start_dashboard(options.room, options.dashboard)}"
+    if (endpoints := options.publishing.endpoints(secured)) is not None:
+        served += host.start_events(endpoints)
+    return served
 
 
 def _check_etcd(cluster: ClusterAccess) -> None:

@@ -112,6 +112,9 @@ class Control:
         self._limits = limits
         self._clock = clock
 
+    def __repr__(self) -> str:
+        return f"<kvstore.client.control.Control {self._endpoints.place}>"
+
     def workers(self) -> list[str]:
         """The addresses of all workers."""
         return [endpoint.address for endpoint in self._endpoints.every()]
@@ -290,7 +293,7 @@ class Control:
         Raises InvalidRequest if it is unclear which worker is meant, or if its program cannot be drained.
         """
         request = sealed(pb.DrainRequest(within_s=checked_seconds("within", within)))
-        raw = self._unary("Drain", request, self._only(worker))
+        raw = self._unary("Drain", request, _only(self.workers(), worker))
         answer = pb.DrainResponse.FromString(raw)
         return Draining(answer.calls, answer.behind_bytes, answer.tickets, answer.within_s)
 
@@ -388,8 +391,9 @@ class Control:
         except CallFailed as failed:
             raise failed.failed.error from failed
 
-    def _only(self, worker: str | None) -> str:
-        known = self.workers()
-        if checked_worker(worker) is None and len(known) != 1:
-            raise InvalidRequest(f"which worker? there are {len(known)}: give one of {', '.join(known) or 'none'}")
-        return known[0] if worker is None else worker
+
+def _only(known: list[str], worker: str | None) -> str:
+    """Returns the worker that was named, or the only one there is. Raises InvalidRequest."""
+    if checked_worker(worker) is None and len(known) != 1:
+        raise InvalidRequest(f"which worker? there are {len(known)}: give one of {', '.join(known) or 'none'}")
+    return known[0] if worker is None else worker

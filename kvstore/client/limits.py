@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, fields
 
 from kvstore.brief import brief
-from kvstore.checks import FLOAT_MAX
+from kvstore.checks import FLOAT_MAX, number
 from kvstore.errors import InvalidRequest
 
 
@@ -47,9 +47,11 @@ class ClientLimits:
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            value = getattr(self, each.name)
-            if not isinstance(value, int | float) or not (value > 0 and not FLOAT_MAX < value < math.inf):
-                raise InvalidRequest(f"limit {each.name}={brief(value)}: expected a number, more than 0")
+            given = getattr(self, each.name)
+            value = number(given)
+            if value is None or not (value > 0 and not FLOAT_MAX < value < math.inf):
+                raise InvalidRequest(f"limit {each.name}={brief(given)}: expected a number, more than 0")
+            object.__setattr__(self, each.name, value)  # of Python: sums in a type of numpy may overflow
         if self.probe_pause_s_max < self.probe_pause_s_min:
             raise InvalidRequest(
                 f"probe_pause_s_max={self.probe_pause_s_max} is under probe_pause_s_min={self.probe_pause_s_min}"

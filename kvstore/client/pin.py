@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstore.brief import brief
+from kvstore.brief import brief, shown
 from kvstore.checks import is_unicode, number
 from kvstore.client.port import Port
 from kvstore.errors import InvalidRequest
@@ -33,7 +33,7 @@ class Pin:
         return bool(self.record.id) and self._port.unpin(self.record.id)
 
     def __repr__(self) -> str:
-        about = f"{self.tokens} tokens of {self.record.namespace!r}, {self.id}" if self.id else "of nothing"
+        about = f"{self.tokens} tokens of {self.record.namespace!r}, {shown(self.id)}" if self.id else "of nothing"
         return f"<kvstore.Pin {about}, {self._port.place}>"
 
     def __enter__(self) -> Pin:

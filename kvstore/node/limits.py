@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import dataclass, fields
 
 from kvstore.brief import brief
+from kvstore.checks import FLOAT_MAX, number
 from kvstore.errors import InvalidRequest
 from kvstore.recency import QUANTUM_S
 
@@ -85,9 +85,11 @@ class Limits:
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            value = getattr(self, each.name)
-            if not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
-                raise InvalidRequest(f"limit {each.name}={brief(value)}: expected a number, more than 0")
+            given = getattr(self, each.name)
+            value = number(given)
+            if value is None or not 0 < value <= FLOAT_MAX:
+                raise InvalidRequest(f"limit {each.name}={brief(given)}: expected a number, more than 0")
+            object.__setattr__(self, each.name, value)  # of Python: sums in a type of numpy may overflow
         for name in CHANGEABLE:
             if getattr(self, name) > VALUE_MAX:
                 raise InvalidRequest(f"limit {name} is too large: expected at most {VALUE_MAX:g}")

@@ -12,16 +12,23 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
 
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.replay.callers import OpenStore, Plan, Progress, run_threads
 from kvstore.replay.content import Content, replay_layout
 from kvstore.replay.lane import Lane, Tally
 from kvstore.replay.trace import Request
+from kvstore.unheard import spawning, unheard
 
 START_S = 120.0
+CLOSE_S = 10.0
+"""Time for a process to close its store, once it is done."""
+GIVE_UP_S = 0.5
+"""Time for all processes to end by themselves, where they have no reason to go on."""
 TELL_S = 0.2
 _PR_SET_PDEATHSIG = 1
 
@@ -45,7 +52,7 @@ def run_processes(requests: Sequence[Request], open_store: OpenStore, plan: Plan
     """Serves ``requests`` by ``plan.processes``, each taking every n-th. Raises the first error of any of them."""
     context = multiprocessing.get_context("spawn")  # a forked child of a process with threads may deadlock
     ours: list[Connection] = []
-    children = []
+    children: list[SpawnProcess] = []
     total = Tally()
     try:
         for number in range(plan.processes):
@@ -56,29 +63,32 @@ def run_processes(requests: Sequence[Request], open_store: OpenStore, plan: Plan
                 name=f"kvstore replay {number}",
                 daemon=True,
             )
-            # Ctrl-C is for this process, which ends its children: one that came while they import would be a traceback
-            # of each. They inherit the mask; SIGINT that waits meanwhile is for us.
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            try:
+            with spawning():
                 child.start()
-            finally:
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-            theirs.close()
-            ours.append(mine)
-            children.append(child)
+                theirs.close()
+                ours.append(mine)
+                children.append(child)
         _start_together(ours)
         _collect(ours, total, progress)
-    finally:
-        for each in ours:
-            each.close()
         for child in children:
-            # A child that sent its tally only has to close its store; any other has no reason to go on.
-            child.join(timeout=10.0 if sys.exc_info()[0] is None else 0.5)
-            if child.is_alive():
-                child.kill()
-                child.join()
-            child.close()
+            child.join(timeout=CLOSE_S)  # it sent its tally, so it only has to close its store
+    finally:
+        with unheard():  # the store may be removed next, so none may be left that writes to it
+            _end(ours, children)
     return total
+
+
+def _end(ours: list[Connection], children: list[SpawnProcess]) -> None:
+    """Ends those that still run: nobody waits for them any more."""
+    for each in ours:
+        each.close()
+    deadline_s = time.monotonic() + GIVE_UP_S
+    for child in children:
+        child.join(timeout=max(0.0, deadline_s - time.monotonic()))
+        if child.is_alive():
+            child.kill()
+            child.join()
+        child.close()
 
 
 def _start_together(children: list[Connection]) -> None:
@@ -140,16 +150,15 @@ def _child(connection: Connection, parent: int, requests: list[Request], open_st
             connection.send(_Served(served))
             served, told_s = 0, time.monotonic()
 
-    try:
-        content = Content(replay_layout(plan.bytes_per_token), plan.seed)
-        with open_store() as store:
-            cache = store.namespace(plan.namespace, content.layout)
-            connection.send(_Ready())
-            connection.recv()
-            tally = run_threads(lambda: Lane(cache, content, None), requests, plan.threads, progress)
-            connection.send(_Served(served))
-            connection.send(tally)
-    except KVStoreError as error:
-        connection.send(error)
-    except (EOFError, BrokenPipeError):
-        return  # the parent gave up
+    with suppress(EOFError, ConnectionError):  # the parent gave up, perhaps before it had read all that we sent
+        try:
+            content = Content(replay_layout(plan.bytes_per_token), plan.seed)
+            with open_store() as store:
+                cache = store.namespace(plan.namespace, content.layout)
+                connection.send(_Ready())
+                connection.recv()
+                tally = run_threads(lambda: Lane(cache, content, None), requests, plan.threads, progress)
+                connection.send(_Served(served))
+                connection.send(tally)
+        except KVStoreError as error:
+            connection.send(error)

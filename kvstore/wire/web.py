@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
 
+from kvstore import tracing
 from kvstore.errors import (
     InvalidRequest,
     KVStoreError,
@@ -88,13 +89,14 @@ def answered(
     A long question takes memory and time, so it is read only for a caller who is known.
     """
     caller = Caller.of(environ)
-    try:
-        _identified(environ, caller, identify)
-        status, document = "200 OK", answer(_question(environ, decode), caller)
-    except KVStoreError as refused:
-        status = next((said for kind, said in STATUSES if isinstance(refused, kind)), OTHER)
-        document = {"error": str(refused)}
-        log.info("query.refused client=%s status=%s why=%s", caller.address, status[:3], refused)
+    with tracing.served("kvstore.query", _said(environ)):
+        try:
+            _identified(environ, caller, identify)
+            status, document = "200 OK", answer(_question(environ, decode), caller)
+        except KVStoreError as refused:
+            status = next((said for kind, said in STATUSES if isinstance(refused, kind)), OTHER)
+            document = {"error": str(refused)}
+            log.info("query.refused client=%s status=%s why=%s", caller.address, status[:3], refused)
     return respond(start_response, status, document)
 
 
@@ -103,6 +105,13 @@ def respond(start_response: StartResponse, status: str, document: dict[str, Any]
     content = json.dumps(document, separators=(",", ":")).encode("ascii")
     start_response(status, [("Content-Type", "application/json"), ("Content-Length", str(len(content)))])
     return [content]
+
+
+def _said(environ: WSGIEnvironment) -> Iterator[tuple[str, str]]:
+    """What a request says of itself, in headers with the names that a call's metadata has."""
+    for key in (tracing.REQUEST_ID_KEY, tracing.PARENT_KEY):
+        if (value := environ.get("HTTP_" + key.upper().replace("-", "_"))) is not None:
+            yield key, value
 
 
 def _identified(environ: WSGIEnvironment, caller: Caller, identify: Identify) -> None:

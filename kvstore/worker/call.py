@@ -18,7 +18,7 @@ from kvstore.security.account import HEADER
 from kvstore.security.guard import Visit
 from kvstore.security.identity import NOTHING, Presented
 from kvstore.security.permissions import Role
-from kvstore.tracing import REQUEST_ID_CHARS_MAX, REQUEST_ID_KEY, Metadata
+from kvstore.tracing import REQUEST_ID_KEY, Metadata, accepted
 from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.statuses import Refusal
 
@@ -191,10 +191,9 @@ def presented_by(context: Any) -> Presented:
     return Presented(tuple(name.decode(errors="replace") for name in dict.fromkeys(names)), thumbprint, token, account)
 
 
-def request_of(context: Any) -> str | None:
-    """Returns the id that the client gave the call, before anything else has read it."""
-    said = dict(context.invocation_metadata() or ()).get(REQUEST_ID_KEY)
-    return str(said)[:REQUEST_ID_CHARS_MAX] if said is not None else None
+def request_of(context: Any) -> str:
+    """Returns the call's id before anything else has read it: the client's, or a fresh one."""
+    return accepted(dict(context.invocation_metadata() or ()).get(REQUEST_ID_KEY))
 
 
 def peer_of(context: Any) -> str:

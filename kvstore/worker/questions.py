@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from kvstore import tracing
 from kvstore.address import chunk_count
 from kvstore.errors import InvalidRequest, PermissionDenied
 from kvstore.namespace import Namespace
@@ -44,11 +45,11 @@ class Questions:
 
     def identify(self, caller: Caller) -> None:
         """Raises KVStoreError for a caller who may ask nothing, whatever the question is."""
-        self._guard.identify(METHOD, self._presented(caller), caller.address)
+        self._guard.identify(METHOD, self._presented(caller), caller.address, tracing.request_id())
 
     def answer(self, question: Question, caller: Caller) -> dict[str, Any]:
         """Answers one question. Raises KVStoreError if it makes no sense, or the caller may not ask it."""
-        visit = self._guard.admit(METHOD, self._presented(caller), caller.address)
+        visit = self._guard.admit(METHOD, self._presented(caller), caller.address, tracing.request_id())
         outcome = "failed"
         try:
             visit.allow(question.tenant, question.model)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
+import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +19,7 @@ import kvstore
 from kvstore.client.cache import Cache
 from kvstore.replay import expect, generate, replay_layout, write_trace
 from kvstore.replay.trace import BLOCK_TOKENS
-from tests.cli.conftest import parsed
+from tests.cli.conftest import KVSTORE, PATIENCE_S, SOURCE, descendants, eventually, parsed
 
 pytestmark = pytest.mark.slow
 
@@ -131,3 +135,46 @@ def test_options_out_of_range_are_refused(run: Run, trace: str, option: tuple[st
 def test_the_layout_has_small_chunks() -> None:
     assert replay_layout(64).chunk_bytes == 32 << 10
     assert kvstore.Layout(layers=2, kv_heads=1, head_dim=16, dtype="int8", chunk_tokens=512) == replay_layout(64)
+
+
+def spawned(parent: int) -> list[int]:
+    """Processes of a replay that have begun."""
+    return [pid for pid, command in descendants(parent).items() if "spawn_main" in command]
+
+
+def hears_ctrl_c(pid: int) -> bool:
+    (blocked,) = re.findall(r"^SigBlk:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return not int(blocked, 16) >> (signal.SIGINT - 1) & 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_signal_while_processes_start_is_one_line_and_leaves_nothing(
+    trace: str, tmp_path: Path, count: int, number: signal.Signals
+) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    child = subprocess.Popen(
+        [*KVSTORE, "replay", trace, "--processes", "3", "--bytes-per-token", "1024"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=SOURCE,
+        env={**os.environ, "TMPDIR": str(temporary)},
+        start_new_session=True,  # a group of its own, as in a terminal
+    )
+    try:
+        eventually(lambda: len(spawned(child.pid)) >= count, "its processes begin")
+        assert not any(map(hears_ctrl_c, spawned(child.pid))), "their parent ends them"
+        if number == signal.SIGINT:
+            os.killpg(child.pid, number)
+        else:
+            child.send_signal(number)
+        _, said = child.communicate(timeout=PATIENCE_S)
+    finally:
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+    assert child.returncode == (130 if number == signal.SIGINT else 2), said
+    assert said.count("\n") == 1 and said.startswith("kvstore replay: "), said
+    assert list(temporary.iterdir()) == []

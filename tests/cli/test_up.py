@@ -80,6 +80,30 @@ def test_interrupt_ends_it_as_well(tmp_root: Path) -> None:
         assert gone(programs)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("name", ["dashboard", "events"])
+def test_a_signal_while_it_waits_for_a_program_is_no_failure(tmp_path: Path, name: str, number: signal.Signals) -> None:
+    address = {"dashboard": "127.0.0.1:0", "events": "tcp://127.0.0.1:0"}[name]
+    at = ("--root", str(tmp_path / "root"), "--listen", "127.0.0.1:0", "--etcd-folder", str(tmp_path / "etcd"))
+    with subprocess.Popen(
+        [*KVSTORE, "up", *at, f"--{name}", address],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=SOURCE,
+    ) as child:
+        try:
+            assert child.stderr is not None
+            begun = any(f"up.starting name={name}" in line for line in child.stderr)
+            child.send_signal(number)
+            out, said = child.communicate(timeout=PATIENCE_S)
+        finally:
+            child.kill()
+    assert begun and out == "" and "before it was ready" not in said, said
+    assert child.returncode == (130 if number == signal.SIGINT else 0), said
+    assert said.endswith("kvstore up: interrupted\n") == (number == signal.SIGINT), said
+
+
 def test_children_die_with_it_even_when_it_is_killed(tmp_root: Path) -> None:
     at = ("--root", str(tmp_root / "root"), "--listen", "127.0.0.1:0", "--workers", "2", "--drain", "2s")
     with serving(tmp_root, "up", *at) as running:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import kvstore
 from kvstore import Layout
 from kvstore.client import Cache, Store
+from kvstore.client.limits import ClientLimits
 from kvstore.errors import InvalidRequest, RootMismatch, WrongSize
 from kvstore.layout import DTYPES, DType
 from kvstore.node.limits import Limits
@@ -320,6 +322,28 @@ def test_limits_that_contradict_each_other_are_refused() -> None:
         Limits(hold_max_s=1.0)
     with pytest.raises(InvalidRequest, match="durability"):
         kvstore.open("/nowhere", durability="maybe")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "given", "is_kept"),
+    [
+        (Limits, "queue_max", np.uint8(200), 200),
+        (Limits, "meta_deadline_s", np.float32(2.5), 2.5),
+        (ClientLimits, "affinity_slack", np.int64(3), 3),
+        (ClientLimits, "move_s", np.float32("inf"), math.inf),
+    ],
+)
+def test_limits_may_be_numbers_of_numpy(kind: Any, name: str, given: Any, is_kept: float) -> None:
+    kept = getattr(kind(**{name: given}), name)
+    assert kept == is_kept and type(kept) is type(is_kept), "the sums of the store would be in its narrow type"
+
+
+@pytest.mark.parametrize("kind", [Limits, ClientLimits])
+@pytest.mark.parametrize("given", [True, "5", None, np.bool_(True), math.nan, -1, 0, np.float32("nan"), 10**400])
+def test_limits_are_positive_numbers(kind: Any, given: Any) -> None:
+    name = next(iter(kind.__dataclass_fields__))
+    with pytest.raises(InvalidRequest, match=f"limit {name}=.*: expected a number, more than 0"):
+        kind(**{name: given})
 
 
 WORDS = np.array(["a", "b"])

@@ -42,6 +42,8 @@ def said_of(store: kvstore.Store, place: str) -> None:
     assert repr(hold) == f"<kvstore.Hold 32 tokens, <kvstore.Cache {about}>>"
     assert repr(blocks) == f"<kvstore.BlockHold 2 of 3 blocks, <kvstore.BlockCache {about}>>"
     assert repr(pin) == f"<kvstore.Pin 32 tokens of 'm', {pin.id}, {place}>"
+    escaped = cache.pin(TOKENS, ttl=60, owner="two\nlines\x1b[31m")
+    assert repr(escaped).startswith(r"<kvstore.Pin 32 tokens of 'm', two\nlines\x1b[31m") and "\n" in escaped.id
     assert repr(cache.pin([], ttl=60)) == f"<kvstore.Pin of nothing, {place}>"
     hold.release()
     assert repr(hold) == f"<kvstore.Hold 32 tokens, released, <kvstore.Cache {about}>>"
@@ -63,6 +65,27 @@ def test_a_folder_with_a_newline_is_one_line(tmp_root: Path) -> None:
 def test_a_connected_store_says_where_it_is() -> None:
     with serving() as served:
         said_of(connected(served), f"workers {served.address}")
+
+
+def test_the_control_of_a_store_says_which_workers_it_controls() -> None:
+    with serving() as served:
+        store = connected(served)
+        control = store.control
+        assert repr(control) == f"<kvstore.client.control.Control workers {served.address}>"
+        store.close()
+        assert repr(control) == f"<kvstore.client.control.Control workers {served.address}, closed>"
+
+
+@pytest.mark.parametrize("name", ["KVStoreError", "Overloaded", "Unavailable"])
+def test_an_error_that_is_looked_for_in_the_package_is_said_where_it_is(name: str) -> None:
+    with pytest.raises(AttributeError, match=rf"no attribute '{name}': it is kvstore\.errors\.{name}$"):
+        getattr(kvstore, name)
+    assert not hasattr(kvstore, name)
+
+
+def test_a_name_that_is_nowhere_is_not_said_to_be_an_error() -> None:
+    with pytest.raises(AttributeError, match=r"no attribute 'Overloade'$"):
+        getattr(kvstore, "Overload" + "e")
 
 
 def test_a_store_of_many_workers_names_some() -> None:
