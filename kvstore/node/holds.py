@@ -24,6 +24,9 @@ BEFORE_ALL = -1
 """The birth of a hold that no longer has a known place among the sweeps."""
 NAMED_MAX = 8192
 """The most held chunks that one announcement names, 175 KB in etcd; sweeps of more wait for their holds."""
+LINGER_S = 10.0
+"""A hold of which something was named is named for so long after its end as well. Otherwise the next sweep of the same
+round could take the parents of what the one before has spared."""
 
 
 class Announcement(NamedTuple):
@@ -57,6 +60,7 @@ class Hold:
     """It is on what a look finds, whatever that is."""
     found: tuple[Wanted, ...] | None = None
     """What that look has found; None while it goes on."""
+    was_named: bool = False
 
     @property
     def on(self) -> tuple[Wanted, ...] | None:
@@ -93,6 +97,8 @@ class Holds:
         self._used = used
         self._lock = threading.Lock()
         self._live: dict[bytes, Hold] = {}
+        self._lingering: list[tuple[float, Hold]] = []
+        """Holds that have ended, and until when each is named."""
 
     def __len__(self) -> int:
         return len(self._live)
@@ -154,7 +160,8 @@ class Holds:
     def release(self, hold: Hold) -> None:
         """Ends a hold. Idempotent."""
         with self._lock:
-            self._live.pop(hold.id, None)
+            if self._live.pop(hold.id, None) is not None:
+                self._linger(hold)
         _let_go(hold)
 
     def announcement(self) -> Announcement:
@@ -165,18 +172,23 @@ class Holds:
         """
         with self._view.lock, self._lock:
             self._expire()
-            revision = self._view.revision
-            protecting = [(hold.on, hold.born) for hold in self._live.values() if hold.born is not None]
+            now_s, revision = self._clock.monotonic_s(), self._view.revision
+            self._lingering = [(until_s, hold) for until_s, hold in self._lingering if until_s > now_s]
+            protecting = [*self._live.values(), *(hold for _, hold in self._lingering)]
         # Holds that are taken from here on have seen every sweep of the view; so have most of the others.
         newest = max(self._view.stamps(after=BEFORE_ALL), default=BEFORE_ALL)
-        protecting = [(on, born) for on, born in protecting if born < newest]
-        revision = min((born for on, born in protecting if on is None), default=revision)
-        swept = [(part, list(self._view.swept(part, born))) for on, born in protecting for part in on or ()]
-        named = sorted({one for _, found in swept for one in found if one[0] <= revision})
+        older = [(hold, hold.on, hold.born) for hold in protecting if hold.born is not None and hold.born < newest]
+        revision = min((born for _, on, born in older if on is None), default=revision)
+        swept = [(hold, part, list(self._view.swept(part, born))) for hold, on, born in older for part in on or ()]
+        named = sorted({one for _, _, found in swept for one in found if one[0] <= revision})
         if len(named) > NAMED_MAX:
             revision = named[NAMED_MAX][0] - 1
-        addresses = [address for stamp, address in named if stamp <= revision]
-        return Announcement(revision, b"".join(addresses), [part for part, found in swept if found])
+        used = list[Wanted]()
+        for hold, part, found in swept:
+            if any(stamp <= revision for stamp, _ in found):
+                hold.was_named = True
+                used.append(part)
+        return Announcement(revision, b"".join(address for stamp, address in named if stamp <= revision), used)
 
     def announced(self, announcement: Announcement) -> None:
         """Renews what was named, once that is announced: so the next round chooses other chunks."""
@@ -186,7 +198,7 @@ class Holds:
     def age_all(self) -> None:
         """Marks all holds as older than everything (rule V3); called under the view's lock."""
         with self._lock:
-            for hold in self._live.values():
+            for hold in (*self._live.values(), *(hold for _, hold in self._lingering)):
                 if hold.born is not None:
                     hold.born = BEFORE_ALL
 
@@ -194,11 +206,13 @@ class Holds:
         """Ends every hold."""
         with self._lock:
             self._drop(lambda hold: True)
+            self._lingering.clear()
 
     def drop_protecting(self) -> None:
         """Ends the holds that a lost session protected (rule V2). Holds taken since then relied on no session."""
         with self._lock:
             self._drop(lambda hold: hold.born is not None)
+            self._lingering.clear()
 
     def expire(self) -> None:
         """Removes the holds that are past their time."""
@@ -216,8 +230,13 @@ class Holds:
         ended = [hold for hold in self._live.values() if is_over(hold)]
         for hold in ended:
             del self._live[hold.id]
+            self._linger(hold)
             _let_go(hold)
         return len(ended)
+
+    def _linger(self, hold: Hold) -> None:
+        if hold.was_named:
+            self._lingering.append((self._clock.monotonic_s() + LINGER_S, hold))
 
 
 def _let_go(hold: Hold) -> None:

@@ -46,7 +46,8 @@ def test_a_sweep_takes_what_nobody_holds_and_leaves_nothing(c: Cluster) -> None:
     assert c.leftovers() == []
 
 
-def test_a2_a_held_chunk_is_spared_and_holds_no_sweep_up(c: Cluster) -> None:
+def test_a2_a_held_chunk_is_spared_and_holds_no_sweep_up(c: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.node.holds.LINGER_S", 0.0)
     node, kept, other = c.node(), prompt(1, 8), prompt(2, 8)
     put(node, kept)
     put(node, other)
@@ -58,6 +59,21 @@ def test_a2_a_held_chunk_is_spared_and_holds_no_sweep_up(c: Cluster) -> None:
     eventually(lambda: node.node.match(kept) == 8, "what was spared can be had again")
     node.node.holds.release(hold)
     assert c.collector().sweep(c.plans(kept)).reaped.count == 8
+
+
+def test_a2_a_hold_that_ends_within_a_round_leaves_no_hole_in_its_prompt(c: Cluster) -> None:
+    """One sweep has spared the tail for the hold; the next one, of its parents, comes after the hold has ended."""
+    node, chain = c.node(), prompt(1, 8)
+    put(node, chain)
+    shards = {address: places.shard(address, c.identity.shard_bits) for address in chain.addresses}
+    tail = [plan for plan in c.plans(chain) if plan.shard == shards[chain.addresses[-1]]]
+    others = [plan for plan in c.plans(chain) if plan.shard != shards[chain.addresses[-1]]]
+    hold = node.node.hold(chain)
+    collector = c.collector()
+    assert collector.sweep(tail).spared["held"] == sum(len(plan.victims) for plan in tail)
+    node.node.holds.release(hold)
+    assert collector.sweep(others).reaped.count == 0 < sum(len(plan.victims) for plan in others)
+    assert c.present(chain) == 8
 
 
 def test_a2_what_one_of_many_holds_has_is_spared_on_every_node(c: Cluster) -> None:

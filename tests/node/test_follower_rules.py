@@ -82,7 +82,10 @@ def record(alone: Alone, session: Session) -> SessionRecord:
     return SessionRecord.from_json(found.value)
 
 
-def test_a2_what_an_older_hold_has_of_a_sweep_is_announced_with_it(alone: Alone) -> None:
+def test_a2_what_an_older_hold_has_of_a_sweep_is_announced_with_it(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.node.holds.LINGER_S", 0.0)
     session = alone.session()
     alone.follower.begin(session)
     hold = alone.node.holds.take(CHAIN)
@@ -93,6 +96,23 @@ def test_a2_what_an_older_hold_has_of_a_sweep_is_announced_with_it(alone: Alone)
     session.txn()
     assert record(alone, session).held == CHAIN.addresses[0], "every write says it again (P2)"
     alone.node.holds.release(hold)
+    assert alone.node.holds.announcement().held == b""
+
+
+def test_a2_what_was_named_is_named_for_a_while_after_the_hold_has_ended(alone: Alone) -> None:
+    """Or the next sweep of the round takes the parents of what this one has spared, and it could not be reached."""
+    session = alone.session()
+    alone.follower.begin(session)
+    hold, other = alone.node.holds.take(CHAIN), alone.node.holds.take(prompt(2, 1))
+    condemn(alone, 1)
+    alone.follower.step(0.0)
+    alone.node.holds.release(hold)
+    alone.node.holds.release(other)
+    assert alone.node.holds.announcement().held == CHAIN.addresses[0]
+    assert [each for _, each in alone.node.holds._lingering] == [hold], "what was not named is over"
+    alone.node.holds.age_all()
+    assert alone.node.holds.announcement().held == CHAIN.addresses[0]
+    alone.node.holds.drop_protecting()
     assert alone.node.holds.announcement().held == b""
 
 

@@ -246,6 +246,12 @@ ANNOUNCING = [
     ),
     rule(
         "A2",
+        "named-ends-with-its-hold",
+        skip("kvstore.node.holds:Holds._linger"),
+        f"{NODE}a2_what_was_named_is_named_for_a_while_after_the_hold_has_ended",
+    ),
+    rule(
+        "A2",
         "held-is-not-renewed",
         skip("kvstore.node.holds:Holds.announced"),
         f"{NODE}a2_what_is_held_and_condemned_is_renewed",
