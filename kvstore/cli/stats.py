@@ -33,8 +33,17 @@ GROUPS = (
 FIRST = frozenset(
     {
         *("workers", "requests_match", "requests_get", "requests_put", "tokens_asked", "tokens_matched"),
-        *("chunks_written", "bytes_read", "bytes_written", "root_free_bytes", "root_total_bytes", "bound_bytes"),
-        *("memory_size_bytes", "memory_held_bytes", "disk_held_bytes", "disk_bytes_max", "behind_bytes"),
+        *("chunks_read", "chunks_written", "bytes_read", "bytes_written", "root_free_bytes", "root_total_bytes"),
+        *(
+            "bound_bytes",
+            "memory_hits",
+            "memory_bytes",
+            "memory_size_bytes",
+            "memory_held_bytes",
+            "disk_held_bytes",
+            "disk_bytes_max",
+            "behind_bytes",
+        ),
         *("calls_in_flight", "client_holds", "holds", "root_full", "root_hangs", "draining"),
     }
 )

@@ -206,7 +206,14 @@ class ChunkRuns:
             done, opened, mtimes_ns = run.read(start, stop, band, layers.start, borrowed)
             size_bytes = len(layers) * run.layer_bytes
             timed.size_bytes = int(np.count_nonzero(done)) * size_bytes
-        self._counters.add(NodeCount.BYTES_READ, int(np.count_nonzero(done & from_files)) * size_bytes)
+        for right, chunks, payload in (
+            (done & from_files, NodeCount.CHUNKS_READ, NodeCount.BYTES_READ),
+            (done & ~from_files, NodeCount.MEMORY_HITS, NodeCount.MEMORY_BYTES),
+        ):
+            if count := int(np.count_nonzero(right)):
+                self._counters.add(payload, count * size_bytes)
+                if not layers.start:  # a chunk counts once, with its first layer
+                    self._counters.add(chunks, count)
         where = start + np.flatnonzero(opened)
         if where.size:
             quantum = self._known.quantum()

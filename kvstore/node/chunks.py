@@ -186,7 +186,8 @@ class Chunks:
             borrowed.check()
             self.set_aside(expected, damaged.damage)
             return False
-        self._counters.add(NodeCount.BYTES_READ, len(sections) * header.section_bytes)
+        # A chunk counts once, with its first section.
+        self._counters.add_read(len(sections) * header.section_bytes, chunks=0 if first else 1)
         return True
 
     def map(self, expected: Expected) -> memoryview | None:

@@ -132,7 +132,7 @@ class Counters(Counts[NodeCount]):
         return Timed(self.tiers, (tier, operation))
 
     def add_read(self, payload_bytes: int, chunks: int = 1) -> None:
-        """Adds ``chunks`` read and verified chunks of ``payload_bytes`` in all."""
+        """Adds ``chunks`` that a caller got from the root, of ``payload_bytes`` in all."""
         with self._lock:
             self._counts[NodeCount.CHUNKS_READ] += chunks
             self._counts[NodeCount.BYTES_READ] += payload_bytes

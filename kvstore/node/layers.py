@@ -12,6 +12,7 @@ import numpy as np
 
 from kvstore.address import Chain
 from kvstore.buffers import Borrowed, Pieces
+from kvstore.counts import NodeCount
 from kvstore.errors import HoldBroken
 from kvstore.format.header import Header, expected_chunk
 from kvstore.node.chunks import Chunks
@@ -159,6 +160,8 @@ class LayerReader:
         if self._slots is not None and self._slots.entries[index] is not None:
             image = self._slots.image(index)
             if copy_sections(self._chain, index, image, 2 * layer, sections, borrowed):
+                self._counters.add(NodeCount.MEMORY_HITS, 0 if layer else 1)
+                self._counters.add(NodeCount.MEMORY_BYTES, sum(map(len, sections)))
                 return True
             # The tier verifies it once more and drops it if it is wrong (rule I1); the root decides.
             assert self._memory is not None

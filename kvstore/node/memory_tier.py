@@ -29,7 +29,7 @@ from kvstore.namespace import Namespace, NamespaceDigest
 from kvstore.node.counters import Counters
 from kvstore.node.images import Mask, take_images, verify_images
 from kvstore.node.slots import References, Slot, Slots, Victims, images_of
-from kvstore.node.wanted import Wanted, image_bytes, leading, payload_of, place_at
+from kvstore.node.wanted import Wanted, image_bytes, leading, payload_bytes, payload_of, place_at
 from kvstore.sections import Sections
 from kvstore.sources import Clock
 from kvstore.tokens import TokenArray
@@ -116,12 +116,14 @@ class MemoryTier:
         if there:
             with self._counters.timed("memory", "read") as timed:
                 taken = take_images(slots.wanted, there, images_of(slots.memory, entries), sections, borrowed)
-                timed.size_bytes = sum(entry.size_bytes for entry in entries)
+                timed.size_bytes = payload_bytes(slots.wanted, there)
             if not taken.all():
                 borrowed.check()  # the caller may have changed what was verified
                 self._damaged([entry for entry, right in zip(entries, taken, strict=True) if not right], fetched)
             done[np.asarray(there) - start] = taken
-            self._served(slots.wanted, [index for index, right in zip(there, taken, strict=True) if right])
+            right = [index for index, is_right in zip(there, taken, strict=True) if is_right]
+            self._counters.add(NodeCount.MEMORY_HITS, len(right))
+            self._counters.add(NodeCount.MEMORY_BYTES, payload_bytes(slots.wanted, right))
         if not done.all():
             self._counters.add(NodeCount.MEMORY_MISSES, int(np.count_nonzero(~done)))
         return done
@@ -132,8 +134,10 @@ class MemoryTier:
         if entry is None or not self._which_right(slots, [index], [entry], False).all():
             self._counters.add(NodeCount.MEMORY_MISSES)
             return None
-        self._served(slots.wanted, [index])
-        return payload_of(slots.wanted, index, slots.image(index))
+        payload = payload_of(slots.wanted, index, slots.image(index))
+        self._counters.add(NodeCount.MEMORY_HITS)
+        self._counters.add(NodeCount.MEMORY_BYTES, len(payload))
+        return payload
 
     def verified(self, slots: Slots, *, fetched: bool = False) -> int:
         """Returns how many leading chunks are there and right, found in the calling thread; drops wrong ones (I1)."""
@@ -409,10 +413,6 @@ class MemoryTier:
         if not right.all():
             self._damaged([entries[at] for at in np.flatnonzero(~right).tolist()], fetched)
         return right
-
-    def _served(self, wanted: Wanted, indexes: Sequence[int]) -> None:
-        self._counters.add(NodeCount.MEMORY_HITS, len(indexes))
-        self._counters.add(NodeCount.MEMORY_BYTES, sum(image_bytes(wanted, index) for index in indexes))
 
     def _damaged(self, entries: Sequence[Entry], fetched: bool) -> None:
         """Drops wrong entries, and counts each once, whoever else finds it."""

@@ -63,6 +63,7 @@ class Views:
         images = [slots.image(index) for index, slots in leased]
         right = verified(chain, indexes, images, self._copiers, deadline)
         self._counters.add(NodeCount.MEMORY_HITS, sum(right))
+        self._counters.add(NodeCount.MEMORY_BYTES, sum(right) * chain.namespace.layout.chunk_bytes)
         found: dict[int, npt.NDArray[np.uint8]] = {}
         for (index, slots), image, is_right in zip(leased, images, right, strict=True):
             # The tier verifies a wrong image once more and drops it (rule I1). Not past the deadline: this one thread

@@ -125,6 +125,13 @@ def sizes_of(wanted: Wanted) -> Sequence[int]:
     return wanted.sizes_bytes
 
 
+def payload_bytes(wanted: Wanted, indexes: Sequence[int]) -> int:
+    """Returns the bytes of all those at ``indexes``, without headers."""
+    if isinstance(wanted, Chain):
+        return len(indexes) * wanted.namespace.layout.chunk_bytes
+    return sum([wanted.sizes_bytes[index] for index in indexes])
+
+
 def mean_bytes(wanted: Wanted, first: int, count: int) -> int:
     """Returns the mean bytes of ``count`` chunks from ``first`` on, without headers."""
     if isinstance(wanted, Chain):

@@ -138,7 +138,7 @@ def test_what_makes_no_sense_is_refused(served: Served, case: str) -> None:
 def test_a_peer_gets_what_memory_has_and_nothing_else(served: Served, way: str) -> None:
     """P2: the root has all 100, memory the first 60 and some after a gap."""
     lose(served, filled(served, TOKENS, KV, MEDIUM), 60, 65)
-    read = served.member.node.counters.snapshot()["chunks_read"]
+    read = got_here(served)
     for first, stop in ((0, 60), (10, 60), (60, 60), (65, COUNT)):
         with greeted(served, way) as channel:
             channel.send(Kind.GET, 1, [request(served, Mode.STREAM, memory_only=True, first=first)])
@@ -152,7 +152,6 @@ def test_a_peer_gets_what_memory_has_and_nothing_else(served: Served, way: str) 
                 assert struct.unpack_from("<I", raw) == (index,)
                 assert bytes(raw[-MEDIUM.section_bytes :]) == _last_section(index)
             assert channel.receive_head().kind is Kind.END
-    assert served.member.node.counters.snapshot()["chunks_read"] == read
     with greeted(served, "shared") as channel:
         channel.send(Kind.GET, 1, [request(served, Mode.SLOTS, memory_only=True)])
         channel.receive_frame(Kind.START)
@@ -161,6 +160,13 @@ def test_a_peer_gets_what_memory_has_and_nothing_else(served: Served, way: str) 
         os.close(channel.take_files(1)[0])
         channel.send(Kind.READ, 1, [encode_span(0, 60)])
         eventually(channel.is_quiet, "the request ended")
+    assert got_here(served) == read, "a peer is no caller: it counts what it gives to its own"
+
+
+def got_here(served: Served) -> list[int]:
+    """What callers of this worker got, in chunks and bytes, from memory and from the root."""
+    counts = served.member.node.counters.snapshot()
+    return [counts[name] for name in ("memory_hits", "memory_bytes", "chunks_read", "bytes_read")]
 
 
 def test_a_namespace_that_was_not_used_here_is_refused_without_a_look(served: Served) -> None:

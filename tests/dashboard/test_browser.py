@@ -30,7 +30,7 @@ ARROW_LEFT, ARROW_RIGHT, END, ENTER, ESCAPE = "\ue012", "\ue014", "\ue010", "\ue
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
 
 VIEWS = {
-    "overview": ("Hit ratio", "Sent to clients", "Requests per second", "Pins"),
+    "overview": ("Hit ratio", "Read by clients", "Requests per second", "Pins"),
     "capacity": ("that chunks may take", "What would go next", "past its time to live", "By namespace", "1 at work"),
     "namespaces": ("llama-3.1-8b", "acme", "globex", SCRIPT, "⟨202E⟩gnitirw", "MiB"),
     "pins": ("host-a/engine-1", "nightly-batch", IMAGE),

@@ -36,6 +36,13 @@ def test_rates_are_over_the_time_that_passed_and_over_all_workers() -> None:
     assert columns["gets"] == [5.0, 0.5] and columns["calls"] == [3.0, 1.0]
 
 
+def test_bytes_that_clients_got_are_apart_by_where_they_were() -> None:
+    history = History()
+    history.add(10.0, 2.0, [{"memory_bytes": 600, "bytes_read": 40}, {"memory_bytes": 200}], [])
+    rates = history.rates(60.0)
+    assert (rates["memory_bytes"], rates["root_bytes"]) == (400.0, 20.0)
+
+
 def test_only_what_is_newer_is_sent() -> None:
     history = History()
     for second in range(10):

@@ -16,7 +16,7 @@ import pytest
 from kvstore.meta.server import EmbeddedEtcd
 from tests.etcd_fixture import eventually, frozen, running_etcd
 from tests.patience import PATIENCE_S
-from tests.peers_memory.acting import META_S
+from tests.peers_memory.acting import LAYOUT, META_S
 
 pytestmark = pytest.mark.slow
 
@@ -112,6 +112,8 @@ def test_a_put_is_known_to_others_and_read_from_memory(cluster: Cluster) -> None
     assert b.do("match", 1, CHUNKS) == CHUNKS
     assert b.do("get", 1, CHUNKS) == CHUNKS
     assert b.do("stat", "peers_hits") == CHUNKS
+    assert b.do("stat", "memory_bytes") == CHUNKS * LAYOUT.chunk_bytes and b.do("stat", "bytes_read") == 0
+    assert a.do("stat", "memory_bytes") == a.do("stat", "memory_hits") == 0, "the peer counts what its caller got"
     a.kill()
     eventually(lambda: c.do("get", 1, CHUNKS) == CHUNKS)
 

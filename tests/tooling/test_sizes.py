@@ -31,7 +31,7 @@ LARGE = {
     "kvstore/memory/inventory.py Inventory": 26,
     "kvstore/node/disk_shelf.py DiskShelf": 27,
     "kvstore/node/memory_tier.py": 424,
-    "kvstore/node/memory_tier.py MemoryTier": 41,
+    "kvstore/node/memory_tier.py MemoryTier": 40,
     "kvstore/node/node.py": 462,
     "kvstore/node/node.py Node": 34,
     "kvstore/node/node.py Node.__init__": 84,

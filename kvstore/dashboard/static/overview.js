@@ -15,7 +15,7 @@ export function overview({ doc, history, state }) {
     attention(doc.attention),
     el("dl", { class: "tiles" },
       tile("Hit ratio", percent(ratio(rates.tokens_matched, rates.tokens_asked)), `${percent(ratio(totals.tokens_matched, totals.tokens_asked))} since start`),
-      tile("Read", rate(rates.sent_bytes), `${number(chunks)} chunks/s, ${percent(ratio(rates.memory_chunks, chunks))} from memory`),
+      tile("Read", rate(rates.memory_bytes + rates.root_bytes), `${number(chunks)} chunks/s, ${percent(ratio(rates.memory_chunks, chunks))} from memory`),
       tile("Written", rate(rates.written_bytes), `${counted(totals.chunks_written ?? 0, "chunk")} since start`),
       tile("Requests", `${number(rates.matches + rates.gets + rates.puts)}/s`, `${number(rates.gets)} get, ${number(rates.puts)} put`),
       tile("Workers", `${doc.workers.answering} of ${Math.max(doc.workers.known, doc.workers.answering)}`, beside(doc), "workers"),
@@ -65,8 +65,8 @@ export function charts(history, state) {
     { ...base, id: "chunks", title: "Chunks read per second", stacked: true, format: number, series: [
       { name: "memory", class: "s1", values: without(c.memory_chunks, c.peers_chunks, c.disk_chunks) }, { name: "peers", class: "s2", values: c.peers_chunks },
       { name: "local disk", class: "s3", values: c.disk_chunks }, { name: "root", class: "s4", values: c.root_chunks }] },
-    { ...base, id: "read", title: "Sent to clients", filled: true, binary: true, format: rate, series: [
-      { name: "all", class: "s1", values: c.sent_bytes }, { name: "of it read from the root", class: "s4", values: c.root_bytes }] },
+    { ...base, id: "read", title: "Read by clients", stacked: true, binary: true, format: rate, series: [
+      { name: "from memory", class: "s1", values: c.memory_bytes }, { name: "from the root", class: "s4", values: c.root_bytes }] },
     { ...base, id: "write", title: "Written", binary: true, format: rate, series: [
       { name: "by clients", class: "s1", values: c.received_bytes }, { name: "to the root", class: "s4", values: c.written_bytes }] },
     { ...base, id: "requests", title: "Requests per second", format: number, series: [

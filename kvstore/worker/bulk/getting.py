@@ -8,7 +8,7 @@ from kvstore.counts import NodeCount, WorkerCount
 from kvstore.errors import InvalidRequest
 from kvstore.node.handing import Asked
 from kvstore.node.node import Node
-from kvstore.node.wanted import Wanted, sizes_of
+from kvstore.node.wanted import Wanted, payload_bytes
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.frames import Kind, Mode
@@ -130,10 +130,13 @@ class BulkGets:
 
     def _count(self, handing: ImageHanding, wanted: Wanted, indexes: Sequence[int]) -> None:
         """Counts the handed-over chunks that the client read."""
-        sizes = sizes_of(wanted)
         from_files = [index for index in indexes if index not in handing.in_memory]
-        self._calls.add(WorkerCount.WIRE_BYTES_OUT, sum(sizes[index] for index in indexes))
-        self._node.counters.add_read(sum(sizes[index] for index in from_files), len(from_files))
+        all_bytes, files_bytes = payload_bytes(wanted, indexes), payload_bytes(wanted, from_files)
+        self._calls.add(WorkerCount.WIRE_BYTES_OUT, all_bytes)
+        counters = self._node.counters
+        counters.add_read(files_bytes, len(from_files))
+        counters.add(NodeCount.MEMORY_HITS, len(indexes) - len(from_files))
+        counters.add(NodeCount.MEMORY_BYTES, all_bytes - files_bytes)
 
     def _start(self, channel: Channel, number: int, count: int, chunk_tokens: int) -> None:
         start = pb.GetStart(chunks=count, tokens=count * chunk_tokens)

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from kvstore.address import Chain
-from kvstore.counts import NodeCount
 from kvstore.errors import InvalidRequest
 from kvstore.node.handing import Asked
 from kvstore.node.lanes import Deadline
@@ -90,7 +89,6 @@ class ImageHanding:
             there = _there(allowed, slots)
             if there and slots is not None and self._lend(slots):
                 slots, offsets = None, there
-                self._node.counters.add(NodeCount.MEMORY_HITS, len(there))
                 self.in_memory.update(there)
             left = [index for index in allowed if index not in offsets]
             if left and self._node.hands_files and not self._asked.memory_only:

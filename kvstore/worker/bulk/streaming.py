@@ -18,7 +18,7 @@ from kvstore.node.lanes import Deadline
 from kvstore.node.node import Node
 from kvstore.node.reading import Reading
 from kvstore.node.slots import Slots
-from kvstore.node.wanted import image_sizes, sizes_of
+from kvstore.node.wanted import image_sizes, payload_bytes
 from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.frames import INDEX_BYTES, Kind, encode_head, encode_index
 from kvstore.worker.admission import Buffers, BytesInFlight
@@ -40,6 +40,7 @@ class Window:
     indexes: range
     slots: Slots | None = None
     hot: dict[int, memoryview] = field(default_factory=dict)
+    """The images in memory that are sent, by chunk index."""
     images: dict[int, memoryview] = field(default_factory=dict)
     """The images that are read, by chunk index."""
     is_whole: bool = False
@@ -79,7 +80,6 @@ class ImageStream:
         self._calls = calls
         self._buffers = buffers
         self._window_bytes = window_bytes
-        self._payloads = sizes_of(asked.wanted)
         self._most_bytes = 0
         self._is_reserved = False
         self.sent: list[int] = []
@@ -147,11 +147,15 @@ class ImageStream:
             return window.images, True
         found = window.hot | window.images
         end = next((index for index in window.indexes if index not in found), window.indexes.stop)
+        if end < window.indexes.stop:
+            window.hot = {index: image for index, image in window.hot.items() if index < end}
         return {index: found[index] for index in range(window.indexes.start, end)}, end == window.indexes.stop
 
     def _end(self, window: Window) -> None:
         """Frees a window that was sent."""
-        self._node.counters.add(NodeCount.MEMORY_HITS, len(window.hot))
+        if not self._asked.memory_only:  # a peer is no caller: it counts what it gives to its own
+            self._node.counters.add(NodeCount.MEMORY_HITS, len(window.hot))
+            self._node.counters.add(NodeCount.MEMORY_BYTES, payload_bytes(self._wanted, list(window.hot)))
         window.close()
         if window.buffer is not None and window.is_whole:
             # A lane past its deadline may still be reading into the others: such a buffer is never reused.
@@ -163,7 +167,7 @@ class ImageStream:
         for index, image in images.items():
             head = encode_head(Kind.FILE, self._number, INDEX_BYTES + len(image))
             pieces += (memoryview(head + encode_index(index)), image)
-        self._calls.add(WorkerCount.WIRE_BYTES_OUT, sum(self._payloads[index] for index in images))
+        self._calls.add(WorkerCount.WIRE_BYTES_OUT, payload_bytes(self._wanted, list(images)))
         if byte_length(pieces) < TINY_BYTES * len(pieces):
             pieces = [memoryview(b"".join(pieces))]
         self._channel.send_bytes(pieces)
