@@ -123,7 +123,9 @@ class Grace:
                 *self._meta.list(self._keys.condemned, self._timeout_s).items,
                 *self._meta.list(self._keys.sessions, self._timeout_s).items,
             ]
-            ready, held = self._ready(ready, again)
+            ready, held_again = self._ready(ready, again)
+            # What the first read found held may be pinned by now, and its hold over: that pin is in neither read.
+            held += held_again
         spared = Spared.of(held)
         if ready and len(spared.marks):
             self._held.append((self._clock.monotonic_s(), spared))

@@ -124,15 +124,21 @@ class Segments:
         return finding.missing(Search.of(tokens, starts, after), _checked_kind(matches), self.layout.chunk_tokens)
 
     def hold(self, matches: Sequence[Match], ttl: float | None = None) -> Held:
-        """Protects found segments from garbage collection until released. Use it as a context. Raises Overloaded."""
+        """Protects found segments from garbage collection until released; use it as a context.
+
+        It looks for them once more, and holds what is still there. Raises Overloaded.
+        """
         ttl_s = None if ttl is None else checked_hold_ttl(ttl)
         checked = _checked(matches, self.layout.chunk_tokens)
         if not checked:
             return Held(self, None, checked)
-        lengths = [len(match) for match in checked]
-        again = Search.of(np.concatenate([match.tokens for match in checked]), np.cumsum([0, *lengths[:-1]]).tolist())
-        _, guard = self._port.segments.hold(self.namespace, again, ttl_s)
-        return Held(self, guard, checked)
+        starts = np.cumsum([0, *map(len, checked[:-1])]).tolist()
+        again = Search.of(np.concatenate([match.tokens for match in checked]), starts)
+        found, guard = self._port.segments.hold(self.namespace, again, ttl_s)
+        there = {match.start: len(match) for match in found}
+        return Held(
+            self, guard, [one.leading(there[at]) for at, one in zip(starts, checked, strict=True) if at in there]
+        )
 
     def record(self, verdict: Verdict) -> None:
         """Stores a verdict for all who use this store; it takes the place of earlier ones.

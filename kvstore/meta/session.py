@@ -56,7 +56,7 @@ class SessionRecord:
         try:
             fields = json.loads(value)
             found = cls(int(fields["announced"]), int(fields["write"]), b64decode(fields["held"], validate=True))
-        except (ValueError, KeyError, TypeError, RecursionError) as cause:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as cause:
             raise InvalidRequest(f"not a session record: {cause}") from cause
         if len(found.held) % ADDRESS_BYTES:
             raise InvalidRequest(f"not a session record: {len(found.held)} bytes of addresses of {ADDRESS_BYTES} each")
@@ -149,6 +149,11 @@ class Session:
     def announced(self) -> int:
         """The last revision announced."""
         return self._record.announced
+
+    @property
+    def names(self) -> bool:
+        """True if its record names chunks that it holds."""
+        return bool(self._record.held)
 
     @property
     def alive(self) -> bool:

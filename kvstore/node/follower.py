@@ -197,16 +197,19 @@ class Follower:
         return now_s - since_s <= self._limits.announce_lag_max_s
 
     def _announce(self, following: _Following) -> None:
-        """Follows rules A1 to A3. Announces only if a sweep waits for it: an early announcement frees nobody."""
+        """Follows rules A1 to A3. Announces only if a sweep waits for it: an early announcement frees nobody. What it
+        named is taken back once no sweep is in flight: every pin writes it again.
+        """
         session, now_s = following.session, self._clock.monotonic_s()
         owed = self._view.stamps(after=session.announced)
         following.owed = {stamp: following.owed.get(stamp, now_s) for stamp in owed}
         pace_s = max(self._limits.announce_s, self._view.pace_s)
-        if not owed or now_s - following.announced_s < pace_s:
+        is_over = session.names and self._view.is_calm
+        if not (owed or is_over) or now_s - following.announced_s < pace_s:
             return
         compare = self._view.seq_is_seen
         due = self._holds.announcement()
-        if min(owed) > due.revision:
+        if owed and min(owed) > due.revision:
             return
         timeout_s = self._limits.meta_deadline_s
         result = session.txn((compare,), announced=due.revision, held=due.held, timeout_s=timeout_s)

@@ -23,7 +23,7 @@ from kvstore.sources import Clock, Ids
 BEFORE_ALL = -1
 """The birth of a hold that no longer has a known place among the sweeps."""
 NAMED_MAX = 8192
-"""The most held chunks that one announcement names, 175 KB in etcd; sweeps of more wait for their holds."""
+"""The most chunks that one announcement names, 175 KB in etcd; sweeps of more held ones wait for their holds."""
 LINGER_S = 10.0
 """A hold of which something was named is named for so long after its end as well. Otherwise the next sweep of the same
 round could take the parents of what the one before has spared."""
@@ -32,7 +32,8 @@ round could take the parents of what the one before has spared."""
 class Announcement(NamedTuple):
     """What a node may announce (rules A1, A2).
 
-    ``held`` are the packed addresses that it holds of the sweeps up to ``revision``; ``on`` is what those holds are on.
+    ``held`` are the packed addresses that it holds of the sweeps up to ``revision``, and with them what else those
+    holds are on, if there is room: so that a collector leaves their prompts whole. ``on`` is what they are on.
     """
 
     revision: int
@@ -179,16 +180,19 @@ class Holds:
         newest = max(self._view.stamps(after=BEFORE_ALL), default=BEFORE_ALL)
         older = [(hold, hold.on, hold.born) for hold in protecting if hold.born is not None and hold.born < newest]
         revision = min((born for _, on, born in older if on is None), default=revision)
-        swept = [(hold, part, list(self._view.swept(part, born))) for hold, on, born in older for part in on or ()]
-        named = sorted({one for _, _, found in swept for one in found if one[0] <= revision})
-        if len(named) > NAMED_MAX:
-            revision = named[NAMED_MAX][0] - 1
-        used = list[Wanted]()
-        for hold, part, found in swept:
+        parts = [(hold, part, born) for hold, on, born in older for part in on or ()]
+        swept = self._view.swept([(part.packed_addresses, born) for _, part, born in parts])
+        condemned = sorted({one for found in swept for one in found if one[0] <= revision})
+        if len(condemned) > NAMED_MAX:
+            revision = condemned[NAMED_MAX][0] - 1
+        named, used = {address for stamp, address in condemned if stamp <= revision}, list[Wanted]()
+        for (hold, part, _), found in zip(parts, swept, strict=True):
             if any(stamp <= revision for stamp, _ in found):
                 hold.was_named = True
                 used.append(part)
-        return Announcement(revision, b"".join(address for stamp, address in named if stamp <= revision), used)
+                if len(named) + len(part) <= NAMED_MAX:
+                    named.update(part.addresses)
+        return Announcement(revision, b"".join(named), used)
 
     def announced(self, announcement: Announcement) -> None:
         """Renews what was named, once that is announced: so the next round chooses other chunks."""

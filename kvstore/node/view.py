@@ -7,7 +7,7 @@ be atomic against an event (rules H1 to H3) happens under ``lock``, and no I/O d
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TypeVar
@@ -15,7 +15,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.address import Address, Addressed
+from kvstore.address import ADDRESS_BYTES, Address, Addressed
 from kvstore.brief import size
 from kvstore.counts import NodeCount
 from kvstore.errors import InvalidRequest, Overloaded, RootMismatch
@@ -160,14 +160,24 @@ class View:
         """Returns the revisions after ``after`` at which sweeps in flight condemned."""
         return [sweep.stamp for sweep in list(self._open.values()) if sweep.stamp > after]
 
-    def swept(self, wanted: Addressed, after: int) -> Iterator[tuple[int, Address]]:
-        """Yields the chunks that sweeps in flight condemn, of those that began after the revision ``after``, each with
-        its sweep's stamp. For the thread that changes the view."""
+    def swept(self, held: Sequence[tuple[bytes, int]]) -> list[list[tuple[int, Address]]]:
+        """Returns which chunks sweeps in flight condemn, each with its sweep's stamp, for each of ``held``.
+
+        Those are packed addresses, and the revision after which a sweep must have begun. For the thread that changes
+        the view.
+        """
         open_, shift = self._open, 16 - self._shard_bits
-        for address in wanted.addresses:
-            sweep = open_.get((address[0] << 8 | address[1]) >> shift)
-            if sweep is not None and sweep.stamp > after and address in sweep.members:
-                yield sweep.stamp, address
+        is_open = np.zeros(1 << self._shard_bits, np.bool_)
+        is_open[list(open_)] = True
+        found = []
+        for packed, after in held:
+            shards = np.frombuffer(packed, ">u2")[:: ADDRESS_BYTES // 2] >> shift
+            at_all = np.flatnonzero(is_open[shards]).tolist()
+            asked = ((open_[int(shards[at])], packed[at * ADDRESS_BYTES : (at + 1) * ADDRESS_BYTES]) for at in at_all)
+            found.append(
+                [(sweep.stamp, Address(one)) for sweep, one in asked if sweep.stamp > after and one in sweep.members]
+            )
+        return found
 
     # Changes: called under ``lock`` by the follower, which has checked under it that it still follows this session.
 

@@ -14,9 +14,10 @@ import pytest
 from kvstore.address import Address
 from kvstore.format import places
 from kvstore.meta.interface import Compare, Delete, KeyValue, Put, Snapshot, TxnResult
-from kvstore.meta.keys import Keys, SweepId
+from kvstore.meta.keys import Keys, SessionId, SweepId
 from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.memory_store import MemoryStore
+from kvstore.meta.session import SessionRecord
 from kvstore.meta.sweeps import Condemned
 from kvstore.node.member import Member
 from kvstore.root import fence
@@ -119,6 +120,18 @@ def test_c3_what_was_read_in_the_lost_timeline_ends_no_grace(meta: Meanwhile) ->
     meta.stale = meta.list(KEYS.prefix)
     mine.close(begun)
     assert grace.decide(begun)[0] == []
+
+
+def test_g4_what_was_held_when_the_pins_were_read_is_spared(meta: Meanwhile) -> None:
+    """It may have been pinned since, and its hold released: neither of the two reads shows that pin."""
+    mine, address = ledger(meta), Address(b"a" * 16)
+    begun = mine.condemn({0: record(1)})
+    lease, key = meta.grant(60), KEYS.session(SessionId(b"s" * 16))
+    meta.put(key, SessionRecord(begun[0].stamp, 1, address).to_json(), lease)
+    meta.stale = meta.list(KEYS.prefix)
+    meta.put(key, SessionRecord(begun[0].stamp, 2).to_json(), lease)
+    ready, _, held = Grace(site_of(meta, KEYS.root_id), mine, list).decide(begun)
+    assert ready == begun and address in held
 
 
 def test_g4_a_session_that_begins_before_the_sweep_is_waited_for(c: Cluster) -> None:

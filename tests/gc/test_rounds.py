@@ -90,6 +90,29 @@ def test_after_a_round_that_had_to_spare_what_is_held_the_next_takes_others(plac
     assert place.cluster.present(kept) == hold.count == 6
 
 
+@pytest.mark.parametrize("linger_s", [10.0, 0.0])
+@pytest.mark.parametrize("renews", [True, False])
+def test_a_prompt_whose_hold_ends_between_rounds_keeps_its_prefix(
+    place: Place, monkeypatch: pytest.MonkeyPatch, linger_s: float, renews: bool
+) -> None:
+    """``linger_s`` is 0 as where the node has died; a root that keeps no times renews nothing."""
+    monkeypatch.setattr("kvstore.node.holds.LINGER_S", linger_s)
+    node, once, other = place.cluster.node(), prompt(1, 12), prompt(2, 12)
+    put(node, once)
+    put(node, other)
+    place.age(once)
+    if not renews:
+        node.node.holds._used = lambda wanted: None
+    rounds = place.rounds(Config(max_bytes=place.bytes_of(once) + place.bytes_of(other)))
+    hold = node.node.hold(once)
+    assert rounds.run().spared["held"] == 5
+    node.node.holds.release(hold)
+    for _ in range(3):
+        rounds.run()
+        there = [place.cluster.root.stat(place.cluster.name(address)) is not None for address in once.addresses]
+        assert there == sorted(there, reverse=True), "what is kept can be reached"
+
+
 def test_a_round_is_not_done_where_a_sweep_of_one_that_is_gone_has_the_rest(place: Place) -> None:
     """With ``--once`` nobody else would say so: no other collector has a share of the shards."""
     node, chain = place.cluster.node(), prompt(1, 5)

@@ -9,9 +9,9 @@ from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
 from kvstore.format import places
 from kvstore.layout import Layout
-from kvstore.segments import Rope
+from kvstore.segments import Match, Rope
 from kvstore_gc.plan import Reason, SweepPlan, Victim
-from tests.gc.cluster import cluster
+from tests.gc.cluster import cluster, eventually
 
 SIZE = 8
 LAYOUT = Layout(layers=1, kv_heads=1, head_dim=4, dtype="float32", chunk_tokens=SIZE)
@@ -39,9 +39,16 @@ def test_held_segments_outlive_a_sweep_that_takes_the_others() -> None:
                 if stat is not None
             ]
 
+        elsewhere = segments.find(documents[2], [0])
         matches = segments.find(np.concatenate(documents[:2]), [0, 3 * SIZE])
         with segments.hold(matches):
             plan = SweepPlan(0, tuple(one for chain in chains for one in victims(chain)), {})
             report = c.collector().sweep([plan])
             assert (report.reaped.count, report.spared["held"]) == (3, 6)
             assert [len(victims(chain)) for chain in chains] == [3, 3, 0]
+            eventually(lambda: len(segments.find(np.concatenate(documents[:2]), [0, 24])) == 2, "the sweep is over")
+            moved = [Match(24 + one.start, 24 + one.end, one.tokens) for one in matches]
+            with segments.hold([*elsewhere, *moved]) as held:
+                assert held.matches == moved, "what is gone is not held"
+            with segments.hold(elsewhere) as held:
+                assert held.matches == []

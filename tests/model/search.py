@@ -15,7 +15,7 @@ from tests.model.etcd import Step
 from tests.model.state import State, Violation
 from tests.model.world import broken_invariant, canonical, initial
 
-STATES_MAX = 6_000_000
+STATES_MAX = 12_000_000
 
 Parents = dict[State, State | None]
 

@@ -14,6 +14,7 @@ from tests.model.state import (
     OUT,
     SEEN,
     UP,
+    Condemned,
     Mender,
     Node,
     Run,
@@ -58,9 +59,16 @@ def initial(k: Config) -> State:
 
 
 def canonical(s: State) -> State:
-    """The canonical form of a world: without the order of nodes, and without events that all have applied."""
+    """The canonical form of a world: without the order of nodes, events that all have applied, and names of no sweep.
+
+    What a session names counts only for a sweep that it has announced: for the next one it must announce again.
+    """
     nodes = s.nodes
     for i, n in enumerate(nodes):
+        if 1 in n.named:
+            named = tuple([int(_counts(s.condemned[a], n.announced)) if one else 0 for a, one in enumerate(n.named)])
+            n = n._replace(named=named)
+            nodes = (*nodes[:i], n, *nodes[i + 1 :])
         if n.ref and not n.pinned and s.files[0]:
             nodes = (*nodes[:i], n._replace(pinned=s.files[0]), *nodes[i + 1 :])
     if len(nodes) > 1 and s.snapshot == NO_ROLLBACK:  # a snapshot names them by their place
@@ -72,6 +80,10 @@ def canonical(s: State) -> State:
     if nodes == s.nodes and len(log) == len(s.log):
         return s
     return s._replace(nodes=nodes, log=log)
+
+
+def _counts(key: Condemned | None, announced: int) -> bool:
+    return key is not None and key.stamp <= announced
 
 
 def broken_invariant(s: State, k: Config) -> tuple[str, str] | None:

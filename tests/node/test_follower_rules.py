@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from kvstore.errors import HoldBroken, SessionLost
-from kvstore.meta.interface import Absent, Event, Put, ValueIs, WatchLost
+from kvstore.meta.interface import Absent, Delete, Event, Put, ValueIs, WatchLost
 from kvstore.meta.keys import SweepId
 from kvstore.meta.session import Session, SessionRecord
 from kvstore.meta.sweeps import NO_NONCE, Condemned, Seq
@@ -49,6 +49,17 @@ def condemn(alone: Alone, number: int, before: int = 0) -> None:
     alone.meta.txn((compare,), (Put(keys.condemned_in(shard), record.to_bytes()), Put(keys.gc_seq, link.to_json())))
 
 
+def end_sweep(alone: Alone, number: int, before: int) -> None:
+    """The sweep of that shard ends, as the next link of the chain."""
+    victim, keys = CHAIN.addresses[0], alone.keys
+    link = Seq(bytes([number]) * 16, bytes([before]) * 16)
+    now = alone.meta.get(keys.gc_seq)
+    assert now is not None
+    shard = victim[0] if alone.node.gc_view._shard_bits == 8 else 0
+    writes = (Delete(keys.condemned_in(shard)), Put(keys.gc_seq, link.to_json()))
+    assert alone.meta.txn((ValueIs(keys.gc_seq, now.value),), writes).succeeded
+
+
 def following(alone: Alone) -> _Following:
     found = alone.follower._following
     assert found is not None
@@ -79,7 +90,12 @@ def test_a1_what_the_view_has_not_applied_is_not_announced(alone: Alone) -> None
 def record(alone: Alone, session: Session) -> SessionRecord:
     found = alone.meta.get(session.key)
     assert found is not None
-    return SessionRecord.from_json(found.value)
+    read = SessionRecord.from_json(found.value)
+    return replace(read, held=b"".join(sorted(read.held[at : at + 16] for at in range(0, len(read.held), 16))))
+
+
+NAMES = b"".join(sorted(CHAIN.addresses))
+"""All of the chain, although one chunk is condemned: what is kept keeps its prefix."""
 
 
 def test_a2_what_an_older_hold_has_of_a_sweep_is_announced_with_it(
@@ -92,11 +108,26 @@ def test_a2_what_an_older_hold_has_of_a_sweep_is_announced_with_it(
     condemn(alone, 1)
     alone.follower.step(0.0)
     assert alone.view.condemns(CHAIN.addresses[0]) and alone.node.holds.take(CHAIN).count == 0
-    assert record(alone, session) == SessionRecord(alone.view.revision, 1, CHAIN.addresses[0])
+    assert record(alone, session) == SessionRecord(alone.view.revision, 1, NAMES)
     session.txn()
-    assert record(alone, session).held == CHAIN.addresses[0], "every write says it again (P2)"
+    assert record(alone, session).held == NAMES, "every write says it again (P2)"
     alone.node.holds.release(hold)
     assert alone.node.holds.announcement().held == b""
+
+
+def test_a2_names_are_taken_back_once_no_sweep_is_in_flight(alone: Alone) -> None:
+    """Or each pin would write them again."""
+    session = alone.session()
+    alone.follower.begin(session)
+    alone.node.holds.take(CHAIN)
+    condemn(alone, 1)
+    alone.follower.step(0.0)
+    assert session.names
+    end_sweep(alone, 2, before=1)
+    alone.follower.step(0.0)
+    assert record(alone, session) == SessionRecord(alone.view.revision, 2) and not session.names
+    alone.follower.step(0.0)
+    assert record(alone, session).write == 2, "once"
 
 
 def test_a2_what_was_named_is_named_for_a_while_after_the_hold_has_ended(alone: Alone) -> None:
@@ -108,10 +139,10 @@ def test_a2_what_was_named_is_named_for_a_while_after_the_hold_has_ended(alone: 
     alone.follower.step(0.0)
     alone.node.holds.release(hold)
     alone.node.holds.release(other)
-    assert alone.node.holds.announcement().held == CHAIN.addresses[0]
+    assert len(alone.node.holds.announcement().held) == len(NAMES)
     assert [each for _, each in alone.node.holds._lingering] == [hold], "what was not named is over"
     alone.node.holds.age_all()
-    assert alone.node.holds.announcement().held == CHAIN.addresses[0]
+    assert len(alone.node.holds.announcement().held) == len(NAMES)
     alone.node.holds.drop_protecting()
     assert alone.node.holds.announcement().held == b""
 
@@ -125,7 +156,7 @@ def test_a2_no_sweep_that_an_older_hold_may_find_chunks_of_is_announced(alone: A
     assert session.announced == 0 and alone.view.condemns(CHAIN.addresses[0])
     hold.found = (CHAIN,)
     alone.follower.step(0.0)
-    assert record(alone, session) == SessionRecord(alone.view.revision, 1, CHAIN.addresses[0])
+    assert record(alone, session) == SessionRecord(alone.view.revision, 1, NAMES)
 
 
 def test_a2_sweeps_of_more_held_chunks_than_can_be_named_wait(alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +230,7 @@ def test_v3_holds_of_before_a_lost_watch_are_older_than_everything(alone: Alone)
     alone.follower.step(0.0)
     condemn(alone, 1)
     alone.follower.step(0.0)
-    assert session.alive and record(alone, session) == SessionRecord(alone.view.revision, 1, CHAIN.addresses[0])
+    assert session.alive and record(alone, session) == SessionRecord(alone.view.revision, 1, NAMES)
     alone.node.holds.check(hold)
 
 

@@ -241,8 +241,20 @@ ANNOUNCING = [
     rule(
         "A2",
         "names-what-does-not-fit",
-        edit("kvstore.node.holds:Holds.announcement", "revision = named[NAMED_MAX][0] - 1", "pass"),
+        edit("kvstore.node.holds:Holds.announcement", "revision = condemned[NAMED_MAX][0] - 1", "pass"),
         f"{NODE}a2_sweeps_of_more_held_chunks_than_can_be_named_wait",
+    ),
+    rule(
+        "A2",
+        "names-stay",
+        edit("kvstore.node.follower:Follower._announce", "session.names and self._view.is_calm", "False"),
+        f"{NODE}a2_names_are_taken_back_once_no_sweep_is_in_flight",
+    ),
+    rule(
+        "A2",
+        "names-what-is-condemned-alone",
+        edit("kvstore.node.holds:Holds.announcement", "named.update(part.addresses)", "pass"),
+        f"{NODE}a2_what_an_older_hold_has_of_a_sweep_is_announced_with_it",
     ),
     rule(
         "A2",

@@ -58,6 +58,12 @@ SWEEPING = [
         f"{SWEEPS}a2_a_held_chunk_is_spared_and_holds_no_sweep_up",
     ),
     rule(
+        "G4",
+        "held-of-the-second-read-alone",
+        edit("kvstore_gc.grace:Grace.decide", "held += held_again", "held = held_again"),
+        "gc/test_races.py::test_g4_what_was_held_when_the_pins_were_read_is_spared",
+    ),
+    rule(
         "A2",
         "held-is-chosen-again",
         edit("kvstore_gc.grace:Grace.kept", "(held for _, held in self._held)", "()"),
