@@ -123,9 +123,14 @@ class LocalBlockHold:
 class LocalGuard:
     """A hold of the node in this process that protects segments."""
 
-    def __init__(self, node: Node, hold: Hold) -> None:
+    def __init__(self, store: OpenMember, node: Node, hold: Hold) -> None:
+        self._store = store
         self._node = node
         self._hold = hold
+
+    def check(self) -> None:
+        with self._store:
+            self._node.holds.check(self._hold)
 
     def release(self) -> None:
         self._node.holds.release(self._hold)
@@ -145,7 +150,7 @@ class LocalSegments:
         with self._store as member:
             node = member.node
             matches, hold = hold_segments(node, namespace, search, ttl_s, node.limits.match_deadline_s)
-            return matches, None if hold is None else LocalGuard(node, hold)
+            return matches, None if hold is None else LocalGuard(self._store, node, hold)
 
 
 class LocalBranches:

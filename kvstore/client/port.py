@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 class PortGuard(Protocol):
     """A hold that protects what is read without it."""
 
+    def check(self) -> None:
+        """Raises HoldBroken once the hold has ended, as far as this process knows."""
+        ...
+
     def release(self) -> None:
         """Ends the hold; idempotent, never raises."""
         ...

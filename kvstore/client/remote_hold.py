@@ -89,7 +89,7 @@ class HeldAtWorker:
 
         Raises HoldBroken, with what ``tokens_valid`` says then.
         """
-        self._check()
+        self.check()
         if self._lease is None:
             return
         endpoint = self._lease.endpoint
@@ -107,7 +107,8 @@ class HeldAtWorker:
                     f"the worker that has the hold does not answer ({error}): match again", tokens_valid()
                 ) from failed
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raises HoldBroken once the hold has ended, as far as this process knows."""
         lease = self._lease
         if self._released or lease is None or lease.ended:
             self._tools.caller.check()  # nothing is sent; a store that is closed says so all the same
@@ -144,14 +145,14 @@ class RemoteHold(HeldAtWorker):
         return views.leading(self._fetch(lambda _: views.sections, views))
 
     def layers(self, memory: Callable[[int], LayerMemory], band: int) -> Iterator[tuple[int, LayerMemory]]:
-        self._check()
+        self.check()
         if self._lease is None:
             return
         lease, tools = self._lease, self._tools
         ahead = LayersAhead(lease.endpoint, lease.id, self._chain, self._layout, self.chunks, memory, tools, band)
         try:
             for layer in ahead.each():
-                self._check()  # what was given can be read on, but nothing protects it any more
+                self.check()  # what was given can be read on, but nothing protects it any more
                 yield layer
         finally:
             ahead.close()

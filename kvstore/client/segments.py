@@ -220,7 +220,7 @@ class Held:
         rows within held ranges are undefined, and rows outside of them are not touched.
 
         Raises InvalidRequest if ``verdict`` does not open the gate: none, of other weights or RoPE settings, or one
-        whose measurement does not hold its bounds; HoldBroken after the release.
+        whose measurement does not hold its bounds; HoldBroken once the hold has ended.
         """
         self._owner.check()
         if self._is_released:
@@ -237,7 +237,11 @@ class Held:
             )
         places = [target[:, :, match.start - first : match.end - first] for match in self.matches]
         with tracing.span("kvstore.get_segments", tokens=sum(map(len, self.matches))):
-            return [match for match in self._read_all(places) if len(match)]
+            self._check()
+            read = [match for match in self._read_all(places) if len(match)]
+            if sum(map(len, read)) < sum(map(len, self.matches)):
+                self._check()  # perhaps that is why
+        return read
 
     def _read_all(self, places: Sequence[KvArray]) -> list[Match]:
         """Reads all matches, some at once: one is rotated while others are read."""
@@ -269,6 +273,10 @@ class Held:
         if filled is not place:
             place[:, :, :count] = filled[:, :, :count]
         return match.leading(count)
+
+    def _check(self) -> None:
+        if self._guard is not None:
+            self._guard.check()
 
     def release(self) -> None:
         """Ends the protection; idempotent. Does nothing in a forked child: the hold is its parent's."""

@@ -273,6 +273,19 @@ def test_s12_a_damaged_chunk_ends_its_range_and_no_other(root: FaultyRoot, local
         assert out[:, 0, match.start : match.end].tobytes() == rotate(ROPE, kv[:, 0], match.start).tobytes()
 
 
+def test_s12_nothing_is_read_under_a_hold_that_was_lost(store: Store) -> None:
+    segments, document = segments_of(store), DOCUMENTS[0]
+    segments.put(document, kv_of(document))
+    with segments.hold(segments.find(document, [0])) as held:
+        guard: Any = held._guard
+        if hasattr(guard, "_lease"):
+            guard._lease.ended = True  # as the thread that renews it says
+        else:
+            guard._node.holds.drop_all()
+        with pytest.raises(HoldBroken, match="match again"):
+            held.read_into(np.empty(LAYOUT.shape(24), np.float32), verdict_for(segments))
+
+
 def test_s12_nothing_is_read_under_a_hold_that_was_released(store: Store) -> None:
     segments, document = segments_of(store), DOCUMENTS[0]
     segments.put(document, kv_of(document))
