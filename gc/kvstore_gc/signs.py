@@ -61,15 +61,19 @@ def room_of(watermarks: Watermarks, nodes_count: int, revision: int) -> Room:
 
 
 def is_news(said: Room, room: Room) -> bool:
-    """True if nodes should hear of ``room``, after ``said``."""
+    """True if others should hear of ``room``, after ``said``."""
     if said.allowance_bytes is None or room.allowance_bytes is None:
         return said.allowance_bytes != room.allowance_bytes
-    changed = abs(room.allowance_bytes - said.allowance_bytes)
     return (
         room.revision > said.revision
         or room.pace_s != said.pace_s
-        or changed > CHANGE_SHARE * max(room.allowance_bytes, said.allowance_bytes)
+        or _differ(room.allowance_bytes, said.allowance_bytes)
+        or _differ(room.used_bytes or 0, said.used_bytes or 0)  # for people: nodes do not need it
     )
+
+
+def _differ(now_bytes: int, then_bytes: int) -> bool:
+    return abs(now_bytes - then_bytes) > CHANGE_SHARE * max(now_bytes, then_bytes)
 
 
 class _Sign:

@@ -151,11 +151,6 @@ class Session:
         return self._record.announced
 
     @property
-    def names(self) -> bool:
-        """True if its record names chunks that it holds."""
-        return bool(self._record.held)
-
-    @property
     def alive(self) -> bool:
         """True while the session can be relied on (rule V2). Once False, False for ever."""
         with self._lock:

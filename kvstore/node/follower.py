@@ -37,6 +37,8 @@ class _Following:
     owed: dict[int, float]
     """The stamps that it has not announced, each with the time since when collectors may wait for it."""
     suspects_gap: bool = False
+    names: bool = False
+    """Its record names chunks that are held."""
 
 
 class Follower:
@@ -204,7 +206,7 @@ class Follower:
         owed = self._view.stamps(after=session.announced)
         following.owed = {stamp: following.owed.get(stamp, now_s) for stamp in owed}
         pace_s = max(self._limits.announce_s, self._view.pace_s)
-        is_over = session.names and self._view.is_calm
+        is_over = following.names and self._view.is_calm
         if not (owed or is_over) or now_s - following.announced_s < pace_s:
             return
         compare = self._view.seq_is_seen
@@ -215,7 +217,7 @@ class Follower:
         result = session.txn((compare,), announced=due.revision, held=due.held, timeout_s=timeout_s)
         # On failure the chain of sweeps has gone on. The watch will bring the new end, and the next step tries again.
         if result.succeeded:
-            following.announced_s = self._clock.monotonic_s()
+            following.announced_s, following.names = self._clock.monotonic_s(), bool(due.held)
             self._counters.add(NodeCount.ANNOUNCEMENTS)
             following.owed = {stamp: since_s for stamp, since_s in following.owed.items() if stamp > due.revision}
             self._holds.announced(due)

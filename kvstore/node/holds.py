@@ -161,7 +161,7 @@ class Holds:
     def release(self, hold: Hold) -> None:
         """Ends a hold. Idempotent."""
         with self._lock:
-            if self._live.pop(hold.id, None) is not None:
+            if self._live.pop(hold.id, None) is not None and hold.was_named:
                 self._linger(hold)
         _let_go(hold)
 
@@ -234,13 +234,13 @@ class Holds:
         ended = [hold for hold in self._live.values() if is_over(hold)]
         for hold in ended:
             del self._live[hold.id]
-            self._linger(hold)
+            if hold.was_named:
+                self._linger(hold)
             _let_go(hold)
         return len(ended)
 
     def _linger(self, hold: Hold) -> None:
-        if hold.was_named:
-            self._lingering.append((self._clock.monotonic_s() + LINGER_S, hold))
+        self._lingering.append((self._clock.monotonic_s() + LINGER_S, hold))
 
 
 def _let_go(hold: Hold) -> None:

@@ -201,7 +201,12 @@ class NodeUsage:
     # Called by the follower
 
     def due(self, now_s: float) -> Usage | None:
-        """Returns what to report now; None if nothing is due. Call ``told`` once it is reported."""
+        """Returns what to report now; None if nothing is due. Call ``told`` once it is reported.
+
+        Where nobody asks, claims what a put wrote beyond its claim: perhaps no other put of this node follows.
+        """
+        if self.claiming is not None and self._bound is None and self._written > self._claimed:
+            self._claim()
         with self._lock:
             room = self._room
             if room is None:

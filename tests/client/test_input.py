@@ -359,6 +359,8 @@ WORDS = np.array(["a", "b"])
         ({"root_options": {5: 6}}, "root_options are a dict: expected names and values"),
         ({"keys": 5}, "keys are a int: expected the path of a key file"),
         ({"etcd": 5}, "etcd=5: expected host:port"),
+        ({"etcd": ""}, "etcd='' names none"),
+        ({"etcd": []}, r"etcd=\[\] names none"),
         ({"etcd_tls": 5}, r"etcd_tls is a int: expected kvstore\.EtcdTls"),
         ({"etcd_user": ("me", "secret")}, r"etcd_user is a tuple: expected kvstore\.EtcdUser"),
         ({"etcd_user": kvstore.EtcdUser("me", "secret")}, "etcd_user says how to reach etcd, and none is given"),

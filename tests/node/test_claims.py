@@ -125,6 +125,15 @@ def test_s6_many_short_programs_together_stay_below_the_bound(meta: MemoryMeta) 
     assert 0.9 * BOUND < written <= BOUND + 5_000
 
 
+def test_s6_what_one_put_wrote_beyond_its_claim_is_claimed_though_no_other_follows(meta: MemoryMeta) -> None:
+    """Or another process fills the root as if that were not there."""
+    root = Root(meta)
+    assert root.put(BOUND // 2) and root.level == SIZE
+    assert root.usage.due(0.0) is None
+    assert root.level == BOUND // 2 + SIZE
+    assert root.usage.due(0.0) is None and root.level == BOUND // 2 + SIZE, "once"
+
+
 def test_s6_nobody_claims_where_the_level_is_unknown(meta: MemoryMeta) -> None:
     root = Root(meta)
     root.is_empty = False

@@ -87,6 +87,8 @@ def check_access(etcd: object, tls: object, user: object) -> None:
     listed = [etcd] if etcd is None or isinstance(etcd, str) else etcd
     if not isinstance(listed, list | tuple) or not all(isinstance(one, str | None) for one in listed):
         raise InvalidRequest(f"etcd={brief(etcd)}: expected host:port, several with commas or as a list")
+    if etcd is not None and not any(listed):
+        raise InvalidRequest(f"etcd={brief(etcd)} names none: give host:port, or None for a store without etcd")
     for name, given, kind in (("etcd_tls", tls, EtcdTls), ("etcd_user", user, EtcdUser)):
         if given is not None and not isinstance(given, kind):
             # Only its type: it may be a password.

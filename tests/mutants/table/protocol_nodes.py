@@ -247,7 +247,7 @@ ANNOUNCING = [
     rule(
         "A2",
         "names-stay",
-        edit("kvstore.node.follower:Follower._announce", "session.names and self._view.is_calm", "False"),
+        edit("kvstore.node.follower:Follower._announce", "following.names and self._view.is_calm", "False"),
         f"{NODE}a2_names_are_taken_back_once_no_sweep_is_in_flight",
     ),
     rule(

@@ -24,6 +24,11 @@ def left(name: str, planter: Planter, test: str) -> Mutant:
 
 BOUND = [
     bound(
+        "debt-waits-for-the-next-put",
+        edit("kvstore.node.usage:NodeUsage.due", "self._written > self._claimed", "False"),
+        f"{CLAIMS}what_one_put_wrote_beyond_its_claim_is_claimed_though_no_other_follows",
+    ),
+    bound(
         "what-was-claimed-is-forgotten",
         replace("kvstore_gc.signs:RoomSign._claimed_bytes", lambda *_: 0),
         "gc/test_reports.py::test_s6_what_was_claimed_and_not_reported_counts_when_a_collector_ends_soon",

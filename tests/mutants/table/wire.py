@@ -335,7 +335,7 @@ GETTING = [
     mutant(
         "given-layers-without-hold",
         "PROTOCOL H: no layers after the hold has ended",
-        edit("kvstore.client.remote_hold:RemoteHold.layers", "self._check()  #", "pass  #"),
+        edit("kvstore.client.remote_hold:RemoteHold.layers", "self.check()  #", "pass  #"),
         f"{GIVEN}a_hold_that_is_released_in_the_middle_gives_no_more_layers",
     ),
     mutant(
