@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from kvstore.errors import KVStoreError
 from kvstore.meta.bounds import CLAIMED_SHARE, Bound, Bounds
+from kvstore.node.usage import WAITS
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +34,15 @@ COLLECTS_NOT = (
     "--max-bytes SIZE"
 )
 """What a put on a full disk is told."""
+CLUSTERS = (
+    "the root belongs to a cluster now, whose collectors do not count what this process writes: open it with etcd=, or "
+    "connect to a worker"
+)
+UNRELIABLE = (
+    "metadata.sqlite on the root cannot be relied on, so nobody knows how much may be written: see the log, and run "
+    "`kvstore fsck ROOT --adopt` if it stays (gc/RUNBOOK.md)"
+)
+"""What a put without room is told."""
 
 
 class Claims:
@@ -45,10 +55,12 @@ class Claims:
         *,
         counts: Callable[[], bool],
         is_empty: Callable[[], bool],
+        is_clusters: Callable[[], bool],
         has_disk_for: Callable[[int], bool],
         wrote: Callable[[bool], None],
     ) -> None:
-        """``counts`` says that the metadata can be relied on, ``is_empty`` that the root has no chunk yet.
+        """``counts`` says that the metadata can be relied on, ``is_empty`` that the root has no chunk yet, and
+        ``is_clusters`` that a cluster has taken it over.
 
         ``has_disk_for`` is as in ``Claiming``. ``wrote`` is called before the first put, and, with True, when a
         collector is needed at once.
@@ -57,6 +69,7 @@ class Claims:
         self._own = own
         self._counts = counts
         self._is_empty = is_empty
+        self._is_clusters = is_clusters
         self._has_disk_for = has_disk_for
         self._wrote = wrote
         self._made_at = 0
@@ -84,6 +97,12 @@ class Claims:
     def has_disk_for(self, size_bytes: int) -> bool:
         """See ``NodeUsage``."""
         return self._has_disk_for(size_bytes)
+
+    def refusal(self) -> str:
+        """See ``NodeUsage``."""
+        if self._is_clusters():
+            return CLUSTERS
+        return WAITS if self._counts() else UNRELIABLE
 
     def full(self) -> str:
         """See ``NodeUsage``."""

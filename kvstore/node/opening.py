@@ -240,6 +240,7 @@ def claim_room(member: Member, bound: Bound, wrote: Callable[[bool], None]) -> N
         bound,
         counts=lambda: node.gc_view.protects,
         is_empty=lambda: node.on_root(lambda: next(iter(node.root.list(CHUNKS)), None) is None),
+        is_clusters=lambda: node.on_root(lambda: bool(newest_number(node.root))),
         has_disk_for=lambda size_bytes: node.on_root(lambda: has_room_for(node.root, size_bytes)),
         wrote=wrote,
     )

@@ -30,6 +30,13 @@ AMPLE_BYTES = 64 << 20
 """A node that finds this much room beyond its put does not look at the disk again until a write is refused."""
 
 
+WAITS = (
+    "this node wrote as much as the root may have room for, and no collector has counted it yet: back off, and put "
+    "again in a moment"
+)
+"""What a put without room is told, if no more is known."""
+
+
 class Claiming(Protocol):
     """The way to room that no collector has to give (rule S6)."""
 
@@ -47,6 +54,10 @@ class Claiming(Protocol):
 
     def full(self) -> str:
         """Is called when the disk has no room for a put; returns what makes room. Raises nothing."""
+        ...
+
+    def refusal(self) -> str:
+        """Returns why nothing more may be written now, and what to do. Raises the root's errors."""
         ...
 
     def settle(self, left_bytes: int) -> None:

@@ -26,7 +26,7 @@ from kvstore.meta.sweeps import NO_NONCE, Condemned, Members, Seq
 from kvstore.meta.usage import Room
 from kvstore.node.counters import Counters
 from kvstore.node.known import Known
-from kvstore.node.usage import NodeUsage
+from kvstore.node.usage import WAITS, NodeUsage
 
 T = TypeVar("T")
 
@@ -146,15 +146,7 @@ class View:
             self.usage.check_disk(size_bytes)
         if not self.usage.wait_for_room():
             self._counters.add(NodeCount.PUT_REFUSED_UNCOUNTED)
-            if self.usage.claiming is not None and not self.protects:
-                raise Overloaded(
-                    "metadata.sqlite on the root cannot be relied on, so nobody knows how much may be written: see the "
-                    "log, and run `kvstore fsck ROOT --adopt` if it stays (gc/RUNBOOK.md)"
-                )
-            raise Overloaded(
-                "this node wrote as much as the root may have room for, and no collector has counted it yet: back off, "
-                "and put again in a moment"
-            )
+            raise Overloaded(WAITS if self.usage.claiming is None else self.usage.claiming.refusal())
 
     def stamps(self, after: int) -> list[int]:
         """Returns the revisions after ``after`` at which sweeps in flight condemned."""

@@ -15,7 +15,7 @@ from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.usage import Room
 from kvstore.node import usage as timings
 from kvstore.node.claims import CLAIM_SHARE, EARLY_SHARE, UNBOUND_BYTES, Claims
-from kvstore.node.usage import AMPLE_BYTES, KEPT_S, NodeUsage
+from kvstore.node.usage import AMPLE_BYTES, KEPT_S, WAITS, NodeUsage
 from kvstore.root.posix_errors import DiskFull
 from tests.meta.faulty import Fault, FaultyMeta, Rule
 
@@ -35,12 +35,14 @@ class Root:
         self.wanted: list[bool] = []
         self.counts = True
         self.is_empty = True
+        self.is_clusters = False
         self.free_bytes = 1 << 30
-        self.usage.claiming = Claims(
+        self.claims = self.usage.claiming = Claims(
             Bounds(meta, KEYS),
             bound,
             counts=lambda: self.counts,
             is_empty=lambda: self.is_empty,
+            is_clusters=lambda: self.is_clusters,
             has_disk_for=lambda size_bytes: size_bytes <= self.free_bytes,
             wrote=self.wanted.append,
         )
@@ -77,6 +79,15 @@ def test_s6_a_node_writes_no_more_than_was_claimed_and_one_put(meta: MemoryMeta)
         assert root.level is not None and written <= root.level + 700
     assert 0.9 * BOUND < written <= BOUND
     assert root.wanted[0] is False and root.wanted[-1] is True, "now a collector is needed at once"
+
+
+def test_s6_a_put_without_room_is_told_why(meta: MemoryMeta) -> None:
+    root = Root(meta)
+    assert root.claims.refusal() == WAITS
+    root.counts = False
+    assert "metadata.sqlite on the root cannot be relied on" in root.claims.refusal()
+    root.is_clusters = True
+    assert "belongs to a cluster now" in root.claims.refusal() and "open it with etcd=" in root.claims.refusal()
 
 
 def test_s6_a_claim_that_fails_asks_for_a_collector(meta: MemoryMeta) -> None:

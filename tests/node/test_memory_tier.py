@@ -133,7 +133,7 @@ def test_what_was_filled_is_read(case: Case) -> None:
         assert same(np.frombuffer(payload, SMALL.numpy_dtype).reshape(shape), kv_for(chain)[:, :, -16:])
         assert case.tier.view(slots, 3) is None
     assert (case.count("hits"), case.count("misses")) == (4 + 1 + 1, 5 + 1 + 1 + 1)
-    assert case.count("bytes") == 6 * image_bytes(chain, 0)
+    assert case.count("bytes") == 6 * SMALL.chunk_bytes, "without headers"
 
 
 def test_i1_a_wrong_image_is_dropped_and_the_next_fill_repairs_it(case: Case) -> None:
