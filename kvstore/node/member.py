@@ -66,6 +66,8 @@ class Member:
     def __init__(self, node: Node, meta: Meta, presence: Presence, *, sharing: Sharing = Sharing.ALONE) -> None:
         self.node = node
         self.sharing = sharing
+        self.is_beside_cluster = False
+        """The root is a cluster's, whose collectors do not see what this process alone holds."""
         shared = sharing is not Sharing.ALONE
         self.meta = meta
         self.keys = Keys(node.identity.root)
@@ -276,7 +278,7 @@ class Member:
             alive = 1
         except KVStoreError:
             alive = 0
-        protected = int(self.node.gc_view.protects)
+        protected = int(self.node.gc_view.protects and not self.is_beside_cluster)
         operations = self.meta.operations_count
         return {
             **self.node.stats(),

@@ -54,6 +54,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+BESIDE_CLUSTER = "it belongs to a cluster"
+
 
 def open_member(
     url: str,
@@ -110,6 +112,7 @@ def open_member(
             _on_a_lane(lambda: begin_reserve(root, ids), limits, clock)
             bound = _on_a_lane(lambda: _bound_of(root, asked, ids, clock), limits, clock)
         member = join(root, identity, meta, options, limits=limits, clock=clock, ids=ids, sharing=sharing)
+        member.is_beside_cluster = why == BESIDE_CLUSTER
         if isinstance(root, PosixRoot) and sharing is Sharing.HOST:
             _have_claim(member, root, bound)
         undo.pop_all()
@@ -282,11 +285,12 @@ def _without_etcd(root: Root, limits: Limits, clock: Clock) -> tuple[Meta, Shari
     from kvstore.meta.sqlite.host import why_not_shared
 
     def reason() -> str | None:
-        return why_not_shared(root.path) or ("it belongs to a cluster" if newest_number(root) else None)
+        return why_not_shared(root.path) or (BESIDE_CLUSTER if newest_number(root) else None)
 
     why = _on_a_lane(reason, limits, clock)
     if why is not None:
-        log.info(
+        log.log(
+            logging.WARNING if why == BESIDE_CLUSTER else logging.INFO,
             "host.alone %s %s: no other process sees what this one holds and pins, and nothing is collected by it",
             root.url,
             why,

@@ -274,9 +274,10 @@ def test_a_network_file_system_leaves_a_process_alone(tmp_path: Path, monkeypatc
         collected(root)
 
 
-def test_a_root_of_a_cluster_leaves_a_process_alone(tmp_path: Path) -> None:
+def test_a_root_of_a_cluster_leaves_a_process_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "root"
-    kvstore.open(str(path)).close()
+    with kvstore.open(str(path)) as store:
+        assert store.stats()["protected"] == 1
     root = open_root(str(path))
     publish(root, Generation(1, bytes(16)), ids=RandomIds(), clock=SystemClock())
     root.close()
@@ -284,7 +285,9 @@ def test_a_root_of_a_cluster_leaves_a_process_alone(tmp_path: Path) -> None:
     member = open_member(str(path))
     assert member.sharing is Sharing.ALONE
     member.close()
-    with kvstore.open(str(path)) as store:
+    with caplog.at_level("WARNING"), kvstore.open(str(path)) as store:
+        assert store.stats()["protected"] == 0, "its collectors do not see what is held here"
+        assert "it belongs to a cluster: no other process sees what this one holds" in caplog.text
         cache = store.namespace("m", LAYOUT)
         with pytest.raises(InvalidRequest, match="belongs to a cluster, which does not see the pins"):
             cache.pin(tokens(1))
