@@ -89,8 +89,8 @@ MUTATIONS = tuple(
         ("join", "no_adopt", "I5", "G7", "the sweep of a dead collector never closes"),
         # Rollback of etcd, lost watches.
         ("c13", "no_start_fence", "I1", "C4", "a collector of the lost timeline reaps under a new session"),
-        ("c13p", "no_chain", "I2", "C1, C2", "a lost pin, and the announcement still succeeds"),
-        ("c13p", "no_key_chain", "I2", "C2", "the same, with the chain of sweeps"),
+        ("c13p", "no_chain", "I1", "C1, C2", "lost names of what is held, and the next announcement still succeeds"),
+        ("c13p", "no_key_chain", "I2", "C2", "a lost pin, and the announcement still succeeds"),
         (
             "c13d",
             "no_seq_chain",
