@@ -109,8 +109,8 @@ class Rounds:
         left = list(mine) if decision.condemned.count else []
         while left:
             left = self._sweep(left, decision, summary)
-        if not summary.spared["held"]:
-            self._watermarks.settled()  # the next round chooses others instead
+        if not summary.spared["held"]:  # else the next round, at once, chooses others instead
+            self._watermarks.settled()
         self._judge(summary)
         return summary
 
