@@ -98,7 +98,10 @@ class Rounds:
     )
     as_json: bool = flag("--json", help="Print one JSON object per round, each on a line.")
     metrics: str | None = option(
-        "--metrics", type=HOST_PORT, help="With --interval: serve Prometheus metrics at this address."
+        "--metrics",
+        type=HOST_PORT,
+        help="With --interval: serve Prometheus metrics at this address; port 0: any free one, printed as "
+        "ready metrics=HOST:PORT.",
     )
     niceness: int = option(
         "--nice",
@@ -196,7 +199,8 @@ def command(cluster: ClusterAccess, limits: Limits, rounds: Rounds) -> None:
         collector = Collector(on, config, stopper.wait)
         if rounds.interval_s is not None:
             metrics = split(rounds.metrics) if rounds.metrics else None
-            collector.serve(rounds.interval_s, metrics, _print_json if rounds.as_json else lambda summary: None)
+            done, ready = (_print_json, _quiet) if rounds.as_json else (_quiet, _print_ready)
+            collector.serve(rounds.interval_s, metrics, ready, done)
             return
         with progress_bar("listing shards", on.shards_count) as moved:
             if rounds.dry_run:
@@ -215,6 +219,14 @@ def _address(text: str) -> Address:
     if found is None:
         raise InvalidRequest(f"--explain {text!r}: expected the 32 hexadecimal digits of an address")
     return Address(found)
+
+
+def _quiet(_: object) -> None:
+    pass
+
+
+def _print_ready(metrics: str) -> None:
+    print(f"ready metrics={metrics}", flush=True)
 
 
 def _print_json(summary: Summary) -> None:

@@ -19,6 +19,7 @@ from prometheus_client import (
 
 from kvstore import scraping
 from kvstore.errors import InvalidRequest
+from kvstore.security.networks import joined
 from kvstore.sources import Clock
 from kvstore_gc.capacity import Level
 from kvstore_gc.execute import SPARED
@@ -165,8 +166,8 @@ def write(metrics: Metrics, path: str) -> None:
         raise InvalidRequest(f"could not write metrics to {path}: {cause.strerror or cause}") from cause
 
 
-def serve(metrics: Metrics, host: str, port: int) -> tuple[int, Callable[[], None]]:
-    """Serves metrics over HTTP. Returns the port (the chosen one if 0 was given), and a call that stops it.
+def serve(metrics: Metrics, host: str, port: int) -> tuple[str, Callable[[], None]]:
+    """Serves metrics over HTTP. Returns HOST:PORT (the chosen port if 0 was given), and a call that stops it.
 
     Raises InvalidRequest if it cannot listen there.
     """
@@ -180,4 +181,4 @@ def serve(metrics: Metrics, host: str, port: int) -> tuple[int, Callable[[], Non
         server.server_close()
         thread.join(1.0)
 
-    return server.server_port, close
+    return joined(host, server.server_port), close

@@ -18,7 +18,7 @@ from kvstore.errors import InvalidRequest, KVStoreError, RootMismatch, Unavailab
 from kvstore.format.places import GENERATIONS, HOST_GENERATIONS
 from kvstore.meta.interface import Meta
 from kvstore.meta.keys import SessionId
-from kvstore.meta.roots import bound_root
+from kvstore.meta.roots import check_bound
 from kvstore.meta.session import TTL_S_MIN
 from kvstore.root.identity import read_identity
 from kvstore.root.interface import Root
@@ -69,12 +69,8 @@ def opened(url: str, options: Mapping[str, Any], etcd: Meta | None) -> Iterator[
         identity = within(OPEN_S, f"the root {url}", lambda: read_identity(root))
         if identity is None:
             raise RootMismatch(f"{root.url} is not a kvstore root: it has no FORMAT file. Is the file system mounted?")
-        known = bound_root(etcd, root.url) if etcd is not None else None
-        if known not in (None, identity.root):
-            raise RootMismatch(
-                f"{root.url} is root {identity.root.hex()}, but this etcd knows another root there: is the right file "
-                "system mounted, and is it this cluster's etcd?"
-            )
+        if etcd is not None:
+            check_bound(etcd, root.url, identity.root)
         yield Site(root, identity, meta, generations=HOST_GENERATIONS if etcd is None else GENERATIONS)
 
 
@@ -125,8 +121,17 @@ class Collector:
         rounds = self._round_of_all(listed)
         return self._alone(lambda: rounds.dry_run(examples_max=examples_max, explain=explain))
 
-    def serve(self, interval_s: float, metrics_at: tuple[str, int] | None, told: Callable[[Summary], object]) -> None:
-        """Does rounds until a signal comes; ``told`` hears of each that ended."""
+    def serve(
+        self,
+        interval_s: float,
+        metrics_at: tuple[str, int] | None,
+        ready: Callable[[str], object],
+        told: Callable[[Summary], object],
+    ) -> None:
+        """Does rounds until a signal comes; ``told`` hears of each that ended.
+
+        ``ready`` hears where metrics are served, as HOST:PORT, if they are.
+        """
         site, watermarks = self._site, self._watermarks
         duties = Duties.of(site, watermarks, self._config.max_bytes)
         pace = Pace(site.each, is_urgent=lambda: watermarks.is_urgent, pause=site.pause, clock=site.clock)
@@ -152,17 +157,11 @@ class Collector:
             shows_full=lambda: duties.sign.is_shown,
             waiting_s=lambda: rounds.waiting_s,
         )
-
-        def done(summary: Summary) -> None:
-            measured.done(summary)
-            log.log(logging.WARNING if summary.unfinished else logging.INFO, "%s", summary.to_line())
-            told(summary)
-
         service = Service(
             rounds.run,
             interval_s=interval_s,
             is_urgent=lambda: watermarks.is_urgent,
-            done=done,
+            done=lambda summary: _tell(summary, measured, told),
             failed=lambda error: measured.failed(),
             pause=site.pause,
             clock=site.clock,
@@ -170,9 +169,9 @@ class Collector:
         with ExitStack() as undo:
             where = "none"
             if metrics_at is not None:
-                port, close = serve(measured, *metrics_at)
+                where, close = serve(measured, *metrics_at)
                 undo.callback(close)
-                where = f"{metrics_at[0]}:{port}"
+                ready(where)
             duties.collectors.beat()
             undo.callback(duties.collectors.close)
             watch.start(self._stop)
@@ -235,3 +234,9 @@ class Collector:
             return task.result()
         except Stopped:
             return None
+
+
+def _tell(summary: Summary, measured: Metrics, told: Callable[[Summary], object]) -> None:
+    measured.done(summary)
+    log.log(logging.WARNING if summary.unfinished else logging.INFO, "%s", summary.to_line())
+    told(summary)

@@ -27,6 +27,8 @@ ROOM_AGAIN_S = 0.25
 """If another collector has put ``gc/room``, look again after this: nodes write freely until it is there."""
 COUNTED_S = 0.25
 """The greatest age of the number of nodes."""
+SAID_S = 60.0
+"""A root at its limit fills up again and again: the log says so once in this time."""
 UNHEARD_S = 60.0
 """Nodes have heard the first word after this, and reported what they wrote before it."""
 
@@ -124,6 +126,8 @@ class FullSign(_Sign):
         super().__init__(site, collectors, site.keys.gc_full, FULL_AGAIN_S)
         self._put_by: bytes | None = None
         self._looked_by: bytes | None = None
+        self._said_s = -SAID_S
+        self._says_at = logging.WARNING
 
     @property
     def is_shown(self) -> bool:
@@ -149,7 +153,9 @@ class FullSign(_Sign):
         elif self._put_by is not None and not level.over(watermarks.high):
             self._meta.txn((ValueIs(self._key, self._put_by),), (Delete(self._key),), self._timeout_s)
             self._put_by = None
-            log.warning("gc.full_over used_bytes=%d capacity_bytes=%d", level.used_bytes, level.capacity_bytes)
+            log.log(
+                self._says_at, "gc.full_over used_bytes=%d capacity_bytes=%d", level.used_bytes, level.capacity_bytes
+            )
 
     def _show(self, collector: bytes, lease: LeaseId, level: Level) -> None:
         if self._clock.monotonic_s() < self._again_s:
@@ -159,7 +165,12 @@ class FullSign(_Sign):
             self._yield_to(found)
             return
         self._put_by = collector
-        log.warning(
+        now_s = self._clock.monotonic_s()
+        self._says_at = logging.DEBUG
+        if now_s >= self._said_s + SAID_S:
+            self._said_s, self._says_at = now_s, logging.WARNING
+        log.log(
+            self._says_at,
             "gc.full nodes shed puts until the root is below its high watermark: used_bytes=%d capacity_bytes=%d",
             level.used_bytes,
             level.capacity_bytes,

@@ -17,7 +17,7 @@ from kvstore.cli.programs import kvstore_command
 from kvstore.cli.signals import Stopper
 from kvstore.cli.worker import WorkerOptions
 from kvstore.errors import InvalidRequest, Unavailable
-from kvstore.security.networks import is_loopback
+from kvstore.security.networks import is_loopback, joined
 
 if TYPE_CHECKING:
     from kvstore.meta.server import EmbeddedEtcd
@@ -75,15 +75,25 @@ class Host:
             took_s = time.monotonic() - program.started_s
             log.info("up.started name=%s after_s=%.1f", program.name, took_s)
 
-    def start_gc(self, room: Room, metrics: str | None) -> None:
-        """Starts the garbage collector, if it is installed. After the workers, which make the root."""
+    def start_gc(self, room: Room, metrics: str | None) -> str:
+        """Starts the garbage collector, if it is installed. After the workers, which make the root.
+
+        Returns its part of the ready line: where its metrics are, if ``metrics`` is given. Raises Unavailable if those
+        are not served.
+        """
         command = gc_command(*self._common(room), "--interval", f"{GC_INTERVAL_S}s")
         if command is None:
             log.warning(
                 "up.no_gc garbage collection is not installed: nothing is ever deleted, watch the root's free space"
             )
-            return
-        self._start_beside("gc", [*command, "--metrics", metrics] if metrics is not None else command)
+            return ""
+        if metrics is None:
+            self._start_beside("gc", command)
+            return ""
+        program = self._start_beside("gc", [*command, "--metrics", metrics])
+        bound = program.wait_ready(lambda: self._stopper.asked)["metrics"]
+        program.command = [*command, "--metrics", bound]  # at the same port, should it die
+        return f" gc-metrics={bound}"
 
     def start_dashboard(self, room: Room, listen: str) -> str:
         """Starts the dashboard of the same root and etcd; returns its URL. Raises Unavailable if it does not serve.
@@ -97,7 +107,7 @@ class Host:
             common += arguments(page)
         program = self._start_beside("dashboard", kvstore_command("dashboard", "--listen", listen, *common))
         url = program.wait_ready(lambda: self._stopper.asked)["dashboard"]
-        bound = _joined(split(listen)[0], int(url.rstrip("/").rpartition(":")[2]))
+        bound = joined(split(listen)[0], int(url.rstrip("/").rpartition(":")[2]))
         program.command = kvstore_command("dashboard", "--listen", bound, *common)  # at the same port, should it die
         return url
 
@@ -193,8 +203,4 @@ def numbered(first: str, number: int) -> str:
     host, port = split(first)
     if port and port + number > 65535:
         raise InvalidRequest(f"port {port} leaves no room for {number} more workers: give a lower one, or 0")
-    return _joined(host, port + number if port else 0)
-
-
-def _joined(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return joined(host, port + number if port else 0)

@@ -130,5 +130,6 @@ def _root(access: Access, as_json: bool) -> None:
         return
     rows: list[tuple[str, str]] = [("root", identity.root.hex()), ("url", root.url)]
     if space.total_bytes is not None and space.free_bytes is not None:
-        rows.append(("free", f"{size(space.free_bytes)} of {size(space.total_bytes)}"))
+        full = 1 - space.free_bytes / space.total_bytes if space.total_bytes else 1.0
+        rows.append(("full", f"{100 * full:.1f} % of {size(space.total_bytes)}, {size(space.free_bytes)} free"))
     print_pairs(rows)

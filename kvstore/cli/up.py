@@ -76,7 +76,9 @@ class UpOptions:
     drain_s: float = option(
         "--drain", type=DURATION, default="10s", show_default=True, help="Time for calls in progress when stopping."
     )
-    gc_metrics: str | None = option("--gc-metrics", type=HOST_PORT, help="Where kvstore-gc serves Prometheus metrics.")
+    gc_metrics: str | None = option(
+        "--gc-metrics", type=HOST_PORT, help="Where kvstore-gc serves Prometheus metrics; port 0: any free one."
+    )
     dashboard: str | None = option(
         "--dashboard", type=HOST_PORT, help="Where to serve the dashboard; by default there is none."
     )
@@ -128,8 +130,8 @@ def up(serving: WorkerOptions, options: UpOptions) -> None:
     kvstore-gc deletes the least useful chunks before the root is full. Prints one line when it serves:
 
     \b
-      ready grpc=HOST:PORT[,...] etcd=ENDPOINTS metrics=HOST:PORT[,...] [dashboard=URL]
-          [publish=ENDPOINT replay=ENDPOINT query=HOST:PORT]
+      ready grpc=HOST:PORT[,...] etcd=ENDPOINTS metrics=HOST:PORT[,...] [gc-metrics=HOST:PORT]
+          [dashboard=URL] [publish=ENDPOINT replay=ENDPOINT query=HOST:PORT]
 
     Stops cleanly on SIGTERM or Ctrl-C: accepted puts are finished. A second signal stops at once. A program that dies
     is restarted. The bundled etcd is for one host; a cluster that must survive a host needs its own etcd on three.
@@ -172,9 +174,7 @@ def _start_all(host: Host, options: UpOptions, secured: ServerAccess) -> str:
     Every wait in here ends with Unavailable as soon as a signal came.
     """
     host.start(options.workers, options.listen, options.metrics)
-    if not options.no_gc:
-        host.start_gc(options.room, options.gc_metrics)
-    served = ""
+    served = "" if options.no_gc else host.start_gc(options.room, options.gc_metrics)
     if options.dashboard is not None:
         served += f" dashboard={host.start_dashboard(options.room, options.dashboard)}"
     if (endpoints := options.publishing.endpoints(secured)) is not None:

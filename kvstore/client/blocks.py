@@ -12,6 +12,7 @@ from kvstore.address import BLOCK_KEY_BYTES_MAX, BLOCK_KEY_BYTES_MIN
 from kvstore.brief import brief
 from kvstore.buffers import Pieces, address_of
 from kvstore.checks import checked_hold_ttl
+from kvstore.client.dropping import release_dropped
 from kvstore.client.owner import Owner
 from kvstore.client.pin import Pin, check_pin
 from kvstore.client.planning import Plan, plan_keys
@@ -189,6 +190,7 @@ class BlockHold:
         self._owner = Owner()
         self._hold = hold
         self._cache = cache  # keeps the store open: an unreferenced store closes, which ends its holds
+        self._is_released = False
 
     @property
     def present(self) -> list[bool]:
@@ -210,6 +212,7 @@ class BlockHold:
 
     def release(self) -> None:
         """Ends the hold; idempotent, never raises. Does nothing in a forked child: the hold belongs to its parent."""
+        self._is_released = True
         if self._owner.is_here:
             self._hold.release()
 
@@ -221,6 +224,10 @@ class BlockHold:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+    def __del__(self) -> None:
+        if self._owner.is_here and not self._is_released:
+            release_dropped(self, self._hold)
 
 
 def _checked_keys(keys: Sequence[bytes]) -> list[bytes]:

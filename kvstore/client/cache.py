@@ -13,6 +13,7 @@ from kvstore.brief import brief
 from kvstore.checks import checked_hold_ttl, is_whole
 from kvstore.client.arrays import KvArray, fillable, layer_arrays, new_array, source_array, target_array
 from kvstore.client.blocks import BlockCache
+from kvstore.client.dropping import release_dropped
 from kvstore.client.owner import Owner
 from kvstore.client.pin import Pin, check_pin
 from kvstore.client.planning import Plan, plan_tokens
@@ -346,3 +347,7 @@ class Hold:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+    def __del__(self) -> None:
+        if self._owner.is_here and not self._released:
+            release_dropped(self, self._held)

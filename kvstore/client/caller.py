@@ -156,6 +156,11 @@ class Caller:
         """Returns the error where no worker is known at all, with the reason."""
         return self._endpoints.none_known()
 
+    @property
+    def is_closed(self) -> bool:
+        """True once the client was closed."""
+        return self._endpoints.is_closed
+
     def check(self) -> None:
         """Raises StoreClosed, or InvalidRequest in a forked child: for calls that need no worker."""
         self._endpoints.check()

@@ -1,5 +1,6 @@
-"""Stores that nobody closed: if dropped, they warn, and their threads and connections still end; what they put behind
-is written to the root before the interpreter ends.
+"""Stores that nobody closed, and holds that nobody released: if dropped, they warn, and still end.
+
+What a store put behind is written to the root before the interpreter ends.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 from weakref import WeakSet, finalize
 
 from kvstore.client.port import Port
@@ -65,13 +66,43 @@ def close_when_dropped(port: Port, close: Callable[[], None], name: str) -> fina
     return finalizer
 
 
+class Droppable(Protocol):
+    """What a hold of a caller rests on."""
+
+    @property
+    def protects(self) -> bool:
+        """True while it protects something, as far as this process knows. Takes no lock."""
+        ...
+
+    def release(self) -> None:
+        """Ends it; idempotent, never raises."""
+        ...
+
+
+def release_dropped(hold: object, held: Droppable) -> None:
+    """Releases what a hold rests on that nobody released: call it from ``__del__``.
+
+    There is a ResourceWarning, unless the hold is over or empty. It is about the line that dropped the hold; with
+    tracemalloc it has the line that took it, as Python's own for files.
+    """
+    if sys.is_finalizing():
+        return
+    is_alive = held.protects
+    _end_apart(held.release)
+    if is_alive:  # last: this raises if warnings are errors
+        warnings.warn(
+            "kvstore: a hold was dropped without release(); it is being released now. Call release(), or use the hold "
+            "as a context (with ... as hold:)",
+            ResourceWarning,
+            stacklevel=3,
+            source=hold,
+        )
+
+
 def _close_dropped(close: Callable[[], None], name: str, place: Place, pid: int) -> None:
     if os.getpid() != pid:
         return  # a forked child: threads and connections belong to its parent
-    # The garbage collector calls this in any thread at any point, perhaps while that thread has a lock that closing
-    # needs. So another thread closes, and this one takes no lock of ours.
-    with suppress(RuntimeError):  # no thread can start: the interpreter ends, or the system has no room
-        threading.Thread(target=close, name="kvstore-closing", daemon=True).start()
+    _end_apart(close)
     # Last: this raises if warnings are errors.
     warnings.warn_explicit(
         f"kvstore: the store of {name}, opened here, was dropped without close(); it is being closed now. Call "
@@ -80,6 +111,14 @@ def _close_dropped(close: Callable[[], None], name: str, place: Place, pid: int)
         place.file,
         place.line,
     )
+
+
+def _end_apart(end: Callable[[], None]) -> None:
+    """Calls ``end`` in another thread: the garbage collector drops things in any thread at any point, perhaps while it
+    has a lock that ending needs. So this takes no lock of ours.
+    """
+    with suppress(RuntimeError):  # no thread can start: the interpreter ends, or the system has no room
+        threading.Thread(target=end, name="kvstore-closing", daemon=True).start()
 
 
 def flush_at_exit(behind: WriteBehind) -> None:

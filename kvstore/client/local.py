@@ -73,14 +73,31 @@ class OpenMember:
         self.member.close()
 
 
-class LocalHold:
-    """A hold of the node in this process."""
+class LocalGuard:
+    """A hold of the node in this process. Segments are read as prompts, without it."""
 
     def __init__(self, store: OpenMember, node: Node, hold: Hold) -> None:
         self._store = store
         self._node = node
         self._hold = hold
         self.chunks = hold.count
+        """Leading chunks of one prompt that are held."""
+
+    @property
+    def protects(self) -> bool:
+        holds_any = any(map(len, self._hold.on or ()))
+        return holds_any and not self._store.closed and self._node.holds.find(self._hold.id) is not None
+
+    def check(self) -> None:
+        with self._store:
+            self._node.holds.check(self._hold)
+
+    def release(self) -> None:
+        self._node.holds.release(self._hold)
+
+
+class LocalHold(LocalGuard):
+    """Held leading chunks of one prompt."""
 
     def read(self, sections: Sections) -> int:
         with self._store:
@@ -95,18 +112,13 @@ class LocalHold:
         with self._store:
             return self._node.view(self._hold)
 
-    def release(self) -> None:
-        self._node.holds.release(self._hold)
 
-
-class LocalBlockHold:
-    """Held blocks of the node in this process."""
+class LocalBlockHold(LocalGuard):
+    """Held engine-hashed blocks."""
 
     def __init__(self, store: OpenMember, node: Node, namespace: Namespace, hold: Hold, present: list[bool]) -> None:
-        self._store = store
-        self._node = node
+        super().__init__(store, node, hold)
         self._namespace = namespace
-        self._hold = hold
         self.present = present
 
     def read(self, keys: Sequence[bytes], buffers: Pieces) -> list[bool]:
@@ -115,25 +127,6 @@ class LocalBlockHold:
             deadline = Deadline(self._node.clock, self._node.limits.read_deadline_s)
             self._node.counters.add(NodeCount.REQUESTS_GET)
             return self._node.blocks.get(self._namespace, keys, buffers, deadline, held=True)
-
-    def release(self) -> None:
-        self._node.holds.release(self._hold)
-
-
-class LocalGuard:
-    """A hold of the node in this process that protects segments."""
-
-    def __init__(self, store: OpenMember, node: Node, hold: Hold) -> None:
-        self._store = store
-        self._node = node
-        self._hold = hold
-
-    def check(self) -> None:
-        with self._store:
-            self._node.holds.check(self._hold)
-
-    def release(self) -> None:
-        self._node.holds.release(self._hold)
 
 
 class LocalSegments:

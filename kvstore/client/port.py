@@ -33,6 +33,11 @@ if TYPE_CHECKING:
 class PortGuard(Protocol):
     """A hold that protects what is read without it."""
 
+    @property
+    def protects(self) -> bool:
+        """True while it protects something, as far as this process knows. Takes no lock."""
+        ...
+
     def check(self) -> None:
         """Raises HoldBroken once the hold has ended, as far as this process knows."""
         ...
@@ -50,6 +55,11 @@ class PortHold(Protocol):
     """Held leading chunks of one prompt."""
 
     chunks: int
+
+    @property
+    def protects(self) -> bool:
+        """True while it protects something, as far as this process knows. Takes no lock."""
+        ...
 
     def read(self, sections: Sections) -> int:
         """Reads the held chunks; returns the number of leading good ones."""
@@ -76,6 +86,11 @@ class PortBlockHold(Protocol):
 
     present: list[bool]
     """For each key asked for, whether its block was in the store when the hold began."""
+
+    @property
+    def protects(self) -> bool:
+        """True while it protects something, as far as this process knows. Takes no lock."""
+        ...
 
     def read(self, keys: Sequence[bytes], buffers: Pieces) -> list[bool]:
         """Reads some of the held blocks. Raises HoldBroken if the hold has ended."""

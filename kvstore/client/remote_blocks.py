@@ -150,7 +150,7 @@ class RemoteBlocks:
 
 
 class RemoteBlockHold(HeldAtWorker):
-    """Blocks held by a worker. Like a hold of chunks, it protects everything from garbage collection."""
+    """Blocks held by a worker."""
 
     def __init__(
         self,

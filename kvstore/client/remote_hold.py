@@ -67,6 +67,11 @@ class HeldAtWorker:
             self._lease = _Lease(answer.hold, answer.lease_s, endpoint, tools.lanes.clock.monotonic_s())
             tools.renewing.add(self._lease)
 
+    @property
+    def protects(self) -> bool:
+        lease = self._lease
+        return lease is not None and not (lease.ended or self._released or self._tools.caller.is_closed)
+
     def release(self) -> None:
         """Ends the hold; idempotent, never raises."""
         with self._lock:
@@ -116,7 +121,8 @@ class HeldAtWorker:
             raise HoldBroken("the hold has ended (it was released): match again")
         if lease is not None and lease.ended:
             raise HoldBroken(
-                "the hold has ended (its worker was restarted, or this process did not renew it in time): match again"
+                "the hold has ended (its worker was restarted or lost its session, or this process did not renew it in "
+                "time): match again"
             )
 
 

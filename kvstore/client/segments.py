@@ -17,6 +17,7 @@ from kvstore import tracing
 from kvstore.checks import checked_hold_ttl, is_whole
 from kvstore.client.arrays import KvArray, fillable, source_array, target_array
 from kvstore.client.blocks import BlockCache
+from kvstore.client.dropping import release_dropped
 from kvstore.client.owner import Owner
 from kvstore.client.port import Port, PortGuard
 from kvstore.errors import HoldBroken, InvalidRequest
@@ -292,6 +293,10 @@ class Held:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+    def __del__(self) -> None:
+        if self._guard is not None and self._owner.is_here and not self._is_released:
+            release_dropped(self, self._guard)
 
 
 class _Reads:

@@ -19,6 +19,10 @@ class Ticket:
         self._move = move
         self._chunk_tokens = chunk_tokens
 
+    def __repr__(self) -> str:
+        state = ("failed" if self.error else "done") if self.done else "in progress"
+        return f"<kvstore.Ticket {state}, {self.tokens} tokens>"
+
     @property
     def tokens(self) -> int:
         """Leading tokens done so far, a multiple of chunk_tokens.

@@ -110,7 +110,7 @@ class Feed(Generic[T]):
             value = self._read()
         except KVStoreError as failed:
             error = str(failed)
-            if error != self._error:  # once, not every few seconds
+            if error != self._error and not self._loop.closed:  # once, not every few seconds
                 log.warning("dashboard.source_failed name=%s why=%s", self.name, error)
         except Exception as bug:  # a defect of ours in one source must not end the others, nor pass for "no news"
             error = f"internal error, please report it: {type(bug).__name__}"

@@ -36,6 +36,7 @@ class Fence:
         self._heard_s = NEVER_S
         self._due_s = NEVER_S
         self._term = 0
+        self._fails = False
 
     @property
     def term(self) -> int:
@@ -54,8 +55,10 @@ class Fence:
                 self._renew(sent_s)
             else:
                 self._stand(sent_s)
+            self._fails = False
         except KVStoreError as error:
-            log.info("events.fence %s", error)
+            log.log(logging.DEBUG if self._fails else logging.INFO, "events.fence %s", error)
+            self._fails = True
 
     def close(self) -> None:
         """Has another publisher speak at once. Idempotent."""

@@ -19,6 +19,7 @@ from kvstore.events.truth import Truth
 from kvstore.events.web import Serving, application, serve
 from kvstore.meta.interface import Meta
 from kvstore.meta.keys import Keys
+from kvstore.meta.roots import check_bound
 from kvstore.namespace import Namespace
 from kvstore.root.identity import create_or_open
 from kvstore.root.interface import Root
@@ -98,6 +99,7 @@ def open_publisher(
     """
     limits, clock, ids = limits or EventLimits(), clock or SystemClock(), RandomIds()
     identity = create_or_open(root, ids, create=False)
+    check_bound(meta, root.url, identity.root)
     keys = Keys(identity.root)
     with ExitStack() as undo:
         truth = Truth(root, identity.shard_bits, Doomed(meta, keys, limits), told.wants, limits, clock, folder)

@@ -29,6 +29,15 @@ def bound_root(meta: Meta, url: str, timeout_s: float | None = None) -> bytes | 
     return found.value if found else None
 
 
+def check_bound(meta: Meta, url: str, root_id: bytes) -> None:
+    """Raises RootMismatch if this cluster knows another root at ``url``, Unavailable if its etcd does not answer."""
+    if bound_root(meta, url) not in (None, root_id):
+        raise RootMismatch(
+            f"{url} is root {root_id.hex()}, but this etcd knows another root there: is the right file system mounted, "
+            "and is it this cluster's etcd?"
+        )
+
+
 def known_roots(meta: Meta, timeout_s: float | None = None) -> list[bytes]:
     """The ids of all roots that this cluster knows, sorted. Raises Unavailable."""
     return sorted({kv.value for kv in meta.list(ROOTS, timeout_s).items if len(kv.value) == ID_BYTES})

@@ -15,11 +15,12 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 from kvstore.children import Program, gc_command
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.meta.bounds import Bound, Bounds
-from kvstore.meta.interface import Absent, LeaseGone, Meta, Put
+from kvstore.meta.interface import Absent, KeyValue, LeaseGone, Meta, Put
 from kvstore.meta.keys import Keys, SessionId
 from kvstore.meta.presence import Presence
 from kvstore.meta.session import Session
@@ -157,6 +158,8 @@ class Collecting:
             return
         if self._child is not None:
             log.warning("collecting.ended exit_code=%s said=%r", self._child.exit_code, "".join(self._said))
+            with suppress(KVStoreError):  # else it ends by itself, some seconds later
+                self._end(self._child)
         is_short_lived = self._child is not None and now_s - self._seen_s < AGAIN_S_MAX
         self._pause_s = min(2 * self._pause_s, AGAIN_S_MAX) if is_short_lived else AGAIN_S_MIN
         self._again_s = now_s + self._pause_s
@@ -188,13 +191,21 @@ class Collecting:
         """Kills a child that no longer takes part, so that the next tick starts another."""
         assert self._child is not None
         now_s = self._clock.monotonic_s()
-        collectors = self._meta.list(self._keys.collectors, TIMEOUT_S).items
-        if self._child.pid in {_pid_of(kv.value) for kv in collectors}:
+        if self._records_of(self._child):
             self._seen_s = now_s
         elif now_s - self._seen_s >= HUNG_S:
             log.warning("collecting.hung pid=%s has not been seen for %g s: it is killed", self._child.pid, HUNG_S)
             self._child.kill()
             self._seen_s = now_s
+
+    def _end(self, child: Program) -> None:
+        """Ends the lease of a child that was killed, and with it the signs that make nodes wait for that one."""
+        for record in self._records_of(child):
+            self._meta.revoke(record.lease, TIMEOUT_S)
+
+    def _records_of(self, child: Program) -> list[KeyValue]:
+        collectors = self._meta.list(self._keys.collectors, TIMEOUT_S).items
+        return [record for record in collectors if _pid_of(record.value) == child.pid]
 
     def _stop(self) -> None:
         child, self._child = self._child, None

@@ -163,7 +163,8 @@ class Holds:
         with self._lock:
             if self._live.pop(hold.id, None) is not None and hold.was_named:
                 self._linger(hold)
-        _let_go(hold)
+        if hold.slots is not None:
+            hold.slots.release()
 
     def announcement(self) -> Announcement:
         """Returns what may be announced: the newest revision that this node has seen, and the chunks that a hold from
@@ -236,13 +237,9 @@ class Holds:
             del self._live[hold.id]
             if hold.was_named:
                 self._linger(hold)
-            _let_go(hold)
+            if hold.slots is not None:
+                hold.slots.release()
         return len(ended)
 
     def _linger(self, hold: Hold) -> None:
         self._lingering.append((self._clock.monotonic_s() + LINGER_S, hold))
-
-
-def _let_go(hold: Hold) -> None:
-    if hold.slots is not None:
-        hold.slots.release()

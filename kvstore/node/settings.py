@@ -104,7 +104,7 @@ class AskedBound:
         elif max_bytes is not None:
             raise InvalidRequest(
                 f"max_bytes={brief(max_bytes)}: expected a whole number of bytes from {BOUND_BYTES_MIN} (1 MiB) to "
-                f'{SIZE_END - 1}, "auto" for a share of the disk, or None for no bound'
+                f'{SIZE_END - 1}, such as 64 << 20 for 64 MiB, "auto" for a share of the disk, or None for no bound'
             )
         if ttl is None:
             return cls(chosen)

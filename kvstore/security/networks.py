@@ -1,4 +1,4 @@
-"""Tells addresses that only this host can reach."""
+"""Addresses as text, ``host:port``, and which of them only this host can reach."""
 
 from __future__ import annotations
 
@@ -16,3 +16,8 @@ def is_loopback(address: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False  # also 127.0.0.1.example.org, a name that may resolve to any host
+
+
+def joined(host: str, port: int) -> str:
+    """Returns the ``host:port`` of a host without brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

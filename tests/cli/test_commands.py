@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -250,6 +251,7 @@ def test_stats_of_a_root(run: Run, root: str) -> None:
     found = parsed(run("stats", "--root", root, "--json"))
     assert len(bytes.fromhex(found["root"])) == 16
     assert found["version"] == 1 and found["free_bytes"] > 0
+    assert re.search(r"full +\d+\.\d % of .*iB, .*iB free", run("stats", "--root", root).output)
 
 
 def test_stats_name_a_worker_that_does_not_answer(run: Run, tmp_path: Path) -> None:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 import kvstore
+from kvstore.meta.keys import Keys, SessionId
+from kvstore.meta.sqlite.client import SqliteMeta
 from kvstore.node import collecting
+from kvstore.root.identity import create_or_open
+from kvstore.root.open import open_root
+from kvstore.sources import RandomIds
 from tests.client.bound_process import PROMPT_BYTES
 from tests.client.bounding import (
     BOUND_BYTES,
@@ -71,6 +78,21 @@ def test_a_collector_that_hangs_is_replaced(tmp_path: Path, at_once: None, monke
         monkeypatch.setattr(collecting, "HUNG_S", 0.0)
         eventually(lambda: before not in collectors(root), "it is killed")
         monkeypatch.undo()
+        eventually(lambda: collectors(root), "another is started")
+
+
+def test_the_lease_of_a_killed_collector_is_ended_before_another_is_started(tmp_path: Path, at_once: None) -> None:
+    root = tmp_path / "root"
+    with kvstore.open(root) as store, closing(SqliteMeta(str(root))) as meta:
+        put(store, 1)
+        eventually(lambda: store.stats()["collecting"])
+        killed = collector(root)
+        with closing(open_root(str(root))) as opened:
+            keys = Keys(create_or_open(opened, RandomIds(), create=False).root)
+        key, record = keys.collector(SessionId(b"k" * 16)), json.dumps({"pid": killed}).encode()
+        meta.put(key, record, meta.grant(3600))
+        os.kill(killed, signal.SIGKILL)
+        eventually(lambda: meta.get(key) is None, "nobody waits for the lease")
         eventually(lambda: collectors(root), "another is started")
 
 

@@ -13,6 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,12 +26,14 @@ from kvstore.client.bulk.way import Bulk
 from kvstore.client.cache import Cache
 from kvstore.client.dropping import close_when_dropped
 from kvstore.client.store import Store
+from kvstore.segments.rope import Rope
 from tests.node.stores import TINY, kv_of
 from tests.patience import PATIENCE_S, eventually
 from tests.worker.serving import serving
 
 TOKENS = range(8 * TINY.chunk_tokens)
 KV = kv_of(TINY, TOKENS)
+ROPE = Rope(10_000.0, TINY.head_dim)
 KEYS = [bytes([number]) * 16 for number in range(3)]
 SERVING = ("kvstore-call", "kvstore-bulk", "kvstore-puts-behind", "kvstore-worker", "kvstore-leases")
 """Names of the threads that a worker has."""
@@ -127,7 +130,68 @@ def test_a_hold_keeps_a_dropped_store_open(path: str, tmp_root: Path) -> None:
         gc.collect()
         assert len(hold.view()) == 8
         assert blocks.get(KEYS, [bytearray(3) for _ in KEYS]) == [True] * 3
-        del hold, blocks
+        with pytest.warns(ResourceWarning, match="a hold was dropped"):
+            del hold, blocks
+
+
+HELD: dict[str, Callable[[Cache], object]] = {
+    "tokens": lambda cache: cache.hold(TOKENS),
+    "blocks": lambda cache: cache.blocks.hold(KEYS),
+    "segments": lambda cache: cache.segments(ROPE, chunk_tokens=TINY.chunk_tokens).find_held(TOKENS),
+}
+
+
+@pytest.mark.parametrize("what", HELD)
+@pytest.mark.parametrize("path", ["embedded", "grpc"])
+def test_a_dropped_hold_warns_and_is_released(path: str, what: str, tmp_root: Path) -> None:
+    kv = np.ones(TINY.shape(len(TOKENS)), np.float16)
+    with opener(path, tmp_root) as open_store, open_store() as store:
+        cache = store.namespace("m", replace(TINY, dtype="float16"))
+        cache.put(TOKENS, kv)
+        cache.blocks.put(KEYS, [b"abc"] * 3)
+        cache.segments(ROPE, chunk_tokens=TINY.chunk_tokens).put(TOKENS, kv)
+        with pytest.warns(ResourceWarning, match=r"a hold was dropped without release\(\)") as warned:
+            hold = HELD[what](cache)
+            assert store.stats()["holds"] == 1
+            del hold
+            gc.collect()
+        line = inspect.getsource(sys.modules[__name__]).splitlines()[warned[0].lineno - 1]
+        assert warned[0].filename == __file__ and line.strip() == "del hold"
+        eventually(lambda: store.stats()["holds"] == 0, "it is released")
+
+
+def test_a_dropped_hold_of_nothing_says_nothing_and_is_released(tmp_root: Path) -> None:
+    with kvstore.open(str(tmp_root)) as store, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cache = store.namespace("m", TINY)
+        assert cache.hold(TOKENS).tokens == 0 and not any(cache.blocks.hold(KEYS).present)
+        gc.collect()
+        eventually(lambda: store.stats()["holds"] == 0)
+
+
+def test_a_hold_of_an_asynchronous_store_is_released_too(tmp_root: Path) -> None:
+    async def drops() -> None:
+        async with kvstore.aio.open(str(tmp_root)) as store:
+            cache = await store.namespace("m", TINY)
+            await cache.put(TOKENS, KV)
+            hold = await cache.hold(TOKENS)
+            assert hold.tokens == len(TOKENS)
+            del hold
+            while (await store.stats())["holds"]:
+                await asyncio.sleep(0.01)  # the thread that took it lets go of it when it has something else to do
+                gc.collect()
+
+    with pytest.warns(ResourceWarning, match="a hold was dropped"):
+        asyncio.run(asyncio.wait_for(drops(), PATIENCE_S))
+
+
+def test_a_hold_of_a_closed_store_says_nothing(tmp_root: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with kvstore.open(str(tmp_root)) as store:
+            holds = [use(store).hold(TOKENS), use(store).blocks.hold(KEYS)]
+        del holds
+        gc.collect()
 
 
 def test_control_keeps_a_dropped_store_open(tmp_root: Path) -> None:

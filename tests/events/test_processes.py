@@ -21,7 +21,7 @@ import pytest
 import kvstore
 from kvstore.client.cache import Cache
 from kvstore.format import places
-from tests.cli.conftest import Running, serving
+from tests.cli.conftest import KVSTORE, Running, serving
 from tests.collecting import bounded_to
 from tests.etcd_fixture import running_etcd
 from tests.events.subscriber import Subscriber
@@ -99,6 +99,18 @@ def test_an_index_is_right_again_after_kills_cuts_and_clears(root: Path, etcd: s
                     assert late.replays
                     shutil.rmtree(next(each for each in (root / "chunks").iterdir() if any(each.iterdir())))
                     eventually(lambda: subscriber.hashes <= on_root(root))
+
+
+def test_a_publisher_whose_etcd_does_not_answer_says_so_and_ends(root: Path) -> None:
+    kvstore.open(root, max_bytes=None).close()
+    done = subprocess.run(
+        [*KVSTORE, "events", "--root", str(root), "--etcd", f"127.0.0.1:{free_port()}", "--publish", "tcp://*:0"],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "") and "check that etcd runs" in done.stderr, done
 
 
 def test_one_of_two_publishers_speaks_until_it_is_killed(root: Path, etcd: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -18,7 +19,7 @@ from kvstore.events.speaker import Speaker
 from kvstore.events.stream import TERM_BITS, Batch, Stream
 from kvstore.events.truth import Truth
 from kvstore.format.places import Name
-from kvstore.meta.interface import Compare, Delete, Put, TxnResult
+from kvstore.meta.interface import Compare, Delete, KeyValue, Put, TxnResult
 from kvstore.meta.keys import Keys
 from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.memory_store import MemoryStore
@@ -230,6 +231,38 @@ def test_a_lost_reply_of_the_election_is_read_back(clock: Ticking) -> None:
     other = Fence(MemoryMeta(store, clock), "/kv/speaker", EventLimits(), clock, RandomIds())
     other.step()
     assert not other.term
+
+
+def test_an_outage_of_etcd_is_logged_once(clock: Ticking, caplog: pytest.LogCaptureFixture) -> None:
+    class Silent(MemoryMeta):
+        is_silent = True
+
+        def get(self, key: str, timeout_s: float | None = None) -> KeyValue | None:
+            if self.is_silent:
+                raise Unavailable("no answer")
+            return super().get(key, timeout_s)
+
+    meta = Silent(MemoryStore(clock), clock)
+    fence = Fence(meta, "/kv/speaker", EventLimits(), clock, RandomIds())
+
+    def steps() -> int:
+        caplog.clear()
+        for _ in range(5):
+            clock.passed_s += 10
+            fence.step()
+        return sum(line.levelno >= logging.INFO for line in caplog.records)
+
+    with caplog.at_level(logging.INFO, "kvstore.events"):
+        assert steps() == 1 and steps() == 0
+        meta.is_silent = False
+        fence.step()
+        clock.passed_s += 10
+        fence.step()
+        assert fence.term
+        meta.is_silent = True
+        clock.passed_s += 60
+        fence.step()
+        assert steps() == 1 and steps() == 0
 
 
 def test_long_chains_are_cut_into_batches_that_continue_each_other(clustered: Cluster, clock: Ticking) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 
 from kvstore.meta.keys import Keys, SessionId
@@ -291,6 +293,24 @@ def test_a_sign_that_no_lease_ends_is_taken_away(hosts: tuple[Host, Host, FakeCl
 def test_the_sign_comes_again_at_once_when_the_root_fills_again_at_once(hosts: tuple[Host, Host, FakeClock]) -> None:
     one = hosts[0]
     assert [one.at(used) for used in (990, 100, 990, 100, 990)] == [True, False, True, False, True]
+
+
+def test_the_log_says_once_in_a_minute_that_the_root_is_full(
+    hosts: tuple[Host, Host, FakeClock], caplog: pytest.LogCaptureFixture
+) -> None:
+    one, _, clock = hosts
+
+    def said(used: list[int]) -> list[str]:
+        caplog.clear()
+        for each in used:
+            one.at(each)
+        return [line.getMessage().split()[0] for line in caplog.records if line.levelno == logging.WARNING]
+
+    assert said([990, 100, 990, 100, 990]) == ["gc.full", "gc.full_over"]
+    for _ in range(8):
+        clock.advance(TTL_S)
+        one.collectors.beat()
+    assert said([990, 100, 990, 100]) == ["gc.full", "gc.full_over"]
 
 
 def test_the_sign_costs_a_write_when_it_changes_and_nothing_in_between(hosts: tuple[Host, Host, FakeClock]) -> None:

@@ -190,7 +190,7 @@ identity = create_or_open(root, RandomIds())
 hang = Hang()
 faulty = FaultyRoot(root, [Rule("list", hang)])
 collector = Collector(Site(faulty, identity, MemoryMeta()), Config(), lambda pause_s: hang.reached.wait(pause_s))
-collector.serve(1.0, None, print)
+collector.serve(1.0, None, print, print)
 sys.exit("it did not end")
 """
 

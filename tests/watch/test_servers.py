@@ -18,7 +18,7 @@ from kvstore.cli.tracing import start_tracing
 from kvstore.sources import SystemClock
 from kvstore_gc.metrics import Metrics, write
 from kvstore_gc.summary import Summary
-from tests.cli.conftest import PATIENCE_S, eventually, serving
+from tests.cli.conftest import PATIENCE_S, serving
 from tests.node.stores import SMALL
 
 
@@ -89,10 +89,7 @@ def test_a_single_round_writes_its_metrics_to_a_file_in_one_step(tmp_path: Path)
 def test_up_logs_json_and_its_collector_serves_metrics(tmp_path: Path) -> None:
     arguments = ("up", "--root", str(tmp_path / "root"), "--listen", "127.0.0.1:0", "--log-format", "json")
     with serving(tmp_path, *arguments, "--gc-metrics", "127.0.0.1:0") as up:
-        eventually(lambda: "gc.ready" in up.log.read_text(), "the collector is ready")
-        lines = [json.loads(line) for line in up.log.read_text().splitlines()]
-        (ready,) = (line for line in lines if line.get("event") == "gc.ready")
-        with urllib.request.urlopen(f"http://{ready['metrics']}/metrics", timeout=PATIENCE_S) as page:
+        with urllib.request.urlopen(f"http://{up.said['gc-metrics']}/metrics", timeout=PATIENCE_S) as page:
             shown = page.read().decode()
         assert 'kvstore_gc_rounds_total{outcome="failed"} 0.0' in shown and "process_start_time_seconds " in shown
         assert up.end() == 0
