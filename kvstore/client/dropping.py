@@ -14,10 +14,10 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 from weakref import WeakSet, finalize
 
-from kvstore.client.port import Port
+from kvstore.client.port import Port, Protecting
 from kvstore.node.write_behind import WriteBehind
 
 
@@ -66,20 +66,7 @@ def close_when_dropped(port: Port, close: Callable[[], None], name: str) -> fina
     return finalizer
 
 
-class Droppable(Protocol):
-    """What a hold of a caller rests on."""
-
-    @property
-    def protects(self) -> bool:
-        """True while it protects something, as far as this process knows. Takes no lock."""
-        ...
-
-    def release(self) -> None:
-        """Ends it; idempotent, never raises."""
-        ...
-
-
-def release_dropped(hold: object, held: Droppable) -> None:
+def release_dropped(hold: object, held: Protecting) -> None:
     """Releases what a hold rests on that nobody released: call it from ``__del__``.
 
     There is a ResourceWarning, unless the hold is over or empty. It is about the line that dropped the hold; with

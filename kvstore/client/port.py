@@ -30,16 +30,12 @@ if TYPE_CHECKING:
     from kvstore.client.control import Control
 
 
-class PortGuard(Protocol):
-    """A hold that protects what is read without it."""
+class Protecting(Protocol):
+    """A hold of any kind."""
 
     @property
     def protects(self) -> bool:
         """True while it protects something, as far as this process knows. Takes no lock."""
-        ...
-
-    def check(self) -> None:
-        """Raises HoldBroken once the hold has ended, as far as this process knows."""
         ...
 
     def release(self) -> None:
@@ -47,19 +43,22 @@ class PortGuard(Protocol):
         ...
 
 
+class PortGuard(Protecting, Protocol):
+    """A hold that protects what is read without it."""
+
+    def check(self) -> None:
+        """Raises HoldBroken once the hold has ended, as far as this process knows."""
+        ...
+
+
 Prompt = TokenArray | list[bytes]
 """The tokens of a prompt, or the keys of engine-hashed blocks."""
 
 
-class PortHold(Protocol):
+class PortHold(Protecting, Protocol):
     """Held leading chunks of one prompt."""
 
     chunks: int
-
-    @property
-    def protects(self) -> bool:
-        """True while it protects something, as far as this process knows. Takes no lock."""
-        ...
 
     def read(self, sections: Sections) -> int:
         """Reads the held chunks; returns the number of leading good ones."""
@@ -76,28 +75,15 @@ class PortHold(Protocol):
         """Returns a read-only array ``(layers, 2, chunk_tokens, kv_heads, head_dim)`` per leading good chunk."""
         ...
 
-    def release(self) -> None:
-        """Ends the hold; idempotent, never raises."""
-        ...
 
-
-class PortBlockHold(Protocol):
+class PortBlockHold(Protecting, Protocol):
     """Held engine-hashed blocks."""
 
     present: list[bool]
     """For each key asked for, whether its block was in the store when the hold began."""
 
-    @property
-    def protects(self) -> bool:
-        """True while it protects something, as far as this process knows. Takes no lock."""
-        ...
-
     def read(self, keys: Sequence[bytes], buffers: Pieces) -> list[bool]:
         """Reads some of the held blocks. Raises HoldBroken if the hold has ended."""
-        ...
-
-    def release(self) -> None:
-        """Ends the hold; idempotent, never raises."""
         ...
 
 
