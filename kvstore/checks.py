@@ -6,6 +6,7 @@ Separate from ``brief``, which writes what was wrong into messages.
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 from numbers import Real
 from operator import index
 from typing import Any, TypeGuard
@@ -17,6 +18,10 @@ FLOAT_MAX = 1.7976931348623157e308
 """The largest float but infinity: whole numbers of Python may be larger, and then fit none."""
 WAIT_S_MAX = 1e9
 """Locks refuse to wait for centuries."""
+SECONDS_MAX = 10**6
+"""The longest time that a limit can be, 11 days: the system takes no more milliseconds than fit 32 bits."""
+COUNT_MAX = 1 << 31
+BYTES_MAX = 1 << 48
 
 
 def is_whole(value: Any) -> TypeGuard[int]:
@@ -73,3 +78,21 @@ def checked_hold_ttl(ttl: float) -> float:
     if seconds is None or not seconds > 0 or FLOAT_MAX < seconds < math.inf:
         raise InvalidRequest(f"ttl={brief(ttl)}: expected a positive number of seconds")
     return float(seconds)
+
+
+def check_limits(limits: Any) -> None:
+    """Checks each field of a frozen dataclass of limits, and makes its value one of Python: sums in numpy's overflow.
+
+    All are more than 0. ``int`` fields are whole, and at most COUNT_MAX; ``float`` fields are times or shares, at most
+    SECONDS_MAX; those with ``bytes`` in their name are at most BYTES_MAX. Raises InvalidRequest.
+    """
+    for each in fields(limits):
+        given, is_count = getattr(limits, each.name), each.type == "int"
+        most = BYTES_MAX if "bytes" in each.name else COUNT_MAX if is_count else SECONDS_MAX
+        value = number(given)
+        if value is None or not 0 < value <= most or (is_count and value != int(value)):
+            raise InvalidRequest(
+                f"limit {each.name}={brief(given)}: expected a {'whole ' * is_count}number, more than 0 and at most "
+                f"{most:,}"
+            )
+        object.__setattr__(limits, each.name, int(value) if is_count else value)

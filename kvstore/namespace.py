@@ -17,6 +17,7 @@ from kvstore.layout import Layout
 
 NamespaceDigest = NewType("NamespaceDigest", bytes)
 NamespaceId = NewType("NamespaceId", bytes)
+DIGEST_BYTES = 32
 
 HASH_ALGORITHM = "blake2b-128"
 NAME_BYTES_MAX = 256

@@ -7,7 +7,7 @@ from functools import partial
 
 from kvstore.aio.pins import Pin
 from kvstore.aio.plans import Plan
-from kvstore.aio.twins import Opening, Twin, awaited
+from kvstore.aio.twins import Opening, Twin, awaited, finished
 from kvstore.client import blocks, pin
 
 
@@ -20,7 +20,7 @@ class BlockHold(Twin[blocks.BlockHold]):
         return self._twin.present
 
     get = awaited(blocks.BlockHold.get)
-    release = awaited(blocks.BlockHold.release)
+    release = finished(blocks.BlockHold.release)
 
     async def __aenter__(self) -> BlockHold:
         return self

@@ -11,7 +11,7 @@ from kvstore.aio.pins import Pin
 from kvstore.aio.plans import Plan
 from kvstore.aio.segments import Segments
 from kvstore.aio.threads import STEP_S, Threads
-from kvstore.aio.twins import Opening, Twin, awaited
+from kvstore.aio.twins import Opening, Twin, awaited, finished
 from kvstore.client import cache
 from kvstore.client import pin as pins
 from kvstore.client import tickets as sync_tickets
@@ -62,7 +62,7 @@ class Hold(Twin[cache.Hold]):
 
     read_into = awaited(cache.Hold.read_into)
     view = awaited(cache.Hold.view)
-    release = awaited(cache.Hold.release)
+    release = finished(cache.Hold.release)
 
     async def layers(self, out: Sequence[KvArray] | None = None) -> AsyncIterator[tuple[int, KvArray, KvArray]]:
         """Yields ``(layer, k, v)`` as the synchronous one does, the next ones being read meanwhile."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstore.aio.twins import Twin, awaited
+from kvstore.aio.twins import Twin, finished
 from kvstore.client import pin
 
 
@@ -19,7 +19,7 @@ class Pin(Twin[pin.Pin]):
         """Leading tokens that are pinned."""
         return self._twin.tokens
 
-    release = awaited(pin.Pin.release)
+    release = finished(pin.Pin.release)
 
     async def __aenter__(self) -> Pin:
         return self

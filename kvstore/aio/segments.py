@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvstore.aio.threads import Threads
-from kvstore.aio.twins import Opening, Twin, awaited
+from kvstore.aio.twins import Opening, Twin, awaited, finished
 from kvstore.client import segments
 from kvstore.segments import Match
 from kvstore.tokens import Tokens
@@ -21,7 +21,7 @@ class Held(Twin[segments.Held]):
         return self._twin.matches
 
     read_into = awaited(segments.Held.read_into)
-    release = awaited(segments.Held.release)
+    release = finished(segments.Held.release)
 
     async def __aenter__(self) -> Held:
         return self

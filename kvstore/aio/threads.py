@@ -34,15 +34,26 @@ class Threads:
         nothing is written into the caller's memory later. ``undo`` then takes back what it returned. A call that has
         not begun never does.
         """
-        job = self._begun(call)
+        made: list[T] = []  # not the future's result: threads keep that for a while, and nobody would drop it
+        job = self._begun(lambda: made.append(call()))
         ended = asyncio.wrap_future(job)
         try:
-            return await asyncio.shield(ended)
+            await asyncio.shield(ended)
+            return made.pop()
         except asyncio.CancelledError:
             if not job.cancel():
                 await _wait(ended)
-                if ended.exception() is None and undo is not None:
-                    await _wait(asyncio.wrap_future(self._begun(partial(undo, ended.result()))))
+                if made and undo is not None:
+                    await self.finish(partial(undo, made.pop()))
+            raise
+
+    async def finish(self, call: Callable[[], object]) -> None:
+        """Calls what takes something back, also if it is cancelled before that began: CancelledError comes after it."""
+        ended = asyncio.wrap_future(self._begun(call))
+        try:
+            await asyncio.shield(ended)
+        except asyncio.CancelledError:
+            await _wait(ended)
             raise
 
     def close(self) -> None:

@@ -36,6 +36,16 @@ def awaited(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[Twin
     return call
 
 
+def finished(method: Callable[[S], object]) -> Callable[[Twin[S]], Coroutine[Any, Any, None]]:
+    """Returns a method of the twin that takes something back: being cancelled does not keep it from that."""
+
+    @functools.wraps(method)
+    async def call(self: Twin[S], /) -> None:
+        await self._threads.finish(functools.partial(method, self._twin))
+
+    return call
+
+
 class Closing(Protocol):
     """An object that ``async with`` can close."""
 
@@ -53,6 +63,10 @@ class Opening(Coroutine[Any, Any, C], Generic[C]):
     def __init__(self, making: Coroutine[Any, Any, C]) -> None:
         self._making = making
         self._made: C | None = None
+
+    def __repr__(self) -> str:
+        state = "is not open yet: await it, or enter it with 'async with'"
+        return f"<asyncio {getattr(self._making, '__qualname__', 'object').lstrip('_')} {state}>"
 
     def __await__(self) -> Generator[Any, None, C]:
         return self._making.__await__()

@@ -20,7 +20,7 @@ from kvstore.checks import number
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import Incarnation
 from kvstore.format.lineage import LINEAGE_BYTES, SESSION_BYTES, LineageId, Writers, lineage_id, written
-from kvstore.namespace import Namespace, NamespaceDigest, NamespaceId
+from kvstore.namespace import DIGEST_BYTES, Namespace, NamespaceDigest, NamespaceId
 
 WRITER_FIELDS = ("node", "host", "version", "label")
 IDS_MAX = 10_000
@@ -54,7 +54,9 @@ class Selection:
     """Written before this time."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.namespace, bytes | None):
+        if self.namespace is not None and not (
+            isinstance(self.namespace, bytes) and len(self.namespace) == DIGEST_BYTES
+        ):
             raise InvalidRequest(f"namespace={brief(self.namespace)}: expected its digest (cache.namespace.digest)")
         if self.tenant is not None:
             _check_text("tenant", self.tenant)

@@ -88,7 +88,7 @@ def fsck(root: RootPlace, wanted: _Wanted, etcd: EtcdAccess | None, as_json: boo
     if as_json:
         print_json({**_json(identity, report, adopted), "metadata": astray})
     else:
-        _print(report)
+        _print(report, astray is not None)
     if not report.is_clean or astray is not None or (adopted and adopted.refused):
         check_failed()
 
@@ -212,7 +212,7 @@ def _show(finding: Finding) -> None:
     print(shown(f"{finding.kind.value:15} {finding.name}{': ' if finding.detail else ''}{finding.detail}{done}"))
 
 
-def _print(report: Report) -> None:
+def _print(report: Report, is_astray: bool) -> None:
     housekeeping = [each for each in report.findings if each.is_housekeeping]
     if housekeeping:
         print("housekeeping (not damage):")
@@ -221,8 +221,8 @@ def _print(report: Report) -> None:
     if report.housekeeping_count > len(housekeeping):
         print(f"and {report.housekeeping_count - len(housekeeping)} more")
     print(
-        f"{report.chunks_count} whole chunks, {size(report.chunks_bytes)}; {report.problems_count} problems, "
-        f"{report.unrepaired_count} not repaired; {report.housekeeping_count} of housekeeping"
+        f"{report.chunks_count} whole chunks, {size(report.chunks_bytes)}; {report.problems_count + is_astray} "
+        f"problems, {report.unrepaired_count + is_astray} not repaired; {report.housekeeping_count} of housekeeping"
     )
 
 

@@ -44,8 +44,8 @@ def lookup(prompt: Prompt, chunks_max: int, worker: str | None, access: Access, 
       kvstore lookup llama-3.1-8b --tokens-file prompt.txt --etcd 10.0.0.5:2379 --json
     """
     ids = prompt.ids()
-    with access.open() as store:
-        control = steered(store, access)
+    with steered(access) as store:
+        control = store.control
         cache = prompt.cache(store)
         found = control.lookup(cache, ids, chunks_max, worker)
         chunk_tokens = cache.layout.chunk_tokens

@@ -64,7 +64,8 @@ def replay(trace: str, access: Access, callers: Callers, as_json: bool) -> None:
     """Replay TRACE, a file of JSON lines as Mooncake publishes them, and compare every byte with the expected one.
 
     Each request is matched, its hits are read and compared, its misses are put. With one caller every hit must be the
-    one that the trace implies. With several the order is undefined, and each chunk must be written exactly once.
+    one that the trace implies. With several the order is undefined, and each chunk must be written exactly once. Puts
+    wait for the root, so that every worker finds them.
     Without --root, --connect or --etcd it uses a temporary root in this process.
 
     Exit codes: 0 everything as expected, 1 a wrong byte or an unexpected hit, 2 could not run.

@@ -13,6 +13,7 @@ from kvstore.cli.command import Command
 from kvstore.cli.options import json_option
 from kvstore.cli.output import console, print_json, print_pairs
 from kvstore.cli.rooted import identified
+from kvstore.cli.tickets import steered
 from kvstore.counts import GROWING, NODE_GAUGES, WORKER_GAUGES, ClientCount, NodeCount, WorkerCount
 from kvstore.errors import KVStoreError
 
@@ -73,10 +74,10 @@ def stats(access: Access, is_full: bool, as_json: bool) -> None:
       kvstore stats --etcd 10.0.0.5:2379 --json
       kvstore stats --root /mnt/kv
     """
-    if access.root is not None:
+    if access.root is not None and access.etcd is None:
         _root(access, as_json)
         return
-    with access.open() as store:
+    with steered(access) as store:
         found, each = store.stats(), store.stats_each()
     for worker, told in each.items():
         if isinstance(told, KVStoreError):

@@ -42,8 +42,8 @@ def drain(worker: str | None, within_s: float, access: Access, as_json: bool) ->
       kvstore drain --connect 10.0.0.7:7070
       kvstore drain --etcd 10.0.0.5:2379 --worker 10.0.0.7:7070 --within 2m
     """
-    with access.open() as store:
-        left = steered(store, access).drain(worker, within_s)
+    with steered(access) as store:
+        left = store.control.drain(worker, within_s)
     if as_json:
         print_json(asdict(left))
         return
@@ -72,8 +72,8 @@ def limits(changes: tuple[str, ...], worker: str | None, access: Access, as_json
       kvstore limits behind_share=0.25 --etcd 10.0.0.5:2379 --worker 10.0.0.7:7070
     """
     wanted = dict(_pair(change) for change in changes)
-    with access.open() as store:
-        control = steered(store, access)
+    with steered(access) as store:
+        control = store.control
         found = control.limits()
         if wanted:
             _check_names(wanted, found)
@@ -125,8 +125,8 @@ def health(access: Access, as_json: bool) -> None:
       kvstore health --connect 10.0.0.7:7070
       kvstore health --etcd 10.0.0.5:2379 --json
     """
-    with access.open() as store:
-        found = steered(store, access).health()
+    with steered(access) as store:
+        found = store.control.health()
     if as_json:
         print_json(
             {

@@ -134,7 +134,8 @@ def up(serving: WorkerOptions, options: UpOptions) -> None:
           [dashboard=URL] [publish=ENDPOINT replay=ENDPOINT query=HOST:PORT]
 
     Stops cleanly on SIGTERM or Ctrl-C: accepted puts are finished. A second signal stops at once. A program that dies
-    is restarted. The bundled etcd is for one host; a cluster that must survive a host needs its own etcd on three.
+    is restarted; a worker that dies within 10 s of its start four times in a row ends it all. The bundled etcd is for
+    one host; a cluster that must survive a host needs its own etcd on three.
 
     \b
     Examples:

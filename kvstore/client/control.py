@@ -117,6 +117,7 @@ class Control:
 
     def workers(self) -> list[str]:
         """The addresses of all workers."""
+        self._endpoints.check()
         return [endpoint.address for endpoint in self._endpoints.every()]
 
     # Places of chunks

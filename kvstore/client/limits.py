@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-from kvstore.brief import brief
-from kvstore.checks import FLOAT_MAX, number
+from kvstore.checks import SECONDS_MAX, check_limits
 from kvstore.errors import InvalidRequest
 
 
@@ -46,12 +44,7 @@ class ClientLimits:
     """A worker keeps the prompts that it saw before unless it has this many calls more than the idlest one."""
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            given = getattr(self, each.name)
-            value = number(given)
-            if value is None or not (value > 0 and not FLOAT_MAX < value < math.inf):
-                raise InvalidRequest(f"limit {each.name}={brief(given)}: expected a number, more than 0")
-            object.__setattr__(self, each.name, value)  # of Python: sums in a type of numpy may overflow
+        check_limits(self)
         if self.probe_pause_s_max < self.probe_pause_s_min:
             raise InvalidRequest(
                 f"probe_pause_s_max={self.probe_pause_s_max} is under probe_pause_s_min={self.probe_pause_s_min}"
@@ -59,7 +52,7 @@ class ClientLimits:
 
     def stream_s(self, first_s: float, size_bytes: int) -> float:
         """Returns the deadline of a stream of at most ``size_bytes``: ``first_s`` and the time for its bytes."""
-        return first_s + size_bytes / self.bytes_per_s_min
+        return min(first_s + size_bytes / self.bytes_per_s_min, SECONDS_MAX)
 
 
 def checked_limits(limits: object) -> ClientLimits:

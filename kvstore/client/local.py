@@ -295,10 +295,11 @@ class LocalPort:
             return member.stats()
 
     def control(self) -> Control:
-        raise InvalidRequest(
-            "this store was opened in this process, which has no control service: connect to a worker "
-            "(kvstore.connect, --connect HOST:PORT)"
-        )
+        with self._store:
+            raise InvalidRequest(
+                "this store was opened in this process, which has no control service: connect to a worker "
+                "(kvstore.connect, --connect HOST:PORT)"
+            )
 
     def stats_each(self) -> dict[str, dict[str, int | float] | KVStoreError]:
         return {"": self.stats()}

@@ -175,12 +175,12 @@ def open(
     root; a new one gets ``2 ** shard_bits`` folders (0 to 16; the default suits ten million chunks, take more for
     more). ``root_options`` go to fsspec; ``etcd_tls`` and ``etcd_user`` say how to reach a protected etcd.
 
-    ``memory`` is the size in bytes of a memory tier for hot chunks: a ``get`` of those is a copy, a ``view`` none.
-    ``disk`` is a folder of this process alone and its size in bytes: chunks that memory evicts go there if they were
-    used more than once. With memory, ``write="behind"`` returns once memory has the chunks and writes them to the root
-    soon after (a killed process loses those not yet written); ``"through"`` and ``"around"`` wait for the root, with or
-    without a copy in memory. ``durability="everysec"`` and ``"fsync"`` always wait. Chunks of a priority below
-    ``root_priority_min`` never reach the root. See kvstore/memory/MEMORY.md.
+    ``memory`` is the size in bytes (16 MiB or more) of a memory tier for hot chunks: a ``get`` of those is a copy, a
+    ``view`` none. ``disk`` is a folder of this process alone and its size in bytes: chunks that memory evicts go there
+    if they were used more than once. With memory, ``write="behind"`` returns once memory has the chunks and writes them
+    to the root soon after (a killed process loses those not yet written); ``"through"`` and ``"around"`` wait for the
+    root, with or without a copy in memory. ``durability="everysec"`` and ``"fsync"`` always wait. Chunks of a priority
+    below ``root_priority_min`` never reach the root. See kvstore/memory/MEMORY.md.
 
     ``label`` names a roll-out: it is recorded with all that this process writes, and ``kvstore clear --written-by
     label=...`` deletes exactly that. ``keys`` is a file with the keys of tenants whose chunks are encrypted on the root

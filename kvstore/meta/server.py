@@ -23,6 +23,7 @@ HOST = "127.0.0.1"
 START_S = 30.0
 STOP_S = 5.0
 PORT_TRIES_MAX = 5
+SAID_MAX = 500
 LOG_BYTES_MAX = 16 << 20
 COMPACTION_S = 300
 
@@ -100,7 +101,7 @@ class EmbeddedEtcd:
             # Another process may have taken a free port between our look and etcd's bind: then try other ports.
             if "address already in use" not in said or (self._client_port and self._peer_port):
                 why = f"was not healthy within {timeout_s:g} s" if timed_out else "ended at once"
-                raise Unavailable(f"etcd ({binary}) {why}; its messages are in {self._log}: {said[-500:] or 'none'}")
+                raise Unavailable(f"etcd ({binary}) {why}; its messages are in {self._log}: {_reason(said)}")
         raise Unavailable(f"etcd found no free ports in {PORT_TRIES_MAX} tries: give client_port and peer_port")
 
     def stop(self, timeout_s: float = STOP_S) -> None:
@@ -198,3 +199,9 @@ def _tail(path: Path, start: int) -> str:
     with open(path, "rb") as file:
         file.seek(start)
         return file.read(1 << 20).decode(errors="replace").strip()
+
+
+def _reason(said: str) -> str:
+    """The last error among etcd's messages, which a trace of its threads may follow; else their end."""
+    errors = [line for line in said.splitlines() if line.startswith("{") and '"error":' in line]
+    return errors[-1][:SAID_MAX] if errors else said[-SAID_MAX:] or "none"

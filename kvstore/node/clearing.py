@@ -43,6 +43,12 @@ RENEW_S = min(PASSING_S, BARRIER_S) / 8
 Pinned = Container[Address]
 
 
+def resolved(node: Node, selection: Selection) -> ClearOrder:
+    """Returns the order for a selection. Raises InvalidRequest if it selects nothing, and the root's errors."""
+    writers = node.on_root(lambda: read_writers(node.root))
+    return selection.resolve(node.namespaces(), writers, node.clock.now_s())
+
+
 class Clearing:
     """One clear, run by one node. ``clears`` is None for a node alone, which tells nobody.
 
@@ -64,12 +70,6 @@ class Clearing:
         self._pinned = pinned
         self._pause = pause
         self._timeout_s = node.limits.meta_deadline_s
-
-    def resolve(self, selection: Selection) -> ClearOrder:
-        """Returns the order for a selection. Raises InvalidRequest if it selects nothing, and the root's errors."""
-        node = self._node
-        writers = node.on_root(lambda: read_writers(node.root))
-        return selection.resolve(node.namespaces(), writers, node.clock.now_s())
 
     def count(self, order: ClearOrder, progress: Progress) -> Cleared:
         """Counts what ``clear`` would delete; changes nothing."""

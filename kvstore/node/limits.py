@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-from kvstore.brief import brief
-from kvstore.checks import FLOAT_MAX, number
+from kvstore.checks import check_limits
 from kvstore.errors import InvalidRequest
 from kvstore.recency import QUANTUM_S
 
@@ -20,8 +19,7 @@ CHANGEABLE = (
     "pins_max",
 )
 """The limits that may change while the node runs, because nothing was allocated by them."""
-VALUE_MAX = 1e9
-"""Largest value of a changeable duration or count: a lock refuses to wait for centuries, so each call would fail."""
+LANES_MAX = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +82,9 @@ class Limits:
     """Shortest time between two listings of the segments that other nodes put, while prompts are searched for them."""
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            given = getattr(self, each.name)
-            value = number(given)
-            if value is None or not 0 < value <= FLOAT_MAX:
-                raise InvalidRequest(f"limit {each.name}={brief(given)}: expected a number, more than 0")
-            object.__setattr__(self, each.name, value)  # of Python: sums in a type of numpy may overflow
-        for name in CHANGEABLE:
-            if getattr(self, name) > VALUE_MAX:
-                raise InvalidRequest(f"limit {name} is too large: expected at most {VALUE_MAX:g}")
+        check_limits(self)
+        if self.lanes > LANES_MAX:
+            raise InvalidRequest(f"lanes={self.lanes}: expected at most {LANES_MAX} threads")
         if self.behind_share > 1:
             raise InvalidRequest(f"behind_share={self.behind_share}: expected a share of memory, at most 1")
         if self.width > self.lanes:

@@ -29,7 +29,7 @@ from kvstore.meta.pins import PinRecord as Ref
 from kvstore.meta.presence import Presence
 from kvstore.meta.session import live_sessions
 from kvstore.namespace import Namespace, NamespaceDigest
-from kvstore.node.clearing import Clearing
+from kvstore.node.clearing import Clearing, resolved
 from kvstore.node.clears import ClearsFollower
 from kvstore.node.collecting import Collecting
 from kvstore.node.holds import Hold
@@ -229,7 +229,7 @@ class Member:
         ``progress`` raises: each time, clear again.
         """
         clearing = Clearing(self.node, self.clears, self._barriers, tuple if pinned else self._all_pinned)
-        order = clearing.resolve(selection)
+        order = resolved(self.node, selection)
         return clearing.count(order, progress) if dry_run else clearing.clear(order, progress)
 
     def clear(self, namespace: Namespace) -> Cleared:

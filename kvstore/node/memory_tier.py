@@ -229,10 +229,7 @@ class MemoryTier:
             return wanted.addresses[index] in self._filling
 
     def is_taken(self, wanted: Wanted, index: int) -> bool:
-        """True if a chunk is here, or somebody is bringing it: a claim of it fails then, even if there is room.
-
-        False for a block that is here with another size.
-        """
+        """True if a chunk of this size is here or being brought: a claim of it fails then, even if there is room."""
         with self._lock:
             coming_bytes = self._filling.get(wanted.addresses[index])
             return coming_bytes == image_bytes(wanted, index) or self._found(wanted, index) is not None
@@ -262,6 +259,7 @@ class MemoryTier:
     def drop_entries(self, entries: Sequence[Entry]) -> None:
         """Drops chunks that the root will not get: it has others under their names."""
         with self._lock:
+            self._counters.add(NodeCount.BEHIND_LOST, sum(each.is_dirty and not each.is_gone for each in entries))
             for entry in entries:
                 self._inventory.drop(entry)
 
@@ -418,6 +416,7 @@ class MemoryTier:
         """Drops wrong entries, and counts each once, whoever else finds it."""
         with self._lock:
             wrong = [entry for entry in entries if not entry.is_gone]
+            self._counters.add(NodeCount.BEHIND_LOST, sum(entry.is_dirty for entry in wrong))
             for entry in wrong:
                 self._inventory.drop(entry)
         if not fetched:

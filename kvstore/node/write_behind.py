@@ -318,9 +318,8 @@ class WriteBehind:
             self._memory.clean([entry for entry in slots.entries[:written] if entry is not None])
             gone = sum(entry is None or entry.is_gone for entry in slots.entries)
         if written == job.count:
-            # Wrong blocks were left out, and some blocks may be gone since the job was queued.
+            # Some may be gone since the job was queued: cleared, or damaged, which counts as lost where it is found.
             self._counters.add(NodeCount.BEHIND_WRITTEN, job.count - gone)
-            self._counters.add(NodeCount.BEHIND_LOST, gone)
             return True
         job.was_tried = True
         if self._clock.monotonic_s() < job.ends_s:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
+from kvstore.checks import check_limits
 from kvstore.errors import InvalidRequest
 
 STEP_BYTES_MAX = 1_000_000
@@ -47,10 +47,7 @@ class PeerLimits:
     """Limit of that doubling."""
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if not isinstance(value, int | float) or not 0 < value < math.inf:
-                raise InvalidRequest(f"limit {each.name}={value!r}: expected a number, more than 0")
+        check_limits(self)
         if self.aside_s_max < self.aside_s_min:
             raise InvalidRequest(f"aside_s_max={self.aside_s_max} is under aside_s_min={self.aside_s_min}")
 

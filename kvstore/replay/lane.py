@@ -14,6 +14,7 @@ from kvstore.replay.content import Content, KvBytes, Scratch, Words
 from kvstore.replay.trace import BLOCK_TOKENS, Request
 from kvstore.results import PutResult
 from kvstore.tokens import TokenArray
+from kvstore.writes import WriteModeName
 
 T = TypeVar("T")
 
@@ -31,7 +32,7 @@ class ReplayCache(Protocol):
 
     def get(self, tokens: TokenArray, out: KvBytes) -> int: ...
 
-    def put(self, tokens: TokenArray, kv: KvBytes, prefix: int) -> PutResult: ...
+    def put(self, tokens: TokenArray, kv: KvBytes, prefix: int, *, write: WriteModeName) -> PutResult: ...
 
 
 @dataclass(slots=True)
@@ -153,7 +154,9 @@ class Lane:
         content.fill(missing, memory)
         full = tokens[: len(seeds) * BLOCK_TOKENS]
         kv = content.shaped(memory)
-        result, seconds = _timed(lambda: self._patiently(lambda: self._cache.put(full, kv, prefix=prefix)))
+        result, seconds = _timed(
+            lambda: self._patiently(lambda: self._cache.put(full, kv, prefix=prefix, write="through"))
+        )
         tally.put_s += seconds
         tally.chunks_written += result.chunks_written
         tally.chunks_found += result.chunks_found

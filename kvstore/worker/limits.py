@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import ClassVar
 
+from kvstore.checks import check_limits
 from kvstore.errors import InvalidRequest
-
-VALUE_MAX = 1 << 60
-"""The largest number that a message about limits can carry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +62,7 @@ class WorkerLimits:
         return self.RAISE_MAX * self.calls_max + self.spare_calls_max
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if not value > 0:
-                raise InvalidRequest(f"limit {each.name}={value!r}: expected more than 0")
-            if value > VALUE_MAX:
-                raise InvalidRequest(f"limit {each.name} is too large: expected at most {VALUE_MAX}")
+        check_limits(self)
         if self.stream_s_max < self.idle_s:
             raise InvalidRequest(
                 f"stream_s_max={self.stream_s_max} is under idle_s={self.idle_s}: a stream must outlast a pause in it"

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from kvstore.address import Address, Chain, block_addresses
 from kvstore.errors import InvalidRequest
 from kvstore.format.descent import Ancestry
-from kvstore.namespace import Namespace, NamespaceDigest
+from kvstore.namespace import DIGEST_BYTES, Namespace, NamespaceDigest
 from kvstore.node.holds import Hold
 from kvstore.node.member import Member
 from kvstore.node.wanted import Keyed, keyed
@@ -20,7 +20,6 @@ from kvstore.worker.calls import seconds_left
 from kvstore.worker.holds import ClientHolds
 from kvstore.worker.puts_behind import PutsBehind
 
-DIGEST_BYTES = 32
 SETTLE_S = 2.0
 """How long a call waits for chunks that another put of this worker is still writing behind."""
 

@@ -15,7 +15,7 @@ from kvstore.census.selection import Selection
 from kvstore.census.walk import walk
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.meta.memory_store import MemoryStore
-from kvstore.node.clearing import Clearing
+from kvstore.node.clearing import Clearing, resolved
 from kvstore.node.disk_tier import DiskTier
 from kvstore.node.recoding import Outcome, Recoding
 from kvstore.progress import Cancelled, unwatched
@@ -327,7 +327,7 @@ def test_a_node_alone_whose_clear_was_cut_short_keeps_in_memory_what_it_reads_af
         alone.drain()
         clearing = Clearing(alone.node, None, alone.member._barriers, cut)
         with pytest.raises(Cancelled):
-            clearing.clear(clearing.resolve(Selection(tenant="")), unwatched)
+            clearing.clear(resolved(alone.node, Selection(tenant="")), unwatched)
         assert not any(alone.in_memory(1, 2))
         for _ in range(2):
             assert alone.get(1, 2) == 2

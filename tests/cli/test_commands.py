@@ -146,8 +146,8 @@ def test_what_cannot_be_done_is_one_line_and_exit_code_2(
 def test_a_clear_of_nothing_at_a_worker_says_so_first(run: Run) -> None:
     with serving() as served:
         result = run("clear", "--written-by", "label=x", "--yes", "--connect", served.address)
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert "clear failed: nothing matches: nothing was written by 'label=x'" in result.stderr
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "kvstore clear: nothing matches: nothing was written by 'label=x'" in result.stderr
 
 
 def test_debug_shows_where_an_error_came_from(run: Run) -> None:

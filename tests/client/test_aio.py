@@ -16,7 +16,7 @@ import pytest
 import kvstore
 from kvstore import aio, errors
 from kvstore.aio.store import Store as AioStore
-from kvstore.aio.threads import Threads
+from kvstore.aio.threads import THREADS, Threads
 from kvstore.census.selection import Selection
 from kvstore.client import blocks, cache, control, segments, store, tickets
 from kvstore.client import pin as pins
@@ -228,6 +228,39 @@ def test_a_hold_that_was_cancelled_is_released() -> None:
 
 async def _held(space: aio.Cache, tokens: np.ndarray) -> aio.Hold:
     return await space.hold(tokens)
+
+
+def test_being_cancelled_does_not_keep_a_hold_from_being_released(tmp_root: Path) -> None:
+    async def use() -> None:
+        async with aio.open(str(tmp_root)) as found:
+            cache = await found.namespace("m", TINY)
+            await cache.put(TOKENS, KV)
+            hold = await cache.hold(TOKENS)
+            gate = threading.Event()
+            threads = hold._threads
+            waiting = [asyncio.create_task(threads.run(gate.wait)) for _ in range(THREADS)]
+            releasing = asyncio.create_task(hold.release())
+            await asyncio.sleep(0.01)  # all threads wait, so it has not begun
+            releasing.cancel()
+            await asyncio.sleep(0.01)
+            gate.set()
+            await asyncio.gather(*waiting)
+            with pytest.raises(asyncio.CancelledError):
+                await releasing
+            assert (await found.stats())["holds"] == 0
+
+    asyncio.run(use())
+
+
+def test_what_is_not_open_yet_says_so(tmp_root: Path) -> None:
+    async def use() -> None:
+        async with aio.open(str(tmp_root)) as found:
+            cache = await found.namespace("m", TINY)
+            opening = cache.hold(TOKENS)
+            assert repr(opening) == "<asyncio Cache._hold is not open yet: await it, or enter it with 'async with'>"
+            opening.close()
+
+    asyncio.run(use())
 
 
 def test_a_call_that_was_cancelled_before_it_began_never_does() -> None:

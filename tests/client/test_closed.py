@@ -124,9 +124,22 @@ def test_so_does_the_control_of_workers(way: str, tmp_root: Path) -> None:
         it = opened()
         control = it.store.control
         it.store.close()
-        for call in (control.tickets, control.health, control.limits, lambda: control.lookup(it.cache, TOKENS)):
+        for call in (
+            control.workers,
+            control.tickets,
+            control.health,
+            control.limits,
+            lambda: control.lookup(it.cache, TOKENS),
+        ):
             with pytest.raises(StoreClosed):
                 call()
+
+
+def test_a_closed_store_without_workers_says_so_before_it_says_that_it_has_no_control(tmp_root: Path) -> None:
+    store = kvstore.open(str(tmp_root))
+    store.close()
+    with pytest.raises(StoreClosed):
+        _ = store.control
 
 
 STEADY = ("match", "get into", "blocks match", "blocks present", "blocks get")

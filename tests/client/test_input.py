@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,12 +15,16 @@ import pytest
 
 import kvstore
 from kvstore import Layout
+from kvstore.census.selection import Selection
 from kvstore.client import Cache, Store
 from kvstore.client.limits import ClientLimits
 from kvstore.errors import InvalidRequest, RootMismatch, WrongSize
 from kvstore.layout import DTYPES, DType
 from kvstore.node.limits import Limits
-from tests.node.stores import SMALL, kv_of, same, store_on
+from kvstore.peers.limits import PeerLimits
+from kvstore.worker.limits import WorkerLimits
+from tests.node.stores import SMALL, TINY, kv_of, same, store_on
+from tests.worker.serving import serving
 
 TOKENS = np.arange(4 * SMALL.chunk_tokens)
 KV = kv_of(SMALL, TOKENS)
@@ -330,7 +335,8 @@ def test_limits_that_contradict_each_other_are_refused() -> None:
         (Limits, "queue_max", np.uint8(200), 200),
         (Limits, "meta_deadline_s", np.float32(2.5), 2.5),
         (ClientLimits, "affinity_slack", np.int64(3), 3),
-        (ClientLimits, "move_s", np.float32("inf"), math.inf),
+        (ClientLimits, "move_s", np.float32(90), 90.0),
+        (ClientLimits, "arena_bytes_max", 2.0**30, 1 << 30),
     ],
 )
 def test_limits_may_be_numbers_of_numpy(kind: Any, name: str, given: Any, is_kept: float) -> None:
@@ -344,6 +350,54 @@ def test_limits_are_positive_numbers(kind: Any, given: Any) -> None:
     name = next(iter(kind.__dataclass_fields__))
     with pytest.raises(InvalidRequest, match=f"limit {name}=.*: expected a number, more than 0"):
         kind(**{name: given})
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "given", "most"),
+    [
+        (Limits, "follow_s", 1e30, "1,000,000"),
+        (Limits, "known_max", 1 << 64, "2,147,483,648"),
+        (Limits, "lanes", 5000, "4096 threads"),
+        (Limits, "chains_bytes_max", 1 << 60, "281,474,976,710,656"),
+        (ClientLimits, "match_s", math.inf, "1,000,000"),
+        (ClientLimits, "pin_s", 10**12, "1,000,000"),
+        (ClientLimits, "bulk_links_max", 1.5, "whole number"),
+        (Limits, "width", 1.5, "whole number"),
+        (WorkerLimits, "idle_s", math.inf, "1,000,000"),
+        (PeerLimits, "links_max", 0.5, "whole number"),
+    ],
+)
+def test_a_limit_that_threads_or_the_system_would_choke_on_is_refused(
+    kind: Any, name: str, given: Any, most: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=f"{name}=.*{most}"):
+        kind(**{name: given})
+
+
+@pytest.mark.parametrize("name", ["match_s", "read_s", "write_s", "pin_s", "stats_s", "refresh_s", "probe_s"])
+def test_the_longest_time_that_a_client_may_wait_works(name: str, tmp_root: Path) -> None:
+    limits = ClientLimits(**dict[str, Any]({name: 1e6}))
+    with serving(tmp_root) as served, kvstore.connect(served.address, limits=limits) as store:
+        cache = store.namespace("m", TINY)
+        cache.put(range(8), np.ones(TINY.shape(8), np.int8))
+        assert cache.match(range(8)) == cache.get(range(8))[0] == 8
+        with cache.hold(range(8)) as hold:
+            assert hold.tokens == 8 and len(hold.view()) == 8 // TINY.chunk_tokens
+        assert cache.pin(range(8)).tokens == 8 and len(store.stats_each()) == 1
+        cache.clear()
+
+
+def test_errors_come_out_of_another_process_as_they_were(cache: Cache) -> None:
+    cache.blocks.put([b"k" * 16], [b"abc"])
+    with pytest.raises(WrongSize) as raised:
+        cache.blocks.get([b"k" * 16], [bytearray(9)])
+    again = pickle.loads(pickle.dumps(raised.value))
+    assert (type(again), str(again), again.hits) == (WrongSize, str(raised.value), [False])
+
+
+def test_a_selection_names_a_whole_digest() -> None:
+    with pytest.raises(InvalidRequest, match=r"expected its digest \(cache.namespace.digest\)"):
+        Selection(namespace=b"1")
 
 
 WORDS = np.array(["a", "b"])

@@ -23,6 +23,7 @@ from kvstore.replay.content import KvBytes
 from kvstore.replay.lane import Lane
 from kvstore.results import PutResult
 from kvstore.tokens import TokenArray
+from kvstore.writes import WriteModeName
 from tests.chaos.journal import Journal
 from tests.cluster.load import CONTENT, NAMESPACE, reach_of, reach_options
 
@@ -56,7 +57,8 @@ class Impatient:
         self.doing = "get"
         return self._cache.get(tokens, out=out)
 
-    def put(self, tokens: TokenArray, kv: KvBytes, prefix: int) -> PutResult:
+    def put(self, tokens: TokenArray, kv: KvBytes, prefix: int, *, write: WriteModeName) -> PutResult:
+        """Puts as the store does: nothing here expects a chunk to be on the root at once."""
         self.doing = "put"
         try:
             return self._cache.put(tokens, kv, prefix)

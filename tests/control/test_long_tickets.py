@@ -11,7 +11,7 @@ import pytest
 
 from kvstore.census.selection import Selection
 from kvstore.client.control import Control
-from kvstore.errors import Overloaded, Unavailable
+from kvstore.errors import InvalidRequest, Overloaded, Unavailable
 from kvstore.tickets import State, Ticket
 from kvstore.v1 import control_pb2 as pb
 from kvstore.v1.kvstore_pb2 import ACT_PREFETCH, TIER_DISK, TIER_ROOT
@@ -60,10 +60,12 @@ def test_what_cannot_be_meant_is_refused_before_there_is_a_ticket() -> None:
         assert not list(stub.ListTickets(pb.ListTicketsRequest(), timeout=WAIT_S))
 
 
-def test_a_ticket_that_fails_says_why() -> None:
-    with serving() as served, steering(served) as control:
-        failed = control.clear(Selection(tenant="nobody")).wait(WAIT_S)
-        assert failed.state is State.FAILED and "no namespace of this root is meant" in failed.message
+def test_a_clear_of_nothing_is_refused_before_it_is_a_ticket() -> None:
+    with serving() as served, steering(served) as control, connected(served) as store:
+        for clear in (control.clear, store.clear):
+            with pytest.raises(InvalidRequest, match="no namespace of this root is meant by tenant 'nobody'"):
+                clear(Selection(tenant="nobody"))
+        assert control.tickets() == []
 
 
 def test_prompts_are_prefetched_one_after_the_other_and_counted() -> None:
@@ -196,6 +198,8 @@ def test_watches_leave_half_of_the_calls_to_others() -> None:
 
 def test_a_worker_that_was_restarted_has_forgotten_its_tickets() -> None:
     with serving() as served, steering(served) as control:
+        with connected(served) as store:
+            store.namespace("m", SMALL)
         ticket = control.clear(Selection(tenant=""), dry_run=True)
         assert ticket.wait(WAIT_S).state.ended
         served.worker.stop()

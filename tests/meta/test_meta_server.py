@@ -133,6 +133,16 @@ def test_no_etcd_to_run_says_what_to_install(tmp_path: Path, monkeypatch: pytest
         EmbeddedEtcd(tmp_path).start()
 
 
+def test_the_reason_is_told_and_not_the_trace_that_follows_it(tmp_path: Path) -> None:
+    said = '{"level":"warn","error":"no space left on device","msg":"failed to create WAL"}'
+    trace = "\n".join(f"goroutine {number} [running]: go.etcd.io/etcd.Start()" for number in range(50))
+    (tmp_path / "etcd").write_text(f"#!/bin/sh\ncat <<'END'\n{said}\n{trace}\nEND\nexit 2\n")
+    (tmp_path / "etcd").chmod(0o755)
+    with pytest.raises(Unavailable, match=r"no space left on device") as raised:
+        EmbeddedEtcd(tmp_path, binary=tmp_path / "etcd").start()
+    assert "goroutine" not in str(raised.value)
+
+
 def test_one_that_never_gets_healthy_is_given_up_in_time_and_stopped(tmp_path: Path) -> None:
     (tmp_path / "etcd").write_text("#!/bin/sh\nexec sleep 600\n")
     (tmp_path / "etcd").chmod(0o755)

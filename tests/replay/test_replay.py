@@ -123,11 +123,11 @@ def short_read(cache: Cache, tokens: Any, out: Any) -> int:
     return cache.get(tokens, out=out[:, :, BLOCK_TOKENS:])
 
 
-def lost_put(cache: Cache, tokens: Any, kv: Any, prefix: int) -> PutResult:
+def lost_put(cache: Cache, tokens: Any, kv: Any, prefix: int, *, write: str) -> PutResult:
     return PutResult(len(tokens), kv.shape[2] // BLOCK_TOKENS, 0, kv.nbytes)
 
 
-def part_of_a_put(cache: Cache, tokens: Any, kv: Any, prefix: int) -> PutResult:
+def part_of_a_put(cache: Cache, tokens: Any, kv: Any, prefix: int, *, write: str) -> PutResult:
     return cache.put(tokens[:-BLOCK_TOKENS], kv[:, :, :-BLOCK_TOKENS], prefix=prefix)
 
 
@@ -180,7 +180,7 @@ class Refusing:
     def get(self, tokens: Any, out: Any) -> int:
         raise AssertionError("nothing matched")
 
-    def put(self, tokens: Any, kv: Any, prefix: int) -> PutResult:
+    def put(self, tokens: Any, kv: Any, prefix: int, *, write: str) -> PutResult:
         self.left -= 1
         if self.left >= 0:
             raise Overloaded("full")

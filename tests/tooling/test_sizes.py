@@ -30,7 +30,7 @@ LARGE = {
     "kvstore/client/remote.py RemotePort": 28,
     "kvstore/memory/inventory.py Inventory": 26,
     "kvstore/node/disk_shelf.py DiskShelf": 27,
-    "kvstore/node/memory_tier.py": 424,
+    "kvstore/node/memory_tier.py": 423,
     "kvstore/node/memory_tier.py MemoryTier": 40,
     "kvstore/node/node.py": 462,
     "kvstore/node/node.py Node": 34,

@@ -13,10 +13,10 @@ from kvstore.census.selection import ClearOrder, Selection
 from kvstore.census.walk import sampled, walk_shard
 from kvstore.errors import KVStoreError, Overloaded, Unavailable
 from kvstore.format.places import Name
+from kvstore.node.clearing import resolved
 from kvstore.node.lanes import Deadline, moved_on
 from kvstore.node.node import Node
 from kvstore.node.recoding import Outcome, Recoded, Recoding
-from kvstore.root.lineages import read_writers
 from kvstore.worker.control.runner import Step
 
 LOOK_S = 0.2
@@ -39,7 +39,7 @@ def recode_selected(
     Raises InvalidRequest for an empty selection or a root that cannot replace files; Unavailable if the root has not
     answered for long.
     """
-    order = selection.resolve(node.namespaces(), node.on_root(lambda: read_writers(node.root)), node.clock.now_s())
+    order = resolved(node, selection)
     shards = sampled(node.identity.shard_bits)
     done: Counter[str] = Counter()
     pace = _Pace(node, bytes_per_s, step)

@@ -12,6 +12,7 @@ from google.protobuf.message import Message
 from kvstore.census.selection import Selection
 from kvstore.counts import WorkerCount
 from kvstore.errors import InvalidRequest
+from kvstore.node.clearing import resolved
 from kvstore.node.member import Member
 from kvstore.node.moves import Act, Level
 from kvstore.node.recoding import Recoding
@@ -134,6 +135,7 @@ class ControlService:
     def _clear_selected(self, request: pb.ClearSelectedRequest, call: Call) -> Message:
         selection, said, tenant = self._selected(request.selection, call)
         service = self._service
+        resolved(self._member.node, selection)  # a ticket that failed would not tell that it makes no sense
 
         def clear(step: Step) -> str:
             return clear_selected(
