@@ -72,6 +72,17 @@ def test_etcd_of_the_environment(run: Run, root: str, monkeypatch: pytest.Monkey
     assert names(run("ls", "--root", root, "--etcd", "", "--json")) == ["first"]
 
 
+@pytest.mark.parametrize("command", ["health", "limits", "tickets", "drain", "stats"])
+def test_a_command_for_workers_uses_etcd_beside_a_root(
+    run: Run, root: str, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVSTORE_ROOT", root)
+    monkeypatch.setenv("KVSTORE_ETCD", UNREACHED)
+    for options in ((), ("--root", root, "--etcd", UNREACHED)):
+        result = run(command, *options)
+        assert result.exit_code == 2 and f"etcd at {UNREACHED} did not answer" in result.stderr, result.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
