@@ -291,10 +291,14 @@ class Control:
         Calls in progress get ``within`` seconds; 0 means the time that the worker was started with. ``worker`` must be
         given if there are several.
 
-        Raises InvalidRequest if it is unclear which worker is meant, or if its program cannot be drained.
+        Raises InvalidRequest if it is unclear which worker is meant, or if its program cannot be drained; Unavailable
+        if none is known.
         """
         request = sealed(pb.DrainRequest(within_s=checked_seconds("within", within)))
-        raw = self._unary("Drain", request, _only(self.workers(), worker))
+        known = self.workers()
+        if not known:
+            raise self._caller.none_known()
+        raw = self._unary("Drain", request, _only(known, worker))
         answer = pb.DrainResponse.FromString(raw)
         return Draining(answer.calls, answer.behind_bytes, answer.tickets, answer.within_s)
 
