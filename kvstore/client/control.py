@@ -291,14 +291,10 @@ class Control:
         Calls in progress get ``within`` seconds; 0 means the time that the worker was started with. ``worker`` must be
         given if there are several.
 
-        Raises InvalidRequest if it is unclear which worker is meant, or if its program cannot be drained; Unavailable
-        if none is known.
+        Raises InvalidRequest if it is unclear which worker is meant, or if its program cannot be drained.
         """
         request = sealed(pb.DrainRequest(within_s=checked_seconds("within", within)))
-        known = self.workers()
-        if not known:
-            raise self._caller.none_known()
-        raw = self._unary("Drain", request, _only(known, worker))
+        raw = self._unary("Drain", request, _only(self.workers(), worker))
         answer = pb.DrainResponse.FromString(raw)
         return Draining(answer.calls, answer.behind_bytes, answer.tickets, answer.within_s)
 
@@ -397,8 +393,8 @@ class Control:
             raise failed.failed.error from failed
 
 
-def _only(known: list[str], worker: str | None) -> str:
-    """Returns the worker that was named, or the only one there is. Raises InvalidRequest."""
-    if checked_worker(worker) is None and len(known) != 1:
-        raise InvalidRequest(f"which worker? there are {len(known)}: give one of {', '.join(known) or 'none'}")
-    return known[0] if worker is None else worker
+def _only(known: list[str], worker: str | None) -> str | None:
+    """Returns the worker that was named, or the only one there is; None if there is none. Raises InvalidRequest."""
+    if checked_worker(worker) is None and len(known) > 1:
+        raise InvalidRequest(f"which worker? there are {len(known)}: give one of {', '.join(known)}")
+    return worker or next(iter(known), None)

@@ -18,6 +18,8 @@ import pytest
 import kvstore
 from kvstore import aio
 from kvstore.client import Cache, Store
+from kvstore.client.blocks import BlockHold
+from kvstore.client.cache import Hold
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.node.settings import AskedBound
 from kvstore.planning import Prompts
@@ -44,7 +46,9 @@ def raw_errors(what: str, call: Callable[..., object], /, **right: Any) -> list[
     for keyword in inspect.signature(call).parameters:
         for value in ODD:
             try:
-                call(**{**right, keyword: value})
+                made = call(**{**right, keyword: value})
+                if isinstance(made, Hold | BlockHold):
+                    made.release()
             except KVStoreError as error:
                 assert str(error)
             except Exception as error:  # noqa: BLE001 - what must not come is the question
