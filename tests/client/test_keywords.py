@@ -20,6 +20,7 @@ from kvstore import aio
 from kvstore.client import Cache, Store
 from kvstore.client.blocks import BlockHold
 from kvstore.client.cache import Hold
+from kvstore.client.segments import Held
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.node.settings import AskedBound
 from kvstore.planning import Prompts
@@ -47,7 +48,7 @@ def raw_errors(what: str, call: Callable[..., object], /, **right: Any) -> list[
         for value in ODD:
             try:
                 made = call(**{**right, keyword: value})
-                if isinstance(made, Hold | BlockHold):
+                if isinstance(made, Hold | BlockHold | Held):
                     made.release()
             except KVStoreError as error:
                 assert str(error)
@@ -172,7 +173,9 @@ def test_no_keyword_of_asyncio_raises_what_is_not_ours() -> None:
                 for value in ODD:
                     try:
                         with suppress(KVStoreError):
-                            await call(value)
+                            made = await call(value)
+                            if isinstance(made, aio.cache.Hold):
+                                await made.release()
                     except Exception as error:  # noqa: BLE001 - what must not come is the question
                         raw.append(f"{name}({type(value).__name__}): {error!r}")
 

@@ -101,6 +101,7 @@ def test_a_sweep_waits_for_a_look_that_goes_on(c: Cluster) -> None:
         hold = cache.blocks.hold(KEYS)
     sweep.join(PATIENCE_S)
     assert seen == [4] and hold.present == [True] * 4 and c.present(AS_CHAIN) == 4
+    hold.release()
 
 
 def test_a_hold_past_its_time_holds_nothing(c: Cluster, cache: Cache) -> None:
