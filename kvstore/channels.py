@@ -27,9 +27,11 @@ class Unreached(enum.Enum):
     REFUSED = "nothing listens there", "connection refused"
     NO_SOCKET = "there is no such socket", "no such file"
     NO_ADDRESS = "its name has no address", "resolving", "resolution failed"
+    OTHER_NAME = "its certificate is for another name", "hostname verification", "verify peer"
     TLS = "TLS failed", "handshake"
     OTHER_PROTOCOL = "no worker listens there", "parsing http/2"
     SILENT = "what listens there does not speak", "settings frame"
+    HUNG_UP = "it ends each connection at once", "socket closed"
     NO_WAY = "there is no way to it", "failed to connect"
 
     def __init__(self, why: str, *parts: str) -> None:
@@ -41,6 +43,8 @@ class Unreached(enum.Enum):
 def unreached(text: str) -> Unreached | None:
     """Returns the reason in what gRPC says; None if there was a connection, and it ended."""
     lower = text.lower()
+    if Unreached.HUNG_UP.parts[0] in lower and Unreached.NO_WAY.parts[0] not in lower:
+        return None  # a connection that was good, and ended
     return next((each for each in Unreached if any(part in lower for part in each.parts)), None)
 
 

@@ -19,12 +19,14 @@ from kvstore.cli.ports import check_ports
 from kvstore.cli.rooted import local_path, open_existing
 from kvstore.cli.signals import Stopper
 from kvstore.errors import InvalidRequest
+from kvstore.format.places import HOST_GENERATIONS
 from kvstore.security.networks import is_loopback
 
 if TYPE_CHECKING:
     from kvstore.events.opening import At, Told
     from kvstore.events.sockets import Curve
     from kvstore.meta.interface import Meta
+    from kvstore.root.interface import Root
 
 EVERYWHERE = "tcp://*:"
 HERE = "tcp://127.0.0.1:"
@@ -202,7 +204,7 @@ def events(cluster: ClusterAccess, endpoints: Endpoints, names: Names, spool: st
         stopper = undo.enter_context(Stopper())
         root = open_existing(cluster.root, cluster.root_options.read())
         undo.callback(root.close)
-        meta = _meta(cluster)
+        meta = _meta(cluster, root)
         undo.callback(meta.close)
         publisher = open_publisher(root, meta, names.told(), at, folder=spool)
         undo.callback(publisher.close)
@@ -211,10 +213,16 @@ def events(cluster: ClusterAccess, endpoints: Endpoints, names: Names, spool: st
         publisher.run(lambda: stopper.asked)
 
 
-def _meta(cluster: ClusterAccess) -> Meta:
-    """The metadata of the root: in etcd, or in the file that processes of one host share."""
+def _meta(cluster: ClusterAccess, root: Root) -> Meta:
+    """The metadata of the root: in etcd, or in the file that processes of one host share.
+
+    Raises RootMismatch without etcd for a root that belongs to a cluster: removals would be told after they happened.
+    """
     if cluster.etcd is not None:
         return cluster.etcd.open()
+    from kvstore.root.generations import read_newest
+
+    read_newest(root, HOST_GENERATIONS)
     path = local_path(cluster.root)
     if path is None:
         raise InvalidRequest("which etcd? give --etcd ENDPOINTS: only a folder of this host can do without")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import ssl
 import time
 from pathlib import Path
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from kvstore.security.bearer import Claims
 
 PUBLIC = ".pub"
+TOKEN_ID = "[0-9a-f]{24}"
 
 
 @click.group(cls=Group, no_args_is_help=True, short_help="Make and revoke bearer tokens, which authenticate clients.")
@@ -110,6 +112,12 @@ def revoke(access: str, token_file: str | None, keep_s: float, ids: tuple[str, .
         wanted[claims.id] = claims.expires_s
     if not wanted:
         raise InvalidRequest("no token is given: give its ID, or --token-file FILE")
+    for each in ids:
+        if not re.fullmatch(TOKEN_ID, each):
+            raise InvalidRequest(
+                f"{each!r} is no ID of a token: expected the 24 hexadecimal digits that issue printed; if another "
+                "issuer made it, give --token-file FILE"
+            )
     path = Path(access).parent / REVOKED
     # An expired token need not be listed any more.
     listed = {id: ends_s for id, ends_s in read_revoked(path).items() if ends_s > now_s} | wanted

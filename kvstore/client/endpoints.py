@@ -158,6 +158,10 @@ class Endpoints:
         if found:
             self._list(found)
 
+    def stop(self) -> None:
+        """Has every new call raise StoreClosed, and those that fail from now on. Idempotent."""
+        self._loop.stop()
+
     def close(self) -> None:
         """Closes all channels and ends the thread; calls in progress are cancelled. Idempotent."""
         with self._changed:

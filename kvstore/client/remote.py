@@ -138,7 +138,7 @@ class RemotePort:
         self._moves = Slots()
         self.parts = ExitStack()
         """What is closed with the port, last first; it does not refer to the port."""
-        for close in (lanes.close, watch.close, self.endpoints.close, self._tools.renewing.close):
+        for close in (lanes.close, watch.close, self.endpoints.close, self._tools.renewing.close, self.endpoints.stop):
             self.parts.callback(close)
         if discovery is not None:
             self.parts.callback(discovery.close)  # first: the thread of the endpoints may be waiting for it

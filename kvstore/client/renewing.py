@@ -7,6 +7,7 @@ nothing, so its workers end its holds (gc/PROTOCOL.md, H4).
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -26,6 +27,8 @@ log = logging.getLogger(__name__)
 SHARE = 4
 """A lease is renewed after 1/SHARE of its time, so that a process may stall for the rest."""
 CALL_S_MAX = 5.0
+RELEASE_S = 1.0
+RELEASED_MAX = 1000
 
 
 class LeasedHold(Protocol):
@@ -69,8 +72,26 @@ class Renewing:
             self._live.discard(hold)
 
     def close(self) -> None:
-        """Ends the thread. Idempotent."""
+        """Ends the holds, as far as their workers answer within RELEASE_S, and the thread. Idempotent."""
+        if self._owner.is_here:
+            with self._changed:
+                live = list(self._live)
+                self._live.clear()
+            self._release(live)
         self._loop.close(CALL_S_MAX)
+
+    def _release(self, live: list[LeasedHold]) -> None:
+        """Releases the last RELEASED_MAX of them, all at once; the rest ends with its lease."""
+        asked: list[Any] = []
+        for hold in live:
+            hold.ended = True
+        for hold in live[-RELEASED_MAX:]:
+            with suppress(ValueError):  # its channel is closed
+                request = sealed(pb.ReleaseRequest(hold=hold.id))
+                asked.append(hold.endpoint.unary("Release").future(request, timeout=RELEASE_S))
+        for answer in asked:
+            with suppress(grpc.RpcError, grpc.FutureCancelledError):
+                answer.result()
 
     def step(self) -> float | None:
         """Renews the leases that are due; returns the seconds until the next one is, None if nothing is held."""

@@ -37,6 +37,8 @@ class Fence:
         self._due_s = NEVER_S
         self._term = 0
         self._fails = False
+        self._is_silent = False
+        """True once it has said so: its lease is over by its own clock."""
 
     @property
     def term(self) -> int:
@@ -59,6 +61,9 @@ class Fence:
         except KVStoreError as error:
             log.log(logging.DEBUG if self._fails else logging.INFO, "events.fence %s", error)
             self._fails = True
+        if self._term and not self.term and not self._is_silent:
+            log.warning("events.silent the lease is over, as far as this publisher knows")
+        self._is_silent = bool(self._term and not self.term)
 
     def close(self) -> None:
         """Has another publisher speak at once. Idempotent."""
@@ -77,7 +82,8 @@ class Fence:
                 return
             self.close()  # it was silent for too long: another one may have spoken
         self._lease, self._term = None, 0
-        log.warning("events.silent the lease is over")
+        if not self._is_silent:
+            log.warning("events.silent the lease is over")
 
     def _stand(self, sent_s: float) -> None:
         found = self._meta.get(self._key, self._timeout_s())

@@ -20,6 +20,8 @@ CHANGEABLE = (
 )
 """The limits that may change while the node runs, because nothing was allocated by them."""
 LANES_MAX = 4096
+META_S_MAX = 3600.0
+"""The longest that metadata wait for an answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +89,14 @@ class Limits:
             raise InvalidRequest(f"lanes={self.lanes}: expected at most {LANES_MAX} threads")
         if self.behind_share > 1:
             raise InvalidRequest(f"behind_share={self.behind_share}: expected a share of memory, at most 1")
+        if self.meta_deadline_s > META_S_MAX:
+            raise InvalidRequest(f"meta_deadline_s={self.meta_deadline_s}: expected at most {META_S_MAX:g}")
         if self.width > self.lanes:
             raise InvalidRequest(f"width={self.width} is over lanes={self.lanes}: a request cannot use more")
         if self.announce_lag_max_s <= self.hold_max_s + self.announce_s:
             raise InvalidRequest(
-                f"announce_lag_max_s={self.announce_lag_max_s} leaves no room beside hold_max_s={self.hold_max_s}: "
+                f"announce_lag_max_s={self.announce_lag_max_s} leaves no room beside hold_max_s={self.hold_max_s} and "
+                f"announce_s={self.announce_s}: "
                 "a node that holds too much to name it announces once those holds have ended"
             )
         if self.hold_max_s < self.read_deadline_s:

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import enum
 import json
-import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from kvstore.brief import brief
+from kvstore.checks import FLOAT_MAX, number
 from kvstore.errors import InvalidRequest
 
 CHECK_LAYERS_MAX = 1024
 VERDICT_BYTES = 64 << 10
 """Bytes of a stored verdict, padded with spaces: blocks of one key have one size."""
 VERSION = 1
+ROUNDING = 1e-3
+"""The divergence of two equal distributions may be this far below 0."""
 
 
 class Rule(enum.Enum):
@@ -98,9 +101,13 @@ class Verdict:
             raise InvalidRequest(f"verdict check_layers={layers!r}: expected ascending layers from 0")
         if list(ratios) != sorted(ratios, reverse=True) or not 0 <= ratios[-1] <= ratios[0] <= 1:
             raise InvalidRequest(f"verdict ratios={ratios!r}: expected falling shares from 0 to 1")
-        for value in (*asdict(self.bounds).values(), *asdict(self.measured).values()):
-            if not math.isfinite(value):
-                raise InvalidRequest(f"verdict has the figure {value!r}: expected finite numbers")
+        for name, given in (*asdict(self.bounds).items(), *asdict(self.measured).items()):
+            value, least = number(given), -ROUNDING if name == "kl" else 0.0
+            if value is None or not least <= value <= FLOAT_MAX:
+                raise InvalidRequest(f"verdict has {name}={brief(given)}: expected a finite number, 0 or more")
+        for name in ("agreement", "answers_lost"):
+            if getattr(self.measured, name) > 1:
+                raise InvalidRequest(f"verdict has {name}={getattr(self.measured, name)}: expected a share, at most 1")
 
     @property
     def holds(self) -> bool:

@@ -151,6 +151,8 @@ _CHECKS = {
     Unreached.REFUSED: "check that the worker runs, and the port: its ready line has both",
     Unreached.NO_SOCKET: "check that the worker runs, and the path",
     Unreached.NO_ADDRESS: "check the name of the host",
+    Unreached.OTHER_NAME: "give that name (tls= server_name, --tls-server-name), or check the address",
+    Unreached.HUNG_UP: "if it speaks TLS, give tls= (--tls-ca); else check the port",
     Unreached.TLS: "check that the worker has TLS, and the files of tls= (--tls-ca, --tls-cert, --tls-key)",
     Unreached.OTHER_PROTOCOL: "check the port: that of gRPC, not that of metrics",
     Unreached.SILENT: "check the port, and that the worker is not frozen",

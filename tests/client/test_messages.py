@@ -138,6 +138,11 @@ def test_a_worker_that_cannot_be_reached_gives_advice(what: str, said: str, tmp_
         ("failed to connect to all addresses; last error: Tls handshake failed (TSI_PROTOCOL_FAILURE)", "TLS failed"),
         ("failed to connect to all addresses; last error: Failed parsing HTTP/2", "no worker listens there"),
         ("failed to connect to all addresses; last error: No route to host", "there is no way to it; check the host"),
+        ("failed to connect to all addresses; last error: UNAVAILABLE: Socket closed", "if it speaks TLS, give tls="),
+        (
+            "failed to connect to all addresses; last error: Hostname Verification Check failed.",
+            "another name; give",
+        ),
         ("Socket closed", "the connection to worker node7:7070 ended: it was stopped"),
     ],
 )

@@ -179,3 +179,17 @@ def test_settings_of_the_store_pass_through(tmp_root: Path) -> None:
     KVCache(config, durability="fsync").close()
     with pytest.raises(TypeError, match="unknown_setting"):
         KVCache(config, unknown_setting=1)
+
+
+def test_what_is_no_list_is_refused_and_an_empty_socket_too(tmp_root: Path) -> None:
+    with KVCache(FileCacheConfig(root=str(tmp_root / "kv"), chunk_size=4), 16) as cache:
+        for call in (
+            lambda: cache.query(None, [1, 2, 3, 4], None),  # type: ignore[arg-type]
+            lambda: cache.query(5, [1, 2, 3, 4], []),  # type: ignore[arg-type]
+            lambda: cache.update(None, [1, 2, 3, 4], 7),  # type: ignore[arg-type]
+        ):
+            with pytest.raises(RuntimeError) as refused:
+                call()  # type: ignore[no-untyped-call]
+            assert isinstance(refused.value, errors.InvalidRequest)
+    with pytest.raises(RuntimeError, match="socket=''"):
+        KVCache(VineyardCacheConfig(socket=""))

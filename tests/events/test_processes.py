@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -111,6 +112,19 @@ def test_a_publisher_whose_etcd_does_not_answer_says_so_and_ends(root: Path) -> 
         check=False,
     )
     assert (done.returncode, done.stdout) == (2, "") and "check that etcd runs" in done.stderr, done
+
+
+def test_a_root_of_a_cluster_needs_its_etcd(root: Path, etcd: str) -> None:
+    kvstore.open(root, etcd=etcd).close()
+    done = subprocess.run(
+        [*KVSTORE, "events", "--root", str(root), "--publish", "tcp://*:0"],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+        env={name: value for name, value in os.environ.items() if name != "KVSTORE_ETCD"},
+    )
+    assert (done.returncode, done.stdout) == (2, "") and "belongs to a cluster" in done.stderr, done
 
 
 def test_one_of_two_publishers_speaks_until_it_is_killed(root: Path, etcd: str) -> None:

@@ -58,6 +58,9 @@ def test_a_token_is_not_sent_in_the_clear(tmp_path: Path) -> None:
         kvstore.connect("127.0.0.1:7070", token_file=file)
 
 
+ANOTHER = "0123456789abcdef01234567"
+
+
 def test_tokens_are_made_and_revoked_by_commands(run: Run, tmp_path: Path) -> None:
     key, token, access = tmp_path / "issuer.key", tmp_path / "a.token", tmp_path / "access.json"
     access.write_text(json.dumps({"token_keys": ["issuer.key.pub"]}))
@@ -68,8 +71,11 @@ def test_tokens_are_made_and_revoked_by_commands(run: Run, tmp_path: Path) -> No
     assert issued.exit_code == 0 and token.read_text().strip() not in issued.stdout
     assert stat.S_IMODE(token.stat().st_mode) == 0o600
     assert run("token", "issue", "--key", str(key), "--identity", "alice", "--ttl", "8d").exit_code == 2
-    said = parsed(run("token", "revoke", "--access", str(access), "--token-file", str(token), "another", "--json"))
-    assert "another" in said["revoked"] and said["listed"] == 2
+    said = parsed(run("token", "revoke", "--access", str(access), "--token-file", str(token), ANOTHER, "--json"))
+    assert ANOTHER in said["revoked"] and said["listed"] == 2
+    for wrong in ("", "zz", ANOTHER.upper(), f"{ANOTHER}0"):
+        result = run("token", "revoke", "--access", str(access), wrong)
+        assert result.exit_code == 2 and "is no ID of a token" in result.stderr
     assert len(json.loads((tmp_path / "revoked.json").read_text())) == 2
     assert run("token", "revoke", "--access", str(access)).exit_code == 2
 

@@ -12,6 +12,17 @@ from kvstore.segments import Bounds, Measured, Rule, Verdict
 from kvstore.segments.gate import check
 
 MEASURED = Measured(prompts=60, tokens=6000, agreement=0.99, kl=0.005, answers_lost=0.0, work=0.32)
+WRONG_FIGURES: tuple[dict[str, Any], ...] = (
+    {"kl": "x"},
+    {"answers_lost": None},
+    {"work": "0"},
+    {"kl": -1.0},
+    {"tokens": -5},
+    {"agreement": 2.0},
+    {"answers_lost": 1.5},
+    {"work": float("inf")},
+    {"prompts": True},
+)
 VERDICT = Verdict("weights", "rope", Rule.V, (1, 2, 3), (0.3, 0.22, 0.15), Bounds(), MEASURED)
 
 
@@ -66,3 +77,13 @@ def test_s11_each_bound_closes_the_gate(measured: dict[str, Any], bounds: dict[s
 def test_a_wrong_verdict_is_refused(changed: dict[str, Any], reason: str) -> None:
     with pytest.raises(InvalidRequest, match=reason):
         replace(VERDICT, **changed)
+
+
+@pytest.mark.parametrize("wrong", WRONG_FIGURES)
+def test_a_figure_that_nobody_can_have_measured_opens_no_gate(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match=f"verdict has {next(iter(wrong))}="):
+        replace(VERDICT, measured=replace(MEASURED, **wrong))
+
+
+def test_a_divergence_may_be_below_zero_by_rounding() -> None:
+    assert replace(VERDICT, measured=replace(MEASURED, kl=-1e-7)).holds

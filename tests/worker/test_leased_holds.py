@@ -146,6 +146,19 @@ def test_a_hold_that_is_released_soon_or_forgotten_is_not_renewed() -> None:
         assert renewals(served) == 0
 
 
+@pytest.mark.parametrize("bulk", ["grpc", "tcp", "shared"])
+def test_a_store_that_is_closed_ends_its_holds(bulk: str) -> None:
+    with serving() as served:
+        with connected(served, bulk=bulk) as store:
+            cache = store.namespace("m", SMALL)
+            cache.put(TOKENS, kv_of(SMALL, TOKENS))
+            cache.blocks.put([b"k" * 16], [b"abc"])
+            holds = [*(cache.hold(TOKENS) for _ in range(20)), cache.blocks.hold([b"k" * 16])]
+            assert len(served.member.node.holds) == 21
+        eventually(lambda: len(served.member.node.holds) == 0, "long before their lease")
+        del holds
+
+
 def test_an_answer_that_is_no_message_is_none_and_renewing_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     garbage: Future[bytes] = Future()
     garbage.set_result(b"\xff")

@@ -166,7 +166,7 @@ class KVCache:
         ids, skipped = self._checked_ids(prefix, tokens)
         if (len(ids) - skipped) % self._chunk_tokens:
             raise InvalidCall(f"{len(ids) - skipped} tokens: expected a multiple of chunk_size ({self._chunk_tokens})")
-        if len(kv_cache_list) != len(ids) - skipped:
+        if _length(kv_cache_list) != len(ids) - skipped:
             raise InvalidCall(f"kv_cache_list has {len(kv_cache_list)} entries for {len(ids) - skipped} tokens")
         if len(ids) == skipped:
             return 0, 0
@@ -205,7 +205,7 @@ class KVCache:
 
     def _query(self, prefix: TokenIds | None, tokens: TokenIds, kv_cache_list: KVCacheList) -> int:
         ids, skipped = self._checked_ids(prefix, tokens)
-        count = min(len(ids) - skipped, len(kv_cache_list)) // self._chunk_tokens * self._chunk_tokens
+        count = min(len(ids) - skipped, _length(kv_cache_list)) // self._chunk_tokens * self._chunk_tokens
         if not count:
             return 0
         tensors = Tensors(kv_cache_list[:count], self.layer, self.tensor_nbytes)
@@ -235,11 +235,18 @@ class KVCache:
         return (np.concatenate((before, after)) if len(before) else after), len(before)
 
 
+def _length(kv_cache_list: KVCacheList) -> int:
+    try:
+        return len(kv_cache_list)
+    except TypeError as cause:
+        raise InvalidCall(f"kv_cache_list is a {type(kv_cache_list).__name__}: expected a list") from cause
+
+
 def _ids(what: str, tokens: TokenIds) -> TokenArray:
     """Returns ids as the store has them. Vineyard's are signed, so a negative one becomes its two's complement."""
-    if not len(tokens):
-        return np.empty(0, np.uint32)
     try:
+        if not len(tokens):
+            return np.empty(0, np.uint32)
         array = np.asarray(tokens)
     except (ValueError, TypeError, OverflowError) as cause:
         raise InvalidCall(f"{what} are not a flat sequence of integers: {cause}") from cause
@@ -300,7 +307,8 @@ def _check_sizes(config: FileCacheConfig | VineyardCacheConfig, cache_capacity: 
     else:
         sizes = {"block_size": config.block_size, "sync_interval": config.sync_interval, "socket": config.socket}
     for name, size in {**sizes, "cache_capacity": cache_capacity}.items():
-        if isinstance(size, str) if name in ("root", "socket") else isinstance(size, int) and size > 0:
+        is_path = isinstance(size, str) and (size or name == "root")
+        if is_path if name in ("root", "socket") else isinstance(size, int) and size > 0:
             continue
         raise InvalidCall(f"{name}={size!r}: expected {'a path' if name in ('root', 'socket') else 'a number over 0'}")
 
