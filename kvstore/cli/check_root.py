@@ -16,7 +16,7 @@ from kvstore.cli.rooted import open_existing
 
 
 @click.command("check-root", cls=Command, short_help="Test a mount for what the store relies on.")
-@click.argument("root", metavar="ROOT", shell_complete=completes("dir"))
+@click.argument("root", metavar="ROOT", envvar="KVSTORE_ROOT", shell_complete=completes("dir"))
 @click.argument("second", metavar="[SECOND_MOUNT]", required=False, shell_complete=completes("dir"))
 @root_options_option
 @json_option

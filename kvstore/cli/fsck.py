@@ -220,9 +220,10 @@ def _print(report: Report, is_astray: bool) -> None:
         _show(finding)
     if report.housekeeping_count > len(housekeeping):
         print(f"and {report.housekeeping_count - len(housekeeping)} more")
+    problems, left = report.problems_count + is_astray, report.unrepaired_count + is_astray
     print(
-        f"{report.chunks_count} whole chunks, {size(report.chunks_bytes)}; {report.problems_count + is_astray} "
-        f"problems, {report.unrepaired_count + is_astray} not repaired; {report.housekeeping_count} of housekeeping"
+        f"{report.chunks_count} whole chunks, {size(report.chunks_bytes)}; {problems} problem{'s' * (problems != 1)}, "
+        f"{left} not repaired; {report.housekeeping_count} of housekeeping"
     )
 
 

@@ -297,8 +297,8 @@ class Hold:
         """Returns the held chunks as read-only, verified arrays ``(layers, 2, chunk_tokens, kv_heads, head_dim)``.
 
         Without a copy if a worker on this host, or this process, has the root mounted as a file system. kvstore never
-        truncates a chunk file. If somebody else does, a process that touches the lost part of the mapping is killed
-        (SIGBUS); ``get`` has no such risk.
+        changes or truncates a chunk file. What somebody else writes into one shows in the array after it was verified;
+        a process that touches the part that somebody cut off is killed (SIGBUS). ``get`` has no such risk.
         """
         self._owner.check()
         return self._held.view()

@@ -11,6 +11,8 @@ from typing import IO
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.brief import why
+from kvstore.errors import InvalidRequest
 from kvstore.events.table import Rows
 
 ROOM_MIN = 1_024
@@ -60,4 +62,7 @@ class TokenFile:
 
 
 def _nameless(folder: str | None) -> IO[bytes]:
-    return tempfile.TemporaryFile(dir=folder, prefix="kvstore-events-")
+    try:
+        return tempfile.TemporaryFile(dir=folder, prefix="kvstore-events-")
+    except OSError as cause:
+        raise InvalidRequest(f"no file can be made in {folder or tempfile.gettempdir()!r}: {why(cause)}") from cause

@@ -98,13 +98,13 @@ def test_a_check_says_that_the_metadata_are_lost_and_makes_none(tmp_path: Path) 
         each.unlink()
     code, output = checked()
     assert code == 1 and "is gone" in output and "`kvstore fsck ROOT --adopt`" in output
-    assert "1 problems, 1 not repaired" in output
+    assert "1 problem, 1 not repaired" in output
     assert not (root / METADATA).exists()
     assert checked("--json")[0] == 1
     with kvstore.open(str(root)):
         pass  # makes a file, which is not the root's
     code, output = checked()
-    assert code == 1 and f"{METADATA} has none" in output and "1 problems" in output
+    assert code == 1 and f"{METADATA} has none" in output and "1 problem," in output
     assert checked("--adopt")[0] == 0
     assert checked()[0] == 0
 
