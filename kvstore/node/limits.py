@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kvstore.checks import check_limits
 from kvstore.errors import InvalidRequest
+from kvstore.meta.deadline import TIMEOUT_S_MAX
 from kvstore.recency import QUANTUM_S
 
 CHANGEABLE = (
@@ -20,8 +21,6 @@ CHANGEABLE = (
 )
 """The limits that may change while the node runs, because nothing was allocated by them."""
 LANES_MAX = 4096
-META_S_MAX = 3600.0
-"""The longest that metadata wait for an answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +88,8 @@ class Limits:
             raise InvalidRequest(f"lanes={self.lanes}: expected at most {LANES_MAX} threads")
         if self.behind_share > 1:
             raise InvalidRequest(f"behind_share={self.behind_share}: expected a share of memory, at most 1")
-        if self.meta_deadline_s > META_S_MAX:
-            raise InvalidRequest(f"meta_deadline_s={self.meta_deadline_s}: expected at most {META_S_MAX:g}")
+        if self.meta_deadline_s > TIMEOUT_S_MAX:
+            raise InvalidRequest(f"meta_deadline_s={self.meta_deadline_s}: expected at most {TIMEOUT_S_MAX:g}")
         if self.width > self.lanes:
             raise InvalidRequest(f"width={self.width} is over lanes={self.lanes}: a request cannot use more")
         if self.announce_lag_max_s <= self.hold_max_s + self.announce_s:
