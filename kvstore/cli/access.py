@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -252,6 +252,15 @@ class Access:
             "which store? give --root URL, --connect HOST:PORT[,HOST:PORT] or --etcd ENDPOINTS, or set KVSTORE_ROOT, "
             "KVSTORE_CONNECT or KVSTORE_ETCD"
         )
+
+    def open_workers(self) -> Store:
+        """Opens the store through its workers, those that etcd lists where a root is named too: a root has no control.
+
+        Raises InvalidRequest where neither workers nor etcd are named, and what opening it raises.
+        """
+        if self.root is not None and self.etcd is None:
+            raise InvalidRequest("this needs a worker: give --connect HOST:PORT[,...] or --etcd ENDPOINTS, not --root")
+        return replace(self, root=None).open()
 
 
 def is_typed(name: str) -> bool:

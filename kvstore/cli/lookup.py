@@ -15,7 +15,6 @@ from kvstore.cli.choosing import Prompt, prompt_options
 from kvstore.cli.command import Command, check_failed
 from kvstore.cli.options import json_option
 from kvstore.cli.output import print_json, print_table
-from kvstore.cli.tickets import steered
 from kvstore.format.header import Encoding
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ def lookup(prompt: Prompt, chunks_max: int, worker: str | None, access: Access, 
       kvstore lookup llama-3.1-8b --tokens-file prompt.txt --etcd 10.0.0.5:2379 --json
     """
     ids = prompt.ids()
-    with steered(access) as store:
+    with access.open_workers() as store:
         control = store.control
         cache = prompt.cache(store)
         found = control.lookup(cache, ids, chunks_max, worker)

@@ -13,7 +13,6 @@ from kvstore.cli.command import Command
 from kvstore.cli.options import json_option
 from kvstore.cli.output import console, print_json, print_pairs
 from kvstore.cli.rooted import identified
-from kvstore.cli.tickets import steered
 from kvstore.counts import GROWING, NODE_GAUGES, WORKER_GAUGES, ClientCount, NodeCount, WorkerCount
 from kvstore.errors import KVStoreError
 
@@ -77,7 +76,7 @@ def stats(access: Access, is_full: bool, as_json: bool) -> None:
     if access.root is not None and access.etcd is None:
         _root(access, as_json)
         return
-    with steered(access) as store:
+    with access.open_workers() as store:
         found, each = store.stats(), store.stats_each()
     for worker, told in each.items():
         if isinstance(told, KVStoreError):

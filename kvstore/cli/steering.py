@@ -14,7 +14,6 @@ from kvstore.cli.command import COULD_NOT_RUN, Command, check_failed
 from kvstore.cli.kinds import DURATION
 from kvstore.cli.options import json_option, worker_option
 from kvstore.cli.output import print_json, print_table
-from kvstore.cli.tickets import steered
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.results import LimitValue
 
@@ -42,7 +41,7 @@ def drain(worker: str | None, within_s: float, access: Access, as_json: bool) ->
       kvstore drain --connect 10.0.0.7:7070
       kvstore drain --etcd 10.0.0.5:2379 --worker 10.0.0.7:7070 --within 2m
     """
-    with steered(access) as store:
+    with access.open_workers() as store:
         left = store.control.drain(worker, within_s)
     if as_json:
         print_json(asdict(left))
@@ -72,7 +71,7 @@ def limits(changes: tuple[str, ...], worker: str | None, access: Access, as_json
       kvstore limits behind_share=0.25 --etcd 10.0.0.5:2379 --worker 10.0.0.7:7070
     """
     wanted = dict(_pair(change) for change in changes)
-    with steered(access) as store:
+    with access.open_workers() as store:
         control = store.control
         found = control.limits()
         if wanted:
@@ -125,7 +124,7 @@ def health(access: Access, as_json: bool) -> None:
       kvstore health --connect 10.0.0.7:7070
       kvstore health --etcd 10.0.0.5:2379 --json
     """
-    with steered(access) as store:
+    with access.open_workers() as store:
         found = store.control.health()
     if as_json:
         print_json(

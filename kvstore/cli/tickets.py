@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -45,7 +44,7 @@ def tickets(watched: str | None, cancelled: str | None, access: Access, as_json:
     """
     if watched and cancelled:
         raise InvalidRequest("--watch follows a ticket, --cancel ends it: give one of them")
-    with steered(access) as store:
+    with access.open_workers() as store:
         control = store.control
         if watched:
             follow(control.ticket(watched), as_json)
@@ -75,16 +74,6 @@ def tickets(watched: str | None, cancelled: str | None, access: Access, as_json:
             for each in found
         ],
     )
-
-
-def steered(access: Access) -> Store:
-    """Opens a store through its workers, by those that etcd lists where there is a root as well: it has no control.
-
-    Raises InvalidRequest where neither workers nor etcd are named.
-    """
-    if access.root is not None and access.etcd is None:
-        raise InvalidRequest("this needs a worker: give --connect HOST:PORT[,...] or --etcd ENDPOINTS, not --root")
-    return replace(access, root=None).open()
 
 
 def follow(ticket: ControlTicket, as_json: bool, say: Callable[[Ticket], None] | None = None) -> None:
@@ -125,7 +114,7 @@ def begin_and_follow(
     say: Callable[[Ticket], None] | None = None,
 ) -> None:
     """Begins an operation at a worker, and follows it (``follow``) unless only its id is wanted."""
-    with steered(access) as store:
+    with access.open_workers() as store:
         ticket = begin(store, store.control)
         if is_followed:
             follow(ticket, as_json, say)
