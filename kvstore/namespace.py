@@ -14,6 +14,7 @@ from typing import Any, NewType
 from kvstore.brief import brief
 from kvstore.errors import InvalidRequest
 from kvstore.layout import Layout
+from kvstore.parsing import parse_json
 
 NamespaceDigest = NewType("NamespaceDigest", bytes)
 NamespaceId = NewType("NamespaceId", bytes)
@@ -90,7 +91,7 @@ class Namespace:
     def from_json(cls, text: bytes) -> Namespace:
         """The inverse of to_json. Raises InvalidRequest where ``text`` is not a namespace."""
         try:
-            fields = json.loads(text)
+            fields = parse_json(text)
             return cls(
                 fields["name"],
                 Layout.from_dict(fields["layout"]),
@@ -98,7 +99,7 @@ class Namespace:
                 fields["tenant"],
                 tuple((str(key), str(value)) for key, value in fields["attributes"]),
             )
-        except (ValueError, KeyError, TypeError, RecursionError) as cause:
+        except (ValueError, KeyError, TypeError) as cause:
             raise InvalidRequest(f"not a namespace record: {cause}") from cause
 
 

@@ -19,6 +19,7 @@ from kvstore.errors import KVStoreError, PermissionDenied, Unavailable
 from kvstore.meta.bounds import NO_BOUND, Bounds
 from kvstore.meta.interface import KeyValue, LeaseGone, LeaseId
 from kvstore.meta.keys import SessionId
+from kvstore.parsing import parse_json
 from kvstore_gc.site import Site
 
 log = logging.getLogger(__name__)
@@ -160,8 +161,8 @@ class Collectors:
 def _limit(kv: KeyValue) -> int | None:
     """The limit of a live collector; None if it has none, or if its record cannot be read."""
     try:
-        limit = json.loads(kv.value).get("max_bytes") if kv.lease else None
-    except (ValueError, AttributeError, RecursionError):
+        limit = parse_json(kv.value).get("max_bytes") if kv.lease else None
+    except (ValueError, AttributeError):
         return None
     return limit if isinstance(limit, int) and limit > 0 else None
 

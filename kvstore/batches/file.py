@@ -20,6 +20,7 @@ from kvstore.batches.forms import Asked, Form, asked, form_of
 from kvstore.batches.output import replace_file
 from kvstore.batches.tokenizer import Tokenizer
 from kvstore.errors import InvalidRequest
+from kvstore.parsing import parse_json
 from kvstore.planning import Prompts
 from kvstore.progress import Progress, unwatched
 from kvstore.replay.trace import BLOCK_TOKENS
@@ -66,7 +67,7 @@ class Batch:
             yield from (self.records[index] for index in order)
             return
         for line in self._lines(order):
-            yield json.loads(line)
+            yield parse_json(line)
 
     def _lines(self, order: Iterable[int]) -> Iterator[bytes]:
         """Yields the lines of requests in ``order``, without their ends."""
@@ -220,10 +221,10 @@ def _version(path: Path) -> tuple[int, int]:
 
 def _parsed(text: bytes) -> Any:
     try:
-        return json.loads(text)
+        return parse_json(text)
     except UnicodeDecodeError as cause:
         raise InvalidRequest(f"not text in UTF-8 ({cause.reason}): is the file compressed?") from cause
-    except (ValueError, RecursionError) as cause:
+    except ValueError as cause:
         raise InvalidRequest(f"not JSON: {cause}") from cause
 
 

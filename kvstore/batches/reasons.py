@@ -9,6 +9,8 @@ import json
 from collections import Counter
 from collections.abc import Callable
 
+from kvstore.parsing import parse_json
+
 TOLD_MAX = 3
 """Requests of one kind that are told."""
 MESSAGE_CHARS_MAX = 200
@@ -43,12 +45,12 @@ def message_of(body: bytes) -> str:
     OpenAI has it in ``error.message``, vLLM in ``message``, FastAPI in ``detail``.
     """
     try:
-        said = json.loads(body)
+        said = parse_json(body)
         for name in ("error", "message", "detail"):
             if isinstance(said, dict) and name in said:
                 said = said[name]
         text = said if isinstance(said, str) else json.dumps(said)
-    except (ValueError, RecursionError):
+    except ValueError:
         text = body[: 4 * MESSAGE_CHARS_MAX].decode(errors="replace")
     return _cut(" ".join(text.split()), MESSAGE_CHARS_MAX)
 

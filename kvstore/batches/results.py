@@ -14,6 +14,7 @@ from typing import Any
 
 from kvstore.batches.server import ANSWER_BYTES_MAX, Answer
 from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.parsing import DEPTH_MAX, parse_json
 
 GROWTH_MAX = 6
 """Bytes of a line for one byte of an answer at most: a byte that is no text becomes an escape, ``\\ufffd``."""
@@ -22,6 +23,8 @@ FRAME_BYTES_MAX = 16 << 10
 LINE_BYTES_MAX = GROWTH_MAX * ANSWER_BYTES_MAX + FRAME_BYTES_MAX
 """The line of any answer that ``Server`` returns fits."""
 _BEGINNING = b'{"id": "result-'
+_LINE_DEPTH = 2
+"""Levels of a line above its answer."""
 
 
 class Results:
@@ -54,9 +57,9 @@ class Results:
     def add(self, custom_id: str, answer: Answer) -> dict[str, Any]:
         """Writes a result, and returns the answer's body as JSON, empty if it is none. Raises Unavailable."""
         try:
-            body = json.loads(answer.body)
+            body = parse_json(answer.body, depth_max=DEPTH_MAX - _LINE_DEPTH)
             line = self._line(custom_id, answer.status, body)
-        except (ValueError, RecursionError):
+        except ValueError:
             body = {"text": answer.body.decode(errors="replace")}
             line = self._line(custom_id, answer.status, body)
         self._append(line)
@@ -108,9 +111,9 @@ class Results:
                 if len(line) > LINE_BYTES_MAX:
                     raise InvalidRequest(f"{where} has over {LINE_BYTES_MAX} bytes: give another --results FILE")
                 try:
-                    record = json.loads(line)
+                    record = parse_json(line)
                     custom_id, response = str(record["custom_id"]), record["response"]
-                except (ValueError, KeyError, TypeError, RecursionError) as cause:
+                except (ValueError, KeyError, TypeError) as cause:
                     if not line.endswith(b"\n") and line[: len(_BEGINNING)] == _BEGINNING[: len(line)]:
                         break  # the end of the file, cut off when its writer was killed
                     raise InvalidRequest(f"{where} is not a result of a batch: give another --results FILE") from cause

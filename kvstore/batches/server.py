@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import json
 import socket
 import time
 from contextlib import suppress
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.parsing import parse_json
 from kvstore.waiting import Flag
 
 TRIES_MAX = 5
@@ -165,6 +165,6 @@ def _retry_after_s(response: http.client.HTTPResponse) -> float:
 
 def _is_object(body: bytes) -> bool:
     try:
-        return isinstance(json.loads(body), dict)
-    except (ValueError, RecursionError):
+        return isinstance(parse_json(body), dict)
+    except ValueError:
         return False

@@ -21,6 +21,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.format.header import Incarnation
 from kvstore.format.lineage import LINEAGE_BYTES, SESSION_BYTES, LineageId, Writers, lineage_id, written
 from kvstore.namespace import DIGEST_BYTES, Namespace, NamespaceDigest, NamespaceId
+from kvstore.parsing import parse_json
 
 WRITER_FIELDS = ("node", "host", "version", "label")
 IDS_MAX = 10_000
@@ -195,7 +196,7 @@ class ClearOrder:
     def from_json(cls, content: bytes) -> ClearOrder:
         """The inverse. Raises InvalidRequest for anything else."""
         try:
-            record = json.loads(content)
+            record = parse_json(content)
             namespaces, lineages = _split(record["namespaces"]), _split(record["lineages"])
             times = [float(record[name]) for name in ("since_s", "until_s", "unused_since_s", "ordered_s")]
             if not all(map(math.isfinite, times)):
@@ -205,7 +206,7 @@ class ClearOrder:
                 None if lineages is None else frozenset(map(LineageId, lineages)),
                 *times,
             )
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as cause:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as cause:
             raise InvalidRequest(f"not an order to clear: {cause}") from cause
 
     def _is_unused(self, last_use_s: float) -> bool:

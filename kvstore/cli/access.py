@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from kvstore.brief import why
 from kvstore.cli.declared import argument, group, option, takes
 from kvstore.cli.securing import ClientAccess
 from kvstore.errors import InvalidRequest
+from kvstore.parsing import parse_json
 
 if TYPE_CHECKING:
     from kvstore.client.store import Store
@@ -50,7 +50,7 @@ class RootOptions:
         if self.file is None:
             return {}
         try:
-            found = json.loads(_read(self.file, "root options"))
+            found = parse_json(_read(self.file, "root options"))
         except ValueError as cause:
             raise InvalidRequest(f"the root options {self.file!r} are not JSON: {cause}") from cause
         if not isinstance(found, dict):

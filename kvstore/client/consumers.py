@@ -23,6 +23,7 @@ from functools import partial
 from typing import Any, BinaryIO, Protocol
 
 from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.parsing import parse_json
 from kvstore.planning import Group
 from kvstore.waiting import Flag
 
@@ -190,7 +191,7 @@ def _asked(link: socket.socket, answers: BinaryIO) -> Group | None:
         raise _ended()
     if not size:
         return None
-    fields: dict[str, Any] = json.loads(raw)
+    fields: dict[str, Any] = parse_json(raw)
     found: Any = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
     return Group(**found)
 

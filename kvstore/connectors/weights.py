@@ -21,6 +21,7 @@ from pathlib import Path
 import xxhash
 
 from kvstore.errors import InvalidRequest
+from kvstore.parsing import parse_json
 
 SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 SETTINGS_FILES = ("config.json", "hf_quant_config.json", "quantize_config.json", "params.json")
@@ -143,7 +144,7 @@ def _is_locked(fd: int) -> bool:
 
 def _remembered(memory: Path) -> dict[str, str]:
     with suppress(OSError, ValueError):
-        found = json.loads(memory.read_text())
+        found = parse_json(memory.read_text())
         if isinstance(found, dict):
             return {str(key): str(value) for key, value in found.items()}
     return {}

@@ -6,13 +6,13 @@ that a separate process gives back.
 
 from __future__ import annotations
 
-import json
 import subprocess
 import threading
 from collections.abc import Sequence
 from typing import Any
 
 from kvstore.errors import Unavailable
+from kvstore.parsing import parse_json
 
 PLAN_S_MAX = 300.0
 EXAMPLES = 25
@@ -42,7 +42,7 @@ class PlanSource:
         finally:
             self._end(child)
         try:
-            found = json.loads(said)
+            found = parse_json(said)
         except ValueError as cause:
             why = " ".join(complaint.split())[-STDERR_CHARACTERS_MAX:] or f"exit code {child.returncode}"
             raise Unavailable(f"the collector could not make a plan: {why}") from cause

@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
-import json
 import logging
 import threading
 from collections import Counter
@@ -23,6 +22,7 @@ from kvstore.counts import NodeCount
 from kvstore.encodings import sealing
 from kvstore.errors import InvalidRequest
 from kvstore.format.encoded import KEY_ID_BYTES
+from kvstore.parsing import parse_json
 from kvstore.security.secret_files import LOOK_S, Watched, read_secret
 
 log = logging.getLogger(__name__)
@@ -136,10 +136,10 @@ class KeyFile:
 
 def _loaded(content: bytes) -> Mapping[str, Any]:
     try:
-        loaded = json.loads(content, object_pairs_hook=_once)
+        loaded = parse_json(content, object_pairs_hook=_once)
     except InvalidRequest:  # our own error says more than the next line would
         raise
-    except (ValueError, RecursionError):
+    except ValueError:
         # Without the cause, which would show a piece of the file.
         raise InvalidRequest(f"the {_WHAT} is not JSON") from None
     return _object(loaded, "the whole")

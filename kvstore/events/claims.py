@@ -6,7 +6,6 @@ misleads routers of its own namespace, as a false event of an engine would, and 
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +15,7 @@ from kvstore.format.descent import NO_WHOLE, Descent
 from kvstore.format.encoded import decode_any
 from kvstore.format.header import Damaged, Kind
 from kvstore.namespace import Namespace
+from kvstore.parsing import parse_json
 from kvstore.tokens import token_array
 
 LORA_NAME_MAX = 256
@@ -55,8 +55,8 @@ def claimed_of(namespace: Namespace, address: Address, prefix: bytes) -> Claimed
 def _name(key: bytes, descent: Descent) -> Name | None:
     """Returns a block's name; None if its extras are not what routers understand."""
     try:
-        extra = json.loads(descent.extra or b"{}")
-    except (ValueError, RecursionError):
+        extra = parse_json(descent.extra or b"{}")
+    except ValueError:
         return None
     if not isinstance(extra, dict):
         return None

@@ -10,6 +10,7 @@ import json
 from dataclasses import dataclass
 
 from kvstore.errors import RootMismatch
+from kvstore.parsing import parse_json
 
 CLUSTER_BYTES = 16
 RECORD_BYTES_MAX = 4096
@@ -34,9 +35,9 @@ class Generation:
     def from_json(cls, content: bytes, where: str) -> Generation:
         """Parses what ``to_json`` returned; ignores fields of newer versions. Raises RootMismatch, naming ``where``."""
         try:
-            fields = json.loads(content)
+            fields = parse_json(content)
             found = cls(fields["generation"], bytes.fromhex(fields["cluster"]))
-        except (ValueError, KeyError, TypeError, RecursionError) as cause:
+        except (ValueError, KeyError, TypeError) as cause:
             raise RootMismatch(f"{where} is not the record of a generation: {cause}") from cause
         if type(found.number) is not int or found.number < 1 or len(found.cluster) != CLUSTER_BYTES:
             raise RootMismatch(

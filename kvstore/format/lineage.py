@@ -16,6 +16,7 @@ from typing import NewType
 from kvstore.brief import brief
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import Incarnation
+from kvstore.parsing import parse_json
 
 LineageId = NewType("LineageId", bytes)
 
@@ -64,7 +65,7 @@ class Writer:
     def from_json(cls, content: bytes) -> Writer:
         """Parses what ``to_json`` returned; ignores newer fields. Raises InvalidRequest for anything else."""
         try:
-            fields = json.loads(content)
+            fields = parse_json(content)
             texts = {name: _text(fields.get(name, "")) for name in ("host", "version", "python", "label", "identity")}
             session, node = str(fields["session"]), _text(fields["node"])
             if len(bytes.fromhex(session)) != SESSION_BYTES or session != session.lower():
@@ -72,7 +73,7 @@ class Writer:
             return cls(
                 session=session, node=node, pid=int(fields["pid"]), started_s=float(fields["started_s"]), **texts
             )
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as cause:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as cause:
             raise InvalidRequest(f"not a writer's record: {cause}") from cause
 
     @property

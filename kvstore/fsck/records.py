@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 from kvstore.errors import InvalidRequest
 from kvstore.format import places
 from kvstore.format.places import Name
@@ -11,6 +9,7 @@ from kvstore.fsck.report import Kind
 from kvstore.layout import Layout
 from kvstore.namespace import Namespace, NamespaceId
 from kvstore.node.namespaces import RECORD_BYTES_MAX, claim_key
+from kvstore.parsing import parse_json
 from kvstore.root.identity import read_small
 from kvstore.root.interface import Entry, Root
 
@@ -40,7 +39,7 @@ class Records:
                     return Kind.BAD_RECORD, f"describes namespace {namespace.digest.hex()}"
                 self.ids.add(namespace.id)
             else:
-                fields = json.loads(raw)
+                fields = parse_json(raw)
                 Layout.from_dict(fields["layout"])
                 if claim_key(fields["tenant"], fields["name"]).hex() != stem:
                     return Kind.BAD_RECORD, f"claims {fields['name']!r} of tenant {fields['tenant']!r}"
@@ -55,7 +54,7 @@ def read_claim(root: Root, key: bytes) -> Layout | None:
     if raw is None:
         return None
     try:
-        return Layout.from_dict(json.loads(raw)["layout"])
+        return Layout.from_dict(parse_json(raw)["layout"])
     except (InvalidRequest, ValueError, KeyError, TypeError):
         return None
 

@@ -14,6 +14,7 @@ from typing import Any
 from kvstore.errors import InvalidRequest
 from kvstore.meta.interface import Absent, Compare, Delete, KeyValue, LeaseId, Meta, ModifiedAt, Put
 from kvstore.meta.keys import Keys, SessionId
+from kvstore.parsing import parse_json
 
 CLAIMED_SHARE = 0.95
 """Claims end at this share of the bound. From there on a collector says who may write."""
@@ -166,8 +167,8 @@ def _smaller(one: Any, other: Any) -> Any:
 
 def _fields(value: bytes) -> dict[str, Any]:
     try:
-        fields = json.loads(value)
-    except (ValueError, RecursionError) as cause:
+        fields = parse_json(value)
+    except ValueError as cause:
         raise InvalidRequest(f"not a record of a bound: {cause}") from cause
     if not isinstance(fields, dict):
         raise InvalidRequest("not a record of a bound: expected an object")

@@ -15,6 +15,7 @@ from kvstore.meta.deadline import TRIES_MAX, Deadline
 from kvstore.meta.interface import Absent, Meta, ModifiedAt, Put
 from kvstore.meta.keys import Keys
 from kvstore.namespace import Namespace, NamespaceDigest
+from kvstore.parsing import parse_json
 
 VARIANTS_MAX = 1024
 
@@ -38,7 +39,7 @@ class _Claim:
 
     @classmethod
     def from_json(cls, value: bytes) -> _Claim:
-        fields = json.loads(value)
+        fields = parse_json(value)
         return cls(Layout.from_dict(fields["layout"]), int(fields["variants"]))
 
 

@@ -20,6 +20,7 @@ from kvstore.meta.interface import NO_LEASE, Delete, KeyValue, LeaseGone, LeaseI
 from kvstore.meta.keys import Keys, PinId
 from kvstore.meta.session import Session
 from kvstore.namespace import NamespaceDigest
+from kvstore.parsing import parse_json
 from kvstore.sources import Clock, Ids, RandomIds, SystemClock
 
 log = logging.getLogger(__name__)
@@ -97,7 +98,7 @@ class PinRecord:
                 raise ValueError("no magic")
             start = len(_MAGIC) + _HEADER_SIZE_BYTES
             end = start + int.from_bytes(value[len(_MAGIC) : start], "little")
-            fields = json.loads(value[start:end])
+            fields = parse_json(value[start:end])
             packed = value[end:]
             if end > len(value) or len(packed) % ADDRESS_BYTES:
                 raise ValueError("its size is wrong")
@@ -112,7 +113,7 @@ class PinRecord:
                 float(fields["expires_s"]),
                 packed,
             )
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as cause:
+        except (ValueError, KeyError, TypeError, AttributeError) as cause:
             raise RootMismatch(f"{where} is not a ref ({cause}): is it of another version, or damaged?") from cause
 
 

@@ -20,6 +20,7 @@ from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied, Sessi
 from kvstore.meta.deadline import Deadline
 from kvstore.meta.interface import Absent, Compare, Delete, LeaseGone, LeaseId, Meta, ModifiedAt, Put, TxnResult
 from kvstore.meta.keys import Keys, SessionId
+from kvstore.parsing import parse_json
 from kvstore.sources import Clock, Ids
 from kvstore.waiting import Flag
 
@@ -54,9 +55,9 @@ class SessionRecord:
     def from_json(cls, value: bytes) -> SessionRecord:
         """Parses what ``to_json`` returned. Raises InvalidRequest for anything else."""
         try:
-            fields = json.loads(value)
+            fields = parse_json(value)
             found = cls(int(fields["announced"]), int(fields["write"]), b64decode(fields["held"], validate=True))
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as cause:
+        except (ValueError, KeyError, TypeError, OverflowError) as cause:
             raise InvalidRequest(f"not a session record: {cause}") from cause
         if len(found.held) % ADDRESS_BYTES:
             raise InvalidRequest(f"not a session record: {len(found.held)} bytes of addresses of {ADDRESS_BYTES} each")

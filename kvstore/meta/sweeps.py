@@ -16,6 +16,7 @@ import numpy.typing as npt
 from kvstore.address import ADDRESS_BYTES, Address
 from kvstore.errors import RootMismatch
 from kvstore.meta.keys import ID_BYTES, SweepId
+from kvstore.parsing import parse_json
 
 EXACT_MAX = 1024
 """A sweep of up to this many victims lists packed addresses; a larger one has a filter."""
@@ -51,10 +52,10 @@ class Seq:
     def from_json(cls, value: bytes) -> Seq:
         """Parses what ``to_json`` returned. Raises RootMismatch for anything else."""
         try:
-            fields = json.loads(value)
+            fields = parse_json(value)
             pace_s = min(PACE_S_MAX, max(0.0, float(fields["pace_s"])))
             found = cls(bytes.fromhex(fields["nonce"]), bytes.fromhex(fields["prev"]), pace_s)
-        except (ValueError, KeyError, TypeError, RecursionError) as cause:
+        except (ValueError, KeyError, TypeError) as cause:
             raise RootMismatch(f"not a link of the chain of sweeps: {cause}") from cause
         if len(found.nonce) != ID_BYTES or len(found.prev) != ID_BYTES:
             raise RootMismatch("not a link of the chain of sweeps: a nonce has 16 bytes")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvstore.errors import InvalidRequest
+from kvstore.parsing import parse_json
 
 PACE_S_MAX = 60.0
 BYTES_MAX = (1 << 63) - 1
@@ -97,8 +98,8 @@ def _packed(fields: dict[str, Any]) -> bytes:
 
 def _unpacked(value: bytes, what: str) -> dict[str, Any]:
     try:
-        fields = json.loads(value)
-    except (ValueError, RecursionError) as cause:
+        fields = parse_json(value)
+    except ValueError as cause:
         raise InvalidRequest(f"not a record of {what}: {cause}") from cause
     if not isinstance(fields, dict):
         raise InvalidRequest(f"not a record of {what}: expected an object")

@@ -9,6 +9,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.meta.interface import Meta
 from kvstore.meta.keys import Keys, SessionId
 from kvstore.meta.session import Session
+from kvstore.parsing import parse_json
 
 RECORD_BYTES_MAX = 4096
 
@@ -37,7 +38,7 @@ class WorkerRecord:
     def from_json(cls, value: bytes) -> WorkerRecord:
         """Parses what ``to_json`` returned; ignores newer fields. Raises InvalidRequest for anything else."""
         try:
-            fields = json.loads(value)
+            fields = parse_json(value)
             return cls(
                 str(fields["address"]),
                 str(fields.get("version", "")),

@@ -9,7 +9,6 @@ and another one starts a child. Nothing depends on there being one: collectors m
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import threading
@@ -24,6 +23,7 @@ from kvstore.meta.interface import Absent, KeyValue, LeaseGone, Meta, Put
 from kvstore.meta.keys import Keys, SessionId
 from kvstore.meta.presence import Presence
 from kvstore.meta.session import Session
+from kvstore.parsing import parse_json
 from kvstore.sources import Clock
 from kvstore.waiting import Monitor
 
@@ -216,6 +216,6 @@ class Collecting:
 def _pid_of(collector: bytes) -> int | None:
     """Returns the process of a collector's record; None if it cannot be read."""
     try:
-        return int(json.loads(collector)["pid"])
-    except (ValueError, KeyError, TypeError, RecursionError):
+        return int(parse_json(collector)["pid"])
+    except (ValueError, KeyError, TypeError):
         return None

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied, Unavailable
 from kvstore.format import places
+from kvstore.parsing import parse_json
 from kvstore.recency import NS_PER_S
 from kvstore.root.identity import FILE_SYSTEMS_OWN, FORMAT_BYTES_MAX, TOP, read_small
 from kvstore.root.interface import Root
@@ -118,9 +119,9 @@ class DiskFolder:
                     )
             return False
         try:
-            fields = json.loads(content)
+            fields = parse_json(content)
             name, version = fields["format"], fields["version"]
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError):
             name, version = "", 0
         if name != FORMAT_NAME:
             raise InvalidRequest(

@@ -15,6 +15,7 @@ from kvstore.format import places
 from kvstore.format.places import Name
 from kvstore.layout import Layout
 from kvstore.namespace import Namespace, NamespaceDigest
+from kvstore.parsing import parse_json
 from kvstore.recency import NS_PER_S
 from kvstore.root.interface import Root
 from kvstore.sources import Clock
@@ -122,6 +123,6 @@ def _check(namespace: Namespace, name: Name, claim: bytes) -> None:
 
 def _layout_of(name: Name, record: bytes) -> Layout:
     try:
-        return Layout.from_dict(json.loads(record)["layout"])
-    except (ValueError, KeyError, TypeError, RecursionError, InvalidRequest) as cause:
+        return Layout.from_dict(parse_json(record)["layout"])
+    except (ValueError, KeyError, TypeError, InvalidRequest) as cause:
         raise RootMismatch(f"{name} on the root is damaged: run kvstore fsck --repair ({cause})") from cause

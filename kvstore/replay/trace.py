@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.errors import InvalidRequest
+from kvstore.parsing import parse_json
 from kvstore.tokens import TOKENS_MAX
 
 BLOCK_TOKENS = 512
@@ -85,7 +86,7 @@ def _parse(line: bytes, number: int) -> Request:
     if len(line) > LINE_BYTES_MAX:
         raise InvalidRequest(f"longer than {LINE_BYTES_MAX} bytes")
     try:
-        fields = json.loads(line)
+        fields = parse_json(line)
     except ValueError as cause:
         raise InvalidRequest(f"not a request ({cause}); expected JSON with input_length and hash_ids") from cause
     return parse_request(fields, number)

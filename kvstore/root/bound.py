@@ -10,6 +10,7 @@ import json
 
 from kvstore.errors import Overloaded, RootMismatch, Unavailable
 from kvstore.format import places
+from kvstore.parsing import parse_json
 from kvstore.root.identity import publish_small, read_small
 from kvstore.root.interface import Root
 from kvstore.sources import Clock, Ids
@@ -50,8 +51,8 @@ def _read(root: Root) -> int | None:
     if content is None:
         return None
     try:
-        max_bytes = json.loads(content)["max_bytes"]
-    except (ValueError, KeyError, TypeError, RecursionError):
+        max_bytes = parse_json(content)["max_bytes"]
+    except (ValueError, KeyError, TypeError):
         max_bytes = None
     if type(max_bytes) is not int or max_bytes < 1:
         raise RootMismatch(

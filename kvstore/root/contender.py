@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvstore.format.places import Name
+from kvstore.parsing import parse_json
 from kvstore.root.posix import PosixRoot
 
 ANSWER_S = 30.0
@@ -51,7 +52,7 @@ class Contender:
         line = self._child.stdout.readline()
         if not line:
             raise OSError("the second process ended")
-        answer = json.loads(line)
+        answer = parse_json(line)
         if "error" in answer:
             raise OSError(answer["code"], answer["error"])
         return answer["outcome"]
@@ -163,7 +164,7 @@ _DOES: dict[str, Callable[..., Any]] = {
 
 def _serve(folder: str) -> None:
     for line in sys.stdin:
-        parameters = json.loads(line)
+        parameters = parse_json(line)
         try:
             answer: dict[str, Any] = {"outcome": _DOES[parameters.pop("what")](folder, **parameters)}
         except OSError as error:

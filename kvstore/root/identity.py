@@ -18,6 +18,7 @@ from kvstore.buffers import Borrowed
 from kvstore.errors import InvalidRequest, RootMismatch, Unavailable
 from kvstore.format import places
 from kvstore.format.places import Name
+from kvstore.parsing import parse_json
 from kvstore.recency import NS_PER_S
 from kvstore.root.interface import Root
 from kvstore.sources import Clock, Ids, SystemClock
@@ -86,9 +87,9 @@ class RootIdentity:
         Raises RootMismatch for another version, or a file that is not a ``FORMAT`` file.
         """
         try:
-            fields = json.loads(content)
+            fields = parse_json(content)
             name, version = fields["format"], fields["version"]
-        except (ValueError, KeyError, TypeError, RecursionError) as cause:
+        except (ValueError, KeyError, TypeError) as cause:
             raise _not_a_format(content) from cause
         if name != FORMAT_NAME or type(version) is not int:
             raise _not_a_format(content)

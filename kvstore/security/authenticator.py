@@ -6,7 +6,6 @@ A wrong new file changes nothing: the old rules stay, and the failure is counted
 from __future__ import annotations
 
 import hmac
-import json
 import logging
 import threading
 import time
@@ -16,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.parsing import parse_json
 from kvstore.security.bearer import SKEW_S, Claims, PublicKey, verified
 from kvstore.security.denials import Denied, NotKnown, Reason
 from kvstore.security.identity import CERTIFICATE, Identity, Presented
@@ -175,7 +175,7 @@ def read_revoked(path: Path) -> dict[str, float]:
     if not path.exists():
         return {}
     try:
-        found = json.loads(read_trusted(path, "list of revoked tokens", ACCESS_BYTES_MAX))
+        found = parse_json(read_trusted(path, "list of revoked tokens", ACCESS_BYTES_MAX))
     except ValueError as cause:
         if isinstance(cause, InvalidRequest):
             raise

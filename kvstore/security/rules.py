@@ -5,12 +5,12 @@ Separate from reading and watching it, so that a wrong file is found before anyt
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from kvstore.errors import InvalidRequest
+from kvstore.parsing import parse_json
 from kvstore.security.permissions import Role
 from kvstore.security.quotas import Quota
 
@@ -35,8 +35,8 @@ class Rules:
     def parse(cls, text: bytes) -> Rules:
         """Parses an access file. Raises InvalidRequest with the place of the first mistake."""
         try:
-            found = json.loads(text, object_pairs_hook=_without_repeats)
-        except (ValueError, RecursionError) as cause:
+            found = parse_json(text, object_pairs_hook=_without_repeats)
+        except ValueError as cause:
             raise InvalidRequest(f"the access file is not JSON: {cause}") from cause
         top = _object("the access file", found, _TOP)
         identities = {

@@ -14,6 +14,7 @@ from typing import Any
 from kvstore.brief import brief
 from kvstore.checks import FLOAT_MAX, number
 from kvstore.errors import InvalidRequest
+from kvstore.parsing import parse_json
 
 CHECK_LAYERS_MAX = 1024
 VERDICT_BYTES = 64 << 10
@@ -123,7 +124,7 @@ class Verdict:
     def from_json(cls, text: bytes) -> Verdict:
         """The inverse of to_json. Raises InvalidRequest where ``text`` is not a verdict of this version."""
         try:
-            fields: dict[str, Any] = json.loads(text)
+            fields: dict[str, Any] = parse_json(text)
             if fields.pop("version") != VERSION:
                 raise InvalidRequest("the verdict is of another version of kvstore: run kvstore blend-check again")
             return cls(
@@ -135,7 +136,7 @@ class Verdict:
                 bounds=Bounds(**fields["bounds"]),
                 measured=Measured(**fields["measured"]),
             )
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as cause:
+        except (ValueError, KeyError, TypeError, AttributeError) as cause:
             raise InvalidRequest(f"not a verdict: {cause}") from cause
 
 

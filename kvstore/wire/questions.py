@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from kvstore.errors import InvalidRequest
+from kvstore.parsing import parse_json
 from kvstore.tokens import TOKENS_MAX, TokenArray, token_array
 from kvstore.wire.messages import unpack_tokens
 
@@ -36,13 +36,13 @@ class Question:
     hashes: list[int] | None
 
     @classmethod
-    def of_json(cls, body: bytes, decode: Callable[[bytes], Any] = json.loads) -> Question:
+    def of_json(cls, body: bytes, decode: Callable[[bytes], Any] = parse_json) -> Question:
         """Parses the body of a request; ``decode`` raises ValueError. Raises InvalidRequest."""
         if body.count(b",") > TOKENS_MAX + FIELDS_MAX:
             raise InvalidRequest(f"the question has more parts than the limit of {TOKENS_MAX} tokens: split the prompt")
         try:
             asked = decode(body)
-        except (ValueError, RecursionError) as cause:
+        except ValueError as cause:
             raise InvalidRequest(f"the question cannot be read: {cause}") from cause
         if not isinstance(asked, dict):
             raise InvalidRequest("the question is no JSON object: expected model, and token_ids or hashes")

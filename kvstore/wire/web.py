@@ -22,6 +22,7 @@ from kvstore.errors import (
     Unauthenticated,
     Unavailable,
 )
+from kvstore.parsing import parse_json
 from kvstore.security.account import HEADER
 from kvstore.wire.questions import BODY_BYTES_MAX, Question
 
@@ -82,7 +83,7 @@ def answered(
     start_response: StartResponse,
     identify: Identify,
     answer: Answer,
-    decode: Decode = json.loads,
+    decode: Decode = parse_json,
 ) -> Iterable[bytes]:
     """Answers a question as a WSGI application does; ``decode`` decodes JSON, and raises ValueError.
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kvstore.batches import Results, results
 from kvstore.batches.server import ANSWER_BYTES_MAX, Answer
 from kvstore.errors import InvalidRequest
+from kvstore.parsing import DEPTH_MAX
 
 
 def line(custom_id: str, **response: object) -> str:
@@ -43,9 +44,12 @@ def test_the_line_of_any_answer_fits(tmp_path: Path, body: bytes) -> None:
 
 def test_an_answer_that_is_nested_too_deep_is_kept_as_text(tmp_path: Path) -> None:
     with Results(tmp_path / "results") as opened:
-        for depth in range(900, 1100):
+        for depth in range(DEPTH_MAX - 10, DEPTH_MAX + 10):
             opened.add(str(depth), Answer(200, b"[" * depth + b"]" * depth))
-    assert len(ids(tmp_path / "results")) == 200
+        opened.add("deepest", Answer(200, b"[" * 9999 + b"]" * 9999))
+    assert len(ids(tmp_path / "results")) == 21
+    with Results(tmp_path / "results") as again:
+        assert len(again.known) == 21
 
 
 def test_a_line_that_is_too_long_is_an_error_and_cuts_nothing_off(

@@ -17,6 +17,7 @@ from kvstore.events.inventory import Identities, Inventory
 from kvstore.events.query import Answers
 from kvstore.events.truth import Model
 from kvstore.events.web import application, decode
+from kvstore.parsing import parse_json
 from kvstore.security.identity import Identity, Presented
 from kvstore.security.permissions import Role
 from kvstore.waiting import Monitor
@@ -94,7 +95,7 @@ def test_a_tenant_sees_nothing_of_another() -> None:
     ],
 )
 def test_a_bad_question_is_refused(body: bytes) -> None:
-    for decoding in (decode, json.loads):
+    for decoding in (decode, parse_json):
         with pytest.raises(InvalidRequest):
             Question.of_json(body, decoding)
 

@@ -11,7 +11,19 @@ from pathlib import Path
 import pytest
 
 KVSTORE = Path(__file__).resolve().parents[2] / "kvstore"
-PURE_NAMES = ("address", "brief", "checks", "errors", "hints", "layout", "lifecycle", "namespace", "recency", "tokens")
+PURE_NAMES = (
+    "address",
+    "brief",
+    "checks",
+    "errors",
+    "hints",
+    "layout",
+    "lifecycle",
+    "namespace",
+    "parsing",
+    "recency",
+    "tokens",
+)
 PURE_FOLDERS = ("format", "planning")
 PURE_FILES = [KVSTORE / f"{name}.py" for name in PURE_NAMES if (KVSTORE / f"{name}.py").exists()]
 PURE_FILES += sorted(path for name in PURE_FOLDERS for path in (KVSTORE / name).rglob("*.py"))

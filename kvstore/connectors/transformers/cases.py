@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 
 from kvstore.connectors.transformers.comparing import Case
 from kvstore.errors import InvalidRequest
+from kvstore.parsing import parse_json
 
 LINE_BYTES_MAX = 16 << 20
 PROMPTS_MAX = 10_000
@@ -80,8 +80,8 @@ def _case(line: bytes, bos: int, encode: Encode, chunk_tokens: int, said: Callab
     if len(line) > LINE_BYTES_MAX:
         raise InvalidRequest(f"longer than {LINE_BYTES_MAX} bytes")
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as cause:
+        record = parse_json(line)
+    except ValueError as cause:
         raise InvalidRequest(f"not JSON: {cause}") from cause
     if (
         not isinstance(record, dict)
