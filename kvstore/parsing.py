@@ -22,7 +22,7 @@ _BRACKET = re.compile(r"[\[\]{}]")
 
 def parse_json(content: bytes | str, object_pairs_hook: Hook | None = None, depth_max: int = DEPTH_MAX) -> Any:
     """Returns what ``json.loads`` does. Raises ValueError for what is no JSON in UTF-8, or is nested too deep."""
-    text = content if isinstance(content, str) else content.decode("utf-8-sig")
+    text = content if isinstance(content, str) else content.decode().removeprefix("\ufeff")
     check_depth(text, depth_max)
     return json.loads(text, object_pairs_hook=object_pairs_hook)
 

@@ -1,16 +1,16 @@
 """The level of the root between two surveys.
 
 A survey lists every file and is exact, but takes long. Until the next one, used bytes are those of the last survey plus
-the bytes that nodes reported to have written, less those that nodes and collectors reported to have deleted. If a
-survey and a report overlap, writes count twice and deletions not at all until the next survey: too early a round is
-better than a full disk. Other programs on the same file system change neither sum. They change the free space, and so
-the capacity if free space is short.
+the bytes that nodes reported to have written or to be about to write, less those that nodes and collectors reported to
+have deleted. If a survey and a report overlap, writes count twice and deletions not at all until the next survey: too
+early a round is better than a full disk. Other programs on the same file system change neither sum. They change the
+free space, and so the capacity if free space is short.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 from kvstore.meta.keys import SessionId
@@ -39,9 +39,10 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """The reports that were known when a listing began."""
+    """The reports that were known when a listing began, and the reporters that were gone."""
 
     reported: Mapping[SessionId, Usage]
+    gone: Set[SessionId]
 
 
 class Watermarks:
@@ -103,7 +104,7 @@ class Watermarks:
         """Call it before the root is listed. ``unheard`` are nodes whose reports are older than this moment."""
         with self._lock:
             self._unheard, self._answered = set(unheard), {}
-            return Mark(dict(self._reported))
+            return Mark(dict(self._reported), set(self._gone))
 
     def surveyed(self, used_bytes: int, mark: Mark) -> None:
         """Notes the sum of all files that were listed since ``mark``. Writes meanwhile may count twice."""
@@ -114,7 +115,7 @@ class Watermarks:
             self._reported = {
                 reporter: usage
                 for reporter, usage in self._reported.items()
-                if reporter not in self._gone or usage != mark.reported.get(reporter)
+                if reporter not in mark.gone or usage != mark.reported.get(reporter)
             }
             self._base = {
                 reporter: Usage(
@@ -173,6 +174,12 @@ class Watermarks:
             return self._reaped_bytes
 
     @property
+    def pending_bytes(self) -> int:
+        """Bytes of puts under way. Those of a reporter that is gone count until a listing after its end."""
+        with self._lock:
+            return sum(usage.pending_bytes for usage in self._reported.values())
+
+    @property
     def gone_count(self) -> int:
         """The reporters that are gone since the last survey. They may have written more than their last report says."""
         with self._lock:
@@ -194,7 +201,7 @@ class Watermarks:
         with self._lock:
             if self._surveyed_bytes is None:
                 return None
-            growth_bytes = self._written_bytes - self._removed_bytes - (self._reaped_bytes - self._reaped_base)
+            growth_bytes = self._taken_bytes - self._removed_bytes - (self._reaped_bytes - self._reaped_base)
             used_bytes = max(0, self._surveyed_bytes + growth_bytes)
             room_bytes = None if self._free_bytes is None else used_bytes + self._free_bytes
             limits = [limit for limit in (self._limit_bytes, room_bytes) if limit is not None]
@@ -216,7 +223,7 @@ class Watermarks:
             feared_bytes = self._feared_bytes(level)
             if feared_bytes <= self.high * level.capacity_bytes:
                 return False
-            unseen_bytes = self._written_bytes + self._ignored_bytes + feared_bytes - level.used_bytes
+            unseen_bytes = self._taken_bytes + self._ignored_bytes + feared_bytes - level.used_bytes
             return not self._is_settled or unseen_bytes >= GROWTH_SHARE * level.capacity_bytes
 
     def _feared_bytes(self, level: Level) -> int:
@@ -226,9 +233,9 @@ class Watermarks:
         return max(level.used_bytes, self._surveyed_bytes + self._free_then_bytes - self._free_bytes)
 
     @property
-    def _written_bytes(self) -> int:
-        """Bytes that others wrote since the listing of the survey began."""
-        return sum(
+    def _taken_bytes(self) -> int:
+        """Bytes that others wrote since the listing of the survey began, and those of their puts under way."""
+        return self.pending_bytes + sum(
             now.written_bytes - self._base.get(reporter, NONE).written_bytes for reporter, now in self._reported.items()
         )
 

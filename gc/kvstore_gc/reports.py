@@ -99,6 +99,11 @@ class Reports:
                 return missing
             pause(POLL_S)
 
+    @property
+    def reporters_count(self) -> int:
+        """The nodes, and other collectors, whose reports were read and have not ended."""
+        return len(self._written_at)
+
     def close(self) -> None:
         """Ends the watch. Idempotent."""
         if self._watch is not None:

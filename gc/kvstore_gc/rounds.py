@@ -181,7 +181,8 @@ class Rounds:
             summary.high_bytes = int(goals.high * level.capacity_bytes)
             summary.low_bytes = int(goals.low * level.capacity_bytes)
         summary.surveyed(found, round(found.used.bytes / share), namespaces)
-        decision = decide(found, goals.of_share(share), pinned, round(summary.beside.bytes * share))
+        fixed_bytes = summary.beside.bytes + self._watermarks.pending_bytes
+        decision = decide(found, goals.of_share(share), pinned, round(fixed_bytes * share))
         summary.kept = {reason.value: tally for reason, tally in decision.expected.items() if not reason.condemns}
         return decision
 

@@ -187,7 +187,7 @@ class RoomSign(_Sign):
         self._said: Room | None = None
         self._said_by: LeaseId | None = None
         self._said_s = 0.0
-        self._ended_bytes, self._ended_s = 0, -UNHEARD_S
+        self._unreported_bytes, self._began_s = 0, -UNHEARD_S
         self._nodes_count, self._counted_s = 0, -math.inf
         self._bounds = Bounds(site.meta, site.keys) if site.is_of_host else None
 
@@ -202,7 +202,9 @@ class RoomSign(_Sign):
             return
         if now_s - self._counted_s >= COUNTED_S:
             self._nodes_count, self._counted_s = self._meta.count(self._sessions, self._timeout_s), now_s
-        room = room_of(watermarks, self._nodes_count, self._reports.revision)
+        # Those whose reports are counted have a share, also if they began after the sessions were counted.
+        nodes_count = max(self._nodes_count, self._reports.reporters_count)
+        room = room_of(watermarks, nodes_count, self._reports.revision)
         watermarks.late_s = LATE_S_MIN + 2 * room.pace_s
         if self._said is None or is_news(self._said, room):
             self._say(room, mine[1])
@@ -220,12 +222,15 @@ class RoomSign(_Sign):
         # First the word: who joins after it hears none, and has to claim.
         taken = self._meta.txn((ValueIs(self._key, said.to_json()),), (Delete(self._key),), self._timeout_s)
         if taken.succeeded:
-            used_bytes = max(level.used_bytes, self._claimed_bytes(self._clock.monotonic_s()))
+            used_bytes = level.used_bytes + self._claimed_bytes(self._clock.monotonic_s())
             self._bounds.leave(used_bytes + beyond_bytes, self._timeout_s)
 
     def _claimed_bytes(self, now_s: float) -> int:
-        """The level that the first word ended: nodes that have not heard that word report nothing yet."""
-        return self._ended_bytes if now_s - self._ended_s < UNHEARD_S else 0
+        """What was claimed and not counted when the first word ended the claims.
+
+        Nodes that have not heard that word report nothing yet.
+        """
+        return self._unreported_bytes if now_s - self._began_s < UNHEARD_S else 0
 
     def _say(self, room: Room, lease: LeaseId) -> None:
         self._said_s = self._clock.monotonic_s()
@@ -233,8 +238,9 @@ class RoomSign(_Sign):
         beside = []
         if self._bounds is not None and room.allowance_bytes is not None:
             if self._said is None or self._said.allowance_bytes is None:
-                self._ended_bytes = self._bounds.level_bytes(self._timeout_s)
-                self._ended_s = self._said_s
+                claimed_bytes = self._bounds.level_bytes(self._timeout_s)
+                self._unreported_bytes = max(0, claimed_bytes - (room.used_bytes or 0))
+                self._began_s = self._said_s
             beside.append(self._bounds.end_claims())  # from this word on nodes write what it allows, and nothing else
         won, found = self._put(room.to_json(), lease, before, *beside)
         if not won and found is not None and found.lease == lease:  # ours, whose reply was lost

@@ -22,28 +22,38 @@ class Usage:
     """The value of ``usage/<session>``: bytes written to the root, and deleted from it, since the session began.
 
     Both counts only grow, so the larger of two records of one session is the later one. A survey that ran while both
-    changed may omit deletions without omitting a write.
+    changed may omit deletions without omitting a write. ``pending_bytes`` are those of puts that have room and have not
+    ended; some of them may be written, and counted, already.
     """
 
     written_bytes: int = 0
     removed_bytes: int = 0
+    pending_bytes: int = 0
 
     def to_json(self) -> bytes:
         """Returns the stored form."""
-        return _packed({"written": self.written_bytes, "removed": self.removed_bytes})
+        return _packed({"written": self.written_bytes, "removed": self.removed_bytes, "pending": self.pending_bytes})
 
     @classmethod
     def from_json(cls, value: bytes) -> Usage:
         """Parses what ``to_json`` returned. Raises InvalidRequest for anything else."""
         fields = _unpacked(value, "usage")
-        return cls(_count(fields, "written"), _count(fields, "removed"))
+        return cls(_count(fields, "written"), _count(fields, "removed"), _count(fields, "pending"))
+
+    @property
+    def taken_bytes(self) -> int:
+        """What is written, or may be soon."""
+        return self.written_bytes + self.pending_bytes
 
     def latest(self, other: Usage) -> Usage:
-        """Returns the later of two records of one session."""
-        return Usage(
-            max(self.written_bytes, other.written_bytes),
-            max(self.removed_bytes, other.removed_bytes),
-        )
+        """Returns the later of two records of one session, of which ``other`` was read later.
+
+        That may be the earlier one: etcd was restored.
+        """
+        written_bytes = max(self.written_bytes, other.written_bytes)
+        removed_bytes = max(self.removed_bytes, other.removed_bytes)
+        is_older = (other.written_bytes, other.removed_bytes) != (written_bytes, removed_bytes)
+        return Usage(written_bytes, removed_bytes, (self if is_older else other).pending_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,16 +83,16 @@ class Claims:
         """See ``NodeUsage``."""
         self._wrote(False)
 
-    def claim(self, overdrawn_bytes: int) -> int:
+    def claim(self, lacking_bytes: int) -> int | None:
         """See ``NodeUsage``."""
         if not self._counts():
-            return self._lend(overdrawn_bytes)
+            return self._lend(lacking_bytes)
         try:
-            return self._claim(overdrawn_bytes)
+            return self._claim(lacking_bytes)
         except KVStoreError as error:
             log.debug("claims.failed %s", error)
             self._wrote(True)  # perhaps the disk has no room for metadata: a collector makes some
-            return 0
+            return None
 
     def has_disk_for(self, size_bytes: int) -> bool:
         """See ``NodeUsage``."""
@@ -119,33 +119,33 @@ class Claims:
         except KVStoreError as error:
             log.debug("claims.left %s", error)
 
-    def _lend(self, overdrawn_bytes: int) -> int:
-        """Returns what may be written while the metadata cannot be relied on.
+    def _lend(self, lacking_bytes: int) -> int | None:
+        """Lends what may be written while the metadata cannot be relied on.
 
         A store with a bound goes on for a moment if it has claimed before, as while a session is renewed. It may not go
         on for long, nor may program after program begin so: where ``metadata.sqlite`` is gone, nobody collects.
         """
-        lent_bytes = CLAIM_BYTES_MAX
+        lent_bytes = lacking_bytes + CLAIM_BYTES_MAX
         if self._own.max_bytes is not None:
-            if self._owed_bytes or not self._has_claimed:
-                return 0
-            lent_bytes = min(lent_bytes, int(EARLY_SHARE * self._own.max_bytes))
-        self._owed_bytes += overdrawn_bytes + lent_bytes
-        return lent_bytes
+            lent_bytes = min(CLAIM_BYTES_MAX, int(EARLY_SHARE * self._own.max_bytes))
+            if self._owed_bytes or not self._has_claimed or lent_bytes < lacking_bytes:
+                return None
+        self._owed_bytes += lent_bytes
+        return lent_bytes - lacking_bytes
 
-    def _claim(self, overdrawn_bytes: int) -> int:
+    def _claim(self, lacking_bytes: int) -> int | None:
         max_bytes = self._bounds.smallest(TIMEOUT_S).and_of(self._own).max_bytes
         size_bytes = UNBOUND_BYTES
         if max_bytes is not None:
             size_bytes = max(1, min(CLAIM_BYTES_MAX, int(CLAIM_SHARE * max_bytes)))
-        asked_bytes = size_bytes + overdrawn_bytes + self._owed_bytes
+        asked_bytes = size_bytes + lacking_bytes + self._owed_bytes
         claim = self._bounds.claim(asked_bytes, max_bytes, self._is_empty, TIMEOUT_S)
         if claim is None and max_bytes is None:
             return CLAIM_BYTES_MAX  # nobody knows the level, and nobody asks for a bound
         if claim is None:
             self._wrote(True)
             log.debug("claims.refused: a collector has to count, or %g of the bound is claimed", CLAIMED_SHARE)
-            return 0
+            return None
         if claim.made_at != self._made_at:
             self._made_at, self._claimed_bytes = claim.made_at, 0
         self._claimed_bytes += claim.size_bytes

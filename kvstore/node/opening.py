@@ -14,7 +14,7 @@ from kvstore.encodings.keys import KeyFile
 from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied, RootMismatch, Unavailable
 from kvstore.format.places import CHUNKS, GENERATIONS, HOST_GENERATIONS, Name
 from kvstore.memory.arena import PAGE_BYTES, Arena
-from kvstore.meta.bounds import NO_BOUND, Bound, Bounds
+from kvstore.meta.bounds import CLAIMED_SHARE, NO_BOUND, Bound, Bounds
 from kvstore.meta.etcd import EtcdMeta, EtcdTls, EtcdUser, check_access
 from kvstore.meta.generation import Standing, join_generation
 from kvstore.meta.interface import Meta
@@ -236,7 +236,7 @@ def _make_room(node: Node, root: Root) -> None:
 def claim_room(member: Member, bound: Bound, wrote: Callable[[bool], None]) -> None:
     """Has a node claim its room before it writes (rule S6); ``wrote`` is as in ``Claims``."""
     node = member.node
-    node.gc_view.put_bytes_max = bound.max_bytes
+    node.gc_view.put_bytes_max = None if bound.max_bytes is None else int(CLAIMED_SHARE * bound.max_bytes)
     node.gc_view.usage.looks = True
     node.gc_view.usage.claiming = Claims(
         Bounds(member.meta, member.keys),

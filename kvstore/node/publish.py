@@ -73,9 +73,9 @@ class Publication:
         self,
         chunks: Chunks,
         refresher: Refresher,
+        durable: bool,
         wanted: Wanted,
         first: int,
-        durable: bool,
         hints: Hints,
         still_right: StillRight = vouched,
     ) -> None:

@@ -7,6 +7,7 @@ W5 of kvstore/memory/MEMORY.md and those of gc/PROTOCOL.md.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -78,7 +79,7 @@ class Puts:
         self._reads = reads
         self._clock = clock
         self._segments = segments
-        self._durable = durable
+        self._publication = partial(Publication, chunks, refresher, durable)
 
     def put(
         self, wanted: Wanted, first: int, source: Sections, deadline: Deadline, hints: Hints, write: WriteMode | None
@@ -114,8 +115,10 @@ class Puts:
                 "a segment is put from its first token on, behind BOS alone: give all of its KV at once"
             )
         self.view.check_room(sum(sizes_of(wanted)[first:]))
-        self.counters.add(NodeCount.REQUESTS_PUT)
         mode = self.mode(write, hints)
+        if mode is WriteMode.BEHIND:
+            self.view.usage.reserve().release()  # or memory would take what the root has no room for
+        self.counters.add(NodeCount.REQUESTS_PUT)
         if isinstance(wanted, Keyed):
             return self._begin_blocks(wanted, mode, hints, sheds=sheds)
         if wanted.namespace.has_segments:
@@ -167,7 +170,7 @@ class Puts:
             return self._publish_blocks(wanted, right.tolist(), stop, slots, job.hints, deadline)
         self.view.check_room(size_bytes)
         sweeps = self.view.sweeps
-        chain = wanted.leading(self.view.leading(wanted))
+        chain = wanted.leading(min(stop, self.view.leading(wanted)))
         count = min(slots.leading_count, len(chain) - job.first)  # each is verified once it is staged
         root, present = self._begin_root(
             chain, job.first, job.hints, deadline, lambda indexes: memory.all_still_right(slots, indexes)
@@ -294,6 +297,7 @@ class Puts:
     ) -> RootWrite | None:
         """Begins a write with chunks that the root lost and memory has (rule W5); None if one of them is wrong."""
         slots = memory.refer(chain, present, first - present)
+        root: RootWrite | None = None
         try:
             count = memory.verified(slots)
             if count < first - present:
@@ -310,6 +314,8 @@ class Puts:
             root = RootWrite(self._chunks, self._lanes, self._clock, publication, self.counters, ended=slots.release)
             root.add(slots.sections(present, present + count), present, count, deadline)
         except BaseException:
+            if root is not None:
+                root.abandon()
             slots.release()
             raise
         return root
@@ -317,9 +323,6 @@ class Puts:
     def _root_write(self, wanted: Wanted, first: int, hints: Hints, still_right: StillRight) -> RootWrite:
         publication = self._publication(wanted, first, hints, still_right)
         return RootWrite(self._chunks, self._lanes, self._clock, publication, self.counters)
-
-    def _publication(self, wanted: Wanted, first: int, hints: Hints, still_right: StillRight) -> Publication:
-        return Publication(self._chunks, self._refresher, wanted, first, self._durable, hints, still_right)
 
     def _leading(
         self, chain: Chain, count: int, look: Callable[[int], bool], deadline: Deadline, found: Found = _only_there

@@ -129,7 +129,7 @@ class Recoder:
         identity = _identity_of(name)
         if act is Recoding.COMPRESS:
             squeezing.check_available()
-        elif self._view.is_full or not self._view.usage.wait_for_room():
+        elif self._view.is_full:
             raise Overloaded("the root is full until garbage collection has made room: go on later")
         self.sweep()
         if self._view.condemns(identity[0]):
@@ -142,7 +142,9 @@ class Recoder:
             pieces = self._read_again(reader, identity, seen, act)
         if isinstance(pieces, Recoded):
             return pieces
-        return self._replaced(name, seen, pieces)
+        # To compress makes room, and is what a full root may need.
+        with self._view.usage.reserve(0 if act is Recoding.COMPRESS else byte_length(pieces)):
+            return self._replaced(name, seen, pieces)
 
     def _read_again(
         self, reader: Reader, identity: tuple[Address, NamespaceId], seen: Seen, act: Recoding

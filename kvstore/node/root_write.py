@@ -16,6 +16,7 @@ from kvstore.node.images import Images
 from kvstore.node.lanes import Batch, Deadline, DeadlinePassed, Lanes, moved_on
 from kvstore.node.publish import Mask, Publication
 from kvstore.node.runs import SharedPut
+from kvstore.node.wanted import file_bytes
 from kvstore.root.posix_errors import DiskFull
 from kvstore.sections import Sections
 from kvstore.sources import Clock
@@ -37,13 +38,18 @@ class RootWrite:
         counters: Counters,
         ended: Callable[[], None] | None = None,
     ) -> None:
-        """``ended`` is called when nothing of it is on its way any more; it may be called more than once."""
+        """Calls ``ended`` when nothing of it is on its way any more, perhaps more than once.
+
+        Raises Overloaded if the root has no room for it.
+        """
         self.publication = publication
         self._chunks = chunks
         self._lanes = lanes
         self._clock = clock
         self._counters = counters
         self._ended = ended
+        self._room = chunks.usage.reserve(file_bytes(publication.wanted, publication.first))
+        """Ends with the write. A lane that hangs has this object, and so the room, until it is done."""
         self._pending: deque[tuple[Batch, Callable[[], None]]] = deque()
 
     def add(
@@ -68,6 +74,7 @@ class RootWrite:
         except BaseException:
             self.abandon()
             raise
+        self._room.release()
         if self._ended is not None:
             self._ended()
         return self.publication.there()
@@ -95,6 +102,8 @@ class RootWrite:
                 batch.wait(Deadline(self._clock, wait_s))
         except KVStoreError:
             pass  # the root does not answer: fsck finds what is left
+        if not is_read:
+            self._room.release()
         if self._ended is not None:
             self._ended()
         return not is_read

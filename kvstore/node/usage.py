@@ -1,5 +1,5 @@
-"""The room that this node takes on the root: what it wrote and deleted, and how much more it may write before its next
-report is heard, or, while no collector is there, before it claims more (rule S6).
+"""The room that this node takes on the root: what it wrote and deleted, what its puts under way may write, and how much
+more it may write before its next report is heard, or, while no collector is there, before it claims more (rule S6).
 
 Separate from the view, which hears the collectors' word, and from the follower, which reports: lanes count here, and
 every put asks, under a lock of its own that no I/O holds.
@@ -10,6 +10,9 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
 from typing import Protocol
 
 from kvstore.errors import Overloaded
@@ -24,15 +27,15 @@ KEPT_S = 60.0
 COUNTED_S = 1.0
 """A put waits up to this long until collectors have counted earlier writes; they count several times a second."""
 STARTED_S = 5.0
-"""A put that may claim nothing waits up to this long for the first word of a collector that is being started."""
+"""A put waits up to this long for the first word of a collector that is being started, and that counts this node."""
 
 AMPLE_BYTES = 64 << 20
 """A node that finds this much room beyond its put does not look at the disk again until a write is refused."""
 
 
 WAITS = (
-    "this node wrote as much as the root may have room for, and no collector has counted it yet: back off, and put "
-    "again in a moment"
+    "the root has no room for this put, or no collector has counted yet what this node wrote: back off, and put again "
+    "in a moment"
 )
 """What a put without room is told, if no more is known."""
 
@@ -44,8 +47,11 @@ class Claiming(Protocol):
         """Is called before the first put of this node. Raises nothing."""
         ...
 
-    def claim(self, overdrawn_bytes: int) -> int:
-        """Returns how many more bytes this node may write, after it wrote ``overdrawn_bytes`` too many; 0 for none."""
+    def claim(self, lacking_bytes: int) -> int | None:
+        """Claims ``lacking_bytes`` for writes that are to begin, and some more; returns how many more.
+
+        None if nothing may be claimed.
+        """
         ...
 
     def has_disk_for(self, size_bytes: int) -> bool:
@@ -65,12 +71,46 @@ class Claiming(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class Reserved:
+    """Room for one put. Its owner releases it once nothing of the put is on its way any more.
+
+    A put that is dropped half-way gives it back as well: nobody else would.
+    """
+
+    usage: NodeUsage
+    size_bytes: int
+
+    def release(self) -> None:
+        """Gives the room back; what was written of it counts as written. Idempotent."""
+        usage = self.usage
+        with usage._lock:
+            usage._pending -= self.size_bytes
+            self.size_bytes = 0
+            if usage._bound is not None or usage.claiming is not None:  # else nobody waits for room
+                usage._lock.notify_all()
+
+    __del__ = release
+
+    def __enter__(self) -> Reserved:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.release()
+
+
 class NodeUsage:
     """Counts of one node. Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, refused: Callable[[], None] = lambda: None) -> None:
+        """``refused`` is called for each put that gets no room."""
+        self._refused = refused
         self._lock = Monitor()
         self._written = self._removed = 0
+        self._pending = 0
+        """Bytes of puts that have room, and of those that wait for it."""
         self._written_before = self._removed_before = 0
         """Counts at the beginning of the session: its report counts from here."""
         self._written_told = 0
@@ -87,11 +127,13 @@ class NodeUsage:
         self._told = Usage()
         self._told_s = 0.0
         self._reports: deque[tuple[int, int]] = deque()
-        """Revision and written bytes of reports: the last one that the collectors' word counts, and those after it."""
+        """Revision and taken bytes of reports: the last one that the collectors' word counts, and those after it."""
+        self._was_counted = False
+        """A collector has counted a report of this node since it is bound."""
         self.claiming: Claiming | None = None
         """Where no collector's word is in force, this node writes what it claims; None: whatever it likes."""
         self._claimed = 0
-        """No put begins once so much was written."""
+        """No put begins that takes more than this."""
         self._claims_now = False
         self._puts = False
         self.looks = False
@@ -119,30 +161,38 @@ class NodeUsage:
 
     # Called by puts
 
-    @property
-    def is_spent(self) -> bool:
-        """True if this node wrote all that it may before collectors hear of it."""
-        with self._lock:
-            return self._is_spent()
+    def reserve(self, size_bytes: int = 1) -> Reserved:
+        """Reserves the room that a put may take, of at least one byte where its size is not known.
 
-    def wait_for_room(self) -> bool:
-        """True if this node may write; if it may not yet, claims room, or waits a little for the collectors' word."""
+        Where there is none yet, claims it, or waits a little: until collectors have counted this put beside all others,
+        and made room for it. Raises Overloaded if there is none then. Nothing is reserved for a put of no bytes.
+        """
+        if not size_bytes:
+            return Reserved(self, 0)
         if self.claiming is not None and not self._puts:
             self._puts = True
             self.claiming.begin()
-        if not self.is_spent:
-            return True
         with self._lock:
-            ends_s = time.monotonic() + (STARTED_S if self._bound is None else COUNTED_S)
+            self._pending += size_bytes
+            reserved = Reserved(self, size_bytes)
+            if self._fits():
+                return reserved
+        if not self._wait_for_room():
+            reserved.release()
+            self._refused()
+            raise Overloaded(WAITS if self.claiming is None else self.claiming.refusal())
+        return reserved
+
+    def _wait_for_room(self) -> bool:
+        with self._lock:
+            ends_s = time.monotonic() + (COUNTED_S if self._was_counted else STARTED_S)
         while True:
             self._claim()  # also after a while: a claim fails where the metadata are slow
             left_s = max(0.0, ends_s - time.monotonic())
             with self._lock:
-                is_told = self._lock.wait_for(
-                    lambda: not self._is_spent() or not self._may_hear(), min(left_s, AGAIN_S)
-                )
+                is_told = self._lock.wait_for(lambda: self._fits() or not self._may_hear(), min(left_s, AGAIN_S))
                 if is_told or left_s <= AGAIN_S:
-                    return not self._is_spent()
+                    return self._fits()
 
     def check_disk(self, size_bytes: int) -> None:
         """Raises Overloaded if the disk has no room for a put of that size beside the reserve (rule S7).
@@ -201,6 +251,9 @@ class NodeUsage:
                 self._bound = room
                 while len(self._reports) > 1 and self._reports[1][0] <= room.revision:
                     self._reports.popleft()
+                self._was_counted = self._was_counted or self._counted() is not None
+            elif room is None and not self._was_counted:
+                self._bound = None  # that collector never counted this node
             self._lock.notify_all()
 
     def end(self) -> None:
@@ -214,7 +267,8 @@ class NodeUsage:
     def due(self, now_s: float) -> Usage | None:
         """Returns what to report now; None if nothing is due. Call ``told`` once it is reported.
 
-        Where nobody asks, claims what a put wrote beyond its claim: perhaps no other put of this node follows.
+        Where nobody asks, claims what a put wrote beyond its claim, as encodings may: perhaps no other put of this node
+        follows.
         """
         if self.claiming is not None and self._bound is None and self._written > self._claimed:
             self._claim()
@@ -224,31 +278,33 @@ class NodeUsage:
                 self._lapse(now_s)
             if room is None or not self._in_session:
                 return None
-            now = Usage(self._written - self._written_before, self._removed - self._removed_before)
+            now = Usage(self._written - self._written_before, self._removed - self._removed_before, self._pending)
             if self._answered != self._room_created:
                 return now
             since_s = now_s - self._told_s
             if since_s < room.pace_s or room.step_bytes is None:
                 return None
             is_changed = (
-                now.written_bytes - self._told.written_bytes >= room.step_bytes
+                abs(now.taken_bytes - self._told.taken_bytes) >= room.step_bytes
                 or now.removed_bytes > self._told.removed_bytes
+                or (not now.pending_bytes and self._told.pending_bytes > 0)
             )
-            return now if is_changed or (self._is_spent() and since_s >= AGAIN_S) else None
+            return now if is_changed or (not self._fits() and since_s >= AGAIN_S) else None
 
     def told(self, usage: Usage, revision: int, answered: int, now_s: float) -> None:
         """Notes that the report was written at ``revision``, when the word's create_revision was ``answered``."""
         with self._lock:
             self._told, self._told_s, self._answered = usage, now_s, answered
             self._written_told = self._written_before + usage.written_bytes
-            self._reports.append((revision, usage.written_bytes))
+            self._reports.append((revision, usage.taken_bytes))
+            self._was_counted = self._was_counted or self._counted() is not None
 
     @property
     def owes_s(self) -> float:
         """Seconds until a report may be due; infinity if nothing was written that collectors ask for."""
         with self._lock:
             room = self._room
-            is_told = self._written - self._written_before == self._told.written_bytes
+            is_told = self._taken() == self._told.taken_bytes
             return math.inf if room is None or is_told else room.pace_s
 
     @property
@@ -258,45 +314,57 @@ class NodeUsage:
             return self._room_created
 
     def _may_hear(self) -> bool:
-        """True if a word that allows this node to write may come soon: not without a session, nor on a full root."""
-        bound = self._bound
-        if bound is None:
-            return self._in_session
-        return self._in_session and self._room is not None and bound.allowance_bytes != 0
+        """True if a word that allows this node to write may come soon: not without a session, nor a collector."""
+        return self._in_session and (self._bound is None or self._room is not None)
+
+    def _taken(self) -> int:
+        """What this node wrote since its session began, and what its puts under way may write."""
+        return self._written - self._written_before + self._pending
+
+    def _counted(self) -> int | None:
+        """What collectors count for this node at least, now and until its next report; None before its first one.
+
+        A later report says less than an earlier one when puts have ended that wrote less than they might have.
+        """
+        if self._bound is None or not self._reports or self._reports[0][0] > self._bound.revision:
+            return None
+        return min(taken for _, taken in self._reports)
 
     def _claim(self) -> None:
         """Claims room, unless a collector says who may write. One thread at a time; the others wait for it."""
         with self._lock:
             if self.claiming is None or self._bound is not None or self._claims_now:
                 return
+            taken = self._written + self._pending
+            lacking_bytes = taken - self._claimed
+            if lacking_bytes <= 0:
+                return
             self._claims_now = True
-            written, overdrawn_bytes = self._written, self._written - self._claimed
-        claimed_bytes = 0
+        more_bytes = None
         try:
-            claimed_bytes = self.claiming.claim(overdrawn_bytes)
+            more_bytes = self.claiming.claim(lacking_bytes)
         finally:
             with self._lock:
                 self._claims_now = False
-                if claimed_bytes and self._bound is None:
-                    self._claimed = written + claimed_bytes
+                if more_bytes is not None and self._bound is None:
+                    self._claimed = taken + more_bytes
                 self._lock.notify_all()
 
-    def _is_spent(self) -> bool:
+    def _fits(self) -> bool:
+        """True if all puts that were reserved may be under way."""
         bound = self._bound
         if bound is None or bound.allowance_bytes is None:
-            return self.claiming is not None and self._written >= self._claimed
-        counted = 0
-        for revision, written in self._reports:
-            if revision > bound.revision:
-                break
-            counted = written
-        return self._written - self._written_before - counted >= bound.allowance_bytes
+            return self.claiming is None or self._written + self._pending <= self._claimed
+        counted = self._counted()
+        if not bound.allowance_bytes or counted is None:
+            return False
+        return self._taken() - counted <= bound.allowance_bytes
 
     def _lapse(self, now_s: float) -> None:
         """Ends the bound of collectors that are gone for KEPT_S: without any collector, only claims limit writers."""
         if self._unasked_s is None:
             self._unasked_s = now_s
         elif now_s - self._unasked_s >= KEPT_S and self._bound is not None:
-            self._bound = None
+            self._bound, self._was_counted = None, False
             self._claimed = self._written  # collectors counted all before: what is claimed from here on is more
             self._lock.notify_all()

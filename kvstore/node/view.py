@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import TypeVar
 
@@ -26,7 +27,7 @@ from kvstore.meta.sweeps import NO_NONCE, Condemned, Members, Seq
 from kvstore.meta.usage import Room
 from kvstore.node.counters import Counters
 from kvstore.node.known import Known
-from kvstore.node.usage import WAITS, NodeUsage
+from kvstore.node.usage import NodeUsage
 
 T = TypeVar("T")
 
@@ -54,9 +55,9 @@ class View:
         self.revision = 0
         self._full = False
         self.pace_s = 0.0
-        self.usage = NodeUsage()
+        self.usage = NodeUsage(partial(counters.add, NodeCount.PUT_REFUSED_UNCOUNTED))
         self.put_bytes_max: int | None = None
-        """The bound of a store that bounds itself: no single put may be larger."""
+        """What the bound of a store that bounds itself has room for: no single put may be larger."""
         self._counters = counters
         self._keys = keys
         self._shard_bits = shard_bits
@@ -125,16 +126,15 @@ class View:
         return self._full
 
     def check_room(self, size_bytes: int = 0) -> None:
-        """Raises Overloaded while a collector says that the root is full, or has not counted this node's writes.
+        """Raises Overloaded while a collector says that the root is full, or the disk is.
 
-        Waits for the count for at most ``usage.COUNTED_S``: collectors count several times a second. Also raises it for
-        a put whose ``size_bytes`` are more than the bound: there will never be room for it.
+        Also raises it for a put whose ``size_bytes`` are more than a bound allows: there will never be room for it.
         """
         if self.put_bytes_max is not None and size_bytes > self.put_bytes_max:
             self._counters.add(NodeCount.PUT_REFUSED_FULL)
             raise Overloaded(
-                f"this put has {size(size_bytes)}, and max_bytes of this store is {size(self.put_bytes_max)}: put less "
-                "at once, or open the store with a larger max_bytes"
+                f"this put has {size(size_bytes)}, and max_bytes of this store leaves room for "
+                f"{size(self.put_bytes_max)}: put less at once, or open the store with a larger max_bytes"
             )
         if self._full:
             self._counters.add(NodeCount.PUT_REFUSED_FULL)
@@ -144,9 +144,6 @@ class View:
             )
         if self.usage.looks:
             self.usage.check_disk(size_bytes)
-        if not self.usage.wait_for_room():
-            self._counters.add(NodeCount.PUT_REFUSED_UNCOUNTED)
-            raise Overloaded(WAITS if self.usage.claiming is None else self.usage.claiming.refusal())
 
     def stamps(self, after: int) -> list[int]:
         """Returns the revisions after ``after`` at which sweeps in flight condemned."""

@@ -113,6 +113,20 @@ def image_sizes(wanted: Wanted, indexes: Sequence[int]) -> list[int]:
     return [image_bytes(wanted, index) for index in indexes]
 
 
+def file_bytes(wanted: Wanted, first: int) -> int:
+    """Returns the bytes of the files of all chunks from ``first`` on, as far as their encoding does not change them."""
+    if isinstance(wanted, Chain):
+        layout = wanted.namespace.layout
+        one_bytes = header_bytes(layout.chunk_tokens * 4, layout.section_count) + layout.chunk_bytes
+        return max(0, len(wanted) - first) * one_bytes
+    return sum(
+        [
+            header_bytes(len(key), 1) + size_bytes
+            for key, size_bytes in zip(wanted.keys[first:], wanted.sizes_bytes[first:], strict=True)
+        ]
+    )
+
+
 def section_bytes(wanted: Wanted, index: int) -> int:
     """Returns the bytes of each section of one of them."""
     return wanted.namespace.layout.section_bytes if isinstance(wanted, Chain) else wanted.sizes_bytes[index]

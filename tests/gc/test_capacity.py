@@ -39,8 +39,8 @@ class Marks(Watermarks):
         self.surveyed(used, self.mark())
         self.clock.advance(self.late_s + 1)
 
-    def says(self, reporter: SessionId, written: int, removed: int = 0) -> None:
-        self.reported(reporter, Usage(written, removed), is_answer=True)
+    def says(self, reporter: SessionId, written: int, removed: int = 0, pending: int = 0) -> None:
+        self.reported(reporter, Usage(written, removed, pending), is_answer=True)
 
 
 def test_used_bytes_are_followed_by_what_is_reported() -> None:
@@ -113,6 +113,38 @@ def test_what_a_reporter_wrote_stays_when_its_key_is_gone() -> None:
     assert marks.level == Level(500, 1000)
     marks.survey(500)
     assert marks.level == Level(500, 1000), "the survey has seen it"
+
+
+def test_puts_under_way_count_until_they_end() -> None:
+    marks = Marks(1000)
+    marks.says(ONE, 0, pending=100)
+    marks.survey(300)
+    assert marks.level == Level(400, 1000), "the listing may lack all of it"
+    marks.says(ONE, 60, pending=100)
+    assert marks.level == Level(460, 1000)
+    marks.says(ONE, 80)
+    assert marks.level == Level(380, 1000)
+
+
+def test_puts_under_way_of_one_that_is_gone_count_until_a_listing_after_its_end() -> None:
+    marks = Marks(1000)
+    marks.survey(300)
+    marks.says(ONE, 0, pending=100)
+    mark = marks.mark()
+    marks.gone(ONE)
+    marks.surveyed(300, mark)
+    assert marks.level == Level(400, 1000), "it may have written behind the listing"
+    marks.survey(350)
+    assert marks.level == Level(350, 1000)
+
+
+def test_puts_that_wait_for_room_make_a_round_urgent() -> None:
+    marks = Marks(1000)
+    marks.survey(880)
+    marks.settled()
+    assert not marks.is_urgent
+    marks.says(ONE, 0, pending=80)
+    assert marks.is_urgent, "they may not begin over the stop mark"
 
 
 def test_what_is_written_while_a_survey_lists_counts_twice_and_is_never_lost() -> None:

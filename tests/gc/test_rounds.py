@@ -9,7 +9,9 @@ from collections.abc import Callable
 import pytest
 
 from kvstore.errors import RootMismatch, Unavailable
+from kvstore.meta.keys import SessionId
 from kvstore.meta.memory import MemoryMeta
+from kvstore.meta.usage import Usage
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore_gc.capacity import Watermarks
 from kvstore_gc.config import Config, Share
@@ -59,6 +61,20 @@ def test_a_round_brings_a_full_root_below_its_low_watermark_leaves_first(place: 
     assert summary.used_after_bytes <= summary.low_bytes
     assert [place.cluster.present(chain) for chain in chains] == [1, 5, 5, 5], "4 of 20 chunks, the oldest leaves"
     assert node.node.match(chains[0]) == 1
+
+
+def test_a_round_makes_room_for_puts_that_wait_for_it(place: Place) -> None:
+    """They may not begin over the stop mark, though what is there alone is below the high one."""
+    node, chains = place.cluster.node(), [prompt(number, 5) for number in range(4)]
+    for number, chain in enumerate(chains):
+        put(node, chain)
+        place.age(chain, LONG_S * (4 - number))
+    used = sum(map(place.bytes_of, chains))
+    config = Config(max_bytes=2 * used)
+    watermarks = Watermarks(config.max_bytes, config.high)
+    watermarks.reported(SessionId(b"n" * 16), Usage(0, 0, int(1.4 * used)), is_answer=True)
+    summary = place.rounds(config, watermarks=watermarks).run()
+    assert summary.used_after_bytes + 1.4 * used <= config.low * 2 * used
 
 
 def test_what_is_pinned_stays_and_a_round_that_cannot_make_room_says_so(place: Place) -> None:

@@ -1,8 +1,8 @@
 """Claims on a root of one host (rule S6), in a world of their own: every interleaving of nodes, claims and collectors.
 
 Apart from the other worlds, because no chunk and no sweep matters here: the world is one sum of bytes, and who knows of
-it. I6: while there is a level, the files take no more than it, but for what nodes that live owe, what nodes that died
-owed, and one put of each node. So no claim lets the root exceed its bound.
+it. I6: while there is a level, the files take no more than it, but for what nodes that live owe, and what nodes that
+died owed. So no claim lets the root exceed its bound.
 """
 
 from __future__ import annotations
@@ -12,16 +12,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-PUT, CLAIM, STEP, LENT = 2, 3, 3, 3
+PUT, CLAIM, STEP, LENT = 2, 4, 2, 3
 """Bytes of a put, of a claim, of what a node writes before its report is heard (X), of what it may write unseen."""
+MINE_MAX = CLAIM + PUT
 LIMIT = 8
 """Claims and collectors stop here."""
 USED_MAX = 12
 NODES, LIVES_MAX = 2, 2
 
 LENDING, HANDING_OVER = "lending", "handing over"
-"""The two worlds: one where nodes lose the metadata, once, and one with a collector that comes and goes."""
+"""The two worlds: one where nodes lose the metadata, thrice at most, and one with a collector that comes and goes."""
 DROPPED = {
+    "claims_too_little": LENDING,
     "lends_free": LENDING,
     "settles_what_was_lent": LENDING,
     "settles_no_debt": LENDING,
@@ -45,9 +47,9 @@ class Node(NamedTuple):
     """One node, or one session of a process; ``is_up`` is false before the first and after the last."""
 
     is_up: bool
-    left: int = 0  # claimed and not written; negative: written beyond
+    left: int = 0  # claimed and not written
     owed: int = 0  # lent without a claim
-    mine: int = 0  # claimed from the level that is there; enough is CLAIM
+    mine: int = 0  # claimed from the level that is there; enough is MINE_MAX
     has_claimed: bool = False
     knows: bool = True  # the metadata can be relied on
     read: int = NO_READ  # a transaction to claim is under way
@@ -68,7 +70,7 @@ class World(NamedTuple):
     level: int | None = None
     collector: int = NO_COLLECTOR
     counted: int = 0
-    claimed: int = 0  # the level that its word ended
+    unreported: int = 0  # what the level that its word ended has beyond what it had counted
     gone: int = 0
     lost: int = 0
     killed: bool = False  # a collector was, and nodes still write what its word allows: uncounted
@@ -90,7 +92,7 @@ class Claimed:
 
 def search(world: str, dropped: str = "") -> Claimed:
     """Searches all of a world; ``dropped`` is the part of S6 that is left out."""
-    events = (0, 1) if world == LENDING else (1, 0)
+    events = (0, 3) if world == LENDING else (1, 0)
     first = World((Node(is_up=False),) * NODES, runs=events[0], losses=events[1])
     before: dict[World, tuple[World, str] | None] = {first: None}
     queue = deque([first])
@@ -111,7 +113,7 @@ def is_exceeded(w: World) -> bool:
     """True if I6 does not hold."""
     if w.level is None:
         return False
-    return w.used > w.level + sum(_uncounted(w, n) for n in w.nodes) + w.lost + NODES * (PUT - 1)
+    return w.used > w.level + sum(_uncounted(w, n) for n in w.nodes) + w.lost
 
 
 def steps(w: World, dropped: str) -> Iterator[Step]:
@@ -120,8 +122,7 @@ def steps(w: World, dropped: str) -> Iterator[Step]:
     for i, n in enumerate(w.nodes):
         if not n.is_up:
             if w.lives < LIVES_MAX:
-                bound = w.collector == COUNTING
-                begun = Node(is_up=True, is_bound=bound, may=bound and w.counted < LIMIT)
+                begun = Node(is_up=True, is_bound=w.collector == COUNTING)  # the word has not counted it
                 yield f"n{i}.begin", _with(w, i, begun)._replace(lives=w.lives + 1)
             continue
         yield from _claiming(w, i, n, dropped)
@@ -136,12 +137,12 @@ def steps(w: World, dropped: str) -> Iterator[Step]:
 
 
 def _claiming(w: World, i: int, n: Node, dropped: str) -> Iterator[Step]:
-    if n.is_bound or n.left > 0:
+    if n.is_bound or n.left >= PUT:
         return
     if not n.knows:
         if n.has_claimed and not n.owed:
-            over = max(0, -n.left)
-            yield f"n{i}.lend", _with(w, i, n._replace(left=LENT, owed=0 if dropped == "lends_free" else over + LENT))
+            owed = 0 if dropped == "lends_free" else LENT
+            yield f"n{i}.lend", _with(w, i, n._replace(left=n.left + LENT, owed=owed))
         return
     if n.read == NO_READ:
         yield (
@@ -155,18 +156,21 @@ def _claiming(w: World, i: int, n: Node, dropped: str) -> Iterator[Step]:
     knows_level = n.level_read != NO_LEVEL or n.empty_read or dropped == "begins_unknown"
     if n.level_read == NO_LEVEL and w.collector == COUNTING and dropped != "begins_beside_a_word":
         knows_level = False
-    after = max(0, n.level_read) + CLAIM + max(0, -n.left) + n.owed
+    lacking = 0 if dropped == "claims_too_little" else PUT - n.left
+    after = max(0, n.level_read) + CLAIM + lacking + n.owed
     if (n.read == STALE and dropped != "claims_blind") or not knows_level or after > LIMIT:
         yield f"n{i}.refused", _with(w, i, done)
         return
-    claimed = done._replace(left=CLAIM, owed=0, mine=min(CLAIM, n.mine + CLAIM), has_claimed=True)
+    mine = min(MINE_MAX, n.mine + CLAIM + lacking)
+    claimed = done._replace(left=CLAIM + PUT, owed=0, mine=mine, has_claimed=True)
     yield f"n{i}.claim({after})", _with(_level(w, after, is_new=w.level is None), i, claimed)
 
 
 def _writing(w: World, i: int, n: Node) -> Iterator[Step]:
-    allowed = n.may and n.spent < STEP if n.is_bound else n.left > 0
+    allowed = n.may and n.spent + PUT <= STEP if n.is_bound else n.left >= PUT
     if allowed and w.used < USED_MAX:
-        wrote = n._replace(left=n.left - PUT, spent=n.spent + PUT * n.is_bound, fresh=n.fresh + PUT)
+        left = max(0, n.left - PUT)
+        wrote = n._replace(left=left, spent=n.spent + PUT * n.is_bound, fresh=n.fresh + PUT)
         yield f"n{i}.put", _with(w, i, wrote)._replace(used=w.used + PUT)
     if w.collector == COUNTING and n.knows and (not n.is_bound or n.fresh):
         counted = w.counted + n.fresh
@@ -200,7 +204,10 @@ def _collector(w: World, dropped: str) -> Iterator[Step]:
         told = w if dropped == "word_keeps_level" else _level(w, None, is_new=True)
         nodes = tuple(n._replace(stale=n.stale + max(0, n.left) * (not n.is_bound)) for n in told.nodes)
         told = told._replace(nodes=nodes)
-        yield "c.word", told._replace(collector=COUNTING, killed=False, lost=0, claimed=w.level or 0)
+        yield (
+            "c.word",
+            told._replace(collector=COUNTING, killed=False, lost=0, unreported=max(0, (w.level or 0) - w.counted)),
+        )
     elif w.collector == COUNTING:
         if w.used >= PUT and w.counted >= LIMIT:
             yield "c.reap", w._replace(used=w.used - PUT, counted=w.counted - PUT)
@@ -208,16 +215,15 @@ def _collector(w: World, dropped: str) -> Iterator[Step]:
     else:
         margin = 0 if dropped == "leaves_no_margin" else (NODES + w.gone) * STEP
         found = 0 if w.level is None else w.level
-        known = w.counted if dropped == "leaves_unreported" else max(w.counted, w.claimed)
+        known = w.counted + (0 if dropped == "leaves_unreported" else w.unreported)
         left = _level(w, known + margin + found, is_new=w.level is None)
         if w.level is not None and dropped == "leaves_to_others":
             left = w
-        # Each of those that are gone may have gone beyond X by a part of a put, as each that lives may.
-        yield "c.leave", left._replace(collector=NO_COLLECTOR, lost=w.lost + w.gone * (PUT - 1))
+        yield "c.leave", left._replace(collector=NO_COLLECTOR)
 
 
 def _ended(w: World, i: int, n: Node, dropped: str) -> World:
-    """A node that ends gives back what it claimed and did not write, and counts what it wrote beyond."""
+    """A node that ends gives back what it claimed and did not write, and counts what it was lent."""
     if n.is_bound or not n.knows or w.level is None or not (n.mine or dropped == "settles_with_any_level"):
         return _gone(w, i, n, lost=_uncounted(w, n))
     back = n.left - (0 if dropped == "settles_what_was_lent" else n.owed)
@@ -232,7 +238,7 @@ def _uncounted(w: World, n: Node) -> int:
     if n.is_bound:
         return n.fresh if w.killed or w.collector == LEAVING else 0
     stale = n.stale - max(0, n.left) if not n.mine and n.stale else n.stale
-    return max(0, -n.left) + n.owed + stale
+    return n.owed + stale
 
 
 def _gone(w: World, i: int, n: Node, lost: int) -> World:

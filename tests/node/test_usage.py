@@ -33,6 +33,32 @@ class Reporting:
         self.now_s = 0.0
         self._revisions = count(1)
 
+    def put(self, size_bytes: int) -> bool:
+        """Returns whether the put may begin without waiting; then it writes so much."""
+        try:
+            with self.usage.reserve(size_bytes):
+                self.usage.wrote(size_bytes)
+        except Overloaded:
+            return False
+        return True
+
+    @property
+    def may_put(self) -> bool:
+        """True if a put of one byte may begin."""
+        try:
+            self.usage.reserve()
+        except Overloaded:
+            return False
+        return True
+
+    def hear(self, room: Room | None, created: int = 7) -> None:
+        self.usage.hear(room, created)
+
+    def counted(self, allowance: int = ALLOWED) -> None:
+        """A collector has counted the first report."""
+        self.hear(word(0, None))
+        self.hear(word(self.report(0.0), allowance))
+
     def later(self, seconds: float = 1.0) -> Usage | None:
         self.now_s += seconds
         return self.usage.due(self.now_s)
@@ -46,19 +72,23 @@ class Reporting:
 
 
 @pytest.fixture
-def node() -> Reporting:
+def node(monkeypatch: pytest.MonkeyPatch) -> Reporting:
+    """Its puts do not wait."""
+    monkeypatch.setattr("kvstore.node.usage.STARTED_S", 0.0)
+    monkeypatch.setattr("kvstore.node.usage.COUNTED_S", 0.0)
     return Reporting()
 
 
 def test_a_node_reports_nothing_where_no_collector_asks(node: Reporting) -> None:
     node.usage.wrote(1 << 40)
     node.usage.removed(1 << 40)
-    assert node.later() is None and not node.usage.is_spent and node.usage.owes_s == float("inf")
+    assert node.put(1 << 40)
+    assert node.later() is None and node.usage.owes_s == float("inf")
 
 
 def test_a_node_says_at_once_where_it_begins_and_then_each_step(node: Reporting) -> None:
     node.usage.wrote(5)
-    node.usage.hear(word(0), created=7)
+    node.hear(word(9))
     assert node.later(0.0) == Usage(5, 0)
     node.report(0.0)
     node.usage.wrote(STEP - 1)
@@ -72,75 +102,140 @@ def test_a_node_says_at_once_where_it_begins_and_then_each_step(node: Reporting)
 
 
 def test_a_new_word_of_another_collector_is_answered_at_once(node: Reporting) -> None:
-    node.usage.hear(word(0), created=7)
+    node.hear(word(9))
     node.report()
-    node.usage.hear(word(0), created=7)
+    node.hear(word(9))
     assert node.later() is None
-    node.usage.hear(None)
-    node.usage.hear(word(0), created=9)
+    node.hear(None)
+    node.hear(word(9), created=9)
     assert node.later(0.0) == Usage(0, 0)
 
 
 def test_a_node_stops_by_itself_until_its_report_was_counted(node: Reporting) -> None:
-    node.usage.hear(word(0), created=7)
-    node.report()
-    node.usage.wrote(ALLOWED - 1)
-    assert not node.usage.is_spent
-    node.usage.wrote(1)
-    assert node.usage.is_spent
+    node.counted()
+    assert node.put(ALLOWED - 1) and not node.put(2) and node.put(1) and not node.may_put
     revision = node.report()
-    assert node.usage.is_spent, "no collector has said that it was counted"
-    node.usage.hear(word(revision - 1), created=7)
-    assert node.usage.is_spent
-    node.usage.hear(word(revision), created=7)
-    assert not node.usage.is_spent
-    node.usage.hear(word(revision, 0), created=7)
-    assert node.usage.is_spent, "the root is full"
+    assert not node.may_put, "no collector has said that it was counted"
+    node.hear(word(revision - 1))
+    assert not node.may_put
+    node.hear(word(revision))
+    assert node.may_put
+    node.hear(word(revision, 0))
+    assert not node.may_put, "the root is full"
+
+
+def test_a_node_obeys_no_word_that_has_not_counted_it(node: Reporting) -> None:
+    """It has no share in that word: nodes that begin while it stands would fill the root together."""
+    node.hear(word(0))
+    revision = node.report()
+    assert not node.may_put
+    node.hear(word(revision))
+    assert node.put(ALLOWED)
+
+
+def test_a_word_that_never_counted_a_node_ends_with_its_collector(node: Reporting) -> None:
+    node.hear(word(0))
+    node.report()
+    node.hear(None)
+    assert node.put(1 << 40), "no collector limits it"
+
+
+def test_a_put_counts_before_it_begins_and_what_it_did_not_write_comes_back(node: Reporting) -> None:
+    node.counted()
+    reserved = node.usage.reserve(ALLOWED - 1)
+    assert not node.put(2)
+    assert node.later() == Usage(0, 0, ALLOWED - 1)
+    node.usage.wrote(3)
+    assert node.later() == Usage(3, 0, ALLOWED - 1), "what is written of it may count twice, until it ends"
+    node.report()
+    reserved.release()
+    assert node.later() == Usage(3, 0) and node.put(2)
+
+
+def test_a_put_of_more_than_x_begins_once_it_is_counted_beside_all_others(
+    node: Reporting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.node.usage.COUNTED_S", NEVER_S)
+    node.counted()
+    with ThreadPoolExecutor(1) as threads:
+        waits = threads.submit(node.usage.reserve, 5 * ALLOWED)
+        eventually(lambda: node.later() == Usage(0, 0, 5 * ALLOWED))
+        revision = node.report()
+        node.hear(word(revision - 1))
+        node.hear(word(revision, 0))
+        assert not waits.done(), "with it the root would be full: collectors make room now"
+        node.hear(word(revision))
+        assert waits.result(PATIENCE_S).size_bytes == 5 * ALLOWED
+
+
+def test_a_put_whose_report_is_taken_back_gives_no_room_to_the_next(node: Reporting) -> None:
+    """Collectors count the report before, or the one after it: nobody knows which when the next word comes."""
+    node.counted()
+    reserved = node.usage.reserve(ALLOWED)
+    first = node.report()
+    reserved.release()
+    node.report()
+    node.hear(word(first))
+    assert node.put(ALLOWED) and not node.may_put
+
+
+def test_a_report_of_puts_under_way_is_followed_by_one_of_none(node: Reporting) -> None:
+    node.counted()
+    with node.usage.reserve(STEP):
+        node.report()
+    assert node.later() == Usage(0, 0)
+    node.report()
+    assert node.later() is None and node.usage.owes_s == float("inf")
 
 
 def test_the_bound_of_a_collector_that_died_lasts_until_another_one_has_counted(node: Reporting) -> None:
     """One that is killed and started again, however often, leaves no time in which writers are free."""
-    node.usage.hear(word(0), created=7)
-    node.report()
-    node.usage.wrote(ALLOWED)
+    node.counted()
+    assert node.put(ALLOWED)
     node.usage.hear(None)
-    assert node.later() is None and node.later(KEPT_S / 2) is None and node.usage.is_spent
+    assert node.later() is None and node.later(KEPT_S / 2) is None and not node.may_put
     node.usage.hear(word(9, None), created=8)
     revision = node.report()
-    assert node.usage.is_spent, "the next collector has not listed the root yet: it counts nothing"
-    assert node.later(2 * KEPT_S) is not None and node.usage.is_spent, "and may take its time"
+    assert not node.may_put, "the next collector has not listed the root yet: it counts nothing"
+    assert node.later(2 * KEPT_S) is None and not node.may_put, "and may take its time"
     node.usage.hear(word(revision), created=8)
-    assert not node.usage.is_spent
+    assert node.may_put
 
 
 def test_without_any_collector_the_bound_ends(node: Reporting) -> None:
-    node.usage.hear(word(0, 0), created=7)
-    assert node.usage.is_spent
+    node.counted(allowance=0)
+    assert not node.may_put
     node.usage.hear(None)
-    assert node.later() is None and node.later(KEPT_S - 0.1) is None and node.usage.is_spent
-    assert node.later(0.2) is None and not node.usage.is_spent, "nobody waits for a collector that never comes"
+    assert node.later() is None and node.later(KEPT_S - 0.1) is None and not node.may_put
+    assert node.later(0.2) is None and node.may_put, "nobody waits for a collector that never comes"
 
 
 def test_a_node_whose_session_ended_keeps_to_the_last_word(node: Reporting, monkeypatch: pytest.MonkeyPatch) -> None:
     """A frozen etcd is no leave to fill the root; and nobody waits for a word that cannot come."""
     monkeypatch.setattr("kvstore.node.usage.COUNTED_S", NEVER_S)
-    node.usage.hear(word(0), created=7)
-    node.report()
+    node.counted()
     node.usage.end()
-    assert node.usage.wait_for_room() and node.later() is None
-    node.usage.wrote(ALLOWED)
-    assert not node.usage.wait_for_room()
+    assert node.put(ALLOWED) and node.later() is None and not node.may_put
     node.usage.begin()
     node.usage.hear(None)
-    assert not node.usage.wait_for_room(), "nor is the lease of a collector that ended meanwhile"
+    assert not node.may_put, "nor is the lease of a collector that ended meanwhile"
 
 
-def test_a_node_that_waits_reports_again_because_a_restored_etcd_lost_its_report(node: Reporting) -> None:
-    node.usage.hear(word(0), created=7)
-    node.usage.wrote(ALLOWED)
-    node.report()
-    assert node.later(AGAIN_S / 2) is None and node.usage.is_spent
-    assert node.later(AGAIN_S / 2) == Usage(ALLOWED, 0)
+def test_a_node_that_waits_reports_again_because_a_restored_etcd_lost_its_report(
+    node: Reporting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.node.usage.COUNTED_S", NEVER_S)
+    node.counted()
+    assert node.put(ALLOWED)
+    with ThreadPoolExecutor(1) as threads:
+        waits = threads.submit(node.usage.reserve, STEP)
+        eventually(lambda: node.later() == Usage(ALLOWED, 0, STEP))
+        node.report()
+        assert node.later(AGAIN_S / 2) is None
+        assert node.later(AGAIN_S / 2) == Usage(ALLOWED, 0, STEP)
+        node.usage.end()
+        with pytest.raises(Overloaded):
+            waits.result(PATIENCE_S)
 
 
 def test_what_the_last_session_did_not_report_is_reported_by_the_next_one(node: Reporting) -> None:
@@ -149,7 +244,7 @@ def test_what_the_last_session_did_not_report_is_reported_by_the_next_one(node: 
     node.usage.wrote(30)
     node.usage.removed(20)
     node.usage.end()
-    assert not node.usage.is_spent and node.later() is None
+    assert node.later() is None
     node.usage.wrote(4)
     node.usage.begin()
     node.usage.hear(word(0), created=7)
@@ -165,7 +260,12 @@ def test_what_was_written_while_nobody_asked_is_no_report_of_the_next_session(no
 
 
 @pytest.mark.parametrize(
-    "value", [b"", b"x", b"[]", b"{}", b'{"written":-1,"removed":0}', b'{"written":1.5,"removed":0}', b"[" * 100_000]
+    "value",
+    [
+        *(b"", b"x", b"[]", b"{}", b"[" * 100_000, b'{"written":1,"removed":0}'),
+        *(b'{"written":-1,"removed":0,"pending":0}', b'{"written":1.5,"removed":0,"pending":0}'),
+        b'{"written":1,"removed":0,"pending":-1}',
+    ],
 )
 def test_records_that_are_none_are_refused(value: bytes) -> None:
     with pytest.raises(InvalidRequest):
@@ -175,30 +275,20 @@ def test_records_that_are_none_are_refused(value: bytes) -> None:
 
 
 def test_records_come_back_as_they_were() -> None:
-    for usage in (Usage(), Usage(1 << 60, 3)):
+    for usage in (Usage(), Usage(1 << 60, 3), Usage(1, 2, 3)):
         assert Usage.from_json(usage.to_json()) == usage
     for room in (word(3), word(0, None), Room(9, None, None, 10.0)):
         assert Room.from_json(room.to_json()) == room
 
 
+def test_the_later_of_two_records_has_the_larger_counts() -> None:
+    first, second = Usage(1, 2, 9), Usage(5, 2, 4)
+    assert first.latest(second) == second
+    assert second.latest(first) == second, "etcd was restored"
+    assert second.latest(Usage(5, 2, 0)) == Usage(5, 2, 0), "a put ended, and wrote nothing"
+
+
 # With a follower
-
-
-def test_a_put_waits_for_the_count_and_not_for_a_full_root(node: Reporting, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.node.usage.COUNTED_S", NEVER_S)
-    node.usage.hear(word(0), created=7)
-    node.usage.wrote(ALLOWED)
-    revision = node.report()
-    with ThreadPoolExecutor(1) as threads:
-        waits = threads.submit(node.usage.wait_for_room)
-        node.usage.hear(word(revision), created=7)
-        assert waits.result(PATIENCE_S)
-    node.usage.hear(word(revision, 0), created=7)
-    assert not node.usage.wait_for_room()
-    monkeypatch.setattr("kvstore.node.usage.COUNTED_S", 0.0)
-    node.usage.hear(word(0), created=7)
-    node.usage.wrote(ALLOWED)
-    assert not node.usage.wait_for_room()
 
 
 @pytest.fixture
@@ -213,21 +303,22 @@ def test_the_word_is_followed_without_a_link_of_the_chain_and_nonsense_is_none(
 ) -> None:
     session = alone.session()
     alone.follower.begin(session)
-    alone.meta.put(alone.keys.gc_room, word(0, 0).to_json())
+    monkeypatch.setattr("kvstore.node.usage.STARTED_S", 0.0)
+    alone.meta.put(alone.keys.gc_room, word(1 << 40, 0).to_json())
     alone.follower.step(0.0)
     with pytest.raises(Overloaded, match="no collector has counted"):
-        alone.view.check_room()
+        alone.view.usage.reserve()
     assert alone.node.stats()["put_refused_uncounted"] == 1
     assert alone.meta.get(alone.keys.usage_of(session.id)) is not None
     alone.meta.put(alone.keys.gc_room, word(0, None).to_json())
     alone.meta.put(alone.keys.gc_room, b"nonsense")
     alone.follower.step(0.0)
     with pytest.raises(Overloaded, match="no collector has counted"):
-        alone.view.check_room()
+        alone.view.usage.reserve()
     monkeypatch.setattr("kvstore.node.usage.KEPT_S", 0.0)
     alone.follower.step(0.0)
     alone.follower.step(0.0)
-    alone.view.check_room()
+    alone.view.usage.reserve()
     assert alone.view.protects and session.alive
 
 

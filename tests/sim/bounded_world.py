@@ -1,8 +1,8 @@
 """A run on one host with a bound: nodes claim room before a collector's word, and obey it after that (rules S1 to S6).
 
 I6: the files never take more than gc/PROTOCOL.md, section 6, allows. The judge adds up the files of the root, and knows
-of no key and no counter. It allows what that section says beyond the bound: one put of each writer, what a node may
-write once while it has lost its session, and, where there was a collector, X and the rest of a claim of each node.
+of no key and no counter. It allows what that section says beyond the bound: what a node may write once while it has
+lost its session, and, where there was a collector, X of each node that is gone and the rest of a claim of each node.
 """
 
 from __future__ import annotations
@@ -50,8 +50,11 @@ class BoundedWorld(HostWorld):
         self.bound_bytes = CHUNKS_MAX * FILE_BYTES
         self._ended_count = self._killed_count = 0
         self._most_count = 0
-        """The most nodes that there were at once. Each is one writer."""
-        self._leaving: list[Host] = []
+        """The most nodes that there were at once."""
+        self._leaving: dict[Host, int] = {}
+        """Nodes that end, each with the number of its calls that had failed before."""
+        self._unsettled_count = 0
+        """Nodes whose calls failed while they ended: what they were lent may be in no level."""
         self._has_counted = profile.collectors > 0
         self._undo = ExitStack()
         for module, name, value in (
@@ -80,15 +83,14 @@ class BoundedWorld(HostWorld):
     @property
     def allowed_bytes(self) -> int:
         """The most that the files may take now."""
-        bound, put = self.bound_bytes, FILE_BYTES
-        # A node that ends puts what it wrote too much into the level, where it stays once the level is full.
+        bound = self.bound_bytes
         live = self._most_count = max(self._most_count, len(self.hosts) + len(self._leaving))
-        allowed = bound * (1.0 if self._has_counted else CLAIMED_SHARE) + put * (live + self._killed_count)
+        allowed = bound * (1.0 if self._has_counted else CLAIMED_SHARE)
         if self.faults.counts.get("mishap: expire"):
-            allowed += live * (EARLY_SHARE * bound + put) + self._killed_count * (EARLY_SHARE * bound)
+            allowed += (live + self._killed_count + self._unsettled_count) * EARLY_SHARE * bound
         if self._has_counted:
             x_bytes = (1 - HIGH) / 2 * bound / (self.profile.nodes + 1)
-            allowed += self._ended_count * (x_bytes + put) + (live + self._ended_count) * (CLAIM_SHARE * bound)
+            allowed += self._ended_count * x_bytes + (live + self._ended_count) * (CLAIM_SHARE * bound)
         return int(allowed)
 
     def _judge(self) -> None:
@@ -112,7 +114,7 @@ class BoundedWorld(HostWorld):
         host = self.kernel.source.choice(self.hosts)
         host.leave(waits=True)
         self._ended_count += 1
-        self._leaving.append(host)
+        self._leaving[host] = host.process.faults_count
         self.hosts.remove(host)
         return True
 
@@ -140,7 +142,7 @@ class BoundedWorld(HostWorld):
     def _end(self, process: Process) -> None:
         left = [host for host in self._leaving if host.process is process]
         if left:
-            self._leaving.remove(left[0])
+            self._unsettled_count += process.faults_count > self._leaving.pop(left[0])
             self._killed(process)
             self.hosts.append(self._host())
         else:

@@ -24,7 +24,6 @@ SHOWN_BY = {
     "begins_beside_a_word": "tests/node/test_claims.py::test_s6_no_level_begins_beside_a_word_though_the_root_is_empty",
     "leaves_to_others": "tests/node/test_claims.py::test_s6_a_collector_that_ends_adds_its_level_to_one_that_has_begun",
     "leaves_unreported": "tests/gc/test_reports.py, a test of S6 about a collector that ends soon",
-    "settles_no_debt": "tests/node/test_claims.py::test_s6_many_short_programs_together_stay_below_the_bound",
     "announce_unchained": "tests/node/test_follower.py::test_a3_nothing_is_announced_when_the_chain_has_gone_on",
     "close_compares_first": "tests/gc/test_races.py::test_g6_of_several_sweeps_each_must_be_the_one_that_was_reaped",
     "condemn_compares_first": "tests/gc/test_races.py::test_g2_of_several_shards_each_must_be_free",

@@ -10,6 +10,7 @@ from kvstore.meta import bounds
 from kvstore.meta.bounds import Bounds, Claim
 from kvstore.meta.interface import Absent, Delete, Put
 from kvstore.node.claims import Claims
+from kvstore.node.usage import NodeUsage, Reserved
 from kvstore_gc.signs import RoomSign
 from tests.sim.planting import bug
 
@@ -47,10 +48,10 @@ def claims_without_end() -> Iterator[None]:
 
 
 @bug("host_claims")
-def claims_no_debt() -> Iterator[None]:
-    """What a put wrote beyond its claim is not part of the next one."""
+def claims_too_little() -> Iterator[None]:
+    """A claim lacks the put that it is for."""
 
-    def claim(self: Claims, overdrawn_bytes: int) -> int:
+    def claim(self: Claims, lacking_bytes: int) -> int | None:
         return real(self, 0)
 
     real = Claims._claim
@@ -62,24 +63,12 @@ def claims_no_debt() -> Iterator[None]:
 def lends_free() -> Iterator[None]:
     """A node without a session writes on and on, and claims nothing of that later."""
 
-    def lend(self: Claims, overdrawn_bytes: int) -> int:
-        lent_bytes, self._owed_bytes = real(self, overdrawn_bytes), 0
+    def lend(self: Claims, lacking_bytes: int) -> int | None:
+        lent_bytes, self._owed_bytes = real(self, lacking_bytes), 0
         return lent_bytes
 
     real = Claims._lend
     with patch.object(Claims, "_lend", lend):
-        yield
-
-
-@bug("host_claims")
-def settles_no_debt() -> Iterator[None]:
-    """A node that ends does not count what it wrote beyond its claims."""
-
-    def settle(self: Claims, left_bytes: int) -> None:
-        real(self, max(0, left_bytes))
-
-    real = Claims.settle
-    with patch.object(Claims, "settle", settle):
         yield
 
 
@@ -136,6 +125,18 @@ def begins_beside_a_word() -> Iterator[None]:
 
     real = Bounds.claim
     with patch.object(Bounds, "claim", claim):
+        yield
+
+
+@bug("host_large")
+def puts_uncounted() -> Iterator[None]:
+    """A put of more than X begins once those before it are counted: it is not counted itself."""
+
+    def reserve(self: NodeUsage, size_bytes: int) -> Reserved:
+        return real(self, min(size_bytes, 1))
+
+    real = NodeUsage.reserve
+    with patch.object(NodeUsage, "reserve", reserve):
         yield
 
 

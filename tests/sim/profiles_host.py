@@ -64,18 +64,21 @@ BOUNDED = Profile(
     mishaps={"retire": 8.0, "kill": 0.3},
     work={"put": 1.0},
 )
+COUNTED = replace(
+    BOUNDED,
+    name="host_counted",
+    collectors=1,
+    steps=14_000,
+    rates=Rates(txn=0.01, statement=0.0005, publish=0.01),
+    mishap=0.0007,
+    mishaps={"retire": 0.5, "end_counting": 3.0, "kill_counting": 3.0},
+)
 BOUND_PROFILES = (
     BOUNDED,
     replace(BOUNDED, name="host_lent", steps=12_000, mishap=0.005, mishaps={"expire": 6.0, "retire": 2.0}),
-    replace(
-        BOUNDED,
-        name="host_counted",
-        collectors=1,
-        steps=14_000,
-        rates=Rates(txn=0.01, statement=0.0005, publish=0.01),
-        mishap=0.0007,
-        mishaps={"retire": 0.5, "end_counting": 3.0, "kill_counting": 3.0},
-    ),
+    COUNTED,
+    replace(COUNTED, name="host_large", chunks=12, prompts=100, mishaps={"retire": 0.1, "kill_counting": 1.0}),
 )
-"""On one host, with a bound: before any collector (S6), with sessions that end, with collectors that come and go."""
+"""On one host, with a bound: before any collector (S6), with sessions that end, with collectors that come and go, and
+with puts of more than X."""
 BY_NAME = {profile.name: profile for profile in (*PROFILES, *HOST_PROFILES, *BOUND_PROFILES)}

@@ -26,7 +26,7 @@ BOUND = [
     bound(
         "debt-waits-for-the-next-put",
         edit("kvstore.node.usage:NodeUsage.due", "self._written > self._claimed", "False"),
-        f"{CLAIMS}what_one_put_wrote_beyond_its_claim_is_claimed_though_no_other_follows",
+        f"{CLAIMS}what_a_put_wrote_beyond_its_claim_is_claimed_though_no_other_follows",
     ),
     bound(
         "what-was-claimed-is-forgotten",
@@ -65,8 +65,55 @@ BOUND = [
     ),
     bound(
         "node-never-stops",
-        replace("kvstore.node.usage:NodeUsage._is_spent", lambda self: False),
+        replace("kvstore.node.usage:NodeUsage._fits", lambda self: True),
         f"{USAGE}a_node_stops_by_itself_until_its_report_was_counted",
+    ),
+    bound(
+        "word-of-others-is-obeyed",
+        edit("kvstore.node.usage:NodeUsage._counted", "self._reports[0][0] > self._bound.revision", "False"),
+        f"{USAGE}a_node_obeys_no_word_that_has_not_counted_it",
+    ),
+    bound(
+        "word-of-others-stays",
+        edit("kvstore.node.usage:NodeUsage.hear", "room is None and not self._was_counted", "False"),
+        f"{USAGE}a_word_that_never_counted_a_node_ends_with_its_collector",
+    ),
+    bound(
+        "puts-begin-uncounted",
+        edit("kvstore.node.usage:NodeUsage._taken", " + self._pending", ""),
+        f"{USAGE}a_put_counts_before_it_begins_and_what_it_did_not_write_comes_back",
+    ),
+    bound(
+        "what-was-taken-back-is-written",
+        edit(
+            "kvstore.node.usage:NodeUsage._counted", "min(taken for _, taken in self._reports)", "self._reports[0][1]"
+        ),
+        f"{USAGE}a_put_whose_report_is_taken_back_gives_no_room_to_the_next",
+    ),
+    bound(
+        "room-is-never-given-back",
+        edit("kvstore.node.usage:Reserved.release", "usage._pending -= self.size_bytes", "pass"),
+        f"{USAGE}what_a_node_puts_and_clears_is_what_it_reports",
+    ),
+    bound(
+        "puts-under-way-not-counted",
+        edit("kvstore_gc.capacity:Watermarks._taken_bytes", "self.pending_bytes + ", ""),
+        f"{LEVEL}puts_under_way_count_until_they_end",
+    ),
+    bound(
+        "puts-of-those-that-die-during-a-listing-forgotten",
+        edit("kvstore_gc.capacity:Watermarks.surveyed", "not in mark.gone", "not in self._gone"),
+        f"{LEVEL}puts_under_way_of_one_that_is_gone_count_until_a_listing_after_its_end",
+    ),
+    bound(
+        "rounds-ignore-puts-under-way",
+        edit("kvstore_gc.rounds:Rounds._decided", " + self._watermarks.pending_bytes", ""),
+        "gc/test_rounds.py::test_a_round_makes_room_for_puts_that_wait_for_it",
+    ),
+    bound(
+        "new-nodes-have-no-share",
+        edit("kvstore_gc.signs:RoomSign.follow", "max(self._nodes_count, self._reports.reporters_count)", "1"),
+        "gc/test_reports.py::test_all_whose_reports_are_counted_have_a_share",
     ),
     bound(
         "bound-ends-with-its-collector",
@@ -82,7 +129,7 @@ BOUND = [
     ),
     bound(
         "report-counts-as-heard",
-        edit("kvstore.node.usage:NodeUsage._is_spent", "if revision > bound.revision:", "if False:"),
+        edit("kvstore.node.usage:NodeUsage.hear", "self._reports[1][0] <= room.revision", "True"),
         f"{USAGE}a_node_stops_by_itself_until_its_report_was_counted",
     ),
     bound(
@@ -93,11 +140,11 @@ BOUND = [
     bound(
         "puts-without-a-claim",
         edit(
-            "kvstore.node.usage:NodeUsage._is_spent",
-            "return self.claiming is not None and self._written >= self._claimed",
-            "return False",
+            "kvstore.node.usage:NodeUsage._fits",
+            "self.claiming is None or self._written + self._pending <= self._claimed",
+            "True",
         ),
-        f"{CLAIMS}a_node_writes_no_more_than_was_claimed_and_one_put",
+        f"{CLAIMS}a_node_writes_no_more_than_was_claimed",
     ),
     bound(
         "lends-again-without-metadata",
@@ -112,7 +159,7 @@ BOUND = [
     bound(
         "overdraft-not-counted",
         edit("kvstore.node.claims:Claims.settle", "if back_bytes:", "if back_bytes > 0:"),
-        f"{CLAIMS}many_short_programs_together_stay_below_the_bound",
+        f"{CLAIMS}what_a_put_wrote_beyond_its_size_goes_to_the_level",
     ),
     bound(
         "claims-go-on-beside-a-word",
