@@ -83,12 +83,12 @@ class Reserved:
 
     def release(self) -> None:
         """Gives the room back; what was written of it counts as written. Idempotent."""
-        usage = self.usage
-        with usage._lock:
-            usage._pending -= self.size_bytes
-            self.size_bytes = 0
+        usage, size_bytes, self.size_bytes = self.usage, self.size_bytes, 0
+        if size_bytes:
+            usage._released.append(size_bytes)
             if usage._bound is not None or usage.claiming is not None:  # else nobody waits for room
-                usage._lock.notify_all()
+                with usage._lock:
+                    usage._lock.notify_all()
 
     __del__ = release
 
@@ -111,6 +111,8 @@ class NodeUsage:
         self._written = self._removed = 0
         self._pending = 0
         """Bytes of puts that have room, and of those that wait for it."""
+        self._released: deque[int] = deque()
+        """What is to be taken from ``_pending``. Python's collector may run in the middle of any sum, and end a put."""
         self._written_before = self._removed_before = 0
         """Counts at the beginning of the session: its report counts from here."""
         self._written_told = 0
@@ -278,6 +280,7 @@ class NodeUsage:
                 self._lapse(now_s)
             if room is None or not self._in_session:
                 return None
+            fits = self._fits()
             now = Usage(self._written - self._written_before, self._removed - self._removed_before, self._pending)
             if self._answered != self._room_created:
                 return now
@@ -289,7 +292,7 @@ class NodeUsage:
                 or now.removed_bytes > self._told.removed_bytes
                 or (not now.pending_bytes and self._told.pending_bytes > 0)
             )
-            return now if is_changed or (not self._fits() and since_s >= AGAIN_S) else None
+            return now if is_changed or (not fits and since_s >= AGAIN_S) else None
 
     def told(self, usage: Usage, revision: int, answered: int, now_s: float) -> None:
         """Notes that the report was written at ``revision``, when the word's create_revision was ``answered``."""
@@ -352,6 +355,8 @@ class NodeUsage:
 
     def _fits(self) -> bool:
         """True if all puts that were reserved may be under way."""
+        while self._released:
+            self._pending -= self._released.popleft()
         bound = self._bound
         if bound is None or bound.allowance_bytes is None:
             return self.claiming is None or self._written + self._pending <= self._claimed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -102,6 +103,15 @@ def test_s6_puts_at_the_same_time_claim_room_for_each(meta: MemoryMeta) -> None:
 def test_s6_room_of_a_put_that_is_dropped_comes_back(meta: MemoryMeta) -> None:
     root = Root(meta)
     root.usage.reserve(int(0.9 * BOUND))
+    assert root.put(int(0.9 * BOUND))
+
+
+def test_s6_room_comes_back_though_the_garbage_collector_runs_under_the_lock(meta: MemoryMeta) -> None:
+    root, cycle = Root(meta), list[object]()
+    cycle += [cycle, root.usage.reserve(int(0.9 * BOUND))]
+    with root.usage._lock:
+        del cycle
+        gc.collect()
     assert root.put(int(0.9 * BOUND))
 
 

@@ -92,7 +92,7 @@ BOUND = [
     ),
     bound(
         "room-is-never-given-back",
-        edit("kvstore.node.usage:Reserved.release", "usage._pending -= self.size_bytes", "pass"),
+        edit("kvstore.node.usage:Reserved.release", "usage._released.append(size_bytes)", "pass"),
         f"{USAGE}what_a_node_puts_and_clears_is_what_it_reports",
     ),
     bound(
