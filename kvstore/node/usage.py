@@ -25,7 +25,7 @@ AGAIN_S = 1.0
 KEPT_S = 60.0
 """A limit stays in force for so long after its collector died: another collector starts meanwhile."""
 COUNTED_S = 1.0
-"""A put waits up to this long until collectors have counted earlier writes; they count several times a second."""
+"""A put waits up to this long, and until its node may report, for collectors to count it: they do so at once."""
 STARTED_S = 5.0
 """A put waits up to this long for the first word of a collector that is being started, and that counts this node."""
 
@@ -187,7 +187,9 @@ class NodeUsage:
 
     def _wait_for_room(self) -> bool:
         with self._lock:
-            ends_s = time.monotonic() + (COUNTED_S if self._was_counted else STARTED_S)
+            room = self._room
+            counted_s = COUNTED_S + (0.0 if room is None else 2 * room.pace_s)  # where many nodes report, each waits
+            ends_s = time.monotonic() + (min(counted_s, STARTED_S) if self._was_counted else STARTED_S)
         while True:
             self._claim()  # also after a while: a claim fails where the metadata are slow
             left_s = max(0.0, ends_s - time.monotonic())

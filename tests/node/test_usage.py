@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -77,6 +78,12 @@ def node(monkeypatch: pytest.MonkeyPatch) -> Reporting:
     monkeypatch.setattr("kvstore.node.usage.STARTED_S", 0.0)
     monkeypatch.setattr("kvstore.node.usage.COUNTED_S", 0.0)
     return Reporting()
+
+
+def wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has puts wait for room."""
+    for name in ("STARTED_S", "COUNTED_S"):
+        monkeypatch.setattr(f"kvstore.node.usage.{name}", NEVER_S)
 
 
 def test_a_node_reports_nothing_where_no_collector_asks(node: Reporting) -> None:
@@ -155,7 +162,7 @@ def test_a_put_counts_before_it_begins_and_what_it_did_not_write_comes_back(node
 def test_a_put_of_more_than_x_begins_once_it_is_counted_beside_all_others(
     node: Reporting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore.node.usage.COUNTED_S", NEVER_S)
+    wait_for_ever(monkeypatch)
     node.counted()
     with ThreadPoolExecutor(1) as threads:
         waits = threads.submit(node.usage.reserve, 5 * ALLOWED)
@@ -165,6 +172,18 @@ def test_a_put_of_more_than_x_begins_once_it_is_counted_beside_all_others(
         node.hear(word(revision, 0))
         assert not waits.done(), "with it the root would be full: collectors make room now"
         node.hear(word(revision))
+        assert waits.result(PATIENCE_S).size_bytes == 5 * ALLOWED
+
+
+def test_a_put_waits_until_its_node_may_report(node: Reporting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of many nodes reports every few seconds: a put of more than X would never be counted."""
+    monkeypatch.setattr("kvstore.node.usage.STARTED_S", NEVER_S)
+    node.counted()
+    node.hear(replace(word(9), pace_s=NEVER_S))
+    with ThreadPoolExecutor(1) as threads:
+        waits = threads.submit(node.usage.reserve, 5 * ALLOWED)
+        eventually(lambda: node.later(NEVER_S) == Usage(0, 0, 5 * ALLOWED))
+        node.hear(word(node.report(NEVER_S)))
         assert waits.result(PATIENCE_S).size_bytes == 5 * ALLOWED
 
 
@@ -212,7 +231,7 @@ def test_without_any_collector_the_bound_ends(node: Reporting) -> None:
 
 def test_a_node_whose_session_ended_keeps_to_the_last_word(node: Reporting, monkeypatch: pytest.MonkeyPatch) -> None:
     """A frozen etcd is no leave to fill the root; and nobody waits for a word that cannot come."""
-    monkeypatch.setattr("kvstore.node.usage.COUNTED_S", NEVER_S)
+    wait_for_ever(monkeypatch)
     node.counted()
     node.usage.end()
     assert node.put(ALLOWED) and node.later() is None and not node.may_put
@@ -224,7 +243,7 @@ def test_a_node_whose_session_ended_keeps_to_the_last_word(node: Reporting, monk
 def test_a_node_that_waits_reports_again_because_a_restored_etcd_lost_its_report(
     node: Reporting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore.node.usage.COUNTED_S", NEVER_S)
+    wait_for_ever(monkeypatch)
     node.counted()
     assert node.put(ALLOWED)
     with ThreadPoolExecutor(1) as threads:
