@@ -82,13 +82,13 @@ class Reserved:
     size_bytes: int
 
     def release(self) -> None:
-        """Gives the room back; what was written of it counts as written. Idempotent."""
-        usage, size_bytes, self.size_bytes = self.usage, self.size_bytes, 0
+        """Gives the room back; what was written of it counts as written. Idempotent, and takes no lock.
+
+        So ``__del__`` may do it, in any thread. A put that waits for room hears the collectors' next word of it.
+        """
+        size_bytes, self.size_bytes = self.size_bytes, 0
         if size_bytes:
-            usage._released.append(size_bytes)
-            if usage._bound is not None or usage.claiming is not None:  # else nobody waits for room
-                with usage._lock:
-                    usage._lock.notify_all()
+            self.usage._released.append(size_bytes)
 
     __del__ = release
 
@@ -112,7 +112,7 @@ class NodeUsage:
         self._pending = 0
         """Bytes of puts that have room, and of those that wait for it."""
         self._released: deque[int] = deque()
-        """What is to be taken from ``_pending``. Python's collector may run in the middle of any sum, and end a put."""
+        """What is to be taken from ``_pending``."""
         self._written_before = self._removed_before = 0
         """Counts at the beginning of the session: its report counts from here."""
         self._written_told = 0

@@ -1,7 +1,7 @@
 """A root that is filled all the time while others free room beside it: it stays below its limit, and is emptied again.
 
 The promise (gc/PROTOCOL.md, section 6): while a collector lives and has listed the root once, used bytes are at most
-the limit and one put of each writer, however late reports and signs are. A round that begins over the high watermark
+the limit, however large puts and however late reports and signs are. A round that begins over the high watermark
 brings the root down to the low one.
 """
 
@@ -18,7 +18,7 @@ import pytest
 import kvstore
 from tests.chaos.cast import SHARD_BITS, Part, cast
 from tests.chaos.gauge import Gauge, used_bytes
-from tests.chaos.writer import LAYOUT, PROMPT_BYTES
+from tests.chaos.writer import LAYOUT
 from tests.etcd_fixture import eventually
 
 pytestmark = [
@@ -35,8 +35,6 @@ RATE_BYTES = 100_000_000
 """Bytes of each writer in a second: writing as fast as they can would need memory that not every machine has."""
 FILE_SYSTEM_BYTES = 2 << 30
 OTHERS_BYTES = 1 << 30
-HEADERS_BYTES = 1 << 18
-"""Bytes of one prompt's headers, more than its chunks have."""
 
 
 @pytest.fixture
@@ -50,7 +48,7 @@ def own_tmpfs(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(mount)], check=True)
 
 
-def test_writers_pass_the_limit_by_one_put_each_at_most(own_tmpfs: Path, tmp_path: Path) -> None:
+def test_writers_never_pass_the_limit(own_tmpfs: Path, tmp_path: Path) -> None:
     root = own_tmpfs / "root"
     kvstore.open(str(root), shard_bits=SHARD_BITS).close()
     with cast([root], tmp_path) as players:
@@ -74,10 +72,9 @@ def test_writers_pass_the_limit_by_one_put_each_at_most(own_tmpfs: Path, tmp_pat
         assert [writer.codes for writer in writers] == [[0], [0]]
         rounds = [json.loads(line) for line in _out(collector).splitlines()]
         wrote = [json.loads(_out(writer)) for writer in writers]
-    bound = MAX_BYTES + len(writers) * (PROMPT_BYTES + HEADERS_BYTES)
     print(f"\nwriters: {wrote}; {len(rounds)} rounds; peak {gauge.most / MAX_BYTES:.3f} of the limit")
-    assert gauge.most <= bound
-    assert all(each["puts"] > 0 and each["shed"] > 0 for each in wrote), "the root was never full"
+    assert HIGH * MAX_BYTES < gauge.most <= MAX_BYTES
+    assert all(each["puts"] > 0 for each in wrote)
     full = [each for each in rounds if each["used_bytes_before"] > HIGH * MAX_BYTES]
     assert full and all(each["used_bytes_after"] <= LOW * MAX_BYTES for each in full)
 
