@@ -175,9 +175,17 @@ class Watermarks:
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes of puts under way. Those of a reporter that is gone count until a listing after its end."""
+        """Bytes of puts that are under way, or wait for room. Those of a reporter that is gone count until a listing
+        after its end: it may have heard that there is room.
+        """
         with self._lock:
-            return sum(usage.pending_bytes for usage in self._reported.values())
+            return self.asked_bytes + sum(usage.pending_bytes for usage in self._reported.values())
+
+    @property
+    def asked_bytes(self) -> int:
+        """Bytes of puts that wait for room: no reason to refuse others at once."""
+        with self._lock:
+            return sum(usage.asked_bytes for usage in self._reported.values())
 
     @property
     def gone_count(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+from dataclasses import replace
 
 from kvstore.errors import Unavailable
 from kvstore.meta.bounds import Bounds
@@ -148,6 +149,7 @@ class FullSign(_Sign):
             # Else a sign that no lease ends would refuse puts for ever, also on an empty root.
             self._drop_stray(self._meta.get(self._key, self._timeout_s))
             self._looked_by = mine[0]
+        level = replace(level, used_bytes=level.used_bytes - watermarks.asked_bytes)
         if level.over(watermarks.stop) and self._put_by is None:
             self._show(*mine, level)
         elif self._put_by is not None and not level.over(watermarks.high):

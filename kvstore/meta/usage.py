@@ -23,27 +23,35 @@ class Usage:
 
     Both counts only grow, so the larger of two records of one session is the later one. A survey that ran while both
     changed may omit deletions without omitting a write. ``pending_bytes`` are those of puts that have room and have not
-    ended; some of them may be written, and counted, already.
+    ended; some of them may be written, and counted, already. ``asked_bytes`` are those of puts that wait for room.
     """
 
     written_bytes: int = 0
     removed_bytes: int = 0
     pending_bytes: int = 0
+    asked_bytes: int = 0
 
     def to_json(self) -> bytes:
         """Returns the stored form."""
-        return _packed({"written": self.written_bytes, "removed": self.removed_bytes, "pending": self.pending_bytes})
+        return _packed(
+            {
+                "written": self.written_bytes,
+                "removed": self.removed_bytes,
+                "pending": self.pending_bytes,
+                "asked": self.asked_bytes,
+            }
+        )
 
     @classmethod
     def from_json(cls, value: bytes) -> Usage:
         """Parses what ``to_json`` returned. Raises InvalidRequest for anything else."""
         fields = _unpacked(value, "usage")
-        return cls(_count(fields, "written"), _count(fields, "removed"), _count(fields, "pending"))
+        return cls(*(_count(fields, name) for name in ("written", "removed", "pending", "asked")))
 
     @property
     def taken_bytes(self) -> int:
-        """What is written, or may be soon."""
-        return self.written_bytes + self.pending_bytes
+        """What is written, or may be soon if there is room."""
+        return self.written_bytes + self.pending_bytes + self.asked_bytes
 
     def latest(self, other: Usage) -> Usage:
         """Returns the later of two records of one session, of which ``other`` was read later.
@@ -53,7 +61,8 @@ class Usage:
         written_bytes = max(self.written_bytes, other.written_bytes)
         removed_bytes = max(self.removed_bytes, other.removed_bytes)
         is_older = (other.written_bytes, other.removed_bytes) != (written_bytes, removed_bytes)
-        return Usage(written_bytes, removed_bytes, (self if is_older else other).pending_bytes)
+        later = self if is_older else other
+        return Usage(written_bytes, removed_bytes, later.pending_bytes, later.asked_bytes)
 
 
 @dataclass(frozen=True, slots=True)

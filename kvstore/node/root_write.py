@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import numpy as np
 
 from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError, Overloaded
@@ -16,12 +19,13 @@ from kvstore.node.images import Images
 from kvstore.node.lanes import Batch, Deadline, DeadlinePassed, Lanes, moved_on
 from kvstore.node.publish import Mask, Publication
 from kvstore.node.runs import SharedPut
-from kvstore.node.wanted import file_bytes
+from kvstore.node.wanted import file_bytes, image_sizes
 from kvstore.root.posix_errors import DiskFull
 from kvstore.sections import Sections
 from kvstore.sources import Clock
 from kvstore.writes import RUNS_MAX
 
+LOOK_S = 5.0
 DISCARD_S = 1.0
 """How long a failed write waits for its staged files to be removed, so that they do not keep a full disk full."""
 
@@ -48,7 +52,7 @@ class RootWrite:
         self._clock = clock
         self._counters = counters
         self._ended = ended
-        self._room = chunks.usage.reserve(file_bytes(publication.wanted, publication.first))
+        self._room = chunks.usage.reserve(file_bytes(publication.wanted, publication.first), self._missing_bytes)
         """Ends with the write. A lane that hangs has this object, and so the room, until it is done."""
         self._pending: deque[tuple[Batch, Callable[[], None]]] = deque()
 
@@ -107,6 +111,22 @@ class RootWrite:
         if self._ended is not None:
             self._ended()
         return not is_read
+
+    def _missing_bytes(self) -> int:
+        """Looks for each chunk; returns the bytes of the files of those that are not there, or were not found in time.
+
+        Only where there is no room for all of them.
+        """
+        publication, first = self.publication, self.publication.first
+        missing = np.ones(len(publication.wanted) - first, np.bool_)
+
+        def look(at: int) -> bool:
+            missing[at] = not publication.look(first + at)
+            return True
+
+        with suppress(KVStoreError):
+            self._lanes.each(len(missing), look, Deadline(self._clock, LOOK_S))
+        return sum(image_sizes(publication.wanted, (first + np.flatnonzero(missing)).tolist()))
 
     def _wait(self, deadline: Deadline) -> None:
         """Waits for the oldest run."""

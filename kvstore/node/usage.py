@@ -29,6 +29,8 @@ COUNTED_S = 1.0
 STARTED_S = 5.0
 """A put waits up to this long for the first word of a collector that is being started, and that counts this node."""
 
+ASKED_SHARE = 1 / 8
+"""Puts that wait are asked for together up to this share of the capacity."""
 AMPLE_BYTES = 64 << 20
 """A node that finds this much room beyond its put does not look at the disk again until a write is refused."""
 
@@ -109,10 +111,14 @@ class NodeUsage:
         self._refused = refused
         self._lock = Monitor()
         self._written = self._removed = 0
-        self._pending = 0
-        """Bytes of puts that have room, and of those that wait for it."""
+        self._granted = 0
+        """Bytes of puts that have room."""
         self._released: deque[int] = deque()
-        """What is to be taken from ``_pending``."""
+        """What is to be taken from ``_granted``."""
+        self._waiting: dict[object, int] = {}
+        """Puts that wait for room, in order, and their bytes."""
+        self._asks_from_s = 0.0
+        """After a put that got no room this node asks for none for about as long: others have their turn."""
         self._written_before = self._removed_before = 0
         """Counts at the beginning of the session: its report counts from here."""
         self._written_told = 0
@@ -163,40 +169,79 @@ class NodeUsage:
 
     # Called by puts
 
-    def reserve(self, size_bytes: int = 1) -> Reserved:
+    def reserve(self, size_bytes: int = 1, missing_bytes: Callable[[], int] | None = None) -> Reserved:
         """Reserves the room that a put may take, of at least one byte where its size is not known.
 
         Where there is none yet, claims it, or waits a little: until collectors have counted this put beside all others,
-        and made room for it. Raises Overloaded if there is none then. Nothing is reserved for a put of no bytes.
+        and made room for it. Raises Overloaded if there is none then. ``missing_bytes`` is called before that, and
+        returns how much of the put is not stored already. Nothing is reserved for a put of no bytes.
         """
-        if not size_bytes:
-            return Reserved(self, 0)
-        if self.claiming is not None and not self._puts:
+        if size_bytes and self.claiming is not None and not self._puts:
             self._puts = True
             self.claiming.begin()
         with self._lock:
-            self._pending += size_bytes
-            reserved = Reserved(self, size_bytes)
-            if self._fits():
-                return reserved
-        if not self._wait_for_room():
-            reserved.release()
-            self._refused()
-            raise Overloaded(WAITS if self.claiming is None else self.claiming.refusal())
-        return reserved
+            if not size_bytes or self._fits(size_bytes):
+                self._granted += size_bytes
+                return Reserved(self, size_bytes)
+        if missing_bytes is not None:
+            size_bytes = missing_bytes()
+        if not size_bytes or self._wait_for_room(size_bytes):
+            return Reserved(self, size_bytes)
+        self._refused()
+        raise Overloaded(WAITS if self.claiming is None else self.claiming.refusal())
 
-    def _wait_for_room(self) -> bool:
+    def _wait_for_room(self, size_bytes: int) -> bool:
+        """Waits until a put may begin, and grants it room; False if it may not.
+
+        It has ``_patience_s`` to come to the front of those that wait, and as long there.
+        """
+        put, patience_s, is_granted = object(), self._patience_s(), False
+        asks_s, ends_s = math.inf, time.monotonic() + patience_s
+        left_s = patience_s
+        try:
+            while True:
+                self._claim(size_bytes)  # again and again: a claim fails where the metadata are slow
+                with self._lock:
+                    if left_s > 0 and not self._fits(size_bytes) and self._may_hear():
+                        self._waiting[put] = size_bytes
+                        if asks_s == math.inf and next(iter(self._waiting)) is put:
+                            asks_s = time.monotonic()
+                            ends_s = asks_s + patience_s
+                            left_s = patience_s
+                        self._lock.wait(min(left_s, AGAIN_S))
+                        left_s = ends_s - time.monotonic()
+                        if left_s > 0 and not self._fits(size_bytes):
+                            continue
+                    is_granted = self._fits(size_bytes)
+                    self._granted += size_bytes if is_granted else 0
+                    return is_granted
+        finally:
+            with self._lock:
+                self._waiting.pop(put, None)
+                now_s = time.monotonic()
+                if not is_granted and asks_s < now_s:
+                    self._asks_from_s = now_s + min(now_s - asks_s, COUNTED_S)
+                self._lock.notify_all()
+
+    def _asked(self) -> int:
+        """Bytes that collectors are asked to make room for: the first put that waits, and some more.
+
+        Not those of all: together they might never fit, and room for them would empty the root.
+        """
+        asked = 0
+        if time.monotonic() >= self._asks_from_s:
+            most = ASKED_SHARE * ((self._room and self._room.capacity_bytes) or 0)
+            for size_bytes in self._waiting.values():
+                if asked and asked + size_bytes > most:
+                    break
+                asked += size_bytes
+        return asked
+
+    def _patience_s(self) -> float:
         with self._lock:
             room = self._room
             counted_s = COUNTED_S + (0.0 if room is None else 2 * room.pace_s)  # where many nodes report, each waits
-            ends_s = time.monotonic() + (min(counted_s, STARTED_S) if self._was_counted else STARTED_S)
-        while True:
-            self._claim()  # also after a while: a claim fails where the metadata are slow
-            left_s = max(0.0, ends_s - time.monotonic())
-            with self._lock:
-                is_told = self._lock.wait_for(lambda: self._fits() or not self._may_hear(), min(left_s, AGAIN_S))
-                if is_told or left_s <= AGAIN_S:
-                    return self._fits()
+            return min(counted_s, STARTED_S) if self._was_counted else STARTED_S
 
     def check_disk(self, size_bytes: int) -> None:
         """Raises Overloaded if the disk has no room for a put of that size beside the reserve (rule S7).
@@ -275,15 +320,20 @@ class NodeUsage:
         follows.
         """
         if self.claiming is not None and self._bound is None and self._written > self._claimed:
-            self._claim()
+            self._claim(0)
         with self._lock:
             room = self._room
             if room is None:
                 self._lapse(now_s)
             if room is None or not self._in_session:
                 return None
-            fits = self._fits()
-            now = Usage(self._written - self._written_before, self._removed - self._removed_before, self._pending)
+            self._fits(0)  # counts what was released
+            now = Usage(
+                self._written - self._written_before,
+                self._removed - self._removed_before,
+                self._granted,
+                self._asked(),
+            )
             if self._answered != self._room_created:
                 return now
             since_s = now_s - self._told_s
@@ -293,8 +343,9 @@ class NodeUsage:
                 abs(now.taken_bytes - self._told.taken_bytes) >= room.step_bytes
                 or now.removed_bytes > self._told.removed_bytes
                 or (not now.pending_bytes and self._told.pending_bytes > 0)
+                or (not now.asked_bytes and self._told.asked_bytes > 0)
             )
-            return now if is_changed or (not fits and since_s >= AGAIN_S) else None
+            return now if is_changed or (bool(self._waiting) and since_s >= AGAIN_S) else None
 
     def told(self, usage: Usage, revision: int, answered: int, now_s: float) -> None:
         """Notes that the report was written at ``revision``, when the word's create_revision was ``answered``."""
@@ -309,7 +360,8 @@ class NodeUsage:
         """Seconds until a report may be due; infinity if nothing was written that collectors ask for."""
         with self._lock:
             room = self._room
-            is_told = self._taken() == self._told.taken_bytes
+            taken_bytes = self._written - self._written_before + self._granted + self._asked()
+            is_told = taken_bytes == self._told.taken_bytes
             return math.inf if room is None or is_told else room.pace_s
 
     @property
@@ -322,10 +374,6 @@ class NodeUsage:
         """True if a word that allows this node to write may come soon: not without a session, nor a collector."""
         return self._in_session and (self._bound is None or self._room is not None)
 
-    def _taken(self) -> int:
-        """What this node wrote since its session began, and what its puts under way may write."""
-        return self._written - self._written_before + self._pending
-
     def _counted(self) -> int | None:
         """What collectors count for this node at least, now and until its next report; None before its first one.
 
@@ -335,13 +383,12 @@ class NodeUsage:
             return None
         return min(taken for _, taken in self._reports)
 
-    def _claim(self) -> None:
-        """Claims room, unless a collector says who may write. One thread at a time; the others wait for it."""
+    def _claim(self, size_bytes: int) -> None:
+        """Claims room for a put, unless a collector says who may write. One thread at a time; others wait for it."""
         with self._lock:
             if self.claiming is None or self._bound is not None or self._claims_now:
                 return
-            taken = self._written + self._pending
-            lacking_bytes = taken - self._claimed
+            lacking_bytes = self._written + self._granted + size_bytes - self._claimed
             if lacking_bytes <= 0:
                 return
             self._claims_now = True
@@ -352,20 +399,20 @@ class NodeUsage:
             with self._lock:
                 self._claims_now = False
                 if more_bytes is not None and self._bound is None:
-                    self._claimed = taken + more_bytes
+                    self._claimed += lacking_bytes + more_bytes
                 self._lock.notify_all()
 
-    def _fits(self) -> bool:
-        """True if all puts that were reserved may be under way."""
+    def _fits(self, size_bytes: int) -> bool:
+        """True if a put may begin."""
         while self._released:
-            self._pending -= self._released.popleft()
-        bound = self._bound
+            self._granted -= self._released.popleft()
+        bound, taken_bytes = self._bound, self._written + self._granted + size_bytes
         if bound is None or bound.allowance_bytes is None:
-            return self.claiming is None or self._written + self._pending <= self._claimed
+            return self.claiming is None or taken_bytes <= self._claimed
         counted = self._counted()
         if not bound.allowance_bytes or counted is None:
             return False
-        return self._taken() - counted <= bound.allowance_bytes
+        return taken_bytes - self._written_before - counted <= bound.allowance_bytes
 
     def _lapse(self, now_s: float) -> None:
         """Ends the bound of collectors that are gone for KEPT_S: without any collector, only claims limit writers."""

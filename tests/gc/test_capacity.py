@@ -312,6 +312,15 @@ def test_the_sign_comes_at_the_stop_mark_and_goes_below_the_high_one(hosts: tupl
     assert [one.at(used) for used in (940, 951, 940, 901, 900, 940)] == [False, True, True, True, False, False]
 
 
+def test_what_is_asked_for_shows_no_sign(hosts: tuple[Host, Host, FakeClock]) -> None:
+    """A put that cannot fit would keep all others away."""
+    one = hosts[0]
+    one.marks.reported(ONE, Usage(0, 0, 0, 500), is_answer=True)
+    assert not one.at(700) and one.marks.is_urgent
+    one.marks.reported(ONE, Usage(0, 0, 300, 0), is_answer=True)
+    assert one.at(700)
+
+
 def test_a_sign_that_no_lease_ends_is_taken_away(hosts: tuple[Host, Host, FakeClock]) -> None:
     one, two, _ = hosts
     one.meta.put(KEYS.gc_full, b"nonsense")

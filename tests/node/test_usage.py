@@ -12,7 +12,7 @@ import pytest
 
 from kvstore.errors import InvalidRequest, Overloaded
 from kvstore.meta.usage import Room, Usage
-from kvstore.node.usage import AGAIN_S, KEPT_S, NodeUsage
+from kvstore.node.usage import AGAIN_S, ASKED_SHARE, KEPT_S, NodeUsage
 from kvstore.root.posix import PosixRoot
 from tests.gc.cluster import SPACE, Cluster, cluster, eventually, prompt, put
 from tests.node.test_follower import SWEEP, Alone
@@ -166,13 +166,64 @@ def test_a_put_of_more_than_x_begins_once_it_is_counted_beside_all_others(
     node.counted()
     with ThreadPoolExecutor(1) as threads:
         waits = threads.submit(node.usage.reserve, 5 * ALLOWED)
-        eventually(lambda: node.later() == Usage(0, 0, 5 * ALLOWED))
+        eventually(lambda: node.later() == Usage(0, 0, 0, 5 * ALLOWED))
         revision = node.report()
         node.hear(word(revision - 1))
         node.hear(word(revision, 0))
         assert not waits.done(), "with it the root would be full: collectors make room now"
         node.hear(word(revision))
         assert waits.result(PATIENCE_S).size_bytes == 5 * ALLOWED
+
+
+def test_puts_that_wait_are_asked_for_in_turn_and_keep_no_smaller_one_from_its_room(
+    node: Reporting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Together they might never fit, and room for all of them would empty the root."""
+    wait_for_ever(monkeypatch)
+    node.counted()
+    with ThreadPoolExecutor(2) as threads:
+        first, second = (threads.submit(node.usage.reserve, 5 * ALLOWED) for _ in range(2))
+        eventually(lambda: len(node.usage._waiting) == 2)
+        assert node.later() == Usage(0, 0, 0, 5 * ALLOWED)
+        assert node.put(ALLOWED), "there is room for it now"
+        node.hear(word(node.report()))
+        eventually(lambda: first.done() or second.done())
+        assert not (first.done() and second.done())
+        node.usage.end()
+        with pytest.raises(Overloaded):
+            (second if first.done() else first).result(PATIENCE_S)
+
+
+def test_small_puts_that_wait_are_asked_for_together(node: Reporting, monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_for_ever(monkeypatch)
+    node.counted()
+    node.hear(replace(word(9), capacity_bytes=int(20 * ALLOWED / ASKED_SHARE)))
+    assert node.put(ALLOWED)
+    with ThreadPoolExecutor(3) as threads:
+        waits = [threads.submit(node.usage.reserve, 9 * ALLOWED) for _ in range(3)]
+        eventually(lambda: node.later() == Usage(ALLOWED, 0, 0, 18 * ALLOWED))
+        node.usage.end()
+        assert all(isinstance(each.exception(PATIENCE_S), Overloaded) for each in waits)
+
+
+def test_after_a_put_that_got_no_room_others_have_their_turn(node: Reporting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.node.usage.STARTED_S", NEVER_S)
+    monkeypatch.setattr("kvstore.node.usage.COUNTED_S", 0.2)
+    node.counted()
+    node.hear(replace(word(9, 0), pace_s=0.0))
+    with pytest.raises(Overloaded):
+        node.usage.reserve(STEP)
+    node.usage._waiting[self_made := object()] = STEP
+    assert node.usage._asked() == 0, "for as long as that one waited"
+    eventually(lambda: node.usage._asked() == STEP)
+    del node.usage._waiting[self_made]
+
+
+def test_what_is_stored_already_needs_no_room(node: Reporting) -> None:
+    node.counted(allowance=0)
+    assert node.usage.reserve(5 * ALLOWED, lambda: 0).size_bytes == 0
+    with pytest.raises(Overloaded):
+        node.usage.reserve(5 * ALLOWED, lambda: 1)
 
 
 def test_a_put_waits_until_its_node_may_report(node: Reporting, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +233,7 @@ def test_a_put_waits_until_its_node_may_report(node: Reporting, monkeypatch: pyt
     node.hear(replace(word(9), pace_s=NEVER_S))
     with ThreadPoolExecutor(1) as threads:
         waits = threads.submit(node.usage.reserve, 5 * ALLOWED)
-        eventually(lambda: node.later(NEVER_S) == Usage(0, 0, 5 * ALLOWED))
+        eventually(lambda: node.later(NEVER_S) == Usage(0, 0, 0, 5 * ALLOWED))
         node.hear(word(node.report(NEVER_S)))
         assert waits.result(PATIENCE_S).size_bytes == 5 * ALLOWED
 
@@ -248,10 +299,10 @@ def test_a_node_that_waits_reports_again_because_a_restored_etcd_lost_its_report
     assert node.put(ALLOWED)
     with ThreadPoolExecutor(1) as threads:
         waits = threads.submit(node.usage.reserve, STEP)
-        eventually(lambda: node.later() == Usage(ALLOWED, 0, STEP))
+        eventually(lambda: node.later() == Usage(ALLOWED, 0, 0, STEP))
         node.report()
         assert node.later(AGAIN_S / 2) is None
-        assert node.later(AGAIN_S / 2) == Usage(ALLOWED, 0, STEP)
+        assert node.later(AGAIN_S / 2) == Usage(ALLOWED, 0, 0, STEP)
         node.usage.end()
         with pytest.raises(Overloaded):
             waits.result(PATIENCE_S)
@@ -281,9 +332,9 @@ def test_what_was_written_while_nobody_asked_is_no_report_of_the_next_session(no
 @pytest.mark.parametrize(
     "value",
     [
-        *(b"", b"x", b"[]", b"{}", b"[" * 100_000, b'{"written":1,"removed":0}'),
-        *(b'{"written":-1,"removed":0,"pending":0}', b'{"written":1.5,"removed":0,"pending":0}'),
-        b'{"written":1,"removed":0,"pending":-1}',
+        *(b"", b"x", b"[]", b"{}", b"[" * 100_000, b'{"written":1,"removed":0,"pending":0}'),
+        *(b'{"written":-1,"removed":0,"pending":0,"asked":0}', b'{"written":1.5,"removed":0,"pending":0,"asked":0}'),
+        b'{"written":1,"removed":0,"pending":-1,"asked":0}',
     ],
 )
 def test_records_that_are_none_are_refused(value: bytes) -> None:
@@ -294,7 +345,7 @@ def test_records_that_are_none_are_refused(value: bytes) -> None:
 
 
 def test_records_come_back_as_they_were() -> None:
-    for usage in (Usage(), Usage(1 << 60, 3), Usage(1, 2, 3)):
+    for usage in (Usage(), Usage(1 << 60, 3), Usage(1, 2, 3, 4)):
         assert Usage.from_json(usage.to_json()) == usage
     for room in (word(3), word(0, None), Room(9, None, None, 10.0)):
         assert Room.from_json(room.to_json()) == room

@@ -53,6 +53,8 @@ class BoundedWorld(HostWorld):
         """The most nodes that there were at once."""
         self._leaving: dict[Host, int] = {}
         """Nodes that end, each with the number of its calls that had failed before."""
+        self._has_lent = False
+        """A node that had joined was without a session while the files grew."""
         self._unsettled_count = 0
         """Nodes whose calls failed while they ended: what they were lent may be in no level."""
         self._has_counted = profile.collectors > 0
@@ -86,7 +88,8 @@ class BoundedWorld(HostWorld):
         bound = self.bound_bytes
         live = self._most_count = max(self._most_count, len(self.hosts) + len(self._leaving))
         allowed = bound * (1.0 if self._has_counted else CLAIMED_SHARE)
-        if self.faults.counts.get("mishap: expire"):
+        self._has_lent = self._has_lent or any(map(_lends, (*self.hosts, *self._leaving)))
+        if self._has_lent:
             allowed += (live + self._killed_count + self._unsettled_count) * EARLY_SHARE * bound
         if self._has_counted:
             x_bytes = (1 - HIGH) / 2 * bound / (self.profile.nodes + 1)
@@ -153,3 +156,8 @@ class BoundedWorld(HostWorld):
         # Without one, nodes could not put what proves that they are well.
         self.collectors.append(self._collector())  # type: ignore[arg-type]
         super()._tidy(janitor)
+
+
+def _lends(host: Host) -> bool:
+    """True if a node cannot rely on the metadata, and so may write what it is lent."""
+    return host.member is not None and not host.member.node.gc_view.protects

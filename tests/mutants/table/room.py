@@ -80,7 +80,7 @@ BOUND = [
     ),
     bound(
         "puts-begin-uncounted",
-        edit("kvstore.node.usage:NodeUsage._taken", " + self._pending", ""),
+        edit("kvstore.node.usage:NodeUsage._fits", "self._written + self._granted + size_bytes", "self._written"),
         f"{USAGE}a_put_counts_before_it_begins_and_what_it_did_not_write_comes_back",
     ),
     bound(
@@ -89,6 +89,26 @@ BOUND = [
             "kvstore.node.usage:NodeUsage._counted", "min(taken for _, taken in self._reports)", "self._reports[0][1]"
         ),
         f"{USAGE}a_put_whose_report_is_taken_back_gives_no_room_to_the_next",
+    ),
+    bound(
+        "all-that-wait-ask",
+        edit("kvstore.node.usage:NodeUsage._asked", "asked and asked + size_bytes > most", "False"),
+        f"{USAGE}puts_that_wait_are_asked_for_in_turn_and_keep_no_smaller_one_from_its_room",
+    ),
+    bound(
+        "asks-without-end",
+        edit("kvstore.node.usage:NodeUsage._asked", "time.monotonic() >= self._asks_from_s", "True"),
+        f"{USAGE}after_a_put_that_got_no_room_others_have_their_turn",
+    ),
+    bound(
+        "what-is-stored-needs-room",
+        edit("kvstore.node.usage:NodeUsage.reserve", "missing_bytes is not None", "False"),
+        f"{USAGE}what_is_stored_already_needs_no_room",
+    ),
+    bound(
+        "asks-show-the-sign",
+        edit("kvstore_gc.signs:FullSign.follow", " - watermarks.asked_bytes", ""),
+        f"{LEVEL}what_is_asked_for_shows_no_sign",
     ),
     bound(
         "room-is-never-given-back",
