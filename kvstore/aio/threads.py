@@ -79,3 +79,5 @@ async def _wait(ended: asyncio.Future[T]) -> None:
             await asyncio.wait({ended})
         except asyncio.CancelledError:
             continue  # again: the call has not ended for that
+    if not ended.cancelled():
+        ended.exception()  # nobody waits for it: asyncio would print that it was never retrieved

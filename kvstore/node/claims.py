@@ -140,6 +140,9 @@ class Claims:
             size_bytes = max(1, min(CLAIM_BYTES_MAX, int(CLAIM_SHARE * max_bytes)))
         asked_bytes = size_bytes + lacking_bytes + self._owed_bytes
         claim = self._bounds.claim(asked_bytes, max_bytes, self._is_empty, TIMEOUT_S)
+        if claim is None and max_bytes is not None:  # perhaps there is room for this put, and for no other
+            size_bytes, asked_bytes = 0, asked_bytes - size_bytes
+            claim = self._bounds.claim(asked_bytes, max_bytes, self._is_empty, TIMEOUT_S)
         if claim is None and max_bytes is None:
             return CLAIM_BYTES_MAX  # nobody knows the level, and nobody asks for a bound
         if claim is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -201,6 +202,32 @@ def test_the_loop_goes_on_while_the_root_hangs_and_no_byte_comes_after_a_cancel(
     limits = Limits(read_deadline_s=PATIENCE_S, match_deadline_s=PATIENCE_S, stall_s=NEVER_S)
     with store_on(root, limits=limits) as inner:
         asyncio.run(use(AioStore(inner, Threads())))
+
+
+def test_a_call_that_fails_after_it_was_cancelled_prints_nothing() -> None:
+    begun, goes_on, said = threading.Event(), threading.Event(), list[dict[str, Any]]()
+
+    def fails() -> None:
+        begun.set()
+        goes_on.wait(PATIENCE_S)
+        raise errors.Overloaded("no room")
+
+    async def use() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context))
+        threads = Threads(1)
+        running = asyncio.create_task(threads.run(fails))
+        assert await asyncio.to_thread(begun.wait, PATIENCE_S)
+        running.cancel()
+        await asyncio.sleep(0.01)
+        goes_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        del running
+        gc.collect()
+        threads.close()
+
+    asyncio.run(use())
+    assert not said
 
 
 def test_a_hold_that_was_cancelled_is_released() -> None:

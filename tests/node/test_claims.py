@@ -86,6 +86,11 @@ def test_s6_a_node_writes_no_more_than_was_claimed(meta: MemoryMeta, size_bytes:
     assert root.wanted[0] is False and root.wanted[-1] is True, "now a collector is needed at once"
 
 
+def test_s6_the_largest_put_that_is_not_refused_at_once_has_room(meta: MemoryMeta) -> None:
+    root = Root(meta)
+    assert root.put(int(CLAIMED_SHARE * BOUND)) and root.level == CLAIMED_SHARE * BOUND
+
+
 def test_s6_puts_at_the_same_time_claim_room_for_each(meta: MemoryMeta) -> None:
     root, under_way = Root(meta), []
     with pytest.raises(Overloaded):

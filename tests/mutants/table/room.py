@@ -112,7 +112,7 @@ BOUND = [
     ),
     bound(
         "room-is-never-given-back",
-        edit("kvstore.node.usage:Reserved.release", "usage._released.append(size_bytes)", "pass"),
+        edit("kvstore.node.usage:Reserved.release", "self.usage._released.append(size_bytes)", "pass"),
         f"{USAGE}what_a_node_puts_and_clears_is_what_it_reports",
     ),
     bound(
@@ -161,7 +161,7 @@ BOUND = [
         "puts-without-a-claim",
         edit(
             "kvstore.node.usage:NodeUsage._fits",
-            "self.claiming is None or self._written + self._pending <= self._claimed",
+            "self.claiming is None or taken_bytes <= self._claimed",
             "True",
         ),
         f"{CLAIMS}a_node_writes_no_more_than_was_claimed",
