@@ -193,22 +193,21 @@ class NodeUsage:
     def _wait_for_room(self, size_bytes: int) -> bool:
         """Waits until a put may begin, and grants it room; False if it may not.
 
-        It has ``_patience_s`` to come to the front of those that wait, and as long there.
+        It has ``_patience_s`` until it is its turn to be asked for, and as long from then on.
         """
         put, patience_s, is_granted = object(), self._patience_s(), False
-        asks_s, ends_s = math.inf, time.monotonic() + patience_s
-        left_s = patience_s
+        asks_s, ends_s, left_s = math.inf, time.monotonic() + patience_s, patience_s
         try:
             while True:
                 self._claim(size_bytes)  # again and again: a claim fails where the metadata are slow
                 with self._lock:
                     if left_s > 0 and not self._fits(size_bytes) and self._may_hear():
                         self._waiting[put] = size_bytes
-                        if asks_s == math.inf and next(iter(self._waiting)) is put:
+                        pause_s = self._asks_from_s - time.monotonic()
+                        if asks_s == math.inf and pause_s <= 0 and next(iter(self._waiting)) is put:
                             asks_s = time.monotonic()
-                            ends_s = asks_s + patience_s
-                            left_s = patience_s
-                        self._lock.wait(min(left_s, AGAIN_S))
+                            ends_s, left_s = asks_s + patience_s, patience_s
+                        self._lock.wait(min(left_s, pause_s if pause_s > 0 else AGAIN_S))
                         left_s = ends_s - time.monotonic()
                         if left_s > 0 and not self._fits(size_bytes):
                             continue
