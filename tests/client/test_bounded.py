@@ -160,7 +160,7 @@ def test_what_is_held_or_pinned_stays(tmp_path: Path, at_once: None) -> None:
             cache.put(tokens(1, -number), kv())
         pin = cache.pin(tokens(1, 1), ttl=3600)
         with cache.hold(tokens(1, 2)) as hold:
-            put_until(store, lambda: bool(store.stats()["root_full"]))
+            put_until(store, lambda: store.stats()["bytes_written"] > BOUND_BYTES)
             assert hold.tokens == TOKENS_COUNT and len(hold.view()) == CHUNKS
         written = store.stats()["bytes_written"]
         put_until(store, lambda: store.stats()["bytes_written"] > written + BOUND_BYTES // 2)
