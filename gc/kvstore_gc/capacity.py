@@ -211,7 +211,9 @@ class Watermarks:
                 return None
             growth_bytes = self._taken_bytes - self._removed_bytes - (self._reaped_bytes - self._reaped_base)
             used_bytes = max(0, self._surveyed_bytes + growth_bytes)
-            room_bytes = None if self._free_bytes is None else used_bytes + self._free_bytes
+            room_bytes = None  # for puts under way as well, which take from the free space later
+            if self._free_bytes is not None:
+                room_bytes = used_bytes - self.pending_bytes + self._free_bytes
             limits = [limit for limit in (self._limit_bytes, room_bytes) if limit is not None]
             return Level(used_bytes, min(limits)) if limits else None
 

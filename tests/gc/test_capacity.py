@@ -126,6 +126,13 @@ def test_puts_under_way_count_until_they_end() -> None:
     assert marks.level == Level(380, 1000)
 
 
+def test_puts_under_way_need_room_on_the_disk() -> None:
+    marks = Marks()
+    marks.survey(300, free=700)
+    marks.says(ONE, 0, pending=100)
+    assert marks.level == Level(400, 1000)
+
+
 def test_puts_under_way_of_one_that_is_gone_count_until_a_listing_after_its_end() -> None:
     marks = Marks(1000)
     marks.survey(300)
