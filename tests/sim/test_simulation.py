@@ -17,7 +17,7 @@ HOME_SEEDS_MAX = 60
 FIRST_SEEDS = {
     "leaves_nothing_counted": 9,
     "removed_file_stays_open": 30,
-    "settles_what_was_lent": 15,
+    "settles_what_was_lent": 130,
 }
 """Where the search for a bug begins that many seeds before do not show."""
 PLANTED = (
@@ -60,6 +60,7 @@ PLANTED = (
     "claims_without_end",
     "leaves_nothing_counted",
     "lends_free",
+    "puts_uncounted",
     "settles_what_was_lent",
 )
 """The bugs that are found fast. ``make sim-bugs`` looks for all of them, over the mix of profiles."""
@@ -91,7 +92,8 @@ def test_nothing_breaks_in_many_seeds() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("bug", PLANTED)
 def test_a_planted_bug_is_found(bug: str) -> None:
-    seeds = range(FIRST_SEEDS.get(bug, 0), HOME_SEEDS_MAX)
+    first = FIRST_SEEDS.get(bug, 0)
+    seeds = range(first, first + HOME_SEEDS_MAX)
     outcome = first_to_find(BUGS[bug], seeds, BY_NAME[HOMES[bug]])
     assert outcome, f"{bug} breaks nothing in {HOME_SEEDS_MAX} seeds of {HOMES[bug]}: python -m tests.sim --bugs {bug}"
 
