@@ -148,11 +148,6 @@ BOUND = [
         f"{USAGE}the_bound_of_a_collector_that_died_lasts_until_another_one_has_counted",
     ),
     bound(
-        "report-counts-as-heard",
-        edit("kvstore.node.usage:NodeUsage.hear", "self._reports[1][0] <= room.revision", "True"),
-        f"{USAGE}a_node_stops_by_itself_until_its_report_was_counted",
-    ),
-    bound(
         "writes-not-counted",
         skip("kvstore.node.usage:NodeUsage.wrote"),
         f"{USAGE}what_a_node_puts_and_clears_is_what_it_reports",
