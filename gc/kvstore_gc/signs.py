@@ -228,7 +228,7 @@ class RoomSign(_Sign):
             self._bounds.leave(used_bytes + beyond_bytes, self._timeout_s)
 
     def _claimed_bytes(self, now_s: float) -> int:
-        """What was claimed and not counted when the first word ended the claims.
+        """Bytes that were claimed and not yet counted when the first word ended the claims.
 
         Nodes that have not heard that word report nothing yet.
         """

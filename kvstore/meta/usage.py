@@ -50,13 +50,13 @@ class Usage:
 
     @property
     def taken_bytes(self) -> int:
-        """What is written, or may be soon if there is room."""
+        """Bytes written, pending and asked for."""
         return self.written_bytes + self.pending_bytes + self.asked_bytes
 
     def latest(self, other: Usage) -> Usage:
-        """Returns the later of two records of one session, of which ``other`` was read later.
+        """Returns the later of two records of one session. ``other`` was read after this one.
 
-        That may be the earlier one: etcd was restored.
+        After etcd was restored it may still be the earlier one.
         """
         written_bytes = max(self.written_bytes, other.written_bytes)
         removed_bytes = max(self.removed_bytes, other.removed_bytes)

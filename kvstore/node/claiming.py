@@ -1,6 +1,6 @@
-"""What a node's counts ask of where room comes from that no collector gives: ``Claims``, or nothing in a cluster.
+"""The interface through which a node's counts get room while no collector gives any. ``Claims`` implements it.
 
-Separate from the counts, which know nothing of keys and disks.
+Separate from the counts, which know nothing of keys and disks. In a cluster nobody implements it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Protocol
 
 
 class Claiming(Protocol):
-    """The way to room that no collector has to give (rule S6)."""
+    """Gives a node room while no collector does (rule S6)."""
 
     def begin(self) -> None:
         """Is called before the first put of this node. Raises nothing."""

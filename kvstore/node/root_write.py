@@ -26,6 +26,7 @@ from kvstore.sources import Clock
 from kvstore.writes import RUNS_MAX
 
 LOOK_S = 5.0
+"""How long a write that has no room at once looks for chunks that are stored already."""
 DISCARD_S = 1.0
 """How long a failed write waits for its staged files to be removed, so that they do not keep a full disk full."""
 

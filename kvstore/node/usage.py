@@ -83,7 +83,7 @@ class NodeUsage:
         self._granted = 0
         """Bytes of puts that have room."""
         self._released: deque[int] = deque()
-        """What is to be taken from ``_granted``."""
+        """Room that puts gave back, and that ``_granted`` still has."""
         self._waiting: dict[object, int] = {}
         """Puts that wait for room, in order, and their bytes."""
         self._asks_from_s = 0.0

@@ -57,7 +57,7 @@ class View:
         self.pace_s = 0.0
         self.usage = NodeUsage(partial(counters.add, NodeCount.PUT_REFUSED_UNCOUNTED))
         self.put_bytes_max: int | None = None
-        """What the bound of a store that bounds itself has room for: no single put may be larger."""
+        """The largest put that fits the bound, in a store that bounds itself."""
         self._counters = counters
         self._keys = keys
         self._shard_bits = shard_bits
