@@ -83,17 +83,17 @@ class Scorer:
         self.indexes = {engine: Index() for engine in engines}
         self._busy: Counter[str] = Counter()
         self._turn = 0
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
 
     def apply(self, engine: str, events: Iterable[dict[str, Any]]) -> None:
         """Takes in a batch of an engine's events."""
-        with self._lock:
+        with self.lock:
             for event in events:
                 self.indexes[engine].apply(event)
 
     def begin(self, tokens: Sequence[int]) -> str:
         """Returns the engine for a prompt; ``end`` says when it has answered."""
-        with self._lock:
+        with self.lock:
             scores = {engine: self._score(engine, tokens) for engine in self.indexes}
             best = [engine for engine, score in scores.items() if score == max(scores.values())]
             self._turn += 1
@@ -103,7 +103,7 @@ class Scorer:
 
     def end(self, engine: str) -> None:
         """The engine has answered a request."""
-        with self._lock:
+        with self.lock:
             self._busy[engine] -= 1
 
     def _score(self, engine: str, tokens: Sequence[int]) -> float:
