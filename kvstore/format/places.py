@@ -28,6 +28,8 @@ HOST_GENERATIONS = Name("generations.host")
 METADATA = Name("metadata.sqlite")
 METADATA_LOGS = (Name(f"{METADATA}-wal"), Name(f"{METADATA}-shm"))
 """The files that SQLite keeps beside it while it is open."""
+METADATA_LIVENESS = Name(f"{METADATA}-live")
+"""Its locks tell which processes are there. It is empty."""
 RESERVE = Name("reserve")
 BOUND = Name("bound")
 LINEAGE = Name("lineage")

@@ -14,12 +14,11 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 
 from kvstore.children import Program, gc_command
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.meta.bounds import Bound, Bounds
-from kvstore.meta.interface import Absent, KeyValue, LeaseGone, Meta, Put
+from kvstore.meta.interface import Absent, LeaseGone, Meta, Put
 from kvstore.meta.keys import Keys, SessionId
 from kvstore.meta.presence import Presence
 from kvstore.meta.session import Session
@@ -31,14 +30,15 @@ log = logging.getLogger(__name__)
 
 START_S = 10.0
 """A process whose first put is this long ago takes part: short programs never start a child, unless room is short."""
-TICK_S = 3.0
+TICK_S = 1.0
 INTERVAL_S = 60
 """Time between two rounds of the child; an urgent one, because the root fills up, begins at once."""
 HUNG_S = 60.0
 """A child that has not been among the collectors for so long is stopped, or hangs: another is started."""
 AGAIN_S_MIN = 2.0
 AGAIN_S_MAX = 60.0
-"""Time before a child that ended by itself is started again; doubles each time that it lived for less than that."""
+"""Time before a child that ended by itself is started again; doubles each time that one lived for less than LIVED_S."""
+LIVED_S = 10.0
 STOP_S = 5.0
 TIMEOUT_S = 2.0
 _NOT_FOR_IT = frozenset({"KVSTORE_ETCD", "KVSTORE_ROOT", "KVSTORE_ROOT_OPTIONS"})
@@ -79,6 +79,7 @@ class Collecting:
         # Of the thread.
         self._asked_in: SessionId | None = None
         self._child: Program | None = None
+        self._began_s = 0.0
         self._seen_s = 0.0
         self._again_s = 0.0
         self._pause_s = AGAIN_S_MIN
@@ -158,12 +159,10 @@ class Collecting:
             return
         if self._child is not None:
             log.warning("collecting.ended exit_code=%s said=%r", self._child.exit_code, "".join(self._said))
-            with suppress(KVStoreError):  # else it ends by itself, some seconds later
-                self._end(self._child)
-        is_short_lived = self._child is not None and now_s - self._seen_s < AGAIN_S_MAX
+        is_short_lived = self._child is not None and now_s - self._began_s < LIVED_S
         self._pause_s = min(2 * self._pause_s, AGAIN_S_MAX) if is_short_lived else AGAIN_S_MIN
         self._again_s = now_s + self._pause_s
-        self._seen_s = now_s
+        self._began_s = self._seen_s = now_s
         command = gc_command("--root", self._folder, "--interval", f"{INTERVAL_S}s", "--log-level", "warning")
         if command is None:
             log.warning("collecting.impossible kvstore-gc cannot be run here: the root stays as full as it is")
@@ -191,21 +190,13 @@ class Collecting:
         """Kills a child that no longer takes part, so that the next tick starts another."""
         assert self._child is not None
         now_s = self._clock.monotonic_s()
-        if self._records_of(self._child):
+        collectors = self._meta.list(self._keys.collectors, TIMEOUT_S).items
+        if any(_pid_of(record.value) == self._child.pid for record in collectors):
             self._seen_s = now_s
         elif now_s - self._seen_s >= HUNG_S:
             log.warning("collecting.hung pid=%s has not been seen for %g s: it is killed", self._child.pid, HUNG_S)
             self._child.kill()
             self._seen_s = now_s
-
-    def _end(self, child: Program) -> None:
-        """Ends the lease of a child that was killed, and with it the signs that make nodes wait for that one."""
-        for record in self._records_of(child):
-            self._meta.revoke(record.lease, TIMEOUT_S)
-
-    def _records_of(self, child: Program) -> list[KeyValue]:
-        collectors = self._meta.list(self._keys.collectors, TIMEOUT_S).items
-        return [record for record in collectors if _pid_of(record.value) == child.pid]
 
     def _stop(self) -> None:
         child, self._child = self._child, None

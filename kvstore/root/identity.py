@@ -49,6 +49,7 @@ _OURS = frozenset(
         places.HOST_GENERATIONS,
         places.METADATA,
         *places.METADATA_LOGS,
+        places.METADATA_LIVENESS,
         places.RESERVE,
         places.BOUND,
         places.LINEAGE,

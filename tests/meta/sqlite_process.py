@@ -5,6 +5,7 @@ It prints a line when it has begun, and goes on until it is killed, or its stand
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 
@@ -44,6 +45,26 @@ def holds(meta: SqliteMeta) -> None:
     say("kept" if meta.keep_alive(lease) else "gone")
 
 
+def lives(meta: SqliteMeta) -> None:
+    """Has one lease of an hour that may end with it, and one that outlives it."""
+    meta.put("/held", b"1", meta.grant(3600, while_open=True))
+    meta.put("/kept", b"1", meta.grant(3600))
+    say("begun")
+    sys.stdin.readline()
+
+
+def forks(meta: SqliteMeta) -> None:
+    """Has leases as ``lives``, and a child that stays and has none."""
+    meta.put("/held", b"1", meta.grant(3600, while_open=True))
+    child = os.fork()
+    if not child:
+        sys.stdin.readline()
+        os._exit(0)
+    say("begun")
+    say(child)
+    sys.stdin.readline()
+
+
 def watches(meta: SqliteMeta) -> None:
     """Prints the values that others put."""
     watch = meta.watch("/watched", meta.list("/").revision + 1)
@@ -70,7 +91,7 @@ def stops_within(meta: SqliteMeta) -> None:
 
 
 PARTS: dict[str, Callable[[SqliteMeta], None]] = {
-    each.__name__: each for each in (counts, holds, watches, stops_within)
+    each.__name__: each for each in (counts, holds, lives, forks, watches, stops_within)
 }
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ lost its session, and, where there was a collector, X of each node that is gone 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from unittest.mock import patch
 
@@ -112,9 +113,15 @@ class BoundedWorld(HostWorld):
 
     def _retire(self) -> bool:
         """A program ends in order, and then another begins."""
-        if len(self.hosts) < 2:
-            return False
-        host = self.kernel.source.choice(self.hosts)
+        return len(self.hosts) > 1 and self._leaves(self.hosts)
+
+    def _retire_lent(self) -> bool:
+        """A program ends in order that writes what it was lent."""
+        lent = [host for host in self.hosts if _lends(host)]
+        return bool(lent) and len(self.hosts) > 1 and self._leaves(lent)
+
+    def _leaves(self, hosts: Sequence[Host]) -> bool:
+        host = self.kernel.source.choice(hosts)
         host.leave(waits=True)
         self._ended_count += 1
         self._leaving[host] = host.process.faults_count

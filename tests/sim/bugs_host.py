@@ -11,6 +11,7 @@ from unittest.mock import patch
 from kvstore.meta.interface import LeaseId
 from kvstore.meta.sqlite.client import SqliteMeta
 from kvstore.meta.sqlite.file import MetadataFile
+from kvstore.meta.sqlite.liveness import Liveness
 from kvstore.meta.sqlite.store import Store
 from kvstore.meta.sqlite.watch import SqliteWatch
 from kvstore.sources import Clock
@@ -121,16 +122,16 @@ def removed_file_stays_open() -> Iterator[None]:
         yield
 
 
-@bug("host")
+@bug("host_older")
 def lease_ids_again() -> Iterator[None]:
     """A lease in the next file has the number of one in the file before it."""
 
-    def grant(self: SqliteMeta, ttl_s: int, timeout_s: float | None = None) -> LeaseId:
+    def grant(self: SqliteMeta, ttl_s: int, timeout_s: float | None = None, *, while_open: bool = False) -> LeaseId:
         def within(store: Store) -> LeaseId:
             with store._writing(synced=False):
                 (highest,) = store._database.execute("SELECT coalesce(max(id), 0) FROM leases").fetchone()
                 ends_s = store._clock.monotonic_s() + ttl_s
-                store._database.execute("INSERT INTO leases VALUES (?, ?, ?)", (highest + 1, ttl_s, ends_s))
+                store._database.execute("INSERT INTO leases VALUES (?, ?, ?, 0, 0)", (highest + 1, ttl_s, ends_s))
             return LeaseId(highest + 1)
 
         return self._call("grant", within, timeout_s)
@@ -140,11 +141,18 @@ def lease_ids_again() -> Iterator[None]:
 
 
 @bug("host")
+def others_are_gone() -> Iterator[None]:
+    """The leases of a process end when another one looks, though it lives."""
+    with patch.object(Liveness, "is_gone", lambda self, owner: owner.byte != self._byte):
+        yield
+
+
+@bug("host")
 def boot_is_forgotten() -> Iterator[None]:
     """Leases of before the boot go on."""
 
-    def made(self: Store, database: sqlite3.Connection, clock: Clock, boot: str) -> None:
-        real(self, database, clock, "one")
+    def made(self: Store, database: sqlite3.Connection, clock: Clock, boot: str, liveness: Liveness) -> None:
+        real(self, database, clock, "one", liveness)
 
     real = Store.__init__
     with patch.object(Store, "__init__", made):

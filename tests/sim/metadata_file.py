@@ -28,6 +28,7 @@ from kvstore.format.places import METADATA
 from kvstore.meta.interface import Compare, Delete, Event, Put, Snapshot, TxnResult, WatchLost
 from kvstore.meta.sqlite import client, connection, file, mending, process
 from kvstore.meta.sqlite.client import SqliteMeta
+from kvstore.meta.sqlite.liveness import Liveness, Owner
 from kvstore.meta.sqlite.store import Store
 from kvstore.meta.sqlite.watch import SqliteWatch
 from kvstore.sources import Ids
@@ -65,6 +66,7 @@ class HostFile:
         self._copies = 0
         self._open: dict[Process, list[SimDatabase]] = {}
         self._ever: list[SimDatabase] = []
+        self._locks: dict[Process, list[Liveness]] = {}
         self._undo = ExitStack()
         self.folder = self._undo.enter_context(
             tempfile.TemporaryDirectory(prefix="kvstore-sim-", dir=MEMORY if os.path.isdir(MEMORY) else None)
@@ -88,6 +90,7 @@ class HostFile:
         self._undo.enter_context(patch.object(file, "sqlite3", Sqlite3))
         for opens in (client, mending):
             self._undo.enter_context(patch.object(opens, "Store", SimTables))
+        self._undo.enter_context(patch.object(client, "Liveness", partial(SimLiveness, self)))
         self._undo.enter_context(patch.object(connection, "POLL_S", LOOKS_S))
         self._undo.enter_context(patch.object(process, "_connections", _Own(faults)))
 
@@ -124,6 +127,12 @@ class HostFile:
         if actor is not None:
             self._open.setdefault(actor.process, []).append(database)
 
+    def locked(self, liveness: Liveness) -> None:
+        """A client locked its byte."""
+        actor = self.faults.kernel.current
+        if actor is not None:
+            self._locks.setdefault(actor.process, []).append(liveness)
+
     def committed(self, steps: Sequence[Step], inode: int) -> None:
         """A connection committed a transaction, perhaps in a file that nobody finds any more."""
         for step in steps:
@@ -146,6 +155,8 @@ class HostFile:
         for database in self._open.pop(process, ()):
             with suppress(sqlite3.ProgrammingError):  # it was closed before
                 database.rollback()
+        for liveness in self._locks.pop(process, ()):
+            liveness.close()
 
     def rows(self, statement: str, *values: object, path: Path | None = None) -> list[tuple[Any, ...]]:
         """Reads the file as it is. Raises the errors of SQLite."""
@@ -232,6 +243,19 @@ class HostFile:
     @property
     def _now_s(self) -> float:
         return self.clock.monotonic_s()
+
+
+class SimLiveness(Liveness):
+    """The lock of a client in one process. The judge lets go of it when the process is killed."""
+
+    def __init__(self, host: HostFile, folder: str) -> None:
+        super().__init__(folder)
+        self._host = host
+
+    def owner(self) -> Owner:
+        """As that of ``Liveness``."""
+        self._host.locked(self)
+        return super().owner()
 
 
 class BootClock:

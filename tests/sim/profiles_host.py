@@ -75,7 +75,13 @@ COUNTED = replace(
 )
 BOUND_PROFILES = (
     BOUNDED,
-    replace(BOUNDED, name="host_lent", steps=12_000, mishap=0.005, mishaps={"expire": 6.0, "retire": 2.0}),
+    replace(
+        BOUNDED,
+        name="host_lent",
+        steps=12_000,
+        mishap=0.01,
+        mishaps={"expire": 3.0, "retire": 1.0, "retire_lent": 12.0},
+    ),
     COUNTED,
     replace(COUNTED, name="host_large", chunks=12, prompts=100, mishaps={"retire": 0.1, "kill_counting": 1.0}),
 )

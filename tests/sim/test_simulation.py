@@ -17,7 +17,6 @@ HOME_SEEDS_MAX = 60
 FIRST_SEEDS = {
     "leaves_nothing_counted": 9,
     "removed_file_stays_open": 30,
-    "settles_what_was_lent": 130,
 }
 """Where the search for a bug begins that many seeds before do not show."""
 PLANTED = (

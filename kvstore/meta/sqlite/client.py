@@ -15,6 +15,7 @@ from kvstore.meta.limits import check_from_revision, check_key, check_request, c
 from kvstore.meta.sqlite.connection import Connection
 from kvstore.meta.sqlite.file import MetadataFile
 from kvstore.meta.sqlite.host import boot_id, why_not_shared
+from kvstore.meta.sqlite.liveness import Liveness
 from kvstore.meta.sqlite.store import Store
 from kvstore.meta.sqlite.watch import SqliteWatch
 from kvstore.sources import Clock, Ids, RandomIds, SystemClock
@@ -44,10 +45,12 @@ class SqliteMeta:
             raise InvalidRequest(f"no metadata in a file: {reason}")
         chosen_clock, chosen_boot = clock or SystemClock(), boot_id() if boot is None else boot
 
-        def tables(database: sqlite3.Connection) -> Store:
-            return Store(database, chosen_clock, chosen_boot)
+        liveness = Liveness(folder)
 
-        self._connection = Connection(MetadataFile(folder, tables))
+        def tables(database: sqlite3.Connection) -> Store:
+            return Store(database, chosen_clock, chosen_boot, liveness)
+
+        self._connection = Connection(MetadataFile(folder, tables), liveness)
         self._ids = ids or RandomIds()
         self._timeout_s = Deadline(timeout_s).timeout_s
         self._lock = threading.Lock()
@@ -89,12 +92,12 @@ class SqliteMeta:
         check_key(key)
         return self._call(f"delete {key}", lambda store: store.delete(key), timeout_s)
 
-    def grant(self, ttl_s: int, timeout_s: float | None = None) -> LeaseId:
+    def grant(self, ttl_s: int, timeout_s: float | None = None, *, while_open: bool = False) -> LeaseId:
         """See ``interface.Meta``."""
         check_ttl(ttl_s)
         # Random: no lease of a file that was removed has the id of one in the next file.
         lease = LeaseId((int.from_bytes(self._ids.fresh()[:8], "big") >> 1) or 1)
-        self._call("grant a lease", lambda store: store.grant(lease, ttl_s), timeout_s)
+        self._call("grant a lease", lambda store: store.grant(lease, ttl_s, while_open=while_open), timeout_s)
         return lease
 
     def keep_alive(self, lease: LeaseId, timeout_s: float | None = None) -> bool:

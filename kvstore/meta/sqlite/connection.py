@@ -20,6 +20,7 @@ from kvstore.meta.interface import LeaseGone, WatchLost
 from kvstore.meta.sqlite import process
 from kvstore.meta.sqlite.faults import fault_of, is_full, keeps_connection
 from kvstore.meta.sqlite.file import MetadataFile
+from kvstore.meta.sqlite.liveness import Liveness
 from kvstore.meta.sqlite.store import Store
 from kvstore.waiting import Monitor
 
@@ -51,8 +52,9 @@ class _Task:
 class Connection:
     """A thread that opens the file at the first call, and closes it at the end."""
 
-    def __init__(self, file: MetadataFile) -> None:
+    def __init__(self, file: MetadataFile, liveness: Liveness) -> None:
         self._file = file
+        self._liveness = liveness
         self._pid = os.getpid()
         self._changed = Monitor()
         # Guarded by _changed.
@@ -151,6 +153,10 @@ class Connection:
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._rests, timeout=REST_S)
 
+    def leave(self) -> None:
+        """Closes what a forked child inherited of the lock that tells of its parent."""
+        self._liveness.close()
+
     @property
     def rests(self) -> bool:
         """True while the file is closed, and stays so until the fork is over."""
@@ -179,6 +185,7 @@ class Connection:
             elif not self._closed:
                 self._look()
         self._file.close()
+        self._liveness.close()
         with self._changed:
             self._rests = True
             for task in self._tasks:

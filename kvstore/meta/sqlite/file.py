@@ -6,13 +6,14 @@ import errno
 import os
 import sqlite3
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from urllib.parse import quote
 
 from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied, Unavailable
 from kvstore.format.places import METADATA
 from kvstore.meta.sqlite import process
+from kvstore.meta.sqlite.making import locked, make_empty
 from kvstore.meta.sqlite.store import Store, create
 
 LOG_BYTES_MAX = 1 << 30
@@ -87,7 +88,7 @@ class MetadataFile:
                 f"this process was forked while its parent was busy with {self.path}, so it gets no locks there: start "
                 "it by spawn"
             )
-        inode = _made(self.path)
+        inode = _made(self.path, timeout_s)
         database = sqlite3.connect(_uri(self.path), uri=True, timeout=timeout_s, isolation_level=None)
         try:
             for setting in SETTINGS:
@@ -144,11 +145,11 @@ def _beside(path: str) -> tuple[Inode | None, ...]:
     return _inode(f"{path}-wal"), _inode(f"{path}-shm")
 
 
-def _made(path: str) -> Inode:
+def _made(path: str, timeout_s: float) -> Inode:
     """Makes the file unless it is there; returns its identity. Raises PermissionDenied, Unavailable, OSError."""
     if not os.path.lexists(path):
         try:
-            _make(path)
+            _make(path, timeout_s)
         except OSError as cause:
             if cause.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
                 raise
@@ -161,42 +162,36 @@ def _made(path: str) -> Inode:
     return inode
 
 
-def _make(path: str) -> None:
+def _make(path: str, timeout_s: float) -> None:
     """Makes the file under another name, and gives it its own when it is whole.
 
     Nobody may open an empty one: SQLite deletes the log that it finds beside that, which may be another file's by then.
+    Nor may the log of a file that was removed stay: SQLite would write what is in it to the new one.
     """
     own = f"{path}.{os.urandom(8).hex()}.new"
     try:
-        _make_empty(own)
+        make_empty(own)
         with closing(sqlite3.connect(_uri(own), uri=True, isolation_level=None)) as database:
             database.execute("PRAGMA journal_mode = WAL")
             create(database, _spare_bytes(own))
-        with suppress(FileExistsError):  # another process was faster
-            os.link(own, path)
+        with locked(os.path.dirname(path), timeout_s):
+            if not os.path.lexists(path):  # otherwise another process was faster, and the log is its own
+                _unlink(path, ("-wal", "-shm"))
+                os.link(own, path)
     finally:
-        for ending in ("", "-journal", "-wal", "-shm"):
-            with suppress(FileNotFoundError):
-                os.unlink(f"{own}{ending}")
+        _unlink(own, ("", "-journal", "-wal", "-shm"))
+
+
+def _unlink(path: str, endings: Sequence[str]) -> None:
+    for ending in endings:
+        with suppress(FileNotFoundError):
+            os.unlink(f"{path}{ending}")
 
 
 def _spare_bytes(path: str) -> int:
     """Returns how many bytes the file is to have for later; none on a small or full disk."""
     space = os.statvfs(path)
     return SPARE_BYTES if space.f_bavail * space.f_frsize >= SPARE_SHARE * SPARE_BYTES else 0
-
-
-def _make_empty(path: str) -> None:
-    # Whoever may write to the folder may write to the file, also where a command of the administrator made it.
-    folder = os.stat(os.path.dirname(path))
-    mode = folder.st_mode & 0o660
-    file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, mode)
-    try:
-        os.fchmod(file, mode)
-        if os.geteuid() == 0:
-            os.fchown(file, folder.st_uid, folder.st_gid)
-    finally:
-        os.close(file)
 
 
 def _uri(path: str) -> str:

@@ -9,6 +9,7 @@ from kvstore.format.places import METADATA
 from kvstore.meta.sqlite.faults import fault_of, is_damage
 from kvstore.meta.sqlite.file import MetadataFile
 from kvstore.meta.sqlite.host import boot_id
+from kvstore.meta.sqlite.liveness import Liveness
 from kvstore.meta.sqlite.store import Store
 from kvstore.sources import Clock, SystemClock
 
@@ -36,7 +37,9 @@ def _damage(path: str, clock: Clock, boot: str) -> str | None:
         return "an earlier removal was not finished"
     if not os.path.exists(path):
         return None
-    file = MetadataFile(os.path.dirname(path), lambda database: Store(database, clock, boot))
+    folder = os.path.dirname(path)
+    liveness = Liveness(folder)
+    file = MetadataFile(folder, lambda database: Store(database, clock, boot, liveness))
     try:
         database, store = file.opened(BUSY_S)
         (found,) = database.execute("PRAGMA integrity_check(1)").fetchone()
@@ -49,6 +52,7 @@ def _damage(path: str, clock: Clock, boot: str) -> str | None:
         raise fault_of(error, path) from error
     finally:
         file.close()
+        liveness.close()
     return None
 
 

@@ -28,6 +28,10 @@ class Open(Protocol):
         """Waits until the connection rests."""
         ...
 
+    def leave(self) -> None:
+        """In a forked child: closes what it inherited of the parent's lock."""
+        ...
+
     def wake(self, *, changed: bool = False) -> None:
         """Makes its thread, and those that wait for changes, look again."""
         ...
@@ -82,6 +86,8 @@ def _in_parent() -> None:
 
 def _in_child() -> None:
     _forking.clear()
+    for connection in _connections:
+        connection.leave()
     restless = [connection for connection in _connections if not connection.rests]
     _inherited.update(connection.path for connection in restless)
     _leaked.extend(restless)

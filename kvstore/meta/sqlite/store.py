@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from kvstore.errors import RootMismatch
 from kvstore.meta.interface import (
@@ -29,9 +29,10 @@ from kvstore.meta.interface import (
     ValueIs,
     WatchLost,
 )
+from kvstore.meta.sqlite.liveness import NOBODY, Liveness, Owner
 from kvstore.sources import Clock
 
-VERSION = 1
+VERSION = 2
 HISTORY_BYTES_MAX = 16 << 20
 """A watch that is further behind than this many bytes of changes is lost."""
 EVENT_BYTES = 128
@@ -47,8 +48,12 @@ CREATE TABLE keys (
     lease INTEGER NOT NULL
 );
 CREATE INDEX keys_of_lease ON keys (lease) WHERE lease != 0;
-CREATE TABLE leases (id INTEGER PRIMARY KEY, ttl_s INTEGER NOT NULL, ends_s REAL NOT NULL);
+-- Owner 0: the lease outlives its client.
+CREATE TABLE leases (
+    id INTEGER PRIMARY KEY, ttl_s INTEGER NOT NULL, ends_s REAL NOT NULL, owner INTEGER NOT NULL, inode INTEGER NOT NULL
+);
 CREATE INDEX leases_by_end ON leases (ends_s);
+CREATE INDEX leases_by_owner ON leases (owner, inode) WHERE owner != 0;
 -- An event without a value is a deletion.
 CREATE TABLE history (
     revision INTEGER NOT NULL, key BLOB NOT NULL, value BLOB, created INTEGER NOT NULL, lease INTEGER NOT NULL
@@ -75,10 +80,11 @@ def create(database: sqlite3.Connection, spare_bytes: int = 0) -> None:
 class Store:
     """The metadata in one open database. ``boot`` names the boot of this host: leases of others have ended."""
 
-    def __init__(self, database: sqlite3.Connection, clock: Clock, boot: str) -> None:
+    def __init__(self, database: sqlite3.Connection, clock: Clock, boot: str, liveness: Liveness) -> None:
         """Ends the leases of other boots. Raises RootMismatch for tables of another version."""
         self._database = database
         self._clock = clock
+        self._liveness = liveness
         if self._version != VERSION:
             raise RootMismatch(f"the metadata file is of version {self._version}, and this kvstore reads {VERSION}")
         if self._number("SELECT boot = ? FROM state", boot) == 0:
@@ -125,11 +131,12 @@ class Store:
             self._end_due()
             return self._apply([Delete(key)])
 
-    def grant(self, lease: LeaseId, ttl_s: int) -> None:
-        """Makes a lease that ends ``ttl_s`` from now."""
+    def grant(self, lease: LeaseId, ttl_s: int, *, while_open: bool) -> None:
+        """Makes a lease that ends ``ttl_s`` from now; ``while_open``: and with its client."""
+        owner = self._liveness.owner() if while_open else NOBODY
         with self._writing(synced=False):
             ends_s = self._clock.monotonic_s() + ttl_s
-            self._database.execute("INSERT INTO leases VALUES (?, ?, ?)", (lease, ttl_s, ends_s))
+            self._database.execute("INSERT INTO leases VALUES (?, ?, ?, ?, ?)", (lease, ttl_s, ends_s, *owner))
 
     def keep_alive(self, lease: LeaseId) -> bool:
         """Puts the lease's end off to its ttl from now; False if it has ended."""
@@ -223,19 +230,20 @@ class Store:
                 return found is not None and found.value == compare.value
 
     def _end_due(self) -> None:
-        """Ends the leases whose time is over; writes only if there are such."""
+        """Ends the leases whose time is over, or whose client is gone; writes only if there are such."""
         now_s = self._clock.monotonic_s()
-        if not self._number("SELECT count(*) FROM leases WHERE ends_s <= ?", now_s):
+        owners = self._database.execute("SELECT DISTINCT owner, inode FROM leases WHERE owner != 0").fetchall()
+        gone = [owner for owner in owners if self._liveness.is_gone(Owner(*owner))]
+        if not gone and not self._number("SELECT count(*) FROM leases WHERE ends_s <= ?", now_s):
             return
-        if self._database.in_transaction:
+        with nullcontext() if self._database.in_transaction else self._writing(synced=False):
             self._end_leases("SELECT id FROM leases WHERE ends_s <= ?", now_s)
-            return
-        with self._writing(synced=False):
-            self._end_leases("SELECT id FROM leases WHERE ends_s <= ?", now_s)
+            for owner in gone:
+                self._end_leases("SELECT id FROM leases WHERE owner != 0 AND owner = ? AND inode = ?", *owner)
 
-    def _end_leases(self, which: str, value: object) -> None:
+    def _end_leases(self, which: str, *values: object) -> None:
         """Ends the leases that a statement selects, each at a revision of its own."""
-        for (lease,) in self._database.execute(which, (value,)).fetchall():
+        for (lease,) in self._database.execute(which, values).fetchall():
             keys = self._database.execute("SELECT key FROM keys WHERE lease = ? AND lease != 0 ORDER BY key", (lease,))
             self._apply([Delete(_text(key)) for (key,) in keys.fetchall()])
             self._database.execute("DELETE FROM leases WHERE id = ?", (lease,))
