@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import sys
 import traceback
 from typing import Any, NoReturn
@@ -19,6 +20,7 @@ COULD_NOT_RUN = 2
 ELSEWHERE = {"gc": ": the collector is the program kvstore-gc"}
 """Where to find what is no command."""
 ALIKE_MAX = 3
+_EXTRA = re.compile(r"Got unexpected extra arguments? \((\S+)[ )]")
 
 
 class Command(click.Command):
@@ -80,8 +82,22 @@ class Group(click.Group):
 
 
 def _wrong_use(ctx: click.Context, error: click.UsageError) -> NoReturn:
-    message = error.format_message().rstrip(".")
-    fail(ctx, f"{message[:1].lower()}{message[1:]} ({ctx.command_path} --help shows all options)")
+    meant = _meant(ctx, error)
+    message = (error.message if meant else error.format_message()).rstrip(".")
+    fail(ctx, f"{message[:1].lower()}{message[1:]}{meant} ({ctx.command_path} --help shows all options)")
+
+
+def _meant(ctx: click.Context, error: click.UsageError) -> str:
+    """Returns what was probably meant, where an option was given as an argument, or the other way round."""
+    names = {name for parameter in ctx.command.params for name in parameter.opts}
+    if isinstance(error, click.NoSuchOption) and (name := error.option_name.lstrip("-")) in names:
+        return f": did you mean {ctx.command_path} {name.upper()}?"
+    extra = _EXTRA.match(error.message)
+    if extra is None:
+        return ""
+    if (option := f"--{extra[1]}") in names:
+        return f": did you mean {option}?"
+    return f": did you mean --root {extra[1]}?" if "--root" in names and "/" in extra[1] else ""
 
 
 def check_failed() -> NoReturn:

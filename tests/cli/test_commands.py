@@ -180,6 +180,9 @@ def test_a_bug_of_ours_is_not_a_failed_check(run: Run, root: str, monkeypatch: p
         (("fsck", "x", "--rate", "fast"), "write 512MiB"),
         (("nonsense",), "there is no command"),
         (("ls", "--nonsense"), "no such option"),
+        (("ls", "pins"), "did you mean --pins?"),
+        (("stats", "/mnt/kv"), "did you mean --root /mnt/kv?"),
+        (("check-root", "--root", "/mnt/kv"), "no such option '--root': did you mean kvstore check-root ROOT?"),
     ],
 )
 def test_wrong_use_is_exit_code_2(run: Run, arguments: tuple[str, ...], said: str) -> None:
