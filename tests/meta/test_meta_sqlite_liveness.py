@@ -21,7 +21,7 @@ from kvstore.meta.sqlite.making import locked
 from tests.etcd_fixture import frozen
 from tests.meta.conftest import take
 from tests.meta.fakes import FakeClock
-from tests.meta.test_meta_sqlite import running, said
+from tests.meta.test_meta_sqlite import LOCKED_S, running, said
 from tests.patience import PATIENCE_S, eventually
 
 
@@ -177,7 +177,7 @@ def test_a_new_file_has_nothing_of_the_log_of_one_that_was_removed(tmp_path: Pat
 
 
 def test_who_makes_the_file_waits_for_another_maker_until_the_deadline(tmp_path: Path) -> None:
-    with locked(str(tmp_path), 1.0), closing(SqliteMeta(str(tmp_path), timeout_s=0.3)) as meta:
+    with locked(str(tmp_path), 1.0), closing(SqliteMeta(str(tmp_path), timeout_s=LOCKED_S)) as meta:
         with pytest.raises(Unavailable, match="another process has been making a file"):
             meta.get("/")
     assert os.listdir(tmp_path) == []
