@@ -14,7 +14,6 @@ from functools import partial
 
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, RootMismatch
 from kvstore.format import places
-from kvstore.format.header import FIXED_BYTES, incarnation_at
 from kvstore.meta.interface import LeaseId
 from kvstore.meta.keys import SweepId
 from kvstore.meta.pins import PinRecord
@@ -25,8 +24,9 @@ from kvstore.root.twins import list_twins, read_twin
 from kvstore_gc.grace import Grace, Look, Spared
 from kvstore_gc.histogram import Tally
 from kvstore_gc.ledger import GROUP_MAX, InFlight, Ledger
+from kvstore_gc.looking import USED, unused
 from kvstore_gc.objects import Deleting
-from kvstore_gc.plan import SweepPlan, Victim
+from kvstore_gc.plan import SweepPlan
 from kvstore_gc.site import Site
 from kvstore_gc.threads import Stopped
 from kvstore_gc.trash import Trash
@@ -40,7 +40,7 @@ STOPPING = "this collector was asked to stop"
 
 SPARED = (
     *("cannot be read", "cannot be taken", "condemned too slowly", "gone already", "held", "pinned", "published anew"),
-    *("swept by another collector", "used since it was listed"),
+    *("swept by another collector", USED),
 )
 """The reasons by which ``SweepReport.spared`` counts."""
 
@@ -146,7 +146,7 @@ class Sweeper:
     def _condemn(self, plans: Sequence[SweepPlan], report: SweepReport) -> list[InFlight]:
         """Begins the sweeps of some shards with one transaction."""
         # All looks first: a folder that no key names yet is lifted by any node that joins meanwhile.
-        seen = {plan.shard: victims for plan in plans if (victims := self._look(plan.victims, report))}
+        seen = unused(self._site, plans, report.spared)
         began_s = self._clock.monotonic_s()
         records = self._prepare_all(seen, began_s)
         # A plan that no key names goes by its age: a collector that took so long must not name it any more. One that
@@ -198,33 +198,6 @@ class Sweeper:
             self._drop(record)
             raise
         return record
-
-    def _look(self, victims: Sequence[Victim], report: SweepReport) -> list[Condemnation]:
-        """Finds the publication of each victim, leaving out those that were used since they were listed."""
-        found: list[Condemnation | None] = [None] * len(victims)
-        failed: list[KVStoreError] = []
-        gone: list[Victim] = []
-
-        def look(index: int) -> None:
-            victim = victims[index]
-            try:
-                seen = self._root.look(victim.name, FIXED_BYTES)
-            except KVStoreError as error:
-                failed.append(error)  # one bad file must not keep all others from being collected
-                return
-            if seen is None:
-                gone.append(victim)
-            elif seen.stat.mtime_ns <= victim.mtime_ns:
-                incarnation = incarnation_at(seen.prefix)
-                found[index] = Condemnation(victim.address, victim.namespace, incarnation, seen.stat.size_bytes)
-
-        self._site.each(len(victims), look)
-        if failed:
-            log.warning("sweep.unreadable count=%d such as: %s", len(failed), failed[0])
-        report.spared["cannot be read"] += len(failed)
-        report.spared["gone already"] += len(gone)
-        report.spared["used since it was listed"] += found.count(None) - len(failed) - len(gone)
-        return [one for one in found if one is not None]
 
     # G4 to G7
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from kvstore.meta.keys import Keys, SessionId
 from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.session import Session
 from kvstore.node.member import Member
-from kvstore.root.interface import Root
+from kvstore.root.interface import Root, Seen
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.sources import RandomIds, SystemClock
 from kvstore_gc.execute import Sweeper
@@ -284,6 +285,29 @@ def test_g1_a_chunk_used_since_it_was_listed_is_left_out(c: Cluster) -> None:
     report = c.collector().sweep(plans)
     assert report.reaped.count == 3 and report.spared["used since it was listed"] == 1
     assert c.present(chain) == 1
+
+
+def test_g1_a_chain_used_during_the_look_keeps_the_parents_of_what_it_keeps(c: Cluster) -> None:
+    node, chain = c.node(), prompt(1, 4)
+    put(node, chain)
+    plans = c.plans(chain)
+    names = [c.name(address) for address in chain.addresses]
+
+    class UsedMeanwhile(FaultyRoot):
+        """All chunks of the chain are used when three of them have been looked at."""
+
+        looks = count(1)
+
+        def look(self, name: Name, prefix_bytes: int) -> Seen | None:
+            if next(self.looks) == 4:
+                for each in names:
+                    stat = c.root.stat(each)
+                    assert stat is not None and c.root.touch(each, stat.mtime_ns + 1)
+            return super().look(name, prefix_bytes)
+
+    report = c.collector(root=UsedMeanwhile(c.root)).sweep(plans)
+    assert report.condemned.count == 0 and report.spared["used since it was listed"] == 4
+    assert c.present(chain) == 4
 
 
 def test_g8_a_sweep_whose_grace_does_not_end_is_abandoned_and_takes_nothing(c: Cluster) -> None:

@@ -17,8 +17,14 @@ SWEEPING = [
     rule(
         "G1",
         "takes-what-was-used-since",
-        edit("kvstore_gc.execute:Sweeper._look", "elif seen.stat.mtime_ns <= victim.mtime_ns:", "else:"),
+        edit("kvstore_gc.looking:_look", "elif seen.stat.mtime_ns <= victim.mtime_ns:", "else:"),
         f"{SWEEPS}g1_a_chunk_used_since_it_was_listed_is_left_out",
+    ),
+    rule(
+        "G1",
+        "looks-once-only",
+        edit("kvstore_gc.looking:unused", "if spared[USED] > used_before:", "if False:"),
+        f"{SWEEPS}g1_a_chain_used_during_the_look_keeps_the_parents_of_what_it_keeps",
     ),
     rule(
         "G2",
