@@ -90,7 +90,7 @@ def test_a_child_does_not_keep_the_lease_of_its_parent(meta: SqliteMeta, tmp_pat
             assert meta.get("/held")
             parent.kill()
             parent.wait()
-            assert meta.get("/held") is None
+            eventually(lambda: meta.get("/held") is None)  # the child may not have run yet
             os.kill(child, 0)  # it is there
         finally:
             os.kill(child, signal.SIGKILL)
@@ -121,6 +121,17 @@ def test_nobody_is_judged_by_another_file_of_that_name(meta: SqliteMeta, tmp_pat
     )
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True)
     assert "KeyValue" in done.stdout
+
+
+def test_no_new_file_gets_the_inode_by_which_a_client_is_judged(tmp_path: Path) -> None:
+    own = Liveness(str(tmp_path))
+    before = own.owner()
+    (tmp_path / METADATA_LIVENESS).unlink()
+    after = own.owner()
+    assert after.byte == before.byte and after.inode != before.inode
+    files = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    assert before.inode in {os.stat(file).st_ino for file in files if os.path.exists(file)}
+    own.close()
 
 
 def refuse(*_: object) -> None:
