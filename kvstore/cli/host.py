@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kvstore.children import Program, gc_command
+from kvstore.children import STOP_S, Program, gc_command, stop_all
 from kvstore.cli.dashboard import PageAccess
 from kvstore.cli.declared import arguments
 from kvstore.cli.events import Endpoints
@@ -129,6 +129,12 @@ class Host:
     def said(self, key: str) -> list[str]:
         """One value of each worker's ready line."""
         return [each.said[key] for each in self._workers]
+
+    def stop(self) -> None:
+        """Ends the workers, then what runs beside them: what they accepted may need room that the collector makes."""
+        others = [each.program for each in self._others]
+        stop_all([each for each in self._programs if each not in others], self._drain_s + STOP_S)
+        stop_all(others)
 
     def watch(self, server: EmbeddedEtcd | None) -> None:
         """Returns when a signal came. Raises Unavailable if a worker, or the bundled etcd, keeps dying."""

@@ -16,7 +16,7 @@ import click
 
 from kvstore.bounded import within
 from kvstore.brief import size
-from kvstore.children import STOP_S, Program, kill_all, stop_all
+from kvstore.children import Program, kill_all
 from kvstore.cli.access import ClusterAccess, EtcdAccess
 from kvstore.cli.command import Command
 from kvstore.cli.declared import flag, group, option, takes
@@ -155,8 +155,8 @@ def up(serving: WorkerOptions, options: UpOptions) -> None:
         stopper = undo.enter_context(Stopper(at_once=lambda: kill_all(programs)))
         etcd, server = undo.enter_context(_metadata(serving, options.etcd_folder))
         serving = replace(serving, cluster=replace(serving.cluster, etcd=etcd))
-        undo.callback(lambda: stop_all(programs, options.drain_s + STOP_S))
         host = Host(serving, options.drain_s, stopper, programs)
+        undo.callback(host.stop)
         try:
             served = _start_all(host, options, serving.secured)
         except Unavailable:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import logging
 import sys
+from pathlib import Path
+from typing import cast
 
 import pytest
 
 from kvstore.children import Program
 from kvstore.cli import host
 from kvstore.cli.host import AGAIN_S, AGAIN_S_MAX, _Other, _start_later
+from kvstore.cli.signals import Stopper
+from kvstore.cli.worker import WorkerOptions
 
 
 class Clock:
@@ -45,6 +49,32 @@ class Dying(Program):
     @property
     def exit_code(self) -> int | None:
         return -9
+
+
+def told(name: str, order: Path) -> Program:
+    """A program that says in a file when it was told to end."""
+    code = (
+        "import signal, sys\n"
+        "def end(*_):\n"
+        f"    open({str(order)!r}, 'a').write({name!r} + chr(10))\n"
+        "    sys.exit()\n"
+        "signal.signal(signal.SIGTERM, end)\nprint('ready', flush=True)\nwhile True: signal.pause()\n"
+    )
+    program = Program(name, [sys.executable, "-c", code])
+    program.start()
+    program.wait_ready()
+    return program
+
+
+def test_what_runs_beside_the_workers_ends_after_them(tmp_path: Path) -> None:
+    order = tmp_path / "order"
+    programs = [told(name, order) for name in ("worker 0", "gc")]
+    with Stopper() as stopper:
+        # Neither a root nor etcd is needed to end them.
+        served = host.Host(cast(WorkerOptions, None), 1.0, stopper, programs)
+        served._others.append(_Other(programs[1]))
+        served.stop()
+    assert order.read_text().split("\n") == ["worker 0", "gc", ""]
 
 
 def pauses(other: _Other, program: Dying, clock: Clock, lived_s: float, count: int) -> list[float]:

@@ -286,6 +286,8 @@ def test_commands_reach_workers_directly_or_through_etcd(
     for at in (("--connect", up.grpc), ("--etcd", up.etcd)):
         assert parsed(run("match", "by-hand", tokens, *at, "--json"))["tokens_matched"] == 12
         assert "by-hand" in [each["name"] for each in parsed(run("ls", *at, "--json"))["namespaces"]]
+        # A worker looks at the root's room now and then, and for the first time soon after its start.
+        eventually(lambda at=at: "root_total_bytes" in parsed(run("stats", *at, "--json")), "the room is known")  # type: ignore[misc]
         stats = parsed(run("stats", *at, "--json"))
         assert stats["workers"] == 2 and stats["chunks_written"] >= 3
         assert stats["root_total_bytes"] == shutil.disk_usage(module_root).total, (

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sqlite3
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -180,12 +181,17 @@ def test_the_file_is_removed_nothing_is_collected_and_one_command_mends_it(tmp_p
         assert (matched(store, 1), matched(store, 2)) == (TOKENS_COUNT, 0)
 
 
-def test_the_file_is_removed_and_the_bound_holds(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lost", ["removed", "of another version"])
+def test_the_file_is_lost_and_the_bound_holds(tmp_path: Path, lost: str) -> None:
     root, bound = tmp_path / "root", 64 << 20
     with kvstore.open(str(root), max_bytes=bound) as store:
         store.namespace("model", LAYOUT).put(tokens(1), kv(1))
-    for path in root.glob(f"{METADATA}*"):
-        path.unlink()
+    if lost == "removed":
+        for path in root.glob(f"{METADATA}*"):
+            path.unlink()
+    else:
+        with closing(sqlite3.connect(root / METADATA)) as database:
+            database.execute("PRAGMA user_version = 1")
     for _ in range(2):
         with kvstore.open(str(root), max_bytes=bound) as store:
             cache = store.namespace("model", LAYOUT)

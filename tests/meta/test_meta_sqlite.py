@@ -16,8 +16,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied, RootMismatch, SessionLost, Unavailable
-from kvstore.format.places import METADATA
+from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied, SessionLost, Unavailable
+from kvstore.format.places import METADATA, METADATA_LIVENESS
 from kvstore.meta.deadline import Deadline
 from kvstore.meta.interface import Absent, Compare, Delete, LeaseGone, Meta, Put, WatchLost
 from kvstore.meta.keys import Keys
@@ -304,13 +304,15 @@ def test_a_row_that_nobody_wrote_is_damage(client: Maker, tmp_path: Path) -> Non
         client().list("/")
 
 
-def test_another_version_is_refused(client: Maker, tmp_path: Path) -> None:
+def test_another_version_is_as_good_as_damage(client: Maker, tmp_path: Path) -> None:
     client().put("/a", b"1")
     database = sqlite3.connect(tmp_path / METADATA)
     database.execute("PRAGMA user_version = 99")
     database.close()
-    with pytest.raises(RootMismatch, match="version 99"):
+    with pytest.raises(Unavailable, match=r"version 99.*kvstore fsck ROOT --adopt"):
         client().get("/a")
+    assert "version 99" in (mending.remove_damaged(str(tmp_path)) or "")
+    assert client().get("/a") is None
 
 
 def test_a_file_that_was_removed_is_an_empty_store_whose_sessions_have_ended(client: Maker, tmp_path: Path) -> None:
@@ -371,7 +373,7 @@ def test_a_damaged_file_is_taken_away_and_a_sound_one_stays(client: Maker, tmp_p
             file.seek(0 if at == "first page" else path.stat().st_size - 4096)
             file.write(os.urandom(4096))
     assert mending.remove_damaged(str(tmp_path))
-    assert list(tmp_path.iterdir()) == []
+    assert [each.name for each in tmp_path.iterdir()] == [METADATA_LIVENESS]
     again = client()
     assert again.count("/") == 0
     again.put("/a", b"1")
@@ -473,7 +475,8 @@ def test_the_file_may_be_written_by_those_who_may_write_to_the_folder(client: Ma
     meta = client()
     meta.put("/a", b"1")
     modes = {each.name: each.stat().st_mode & 0o777 for each in tmp_path.iterdir()}
-    assert modes == {METADATA: 0o660, f"{METADATA}-wal": 0o660, f"{METADATA}-shm": 0o660}
+    names = (METADATA, f"{METADATA}-wal", f"{METADATA}-shm", METADATA_LIVENESS)
+    assert modes == dict.fromkeys(names, 0o660)
     meta.close()
 
 

@@ -143,6 +143,8 @@ def test_without_such_a_lock_a_lease_ends_by_its_time(
     meta: SqliteMeta, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hinder: str
 ) -> None:
     place = tmp_path / METADATA_LIVENESS
+    meta.get("/")
+    place.unlink()
     obstacles: dict[str, Callable[[], object]] = {
         "no such locks": lambda: monkeypatch.setattr("kvstore.meta.sqlite.liveness.fcntl.fcntl", refuse),
         "a link": lambda: place.symlink_to(tmp_path / METADATA),
@@ -188,7 +190,16 @@ def test_a_new_file_has_nothing_of_the_log_of_one_that_was_removed(tmp_path: Pat
 
 
 def test_who_makes_the_file_waits_for_another_maker_until_the_deadline(tmp_path: Path) -> None:
-    with locked(str(tmp_path), 1.0), closing(SqliteMeta(str(tmp_path), timeout_s=LOCKED_S)) as meta:
-        with pytest.raises(Unavailable, match="another process has been making a file"):
+    lock = str(tmp_path / METADATA_LIVENESS)
+    with locked(lock, 1.0), closing(SqliteMeta(str(tmp_path), timeout_s=LOCKED_S)) as meta:
+        with pytest.raises(Unavailable, match=r"another process has had .* locked"):
             meta.get("/")
-    assert os.listdir(tmp_path) == []
+    assert os.listdir(tmp_path) == [METADATA_LIVENESS]
+
+
+def test_a_lock_on_a_file_that_was_removed_is_taken_anew(tmp_path: Path) -> None:
+    lock = tmp_path / "lock"
+    with locked(str(lock), 1.0):
+        lock.unlink()
+        with locked(str(lock), 1.0), pytest.raises(Unavailable), locked(str(lock), 0.1):
+            pass

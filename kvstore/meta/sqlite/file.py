@@ -11,7 +11,7 @@ from contextlib import closing, suppress
 from urllib.parse import quote
 
 from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied, Unavailable
-from kvstore.format.places import METADATA
+from kvstore.format.places import METADATA, METADATA_LIVENESS
 from kvstore.meta.sqlite import process
 from kvstore.meta.sqlite.making import locked, make_empty
 from kvstore.meta.sqlite.store import Store, create
@@ -47,7 +47,7 @@ class MetadataFile:
         """Returns the open file, which waits for locks of other processes for ``timeout_s``. Makes it if there is none.
 
         Opens it again if it, or a file that SQLite keeps beside it, was removed or replaced: nobody else looks at the
-        old one. Raises Unavailable, PermissionDenied, RootMismatch, and the errors of SQLite and the system.
+        old one. Raises Unavailable, PermissionDenied, and the errors of SQLite and the system.
         """
         if self._database is not None and self._inode != _inode(self.path):
             self.close()
@@ -174,7 +174,7 @@ def _make(path: str, timeout_s: float) -> None:
         with closing(sqlite3.connect(_uri(own), uri=True, isolation_level=None)) as database:
             database.execute("PRAGMA journal_mode = WAL")
             create(database, _spare_bytes(own))
-        with locked(os.path.dirname(path), timeout_s):
+        with locked(os.path.join(os.path.dirname(path), METADATA_LIVENESS), timeout_s):
             if not os.path.lexists(path):  # otherwise another process was faster, and the log is its own
                 _unlink(path, ("-wal", "-shm"))
                 os.link(own, path)

@@ -7,7 +7,7 @@ import fcntl
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from kvstore.errors import Unavailable
 
@@ -31,26 +31,37 @@ def make_empty(path: str) -> None:
 
 
 @contextmanager
-def locked(folder: str, timeout_s: float) -> Iterator[None]:
-    """While it lasts, no other process makes a file in ``folder``. Raises Unavailable, OSError."""
+def locked(path: str, timeout_s: float) -> Iterator[None]:
+    """While it lasts, no other process has this lock on the file, which is made. Raises Unavailable, OSError."""
     ends_s = time.monotonic() + timeout_s
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        while not _is_locked(descriptor):
-            if time.monotonic() >= ends_s:
-                raise Unavailable(
-                    f"another process has been making a file in {folder} for too long (is one stopped?): the call may "
-                    "be repeated"
-                )
-            time.sleep(RETRY_S)
-        yield
-    finally:
-        os.close(descriptor)  # lets the lock go
+    while True:
+        with suppress(FileExistsError):
+            make_empty(path)
+        file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            if _is_locked(file) and _has_name(file, path):
+                yield
+                return
+        finally:
+            os.close(file)  # lets the lock go
+        if time.monotonic() >= ends_s:
+            raise Unavailable(
+                f"another process has had {path} locked for too long (is one stopped?): the call may be repeated"
+            )
+        time.sleep(RETRY_S)
 
 
-def _is_locked(descriptor: int) -> bool:
+def _has_name(file: int, path: str) -> bool:
+    """True unless the file was removed, or replaced, while we waited for its lock."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.path.samestat(os.fstat(file), os.lstat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _is_locked(file: int) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as cause:
         if cause.errno not in (errno.EAGAIN, errno.EACCES):
             raise

@@ -12,7 +12,6 @@ import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
-from kvstore.errors import RootMismatch
 from kvstore.meta.interface import (
     NO_LEASE,
     Absent,
@@ -81,12 +80,12 @@ class Store:
     """The metadata in one open database. ``boot`` names the boot of this host: leases of others have ended."""
 
     def __init__(self, database: sqlite3.Connection, clock: Clock, boot: str, liveness: Liveness) -> None:
-        """Ends the leases of other boots. Raises RootMismatch for tables of another version."""
+        """Ends the leases of other boots. Raises DatabaseError for tables of another version, as for damage."""
         self._database = database
         self._clock = clock
         self._liveness = liveness
         if self._version != VERSION:
-            raise RootMismatch(f"the metadata file is of version {self._version}, and this kvstore reads {VERSION}")
+            raise sqlite3.DatabaseError(f"it is of version {self._version}, and this kvstore reads {VERSION}")
         if self._number("SELECT boot = ? FROM state", boot) == 0:
             with self._writing(synced=True):
                 self._end_leases("SELECT id FROM leases WHERE (SELECT boot != ? FROM state)", boot)
