@@ -66,6 +66,7 @@ class HostFile:
         self._copies = 0
         self._open: dict[Process, list[SimDatabase]] = {}
         self._ever: list[SimDatabase] = []
+        self.lives: list[Liveness] = []
         self._locks: dict[Process, list[Liveness]] = {}
         self._undo = ExitStack()
         self.folder = self._undo.enter_context(
@@ -98,6 +99,8 @@ class HostFile:
         """Closes and removes everything."""
         for database in self._ever:
             database.close()
+        for liveness in self.lives:
+            liveness.close()
         self._undo.close()
 
     def port(self, faults: Faults) -> FilePort:
@@ -251,6 +254,7 @@ class SimLiveness(Liveness):
     def __init__(self, host: HostFile, folder: str) -> None:
         super().__init__(folder)
         self._host = host
+        host.lives.append(self)
 
     def owner(self) -> Owner:
         """As that of ``Liveness``."""
