@@ -113,10 +113,10 @@ def cover(mtimes_ns: npt.NDArray[np.int64], quantum_s: int, hints: Hints) -> npt
     below = (starts_s + 1) * NS_PER_S - mtimes_ns
     depths = (below + _CODE_MAX) // DEPTH_STEP_NS
     # Stamps with one code have the same hints; an mtime that is not a stamp has the default ones.
-    codes = np.where((starts_s % quantum_s == 0) & (depths <= DEPTH_MAX), depths * DEPTH_STEP_NS - below, 0)
-    _, first, place = np.unique(codes, return_index=True, return_inverse=True)
-    each = [decode(mtime_ns, quantum_s).covers(hints) for mtime_ns in mtimes_ns[first].tolist()]
-    return np.array(each, np.bool_)[place.reshape(-1)]
+    codes = np.where((starts_s % quantum_s == 0) & (depths <= DEPTH_MAX), depths * DEPTH_STEP_NS - below, 0).tolist()
+    one_of_each = dict(zip(codes, mtimes_ns.tolist(), strict=True))
+    covered = {code: decode(mtime_ns, quantum_s).covers(hints) for code, mtime_ns in one_of_each.items()}
+    return np.array([covered[code] for code in codes], np.bool_)
 
 
 def renewed_ns(

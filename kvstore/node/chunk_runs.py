@@ -260,6 +260,8 @@ class ChunkRuns:
         self._writer.incarnations.record()
         with self._counters.timed("root", "write") as timed:
             places, more, timed.size_bytes = put.stage()
+        if not len(places):
+            return places, more
         self._doubt(put.run, places)
         at = put.run.part(put.run.first, put.run.first)[0]
         self._known.add_run(at, places, native.FOUND, self._known.quantum(), epoch=put.epoch)

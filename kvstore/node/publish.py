@@ -162,6 +162,8 @@ class Publication:
             self._turns += 1
         try:
             places, more = self._chunks.runs.stage(put)
+            if not len(places):  # other lanes took all there was
+                return [], more
             published = put.run.items["status"][places] == native.PUBLISHED
             if published.any():
                 done, places = places[published], places[~published]
