@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,8 @@ from kvstore.cli.programs import kvstore_command
 from kvstore.cli.signals import Stopper
 from kvstore.cli.worker import WorkerOptions
 from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.meta.keys import Keys
+from kvstore.meta.roots import bound_root
 from kvstore.security.networks import is_loopback, joined
 
 if TYPE_CHECKING:
@@ -26,6 +29,8 @@ log = logging.getLogger(__name__)
 
 GC_INTERVAL_S = 60
 """Time between two rounds; an urgent one, because the root fills up, begins at once."""
+COUNTED_S = 10.0
+"""How long the first listing of the root may take before clients are told of the workers."""
 WATCH_S = 0.5
 SHORT_LIFE_S = 10.0
 """A worker that lived shorter than this failed to start. After three of these in a row ``up`` gives up."""
@@ -87,13 +92,33 @@ class Host:
                 "up.no_gc garbage collection is not installed: nothing is ever deleted, watch the root's free space"
             )
             return ""
+        said = ""
         if metrics is None:
             self._start_beside("gc", command)
-            return ""
-        program = self._start_beside("gc", [*command, "--metrics", metrics])
-        bound = program.wait_ready(lambda: self._stopper.asked)["metrics"]
-        program.command = [*command, "--metrics", bound]  # at the same port, should it die
-        return f" gc-metrics={bound}"
+        else:
+            program = self._start_beside("gc", [*command, "--metrics", metrics])
+            bound = program.wait_ready(lambda: self._stopper.asked)["metrics"]
+            program.command = [*command, "--metrics", bound]  # at the same port, should it die
+            said = f" gc-metrics={bound}"
+        if room.max_bytes is not None:
+            self._await_count()
+        return said
+
+    def _await_count(self) -> None:
+        """Waits until the collector has counted the root: workers that never heard its word are not bound (rule S4)."""
+        cluster, ends_s = self._serving.cluster, time.monotonic() + COUNTED_S
+        if cluster.etcd is None:
+            return
+        with closing(cluster.etcd.open()) as meta:
+            while time.monotonic() < ends_s and not self._stopper.wait(COUNTED_S / 100):
+                with suppress(Unavailable):
+                    root = bound_root(meta, cluster.root)
+                    if root is not None and meta.get(Keys(root).gc_room) is not None:
+                        return
+        if not self._stopper.asked:
+            log.warning(
+                "up.uncounted the collector lists the root for over %g s: until then puts have no bound", COUNTED_S
+            )
 
     def start_dashboard(self, room: Room, listen: str) -> str:
         """Starts the dashboard of the same root and etcd; returns its URL. Raises Unavailable if it does not serve.

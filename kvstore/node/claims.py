@@ -78,6 +78,7 @@ class Claims:
         self._owed_bytes = 0
         """Lent without a claim, because the metadata could not be relied on: the next claim has it too."""
         self._has_claimed = False
+        self._failure: KVStoreError | None = None
 
     def begin(self) -> None:
         """See ``NodeUsage``."""
@@ -88,9 +89,12 @@ class Claims:
         if not self._counts():
             return self._lend(lacking_bytes)
         try:
-            return self._claim(lacking_bytes)
+            claimed_bytes = self._claim(lacking_bytes)
+            self._failure = None
+            return claimed_bytes
         except KVStoreError as error:
             log.debug("claims.failed %s", error)
+            self._failure = error
             self._wrote(True)  # perhaps the disk has no room for metadata: a collector makes some
             return None
 
@@ -102,7 +106,9 @@ class Claims:
         """See ``NodeUsage``."""
         if self._is_clusters():
             return CLUSTERS
-        return WAITS if self._counts() else UNRELIABLE
+        if not self._counts():
+            return UNRELIABLE
+        return WAITS if self._failure is None else f"nobody knows how much may be written: {self._failure}"
 
     def full(self) -> str:
         """See ``NodeUsage``."""

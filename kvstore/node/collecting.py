@@ -34,7 +34,9 @@ TICK_S = 1.0
 INTERVAL_S = 60
 """Time between two rounds of the child; an urgent one, because the root fills up, begins at once."""
 HUNG_S = 60.0
-"""A child that has not been among the collectors for so long is stopped, or hangs: another is started."""
+"""A child that is not among the collectors so long after its start is stopped, or hangs: another is started."""
+LOST_S = 10.0
+"""The same of one that was among them, but is no more: its lease has ended."""
 AGAIN_S_MIN = 2.0
 AGAIN_S_MAX = 60.0
 """Time before a child that ended by itself is started again; doubles each time that one lived for less than LIVED_S."""
@@ -155,13 +157,14 @@ class Collecting:
 
     def _start(self) -> None:
         now_s = self._clock.monotonic_s()
-        if now_s < self._again_s:
-            return
         if self._child is not None:
             log.warning("collecting.ended exit_code=%s said=%r", self._child.exit_code, "".join(self._said))
-        is_short_lived = self._child is not None and now_s - self._began_s < LIVED_S
-        self._pause_s = min(2 * self._pause_s, AGAIN_S_MAX) if is_short_lived else AGAIN_S_MIN
-        self._again_s = now_s + self._pause_s
+            self._child = None
+            is_short_lived = now_s - self._began_s < LIVED_S
+            self._pause_s = min(2 * self._pause_s, AGAIN_S_MAX) if is_short_lived else AGAIN_S_MIN
+            self._again_s = self._began_s + self._pause_s
+        if now_s < self._again_s:
+            return
         self._began_s = self._seen_s = now_s
         command = gc_command("--root", self._folder, "--interval", f"{INTERVAL_S}s", "--log-level", "warning")
         if command is None:
@@ -193,8 +196,8 @@ class Collecting:
         collectors = self._meta.list(self._keys.collectors, TIMEOUT_S).items
         if any(_pid_of(record.value) == self._child.pid for record in collectors):
             self._seen_s = now_s
-        elif now_s - self._seen_s >= HUNG_S:
-            log.warning("collecting.hung pid=%s has not been seen for %g s: it is killed", self._child.pid, HUNG_S)
+        elif now_s - self._seen_s >= (limit_s := LOST_S if self._seen_s > self._began_s else HUNG_S):
+            log.warning("collecting.hung pid=%s has not been seen for %g s: it is killed", self._child.pid, limit_s)
             self._child.kill()
             self._seen_s = now_s
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import urllib.request
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import pytest
 from click.testing import Result
 
 import kvstore
+from kvstore.errors import Overloaded
 from tests.cli.conftest import KVSTORE, PATIENCE_S, SOURCE, Running, descendants, eventually, gone, parsed, serving
 
 pytestmark = pytest.mark.slow
@@ -67,6 +70,20 @@ def test_etcd_keeps_its_files_in_the_state_folder_of_the_root(tmp_root: Path) ->
             with kvstore.connect(etcd=running.etcd) as store:
                 store.namespace("model", LAYOUT)
     assert len(list((tmp_root / "state" / "kvstore").iterdir())) == 2
+
+
+def test_the_first_puts_stay_within_the_bound(tmp_root: Path) -> None:
+    bound, block, most = 24 << 20, 1 << 20, 0
+    root = tmp_root / "root"
+    at = ("--root", str(root), "--listen", "127.0.0.1:0", "--workers", "2", "--max-bytes", str(bound))
+    with serving(tmp_root, "up", *at) as running, kvstore.connect(running.grpc) as store:
+        blocks = store.namespace("model", LAYOUT).blocks
+        for number in range(3 * bound // (2 * block)):
+            with suppress(Overloaded):
+                blocks.put([number.to_bytes(32)], [os.urandom(block)])
+            with suppress(FileNotFoundError):  # the collector takes some meanwhile
+                most = max(most, sum(each.stat().st_size for each in (root / "chunks").rglob("*") if each.is_file()))
+    assert block < most <= bound
 
 
 def test_interrupt_ends_it_as_well(tmp_root: Path) -> None:

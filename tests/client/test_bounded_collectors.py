@@ -68,14 +68,21 @@ def test_another_takes_over_from_a_process_that_was_stopped_past_its_lease(tmp_p
         eventually(lambda: not first.stats()[0] and len(collectors(root)) == 1, "the first one's child ends")
 
 
-def test_a_collector_that_hangs_is_replaced(tmp_path: Path, at_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("since", ["its start", "it was among the collectors"])
+def test_a_collector_that_hangs_is_replaced(
+    tmp_path: Path, at_once: None, monkeypatch: pytest.MonkeyPatch, since: str
+) -> None:
     root = tmp_path / "root"
-    with kvstore.open(root) as store:
+    with kvstore.open(root) as store, closing(SqliteMeta(str(root))) as meta:
         put(store, 1)
         eventually(lambda: store.stats()["collecting"])
         before = collector(root)
+        if since != "its start":
+            with closing(open_root(str(root))) as opened:
+                keys = Keys(create_or_open(opened, RandomIds(), create=False).root)
+            eventually(lambda: meta.list(keys.collectors).items)
         os.kill(before, signal.SIGSTOP)
-        monkeypatch.setattr(collecting, "HUNG_S", 0.0)
+        monkeypatch.setattr(collecting, "HUNG_S" if since == "its start" else "LOST_S", 0.0)
         eventually(lambda: before not in collectors(root), "it is killed")
         monkeypatch.undo()
         eventually(lambda: collectors(root), "another is started")

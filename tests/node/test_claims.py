@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -120,9 +121,14 @@ def test_s6_room_comes_back_though_the_garbage_collector_runs_under_the_lock(met
     assert root.put(int(0.9 * BOUND))
 
 
-def test_s6_a_put_without_room_is_told_why(meta: MemoryMeta) -> None:
+def test_s6_a_put_without_room_is_told_why(meta: MemoryMeta, monkeypatch: pytest.MonkeyPatch) -> None:
     root = Root(meta)
     assert root.claims.refusal() == WAITS
+    with monkeypatch.context() as broken:
+        broken.setattr(meta, "list", Mock(side_effect=Unavailable("it is damaged: mend it")))
+        assert not root.put(SIZE)
+        assert "it is damaged: mend it" in root.claims.refusal(), "before the session is known to be lost"
+    assert root.put(SIZE) and root.claims.refusal() == WAITS
     root.counts = False
     assert "metadata.sqlite on the root cannot be relied on" in root.claims.refusal()
     root.is_clusters = True

@@ -156,7 +156,7 @@ def _made(path: str, timeout_s: float) -> Inode:
             raise PermissionDenied(f"metadata in {path}: not allowed to make that file: {_ASK}") from cause
     inode = _inode(path)
     if inode is None:
-        raise Unavailable(f"metadata in {path}: that is not a file, or it was removed at this moment")
+        raise Unavailable(f"metadata in {path}: that is not a file (remove it then), or it was removed at this moment")
     if not os.access(path, os.R_OK | os.W_OK) or not os.access(os.path.dirname(path), os.W_OK):
         raise PermissionDenied(f"metadata in {path}: not allowed to write to it: {_ASK}")
     return inode
