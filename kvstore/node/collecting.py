@@ -180,7 +180,7 @@ class Collecting:
         try:
             self._child.start()
         except Unavailable as error:
-            self._child = None
+            self._child, self._again_s = None, now_s + self._pause_s
             log.warning("collecting.failed %s", error)
             return
         log.info("collecting.started root=%s pid=%s", self._folder, self._child.pid)
