@@ -95,6 +95,8 @@ def _meant(ctx: click.Context, error: click.UsageError) -> str:
     extra = _EXTRA.match(error.message)
     if extra is None:
         return ""
+    if extra[1].isdecimal():
+        return ": are these tokens? Write commas between them"
     if (option := f"--{extra[1]}") in names:
         return f": did you mean {option}?"
     return f": did you mean --root {extra[1]}?" if "--root" in names and "/" in extra[1] else ""

@@ -181,6 +181,7 @@ def test_a_bug_of_ours_is_not_a_failed_check(run: Run, root: str, monkeypatch: p
         (("nonsense",), "there is no command"),
         (("ls", "--nonsense"), "no such option"),
         (("ls", "pins"), "did you mean --pins?"),
+        (("match", "model", "1", "2"), "Write commas between them"),
         (("stats", "/mnt/kv"), "did you mean --root /mnt/kv?"),
         (("check-root", "--root", "/mnt/kv"), "no such option '--root': did you mean kvstore check-root ROOT?"),
     ],
