@@ -15,11 +15,11 @@ from kvstore.cli.events import Endpoints
 from kvstore.cli.kinds import split
 from kvstore.cli.options import Room
 from kvstore.cli.programs import kvstore_command
+from kvstore.cli.rooted import identified
 from kvstore.cli.signals import Stopper
 from kvstore.cli.worker import WorkerOptions
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.meta.keys import Keys
-from kvstore.meta.roots import bound_root
 from kvstore.security.networks import is_loopback, joined
 
 if TYPE_CHECKING:
@@ -29,8 +29,9 @@ log = logging.getLogger(__name__)
 
 GC_INTERVAL_S = 60
 """Time between two rounds; an urgent one, because the root fills up, begins at once."""
-COUNTED_S = 10.0
+COUNTED_S = 30.0
 """How long the first listing of the root may take before clients are told of the workers."""
+COUNTED_LOOK_S = 0.1
 WATCH_S = 0.5
 SHORT_LIFE_S = 10.0
 """A worker that lived shorter than this failed to start. After three of these in a row ``up`` gives up."""
@@ -109,11 +110,14 @@ class Host:
         cluster, ends_s = self._serving.cluster, time.monotonic() + COUNTED_S
         if cluster.etcd is None:
             return
-        with closing(cluster.etcd.open()) as meta:
-            while time.monotonic() < ends_s and not self._stopper.wait(COUNTED_S / 100):
+        with (
+            identified(cluster.root, cluster.root_options.read()) as (_, identity),
+            closing(cluster.etcd.open()) as meta,
+        ):
+            word = Keys(identity.root).gc_room
+            while time.monotonic() < ends_s and not self._stopper.wait(COUNTED_LOOK_S):
                 with suppress(Unavailable):
-                    root = bound_root(meta, cluster.root)
-                    if root is not None and meta.get(Keys(root).gc_room) is not None:
+                    if meta.get(word) is not None:
                         return
         if not self._stopper.asked:
             log.warning(
