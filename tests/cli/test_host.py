@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
+from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -14,6 +17,12 @@ from kvstore.cli import host
 from kvstore.cli.host import AGAIN_S, AGAIN_S_MAX, _Other, _start_later
 from kvstore.cli.signals import Stopper
 from kvstore.cli.worker import WorkerOptions
+from kvstore.meta.keys import Keys
+from kvstore.meta.memory import MemoryMeta
+from kvstore.root.identity import create_or_open
+from kvstore.root.open import open_root
+from kvstore.sources import RandomIds
+from tests.patience import PATIENCE_S
 
 
 class Clock:
@@ -75,6 +84,25 @@ def test_what_runs_beside_the_workers_ends_after_them(tmp_path: Path) -> None:
         served._others.append(_Other(programs[1]))
         served.stop()
     assert order.read_text().split("\n") == ["worker 0", "gc", ""]
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_the_workers_are_told_of_once_the_collector_has_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, counted: bool
+) -> None:
+    monkeypatch.setattr(host, "COUNTED_S", PATIENCE_S if counted else 0.2)
+    with closing(open_root(str(tmp_path / "root"))) as root:
+        identity = create_or_open(root, RandomIds(), create=True)
+    meta = MemoryMeta()
+    if counted:
+        meta.put(Keys(identity.root).gc_room, b"a word")
+    typed = os.path.relpath(tmp_path / "root")
+    place = SimpleNamespace(
+        root=typed, root_options=SimpleNamespace(read=dict), etcd=SimpleNamespace(open=lambda: meta)
+    )
+    with Stopper() as stopper:
+        host.Host(cast(WorkerOptions, SimpleNamespace(cluster=place)), 1.0, stopper, [])._await_count()
+    assert ("up.uncounted" in caplog.text) != counted
 
 
 def pauses(other: _Other, program: Dying, clock: Clock, lived_s: float, count: int) -> list[float]:
