@@ -21,6 +21,7 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 PYTHON = REPOSITORY / ".cache/engines/events/bin/python"
 MODEL = "tiny"
 BLOCK_TOKENS = 32
+SUBSCRIBED_S = 5.0
 
 
 class Indexer:
@@ -36,6 +37,10 @@ class Indexer:
         if replay is not None:
             told["replay_endpoint"] = f"tcp://127.0.0.1:{replay}"
         self.call("/register", told)
+        # It answers before it has subscribed. What is published until then is lost to it, and missed at the next event.
+        ends_s = time.monotonic() + SUBSCRIBED_S
+        while not _has_subscriber(publish) and time.monotonic() < ends_s:  # a stream may also begin later
+            time.sleep(0.02)
 
     def tokens(self, tokens: Sequence[int], tier: str = "disk") -> dict[int, int]:
         """Leading tokens that each instance has; ``tier`` counts the memories before it too, as Dynamo does."""
@@ -94,6 +99,12 @@ def is_up(indexer: Indexer, child: subprocess.Popen[bytes]) -> bool:
     except (urllib.error.URLError, ConnectionError):
         return False
     return True
+
+
+def _has_subscriber(port: int) -> bool:
+    """True if somebody is connected to a port of loopback."""
+    lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
+    return any(state == "01" and int(local[-4:], 16) == port for _, local, _, state, *_ in map(str.split, lines))
 
 
 def until(is_true: Callable[[], object], what: str, within_s: float = PATIENCE_S) -> None:
