@@ -22,8 +22,8 @@ USED = "used since it was listed"
 def unused(site: Site, plans: Sequence[SweepPlan], spared: Counter[str]) -> Found:
     """Returns the publications of the victims that nobody used since they were listed, by shard; counts the others.
 
-    Whoever uses a chunk uses those before it as well, and some of those may have been looked at before that. So where
-    a use is seen, what is left is looked at once more: a chunk that stays keeps its parents.
+    A use of a chunk is a use of its parents too, but they may have been looked at before it. So if a use is seen, the
+    victims that are left are looked at once more: a chunk that stays keeps its parents.
     """
     victims = {plan.shard: plan.victims for plan in plans}
     used_before = spared[USED]

@@ -18,7 +18,7 @@ from kvstore.cli.programs import kvstore_command
 from kvstore.cli.rooted import identified
 from kvstore.cli.signals import Stopper
 from kvstore.cli.worker import WorkerOptions
-from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.meta.keys import Keys
 from kvstore.security.networks import is_loopback, joined
 
@@ -110,18 +110,18 @@ class Host:
         cluster, ends_s = self._serving.cluster, time.monotonic() + COUNTED_S
         if cluster.etcd is None:
             return
-        with (
-            identified(cluster.root, cluster.root_options.read()) as (_, identity),
-            closing(cluster.etcd.open()) as meta,
-        ):
-            word = Keys(identity.root).gc_room
-            while time.monotonic() < ends_s and not self._stopper.wait(COUNTED_LOOK_S):
-                with suppress(Unavailable):
+        # What cannot be asked is no reason to end: the workers serve.
+        with suppress(KVStoreError):
+            with identified(cluster.root, cluster.root_options.read()) as (_, identity):
+                word = Keys(identity.root).gc_room
+            with closing(cluster.etcd.open()) as meta:
+                while time.monotonic() < ends_s and not self._stopper.wait(COUNTED_LOOK_S):
                     if meta.get(word) is not None:
                         return
         if not self._stopper.asked:
             log.warning(
-                "up.uncounted the collector lists the root for over %g s: until then puts have no bound", COUNTED_S
+                "up.uncounted the collector has not counted the root within %g s: until it has, puts have no bound",
+                COUNTED_S,
             )
 
     def start_dashboard(self, room: Room, listen: str) -> str:

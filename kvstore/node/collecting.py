@@ -36,7 +36,7 @@ INTERVAL_S = 60
 HUNG_S = 60.0
 """A child that is not among the collectors so long after its start is stopped, or hangs: another is started."""
 LOST_S = 10.0
-"""The same of one that was among them, but is no more: its lease has ended."""
+"""The limit for a child that was among them and no longer is: its lease has ended."""
 AGAIN_S_MIN = 2.0
 AGAIN_S_MAX = 60.0
 """Time before a child that ended by itself is started again; doubles each time that one lived for less than LIVED_S."""

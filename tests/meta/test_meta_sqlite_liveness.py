@@ -32,7 +32,7 @@ def meta(tmp_path: Path) -> Iterator[SqliteMeta]:
 
 
 def elsewhere(folder: Path, call: str) -> str:
-    """What another process gets by a call."""
+    """Returns what a call prints in another process."""
     program = f"import sys; from kvstore.meta.sqlite.client import SqliteMeta; print(SqliteMeta(sys.argv[1]).{call})"
     command = [sys.executable, "-c", program, str(folder)]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -153,7 +153,7 @@ class Connection:
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._rests, timeout=REST_S)
 
-    def leave(self) -> None:
+    def close_inherited(self) -> None:
         """Closes what a forked child inherited of the lock that tells of its parent."""
         self._liveness.close()
 

@@ -23,7 +23,7 @@ _FLOCK = "hhqqi0q"
 
 
 class Owner(NamedTuple):
-    """What others judge a client by: the byte that it has locked, and in which file, since a name can be given anew."""
+    """Names a client by the byte that it has locked, and the inode of the file: another file may take the name."""
 
     byte: int
     inode: int

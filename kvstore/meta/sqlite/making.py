@@ -17,7 +17,7 @@ RETRY_S = 0.01
 def make_empty(path: str) -> None:
     """Makes an empty file. Raises FileExistsError, OSError.
 
-    Whoever may write to the folder may write to the file, also where a command of the administrator made it.
+    It gets the folder's owner and permissions: all who may write to the folder may write to it, even if root made it.
     """
     folder = os.stat(os.path.dirname(path))
     mode = folder.st_mode & 0o660

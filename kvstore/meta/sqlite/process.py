@@ -28,7 +28,7 @@ class Open(Protocol):
         """Waits until the connection rests."""
         ...
 
-    def leave(self) -> None:
+    def close_inherited(self) -> None:
         """In a forked child: closes what it inherited of the parent's lock."""
         ...
 
@@ -87,7 +87,7 @@ def _in_parent() -> None:
 def _in_child() -> None:
     _forking.clear()
     for connection in _connections:
-        connection.leave()
+        connection.close_inherited()
     restless = [connection for connection in _connections if not connection.rests]
     _inherited.update(connection.path for connection in restless)
     _leaked.extend(restless)
