@@ -95,7 +95,7 @@ def _meant(ctx: click.Context, error: click.UsageError) -> str:
     extra = _EXTRA.match(error.message)
     if extra is None:
         return ""
-    if extra[1].isdecimal() and "tokens" in names:
+    if extra[1].isdecimal() and any(parameter.metavar == "[TOKENS]" for parameter in ctx.command.params):
         return ": are these tokens? Write commas between them"
     if (option := f"--{extra[1]}") in names:
         return f": did you mean {option}?"

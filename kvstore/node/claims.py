@@ -78,7 +78,8 @@ class Claims:
         self._owed_bytes = 0
         """Lent without a claim, because the metadata could not be relied on: the next claim has it too."""
         self._has_claimed = False
-        self._failure: KVStoreError | None = None
+        self._failure = ""
+        """Why the last claim failed. Text: an error's traceback would keep the caller's memory."""
 
     def begin(self) -> None:
         """See ``NodeUsage``."""
@@ -90,11 +91,11 @@ class Claims:
             return self._lend(lacking_bytes)
         try:
             claimed_bytes = self._claim(lacking_bytes)
-            self._failure = None
+            self._failure = ""
             return claimed_bytes
         except KVStoreError as error:
             log.debug("claims.failed %s", error)
-            self._failure = error
+            self._failure = str(error)
             self._wrote(True)  # perhaps the disk has no room for metadata: a collector makes some
             return None
 
@@ -108,7 +109,7 @@ class Claims:
             return CLUSTERS
         if not self._counts():
             return UNRELIABLE
-        return WAITS if self._failure is None else f"nobody knows how much may be written: {self._failure}"
+        return f"nobody knows how much may be written: {self._failure}" if self._failure else WAITS
 
     def full(self) -> str:
         """See ``NodeUsage``."""
