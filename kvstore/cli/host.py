@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import time
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
@@ -20,9 +21,12 @@ from kvstore.cli.signals import Stopper
 from kvstore.cli.worker import WorkerOptions
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.meta.keys import Keys
+from kvstore.meta.usage import Usage
+from kvstore.meta.workers import Workers
 from kvstore.security.networks import is_loopback, joined
 
 if TYPE_CHECKING:
+    from kvstore.meta.interface import Meta
     from kvstore.meta.server import EmbeddedEtcd
 
 log = logging.getLogger(__name__)
@@ -106,23 +110,35 @@ class Host:
         return said
 
     def _await_count(self) -> None:
-        """Waits until the collector has counted the root: workers that never heard its word are not bound (rule S4)."""
+        """Waits until the collector has counted the root, and each worker says that it heard: it is bound from then on
+        (rule S4).
+        """
         cluster, ends_s = self._serving.cluster, time.monotonic() + COUNTED_S
         if cluster.etcd is None:
             return
         # What cannot be asked is no reason to end: the workers serve.
         with suppress(KVStoreError):
             with identified(cluster.root, cluster.root_options.read()) as (_, identity):
-                word = Keys(identity.root).gc_room
+                keys = Keys(identity.root)
             with closing(cluster.etcd.open()) as meta:
                 while time.monotonic() < ends_s and not self._stopper.wait(COUNTED_LOOK_S):
-                    if meta.get(word) is not None:
+                    if self._bound_pids(meta, keys) >= {each.program.pid for each in self._workers}:
                         return
         if not self._stopper.asked:
             log.warning(
                 "up.uncounted the collector has not counted the root within %g s: until it has, puts have no bound",
                 COUNTED_S,
             )
+
+    def _bound_pids(self, meta: Meta, keys: Keys) -> set[int | None]:
+        """The processes of this host whose workers say that a collector's word binds them."""
+        bound = set[int | None]()
+        for session, worker in Workers(meta, keys).list().items():
+            told = meta.get(keys.usage_of(session)) if worker.host == socket.gethostname() else None
+            with suppress(InvalidRequest):
+                if told is not None and Usage.from_json(told.value).is_bound:
+                    bound.add(worker.pid)
+        return bound
 
     def start_dashboard(self, room: Room, listen: str) -> str:
         """Starts the dashboard of the same root and etcd; returns its URL. Raises Unavailable if it does not serve.

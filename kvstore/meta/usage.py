@@ -7,7 +7,7 @@ record treats it as absent. Section 6 of gc/PROTOCOL.md has the bound that follo
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvstore.errors import InvalidRequest
@@ -24,12 +24,14 @@ class Usage:
     Both counts only grow, so the larger of two records of one session is the later one. A survey that ran while both
     changed may omit deletions without omitting a write. ``pending_bytes`` are those of puts that have room and have not
     ended; some of them may be written, and counted, already. ``asked_bytes`` are those of puts that wait for room.
+    ``is_bound``: the reporter has heard a word with an allowance, and begins no put beyond it.
     """
 
     written_bytes: int = 0
     removed_bytes: int = 0
     pending_bytes: int = 0
     asked_bytes: int = 0
+    is_bound: bool = field(default=False, kw_only=True)
 
     def to_json(self) -> bytes:
         """Returns the stored form."""
@@ -39,6 +41,7 @@ class Usage:
                 "removed": self.removed_bytes,
                 "pending": self.pending_bytes,
                 "asked": self.asked_bytes,
+                "bound": self.is_bound,
             }
         )
 
@@ -46,7 +49,8 @@ class Usage:
     def from_json(cls, value: bytes) -> Usage:
         """Parses what ``to_json`` returned. Raises InvalidRequest for anything else."""
         fields = _unpacked(value, "usage")
-        return cls(*(_count(fields, name) for name in ("written", "removed", "pending", "asked")))
+        counts = (_count(fields, name) for name in ("written", "removed", "pending", "asked"))
+        return cls(*counts, is_bound=fields.get("bound") is True)
 
     @property
     def taken_bytes(self) -> int:
@@ -62,7 +66,7 @@ class Usage:
         removed_bytes = max(self.removed_bytes, other.removed_bytes)
         is_older = (other.written_bytes, other.removed_bytes) != (written_bytes, removed_bytes)
         later = self if is_older else other
-        return Usage(written_bytes, removed_bytes, later.pending_bytes, later.asked_bytes)
+        return replace(later, written_bytes=written_bytes, removed_bytes=removed_bytes)
 
 
 @dataclass(frozen=True, slots=True)

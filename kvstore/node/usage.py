@@ -301,8 +301,9 @@ class NodeUsage:
                 self._removed - self._removed_before,
                 self._granted,
                 self._asked(),
+                is_bound=self._bound is not None,
             )
-            if self._answered != self._room_created:
+            if self._answered != self._room_created or now.is_bound > self._told.is_bound:
                 return now
             since_s = now_s - self._told_s
             if since_s < room.pace_s or room.step_bytes is None:

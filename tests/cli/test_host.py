@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -14,11 +15,13 @@ import pytest
 
 from kvstore.children import Program
 from kvstore.cli import host
-from kvstore.cli.host import AGAIN_S, AGAIN_S_MAX, _Other, _start_later
+from kvstore.cli.host import AGAIN_S, AGAIN_S_MAX, _Other, _start_later, _Worker
 from kvstore.cli.signals import Stopper
 from kvstore.cli.worker import WorkerOptions
-from kvstore.meta.keys import Keys
+from kvstore.meta.keys import Keys, SessionId
 from kvstore.meta.memory import MemoryMeta
+from kvstore.meta.usage import Usage
+from kvstore.meta.workers import WorkerRecord
 from kvstore.root.identity import create_or_open
 from kvstore.root.open import open_root
 from kvstore.sources import RandomIds
@@ -86,23 +89,36 @@ def test_what_runs_beside_the_workers_ends_after_them(tmp_path: Path) -> None:
     assert order.read_text().split("\n") == ["worker 0", "gc", ""]
 
 
-@pytest.mark.parametrize("counted", [True, False])
-def test_the_workers_are_told_of_once_the_collector_has_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, counted: bool
+@pytest.mark.parametrize(
+    ("told", "bound"),
+    [([True, True], True), ([True, False], False), ([True, None], False), ([True], False)],
+    ids=["both bound", "one not yet", "one told nothing", "one not listed"],
+)
+def test_the_workers_are_told_of_once_a_word_binds_each(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    told: list[bool | None],
+    bound: bool,
 ) -> None:
-    monkeypatch.setattr(host, "COUNTED_S", PATIENCE_S if counted else 0.2)
+    monkeypatch.setattr(host, "COUNTED_S", PATIENCE_S if bound else 0.2)
     with closing(open_root(str(tmp_path / "root"))) as root:
         identity = create_or_open(root, RandomIds(), create=True)
-    meta = MemoryMeta()
-    if counted:
-        meta.put(Keys(identity.root).gc_room, b"a word")
+    meta, keys = MemoryMeta(), Keys(identity.root)
+    for pid, each in enumerate(told):
+        session = SessionId(pid.to_bytes(16))
+        meta.put(keys.worker(session), WorkerRecord("host:1", "", socket.gethostname(), pid).to_json())
+        if each is not None:
+            meta.put(keys.usage_of(session), Usage(is_bound=each).to_json())
     typed = os.path.relpath(tmp_path / "root")
     place = SimpleNamespace(
         root=typed, root_options=SimpleNamespace(read=dict), etcd=SimpleNamespace(open=lambda: meta)
     )
     with Stopper() as stopper:
-        host.Host(cast(WorkerOptions, SimpleNamespace(cluster=place)), 1.0, stopper, [])._await_count()
-    assert ("up.uncounted" in caplog.text) != counted
+        up = host.Host(cast(WorkerOptions, SimpleNamespace(cluster=place)), 1.0, stopper, [])
+        up._workers += [_Worker(cast(Program, SimpleNamespace(pid=pid)), {}) for pid in range(2)]
+        up._await_count()
+    assert ("up.uncounted" in caplog.text) != bound
 
 
 def pauses(other: _Other, program: Dying, clock: Clock, lived_s: float, count: int) -> list[float]:

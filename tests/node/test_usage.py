@@ -25,6 +25,11 @@ def word(revision: int, allowance: int | None = ALLOWED) -> Room:
     return Room(revision, allowance, STEP, PACE_S)
 
 
+def bound(*counts: int) -> Usage:
+    """The report of a node that has heard a word with an allowance."""
+    return Usage(*counts, is_bound=True)
+
+
 class Reporting:
     """A node's counts in a session, with its own clock; each report gets the next revision."""
 
@@ -96,16 +101,27 @@ def test_a_node_reports_nothing_where_no_collector_asks(node: Reporting) -> None
 def test_a_node_says_at_once_where_it_begins_and_then_each_step(node: Reporting) -> None:
     node.usage.wrote(5)
     node.hear(word(9))
-    assert node.later(0.0) == Usage(5, 0)
+    assert node.later(0.0) == bound(5, 0)
     node.report(0.0)
     node.usage.wrote(STEP - 1)
     assert node.later() is None
     node.usage.wrote(1)
-    assert node.later() == Usage(5 + STEP, 0)
+    assert node.later() == bound(5 + STEP, 0)
     node.report()
     node.usage.removed(1)
     assert node.later(PACE_S / 2) is None
-    assert node.later(PACE_S / 2) == Usage(5 + STEP, 1)
+    assert node.later(PACE_S / 2) == bound(5 + STEP, 1)
+
+
+def test_a_node_says_at_once_that_a_word_binds_it(node: Reporting) -> None:
+    node.hear(word(9, None))
+    assert node.later(0.0) == Usage(0, 0)
+    node.report(0.0)
+    assert node.later(0.0) is None
+    node.hear(word(10))
+    assert node.later(0.0) == bound(0, 0)
+    node.report(0.0)
+    assert node.later(0.0) is None
 
 
 def test_a_new_word_of_another_collector_is_answered_at_once(node: Reporting) -> None:
@@ -115,7 +131,7 @@ def test_a_new_word_of_another_collector_is_answered_at_once(node: Reporting) ->
     assert node.later() is None
     node.hear(None)
     node.hear(word(9), created=9)
-    assert node.later(0.0) == Usage(0, 0)
+    assert node.later(0.0) == bound(0, 0)
 
 
 def test_a_node_stops_by_itself_until_its_report_was_counted(node: Reporting) -> None:
@@ -151,12 +167,12 @@ def test_a_put_counts_before_it_begins_and_what_it_did_not_write_comes_back(node
     node.counted()
     reserved = node.usage.reserve(ALLOWED - 1)
     assert not node.put(2)
-    assert node.later() == Usage(0, 0, ALLOWED - 1)
+    assert node.later() == bound(0, 0, ALLOWED - 1)
     node.usage.wrote(3)
-    assert node.later() == Usage(3, 0, ALLOWED - 1), "what is written of it may count twice, until it ends"
+    assert node.later() == bound(3, 0, ALLOWED - 1), "what is written of it may count twice, until it ends"
     node.report()
     reserved.release()
-    assert node.later() == Usage(3, 0) and node.put(2)
+    assert node.later() == bound(3, 0) and node.put(2)
 
 
 def test_a_put_of_more_than_x_begins_once_it_is_counted_beside_all_others(
@@ -166,7 +182,7 @@ def test_a_put_of_more_than_x_begins_once_it_is_counted_beside_all_others(
     node.counted()
     with ThreadPoolExecutor(1) as threads:
         waits = threads.submit(node.usage.reserve, 5 * ALLOWED)
-        eventually(lambda: node.later() == Usage(0, 0, 0, 5 * ALLOWED))
+        eventually(lambda: node.later() == bound(0, 0, 0, 5 * ALLOWED))
         revision = node.report()
         node.hear(word(revision - 1))
         node.hear(word(revision, 0))
@@ -184,7 +200,7 @@ def test_puts_that_wait_are_asked_for_in_turn_and_keep_no_smaller_one_from_its_r
     with ThreadPoolExecutor(2) as threads:
         first, second = (threads.submit(node.usage.reserve, 5 * ALLOWED) for _ in range(2))
         eventually(lambda: len(node.usage._waiting) == 2)
-        assert node.later() == Usage(0, 0, 0, 5 * ALLOWED)
+        assert node.later() == bound(0, 0, 0, 5 * ALLOWED)
         assert node.put(ALLOWED), "there is room for it now"
         node.hear(word(node.report()))
         eventually(lambda: first.done() or second.done())
@@ -201,7 +217,7 @@ def test_small_puts_that_wait_are_asked_for_together(node: Reporting, monkeypatc
     assert node.put(ALLOWED)
     with ThreadPoolExecutor(3) as threads:
         waits = [threads.submit(node.usage.reserve, 9 * ALLOWED) for _ in range(3)]
-        eventually(lambda: node.later() == Usage(ALLOWED, 0, 0, 18 * ALLOWED))
+        eventually(lambda: node.later() == bound(ALLOWED, 0, 0, 18 * ALLOWED))
         node.usage.end()
         assert all(isinstance(each.exception(PATIENCE_S), Overloaded) for each in waits)
 
@@ -233,7 +249,7 @@ def test_a_put_waits_until_its_node_may_report(node: Reporting, monkeypatch: pyt
     node.hear(replace(word(9), pace_s=NEVER_S))
     with ThreadPoolExecutor(1) as threads:
         waits = threads.submit(node.usage.reserve, 5 * ALLOWED)
-        eventually(lambda: node.later(NEVER_S) == Usage(0, 0, 0, 5 * ALLOWED))
+        eventually(lambda: node.later(NEVER_S) == bound(0, 0, 0, 5 * ALLOWED))
         node.hear(word(node.report(NEVER_S)))
         assert waits.result(PATIENCE_S).size_bytes == 5 * ALLOWED
 
@@ -253,7 +269,7 @@ def test_a_report_of_puts_under_way_is_followed_by_one_of_none(node: Reporting) 
     node.counted()
     with node.usage.reserve(STEP):
         node.report()
-    assert node.later() == Usage(0, 0)
+    assert node.later() == bound(0, 0)
     node.report()
     assert node.later() is None and node.usage.owes_s == float("inf")
 
@@ -299,10 +315,10 @@ def test_a_node_that_waits_reports_again_because_a_restored_etcd_lost_its_report
     assert node.put(ALLOWED)
     with ThreadPoolExecutor(1) as threads:
         waits = threads.submit(node.usage.reserve, STEP)
-        eventually(lambda: node.later() == Usage(ALLOWED, 0, 0, STEP))
+        eventually(lambda: node.later() == bound(ALLOWED, 0, 0, STEP))
         node.report()
         assert node.later(AGAIN_S / 2) is None
-        assert node.later(AGAIN_S / 2) == Usage(ALLOWED, 0, 0, STEP)
+        assert node.later(AGAIN_S / 2) == bound(ALLOWED, 0, 0, STEP)
         node.usage.end()
         with pytest.raises(Overloaded):
             waits.result(PATIENCE_S)
@@ -318,7 +334,7 @@ def test_what_the_last_session_did_not_report_is_reported_by_the_next_one(node: 
     node.usage.wrote(4)
     node.usage.begin()
     node.usage.hear(word(0), created=7)
-    assert node.later(0.0) == Usage(34, 0), "deletions would hide writes if they were told twice"
+    assert node.later(0.0) == bound(34, 0), "deletions would hide writes if they were told twice"
 
 
 def test_what_was_written_while_nobody_asked_is_no_report_of_the_next_session(node: Reporting) -> None:
@@ -326,7 +342,7 @@ def test_what_was_written_while_nobody_asked_is_no_report_of_the_next_session(no
     node.usage.end()
     node.usage.begin()
     node.usage.hear(word(0), created=7)
-    assert node.later(0.0) == Usage(0, 0)
+    assert node.later(0.0) == bound(0, 0)
 
 
 @pytest.mark.parametrize(
@@ -345,7 +361,7 @@ def test_records_that_are_none_are_refused(value: bytes) -> None:
 
 
 def test_records_come_back_as_they_were() -> None:
-    for usage in (Usage(), Usage(1 << 60, 3), Usage(1, 2, 3, 4)):
+    for usage in (Usage(), Usage(1 << 60, 3), bound(1, 2, 3, 4)):
         assert Usage.from_json(usage.to_json()) == usage
     for room in (word(3), word(0, None), Room(9, None, None, 10.0)):
         assert Room.from_json(room.to_json()) == room
@@ -355,6 +371,7 @@ def test_the_later_of_two_records_has_the_larger_counts() -> None:
     first, second = Usage(1, 2, 9), Usage(5, 2, 4)
     assert first.latest(second) == second
     assert second.latest(first) == second, "etcd was restored"
+    assert Usage(1).latest(bound(1)) == bound(1)
     assert second.latest(Usage(5, 2, 0)) == Usage(5, 2, 0), "a put ended, and wrote nothing"
 
 
