@@ -293,15 +293,14 @@ def test_a_root_that_others_fill(scene: Scene) -> None:
             scene.prometheus.wait_fired("KVStoreRootNearlyFull", "KVStorePutsRefusedFull")
 
 
-def test_a_holder_in_the_way_of_a_collector_and_then_no_collector(scene: Scene) -> None:
+def test_a_node_that_announces_nothing_and_then_no_collector(scene: Scene) -> None:
     eventually_within(60.0, lambda: scene.prometheus.query("min(kvstore_protected)")[0]["value"][1] == "1")
     scene.collector.end()
     store, cache = cache_of(scene.worker)
     with store:
         cache.put(tokens(5, 8), kv(8), write="around")
-        with cache.hold(tokens(5, 8)) as hold:
-            assert hold.tokens
-            time.sleep(1.5)
+        time.sleep(1.5)
+        with stopped(scene.plain.child.pid):  # until its session ends
             greedy = scene.stage.collect(
                 "--root",
                 str(scene.root),
