@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Set
 from contextlib import closing
@@ -20,12 +19,13 @@ from kvstore.cli.options import json_option
 from kvstore.cli.output import print_json, progress_to
 from kvstore.cli.rooted import identified
 from kvstore.errors import InvalidRequest, KVStoreError, RootMismatch
-from kvstore.format.places import GENERATIONS, HOST_GENERATIONS, METADATA, Name
-from kvstore.meta.generation import ADVICE_OF_HOST, difference, read_generation
+from kvstore.format.places import HOST_GENERATIONS
+from kvstore.meta.generation import difference, read_generation
 
 if TYPE_CHECKING:
     from kvstore.fsck import Adopted, Finding, Report
     from kvstore.meta.interface import Meta
+    from kvstore.meta.keys import Keys
     from kvstore.root.identity import RootIdentity
     from kvstore.root.interface import Root
 
@@ -98,37 +98,32 @@ def _astray(root: Root, identity: RootIdentity, etcd: EtcdAccess | None) -> str 
 
     Makes no file. Raises the errors of etcd.
     """
-    from kvstore.meta.sqlite.client import SqliteMeta
+    from kvstore.meta.keys import Keys
+    from kvstore.node.astray import why_astray
     from kvstore.root.generations import newest_number
     from kvstore.root.posix import PosixRoot
 
+    keys = Keys(identity.root)
     if etcd is not None:
         with closing(etcd.open()) as meta:
-            return _difference(root, identity, meta, GENERATIONS) if newest_number(root) else None
-    if newest_number(root) or not isinstance(root, PosixRoot) or not newest_number(root, HOST_GENERATIONS):
-        return None  # of a cluster, or no node was here yet
-    path = os.path.join(root.path, METADATA)
-    if not os.path.exists(path):
-        return f"{path} is gone: {ADVICE_OF_HOST}"
+            return _difference(root, keys, meta) if newest_number(root) else None
+    if not isinstance(root, PosixRoot):
+        return None
     try:
-        with closing(SqliteMeta(root.path)) as meta_here:
-            return _difference(root, identity, meta_here, HOST_GENERATIONS)
+        return why_astray(root, keys, TIMEOUT_S)
     except KVStoreError as error:
         return str(error)
 
 
-def _difference(root: Root, identity: RootIdentity, meta: Meta, folder: Name) -> str | None:
-    from kvstore.meta.keys import Keys
+def _difference(root: Root, keys: Keys, meta: Meta) -> str | None:
     from kvstore.root.generations import read_newest
 
     try:
-        on_root = read_newest(root, folder)
-        in_meta = read_generation(meta, Keys(identity.root), TIMEOUT_S)
+        on_root = read_newest(root)
+        in_meta = read_generation(meta, keys, TIMEOUT_S)
     except RootMismatch as mismatch:
         return f"{mismatch}: run `kvstore fsck ROOT --adopt`"
-    if on_root is None or on_root == in_meta:
-        return None
-    return difference(on_root, in_meta, of_host=folder == HOST_GENERATIONS)
+    return None if on_root is None or on_root == in_meta else difference(on_root, in_meta)
 
 
 def _check(root: Root, identity: RootIdentity, wanted: _Wanted, etcd: EtcdAccess | None, as_json: bool) -> Report:
@@ -179,6 +174,7 @@ def _adopt_on_host(root: Root, identity: RootIdentity) -> Adopted:
     """Adopts the metadata in a file on the root. Raises InvalidRequest if they are in etcd."""
     from kvstore.fsck import adopt
     from kvstore.meta.sqlite.client import SqliteMeta
+    from kvstore.meta.sqlite.loans import end_loans
     from kvstore.meta.sqlite.mending import remove_damaged
     from kvstore.root.generations import newest_number
     from kvstore.root.posix import PosixRoot
@@ -189,7 +185,9 @@ def _adopt_on_host(root: Root, identity: RootIdentity) -> Adopted:
     if damage is not None:
         print(shown(f"metadata.sqlite was damaged ({damage}): a new one takes its place"), file=sys.stderr)
     with closing(SqliteMeta(root.path)) as meta:
-        return adopt(root, identity, meta, generations=HOST_GENERATIONS)
+        adopted = adopt(root, identity, meta, generations=HOST_GENERATIONS)
+    end_loans(root.path)
+    return adopted
 
 
 def _print_adopted(adopted: Adopted) -> None:

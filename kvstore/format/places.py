@@ -30,6 +30,8 @@ METADATA_LOGS = (Name(f"{METADATA}-wal"), Name(f"{METADATA}-shm"))
 """The files that SQLite keeps beside it while it is open."""
 METADATA_LIVENESS = Name(f"{METADATA}-live")
 """Its locks tell which processes are there. It is empty."""
+METADATA_LOANS = Name(f"{METADATA}-loans")
+"""What processes lend themselves while the metadata are lost: one line of numbers."""
 RESERVE = Name("reserve")
 BOUND = Name("bound")
 LINEAGE = Name("lineage")

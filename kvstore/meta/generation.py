@@ -25,8 +25,8 @@ ADVICE = (
     "collected until `kvstore fsck ROOT --adopt --etcd ENDPOINTS` was run (gc/RUNBOOK.md)"
 )
 ADVICE_OF_HOST = (
-    "that file was removed, restored or replaced. Chunks are served, but nothing is protected or collected, and stores "
-    "with a bound put nothing, until `kvstore fsck ROOT --adopt` was run (gc/RUNBOOK.md)"
+    "that file was removed, restored or replaced. Chunks are served, but nothing is protected or collected, so stores "
+    "with a bound put only what it leaves room for, until `kvstore fsck ROOT --adopt` was run (gc/RUNBOOK.md)"
 )
 
 

@@ -15,11 +15,15 @@ class Claiming(Protocol):
         """Is called before the first put of this node. Raises nothing."""
         ...
 
-    def claim(self, lacking_bytes: int) -> int | None:
+    def claim(self, lacking_bytes: int, left_bytes: int) -> int | None:
         """Claims ``lacking_bytes`` for writes that are to begin, and some more; returns how many more.
 
-        None if nothing may be claimed.
+        None if nothing may be claimed. ``left_bytes`` were claimed before, and may still be written.
         """
+        ...
+
+    def borrow(self, lacking_bytes: int, left_bytes: int) -> int | None:
+        """The same where the metadata are lost; None as well where they are not, or cannot be reached for a moment."""
         ...
 
     def has_disk_for(self, size_bytes: int) -> bool:

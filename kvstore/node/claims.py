@@ -1,7 +1,7 @@
 """The room that a node claims on a root of one host before it writes, while no collector counts (rule S6).
 
 A claim is one small transaction for many puts. It is what makes the bound hold in a program that ends before any
-collector has begun, and across such programs.
+collector has begun, and across such programs. Where the metadata are lost, a loan takes its place (rule S8).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ UNBOUND_BYTES = 256 << 20
 EARLY_SHARE = 1 / 16
 """A process that claimed this share of the bound needs a collector at once: it takes a moment to begin.
 
-It may write as much, once, while it has lost the metadata."""
+It may write as much, once, while it cannot rely on the metadata."""
 TIMEOUT_S = 1.0
 COLLECTS = (
     "this store makes room by itself within seconds: back off, and put again; if the disk stays full, see the log, and "
@@ -39,10 +39,19 @@ CLUSTERS = (
     "connect to a worker"
 )
 UNRELIABLE = (
-    "metadata.sqlite on the root cannot be relied on, so nobody knows how much may be written: see the log, and run "
-    "`kvstore fsck ROOT --adopt` if it stays (gc/RUNBOOK.md)"
+    "metadata.sqlite on the root cannot be relied on (or generations.host, the root's record of it), so nothing is "
+    "collected, and the bound leaves no room for this put: see the log, and run `kvstore fsck ROOT --adopt` if it "
+    "stays (gc/RUNBOOK.md)"
 )
 """What a put without room is told."""
+
+
+Lend = Callable[[int, int], int | None]
+"""Lends bytes of a bound, and some more; returns how many more, None if there is no room, or no reason to lend."""
+
+
+def no_loans(size_bytes: int, more_bytes: int) -> None:
+    """Lends nothing."""
 
 
 class Claims:
@@ -58,12 +67,13 @@ class Claims:
         is_clusters: Callable[[], bool],
         has_disk_for: Callable[[int], bool],
         wrote: Callable[[bool], None],
+        lend: Lend = no_loans,
     ) -> None:
         """``counts`` says that the metadata can be relied on, ``is_empty`` that the root has no chunk yet, and
         ``is_clusters`` that a cluster has taken it over.
 
         ``has_disk_for`` is as in ``Claiming``. ``wrote`` is called before the first put, and, with True, when a
-        collector is needed at once.
+        collector is needed at once. ``lend`` lends where the metadata are lost; it raises the root's errors.
         """
         self._bounds = bounds
         self._own = own
@@ -72,11 +82,14 @@ class Claims:
         self._is_clusters = is_clusters
         self._has_disk_for = has_disk_for
         self._wrote = wrote
+        self._lend = lend
         self._made_at = 0
         self._claimed_bytes = 0
         """Claimed from the level key that was made at ``_made_at``."""
         self._owed_bytes = 0
         """Lent without a claim, because the metadata could not be relied on: the next claim has it too."""
+        self._has_loan = False
+        """All that it owes, and had left before, is part of its loans."""
         self._has_claimed = False
         self._failure = ""
         """Why the last claim failed. Text: an error's traceback would keep the caller's memory."""
@@ -85,10 +98,11 @@ class Claims:
         """See ``NodeUsage``."""
         self._wrote(False)
 
-    def claim(self, lacking_bytes: int) -> int | None:
+    def claim(self, lacking_bytes: int, left_bytes: int) -> int | None:
         """See ``NodeUsage``."""
         if not self._counts():
-            return self._lend(lacking_bytes)
+            moment_bytes = self._moment(lacking_bytes)
+            return self.borrow(lacking_bytes, left_bytes) if moment_bytes is None else moment_bytes
         try:
             claimed_bytes = self._claim(lacking_bytes)
             self._failure = ""
@@ -98,6 +112,20 @@ class Claims:
             self._failure = str(error)
             self._wrote(True)  # perhaps the disk has no room for metadata: a collector makes some
             return None
+
+    def borrow(self, lacking_bytes: int, left_bytes: int) -> int | None:
+        """See ``NodeUsage``."""
+        if self._own.max_bytes is None:
+            return None
+        unknown_bytes = 0 if self._has_loan else self._owed_bytes + left_bytes
+        try:
+            more_bytes = self._lend(unknown_bytes + lacking_bytes, _claim_bytes(self._own.max_bytes))
+        except KVStoreError as error:
+            log.debug("claims.no_loan %s", error)
+            return None
+        if more_bytes is not None:
+            self._owed_bytes, self._has_loan = self._owed_bytes + lacking_bytes + more_bytes, True
+        return more_bytes
 
     def has_disk_for(self, size_bytes: int) -> bool:
         """See ``NodeUsage``."""
@@ -126,11 +154,10 @@ class Claims:
         except KVStoreError as error:
             log.debug("claims.left %s", error)
 
-    def _lend(self, lacking_bytes: int) -> int | None:
-        """Lends what may be written while the metadata cannot be relied on.
+    def _moment(self, lacking_bytes: int) -> int | None:
+        """Lends what may be written for a moment, as while a session is renewed; without a bound for ever.
 
-        A store with a bound goes on for a moment if it has claimed before, as while a session is renewed. It may not go
-        on for long, nor may program after program begin so: where ``metadata.sqlite`` is gone, nobody collects.
+        Not for longer, nor to program after program: nobody collects.
         """
         lent_bytes = lacking_bytes + CLAIM_BYTES_MAX
         if self._own.max_bytes is not None:
@@ -142,9 +169,7 @@ class Claims:
 
     def _claim(self, lacking_bytes: int) -> int | None:
         max_bytes = self._bounds.smallest(TIMEOUT_S).and_of(self._own).max_bytes
-        size_bytes = UNBOUND_BYTES
-        if max_bytes is not None:
-            size_bytes = max(1, min(CLAIM_BYTES_MAX, int(CLAIM_SHARE * max_bytes)))
+        size_bytes = UNBOUND_BYTES if max_bytes is None else _claim_bytes(max_bytes)
         asked_bytes = size_bytes + lacking_bytes + self._owed_bytes
         claim = self._bounds.claim(asked_bytes, max_bytes, self._is_empty, TIMEOUT_S)
         if claim is None and max_bytes is not None:  # perhaps there is room for this put, and for no other
@@ -159,7 +184,12 @@ class Claims:
         if claim.made_at != self._made_at:
             self._made_at, self._claimed_bytes = claim.made_at, 0
         self._claimed_bytes += claim.size_bytes
-        self._owed_bytes, self._has_claimed = 0, True
+        self._owed_bytes, self._has_loan, self._has_claimed = 0, False, True
         if max_bytes is not None and self._claimed_bytes > EARLY_SHARE * max_bytes:
             self._wrote(True)
         return size_bytes
+
+
+def _claim_bytes(max_bytes: int) -> int:
+    """The bytes of a claim beyond those of a put."""
+    return max(1, min(CLAIM_BYTES_MAX, int(CLAIM_SHARE * max_bytes)))

@@ -353,22 +353,29 @@ class NodeUsage:
         return min(taken for _, taken in self._reports)
 
     def _claim(self, size_bytes: int) -> None:
-        """Claims room for a put, unless a collector says who may write. One thread at a time; others wait for it."""
+        """Claims room for a put, unless a collector says who may write. One thread at a time; others wait for it.
+
+        The last word of a collector binds a node without a session as well, but where the metadata are lost: no
+        collector will come.
+        """
         with self._lock:
-            if self.claiming is None or self._bound is not None or self._claims_now:
+            bound = self._bound
+            if self.claiming is None or self._claims_now or (bound is not None and self._in_session):
                 return
-            lacking_bytes = self._written + self._granted + size_bytes - self._claimed
+            claimed_bytes = self._claimed if bound is None else self._written
+            lacking_bytes = self._written + self._granted + size_bytes - claimed_bytes
             if lacking_bytes <= 0:
                 return
             self._claims_now = True
-        more_bytes = None
+            left_bytes = max(0, claimed_bytes - self._written)
+        more_bytes, claim = None, self.claiming.claim if bound is None else self.claiming.borrow
         try:
-            more_bytes = self.claiming.claim(lacking_bytes)
+            more_bytes = claim(lacking_bytes, left_bytes)
         finally:
             with self._lock:
                 self._claims_now = False
-                if more_bytes is not None and self._bound is None:
-                    self._claimed += lacking_bytes + more_bytes
+                if more_bytes is not None and self._bound is bound:
+                    self._bound, self._claimed = None, claimed_bytes + lacking_bytes + more_bytes
                 self._lock.notify_all()
 
     def _fits(self, size_bytes: int) -> bool:

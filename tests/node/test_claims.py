@@ -39,6 +39,9 @@ class Root:
         self.is_empty = True
         self.is_clusters = False
         self.free_bytes = 1 << 30
+        self.lends_bytes = 0
+        """What is left to lend, where the metadata are lost."""
+        self.loans: list[tuple[int, int]] = []
         self.claims = self.usage.claiming = Claims(
             Bounds(meta, KEYS),
             bound,
@@ -47,7 +50,16 @@ class Root:
             is_clusters=lambda: self.is_clusters,
             has_disk_for=lambda size_bytes: size_bytes <= self.free_bytes,
             wrote=self.wanted.append,
+            lend=self._lend,
         )
+
+    def _lend(self, size_bytes: int, more_bytes: int) -> int | None:
+        if size_bytes > self.lends_bytes:
+            return None
+        self.loans.append((size_bytes, more_bytes))
+        more_bytes = min(more_bytes, self.lends_bytes - size_bytes)
+        self.lends_bytes -= size_bytes + more_bytes
+        return more_bytes
 
     def put(self, size_bytes: int) -> bool:
         """Returns whether the put may begin; then it writes so much."""
@@ -274,6 +286,73 @@ def test_s6_no_put_without_metadata_is_larger_than_what_is_lent(meta: MemoryMeta
     assert not root.put(int(EARLY_SHARE * BOUND) + SIZE + 1)
     assert root.put(int(EARLY_SHARE * BOUND) + SIZE)
     assert not root.put(1)
+
+
+def test_s8_a_program_that_never_had_the_metadata_borrows(meta: MemoryMeta) -> None:
+    root = Root(meta)
+    root.counts, root.lends_bytes = False, 10 * SIZE
+    written = 0
+    while root.put(100):
+        written += 100
+    assert 9 * SIZE < written <= 10 * SIZE and root.loans[0] == (100, SIZE)
+    root.counts, before = True, written
+    assert root.put(100) and (root.level or 0) >= before + 100, "all of its loans are part of the claim"
+    root.counts, root.lends_bytes = False, 1 << 30
+    root.put(2 * SIZE)
+    assert (2 * SIZE, SIZE) not in root.loans[1:], "first a moment without a loan"
+
+
+def test_s8_a_first_loan_has_all_that_others_do_not_know_of(meta: MemoryMeta) -> None:
+    root = Root(meta)
+    assert root.put(SIZE)
+    root.counts, root.lends_bytes = False, 1 << 30
+    moment = int(EARLY_SHARE * BOUND)
+    assert root.put(SIZE + moment) and not root.loans
+    with root.usage.reserve(10):
+        assert root.loans == [(moment + 10, SIZE)], "what it wrote for a moment, and this put"
+        assert root.put(SIZE + 5) and root.loans[1:] == [(5, SIZE)]
+
+
+def test_s8_a_first_loan_has_what_is_left_of_a_claim(meta: MemoryMeta) -> None:
+    root = Root(meta)
+    with root.usage.reserve(7 * SIZE):  # begins, and may write all of it
+        root.counts, root.lends_bytes = False, 1 << 30
+        moment = int(EARLY_SHARE * BOUND)
+        assert root.put(SIZE + moment + 1)
+    assert root.loans == [(8 * SIZE + moment + 1, SIZE)]
+
+
+def test_s8_the_last_word_of_a_collector_binds_no_node_whose_metadata_are_lost(meta: MemoryMeta) -> None:
+    root = Root(meta)
+    root.usage.hear(Room(0, 100, 10, 0.1), 7)
+    due = root.usage.due(0.0)
+    assert due is not None
+    root.usage.told(due, 0, 7, 0.0)
+    root.lends_bytes = 10 * SIZE
+    assert root.put(100) and not root.put(1) and not root.loans, "it has a session"
+    root.usage.end()
+    root.counts = False
+    assert root.put(200) and root.loans == [(200, SIZE)], "no moment: the word allowed as much"
+    assert not root.put(10 * SIZE) and root.put(SIZE)
+
+
+def test_s8_without_a_loan_the_last_word_stays_in_force(meta: MemoryMeta) -> None:
+    root = Root(meta)
+    root.usage.hear(Room(0, 100, 10, 0.1), 7)
+    due = root.usage.due(0.0)
+    assert due is not None
+    root.usage.told(due, 0, 7, 0.0)
+    assert root.put(60)
+    root.usage.end()
+    root.counts = False
+    assert not root.put(50) and root.put(40) and not root.put(1)
+
+
+def test_s8_a_loan_that_fails_is_none(meta: MemoryMeta, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Root(meta)
+    root.counts = False
+    monkeypatch.setattr(root.claims, "_lend", Mock(side_effect=Unavailable("the disk hangs")))
+    assert not root.put(1) and "kvstore fsck ROOT --adopt" in root.claims.refusal()
 
 
 def test_s6_no_level_begins_beside_a_word_though_the_root_is_empty(meta: MemoryMeta) -> None:

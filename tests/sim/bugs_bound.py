@@ -67,8 +67,8 @@ def lends_free() -> Iterator[None]:
         lent_bytes, self._owed_bytes = real(self, lacking_bytes), 0
         return lent_bytes
 
-    real = Claims._lend
-    with patch.object(Claims, "_lend", lend):
+    real = Claims._moment
+    with patch.object(Claims, "_moment", lend):
         yield
 
 

@@ -9,6 +9,12 @@ from kvstore.errors import KVStoreError, PermissionDenied, Unavailable
 
 PAGE_BYTES = 4096
 """SQLite's default."""
+
+
+class DamagedMetadata(Unavailable):
+    """The file has something in it that nobody wrote."""
+
+
 _BUSY = "another process has been writing to it for too long (is one stopped?): the call may be repeated"
 _DAMAGED = (
     "it is damaged. Chunks are served, but nothing is protected and nothing collected, until `kvstore fsck ROOT "
@@ -39,11 +45,11 @@ def fault_of(error: sqlite3.Error, path: str) -> KVStoreError:
     code = _code(error)
     if code in _WAITS and _is_cut(path):
         # SQLite waits for others to mend what they cannot.
-        return Unavailable(f"metadata in {path}: the file was cut: {_DAMAGED}")
+        return DamagedMetadata(f"metadata in {path}: the file was cut: {_DAMAGED}")
     if code in _REFUSALS:
         return PermissionDenied(f"metadata in {path}: {error}: {_REFUSED}")
-    advice = _advice(error) or "is the disk full or failing?"
-    return Unavailable(f"metadata in {path}: {error}: {advice}")
+    kind = DamagedMetadata if is_damage(error) else Unavailable
+    return kind(f"metadata in {path}: {error}: {_advice(error) or 'is the disk full or failing?'}")
 
 
 def is_damage(error: sqlite3.Error) -> bool:

@@ -31,8 +31,11 @@ def make_empty(path: str) -> None:
 
 
 @contextmanager
-def locked(path: str, timeout_s: float) -> Iterator[None]:
-    """While it lasts, no other process has this lock on the file, which is made. Raises Unavailable, OSError."""
+def locked(path: str, timeout_s: float) -> Iterator[int]:
+    """While it lasts, no other process has this lock on the file, which is made; gives its descriptor.
+
+    Raises Unavailable, OSError.
+    """
     ends_s = time.monotonic() + timeout_s
     while True:
         with suppress(FileExistsError):
@@ -40,7 +43,7 @@ def locked(path: str, timeout_s: float) -> Iterator[None]:
         file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             if _is_locked(file) and _has_name(file, path):
-                yield
+                yield file
                 return
         finally:
             os.close(file)  # lets the lock go
