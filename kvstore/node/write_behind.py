@@ -237,7 +237,11 @@ class WriteBehind:
         with self._changed:
             lost_count, self._close_said = self._lost_chunks - lost_before, True
         if lost_count:
-            log.warning("behind.lost_at_close chunks=%d", lost_count)
+            log.warning(
+                "behind.lost_at_close chunks=%d were in memory alone, and the root did not take them in time: they will "
+                "be misses (a put with write='through' waits for the root)",
+                lost_count,
+            )
 
     def _wait(self, is_over: Callable[[], bool], timeout_s: float) -> bool:
         """Waits until it is over, or time is up; nothing is held meanwhile. Returns whether it is."""

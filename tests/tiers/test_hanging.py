@@ -223,7 +223,7 @@ def test_w3_a_root_that_refuses_is_not_waited_for_until_the_end(caplog: pytest.L
     with caplog.at_level(logging.INFO, "kvstore"):
         node.close()
     said = [record.message for record in caplog.records if record.message.startswith("behind.")]
-    assert said == ["behind.lost_at_close chunks=12"]
+    assert len(said) == 1 and said[0].startswith("behind.lost_at_close chunks=12 were in memory alone")
     assert node.node.counters.snapshot()["behind_lost"] == 12
     assert not any(node.on_root(1, 6))
 
@@ -240,7 +240,7 @@ def test_w3_parents_that_are_gone_are_not_waited_for_until_the_end(caplog: pytes
     with caplog.at_level(logging.INFO, "kvstore"):
         node.close()
     said = [record.message for record in caplog.records if record.message.startswith("behind.")]
-    assert said == ["behind.lost_at_close chunks=2"]
+    assert len(said) == 1 and said[0].startswith("behind.lost_at_close chunks=2 were in memory alone")
     assert not any(node.on_root(1, 6)[3:]) and node.on_root(2, 6) == [True] * 6
 
 
