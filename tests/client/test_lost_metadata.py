@@ -20,6 +20,7 @@ from kvstore.errors import Overloaded
 from kvstore.format.places import METADATA, METADATA_LOANS
 from kvstore.meta.bounds import CLAIMED_SHARE
 from kvstore.meta.sqlite.loans import BEFORE_SHARE
+from kvstore.node.view import View
 from tests.client.bound_process import CHUNKS, LAYOUT, PROMPT_BYTES, kv, tokens
 from tests.client.test_host import damage
 from tests.patience import PATIENCE_S, eventually
@@ -202,6 +203,13 @@ def test_a_file_that_comes_back_ends_the_loans(root: Path, tmp_path: Path) -> No
         assert store.stats()["protected"] and has(store, 1)
         eventually(lambda: put(store, 2), "it claims, or a collector counts")
         assert fill(store, 3) > 3 and taken(root) <= BOUND_BYTES
+
+
+def test_where_the_metadata_are_well_nothing_is_borrowed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(View, "protects", False)  # as while a session is renewed
+    with kvstore.open(root, max_bytes=BOUND_BYTES) as store:
+        assert not put(store, 1)
+    assert not (root / METADATA_LOANS).exists()
 
 
 def test_a_store_without_a_bound_borrows_nothing(root: Path) -> None:

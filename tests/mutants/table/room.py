@@ -7,6 +7,7 @@ from tests.mutants.planters import Planter, edit, replace, skip
 
 LEVEL = "gc/test_capacity.py::test_"
 USAGE = "node/test_usage.py::test_"
+LOANS = "meta/test_meta_sqlite_loans.py::test_s8_"
 CLAIMS = "node/test_claims.py::test_s6_"
 ORPHANS = "gc/test_orphans.py::test_"
 UNREADABLE = "node/test_unreadable.py::test_"
@@ -23,6 +24,41 @@ def left(name: str, planter: Planter, test: str) -> Mutant:
 
 
 BOUND = [
+    bound(
+        "loans-of-the-last-counting-forgotten",
+        edit("kvstore.meta.sqlite.loans:Loans._lend", "self._used_bytes() + before_bytes", "self._used_bytes()"),
+        f"{LOANS}the_root_is_counted_again_and_what_was_lent_since_counts_once_more",
+    ),
+    bound(
+        "first-loan-has-its-put-alone",
+        edit("kvstore.node.claims:Claims.borrow", "self._owed_bytes + left_bytes", "0"),
+        "node/test_claims.py::test_s8_a_first_loan_has_what_is_left_of_a_claim",
+    ),
+    bound(
+        "lends-where-the-metadata-are-well",
+        edit("kvstore.node.opening:_lender", " if why_astray(root, member.keys, timeout_s) else None", ""),
+        "client/test_lost_metadata.py::test_where_the_metadata_are_well_nothing_is_borrowed",
+    ),
+    bound(
+        "last-word-binds-for-ever",
+        edit("kvstore.node.usage:NodeUsage._claim", "bound is not None and self._in_session", "bound is not None"),
+        "node/test_claims.py::test_s8_the_last_word_of_a_collector_binds_no_node_whose_metadata_are_lost",
+    ),
+    bound(
+        "loans-outlive-an-adoption",
+        edit("kvstore.cli.fsck:_adopt_on_host", "end_loans(root.path)", "pass"),
+        "client/test_lost_metadata.py::test_a_store_that_opens_later_reads_and_puts_up_to_its_bound",
+    ),
+    bound(
+        "says-late-that-it-is-bound",
+        edit("kvstore.node.usage:NodeUsage.due", " or now.is_bound > self._told.is_bound", ""),
+        f"{USAGE}a_node_says_at_once_that_a_word_binds_it",
+    ),
+    bound(
+        "up-is-ready-at-the-first-word",
+        edit("kvstore.cli.host:Host._bound_pids", "Usage.from_json(told.value).is_bound", "True"),
+        "cli/test_host.py::test_the_workers_are_told_of_once_a_word_binds_each",
+    ),
     bound(
         "debt-waits-for-the-next-put",
         edit("kvstore.node.usage:NodeUsage.due", "self._written > self._claimed", "False"),
@@ -163,12 +199,12 @@ BOUND = [
     ),
     bound(
         "lends-again-without-metadata",
-        edit("kvstore.node.claims:Claims._lend", "if self._owed_bytes or", "if"),
+        edit("kvstore.node.claims:Claims._moment", "if self._owed_bytes or", "if"),
         f"{CLAIMS}a_node_that_lost_the_metadata_goes_on_for_a_moment_and_claims_it_later",
     ),
     bound(
         "lends-to-each-program",
-        edit("kvstore.node.claims:Claims._lend", " or not self._has_claimed", ""),
+        edit("kvstore.node.claims:Claims._moment", " or not self._has_claimed", ""),
         f"{CLAIMS}a_program_that_never_had_the_metadata_writes_nothing_beyond_its_bound",
     ),
     bound(
