@@ -186,7 +186,10 @@ def _adopt_on_host(root: Root, identity: RootIdentity) -> Adopted:
         print(shown(f"metadata.sqlite was damaged ({damage}): a new one takes its place"), file=sys.stderr)
     with closing(SqliteMeta(root.path)) as meta:
         adopted = adopt(root, identity, meta, generations=HOST_GENERATIONS)
-    end_loans(root.path)
+    try:
+        end_loans(root.path)
+    except KVStoreError as error:
+        print(shown(str(error)), file=sys.stderr)
     return adopted
 
 

@@ -143,6 +143,10 @@ class Bounds:
             if self._meta.txn((compare,), (Put(self._keys.level, _level(after)),), timeout_s).succeeded:
                 return
 
+    def forget(self, timeout_s: float | None = None) -> None:
+        """Forgets the level, which lacks what was written: nobody claims until a collector has counted."""
+        self._meta.delete(self._keys.level, timeout_s)
+
     def end_claims(self) -> Delete:
         """Returns the operation after which nobody can claim: part of the transaction of a collector's first word."""
         return Delete(self._keys.level)

@@ -24,7 +24,7 @@ class Usage:
     Both counts only grow, so the larger of two records of one session is the later one. A survey that ran while both
     changed may omit deletions without omitting a write. ``pending_bytes`` are those of puts that have room and have not
     ended; some of them may be written, and counted, already. ``asked_bytes`` are those of puts that wait for room.
-    ``is_bound``: the reporter has heard a word with an allowance, and begins no put beyond it.
+    ``is_bound``: a collector's word that counts the reporter allows it what it may write; no other word ends that.
     """
 
     written_bytes: int = 0

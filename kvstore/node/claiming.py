@@ -8,6 +8,26 @@ from __future__ import annotations
 from typing import Protocol
 
 
+class Lending(Protocol):
+    """Lends a node room of its bound while the metadata are lost (rule S8). All raise the root's errors."""
+
+    def is_lost(self) -> bool:
+        """True if the metadata are lost: not if they cannot be reached for a moment."""
+        ...
+
+    def lend(self, size_bytes: int, more_bytes: int) -> int | None:
+        """Lends both, or ``size_bytes`` alone; returns how many more, None if there is no room."""
+        ...
+
+    def are_left(self) -> bool:
+        """True if somebody borrowed, perhaps another process: no level in the metadata knows of it."""
+        ...
+
+    def end(self) -> None:
+        """Ends the loans: the metadata can be relied on, and their level is forgotten."""
+        ...
+
+
 class Claiming(Protocol):
     """Gives a node room while no collector does (rule S6)."""
 

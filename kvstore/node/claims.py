@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from kvstore.errors import KVStoreError
 from kvstore.meta.bounds import CLAIMED_SHARE, Bound, Bounds
+from kvstore.node.claiming import Lending
 from kvstore.node.usage import WAITS
 
 log = logging.getLogger(__name__)
@@ -38,20 +39,34 @@ CLUSTERS = (
     "the root belongs to a cluster now, whose collectors do not count what this process writes: open it with etcd=, or "
     "connect to a worker"
 )
-UNRELIABLE = (
-    "metadata.sqlite on the root cannot be relied on (or generations.host, the root's record of it), so nothing is "
-    "collected, and the bound leaves no room for this put: see the log, and run `kvstore fsck ROOT --adopt` if it "
-    "stays (gc/RUNBOOK.md)"
+UNRELIABLE = "metadata.sqlite on the root cannot be relied on (or generations.host, the root's record of it)"
+NO_ROOM = (
+    "so nothing is collected, and the bound leaves no room for this put: see the log, and run `kvstore fsck ROOT "
+    "--adopt` if it stays (gc/RUNBOOK.md)"
 )
 """What a put without room is told."""
 
 
-Lend = Callable[[int, int], int | None]
-"""Lends bytes of a bound, and some more; returns how many more, None if there is no room, or no reason to lend."""
+class NoLoans:
+    """Lends nothing: the metadata are never lost, or nobody asks for a bound."""
+
+    def is_lost(self) -> bool:
+        """See ``Lending``."""
+        return False
+
+    def lend(self, size_bytes: int, more_bytes: int) -> int | None:
+        """See ``Lending``."""
+        return None
+
+    def are_left(self) -> bool:
+        """See ``Lending``."""
+        return False
+
+    def end(self) -> None:
+        """See ``Lending``."""
 
 
-def no_loans(size_bytes: int, more_bytes: int) -> None:
-    """Lends nothing."""
+NO_LOANS = NoLoans()
 
 
 class Claims:
@@ -67,13 +82,13 @@ class Claims:
         is_clusters: Callable[[], bool],
         has_disk_for: Callable[[int], bool],
         wrote: Callable[[bool], None],
-        lend: Lend = no_loans,
+        loans: Lending = NO_LOANS,
     ) -> None:
         """``counts`` says that the metadata can be relied on, ``is_empty`` that the root has no chunk yet, and
         ``is_clusters`` that a cluster has taken it over.
 
         ``has_disk_for`` is as in ``Claiming``. ``wrote`` is called before the first put, and, with True, when a
-        collector is needed at once. ``lend`` lends where the metadata are lost; it raises the root's errors.
+        collector is needed at once.
         """
         self._bounds = bounds
         self._own = own
@@ -82,7 +97,7 @@ class Claims:
         self._is_clusters = is_clusters
         self._has_disk_for = has_disk_for
         self._wrote = wrote
-        self._lend = lend
+        self._loans = loans
         self._made_at = 0
         self._claimed_bytes = 0
         """Claimed from the level key that was made at ``_made_at``."""
@@ -101,8 +116,7 @@ class Claims:
     def claim(self, lacking_bytes: int, left_bytes: int) -> int | None:
         """See ``NodeUsage``."""
         if not self._counts():
-            moment_bytes = self._moment(lacking_bytes)
-            return self.borrow(lacking_bytes, left_bytes) if moment_bytes is None else moment_bytes
+            return self._borrow(lacking_bytes, left_bytes) if self._is_lost() else self._moment(lacking_bytes)
         try:
             claimed_bytes = self._claim(lacking_bytes)
             self._failure = ""
@@ -115,17 +129,7 @@ class Claims:
 
     def borrow(self, lacking_bytes: int, left_bytes: int) -> int | None:
         """See ``NodeUsage``."""
-        if self._own.max_bytes is None:
-            return None
-        unknown_bytes = 0 if self._has_loan else self._owed_bytes + left_bytes
-        try:
-            more_bytes = self._lend(unknown_bytes + lacking_bytes, _claim_bytes(self._own.max_bytes))
-        except KVStoreError as error:
-            log.debug("claims.no_loan %s", error)
-            return None
-        if more_bytes is not None:
-            self._owed_bytes, self._has_loan = self._owed_bytes + lacking_bytes + more_bytes, True
-        return more_bytes
+        return self._borrow(lacking_bytes, left_bytes) if self._is_lost() else None
 
     def has_disk_for(self, size_bytes: int) -> bool:
         """See ``NodeUsage``."""
@@ -136,7 +140,7 @@ class Claims:
         if self._is_clusters():
             return CLUSTERS
         if not self._counts():
-            return UNRELIABLE
+            return f"{UNRELIABLE}, {self._failure or NO_ROOM}"
         return f"nobody knows how much may be written: {self._failure}" if self._failure else WAITS
 
     def full(self) -> str:
@@ -154,8 +158,29 @@ class Claims:
         except KVStoreError as error:
             log.debug("claims.left %s", error)
 
+    def _is_lost(self) -> bool:
+        try:
+            return self._loans.is_lost()
+        except KVStoreError as error:
+            log.debug("claims.nobody_can_tell %s", error)
+            return False
+
+    def _borrow(self, lacking_bytes: int, left_bytes: int) -> int | None:
+        assert self._own.max_bytes is not None, "nothing is lent without a bound"
+        unknown_bytes = 0 if self._has_loan else self._owed_bytes + left_bytes
+        try:
+            more_bytes = self._loans.lend(unknown_bytes + lacking_bytes, _claim_bytes(self._own.max_bytes))
+            self._failure = ""
+        except KVStoreError as error:
+            log.debug("claims.no_loan %s", error)
+            self._failure = f"and nothing can be lent of the bound: {error}"
+            return None
+        if more_bytes is not None:
+            self._owed_bytes, self._has_loan = self._owed_bytes + lacking_bytes + more_bytes, True
+        return more_bytes
+
     def _moment(self, lacking_bytes: int) -> int | None:
-        """Lends what may be written for a moment, as while a session is renewed; without a bound for ever.
+        """Lends what may be written for a moment, while a session is renewed; without a bound for ever.
 
         Not for longer, nor to program after program: nobody collects.
         """
@@ -168,6 +193,9 @@ class Claims:
         return lent_bytes - lacking_bytes
 
     def _claim(self, lacking_bytes: int) -> int | None:
+        if self._loans.are_left():  # the file is back, or was adopted by hand
+            self._bounds.forget(TIMEOUT_S)
+            self._loans.end()
         max_bytes = self._bounds.smallest(TIMEOUT_S).and_of(self._own).max_bytes
         size_bytes = UNBOUND_BYTES if max_bytes is None else _claim_bytes(max_bytes)
         asked_bytes = size_bytes + lacking_bytes + self._owed_bytes

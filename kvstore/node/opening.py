@@ -23,7 +23,8 @@ from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.presence import Presence
 from kvstore.meta.roots import bind_root, bound_root
 from kvstore.meta.session import TTL_S_MIN, Session
-from kvstore.node.claims import Claims, Lend, no_loans
+from kvstore.node.claiming import Lending
+from kvstore.node.claims import NO_LOANS, Claims
 from kvstore.node.collecting import Collecting
 from kvstore.node.follower import Follower
 from kvstore.node.lanes import Deadline, Lanes
@@ -47,7 +48,6 @@ from kvstore.root.reserve import (
     make_room,
     with_reserve,
 )
-from kvstore.root.used import used_bytes
 from kvstore.sources import Clock, Ids, RandomIds, SystemClock
 from kvstore.writes import Durability
 
@@ -227,7 +227,7 @@ def _have_claim(member: Member, root: PosixRoot, bound: Bound) -> None:
         member,
         bound,
         lambda at_once: None if collecting is None else collecting.wrote(at_once),
-        _lender(member, root, bound),
+        _loans_of(member, root, bound),
     )
     atexit.register(member.leave)
 
@@ -239,27 +239,15 @@ def _make_room(node: Node, root: Root) -> None:
     node.on_root(lambda: make_room(root))
 
 
-def _lender(member: Member, root: PosixRoot, bound: Bound) -> Lend:
-    """Lends bytes of a bound while the metadata on the root are lost (rule S8)."""
-    from kvstore.meta.sqlite.loans import Loans
-    from kvstore.node.astray import why_astray
+def _loans_of(member: Member, root: PosixRoot, bound: Bound) -> Lending:
+    """What a bound lends while the metadata on the root are lost (rule S8)."""
+    from kvstore.node.host_loans import HostLoans  # sqlite3 only where it is used
 
-    node = member.node
-    if bound.max_bytes is None:
-        return no_loans
-    loans = Loans(root.path, bound.max_bytes, lambda: used_bytes(root), node.clock)
-    timeout_s = node.limits.meta_deadline_s
-
-    def lend(size_bytes: int, more_bytes: int) -> int | None:
-        return node.on_root(
-            lambda: loans.lend(size_bytes, more_bytes) if why_astray(root, member.keys, timeout_s) else None
-        )
-
-    return lend
+    return NO_LOANS if bound.max_bytes is None else HostLoans(member.node, root, member.keys, bound.max_bytes)
 
 
-def claim_room(member: Member, bound: Bound, wrote: Callable[[bool], None], lend: Lend = no_loans) -> None:
-    """Has a node claim its room before it writes (rule S6); ``wrote`` and ``lend`` are as in ``Claims``."""
+def claim_room(member: Member, bound: Bound, wrote: Callable[[bool], None], loans: Lending = NO_LOANS) -> None:
+    """Has a node claim its room before it writes (rule S6); ``wrote`` and ``loans`` are as in ``Claims``."""
     node = member.node
     node.gc_view.put_bytes_max = None if bound.max_bytes is None else int(CLAIMED_SHARE * bound.max_bytes)
     node.gc_view.usage.looks = True
@@ -271,7 +259,7 @@ def claim_room(member: Member, bound: Bound, wrote: Callable[[bool], None], lend
         is_clusters=lambda: node.on_root(lambda: bool(newest_number(node.root))),
         has_disk_for=lambda size_bytes: node.on_root(lambda: has_room_for(node.root, size_bytes)),
         wrote=wrote,
-        lend=lend,
+        loans=loans,
     )
 
 

@@ -152,8 +152,7 @@ class NodeUsage:
             if not size_bytes or self._fits(size_bytes):
                 self._granted += size_bytes
                 return Reserved(self, size_bytes)
-        if missing_bytes is not None:
-            size_bytes = missing_bytes()
+        size_bytes = size_bytes if missing_bytes is None else missing_bytes()
         if not size_bytes or self._wait_for_room(size_bytes):
             return Reserved(self, size_bytes)
         self._refused()
@@ -168,9 +167,12 @@ class NodeUsage:
         asks_s, ends_s, left_s = math.inf, time.monotonic() + patience_s, patience_s
         try:
             while True:
-                self._claim(size_bytes)  # again and again: a claim fails where the metadata are slow
+                # Again and again: a claim fails where the metadata are slow, and another put may take what was claimed.
+                is_refused = self._claim(size_bytes)
                 with self._lock:
-                    if left_s > 0 and not self._fits(size_bytes) and self._may_hear():
+                    if not is_refused and not self._claims_now and not self._fits(size_bytes):
+                        continue
+                    if left_s > 0 and not self._fits(size_bytes) and (self._may_hear() or not is_refused):
                         self._waiting[put] = size_bytes
                         pause_s = self._asks_from_s - time.monotonic()
                         if asks_s == math.inf and pause_s <= 0 and next(iter(self._waiting)) is put:
@@ -301,7 +303,7 @@ class NodeUsage:
                 self._removed - self._removed_before,
                 self._granted,
                 self._asked(),
-                is_bound=self._bound is not None,
+                is_bound=self._bound is not None and self._was_counted,
             )
             if self._answered != self._room_created or now.is_bound > self._told.is_bound:
                 return now
@@ -352,20 +354,17 @@ class NodeUsage:
             return None
         return min(taken for _, taken in self._reports)
 
-    def _claim(self, size_bytes: int) -> None:
-        """Claims room for a put, unless a collector says who may write. One thread at a time; others wait for it.
-
-        The last word of a collector binds a node without a session as well, but where the metadata are lost: no
-        collector will come.
-        """
+    def _claim(self, size_bytes: int) -> bool:
+        """Claims room for a put, unless a collector says who may write. True: nothing may be claimed, now at least."""
         with self._lock:
             bound = self._bound
-            if self.claiming is None or self._claims_now or (bound is not None and self._in_session):
-                return
+            if self.claiming is None or (bound is not None and self._in_session):
+                return True
+            # Without a session the last word stays in force, but where the metadata are lost: no collector will come.
             claimed_bytes = self._claimed if bound is None else self._written
             lacking_bytes = self._written + self._granted + size_bytes - claimed_bytes
-            if lacking_bytes <= 0:
-                return
+            if self._claims_now or lacking_bytes <= 0:
+                return False
             self._claims_now = True
             left_bytes = max(0, claimed_bytes - self._written)
         more_bytes, claim = None, self.claiming.claim if bound is None else self.claiming.borrow
@@ -377,6 +376,7 @@ class NodeUsage:
                 if more_bytes is not None and self._bound is bound:
                     self._bound, self._claimed = None, claimed_bytes + lacking_bytes + more_bytes
                 self._lock.notify_all()
+        return more_bytes is None
 
     def _fits(self, size_bytes: int) -> bool:
         """True if a put may begin."""

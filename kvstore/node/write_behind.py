@@ -238,8 +238,8 @@ class WriteBehind:
             lost_count, self._close_said = self._lost_chunks - lost_before, True
         if lost_count:
             log.warning(
-                "behind.lost_at_close chunks=%d were in memory alone, and the root did not take them in time: they will "
-                "be misses (a put with write='through' waits for the root)",
+                "behind.lost_at_close chunks=%d were in memory alone, and the root did not take them in time: they "
+                "will be misses (a put with write='through' waits for the root)",
                 lost_count,
             )
 

@@ -86,6 +86,25 @@ def test_the_first_puts_stay_within_the_bound(tmp_root: Path) -> None:
     assert block < most <= bound
 
 
+def test_the_first_puts_after_a_crash_stay_within_the_bound(tmp_root: Path) -> None:
+    """The word of the collector that was killed stays in etcd until its lease ends, and binds nobody then."""
+    bound, block = 24 << 20, 1 << 20
+    root = tmp_root / "root"
+    at = ("--root", str(root), "--listen", "127.0.0.1:0", "--workers", "2", "--max-bytes", str(bound))
+    for crash in range(2):
+        with serving(tmp_root, "up", *at) as running, kvstore.connect(running.grpc) as store:
+            blocks = store.namespace("model", LAYOUT).blocks
+            for number in range(bound // block + 4):
+                with suppress(Overloaded):
+                    blocks.put([(100 * crash + number).to_bytes(32)], [os.urandom(block)])
+                with suppress(FileNotFoundError):
+                    files = [each.stat().st_size for each in (root / "chunks").rglob("*") if each.is_file()]
+                    assert sum(files) <= bound
+            for pid in (running.child.pid, *descendants(running.child.pid)):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
 def test_interrupt_ends_it_as_well(tmp_root: Path) -> None:
     with serving(tmp_root, "up", "--root", str(tmp_root / "root"), "--listen", "127.0.0.1:0") as running:
         programs = descendants(running.child.pid)

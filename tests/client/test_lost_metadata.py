@@ -8,7 +8,8 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -177,6 +178,39 @@ def test_many_processes_at_once_stay_below_the_bound(root: Path, lose: Callable[
     assert sum(stored) * PROMPT_BYTES <= LENT_BYTES
 
 
+def test_stores_that_had_claims_stay_below_the_bound_together(root: Path) -> None:
+    with ExitStack() as opened:
+        stores = [opened.enter_context(kvstore.open(root, max_bytes=BOUND_BYTES)) for _ in range(8)]
+        assert all(put(store, 1 + number) for number, store in enumerate(stores))
+        remove(root)
+        for store in stores:
+            eventually(lambda store=store: not store.stats()["protected"], "it has noticed")  # type: ignore[misc]
+        for number, store in enumerate(stores):
+            fill(store, 1000 * (1 + number))
+        assert taken(root) <= BOUND_BYTES
+
+
+def test_threads_of_one_store_wait_for_the_loans_of_each_other(root: Path) -> None:
+    remove(root)
+    with kvstore.open(root, max_bytes=BOUND_BYTES) as store, ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(lambda number: put(store, number), range(1, 9)))
+
+
+@pytest.mark.parametrize("place", ["a folder", "a link"])
+def test_what_lies_in_the_way_of_loans_is_named(root: Path, place: str) -> None:
+    remove(root)
+    if place == "a folder":
+        (root / METADATA_LOANS).mkdir()
+    else:
+        (root / METADATA_LOANS).symlink_to(root / "elsewhere")
+    with kvstore.open(root, max_bytes=BOUND_BYTES) as store, pytest.raises(Overloaded, match=METADATA_LOANS):
+        store.namespace("model", LAYOUT).put(tokens(1, 1), kv())
+    adopted = CliRunner().invoke(fsck, [str(root), "--adopt"])
+    assert adopted.exit_code == 0 and ("remove it" in adopted.output) == (place == "a folder"), adopted.output
+    with kvstore.open(root, max_bytes=BOUND_BYTES) as store:
+        eventually(lambda: put(store, 1), "a collector counted")
+
+
 def test_a_process_that_is_killed_leaves_no_more_than_its_loans(root: Path) -> None:
     remove(root)
     code = WRITER.replace("stored += 1", "stored += 1; print(stored, flush=True)")
@@ -195,14 +229,19 @@ def test_a_file_that_comes_back_ends_the_loans(root: Path, tmp_path: Path) -> No
     for path in root.glob(f"{METADATA}*"):
         shutil.move(path, kept / path.name)
     with kvstore.open(root, max_bytes=BOUND_BYTES) as store:
-        assert put(store, 1) and (root / METADATA_LOANS).exists()
-    remove(root)
+        refused = fill(store, 1)
+    for path in root.glob(f"{METADATA}*"):
+        if path.name != METADATA_LOANS:
+            path.unlink()
     for path in kept.iterdir():
         shutil.move(path, root / path.name)
     with kvstore.open(root, max_bytes=BOUND_BYTES) as store:
         assert store.stats()["protected"] and has(store, 1)
-        eventually(lambda: put(store, 2), "it claims, or a collector counts")
-        assert fill(store, 3) > 3 and taken(root) <= BOUND_BYTES
+        eventually(lambda: put(store, refused), "a collector counts: its level knows nothing of the loans")
+        for number in range(refused + 1, refused + 20):
+            put(store, number)
+        assert taken(root) <= BOUND_BYTES
+    assert not (root / METADATA_LOANS).exists()
 
 
 def test_where_the_metadata_are_well_nothing_is_borrowed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,8 +39,9 @@ class Root:
         self.is_empty = True
         self.is_clusters = False
         self.free_bytes = 1 << 30
-        self.lends_bytes = 0
-        """What is left to lend, where the metadata are lost."""
+        self.lends_bytes: int | None = None
+        """What is left to lend; None: the metadata are not lost, whoever cannot rely on them."""
+        self.has_loans = False
         self.loans: list[tuple[int, int]] = []
         self.claims = self.usage.claiming = Claims(
             Bounds(meta, KEYS),
@@ -50,10 +51,22 @@ class Root:
             is_clusters=lambda: self.is_clusters,
             has_disk_for=lambda size_bytes: size_bytes <= self.free_bytes,
             wrote=self.wanted.append,
-            lend=self._lend,
+            loans=self,
         )
 
-    def _lend(self, size_bytes: int, more_bytes: int) -> int | None:
+    # What it lends.
+
+    def is_lost(self) -> bool:
+        return not self.counts and self.lends_bytes is not None
+
+    def are_left(self) -> bool:
+        return self.has_loans
+
+    def end(self) -> None:
+        self.has_loans = False
+
+    def lend(self, size_bytes: int, more_bytes: int) -> int | None:
+        assert self.lends_bytes is not None
         if size_bytes > self.lends_bytes:
             return None
         self.loans.append((size_bytes, more_bytes))
@@ -288,7 +301,7 @@ def test_s6_no_put_without_metadata_is_larger_than_what_is_lent(meta: MemoryMeta
     assert not root.put(1)
 
 
-def test_s8_a_program_that_never_had_the_metadata_borrows(meta: MemoryMeta) -> None:
+def test_s8_a_program_borrows_where_the_metadata_are_lost(meta: MemoryMeta) -> None:
     root = Root(meta)
     root.counts, root.lends_bytes = False, 10 * SIZE
     written = 0
@@ -297,29 +310,33 @@ def test_s8_a_program_that_never_had_the_metadata_borrows(meta: MemoryMeta) -> N
     assert 9 * SIZE < written <= 10 * SIZE and root.loans[0] == (100, SIZE)
     root.counts, before = True, written
     assert root.put(100) and (root.level or 0) >= before + 100, "all of its loans are part of the claim"
-    root.counts, root.lends_bytes = False, 1 << 30
-    root.put(2 * SIZE)
-    assert (2 * SIZE, SIZE) not in root.loans[1:], "first a moment without a loan"
 
 
-def test_s8_a_first_loan_has_all_that_others_do_not_know_of(meta: MemoryMeta) -> None:
-    root = Root(meta)
-    assert root.put(SIZE)
-    root.counts, root.lends_bytes = False, 1 << 30
-    moment = int(EARLY_SHARE * BOUND)
-    assert root.put(SIZE + moment) and not root.loans
-    with root.usage.reserve(10):
-        assert root.loans == [(moment + 10, SIZE)], "what it wrote for a moment, and this put"
-        assert root.put(SIZE + 5) and root.loans[1:] == [(5, SIZE)]
-
-
-def test_s8_a_first_loan_has_what_is_left_of_a_claim(meta: MemoryMeta) -> None:
+def test_s8_a_first_loan_has_what_is_left_of_a_claim_and_the_next_has_not(meta: MemoryMeta) -> None:
     root = Root(meta)
     with root.usage.reserve(7 * SIZE):  # begins, and may write all of it
         root.counts, root.lends_bytes = False, 1 << 30
-        moment = int(EARLY_SHARE * BOUND)
-        assert root.put(SIZE + moment + 1)
-    assert root.loans == [(8 * SIZE + moment + 1, SIZE)]
+        assert root.put(SIZE + 1)
+        assert root.put(2 * SIZE)
+    assert root.loans == [(8 * SIZE + 1, SIZE), (SIZE, SIZE)]
+
+
+def test_s8_a_first_loan_has_what_was_lent_for_a_moment(meta: MemoryMeta) -> None:
+    root = Root(meta)
+    assert root.put(2 * SIZE)
+    root.counts = False
+    moment = int(EARLY_SHARE * BOUND)
+    assert root.put(moment)
+    root.lends_bytes = 1 << 30
+    assert root.put(SIZE + 10) and root.loans == [(moment + SIZE + 10, SIZE)]
+
+
+def test_s8_no_level_is_known_while_loans_are_left(meta: MemoryMeta) -> None:
+    root = Root(meta)
+    assert root.put(SIZE) and root.level is not None
+    root.has_loans, root.is_empty = True, False
+    assert not root.put(2 * SIZE) and root.level is None and root.wanted[-1], "a collector counts"
+    assert not root.has_loans
 
 
 def test_s8_the_last_word_of_a_collector_binds_no_node_whose_metadata_are_lost(meta: MemoryMeta) -> None:
@@ -351,8 +368,11 @@ def test_s8_without_a_loan_the_last_word_stays_in_force(meta: MemoryMeta) -> Non
 def test_s8_a_loan_that_fails_is_none(meta: MemoryMeta, monkeypatch: pytest.MonkeyPatch) -> None:
     root = Root(meta)
     root.counts = False
-    monkeypatch.setattr(root.claims, "_lend", Mock(side_effect=Unavailable("the disk hangs")))
-    assert not root.put(1) and "kvstore fsck ROOT --adopt" in root.claims.refusal()
+    root.lends_bytes = 1 << 30
+    monkeypatch.setattr(root, "lend", Mock(side_effect=Unavailable("the disk hangs")))
+    assert not root.put(1) and "nothing can be lent of the bound: the disk hangs" in root.claims.refusal()
+    monkeypatch.setattr(root, "is_lost", Mock(side_effect=Unavailable("the disk hangs")))
+    assert not root.put(1)
 
 
 def test_s6_no_level_begins_beside_a_word_though_the_root_is_empty(meta: MemoryMeta) -> None:

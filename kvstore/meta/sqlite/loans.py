@@ -82,9 +82,18 @@ def _write(file: int, level: _Level) -> None:
     os.pwrite(file, record.ljust(_RECORD_BYTES), 0)
 
 
+def are_left(folder: str) -> bool:
+    """True if somebody borrowed, and nobody has ended that."""
+    return os.path.isfile(os.path.join(folder, METADATA_LOANS))
+
+
 def end_loans(folder: str) -> None:
-    """Removes the level, once the metadata can be relied on again. Raises OSError."""
+    """Removes the level, once the metadata can be relied on again. Raises Unavailable."""
     path = os.path.join(folder, METADATA_LOANS)
-    if os.path.lexists(path):
-        with locked(path, LOCK_S):
-            os.unlink(path)
+    try:
+        if os.path.lexists(path):
+            os.unlink(path)  # who waits for its lock makes another
+    except OSError as cause:
+        raise Unavailable(
+            f"{path} cannot be removed ({cause.strerror}): remove it, it is of no use any more"
+        ) from cause

@@ -31,13 +31,23 @@ BOUND = [
     ),
     bound(
         "first-loan-has-its-put-alone",
-        edit("kvstore.node.claims:Claims.borrow", "self._owed_bytes + left_bytes", "0"),
-        "node/test_claims.py::test_s8_a_first_loan_has_what_is_left_of_a_claim",
+        edit("kvstore.node.claims:Claims._borrow", "self._owed_bytes + left_bytes", "0"),
+        "node/test_claims.py::test_s8_a_first_loan_has_what_is_left_of_a_claim_and_the_next_has_not",
     ),
     bound(
         "lends-where-the-metadata-are-well",
-        edit("kvstore.node.opening:_lender", " if why_astray(root, member.keys, timeout_s) else None", ""),
+        replace("kvstore.node.host_loans:HostLoans.is_lost", lambda self: True),
         "client/test_lost_metadata.py::test_where_the_metadata_are_well_nothing_is_borrowed",
+    ),
+    bound(
+        "level-survives-loans",
+        edit("kvstore.node.claims:Claims._claim", "self._bounds.forget(TIMEOUT_S)", "pass"),
+        "node/test_claims.py::test_s8_no_level_is_known_while_loans_are_left",
+    ),
+    bound(
+        "word-of-the-dead-is-taken-for-a-count",
+        edit("kvstore.node.usage:NodeUsage.due", " and self._was_counted", ""),
+        f"{USAGE}a_node_says_at_once_that_a_word_binds_it",
     ),
     bound(
         "last-word-binds-for-ever",
@@ -138,7 +148,7 @@ BOUND = [
     ),
     bound(
         "what-is-stored-needs-room",
-        edit("kvstore.node.usage:NodeUsage.reserve", "missing_bytes is not None", "False"),
+        edit("kvstore.node.usage:NodeUsage.reserve", " if missing_bytes is None else missing_bytes()", ""),
         f"{USAGE}what_is_stored_already_needs_no_room",
     ),
     bound(
