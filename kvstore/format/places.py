@@ -30,8 +30,9 @@ METADATA_LOGS = (Name(f"{METADATA}-wal"), Name(f"{METADATA}-shm"))
 """The files that SQLite keeps beside it while it is open."""
 METADATA_LIVENESS = Name(f"{METADATA}-live")
 """Its locks tell which processes are there. It is empty."""
-METADATA_LOANS = Name(f"{METADATA}-loans")
-"""What processes lend themselves while the metadata are lost: one line of numbers."""
+LOANS = Name("loans")
+"""What processes lend themselves while they cannot rely on the metadata: one line of numbers. Who restores a backup of
+METADATA, and removes what is beside it, must not remove this."""
 RESERVE = Name("reserve")
 BOUND = Name("bound")
 LINEAGE = Name("lineage")

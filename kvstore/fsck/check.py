@@ -43,8 +43,8 @@ LINEAGES_MAX = 1_000_000
 _GC_FOLDERS = frozenset({places.TRASH, places.PLANS, places.PINS, places.GENERATIONS, places.HOST_GENERATIONS})
 """The folders of garbage collection, which it checks itself."""
 _FILES = frozenset(
-    {places.FORMAT, places.RESERVE, places.BOUND, places.METADATA, *places.METADATA_LOGS, places.METADATA_LIVENESS}
-    | {places.METADATA_LOANS}
+    {places.FORMAT, places.RESERVE, places.BOUND, places.LOANS}
+    | {places.METADATA, *places.METADATA_LOGS, places.METADATA_LIVENESS}
 )
 _UNFINISHED = re.compile(rf"{re.escape(places.METADATA)}\.[0-9a-f]{{16}}\.new")
 """Metadata in a file whose maker died."""

@@ -23,7 +23,7 @@ def why_astray(root: PosixRoot, keys: Keys, timeout_s: float) -> str | None:
     if newest_number(root) or not newest_number(root, HOST_GENERATIONS):
         return None  # of a cluster, or no node was here yet
     path = os.path.join(root.path, METADATA)
-    if not os.path.exists(path):
+    if not os.path.isfile(path):
         return f"{path} is gone: {ADVICE_OF_HOST}"
     try:
         on_root = read_newest(root, HOST_GENERATIONS)

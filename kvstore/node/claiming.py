@@ -9,7 +9,7 @@ from typing import Protocol
 
 
 class Lending(Protocol):
-    """Lends a node room of its bound while the metadata are lost (rule S8). All raise the root's errors."""
+    """Lends a node room of its bound while it cannot rely on the metadata (rule S8). All raise the root's errors."""
 
     def is_lost(self) -> bool:
         """True if the metadata are lost: not if they cannot be reached for a moment."""

@@ -47,8 +47,8 @@ NO_ROOM = (
 """What a put without room is told."""
 
 
-class NoLoans:
-    """Lends nothing: the metadata are never lost, or nobody asks for a bound."""
+class FreeLoans:
+    """Lends whatever is asked, and the metadata are never lost: a store without a bound, and simulated ones."""
 
     def is_lost(self) -> bool:
         """See ``Lending``."""
@@ -56,7 +56,7 @@ class NoLoans:
 
     def lend(self, size_bytes: int, more_bytes: int) -> int | None:
         """See ``Lending``."""
-        return None
+        return more_bytes
 
     def are_left(self) -> bool:
         """See ``Lending``."""
@@ -66,7 +66,7 @@ class NoLoans:
         """See ``Lending``."""
 
 
-NO_LOANS = NoLoans()
+FREE_LOANS = FreeLoans()
 
 
 class Claims:
@@ -82,7 +82,7 @@ class Claims:
         is_clusters: Callable[[], bool],
         has_disk_for: Callable[[int], bool],
         wrote: Callable[[bool], None],
-        loans: Lending = NO_LOANS,
+        loans: Lending = FREE_LOANS,
     ) -> None:
         """``counts`` says that the metadata can be relied on, ``is_empty`` that the root has no chunk yet, and
         ``is_clusters`` that a cluster has taken it over.
@@ -116,7 +116,9 @@ class Claims:
     def claim(self, lacking_bytes: int, left_bytes: int) -> int | None:
         """See ``NodeUsage``."""
         if not self._counts():
-            return self._borrow(lacking_bytes, left_bytes) if self._is_lost() else self._moment(lacking_bytes)
+            if self._is_lost():
+                return self._borrow(lacking_bytes, _claim_bytes(self._own.max_bytes), left_bytes)
+            return self._moment(lacking_bytes, left_bytes)
         try:
             claimed_bytes = self._claim(lacking_bytes)
             self._failure = ""
@@ -129,7 +131,9 @@ class Claims:
 
     def borrow(self, lacking_bytes: int, left_bytes: int) -> int | None:
         """See ``NodeUsage``."""
-        return self._borrow(lacking_bytes, left_bytes) if self._is_lost() else None
+        if self._is_lost():
+            return self._borrow(lacking_bytes, _claim_bytes(self._own.max_bytes), left_bytes)
+        return None
 
     def has_disk_for(self, size_bytes: int) -> bool:
         """See ``NodeUsage``."""
@@ -165,39 +169,38 @@ class Claims:
             log.debug("claims.nobody_can_tell %s", error)
             return False
 
-    def _borrow(self, lacking_bytes: int, left_bytes: int) -> int | None:
-        assert self._own.max_bytes is not None, "nothing is lent without a bound"
+    def _borrow(self, lacking_bytes: int, more_bytes: int, left_bytes: int) -> int | None:
+        """Borrows both, or what is lacking alone; returns how many more."""
         unknown_bytes = 0 if self._has_loan else self._owed_bytes + left_bytes
         try:
-            more_bytes = self._loans.lend(unknown_bytes + lacking_bytes, _claim_bytes(self._own.max_bytes))
+            lent_bytes = self._loans.lend(unknown_bytes + lacking_bytes, more_bytes)
             self._failure = ""
         except KVStoreError as error:
             log.debug("claims.no_loan %s", error)
             self._failure = f"and nothing can be lent of the bound: {error}"
             return None
-        if more_bytes is not None:
-            self._owed_bytes, self._has_loan = self._owed_bytes + lacking_bytes + more_bytes, True
-        return more_bytes
+        if lent_bytes is not None:
+            self._owed_bytes, self._has_loan = self._owed_bytes + lacking_bytes + lent_bytes, True
+        return lent_bytes
 
-    def _moment(self, lacking_bytes: int) -> int | None:
-        """Lends what may be written for a moment, while a session is renewed; without a bound for ever.
+    def _moment(self, lacking_bytes: int, left_bytes: int) -> int | None:
+        """Borrows what may be written for a moment, while a session is renewed; without a bound for ever.
 
-        Not for longer, nor to program after program: nobody collects.
+        Not for longer, nor for program after program: others go on to claim, and the loans know nothing of that.
         """
-        lent_bytes = lacking_bytes + CLAIM_BYTES_MAX
-        if self._own.max_bytes is not None:
-            lent_bytes = min(CLAIM_BYTES_MAX, int(EARLY_SHARE * self._own.max_bytes))
-            if self._owed_bytes or not self._has_claimed or lent_bytes < lacking_bytes:
-                return None
-        self._owed_bytes += lent_bytes
-        return lent_bytes - lacking_bytes
+        if self._own.max_bytes is None:
+            return self._borrow(lacking_bytes, CLAIM_BYTES_MAX, left_bytes)
+        moment_bytes = min(CLAIM_BYTES_MAX, int(EARLY_SHARE * self._own.max_bytes))
+        if self._owed_bytes or not self._has_claimed or moment_bytes < lacking_bytes:
+            return None
+        return self._borrow(lacking_bytes, moment_bytes - lacking_bytes, left_bytes)
 
     def _claim(self, lacking_bytes: int) -> int | None:
         if self._loans.are_left():  # the file is back, or was adopted by hand
             self._bounds.forget(TIMEOUT_S)
             self._loans.end()
         max_bytes = self._bounds.smallest(TIMEOUT_S).and_of(self._own).max_bytes
-        size_bytes = UNBOUND_BYTES if max_bytes is None else _claim_bytes(max_bytes)
+        size_bytes = _claim_bytes(max_bytes)
         asked_bytes = size_bytes + lacking_bytes + self._owed_bytes
         claim = self._bounds.claim(asked_bytes, max_bytes, self._is_empty, TIMEOUT_S)
         if claim is None and max_bytes is not None:  # perhaps there is room for this put, and for no other
@@ -218,6 +221,6 @@ class Claims:
         return size_bytes
 
 
-def _claim_bytes(max_bytes: int) -> int:
+def _claim_bytes(max_bytes: int | None) -> int:
     """The bytes of a claim beyond those of a put."""
-    return max(1, min(CLAIM_BYTES_MAX, int(CLAIM_SHARE * max_bytes)))
+    return UNBOUND_BYTES if max_bytes is None else max(1, min(CLAIM_BYTES_MAX, int(CLAIM_SHARE * max_bytes)))

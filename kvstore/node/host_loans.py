@@ -9,6 +9,9 @@ from kvstore.node.node import Node
 from kvstore.root.posix import PosixRoot
 from kvstore.root.used import used_bytes
 
+TIMEOUT_S = 1.0
+"""Who may write to the metadata for longer than this leaves it open whether they are lost."""
+
 
 class HostLoans:
     """See ``Lending``. Looks at the root on the node's lanes."""
@@ -21,8 +24,7 @@ class HostLoans:
 
     def is_lost(self) -> bool:
         """See ``Lending``."""
-        timeout_s = self._node.limits.meta_deadline_s
-        return self._node.on_root(lambda: why_astray(self._root, self._keys, timeout_s)) is not None
+        return self._node.on_root(lambda: why_astray(self._root, self._keys, TIMEOUT_S)) is not None
 
     def lend(self, size_bytes: int, more_bytes: int) -> int | None:
         """See ``Lending``."""

@@ -24,7 +24,7 @@ from kvstore.meta.presence import Presence
 from kvstore.meta.roots import bind_root, bound_root
 from kvstore.meta.session import TTL_S_MIN, Session
 from kvstore.node.claiming import Lending
-from kvstore.node.claims import NO_LOANS, Claims
+from kvstore.node.claims import FREE_LOANS, Claims
 from kvstore.node.collecting import Collecting
 from kvstore.node.follower import Follower
 from kvstore.node.lanes import Deadline, Lanes
@@ -243,10 +243,10 @@ def _loans_of(member: Member, root: PosixRoot, bound: Bound) -> Lending:
     """What a bound lends while the metadata on the root are lost (rule S8)."""
     from kvstore.node.host_loans import HostLoans  # sqlite3 only where it is used
 
-    return NO_LOANS if bound.max_bytes is None else HostLoans(member.node, root, member.keys, bound.max_bytes)
+    return FREE_LOANS if bound.max_bytes is None else HostLoans(member.node, root, member.keys, bound.max_bytes)
 
 
-def claim_room(member: Member, bound: Bound, wrote: Callable[[bool], None], loans: Lending = NO_LOANS) -> None:
+def claim_room(member: Member, bound: Bound, wrote: Callable[[bool], None], loans: Lending = FREE_LOANS) -> None:
     """Has a node claim its room before it writes (rule S6); ``wrote`` and ``loans`` are as in ``Claims``."""
     node = member.node
     node.gc_view.put_bytes_max = None if bound.max_bytes is None else int(CLAIMED_SHARE * bound.max_bytes)

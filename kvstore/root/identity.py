@@ -50,7 +50,7 @@ _OURS = frozenset(
         places.METADATA,
         *places.METADATA_LOGS,
         places.METADATA_LIVENESS,
-        places.METADATA_LOANS,
+        places.LOANS,
         places.RESERVE,
         places.BOUND,
         places.LINEAGE,

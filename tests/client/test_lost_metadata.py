@@ -18,7 +18,7 @@ from click.testing import CliRunner
 import kvstore
 from kvstore.cli.fsck import fsck
 from kvstore.errors import Overloaded
-from kvstore.format.places import METADATA, METADATA_LOANS
+from kvstore.format.places import LOANS, METADATA
 from kvstore.meta.bounds import CLAIMED_SHARE
 from kvstore.meta.sqlite.loans import BEFORE_SHARE
 from kvstore.node.view import View
@@ -67,12 +67,18 @@ def destroy_record(root: Path) -> None:
         path.write_bytes(b"nothing")
 
 
+def make_folder(root: Path) -> None:
+    remove(root)
+    (root / METADATA).mkdir()
+
+
 LOSSES: dict[str, Callable[[Path], None]] = {
     "removed": remove,
     "damaged": damage,
     "cut": truncate,
     "of another version": of_another_version,
     "the root's record damaged": destroy_record,
+    "a folder": make_folder,
 }
 
 
@@ -118,9 +124,11 @@ def fill(store: kvstore.Store, first: int) -> int:
 
 
 def adopt(root: Path) -> None:
+    if (root / METADATA).is_dir():
+        (root / METADATA).rmdir()  # as its refusal says
     adopted = CliRunner().invoke(fsck, [str(root), "--adopt"])
     assert adopted.exit_code == 0, adopted.output
-    assert not (root / METADATA_LOANS).exists()
+    assert not (root / LOANS).exists()
 
 
 def test_a_store_that_opens_later_reads_and_puts_up_to_its_bound(root: Path, lose: Callable[[Path], None]) -> None:
@@ -190,6 +198,28 @@ def test_stores_that_had_claims_stay_below_the_bound_together(root: Path) -> Non
         assert taken(root) <= BOUND_BYTES
 
 
+def test_a_file_that_comes_back_under_stores_with_claims_gives_none_of_them_a_moment_more(
+    root: Path, tmp_path: Path
+) -> None:
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    with ExitStack() as opened:
+        stores = [opened.enter_context(kvstore.open(root, max_bytes=BOUND_BYTES)) for _ in range(8)]
+        assert all(put(store, 1 + number) for number, store in enumerate(stores))
+        for path in root.glob(f"{METADATA}*"):
+            shutil.move(path, kept / path.name)
+        for store in stores:
+            eventually(lambda store=store: not store.stats()["protected"], "it has noticed")  # type: ignore[misc]
+        with kvstore.open(root, max_bytes=BOUND_BYTES) as other:
+            fill(other, 1000)
+        remove(root)
+        for path in kept.iterdir():
+            shutil.move(path, root / path.name)
+        for number, store in enumerate(stores):
+            put(store, 2000 + number)
+        assert taken(root) <= BOUND_BYTES
+
+
 def test_threads_of_one_store_wait_for_the_loans_of_each_other(root: Path) -> None:
     remove(root)
     with kvstore.open(root, max_bytes=BOUND_BYTES) as store, ThreadPoolExecutor(8) as threads:
@@ -200,10 +230,10 @@ def test_threads_of_one_store_wait_for_the_loans_of_each_other(root: Path) -> No
 def test_what_lies_in_the_way_of_loans_is_named(root: Path, place: str) -> None:
     remove(root)
     if place == "a folder":
-        (root / METADATA_LOANS).mkdir()
+        (root / LOANS).mkdir()
     else:
-        (root / METADATA_LOANS).symlink_to(root / "elsewhere")
-    with kvstore.open(root, max_bytes=BOUND_BYTES) as store, pytest.raises(Overloaded, match=METADATA_LOANS):
+        (root / LOANS).symlink_to(root / "elsewhere")
+    with kvstore.open(root, max_bytes=BOUND_BYTES) as store, pytest.raises(Overloaded, match=LOANS):
         store.namespace("model", LAYOUT).put(tokens(1, 1), kv())
     adopted = CliRunner().invoke(fsck, [str(root), "--adopt"])
     assert adopted.exit_code == 0 and ("remove it" in adopted.output) == (place == "a folder"), adopted.output
@@ -231,8 +261,7 @@ def test_a_file_that_comes_back_ends_the_loans(root: Path, tmp_path: Path) -> No
     with kvstore.open(root, max_bytes=BOUND_BYTES) as store:
         refused = fill(store, 1)
     for path in root.glob(f"{METADATA}*"):
-        if path.name != METADATA_LOANS:
-            path.unlink()
+        path.unlink()
     for path in kept.iterdir():
         shutil.move(path, root / path.name)
     with kvstore.open(root, max_bytes=BOUND_BYTES) as store:
@@ -241,21 +270,21 @@ def test_a_file_that_comes_back_ends_the_loans(root: Path, tmp_path: Path) -> No
         for number in range(refused + 1, refused + 20):
             put(store, number)
         assert taken(root) <= BOUND_BYTES
-    assert not (root / METADATA_LOANS).exists()
+    assert not (root / LOANS).exists()
 
 
 def test_where_the_metadata_are_well_nothing_is_borrowed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(View, "protects", False)  # as while a session is renewed
     with kvstore.open(root, max_bytes=BOUND_BYTES) as store:
         assert not put(store, 1)
-    assert not (root / METADATA_LOANS).exists()
+    assert not (root / LOANS).exists()
 
 
 def test_a_store_without_a_bound_borrows_nothing(root: Path) -> None:
     remove(root)
     with kvstore.open(root, max_bytes=None) as store:
         assert all(put(store, number) for number in range(1, 20))
-    assert not (root / METADATA_LOANS).exists()
+    assert not (root / LOANS).exists()
     with closing(kvstore.open(root, max_bytes=BOUND_BYTES)) as store:
         put(store, 20)
-    assert (root / METADATA_LOANS).exists(), "one with a bound does"
+    assert (root / LOANS).exists(), "one with a bound does"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import Unavailable
-from kvstore.format.places import METADATA_LOANS
+from kvstore.format.places import LOANS
 from kvstore.meta.bounds import CLAIMED_SHARE
 from kvstore.meta.sqlite import loans
 from kvstore.meta.sqlite.loans import BEFORE_SHARE, COUNT_S, Loans, end_loans
@@ -40,7 +40,7 @@ class Folder:
 
     @property
     def file(self) -> Path:
-        return self.path / METADATA_LOANS
+        return self.path / LOANS
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def test_s8_what_is_no_file_lends_nothing(folder: Folder, monkeypatch: pytest.Mo
         "a pipe": lambda: os.mkfifo(folder.file),
     }
     made[place]()
-    with pytest.raises(Unavailable, match=METADATA_LOANS):
+    with pytest.raises(Unavailable, match=LOANS):
         folder.loans().lend(1, 0)
     assert not (folder.path / "elsewhere").exists()
 

@@ -66,7 +66,9 @@ class Root:
         self.has_loans = False
 
     def lend(self, size_bytes: int, more_bytes: int) -> int | None:
-        assert self.lends_bytes is not None
+        if self.lends_bytes is None:
+            self.loans.append((size_bytes, more_bytes))
+            return more_bytes
         if size_bytes > self.lends_bytes:
             return None
         self.loans.append((size_bytes, more_bytes))
@@ -321,14 +323,24 @@ def test_s8_a_first_loan_has_what_is_left_of_a_claim_and_the_next_has_not(meta: 
     assert root.loans == [(8 * SIZE + 1, SIZE), (SIZE, SIZE)]
 
 
-def test_s8_a_first_loan_has_what_was_lent_for_a_moment(meta: MemoryMeta) -> None:
+def test_s8_a_moment_is_a_loan_as_well(meta: MemoryMeta) -> None:
+    """Or each of many programs writes as much beside the others, and nobody counts it."""
     root = Root(meta)
     assert root.put(2 * SIZE)
     root.counts = False
     moment = int(EARLY_SHARE * BOUND)
-    assert root.put(moment)
-    root.lends_bytes = 1 << 30
-    assert root.put(SIZE + 10) and root.loans == [(moment + SIZE + 10, SIZE)]
+    assert root.put(SIZE + 1) and root.loans == [(SIZE + 1 - SIZE + SIZE, moment - 1)], "and what is left of its claim"
+    assert not root.put(moment), "once"
+    root.lends_bytes = SIZE
+    assert root.put(moment) and len(root.loans) == 2, "but where the metadata are lost"
+
+
+def test_s8_no_moment_is_lent_where_the_bound_leaves_none(meta: MemoryMeta) -> None:
+    root = Root(meta)
+    assert root.put(1)
+    root.counts, root.lends_bytes = False, 0
+    root.is_lost = lambda: False  # type: ignore[method-assign]
+    assert not root.put(2 * SIZE) and not root.loans
 
 
 def test_s8_no_level_is_known_while_loans_are_left(meta: MemoryMeta) -> None:

@@ -63,8 +63,8 @@ def claims_too_little() -> Iterator[None]:
 def lends_free() -> Iterator[None]:
     """A node without a session writes on and on, and claims nothing of that later."""
 
-    def lend(self: Claims, lacking_bytes: int) -> int | None:
-        lent_bytes, self._owed_bytes = real(self, lacking_bytes), 0
+    def lend(self: Claims, lacking_bytes: int, left_bytes: int) -> int | None:
+        lent_bytes, self._owed_bytes = real(self, lacking_bytes, left_bytes), 0
         return lent_bytes
 
     real = Claims._moment

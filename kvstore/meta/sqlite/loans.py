@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from kvstore.errors import Unavailable
-from kvstore.format.places import METADATA_LOANS
+from kvstore.format.places import LOANS
 from kvstore.meta.bounds import CLAIMED_SHARE
 from kvstore.meta.sqlite.making import locked
 from kvstore.sources import Clock
@@ -38,7 +38,7 @@ class Loans:
 
     def __init__(self, folder: str, max_bytes: int, used_bytes: Callable[[], int], clock: Clock) -> None:
         """``used_bytes`` counts the root's files. ``max_bytes`` is the bound of this process."""
-        self._path = os.path.join(folder, METADATA_LOANS)
+        self._path = os.path.join(folder, LOANS)
         self._most_bytes = int((CLAIMED_SHARE - BEFORE_SHARE) * max_bytes)
         self._used_bytes = used_bytes
         self._clock = clock
@@ -84,12 +84,12 @@ def _write(file: int, level: _Level) -> None:
 
 def are_left(folder: str) -> bool:
     """True if somebody borrowed, and nobody has ended that."""
-    return os.path.isfile(os.path.join(folder, METADATA_LOANS))
+    return os.path.isfile(os.path.join(folder, LOANS))
 
 
 def end_loans(folder: str) -> None:
     """Removes the level, once the metadata can be relied on again. Raises Unavailable."""
-    path = os.path.join(folder, METADATA_LOANS)
+    path = os.path.join(folder, LOANS)
     try:
         if os.path.lexists(path):
             os.unlink(path)  # who waits for its lock makes another

@@ -40,6 +40,15 @@ BOUND = [
         "client/test_lost_metadata.py::test_where_the_metadata_are_well_nothing_is_borrowed",
     ),
     bound(
+        "moment-is-no-loan",
+        edit(
+            "kvstore.node.claims:Claims._moment",
+            "self._borrow(lacking_bytes, moment_bytes - lacking_bytes, left_bytes)",
+            "moment_bytes - lacking_bytes",
+        ),
+        "node/test_claims.py::test_s8_a_moment_is_a_loan_as_well",
+    ),
+    bound(
         "level-survives-loans",
         edit("kvstore.node.claims:Claims._claim", "self._bounds.forget(TIMEOUT_S)", "pass"),
         "node/test_claims.py::test_s8_no_level_is_known_while_loans_are_left",
