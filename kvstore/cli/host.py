@@ -33,8 +33,9 @@ log = logging.getLogger(__name__)
 
 GC_INTERVAL_S = 60
 """Time between two rounds; an urgent one, because the root fills up, begins at once."""
-COUNTED_S = 30.0
-"""How long the first listing of the root may take before clients are told of the workers."""
+COUNTED_S = 60.0
+"""How long the collector may take to count the root before clients are told of the workers: after a crash it waits for
+the lease of the one before."""
 COUNTED_LOOK_S = 0.1
 WATCH_S = 0.5
 SHORT_LIFE_S = 10.0
