@@ -28,11 +28,12 @@ class Folder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.clock = FakeClock()
+        self.boot = "boot-1"
         self.used_bytes = 0
         self.counted = 0
 
     def loans(self) -> Loans:
-        return Loans(str(self.path), BOUND, self._count, self.clock)
+        return Loans(str(self.path), BOUND, self._count, self.clock, self.boot)
 
     def _count(self) -> int:
         self.counted += 1
@@ -77,7 +78,20 @@ def test_s8_the_root_is_counted_again_and_what_was_lent_since_counts_once_more(f
 
 
 @pytest.mark.parametrize(
-    "record", [b"", b"\0" * 96, b"nan 1 1", b"inf 1 0", b"1 2", b"1 -5 1", b"5 5 -5", b"x" * 5000, b"1e999 0 0"]
+    "record",
+    [
+        b"",
+        b"\0" * 128,
+        b"boot-1 nan 1 1",
+        b"boot-1 inf 1 0",
+        b"boot-1 1000",
+        b"boot-1 1000 -5 1",
+        b"boot-1 1000 5 -5",
+        b"x" * 5000,
+        b"boot-1 1e999 0 0",
+        b"\xff\xfe 1000 0 0",
+        b"1000 0 0",
+    ],
 )
 def test_s8_what_is_no_level_is_counted_anew(folder: Folder, record: bytes) -> None:
     folder.used_bytes = MOST - 10
@@ -87,9 +101,8 @@ def test_s8_what_is_no_level_is_counted_anew(folder: Folder, record: bytes) -> N
 
 
 def test_s8_a_level_of_another_boot_is_counted_anew(folder: Folder) -> None:
-    folder.clock.advance(1_000)
     assert folder.loans().lend(1_000, 0) == 0
-    folder.clock = FakeClock()
+    folder.boot = "boot-2"
     folder.used_bytes = MOST - 1_000
     assert folder.loans().lend(1, 0) is None and folder.counted == 2
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from kvstore.errors import Unavailable
 from kvstore.format.places import LOANS
 from kvstore.meta.bounds import CLAIMED_SHARE
+from kvstore.meta.sqlite.host import boot_id
 from kvstore.meta.sqlite.making import locked
 from kvstore.sources import Clock
 
@@ -21,13 +22,14 @@ BEFORE_SHARE = 1 / 16
 COUNT_S = 60.0
 """The root is counted again after this, in which a put that had a loan has written it."""
 LOCK_S = 1.0
-_RECORD_BYTES = 96
+_RECORD_BYTES = 128
 """Always as many, so that one write replaces all of it."""
 
 
 class _Level(NamedTuple):
-    """``lent_bytes`` are those since ``counted_s``, when the files took ``used_bytes``."""
+    """``lent_bytes`` are those since ``counted_s`` of a boot, when the files took ``used_bytes``."""
 
+    boot: str
     counted_s: float
     used_bytes: int
     lent_bytes: int
@@ -36,8 +38,14 @@ class _Level(NamedTuple):
 class Loans:
     """The loans of all processes on one folder."""
 
-    def __init__(self, folder: str, max_bytes: int, used_bytes: Callable[[], int], clock: Clock) -> None:
-        """``used_bytes`` counts the root's files. ``max_bytes`` is the bound of this process."""
+    def __init__(
+        self, folder: str, max_bytes: int, used_bytes: Callable[[], int], clock: Clock, boot: str | None = None
+    ) -> None:
+        """``used_bytes`` counts the root's files. ``max_bytes`` is the bound of this process.
+
+        The times of ``clock`` are those of one ``boot``; by default it is the host's.
+        """
+        self._boot = boot_id() if boot is None else boot
         self._path = os.path.join(folder, LOANS)
         self._most_bytes = int((CLAIMED_SHARE - BEFORE_SHARE) * max_bytes)
         self._used_bytes = used_bytes
@@ -57,10 +65,10 @@ class Loans:
     def _lend(self, file: int, size_bytes: int, more_bytes: int) -> int | None:
         level = _read(file)
         now_s = self._clock.monotonic_s()
-        if level is None or not 0 <= now_s - level.counted_s < COUNT_S:
+        if level is None or level.boot != self._boot or not 0 <= now_s - level.counted_s < COUNT_S:
             # Puts that have a loan may be under way: what was lent since the last counting counts once more.
             before_bytes = 0 if level is None else level.lent_bytes
-            level = _Level(now_s, self._used_bytes() + before_bytes, 0)
+            level = _Level(self._boot, now_s, self._used_bytes() + before_bytes, 0)
         room_bytes = self._most_bytes - level.used_bytes - level.lent_bytes
         lent_bytes = next((each for each in (size_bytes + more_bytes, size_bytes) if each <= room_bytes), None)
         _write(file, level._replace(lent_bytes=level.lent_bytes + (lent_bytes or 0)))
@@ -70,15 +78,15 @@ class Loans:
 def _read(file: int) -> _Level | None:
     """Returns the level; None if there is none, or what is there is none."""
     try:
-        counted_s, used_bytes, lent_bytes = os.pread(file, _RECORD_BYTES, 0).split()
-        level = _Level(float(counted_s), int(used_bytes), int(lent_bytes))
+        boot, counted_s, used_bytes, lent_bytes = os.pread(file, _RECORD_BYTES, 0).decode("ascii").split()
+        level = _Level(boot, float(counted_s), int(used_bytes), int(lent_bytes))
     except ValueError:
         return None
-    return level if min(level) >= 0 else None
+    return level if min(level[1:]) >= 0 else None
 
 
 def _write(file: int, level: _Level) -> None:
-    record = f"{level.counted_s:.3f} {level.used_bytes} {level.lent_bytes}".encode()
+    record = f"{level.boot} {level.counted_s:.3f} {level.used_bytes} {level.lent_bytes}".encode()
     os.pwrite(file, record.ljust(_RECORD_BYTES), 0)
 
 

@@ -30,6 +30,11 @@ BOUND = [
         f"{LOANS}the_root_is_counted_again_and_what_was_lent_since_counts_once_more",
     ),
     bound(
+        "loans-of-another-boot-are-believed",
+        edit("kvstore.meta.sqlite.loans:Loans._lend", "level.boot != self._boot or ", ""),
+        f"{LOANS}a_level_of_another_boot_is_counted_anew",
+    ),
+    bound(
         "first-loan-has-its-put-alone",
         edit("kvstore.node.claims:Claims._borrow", "self._owed_bytes + left_bytes", "0"),
         "node/test_claims.py::test_s8_a_first_loan_has_what_is_left_of_a_claim_and_the_next_has_not",
