@@ -31,8 +31,8 @@ METADATA_LOGS = (Name(f"{METADATA}-wal"), Name(f"{METADATA}-shm"))
 METADATA_LIVENESS = Name(f"{METADATA}-live")
 """Its locks tell which processes are there. It is empty."""
 LOANS = Name("loans")
-"""What processes lend themselves while they cannot rely on the metadata: one line of numbers. Who restores a backup of
-METADATA, and removes what is beside it, must not remove this."""
+"""What processes took of the bound while they could not rely on METADATA: one line of numbers. Its name does not begin
+like that one's: a restore from a backup removes all of those first, and must leave this."""
 RESERVE = Name("reserve")
 BOUND = Name("bound")
 LINEAGE = Name("lineage")

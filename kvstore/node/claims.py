@@ -196,7 +196,7 @@ class Claims:
         return self._borrow(lacking_bytes, moment_bytes - lacking_bytes, left_bytes)
 
     def _claim(self, lacking_bytes: int) -> int | None:
-        if self._loans.are_left():  # the file is back, or was adopted by hand
+        if self._loans.are_left():  # somebody could not rely on the metadata for a moment, or until they came back
             self._bounds.forget(TIMEOUT_S)
             self._loans.end()
         max_bytes = self._bounds.smallest(TIMEOUT_S).and_of(self._own).max_bytes

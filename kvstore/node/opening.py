@@ -240,7 +240,7 @@ def _make_room(node: Node, root: Root) -> None:
 
 
 def _loans_of(member: Member, root: PosixRoot, bound: Bound) -> Lending:
-    """What a bound lends while the metadata on the root are lost (rule S8)."""
+    """The loans of a bounded store, for the time when it cannot rely on the metadata (rule S8)."""
     from kvstore.node.host_loans import HostLoans  # sqlite3 only where it is used
 
     return FREE_LOANS if bound.max_bytes is None else HostLoans(member.node, root, member.keys, bound.max_bytes)

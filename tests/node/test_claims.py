@@ -40,7 +40,7 @@ class Root:
         self.is_clusters = False
         self.free_bytes = 1 << 30
         self.lends_bytes: int | None = None
-        """What is left to lend; None: the metadata are not lost, whoever cannot rely on them."""
+        """What is left to lend; None: the metadata are not lost."""
         self.has_loans = False
         self.loans: list[tuple[int, int]] = []
         self.claims = self.usage.claiming = Claims(
@@ -84,6 +84,13 @@ class Root:
         except Overloaded:
             return False
         return True
+
+    def be_counted(self) -> None:
+        """A collector says that 100 bytes may be written, and counts the report of this node."""
+        self.usage.hear(Room(0, 100, 10, 0.1), 7)
+        due = self.usage.due(0.0)
+        assert due is not None
+        self.usage.told(due, 0, 7, 0.0)
 
     @property
     def level(self) -> int | None:
@@ -353,10 +360,7 @@ def test_s8_no_level_is_known_while_loans_are_left(meta: MemoryMeta) -> None:
 
 def test_s8_the_last_word_of_a_collector_binds_no_node_whose_metadata_are_lost(meta: MemoryMeta) -> None:
     root = Root(meta)
-    root.usage.hear(Room(0, 100, 10, 0.1), 7)
-    due = root.usage.due(0.0)
-    assert due is not None
-    root.usage.told(due, 0, 7, 0.0)
+    root.be_counted()
     root.lends_bytes = 10 * SIZE
     assert root.put(100) and not root.put(1) and not root.loans, "it has a session"
     root.usage.end()
@@ -367,10 +371,7 @@ def test_s8_the_last_word_of_a_collector_binds_no_node_whose_metadata_are_lost(m
 
 def test_s8_without_a_loan_the_last_word_stays_in_force(meta: MemoryMeta) -> None:
     root = Root(meta)
-    root.usage.hear(Room(0, 100, 10, 0.1), 7)
-    due = root.usage.due(0.0)
-    assert due is not None
-    root.usage.told(due, 0, 7, 0.0)
+    root.be_counted()
     assert root.put(60)
     root.usage.end()
     root.counts = False
