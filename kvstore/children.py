@@ -130,6 +130,7 @@ class Program:
         if self._child is not None and not self._asked:
             self._asked = True
             self._child.send_signal(signal.SIGTERM)  # does nothing once it is reaped
+            self._child.send_signal(signal.SIGCONT)  # one that was stopped would not hear of it
 
     def kill(self) -> None:
         """Sends SIGKILL; idempotent."""
