@@ -86,7 +86,7 @@ guide-test: $(READY) ## three systems with systemd follow deploy/GUIDE.md word b
 docs: $(READY) ## the documents as a site, with the API from docstrings (installs mkdocs)
 	@.ci/docs.sh $(ARGS)
 
-alerts-test: $(READY) ## a real Prometheus sees every alert fire, each by its condition (root, Debian's prometheus and bindfs; 5 minutes)
+alerts-test: $(READY) ## a real Prometheus: every alert fires by its condition, no panel of a dashboard is empty (root, Debian's prometheus and bindfs; 5 minutes)
 	@$(BIN)/python -m pytest -q -rs -m alerts tests/alerts $(ARGS)
 
 hosts-test: $(READY) ## roots on NFS, with real kernels as server and clients (root, user-mode Linux, 15 minutes)

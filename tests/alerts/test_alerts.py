@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import os
 import shutil
 import signal
@@ -27,7 +28,7 @@ from kvstore import ClientTls, Layout
 from kvstore.errors import KVStoreError
 from kvstore.meta.server import EmbeddedEtcd
 from kvstore.writes import WriteModeName
-from tests.alerts.prometheus import Prometheus
+from tests.alerts.prometheus import PATIENCE_S, Prometheus
 from tests.alerts.stage import (
     AUDIT_BYTES,
     DISK_BYTES,
@@ -41,6 +42,7 @@ from tests.alerts.stage import (
 )
 from tests.security.certificates import Authority, Pair
 from tests.watch.page import series_names
+from tests.watch.queries import DASHBOARDS, panels, shown
 from tests.watch.test_alert_rules import alerts
 
 NEEDED = ("prometheus", "bindfs", "mount")
@@ -58,6 +60,10 @@ LAYOUT = Layout(layers=8, kv_heads=4, head_dim=64, dtype="float16", chunk_tokens
 MEMORY_BYTES = 32 << 20
 ALL_THREADS = 96
 """More calls at once than a worker allows."""
+
+
+EMPTY_PANELS = {"Certificates"}
+"""Nobody has one before the test of a secured worker."""
 
 
 def tokens(number: int, chunks: int) -> list[int]:
@@ -143,6 +149,23 @@ def test_nothing_fires_while_all_is_well_and_every_metric_is_documented(scene: S
     assert scene.prometheus.firing() == set()
     ours = {name for name in scene.prometheus.names() if name.startswith("kvstore_")}
     assert len(ours) > 100 and not ours - series_names()
+
+
+@pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda path: path.stem)
+def test_every_query_of_a_dashboard_finds_something_and_every_panel_a_number(scene: Scene, dashboard: Path) -> None:
+    empty, ends_s = set[str](), time.monotonic() + PATIENCE_S
+    store, cache = cache_of(scene.worker)
+    with store:
+        while True:
+            assert cache.match(tokens(1, 8)) == len(tokens(1, 8))
+            for panel in panels(dashboard):
+                found = [scene.prometheus.query(shown(target["expr"])) for target in panel["targets"]]
+                numbers = [float(series["value"][1]) for each in found for series in each]
+                (empty.discard if all(found) and any(map(math.isfinite, numbers)) else empty.add)(panel["title"])
+            if empty <= EMPTY_PANELS or time.monotonic() > ends_s:
+                break
+            time.sleep(1.0)
+    assert empty <= EMPTY_PANELS
 
 
 def test_files_that_somebody_damaged(scene: Scene) -> None:

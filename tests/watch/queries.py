@@ -27,6 +27,11 @@ def panels(dashboard: Path) -> Iterator[dict[str, Any]]:
             yield panel
 
 
+def shown(query: str) -> str:
+    """A query of a dashboard as Grafana asks it, with all jobs and instances chosen."""
+    return re.sub(r"\$(?:job|instance)\b", ".*", query.replace("$__rate_interval", "1m"))
+
+
 def used(query: str) -> dict[str, set[str]]:
     """The metrics of a query, each with the labels that it is selected by."""
     found: dict[str, set[str]] = {}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.watch.page import documented, series_names
-from tests.watch.queries import ADDED, DASHBOARDS, grouped, panels, used
+from tests.watch.queries import ADDED, DASHBOARDS, grouped, panels, shown, used
 
 HISTOGRAM_PARTS = ("_bucket", "_sum", "_count")
 
@@ -67,7 +67,7 @@ def test_panels_of_what_is_read_count_what_memory_gives() -> None:
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool (Debian's prometheus)")
 def test_prometheus_can_parse_every_query(tmp_path: Path) -> None:
     rules = [
-        {"record": f"dashboard:{dashboard.stem}:{number}", "expr": query.replace("$__rate_interval", "1m")}
+        {"record": f"dashboard:{dashboard.stem}:{number}", "expr": shown(query)}
         for dashboard in DASHBOARDS
         for number, query in enumerate(queries(dashboard))
     ]
