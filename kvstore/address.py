@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NewType, Protocol
 
 import numpy as np
 
+from kvstore.brief import kind_of
 from kvstore.errors import InvalidRequest
 from kvstore.namespace import Namespace
 from kvstore.tokens import TokenArray
@@ -149,7 +150,7 @@ def block_addresses(namespace: Namespace, keys: Iterable[bytes]) -> list[Address
     keyed = blake2b(digest_size=ADDRESS_BYTES, key=namespace.digest, person=_BLOCK_PERSON).copy
     for key in keys:
         if not isinstance(key, bytes):
-            raise InvalidRequest(f"block key is a {type(key).__name__}: expected bytes")
+            raise InvalidRequest(f"block key is {kind_of(key)}: expected bytes")
         if not BLOCK_KEY_BYTES_MIN <= len(key) <= BLOCK_KEY_BYTES_MAX:
             raise InvalidRequest(
                 f"block key has {len(key)} bytes: expected {BLOCK_KEY_BYTES_MIN} to {BLOCK_KEY_BYTES_MAX}"

@@ -14,6 +14,12 @@ def brief(value: object) -> str:
     return text if len(text) <= CHARS_MAX else f"{text[: CHARS_MAX - 3]}..."
 
 
+def kind_of(value: object) -> str:
+    """Returns what a value is, with its article: an int, a list, None."""
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+
+
 def why(cause: Exception) -> str:
     """Returns what went wrong, without the number and the path that an OSError adds to it."""
     return (isinstance(cause, OSError) and cause.strerror) or str(cause)

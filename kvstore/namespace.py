@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NewType
 
-from kvstore.brief import brief
+from kvstore.brief import brief, kind_of
 from kvstore.errors import InvalidRequest
 from kvstore.layout import Layout
 from kvstore.parsing import parse_json
@@ -74,7 +74,7 @@ class Namespace:
     ) -> Namespace:
         """A namespace from what a user types; ``attributes`` in any order."""
         if attributes is not None and not isinstance(attributes, Mapping):
-            raise InvalidRequest(f"attributes are a {type(attributes).__name__}: expected a mapping of text to text")
+            raise InvalidRequest(f"attributes are {kind_of(attributes)}: expected a mapping of text to text")
         return cls(name, layout, fingerprint, tenant, tuple(sorted((attributes or {}).items(), key=str)))
 
     @property
@@ -133,7 +133,7 @@ def _check_attributes(attributes: tuple[tuple[str, str], ...]) -> None:
 
 def _check_text(what: str, text: str, most: int) -> None:
     if not isinstance(text, str):
-        raise InvalidRequest(f"namespace {what} is a {type(text).__name__}: expected text")
+        raise InvalidRequest(f"namespace {what} is {kind_of(text)}: expected text")
     try:
         size = len(text.encode())
     except UnicodeEncodeError as cause:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.brief import kind_of
 from kvstore.errors import InvalidRequest
 
 TokenArray = npt.NDArray[np.uint32]
@@ -79,7 +80,7 @@ def _no_integers(tokens: Tokens, array: npt.NDArray[Any]) -> InvalidRequest:
 
 
 def _no_sequence(tokens: object) -> InvalidRequest:
-    return InvalidRequest(f"tokens are a {type(tokens).__name__}: expected a sequence of ints or an integer array")
+    return InvalidRequest(f"tokens are {kind_of(tokens)}: expected a sequence of ints or an integer array")
 
 
 def _type_of(tokens: Tokens, array: npt.NDArray[Any]) -> str:

@@ -141,11 +141,15 @@ class Collectors:
         smallest = self._smallest = min((each for each in others if mine is None or each[1] != mine[0]), default=None)
         if smallest is None or smallest == before or (self._max_bytes is not None and smallest[0] >= self._max_bytes):
             return
-        log.warning(
-            "gc.smaller_limit collector=%s max_bytes=%d: it holds for this one too; give all the same --max-bytes",
-            smallest[1].hex(),
-            smallest[0],
-        )
+        who, most_bytes = smallest[1].hex(), smallest[0]
+        if self._max_bytes is None:  # asks for no limit of its own, as beside embedded stores
+            log.info("gc.limit collector=%s max_bytes=%d: that collector's holds for this one too", who, most_bytes)
+        else:
+            log.warning(
+                "gc.smaller_limit collector=%s max_bytes=%d: it holds for this one too; give all the same --max-bytes",
+                who,
+                most_bytes,
+            )
 
     def _revoke(self, lease: LeaseId) -> None:
         try:

@@ -25,6 +25,7 @@ from kvstore.root.interface import Root
 from kvstore.root.open import open_root
 from kvstore.root.posix import PosixRoot
 from kvstore.root.reserve import with_reserve
+from kvstore.root.takeover import check_left
 from kvstore_gc.capacity import Watermarks
 from kvstore_gc.collectors import Collectors
 from kvstore_gc.config import Config
@@ -71,6 +72,7 @@ def opened(url: str, options: Mapping[str, Any], etcd: Meta | None) -> Iterator[
             raise RootMismatch(f"{root.url} is not a kvstore root: it has no FORMAT file. Is the file system mounted?")
         if etcd is not None:
             check_bound(etcd, root.url, identity.root)
+            within(OPEN_S, f"the root {url}", lambda: check_left(root))
         yield Site(root, identity, meta, generations=HOST_GENERATIONS if etcd is None else GENERATIONS)
 
 

@@ -14,6 +14,7 @@ from enum import Enum
 from typing import Any
 
 from kvstore.batches.tokenizer import Tokenizer
+from kvstore.brief import kind_of
 from kvstore.errors import InvalidRequest
 from kvstore.replay.trace import parse_request
 from kvstore.tokens import TOKENS_MAX, TokenArray, token_array
@@ -77,7 +78,7 @@ def _of_openai(record: dict[str, Any], tokenizer: Tokenizer | None) -> Asked:
     if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= CUSTOM_ID_CHARS_MAX:
         raise InvalidRequest(f"custom_id={custom_id!r}: expected text of 1 to {CUSTOM_ID_CHARS_MAX} characters")
     if not isinstance(body, dict):
-        raise InvalidRequest(f"body is a {type(body).__name__}: expected an object")
+        raise InvalidRequest(f"body is {kind_of(body)}: expected an object")
     if body.get("stream"):
         raise InvalidRequest("the body asks for a stream: a batch has one answer to each request, leave out stream")
     method, url = record.get("method", "POST"), record.get("url", "/")

@@ -162,9 +162,11 @@ def _live_sessions(etcd: EtcdAccess, identity: RootIdentity) -> Set[bytes]:
 def _adopt(root: Root, identity: RootIdentity, etcd: EtcdAccess | None) -> Adopted:
     from kvstore.fsck import adopt
     from kvstore.meta.roots import bind_root
+    from kvstore.root.takeover import check_left
 
     if etcd is None:
         return _adopt_on_host(root, identity)
+    check_left(root)
     with closing(etcd.open()) as meta:
         bind_root(meta, root.url, identity.root)
         return adopt(root, identity, meta)

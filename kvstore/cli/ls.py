@@ -69,6 +69,12 @@ def _namespaces(access: Access, as_json: bool) -> None:
                 "bytes": size_bytes,
             }
         )
+    unnamed = sum(chunks for id, (chunks, _) in (usage or {}).items() if id not in {each.id for each in found})
+    if unnamed:
+        print(
+            f"{unnamed} chunks are of namespaces that no record describes: kvstore fsck ROOT names them",
+            file=sys.stderr,
+        )
     if as_json:
         print_json({"namespaces": rows})
         return

@@ -33,6 +33,7 @@ from kvstore.memory.host import memory_most_bytes
 from kvstore.meta.roots import bound_root
 from kvstore.root.identity import check_usable
 from kvstore.root.open import open_root
+from kvstore.root.takeover import check_left
 
 if TYPE_CHECKING:
     from kvstore.cli.securing import ServerAccess
@@ -203,6 +204,7 @@ def _check_root(cluster: ClusterAccess) -> None:
         try:
             with closing(open_root(cluster.root, cluster.root_options.read())) as root:
                 check_usable(root)
+                check_left(root)
         except KVStoreError as error:
             errors.append(error)
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.brief import kind_of
 from kvstore.buffers import aligned
 from kvstore.errors import InvalidRequest
 from kvstore.layout import Layout
@@ -60,7 +61,7 @@ def layer_arrays(out: Sequence[Any], layout: Layout, tokens: int) -> list[KvArra
     """
     one, arrays = replace(layout, layers=1), list[KvArray]()
     if not isinstance(out, Iterable) or (isinstance(out, np.ndarray) and not out.ndim):
-        raise InvalidRequest(f"out is a {type(out).__name__}: expected three arrays or more")
+        raise InvalidRequest(f"out is {kind_of(out)}: expected three arrays or more")
     for array in out:
         whole = target_array(np.expand_dims(array, 0) if isinstance(array, np.ndarray) else array, one)
         if whole.shape[2] < tokens or not _has_contiguous_planes(whole):
@@ -89,7 +90,7 @@ def new_array(shape: tuple[int, ...], dtype: npt.DTypeLike) -> KvArray:
 
 def _checked(kv: Any, layout: Layout, what: str) -> KvArray:
     if not isinstance(kv, np.ndarray):
-        raise InvalidRequest(f"{what} is a {type(kv).__name__}: expected a numpy array of {layout.dtype}")
+        raise InvalidRequest(f"{what} is {kind_of(kv)}: expected a numpy array of {layout.dtype}")
     expected = layout.numpy_dtype
     # Raw bits are accepted as a plain integer type of the same size: frameworks export bfloat16 and float8 that way.
     is_raw = kv.dtype.kind == "u" and kv.dtype.itemsize == expected.itemsize and kv.dtype.isnative

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvstore import tracing
 from kvstore.address import BLOCK_KEY_BYTES_MAX, BLOCK_KEY_BYTES_MIN
-from kvstore.brief import brief
+from kvstore.brief import brief, kind_of
 from kvstore.buffers import Pieces, address_of
 from kvstore.checks import checked_hold_ttl
 from kvstore.client.dropping import release_dropped
@@ -248,12 +248,12 @@ def _checked_keys(keys: Sequence[bytes]) -> list[bytes]:
 def _packed(keys: list[bytes], descents: Sequence[Descent | bytes | None]) -> Sequence[bytes]:
     """Returns descents as bytes, b"" for none; nothing if there are none at all. Raises InvalidRequest."""
     if isinstance(descents, bytes | str) or not isinstance(descents, Sequence):
-        raise InvalidRequest(f"descents are a {type(descents).__name__}: expected a list, one or None for each key")
+        raise InvalidRequest(f"descents are {kind_of(descents)}: expected a list, one or None for each key")
     if not descents:
         return ()
     for position, each in enumerate(descents):
         if each is not None and not isinstance(each, Descent | bytes):
-            raise InvalidRequest(f"descent {position} is a {type(each).__name__}: expected kvstore.Descent, or bytes")
+            raise InvalidRequest(f"descent {position} is {kind_of(each)}: expected kvstore.Descent, or bytes")
     if len(descents) != len(keys):
         raise InvalidRequest(f"{len(descents)} descents for {len(keys)} keys: expected one, or None, for each")
     packed = [each.pack() if isinstance(each, Descent) else each or b"" for each in descents]
@@ -267,7 +267,7 @@ def _packed(keys: list[bytes], descents: Sequence[Descent | bytes | None]) -> Se
 
 def _views(keys: list[bytes], buffers: Sequence[Any], *, writable: bool) -> Pieces:
     if not isinstance(buffers, Sequence):
-        raise InvalidRequest(f"buffers are a {type(buffers).__name__}: expected a list, one for each key")
+        raise InvalidRequest(f"buffers are {kind_of(buffers)}: expected a list, one for each key")
     if len(buffers) != len(keys):
         raise InvalidRequest(f"{len(buffers)} buffers for {len(keys)} keys: expected one for each")
     views = [_view(buffer, position, writable=writable) for position, buffer in enumerate(buffers)]
@@ -293,9 +293,7 @@ def _view(buffer: Any, position: int, *, writable: bool) -> memoryview:
         view = memoryview(buffer).cast("B")
     except (TypeError, ValueError) as cause:
         if not isinstance(buffer, np.ndarray):
-            raise InvalidRequest(
-                f"buffer {position} is a {type(buffer).__name__}: expected contiguous bytes"
-            ) from cause
+            raise InvalidRequest(f"buffer {position} is {kind_of(buffer)}: expected contiguous bytes") from cause
         if not buffer.flags.c_contiguous:
             raise InvalidRequest(f"buffer {position} is not contiguous: give a contiguous array") from cause
         # numpy's bfloat16 and float8 have no buffer format.

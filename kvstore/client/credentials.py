@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 
+from kvstore.brief import kind_of
 from kvstore.channels import open_channel
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.security.account import HEADER, account_secret, proof
@@ -34,10 +35,10 @@ class Credentials:
 
     def __init__(self, tls: ClientTls | None = None, token_file: str | Path | None = None) -> None:
         if tls is not None and not isinstance(tls, ClientTls):
-            raise InvalidRequest(f"tls is a {type(tls).__name__}: expected kvstore.ClientTls")
+            raise InvalidRequest(f"tls is {kind_of(tls)}: expected kvstore.ClientTls")
         if token_file is not None and not isinstance(token_file, str | PathLike):
             # Only its type: it may be a token.
-            raise InvalidRequest(f"token_file is a {type(token_file).__name__}: expected the path of a file")
+            raise InvalidRequest(f"token_file is {kind_of(token_file)}: expected the path of a file")
         self._tls = tls
         self._certificate: Certificate | None = client_certificate(tls) if tls is not None else None
         self._token_file = token_file

@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 
 from kvstore import tracing
 from kvstore.bounded import CLOSE_S, within
-from kvstore.brief import brief
+from kvstore.brief import brief, kind_of
 from kvstore.client.bulk.links import Links
 from kvstore.client.bulk.shortage import Shortage
 from kvstore.client.bulk.way import Bulk
@@ -37,7 +37,7 @@ def check_address(address: str) -> str:
     """Checks an address: ``host:port``, ``[v6]:port`` or ``unix:path``. Raises InvalidRequest."""
     if not isinstance(address, str):
         raise InvalidRequest(
-            f"worker {brief(address)} is a {type(address).__name__}: expected host:port as text, such as 10.0.0.7:7070"
+            f"worker {brief(address)} is {kind_of(address)}: expected host:port as text, such as 10.0.0.7:7070"
         )
     text = address.strip()
     try:

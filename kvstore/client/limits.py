@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvstore.brief import kind_of
 from kvstore.checks import SECONDS_MAX, check_limits
 from kvstore.errors import InvalidRequest
 
@@ -59,6 +60,6 @@ def checked_limits(limits: object) -> ClientLimits:
     """Returns ``limits``, which are a client's. Raises InvalidRequest."""
     if not isinstance(limits, ClientLimits):
         raise InvalidRequest(
-            f"limits are a {type(limits).__name__}: expected kvstore.ClientLimits (kvstore.Limits are for kvstore.open)"
+            f"limits are {kind_of(limits)}: expected kvstore.ClientLimits (kvstore.Limits are for kvstore.open)"
         )
     return limits

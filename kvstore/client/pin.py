@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstore.brief import brief, shown
+from kvstore.brief import brief, kind_of, shown
 from kvstore.checks import is_unicode, number
 from kvstore.client.port import Port
 from kvstore.errors import InvalidRequest
@@ -49,6 +49,6 @@ def check_pin(ttl: float, owner: str) -> None:
     if ttl_s is None or not 1 <= ttl_s <= PIN_TTL_S_MAX:
         raise InvalidRequest(f"ttl={brief(ttl)}: expected 1 to {PIN_TTL_S_MAX} seconds")
     if not isinstance(owner, str):
-        raise InvalidRequest(f"owner is a {type(owner).__name__}: expected text")
+        raise InvalidRequest(f"owner is {kind_of(owner)}: expected text")
     if not is_unicode(owner):
         raise InvalidRequest(f"owner={brief(owner)} is not valid Unicode")

@@ -14,6 +14,7 @@ from hashlib import blake2b
 import numpy as np
 
 from kvstore import tracing
+from kvstore.brief import kind_of
 from kvstore.checks import checked_hold_ttl, is_whole
 from kvstore.client.arrays import KvArray, fillable, source_array, target_array
 from kvstore.client.blocks import BlockCache
@@ -51,7 +52,7 @@ class Segments:
 
     def __init__(self, port: Port, base: Namespace, rope: Rope, chunk_tokens: int, write: WriteMode | None) -> None:
         if not isinstance(rope, Rope):
-            raise InvalidRequest(f"rope is a {type(rope).__name__}: expected kvstore.segments.Rope")
+            raise InvalidRequest(f"rope is {kind_of(rope)}: expected kvstore.segments.Rope")
         check_keys(rope, base.layout.numpy_dtype, base.layout.head_dim)
         self._port = port
         self._write = write
@@ -344,7 +345,7 @@ def _key(number: int) -> bytes:
 
 def _checked_kind(matches: Sequence[Match]) -> Sequence[Match]:
     if not isinstance(matches, Sequence):
-        raise InvalidRequest(f"matches are a {type(matches).__name__}: expected what find returned")
+        raise InvalidRequest(f"matches are {kind_of(matches)}: expected what find returned")
     for match in matches:
         if not isinstance(match, Match):
             raise InvalidRequest(f"matches have a {type(match).__name__}: expected what find returned")

@@ -10,7 +10,7 @@ from weakref import finalize
 
 import numpy as np
 
-from kvstore.brief import brief
+from kvstore.brief import brief, kind_of
 from kvstore.census.selection import Selection, checked_selection
 from kvstore.client.bulk.way import Bulk, BulkName
 from kvstore.client.cache import Cache
@@ -67,7 +67,7 @@ class Store:
         ``name`` exists for this tenant with another layout, Unavailable.
         """
         if not isinstance(layout, Layout):
-            raise InvalidRequest(f"layout is a {type(layout).__name__}: expected kvstore.Layout")
+            raise InvalidRequest(f"layout is {kind_of(layout)}: expected kvstore.Layout")
         check_exact(attributes)
         mode = None if write is None else WriteMode.of(write)
         namespace = Namespace.of(name, layout, fingerprint, tenant, attributes)
@@ -85,7 +85,7 @@ class Store:
     def unpin(self, pin_id: str) -> bool:
         """Releases a pin by its id; False if there is none."""
         if not isinstance(pin_id, str):
-            raise InvalidRequest(f"pin id is a {type(pin_id).__name__}: expected the text that pin gave")
+            raise InvalidRequest(f"pin id is {kind_of(pin_id)}: expected the text that pin gave")
         return pin_id.isascii() and self._port.unpin(pin_id)
 
     def clear(
@@ -221,13 +221,13 @@ def _checked_flag(name: str, value: bool) -> bool:
 
 def _loaded(keys: str | PathLike[str]) -> KeyFile:
     if not isinstance(keys, str | PathLike):
-        raise InvalidRequest(f"keys are a {type(keys).__name__}: expected the path of a key file")
+        raise InvalidRequest(f"keys are {kind_of(keys)}: expected the path of a key file")
     return KeyFile(keys).load()
 
 
 def _checked(limits: Limits | None) -> Limits | None:
     if limits is not None and not isinstance(limits, Limits):
-        raise InvalidRequest(f"limits are a {type(limits).__name__}: expected kvstore.node.limits.Limits")
+        raise InvalidRequest(f"limits are {kind_of(limits)}: expected kvstore.node.limits.Limits")
     return limits
 
 

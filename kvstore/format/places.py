@@ -36,6 +36,9 @@ like that one's: a restore from a backup removes all of those first, and must le
 RESERVE = Name("reserve")
 BOUND = Name("bound")
 LINEAGE = Name("lineage")
+FOLDERS = frozenset(
+    {CHUNKS, STAGING, QUARANTINE, NAMESPACES, LINEAGE, TRASH, PLANS, PINS, GENERATIONS, HOST_GENERATIONS}
+)
 
 SHARD_BITS_MAX = 16
 NAMESPACE_ID_BYTES = 8

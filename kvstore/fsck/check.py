@@ -40,15 +40,12 @@ WRITER_AGE_S = 30 * 86_400.0
 LINEAGES_MAX = 1_000_000
 """The most writers that are told apart; beyond it no record counts as old."""
 
-_GC_FOLDERS = frozenset({places.TRASH, places.PLANS, places.PINS, places.GENERATIONS, places.HOST_GENERATIONS})
-"""The folders of garbage collection, which it checks itself."""
 _FILES = frozenset(
     {places.FORMAT, places.RESERVE, places.BOUND, places.LOANS}
     | {places.METADATA, *places.METADATA_LOGS, places.METADATA_LIVENESS}
 )
 _UNFINISHED = re.compile(rf"{re.escape(places.METADATA)}\.[0-9a-f]{{16}}\.new")
 """Metadata in a file whose maker died."""
-_FOLDERS = _GC_FOLDERS | {places.CHUNKS, places.STAGING, places.QUARANTINE, places.NAMESPACES, places.LINEAGE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +143,7 @@ class _Walk:
                 self._add(Kind.LEFTOVER, name, "", partial(self._repairer.remove_tree, name))
             elif entry.stat is not None and _UNFINISHED.match(entry.name):
                 self._add(Kind.LEFTOVER, name, "", partial(self._repairer.remove, name))
-            elif entry.stat is not None or entry.name not in _FOLDERS:
+            elif entry.stat is not None or entry.name not in places.FOLDERS:
                 self._add(Kind.FOREIGN, name)
 
     def namespaces(self) -> None:

@@ -23,8 +23,10 @@ def why_astray(root: PosixRoot, keys: Keys, timeout_s: float) -> str | None:
     if newest_number(root) or not newest_number(root, HOST_GENERATIONS):
         return None  # of a cluster, or no node was here yet
     path = os.path.join(root.path, METADATA)
-    if not os.path.isfile(path):
+    if not os.path.lexists(path):
         return f"{path} is gone: {ADVICE_OF_HOST}"
+    if not os.path.isfile(path):
+        return f"{path} is not a file: remove it, and run `kvstore fsck ROOT --adopt`"
     try:
         on_root = read_newest(root, HOST_GENERATIONS)
         with closing(SqliteMeta(root.path)) as meta:

@@ -48,6 +48,7 @@ from kvstore.root.reserve import (
     make_room,
     with_reserve,
 )
+from kvstore.root.takeover import check_left
 from kvstore.sources import Clock, Ids, RandomIds, SystemClock
 from kvstore.writes import Durability
 
@@ -103,7 +104,7 @@ def open_member(
                 f"{root_binding(root.url)} in etcd, or the folder of the etcd that `kvstore up` brought along)"
             ) from mismatch
         if cluster:
-            bind_root(cluster, root.url, identity.root)
+            _bind(cluster, root, identity, limits, clock)
         meta, sharing, why = (cluster, Sharing.CLUSTER, None) if cluster else _without_etcd(root, limits, clock)
         undo.callback(meta.close)
         if why is not None and asked.is_explicit:
@@ -324,6 +325,12 @@ def _without_etcd(root: Root, limits: Limits, clock: Clock) -> tuple[Meta, Shari
         # A file that does not fit may be mended while programs go on; one that is read-only stays so.
         return MemoryMeta(clock=clock), Sharing.ALONE, str(error) if isinstance(error, PermissionDenied) else None
     return meta, Sharing.HOST, None
+
+
+def _bind(cluster: Meta, root: Root, identity: RootIdentity, limits: Limits, clock: Clock) -> None:
+    """Tells a cluster where the root is. Raises RootMismatch while processes of this host share that without etcd."""
+    _on_a_lane(lambda: check_left(root), limits, clock)
+    bind_root(cluster, root.url, identity.root)
 
 
 def _fence_of(node: Node, meta: Meta, keys: Keys, folder: Name) -> StartFence:

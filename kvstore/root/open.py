@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote
 
-from kvstore.brief import brief
+from kvstore.brief import brief, kind_of
 from kvstore.errors import InvalidRequest, PermissionDenied, RootMismatch, Unavailable
-from kvstore.format.places import STAGING
+from kvstore.format.places import FOLDERS
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import FOLDER_MODE, PosixRoot
@@ -59,7 +59,7 @@ def check_place(url: object, options: object = None) -> None:
         raise InvalidRequest(f"root {brief(url)} is not valid Unicode: expected {_KNOWN}") from cause
     if options is not None and not (isinstance(options, Mapping) and all(isinstance(name, str) for name in options)):
         raise InvalidRequest(
-            f"root_options are a {type(options).__name__}: expected names and values, such as {{'anon': True}}"
+            f"root_options are {kind_of(options)}: expected names and values, such as {{'anon': True}}"
         )
 
 
@@ -91,11 +91,15 @@ def _open_folder(path: str, create: bool, options: Mapping[str, Any] | None) -> 
         raise PermissionDenied(f"root {path}: not allowed to make that folder; make it, owned by this user") from cause
     except OSError as cause:
         raise Unavailable(f"root {path}: could not make that folder: {cause.strerror}; check the mount") from cause
-    staging = os.path.join(path, STAGING)
-    if os.path.islink(staging):
-        # What is staged would be written wherever the link leads, for whoever can read it there.
-        raise RootMismatch(f"{staging} is a symbolic link: the folders of a root must be its own; remove the link")
+    _check_own(path)
     return PosixRoot(path, direct=bool((options or {}).get("direct")))
+
+
+def _check_own(path: str) -> None:
+    """Raises RootMismatch if a folder of the root is a link: what is written there is for whoever can read it."""
+    for folder in (os.path.join(path, name) for name in FOLDERS):
+        if os.path.islink(folder):
+            raise RootMismatch(f"{folder} is a symbolic link: the folders of a root must be its own; remove the link")
 
 
 def _open_memory(name: str) -> MemoryRoot:

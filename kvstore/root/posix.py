@@ -323,7 +323,9 @@ class PosixRoot:
         if expected is None:
             self._format = self._format or found
         elif found != expected:
-            raise Unavailable(f"{self.path} is not the root that was opened: is its file system still mounted?")
+            raise Unavailable(
+                f"{self.path} is not the root that was opened: is its file system still mounted, and its FORMAT whole?"
+            )
 
     def _at(self, name: Name) -> str:
         return f"{self.path}/{name}"

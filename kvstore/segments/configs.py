@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from kvstore.brief import kind_of
 from kvstore.errors import InvalidRequest
 
 INTERLEAVED = ("codegen", "cohere", "cohere2", "ernie4_5", "glm", "glm4", "gptj", "helium")
@@ -28,7 +29,7 @@ class _Settings:
         if isinstance(config, Mapping) and isinstance(config.get("text_config"), Mapping):
             config = config["text_config"]
         if config is None or isinstance(config, str | bytes | int | float):
-            raise InvalidRequest(f"model_config is a {type(config).__name__}: expected a model's configuration")
+            raise InvalidRequest(f"model_config is {kind_of(config)}: expected a model's configuration")
         self._config = config
 
     def __getitem__(self, name: str) -> Any:
@@ -59,7 +60,7 @@ def _refused(reason: str) -> InvalidRequest:
 def _scaling(config: _Settings) -> dict[str, Any]:
     found = config["rope_parameters"] or config["rope_scaling"] or {}
     if not isinstance(found, Mapping):
-        raise _refused(f"its rope_scaling is a {type(found).__name__}, not a mapping")
+        raise _refused(f"its rope_scaling is {kind_of(found)}, not a mapping")
     kinds = [each for each in found.values() if isinstance(each, Mapping)]
     if kinds:  # by the type of layer
         if any(dict(each) != dict(kinds[0]) for each in kinds):

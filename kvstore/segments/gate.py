@@ -11,7 +11,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvstore.brief import brief
+from kvstore.brief import brief, kind_of
 from kvstore.checks import FLOAT_MAX, number
 from kvstore.errors import InvalidRequest
 from kvstore.parsing import parse_json
@@ -152,7 +152,7 @@ def check_model(verdict: object, fingerprint: str, rope: str) -> Verdict:
     """Returns the verdict if it is one for this model, whether it opens or closes the gate. Raises InvalidRequest."""
     if not isinstance(verdict, Verdict):
         raise InvalidRequest(
-            f"verdict is a {type(verdict).__name__}: segments are read only with a verdict (kvstore blend-check makes "
+            f"verdict is {kind_of(verdict)}: segments are read only with a verdict (kvstore blend-check makes "
             "one, segments.verdict() returns it); use the exact prefix instead"
         )
     if verdict.fingerprint != fingerprint:

@@ -220,7 +220,7 @@ def test_a_write_that_fails_leaves_the_output_as_it_was(tmp_path: Path) -> None:
         (openai("a", prompt=[1]), "custom_id 'a' is that of line 1 too"),
         (openai("", prompt=[1]), "custom_id=''"),
         (json.dumps({"body": {"prompt": [1]}}), "custom_id=None"),
-        (json.dumps({"custom_id": "b", "body": 3}), "body is a int"),
+        (json.dumps({"custom_id": "b", "body": 3}), "body is an int"),
         (openai("b", prompt=[]), "the prompt is empty"),
         (openai("b", prompt=""), "the prompt is empty"),
         (openai("b", messages=[]), "the prompt is empty"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -292,6 +293,16 @@ def test_fsck_finds_a_damaged_chunk_and_repairs_it(run: Run, root: str) -> None:
     assert repaired.exit_code == 1
     assert "damaged" in repaired.stdout and "[quarantined]" in repaired.stdout and "[removed]" in repaired.stdout
     assert parsed(run("fsck", root, "--json"))["clean"] is True
+
+
+def test_ls_says_that_chunks_are_of_a_namespace_without_a_record(run: Run, root: str, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(root, damaged)
+    for record in (damaged / "namespaces").iterdir():
+        record.write_text("{broken")
+    result = run("ls", "--root", str(damaged), "--json")
+    assert (result.exit_code, parsed(result)["namespaces"]) == (0, [])
+    assert re.fullmatch(r"[1-9]\d* chunks are of namespaces that no record describes: .*fsck.*", result.stderr.strip())
 
 
 def test_fsck_tells_housekeeping_from_damage_by_its_exit_code(run: Run, root: str) -> None:

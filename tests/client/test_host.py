@@ -31,6 +31,7 @@ from kvstore_gc.config import Config
 from kvstore_gc.serving import Collector, opened
 from kvstore_gc.summary import Summary
 from tests.client.host_process import LAYOUT, TOKENS_COUNT, kv, tokens
+from tests.etcd_fixture import running_etcd
 from tests.patience import PATIENCE_S, eventually, returns
 
 META_S = 25.0
@@ -276,6 +277,30 @@ def test_a_root_of_a_cluster_leaves_a_process_alone(tmp_path: Path, caplog: pyte
         collected(path)
     adopted = CliRunner().invoke(fsck, [str(path), "--adopt"])
     assert adopted.exit_code == 2 and "give --etcd ENDPOINTS" in adopted.output, adopted.output
+
+
+def test_a_cluster_waits_until_the_processes_of_the_host_have_ended(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "root"
+    with running_etcd(tmp_path / "etcd") as server, kvstore.open(path) as store:
+        etcd = server.endpoints
+        once = [sys.executable, "-m", "kvstore_gc", "--root", str(path), "--etcd", etcd, "--once", "--ttl", "1s"]
+        cache = store.namespace("model", LAYOUT)
+        cache.put(tokens(1), kv(1))
+        with cache.hold(tokens(1)) as hold:
+            with pytest.raises(RootMismatch, match=r"share it without etcd.*end them first"):
+                kvstore.open(path, etcd=etcd)
+            refused = subprocess.run(once, capture_output=True, text=True, check=False)
+            assert refused.returncode == 2 and "is KVSTORE_ETCD set?" in refused.stderr, refused
+            adopted = CliRunner().invoke(fsck, [str(path), "--adopt", "--etcd", etcd])
+            assert adopted.exit_code == 2 and "end them first" in adopted.output, adopted.output
+            assert hold.tokens == matched(store, 1) == TOKENS_COUNT
+        assert not (path / GENERATIONS).exists()
+        store.close()
+        with kvstore.open(path, etcd=etcd) as taken, kvstore.open(path, etcd=etcd):
+            assert matched(taken, 1) == TOKENS_COUNT
+        assert caplog.text.count("root.taken_over") == 1
 
 
 def test_a_root_in_memory_leaves_a_process_alone() -> None:

@@ -226,6 +226,12 @@ def test_threads_of_one_store_wait_for_the_loans_of_each_other(root: Path) -> No
         assert all(threads.map(lambda number: put(store, number), range(1, 9)))
 
 
+def test_a_check_says_that_a_folder_has_the_name_of_the_metadata(root: Path) -> None:
+    make_folder(root)
+    checked = CliRunner().invoke(fsck, [str(root)])
+    assert checked.exit_code == 1 and "is not a file: remove it, and run `kvstore fsck ROOT --adopt`" in checked.output
+
+
 @pytest.mark.parametrize("place", ["a folder", "a link"])
 def test_what_lies_in_the_way_of_loans_is_named(root: Path, place: str) -> None:
     remove(root)

@@ -249,7 +249,7 @@ def test_a_buffer_that_cannot_be_filled_is_an_error_and_no_miss(tmp_root: Path) 
         (lambda: b"abc", "buffer 1 is read-only"),
         (lambda: np.zeros(6, np.uint8)[::2], "contiguous"),
         (bytearray, "buffer 1 has 0 bytes"),
-        (lambda: 3, "buffer 1 is a int: expected contiguous bytes"),
+        (lambda: 3, "buffer 1 is an int: expected contiguous bytes"),
     ]
     with kvstore.open(tmp_root) as store:
         blocks = store.namespace("m", TINY).blocks

@@ -52,6 +52,7 @@ def test_each_shard_is_one_live_collector_s() -> None:
 
 
 def test_the_smallest_limit_of_the_collectors_holds_for_all_and_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "kvstore_gc")
     clock, ids = FakeClock(), CountingIds()
     store = MemoryStore(clock)
     one, two, three = (
@@ -66,8 +67,10 @@ def test_the_smallest_limit_of_the_collectors_holds_for_all_and_is_said_once(cap
         for each in (one, two, three):
             each.beat()
     assert (one.smallest_bytes, two.smallest_bytes, three.smallest_bytes) == (50, 50, 100)
-    said = [record.message for record in caplog.records if record.message.startswith("gc.smaller_limit")]
+    said = [record for record in caplog.records if record.message.startswith(("gc.smaller_limit", "gc.limit"))]
     assert len(said) == 3, "two of it, when one was there, and one and two of three"
+    warned = [record.message for record in said if record.levelname == "WARNING"]
+    assert len(warned) == 1 and "max_bytes=50:" in warned[0], "two asks for none, so nobody has to be told"
     three.close()
     one.look()
     assert one.smallest_bytes is None

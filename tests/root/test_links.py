@@ -9,24 +9,27 @@ import pytest
 
 import kvstore
 from kvstore.errors import RootMismatch, Unavailable
-from kvstore.format.places import Name
+from kvstore.format.places import FOLDERS, Name
 from kvstore.root.posix import PosixRoot
 
 LAYOUT = kvstore.Layout(layers=1, kv_heads=1, head_dim=4, dtype="int8", chunk_tokens=4)
 
 
 @pytest.mark.parametrize("exists", [True, False])
-def test_a_root_whose_staging_folder_is_a_link_is_refused(tmp_root: Path, exists: bool) -> None:
+@pytest.mark.parametrize("link", sorted(FOLDERS))
+def test_a_root_with_a_folder_that_is_a_link_is_refused(tmp_root: Path, link: str, exists: bool) -> None:
     root, elsewhere = tmp_root / "root", tmp_root / "elsewhere"
-    kvstore.open(root).close()
+    kvstore.open(root, max_bytes=None).close()
+    if (root / link).exists():
+        (root / link).rename(tmp_root / "before")
     if exists:
         elsewhere.mkdir()
-    if (root / "staging").exists():
-        (root / "staging").rmdir()
-    (root / "staging").symlink_to(elsewhere)
-    with pytest.raises(RootMismatch, match=r"staging is a symbolic link: .* remove the link"):
+    (root / link).symlink_to(elsewhere)
+    with pytest.raises(RootMismatch, match=rf"{link} is a symbolic link: .* remove the link"):
         kvstore.open(root)
-    (root / "staging").unlink()
+    (root / link).unlink()
+    if (tmp_root / "before").exists():
+        (tmp_root / "before").rename(root / link)
     with kvstore.open(root) as store:
         assert store.namespace("m", LAYOUT).put(range(4), np.zeros(LAYOUT.shape(4), np.int8)).chunks_written == 1
 

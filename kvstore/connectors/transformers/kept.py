@@ -14,6 +14,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from kvstore.brief import kind_of
 from kvstore.errors import InvalidRequest
 from kvstore.layout import DType, Layout
 
@@ -99,7 +100,7 @@ def _added(model: Any, tokens: tuple[int, ...]) -> list[tuple[Any, Any]]:
 def check_model(model: Any) -> None:
     """Raises InvalidRequest for a model whose KV cannot be stored, for reasons that running it would not show."""
     if not isinstance(model, PreTrainedModel):
-        raise InvalidRequest(f"model is a {type(model).__name__}: expected a PreTrainedModel of transformers")
+        raise InvalidRequest(f"model is {kind_of(model)}: expected a PreTrainedModel of transformers")
     config = model.config
     if "past_key_values" not in signature(model.forward).parameters:
         raise refused(model, "its forward takes no past_key_values")

@@ -10,6 +10,7 @@ from typing import Any
 
 import transformers
 
+from kvstore.brief import kind_of
 from kvstore.client import Cache, Store
 from kvstore.connectors.transformers.kept import Kept, check_model, kept_by, refused
 from kvstore.connectors.transformers.modules import has_hooks, modules_digest
@@ -43,7 +44,7 @@ def model_cache(
     if not isinstance(store, Store):
         raise not_a_store(store)
     if attributes is not None and not isinstance(attributes, Mapping):
-        raise InvalidRequest(f"attributes are a {type(attributes).__name__}: expected a mapping of text to text")
+        raise InvalidRequest(f"attributes are {kind_of(attributes)}: expected a mapping of text to text")
     kept = checked(model)
     if not attributes:
         _check_hooks(model)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import xxhash
 
+from kvstore.brief import kind_of
 from kvstore.errors import InvalidRequest
 
 SCHEME = "tensors-xxh3:"
@@ -52,7 +53,7 @@ def _tensors(model: Any) -> dict[str, Any]:
     distinct: dict[int, tuple[str, Any]] = {}
     for name, tensor in sorted(found.items()):
         if not isinstance(tensor, torch.Tensor):
-            raise InvalidRequest(f"the model's state {name} is a {type(tensor).__name__} and no tensor: {_GIVE_ONE}")
+            raise InvalidRequest(f"the model's state {name} is {kind_of(tensor)} and no tensor: {_GIVE_ONE}")
         if tensor.device.type == "meta":
             raise InvalidRequest(f"the weights {name} are not in memory (device meta, offloaded): {_GIVE_ONE}")
         distinct.setdefault(id(tensor), (name, tensor.detach()))

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 import kvstore
+from kvstore.brief import kind_of
 from kvstore.client import Store
 from kvstore.connectors.vineyard.arena import memory_bytes
 from kvstore.connectors.vineyard.config import (
@@ -78,7 +79,7 @@ class KVCache:
         config = config_from_environment() if cache_config is None else cache_config
         if not isinstance(config, FileCacheConfig | VineyardCacheConfig):
             raise ValueError(
-                f"cache_config is a {type(config).__name__}: give a FileCacheConfig or a VineyardCacheConfig, "
+                f"cache_config is {kind_of(config)}: give a FileCacheConfig or a VineyardCacheConfig, "
                 f"or set {ENV_FILESYSTEM} or {ENV_SHARED_MEMORY}"
             )
         if isinstance(config, FileCacheConfig) and rank is not None and world_size is not None:
@@ -210,9 +211,7 @@ class KVCache:
             return 0
         tensors = Tensors(kv_cache_list[:count], self.layer, self.tensor_nbytes)
         if tensors.wants_memory and not isinstance(kv_cache_list, list):
-            raise InvalidCall(
-                f"kv_cache_list is a {type(kv_cache_list).__name__}: expected a list, to put tensors into"
-            )
+            raise InvalidCall(f"kv_cache_list is {kind_of(kv_cache_list)}: expected a list, to put tensors into")
         matched, values = self._cache.get(ids[: skipped + count])
         if matched <= skipped:
             return 0
@@ -239,7 +238,7 @@ def _length(kv_cache_list: KVCacheList) -> int:
     try:
         return len(kv_cache_list)
     except TypeError as cause:
-        raise InvalidCall(f"kv_cache_list is a {type(kv_cache_list).__name__}: expected a list") from cause
+        raise InvalidCall(f"kv_cache_list is {kind_of(kv_cache_list)}: expected a list") from cause
 
 
 def _ids(what: str, tokens: TokenIds) -> TokenArray:

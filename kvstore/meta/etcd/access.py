@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvstore.brief import brief
+from kvstore.brief import brief, kind_of
 from kvstore.checks import is_unicode
 from kvstore.errors import InvalidRequest
 from kvstore.security.secret_files import read_secret
@@ -44,7 +44,7 @@ class EtcdUser:
             raise InvalidRequest(f"etcd user name={brief(self.name)}: expected text")
         if not isinstance(self.password, str) or not is_unicode(self.password):
             # Say nothing of the value: it may be the password, as bytes.
-            raise InvalidRequest(f"etcd user password is a {type(self.password).__name__}: expected text, in Unicode")
+            raise InvalidRequest(f"etcd user password is {kind_of(self.password)}: expected text, in Unicode")
         if not self.name:
             raise InvalidRequest("etcd user name is empty: give a name, or no user at all")
 
@@ -92,7 +92,7 @@ def check_access(etcd: object, tls: object, user: object) -> None:
     for name, given, kind in (("etcd_tls", tls, EtcdTls), ("etcd_user", user, EtcdUser)):
         if given is not None and not isinstance(given, kind):
             # Only its type: it may be a password.
-            raise InvalidRequest(f"{name} is a {type(given).__name__}: expected kvstore.{kind.__name__}")
+            raise InvalidRequest(f"{name} is {kind_of(given)}: expected kvstore.{kind.__name__}")
         if given is not None and not etcd:
             raise InvalidRequest(f"{name} says how to reach etcd, and none is given: give etcd=host:port as well")
 

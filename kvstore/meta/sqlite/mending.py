@@ -44,7 +44,7 @@ def _damage(path: str, clock: Clock, boot: str) -> str | None:
         database, store = file.opened(BUSY_S)
         (found,) = database.execute("PRAGMA integrity_check(1)").fetchone()
         if found != "ok":
-            return str(found)
+            return " ".join(str(found).replace("*** in database main ***", "").split())
         store.check()
     except sqlite3.Error as error:
         if is_damage(error):

@@ -151,7 +151,7 @@ def problems_of(found: pb.HealthResponse) -> list[str]:
         (etcd.used and not etcd.answers, f"etcd does not answer within {LOOK_S:g} s: nothing can be pinned"),
         (
             etcd.used and not etcd.session_alive,
-            "the session in etcd is lost: holds and pins are refused until it is back",
+            "the session in etcd is lost: holds protect nothing, and pins are refused, until it is back",
         ),
         (etcd.used and not etcd.protected, "collectors ignore the holds and pins of this worker (gc/RUNBOOK.md)"),
         (worker.draining, "the worker is draining: it ends soon"),
