@@ -103,7 +103,8 @@ class BoundedWorld(HostWorld):
             x_bytes = (1 - HIGH) / 2 * bound / (self.profile.nodes + 1)
             allowed += self._ended_count * x_bytes
             if not self._was_lost:
-                allowed += (live + self._ended_count) * self.profile.claim_share * bound
+                # S6, of a root that was empty: one X of each node that obeys the word of a killed collector.
+                allowed += live * x_bytes + (live + self._ended_count) * self.profile.claim_share * bound
         return int(allowed)
 
     def _judge(self) -> None:
