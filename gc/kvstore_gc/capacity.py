@@ -43,6 +43,8 @@ class Mark:
 
     reported: Mapping[SessionId, Usage]
     gone: Set[SessionId]
+    losses: int
+    """How often the level had been forgotten."""
 
 
 class Watermarks:
@@ -73,6 +75,7 @@ class Watermarks:
         self._reaped_bytes = 0
         # The last survey, and the reports up to it.
         self._surveyed_bytes: int | None = None
+        self._losses = 0
         self._free_then_bytes: int | None = None
         self._base: dict[SessionId, Usage] = {}
         self._reaped_base = 0
@@ -104,11 +107,16 @@ class Watermarks:
         """Call it before the root is listed. ``unheard`` are nodes whose reports are older than this moment."""
         with self._lock:
             self._unheard, self._answered = set(unheard), {}
-            return Mark(dict(self._reported), set(self._gone))
+            return Mark(dict(self._reported), set(self._gone), self._losses)
 
     def surveyed(self, used_bytes: int, mark: Mark) -> None:
-        """Notes the sum of all files that were listed since ``mark``. Writes meanwhile may count twice."""
+        """Notes the sum of all files that were listed since ``mark``. Writes meanwhile may count twice.
+
+        Does nothing if the level was forgotten meanwhile: the listing may lack what nobody reports.
+        """
         with self._lock:
+            if mark.losses != self._losses:
+                return
             self._settles_s = self._clock.monotonic_s() + self.late_s
             self._surveyed_bytes, self._is_settled = used_bytes, False
             self._free_then_bytes = self._free_bytes
@@ -126,6 +134,11 @@ class Watermarks:
             self._gone &= self._reported.keys()
             self._reaped_base = self._reaped_bytes
             self._ignored_bytes = 0
+
+    def forget(self) -> None:
+        """Forgets the level until the next survey: files may have been written that nobody reports (rule S8)."""
+        with self._lock:
+            self._surveyed_bytes, self._losses = None, self._losses + 1
 
     def reported(self, reporter: SessionId, usage: Usage, *, is_answer: bool) -> None:
         """Notes a report of a node or another collector. ``is_answer``: it came after a collector had asked for it."""
@@ -224,12 +237,12 @@ class Watermarks:
         Writes while it listed count as well: the round may not have seen them, and they may have filled the root up to
         where nodes stop, so that nothing more is written. Free space that shrank by more than was reported may be
         growth as well, of nodes without a session: a survey tells. So it does about deletions that were not subtracted,
-        which may have brought the root below the mark.
+        which may have brought the root below the mark. A level that was forgotten is needed at once.
         """
         with self._lock:
             level = self.level
             if level is None:
-                return False
+                return self._losses > 0 and self._surveyed_bytes is None
             feared_bytes = self._feared_bytes(level)
             if feared_bytes <= self.high * level.capacity_bytes:
                 return False

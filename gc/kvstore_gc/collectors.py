@@ -12,7 +12,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
 from kvstore.errors import KVStoreError, PermissionDenied, Unavailable
@@ -31,8 +31,18 @@ CLOSE_S = 1.0
 class Collectors:
     """This collector's place among the others. One thread calls ``beat`` every second or so, any thread the rest."""
 
-    def __init__(self, site: Site, max_bytes: int | None = None, ttl_s: int = TTL_S) -> None:
-        """``max_bytes`` is this collector's limit; None: it has none."""
+    def __init__(
+        self,
+        site: Site,
+        max_bytes: int | None = None,
+        ttl_s: int = TTL_S,
+        *,
+        joins_again: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``max_bytes`` is this collector's limit; None: it has none.
+
+        ``joins_again`` is called before it is listed under another lease than its first.
+        """
         self._meta = site.meta
         self._keys = site.keys
         self._clock = site.clock
@@ -47,6 +57,8 @@ class Collectors:
         self._id: SessionId | None = None
         self._lease = LeaseId(0)
         self._renewed_s = 0.0
+        self._joins_again = joins_again
+        self._has_joined = False
 
     @property
     def me(self) -> tuple[SessionId, LeaseId] | None:
@@ -126,6 +138,9 @@ class Collectors:
         except KVStoreError:
             self._revoke(lease)  # the put may still be in flight: without its lease it cannot land
             raise
+        if self._has_joined:
+            self._joins_again()
+        self._has_joined = True
         with self._lock:
             self._id, self._lease, self._renewed_s = collector, lease, sent_s
         log.debug("gc.joined collector=%s", collector.hex())

@@ -228,6 +228,18 @@ def test_the_smallest_limit_of_the_collectors_holds_and_makes_a_round_urgent() -
     assert marks.level == Level(500, 1000)
 
 
+def test_s8_a_level_that_was_forgotten_is_unknown_until_a_survey_that_began_later() -> None:
+    marks = Marks(1000)
+    marks.survey(300)
+    early = marks.mark()
+    assert not marks.is_urgent
+    marks.forget()
+    marks.surveyed(300, early)
+    assert marks.level is None and not marks.is_surveyed and marks.is_urgent, "that one may lack what was written"
+    marks.survey(700)
+    assert marks.level == Level(700, 1000) and not marks.is_urgent
+
+
 def test_a_round_is_urgent_once_over_the_high_watermark_and_again_only_after_growth() -> None:
     marks = Marks(1000)
     marks.survey(850)

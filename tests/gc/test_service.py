@@ -13,11 +13,12 @@ import pytest
 
 from kvstore.errors import Unavailable
 from kvstore.format import places
+from kvstore.format.places import GENERATIONS, HOST_GENERATIONS, Name
 from kvstore.meta.interface import Meta
 from kvstore.meta.keys import Keys, SessionId
 from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.memory_store import MemoryStore
-from kvstore.meta.usage import Usage
+from kvstore.meta.usage import Room, Usage
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore_gc.capacity import Level, Watermarks
@@ -130,6 +131,27 @@ def test_a_tick_follows_the_space_keeps_the_place_and_shows_the_sign() -> None:
     meta.put(keys.usage_of(SessionId(b"n" * 16)), Usage(980, 0).to_json(), lease)
     watch.tick()
     assert marks.level == Level(980, 1000) and meta.get(keys.gc_full) is not None
+
+
+@pytest.mark.parametrize("generations", [HOST_GENERATIONS, GENERATIONS])
+def test_s8_a_collector_of_one_host_whose_lease_ended_counts_again(generations: Name) -> None:
+    """Nodes wrote on meanwhile, and reported nothing of it."""
+    clock, marks = FakeClock(), Watermarks(1000, 0.9)
+    meta, keys = MemoryMeta(MemoryStore(clock)), Keys(bytes(16))
+    site = replace(site_of(meta, clock=clock), generations=generations)
+    duties = Duties.of(site, marks)
+    watch = Watch(site, marks, duties)
+    watch.tick()
+    marks.surveyed(300, marks.mark())
+    (mine,) = meta.list(keys.collectors).items
+    meta.revoke(mine.lease)
+    clock.advance(TTL_S)
+    watch.tick()
+    assert duties.collectors.me is not None
+    assert (marks.level is None) == (generations == HOST_GENERATIONS), "what etcd's nodes write, it hears of"
+    found = meta.get(keys.gc_room)
+    assert found is not None
+    assert (Room.from_json(found.value).allowance_bytes is None) == (generations == HOST_GENERATIONS)
 
 
 def test_an_outage_is_said_once_and_its_end_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -118,6 +118,17 @@ def test_s8_threads_lend_no_more_together_than_one_would(folder: Folder) -> None
         assert sum(threads.map(lend_all, range(8))) == MOST // 500 * 500
 
 
+def test_s8_the_root_is_counted_under_the_lock(folder: Folder) -> None:
+    """Else others may borrow after the counting, and a level replace theirs that knows nothing of it."""
+
+    def count() -> int:
+        with pytest.raises(Unavailable), locked(str(folder.file), 0.0):
+            pass
+        return 0
+
+    assert Loans(str(folder.path), BOUND, count, folder.clock, folder.boot).lend(1, 0) == 0
+
+
 def test_s8_the_file_belongs_to_whom_the_folder_belongs(folder: Folder) -> None:
     folder.path.chmod(0o770)
     folder.loans().lend(1, 0)

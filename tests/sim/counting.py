@@ -19,7 +19,6 @@ from tests.sim.shared_root import RootPort
 if TYPE_CHECKING:
     from tests.sim.bounded_world import BoundedWorld
 
-INTERVAL_S = 20.0
 LEAVE_S = 60.0
 """Nothing hangs here, so the watch always ends."""
 BEGIN_S = (5.0, 60.0)
@@ -85,7 +84,7 @@ class CountingCollector:
         self._watch.start(self._stop)
         Service(
             self._rounds.run,
-            interval_s=INTERVAL_S,
+            interval_s=world.profile.interval_s,
             is_urgent=lambda: watermarks.is_urgent,
             done=lambda summary: world.count("rounds"),
             pause=self._stop.pause,

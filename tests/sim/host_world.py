@@ -188,6 +188,7 @@ class HostWorld(World):
             try:
                 self.store.remove_damaged(lambda: self._void(set()))
                 adopt(root, self.identity, meta, clock=process, ids=self.ids, generations=HOST_GENERATIONS)
+                self._adopted()
                 self.count("adoptions")
                 return
             except KVStoreError as error:
@@ -195,6 +196,9 @@ class HostWorld(World):
             finally:
                 meta.close()
             self.kernel.sleep(2.0)
+
+    def _adopted(self) -> None:
+        """The metadata are of the root's generation again."""
 
     def _tidy(self, janitor: Collector) -> None:
         self._adopt(janitor.process)

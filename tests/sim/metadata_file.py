@@ -209,6 +209,13 @@ class HostFile:
         """
         return any(not database.is_whole for databases in self._open.values() for database in databases)
 
+    def lock(self) -> Callable[[], object]:
+        """Keeps all from writing, as another program may; returns what ends that. Raises the errors of SQLite."""
+        database = sqlite3.connect(f"file:{self.path}?mode=rw", uri=True, isolation_level=None, timeout=0)
+        self._ever.append(database)  # type: ignore[arg-type]  # as in ``rows``
+        database.execute("BEGIN IMMEDIATE")
+        return database.rollback
+
     def remove_damaged(self, before: Callable[[], object]) -> None:
         """Does what ``kvstore fsck --adopt`` does first; calls ``before`` where it removes the file."""
 

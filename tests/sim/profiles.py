@@ -77,8 +77,14 @@ class Profile:
     """True if each run leaves out some of its mishaps and kinds of work, so that more of the others happens."""
     host: bool = False
     """True if the metadata are a file on the root, of the processes of one host (``metadata_file``)."""
+    interval_s: float = 20.0
+    """Time between two rounds of a collector that counts."""
     bounded: bool = False
     """True if those processes may write no more than a bound, which no judge of the other profiles looks at."""
+    bound_chunks: int = 60
+    """The chunks that fill the bound."""
+    claim_share: float = 1 / 40
+    """The share of the bound in one claim."""
     damage_share: float = 0.5
     """The share of the pages of that file that are lost when it is damaged."""
     strangers: int = 0

@@ -7,7 +7,8 @@ from dataclasses import replace
 from tests.sim.faults import Rates
 from tests.sim.profiles import CALM, NARROW, PAUSES, PROFILES, Profile, Relapse
 
-FILE_MISHAPS = {"remove_file": 1.0, "damage_file": 1.0, "old_copy": 1.0, "reboot": 0.3}
+LOSSES = {"remove_file": 1.0, "damage_file": 1.0, "old_copy": 1.0}
+FILE_MISHAPS = {**LOSSES, "reboot": 0.3}
 HOST_PROFILES = (
     Profile(
         "host",
@@ -73,6 +74,19 @@ COUNTED = replace(
     mishap=0.0007,
     mishaps={"retire": 0.5, "end_counting": 3.0, "kill_counting": 3.0},
 )
+LOST = replace(
+    BOUNDED,
+    name="host_lost",
+    nodes=2,
+    prompts=100,
+    bound_chunks=32,
+    claim_share=1 / 128,
+    steps=18_000,
+    rates=Rates(read=0.003, txn=0.01, statement=0.0005, publish=0.02, count=0.1, dies=0.0003),
+    mishap=0.001,
+    mishaps={"retire": 1.0, "kill": 1.0, "stop": 1.0, "expire": 1.0, "lock_file": 1.0, **FILE_MISHAPS},
+    work={"put": 8.0, "hold": 1.0, "pin": 0.5, "unpin": 0.3},
+)
 BOUND_PROFILES = (
     BOUNDED,
     replace(
@@ -84,7 +98,20 @@ BOUND_PROFILES = (
     ),
     COUNTED,
     replace(COUNTED, name="host_large", chunks=12, prompts=100, mishaps={"retire": 0.1, "kill_counting": 1.0}),
+    LOST,
+    replace(
+        LOST,
+        name="host_lost_counted",
+        collectors=1,
+        nodes=3,
+        chunks=2,
+        bound_chunks=BOUNDED.bound_chunks,
+        claim_share=BOUNDED.claim_share,
+        interval_s=60.0,
+        rates=replace(LOST.rates, dies=0.0),
+        mishaps={**LOSSES, "expire": 1.0, "lock_file": 0.5, "kill_counting": 0.2, "end_counting": 0.2},
+    ),
 )
-"""On one host, with a bound: before any collector (S6), with sessions that end, with collectors that come and go, and
-with puts of more than X."""
+"""On one host, with a bound: before any collector (S6), with sessions that end, with collectors that come and go, with
+puts of more than X, and with metadata that are lost (S8), also beside a collector, which no node's death excuses."""
 BY_NAME = {profile.name: profile for profile in (*PROFILES, *HOST_PROFILES, *BOUND_PROFILES)}

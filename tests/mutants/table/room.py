@@ -74,6 +74,16 @@ BOUND = [
         "client/test_lost_metadata.py::test_a_store_that_opens_later_reads_and_puts_up_to_its_bound",
     ),
     bound(
+        "level-outlives-the-lease-of-its-collector",
+        edit("kvstore_gc.collectors:Collectors._join", "if self._has_joined:", "if False:"),
+        "gc/test_service.py::test_s8_a_collector_of_one_host_whose_lease_ended_counts_again",
+    ),
+    bound(
+        "survey-of-before-is-taken-for-the-level",
+        edit("kvstore_gc.capacity:Watermarks.surveyed", "mark.losses != self._losses", "False"),
+        "gc/test_capacity.py::test_s8_a_level_that_was_forgotten_is_unknown_until_a_survey_that_began_later",
+    ),
+    bound(
         "says-late-that-it-is-bound",
         edit("kvstore.node.usage:NodeUsage.due", " or now.is_bound > self._told.is_bound", ""),
         f"{USAGE}a_node_says_at_once_that_a_word_binds_it",
