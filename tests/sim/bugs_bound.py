@@ -132,7 +132,7 @@ def begins_beside_a_word() -> Iterator[None]:
 def puts_uncounted() -> Iterator[None]:
     """A put of more than X begins once those before it are counted: it is not counted itself."""
 
-    def reserve(self: NodeUsage, size_bytes: int) -> Reserved:
+    def reserve(self: NodeUsage, size_bytes: int, missing_bytes: Callable[[], int] | None = None) -> Reserved:
         return real(self, min(size_bytes, 1))
 
     real = NodeUsage.reserve
