@@ -134,12 +134,12 @@ def measure(
             undo.callback(shutil.rmtree, job.folder, ignore_errors=True)
         server: Served | None = None
         way = Way(case.path, str(root), durability=case.durability)
-        owner = undo.enter_context(kvstore.open(str(root)))
         if case.path not in (IN_PROCESS, PLAIN):
             server = undo.enter_context(served(folder, root, case.durability))
             way = replace(way, worker=server.address)
             if reason := way.why_not():
                 raise Unreachable(reason)
+        owner = undo.enter_context(kvstore.open(str(root)))
         members = undo.enter_context(crew(way, loads))
         for number in range(rounds + 1):
             fio_first = number % 2 == 0

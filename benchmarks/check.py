@@ -110,10 +110,10 @@ def measure(options: Options, size_bytes: int) -> dict[str, float]:
     """The speed of each path as a share of its base. Raises WrongBytes."""
     with options.folder() as folder, ExitStack() as undo:
         root = folder / "root"
+        worker = undo.enter_context(served(folder, root))
         local = undo.enter_context(kvstore.open(str(root)))
         found = _match_ratio(local, root, options.rounds)
         found |= _block_ratios(local, size_bytes, options.rounds)
-        worker = undo.enter_context(served(folder, root))
         for path in PATHS:
             way = Way(path, str(root), worker.address)
             if reason := way.why_not():

@@ -188,7 +188,6 @@ def _turns(pool: Pool, paths: Sequence[str], folder: Path, skipped: list[str], u
     root, hot = folder / "root", folder / "hot"
     for each in (root, hot):
         undo.callback(shutil.rmtree, each, ignore_errors=True)
-    owner = undo.enter_context(kvstore.open(str(root)))
     worker: Served | None = None
     keeping: Served | None = None
     if set(paths) & set(BULK):
@@ -197,6 +196,7 @@ def _turns(pool: Pool, paths: Sequence[str], folder: Path, skipped: list[str], u
         hot.mkdir()
         memory_bytes = max(MEMORY_BYTES_MIN, MEMORY_SHARE * pool.source.nbytes)
         keeping = undo.enter_context(served(hot, hot / "root", memory_bytes=memory_bytes))
+    owner = undo.enter_context(kvstore.open(str(root)))
     turns: dict[str, Turn] = {}
     for path in paths:
         if path == LOOPBACK:

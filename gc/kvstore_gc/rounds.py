@@ -22,7 +22,8 @@ from kvstore.meta.keys import SessionId
 from kvstore.meta.namespaces import Namespaces
 from kvstore.namespace import Namespace
 from kvstore.recency import NS_PER_S
-from kvstore.root.generations import publish, read_newest
+from kvstore.root.generations import read_newest
+from kvstore.root.takeover import publish_first
 from kvstore_gc.capacity import Watermarks
 from kvstore_gc.config import Config
 from kvstore_gc.execute import Sweeper
@@ -145,7 +146,7 @@ class Rounds:
             self._site.ids,
             read_root=partial(read_newest, self._root, self._site.generations),
             publish_root=partial(
-                publish, self._root, ids=self._site.ids, clock=self._site.clock, folder=self._site.generations
+                publish_first, self._root, ids=self._site.ids, clock=self._site.clock, folder=self._site.generations
             ),
             timeout_s=self._timeout_s,
             of_host=self._site.is_of_host,

@@ -35,7 +35,7 @@ from kvstore.node.settings import AS_SHIPPED, NO_TIERS, NOT_BOUNDED, AskedBound,
 from kvstore.node.start_fence import StartFence
 from kvstore.node.syncing import Syncing
 from kvstore.root.bound import BOUND_BYTES_MIN, FREE_SHARE, default_bound
-from kvstore.root.generations import newest_number, publish, read_newest
+from kvstore.root.generations import newest_number, read_newest
 from kvstore.root.identity import SHARD_BITS_DEFAULT, RootId, RootIdentity, create_or_open
 from kvstore.root.interface import Root
 from kvstore.root.open import check_place, open_root
@@ -48,7 +48,7 @@ from kvstore.root.reserve import (
     make_room,
     with_reserve,
 )
-from kvstore.root.takeover import check_left
+from kvstore.root.takeover import check_left, publish_first
 from kvstore.sources import Clock, Ids, RandomIds, SystemClock
 from kvstore.writes import Durability
 
@@ -347,7 +347,7 @@ def _fence_of(node: Node, meta: Meta, keys: Keys, folder: Name) -> StartFence:
                 keys,
                 node.ids,
                 read_root=lambda: read_newest(root, folder),
-                publish_root=lambda mine: publish(root, mine, ids=node.ids, clock=node.clock, folder=folder),
+                publish_root=lambda mine: publish_first(root, mine, ids=node.ids, clock=node.clock, folder=folder),
                 timeout_s=timeout_s,
                 of_host=folder == HOST_GENERATIONS,
             )

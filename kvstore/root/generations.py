@@ -7,8 +7,6 @@ from then on its generations count.
 
 from __future__ import annotations
 
-import logging
-
 from kvstore.errors import RootMismatch
 from kvstore.format import places
 from kvstore.format.generation import RECORD_BYTES_MAX, Generation, OfCluster
@@ -16,8 +14,6 @@ from kvstore.format.places import GENERATIONS, HOST_GENERATIONS, Name
 from kvstore.root.identity import publish_small, read_small
 from kvstore.root.interface import Root
 from kvstore.sources import Clock, Ids
-
-log = logging.getLogger(__name__)
 
 
 def newest_number(root: Root, folder: Name = GENERATIONS) -> int:
@@ -49,8 +45,6 @@ def publish(root: Root, generation: Generation, *, ids: Ids, clock: Clock, folde
 
     Raises RootMismatch if that cannot be read, and the root's errors.
     """
-    if folder == GENERATIONS and generation.number == 1 and newest_number(root, HOST_GENERATIONS):
-        log.warning("root.taken_over %s was of one host, without etcd: from now on it belongs to a cluster", root.url)
     publish_small(root, places.generation(generation.number, folder), generation.to_json(), ids=ids, clock=clock)
     newest = read_newest(root, folder)
     assert newest is not None, "published a moment ago, and generations are never deleted"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,12 +21,13 @@ from kvstore.client.cache import Cache
 from kvstore.client.store import Store
 from kvstore.errors import InvalidRequest, Overloaded, RootMismatch, SessionLost, Unavailable
 from kvstore.format.generation import Generation
-from kvstore.format.places import GENERATIONS, METADATA
+from kvstore.format.places import GENERATIONS, METADATA, METADATA_LIVENESS
 from kvstore.meta.sqlite import host
 from kvstore.node.member import Sharing
 from kvstore.node.opening import open_member
-from kvstore.root.generations import publish
+from kvstore.root.generations import newest_number, publish
 from kvstore.root.open import open_root
+from kvstore.root.takeover import check_left, publish_first
 from kvstore.sources import RandomIds, SystemClock
 from kvstore_gc.config import Config
 from kvstore_gc.serving import Collector, opened
@@ -34,6 +36,7 @@ from tests.client.host_process import LAYOUT, TOKENS_COUNT, kv, tokens
 from tests.etcd_fixture import running_etcd
 from tests.patience import PATIENCE_S, eventually, returns
 
+FIRST = Generation(1, bytes(16))
 META_S = 25.0
 """The collector's calls wait so long for the metadata file on a disk that others keep busy."""
 
@@ -301,6 +304,33 @@ def test_a_cluster_waits_until_the_processes_of_the_host_have_ended(
         with kvstore.open(path, etcd=etcd) as taken, kvstore.open(path, etcd=etcd):
             assert matched(taken, 1) == TOKENS_COUNT
         assert caplog.text.count("root.taken_over") == 1
+
+
+@pytest.mark.parametrize("place", ["a folder", "a link", "a pipe"])
+def test_a_cluster_takes_no_root_that_does_not_tell_whether_it_is_in_use(tmp_path: Path, place: str) -> None:
+    path = tmp_path / "root"
+    kvstore.open(path).close()
+    (path / METADATA_LIVENESS).unlink()
+    if place == "a folder":
+        (path / METADATA_LIVENESS).mkdir()
+    elif place == "a link":
+        (path / METADATA_LIVENESS).symlink_to(tmp_path / "elsewhere")
+    else:
+        os.mkfifo(path / METADATA_LIVENESS)
+    with closing(open_root(str(path))) as root:
+        with pytest.raises(RootMismatch, match=r"does not tell whether .* end them, and remove it"):
+            check_left(root)
+        with pytest.raises(RootMismatch, match="does not tell"):
+            publish_first(root, FIRST, ids=RandomIds(), clock=SystemClock(), folder=GENERATIONS)
+        assert not newest_number(root)
+
+
+def test_a_process_that_comes_while_a_cluster_begins_keeps_the_root(tmp_path: Path) -> None:
+    path = tmp_path / "root"
+    with closing(open_root(str(path))) as root:
+        check_left(root)
+        with kvstore.open(path), pytest.raises(RootMismatch, match="end them first"):
+            publish_first(root, FIRST, ids=RandomIds(), clock=SystemClock(), folder=GENERATIONS)
 
 
 def test_a_root_in_memory_leaves_a_process_alone() -> None:
