@@ -321,22 +321,21 @@ def test_a_node_that_announces_nothing_and_then_no_collector(scene: Scene) -> No
     scene.collector.end()
     store, cache = cache_of(scene.worker)
     with store:
-        cache.put(tokens(5, 8), kv(8), write="around")
-        time.sleep(1.5)
+        greedy = scene.stage.collect(
+            "--root",
+            str(scene.root),
+            "--etcd",
+            scene.etcd.endpoints,
+            "--interval",
+            "1s",
+            "--ttl",
+            "1s",
+            "--metrics",
+            "127.0.0.1:0",
+        )
+        scene.prometheus.watch("collectors", [greedy.said["metrics"]])
         with stopped(scene.plain.child.pid):  # until its session ends
-            greedy = scene.stage.collect(
-                "--root",
-                str(scene.root),
-                "--etcd",
-                scene.etcd.endpoints,
-                "--interval",
-                "1s",
-                "--ttl",
-                "1s",
-                "--metrics",
-                "127.0.0.1:0",
-            )
-            scene.prometheus.watch("collectors", [greedy.said["metrics"]])
+            cache.put(tokens(5, 8), kv(8), write="around")
             scene.prometheus.wait_fired("KVStoreGcBlocked")
     greedy.end()
     scene.prometheus.wait_fired("KVStoreGcNotRunning")
