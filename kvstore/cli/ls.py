@@ -69,7 +69,8 @@ def _namespaces(access: Access, as_json: bool) -> None:
                 "bytes": size_bytes,
             }
         )
-    unnamed = sum(chunks for id, (chunks, _) in (usage or {}).items() if id not in {each.id for each in found})
+    named = {each.id for each in found}
+    unnamed = sum(chunks for id, (chunks, _) in (usage or {}).items() if id not in named)
     if unnamed:
         print(
             f"{unnamed} chunks are of namespaces that no record describes: kvstore fsck ROOT names them",

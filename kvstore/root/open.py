@@ -96,7 +96,7 @@ def _open_folder(path: str, create: bool, options: Mapping[str, Any] | None) -> 
 
 
 def _check_own(path: str) -> None:
-    """Raises RootMismatch if a folder of the root is a link: what is written there is for whoever can read it."""
+    """Raises RootMismatch if a folder of the root is a symbolic link: it may lead to where others can read."""
     for folder in (os.path.join(path, name) for name in FOLDERS):
         if os.path.islink(folder):
             raise RootMismatch(f"{folder} is a symbolic link: the folders of a root must be its own; remove the link")

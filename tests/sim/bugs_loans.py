@@ -16,7 +16,7 @@ from tests.sim.planting import bug
 
 @bug("host_lent")
 def moment_is_free() -> Iterator[None]:
-    """What is written for a moment without a session is no loan."""
+    """A node that has no session for a moment writes without a loan."""
 
     def moment(self: Claims, lacking_bytes: int, left_bytes: int) -> int | None:
         with patch.object(self, "_loans", FREE_LOANS):
