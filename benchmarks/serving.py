@@ -35,7 +35,7 @@ from tests.engines.vllm.engines import (
     running_engine,
     running_worker,
 )
-from tests.etcd_fixture import running_etcd
+from tests.kit.etcd import running_etcd
 
 HYPOTHESIS = "storing costs a few hundredths of a cold request, and a warm one takes about a tenth of it"
 WAYS = ("none", "async", "sync", "layerwise", "worker", "tier", "fs")

@@ -27,7 +27,7 @@ from benchmarks.played import QUICK, SERVERS, Chat, Played, Sizes, Turn
 from benchmarks.result import Cell, Table
 from benchmarks.vllm_ways import SHAPE, SMALL, cpu_s, settings_of, token_bytes
 from tests.engines.vllm.engines import BLOCK_TOKENS, Server, counters, make_model, prompt
-from tests.ports import free_port
+from tests.kit.ports import free_port
 
 WAYS = ("none", "async", "tier", "fs")
 DEFAULT = ("none", "async", "fs")

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests import locking
+from tests.kit import locking
 
 # What is imported and collected lives to the end of the run: looking through it again and again found nothing.
 gc.disable()

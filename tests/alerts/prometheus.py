@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.ports import free_port
-from tests.watch.queries import RULES
+from tests.kit.ports import free_port
+from tests.kit.watch_queries import RULES
 
 PATIENCE_S = 60.0
 SOONER = {

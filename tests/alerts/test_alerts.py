@@ -40,9 +40,9 @@ from tests.alerts.stage import (
     stopped,
     tmpfs,
 )
-from tests.security.certificates import Authority, Pair
-from tests.watch.page import series_names
-from tests.watch.queries import DASHBOARDS, panels, shown
+from tests.kit.certificates import Authority, Pair
+from tests.kit.watch_page import series_names
+from tests.kit.watch_queries import DASHBOARDS, panels, shown
 from tests.watch.test_alert_rules import alerts
 
 NEEDED = ("prometheus", "bindfs", "mount")

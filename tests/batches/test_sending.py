@@ -19,7 +19,7 @@ from kvstore.cli.app import app
 from kvstore.errors import InvalidRequest, Unavailable
 from tests.batches.answering import Answering, Body, answering, completes, talking
 from tests.cli.conftest import KVSTORE
-from tests.patience import PATIENCE_S, eventually
+from tests.kit.patience import PATIENCE_S, eventually
 
 COUNT = 12
 DOCUMENT = 48

@@ -16,7 +16,7 @@ from kvstore.batches import Results, Sent, Server, read_batch, reasons, send, se
 from kvstore.cli.app import app
 from kvstore.errors import Unavailable
 from tests.batches.answering import DROPS, Answering, Body, Says, answering, completes, talking
-from tests.patience import PATIENCE_S
+from tests.kit.patience import PATIENCE_S
 
 COUNT = 12
 

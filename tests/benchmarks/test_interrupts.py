@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.patience import PATIENCE_S, eventually
+from tests.kit.patience import PATIENCE_S, eventually
 
 SOURCE = Path(__file__).parents[2]
 BENCH = [sys.executable, "-m", "kvstore.cli.main", "bench"]

@@ -13,7 +13,7 @@ from benchmarks.contents import WrongBytes
 from kvstore.client.cache import Cache
 from kvstore.format import places
 from tests.benchmarks.sizes import tiny_options
-from tests.etcd_fixture import running_etcd
+from tests.kit.etcd import running_etcd
 
 
 def test_a_wrong_answer_ends_the_benchmark(tmp_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

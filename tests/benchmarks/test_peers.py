@@ -16,7 +16,7 @@ from benchmarks.peers.contender import ENTRIES, Entry
 from benchmarks.peers.contest import Contest
 from benchmarks.peers.workload import Memory, Workload
 from tests.benchmarks import saboteurs
-from tests.patience import PATIENCE_S, slowness
+from tests.kit.patience import PATIENCE_S, slowness
 
 SMALL = Workload("small", layers=2, tensor_bytes=512, chunk_tokens=16, chunk_count=4)
 FILES = ENTRIES["files"]

@@ -25,10 +25,10 @@ from kvstore.root.posix import PosixRoot
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.worker import Worker
 from kvstore.writes import WriteModeName
-from tests.bulk.memories import serving_memory
-from tests.bulk.ways import MEDIUM, WAYS
-from tests.node.stores import member_on
-from tests.worker.serving import WAIT_S, Served, connected, eventually, serving
+from tests.kit.arenas import serving_memory
+from tests.kit.stores import member_on
+from tests.kit.transports import MEDIUM, WAYS
+from tests.kit.workers import WAIT_S, Served, connected, eventually, serving
 
 pytestmark = pytest.mark.slow
 SIZES = (1, 4096, 100_000, 65_537, 3, 1 << 19)

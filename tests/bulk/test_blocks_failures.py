@@ -27,11 +27,11 @@ from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.wire.bulk.channel import LinkLate
 from kvstore.worker.limits import WorkerLimits
 from kvstore.writes import WriteModeName
-from tests.bulk.memories import Process, all_let_go, leases_end, memory_of, serving_memory, worker_with_memory
 from tests.bulk.test_blocks import blocks_of, buffers_for, counted, keys_of, same
-from tests.bulk.ways import MEDIUM, bulk_files_of
-from tests.patience import stretched
-from tests.worker.serving import WAIT_S, Served, connected, eventually, serving, worker_process
+from tests.kit.arenas import Process, all_let_go, leases_end, memory_of, serving_memory, worker_with_memory
+from tests.kit.patience import stretched
+from tests.kit.transports import MEDIUM, bulk_files_of
+from tests.kit.workers import WAIT_S, Served, connected, eventually, serving, worker_process
 
 pytestmark = pytest.mark.slow
 BOTH = pytest.mark.parametrize("way", ["shared", "tcp"])
@@ -265,7 +265,7 @@ _CLIENT = """
 import sys
 import kvstore
 from tests.bulk.test_blocks import blocks_of, buffers_for, keys_of
-from tests.bulk.ways import MEDIUM
+from tests.kit.transports import MEDIUM
 keys, blocks = keys_of(1, 100), blocks_of(1, 100, (100_000, 70_000))
 with kvstore.connect(sys.argv[1], bulk="shared") as store:
     cache = store.namespace("m", MEDIUM).blocks

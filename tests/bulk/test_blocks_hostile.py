@@ -45,12 +45,12 @@ from kvstore.wire.bulk.frames import (
 )
 from kvstore.wire.messages import pack_keys, pack_sizes
 from kvstore.worker.limits import WorkerLimits
-from tests.bulk.memories import all_let_go, serving_memory
 from tests.bulk.test_blocks import blocks_of, buffers_for, keys_of, same
-from tests.bulk.ways import MEDIUM, greeted, is_closed, linked, send_head
-from tests.descriptors import open_before, open_now
-from tests.patience import slowness
-from tests.worker.serving import WAIT_S, Served, connected, eventually, opened, raw_stub
+from tests.kit.arenas import all_let_go, serving_memory
+from tests.kit.descriptors import open_before, open_now
+from tests.kit.patience import slowness
+from tests.kit.transports import MEDIUM, greeted, is_closed, linked, send_head
+from tests.kit.workers import WAIT_S, Served, connected, eventually, opened, raw_stub
 
 pytestmark = pytest.mark.slow
 BOTH = pytest.mark.parametrize("way", ["shared", "tcp"])

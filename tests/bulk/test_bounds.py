@@ -30,9 +30,9 @@ from kvstore.wire.bulk.frames import FILES_MAX, Kind, encode_arena, encode_reque
 from kvstore.worker.bulk import folder
 from kvstore.worker.bulk.listener import BulkListener
 from kvstore.worker.limits import WorkerLimits
-from tests.bulk.ways import MEDIUM, bulk_files_of, greeted, is_closed, same, send_head, tokens_and_kv
-from tests.patience import NEVER_S, returns, slowness
-from tests.worker.serving import (
+from tests.kit.patience import NEVER_S, returns, slowness
+from tests.kit.transports import MEDIUM, bulk_files_of, greeted, is_closed, same, send_head, tokens_and_kv
+from tests.kit.workers import (
     WAIT_S,
     Served,
     connected,

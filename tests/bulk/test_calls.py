@@ -26,10 +26,10 @@ from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.frames import CONTROL_BYTES_MAX, SHORT_CALLS, Kind, encode_request
 from kvstore.wire.limits import BLOCKS_MAX
 from kvstore.wire.messages import pack_sizes, parse, traced
-from tests.bulk.memories import serving_memory
-from tests.bulk.ways import MEDIUM, WAYS, greeted, open_files_of, tokens_and_kv
-from tests.patience import stretched
-from tests.worker.serving import WAIT_S, Served, connected, eventually, opened, raw_stub, serving, worker_process
+from tests.kit.arenas import serving_memory
+from tests.kit.patience import stretched
+from tests.kit.transports import MEDIUM, WAYS, greeted, open_files_of, tokens_and_kv
+from tests.kit.workers import WAIT_S, Served, connected, eventually, opened, raw_stub, serving, worker_process
 
 pytestmark = pytest.mark.slow
 PATHS = {"shared": "unix", "tcp": "grpc", "grpc": "grpc"}

@@ -13,7 +13,7 @@ from kvstore.client.bulk.copying import copy_rows
 from kvstore.native import library as native
 from kvstore.node.lanes import Deadline, DeadlinePassed, Lanes
 from kvstore.sources import SystemClock
-from tests.meta.fakes import FakeClock
+from tests.kit.fake_meta import FakeClock
 
 
 @pytest.mark.parametrize("is_native", [True, False])

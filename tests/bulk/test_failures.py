@@ -34,13 +34,13 @@ from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.grants import GRANT_BYTES, SECRET_BYTES
 from kvstore.worker.bulk.folder import FOLDER_PREFIX
 from kvstore.worker.worker import Worker
-from tests.bulk.ways import MEDIUM, bulk_files_of, same, tokens_and_kv
-from tests.descriptors import open_before, open_now
-from tests.node.stores import member_on
-from tests.patience import stretched
-from tests.root.faulty import ENOSPC, FaultyRoot, Hang, Rule
-from tests.security.secured import secured
-from tests.worker.serving import WAIT_S, Served, connected, eventually, raw_channel, serving, worker_process
+from tests.kit.descriptors import open_before, open_now
+from tests.kit.faulty_root import ENOSPC, FaultyRoot, Hang, Rule
+from tests.kit.patience import stretched
+from tests.kit.secured import secured
+from tests.kit.stores import member_on
+from tests.kit.transports import MEDIUM, bulk_files_of, same, tokens_and_kv
+from tests.kit.workers import WAIT_S, Served, connected, eventually, raw_channel, serving, worker_process
 
 pytestmark = pytest.mark.slow
 BOTH = pytest.mark.parametrize("way", ["shared", "tcp"])
@@ -301,7 +301,7 @@ def test_without_its_socket_file_a_worker_is_reached_another_way(served: Served)
 _CLIENT = """
 import os, sys, time, signal
 import numpy as np, kvstore
-from tests.bulk.ways import MEDIUM, tokens_and_kv
+from tests.kit.transports import MEDIUM, tokens_and_kv
 from kvstore.client.bulk import handed
 store = kvstore.connect(sys.argv[1], bulk=sys.argv[2], write="behind")
 cache = store.namespace("m", MEDIUM)

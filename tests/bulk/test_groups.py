@@ -26,7 +26,7 @@ from kvstore.sources import RandomIds
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel, LinkBroken
 from kvstore.wire.bulk.frames import Kind, encode_head, encode_index
-from tests.bulk.ways import MEDIUM, linked, same, tokens_and_kv
+from tests.kit.transports import MEDIUM, linked, same, tokens_and_kv
 
 COUNT, NUMBER, FIRST = 20, 3, 2
 TOKENS, KV = tokens_and_kv(COUNT)

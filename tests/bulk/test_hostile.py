@@ -28,9 +28,19 @@ from kvstore.wire.bulk.frames import (
 )
 from kvstore.wire.bulk.grants import NONCE_BYTES, Grant
 from kvstore.worker.limits import WorkerLimits
-from tests.bulk.ways import MEDIUM, bulk_files_of, dialled, greeted, is_closed, offered, same, send_head, tokens_and_kv
-from tests.patience import stretched
-from tests.worker.serving import WAIT_S, Served, connected, eventually, opened, packed, raw_stub, serving
+from tests.kit.patience import stretched
+from tests.kit.transports import (
+    MEDIUM,
+    bulk_files_of,
+    dialled,
+    greeted,
+    is_closed,
+    offered,
+    same,
+    send_head,
+    tokens_and_kv,
+)
+from tests.kit.workers import WAIT_S, Served, connected, eventually, opened, packed, raw_stub, serving
 
 pytestmark = pytest.mark.slow
 BOTH = pytest.mark.parametrize("way", ["shared", "tcp"])

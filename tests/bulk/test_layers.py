@@ -27,9 +27,9 @@ from kvstore.wire.bulk.runs import send_run
 from kvstore.wire.bulk.sums import plane_sums
 from kvstore.worker.bulk import layering
 from kvstore.worker.bulk.getting import BulkGets
-from tests.bulk.ways import MEDIUM, WAYS, greeted, same, tokens_and_kv
-from tests.node.stores import chunk_files
-from tests.worker.serving import WAIT_S, Served, connected, eventually, serving, worker_process
+from tests.kit.stores import chunk_files
+from tests.kit.transports import MEDIUM, WAYS, greeted, same, tokens_and_kv
+from tests.kit.workers import WAIT_S, Served, connected, eventually, serving, worker_process
 
 COUNT = 6
 TOKENS, KV = tokens_and_kv(COUNT)

@@ -23,11 +23,11 @@ from kvstore.client.store import Store
 from kvstore.errors import HoldBroken
 from kvstore.node.layer_run import LayerRun
 from kvstore.root.posix_reader import PosixReader
-from tests.bulk.memories import all_let_go, filled, lose, memory_of, serving_memory
-from tests.bulk.ways import MEDIUM, bulk_files_of, same, tokens_and_kv
-from tests.node.stores import chunk_files
-from tests.patience import stretched
-from tests.worker.serving import WAIT_S, Served, connected, eventually, serving
+from tests.kit.arenas import all_let_go, filled, lose, memory_of, serving_memory
+from tests.kit.patience import stretched
+from tests.kit.stores import chunk_files
+from tests.kit.transports import MEDIUM, bulk_files_of, same, tokens_and_kv
+from tests.kit.workers import WAIT_S, Served, connected, eventually, serving
 
 COUNT = 150
 """More chunks than are asked for at once."""

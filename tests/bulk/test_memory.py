@@ -24,7 +24,7 @@ from kvstore.results import PutResult
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.worker.limits import WorkerLimits
 from kvstore.writes import WriteModeName
-from tests.bulk.memories import (
+from tests.kit.arenas import (
     MEMORY_BYTES,
     all_let_go,
     filled,
@@ -37,9 +37,9 @@ from tests.bulk.memories import (
     viewing_client,
     worker_with_memory,
 )
-from tests.bulk.ways import MEDIUM, bulk_files_of, same, tokens_and_kv
-from tests.root.faulty import FaultyRoot, Hang, Rule
-from tests.worker.serving import Served, connected, eventually, serving
+from tests.kit.faulty_root import FaultyRoot, Hang, Rule
+from tests.kit.transports import MEDIUM, bulk_files_of, same, tokens_and_kv
+from tests.kit.workers import Served, connected, eventually, serving
 
 pytestmark = pytest.mark.slow
 SIZE = MEDIUM.chunk_tokens

@@ -19,11 +19,11 @@ from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel, LinkBroken, LinkLate
 from kvstore.wire.bulk.frames import FILES_MAX, Given, Kind, Mode, encode_request, encode_slots, encode_span
 from kvstore.worker.limits import WorkerLimits
-from tests.bulk.memories import all_let_go, filled, leases_end, lose, memory_of, referenced_bytes, serving_memory
-from tests.bulk.ways import MEDIUM, greeted, is_closed, linked, same, tokens_and_kv
-from tests.descriptors import open_before, open_now
-from tests.patience import slowness
-from tests.worker.serving import WAIT_S, Served, connected, eventually, opened, packed, raw_stub
+from tests.kit.arenas import all_let_go, filled, leases_end, lose, memory_of, referenced_bytes, serving_memory
+from tests.kit.descriptors import open_before, open_now
+from tests.kit.patience import slowness
+from tests.kit.transports import MEDIUM, greeted, is_closed, linked, same, tokens_and_kv
+from tests.kit.workers import WAIT_S, Served, connected, eventually, opened, packed, raw_stub
 
 pytestmark = pytest.mark.slow
 COUNT = 100

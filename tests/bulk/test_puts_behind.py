@@ -12,7 +12,7 @@ from kvstore.worker import puts_behind
 from kvstore.worker.admission import Gate
 from kvstore.worker.calls import Calls
 from kvstore.worker.puts_behind import PutsBehind
-from tests.worker.serving import WAIT_S
+from tests.kit.workers import WAIT_S
 
 ADDRESSES = [Address(bytes([number]) * 16) for number in range(3)]
 

@@ -20,9 +20,9 @@ from kvstore.wire.bulk.frames import RUN_BYTES, Kind, encode_request, encode_spa
 from kvstore.wire.bulk.sums import plane_sums
 from kvstore.worker.admission import Buffers
 from kvstore.writes import WriteModeName
-from tests.bulk.memories import MEMORY_BYTES, memory_of, serving_memory
-from tests.bulk.ways import MEDIUM, greeted, same, send_head, tokens_and_kv
-from tests.worker.serving import WAIT_S, Served, connected, eventually, opened, packed, raw_stub
+from tests.kit.arenas import MEMORY_BYTES, memory_of, serving_memory
+from tests.kit.transports import MEDIUM, greeted, same, send_head, tokens_and_kv
+from tests.kit.workers import WAIT_S, Served, connected, eventually, opened, packed, raw_stub
 
 pytestmark = [
     pytest.mark.slow,

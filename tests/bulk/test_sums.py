@@ -41,10 +41,10 @@ from kvstore.worker.bulk.connection import Connection
 from kvstore.worker.calls import Calls
 from kvstore.writes import WriteMode
 from tests.bulk.test_hostile import memory
-from tests.bulk.ways import linked
-from tests.node.stores import SMALL, kv_of
+from tests.kit.stores import SMALL, kv_of
+from tests.kit.transports import linked
+from tests.kit.workers import WAIT_S
 from tests.node.test_images import chain_of, made
-from tests.worker.serving import WAIT_S
 
 COUNT = 3
 CHAIN = chain_of(SMALL, COUNT)

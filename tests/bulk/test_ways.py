@@ -17,9 +17,9 @@ from kvstore.root.posix import PosixRoot
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.worker import Worker
 from kvstore.writes import WriteModeName
-from tests.bulk.ways import MEDIUM, WAYS, same, tokens_and_kv
-from tests.node.stores import member_on
-from tests.worker.serving import Served, connected, eventually, serving
+from tests.kit.stores import member_on
+from tests.kit.transports import MEDIUM, WAYS, same, tokens_and_kv
+from tests.kit.workers import Served, connected, eventually, serving
 
 pytestmark = pytest.mark.slow
 SIZE = MEDIUM.chunk_tokens

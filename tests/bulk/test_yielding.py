@@ -12,9 +12,9 @@ from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.frames import Kind, Mode, encode_request, encode_span
 from kvstore.wire.messages import pack_keys, pack_sizes
-from tests.bulk.memories import serving_memory
-from tests.bulk.ways import MEDIUM, greeted, tokens_and_kv
-from tests.worker.serving import WAIT_S, Served, connected, eventually, opened, packed, raw_stub
+from tests.kit.arenas import serving_memory
+from tests.kit.transports import MEDIUM, greeted, tokens_and_kv
+from tests.kit.workers import WAIT_S, Served, connected, eventually, opened, packed, raw_stub
 
 TOKENS, KV = tokens_and_kv(2)
 OTHER_TOKENS, OTHER_KV = tokens_and_kv(2, seed=1)

@@ -23,12 +23,12 @@ from kvstore.root.interface import Root
 from kvstore.root.lineages import read_writers
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
-from tests.census.nodes import SIZE, RolledOut, closing, tokens
-from tests.encodings.keyed import recode
-from tests.etcd_fixture import eventually
-from tests.patience import PATIENCE_S, slowness
-from tests.root.faulty import EIO, FaultyRoot, Hang, Rule
-from tests.tiers.acting import Acting, quick
+from tests.kit.census import SIZE, RolledOut, closing, tokens
+from tests.kit.etcd import eventually
+from tests.kit.faulty_root import EIO, FaultyRoot, Hang, Rule
+from tests.kit.keyed import recode
+from tests.kit.patience import PATIENCE_S, slowness
+from tests.kit.tiers import Acting, quick
 
 BAD_ONE = Selection(written_by="label=canary")
 

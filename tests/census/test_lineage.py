@@ -27,9 +27,9 @@ from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
 from kvstore.sources import RandomIds
 from kvstore.version import VERSION
-from tests.census.nodes import RolledOut, closing
-from tests.meta.fakes import FakeClock
-from tests.root.faulty import EIO, FaultyRoot, Rule
+from tests.kit.census import RolledOut, closing
+from tests.kit.fake_meta import FakeClock
+from tests.kit.faulty_root import EIO, FaultyRoot, Rule
 
 
 @pytest.fixture

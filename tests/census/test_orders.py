@@ -29,12 +29,12 @@ from kvstore.progress import Cancelled
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.sections import planes_of
 from kvstore.sources import SystemClock
-from tests.census.nodes import LAYOUT, RolledOut, closing, tokens
-from tests.etcd_fixture import eventually
-from tests.meta.fakes import CountingIds, FakeClock
-from tests.meta.faulty import Fault, FaultyMeta, Rule
-from tests.node.stores import kv_of
-from tests.patience import PATIENCE_S, slowness
+from tests.kit.census import LAYOUT, RolledOut, closing, tokens
+from tests.kit.etcd import eventually
+from tests.kit.fake_meta import CountingIds, FakeClock
+from tests.kit.faulty_meta import Fault, FaultyMeta, Rule
+from tests.kit.patience import PATIENCE_S, slowness
+from tests.kit.stores import kv_of
 
 BAD = lineage_id(b"b" * 16)
 KEYS = Keys(b"r" * 16)

@@ -23,7 +23,7 @@ from kvstore import Layout
 from kvstore.cli.app import app
 from kvstore.client.cache import Cache
 from tests.cli.conftest import serving
-from tests.etcd_fixture import eventually, running_etcd
+from tests.kit.etcd import eventually, running_etcd
 
 pytestmark = pytest.mark.slow
 

@@ -25,8 +25,8 @@ from kvstore.meta.interface import Meta
 from kvstore.meta.server import EmbeddedEtcd
 from kvstore.meta.sqlite.client import SqliteMeta
 from tests.chaos.journal import COUNTS, Fact, Journals
-from tests.etcd_fixture import eventually, running_etcd
-from tests.patience import PATIENCE_S
+from tests.kit.etcd import eventually, running_etcd
+from tests.kit.patience import PATIENCE_S
 
 WAIT_S = PATIENCE_S
 SHARD_BITS = 4

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.etcd_fixture import eventually
-from tests.root.roots import mounted_roots
+from tests.kit.etcd import eventually
+from tests.kit.roots import mounted_roots
 
 TWO_MOUNTS = [pair for pair in mounted_roots() if "=" in pair]
 WEAK = ("fuse.glusterfs",)

@@ -10,7 +10,7 @@ from pathlib import Path
 from kvstore.format.places import METADATA
 from tests.chaos.cast import Part
 from tests.chaos.saboteur import Saboteur
-from tests.patience import eventually
+from tests.kit.patience import eventually
 
 MEND_S = (0.5, 8.0)
 """The time until somebody mends it."""

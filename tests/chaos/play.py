@@ -24,8 +24,8 @@ from tests.chaos.gauge import Gauge, used_bytes
 from tests.chaos.journal import MISS, VIOLATION
 from tests.chaos.pins import LivePins
 from tests.chaos.saboteur import Saboteur
-from tests.etcd_fixture import eventually
-from tests.patience import PATIENCE_S
+from tests.kit.etcd import eventually
+from tests.kit.patience import PATIENCE_S
 
 MIB = 1 << 20
 NODES = 3

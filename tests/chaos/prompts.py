@@ -12,7 +12,7 @@ import numpy.typing as npt
 from kvstore import Layout
 from kvstore.address import Chain
 from kvstore.namespace import Namespace
-from tests.node.stores import kv_of
+from tests.kit.stores import kv_of
 
 LAYOUT = Layout(layers=2, kv_heads=2, head_dim=64, dtype="int8", chunk_tokens=16)
 SPACE = Namespace.of("chaos", LAYOUT)

@@ -19,7 +19,7 @@ import kvstore
 from tests.chaos.cast import SHARD_BITS, Part, cast
 from tests.chaos.gauge import Gauge, used_bytes
 from tests.chaos.writer import LAYOUT
-from tests.etcd_fixture import eventually
+from tests.kit.etcd import eventually
 
 pytestmark = [
     pytest.mark.slow,

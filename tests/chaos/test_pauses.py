@@ -23,8 +23,8 @@ from tests.chaos.conftest import is_weak
 from tests.chaos.gauge import used_bytes
 from tests.chaos.journal import VIOLATION
 from tests.chaos.prompts import LAYOUT, SPACE, chain_of, kv
-from tests.etcd_fixture import frozen
-from tests.patience import PATIENCE_S, eventually
+from tests.kit.etcd import frozen
+from tests.kit.patience import PATIENCE_S, eventually
 
 pytestmark = pytest.mark.slow
 

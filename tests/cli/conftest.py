@@ -18,8 +18,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from kvstore.cli.app import app
-from tests.patience import PATIENCE_S as PATIENCE_S
-from tests.patience import eventually as eventually
+from tests.kit.patience import PATIENCE_S as PATIENCE_S
+from tests.kit.patience import eventually as eventually
 
 KVSTORE = (sys.executable, "-m", "kvstore.cli.main")
 SOURCE = Path(__file__).parents[2]

@@ -20,8 +20,8 @@ from kvstore.cli import bench
 from kvstore.cli.app import COMMANDS
 from kvstore.format.encoded import decode_any
 from tests.cli.conftest import parsed
-from tests.patience import PATIENCE_S
-from tests.worker.serving import serving
+from tests.kit.patience import PATIENCE_S
+from tests.kit.workers import serving
 
 Run = Callable[..., Result]
 

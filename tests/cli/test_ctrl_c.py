@@ -14,7 +14,7 @@ from click.testing import Result
 from kvstore.cli.app import COMMANDS
 from kvstore.cli.signals import Stopper
 from tests.cli.conftest import SOURCE
-from tests.patience import PATIENCE_S
+from tests.kit.patience import PATIENCE_S
 
 INTERRUPTING = """
 import os, signal, sys

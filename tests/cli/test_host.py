@@ -26,7 +26,7 @@ from kvstore.meta.workers import WorkerRecord
 from kvstore.root.identity import create_or_open
 from kvstore.root.open import open_root
 from kvstore.sources import RandomIds
-from tests.patience import PATIENCE_S
+from tests.kit.patience import PATIENCE_S
 
 
 class Clock:

@@ -13,7 +13,7 @@ from click.testing import Result
 
 from kvstore.writes import WriteMode
 from tests.cli.conftest import KVSTORE, PATIENCE_S, SOURCE, parsed
-from tests.tiers.acting import eventually, faulty, held
+from tests.kit.tiers import eventually, faulty, held
 from tests.worker.test_moves import idle, working
 
 Run = Callable[..., Result]

@@ -15,7 +15,7 @@ from click.testing import Result
 import kvstore
 from kvstore.meta.sqlite.faults import PAGE_BYTES, fault_of
 from tests.cli.conftest import parsed
-from tests.worker.serving import serving
+from tests.kit.workers import serving
 
 Run = Callable[..., Result]
 LAYOUT = kvstore.Layout(layers=1, kv_heads=1, head_dim=8, dtype="int8", chunk_tokens=4)

@@ -13,7 +13,7 @@ from click.testing import Result
 import kvstore
 from kvstore.replay import generate, write_trace
 from tests.cli.conftest import parsed
-from tests.node.stores import SMALL, kv_of
+from tests.kit.stores import SMALL, kv_of
 
 Run = Callable[..., Result]
 SIZE = SMALL.chunk_tokens

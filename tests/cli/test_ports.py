@@ -6,7 +6,7 @@ import pytest
 
 from kvstore.cli.ports import check_free, check_ports
 from kvstore.errors import InvalidRequest, Unavailable
-from tests.ports import free_port
+from tests.kit.ports import free_port
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ from kvstore.cli.app import app
 from kvstore.cli.events import _port_of
 from kvstore_gc.cli import command as collector
 from tests.cli.conftest import parsed
-from tests.patience import PATIENCE_S
-from tests.worker.serving import serving
+from tests.kit.patience import PATIENCE_S
+from tests.kit.workers import serving
 
 Run = Callable[..., Result]
 

@@ -26,10 +26,10 @@ from kvstore.client.limits import ClientLimits
 from kvstore.node.limits import Limits
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.tickets import State, Ticket
-from tests.node.stores import TINY, kv_of, store_on
-from tests.patience import NEVER_S, PATIENCE_S, eventually
-from tests.root.faulty import FaultyRoot, Hang, Rule
-from tests.worker.serving import connected, serving
+from tests.kit.faulty_root import FaultyRoot, Hang, Rule
+from tests.kit.patience import NEVER_S, PATIENCE_S, eventually
+from tests.kit.stores import TINY, kv_of, store_on
+from tests.kit.workers import connected, serving
 
 TOKENS = np.arange(6 * TINY.chunk_tokens)
 KV = kv_of(TINY, TOKENS)

@@ -29,8 +29,8 @@ from kvstore.meta.sqlite import host
 from kvstore.meta.sqlite.file import MetadataFile
 from kvstore.node import collecting
 from kvstore.root import bound
-from tests.client.bound_process import CHUNKS, LAYOUT, PROMPT_BYTES, kv, tokens
-from tests.client.bounding import (
+from tests.kit.bound_process import CHUNKS, LAYOUT, PROMPT_BYTES, kv, tokens
+from tests.kit.bounding import (
     BOUND_BYTES,
     MIB,
     NEVER,
@@ -45,7 +45,7 @@ from tests.client.bounding import (
     put_until,
     writing,
 )
-from tests.patience import eventually
+from tests.kit.patience import eventually
 
 
 @pytest.fixture

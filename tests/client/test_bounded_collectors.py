@@ -19,8 +19,8 @@ from kvstore.node import collecting
 from kvstore.root.identity import create_or_open
 from kvstore.root.open import open_root
 from kvstore.sources import RandomIds
-from tests.client.bound_process import PROMPT_BYTES
-from tests.client.bounding import (
+from tests.kit.bound_process import PROMPT_BYTES
+from tests.kit.bounding import (
     BOUND_BYTES,
     TOKENS_COUNT,
     collector,
@@ -30,7 +30,7 @@ from tests.client.bounding import (
     stopped_between_writes,
     writing,
 )
-from tests.patience import eventually
+from tests.kit.patience import eventually
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def test_no_collector_is_left_after_a_process_that_did_not_close(tmp_path: Path,
 def test_a_program_that_ends_without_closing_leaves_its_room_to_the_next(tmp_path: Path) -> None:
     root, size = tmp_path / "root", 4 * PROMPT_BYTES
     program = (
-        "import sys, kvstore\nfrom tests.client.bound_process import *\n"
+        "import sys, kvstore\nfrom tests.kit.bound_process import *\n"
         f"store = kvstore.open(sys.argv[1], max_bytes={size})\n"
         "store.namespace('model', LAYOUT).put(tokens(0, 1), kv())\n"
     )

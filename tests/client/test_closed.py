@@ -16,9 +16,9 @@ from kvstore.census.selection import Selection
 from kvstore.client.bulk.lanes import FileLanes
 from kvstore.errors import StoreClosed, Unavailable
 from kvstore.sources import SystemClock
-from tests.node.stores import TINY, kv_of
-from tests.patience import eventually
-from tests.worker.serving import connected, serving
+from tests.kit.patience import eventually
+from tests.kit.stores import TINY, kv_of
+from tests.kit.workers import connected, serving
 
 TOKENS = range(8 * TINY.chunk_tokens)
 KV = kv_of(TINY, TOKENS)

@@ -18,7 +18,7 @@ from kvstore.buffers import Borrowed
 from kvstore.client.remote_move import MOVES_MAX, Slots
 from kvstore.errors import Overloaded
 from kvstore.waiting import Flag, Monitor
-from tests.patience import returns
+from tests.kit.patience import returns
 
 pytestmark = pytest.mark.interrupts
 

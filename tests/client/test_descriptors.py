@@ -21,11 +21,11 @@ from kvstore.counts import ClientCount
 from kvstore.node.counters import Counts
 from kvstore.wire.bulk.channel import Channel, LinkShort
 from kvstore.wire.bulk.frames import Kind
-from tests.bulk.memories import filled, serving_memory
-from tests.bulk.ways import same, tokens_and_kv
-from tests.descriptors import open_before, open_now
-from tests.node.stores import SMALL
-from tests.worker.serving import WAIT_S, Served, connected, serving
+from tests.kit.arenas import filled, serving_memory
+from tests.kit.descriptors import open_before, open_now
+from tests.kit.stores import SMALL
+from tests.kit.transports import same, tokens_and_kv
+from tests.kit.workers import WAIT_S, Served, connected, serving
 
 CHUNKS = 100
 """More than the files that fit below the limit."""
@@ -33,8 +33,8 @@ _CLIENT = """
 import json, logging, os, resource, sys, threading
 import numpy as np
 import kvstore
-from tests.bulk.ways import same, tokens_and_kv
-from tests.node.stores import SMALL
+from tests.kit.transports import same, tokens_and_kv
+from tests.kit.stores import SMALL
 
 lines = []
 class Lines(logging.Handler):

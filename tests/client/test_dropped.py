@@ -27,9 +27,9 @@ from kvstore.client.cache import Cache
 from kvstore.client.dropping import close_when_dropped
 from kvstore.client.store import Store
 from kvstore.segments.rope import Rope
-from tests.node.stores import TINY, kv_of
-from tests.patience import PATIENCE_S, eventually
-from tests.worker.serving import serving
+from tests.kit.patience import PATIENCE_S, eventually
+from tests.kit.stores import TINY, kv_of
+from tests.kit.workers import serving
 
 TOKENS = range(8 * TINY.chunk_tokens)
 KV = kv_of(TINY, TOKENS)
@@ -258,7 +258,7 @@ def test_a_forked_child_closes_nothing(tmp_root: Path) -> None:
 
 ENDING = """
 import sys, kvstore
-from tests.node.stores import TINY, kv_of
+from tests.kit.stores import TINY, kv_of
 
 def opened():
     store = kvstore.open(sys.argv[1], memory=64 << 20) if sys.argv[2] == "embedded" else kvstore.connect(sys.argv[2])

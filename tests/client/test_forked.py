@@ -18,9 +18,9 @@ import pytest
 from kvstore.client.cache import Cache, Hold
 from kvstore.client.store import Store
 from kvstore.errors import InvalidRequest
-from tests.node.stores import SMALL, kv_of
-from tests.patience import PATIENCE_S
-from tests.worker.serving import WAIT_S, Several, connected, serving
+from tests.kit.patience import PATIENCE_S
+from tests.kit.stores import SMALL, kv_of
+from tests.kit.workers import WAIT_S, Several, connected, serving
 
 TOKENS = np.arange(4 * SMALL.chunk_tokens)
 KV = kv_of(SMALL, TOKENS)

@@ -32,9 +32,9 @@ from kvstore.sources import RandomIds, SystemClock
 from kvstore_gc.config import Config
 from kvstore_gc.serving import Collector, opened
 from kvstore_gc.summary import Summary
-from tests.client.host_process import LAYOUT, TOKENS_COUNT, kv, tokens
-from tests.etcd_fixture import running_etcd
-from tests.patience import PATIENCE_S, eventually, returns
+from tests.kit.etcd import running_etcd
+from tests.kit.host_process import LAYOUT, TOKENS_COUNT, kv, tokens
+from tests.kit.patience import PATIENCE_S, eventually, returns
 
 FIRST = Generation(1, bytes(16))
 META_S = 25.0
@@ -44,7 +44,7 @@ META_S = 25.0
 @contextmanager
 def running(root: Path, what: str) -> Iterator[subprocess.Popen[str]]:
     """A process of ``host_process`` that has begun."""
-    command = [sys.executable, "-m", "tests.client.host_process", str(root), what]
+    command = [sys.executable, "-m", "tests.kit.host_process", str(root), what]
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert said(child) == "begun"

@@ -23,8 +23,8 @@ from kvstore.layout import DTYPES, DType
 from kvstore.node.limits import Limits
 from kvstore.peers.limits import PeerLimits
 from kvstore.worker.limits import WorkerLimits
-from tests.node.stores import SMALL, TINY, kv_of, same, store_on
-from tests.worker.serving import serving
+from tests.kit.stores import SMALL, TINY, kv_of, same, store_on
+from tests.kit.workers import serving
 
 TOKENS = np.arange(4 * SMALL.chunk_tokens)
 KV = kv_of(SMALL, TOKENS)

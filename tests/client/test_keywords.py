@@ -25,9 +25,9 @@ from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.node.settings import AskedBound
 from kvstore.planning import Prompts
 from kvstore.segments import Rope
-from tests.node.stores import SMALL, kv_of
+from tests.kit.stores import SMALL, kv_of
+from tests.kit.workers import connected, serving
 from tests.segments.test_rope import LLAMA
-from tests.worker.serving import connected, serving
 
 TOKENS = np.arange(4 * SMALL.chunk_tokens)
 KV = kv_of(SMALL, TOKENS)

@@ -9,7 +9,7 @@ from kvstore.client.store import Store
 from kvstore.namespace import Namespace
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.sections import Sections, planes_of
-from tests.node.stores import TINY, kv_of, member_on
+from tests.kit.stores import TINY, kv_of, member_on
 
 SPACE = Namespace.of("m", TINY)
 

@@ -22,9 +22,9 @@ from kvstore.format.places import LOANS, METADATA
 from kvstore.meta.bounds import CLAIMED_SHARE
 from kvstore.meta.sqlite.loans import BEFORE_SHARE
 from kvstore.node.view import View
-from tests.client.bound_process import CHUNKS, LAYOUT, PROMPT_BYTES, kv, tokens
 from tests.client.test_host import damage
-from tests.patience import PATIENCE_S, eventually
+from tests.kit.bound_process import CHUNKS, LAYOUT, PROMPT_BYTES, kv, tokens
+from tests.kit.patience import PATIENCE_S, eventually
 
 MIB = 1 << 20
 BOUND_BYTES = 16 * MIB
@@ -33,7 +33,7 @@ TOKENS_COUNT = CHUNKS * LAYOUT.chunk_tokens
 WRITER = """
 import sys, kvstore
 from kvstore.errors import Overloaded
-from tests.client.bound_process import LAYOUT, kv, tokens
+from tests.kit.bound_process import LAYOUT, kv, tokens
 writer, stored = int(sys.argv[2]), 0
 with kvstore.open(sys.argv[1], max_bytes=int(sys.argv[3])) as store:
     cache = store.namespace("model", LAYOUT)

@@ -21,8 +21,8 @@ from kvstore.meta.interface import KeyValue
 from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.namespaces import Namespaces
 from kvstore.wire.statuses import Failure, failure
-from tests.node.stores import SMALL, TINY, kv_of
-from tests.worker.serving import connected, serving, worker_process
+from tests.kit.stores import SMALL, TINY, kv_of
+from tests.kit.workers import connected, serving, worker_process
 
 TOKENS = range(8 * TINY.chunk_tokens)
 KEYS = [bytes([number]) * 16 for number in range(3)]

@@ -24,10 +24,10 @@ from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.sections import planes_of
 from kvstore.tokens import token_array
 from kvstore.writes import WriteMode
-from tests.node.stores import store_on
-from tests.patience import PATIENCE_S
-from tests.root.faulty import EIO, FaultyRoot, Hang, Rule
-from tests.tiers.acting import IN_TIME_S, QUICK, ROOM_CHUNKS, Acting, eventually, faulty, held, timed
+from tests.kit.faulty_root import EIO, FaultyRoot, Hang, Rule
+from tests.kit.patience import PATIENCE_S
+from tests.kit.stores import store_on
+from tests.kit.tiers import IN_TIME_S, QUICK, ROOM_CHUNKS, Acting, eventually, faulty, held, timed
 
 WAIT_S = PATIENCE_S
 

@@ -20,8 +20,8 @@ from kvstore.node.asking import match_each
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.tokens import token_array
 from kvstore.wire.messages import pack_prompts, unpack_counts, unpack_prompts
-from tests.node.stores import SMALL, SetClock, kv_of, member_on
-from tests.worker.serving import connected, serving
+from tests.kit.stores import SMALL, SetClock, kv_of, member_on
+from tests.kit.workers import connected, serving
 
 SIZE = SMALL.chunk_tokens
 Ids = npt.NDArray[np.int64]

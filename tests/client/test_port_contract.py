@@ -17,9 +17,9 @@ from kvstore.errors import HoldBroken, InvalidRequest, LayoutMismatch, Overloade
 from kvstore.layout import DTYPES, DType
 from kvstore.results import PutResult
 from kvstore.root.memory import MemoryFiles, MemoryRoot
-from tests.node.stores import SMALL, TINY, kv_of, member_on, same
-from tests.root.faulty import EIO, ENOSPC, EROFS, FaultyRoot, Flipped, Lost, Missing, Rule
-from tests.worker.serving import connected, eventually, serving
+from tests.kit.faulty_root import EIO, ENOSPC, EROFS, FaultyRoot, Flipped, Lost, Missing, Rule
+from tests.kit.stores import SMALL, TINY, kv_of, member_on, same
+from tests.kit.workers import connected, eventually, serving
 
 SIZE = SMALL.chunk_tokens
 TOKENS = np.arange(8 * SIZE)

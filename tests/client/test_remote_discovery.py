@@ -27,10 +27,10 @@ from kvstore.root.identity import create_or_open
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.sources import RandomIds, SystemClock
 from kvstore.worker.worker import Worker
-from tests.etcd_fixture import frozen
-from tests.meta.faulty import FaultyMeta
-from tests.node.stores import SMALL, kv_of, same
-from tests.worker.serving import WAIT_S, Served, eventually, tokens_of
+from tests.kit.etcd import frozen
+from tests.kit.faulty_meta import FaultyMeta
+from tests.kit.stores import SMALL, kv_of, same
+from tests.kit.workers import WAIT_S, Served, eventually, tokens_of
 
 TOKENS = np.arange(4 * SMALL.chunk_tokens)
 KV = kv_of(SMALL, TOKENS)

@@ -24,10 +24,10 @@ from kvstore.errors import HoldBroken, InvalidRequest, Unavailable
 from kvstore.format import places
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.sections import Sections, planes_of
-from tests.node.stores import SMALL, kv_of, same
-from tests.patience import stretched
-from tests.root.faulty import Delay, FaultyRoot, Rule
-from tests.worker.serving import (
+from tests.kit.faulty_root import Delay, FaultyRoot, Rule
+from tests.kit.patience import stretched
+from tests.kit.stores import SMALL, kv_of, same
+from tests.kit.workers import (
     WAIT_S,
     Served,
     Several,

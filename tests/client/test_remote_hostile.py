@@ -22,9 +22,9 @@ from kvstore.errors import HoldBroken, KVStoreError, Unavailable
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.v1.kvstore_pb2_grpc import KVStoreServicer, add_KVStoreServicer_to_server
 from kvstore.wire.bulk.sockets import dial_tcp
-from tests.node.stores import SMALL, kv_of, same
-from tests.patience import stretched
-from tests.worker.serving import WAIT_S, connected, sections_of, serving, sums_of, tokens_of
+from tests.kit.patience import stretched
+from tests.kit.stores import SMALL, kv_of, same
+from tests.kit.workers import WAIT_S, connected, sections_of, serving, sums_of, tokens_of
 
 pytestmark = pytest.mark.slow
 

@@ -31,10 +31,10 @@ from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.node.limits import Limits
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.writes import WriteMode
-from tests.node.stores import SMALL, kv_of, member_of, member_on
-from tests.patience import PATIENCE_S, eventually, returns
-from tests.tiers.acting import LARGE, ROOM_CHUNKS, Acting, faulty
-from tests.worker.serving import connected, serving
+from tests.kit.patience import PATIENCE_S, eventually, returns
+from tests.kit.stores import SMALL, kv_of, member_of, member_on
+from tests.kit.tiers import LARGE, ROOM_CHUNKS, Acting, faulty
+from tests.kit.workers import connected, serving
 
 SIZE = SMALL.chunk_tokens
 GROUPS = 5

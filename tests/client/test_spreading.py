@@ -16,7 +16,7 @@ from kvstore import Layout
 from kvstore.client import spreading
 from kvstore.client.spreading import Spreading, depth_of, depths, marks_of
 from kvstore.namespace import Namespace
-from tests.worker.serving import connected, serving
+from tests.kit.workers import connected, serving
 
 WORKERS = [f"10.0.0.{at}:8100" for at in range(5)]
 LAYOUT = Layout(layers=1, kv_heads=1, head_dim=1, chunk_tokens=4)

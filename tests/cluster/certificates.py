@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cryptography import x509
 
-from tests.security.certificates import Authority
+from tests.kit.certificates import Authority
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ from tests.cluster.certificates import Papers, papers_of
 from tests.cluster.machine import Machine
 from tests.cluster.members import CLIENT_PORT, ETCD, EtcdMember, leader_of
 from tests.cluster.moosefs import MASTER, MOUNT, PACKAGES, MooseHost, MooseMaster, missing_programs
-from tests.etcd_fixture import eventually
-from tests.security.certificates import Authority
+from tests.kit.certificates import Authority
+from tests.kit.etcd import eventually
 
 MIB = 1 << 20
 HOSTS = ("host1", "host2", "host3")

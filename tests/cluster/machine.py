@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.etcd_fixture import eventually
+from tests.kit.etcd import eventually
 
 INIT = Path(__file__).with_name("init.py")
 BOOT_S = 10.0

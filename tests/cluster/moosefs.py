@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 from tests.cluster.machine import Machine
-from tests.etcd_fixture import eventually
+from tests.kit.etcd import eventually
 
 PROGRAMS = ("mfsmaster", "mfschunkserver", "mfsmount", "mfssetgoal", "mfssettrashtime")
 PACKAGES = "moosefs-master moosefs-chunkserver moosefs-client"

@@ -21,7 +21,7 @@ from kvstore.connectors.trouble import Trouble
 from kvstore.connectors.vllm.settings import Settings as VllmSettings
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.namespace import Namespace
-from tests.patience import NEVER_S, PATIENCE_S
+from tests.kit.patience import NEVER_S, PATIENCE_S
 
 WRONG: tuple[tuple[dict[Any, Any], str], ...] = (
     ({"connect": 7}, "connect=7"),

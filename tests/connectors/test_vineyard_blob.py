@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvstore.connectors.vineyard import KVCache, KVTensor, VineyardCacheConfig
-from tests.connectors.tensors import array_over, asking, bytes_in, kv_of, over
+from tests.kit.tensors import array_over, asking, bytes_in, kv_of, over
 
 LAYERS, SIZE = 2, 16
 TOKENS = list(range(1, 13))

@@ -20,8 +20,8 @@ from kvstore.connectors.vineyard import FileCacheConfig, KVCache
 from kvstore.meta.etcd import EtcdMeta
 from kvstore_gc.config import Config
 from kvstore_gc.serving import Collector, opened
-from tests.connectors.tensors import kv_of, over
-from tests.etcd_fixture import running_etcd
+from tests.kit.etcd import running_etcd
+from tests.kit.tensors import kv_of, over
 
 pytestmark = pytest.mark.slow
 

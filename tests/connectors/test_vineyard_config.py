@@ -11,7 +11,7 @@ import pytest
 
 from kvstore import errors
 from kvstore.connectors.vineyard import FileCacheConfig, FilesystemType, KVCache, VineyardCacheConfig
-from tests.connectors.tensors import kv_of, over
+from tests.kit.tensors import kv_of, over
 
 ENVIRONMENT = "VINEYARD_LLM_CACHE_SHARED_MEMORY", "VINEYARD_LLM_CACHE_FILESYSTEM"
 

@@ -11,7 +11,7 @@ import pytest
 
 from kvstore.connectors.vineyard import FileCacheConfig, KVCache, KVTensor
 from kvstore.connectors.vineyard.memory import ROW_BYTES_MAX
-from tests.connectors.tensors import asking, bytes_in, kv_of, over
+from tests.kit.tensors import asking, bytes_in, kv_of, over
 
 LAYERS, SIZE, CHUNK = 2, 16, 4
 TOKENS = list(range(1, 13))

@@ -16,9 +16,9 @@ import pytest
 
 from kvstore import errors
 from kvstore.connectors.vineyard import FileCacheConfig, KVCache, KVTensor
-from tests.connectors.tensors import asking, bytes_in, kv_of, over
-from tests.patience import PATIENCE_S
-from tests.peers.heartbeat import others_run_during
+from tests.kit.heartbeat import others_run_during
+from tests.kit.patience import PATIENCE_S
+from tests.kit.tensors import asking, bytes_in, kv_of, over
 
 LAYERS, SIZE, CHUNK = 2, 16, 4
 TOKENS = list(range(1, 13))

@@ -13,7 +13,7 @@ from kvstore.connectors.vineyard.arena import memory_bytes
 from kvstore.layout import Layout
 from kvstore.memory import host
 from kvstore.writes import WriteModeName
-from tests.connectors.tensors import asking, bytes_in, kv_of, over
+from tests.kit.tensors import asking, bytes_in, kv_of, over
 
 LAYERS, SIZE = 2, 16
 TOKENS = list(range(1, 13))

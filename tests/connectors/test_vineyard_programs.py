@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.patience import PATIENCE_S
+from tests.kit.patience import PATIENCE_S
 
 pytestmark = pytest.mark.slow
 

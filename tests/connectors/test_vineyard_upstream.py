@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvstore.connectors.vineyard import FileCacheConfig, KVCache, VineyardCacheConfig
-from tests.connectors.tensors import asking, bytes_in, kv_of, over
+from tests.kit.tensors import asking, bytes_in, kv_of, over
 
 ROUNDS = (
     [*range(1, 70)],

@@ -12,8 +12,8 @@ from kvstore import errors
 from kvstore.connectors.vineyard import FileCacheConfig, FilesystemType, KVCache
 from kvstore.root.posix import PosixRoot
 from kvstore.worker.worker import Worker
-from tests.connectors.tensors import asking, bytes_in, kv_of, over
-from tests.node.stores import member_on
+from tests.kit.stores import member_on
+from tests.kit.tensors import asking, bytes_in, kv_of, over
 
 pytestmark = pytest.mark.slow
 

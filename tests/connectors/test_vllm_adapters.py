@@ -13,8 +13,8 @@ import pytest
 
 from kvstore.connectors.vllm import adapters
 from kvstore.connectors.vllm.adapters import Adapters, Check, Seal
-from tests.connectors.vllm_halves import Blocks, Request, cache, halves, matched, step, store
-from tests.patience import PATIENCE_S
+from tests.kit.patience import PATIENCE_S
+from tests.kit.vllm_connector import Blocks, Request, cache, halves, matched, step, store
 
 
 @pytest.fixture(autouse=True)

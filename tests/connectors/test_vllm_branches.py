@@ -10,8 +10,8 @@ import pytest
 
 from kvstore.connectors.vllm.groups import Cluster
 from kvstore.errors import Unavailable
-from tests.connectors.vllm_halves import Request, cache, halves
-from tests.patience import eventually
+from tests.kit.patience import eventually
+from tests.kit.vllm_connector import Request, cache, halves
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvstore.connectors.vllm.groups import Cluster, Kind
-from tests.connectors.vllm_halves import BLOCK_TOKENS, Blocks, Request, cache, events_of, halves, matched, step, store
+from tests.kit.vllm_connector import BLOCK_TOKENS, Blocks, Request, cache, events_of, halves, matched, step, store
 
 KINDS = (Cluster((2, 3), BLOCK_TOKENS), Cluster((0, 1), BLOCK_TOKENS, Kind.WINDOW, 9))
 """Two groups of full attention behind two with a window of nine tokens, of which a hit needs two blocks."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvstore.connectors.vllm.groups import SPAN_UNITS, Boundaries, Cluster, Kind, Tail, last_boundary
-from tests.connectors.vllm_halves import BLOCK_TOKENS, Request, cache, halves, matched, step
+from tests.kit.vllm_connector import BLOCK_TOKENS, Request, cache, halves, matched, step
 
 FULL = Cluster((0,), BLOCK_TOKENS)
 WINDOW = Cluster((1, 2), BLOCK_TOKENS, Kind.WINDOW, 9)

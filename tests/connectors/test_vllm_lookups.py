@@ -18,7 +18,7 @@ from kvstore.connectors.vllm.lookups import UNKNOWN, Found, Lookup, Lookups
 from kvstore.connectors.vllm.settings import Settings
 from kvstore.errors import InvalidRequest
 from kvstore.namespace import Namespace
-from tests.patience import PATIENCE_S
+from tests.kit.patience import PATIENCE_S
 
 KEYS = [[bytes([number]) * 32] for number in range(6)]
 BLOCK = bytes(64)

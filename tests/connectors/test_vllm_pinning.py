@@ -11,8 +11,8 @@ import pytest
 from kvstore.connectors.vllm.groups import Cluster, Kind
 from kvstore.errors import Overloaded
 from kvstore.results import PinRecord
-from tests.connectors.vllm_halves import Request, cache, halves, store
-from tests.patience import eventually
+from tests.kit.patience import eventually
+from tests.kit.vllm_connector import Request, cache, halves, store
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from kvstore.connectors.vllm.settings import Settings
 from kvstore.errors import InvalidRequest
 from kvstore.format.descent import Descent
 from kvstore.hints import PRIORITY_DEFAULT, Hints
-from tests.connectors.vllm_halves import BLOCK_TOKENS, Blocks, Request, halves, idle, matched, step, store
+from tests.kit.vllm_connector import BLOCK_TOKENS, Blocks, Request, halves, idle, matched, step, store
 
 
 @pytest.fixture

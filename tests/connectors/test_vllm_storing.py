@@ -12,9 +12,9 @@ import pytest
 
 from kvstore.connectors.vllm.counts import EngineCounts
 from kvstore.errors import Overloaded, Unavailable
-from tests.connectors.vllm_halves import BASE
-from tests.connectors.vllm_modules import vllm_modules
-from tests.patience import NEVER_S, PATIENCE_S, eventually
+from tests.kit.patience import NEVER_S, PATIENCE_S, eventually
+from tests.kit.vllm_connector import BASE
+from tests.kit.vllm_modules import vllm_modules
 
 
 class Pages:

@@ -12,7 +12,7 @@ import pytest
 from kvstore.connectors.vllm.settings import Settings
 from kvstore.errors import Unavailable
 from kvstore.waiting import Monitor
-from tests.connectors.vllm_modules import vllm_modules
+from tests.kit.vllm_modules import vllm_modules
 
 OFFLOAD = "vllm.v1.kv_offload"
 KEYS = [b"one", b"two", b"three"]

@@ -13,10 +13,10 @@ from kvstore.cli.app import app
 from kvstore.meta.memory_store import MemoryStore
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.worker.worker import Worker
-from tests.census.nodes import RolledOut, closing
-from tests.patience import slowness
-from tests.root.faulty import EIO, FaultyRoot, Rule
-from tests.worker.serving import connected
+from tests.kit.census import RolledOut, closing
+from tests.kit.faulty_root import EIO, FaultyRoot, Rule
+from tests.kit.patience import slowness
+from tests.kit.workers import connected
 
 BY_CANARY = ("--written-by", "label=canary")
 

@@ -16,12 +16,12 @@ from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.v1 import control_pb2 as pb
 from kvstore.wire.statuses import Busy
 from kvstore.worker.worker import Worker
-from tests.control.steered import TOKENS, raw_control, steering, value
-from tests.node.stores import SMALL, member_on
-from tests.patience import returns
-from tests.root.faulty import FaultyRoot, Hang, Rule
-from tests.tiers.acting import faulty
-from tests.worker.serving import WAIT_S, Served, connected, eventually, packed, raw_channel, refused, serving
+from tests.kit.administration import TOKENS, raw_control, steering, value
+from tests.kit.faulty_root import FaultyRoot, Hang, Rule
+from tests.kit.patience import returns
+from tests.kit.stores import SMALL, member_on
+from tests.kit.tiers import faulty
+from tests.kit.workers import WAIT_S, Served, connected, eventually, packed, raw_channel, refused, serving
 from tests.worker.test_moves import working
 
 pytestmark = pytest.mark.slow
@@ -183,7 +183,7 @@ def test_which_worker_drains_must_be_said_where_there_are_several() -> None:
 
 
 def test_a_store_of_this_process_has_nobody_to_steer() -> None:
-    from tests.node.stores import store_on
+    from tests.kit.stores import store_on
 
     with store_on(MemoryRoot(MemoryFiles())) as store, pytest.raises(InvalidRequest, match="connect to a worker"):
         _ = store.control

@@ -19,9 +19,9 @@ from kvstore.client.control import Control, ControlTicket
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.tickets import State, Ticket
 from tests.client.test_keywords import LONG, ODD
-from tests.control.steered import KV, SIZE, TOKENS
-from tests.node.stores import SMALL
-from tests.worker.serving import Served, connected, serving
+from tests.kit.administration import KV, SIZE, TOKENS
+from tests.kit.stores import SMALL
+from tests.kit.workers import Served, connected, serving
 
 EVERYTHING = kvstore.Selection(older_than_s=1e-9)
 TICKET = Ticket("0123456789abcdef", "clear", "", "", None, "shards", 0.0)

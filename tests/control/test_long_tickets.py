@@ -18,10 +18,10 @@ from kvstore.v1.kvstore_pb2 import ACT_PREFETCH, TIER_DISK, TIER_ROOT
 from kvstore.wire.statuses import NoTicket
 from kvstore.worker.worker import Worker
 from kvstore.writes import WriteMode
-from tests.control.steered import KV, SIZE, TOKENS, raw_control, steering
-from tests.node.stores import SMALL
-from tests.tiers.acting import Acting, faulty, held
-from tests.worker.serving import WAIT_S, Served, connected, eventually, packed, refused, serving
+from tests.kit.administration import KV, SIZE, TOKENS, raw_control, steering
+from tests.kit.stores import SMALL
+from tests.kit.tiers import Acting, faulty, held
+from tests.kit.workers import WAIT_S, Served, connected, eventually, packed, refused, serving
 from tests.worker.test_moves import working
 
 pytestmark = pytest.mark.slow

@@ -11,10 +11,10 @@ import pytest
 
 from kvstore.v1 import control_pb2 as pb
 from kvstore.writes import WriteMode
-from tests.control.steered import KV, SIZE, TOKENS, damage_payload, raw_control
-from tests.node.stores import SMALL, TINY, chunk_files, kv_of
-from tests.tiers.acting import faulty, held
-from tests.worker.serving import WAIT_S, connected, eventually, packed, refused, serving
+from tests.kit.administration import KV, SIZE, TOKENS, damage_payload, raw_control
+from tests.kit.stores import SMALL, TINY, chunk_files, kv_of
+from tests.kit.tiers import faulty, held
+from tests.kit.workers import WAIT_S, connected, eventually, packed, refused, serving
 from tests.worker.test_moves import working
 
 pytestmark = pytest.mark.slow

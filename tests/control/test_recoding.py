@@ -24,8 +24,8 @@ from kvstore.tickets import State
 from kvstore.v1 import control_pb2 as pb
 from kvstore.v1.control_pb2_grpc import ControlStub
 from kvstore.worker.worker import Worker
-from tests.node.stores import kv_of
-from tests.worker.serving import WAIT_S, Served, connected, eventually, raw_channel, refused, serving
+from tests.kit.stores import kv_of
+from tests.kit.workers import WAIT_S, Served, connected, eventually, raw_channel, refused, serving
 
 pytestmark = pytest.mark.slow
 

@@ -14,8 +14,8 @@ from click.testing import Result
 import kvstore
 from tests.cli.conftest import Running, eventually, parsed, serving
 from tests.cli.conftest import run as run  # a fixture
-from tests.etcd_fixture import frozen
-from tests.node.stores import SMALL, kv_of
+from tests.kit.etcd import frozen
+from tests.kit.stores import SMALL, kv_of
 
 pytestmark = pytest.mark.slow
 

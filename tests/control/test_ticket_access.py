@@ -16,9 +16,9 @@ from kvstore.client.control import Control
 from kvstore.errors import PermissionDenied
 from kvstore.tickets import State
 from kvstore.wire.statuses import NoTicket
-from tests.node.stores import SMALL, kv_of
-from tests.security.secured import Secured, secured
-from tests.worker.serving import WAIT_S
+from tests.kit.secured import Secured, secured
+from tests.kit.stores import SMALL, kv_of
+from tests.kit.workers import WAIT_S
 
 pytestmark = pytest.mark.slow
 

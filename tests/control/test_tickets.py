@@ -16,7 +16,7 @@ from kvstore.sources import RandomIds, SystemClock
 from kvstore.tickets import TRANSITIONS, State, Ticket
 from kvstore.worker.control.book import Book
 from kvstore.worker.control.runner import Runner, Step
-from tests.worker.serving import WAIT_S, eventually
+from tests.kit.workers import WAIT_S, eventually
 
 ENDED = (State.DONE, State.FAILED, State.CANCELLED)
 

@@ -14,7 +14,7 @@ import numpy as np
 import kvstore
 from kvstore.client.store import Store
 from kvstore.errors import KVStoreError
-from tests.patience import PATIENCE_S
+from tests.kit.patience import PATIENCE_S
 
 LAYOUT = kvstore.Layout(layers=4, kv_heads=2, head_dim=64, dtype="float16", chunk_tokens=16)
 SCRIPT = "<script>window.hostile=1</script>"

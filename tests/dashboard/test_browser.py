@@ -22,8 +22,8 @@ from kvstore.security.bearer import issue, new_key
 from tests.cli.conftest import Running, descendants, serving
 from tests.dashboard.chromium import CONTRAST, DARK, LIGHT, MODES, PHONE, UNNAMED, Mode, Page, missing, opened
 from tests.dashboard.crowd import IMAGE, SCRIPT, age, busy, damage
-from tests.etcd_fixture import frozen
-from tests.patience import PATIENCE_S
+from tests.kit.etcd import frozen
+from tests.kit.patience import PATIENCE_S
 
 ARROW_LEFT, ARROW_RIGHT, END, ENTER, ESCAPE = "\ue012", "\ue014", "\ue010", "\ue007", "\ue00c"
 

@@ -16,9 +16,9 @@ from kvstore.dashboard.serving import Serving
 from kvstore.dashboard.web import application
 from kvstore.meta.keys import Keys
 from kvstore.meta.usage import Room
-from tests.dashboard.boards import Shown, shown
 from tests.dashboard.chromium import LIGHT, PHONE, Mode, Page, missing, opened
-from tests.node.stores import TINY
+from tests.kit.boards import Shown, shown
+from tests.kit.stores import TINY
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
 

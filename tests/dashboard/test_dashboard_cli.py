@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from kvstore.cli.app import app
 from tests.cli.conftest import descendants, eventually, gone, serving
-from tests.patience import PATIENCE_S
+from tests.kit.patience import PATIENCE_S
 
 HERE = ("dashboard", "--root", "/nowhere", "--etcd", "127.0.0.1:1")
 

@@ -20,13 +20,13 @@ from kvstore.dashboard.workers import GONE, WorkersSource
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.meta.keys import Keys
 from kvstore.meta.usage import Room
-from tests.dashboard.boards import Shown, shown
-from tests.etcd_fixture import eventually
-from tests.meta import faulty as faulty_meta
-from tests.meta.fakes import FakeClock
-from tests.node.stores import TINY, kv_of
-from tests.root.faulty import Hang, Rule
-from tests.worker.serving import serving
+from tests.kit import faulty_meta
+from tests.kit.boards import Shown, shown
+from tests.kit.etcd import eventually
+from tests.kit.fake_meta import FakeClock
+from tests.kit.faulty_root import Hang, Rule
+from tests.kit.stores import TINY, kv_of
+from tests.kit.workers import serving
 
 HOSTILE = "<script>alert('x')</script>"
 

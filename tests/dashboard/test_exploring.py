@@ -13,8 +13,8 @@ from kvstore.dashboard.exploring import explore
 from kvstore.errors import Unavailable
 from kvstore.root.identity import RootIdentity, read_identity
 from kvstore.root.memory import MemoryFiles, MemoryRoot
-from tests.node.stores import TINY, kv_of, store_on
-from tests.root.faulty import EIO, FaultyRoot, Rule
+from tests.kit.faulty_root import EIO, FaultyRoot, Rule
+from tests.kit.stores import TINY, kv_of, store_on
 
 FAST = 1e9
 PROMPTS, CHUNKS_EACH = 24, 16

@@ -10,8 +10,8 @@ from queue import SimpleQueue
 from kvstore.dashboard.feed import WANTED_S, Feed
 from kvstore.errors import Unavailable
 from kvstore.sources import SystemClock
-from tests.etcd_fixture import eventually
-from tests.patience import PATIENCE_S
+from tests.kit.etcd import eventually
+from tests.kit.patience import PATIENCE_S
 
 
 class Moved(SystemClock):

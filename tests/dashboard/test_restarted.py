@@ -16,7 +16,7 @@ from kvstore.meta.keys import Keys, SessionId
 from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.session import SessionRecord
 from kvstore.meta.workers import WorkerRecord
-from tests.meta.fakes import FakeClock
+from tests.kit.fake_meta import FakeClock
 
 KEYS = Keys(bytes(16))
 

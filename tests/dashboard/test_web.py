@@ -22,11 +22,11 @@ from kvstore.dashboard.serving import Serving
 from kvstore.dashboard.web import SAFETY, Door, application
 from kvstore.security.bearer import issue, new_key
 from kvstore.security.tls import ServerTls
-from tests.dashboard.boards import Shown, shown
-from tests.etcd_fixture import eventually
-from tests.node.stores import TINY
-from tests.patience import NEVER_S, PATIENCE_S
-from tests.security.certificates import Authority
+from tests.kit.boards import Shown, shown
+from tests.kit.certificates import Authority
+from tests.kit.etcd import eventually
+from tests.kit.patience import NEVER_S, PATIENCE_S
+from tests.kit.stores import TINY
 
 VIEWS = ("overview", "history", "capacity", "namespaces", "pins", "workers", "prefixes", "damage", "tickets")
 

@@ -14,8 +14,8 @@ import pytest
 import kvstore
 from kvstore import Layout
 from kvstore.meta.server import EmbeddedEtcd, find_etcd
-from tests.collecting import bounded_to
-from tests.ports import free_port
+from tests.kit.collecting import bounded_to
+from tests.kit.ports import free_port
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 LAYOUT = Layout(layers=1, kv_heads=1, head_dim=8, dtype="float16", chunk_tokens=16)

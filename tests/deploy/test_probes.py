@@ -6,7 +6,7 @@ import urllib.error
 import urllib.request
 
 from kvstore.worker.metrics_server import start_metrics
-from tests.worker.serving import serving
+from tests.kit.workers import serving
 
 PATIENCE_S = 30.0
 

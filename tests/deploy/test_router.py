@@ -13,7 +13,7 @@ from typing import Any
 
 from tests.deploy.examples import answering, load_example
 from tests.engines.events.publisher import Publisher
-from tests.patience import PATIENCE_S, eventually
+from tests.kit.patience import PATIENCE_S, eventually
 
 BLOCK = 16
 ENGINES = ("http://one", "http://two")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.disk.disks import Disk, disk_on
+from tests.kit.disks import Disk, disk_on
 
 
 @pytest.fixture

@@ -27,8 +27,8 @@ from kvstore.root.identity import create_or_open
 from kvstore.root.interface import Root
 from kvstore.root.posix import PosixRoot
 from kvstore.sources import RandomIds, SystemClock
-from tests.descriptors import open_before, open_now
-from tests.disk.disks import (
+from tests.kit.descriptors import open_before, open_now
+from tests.kit.disks import (
     FILE_BYTES,
     IMAGE_BYTES,
     MIB,
@@ -42,8 +42,8 @@ from tests.disk.disks import (
     files_under,
     image_of,
 )
-from tests.patience import PATIENCE_S, returns
-from tests.root.faulty import Hang, Rule
+from tests.kit.faulty_root import Hang, Rule
+from tests.kit.patience import PATIENCE_S, returns
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The next start

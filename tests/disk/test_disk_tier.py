@@ -19,8 +19,8 @@ from kvstore.node.disk_tier import DiskTier
 from kvstore.node.lanes import Deadline
 from kvstore.root.posix import PosixRoot
 from kvstore.sources import RandomIds
-from tests.descriptors import open_before, open_now
-from tests.disk.disks import (
+from tests.kit.descriptors import open_before, open_now
+from tests.kit.disks import (
     CHUNKS,
     FILE_BYTES,
     IMAGE_BYTES,
@@ -36,8 +36,8 @@ from tests.disk.disks import (
     image_of,
     is_right,
 )
-from tests.patience import PATIENCE_S, eventually, returns
-from tests.root.faulty import EIO, Hang, Rule
+from tests.kit.faulty_root import EIO, Hang, Rule
+from tests.kit.patience import PATIENCE_S, eventually, returns
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What goes in comes out

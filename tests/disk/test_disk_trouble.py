@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from kvstore.node import disk_gate
-from tests.disk.disks import CHUNKS, FILE_BYTES, IMAGE_BYTES, MIB, Disk, bytes_under, chain_of, disk_on, files_under
-from tests.patience import PATIENCE_S, returns
-from tests.root.faulty import EIO, ENOSPC, Hang, Rule
+from tests.kit.disks import CHUNKS, FILE_BYTES, IMAGE_BYTES, MIB, Disk, bytes_under, chain_of, disk_on, files_under
+from tests.kit.faulty_root import EIO, ENOSPC, Hang, Rule
+from tests.kit.patience import PATIENCE_S, returns
 
 
 def test_flipped_bytes_are_given_as_they_are_and_dropped_when_told(disk: Disk) -> None:

@@ -15,8 +15,8 @@ from kvstore.encodings.squeezing import join_planes, split_planes
 from kvstore.format.checksum import checksum
 from kvstore.format.encoded import decode_any, decode_encoded
 from kvstore.format.header import Damage, Damaged, Encoding, Header, decode, decode_as
-from tests.encodings.keyed import secret
-from tests.format.strategies import ChunkFile, chunk_file, chunk_files
+from tests.kit.keyed import secret
+from tests.kit.strategies import ChunkFile, chunk_file, chunk_files
 
 KEY, OTHER = Key("a", secret("a")), Key("b", secret("b"))
 wishes = st.sampled_from([Wish(True), Wish(key=KEY), Wish(True, KEY)])

@@ -13,7 +13,7 @@ import pytest
 from kvstore.counts import NodeCount
 from kvstore.encodings.keys import Key, KeyFile, KeyRing
 from kvstore.errors import InvalidRequest
-from tests.encodings.keyed import TENANT, key_file, secret, write_keys
+from tests.kit.keyed import TENANT, key_file, secret, write_keys
 
 GOOD = base64.b64encode(bytes(32)).decode()
 

@@ -31,9 +31,9 @@ from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryRoot
 from kvstore.root.posix import PosixRoot
 from kvstore.sources import RandomIds, SystemClock
-from tests.encodings.keyed import LAYOUT, TENANT, chunk_files, key_file, kv_of, recode, same, write_keys
-from tests.node.stores import TINY
-from tests.patience import PATIENCE_S
+from tests.kit.keyed import LAYOUT, TENANT, chunk_files, key_file, kv_of, recode, same, write_keys
+from tests.kit.patience import PATIENCE_S
+from tests.kit.stores import TINY
 
 COUNT = 5
 TOKENS = np.arange(1_000_000, 1_000_000 + COUNT * LAYOUT.chunk_tokens)

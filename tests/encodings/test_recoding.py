@@ -29,12 +29,12 @@ from kvstore.node.recoding import Outcome, Recoded, Recoding
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
 from kvstore.tokens import token_array
-from tests.encodings.keyed import LAYOUT, TENANT, chunk_files, key_file, kv_of, recode, same, secret
 from tests.encodings.test_node import COUNT, KV, TOKENS, names_of, namespace, opened, put_all, reads_right
-from tests.gc.cluster import SPACE, cluster, eventually, put
-from tests.node.stores import TINY
-from tests.patience import PATIENCE_S
-from tests.root.faulty import EIO, ENOSPC, Fails, FaultyRoot, Rule
+from tests.kit.clusters import SPACE, cluster, eventually, put
+from tests.kit.faulty_root import EIO, ENOSPC, Fails, FaultyRoot, Rule
+from tests.kit.keyed import LAYOUT, TENANT, chunk_files, key_file, kv_of, recode, same, secret
+from tests.kit.patience import PATIENCE_S
+from tests.kit.stores import TINY
 
 C, E = Encoding.COMPRESSED, Encoding.ENCRYPTED
 

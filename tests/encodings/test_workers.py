@@ -13,9 +13,9 @@ from kvstore.node.settings import NO_TIERS, TierSettings
 from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.frames import Kind
 from kvstore.worker.worker import Worker
-from tests.encodings.keyed import key_file, recode
 from tests.encodings.test_node import names_of, namespace, opened, put_all, reads_right
-from tests.worker.serving import Served, connected
+from tests.kit.keyed import key_file, recode
+from tests.kit.workers import Served, connected
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ import pytest
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
-from tests.gc.cluster import Cluster, cluster
+from tests.kit.clusters import Cluster, cluster
 
 
 @pytest.fixture(params=["memory", "files"])

@@ -10,8 +10,8 @@ from kvstore.address import Address, block_addresses
 from kvstore.format.descent import Ancestry, Descent
 from kvstore.namespace import Namespace
 from kvstore.node.member import Member
-from tests.gc.cluster import SPACE
-from tests.node.stores import TINY
+from tests.kit.clusters import SPACE
+from tests.kit.stores import TINY
 
 SIZE = TINY.chunk_tokens
 GROUP = 0

@@ -15,11 +15,11 @@ from kvstore.format.header import expected_block
 from kvstore.node.recoding import Outcome, Recoding
 from kvstore.root.interface import Root
 from tests.events.engines import GROUP, SIZE, Prompt, prompt_of, put_blocks
-from tests.events.following import Following, Ticking
 from tests.events.test_speaker import TOPIC, Publishing
 from tests.events.test_truth import condemn
-from tests.format.strategies import chunk_file
-from tests.gc.cluster import SPACE, Cluster, cluster, prompt, put
+from tests.kit.clusters import SPACE, Cluster, cluster, prompt, put
+from tests.kit.events import Following, Ticking
+from tests.kit.strategies import chunk_file
 
 
 @pytest.fixture

@@ -13,11 +13,11 @@ from kvstore.format import places
 from kvstore.namespace import Namespace
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from tests.events.engines import Prompt, prompt_of, put_blocks
-from tests.events.following import Ticking
 from tests.events.test_speaker import TOPIC, Publishing
 from tests.events.test_truth import condemn
-from tests.gc.cluster import Cluster, cluster
-from tests.node.stores import TINY
+from tests.kit.clusters import Cluster, cluster
+from tests.kit.events import Ticking
+from tests.kit.stores import TINY
 
 RANKS = [Namespace.of("m", TINY, attributes={"tp rank": str(rank)}) for rank in range(3)]
 FOURTH = Namespace.of("m", TINY, attributes={"tp rank": "another"})

@@ -23,12 +23,12 @@ import kvstore
 from kvstore.client.cache import Cache
 from kvstore.format import places
 from tests.cli.conftest import KVSTORE, Running, serving
-from tests.collecting import bounded_to
-from tests.etcd_fixture import running_etcd
 from tests.events.subscriber import Subscriber
-from tests.node.stores import TINY
-from tests.patience import PATIENCE_S, eventually
-from tests.ports import free_port
+from tests.kit.collecting import bounded_to
+from tests.kit.etcd import running_etcd
+from tests.kit.patience import PATIENCE_S, eventually
+from tests.kit.ports import free_port
+from tests.kit.stores import TINY
 
 
 @pytest.fixture(scope="module")

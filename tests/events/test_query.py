@@ -22,8 +22,8 @@ from kvstore.security.identity import Identity, Presented
 from kvstore.security.permissions import Role
 from kvstore.waiting import Monitor
 from kvstore.wire.questions import Question
-from tests.gc.cluster import SPACE
-from tests.node.stores import TINY
+from tests.kit.clusters import SPACE
+from tests.kit.stores import TINY
 
 
 def known(chain: Chain) -> Inventory:

@@ -19,8 +19,8 @@ from tests.cli.conftest import run as run
 from tests.cli.conftest import serving
 from tests.events.subscriber import Subscriber
 from tests.events.test_processes import on_root, store
-from tests.node.stores import TINY
-from tests.patience import PATIENCE_S, eventually
+from tests.kit.patience import PATIENCE_S, eventually
+from tests.kit.stores import TINY
 
 ANY = "tcp://127.0.0.1:0"
 

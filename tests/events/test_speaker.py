@@ -27,10 +27,10 @@ from kvstore.namespace import Namespace
 from kvstore.node.member import Member
 from kvstore.root.interface import Entry
 from kvstore.sources import RandomIds
-from tests.events.following import TICK_S, Ticking, await_tick
 from tests.events.subscriber import Index
-from tests.gc.cluster import SPACE, Cluster, cluster, prompt, put
-from tests.node.stores import TINY
+from tests.kit.clusters import SPACE, Cluster, cluster, prompt, put
+from tests.kit.events import TICK_S, Ticking, await_tick
+from tests.kit.stores import TINY
 
 TOPIC = "kv@kvstore@m"
 

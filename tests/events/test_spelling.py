@@ -18,10 +18,10 @@ from kvstore.events.spelling import Spellings
 from kvstore.events.table import NO_ROW, Table
 from kvstore.wire.questions import Question
 from tests.events.engines import SIZE, Prompt, prompt_of, put_blocks
-from tests.events.following import Ticking
 from tests.events.test_speaker import Publishing
-from tests.gc.cluster import SPACE, Cluster, put
-from tests.patience import eventually
+from tests.kit.clusters import SPACE, Cluster, put
+from tests.kit.events import Ticking
+from tests.kit.patience import eventually
 
 
 class Asking:

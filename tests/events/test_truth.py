@@ -21,10 +21,10 @@ from kvstore.meta.sweeps import EXACT_MAX, Condemned, Members
 from kvstore.namespace import Namespace
 from kvstore.node.member import Member
 from kvstore.root.posix import PosixRoot
-from tests.events.following import Following, addresses
-from tests.gc.cluster import SPACE, Cluster, cluster, looking, prompt, put
-from tests.node.stores import TINY
-from tests.patience import eventually
+from tests.kit.clusters import SPACE, Cluster, cluster, looking, prompt, put
+from tests.kit.events import Following, addresses
+from tests.kit.patience import eventually
+from tests.kit.stores import TINY
 
 
 def condemn(made: Cluster, victims: list[Address]) -> list[str]:

@@ -15,7 +15,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.layout import Layout
 from kvstore.namespace import Namespace
 from kvstore.tokens import TOKEN_ID_MAX, TOKENS_MAX, TokenArray, token_array
-from tests.format.strategies import namespaces, token_ids
+from tests.kit.strategies import namespaces, token_ids
 
 
 @given(namespaces, st.lists(token_ids, max_size=40))

@@ -18,8 +18,8 @@ from kvstore.native import library as native
 from kvstore.node.images import make_images, verify_images
 from kvstore.node.wanted import Keyed, image_bytes
 from kvstore.sections import Buffers
-from tests.format.strategies import chunk_file, token_ids
-from tests.node.stores import TINY
+from tests.kit.stores import TINY
+from tests.kit.strategies import chunk_file, token_ids
 
 KEY = bytes(range(64))
 

@@ -24,7 +24,7 @@ from kvstore.format.header import (
 from kvstore.layout import Layout
 from kvstore.namespace import Namespace, NamespaceDigest
 from kvstore.tokens import token_array
-from tests.format.strategies import ChunkFile, chunk_file, chunk_files
+from tests.kit.strategies import ChunkFile, chunk_file, chunk_files
 
 
 @given(chunk_files())

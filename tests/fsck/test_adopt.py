@@ -28,12 +28,12 @@ from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryRoot
 from kvstore.root.twins import list_twins, remove_twin, write_twin
 from kvstore.sources import RandomIds, SystemClock
-from tests.fsck.damage import LAYOUT, SHARD_BITS, Filled, fill, read, write
-from tests.meta.fakes import FakeClock
-from tests.meta.faulty import Fault, FaultyMeta
-from tests.meta.faulty import Rule as MetaRule
-from tests.root.faulty import EIO, OPERATIONS, FaultyRoot
-from tests.root.faulty import Rule as RootRule
+from tests.kit.damage import LAYOUT, SHARD_BITS, Filled, fill, read, write
+from tests.kit.fake_meta import FakeClock
+from tests.kit.faulty_meta import Fault, FaultyMeta
+from tests.kit.faulty_meta import Rule as MetaRule
+from tests.kit.faulty_root import EIO, OPERATIONS, FaultyRoot
+from tests.kit.faulty_root import Rule as RootRule
 
 
 class RootTwins:

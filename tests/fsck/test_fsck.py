@@ -24,8 +24,8 @@ from kvstore.root.posix import PosixRoot
 from kvstore.root.posix_reader import PosixReader
 from kvstore.sources import RandomIds
 from kvstore.tokens import token_array
-from tests.fsck.damage import LAYOUT, NOW_S, SHARD_BITS, Filled, chunk_bytes, fill, read, write
-from tests.root.faulty import EIO, EROFS, FaultyRoot, Flipped, Rule
+from tests.kit.damage import LAYOUT, NOW_S, SHARD_BITS, Filled, chunk_bytes, fill, read, write
+from tests.kit.faulty_root import EIO, EROFS, FaultyRoot, Flipped, Rule
 
 SESSION = bytes(range(16))
 OLD = 7200.0

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.gc.cluster import cluster
-from tests.gc.place import Place
+from tests.kit.clusters import cluster
+from tests.kit.place import Place
 
 
 @pytest.fixture

@@ -24,10 +24,10 @@ from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.messages import pack_keys, sealed
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.worker import Worker
-from tests.gc.cluster import SPACE, Cluster, cluster, eventually, looking
-from tests.node.stores import TINY
-from tests.patience import PATIENCE_S
-from tests.worker.serving import connected
+from tests.kit.clusters import SPACE, Cluster, cluster, eventually, looking
+from tests.kit.patience import PATIENCE_S
+from tests.kit.stores import TINY
+from tests.kit.workers import connected
 
 KEYS = [bytes([number]) * 32 for number in range(4)]
 BLOCKS = [bytes([number]) * 5000 for number in range(4)]

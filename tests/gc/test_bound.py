@@ -30,7 +30,7 @@ from kvstore.meta.usage import Room
 from kvstore.root.identity import read_identity
 from kvstore.root.posix import PosixRoot
 from kvstore.root.reserve import RESERVE_BYTES
-from tests.etcd_fixture import eventually, running_etcd
+from tests.kit.etcd import eventually, running_etcd
 
 MIB = 1 << 20
 LAYOUT = Layout(layers=4, kv_heads=4, head_dim=128, dtype="int8", chunk_tokens=64)

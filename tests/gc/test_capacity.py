@@ -14,8 +14,8 @@ from kvstore.root.interface import Space
 from kvstore_gc.capacity import Level, Watermarks
 from kvstore_gc.collectors import TTL_S, Collectors
 from kvstore_gc.signs import FULL_AGAIN_S, PACE_S_MIN, REPORTS_PER_S, FullSign, room_of
-from tests.gc.cluster import site_of
-from tests.meta.fakes import CountingIds, FakeClock
+from tests.kit.clusters import site_of
+from tests.kit.fake_meta import CountingIds, FakeClock
 
 KEYS = Keys(bytes(16))
 

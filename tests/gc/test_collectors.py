@@ -13,13 +13,13 @@ from kvstore.meta.memory_store import MemoryStore
 from kvstore_gc.collectors import TTL_S, Collectors, owner
 from kvstore_gc.config import Config
 from kvstore_gc.summary import Summary
-from tests.gc.cluster import prompt, put, site_of
-from tests.gc.place import Place
 from tests.gc.test_hostile import in_flight, leave_in_flight
-from tests.meta.fakes import CountingIds, FakeClock
-from tests.meta.faulty import Fault, FaultyMeta
-from tests.meta.faulty import Rule as MetaRule
-from tests.patience import PATIENCE_S
+from tests.kit.clusters import prompt, put, site_of
+from tests.kit.fake_meta import CountingIds, FakeClock
+from tests.kit.faulty_meta import Fault, FaultyMeta
+from tests.kit.faulty_meta import Rule as MetaRule
+from tests.kit.patience import PATIENCE_S
+from tests.kit.place import Place
 
 
 def test_shards_are_shared_and_change_hands_only_where_they_must() -> None:

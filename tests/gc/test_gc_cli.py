@@ -26,8 +26,8 @@ from kvstore.root.posix import PosixRoot
 from kvstore.sources import RandomIds, SystemClock
 from kvstore_gc.cli import command
 from tests.cli.conftest import PATIENCE_S, SOURCE, Running, descendants, eventually, serving
-from tests.collecting import bounded_to
-from tests.etcd_fixture import frozen, running_etcd
+from tests.kit.collecting import bounded_to
+from tests.kit.etcd import frozen, running_etcd
 
 LAYOUT = kvstore.Layout(layers=2, kv_heads=1, head_dim=64, dtype="float16", chunk_tokens=4)
 CHUNK_BYTES = 6144

@@ -35,9 +35,9 @@ from kvstore.sources import SystemClock
 from kvstore_gc import execute
 from kvstore_gc.collectors import Collectors
 from kvstore_gc.threads import Stopped
-from tests.gc.cluster import TIMINGS, Cluster, cluster, eventually, looking, prompt, put, site_of
-from tests.patience import PATIENCE_S
-from tests.root.faulty import EIO, ENOSPC, Fails, FaultyRoot, Rule
+from tests.kit.clusters import TIMINGS, Cluster, cluster, eventually, looking, prompt, put, site_of
+from tests.kit.faulty_root import EIO, ENOSPC, Fails, FaultyRoot, Rule
+from tests.kit.patience import PATIENCE_S
 
 EPERM = Fails(PermissionDenied, errno.EPERM)
 SWEEP = b"s" * 16

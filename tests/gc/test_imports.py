@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.patience import PATIENCE_S
+from tests.kit.patience import PATIENCE_S
 
 
 @pytest.mark.parametrize("package", ["rich", "grpc", "fsspec", "sqlite3", "cryptography", "opentelemetry"])

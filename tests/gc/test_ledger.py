@@ -14,7 +14,7 @@ from kvstore.meta.memory_store import MemoryStore
 from kvstore.meta.sweeps import Condemned, Seq
 from kvstore.sources import SystemClock
 from kvstore_gc.ledger import InFlight, Ledger
-from tests.gc.cluster import site_of
+from tests.kit.clusters import site_of
 
 KEYS = Keys(b"r" * 16)
 

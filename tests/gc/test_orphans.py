@@ -21,9 +21,9 @@ from kvstore_gc.capacity import Watermarks
 from kvstore_gc.orphans import Orphans
 from kvstore_gc.safety import Timings
 from kvstore_gc.site import Site
-from tests.fsck.damage import NOW_S, Filled, fill, read, write
-from tests.meta.fakes import CountingIds
-from tests.root.faulty import EACCES, EIO, Delay, FaultyRoot, Rule
+from tests.kit.damage import NOW_S, Filled, fill, read, write
+from tests.kit.fake_meta import CountingIds
+from tests.kit.faulty_root import EACCES, EIO, Delay, FaultyRoot, Rule
 
 TIMINGS = Timings()
 DEAD = bytes.fromhex("dd" * 16)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvstore_gc.threads import BURST_S, SHARE, Pace, inline
-from tests.meta.fakes import FakeClock
+from tests.kit.fake_meta import FakeClock
 
 
 class _Host:

@@ -22,7 +22,7 @@ from kvstore_gc.plan import Decision, Reason, SweepPlan, decide, explain, plan_s
 from kvstore_gc.policy import Order
 from kvstore_gc.survey import survey
 from kvstore_gc.threads import inline
-from tests.gc.chains import NOW_S, SHARD_BITS, SHARDS, SPACES, Chunk, entries, forests, loose, root_of, stamp
+from tests.kit.chains import NOW_S, SHARD_BITS, SHARDS, SPACES, Chunk, entries, forests, loose, root_of, stamp
 
 
 def decided(chunks: list[Chunk], goals: Goals, pinned: Marks = NO_MARKS) -> Decision:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvstore.hints import TTL_CLASSES_S, Hints
 from kvstore.recency import DEPTH_MAX, NS_PER_S, QUANTUM_S, decode, stamp_ns, superseded_ns
 from kvstore_gc.policy import TIE_BITS, Column, Order, Uses, expired, ranks, weighted_age_s
-from tests.gc.chains import NOW_S, Chunk, forests, stamp
+from tests.kit.chains import NOW_S, Chunk, forests, stamp
 
 HOUR_S = 3600
 ANY_HINTS = st.builds(Hints, st.integers(0, 100), st.sampled_from((*TTL_CLASSES_S, None)))

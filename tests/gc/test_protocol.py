@@ -25,11 +25,11 @@ from kvstore.root.interface import Root, Seen
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.sources import RandomIds, SystemClock
 from kvstore_gc.execute import Sweeper
-from tests.gc.cluster import TIMINGS, Cluster, cluster, eventually, looking, prompt, put
-from tests.meta import faulty as meta_faulty
-from tests.meta.faulty import FaultyMeta
-from tests.patience import PATIENCE_S
-from tests.root.faulty import Delay, FaultyRoot, Rule
+from tests.kit import faulty_meta as meta_faulty
+from tests.kit.clusters import TIMINGS, Cluster, cluster, eventually, looking, prompt, put
+from tests.kit.faulty_meta import FaultyMeta
+from tests.kit.faulty_root import Delay, FaultyRoot, Rule
+from tests.kit.patience import PATIENCE_S
 
 
 @pytest.fixture

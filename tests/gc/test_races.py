@@ -27,7 +27,7 @@ from kvstore_gc.execute import SweepReport
 from kvstore_gc.grace import Announced, Grace, Spared
 from kvstore_gc.ledger import Ledger
 from kvstore_gc.victims import Taken, read_victims
-from tests.gc.cluster import SPACE, TIMINGS, Cluster, cluster, looking, prompt, put, site_of
+from tests.kit.clusters import SPACE, TIMINGS, Cluster, cluster, looking, prompt, put, site_of
 
 KEYS = Keys(b"r" * 16)
 CHUNK = places.chunk(Address(bytes(16)), SPACE.id, 0)

@@ -20,8 +20,8 @@ from kvstore_gc.collectors import TTL_S, Collectors
 from kvstore_gc.reports import Reports
 from kvstore_gc.signs import RoomSign, is_news
 from kvstore_gc.watch import TICK_S
-from tests.gc.cluster import site_of
-from tests.meta.fakes import CountingIds, FakeClock
+from tests.kit.clusters import site_of
+from tests.kit.fake_meta import CountingIds, FakeClock
 
 KEYS = Keys(bytes(16))
 NODE = SessionId(b"n" * 16)

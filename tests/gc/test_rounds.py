@@ -16,11 +16,11 @@ from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore_gc.capacity import Watermarks
 from kvstore_gc.config import Config, Share
 from kvstore_gc.threads import Stopped
-from tests.gc.cluster import SPACE, cluster, eventually, looking, prompt, put
-from tests.gc.place import LONG_S, Place
-from tests.meta.faulty import FaultyMeta
-from tests.patience import PATIENCE_S
-from tests.root.faulty import FaultyRoot, Hang, Rule
+from tests.kit.clusters import SPACE, cluster, eventually, looking, prompt, put
+from tests.kit.faulty_meta import FaultyMeta
+from tests.kit.faulty_root import FaultyRoot, Hang, Rule
+from tests.kit.patience import PATIENCE_S
+from tests.kit.place import LONG_S, Place
 
 
 def test_a_round_deletes_what_is_past_its_time_and_says_so(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

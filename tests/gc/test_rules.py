@@ -23,9 +23,9 @@ from kvstore_gc.ledger import Ledger
 from kvstore_gc.objects import Deleting
 from kvstore_gc.threads import Stopped
 from kvstore_gc.victims import Taken, read_victims
-from tests.gc.cluster import SPACE, Cluster, cluster, eventually, looking, prompt, put
 from tests.gc.test_protocol import Died, die, republish
-from tests.root.faulty import EIO, FaultyRoot, Rule
+from tests.kit.clusters import SPACE, Cluster, cluster, eventually, looking, prompt, put
+from tests.kit.faulty_root import EIO, FaultyRoot, Rule
 
 
 @pytest.fixture

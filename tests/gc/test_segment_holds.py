@@ -11,7 +11,7 @@ from kvstore.format import places
 from kvstore.layout import Layout
 from kvstore.segments import Match, Rope
 from kvstore_gc.plan import Reason, SweepPlan, Victim
-from tests.gc.cluster import cluster, eventually
+from tests.kit.clusters import cluster, eventually
 
 SIZE = 8
 LAYOUT = Layout(layers=1, kv_heads=1, head_dim=4, dtype="float32", chunk_tokens=SIZE)

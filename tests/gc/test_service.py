@@ -28,11 +28,11 @@ from kvstore_gc.service import BACKOFF_S_MIN, Service
 from kvstore_gc.serving import Collector
 from kvstore_gc.threads import Stopped
 from kvstore_gc.watch import TICK_S, Duties, Watch
-from tests.gc.cluster import site_of
-from tests.gc.place import Place
-from tests.meta.fakes import FakeClock
-from tests.patience import PATIENCE_S
-from tests.root.faulty import EIO, FaultyRoot, Hang, Rule
+from tests.kit.clusters import site_of
+from tests.kit.fake_meta import FakeClock
+from tests.kit.faulty_root import EIO, FaultyRoot, Hang, Rule
+from tests.kit.patience import PATIENCE_S
+from tests.kit.place import Place
 
 # Rounds one after another
 
@@ -199,7 +199,7 @@ def test_a_single_round_gives_up_on_a_root_that_hangs(place: Place, monkeypatch:
 HANGING = """
 import sys, threading
 from kvstore.meta.memory import MemoryMeta
-from tests.root.faulty import FaultyRoot, Hang, Rule
+from tests.kit.faulty_root import FaultyRoot, Hang, Rule
 from kvstore.root.identity import create_or_open
 from kvstore.root.memory import MemoryRoot
 from kvstore.sources import RandomIds

@@ -22,7 +22,7 @@ from kvstore_gc.histogram import BINS_MAX, Tally
 from kvstore_gc.listing import listed, marks_of
 from kvstore_gc.survey import NAMESPACES_MAX, Survey, survey
 from kvstore_gc.threads import inline
-from tests.gc.chains import NOW_S, SHARD_BITS, SHARDS, SPACES, Chunk, forests, loose, root_of, stamp
+from tests.kit.chains import NOW_S, SHARD_BITS, SHARDS, SPACES, Chunk, forests, loose, root_of, stamp
 
 TENANT = Quota("tenant a", frozenset(SPACES[1:3]), 1000)
 QUOTAS = (TENANT, Quota("namespace b", frozenset(SPACES[2:3]), 500))

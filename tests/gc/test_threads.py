@@ -8,7 +8,7 @@ import pytest
 
 from kvstore.errors import RootMismatch, Unavailable
 from kvstore_gc.threads import Stop, Stopped, Threads, within
-from tests.patience import PATIENCE_S
+from tests.kit.patience import PATIENCE_S
 
 
 def test_work_is_shared_and_the_first_error_comes_out() -> None:

@@ -20,9 +20,9 @@ from kvstore.node.limits import Limits
 from kvstore.node.opening import open_member
 from kvstore.node.settings import TierSettings
 from kvstore.worker.worker import Worker
-from tests.bulk.ways import tokens_and_kv
 from tests.hops.recording import Function, Recorder
-from tests.patience import NEVER_S, eventually
+from tests.kit.patience import NEVER_S, eventually
+from tests.kit.transports import tokens_and_kv
 
 CHUNKS = 8
 LAYOUT = Layout(layers=4, kv_heads=2, head_dim=64, dtype="float16", chunk_tokens=16)

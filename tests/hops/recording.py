@@ -13,7 +13,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import kvstore
-from tests.patience import eventually
+from tests.kit.patience import eventually
 
 PACKAGE = f"{Path(kvstore.__file__).parent}/"
 GENERATED = f"{PACKAGE}v1/"

@@ -19,7 +19,7 @@ from tests.chaos.cast import SHARD_BITS, Cast
 from tests.chaos.journal import LONGEST
 from tests.chaos.play import CALM_S, HIGH, MAX_BYTES, PROMPTS, all_kept, nothing_is_left
 from tests.chaos.saboteur import Saboteur
-from tests.patience import eventually
+from tests.kit.patience import eventually
 
 ROOT = Path("/mnt/nfs/root")
 NODES = 2

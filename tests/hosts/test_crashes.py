@@ -12,7 +12,7 @@ import pytest
 
 from tests.hosts.crashing import ON_NFS
 from tests.hosts.guests import BOOT_S, Export, make_disk, missing, on_disk, wait_for
-from tests.patience import eventually
+from tests.kit.patience import eventually
 
 pytestmark = [pytest.mark.crashes, pytest.mark.skipif(bool(missing()), reason=missing())]
 CUTS = int(os.environ.get("KVSTORE_CRASH_CUTS", "5"))

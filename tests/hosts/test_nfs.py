@@ -11,7 +11,7 @@ import pytest
 from tests.chaos.journal import VIOLATION, Journals
 from tests.hosts.finding import PROMPTS
 from tests.hosts.guests import BOOT_S, Export, Guest, missing, wait_for
-from tests.patience import slowness
+from tests.kit.patience import slowness
 
 pytestmark = [pytest.mark.hosts, pytest.mark.skipif(bool(missing()), reason=missing())]
 FOUND_S = 3.0

@@ -20,7 +20,7 @@ from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.memory import host
 from kvstore.memory.arena import Arena, follow, map_arena
 from kvstore.waiting import Flag
-from tests.patience import PATIENCE_S
+from tests.kit.patience import PATIENCE_S
 
 SIZE = 64 * 4096
 

@@ -15,7 +15,7 @@ from kvstore.memory.inventory import EVICTED_TIMES_MAX, Inventory, Place, place_
 from kvstore.memory.policy import POLICIES
 from kvstore.namespace import Namespace
 from kvstore.tokens import token_array
-from tests.memory.rooms import NAMESPACES, Bytes, block, chain, fill, lru
+from tests.kit.memory import NAMESPACES, Bytes, block, chain, fill, lru
 
 
 def test_e1_nobody_sees_a_claimed_entry() -> None:

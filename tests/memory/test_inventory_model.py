@@ -12,7 +12,7 @@ from kvstore.hints import Hints
 from kvstore.memory.extents import PAGE_BYTES, Extents
 from kvstore.memory.inventory import EVICTED_TIMES_MAX, Entry, Inventory, Place, Room, print_of, shard_of
 from kvstore.memory.policy import POLICIES
-from tests.memory.rooms import NAMESPACES, Bytes, block, chain
+from tests.kit.memory import NAMESPACES, Bytes, block, chain
 
 STEPS = (
     *(["claim"] * 6 + ["finish"] * 5 + ["refer"] * 2 + ["unrefer"] * 3 + ["clean"] * 2 + ["unpin"] * 2),

@@ -14,7 +14,7 @@ from kvstore.memory.inventory import Entry, Inventory, Place
 from kvstore.memory.policy import DEFAULT_POLICY, POLICIES, PROBATION_SHARE, Admission, Policy
 from kvstore.namespace import NamespaceDigest
 from kvstore_gc.policy import Order, Uses, ranks
-from tests.memory.rooms import Bytes
+from tests.kit.memory import Bytes
 
 NAMESPACE = NamespaceDigest(b"n" * 32)
 SIZE_BYTES = 10

@@ -18,9 +18,9 @@ from kvstore.meta.server import EmbeddedEtcd
 from kvstore.meta.sqlite.client import SqliteMeta
 from kvstore.meta.sqlite.store import Store as SqliteStore
 from kvstore.sources import Clock, SystemClock
-from tests.etcd_fixture import PATIENCE_S, compact, running_etcd
-from tests.meta.fakes import FakeClock
-from tests.meta.faulty import FaultyMeta
+from tests.kit.etcd import PATIENCE_S, compact, running_etcd
+from tests.kit.fake_meta import FakeClock
+from tests.kit.faulty_meta import FaultyMeta
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from kvstore.meta.interface import ModifiedAt, Put
 from kvstore.meta.sqlite.client import SqliteMeta
 from kvstore.meta.sqlite.connection import Connection
 from kvstore.meta.sqlite.store import Store
-from tests.patience import NEVER_S, PATIENCE_S
+from tests.kit.patience import NEVER_S, PATIENCE_S
 
 KEY = "/counter"
 COUNT = 100

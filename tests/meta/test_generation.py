@@ -19,11 +19,11 @@ from kvstore.root.generations import newest_number, publish, read_newest
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryRoot
 from kvstore.sources import RandomIds, SystemClock
+from tests.kit.faulty_meta import Fault, FaultyMeta, Rule
+from tests.kit.faulty_root import EIO, FaultyRoot
+from tests.kit.faulty_root import Rule as RootRule
+from tests.kit.patience import PATIENCE_S
 from tests.meta.conftest import Store
-from tests.meta.faulty import Fault, FaultyMeta, Rule
-from tests.patience import PATIENCE_S
-from tests.root.faulty import EIO, FaultyRoot
-from tests.root.faulty import Rule as RootRule
 
 KEYS = Keys(bytes(range(16)))
 

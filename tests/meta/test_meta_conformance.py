@@ -26,7 +26,7 @@ from kvstore.meta.interface import (
 from kvstore.meta.limits import OPERATIONS_MAX, REQUEST_BYTES_MAX
 from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.server import EmbeddedEtcd
-from tests.etcd_fixture import PATIENCE_S, running_etcd
+from tests.kit.etcd import PATIENCE_S, running_etcd
 from tests.meta.conftest import Store, take
 
 

@@ -23,7 +23,8 @@ from kvstore.meta.presence import Presence
 from kvstore.meta.server import EmbeddedEtcd
 from kvstore.meta.session import Session
 from kvstore.sources import RandomIds, SystemClock
-from tests.etcd_fixture import (
+from tests.kit.certificates import Authority
+from tests.kit.etcd import (
     PATIENCE_S,
     Proxy,
     compact,
@@ -33,9 +34,8 @@ from tests.etcd_fixture import (
     running_etcd,
     tls_etcd,
 )
+from tests.kit.ports import free_port
 from tests.meta.conftest import take
-from tests.ports import free_port
-from tests.security.certificates import Authority
 
 pytestmark = pytest.mark.slow
 

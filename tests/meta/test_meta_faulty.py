@@ -7,8 +7,8 @@ import pytest
 from kvstore.errors import PermissionDenied, Unavailable
 from kvstore.meta.interface import Absent, Put, WatchLost
 from kvstore.meta.memory import MemoryMeta
-from tests.meta.fakes import FakeClock
-from tests.meta.faulty import Fault, FaultyMeta, Rule
+from tests.kit.fake_meta import FakeClock
+from tests.kit.faulty_meta import Fault, FaultyMeta, Rule
 
 
 def faulty(clock: FakeClock | None = None, seed: int = 0) -> FaultyMeta:

@@ -22,10 +22,10 @@ from kvstore.meta.roots import bind_root, bound_root
 from kvstore.meta.session import Session
 from kvstore.namespace import Namespace, NamespaceDigest
 from kvstore.sources import RandomIds
-from tests.etcd_fixture import PATIENCE_S
+from tests.kit.etcd import PATIENCE_S
+from tests.kit.fake_meta import FakeClock
+from tests.kit.faulty_meta import Fault, FaultyMeta, Rule
 from tests.meta.conftest import Store
-from tests.meta.fakes import FakeClock
-from tests.meta.faulty import Fault, FaultyMeta, Rule
 
 KEYS = Keys(bytes(16))
 LAYOUT = Layout(layers=2, kv_heads=2, head_dim=8)

@@ -15,8 +15,8 @@ import pytest
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.meta.etcd import EtcdMeta
 from kvstore.meta.server import EmbeddedEtcd
-from tests.etcd_fixture import PATIENCE_S, eventually, running_etcd
-from tests.ports import free_port
+from tests.kit.etcd import PATIENCE_S, eventually, running_etcd
+from tests.kit.ports import free_port
 
 pytestmark = pytest.mark.slow
 

@@ -15,10 +15,10 @@ from kvstore.meta.presence import Presence
 from kvstore.meta.session import Session, SessionRecord
 from kvstore.meta.workers import WorkerRecord, Workers
 from kvstore.sources import RandomIds
-from tests.etcd_fixture import PATIENCE_S, eventually
+from tests.kit.etcd import PATIENCE_S, eventually
+from tests.kit.fake_meta import CountingIds, FakeClock
+from tests.kit.faulty_meta import Fault, FaultyMeta, Rule
 from tests.meta.conftest import Store
-from tests.meta.fakes import CountingIds, FakeClock
-from tests.meta.faulty import Fault, FaultyMeta, Rule
 
 KEYS = Keys(bytes(16))
 TTL_S = 15

@@ -29,12 +29,12 @@ from kvstore.meta.sqlite import store as store_module
 from kvstore.meta.sqlite.client import SqliteMeta
 from kvstore.meta.sqlite.store import Store
 from kvstore.sources import RandomIds, SystemClock
-from tests.etcd_fixture import frozen
+from tests.kit.etcd import frozen
+from tests.kit.fake_meta import FakeClock
+from tests.kit.patience import PATIENCE_S, eventually, returns
 from tests.meta.conftest import take
-from tests.meta.fakes import FakeClock
 from tests.meta.sqlite_process import COUNT, KEY
 from tests.meta.test_meta_conformance import COMPARES, OPERATIONS
-from tests.patience import PATIENCE_S, eventually, returns
 
 DEADLINE_S = 0.3
 LOCKED_S = 4.0

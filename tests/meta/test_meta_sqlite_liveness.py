@@ -18,11 +18,11 @@ from kvstore.format.places import METADATA, METADATA_LIVENESS
 from kvstore.meta.sqlite.client import SqliteMeta
 from kvstore.meta.sqlite.liveness import NOBODY, Liveness
 from kvstore.meta.sqlite.making import locked
-from tests.etcd_fixture import frozen
+from tests.kit.etcd import frozen
+from tests.kit.fake_meta import FakeClock
+from tests.kit.patience import PATIENCE_S, eventually
 from tests.meta.conftest import take
-from tests.meta.fakes import FakeClock
 from tests.meta.test_meta_sqlite import LOCKED_S, running, said
-from tests.patience import PATIENCE_S, eventually
 
 
 @pytest.fixture

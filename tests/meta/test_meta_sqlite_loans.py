@@ -16,7 +16,7 @@ from kvstore.meta.bounds import CLAIMED_SHARE
 from kvstore.meta.sqlite import loans
 from kvstore.meta.sqlite.loans import BEFORE_SHARE, COUNT_S, Loans, end_loans
 from kvstore.meta.sqlite.making import locked
-from tests.meta.fakes import FakeClock
+from tests.kit.fake_meta import FakeClock
 
 BOUND = 100_000
 MOST = int((CLAIMED_SHARE - BEFORE_SHARE) * BOUND)

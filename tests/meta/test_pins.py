@@ -24,11 +24,11 @@ from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryRoot
 from kvstore.root.twins import TWIN_BYTES_MAX, list_twins, read_twin, remove_twin, write_twin
 from kvstore.sources import RandomIds
+from tests.kit.fake_meta import CountingIds, FakeClock
+from tests.kit.faulty_meta import Fault, FaultyMeta, Rule
+from tests.kit.faulty_root import EIO, ENOSPC, EROFS, FaultyRoot
+from tests.kit.faulty_root import Rule as RootRule
 from tests.meta.conftest import Store
-from tests.meta.fakes import CountingIds, FakeClock
-from tests.meta.faulty import Fault, FaultyMeta, Rule
-from tests.root.faulty import EIO, ENOSPC, EROFS, FaultyRoot
-from tests.root.faulty import Rule as RootRule
 
 KEYS = Keys(bytes(range(16)))
 NAMESPACE = NamespaceDigest(bytes(32))

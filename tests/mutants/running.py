@@ -24,7 +24,7 @@ TEST_S = 120
 """A test that takes longer does not end: without its mutant it takes seconds."""
 RUN_S = 400
 PATIENCE_S = "30"
-"""Tests wait so long (tests/patience.py) for what a mutant may keep from happening: that fails, and is no hang."""
+"""Tests wait so long (tests/kit/patience.py) for what a mutant may keep from happening: that fails, and is no hang."""
 FAILED = 1
 """What pytest exits with where tests failed; 2 to 5 are errors of its own."""
 

@@ -14,7 +14,7 @@ from kvstore.layout import CHUNK_TOKENS_MAX, Layout
 from kvstore.namespace import Namespace
 from kvstore.native import library
 from kvstore.node import chains
-from tests.format.strategies import texts
+from tests.kit.strategies import texts
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the native library is not in use")
 

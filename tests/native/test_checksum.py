@@ -12,7 +12,7 @@ import xxhash
 
 from kvstore.native import is_available
 from kvstore.native import library as native
-from tests.native.widths import narrowed, of_each_width
+from tests.kit.native_widths import narrowed, of_each_width
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="the native library was not built, or is turned off")
 

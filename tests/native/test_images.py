@@ -17,9 +17,9 @@ from kvstore.node.images import ImagesIn, make_images, take_images
 from kvstore.node.wanted import describe, image_bytes
 from kvstore.sections import Planes
 from kvstore.sources import RandomIds
+from tests.kit.patience import PATIENCE_S
+from tests.kit.stores import TINY
 from tests.native.test_same_results import LARGE
-from tests.node.stores import TINY
-from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="the native library was not built, or is turned off")
 

@@ -22,11 +22,11 @@ from kvstore.native import library as native
 from kvstore.node.chunk_runs import ChunkRuns
 from kvstore.node.layer_run import LayerRun
 from kvstore.node.limits import Limits
-from tests.native.modes import opened
+from tests.kit.native_modes import opened
+from tests.kit.patience import PATIENCE_S, returns, slowness
+from tests.kit.stores import SMALL, TINY, chunk_files, in_turn, kv_of, same
 from tests.native.test_same_results import LARGE, MANY, UNALIGNED
 from tests.native.test_withdrawing import Paused, open_files
-from tests.node.stores import SMALL, TINY, chunk_files, in_turn, kv_of, same
-from tests.patience import PATIENCE_S, returns, slowness
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="the native library was not built, or is turned off")
 

@@ -28,9 +28,9 @@ from kvstore.node.runs import Places, Run, SharedPut, SharedRead, Sizes
 from kvstore.root.posix import PosixRoot
 from kvstore.sections import planes_of
 from kvstore.writes import Durability
-from tests.native.modes import chunks_of, opened
-from tests.node.stores import SMALL, TINY, kv_of, member_on, same
-from tests.patience import PATIENCE_S
+from tests.kit.native_modes import chunks_of, opened
+from tests.kit.patience import PATIENCE_S
+from tests.kit.stores import SMALL, TINY, kv_of, member_on, same
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="the native library was not built, or is turned off")
 

@@ -25,8 +25,8 @@ from kvstore.recency import decode as decode_mtime
 from kvstore.root import posix
 from kvstore.root.interface import Stat
 from kvstore.root.posix import PosixRoot
-from tests.native.modes import chunks_of, opened
-from tests.node.stores import TINY, chunk_files, member_of
+from tests.kit.native_modes import chunks_of, opened
+from tests.kit.stores import TINY, chunk_files, member_of
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="the native library was not built, or is turned off")
 

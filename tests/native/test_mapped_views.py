@@ -18,8 +18,8 @@ from kvstore.client.store import Store
 from kvstore.native import is_available
 from kvstore.native import library as native
 from kvstore.node.limits import Limits
-from tests.native.modes import opened
-from tests.node.stores import chunk_files, kv_of, same
+from tests.kit.native_modes import opened
+from tests.kit.stores import chunk_files, kv_of, same
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="the native library was not built, or is turned off")
 

@@ -24,8 +24,8 @@ from kvstore.recency import decode as decode_mtime
 from kvstore.root.interface import local_files
 from kvstore.root.open import open_root
 from kvstore.sections import Buffers, planes_of
-from tests.native.modes import chunks_of, opened
-from tests.node.stores import SMALL, TINY, chunk_files, kv_of, member_of, resealed, same
+from tests.kit.native_modes import chunks_of, opened
+from tests.kit.stores import SMALL, TINY, chunk_files, kv_of, member_of, resealed, same
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="the native library was not built, or is turned off")
 

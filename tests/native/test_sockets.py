@@ -26,8 +26,8 @@ from kvstore.sources import RandomIds
 from kvstore.wire.bulk.channel import Channel, LinkBroken, LinkLate
 from kvstore.wire.bulk.runs import receive_planes, receive_sections, send_run
 from kvstore.wire.bulk.sums import plane_sums
+from tests.kit.stores import SMALL, TINY
 from tests.native.test_same_results import LARGE, MANY, UNALIGNED
-from tests.node.stores import SMALL, TINY
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="the native library was not built, or is turned off")
 

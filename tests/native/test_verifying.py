@@ -30,9 +30,9 @@ from kvstore.native import library as native
 from kvstore.node.images import verify_images
 from kvstore.node.runs import Run
 from kvstore.sections import planes_of
-from tests.native.modes import chunks_of, opened
+from tests.kit.native_modes import chunks_of, opened
+from tests.kit.stores import SMALL, TINY, chunk_files, kv_of, resealed, same
 from tests.native.test_same_results import LARGE
-from tests.node.stores import SMALL, TINY, chunk_files, kv_of, resealed, same
 from tests.node.test_images import chain_of, made
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="the native library was not built, or is turned off")

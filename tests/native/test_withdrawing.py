@@ -25,9 +25,9 @@ from kvstore.root.identity import create_or_open
 from kvstore.root.posix import PosixRoot
 from kvstore.sections import planes_of
 from kvstore.sources import RandomIds
-from tests.native.modes import chunks_of, opened
-from tests.node.stores import SMALL, kv_of, same
-from tests.patience import PATIENCE_S, eventually
+from tests.kit.native_modes import chunks_of, opened
+from tests.kit.patience import PATIENCE_S, eventually
+from tests.kit.stores import SMALL, kv_of, same
 
 pytestmark = [
     pytest.mark.interrupts,

@@ -17,7 +17,7 @@ import pytest
 from kvstore import background
 from kvstore.background import Decision, Loop
 from kvstore.waiting import Monitor
-from tests.patience import NEVER_S, PATIENCE_S, eventually, returns
+from tests.kit.patience import NEVER_S, PATIENCE_S, eventually, returns
 
 
 class Queue:

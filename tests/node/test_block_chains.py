@@ -14,10 +14,10 @@ from kvstore.errors import InvalidRequest
 from kvstore.node.limits import Limits
 from kvstore.recency import decode, quantum_of, stamp_ns
 from kvstore.writes import WriteModeName
-from tests.bulk.ways import WAYS
-from tests.native.modes import opened
-from tests.node.stores import TINY, SetClock, chunk_files, member_of, store_on
-from tests.worker.serving import connected, serving
+from tests.kit.native_modes import opened
+from tests.kit.stores import TINY, SetClock, chunk_files, member_of, store_on
+from tests.kit.transports import WAYS
+from tests.kit.workers import connected, serving
 
 NOW_S = 1_800_000_000.0
 QUANTUM_S = Limits().quantum_s

@@ -19,7 +19,7 @@ from kvstore.node import usage as timings
 from kvstore.node.claims import CLAIM_SHARE, EARLY_SHARE, UNBOUND_BYTES, Claims
 from kvstore.node.usage import AMPLE_BYTES, KEPT_S, WAITS, NodeUsage
 from kvstore.root.posix_errors import DiskFull
-from tests.meta.faulty import Fault, FaultyMeta, Rule
+from tests.kit.faulty_meta import Fault, FaultyMeta, Rule
 
 KEYS = Keys(bytes(16))
 BOUND = 128_000

@@ -20,9 +20,9 @@ from kvstore.meta.etcd import EtcdMeta
 from kvstore.meta.keys import Keys, root_binding
 from kvstore.meta.server import EmbeddedEtcd
 from kvstore.node.limits import Limits
-from tests.etcd_fixture import eventually, frozen, running_etcd
-from tests.node.stores import SMALL, TINY, kv_of, member_of, same
-from tests.patience import PATIENCE_S, slowness
+from tests.kit.etcd import eventually, frozen, running_etcd
+from tests.kit.patience import PATIENCE_S, slowness
+from tests.kit.stores import SMALL, TINY, kv_of, member_of, same
 
 pytestmark = pytest.mark.slow
 

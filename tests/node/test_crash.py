@@ -16,8 +16,8 @@ from kvstore.fsck import Kind, Options, fsck
 from kvstore.root.identity import create_or_open
 from kvstore.root.posix import PosixRoot
 from kvstore.sources import RandomIds
-from tests.node.stores import TINY, SetClock, kv_of, same, store_on
-from tests.patience import PATIENCE_S
+from tests.kit.patience import PATIENCE_S
+from tests.kit.stores import TINY, SetClock, kv_of, same, store_on
 
 pytestmark = pytest.mark.slow
 

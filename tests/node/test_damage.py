@@ -23,8 +23,8 @@ from kvstore.errors import HoldBroken
 from kvstore.format.header import expected_chunk
 from kvstore.layout import DTYPES
 from kvstore.node import verify
-from tests.native.modes import chunks_of
-from tests.node.stores import TINY, chunk_files, counted, in_turn, kv_of, resealed, same, store_on
+from tests.kit.native_modes import chunks_of
+from tests.kit.stores import TINY, chunk_files, counted, in_turn, kv_of, resealed, same, store_on
 
 Spoil = Callable[[bytes], bytes]
 PADDING_FROM = 512

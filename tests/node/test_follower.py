@@ -37,9 +37,9 @@ from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.sources import RandomIds, SystemClock
 from kvstore_gc.ledger import Ledger
-from tests.gc.cluster import NODE_LIMITS, SPACE, TIMINGS, Cluster, cluster, eventually, prompt, put, site_of
-from tests.node.stores import TINY, kv_of, same
-from tests.root.faulty import EIO, EROFS, FaultyRoot, Rule
+from tests.kit.clusters import NODE_LIMITS, SPACE, TIMINGS, Cluster, cluster, eventually, prompt, put, site_of
+from tests.kit.faulty_root import EIO, EROFS, FaultyRoot, Rule
+from tests.kit.stores import TINY, kv_of, same
 
 READ_ONLY = [Rule(each, EROFS) for each in "stage publish discard move make_folder remove remove_folder".split()]
 SWEEP = b"s" * 16

@@ -14,7 +14,7 @@ from kvstore.meta.session import Session, SessionRecord
 from kvstore.meta.sweeps import NO_NONCE, Condemned, Seq
 from kvstore.node.follower import _Following
 from kvstore.node.wanted import Wanted
-from tests.gc.cluster import prompt
+from tests.kit.clusters import prompt
 from tests.node.test_follower import Alone, _nothing
 
 CHAIN = prompt(1, 4)

@@ -24,9 +24,9 @@ from kvstore.node.node import Node
 from kvstore.recency import NS_PER_S, Recency, decode, quantum_of
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.tokens import token_array
-from tests.node.stores import TINY, SetClock, kv_of, member_on
-from tests.patience import eventually
-from tests.worker.serving import connected, serving
+from tests.kit.patience import eventually
+from tests.kit.stores import TINY, SetClock, kv_of, member_on
+from tests.kit.workers import connected, serving
 
 NOW_S = 1_800_000_000.0
 QUANTUM_S = Limits().quantum_s

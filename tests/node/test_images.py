@@ -21,8 +21,8 @@ from kvstore.native import library as native
 from kvstore.node.images import Images, ImagesIn, copy_sections, make_images, take_images, verify_images
 from kvstore.node.wanted import Keyed, image_bytes
 from kvstore.sections import Planes, planes_of
+from tests.kit.stores import SMALL, TINY, chunk_files, kv_of, member_of, resealed, same, store_on
 from tests.native.test_same_results import DAMAGES, LARGE, MANY, UNALIGNED, Spoil
-from tests.node.stores import SMALL, TINY, chunk_files, kv_of, member_of, resealed, same, store_on
 
 LAYOUTS = {"tiny": TINY, "small": SMALL, "large": LARGE, "many": MANY, "odd": UNALIGNED}
 

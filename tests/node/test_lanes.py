@@ -8,7 +8,7 @@ import pytest
 
 from kvstore.node.lanes import Deadline, DeadlinePassed, Lanes, moved_on
 from kvstore.sources import SystemClock
-from tests.patience import PATIENCE_S
+from tests.kit.patience import PATIENCE_S
 
 
 class HandClock(SystemClock):

@@ -11,9 +11,9 @@ from kvstore.client.store import Store
 from kvstore.errors import Unavailable
 from kvstore.node.limits import Limits
 from kvstore.root.memory import MemoryFiles, MemoryRoot
-from tests.node.stores import TINY, kv_of, member_on
-from tests.patience import NEVER_S, returns
-from tests.root.faulty import FaultyRoot, Hang, Rule
+from tests.kit.faulty_root import FaultyRoot, Hang, Rule
+from tests.kit.patience import NEVER_S, returns
+from tests.kit.stores import TINY, kv_of, member_on
 
 PATIENT = Limits(write_deadline_s=NEVER_S, stall_s=NEVER_S)
 

@@ -14,9 +14,9 @@ from kvstore.client import Store
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.node.limits import Limits
 from kvstore.root.posix import PosixRoot
-from tests.native.modes import opened
-from tests.node.stores import SMALL, kv_of, same, store_on
-from tests.root.faulty import ENOSPC, FaultyRoot, Rule
+from tests.kit.faulty_root import ENOSPC, FaultyRoot, Rule
+from tests.kit.native_modes import opened
+from tests.kit.stores import SMALL, kv_of, same, store_on
 
 TOKENS = np.arange(8 * SMALL.chunk_tokens, dtype=np.uint32)
 KV = kv_of(SMALL, TOKENS)

@@ -27,9 +27,9 @@ from kvstore.node.slots import Slot, Slots
 from kvstore.node.wanted import Keyed, image_bytes
 from kvstore.sections import planes_of
 from kvstore.sources import RandomIds
+from tests.kit.patience import PATIENCE_S
+from tests.kit.stores import SMALL, TINY, kv_of, same
 from tests.native.test_same_results import LARGE
-from tests.node.stores import SMALL, TINY, kv_of, same
-from tests.patience import PATIENCE_S
 
 SPACE = Namespace.of("m", SMALL)
 UNIT = 8_192

@@ -16,9 +16,9 @@ from kvstore.client import Store
 from kvstore.errors import HoldBroken, InvalidRequest, Overloaded, PermissionDenied, Unavailable
 from kvstore.node.limits import Limits
 from kvstore.root.posix import PosixRoot
-from tests.node.stores import SMALL, chunk_files, in_turn, kv_of, same, store_on
-from tests.patience import PATIENCE_S, eventually, stretched
-from tests.root.faulty import EIO, ENOSPC, EROFS, Delay, Fault, FaultyRoot, Hang, Missing, Rule, Torn
+from tests.kit.faulty_root import EIO, ENOSPC, EROFS, Delay, Fault, FaultyRoot, Hang, Missing, Rule, Torn
+from tests.kit.patience import PATIENCE_S, eventually, stretched
+from tests.kit.stores import SMALL, chunk_files, in_turn, kv_of, same, store_on
 
 QUICK = Limits(
     match_deadline_s=0.4, read_deadline_s=0.4, write_deadline_s=0.6, hold_max_s=30.0, stall_s=0.5, lanes=4, width=2

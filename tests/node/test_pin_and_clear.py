@@ -31,7 +31,7 @@ from kvstore.root.identity import create_or_open
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.sections import Planes
 from kvstore.sources import RandomIds, SystemClock
-from tests.node.stores import SMALL, kv_of
+from tests.kit.stores import SMALL, kv_of
 
 WAIT_S = 60.0
 ALL = 1000

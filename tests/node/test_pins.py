@@ -41,13 +41,13 @@ from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.twins import list_twins, read_twin
 from kvstore.sources import RandomIds, SystemClock
 from kvstore.tokens import token_array
-from tests.etcd_fixture import eventually, running_etcd
-from tests.meta.faulty import Fault, FaultyMeta, Rule
-from tests.node.stores import TINY, kv_of, member_of, same, store_on
-from tests.patience import PATIENCE_S
-from tests.ports import free_port
-from tests.root.faulty import EIO, FaultyRoot, Hang
-from tests.root.faulty import Rule as RootRule
+from tests.kit.etcd import eventually, running_etcd
+from tests.kit.faulty_meta import Fault, FaultyMeta, Rule
+from tests.kit.faulty_root import EIO, FaultyRoot, Hang
+from tests.kit.faulty_root import Rule as RootRule
+from tests.kit.patience import PATIENCE_S
+from tests.kit.ports import free_port
+from tests.kit.stores import TINY, kv_of, member_of, same, store_on
 
 TOKENS = np.arange(6 * TINY.chunk_tokens)
 KV = kv_of(TINY, TOKENS)

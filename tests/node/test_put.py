@@ -18,9 +18,9 @@ from kvstore.errors import LayoutMismatch
 from kvstore.format.places import Name
 from kvstore.root.memory import MemoryRoot
 from kvstore.root.posix import PosixRoot
-from tests.node.stores import SMALL, TINY, chunk_files, kv_of, same, store_on
-from tests.patience import PATIENCE_S
-from tests.root.faulty import FaultyRoot
+from tests.kit.faulty_root import FaultyRoot
+from tests.kit.patience import PATIENCE_S
+from tests.kit.stores import SMALL, TINY, chunk_files, kv_of, same, store_on
 
 TOKENS = np.arange(8 * SMALL.chunk_tokens)
 KV = kv_of(SMALL, TOKENS)

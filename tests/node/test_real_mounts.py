@@ -20,8 +20,8 @@ from kvstore.client.store import Store
 from kvstore.errors import Overloaded, PermissionDenied, Unavailable
 from kvstore.format import places
 from kvstore.node.limits import Limits
-from tests.node.stores import kv_of, same, store_on
-from tests.patience import eventually, returns, stretched
+from tests.kit.patience import eventually, returns, stretched
+from tests.kit.stores import kv_of, same, store_on
 
 pytestmark = [
     pytest.mark.slow,

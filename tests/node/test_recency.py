@@ -19,7 +19,7 @@ from kvstore.recency import is_fresh, quantum_of, stamp_ns
 from kvstore.root.interface import Stat
 from kvstore.root.posix import PosixRoot
 from kvstore.tokens import token_array
-from tests.node.stores import TINY, SetClock, chunk_files, kv_of, member_of, store_on
+from tests.kit.stores import TINY, SetClock, chunk_files, kv_of, member_of, store_on
 
 NOW_S = 1_800_000_000.0
 QUANTUM_S = Limits().quantum_s

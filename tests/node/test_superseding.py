@@ -16,9 +16,9 @@ from kvstore.hints import Hints
 from kvstore.node.limits import Limits
 from kvstore.node.node import Node
 from kvstore.recency import Recency, decode, quantum_of
-from tests.node.stores import TINY, SetClock, chunk_files, kv_of, member_of, store_on
-from tests.patience import eventually
-from tests.worker.serving import connected, serving
+from tests.kit.patience import eventually
+from tests.kit.stores import TINY, SetClock, chunk_files, kv_of, member_of, store_on
+from tests.kit.workers import connected, serving
 
 NOW_S = 1_800_000_000.0
 QUANTUM_S = Limits().quantum_s

@@ -13,8 +13,8 @@ from kvstore.errors import Unavailable
 from kvstore.node import syncing
 from kvstore.node.syncing import Syncing
 from kvstore.root import posix
-from tests.client.host_process import LAYOUT, kv, tokens
-from tests.patience import PATIENCE_S, eventually
+from tests.kit.host_process import LAYOUT, kv, tokens
+from tests.kit.patience import PATIENCE_S, eventually
 
 
 class Disk:

@@ -7,7 +7,7 @@ import threading
 from functools import partial
 
 from kvstore.background import Tasks
-from tests.patience import PATIENCE_S
+from tests.kit.patience import PATIENCE_S
 
 
 def test_too_many_tasks_are_refused_and_those_that_wait_are_done_before_it_closes() -> None:

@@ -24,10 +24,10 @@ from kvstore.node.write_behind import WriteBehind
 from kvstore.sections import planes_of
 from kvstore.sources import RandomIds, SystemClock
 from kvstore.writes import WriteMode
-from tests.disk.disks import CHUNKS, Disk, chain_of
+from tests.kit.disks import CHUNKS, Disk, chain_of
+from tests.kit.tiers import ASKING, IN_TIME_S, Acting, eventually, faulty, held, timed, together
 from tests.node.test_memory_tier import Case
 from tests.node.test_memory_tier import chain_of as small_chain
-from tests.tiers.acting import ASKING, IN_TIME_S, Acting, eventually, faulty, held, timed, together
 
 
 @contextmanager

@@ -21,8 +21,8 @@ from kvstore.node.unreadable import FAILURES_MAX, SUSPECTS_MAX, Unreadable
 from kvstore.root.memory import MemoryRoot
 from kvstore.root.posix import PosixRoot
 from kvstore.sources import SystemClock
-from tests.node.stores import TINY, chunk_files, kv_of, same, store_on
-from tests.root.faulty import EACCES, EIO, EROFS, Fails, FaultyRoot, Rule
+from tests.kit.faulty_root import EACCES, EIO, EROFS, Fails, FaultyRoot, Rule
+from tests.kit.stores import TINY, chunk_files, kv_of, same, store_on
 
 TOKENS = np.arange(6 * TINY.chunk_tokens)
 KV = kv_of(TINY, TOKENS)
@@ -175,7 +175,7 @@ AS_NOBODY = """
     import os, sys
     from pathlib import Path
     from tests.node.test_unreadable import OTHER, TOKENS, filled, gets, third_of
-    from tests.node.stores import TINY, kv_of, store_on
+    from tests.kit.stores import TINY, kv_of, store_on
 
     root = Path(sys.argv[1])
     os.setgroups([])

@@ -14,9 +14,9 @@ from kvstore.errors import InvalidRequest, Overloaded
 from kvstore.meta.usage import Room, Usage
 from kvstore.node.usage import AGAIN_S, ASKED_SHARE, KEPT_S, NodeUsage
 from kvstore.root.posix import PosixRoot
-from tests.gc.cluster import SPACE, Cluster, cluster, eventually, prompt, put
+from tests.kit.clusters import SPACE, Cluster, cluster, eventually, prompt, put
+from tests.kit.patience import NEVER_S, PATIENCE_S
 from tests.node.test_follower import SWEEP, Alone
-from tests.patience import NEVER_S, PATIENCE_S
 
 STEP, ALLOWED, PACE_S = 10, 100, 0.25
 

@@ -14,8 +14,8 @@ from kvstore.errors import HoldBroken
 from kvstore.format.places import Name
 from kvstore.node.verify import VERIFY_BYTES
 from kvstore.root.posix_reader import PosixReader
-from tests.native.modes import PlainRoot, opened
-from tests.node.stores import TINY, chunk_files, kv_of, same, store_on
+from tests.kit.native_modes import PlainRoot, opened
+from tests.kit.stores import TINY, chunk_files, kv_of, same, store_on
 
 LARGE = Layout(layers=5, kv_heads=8, head_dim=128, dtype="float16", chunk_tokens=256)
 """Chunks of 5 MiB: more than is read and verified at once."""

@@ -17,9 +17,9 @@ from kvstore.node.write import Write
 from kvstore.sections import Buffers, Planes
 from kvstore.sources import SystemClock
 from kvstore.writes import RUNS_MAX, WriteMode
-from tests.patience import NEVER_S
-from tests.root.faulty import EIO, Delay, Rule
-from tests.tiers.acting import LARGE, Acting, faulty, held
+from tests.kit.faulty_root import EIO, Delay, Rule
+from tests.kit.patience import NEVER_S
+from tests.kit.tiers import LARGE, Acting, faulty, held
 
 
 def soon() -> Deadline:

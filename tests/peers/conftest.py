@@ -10,7 +10,7 @@ import pytest
 
 import kvstore
 from kvstore.client import Cache, Store
-from tests.peers.prompts import cache_of
+from tests.kit.peers import cache_of
 
 
 @pytest.fixture

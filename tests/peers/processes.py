@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.peers.prompts import is_kv_of, kv_of, open_cache, prompt
+from tests.kit.peers import is_kv_of, kv_of, open_cache, prompt
 
 
 def put_and_read_back(root: str, first: int, count: int, pretend_pid: int = 0) -> None:

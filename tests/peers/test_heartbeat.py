@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
-from tests.peers.heartbeat import ATTEMPTS_MAX, others_run_during
+from tests.kit.heartbeat import ATTEMPTS_MAX, others_run_during
 
 SLEEP_US = 400_000
 

@@ -20,7 +20,7 @@ import pytest
 import kvstore
 from kvstore import errors
 from kvstore.client import Cache, Store
-from tests.peers.prompts import (
+from tests.kit.peers import (
     CHUNK,
     LAYOUT,
     cache_of,

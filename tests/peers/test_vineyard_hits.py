@@ -12,7 +12,7 @@ import pytest
 from kvstore import Layout, errors
 from kvstore.address import Chain
 from kvstore.client import Cache, Store
-from tests.peers.prompts import (
+from tests.kit.peers import (
     CHUNK,
     LAYOUT,
     file_of,

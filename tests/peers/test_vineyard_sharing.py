@@ -28,10 +28,10 @@ from kvstore.node.publish import Publication
 from kvstore.node.runs import Places, SharedPut, Sizes
 from kvstore.recency import QUANTUM_S, is_fresh
 from kvstore.root.posix import PosixRoot
-from tests.node.stores import store_on
-from tests.patience import PATIENCE_S
-from tests.peers.heartbeat import others_run_during
-from tests.peers.prompts import (
+from tests.kit.faulty_root import EIO, FaultyRoot, Rule
+from tests.kit.heartbeat import others_run_during
+from tests.kit.patience import PATIENCE_S
+from tests.kit.peers import (
     CHUNK,
     cache_of,
     command,
@@ -44,7 +44,7 @@ from tests.peers.prompts import (
     prompt,
     start,
 )
-from tests.root.faulty import EIO, FaultyRoot, Rule
+from tests.kit.stores import store_on
 
 pytestmark = pytest.mark.slow
 

@@ -31,7 +31,7 @@ from kvstore.sources import RandomIds, SystemClock
 from kvstore.tokens import TokenArray
 from kvstore.worker.worker import Worker
 from kvstore.writes import WriteMode
-from tests.node.stores import kv_of, same
+from tests.kit.stores import kv_of, same
 
 LAYOUT = Layout(layers=2, kv_heads=2, head_dim=64, dtype="float16", chunk_tokens=16)
 MEMORY_BYTES = 32 << 20

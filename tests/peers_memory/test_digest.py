@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvstore.errors import InvalidRequest
 from kvstore.peers.digest import DIGEST_BYTES_MAX, PRINTS_MAX, decode, encode, spots_of
-from tests.peers_memory.telling import addresses_of, print_of, shard_of
+from tests.kit.peer_reports import addresses_of, print_of, shard_of
 
 
 @given(st.lists(st.integers(0, (1 << 32) - 1), min_size=1, max_size=200))

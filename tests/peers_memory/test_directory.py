@@ -12,7 +12,7 @@ from kvstore.meta.keys import SessionId
 from kvstore.peers.digest import encode
 from kvstore.peers.directory import EMPTY, STEP_FIRST, Directory
 from kvstore.peers.told import Told
-from tests.peers_memory.telling import addresses_of, shard_of, sorted_prints
+from tests.kit.peer_reports import addresses_of, shard_of, sorted_prints
 
 A, B, OWN = "10.0.0.1:7", "10.0.0.2:7", "10.0.0.9:7"
 

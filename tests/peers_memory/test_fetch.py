@@ -31,10 +31,9 @@ from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.frames import INDEX_BYTES, Kind, encode_index
 from kvstore.wire.statuses import UnknownNamespace, refusal
-from tests.bulk.ways import send_head
-from tests.etcd_fixture import Proxy
-from tests.patience import NEVER_S, PATIENCE_S, eventually, returns, slowness
-from tests.peers_memory.speaking import (
+from tests.kit.etcd import Proxy
+from tests.kit.patience import NEVER_S, PATIENCE_S, eventually, returns, slowness
+from tests.kit.peer_channel import (
     Say,
     Speaker,
     chain_of,
@@ -45,7 +44,8 @@ from tests.peers_memory.speaking import (
     speaking,
     start,
 )
-from tests.peers_memory.telling import KEYS, Held, shard_of, sorted_prints
+from tests.kit.peer_reports import KEYS, Held, shard_of, sorted_prints
+from tests.kit.transports import send_head
 
 CLOCK = SystemClock()
 PATIENT = PeerLimits(answer_s=PATIENCE_S, follow_s=0.02, aside_s_min=0.2, aside_s_max=0.4)

@@ -28,10 +28,10 @@ from kvstore.sources import RandomIds, SystemClock
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.frames import Kind
-from tests.etcd_fixture import eventually
-from tests.patience import PATIENCE_S
-from tests.peers_memory.speaking import LAYOUT, Say, chain_of, honest, image_of, send_file, speaking, start
-from tests.peers_memory.telling import shard_of, sorted_prints
+from tests.kit.etcd import eventually
+from tests.kit.patience import PATIENCE_S
+from tests.kit.peer_channel import LAYOUT, Say, chain_of, honest, image_of, send_file, speaking, start
+from tests.kit.peer_reports import shard_of, sorted_prints
 
 CLOCK = SystemClock()
 

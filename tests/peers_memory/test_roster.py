@@ -10,10 +10,10 @@ import pytest
 
 from kvstore.peers.limits import PeerLimits
 from kvstore.peers.roster import Peer, Roster
-from tests.etcd_fixture import eventually
-from tests.meta.fakes import FakeClock
-from tests.peers_memory.speaking import chain_of, honest, speaking
-from tests.ports import free_port
+from tests.kit.etcd import eventually
+from tests.kit.fake_meta import FakeClock
+from tests.kit.peer_channel import chain_of, honest, speaking
+from tests.kit.ports import free_port
 
 A, B, C = "10.0.0.1:7", "10.0.0.2:7", "10.0.0.3:7"
 MIB = 1 << 20

@@ -9,8 +9,8 @@ from kvstore.meta.memory import MemoryMeta
 from kvstore.namespace import NamespaceDigest
 from kvstore.peers.limits import PeerLimits
 from kvstore.peers.publisher import BURST_BYTES_MIN
-from tests.meta.faulty import Fault, FaultyMeta, Rule
-from tests.peers_memory.telling import KEYS, Cluster, Node, addresses_of, shard_of
+from tests.kit.faulty_meta import Fault, FaultyMeta, Rule
+from tests.kit.peer_reports import KEYS, Cluster, Node, addresses_of, shard_of
 
 NAMESPACE = NamespaceDigest(bytes(range(32)))
 

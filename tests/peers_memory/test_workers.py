@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from kvstore.meta.server import EmbeddedEtcd
-from tests.etcd_fixture import eventually, frozen, running_etcd
-from tests.patience import PATIENCE_S
+from tests.kit.etcd import eventually, frozen, running_etcd
+from tests.kit.patience import PATIENCE_S
 from tests.peers_memory.acting import LAYOUT, META_S
 
 pytestmark = pytest.mark.slow

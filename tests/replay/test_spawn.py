@@ -12,7 +12,7 @@ from kvstore.errors import Unavailable
 from kvstore.replay import Plan, generate
 from kvstore.replay.callers import OpenStore
 from kvstore.replay.spawn import _child
-from tests.patience import PATIENCE_S
+from tests.kit.patience import PATIENCE_S
 
 REQUESTS = generate(4, seed=1)
 

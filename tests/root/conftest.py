@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.root.interface import Root
-from tests.root.roots import BUCKET, KINDS, Hosts, mounted_roots, open_hosts, rclone
+from tests.kit.roots import BUCKET, KINDS, Hosts, mounted_roots, open_hosts, rclone
 
 
 @pytest.fixture(scope="session")

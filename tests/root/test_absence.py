@@ -16,7 +16,7 @@ from kvstore.root import absence, posix
 from kvstore.root.absence import FRESH_S, Absence, remembers_absence
 from kvstore.root.mounts import Mount, mount_of
 from kvstore.root.posix import PosixRoot
-from tests.root.roots import publish
+from tests.kit.roots import publish
 
 NFS = Mount("nfs4", ("rw", "vers=4.2", "hard"))
 A, B = Name("chunks/0001/a"), Name("chunks/0001/b")

@@ -17,8 +17,8 @@ from kvstore.root.interface import Entry, Root, Stat
 from kvstore.root.memory import MemoryFile, MemoryRoot
 from kvstore.root.posix import PosixRoot
 from kvstore.root.probe import Probe
-from tests.root.faulty import EIO, EROFS, FaultyRoot, Flipped, Missing, Rule
-from tests.root.roots import Hosts, names
+from tests.kit.faulty_root import EIO, EROFS, FaultyRoot, Flipped, Missing, Rule
+from tests.kit.roots import Hosts, names
 
 pytestmark = pytest.mark.slow
 

@@ -19,8 +19,8 @@ from kvstore.root.interface import Root, Seen
 from kvstore.root.memory import MemoryRoot
 from kvstore.root.objects import ObjectRoot, open_object_root
 from kvstore.root.probe import Probe
-from tests.root.roots import BUCKET, content_of, names, publish, s3_options
-from tests.root.s3_endpoint import Object, Server, serve
+from tests.kit.roots import BUCKET, content_of, names, publish, s3_options
+from tests.kit.s3_endpoint import Object, Server, serve
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ from kvstore.buffers import Borrowed, Withdrawn
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.format.places import Name
 from kvstore.root.interface import Root
-from tests.root.roots import WAIT_S, Hosts, content_of, eventually, names, publish, stage
+from tests.kit.roots import WAIT_S, Hosts, content_of, eventually, names, publish, stage
 
 STAMP_NS = 1_700_000_000_123_456_000
 A = Name("chunks/0001/a")

@@ -14,7 +14,7 @@ from kvstore.errors import Overloaded, PermissionDenied, Unavailable
 from kvstore.format.places import Name
 from kvstore.root.interface import Seen, Stat
 from kvstore.root.memory import MemoryRoot
-from tests.root.faulty import (
+from tests.kit.faulty_root import (
     EIO,
     ENOSPC,
     EROFS,
@@ -30,7 +30,7 @@ from tests.root.faulty import (
     Short,
     Torn,
 )
-from tests.root.roots import WAIT_S, content_of, publish, stage
+from tests.kit.roots import WAIT_S, content_of, publish, stage
 
 A = Name("chunks/0001/a")
 B = Name("chunks/0001/b")

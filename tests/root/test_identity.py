@@ -21,8 +21,8 @@ from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.objects import open_object_root
 from kvstore.root.posix import PosixRoot
 from kvstore.sources import RandomIds
-from tests.root.faulty import ENOSPC, FaultyRoot, Lost, Missing, Rule
-from tests.root.roots import Hosts, content_of, names, publish
+from tests.kit.faulty_root import ENOSPC, FaultyRoot, Lost, Missing, Rule
+from tests.kit.roots import Hosts, content_of, names, publish
 
 GOOD = {"format": "kvstore", "version": 1, "root": "ab" * 16, "generation": 3, "shard_bits": 7}
 

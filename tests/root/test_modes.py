@@ -13,7 +13,7 @@ import pytest
 
 import kvstore
 from kvstore.root.posix import PosixRoot
-from tests.node.stores import TINY, kv_of, store_on
+from tests.kit.stores import TINY, kv_of, store_on
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from kvstore.root.interface import Entry, Root
 from kvstore.root.objects import RANGE_BYTES_MAX, ObjectRoot, open_object_root
 from kvstore.root.remote import Remote
 from kvstore.root.remote_s3 import S3Remote
-from tests.root.roots import (
+from tests.kit.roots import (
     BUCKET,
     WAIT_S,
     ConditionalFileSystem,

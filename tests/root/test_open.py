@@ -15,7 +15,7 @@ from kvstore.root.memory import MemoryRoot
 from kvstore.root.objects import ObjectRoot
 from kvstore.root.open import open_root
 from kvstore.root.posix import PosixRoot
-from tests.root.roots import BUCKET, content_of, publish, s3_options
+from tests.kit.roots import BUCKET, content_of, publish, s3_options
 
 
 def test_a_path_and_its_url_are_one_folder(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from kvstore.errors import KVStoreError, Overloaded, PermissionDenied, Unavailab
 from kvstore.format.places import Name
 from kvstore.root.posix import PosixRoot
 from kvstore.root.posix_reader import BOUNCE_BYTES
-from tests.root.roots import content_of, names, publish, stage
+from tests.kit.roots import content_of, names, publish, stage
 
 A = Name("chunks/0001/a")
 

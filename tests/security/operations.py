@@ -14,8 +14,8 @@ from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.v1.control_pb2_grpc import ControlStub
 from kvstore.v1.kvstore_pb2_grpc import KVStoreStub
 from kvstore.wire.bulk.frames import SHORT_CALLS, Kind, Mode, encode_request
-from tests.node.stores import SMALL, kv_of
-from tests.worker.serving import WAIT_S, packed, sections_of, sums_of
+from tests.kit.stores import SMALL, kv_of
+from tests.kit.workers import WAIT_S, packed, sections_of, sums_of
 
 TOKENS = np.arange(3 * SMALL.chunk_tokens)
 KV = kv_of(SMALL, TOKENS)

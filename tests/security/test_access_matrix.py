@@ -26,10 +26,10 @@ from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.v1.control_pb2_grpc import ControlStub
 from kvstore.v1.kvstore_pb2_grpc import KVStoreStub
 from kvstore.worker.limits import WorkerLimits
-from tests.node.stores import SMALL
+from tests.kit.secured import Issuer, Secured, bearer, secured
+from tests.kit.stores import SMALL
+from tests.kit.workers import WAIT_S
 from tests.security.operations import BLOCK, ELSEWHERE, KEY, KV, OPERATIONS, TOKENS, Cell, Operation
-from tests.security.secured import Issuer, Secured, bearer, secured
-from tests.worker.serving import WAIT_S
 
 pytestmark = pytest.mark.slow
 

@@ -25,9 +25,9 @@ from kvstore.security.account import Account, account_secret, proof
 from kvstore.security.guard import Guard
 from kvstore.security.identity import Presented
 from kvstore.worker.worker import Worker
-from tests.bulk.ways import WAYS
-from tests.node.stores import SMALL, kv_of, same
-from tests.patience import PATIENCE_S
+from tests.kit.patience import PATIENCE_S
+from tests.kit.stores import SMALL, kv_of, same
+from tests.kit.transports import WAYS
 
 NOBODY = 65534
 TOKENS = range(4 * SMALL.chunk_tokens)

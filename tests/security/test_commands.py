@@ -15,7 +15,7 @@ import kvstore
 from kvstore.errors import InvalidRequest, PermissionDenied
 from tests.cli.conftest import eventually, parsed, serving
 from tests.cli.conftest import run as run
-from tests.security.certificates import Authority
+from tests.kit.certificates import Authority
 
 LAYOUT = kvstore.Layout(layers=2, kv_heads=2, head_dim=32, dtype="float16", chunk_tokens=16)
 TOKENS = np.arange(100 * LAYOUT.chunk_tokens)

@@ -27,11 +27,11 @@ from kvstore.errors import PermissionDenied, Unauthenticated, Unavailable
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.v1.kvstore_pb2_grpc import KVStoreStub
 from kvstore.worker.limits import WorkerLimits
-from tests.node.stores import SMALL, kv_of, same
-from tests.patience import slowness, stretched
-from tests.security.certificates import Authority
-from tests.security.secured import Secured, bearer, secured
-from tests.worker.serving import WAIT_S, packed
+from tests.kit.certificates import Authority
+from tests.kit.patience import slowness, stretched
+from tests.kit.secured import Secured, bearer, secured
+from tests.kit.stores import SMALL, kv_of, same
+from tests.kit.workers import WAIT_S, packed
 
 pytestmark = pytest.mark.slow
 

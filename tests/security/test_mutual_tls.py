@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.security.tls import ClientTls, ServerTls, client_certificate, server_certificate
-from tests.security.certificates import Authority
+from tests.kit.certificates import Authority
 
 WAIT_S = 30.0
 

@@ -18,12 +18,12 @@ from kvstore.client.bulk.way import Bulk
 from kvstore.client.limits import ClientLimits
 from kvstore.errors import KVStoreError, Overloaded, PermissionDenied, Unauthenticated, Unavailable
 from kvstore.meta.etcd import EtcdMeta, EtcdTls
-from tests.etcd_fixture import tls_etcd
-from tests.node.stores import SMALL, kv_of, same
-from tests.patience import slowness, stretched
-from tests.security.certificates import Authority
-from tests.security.secured import Secured, secured
-from tests.worker.serving import WAIT_S, eventually
+from tests.kit.certificates import Authority
+from tests.kit.etcd import tls_etcd
+from tests.kit.patience import slowness, stretched
+from tests.kit.secured import Secured, secured
+from tests.kit.stores import SMALL, kv_of, same
+from tests.kit.workers import WAIT_S, eventually
 
 pytestmark = pytest.mark.slow
 

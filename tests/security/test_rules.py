@@ -35,7 +35,7 @@ from kvstore.sources import SystemClock
 from kvstore.wire.statuses import Busy
 from kvstore.worker.admission import BytesInFlight
 from kvstore.worker.holds import ClientHolds
-from tests.node.stores import SMALL
+from tests.kit.stores import SMALL
 
 WRONG = {
     "not JSON": b"{",

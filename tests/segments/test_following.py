@@ -28,14 +28,14 @@ from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
 from kvstore.segments.index import Index, windows
-from tests.encodings.keyed import recode
 from tests.encodings.test_node import names_of
-from tests.node.stores import member_of, member_on
-from tests.patience import PATIENCE_S, eventually
-from tests.root import faulty
-from tests.root.faulty import FaultyRoot
+from tests.kit import faulty_root as faulty
+from tests.kit.faulty_root import FaultyRoot
+from tests.kit.keyed import recode
+from tests.kit.patience import PATIENCE_S, eventually
+from tests.kit.stores import member_of, member_on
+from tests.kit.workers import connected, serving
 from tests.segments.test_segments import DOCUMENTS, SIZE, SYSTEM, cache_of, kv_of, prompt_of, segments_of
-from tests.worker.serving import connected, serving
 
 OFTEN = Limits(segments_follow_s=0.05, match_deadline_s=PATIENCE_S)
 PATIENT = ClientLimits(match_s=PATIENCE_S)

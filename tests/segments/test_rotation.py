@@ -13,7 +13,7 @@ import pytest
 from kvstore.errors import InvalidRequest
 from kvstore.native import library as native
 from kvstore.segments import Rope, Style, rotate, rotation, unrotated
-from tests.native.widths import narrowed, of_each_width
+from tests.kit.native_widths import narrowed, of_each_width
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 BOUNDS = {BFLOAT16: 5e-3, np.dtype(np.float16): 6e-4, np.dtype(np.float32): 2e-7}

@@ -34,11 +34,11 @@ from kvstore.segments import Bounds, Match, Measured, Rope, Rule, Verdict, namin
 from kvstore.segments.search import Search
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.writes import WriteMode
-from tests.node.stores import member_of, member_on
-from tests.patience import PATIENCE_S, eventually
-from tests.root import faulty
-from tests.root.faulty import FaultyRoot, Flipped
-from tests.worker.serving import connected, serving
+from tests.kit import faulty_root as faulty
+from tests.kit.faulty_root import FaultyRoot, Flipped
+from tests.kit.patience import PATIENCE_S, eventually
+from tests.kit.stores import member_of, member_on
+from tests.kit.workers import connected, serving
 
 LAYOUT = Layout(layers=2, kv_heads=2, head_dim=8, dtype="float32", chunk_tokens=16)
 SIZE = 8

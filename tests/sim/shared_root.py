@@ -9,7 +9,7 @@ from kvstore.buffers import Borrowed, Pieces
 from kvstore.format.places import Name
 from kvstore.root.interface import Entry, Reader, Seen, Space, Stat
 from kvstore.root.memory import MemoryFile, MemoryFiles, MemoryRoot
-from tests.root.faulty import EIO, ENOSPC
+from tests.kit.faulty_root import EIO, ENOSPC
 from tests.sim.faults import Call, Faults
 from tests.sim.oracle import Oracle
 

@@ -12,10 +12,10 @@ import pytest
 from kvstore.errors import WrongSize
 from kvstore.hints import Hints
 from kvstore.writes import WriteMode
-from tests.patience import PATIENCE_S
-from tests.root.faulty import FaultyRoot
-from tests.tiers.acting import QUEUE_CHUNKS, Acting, eventually, faulty, held, on_posix
-from tests.tiers.scattering import press, to_disk
+from tests.kit.faulty_root import FaultyRoot
+from tests.kit.patience import PATIENCE_S
+from tests.kit.scattering import press, to_disk
+from tests.kit.tiers import QUEUE_CHUNKS, Acting, eventually, faulty, held, on_posix
 
 BLOCK_BYTES = 300_000
 

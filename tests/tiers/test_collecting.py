@@ -25,11 +25,11 @@ from kvstore.node.settings import NodeOptions, TierSettings
 from kvstore.root.interface import Root
 from kvstore.sources import RandomIds, SystemClock
 from kvstore.writes import WriteMode
-from tests.gc.cluster import NODE_LIMITS, SPACE, Cluster, cluster, eventually, looking, prompt, put
-from tests.node.stores import TINY, kv_of, same
-from tests.patience import PATIENCE_S
-from tests.root.faulty import EIO, FaultyRoot, Rule
-from tests.tiers.acting import MEMORY_BYTES, held
+from tests.kit.clusters import NODE_LIMITS, SPACE, Cluster, cluster, eventually, looking, prompt, put
+from tests.kit.faulty_root import EIO, FaultyRoot, Rule
+from tests.kit.patience import PATIENCE_S
+from tests.kit.stores import TINY, kv_of, same
+from tests.kit.tiers import MEMORY_BYTES, held
 
 
 @pytest.fixture

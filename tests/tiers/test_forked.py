@@ -11,7 +11,7 @@ import numpy as np
 
 import kvstore
 from kvstore.errors import InvalidRequest
-from tests.patience import PATIENCE_S
+from tests.kit.patience import PATIENCE_S
 
 LAYOUT = kvstore.Layout(layers=1, kv_heads=1, head_dim=8, dtype="float16", chunk_tokens=4)
 TOKENS = list(range(64))

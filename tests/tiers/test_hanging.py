@@ -19,10 +19,10 @@ from kvstore.errors import KVStoreError
 from kvstore.hints import Hints
 from kvstore.node import memory_puts, write_behind
 from kvstore.writes import WriteMode
-from tests.node.stores import same
-from tests.patience import PATIENCE_S, slowness
-from tests.root.faulty import ENOSPC, FaultyRoot, Hang, Rule
-from tests.tiers.acting import (
+from tests.kit.faulty_root import ENOSPC, FaultyRoot, Hang, Rule
+from tests.kit.patience import PATIENCE_S, slowness
+from tests.kit.stores import same
+from tests.kit.tiers import (
     ASKING,
     IN_TIME_S,
     LARGE,

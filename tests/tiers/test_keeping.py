@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.node.stores import same
-from tests.tiers.acting import Acting, eventually, faulty, on_posix
-from tests.tiers.scattering import press
+from tests.kit.scattering import press
+from tests.kit.stores import same
+from tests.kit.tiers import Acting, eventually, faulty, on_posix
 
 
 @pytest.fixture(params=["faulty", "posix"])

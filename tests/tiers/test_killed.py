@@ -22,9 +22,9 @@ from kvstore.root.identity import create_or_open
 from kvstore.root.posix import PosixRoot
 from kvstore.sources import RandomIds
 from kvstore.writes import WriteMode
-from tests.node.stores import SetClock
-from tests.patience import PATIENCE_S
-from tests.tiers.acting import Acting
+from tests.kit.patience import PATIENCE_S
+from tests.kit.stores import SetClock
+from tests.kit.tiers import Acting
 
 pytestmark = pytest.mark.slow
 

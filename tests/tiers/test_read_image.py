@@ -11,8 +11,8 @@ from kvstore.node.images import verify_images
 from kvstore.node.lanes import Deadline
 from kvstore.node.wanted import image_bytes
 from kvstore.sources import SystemClock
-from tests.tiers.acting import Acting, on_posix
-from tests.tiers.scattering import damage_on_disk, restore, scatter
+from tests.kit.scattering import damage_on_disk, restore, scatter
+from tests.kit.tiers import Acting, on_posix
 
 
 @pytest.fixture

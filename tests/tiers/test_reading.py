@@ -10,9 +10,9 @@ import pytest
 
 from kvstore.hints import Hints
 from kvstore.writes import WriteMode
-from tests.node.stores import SetClock
-from tests.tiers.acting import QUICK, ROOM_CHUNKS, Acting, eventually, faulty, on_posix
-from tests.tiers.scattering import damage_on_disk, read, restore, scatter, to_disk
+from tests.kit.scattering import damage_on_disk, read, restore, scatter, to_disk
+from tests.kit.stores import SetClock
+from tests.kit.tiers import QUICK, ROOM_CHUNKS, Acting, eventually, faulty, on_posix
 
 
 @pytest.fixture(params=["faulty", "posix"])

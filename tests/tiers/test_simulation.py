@@ -25,11 +25,11 @@ from kvstore.hints import Hints
 from kvstore.node.limits import Limits
 from kvstore.root.posix import PosixRoot
 from kvstore.writes import WriteMode
-from tests.descriptors import open_before, open_now
-from tests.node.stores import same
-from tests.patience import PATIENCE_S
-from tests.root.faulty import EIO, ENOSPC, Delay, FaultyRoot, Flipped, Lost, Missing, Rule, Torn
-from tests.tiers.acting import Acting, eventually, faulty, on_posix, together
+from tests.kit.descriptors import open_before, open_now
+from tests.kit.faulty_root import EIO, ENOSPC, Delay, FaultyRoot, Flipped, Lost, Missing, Rule, Torn
+from tests.kit.patience import PATIENCE_S
+from tests.kit.stores import same
+from tests.kit.tiers import Acting, eventually, faulty, on_posix, together
 
 PROMPTS = 24
 CHUNKS = 12

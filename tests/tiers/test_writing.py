@@ -16,10 +16,10 @@ from kvstore.node import write_behind
 from kvstore.node.write_behind import ARRIVING_SHARE, LEAVING_SHARE
 from kvstore.root.interface import Root
 from kvstore.writes import Durability, WriteMode
-from tests.node.stores import kv_of
-from tests.patience import slowness
-from tests.root.faulty import ENOSPC, EROFS, FaultyRoot, Rule
-from tests.tiers.acting import (
+from tests.kit.faulty_root import ENOSPC, EROFS, FaultyRoot, Rule
+from tests.kit.patience import slowness
+from tests.kit.stores import kv_of
+from tests.kit.tiers import (
     IN_TIME_S,
     QUEUE_CHUNKS,
     ROOM_CHUNKS,

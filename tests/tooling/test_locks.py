@@ -7,7 +7,7 @@ import threading
 from kvstore.counts import ClientCount
 from kvstore.node.counters import Counts
 from kvstore.waiting import Flag
-from tests import locking
+from tests.kit import locking
 
 
 def since(before: int) -> list[str]:

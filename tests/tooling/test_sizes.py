@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.patience import PATIENCE_S
+from tests.kit.patience import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("kvstore", "gc")

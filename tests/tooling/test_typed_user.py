@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import kvstore
-from tests.patience import PATIENCE_S
+from tests.kit.patience import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 RIGHT = Path(__file__).with_name("typed_user.py").read_text()

@@ -10,8 +10,8 @@ from collections import Counter
 import pytest
 
 from kvstore.meta.session import TTL_S
-from tests.watch.page import series_names
-from tests.watch.queries import DEPLOY, RULES, RULES_TEST, used
+from tests.kit.watch_page import series_names
+from tests.kit.watch_queries import DEPLOY, RULES, RULES_TEST, used
 
 NEEDS_PROMTOOL = pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool (Debian's prometheus)")
 ALERT = re.compile(r"- alert: (\w+)\n(.*?)(?=\n\n|\Z)", re.DOTALL)

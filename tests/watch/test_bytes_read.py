@@ -12,10 +12,10 @@ import pytest
 import kvstore
 from kvstore.client.cache import Cache
 from kvstore.client.store import Store
-from tests.bulk.memories import MEMORY_BYTES, filled, lose, serving_memory
-from tests.bulk.ways import MEDIUM, WAYS, tokens_and_kv
-from tests.patience import eventually
-from tests.worker.serving import connected, serving
+from tests.kit.arenas import MEMORY_BYTES, filled, lose, serving_memory
+from tests.kit.patience import eventually
+from tests.kit.transports import MEDIUM, WAYS, tokens_and_kv
+from tests.kit.workers import connected, serving
 
 COUNT = 40
 TOKENS, KV = tokens_and_kv(COUNT)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.watch.page import documented, series_names
-from tests.watch.queries import ADDED, DASHBOARDS, grouped, panels, shown, used
+from tests.kit.watch_page import documented, series_names
+from tests.kit.watch_queries import ADDED, DASHBOARDS, grouped, panels, shown, used
 
 HISTOGRAM_PARTS = ("_bucket", "_sum", "_count")
 

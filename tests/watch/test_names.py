@@ -20,9 +20,9 @@ from kvstore.worker.worker import Worker
 from kvstore_gc.histogram import Tally
 from kvstore_gc.metrics import Metrics
 from kvstore_gc.summary import Summary
-from tests.node.stores import SMALL, kv_of
-from tests.watch.page import PAGE, Documented, documented
-from tests.worker.serving import WAIT_S
+from tests.kit.stores import SMALL, kv_of
+from tests.kit.watch_page import PAGE, Documented, documented
+from tests.kit.workers import WAIT_S
 
 MEASURED = {
     *("kvstore_serving", "kvstore_build_info", "kvstore_calls_total", "kvstore_call_seconds"),

@@ -21,8 +21,8 @@ from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.messages import parse, sealed, trace_of, traced
 from kvstore.wire.statuses import BrokenTransfer
-from tests.node.stores import SMALL, kv_of
-from tests.worker.serving import WAIT_S, connected, opened, raw_stub, serving
+from tests.kit.stores import SMALL, kv_of
+from tests.kit.workers import WAIT_S, connected, opened, raw_stub, serving
 
 TOKENS = list(range(4 * SMALL.chunk_tokens))
 KV = kv_of(SMALL, TOKENS)

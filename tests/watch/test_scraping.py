@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from kvstore import scraping
-from tests.etcd_fixture import eventually
-from tests.patience import PATIENCE_S
+from tests.kit.etcd import eventually
+from tests.kit.patience import PATIENCE_S
 
 
 def page(environ: Any, start_response: Any) -> Iterable[bytes]:

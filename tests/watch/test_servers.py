@@ -19,7 +19,7 @@ from kvstore.sources import SystemClock
 from kvstore_gc.metrics import Metrics, write
 from kvstore_gc.summary import Summary
 from tests.cli.conftest import PATIENCE_S, serving
-from tests.node.stores import SMALL
+from tests.kit.stores import SMALL
 
 
 @contextmanager

@@ -13,9 +13,9 @@ from kvstore.format.places import Name
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.v1.kvstore_pb2_grpc import KVStoreStub
-from tests.node.stores import SMALL, kv_of, same
-from tests.root.faulty import FaultyRoot, Lost, Rule
-from tests.worker.serving import (
+from tests.kit.faulty_root import FaultyRoot, Lost, Rule
+from tests.kit.stores import SMALL, kv_of, same
+from tests.kit.workers import (
     WAIT_S,
     Served,
     connected,

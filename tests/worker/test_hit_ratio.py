@@ -26,7 +26,7 @@ from kvstore.replay.content import KvBytes
 from kvstore.replay.trace import BLOCK_TOKENS, Request
 from kvstore.tokens import TokenArray
 from kvstore.worker.exposition import Exposition
-from tests.worker.serving import Served, connected, serving
+from tests.kit.workers import Served, connected, serving
 
 REQUESTS = generate(60, seed=3)
 FEW = generate(14, seed=3)

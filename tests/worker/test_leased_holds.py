@@ -21,15 +21,15 @@ from kvstore.errors import HoldBroken
 from kvstore.sources import SystemClock
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.worker.limits import WorkerLimits
-from tests.node.stores import SMALL, kv_of
-from tests.worker.serving import WAIT_S, Served, connected, eventually, opened, packed, raw_stub, serving
+from tests.kit.stores import SMALL, kv_of
+from tests.kit.workers import WAIT_S, Served, connected, eventually, opened, packed, raw_stub, serving
 
 TOKENS = np.arange(4 * SMALL.chunk_tokens)
 LEASE_S = 30.0
 _CLIENT = """
 import sys, time
 import kvstore, numpy as np
-from tests.node.stores import SMALL
+from tests.kit.stores import SMALL
 store = kvstore.connect(sys.argv[1])
 hold = store.namespace("m", SMALL).hold(np.arange(4 * SMALL.chunk_tokens))
 print(hold.tokens, flush=True)

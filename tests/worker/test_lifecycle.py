@@ -30,11 +30,11 @@ from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.metrics_server import start_metrics
 from kvstore.worker.worker import Worker
-from tests.etcd_fixture import running_etcd
-from tests.node.stores import SMALL, kv_of, member_on, same
-from tests.patience import stretched
-from tests.root.faulty import FaultyRoot, Hang, Rule
-from tests.worker.serving import (
+from tests.kit.etcd import running_etcd
+from tests.kit.faulty_root import FaultyRoot, Hang, Rule
+from tests.kit.patience import stretched
+from tests.kit.stores import SMALL, kv_of, member_on, same
+from tests.kit.workers import (
     WAIT_S,
     Served,
     Several,

@@ -21,8 +21,8 @@ from kvstore.wire.statuses import Busy, Draining
 from kvstore.worker.admission import BytesInFlight, Gate
 from kvstore.worker.holds import ClientHolds
 from kvstore_gc.safety import Timings
-from tests.meta.fakes import FakeClock
-from tests.node.stores import SMALL
+from tests.kit.fake_meta import FakeClock
+from tests.kit.stores import SMALL
 
 CHAIN = Chain.of(Namespace.of("m", SMALL), np.arange(2 * SMALL.chunk_tokens, dtype=np.uint32))
 

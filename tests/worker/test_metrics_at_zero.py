@@ -14,8 +14,8 @@ import kvstore_gc
 from kvstore.sources import SystemClock
 from kvstore.worker.exposition import Exposition
 from kvstore_gc import execute, looking, metrics, orphans
-from tests.watch.queries import DASHBOARDS, RULES, panels, used
-from tests.worker.serving import serving
+from tests.kit.watch_queries import DASHBOARDS, RULES, panels, used
+from tests.kit.workers import serving
 
 GRAFANA = Path(__file__).resolve().parents[2] / "deploy" / "grafana"
 LABELS = re.compile(r"sum by \(([a-z, ]+)\) \((?:rate|increase)?\(?(kvstore_[a-z_]+)\{([^}]*)\}")

@@ -25,10 +25,10 @@ from kvstore.wire.messages import sealed
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.worker import Worker
 from kvstore.writes import WriteMode, WriteModeName
-from tests.node.stores import same
-from tests.patience import PATIENCE_S
-from tests.tiers.acting import IN_TIME_S, LARGE, QUICK, Acting, eventually, faulty, held, timed
-from tests.worker.serving import (
+from tests.kit.patience import PATIENCE_S
+from tests.kit.stores import same
+from tests.kit.tiers import IN_TIME_S, LARGE, QUICK, Acting, eventually, faulty, held, timed
+from tests.kit.workers import (
     Served,
     connected,
     opened,

@@ -32,10 +32,10 @@ from kvstore.wire.questions import FIELDS_MAX, Question
 from kvstore.wire.web import Caller
 from kvstore.worker.metrics_server import start_metrics
 from kvstore.worker.questions import Questions
-from tests.bulk.memories import serving_memory
-from tests.node.stores import SMALL, kv_of
-from tests.security.secured import secured
-from tests.worker.serving import WAIT_S, Served, connected, eventually, serving
+from tests.kit.arenas import serving_memory
+from tests.kit.secured import secured
+from tests.kit.stores import SMALL, kv_of
+from tests.kit.workers import WAIT_S, Served, connected, eventually, serving
 
 HERE = Caller("127.0.0.1")
 SIZE = SMALL.chunk_tokens

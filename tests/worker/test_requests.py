@@ -19,8 +19,8 @@ from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.v1.kvstore_pb2_grpc import KVStoreStub
 from kvstore.wire.limits import method
 from kvstore.worker.limits import WorkerLimits
-from tests.node.stores import SMALL, kv_of, same
-from tests.worker.serving import (
+from tests.kit.stores import SMALL, kv_of, same
+from tests.kit.workers import (
     WAIT_S,
     Served,
     connected,

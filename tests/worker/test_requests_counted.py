@@ -11,11 +11,11 @@ import pytest
 
 import kvstore
 from kvstore.client import Cache
-from tests.bulk.memories import serving_memory
-from tests.bulk.ways import WAYS
-from tests.control.steered import damage_payload
-from tests.node.stores import SMALL, kv_of
-from tests.worker.serving import connected, serving
+from tests.kit.administration import damage_payload
+from tests.kit.arenas import serving_memory
+from tests.kit.stores import SMALL, kv_of
+from tests.kit.transports import WAYS
+from tests.kit.workers import connected, serving
 
 TOKENS = np.arange(6 * SMALL.chunk_tokens)
 KV = kv_of(SMALL, TOKENS)

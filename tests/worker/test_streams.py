@@ -16,10 +16,10 @@ from kvstore import Layout
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.worker.limits import WorkerLimits
-from tests.node.stores import SMALL, kv_of
-from tests.patience import stretched
-from tests.root.faulty import FaultyRoot, Hang, Rule
-from tests.worker.serving import (
+from tests.kit.faulty_root import FaultyRoot, Hang, Rule
+from tests.kit.patience import stretched
+from tests.kit.stores import SMALL, kv_of
+from tests.kit.workers import (
     WAIT_S,
     Served,
     connected,

@@ -29,7 +29,7 @@ from kvstore.wire.messages import (
     unpack_tokens,
 )
 from kvstore.wire.statuses import BrokenTransfer, failure, refusal
-from tests.worker.serving import sums_of
+from tests.kit.workers import sums_of
 
 WITH_START: list[type[Message]] = [pb.PutRequest, pb.GetResponse, pb.PutBlocksRequest]
 small_bytes = st.binary(max_size=300)

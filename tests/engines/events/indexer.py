@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.patience import PATIENCE_S
-from tests.ports import free_port
+from tests.kit.patience import PATIENCE_S
+from tests.kit.ports import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 PYTHON = REPOSITORY / ".cache/engines/events/bin/python"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.engines.vllm.engines import running_server
-from tests.ports import free_port
+from tests.kit.ports import free_port
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from tests.engines.events.indexer import BLOCK_TOKENS, Indexer, until
 from tests.engines.events.servers import complete, server
 from tests.engines.events.test_connector import LONG, OTHER
 from tests.engines.vllm.engines import PYTHON, full_blocks, stored_files, transfer
-from tests.ports import free_port
+from tests.kit.ports import free_port
 
 pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason="vLLM is not installed: make test-engines ENGINES=vllm")
 

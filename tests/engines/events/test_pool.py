@@ -25,11 +25,11 @@ from kvstore.client.cache import Cache
 from kvstore.format import places
 from kvstore.tokens import token_array
 from tests.cli.conftest import Running, serving
-from tests.collecting import bounded_to
 from tests.engines.events.indexer import BLOCK_TOKENS, Indexer
-from tests.etcd_fixture import running_etcd
-from tests.patience import PATIENCE_S
-from tests.ports import free_port
+from tests.kit.collecting import bounded_to
+from tests.kit.etcd import running_etcd
+from tests.kit.patience import PATIENCE_S
+from tests.kit.ports import free_port
 
 LAYOUT = kvstore.Layout(layers=2, kv_heads=1, head_dim=4, dtype="int8", chunk_tokens=BLOCK_TOKENS)
 POOL = 100

@@ -10,7 +10,7 @@ import time
 import urllib.request
 from pathlib import Path
 
-from tests.ports import free_port
+from tests.kit.ports import free_port
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 CHUNK_TOKENS = 64

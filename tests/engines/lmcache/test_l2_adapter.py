@@ -15,8 +15,8 @@ from lmcache.v1.distributed.internal_api import L2AdapterListener, L2StoreResult
 from kvstore.connectors.lmcache_keys import OPAQUE, tensors
 from kvstore.errors import InvalidRequest
 from tests.engines.lmcache.objects import adapter, equal, found, key, layouts, loaded, made, stored
-from tests.node.stores import chunk_files
-from tests.worker.serving import serving
+from tests.kit.stores import chunk_files
+from tests.kit.workers import serving
 
 WAYS = ("root", "worker")
 

@@ -18,8 +18,8 @@ from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
 from kvstore.connectors.lmcache_remote import KVStoreConnectorAdapter
 from kvstore.errors import InvalidRequest
-from tests.node.stores import chunk_files
-from tests.worker.serving import serving
+from tests.kit.stores import chunk_files
+from tests.kit.workers import serving
 
 LAYERS, TOKENS, HEADS, DIM = 4, 64, 2, 32
 QUICK = {"lookup_timeout_s": 0.5, "load_timeout_s": 0.5, "store_timeout_s": 0.5}

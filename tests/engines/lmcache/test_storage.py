@@ -22,7 +22,7 @@ from lmcache.v1.distributed.l2_adapters.config import L2AdaptersConfig
 from lmcache.v1.distributed.storage_manager import StorageManager
 
 from tests.engines.lmcache.objects import key, plugin
-from tests.node.stores import chunk_files
+from tests.kit.stores import chunk_files
 
 LAYOUT = MemoryLayoutDesc(shapes=[torch.Size((2, 4, 64, 128))], dtypes=[torch.bfloat16])
 COUNT = 12

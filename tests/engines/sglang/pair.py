@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from tests.engines.sglang.seat import ANSWER_S, RANKS, serve
-from tests.patience import PATIENCE_S
+from tests.kit.patience import PATIENCE_S
 
 
 class Pair:

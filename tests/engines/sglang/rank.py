@@ -37,7 +37,7 @@ from tests.engines.sglang.on_cpu import (
     host_memory_budget_scope,
 )
 from tests.engines.sglang.pools import config
-from tests.patience import PATIENCE_S
+from tests.kit.patience import PATIENCE_S
 
 PAGE, PAGES, LAYERS, HEADS, DIM = 64, 32, 3, 2, 16
 SIZE = PAGE * PAGES

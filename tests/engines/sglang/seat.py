@@ -33,8 +33,8 @@ from tests.engines.sglang.rank import (
     page_keys,
     trailing,
 )
-from tests.patience import PATIENCE_S, eventually
-from tests.root.faulty import FaultyRoot, Hang, Rule
+from tests.kit.faulty_root import FaultyRoot, Hang, Rule
+from tests.kit.patience import PATIENCE_S, eventually
 
 RANKS = 2
 ANSWER_S = PATIENCE_S + 60.0

@@ -30,9 +30,9 @@ from tests.engines.sglang.rank import (
     page_keys,
     taken,
 )
-from tests.node.stores import chunk_files, store_on
-from tests.root.faulty import FaultyRoot, Hang, Rule
-from tests.worker.serving import worker_process
+from tests.kit.faulty_root import FaultyRoot, Hang, Rule
+from tests.kit.stores import chunk_files, store_on
+from tests.kit.workers import worker_process
 
 PROMPT = list(range(100, 100 + 5 * PAGE))
 OTHER = PROMPT[: 3 * PAGE] + [7] * 2 * PAGE

@@ -29,8 +29,8 @@ from tests.engines.sglang.pools import (
     indices,
     same,
 )
-from tests.node.stores import chunk_files
-from tests.worker.serving import serving
+from tests.kit.stores import chunk_files
+from tests.kit.workers import serving
 
 POOLS: dict[str, Callable[[], HostPool]] = {
     **{f"mha-{layout}": lambda layout=layout: HostPool(layout) for layout in MHA},  # type: ignore[misc]

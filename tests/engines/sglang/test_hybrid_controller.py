@@ -22,7 +22,7 @@ from tests.engines.sglang.rank import (
     sparse_pools,
     trailing,
 )
-from tests.node.stores import chunk_files
+from tests.kit.stores import chunk_files
 
 PROMPT = list(range(100, 100 + 6 * PAGE))
 WINDOW = 2

@@ -18,10 +18,10 @@ import pytest
 from tests.engines.sglang.pair import Pair, pair, seated
 from tests.engines.sglang.rank import PAGE
 from tests.engines.sglang.seat import RANKS
-from tests.node.stores import chunk_files
-from tests.patience import eventually, slowness
-from tests.ports import free_port
-from tests.worker.serving import WorkerProcess, worker_process
+from tests.kit.patience import eventually, slowness
+from tests.kit.ports import free_port
+from tests.kit.stores import chunk_files
+from tests.kit.workers import WorkerProcess, worker_process
 
 pytestmark = pytest.mark.slow
 

@@ -20,9 +20,9 @@ from kvstore.root.identity import create_or_open
 from kvstore.root.posix import PosixRoot
 from kvstore.sources import RandomIds
 from tests.engines.sglang.pools import HostPool, backend, fill, indices, same
-from tests.node.stores import chunk_files, store_on
-from tests.root.faulty import EIO, ENOSPC, EROFS, Fails, FaultyRoot, Hang, Rule
-from tests.worker.serving import worker_process
+from tests.kit.faulty_root import EIO, ENOSPC, EROFS, Fails, FaultyRoot, Hang, Rule
+from tests.kit.stores import chunk_files, store_on
+from tests.kit.workers import worker_process
 
 QUICK = {"lookup_timeout_s": 0.5, "load_timeout_s": 0.5, "store_timeout_s": 0.8}
 LIMITS = Limits(match_deadline_s=0.5, read_deadline_s=0.5, write_deadline_s=0.8, stall_s=1.0, lanes=4, width=2)

@@ -43,7 +43,7 @@ from tests.engines.transformers.models import (
     prompt,
     qwen3,
 )
-from tests.worker.serving import serving
+from tests.kit.workers import serving
 
 BOS = 1
 DOCUMENTS = [prompt(32, seed=11), prompt(48, seed=12), prompt(21, seed=13)]

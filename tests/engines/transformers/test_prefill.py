@@ -24,7 +24,7 @@ from tests.engines.transformers.models import (
     logits_without_store,
     prompt,
 )
-from tests.worker.serving import serving
+from tests.kit.workers import serving
 
 
 @pytest.fixture

@@ -18,9 +18,9 @@ from kvstore.connectors.transformers import Storing, model_cache, prefill_with_s
 from kvstore.errors import InvalidRequest
 from kvstore.root.posix import PosixRoot
 from tests.engines.transformers.models import CHUNK, difference, llama, logits_after, logits_without_store, prompt
-from tests.node.stores import store_on
-from tests.patience import eventually
-from tests.root.faulty import ENOSPC, FaultyRoot, Hang, Rule
+from tests.kit.faulty_root import ENOSPC, FaultyRoot, Hang, Rule
+from tests.kit.patience import eventually
+from tests.kit.stores import store_on
 
 MODEL = llama()
 IDS = prompt(100)

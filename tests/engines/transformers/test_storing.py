@@ -15,8 +15,8 @@ from kvstore.connectors.vllm.adapters import Seal
 from kvstore.connectors.vllm.counts import EngineCounts
 from kvstore.connectors.vllm.pages import Pages
 from kvstore.hints import Hints
-from tests.connectors.vllm_halves import BASE
-from tests.connectors.vllm_modules import vllm_modules
+from tests.kit.vllm_connector import BASE
+from tests.kit.vllm_modules import vllm_modules
 
 
 class Puts:

@@ -23,9 +23,9 @@ from kvstore.root.identity import create_or_open
 from kvstore.root.posix import PosixRoot
 from kvstore.sources import RandomIds
 from tests.engines.transformers.models import CHUNK, difference, llama, logits_after, logits_without_store, prompt
-from tests.node.stores import chunk_files, store_on
-from tests.root.faulty import EIO, ENOSPC, EROFS, Fails, FaultyRoot, Hang, Rule
-from tests.worker.serving import worker_process
+from tests.kit.faulty_root import EIO, ENOSPC, EROFS, Fails, FaultyRoot, Hang, Rule
+from tests.kit.stores import chunk_files, store_on
+from tests.kit.workers import worker_process
 
 QUICK = Limits(match_deadline_s=0.4, read_deadline_s=0.4, write_deadline_s=0.6, stall_s=0.5, lanes=4, width=2)
 IN_TIME_S = 10.0

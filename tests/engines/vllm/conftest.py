@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.engines.vllm.engines import PYTHON, Answer, make_model, prompt, running_engine
-from tests.etcd_fixture import running_etcd
+from tests.kit.etcd import running_etcd
 
 collect_ignore_glob = [] if os.environ.get("KVSTORE_TEST_ENGINES") and PYTHON.exists() else ["test_*.py"]
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.collecting import bounded_to
 from tests.engines.vllm.conftest import CROWD, CROWD_TOKENS, PROMPTS
 from tests.engines.vllm.engines import (
     Answer,
@@ -23,6 +22,7 @@ from tests.engines.vllm.engines import (
     transfer,
     wait_stored,
 )
+from tests.kit.collecting import bounded_to
 
 LONG, BRANCH = PROMPTS["long"], PROMPTS["branch"]
 LONG_BLOCKS = full_blocks(LONG) // 32

@@ -11,7 +11,6 @@ import kvstore
 from kvstore.hints import PRIORITY_DEFAULT
 from kvstore.node.limits import Limits
 from kvstore.recency import decode
-from tests.collecting import bounded_to
 from tests.engines.vllm.engines import (
     Engine,
     collect,
@@ -22,7 +21,8 @@ from tests.engines.vllm.engines import (
     transfer,
     wait_stored,
 )
-from tests.patience import eventually
+from tests.kit.collecting import bounded_to
+from tests.kit.patience import eventually
 
 BLOCK = 32
 SHARED, MAIN_BLOCKS, FORK_BLOCKS = 5, 10, 4

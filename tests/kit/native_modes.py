@@ -11,7 +11,7 @@ from kvstore.client.store import Store
 from kvstore.node.chunks import Chunks
 from kvstore.node.limits import Limits
 from kvstore.root.posix import PosixRoot
-from tests.node.stores import member_of, member_on
+from tests.kit.stores import member_of, member_on
 
 
 class PlainRoot(PosixRoot):

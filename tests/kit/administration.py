@@ -13,8 +13,8 @@ from kvstore.client.control import Control
 from kvstore.errors import KVStoreError
 from kvstore.results import LimitValue
 from kvstore.v1.control_pb2_grpc import ControlStub
-from tests.node.stores import SMALL, kv_of
-from tests.worker.serving import Served, connected, raw_channel
+from tests.kit.stores import SMALL, kv_of
+from tests.kit.workers import Served, connected, raw_channel
 
 SIZE = SMALL.chunk_tokens
 TOKENS = np.arange(4 * SIZE)

@@ -24,7 +24,7 @@ from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.frames import Kind, encode_head
 from kvstore.wire.bulk.grants import NONCE_BYTES, Grant
 from kvstore.wire.bulk.sockets import dial_tcp, dial_unix
-from tests.worker.serving import WAIT_S, Served, raw_stub
+from tests.kit.workers import WAIT_S, Served, raw_stub
 
 MEDIUM = Layout(layers=4, kv_heads=2, head_dim=64, dtype="float16", chunk_tokens=64)
 """128 KiB a chunk."""

@@ -17,9 +17,9 @@ from kvstore.client.store import Store
 from kvstore.errors import Overloaded
 from kvstore.format.places import METADATA, METADATA_LOGS
 from kvstore.root.reserve import RESERVE_BYTES
-from tests.client.bound_process import CHUNKS, LAYOUT, kv, tokens
-from tests.etcd_fixture import frozen
-from tests.patience import PATIENCE_S, eventually, returns
+from tests.kit.bound_process import CHUNKS, LAYOUT, kv, tokens
+from tests.kit.etcd import frozen
+from tests.kit.patience import PATIENCE_S, eventually, returns
 
 MIB = 1 << 20
 BOUND_BYTES = 16 * MIB
@@ -33,7 +33,7 @@ class Writer:
     """A process of ``bound_process``."""
 
     def __init__(self, root: Path, max_bytes: int | str = BOUND_BYTES, start_s: str = "0") -> None:
-        command = [sys.executable, "-m", "tests.client.bound_process", str(root), str(max_bytes), start_s]
+        command = [sys.executable, "-m", "tests.kit.bound_process", str(root), str(max_bytes), start_s]
         self.child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._said() == "begun"
 

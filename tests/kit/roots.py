@@ -32,8 +32,8 @@ from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.objects import ObjectRoot, connect, open_object_root
 from kvstore.root.posix import PosixRoot
 from kvstore.root.remote import Remote
-from tests.root.faulty import FaultyRoot
-from tests.root.s3_endpoint import Server, serve
+from tests.kit.faulty_root import FaultyRoot
+from tests.kit.s3_endpoint import Server, serve
 
 WAIT_S = 30.0
 BUCKET = "kvstore-test"

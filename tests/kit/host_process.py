@@ -1,4 +1,4 @@
-"""A process with an embedded store: ``python -m tests.client.host_process FOLDER WHAT``. It says "begun", and stays.
+"""A process with an embedded store: ``python -m tests.kit.host_process FOLDER WHAT``. It says "begun", and stays.
 
 A line on its standard input makes it let go, say "done" and end.
 """

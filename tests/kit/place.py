@@ -16,7 +16,7 @@ from kvstore_gc.config import Config
 from kvstore_gc.rounds import Rounds
 from kvstore_gc.safety import Timings
 from kvstore_gc.threads import Stop
-from tests.gc.cluster import TIMINGS, Cluster
+from tests.kit.clusters import TIMINGS, Cluster
 
 LONG_S = 3600.0
 

@@ -21,9 +21,9 @@ from kvstore.node.lanes import Deadline
 from kvstore.root.interface import Root
 from kvstore.root.posix import PosixRoot
 from kvstore.sources import RandomIds
-from tests.node.stores import TINY
-from tests.patience import PATIENCE_S
-from tests.root.faulty import FaultyRoot, Rule
+from tests.kit.faulty_root import FaultyRoot, Rule
+from tests.kit.patience import PATIENCE_S
+from tests.kit.stores import TINY
 
 NAMESPACE = Namespace.of("m", TINY)
 OTHER = Namespace.of("other", TINY)

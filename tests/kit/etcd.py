@@ -16,12 +16,12 @@ import grpc
 from pyetcd import etcdrpc
 
 from kvstore.meta.server import EmbeddedEtcd, find_etcd
-from tests.patience import PATIENCE_S as PATIENCE_S
-from tests.patience import eventually as eventually
-from tests.ports import free_port
+from tests.kit.patience import PATIENCE_S as PATIENCE_S
+from tests.kit.patience import eventually as eventually
+from tests.kit.ports import free_port
 
 if TYPE_CHECKING:  # engines' environments have no cryptography
-    from tests.security.certificates import Authority
+    from tests.kit.certificates import Authority
 
 
 @contextmanager

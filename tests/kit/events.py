@@ -15,7 +15,7 @@ from kvstore.meta.interface import Meta
 from kvstore.meta.keys import Keys
 from kvstore.meta.memory import MemoryMeta
 from kvstore.root.interface import Root
-from tests.gc.cluster import Cluster
+from tests.kit.clusters import Cluster
 
 TICK_S = 10.0
 CLOCK_REALTIME_COARSE = 5

@@ -17,8 +17,8 @@ from kvstore.client.blocks import BlockCache
 from kvstore.connectors.vllm.groups import Cluster
 from kvstore.connectors.vllm.settings import Settings
 from kvstore.namespace import Namespace
-from tests.connectors.vllm_modules import vllm_modules
-from tests.patience import PATIENCE_S
+from tests.kit.patience import PATIENCE_S
+from tests.kit.vllm_modules import vllm_modules
 
 BLOCK_TOKENS = 4
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"

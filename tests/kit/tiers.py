@@ -38,10 +38,10 @@ from kvstore.root.posix import PosixRoot
 from kvstore.sections import planes_of
 from kvstore.sources import Clock, RandomIds, SystemClock
 from kvstore.writes import Durability, WriteMode
-from tests.node.stores import kv_of, same
-from tests.patience import PATIENCE_S, stretched
-from tests.patience import eventually as eventually
-from tests.root.faulty import FaultyRoot, Hang, Rule
+from tests.kit.faulty_root import FaultyRoot, Hang, Rule
+from tests.kit.patience import PATIENCE_S, stretched
+from tests.kit.patience import eventually as eventually
+from tests.kit.stores import kv_of, same
 
 LARGE = Layout(layers=4, kv_heads=4, head_dim=64, dtype="float16", chunk_tokens=64)
 """Chunks of 256 KiB, so that few of them fill a small memory."""

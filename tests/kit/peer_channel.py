@@ -29,7 +29,7 @@ from kvstore.worker.bulk.serving import BulkRequests
 from kvstore.worker.calls import Calls
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.standard import Health
-from tests.patience import NEVER_S, PATIENCE_S
+from tests.kit.patience import NEVER_S, PATIENCE_S
 
 LAYOUT = Layout(layers=2, kv_heads=2, head_dim=64, dtype="float16", chunk_tokens=16)
 SPACE = Namespace.of("m", LAYOUT)

@@ -36,9 +36,9 @@ from kvstore.wire.statuses import ERROR_KEY
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.worker import Worker
 from kvstore.writes import WriteModeName
-from tests.node.stores import member_on
-from tests.patience import PATIENCE_S
-from tests.patience import eventually as eventually
+from tests.kit.patience import PATIENCE_S
+from tests.kit.patience import eventually as eventually
+from tests.kit.stores import member_on
 
 WAIT_S = PATIENCE_S
 """For what must happen soon."""

@@ -1,4 +1,4 @@
-"""A process that writes into a bounded folder: ``python -m tests.client.bound_process FOLDER MAX_BYTES START_S``.
+"""A process that writes into a bounded folder: ``python -m tests.kit.bound_process FOLDER MAX_BYTES START_S``.
 
 It puts new prompts as fast as it can, and says "begun" after the first. It answers "stats" with whether it runs the
 collector and how many prompts it stored. At "end" it closes the store and says "done"; at "exit" it ends at once.

@@ -30,7 +30,7 @@ from kvstore.sources import RandomIds, SystemClock
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.worker import Worker
 from kvstore.writes import WriteMode
-from tests.worker.serving import WAIT_S, Served, eventually
+from tests.kit.workers import WAIT_S, Served, eventually
 
 MEMORY_BYTES = 64 << 20
 
@@ -140,7 +140,7 @@ _CLIENT = """
 import sys
 import numpy as np
 import kvstore
-from tests.bulk.ways import MEDIUM, same, tokens_and_kv
+from tests.kit.transports import MEDIUM, same, tokens_and_kv
 chunks = int(sys.argv[2])
 tokens, kv = tokens_and_kv(chunks)
 with kvstore.connect(sys.argv[1], bulk="shared") as store:

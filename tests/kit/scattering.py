@@ -12,9 +12,9 @@ import numpy as np
 from kvstore.errors import HoldBroken
 from kvstore.root.posix import PosixRoot
 from kvstore.writes import WriteMode
-from tests.node.stores import same
-from tests.root.faulty import FaultyRoot
-from tests.tiers.acting import Acting, eventually
+from tests.kit.faulty_root import FaultyRoot
+from tests.kit.stores import same
+from tests.kit.tiers import Acting, eventually
 
 
 def to_disk(node: Acting, number: int, stop: int, first: int) -> None:

@@ -26,9 +26,9 @@ from kvstore.node.settings import NodeOptions, TierSettings
 from kvstore.root.identity import create_or_open
 from kvstore.root.interface import Root
 from kvstore.sources import RandomIds, SystemClock
-from tests.node.stores import kv_of
-from tests.patience import eventually, stretched
-from tests.tiers.acting import QUICK
+from tests.kit.patience import eventually, stretched
+from tests.kit.stores import kv_of
+from tests.kit.tiers import QUICK
 
 LAYOUT = Layout(layers=2, kv_heads=2, head_dim=32, dtype="float16", chunk_tokens=32)
 SIZE = LAYOUT.chunk_tokens

@@ -30,8 +30,8 @@ from kvstore_gc.execute import Sweeper
 from kvstore_gc.plan import Reason, SweepPlan, Victim
 from kvstore_gc.safety import Timings
 from kvstore_gc.site import Site
-from tests.node.stores import TINY, kv_of
-from tests.patience import eventually as eventually
+from tests.kit.patience import eventually as eventually
+from tests.kit.stores import TINY, kv_of
 
 NODE_LIMITS = Limits(announce_s=0.01, follow_s=0.01, lanes=2, width=2)
 TIMINGS = Timings(poll_s_min=0.01, poll_s_max=0.02, announce_lag_max_s=60.0, grace_max_s=100.0)

@@ -19,9 +19,9 @@ from kvstore.node.opening import join
 from kvstore.root.identity import create_or_open
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.sources import RandomIds, SystemClock
-from tests.meta.faulty import FaultyMeta
-from tests.patience import slowness
-from tests.root.faulty import FaultyRoot
+from tests.kit.faulty_meta import FaultyMeta
+from tests.kit.faulty_root import FaultyRoot
+from tests.kit.patience import slowness
 
 QUICK = Pace(0.05, 0.05, 0.05, 0.05, 0.05, 0.05, 0.05, 0.05, late_s=0.3)
 

@@ -19,7 +19,7 @@ from kvstore.peers.follower import Follower
 from kvstore.peers.limits import PeerLimits
 from kvstore.peers.publisher import Publisher
 from kvstore.sources import Clock, RandomIds
-from tests.meta.fakes import FakeClock
+from tests.kit.fake_meta import FakeClock
 
 KEYS = Keys(bytes(16))
 

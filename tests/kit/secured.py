@@ -22,8 +22,8 @@ from kvstore.security.server import ServerSecurity
 from kvstore.security.tls import ServerTls, server_certificate
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.worker import Worker
-from tests.node.stores import member_on
-from tests.security.certificates import Authority, Pair
+from tests.kit.certificates import Authority, Pair
+from tests.kit.stores import member_on
 
 HOUR_S = 3600.0
 
