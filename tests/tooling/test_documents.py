@@ -71,8 +71,3 @@ def test_the_page_of_commands_is_what_the_commands_say() -> None:
 def test_the_reference_names_what_there_is(name: str) -> None:
     module, _, attribute = name.rpartition(".")
     assert hasattr(importlib.import_module(module), attribute)
-
-
-def test_every_document_is_in_the_menu_of_the_site() -> None:
-    menu = set(re.findall(r"[\w./-]+\.md\b", (SOURCE / "docs" / "mkdocs.yml").read_text()))
-    assert menu == {page_name(page) for page in PAGES}
