@@ -12,6 +12,7 @@ import signal
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Container, Iterator
 from pathlib import Path
 
@@ -40,42 +41,6 @@ SHM_FREE_MIN_BYTES = 512 << 20
 AHEAD_BYTES = 1 << 20
 LEFTOVER_GRACE_S = 40.0
 """More than a worker takes to end whose ``up`` and etcd were killed: its drain, its flush, and 15 s for the rest."""
-LONGEST = (
-    "client/test_bounded.py",
-    "client/test_bounded_collectors.py",
-    "sim/test_simulation.py",
-    "bulk/test_memory.py",
-    "bulk/test_blocks.py",
-    "chaos/test_pauses.py",
-    "tiers/test_hanging.py",
-    "model/test_model.py",
-    "client/test_remote_failover.py",
-    "cli/test_up.py",
-    "client/test_host.py",
-    "tooling/test_typed_user.py",
-    "meta/test_meta_sqlite.py",
-    "cli/test_which_store.py",
-    "gc/test_gc_cli.py",
-    "peers_memory/test_workers.py",
-    "bulk/test_failures.py",
-    "bulk/test_ways.py",
-    "meta/test_meta_etcd.py",
-    "node/test_cluster.py",
-    "chaos/test_chaos.py",
-    "census/test_clearing.py",
-    "events/test_processes.py",
-    "events/test_truth.py",
-    "events/test_sockets.py",
-    "tiers/test_simulation.py",
-    "node/test_damage.py",
-    "cli/test_demo.py",
-    "chaos/test_filling.py",
-    "node/test_pins.py",
-    "gc/test_bound.py",
-    "census/test_roll_out.py",
-    "worker/test_leased_holds.py",
-)
-"""Files of tests that take 10 s or more by themselves, the longest first (``make test ARGS=--durations=0``)."""
 
 # The default is the same on every run, so that a red suite means a change broke it; `thorough` searches.
 settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
@@ -93,9 +58,9 @@ def _scratch() -> Path | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the files that take longest first: a run of several processes ends with the last file of any."""
-    rank = {name: at for at, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: rank.get(f"{item.path.parent.name}/{item.path.name}", len(rank)))
+    """Puts files with many slow tests first: a run of several processes ends with the last file of any."""
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -slow[item.path])
 
 
 def pytest_collection_finish() -> None:
@@ -148,11 +113,11 @@ def priority_of_the_run() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def locks_in_order() -> Iterator[None]:
-    """Fails a test in which a thread took two locks against their order (kvstore/LOCKS.md)."""
+    """Fails a test in which a thread took two locks against their order (tests/kit/locking.py)."""
     yield
     found = sorted(set(locking.violations))
     locking.violations.clear()
-    assert not found, "locks were taken against kvstore/LOCKS.md:\n  " + "\n  ".join(found)
+    assert not found, "locks were taken against their order:\n  " + "\n  ".join(found)
 
 
 @pytest.fixture
