@@ -9,7 +9,7 @@ import argparse
 import sys
 import time
 
-from tests.model import claims
+from tests.model import claims, host
 from tests.model.check import Checked, check
 from tests.model.configs import CONFIGS, QUICK
 from tests.model.mutations import MUTATIONS
@@ -32,7 +32,7 @@ def main() -> int:
         failed_count += not checked.is_expected
         _print(checked, arguments.trace)
     if not arguments.names:
-        failed_count += _claims(arguments.trace)
+        failed_count += _claims(arguments.trace) + _host(arguments.trace)
     print(f"{failed_count} not as expected, {time.perf_counter() - began_s:.0f} s")
     return 1 if failed_count else 0
 
@@ -50,6 +50,26 @@ def _claims(with_trace: bool) -> int:
         checked = Checked(name, found.states_count, seconds, broken, expected, why, found.trace)
         failed_count += not checked.is_expected
         _print(checked, with_trace)
+    return failed_count
+
+
+def _host(with_trace: bool) -> int:
+    """Searches the worlds of one host, complete and without each rule; returns how many are not as expected."""
+    failed_count = 0
+    for world, dropped in [
+        *((world, "") for world in host.WORLDS),
+        *((world, rule) for rule, world in host.DROPPED.items()),
+    ]:
+        began_s = time.perf_counter()
+        found = host.search(world, dropped)
+        name, seconds = f"host, {world}{dropped and '/'}{dropped}", time.perf_counter() - began_s
+        is_expected = bool(found.broken) == bool(dropped)
+        failed_count += not is_expected
+        verdict = "broken" if found.broken else "OK"
+        steps = f"{len(found.trace)} steps" if found.trace else ""
+        print(f"{name:40s} {found.states_count:>9,} states {seconds:7.1f} s  {verdict:6s} {steps}", flush=True)
+        if found.broken and (with_trace or not is_expected):
+            print(f"    {found.broken}\n    {' > '.join(found.trace)}", flush=True)
     return failed_count
 
 

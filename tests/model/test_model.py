@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.model import claims
+from tests.model import claims, host
 from tests.model.check import EXPECTED, check
 from tests.model.configs import BROKEN, CONFIGS, QUICK
 from tests.model.mutations import MUTATIONS
@@ -49,6 +49,18 @@ def test_s6_claims_suffice(world: str) -> None:
 @pytest.mark.parametrize(("dropped", "world"), claims.DROPPED.items())
 def test_s6_each_part_of_the_rule_is_needed(dropped: str, world: str) -> None:
     assert claims.search(world, dropped).trace
+
+
+@pytest.mark.parametrize("world", ["pin", "match", "overrun"])
+def test_host_rules_suffice(world: str) -> None:
+    found = host.search(world)
+    assert not found.broken, " > ".join(found.trace)
+    assert found.states_count > 1_000, "a search that ends early shows nothing"
+
+
+def test_host_rule_dropped_is_found() -> None:
+    found = {rule: host.search(world, rule).broken for rule, world in host.DROPPED.items() if world != "put"}
+    assert all(found.values()), found
 
 
 def test_resurrecting_what_is_condemned_is_unsafe_after_a_rollback() -> None:
