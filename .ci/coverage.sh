@@ -1,7 +1,7 @@
 #!/bin/sh
 # Measures which lines the test suite runs, also in the programs that it starts: coverage.sh [PYTEST ARGUMENTS]
 #
-# The report of lines is in .cache/coverage/html, a table per package is printed. Coverage is pinned in .ci/coverage.lock.
+# Prints a table of files; the lines are in .cache/coverage/html. Coverage is pinned in .ci/coverage.lock.
 set -eu
 cd "$(dirname "$0")/.."
 . .ci/python.sh
