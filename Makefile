@@ -1,4 +1,4 @@
-# The commands of this project; `make` alone lists them. Needs Python 3.11 or newer and make, nothing else:
+# The commands of this project; `make` lists the first ones, `make help-all` all. Needs Python 3.11 or newer and make, nothing else:
 # everything is installed in .venv (from requirements.lock, with hashes) and .cache.
 
 PYTHON ?=
@@ -21,41 +21,45 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-r
 # What takes minutes, root or programs of the system's: each has a command of its own.
 APART := not bench and not real_fs and not cluster and not hosts and not crashes and not browser and not alerts and not deploy and not guide
 
-.PHONY: help setup demo test test-engines engines-newest events-test chaos cluster-test hosts-test crash-test browser-test alerts-test deploy-test guide-test docs model mutants check fast lint types contracts sim sim-bugs bench bench-check bench-test results proto proto-check compat lock format clean
+.PHONY: $(shell sed -n 's/^\([a-z-]*\):.* ##.*/\1/p' Makefile)
 .DEFAULT_GOAL := help
 
-help: ## list these commands
+help: ## these commands
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2} /^# ====/{exit}' Makefile
+	@echo "  PYTHON=... chooses the interpreter, WORKERS=$(WORKERS) the test processes, ARGS=... adds arguments"
+
+help-all: ## all commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' Makefile
-	@echo "  PYTHON=... chooses the interpreter, WORKERS=$(WORKERS) the test processes, ARGS=... adds arguments (test, demo, bench)"
 
 $(READY): requirements.lock pyproject.toml .ci/build_native.py $(wildcard kvstore/native/*.[ch])
 	@.ci/venv.sh
 
-setup: $(READY) ## make .venv, which every other command does by itself when it is needed
+setup: $(READY) ## make .venv, which every other command does by itself
 	@:
 
 demo: $(READY) ## a small cluster on a temporary root, every byte verified, nothing left behind
 	@$(BIN)/kvstore demo $(ARGS)
 
+format: $(READY) ## format the code, fix what lint can fix
+	@$(BIN)/ruff check --fix --quiet . || true
+	@$(BIN)/ruff format .
+
+check: lint types contracts smoke ## format, lint, types, import contracts, a smoke test: two minutes
+
 # Whole files go to one worker process, so that servers shared by a module are started once.
-test: $(READY) ## the test suite, but for what has a command of its own
+test: $(READY) ## the test suite
 	@$(PYTEST) -q -m "$(APART)" $(ARGS)
 
-# ENGINES chooses some: make test-engines ENGINES="vllm sglang".
-test-engines: $(READY) ## the connectors against real vLLM, LMCache, SGLang, transformers and Dynamo's indexer (installs them, without a GPU)
-	@.ci/engines.sh $(ENGINES) -- $(ARGS)
+nightly: $(READY) ## one part of the tests that take longer (PART=model); without PART, all parts
+	@.ci/nightly.sh $(PART)
 
-# Not in CI: a release of somebody else must not turn a change away.
-engines-newest: $(READY) ## what the newest releases of the engines changed of the interfaces that the connectors use (for a nightly run)
-	@$(BIN)/python -m tests.engines.newest $(ENGINES)
+docs: $(READY) ## the documents as a site, with the API from docstrings (installs mkdocs)
+	@.ci/docs.sh $(ARGS)
 
-events-test: $(READY) ## KV events beside etcd, collectors and killed publishers, then with real vLLM and Dynamo's indexer (installs them)
-	@$(PYTEST) -q tests/events $(ARGS)
-	@.ci/engines.sh --setup vllm events
-	@KVSTORE_TEST_ENGINES=1 PYTHONPATH=.:gc $(BIN)/python -m pytest -q --timeout 600 \
-		tests/engines/events tests/engines/vllm/test_kv_events.py $(ARGS)
+bench: $(READY) ## every table beside fio, memcpy and other stores, some minutes (ARGS="workers --workers 1,32" for some)
+	@$(BIN)/python -m benchmarks $(or $(ARGS),all --quick)
 
-check: lint types contracts fast ## format, lint, types, import contracts, fast tests: some minutes
+# ==== `make help` ends here
 
 lint: $(READY) ## formatting, lint and dead code
 	@echo "== format"
@@ -73,8 +77,41 @@ contracts: $(READY) ## which package may import which
 	@echo "== import contracts"
 	@$(BIN)/lint-imports --no-logo
 
+smoke: $(READY) ## a test of each promise
+	@echo "== smoke test"
+	@$(BIN)/python -m pytest -q tests/test_smoke.py
+
+proto: ## generate kvstore/v1 from proto/, with a pinned compiler
+	@.ci/proto.sh
+
+proto-check: ## kvstore/v1 is what proto/ generates
+	@.ci/proto.sh --check
+
+lock: ## resolve the dependencies anew (LOCK_FLAGS=--upgrade for newer versions)
+	@.ci/lock.sh
+
+clean: ## remove everything that make made, .venv included
+	rm -rf $(VENV) .cache dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# What takes long, root or programs of the system. `make nightly` runs each, with limits of 25 minutes.
+
+# ENGINES chooses some: make engines-test ENGINES="vllm sglang".
+engines-test: $(READY) ## the connectors against real vLLM, LMCache, SGLang, transformers and Dynamo's indexer (installs them, without a GPU)
+	@.ci/engines.sh $(ENGINES) -- $(ARGS)
+
+# Not in CI: a release of somebody else must not turn a change away.
+engines-newest: $(READY) ## changes of interfaces that the connectors use, in the newest releases of the engines
+	@$(BIN)/python -m tests.engines.newest $(ENGINES)
+
+events-test: $(READY) ## KV events beside etcd, collectors and killed publishers, then with real vLLM and Dynamo's indexer (installs them)
+	@$(PYTEST) -q tests/events $(ARGS)
+	@.ci/engines.sh --setup vllm events
+	@KVSTORE_TEST_ENGINES=1 PYTHONPATH=.:gc $(BIN)/python -m pytest -q --timeout 600 \
+		tests/engines/events tests/engines/vllm/test_kv_events.py $(ARGS)
+
 # One after the other: they fill two cores by themselves.
-chaos: $(READY) ## five minutes (KVSTORE_CHAOS_S=300) of killing, stopping and starting real processes, with figures
+chaos-test: $(READY) ## five minutes (KVSTORE_CHAOS_S=300) of killing, stopping and starting real processes, with figures
 	@KVSTORE_CHAOS_S=$${KVSTORE_CHAOS_S:-300} $(BIN)/python -m pytest -q -s -m "not real_fs" tests/chaos $(ARGS)
 
 deploy-test: $(READY) ## manifests, chart, units and image against real tools (kubectl, systemd; installs Helm's and Kubernetes' libraries)
@@ -82,9 +119,6 @@ deploy-test: $(READY) ## manifests, chart, units and image against real tools (k
 
 guide-test: $(READY) ## three systems with systemd follow deploy/GUIDE.md word by word (root, debootstrap, systemd-container; 5 minutes)
 	@$(BIN)/python -m pytest -q -s -m guide tests/deploy $(ARGS)
-
-docs: $(READY) ## the documents as a site, with the API from docstrings (installs mkdocs)
-	@.ci/docs.sh $(ARGS)
 
 alerts-test: $(READY) ## a real Prometheus: every alert fires by its condition, no panel of a dashboard is empty (root, Debian's prometheus and bindfs; 5 minutes)
 	@$(BIN)/python -m pytest -q -rs -m alerts tests/alerts $(ARGS)
@@ -103,16 +137,21 @@ cluster-test: $(READY) ## three hosts in network namespaces with etcd and MooseF
 browser-test: $(READY) ## every view of the dashboard in a headless Chromium, with its screenshots (apt install chromium-driver)
 	@$(BIN)/python -m pytest -q -m browser tests/dashboard $(ARGS)
 
-model: $(READY) ## every world and mutation of the protocol's model: half an hour (ARGS=--quick: two minutes)
+sanitizers-test: $(READY) ## the native library with the address and undefined behaviour sanitizers (gcc)
+	@.ci/sanitizers.sh $(ARGS)
+
+coverage: $(READY) ## lines that the test suite runs, as a report and in .cache/coverage/html (installs coverage)
+	@.ci/coverage.sh $(ARGS)
+
+compat: $(READY) ## the wheel works beside old and new numpy, protobuf, gRPC, and on each Python found
+	@$(BIN)/python .ci/compat.py $(ARGS)
+
+model: $(READY) ## every world and mutation of the protocol's model, on all cores: a quarter of an hour (ARGS=--quick: two minutes)
 	@$(BIN)/python -m tests.model $(ARGS)
 
 # ARGS chooses some: make mutants ARGS="native-*".
 mutants: $(READY) ## every planted bug is caught by the test of its rule: about twenty minutes
 	@$(BIN)/python -m tests.mutants $(ARGS)
-
-fast: $(READY) ## the tests that need no servers
-	@echo "== fast tests"
-	@$(PYTEST) -q -m "not slow and $(APART)"
 
 sim: $(READY) ## simulates nodes and collectors with faults, 10,000 seeds on all cores, and 900 on one host without etcd
 	@$(BIN)/python -m tests.sim --seeds 10000 $(ARGS)
@@ -121,35 +160,12 @@ sim: $(READY) ## simulates nodes and collectors with faults, 10,000 seeds on all
 sim-bugs: $(READY) ## the first seed that finds each bug planted into the real code, 300 at most, on all cores
 	@$(BIN)/python -m tests.sim --bugs $(ARGS)
 
-bench: $(READY) ## every table beside fio, memcpy and other stores, some minutes (ARGS="workers --workers 1,32" for some)
-	@$(BIN)/python -m benchmarks $(or $(ARGS),all --quick)
+bench-test: $(READY) ## the tests that run benchmarks, at tiny sizes
+	@$(PYTEST) -q -m "bench" tests/benchmarks $(ARGS)
 
 bench-check: $(READY) ## fails when a path has lost a third of its speed relative to a memory copy: about a minute
 	@$(BIN)/python -m benchmarks.check $(ARGS)
 
-bench-test: $(READY) ## the tests that run benchmarks, at tiny sizes
-	@$(PYTEST) -q -m "bench" tests/benchmarks $(ARGS)
-
 results: $(READY) ## measures everything and writes benchmarks/RESULTS.md with its plots (ARGS=--quick for some minutes)
 	@$(BIN)/python -m benchmarks all --save benchmarks/results $(ARGS)
 	@$(BIN)/python -m benchmarks.report
-
-proto: ## generate kvstore/v1 from proto/, with a pinned compiler
-	@.ci/proto.sh
-
-proto-check: ## kvstore/v1 is what proto/ generates
-	@.ci/proto.sh --check
-
-compat: $(READY) ## the wheel works beside old and new numpy, protobuf, gRPC, and on each Python found
-	@$(BIN)/python .ci/compat.py $(ARGS)
-
-lock: ## resolve the dependencies anew (LOCK_FLAGS=--upgrade for newer versions)
-	@.ci/lock.sh
-
-format: $(READY) ## format the code, fix what lint can fix
-	@$(BIN)/ruff check --fix --quiet . || true
-	@$(BIN)/ruff format .
-
-clean: ## remove everything that make made, .venv included
-	rm -rf $(VENV) .cache dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
-	find . -name __pycache__ -type d -prune -exec rm -rf {} +

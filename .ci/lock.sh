@@ -1,5 +1,5 @@
 #!/bin/sh
-# Writes requirements.lock and .ci/docs.lock from pyproject.toml, .ci/proto.lock and .ci/deploy.lock from what is below.
+# Writes requirements.lock and .ci/docs.lock from pyproject.toml, the other locks of .ci from what is below.
 #
 # One lock for Python 3.11 to 3.13, with hashes and without the address of any package index, so that each installs
 # from whichever index its pip is set up for. Needs .venv only for a Python; the resolver is pinned under .cache.
@@ -26,4 +26,6 @@ printf '%s\n' 'grpcio-tools==1.72.1' 'grpcio==1.72.1' 'protobuf==6.30.0' >.cache
 compile --output-file .ci/proto.lock .cache/proto.in
 printf '%s\n' 'helm-python-sdk>=0.2' 'kubernetes-validate>=1.31' 'pyyaml>=6' >.cache/deploy.in
 compile --output-file .ci/deploy.lock .cache/deploy.in
-echo "kvstore: wrote requirements.lock, .ci/docs.lock, .ci/proto.lock and .ci/deploy.lock"
+echo 'coverage>=7.10' >.cache/coverage.in
+compile --output-file .ci/coverage.lock .cache/coverage.in
+echo "kvstore: wrote requirements.lock and the locks of .ci"

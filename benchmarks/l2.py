@@ -5,7 +5,7 @@
 Hypothesis: stores faster than ``fs_native``, which is C++ and checks nothing; loads about as fast, verified.
 Baseline: LMCache's two, in the same directory, in alternating runs of the same minute; the figure is the median of the
 runs' medians.  Cache state: warm, what was stored is loaded from memory.  Needs the environment that
-.ci/engines-lmcache.sh makes.
+.ci/engines.sh makes.
 """
 
 from __future__ import annotations

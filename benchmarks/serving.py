@@ -2,7 +2,7 @@
 
     python -m benchmarks serving [--only prompts] [--ways none,async,fs] [--tokens 4096] [--rounds 5]
 
-Needs the engine's environment (``make test-engines ENGINES=vllm`` makes it). Each way is one engine, and all of them
+Needs the engine's environment (``make engines-test ENGINES=vllm`` makes it). Each way is one engine, and all of them
 live at once; a round asks each in turn for a prompt that is new (cold) and then for the prompt of the round before
 (warm), which no cache of the engine has any more. Hypothesis: storing costs a few hundredths of a cold request, and a
 warm one is about a tenth of it. The GPU is the better place to compute, so a CPU flatters the ratio of a warm request
@@ -151,7 +151,7 @@ def run(options: Options, arguments: argparse.Namespace | None = None) -> Result
     """The tables of single prompts, and of chats."""
     about = machine.describe()
     if not PYTHON.exists():
-        return Result("serving", HYPOTHESIS, (), about, [], ["vLLM is not installed: make test-engines ENGINES=vllm"])
+        return Result("serving", HYPOTHESIS, (), about, [], ["vLLM is not installed: make engines-test ENGINES=vllm"])
     only = arguments and arguments.only
     conditions, tables = [machine.file_system(options.directory)], list[Table]()
     for name, measure in (("prompts", _prompts), ("chats", turns.run)):

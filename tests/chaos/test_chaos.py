@@ -1,6 +1,6 @@
 """Real processes on a real root with a real etcd, all of them killed, stopped and started again at random.
 
-KVSTORE_CHAOS_S is how long, KVSTORE_CHAOS_SEED which attacks; ``make chaos`` runs five minutes and shows the figures.
+KVSTORE_CHAOS_S is how long, KVSTORE_CHAOS_SEED which attacks. ``make chaos-test`` runs five minutes and prints figures.
 """
 
 from __future__ import annotations

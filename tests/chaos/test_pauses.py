@@ -52,7 +52,7 @@ def neighbours(tmp_root: Path, tmp_path: Path) -> Iterator[Cast]:
 
 
 LONG = pytest.mark.skipif(
-    "KVSTORE_CHAOS_S" not in os.environ, reason="make chaos: the simulation has it (host_stopped)"
+    "KVSTORE_CHAOS_S" not in os.environ, reason="make chaos-test: the simulation has it (host_stopped)"
 )
 
 

@@ -1,170 +1,146 @@
-"""Locks that know their rank: while one is held, only those of a higher rank may be taken (kvstore/LOCKS.md).
+"""Finds locks that are taken against their order, which may end in a deadlock, in every test.
 
-Production makes plain locks. Here each lock of kvstore is wrapped, and finds its rank by the place where it was made,
-so every test also checks the order. Two threads that take the same locks in one order never deadlock on them.
+Each lock of kvstore is wrapped when it is made, and known by the line that makes it. While a thread holds a lock, it
+may wait for one of its own or a lower layer. Layers are those of the import contracts (pyproject.toml); modules outside
+of packages are the lowest. Within a layer the first test that takes two locks sets their order for its process.
+A lock may be taken in any order if the attempt gives up (``blocking=False`` or a timeout). Semaphores are not checked.
 """
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import sys
 import threading
-import time
+import tomllib
 from _thread import RLock
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "kvstore" / "LOCKS.md"
-SOURCES = {"kvstore": ROOT / "kvstore", "gc": ROOT / "gc" / "kvstore_gc"}
-MAKERS = frozenset({"Lock", "Condition", "RLock", "Monitor"})
-_ROW = re.compile(r"\| `(\S+)` \| (\d+) \| .+ \|")
+SETTINGS = Path(__file__).resolve().parents[2] / "pyproject.toml"
 _held = threading.local()
-_parsing = threading.Lock()
-"""Python 3.11 counts the depth of all parsers in one place: two threads at once, and one gets a SystemError."""
-PARSES_MAX = 100
 _is_on = True
 _plain_begin: Any = None
 violations: list[str] = []
 """What went wrong so far, in any thread; a test that leaves some fails."""
 
 
-def ranks() -> dict[str, int]:
-    """The rank of each lock, as the page has it."""
-    found = [(row[1], int(row[2])) for line in PAGE.read_text().splitlines() if (row := _ROW.fullmatch(line))]
-    assert len({name for name, _ in found}) == len(found), "a lock has two rows"
-    return dict(found)
+class Site(NamedTuple):
+    """A line that makes locks."""
+
+    name: str
+    layer: int
 
 
-@cache
-def locks_in(path: Path) -> dict[int, str]:
-    """The locks that a file makes: their names, such as ``node.known.Known._lock``, by the line."""
-    base = SOURCES["gc"].parent if SOURCES["gc"] in path.parents else SOURCES["kvstore"]
-    module = ".".join(path.relative_to(base).with_suffix("").parts)
-    found: dict[int, str] = {}
-    bare: set[str] = set()
+class Order:
+    """The order of locks, learned from the pairs that threads hold together."""
 
-    def visit(node: ast.AST, within: str) -> None:
-        for child in ast.iter_child_nodes(node):
-            inside = f"{within}.{child.name}" if isinstance(child, ast.ClassDef | ast.FunctionDef) else within
-            if isinstance(child, ast.Assign):
-                targets = [each for target in child.targets for each in getattr(target, "elts", [target])]
-                values = getattr(child.value, "elts", [child.value])
-                for target, value in zip(targets, values, strict=False):
-                    if isinstance(value, ast.Call) and _makes_a_lock(value, bare):
-                        name = target.attr if isinstance(target, ast.Attribute) else getattr(target, "id", "?")
-                        found[value.lineno] = f"{module}{within.removesuffix('.__init__')}.{name}"
-            visit(child, inside)
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards changes of the pairs
+        self._after: dict[Site, dict[Site, str]] = {}
 
-    with _parsing:
-        tree = _parsed(path.read_text())
-    bare.update(
-        alias.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.module in ("threading", "kvstore.waiting")
-        for alias in node.names
-    )
-    if path.name == "waiting.py":
-        bare.add("Monitor")
-    visit(tree, "")
-    return found
-
-
-def all_locks() -> set[str]:
-    """Every lock that kvstore and its collector make."""
-    files = [path for folder in SOURCES.values() for path in folder.rglob("*.py") if "v1" not in path.parts]
-    return {name for path in files for name in locks_in(path).values()}
-
-
-def _parsed(text: str) -> ast.Module:
-    """Parses a file. Tries again if another thread parsed at the same time: printing a traceback parses too."""
-    for _ in range(PARSES_MAX - 1):
-        try:
-            return ast.parse(text)
-        except SystemError:
-            time.sleep(0.01)
-    return ast.parse(text)
-
-
-def _makes_a_lock(call: ast.Call, bare: set[str]) -> bool:
-    """True if that is ``threading.Lock()``, or a name that the file has from there."""
-    match call.func:
-        case ast.Attribute(ast.Name("threading"), name):
-            return name in MAKERS
-        case ast.Name(name):
-            return name in MAKERS & bare
-    return False
-
-
-def _name_at(frame: FrameType | None) -> str | None:
-    """Returns the lock that is made at a frame; None outside of kvstore, and while locks are plain."""
-    if frame is None or not _is_on:
+    def check(self, outer: Site, inner: Site) -> str | None:
+        """Returns why ``inner`` must not be taken while ``outer`` is held; None if it may be."""
+        if inner in self._after.get(outer, ()):
+            return None
+        broken = f"{inner.name} is taken while {outer.name} is held"
+        if inner.layer < outer.layer:
+            return f"{broken}, which is of a lower layer"
+        with self._lock:
+            if path := self._path(inner, outer):
+                pairs = [f"{b.name} while {a.name} is held, in {self._after[a][b]}" for a, b in pairwise(path)]
+                return "; ".join([broken, *pairs])
+            self._after.setdefault(outer, {})[inner] = os.environ.get("PYTEST_CURRENT_TEST", "no test")
         return None
-    return _locks_of(frame.f_code.co_filename).get(frame.f_lineno)
+
+    def _path(self, start: Site, end: Site) -> list[Site]:
+        """Locks from ``start`` to ``end``, each of which was taken while the one before was held."""
+        paths, sites = {start: [start]}, [start]
+        for site in sites:
+            for after in self._after.get(site, ()):
+                if after not in paths:
+                    paths[after] = [*paths[site], after]
+                    sites.append(after)
+        return paths.get(end, [])
+
+
+_order = Order()
 
 
 @cache
-def _locks_of(filename: str) -> dict[int, str]:
-    """Returns the locks of a file by its name, as ``locks_in`` does; none for a file that is not ours."""
-    path = Path(filename)
-    return locks_in(path) if any(folder in path.parents for folder in SOURCES.values()) else {}
+def layers() -> dict[str, int]:
+    """The layer of each package, 0 the uppermost, as the import contracts have them."""
+    contracts = tomllib.loads(SETTINGS.read_text())["tool"]["importlinter"]["contracts"]
+    (lines,) = (each["layers"] for each in contracts if each.get("containers") == ["kvstore"])
+    return {package: at for at, line in enumerate(lines) for package in re.findall(r"\w+", line)}
 
 
-def _taking(name: str, lock: object) -> None:
+@cache
+def site_of(module: str, line: int) -> Site | None:
+    """The site at a line of a module; None outside of kvstore."""
+    package, _, rest = module.partition(".")
+    if package not in ("kvstore", "kvstore_gc"):
+        return None
+    lowest = len(layers())
+    layer = layers().get(rest.partition(".")[0], lowest) if package == "kvstore" else -1
+    return Site(f"{module}:{line}", layer)
+
+
+def _site_at(frame: FrameType) -> Site | None:
+    """Returns the site of a lock that is made at a frame; None outside of kvstore, and while locks are plain."""
+    return site_of(frame.f_globals.get("__name__", ""), frame.f_lineno) if _is_on else None
+
+
+def _taking(site: Site, lock: object) -> None:
     """Called before a thread waits for a lock."""
     held = _stack()
-    if not held:
-        return
-    if any(each == id(lock) for _, each in held):
+    if any(each is lock for _, each in held):
         return  # a monitor, entered again
-    for other, _ in held:
-        if _RECORD is not None:
-            _note(other, name)
-        elif _RANKS.get(other, 0) >= _RANKS.get(name, 0):
-            violations.append(f"{name} ({_RANKS.get(name)}) is taken while {other} ({_RANKS.get(other)}) is held")
+    for outer, _ in held:
+        if (broken := _order.check(outer, site)) is not None:
+            violations.append(broken)
 
 
-def _took(name: str, lock: object) -> None:
-    _stack().append((name, id(lock)))
+def _took(site: Site, lock: object) -> None:
+    _stack().append((site, lock))
 
 
 def _left(lock: object) -> None:
     held = _stack()
     for at in range(len(held) - 1, -1, -1):
-        if held[at][1] == id(lock):
+        if held[at][1] is lock:
             del held[at]
             return
 
 
-def _stack() -> list[tuple[str, int]]:
+def _stack() -> list[tuple[Site, object]]:
     try:
-        found: list[tuple[str, int]] = _held.stack
+        found: list[tuple[Site, object]] = _held.stack
     except AttributeError:
         found = _held.stack = []
     return found
 
 
-class RankedLock:
-    """A lock of kvstore's; ``inner`` is the real one."""
+class OrderedLock:
+    """A lock of kvstore; ``inner`` is the real one."""
 
-    __slots__ = ("_inner", "_name")
+    __slots__ = ("_inner", "_site")
 
-    def __init__(self, name: str, inner: Any) -> None:
-        self._name = name
+    def __init__(self, site: Site, inner: Any) -> None:
+        self._site = site
         self._inner = inner
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         if blocking and timeout == -1:
-            _taking(self._name, self)  # one that gives up waits for nobody for ever
+            _taking(self._site, self)  # an attempt that gives up causes no deadlock
         done: bool = self._inner.acquire(blocking, timeout)
         if done:
-            _took(self._name, self)
+            _took(self._site, self)
         return done
 
     def release(self) -> None:
@@ -179,14 +155,14 @@ class RankedLock:
     def __enter__(self) -> None:
         stack = _stack()
         if stack:
-            _taking(self._name, self)
+            _taking(self._site, self)
         self._inner.acquire()
-        stack.append((self._name, id(self)))
+        stack.append((self._site, self))
 
     def __exit__(self, *_: object) -> None:
         self._inner.release()
         stack = _stack()
-        if stack and stack[-1][1] == id(self):
+        if stack and stack[-1][1] is self:
             stack.pop()
         else:
             _left(self)
@@ -202,21 +178,21 @@ class RankedLock:
 
     def _acquire_restore(self, state: Any) -> None:
         self._inner._acquire_restore(state)
-        _took(self._name, self)
+        _took(self._site, self)
 
 
 def install() -> None:
-    """Has kvstore make locks that know their rank from now on. To be called before it is imported."""
+    """Has kvstore make locks that keep an order from now on. To be called before it is imported."""
     make_lock, make_condition, make_inner = threading.Lock, threading.Condition, threading.RLock
 
     def lock() -> Any:
-        name = _name_at(sys._getframe(1))
-        return make_lock() if name is None else RankedLock(name, make_lock())
+        site = _site_at(sys._getframe(1))
+        return make_lock() if site is None else OrderedLock(site, make_lock())
 
     class Condition(make_condition):  # type: ignore[misc, valid-type]
         def __init__(self, lock: Any = None) -> None:
-            name = _name_at(sys._getframe(1)) if lock is None else None
-            super().__init__(lock if name is None else RankedLock(name, make_inner()))
+            site = _site_at(sys._getframe(1)) if lock is None else None
+            super().__init__(lock if site is None else OrderedLock(site, make_inner()))
 
     threading.Lock = lock  # type: ignore[assignment]
     threading.Condition = Condition  # type: ignore[misc]
@@ -224,16 +200,16 @@ def install() -> None:
 
 def _begin(self: Any) -> None:
     _plain_begin(self)
-    self._lock_name = _name_at(sys._getframe(1))
+    self._lock_site = _site_at(sys._getframe(1))
 
 
 def _enter(self: Any) -> Any:
-    name = getattr(self, "_lock_name", None)
-    if name is None:
+    site = getattr(self, "_lock_site", None)
+    if site is None:
         return RLock.__enter__(self)
-    _taking(name, self)
+    _taking(site, self)
     done = RLock.__enter__(self)
-    _took(name, self)
+    _took(site, self)
     return done
 
 
@@ -245,16 +221,16 @@ def _leave(self: Any, *why: Any) -> None:
 def _save(self: Any) -> Any:
     # What the lock in C gives is handed on as it is: a thread may wait while ``plain`` begins or ends.
     saved = RLock._release_save(self)  # type: ignore[attr-defined]  # of the lock in C
-    while any(each == id(self) for _, each in _stack()):
+    while any(each is self for _, each in _stack()):
         _left(self)
     return saved
 
 
 def _restore(self: Any, saved: Any) -> None:
     RLock._acquire_restore(self, saved)  # type: ignore[attr-defined]
-    if name := getattr(self, "_lock_name", None):
+    if site := getattr(self, "_lock_site", None):
         for _ in range(saved[0]):
-            _took(name, self)
+            _took(site, self)
 
 
 _MONITOR = {
@@ -298,16 +274,3 @@ def plain() -> Iterator[None]:
         _is_on, kind.__init__ = True, begin
         for name in _MONITOR.keys() - {"__init__"}:
             setattr(kind, name, _MONITOR[name])
-
-
-_RECORD = os.environ.get("KVSTORE_LOCKS_RECORD")
-"""A file that gets each pair of locks that is held together, for writing the page anew."""
-_RANKS = ranks() if PAGE.exists() else {}
-_seen: set[tuple[str, str]] = set()
-
-
-def _note(outer: str, inner: str) -> None:
-    if (outer, inner) not in _seen:
-        _seen.add((outer, inner))
-        with open(str(_RECORD), "a", encoding="ascii") as file:
-            file.write(f"{outer} {inner}\n")

@@ -1,57 +1,65 @@
-"""LOCKS.md names every lock, and a thread that takes two against their order is found."""
+"""Locks that are taken against their order fail the test (tests/kit/locking.py)."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+
+import pytest
 
 from kvstore.counts import ClientCount
 from kvstore.node.counters import Counts
-from kvstore.waiting import Flag
 from tests.kit import locking
+from tests.kit.locking import Order, OrderedLock, Site, site_of
+
+A, B, C = (Site(f"kvstore.node.{name}:1", 5) for name in "abc")
+LOWER = Site("kvstore.root.objects:1", 7)
 
 
-def since(before: int) -> list[str]:
-    """Returns and forgets the violations since ``before``, which this test provoked."""
-    said = locking.violations[before:]
-    del locking.violations[before:]
-    return said
+@pytest.fixture
+def found(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Violations of an order that is this test's own."""
+    monkeypatch.setattr(locking, "_order", Order())
+    yield locking.violations
+    locking.violations.clear()
 
 
-def test_every_lock_has_a_row_and_every_row_a_lock() -> None:
-    rows = locking.ranks()
-    assert not sorted(locking.all_locks() - rows.keys()), "LOCKS.md lacks these"
-    assert not sorted(rows.keys() - locking.all_locks()), "LOCKS.md has locks that nobody makes"
-    assert len(rows) > 90
+def test_lock_order_follows_import_layers() -> None:
+    modules = ("kvstore_gc.rounds", "kvstore.cli.app", "kvstore.node.node", "kvstore.root.open", "kvstore.errors")
+    layers = [site.layer for module in modules if (site := site_of(module, 1))]
+    assert len(layers) == len(modules) and layers == sorted(set(layers))
+    assert site_of("threading", 1) is None
 
 
-def test_locks_of_kvstore_know_their_rank() -> None:
-    assert isinstance(Counts(ClientCount)._lock, locking.RankedLock)
-    assert not isinstance(threading.Lock(), locking.RankedLock), "those of others are as they were"
+def test_lower_layer_first_is_a_violation() -> None:
+    order = Order()
+    assert order.check(A, LOWER) is None
+    assert "of a lower layer" in (order.check(LOWER, A) or "")
 
 
-def test_a_lock_taken_against_the_order_is_found() -> None:
-    before = len(locking.violations)
-    outer = locking.RankedLock("node.view.View.lock", threading.Lock())
-    inner = locking.RankedLock("node.counters.Counts._lock", threading.Lock())
+@pytest.mark.parametrize("pairs", [[(A, A)], [(A, B), (B, A)], [(A, B), (B, C), (C, A)]])
+def test_cycle_within_a_layer_is_a_violation(pairs: list[tuple[Site, Site]]) -> None:
+    order = Order()
+    broken = [order.check(outer, inner) for outer, inner in pairs * 2]
+    assert [bool(each) for each in broken] == [pair == pairs[-1] for pair in pairs] * 2
+
+
+def test_locks_of_kvstore_are_checked_and_others_are_not() -> None:
+    assert isinstance(Counts(ClientCount)._lock, OrderedLock)
+    assert not isinstance(threading.Lock(), OrderedLock)
+
+
+def test_nested_locks_are_checked(found: list[str]) -> None:
+    outer, inner = (OrderedLock(site, threading.Lock()) for site in (A, B))
     with outer, inner:
-        assert since(before) == []
+        assert found == []
     with inner, outer:
-        (said,) = since(before)
-    assert "node.view.View.lock (" in said and "is taken while node.counters.Counts._lock (90) is held" in said
+        assert len(found) == 1 and A.name in found[0] and B.name in found[0]
 
 
-def test_one_that_gives_up_may_be_asked_for_in_any_order() -> None:
-    before = len(locking.violations)
-    outer = locking.RankedLock("node.view.View.lock", threading.Lock())
-    with locking.RankedLock("node.counters.Counts._lock", threading.Lock()):
+def test_attempts_with_timeout_are_not_checked(found: list[str]) -> None:
+    outer, inner = (OrderedLock(site, threading.Lock()) for site in (A, LOWER))
+    with inner:
         assert outer.acquire(timeout=1.0)
         outer.release()
-    assert since(before) == []
-
-
-def test_a_monitor_is_part_of_the_order() -> None:
-    before, flag = len(locking.violations), Flag()
-    with locking.RankedLock("node.counters.Counts._lock", threading.Lock()):
-        flag.set()
-    (said,) = since(before)
-    assert said.startswith("waiting.Flag._changed (90) is taken while node.counters.Counts._lock (90)")
+    assert found == []

@@ -18,7 +18,7 @@ from tests.engines.events.test_connector import LONG, OTHER
 from tests.engines.vllm.engines import PYTHON, full_blocks, stored_files, transfer
 from tests.kit.ports import free_port
 
-pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason="vLLM is not installed: make test-engines ENGINES=vllm")
+pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason="vLLM is not installed: make engines-test ENGINES=vllm")
 
 ENGINE, POOL = 1, 2
 

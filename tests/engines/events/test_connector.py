@@ -10,7 +10,7 @@ from tests.engines.events.indexer import Indexer, until
 from tests.engines.events.servers import complete, server
 from tests.engines.vllm.engines import PYTHON, full_blocks, prompt, stored_files, transfer
 
-pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason="vLLM is not installed: make test-engines ENGINES=vllm")
+pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason="vLLM is not installed: make engines-test ENGINES=vllm")
 
 LONG, OTHER = prompt(1, 300), prompt(2, 200)
 

@@ -106,6 +106,7 @@ def collect(root: Path, etcd: str, max_bytes: int) -> None:
     subprocess.run([sys.executable, "-m", "kvstore_gc", *words], check=True, timeout=PATIENCE_S, capture_output=True)
 
 
+@pytest.mark.smoke
 def test_the_index_is_the_listing_of_the_root_again_after_everything(
     tmp_root: Path, etcd: str, indexer: Indexer
 ) -> None:

@@ -17,7 +17,7 @@ from tests.engines.events.indexer import until
 from tests.engines.events.servers import complete, server
 from tests.engines.vllm.engines import PYTHON, counters, prompt, transfer
 
-pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason="vLLM is not installed: make test-engines ENGINES=vllm")
+pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason="vLLM is not installed: make engines-test ENGINES=vllm")
 
 router = load_example("router")
 

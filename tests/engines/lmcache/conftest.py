@@ -1,4 +1,4 @@
-"""Runs these tests only where LMCache is installed: in the environment that .ci/engines-lmcache.sh makes."""
+"""Runs these tests only where LMCache is installed: in the environment that .ci/engines.sh makes."""
 
 from __future__ import annotations
 

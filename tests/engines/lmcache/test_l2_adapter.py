@@ -48,6 +48,7 @@ def opened(way: str, root: Path, **params: Any) -> Iterator[Any]:
             yield l2
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("way", WAYS)
 def test_what_was_stored_is_found_and_loaded_bit_for_bit_also_after_a_restart(tmp_root: Path, way: str) -> None:
     keys = [key(number) for number in range(8)]

@@ -1,4 +1,4 @@
-"""Runs these tests only where SGLang is installed: in the environment that .ci/engines-sglang.sh makes."""
+"""Runs these tests only where SGLang is installed: in the environment that .ci/engines.sh makes."""
 
 from __future__ import annotations
 

@@ -56,6 +56,7 @@ def hashes(count: int, seed: str = "") -> list[str]:
     return keys
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("way", ["root", "worker"])
 @pytest.mark.parametrize("name", POOLS)
 def test_pages_written_in_place_are_read_in_place_by_the_next_engine(tmp_root: Path, name: str, way: str) -> None:

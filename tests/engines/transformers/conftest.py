@@ -1,4 +1,4 @@
-"""Runs these tests only where torch and transformers are installed: in the environment that .ci/engines-transformers.sh
+"""Runs these tests only where torch and transformers are installed: in the environment that .ci/engines.sh
 makes.
 """
 

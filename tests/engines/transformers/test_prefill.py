@@ -39,6 +39,7 @@ def moved(store: Store) -> tuple[float, float]:
     return stats["chunks_read"], stats["chunks_written"]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
 def test_cold_and_warm_have_the_logits_of_a_run_without_the_store(make: Callable[[], Any], tmp_root: Path) -> None:
     model, ids = make(), prompt(100)

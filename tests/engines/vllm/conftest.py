@@ -1,6 +1,6 @@
 """Fixtures of the tests with a real vLLM: the model, one reference run without a store, a small cluster.
 
-They start engines, which takes minutes: only `make test-engines` runs them, in the environment of .ci/engines.sh.
+They start engines, which takes minutes: only `make engines-test` runs them, in the environment of .ci/engines.sh.
 """
 
 from __future__ import annotations

@@ -52,6 +52,7 @@ def load_whole(engine: Engine, expected: Answer) -> None:
         assert time.monotonic() < ends_s, answer.cached
 
 
+@pytest.mark.smoke
 def test_what_one_request_computed_the_next_one_loads(engine: Engine, root: Path, reference: dict[str, Answer]) -> None:
     before = len(stored_files(root))
     first = engine.generate(LONG)
