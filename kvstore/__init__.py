@@ -5,7 +5,7 @@
     import kvstore
 
     layout = kvstore.Layout(layers=32, kv_heads=8, head_dim=128, dtype="bfloat16", chunk_tokens=256)
-    with kvstore.open("/mnt/kv") as store:  # or kvstore.connect("10.0.0.7:7070")
+    with kvstore.open("/data/kv") as store:  # or kvstore.connect("10.0.0.7:7070")
         cache = store.namespace("llama-3.1-8b", layout, fingerprint="sha256 of the weights")
         cache.put(tokens, kv)  # kv: (layers, 2, len(tokens), kv_heads, head_dim)
         count, kv = cache.get(tokens)  # the longest stored prefix, every byte verified

@@ -32,11 +32,14 @@ os.execv(sys.argv[3], sys.argv[3:])
 """
 
 
-def gc_command(*arguments: str) -> list[str] | None:
-    """Returns the command line of the garbage collector, a separate package; None if it cannot be run here."""
+def gc_command(*arguments: str, module: str = "kvstore_gc") -> list[str] | None:
+    """Returns the command line of the garbage collector, a separate package; None if it cannot be run here.
+
+    The module ``kvstore_gc.host`` collects a folder of one host, and needs the packages of the library alone.
+    """
     if not sys.executable or importlib.util.find_spec("kvstore_gc") is None:
         return None
-    return [sys.executable, "-m", "kvstore_gc", *arguments]
+    return [sys.executable, "-m", module, *arguments]
 
 
 class Program:

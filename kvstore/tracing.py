@@ -78,7 +78,7 @@ def enable(provider: Any = None) -> None:
     try:
         from opentelemetry import trace
     except ModuleNotFoundError as missing:
-        raise ModuleNotFoundError("tracing needs OpenTelemetry: pip install 'kvstore[tracing]'") from missing
+        raise ModuleNotFoundError("tracing needs OpenTelemetry: pip install 'kvstore-llm[tracing]'") from missing
     _tracer = trace.get_tracer("kvstore", tracer_provider=provider)
     _otel = trace
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import click
-from prometheus_client import disable_created_metrics
 
 from kvstore.address import Address
 from kvstore.brief import size
@@ -142,8 +141,6 @@ class Rounds:
         logging.getLogger("kvstore_gc").setLevel(level.upper())
         if self.metrics is not None and not is_loopback(self.metrics):
             log.warning("gc.open_network %s: anybody who reaches it can read the metrics", self.metrics)
-        # Without this each counter would have a second series, which nobody reads.
-        disable_created_metrics()  # type: ignore[no-untyped-call]
         os.nice(self.niceness)
 
 

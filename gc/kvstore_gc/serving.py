@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvstore.address import Address
 from kvstore.errors import InvalidRequest, KVStoreError, RootMismatch, Unavailable
@@ -29,13 +29,15 @@ from kvstore.root.takeover import check_left
 from kvstore_gc.capacity import Watermarks
 from kvstore_gc.collectors import Collectors
 from kvstore_gc.config import Config
-from kvstore_gc.metrics import Metrics, serve, write
 from kvstore_gc.rounds import Rounds
 from kvstore_gc.service import Service, Trouble
 from kvstore_gc.site import Site
 from kvstore_gc.summary import Summary
 from kvstore_gc.threads import THREADS_COUNT, Pace, Stop, Stopped, Task, Threads, within
 from kvstore_gc.watch import Duties, Watch
+
+if TYPE_CHECKING:
+    from kvstore_gc.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
@@ -113,6 +115,8 @@ class Collector:
         """
         summary = self._alone(self._round_of_all(listed).run)
         if summary is not None and metrics_file is not None:
+            from kvstore_gc.metrics import write
+
             measured = self._metrics()
             measured.done(summary)
             write(measured, metrics_file)
@@ -126,9 +130,9 @@ class Collector:
     def serve(
         self,
         interval_s: float,
-        metrics_at: tuple[str, int] | None,
-        ready: Callable[[str], object],
-        told: Callable[[Summary], object],
+        metrics_at: tuple[str, int] | None = None,
+        ready: Callable[[str], object] = lambda metrics: None,
+        told: Callable[[Summary], object] = lambda summary: None,
     ) -> None:
         """Does rounds until a signal comes; ``told`` hears of each that ended.
 
@@ -151,26 +155,30 @@ class Collector:
             ttl_s=lambda: duties.collectors.smallest_ttl_s,
         )
         watch = Watch(site, watermarks, duties)
-        measured = self._metrics()
-        measured.follow(
-            interval_s,
-            silent_s=lambda: watch.silent_s,
-            fails=lambda: watch.meta_fails,
-            shows_full=lambda: duties.sign.is_shown,
-            waiting_s=lambda: rounds.waiting_s,
-        )
+        measured = None
+        if metrics_at is not None:
+            measured = self._metrics()
+            measured.follow(
+                interval_s,
+                silent_s=lambda: watch.silent_s,
+                fails=lambda: watch.meta_fails,
+                shows_full=lambda: duties.sign.is_shown,
+                waiting_s=lambda: rounds.waiting_s,
+            )
         service = Service(
             rounds.run,
             interval_s=interval_s,
             is_urgent=lambda: watermarks.is_urgent,
             done=lambda summary: _tell(summary, measured, told),
-            failed=lambda error: measured.failed(),
+            failed=lambda error: measured.failed() if measured is not None else None,
             pause=site.pause,
             clock=site.clock,
         )
         with ExitStack() as undo:
             where = "none"
-            if metrics_at is not None:
+            if measured is not None and metrics_at is not None:
+                from kvstore_gc.metrics import serve
+
                 where, close = serve(measured, *metrics_at)
                 undo.callback(close)
                 ready(where)
@@ -185,6 +193,8 @@ class Collector:
         log.info("gc.stopped")
 
     def _metrics(self) -> Metrics:
+        from kvstore_gc.metrics import Metrics  # a package that the library does without
+
         return Metrics(lambda: self._watermarks.level, self._site.clock)
 
     def _round_of_all(self, listed: Callable[[int], object]) -> Rounds:
@@ -238,7 +248,8 @@ class Collector:
             return None
 
 
-def _tell(summary: Summary, measured: Metrics, told: Callable[[Summary], object]) -> None:
-    measured.done(summary)
+def _tell(summary: Summary, measured: Metrics | None, told: Callable[[Summary], object]) -> None:
+    if measured is not None:
+        measured.done(summary)
     log.log(logging.WARNING if summary.unfinished else logging.INFO, "%s", summary.to_line())
     told(summary)

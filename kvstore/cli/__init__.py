@@ -1,1 +1,1 @@
-"""The command line ``kvstore``; one file per command, needing the packages of ``kvstore[server]``."""
+"""The command line ``kvstore``; one file per command, needing the packages of ``kvstore-llm[server]``."""

@@ -145,7 +145,7 @@ def _open(reach: Reach, page: PageAccess, listen: str) -> tuple[Board, Serving]:
         from kvstore.dashboard.serving import Serving
         from kvstore.dashboard.web import application
     except ModuleNotFoundError as missing:
-        raise InvalidRequest(f"the dashboard needs {missing.name}: pip install 'kvstore[server]'") from missing
+        raise InvalidRequest(f"the dashboard needs {missing.name}: pip install 'kvstore-llm[server]'") from missing
 
     door = OpenDoor(is_loopback(listen)) if page.access_file is None else TokenDoor.of_file(page.access_file)
     board = open_board(reach)

@@ -53,7 +53,7 @@ SHM = Path("/dev/shm")
 def demo(trace: str | None, requests_max: int, as_json: bool) -> None:
     """Start a small cluster, replay a trace through it with every byte verified, print a table, stop everything.
 
-    Starts the bundled etcd, two workers and kvstore-gc on a temporary root, and speaks to them over gRPC. Nothing it
+    Starts an etcd, two workers and kvstore-gc on a temporary root, and speaks to them over gRPC. Nothing it
     started is left running, and no file is left behind, however it ends.
 
     \b

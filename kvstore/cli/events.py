@@ -77,7 +77,7 @@ class Endpoints:
             from kvstore.events.opening import At
             from kvstore.events.sockets import Curve
         except ModuleNotFoundError as missing:
-            raise InvalidRequest(f"events need {missing.name}: pip install 'kvstore[events]'") from missing
+            raise InvalidRequest(f"events need {missing.name}: pip install 'kvstore-llm[events]'") from missing
         from kvstore.security.authenticator import Authenticator
 
         if (self.certificate is None) != (self.clients is None):

@@ -183,7 +183,7 @@ class Host:
         stop_all(others)
 
     def watch(self, server: EmbeddedEtcd | None) -> None:
-        """Returns when a signal came. Raises Unavailable if a worker, or the bundled etcd, keeps dying."""
+        """Returns when a signal came. Raises Unavailable if a worker, or the embedded etcd, keeps dying."""
         while not self._stopper.wait(WATCH_S):
             if server is not None and not server.running:
                 log.error("up.etcd_ended: starting it again")

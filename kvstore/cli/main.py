@@ -28,7 +28,7 @@ def run(program: str, what: str, needed: tuple[str, ...], module: str, command: 
 
     missing = [name.replace("_", "-") for name in needed if importlib.util.find_spec(name) is None]
     if missing:
-        print(f"{program}: {what} needs {' and '.join(missing)}: pip install 'kvstore[server]'", file=sys.stderr)
+        print(f"{program}: {what} needs {' and '.join(missing)}: pip install 'kvstore-llm[server]'", file=sys.stderr)
         sys.exit(2)
     getattr(importlib.import_module(module), command)(prog_name=program)
     sys.exit(0)

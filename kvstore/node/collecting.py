@@ -1,10 +1,9 @@
 """The collector of a root that the processes of one host share: one of them is elected, and runs it as a child.
 
-A child and not a thread: listing and sweeping take no time of this process's interpreter. It is the same program that
-operators run, and the store needs nothing of its code. It ends with this process, even when that is killed
-(``children``). The elected process is the one whose session owns the key ``collecting``: when it dies, so does the key,
-and another one starts a child. Nothing depends on there being one: collectors may run twice, or not at all
-(gc/PROTOCOL.md, G7 and S6).
+A child and not a thread: listing and sweeping take no time of this process's interpreter, and the store needs nothing
+of its code. It ends with this process, even when that is killed (``children``). The elected process is the one whose
+session owns the key ``collecting``: when it dies, so does the key, and another one starts a child. Nothing depends on
+there being one: collectors may run twice, or not at all (gc/PROTOCOL.md, G7 and S6).
 """
 
 from __future__ import annotations
@@ -166,15 +165,15 @@ class Collecting:
         if now_s < self._again_s:
             return
         self._began_s = self._seen_s = now_s
-        command = gc_command("--root", self._folder, "--interval", f"{INTERVAL_S}s", "--log-level", "warning")
+        command = gc_command(self._folder, f"--interval={INTERVAL_S}", module="kvstore_gc.host")
         if command is None:
             log.warning("collecting.impossible kvstore-gc cannot be run here: the root stays as full as it is")
             self._again_s = now_s + AGAIN_S_MAX
             return
         if self.bound.max_bytes is not None:
-            command += ["--max-bytes", str(self.bound.max_bytes)]
+            command.append(f"--max-bytes={self.bound.max_bytes}")
         if self.bound.ttl_s is not None:
-            command += ["--ttl", f"{self.bound.ttl_s:.3f}s"]
+            command.append(f"--ttl={self.bound.ttl_s:.3f}")
         environment = {name: value for name, value in os.environ.items() if name not in _NOT_FOR_IT} | _FOR_IT
         self._child = Program("collector", command, environment=environment, speaks=False, hears=self._hear)
         try:

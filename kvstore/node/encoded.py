@@ -187,7 +187,7 @@ class Encodings:
     def _key_for(self, header: Header) -> Key | None:
         """Returns the key that a header names; None if it names none. Raises NotDecodable."""
         if Encoding.COMPRESSED in header.encoding and not squeezing.is_available():
-            log.warning("chunks.compressed a chunk is compressed, and zstandard is not installed: kvstore[compression]")
+            log.warning("chunks.compressed a chunk is compressed: pip install 'kvstore-llm[compression]'")
             raise NotDecodable(NodeCount.MISS_ENCODING)
         if Encoding.ENCRYPTED not in header.encoding:
             return None

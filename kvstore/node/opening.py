@@ -18,10 +18,10 @@ from kvstore.meta.bounds import CLAIMED_SHARE, NO_BOUND, Bound, Bounds
 from kvstore.meta.etcd import EtcdMeta, EtcdTls, EtcdUser, check_access
 from kvstore.meta.generation import Standing, join_generation
 from kvstore.meta.interface import Meta
-from kvstore.meta.keys import Keys, root_binding
+from kvstore.meta.keys import Keys
 from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.presence import Presence
-from kvstore.meta.roots import bind_root, bound_root
+from kvstore.meta.roots import bind_root, bound_root, forget_command
 from kvstore.meta.session import TTL_S_MIN, Session
 from kvstore.node.claiming import Lending
 from kvstore.node.claims import FREE_LOANS, Claims
@@ -100,8 +100,8 @@ def open_member(
             if expect is None:
                 raise
             raise RootMismatch(
-                f"{mismatch} (if it was replaced on purpose, make the cluster forget the old one: delete the key "
-                f"{root_binding(root.url)} in etcd, or the folder of the etcd that `kvstore up` brought along)"
+                f"{mismatch} If the root was deleted or replaced on purpose, run: "
+                + forget_command(root.url, etcd or ())
             ) from mismatch
         if cluster:
             _bind(cluster, root, identity, limits, clock)

@@ -148,14 +148,12 @@ def create_or_open(
     if found is None and expect is not None:
         # A caller that expects an id has seen the root before: this is its empty mount point, not a place for a new
         # root.
-        raise RootMismatch(
-            f"{root.url} has no FORMAT file, expected root {expect.hex()}: is the file system mounted?",
-        )
+        raise RootMismatch(f"{root.url} has no FORMAT file, expected root {expect.hex()}: is the file system mounted?")
     if found is None:
         found = _create(root, ids, shard_bits, clock or SystemClock(), pause)
     if expect is not None and found.root != expect:
         raise RootMismatch(
-            f"{root.url} is root {found.root.hex()}, expected {expect.hex()}: another file system is mounted there"
+            f"{root.url} is root {found.root.hex()}, expected {expect.hex()}: is another file system mounted there?"
         )
     return found
 

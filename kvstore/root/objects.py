@@ -334,7 +334,7 @@ def connect(url: str, options: Mapping[str, Any]) -> tuple[Remote, str]:
             fs, path = url_to_fs(url, **_private(options))
             remote = Remote(fs, conditional=scheme in _CONDITIONAL)
     except ImportError as cause:
-        extra = "kvstore[s3]" if scheme in ("s3", "s3a") else f"fsspec[{scheme}]"
+        extra = "kvstore-llm[s3]" if scheme in ("s3", "s3a") else f"fsspec[{scheme}]"
         raise InvalidRequest(f"root {url}: {cause}; run `pip install {extra}`") from cause
     except (TypeError, ValueError) as cause:
         raise InvalidRequest(f"root {url}: {cause}; check its options") from cause

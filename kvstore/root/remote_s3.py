@@ -1,6 +1,6 @@
 """S3's own calls: one request where fsspec makes two, listings page by page, and limits on waiting.
 
-Works on a file system of ``s3fs`` (``pip install kvstore[s3]``), which fsspec imports for a root in a bucket.
+Works on a file system of ``s3fs`` (``pip install kvstore-llm[s3]``), which fsspec imports for a root in a bucket.
 """
 
 from __future__ import annotations

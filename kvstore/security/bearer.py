@@ -188,4 +188,4 @@ def _imported(name: str) -> Any:
     try:
         return import_module(name)
     except ModuleNotFoundError as missing:
-        raise InvalidRequest("tokens need PyJWT and cryptography: pip install 'kvstore[security]'") from missing
+        raise InvalidRequest("tokens need PyJWT and cryptography: pip install 'kvstore-llm[security]'") from missing

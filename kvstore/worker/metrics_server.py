@@ -44,7 +44,7 @@ def start_metrics(worker: Worker, address: str, version: str = "") -> MetricsSer
 
         from kvstore.worker.exposition import Exposition
     except ModuleNotFoundError as missing:
-        raise ModuleNotFoundError("metrics need prometheus-client: pip install 'kvstore[server]'") from missing
+        raise ModuleNotFoundError("metrics need prometheus-client: pip install 'kvstore-llm[server]'") from missing
     host, colon, port = address.rpartition(":")
     if not host or not colon or not port.isascii() or not port.isdigit() or int(port) > 65535:
         raise InvalidRequest(f"metrics address {address!r}: expected host:port")

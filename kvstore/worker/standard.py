@@ -22,7 +22,7 @@ REFLECTION = "grpc.reflection."
 STRANGERS_MAX = 16
 WATCHES_MAX = STRANGERS_MAX // 2
 """Maximum of health watches, which last: single checks must still find room."""
-_MISSING = "a worker needs gRPC's health and reflection packages: pip install 'kvstore[server]'"
+_MISSING = "a worker needs gRPC's health and reflection packages: pip install 'kvstore-llm[server]'"
 
 
 class Health:

@@ -252,7 +252,7 @@ def test_a_node_that_does_not_answer_is_named(roots: list[Root], monkeypatch: py
 
 
 def test_what_others_recoded_is_still_whose_it_was(roots: list[Root]) -> None:
-    pytest.importorskip("zstandard", reason="needs kvstore[compression]")
+    pytest.importorskip("zstandard", reason="needs kvstore-llm[compression]")
     if not roots[0].traits.fenced:
         pytest.skip("this root cannot replace files")
     store = MemoryStore()

@@ -73,7 +73,7 @@ def test_a_missing_package_is_a_sentence(package: str) -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
     assert done.returncode == 2
-    assert done.stderr == f"kvstore: the command line needs {package}: pip install 'kvstore[server]'\n"
+    assert done.stderr == f"kvstore: the command line needs {package}: pip install 'kvstore-llm[server]'\n"
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,9 @@ from click.testing import Result
 
 import kvstore
 from kvstore.errors import Overloaded
+from kvstore.meta.server import packaged_etcd
 from tests.cli.conftest import KVSTORE, PATIENCE_S, SOURCE, Running, descendants, eventually, gone, parsed, serving
+from tests.kit.etcd import running_etcd
 
 pytestmark = pytest.mark.slow
 
@@ -70,6 +72,54 @@ def test_etcd_keeps_its_files_in_the_state_folder_of_the_root(tmp_root: Path) ->
             with kvstore.connect(etcd=running.etcd) as store:
                 store.namespace("model", LAYOUT)
     assert len(list((tmp_root / "state" / "kvstore").iterdir())) == 2
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["no folder", "an empty folder"])
+def test_up_after_its_root_was_deleted_starts_anew(tmp_root: Path, kept: bool) -> None:
+    root = tmp_root / "root"
+    at = ("up", "--root", str(root), "--listen", "127.0.0.1:0")
+    with serving(tmp_root, *at):
+        pass
+    shutil.move(root, tmp_root / "before")
+    if kept:
+        root.mkdir()
+    with serving(tmp_root, *at) as running, kvstore.connect(running.grpc) as store:
+        assert "up.root_replaced" in running.log.read_text()
+        assert store.namespace("model", LAYOUT).put(range(9), kv(9)).tokens_present == 8
+    shutil.rmtree(root)
+    shutil.move(tmp_root / "before", root)
+    with serving(tmp_root, *at) as running, kvstore.connect(running.grpc) as store:
+        assert store.namespace("model", LAYOUT).match(range(9)) == 0
+
+
+def test_up_names_the_command_for_an_etcd_that_is_not_its_own(tmp_root: Path) -> None:
+    root = tmp_root / "root"
+    with running_etcd(tmp_root / "etcd") as etcd:
+        at = ("up", "--root", str(root), "--listen", "127.0.0.1:0", "--etcd", etcd.endpoints)
+        with serving(tmp_root, *at):
+            pass
+        shutil.rmtree(root)
+        refused = ended(*at)
+        (line,) = [line for line in refused.stderr.splitlines() if "expected root" in line]
+        command = line.partition("replaced on purpose, run: ")[2].split()
+        assert refused.returncode == 2 and command[:2] == ["etcdctl", f"--endpoints={etcd.endpoints}"], line
+        etcdctl = Path(packaged_etcd() or "").with_name("etcdctl")
+        subprocess.run([etcdctl, *command[1:]], env={"ETCDCTL_API": "3"}, check=True, timeout=PATIENCE_S)
+        with serving(tmp_root, *at):
+            pass
+
+
+def test_up_with_an_etcd_that_can_lose_writes_warns(tmp_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    at = ("up", "--root", str(tmp_root / "root"), "--listen", "127.0.0.1:0")
+    program = packaged_etcd()
+    (tmp_root / "bin").mkdir()
+    script, path = tmp_root / "bin" / "etcd", f"{tmp_root}/bin:{os.environ['PATH']}"
+    for version, warned in (("3.5.1", True), ("3.5.9", False)):
+        script.write_text(f"#!/bin/sh\n[ $1 = --version ] && exec echo 'etcd Version: {version}'\nexec {program} $@\n")
+        script.chmod(0o755)
+        monkeypatch.setenv("PATH", path)
+        with serving(tmp_root, *at) as running:
+            assert ("up.unsafe_etcd" in running.log.read_text()) == warned
 
 
 def test_the_first_puts_stay_within_the_bound(tmp_root: Path) -> None:

@@ -185,6 +185,19 @@ def test_the_time_to_live_of_a_process_counts_at_the_collector_of_another(tmp_pa
             eventually(is_gone, "what was not used for so long goes")
 
 
+@pytest.mark.slow
+def test_collector_without_server_extra_keeps_the_bound(
+    tmp_path: Path, at_once: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process cannot import a package that `pip install .` does not install."""
+    for name in ("click", "rich", "prometheus_client", "grpc_health", "grpc_reflection", "starlette", "uvicorn"):
+        (tmp_path / f"{name}.py").write_text("raise ModuleNotFoundError(__name__)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with kvstore.open(tmp_path / "root", max_bytes=BOUND_BYTES, shard_bits=2) as store:
+        put_until(store, lambda: store.stats()["bytes_written"] > 2 * BOUND_BYTES)
+        assert prompts(tmp_path / "root") * LAYOUT.chunk_bytes <= BOUND_BYTES
+
+
 # The default, and where there is none
 
 

@@ -79,7 +79,7 @@ def collectors(root: Path) -> list[int]:
             words = path.read_bytes().split(b"\0")
         except OSError:
             continue
-        if b"kvstore_gc" in words and str(root).encode() in words:
+        if b"kvstore_gc.host" in words and str(root).encode() in words:
             found.append(int(path.parent.name))
     return found
 

@@ -14,7 +14,7 @@ import pytest
 
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.meta.etcd import EtcdMeta
-from kvstore.meta.server import EmbeddedEtcd
+from kvstore.meta.server import EmbeddedEtcd, find_etcd, packaged_etcd, unsafe_version
 from tests.kit.etcd import PATIENCE_S, eventually, running_etcd
 from tests.kit.ports import free_port
 
@@ -131,6 +131,21 @@ def test_no_etcd_to_run_says_what_to_install(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     with pytest.raises(Unavailable, match=r"ended at once.*found on the path"):
         EmbeddedEtcd(tmp_path).start()
+
+
+def test_etcd_on_the_path_precedes_that_of_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_etcd() == packaged_etcd()
+    (tmp_path / "etcd").touch(0o755)
+    assert find_etcd() == str(tmp_path / "etcd")
+
+
+@pytest.mark.parametrize("version", ["3.5.0", "3.5.1", "3.5.2", "3.4.23", "3.5.9", "3.5.12", "13.5.1", "3.6.0"])
+def test_etcd_that_can_lose_writes_is_known_by_its_version(tmp_path: Path, version: str) -> None:
+    (tmp_path / "etcd").write_text(f"#!/bin/sh\necho 'etcd Version: {version}'\n")
+    (tmp_path / "etcd").chmod(0o755)
+    expected = version if version in ("3.5.0", "3.5.1", "3.5.2") else None
+    assert unsafe_version(str(tmp_path / "etcd")) == expected
 
 
 def test_the_reason_is_told_and_not_the_trace_that_follows_it(tmp_path: Path) -> None:

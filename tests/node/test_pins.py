@@ -29,7 +29,7 @@ from kvstore.meta.keys import Keys
 from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.memory_store import MemoryStore
 from kvstore.meta.pins import PinRecord
-from kvstore.meta.server import EmbeddedEtcd, find_etcd
+from kvstore.meta.server import EmbeddedEtcd, packaged_etcd
 from kvstore.namespace import Namespace
 from kvstore.node.limits import Limits
 from kvstore.node.member import Sharing
@@ -320,16 +320,18 @@ def _refuses(cache: Cache) -> bool:
 def test_c6_an_etcd_restored_from_a_snapshot_has_pins_of_before_and_after_it(tmp_root: Path, tmp_path: Path) -> None:
     """Follows gc/RUNBOOK.md with an etcdctl of 3.5.1, which can neither bump revisions nor mark them compacted."""
     root, folder, snapshot = str(tmp_root), tmp_path / "etcd", tmp_path / "snapshot.db"
+    program = packaged_etcd()
+    assert program is not None
     peer_port = free_port()
 
     def etcdctl(*arguments: str) -> None:
-        binary = Path(find_etcd()).with_name("etcdctl")
+        binary = Path(program).with_name("etcdctl")
         subprocess.run(
             [binary, *arguments], env={"ETCDCTL_API": "3"}, check=True, capture_output=True, timeout=PATIENCE_S
         )
 
     with (
-        EmbeddedEtcd(folder, peer_port=peer_port) as etcd,
+        EmbeddedEtcd(folder, peer_port=peer_port, binary=program) as etcd,
         kvstore.open(root, etcd=etcd.endpoints, limits=LIMITS) as store,
     ):
         cache = filled(store)

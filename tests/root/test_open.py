@@ -152,7 +152,7 @@ def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
         raise ImportError("Install s3fs to access S3")
 
     monkeypatch.setattr("fsspec.core.url_to_fs", not_installed)
-    with pytest.raises(InvalidRequest, match=r"pip install kvstore\[s3\]"):
+    with pytest.raises(InvalidRequest, match=r"pip install kvstore-llm\[s3\]"):
         objects.connect("s3://bucket/kv", {})
 
 

@@ -1,12 +1,13 @@
 """A smoke test of an installed wheel alone: kvstore must work with the versions that this environment has.
 
 ``python compat_smoke.py core|server``, by .ci/compat.py. `core` puts and gets through a store opened in this process;
-`server` also does so over gRPC, through a worker that the installed command starts. Prints one line of versions at the
-end.
+and fills the capacity of another one twice over, which its collector makes possible; `server` also does so over gRPC,
+through a worker that the installed command starts. Prints one line of versions at the end.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import platform
 import signal
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +24,7 @@ import numpy as np
 
 import kvstore
 from kvstore import Layout
+from kvstore.errors import Overloaded
 
 if TYPE_CHECKING:
     from kvstore.client import Store
@@ -32,6 +35,8 @@ LAYOUT = Layout(layers=2, kv_heads=2, head_dim=8, dtype="bfloat16", chunk_tokens
 TOKEN_COUNT = 70
 CHUNK_COUNT = TOKEN_COUNT // LAYOUT.chunk_tokens
 FULL = CHUNK_COUNT * LAYOUT.chunk_tokens
+CAPACITY_BYTES = 16 << 20
+FILL_S = 120.0
 
 
 def put_and_get(store: Store, name: str) -> None:
@@ -65,6 +70,21 @@ def in_process(folder: Path) -> None:
         put_and_get(store, "in-process")
     finally:
         store.close()
+
+
+def fill_twice(folder: Path) -> None:
+    """More puts than the folder may hold: its collector runs with what this environment has."""
+    layout = Layout(layers=4, kv_heads=4, head_dim=64, dtype="int8", chunk_tokens=128)
+    end_s = time.monotonic() + FILL_S
+    with kvstore.open(folder / "full", max_bytes=CAPACITY_BYTES) as store:
+        cache = store.namespace("full", layout)
+        kv = np.ones(layout.shape(layout.chunk_tokens), np.int8)
+        number = 0
+        while store.stats()["bytes_written"] < 2 * CAPACITY_BYTES:
+            assert time.monotonic() < end_s, f"{store.stats()['bytes_written']} bytes were stored"
+            with contextlib.suppress(Overloaded):
+                cache.put(np.full(layout.chunk_tokens, number, np.uint32), kv)
+            number += 1
 
 
 def over_grpc(folder: Path) -> None:
@@ -105,6 +125,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory(prefix="kvstore-smoke-") as folder:
         in_process(Path(folder))
+        fill_twice(Path(folder))
         if mode == "server":
             over_grpc(Path(folder))
     versions = " ".join(f"{name} {importlib.metadata.version(name)}" for name in ("numpy", "protobuf", "grpcio"))

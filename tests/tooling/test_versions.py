@@ -56,7 +56,7 @@ def test_package_metadata_and_changelog_have_the_declared_version() -> None:
     version = PROJECT["project"]["version"]
     newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert kvstore.__version__ == version
-    assert importlib.metadata.version("kvstore") == version
+    assert importlib.metadata.version(PROJECT["project"]["name"]) == version
     assert newest and newest[1] == version
 
 

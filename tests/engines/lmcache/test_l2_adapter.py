@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
+from collections import namedtuple
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from lmcache.v1.distributed import api
 from lmcache.v1.distributed.internal_api import L2AdapterListener, L2StoreResult
 
 from kvstore.connectors.lmcache_keys import OPAQUE, tensors
@@ -100,6 +103,28 @@ def test_of_an_object_that_is_only_bytes_the_first_stays(tmp_root: Path) -> None
         target = made(None, torch.uint8, (5000,))
         assert loaded(l2, [key(1)], [target]) == [0]
         assert equal([target], [first])
+
+
+@pytest.mark.parametrize(
+    ("place", "residency"),
+    [
+        ({"root": "{}"}, "local"),
+        ({"root": "file://{}"}, "local"),
+        ({"root": "{}", "etcd": "127.0.0.1:1"}, "remote"),
+        ({"connect": "127.0.0.1:1"}, "remote"),
+    ],
+    ids=str,
+)
+def test_memory_tags_say_if_other_hosts_share_the_store(
+    tmp_root: Path, monkeypatch: pytest.MonkeyPatch, place: dict[str, str], residency: str
+) -> None:
+    if not hasattr(api, "MemoryTags"):  # before LMCache 0.5.7
+        monkeypatch.setattr(api, "MemoryTags", namedtuple("MemoryTags", "segment residency"), raising=False)
+        monkeypatch.setattr(api, "MemorySegment", SimpleNamespace(STORAGE="storage"), raising=False)
+        monkeypatch.setattr(api, "MemoryResidency", SimpleNamespace(LOCAL="local", REMOTE="remote"), raising=False)
+    with adapter(**{name: value.format(tmp_root) for name, value in place.items()}) as l2:
+        tags = l2.get_memory_tags()
+    assert (tags.segment, tags.residency) == ("storage", residency)
 
 
 def test_the_three_descriptors_are_distinct(tmp_root: Path) -> None:
