@@ -161,6 +161,7 @@ def open(
     root_priority_min: int = 0,
     label: str = "",
     keys: str | PathLike[str] | None = None,
+    compress: bool = False,
     max_bytes: int | Literal["auto"] | None = "auto",
     ttl: float | None = None,
 ) -> Store:
@@ -184,7 +185,8 @@ def open(
 
     ``label`` names a roll-out: it is recorded with all that this process writes, and ``kvstore clear --written-by
     label=...`` deletes exactly that. ``keys`` is a file with the keys of tenants whose chunks are encrypted on the root
-    and the local disk (kvstore/encodings/ENCODINGS.md); it is reloaded when it changes.
+    and the local disk (kvstore/encodings/ENCODINGS.md); it is reloaded when it changes. ``compress`` compresses new
+    chunks on the root.
 
     Raises RootMismatch (no such root, wrong mount, unknown version), PermissionDenied, Unavailable, InvalidRequest.
     """
@@ -201,6 +203,7 @@ def open(
         settings=TierSettings.of(memory, disk, write, root_priority_min),
         label=label,
         keys=None if keys is None else _loaded(keys),
+        compress=_checked_flag("compress", compress),
         asked=AskedBound.of(max_bytes, ttl),
     )
     return _store_of(member, str(root))

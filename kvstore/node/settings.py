@@ -140,6 +140,8 @@ class NodeOptions:
     """The name of the roll-out that this node belongs to."""
     keys: KeyFile | None = None
     """Says whose chunks are encrypted; loaded."""
+    compress: bool = False
+    """Compress new chunks on the root."""
     session_ttl_s: int = TTL_S
     """A session lives so long without etcd, from 2 to 3,600 s. Then the node protects nothing until it has a new one;
     sweeps wait as long for a node that is gone. The simulation has a longer one."""

@@ -219,10 +219,6 @@ class FaultyRoot:
             return False
         return self.inner.move(source, name, make_folder=make_folder)
 
-    def replace(self, staged: Name, name: Name, seen: Seen, aside: Name, *, durable: bool) -> bool:
-        self.strike("replace", name)
-        return self.inner.replace(staged, name, seen, aside, durable=durable)
-
     def make_folder(self, name: Name) -> None:
         self.strike("make_folder", name)
         self.inner.make_folder(name)
