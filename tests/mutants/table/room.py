@@ -333,12 +333,6 @@ LEFT = [
 
 HELD = [
     mutant(
-        "unreadable-set-aside-with-a-bad-root",
-        "PROTOCOL W3: a root that fails moves nothing",
-        replace("kvstore.node.unreadable:Unreadable._is_root_well", lambda self, name: True),
-        f"{UNREADABLE}where_all_files_fail_nothing_is_set_aside_and_no_put_claims_them",
-    ),
-    mutant(
         "unreadable-never-suspected",
         "PROTOCOL W3: a file that cannot be read is repaired",
         replace("kvstore.node.unreadable:Unreadable.__contains__", lambda self, address: False),
