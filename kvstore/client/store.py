@@ -158,7 +158,6 @@ def open(
     memory: int = 0,
     disk: tuple[str, int] | None = None,
     write: WriteMode | WriteModeName = "behind",
-    root_priority_min: int = 0,
     label: str = "",
     keys: str | PathLike[str] | None = None,
     compress: bool = False,
@@ -180,8 +179,8 @@ def open(
     ``view`` none. ``disk`` is a folder of this process alone and its size in bytes: chunks that memory evicts go there
     if they were used more than once. With memory, ``write="behind"`` returns once memory has the chunks and writes them
     to the root soon after (a killed process loses those not yet written); ``"through"`` and ``"around"`` wait for the
-    root, with or without a copy in memory. ``durability="everysec"`` and ``"fsync"`` always wait. Chunks of a priority
-    below ``root_priority_min`` never reach the root. See kvstore/memory/MEMORY.md.
+    root, with or without a copy in memory. ``durability="everysec"`` and ``"fsync"`` always wait. See
+    kvstore/memory/MEMORY.md.
 
     ``label`` names a roll-out: it is recorded with all that this process writes, and ``kvstore clear --written-by
     label=...`` deletes exactly that. ``keys`` is a file with the keys of tenants whose chunks are encrypted on the root
@@ -200,7 +199,7 @@ def open(
         root_options=root_options,
         create=_checked_flag("create", create),
         shard_bits=shard_bits,
-        settings=TierSettings.of(memory, disk, write, root_priority_min),
+        settings=TierSettings.of(memory, disk, write),
         label=label,
         keys=None if keys is None else _loaded(keys),
         compress=_checked_flag("compress", compress),

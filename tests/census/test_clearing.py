@@ -18,7 +18,6 @@ from kvstore.node.clearing import Clearing, resolved
 from kvstore.node.disk_tier import DiskTier
 from kvstore.progress import Cancelled, unwatched
 from kvstore.root.interface import Root
-from kvstore.root.lineages import read_writers
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
 from tests.kit.census import RolledOut, closing, tokens
@@ -108,18 +107,6 @@ def test_what_its_queue_still_had_never_reaches_the_root(nodes: tuple[RolledOut,
     assert good.on_root() == [] and bad.node.stats()["behind_bytes"] == 0
     for number in range(10):
         assert bad.serves(number, bad) == 0 and bad.in_memory(number) == 0
-
-
-def test_what_only_its_memory_ever_had_goes_too(roots: list[Root]) -> None:
-    """Chunks of low priority never reach the root (rule W4); their writer is still recorded."""
-    store = MemoryStore()
-    good, bad = RolledOut(roots[0], store, "stable"), RolledOut(roots[1], store, "canary", root_priority_min=50)
-    with closing(good, bad):
-        bad.cache.put(tokens(1), bad.kv(1, 4), priority=10)
-        assert bad.in_memory(1) == 4 and bad.on_root() == []
-        eventually(lambda: any(each.label == "canary" for each in read_writers(roots[0]).values()))
-        assert good.member.clear_selected(BAD_ONE).chunks == 0
-        assert bad.in_memory(1) == 0
 
 
 def test_what_was_demoted_to_a_local_disk_goes_too(nodes: tuple[RolledOut, RolledOut]) -> None:

@@ -248,9 +248,7 @@ def test_a_boolean_is_no_number_of_seconds_or_tokens(store: Store, cache: Cache,
 
 def test_whole_numbers_of_numpy_are_sizes_and_counts(store: Store, cache: Cache, tmp_root: Path) -> None:
     number: Any = np.int64
-    with kvstore.open(
-        f"file://{tmp_root}/other", memory=number(64 << 20), max_bytes=number(1 << 27), root_priority_min=number(1)
-    ) as opened:
+    with kvstore.open(f"file://{tmp_root}/other", memory=number(64 << 20), max_bytes=number(1 << 27)) as opened:
         assert opened.namespace("m", SMALL).put(TOKENS, KV).chunks_written == 4
     cache.supersede(TOKENS, kept=number(0))
     with cache.plan([TOKENS], memory_tokens=number(0)).run(ahead=number(1), attempts=number(2)) as run:

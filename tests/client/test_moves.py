@@ -17,7 +17,6 @@ from kvstore import Layout
 from kvstore.client.cache import Cache
 from kvstore.client.tickets import Ticket
 from kvstore.errors import InvalidRequest, Overloaded, StoreClosed, Unavailable
-from kvstore.hints import Hints
 from kvstore.node import moving
 from kvstore.node.limits import Limits
 from kvstore.root.memory import MemoryFiles, MemoryRoot
@@ -169,16 +168,6 @@ def test_e3_a_move_to_the_root_waits_until_it_is_written_and_takes_it_away_every
         assert not any(acting.in_memory(1, 8)) and not any(acting.on_disk(1, 8))
         assert acting.get(1, 8) == 8
         acting.assert_settled()
-
-
-def test_w4_a_move_to_the_root_writes_what_would_never_get_there() -> None:
-    with patient(faulty(), priority_min=20) as acting:
-        acting.put(1, 6, hints=Hints.of(priority=10))
-        acting.drain()
-        assert not any(acting.on_root(1, 6))
-        assert finished(acting.cache.move(acting.prompts.tokens(1, 6), "root")) == 6 * acting.size
-        assert all(acting.on_root(1, 6)) and not any(acting.in_memory(1, 6))
-        assert acting.get(1, 6) == 6
 
 
 def test_w5_a_move_to_the_root_writes_what_the_root_lost() -> None:
