@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "kvstore" / "LOCKS.md"
 SOURCES = {"kvstore": ROOT / "kvstore", "gc": ROOT / "gc" / "kvstore_gc"}
 MAKERS = frozenset({"Lock", "Condition", "RLock", "Monitor"})
