@@ -13,7 +13,7 @@ from kvstore.cli.declared import option
 from kvstore.cli.kinds import DURATION, SIZE, Size
 from kvstore.errors import InvalidRequest
 from kvstore.node.settings import MEMORY_BYTES_MIN, SYNC_S_MAX, SYNC_S_MIN, TierSettings
-from kvstore.writes import WriteMode
+from kvstore.writes import WRITE_NAMES, WriteMode
 
 
 class FolderSize(click.ParamType):  # type: ignore[type-arg]  # generic only in the newest click
@@ -49,11 +49,11 @@ class Tiers:
     )
     write: str = option(
         "--write",
-        type=click.Choice([mode.value for mode in WriteMode]),
+        type=click.Choice(WRITE_NAMES),
         default=WriteMode.BEHIND.value,
         show_default=True,
         help="With --memory, when a put is acknowledged: behind, once memory has it (a killed worker loses what "
-        "is not on the root yet); through and around, once the root has it. --durability everysec "
+        "is not on the root yet); through, once the root has it. --durability everysec "
         "and fsync always wait for the root.",
     )
     sync_interval_s: float = option(

@@ -178,8 +178,8 @@ def open(
     ``memory`` is the size in bytes (16 MiB or more) of a memory tier for hot chunks: a ``get`` of those is a copy, a
     ``view`` none. ``disk`` is a folder of this process alone and its size in bytes: chunks that memory evicts go there
     if they were used more than once. With memory, ``write="behind"`` returns once memory has the chunks and writes them
-    to the root soon after (a killed process loses those not yet written); ``"through"`` and ``"around"`` wait for the
-    root, with or without a copy in memory. ``durability="everysec"`` and ``"fsync"`` always wait. See
+    to the root soon after (a killed process loses those not yet written); ``"through"`` waits for the
+    root and keeps a copy in memory. ``durability="everysec"`` and ``"fsync"`` always wait. See
     kvstore/memory/MEMORY.md.
 
     ``label`` names a roll-out: it is recorded with all that this process writes, and ``kvstore clear --written-by
@@ -251,7 +251,7 @@ def connect(
     required only if etcd knows several. ``bulk`` is the path of chunk bytes: ``shared`` (memory and files of the same
     host), ``tcp`` (a separate connection), ``grpc``, or ``auto`` (the default): the first of these that works.
     ``write`` is the default write mode of puts: ``"behind"`` returns once a worker has the bytes (a chunk that it then
-    cannot store is lost, which is a miss), ``"through"`` and ``"around"`` once the root has them; None is the worker's
+    cannot store is lost, which is a miss), ``"through"`` once the root has them; None is the worker's
     default.
 
     ``tls=kvstore.ClientTls(ca_file, cert_file, key_file, server_name)`` is for workers with TLS, ``token_file=PATH``

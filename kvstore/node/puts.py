@@ -149,7 +149,7 @@ class Puts:
 
     def mode(self, asked: WriteMode | None) -> WriteMode:
         """Returns how a put is acknowledged here."""
-        return self.tiers.mode(asked) if self.tiers is not None else WriteMode.AROUND
+        return self.tiers.mode(asked) if self.tiers is not None else WriteMode.UNCACHED
 
     def begin_rest(self, wanted: Wanted, first: int, hints: Hints, deadline: Deadline) -> RootWrite | None:
         """Begins to put on the root what memory did not take; None if its parents are not there."""

@@ -12,6 +12,7 @@ from kvstore.node.settings import NO_TIERS, TierSettings
 from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.frames import Kind
 from kvstore.worker.worker import Worker
+from kvstore.writes import WriteMode
 from tests.encodings.test_node import namespace, opened, put_all, reads_right
 from tests.kit.keyed import key_file
 from tests.kit.workers import Served, connected
@@ -44,7 +45,7 @@ def test_every_way_reads_what_was_put(
         handed.extend(rest[1] if kind is Kind.FILES and len(rest) > 1 else [])  # type: ignore[arg-type]
         send(self, kind, number, *rest, **given)  # type: ignore[arg-type]
 
-    settings = TierSettings.of(memory, None, "around") if memory else NO_TIERS
+    settings = TierSettings.of(memory, None, WriteMode.UNCACHED) if memory else NO_TIERS
     with worker_on(tmp_root, tmp_path / "keys.json", settings, compress=how == "compressed") as served:
         with connected(served, bulk=bulk) as store:
             put_all(store, tenant)

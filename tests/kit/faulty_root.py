@@ -21,8 +21,7 @@ from kvstore.root.interface import Entry, Reader, Root, Seen, Space, Stat, Trait
 
 OPERATIONS = frozenset(
     (
-        "stage publish discard open stat look touch move make_folder remove remove_if remove_folder list space "
-        "read map"
+        "stage publish discard open stat look touch move make_folder remove remove_if remove_folder list space read map"
     ).split()
 )
 

@@ -25,7 +25,7 @@ WRONG: tuple[tuple[dict[str, Any], str], ...] = (
     ({"memory": 16 * MIB, "disk": ("/d", "1GiB")}, "expected a folder and bytes"),
     ({"memory": 16 * MIB, "disk": ("", 64 * MIB)}, "expected a folder and bytes"),
     ({"memory": 16 * MIB, "disk": (1, 64 * MIB)}, "expected a folder and bytes"),
-    ({"memory": 16 * MIB, "write": "sometimes"}, "write='sometimes': expected one of through, behind, around"),
+    ({"memory": 16 * MIB, "write": "sometimes"}, "write='sometimes': expected one of through, behind"),
 )
 
 

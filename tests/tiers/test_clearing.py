@@ -164,7 +164,7 @@ def test_blocks_by_write_mode(tmp_root: Path, write: WriteMode) -> None:
         assert node.cache.blocks.present(keys(6)) == [True] * 5 + [False]
         assert got(node, 6) == [True] * 5 + [False]
         hits = node.stat("memory_hits")
-        assert hits == (0 if write is WriteMode.AROUND else 5)
+        assert hits == (0 if write is WriteMode.UNCACHED else 5)
         node.drain()
         assert got(node, 5) == [True] * 5
         # Another size under the same key is not there, and is not taken.

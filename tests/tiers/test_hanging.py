@@ -72,7 +72,7 @@ def test_puts_go_on_until_the_queue_is_full_and_all_is_written_after_the_hang(no
 
 def test_memory_is_served_while_every_lane_hangs(node: Acting) -> None:
     node.put(1, 6)
-    node.put(2, 2, write=WriteMode.AROUND)
+    node.put(2, 2, write=WriteMode.UNCACHED)
     node.drain()
     buffers = [bytearray(300_000) for _ in range(3)]
     keys = [number.to_bytes(16, "big") for number in range(3)]
@@ -238,7 +238,7 @@ def test_w3_parents_that_are_gone_are_not_waited_for_until_the_end(caplog: pytes
     """Damage does this: what continues a chunk that neither the root nor memory has any more can never be written."""
     root = faulty()
     node = Acting(root, limits=quick(flush_s=3600.0, behind_give_up_s=3600.0))
-    node.put(1, 4, write=WriteMode.AROUND)
+    node.put(1, 4, write=WriteMode.UNCACHED)
     with held(root, "stat"):  # before it is looked whether the parents are there
         node.put(1, 6, first=4)
         node.put(2, 6)
@@ -255,7 +255,7 @@ def test_w3_what_is_being_written_is_waited_for_beside_parents_that_are_gone(mon
     monkeypatch.setattr(write_behind, "JOIN_S", 0.0)
     root = faulty()
     node = Acting(root, limits=quick(flush_s=3600.0, behind_give_up_s=3600.0, write_deadline_s=3600.0, stall_s=3600.0))
-    node.put(1, 4, write=WriteMode.AROUND)
+    node.put(1, 4, write=WriteMode.UNCACHED)
     with held(root, "stat"):  # before it is looked whether the parents are there
         node.put(1, 6, first=4)
         root.inner.remove(node.name(1, 3))

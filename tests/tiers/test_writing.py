@@ -65,8 +65,8 @@ def test_behind_is_acknowledged_when_memory_has_it(node: Acting, root: FaultyRoo
     node.assert_settled()
 
 
-@pytest.mark.parametrize("write", [WriteMode.THROUGH, WriteMode.AROUND])
-def test_through_and_around_are_acknowledged_when_the_root_has_it(plain: Root, write: WriteMode) -> None:
+@pytest.mark.parametrize("write", [WriteMode.THROUGH, WriteMode.UNCACHED])
+def test_put_through_returns_once_the_root_has_its_chunks(plain: Root, write: WriteMode) -> None:
     with Acting(plain, write=write) as node:
         assert node.put(1, 4).chunks_written == 4
         assert node.on_root(1, 4) == [True] * 4
@@ -144,10 +144,10 @@ def test_w2_parents_are_written_first(node: Acting, root: FaultyRoot) -> None:
 
 def test_w2_what_lost_its_parent_for_good_is_dropped_and_counted(root: FaultyRoot) -> None:
     with Acting(root, limits=quick(behind_give_up_s=0.6, write_deadline_s=5.0, stall_s=5.0)) as node:
-        node.put(1, 4, write=WriteMode.AROUND)
+        node.put(1, 4, write=WriteMode.UNCACHED)
         node.lose(1, 4)
         assert node.put(1, 6, first=4).tokens_present == 0, "it looks, and finds no parent"
-        node.put(1, 4, write=WriteMode.AROUND)
+        node.put(1, 4, write=WriteMode.UNCACHED)
         with held(root, "stat"):  # before it is looked whether the parents are there
             assert node.put(1, 6, first=4).tokens_present == 6 * node.size
             for index in range(4):
