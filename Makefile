@@ -114,7 +114,7 @@ events-test: $(READY) ## KV events beside etcd, collectors and killed publishers
 chaos-test: $(READY) ## five minutes (KVSTORE_CHAOS_S=300) of killing, stopping and starting real processes, with figures
 	@KVSTORE_CHAOS_S=$${KVSTORE_CHAOS_S:-300} $(BIN)/python -m pytest -q -s -m "not real_fs" tests/chaos $(ARGS)
 
-deploy-test: $(READY) ## manifests, chart, units and image against real tools (kubectl, systemd; installs Helm's and Kubernetes' libraries)
+deploy-test: $(READY) ## chart, units and image against real tools (systemd; installs Helm's and Kubernetes' libraries)
 	@.ci/deploy.sh $(ARGS)
 
 guide-test: $(READY) ## three systems with systemd follow deploy/GUIDE.md word by word (root, debootstrap, systemd-container; 5 minutes)

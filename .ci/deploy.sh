@@ -2,8 +2,8 @@
 # Runs the tests of deploy/ that need tools:  .ci/deploy.sh [pytest's arguments]
 #
 # Helm (its own code, as the Python package helm-python-sdk carries it), the schemas of Kubernetes and a YAML reader are
-# pinned in .ci/deploy.lock and live under .cache: nothing that users or other tests install needs them. kubectl and
-# systemd-analyze come from the system; what is missing is skipped, with its reason.
+# pinned in .ci/deploy.lock and live under .cache: nothing that users or other tests install needs them. systemd-analyze
+# comes from the system; if it is missing, its tests are skipped.
 set -eu
 cd "$(dirname "$0")/.."
 

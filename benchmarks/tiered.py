@@ -16,7 +16,7 @@ from kvstore.hints import DEFAULT, Hints
 from kvstore.memory.inventory import Entry, Inventory, Place
 from kvstore.memory.policy import POLICIES, Admission
 
-WRITES = ("behind", "through", "around")
+WRITES = ("behind", "through", "uncached")
 DEMOTIONS: Mapping[str, int | None] = MappingProxyType({"always": 0, "again": 1, "twice": 2, "never": None})
 """Evicted blocks go from memory to the disk if they were found at least so often since they came into memory."""
 
@@ -186,7 +186,7 @@ class SimulatedNode:
             if behind and len(self._behind) >= self._setup.dirty_max:
                 self.counts.shed += len(chain) - index
                 return
-            entry = self._claim(block, dirty=behind) if self._setup.write != "around" else None
+            entry = self._claim(block, dirty=behind) if self._setup.write != "uncached" else None
             if entry is not None:
                 held.append(entry)
             if behind and entry is None:

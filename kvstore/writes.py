@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import enum
-from typing import Literal
+from typing import Literal, get_args
+
+import numpy as np
 
 from kvstore.brief import brief
 from kvstore.errors import InvalidRequest
@@ -16,7 +18,7 @@ BOUND_BYTES_MIN = 1 << 20
 """Limit on the bound of a root that somebody asks for: less holds nothing, and is a size whose unit was forgotten."""
 
 DurabilityName = Literal["none", "everysec", "fsync"]
-WriteModeName = Literal["through", "behind", "around"]
+WriteModeName = Literal["through", "behind"]
 
 
 class Durability(enum.Enum):
@@ -51,14 +53,29 @@ class WriteMode(enum.Enum):
     """Acknowledged when the root has it; memory keeps a copy."""
     BEHIND = "behind"
     """Acknowledged when the node has the bytes, and written to the root soon; lost if the node is killed before."""
-    AROUND = "around"
-    """Acknowledged when the root has it; memory keeps it once it is read."""
+    UNCACHED = "through, uncached"
+    """Acknowledged when the root has it; memory keeps it once it is read. ``put(..., cache=False)``."""
 
     @classmethod
     def of(cls, value: WriteMode | str) -> WriteMode:
         """The mode with this name. Raises InvalidRequest."""
-        try:
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, str) and value in WRITE_NAMES:
             return cls(value)
-        except ValueError:
-            names = ", ".join(mode.value for mode in cls)
-            raise InvalidRequest(f"write={brief(value)}: expected one of {names}") from None
+        raise InvalidRequest(f"write={brief(value)}: expected one of {', '.join(WRITE_NAMES)}")
+
+    @classmethod
+    def of_put(cls, value: WriteMode | str | None, default: WriteMode | None, *, cache: bool) -> WriteMode | None:
+        """The mode of one put, None if the node decides. Raises InvalidRequest."""
+        if not isinstance(cache, bool | np.bool_):
+            raise InvalidRequest(f"cache={brief(cache)}: expected True or False")
+        mode = default if value is None else cls.of(value)
+        if cache:
+            return mode
+        if value is not None and mode is cls.BEHIND:
+            raise InvalidRequest("cache=False with write='behind': expected write='through', which needs no memory")
+        return cls.UNCACHED
+
+
+WRITE_NAMES: tuple[WriteModeName, ...] = get_args(WriteModeName)

@@ -93,7 +93,6 @@ class Orphans:
         - If we never saw an id alive (we have just begun, or its node has no session), a file goes once it is older
           than any put takes to publish it, by its time, or by ours since we noticed it.
         - A file that was never stamped goes at once: its writer was killed before.
-        - A file that recoding replaced has nothing to do with puts: it stays until the time in its name.
         """
         folders = [entry.name for entry in self._root.list(places.STAGING) if entry.stat is None]
         # Read also without a folder: a session that lives now may be dead, and have one, in the next round.
@@ -135,9 +134,6 @@ class Orphans:
         """True if nobody will come back for a staged file of a session that is not alive."""
         if entry.stat is None:
             return False
-        stays = places.replaced_stays(entry.name, now_s, self._timings.clock_margin_s)
-        if stays is not None:
-            return not stays
         noticed = self._since_noticed_s(Name(f"{folder}/{entry.name}")) >= self._timings.noticed_s
         never_stamped = was_never_stamped(entry.stat.mtime_ns, now_s)
         return is_dead or noticed or never_stamped or _is_old(entry, now_s, self._timings.staging_age_s)

@@ -66,9 +66,6 @@ class Control(Twin[control.Control]):
 
     lookup = awaited(control.Control.lookup)
     clear = _begins(control.Control.clear)
-    compress = _begins(control.Control.compress)
-    decompress = _begins(control.Control.decompress)
-    reencrypt = _begins(control.Control.reencrypt)
     prefetch = _begins(control.Control.prefetch)
     move = _begins(control.Control.move)
     release = _begins(control.Control.release)

@@ -1,9 +1,8 @@
-"""``kvstore clear``, ``compress``, ``decompress`` and ``reencrypt``: operations on a selection of chunks."""
+"""``kvstore clear``."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,7 @@ from kvstore.census.selection import Selection
 from kvstore.cli.access import Access, access_options
 from kvstore.cli.choosing import Asked, open_cache, selection_options
 from kvstore.cli.command import Command, check_failed
-from kvstore.cli.options import json_option, no_wait_option, worker_option
+from kvstore.cli.options import json_option
 from kvstore.cli.output import print_json, progress_to
 from kvstore.cli.rooted import check_pins_known
 from kvstore.cli.tickets import begin_and_follow
@@ -22,7 +21,6 @@ from kvstore.errors import InvalidRequest
 from kvstore.results import Cleared
 
 if TYPE_CHECKING:
-    from kvstore.client.control import Control, ControlTicket
     from kvstore.client.store import Store
     from kvstore.tickets import Ticket
 
@@ -86,70 +84,6 @@ def clear(
         _print(cleared, dry_run)
     if cleared.failed or cleared.unconfirmed:
         check_failed()
-
-
-@click.command(cls=Command, short_help="Compress stored chunks on the root.")
-@selection_options
-@no_wait_option
-@worker_option
-@access_options
-@json_option
-def compress(asked: Asked, no_wait: bool, worker: str | None, access: Access, as_json: bool) -> None:
-    """Compress the chunks of the namespace NAME, or those that match all given options, where that makes them smaller.
-
-    Lossless (byte planes, then zstd): readers get the same bytes. A worker does it, at a limited rate (`kvstore limits
-    recode_bytes_per_s_max=...`), and goes on if this command is stopped. New chunks are not compressed.
-
-    \b
-    Examples:
-      kvstore compress llama-3.1-8b --older-than 1d --connect 10.0.0.7:7070
-      kvstore compress --tenant acme --no-wait --etcd 10.0.0.5:2379
-    """
-    _recode(asked, no_wait, access, as_json, lambda control, chunks: control.compress(chunks, worker=worker))
-
-
-@click.command(cls=Command, short_help="Decompress stored chunks on the root.")
-@selection_options
-@no_wait_option
-@worker_option
-@access_options
-@json_option
-def decompress(asked: Asked, no_wait: bool, worker: str | None, access: Access, as_json: bool) -> None:
-    """Decompress the chunks of the namespace NAME, or those that match all given options.
-
-    \b
-    Example:
-      kvstore decompress llama-3.1-8b --connect 10.0.0.7:7070
-    """
-    _recode(asked, no_wait, access, as_json, lambda control, chunks: control.decompress(chunks, worker=worker))
-
-
-@click.command(cls=Command, short_help="Encrypt stored chunks with the current keys.")
-@selection_options
-@no_wait_option
-@worker_option
-@access_options
-@json_option
-def reencrypt(asked: Asked, no_wait: bool, worker: str | None, access: Access, as_json: bool) -> None:
-    """Encrypt the chunks of the namespace NAME, or those that match all given options, with the current keys.
-
-    The keys are those of the worker's key file (--keys). Plain chunks are encrypted, those with an old key get the
-    current one, and those of a tenant whose current key is null become plain.
-
-    An old key can be removed once this is done, its ticket counts no chunks_no_key, and every worker has the new key
-    file.
-
-    \b
-    Example:
-      kvstore reencrypt --tenant acme --connect 10.0.0.7:7070
-    """
-    _recode(asked, no_wait, access, as_json, lambda control, chunks: control.reencrypt(chunks, worker=worker))
-
-
-def _recode(
-    asked: Asked, no_wait: bool, access: Access, as_json: bool, begin: Callable[[Control, Selection], ControlTicket]
-) -> None:
-    begin_and_follow(access, as_json, not no_wait, lambda store, control: begin(control, asked.selection(store)))
 
 
 def _sure(asked: Asked, store: Store, yes: bool) -> Selection:

@@ -31,7 +31,7 @@ LEFT = ("failed_chunks", "unconfirmed_nodes")
 @access_options
 @json_option
 def tickets(watched: str | None, cancelled: str | None, access: Access, as_json: bool) -> None:
-    """List long-running operations of workers: clear, compress, decompress, reencrypt, prefetch, move, release.
+    """List long-running operations of workers: clear, prefetch, move, release.
 
     Each worker keeps its last 100 tickets in memory; a restart loses them. With --watch, exit code 1 if the ticket
     failed or was cancelled, or is a clear that left something behind.

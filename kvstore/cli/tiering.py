@@ -13,7 +13,7 @@ from kvstore.cli.declared import option
 from kvstore.cli.kinds import DURATION, SIZE, Size
 from kvstore.errors import InvalidRequest
 from kvstore.node.settings import MEMORY_BYTES_MIN, SYNC_S_MAX, SYNC_S_MIN, TierSettings
-from kvstore.writes import WriteMode
+from kvstore.writes import WRITE_NAMES, WriteMode
 
 
 class FolderSize(click.ParamType):  # type: ignore[type-arg]  # generic only in the newest click
@@ -49,19 +49,12 @@ class Tiers:
     )
     write: str = option(
         "--write",
-        type=click.Choice([mode.value for mode in WriteMode]),
+        type=click.Choice(WRITE_NAMES),
         default=WriteMode.BEHIND.value,
         show_default=True,
         help="With --memory, when a put is acknowledged: behind, once memory has it (a killed worker loses what "
-        "is not on the root yet); through and around, once the root has it. --durability everysec "
+        "is not on the root yet); through, once the root has it. --durability everysec "
         "and fsync always wait for the root.",
-    )
-    root_priority_min: int = option(
-        "--root-priority-min",
-        type=click.IntRange(0, 100),
-        default=0,
-        show_default=True,
-        help="With --memory: chunks put with a lower priority never reach the root, only memory and local disk.",
     )
     sync_interval_s: float = option(
         "--sync-interval",
@@ -77,16 +70,11 @@ class Tiers:
             raise InvalidRequest(f"--memory {size(self.memory)}: expected 0, or at least {size(MEMORY_BYTES_MIN)}")
         if self.disk is not None and not self.memory:
             raise InvalidRequest("--disk without --memory: chunks of a local disk are read through memory; give both")
-        if self.root_priority_min and not self.memory:
-            raise InvalidRequest(
-                "--root-priority-min without --memory: the root is the only place for chunks of a lower priority; "
-                "give --memory as well"
-            )
         if not SYNC_S_MIN <= self.sync_interval_s <= SYNC_S_MAX:
             raise InvalidRequest(
                 f"--sync-interval is {self.sync_interval_s:g} s: expected {SYNC_S_MIN:g} s to {SYNC_S_MAX:g} s"
             )
-        return TierSettings.of(self.memory, self.disk, self.write, self.root_priority_min, self.sync_interval_s)
+        return TierSettings.of(self.memory, self.disk, self.write, self.sync_interval_s)
 
     def of_worker(self, number: int) -> Tiers:
         """Returns the tiers of one of several workers on a host, each with its own folder on the local disk."""

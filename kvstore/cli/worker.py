@@ -53,6 +53,7 @@ class WorkerOptions:
         help="A new root gets 2^N folders: 8 suits ten million chunks, 12 a billion. An existing root keeps its own.",
     )
     keys_file: str | None = keys_option()
+    compress: bool = option("--compress", is_flag=True, help="Compress new chunks on the root, without loss.")
     label: str = option(
         "--label",
         default="",
@@ -84,6 +85,7 @@ class WorkerOptions:
             shard_bits=self.shard_bits,
             settings=self.tiers.settings(),
             keys=KeyFile(self.keys_file).load() if self.keys_file is not None else None,
+            compress=self.compress,
             label=self.label,
         )
 

@@ -54,12 +54,13 @@ class BlockCache:
         ttl: float | None = None,
         preset: Preset | None = None,
         write: WriteMode | WriteModeName | None = None,
+        cache: bool = True,
     ) -> list[bool]:
         """Stores each buffer under its key; returns True for each that is now in the store. First writer wins.
 
         The blocks are those of one prompt, in its order, and ``first`` is the index of the first of them: garbage
         collection takes a prompt's last blocks first, because an engine cannot use one without those before it.
-        ``priority``, ``ttl`` and ``preset`` say how long to keep the blocks, and ``write`` when this returns, as in
+        ``priority``, ``ttl`` and ``preset`` say how long to keep the blocks, and ``write`` and ``cache`` are as in
         ``Cache.put``. False means: the key has a block of another size, garbage collection is taking it, or
         (``write="behind"``) memory has no room. Raises Overloaded, PermissionDenied or Unavailable if the store could
         not take the blocks.
@@ -70,7 +71,7 @@ class BlockCache:
         """
         hints = Hints.of(priority, ttl, preset)
         checked = _checked_keys(keys)
-        mode = self._write if write is None else WriteMode.of(write)
+        mode = WriteMode.of_put(write, self._write, cache=cache)
         if isinstance(first, bool) or not isinstance(first, int | np.integer) or not 0 <= first <= FIRST_MAX:
             raise InvalidRequest(f"first={brief(first)}: expected a whole number from 0 to {FIRST_MAX}")
         ancestry = Ancestry(int(first), () if descents is NO_DESCENTS else _packed(checked, descents))

@@ -62,6 +62,7 @@ class Cache:
         ttl: float | None = None,
         preset: Preset | None = None,
         write: WriteMode | WriteModeName | None = None,
+        cache: bool = True,
     ) -> PutResult:
         """Stores the KV of ``tokens``; only full chunks are stored.
 
@@ -78,7 +79,7 @@ class Cache:
 
         On a node with memory ``write`` says when this returns: "behind" once memory has the chunks, which are written
         to the root soon after and lost if the node is killed before that; "through" once the root has them, with a copy
-        in memory; "around" once the root has them. The default is the namespace's, or else the node's.
+        in memory. The default is the namespace's, or else the node's. ``cache=False`` writes through without the copy.
 
         Raises Overloaded (no space, or too much at once: back off), PermissionDenied, Unavailable (not in time: retry).
         """
@@ -98,7 +99,7 @@ class Cache:
         array = source_array(kv, self.layout, len(ids) - int(prefix))
         first = int(prefix) // size
         source = planes_of(array, self.layout, first)
-        mode = self._write if write is None else WriteMode.of(write)
+        mode = WriteMode.of_put(write, self._write, cache=cache)
         with tracing.span("kvstore.put", tokens=len(ids)):
             return self._port.put(self.namespace, ids, first, source, hints, mode)
 

@@ -164,24 +164,6 @@ class Control:
         )
         return ControlTicket(self, self._ticket_of("ClearSelected", request, worker))
 
-    def compress(self, selection: Selection, *, deadline: float = 0.0, worker: str | None = None) -> ControlTicket:
-        """Compresses selected chunks on the root where that makes them smaller. Lossless: readers get the same bytes.
-
-        The ticket counts chunks, and bytes before and after.
-        """
-        return self._recode(selection, pb.RECODING_COMPRESS, deadline, worker)
-
-    def decompress(self, selection: Selection, *, deadline: float = 0.0, worker: str | None = None) -> ControlTicket:
-        """Decompresses selected chunks on the root."""
-        return self._recode(selection, pb.RECODING_DECOMPRESS, deadline, worker)
-
-    def reencrypt(self, selection: Selection, *, deadline: float = 0.0, worker: str | None = None) -> ControlTicket:
-        """Encrypts selected chunks with the current keys of the worker's key file, or decrypts them if it has none.
-
-        Old keys can be removed afterwards.
-        """
-        return self._recode(selection, pb.RECODING_REENCRYPT, deadline, worker)
-
     def prefetch(
         self,
         cache: HasNamespace,
@@ -319,13 +301,6 @@ class Control:
         return self._each("Health", b"", HEALTH_S, lambda raw: plain(pb.HealthResponse.FromString(raw)))
 
     # Calls
-
-    def _recode(
-        self, selection: Selection, recoding: pb.Recoding, deadline_s: float, worker: str | None
-    ) -> ControlTicket:
-        deadline_s = checked_seconds("deadline", deadline_s)
-        request = pb.RecodeRequest(selection=selection_message(selection), recoding=recoding, deadline_s=deadline_s)
-        return ControlTicket(self, self._ticket_of("Recode", request, worker))
 
     def _move(
         self,

@@ -74,19 +74,20 @@ class Segments:
         ttl: float | None = None,
         preset: Preset | None = None,
         write: WriteMode | WriteModeName | None = None,
+        cache: bool = True,
     ) -> PutResult:
         """Stores a segment: ``tokens`` without BOS, and their KV, computed alone behind BOS, keys not rotated.
 
         ``kv`` has shape ``(layers, 2, len(tokens), kv_heads, head_dim)`` and the layout's dtype: row 0 is that of
         ``tokens[0]``, the row of BOS is left out. K is as after its projection, bias and norm, before RoPE. Only full
-        chunks are stored. Retention and ``write`` are those of ``Cache.put``, and so are the errors.
+        chunks are stored. Retention, ``write`` and ``cache`` are those of ``Cache.put``, and so are the errors.
 
         KV of another context (cut out of a longer prompt, or blended) must not come here: it cannot be told apart.
         """
         hints = Hints.of(priority, ttl, preset)
         ids = token_array(tokens)
         planes = planes_of(source_array(kv, self.layout, len(ids)), self.layout)
-        mode = self._write if write is None else WriteMode.of(write)
+        mode = WriteMode.of_put(write, self._write, cache=cache)
         with tracing.span("kvstore.put_segment", tokens=len(ids)):
             return self._port.put(self.namespace, ids, 0, planes, hints, mode)
 

@@ -158,9 +158,9 @@ def open(
     memory: int = 0,
     disk: tuple[str, int] | None = None,
     write: WriteMode | WriteModeName = "behind",
-    root_priority_min: int = 0,
     label: str = "",
     keys: str | PathLike[str] | None = None,
+    compress: bool = False,
     max_bytes: int | Literal["auto"] | None = "auto",
     ttl: float | None = None,
 ) -> Store:
@@ -178,13 +178,14 @@ def open(
     ``memory`` is the size in bytes (16 MiB or more) of a memory tier for hot chunks: a ``get`` of those is a copy, a
     ``view`` none. ``disk`` is a folder of this process alone and its size in bytes: chunks that memory evicts go there
     if they were used more than once. With memory, ``write="behind"`` returns once memory has the chunks and writes them
-    to the root soon after (a killed process loses those not yet written); ``"through"`` and ``"around"`` wait for the
-    root, with or without a copy in memory. ``durability="everysec"`` and ``"fsync"`` always wait. Chunks of a priority
-    below ``root_priority_min`` never reach the root. See kvstore/memory/MEMORY.md.
+    to the root soon after (a killed process loses those not yet written); ``"through"`` waits for the
+    root and keeps a copy in memory. ``durability="everysec"`` and ``"fsync"`` always wait. See
+    kvstore/memory/MEMORY.md.
 
     ``label`` names a roll-out: it is recorded with all that this process writes, and ``kvstore clear --written-by
     label=...`` deletes exactly that. ``keys`` is a file with the keys of tenants whose chunks are encrypted on the root
-    and the local disk (kvstore/encodings/ENCODINGS.md); it is reloaded when it changes.
+    and the local disk (kvstore/encodings/ENCODINGS.md); it is reloaded when it changes. ``compress`` compresses new
+    chunks on the root.
 
     Raises RootMismatch (no such root, wrong mount, unknown version), PermissionDenied, Unavailable, InvalidRequest.
     """
@@ -198,9 +199,10 @@ def open(
         root_options=root_options,
         create=_checked_flag("create", create),
         shard_bits=shard_bits,
-        settings=TierSettings.of(memory, disk, write, root_priority_min),
+        settings=TierSettings.of(memory, disk, write),
         label=label,
         keys=None if keys is None else _loaded(keys),
+        compress=_checked_flag("compress", compress),
         asked=AskedBound.of(max_bytes, ttl),
     )
     return _store_of(member, str(root))
@@ -249,7 +251,7 @@ def connect(
     required only if etcd knows several. ``bulk`` is the path of chunk bytes: ``shared`` (memory and files of the same
     host), ``tcp`` (a separate connection), ``grpc``, or ``auto`` (the default): the first of these that works.
     ``write`` is the default write mode of puts: ``"behind"`` returns once a worker has the bytes (a chunk that it then
-    cannot store is lost, which is a miss), ``"through"`` and ``"around"`` once the root has them; None is the worker's
+    cannot store is lost, which is a miss), ``"through"`` once the root has them; None is the worker's
     default.
 
     ``tls=kvstore.ClientTls(ca_file, cert_file, key_file, server_name)`` is for workers with TLS, ``token_file=PATH``

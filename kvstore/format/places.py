@@ -47,8 +47,6 @@ RUN_ID_BYTES = 8
 PIN_ID_BYTES = 16
 SESSION_BYTES = 16
 NUMBER_DIGITS_MAX = 18
-REPLACED_S_MAX = 3600
-"""A file that recoding replaced stays no longer than this, whatever its name says: its writer's clock may be wrong."""
 OWNER_CHARACTERS_MAX = 128
 """Limit on a folder's name. A longer owner gets a digest, since no file system has room for what etcd allows."""
 
@@ -91,33 +89,6 @@ def staging_folder(session: bytes) -> Name:
 def staged(session: bytes, number: int) -> Name:
     """Returns a name that this session uses once."""
     return Name(f"{STAGING}/{session.hex()}/{number}.part")
-
-
-def replaced(session: bytes, number: int, until_s: int) -> Name:
-    """Returns the second name of a file that recoding replaced (rule W5); it must stay until ``until_s``, seconds since
-    1970.
-
-    The time is in the name because the file's mtime says when its chunk was last used.
-    """
-    return Name(f"{STAGING}/{session.hex()}/{number}.{until_s}.old")
-
-
-def parse_replaced(file_name: str) -> int | None:
-    """Returns until when a replaced file must stay, from the last part of its name; None for anything else."""
-    number, _, rest = file_name.partition(".")
-    until, _, suffix = rest.partition(".")
-    if suffix != "old" or not (number + until).isascii() or not (number.isdecimal() and until.isdecimal()):
-        return None
-    return int(until) if len(until) <= NUMBER_DIGITS_MAX else None
-
-
-def replaced_stays(file_name: str, now_s: float, clock_margin_s: float) -> bool | None:
-    """True if a replaced file must still stay at that time, by a clock that may be wrong by the margin.
-
-    None for any other name.
-    """
-    until_s = parse_replaced(file_name)
-    return None if until_s is None else 0 < until_s + clock_margin_s - now_s <= REPLACED_S_MAX
 
 
 def quarantined(address: Address, session: bytes, number: int) -> Name:

@@ -32,7 +32,6 @@ from kvstore.sources import Clock, Ids, RandomIds, SystemClock
 STAGING_AGE_S = 3600.0
 STAGING_GRACE_S = 120.0
 """A session may have begun after the list of live ones was read; its staged files are younger than this."""
-CLOCK_MARGIN_S = 60.0
 """Clocks of hosts may disagree by this."""
 REACH_MAX = 10_000_000
 WRITER_AGE_S = 30 * 86_400.0
@@ -196,10 +195,9 @@ class _Walk:
                     self._add(Kind.FOREIGN, file)
                     continue
                 detail = f"{entry.stat.size_bytes} bytes"
-                stays = places.replaced_stays(entry.name, now_s, CLOCK_MARGIN_S)
                 mtime_ns = entry.stat.mtime_ns
                 is_old = now_s - mtime_ns / NS_PER_S >= wanted_age_s or was_never_stamped(mtime_ns, now_s)
-                if stays is False or (stays is None and is_old):
+                if is_old:
                     self._add(Kind.ORPHAN_STAGING, file, detail, partial(self._repairer.remove, file))
                 else:
                     young = True

@@ -23,10 +23,9 @@ class Kind(enum.Enum):
     FOREIGN = "foreign"
     """Something that this store did not write. Never touched."""
     ORPHAN_STAGING = "orphan_staging"
-    """A file that a dead session staged and never published, or replaced by recoding and did not remove."""
+    """A file that a dead session staged and never published."""
     YOUNG_STAGING = "young_staging"
-    """Staged lately by a session that may live: perhaps a put in progress. Or replaced lately by recoding, while others
-    may hold it."""
+    """Staged lately by a session that may live: perhaps a put in progress."""
     QUARANTINED = "quarantined"
     """A file that was set aside; the detail says what is wrong with it, or that it is whole."""
     BAD_RECORD = "bad_record"

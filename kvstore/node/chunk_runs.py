@@ -107,7 +107,7 @@ class ChunkRuns:
         The run is written from ``sections``, or read into them if it ``fills``. Without sections it is looked at or
         mapped.
         """
-        if self._files is None or count < 1 or self._writer.encodings.encrypts(wanted.namespace.tenant):
+        if self._files is None or count < 1 or self._writer.encodings.encodes(wanted.namespace.tenant):
             return None
         if sections is None:
             return Run(self._files, self._shard_bits, wanted, first, count)
@@ -184,7 +184,7 @@ class ChunkRuns:
         files = None if self._files is None or self._files.direct else self._files
         if (
             not is_available()
-            or self._writer.encodings.encrypts(chain.namespace.tenant)
+            or self._writer.encodings.encodes(chain.namespace.tenant)
             or (files is None and not images.any())
         ):
             return None

@@ -75,7 +75,7 @@ class Chunks:
         self._shard_bits = shard_bits
         self._counters = counters
         self._writer = writer = ChunkWriter(session, numbers, incarnations, encodings, usage)
-        self.quarantine = Quarantine(root, writer, known, counters, clock)
+        self.quarantine = Quarantine(root, writer, known, counters)
         self.runs = ChunkRuns(root, shard_bits, writer, known, counters, self.quarantine.unreadable)
 
     def name(self, address: Address, namespace: NamespaceId) -> Name:

@@ -37,6 +37,9 @@ log = logging.getLogger(__name__)
 NAMESPACES_MAX = 1_024
 """Namespaces whose tenants a node knows: clients make as many as they like, of up to 280 KiB each."""
 
+GAIN_BYTES_MIN = PAGE_BYTES
+"""A chunk that compression makes smaller by less is stored as it is."""
+
 _SIZE_FIELD = slice(16, 20)
 
 
@@ -51,7 +54,11 @@ class NotDecodable(Exception):
 class Encodings:
     """The keys and encodings of one node. Thread-safe."""
 
-    def __init__(self, keys: KeyFile | None, counters: Counters, ids: Ids) -> None:
+    def __init__(self, keys: KeyFile | None, counters: Counters, ids: Ids, *, compress: bool = False) -> None:
+        """``compress``: chunks are compressed when they are written to the root. Raises InvalidRequest without zstd."""
+        if compress:
+            squeezing.check_available()
+        self._compress = compress
         self._keys = keys
         self._counters = counters
         self._ids = ids
@@ -78,16 +85,22 @@ class Encodings:
         """True if a tenant's writes are encrypted: then its chunks are not for native code, descriptors or mappings."""
         return self.key_of(tenant) is not None
 
+    def encodes(self, tenant: str) -> bool:
+        """True if a tenant's writes are compressed or encrypted: then its chunks are not for native code."""
+        return self._compress or self.encrypts(tenant)
+
     def pieces(self, expected: Expected, incarnation: Incarnation, sections: Pieces) -> list[memoryview]:
         """Encodes a chunk as it is written to a file now."""
         key = self.key_of(expected.tenant)
-        if key is None:
-            header = encode(expected, incarnation, list(map(checksum, sections)))
-            return [memoryview(header), *sections]
-        return self.encoded(expected, incarnation, sections, Wish(key=key))
+        if self._compress:
+            pieces = self._encoded(expected, incarnation, sections, Wish(True, key))
+            saved_bytes = expected.payload_bytes - byte_length(pieces[1:])
+            if saved_bytes >= GAIN_BYTES_MIN:
+                self._counters.add(NodeCount.COMPRESSED_SAVED_BYTES, saved_bytes)
+                return pieces
+        return self._encoded(expected, incarnation, sections, Wish(key=key))
 
-    def encoded(self, expected: Expected, incarnation: Incarnation, sections: Pieces, wish: Wish) -> list[memoryview]:
-        """Encodes a chunk as ``wish`` says."""
+    def _encoded(self, expected: Expected, incarnation: Incarnation, sections: Pieces, wish: Wish) -> list[memoryview]:
         if wish == PLAIN:
             header = encode(expected, incarnation, list(map(checksum, sections)))
             return [memoryview(header), *sections]

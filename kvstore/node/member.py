@@ -27,7 +27,6 @@ from kvstore.meta.namespaces import Namespaces
 from kvstore.meta.pins import PinQuota, Pins
 from kvstore.meta.pins import PinRecord as Ref
 from kvstore.meta.presence import Presence
-from kvstore.meta.session import live_sessions
 from kvstore.namespace import Namespace, NamespaceDigest
 from kvstore.node.clearing import Clearing, resolved
 from kvstore.node.clears import ClearsFollower
@@ -294,7 +293,6 @@ class Member:
     def expire(self) -> None:
         """Ends what is past its time: to be called now and then."""
         self.node.holds.expire()
-        self.node.expire_replaced()
         if self._pinned is not None:
             self._pinned.expire()
 
@@ -306,7 +304,7 @@ class Member:
             self._follower.close(CLOSE_S)
         if self.syncing is not None:
             self.syncing.close()
-        self.node.close(keep_replaced=self._has_others())
+        self.node.close()
         self.leave()
         self.presence.close()
         self.meta.close()
@@ -320,15 +318,6 @@ class Member:
             self.node.gc_view.usage.close()
             if self.collecting is not None:
                 self.collecting.close()
-
-    def _has_others(self) -> bool:
-        """True if other processes may hold what recoding replaced. On one host no collector may ever tidy up."""
-        if self.sharing is not Sharing.HOST:
-            return self.sharing is Sharing.CLUSTER
-        try:
-            return len(live_sessions(self.meta, self.keys, CLOSE_S)) > 1
-        except KVStoreError:
-            return True
 
     @contextmanager
     def _one_listing(self) -> Iterator[None]:

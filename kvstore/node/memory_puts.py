@@ -62,7 +62,7 @@ class Room:
     slots: list[Slot]
     """Empty once they are filled or given up."""
     hints: Hints
-    behind: WriteBehind | None
+    behind: WriteBehind
     """Has room reserved for the run as well."""
     claimed_bytes: int
     """Bytes it counts for until it is filled or given up."""
@@ -121,7 +121,7 @@ class MemoryPuts:
             self._memory.ready([slot for _, slot in slots])
         return Kept(there, [index - first for index, _ in slots])
 
-    def room(self, wanted: Wanted, first: int, count: int, hints: Hints, behind: WriteBehind | None) -> Room | None:
+    def room(self, wanted: Wanted, first: int, count: int, hints: Hints, behind: WriteBehind) -> Room | None:
         """Claims room for all of these chunks, for ``fill`` or ``give_up``.
 
         None if one is there, or finds no room, or if all rooms together would take more than their share of memory:
@@ -134,8 +134,7 @@ class MemoryPuts:
             self._claim_all(wanted, first, [False] * count, hints, behind, claimed)
         except BaseException:
             self._claims(-size_bytes)
-            if behind is not None:
-                behind.give_back(sum(slot.entry.size_bytes for _, slot in claimed))
+            behind.give_back(sum(slot.entry.size_bytes for _, slot in claimed))
             raise
         room = Room(wanted, first, [slot for _, slot in claimed], hints, behind, size_bytes)
         if len(claimed) == count:
@@ -165,8 +164,7 @@ class MemoryPuts:
         size_bytes, slots, room.slots = room.size_bytes, room.slots, []
         self._memory.drop(slots)
         self._claims(-room.claimed_bytes)
-        if room.behind is not None:
-            room.behind.give_back(size_bytes)
+        room.behind.give_back(size_bytes)
 
     def _claim_all(
         self,

@@ -227,8 +227,7 @@ class Moving:
         """Writes chunks that the root lacks, from memory or a tier above the root; returns how many leading ones are
         there.
 
-        The root lacks chunks of low priority (rule W4), those that could not be written in time, and those that it
-        lost.
+        The root lacks chunks that could not be written in time, and those that it lost.
         """
         memory, deadline = self._tiers.memory, self._deadline(move, self._limits.now.read_deadline_s)
         self._lanes.run(

@@ -44,7 +44,6 @@ from kvstore.node.moving import Moving
 from kvstore.node.namespaces import NamespaceRecords
 from kvstore.node.puts import Puts
 from kvstore.node.reading import Reading
-from kvstore.node.recoding import Recoder
 from kvstore.node.refresh import Refresher
 from kvstore.node.segment_indexes import SegmentIndexes
 from kvstore.node.settings import NO_TIERS, TierSettings
@@ -87,8 +86,9 @@ class Node:
         settings: TierSettings = NO_TIERS,
         label: str = "",
         keys: KeyFile | None = None,
+        compress: bool = False,
     ) -> None:
-        """``label`` is what an operator calls this roll-out; ``keys`` (loaded) say whose chunks are encrypted.
+        """``label`` names this roll-out; ``keys`` (loaded) say whose chunks are encrypted, ``compress`` applies to all.
 
         ``arena`` is open, and closed with the node; without one there are no tiers, whatever ``settings`` say.
         """
@@ -107,18 +107,14 @@ class Node:
         self.gc_view = View(Keys(identity.root), identity.shard_bits, self.known, self.counters)
         numbers = itertools.count()
         self._session = session = session or (lambda: self.id)
-        self.encodings = Encodings(keys, self.counters, ids)
+        self.encodings = Encodings(keys, self.counters, ids, compress=compress)
         self.incarnations = Incarnations(root, session, self.id, clock, ids, label)
         self._chunks = Chunks(
             root, identity.shard_bits, session, self.known, self.counters, clock, self.incarnations,
             numbers, self.encodings, self.gc_view.usage,
         )  # fmt: skip
         self._records = NamespaceRecords(root, session, numbers, clock)
-        self.recoder = Recoder(
-            root, self.encodings, self.incarnations, self.gc_view, self.counters, clock, session, numbers,
-            self._records.find, hold_max_s=limits.hold_max_s, durable=durable,
-        )  # fmt: skip
-        self.staging = Staging(root, self.recoder, session)
+        self.staging = Staging(root, session)
         self._refresher = Refresher(self._chunks, self.counters, limits.refresh_queue_max)
         self.holds = Holds(self.gc_view, limits, self.counters, clock, ids, self._refresher.used)
         self.tiers: TierStack | None = None
@@ -360,12 +356,6 @@ class Node:
         """Does something with the root on a lane, within the deadline of a write. Raises what it raises."""
         return self._lanes.run(work, self._deadline(None, self.limits.write_deadline_s))
 
-    def expire_replaced(self) -> None:
-        """Removes files that were replaced long enough ago, without waiting for it: to be called now and then."""
-        if self.recoder.has_asides:
-            with suppress(KVStoreError):  # a root that hangs: another time
-                self._lanes.start(1, lambda _: self.recoder.sweep())
-
     def space(self, deadline_s: float) -> Space:
         """What the root says of its room, as a look whether it answers. Raises Unavailable."""
         return self._lanes.run(self.root.space, self._deadline(None, deadline_s))
@@ -418,12 +408,8 @@ class Node:
             self.tiers.behind.flush(self.limits.flush_s)
         self._refresher.drain()
 
-    def close(self, timeout_s: float = 2.0, *, keep_replaced: bool = False) -> None:
-        """Ends holds and threads and removes what it staged, if the root answers in time. Idempotent.
-
-        With ``keep_replaced`` the files that recoding replaced stay as long as others may hold them, for a collector
-        to remove.
-        """
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Ends holds and threads and removes what it staged, if the root answers in time. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -434,7 +420,7 @@ class Node:
             self.tiers.close(timeout_s)
         self.segments.close(timeout_s)
         self._refresher.close(timeout_s)
-        self.staging.clear(self._lanes, timeout_s, keep_replaced=keep_replaced)
+        self.staging.clear(self._lanes, timeout_s)
         self._lanes.close(timeout_s)
         self.root.close()
 

@@ -73,12 +73,13 @@ def open_member(
     settings: TierSettings = NO_TIERS,
     label: str = "",
     keys: KeyFile | None = None,
+    compress: bool = False,
     asked: AskedBound = NOT_BOUNDED,
 ) -> Member:
     """A node on the root at ``url``, in the cluster of ``etcd`` if given. Raises as ``kvstore.open`` says."""
     check_place(url, root_options)
     check_access(etcd, etcd_tls, etcd_user)
-    options = NodeOptions(durability, settings, label, keys)
+    options = NodeOptions(durability, settings, label, keys, compress)
     limits, clock, ids = limits or Limits(), SystemClock(), RandomIds()
     if etcd and asked.is_explicit:
         raise _not_bounded(url, "a cluster has collectors of its own")
@@ -204,6 +205,7 @@ def _node_of(
         settings=options.tiers,
         label=options.label,
         keys=options.keys,
+        compress=options.compress,
     )
 
 

@@ -115,7 +115,7 @@ class Puts:
                 "a segment is put from its first token on, behind BOS alone: give all of its KV at once"
             )
         self.view.check_room(sum(sizes_of(wanted)[first:]))
-        mode = self.mode(write, hints)
+        mode = self.mode(write)
         if mode is WriteMode.BEHIND:
             self.view.usage.reserve().release()  # or memory would take what the root has no room for
         self.counters.add(NodeCount.REQUESTS_PUT)
@@ -147,9 +147,9 @@ class Puts:
         there = np.arange(len(chain)) < (present if root is None else begin)
         return Write(self, chain, first, there, mode, hints, root, refused=root is None)
 
-    def mode(self, asked: WriteMode | None, hints: Hints = DEFAULT) -> WriteMode:
+    def mode(self, asked: WriteMode | None) -> WriteMode:
         """Returns how a put is acknowledged here."""
-        return self.tiers.mode(asked, hints) if self.tiers is not None else WriteMode.AROUND
+        return self.tiers.mode(asked) if self.tiers is not None else WriteMode.UNCACHED
 
     def begin_rest(self, wanted: Wanted, first: int, hints: Hints, deadline: Deadline) -> RootWrite | None:
         """Begins to put on the root what memory did not take; None if its parents are not there."""

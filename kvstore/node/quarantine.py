@@ -20,7 +20,6 @@ from kvstore.node.known import Known
 from kvstore.node.unreadable import Unreadable
 from kvstore.node.verify import plain, verify_whole
 from kvstore.root.interface import Root
-from kvstore.sources import Clock
 
 _DAMAGE = {damage: NodeCount[f"DAMAGE_{damage.name}"] for damage in Damage}
 
@@ -28,12 +27,12 @@ _DAMAGE = {damage: NodeCount[f"DAMAGE_{damage.name}"] for damage in Damage}
 class Quarantine:
     """The files of one root that this node sets aside. Called on lanes only."""
 
-    def __init__(self, root: Root, writer: ChunkWriter, known: Known, counters: Counters, clock: Clock) -> None:
+    def __init__(self, root: Root, writer: ChunkWriter, known: Known, counters: Counters) -> None:
         self._root = root
         self._writer = writer
         self._known = known
         self._counters = counters
-        self.unreadable = Unreadable(root, clock)
+        self.unreadable = Unreadable(root)
 
     def set_aside(self, expected: Expected, name: Name, damage: Damage) -> None:
         """Moves a damaged file away from its name, so that the next put can repair it. Never raises.
@@ -61,7 +60,7 @@ class Quarantine:
     def settle(self, address: Address, name: Name) -> None:
         """Reads the file of an ``unreadable`` chunk again, and sets it aside if that fails too often.
 
-        Raises the root's error if the file stays and nobody can read it.
+        Raises the root's error, naming the file, if it can be neither read nor renamed.
         """
         self._known.forget(address)
         self.unreadable.settle(address, name, lambda: self._set_unreadable_aside(address, name))

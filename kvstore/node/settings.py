@@ -12,7 +12,6 @@ from kvstore.checks import FLOAT_MAX, is_whole, number
 from kvstore.encodings.keys import KeyFile
 from kvstore.errors import InvalidRequest
 from kvstore.format.lineage import check_label
-from kvstore.hints import PRIORITY_MAX
 from kvstore.meta.session import TTL_S
 from kvstore.writes import BOUND_BYTES_MIN, Durability, WriteMode
 
@@ -35,25 +34,16 @@ class TierSettings:
     disk_bytes: int = 0
     write: WriteMode = WriteMode.BEHIND
     """The write mode of puts that name none."""
-    root_priority_min: int = 0
-    """Chunks of a lower priority (``Hints``) never reach the root (rule W4)."""
     sync_interval_s: float = 1.0
     """Shortest time between two reports of this node's memory to its peers."""
 
     def __post_init__(self) -> None:
         if self.memory_bytes and self.memory_bytes < MEMORY_BYTES_MIN:
             raise InvalidRequest(f"memory={size(self.memory_bytes)}: expected 0, or at least {size(MEMORY_BYTES_MIN)}")
-        if self.root_priority_min and not self.memory_bytes:
-            raise InvalidRequest(
-                f"root_priority_min={self.root_priority_min} without memory: the root is the only place for chunks "
-                "of a lower priority; give memory as well"
-            )
         if self.disk_folder and not self.memory_bytes:
             raise InvalidRequest("disk without memory: chunks of a local disk are read through memory; give both")
         if self.disk_folder and self.disk_bytes < DISK_BYTES_MIN:
             raise InvalidRequest(f"disk of {size(self.disk_bytes)}: expected at least {size(DISK_BYTES_MIN)}")
-        if not 0 <= self.root_priority_min <= PRIORITY_MAX:
-            raise InvalidRequest(f"root_priority_min={self.root_priority_min}: expected 0 to {PRIORITY_MAX}")
         if not SYNC_S_MIN <= self.sync_interval_s <= SYNC_S_MAX:
             raise InvalidRequest(
                 f"sync_interval={self.sync_interval_s}: expected {SYNC_S_MIN:g} to {SYNC_S_MAX:g} seconds"
@@ -65,15 +55,12 @@ class TierSettings:
         memory: int = 0,
         disk: tuple[str, int] | None = None,
         write: WriteMode | str = WriteMode.BEHIND,
-        root_priority_min: int = 0,
         sync_interval_s: float = 1.0,
     ) -> TierSettings:
         """Makes settings from what callers give, whatever its type. Raises InvalidRequest."""
-        memory_bytes, priority_min = _size(memory), _size(root_priority_min)
+        memory_bytes = _size(memory)
         if memory_bytes is None:
             raise InvalidRequest(f"memory={brief(memory)}: expected a whole number of bytes, such as 8 << 30 for 8 GiB")
-        if priority_min is None:
-            raise InvalidRequest(f"root_priority_min={brief(root_priority_min)}: expected a whole number")
         folder, size_bytes = "", 0
         if disk is not None:
             match disk:
@@ -83,7 +70,7 @@ class TierSettings:
                     raise InvalidRequest(
                         f'disk={brief(disk)}: expected a folder and bytes, such as ("/nvme/kv", 200 << 30)'
                     )
-        return cls(memory_bytes, folder, size_bytes, WriteMode.of(write), priority_min, sync_interval_s)
+        return cls(memory_bytes, folder, size_bytes, WriteMode.of(write), sync_interval_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +127,8 @@ class NodeOptions:
     """The name of the roll-out that this node belongs to."""
     keys: KeyFile | None = None
     """Says whose chunks are encrypted; loaded."""
+    compress: bool = False
+    """Compress new chunks on the root."""
     session_ttl_s: int = TTL_S
     """A session lives so long without etcd, from 2 to 3,600 s. Then the node protects nothing until it has a new one;
     sweeps wait as long for a node that is gone. The simulation has a longer one."""

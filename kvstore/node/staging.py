@@ -1,7 +1,4 @@
-"""The staging folders of one node: that of its session, and those of its earlier sessions.
-
-Separate from the staged files, which puts and recoding look after: this module clears what a node leaves at its end.
-"""
+"""The staging folders of one node: that of its session, and those of its earlier sessions."""
 
 from __future__ import annotations
 
@@ -11,7 +8,6 @@ from collections.abc import Callable
 from kvstore.errors import KVStoreError
 from kvstore.format import places
 from kvstore.node.lanes import Lanes, moved_on
-from kvstore.node.recoding import Recoder
 from kvstore.root.interface import Root
 
 BEFORE_MAX = 64
@@ -23,9 +19,8 @@ WAITS_MAX = 10
 class Staging:
     """The folders of one node. ``session`` returns the id under which it stages now."""
 
-    def __init__(self, root: Root, recoder: Recoder, session: Callable[[], bytes]) -> None:
+    def __init__(self, root: Root, session: Callable[[], bytes]) -> None:
         self._root = root
-        self._recoder = recoder
         self._session = session
         self._before: deque[bytes] = deque(maxlen=BEFORE_MAX)
         self._looked_at_count = 0
@@ -34,15 +29,14 @@ class Staging:
         """Notes that nothing more is staged under this id."""
         self._before.append(session)
 
-    def clear(self, lanes: Lanes, timeout_s: float, *, keep_replaced: bool) -> None:
+    def clear(self, lanes: Lanes, timeout_s: float) -> None:
         """Removes, at the node's end, staged files that it will not publish, and its folders if they are empty.
 
-        With ``keep_replaced`` the files that recoding replaced stay as long as others may hold them. Waits for
-        ``timeout_s``, and longer while files are being removed. Never raises KVStoreError: a collector or ``fsck``
-        later clears what stays on a root that hangs or refuses.
+        Waits for ``timeout_s``, and longer while files are being removed. Never raises KVStoreError: a collector or
+        ``fsck`` later clears what stays on a root that hangs or refuses.
         """
         try:
-            batch = lanes.start(1, lambda _: self._clear(keep_replaced))
+            batch = lanes.start(1, lambda _: self._clear())
         except KVStoreError:
             return
         for _ in range(WAITS_MAX):
@@ -51,15 +45,13 @@ class Staging:
                 break
         batch.stop()
 
-    def _clear(self, keep_replaced: bool) -> bool:
-        self._recoder.sweep(even_held=not keep_replaced)
+    def _clear(self) -> bool:
         for session in {*self._before, self._session()}:
             folder = places.staging_folder(session)
             for entry in list(self._root.list(folder)):
                 # It belongs to a put that was cut off. If that put goes on all the same, it finds its file gone and
                 # fails.
-                if places.parse_replaced(entry.name) is None:
-                    self._root.discard(places.Name(f"{folder}/{entry.name}"))
+                self._root.discard(places.Name(f"{folder}/{entry.name}"))
                 self._looked_at_count += 1
                 moved_on()
             self._root.remove_folder(folder)

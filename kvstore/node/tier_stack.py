@@ -102,16 +102,10 @@ class TierStack:
         """Puts other nodes' memory between ours and the disk."""
         self.below.insert(0, peers)
 
-    def mode(self, asked: WriteMode | None, hints: Hints) -> WriteMode:
+    def mode(self, asked: WriteMode | None) -> WriteMode:
         """How a put is done here."""
-        if not self.reaches_root(hints):
-            return WriteMode.BEHIND  # whatever was asked for, memory is all that it gets (rule W4)
         mode = asked or self.settings.write
         return WriteMode.THROUGH if self._waits and mode is WriteMode.BEHIND else mode
-
-    def reaches_root(self, hints: Hints) -> bool:
-        """Whether chunks with such hints may be written to the root at all (rule W4)."""
-        return hints.priority >= self.settings.root_priority_min
 
     def keep(self, wanted: Wanted, first: int, count: int, source: Sections, hints: Hints, deadline: Deadline) -> Kept:
         """Copies chunks that the root has into memory as well, as far as there is room and time."""
@@ -124,12 +118,8 @@ class TierStack:
     def absorb(
         self, wanted: Wanted, first: int, count: int, source: Sections, hints: Hints, deadline: Deadline
     ) -> Kept:
-        """Copies chunks into memory that are written to the root later (rules W1, W4); fewer where there is no room."""
+        """Copies chunks into memory that are written to the root later (rule W1); fewer where there is no room."""
         self.filling(wanted)
-        if not self.reaches_root(hints):
-            kept = self._puts.keep(wanted, first, count, source, hints, deadline)
-            self._record()  # no put on the root ever will
-            return kept
         kept = self._puts.keep(wanted, first, count, source, hints, deadline, self.behind)
         if kept.fresh:
             # From the first that is fresh on: its parents are on the root, or in the queue before it.
@@ -142,14 +132,13 @@ class TierStack:
     def room(self, wanted: Wanted, first: int, count: int, hints: Hints) -> Room | None:
         """Claims room for a whole run that is on its way, for ``fill`` or ``give_up``; as ``absorb`` does."""
         self.filling(wanted)
-        return self._puts.room(wanted, first, count, hints, self.behind if self.reaches_root(hints) else None)
+        return self._puts.room(wanted, first, count, hints, self.behind)
 
     def fill(self, room: Room) -> None:
         """Makes the chunks of a room, whose sections are in place, ready; they are written to the root later."""
         count, size_bytes = len(room.slots), room.size_bytes
         self._puts.fill(room)
-        if room.behind is not None:
-            room.behind.add(_leading(room.wanted, room.first + count), room.first, count, room.hints, size_bytes)
+        self.behind.add(_leading(room.wanted, room.first + count), room.first, count, room.hints, size_bytes)
         self._record()
 
     def give_up(self, room: Room) -> None:

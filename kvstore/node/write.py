@@ -247,7 +247,7 @@ class Write:
                 left = left if memory.is_taken(self._wanted, int(left[0])) else left[:0]
             else:
                 left = left[[memory.is_taken(self._wanted, index) for index in left.tolist()]]
-        if left.size and self._root is None and self._tiers.reaches_root(self._hints):
+        if left.size and self._root is None:
             with suppress(KVStoreError):
                 self._root = self._owner.begin_rest(self._wanted, int(left[0]), self._hints, deadline)
         return left if self._root is not None else left[:0]

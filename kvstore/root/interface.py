@@ -169,16 +169,6 @@ class Root(Protocol):
         """
         ...
 
-    def replace(self, staged: Name, name: Name, seen: Seen, aside: Name, *, durable: bool) -> bool:
-        """Gives a staged file the name of another file, if that is still the one that ``look`` found. For rule W5
-        alone.
-
-        If it is not, returns False and changes nothing. The staged name is gone afterwards. At every moment one of the
-        two files has the name. The replaced file keeps the name ``aside``, which nobody else uses, in the staged file's
-        folder, until it is removed: it may be open or mapped elsewhere. Raises InvalidRequest if the root cannot.
-        """
-        ...
-
     def make_folder(self, name: Name) -> None:
         """Makes a folder, and those above it; no error if it exists."""
         ...

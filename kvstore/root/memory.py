@@ -200,23 +200,6 @@ class MemoryRoot:
             self._delete(name)
         return True
 
-    def replace(self, staged: Name, name: Name, seen: Seen, aside: Name, *, durable: bool) -> bool:
-        if self._objects:
-            raise InvalidRequest(f"{self.url} is an object store: files are not replaced there")
-        with self.files.lock:
-            new, old = self.files.find(staged), self.files.find(name)
-            if new is None:
-                raise Unavailable(f"could not replace {name}: the staged file {staged} is gone")
-            if old is None or (old.content[: len(seen.prefix)], len(old.content)) != (
-                seen.prefix,
-                seen.stat.size_bytes,
-            ):
-                return False
-            self.files.write(aside, old)
-            self.files.write(name, new)
-            self._delete(staged)
-        return True
-
     def make_folder(self, name: Name) -> None:
         if self._objects:
             return

@@ -160,11 +160,6 @@ class ObjectRoot:
         with translated("remove", self._at(name)):
             return self._remote.delete_if(self._at(name), seen.tag)
 
-    def replace(self, staged: Name, name: Name, seen: Seen, aside: Name, *, durable: bool) -> bool:
-        raise InvalidRequest(
-            f"{self.url} is an object store: files are not replaced there; clear the namespace, and put it again"
-        )
-
     def make_folder(self, name: Name) -> None:
         """Does nothing: object stores have names only, and where folders are real, writing makes them."""
 

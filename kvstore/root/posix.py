@@ -29,8 +29,7 @@ only. Native code has the same two."""
 class PosixRoot:
     """A folder. ``step`` is called at named points between system calls, so that a test can stop there.
 
-    The points are stage.created, stage.written, stage.complete, publish.before, publish.linked, publish.done,
-    replace.before, replace.done.
+    The points are stage.created, stage.written, stage.complete, publish.before, publish.linked, publish.done.
 
     ``direct``: native reads of uncached data go around the page cache (O_DIRECT), if the file system can.
     """
@@ -157,27 +156,6 @@ class PosixRoot:
                 else:
                     return True
         return False
-
-    def replace(self, staged: Name, name: Name, seen: Seen, aside: Name, *, durable: bool) -> bool:
-        path, kept = self._at(name), self._at(aside)
-        with translated("replace", path):
-            try:
-                os.link(path, kept, follow_symlinks=False)
-            except OSError as cause:
-                if cause.errno in MISSING_ERRORS:
-                    return False  # the folder of ``aside`` exists, because the staged file lies in it
-                raise
-            # Look under the name that nobody else uses: another file may have taken the first name meanwhile.
-            found = self.look(aside, len(seen.prefix))
-            if found is None or (found.prefix, found.stat.size_bytes) != (seen.prefix, seen.stat.size_bytes):
-                self.remove(aside)
-                return False
-            self._step("replace.before")
-            os.rename(self._at(staged), path)
-            self._step("replace.done")
-            if durable:
-                _sync_folder(os.path.dirname(path))
-        return True
 
     def make_folder(self, name: Name) -> None:
         path = self._at(name)

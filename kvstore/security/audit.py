@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from functools import partial
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from kvstore.background import Tasks
 from kvstore.errors import InvalidRequest
@@ -51,15 +53,14 @@ class AuditLog:
         self._bytes_max = bytes_max
         self._kept_max = kept_max
         self._tasks: Tasks | None = None
-        self._fd = -1
-        self._size_bytes = 0
+        self._file: _PrivateFile | None = None
 
     def open(self) -> None:
         """Opens the file. Raises InvalidRequest if it cannot be written."""
         if self._path is None or self._tasks is not None:
             return
         try:
-            self._open(self._path)
+            self._file = _PrivateFile(self._path, self._bytes_max, self._kept_max, self._lost)
         except OSError as cause:
             raise InvalidRequest(
                 f"cannot write the audit log {str(self._path)!r}: {cause.strerror or cause}"
@@ -72,7 +73,10 @@ class AuditLog:
         line = json.dumps({name: _short(value) for name, value in entry.items() if value is not None})
         if self._tasks is None:
             log.info("audit %s", line)
-        elif not self._tasks.submit(partial(self._append_line, line.encode() + b"\n")):
+            return
+        assert self._file is not None, "the thread starts with a file"
+        record = logging.LogRecord(log.name, logging.INFO, "", 0, line, None, None)
+        if not self._tasks.submit(partial(self._file.emit, record)):
             self.on_lost()
 
     def flush(self, timeout_s: float) -> bool:
@@ -84,47 +88,27 @@ class AuditLog:
         tasks, self._tasks = self._tasks, None
         if tasks is not None and not tasks.close(timeout_s):
             return  # the disk hangs, and the thread with it
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        if self._file is not None:
+            self._file.close()
 
-    # On the writing thread
-
-    def _append_line(self, line: bytes) -> None:
-        assert self._path is not None, "the thread starts with a file"
-        try:
-            self._append(self._path, line)
-        except OSError as error:
-            log.error("audit.not_written %s: %s", self._path, error)
-            self.on_lost()
-
-    def _append(self, path: Path, line: bytes) -> None:
-        if self._size_bytes and self._size_bytes + len(line) > self._bytes_max:
-            self._rotate(path)
-        if self._fd < 0:
-            self._open(path)
-        left = memoryview(line)
-        while left:
-            count = os.write(self._fd, left)
-            self._size_bytes += count
-            left = left[count:]
-
-    def _rotate(self, path: Path) -> None:
-        fd, self._fd = self._fd, -1
-        os.close(fd)
-        for number in range(self._kept_max - 1, 0, -1):
-            older = _numbered(path, number)
-            if older.exists():
-                older.replace(_numbered(path, number + 1))
-        path.replace(_numbered(path, 1))
-
-    def _open(self, path: Path) -> None:
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        self._size_bytes = os.fstat(self._fd).st_size
+    def _lost(self) -> None:
+        self.on_lost()
 
 
-def _numbered(path: Path, number: int) -> Path:
-    return path.with_name(f"{path.name}.{number}")
+class _PrivateFile(RotatingFileHandler):
+    """The rotated files, which only their owner may read."""
+
+    def __init__(self, path: Path, bytes_max: int, kept_max: int, on_lost: Callable[[], None]) -> None:
+        super().__init__(path, maxBytes=bytes_max, backupCount=kept_max, encoding="ascii")
+        self._on_lost = on_lost
+
+    def _open(self) -> TextIO:
+        fd = os.open(self.baseFilename, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        return os.fdopen(fd, self.mode, encoding=self.encoding)
+
+    def handleError(self, _: logging.LogRecord) -> None:
+        log.error("audit.not_written %s: %s", self.baseFilename, sys.exc_info()[1])
+        self._on_lost()
 
 
 def _short(value: Any) -> Any:

@@ -74,7 +74,6 @@ PERMISSIONS: dict[str, Permission] = {
     "Control.Lookup": _READ,
     "Control.BeginMove": Permission(Role.WRITE, Scope.TENANT, audited=True),
     "Control.ClearSelected": _STEER,
-    "Control.Recode": _STEER,
     "Control.ListTickets": _LIST,
     "Control.WatchTicket": _READ,
     "Control.CancelTicket": _STEER,

@@ -8,13 +8,6 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class Recoding(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    RECODING_UNSPECIFIED: _ClassVar[Recoding]
-    RECODING_COMPRESS: _ClassVar[Recoding]
-    RECODING_DECOMPRESS: _ClassVar[Recoding]
-    RECODING_REENCRYPT: _ClassVar[Recoding]
-
 class TicketState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     TICKET_UNSPECIFIED: _ClassVar[TicketState]
@@ -23,10 +16,6 @@ class TicketState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TICKET_DONE: _ClassVar[TicketState]
     TICKET_FAILED: _ClassVar[TicketState]
     TICKET_CANCELLED: _ClassVar[TicketState]
-RECODING_UNSPECIFIED: Recoding
-RECODING_COMPRESS: Recoding
-RECODING_DECOMPRESS: Recoding
-RECODING_REENCRYPT: Recoding
 TICKET_UNSPECIFIED: TicketState
 TICKET_WAITING: TicketState
 TICKET_RUNNING: TicketState
@@ -145,16 +134,6 @@ class ClearSelectedRequest(_message.Message):
     pinned: bool
     deadline_s: float
     def __init__(self, selection: _Optional[_Union[Selection, _Mapping]] = ..., dry_run: bool = ..., pinned: bool = ..., deadline_s: _Optional[float] = ...) -> None: ...
-
-class RecodeRequest(_message.Message):
-    __slots__ = ("selection", "recoding", "deadline_s")
-    SELECTION_FIELD_NUMBER: _ClassVar[int]
-    RECODING_FIELD_NUMBER: _ClassVar[int]
-    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
-    selection: Selection
-    recoding: Recoding
-    deadline_s: float
-    def __init__(self, selection: _Optional[_Union[Selection, _Mapping]] = ..., recoding: _Optional[_Union[Recoding, str]] = ..., deadline_s: _Optional[float] = ...) -> None: ...
 
 class BeginMoveRequest(_message.Message):
     __slots__ = ("namespace", "prompts", "act", "tier", "deadline_s")

@@ -44,11 +44,6 @@ class ControlStub(object):
                 request_serializer=kvstore_dot_v1_dot_control__pb2.ClearSelectedRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1_dot_control__pb2.TicketResponse.FromString,
                 _registered_method=True)
-        self.Recode = channel.unary_unary(
-                '/kvstore.v1.Control/Recode',
-                request_serializer=kvstore_dot_v1_dot_control__pb2.RecodeRequest.SerializeToString,
-                response_deserializer=kvstore_dot_v1_dot_control__pb2.TicketResponse.FromString,
-                _registered_method=True)
         self.BeginMove = channel.unary_unary(
                 '/kvstore.v1.Control/BeginMove',
                 request_serializer=kvstore_dot_v1_dot_control__pb2.BeginMoveRequest.SerializeToString,
@@ -105,14 +100,6 @@ class ControlServicer(object):
     def ClearSelected(self, request, context):
         """Deletes what a selection names, on the root and from the memory and disks of all workers; a ticket.  Pinned chunks
         stay, and are counted, unless the request says otherwise.  INVALID_ARGUMENT for a selection that names nothing.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Recode(self, request, context):
-        """Rewrites what a selection names on the root in another encoding (kvstore/format/FORMAT.md); a ticket.  Whoever reads
-        meanwhile reads the old or the new, which are the same to them, or has a miss.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -192,11 +179,6 @@ def add_ControlServicer_to_server(servicer, server):
             'ClearSelected': grpc.unary_unary_rpc_method_handler(
                     servicer.ClearSelected,
                     request_deserializer=kvstore_dot_v1_dot_control__pb2.ClearSelectedRequest.FromString,
-                    response_serializer=kvstore_dot_v1_dot_control__pb2.TicketResponse.SerializeToString,
-            ),
-            'Recode': grpc.unary_unary_rpc_method_handler(
-                    servicer.Recode,
-                    request_deserializer=kvstore_dot_v1_dot_control__pb2.RecodeRequest.FromString,
                     response_serializer=kvstore_dot_v1_dot_control__pb2.TicketResponse.SerializeToString,
             ),
             'BeginMove': grpc.unary_unary_rpc_method_handler(
@@ -293,33 +275,6 @@ class Control(object):
             target,
             '/kvstore.v1.Control/ClearSelected',
             kvstore_dot_v1_dot_control__pb2.ClearSelectedRequest.SerializeToString,
-            kvstore_dot_v1_dot_control__pb2.TicketResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Recode(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvstore.v1.Control/Recode',
-            kvstore_dot_v1_dot_control__pb2.RecodeRequest.SerializeToString,
             kvstore_dot_v1_dot_control__pb2.TicketResponse.FromString,
             options,
             channel_credentials,

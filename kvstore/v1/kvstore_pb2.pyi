@@ -12,7 +12,7 @@ class Write(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WRITE_UNSPECIFIED: _ClassVar[Write]
     WRITE_THROUGH: _ClassVar[Write]
     WRITE_BEHIND: _ClassVar[Write]
-    WRITE_AROUND: _ClassVar[Write]
+    WRITE_UNCACHED: _ClassVar[Write]
 
 class Order(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -36,7 +36,7 @@ class Tier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
 WRITE_UNSPECIFIED: Write
 WRITE_THROUGH: Write
 WRITE_BEHIND: Write
-WRITE_AROUND: Write
+WRITE_UNCACHED: Write
 ORDER_UNSPECIFIED: Order
 ORDER_CHUNKS: Order
 ORDER_LAYERS: Order

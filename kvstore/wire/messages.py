@@ -53,7 +53,7 @@ _WRITES: dict[WriteMode | None, pb.Write] = {
     None: pb.WRITE_UNSPECIFIED,
     WriteMode.THROUGH: pb.WRITE_THROUGH,
     WriteMode.BEHIND: pb.WRITE_BEHIND,
-    WriteMode.AROUND: pb.WRITE_AROUND,
+    WriteMode.UNCACHED: pb.WRITE_UNCACHED,
 }
 
 
@@ -169,7 +169,7 @@ def write_of(message: int) -> WriteMode | None:
     for write, sent in _WRITES.items():
         if sent == message:
             return write
-    raise InvalidRequest(f"write is {message}: expected WRITE_THROUGH (1), WRITE_BEHIND (2) or WRITE_AROUND (3)")
+    raise InvalidRequest(f"write is {message}: expected WRITE_THROUGH (1), WRITE_BEHIND (2) or WRITE_UNCACHED (3)")
 
 
 def pack_tokens(tokens: TokenArray) -> bytes:

@@ -48,8 +48,6 @@ class WorkerLimits:
     """
     hold_tokens_max: int = 1 << 28
     """Tokens of all held prompts together, 4 bytes each."""
-    recode_bytes_per_s_max: float = 256 << 20
-    """Rate at which tickets compress or re-encrypt chunks, counted as read: clients need the root as well."""
     health_period_s: float = 0.5
     """Interval between two looks at whether the root still answers."""
 

@@ -141,7 +141,7 @@ def eventually_within(seconds: float, condition: Callable[[], bool]) -> None:
 def test_nothing_fires_while_all_is_well_and_every_metric_is_documented(scene: Scene) -> None:
     store, cache = cache_of(scene.worker)
     with store:
-        cache.put(tokens(1, 8), kv(8), write="around")
+        cache.put(tokens(1, 8), kv(8), cache=False)
         assert cache.match(tokens(1, 8)) == len(tokens(1, 8))
         assert cache.get(tokens(1, 8))[0] == len(tokens(1, 8))
     eventually_within(30.0, lambda: len(scene.prometheus.query("up == 1")) == 3)
@@ -335,7 +335,7 @@ def test_a_node_that_announces_nothing_and_then_no_collector(scene: Scene) -> No
         )
         scene.prometheus.watch("collectors", [greedy.said["metrics"]])
         with stopped(scene.plain.child.pid):  # until its session ends
-            cache.put(tokens(5, 8), kv(8), write="around")
+            cache.put(tokens(5, 8), kv(8), cache=False)
             scene.prometheus.wait_fired("KVStoreGcBlocked")
     greedy.end()
     scene.prometheus.wait_fired("KVStoreGcNotRunning")

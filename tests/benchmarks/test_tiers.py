@@ -20,7 +20,6 @@ from kvstore.hints import DEFAULT
 from kvstore.memory.policy import DEFAULT_POLICY, POLICIES
 from kvstore.replay.generate import KINDS, generate
 from kvstore.replay.trace import write_trace
-from kvstore.writes import WriteModeName
 
 TRACES = [part for part in os.environ.get("KVSTORE_TEST_TRACES", "").split(":") if part]
 """Paths of production traces, separated by colons; without any, generated ones are judged."""
@@ -79,9 +78,9 @@ def test_lru_in_memory_finds_what_a_plain_lru_finds(tmp_path: Path, kind: str, s
     assert counts.memory == found > 0
 
 
-@pytest.mark.parametrize("write", ["behind", "through", "around"])
+@pytest.mark.parametrize("write", ["behind", "through", "uncached"])
 @pytest.mark.parametrize("policy", list(POLICIES))
-def test_every_block_asked_for_is_counted_once(tmp_path: Path, policy: str, write: WriteModeName) -> None:
+def test_every_block_asked_for_is_counted_once(tmp_path: Path, policy: str, write: str) -> None:
     replay = generated(tmp_path, 200)
     ours = setup_of(replay, 8, 4, policy=policy, write=write, demotion="always", nodes_count=2)
     counts = run(replay, ours, places_of(replay), [DEFAULT] * len(replay.blocks), 2)
@@ -120,16 +119,16 @@ def test_the_disk_gets_what_was_used_often_enough(demotion: str, uses: int | Non
 
 def test_admission_lets_in_what_was_asked_for_or_in_memory_before() -> None:
     strange = [[0], [0], [0], [0]]
-    admitting = counted(singles(1), setup(1, write="around", admission=True), strange)
-    open_to_all = counted(singles(1), setup(1, write="around"), strange)
+    admitting = counted(singles(1), setup(1, write="uncached", admission=True), strange)
+    open_to_all = counted(singles(1), setup(1, write="uncached"), strange)
     assert (admitting.root, admitting.promoted, admitting.memory) == (2, 1, 1)
     assert (open_to_all.root, open_to_all.promoted, open_to_all.memory) == (1, 1, 2)
     evicted = counted(singles(2), setup(1, admission=True), [[0], [1], [0], [0]])
     assert (evicted.root, evicted.promoted, evicted.memory) == (1, 1, 1)
 
 
-def test_around_leaves_memory_alone_until_it_is_asked_again() -> None:
-    counts = counted(chain_of(4), setup(4, write="around"), [[0, 1, 2, 3]] * 3)
+def test_uncached_put_leaves_memory_alone_until_a_read() -> None:
+    counts = counted(chain_of(4), setup(4, write="uncached"), [[0, 1, 2, 3]] * 3)
     assert (counts.put, counts.root, counts.promoted, counts.memory) == (4, 4, 4, 4)
 
 
@@ -177,7 +176,7 @@ def test_the_tables_and_the_json_say_the_same(
     monkeypatch.setattr(sys, "argv", [*command, "--write", "sideways"])
     with pytest.raises(SystemExit):
         tiers.main()
-    assert "expected some of behind, through, around" in capsys.readouterr().err
+    assert "expected some of behind, through, uncached" in capsys.readouterr().err
 
 
 def test_the_best_finds_the_most_within_what_may_be_written() -> None:

@@ -24,7 +24,7 @@ from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.worker import Worker
-from kvstore.writes import WriteModeName
+from kvstore.writes import WriteMode, WriteModeName
 from tests.kit.arenas import serving_memory
 from tests.kit.stores import member_on
 from tests.kit.transports import MEDIUM, WAYS
@@ -97,9 +97,11 @@ def test_what_one_way_wrote_every_way_reads(served: Served, writer: str, write: 
             assert store.stats()["client_bulk_broken"] == 0
 
 
-@pytest.mark.parametrize("write", [None, "behind", "around"])
+@pytest.mark.parametrize("write", [None, WriteMode.BEHIND, WriteMode.UNCACHED])
 @pytest.mark.parametrize("way", WAYS)
-def test_each_block_has_its_descent_in_its_file(served: Served, way: str, write: WriteModeName | None) -> None:
+def test_each_block_has_its_descent_in_its_file(
+    served: Served, way: str, write: WriteMode | WriteModeName | None
+) -> None:
     keys, blocks = keys_of(zlib.crc32(f"descents {way} {write}".encode())), blocks_of(1)
     said = [Descent([at, at + 1], at, keys[at - 1] if at else b"").pack() if at % 3 else b"" for at in range(COUNT)]
     with connected(served, bulk=way, write=write) as store:

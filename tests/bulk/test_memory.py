@@ -23,7 +23,6 @@ from kvstore.node.wanted import Wanted
 from kvstore.results import PutResult
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.worker.limits import WorkerLimits
-from kvstore.writes import WriteModeName
 from tests.kit.arenas import (
     MEMORY_BYTES,
     all_let_go,
@@ -372,10 +371,8 @@ def test_what_only_a_tier_below_has_is_brought_and_given(served: Served, way: st
 
 
 @pytest.mark.parametrize("way", ["shared", "tcp", "grpc"])
-@pytest.mark.parametrize("write", ["through", "around"])
-def test_what_only_a_tier_below_has_is_put_on_the_root_all_the_same(
-    served: Served, way: str, write: WriteModeName
-) -> None:
+@pytest.mark.parametrize("cache", [True, False])
+def test_what_only_a_tier_below_has_is_put_on_the_root_all_the_same(served: Served, way: str, cache: bool) -> None:
     """Acknowledged when the root has it: that a peer or the local disk does is not enough."""
     chain = filled(served, TOKENS, KV, MEDIUM)
     node = served.member.node
@@ -387,7 +384,7 @@ def test_what_only_a_tier_below_has_is_put_on_the_root_all_the_same(
     node.on_root(lambda: [node.root.remove(name) for name in names_of(served, chain)])
     node.forget()
     with connected(served, bulk=way) as store:
-        result = store.namespace(chain.namespace.name, MEDIUM).put(TOKENS, KV, write=write)
+        result = store.namespace(chain.namespace.name, MEDIUM).put(TOKENS, KV, write="through", cache=cache)
         assert result.tokens_present == len(TOKENS)
     assert all(node.on_root(lambda: [node.root.stat(name) for name in names_of(served, chain)]))
 

@@ -174,7 +174,7 @@ def runs_of(span: tuple[int, int], more_bytes: int = 0) -> Iterator[Iterator[Arr
     cargo = Cargo(keyed(Namespace.of("m", SMALL), keys, [10] * COUNT), 0, COUNT)
     theirs.send(Kind.CHUNKS, 1, [encode_span(*span), bytes(18 * span[1] + more_bytes)])
     with ExitStack() as reserved:
-        write = cast(Write, SimpleNamespace(mode=WriteMode.AROUND))
+        write = cast(Write, SimpleNamespace(mode=WriteMode.UNCACHED))
         yield arriving.runs(Connection(ours), cargo, write, reserved)
     ours.close()
     theirs.close()

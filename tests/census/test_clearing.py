@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from kvstore.address import Address
@@ -17,16 +16,13 @@ from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.meta.memory_store import MemoryStore
 from kvstore.node.clearing import Clearing, resolved
 from kvstore.node.disk_tier import DiskTier
-from kvstore.node.recoding import Outcome, Recoding
 from kvstore.progress import Cancelled, unwatched
 from kvstore.root.interface import Root
-from kvstore.root.lineages import read_writers
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
-from tests.kit.census import SIZE, RolledOut, closing, tokens
+from tests.kit.census import RolledOut, closing, tokens
 from tests.kit.etcd import eventually
 from tests.kit.faulty_root import EIO, FaultyRoot, Hang, Rule
-from tests.kit.keyed import recode
 from tests.kit.patience import PATIENCE_S, slowness
 from tests.kit.tiers import Acting, quick
 
@@ -111,18 +107,6 @@ def test_what_its_queue_still_had_never_reaches_the_root(nodes: tuple[RolledOut,
     assert good.on_root() == [] and bad.node.stats()["behind_bytes"] == 0
     for number in range(10):
         assert bad.serves(number, bad) == 0 and bad.in_memory(number) == 0
-
-
-def test_what_only_its_memory_ever_had_goes_too(roots: list[Root]) -> None:
-    """Chunks of low priority never reach the root (rule W4); their writer is still recorded."""
-    store = MemoryStore()
-    good, bad = RolledOut(roots[0], store, "stable"), RolledOut(roots[1], store, "canary", root_priority_min=50)
-    with closing(good, bad):
-        bad.cache.put(tokens(1), bad.kv(1, 4), priority=10)
-        assert bad.in_memory(1) == 4 and bad.on_root() == []
-        eventually(lambda: any(each.label == "canary" for each in read_writers(roots[0]).values()))
-        assert good.member.clear_selected(BAD_ONE).chunks == 0
-        assert bad.in_memory(1) == 0
 
 
 def test_what_was_demoted_to_a_local_disk_goes_too(nodes: tuple[RolledOut, RolledOut]) -> None:
@@ -249,28 +233,6 @@ def test_a_node_that_does_not_answer_is_named(roots: list[Root], monkeypatch: py
         follower.close(1.0)  # as one that hangs, or is of a version that knows no orders
         cleared = good.member.clear_selected(BAD_ONE)
         assert cleared.chunks == 4 and cleared.unconfirmed == (bad.session.hex(),)
-
-
-def test_what_others_recoded_is_still_whose_it_was(roots: list[Root]) -> None:
-    pytest.importorskip("zstandard", reason="needs kvstore-llm[compression]")
-    if not roots[0].traits.fenced:
-        pytest.skip("this root cannot replace files")
-    store = MemoryStore()
-    good, bad = RolledOut(roots[0], store, "stable"), RolledOut(roots[1], store, "canary")
-    with closing(good, bad):
-        zeros = np.zeros_like(bad.kv(1, 4))
-        bad.cache.put(tokens(1), zeros)
-        bad.drain()
-        for found in bad.on_root():
-            assert recode(good.node, found.name, Recoding.COMPRESS).outcome is Outcome.REWRITTEN
-        assert all(each.header is not None and each.header.encoding == 1 for each in good.on_root())
-        assert all(map(bad.wrote, good.on_root()))
-        for _ in range(2):
-            count, kv = good.cache.get(tokens(1))
-            assert count == 4 * SIZE and not kv.any()
-        assert good.in_memory(1) == 4
-        assert bad.member.clear_selected(BAD_ONE).chunks == 4
-        assert good.in_memory(1) == 0 and good.match(1) == 0
 
 
 @pytest.mark.parametrize("whole", [True, False])

@@ -120,7 +120,6 @@ def test_a_missing_package_is_a_sentence(package: str) -> None:
         (("replay", "/dev/null"), "holds no requests"),
         (("worker", "--root", "ROOT", "--listen", "127.0.0.1:0"), "give --etcd ENDPOINTS"),
         (("up", "--root", "ROOT", "--disk", "d:1GiB"), "--disk without --memory: chunks of a local disk"),
-        (("up", "--root", "ROOT", "--root-priority-min", "5"), "--root-priority-min without --memory: the root is"),
         (("up", "--root", "ROOT", "--sync-interval", "10ms"), "--sync-interval is 0.01 s: expected 0.05 s to 3600 s"),
         (
             ("worker", "--root", "ROOT", "--listen", "127.0.0.1:0", "--etcd", "127.0.0.1:9", "--sync-interval", "2h"),

@@ -246,11 +246,18 @@ def test_a_boolean_is_no_number_of_seconds_or_tokens(store: Store, cache: Cache,
         Prompts.of_blocks([["a"]], True)
 
 
+def test_put_with_an_invalid_cache_flag_is_refused(cache: Cache) -> None:
+    flag: Any = 1
+    with pytest.raises(InvalidRequest, match="cache=1: expected True or False"):
+        cache.put(TOKENS, KV, cache=flag)
+    with pytest.raises(InvalidRequest, match="cache=False with write='behind'"):
+        cache.put(TOKENS, KV, write="behind", cache=False)
+    assert cache.put(TOKENS, KV, cache=False).chunks_written == 4
+
+
 def test_whole_numbers_of_numpy_are_sizes_and_counts(store: Store, cache: Cache, tmp_root: Path) -> None:
     number: Any = np.int64
-    with kvstore.open(
-        f"file://{tmp_root}/other", memory=number(64 << 20), max_bytes=number(1 << 27), root_priority_min=number(1)
-    ) as opened:
+    with kvstore.open(f"file://{tmp_root}/other", memory=number(64 << 20), max_bytes=number(1 << 27)) as opened:
         assert opened.namespace("m", SMALL).put(TOKENS, KV).chunks_written == 4
     cache.supersede(TOKENS, kept=number(0))
     with cache.plan([TOKENS], memory_tokens=number(0)).run(ahead=number(1), attempts=number(2)) as run:

@@ -17,7 +17,6 @@ from kvstore import Layout
 from kvstore.client.cache import Cache
 from kvstore.client.tickets import Ticket
 from kvstore.errors import InvalidRequest, Overloaded, StoreClosed, Unavailable
-from kvstore.hints import Hints
 from kvstore.node import moving
 from kvstore.node.limits import Limits
 from kvstore.root.memory import MemoryFiles, MemoryRoot
@@ -47,7 +46,7 @@ def finished(ticket: Ticket) -> int:
 
 def test_r2_a_prefetch_brings_what_only_the_root_has_into_memory() -> None:
     root = faulty()
-    with patient(root, write=WriteMode.AROUND) as acting:
+    with patient(root, write=WriteMode.UNCACHED) as acting:
         acting.put(1, 20)
         assert not any(acting.in_memory(1, 20))
         assert finished(acting.cache.prefetch(acting.prompts.tokens(1, 24))) == 20 * acting.size
@@ -66,7 +65,7 @@ def test_r2_what_is_stored_nowhere_is_a_prefetch_of_nothing() -> None:
 
 
 def test_e2_a_prefetch_takes_no_room_from_what_is_in_use() -> None:
-    with patient(faulty(), write=WriteMode.AROUND) as acting:
+    with patient(faulty(), write=WriteMode.UNCACHED) as acting:
         acting.put(1, 20)
         acting.put(2, ROOM_CHUNKS - 5)
         assert finished(acting.cache.prefetch(acting.prompts.tokens(2, ROOM_CHUNKS - 5))) // acting.size == 58
@@ -78,7 +77,7 @@ def test_e2_a_prefetch_takes_no_room_from_what_is_in_use() -> None:
 
 def test_two_prefetches_with_a_common_beginning_both_end_with_all_of_it() -> None:
     """E4: what one of them claims the other one waits for, it does not take it for lost."""
-    with patient(faulty(), write=WriteMode.AROUND) as acting:
+    with patient(faulty(), write=WriteMode.UNCACHED) as acting:
         acting.put(1, 30)
         tickets = [acting.cache.prefetch(acting.prompts.tokens(1, count)) for count in (30, 20, 30, 10)]
         assert [finished(ticket) // acting.size for ticket in tickets] == [30, 20, 30, 10]
@@ -86,7 +85,7 @@ def test_two_prefetches_with_a_common_beginning_both_end_with_all_of_it() -> Non
 
 def test_a_prefetch_lets_reads_under_way_go_first_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     root, hang = faulty(), Hang()
-    with patient(root, write=WriteMode.AROUND) as acting:
+    with patient(root, write=WriteMode.UNCACHED) as acting:
         acting.put(1, 8)
         acting.put(2, 1)
         root.set_rules([Rule("open", hang, times=1)])
@@ -106,7 +105,7 @@ def test_a_prefetch_lets_reads_under_way_go_first_and_not_for_ever(monkeypatch: 
 
 
 def test_what_nobody_waits_for_any_more_or_what_lanes_are_done_with_delays_no_prefetch() -> None:
-    with patient(faulty(), write=WriteMode.AROUND) as acting:
+    with patient(faulty(), write=WriteMode.UNCACHED) as acting:
         acting.put(1, 8)
         node, tokens = acting.member.node, acting.prompts.tokens(1, 8)
         out = np.empty_like(acting.prompts.kv(1, 8))
@@ -122,7 +121,7 @@ def test_what_nobody_waits_for_any_more_or_what_lanes_are_done_with_delays_no_pr
 
 def test_a_prefetch_to_the_disk_leaves_memory_alone(tmp_path: Path) -> None:
     root = faulty()
-    with patient(root, write=WriteMode.AROUND, disk=tmp_path / "disk") as acting:
+    with patient(root, write=WriteMode.UNCACHED, disk=tmp_path / "disk") as acting:
         acting.put(1, 12)
         eventually(lambda: not acting.stat("disk_refilling"))
         assert finished(acting.cache.prefetch(acting.prompts.tokens(1, 12), tier="disk")) == 12 * acting.size
@@ -169,16 +168,6 @@ def test_e3_a_move_to_the_root_waits_until_it_is_written_and_takes_it_away_every
         assert not any(acting.in_memory(1, 8)) and not any(acting.on_disk(1, 8))
         assert acting.get(1, 8) == 8
         acting.assert_settled()
-
-
-def test_w4_a_move_to_the_root_writes_what_would_never_get_there() -> None:
-    with patient(faulty(), priority_min=20) as acting:
-        acting.put(1, 6, hints=Hints.of(priority=10))
-        acting.drain()
-        assert not any(acting.on_root(1, 6))
-        assert finished(acting.cache.move(acting.prompts.tokens(1, 6), "root")) == 6 * acting.size
-        assert all(acting.on_root(1, 6)) and not any(acting.in_memory(1, 6))
-        assert acting.get(1, 6) == 6
 
 
 def test_w5_a_move_to_the_root_writes_what_the_root_lost() -> None:
@@ -237,7 +226,7 @@ def test_e1_a_use_ends_a_release(use: str) -> None:
 
 
 def test_a_released_prompt_goes_first_from_the_disk_too(tmp_path: Path) -> None:
-    with patient(faulty(), write=WriteMode.AROUND, disk=tmp_path / "disk") as acting:
+    with patient(faulty(), write=WriteMode.UNCACHED, disk=tmp_path / "disk") as acting:
         eventually(lambda: not acting.stat("disk_refilling"))
         for number in (1, 2):
             acting.put(number, 100)
@@ -251,7 +240,7 @@ def test_a_released_prompt_goes_first_from_the_disk_too(tmp_path: Path) -> None:
 
 def test_cancelling_ends_it_in_time_and_takes_nothing_away() -> None:
     root = faulty()
-    with patient(root, write=WriteMode.AROUND, limits=QUICK) as acting:
+    with patient(root, write=WriteMode.UNCACHED, limits=QUICK) as acting:
         acting.put(1, 8)
         with held(root, "open"):
             ticket = acting.cache.prefetch(acting.prompts.tokens(1, 8))
@@ -265,7 +254,7 @@ def test_cancelling_ends_it_in_time_and_takes_nothing_away() -> None:
 
 def test_a_ticket_as_a_context_is_cancelled() -> None:
     root = faulty()
-    with patient(root, write=WriteMode.AROUND, limits=QUICK) as acting:
+    with patient(root, write=WriteMode.UNCACHED, limits=QUICK) as acting:
         acting.put(1, 8)
         with held(root, "open"):
             with acting.cache.prefetch(acting.prompts.tokens(1, 8)) as ticket:
@@ -278,7 +267,7 @@ def test_a_ticket_as_a_context_is_cancelled() -> None:
 
 def test_too_many_at_once_are_refused_and_those_that_were_cancelled_make_room() -> None:
     root = faulty()
-    with patient(root, write=WriteMode.AROUND, limits=replace(QUICK, moves_max=6)) as acting:
+    with patient(root, write=WriteMode.UNCACHED, limits=replace(QUICK, moves_max=6)) as acting:
         acting.put(1, 8)
         tokens = acting.prompts.tokens(1, 8)
         with held(root, "open"):
@@ -312,7 +301,7 @@ def test_past_its_deadline_it_ends_where_it_is() -> None:
 
 def test_a_root_that_fails_ends_it_without_an_error_to_anybody_else() -> None:
     root = faulty()
-    with patient(root, write=WriteMode.AROUND) as acting:
+    with patient(root, write=WriteMode.UNCACHED) as acting:
         acting.put(1, 8)
         root.set_rules([Rule("open", EIO)])
         ticket = acting.cache.prefetch(acting.prompts.tokens(1, 8))
@@ -324,7 +313,7 @@ def test_a_root_that_fails_ends_it_without_an_error_to_anybody_else() -> None:
 def test_closing_ends_all_of_them() -> None:
     root = faulty()
     before = threading.active_count()
-    with patient(root, write=WriteMode.AROUND) as acting:
+    with patient(root, write=WriteMode.UNCACHED) as acting:
         acting.put(1, 8)
         with held(root, "open"):
             tickets = [acting.cache.prefetch(acting.prompts.tokens(1, 8)) for _ in range(8)]

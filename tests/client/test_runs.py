@@ -268,7 +268,7 @@ def test_a_prefix_is_held_while_its_group_runs(tmp_path: Path) -> None:
 
 
 def test_the_next_prefixes_are_brought_into_memory_and_those_that_are_done_leave_it_first() -> None:
-    with Acting(faulty(), write=WriteMode.AROUND, limits=Limits()) as acting:
+    with Acting(faulty(), write=WriteMode.UNCACHED, limits=Limits()) as acting:
         for number in range(GROUPS):
             acting.put(number, 3)
         batch = [np.append(acting.prompts.tokens(at % GROUPS, 3), at) for at in range(2 * GROUPS)]
@@ -287,7 +287,7 @@ def test_the_next_prefixes_are_brought_into_memory_and_those_that_are_done_leave
 
 
 def test_what_is_stored_of_members_behind_their_prefix_is_brought_too() -> None:
-    with Acting(faulty(), write=WriteMode.AROUND, limits=Limits()) as acting:
+    with Acting(faulty(), write=WriteMode.UNCACHED, limits=Limits()) as acting:
         longer = [np.append(acting.prompts.tokens(1, 2), acting.prompts.tokens(number, 4, 2)) for number in (1, 2, 3)]
         for prompt in longer[:2]:
             acting.cache.put(prompt, kv_of(LARGE, prompt))

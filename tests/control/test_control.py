@@ -66,7 +66,6 @@ def test_limits_change_while_it_runs_and_say_what_they_were() -> None:
         ({"calls_max": "100", "write_deadline_s": "1e300"}, "at most 1,000,000"),
         ({"calls_max": "100", "bytes_in_flight_max": "1" + "0" * 30}, "at most"),
         ({"calls_max": "100", "holds_max": "9" * 4000}, "at most"),
-        ({"calls_max": "100", "recode_bytes_per_s_max": "inf"}, "at most"),
         ({"calls_max": "257"}, "threads for at most 256"),
         ({"calls_max": "100", "log_level": "loud"}, "log_level='loud': expected one of debug"),
     ],

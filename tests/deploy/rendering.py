@@ -1,4 +1,4 @@
-"""The output of deploy/: objects as kustomize and Helm render them, and every command line in them.
+"""The objects that the Helm chart renders.
 
 Helm is the helm command if there is one, else its code as a Python library (.ci/deploy.sh installs it).
 """
@@ -17,21 +17,10 @@ import pytest
 SOURCE = Path(__file__).resolve().parents[2]
 DEPLOY = SOURCE / "deploy"
 CHART = DEPLOY / "helm" / "kvstore"
-OVERLAYS = {"cluster": None, "external": CHART / "values-external.yaml"}
-"""Each overlay with the chart's values that must give the same."""
+VALUES = {"defaults": None, "external": CHART / "values-external.yaml"}
 RENDER_S = 60
 
 Object = dict[str, Any]
-
-
-def kustomized(overlay: str) -> list[Object]:
-    """Returns the objects of an overlay, rendered by kubectl; skips if there is none."""
-    if shutil.which("kubectl") is None:
-        pytest.skip("needs kubectl, whose kustomize renders without a cluster")
-    command = ["kubectl", "kustomize", str(DEPLOY / "kubernetes" / "overlays" / overlay)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=RENDER_S, check=False)
-    assert ran.returncode == 0, ran.stderr
-    return objects(ran.stdout)
 
 
 def charted(values: Path | None, settings: dict[str, Any] | None = None) -> list[Object]:

@@ -12,7 +12,7 @@ from tests.deploy.commands import understood
 
 SOURCE = Path(__file__).resolve().parents[2]
 DEPLOY = SOURCE / "deploy"
-PAGES = sorted([*DEPLOY.glob("*.md"), DEPLOY / "kubernetes" / "README.md"])
+PAGES = sorted([*DEPLOY.glob("*.md"), DEPLOY / "helm" / "README.md"])
 ALERTS = re.findall(r"^ *- alert: (\w+)$", (DEPLOY / "prometheus" / "alerts.yml").read_text(), re.MULTILINE)
 
 

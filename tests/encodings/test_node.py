@@ -24,14 +24,13 @@ from kvstore.node import encoded as encoded_module
 from kvstore.node.limits import Limits
 from kvstore.node.member import Member
 from kvstore.node.opening import join
-from kvstore.node.recoding import Outcome, Recoding
 from kvstore.node.settings import NO_TIERS, NodeOptions, TierSettings
 from kvstore.root.identity import create_or_open
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryRoot
 from kvstore.root.posix import PosixRoot
 from kvstore.sources import RandomIds, SystemClock
-from tests.kit.keyed import LAYOUT, TENANT, chunk_files, key_file, kv_of, recode, same, write_keys
+from tests.kit.keyed import LAYOUT, TENANT, chunk_files, key_file, kv_of, same, write_keys
 from tests.kit.patience import PATIENCE_S
 from tests.kit.stores import TINY
 
@@ -46,7 +45,7 @@ WINDOW = 12
 
 @contextmanager
 def opened(
-    root: Root | Path, keys: KeyFile | None = None, settings: TierSettings = NO_TIERS, limits: Limits | None = None
+    root: Root | Path, keys: KeyFile | None = None, settings: TierSettings = NO_TIERS, *, compress: bool = False
 ) -> Iterator[tuple[Member, Store]]:
     found = PosixRoot(root) if isinstance(root, Path) else root
     clock, ids = SystemClock(), RandomIds()
@@ -55,10 +54,10 @@ def opened(
         found,
         identity,
         MemoryMeta(clock=clock),
-        limits=limits or Limits(),
+        limits=Limits(),
         clock=clock,
         ids=ids,
-        options=NodeOptions(tiers=settings, keys=keys),
+        options=NodeOptions(tiers=settings, keys=keys, compress=compress),
     )
     store = Store(LocalPort(member))
     try:
@@ -136,6 +135,24 @@ def test_an_encrypted_tenant_reads_all_and_its_files_show_nothing(tmp_root: Path
         reads_right(namespace(store))
 
 
+@pytest.mark.parametrize("key", [None, "a"])
+def test_a_compressing_node_writes_smaller_files(tmp_root: Path, tmp_path: Path, key: str | None) -> None:
+    with opened(tmp_root, key_file(tmp_path / "keys.json", key), compress=True) as (_, store):
+        reads_right(put_all(store))
+        saved_bytes = store.stats()["compressed_saved_bytes"]
+        assert namespace(store).put(TOKENS, KV).chunks_found == COUNT
+    headers = [decode_any(path.read_bytes()) for path in chunk_files(tmp_root)]
+    chunks = [each for each in headers if each.section_bytes == LAYOUT.section_bytes]
+    assert {each.encoding for each in chunks} == {Encoding.COMPRESSED | (Encoding.ENCRYPTED if key else Encoding.PLAIN)}
+    # Blocks of noise do not get smaller.
+    assert {each.encoding for each in headers} - {each.encoding for each in chunks} == {
+        Encoding.ENCRYPTED if key else Encoding.PLAIN
+    }
+    assert 0 < saved_bytes < KV.nbytes
+    with opened(tmp_root, key_file(tmp_path / "keys.json", key)) as (_, store):
+        reads_right(namespace(store))
+
+
 def test_other_tenants_have_files_of_version_1(tmp_root: Path, tmp_path: Path) -> None:
     with opened(tmp_root, key_file(tmp_path / "keys.json", "a")) as (_, store):
         reads_right(put_all(store, tenant="other"))
@@ -154,27 +171,22 @@ def test_a_key_that_is_not_known_is_a_miss_and_nothing_is_set_aside(tmp_root: Pa
         put_all(store)
     keys = key_file(tmp_path / "keys.json", "b") if known == "another" else None
     before = chunk_files(tmp_root)
-    with opened(tmp_root, keys) as (member, store):
+    with opened(tmp_root, keys) as (_, store):
         cache = namespace(store)
         assert cache.match(TOKENS) == 0 and cache.get(TOKENS)[0] == 0
         assert cache.blocks.get(BLOCK_KEYS, [bytearray(5000) for _ in range(3)]) == [False] * 3
         assert cache.put(TOKENS, KV).chunks_written == 0, "the name is taken"
         stats = store.stats()
         assert stats["miss_key"] >= 3 and stats["miss_damaged"] == 0
-        assert recode(member.node, names_of(tmp_root)[0], Recoding.REENCRYPT).outcome is Outcome.NO_KEY
     assert chunk_files(tmp_root) == before and not any((tmp_root / "quarantine").glob("*"))
     with opened(tmp_root, key_file(tmp_path / "keys.json", "a")) as (_, store):
         reads_right(namespace(store))
 
 
-@pytest.mark.parametrize("act", [None, Recoding.COMPRESS])
-def test_a_flipped_bit_is_a_miss_is_set_aside_and_is_put_again(
-    tmp_root: Path, tmp_path: Path, act: Recoding | None
-) -> None:
-    with opened(tmp_root, key_file(tmp_path / "keys.json", "a")) as (member, store):
+@pytest.mark.parametrize("compress", [False, True])
+def test_a_flipped_bit_is_a_miss_is_set_aside_and_is_put_again(tmp_root: Path, tmp_path: Path, compress: bool) -> None:
+    with opened(tmp_root, key_file(tmp_path / "keys.json", "a"), compress=compress) as (member, store):
         cache = put_all(store)
-        for name in names_of(tmp_root) if act else []:
-            recode(member.node, name, act or Recoding.COMPRESS)
         path = next(path for path in chunk_files(tmp_root) if decode_any(path.read_bytes()).depth == 2)
         for at in (0, 13, 110, 125, 200, path.stat().st_size - 5):
             content = bytearray(path.read_bytes())
@@ -244,7 +256,6 @@ def test_the_local_disk_has_no_plain_text_and_gives_it_back_after_a_restart(tmp_
             for path in chunk_files(tmp_root):
                 path.unlink()  # only the disk has them
             member.node.forget()
-            member.node.recoder.sweep()
             count, array = cache.get(TOKENS)
             assert count == len(TOKENS) and same(array, KV)
             assert store.stats()["disk_hits"] >= COUNT

@@ -8,21 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.node.recoding import Outcome, Recoding
 from kvstore.node.settings import NO_TIERS, TierSettings
 from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.frames import Kind
 from kvstore.worker.worker import Worker
-from tests.encodings.test_node import names_of, namespace, opened, put_all, reads_right
-from tests.kit.keyed import key_file, recode
+from kvstore.writes import WriteMode
+from tests.encodings.test_node import namespace, opened, put_all, reads_right
+from tests.kit.keyed import key_file
 from tests.kit.workers import Served, connected
 
 pytestmark = pytest.mark.slow
 
 
 @contextmanager
-def worker_on(root: Path, keys: Path, settings: TierSettings) -> Iterator[Served]:
-    with opened(root, key_file(keys, "a"), settings) as (member, _):
+def worker_on(root: Path, keys: Path, settings: TierSettings, *, compress: bool) -> Iterator[Served]:
+    with opened(root, key_file(keys, "a"), settings, compress=compress) as (member, _):
         worker = Worker(member, "127.0.0.1:0", None)
         try:
             worker.start()
@@ -45,13 +45,10 @@ def test_every_way_reads_what_was_put(
         handed.extend(rest[1] if kind is Kind.FILES and len(rest) > 1 else [])  # type: ignore[arg-type]
         send(self, kind, number, *rest, **given)  # type: ignore[arg-type]
 
-    settings = TierSettings.of(memory, None, "around") if memory else NO_TIERS
-    with worker_on(tmp_root, tmp_path / "keys.json", settings) as served:
+    settings = TierSettings.of(memory, None, WriteMode.UNCACHED) if memory else NO_TIERS
+    with worker_on(tmp_root, tmp_path / "keys.json", settings, compress=how == "compressed") as served:
         with connected(served, bulk=bulk) as store:
             put_all(store, tenant)
-        if how == "compressed":
-            for name in names_of(tmp_root):
-                assert recode(served.member.node, name, Recoding.COMPRESS).outcome in (Outcome.REWRITTEN, Outcome.KEPT)
         served.member.node.forget()
         monkeypatch.setattr(Channel, "send", noting)
         with connected(served, bulk=bulk) as store:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import msgspec
 import pytest
@@ -12,7 +11,7 @@ from kvstore.address import Address
 from kvstore.format import places
 from kvstore.format.descent import Ancestry
 from kvstore.format.header import expected_block
-from kvstore.node.recoding import Outcome, Recoding
+from kvstore.node.settings import NodeOptions
 from kvstore.root.interface import Root
 from tests.events.engines import GROUP, SIZE, Prompt, prompt_of, put_blocks
 from tests.events.test_speaker import TOPIC, Publishing
@@ -134,12 +133,10 @@ def test_an_adapter_and_extra_keys_are_told_and_divide_events(clustered: Cluster
 
 
 def test_compressed_blocks_are_told_like_others(clustered: Cluster, clock: Ticking) -> None:
-    node, blocks = clustered.node(), prompt_of(1, 3)
+    node, blocks = clustered.node(options=NodeOptions(compress=True)), prompt_of(1, 3)
     ancestry = Ancestry(0, [each.pack() for each in blocks.descents])
     assert node.node.put_blocks(SPACE, blocks.keys, [memoryview(bytes(50_000))] * 3, ancestry=ancestry).there.all()
-    for address in blocks.addresses:
-        found = node.node.on_root(partial(node.node.recoder.recode, clustered.name(address), Recoding.COMPRESS))
-        assert found.outcome is Outcome.REWRITTEN
+    assert node.stats()["compressed_saved_bytes"] > 0
     publishing = Publishing(clustered, clock)
     publishing.catch_up()
     assert publishing.index.blocks == told([blocks])

@@ -170,18 +170,6 @@ def test_housekeeping_is_no_problem_and_never_crowds_out_damage(memory: Filled) 
     assert {one.kind for one in report.findings if one.is_problem} == {Kind.DAMAGED, Kind.FOREIGN}
 
 
-def test_what_recoding_replaced_stays_as_long_as_its_name_says(memory: Filled) -> None:
-    young = places.replaced(SESSION, 1, int(NOW_S) + 200)
-    write(memory.root, young, b"held", age_s=OLD)
-    write(memory.root, places.replaced(SESSION, 2, int(NOW_S) - 200), b"over")
-    report = check(memory, live_sessions=set(), repair=True)
-    assert {(one.kind, one.action) for one in report.findings} == {
-        (Kind.YOUNG_STAGING, None),
-        (Kind.ORPHAN_STAGING, Action.REMOVED),
-    }
-    assert read(memory.root, young) == b"held"
-
-
 def test_payload_is_not_read_when_only_headers_are_asked_for(memory: Filled) -> None:
     write(memory.root, memory.name(5), DAMAGES["payload"][0](memory.content(5)))
     report = check(memory, verify_payload=False)

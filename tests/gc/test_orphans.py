@@ -116,22 +116,6 @@ def test_what_a_session_staged_that_was_seen_alive_goes_soon_after_it_is_gone(sc
     assert scene.names(places.STAGING) == []
 
 
-def test_what_recoding_replaced_stays_until_the_time_in_its_name_however_dead_its_session(scene: Scene) -> None:
-    session = scene.open_session()
-    until_s = int(NOW_S + 300)
-    name = scene.write(places.replaced(session.id, 1, until_s), age_s=OLD_S)
-    scene.write(places.replaced(DEAD, 1, int(NOW_S) - 120))
-    scene.write(places.replaced(DEAD, 2, int(NOW_S) + 10**9))
-    assert scene.orphans.remove() == {"staging": 2}, "the time is over, or no hold lasts so long"
-    session.close()
-    for left_s in (300, TIMINGS.clock_margin_s, 1):
-        scene.clock.time_s = until_s + TIMINGS.clock_margin_s - left_s
-        assert not scene.orphans.remove()
-    scene.clock.time_s += 1
-    assert scene.orphans.remove() == {"staging": 1}
-    assert read(scene.root, name) is None
-
-
 def test_leftovers_of_those_who_were_killed_go_within_minutes_without_any_memory_of_them(scene: Scene) -> None:
     scene.write(places.staged(DEAD, 1))
     scene.write(plan_of(2)[1])

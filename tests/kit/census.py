@@ -37,16 +37,12 @@ SIZE = LAYOUT.chunk_tokens
 class RolledOut:
     """One node of a roll-out: its KV differs from that of others for the same tokens."""
 
-    def __init__(
-        self, root: Root, store: MemoryStore, label: str, disk: Path | None = None, *, root_priority_min: int = 0
-    ) -> None:
+    def __init__(self, root: Root, store: MemoryStore, label: str, disk: Path | None = None) -> None:
         clock, ids = SystemClock(), RandomIds()
         limits = stretched(QUICK, "match_deadline_s", "read_deadline_s", "write_deadline_s", "stall_s")
         self.root = root
         self.label = label
-        settings = TierSettings(
-            16 << 20, str(disk) if disk else "", (64 << 20) if disk else 0, root_priority_min=root_priority_min
-        )
+        settings = TierSettings(16 << 20, str(disk) if disk else "", (64 << 20) if disk else 0)
         self.member = join(
             root,
             create_or_open(root, ids),

@@ -22,6 +22,7 @@ from kvstore.node.holds import Hold
 from kvstore.node.limits import Limits
 from kvstore.node.member import Member, Sharing
 from kvstore.node.opening import join
+from kvstore.node.settings import AS_SHIPPED, NodeOptions
 from kvstore.root.identity import RootId, RootIdentity, create_or_open
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
@@ -59,7 +60,13 @@ class Cluster:
     undo: ExitStack
     members: list[Member] = field(default_factory=list)
 
-    def node(self, root: Root | None = None, meta: Meta | None = None, limits: Limits = NODE_LIMITS) -> Member:
+    def node(
+        self,
+        root: Root | None = None,
+        meta: Meta | None = None,
+        limits: Limits = NODE_LIMITS,
+        options: NodeOptions = AS_SHIPPED,
+    ) -> Member:
         """A node of the cluster, with a session and a view."""
         member = join(
             root or self.root,
@@ -68,6 +75,7 @@ class Cluster:
             limits=limits,
             clock=SystemClock(),
             ids=RandomIds(),
+            options=options,
             sharing=Sharing.CLUSTER,
         )
         member.claim_namespace(SPACE)

@@ -21,8 +21,7 @@ from kvstore.root.interface import Entry, Reader, Root, Seen, Space, Stat, Trait
 
 OPERATIONS = frozenset(
     (
-        "stage publish discard open stat look touch move replace make_folder remove remove_if remove_folder list space "
-        "read map"
+        "stage publish discard open stat look touch move make_folder remove remove_if remove_folder list space read map"
     ).split()
 )
 
@@ -218,10 +217,6 @@ class FaultyRoot:
         if isinstance(self.strike("move", source), Missing):
             return False
         return self.inner.move(source, name, make_folder=make_folder)
-
-    def replace(self, staged: Name, name: Name, seen: Seen, aside: Name, *, durable: bool) -> bool:
-        self.strike("replace", name)
-        return self.inner.replace(staged, name, seen, aside, durable=durable)
 
     def make_folder(self, name: Name) -> None:
         self.strike("make_folder", name)

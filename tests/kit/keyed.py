@@ -11,18 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.encodings.keys import KeyFile
-from kvstore.format.places import Name
 from kvstore.layout import Layout
-from kvstore.node.node import Node
-from kvstore.node.recoding import Recoded, Recoding
 
 LAYOUT = Layout(layers=3, kv_heads=2, head_dim=16, dtype="bfloat16", chunk_tokens=128)
 TENANT = "acme"
-
-
-def recode(node: Node, name: Name, act: Recoding) -> Recoded:
-    """Writes one chunk file of the node's root again, as a ticket does."""
-    return node.on_root(lambda: node.recoder.recode(name, act))
 
 
 def secret(name: str) -> bytes:

@@ -61,7 +61,7 @@ def restore(node: Acting, number: int, chunks: int) -> None:
     """Has another node put a prompt on the root."""
     root = node.root.inner if isinstance(node.root, FaultyRoot) else PosixRoot(node.root.url.removeprefix("file://"))
     other = Acting(root)
-    other.put(number, chunks, write=WriteMode.AROUND)
+    other.put(number, chunks, write=WriteMode.UNCACHED)
     other.close()
 
 

@@ -95,7 +95,6 @@ class Acting:
         disk: Path | None = None,
         memory_bytes: int = MEMORY_BYTES,
         disk_bytes: int = 64 << 20,
-        priority_min: int = 0,
         durability: Durability = Durability.NONE,
         limits: Limits = QUICK,
         clock: Clock | None = None,
@@ -105,9 +104,7 @@ class Acting:
         clock, ids = clock or SystemClock(), RandomIds()
         limits = stretched(limits, "match_deadline_s", "read_deadline_s", "write_deadline_s", "stall_s")
         self.identity = create_or_open(root.inner if isinstance(root, FaultyRoot) else root, ids)
-        settings = TierSettings(
-            memory_bytes, str(disk) if disk else "", disk_bytes if disk else 0, write, root_priority_min=priority_min
-        )
+        settings = TierSettings(memory_bytes, str(disk) if disk else "", disk_bytes if disk else 0, write)
         self.root = root
         self.member = join(
             root,

@@ -35,7 +35,7 @@ from kvstore.v1.kvstore_pb2_grpc import KVStoreStub
 from kvstore.wire.statuses import ERROR_KEY
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.worker import Worker
-from kvstore.writes import WriteModeName
+from kvstore.writes import WriteMode, WriteModeName
 from tests.kit.patience import PATIENCE_S
 from tests.kit.patience import eventually as eventually
 from tests.kit.stores import member_on
@@ -81,7 +81,7 @@ def connected(
     *workers: Served | str,
     limits: ClientLimits | None = None,
     bulk: str | None = None,
-    write: WriteModeName | None = None,
+    write: WriteMode | WriteModeName | None = None,
 ) -> Store:
     """A store over workers. Their counts may be as late as a busy machine makes them."""
     addresses = (each if isinstance(each, str) else each.address for each in workers)

@@ -149,7 +149,7 @@ def test_a_view_of_what_memory_has_some_of_maps_the_rest(tmp_root: Path) -> None
     with kvstore.open(str(tmp_root), memory=16 << 20) as store:
         cache = store.namespace("m", layout=LAYOUT)
         half = len(TOKENS) // 2
-        cache.put(TOKENS[:half], KV[:, :, :half], write="around")
+        cache.put(TOKENS[:half], KV[:, :, :half], cache=False)
         cache.put(TOKENS, KV[:, :, half:], prefix=half, write="through")
         with cache.hold(TOKENS) as hold:
             views = hold.view()

@@ -21,9 +21,7 @@ from kvstore.node.limits import CurrentLimits, Limits
 from kvstore.node.memory_puts import MemoryPuts
 from kvstore.node.wanted import image_bytes, keyed
 from kvstore.node.write_behind import WriteBehind
-from kvstore.sections import planes_of
 from kvstore.sources import RandomIds, SystemClock
-from kvstore.writes import WriteMode
 from tests.kit.disks import CHUNKS, Disk, chain_of
 from tests.kit.tiers import ASKING, IN_TIME_S, Acting, eventually, faulty, held, timed, together
 from tests.node.test_memory_tier import Case
@@ -280,27 +278,6 @@ def test_clearing_lets_look_ups_through() -> None:
     assert lock.taken == 1 + 40 / 8
     tier._lock = threading.Lock()
     assert case.stat("held_bytes") == 0
-
-
-@pytest.mark.parametrize("sheds", [False, True])
-def test_w4_what_memory_has_no_room_for_does_not_reach_the_root_instead(sheds: bool) -> None:
-    """Chunks of a low priority as a worker takes them, when memory is full or another put brings the same ones."""
-    with Acting(faulty(), priority_min=30) as node:
-        node.put(1, 60, write=WriteMode.THROUGH)
-        hold = node.node.hold(node.chain(1, 60))
-        chain = node.chain(2, 6)
-        sections = planes_of(node.prompts.kv(2, 6), node.cache.layout)
-        deadline = Deadline(SystemClock(), 5.0)
-        write = node.node.puts.begin(chain, 0, deadline, Hints(5), sheds=sheds)
-        write.add(sections, 0, 6, deadline)
-        assert not write.finish(deadline).there.all()
-        node.node.holds.release(hold)
-        node.drain()
-        slot = node.memory.claim(chain, 4)
-        assert slot is not None and node.put(2, 6, hints=Hints(5)).tokens_present == 4 * node.size
-        node.memory.drop([slot])
-        node.drain()
-        assert not any(node.on_root(2, 6))
 
 
 def test_w1_a_put_of_what_another_brings_says_what_memory_took_where_the_root_hangs() -> None:

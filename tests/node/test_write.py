@@ -36,7 +36,7 @@ def buffer_of(node: Acting, number: int, chunk: int) -> tuple[np.ndarray, Planes
     return array, Planes(array.reshape(LARGE.layers, 2, -1).view(np.uint8), LARGE.section_bytes, chunk)
 
 
-@pytest.mark.parametrize("mode", [WriteMode.AROUND, WriteMode.THROUGH])
+@pytest.mark.parametrize("mode", [WriteMode.UNCACHED, WriteMode.THROUGH])
 def test_a_run_keeps_its_memory_until_it_is_on_the_root_and_gives_it_back_in_order(mode: WriteMode) -> None:
     """Freed memory is overwritten at once."""
     root, given_back = faulty(), list[int]()
@@ -65,7 +65,7 @@ def test_a_run_keeps_its_memory_until_it_is_on_the_root_and_gives_it_back_in_ord
         assert write.finish(soon()).there.all()
         assert given_back == [*range(6)]
         assert node.get(1, 6) == 6 and node.on_root(1, 6) == [True] * 6
-        assert node.in_memory(1, 6) == [True] * 6 or mode is WriteMode.AROUND
+        assert node.in_memory(1, 6) == [True] * 6 or mode is WriteMode.UNCACHED
 
 
 def test_a_run_of_which_all_is_there_waits_for_its_turn() -> None:
@@ -117,7 +117,7 @@ def test_a_write_that_failed_says_so_and_leaves_nothing_staged() -> None:
         assert node.stat("put_failed") == 1 and not any(node.in_memory(1, 6)) and not any(node.on_root(1, 6))
 
 
-@pytest.mark.parametrize("mode", [WriteMode.BEHIND, WriteMode.THROUGH, WriteMode.AROUND])
+@pytest.mark.parametrize("mode", [WriteMode.BEHIND, WriteMode.THROUGH, WriteMode.UNCACHED])
 def test_the_first_block_under_a_key_stays_whatever_its_size(mode: WriteMode) -> None:
     keys, large, small = [bytes([at]) * 16 for at in range(2)], memoryview(bytes(3_000)), memoryview(bytes(500))
     with Acting(faulty()) as node:
@@ -132,7 +132,7 @@ def test_the_first_block_under_a_key_stays_whatever_its_size(mode: WriteMode) ->
             node.cache.blocks.get(keys[:1], [bytearray(500)])
 
 
-@pytest.mark.parametrize("mode", [WriteMode.BEHIND, WriteMode.THROUGH, WriteMode.AROUND])
+@pytest.mark.parametrize("mode", [WriteMode.BEHIND, WriteMode.THROUGH, WriteMode.UNCACHED])
 def test_the_first_block_stays_although_it_reaches_the_root_last(mode: WriteMode) -> None:
     """Lanes write blocks of one put in any order."""
     root, keys, sizes = faulty(), [b"1" * 16, b"2" * 16, b"1" * 16], (3_000, 500, 500)
@@ -150,7 +150,7 @@ def test_w2_a_block_that_the_root_has_with_another_size_holds_up_none_of_the_oth
     root = faulty()
     with Acting(root) as node:
         space, keys = node.cache.namespace, [bytes([at]) * 16 for at in range(5)]
-        node.node.put_blocks(space, keys[2:3], [memoryview(bytes(3_000))], write=WriteMode.AROUND)
+        node.node.put_blocks(space, keys[2:3], [memoryview(bytes(3_000))], write=WriteMode.UNCACHED)
         node.node.forget()
         written = node.node.put_blocks(space, keys, [memoryview(bytes(500))] * 5, write=WriteMode.BEHIND)
         assert written.there.all()
@@ -172,7 +172,7 @@ def test_w5_what_memory_has_need_not_be_sent_again_and_nothing_stays_staged() ->
             begun = list[Write]()
             beginning = threading.Thread(
                 target=lambda: begun.append(
-                    node.node.puts.begin(chain, 0, soon(), DEFAULT, WriteMode.AROUND, skips=True)
+                    node.node.puts.begin(chain, 0, soon(), DEFAULT, WriteMode.UNCACHED, skips=True)
                 )
             )
             beginning.start()

@@ -359,35 +359,6 @@ def test_a_moved_file_is_under_its_new_name_only(hosts: Hosts) -> None:
     assert names(hosts.first, "quarantine") == {"a.1"}
 
 
-def test_rule_W5_a_file_is_replaced_if_it_is_the_one_that_was_looked_at(hosts: Hosts) -> None:
-    root = hosts.first
-    publish(root, A, b"old one", stamp_ns=STAMP_NS)
-    seen = root.look(A, 3)
-    assert seen is not None
-    staged = stage(root, b"newer")
-    folder = staged.rpartition("/")[0]
-    aside = Name(f"{folder}/aside.part")
-    if not root.traits.mapped:
-        with pytest.raises(InvalidRequest):
-            root.replace(staged, A, seen, aside, durable=False)
-        assert content_of(root, A) == b"old one"
-        return
-    reader = root.open(A)
-    assert reader is not None
-    assert root.replace(staged, A, seen, aside, durable=True) is True
-    assert eventually(lambda: content_of(hosts.second, A) == b"newer")
-    assert content_of(root, aside) == b"old one" and root.stat(staged) is None
-    with reader:
-        content = bytearray(7)
-        assert reader.read([memoryview(content)], 0, Borrowed()) == 7 and content == b"old one"
-    root.remove(aside)
-    again = stage(root, b"newest")
-    assert root.replace(again, A, seen, aside, durable=False) is False, "it is another file by now"
-    root.remove(A)
-    assert root.replace(again, A, seen, aside, durable=False) is False, "there is none"
-    assert root.stat(A) is None and root.stat(aside) is None and content_of(root, again) == b"newest"
-
-
 def test_a_folder_is_deleted_only_when_empty(root: Root) -> None:
     publish(root, A, b"content")
     assert root.remove_folder(Name("chunks/0001")) is False

@@ -57,9 +57,6 @@ def calls(root: FaultyRoot) -> dict[str, Callable[[], Any]]:
         assert reader is not None
         return reader.map()
 
-    def replaced() -> bool:
-        return root.replace(stage(root, b"x"), A, Seen(Stat(200, 0), b"", None), Name("staging/aside"), durable=False)
-
     return {
         "stage": lambda: stage(root, b"x"),
         "publish": lambda: root.publish(Name("chunks/0001/a"), B, durable=False),
@@ -69,7 +66,6 @@ def calls(root: FaultyRoot) -> dict[str, Callable[[], Any]]:
         "look": lambda: root.look(A, 10),
         "touch": lambda: root.touch(A, 5),
         "move": lambda: root.move(A, B),
-        "replace": replaced,
         "make_folder": lambda: root.make_folder(Name("trash/a")),
         "remove": lambda: root.remove(A),
         "remove_if": lambda: root.remove_if(A, Seen(Stat(200, 0), b"", None)),

@@ -153,13 +153,6 @@ OPERATIONS = {
         "every:admin",
         lambda cell: control.ClearSelectedRequest(selection={"fingerprint": "f"}, dry_run=True),
     ),
-    "recode": one(
-        "Control.Recode",
-        "admin",
-        lambda cell: control.RecodeRequest(
-            selection={"tenant": cell.tenant, "fingerprint": "of none"}, recoding=control.RECODING_COMPRESS
-        ),
-    ),
     "list tickets": one("Control.ListTickets", "any:read", lambda cell: control.ListTicketsRequest()),
     "drain": one("Control.Drain", "every:admin", lambda cell: control.DrainRequest()),
     "get limits": one("Control.GetLimits", "every:read", lambda cell: control.GetLimitsRequest()),

@@ -303,7 +303,7 @@ def test_the_audit_log_rotates_and_is_its_owners_alone(tmp_path: Path) -> None:
 
 def test_an_audit_log_that_cannot_be_written_is_counted_and_holds_nobody_up(tmp_path: Path) -> None:
     lost: list[int] = []
-    log = AuditLog(tmp_path / "folder" / "audit.log")
+    log = AuditLog(tmp_path / "folder" / "audit.log", bytes_max=1)
     with pytest.raises(InvalidRequest, match="audit log"):
         log.open()
     (tmp_path / "folder").mkdir()
@@ -311,7 +311,6 @@ def test_an_audit_log_that_cannot_be_written_is_counted_and_holds_nobody_up(tmp_
     log.on_lost = lambda: lost.append(1)
     (tmp_path / "folder" / "audit.log").unlink()
     (tmp_path / "folder").rmdir()
-    log._bytes_max = 1  # the next line has to begin a new file
     log.write("one")
     log.write("two")
     assert log.flush(10.0)

@@ -97,11 +97,6 @@ class RootPort:
             self._kernel.happened("taken")
         return removed
 
-    def replace(self, staged: Name, name: Name, seen: Seen, aside: Name, *, durable: bool) -> bool:
-        return self._change(
-            "replace", name, lambda: self._inner.replace(staged, name, seen, aside, durable=durable), Call.PUBLISH
-        )
-
     def make_folder(self, name: Name) -> None:
         self._change("make_folder", name, lambda: self._inner.make_folder(name), _fencing(name))
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import WrongSize
-from kvstore.hints import Hints
 from kvstore.writes import WriteMode
 from tests.kit.faulty_root import FaultyRoot
 from tests.kit.patience import PATIENCE_S
@@ -165,7 +164,7 @@ def test_blocks_by_write_mode(tmp_root: Path, write: WriteMode) -> None:
         assert node.cache.blocks.present(keys(6)) == [True] * 5 + [False]
         assert got(node, 6) == [True] * 5 + [False]
         hits = node.stat("memory_hits")
-        assert hits == (0 if write is WriteMode.AROUND else 5)
+        assert hits == (0 if write is WriteMode.UNCACHED else 5)
         node.drain()
         assert got(node, 5) == [True] * 5
         # Another size under the same key is not there, and is not taken.
@@ -221,23 +220,3 @@ def test_a_hold_of_blocks_reads_them_under_pressure(node: Acting) -> None:
         assert hold.get(keys(4), buffers) == [True] * 4
         assert [bytes(buffer) for buffer in buffers] == blocks(4)
     node.assert_settled()
-
-
-def test_w4_blocks_and_chunks_of_low_priority_live_on_the_disk(tmp_root: Path) -> None:
-    with Acting(faulty(), disk=tmp_root / "disk", priority_min=30) as node:
-        eventually(lambda: not node.stat("disk_refilling"))
-        assert node.put(1, 4, hints=Hints(10)).tokens_present == 4 * node.size
-        assert node.get(1, 4) == 4
-        to_disk(node, 1, 4, first=0)
-        assert node.get(1, 4) == 4 and not any(node.on_root(1, 4))
-
-
-def test_w4_children_that_matter_take_their_parents_along(tmp_root: Path) -> None:
-    """A chunk is never on the root without its parent, whatever that one's priority."""
-    with Acting(faulty(), priority_min=30) as node:
-        node.put(1, 4, hints=Hints(10))
-        node.put(1, 6, first=4, hints=Hints(50))
-        node.drain()
-        assert node.on_root(1, 6) in ([True] * 6, [False] * 6)
-        assert node.get(1, 6) == 6
-        node.assert_settled()

@@ -18,6 +18,9 @@ from kvstore.buffers import Borrowed
 from kvstore.errors import KVStoreError
 from kvstore.hints import Hints
 from kvstore.node import memory_puts, write_behind
+from kvstore.node.lanes import Deadline
+from kvstore.sections import planes_of
+from kvstore.sources import SystemClock
 from kvstore.writes import WriteMode
 from tests.kit.faulty_root import ENOSPC, FaultyRoot, Hang, Rule
 from tests.kit.patience import PATIENCE_S, slowness
@@ -69,7 +72,7 @@ def test_puts_go_on_until_the_queue_is_full_and_all_is_written_after_the_hang(no
 
 def test_memory_is_served_while_every_lane_hangs(node: Acting) -> None:
     node.put(1, 6)
-    node.put(2, 2, write=WriteMode.AROUND)
+    node.put(2, 2, write=WriteMode.UNCACHED)
     node.drain()
     buffers = [bytearray(300_000) for _ in range(3)]
     keys = [number.to_bytes(16, "big") for number in range(3)]
@@ -129,7 +132,7 @@ def test_a_get_with_a_slow_root_returns_in_time_and_leaves_the_memory_alone(node
 
 def test_i2_bytes_that_hang_on_their_way_to_the_root_get_no_name_once_their_room_is_anothers() -> None:
     root = faulty()
-    with Acting(root, limits=quick(behind_give_up_s=0.1), priority_min=30) as node:
+    with Acting(root, limits=quick(behind_give_up_s=0.1)) as node:
         node.put(9, 1)
         node.drain()  # what hangs below is not the record of the session, which is staged before its first chunk
         with held(root) as hang:
@@ -137,8 +140,11 @@ def test_i2_bytes_that_hang_on_their_way_to_the_root_get_no_name_once_their_room
             eventually(hang.reached.is_set)
             node.memory.drop_namespace(node.cache.namespace.digest)
             eventually(lambda: not node.stat("memory_referenced_bytes"))  # the write has passed its deadline
-            for number in range(2, 6):
-                assert node.put(number, 20, hints=Hints(5)).tokens_present == 20 * node.size  # in all of the room
+            for number in range(2, 6):  # in all of the room
+                sections = planes_of(node.prompts.kv(number, 20), node.cache.layout)
+                deadline = Deadline(SystemClock(), IN_TIME_S)
+                kept = node.tiers.keep(node.chain(number, 20), 0, 20, sections, Hints(), deadline)
+                assert all(kept.there)
         eventually(lambda: not any(node.node._lanes._busy_since_s))
         node.drain()
         assert node.on_root(1, 6) == [False] * 6 and node.stat("behind_lost") == 6
@@ -232,7 +238,7 @@ def test_w3_parents_that_are_gone_are_not_waited_for_until_the_end(caplog: pytes
     """Damage does this: what continues a chunk that neither the root nor memory has any more can never be written."""
     root = faulty()
     node = Acting(root, limits=quick(flush_s=3600.0, behind_give_up_s=3600.0))
-    node.put(1, 4, write=WriteMode.AROUND)
+    node.put(1, 4, write=WriteMode.UNCACHED)
     with held(root, "stat"):  # before it is looked whether the parents are there
         node.put(1, 6, first=4)
         node.put(2, 6)
@@ -249,7 +255,7 @@ def test_w3_what_is_being_written_is_waited_for_beside_parents_that_are_gone(mon
     monkeypatch.setattr(write_behind, "JOIN_S", 0.0)
     root = faulty()
     node = Acting(root, limits=quick(flush_s=3600.0, behind_give_up_s=3600.0, write_deadline_s=3600.0, stall_s=3600.0))
-    node.put(1, 4, write=WriteMode.AROUND)
+    node.put(1, 4, write=WriteMode.UNCACHED)
     with held(root, "stat"):  # before it is looked whether the parents are there
         node.put(1, 6, first=4)
         root.inner.remove(node.name(1, 3))

@@ -118,7 +118,7 @@ def test_a_damaged_file_of_the_root_is_set_aside_unless_memory_has_it(tmp_root: 
 
 
 def test_r2_what_only_the_root_has_comes_into_memory_from_the_second_time_on(node: Acting) -> None:
-    node.put(1, 6, write=WriteMode.AROUND)
+    node.put(1, 6, write=WriteMode.UNCACHED)
     assert node.get(1, 6) == 6 and not any(node.in_memory(1, 6))
     assert node.get(1, 6) == 6 and all(node.in_memory(1, 6))
     hits = node.stat("memory_hits")
@@ -135,7 +135,7 @@ def read_without_room(node: Acting) -> None:
     for number, chunks in ((1, 30), (2, 30), (4, ROOM_CHUNKS - 60)):
         node.put(number, chunks)
         node.drain()
-    node.put(3, 4, write=WriteMode.AROUND)
+    node.put(3, 4, write=WriteMode.UNCACHED)
     with ExitStack() as holds:
         for number, chunks in ((1, 30), (2, 30), (4, ROOM_CHUNKS - 60)):
             holds.enter_context(node.cache.hold(node.prompts.tokens(number, chunks)))

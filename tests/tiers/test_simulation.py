@@ -1,7 +1,7 @@
 """Random operations of several threads on one store with little memory and a small disk, while things fail.
 
 Every byte read is compared with what was put; limits are kept all the time; at the end nothing is referred to, leased,
-dirty or waiting, and all room is given back (MEMORY.md, I1, I2, A1, E1 to E4, R1 to R3, W1 to W4, L1). Each run has a
+dirty or waiting, and all room is given back (MEMORY.md, I1, I2, A1, E1 to E4, R1 to R3, W1 to W3, L1). Each run has a
 seed; threads make its order different each time.
 """
 
@@ -144,7 +144,7 @@ class Actor:
 
     def put_blocks(self) -> None:
         keys, blocks = self.blocks()
-        stored = self._node.cache.blocks.put(keys, blocks, priority=self._random.choice([10, 35]))
+        stored = self._node.cache.blocks.put(keys, blocks)
         assert len(stored) == len(keys)
 
     def get_blocks(self) -> None:
@@ -247,7 +247,7 @@ def seeds(fast: int, slow: int) -> list[Any]:
 @pytest.mark.parametrize(("seed", "seconds"), seeds(1, 1))
 def test_a_root_that_fails(tmp_root: Path, seed: int, seconds: float) -> None:
     root = faulty()
-    with Acting(root, disk=tmp_root / "disk", priority_min=10, limits=LIMITS) as node:
+    with Acting(root, disk=tmp_root / "disk", limits=LIMITS) as node:
         root.set_rules(FAULTS)
         run(node, seed, seconds, nothing, lambda: len(root.struck) >= 8)
         assert len(root.struck) >= 8
@@ -258,7 +258,7 @@ def test_files_that_are_lost_and_damaged(tmp_root: Path, seed: int, seconds: flo
     """By native code, if there is any; the files are changed by others, on the root and on the disk."""
     descriptors = open_before()
     root = on_posix(tmp_root / "root")
-    with Acting(root, disk=tmp_root / "disk", priority_min=10, limits=LIMITS) as node:
+    with Acting(root, disk=tmp_root / "disk", limits=LIMITS) as node:
 
         def breaks(chosen: random.Random, number: int, index: int) -> None:
             folder = tmp_root / chosen.choice(["root", "disk"])

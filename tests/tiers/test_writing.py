@@ -1,4 +1,4 @@
-"""The moment at which a put is acknowledged, and what is where by then (MEMORY.md, "Writing", W1, W2, W4 to W6)."""
+"""The moment at which a put is acknowledged, and what is where by then (MEMORY.md, "Writing", W1, W2, W5 and W6)."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def test_behind_is_acknowledged_when_memory_has_it(node: Acting, root: FaultyRoo
     node.assert_settled()
 
 
-@pytest.mark.parametrize("write", [WriteMode.THROUGH, WriteMode.AROUND])
-def test_through_and_around_are_acknowledged_when_the_root_has_it(plain: Root, write: WriteMode) -> None:
+@pytest.mark.parametrize("write", [WriteMode.THROUGH, WriteMode.UNCACHED])
+def test_put_through_returns_once_the_root_has_its_chunks(plain: Root, write: WriteMode) -> None:
     with Acting(plain, write=write) as node:
         assert node.put(1, 4).chunks_written == 4
         assert node.on_root(1, 4) == [True] * 4
@@ -144,10 +144,10 @@ def test_w2_parents_are_written_first(node: Acting, root: FaultyRoot) -> None:
 
 def test_w2_what_lost_its_parent_for_good_is_dropped_and_counted(root: FaultyRoot) -> None:
     with Acting(root, limits=quick(behind_give_up_s=0.6, write_deadline_s=5.0, stall_s=5.0)) as node:
-        node.put(1, 4, write=WriteMode.AROUND)
+        node.put(1, 4, write=WriteMode.UNCACHED)
         node.lose(1, 4)
         assert node.put(1, 6, first=4).tokens_present == 0, "it looks, and finds no parent"
-        node.put(1, 4, write=WriteMode.AROUND)
+        node.put(1, 4, write=WriteMode.UNCACHED)
         with held(root, "stat"):  # before it is looked whether the parents are there
             assert node.put(1, 6, first=4).tokens_present == 6 * node.size
             for index in range(4):
@@ -191,24 +191,6 @@ def damaged_parent(node: Acting, root: FaultyRoot, write: WriteMode) -> None:
     assert node.on_root(1, 8) == [True] * 2 + [False] * 6 and staged(root) == []
     assert node.get(1, 8) == 3 and node.stat("memory_damaged") == 1
     node.assert_settled()
-
-
-def test_w4_low_priorities_never_reach_the_root(root: FaultyRoot) -> None:
-    with Acting(root, priority_min=30) as node:
-        for number, write in enumerate(WriteMode):
-            result = node.put(number, 4, write=write, hints=Hints(20))
-            assert result.tokens_present == 4 * node.size
-            node.drain()
-            assert node.in_memory(number, 4) == [True] * 4 and not any(node.on_root(number, 4)), write
-            assert node.get(number, 4) == 4
-        assert node.cache.blocks.put([b"k" * 16], [b"v" * 5_000], priority=10) == [True]
-        assert node.put(7, 4, hints=Hints(30)).chunks_written == 4
-        node.drain()
-        assert all(node.on_root(7, 4)) and node.stat("memory_dirty_bytes") == 0
-        chunks = [entry for entry in root.inner.list("chunks") if entry.stat is None]  # type: ignore[arg-type]
-        files = [file for folder in chunks for file in root.inner.list(f"chunks/{folder.name}")]  # type: ignore[arg-type]
-        assert len(files) == 4
-        node.assert_settled()
 
 
 @pytest.mark.parametrize("fault", [ENOSPC, EROFS], ids=["full", "denied"])

@@ -49,7 +49,7 @@ pytestmark = pytest.mark.slow
 def working(
     root: Root,
     *,
-    write: WriteMode = WriteMode.AROUND,
+    write: WriteMode = WriteMode.UNCACHED,
     disk: Path | None = None,
     moves_max: int = 32,
     worker_limits: WorkerLimits | None = None,
@@ -224,7 +224,7 @@ def test_a_request_that_changed_on_the_way_moves_nothing() -> None:
 @pytest.mark.parametrize("bulk", ["shared", "tcp", "grpc"])
 def test_w1_a_put_behind_is_acknowledged_while_the_root_hangs_and_read_from_memory(bulk: str) -> None:
     root = faulty()
-    with working(root, write=WriteMode.AROUND) as (acting, served), caching(served, acting, bulk) as cache:
+    with working(root, write=WriteMode.UNCACHED) as (acting, served), caching(served, acting, bulk) as cache:
         tokens, kv = acting.prompts.tokens(1, 8), acting.prompts.kv(1, 8)
         with held(root):
             result = cache.put(tokens, kv, write="behind")
@@ -239,18 +239,18 @@ def test_w1_a_put_behind_is_acknowledged_while_the_root_hangs_and_read_from_memo
 
 @pytest.mark.parametrize("bulk", ["shared", "tcp", "grpc"])
 @pytest.mark.parametrize("default", [None, "behind"])
-@pytest.mark.parametrize("write", ["through", "around"])
+@pytest.mark.parametrize("cached", [True, False])
 def test_a_put_that_waits_for_the_root_does_so_whatever_the_worker_and_the_client_would_do(
-    bulk: str, default: WriteModeName | None, write: WriteModeName
+    bulk: str, default: WriteModeName | None, cached: bool
 ) -> None:
     with (
         working(faulty(), write=WriteMode.BEHIND) as (acting, served),
         caching(served, acting, bulk, write=default) as cache,
     ):
         tokens, kv = acting.prompts.tokens(1, 8), acting.prompts.kv(1, 8)
-        assert cache.put(tokens, kv, write=write).chunks_written == 8
+        assert cache.put(tokens, kv, write="through", cache=cached).chunks_written == 8
         assert all(acting.on_root(1, 8))
-        assert all(acting.in_memory(1, 8)) if write == "through" else not any(acting.in_memory(1, 8))
+        assert all(acting.in_memory(1, 8)) if cached else not any(acting.in_memory(1, 8))
         assert acting.stat("behind_bytes") == 0
 
 
@@ -322,7 +322,7 @@ def test_a_namespace_says_it_for_all_its_puts() -> None:
             cache.put(acting.prompts.tokens(1, 4), acting.prompts.kv(1, 4))
             assert cache.match(acting.prompts.tokens(1, 4)) == 4 * acting.size
             assert all(acting.in_memory(1, 4)) and not any(acting.on_root(1, 4))
-        cache.put(acting.prompts.tokens(2, 4), acting.prompts.kv(2, 4), write="around")
+        cache.put(acting.prompts.tokens(2, 4), acting.prompts.kv(2, 4), cache=False)
         assert all(acting.on_root(2, 4)) and not any(acting.in_memory(2, 4))
         with pytest.raises(InvalidRequest, match="write='later'"):
             cache.put(acting.prompts.tokens(3, 1), acting.prompts.kv(3, 1), write="later")  # type: ignore[arg-type]

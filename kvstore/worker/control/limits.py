@@ -30,7 +30,6 @@ OF_WORKER = {
     "bytes_in_flight_max": "bytes of payload between network and root; a call that needs more is refused",
     "holds_max": "holds of clients alive at once",
     "hold_tokens_max": "tokens of all held prompts together",
-    "recode_bytes_per_s_max": "bytes a second that one ticket compresses or re-encrypts",
 }
 OF_NODE = {
     "match_deadline_s": "seconds; a match that takes longer is a miss",

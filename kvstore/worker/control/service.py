@@ -15,7 +15,6 @@ from kvstore.errors import InvalidRequest
 from kvstore.node.clearing import resolved
 from kvstore.node.member import Member
 from kvstore.node.moves import Act, Level
-from kvstore.node.recoding import Recoding
 from kvstore.results import LimitValue
 from kvstore.sources import Clock
 from kvstore.tickets import State, Ticket
@@ -32,7 +31,6 @@ from kvstore.worker.control.health import About, Examination
 from kvstore.worker.control.limits import LiveLimits
 from kvstore.worker.control.lookups import lookup
 from kvstore.worker.control.moves import move_prompts
-from kvstore.worker.control.recoding import recode_selected
 from kvstore.worker.control.runner import SPARE_THREADS, Runner, Step, Work
 from kvstore.worker.control.watches import Watches
 from kvstore.worker.moves import ACTS, LEVELS
@@ -58,11 +56,6 @@ _ENDED = {
     State.DONE: WorkerCount.TICKETS_DONE,
     State.FAILED: WorkerCount.TICKETS_FAILED,
     State.CANCELLED: WorkerCount.TICKETS_CANCELLED,
-}
-_RECODINGS = {
-    pb.RECODING_COMPRESS: Recoding.COMPRESS,
-    pb.RECODING_DECOMPRESS: Recoding.DECOMPRESS,
-    pb.RECODING_REENCRYPT: Recoding.REENCRYPT,
 }
 
 Drain = Callable[[float | None], float]
@@ -106,7 +99,6 @@ class ControlService:
                 "ClearSelected": unary(
                     "Control.ClearSelected", UnaryCall(pb.ClearSelectedRequest, self._clear_selected)
                 ),
-                "Recode": unary("Control.Recode", UnaryCall(pb.RecodeRequest, self._recode)),
                 "BeginMove": unary("Control.BeginMove", UnaryCall(pb.BeginMoveRequest, self._begin_move)),
                 "ListTickets": many("Control.ListTickets", pb.ListTicketsRequest, self._list_tickets),
                 "WatchTicket": many("Control.WatchTicket", pb.WatchTicketRequest, self._watch_ticket),
@@ -143,21 +135,6 @@ class ControlService:
             )
 
         return self._begin("clear", clear, said, "shards", tenant, request.deadline_s, call)
-
-    def _recode(self, request: pb.RecodeRequest, call: Call) -> Message:
-        recoding = _RECODINGS.get(request.recoding)
-        if recoding is None:
-            raise InvalidRequest(
-                f"recoding is {request.recoding}: expected RECODING_COMPRESS (1), RECODING_DECOMPRESS (2) or "
-                "RECODING_REENCRYPT (3)"
-            )
-        selection, said, tenant = self._selected(request.selection, call)
-        service = self._service
-
-        def recode(step: Step) -> str:
-            return recode_selected(self._node, selection, recoding, lambda: service.limits.recode_bytes_per_s_max, step)
-
-        return self._begin(recoding.value, recode, said, "shards", tenant, request.deadline_s, call)
 
     def _selected(self, message: pb.Selection, call: Call) -> tuple[Selection, str, str | None]:
         """Returns a selection that ``call`` may use, its text for people, and its tenant (None: all tenants)."""

@@ -41,12 +41,6 @@ PUBLISHING = [
         simulated("set_aside_deletes"),
         "node/test_verifying.py::test_w3_what_was_repaired_between_the_look_and_the_rename_goes_back",
     ),
-    rule(
-        "W5",
-        "replaces-another-publication",
-        edit("kvstore.root.posix:PosixRoot.replace", "found is None or (", "found is None and ("),
-        "root/test_conformance.py::test_rule_W5_a_file_is_replaced_if_it_is_the_one_that_was_looked_at",
-    ),
 ]
 
 

@@ -320,11 +320,6 @@ LEFT = [
         f"{ORPHANS}a_node_without_a_session_keeps_what_it_staged_lately",
     ),
     left(
-        "replaced-files-of-the-dead",
-        edit("kvstore_gc.orphans:Orphans._is_left", "if stays is not None:", "if False:"),
-        f"{ORPHANS}what_recoding_replaced_stays_until_the_time_in_its_name_however_dead_its_session",
-    ),
-    left(
         "old-plan-named",
         replace("kvstore_gc.execute:Sweeper._is_within", lambda self, since_s, seconds: True),
         "gc/test_protocol.py::test_a_collector_that_was_slow_after_it_wrote_a_plan_gives_the_sweep_up",
@@ -337,12 +332,6 @@ LEFT = [
 ]
 
 HELD = [
-    mutant(
-        "unreadable-set-aside-with-a-bad-root",
-        "PROTOCOL W3: a root that fails moves nothing",
-        replace("kvstore.node.unreadable:Unreadable._is_root_well", lambda self, name: True),
-        f"{UNREADABLE}where_all_files_fail_nothing_is_set_aside_and_no_put_claims_them",
-    ),
     mutant(
         "unreadable-never-suspected",
         "PROTOCOL W3: a file that cannot be read is repaired",
