@@ -6,6 +6,7 @@ A worker that does not answer is set aside and probed at growing intervals until
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -25,7 +26,6 @@ from kvstore.counts import ClientCount
 from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied, StoreClosed, Unavailable
 from kvstore.node.counters import Counts
 from kvstore.sources import Clock
-from kvstore.waiting import Monitor
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class Endpoints:
         self._counters = counters
         self._clock = clock
         self._discover = discover
-        self._changed = Monitor()
+        self._changed = threading.Condition()
         self._live: dict[str, Endpoint] = {}
         self._refresh_at_s = clock.monotonic_s() + limits.refresh_s
         self._trouble = ""

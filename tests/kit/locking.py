@@ -12,25 +12,20 @@ import re
 import sys
 import threading
 import time
-from _thread import RLock
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "kvstore" / "LOCKS.md"
 SOURCES = {"kvstore": ROOT / "kvstore", "gc": ROOT / "gc" / "kvstore_gc"}
-MAKERS = frozenset({"Lock", "Condition", "RLock", "Monitor"})
+MAKERS = frozenset({"Lock", "Condition", "RLock"})
 _ROW = re.compile(r"\| `(\S+)` \| (\d+) \| .+ \|")
 _held = threading.local()
 _parsing = threading.Lock()
 """Python 3.11 counts the depth of all parsers in one place: two threads at once, and one gets a SystemError."""
 PARSES_MAX = 100
-_is_on = True
-_plain_begin: Any = None
 violations: list[str] = []
 """What went wrong so far, in any thread; a test that leaves some fails."""
 
@@ -67,11 +62,9 @@ def locks_in(path: Path) -> dict[int, str]:
     bare.update(
         alias.name
         for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.module in ("threading", "kvstore.waiting")
+        if isinstance(node, ast.ImportFrom) and node.module == "threading"
         for alias in node.names
     )
-    if path.name == "waiting.py":
-        bare.add("Monitor")
     visit(tree, "")
     return found
 
@@ -103,8 +96,8 @@ def _makes_a_lock(call: ast.Call, bare: set[str]) -> bool:
 
 
 def _name_at(frame: FrameType | None) -> str | None:
-    """Returns the lock that is made at a frame; None outside of kvstore, and while locks are plain."""
-    if frame is None or not _is_on:
+    """Returns the lock that is made at a frame; None outside of kvstore."""
+    if frame is None:
         return None
     return _locks_of(frame.f_code.co_filename).get(frame.f_lineno)
 
@@ -122,7 +115,7 @@ def _taking(name: str, lock: object) -> None:
     if not held:
         return
     if any(each == id(lock) for _, each in held):
-        return  # a monitor, entered again
+        return  # a condition, entered again
     for other, _ in held:
         if _RECORD is not None:
             _note(other, name)
@@ -197,12 +190,14 @@ class RankedLock:
         return bool(self._inner._is_owned())
 
     def _release_save(self) -> Any:
-        _left(self)
+        while any(each == id(self) for _, each in _stack()):
+            _left(self)
         return self._inner._release_save()
 
     def _acquire_restore(self, state: Any) -> None:
         self._inner._acquire_restore(state)
-        _took(self._name, self)
+        for _ in range(state[0]):  # an RLock's count
+            _took(self._name, self)
 
 
 def install() -> None:
@@ -220,84 +215,6 @@ def install() -> None:
 
     threading.Lock = lock  # type: ignore[assignment]
     threading.Condition = Condition  # type: ignore[misc]
-
-
-def _begin(self: Any) -> None:
-    _plain_begin(self)
-    self._lock_name = _name_at(sys._getframe(1))
-
-
-def _enter(self: Any) -> Any:
-    name = getattr(self, "_lock_name", None)
-    if name is None:
-        return RLock.__enter__(self)
-    _taking(name, self)
-    done = RLock.__enter__(self)
-    _took(name, self)
-    return done
-
-
-def _leave(self: Any, *why: Any) -> None:
-    RLock.__exit__(self, *why)
-    _left(self)
-
-
-def _save(self: Any) -> Any:
-    # What the lock in C gives is handed on as it is: a thread may wait while ``plain`` begins or ends.
-    saved = RLock._release_save(self)  # type: ignore[attr-defined]  # of the lock in C
-    while any(each == id(self) for _, each in _stack()):
-        _left(self)
-    return saved
-
-
-def _restore(self: Any, saved: Any) -> None:
-    RLock._acquire_restore(self, saved)  # type: ignore[attr-defined]
-    if name := getattr(self, "_lock_name", None):
-        for _ in range(saved[0]):
-            _took(name, self)
-
-
-_MONITOR = {
-    "__init__": _begin,
-    "__enter__": _enter,
-    "__exit__": _leave,
-    "_release_save": _save,
-    "_acquire_restore": _restore,
-}
-
-
-def _monitor() -> Any:
-    from kvstore.waiting import Monitor  # kvstore is imported after ``install``
-
-    return Monitor
-
-
-def watch_monitors() -> None:
-    """Has the monitors of ``kvstore.waiting`` keep the order too. To be called when kvstore is imported."""
-    global _plain_begin
-    kind = _monitor()
-    _plain_begin = kind.__init__
-    for name, method in _MONITOR.items():
-        setattr(kind, name, method)
-
-
-@contextmanager
-def plain() -> Iterator[None]:
-    """Locks that are made within are those of production: for tests that interrupt a thread at any step of Python,
-    which must find a lock of C held or not held.
-    """
-    global _is_on
-    kind = _monitor()
-    begin = kind.__init__
-    _is_on, kind.__init__ = False, _plain_begin
-    for name in _MONITOR.keys() - {"__init__"}:
-        delattr(kind, name)
-    try:
-        yield
-    finally:
-        _is_on, kind.__init__ = True, begin
-        for name in _MONITOR.keys() - {"__init__"}:
-            setattr(kind, name, _MONITOR[name])
 
 
 _RECORD = os.environ.get("KVSTORE_LOCKS_RECORD")

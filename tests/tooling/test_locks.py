@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 
+from kvstore.background import Tasks
 from kvstore.counts import ClientCount
 from kvstore.node.counters import Counts
-from kvstore.waiting import Flag
 from tests.kit import locking
 
 
@@ -49,9 +49,17 @@ def test_one_that_gives_up_may_be_asked_for_in_any_order() -> None:
     assert since(before) == []
 
 
-def test_a_monitor_is_part_of_the_order() -> None:
-    before, flag = len(locking.violations), Flag()
+def test_condition_taken_against_the_order_is_found() -> None:
+    before, tasks = len(locking.violations), Tasks("test-locks", 0, 1)
     with locking.RankedLock("node.counters.Counts._lock", threading.Lock()):
-        flag.set()
+        tasks.submit(int)
     (said,) = since(before)
-    assert said.startswith("waiting.Flag._changed (90) is taken while node.counters.Counts._lock (90)")
+    assert said.startswith("background.Tasks._changed (89) is taken while node.counters.Counts._lock (90)")
+
+
+def test_condition_entered_twice_is_free_while_waiting() -> None:
+    before = len(locking.violations)
+    changed = threading.Condition(locking.RankedLock("node.counters.Counts._lock", threading.RLock()))  # type: ignore[arg-type]
+    with changed, changed:
+        assert not changed.wait(0.001) and len(locking._stack()) == 2
+    assert since(before) == [] and locking._stack() == []
