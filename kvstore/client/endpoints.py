@@ -19,7 +19,6 @@ from kvstore.client.bulk.way import Bulk
 from kvstore.client.credentials import PLAIN, Credentials
 from kvstore.client.endpoint import SERVING, Endpoint, check_address
 from kvstore.client.limits import ClientLimits
-from kvstore.client.lookups import LookUps
 from kvstore.client.owner import Owner
 from kvstore.client.spreading import Marking, Spreading
 from kvstore.counts import ClientCount
@@ -54,8 +53,6 @@ class Endpoints:
         self._connection_version = credentials.connection_version
         self._bulk = bulk
         self._spreading = Spreading()
-        self.lookups = LookUps()
-        """Look-ups whose read may go to another worker."""
         self._shortage = Shortage(counters, clock.monotonic_s)
         self._limits = limits
         self._counters = counters
@@ -189,7 +186,6 @@ class Endpoints:
                 or Endpoint(address, self._bulk, self._limits, self._credentials, self._shortage)
                 for address in wanted
             }
-            self.lookups.is_needed = len(wanted) > 1
         for endpoint in gone:
             endpoint.retire()
 
