@@ -24,7 +24,6 @@ from benchmarks.crew import CrewFailed
 from benchmarks.options import Options, add_options, options_of
 from benchmarks.result import Result, markdown, save
 from kvstore.errors import KVStoreError
-from kvstore.unheard import unheard
 
 PEERS = Path(__file__).parent / "peers" / "__main__.py"
 PEERS_S = 3600
@@ -52,10 +51,10 @@ def run_peers(options: Options, arguments: argparse.Namespace | None = None) -> 
     command = [sys.executable, "-m", "benchmarks.peers", "--json", "--directory", str(options.directory)]
     command += ["--quick"] if options.quick else ["--rounds", str(max(5, options.rounds))]
     with ExitStack() as undo:
-        with unheard():
-            ran = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-            undo.callback(ran.wait, STOP_S)
-            undo.callback(ran.terminate)
+        # Ctrl-C is for this process alone, which ends that one.
+        ran = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        undo.callback(ran.wait, STOP_S)
+        undo.callback(ran.terminate)
         said, _ = ran.communicate(timeout=PEERS_S)
     try:
         return Result.from_json(json.loads(said))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -17,7 +18,6 @@ from benchmarks.moving import FileMover, Load, Mover, mover
 from benchmarks.paths import PLAIN, Way
 from benchmarks.rounds import Taken, timed
 from kvstore.errors import KVStoreError
-from kvstore.unheard import spawning
 
 START_S = 180.0
 CALL_S = 600.0
@@ -87,11 +87,10 @@ def crew(way: Way, loads: Sequence[Load]) -> Iterator[Crew]:
         for load in loads:
             ours, theirs = context.Pipe()
             member = context.Process(target=serve, args=(theirs, way, load), daemon=True)
-            with spawning():
-                member.start()
-                theirs.close()
-                pipes.append(ours)
-                members.append(member)
+            member.start()
+            theirs.close()
+            pipes.append(ours)
+            members.append(member)
         for pipe in pipes:
             _answer(pipe, START_S)
         yield Crew(pipes)
@@ -108,6 +107,7 @@ def crew(way: Way, loads: Sequence[Load]) -> Iterator[Crew]:
 
 def serve(pipe: Connection, way: Way, load: Load) -> None:
     """The life of one member."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the pipe ends this process
     try:
         with moving(way, load) as moves:
             pipe.send(None)

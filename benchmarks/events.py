@@ -24,6 +24,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -51,7 +52,6 @@ from kvstore.namespace import Namespace
 from kvstore.node.chains import RecentChains
 from kvstore.root.identity import read_identity
 from kvstore.root.posix import PosixRoot
-from kvstore.waiting import Monitor
 from kvstore.wire.questions import Question
 
 LAYOUT = Layout(layers=1, kv_heads=1, head_dim=8, dtype="int8", chunk_tokens=16)
@@ -123,7 +123,7 @@ def known(chunks: int) -> None:
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
     print(f"{inventory.told_count} chunks: {grown / chunks:.0f} bytes each at the peak, 64 of them tokens in a file")
     model = SimpleNamespace(namespace=SPACE, inventory=inventory)
-    truth: Any = SimpleNamespace(models={1: model}, lock=Monitor())
+    truth: Any = SimpleNamespace(models={1: model}, lock=threading.Condition())
     answers = Answers(truth, "kvstore", "STORAGE")
     prompts = [each for each in made if each is not None]
     chains = RecentChains(RECENT_BYTES)

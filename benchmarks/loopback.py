@@ -15,7 +15,6 @@ import numpy as np
 
 from benchmarks.contents import Bytes, poison
 from kvstore.buffers import aligned
-from kvstore.unheard import unheard
 
 TAKE, GIVE, DONE = b"t", b"g", b"d"
 PATIENCE_S = 60.0
@@ -28,8 +27,7 @@ class Loopback:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             listener.settimeout(PATIENCE_S)
             command = [sys.executable, "-m", "benchmarks.loopback", str(listener.getsockname()[1]), str(size_bytes)]
-            with unheard():
-                self._other = subprocess.Popen(command)
+            self._other = subprocess.Popen(command, start_new_session=True)  # Ctrl-C is for this process alone
             self._socket = _set(listener.accept()[0])
             self._socket.settimeout(PATIENCE_S)
 

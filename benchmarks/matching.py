@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import signal
 import statistics
 import time
 import urllib.request
@@ -33,7 +34,6 @@ from kvstore.meta.server import EmbeddedEtcd
 from kvstore.node.limits import Limits
 from kvstore.root.identity import SHARD_BITS_DEFAULT
 from kvstore.tokens import TokenArray
-from kvstore.unheard import spawning
 
 HYPOTHESIS = (
     "a prompt of 131,072 tokens is matched within 1.5 ms and one of 1,048,576 within 10 ms (p50, chunks of 256 tokens "
@@ -173,8 +173,8 @@ def memory_per_chunk(root: Path, length: int, chunk_tokens: int) -> Table:
     with kvstore.open(str(root)) as store:
         _put(store.namespace(NAMESPACE, _layout(chunk_tokens)), _tokens(length, length))
     with ExitStack() as undo:
-        with spawning():
-            pool = undo.enter_context(multiprocessing.get_context("spawn").Pool(1))
+        context = multiprocessing.get_context("spawn")
+        pool = undo.enter_context(context.Pool(1, signal.signal, (signal.SIGINT, signal.SIG_IGN)))
         opened, grown, warm = pool.apply(_grown, (str(root), length, chunk_tokens))
     count = length // chunk_tokens
     return Table(

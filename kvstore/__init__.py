@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import TYPE_CHECKING
 
 from kvstore import errors
 from kvstore.version import VERSION
 
-TYPE_CHECKING = False  # as in typing, which is not imported: the command line hears Ctrl-C as soon as it can
 if TYPE_CHECKING:
     from kvstore.census.selection import Selection
     from kvstore.client.blocks import BlockCache, BlockHold

@@ -2,17 +2,15 @@
 
 Queues, timers and watches all need the same rules. They are here once:
 
-- **Decide under the lock, act outside.** ``decide`` runs under the owner's monitor. It returns what to do next, or how
-  long to wait. The owner changes its state under the same monitor and then notifies, so no change is missed.
+- **Decide under the lock, act outside.** ``decide`` runs under the condition of the owner. It returns what to do next,
+  or how long to wait. The owner changes its state under the same condition and then notifies, so no change is missed.
 - **Stop.** After ``close`` a thread ends with the work that it does at the moment. What waits is left, or, in a loop
   that ``drains``, done first. Joining has a deadline: a thread that a dead mount holds ends with the process.
 - **Exceptions.** What ``decide`` or the work raises is a defect of ours. It is logged, and the thread goes on: it must
   not end unseen. From the second failure in a row on it pauses, so that it does not fill the log. Errors of the world
   are the work's own to catch.
-- **Fork.** A forked child has none of the threads, and its copy of the monitor may be locked for ever. There ``start``
-  and ``close`` do nothing.
-- **Ctrl-C** comes to the main thread alone, which may be in ``start`` or ``close``, or in the owner's code. The monitor
-  (``kvstore.waiting``) is never left locked by it.
+- **Fork.** A forked child has none of the threads, and its copy of the condition may be locked for ever. There
+  ``start`` and ``close`` do nothing.
 """
 
 from __future__ import annotations
@@ -24,8 +22,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-
-from kvstore.waiting import Monitor
 
 log = logging.getLogger(__name__)
 
@@ -40,13 +36,13 @@ Decision = Work | float | None
 class Loop:
     """Up to ``threads_max`` threads that do what ``decide`` says. Thread-safe.
 
-    ``changed`` is the owner's monitor; ``decide`` is called while it is held, and what it returns while it is not.
+    ``changed`` is the owner's condition; ``decide`` is called while it is held, and what it returns while it is not.
     """
 
     def __init__(
         self,
         name: str,
-        changed: Monitor,
+        changed: threading.Condition,
         decide: Callable[[], Decision],
         *,
         threads_max: int = 1,
@@ -142,7 +138,7 @@ class Tasks:
 
     def __init__(self, name: str, threads: int, queue_max: int) -> None:
         self._queue_max = queue_max
-        self._changed = Monitor()  # guards the tasks that wait
+        self._changed = threading.Condition()  # guards the tasks that wait
         self._waiting: deque[Work] = deque()
         self._busy = 0
         self._loop = Loop(name, self._changed, self._next, threads_max=threads, drains=True)

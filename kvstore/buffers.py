@@ -9,14 +9,12 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 
 import numpy as np
 
 from kvstore.native import library as native
-from kvstore.waiting import Monitor
 
 PAGE_BYTES = 4096
 WRITERS_WAIT_S = 0.0002
@@ -41,9 +39,8 @@ class Borrowed:
     __slots__ = ("_condition", "_withdrawn", "_writers", "natively")
 
     def __init__(self) -> None:
-        self._condition = Monitor()
-        self._writers: Counter[int] = Counter()
-        """The steps in progress of each thread that writes."""
+        self._condition = threading.Condition()
+        self._writers = 0  # steps in progress
         self._withdrawn = False
         self.natively = native.Borrowed(0, 0)
         """This permission for native code, which does several steps in one call and asks before each."""
@@ -56,14 +53,11 @@ class Borrowed:
         with self._condition:
             if self._withdrawn:
                 raise Withdrawn
-            self._writers[threading.get_ident()] += 1
+            self._writers += 1
 
     def __exit__(self, *_: object) -> None:
         with self._condition:
-            thread = threading.get_ident()
-            self._writers[thread] -= 1
-            if self._writers[thread] <= 0:
-                del self._writers[thread]
+            self._writers -= 1
             if not self._writers:
                 self._condition.notify_all()
 
@@ -73,29 +67,13 @@ class Borrowed:
             raise Withdrawn
 
     def withdraw(self) -> None:
-        """Takes the memory back; returns when nobody writes into it any more, even on Ctrl-C. Idempotent."""
-        interrupted: BaseException | None = None
-        while True:
-            try:
-                self._withdraw()
-                break
-            except BaseException as error:  # noqa: BLE001 - raised when the memory is the caller's
-                interrupted = error
-        if interrupted is not None:
-            try:
-                raise interrupted
-            finally:
-                interrupted = None  # or its traceback would lead to this frame, and this frame to it
-
-    def _withdraw(self) -> None:
+        """Takes the memory back; returns when nobody writes into it any more. Idempotent."""
         with self._condition:
             self._withdrawn = True
         if native.brief is not None:
             while native.brief.kv_withdraw(self.natively):
                 time.sleep(WRITERS_WAIT_S)
         with self._condition:
-            # This thread writes nothing now, whatever Ctrl-C left of it as a step began or ended.
-            self._writers.pop(threading.get_ident(), None)
             while self._writers:
                 self._condition.wait()
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import IO
 
 from kvstore.errors import Unavailable
-from kvstore.waiting import Flag
 
 START_S = 60.0
 STOP_S = 20.0
@@ -71,8 +70,8 @@ class Program:
         self._hears = hears
         self._child: subprocess.Popen[str] | None = None
         self._said: dict[str, str] | None = None
-        self._heard = Flag()
-        self._ended = Flag()
+        self._heard = threading.Event()
+        self._ended = threading.Event()
         self._asked = False
         self._thread: threading.Thread | None = None
 
@@ -97,11 +96,11 @@ class Program:
         if sys.platform == "linux" and sys.executable:
             launcher = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(int(self._dies_by)), str(os.getpid())]
             command = [*launcher, *command]
-        self._heard, self._ended = Flag(), Flag()
+        self._heard, self._ended = threading.Event(), threading.Event()
         self._asked = False
         self._said = None
         self.started_s = time.monotonic()
-        started, failures = Flag(), list[OSError]()
+        started, failures = threading.Event(), list[OSError]()
         # The kernel takes the death of the thread that starts a child for the parent's: this one lives as long as it.
         self._thread = threading.Thread(
             target=self._run, args=(command, started, failures), name=f"kvstore {self.name}", daemon=True
@@ -149,7 +148,7 @@ class Program:
             self.kill()
             self._ended.wait()
 
-    def _run(self, command: list[str], started: Flag, failures: list[OSError]) -> None:
+    def _run(self, command: list[str], started: threading.Event, failures: list[OSError]) -> None:
         try:
             with ExitStack() as files:
                 messages = files.enter_context(open(self._messages, "ab")) if self._messages else None

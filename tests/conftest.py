@@ -28,9 +28,6 @@ locking.install()  # before kvstore is imported: some modules make locks then
 import kvstore  # noqa: E402, F401  # before any test imports gRPC, which asks once whether forks are its business
 from kvstore.client.bulk import arena as client_arena  # noqa: E402
 from kvstore.memory import arena  # noqa: E402
-from kvstore.waiting import Flag  # noqa: E402
-
-locking.watch_monitors()
 
 # A shell that starts the run in the background has it ignore Ctrl-C, and every child would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -71,23 +68,13 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def locks_that_may_be_interrupted(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Plain locks for the tests of a module that has the mark ``interrupts``."""
-    if request.node.get_closest_marker("interrupts") is None:
-        yield
-        return
-    with locking.plain():
-        yield
-
-
-@pytest.fixture(scope="module", autouse=True)
 def little_memory_ahead(request: pytest.FixtureRequest) -> Iterator[None]:
     """Lets arenas take few pages ahead: all of them are a fourth of the suite's system time, and hardly used.
 
     The tests of arenas have all.
     """
 
-    def some(memory: memoryview, writing: bool, closing: Flag) -> None:
+    def some(memory: memoryview, writing: bool, closing: threading.Event) -> None:
         populate(memory[:AHEAD_BYTES], writing, closing)
 
     if request.path.name == "test_arena.py":

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import machine
-from benchmarks.interrupts import ending
 from benchmarks.options import default_directory
 from benchmarks.peers.contender import ENTRIES, Entry
 from benchmarks.peers.contest import Contest, play
@@ -21,6 +20,7 @@ from benchmarks.peers.environments import ENVIRONMENTS, NotReady, set_up
 from benchmarks.peers.report import OURS, table_of, targets_of
 from benchmarks.peers.workload import Workload
 from benchmarks.result import Result, markdown
+from kvstore.cli.signals import aborts, exits_on_sigterm
 
 MIB = 1 << 20
 IN_MEMORY = ("tmpfs", "ramfs")
@@ -180,5 +180,5 @@ def _say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    with ending():
+    with aborts(), exits_on_sigterm():
         sys.exit(main())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import socket
+import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,7 +12,6 @@ from urllib.parse import urlsplit
 
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.parsing import parse_json
-from kvstore.waiting import Flag
 
 TRIES_MAX = 5
 PAUSE_S = 0.5
@@ -66,7 +66,7 @@ class Server:
         self._headers = {"Content-Type": "application/json", "Connection": "close"}
         if key:
             self._headers["Authorization"] = f"Bearer {key}"
-        self._closed = Flag()
+        self._closed = threading.Event()
         self._open: set[http.client.HTTPConnection] = set()
 
     def post(self, path: str, body: bytes) -> Answer:

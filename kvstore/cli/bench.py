@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from pathlib import Path
 
@@ -44,6 +43,4 @@ def bench(arguments: tuple[str, ...]) -> None:
         )
     os.chdir(SOURCE)
     sys.stdout.flush()
-    # Until that program is ready for Ctrl-C: it would be a traceback of its imports.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     os.execv(sys.executable, [sys.executable, "-m", "benchmarks", *arguments])

@@ -11,8 +11,7 @@ from typing import Any, NoReturn
 import click
 
 from kvstore.brief import shown
-from kvstore.cli.ctrl_c import INTERRUPTED, Raises
-from kvstore.cli.signals import Interrupted
+from kvstore.cli.signals import INTERRUPTED
 from kvstore.errors import KVStoreError
 
 CHECK_FAILED = 1
@@ -42,14 +41,12 @@ class Command(click.Command):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            with Raises():
-                return super().invoke(ctx)
+            return super().invoke(ctx)
         except KVStoreError as error:
             fail(ctx, str(error))
-        except Interrupted as interrupted:
-            fail(ctx, "interrupted", interrupted.exit_code)
         except (KeyboardInterrupt, click.Abort):
-            fail(ctx, "interrupted", INTERRUPTED)
+            click.echo("Aborted!", err=True)  # as click does, which would exit with 1
+            ctx.exit(INTERRUPTED)
         except (click.exceptions.Exit, click.ClickException, BrokenPipeError):
             raise  # click's own
         except OSError as error:

@@ -8,8 +8,8 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ from kvstore.cli.options import json_option
 from kvstore.cli.output import progress_bar
 from kvstore.cli.programs import kvstore_command
 from kvstore.cli.replay import print_report
-from kvstore.cli.signals import Interrupts
+from kvstore.cli.signals import exits_on_sigterm
 from kvstore.memory.host import memory_free_bytes
 
 if TYPE_CHECKING:
@@ -65,9 +65,7 @@ def demo(trace: str | None, requests_max: int, as_json: bool) -> None:
 
     requests = load_trace(trace, requests_max) if trace else generate(requests_max, seed=SEED)
     started_s = time.monotonic()
-    with Interrupts() as interrupts, ExitStack() as undo:
-        folder = undo.enter_context(interrupts.guard(_folder(_stored_bytes(requests))))
-        addresses = undo.enter_context(interrupts.guard(_running(folder)))()
+    with exits_on_sigterm(), _folder(_stored_bytes(requests)) as folder, _running(folder) as addresses:
         _tell(f"etcd and {len(addresses)} workers serve {folder} ({time.monotonic() - started_s:.1f} s)")
         access = Access(connect=tuple(addresses))
         with progress_bar("requests", len(requests)) as moved:
@@ -78,12 +76,8 @@ def demo(trace: str | None, requests_max: int, as_json: bool) -> None:
 
 
 @contextmanager
-def _running(folder: Path) -> Iterator[Callable[[], list[str]]]:
-    """Runs a cluster with its own etcd on a root in ``folder``.
-
-    Yields a function that waits until the workers serve and returns their addresses. It is separate from their start,
-    because a signal may come while it waits, and then they must be stopped.
-    """
+def _running(folder: Path) -> Iterator[list[str]]:
+    """Runs a cluster with its own etcd on a root in ``folder``; yields the addresses of the workers."""
     from kvstore.meta.server import EmbeddedEtcd
 
     with EmbeddedEtcd(folder / "etcd") as server:
@@ -97,20 +91,15 @@ def _running(folder: Path) -> Iterator[Callable[[], list[str]]]:
             )
             for number in range(WORKERS_COUNT)
         ]
-        workers = list(programs)
-
-        def wait() -> list[str]:
-            addresses = [program.wait_ready()["grpc"] for program in workers]
+        try:
+            for program in programs:
+                program.start()
+            addresses = [program.wait_ready()["grpc"] for program in programs]
             collector = gc_command(*common, "--interval", GC_INTERVAL)  # after the workers, who make the root
             if collector is not None:
                 programs.append(Program("gc", collector, messages=folder / "gc.log"))
                 programs[-1].start()
-            return addresses
-
-        try:
-            for program in workers:
-                program.start()
-            yield wait
+            yield addresses
         finally:
             stop_all(programs, STOP_S)
 

@@ -1,17 +1,15 @@
 """Entry point of ``kvstore``, and of any program like it.
 
-Separate from the commands so that a missing package, or Ctrl-C while they are imported, is a sentence and no traceback.
+Separate from the commands so that a missing package is a sentence and no traceback.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import sys
+from typing import NoReturn
 
-from kvstore.cli.ctrl_c import ends_at_once
-
-TYPE_CHECKING = False  # typing is slow to import, and Ctrl-C is a traceback until ``ends_at_once``
-if TYPE_CHECKING:
-    from typing import NoReturn
+from kvstore.cli.signals import aborts
 
 NEEDED = ("click", "rich")
 
@@ -23,14 +21,12 @@ def main() -> NoReturn:
 
 def run(program: str, what: str, needed: tuple[str, ...], module: str, command: str) -> NoReturn:
     """Runs a command of click, which is imported once the packages it needs were found. Exits as ``main``."""
-    ends_at_once(program)
-    import importlib.util
-
     missing = [name.replace("_", "-") for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         print(f"{program}: {what} needs {' and '.join(missing)}: pip install 'kvstore-llm[server]'", file=sys.stderr)
         sys.exit(2)
-    getattr(importlib.import_module(module), command)(prog_name=program)
+    with aborts():
+        getattr(importlib.import_module(module), command)(prog_name=program)
     sys.exit(0)
 
 

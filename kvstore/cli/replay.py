@@ -18,7 +18,7 @@ from kvstore.cli.command import Command, check_failed
 from kvstore.cli.declared import completes, flag, option, takes
 from kvstore.cli.options import DURABILITY, json_option
 from kvstore.cli.output import print_json, print_pairs, progress_bar
-from kvstore.cli.signals import Interrupts
+from kvstore.cli.signals import exits_on_sigterm
 
 if TYPE_CHECKING:
     from kvstore.layout import Layout
@@ -82,12 +82,12 @@ def replay(trace: str, access: Access, callers: Callers, as_json: bool) -> None:
     name = callers.namespace or f"replay-{os.urandom(4).hex()}"
     plan = Plan(name, callers.bytes_per_token, callers.processes, callers.threads)
     requests = load_trace(trace, callers.requests_max)
-    with Interrupts() as interrupts, ExitStack() as undo:
+    with exits_on_sigterm(), ExitStack() as undo:
         if not access.is_given:
-            folder = undo.enter_context(interrupts.guard(tempfile.TemporaryDirectory(prefix="kvstore-replay-")))
+            folder = undo.enter_context(tempfile.TemporaryDirectory(prefix="kvstore-replay-"))
             access = Access(root=folder)
         elif not callers.keep:
-            undo.enter_context(interrupts.guard(_cleared(access, name, replay_layout(callers.bytes_per_token))))
+            undo.enter_context(_cleared(access, name, replay_layout(callers.bytes_per_token)))
         with progress_bar("requests", len(requests)) as moved:
             report = run(requests, functools.partial(open_store, access, callers.durability), plan, moved)
     print_report(report, as_json, {"trace": trace, "namespace": name, "bytes_per_token": callers.bytes_per_token})

@@ -106,7 +106,8 @@ class Cache:
     def match(self, tokens: Tokens, *, counts: bool = True) -> int:
         """Returns the number of leading tokens in the store, a multiple of chunk_tokens.
 
-        ``counts=False`` leaves it out of the hit ratio, for a look that no request of a user needs.
+        Each look-up counts in the hit ratio: a match, a hold, and a get without a hold. ``counts=False`` leaves this
+        one out, as before a get or hold of the same prompt.
         """
         if not isinstance(counts, bool | np.bool_):
             raise InvalidRequest(f"counts={brief(counts)}: expected True or False")

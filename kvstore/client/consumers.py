@@ -25,7 +25,6 @@ from typing import Any, BinaryIO, Protocol
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.parsing import parse_json
 from kvstore.planning import Group
-from kvstore.waiting import Flag
 
 NEXT = b"n"
 _SIZE = struct.Struct("!Q")
@@ -91,7 +90,7 @@ class Sharing(AbstractContextManager[SharedRun]):
     def __init__(self, run: Source) -> None:
         self._run = run
         self._folder = ""
-        self._ended = Flag()
+        self._ended = threading.Event()
         self._listener = socket.socket(socket.AF_UNIX)
         self._threads: set[threading.Thread] = set()  # a plain set: each change is one step
 

@@ -6,6 +6,7 @@ A worker that does not answer is set aside and probed at growing intervals until
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -18,14 +19,12 @@ from kvstore.client.bulk.way import Bulk
 from kvstore.client.credentials import PLAIN, Credentials
 from kvstore.client.endpoint import SERVING, Endpoint, check_address
 from kvstore.client.limits import ClientLimits
-from kvstore.client.lookups import LookUps
 from kvstore.client.owner import Owner
 from kvstore.client.spreading import Marking, Spreading
 from kvstore.counts import ClientCount
 from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied, StoreClosed, Unavailable
 from kvstore.node.counters import Counts
 from kvstore.sources import Clock
-from kvstore.waiting import Monitor
 
 log = logging.getLogger(__name__)
 
@@ -54,14 +53,12 @@ class Endpoints:
         self._connection_version = credentials.connection_version
         self._bulk = bulk
         self._spreading = Spreading()
-        self.lookups = LookUps()
-        """Look-ups whose read may go to another worker."""
         self._shortage = Shortage(counters, clock.monotonic_s)
         self._limits = limits
         self._counters = counters
         self._clock = clock
         self._discover = discover
-        self._changed = Monitor()
+        self._changed = threading.Condition()
         self._live: dict[str, Endpoint] = {}
         self._refresh_at_s = clock.monotonic_s() + limits.refresh_s
         self._trouble = ""
@@ -189,7 +186,6 @@ class Endpoints:
                 or Endpoint(address, self._bulk, self._limits, self._credentials, self._shortage)
                 for address in wanted
             }
-            self.lookups.is_needed = len(wanted) > 1
         for endpoint in gone:
             endpoint.retire()
 

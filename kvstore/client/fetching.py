@@ -260,8 +260,7 @@ class ChunkFetch(Fetch):
     def _announced(self, start: bytes) -> int:
         """Returns how many chunks the worker offers; the first answer decides how much memory is needed."""
         found = min(parse(pb.GetStart, start).chunks, self._chunks_max)
-        self._get.uncounted = True  # the worker has counted it, or a look-up: what else this read asks for goes on
-        self._get.looked_up = False
+        self._get.uncounted = True  # the worker has counted it: what else this read asks for continues it
         if self._sections is None:
             self._sections = self._memory(found)
             self.done = bytearray(found)

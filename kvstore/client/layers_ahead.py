@@ -28,7 +28,6 @@ from kvstore.node.lanes import Deadline
 from kvstore.node.layers import Bands
 from kvstore.results import LayerMemory
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.waiting import Monitor
 from kvstore.wire.bulk.channel import LinkBroken
 from kvstore.wire.frames import Incoming, SameSize
 from kvstore.wire.messages import parse, sealed
@@ -76,12 +75,9 @@ class LayersAhead:
         """Layers that are read and handed on. Another way of reading begins with the first of them once more."""
         self._filling = LayerMemory(memoryview(b""), memoryview(b""))
         self._tools = tools
-        # Not a Semaphore: Ctrl-C may leave one locked, and ``close`` would wait for ever.
-        self._room: queue.SimpleQueue[None] = queue.SimpleQueue()
-        for _ in range(2 * band - 1):
-            self._room.put(None)
+        self._room = threading.Semaphore(2 * band - 1)
         self._ready: queue.SimpleQueue[tuple[int, LayerMemory] | BaseException] = queue.SimpleQueue()
-        self._changed = Monitor()
+        self._changed = threading.Condition()
         self._closed = False
         self._writes = False
         self._pid = os.getpid()
@@ -96,7 +92,7 @@ class LayersAhead:
             filled = self._ready.get()
             if isinstance(filled, BaseException):
                 raise filled
-            self._room.put(None)
+            self._room.release()
             yield filled
 
     def close(self) -> None:
@@ -106,11 +102,10 @@ class LayersAhead:
         with self._changed:
             self._closed = True
             self._cancel()
-            self._room.put(None)
+            self._room.release()
             while self._writes:
                 self._changed.wait()
-        # Best effort: the thread may be dialling, or Ctrl-C in ``each`` came before it started.
-        with suppress(RuntimeError):
+        with suppress(RuntimeError):  # best effort: the thread may be dialling, or never have started
             self._thread.join(TIDY_S)
 
     def _run(self) -> None:
@@ -232,7 +227,7 @@ class LayersAhead:
             return self._filling
         is_new = layer not in self._begun
         if is_new:
-            self._room.get()
+            self._room.acquire()
         with self._changed:
             if self._closed:
                 raise Withdrawn

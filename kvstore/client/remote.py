@@ -53,7 +53,6 @@ from kvstore.tickets import State
 from kvstore.tokens import TokenArray
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.messages import (
-    TOKEN_BYTES,
     hints_message,
     namespace_of,
     pack_prompts,
@@ -130,8 +129,8 @@ class RemotePort:
         addresses = discovery.addresses if discovery else None
         self.endpoints = Endpoints(workers, addresses, limits, counters, clock, bulk, credentials)
         self._caller = Caller(self.endpoints, counters, clock)
-        watch, lanes, lookups = Watch(clock, "kvstore-client-watch"), FileLanes(clock), self.endpoints.lookups
-        self._tools = Tools(self._caller, counters, limits, watch, lanes, Renewing(clock), write, lookups)
+        watch, lanes = Watch(clock, "kvstore-client-watch"), FileLanes(clock)
+        self._tools = Tools(self._caller, counters, limits, watch, lanes, Renewing(clock), write)
         self._blocks, self._reopening = RemoteBlocks(self._tools), Reopening(self._caller, counters, limits.pin_s)
         self.branches: PortBranches = RemoteBranches(self._tools)
         self.segments: PortSegments = RemoteSegments(self._tools, self._reopening)
@@ -163,10 +162,7 @@ class RemotePort:
         if not len(tokens):
             self._caller.check()
             return 0
-        packed, lookups = pack_tokens(tokens), self._tools.lookups
-        answer = self._matched(namespace, tokens, tokens=packed, uncounted=not counts)
-        if counts and answer is not None and lookups.is_needed:
-            lookups.add(namespace, packed, TOKEN_BYTES * answer.chunks * namespace.layout.chunk_tokens)
+        answer = self._matched(namespace, tokens, tokens=pack_tokens(tokens), uncounted=not counts)
         return answer.chunks if answer is not None else 0
 
     def match_each(self, namespace: Namespace, prompts: Sequence[TokenArray]) -> list[int]:
@@ -181,8 +177,7 @@ class RemotePort:
             memory(0)
             return 0
         packed = pack_tokens(tokens[: chunks_max * layout.chunk_tokens])
-        looked_up = self._tools.lookups.is_needed and self._tools.lookups.take(namespace, packed)
-        request = pb.GetRequest(namespace=namespace.digest, tokens=packed, looked_up=looked_up)
+        request = pb.GetRequest(namespace=namespace.digest, tokens=packed)
         fetch = ChunkFetch(namespace, unpack_tokens(packed), request, chunks_max, memory, self._tools)
         self._receive(namespace, fetch, partial(marks_of, namespace, tokens))
         return leading(fetch.done)
@@ -194,8 +189,7 @@ class RemotePort:
             self._caller.check()
             return nothing
         packed = pack_tokens(tokens)
-        looked_up = self._tools.lookups.is_needed and self._tools.lookups.take(namespace, packed)
-        request = pb.HoldRequest(namespace=namespace.digest, tokens=packed, ttl_s=ttl_s or 0.0, looked_up=looked_up)
+        request = pb.HoldRequest(namespace=namespace.digest, tokens=packed, ttl_s=ttl_s or 0.0)
 
         def send(endpoint: Endpoint, left_s: float) -> RemoteHold:
             answer = pb.HoldResponse.FromString(endpoint.call("Hold", request, left_s))
@@ -236,8 +230,6 @@ class RemotePort:
             first=first,
             write=write_message(write or self._tools.write),
         )
-        if self._tools.lookups.is_needed:
-            self._tools.lookups.forget(namespace, start.tokens)
         timeout_s = self.limits.stream_s(self.limits.write_s, (count - first) * namespace.layout.chunk_bytes)
 
         def send(endpoint: Endpoint, left_s: float) -> pb.PutResponse:

@@ -91,26 +91,18 @@ class RemoteBlocks:
         if not keys:
             self._tools.caller.check()
             return 0
-        packed = pack_keys(keys)
-        request = pb.MatchBlocksRequest(namespace=namespace.digest, keys=packed)
+        request = pb.MatchBlocksRequest(namespace=namespace.digest, keys=pack_keys(keys))
         answer = self._asked(request, keys)
-        found = min(pb.MatchBlocksResponse.FromString(answer).blocks, len(keys))
-        if self._tools.lookups.is_needed:
-            self._tools.lookups.add(namespace, packed, len(pack_keys(keys[:found])))
-        return found
+        return min(pb.MatchBlocksResponse.FromString(answer).blocks, len(keys))
 
     def present(self, namespace: Namespace, keys: Sequence[bytes]) -> list[bool]:
         """Implements ``Port.present_blocks``. Raises Unavailable."""
         if not keys:
             self._tools.caller.check()
             return []
-        packed = pack_keys(keys)
-        request = pb.MatchBlocksRequest(namespace=namespace.digest, keys=packed, each=True)
+        request = pb.MatchBlocksRequest(namespace=namespace.digest, keys=pack_keys(keys), each=True)
         raw = self._asked(request, keys)
-        present = _each(pb.MatchBlocksResponse.FromString(raw).present, keys)
-        if self._tools.lookups.is_needed:
-            self._tools.lookups.add(namespace, packed, len(pack_keys(keys[: sum(present)])))
-        return present
+        return _each(pb.MatchBlocksResponse.FromString(raw).present, keys)
 
     def sizes(self, namespace: Namespace, keys: Sequence[bytes]) -> list[int]:
         """Implements ``Port.block_sizes``."""
@@ -128,9 +120,7 @@ class RemoteBlocks:
         if not keys:
             self._tools.caller.check()
             return self.unheld(namespace, keys)
-        packed = pack_keys(keys)
-        looked_up = self._tools.lookups.is_needed and self._tools.lookups.take(namespace, packed)
-        request = pb.HoldRequest(namespace=namespace.digest, ttl_s=ttl_s or 0.0, keys=packed, looked_up=looked_up)
+        request = pb.HoldRequest(namespace=namespace.digest, ttl_s=ttl_s or 0.0, keys=pack_keys(keys))
 
         def send(endpoint: Endpoint, left_s: float) -> RemoteBlockHold:
             answer = pb.HoldResponse.FromString(endpoint.call("Hold", request, left_s))

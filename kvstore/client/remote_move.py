@@ -12,7 +12,6 @@ from kvstore.client.endpoint import Endpoint
 from kvstore.errors import KVStoreError, Overloaded, Unavailable
 from kvstore.node.moves import Act, Level
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.waiting import Monitor
 
 MOVES_MAX = 64
 """Maximum of moves of one client, one thread each; more are refused. A worker has its own limit."""
@@ -28,10 +27,7 @@ def move_message(namespace: bytes, packed_tokens: bytes, act: Act, level: Level)
 
 
 class Slots:
-    """The moves in progress, at most MOVES_MAX. Thread-safe.
-
-    It knows who owns each place, so a caller interrupted (Ctrl-C) while it takes one can always give it back.
-    """
+    """The moves in progress, at most MOVES_MAX. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -56,7 +52,7 @@ class RemoteMove:
     def __init__(self, request: bytes, slots: Slots) -> None:
         self._request = request
         self._slots = slots
-        self._changed = Monitor()
+        self._changed = threading.Condition()
         self._chunks = 0
         self._is_accepted = False
         self._is_done = False

@@ -7,6 +7,7 @@ nothing, so its workers end its holds (gc/PROTOCOL.md, H4).
 from __future__ import annotations
 
 import logging
+import threading
 from contextlib import suppress
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -19,7 +20,6 @@ from kvstore.client.endpoint import Endpoint
 from kvstore.client.owner import Owner
 from kvstore.sources import Clock
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.waiting import Monitor
 from kvstore.wire.messages import sealed
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class Renewing:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._changed = Monitor()
+        self._changed = threading.Condition()
         self._live: WeakSet[LeasedHold] = WeakSet()
         self._loop = Loop("kvstore-renewing", self._changed, lambda: self._turn)
         self._owner = Owner()

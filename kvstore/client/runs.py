@@ -15,7 +15,6 @@ from kvstore.client.owner import Owner
 from kvstore.client.port import PortMove
 from kvstore.errors import InvalidRequest
 from kvstore.planning import Group, Handing, Plan
-from kvstore.waiting import Monitor
 
 LOOK_S = 0.2
 """Interval at which a consumer that waits looks for others that have died."""
@@ -51,7 +50,7 @@ class Run:
         self._groups = plan.groups
         self._keeping = keeping
         self._ahead = int(ahead)
-        self._changed = Monitor()
+        self._changed = threading.Condition()
         self._handing = Handing(plan.groups, plan.memory_tokens, int(attempts))
         self._takers: dict[int, _Taker] = {}
         self._moves: dict[int, list[PortMove]] = {}

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextvars import copy_context
@@ -30,7 +31,6 @@ from kvstore.segments import Match, Rope, Verdict, finding, gate, naming
 from kvstore.segments.rotation import check_keys, rotate_planes
 from kvstore.segments.search import Search
 from kvstore.tokens import Tokens, token_array
-from kvstore.waiting import Monitor
 from kvstore.writes import WriteMode, WriteModeName
 
 CHUNK_TOKENS = 64
@@ -305,7 +305,7 @@ class _Reads:
     """Reads that other threads do, until they are ended."""
 
     def __init__(self) -> None:
-        self._changed = Monitor()
+        self._changed = threading.Condition()
         self._running = 0  # guarded by _changed, as the next one
         self._ended = False
 
@@ -323,21 +323,10 @@ class _Reads:
                 self._changed.notify_all()
 
     def end(self) -> None:
-        """Begins no more; returns once nobody writes into memory of the caller, however often Ctrl-C comes.
-
-        Not by joining threads: a join that Ctrl-C ended says ever after that the thread has ended.
-        """
-        interrupted: BaseException | None = None
-        while True:
-            try:
-                with self._changed:
-                    self._ended = True
-                    self._changed.wait_for(lambda: not self._running)
-                break
-            except BaseException as error:  # noqa: BLE001 - raised when the memory is the caller's
-                interrupted = error
-        if interrupted is not None:
-            raise interrupted
+        """Begins no more; returns once no thread writes into memory of the caller."""
+        with self._changed:
+            self._ended = True
+            self._changed.wait_for(lambda: not self._running)
 
 
 def _key(number: int) -> bytes:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from kvstore.client.bulk.lanes import FileLanes
 from kvstore.client.caller import Caller
 from kvstore.client.limits import ClientLimits
-from kvstore.client.lookups import LookUps
 from kvstore.client.renewing import Renewing
 from kvstore.counts import ClientCount
 from kvstore.node.counters import Counts
@@ -17,7 +16,7 @@ from kvstore.writes import WriteMode
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """The caller, counters, limits, watch, lanes, lease renewal and look-ups of one port."""
+    """The caller, counters, limits, watch, lanes and lease renewal of one port."""
 
     caller: Caller
     counters: Counts[ClientCount]
@@ -27,5 +26,3 @@ class Tools:
     renewing: Renewing
     write: WriteMode | None
     """The default write mode of puts; None: the worker's."""
-    lookups: LookUps
-    """Look-ups whose read may go to another worker."""

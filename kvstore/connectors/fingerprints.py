@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from kvstore.connectors.weights import model_fingerprint
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.sources import SystemClock
-from kvstore.waiting import Flag
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +29,7 @@ class _Computation:
 
     def __init__(self, model: str, ends_s: float) -> None:
         self.ends_s = ends_s
-        self.is_done = Flag()
+        self.is_done = threading.Event()
         self.digest = ""
         self.why: InvalidRequest | None = None
         self._model = model

@@ -10,6 +10,7 @@ import logging
 import os
 import queue
 import sys
+import threading
 import time
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
@@ -34,7 +35,6 @@ from kvstore.connectors.vllm.naming import Shape, check_hashes, model_fingerprin
 from kvstore.connectors.vllm.settings import TierSettings
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.namespace import Namespace
-from kvstore.waiting import Monitor
 from kvstore.wire.limits import BLOCKS_MAX
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         }
         self._link = Link(settings, [_namespace(offloading_spec, settings, self.block_size_bytes)])
         self._finished: queue.SimpleQueue[tuple[JobResult, list[bytes], OffloadingEvent | None]] = queue.SimpleQueue()
-        self._condition = Monitor()
+        self._condition = threading.Condition()
         self._under_way = 0
         self._lookups = _Lookups(tier_type, self._link, settings)
         self._tells = settings.events and bool(offloading_spec.kv_events_config.enable_kv_cache_events)

@@ -7,6 +7,7 @@ says so, and the page shows the rest.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +16,6 @@ from typing import Generic, TypeVar
 from kvstore.background import Decision, Loop
 from kvstore.errors import KVStoreError
 from kvstore.sources import Clock
-from kvstore.waiting import Monitor
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class Feed(Generic[T]):
         self._clock = clock
         self._late_s = late_s
         self._on_demand = on_demand
-        self._changed = Monitor()
+        self._changed = threading.Condition()
         self._value: T | None = None
         self._read_at_s: float | None = None
         self._error: str | None = None

@@ -7,6 +7,7 @@ A shard is listed after the end of its sweep was heard, so what the listing find
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -27,7 +28,6 @@ from kvstore.node.namespaces import read_namespaces
 from kvstore.root.changes import folder_time, list_names
 from kvstore.root.interface import Root
 from kvstore.sources import Clock
-from kvstore.waiting import Monitor
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class Truth:
         folder: str | None = None,
     ) -> None:
         """``wanted`` says which namespaces are told; ``folder`` is where their tokens go."""
-        self.lock = Monitor()
+        self.lock = threading.Condition()
         self.models: dict[int, Model] = {}
         """By namespace id, as a number."""
         self._root = root

@@ -20,7 +20,6 @@ import numpy as np
 from kvstore.brief import size
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.memory.host import memory_free_bytes, memory_most_bytes
-from kvstore.waiting import Flag
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +54,7 @@ class Arena:
         """The descriptor to hand over: a process that gets it can map it for reading only."""
         self.memory = memoryview(bytearray())
         """The whole arena, writable; empty before ``open`` and after ``close``. Its parts stay readable after that."""
-        self._closing = Flag()
+        self._closing = threading.Event()
         self._filling: threading.Thread | None = None
 
     def open(self) -> Arena:
@@ -107,7 +106,7 @@ class Arena:
             os.close(fd)
 
 
-def populate(memory: memoryview, writing: bool, closing: Flag) -> None:
+def populate(memory: memoryview, writing: bool, closing: threading.Event) -> None:
     """Makes the system take the pages of a mapping now, for reading or ``writing``, bit by bit until ``closing`` is
     set.
 
@@ -123,7 +122,7 @@ def populate(memory: memoryview, writing: bool, closing: Flag) -> None:
             return
 
 
-def follow(memory: memoryview, fd: int, closing: Flag) -> None:
+def follow(memory: memoryview, fd: int, closing: threading.Event) -> None:
     """Maps the pages of ``fd`` ahead, as soon as the process that made the file has taken them.
 
     Works in a thread that ends with ``closing``; the caller keeps ``fd``.
@@ -139,7 +138,7 @@ def follow(memory: memoryview, fd: int, closing: Flag) -> None:
         raise
 
 
-def _follow(memory: memoryview, fd: int, closing: Flag) -> None:
+def _follow(memory: memoryview, fd: int, closing: threading.Event) -> None:
     try:
         for _ in range(LOOKS_MAX):
             if os.fstat(fd).st_blocks * BLOCK_BYTES >= len(memory):

@@ -5,6 +5,7 @@ Separate from ``memory.py``, its client, because several clients share one store
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -26,7 +27,6 @@ from kvstore.meta.interface import (
     WatchLost,
 )
 from kvstore.sources import Clock, SystemClock
-from kvstore.waiting import Monitor
 
 HISTORY_REVISIONS_MAX = 100_000
 
@@ -46,7 +46,7 @@ class MemoryStore:
 
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or SystemClock()
-        self._changed = Monitor()
+        self._changed = threading.Condition()
         self._revision = 1
         self._compacted = 0
         self._keys: dict[str, KeyValue] = {}

@@ -17,7 +17,6 @@ from kvstore.meta.interface import LeaseGone, Meta, WatchLost
 from kvstore.meta.keys import Keys
 from kvstore.meta.session import TTL_S, Session, check_session_ttl
 from kvstore.sources import Clock, Ids, RandomIds, SystemClock
-from kvstore.waiting import Monitor
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +53,7 @@ class Presence:
         self._clock = clock or SystemClock()
         self._ids = ids or RandomIds()
         self._ttl_s = ttl_s
-        self._changed = Monitor()
+        self._changed = threading.Condition()
         self._hooks: list[_Hook] = []
         self._told: list[_Hook] = []
         self._session: Session | None = None

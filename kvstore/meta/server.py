@@ -115,7 +115,11 @@ class EmbeddedEtcd:
             child.stop(timeout_s)
 
     def __enter__(self) -> EmbeddedEtcd:
-        self.start()
+        try:
+            self.start()
+        except BaseException:  # KeyboardInterrupt included
+            self.stop()
+            raise
         return self
 
     def __exit__(

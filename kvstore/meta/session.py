@@ -22,7 +22,6 @@ from kvstore.meta.interface import Absent, Compare, Delete, LeaseGone, LeaseId, 
 from kvstore.meta.keys import Keys, SessionId
 from kvstore.parsing import parse_json
 from kvstore.sources import Clock, Ids
-from kvstore.waiting import Flag
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +106,7 @@ class Session:
         self._lock = threading.Lock()
         self._acknowledged_s = sent_s
         self._lost: str | None = None
-        self._ended = Flag()
+        self._ended = threading.Event()
         self._lease_ended = False
         self._on_lost: Callable[[Session], None] | None = None
         self._keeps_up: Callable[[], bool] | None = None

@@ -60,7 +60,7 @@ class Blocks:
         rest = wanted.picked(range(known, len(wanted)))
         count = known + leading(bytes(self._look(rest, deadline, prefix=True)))
         self._reads.looked_up(Keyed(namespace, keys[:count], addresses[:count], ()))
-        self._counters.add_request(asked, count, namespace.layout.chunk_tokens, reads=False)
+        self._counters.add_lookup(len(asked), count, namespace.layout.chunk_tokens, is_match=True)
         return count
 
     def hold(
@@ -70,20 +70,19 @@ class Blocks:
         ttl_s: float | None,
         deadline: Deadline,
         *,
-        looked_up: bool = False,
         counts: bool = True,
     ) -> tuple[Hold, list[bool]]:
         """Holds the blocks that are in the store, and says for each key whether its block is.
 
-        The hold is taken before anybody looks (rule H2), and then is on what was found. ``looked_up`` is as in
-        ``Counters.add_request``; ``counts`` is False for what no caller requested.
+        The hold is taken before anybody looks (rule H2), and then is on what was found. ``counts`` is False for
+        what no caller requested.
 
         Raises Overloaded if too many holds are alive.
         """
         asked = Keyed(namespace, keys, block_addresses(namespace, keys), ())
         hold = self._holds.take(Chain.of(namespace, np.empty(0, np.uint32)), ttl_s, whatever=True)
         try:
-            present = self._present(asked, deadline, reads=True, looked_up=looked_up, counts=counts)
+            present = self._present(asked, deadline, is_match=False, counts=counts)
             hold.found = (asked.picked(np.flatnonzero(present).tolist()),)
             return hold, present
         except BaseException:
@@ -92,7 +91,7 @@ class Blocks:
 
     def present(self, namespace: Namespace, keys: Sequence[bytes], deadline: Deadline) -> list[bool]:
         """Returns for each key whether it is in the store, whatever the size of its block."""
-        return self._present(Keyed(namespace, keys, block_addresses(namespace, keys), ()), deadline, reads=False)
+        return self._present(Keyed(namespace, keys, block_addresses(namespace, keys), ()), deadline, is_match=True)
 
     def sizes(self, namespace: Namespace, keys: Sequence[bytes], deadline: Deadline) -> list[int]:
         """Returns the size of each block that memory or the root has, in bytes; 0 if neither has it, or cannot tell."""
@@ -136,8 +135,7 @@ class Blocks:
         asked: Keyed,
         deadline: Deadline,
         *,
-        reads: bool,
-        looked_up: bool = False,
+        is_match: bool,
         counts: bool = True,
     ) -> list[bool]:
         addresses, namespace = asked.addresses, asked.namespace
@@ -150,8 +148,7 @@ class Blocks:
         found_at: list[int] = np.flatnonzero(present).tolist()
         self._reads.looked_up(asked.picked(found_at))
         if counts:
-            size = namespace.layout.chunk_tokens
-            self._counters.add_request(asked, len(found_at), size, reads=reads, looked_up=looked_up)
+            self._counters.add_lookup(len(asked), len(found_at), namespace.layout.chunk_tokens, is_match=is_match)
         there: list[bool] = present.tolist()
         return there
 

@@ -29,7 +29,6 @@ from kvstore.progress import Progress
 from kvstore.results import Cleared
 from kvstore.root.lineages import read_writers
 from kvstore.root.reserve import make_room
-from kvstore.waiting import Flag
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +134,7 @@ class Clearing:
 
         A node that forgets the order in between would take back what the sweep deletes.
         """
-        ended = Flag()
+        ended = threading.Event()
 
         def renewing() -> None:
             while not ended.wait(RENEW_S):

@@ -7,6 +7,7 @@ Separate from peers' digests, which nodes without memory do not follow. Rule P6 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 
 from kvstore.background import Loop
@@ -15,7 +16,6 @@ from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.meta.clears import Clears, OrderTold
 from kvstore.meta.interface import Watch, WatchLost
 from kvstore.meta.session import Session
-from kvstore.waiting import Monitor
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class ClearsFollower:
         self._obey = obey
         self._sweep = sweep
         self._timeout_s = timeout_s
-        self._changed = Monitor()
+        self._changed = threading.Condition()
         self._session: Session | None = None
         self._watch: Watch | None = None
         self._loop = Loop("kvstore-clears", self._changed, lambda: self._turn)

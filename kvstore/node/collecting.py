@@ -23,7 +23,6 @@ from kvstore.meta.presence import Presence
 from kvstore.meta.session import Session
 from kvstore.parsing import parse_json
 from kvstore.sources import Clock
-from kvstore.waiting import Monitor
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +70,7 @@ class Collecting:
         self._folder = folder
         self._make_room = make_room
         self._pid = os.getpid()
-        self._changed = Monitor()
+        self._changed = threading.Condition()
         # Guarded by _changed.
         self._thread: threading.Thread | None = None
         self._closed = False

@@ -16,7 +16,6 @@ from typing import Any, Generic, Literal, TypeVar
 
 from kvstore import tracing
 from kvstore.counts import Count, NodeCount
-from kvstore.node.wanted import Wanted
 
 C = TypeVar("C", bound=Count)
 K = TypeVar("K", bound=Hashable)
@@ -26,9 +25,6 @@ LATENCY_BUCKETS_S = (
     *(0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 30.0),
 )
-
-LOOKED_MAX = 1024
-"""Look-ups that may wait for their read. The oldest is forgotten first: its read counts again."""
 
 TierName = Literal["memory", "peers", "disk", "root"]
 Operation = Literal["look", "read", "write"]
@@ -113,19 +109,12 @@ class Timed:
 
 
 class Counters(Counts[NodeCount]):
-    """The counts of a node since it started, with the tokens of each request of a caller once: by its look-up, or else
-    by its read.
-    """
+    """The counts of a node since it started."""
 
     def __init__(self) -> None:
         super().__init__(NodeCount)
         self.tiers: Latencies[Step] = Latencies()
         """Steps of the tiers: how often, how long, how many bytes."""
-        self.looked: dict[bytes, int] = {}
-        """Look-ups whose read has not come, by the last chunk that was found; by the last one asked for if none was.
-
-        The read finds the same, whether it asks for the whole prompt or for what was found.
-        """
 
     def timed(self, tier: TierName, operation: Operation) -> Timed:
         """Times one step of a tier; set its ``size_bytes`` to the bytes that were moved."""
@@ -137,26 +126,9 @@ class Counters(Counts[NodeCount]):
             self._counts[NodeCount.CHUNKS_READ] += chunks
             self._counts[NodeCount.BYTES_READ] += payload_bytes
 
-    def add_request(
-        self, asked: Wanted, found: int, chunk_tokens: int, *, reads: bool, looked_up: bool = False
-    ) -> None:
-        """Counts a look-up of chunks or blocks; or a read (or hold) of them, unless a look-up has counted it.
-
-        ``looked_up`` is True if the caller knows of one, perhaps at another node.
-        """
-        count = len(asked)
-        size = len(asked.packed_addresses) // max(1, count)
-        key = asked.packed_addresses[((found or count) - 1) * size :][:size]
+    def add_lookup(self, asked: int, found: int, chunk_tokens: int, *, is_match: bool) -> None:
+        """Counts a look-up for ``asked`` chunks or blocks: a match, a hold, or a get without a hold."""
         with self._lock:
-            waiting = self.looked.pop(key, 0)
-            if reads and (waiting or looked_up):
-                if waiting > 1:
-                    self.looked[key] = waiting - 1
-                return
-            self._counts[NodeCount.TOKENS_ASKED] += count * chunk_tokens
+            self._counts[NodeCount.TOKENS_ASKED] += asked * chunk_tokens
             self._counts[NodeCount.TOKENS_MATCHED] += found * chunk_tokens
-            if not reads:
-                self._counts[NodeCount.REQUESTS_MATCH] += 1
-                self.looked[key] = waiting + 1
-                if len(self.looked) > LOOKED_MAX:
-                    del self.looked[next(iter(self.looked))]
+            self._counts[NodeCount.REQUESTS_MATCH] += is_match

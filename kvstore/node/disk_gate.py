@@ -10,7 +10,6 @@ import threading
 
 from kvstore.node.lanes import Deadline
 from kvstore.sources import Clock
-from kvstore.waiting import Monitor
 
 FAILURES_MAX = 3
 """Failures in a row before the disk is left alone for ``PAUSE_S``; each further one in a row starts another pause."""
@@ -52,7 +51,7 @@ class Readers:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._changed = Monitor()
+        self._changed = threading.Condition()
         self._since_s: dict[int, float] = {}
 
     @property

@@ -24,7 +24,6 @@ from kvstore.node.disk_shelf import DiskShelf, Found
 from kvstore.node.encoded import Encodings, NotDecodable
 from kvstore.root.inspect import Inspector, Whole
 from kvstore.root.interface import Root
-from kvstore.waiting import Flag
 
 RETRY_S = 5.0
 """Wait after an error of the disk."""
@@ -52,7 +51,7 @@ class Refill:
         self._shelf = shelf
         self._failed = failed
         self._ended = ended
-        self._stopped = Flag()
+        self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="kvstore-disk-refill", daemon=True)
 
     def start(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
@@ -39,7 +40,6 @@ from kvstore.root.interface import Root
 from kvstore.root.posix import PosixRoot
 from kvstore.root.posix_errors import FULL_ERRORS
 from kvstore.sources import Clock, Ids
-from kvstore.waiting import Monitor
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class DiskTier:
         self._shelf = DiskShelf(size_bytes, POLICIES[DEFAULT_POLICY](), counters, clock)
         self._reads, self._writes = Pause(clock), Pause(clock)
         self._readers = Readers(clock)
-        self._changed = Monitor()
+        self._changed = threading.Condition()
         self._is_open = False
         self._users_count = 0
         """Running calls that use the folder, and the refill."""

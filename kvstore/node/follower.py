@@ -7,6 +7,7 @@ simulation can run the steps in any order; ``run`` is the loop of the node's thr
 from __future__ import annotations
 
 import logging
+import threading
 from dataclasses import dataclass
 
 from kvstore.counts import NodeCount
@@ -21,7 +22,6 @@ from kvstore.node.limits import Limits
 from kvstore.node.start_fence import StartFence
 from kvstore.node.view import ChainBroken, View
 from kvstore.sources import Clock
-from kvstore.waiting import Flag
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class Follower:
         self._following: _Following | None = None
         self._foreign: Session | None = None
         """The session that protects nothing because the generations differ."""
-        self._ended = Flag()
+        self._ended = threading.Event()
         self._stepped_s = clock.monotonic_s()
 
     def begin(self, session: Session) -> None:

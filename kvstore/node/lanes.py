@@ -16,7 +16,6 @@ from typing import TypeVar
 from kvstore import tracing
 from kvstore.errors import InvalidRequest, Overloaded, Unavailable
 from kvstore.sources import Clock
-from kvstore.waiting import Flag
 
 T = TypeVar("T")
 
@@ -55,7 +54,7 @@ class Batch:
         self._lock = threading.Lock()
         self._next = 0
         self._runners = 0
-        self.ended = Flag()
+        self.ended = threading.Event()
         """Set once all lanes are done with it. Unlike the batch, it refers to nobody's memory."""
         self._stopped = False
         self.error: BaseException | None = None

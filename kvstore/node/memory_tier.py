@@ -376,9 +376,8 @@ class MemoryTier:
         self.arena.close()
 
     def _let_go(self, references: References) -> None:
-        # Finalizers come here, also in a thread that holds the lock at this moment, so this never takes it. Nor does it
-        # try to: Ctrl-C between that and the next step would leave it locked for ever. The next call that refers to
-        # chunks, or needs to know what is free, gives back the references noted here.
+        # Finalizers come here, also in a thread that holds the lock at this moment, so this never takes it. The next
+        # call that refers to chunks, or needs to know what is free, gives back the references noted here.
         self._released.append(references)
 
     def _collect(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -20,7 +21,6 @@ from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, Unavailable
 from kvstore.node.lanes import Deadline
 from kvstore.node.limits import CurrentLimits
 from kvstore.sources import Clock
-from kvstore.waiting import Monitor
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class Move:
         self.act = act
         self.level = level
         self.deadline = deadline
-        self._changed = Monitor()
+        self._changed = threading.Condition()
         self._chunks = 0
         self._is_begun = False
         self._is_done = False
@@ -151,7 +151,7 @@ class Moves:
         self._work = work
         self._limits = limits
         self._clock = clock
-        self._changed = Monitor()
+        self._changed = threading.Condition()
         self._waiting: deque[Move] = deque()
         self._doing: set[Move] = set()
         self._loop = Loop("kvstore-move", self._changed, self._next, threads_max=MOVERS)

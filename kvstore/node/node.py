@@ -183,7 +183,7 @@ class Node:
         deadline = self._deadline(deadline_s, self.limits.match_deadline_s)
         count = self.reads.matched_count(chain.leading(self.gc_view.leading(chain)), deadline)
         if counts and not chain.namespace.has_segments:
-            self.counters.add_request(chain, count, chain.namespace.layout.chunk_tokens, reads=False)
+            self.counters.add_lookup(len(chain), count, chain.namespace.layout.chunk_tokens, is_match=True)
         return count
 
     def hold(
@@ -193,18 +193,13 @@ class Node:
         deadline_s: float | None = None,
         *,
         counts: bool = True,
-        looked_up: bool = False,
     ) -> Hold:
-        """Holds the leading chunks that are in the store; ``looked_up`` as in ``Counters.add_request``.
-
-        Raises Overloaded where too many holds are alive.
-        """
+        """Holds the leading chunks that are in the store. Raises Overloaded where too many holds are alive."""
         hold = self.holds.take(chain, ttl_s)  # it has left out what is condemned
         try:
             hold.count = self.reads.matched_count(hold.chain, self._deadline(deadline_s, self.limits.match_deadline_s))
             if counts and not chain.namespace.has_segments:
-                size = chain.namespace.layout.chunk_tokens
-                self.counters.add_request(chain, hold.count, size, reads=True, looked_up=looked_up)
+                self.counters.add_lookup(len(chain), hold.count, chain.namespace.layout.chunk_tokens, is_match=False)
             hold.chain = chain.leading(hold.count)
             if self.memory is not None:
                 self.holds.keep(hold, self.memory.refer(hold.chain, 0, hold.count))

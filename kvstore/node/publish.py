@@ -8,6 +8,7 @@ and all that wait behind it. Engine-hashed blocks have no parents: each is publi
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 
@@ -25,7 +26,6 @@ from kvstore.node.chunks import Chunks, Staged
 from kvstore.node.refresh import Refresher
 from kvstore.node.runs import Run, SharedPut, Sizes
 from kvstore.node.wanted import Wanted, expected_of, mean_bytes
-from kvstore.waiting import Monitor
 
 STEP_BYTES = 1 << 20
 """Bytes that a lane takes at once."""
@@ -94,7 +94,7 @@ class Publication:
         self._durable = durable
         self._hints = hints
         self._lacking: set[int] = set()
-        self._changed = Monitor()
+        self._changed = threading.Condition()
         self._turns = 0
         self._ready: dict[int, Ready] = {}
         self._there = np.zeros(len(wanted), np.bool_)

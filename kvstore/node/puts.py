@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.address import ADDRESS_BYTES, Chain
+from kvstore.address import Chain
 from kvstore.counts import NodeCount
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import expected_chunk
@@ -123,9 +123,6 @@ class Puts:
             return self._begin_blocks(wanted, mode, hints, sheds=sheds)
         if wanted.namespace.has_segments:
             self._segments.learn(wanted)
-        if len(wanted):
-            # A miss that is computed and put is not read.
-            self.counters.looked.pop(wanted.packed_addresses[-ADDRESS_BYTES:], None)
         # A chunk that a sweep is taking cannot be put again before the sweep has ended. The rest of the prompt waits
         # for that.
         chain, found = wanted.leading(self.view.leading(wanted)), 0

@@ -8,6 +8,7 @@ in the order in which it hears of them and of uses.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +25,6 @@ from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters
 from kvstore.node.wanted import Wanted
 from kvstore.recency import decode, is_coarse, renewed_ns, superseded_ns
-from kvstore.waiting import Monitor
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Refresher:
         self._chunks = chunks
         self._counters = counters
         self._queue_max = queue_max
-        self._changed = Monitor()
+        self._changed = threading.Condition()
         self._waiting: deque[_Renewal | _Branch] = deque()
         self._is_busy = False
         self._loop = Loop("kvstore-refresh", self._changed, self._next, drains=True)

@@ -6,6 +6,7 @@ on a thread of their own while prompts are searched at any offset (SEGMENTS.md, 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,7 +18,6 @@ from kvstore.namespace import Namespace, NamespaceDigest
 from kvstore.node.segment_lister import Followed, SegmentLister
 from kvstore.root.interface import Root
 from kvstore.segments.index import Index, windows
-from kvstore.waiting import Monitor
 
 NAMESPACES_MAX = 8
 """Namespaces with an index, of 16 MiB at most; those used last are kept."""
@@ -51,7 +51,7 @@ class SegmentIndexes:
         """``seconds`` is a monotonic clock."""
         self._seconds = seconds
         self._follow_s = follow_s
-        self._changed = Monitor()  # guards the namespaces, and which round is under way
+        self._changed = threading.Condition()  # guards the namespaces, and which round is under way
         self._indexed: dict[NamespaceDigest, _Indexed] = {}
         """Those used last come last."""
         self._lister = SegmentLister(root, shard_bits, seconds)

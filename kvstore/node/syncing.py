@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable
 
 from kvstore.errors import KVStoreError
-from kvstore.waiting import Flag
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +29,7 @@ class Syncing:
         self._written_bytes = written_bytes
         self._synced_bytes = written_bytes()
         self._is_failing = False
-        self._ended = Flag()
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvstore-syncing", daemon=True)
         self._thread.start()
         atexit.register(self.close)  # else a program that ends leaves its last second to the kernel

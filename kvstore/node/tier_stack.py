@@ -5,6 +5,7 @@ Apart from the node, which has none of it where it was given no memory.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 
 from kvstore.address import Chain
@@ -30,7 +31,6 @@ from kvstore.node.wanted import Wanted, image_bytes
 from kvstore.node.write_behind import Publish, WriteBehind
 from kvstore.sections import Sections
 from kvstore.sources import Clock, Ids
-from kvstore.waiting import Monitor
 from kvstore.writes import WriteMode
 
 DEMOTE_PERIOD_S = 0.2
@@ -81,7 +81,7 @@ class TierStack:
         self.run_bytes = self._puts.run_bytes
         """Size of a run for which ``room`` should be asked."""
         self.behind = WriteBehind(self.memory, counters, limits, clock)
-        self._changed = Monitor()  # guards that chunks came into memory
+        self._changed = threading.Condition()  # guards that chunks came into memory
         self._is_filled = False
         self._demoting = Loop("kvstore-demote", self._changed, lambda: self._turn)
 

@@ -8,6 +8,7 @@ every put asks, under a lock of its own that no I/O holds.
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -18,7 +19,6 @@ from kvstore.errors import Overloaded
 from kvstore.meta.usage import Room, Usage
 from kvstore.node.claiming import Claiming
 from kvstore.root.posix_errors import DiskFull
-from kvstore.waiting import Monitor
 
 AGAIN_S = 1.0
 """A node that waits for the collectors' word reports again after this: a restored etcd may have lost its report."""
@@ -78,7 +78,7 @@ class NodeUsage:
     def __init__(self, refused: Callable[[], None] = lambda: None) -> None:
         """``refused`` is called for each put that gets no room."""
         self._refused = refused
-        self._lock = Monitor()
+        self._lock = threading.Condition()
         self._written = self._removed = 0
         self._granted = 0
         """Bytes of puts that have room."""

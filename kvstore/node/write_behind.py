@@ -7,6 +7,7 @@ writing. Rules W1 to W3 of kvstore/memory/MEMORY.md.
 from __future__ import annotations
 
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,7 +26,6 @@ from kvstore.node.memory_tier import MemoryTier
 from kvstore.node.slots import Slots
 from kvstore.node.wanted import Wanted
 from kvstore.sources import Clock
-from kvstore.waiting import Monitor
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class WriteBehind:
         self._counters = counters
         self._limits = limits
         self._clock = clock
-        self._changed = Monitor()
+        self._changed = threading.Condition()
         self._waiting: deque[Job] = deque()
         self._writing: list[Job] = []
         self._bytes = 0

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import partial
 
 from kvstore.background import Decision, Loop
 from kvstore.namespace import NamespaceDigest
-from kvstore.waiting import Monitor
 
 
 class Clearing:
@@ -15,7 +15,7 @@ class Clearing:
 
     def __init__(self, drop: Callable[[NamespaceDigest], None]) -> None:
         self._drop = drop
-        self._changed = Monitor()  # guards the cleared namespaces that wait
+        self._changed = threading.Condition()  # guards the cleared namespaces that wait
         self._waiting: dict[NamespaceDigest, None] = {}
         self._loop = Loop("kvstore-peers-clear", self._changed, self._next)
 

@@ -7,6 +7,7 @@ session begins by reading everything afresh. A lost watch alone is only a lag.
 from __future__ import annotations
 
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 
@@ -22,7 +23,6 @@ from kvstore.peers.directory import EMPTY, Directory
 from kvstore.peers.limits import PeerLimits
 from kvstore.peers.told import Told
 from kvstore.sources import Clock
-from kvstore.waiting import Monitor
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class Follower:
         self._clock = clock
         self._on_cleared = on_cleared
         self._on_turn = on_turn
-        self._changed = Monitor()  # guards session, watch, directory and marks
+        self._changed = threading.Condition()  # guards session, watch, directory and marks
         self._session: Session | None = None
         self._loop = Loop("kvstore-peers-follow", self._changed, lambda: self._turn)
         self._watch: Watch | None = None

@@ -7,6 +7,7 @@ of its own, so that no call waits for etcd (rule P1). Every step is a method, fo
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from typing import Protocol
 
@@ -24,7 +25,6 @@ from kvstore.node.counters import Counters
 from kvstore.peers.digest import DIGEST_BYTES_MAX, encode
 from kvstore.peers.limits import STEP_BYTES_MAX, PeerLimits
 from kvstore.sources import Clock
-from kvstore.waiting import Monitor
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class Publisher:
         self._counters = counters
         self._clock = clock
         self._peers = peers
-        self._changed = Monitor()  # guards the session that is published under
+        self._changed = threading.Condition()  # guards the session that is published under
         self._session: Session | None = None
         self._loop = Loop("kvstore-peers-publish", self._changed, self._next)
         self._due_s = 0.0

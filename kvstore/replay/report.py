@@ -45,7 +45,7 @@ class Report:
 
     @property
     def hit_ratio(self) -> float:
-        """Share of the tokens in full blocks that matched, as the counters of the store have it."""
+        """Share of the tokens in full blocks that matched."""
         return self.tally.tokens_matched / self.tally.tokens if self.tally.tokens else 0.0
 
     @property

@@ -22,7 +22,6 @@ from kvstore.replay.callers import OpenStore, Plan, Progress, run_threads
 from kvstore.replay.content import Content, replay_layout
 from kvstore.replay.lane import Lane, Tally
 from kvstore.replay.trace import Request
-from kvstore.unheard import spawning, unheard
 
 START_S = 120.0
 CLOSE_S = 10.0
@@ -63,18 +62,16 @@ def run_processes(requests: Sequence[Request], open_store: OpenStore, plan: Plan
                 name=f"kvstore replay {number}",
                 daemon=True,
             )
-            with spawning():
-                child.start()
-                theirs.close()
-                ours.append(mine)
-                children.append(child)
+            child.start()
+            theirs.close()
+            ours.append(mine)
+            children.append(child)
         _start_together(ours)
         _collect(ours, total, progress)
         for child in children:
             child.join(timeout=CLOSE_S)  # it sent its tally, so it only has to close its store
     finally:
-        with unheard():  # the store may be removed next, so none may be left that writes to it
-            _end(ours, children)
+        _end(ours, children)  # the store may be removed next, so none may be left that writes to it
     return total
 
 
@@ -137,6 +134,7 @@ def _expect_ready(message: _Message) -> None:
 
 def _child(connection: Connection, parent: int, requests: list[Request], open_store: OpenStore, plan: Plan) -> None:
     """The main program of one process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all processes; the parent ends this one
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:

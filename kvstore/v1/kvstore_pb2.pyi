@@ -198,7 +198,7 @@ class PutResponse(_message.Message):
     def __init__(self, tokens_present: _Optional[int] = ..., chunks_written: _Optional[int] = ..., chunks_found: _Optional[int] = ..., bytes_written: _Optional[int] = ...) -> None: ...
 
 class GetRequest(_message.Message):
-    __slots__ = ("namespace", "tokens", "hold", "first", "chunks_max", "order", "memory_only", "uncounted", "looked_up")
+    __slots__ = ("namespace", "tokens", "hold", "first", "chunks_max", "order", "memory_only", "uncounted")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     HOLD_FIELD_NUMBER: _ClassVar[int]
@@ -207,7 +207,6 @@ class GetRequest(_message.Message):
     ORDER_FIELD_NUMBER: _ClassVar[int]
     MEMORY_ONLY_FIELD_NUMBER: _ClassVar[int]
     UNCOUNTED_FIELD_NUMBER: _ClassVar[int]
-    LOOKED_UP_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     tokens: bytes
     hold: bytes
@@ -216,8 +215,7 @@ class GetRequest(_message.Message):
     order: Order
     memory_only: bool
     uncounted: bool
-    looked_up: bool
-    def __init__(self, namespace: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., hold: _Optional[bytes] = ..., first: _Optional[int] = ..., chunks_max: _Optional[int] = ..., order: _Optional[_Union[Order, str]] = ..., memory_only: bool = ..., uncounted: bool = ..., looked_up: bool = ...) -> None: ...
+    def __init__(self, namespace: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., hold: _Optional[bytes] = ..., first: _Optional[int] = ..., chunks_max: _Optional[int] = ..., order: _Optional[_Union[Order, str]] = ..., memory_only: bool = ..., uncounted: bool = ...) -> None: ...
 
 class GetResponse(_message.Message):
     __slots__ = ("start", "checksums", "data")
@@ -238,18 +236,16 @@ class GetStart(_message.Message):
     def __init__(self, chunks: _Optional[int] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class HoldRequest(_message.Message):
-    __slots__ = ("namespace", "tokens", "ttl_s", "keys", "looked_up")
+    __slots__ = ("namespace", "tokens", "ttl_s", "keys")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     TTL_S_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
-    LOOKED_UP_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     tokens: bytes
     ttl_s: float
     keys: bytes
-    looked_up: bool
-    def __init__(self, namespace: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., ttl_s: _Optional[float] = ..., keys: _Optional[bytes] = ..., looked_up: bool = ...) -> None: ...
+    def __init__(self, namespace: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., ttl_s: _Optional[float] = ..., keys: _Optional[bytes] = ...) -> None: ...
 
 class HoldResponse(_message.Message):
     __slots__ = ("hold", "chunks", "tokens", "lease_s", "present")

@@ -6,12 +6,12 @@ A thread that waits for a peer's next message cannot look at a clock, so one thr
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterable
 from functools import partial
 
 from kvstore.background import Decision, Loop
 from kvstore.sources import Clock
-from kvstore.waiting import Monitor
 
 PERIOD_S = 0.25
 CLOSE_S = 5.0
@@ -57,7 +57,7 @@ class Watch:
     def __init__(self, clock: Clock, name: str, period_s: float = PERIOD_S) -> None:
         self._clock = clock
         self._period_s = period_s
-        self._changed = Monitor()  # guards the streams under watch
+        self._changed = threading.Condition()  # guards the streams under watch
         self._streams: set[Watched] = set()
         self._is_resting = False
         """True while the thread waits for a first stream; else it looks within a period, and no call wakes it."""

@@ -133,7 +133,7 @@ class Prompts:
         node = self._member.node
         chain = self.chain(request.namespace, request.tokens, call, request.chunks_max)
         left_s = seconds_left(call, node.limits.match_deadline_s)
-        hold = node.hold(chain, deadline_s=left_s, counts=not request.uncounted, looked_up=request.looked_up)
+        hold = node.hold(chain, deadline_s=left_s, counts=not request.uncounted)
         try:
             yield hold, hold.count
         finally:

@@ -5,6 +5,7 @@ The access rules are those of the worker's calls. The port is plain HTTP, so a w
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -17,7 +18,6 @@ from kvstore.security.guard import Guard
 from kvstore.security.identity import Presented
 from kvstore.security.networks import is_loopback
 from kvstore.tokens import TokenArray
-from kvstore.waiting import Monitor
 from kvstore.wire.questions import Question, answer_document
 from kvstore.wire.web import Caller
 
@@ -39,7 +39,7 @@ class Questions:
         self._guard = guard
         self._instance = instance
         self._for_host_alone = for_host_alone
-        self._lock = Monitor()  # guards names
+        self._lock = threading.Condition()  # guards names
         self._names: dict[tuple[str, str], list[Namespace]] = {}
         self._named_s = float("-inf")
 

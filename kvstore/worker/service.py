@@ -240,11 +240,11 @@ class Service:
             namespace, keys = self.prompts.namespace(request.namespace, call), unpack_keys(request.keys)
             self.prompts.settle_blocks(namespace, keys)
             deadline = Deadline(self._node.clock, left_s)
-            hold, found = self._node.blocks.hold(namespace, keys, ttl_s, deadline, looked_up=request.looked_up)
+            hold, found = self._node.blocks.hold(namespace, keys, ttl_s, deadline)
             present = bytes(found)
         else:
             chain = self.prompts.chain(request.namespace, request.tokens, call)
-            hold = self._node.hold(chain, ttl_s, left_s, looked_up=request.looked_up)
+            hold = self._node.hold(chain, ttl_s, left_s)
         if not hold.count and not any(present):
             self._node.holds.release(hold)
             return pb.HoldResponse(present=present)

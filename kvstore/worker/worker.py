@@ -20,7 +20,6 @@ from kvstore.meta.workers import WorkerRecord, Workers
 from kvstore.node.member import Member
 from kvstore.security.server import ServerSecurity
 from kvstore.sources import SystemClock
-from kvstore.waiting import Monitor
 from kvstore.wire.credentials import server_credentials
 from kvstore.wire.limits import SERVER_OPTIONS
 from kvstore.worker.bulk.listener import BulkListener
@@ -88,7 +87,7 @@ class Worker:
         self._workers = Workers(member.meta, member.keys)
         self._registering = threading.Lock()
         self._settled = threading.Event()  # listed, or leaving before that
-        self._changed = Monitor()  # guards that the worker stops
+        self._changed = threading.Condition()  # guards that the worker stops
         self._leaving = False
         self._deregistered = False
         self._room_at_s = 0.0

@@ -236,28 +236,6 @@ def test_a_layer_of_another_request_is_not_taken(served: Served, way: str, monke
 
 
 @pytest.mark.parametrize("way", ["given", *WAYS])
-def test_ctrl_c_while_the_layers_begin_leaves_no_thread(
-    served: Served, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = threading.Thread.start
-
-    def start(self: threading.Thread) -> None:
-        real(self)
-        if self.name == "kvstore-layers":
-            raise KeyboardInterrupt  # where Python waits for the thread to begin
-
-    with connect(served, way) as store:
-        cache = store.namespace("m", MEDIUM)
-        cache.put(TOKENS, KV)
-        with cache.hold(TOKENS) as hold:
-            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-                patch.setattr(threading.Thread, "start", start)
-                next(hold.layers())
-            eventually(lambda: not layer_threads(), "the thread ended")
-        check(cache)
-
-
-@pytest.mark.parametrize("way", ["given", *WAYS])
 @pytest.mark.parametrize("how", ["closes", "drops"])
 def test_a_forked_child_does_not_end_the_layers_of_its_parent(tmp_root: Path, way: str, how: str) -> None:
     layout = Layout(layers=24, kv_heads=8, head_dim=128, dtype="float16", chunk_tokens=128)

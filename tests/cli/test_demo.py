@@ -89,8 +89,8 @@ def test_a_signal_ends_it_and_nothing_is_left(
             os.killpg(demo.pid, number)
         else:
             demo.send_signal(number)
-        assert demo.wait(PATIENCE_S) == (130 if number == signal.SIGINT else 2)
+        assert demo.wait(PATIENCE_S) == 128 + number
         said = demo.stderr.read()
-    assert said.strip() == "kvstore demo: interrupted"
+    assert said == ("Aborted!\n" if number == signal.SIGINT else "")
     eventually(lambda: gone(programs), "etcd, workers and the collector end")
     assert left(tmp_path) == before

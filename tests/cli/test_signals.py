@@ -1,4 +1,4 @@
-"""Signals during work that must be undone: whenever they come, everything entered is left."""
+"""Signals: servers end once they are asked to, work that ends by itself is cleaned up."""
 
 from __future__ import annotations
 
@@ -6,81 +6,80 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from typing import cast
 
+import click
 import pytest
+from click.testing import Result
 
-from kvstore.cli.signals import Interrupted, Interrupts, Stopper
+from kvstore.cli.app import COMMANDS, app
+from kvstore.cli.signals import Stopper, exits_on_sigterm
 
 
 def interrupt() -> None:
     os.kill(os.getpid(), signal.SIGTERM)  # to this, the main, thread: it is handled before kill returns
 
 
-@contextmanager
-def recorded(log: list[str], *, while_entering: bool = False, while_leaving: bool = False) -> Iterator[None]:
-    if while_entering:
-        interrupt()
-    log.append("entered")
-    try:
-        yield
-    finally:
-        if while_leaving:
+def test_sigterm_in_work_cleans_up_and_exits() -> None:
+    before, log = signal.getsignal(signal.SIGTERM), list[str]()
+    with pytest.raises(SystemExit, match="143"), exits_on_sigterm():
+        try:
             interrupt()
-        log.append("left")
+        finally:
+            interrupt()  # a second one does not cut the cleanup
+            log.append("cleaned")
+    assert log == ["cleaned"] and signal.getsignal(signal.SIGTERM) == before
 
 
-def test_a_signal_in_the_work_raises_and_leaves() -> None:
-    log: list[str] = []
-    with pytest.raises(Interrupted, match="SIGTERM"):
-        with Interrupts() as interrupts, interrupts.guard(recorded(log)):
-            interrupt()
-            log.append("went on")
-    assert log == ["entered", "left"]
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "token"])
+def test_command_after_ctrl_c_exits_130(
+    command: str, run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    found = app.get_command(cast(click.Context, None), command)
+    monkeypatch.setattr(found, "callback", interrupted)
+    monkeypatch.setattr(found, "params", [])
+    result = run(command)
+    assert (result.exit_code, result.stdout, result.stderr) == (130, "", "Aborted!\n")
 
 
-def test_a_signal_while_entering_counts_once_that_is_done() -> None:
-    log: list[str] = []
-    with pytest.raises(Interrupted):
-        with Interrupts() as interrupts, interrupts.guard(recorded(log, while_entering=True)):
-            log.append("went on")
-    assert log == ["entered", "left"]
+def test_program_after_ctrl_c_in_its_imports_exits_130() -> None:
+    script = """
+import sys
+from kvstore.cli import main
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupting())
+main.run("kvstore", "it", (), "kvstore.cli.app", "app")
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (130, "Aborted!\n")
 
 
-def test_a_signal_while_leaving_does_not_cut_it() -> None:
-    log: list[str] = []
-    with pytest.raises(Interrupted):
-        with Interrupts() as interrupts, interrupts.guard(recorded(log, while_leaving=True)):
-            log.append("worked")
-    assert log == ["entered", "worked", "left"]
+def test_server_after_ctrl_c_raises_at_its_end() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        with Stopper() as stopper:
+            signal.raise_signal(signal.SIGINT)
+            assert stopper.wait(0.0)
 
 
-def test_later_signals_do_not_cut_what_the_first_one_began() -> None:
-    log: list[str] = []
-    with pytest.raises(Interrupted):
-        with Interrupts() as interrupts, interrupts.guard(recorded(log, while_leaving=True)):
-            try:
-                interrupt()
-            finally:
-                interrupt()
-                log.append("cleaned")
-    assert log == ["entered", "cleaned", "left"]
-
-
-def test_a_failure_inside_is_not_hidden() -> None:
-    log: list[str] = []
-    with pytest.raises(ZeroDivisionError):
-        with Interrupts() as interrupts, interrupts.guard(recorded(log)):
-            raise ZeroDivisionError
-    assert log == ["entered", "left"]
-
-
-def test_handlers_are_put_back() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with Interrupts():
-        assert signal.getsignal(signal.SIGTERM) != before
-    assert signal.getsignal(signal.SIGTERM) == before
+def test_second_signal_ends_a_server_at_once() -> None:
+    script = """
+import signal, time
+from kvstore.cli import signals
+signals.SAME_REQUEST_S = 0.0
+with signals.Stopper(at_once=lambda: print("at once", flush=True)) as stopper:
+    signal.raise_signal(signal.SIGTERM)
+    assert stopper.wait()
+    signal.raise_signal(signal.SIGTERM)
+    print("went on")
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (143, "at once\n"), ended.stderr
 
 
 def test_a_server_is_asked_once() -> None:
@@ -122,16 +121,12 @@ def test_a_signal_that_another_thread_is_given_wakes_the_server() -> None:
 import os, signal, threading, time
 from kvstore.cli.signals import Stopper
 def signalled():
-    for number in (signal.SIGUSR1, signal.SIGTERM):
-        time.sleep(0.2)
-        os.kill(os.getpid(), number)
+    os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(60)
-signal.signal(signal.SIGUSR1, lambda *_: None)
 with Stopper() as stopper:
     threading.Thread(target=signalled, daemon=True).start()
-    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR1, signal.SIGTERM))
-    began_s = time.monotonic()
-    assert stopper.wait(50) and 0.3 < time.monotonic() - began_s < 40
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
+    assert stopper.wait(50)
 """
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr

@@ -160,7 +160,7 @@ def test_interrupt_ends_it_as_well(tmp_root: Path) -> None:
         programs = descendants(running.child.pid)
         assert running.end(signal.SIGINT) == 130
         lines = running.log.read_text().splitlines()
-        assert lines[-1] == "kvstore up: interrupted"
+        assert lines[-1] == "Aborted!"
         for started in ("etcd", "worker 0", "gc"):
             assert any(f"up.starting name={started}" in line for line in lines), started
         assert gone(programs)
@@ -187,7 +187,7 @@ def test_a_signal_while_it_waits_for_a_program_is_no_failure(tmp_path: Path, nam
             child.kill()
     assert begun and out == "" and "before it was ready" not in said, said
     assert child.returncode == (130 if number == signal.SIGINT else 0), said
-    assert said.endswith("kvstore up: interrupted\n") == (number == signal.SIGINT), said
+    assert said.endswith("Aborted!\n") == (number == signal.SIGINT), said
 
 
 def test_children_die_with_it_even_when_it_is_killed(tmp_root: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -11,7 +12,6 @@ import pytest
 
 from kvstore.connectors.vllm.settings import Settings
 from kvstore.errors import Unavailable
-from kvstore.waiting import Monitor
 from tests.kit.vllm_modules import vllm_modules
 
 OFFLOAD = "vllm.v1.kv_offload"
@@ -86,7 +86,8 @@ def test_chunks_that_were_stored_are_told_and_those_that_could_not_be_loaded_as_
 
         tier = KVStoreTier.__new__(KVStoreTier)
         tier._tells, tier._events, tier.locality, tier.block_size_bytes = tells, [], None, 64
-        tier._finished, tier._condition, tier._under_way, tier._lookups = SimpleQueue(), Monitor(), 3, Missing()  # type: ignore[assignment]
+        tier._finished, tier._condition = SimpleQueue(), threading.Condition()
+        tier._under_way, tier._lookups = 3, Missing()  # type: ignore[assignment]
         store, load = (SimpleNamespace(job_id=1, keys=KEYS, is_promotion=is_load) for is_load in (False, True))
         tier._end(store, KEYS, [True, False, True], 0.1)
         tier._end(load, KEYS, [True, False, False], 0.1)

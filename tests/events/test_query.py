@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from io import BytesIO
 from types import SimpleNamespace
@@ -20,7 +21,6 @@ from kvstore.events.web import application, decode
 from kvstore.parsing import parse_json
 from kvstore.security.identity import Identity, Presented
 from kvstore.security.permissions import Role
-from kvstore.waiting import Monitor
 from kvstore.wire.questions import Question
 from tests.kit.clusters import SPACE
 from tests.kit.stores import TINY
@@ -43,7 +43,7 @@ def known(chain: Chain) -> Inventory:
 
 def answers(inventory: Inventory) -> Answers:
     model = Model(SPACE, inventory, np.zeros(0, np.int32))
-    truth: Any = SimpleNamespace(models={1: model}, lock=Monitor())
+    truth: Any = SimpleNamespace(models={1: model}, lock=threading.Condition())
     return Answers(truth, "pod", "STORAGE")
 
 

@@ -13,9 +13,6 @@ import re
 import sys
 import threading
 import tomllib
-from _thread import RLock
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -24,8 +21,6 @@ from typing import Any, NamedTuple
 
 SETTINGS = Path(__file__).resolve().parents[2] / "pyproject.toml"
 _held = threading.local()
-_is_on = True
-_plain_begin: Any = None
 violations: list[str] = []
 """What went wrong so far, in any thread; a test that leaves some fails."""
 
@@ -92,15 +87,15 @@ def site_of(module: str, line: int) -> Site | None:
 
 
 def _site_at(frame: FrameType) -> Site | None:
-    """Returns the site of a lock that is made at a frame; None outside of kvstore, and while locks are plain."""
-    return site_of(frame.f_globals.get("__name__", ""), frame.f_lineno) if _is_on else None
+    """Returns the site of a lock that is made at a frame; None outside of kvstore."""
+    return site_of(frame.f_globals.get("__name__", ""), frame.f_lineno)
 
 
 def _taking(site: Site, lock: object) -> None:
     """Called before a thread waits for a lock."""
     held = _stack()
     if any(each is lock for _, each in held):
-        return  # a monitor, entered again
+        return  # a condition, entered again
     for outer, _ in held:
         if (broken := _order.check(outer, site)) is not None:
             violations.append(broken)
@@ -173,12 +168,14 @@ class OrderedLock:
         return bool(self._inner._is_owned())
 
     def _release_save(self) -> Any:
-        _left(self)
+        while any(each is self for _, each in _stack()):
+            _left(self)
         return self._inner._release_save()
 
     def _acquire_restore(self, state: Any) -> None:
         self._inner._acquire_restore(state)
-        _took(self._site, self)
+        for _ in range(state[0]):  # an RLock's count
+            _took(self._site, self)
 
 
 def install() -> None:
@@ -196,81 +193,3 @@ def install() -> None:
 
     threading.Lock = lock  # type: ignore[assignment]
     threading.Condition = Condition  # type: ignore[misc]
-
-
-def _begin(self: Any) -> None:
-    _plain_begin(self)
-    self._lock_site = _site_at(sys._getframe(1))
-
-
-def _enter(self: Any) -> Any:
-    site = getattr(self, "_lock_site", None)
-    if site is None:
-        return RLock.__enter__(self)
-    _taking(site, self)
-    done = RLock.__enter__(self)
-    _took(site, self)
-    return done
-
-
-def _leave(self: Any, *why: Any) -> None:
-    RLock.__exit__(self, *why)
-    _left(self)
-
-
-def _save(self: Any) -> Any:
-    # What the lock in C gives is handed on as it is: a thread may wait while ``plain`` begins or ends.
-    saved = RLock._release_save(self)  # type: ignore[attr-defined]  # of the lock in C
-    while any(each is self for _, each in _stack()):
-        _left(self)
-    return saved
-
-
-def _restore(self: Any, saved: Any) -> None:
-    RLock._acquire_restore(self, saved)  # type: ignore[attr-defined]
-    if site := getattr(self, "_lock_site", None):
-        for _ in range(saved[0]):
-            _took(site, self)
-
-
-_MONITOR = {
-    "__init__": _begin,
-    "__enter__": _enter,
-    "__exit__": _leave,
-    "_release_save": _save,
-    "_acquire_restore": _restore,
-}
-
-
-def _monitor() -> Any:
-    from kvstore.waiting import Monitor  # kvstore is imported after ``install``
-
-    return Monitor
-
-
-def watch_monitors() -> None:
-    """Has the monitors of ``kvstore.waiting`` keep the order too. To be called when kvstore is imported."""
-    global _plain_begin
-    kind = _monitor()
-    _plain_begin = kind.__init__
-    for name, method in _MONITOR.items():
-        setattr(kind, name, method)
-
-
-@contextmanager
-def plain() -> Iterator[None]:
-    """Locks that are made within are those of production: for tests that interrupt a thread at any step of Python,
-    which must find a lock of C held or not held.
-    """
-    global _is_on
-    kind = _monitor()
-    begin = kind.__init__
-    _is_on, kind.__init__ = False, _plain_begin
-    for name in _MONITOR.keys() - {"__init__"}:
-        delattr(kind, name)
-    try:
-        yield
-    finally:
-        _is_on, kind.__init__ = True, begin
-        for name in _MONITOR.keys() - {"__init__"}:
-            setattr(kind, name, _MONITOR[name])

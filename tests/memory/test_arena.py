@@ -19,7 +19,6 @@ import pytest
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.memory import host
 from kvstore.memory.arena import Arena, follow, map_arena
-from kvstore.waiting import Flag
 from tests.kit.patience import PATIENCE_S
 
 SIZE = 64 * 4096
@@ -222,7 +221,7 @@ def _open_count(name: str) -> int:
 def test_pages_of_another_are_never_taken_and_its_file_is_let_go_of() -> None:
     """A taken page is charged to the taker's cgroup: a client only follows what the worker took."""
     fd = os.memfd_create("kvstore-other", os.MFD_CLOEXEC)
-    closing = Flag()
+    closing = threading.Event()
     try:
         os.ftruncate(fd, SIZE)
         mapped = memoryview(mmap.mmap(fd, SIZE, mmap.MAP_SHARED, mmap.PROT_READ))
@@ -246,7 +245,7 @@ def test_pages_that_are_all_there_are_followed_at_once() -> None:
     try:
         os.pwrite(fd, bytes(SIZE), 0)
         mapped = memoryview(mmap.mmap(fd, SIZE, mmap.MAP_SHARED, mmap.PROT_READ))
-        follow(mapped, fd, Flag())
+        follow(mapped, fd, threading.Event())
         for each in threading.enumerate():
             if each.name == "kvstore-pages":
                 each.join(PATIENCE_S)

@@ -25,8 +25,6 @@ from tests.kit.patience import PATIENCE_S
 from tests.kit.stores import SMALL, kv_of, member_on, same
 from tests.native.test_withdrawing import Paused
 
-pytestmark = pytest.mark.interrupts
-
 TOKENS = np.arange(8 * SMALL.chunk_tokens)
 
 

@@ -26,13 +26,10 @@ from kvstore.root.posix import PosixRoot
 from kvstore.sections import planes_of
 from kvstore.sources import RandomIds
 from tests.kit.native_modes import chunks_of, opened
-from tests.kit.patience import PATIENCE_S, eventually
+from tests.kit.patience import PATIENCE_S
 from tests.kit.stores import SMALL, kv_of, same
 
-pytestmark = [
-    pytest.mark.interrupts,
-    pytest.mark.skipif(not is_available(), reason="the native library was not built, or is turned off"),
-]
+pytestmark = pytest.mark.skipif(not is_available(), reason="the native library was not built, or is turned off")
 
 CHUNKS = 64
 TOKENS = np.arange(CHUNKS * SMALL.chunk_tokens)
@@ -227,39 +224,3 @@ def test_a_group_of_files_is_given_up_between_two_of_them(tmp_root: Path) -> Non
         borrowed.withdraw()
         with pytest.raises(Withdrawn):
             run.read(0, CHUNKS, borrowed)
-
-
-def test_taking_back_that_is_interrupted_is_ended_all_the_same() -> None:
-    """Two Ctrl-Cs: the first ends a get, the second comes while it waits for those who write."""
-    borrowed = Borrowed()
-    borrowed.natively.users = 1  # as while native code writes
-    main = threading.main_thread().ident
-    assert main is not None
-
-    def is_withdrawn() -> bool:
-        try:
-            borrowed.check()
-        except Withdrawn:
-            return True
-        return False
-
-    def interrupt() -> None:
-        eventually(is_withdrawn)  # a Ctrl-C before the call would end the test, and all that come after it
-        time.sleep(0.05)
-        signal.pthread_kill(main, signal.SIGINT)
-        time.sleep(0.05)
-        with pytest.raises(Withdrawn), borrowed.writing():
-            pass
-        borrowed.natively.users = 0
-
-    thread = threading.Thread(target=interrupt)
-    # It is ignored where the tests run in the background of a shell.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        thread.start()
-        with pytest.raises(KeyboardInterrupt):
-            borrowed.withdraw()
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert borrowed.natively.users == 0
-    thread.join(PATIENCE_S)

@@ -16,7 +16,6 @@ import pytest
 
 from kvstore import background
 from kvstore.background import Decision, Loop
-from kvstore.waiting import Monitor
 from tests.kit.patience import NEVER_S, PATIENCE_S, eventually, returns
 
 
@@ -24,7 +23,7 @@ class Queue:
     """The smallest owner of a loop: what is added is done in turn."""
 
     def __init__(self, **options: Any) -> None:
-        self.changed = Monitor()
+        self.changed = threading.Condition()
         self.waiting: deque[Callable[[], object]] = deque()
         self.pause_s: float | None = None
         self.loop = Loop("test-background", self.changed, self._decide, **options)

@@ -1,4 +1,4 @@
-"""Replacements for ``threading``, ``queue`` and ``kvstore.waiting`` in production code, over actors of the kernel.
+"""Replacements for ``threading`` and ``queue`` in production code, over actors of the kernel.
 
 So threads, locks, events and queues of nodes and collectors run unchanged, in the order that the seed gives. Only the
 parts that are used exist here.
@@ -245,8 +245,7 @@ class NowClock:
 _THREADING = SimpleNamespace(Lock=Lock, Event=Event, Condition=Condition, Thread=Thread, current_thread=current_thread)
 _QUEUE = SimpleNamespace(Queue=Queue, SimpleQueue=Queue, Full=Full)
 _TIME = SimpleNamespace(monotonic=lambda: kernel().now_s)
-_REPLACED = {"threading": _THREADING, "queue": _QUEUE, "Flag": Event, "Monitor": Condition}
-"""By the name that a module has for it; the last two are those of ``kvstore.waiting``."""
+_REPLACED = {"threading": _THREADING, "queue": _QUEUE}
 _TIMED = ("kvstore.meta.sqlite.connection", "kvstore.meta.sqlite.watch", "kvstore.node.usage")
 """The modules whose own time decides what they do."""
 

@@ -63,3 +63,10 @@ def test_attempts_with_timeout_are_not_checked(found: list[str]) -> None:
         assert outer.acquire(timeout=1.0)
         outer.release()
     assert found == []
+
+
+def test_condition_entered_twice_is_free_while_waiting() -> None:
+    changed = threading.Condition(OrderedLock(A, threading.RLock()))  # type: ignore[arg-type]
+    with changed, changed:
+        assert not changed.wait(0.001) and len(locking._stack()) == 2
+    assert locking._stack() == []

@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.memory.arena import populate
-from kvstore.waiting import Flag
 from kvstore.wire.bulk.ledger import LEDGER_BYTES, PUTS_MAX, entry_of, released_count
 
 ARENA_BYTES_MIN = 16 << 20
@@ -67,7 +66,7 @@ class Arena:
             mapped.madvise(mmap.MADV_HUGEPAGE)
         self._bytes: npt.NDArray[Any] = np.frombuffer(mapped, np.uint8)
         # Pages are allocated ahead of the first put while it is copied, so no later put waits for them.
-        self._closing = Flag()
+        self._closing = threading.Event()
         pages = memoryview(mapped)
         threading.Thread(target=populate, args=(pages, True, self._closing), name="kvstore-arena", daemon=True).start()
         self._regions: deque[_Region] = deque()

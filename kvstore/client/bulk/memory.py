@@ -7,6 +7,7 @@ so the mapping outlives the worker.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -18,7 +19,6 @@ from kvstore.errors import InvalidRequest
 from kvstore.format.header import PAGE_BYTES
 from kvstore.memory.arena import follow, map_arena
 from kvstore.node.images import ImagesIn
-from kvstore.waiting import Flag
 
 LEASES_MAX = 256
 """Maximum of leases on one worker's memory at once, one file descriptor each; further views are copies."""
@@ -31,7 +31,7 @@ class WorkerMemory:
         """Maps the file and closes ``fd``. Raises Unavailable if it cannot be mapped or could shrink."""
         self.id = id
         self.leases: set[int] = set()
-        self._closing = Flag()
+        self._closing = threading.Event()
         self._unread: list[int] = [fd]
         """The file, until the first read: a client that only asks needs no pages of it."""
         try:

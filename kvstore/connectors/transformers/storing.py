@@ -13,7 +13,6 @@ from types import TracebackType
 from kvstore.client import Cache, Store
 from kvstore.connectors.transformers.namespace import not_a_store
 from kvstore.errors import InvalidRequest, KVStoreError
-from kvstore.waiting import Monitor
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +40,7 @@ class Storing:
         self.store = store
         self._bytes_max = bytes_max
         self._process = os.getpid()
-        self._changed = Monitor()
+        self._changed = threading.Condition()
         self._bytes = 0  # guarded by _changed, as the next two
         self._prompts = 0
         self._closed = False
@@ -76,7 +75,6 @@ class Storing:
             return True  # the thread, and what waits, are the parent's
         with self._changed:
             self._closed = True
-            # Not a join of the thread: one that Ctrl-C ends says ever after that the thread has ended.
             self._changed.wait_for(lambda: not self._prompts, timeout_s)
             left = self._prompts
         self._thread.shutdown(wait=False, cancel_futures=True)

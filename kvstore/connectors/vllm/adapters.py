@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +21,6 @@ from typing import Any
 from kvstore.background import Tasks
 from kvstore.connectors.weights import weights_fingerprint
 from kvstore.errors import InvalidRequest
-from kvstore.waiting import Flag
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class Check:
     seal: Seal | None = None
     digest: bytes = b""
     """16 bytes; empty if nothing may be shared."""
-    done: Flag = field(default_factory=Flag)
+    done: threading.Event = field(default_factory=threading.Event)
 
 
 class Adapters:

@@ -14,7 +14,6 @@ from kvstore.client.blocks import BlockCache
 from kvstore.connectors.opening import Settings
 from kvstore.errors import KVStoreError, Overloaded, Unavailable
 from kvstore.namespace import Namespace
-from kvstore.waiting import Flag
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +28,7 @@ class Link:
         self._namespaces = list(namespaces)
         self._store: Store | None = None
         self._caches: list[BlockCache] | None = None
-        self._closing = Flag()
+        self._closing = threading.Event()
         self._opener: threading.Thread | None = None
         if not self._try():
             self._opener = threading.Thread(target=self._retry, name="kvstore-vllm-opener", daemon=True)

@@ -22,7 +22,6 @@ from kvstore.connectors.vllm.link import Link
 from kvstore.connectors.vllm.messages import Load, Run
 from kvstore.connectors.vllm.pages import Pages
 from kvstore.errors import KVStoreError
-from kvstore.waiting import Flag
 from kvstore.wire.limits import BLOCKS_MAX
 
 log = logging.getLogger(__name__)
@@ -45,7 +44,7 @@ class Loading:
     timed_out: bool = False
     kept: list[tuple[Run, Any]] = field(default_factory=list)
     """Number of leading blocks of each run that were read, and the host memory they are in."""
-    done: Flag = field(default_factory=Flag)
+    done: threading.Event = field(default_factory=threading.Event)
 
 
 class Loader:

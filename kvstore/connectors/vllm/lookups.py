@@ -6,6 +6,7 @@ so that a store that hangs costs one deadline and not one per request.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,7 +18,6 @@ from kvstore.connectors.vllm.counts import EngineCount, EngineCounts
 from kvstore.connectors.vllm.groups import Tail, last_boundary
 from kvstore.connectors.vllm.link import Link
 from kvstore.errors import KVStoreError
-from kvstore.waiting import Flag, Monitor
 
 POLL_S = 0.02
 """Interval between two looks for blocks that another engine is writing."""
@@ -56,7 +56,7 @@ class Lookup:
     unit: int = 1
     """Tokens of a unit, for ``tails``."""
     abandoned: bool = False
-    done: Flag = field(default_factory=Flag)
+    done: threading.Event = field(default_factory=threading.Event)
     """Set once a thread has looked."""
 
     def first_key(self, unit: int) -> bytes:
@@ -91,7 +91,7 @@ class Lookups:
         self._clock = clock
         self._paused_until_s = 0.0
         self._waiting: deque[Lookup] = deque()
-        self._condition = Monitor()
+        self._condition = threading.Condition()
         self._loop = Loop("kvstore-vllm-lookup", self._condition, self._next, threads_max=THREADS)
         for _ in range(THREADS):
             self._loop.start()

@@ -21,7 +21,6 @@ from kvstore.connectors.vllm.link import Link
 from kvstore.connectors.vllm.runs import Named, Runs
 from kvstore.connectors.vllm.tracked import Tracked
 from kvstore.errors import KVStoreError
-from kvstore.waiting import Flag
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +53,7 @@ class Pinning:
         self._link = link
         self._runs = runs
         self._wait_s = wait_s
-        self._closing = Flag()
+        self._closing = threading.Event()
         self._lock = threading.Lock()  # guards the pins
         self._pins: OrderedDict[str, list[Pin]] = OrderedDict()
         # One thread for all that is said of a name, in order: an unpin must not overtake a pin that waits for blocks.

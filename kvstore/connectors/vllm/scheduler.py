@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,7 +29,6 @@ from kvstore.connectors.vllm.runs import Ends, Named, Runs, State
 from kvstore.connectors.vllm.settings import Settings
 from kvstore.connectors.vllm.tracked import Tracked
 from kvstore.namespace import Namespace
-from kvstore.waiting import Flag
 
 if TYPE_CHECKING:
     from kvstore.connectors.vllm.descents import Descents
@@ -94,7 +94,7 @@ class SchedulerHalf:
         """When blocks were last ordered to be stored."""
         self._loading: dict[bytes, Tracked] = {}
         """The request that loads a block, by the block's key."""
-        self._asked: Flag | None = None
+        self._asked: threading.Event | None = None
         """Set when something ends that vLLM asked for since the last step in vain."""
         self._adapters = Adapters(shape.adapters)
         self._next_load = 0

@@ -21,7 +21,6 @@ from kvstore.connectors.vllm.link import Link
 from kvstore.connectors.vllm.messages import Run
 from kvstore.connectors.vllm.pages import Copy, Pages
 from kvstore.errors import KVStoreError, Overloaded, Unavailable
-from kvstore.waiting import Flag
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +55,7 @@ class Storer:
         self._tells = tells
         self._settled: dict[bytes, bool] = {}
         """Whether blocks are in the store, since somebody last asked; only if it ``tells``."""
-        self._idle = Flag()
+        self._idle = threading.Event()
         self._idle.set()
         # store_bytes_max bounds what waits, so the queue itself needs no bound of its own.
         self._thread = Tasks("kvstore-vllm-store", 1, sys.maxsize)

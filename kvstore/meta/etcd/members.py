@@ -21,7 +21,6 @@ from kvstore.meta.etcd.access import Endpoints, EtcdTls, EtcdUser, read_key, rea
 from kvstore.meta.etcd.faults import Effect, Fault, fault_of
 from kvstore.meta.etcd.wire import Message, rpc
 from kvstore.security.secret_files import Watched
-from kvstore.waiting import Flag
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +98,7 @@ class Members:
         self._index = 0
         self._token: str | None = None
         self._authenticating = threading.Lock()
-        self._closed = Flag()
+        self._closed = threading.Event()
 
     def current(self) -> Member:
         """Returns the member to ask next. If TLS files have changed, it has a new connection."""

@@ -18,7 +18,6 @@ from kvstore.meta.etcd.faults import Effect, Fault, fault_of
 from kvstore.meta.etcd.members import BACKOFF_S_MAX, BACKOFF_S_MIN, Member, Members
 from kvstore.meta.etcd.wire import Message, event, prefix_range, rpc
 from kvstore.meta.interface import Event, WatchLost
-from kvstore.waiting import Monitor
 
 BATCHES_MAX = 256
 AUTHENTICATE_S = 5.0
@@ -32,7 +31,7 @@ class EtcdWatch:
         self._prefix = prefix
         self._from_revision = from_revision
         self._reconnect_s = reconnect_s
-        self._changed = Monitor()
+        self._changed = threading.Condition()
         self._batches: deque[tuple[Event, ...]] = deque()
         self._end: WatchLost | PermissionDenied | None = None
         self._closed = False

@@ -22,7 +22,6 @@ from kvstore.meta.sqlite.faults import fault_of, is_full, keeps_connection
 from kvstore.meta.sqlite.file import MetadataFile
 from kvstore.meta.sqlite.liveness import Liveness
 from kvstore.meta.sqlite.store import Store
-from kvstore.waiting import Monitor
 
 T = TypeVar("T")
 
@@ -56,7 +55,7 @@ class Connection:
         self._file = file
         self._liveness = liveness
         self._pid = os.getpid()
-        self._changed = Monitor()
+        self._changed = threading.Condition()
         # Guarded by _changed.
         self._tasks: deque[_Task] = deque()
         self._thread: threading.Thread | None = None

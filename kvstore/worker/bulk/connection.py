@@ -5,13 +5,13 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import threading
 
 import numpy as np
 
 from kvstore.errors import InvalidRequest
 from kvstore.memory.arena import follow
 from kvstore.security.identity import NOTHING, Presented
-from kvstore.waiting import Flag
 from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.ledger import LEDGER_BYTES, entry_of, entry_value
 
@@ -47,7 +47,7 @@ class Connection:
         """The client's credentials from its request to connect; checked again with each request."""
         self.ledger = Ledger() if channel.is_unix else None
         self._arena = memoryview(b"")
-        self._closing = Flag()
+        self._closing = threading.Event()
 
     @property
     def has_arena(self) -> bool:
@@ -78,7 +78,7 @@ class Connection:
                 raise InvalidRequest(f"the arena could not be mapped: {cause}") from cause
             self._arena = memoryview(mapped)
             self._closing.set()
-            self._closing = Flag()
+            self._closing = threading.Event()
             follow(self._arena, fd, self._closing)
         finally:
             os.close(fd)

@@ -17,7 +17,6 @@ from kvstore.errors import KVStoreError, Overloaded, Unavailable
 from kvstore.progress import Cancelled
 from kvstore.sources import Clock, Ids
 from kvstore.tickets import State, Ticket
-from kvstore.waiting import Monitor
 from kvstore.worker.control.book import Book
 
 log = logging.getLogger(__name__)
@@ -107,7 +106,7 @@ class Runner:
         self._clock = clock
         self._ids = ids
         self._tenants_max = threads_max
-        self._changed = Monitor()
+        self._changed = threading.Condition()
         self._waiting: deque[_Job] = deque()
         self._running: Counter[str | None] = Counter()
         """Number of running operations by tenant."""

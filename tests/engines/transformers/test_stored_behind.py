@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
-import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -154,23 +152,6 @@ def test_i1_a_prompt_whose_memory_is_used_again_keeps_its_tokens(store: Store, r
         past = prefill_with_store(MODEL, ids, store, chunk_tokens=CHUNK)
         assert difference(logits_after(MODEL, ids, past), logits_without_store(MODEL, ids, 96)) == 0.0
     assert store.stats()["chunks_read"] == 12
-
-
-def test_ctrl_c_while_it_closes_loses_nothing(store: Store, root: FaultyRoot) -> None:
-    """Closing it again waits; a thread's join that was interrupted would say at once that the thread has ended."""
-    hang = Hang()
-    root.set_rules([Rule("stage", hang)])
-    storing = Storing(store)
-    prefill_with_store(MODEL, IDS, storing, chunk_tokens=CHUNK)
-    assert hang.reached.wait(30)
-    interrupt = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
-    interrupt.start()
-    with pytest.raises(KeyboardInterrupt):
-        storing.close()
-    assert not storing.close(0.2) and stored(store) == 0
-    hang.release.set()
-    assert storing.close()
-    assert stored(store) == 96
 
 
 def test_what_a_store_does_not_take_in_time_is_given_up_with_a_warning(

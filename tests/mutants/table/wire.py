@@ -20,20 +20,10 @@ ROOMS = "bulk/test_rooms.py::test_"
 
 COUNTING = [
     mutant(
-        "look-up-forgotten",
-        "counts: a request counts once, though its calls go to different workers",
-        replace("kvstore.client.lookups:LookUps.take", lambda *_: False),
-        "worker/test_hit_ratio.py::test_a_request_counts_once_where_its_calls_go_to_different_workers",
-    ),
-    mutant(
-        "looked-up-counts-again",
-        "counts: a read that says that a look-up counted it does not count",
-        edit(
-            "kvstore.node.counters:Counters.add_request",
-            "if reads and (waiting or looked_up):",
-            "if reads and waiting:",
-        ),
-        "worker/test_hit_ratio.py::test_a_request_counts_once_where_its_calls_go_to_different_workers",
+        "match-uncounted",
+        "counts: each look-up of a caller counts in the hit ratio",
+        edit("kvstore.node.counters:Counters.add_lookup", "+= found * chunk_tokens", "+= 0"),
+        "worker/test_hit_ratio.py::test_lookups_count_in_match_hold_and_get",
     ),
 ]
 
