@@ -77,6 +77,8 @@ LONGEST = (
 )
 """Files of tests that take 10 s or more by themselves, the longest first (``make test ARGS=--durations=0``)."""
 
+PLAIN = (str, bytes, int, float, bool, tuple, type(None))
+
 # The default is the same on every run, so that a red suite means a change broke it; `thorough` searches.
 settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
 settings.register_profile(
@@ -96,6 +98,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts the files that take longest first: a run of several processes ends with the last file of any."""
     rank = {name: at for at, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(f"{item.path.parent.name}/{item.path.name}", len(rank)))
+
+
+def pytest_exception_interact(
+    node: pytest.Item | pytest.Collector, call: pytest.CallInfo[object], report: pytest.TestReport
+) -> None:
+    """Shows the plain variables of a failed test's frames: many tests loop over their cases."""
+    if not isinstance(node, pytest.Function) or call.excinfo is None:
+        return
+    for entry in call.excinfo.traceback:
+        if entry.path == node.path:
+            plain = {name: value for name, value in entry.locals.items() if name[0] != "@" and isinstance(value, PLAIN)}
+            lines = [f"{name} = {value!r:.200}" for name, value in plain.items()]
+            report.sections.append((f"variables in {entry.name}", "\n".join(lines)))
 
 
 def pytest_collection_finish() -> None:
