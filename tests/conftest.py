@@ -39,6 +39,8 @@ AHEAD_BYTES = 1 << 20
 LEFTOVER_GRACE_S = 40.0
 """More than a worker takes to end whose ``up`` and etcd were killed: its drain, its flush, and 15 s for the rest."""
 
+PLAIN = (str, bytes, int, float, bool, tuple, type(None))
+
 # The default is the same on every run, so that a red suite means a change broke it; `thorough` searches.
 settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
 settings.register_profile(
@@ -58,6 +60,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts files with many slow tests first: a run of several processes ends with the last file of any."""
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     items.sort(key=lambda item: -slow[item.path])
+
+
+def pytest_exception_interact(
+    node: pytest.Item | pytest.Collector, call: pytest.CallInfo[object], report: pytest.TestReport
+) -> None:
+    """Shows the plain variables of a failed test's frames: many tests loop over their cases."""
+    if not isinstance(node, pytest.Function) or call.excinfo is None:
+        return
+    for entry in call.excinfo.traceback:
+        if entry.path == node.path:
+            plain = {name: value for name, value in entry.locals.items() if name[0] != "@" and isinstance(value, PLAIN)}
+            lines = [f"{name} = {value!r:.200}" for name, value in plain.items()]
+            report.sections.append((f"variables in {entry.name}", "\n".join(lines)))
 
 
 def pytest_collection_finish() -> None:

@@ -23,10 +23,18 @@ class Syncing:
     It has a thread of its own, so that a root that hangs delays nothing else.
     """
 
-    def __init__(self, sync: Callable[[], None], written_bytes: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        sync: Callable[[], None],
+        written_bytes: Callable[[], int],
+        every_s: float = EVERY_S,
+        close_s: float = CLOSE_S,
+    ) -> None:
         """``sync`` is the root's, ``written_bytes`` says how much this node has published."""
         self._sync = sync
         self._written_bytes = written_bytes
+        self._every_s = every_s
+        self._close_s = close_s
         self._synced_bytes = written_bytes()
         self._is_failing = False
         self._ended = threading.Event()
@@ -38,10 +46,10 @@ class Syncing:
         """Syncs what is left, if the root answers in time. Idempotent."""
         atexit.unregister(self.close)
         self._ended.set()
-        self._thread.join(CLOSE_S)
+        self._thread.join(self._close_s)
 
     def _run(self) -> None:
-        while not self._ended.wait(EVERY_S):
+        while not self._ended.wait(self._every_s):
             self._step()
         self._step()
 

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from kvstore.buffers import Borrowed
 from kvstore.errors import KVStoreError
 from kvstore.format.places import Name
-from kvstore.root.check_posix import posix_probes
+from kvstore.root.check_posix import CheckTimings, posix_probes
 from kvstore.root.interface import Root
 from kvstore.root.posix import PosixRoot
 from kvstore.root.probe import Probe
@@ -24,7 +24,6 @@ WRITERS_COUNT = 4
 RACES_COUNT = 20
 SMALL_FILES_COUNT = 100
 REMOVE_TRIES_MAX = 40
-REMOVE_PAUSE_S = 0.3
 STAMP_NS = 1_700_000_000_123_456_789
 
 
@@ -34,6 +33,7 @@ def check_root(
     second: str | None = None,
     ids: Ids | None = None,
     progress: Callable[[Probe], object] = lambda probe: None,
+    timings: CheckTimings | None = None,
 ) -> list[Probe]:
     """Probes ``root``; ``second`` is the root's folder as another mount of the same file system shows it.
 
@@ -41,13 +41,13 @@ def check_root(
     at all: not even a scratch folder can be made, or removed.
     """
     scratch = Name(f".check-{(ids or RandomIds()).fresh().hex()}")
-    done: list[Probe] = []
+    timings, done = timings or CheckTimings(), list[Probe]()
     try:
-        for probe in _probes(root, scratch, second):
+        for probe in _probes(root, scratch, second, timings):
             done.append(probe)
             progress(probe)
     finally:
-        removed = _removed(root, scratch)
+        removed = _removed(root, scratch, timings.remove_pause_s)
     if not removed:
         done.append(Probe("the scratch folder is removed", False, scratch, "delete it by hand"))
         progress(done[-1])
@@ -59,7 +59,7 @@ def is_sound(probes: list[Probe]) -> bool:
     return all(probe.ok is not False for probe in probes)
 
 
-def _probes(root: Root, scratch: Name, second: str | None) -> Iterator[Probe]:
+def _probes(root: Root, scratch: Name, second: str | None, timings: CheckTimings) -> Iterator[Probe]:
     try_it = _Tries(root, scratch)
     # The first write is not guarded: if no file can be written at all, that is the error to show.
     try_it.write("first", b"first")
@@ -81,15 +81,15 @@ def _probes(root: Root, scratch: Name, second: str | None) -> Iterator[Probe]:
     ):
         yield _guarded(attempt)
     if isinstance(root, PosixRoot):
-        yield from posix_probes(root.path, str(scratch), second)
+        yield from posix_probes(root.path, str(scratch), second, timings)
 
 
-def _removed(root: Root, scratch: Name) -> bool:
+def _removed(root: Root, scratch: Name, pause_s: float) -> bool:
     """Removes the scratch folder, in which a distributed file system may go on showing deleted files for a while."""
     for _ in range(REMOVE_TRIES_MAX):
         if remove_tree(root, scratch):
             return True
-        time.sleep(REMOVE_PAUSE_S)
+        time.sleep(pause_s)
     return False
 
 

@@ -10,6 +10,7 @@ import errno
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from kvstore.root.absence import FILE_SYSTEMS as NFS
 from kvstore.root.contender import Contender, create_names, link_names, prepare_links
@@ -18,8 +19,6 @@ from kvstore.root.probe import Probe
 
 NAMES_COUNT = 100
 SOON_S = 0.2
-FENCE_S = 2.0
-VISIBLE_MAX_S = 10.0
 NAME_BYTES_MIN = 100
 WEAK_FENCES = frozenset({"fuse.glusterfs"})
 
@@ -31,11 +30,23 @@ _WEAK_FENCE = (
 )
 
 
-def posix_probes(path: str, scratch: str, second: str | None) -> Iterator[Probe]:
+@dataclass(frozen=True)
+class CheckTimings:
+    """How long the probes of a root take and wait."""
+
+    fence_s: float = 2.0
+    """Time for which folders are removed while another process renames into them."""
+    visible_s_max: float = 10.0
+    """Longest wait for what another process or mount did."""
+    remove_pause_s: float = 0.3
+    """Pause between two attempts to remove the scratch folder."""
+
+
+def posix_probes(path: str, scratch: str, second: str | None, timings: CheckTimings) -> Iterator[Probe]:
     """Yields the probes of a mounted root at ``path``, in its folder ``scratch``, which exists."""
     folder, other = f"{path}/{scratch}", f"{second or path}/{scratch}"
     if second is not None:
-        if not _soon(lambda: os.path.isdir(other)):
+        if not _soon(lambda: os.path.isdir(other), timings.visible_s_max):
             yield Probe(
                 "the second mount",
                 False,
@@ -46,7 +57,7 @@ def posix_probes(path: str, scratch: str, second: str | None) -> Iterator[Probe]
         yield Probe("the second mount", True, f"shows the same folder as {path}")
     rival = Contender(other)
     try:
-        tries = _PosixTries(folder, rival, second is not None)
+        tries = _PosixTries(folder, rival, second is not None, timings)
         for attempt in (
             tries.exclusive_creation,
             tries.exclusive_link,
@@ -69,8 +80,9 @@ def posix_probes(path: str, scratch: str, second: str | None) -> Iterator[Probe]
 class _PosixTries:
     """The probes of a mounted root in ``folder``; ``rival`` is another process, by a second mount if there is one."""
 
-    def __init__(self, folder: str, rival: Contender, has_two: bool) -> None:
+    def __init__(self, folder: str, rival: Contender, has_two: bool, timings: CheckTimings) -> None:
         self._folder = folder
+        self._timings = timings
         self._rival = rival
         self._has_two = has_two
         self._between = "two mounts" if has_two else "two processes on one mount"
@@ -124,7 +136,7 @@ class _PosixTries:
         fence = f"{self._folder}/fence"
         self._rival.send("rename_into", fence="fence", stop="fence-stop", me="rival")
         fences = late = risen = 0
-        end_s = time.monotonic() + FENCE_S
+        end_s = time.monotonic() + self._timings.fence_s
         try:
             while time.monotonic() < end_s:
                 late_now, risen_now = self._one_fence(fence)
@@ -154,7 +166,7 @@ class _PosixTries:
         held = os.open(fence, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             time.sleep(0.0005)
-            _drain(fence)
+            _drain(fence, self._timings.visible_s_max)
             _write(f"{self._folder}/fence-late", b"")
             try:
                 os.rename(f"{self._folder}/fence-late", "late", dst_dir_fd=held)
@@ -174,24 +186,25 @@ class _PosixTries:
                 "other hosts may see a new chunk late (a miss) or a deleted one for a while (a miss when it is read)",
             )
             return
+        limit_s = self._timings.visible_s_max
         # The rival looks first, and misses, so that a cached absence would show.
         self._rival.ask("wait_for", name="seen", present=False, limit_s=1.0)
         _write(f"{self._folder}/seen", b"seen")
-        shown_s = self._rival.ask("wait_for", name="seen", present=True, limit_s=VISIBLE_MAX_S)
+        shown_s = self._rival.ask("wait_for", name="seen", present=True, limit_s=limit_s)
         content = self._rival.ask("read", name="seen") if shown_s >= 0 else ""
         whole = content == b"seen".hex()
         os.unlink(f"{self._folder}/seen")
-        hidden_s = self._rival.ask("wait_for", name="seen", present=False, limit_s=VISIBLE_MAX_S)
+        hidden_s = self._rival.ask("wait_for", name="seen", present=False, limit_s=limit_s)
         yield Probe(
             "another mount sees new files",
             shown_s >= 0 and whole,
-            f"after {shown_s * 1000:.1f} ms" if shown_s >= 0 else f"not within {VISIBLE_MAX_S:.0f} s",
+            f"after {shown_s * 1000:.1f} ms" if shown_s >= 0 else f"not within {limit_s:.0f} s",
             "" if shown_s >= 0 and whole else "other hosts miss what this one stored, or read it torn (a miss)",
         )
         yield Probe(
             "another mount sees deletions",
             None if hidden_s >= 0 else False,
-            f"after {hidden_s * 1000:.1f} ms" if hidden_s >= 0 else f"not within {VISIBLE_MAX_S:.0f} s",
+            f"after {hidden_s * 1000:.1f} ms" if hidden_s >= 0 else f"not within {limit_s:.0f} s",
             "" if hidden_s >= 0 else "evicted chunks look present on other hosts for long: reads of them are misses",
         )
 
@@ -238,12 +251,12 @@ class _PosixTries:
         )
 
 
-def _drain(fence: str) -> None:
+def _drain(fence: str, limit_s: float) -> None:
     """Empties and removes the folder while the rival fills it."""
-    end_s = time.monotonic() + VISIBLE_MAX_S
+    end_s = time.monotonic() + limit_s
     while True:
         if time.monotonic() > end_s:
-            raise OSError(errno.ENOTEMPTY, f"could not empty and remove the folder within {VISIBLE_MAX_S:.0f} s", fence)
+            raise OSError(errno.ENOTEMPTY, f"could not empty and remove the folder within {limit_s:.0f} s", fence)
         try:
             for entry in os.listdir(fence):
                 os.unlink(f"{fence}/{entry}")
@@ -258,8 +271,8 @@ def _drain(fence: str) -> None:
             return
 
 
-def _soon(condition: Callable[[], bool]) -> bool:
-    end_s = time.monotonic() + VISIBLE_MAX_S
+def _soon(condition: Callable[[], bool], limit_s: float) -> bool:
+    end_s = time.monotonic() + limit_s
     while not condition():
         if time.monotonic() > end_s:
             return False

@@ -15,9 +15,7 @@ import numpy.typing as npt
 
 import kvstore
 from kvstore import Layout
-from kvstore.address import Chain
 from kvstore.client import Cache, Store
-from kvstore.tokens import token_array
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 CHUNK = 4
@@ -56,14 +54,6 @@ def open_cache(root: Path | str) -> tuple[Store, Cache]:
     """Opens a separate store, which remembers nothing, and its cache."""
     store = kvstore.open(str(root))
     return store, cache_of(store)
-
-
-def file_of(root: Path, cache: Cache, tokens: Sequence[int], chunk: int) -> Path:
-    """The file of one chunk of a prompt."""
-    address = Chain.of(cache.namespace, token_array(tokens)).addresses[chunk]
-    found = [*(root / "chunks").glob(f"*/{address.hex()}.*")]
-    assert len(found) == 1, f"chunk {chunk}: {found}"
-    return found[0]
 
 
 def files_under(folder: Path) -> list[Path]:

@@ -13,7 +13,6 @@ import pytest
 from kvstore.address import Address, Chain
 from kvstore.client import Store
 from kvstore.format.places import Name
-from kvstore.node.known import Known
 from kvstore.node.limits import Limits
 from kvstore.recency import is_fresh, quantum_of, stamp_ns
 from kvstore.root.interface import Stat
@@ -75,6 +74,19 @@ def test_readers_renew_once_per_quantum_parents_no_later_than_children(tmp_root:
         assert mtimes(tmp_root) == chain_stamps(clock.wall_s, uses=1)
 
 
+def test_views_and_layers_renew_their_chunks(tmp_root: Path) -> None:
+    clock = SetClock(NOW_S)
+    with store_on(tmp_root, clock=clock) as store:
+        cache = store.namespace("m", TINY)
+        cache.put(TOKENS, kv_of(TINY, TOKENS))
+        for uses, reads in ((1, "view"), (2, "layers")):
+            clock.wall_s += QUANTUM_S
+            with cache.hold(TOKENS) as hold:
+                assert list(getattr(hold, reads)())
+            drain(store)
+            assert mtimes(tmp_root) == chain_stamps(clock.wall_s, uses=uses)
+
+
 def test_a_renewal_is_a_look_and_a_touch_and_only_a_look_where_another_node_was_first(tmp_root: Path) -> None:
     calls: list[tuple[str, str]] = []
 
@@ -108,31 +120,6 @@ def test_a_renewal_is_a_look_and_a_touch_and_only_a_look_where_another_node_was_
         drain(second)
         assert [call for call, _ in calls] == ["stat"] * CHUNKS
     assert mtimes(tmp_root) == chain_stamps(clock.wall_s, uses=1), "and it is one use"
-
-
-def test_uses_are_counted_to_three_and_once_in_a_quantum(tmp_root: Path) -> None:
-    clock = SetClock(NOW_S)
-    with store_on(tmp_root, clock=clock) as store:
-        cache = store.namespace("m", TINY)
-        cache.put(TOKENS, kv_of(TINY, TOKENS))
-        for uses in (1, 2, 3, 3):
-            clock.wall_s += QUANTUM_S
-            for _ in range(2):
-                cache.get(TOKENS)
-                drain(store)
-            assert mtimes(tmp_root) == chain_stamps(clock.wall_s, uses=uses)
-
-
-def test_a_put_that_finds_its_chunks_renews_them(tmp_root: Path) -> None:
-    clock = SetClock(NOW_S)
-    with store_on(tmp_root, clock=clock) as store:
-        cache = store.namespace("m", TINY)
-        cache.put(TOKENS, kv_of(TINY, TOKENS))
-        clock.wall_s += 10 * QUANTUM_S
-        half = 3 * TINY.chunk_tokens
-        cache.put(TOKENS[:half], kv_of(TINY, TOKENS)[:, :, :half])
-        drain(store)
-        assert mtimes(tmp_root)[:3] == chain_stamps(clock.wall_s, 3, uses=1)
 
 
 @pytest.mark.parametrize("prefix", [0, 3 * TINY.chunk_tokens])
@@ -197,38 +184,3 @@ def test_a_renewal_that_the_root_refuses_fails_no_read(tmp_root: Path) -> None:
 
 def addresses_of(count: int) -> tuple[Address, ...]:
     return tuple(Address(blake2b(bytes([1]) * number, digest_size=16).digest()) for number in range(count))
-
-
-def test_known_forgets_what_is_old_and_stays_bounded() -> None:
-    known = Known(128, QUANTUM_S, SetClock(NOW_S))
-    quantum = quantum_of(NOW_S, QUANTUM_S)
-    addresses = addresses_of(1000)
-    for address in addresses:
-        known.add(address, quantum, renewed=False, epoch=known.epoch)
-    assert len(known) <= 128
-    last = addresses[-1]
-    assert known.is_present(last, quantum) and known.is_present(last, quantum + QUANTUM_S)
-    assert not known.is_present(last, quantum + 2 * QUANTUM_S)
-    assert known.unrenewed(last, quantum) == [0]
-    known.add(last, quantum, renewed=True, epoch=known.epoch)
-    known.add(last, quantum, renewed=False, epoch=known.epoch)
-    assert known.unrenewed(last, quantum) == [], "seen again without a look at its stamp, it is still renewed"
-    known.add(last, quantum + QUANTUM_S, renewed=False, epoch=known.epoch)
-    assert known.unrenewed(last, quantum + QUANTUM_S) == [0]
-    known.clear()
-    assert len(known) == 0 and not known.is_present(last, quantum)
-
-
-def test_known_counts_the_unbroken_lead() -> None:
-    known = Known(1 << 12, QUANTUM_S, SetClock(NOW_S))
-    quantum = quantum_of(NOW_S, QUANTUM_S)
-    addresses = addresses_of(50)
-    assert known.leading_count(b"", quantum) == known.leading_count(b"".join(addresses), quantum) == 0
-    for address in addresses:
-        known.add(address, quantum, renewed=True, epoch=known.epoch)
-    assert known.leading_count(b"".join(addresses), quantum) == 50
-    known.forget(addresses[20])
-    assert known.leading_count(b"".join(addresses), quantum) == 20
-    assert known.leading_count(b"".join(addresses[21:]), quantum) == 29
-    assert known.leading_count(b"".join(addresses), quantum + 2 * QUANTUM_S) == 0
-    assert known.leading_count(b"".join(addresses), 0) == 20, "a clock that went back does not make it forget"

@@ -10,7 +10,6 @@ import pytest
 
 import kvstore
 from kvstore.errors import Unavailable
-from kvstore.node import syncing
 from kvstore.node.syncing import Syncing
 from kvstore.root import posix
 from tests.kit.host_process import LAYOUT, kv, tokens
@@ -43,9 +42,8 @@ def disk() -> Disk:
 
 
 @pytest.fixture
-def every(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> Iterator[Syncing]:
-    monkeypatch.setattr(syncing, "EVERY_S", 0.01)
-    made = Syncing(disk.sync, lambda: disk.written_bytes)
+def every(disk: Disk) -> Iterator[Syncing]:
+    made = Syncing(disk.sync, lambda: disk.written_bytes, every_s=0.01)
     yield made
     disk.goes_on.set()
     made.close()
@@ -86,9 +84,8 @@ def test_the_end_syncs_what_is_left(disk: Disk) -> None:
     assert disk.synced_bytes == 100 and disk.syncs == 1
 
 
-def test_the_end_does_not_wait_for_a_root_that_hangs(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(syncing, "CLOSE_S", 0.05)
-    made = Syncing(disk.sync, lambda: disk.written_bytes)
+def test_the_end_does_not_wait_for_a_root_that_hangs(disk: Disk) -> None:
+    made = Syncing(disk.sync, lambda: disk.written_bytes, close_s=0.05)
     disk.goes_on.clear()
     disk.written_bytes = 100
     made.close()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,8 @@ import pytest
 from kvstore.errors import PermissionDenied
 from kvstore.format.places import Name
 from kvstore.root import check, check_posix
-from kvstore.root.check import check_root, is_sound
+from kvstore.root.check import is_sound
+from kvstore.root.check_posix import CheckTimings
 from kvstore.root.contender import Contender
 from kvstore.root.interface import Entry, Root, Stat
 from kvstore.root.memory import MemoryFile, MemoryRoot
@@ -23,10 +26,8 @@ from tests.kit.roots import Hosts, names
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(autouse=True)
-def _short_fence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check_posix, "FENCE_S", 0.3)
-    monkeypatch.setattr(check, "REMOVE_PAUSE_S", 0.1)
+SHORT = CheckTimings(fence_s=0.3, remove_pause_s=0.1)
+check_root = partial(check.check_root, timings=SHORT)
 
 
 def by_name(probes: list[Probe]) -> dict[str, Probe]:
@@ -67,11 +68,8 @@ def test_a_second_mount_is_tried_where_one_is_given(tmp_root: Path, tmp_path: Pa
     assert probes["another mount sees deletions"].ok is None and "ms" in probes["another mount sees deletions"].detail
 
 
-def test_a_second_mount_of_something_else_is_named(
-    tmp_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(check_posix, "VISIBLE_MAX_S", 0.1)
-    probes = check_root(PosixRoot(tmp_root), second=str(tmp_path))
+def test_a_second_mount_of_something_else_is_named(tmp_root: Path, tmp_path: Path) -> None:
+    probes = check_root(PosixRoot(tmp_root), second=str(tmp_path), timings=replace(SHORT, visible_s_max=0.1))
     assert by_name(probes)["the second mount"].ok is False
     assert not is_sound(probes)
 
@@ -122,38 +120,35 @@ class Broken(MemoryRoot):
         return super().remove(name)
 
 
-@pytest.mark.parametrize(
-    ("promise", "failing"),
-    [
+def test_a_broken_promise_is_named_with_its_consequence() -> None:
+    for promise, failing in (
         ("first writer wins", "publishing refuses a name that is taken"),
         ("first writer wins", "of racing writers one wins"),
         ("listing", "a listing shows what was just written"),
         ("mtime", "the mtime can be set"),
         ("deletion", "a deleted file is gone, and its name is free"),
-    ],
-)
-def test_a_broken_promise_is_named_with_its_consequence(promise: str, failing: str) -> None:
-    probes = check_root(Broken(promise))
-    probe = by_name(probes)[failing]
-    assert probe.ok is False
-    assert probe.consequence
-    assert not is_sound(probes)
-    # What cannot be deleted is left behind, and said to be.
-    assert ("the scratch folder is removed" in by_name(probes)) is (promise == "deletion")
+    ):
+        probes = check_root(Broken(promise))
+        probe = by_name(probes)[failing]
+        assert probe.ok is False
+        assert probe.consequence
+        assert not is_sound(probes)
+        # What cannot be deleted is left behind, and said to be.
+        assert ("the scratch folder is removed" in by_name(probes)) is (promise == "deletion")
 
 
-@pytest.mark.parametrize(("promise", "grain"), [("none", "to 1 ns"), ("whole seconds", "to coarser")])
-def test_the_grain_of_the_mtime_is_told(promise: str, grain: str) -> None:
-    probe = by_name(check_root(Broken(promise)))["the mtime can be set"]
-    assert probe.ok is True and probe.detail == grain
-    assert bool(probe.consequence) is (promise == "whole seconds")
+def test_the_grain_of_the_mtime_is_told() -> None:
+    for promise, grain in (("none", "to 1 ns"), ("whole seconds", "to coarser")):
+        probe = by_name(check_root(Broken(promise)))["the mtime can be set"]
+        assert probe.ok is True and probe.detail == grain
+        assert bool(probe.consequence) is (promise == "whole seconds")
 
 
-@pytest.mark.parametrize("rule", [Rule("read", Flipped(5)), Rule("read", Missing(), nth=2)])
-def test_wrong_bytes_are_noticed(rule: Rule) -> None:
-    probes = check_root(FaultyRoot(MemoryRoot(), [rule]))
-    assert not is_sound(probes)
-    assert by_name(probes)["parts of a file can be read"].ok is False
+def test_wrong_bytes_are_noticed() -> None:
+    for rule in (Rule("read", Flipped(5)), Rule("read", Missing(), nth=2)):
+        probes = check_root(FaultyRoot(MemoryRoot(), [rule]))
+        assert not is_sound(probes)
+        assert by_name(probes)["parts of a file can be read"].ok is False
 
 
 def test_a_fence_that_does_not_hold_is_told_in_the_words_of_the_weak_guarantee(

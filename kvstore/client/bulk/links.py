@@ -31,8 +31,6 @@ from kvstore.wire.statuses import Failure, failure
 
 log = logging.getLogger(__name__)
 
-RETRY_S = 5.0
-"""Time before a worker that offered only gRPC is asked again."""
 AHEAD_S = 60.0
 """Time before another attempt to make a connection for short calls alone."""
 CALLS_MIN = 2
@@ -341,7 +339,7 @@ class Links:
                     if link is not None:
                         self._open.add(link)
             if link is None:
-                self._retry_at_s = time.monotonic() + RETRY_S
+                self._retry_at_s = time.monotonic() + self._limits.bulk_retry_s
         if link is None and not (is_full or self._closed):
             self._dialler.check()
         return link

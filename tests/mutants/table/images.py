@@ -34,20 +34,19 @@ MEMORY = [
         "image-size",
         "MEMORY I1: size of an image",
         edit("kvstore.node.images:_header_of", "if len(image) != expected.file_bytes:", "if False:"),
-        f"{IMAGES}i1_what_is_wrong_is_not_taken[python-one byte long]",
-        f"{IMAGES}i1_what_is_wrong_is_not_taken[python-one byte short]",
+        f"{IMAGES}i1_what_is_wrong_is_not_taken[python]",
     ),
     mutant(
         "image-taken-unverified",
         "MEMORY I1: sections of an image",
         edit("kvstore.node.images:_take_one", "return _sums(targets) == header.checksums", "return True"),
-        f"{IMAGES}i1_what_is_wrong_is_not_taken[python-byte 4096]",
+        f"{IMAGES}i1_what_is_wrong_is_not_taken[python]",
     ),
     mutant(
         "image-said-right",
         "MEMORY I1: an image is verified",
         edit("kvstore.node.images:verify_images", "and _sums(_cut(images[at], header)) == header.checksums", ""),
-        f"{IMAGES}i1_what_is_wrong_is_not_taken[python-byte 4096]",
+        f"{IMAGES}i1_what_is_wrong_is_not_taken[python]",
     ),
     mutant(
         "image-part-unverified",
@@ -67,7 +66,7 @@ MEMORY = [
             "np.where(self.sizes_fit, addresses_of(images), 0)",
             "addresses_of(images)",
         ),
-        f"{IMAGES}i1_what_is_wrong_is_not_taken[native-one byte long]",
+        f"{IMAGES}i1_what_is_wrong_is_not_taken[native]",
     ),
     mutant(
         "images-outside-the-memory",
@@ -140,7 +139,7 @@ MEMORY = [
             "self._changed.wait_for(lambda: not self._turns, ROOM_S)",
             "pass",
         ),
-        "peers/test_vineyard_sharing.py::test_8_a_full_disk_keeps_room_for_the_first_chunk_while_others_are_staged",
+        "peers/test_processes.py::test_put_on_a_full_disk_keeps_space_for_its_first_chunk",
     ),
     mutant(
         "put-run-given-back-too-soon",
