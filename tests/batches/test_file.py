@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from kvstore.batches import Batch, file, load_tokenizer, read_batch
 from kvstore.errors import InvalidRequest
+from tests.kit.cases import for_each
 
 
 class Letters:
@@ -65,7 +66,7 @@ def test_text_and_messages_are_tokenized(tmp_path: Path) -> None:
     assert batch.decode_tokens == [None, 4]
 
 
-@pytest.mark.parametrize("is_array", [True, False])
+@for_each("is_array", [True, False])
 def test_a_conversation_ends_with_the_human_and_is_answered_next(tmp_path: Path, is_array: bool) -> None:
     records = [
         {"id": "1", "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "bcd"}]},
@@ -108,7 +109,7 @@ def test_a_batch_is_never_written_over_or_mixed_up(tmp_path: Path) -> None:
     assert not (tmp_path / "out.jsonl").exists()
 
 
-@pytest.mark.parametrize("is_linked", [False, True])
+@for_each("is_linked", [False, True])
 def test_only_a_file_is_replaced(tmp_path: Path, is_linked: bool) -> None:
     batch = batch_of(tmp_path, openai("a", prompt=[1]))
     pipe = output = tmp_path / "pipe"
@@ -122,7 +123,7 @@ def test_only_a_file_is_replaced(tmp_path: Path, is_linked: bool) -> None:
     assert pipe.is_fifo() and Path("/dev/null").is_char_device()
 
 
-@pytest.mark.parametrize("is_dangling", [False, True])
+@for_each("is_dangling", [False, True])
 def test_a_link_stays_one_and_its_target_is_written(tmp_path: Path, is_dangling: bool) -> None:
     batch = batch_of(tmp_path, openai("a", prompt=[1]))
     (tmp_path / "folder").mkdir()
@@ -134,7 +135,7 @@ def test_a_link_stays_one_and_its_target_is_written(tmp_path: Path, is_dangling:
     assert link.is_symlink() and target.read_text() == batch.path.read_text()
 
 
-@pytest.mark.parametrize("mode", [0o600, 0o640, 0o666])
+@for_each("mode", [0o600, 0o640, 0o666])
 def test_a_file_that_is_replaced_keeps_its_mode(tmp_path: Path, mode: int) -> None:
     batch = batch_of(tmp_path, openai("a", prompt=[1]))
     output = tmp_path / "out.jsonl"
@@ -158,7 +159,7 @@ def test_a_line_that_changes_while_the_batch_is_read_again_is_noticed(tmp_path: 
         batch.write([0], tmp_path / "out.jsonl")
 
 
-@pytest.mark.parametrize("is_array", [False, True])
+@for_each("is_array", [False, True])
 def test_a_mark_of_the_byte_order_is_no_part_of_a_request(tmp_path: Path, is_array: bool) -> None:
     records = [json.loads(openai(name, prompt=[at])) for at, name in enumerate("ab")]
     path, output = tmp_path / "batch.jsonl", tmp_path / "out.jsonl"
@@ -210,8 +211,8 @@ def test_a_write_that_fails_leaves_the_output_as_it_was(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 2
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
+@for_each(
+    "line, said",
     [
         ("nonsense", "not JSON"),
         ("7", "not a request of a batch"),
@@ -240,8 +241,8 @@ def test_a_wrong_line_is_named(tmp_path: Path, line: str, said: str) -> None:
     assert said in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
+@for_each(
+    "line, said",
     [
         (json.dumps({"conversations": 1}), "conversations are not turns"),
         (json.dumps({"conversations": [{"from": "cat", "value": "x"}]}), "conversations are not turns"),
@@ -356,7 +357,7 @@ REFUSALS: list[tuple[BaseException, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("error", "said"), REFUSALS)
+@for_each("error, said", REFUSALS)
 def test_what_a_tokenizer_refuses_is_named_with_its_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, said: str
 ) -> None:

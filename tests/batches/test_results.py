@@ -14,6 +14,7 @@ from kvstore.batches import Results, results
 from kvstore.batches.server import ANSWER_BYTES_MAX, Answer
 from kvstore.errors import InvalidRequest
 from kvstore.parsing import DEPTH_MAX
+from tests.kit.cases import for_each
 
 
 def line(custom_id: str, **response: object) -> str:
@@ -64,7 +65,7 @@ def test_a_line_that_is_too_long_is_an_error_and_cuts_nothing_off(
     assert path.read_text() == content
 
 
-@pytest.mark.parametrize("last", ['{"custom_id":"c0","response":{}}', line("c0")])
+@for_each("last", ['{"custom_id":"c0","response":{}}', line("c0")])
 def test_a_last_result_without_a_newline_stays_and_the_next_begins_a_line(tmp_path: Path, last: str) -> None:
     path = tmp_path / "results"
     path.write_text(last)

@@ -19,6 +19,7 @@ from kvstore.cli.app import app
 from kvstore.errors import InvalidRequest, Unavailable
 from tests.batches.answering import Answering, Body, answering, completes, talking
 from tests.cli.conftest import KVSTORE
+from tests.kit.cases import for_each
 from tests.kit.patience import PATIENCE_S, eventually
 
 COUNT = 12
@@ -160,8 +161,8 @@ def test_a_server_that_is_silent_costs_one_time_limit(batch: Batch, tmp_path: Pa
     assert ids(tmp_path / "results") == []
 
 
-@pytest.mark.parametrize(
-    ("head", "body"),
+@for_each(
+    "head, body",
     [
         ("200 OK\r\nContent-Length: 100", b'{"id": "cut'),
         ("200 OK", b'{"id": "cut'),
@@ -179,8 +180,8 @@ def test_what_is_no_whole_answer_is_no_result(
     assert ids(tmp_path / "results") == []
 
 
-@pytest.mark.parametrize(
-    ("status", "said"),
+@for_each(
+    "status, said",
     [(401, "lets nobody in by this key"), (403, "lets nobody in by this key"), (302, "is elsewhere")],
 )
 def test_a_server_that_refuses_everybody_ends_the_run_without_results(
@@ -260,7 +261,7 @@ def test_results_belong_to_one_program_and_one_kind_of_file(tmp_path: Path) -> N
     assert (tmp_path / "other").read_text() == "hello\nworld\n"
 
 
-@pytest.mark.parametrize("content", ['{"precious": 1}', '{"custom_id": "a", "body": {}}\n{"custom_id": "b"', "x"])
+@for_each("content", ['{"precious": 1}', '{"custom_id": "a", "body": {}}\n{"custom_id": "b"', "x"])
 def test_a_file_of_another_kind_stays_as_it_is(tmp_path: Path, content: str) -> None:
     (tmp_path / "other").write_text(content)
     with pytest.raises(InvalidRequest, match="is not a result of a batch"):
@@ -268,7 +269,7 @@ def test_a_file_of_another_kind_stays_as_it_is(tmp_path: Path, content: str) -> 
     assert (tmp_path / "other").read_text() == content
 
 
-@pytest.mark.parametrize("url", ["", "host:80", "ftp://host", "http://", "http://host:port", "http://h/?q=1"])
+@for_each("url", ["", "host:80", "ftp://host", "http://", "http://host:port", "http://h/?q=1"])
 def test_a_url_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(InvalidRequest, match="server "):
         Server(url, 1.0)

@@ -16,6 +16,7 @@ from kvstore.batches import Results, Sent, Server, read_batch, reasons, send, se
 from kvstore.cli.app import app
 from kvstore.errors import Unavailable
 from tests.batches.answering import DROPS, Answering, Body, Says, answering, completes, talking
+from tests.kit.cases import for_each
 from tests.kit.patience import PATIENCE_S
 
 COUNT = 12
@@ -107,8 +108,8 @@ def test_why_is_told_if_the_run_ends_early_too(path: Path, told: list[str]) -> N
     assert told == ["request 'r0': status 500: no", "1 request in all: status 500"]
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
+@for_each(
+    "body, message",
     [
         (b'{"error": {"message": "a", "type": "b"}}', "a"),
         (b'{"object": "error", "message": "a"}', "a"),
@@ -150,7 +151,7 @@ def test_what_was_called_wrong_before_counts_and_is_sent_again_once_its_line_is_
     assert len(results.read_text().splitlines()) == COUNT
 
 
-@pytest.mark.parametrize("status", ["429 Busy", "503 Busy"])
+@for_each("status", ["429 Busy", "503 Busy"])
 def test_the_pause_that_a_server_asks_for_is_made_within_its_limit(
     monkeypatch: pytest.MonkeyPatch, status: str
 ) -> None:

@@ -11,12 +11,13 @@ import pytest
 
 from benchmarks import check
 from kvstore.client.cache import Cache
+from tests.kit.cases import for_each
 
 FOUND = {"put": 0.30, "get": 0.90}
 
 
-@pytest.mark.parametrize(
-    ("reference", "lines"),
+@for_each(
+    "reference, lines",
     [
         ({"put": 0.30, "get": 0.90}, []),
         ({"put": 0.44, "get": 0.90}, []),  # a loss of less than a third

@@ -17,6 +17,7 @@ from benchmarks.emulated import CHUNK_TOKENS, Engine, Prompt, Settings, verify
 from benchmarks.models import Model
 from kvstore.client.cache import Cache
 from tests.benchmarks.sizes import TINY, tiny_options
+from tests.kit.cases import for_each
 
 LENGTH = 300
 FULL = LENGTH // CHUNK_TOKENS * CHUNK_TOKENS
@@ -123,7 +124,7 @@ def test_each_message_sends_the_conversation_so_far() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", [*engine.PARTS])
+@for_each("part", [*engine.PARTS])
 def test_each_part_runs_and_says_that_it_is_emulated(
     part: str, tmp_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

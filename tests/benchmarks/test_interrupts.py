@@ -8,8 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
+from tests.kit.cases import for_each
 from tests.kit.patience import PATIENCE_S, eventually
 
 SOURCE = Path(__file__).parents[2]
@@ -39,7 +38,7 @@ def members_of(group: int) -> int:
     return found
 
 
-@pytest.mark.parametrize("programs", [1, 2, 3], ids=["at once", "the first started", "two started"])
+@for_each("programs", [1, 2, 3])
 def test_programs_that_it_started_say_nothing(programs: int) -> None:
     running = in_a_terminal("workers", "--quick")
     try:

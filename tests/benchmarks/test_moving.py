@@ -11,6 +11,7 @@ import kvstore
 from benchmarks.contents import WrongBytes, check_count, check_equal, random_bytes, stamp_chunks, stamped_right
 from benchmarks.moving import BlockMover, ChunkMover, Load, mover
 from kvstore import Layout
+from tests.kit.cases import for_each
 
 LAYOUT = Layout(2, 1, 64, "int8", 16)
 CHUNKS = Load(LAYOUT.chunk_bytes, 3, LAYOUT, seed=1)
@@ -31,7 +32,7 @@ def test_what_was_put_comes_back_and_is_verified(tmp_root: Path) -> None:
             moves.get_one()
 
 
-@pytest.mark.parametrize("kind", ["chunks", "blocks"])
+@for_each("kind", ["chunks", "blocks"])
 def test_one_flipped_byte_is_noticed(tmp_root: Path, kind: str) -> None:
     with kvstore.open(str(tmp_root)) as store:
         moves = ChunkMover(store, CHUNKS, LAYOUT) if kind == "chunks" else BlockMover(store, BLOCKS)
@@ -43,7 +44,7 @@ def test_one_flipped_byte_is_noticed(tmp_root: Path, kind: str) -> None:
             moves.verify()
 
 
-@pytest.mark.parametrize("kind", ["chunks", "blocks"])
+@for_each("kind", ["chunks", "blocks"])
 def test_bytes_of_an_earlier_round_are_noticed(tmp_root: Path, kind: str) -> None:
     with kvstore.open(str(tmp_root)) as store:
         moves = ChunkMover(store, CHUNKS, LAYOUT) if kind == "chunks" else BlockMover(store, BLOCKS)
@@ -56,7 +57,7 @@ def test_bytes_of_an_earlier_round_are_noticed(tmp_root: Path, kind: str) -> Non
             moves.verify()
 
 
-@pytest.mark.parametrize("kind", ["chunks", "blocks"])
+@for_each("kind", ["chunks", "blocks"])
 def test_a_miss_is_not_taken_for_a_fast_read(tmp_root: Path, kind: str) -> None:
     with kvstore.open(str(tmp_root)) as store:
         moves = ChunkMover(store, CHUNKS, LAYOUT) if kind == "chunks" else BlockMover(store, BLOCKS)

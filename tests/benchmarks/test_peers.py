@@ -16,6 +16,7 @@ from benchmarks.peers.contender import ENTRIES, Entry
 from benchmarks.peers.contest import Contest
 from benchmarks.peers.workload import Memory, Workload
 from tests.benchmarks import saboteurs
+from tests.kit.cases import for_each
 from tests.kit.patience import PATIENCE_S, slowness
 
 SMALL = Workload("small", layers=2, tensor_bytes=512, chunk_tokens=16, chunk_count=4)
@@ -49,8 +50,8 @@ def test_one_command_prints_ratios_and_leaves_nothing(tmp_path: Path, capsys: py
     assert {row[-1] for row in targets["rows"]} == {"not measured"}
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
+@for_each(
+    "name, reason",
     [
         ("OneBit", "get gave wrong bytes"),
         ("ReadsNothing", "get gave wrong bytes"),
@@ -105,8 +106,8 @@ def test_the_command_fails_where_kvstore_gives_wrong_bytes(
     assert "round 0: get gave wrong bytes" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
+@for_each(
+    "arguments, said",
     [
         (["--rounds", "0"], "expected 1 or more"),
         (["--chunk-mib", "64", "--size-mib", "32"], "--chunk-mib 64: expected 1 to 32"),
@@ -187,7 +188,7 @@ def test_each_peer_that_is_set_up_stores_and_reads_right_bytes(tmp_path: Path, n
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["kvstore-fsync", "kvstore-grpc", "kvstore-shared", "kvstore-tcp"])
+@for_each("name", ["kvstore-fsync", "kvstore-grpc", "kvstore-shared", "kvstore-tcp"])
 def test_each_way_to_a_worker_gives_right_bytes(tmp_path: Path, name: str) -> None:
     found = play(tmp_path, [ENTRIES[name]])
     assert not found.failures

@@ -15,6 +15,7 @@ from matplotlib.patches import Rectangle
 from benchmarks import command, machine, plots, report
 from benchmarks.contents import WrongBytes
 from benchmarks.result import Plot, Result, Table, markdown, save
+from tests.kit.cases import for_each
 
 TABLE = Table(
     "Speeds & sizes",
@@ -63,8 +64,8 @@ def test_without_figures_there_is_no_page(tmp_path: Path, capsys: Any) -> None:
     assert "no raw figures" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("log_y", [False, True])
-@pytest.mark.parametrize("x", ["workers", "path"])
+@for_each("log_y", [False, True])
+@for_each("x", ["workers", "path"])
 def test_a_plot_is_well_formed_and_shows_every_value(x: str, log_y: bool) -> None:
     plot = Plot(x, ("write", "read"), None if x == "path" else "path", "GiB/s", log_x=True, log_y=log_y)
     table = replace(TABLE, plot=plot)
@@ -108,7 +109,7 @@ def test_wrong_bytes_give_no_figures_and_an_exit_code(monkeypatch: pytest.Monkey
     assert said.out == "" and "workers: WrongBytes: get: wrong bytes" in said.err
 
 
-@pytest.mark.parametrize("wrong", [["pigeons"], ["workers", "--workers", "0"], ["--rounds", "0"]])
+@for_each("wrong", [["pigeons"], ["workers", "--workers", "0"], ["--rounds", "0"]])
 def test_wrong_use_is_an_error(wrong: list[str], capsys: Any) -> None:
     try:
         assert command.main(wrong) == 2

@@ -21,6 +21,7 @@ from kvstore.memory.policy import DEFAULT_POLICY, POLICIES
 from kvstore.replay.generate import KINDS, generate
 from kvstore.replay.trace import write_trace
 from kvstore.writes import WriteModeName
+from tests.kit.cases import for_each
 
 TRACES = [part for part in os.environ.get("KVSTORE_TEST_TRACES", "").split(":") if part]
 """Paths of production traces, separated by colons; without any, generated ones are judged."""
@@ -68,8 +69,8 @@ def setup(memory: int, disk: int = 0, **others: object) -> Setup:
     return Setup(memory=memory, disk=disk, **{**chosen, **others})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("share", [1, 10, 40])
-@pytest.mark.parametrize("kind", list(KINDS))
+@for_each("share", [1, 10, 40])
+@for_each("kind", list(KINDS))
 def test_lru_in_memory_finds_what_a_plain_lru_finds(tmp_path: Path, kind: str, share: float) -> None:
     replay = generated(tmp_path, 300, kind)
     ours = setup_of(replay, share, 0, policy="lru", admission=False)
@@ -79,8 +80,8 @@ def test_lru_in_memory_finds_what_a_plain_lru_finds(tmp_path: Path, kind: str, s
     assert counts.memory == found > 0
 
 
-@pytest.mark.parametrize("write", ["behind", "through", "around"])
-@pytest.mark.parametrize("policy", list(POLICIES))
+@for_each("write", ["behind", "through", "around"])
+@for_each("policy", list(POLICIES))
 def test_every_block_asked_for_is_counted_once(tmp_path: Path, policy: str, write: WriteModeName) -> None:
     replay = generated(tmp_path, 200)
     ours = setup_of(replay, 8, 4, policy=policy, write=write, demotion="always", nodes_count=2)
@@ -110,7 +111,7 @@ def test_what_memory_evicts_comes_back_from_the_disk() -> None:
     assert (counts.memory_evicted, counts.demoted, counts.disk_evicted) == (3, 3, 1)
 
 
-@pytest.mark.parametrize(("demotion", "uses"), DEMOTIONS.items())
+@for_each("demotion, uses", DEMOTIONS.items())
 def test_the_disk_gets_what_was_used_often_enough(demotion: str, uses: int | None) -> None:
     prompts = [[0], [0], [1], [1], [1], [2], [3]]
     counts = counted(singles(4), setup(1, 10, demotion=demotion), prompts)

@@ -18,6 +18,7 @@ from benchmarks.rounds import MIB
 from benchmarks.workers import Sweep, tables_of
 from kvstore.errors import KVStoreError
 from tests.benchmarks.sizes import tiny_options
+from tests.kit.cases import for_each
 
 pytestmark = pytest.mark.slow
 SMALL = Case(workers=2, size_bytes=8 * MIB)
@@ -59,7 +60,7 @@ def test_rounds_larger_than_memory_go_call_by_call(tmp_root: Path) -> None:
         measure(case, tmp_root, 1, with_fio=False, between=damage)
 
 
-@pytest.mark.parametrize("calls", [1, 2])
+@for_each("calls", [1, 2])
 def test_plain_files_are_a_limit_beside_the_store(tmp_root: Path, calls: int) -> None:
     """Bytes without names or checksums, compared as ours are."""
     case = replace(SMALL, path=PLAIN, calls=calls)
@@ -83,7 +84,7 @@ def test_fio_runs_beside_us_in_each_round(tmp_root: Path) -> None:
     assert not (tmp_root / "fio").exists()
 
 
-@pytest.mark.parametrize("path", ["grpc", "shared", "tcp"])
+@for_each("path", ["grpc", "shared", "tcp"])
 def test_each_way_to_a_worker_is_measured(tmp_root: Path, path: str) -> None:
     found = measure(replace(SMALL, path=path), tmp_root, 1, with_fio=False)
     assert found.median("read") > 0

@@ -23,6 +23,7 @@ from kvstore.format.lineage import (
     written,
 )
 from kvstore.namespace import Namespace
+from tests.kit.cases import for_each
 
 LAYOUT = Layout(layers=1, kv_heads=1, head_dim=8, dtype="float16", chunk_tokens=16)
 NOW_S = 1_800_000_000.0
@@ -49,8 +50,8 @@ def by(each: Writer, written_s: float = NOW_S - 100) -> Incarnation:
     return incarnation(each.lineage, written_s, 7)
 
 
-@pytest.mark.parametrize(
-    ("written_by", "meant"),
+@for_each(
+    "written_by, meant",
     [
         ("version=2", {BAD, CANARY}),
         ("label=canary", {CANARY}),
@@ -71,14 +72,14 @@ def test_a_session_without_a_record_is_found_by_its_own_name() -> None:
     assert order.covers(PLAIN.digest, incarnation(lineage_id(lost), 1, 1), 0)
 
 
-@pytest.mark.parametrize("written_by", ["version=3", "label=", "colour=red", "12ab", "zz" * 16])
+@for_each("written_by", ["version=3", "label=", "colour=red", "12ab", "zz" * 16])
 def test_a_writer_that_nobody_is_is_refused(written_by: str) -> None:
     with pytest.raises(InvalidRequest, match=r"writer|written by|there are"):
         resolved(written_by=written_by)
 
 
-@pytest.mark.parametrize(
-    ("fields", "meant"),
+@for_each(
+    "fields, meant",
     [
         ({"namespace": ALICE.digest}, {ALICE}),
         ({"tenant": ""}, {PLAIN}),
@@ -94,7 +95,7 @@ def test_namespaces_are_meant_by_what_they_are(fields: dict[str, object], meant:
     assert {each for each in NAMESPACES if order.means(each.id)} == meant
 
 
-@pytest.mark.parametrize(
+@for_each(
     "fields",
     [
         {},
@@ -164,7 +165,7 @@ def test_an_order_about_a_tenant_keeps_all_of_it_away_but_is_not_kept() -> None:
     assert Standing([order]).forbids(BOB.digest, by(GOOD)) and not Standing([order]).forbids(ALICE.digest, by(GOOD))
 
 
-@pytest.mark.parametrize("fields", [{"written_by": "version=2", "since_s": 4.5}, {"tenant": ""}, {"older_than_s": 9}])
+@for_each("fields", [{"written_by": "version=2", "since_s": 4.5}, {"tenant": ""}, {"older_than_s": 9}])
 def test_an_order_means_the_same_wherever_it_is_read(fields: dict[str, object]) -> None:
     order = resolved(**fields)
     assert ClearOrder.from_json(order.to_json()) == order
@@ -173,15 +174,15 @@ def test_an_order_means_the_same_wherever_it_is_read(fields: dict[str, object]) 
 HOSTILE_NUMBERS = ("1e999", "NaN", "1" + "0" * 400, "-Infinity")
 
 
-@pytest.mark.parametrize("number", HOSTILE_NUMBERS)
-@pytest.mark.parametrize("name", ["since_s", "until_s", "unused_since_s", "ordered_s"])
+@for_each("number", HOSTILE_NUMBERS)
+@for_each("name", ["since_s", "until_s", "unused_since_s", "ordered_s"])
 def test_an_order_with_a_time_that_is_none_is_refused_and_ends_no_thread(name: str, number: str) -> None:
     record = {**json.loads(resolved(tenant="").to_json()), name: "HERE"}
     with pytest.raises(InvalidRequest, match="order"):
         ClearOrder.from_json(json.dumps(record).replace('"HERE"', number).encode())
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"null", b'{"namespaces": "00"}', b'{"namespaces": 3}', b"[" * 9999])
+@for_each("content", [b"", b"[]", b"null", b'{"namespaces": "00"}', b'{"namespaces": 3}', b"[" * 9999])
 def test_what_is_no_order_is_refused(content: bytes) -> None:
     with pytest.raises(InvalidRequest, match="order"):
         ClearOrder.from_json(content)
@@ -206,8 +207,8 @@ def test_writers_survive_json_and_nothing_else_is_one() -> None:
             assert "writer" in str(error)
 
 
-@pytest.mark.parametrize("number", ["1e999", "-1e999", "1" + "0" * 400])
-@pytest.mark.parametrize("name", ["pid", "started_s"])
+@for_each("number", ["1e999", "-1e999", "1" + "0" * 400])
+@for_each("name", ["pid", "started_s"])
 def test_a_record_with_a_hostile_number_is_read_or_left_out_and_stops_nobody(name: str, number: str) -> None:
     record = json.dumps({**json.loads(CANARY.to_json()), name: "HERE"}).replace('"HERE"', number)
     try:
@@ -216,16 +217,14 @@ def test_a_record_with_a_hostile_number_is_read_or_left_out_and_stops_nobody(nam
         assert "writer" in str(error)
 
 
-@pytest.mark.parametrize("name", ["node", "host", "version", "label"])
+@for_each("name", ["node", "host", "version", "label"])
 def test_what_a_record_says_always_fits_into_a_message(name: str) -> None:
     """JSON allows half a surrogate pair, which UTF-8 does not: every look-up of its chunks would fail."""
     record = json.dumps({**json.loads(CANARY.to_json()), name: "a\ud800b"}).encode()
     assert getattr(Writer.from_json(record), name) == "a?b"
 
 
-@pytest.mark.parametrize(
-    "label", ["x" * (LABEL_BYTES_MAX + 1), "é" * LABEL_BYTES_MAX, "two\nlines", "\udcff", "\x1b[2J"]
-)
+@for_each("label", ["x" * (LABEL_BYTES_MAX + 1), "é" * LABEL_BYTES_MAX, "two\nlines", "\udcff", "\x1b[2J"])
 def test_a_label_that_nobody_could_name_again_is_refused(label: str) -> None:
     with pytest.raises(InvalidRequest, match="label"):
         check_label(label)

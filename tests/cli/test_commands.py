@@ -20,6 +20,7 @@ from kvstore.cli import bench
 from kvstore.cli.app import COMMANDS
 from kvstore.format.encoded import decode_any
 from tests.cli.conftest import parsed
+from tests.kit.cases import for_each
 from tests.kit.patience import PATIENCE_S
 from tests.kit.workers import serving
 
@@ -48,7 +49,7 @@ GROUPS = {"token": ("issue", "key", "revoke")}
 """Commands that only have commands of their own."""
 
 
-@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "bench"])
+@for_each("command", [name for name in COMMANDS if name != "bench"])
 def test_every_command_explains_itself_with_examples(run: Run, command: str) -> None:
     result = run(command, "--help")
     assert result.exit_code == 0
@@ -66,7 +67,7 @@ def test_the_list_of_commands_has_a_line_for_each(run: Run) -> None:
     assert run("--version").stdout.split()[-1] == kvstore.__version__
 
 
-@pytest.mark.parametrize("package", ["click", "rich"])
+@for_each("package", ["click", "rich"])
 def test_a_missing_package_is_a_sentence(package: str) -> None:
     program = f"import sys; sys.modules[{package!r}] = None; from kvstore.cli.main import main; main()"
     done = subprocess.run(
@@ -76,8 +77,8 @@ def test_a_missing_package_is_a_sentence(package: str) -> None:
     assert done.stderr == f"kvstore: the command line needs {package}: pip install 'kvstore[server]'\n"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
+@for_each(
+    "arguments, said",
     [
         (("ls", "--connect", ","), "which store? give --root URL"),
         (("ls", "--json"), "which store? give --root URL"),
@@ -169,8 +170,8 @@ def test_a_bug_of_ours_is_not_a_failed_check(run: Run, root: str, monkeypatch: p
     )
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
+@for_each(
+    "arguments, said",
     [
         (("up",), "which root? give --root URL (a folder, file:///path, s3://...), or set KVSTORE_ROOT"),
         (("match",), "missing argument 'NAME' (kvstore match --help shows all options)"),
@@ -230,7 +231,7 @@ def test_namesakes_are_told_apart_by_fingerprint(run: Run, root: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", [("theirs", "--namespace", "model"), ("--namespace", "nobody's")])
+@for_each("name", [("theirs", "--namespace", "model"), ("--namespace", "nobody's")])
 def test_clear_of_two_namespaces_or_none_deletes_nothing(run: Run, root: str, name: tuple[str, ...]) -> None:
     result = run("clear", *name, "--yes", "--ignore-pins", "--root", root)
     assert result.exit_code == 2 and len(chunk_files(root)) == 2
@@ -336,7 +337,7 @@ def test_bench_outside_a_checkout_says_where_it_is(run: Run, monkeypatch: pytest
     assert "run it from a checkout" in " ".join(run("bench", "--help").stdout.split())
 
 
-@pytest.mark.parametrize("arguments", [("ls", "--root"), ("stats", "--root"), ("fsck",), ("check-root",)])
+@for_each("arguments", [("ls", "--root"), ("stats", "--root"), ("fsck",), ("check-root",)])
 def test_a_mistyped_root_is_an_error_and_no_new_folder(run: Run, tmp_path: Path, arguments: tuple[str, ...]) -> None:
     result = run(*arguments, str(tmp_path / "typo"))
     assert result.exit_code == 2 and "does not exist: is the path right" in result.stderr

@@ -14,6 +14,7 @@ from click.testing import Result
 from kvstore.cli.app import COMMANDS
 from kvstore.cli.signals import Stopper
 from tests.cli.conftest import SOURCE
+from tests.kit.cases import for_each
 from tests.kit.patience import PATIENCE_S
 
 INTERRUPTING = """
@@ -50,7 +51,7 @@ def interrupted(module: str, number: int, *arguments: str) -> tuple[int, str, st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [1, 2, 30, 100, 150, 200, 250, 300, 350, 400, 500])
+@for_each("number", [1, 2, 30, 100, 150, 200, 250, 300, 350, 400, 500])
 def test_ctrl_c_while_modules_are_imported(number: int, tmp_path: Path) -> None:
     code, out, said = interrupted("kvstore.cli.main", number, "ls", "--root", str(tmp_path / "missing"))
     if code == 2:
@@ -61,12 +62,12 @@ def test_ctrl_c_while_modules_are_imported(number: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [1, 100])
+@for_each("number", [1, 100])
 def test_ctrl_c_while_the_collector_is_imported(number: int) -> None:
     assert interrupted("kvstore_gc.__main__", number, "--help") == (130, "", "kvstore-gc: interrupted\n")
 
 
-@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "token"])
+@for_each("command", [name for name in COMMANDS if name != "token"])
 def test_ctrl_c_in_a_command(command: str, run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt

@@ -20,6 +20,7 @@ from kvstore.client.cache import Cache
 from kvstore.replay import expect, generate, replay_layout, write_trace
 from kvstore.replay.trace import BLOCK_TOKENS
 from tests.cli.conftest import KVSTORE, PATIENCE_S, SOURCE, descendants, eventually, parsed
+from tests.kit.cases import for_each
 
 pytestmark = pytest.mark.slow
 
@@ -126,7 +127,7 @@ def test_damage_on_the_root_is_a_difference_not_a_wrong_byte(
     assert found["wrong_bytes"] == 0 and found["failures"]
 
 
-@pytest.mark.parametrize("option", [("--bytes-per-token", "6"), ("--processes", "0"), ("--threads", "1000")])
+@for_each("option", [("--bytes-per-token", "6"), ("--processes", "0"), ("--threads", "1000")])
 def test_options_out_of_range_are_refused(run: Run, trace: str, option: tuple[str, str]) -> None:
     result = run("replay", trace, *option)
     assert result.exit_code == 2 and "expected" in result.stderr

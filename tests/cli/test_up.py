@@ -22,6 +22,7 @@ from click.testing import Result
 import kvstore
 from kvstore.errors import Overloaded
 from tests.cli.conftest import KVSTORE, PATIENCE_S, SOURCE, Running, descendants, eventually, gone, parsed, serving
+from tests.kit.cases import for_each
 
 pytestmark = pytest.mark.slow
 
@@ -116,8 +117,8 @@ def test_interrupt_ends_it_as_well(tmp_root: Path) -> None:
         assert gone(programs)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("name", ["dashboard", "events"])
+@for_each("number", [signal.SIGINT, signal.SIGTERM])
+@for_each("name", ["dashboard", "events"])
 def test_a_signal_while_it_waits_for_a_program_is_no_failure(tmp_path: Path, name: str, number: signal.Signals) -> None:
     address = {"dashboard": "127.0.0.1:0", "events": "tcp://127.0.0.1:0"}[name]
     at = ("--root", str(tmp_path / "root"), "--listen", "127.0.0.1:0", "--etcd-folder", str(tmp_path / "etcd"))
@@ -220,8 +221,8 @@ def test_a_port_that_is_taken_is_said_and_nothing_is_left(tmp_root: Path) -> Non
     assert list(tmp_root.iterdir()) == [], "nothing was begun"
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
+@for_each(
+    "given, said",
     [
         ("--listen 127.0.0.1:7171 --metrics 127.0.0.1:7171", "--listen 127.0.0.1:7171 and --metrics 127.0.0.1:7171"),
         (
@@ -251,7 +252,7 @@ def test_two_options_with_one_port_are_both_named_and_nothing_is_begun(tmp_root:
     assert list(tmp_root.iterdir()) == []
 
 
-@pytest.mark.parametrize("given", ["--metrics 127.0.0.1:7171", "--bulk 7171"])
+@for_each("given", ["--metrics 127.0.0.1:7171", "--bulk 7171"])
 def test_two_options_of_a_worker_with_one_port_are_both_named(tmp_root: Path, given: str) -> None:
     at = ("worker", "--root", str(tmp_root / "root"), "--etcd", "127.0.0.1:9", "--listen", "127.0.0.1:7171")
     done = ended(*at, *given.split())
@@ -284,7 +285,7 @@ def test_a_root_that_cannot_be_one_is_said(tmp_root: Path) -> None:
     assert not (tmp_root / "etcd").exists(), "nothing was started for it"
 
 
-@pytest.mark.parametrize("command", ["up", "worker"])
+@for_each("command", ["up", "worker"])
 def test_an_etcd_that_is_not_there_is_said_in_time_and_nothing_is_left(tmp_root: Path, command: str) -> None:
     done = ended(command, "--root", str(tmp_root / "root"), "--etcd", "127.0.0.1:1", "--listen", "127.0.0.1:0")
     assert done.returncode == 2

@@ -19,6 +19,7 @@ from kvstore.cli.app import app
 from kvstore.cli.events import _port_of
 from kvstore_gc.cli import command as collector
 from tests.cli.conftest import parsed
+from tests.kit.cases import for_each
 from tests.kit.patience import PATIENCE_S
 from tests.kit.workers import serving
 
@@ -72,7 +73,7 @@ def test_etcd_of_the_environment(run: Run, root: str, monkeypatch: pytest.Monkey
     assert names(run("ls", "--root", root, "--etcd", "", "--json")) == ["first"]
 
 
-@pytest.mark.parametrize("command", ["health", "limits", "tickets", "drain", "stats"])
+@for_each("command", ["health", "limits", "tickets", "drain", "stats"])
 def test_a_command_for_workers_uses_etcd_beside_a_root(
     run: Run, root: str, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,8 +84,8 @@ def test_a_command_for_workers_uses_etcd_beside_a_root(
         assert result.exit_code == 2 and f"etcd at {UNREACHED} did not answer" in result.stderr, result.output
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
+@for_each(
+    "arguments, said",
     [
         (
             ("ls",),
@@ -110,8 +111,8 @@ def test_a_command_without_a_target_says_what_to_give(run: Run, arguments: tuple
     assert said in result.stderr and len(result.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
+@for_each(
+    "arguments, said",
     [(("--once",), "which root? give --root URL"), (("--root", "x", "--once"), "x does not exist")],
 )
 def test_so_does_the_collector(arguments: tuple[str, ...], said: str) -> None:
@@ -141,7 +142,7 @@ def test_the_collector_says_its_version() -> None:
     assert result.stdout == f"kvstore-gc, version {kvstore.__version__}\n"
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+@for_each("shell", ["bash", "zsh", "fish"])
 def test_the_shell_completes_commands(shell: str) -> None:
     script = CliRunner().invoke(app, env={"_KVSTORE_COMPLETE": f"{shell}_source"}, prog_name="kvstore").stdout
     assert "_KVSTORE_COMPLETE" in script and "kvstore" in script
@@ -149,8 +150,8 @@ def test_the_shell_completes_commands(shell: str) -> None:
     assert CliRunner().invoke(app, env=asked, prog_name="kvstore").stdout == "plain,lookup\n"
 
 
-@pytest.mark.parametrize(
-    ("words", "place"),
+@for_each(
+    "words, place",
     [("up --root /mn", "dir"), ("up --keys /et", "file"), ("up --etcd-folder /va", "dir"), ("fsck /mn", "dir")],
 )
 def test_the_shell_completes_names_of_files_and_folders(words: str, place: str) -> None:
@@ -167,7 +168,7 @@ def busy() -> Iterator[str]:
         yield f"127.0.0.1:{server.getsockname()[1]}"
 
 
-@pytest.mark.parametrize(
+@for_each(
     "option",
     ["--listen", "--metrics", "--gc-metrics", "--dashboard", "--events", "--events-replay", "--events-query"],
 )
@@ -183,8 +184,8 @@ def test_a_port_in_use_is_one_line_and_nothing_is_started(run: Run, option: str,
     assert not folder.exists()
 
 
-@pytest.mark.parametrize(
-    ("endpoint", "place"),
+@for_each(
+    "endpoint, place",
     [
         ("tcp://*:5557", "0.0.0.0:5557"),
         ("tcp://[::1]:5557", "[::1]:5557"),
@@ -198,7 +199,7 @@ def test_the_port_of_an_endpoint(endpoint: str, place: str | None) -> None:
     assert _port_of(endpoint) == place
 
 
-@pytest.mark.parametrize(
+@for_each(
     "endpoint",
     ["", "garbage", "127.0.0.1:5557", "tcp://127.0.0.1", "tcp://127.0.0.1:99999", "tcp://127.0.0.1:-1", "ipc://"],
 )

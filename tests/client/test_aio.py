@@ -26,6 +26,7 @@ from kvstore.client.limits import ClientLimits
 from kvstore.node.limits import Limits
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.tickets import State, Ticket
+from tests.kit.cases import for_each
 from tests.kit.faulty_root import FaultyRoot, Hang, Rule
 from tests.kit.patience import NEVER_S, PATIENCE_S, eventually
 from tests.kit.stores import TINY, kv_of, store_on
@@ -47,7 +48,7 @@ async def opened(way: str, root: Path) -> AsyncIterator[aio.Store]:
             yield found
 
 
-@pytest.mark.parametrize("way", ["embedded", "shared", "tcp", "grpc"])
+@for_each("way", ["embedded", "shared", "tcp", "grpc"])
 def test_every_call_does_what_its_twin_does(tmp_root: Path, way: str) -> None:
     async def use() -> None:
         async with opened(way, tmp_root) as found:
@@ -105,8 +106,8 @@ def test_a_ticket_is_awaited(tmp_root: Path) -> None:
     asyncio.run(use())
 
 
-@pytest.mark.parametrize(
-    ("here", "there"),
+@for_each(
+    "here, there",
     [
         (aio.Store, store.Store),
         (aio.Cache, cache.Cache),
@@ -337,7 +338,7 @@ def test_what_cannot_be_opened_says_so_and_leaves_no_thread() -> None:
     assert not any(each.name.startswith("kvstore-aio") for each in _others())
 
 
-@pytest.mark.parametrize("way", ["embedded", "shared", "tcp", "grpc"])
+@for_each("way", ["embedded", "shared", "tcp", "grpc"])
 def test_calls_on_a_closed_store_end_as_those_of_its_twin(tmp_root: Path, way: str) -> None:
     async def use() -> None:
         async with opened(way, tmp_root) as found:

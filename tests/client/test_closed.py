@@ -16,6 +16,7 @@ from kvstore.census.selection import Selection
 from kvstore.client.bulk.lanes import FileLanes
 from kvstore.errors import StoreClosed, Unavailable
 from kvstore.sources import SystemClock
+from tests.kit.cases import for_each
 from tests.kit.patience import eventually
 from tests.kit.stores import TINY, kv_of
 from tests.kit.workers import connected, serving
@@ -100,7 +101,7 @@ WRITES: dict[str, Callable[[Opened], object]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@for_each("way", WAYS)
 def test_every_call_says_that_the_store_is_closed(way: str, tmp_root: Path) -> None:
     with opener(way, tmp_root) as opened:
         it = opened()
@@ -118,7 +119,7 @@ def test_every_call_says_that_the_store_is_closed(way: str, tmp_root: Path) -> N
         it.store.close()
 
 
-@pytest.mark.parametrize("way", WAYS[2:])
+@for_each("way", WAYS[2:])
 def test_so_does_the_control_of_workers(way: str, tmp_root: Path) -> None:
     with opener(way, tmp_root) as opened:
         it = opened()
@@ -160,8 +161,8 @@ def repeat(name: str, call: Callable[[Opened], object], it: Opened, first: objec
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("delay_s", [0.0, 0.02, 0.1])
-@pytest.mark.parametrize("way", WAYS)
+@for_each("delay_s", [0.0, 0.02, 0.1])
+@for_each("way", WAYS)
 def test_calls_that_run_while_it_is_closed_end_with_their_result_or_that(
     way: str, delay_s: float, tmp_root: Path
 ) -> None:

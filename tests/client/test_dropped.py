@@ -27,6 +27,7 @@ from kvstore.client.cache import Cache
 from kvstore.client.dropping import close_when_dropped
 from kvstore.client.store import Store
 from kvstore.segments.rope import Rope
+from tests.kit.cases import for_each
 from tests.kit.patience import PATIENCE_S, eventually
 from tests.kit.stores import TINY, kv_of
 from tests.kit.workers import serving
@@ -83,7 +84,7 @@ def _threads() -> set[threading.Thread]:
     return {each for each in found if not each.name.startswith(SERVING)}
 
 
-@pytest.mark.parametrize("path", PATHS)
+@for_each("path", PATHS)
 def test_a_dropped_store_warns_and_its_threads_end(path: str, tmp_root: Path) -> None:
     with opener(path, tmp_root) as open_store:
         with expected_warning():
@@ -94,7 +95,7 @@ def test_a_dropped_store_warns_and_its_threads_end(path: str, tmp_root: Path) ->
             assert store.namespace("m", TINY).match(TOKENS) == len(TOKENS)
 
 
-@pytest.mark.parametrize("path", PATHS)
+@for_each("path", PATHS)
 def test_the_warning_is_about_the_line_that_opened_the_store(path: str, tmp_root: Path) -> None:
     with serving(tmp_root) as served, pytest.warns(ResourceWarning, match="opened here") as warned:
         if path == "embedded":
@@ -122,7 +123,7 @@ def test_the_warning_is_about_the_line_that_opened_an_asynchronous_store(tmp_roo
     assert warned[0].filename == __file__ and "await kvstore.aio.open(" in line
 
 
-@pytest.mark.parametrize("path", PATHS)
+@for_each("path", PATHS)
 def test_a_hold_keeps_a_dropped_store_open(path: str, tmp_root: Path) -> None:
     with opener(path, tmp_root) as open_store, expected_warning():
         hold = use(open_store()).hold(TOKENS)
@@ -141,8 +142,8 @@ HELD: dict[str, Callable[[Cache], object]] = {
 }
 
 
-@pytest.mark.parametrize("what", HELD)
-@pytest.mark.parametrize("path", ["embedded", "grpc"])
+@for_each("what", HELD)
+@for_each("path", ["embedded", "grpc"])
 def test_a_dropped_hold_warns_and_is_released(path: str, what: str, tmp_root: Path) -> None:
     kv = np.ones(TINY.shape(len(TOKENS)), np.float16)
     with opener(path, tmp_root) as open_store, open_store() as store:
@@ -202,7 +203,7 @@ def test_control_keeps_a_dropped_store_open(tmp_root: Path) -> None:
         del control
 
 
-@pytest.mark.parametrize("path", PATHS)
+@for_each("path", PATHS)
 def test_a_closed_store_says_nothing(path: str, tmp_root: Path) -> None:
     with opener(path, tmp_root) as open_store, warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -277,9 +278,9 @@ else:
 """
 
 
-@pytest.mark.parametrize("option", ["default", "error"])
-@pytest.mark.parametrize("where", ["global", "dropped", "atexit"])
-@pytest.mark.parametrize("path", ["embedded", "grpc"])
+@for_each("option", ["default", "error"])
+@for_each("where", ["global", "dropped", "atexit"])
+@for_each("path", ["embedded", "grpc"])
 def test_the_interpreter_ends_without_a_word_that_is_not_ours(
     path: str, where: str, option: str, tmp_root: Path
 ) -> None:
@@ -303,7 +304,7 @@ def test_the_interpreter_ends_without_a_word_that_is_not_ours(
         assert "Traceback" not in said
 
 
-@pytest.mark.parametrize(
+@for_each(
     "ends",
     [
         "",

@@ -23,6 +23,7 @@ from kvstore.layout import DTYPES, DType
 from kvstore.node.limits import Limits
 from kvstore.peers.limits import PeerLimits
 from kvstore.worker.limits import WorkerLimits
+from tests.kit.cases import for_each
 from tests.kit.stores import SMALL, TINY, kv_of, same, store_on
 from tests.kit.workers import serving
 
@@ -41,8 +42,8 @@ def cache(store: Store) -> Cache:
     return store.namespace("m", SMALL)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "says"),
+@for_each(
+    "tokens, says",
     [
         ([1, -2, 3], "token -2 at position 1"),
         ([1, 2**32], "token 4294967296 at position 1"),
@@ -75,7 +76,7 @@ def test_tokens_that_are_no_tokens(cache: Cache, tokens: Any, says: str) -> None
         cache.match(tokens)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "tokens",
     [
         [0, 1, 2, 2**32 - 1] * 8,
@@ -87,7 +88,8 @@ def test_tokens_that_are_no_tokens(cache: Cache, tokens: Any, says: str) -> None
         np.arange(64, dtype=np.uint32)[::2],
     ],
 )
-def test_any_sequence_of_ints_is_taken(cache: Cache, tokens: Any) -> None:
+def test_any_sequence_of_ints_is_taken(store: Store, tokens: Any) -> None:
+    cache = store.namespace(f"{type(tokens)} {getattr(tokens, 'dtype', '')}", SMALL)
     kv = kv_of(SMALL, np.asarray(tokens, dtype=np.uint32))
     assert cache.put(tokens, kv).tokens_present == 32
     assert cache.match([int(token) for token in tokens]) == 32
@@ -108,8 +110,8 @@ def test_empty_and_single_token_prompts_are_ordinary(cache: Cache) -> None:
         assert cache.refcount(tokens) == 0
 
 
-@pytest.mark.parametrize(
-    ("kv", "says"),
+@for_each(
+    "kv, says",
     [
         (KV[:, :, :-1], r"has 63 tokens: expected 64"),
         (KV[0], r"has shape \(2, 64, 2, 8\)"),
@@ -127,25 +129,28 @@ def test_kv_that_does_not_fit_the_layout(cache: Cache, kv: Any, says: str) -> No
     assert cache.match(TOKENS) == 0
 
 
-@pytest.mark.parametrize("prefix", [-16, 1, 17, 80, 1.0, "16"])
+@for_each("prefix", [-16, 1, 17, 80, 1.0, "16"])
 def test_a_prefix_is_a_multiple_of_chunk_tokens(cache: Cache, prefix: Any) -> None:
     with pytest.raises(InvalidRequest, match=r"multiple of chunk_tokens \(16\) from 0 to 64"):
         cache.put(TOKENS, KV, prefix=prefix)
 
 
-@pytest.mark.parametrize(
-    "view",
-    [
-        np.asfortranarray,
-        lambda kv: np.ascontiguousarray(kv[::-1])[::-1],
-        lambda kv: np.repeat(kv, 2, axis=2)[:, :, ::2],
-        lambda kv: np.concatenate([kv, kv], axis=2)[:, :, : kv.shape[2]],
-        lambda kv: np.ascontiguousarray(kv.swapaxes(0, 1)).swapaxes(0, 1),
-        lambda kv: np.ascontiguousarray(kv.swapaxes(3, 4)).swapaxes(3, 4),
-        lambda kv: kv.view(np.uint16),
-    ],
+@for_each(
+    "number, view",
+    enumerate(
+        [
+            np.asfortranarray,
+            lambda kv: np.ascontiguousarray(kv[::-1])[::-1],
+            lambda kv: np.repeat(kv, 2, axis=2)[:, :, ::2],
+            lambda kv: np.concatenate([kv, kv], axis=2)[:, :, : kv.shape[2]],
+            lambda kv: np.ascontiguousarray(kv.swapaxes(0, 1)).swapaxes(0, 1),
+            lambda kv: np.ascontiguousarray(kv.swapaxes(3, 4)).swapaxes(3, 4),
+            lambda kv: kv.view(np.uint16),
+        ]
+    ),
 )
-def test_arrays_in_any_memory_order_are_put_and_read_into(cache: Cache, view: Any) -> None:
+def test_arrays_in_any_memory_order_are_put_and_read_into(store: Store, number: int, view: Any) -> None:
+    cache = store.namespace(f"m{number}", SMALL)
     kv = view(KV)
     assert cache.put(TOKENS, kv).tokens_present == len(TOKENS)
     assert same(cache.get(TOKENS)[1], KV)
@@ -174,7 +179,7 @@ def test_out_says_how_much_is_read(cache: Cache) -> None:
         hold.read_into(np.zeros(SMALL.shape(10), SMALL.numpy_dtype))
 
 
-@pytest.mark.parametrize("dtype", sorted(DTYPES))
+@for_each("dtype", sorted(DTYPES))
 def test_every_dtype_makes_the_round_trip_bit_for_bit(store: Store, dtype: DType) -> None:
     layout = Layout(2, 2, 8, dtype, 8)
     cache = store.namespace(dtype, layout)
@@ -199,7 +204,7 @@ def test_views_are_read_only(cache: Cache) -> None:
                 view[:] = 0
 
 
-@pytest.mark.parametrize(
+@for_each(
     "fields",
     [
         {"layers": 0},
@@ -219,7 +224,7 @@ def test_layouts_that_make_no_sense(fields: dict[str, Any]) -> None:
         Layout(**{"layers": 2, "kv_heads": 2, "head_dim": 8, "dtype": "float16", "chunk_tokens": 16, **fields})
 
 
-@pytest.mark.parametrize(
+@for_each(
     "arguments",
     [
         {"name": ""},
@@ -238,8 +243,8 @@ def test_namespaces_that_make_no_sense(store: Store, arguments: dict[str, Any]) 
         store.namespace("m", {"layers": 3})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("keys", "buffers", "says"),
+@for_each(
+    "keys, buffers, says",
     [
         ([b"short"], [b"x"], "key 0 is 5 bytes"),
         ([b"k" * 65], [b"x"], "key 0 is 65 bytes"),
@@ -303,7 +308,7 @@ def test_a_million_tokens_are_matched_and_stored(store: Store) -> None:
     assert cache.get(tokens)[0] == 999_936
 
 
-@pytest.mark.parametrize("url", ["", "nonsense://x", "file:relative", "file://host/path"])
+@for_each("url", ["", "nonsense://x", "file:relative", "file://host/path"])
 def test_roots_that_are_no_urls(url: str) -> None:
     with pytest.raises((InvalidRequest, RootMismatch)):
         kvstore.open(url, create=False)
@@ -329,8 +334,8 @@ def test_limits_that_contradict_each_other_are_refused() -> None:
         kvstore.open("/nowhere", durability="maybe")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "given", "is_kept"),
+@for_each(
+    "kind, name, given, is_kept",
     [
         (Limits, "queue_max", np.uint8(200), 200),
         (Limits, "meta_deadline_s", np.float32(2.5), 2.5),
@@ -344,16 +349,16 @@ def test_limits_may_be_numbers_of_numpy(kind: Any, name: str, given: Any, is_kep
     assert kept == is_kept and type(kept) is type(is_kept), "the sums of the store would be in its narrow type"
 
 
-@pytest.mark.parametrize("kind", [Limits, ClientLimits])
-@pytest.mark.parametrize("given", [True, "5", None, np.bool_(True), math.nan, -1, 0, np.float32("nan"), 10**400])
+@for_each("kind", [Limits, ClientLimits])
+@for_each("given", [True, "5", None, np.bool_(True), math.nan, -1, 0, np.float32("nan"), 10**400])
 def test_limits_are_positive_numbers(kind: Any, given: Any) -> None:
     name = next(iter(kind.__dataclass_fields__))
     with pytest.raises(InvalidRequest, match=f"limit {name}=.*: expected a number, more than 0"):
         kind(**{name: given})
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "given", "most"),
+@for_each(
+    "kind, name, given, most",
     [
         (Limits, "follow_s", 1e30, "1,000,000"),
         (Limits, "known_max", 1 << 64, "2,147,483,648"),
@@ -374,7 +379,7 @@ def test_a_limit_that_threads_or_the_system_would_choke_on_is_refused(
         kind(**{name: given})
 
 
-@pytest.mark.parametrize("name", ["match_s", "read_s", "write_s", "pin_s", "stats_s", "refresh_s", "probe_s"])
+@for_each("name", ["match_s", "read_s", "write_s", "pin_s", "stats_s", "refresh_s", "probe_s"])
 def test_the_longest_time_that_a_client_may_wait_works(name: str, tmp_root: Path) -> None:
     limits = ClientLimits(**dict[str, Any]({name: 1e6}))
     with serving(tmp_root) as served, kvstore.connect(served.address, limits=limits) as store:
@@ -404,8 +409,8 @@ WORDS = np.array(["a", "b"])
 """What compares itself item by item, and so has no truth."""
 
 
-@pytest.mark.parametrize(
-    ("given", "says"),
+@for_each(
+    "given, says",
     [
         ({"label": "\n"}, r"label '\\n': expected printable text"),
         ({"label": 5}, "label 5: expected printable text"),
@@ -435,8 +440,8 @@ def test_a_root_is_not_opened_with_what_makes_no_sense(tmp_root: Path, given: di
     assert not (tmp_root / "new").exists()
 
 
-@pytest.mark.parametrize(
-    ("given", "says"),
+@for_each(
+    "given, says",
     [
         ({"limits": Limits()}, r"expected kvstore\.ClientLimits \(kvstore\.Limits are for kvstore\.open\)"),
         ({"limits": 0}, r"limits are an int: expected kvstore\.ClientLimits"),
@@ -460,8 +465,8 @@ def test_no_client_is_made_of_what_makes_no_sense(given: dict[str, Any], says: s
         kvstore.connect(etcd="127.0.0.1:1", root=5)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("given", "says"),
+@for_each(
+    "given, says",
     [
         ({"older_than_s": "30d"}, "older_than_s='30d': expected a number of seconds"),
         ({"since_s": None}, "since_s=None: expected a number of seconds"),
@@ -492,8 +497,8 @@ def test_only_a_selection_is_cleared(store: Store, cache: Cache) -> None:
     assert cache.match(TOKENS) == len(TOKENS), "nothing was cleared"
 
 
-@pytest.mark.parametrize(
-    ("given", "says"),
+@for_each(
+    "given, says",
     [
         ({"prompts": 5}, "prompts are 5: expected a list of prompts"),
         ({"prompts": np.array(5)}, r"prompts are array\(5\): expected a list of prompts"),
@@ -521,10 +526,9 @@ def test_an_array_is_no_name(store: Store, cache: Cache) -> None:
             make()
 
 
-@pytest.mark.parametrize(
+@for_each(
     "value",
     ["x" * 10_000, ["x"] * 10_000, np.zeros((100, 100)), {"x": b"y" * 10_000}, 10**5000],
-    ids=["text", "list", "array", "mapping", "number"],
 )
 def test_a_message_has_the_beginning_of_a_long_value(store: Store, tmp_root: Path, value: Any) -> None:
     calls: list[Callable[[], object]] = [

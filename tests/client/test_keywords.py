@@ -25,6 +25,7 @@ from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.node.settings import AskedBound
 from kvstore.planning import Prompts
 from kvstore.segments import Rope
+from tests.kit.cases import for_each
 from tests.kit.stores import SMALL, kv_of
 from tests.kit.workers import connected, serving
 from tests.segments.test_rope import LLAMA
@@ -190,8 +191,8 @@ def test_counts_of_a_match_are_true_or_false(cache: Cache) -> None:
     assert cache.match(TOKENS, counts=np.bool_(False)) == len(TOKENS)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("make", "says"),
+@for_each(
+    "make, says",
     [
         (lambda value: kvstore.Namespace("m", value), "namespace layout="),
         (lambda value: kvstore.Namespace("m", SMALL, attributes=value), "namespace attributes="),
@@ -258,7 +259,7 @@ def test_whole_numbers_of_numpy_are_sizes_and_counts(store: Store, cache: Cache,
 
 
 @pytest.mark.filterwarnings("error")  # numpy's of a bound that a small type cannot hold
-@pytest.mark.parametrize("seconds", [np.int64(60), np.uint8(60), np.float64(60.5), np.float32(60), np.float16(60)])
+@for_each("seconds", [np.int64(60), np.uint8(60), np.float64(60.5), np.float32(60), np.float16(60)])
 def test_numbers_of_numpy_are_seconds(store: Store, cache: Cache, tmp_root: Path, seconds: Any) -> None:
     with kvstore.open(f"file://{tmp_root}/other", ttl=seconds) as opened:
         assert opened.namespace("m", SMALL).put(TOKENS, KV, ttl=seconds).chunks_written == 4
@@ -274,7 +275,7 @@ def test_numbers_of_numpy_are_seconds(store: Store, cache: Cache, tmp_root: Path
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("number", [np.int64(60), np.uint8(60), np.float64(60.5), np.float32(60), np.float16(60)])
+@for_each("number", [np.int64(60), np.uint8(60), np.float64(60.5), np.float32(60), np.float16(60)])
 def test_numbers_of_numpy_are_times_of_a_selection(store: Store, number: Any) -> None:
     for selection in (
         kvstore.Selection(older_than_s=number),
@@ -309,9 +310,7 @@ def test_a_text_is_no_batch_of_prompts(cache: Cache) -> None:
             cache.blocks.plan(prompts, memory_tokens=0)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("disk", ("\0", 1 << 30)), ("disk", ("/tmp/\ud800", 1 << 30)), ("etcd", ["\ud800:1"])]
-)
+@for_each("name, value", [("disk", ("\0", 1 << 30)), ("disk", ("/tmp/\ud800", 1 << 30)), ("etcd", ["\ud800:1"])])
 def test_what_no_file_and_no_host_can_be_called_is_refused(tmp_path: Path, name: str, value: object) -> None:
     with pytest.raises(InvalidRequest, match=f"{name}="):
         kvstore.open(tmp_path / "root", memory=32 << 20, **{name: value})  # type: ignore[arg-type]

@@ -21,6 +21,7 @@ from kvstore.meta.interface import KeyValue
 from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.namespaces import Namespaces
 from kvstore.wire.statuses import Failure, failure
+from tests.kit.cases import for_each
 from tests.kit.stores import SMALL, TINY, kv_of
 from tests.kit.workers import connected, serving, worker_process
 
@@ -76,7 +77,7 @@ def test_the_control_of_a_store_says_which_workers_it_controls() -> None:
         assert repr(control) == f"<kvstore.client.control.Control workers {served.address}, closed>"
 
 
-@pytest.mark.parametrize("name", ["KVStoreError", "Overloaded", "Unavailable"])
+@for_each("name", ["KVStoreError", "Overloaded", "Unavailable"])
 def test_an_error_that_is_looked_for_in_the_package_is_said_where_it_is(name: str) -> None:
     with pytest.raises(AttributeError, match=rf"no attribute '{name}': it is kvstore\.errors\.{name}$"):
         getattr(kvstore, name)
@@ -113,8 +114,8 @@ def dialled(what: str, folder: Path) -> Iterator[str]:
         yield f"unix:{folder}/none" if what == "unix" else address
 
 
-@pytest.mark.parametrize(
-    ("what", "said"),
+@for_each(
+    "what, said",
     [
         ("refused", "nothing listens there; check that the worker runs"),
         ("silent", "what listens there does not speak; check the port"),
@@ -131,8 +132,8 @@ def test_a_worker_that_cannot_be_reached_gives_advice(what: str, said: str, tmp_
             assert not any(word in message for word in ("UNKNOWN", "UNAVAILABLE", "all addresses", "errno"))
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
+@for_each(
+    "text, said",
     [
         ("errors resolving nobody:7070: [field:hostname lookup error: ...]", "its name has no address"),
         ("failed to connect to all addresses; last error: Tls handshake failed (TSI_PROTOCOL_FAILURE)", "TLS failed"),
@@ -166,7 +167,7 @@ GRPC_SAYS = [
 ]
 
 
-@pytest.mark.parametrize(("code", "text"), GRPC_SAYS)
+@for_each("code, text", GRPC_SAYS)
 def test_no_error_of_a_worker_has_the_words_of_grpc(code: grpc.StatusCode, text: str) -> None:
     said = str(failure(code, text, (), "node7:7070", 4.96).error)
     assert "node7:7070" in said and not RAW.search(said), said
@@ -193,7 +194,7 @@ def of_etcd(code: grpc.StatusCode, text: str) -> Fault:
     return fault_of(Said(code, text))  # type: ignore[abstract]
 
 
-@pytest.mark.parametrize(("code", "text"), GRPC_SAYS)
+@for_each("code, text", GRPC_SAYS)
 def test_no_error_of_etcd_has_the_words_of_grpc(code: grpc.StatusCode, text: str) -> None:
     said = str(of_etcd(code, text).error("get"))
     assert said.startswith("etcd: get: ") and not RAW.search(said), said

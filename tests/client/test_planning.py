@@ -20,6 +20,7 @@ from kvstore.node.asking import match_each
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.tokens import token_array
 from kvstore.wire.messages import pack_prompts, unpack_counts, unpack_prompts
+from tests.kit.cases import for_each
 from tests.kit.stores import SMALL, SetClock, kv_of, member_on
 from tests.kit.workers import connected, serving
 
@@ -145,8 +146,8 @@ def test_prompts_go_over_the_wire_as_they_were() -> None:
     assert [each.tolist() for each in found] == [each.tolist() for each in prompts]
 
 
-@pytest.mark.parametrize(
-    ("tokens", "lengths", "said"),
+@for_each(
+    "tokens, lengths, said",
     [
         (b"1234", b"\x02\0\0\0", "lengths sum to 2: expected 1"),
         (b"1234", b"\x01\0\0\0" * 2, "lengths sum to 2: expected 1"),
@@ -161,7 +162,7 @@ def test_lengths_that_do_not_fit_the_tokens_are_refused(tokens: bytes, lengths: 
         unpack_prompts(tokens, lengths)
 
 
-@pytest.mark.parametrize("packed", [b"", b"\1\0\0", b"\1\0\0\0\2\0\0\0\3\0"])
+@for_each("packed", [b"", b"\1\0\0", b"\1\0\0\0\2\0\0\0\3\0"])
 def test_an_answer_for_fewer_prompts_counts_as_far_as_it_goes(packed: bytes) -> None:
     assert unpack_counts(packed, 2) == [1, 2][: len(packed) // 4]
 

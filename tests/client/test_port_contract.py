@@ -17,6 +17,7 @@ from kvstore.errors import HoldBroken, InvalidRequest, LayoutMismatch, Overloade
 from kvstore.layout import DTYPES, DType
 from kvstore.results import PutResult
 from kvstore.root.memory import MemoryFiles, MemoryRoot
+from tests.kit.cases import for_each
 from tests.kit.faulty_root import EIO, ENOSPC, EROFS, FaultyRoot, Flipped, Lost, Missing, Rule
 from tests.kit.stores import SMALL, TINY, kv_of, member_on, same
 from tests.kit.workers import connected, eventually, serving
@@ -68,7 +69,7 @@ def test_nothing_is_there_at_first(cache: Cache) -> None:
     assert cache.get(TOKENS, out=np.empty_like(KV)) == 0
 
 
-@pytest.mark.parametrize("tokens", [0, 1, SIZE - 1])
+@for_each("tokens", [0, 1, SIZE - 1])
 def test_less_than_a_chunk_is_never_stored(cache: Cache, tokens: int) -> None:
     assert cache.put(TOKENS[:tokens], KV[:, :, :tokens]) == PutResult(0, 0, 0, 0)
     assert cache.match(TOKENS[:tokens]) == 0
@@ -163,7 +164,7 @@ def test_arrays_that_are_not_contiguous(cache: Cache) -> None:
     assert same(np.ascontiguousarray(out), KV)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@for_each("dtype", DTYPES)
 def test_every_dtype(store: Store, dtype: DType) -> None:
     layout = Layout(layers=2, kv_heads=2, head_dim=6, dtype=dtype, chunk_tokens=8)
     kv = kv_of(layout, TOKENS)

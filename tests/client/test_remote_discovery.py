@@ -27,6 +27,7 @@ from kvstore.root.identity import create_or_open
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.sources import RandomIds, SystemClock
 from kvstore.worker.worker import Worker
+from tests.kit.cases import for_each
 from tests.kit.etcd import frozen
 from tests.kit.faulty_meta import FaultyMeta
 from tests.kit.stores import SMALL, kv_of, same
@@ -186,7 +187,7 @@ def test_etcd_that_is_not_there(tmp_root: Path) -> None:
             store.namespace("m", SMALL)
 
 
-@pytest.mark.parametrize("worker", [["127.0.0.1:7070"], None, 7070])
+@for_each("worker", [["127.0.0.1:7070"], None, 7070])
 def test_an_address_that_is_no_text_is_refused(worker: object) -> None:
     with pytest.raises(InvalidRequest, match="expected host:port"):
         kvstore.connect(worker)  # type: ignore[arg-type]

@@ -22,6 +22,7 @@ from kvstore.errors import HoldBroken, KVStoreError, Unavailable
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.v1.kvstore_pb2_grpc import KVStoreServicer, add_KVStoreServicer_to_server
 from kvstore.wire.bulk.sockets import dial_tcp
+from tests.kit.cases import for_each
 from tests.kit.patience import stretched
 from tests.kit.stores import SMALL, kv_of, same
 from tests.kit.workers import WAIT_S, connected, sections_of, serving, sums_of, tokens_of
@@ -142,7 +143,7 @@ GETS: dict[str, tuple[Answer, int]] = {
 }
 
 
-@pytest.mark.parametrize("name", GETS)
+@for_each("name", GETS)
 def test_a_get_that_is_answered_wrongly(name: str) -> None:
     answer, good = GETS[name]
     with lying(Liar(answer)) as address, connected(address, limits=HASTY) as store:
@@ -163,7 +164,7 @@ def test_a_get_that_is_answered_wrongly(name: str) -> None:
 
 
 # Bytes behind the last layer are noticed when the caller has all layers, each of them verified.
-@pytest.mark.parametrize("name", [name for name in GETS if name != "more bytes than announced"])
+@for_each("name", [name for name in GETS if name != "more bytes than announced"])
 def test_layers_that_are_answered_wrongly(name: str) -> None:
     answer, _ = GETS[name]
     with lying(Liar(answer)) as address, connected(address, limits=HASTY) as store:
@@ -183,7 +184,7 @@ BLOCKS: dict[str, tuple[pb.GetBlocksResponse, ...]] = {
 }
 
 
-@pytest.mark.parametrize("name", BLOCKS)
+@for_each("name", BLOCKS)
 def test_blocks_that_are_answered_wrongly(name: str) -> None:
     with lying(Liar(blocks=lambda request, context: iter(BLOCKS[name]))) as address:
         with connected(address, limits=HASTY) as store:
@@ -252,8 +253,8 @@ class FlippingProxy:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bulk", ["grpc", "tcp"])
-@pytest.mark.parametrize("seed", range(2))
+@for_each("bulk", ["grpc", "tcp"])
+@for_each("seed", range(2))
 def test_a_network_that_flips_bits_never_makes_a_wrong_byte(
     seed: int, bulk: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

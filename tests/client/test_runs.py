@@ -31,6 +31,7 @@ from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.node.limits import Limits
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.writes import WriteMode
+from tests.kit.cases import for_each
 from tests.kit.patience import PATIENCE_S, eventually, returns
 from tests.kit.stores import SMALL, kv_of, member_of, member_on
 from tests.kit.tiers import LARGE, ROOM_CHUNKS, Acting, faulty
@@ -95,8 +96,8 @@ def test_several_threads_share_a_run(cache: Cache) -> None:
         assert sorted(each.members for one in found for each in one.result()) == [each.members for each in plan.groups]
 
 
-@pytest.mark.parametrize("step", range(GROUPS))
-@pytest.mark.parametrize("way", ["raises", "closes", "dies"])
+@for_each("step", range(GROUPS))
+@for_each("way", ["raises", "closes", "dies"])
 def test_the_group_of_a_consumer_that_dies_goes_out_again(cache: Cache, step: int, way: str) -> None:
     plan = plan_of(cache)
     ran: list[Group] = []
@@ -155,7 +156,7 @@ def test_processes_share_a_run_and_the_group_of_one_that_is_killed_goes_to_anoth
         assert run.is_over and not run.failed
 
 
-@pytest.mark.parametrize("step", range(GROUPS))
+@for_each("step", range(GROUPS))
 def test_a_shared_group_is_done_when_the_next_is_asked_for_and_comes_again_if_not(cache: Cache, step: int) -> None:
     plan = plan_of(cache)
     with plan.run() as run, run.share() as shared:
@@ -324,7 +325,7 @@ def test_blocks_of_an_engine_run_by_their_keys(cache: Cache) -> None:
         assert [group.members for group in run] == [(0, 2), (1,)]
 
 
-@pytest.mark.parametrize("wrong", [{"ahead": -1}, {"ahead": 99}, {"attempts": 0}])
+@for_each("wrong", [{"ahead": -1}, {"ahead": 99}, {"attempts": 0}])
 def test_a_wrong_argument_is_refused(cache: Cache, wrong: dict[str, int]) -> None:
     with pytest.raises(InvalidRequest, match=next(iter(wrong))):
         plan_of(cache).run(**wrong)

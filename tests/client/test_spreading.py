@@ -16,6 +16,7 @@ from kvstore import Layout
 from kvstore.client import spreading
 from kvstore.client.spreading import Spreading, depth_of, depths, marks_of
 from kvstore.namespace import Namespace
+from tests.kit.cases import for_each
 from tests.kit.workers import connected, serving
 
 WORKERS = [f"10.0.0.{at}:8100" for at in range(5)]
@@ -72,7 +73,7 @@ def test_a_system_prompt_that_all_share_is_spread() -> None:
     assert by_first_chunk(marks_of_blocks(chat(1, 2)), WORKERS) == by_first_chunk(marks_of_blocks(chat(2, 2)), WORKERS)
 
 
-@pytest.mark.parametrize("workers", [2, 4, 8])
+@for_each("workers", [2, 4, 8])
 def test_chats_over_few_system_prompts_hit_as_often_and_load_is_even(workers: int) -> None:
     prompts = zipf_chats(2_500)
     before, now = (replay(prompts, workers, 0.3, [rule]) for rule in (by_first_chunk, Spreading().chosen))
@@ -133,7 +134,7 @@ def test_threads_may_choose_at_once() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("blocks", [False, True], ids=["prompts", "blocks"])
+@for_each("blocks", [False, True])
 def test_prompts_with_one_system_prompt_reach_both_workers(tmp_root: Path, blocks: bool) -> None:
     chats = 400  # a worker is chosen by its port as well: with few chats chance may give one of them less
     with serving(tmp_root) as one, serving(tmp_root) as two, connected(one, two) as store:

@@ -21,6 +21,7 @@ from kvstore.connectors.trouble import Trouble
 from kvstore.connectors.vllm.settings import Settings as VllmSettings
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.namespace import Namespace
+from tests.kit.cases import for_each
 from tests.kit.patience import NEVER_S, PATIENCE_S
 
 WRONG: tuple[tuple[dict[Any, Any], str], ...] = (
@@ -48,13 +49,13 @@ WRONG: tuple[tuple[dict[Any, Any], str], ...] = (
 )
 
 
-@pytest.mark.parametrize(("given", "said"), WRONG, ids=str)
+@for_each("given, said", WRONG)
 def test_settings_that_make_no_sense_are_refused_with_the_key(given: dict[Any, Any], said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):
         StoreSettings.of(given, "test")
 
 
-@pytest.mark.parametrize(("given", "bound"), [({"max_bytes": 1 << 30}, 1 << 30), ({"max_bytes": None}, 0)], ids=str)
+@for_each("given, bound", [({"max_bytes": 1 << 30}, 1 << 30), ({"max_bytes": None}, 0)])
 def test_an_engine_that_opens_a_folder_bounds_it(tmp_path: Path, given: dict[str, Any], bound: int) -> None:
     with StoreSettings(root=str(tmp_path / "root"), **given).open() as store:
         assert store.stats()["bound_bytes"] == bound
@@ -69,7 +70,7 @@ TABLES: tuple[tuple[str, type[Settings]], ...] = (
 )
 
 
-@pytest.mark.parametrize(("engine", "settings"), TABLES, ids=[engine for engine, _ in TABLES])
+@for_each("engine, settings", TABLES)
 def test_the_page_has_every_setting_and_the_default_of_each_number(engine: str, settings: type[Settings]) -> None:
     page = Path(kvstore.connectors.__file__).with_name("README.md").read_text()
     section = page.partition(f"\n## {engine}\n")[2].partition("\n## ")[0]
@@ -160,7 +161,7 @@ def test_a_model_without_a_fingerprint_is_warned_of_once(tmp_root: Path, caplog:
     assert caplog.text.count("no_fingerprint") == 1
 
 
-@pytest.mark.parametrize("name", ["", "/", "a\0b", "m" * 100_000, "a\ud800", "../.."])
+@for_each("name", ["", "/", "a\0b", "m" * 100_000, "a\ud800", "../.."])
 def test_a_model_may_have_any_name(tmp_root: Path, name: str) -> None:
     assert namespace(tmp_root, name, fingerprint="x") != namespace(tmp_root, f"{name}.", fingerprint="x")
 

@@ -11,6 +11,7 @@ import pytest
 
 from kvstore import errors
 from kvstore.connectors.vineyard import FileCacheConfig, FilesystemType, KVCache, VineyardCacheConfig
+from tests.kit.cases import for_each
 from tests.kit.tensors import kv_of, over
 
 ENVIRONMENT = "VINEYARD_LLM_CACHE_SHARED_MEMORY", "VINEYARD_LLM_CACHE_FILESYSTEM"
@@ -145,7 +146,7 @@ def test_models_and_tenants_are_apart(tmp_root: Path) -> None:
         assert [each.query(None, [1, 2], over(np.zeros_like(kv))) for each in (a, b, c)] == [2, 0, 0]
 
 
-@pytest.mark.parametrize("sizes", [{"chunk_size": 0}, {"hash_chunk_size": 0}, {"chunk_size": -3}, {"root": None}])
+@for_each("sizes", [{"chunk_size": 0}, {"hash_chunk_size": 0}, {"chunk_size": -3}, {"root": None}])
 def test_sizes_that_make_no_sense_are_refused_as_vineyard_does(tmp_root: Path, sizes: dict[str, Any]) -> None:
     config = FileCacheConfig(**{"root": str(tmp_root / "kv"), **sizes})
     with pytest.raises(RuntimeError, match=next(iter(sizes))) as refused:
@@ -153,7 +154,7 @@ def test_sizes_that_make_no_sense_are_refused_as_vineyard_does(tmp_root: Path, s
     assert isinstance(refused.value, errors.InvalidRequest)
 
 
-@pytest.mark.parametrize("sizes", [{"tensor_nbytes": 0}, {"layer": 0}, {"cache_capacity": 0}, {"layer": 2.0}])
+@for_each("sizes", [{"tensor_nbytes": 0}, {"layer": 0}, {"cache_capacity": 0}, {"layer": 2.0}])
 def test_geometry_that_makes_no_sense_is_refused(tmp_root: Path, sizes: dict[str, Any]) -> None:
     with pytest.raises(RuntimeError, match="expected"):
         KVCache(FileCacheConfig(root=str(tmp_root / "kv")), **sizes)

@@ -11,6 +11,7 @@ import pytest
 
 from kvstore.connectors.vineyard import FileCacheConfig, KVCache, KVTensor
 from kvstore.connectors.vineyard.memory import ROW_BYTES_MAX
+from tests.kit.cases import for_each
 from tests.kit.tensors import asking, bytes_in, kv_of, over
 
 LAYERS, SIZE, CHUNK = 2, 16, 4
@@ -154,7 +155,7 @@ def test_tensors_may_lie_anywhere_and_share_memory(cache: KVCache) -> None:
     assert all(np.array_equal(shared[i, w], out[i, LAYERS - 1, w]) for i in range(4) for w in range(2))
 
 
-@pytest.mark.parametrize("size", [1, ROW_BYTES_MAX, ROW_BYTES_MAX + 1, 100_000])
+@for_each("size", [1, ROW_BYTES_MAX, ROW_BYTES_MAX + 1, 100_000])
 def test_tensors_of_any_size(tmp_root: Path, size: int) -> None:
     kv = kv_of(TOKENS[:4], LAYERS, size)
     config = FileCacheConfig(chunk_size=2, root=str(tmp_root))

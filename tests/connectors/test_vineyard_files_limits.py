@@ -16,6 +16,7 @@ import pytest
 
 from kvstore import errors
 from kvstore.connectors.vineyard import FileCacheConfig, KVCache, KVTensor
+from tests.kit.cases import for_each
 from tests.kit.heartbeat import others_run_during
 from tests.kit.patience import PATIENCE_S
 from tests.kit.tensors import asking, bytes_in, kv_of, over
@@ -34,7 +35,7 @@ def cache(tmp_root: Path) -> Iterator[KVCache]:
         yield opened
 
 
-@pytest.mark.parametrize(
+@for_each(
     "ids", [[2**31, 0, 0, 0], [-(2**31) - 1, 0, 0, 0], [2**70, 0, 0, 0], [1.5, 0, 0, 0], ["a"] * 4, [[1], [2, 3]]]
 )
 def test_ids_that_are_none_are_refused(cache: KVCache, ids: Any) -> None:
@@ -45,9 +46,7 @@ def test_ids_that_are_none_are_refused(cache: KVCache, ids: Any) -> None:
         cache.query(ids, [1, 2, 3, 4], over(kv))
 
 
-@pytest.mark.parametrize(
-    ("prefix", "tokens", "entries"), [(0, 5, 5), (3, 4, 4), (0, 4, 3), (0, 4, 5), (4, 4, 8)], ids=str
-)
+@for_each("prefix, tokens, entries", [(0, 5, 5), (3, 4, 4), (0, 4, 3), (0, 4, 5), (4, 4, 8)])
 def test_lengths_that_do_not_fit_are_refused_as_vineyard_does(
     cache: KVCache, prefix: int, tokens: int, entries: int
 ) -> None:

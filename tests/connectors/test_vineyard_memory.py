@@ -13,6 +13,7 @@ from kvstore.connectors.vineyard.arena import memory_bytes
 from kvstore.layout import Layout
 from kvstore.memory import host
 from kvstore.writes import WriteModeName
+from tests.kit.cases import for_each
 from tests.kit.tensors import asking, bytes_in, kv_of, over
 
 LAYERS, SIZE = 2, 16
@@ -24,7 +25,7 @@ def cache_at(folder: Path, **settings: object) -> KVCache:
     return KVCache(VineyardCacheConfig(str(folder / "v.sock")), SIZE, layer=LAYERS, **settings)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("write", ["through", "behind"])
+@for_each("write", ["through", "behind"])
 def test_what_was_updated_is_served_from_memory(tmp_root: Path, write: WriteModeName) -> None:
     kv = kv_of(TOKENS, LAYERS, SIZE)
     with cache_at(tmp_root, write=write) as cache:

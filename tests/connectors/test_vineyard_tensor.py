@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kvstore.connectors.vineyard import KVTensor
+from tests.kit.cases import for_each
 
 
 def test_reads_the_callers_memory_without_a_copy() -> None:
@@ -49,7 +50,7 @@ def test_takes_numpy_integers() -> None:
     assert bytes(KVTensor(np.uint64(array.ctypes.data), np.int32(8))) == bytes(array)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("data", "length"), [("0", 4), (0, 4.0), (None, 4), (0, None)])
+@for_each("data, length", [("0", 4), (0, 4.0), (None, 4), (0, None)])
 def test_anything_but_integers_is_a_type_error(data: object, length: object) -> None:
     with pytest.raises(TypeError):
         KVTensor(data, length)  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ from kvstore.connectors.vllm.lookups import UNKNOWN, Found, Lookup, Lookups
 from kvstore.connectors.vllm.settings import Settings
 from kvstore.errors import InvalidRequest
 from kvstore.namespace import Namespace
+from tests.kit.cases import for_each
 from tests.kit.patience import PATIENCE_S
 
 KEYS = [[bytes([number]) * 32] for number in range(6)]
@@ -139,8 +140,8 @@ def test_past_the_deadline_it_is_a_miss_and_the_next_ones_do_not_wait() -> None:
         assert stuck.asked >= 2
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
+@for_each(
+    "given, said",
     [
         ({}, "neither of root and connect"),
         ({"root": "memory://", "connect": "a:1"}, "both of root and connect"),

@@ -11,6 +11,7 @@ import pytest
 from kvstore.connectors.vllm.groups import Cluster, Kind
 from kvstore.errors import Overloaded
 from kvstore.results import PinRecord
+from tests.kit.cases import for_each
 from tests.kit.patience import eventually
 from tests.kit.vllm_connector import Request, cache, halves, store
 
@@ -109,7 +110,7 @@ def test_states_that_are_not_stored_at_every_block_are_not_waited_for(make: Call
     assert sorted(pin.tokens for pin in pins(half)) == [1, 3]
 
 
-@pytest.mark.parametrize(
+@for_each(
     "wrong", [{"pin": ""}, {"pin": "a/b"}, {"pin": 7}, {"pin": "p" * 65}, {"unpin": "a b"}, {"pin": "p", "pin_ttl": 0}]
 )
 def test_words_that_make_no_sense_pin_nothing(make: Callable[..., Any], wrong: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from kvstore.connectors.vllm.settings import Settings
 from kvstore.errors import InvalidRequest
 from kvstore.format.descent import Descent
 from kvstore.hints import PRIORITY_DEFAULT, Hints
+from tests.kit.cases import for_each
 from tests.kit.vllm_connector import BLOCK_TOKENS, Blocks, Request, halves, idle, matched, step, store
 
 
@@ -24,7 +25,7 @@ def make() -> Iterator[Callable[..., Any]]:
         yield found
 
 
-@pytest.mark.parametrize("load", ["async", "sync"])
+@for_each("load", ["async", "sync"])
 def test_what_was_loaded_is_not_stored_again(make: Callable[..., Any], load: str) -> None:
     half, request = make(load=load), Request("a", 22)
     store(half, request, 3)
@@ -207,8 +208,8 @@ def action(payload: Any, kind: str = "kvstore") -> Any:
     return SimpleNamespace(actions=[SimpleNamespace(action_type=kind, payload=payload)])
 
 
-@pytest.mark.parametrize(
-    ("said", "expected"),
+@for_each(
+    "said, expected",
     [
         ({}, Hints()),
         ({"kv_transfer_params": {"kvstore": {"priority": 80, "ttl": 600}}}, Hints(80, 1_800)),
@@ -230,6 +231,7 @@ def action(payload: Any, kind: str = "kvstore") -> Any:
 def test_a_request_says_how_long_to_keep_its_blocks(
     make: Callable[..., Any], said: dict[str, Any], expected: Hints, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.clear()
     half, request = make(), Request("r", 40, **said)
     half.arrived(request)
     matched(half, request)

@@ -17,6 +17,7 @@ from kvstore.v1 import control_pb2 as pb
 from kvstore.wire.statuses import Busy
 from kvstore.worker.worker import Worker
 from tests.kit.administration import TOKENS, raw_control, steering, value
+from tests.kit.cases import for_each
 from tests.kit.faulty_root import FaultyRoot, Hang, Rule
 from tests.kit.patience import returns
 from tests.kit.stores import SMALL, member_on
@@ -49,8 +50,8 @@ def test_limits_change_while_it_runs_and_say_what_they_were() -> None:
         logger.setLevel(level)
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
+@for_each(
+    "changes, said",
     [
         ({"calls_max": "100", "spare_calls_max": "9"}, "limit spare_calls_max: not one that can change"),
         ({"calls_max": "100", "holds_max": "many"}, "limit holds_max='many': expected a whole number"),

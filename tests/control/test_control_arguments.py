@@ -20,6 +20,7 @@ from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.tickets import State, Ticket
 from tests.client.test_keywords import LONG, ODD
 from tests.kit.administration import KV, SIZE, TOKENS
+from tests.kit.cases import for_each
 from tests.kit.stores import SMALL
 from tests.kit.workers import Served, connected, serving
 
@@ -133,7 +134,7 @@ def wrongs_of(call: Callable[..., object], given: Mapping[str, Any]) -> list[str
     return found
 
 
-@pytest.mark.parametrize("name", METHODS)
+@for_each("name", METHODS)
 def test_a_wrong_argument_is_named_and_nothing_is_begun(steered: Steered, name: str) -> None:
     before = steered.store.control.tickets()
     assert wrongs_of(getattr(steered.store.control, name), steered.given(name)) == []
@@ -141,7 +142,7 @@ def test_a_wrong_argument_is_named_and_nothing_is_begun(steered: Steered, name: 
     assert not steered.served.worker.service.gate.draining
 
 
-@pytest.mark.parametrize("name", ["follow", "wait"])
+@for_each("name", ["follow", "wait"])
 def test_a_wrong_argument_of_a_ticket_is_named(steered: Steered, name: str) -> None:
     ticket = steered.store.control.clear(EVERYTHING, dry_run=True)
     assert wrongs_of(getattr(ticket, name), {"heard": print} if name == "follow" else {}) == []
@@ -194,15 +195,15 @@ def test_numbers_of_numpy_are_taken(steered: Steered) -> None:
     assert (found["calls_max"], found["read_deadline_s"]) == ("100", "7.5")
 
 
-@pytest.mark.parametrize("flag", [None, 0, 1, -1, "yes", 10**30, np.False_])
-@pytest.mark.parametrize("name", ["dry_run", "pinned"])
+@for_each("flag", [None, 0, 1, -1, "yes", 10**30, np.False_])
+@for_each("name", ["dry_run", "pinned"])
 def test_what_is_only_like_a_flag_clears_nothing(steered: Steered, name: str, flag: Any) -> None:
     with pytest.raises(InvalidRequest, match=f"{name}=.*: expected True or False"):
         steered.store.control.clear(EVERYTHING, **{name: flag})
     assert steered.cache.match(TOKENS) == 4 * SIZE
 
 
-@pytest.mark.parametrize("seconds", [None, "1", -1, True, 10**400, float("nan"), float("inf")])
+@for_each("seconds", [None, "1", -1, True, 10**400, float("nan"), float("inf")])
 def test_what_is_no_number_of_seconds_is_refused(steered: Steered, seconds: Any) -> None:
     control = steered.store.control
     for call in (control.clear, control.compress, control.decompress, control.reencrypt):
@@ -212,7 +213,7 @@ def test_what_is_no_number_of_seconds_is_refused(steered: Steered, seconds: Any)
         control.drain(within=seconds)
 
 
-@pytest.mark.parametrize("error", [ValueError("of the caller"), InvalidRequest("of the caller")])
+@for_each("error", [ValueError("of the caller"), InvalidRequest("of the caller")])
 def test_what_a_listener_raises_is_raised_and_no_worker_is_blamed(steered: Steered, error: Exception) -> None:
     def fail(ticket: Ticket) -> None:
         raise error

@@ -22,6 +22,7 @@ from kvstore.security.bearer import issue, new_key
 from tests.cli.conftest import Running, descendants, serving
 from tests.dashboard.chromium import CONTRAST, DARK, LIGHT, MODES, PHONE, UNNAMED, Mode, Page, missing, opened
 from tests.dashboard.crowd import IMAGE, SCRIPT, age, busy, damage
+from tests.kit.cases import for_each
 from tests.kit.etcd import frozen
 from tests.kit.patience import PATIENCE_S
 
@@ -93,8 +94,8 @@ def _history(store: Store, root: Path) -> None:
     store.control.clear(Selection(tenant="globex"), dry_run=True).wait(PATIENCE_S)
 
 
-@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
-@pytest.mark.parametrize("view", VIEWS)
+@for_each("mode", MODES)
+@for_each("view", VIEWS)
 def test_each_view_shows_what_is_there_and_can_be_read(live: Live, tmp_path: Path, view: str, mode: Mode) -> None:
     if view == "capacity" and mode is LIGHT:
         age(live.root)  # aged chunks may have been used, or collected, meanwhile

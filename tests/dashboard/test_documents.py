@@ -22,6 +22,7 @@ from kvstore.meta.keys import Keys
 from kvstore.meta.usage import Room
 from tests.kit import faulty_meta
 from tests.kit.boards import Shown, shown
+from tests.kit.cases import for_each
 from tests.kit.etcd import eventually
 from tests.kit.fake_meta import FakeClock
 from tests.kit.faulty_root import Hang, Rule
@@ -199,9 +200,7 @@ def test_the_restart_of_an_idle_worker_is_counted_once() -> None:
     assert [source.seen()["a"].restarts for _ in answers] == [0, 0, 1, 1]
 
 
-@pytest.mark.parametrize(
-    ("namespace", "at", "order"), [("zz", "", "bytes"), ("", "00", "bytes"), ("", "", "worst"), ("0" * 15, "", "long")]
-)
+@for_each("namespace, at, order", [("zz", "", "bytes"), ("", "00", "bytes"), ("", "", "worst"), ("0" * 15, "", "long")])
 def test_a_question_that_makes_no_sense_is_refused(board: Shown, namespace: str, at: str, order: str) -> None:
     with pytest.raises(InvalidRequest):
         board.documents.prefixes(namespace, at, order)

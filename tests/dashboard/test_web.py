@@ -23,6 +23,7 @@ from kvstore.dashboard.web import SAFETY, Door, application
 from kvstore.security.bearer import issue, new_key
 from kvstore.security.tls import ServerTls
 from tests.kit.boards import Shown, shown
+from tests.kit.cases import for_each
 from tests.kit.certificates import Authority
 from tests.kit.etcd import eventually
 from tests.kit.patience import NEVER_S, PATIENCE_S
@@ -71,24 +72,22 @@ def answers(port: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("view", VIEWS)
+@for_each("view", VIEWS)
 def test_each_view_has_a_document(port: int, view: str) -> None:
     status, headers, content = get(port, f"/api/{view}")
     assert status == 200 and headers["content-type"] == "application/json"
     assert content.isascii() and isinstance(json.loads(content), dict)
 
 
-@pytest.mark.parametrize(
-    "path", ["/", "/style.css", "/main.js", "/api/overview", "/api/nothing", "/nothing", "/health"]
-)
+@for_each("path", ["/", "/style.css", "/main.js", "/api/overview", "/api/nothing", "/nothing", "/health"])
 def test_every_answer_tells_the_browser_to_trust_nothing_else(port: int, path: str) -> None:
     _, headers, _ = get(port, path)
     assert {name: headers[name] for name in SAFETY} == SAFETY
     assert "unsafe" not in headers["content-security-policy"] and "server" not in headers
 
 
-@pytest.mark.parametrize(
-    ("path", "status"),
+@for_each(
+    "path, status",
     [
         ("/../kvstore/errors.py", 404),
         ("/%2e%2e/%2e%2e/etc/passwd", 404),
@@ -104,17 +103,17 @@ def test_what_is_not_there_or_makes_no_sense_is_refused(port: int, path: str, st
     assert get(port, path)[0] == status
 
 
-@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH"])
+@for_each("method", ["POST", "PUT", "DELETE", "PATCH"])
 def test_it_only_reads(port: int, method: str) -> None:
     assert get(port, "/api/overview", method)[0] == 405
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "10.0.0.7:8080", ""])
+@for_each("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "10.0.0.7:8080", ""])
 def test_another_name_that_leads_here_is_refused(port: int, host: str) -> None:
     assert get(port, "/api/overview", Host=host)[0] == 403
 
 
-@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1:99", "[::1]:8080", "[::1]"])
+@for_each("host", ["localhost", "LOCALHOST:1", "127.0.0.1:99", "[::1]:8080", "[::1]"])
 def test_this_host_by_any_of_its_names_is_served(port: int, host: str) -> None:
     assert get(port, "/api/overview", Host=host)[0] == 200
 
@@ -207,7 +206,7 @@ def test_connections_are_bounded_and_silent_ones_make_room(board: Shown, monkeyp
 ASK = b"GET /style.css HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
-@pytest.mark.parametrize("asks", [1, 2_000], ids=["asked once", "takes no answer"])
+@for_each("asks", [1, 2_000])
 def test_clients_that_only_keep_their_connections_make_room(
     board: Shown, monkeypatch: pytest.MonkeyPatch, asks: int
 ) -> None:

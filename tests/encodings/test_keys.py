@@ -13,6 +13,7 @@ import pytest
 from kvstore.counts import NodeCount
 from kvstore.encodings.keys import Key, KeyFile, KeyRing
 from kvstore.errors import InvalidRequest
+from tests.kit.cases import for_each
 from tests.kit.keyed import TENANT, key_file, secret, write_keys
 
 GOOD = base64.b64encode(bytes(32)).decode()
@@ -25,7 +26,7 @@ def test_a_file_that_others_may_read_is_refused(tmp_path: Path) -> None:
         KeyFile(path).load()
 
 
-@pytest.mark.parametrize(
+@for_each(
     "content",
     [
         b"",

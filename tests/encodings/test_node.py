@@ -31,6 +31,7 @@ from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryRoot
 from kvstore.root.posix import PosixRoot
 from kvstore.sources import RandomIds, SystemClock
+from tests.kit.cases import for_each
 from tests.kit.keyed import LAYOUT, TENANT, chunk_files, key_file, kv_of, recode, same, write_keys
 from tests.kit.patience import PATIENCE_S
 from tests.kit.stores import TINY
@@ -142,13 +143,13 @@ def test_other_tenants_have_files_of_version_1(tmp_root: Path, tmp_path: Path) -
         assert not any(is_encoded(path.read_bytes()) for path in chunk_files(tmp_root))
 
 
-@pytest.mark.parametrize("objects", [False, True])
+@for_each("objects", [False, True])
 def test_roots_that_are_no_folders_are_read_in_the_same_ways(tmp_path: Path, objects: bool) -> None:
     with opened(MemoryRoot(objects=objects), key_file(tmp_path / "keys.json", "a")) as (_, store):
         reads_right(put_all(store))
 
 
-@pytest.mark.parametrize("known", ["none", "another"])
+@for_each("known", ["none", "another"])
 def test_a_key_that_is_not_known_is_a_miss_and_nothing_is_set_aside(tmp_root: Path, tmp_path: Path, known: str) -> None:
     with opened(tmp_root, key_file(tmp_path / "keys.json", "a")) as (_, store):
         put_all(store)
@@ -167,7 +168,7 @@ def test_a_key_that_is_not_known_is_a_miss_and_nothing_is_set_aside(tmp_root: Pa
         reads_right(namespace(store))
 
 
-@pytest.mark.parametrize("act", [None, Recoding.COMPRESS])
+@for_each("act", [None, Recoding.COMPRESS])
 def test_a_flipped_bit_is_a_miss_is_set_aside_and_is_put_again(
     tmp_root: Path, tmp_path: Path, act: Recoding | None
 ) -> None:

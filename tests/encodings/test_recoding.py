@@ -30,6 +30,7 @@ from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
 from kvstore.tokens import token_array
 from tests.encodings.test_node import COUNT, KV, TOKENS, names_of, namespace, opened, put_all, reads_right
+from tests.kit.cases import for_each
 from tests.kit.clusters import SPACE, cluster, eventually, put
 from tests.kit.faulty_root import EIO, ENOSPC, Fails, FaultyRoot, Rule
 from tests.kit.keyed import LAYOUT, TENANT, chunk_files, key_file, kv_of, recode, same, secret
@@ -132,7 +133,7 @@ def test_who_has_the_old_file_open_or_mapped_goes_on(tmp_root: Path) -> None:
         reader.close()
 
 
-@pytest.mark.parametrize("shared", [False, True])
+@for_each("shared", [False, True])
 def test_a_node_that_ends_leaves_in_a_cluster_what_others_may_hold_and_else_nothing(
     tmp_root: Path, shared: bool
 ) -> None:
@@ -167,8 +168,8 @@ def test_a_replaced_file_that_could_not_be_removed_is_removed_later() -> None:
         assert [*root.list(staging)] == []
 
 
-@pytest.mark.parametrize("when", ["look", "open", "read", "stage", "replace", "space"])
-@pytest.mark.parametrize("error", [EIO, ENOSPC])
+@for_each("when", ["look", "open", "read", "stage", "replace", "space"])
+@for_each("error", [EIO, ENOSPC])
 def test_a_failure_at_any_step_leaves_the_old_file(tmp_path: Path, when: str, error: Fails) -> None:
     files = MemoryFiles()
     root = FaultyRoot(MemoryRoot(files), [])
@@ -191,7 +192,7 @@ def test_a_failure_at_any_step_leaves_the_old_file(tmp_path: Path, when: str, er
         reads_right(cache)
 
 
-@pytest.mark.parametrize("instead", ["gone", "newer"])
+@for_each("instead", ["gone", "newer"])
 def test_a_file_that_is_another_by_now_is_left_alone(tmp_root: Path, instead: str) -> None:
     class Late(PosixRoot):
         """Somebody else comes between the look and the second name."""
@@ -253,7 +254,7 @@ def test_damaged_and_missing_chunks_are_left_to_others(tmp_root: Path) -> None:
         assert recode(member.node, name, Recoding.COMPRESS) == Recoded(Outcome.GONE)
 
 
-@pytest.mark.parametrize("section_bytes", [1 << 40, 1 << 60, 1 << 63])
+@for_each("section_bytes", [1 << 40, 1 << 60, 1 << 63])
 def test_a_compressed_file_that_claims_sections_of_any_size_takes_no_memory(tmp_root: Path, section_bytes: int) -> None:
     """One file whose header lies ended the whole act, with a MemoryError."""
     with opened(tmp_root) as (member, store):

@@ -14,9 +14,11 @@ from kvstore.format.descent import Ancestry
 from kvstore.format.header import expected_block
 from kvstore.node.recoding import Outcome, Recoding
 from kvstore.root.interface import Root
+from kvstore.root.memory import MemoryFiles, MemoryRoot
 from tests.events.engines import GROUP, SIZE, Prompt, prompt_of, put_blocks
 from tests.events.test_speaker import TOPIC, Publishing
 from tests.events.test_truth import condemn
+from tests.kit.cases import for_each
 from tests.kit.clusters import SPACE, Cluster, cluster, prompt, put
 from tests.kit.events import Following, Ticking
 from tests.kit.strategies import chunk_file
@@ -174,22 +176,21 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG)
-def test_a_file_that_says_nothing_of_use_is_not_told_and_hides_what_is_behind_it(
-    clustered: Cluster, clock: Ticking, wrong: str
-) -> None:
-    node, publishing = clustered.node(), Publishing(clustered, clock)
+@for_each("wrong", WRONG)
+def test_a_file_that_says_nothing_of_use_is_not_told_and_hides_what_is_behind_it(wrong: str) -> None:
     blocks, others, change = prompt_of(1, 4), prompt_of(2, 2), WRONG[wrong]
-    if change is None:
-        keys, buffers = blocks.keys[1:2], [memoryview(bytes(100))]
-        assert node.node.put_blocks(SPACE, keys, buffers).there.all()
-        put_blocks(node, blocks, range(1))
-        put_blocks(node, blocks, range(2, 4))
-    else:
-        put_blocks(node, blocks.saying(1, **change))
-    put_blocks(node, others)
-    publishing.catch_up()
-    assert publishing.index.blocks == told([Prompt(blocks.keys[:1], blocks.descents[:1]), others])
+    with cluster(MemoryRoot(MemoryFiles())) as made:
+        node, publishing = made.node(), Publishing(made, Ticking())
+        if change is None:
+            keys, buffers = blocks.keys[1:2], [memoryview(bytes(100))]
+            assert node.node.put_blocks(SPACE, keys, buffers).there.all()
+            put_blocks(node, blocks, range(1))
+            put_blocks(node, blocks, range(2, 4))
+        else:
+            put_blocks(node, blocks.saying(1, **change))
+        put_blocks(node, others)
+        publishing.catch_up()
+        assert publishing.index.blocks == told([Prompt(blocks.keys[:1], blocks.descents[:1]), others])
 
 
 def test_a_key_that_does_not_give_the_name_of_its_file_is_not_told(clustered: Cluster, clock: Ticking) -> None:

@@ -15,6 +15,7 @@ from kvstore.root.memory import MemoryFiles, MemoryRoot
 from tests.events.engines import Prompt, prompt_of, put_blocks
 from tests.events.test_speaker import TOPIC, Publishing
 from tests.events.test_truth import condemn
+from tests.kit.cases import for_each
 from tests.kit.clusters import Cluster, cluster
 from tests.kit.events import Ticking
 from tests.kit.stores import TINY
@@ -114,7 +115,7 @@ def test_engines_of_other_sizes_have_other_wholes(clustered: Cluster, clock: Tic
     assert publishing.index.blocks.keys() == {*three.hashes, *two.hashes}
 
 
-@pytest.mark.parametrize("seed", range(6))
+@for_each("seed", range(6))
 def test_what_is_told_is_what_all_ranks_have_whatever_happens(seed: int) -> None:
     chance, clock = random.Random(seed), Ticking()
     with cluster(MemoryRoot(MemoryFiles())) as made:

@@ -12,6 +12,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.namespace import Namespace
 from kvstore_gc.config import Config, Share, read_config
 from kvstore_gc.policy import Order
+from tests.kit.cases import for_each
 
 LAYOUT = Layout(layers=1, kv_heads=1, head_dim=4, dtype="int8", chunk_tokens=4)
 ALL = """
@@ -66,8 +67,8 @@ def test_the_tenant_without_a_name_can_have_a_quota(tmp_path: Path) -> None:
     assert found.goals(spaces, None).quotas[0].namespaces == {spaces[1].id}
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
+@for_each(
+    "text, says",
     [
         ("ttl = ", "is not TOML"),
         ('tll = "7d"', "'tll'"),

@@ -26,6 +26,7 @@ from kvstore.root.posix import PosixRoot
 from kvstore.sources import RandomIds, SystemClock
 from kvstore_gc.cli import command
 from tests.cli.conftest import PATIENCE_S, SOURCE, Running, descendants, eventually, serving
+from tests.kit.cases import for_each
 from tests.kit.collecting import bounded_to
 from tests.kit.etcd import frozen, running_etcd
 
@@ -42,8 +43,8 @@ def called(*arguments: str) -> Result:
     return CliRunner().invoke(command, list(arguments), prog_name="kvstore-gc")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
+@for_each(
+    "arguments, says",
     [
         (("--root", "memory://gc", "--once"), "give --etcd"),
         (ENOUGH, "give --once"),
@@ -71,8 +72,8 @@ def test_a_wrong_value_in_a_policy_is_wrong_use(tmp_path: Path) -> None:
     assert result.exit_code == 2 and "is not a duration" in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("policy", "says"),
+@for_each(
+    "policy, says",
     [
         ("max_bytes = 200", "max_bytes is 200 B, under 1MiB: give a unit"),
         ('[[quota]]\ntenant = "acme"\nmax_bytes = 20', "max_bytes of tenant 'acme' is 20 B, under 1MiB"),

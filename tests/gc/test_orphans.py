@@ -21,6 +21,7 @@ from kvstore_gc.capacity import Watermarks
 from kvstore_gc.orphans import Orphans
 from kvstore_gc.safety import Timings
 from kvstore_gc.site import Site
+from tests.kit.cases import for_each
 from tests.kit.damage import NOW_S, Filled, fill, read, write
 from tests.kit.fake_meta import CountingIds
 from tests.kit.faulty_root import EACCES, EIO, Delay, FaultyRoot, Rule
@@ -276,8 +277,8 @@ def test_on_a_full_root_damaged_files_go_at_once_and_whole_ones_go_back(scene: S
     assert scene.names(places.QUARANTINE) == [] and read(scene.root, scene.filled.name(2)) is not None
 
 
-@pytest.mark.parametrize(
-    ("total", "free", "max_bytes", "gone"),
+@for_each(
+    "total, free, max_bytes, gone",
     [(1000, 50, None, 3), (1000, 950, None, 1), (1000, 950, 500, 2), (1000, 50, 500, 3), (None, None, 500, 2)],
 )
 def test_before_the_first_survey_the_file_system_tells_how_full_the_root_is(

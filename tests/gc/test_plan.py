@@ -22,6 +22,7 @@ from kvstore_gc.plan import Decision, Reason, SweepPlan, decide, explain, plan_s
 from kvstore_gc.policy import Order
 from kvstore_gc.survey import survey
 from kvstore_gc.threads import inline
+from tests.kit.cases import for_each
 from tests.kit.chains import NOW_S, SHARD_BITS, SHARDS, SPACES, Chunk, entries, forests, loose, root_of, stamp
 
 
@@ -227,8 +228,8 @@ def test_what_is_no_chunk_is_kept_and_has_no_verdict() -> None:
     assert explain(chunk.shard, odd, decision) is None
 
 
-@pytest.mark.parametrize(
-    ("wrong", "said"),
+@for_each(
+    "wrong, said",
     [
         ({"ttl_s": -1}, "ttl_s=-1"),
         ({"ttl_s": float("nan")}, "ttl_s=nan"),

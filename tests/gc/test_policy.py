@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from kvstore.hints import TTL_CLASSES_S, Hints
 from kvstore.recency import DEPTH_MAX, NS_PER_S, QUANTUM_S, decode, stamp_ns, superseded_ns
 from kvstore_gc.policy import TIE_BITS, Column, Order, Uses, expired, ranks, weighted_age_s
+from tests.kit.cases import for_each
 from tests.kit.chains import NOW_S, Chunk, forests, stamp
 
 HOUR_S = 3600
@@ -82,7 +83,7 @@ def test_lru_takes_the_least_recently_used_however_often_it_was_used(quanta: int
     assert rank_of(newer, order=Order.LRU) > rank_of(older, order=Order.LRU)
 
 
-@pytest.mark.parametrize("age_s", [600, HOUR_S, 30 * 24 * HOUR_S])
+@for_each("age_s", [600, HOUR_S, 30 * 24 * HOUR_S])
 def test_two_more_uses_outlast_half_the_age_at_any_scale(age_s: int) -> None:
     once = rank_of(stamp(age_s))
     assert rank_of(stamp(int(1.8 * age_s), uses=2)) > once > rank_of(stamp(int(2.2 * age_s), uses=2))
@@ -96,7 +97,7 @@ def test_priority_100_is_nearly_last_to_go_and_0_nearly_first() -> None:
     assert steps == sorted(steps) and len(set(steps)) == 101
 
 
-@pytest.mark.parametrize("order", Order)
+@for_each("order", Order)
 def test_an_abandoned_branch_goes_before_what_was_not_used_for_half_a_day(order: Order) -> None:
     left = superseded(stamp(60, uses=3))
     assert rank_of(left, order=order) < rank_of(stamp(12 * HOUR_S), order=order)

@@ -28,6 +28,7 @@ from kvstore_gc.service import BACKOFF_S_MIN, Service
 from kvstore_gc.serving import Collector
 from kvstore_gc.threads import Stopped
 from kvstore_gc.watch import TICK_S, Duties, Watch
+from tests.kit.cases import for_each
 from tests.kit.clusters import site_of
 from tests.kit.fake_meta import FakeClock
 from tests.kit.faulty_root import EIO, FaultyRoot, Hang, Rule
@@ -133,7 +134,7 @@ def test_a_tick_follows_the_space_keeps_the_place_and_shows_the_sign() -> None:
     assert marks.level == Level(980, 1000) and meta.get(keys.gc_full) is not None
 
 
-@pytest.mark.parametrize("generations", [HOST_GENERATIONS, GENERATIONS])
+@for_each("generations", [HOST_GENERATIONS, GENERATIONS])
 def test_s8_a_collector_of_one_host_whose_lease_ended_counts_again(generations: Name) -> None:
     """Nodes wrote on meanwhile, and reported nothing of it."""
     clock, marks = FakeClock(), Watermarks(1000, 0.9)

@@ -22,6 +22,7 @@ from kvstore_gc.histogram import BINS_MAX, Tally
 from kvstore_gc.listing import listed, marks_of
 from kvstore_gc.survey import NAMESPACES_MAX, Survey, survey
 from kvstore_gc.threads import inline
+from tests.kit.cases import for_each
 from tests.kit.chains import NOW_S, SHARD_BITS, SHARDS, SPACES, Chunk, forests, loose, root_of, stamp
 
 TENANT = Quota("tenant a", frozenset(SPACES[1:3]), 1000)
@@ -110,7 +111,7 @@ def test_a_shard_that_does_not_exist_is_empty() -> None:
     assert seen(MemoryRoot(), Goals(), []).used == Tally()
 
 
-@pytest.mark.parametrize("mtime_ns", [-1, -(1 << 63), 1 << 63, 1 << 70])
+@for_each("mtime_ns", [-1, -(1 << 63), 1 << 63, 1 << 70])
 def test_an_mtime_of_no_clock_stops_nothing(mtime_ns: int) -> None:
     chunk = loose(1)[0]
     entry = Entry(chunk.entry.name, Stat(5, mtime_ns))

@@ -23,6 +23,7 @@ from kvstore.meta.presence import Presence
 from kvstore.meta.server import EmbeddedEtcd
 from kvstore.meta.session import Session
 from kvstore.sources import RandomIds, SystemClock
+from tests.kit.cases import for_each
 from tests.kit.certificates import Authority
 from tests.kit.etcd import (
     PATIENCE_S,
@@ -71,8 +72,8 @@ def mute() -> Iterator[str]:
         yield f"127.0.0.1:{listener.getsockname()[1]}"
 
 
-@pytest.mark.parametrize(
-    ("text", "targets", "tls"),
+@for_each(
+    "text, targets, tls",
     [
         ("h:1", ("h:1",), None),
         ("10.0.0.5:2379, h2:2379", ("10.0.0.5:2379", "h2:2379"), None),
@@ -85,7 +86,7 @@ def test_endpoints_are_read_as_people_write_them(text: str, targets: tuple[str, 
     assert Endpoints.parse(text) == Endpoints(targets, tls)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "text",
     ["", " , ", "h", "h:", ":1", "h:0", "h:65536", "h:x", "ftp://h:1", "http://h:1/path", "::1:2", "http://h:1,h:2"],
 )
@@ -94,7 +95,7 @@ def test_bad_endpoints_are_invalid(text: str) -> None:
         EtcdMeta(text)
 
 
-@pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), 1e9])
+@for_each("timeout_s", [0, -1, float("nan"), 1e9])
 def test_a_deadline_that_is_none_is_invalid(timeout_s: float) -> None:
     with pytest.raises(InvalidRequest, match="timeout_s"):
         EtcdMeta("h:1", timeout_s=timeout_s)

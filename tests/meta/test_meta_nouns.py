@@ -22,6 +22,7 @@ from kvstore.meta.roots import bind_root, bound_root
 from kvstore.meta.session import Session
 from kvstore.namespace import Namespace, NamespaceDigest
 from kvstore.sources import RandomIds
+from tests.kit.cases import for_each
 from tests.kit.etcd import PATIENCE_S
 from tests.kit.fake_meta import FakeClock
 from tests.kit.faulty_meta import Fault, FaultyMeta, Rule
@@ -199,8 +200,8 @@ def test_the_largest_pin_fits_and_larger_ones_are_refused(store: Store) -> None:
         pins.pin("me", [*chunks, chunks[0]], 60, 1, NAMESPACE)
 
 
-@pytest.mark.parametrize(
-    ("owner", "count", "ttl_s", "tokens"),
+@for_each(
+    "owner, count, ttl_s, tokens",
     [
         ("", 1, 60, 1),
         ("o" * 257, 1, 60, 1),
@@ -279,9 +280,7 @@ def test_an_unpin_that_stays_unknown_is_unavailable(node: Node) -> None:
     assert node.pins.list() == (pin,)
 
 
-@pytest.mark.parametrize(
-    "value", [b"", b"KVREF1\0\0", b"KVREF1\0\0\xff\0\0\0{}", b"KVREF1\0\0\x02\0\0\0{}abc", b"KVREF2\0\0"]
-)
+@for_each("value", [b"", b"KVREF1\0\0", b"KVREF1\0\0\xff\0\0\0{}", b"KVREF1\0\0\x02\0\0\0{}abc", b"KVREF2\0\0"])
 def test_a_ref_that_cannot_be_understood_is_never_ignored(node: Node, value: bytes) -> None:
     node.store.txn((), _put(KEYS.ref("me", PinId(bytes(16))), value))
     with pytest.raises(RootMismatch, match="is not a ref"):
@@ -303,7 +302,7 @@ def test_another_root_under_a_known_url_is_a_wrong_mount(store: Store) -> None:
     bind_root(store.meta, url + "/2", two)
 
 
-@pytest.mark.parametrize("fault", [Fault.REPLY_LOST, Fault.NOT_SENT])
+@for_each("fault", [Fault.REPLY_LOST, Fault.NOT_SENT])
 def test_a_binding_whose_reply_was_lost_is_read_back(node: Node, fault: Fault) -> None:
     node.meta.add(Rule(fault, ("txn",), times=1))
     bind_root(node.meta, "file:///a", bytes(16))

@@ -15,6 +15,7 @@ from kvstore.meta.presence import Presence
 from kvstore.meta.session import Session, SessionRecord
 from kvstore.meta.workers import WorkerRecord, Workers
 from kvstore.sources import RandomIds
+from tests.kit.cases import for_each
 from tests.kit.etcd import PATIENCE_S, eventually
 from tests.kit.fake_meta import CountingIds, FakeClock
 from tests.kit.faulty_meta import Fault, FaultyMeta, Rule
@@ -62,7 +63,7 @@ def test_a_session_begins_with_its_key_under_its_lease_and_nothing_announced(sto
     assert not session.alive
 
 
-@pytest.mark.parametrize("ttl_s", [0, 1, 3601])
+@for_each("ttl_s", [0, 1, 3601])
 def test_a_ttl_out_of_range_is_invalid(ttl_s: int) -> None:
     with pytest.raises(InvalidRequest, match="ttl_s"):
         Session.open(MemoryMeta(), KEYS, clock=FakeClock(), ids=RandomIds(), ttl_s=ttl_s)

@@ -24,6 +24,7 @@ from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryRoot
 from kvstore.root.twins import TWIN_BYTES_MAX, list_twins, read_twin, remove_twin, write_twin
 from kvstore.sources import RandomIds
+from tests.kit.cases import for_each
 from tests.kit.fake_meta import CountingIds, FakeClock
 from tests.kit.faulty_meta import Fault, FaultyMeta, Rule
 from tests.kit.faulty_root import EIO, ENOSPC, EROFS, FaultyRoot
@@ -98,7 +99,7 @@ def test_c5_the_twin_is_there_before_the_key() -> None:
     assert node.meta.operations_count - before == 2, "the quotas were looked at, and nothing was put"
 
 
-@pytest.mark.parametrize("fault", [Fault.NOT_SENT, Fault.LATE, Fault.REPLY_LOST])
+@for_each("fault", [Fault.NOT_SENT, Fault.LATE, Fault.REPLY_LOST])
 def test_c5_a_pin_that_failed_leaves_no_twin(fault: Fault) -> None:
     node = Node()
     node.meta.add(Rule(fault, ("txn", "get"), key="", times=None))
@@ -109,7 +110,7 @@ def test_c5_a_pin_that_failed_leaves_no_twin(fault: Fault) -> None:
     assert node.refs == node.twins == {}
 
 
-@pytest.mark.parametrize("operation", ["grant", "count", "txn"])
+@for_each("operation", ["grant", "count", "txn"])
 def test_c5_a_pin_without_etcd_leaves_no_twin(operation: str) -> None:
     node = Node()
     node.meta.add(Rule(Fault.NOT_SENT, (operation,)))
@@ -172,9 +173,7 @@ def test_c5_unpin_removes_the_twin_that_a_wiped_etcd_left() -> None:
     assert list(node.twins) == [places.twin("a/b", other.id)]
 
 
-@pytest.mark.parametrize(
-    "owner", [".", "..", "../..", "a/../b", "/", "ü" * 128, "o" * 256, "=", "%2E", " ", "\0", "a\nb"]
-)
+@for_each("owner", [".", "..", "../..", "a/../b", "/", "ü" * 128, "o" * 256, "=", "%2E", " ", "\0", "a\nb"])
 def test_any_owner_has_a_twin_of_its_own_inside_the_folder(owner: str) -> None:
     node = Node()
     pin = node.pin(owner)

@@ -12,6 +12,7 @@ from kvstore.address import Address
 from kvstore.errors import RootMismatch
 from kvstore.meta.keys import Keys, SweepId
 from kvstore.meta.sweeps import EXACT_MAX, NO_NONCE, VICTIMS_MAX, Condemned, Members, Seq
+from tests.kit.cases import for_each
 
 SWEEP, CHECKSUM = SweepId(b"s" * 16), b"c" * 16
 
@@ -21,7 +22,7 @@ def addresses(count: int, seed: int = 1) -> list[Address]:
     return [Address(source.randbytes(16)) for _ in range(count)]
 
 
-@pytest.mark.parametrize("count", [1, 2, EXACT_MAX, EXACT_MAX + 1, 5_000, VICTIMS_MAX])
+@for_each("count", [1, 2, EXACT_MAX, EXACT_MAX + 1, 5_000, VICTIMS_MAX])
 def test_every_victim_is_condemned_exactly_or_by_a_filter(count: int) -> None:
     victims = addresses(count)
     record = Condemned.from_bytes(Condemned.of_victims(SWEEP, CHECKSUM, victims).to_bytes())

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvstore.errors import InvalidRequest
 from kvstore.planning import Plan, Prompts, Step, make_plan, pack
+from tests.kit.cases import for_each
 
 PROMPTS = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=20), max_size=12)
 
@@ -81,7 +82,7 @@ def test_a_prompt_waits_for_memory_and_a_large_one_runs_alone() -> None:
     assert begun == [(0, 0), (4, 1), (8, 2)]
 
 
-@pytest.mark.parametrize("wrong", [{"step_tokens": 0}, {"memory_tokens": 0}])
+@for_each("wrong", [{"step_tokens": 0}, {"memory_tokens": 0}])
 def test_a_wrong_argument_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match=next(iter(wrong))):
         pack(plan_of([[1]], [1]), 1, **{"step_tokens": 1, "memory_tokens": 1, **wrong})

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvstore.errors import InvalidRequest
 from kvstore.planning import Plan, Prompts, grouping, make_plan
+from tests.kit.cases import for_each
 from tests.planning.brute import Batch
 
 PROMPT = st.lists(st.sampled_from([0, 0, 0, 1]), min_size=1, max_size=8)
@@ -136,8 +137,8 @@ def test_what_is_shared_is_asked_once() -> None:
     assert len(asked) == 2
 
 
-@pytest.mark.parametrize(
-    ("prompts", "said"),
+@for_each(
+    "prompts, said",
     [
         ([[1], []], "prompt 1 is empty"),
         ([[1], "text"], "prompt 1: tokens are a str"),
@@ -150,8 +151,8 @@ def test_a_prompt_that_is_wrong_is_named(prompts: Any, said: str) -> None:
         Prompts.of_tokens(prompts)
 
 
-@pytest.mark.parametrize(
-    ("prompts", "lengths", "said"),
+@for_each(
+    "prompts, lengths, said",
     [
         ([[b"a"], b"ab"], None, "prompt 1 is one bytes"),
         ([[b"a"]], [40], "prompt 0 has 1 blocks of 16 tokens and length 40"),
@@ -165,8 +166,8 @@ def test_names_that_do_not_fit_are_refused(prompts: Any, lengths: Any, said: str
         Prompts.of_blocks(prompts, 16, lengths)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "said"),
+@for_each(
+    "wrong, said",
     [
         ({"memory_tokens": -1}, "memory_tokens=-1"),
         ({"memory_tokens": 2.5}, "memory_tokens=2.5"),

@@ -8,6 +8,7 @@ import pytest
 from kvstore.errors import InvalidRequest
 from kvstore.replay.content import Content, Scratch, replay_layout
 from kvstore.replay.trace import BLOCK_TOKENS, Request
+from tests.kit.cases import for_each
 
 CONTENT = Content(replay_layout(64))
 
@@ -55,7 +56,7 @@ def test_shaped_is_what_the_layout_demands() -> None:
     assert np.array_equal(shaped[1, 0, BLOCK_TOKENS : 2 * BLOCK_TOKENS].reshape(-1).view(np.uint64), kv(1, 2, 3)[2, 1])
 
 
-@pytest.mark.parametrize("place", [0, 40_000, 4 * 40 * 1024 * 8 - 1])
+@for_each("place", [0, 40_000, 4 * 40 * 1024 * 8 - 1])
 def test_one_flipped_bit_anywhere_is_one_wrong_byte(place: int) -> None:
     seeds = CONTENT.seeds(request(*range(40)))
     memory = Scratch(CONTENT).blocks(40)
@@ -72,7 +73,7 @@ def test_another_seed_is_another_world() -> None:
     assert not np.array_equal(seeds, CONTENT.seeds(request(1)))
 
 
-@pytest.mark.parametrize("bytes_per_token", [0, -4, 6, 65_540])
+@for_each("bytes_per_token", [0, -4, 6, 65_540])
 def test_bytes_per_token_must_fill_four_sections(bytes_per_token: int) -> None:
     with pytest.raises(InvalidRequest, match="multiple of 4"):
         replay_layout(bytes_per_token)

@@ -17,6 +17,7 @@ from kvstore.replay import Content, Plan, expect, generate, replay, replay_layou
 from kvstore.replay.lane import OVERLOADED_TRIES_MAX, Lane
 from kvstore.replay.trace import BLOCK_TOKENS, Request
 from kvstore.results import PutResult
+from tests.kit.cases import for_each
 
 pytestmark = pytest.mark.slow
 
@@ -64,7 +65,7 @@ def test_an_error_of_the_store_ends_all_callers(tmp_path: Path) -> None:
             replay(REQUESTS[:4], opener(missing), plan)
 
 
-@pytest.mark.parametrize(("processes", "threads"), [(0, 1), (1, 0), (1000, 1), (1, 1000)])
+@for_each("processes, threads", [(0, 1), (1, 0), (1000, 1), (1, 1000)])
 def test_a_plan_out_of_range_is_refused(processes: int, threads: int) -> None:
     with pytest.raises(InvalidRequest, match="expected 1 to 256"):
         Plan("trace", 8, processes, threads)
@@ -131,8 +132,8 @@ def part_of_a_put(cache: Cache, tokens: Any, kv: Any, prefix: int, *, write: str
     return cache.put(tokens[:-BLOCK_TOKENS], kv[:, :, :-BLOCK_TOKENS], prefix=prefix)
 
 
-@pytest.mark.parametrize(
-    ("name", "wrong", "said"),
+@for_each(
+    "name, wrong, said",
     [
         ("get", flipped_byte, "wrong bytes"),
         ("get", nothing_written, "wrong bytes"),
@@ -145,7 +146,7 @@ def part_of_a_put(cache: Cache, tokens: Any, kv: Any, prefix: int, *, write: str
     ],
 )
 def test_a_store_that_is_wrong_is_found_out(
-    tmp_root_url: str, monkeypatch: pytest.MonkeyPatch, name: str, wrong: Callable[..., Any], said: str
+    tmp_root: Path, monkeypatch: pytest.MonkeyPatch, name: str, wrong: Callable[..., Any], said: str
 ) -> None:
     honest = Store.namespace
 
@@ -153,7 +154,7 @@ def test_a_store_that_is_wrong_is_found_out(
         return Sabotaged(honest(store, *args, **kwargs), name, wrong)
 
     monkeypatch.setattr(Store, "namespace", namespace)
-    report = replay(REQUESTS, opener(tmp_root_url), PLAN)
+    report = replay(REQUESTS, opener(f"file://{tmp_root}"), PLAN)
     assert not report.ok
     assert any(said in failure for failure in report.failures), report.failures
     assert report.tally.differences

@@ -10,6 +10,7 @@ import pytest
 from kvstore.errors import InvalidRequest
 from kvstore.replay import expect, generate, load_trace, write_trace
 from kvstore.replay.trace import BLOCK_TOKENS, Request
+from tests.kit.cases import for_each
 
 
 def line(**changes: object) -> str:
@@ -31,8 +32,8 @@ def test_a_line_of_the_published_form_is_read(tmp_path: Path) -> None:
     assert load_trace(path)[0].full_blocks == 2
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
+@for_each(
+    "text, said",
     [
         ("nonsense", "not a request"),
         ("[1, 2]", "not a request"),
@@ -89,8 +90,8 @@ def repeats(requests: list[Request]) -> float:
     return again / total
 
 
-@pytest.mark.parametrize(("kind", "ratio"), [("conversation", 0.37), ("agents", 0.64)])
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@for_each("kind, ratio", [("conversation", 0.37), ("agents", 0.64)])
+@for_each("seed", [0, 1, 2])
 def test_generated_traces_repeat_as_many_blocks_as_the_published_ones(kind: str, ratio: float, seed: int) -> None:
     requests = generate(2000, seed=seed, kind=kind)
     assert repeats(requests) == pytest.approx(ratio, abs=0.05)

@@ -27,6 +27,7 @@ from kvstore.errors import PermissionDenied, Unauthenticated, Unavailable
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.v1.kvstore_pb2_grpc import KVStoreStub
 from kvstore.worker.limits import WorkerLimits
+from tests.kit.cases import for_each
 from tests.kit.certificates import Authority
 from tests.kit.patience import slowness, stretched
 from tests.kit.secured import Secured, bearer, secured
@@ -70,7 +71,7 @@ def works(served: Secured, tls: ClientTls, token_file: Path | None = None, bulk:
         assert count == len(TOKENS) and same(array, KV)
 
 
-@pytest.mark.parametrize("bulk", ["grpc", "tcp", "shared"])
+@for_each("bulk", ["grpc", "tcp", "shared"])
 def test_a_client_with_a_certificate_is_served_in_every_way(served: Secured, engine: ClientTls, bulk: str) -> None:
     works(served, engine, bulk=bulk)
 

@@ -18,6 +18,7 @@ from kvstore.client.bulk.way import Bulk
 from kvstore.client.limits import ClientLimits
 from kvstore.errors import KVStoreError, Overloaded, PermissionDenied, Unauthenticated, Unavailable
 from kvstore.meta.etcd import EtcdMeta, EtcdTls
+from tests.kit.cases import for_each
 from tests.kit.certificates import Authority
 from tests.kit.etcd import tls_etcd
 from tests.kit.patience import slowness, stretched
@@ -94,7 +95,7 @@ def test_pins_over_their_quota_are_refused(served: Secured) -> None:
             cache.pin(TOKENS, 60)
 
 
-@pytest.mark.parametrize("bulk", ["grpc", "tcp", "shared"])
+@for_each("bulk", ["grpc", "tcp", "shared"])
 def test_bytes_count_by_whatever_way_they_come_and_go(tmp_path: Path, bulk: str) -> None:
     quotas = {"in": {"bytes_in_per_s": 1}, "out": {"bytes_out_per_s": 1}}
     identities = {"cert:engine": {"in": "write", "out": "write", "free": "write"}}

@@ -35,6 +35,7 @@ from kvstore.sources import SystemClock
 from kvstore.wire.statuses import Busy
 from kvstore.worker.admission import BytesInFlight
 from kvstore.worker.holds import ClientHolds
+from tests.kit.cases import for_each
 from tests.kit.stores import SMALL
 
 WRONG = {
@@ -54,7 +55,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
+@for_each("name", WRONG)
 def test_an_access_file_that_is_wrong_is_refused(name: str) -> None:
     with pytest.raises(InvalidRequest):
         Rules.parse(WRONG[name])
@@ -103,7 +104,7 @@ FORGED: dict[str, Callable[[], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", FORGED)
+@for_each("name", FORGED)
 def test_a_token_that_is_not_ours_is_not_valid(name: str) -> None:
     with pytest.raises(NotKnown) as raised:
         verified(FORGED[name](), KEYS)
@@ -134,9 +135,7 @@ def test_a_token_says_who_until_when_and_bound_to_what() -> None:
     assert bearer.TTL_S_MAX == 7 * 86_400
 
 
-@pytest.mark.parametrize(
-    ("mode", "good"), [(0o600, True), (0o400, True), (0o644, False), (0o660, False), (0o604, False)]
-)
+@for_each("mode, good", [(0o600, True), (0o400, True), (0o644, False), (0o660, False), (0o604, False)])
 def test_a_secret_that_others_can_read_is_refused(tmp_path: Path, mode: int, good: bool) -> None:
     path = tmp_path / "secret"
     path.write_text("very secret")

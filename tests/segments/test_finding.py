@@ -15,6 +15,7 @@ from kvstore.segments.index import Index, windows
 from kvstore.segments.match import Match
 from kvstore.segments.search import STARTS_MAX, Range, Search
 from kvstore.wire.messages import unpack_places
+from tests.kit.cases import for_each
 from tests.segments.stored import Stored
 
 SIZE = 4
@@ -108,7 +109,7 @@ def test_s9_what_is_new_is_cut_into_pieces_from_where_the_last_match_ended() -> 
     assert [match.start for match in stored.anywhere(tokens, 1)] == [1, 6, 10, 14]
 
 
-@pytest.mark.parametrize("starts", ([-1], [3, 3], [5, 2], [51]))
+@for_each("starts", ([-1], [3, 3], [5, 2], [51]))
 def test_s8_boundaries_that_do_not_ascend_are_refused(starts: list[int]) -> None:
     with pytest.raises(InvalidRequest, match="ascending places"):
         Search.of(np.arange(50, dtype=np.uint32), starts)
@@ -158,14 +159,14 @@ def test_s3_a_segment_that_was_not_found_whole_is_computed_from_its_first_token(
     assert finding.missing_given([(3, 20), (20, 23)], [found], SIZE) == [range(3, 19)]
 
 
-@pytest.mark.parametrize(("packed", "says"), [(bytes(7), "4 for each"), (bytes(4 * (STARTS_MAX + 1)), "limit")])
+@for_each("packed, says", [(bytes(7), "4 for each"), (bytes(4 * (STARTS_MAX + 1)), "limit")])
 def test_starts_are_bounded_before_any_of_them_is_decoded(packed: bytes, says: str) -> None:
     assert unpack_places(bytes(4 * STARTS_MAX)) == [0] * STARTS_MAX
     with pytest.raises(InvalidRequest, match=says):
         unpack_places(packed)
 
 
-@pytest.mark.parametrize(("looks", "questions"), [(0, 0), (2, 0), (4, 0), (5, 1), (6, 2)])
+@for_each("looks, questions", [(0, 0), (2, 0), (4, 0), (5, 1), (6, 2)])
 def test_s10_a_search_whose_time_is_over_ends(monkeypatch: pytest.MonkeyPatch, looks: int, questions: int) -> None:
     """It looks at the time before each of four blocks of offsets, and before each round of questions."""
     monkeypatch.setattr(finding, "BLOCK", 10)

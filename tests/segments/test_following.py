@@ -30,6 +30,7 @@ from kvstore.root.posix import PosixRoot
 from kvstore.segments.index import Index, windows
 from tests.encodings.test_node import names_of
 from tests.kit import faulty_root as faulty
+from tests.kit.cases import for_each
 from tests.kit.faulty_root import FaultyRoot
 from tests.kit.keyed import recode
 from tests.kit.patience import PATIENCE_S, eventually
@@ -238,7 +239,7 @@ def test_s10_compressed_segments_are_found_too(tmp_path: Path, monkeypatch: pyte
         assert listing.lengths() == [3, 3, 3]
 
 
-@pytest.mark.parametrize("depth", [CHAIN_CHUNKS_MAX, (1 << 32) - 1])
+@for_each("depth", [CHAIN_CHUNKS_MAX, (1 << 32) - 1])
 def test_s10_a_depth_that_no_prompt_has_is_left_out_and_nothing_else(tmp_path: Path, depth: int) -> None:
     root = PosixRoot(tmp_path)
     with Store(LocalPort(member_on(root))) as store:

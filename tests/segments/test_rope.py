@@ -12,6 +12,7 @@ import pytest
 from kvstore.errors import InvalidRequest
 from kvstore.segments import Rope, Style
 from kvstore.segments.rope import POSITION_MAX
+from tests.kit.cases import for_each
 
 LLAMA = {
     "model_type": "llama",
@@ -40,8 +41,8 @@ def test_settings_come_from_a_mapping_an_object_and_a_model_of_texts() -> None:
     assert Rope.of(newer).digest == rope.digest
 
 
-@pytest.mark.parametrize(
-    ("changed", "dims", "style"),
+@for_each(
+    "changed, dims, style",
     (
         ({"head_dim": 64}, 64, Style.HALF),
         ({"partial_rotary_factor": 0.5}, 64, Style.HALF),
@@ -57,8 +58,8 @@ def test_the_rotated_part_of_a_head_and_its_pairs(changed: dict[str, Any], dims:
     assert (rope.dims, rope.style) == (dims, style)
 
 
-@pytest.mark.parametrize(
-    ("changed", "reason"),
+@for_each(
+    "changed, reason",
     (
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic' is refused.*length of the prompt"),
         ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "'longrope' is refused.*length of the prompt"),
@@ -138,8 +139,8 @@ def test_s2_the_digest_tells_all_settings_apart_that_change_keys() -> None:
     assert hash(rope) == hash(replace(rope))
 
 
-@pytest.mark.parametrize(
-    ("settings", "reason"),
+@for_each(
+    "settings, reason",
     (
         ({"dims": 7}, "expected an even number"),
         ({"theta": 0}, "expected a positive number"),

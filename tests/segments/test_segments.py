@@ -35,6 +35,7 @@ from kvstore.segments.search import Search
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.writes import WriteMode
 from tests.kit import faulty_root as faulty
+from tests.kit.cases import for_each
 from tests.kit.faulty_root import FaultyRoot, Flipped
 from tests.kit.patience import PATIENCE_S, eventually
 from tests.kit.stores import member_of, member_on
@@ -98,23 +99,23 @@ def segments_of_nobody() -> Namespace:
     return naming.segments_of(Namespace.of("m", LAYOUT, "weights"), ROPE.digest, SIZE)
 
 
-@pytest.mark.parametrize("boundaries", (True, False))
-def test_s12_segments_are_read_into_their_places_with_rotated_keys(store: Store, boundaries: bool) -> None:
+def test_s12_segments_are_read_into_their_places_with_rotated_keys(store: Store) -> None:
     segments = segments_of(store)
     for document in DOCUMENTS:
         assert segments.put(document, kv_of(document)).chunks_written == 3
     prompt, starts = prompt_of(SYSTEM, DOCUMENTS[2], DOCUMENTS[0], QUESTION)
-    matches = segments.find(prompt, starts if boundaries else None, after=5)
-    assert matches == [Match(11, 11 + 24, prompt[11:35]), Match(40, 64, prompt[40:64])]
-    out = np.full(LAYOUT.shape(len(prompt) - 5), 7, np.float32)
-    with segments.hold(matches) as held:
-        assert held.read_into(out, verdict_for(segments), first=5) == matches == held.matches
-    expected = np.full_like(out, 7)
-    for match, document in zip(matches, (DOCUMENTS[2], DOCUMENTS[0]), strict=True):
-        kv = kv_of(document)[:, :, :24]
-        expected[:, 0, match.start - 5 : match.end - 5] = rotate(ROPE, kv[:, 0], match.start)
-        expected[:, 1, match.start - 5 : match.end - 5] = kv[:, 1]
-    assert out.tobytes() == expected.tobytes()
+    for given in (starts, None):
+        matches = segments.find(prompt, given, after=5)
+        assert matches == [Match(11, 11 + 24, prompt[11:35]), Match(40, 64, prompt[40:64])]
+        out = np.full(LAYOUT.shape(len(prompt) - 5), 7, np.float32)
+        with segments.hold(matches) as held:
+            assert held.read_into(out, verdict_for(segments), first=5) == matches == held.matches
+        expected = np.full_like(out, 7)
+        for match, document in zip(matches, (DOCUMENTS[2], DOCUMENTS[0]), strict=True):
+            kv = kv_of(document)[:, :, :24]
+            expected[:, 0, match.start - 5 : match.end - 5] = rotate(ROPE, kv[:, 0], match.start)
+            expected[:, 1, match.start - 5 : match.end - 5] = kv[:, 1]
+        assert out.tobytes() == expected.tobytes()
 
 
 def test_s8_what_begins_before_the_exact_prefix_ends_is_not_found(store: Store) -> None:
@@ -143,7 +144,7 @@ def holds_of(store: Store) -> float:
     return stats.get("client_holds", stats["holds"])
 
 
-@pytest.mark.parametrize("boundaries", (True, False))
+@for_each("boundaries", (True, False))
 def test_s12_what_a_search_finds_is_held_by_the_same_call(store: Store, boundaries: bool) -> None:
     segments = segments_of(store)
     for document in DOCUMENTS:
@@ -168,8 +169,8 @@ def test_s10_the_puts_of_one_client_are_found_by_another(store: Store) -> None:
     assert segments_of(store).find(prompt) == [Match(11, 35, prompt[11:35])]
 
 
-@pytest.mark.parametrize(
-    ("ranges", "kept"),
+@for_each(
+    "ranges, kept",
     [
         ([(11, 35), (40, 64)], 2),
         ([(40, 64), (11, 35)], 1),
@@ -219,7 +220,7 @@ def test_s2_the_namespace_says_what_it_holds(local: Store) -> None:
     assert attributes == {"kv": "segment", "keys": "unrotated", "context": "bos", "rope": ROPE.digest}
 
 
-@pytest.mark.parametrize("kind", ("segment", "verdict"))
+@for_each("kind", ("segment", "verdict"))
 def test_s5_a_namespace_of_segments_opens_only_through_a_model(store: Store, kind: str) -> None:
     with pytest.raises(InvalidRequest, match=r"use cache.segments\(rope\)"):
         store.namespace("m", LAYOUT, attributes={"kv": kind})

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from tests.kit.cases import for_each
 from tests.sim.bugs import BUGS, HOMES
 from tests.sim.profiles_host import BOUND_PROFILES, BY_NAME, HOST_PROFILES
 from tests.sim.run import first_to_find, run
@@ -72,13 +73,13 @@ def test_nothing_breaks_in_a_few_seeds() -> None:
     assert not broken, f"replay one: python -m tests.sim {broken[0][0]} --trace"
 
 
-@pytest.mark.parametrize("name", [profile.name for profile in HOST_PROFILES])
+@for_each("name", [profile.name for profile in HOST_PROFILES])
 def test_nothing_breaks_on_one_host_whose_file_is_removed_and_damaged(name: str) -> None:
     broken = [(seed, outcome.violation) for seed in range(4) if (outcome := run(seed, profile=BY_NAME[name])).violation]
     assert not broken, f"replay one: python -m tests.sim {broken[0][0]} --profile {name} --trace"
 
 
-@pytest.mark.parametrize("name", [profile.name for profile in BOUND_PROFILES])
+@for_each("name", [profile.name for profile in BOUND_PROFILES])
 def test_the_bound_holds_on_one_host_whatever_ends_and_begins(name: str) -> None:
     broken = [(seed, outcome.violation) for seed in range(4) if (outcome := run(seed, profile=BY_NAME[name])).violation]
     assert not broken, f"replay one: python -m tests.sim {broken[0][0]} --profile {name} --trace"
@@ -99,7 +100,7 @@ def test_a_planted_bug_is_found(bug: str) -> None:
     assert outcome, f"{bug} breaks nothing in {HOME_SEEDS_MAX} seeds of {HOMES[bug]}: python -m tests.sim --bugs {bug}"
 
 
-@pytest.mark.parametrize("bug", sorted(BUGS))
+@for_each("bug", sorted(BUGS))
 def test_a_bug_can_be_planted(bug: str) -> None:
     """Most are looked for by ``make sim-bugs`` alone, which nobody runs for a new name in the code."""
     with BUGS[bug]():

@@ -10,6 +10,7 @@ from collections import Counter
 import pytest
 
 from kvstore.meta.session import TTL_S
+from tests.kit.cases import for_each
 from tests.kit.watch_page import series_names
 from tests.kit.watch_queries import DEPLOY, RULES, RULES_TEST, used
 
@@ -54,10 +55,9 @@ def test_every_alert_has_a_test_in_which_it_fires_and_one_in_which_it_does_not()
 
 
 @NEEDS_PROMTOOL
-@pytest.mark.parametrize(
+@for_each(
     "arguments",
     [("check", "rules", "alerts.yml"), ("test", "rules", "alerts_test.yml"), ("check", "config", "prometheus.yml")],
-    ids=" ".join,
 )
 def test_promtool_accepts_what_ships(arguments: tuple[str, ...]) -> None:
     ended = subprocess.run(

@@ -7,12 +7,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 import kvstore
 from kvstore.client.cache import Cache
 from kvstore.client.store import Store
 from tests.kit.arenas import MEMORY_BYTES, filled, lose, serving_memory
+from tests.kit.cases import for_each
 from tests.kit.patience import eventually
 from tests.kit.transports import MEDIUM, WAYS, tokens_and_kv
 from tests.kit.workers import connected, serving
@@ -60,9 +60,9 @@ def got_blocks(cache: Cache) -> int:
     return sum(map(len, buffers))
 
 
-@pytest.mark.parametrize("read", [got, viewed, by_layer, got_blocks])
-@pytest.mark.parametrize("tier", ["memory", "root"])
-@pytest.mark.parametrize("way", ["embedded", *WAYS])
+@for_each("read", [got, viewed, by_layer, got_blocks])
+@for_each("tier", ["memory", "root"])
+@for_each("way", ["embedded", *WAYS])
 def test_every_byte_counts_once_in_its_tier(way: str, tier: str, read: Callable[[Cache], int], tmp_root: Path) -> None:
     with store_by(way, tier, tmp_root) as store:
         cache = store.namespace("m", MEDIUM)
@@ -83,8 +83,8 @@ def test_every_byte_counts_once_in_its_tier(way: str, tier: str, read: Callable[
         assert counted() == want
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("read", [viewed, by_layer])
+@for_each("way", WAYS)
+@for_each("read", [viewed, by_layer])
 def test_a_prompt_in_two_tiers_counts_in_both(way: str, read: Callable[[Cache], int], tmp_root: Path) -> None:
     with serving_memory(tmp_root) as served, connected(served, bulk=way) as store:
         lose(served, filled(served, TOKENS, KV, MEDIUM), COUNT // 2, COUNT)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.cases import for_each
 from tests.kit.watch_page import documented, series_names
 from tests.kit.watch_queries import ADDED, DASHBOARDS, grouped, panels, shown, used
 
@@ -27,7 +28,7 @@ def queries(dashboard: Path) -> list[str]:
     return [target["expr"] for panel in panels(dashboard) for target in panel["targets"]]
 
 
-@pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda path: path.stem)
+@for_each("dashboard", DASHBOARDS)
 def test_every_metric_and_label_of_a_dashboard_is_documented(dashboard: Path) -> None:
     known = series_names() | {"up"}
     for query in queries(dashboard):
@@ -40,7 +41,7 @@ def test_every_metric_and_label_of_a_dashboard_is_documented(dashboard: Path) ->
         assert grouped(query) <= there, f"groups by {grouped(query) - there}: {query}"
 
 
-@pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda path: path.stem)
+@for_each("dashboard", DASHBOARDS)
 def test_every_panel_says_what_it_shows(dashboard: Path) -> None:
     said = json.loads(dashboard.read_text())
     assert said["title"] and said["uid"] and said["description"]

@@ -21,6 +21,7 @@ from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.messages import parse, sealed, trace_of, traced
 from kvstore.wire.statuses import BrokenTransfer
+from tests.kit.cases import for_each
 from tests.kit.stores import SMALL, kv_of
 from tests.kit.workers import WAIT_S, connected, opened, raw_stub, serving
 
@@ -65,7 +66,7 @@ def ended(lines: list[dict[str, object]], method: str) -> list[dict[str, object]
 # Request ids
 
 
-@pytest.mark.parametrize(("way", "path"), [("grpc", "grpc"), ("tcp", "tcp"), ("shared", "unix")])
+@for_each("way, path", [("grpc", "grpc"), ("tcp", "tcp"), ("shared", "unix")])
 def test_the_worker_logs_the_id_that_the_caller_gave(way: str, path: str, tmp_path: Path) -> None:
     with logged() as lines, serving(tmp_path) as served, connected(served, bulk=way) as store:
         cache = store.namespace("m", SMALL)
@@ -126,7 +127,7 @@ def test_a_trace_in_a_bulk_request_is_sealed_and_nobody_has_to_know_it() -> None
 # Spans
 
 
-@pytest.mark.parametrize("way", ["grpc", "tcp", "shared"])
+@for_each("way", ["grpc", "tcp", "shared"])
 def test_one_get_is_one_trace_from_the_client_to_the_file(way: str, tmp_path: Path) -> None:
     with serving(tmp_path) as served, connected(served, bulk=way) as store:
         cache = store.namespace("m", SMALL)

@@ -9,7 +9,6 @@ from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
-import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -26,6 +25,7 @@ from kvstore.replay.content import KvBytes
 from kvstore.replay.trace import BLOCK_TOKENS, Request
 from kvstore.tokens import TokenArray
 from kvstore.worker.exposition import Exposition
+from tests.kit.cases import for_each
 from tests.kit.workers import Served, connected, serving
 
 REQUESTS = generate(60, seed=3)
@@ -147,7 +147,7 @@ def truth(requests: list[Request]) -> Ratio:
     return expect(requests).blocks * BLOCK_TOKENS, sum(each.full_blocks for each in requests) * BLOCK_TOKENS
 
 
-@pytest.mark.parametrize("way", WAYS)
+@for_each("way", WAYS)
 def test_a_replay_and_the_counters_say_the_same(tmp_root: Path, way: str) -> None:
     with opened(way, tmp_root) as (store, counted):
         report = replay(REQUESTS, lambda: nullcontext(store), Plan("trace", 8))  # type: ignore[arg-type, return-value]
@@ -157,8 +157,8 @@ def test_a_replay_and_the_counters_say_the_same(tmp_root: Path, way: str) -> Non
         assert report.hit_ratio == matched / asked
 
 
-@pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize("way", WAYS)
+@for_each("use", USES)
+@for_each("way", WAYS)
 def test_each_request_counts_once(tmp_root: Path, way: str, use: Callable[..., None]) -> None:
     with opened(way, tmp_root) as (store, counted):
         cache = store.namespace("trace", LAYOUT)
@@ -168,8 +168,8 @@ def test_each_request_counts_once(tmp_root: Path, way: str, use: Callable[..., N
         assert counted() == truth(FEW)
 
 
-@pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize("way", ["grpc", "tcp", "shared"])
+@for_each("use", USES)
+@for_each("way", ["grpc", "tcp", "shared"])
 def test_a_request_counts_once_where_its_calls_go_to_different_workers(
     tmp_root: Path, way: str, use: Callable[..., None]
 ) -> None:

@@ -30,6 +30,7 @@ from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.metrics_server import start_metrics
 from kvstore.worker.worker import Worker
+from tests.kit.cases import for_each
 from tests.kit.etcd import running_etcd
 from tests.kit.faulty_root import FaultyRoot, Hang, Rule
 from tests.kit.patience import stretched
@@ -70,7 +71,7 @@ def health_of(channel: grpc.Channel, service: str = "") -> int:
 # Listening
 
 
-@pytest.mark.parametrize("listen", ["127.0.0.1:0", "localhost:0"])
+@for_each("listen", ["127.0.0.1:0", "localhost:0"])
 def test_port_0_is_chosen_and_said(listen: str) -> None:
     with serving(listen=listen) as served, connected(served) as store:
         assert int(served.address.rpartition(":")[2]) > 0
@@ -103,7 +104,7 @@ def test_two_workers_on_one_port_are_an_error() -> None:
         second.stop()
 
 
-@pytest.mark.parametrize("listen", ["", "127.0.0.1", ":7070", "127.0.0.1:http", "127.0.0.1:70000", "127.0.0.1:-1"])
+@for_each("listen", ["", "127.0.0.1", ":7070", "127.0.0.1:http", "127.0.0.1:70000", "127.0.0.1:-1"])
 def test_addresses_that_are_none(listen: str) -> None:
     member = member_on(MemoryRoot(MemoryFiles()))
     worker = Worker(member, listen)
@@ -113,7 +114,7 @@ def test_addresses_that_are_none(listen: str) -> None:
     member.close()
 
 
-@pytest.mark.parametrize("limits", [{"calls_max": 0}, {"idle_s": float("nan")}, {"stream_s_max": 1.0}])
+@for_each("limits", [{"calls_max": 0}, {"idle_s": float("nan")}, {"stream_s_max": 1.0}])
 def test_limits_that_make_no_sense(limits: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match=next(iter(limits))):
         WorkerLimits(**limits)

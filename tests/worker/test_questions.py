@@ -33,6 +33,7 @@ from kvstore.wire.web import Caller
 from kvstore.worker.metrics_server import start_metrics
 from kvstore.worker.questions import Questions
 from tests.kit.arenas import serving_memory
+from tests.kit.cases import for_each
 from tests.kit.secured import secured
 from tests.kit.stores import SMALL, kv_of
 from tests.kit.workers import WAIT_S, Served, connected, eventually, serving
@@ -136,8 +137,8 @@ def test_a_question_is_no_use_and_no_hit(served: Served) -> None:
         assert served.member.node.stats()["requests_match"] == before
 
 
-@pytest.mark.parametrize(
-    ("body", "says"),
+@for_each(
+    "body, says",
     [
         (b"", "Content-Length"),
         (b"{", "cannot be read"),

@@ -19,6 +19,7 @@ from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.v1.kvstore_pb2_grpc import KVStoreStub
 from kvstore.wire.limits import method
 from kvstore.worker.limits import WorkerLimits
+from tests.kit.cases import for_each
 from tests.kit.stores import SMALL, kv_of, same
 from tests.kit.workers import (
     WAIT_S,
@@ -127,7 +128,7 @@ WRONG_PUTS: dict[str, tuple[Callable[[bytes], Iterator[pb.PutRequest]], str]] = 
 }
 
 
-@pytest.mark.parametrize("name", WRONG_PUTS)
+@for_each("name", WRONG_PUTS)
 def test_a_put_that_is_wrong(stub: KVStoreStub, digest: bytes, name: str) -> None:
     messages, says = WRONG_PUTS[name]
     code, message, kind = refused(lambda: stub.Put(messages(digest), timeout=WAIT_S))
@@ -136,7 +137,7 @@ def test_a_put_that_is_wrong(stub: KVStoreStub, digest: bytes, name: str) -> Non
     assert says in message
 
 
-@pytest.mark.parametrize("section", [0, 5, len(SECTIONS) - 1])
+@for_each("section", [0, 5, len(SECTIONS) - 1])
 def test_a_section_that_changed_on_the_way_is_not_stored(
     served: Served, stub: KVStoreStub, digest: bytes, section: int
 ) -> None:
@@ -176,7 +177,7 @@ def unary_calls(digest: bytes, tokens: bytes) -> dict[str, Callable[[KVStoreStub
 NAMES = list(unary_calls(b"", b""))
 
 
-@pytest.mark.parametrize("name", [*NAMES, "Clear", "MatchBlocks", "GetBlocks", "PutBlocks"])
+@for_each("name", [*NAMES, "Clear", "MatchBlocks", "GetBlocks", "PutBlocks"])
 def test_an_unknown_namespace(stub: KVStoreStub, name: str) -> None:
     unknown = bytes(range(32))
     calls = unary_calls(unknown, packed(TOKENS)) | {
@@ -192,7 +193,7 @@ def test_an_unknown_namespace(stub: KVStoreStub, name: str) -> None:
     assert "call OpenNamespace" in message
 
 
-@pytest.mark.parametrize("name", NAMES)
+@for_each("name", NAMES)
 def test_tokens_and_namespaces_that_are_none(stub: KVStoreStub, digest: bytes, name: str) -> None:
     for namespace, tokens, says in ((digest, b"12345", "5 bytes: expected 4 for each"), (b"short", b"", "has 5 bytes")):
         code, message, _ = refused(lambda n=namespace, t=tokens: unary_calls(n, t)[name](stub))  # type: ignore[misc]
@@ -280,7 +281,7 @@ OTHERS: dict[str, tuple[Callable[[KVStoreStub, bytes], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@for_each("name", OTHERS)
 def test_other_requests_that_are_wrong(stub: KVStoreStub, digest: bytes, name: str) -> None:
     call, says = OTHERS[name]
     code, message, _ = refused(lambda: call(stub, digest))
@@ -306,8 +307,8 @@ def test_a_long_message_in_any_script_arrives(served: Served, stub: KVStoreStub)
     assert "💥" * 64 in details
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
+@for_each(
+    "name, kind",
     [("Match", "unary_unary"), ("Get", "unary_stream"), ("Put", "stream_unary"), ("PutBlocks", "stream_unary")],
 )
 def test_bytes_that_are_no_message(served: Served, name: str, kind: str) -> None:
@@ -331,7 +332,7 @@ def test_a_call_that_does_not_exist(served: Served) -> None:
     assert code is grpc.StatusCode.UNIMPLEMENTED
 
 
-@pytest.mark.parametrize("size", [18 << 20, 64 << 20])
+@for_each("size", [18 << 20, 64 << 20])
 def test_a_message_that_is_too_large(served: Served, size: int) -> None:
     with raw_channel(served) as channel:
         match: Any = channel.unary_unary(method("Match"))
@@ -343,7 +344,7 @@ def test_a_message_that_is_too_large(served: Served, size: int) -> None:
         assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-@pytest.mark.parametrize("seed", range(8))
+@for_each("seed", range(8))
 def test_garbage_on_the_socket(served: Served, cache: Cache, seed: int) -> None:
     host, port = served.address.split(":")
     source = random.Random(seed)
@@ -430,8 +431,8 @@ def test_more_bytes_than_allowed_are_refused() -> None:
             assert alone.result().tokens_present == len(TOKENS)
 
 
-@pytest.mark.parametrize(
-    ("limits", "says"),
+@for_each(
+    "limits, says",
     [
         (WorkerLimits(holds_max=2), "2 prompts and"),
         (WorkerLimits(hold_tokens_max=2 * len(TOKENS)), f"{2 * len(TOKENS)} tokens here"),
