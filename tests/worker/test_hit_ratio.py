@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -157,8 +158,7 @@ def test_a_replay_and_the_counters_say_the_same(tmp_root: Path, way: str) -> Non
         assert report.hit_ratio == matched / asked
 
 
-@for_each("use", USES)
-@for_each("way", WAYS)
+@for_each("use, way", zip(USES, itertools.cycle(WAYS)))
 def test_each_request_counts_once(tmp_root: Path, way: str, use: Callable[..., None]) -> None:
     with opened(way, tmp_root) as (store, counted):
         cache = store.namespace("trace", LAYOUT)
@@ -168,8 +168,7 @@ def test_each_request_counts_once(tmp_root: Path, way: str, use: Callable[..., N
         assert counted() == truth(FEW)
 
 
-@for_each("use", USES)
-@for_each("way", ["grpc", "tcp", "shared"])
+@for_each("use, way", zip(USES, itertools.cycle(["grpc", "tcp", "shared"])))
 def test_a_request_counts_once_where_its_calls_go_to_different_workers(
     tmp_root: Path, way: str, use: Callable[..., None]
 ) -> None:
