@@ -144,17 +144,6 @@ def test_tabs_filter_help_and_theme_work_from_the_keyboard(live: Live) -> None:
     page.keys("t")
 
 
-def test_a_chart_is_read_with_the_arrow_keys(live: Live) -> None:
-    live.show("overview", LIGHT)
-    page = live.page
-    page.until(lambda: page.run("return document.querySelectorAll('.plot svg').length") == 8, "all charts are drawn")
-    page.run("document.querySelector('.plot svg').focus()")
-    page.keys(ARROW_LEFT, ARROW_LEFT)
-    tip = "return document.querySelector('.plot .tip').innerText"
-    assert "tokens found" in page.run(tip)
-    assert "Arrow keys" in page.run("return document.querySelector('.plot svg').getAttribute('aria-label')")
-
-
 def test_the_focus_and_what_is_open_stay_while_the_page_goes_on(live: Live) -> None:
     live.show("workers", LIGHT)
     page = live.page
