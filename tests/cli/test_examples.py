@@ -26,10 +26,6 @@ COMMAND_LINES = [
 ]
 
 
-def page_name(page: Path) -> str:
-    return page.relative_to(SOURCE).as_posix()
-
-
 def test_there_are_examples() -> None:
     assert PYTHON[SOURCE / "README.md"]
     assert len([block for blocks in PYTHON.values() for block in blocks]) >= 5

@@ -112,11 +112,3 @@ def test_places_that_cannot_be_written_are_one_line(
 ) -> None:
     result = run("plan", str(batch), "--memory-tokens", "100", *arguments)
     assert result.exit_code == 2 and said in result.stderr and len(result.stderr.splitlines()) == 1
-
-
-def test_a_plan_that_goes_nowhere_says_so(run: Run, batch: Path, tmp_path: Path) -> None:
-    result = run("plan", str(batch), "--memory-tokens", "0.1k", "--json")
-    assert parsed(result)["memory_tokens"] == 100
-    assert result.stderr == "kvstore plan: nothing is written or sent without --output FILE or --server URL\n"
-    assert run("plan", str(batch), "--memory-tokens", "100", "--dry-run").stderr == ""
-    assert run("plan", str(batch), "--memory-tokens", "100", "--output", str(tmp_path / "out")).stderr == ""

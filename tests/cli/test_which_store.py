@@ -137,11 +137,6 @@ def test_the_command_says_its_version(run: Run) -> None:
     assert run("-v").output == run("--version").output == f"kvstore, version {kvstore.__version__}\n"
 
 
-def test_the_collector_says_its_version() -> None:
-    result = CliRunner().invoke(collector, ["--version"], prog_name="kvstore-gc")
-    assert result.stdout == f"kvstore-gc, version {kvstore.__version__}\n"
-
-
 @for_each("shell", ["bash", "zsh", "fish"])
 def test_the_shell_completes_commands(shell: str) -> None:
     script = CliRunner().invoke(app, env={"_KVSTORE_COMPLETE": f"{shell}_source"}, prog_name="kvstore").stdout
@@ -208,26 +203,3 @@ def test_what_is_no_endpoint_is_refused_before_anything_is_started(run: Run, end
     result = run("up", "--root", str(folder), "--listen", "127.0.0.1:0", "--events", endpoint)
     assert result.exit_code == 2 and "is no endpoint: expected tcp://ADDRESS:PORT" in result.stderr
     assert not folder.exists()
-
-
-def test_lookup_and_match_agree_on_nothing_found(run: Run, root: str) -> None:
-    with serving(Path(root)) as served:
-        for tokens, code in (("0,1,2,3", 0), ("7,7,7,7", 1)):
-            for command in ("match", "lookup"):
-                assert run(command, "first", tokens, "--connect", served.address).exit_code == code, command
-    assert run("match", "first", "7,7,7,7", "--root", root).stdout == "0 of 4 tokens\n"
-
-
-def test_a_name_cannot_fake_a_row(run: Run, tmp_root: Path) -> None:
-    with kvstore.open(tmp_root) as store:
-        store.namespace("real\nfake  -  -  1x2x4x1x4 int8  0  0 B\r", LAYOUT)
-    lines = run("ls", "--root", str(tmp_root)).stdout.splitlines()
-    assert len(lines) == 2 and lines[1].startswith(r"real\nfake") and r"0 B\r" in lines[1]
-
-
-def test_a_name_in_an_error_cannot_write_to_the_terminal(run: Run, tmp_root: Path) -> None:
-    with kvstore.open(tmp_root) as store:
-        store.namespace("red\x1b[31m", LAYOUT)
-        store.namespace("two\nlines  here", LAYOUT)
-    said = run("match", "another", "1,2,3,4", "--root", str(tmp_root)).stderr
-    assert r"there are: red\x1b[31m, two\nlines " in said and said.rstrip("\n").isprintable()

@@ -5,27 +5,21 @@ from __future__ import annotations
 import math
 import pickle
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 
 import kvstore
 from kvstore import Layout
-from kvstore.census.selection import Selection
 from kvstore.client import Cache, Store
 from kvstore.client.limits import ClientLimits
 from kvstore.errors import InvalidRequest, RootMismatch, WrongSize
-from kvstore.layout import DTYPES, DType
 from kvstore.node.limits import Limits
-from kvstore.peers.limits import PeerLimits
-from kvstore.worker.limits import WorkerLimits
 from tests.kit.cases import for_each
-from tests.kit.stores import SMALL, TINY, kv_of, same, store_on
-from tests.kit.workers import serving
+from tests.kit.stores import SMALL, kv_of, same, store_on
 
 TOKENS = np.arange(4 * SMALL.chunk_tokens)
 KV = kv_of(SMALL, TOKENS)
@@ -179,22 +173,6 @@ def test_out_says_how_much_is_read(cache: Cache) -> None:
         hold.read_into(np.zeros(SMALL.shape(10), SMALL.numpy_dtype))
 
 
-@for_each("dtype", sorted(DTYPES))
-def test_every_dtype_makes_the_round_trip_bit_for_bit(store: Store, dtype: DType) -> None:
-    layout = Layout(2, 2, 8, dtype, 8)
-    cache = store.namespace(dtype, layout)
-    tokens = range(24)
-    kv = kv_of(layout, tokens)
-    assert cache.put(tokens, kv).tokens_present == 24
-    found = cache.get(tokens)[1]
-    assert found.dtype == DTYPES[dtype] and same(found, kv)
-    with cache.hold(tokens) as hold:
-        assert same(np.concatenate([view.view(np.uint8) for view in hold.view()], axis=2), kv.view(np.uint8))
-        for layer, k, v in hold.layers():
-            assert same(k, kv[layer, 0]) and same(v, kv[layer, 1])
-    assert ml_dtypes.bfloat16 is not None
-
-
 def test_views_are_read_only(cache: Cache) -> None:
     cache.put(TOKENS, KV)
     with cache.hold(TOKENS) as hold:
@@ -297,17 +275,6 @@ def test_blocks_are_read_into_writable_memory_of_their_size(cache: Cache) -> Non
     assert cache.blocks.get([keys[5]], [array]) == [True] and array.tobytes() == payloads[5]
 
 
-def test_a_million_tokens_are_matched_and_stored(store: Store) -> None:
-    layout = Layout(1, 1, 1, "int8", 256)
-    cache = store.namespace("long", layout)
-    tokens = np.arange(1_000_000)
-    kv = np.ones(layout.shape(len(tokens)), np.int8)
-    assert cache.match(tokens) == 0
-    assert cache.put(tokens, kv).tokens_present == 999_936
-    assert cache.match(tokens) == 999_936
-    assert cache.get(tokens)[0] == 999_936
-
-
 @for_each("url", ["", "nonsense://x", "file:relative", "file://host/path"])
 def test_roots_that_are_no_urls(url: str) -> None:
     with pytest.raises((InvalidRequest, RootMismatch)):
@@ -334,21 +301,6 @@ def test_limits_that_contradict_each_other_are_refused() -> None:
         kvstore.open("/nowhere", durability="maybe")  # type: ignore[arg-type]
 
 
-@for_each(
-    "kind, name, given, is_kept",
-    [
-        (Limits, "queue_max", np.uint8(200), 200),
-        (Limits, "meta_deadline_s", np.float32(2.5), 2.5),
-        (ClientLimits, "affinity_slack", np.int64(3), 3),
-        (ClientLimits, "move_s", np.float32(90), 90.0),
-        (ClientLimits, "arena_bytes_max", 2.0**30, 1 << 30),
-    ],
-)
-def test_limits_may_be_numbers_of_numpy(kind: Any, name: str, given: Any, is_kept: float) -> None:
-    kept = getattr(kind(**{name: given}), name)
-    assert kept == is_kept and type(kept) is type(is_kept), "the sums of the store would be in its narrow type"
-
-
 @for_each("kind", [Limits, ClientLimits])
 @for_each("given", [True, "5", None, np.bool_(True), math.nan, -1, 0, np.float32("nan"), 10**400])
 def test_limits_are_positive_numbers(kind: Any, given: Any) -> None:
@@ -357,52 +309,12 @@ def test_limits_are_positive_numbers(kind: Any, given: Any) -> None:
         kind(**{name: given})
 
 
-@for_each(
-    "kind, name, given, most",
-    [
-        (Limits, "follow_s", 1e30, "1,000,000"),
-        (Limits, "known_max", 1 << 64, "2,147,483,648"),
-        (Limits, "lanes", 5000, "4096 threads"),
-        (Limits, "chains_bytes_max", 1 << 60, "281,474,976,710,656"),
-        (ClientLimits, "match_s", math.inf, "1,000,000"),
-        (ClientLimits, "pin_s", 10**12, "1,000,000"),
-        (ClientLimits, "bulk_links_max", 1.5, "whole number"),
-        (Limits, "width", 1.5, "whole number"),
-        (WorkerLimits, "idle_s", math.inf, "1,000,000"),
-        (PeerLimits, "links_max", 0.5, "whole number"),
-    ],
-)
-def test_a_limit_that_threads_or_the_system_would_choke_on_is_refused(
-    kind: Any, name: str, given: Any, most: str
-) -> None:
-    with pytest.raises(InvalidRequest, match=f"{name}=.*{most}"):
-        kind(**{name: given})
-
-
-@for_each("name", ["match_s", "read_s", "write_s", "pin_s", "stats_s", "refresh_s", "probe_s"])
-def test_the_longest_time_that_a_client_may_wait_works(name: str, tmp_root: Path) -> None:
-    limits = ClientLimits(**dict[str, Any]({name: 1e6}))
-    with serving(tmp_root) as served, kvstore.connect(served.address, limits=limits) as store:
-        cache = store.namespace("m", TINY)
-        cache.put(range(8), np.ones(TINY.shape(8), np.int8))
-        assert cache.match(range(8)) == cache.get(range(8))[0] == 8
-        with cache.hold(range(8)) as hold:
-            assert hold.tokens == 8 and len(hold.view()) == 8 // TINY.chunk_tokens
-        assert cache.pin(range(8)).tokens == 8 and len(store.stats_each()) == 1
-        cache.clear()
-
-
 def test_errors_come_out_of_another_process_as_they_were(cache: Cache) -> None:
     cache.blocks.put([b"k" * 16], [b"abc"])
     with pytest.raises(WrongSize) as raised:
         cache.blocks.get([b"k" * 16], [bytearray(9)])
     again = pickle.loads(pickle.dumps(raised.value))
     assert (type(again), str(again), again.hits) == (WrongSize, str(raised.value), [False])
-
-
-def test_a_selection_names_a_whole_digest() -> None:
-    with pytest.raises(InvalidRequest, match=r"expected its digest \(cache.namespace.digest\)"):
-        Selection(namespace=b"1")
 
 
 WORDS = np.array(["a", "b"])
@@ -495,56 +407,3 @@ def test_only_a_selection_is_cleared(store: Store, cache: Cache) -> None:
                 store.clear(everything, **wrong)
     assert store.clear(everything, dry_run=np.bool_(True)).chunks == 4  # type: ignore[arg-type]
     assert cache.match(TOKENS) == len(TOKENS), "nothing was cleared"
-
-
-@for_each(
-    "given, says",
-    [
-        ({"prompts": 5}, "prompts are 5: expected a list of prompts"),
-        ({"prompts": np.array(5)}, r"prompts are array\(5\): expected a list of prompts"),
-        ({"memory_tokens": 10**30}, "memory_tokens=1000.*: expected a whole number of tokens, from 0 to"),
-        ({"memory_tokens": WORDS}, "memory_tokens=array.*: expected a whole number of tokens"),
-        ({"decode_tokens": 1.5}, r"decode_tokens are not whole numbers from 0 \(1\.5\)"),
-        ({"decode_tokens": [2**63]}, "decode_tokens are not whole numbers"),
-        ({"decode_tokens": [[1, 2]]}, "decode_tokens are not whole numbers"),
-    ],
-)
-def test_plans_of_what_makes_no_sense(cache: Cache, given: dict[str, Any], says: str) -> None:
-    with pytest.raises(InvalidRequest, match=says):
-        cache.plan(**{"prompts": [TOKENS], "memory_tokens": 1000, **given})
-    with pytest.raises(InvalidRequest, match=says):
-        cache.blocks.plan(**{"prompts": [[b"k" * 16]], "memory_tokens": 1000, **given})
-
-
-def test_an_array_is_no_name(store: Store, cache: Cache) -> None:
-    for make in (
-        lambda: store.namespace(WORDS, SMALL),  # type: ignore[arg-type]
-        lambda: cache.put(TOKENS, KV, preset=WORDS),  # type: ignore[arg-type]
-        lambda: Layout(1, 1, 8, WORDS),  # type: ignore[arg-type]
-    ):
-        with pytest.raises(InvalidRequest, match="expected"):
-            make()
-
-
-@for_each(
-    "value",
-    ["x" * 10_000, ["x"] * 10_000, np.zeros((100, 100)), {"x": b"y" * 10_000}, 10**5000],
-)
-def test_a_message_has_the_beginning_of_a_long_value(store: Store, tmp_root: Path, value: Any) -> None:
-    calls: list[Callable[[], object]] = [
-        lambda: Layout(value, 1, 8),
-        lambda: Layout(1, 1, 8, value),
-        lambda: store.clear(value),
-        lambda: kvstore.Selection(older_than_s=value),
-        lambda: kvstore.open(tmp_root / "new", durability=value),
-        lambda: kvstore.open(tmp_root / "new", write=value),
-        lambda: kvstore.open(tmp_root / "new", label=value),
-        lambda: kvstore.open(tmp_root / "new", max_bytes=value if isinstance(value, str) else [value]),  # type: ignore[arg-type]
-        lambda: kvstore.connect("127.0.0.1:1", bulk=value),
-        lambda: store.namespace("m", SMALL).put(TOKENS, KV, preset=value),
-        lambda: store.namespace("m", SMALL).prefetch(TOKENS, value),
-    ]
-    for call in calls:
-        with pytest.raises(InvalidRequest) as refused:
-            call()
-        assert len(str(refused.value)) < 300 and "\n" not in str(refused.value)

@@ -209,17 +209,6 @@ def test_a_million_tokens(store: Store) -> None:
         assert cache.refcount(tokens) == 1
 
 
-def test_the_longest_prompt_there_is(store: Store) -> None:
-    layout = Layout(layers=1, kv_heads=1, head_dim=1, dtype="int8", chunk_tokens=65_536)
-    tokens = np.arange(4_194_304)
-    kv = np.zeros(layout.shape(len(tokens)), np.int8)
-    cache = store.namespace("longest", layout)
-    assert cache.put(tokens, kv).tokens_present == len(tokens)
-    assert cache.match(tokens) == len(tokens)
-    with cache.hold(tokens) as hold:
-        assert hold.tokens == len(tokens)
-
-
 # Namespaces
 
 
@@ -387,15 +376,6 @@ def test_blocks_are_pinned_listed_and_released(store: Store, cache: Cache) -> No
     assert store.pins() == []
     cache.clear()
     assert cache.blocks.present(keys) == [False] * 4
-
-
-def test_a_pin_of_blocks_that_are_nowhere_is_none(store: Store, cache: Cache) -> None:
-    for keys in ([], [b"k" * 16]):
-        pin = cache.blocks.pin(keys)
-        assert (pin.tokens, pin.id, pin.release()) == (0, "", False)
-    assert store.pins() == []
-    with pytest.raises(InvalidRequest, match="expected 1 to 2592000 seconds"):
-        cache.blocks.pin([b"k" * 16], ttl=0)
 
 
 def test_a_pin_id_that_is_none(store: Store) -> None:

@@ -408,9 +408,3 @@ def test_each_worker_that_forgot_a_namespace_is_told_it(tmp_root: Path, damage: 
 def test_wrong_ways_to_connect(workers: tuple[str, ...], options: dict[str, Any], says: str) -> None:
     with pytest.raises(InvalidRequest, match=says):
         kvstore.connect(*workers, **options)
-
-
-@for_each("limits", [{"match_s": 0}, {"probe_pause_s_max": 0.01}])
-def test_client_limits_that_make_no_sense(limits: dict[str, float]) -> None:
-    with pytest.raises(InvalidRequest, match=next(iter(limits))):
-        ClientLimits(**limits)  # type: ignore[arg-type]

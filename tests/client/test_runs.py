@@ -365,29 +365,6 @@ def test_tasks_share_a_run_and_one_that_dies_gives_its_group_back(tmp_path: Path
     asyncio.run(main())
 
 
-def test_a_run_of_tasks_is_shared_with_processes_too(tmp_path: Path) -> None:
-    async def shared_by_tasks() -> None:
-        async with kvstore.aio.open(tmp_path / "root", max_bytes=None) as store:
-            plan = await (await store.namespace("m", SMALL)).plan(prompts(), memory_tokens=1 << 20)
-            async with plan.run() as run:
-                with run.share() as shared:
-                    assert await asyncio.to_thread(list, shared) == list(plan.groups)
-                assert run.is_over and not run.failed
-
-    asyncio.run(shared_by_tasks())
-
-
-def test_blocks_are_planned_and_run_by_tasks_too(tmp_path: Path) -> None:
-    async def main() -> list[tuple[int, ...]]:
-        async with kvstore.aio.open(str(tmp_path)) as store:
-            cache = await store.namespace("m", SMALL)
-            plan = await cache.blocks.plan([[b"k" * 16], [b"l" * 16], [b"k" * 16]], memory_tokens=99)
-            async with plan.run() as run:
-                return [group.members async for group in run]
-
-    assert asyncio.run(main()) == [(0, 2), (1,)]
-
-
 def test_a_task_that_is_cancelled_while_it_waits_takes_nothing(tmp_path: Path) -> None:
     async def main() -> None:
         async with kvstore.aio.open(str(tmp_path)) as store:

@@ -14,7 +14,7 @@ import kvstore.client
 from benchmarks.spreading import by_first_chunk, marks_of_blocks, replay, zipf_chats
 from kvstore import Layout
 from kvstore.client import spreading
-from kvstore.client.spreading import Spreading, depth_of, depths, marks_of
+from kvstore.client.spreading import Spreading, depths, marks_of
 from kvstore.namespace import Namespace
 from tests.kit.cases import for_each
 from tests.kit.workers import connected, serving
@@ -40,14 +40,6 @@ def test_a_prefix_has_the_marks_with_which_a_longer_prompt_begins() -> None:
     other = tokens.copy()
     other[7] += 1
     assert marks_of(namespace, other)[:1] == whole[:1] and not set(marks_of(namespace, other)[1:]) & set(whole)
-
-
-def test_depths_are_dense_at_first_and_few_at_the_end() -> None:
-    assert depths(0) == [] and depths(3) == [1, 2, 3]
-    assert depths(40) == [*range(1, 17), *range(18, 33, 2), 36, 40]
-    assert all(depths(count) == [each for each in depths(10_000) if each <= count] for count in range(200))
-    assert len(depths(1 << 20)) < 160
-    assert all(depth_of(len(depths(count))) == max(depths(count)) for count in range(1, 3_000))
 
 
 def test_the_next_turn_of_a_chat_goes_where_the_last_one_was() -> None:
@@ -79,19 +71,6 @@ def test_chats_over_few_system_prompts_hit_as_often_and_load_is_even(workers: in
     before, now = (replay(prompts, workers, 0.3, [rule]) for rule in (by_first_chunk, Spreading().chosen))
     assert now.hit_share >= 0.98 * before.hit_share
     assert now.busiest_calls <= 1.25 and now.busiest_blocks <= 1.25
-
-
-def test_clients_that_know_nothing_of_each_other_keep_eight_workers_even() -> None:
-    now = replay(zipf_chats(4_000), 8, 0.3, [Spreading().chosen for _ in range(4)])
-    assert now.busiest_blocks <= 1.25
-
-
-def test_long_prompts_count_for_more_than_short_ones() -> None:
-    choices, blocks = Spreading(), Counter[str]()
-    for number in range(1_000):
-        prompt = chat(number, 64 if number % 8 == 0 else 1)
-        blocks[choices.chosen(marks_of_blocks(prompt), WORKERS)] += len(prompt)
-    assert max(blocks.values()) <= 1.25 * blocks.total() / len(WORKERS)
 
 
 def test_a_worker_that_joins_or_leaves_moves_few_prompts() -> None:

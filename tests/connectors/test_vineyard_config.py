@@ -129,12 +129,6 @@ def test_ranks_are_apart_and_the_callers_configuration_stays_as_it_is(tmp_root: 
         assert np.array_equal(out, kv)
 
 
-def test_a_rank_without_a_world_size_changes_nothing(tmp_root: Path) -> None:
-    config = FileCacheConfig(root=str(tmp_root / "kv"))
-    with KVCache(config, 16, rank=1) as cache:
-        assert cache.cache_config == config
-
-
 def test_models_and_tenants_are_apart(tmp_root: Path) -> None:
     config, kv = FileCacheConfig(chunk_size=2, root=str(tmp_root / "kv")), kv_of([1, 2], 1, 16)
     with (
@@ -180,17 +174,3 @@ def test_settings_of_the_store_pass_through(tmp_root: Path) -> None:
     KVCache(config, durability="fsync").close()
     with pytest.raises(TypeError, match="unknown_setting"):
         KVCache(config, unknown_setting=1)
-
-
-def test_what_is_no_list_is_refused_and_an_empty_socket_too(tmp_root: Path) -> None:
-    with KVCache(FileCacheConfig(root=str(tmp_root / "kv"), chunk_size=4), 16) as cache:
-        for call in (
-            lambda: cache.query(None, [1, 2, 3, 4], None),  # type: ignore[arg-type]
-            lambda: cache.query(5, [1, 2, 3, 4], []),  # type: ignore[arg-type]
-            lambda: cache.update(None, [1, 2, 3, 4], 7),  # type: ignore[arg-type]
-        ):
-            with pytest.raises(RuntimeError) as refused:
-                call()  # type: ignore[no-untyped-call]
-            assert isinstance(refused.value, errors.InvalidRequest)
-    with pytest.raises(RuntimeError, match="socket=''"):
-        KVCache(VineyardCacheConfig(socket=""))

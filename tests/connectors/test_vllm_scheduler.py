@@ -240,17 +240,6 @@ def test_a_request_says_how_long_to_keep_its_blocks(
     assert ("are ignored" in caplog.text) == is_odd
 
 
-def test_an_answer_from_before_the_blocks_were_stored_is_looked_for_anew(make: Callable[..., Any]) -> None:
-    half, first, second = make(), Request("a", 22), Request("b", 22)
-    for request in (first, second):
-        half.arrived(request)
-        assert matched(half, request) == (0, False)
-    assert len(step(half, first, 0, 22).stores) == 1
-    store(half, first, 3)
-    assert matched(half, second) == (12, True), "vLLM had its answer already, and has not used it"
-    assert half.counts.take()["lookups"] == 3
-
-
 def test_the_files_of_blocks_say_what_vllm_hashed(make: Callable[..., Any]) -> None:
     half, request = make(parts=2), Request("r", 22)
     half.arrived(request)
@@ -263,15 +252,6 @@ def test_the_files_of_blocks_say_what_vllm_hashed(make: Callable[..., Any]) -> N
         assert said.parent == (run.keys[at - 1] if at else b"") and said.depth == at
         assert key[: said.hash_bytes] == request.block_hashes[at] and said.parts == 2 and any(said.whole)
         assert json.loads(said.extra) == {"extra_keys": ["a salt", at * BLOCK_TOKENS]}
-
-
-def test_a_block_says_the_same_whichever_step_stores_it(make: Callable[..., Any]) -> None:
-    half, request = make(), Request("r", 22)
-    half.arrived(request)
-    matched(half, request)
-    (first,), (second,) = step(half, request, 0, 12).stores, step(half, request, 12, 8).stores
-    last = Descent.unpack(second.descents[0])
-    assert last is not None and (last.depth, last.parent) == (3, first.keys[2])
 
 
 def test_blocks_that_only_this_engine_can_find_say_nothing(make: Callable[..., Any]) -> None:

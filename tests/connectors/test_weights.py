@@ -62,15 +62,6 @@ def test_a_file_is_hashed_once(tmp_path: Path, memory: Path, monkeypatch: pytest
     assert len(json.loads(memory.read_text())) == 1
 
 
-@for_each("content", [b"", b"{", b"[1]", b"\xff\xfe"])
-def test_a_memory_that_makes_no_sense_is_made_anew(tmp_path: Path, memory: Path, content: bytes) -> None:
-    folder = model(tmp_path / "one", a=b"x" * 100)
-    expected = weights_fingerprint(folder)
-    memory.write_bytes(content)
-    assert weights_fingerprint(folder) == expected
-    assert len(json.loads(memory.read_text())) == 1
-
-
 def test_a_commit_names_the_content(tmp_path: Path) -> None:
     (tmp_path / "snapshots").mkdir()
     commit = "0123456789" * 4

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import grpc
 import pytest
@@ -103,15 +102,6 @@ def test_a_changed_limit_holds_for_the_next_call() -> None:
         assert inside.result() == other.result() == 0
 
 
-def test_the_share_of_memory_that_waits_is_a_limit_too() -> None:
-    with working(faulty()) as (acting, served), steering(served) as control:
-        control.set_limits({"behind_share": 0.25, "moves_max": 5})
-        assert acting.tiers.behind.bytes_max == acting.memory.size_bytes // 4
-        (health,) = control.health().values()
-        assert not isinstance(health, KVStoreError)
-        assert health["queues"]["behind_bytes_max"] == acting.memory.size_bytes // 4
-
-
 # Health
 
 
@@ -188,14 +178,3 @@ def test_a_store_of_this_process_has_nobody_to_steer() -> None:
 
     with store_on(MemoryRoot(MemoryFiles())) as store, pytest.raises(InvalidRequest, match="connect to a worker"):
         _ = store.control
-
-
-def test_reflection_lists_the_control_service(tmp_root: Path) -> None:
-    from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-
-    with serving(tmp_root) as served, raw_channel(served) as channel:
-        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-        asked = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
-        (answer,) = stub.ServerReflectionInfo(asked, timeout=WAIT_S)
-        names = {each.name for each in answer.list_services_response.service}
-    assert {"kvstore.v1.Control", "kvstore.v1.KVStore"} <= names

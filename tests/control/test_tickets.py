@@ -19,8 +19,6 @@ from kvstore.worker.control.runner import Runner, Step
 from tests.kit.cases import for_each
 from tests.kit.workers import WAIT_S, eventually
 
-ENDED = (State.DONE, State.FAILED, State.CANCELLED)
-
 
 def ticket(id: str = "a", tenant: str | None = None) -> Ticket:
     return Ticket(id, "clear", "namespace m", "anyone", tenant, "shards", 1.0)

@@ -52,11 +52,6 @@ def test_what_is_no_key_file_is_refused_without_showing_it(content: bytes) -> No
     assert caught.value.__cause__ is None
 
 
-def test_a_key_that_is_there_twice_is_named() -> None:
-    with pytest.raises(InvalidRequest, match=r"\['a'\] twice"):
-        KeyRing.parse(b'{"tenants": {"acme": {"current": "a", "keys": {"a": "1", "b": "2", "a": "3"}}}}')
-
-
 def test_a_change_that_is_no_key_file_is_refused_and_no_call_fails(tmp_path: Path) -> None:
     """A list in place of a name was a TypeError, in whichever put or get looked at the file first."""
     keys = key_file(tmp_path / "keys.json", "a")

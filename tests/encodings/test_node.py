@@ -28,7 +28,6 @@ from kvstore.node.recoding import Outcome, Recoding
 from kvstore.node.settings import NO_TIERS, NodeOptions, TierSettings
 from kvstore.root.identity import create_or_open
 from kvstore.root.interface import Root
-from kvstore.root.memory import MemoryRoot
 from kvstore.root.posix import PosixRoot
 from kvstore.sources import RandomIds, SystemClock
 from tests.kit.cases import for_each
@@ -119,12 +118,6 @@ def names_of(root: Path) -> list[Name]:
     return [Name(str(path.relative_to(root))) for path in chunk_files(root)]
 
 
-def test_the_search_finds_what_is_not_encrypted(tmp_root: Path) -> None:
-    with opened(tmp_root) as (_, store):
-        put_all(store)
-        assert len(shows_plain_text(tmp_root)) == COUNT + 3
-
-
 def test_an_encrypted_tenant_reads_all_and_its_files_show_nothing(tmp_root: Path, tmp_path: Path) -> None:
     keys = key_file(tmp_path / "keys.json", "a")
     with opened(tmp_root, keys) as (member, store):
@@ -141,12 +134,6 @@ def test_other_tenants_have_files_of_version_1(tmp_root: Path, tmp_path: Path) -
     with opened(tmp_root, key_file(tmp_path / "keys.json", "a")) as (_, store):
         reads_right(put_all(store, tenant="other"))
         assert not any(is_encoded(path.read_bytes()) for path in chunk_files(tmp_root))
-
-
-@for_each("objects", [False, True])
-def test_roots_that_are_no_folders_are_read_in_the_same_ways(tmp_path: Path, objects: bool) -> None:
-    with opened(MemoryRoot(objects=objects), key_file(tmp_path / "keys.json", "a")) as (_, store):
-        reads_right(put_all(store))
 
 
 @for_each("known", ["none", "another"])

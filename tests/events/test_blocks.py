@@ -19,7 +19,7 @@ from tests.events.engines import GROUP, SIZE, Prompt, prompt_of, put_blocks
 from tests.events.test_speaker import TOPIC, Publishing
 from tests.events.test_truth import condemn
 from tests.kit.cases import for_each
-from tests.kit.clusters import SPACE, Cluster, cluster, prompt, put
+from tests.kit.clusters import SPACE, Cluster, cluster
 from tests.kit.events import Following, Ticking
 from tests.kit.strategies import chunk_file
 
@@ -56,17 +56,6 @@ def test_blocks_are_told_by_the_engines_hashes_with_parent_and_tokens(clustered:
     assert {topic for topic, _ in publishing.sent} == {TOPIC}
     for event in events_of(publishing, "BlockStored"):
         assert event["group_idx"] == GROUP and event["block_size"] == SIZE and event["lora_name"] is None
-
-
-def test_chunks_and_blocks_of_one_namespace_are_told_side_by_side(clustered: Cluster, clock: Ticking) -> None:
-    node, publishing = clustered.node(), Publishing(clustered, clock)
-    blocks, chain = prompt_of(1, 3), prompt(2, 3)
-    put_blocks(node, blocks)
-    put(node, chain)
-    publishing.catch_up()
-    assert publishing.index.blocks.keys() == {*blocks.hashes} | {
-        int.from_bytes(each[8:], "big") for each in chain.addresses
-    }
 
 
 def test_a_block_is_told_as_removed_before_its_file_goes(clustered: Cluster, clock: Ticking) -> None:
@@ -243,13 +232,3 @@ def test_what_is_told_of_blocks_is_what_the_root_has_whatever_happens(any_root: 
                 following.catch_up()
         following.catch_up()
         assert following.heard == following.on_root()
-
-
-def test_whole_hashes_are_those_of_the_engine(clustered: Cluster) -> None:
-    node, following, blocks = clustered.node(), Following(clustered), prompt_of(1, 3)
-    put_blocks(node, blocks)
-    following.catch_up()
-    (model,) = following.truth.models.values()
-    rows = model.inventory.snapshot()
-    assert model.inventory.rows.whole_hashes(rows) == [key[:32] for key in blocks.keys]
-    assert model.inventory.rows.hashes(rows) == blocks.hashes

@@ -161,19 +161,6 @@ def test_a_damaged_chunk_is_taken_back_once_it_is_set_aside(clustered: Cluster) 
     assert following.heard == addresses(chain.addresses)
 
 
-def test_what_somebody_removes_by_hand_is_taken_back(clustered: Cluster) -> None:
-    node, following = clustered.node(), Following(clustered)
-    chain = prompt(1, 4)
-    put(node, chain)
-    following.catch_up()
-    clustered.root.remove(clustered.name(chain.addresses[0]))
-    following.catch_up()
-    assert not following.heard
-    put(node, chain)
-    following.catch_up()
-    assert following.heard == addresses(chain.addresses)
-
-
 def test_a_file_that_is_not_what_its_name_says_is_never_told(clustered: Cluster) -> None:
     node, following = clustered.node(), Following(clustered)
     chain = prompt(1, 2)
@@ -259,19 +246,6 @@ def test_a_folder_whose_time_changed_is_listed_twice_and_then_left_alone() -> No
     assert folders.due(now_s + 3) == 2
     folders.listed(2, 8, now_s + 3, now_s + 3)
     assert folders.due(now_s + 99) is None
-
-
-def test_etcd_pays_nothing_per_chunk(tmp_root: Path) -> None:
-    with cluster(PosixRoot(str(tmp_root))) as made:
-        meta = MemoryMeta(made.store)
-        node, following = made.node(), Following(made, meta=meta)
-        following.catch_up()
-        before = meta.operations_count
-        for seed in range(20):
-            put(node, prompt(seed, 5))
-        following.catch_up()
-        assert len(following.heard) == 100
-        assert meta.operations_count == before
 
 
 def _readable(node: Member, chain: Chain) -> int:

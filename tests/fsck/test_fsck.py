@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from kvstore.errors import Unavailable
 from kvstore.format import places
 from kvstore.format.header import Damage
 from kvstore.format.places import Name
@@ -83,12 +82,6 @@ def test_a_sound_root_is_clean(filled: Filled) -> None:
         assert report.findings == []
         assert report.is_clean and report.unrepaired_count == 0
         assert (report.chunks_count, report.namespaces_count, report.unreachable_count) == (7, 1, 0)
-
-
-def test_an_empty_root_is_clean() -> None:
-    root = MemoryRoot()
-    filled = fill(root, 0)
-    assert check(filled, repair=True).is_clean
 
 
 DAMAGES: dict[str, tuple[Callable[[bytes], bytes], Damage]] = {
@@ -235,14 +228,6 @@ def test_a_misplaced_copy_is_deleted_where_a_whole_one_is_in_place(filled: Fille
     assert names(filled.root, "quarantine") == set()
 
 
-def test_a_misplaced_whole_copy_replaces_a_damaged_one(filled: Filled) -> None:
-    whole = filled.content(0)
-    write(filled.root, filled.name(0), whole[:-1])
-    write(filled.root, filled.name(5), whole)
-    check(filled, repair=True)
-    assert read(filled.root, filled.name(0)) == whole
-
-
 def test_a_chunk_in_the_wrong_shard_is_moved_to_its_own(filled: Filled) -> None:
     address = filled.chain.addresses[2]
     wrong = Name(f"chunks/{(places.shard(address, SHARD_BITS) + 1) % 16:04x}/{filled.name(2).rpartition('/')[2]}")
@@ -324,14 +309,6 @@ def test_where_nobody_knows_who_lives_an_hour_decides(memory: Filled, age_s: flo
     assert (memory.root.stat(places.staged(SESSION, 1)) is None) is (kind is Kind.ORPHAN_STAGING)
 
 
-def test_an_empty_staging_folder_of_a_dead_session_is_no_finding_and_goes(memory: Filled) -> None:
-    write(memory.root, places.staged(SESSION, 1), b"part")
-    memory.root.remove(places.staged(SESSION, 1))
-    assert check(memory, live_sessions=set()).findings == []
-    assert check(memory, live_sessions=set(), repair=True).findings == []
-    assert names(memory.root, "staging") == set()
-
-
 def test_a_whole_chunk_in_quarantine_is_published_back(filled: Filled) -> None:
     content = read(filled.root, filled.name(2))
     aside = places.quarantined(filled.chain.addresses[2], SESSION, 1)
@@ -360,12 +337,6 @@ def test_chunks_without_their_parent_are_told_as_information(memory: Filled) -> 
         (Kind.UNREACHABLE, memory.name(3), f"its parent {memory.chain.addresses[2].hex()} is not there", None)
     ]
     assert report.is_clean and report.unreachable_count == 1
-
-
-def test_looking_for_unreachable_chunks_is_given_up_beyond_its_limit(memory: Filled) -> None:
-    memory.root.remove(memory.name(2))
-    report = check(memory, reach_max=3)
-    assert report.findings == [] and report.unreachable_count is None
 
 
 def test_chunks_of_an_unrecorded_namespace_are_told_once(memory: Filled) -> None:
@@ -414,18 +385,6 @@ def test_an_unreadable_file_is_a_finding_and_the_rest_is_checked(memory: Filled)
     assert inner.stat(memory.name(1)) is not None, "what cannot be read is not known to be damaged"
 
 
-def test_an_unreadable_folder_is_a_finding(memory: Filled) -> None:
-    root = FaultyRoot(memory.root, [Rule("list", EIO, lambda name: name == "chunks")])
-    report = check(Filled(root, memory.identity, memory.namespace, memory.chain))
-    assert [(one.kind, one.name) for one in report.findings] == [(Kind.UNREADABLE, "chunks")]
-
-
-def test_a_root_whose_top_cannot_be_read_is_an_error(memory: Filled) -> None:
-    root = FaultyRoot(memory.root, [Rule("list", EIO)])
-    with pytest.raises(Unavailable):
-        check(Filled(root, memory.identity, memory.namespace, memory.chain))
-
-
 def test_what_cannot_be_repaired_is_said_to_have_failed(memory: Filled) -> None:
     write(memory.root, memory.name(5), b"damaged")
     root = FaultyRoot(memory.root, [Rule("move", EROFS)])
@@ -459,13 +418,6 @@ def test_a_good_file_that_another_node_put_in_place_meanwhile_goes_back(memory: 
     assert names(memory.root, "quarantine") == set()
 
 
-def test_a_file_that_another_node_took_away_meanwhile_is_no_problem(memory: Filled) -> None:
-    write(memory.root, memory.name(5), b"damaged")
-    root = Meddling(memory.root, lambda: memory.root.remove(memory.name(5)))
-    report = check(Filled(root, memory.identity, memory.namespace, memory.chain), repair=True)
-    assert report.is_clean and report.actions == {Action.VANISHED: 1}
-
-
 def test_a_whole_chunk_that_another_node_put_under_a_swapped_name_meanwhile_is_not_mistaken(memory: Filled) -> None:
     # Chunk 0's bytes lie under chunk 5's name; just before they are taken, another node repairs that name.
     whole = memory.content(5)
@@ -475,24 +427,6 @@ def test_a_whole_chunk_that_another_node_put_under_a_swapped_name_meanwhile_is_n
     check(Filled(root, memory.identity, memory.namespace, memory.chain), repair=True)
     assert read(memory.root, memory.name(5)) == whole
     assert memory.root.stat(memory.name(0)) is None
-
-
-def test_findings_are_streamed_and_the_kept_ones_limited(memory: Filled) -> None:
-    for index in range(6):
-        write(memory.root, memory.name(index), b"damaged")
-    streamed: list[Finding] = []
-    report = check(memory, findings_max=2, found=streamed.append)
-    assert len(streamed) == 6 and len(report.findings) == 2
-    assert report.counts == {Kind.DAMAGED: 6} and report.problems_count == 6 and report.is_truncated
-
-
-def test_progress_counts_up_to_all_shards(memory: Filled) -> None:
-    steps: list[Progress] = []
-    report = check(memory, progress=steps.append)
-    assert steps[-1].files_count == 7 and steps[-1].shards_total == 1 << SHARD_BITS
-    assert steps[-1].read_bytes == report.read_bytes > 0
-    assert [step.files_count for step in steps] == sorted(step.files_count for step in steps)
-    assert steps[-1].shards_done == len(names(memory.root, "chunks"))
 
 
 def test_reading_keeps_to_its_rate(memory: Filled) -> None:

@@ -59,14 +59,6 @@ def test_no_policy_finds_more_than_the_optimum(seed: int, share: float) -> None:
         assert 0 < found(make(blocks, capacity), chains) <= most, name
 
 
-@for_each("name", [*LEAF_FIRST, *PLAIN])
-def test_with_room_for_all_every_repeat_is_found(name: str) -> None:
-    blocks, chains = traffic(0)
-    repeats = sum(map(len, chains)) - len(blocks)
-    cache = {**LEAF_FIRST, **PLAIN}[name](blocks, 2 * len(blocks))
-    assert found(cache, chains) == repeats == found(Optimum(blocks, len(blocks), chains), chains)
-
-
 @for_each("name", LEAF_FIRST)
 def test_leaf_first_keeps_every_block_reachable(name: str) -> None:
     blocks, chains = traffic(1)

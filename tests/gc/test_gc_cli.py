@@ -66,12 +66,6 @@ def test_wrong_use_is_said_in_one_line(arguments: tuple[str, ...], says: str) ->
     assert says in result.stderr and "Traceback" not in result.stderr
 
 
-def test_a_wrong_value_in_a_policy_is_wrong_use(tmp_path: Path) -> None:
-    (tmp_path / "policy.toml").write_text('ttl = "soon"')
-    result = called(*ENOUGH, "--once", "--policy", str(tmp_path / "policy.toml"))
-    assert result.exit_code == 2 and "is not a duration" in result.stderr
-
-
 @for_each(
     "policy, says",
     [
@@ -83,15 +77,6 @@ def test_a_bound_without_a_unit_is_refused_in_a_policy(policy: str, says: str, t
     (tmp_path / "policy.toml").write_text(policy)
     result = called(*ENOUGH, "--once", "--policy", str(tmp_path / "policy.toml"))
     assert result.exit_code == 2 and says in result.stderr
-
-
-def test_help_names_every_option_and_the_exit_codes() -> None:
-    shown = called("--help").output
-    for (
-        word
-    ) in "--once --interval --dry-run --ttl --max-bytes --high --low --policy --json --metrics --log-level".split():
-        assert word in shown
-    assert "Exit codes" in shown and "--etcd-ca" in shown and "--root-options" in shown
 
 
 # Real programs

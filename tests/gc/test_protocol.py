@@ -77,16 +77,6 @@ def test_a2_a_hold_that_ends_within_a_round_leaves_no_hole_in_its_prompt(c: Clus
     assert c.present(chain) == 8
 
 
-def test_a2_what_one_of_many_holds_has_is_spared_on_every_node(c: Cluster) -> None:
-    nodes, chains = [c.node() for _ in range(3)], [prompt(seed, 8) for seed in range(3)]
-    for node, chain in zip(nodes, chains, strict=True):
-        put(node, chain)
-    holds = [node.node.hold(chain.leading(3)) for node, chain in zip(nodes, chains, strict=True)]
-    report = c.collector().sweep(c.plans(*chains))
-    assert (report.reaped.count, report.spared["held"]) == (15, 9)
-    assert [hold.count for hold in holds] == [c.present(chain) for chain in chains] == [3, 3, 3]
-
-
 def test_h1_what_is_condemned_is_a_miss_and_cannot_be_held(c: Cluster) -> None:
     node, other, chain = c.node(), c.node(), prompt(1, 8)
     put(node, chain)
@@ -167,18 +157,6 @@ def test_a_collector_that_was_slow_after_it_wrote_a_plan_gives_the_sweep_up(c: C
     assert c.leftovers() == [] and c.present(chain) == 8
     slow.set_rules([])
     assert sweeper.sweep(c.plans(chain)).reaped.count == 8
-
-
-def test_a_node_alone_announces_nothing_and_costs_etcd_nothing(c: Cluster) -> None:
-    meta = MemoryMeta(c.store)
-    node, chain = c.node(meta=meta), prompt(1, 50)
-    put(node, chain)
-    before = meta.operations_count
-    for _ in range(20):
-        hold = node.node.hold(chain)
-        node.node.holds.release(hold)
-        put(node, chain)
-    assert meta.operations_count - before <= 3, "keepalives may fall into it"
 
 
 def test_v1_a_node_that_joins_during_a_sweep_protects_nothing_of_it(c: Cluster) -> None:

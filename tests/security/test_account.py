@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import pwd
 import shutil
 import stat
 import tempfile
@@ -22,8 +21,6 @@ from kvstore.errors import InvalidRequest, PermissionDenied
 from kvstore.node.opening import open_member
 from kvstore.security import account
 from kvstore.security.account import Account, account_secret, proof
-from kvstore.security.guard import Guard
-from kvstore.security.identity import Presented
 from kvstore.worker.worker import Worker
 from tests.kit.cases import for_each
 from tests.kit.patience import PATIENCE_S
@@ -138,14 +135,6 @@ def test_any_account_is_served_where_the_worker_is_told_so(
     finally:
         worker.stop()
         member.close()
-
-
-def test_a_caller_has_the_name_of_its_account(home: Path) -> None:
-    ours = Account(account_secret())
-    ours.serve("127.0.0.1:7070")
-    presented = Presented(account=proof(account_secret(), "localhost:7070"))
-    name = Guard(lambda _: None, account=ours).identify("Get", presented).name
-    assert name == f"account:{pwd.getpwuid(os.geteuid()).pw_name}"
 
 
 def test_the_secret_is_made_once_for_its_account_alone(home: Path) -> None:

@@ -26,7 +26,6 @@ from kvstore.security.bearer import PublicKey, issue, new_key, verified
 from kvstore.security.denials import NotKnown, Reason
 from kvstore.security.guard import Guard
 from kvstore.security.identity import Identity, Presented
-from kvstore.security.networks import is_loopback
 from kvstore.security.permissions import EVERY, Role
 from kvstore.security.quotas import Meters, OverQuota, Quota
 from kvstore.security.rules import Rules
@@ -119,11 +118,6 @@ def test_a_token_that_is_issued_next_year_does_not_count_until_then(tmp_path: Pa
     with pytest.raises(NotKnown) as raised:
         authenticator.identify(Presented(token=issue(KEY, "a", "7", time.time() + 365 * 86_400.0, 86_400.0)))
     assert raised.value.reason is Reason.TOKEN_INVALID
-
-
-def test_a_name_that_begins_as_a_loopback_address_is_anybodys() -> None:
-    assert all(map(is_loopback, ("127.0.0.1:80", "127.8.9.1:80", "localhost:80", "[::1]:80", "unix:/run/kv.sock")))
-    assert not any(map(is_loopback, ("127.0.0.1.example.org:80", "127.example.org:80", "127.0.0.1@example.org:80")))
 
 
 def test_a_token_says_who_until_when_and_bound_to_what() -> None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -330,41 +327,6 @@ def test_s12_a_read_that_fails_returns_once_no_other_writes(local: Store, monkey
     assert not reader.is_alive() and len(failed) == 1
 
 
-def test_s12_a_read_that_ctrl_c_ends_again_and_again_returns_once_nobody_writes(
-    local: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A join of a thread that Ctrl-C ended would say from then on that the thread has ended."""
-    segments = segments_of(local)
-    for document in DOCUMENTS:
-        segments.put(document, kv_of(document))
-    prompt, starts = prompt_of(*DOCUMENTS)
-    begun, goes_on, ended = threading.Barrier(4), threading.Event(), list[Match]()
-
-    def read_one(_: Held, match: Match, place: npt.NDArray[np.float32]) -> Match:
-        begun.wait(PATIENCE_S)
-        assert goes_on.wait(PATIENCE_S)
-        place[:] = 1
-        ended.append(match)
-        return match
-
-    def interrupt() -> None:
-        begun.wait(PATIENCE_S)
-        for _ in range(5):
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.1)
-        goes_on.set()
-
-    monkeypatch.setattr(Held, "_read_one", read_one)
-    out = np.zeros(LAYOUT.shape(len(prompt)), np.float32)
-    with segments.hold(segments.find(prompt, starts)) as held:
-        interrupting = threading.Thread(target=interrupt)
-        interrupting.start()
-        with pytest.raises(KeyboardInterrupt):
-            held.read_into(out, verdict_for(segments))
-        assert len(ended) == 3
-        interrupting.join()
-
-
 # The gate
 
 
@@ -449,12 +411,6 @@ def test_s11_verdicts_are_bounded(local: Store) -> None:
     segments.record(bad)
     with pytest.raises(InvalidRequest, match="64 verdicts are recorded"):
         segments.record(good)
-
-
-def test_a_model_without_fingerprint_has_no_verdict(local: Store) -> None:
-    segments = cache_of(local, "").segments(ROPE, chunk_tokens=SIZE)
-    with pytest.raises(InvalidRequest, match="digest of the weights"):
-        verdict_for(segments)
 
 
 # Arguments

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
@@ -173,25 +172,6 @@ def test_streams_of_reflection_end_too() -> None:
         ended.set()  # only now: a request that ends in time is answered
         with raw_stub(served) as stub:
             assert opened(stub, SMALL)
-
-
-def test_many_clients_at_once() -> None:
-    with serving() as served:
-
-        def client(number: int) -> None:
-            with connected(served) as store:
-                cache = store.namespace("m", SMALL)
-                for turn in range(4):
-                    tokens = TOKENS + 1000 * ((number + turn) % 7)
-                    kv = kv_of(SMALL, tokens)
-                    assert cache.put(tokens, kv).tokens_present == len(tokens)
-                    count, array = cache.get(tokens)
-                    assert count == len(tokens)
-                    assert array.tobytes() == kv.tobytes()
-
-        with ThreadPoolExecutor(24) as threads:
-            list(threads.map(client, range(24)))
-        nothing_in_use(served)
 
 
 def test_calls_that_never_send_their_one_message_let_go_of_their_threads() -> None:

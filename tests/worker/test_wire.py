@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore import errors
-from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError, Unavailable
+from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError
 from kvstore.format.descent import DESCENT_BYTES_MAX
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire import statuses
@@ -264,42 +264,9 @@ def test_a_broken_hold_says_what_is_still_valid() -> None:
     assert back.tokens_valid == 512
 
 
-def test_a_subclass_goes_out_as_its_nearest_class() -> None:
-    class Special(errors.Overloaded):
-        pass
-
-    assert type(round_trip(Special("x"))) is errors.Overloaded
-
-
 def test_a_long_message_is_cut() -> None:
     assert len(refusal(InvalidRequest("x" * 100_000)).message) == statuses.MESSAGE_BYTES_MAX
     assert len(quote(refusal(InvalidRequest("é💥" * 100_000)).message)) <= statuses.MESSAGE_BYTES_MAX
-
-
-@for_each(
-    "code",
-    [
-        grpc.StatusCode.DEADLINE_EXCEEDED,
-        grpc.StatusCode.UNAVAILABLE,
-        grpc.StatusCode.CANCELLED,
-        grpc.StatusCode.INTERNAL,
-        grpc.StatusCode.UNKNOWN,
-        grpc.StatusCode.UNIMPLEMENTED,
-        grpc.StatusCode.DATA_LOSS,
-    ],
-)
-def test_what_grpc_itself_says_is_unavailable(code: grpc.StatusCode) -> None:
-    error = failure(code, "gone", (("other", b"binary"),), "10.0.0.7:7070").error
-    assert isinstance(error, Unavailable)
-    assert "10.0.0.7:7070" in str(error)
-
-
-def test_forged_trailers_do_no_harm() -> None:
-    odd = (("kvstore-error", "KeyboardInterrupt"), ("kvstore-tokens-valid", "9" * 5000), ("kvstore-refused", "1"))
-    assert isinstance(failure(grpc.StatusCode.UNAVAILABLE, "x", odd, "here").error, Unavailable)
-    valid = failure(grpc.StatusCode.ABORTED, "x", (("kvstore-error", "HoldBroken"), odd[1]), "here").error
-    assert isinstance(valid, HoldBroken)
-    assert valid.tokens_valid == 0
 
 
 @given(st.lists(st.binary(max_size=40), max_size=8))
