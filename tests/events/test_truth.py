@@ -248,6 +248,19 @@ def test_a_folder_whose_time_changed_is_listed_twice_and_then_left_alone() -> No
     assert folders.due(now_s + 99) is None
 
 
+def test_etcd_pays_nothing_per_chunk(tmp_root: Path) -> None:
+    with cluster(PosixRoot(str(tmp_root))) as made:
+        meta = MemoryMeta(made.store)
+        node, following = made.node(), Following(made, meta=meta)
+        following.catch_up()
+        before = meta.operations_count
+        for seed in range(20):
+            put(node, prompt(seed, 5))
+        following.catch_up()
+        assert len(following.heard) == 100
+        assert meta.operations_count == before
+
+
 def _readable(node: Member, chain: Chain) -> int:
     eventually(lambda: node.node.gc_view.protects)
     # A match finds the end of a prefix by bisection, and so believes in what lies behind a hole.
