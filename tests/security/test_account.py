@@ -147,8 +147,10 @@ def test_the_secret_is_made_once_for_its_account_alone(home: Path) -> None:
 
 @for_each("mode", [0o604, 0o644, 0o666])
 def test_a_secret_that_others_can_read_is_refused(home: Path, mode: int) -> None:
+    path = home / ".local/state/kvstore/account.secret"
+    path.unlink(missing_ok=True)
     account_secret()
-    (home / ".local/state/kvstore/account.secret").chmod(mode)
+    path.chmod(mode)
     with pytest.raises(InvalidRequest, match=r"so that others can read it: .*give --any-account"):
         ServerAccess().open("127.0.0.1:7070")
 

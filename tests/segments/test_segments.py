@@ -141,20 +141,19 @@ def holds_of(store: Store) -> float:
     return stats.get("client_holds", stats["holds"])
 
 
-@for_each("boundaries", (True, False))
-def test_s12_what_a_search_finds_is_held_by_the_same_call(store: Store, boundaries: bool) -> None:
+def test_s12_what_a_search_finds_is_held_by_the_same_call(store: Store) -> None:
     segments = segments_of(store)
     for document in DOCUMENTS:
         segments.put(document, kv_of(document))
     prompt, starts = prompt_of(SYSTEM, *DOCUMENTS, QUESTION)
-    given = starts if boundaries else None
     out = np.empty(LAYOUT.shape(len(prompt)), np.float32)
-    with segments.find_held(prompt, given, after=20) as held:
-        assert held.matches == segments.find(prompt, given, after=20)
-        assert [len(match) for match in held.matches] == [24, 24]
-        assert holds_of(store) == 1, "one hold for all"
-        assert held.read_into(out, verdict_for(segments)) == held.matches
-    assert holds_of(store) == 0
+    for given in (starts, None):
+        with segments.find_held(prompt, given, after=20) as held:
+            assert held.matches == segments.find(prompt, given, after=20)
+            assert [len(match) for match in held.matches] == [24, 24]
+            assert holds_of(store) == 1, "one hold for all"
+            assert held.read_into(out, verdict_for(segments)) == held.matches
+        assert holds_of(store) == 0
     with segments.find_held(QUESTION, [0], ttl=5.0) as held:
         assert held.matches == []
         assert holds_of(store) == 0, "nothing is found, so nothing is held"
