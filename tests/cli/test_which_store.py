@@ -73,7 +73,7 @@ def test_etcd_of_the_environment(run: Run, root: str, monkeypatch: pytest.Monkey
     assert names(run("ls", "--root", root, "--etcd", "", "--json")) == ["first"]
 
 
-@for_each("command", ["health", "limits", "tickets", "drain", "stats"])
+@for_each("command", ["health", "drain"])
 def test_a_command_for_workers_uses_etcd_beside_a_root(
     run: Run, root: str, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

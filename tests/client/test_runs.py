@@ -132,10 +132,14 @@ def consume_in_process(shared: SharedRun, is_fatal: bool, ran: Connection) -> No
 
 
 @pytest.mark.slow
-def test_processes_share_a_run_and_the_group_of_one_that_is_killed_goes_to_another(cache: Cache) -> None:
-    plan, spawn = plan_of(cache), get_context("spawn")
+def test_processes_share_a_run_and_the_group_of_one_that_is_killed_goes_to_another(tmp_path: Path) -> None:
+    spawn = get_context("spawn")
     ran: list[tuple[int, ...]] = []
-    with plan.run() as run, run.share() as shared:
+    with (
+        kvstore.open(tmp_path) as store,
+        (plan := plan_of(store.namespace("m", SMALL))).run() as run,
+        run.share() as shared,
+    ):
         links = [spawn.Pipe(duplex=False) for _ in range(3)]
         processes = [
             spawn.Process(target=consume_in_process, args=(shared, number == 0, ours))

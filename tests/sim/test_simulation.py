@@ -73,13 +73,13 @@ def test_nothing_breaks_in_a_few_seeds() -> None:
     assert not broken, f"replay one: python -m tests.sim {broken[0][0]} --trace"
 
 
-@for_each("name", [profile.name for profile in HOST_PROFILES])
+@pytest.mark.parametrize("name", [profile.name for profile in HOST_PROFILES])
 def test_nothing_breaks_on_one_host_whose_file_is_removed_and_damaged(name: str) -> None:
     broken = [(seed, outcome.violation) for seed in range(4) if (outcome := run(seed, profile=BY_NAME[name])).violation]
     assert not broken, f"replay one: python -m tests.sim {broken[0][0]} --profile {name} --trace"
 
 
-@for_each("name", [profile.name for profile in BOUND_PROFILES])
+@pytest.mark.parametrize("name", [profile.name for profile in BOUND_PROFILES])
 def test_the_bound_holds_on_one_host_whatever_ends_and_begins(name: str) -> None:
     broken = [(seed, outcome.violation) for seed in range(4) if (outcome := run(seed, profile=BY_NAME[name])).violation]
     assert not broken, f"replay one: python -m tests.sim {broken[0][0]} --profile {name} --trace"
