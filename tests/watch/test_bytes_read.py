@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -67,7 +68,7 @@ def test_every_byte_counts_once_in_its_tier(way: str, tier: str, tmp_root: Path)
         cache.put(TOKENS, KV, write="through")
         cache.blocks.put(KEYS, BLOCKS, write="through")
         for read in (got, viewed, by_layer, got_blocks):
-            assert_counted(store, tier, lambda reads=read: reads(cache))
+            assert_counted(store, tier, partial(read, cache))
 
 
 def assert_counted(store: Store, tier: str, read: Callable[[], int]) -> None:
