@@ -84,10 +84,6 @@ class Secured:
             file.seek(from_bytes)
             return [json.loads(line) for line in file]
 
-    def reloads_count(self) -> int:
-        """How often the worker has read a changed access file, whatever the result."""
-        return sum(line["event"] == "reload" for line in self.audited())
-
     @contextmanager
     def channel(self, tls: ClientTls) -> Iterator[grpc.Channel]:
         """A plain client of another language: gRPC and the files."""
