@@ -11,6 +11,9 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -19,31 +22,42 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.security.tls import Certificate, ServerTls, server_certificate
 
-CONNECTIONS_MAX = 256
-"""Limit on connections; one more closes the oldest that waits for its client."""
 HEADERS_BYTES_MAX = 16 << 10
-FIRST_REQUEST_S = 10.0
-"""Time from a connection to its first whole request."""
 AT_REST_S = 30
 """An idle connection is closed after this time."""
-CONNECTION_S = 120.0
-"""A connection of this age ends after its request; the page opens another one."""
-ANSWER_S = 10.0
-"""Time that a client then has to take the answer."""
 START_S = 10.0
 STOP_S = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class ClientBounds:
+    """Limits on clients and on their time."""
+
+    connections_max: int = 256
+    """One more connection closes the oldest that waits for its client."""
+    first_request_s: float = 10.0
+    """Time from a connection to its first whole request."""
+    connection_s: float = 120.0
+    """A connection of this age ends after its request; the page opens another one."""
+    answer_s: float = 10.0
+    """Time that a client then has to take the answer."""
+
+
+BOUNDS = ClientBounds()
 
 
 class Serving:
     """Serves until closed. ``start`` binds; port 0 is chosen by the system."""
 
-    def __init__(self, app: ASGIApp, host: str, port: int, tls: ServerTls | None = None) -> None:
+    def __init__(
+        self, app: ASGIApp, host: str, port: int, tls: ServerTls | None = None, bounds: ClientBounds = BOUNDS
+    ) -> None:
         self._host = host
         self._port = port
         self._certificate = server_certificate(tls) if tls else None
         self._config = uvicorn.Config(
             app,
-            http=_Bounded,
+            http=cast(type[asyncio.Protocol], partial(_Bounded, bounds)),
             ws="none",
             lifespan="off",
             loop="asyncio",
@@ -112,19 +126,23 @@ def _renewing(certificate: Certificate) -> Callable[[ssl.SSLObject | ssl.SSLSock
 class _Bounded(H11Protocol):
     """A connection with limits on its time."""
 
+    def __init__(self, bounds: ClientBounds, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._bounds = bounds
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._began_s = self.loop.time()
-        if len(self.connections) > CONNECTIONS_MAX:
+        if len(self.connections) > self._bounds.connections_max:
             waiting = [each for each in self.connections if isinstance(each, _Bounded) and each._waits_for_client]
             given_up = min(waiting, key=lambda each: each._began_s)  # the oldest: this one is among them
             self.connections.discard(given_up)  # at once: the loop tells it later, and the next one must find another
             given_up.transport.abort()
         self._timers = [
-            self.loop.call_later(FIRST_REQUEST_S, self._check_began),
-            self.loop.call_later(CONNECTION_S, self._end),
+            self.loop.call_later(self._bounds.first_request_s, self._check_began),
+            self.loop.call_later(self._bounds.connection_s, self._end),
             # A polite close waits until all is sent, which a client that takes nothing delays for ever.
-            self.loop.call_later(CONNECTION_S + ANSWER_S, transport.abort),
+            self.loop.call_later(self._bounds.connection_s + self._bounds.answer_s, transport.abort),
         ]
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import codecs
-import gzip
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,11 +10,10 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from kvstore.batches import Batch, file, load_tokenizer, read_batch
+from kvstore.batches import Batch, load_tokenizer, read_batch
 from kvstore.errors import InvalidRequest
+from tests.kit.cases import for_each
 
 
 class Letters:
@@ -65,7 +61,7 @@ def test_text_and_messages_are_tokenized(tmp_path: Path) -> None:
     assert batch.decode_tokens == [None, 4]
 
 
-@pytest.mark.parametrize("is_array", [True, False])
+@for_each("is_array", [True, False])
 def test_a_conversation_ends_with_the_human_and_is_answered_next(tmp_path: Path, is_array: bool) -> None:
     records = [
         {"id": "1", "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "bcd"}]},
@@ -108,42 +104,6 @@ def test_a_batch_is_never_written_over_or_mixed_up(tmp_path: Path) -> None:
     assert not (tmp_path / "out.jsonl").exists()
 
 
-@pytest.mark.parametrize("is_linked", [False, True])
-def test_only_a_file_is_replaced(tmp_path: Path, is_linked: bool) -> None:
-    batch = batch_of(tmp_path, openai("a", prompt=[1]))
-    pipe = output = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    if is_linked:
-        output = tmp_path / "link"
-        output.symlink_to(pipe)
-    for each in (output, Path("/dev/null")):
-        with pytest.raises(InvalidRequest, match=rf"the output '{each}' is a device or a pipe: give a file"):
-            batch.write([0], each)
-    assert pipe.is_fifo() and Path("/dev/null").is_char_device()
-
-
-@pytest.mark.parametrize("is_dangling", [False, True])
-def test_a_link_stays_one_and_its_target_is_written(tmp_path: Path, is_dangling: bool) -> None:
-    batch = batch_of(tmp_path, openai("a", prompt=[1]))
-    (tmp_path / "folder").mkdir()
-    link, target = tmp_path / "link", tmp_path / "folder" / "target"
-    link.symlink_to(target)
-    if not is_dangling:
-        target.write_text("before")
-    batch.write([0], link)
-    assert link.is_symlink() and target.read_text() == batch.path.read_text()
-
-
-@pytest.mark.parametrize("mode", [0o600, 0o640, 0o666])
-def test_a_file_that_is_replaced_keeps_its_mode(tmp_path: Path, mode: int) -> None:
-    batch = batch_of(tmp_path, openai("a", prompt=[1]))
-    output = tmp_path / "out.jsonl"
-    output.touch()
-    output.chmod(mode)
-    batch.write([0], output)
-    assert output.stat().st_mode & 0o777 == mode and output.stat().st_size
-
-
 def test_a_line_that_changes_while_the_batch_is_read_again_is_noticed(tmp_path: Path) -> None:
     long = "x" * (1 << 20)  # more than is read ahead
     batch = batch_of(tmp_path, *(openai(name, prompt=[1], note=long) for name in "abc"))
@@ -158,49 +118,6 @@ def test_a_line_that_changes_while_the_batch_is_read_again_is_noticed(tmp_path: 
         batch.write([0], tmp_path / "out.jsonl")
 
 
-@pytest.mark.parametrize("is_array", [False, True])
-def test_a_mark_of_the_byte_order_is_no_part_of_a_request(tmp_path: Path, is_array: bool) -> None:
-    records = [json.loads(openai(name, prompt=[at])) for at, name in enumerate("ab")]
-    path, output = tmp_path / "batch.jsonl", tmp_path / "out.jsonl"
-    text = json.dumps(records) if is_array else "".join(f"{json.dumps(each)}\n" for each in records)
-    path.write_text(text, encoding="utf-8-sig")
-    batch = read_batch(path)
-    assert list(batch.requests([1, 0])) == records[::-1]
-    batch.write([1, 0], output)
-    assert codecs.BOM_UTF8 not in output.read_bytes()
-    assert list(read_batch(output).requests([0, 1])) == records[::-1]
-
-
-def test_half_of_a_character_in_an_array_stays_what_it_is(tmp_path: Path) -> None:
-    records = [json.loads(openai("a", prompt=[1], note="\ud800"))]
-    path, output = tmp_path / "batch.jsonl", tmp_path / "out.jsonl"
-    path.write_text(json.dumps(records))
-    read_batch(path).write([0], output)
-    assert json.loads(output.read_text()) == records
-
-
-def test_a_batch_is_a_regular_file(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(InvalidRequest, match=r"batch '.*/pipe': not a regular file.*: write it to a file first"):
-        read_batch(tmp_path / "pipe")
-
-
-def test_a_compressed_file_is_called_that(tmp_path: Path) -> None:
-    path = tmp_path / "batch.jsonl.gz"
-    path.write_bytes(gzip.compress(openai("a", prompt=[1]).encode()))
-    with pytest.raises(InvalidRequest, match=r"line 1: not text in UTF-8 .*: is the file compressed"):
-        read_batch(path)
-
-
-def test_a_long_file_shows_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file, "PROGRESS_BYTES", 100)
-    path, shown = tmp_path / "batch.jsonl", list[tuple[int, int]]()
-    path.write_text("".join(f"{openai(str(at), prompt=[at])}\n" for at in range(9)))
-    read_batch(path, progress=lambda done, total: shown.append((done, total)))
-    assert 4 <= len(shown) <= 9 and {total for _, total in shown} == {path.stat().st_size}
-    assert sorted(shown) == shown
-
-
 def test_a_write_that_fails_leaves_the_output_as_it_was(tmp_path: Path) -> None:
     batch = batch_of(tmp_path, openai("a", prompt=[1]))
     (tmp_path / "out.jsonl").write_text("before")
@@ -210,8 +127,8 @@ def test_a_write_that_fails_leaves_the_output_as_it_was(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 2
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
+@for_each(
+    "line, said",
     [
         ("nonsense", "not JSON"),
         ("7", "not a request of a batch"),
@@ -240,22 +157,6 @@ def test_a_wrong_line_is_named(tmp_path: Path, line: str, said: str) -> None:
     assert said in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        (json.dumps({"conversations": 1}), "conversations are not turns"),
-        (json.dumps({"conversations": [{"from": "cat", "value": "x"}]}), "conversations are not turns"),
-        (json.dumps({"conversations": [{"from": "gpt", "value": "x"}]}), "the prompt is empty"),
-        (trace(input_length=0, hash_ids=[]), "the prompt is empty"),
-        (trace(hash_ids=[1]), "expected 2, one for each block"),
-    ],
-)
-def test_a_wrong_first_line_is_named(tmp_path: Path, line: str, said: str) -> None:
-    with pytest.raises(InvalidRequest, match="line 1: ") as raised:
-        batch_of(tmp_path, line, tokenizer=Letters())
-    assert said in str(raised.value)
-
-
 def test_a_file_without_requests_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"batch.jsonl': it holds no requests"):
         batch_of(tmp_path, "", "")
@@ -265,45 +166,6 @@ def test_a_file_without_requests_is_refused(tmp_path: Path) -> None:
         read_batch(tmp_path / "missing")
     with pytest.raises(InvalidRequest, match=r"cannot read the batch .*: Is a directory"):
         read_batch(tmp_path)
-
-
-TURNS = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
-GOOD = [
-    f"{openai('a', prompt=[1, 2])}\n{openai('b', prompt='x')}\n",
-    f"{trace()}\n{trace(input_length=1024)}\n",
-    json.dumps([{"conversations": TURNS}, {"conversations": TURNS[:1]}]),
-]
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.sampled_from(GOOD), st.binary(max_size=20), st.integers(0, 250), st.integers(0, 8))
-def test_damaged_files_are_read_or_refused(tmp_path: Path, good: str, junk: bytes, at: int, cut: int) -> None:
-    whole = good.encode()
-    path = tmp_path / "fuzzed.jsonl"
-    path.write_bytes(whole[:at] + junk + whole[at + cut :])
-    try:
-        batch = read_batch(path, Letters())
-    except InvalidRequest as error:
-        assert str(error).startswith("batch ")
-    else:
-        assert len(batch.prompts) == len(batch.decode_tokens) == max(len(batch.starts), len(batch.records)) > 0
-
-
-def test_a_tokenizer_that_is_missing_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(InvalidRequest, match="pip install transformers"):
-        load_tokenizer("some/model")
-    fake = ModuleType("transformers")
-    fake.AutoTokenizer = _Missing  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "transformers", fake)
-    with pytest.raises(InvalidRequest, match=r"cannot load the tokenizer 'some/model': no such model$"):
-        load_tokenizer("some/model")
-
-
-class _Missing:
-    @staticmethod
-    def from_pretrained(name: str) -> object:
-        raise OSError("no such model\nand more")
 
 
 def test_a_tokenizer_of_transformers_is_asked_for_text_and_chats(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,7 +218,7 @@ REFUSALS: list[tuple[BaseException, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("error", "said"), REFUSALS)
+@for_each("error, said", REFUSALS)
 def test_what_a_tokenizer_refuses_is_named_with_its_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, said: str
 ) -> None:
@@ -370,11 +232,3 @@ def test_what_a_tokenizer_refuses_is_named_with_its_line(
         batch_of(tmp_path, good, openai("b", prompt="x"), tokenizer=tokenizer)
     with pytest.raises(InvalidRequest, match=f"line 2: the tokenizer refuses the messages: {said}$"):
         batch_of(tmp_path, good, openai("b", messages=[{"role": "user"}]), tokenizer=tokenizer)
-
-
-def test_ctrl_c_in_a_tokenizer_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = ModuleType("transformers")
-    fake.AutoTokenizer = _Refusing(KeyboardInterrupt())  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "transformers", fake)
-    with pytest.raises(KeyboardInterrupt):
-        load_tokenizer("refusing").text("x")

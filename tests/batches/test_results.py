@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from kvstore.batches import Results, results
 from kvstore.batches.server import ANSWER_BYTES_MAX, Answer
 from kvstore.errors import InvalidRequest
-from kvstore.parsing import DEPTH_MAX
+from tests.kit.cases import for_each
 
 
 def line(custom_id: str, **response: object) -> str:
@@ -42,16 +41,6 @@ def test_the_line_of_any_answer_fits(tmp_path: Path, body: bytes) -> None:
     assert results.GROWTH_MAX * ANSWER_BYTES_MAX + results.FRAME_BYTES_MAX <= results.LINE_BYTES_MAX
 
 
-def test_an_answer_that_is_nested_too_deep_is_kept_as_text(tmp_path: Path) -> None:
-    with Results(tmp_path / "results") as opened:
-        for depth in range(DEPTH_MAX - 10, DEPTH_MAX + 10):
-            opened.add(str(depth), Answer(200, b"[" * depth + b"]" * depth))
-        opened.add("deepest", Answer(200, b"[" * 9999 + b"]" * 9999))
-    assert len(ids(tmp_path / "results")) == 21
-    with Results(tmp_path / "results") as again:
-        assert len(again.known) == 21
-
-
 def test_a_line_that_is_too_long_is_an_error_and_cuts_nothing_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,7 +53,7 @@ def test_a_line_that_is_too_long_is_an_error_and_cuts_nothing_off(
     assert path.read_text() == content
 
 
-@pytest.mark.parametrize("last", ['{"custom_id":"c0","response":{}}', line("c0")])
+@for_each("last", ['{"custom_id":"c0","response":{}}', line("c0")])
 def test_a_last_result_without_a_newline_stays_and_the_next_begins_a_line(tmp_path: Path, last: str) -> None:
     path = tmp_path / "results"
     path.write_text(last)
@@ -73,10 +62,3 @@ def test_a_last_result_without_a_newline_stays_and_the_next_begins_a_line(tmp_pa
         opened.add("c1", Answer(200, b"{}"))
     assert path.read_text().startswith(f"{last}\n")
     assert ids(path) == ["c0", "c1"]
-
-
-def test_results_on_a_pipe_or_device_are_refused_by_name(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path / "pipe", Path("/dev/null")):
-        with pytest.raises(InvalidRequest, match=rf"the results '{path}' are not a regular file"):
-            Results(path)

@@ -19,6 +19,7 @@ from kvstore.cli.app import app
 from kvstore.errors import InvalidRequest, Unavailable
 from tests.batches.answering import Answering, Body, answering, completes, talking
 from tests.cli.conftest import KVSTORE
+from tests.kit.cases import for_each
 from tests.kit.patience import PATIENCE_S, eventually
 
 COUNT = 12
@@ -160,8 +161,8 @@ def test_a_server_that_is_silent_costs_one_time_limit(batch: Batch, tmp_path: Pa
     assert ids(tmp_path / "results") == []
 
 
-@pytest.mark.parametrize(
-    ("head", "body"),
+@for_each(
+    "head, body",
     [
         ("200 OK\r\nContent-Length: 100", b'{"id": "cut'),
         ("200 OK", b'{"id": "cut'),
@@ -179,8 +180,8 @@ def test_what_is_no_whole_answer_is_no_result(
     assert ids(tmp_path / "results") == []
 
 
-@pytest.mark.parametrize(
-    ("status", "said"),
+@for_each(
+    "status, said",
     [(401, "lets nobody in by this key"), (403, "lets nobody in by this key"), (302, "is elsewhere")],
 )
 def test_a_server_that_refuses_everybody_ends_the_run_without_results(
@@ -189,13 +190,6 @@ def test_a_server_that_refuses_everybody_ends_the_run_without_results(
     with answering(lambda body: (status, {})) as at, pytest.raises(InvalidRequest, match=said):
         sending(batch, at, tmp_path / "results")
     assert ids(tmp_path / "results") == []
-
-
-def test_a_model_that_is_not_found_is_asked_for_again_next_time(batch: Batch, tmp_path: Path) -> None:
-    with answering(lambda body: (404, {})) as at:
-        assert sending(batch, at, tmp_path / "results").failed == COUNT == len(at.asked)
-        at.says = completes
-        assert sending(batch, at, tmp_path / "results").answered == COUNT
 
 
 def test_answers_that_came_before_an_error_are_written(batch: Batch, tmp_path: Path) -> None:
@@ -245,33 +239,12 @@ def test_a_result_that_the_disk_has_no_room_for_leaves_no_part_of_a_line(volume:
         assert results.known == {"small", "next"}
 
 
-def test_an_answer_that_is_not_json_is_kept_as_text(tmp_path: Path) -> None:
-    with Results(tmp_path / "results") as results:
-        assert results.add("a", Answer(200, b"\xffhi")) == {"text": "\ufffdhi"}
-        assert results.add("b", Answer(200, b"[1]")) == {}
-
-
-def test_results_belong_to_one_program_and_one_kind_of_file(tmp_path: Path) -> None:
-    with Results(tmp_path / "results"), pytest.raises(InvalidRequest, match="are being written by another program"):
-        Results(tmp_path / "results")
-    (tmp_path / "other").write_text("hello\nworld\n")
-    with pytest.raises(InvalidRequest, match=r"line 1 is not a result of a batch: give another --results"):
-        Results(tmp_path / "other")
-    assert (tmp_path / "other").read_text() == "hello\nworld\n"
-
-
-@pytest.mark.parametrize("content", ['{"precious": 1}', '{"custom_id": "a", "body": {}}\n{"custom_id": "b"', "x"])
+@for_each("content", ['{"precious": 1}', '{"custom_id": "a", "body": {}}\n{"custom_id": "b"', "x"])
 def test_a_file_of_another_kind_stays_as_it_is(tmp_path: Path, content: str) -> None:
     (tmp_path / "other").write_text(content)
     with pytest.raises(InvalidRequest, match="is not a result of a batch"):
         Results(tmp_path / "other")
     assert (tmp_path / "other").read_text() == content
-
-
-@pytest.mark.parametrize("url", ["", "host:80", "ftp://host", "http://", "http://host:port", "http://h/?q=1"])
-def test_a_url_that_is_none_is_refused(url: str) -> None:
-    with pytest.raises(InvalidRequest, match="server "):
-        Server(url, 1.0)
 
 
 def plan(*arguments: Any) -> Result:
@@ -292,15 +265,6 @@ def test_the_command_sends_and_says_what_was_cached(path: Path, monkeypatch: pyt
         assert json.loads(again.stdout)["sent"]["known"] == COUNT
         assert len(at.asked) == COUNT
     assert len(ids(Path(f"{path}.results.jsonl"))) == COUNT
-
-
-def test_the_command_says_where_to_go_on(path: Path) -> None:
-    with answering() as at:
-        url = at.url
-    result = plan(path, "--server", url)
-    assert result.exit_code == 2
-    assert "0 results are in" in result.stderr and len(result.stderr.splitlines()) == 1
-    assert plan(path, "--server", url, "--output", "x").exit_code == 2
 
 
 def test_a_request_that_failed_is_exit_code_1(path: Path) -> None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import socket
 import time
-from collections.abc import Iterator
-from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
@@ -16,6 +13,7 @@ from kvstore.batches import Results, Sent, Server, read_batch, reasons, send, se
 from kvstore.cli.app import app
 from kvstore.errors import Unavailable
 from tests.batches.answering import DROPS, Answering, Body, Says, answering, completes, talking
+from tests.kit.cases import for_each
 from tests.kit.patience import PATIENCE_S
 
 COUNT = 12
@@ -66,14 +64,6 @@ def test_one_request_that_gets_no_answer_does_not_stop_the_others(path: Path, to
     assert told[1:] == ["1 request in all: no answer"]
 
 
-def test_requests_without_an_answer_among_others_never_end_the_run(path: Path, told: list[str]) -> None:
-    dropped = set(range(0, COUNT, 2))
-    assert len(dropped) > sending.UNREACHED_MAX
-    with answering(but_for(dropped, DROPS, {})) as at:
-        sent = sends(path, at, told)
-    assert (sent.answered, sent.failed) == (COUNT - len(dropped), len(dropped))
-
-
 def test_several_in_a_row_without_an_answer_end_the_run(path: Path, told: list[str]) -> None:
     with answering(but_for(set(range(2, COUNT)), DROPS, {})) as at, pytest.raises(Unavailable, match="does not answer"):
         sends(path, at, told)
@@ -98,32 +88,6 @@ def test_why_is_told_of_the_first_and_counted_for_all(path: Path, told: list[str
     assert told == [*first, f"{COUNT - 1} requests in all: status {status}"]
 
 
-def test_why_is_told_if_the_run_ends_early_too(path: Path, told: list[str]) -> None:
-    def says(body: Body) -> tuple[int, Body]:
-        return (500, {"detail": "no"}) if body["prompt"][0] == 0 else (DROPS, {})
-
-    with answering(says) as at, pytest.raises(Unavailable):
-        sends(path, at, told)
-    assert told == ["request 'r0': status 500: no", "1 request in all: status 500"]
-
-
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        (b'{"error": {"message": "a", "type": "b"}}', "a"),
-        (b'{"object": "error", "message": "a"}', "a"),
-        (b'{"error": "a"}', "a"),
-        (b'{"detail": [{"loc": "x"}]}', '[{"loc": "x"}]'),
-        (b"<html>\n bad\tgateway", "<html> bad gateway"),
-        (b"\xff", "\ufffd"),
-        (b"", ""),
-        (b"[" * 99999, "[" * reasons.MESSAGE_CHARS_MAX + "..."),
-    ],
-)
-def test_the_message_of_an_error_is_one_short_line(body: bytes, message: str) -> None:
-    assert reasons.message_of(body) == message
-
-
 def test_the_command_shows_what_the_server_said(path: Path) -> None:
     with answering(but_for({3}, 400, {"message": "\x1b[31mno"})) as at:
         shown = plan(path, at)
@@ -132,25 +96,7 @@ def test_the_command_shows_what_the_server_said(path: Path) -> None:
     assert "kvstore plan: 1 request in all: status 400" in shown.stderr
 
 
-def test_what_was_called_wrong_before_counts_and_is_sent_again_once_its_line_is_removed(path: Path) -> None:
-    results = Path(f"{path}.results.jsonl")
-    with answering(but_for({3}, 400, {})) as at:
-        plan(path, at)
-        again = plan(path, at)
-        assert again.exit_code == 1 and len(at.asked) == COUNT
-        assert f"1 called wrong by the server, and not sent again: to do so, remove their lines from '{results}'" in (
-            again.stderr
-        )
-        assert "of them called wrong by the server" in again.stdout
-        at.says = completes
-        lines = [line for line in results.read_text().splitlines() if json.loads(line)["custom_id"] != "r3"]
-        results.write_text("\n".join(lines))
-        assert plan(path, at).exit_code == 0
-        assert at.order[COUNT:] == [3]
-    assert len(results.read_text().splitlines()) == COUNT
-
-
-@pytest.mark.parametrize("status", ["429 Busy", "503 Busy"])
+@for_each("status", ["429 Busy", "503 Busy"])
 def test_the_pause_that_a_server_asks_for_is_made_within_its_limit(
     monkeypatch: pytest.MonkeyPatch, status: str
 ) -> None:
@@ -160,36 +106,3 @@ def test_the_pause_that_a_server_asks_for_is_made_within_its_limit(
         begun_s = time.monotonic()
         Server(url, PATIENCE_S).post("/", b"{}")
         assert time.monotonic() - begun_s >= 0.1 * (server.TRIES_MAX - 1)
-
-
-@pytest.fixture
-def full() -> Iterator[str]:
-    """The URL of a server that accepts no connection."""
-    with socket.create_server(("127.0.0.1", 0), backlog=0) as listening:
-        waiting = [socket.socket() for _ in range(4)]
-        for each in waiting:
-            each.setblocking(False)
-            each.connect_ex(listening.getsockname())
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-        for each in waiting:
-            each.close()
-
-
-def test_connecting_has_a_limit_of_its_own(full: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "CONNECT_S_MAX", 0.05)
-    with pytest.raises(Unavailable, match=r"no connection within 0\.05 s"):
-        Server(full, PATIENCE_S).post("/", b"{}")
-
-
-def test_a_server_that_is_closed_while_it_connects_sends_nothing() -> None:
-    class Closing(HTTPConnection):
-        def connect(self) -> None:
-            asked.close()
-            super().connect()
-
-    with answering() as at:
-        asked = Server(at.url, PATIENCE_S)
-        asked._kind = Closing
-        with pytest.raises(Unavailable):
-            asked.post("/", b"{}")
-        assert not at.asked

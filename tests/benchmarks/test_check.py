@@ -11,12 +11,13 @@ import pytest
 
 from benchmarks import check
 from kvstore.client.cache import Cache
+from tests.kit.cases import for_each
 
 FOUND = {"put": 0.30, "get": 0.90}
 
 
-@pytest.mark.parametrize(
-    ("reference", "lines"),
+@for_each(
+    "reference, lines",
     [
         ({"put": 0.30, "get": 0.90}, []),
         ({"put": 0.44, "get": 0.90}, []),  # a loss of less than a third
@@ -27,27 +28,6 @@ FOUND = {"put": 0.30, "get": 0.90}
 )
 def test_a_loss_of_a_third_fails(reference: dict[str, float], lines: list[str]) -> None:
     assert check.lost(FOUND, reference) == lines
-
-
-def run(folder: Path, ratios: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> int:
-    reference = folder / "reference.json"
-    reference.write_text(json.dumps({"ratios": ratios}))
-    monkeypatch.setattr(check, "measure", lambda options, size_bytes: dict(FOUND))
-    return check.main(["--reference", str(reference), "--directory", str(folder)])
-
-
-def test_the_exit_code_says_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    assert run(tmp_path, FOUND, monkeypatch) == 0
-    assert run(tmp_path, {"put": 3.0}, monkeypatch) == 1
-    assert "slower by more than a third" in capsys.readouterr().err
-
-
-def test_without_a_reference_it_says_how_to_make_one(tmp_path: Path, capsys: Any) -> None:
-    assert check.main(["--reference", str(tmp_path / "none.json")]) == 2
-    assert "--update writes it" in capsys.readouterr().err
-    (tmp_path / "bad.json").write_text('{"ratios": 3}')
-    assert check.main(["--reference", str(tmp_path / "bad.json")]) == 2
-    assert "--update writes them" in capsys.readouterr().err
 
 
 def test_a_disturbance_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,9 @@ import kvstore
 from benchmarks import analytics, chat, emulated, engine
 from benchmarks.contents import WrongBytes, stamp_chunks
 from benchmarks.emulated import CHUNK_TOKENS, Engine, Prompt, Settings, verify
-from benchmarks.models import Model
 from kvstore.client.cache import Cache
 from tests.benchmarks.sizes import TINY, tiny_options
+from tests.kit.cases import for_each
 
 LENGTH = 300
 FULL = LENGTH // CHUNK_TOKENS * CHUNK_TOKENS
@@ -59,41 +58,6 @@ def test_what_is_resident_is_not_read_again(cache: Cache) -> None:
     one.close()
 
 
-def test_an_answer_is_kept_with_its_prompt(cache: Cache) -> None:
-    window = prompt_of(1, 512)
-    one = Engine(settings(), cache)
-    one.serve(Prompt.of(window.tokens[:LENGTH]), 1, window=window)
-    one.close()
-    verify(cache, TINY, [window], 512)
-
-
-def test_without_the_store_nothing_is_pushed(cache: Cache) -> None:
-    one = Engine(settings(), cache)
-    one.serve(prompt_of(1), 1, use_store=False)
-    one.close()
-    assert cache.match(prompt_of(1).tokens) == 0
-
-
-def test_compute_takes_as_long_as_was_published() -> None:
-    slow = Model("slow", 2, 1, 64, 3_000)
-    one = Engine(Settings(slow, 512, decode_step_s=0.01), None)
-    answer = one.serve(prompt_of(1), 5)
-    one.close()
-    assert answer.first_byte_s >= LENGTH / 3_000 + 0.01
-    assert answer.latency_s >= LENGTH / 3_000 + 0.05
-
-
-def test_bytes_of_another_chunk_are_noticed_as_they_come(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = Engine(settings(), cache)
-    one.serve(prompt_of(1), 1)
-    one.serve(prompt_of(2), 1)
-    real = Cache.get
-    monkeypatch.setattr(Cache, "get", lambda self, tokens, out: real(self, prompt_of(2).tokens[: len(tokens)], out))
-    with pytest.raises(WrongBytes, match="another chunk"):
-        one.serve(prompt_of(1), 1)
-    one.close()
-
-
 def test_afterwards_every_byte_is_compared(cache: Cache) -> None:
     one = Engine(settings(), cache)
     one.serve(prompt_of(1), 1)
@@ -108,22 +72,8 @@ def test_afterwards_every_byte_is_compared(cache: Cache) -> None:
     one.close()
 
 
-def test_a_share_of_the_conversations_uses_the_store() -> None:
-    for share in chat.PREFIXED:
-        assert sum(talk.prefixed for talk in chat.conversations(8, share, seed=1)) == 8 * share
-
-
-def test_each_message_sends_the_conversation_so_far() -> None:
-    turns = chat.conversations(1, 0.5, seed=1)[0].turns
-    assert len(turns) == chat.TURNS
-    for before, after in itertools.pairwise(turns):
-        heard = before.window.tokens
-        assert np.array_equal(after.prompt.tokens[: len(heard)], heard)
-        assert before.output_tokens > 0
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("part", [*engine.PARTS])
+@for_each("part", [*engine.PARTS])
 def test_each_part_runs_and_says_that_it_is_emulated(
     part: str, tmp_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from benchmarks.caches import Blocks
-from benchmarks.engine_blocks import Swept, agents, main, rows, swept
+from benchmarks.engine_blocks import Swept, agents, swept
 from benchmarks.policies import Replay
 from kvstore.hints import PRIORITY_DEFAULT
 
@@ -30,20 +29,9 @@ def test_no_kept_block_lacks_its_first_ones() -> None:
     assert swept(replay, capacity, engine, is_chained=False).unreachable > 0
 
 
-def test_all_that_fits_is_found_again() -> None:
-    replay = chains(5, 8, 3)
-    assert swept(replay, 100, 1, is_chained=True).hits == pytest.approx(2 / 3, abs=0.02)
-
-
 def test_a_block_without_its_parent_is_counted() -> None:
     replay = chains(1, 4, 1)
     store = Swept(replay.blocks, 2, has_depths=False, renews_looked_up=False)
     store._present[:] = [False, True, True, True]
     store._sweep(0.0)
     assert store.unreachable == int(store._present.sum()) > 0
-
-
-def test_the_table_has_a_row_for_each_capacity(capsys: pytest.CaptureFixture[str]) -> None:
-    assert [row[1] for row in rows(chains(4, 8, 2), [0.25, 0.5], 0.1)] == [25.0, 50.0]
-    assert main(["nowhere.jsonl"]) == 2
-    assert capsys.readouterr().err.startswith("benchmarks.engine_blocks: ")

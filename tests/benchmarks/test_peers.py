@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,12 +10,12 @@ import pytest
 
 from benchmarks.peers import __main__ as command
 from benchmarks.peers import contest as contests
-from benchmarks.peers import environments, report, seat
+from benchmarks.peers import environments, seat
 from benchmarks.peers.contender import ENTRIES, Entry
 from benchmarks.peers.contest import Contest
-from benchmarks.peers.workload import Memory, Workload
-from tests.benchmarks import saboteurs
-from tests.kit.patience import PATIENCE_S, slowness
+from benchmarks.peers.workload import Workload
+from tests.kit.cases import for_each
+from tests.kit.patience import slowness
 
 SMALL = Workload("small", layers=2, tensor_bytes=512, chunk_tokens=16, chunk_count=4)
 FILES = ENTRIES["files"]
@@ -49,8 +48,8 @@ def test_one_command_prints_ratios_and_leaves_nothing(tmp_path: Path, capsys: py
     assert {row[-1] for row in targets["rows"]} == {"not measured"}
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
+@for_each(
+    "name, reason",
     [
         ("OneBit", "get gave wrong bytes"),
         ("ReadsNothing", "get gave wrong bytes"),
@@ -77,22 +76,6 @@ def test_who_hangs_is_ended_at_the_deadline(tmp_path: Path, monkeypatch: pytest.
     assert len(found.seconds["files"]["get"]) == 1
 
 
-def test_what_a_contender_started_ends_with_it(tmp_path: Path) -> None:
-    play(tmp_path, [saboteur("Leaver")])
-    pid = int((tmp_path / saboteurs.STARTED).read_text())
-    deadline_s = time.monotonic() + PATIENCE_S
-    while _runs(pid) and time.monotonic() < deadline_s:
-        time.sleep(0.05)
-    assert not _runs(pid)
-
-
-def test_a_peer_that_is_not_set_up_is_listed_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environments, "FOLDER", tmp_path / "none")
-    found = play(tmp_path, [ENTRIES["vineyard"], FILES])
-    assert found.failures["vineyard"] == "not set up: python -m benchmarks.peers --setup vineyard"
-    assert "files" in found.seconds
-
-
 def test_the_command_fails_where_kvstore_gives_wrong_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -103,70 +86,6 @@ def test_the_command_fails_where_kvstore_gives_wrong_bytes(
     )
     assert code == 1
     assert "round 0: get gave wrong bytes" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--rounds", "0"], "expected 1 or more"),
-        (["--chunk-mib", "64", "--size-mib", "32"], "--chunk-mib 64: expected 1 to 32"),
-        (["--long-tokens", "100000"], "a multiple of 16 up to 65,536"),
-        (["--chunk-mib", "--long-tokens", "0"], "nothing to run"),
-        (["--size-mib", "100000000"], "choose another directory, or a smaller --size-mib"),
-    ],
-)
-def test_wrong_use_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
-) -> None:
-    assert command.main(["--directory", str(tmp_path), *arguments]) == 2
-    assert said in capsys.readouterr().err
-    assert command.main(["--setup", "nobody"]) == 2
-
-
-def test_targets_are_met_missed_or_not_measured() -> None:
-    contest = Contest(SMALL, threads=2)
-    contest.seconds = {
-        "kvstore": {"put": [1.0, 1.0, 1.0], "get": [1.0, 1.0, 1.0], "view": [0.5, 0.5, 0.5]},
-        "lmcache-fs-native": {"put": [1.0, 2.0, 0.9], "get": [1.2, 1.1, 1.0]},
-        "vineyard": {"put": [3.5, 3.5, 3.5], "get": [9.0, 2.0, 1.0]},
-    }
-    rows = {row[0]: row[3:] for row in report.targets_of([(contest, "tmpfs")]).rows}
-    assert rows["kvstore put / Vineyard file mode put"] == [3.5, "yes"]
-    assert rows["kvstore get / Vineyard file mode get"] == [2.0, "no"]
-    assert rows["kvstore put / LMCache fs_native put"] == [1.0, "no"]
-    assert rows["kvstore get / LMCache fs_native get"] == [1.1, "yes"]
-    assert rows["kvstore view / LMCache fs_native get"] == [pytest.approx(2.2), "yes"]
-    assert rows["kvstore, blocks put / LMCache fs_native put"] == [None, "not measured"]
-
-
-def test_a_peer_that_syncs_is_compared_with_the_durable_put() -> None:
-    contest = Contest(SMALL, threads=2)
-    contest.seconds = {
-        "kvstore": {"put": [1.0], "get": [1.0], "view": [1.0]},
-        "kvstore-fsync": {"put": [2.0], "get": [1.0], "view": [1.0]},
-        "vineyard": {"put": [6.0], "get": [4.0]},
-    }
-    table = report.table_of(contest, "ext4")
-    row = dict(zip(table.columns, table.rows[-1], strict=True))
-    assert (row["kvstore put ratio"], row["kvstore get ratio"]) == (3.0, 4.0)
-    assert "kvstore, fsync, put / Vineyard file mode put" in report.targets_of([(contest, "ext4")]).column("target")
-
-
-def test_every_turn_stores_other_bytes_in_every_page_and_a_wiped_target_is_wrong() -> None:
-    memory = Memory.of(SMALL.size_bytes)
-    try:
-        before = memory.source.copy()
-        memory.renew(1)
-        first = memory.source.copy()
-        memory.renew(2)
-        for one, other in ((before, first), (first, memory.source), (before, memory.source)):
-            assert (one != other).reshape(-1, 4096).any(axis=1).all()
-        memory.target[:] = memory.source
-        assert memory.is_right()
-        memory.wipe()
-        assert not memory.is_right()
-    finally:
-        memory.close()
 
 
 @pytest.mark.slow
@@ -187,16 +106,9 @@ def test_each_peer_that_is_set_up_stores_and_reads_right_bytes(tmp_path: Path, n
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["kvstore-fsync", "kvstore-grpc", "kvstore-shared", "kvstore-tcp"])
+@for_each("name", ["kvstore-fsync", "kvstore-grpc", "kvstore-shared", "kvstore-tcp"])
 def test_each_way_to_a_worker_gives_right_bytes(tmp_path: Path, name: str) -> None:
     found = play(tmp_path, [ENTRIES[name]])
     assert not found.failures
     assert "get" in found.seconds[name]
     assert all(each > 0 for each in found.cpu_seconds[name]["get"])
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks import planning
-from benchmarks.planning import BLOCK, Load, main, saved, shared_by, steps
+from benchmarks.planning import BLOCK, Load, saved, shared_by, steps
 from kvstore.planning import Prompts
 
 
@@ -32,13 +32,3 @@ def test_steps_are_never_fewer_than_full_ones(monkeypatch: pytest.MonkeyPatch) -
     _, arrival, ratio, least = steps(small())
     assert isinstance(arrival, int) and isinstance(ratio, int) and isinstance(least, int)
     assert min(arrival, ratio) >= least == -(-(20 * 64 + 80 * 16 + 80 * 5) // 64)
-
-
-def test_the_cost_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--cost", "2000"]) == 0
-    assert "4,160,000" in capsys.readouterr().out
-
-
-def test_a_trace_that_is_none_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["missing.jsonl"]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1

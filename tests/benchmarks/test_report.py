@@ -6,14 +6,10 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
-import numpy as np
 import pytest
-from matplotlib.patches import Rectangle
 
-from benchmarks import command, machine, plots, report
-from benchmarks.contents import WrongBytes
+from benchmarks import command, machine, report
 from benchmarks.result import Plot, Result, Table, markdown, save
 
 TABLE = Table(
@@ -40,11 +36,6 @@ def test_a_table_is_markdown_with_short_numbers() -> None:
     assert lines[1].split("|")[1].endswith(":") and lines[1].split("|")[4].endswith("-")
 
 
-def test_raw_figures_come_back_from_json() -> None:
-    whole = result()
-    assert Result.from_json(json.loads(json.dumps(whole.to_json()))) == whole
-
-
 def test_the_page_says_all_that_a_figure_needs(tmp_path: Path) -> None:
     folder = tmp_path / "results"
     folder.mkdir()
@@ -58,35 +49,6 @@ def test_the_page_says_all_that_a_figure_needs(tmp_path: Path) -> None:
     assert f"results/{plot.name}" in page
 
 
-def test_without_figures_there_is_no_page(tmp_path: Path, capsys: Any) -> None:
-    assert report.main([str(tmp_path)]) == 2
-    assert "no raw figures" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("log_y", [False, True])
-@pytest.mark.parametrize("x", ["workers", "path"])
-def test_a_plot_is_well_formed_and_shows_every_value(x: str, log_y: bool) -> None:
-    plot = Plot(x, ("write", "read"), None if x == "path" else "path", "GiB/s", log_x=True, log_y=log_y)
-    table = replace(TABLE, plot=plot)
-    picture = ElementTree.fromstring(plots.svg(table))
-    names = [element.text for element in picture.iter("{http://www.w3.org/2000/svg}text")]
-    assert "Speeds & sizes" in names and "GiB/s" in names and x in names
-    (axes,) = plots.drawn(table).axes
-    if x == "path":
-        values = [bar.get_height() for bar in axes.patches if isinstance(bar, Rectangle)]
-    else:
-        values = [float(y) for line in axes.lines for y in np.asarray(line.get_ydata())]
-    assert sorted(values) == sorted(y for line in plots.lines_of(table, plot) for _, y in line.points)
-    low, high = axes.get_ylim()
-    assert len(values) == 3 and all(low <= value <= high for value in values)
-    assert (axes.get_yscale() == "log") == log_y
-
-
-def test_a_picture_changes_only_with_its_figures() -> None:
-    table = replace(TABLE, plot=Plot("workers", ("write", "read"), "path", "GiB/s"))
-    assert plots.svg(table) == plots.svg(table)
-
-
 def test_the_command_prints_json_and_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     benchmark = command.Benchmark("", lambda options, arguments: result(skipped=[]))
     monkeypatch.setattr(command, "BENCHMARKS", {"workers": benchmark})
@@ -96,22 +58,3 @@ def test_the_command_prints_json_and_keeps_it(tmp_path: Path, monkeypatch: pytes
     assert printed["tables"][0]["rows"][0] == [1, 0.5, 1.25, "shared"] == kept["tables"][0]["rows"][0]
     assert command.main(["workers"]) == 0
     assert "shared with others (load 7.5" in capsys.readouterr().out
-
-
-def test_wrong_bytes_give_no_figures_and_an_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    def wrong(options: Any, arguments: Any) -> Result:
-        raise WrongBytes("get: wrong bytes")
-
-    monkeypatch.setattr(command, "BENCHMARKS", {"workers": command.Benchmark("", wrong)})
-    assert command.main(["workers"]) == 1
-    said = capsys.readouterr()
-    assert said.out == "" and "workers: WrongBytes: get: wrong bytes" in said.err
-
-
-@pytest.mark.parametrize("wrong", [["pigeons"], ["workers", "--workers", "0"], ["--rounds", "0"]])
-def test_wrong_use_is_an_error(wrong: list[str], capsys: Any) -> None:
-    try:
-        assert command.main(wrong) == 2
-    except SystemExit as ended:
-        assert ended.code == 2
-    assert capsys.readouterr().err

@@ -96,14 +96,6 @@ def test_a_root_that_refuses_the_record_is_asked_again_later() -> None:
     assert len(read_writers(root)) == 1 and not mine.owes_record
 
 
-def test_no_two_publications_have_the_same_incarnation() -> None:
-    root, clock = FaultyRoot(MemoryRoot(MemoryFiles())), FakeClock()
-    mine, restarted = (incarnations(root, clock, [b"a" * 16]) for _ in range(2))
-    first = mine.fresh()
-    others = [each.fresh() for each in (mine, restarted) for _ in range(1000)]
-    assert len({first, mine.renewed(first), *others}) == 2002
-
-
 def test_writers_are_told_apart_and_unknown_ones_are_taken_together(node: RolledOut) -> None:
     node.put(1)
     node.drain()
@@ -176,13 +168,3 @@ def test_fsck_knows_the_records_and_removes_old_ones_that_no_chunk_names(node: R
     assert dict(report.counts) == {Kind.OLD_WRITER: 1} and report.is_clean
     repaired = fsck(root, identity, Options(live_sessions=set(), repair=True))
     assert repaired.is_clean and repaired.unrepaired_count == 0 and root.stat(name) is None
-
-
-def test_fsck_names_a_record_that_is_none(node: RolledOut) -> None:
-    root = node.root
-    for number, name in enumerate((places.writer(b"q" * 16), Name("lineage/something"))):
-        staged = places.staged(b"y" * 16, number)
-        root.stage(staged, [memoryview(b"{}")], stamp_ns=1, durable=False)
-        root.publish(staged, name, durable=False)
-    counts = fsck(root, node.node.identity, Options(live_sessions={b"y" * 16})).counts
-    assert dict(counts) == {Kind.BAD_RECORD: 1, Kind.FOREIGN: 1}

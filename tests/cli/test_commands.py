@@ -16,10 +16,10 @@ import pytest
 from click.testing import Result
 
 import kvstore
-from kvstore.cli import bench
 from kvstore.cli.app import COMMANDS
 from kvstore.format.encoded import decode_any
 from tests.cli.conftest import parsed
+from tests.kit.cases import for_each
 from tests.kit.patience import PATIENCE_S
 from tests.kit.workers import serving
 
@@ -48,7 +48,7 @@ GROUPS = {"token": ("issue", "key", "revoke")}
 """Commands that only have commands of their own."""
 
 
-@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "bench"])
+@for_each("command", [name for name in COMMANDS if name != "bench"])
 def test_every_command_explains_itself_with_examples(run: Run, command: str) -> None:
     result = run(command, "--help")
     assert result.exit_code == 0
@@ -59,14 +59,7 @@ def test_every_command_explains_itself_with_examples(run: Run, command: str) -> 
     assert "--debug" in result.stdout
 
 
-def test_the_list_of_commands_has_a_line_for_each(run: Run) -> None:
-    lines = run("--help").stdout.splitlines()
-    for command in COMMANDS:
-        assert any(line.split()[:1] == [command] and len(line.split()) > 3 for line in lines), command
-    assert run("--version").stdout.split()[-1] == kvstore.__version__
-
-
-@pytest.mark.parametrize("package", ["click", "rich"])
+@for_each("package", ["click", "rich"])
 def test_a_missing_package_is_a_sentence(package: str) -> None:
     program = f"import sys; sys.modules[{package!r}] = None; from kvstore.cli.main import main; main()"
     done = subprocess.run(
@@ -76,8 +69,8 @@ def test_a_missing_package_is_a_sentence(package: str) -> None:
     assert done.stderr == f"kvstore: the command line needs {package}: pip install 'kvstore-llm[server]'\n"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
+@for_each(
+    "arguments, said",
     [
         (("ls", "--connect", ","), "which store? give --root URL"),
         (("ls", "--json"), "which store? give --root URL"),
@@ -168,8 +161,8 @@ def test_a_bug_of_ours_is_not_a_failed_check(run: Run, root: str, monkeypatch: p
     )
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
+@for_each(
+    "arguments, said",
     [
         (("up",), "which root? give --root URL (a folder, file:///path, s3://...), or set KVSTORE_ROOT"),
         (("match",), "missing argument 'NAME' (kvstore match --help shows all options)"),
@@ -217,30 +210,6 @@ def test_match_takes_tokens_from_an_argument_a_file_or_standard_input(run: Run, 
     assert run("match", "model", "99,98", "--root", root).stdout == "0 of 2 tokens\n"
 
 
-def test_namesakes_are_told_apart_by_fingerprint(run: Run, root: str) -> None:
-    with kvstore.open(root) as store:
-        store.namespace("model", LAYOUT, fingerprint="weights-2")
-    result = run("match", "model", "1", "--root", root)
-    assert result.exit_code == 2 and "give --fingerprint" in result.stderr
-    text = ",".join(map(str, TOKENS))
-    assert (
-        parsed(run("match", "model", text, "--fingerprint", "weights-1", "--root", root, "--json"))["tokens_matched"]
-        == 8
-    )
-
-
-@pytest.mark.parametrize("name", [("theirs", "--namespace", "model"), ("--namespace", "nobody's")])
-def test_clear_of_two_namespaces_or_none_deletes_nothing(run: Run, root: str, name: tuple[str, ...]) -> None:
-    result = run("clear", *name, "--yes", "--ignore-pins", "--root", root)
-    assert result.exit_code == 2 and len(chunk_files(root)) == 2
-
-
-def test_clear_takes_the_namespace_as_an_option_too(run: Run, root: str) -> None:
-    given = ("--namespace", "model", "--yes", "--ignore-pins", "--root", root)
-    assert parsed(run("clear", *given, "--json"))["chunks"] == 2
-    assert chunk_files(root) == []
-
-
 def test_clear_deletes_one_namespace(run: Run, root: str) -> None:
     with kvstore.open(root) as store:
         store.namespace("other", LAYOUT).put(TOKENS, np.ones(LAYOUT.shape(10), np.float16))
@@ -256,23 +225,6 @@ def test_stats_of_a_root(run: Run, root: str) -> None:
     assert len(bytes.fromhex(found["root"])) == 16
     assert found["version"] == 1 and found["free_bytes"] > 0
     assert re.search(r"full +\d+\.\d % of .*iB, .*iB free", run("stats", "--root", root).output)
-
-
-def test_stats_name_a_worker_that_does_not_answer(run: Run, tmp_path: Path) -> None:
-    with serving(tmp_path / "served") as served:
-        result = run("stats", "--connect", f"{served.address},127.0.0.1:1", "--json")
-    assert json.loads(result.stdout)["workers"] == 1
-    assert "without worker 127.0.0.1:1, which does not answer" in result.stderr
-
-
-def test_a_silent_etcd_is_the_reason_why_no_worker_is_known(run: Run) -> None:
-    for command in ("stats", "health"):
-        result = run(command, "--etcd", "127.0.0.1:1")
-        assert result.exit_code == 2 and "127.0.0.1:1" in result.stderr
-
-
-def test_the_collector_is_named_to_those_who_look_for_its_command(run: Run) -> None:
-    assert "kvstore-gc" in run("gc").stderr
 
 
 def test_fsck_finds_a_damaged_chunk_and_repairs_it(run: Run, root: str) -> None:
@@ -321,21 +273,7 @@ def test_fsck_tells_housekeeping_from_damage_by_its_exit_code(run: Run, root: st
     assert not staged.exists()
 
 
-def test_check_root_holds_on_this_machine(run: Run, tmp_root: Path) -> None:
-    found = parsed(run("check-root", str(tmp_root), "--json"))
-    assert found["sound"] is True
-    assert {each["name"] for each in found["probes"]} >= {"of racing writers one wins"}
-    assert list(tmp_root.iterdir()) == []
-
-
-def test_bench_outside_a_checkout_says_where_it_is(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(bench, "SOURCE", tmp_path)
-    result = run("bench")
-    assert result.exit_code == 2 and "run make bench in a checkout" in result.stderr
-    assert "run it from a checkout" in " ".join(run("bench", "--help").stdout.split())
-
-
-@pytest.mark.parametrize("arguments", [("ls", "--root"), ("stats", "--root"), ("fsck",), ("check-root",)])
+@for_each("arguments", [("ls", "--root"), ("stats", "--root"), ("fsck",), ("check-root",)])
 def test_a_mistyped_root_is_an_error_and_no_new_folder(run: Run, tmp_path: Path, arguments: tuple[str, ...]) -> None:
     result = run(*arguments, str(tmp_path / "typo"))
     assert result.exit_code == 2 and "does not exist: is the path right" in result.stderr

@@ -13,6 +13,7 @@ import pytest
 
 from tests.cli.conftest import PATIENCE_S, SOURCE, Running
 from tests.deploy.commands import understood
+from tests.kit.cases import for_each
 
 PAGES = [SOURCE / "README.md", *sorted((SOURCE / "docs").glob("*.md"))]
 PYTHON = {page: re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL) for page in PAGES}
@@ -25,10 +26,6 @@ COMMAND_LINES = [
 ]
 
 
-def page_name(page: Path) -> str:
-    return page.relative_to(SOURCE).as_posix()
-
-
 def test_there_are_examples() -> None:
     assert PYTHON[SOURCE / "README.md"]
     assert len([block for blocks in PYTHON.values() for block in blocks]) >= 5
@@ -36,7 +33,7 @@ def test_there_are_examples() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in PAGES if PYTHON[page]], ids=page_name)
+@for_each("page", [page for page in PAGES if PYTHON[page]])
 def test_the_python_blocks_run_one_after_the_other(page: Path, up: Running, module_root: Path, tmp_path: Path) -> None:
     """On real roots and workers, in place of the addresses that the page makes up."""
     one, two = up.grpc.split(",")
@@ -64,6 +61,6 @@ def test_the_python_blocks_run_one_after_the_other(page: Path, up: Running, modu
         assert done.stderr == "", f"{block}\n{done.stderr}"
 
 
-@pytest.mark.parametrize(("page", "line"), COMMAND_LINES, ids=[line for _, line in COMMAND_LINES])
+@for_each("page, line", COMMAND_LINES)
 def test_the_commands_are_understood(page: Path, line: str) -> None:
     understood(shlex.split(line, comments=True), page.name)

@@ -15,19 +15,18 @@ from kvstore.cli.kinds import BOUND, COUNT, DURATION, HOST_PORT, LISTEN, SIZE, s
 from kvstore.errors import InvalidRequest
 from kvstore.meta.etcd import EtcdUser
 from kvstore.security.networks import is_loopback
+from tests.kit.cases import for_each
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"),
+@for_each(
+    "text, seconds",
     [("30s", 30), ("5m", 300), ("1h", 3600), ("2d", 172_800), ("500ms", 0.5), ("7", 7), ("1.5 h", 5400)],
 )
 def test_durations(text: str, seconds: float) -> None:
     assert DURATION.convert(text, None, None) == seconds
 
 
-@pytest.mark.parametrize(
-    ("text", "count"), [("8GiB", 8 << 30), ("512MiB", 512 << 20), ("2GB", 2 * 10**9), ("100", 100), ("1.5kib", 1536)]
-)
+@for_each("text, count", [("8GiB", 8 << 30), ("512MiB", 512 << 20), ("2GB", 2 * 10**9), ("100", 100), ("1.5kib", 1536)])
 def test_sizes(text: str, count: int) -> None:
     assert SIZE.convert(text, None, None) == count
 
@@ -39,33 +38,26 @@ def test_a_bound_has_a_unit() -> None:
             BOUND.convert(text, None, None)
 
 
-@pytest.mark.parametrize(
-    ("text", "count"), [("400k", 400_000), ("1.6M", 1_600_000), ("400_000", 400_000), ("400,000", 400_000), ("7", 7)]
-)
-def test_counts(text: str, count: int) -> None:
-    assert COUNT.convert(text, None, None) == count
-
-
-@pytest.mark.parametrize("text", ["", "k", "-1", "1KiB", "many"])
+@for_each("text", ["", "k", "-1", "1KiB", "many"])
 def test_what_is_no_count_is_refused(text: str) -> None:
     with pytest.raises(click.BadParameter):
         COUNT.convert(text, None, None)
 
 
-@pytest.mark.parametrize("text", ["", "s", "-1s", "1 year", "1e3s"])
+@for_each("text", ["", "s", "-1s", "1 year", "1e3s"])
 def test_what_is_no_duration_is_refused(text: str) -> None:
     with pytest.raises(click.BadParameter):
         DURATION.convert(text, None, None)
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "1 gallon"])
+@for_each("text", ["", "GiB", "-1GiB", "1 gallon"])
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(click.BadParameter):
         SIZE.convert(text, None, None)
 
 
-@pytest.mark.parametrize(
-    ("text", "host", "port", "loopback"),
+@for_each(
+    "text, host, port, loopback",
     [
         ("127.0.0.1:7070", "127.0.0.1", 7070, True),
         ("localhost:0", "localhost", 0, True),
@@ -88,7 +80,7 @@ def test_a_socket_file_is_an_address_to_listen_on_only() -> None:
         HOST_PORT.convert("unix:/run/kv.sock", None, None)
 
 
-@pytest.mark.parametrize("text", ["", "7070", ":7070", "::1:7070", "host:", "host:x", "host:70000", "host:-1"])
+@for_each("text", ["", "7070", ":7070", "::1:7070", "host:", "host:x", "host:70000", "host:-1"])
 def test_what_is_no_address_is_refused(text: str) -> None:
     with pytest.raises(click.BadParameter):
         HOST_PORT.convert(text, None, None)
@@ -119,11 +111,6 @@ def test_the_password_comes_from_a_file_or_the_environment(tmp_path: Path, monke
     monkeypatch.setenv("KVSTORE_ETCD_PASSWORD", "from environment")
     assert by_environment is not None and by_environment.who() == EtcdUser("kv", "from environment")
     assert pickle.loads(pickle.dumps(by_file)) == by_file
-
-
-def test_a_user_without_a_password_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="KVSTORE_ETCD_PASSWORD"):
-        EtcdAccess("h:1", user="kv").who()
 
 
 def test_root_options_come_from_a_file(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from click.testing import Result
 
 from kvstore.writes import WriteMode
 from tests.cli.conftest import KVSTORE, PATIENCE_S, SOURCE, parsed
+from tests.kit.cases import for_each
 from tests.kit.tiers import eventually, faulty, held
 from tests.worker.test_moves import idle, working
 
@@ -44,8 +45,8 @@ def test_a_prompt_is_prefetched_moved_and_released(run: Run) -> None:
         assert not any(acting.in_memory(1, 6))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
+@for_each(
+    "arguments, said",
     [
         (("prefetch", "m", "1,2", "--root", "/x"), "give --connect HOST:PORT or --etcd"),
         (("prefetch", "m", "1,2"), "which store? give --root URL"),

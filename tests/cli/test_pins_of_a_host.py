@@ -15,6 +15,7 @@ from click.testing import Result
 import kvstore
 from kvstore.meta.sqlite.faults import PAGE_BYTES, fault_of
 from tests.cli.conftest import parsed
+from tests.kit.cases import for_each
 from tests.kit.workers import serving
 
 Run = Callable[..., Result]
@@ -70,8 +71,8 @@ def test_pins_of_a_cluster_are_in_etcd(run: Run, root: str, command: tuple[str, 
     assert result.exit_code == 2 and "the pins of this root are in etcd, or it has none: give --etcd" in result.stderr
 
 
-@pytest.mark.parametrize("code", [sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL])
-@pytest.mark.parametrize("size_bytes", [0, 100, PAGE_BYTES + 1])
+@for_each("code", [sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL])
+@for_each("size_bytes", [0, 100, PAGE_BYTES + 1])
 def test_metadata_that_were_cut_are_called_damaged_and_not_locked(tmp_path: Path, code: int, size_bytes: int) -> None:
     path = tmp_path / METADATA
     error = sqlite3.OperationalError("database is locked")
@@ -83,8 +84,8 @@ def test_metadata_that_were_cut_are_called_damaged_and_not_locked(tmp_path: Path
     assert "damaged" not in str(fault_of(error, str(path)))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
+@for_each(
+    "arguments, said",
     [
         (("mach", "m"), "kvstore: there is no command 'mach': did you mean 'match'? (kvstore --help lists all)"),
         (("prefech",), "did you mean 'prefetch'?"),

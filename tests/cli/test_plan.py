@@ -13,6 +13,7 @@ from click.testing import Result
 import kvstore
 from kvstore.replay import generate, write_trace
 from tests.cli.conftest import parsed
+from tests.kit.cases import for_each
 from tests.kit.stores import SMALL, kv_of
 
 Run = Callable[..., Result]
@@ -78,8 +79,8 @@ def test_a_trace_is_planned_by_its_blocks(run: Run, tmp_path: Path) -> None:
     assert refused.exit_code == 2 and "it has no tokens" in refused.stderr
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
+@for_each(
+    "text, said",
     [
         ('{"custom_id": "a", "body": {"prompt": [1]}}\n{"custom', "line 2: not JSON"),
         ('{"custom_id": "a", "body": {"prompt": "text"}}', "line 1: the prompt is text: give --tokenizer"),
@@ -96,8 +97,8 @@ def test_bad_input_is_one_line_and_nothing_is_written(run: Run, tmp_path: Path, 
     assert not output.exists() and result.stdout == ""
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
+@for_each(
+    "arguments, said",
     [
         (("--output", "."), "the output '.' is a folder: give a file"),
         (("--output", "/missing/x"), "cannot write the output '/missing/x': No such file or directory"),
@@ -111,11 +112,3 @@ def test_places_that_cannot_be_written_are_one_line(
 ) -> None:
     result = run("plan", str(batch), "--memory-tokens", "100", *arguments)
     assert result.exit_code == 2 and said in result.stderr and len(result.stderr.splitlines()) == 1
-
-
-def test_a_plan_that_goes_nowhere_says_so(run: Run, batch: Path, tmp_path: Path) -> None:
-    result = run("plan", str(batch), "--memory-tokens", "0.1k", "--json")
-    assert parsed(result)["memory_tokens"] == 100
-    assert result.stderr == "kvstore plan: nothing is written or sent without --output FILE or --server URL\n"
-    assert run("plan", str(batch), "--memory-tokens", "100", "--dry-run").stderr == ""
-    assert run("plan", str(batch), "--memory-tokens", "100", "--output", str(tmp_path / "out")).stderr == ""

@@ -6,11 +6,12 @@ import pytest
 
 from kvstore.cli.ports import check_free, check_ports
 from kvstore.errors import InvalidRequest, Unavailable
+from tests.kit.cases import for_each
 from tests.kit.ports import free_port
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
+@for_each(
+    "one, other",
     [
         ("127.0.0.1:7171", "127.0.0.1:7171"),
         ("0.0.0.0:7171", "127.0.0.1:7171"),

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from click.testing import Result
 
-import kvstore
 from kvstore.client.cache import Cache
-from kvstore.replay import expect, generate, replay_layout, write_trace
+from kvstore.replay import expect, generate, write_trace
 from kvstore.replay.trace import BLOCK_TOKENS
 from tests.cli.conftest import KVSTORE, PATIENCE_S, SOURCE, descendants, eventually, gone, parsed
+from tests.kit.cases import for_each
 
 pytestmark = pytest.mark.slow
 
@@ -67,13 +67,6 @@ def test_on_a_root_it_leaves_no_chunks_unless_told_to(run: Run, trace: str, tmp_
     assert chunks["kept"] == kept["chunks_written"], "a namespace that was there before is never cleared"
 
 
-def test_several_processes_and_threads(run: Run, trace: str, tmp_root_url: str) -> None:
-    at = ("--root", tmp_root_url, "--bytes-per-token", "8", "--json")
-    found = parsed(run("replay", trace, *at, "--processes", "2", "--threads", "2"))
-    assert found["ok"] is True and found["lanes"] == 4 and found["tokens_expected"] is None
-    assert found["chunks_written"] == found["chunks_unique"]
-
-
 def test_a_wrong_byte_is_exit_code_1(run: Run, trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = Cache.get
 
@@ -90,50 +83,10 @@ def test_a_wrong_byte_is_exit_code_1(run: Run, trace: str, monkeypatch: pytest.M
     assert "FAILED" in result.stderr and "wrong bytes" in result.stderr
 
 
-def test_a_shortened_hit_is_exit_code_1(run: Run, trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = Cache.match
-    monkeypatch.setattr(
-        Cache, "match", lambda cache, tokens, **how: max(0, honest(cache, tokens, **how) - BLOCK_TOKENS)
-    )
-    result = run("replay", trace, "--bytes-per-token", "8")
-    assert result.exit_code == 1
-    assert "did not match what the trace contains" in result.stderr
-    assert "FAILED" in result.stdout
-
-
-def test_damage_on_the_root_is_a_difference_not_a_wrong_byte(
-    run: Run, trace: str, tmp_root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A real store with a real damaged file: the chunk is a miss, so the hits differ, and no byte is wrong."""
-    honest = Cache.put
-    damaged: list[Path] = []
-
-    def put(cache: Cache, *args: Any, **kwargs: Any) -> Any:
-        result = honest(cache, *args, **kwargs)
-        if not damaged:
-            damaged.extend(path for path in Path(tmp_root, "chunks").rglob("*") if path.is_file())
-            for path in damaged:
-                content = bytearray(path.read_bytes())
-                content[-1] ^= 1
-                path.write_bytes(content)
-        return result
-
-    monkeypatch.setattr(Cache, "put", put)
-    result = run("replay", trace, "--root", str(tmp_root), "--bytes-per-token", "8", "--json")
-    found = json.loads(result.stdout)
-    assert result.exit_code == 1 and damaged
-    assert found["wrong_bytes"] == 0 and found["failures"]
-
-
-@pytest.mark.parametrize("option", [("--bytes-per-token", "6"), ("--processes", "0"), ("--threads", "1000")])
+@for_each("option", [("--bytes-per-token", "6"), ("--processes", "0"), ("--threads", "1000")])
 def test_options_out_of_range_are_refused(run: Run, trace: str, option: tuple[str, str]) -> None:
     result = run("replay", trace, *option)
     assert result.exit_code == 2 and "expected" in result.stderr
-
-
-def test_the_layout_has_small_chunks() -> None:
-    assert replay_layout(64).chunk_bytes == 32 << 10
-    assert kvstore.Layout(layers=2, kv_heads=1, head_dim=16, dtype="int8", chunk_tokens=512) == replay_layout(64)
 
 
 def spawned(parent: int) -> list[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import signal
 import socket
@@ -23,6 +22,7 @@ import kvstore
 from kvstore.errors import Overloaded
 from kvstore.meta.server import packaged_etcd
 from tests.cli.conftest import KVSTORE, PATIENCE_S, SOURCE, Running, descendants, eventually, gone, parsed, serving
+from tests.kit.cases import for_each
 from tests.kit.etcd import running_etcd
 
 pytestmark = pytest.mark.slow
@@ -166,8 +166,8 @@ def test_interrupt_ends_it_as_well(tmp_root: Path) -> None:
         assert gone(programs)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("name", ["dashboard", "events"])
+@for_each("number", [signal.SIGINT, signal.SIGTERM])
+@for_each("name", ["dashboard", "events"])
 def test_a_signal_while_it_waits_for_a_program_is_no_failure(tmp_path: Path, name: str, number: signal.Signals) -> None:
     address = {"dashboard": "127.0.0.1:0", "events": "tcp://127.0.0.1:0"}[name]
     at = ("--root", str(tmp_path / "root"), "--listen", "127.0.0.1:0", "--etcd-folder", str(tmp_path / "etcd"))
@@ -270,71 +270,7 @@ def test_a_port_that_is_taken_is_said_and_nothing_is_left(tmp_root: Path) -> Non
     assert list(tmp_root.iterdir()) == [], "nothing was begun"
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ("--listen 127.0.0.1:7171 --metrics 127.0.0.1:7171", "--listen 127.0.0.1:7171 and --metrics 127.0.0.1:7171"),
-        (
-            "--workers 3 --listen 127.0.0.1:7171 --gc-metrics 127.0.0.1:7173",
-            "--listen 127.0.0.1:7173 and --gc-metrics 127.0.0.1:7173",
-        ),
-        (
-            "--metrics localhost:7171 --dashboard 127.0.0.1:7171",
-            "--metrics localhost:7171 and --dashboard 127.0.0.1:7171",
-        ),
-        (
-            "--dashboard 127.0.0.1:7171 --events tcp://*:7171",
-            "--dashboard 127.0.0.1:7171 and --events 127.0.0.1:7171",
-        ),
-        (
-            "--events tcp://*:7171 --events-replay tcp://127.0.0.1:7171",
-            "--events 127.0.0.1:7171 and --events-replay 127.0.0.1:7171",
-        ),
-    ],
-)
-def test_two_options_with_one_port_are_both_named_and_nothing_is_begun(tmp_root: Path, given: str, said: str) -> None:
-    at = ["--listen", "127.0.0.1:0"] if "--listen" not in given else []
-    done = ended("up", "--root", str(tmp_root / "root"), *at, *given.split())
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"kvstore up: {said} are one port: "), done.stderr
-    assert len(done.stderr.splitlines()) == 1
-    assert list(tmp_root.iterdir()) == []
-
-
-@pytest.mark.parametrize("given", ["--metrics 127.0.0.1:7171", "--bulk 7171"])
-def test_two_options_of_a_worker_with_one_port_are_both_named(tmp_root: Path, given: str) -> None:
-    at = ("worker", "--root", str(tmp_root / "root"), "--etcd", "127.0.0.1:9", "--listen", "127.0.0.1:7171")
-    done = ended(*at, *given.split())
-    assert done.returncode == 2
-    option = given.split()[0]
-    assert done.stderr.startswith(
-        f"kvstore worker: --listen 127.0.0.1:7171 and {option} 127.0.0.1:7171 are one port: "
-    ), done.stderr
-
-
-def test_memory_that_the_host_does_not_have_is_said_with_units(tmp_root: Path) -> None:
-    at = ("up", "--root", str(tmp_root / "root"), "--memory")
-    for given, said in (
-        ((*at, "3PiB", "--workers", "2"), r"2 \* 3.00 PiB, and this host or container has at most [\d.]+ .iB for it"),
-        ((*at, "1MiB"), r"up: --memory 1.00 MiB: expected 0, or at least 16.00 MiB"),
-    ):
-        result = ended(*given)
-        assert result.returncode == 2 and re.search(said, result.stderr), result.stderr
-    assert not (tmp_root / "root").exists()
-
-
-def test_a_root_that_cannot_be_one_is_said(tmp_root: Path) -> None:
-    (tmp_root / "full").mkdir()
-    (tmp_root / "full" / "somebody's file").write_text("")
-    done = ended(
-        "up", "--root", str(tmp_root / "full"), "--listen", "127.0.0.1:0", "--etcd-folder", str(tmp_root / "etcd")
-    )
-    assert done.returncode == 2
-    assert "somebody's file" in done.stderr and len(done.stderr.splitlines()) == 1
-    assert not (tmp_root / "etcd").exists(), "nothing was started for it"
-
-
-@pytest.mark.parametrize("command", ["up", "worker"])
+@for_each("command", ["up", "worker"])
 def test_an_etcd_that_is_not_there_is_said_in_time_and_nothing_is_left(tmp_root: Path, command: str) -> None:
     done = ended(command, "--root", str(tmp_root / "root"), "--etcd", "127.0.0.1:1", "--listen", "127.0.0.1:0")
     assert done.returncode == 2
@@ -343,24 +279,7 @@ def test_an_etcd_that_is_not_there_is_said_in_time_and_nothing_is_left(tmp_root:
     assert list(tmp_root.iterdir()) == []
 
 
-def test_a_worker_on_the_network_warns_that_it_is_open(up: Running, module_root: Path) -> None:
-    at = ("--root", str(module_root / "root"), "--etcd", up.etcd, "--listen", "0.0.0.0:0", "--advertise", "127.0.0.1:1")
-    with serving(module_root, "worker", *at, "--insecure") as running:
-        assert running.grpc.startswith("0.0.0.0:")
-        assert running.end() == 0
-        assert "served without TLS" in running.log.read_text()
-
-
 # One cluster of two workers, shared by what follows.
-
-
-def test_two_workers_are_listed(run: Callable[..., Result], up: Running) -> None:
-    def listed() -> dict[str, str]:
-        found = parsed(run("ls", "--workers", "--etcd", up.etcd, "--json"))["workers"]
-        return {each["address"]: each["version"] for each in found}
-
-    # Not at once on a machine so busy that a worker lost its session: it is listed again with the next.
-    eventually(lambda: listed() == dict.fromkeys(up.grpc.split(","), kvstore.__version__), "both are listed")
 
 
 def test_commands_reach_workers_directly_or_through_etcd(

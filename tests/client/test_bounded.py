@@ -45,6 +45,7 @@ from tests.kit.bounding import (
     put_until,
     writing,
 )
+from tests.kit.cases import for_each
 from tests.kit.patience import eventually
 
 
@@ -249,7 +250,7 @@ def test_a_root_without_metadata_keeps_its_bound(tmp_path: Path, at_once: None) 
         assert prompts(root) * LAYOUT.chunk_bytes <= 4 * MIB and matched(store, 0) == TOKENS_COUNT
 
 
-@pytest.mark.parametrize("asked", [{"max_bytes": 1 << 30}, {"ttl": 60}], ids=str)
+@for_each("asked", [{"max_bytes": 1 << 30}, {"ttl": 60}])
 def test_where_processes_cannot_share_a_bound_is_refused(
     tmp_path: Path, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,9 +263,7 @@ def test_where_processes_cannot_share_a_bound_is_refused(
     kvstore.open(tmp_path / "root").close()
 
 
-@pytest.mark.parametrize(
-    "asked", [{"max_bytes": "64MiB"}, {"max_bytes": 1000}, {"max_bytes": True}, {"ttl": 0}], ids=str
-)
+@for_each("asked", [{"max_bytes": "64MiB"}, {"max_bytes": 1000}, {"max_bytes": True}, {"ttl": 0}])
 def test_a_bound_that_makes_no_sense_is_refused(tmp_path: Path, asked: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match=r"max_bytes=|ttl="):
         kvstore.open(tmp_path / "root", **asked)

@@ -30,6 +30,7 @@ from tests.kit.bounding import (
     stopped_between_writes,
     writing,
 )
+from tests.kit.cases import for_each
 from tests.kit.patience import eventually
 
 
@@ -114,7 +115,7 @@ def test_no_collector_is_left_after_close(tmp_path: Path, at_once: None) -> None
     assert collectors(root) == []
 
 
-@pytest.mark.parametrize("how", ["kill", "exit"])
+@for_each("how", ["kill", "exit"])
 def test_no_collector_is_left_after_a_process_that_did_not_close(tmp_path: Path, how: str) -> None:
     root = tmp_path / "root"
     with writing(root) as (writer,):

@@ -16,6 +16,7 @@ from kvstore.census.selection import Selection
 from kvstore.client.bulk.lanes import FileLanes
 from kvstore.errors import StoreClosed, Unavailable
 from kvstore.sources import SystemClock
+from tests.kit.cases import for_each
 from tests.kit.patience import eventually
 from tests.kit.stores import TINY, kv_of
 from tests.kit.workers import connected, serving
@@ -100,7 +101,7 @@ WRITES: dict[str, Callable[[Opened], object]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@for_each("way", WAYS)
 def test_every_call_says_that_the_store_is_closed(way: str, tmp_root: Path) -> None:
     with opener(way, tmp_root) as opened:
         it = opened()
@@ -118,7 +119,7 @@ def test_every_call_says_that_the_store_is_closed(way: str, tmp_root: Path) -> N
         it.store.close()
 
 
-@pytest.mark.parametrize("way", WAYS[2:])
+@for_each("way", WAYS[2:])
 def test_so_does_the_control_of_workers(way: str, tmp_root: Path) -> None:
     with opener(way, tmp_root) as opened:
         it = opened()
@@ -133,13 +134,6 @@ def test_so_does_the_control_of_workers(way: str, tmp_root: Path) -> None:
         ):
             with pytest.raises(StoreClosed):
                 call()
-
-
-def test_a_closed_store_without_workers_says_so_before_it_says_that_it_has_no_control(tmp_root: Path) -> None:
-    store = kvstore.open(str(tmp_root))
-    store.close()
-    with pytest.raises(StoreClosed):
-        _ = store.control
 
 
 STEADY = ("match", "get into", "blocks match", "blocks present", "blocks get")
@@ -160,8 +154,8 @@ def repeat(name: str, call: Callable[[Opened], object], it: Opened, first: objec
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("delay_s", [0.0, 0.02, 0.1])
-@pytest.mark.parametrize("way", WAYS)
+@for_each("delay_s", [0.0, 0.05])
+@for_each("way", WAYS)
 def test_calls_that_run_while_it_is_closed_end_with_their_result_or_that(
     way: str, delay_s: float, tmp_root: Path
 ) -> None:

@@ -22,6 +22,7 @@ from kvstore.node.counters import Counts
 from kvstore.wire.bulk.channel import Channel, LinkShort
 from kvstore.wire.bulk.frames import Kind
 from tests.kit.arenas import filled, serving_memory
+from tests.kit.cases import for_each
 from tests.kit.descriptors import open_before, open_now
 from tests.kit.stores import SMALL
 from tests.kit.transports import same, tokens_and_kv
@@ -108,8 +109,8 @@ def holding_memory(served_root: Path) -> Iterator[Served]:
         yield served
 
 
-@pytest.mark.parametrize("bulk", ["auto", "shared"])
-@pytest.mark.parametrize("holding", [holding_files, holding_memory])
+@for_each("bulk", ["auto", "shared"])
+@for_each("holding", [holding_files, holding_memory])
 def test_a_client_with_few_descriptors_keeps_its_hits(tmp_root: Path, holding: object, bulk: str) -> None:
     """Whichever way is asked for: it is not the worker that has none. One warning, and none of them leaks."""
     limit = 24 if holding is holding_memory else 48
@@ -159,7 +160,7 @@ def test_a_shortage_is_said_once_and_is_over_after_a_while(caplog: pytest.LogCap
     assert len([each for each in caplog.records if "descriptors_short" in each.getMessage()]) == 1
 
 
-@pytest.mark.parametrize("memory", [0, 32 << 20])
+@for_each("memory", [0, 32 << 20])
 def test_a_node_without_descriptors_has_misses_and_damages_nothing(tmp_root: Path, memory: int) -> None:
     tokens, kv = tokens_and_kv(CHUNKS, 3, SMALL)
     with kvstore.open(str(tmp_root)) as store:
@@ -176,7 +177,7 @@ def test_a_node_without_descriptors_has_misses_and_damages_nothing(tmp_root: Pat
     assert not (tmp_root / "quarantine").exists() or not list((tmp_root / "quarantine").iterdir())
 
 
-@pytest.mark.parametrize("memory", [False, True])
+@for_each("memory", [False, True])
 def test_a_worker_without_descriptors_has_misses_and_damages_nothing(tmp_root: Path, memory: bool) -> None:
     tokens, kv = tokens_and_kv(CHUNKS, 3, SMALL)
     with (holding_memory if memory else holding_files)(tmp_root) as served, connected(served) as store:

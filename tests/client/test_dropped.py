@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,6 +26,7 @@ from kvstore.client.cache import Cache
 from kvstore.client.dropping import close_when_dropped
 from kvstore.client.store import Store
 from kvstore.segments.rope import Rope
+from tests.kit.cases import for_each
 from tests.kit.patience import PATIENCE_S, eventually
 from tests.kit.stores import TINY, kv_of
 from tests.kit.workers import serving
@@ -83,7 +83,7 @@ def _threads() -> set[threading.Thread]:
     return {each for each in found if not each.name.startswith(SERVING)}
 
 
-@pytest.mark.parametrize("path", PATHS)
+@for_each("path", PATHS)
 def test_a_dropped_store_warns_and_its_threads_end(path: str, tmp_root: Path) -> None:
     with opener(path, tmp_root) as open_store:
         with expected_warning():
@@ -94,35 +94,7 @@ def test_a_dropped_store_warns_and_its_threads_end(path: str, tmp_root: Path) ->
             assert store.namespace("m", TINY).match(TOKENS) == len(TOKENS)
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_the_warning_is_about_the_line_that_opened_the_store(path: str, tmp_root: Path) -> None:
-    with serving(tmp_root) as served, pytest.warns(ResourceWarning, match="opened here") as warned:
-        if path == "embedded":
-            store = kvstore.open(str(tmp_root))
-        else:
-            store = kvstore.connect(served.address, bulk=Bulk.of(path))
-        del store
-        gc.collect()
-    line = inspect.getsource(sys.modules[__name__]).splitlines()[warned[0].lineno - 1]
-    assert warned[0].filename == __file__ and ("kvstore.open(" in line) == (path == "embedded"), line
-    assert "store = kvstore." in line
-
-
-def test_the_warning_is_about_the_line_that_opened_an_asynchronous_store(tmp_root: Path) -> None:
-    async def drops() -> None:
-        store = await kvstore.aio.open(str(tmp_root))
-        assert await store.namespaces() == []
-        del store
-
-    with pytest.warns(ResourceWarning, match="opened here") as warned:
-        asyncio.run(drops())
-        # The thread that did the last call lets go of it a moment after the call's end.
-        eventually(lambda: gc.collect() >= 0 and len(warned) > 0, "it warns")
-    line = inspect.getsource(sys.modules[__name__]).splitlines()[warned[0].lineno - 1]
-    assert warned[0].filename == __file__ and "await kvstore.aio.open(" in line
-
-
-@pytest.mark.parametrize("path", PATHS)
+@for_each("path", PATHS)
 def test_a_hold_keeps_a_dropped_store_open(path: str, tmp_root: Path) -> None:
     with opener(path, tmp_root) as open_store, expected_warning():
         hold = use(open_store()).hold(TOKENS)
@@ -141,8 +113,8 @@ HELD: dict[str, Callable[[Cache], object]] = {
 }
 
 
-@pytest.mark.parametrize("what", HELD)
-@pytest.mark.parametrize("path", ["embedded", "grpc"])
+@for_each("what", HELD)
+@for_each("path", ["embedded", "grpc"])
 def test_a_dropped_hold_warns_and_is_released(path: str, what: str, tmp_root: Path) -> None:
     kv = np.ones(TINY.shape(len(TOKENS)), np.float16)
     with opener(path, tmp_root) as open_store, open_store() as store:
@@ -160,15 +132,6 @@ def test_a_dropped_hold_warns_and_is_released(path: str, what: str, tmp_root: Pa
         eventually(lambda: store.stats()["holds"] == 0, "it is released")
 
 
-def test_a_dropped_hold_of_nothing_says_nothing_and_is_released(tmp_root: Path) -> None:
-    with kvstore.open(str(tmp_root)) as store, warnings.catch_warnings():
-        warnings.simplefilter("error")
-        cache = store.namespace("m", TINY)
-        assert cache.hold(TOKENS).tokens == 0 and not any(cache.blocks.hold(KEYS).present)
-        gc.collect()
-        eventually(lambda: store.stats()["holds"] == 0)
-
-
 def test_a_hold_of_an_asynchronous_store_is_released_too(tmp_root: Path) -> None:
     async def drops() -> None:
         async with kvstore.aio.open(str(tmp_root)) as store:
@@ -183,35 +146,6 @@ def test_a_hold_of_an_asynchronous_store_is_released_too(tmp_root: Path) -> None
 
     with pytest.warns(ResourceWarning, match="a hold was dropped"):
         asyncio.run(asyncio.wait_for(drops(), PATIENCE_S))
-
-
-def test_a_hold_of_a_closed_store_says_nothing(tmp_root: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with kvstore.open(str(tmp_root)) as store:
-            holds = [use(store).hold(TOKENS), use(store).blocks.hold(KEYS)]
-        del holds
-        gc.collect()
-
-
-def test_control_keeps_a_dropped_store_open(tmp_root: Path) -> None:
-    with opener("grpc", tmp_root) as open_store, expected_warning():
-        control = open_store().control
-        gc.collect()
-        assert control.health()
-        del control
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_a_closed_store_says_nothing(path: str, tmp_root: Path) -> None:
-    with opener(path, tmp_root) as open_store, warnings.catch_warnings():
-        warnings.simplefilter("error")
-        store = open_store()
-        use(store)
-        store.close()
-        store.close()
-        del store
-        gc.collect()
 
 
 def test_a_store_may_be_dropped_by_a_thread_that_has_the_lock_that_closing_needs() -> None:
@@ -277,9 +211,9 @@ else:
 """
 
 
-@pytest.mark.parametrize("option", ["default", "error"])
-@pytest.mark.parametrize("where", ["global", "dropped", "atexit"])
-@pytest.mark.parametrize("path", ["embedded", "grpc"])
+@for_each("option", ["default", "error"])
+@for_each("where", ["global", "dropped", "atexit"])
+@for_each("path", ["embedded", "grpc"])
 def test_the_interpreter_ends_without_a_word_that_is_not_ours(
     path: str, where: str, option: str, tmp_root: Path
 ) -> None:
@@ -303,7 +237,7 @@ def test_the_interpreter_ends_without_a_word_that_is_not_ours(
         assert "Traceback" not in said
 
 
-@pytest.mark.parametrize(
+@for_each(
     "ends",
     [
         "",

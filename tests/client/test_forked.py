@@ -18,6 +18,7 @@ import pytest
 from kvstore.client.cache import Cache, Hold
 from kvstore.client.store import Store
 from kvstore.errors import InvalidRequest
+from tests.kit.cases import for_each
 from tests.kit.patience import PATIENCE_S
 from tests.kit.stores import SMALL, kv_of
 from tests.kit.workers import WAIT_S, Several, connected, serving
@@ -127,7 +128,7 @@ def test_calls_of_a_process_go_on_while_it_forks_and_no_child_hangs(capfd: pytes
     assert "fork" not in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("bulk", ["shared", "grpc"])
+@for_each("bulk", ["shared", "grpc"])
 def test_a_forked_child_is_refused_at_once_whatever_is_locked(bulk: str) -> None:
     with serving() as served, connected(served, bulk=bulk) as store:
         cache: Cache = store.namespace("m", SMALL)

@@ -32,6 +32,7 @@ from kvstore.sources import RandomIds, SystemClock
 from kvstore_gc.config import Config
 from kvstore_gc.serving import Collector, opened
 from kvstore_gc.summary import Summary
+from tests.kit.cases import for_each
 from tests.kit.etcd import running_etcd
 from tests.kit.host_process import LAYOUT, TOKENS_COUNT, kv, tokens
 from tests.kit.patience import PATIENCE_S, eventually, returns
@@ -192,7 +193,7 @@ def put_once(cache: Cache, seed: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("moment", ["before it begins", "while it lives"])
+@for_each("moment", ["before it begins", "while it lives"])
 def test_a_damaged_file_protects_nothing_and_one_command_mends_it(tmp_path: Path, moment: str) -> None:
     root = tmp_path / "root"
     with kvstore.open(str(root)) as store:
@@ -306,7 +307,7 @@ def test_a_cluster_waits_until_the_processes_of_the_host_have_ended(
         assert caplog.text.count("root.taken_over") == 1
 
 
-@pytest.mark.parametrize("place", ["a folder", "a link", "a pipe"])
+@for_each("place", ["a folder", "a link", "a pipe"])
 def test_a_cluster_takes_no_root_that_does_not_tell_whether_it_is_in_use(tmp_path: Path, place: str) -> None:
     path = tmp_path / "root"
     kvstore.open(path).close()

@@ -5,26 +5,21 @@ from __future__ import annotations
 import math
 import pickle
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 
 import kvstore
 from kvstore import Layout
-from kvstore.census.selection import Selection
 from kvstore.client import Cache, Store
 from kvstore.client.limits import ClientLimits
 from kvstore.errors import InvalidRequest, RootMismatch, WrongSize
-from kvstore.layout import DTYPES, DType
 from kvstore.node.limits import Limits
-from kvstore.peers.limits import PeerLimits
-from kvstore.worker.limits import WorkerLimits
-from tests.kit.stores import SMALL, TINY, kv_of, same, store_on
-from tests.kit.workers import serving
+from tests.kit.cases import for_each
+from tests.kit.stores import SMALL, kv_of, same, store_on
 
 TOKENS = np.arange(4 * SMALL.chunk_tokens)
 KV = kv_of(SMALL, TOKENS)
@@ -41,8 +36,8 @@ def cache(store: Store) -> Cache:
     return store.namespace("m", SMALL)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "says"),
+@for_each(
+    "tokens, says",
     [
         ([1, -2, 3], "token -2 at position 1"),
         ([1, 2**32], "token 4294967296 at position 1"),
@@ -75,7 +70,7 @@ def test_tokens_that_are_no_tokens(cache: Cache, tokens: Any, says: str) -> None
         cache.match(tokens)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "tokens",
     [
         [0, 1, 2, 2**32 - 1] * 8,
@@ -87,7 +82,8 @@ def test_tokens_that_are_no_tokens(cache: Cache, tokens: Any, says: str) -> None
         np.arange(64, dtype=np.uint32)[::2],
     ],
 )
-def test_any_sequence_of_ints_is_taken(cache: Cache, tokens: Any) -> None:
+def test_any_sequence_of_ints_is_taken(store: Store, tokens: Any) -> None:
+    cache = store.namespace(f"{type(tokens)} {getattr(tokens, 'dtype', '')}", SMALL)
     kv = kv_of(SMALL, np.asarray(tokens, dtype=np.uint32))
     assert cache.put(tokens, kv).tokens_present == 32
     assert cache.match([int(token) for token in tokens]) == 32
@@ -108,8 +104,8 @@ def test_empty_and_single_token_prompts_are_ordinary(cache: Cache) -> None:
         assert cache.refcount(tokens) == 0
 
 
-@pytest.mark.parametrize(
-    ("kv", "says"),
+@for_each(
+    "kv, says",
     [
         (KV[:, :, :-1], r"has 63 tokens: expected 64"),
         (KV[0], r"has shape \(2, 64, 2, 8\)"),
@@ -127,25 +123,28 @@ def test_kv_that_does_not_fit_the_layout(cache: Cache, kv: Any, says: str) -> No
     assert cache.match(TOKENS) == 0
 
 
-@pytest.mark.parametrize("prefix", [-16, 1, 17, 80, 1.0, "16"])
+@for_each("prefix", [-16, 1, 17, 80, 1.0, "16"])
 def test_a_prefix_is_a_multiple_of_chunk_tokens(cache: Cache, prefix: Any) -> None:
     with pytest.raises(InvalidRequest, match=r"multiple of chunk_tokens \(16\) from 0 to 64"):
         cache.put(TOKENS, KV, prefix=prefix)
 
 
-@pytest.mark.parametrize(
-    "view",
-    [
-        np.asfortranarray,
-        lambda kv: np.ascontiguousarray(kv[::-1])[::-1],
-        lambda kv: np.repeat(kv, 2, axis=2)[:, :, ::2],
-        lambda kv: np.concatenate([kv, kv], axis=2)[:, :, : kv.shape[2]],
-        lambda kv: np.ascontiguousarray(kv.swapaxes(0, 1)).swapaxes(0, 1),
-        lambda kv: np.ascontiguousarray(kv.swapaxes(3, 4)).swapaxes(3, 4),
-        lambda kv: kv.view(np.uint16),
-    ],
+@for_each(
+    "number, view",
+    enumerate(
+        [
+            np.asfortranarray,
+            lambda kv: np.ascontiguousarray(kv[::-1])[::-1],
+            lambda kv: np.repeat(kv, 2, axis=2)[:, :, ::2],
+            lambda kv: np.concatenate([kv, kv], axis=2)[:, :, : kv.shape[2]],
+            lambda kv: np.ascontiguousarray(kv.swapaxes(0, 1)).swapaxes(0, 1),
+            lambda kv: np.ascontiguousarray(kv.swapaxes(3, 4)).swapaxes(3, 4),
+            lambda kv: kv.view(np.uint16),
+        ]
+    ),
 )
-def test_arrays_in_any_memory_order_are_put_and_read_into(cache: Cache, view: Any) -> None:
+def test_arrays_in_any_memory_order_are_put_and_read_into(store: Store, number: int, view: Any) -> None:
+    cache = store.namespace(f"m{number}", SMALL)
     kv = view(KV)
     assert cache.put(TOKENS, kv).tokens_present == len(TOKENS)
     assert same(cache.get(TOKENS)[1], KV)
@@ -174,22 +173,6 @@ def test_out_says_how_much_is_read(cache: Cache) -> None:
         hold.read_into(np.zeros(SMALL.shape(10), SMALL.numpy_dtype))
 
 
-@pytest.mark.parametrize("dtype", sorted(DTYPES))
-def test_every_dtype_makes_the_round_trip_bit_for_bit(store: Store, dtype: DType) -> None:
-    layout = Layout(2, 2, 8, dtype, 8)
-    cache = store.namespace(dtype, layout)
-    tokens = range(24)
-    kv = kv_of(layout, tokens)
-    assert cache.put(tokens, kv).tokens_present == 24
-    found = cache.get(tokens)[1]
-    assert found.dtype == DTYPES[dtype] and same(found, kv)
-    with cache.hold(tokens) as hold:
-        assert same(np.concatenate([view.view(np.uint8) for view in hold.view()], axis=2), kv.view(np.uint8))
-        for layer, k, v in hold.layers():
-            assert same(k, kv[layer, 0]) and same(v, kv[layer, 1])
-    assert ml_dtypes.bfloat16 is not None
-
-
 def test_views_are_read_only(cache: Cache) -> None:
     cache.put(TOKENS, KV)
     with cache.hold(TOKENS) as hold:
@@ -199,7 +182,7 @@ def test_views_are_read_only(cache: Cache) -> None:
                 view[:] = 0
 
 
-@pytest.mark.parametrize(
+@for_each(
     "fields",
     [
         {"layers": 0},
@@ -219,7 +202,7 @@ def test_layouts_that_make_no_sense(fields: dict[str, Any]) -> None:
         Layout(**{"layers": 2, "kv_heads": 2, "head_dim": 8, "dtype": "float16", "chunk_tokens": 16, **fields})
 
 
-@pytest.mark.parametrize(
+@for_each(
     "arguments",
     [
         {"name": ""},
@@ -238,8 +221,8 @@ def test_namespaces_that_make_no_sense(store: Store, arguments: dict[str, Any]) 
         store.namespace("m", {"layers": 3})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("keys", "buffers", "says"),
+@for_each(
+    "keys, buffers, says",
     [
         ([b"short"], [b"x"], "key 0 is 5 bytes"),
         ([b"k" * 65], [b"x"], "key 0 is 65 bytes"),
@@ -292,18 +275,7 @@ def test_blocks_are_read_into_writable_memory_of_their_size(cache: Cache) -> Non
     assert cache.blocks.get([keys[5]], [array]) == [True] and array.tobytes() == payloads[5]
 
 
-def test_a_million_tokens_are_matched_and_stored(store: Store) -> None:
-    layout = Layout(1, 1, 1, "int8", 256)
-    cache = store.namespace("long", layout)
-    tokens = np.arange(1_000_000)
-    kv = np.ones(layout.shape(len(tokens)), np.int8)
-    assert cache.match(tokens) == 0
-    assert cache.put(tokens, kv).tokens_present == 999_936
-    assert cache.match(tokens) == 999_936
-    assert cache.get(tokens)[0] == 999_936
-
-
-@pytest.mark.parametrize("url", ["", "nonsense://x", "file:relative", "file://host/path"])
+@for_each("url", ["", "nonsense://x", "file:relative", "file://host/path"])
 def test_roots_that_are_no_urls(url: str) -> None:
     with pytest.raises((InvalidRequest, RootMismatch)):
         kvstore.open(url, create=False)
@@ -329,62 +301,12 @@ def test_limits_that_contradict_each_other_are_refused() -> None:
         kvstore.open("/nowhere", durability="maybe")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "given", "is_kept"),
-    [
-        (Limits, "queue_max", np.uint8(200), 200),
-        (Limits, "meta_deadline_s", np.float32(2.5), 2.5),
-        (ClientLimits, "affinity_slack", np.int64(3), 3),
-        (ClientLimits, "move_s", np.float32(90), 90.0),
-        (ClientLimits, "arena_bytes_max", 2.0**30, 1 << 30),
-    ],
-)
-def test_limits_may_be_numbers_of_numpy(kind: Any, name: str, given: Any, is_kept: float) -> None:
-    kept = getattr(kind(**{name: given}), name)
-    assert kept == is_kept and type(kept) is type(is_kept), "the sums of the store would be in its narrow type"
-
-
-@pytest.mark.parametrize("kind", [Limits, ClientLimits])
-@pytest.mark.parametrize("given", [True, "5", None, np.bool_(True), math.nan, -1, 0, np.float32("nan"), 10**400])
+@for_each("kind", [Limits, ClientLimits])
+@for_each("given", [True, "5", None, np.bool_(True), math.nan, -1, 0, np.float32("nan"), 10**400])
 def test_limits_are_positive_numbers(kind: Any, given: Any) -> None:
     name = next(iter(kind.__dataclass_fields__))
     with pytest.raises(InvalidRequest, match=f"limit {name}=.*: expected a number, more than 0"):
         kind(**{name: given})
-
-
-@pytest.mark.parametrize(
-    ("kind", "name", "given", "most"),
-    [
-        (Limits, "follow_s", 1e30, "1,000,000"),
-        (Limits, "known_max", 1 << 64, "2,147,483,648"),
-        (Limits, "lanes", 5000, "4096 threads"),
-        (Limits, "chains_bytes_max", 1 << 60, "281,474,976,710,656"),
-        (ClientLimits, "match_s", math.inf, "1,000,000"),
-        (ClientLimits, "pin_s", 10**12, "1,000,000"),
-        (ClientLimits, "bulk_links_max", 1.5, "whole number"),
-        (Limits, "width", 1.5, "whole number"),
-        (WorkerLimits, "idle_s", math.inf, "1,000,000"),
-        (PeerLimits, "links_max", 0.5, "whole number"),
-    ],
-)
-def test_a_limit_that_threads_or_the_system_would_choke_on_is_refused(
-    kind: Any, name: str, given: Any, most: str
-) -> None:
-    with pytest.raises(InvalidRequest, match=f"{name}=.*{most}"):
-        kind(**{name: given})
-
-
-@pytest.mark.parametrize("name", ["match_s", "read_s", "write_s", "pin_s", "stats_s", "refresh_s", "probe_s"])
-def test_the_longest_time_that_a_client_may_wait_works(name: str, tmp_root: Path) -> None:
-    limits = ClientLimits(**dict[str, Any]({name: 1e6}))
-    with serving(tmp_root) as served, kvstore.connect(served.address, limits=limits) as store:
-        cache = store.namespace("m", TINY)
-        cache.put(range(8), np.ones(TINY.shape(8), np.int8))
-        assert cache.match(range(8)) == cache.get(range(8))[0] == 8
-        with cache.hold(range(8)) as hold:
-            assert hold.tokens == 8 and len(hold.view()) == 8 // TINY.chunk_tokens
-        assert cache.pin(range(8)).tokens == 8 and len(store.stats_each()) == 1
-        cache.clear()
 
 
 def test_errors_come_out_of_another_process_as_they_were(cache: Cache) -> None:
@@ -395,17 +317,12 @@ def test_errors_come_out_of_another_process_as_they_were(cache: Cache) -> None:
     assert (type(again), str(again), again.hits) == (WrongSize, str(raised.value), [False])
 
 
-def test_a_selection_names_a_whole_digest() -> None:
-    with pytest.raises(InvalidRequest, match=r"expected its digest \(cache.namespace.digest\)"):
-        Selection(namespace=b"1")
-
-
 WORDS = np.array(["a", "b"])
 """What compares itself item by item, and so has no truth."""
 
 
-@pytest.mark.parametrize(
-    ("given", "says"),
+@for_each(
+    "given, says",
     [
         ({"label": "\n"}, r"label '\\n': expected printable text"),
         ({"label": 5}, "label 5: expected printable text"),
@@ -435,8 +352,8 @@ def test_a_root_is_not_opened_with_what_makes_no_sense(tmp_root: Path, given: di
     assert not (tmp_root / "new").exists()
 
 
-@pytest.mark.parametrize(
-    ("given", "says"),
+@for_each(
+    "given, says",
     [
         ({"limits": Limits()}, r"expected kvstore\.ClientLimits \(kvstore\.Limits are for kvstore\.open\)"),
         ({"limits": 0}, r"limits are an int: expected kvstore\.ClientLimits"),
@@ -460,8 +377,8 @@ def test_no_client_is_made_of_what_makes_no_sense(given: dict[str, Any], says: s
         kvstore.connect(etcd="127.0.0.1:1", root=5)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("given", "says"),
+@for_each(
+    "given, says",
     [
         ({"older_than_s": "30d"}, "older_than_s='30d': expected a number of seconds"),
         ({"since_s": None}, "since_s=None: expected a number of seconds"),
@@ -490,57 +407,3 @@ def test_only_a_selection_is_cleared(store: Store, cache: Cache) -> None:
                 store.clear(everything, **wrong)
     assert store.clear(everything, dry_run=np.bool_(True)).chunks == 4  # type: ignore[arg-type]
     assert cache.match(TOKENS) == len(TOKENS), "nothing was cleared"
-
-
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"prompts": 5}, "prompts are 5: expected a list of prompts"),
-        ({"prompts": np.array(5)}, r"prompts are array\(5\): expected a list of prompts"),
-        ({"memory_tokens": 10**30}, "memory_tokens=1000.*: expected a whole number of tokens, from 0 to"),
-        ({"memory_tokens": WORDS}, "memory_tokens=array.*: expected a whole number of tokens"),
-        ({"decode_tokens": 1.5}, r"decode_tokens are not whole numbers from 0 \(1\.5\)"),
-        ({"decode_tokens": [2**63]}, "decode_tokens are not whole numbers"),
-        ({"decode_tokens": [[1, 2]]}, "decode_tokens are not whole numbers"),
-    ],
-)
-def test_plans_of_what_makes_no_sense(cache: Cache, given: dict[str, Any], says: str) -> None:
-    with pytest.raises(InvalidRequest, match=says):
-        cache.plan(**{"prompts": [TOKENS], "memory_tokens": 1000, **given})
-    with pytest.raises(InvalidRequest, match=says):
-        cache.blocks.plan(**{"prompts": [[b"k" * 16]], "memory_tokens": 1000, **given})
-
-
-def test_an_array_is_no_name(store: Store, cache: Cache) -> None:
-    for make in (
-        lambda: store.namespace(WORDS, SMALL),  # type: ignore[arg-type]
-        lambda: cache.put(TOKENS, KV, preset=WORDS),  # type: ignore[arg-type]
-        lambda: Layout(1, 1, 8, WORDS),  # type: ignore[arg-type]
-    ):
-        with pytest.raises(InvalidRequest, match="expected"):
-            make()
-
-
-@pytest.mark.parametrize(
-    "value",
-    ["x" * 10_000, ["x"] * 10_000, np.zeros((100, 100)), {"x": b"y" * 10_000}, 10**5000],
-    ids=["text", "list", "array", "mapping", "number"],
-)
-def test_a_message_has_the_beginning_of_a_long_value(store: Store, tmp_root: Path, value: Any) -> None:
-    calls: list[Callable[[], object]] = [
-        lambda: Layout(value, 1, 8),
-        lambda: Layout(1, 1, 8, value),
-        lambda: store.clear(value),
-        lambda: kvstore.Selection(older_than_s=value),
-        lambda: kvstore.open(tmp_root / "new", durability=value),
-        lambda: kvstore.open(tmp_root / "new", write=value),
-        lambda: kvstore.open(tmp_root / "new", label=value),
-        lambda: kvstore.open(tmp_root / "new", max_bytes=value if isinstance(value, str) else [value]),  # type: ignore[arg-type]
-        lambda: kvstore.connect("127.0.0.1:1", bulk=value),
-        lambda: store.namespace("m", SMALL).put(TOKENS, KV, preset=value),
-        lambda: store.namespace("m", SMALL).prefetch(TOKENS, value),
-    ]
-    for call in calls:
-        with pytest.raises(InvalidRequest) as refused:
-            call()
-        assert len(str(refused.value)) < 300 and "\n" not in str(refused.value)

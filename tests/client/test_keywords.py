@@ -22,9 +22,8 @@ from kvstore.client.blocks import BlockHold
 from kvstore.client.cache import Hold
 from kvstore.client.segments import Held
 from kvstore.errors import InvalidRequest, KVStoreError
-from kvstore.node.settings import AskedBound
-from kvstore.planning import Prompts
 from kvstore.segments import Rope
+from tests.kit.cases import for_each
 from tests.kit.stores import SMALL, kv_of
 from tests.kit.workers import connected, serving
 from tests.segments.test_rope import LLAMA
@@ -183,15 +182,8 @@ def test_no_keyword_of_asyncio_raises_what_is_not_ours() -> None:
     assert raw == []
 
 
-def test_counts_of_a_match_are_true_or_false(cache: Cache) -> None:
-    for value in (np.array([1, 2]), None, "no", 1):
-        with pytest.raises(InvalidRequest, match=r"counts=.*: expected True or False"):
-            cache.match(TOKENS, counts=value)  # type: ignore[arg-type]
-    assert cache.match(TOKENS, counts=np.bool_(False)) == len(TOKENS)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("make", "says"),
+@for_each(
+    "make, says",
     [
         (lambda value: kvstore.Namespace("m", value), "namespace layout="),
         (lambda value: kvstore.Namespace("m", SMALL, attributes=value), "namespace attributes="),
@@ -210,40 +202,6 @@ def test_what_a_caller_makes_says_what_is_wrong(make: Callable[[Any], object], s
         assert "secret" not in str(refused.value) or "password" not in says, "a password is not shown"
     with pytest.raises(InvalidRequest, match="expected"):
         kvstore.EtcdUser("me", "\ud800")
-
-
-def test_what_a_caller_makes_takes_whole_numbers_of_numpy() -> None:
-    assert kvstore.Hints(np.int64(7)) == kvstore.Hints(7)  # type: ignore[arg-type]
-    assert type(kvstore.Hints(np.int64(7)).priority) is int  # type: ignore[arg-type]
-    assert SMALL.shape(np.int64(3)) == SMALL.shape(3)  # type: ignore[arg-type]
-
-
-def test_a_boolean_is_no_number_of_seconds_or_tokens(store: Store, cache: Cache, tmp_path: Path) -> None:
-    plan = cache.plan([TOKENS], memory_tokens=1000)
-    segments = cache.segments(ROPE)
-    calls: dict[str, list[Callable[[], object]]] = {
-        "ttl": [
-            lambda: cache.hold(TOKENS, ttl=True),
-            lambda: cache.pin(TOKENS, ttl=True),
-            lambda: cache.blocks.hold(KEYS, ttl=True),
-            lambda: cache.blocks.pin(KEYS, ttl=True),
-            lambda: segments.find_held(TOKENS, ttl=True),
-            lambda: segments.hold([], ttl=True),
-            lambda: kvstore.open(tmp_path / "new", ttl=True),
-        ],
-        "kept": [lambda: cache.supersede(TOKENS, kept=True)],
-        "prefix": [lambda: cache.put(TOKENS, KV, prefix=False)],
-        "memory_tokens": [lambda: cache.plan([TOKENS], memory_tokens=True)],
-        "decode_tokens": [lambda: cache.plan([TOKENS], memory_tokens=1, decode_tokens=True)],
-        "ahead": [lambda: plan.run(ahead=True)],
-        "attempts": [lambda: plan.run(attempts=True)],
-    }
-    for name, each in calls.items():
-        for call in each:
-            with pytest.raises(InvalidRequest, match=rf"{name}\b.*(True|False)\)?: expected"):
-                call()
-    with pytest.raises(InvalidRequest, match="block_tokens=True: expected"):
-        Prompts.of_blocks([["a"]], True)
 
 
 def test_put_with_an_invalid_cache_flag_is_refused(cache: Cache) -> None:
@@ -265,7 +223,7 @@ def test_whole_numbers_of_numpy_are_sizes_and_counts(store: Store, cache: Cache,
 
 
 @pytest.mark.filterwarnings("error")  # numpy's of a bound that a small type cannot hold
-@pytest.mark.parametrize("seconds", [np.int64(60), np.uint8(60), np.float64(60.5), np.float32(60), np.float16(60)])
+@for_each("seconds", [np.int64(60), np.uint8(60), np.float64(60.5), np.float32(60), np.float16(60)])
 def test_numbers_of_numpy_are_seconds(store: Store, cache: Cache, tmp_root: Path, seconds: Any) -> None:
     with kvstore.open(f"file://{tmp_root}/other", ttl=seconds) as opened:
         assert opened.namespace("m", SMALL).put(TOKENS, KV, ttl=seconds).chunks_written == 4
@@ -278,47 +236,3 @@ def test_numbers_of_numpy_are_seconds(store: Store, cache: Cache, tmp_root: Path
     cache.blocks.pin(KEYS, ttl=seconds)
     cache.supersede(TOKENS, kept=0, unused=seconds)
     assert kvstore.Hints.of(ttl_s=seconds) == kvstore.Hints.of(ttl_s=60.0)
-
-
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("number", [np.int64(60), np.uint8(60), np.float64(60.5), np.float32(60), np.float16(60)])
-def test_numbers_of_numpy_are_times_of_a_selection(store: Store, number: Any) -> None:
-    for selection in (
-        kvstore.Selection(older_than_s=number),
-        kvstore.Selection(since_s=number),
-        kvstore.Selection(until_s=number),
-    ):
-        assert store.clear(selection, dry_run=True).chunks == 0
-        assert store.clear(selection).chunks == 0
-
-
-def test_a_ticket_waits_for_any_number_of_seconds(tmp_root: Path) -> None:
-    with kvstore.open(tmp_root / "root", memory=64 << 20, max_bytes=None) as opened:
-        cache = opened.namespace("m", SMALL)
-        cache.put(TOKENS, KV)
-        assert raw_errors("wait", cache.prefetch(TOKENS).wait) == []
-        seconds: list[Any] = [np.int64(60), np.float32(60), float("inf"), LONG]
-        assert {cache.prefetch(TOKENS).wait(each) for each in seconds} == {len(TOKENS)}
-
-
-def test_a_bound_says_the_smallest_and_the_largest() -> None:
-    wrongs: list[Any] = [10**30, 1, True, np.int64(5)]
-    for wrong in wrongs:
-        with pytest.raises(InvalidRequest, match=rf"max_bytes=.*from 1048576 \(1 MiB\) to {(1 << 63) - 1}, "):
-            AskedBound.of(wrong, None)
-
-
-def test_a_text_is_no_batch_of_prompts(cache: Cache) -> None:
-    for prompts in ("", b"", "text"):
-        with pytest.raises(InvalidRequest, match=r"prompts are .*: expected a list of prompts"):
-            cache.plan(prompts, memory_tokens=0)  # type: ignore[arg-type]
-        with pytest.raises(InvalidRequest, match=r"prompts are .*: expected a list of prompts"):
-            cache.blocks.plan(prompts, memory_tokens=0)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("disk", ("\0", 1 << 30)), ("disk", ("/tmp/\ud800", 1 << 30)), ("etcd", ["\ud800:1"])]
-)
-def test_what_no_file_and_no_host_can_be_called_is_refused(tmp_path: Path, name: str, value: object) -> None:
-    with pytest.raises(InvalidRequest, match=f"{name}="):
-        kvstore.open(tmp_path / "root", memory=32 << 20, **{name: value})  # type: ignore[arg-type]

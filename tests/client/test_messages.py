@@ -21,6 +21,7 @@ from kvstore.meta.interface import KeyValue
 from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.namespaces import Namespaces
 from kvstore.wire.statuses import Failure, failure
+from tests.kit.cases import for_each
 from tests.kit.stores import SMALL, TINY, kv_of
 from tests.kit.workers import connected, serving, worker_process
 
@@ -58,10 +59,6 @@ def test_an_embedded_store_says_where_it_is(tmp_root: Path) -> None:
     said_of(kvstore.open(tmp_root), f"root file://{tmp_root}")
 
 
-def test_a_folder_with_a_newline_is_one_line(tmp_root: Path) -> None:
-    said_of(kvstore.open(tmp_root / "two\nlines"), rf"root file://{tmp_root}/two\nlines")
-
-
 def test_a_connected_store_says_where_it_is() -> None:
     with serving() as served:
         said_of(connected(served), f"workers {served.address}")
@@ -76,30 +73,9 @@ def test_the_control_of_a_store_says_which_workers_it_controls() -> None:
         assert repr(control) == f"<kvstore.client.control.Control workers {served.address}, closed>"
 
 
-@pytest.mark.parametrize("name", ["KVStoreError", "Overloaded", "Unavailable"])
-def test_an_error_that_is_looked_for_in_the_package_is_said_where_it_is(name: str) -> None:
-    with pytest.raises(AttributeError, match=rf"no attribute '{name}': it is kvstore\.errors\.{name}$"):
-        getattr(kvstore, name)
-    assert not hasattr(kvstore, name)
-
-
-def test_a_name_that_is_nowhere_is_not_said_to_be_an_error() -> None:
-    with pytest.raises(AttributeError, match=r"no attribute 'Overloade'$"):
-        getattr(kvstore, "Overload" + "e")
-
-
 def test_a_store_of_many_workers_names_some() -> None:
     with kvstore.connect(*(f"127.0.0.1:{port}" for port in range(7001, 7007))) as store:
         assert repr(store).endswith("127.0.0.1:7004, ...>")
-
-
-def test_a_root_may_be_a_path(tmp_root: Path) -> None:
-    with kvstore.open(tmp_root / "new") as store:
-        assert store.namespaces() == []
-    with kvstore.open(str(tmp_root / "new"), create=False):
-        pass
-    with pytest.raises(InvalidRequest, match="root"):
-        kvstore.open(17)  # type: ignore[arg-type]
 
 
 @contextmanager
@@ -113,8 +89,8 @@ def dialled(what: str, folder: Path) -> Iterator[str]:
         yield f"unix:{folder}/none" if what == "unix" else address
 
 
-@pytest.mark.parametrize(
-    ("what", "said"),
+@for_each(
+    "what, said",
     [
         ("refused", "nothing listens there; check that the worker runs"),
         ("silent", "what listens there does not speak; check the port"),
@@ -131,8 +107,8 @@ def test_a_worker_that_cannot_be_reached_gives_advice(what: str, said: str, tmp_
             assert not any(word in message for word in ("UNKNOWN", "UNAVAILABLE", "all addresses", "errno"))
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
+@for_each(
+    "text, said",
     [
         ("errors resolving nobody:7070: [field:hostname lookup error: ...]", "its name has no address"),
         ("failed to connect to all addresses; last error: Tls handshake failed (TSI_PROTOCOL_FAILURE)", "TLS failed"),
@@ -166,7 +142,7 @@ GRPC_SAYS = [
 ]
 
 
-@pytest.mark.parametrize(("code", "text"), GRPC_SAYS)
+@for_each("code, text", GRPC_SAYS)
 def test_no_error_of_a_worker_has_the_words_of_grpc(code: grpc.StatusCode, text: str) -> None:
     said = str(failure(code, text, (), "node7:7070", 4.96).error)
     assert "node7:7070" in said and not RAW.search(said), said
@@ -193,7 +169,7 @@ def of_etcd(code: grpc.StatusCode, text: str) -> Fault:
     return fault_of(Said(code, text))  # type: ignore[abstract]
 
 
-@pytest.mark.parametrize(("code", "text"), GRPC_SAYS)
+@for_each("code, text", GRPC_SAYS)
 def test_no_error_of_etcd_has_the_words_of_grpc(code: grpc.StatusCode, text: str) -> None:
     said = str(of_etcd(code, text).error("get"))
     assert said.startswith("etcd: get: ") and not RAW.search(said), said
@@ -226,12 +202,6 @@ class Frozen(MemoryMeta):
     def get(self, key: str, timeout_s: float | None = None) -> KeyValue | None:
         Frozen.waited_s = timeout_s
         raise Unavailable("etcd: get: DEADLINE_EXCEEDED: check that etcd runs")
-
-
-def test_an_error_of_several_workers_says_how_many_were_asked() -> None:
-    with kvstore.connect("127.0.0.1:1", "127.0.0.1:2") as store, pytest.raises(Unavailable) as raised:
-        store.unpin("owner/" + "0" * 32)
-    assert re.search(r"\(2 workers were asked, for [0-9.]+ s in all\)$", str(raised.value))
 
 
 def test_a_new_namespace_while_etcd_is_frozen_names_etcd() -> None:

@@ -23,6 +23,7 @@ from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.sections import planes_of
 from kvstore.tokens import token_array
 from kvstore.writes import WriteMode
+from tests.kit.cases import for_each
 from tests.kit.faulty_root import EIO, FaultyRoot, Hang, Rule
 from tests.kit.patience import PATIENCE_S
 from tests.kit.stores import store_on
@@ -210,7 +211,7 @@ def test_e1_what_was_released_goes_first_and_nothing_is_lost() -> None:
         assert acting.get(3, 20) == 20
 
 
-@pytest.mark.parametrize("use", ["get", "prefetch"])
+@for_each("use", ["get", "prefetch"])
 def test_e1_a_use_ends_a_release(use: str) -> None:
     with patient(faulty()) as acting:
         for number in (1, 2, 3):
@@ -326,8 +327,8 @@ def test_closing_ends_all_of_them() -> None:
     eventually(lambda: threading.active_count() <= before)
 
 
-@pytest.mark.parametrize(
-    ("ask", "said"),
+@for_each(
+    "ask, said",
     [
         (lambda cache: cache.prefetch([1]), "--memory"),
         (lambda cache: cache.move([1], "root"), "--memory"),

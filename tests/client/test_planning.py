@@ -15,11 +15,10 @@ import kvstore.aio
 from kvstore import Layout
 from kvstore.client import Cache, Store, planning
 from kvstore.client.local import LocalPort
-from kvstore.errors import InvalidRequest
 from kvstore.node.asking import match_each
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.tokens import token_array
-from kvstore.wire.messages import pack_prompts, unpack_counts, unpack_prompts
+from kvstore.wire.messages import pack_prompts, unpack_prompts
 from tests.kit.stores import SMALL, SetClock, kv_of, member_on
 from tests.kit.workers import connected, serving
 
@@ -94,14 +93,6 @@ def test_a_store_that_answers_late_is_asked_no_longer_than_allowed(
     assert cache.blocks.plan([[bytes(16)]], memory_tokens=0).tokens_stored == 0
 
 
-def test_a_call_that_is_answered_in_part_is_followed_by_another(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
-    for number in range(4):
-        cache.put(document(number), kv_of(SMALL, document(number)))
-    whole = cache._port.match_each
-    monkeypatch.setattr(cache._port, "match_each", lambda namespace, prompts: whole(namespace, prompts)[:1])
-    assert cache.plan([document(number) for number in range(5)], memory_tokens=0).tokens_to_compute == 4 * SIZE
-
-
 def test_blocks_of_an_engine_are_planned_by_their_keys(cache: Cache) -> None:
     keys = [bytes([number]) * 32 for number in range(6)]
     cache.blocks.put(keys[:2], [b"12"] * 2)
@@ -111,13 +102,6 @@ def test_blocks_of_an_engine_are_planned_by_their_keys(cache: Cache) -> None:
     assert plan.tokens_stored == 5 * SIZE, "blocks 0 and 1, in a row; 3 is behind a miss"
     assert plan.tokens_to_compute == 4 * SIZE
     assert plan.order == [3, 0, 2, 1]
-
-
-def test_a_prompt_that_is_wrong_is_named(cache: Cache) -> None:
-    with pytest.raises(InvalidRequest, match="prompt 1 is empty"):
-        cache.plan([[1], []], memory_tokens=1)
-    with pytest.raises(InvalidRequest, match="key 0 is 2 bytes"):
-        cache.blocks.plan([[b"ab"]], memory_tokens=1)
 
 
 def test_without_a_worker_nothing_is_stored() -> None:
@@ -143,27 +127,6 @@ def test_prompts_go_over_the_wire_as_they_were() -> None:
     packed = pack_prompts(prompts)
     found = unpack_prompts(packed["tokens"], packed["lengths"])
     assert [each.tolist() for each in found] == [each.tolist() for each in prompts]
-
-
-@pytest.mark.parametrize(
-    ("tokens", "lengths", "said"),
-    [
-        (b"1234", b"\x02\0\0\0", "lengths sum to 2: expected 1"),
-        (b"1234", b"\x01\0\0\0" * 2, "lengths sum to 2: expected 1"),
-        (b"1234", b"\xff\xff\xff\xff", "lengths sum to 4294967295: expected 1"),
-        (b"", b"\0\0\0", "lengths have 3 bytes: expected 4 for each"),
-        (b"", bytes(4 * 65_537), "at most 65536 prompts"),
-        (b"123", b"\x01\0\0\0", "tokens have 3 bytes"),
-    ],
-)
-def test_lengths_that_do_not_fit_the_tokens_are_refused(tokens: bytes, lengths: bytes, said: str) -> None:
-    with pytest.raises(InvalidRequest, match=said):
-        unpack_prompts(tokens, lengths)
-
-
-@pytest.mark.parametrize("packed", [b"", b"\1\0\0", b"\1\0\0\0\2\0\0\0\3\0"])
-def test_an_answer_for_fewer_prompts_counts_as_far_as_it_goes(packed: bytes) -> None:
-    assert unpack_counts(packed, 2) == [1, 2][: len(packed) // 4]
 
 
 def test_a_plan_is_awaited(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from kvstore.errors import HoldBroken, InvalidRequest, LayoutMismatch, Overloade
 from kvstore.layout import DTYPES, DType
 from kvstore.results import PutResult
 from kvstore.root.memory import MemoryFiles, MemoryRoot
+from tests.kit.cases import for_each
 from tests.kit.faulty_root import EIO, ENOSPC, EROFS, FaultyRoot, Flipped, Lost, Missing, Rule
 from tests.kit.stores import SMALL, TINY, kv_of, member_on, same
 from tests.kit.workers import connected, eventually, serving
@@ -68,7 +69,7 @@ def test_nothing_is_there_at_first(cache: Cache) -> None:
     assert cache.get(TOKENS, out=np.empty_like(KV)) == 0
 
 
-@pytest.mark.parametrize("tokens", [0, 1, SIZE - 1])
+@for_each("tokens", [0, 1, SIZE - 1])
 def test_less_than_a_chunk_is_never_stored(cache: Cache, tokens: int) -> None:
     assert cache.put(TOKENS[:tokens], KV[:, :, :tokens]) == PutResult(0, 0, 0, 0)
     assert cache.match(TOKENS[:tokens]) == 0
@@ -163,7 +164,7 @@ def test_arrays_that_are_not_contiguous(cache: Cache) -> None:
     assert same(np.ascontiguousarray(out), KV)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@for_each("dtype", DTYPES)
 def test_every_dtype(store: Store, dtype: DType) -> None:
     layout = Layout(layers=2, kv_heads=2, head_dim=6, dtype=dtype, chunk_tokens=8)
     kv = kv_of(layout, TOKENS)
@@ -206,17 +207,6 @@ def test_a_million_tokens(store: Store) -> None:
     with cache.pin(tokens) as pin:
         assert pin.tokens == expected
         assert cache.refcount(tokens) == 1
-
-
-def test_the_longest_prompt_there_is(store: Store) -> None:
-    layout = Layout(layers=1, kv_heads=1, head_dim=1, dtype="int8", chunk_tokens=65_536)
-    tokens = np.arange(4_194_304)
-    kv = np.zeros(layout.shape(len(tokens)), np.int8)
-    cache = store.namespace("longest", layout)
-    assert cache.put(tokens, kv).tokens_present == len(tokens)
-    assert cache.match(tokens) == len(tokens)
-    with cache.hold(tokens) as hold:
-        assert hold.tokens == len(tokens)
 
 
 # Namespaces
@@ -386,15 +376,6 @@ def test_blocks_are_pinned_listed_and_released(store: Store, cache: Cache) -> No
     assert store.pins() == []
     cache.clear()
     assert cache.blocks.present(keys) == [False] * 4
-
-
-def test_a_pin_of_blocks_that_are_nowhere_is_none(store: Store, cache: Cache) -> None:
-    for keys in ([], [b"k" * 16]):
-        pin = cache.blocks.pin(keys)
-        assert (pin.tokens, pin.id, pin.release()) == (0, "", False)
-    assert store.pins() == []
-    with pytest.raises(InvalidRequest, match="expected 1 to 2592000 seconds"):
-        cache.blocks.pin([b"k" * 16], ttl=0)
 
 
 def test_a_pin_id_that_is_none(store: Store) -> None:

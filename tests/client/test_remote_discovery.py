@@ -107,16 +107,6 @@ def test_a_hold_outlives_its_workers_listing() -> None:
         assert len(holder.worker.service.holds) == 0
 
 
-def test_before_any_worker_runs_reads_are_misses() -> None:
-    cluster = Cluster()
-    with cluster.connected() as store:
-        with pytest.raises(Unavailable, match="no worker is known: start one"):
-            store.namespace("m", SMALL)
-        with cluster.worker() as first:
-            eventually(lambda: known(store) == {first.address}, "it is found")
-            assert store.namespace("m", SMALL).match(TOKENS) == 0
-
-
 def test_where_etcd_does_not_answer_that_is_said_first() -> None:
     meta = FaultyMeta(MemoryMeta(MemoryStore()))
     meta.close()
@@ -184,9 +174,3 @@ def test_etcd_that_is_not_there(tmp_root: Path) -> None:
     with kvstore.connect(etcd="127.0.0.1:1", limits=ClientLimits(probe_s=0.5)) as store:
         with pytest.raises(Unavailable, match=r"^etcd at .* did not answer .*; until then no worker is known"):
             store.namespace("m", SMALL)
-
-
-@pytest.mark.parametrize("worker", [["127.0.0.1:7070"], None, 7070])
-def test_an_address_that_is_no_text_is_refused(worker: object) -> None:
-    with pytest.raises(InvalidRequest, match="expected host:port"):
-        kvstore.connect(worker)  # type: ignore[arg-type]

@@ -24,6 +24,7 @@ from kvstore.errors import HoldBroken, InvalidRequest, Unavailable
 from kvstore.format import places
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.sections import Sections, planes_of
+from tests.kit.cases import for_each
 from tests.kit.faulty_root import Delay, FaultyRoot, Rule
 from tests.kit.patience import stretched
 from tests.kit.stores import SMALL, kv_of, same
@@ -349,7 +350,7 @@ def test_a_worker_with_a_new_root_is_told_the_namespace_again(tmp_root: Path) ->
         assert store.stats()["client_namespaces_reopened"] == 1
 
 
-@pytest.mark.parametrize("damage", ["flipped", "truncated"])
+@for_each("damage", ["flipped", "truncated"])
 def test_a_damaged_namespace_record_is_no_error_for_who_opened_it(tmp_root: Path, damage: str) -> None:
     """A worker that never saw the namespace cannot read the root's record of it, and is told by the client."""
     address = f"unix:{tmp_root}/socket"
@@ -368,7 +369,7 @@ def test_a_damaged_namespace_record_is_no_error_for_who_opened_it(tmp_root: Path
             assert same(cache.get(TOKENS)[1], KV)
 
 
-@pytest.mark.parametrize("damage", ["damaged", "gone"])
+@for_each("damage", ["damaged", "gone"])
 def test_each_worker_that_forgot_a_namespace_is_told_it(tmp_root: Path, damage: str) -> None:
     """This holds even if the first worker asked knows it, and so does not write its record again."""
     root = tmp_root / "root"
@@ -389,8 +390,8 @@ def test_each_worker_that_forgot_a_namespace_is_told_it(tmp_root: Path, damage: 
         assert second.worker.service.counters()["chunks_written"] > 0
 
 
-@pytest.mark.parametrize(
-    ("workers", "options", "says"),
+@for_each(
+    "workers, options, says",
     [
         ((), {}, "give one of the two"),
         (("127.0.0.1:7070",), {"etcd": "127.0.0.1:2379"}, "give one of the two"),
@@ -407,9 +408,3 @@ def test_each_worker_that_forgot_a_namespace_is_told_it(tmp_root: Path, damage: 
 def test_wrong_ways_to_connect(workers: tuple[str, ...], options: dict[str, Any], says: str) -> None:
     with pytest.raises(InvalidRequest, match=says):
         kvstore.connect(*workers, **options)
-
-
-@pytest.mark.parametrize("limits", [{"match_s": 0}, {"probe_pause_s_max": 0.01}])
-def test_client_limits_that_make_no_sense(limits: dict[str, float]) -> None:
-    with pytest.raises(InvalidRequest, match=next(iter(limits))):
-        ClientLimits(**limits)  # type: ignore[arg-type]

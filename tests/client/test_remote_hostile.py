@@ -22,6 +22,7 @@ from kvstore.errors import HoldBroken, KVStoreError, Unavailable
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.v1.kvstore_pb2_grpc import KVStoreServicer, add_KVStoreServicer_to_server
 from kvstore.wire.bulk.sockets import dial_tcp
+from tests.kit.cases import for_each
 from tests.kit.patience import stretched
 from tests.kit.stores import SMALL, kv_of, same
 from tests.kit.workers import WAIT_S, connected, sections_of, serving, sums_of, tokens_of
@@ -37,6 +38,7 @@ CHUNK, CHUNK_SUMS = SMALL.chunk_bytes, 8 * SMALL.section_count
 HASTY = stretched(
     ClientLimits(match_s=2.0, read_s=0.5, write_s=2.0, pin_s=5.0), "match_s", "read_s", "write_s", "pin_s"
 )
+"""For calls that end by their deadline."""
 START = pb.GetResponse(start=pb.GetStart(chunks=4, tokens=len(TOKENS)))
 
 Answer = Callable[[Any, grpc.ServicerContext], Iterator[Any]]
@@ -142,10 +144,11 @@ GETS: dict[str, tuple[Answer, int]] = {
 }
 
 
-@pytest.mark.parametrize("name", GETS)
+@for_each("name", GETS)
 def test_a_get_that_is_answered_wrongly(name: str) -> None:
     answer, good = GETS[name]
-    with lying(Liar(answer)) as address, connected(address, limits=HASTY) as store:
+    limits = HASTY if answer is silent else ClientLimits()
+    with lying(Liar(answer)) as address, connected(address, limits=limits) as store:
         cache = store.namespace("m", SMALL)
         out = np.zeros_like(KV)
         count = cache.get(TOKENS, out=out)
@@ -163,10 +166,11 @@ def test_a_get_that_is_answered_wrongly(name: str) -> None:
 
 
 # Bytes behind the last layer are noticed when the caller has all layers, each of them verified.
-@pytest.mark.parametrize("name", [name for name in GETS if name != "more bytes than announced"])
+@for_each("name", [name for name in GETS if name != "more bytes than announced"])
 def test_layers_that_are_answered_wrongly(name: str) -> None:
     answer, _ = GETS[name]
-    with lying(Liar(answer)) as address, connected(address, limits=HASTY) as store:
+    limits = HASTY if answer is silent else ClientLimits()
+    with lying(Liar(answer)) as address, connected(address, limits=limits) as store:
         with store.namespace("m", SMALL).hold(TOKENS) as hold, pytest.raises(HoldBroken):
             for layer, k, v in hold.layers():
                 # Chunk by chunk is not layer by layer, but no checksum tells, so this liar is believed for a while.
@@ -183,10 +187,10 @@ BLOCKS: dict[str, tuple[pb.GetBlocksResponse, ...]] = {
 }
 
 
-@pytest.mark.parametrize("name", BLOCKS)
+@for_each("name", BLOCKS)
 def test_blocks_that_are_answered_wrongly(name: str) -> None:
     with lying(Liar(blocks=lambda request, context: iter(BLOCKS[name]))) as address:
-        with connected(address, limits=HASTY) as store:
+        with connected(address) as store:
             buffers = [bytearray(3), bytearray(3)]
             assert store.namespace("m", SMALL).blocks.get([bytes(16), bytes(17)], buffers) == [False, False]
 
@@ -252,8 +256,8 @@ class FlippingProxy:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bulk", ["grpc", "tcp"])
-@pytest.mark.parametrize("seed", range(2))
+@for_each("bulk", ["grpc", "tcp"])
+@for_each("seed", range(2))
 def test_a_network_that_flips_bits_never_makes_a_wrong_byte(
     seed: int, bulk: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

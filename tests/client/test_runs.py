@@ -31,6 +31,7 @@ from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.node.limits import Limits
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.writes import WriteMode
+from tests.kit.cases import for_each
 from tests.kit.patience import PATIENCE_S, eventually, returns
 from tests.kit.stores import SMALL, kv_of, member_of, member_on
 from tests.kit.tiers import LARGE, ROOM_CHUNKS, Acting, faulty
@@ -95,8 +96,8 @@ def test_several_threads_share_a_run(cache: Cache) -> None:
         assert sorted(each.members for one in found for each in one.result()) == [each.members for each in plan.groups]
 
 
-@pytest.mark.parametrize("step", range(GROUPS))
-@pytest.mark.parametrize("way", ["raises", "closes", "dies"])
+@for_each("step", range(GROUPS))
+@for_each("way", ["raises", "closes", "dies"])
 def test_the_group_of_a_consumer_that_dies_goes_out_again(cache: Cache, step: int, way: str) -> None:
     plan = plan_of(cache)
     ran: list[Group] = []
@@ -131,10 +132,14 @@ def consume_in_process(shared: SharedRun, is_fatal: bool, ran: Connection) -> No
 
 
 @pytest.mark.slow
-def test_processes_share_a_run_and_the_group_of_one_that_is_killed_goes_to_another(cache: Cache) -> None:
-    plan, spawn = plan_of(cache), get_context("spawn")
+def test_processes_share_a_run_and_the_group_of_one_that_is_killed_goes_to_another(tmp_path: Path) -> None:
+    spawn = get_context("spawn")
     ran: list[tuple[int, ...]] = []
-    with plan.run() as run, run.share() as shared:
+    with (
+        kvstore.open(tmp_path) as store,
+        (plan := plan_of(store.namespace("m", SMALL))).run() as run,
+        run.share() as shared,
+    ):
         links = [spawn.Pipe(duplex=False) for _ in range(3)]
         processes = [
             spawn.Process(target=consume_in_process, args=(shared, number == 0, ours))
@@ -155,7 +160,7 @@ def test_processes_share_a_run_and_the_group_of_one_that_is_killed_goes_to_anoth
         assert run.is_over and not run.failed
 
 
-@pytest.mark.parametrize("step", range(GROUPS))
+@for_each("step", range(GROUPS))
 def test_a_shared_group_is_done_when_the_next_is_asked_for_and_comes_again_if_not(cache: Cache, step: int) -> None:
     plan = plan_of(cache)
     with plan.run() as run, run.share() as shared:
@@ -324,7 +329,7 @@ def test_blocks_of_an_engine_run_by_their_keys(cache: Cache) -> None:
         assert [group.members for group in run] == [(0, 2), (1,)]
 
 
-@pytest.mark.parametrize("wrong", [{"ahead": -1}, {"ahead": 99}, {"attempts": 0}])
+@for_each("wrong", [{"ahead": -1}, {"ahead": 99}, {"attempts": 0}])
 def test_a_wrong_argument_is_refused(cache: Cache, wrong: dict[str, int]) -> None:
     with pytest.raises(InvalidRequest, match=next(iter(wrong))):
         plan_of(cache).run(**wrong)
@@ -362,29 +367,6 @@ def test_tasks_share_a_run_and_one_that_dies_gives_its_group_back(tmp_path: Path
                 assert run.is_over and not run.failed
 
     asyncio.run(main())
-
-
-def test_a_run_of_tasks_is_shared_with_processes_too(tmp_path: Path) -> None:
-    async def shared_by_tasks() -> None:
-        async with kvstore.aio.open(tmp_path / "root", max_bytes=None) as store:
-            plan = await (await store.namespace("m", SMALL)).plan(prompts(), memory_tokens=1 << 20)
-            async with plan.run() as run:
-                with run.share() as shared:
-                    assert await asyncio.to_thread(list, shared) == list(plan.groups)
-                assert run.is_over and not run.failed
-
-    asyncio.run(shared_by_tasks())
-
-
-def test_blocks_are_planned_and_run_by_tasks_too(tmp_path: Path) -> None:
-    async def main() -> list[tuple[int, ...]]:
-        async with kvstore.aio.open(str(tmp_path)) as store:
-            cache = await store.namespace("m", SMALL)
-            plan = await cache.blocks.plan([[b"k" * 16], [b"l" * 16], [b"k" * 16]], memory_tokens=99)
-            async with plan.run() as run:
-                return [group.members async for group in run]
-
-    assert asyncio.run(main()) == [(0, 2), (1,)]
 
 
 def test_a_task_that_is_cancelled_while_it_waits_takes_nothing(tmp_path: Path) -> None:

@@ -14,8 +14,9 @@ import kvstore.client
 from benchmarks.spreading import by_first_chunk, marks_of_blocks, replay, zipf_chats
 from kvstore import Layout
 from kvstore.client import spreading
-from kvstore.client.spreading import Spreading, depth_of, depths, marks_of
+from kvstore.client.spreading import Spreading, depths, marks_of
 from kvstore.namespace import Namespace
+from tests.kit.cases import for_each
 from tests.kit.workers import connected, serving
 
 WORKERS = [f"10.0.0.{at}:8100" for at in range(5)]
@@ -41,14 +42,6 @@ def test_a_prefix_has_the_marks_with_which_a_longer_prompt_begins() -> None:
     assert marks_of(namespace, other)[:1] == whole[:1] and not set(marks_of(namespace, other)[1:]) & set(whole)
 
 
-def test_depths_are_dense_at_first_and_few_at_the_end() -> None:
-    assert depths(0) == [] and depths(3) == [1, 2, 3]
-    assert depths(40) == [*range(1, 17), *range(18, 33, 2), 36, 40]
-    assert all(depths(count) == [each for each in depths(10_000) if each <= count] for count in range(200))
-    assert len(depths(1 << 20)) < 160
-    assert all(depth_of(len(depths(count))) == max(depths(count)) for count in range(1, 3_000))
-
-
 def test_the_next_turn_of_a_chat_goes_where_the_last_one_was() -> None:
     choices = Spreading()
     at = {number: choices.chosen(marks_of_blocks(chat(number, 3)), WORKERS) for number in range(40)}
@@ -72,25 +65,12 @@ def test_a_system_prompt_that_all_share_is_spread() -> None:
     assert by_first_chunk(marks_of_blocks(chat(1, 2)), WORKERS) == by_first_chunk(marks_of_blocks(chat(2, 2)), WORKERS)
 
 
-@pytest.mark.parametrize("workers", [2, 4, 8])
+@for_each("workers", [2, 4, 8])
 def test_chats_over_few_system_prompts_hit_as_often_and_load_is_even(workers: int) -> None:
     prompts = zipf_chats(2_500)
     before, now = (replay(prompts, workers, 0.3, [rule]) for rule in (by_first_chunk, Spreading().chosen))
     assert now.hit_share >= 0.98 * before.hit_share
     assert now.busiest_calls <= 1.25 and now.busiest_blocks <= 1.25
-
-
-def test_clients_that_know_nothing_of_each_other_keep_eight_workers_even() -> None:
-    now = replay(zipf_chats(4_000), 8, 0.3, [Spreading().chosen for _ in range(4)])
-    assert now.busiest_blocks <= 1.25
-
-
-def test_long_prompts_count_for_more_than_short_ones() -> None:
-    choices, blocks = Spreading(), Counter[str]()
-    for number in range(1_000):
-        prompt = chat(number, 64 if number % 8 == 0 else 1)
-        blocks[choices.chosen(marks_of_blocks(prompt), WORKERS)] += len(prompt)
-    assert max(blocks.values()) <= 1.25 * blocks.total() / len(WORKERS)
 
 
 def test_a_worker_that_joins_or_leaves_moves_few_prompts() -> None:
@@ -133,7 +113,7 @@ def test_threads_may_choose_at_once() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("blocks", [False, True], ids=["prompts", "blocks"])
+@for_each("blocks", [False, True])
 def test_prompts_with_one_system_prompt_reach_both_workers(tmp_root: Path, blocks: bool) -> None:
     chats = 400  # a worker is chosen by its port as well: with few chats chance may give one of them less
     with serving(tmp_root) as one, serving(tmp_root) as two, connected(one, two) as store:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import re
 import threading
 import time
@@ -13,14 +12,14 @@ from typing import Any
 import pytest
 
 import kvstore.connectors
-from kvstore.connectors import fingerprints, weights
+from kvstore.connectors import fingerprints
 from kvstore.connectors.lmcache_keys import Settings as LMCacheSettings
 from kvstore.connectors.opening import Settings
 from kvstore.connectors.settings import OPAQUE_LAYOUT, LateStore, StoreSettings
-from kvstore.connectors.trouble import Trouble
 from kvstore.connectors.vllm.settings import Settings as VllmSettings
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.namespace import Namespace
+from tests.kit.cases import for_each
 from tests.kit.patience import NEVER_S, PATIENCE_S
 
 WRONG: tuple[tuple[dict[Any, Any], str], ...] = (
@@ -48,18 +47,10 @@ WRONG: tuple[tuple[dict[Any, Any], str], ...] = (
 )
 
 
-@pytest.mark.parametrize(("given", "said"), WRONG, ids=str)
+@for_each("given, said", WRONG)
 def test_settings_that_make_no_sense_are_refused_with_the_key(given: dict[Any, Any], said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):
         StoreSettings.of(given, "test")
-
-
-@pytest.mark.parametrize(("given", "bound"), [({"max_bytes": 1 << 30}, 1 << 30), ({"max_bytes": None}, 0)], ids=str)
-def test_an_engine_that_opens_a_folder_bounds_it(tmp_path: Path, given: dict[str, Any], bound: int) -> None:
-    with StoreSettings(root=str(tmp_path / "root"), **given).open() as store:
-        assert store.stats()["bound_bytes"] == bound
-    with StoreSettings(root=str(tmp_path / "root")).open() as store:
-        assert store.stats()["bound_bytes"] > 0
 
 
 TABLES: tuple[tuple[str, type[Settings]], ...] = (
@@ -69,7 +60,7 @@ TABLES: tuple[tuple[str, type[Settings]], ...] = (
 )
 
 
-@pytest.mark.parametrize(("engine", "settings"), TABLES, ids=[engine for engine, _ in TABLES])
+@for_each("engine, settings", TABLES)
 def test_the_page_has_every_setting_and_the_default_of_each_number(engine: str, settings: type[Settings]) -> None:
     page = Path(kvstore.connectors.__file__).with_name("README.md").read_text()
     section = page.partition(f"\n## {engine}\n")[2].partition("\n## ")[0]
@@ -158,40 +149,6 @@ def test_a_model_without_a_fingerprint_is_warned_of_once(tmp_root: Path, caplog:
         store.model("test", "org/model", {})
     store.close()
     assert caplog.text.count("no_fingerprint") == 1
-
-
-@pytest.mark.parametrize("name", ["", "/", "a\0b", "m" * 100_000, "a\ud800", "../.."])
-def test_a_model_may_have_any_name(tmp_root: Path, name: str) -> None:
-    assert namespace(tmp_root, name, fingerprint="x") != namespace(tmp_root, f"{name}.", fingerprint="x")
-
-
-def test_trouble_that_lasts_is_logged_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
-    trouble = Trouble(logging.getLogger("test"), "test.failed")
-    for number in range(100):
-        trouble.failed(f"reason {number}")
-        assert trouble.why == f"reason {number}"
-        trouble.went_well()
-        assert not trouble.why
-    assert caplog.text.count("test.failed") == 1
-
-
-def test_hashing_goes_on_without_a_home_or_a_lock(model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    expected = weights.weights_fingerprint(model)
-    monkeypatch.setattr(weights, "WAIT_S_MAX", 0.1)
-    (tmp_path / "cache/kvstore/weights.json").unlink()
-    with weights._locked(tmp_path / "cache/kvstore/weights.lock") as is_ours:
-        assert is_ours
-        assert weights.weights_fingerprint(model) == expected, "whoever holds the lock may be stopped"
-    (tmp_path / "cache/kvstore/weights.lock").unlink()
-    (tmp_path / "cache/kvstore/weights.lock").mkdir()
-    assert weights.weights_fingerprint(model) == expected
-
-    def no_home() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(Path, "home", no_home)
-    assert weights.weights_fingerprint(model) == expected
 
 
 def test_memory_of_a_store_that_is_opened_by_root_is_used(tmp_root: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore.connectors.vineyard import KVCache, KVTensor, VineyardCacheConfig
+from kvstore.connectors.vineyard import KVCache, VineyardCacheConfig
 from tests.kit.tensors import array_over, asking, bytes_in, kv_of, over
 
 LAYERS, SIZE = 2, 16
@@ -40,17 +40,6 @@ def test_matches_single_tokens_whatever_the_block_size(cache: KVCache) -> None:
     assert [pair[0].length for row in asked[3:] for pair in row] == [0] * 18
 
 
-def test_a_prefix_of_any_length_and_one_that_is_not_there(cache: KVCache) -> None:
-    kv = kv_of(TOKENS, LAYERS, SIZE)
-    assert cache.update(None, TOKENS[:3], over(kv[:3])) == 3
-    assert cache.update(TOKENS[:3], TOKENS[3:4], over(kv[3:4])) == 1
-    assert cache.update(TOKENS[:9], TOKENS[9:], over(kv[9:])) == 0
-    assert cache.update([50], [51], over(kv[:1])) == 0
-    asked = asking(9, LAYERS)
-    assert cache.query(TOKENS[:3], TOKENS[3:], asked) == 1
-    assert np.array_equal(bytes_in(asked[:1]), kv[3:4])
-
-
 def test_tensors_from_a_query_outlive_the_cache(cache: KVCache) -> None:
     """Vineyard's pointed into memory that its next sync, eviction or close gave away."""
     kv = kv_of(TOKENS, LAYERS, SIZE)
@@ -66,32 +55,6 @@ def test_tensors_from_a_query_outlive_the_cache(cache: KVCache) -> None:
     assert np.array_equal(array, kv[0, 1, 0])
     assert np.array_equal(bytes_in([kept])[0], kv[7])
     assert len(noise) == 64
-
-
-def test_two_queries_give_memory_of_their_own(cache: KVCache) -> None:
-    kv = kv_of(TOKENS, LAYERS, SIZE)
-    cache.update(None, TOKENS, over(kv))
-    first, second = asking(12, LAYERS), asking(12, LAYERS)
-    assert cache.query(None, TOKENS, first) == cache.query(None, TOKENS, second) == 12
-    array_over(first[0][0][0])[:] = 0
-    assert np.array_equal(bytes_in(second), kv)
-
-
-def test_one_inner_list_for_all_tokens_still_gets_every_token(cache: KVCache) -> None:
-    """``[row] * n``, as Vineyard's docstring shows: there all tokens became the last one."""
-    kv = kv_of(TOKENS, LAYERS, SIZE)
-    cache.update(None, TOKENS, over(kv))
-    asked = [[(KVTensor(0, 0), KVTensor(0, 0)) for _ in range(LAYERS)]] * 12
-    assert cache.query(None, TOKENS, asked) == 12
-    assert np.array_equal(bytes_in(asked), kv)
-
-
-def test_memory_of_the_callers_own_is_filled_too(cache: KVCache) -> None:
-    kv = kv_of(TOKENS, LAYERS, SIZE)
-    cache.update(None, TOKENS, over(kv))
-    out = np.zeros_like(kv)
-    assert cache.query(None, TOKENS, over(out)) == 12
-    assert np.array_equal(out, kv)
 
 
 def test_batched_calls_work(cache: KVCache) -> None:
@@ -111,9 +74,3 @@ def test_another_client_sees_an_update_when_it_returns(cache: KVCache, tmp_root:
         asked = asking(12, LAYERS)
         assert other.query(None, TOKENS, asked) == 12
         assert np.array_equal(bytes_in(asked), kv)
-
-
-def test_caches_of_other_names_are_apart(cache: KVCache, tmp_root: Path) -> None:
-    cache.update(None, TOKENS, over(kv_of(TOKENS, LAYERS, SIZE)))
-    with cache_at(tmp_root, "another_object") as other:
-        assert other.query(None, TOKENS, asking(12, LAYERS)) == 0

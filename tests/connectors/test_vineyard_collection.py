@@ -97,39 +97,6 @@ def test_files_live_for_their_ttl_and_are_gone_after_it(root: Path, etcd: str) -
         assert matched(cache, prompt(0)) == CHUNK, "what is gone can be stored again"
 
 
-def test_old_files_go_before_younger_ones(root: Path, etcd: str) -> None:
-    """(c): twenty, and twenty more later, expire in order."""
-    # Closed before time passes: uses are noted behind the calls, and one noted late would make a file young again.
-    with cache_on(root, etcd) as cache:
-        for number in range(20):
-            update(cache, prompt(number))
-    pass_time(root, 5)
-    with cache_on(root, etcd) as cache:
-        for number in range(20, 40):
-            update(cache, prompt(number))
-    pass_time(root, 3)
-    with cache_on(root, etcd) as cache:
-        collect(root, etcd)
-        assert sorted(number for number in range(40) if matched(cache, prompt(number))) == [*range(20, 40)]
-    pass_time(root, 8)
-    collect(root, etcd)
-    assert files(root) == []
-
-
-def test_what_is_queried_stays(root: Path, etcd: str) -> None:
-    """Vineyard's files went ttl after they were written, however often they were queried."""
-    with cache_on(root, etcd) as cache:
-        update(cache, prompt(1, chunks=3))
-        update(cache, prompt(2, chunks=3))
-    pass_time(root, 8)
-    with cache_on(root, etcd) as cache:
-        assert matched(cache, prompt(1, chunks=3)) == 3 * CHUNK
-    with cache_on(root, etcd) as cache:
-        collect(root, etcd)
-        assert matched(cache, prompt(1, chunks=3)) == 3 * CHUNK
-        assert matched(cache, prompt(2, chunks=3)) == 0
-
-
 def test_files_of_an_instance_that_is_gone_are_collected(root: Path, etcd: str) -> None:
     """(d): another process, the collector here, cleans up behind a dead one."""
     with cache_on(root, etcd) as cache:
@@ -137,16 +104,3 @@ def test_files_of_an_instance_that_is_gone_are_collected(root: Path, etcd: str) 
     pass_time(root, 8)
     collect(root, etcd)
     assert files(root) == []
-
-
-def test_room_is_made_from_the_least_recently_used_end_and_prefixes_stay(root: Path, etcd: str) -> None:
-    """kv_cache_radix_tree_test: a capacity is kept by evicting leaves, the least recently used first."""
-    with cache_on(root, etcd, ttl=1800) as cache:
-        update(cache, prompt(1, chunks=5))
-        pass_time(root, 2)
-        update(cache, prompt(2, chunks=5))
-        used = sum(file.stat().st_size for file in files(root))
-        collect(root, etcd, max_bytes=used * 9 // 10, high=0.8, low=0.7)
-        old, new = matched(cache, prompt(1, chunks=5)), matched(cache, prompt(2, chunks=5))
-        assert new == 5 * CHUNK
-        assert 0 < old < 5 * CHUNK, "from its end"

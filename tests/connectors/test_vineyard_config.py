@@ -11,6 +11,7 @@ import pytest
 
 from kvstore import errors
 from kvstore.connectors.vineyard import FileCacheConfig, FilesystemType, KVCache, VineyardCacheConfig
+from tests.kit.cases import for_each
 from tests.kit.tensors import kv_of, over
 
 ENVIRONMENT = "VINEYARD_LLM_CACHE_SHARED_MEMORY", "VINEYARD_LLM_CACHE_FILESYSTEM"
@@ -128,12 +129,6 @@ def test_ranks_are_apart_and_the_callers_configuration_stays_as_it_is(tmp_root: 
         assert np.array_equal(out, kv)
 
 
-def test_a_rank_without_a_world_size_changes_nothing(tmp_root: Path) -> None:
-    config = FileCacheConfig(root=str(tmp_root / "kv"))
-    with KVCache(config, 16, rank=1) as cache:
-        assert cache.cache_config == config
-
-
 def test_models_and_tenants_are_apart(tmp_root: Path) -> None:
     config, kv = FileCacheConfig(chunk_size=2, root=str(tmp_root / "kv")), kv_of([1, 2], 1, 16)
     with (
@@ -145,7 +140,7 @@ def test_models_and_tenants_are_apart(tmp_root: Path) -> None:
         assert [each.query(None, [1, 2], over(np.zeros_like(kv))) for each in (a, b, c)] == [2, 0, 0]
 
 
-@pytest.mark.parametrize("sizes", [{"chunk_size": 0}, {"hash_chunk_size": 0}, {"chunk_size": -3}, {"root": None}])
+@for_each("sizes", [{"chunk_size": 0}, {"hash_chunk_size": 0}, {"chunk_size": -3}, {"root": None}])
 def test_sizes_that_make_no_sense_are_refused_as_vineyard_does(tmp_root: Path, sizes: dict[str, Any]) -> None:
     config = FileCacheConfig(**{"root": str(tmp_root / "kv"), **sizes})
     with pytest.raises(RuntimeError, match=next(iter(sizes))) as refused:
@@ -153,7 +148,7 @@ def test_sizes_that_make_no_sense_are_refused_as_vineyard_does(tmp_root: Path, s
     assert isinstance(refused.value, errors.InvalidRequest)
 
 
-@pytest.mark.parametrize("sizes", [{"tensor_nbytes": 0}, {"layer": 0}, {"cache_capacity": 0}, {"layer": 2.0}])
+@for_each("sizes", [{"tensor_nbytes": 0}, {"layer": 0}, {"cache_capacity": 0}, {"layer": 2.0}])
 def test_geometry_that_makes_no_sense_is_refused(tmp_root: Path, sizes: dict[str, Any]) -> None:
     with pytest.raises(RuntimeError, match="expected"):
         KVCache(FileCacheConfig(root=str(tmp_root / "kv")), **sizes)
@@ -179,17 +174,3 @@ def test_settings_of_the_store_pass_through(tmp_root: Path) -> None:
     KVCache(config, durability="fsync").close()
     with pytest.raises(TypeError, match="unknown_setting"):
         KVCache(config, unknown_setting=1)
-
-
-def test_what_is_no_list_is_refused_and_an_empty_socket_too(tmp_root: Path) -> None:
-    with KVCache(FileCacheConfig(root=str(tmp_root / "kv"), chunk_size=4), 16) as cache:
-        for call in (
-            lambda: cache.query(None, [1, 2, 3, 4], None),  # type: ignore[arg-type]
-            lambda: cache.query(5, [1, 2, 3, 4], []),  # type: ignore[arg-type]
-            lambda: cache.update(None, [1, 2, 3, 4], 7),  # type: ignore[arg-type]
-        ):
-            with pytest.raises(RuntimeError) as refused:
-                call()  # type: ignore[no-untyped-call]
-            assert isinstance(refused.value, errors.InvalidRequest)
-    with pytest.raises(RuntimeError, match="socket=''"):
-        KVCache(VineyardCacheConfig(socket=""))

@@ -13,6 +13,7 @@ from kvstore.connectors.vineyard.arena import memory_bytes
 from kvstore.layout import Layout
 from kvstore.memory import host
 from kvstore.writes import WriteModeName
+from tests.kit.cases import for_each
 from tests.kit.tensors import asking, bytes_in, kv_of, over
 
 LAYERS, SIZE = 2, 16
@@ -24,7 +25,7 @@ def cache_at(folder: Path, **settings: object) -> KVCache:
     return KVCache(VineyardCacheConfig(str(folder / "v.sock")), SIZE, layer=LAYERS, **settings)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("write", ["through", "behind"])
+@for_each("write", ["through", "behind"])
 def test_what_was_updated_is_served_from_memory(tmp_root: Path, write: WriteModeName) -> None:
     kv = kv_of(TOKENS, LAYERS, SIZE)
     with cache_at(tmp_root, write=write) as cache:
@@ -60,20 +61,6 @@ def test_an_update_behind_is_in_the_folder_after_closing(tmp_root: Path) -> None
         assert empty.query(None, TOKENS, asking(12, LAYERS)) == 0
 
 
-def test_an_update_behind_that_memory_has_no_room_for_is_stored_all_the_same(tmp_root: Path) -> None:
-    """W1: shed chunks are put through; the returned number is Vineyard's."""
-    size, count = 64 << 10, 300
-    tokens = list(range(count))
-    kv = kv_of(tokens, 1, size)
-    config = VineyardCacheConfig(str(tmp_root / "v.sock"))
-    with KVCache(config, size, 1, 1, write="behind") as cache:
-        assert cache._store.stats()["memory_size_bytes"] == 16 * MIB < kv.nbytes
-        assert cache.update(None, tokens, over(kv)) == count
-        out = np.zeros_like(kv)
-        assert cache.query(None, tokens, over(out)) == count
-        assert np.array_equal(out, kv)
-
-
 def test_the_capacity_in_tokens_is_what_memory_has_room_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     layout = Layout(4, 1, 4096, "int8", 1)
     token_bytes = 4096 + 4 * 2 * 4096
@@ -85,25 +72,3 @@ def test_the_capacity_in_tokens_is_what_memory_has_room_for(monkeypatch: pytest.
     assert memory_bytes(layout, 10**12) == 64 * MIB
     (tmp_path / "memory.max").write_text("max\n")
     assert memory_bytes(layout, 2000) == 2000 * token_bytes
-
-
-def test_memory_never_holds_more_than_the_capacity_and_the_rest_is_found_below(tmp_root: Path) -> None:
-    size = 64 << 10
-    config = VineyardCacheConfig(str(tmp_root / "v.sock"))
-    with KVCache(config, size, 1, 1) as cache:
-        capacity = 16 * MIB // (2 * size + 4096)
-        for start in range(0, 3 * capacity, capacity):
-            tokens = list(range(start, start + capacity))
-            cache.update(None, tokens, over(kv_of(tokens, 1, size)))
-            assert cache._store.stats()["memory_chunks"] <= capacity
-        tokens = list(range(capacity))
-        out = np.zeros((capacity, 1, 2, size), np.uint8)
-        assert cache.query(None, tokens, over(out)) == capacity
-
-
-def test_settings_of_the_callers_own_win(tmp_root: Path) -> None:
-    with cache_at(tmp_root, memory=0) as without:
-        assert "memory_size_bytes" not in without._store.stats()
-        assert without.update(None, TOKENS, over(kv_of(TOKENS, LAYERS, SIZE))) == 12
-    with cache_at(tmp_root, memory=32 * MIB) as more:
-        assert more._store.stats()["memory_size_bytes"] == 32 * MIB

@@ -10,6 +10,7 @@ import pytest
 
 from kvstore.connectors.vllm.groups import Cluster
 from kvstore.errors import Unavailable
+from tests.kit.cases import for_each
 from tests.kit.patience import eventually
 from tests.kit.vllm_connector import Request, cache, halves
 
@@ -85,10 +86,11 @@ def test_a_hint_says_that_both_branches_stay(engine: Engine) -> None:
     assert engine.run("sabcd") == []
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"supersede": "yes"}, {"supersede": 1}, {"session": 7}, {"session": "s" * 257}, {"left": True}]
-)
-def test_words_that_make_no_sense_are_left_out(engine: Engine, wrong: dict[str, Any]) -> None:
+@for_each("wrong", [{"supersede": "yes"}, {"supersede": 1}, {"session": 7}, {"session": "s" * 257}, {"left": True}])
+def test_words_that_make_no_sense_are_left_out(
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, wrong: dict[str, Any]
+) -> None:
+    engine = Engine(make(), monkeypatch)
     engine.run("sabc")
     assert engine.run("sq", kv_transfer_params={"kvstore": wrong}) == []
     assert engine.run("sabcd") == keys("sq", 1), "the session is still known"

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvstore.connectors.vllm.groups import SPAN_UNITS, Boundaries, Cluster, Kind, Tail, last_boundary
+from tests.kit.cases import for_each
 from tests.kit.vllm_connector import BLOCK_TOKENS, Request, cache, halves, matched, step
 
 FULL = Cluster((0,), BLOCK_TOKENS)
@@ -38,8 +39,8 @@ class Tables:
         )
 
 
-@pytest.mark.parametrize(
-    ("cluster", "boundary", "first"),
+@for_each(
+    "cluster, boundary, first",
     [
         (FULL, 40, 0),
         (WINDOW, 8, 0),
@@ -65,7 +66,7 @@ def test_windows_beside_one_full_layer_take_two_fifths_of_the_bytes() -> None:
     assert all(boundaries.needs(window, index, 8190, 0) for index in range(512, 600))
 
 
-@pytest.mark.parametrize("length", [1, 2, 60, 64, 130, 1000])
+@for_each("length", [1, 2, 60, 64, 130, 1000])
 def test_every_boundary_that_is_stored_for_is_whole_and_no_other_block_is_stored(length: int) -> None:
     boundaries = Boundaries.of(BLOCK_TOKENS, [FULL, WINDOW])
     blocks = range(length // BLOCK_TOKENS)

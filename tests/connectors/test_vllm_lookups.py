@@ -16,7 +16,6 @@ from kvstore.connectors.vllm.counts import EngineCounts
 from kvstore.connectors.vllm.link import Link
 from kvstore.connectors.vllm.lookups import UNKNOWN, Found, Lookup, Lookups
 from kvstore.connectors.vllm.settings import Settings
-from kvstore.errors import InvalidRequest
 from kvstore.namespace import Namespace
 from tests.kit.patience import PATIENCE_S
 
@@ -137,23 +136,6 @@ def test_past_the_deadline_it_is_a_miss_and_the_next_ones_do_not_wait() -> None:
         assert result(lookups, lookups.begin(KEYS, 0)) == Found(6, 6)
         assert lookups.result(lookup) is UNKNOWN
         assert stuck.asked >= 2
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({}, "neither of root and connect"),
-        ({"root": "memory://", "connect": "a:1"}, "both of root and connect"),
-        ({"root": "memory://", "lookup_timeout": 1}, "unknown keys lookup_timeout"),
-        ({"root": "memory://", "load": "later"}, "expected one of async, sync"),
-        ({"root": "memory://", "load_timeout_s": 0}, "load_timeout_s=0"),
-        ({"root": "memory://", "store_bytes_max": 1.5}, "store_bytes_max=1.5"),
-        ({"root": "memory://", "prompt_only": "yes"}, "prompt_only='yes'"),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(InvalidRequest, match=said):
-        Settings.of(given)
 
 
 def test_a_store_that_is_down_is_no_reason_not_to_start() -> None:

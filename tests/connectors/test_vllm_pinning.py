@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 from kvstore.connectors.vllm.groups import Cluster, Kind
 from kvstore.errors import Overloaded
 from kvstore.results import PinRecord
-from tests.kit.patience import eventually
 from tests.kit.vllm_connector import Request, cache, halves, store
 
 
@@ -109,16 +107,6 @@ def test_states_that_are_not_stored_at_every_block_are_not_waited_for(make: Call
     assert sorted(pin.tokens for pin in pins(half)) == [1, 3]
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"pin": ""}, {"pin": "a/b"}, {"pin": 7}, {"pin": "p" * 65}, {"unpin": "a b"}, {"pin": "p", "pin_ttl": 0}]
-)
-def test_words_that_make_no_sense_pin_nothing(make: Callable[..., Any], wrong: dict[str, Any]) -> None:
-    half = make()
-    store(half, Request("stored", 12), 3)
-    ended(half, **wrong)
-    assert drained(half) and pins(half) == []
-
-
 def test_a_store_that_refuses_pins_fails_no_request(
     make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -148,13 +136,3 @@ def test_names_are_forgotten_beyond_a_bound_and_their_pins_stay(
     ended(half, 4, unpin="a")
     assert drained(half)
     assert sorted(pin.owner for pin in pins(half)) == ["a", "b", "c"]
-
-
-def test_an_engine_that_ends_waits_for_no_pin(make: Callable[..., Any]) -> None:
-    half = make(store_timeout_s=3_600.0)
-    ended(half, pin="system")
-    before = set(threading.enumerate())
-    half._pinning.close()
-    eventually(
-        lambda: not any(each.name.startswith("kvstore-vllm-pins") for each in before & set(threading.enumerate()))
-    )

@@ -15,6 +15,7 @@ from kvstore.connectors.vllm.settings import Settings
 from kvstore.errors import InvalidRequest
 from kvstore.format.descent import Descent
 from kvstore.hints import PRIORITY_DEFAULT, Hints
+from tests.kit.cases import for_each
 from tests.kit.vllm_connector import BLOCK_TOKENS, Blocks, Request, halves, idle, matched, step, store
 
 
@@ -24,7 +25,7 @@ def make() -> Iterator[Callable[..., Any]]:
         yield found
 
 
-@pytest.mark.parametrize("load", ["async", "sync"])
+@for_each("load", ["async", "sync"])
 def test_what_was_loaded_is_not_stored_again(make: Callable[..., Any], load: str) -> None:
     half, request = make(load=load), Request("a", 22)
     store(half, request, 3)
@@ -207,8 +208,8 @@ def action(payload: Any, kind: str = "kvstore") -> Any:
     return SimpleNamespace(actions=[SimpleNamespace(action_type=kind, payload=payload)])
 
 
-@pytest.mark.parametrize(
-    ("said", "expected"),
+@for_each(
+    "said, expected",
     [
         ({}, Hints()),
         ({"kv_transfer_params": {"kvstore": {"priority": 80, "ttl": 600}}}, Hints(80, 1_800)),
@@ -230,23 +231,13 @@ def action(payload: Any, kind: str = "kvstore") -> Any:
 def test_a_request_says_how_long_to_keep_its_blocks(
     make: Callable[..., Any], said: dict[str, Any], expected: Hints, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.clear()
     half, request = make(), Request("r", 40, **said)
     half.arrived(request)
     matched(half, request)
     assert [run.hints for run in step(half, request, 0, 12).stores] == [expected]
     is_odd = expected == Hints() and "kvstore" in (request.kv_transfer_params or {})
     assert ("are ignored" in caplog.text) == is_odd
-
-
-def test_an_answer_from_before_the_blocks_were_stored_is_looked_for_anew(make: Callable[..., Any]) -> None:
-    half, first, second = make(), Request("a", 22), Request("b", 22)
-    for request in (first, second):
-        half.arrived(request)
-        assert matched(half, request) == (0, False)
-    assert len(step(half, first, 0, 22).stores) == 1
-    store(half, first, 3)
-    assert matched(half, second) == (12, True), "vLLM had its answer already, and has not used it"
-    assert half.counts.take()["lookups"] == 3
 
 
 def test_the_files_of_blocks_say_what_vllm_hashed(make: Callable[..., Any]) -> None:
@@ -261,15 +252,6 @@ def test_the_files_of_blocks_say_what_vllm_hashed(make: Callable[..., Any]) -> N
         assert said.parent == (run.keys[at - 1] if at else b"") and said.depth == at
         assert key[: said.hash_bytes] == request.block_hashes[at] and said.parts == 2 and any(said.whole)
         assert json.loads(said.extra) == {"extra_keys": ["a salt", at * BLOCK_TOKENS]}
-
-
-def test_a_block_says_the_same_whichever_step_stores_it(make: Callable[..., Any]) -> None:
-    half, request = make(), Request("r", 22)
-    half.arrived(request)
-    matched(half, request)
-    (first,), (second,) = step(half, request, 0, 12).stores, step(half, request, 12, 8).stores
-    last = Descent.unpack(second.descents[0])
-    assert last is not None and (last.depth, last.parent) == (3, first.keys[2])
 
 
 def test_blocks_that_only_this_engine_can_find_say_nothing(make: Callable[..., Any]) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from kvstore.connectors.vllm.counts import EngineCounts
 from kvstore.errors import Overloaded, Unavailable
+from tests.kit.cases import for_each
 from tests.kit.patience import NEVER_S, PATIENCE_S, eventually
 from tests.kit.vllm_connector import BASE
 from tests.kit.vllm_modules import vllm_modules
@@ -139,7 +140,7 @@ def test_a_full_root_is_tried_again_within_a_second(monkeypatch: pytest.MonkeyPa
     half.close(0.0)
 
 
-@pytest.mark.parametrize("error", [Overloaded("the GPU has no memory to spare"), RuntimeError("out of memory")])
+@for_each("error", [Overloaded("the GPU has no memory to spare"), RuntimeError("out of memory")])
 def test_a_gpu_without_memory_to_spare_costs_only_what_is_not_stored(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from kvstore.connectors.vllm.settings import Settings
 from kvstore.errors import Unavailable
+from tests.kit.cases import for_each
 from tests.kit.vllm_modules import vllm_modules
 
 OFFLOAD = "vllm.v1.kv_offload"
@@ -52,7 +53,7 @@ class Slow:
         return [True] * len(keys)
 
 
-@pytest.mark.parametrize("error", [None, Unavailable("nobody answers")])
+@for_each("error", [None, Unavailable("nobody answers")])
 def test_after_one_look_up_past_the_deadline_the_next_ones_do_not_wait(error: Exception | None) -> None:
     slow = Slow(error)
     with vllm_modules(MODULES):
@@ -79,7 +80,7 @@ class Missing:
         self.keys += keys
 
 
-@pytest.mark.parametrize("tells", [True, False])
+@for_each("tells", [True, False])
 def test_chunks_that_were_stored_are_told_and_those_that_could_not_be_loaded_as_removed(tells: bool) -> None:
     with vllm_modules(MODULES):
         from kvstore.connectors.vllm_tier import KVStoreTier

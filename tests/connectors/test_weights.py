@@ -11,6 +11,7 @@ import pytest
 from kvstore.connectors import weights
 from kvstore.connectors.weights import weights_fingerprint
 from kvstore.errors import InvalidRequest
+from tests.kit.cases import for_each
 
 
 @pytest.fixture(autouse=True)
@@ -61,22 +62,13 @@ def test_a_file_is_hashed_once(tmp_path: Path, memory: Path, monkeypatch: pytest
     assert len(json.loads(memory.read_text())) == 1
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe"])
-def test_a_memory_that_makes_no_sense_is_made_anew(tmp_path: Path, memory: Path, content: bytes) -> None:
-    folder = model(tmp_path / "one", a=b"x" * 100)
-    expected = weights_fingerprint(folder)
-    memory.write_bytes(content)
-    assert weights_fingerprint(folder) == expected
-    assert len(json.loads(memory.read_text())) == 1
-
-
 def test_a_commit_names_the_content(tmp_path: Path) -> None:
     (tmp_path / "snapshots").mkdir()
     commit = "0123456789" * 4
     assert weights_fingerprint(model(tmp_path / "snapshots" / commit, a=b"x")) == f"commit-{commit}"
 
 
-@pytest.mark.parametrize("name", ["latest", "abc123", "0123456789" * 4 + "a"])
+@for_each("name", ["latest", "abc123", "0123456789" * 4 + "a"])
 def test_a_folder_of_snapshots_that_is_not_hugging_faces_is_hashed(tmp_path: Path, name: str) -> None:
     (tmp_path / "snapshots").mkdir()
     folder = model(tmp_path / "snapshots" / name, a=b"x")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import grpc
 import pytest
@@ -17,6 +16,7 @@ from kvstore.v1 import control_pb2 as pb
 from kvstore.wire.statuses import Busy
 from kvstore.worker.worker import Worker
 from tests.kit.administration import TOKENS, raw_control, steering, value
+from tests.kit.cases import for_each
 from tests.kit.faulty_root import FaultyRoot, Hang, Rule
 from tests.kit.patience import returns
 from tests.kit.stores import SMALL, member_on
@@ -49,8 +49,8 @@ def test_limits_change_while_it_runs_and_say_what_they_were() -> None:
         logger.setLevel(level)
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
+@for_each(
+    "changes, said",
     [
         ({"calls_max": "100", "spare_calls_max": "9"}, "limit spare_calls_max: not one that can change"),
         ({"calls_max": "100", "holds_max": "many"}, "limit holds_max='many': expected a whole number"),
@@ -99,15 +99,6 @@ def test_a_changed_limit_holds_for_the_next_call() -> None:
         root.set_rules([])
         hang.release.set()
         assert inside.result() == other.result() == 0
-
-
-def test_the_share_of_memory_that_waits_is_a_limit_too() -> None:
-    with working(faulty()) as (acting, served), steering(served) as control:
-        control.set_limits({"behind_share": 0.25, "moves_max": 5})
-        assert acting.tiers.behind.bytes_max == acting.memory.size_bytes // 4
-        (health,) = control.health().values()
-        assert not isinstance(health, KVStoreError)
-        assert health["queues"]["behind_bytes_max"] == acting.memory.size_bytes // 4
 
 
 # Health
@@ -186,14 +177,3 @@ def test_a_store_of_this_process_has_nobody_to_steer() -> None:
 
     with store_on(MemoryRoot(MemoryFiles())) as store, pytest.raises(InvalidRequest, match="connect to a worker"):
         _ = store.control
-
-
-def test_reflection_lists_the_control_service(tmp_root: Path) -> None:
-    from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-
-    with serving(tmp_root) as served, raw_channel(served) as channel:
-        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-        asked = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
-        (answer,) = stub.ServerReflectionInfo(asked, timeout=WAIT_S)
-        names = {each.name for each in answer.list_services_response.service}
-    assert {"kvstore.v1.Control", "kvstore.v1.KVStore"} <= names

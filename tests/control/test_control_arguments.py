@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,13 +12,13 @@ import numpy as np
 import pytest
 
 import kvstore
-from kvstore import aio
 from kvstore.brief import brief
 from kvstore.client.control import Control, ControlTicket
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.tickets import State, Ticket
 from tests.client.test_keywords import LONG, ODD
-from tests.kit.administration import KV, SIZE, TOKENS
+from tests.kit.administration import KV, TOKENS
+from tests.kit.cases import for_each
 from tests.kit.stores import SMALL
 from tests.kit.workers import Served, connected, serving
 
@@ -130,7 +129,7 @@ def wrongs_of(call: Callable[..., object], given: Mapping[str, Any]) -> list[str
     return found
 
 
-@pytest.mark.parametrize("name", METHODS)
+@for_each("name", METHODS)
 def test_a_wrong_argument_is_named_and_nothing_is_begun(steered: Steered, name: str) -> None:
     before = steered.store.control.tickets()
     assert wrongs_of(getattr(steered.store.control, name), steered.given(name)) == []
@@ -138,7 +137,7 @@ def test_a_wrong_argument_is_named_and_nothing_is_begun(steered: Steered, name: 
     assert not steered.served.worker.service.gate.draining
 
 
-@pytest.mark.parametrize("name", ["follow", "wait"])
+@for_each("name", ["follow", "wait"])
 def test_a_wrong_argument_of_a_ticket_is_named(steered: Steered, name: str) -> None:
     ticket = steered.store.control.clear(EVERYTHING, dry_run=True)
     assert wrongs_of(getattr(ticket, name), {"heard": print} if name == "follow" else {}) == []
@@ -151,64 +150,12 @@ def test_every_method_with_arguments_is_asked() -> None:
         assert {name for name, each in methods.items() if len(inspect.signature(each).parameters) > 1} == asked
 
 
-def test_a_wrong_argument_is_named_in_asyncio(steered: Steered) -> None:
-    async def ask() -> list[str]:
-        found: list[str] = []
-        async with aio.connect(steered.served.address) as store:
-            for name in METHODS:
-                if name in ("follow", "cancel"):  # of a ticket there
-                    continue
-                call = getattr(store.control, name)
-                for argument in inspect.signature(getattr(Control, name)).parameters:
-                    for value in [] if argument == "self" else wrong_values(argument):
-                        try:
-                            await call(**{**steered.given(name), argument: value})
-                            error = None
-                        except KVStoreError as refused:
-                            error = refused
-                        found += filter(None, [complaint(argument, value, error)])
-            ticket = await store.control.clear(EVERYTHING, dry_run=True)
-            for value in wrong_values("heard"):
-                with pytest.raises(InvalidRequest, match="heard="):
-                    await ticket.follow(value)
-        return found
-
-    assert asyncio.run(ask()) == []
-
-
 def test_a_store_in_this_process_has_no_control(tmp_root: Path) -> None:
     with kvstore.open(tmp_root / "root") as store, pytest.raises(InvalidRequest, match="connect to a worker"):
         _ = store.control
 
 
-def test_numbers_of_numpy_are_taken(steered: Steered) -> None:
-    control: Any = steered.store.control
-    assert len(control.lookup(steered.cache, TOKENS, np.int64(2))) == 2
-    ticket = control.clear(EVERYTHING, dry_run=True, deadline=np.float32(30.0))
-    assert ticket.wait(np.int64(60)).state is State.DONE
-    (limits,) = control.set_limits({"calls_max": np.int64(100), "read_deadline_s": np.float32(7.5)}).values()
-    found = {each.name: each.value for each in limits}
-    assert (found["calls_max"], found["read_deadline_s"]) == ("100", "7.5")
-
-
-@pytest.mark.parametrize("flag", [None, 0, 1, -1, "yes", 10**30, np.False_])
-@pytest.mark.parametrize("name", ["dry_run", "pinned"])
-def test_what_is_only_like_a_flag_clears_nothing(steered: Steered, name: str, flag: Any) -> None:
-    with pytest.raises(InvalidRequest, match=f"{name}=.*: expected True or False"):
-        steered.store.control.clear(EVERYTHING, **{name: flag})
-    assert steered.cache.match(TOKENS) == 4 * SIZE
-
-
-@pytest.mark.parametrize("seconds", [None, "1", -1, True, 10**400, float("nan"), float("inf")])
-def test_what_is_no_number_of_seconds_is_refused(steered: Steered, seconds: Any) -> None:
-    control = steered.store.control
-    with pytest.raises(InvalidRequest, match=r"deadline=.*: expected a number of seconds"):
-        control.clear(EVERYTHING, deadline=seconds)
-    with pytest.raises(InvalidRequest, match=r"within=.*: expected a number of seconds"):
-        control.drain(within=seconds)
-
-
-@pytest.mark.parametrize("error", [ValueError("of the caller"), InvalidRequest("of the caller")])
+@for_each("error", [ValueError("of the caller"), InvalidRequest("of the caller")])
 def test_what_a_listener_raises_is_raised_and_no_worker_is_blamed(steered: Steered, error: Exception) -> None:
     def fail(ticket: Ticket) -> None:
         raise error

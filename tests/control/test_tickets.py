@@ -16,9 +16,8 @@ from kvstore.sources import RandomIds, SystemClock
 from kvstore.tickets import TRANSITIONS, State, Ticket
 from kvstore.worker.control.book import Book
 from kvstore.worker.control.runner import Runner, Step
+from tests.kit.cases import for_each
 from tests.kit.workers import WAIT_S, eventually
-
-ENDED = (State.DONE, State.FAILED, State.CANCELLED)
 
 
 def ticket(id: str = "a", tenant: str | None = None) -> Ticket:
@@ -54,7 +53,7 @@ def state(runner: Runner, ticket_id: str) -> State:
 # States
 
 
-@pytest.mark.parametrize(("before", "after"), [*itertools.product(State, State)])
+@for_each("before, after", [*itertools.product(State, State)])
 def test_only_the_transitions_of_the_table_are_possible(before: State, after: State) -> None:
     now = ticket()
     if before is not State.WAITING:
@@ -207,8 +206,8 @@ def test_what_is_not_done_by_its_deadline_fails() -> None:
     assert found.state is State.FAILED and "the deadline passed" in found.message
 
 
-@pytest.mark.parametrize(
-    ("error", "expected", "said"),
+@for_each(
+    "error, expected, said",
     [
         (Unavailable("etcd is away"), State.FAILED, "etcd is away"),
         (Cancelled("enough"), State.CANCELLED, "enough"),

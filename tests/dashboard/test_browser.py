@@ -22,6 +22,7 @@ from kvstore.security.bearer import issue, new_key
 from tests.cli.conftest import Running, descendants, serving
 from tests.dashboard.chromium import CONTRAST, DARK, LIGHT, MODES, PHONE, UNNAMED, Mode, Page, missing, opened
 from tests.dashboard.crowd import IMAGE, SCRIPT, age, busy, damage
+from tests.kit.cases import for_each
 from tests.kit.etcd import frozen
 from tests.kit.patience import PATIENCE_S
 
@@ -93,8 +94,8 @@ def _history(store: Store, root: Path) -> None:
     store.control.clear(Selection(tenant="globex"), dry_run=True).wait(PATIENCE_S)
 
 
-@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
-@pytest.mark.parametrize("view", VIEWS)
+@for_each("mode", MODES)
+@for_each("view", VIEWS)
 def test_each_view_shows_what_is_there_and_can_be_read(live: Live, tmp_path: Path, view: str, mode: Mode) -> None:
     if view == "capacity" and mode is LIGHT:
         age(live.root)  # aged chunks may have been used, or collected, meanwhile
@@ -141,17 +142,6 @@ def test_tabs_filter_help_and_theme_work_from_the_keyboard(live: Live) -> None:
     assert page.run("return document.documentElement.dataset.theme") == "dark"
     assert page.run("return getComputedStyle(document.body).backgroundColor") != before
     page.keys("t")
-
-
-def test_a_chart_is_read_with_the_arrow_keys(live: Live) -> None:
-    live.show("overview", LIGHT)
-    page = live.page
-    page.until(lambda: page.run("return document.querySelectorAll('.plot svg').length") == 8, "all charts are drawn")
-    page.run("document.querySelector('.plot svg').focus()")
-    page.keys(ARROW_LEFT, ARROW_LEFT)
-    tip = "return document.querySelector('.plot .tip').innerText"
-    assert "tokens found" in page.run(tip)
-    assert "Arrow keys" in page.run("return document.querySelector('.plot svg').getAttribute('aria-label')")
 
 
 def test_the_focus_and_what_is_open_stay_while_the_page_goes_on(live: Live) -> None:

@@ -16,7 +16,7 @@ from kvstore.dashboard.serving import Serving
 from kvstore.dashboard.web import application
 from kvstore.meta.keys import Keys
 from kvstore.meta.usage import Room
-from tests.dashboard.chromium import LIGHT, PHONE, Mode, Page, missing, opened
+from tests.dashboard.chromium import LIGHT, Mode, Page, missing, opened
 from tests.kit.boards import Shown, shown
 from tests.kit.stores import TINY
 
@@ -27,20 +27,6 @@ COUNTED = {"id": "ab" * 8, "scanned": {"chunks": 3, "bytes": 3 << 10}}
 PIXELS = (Path(__file__).parent / "pixels.js").read_text()
 SLOW_MS = 8_000
 """The pause between two requests for what seldom changes, as in main.js."""
-LABELS = """
-const done = arguments[0];
-Promise.all([import("/charts.js"), import("/dom.js")]).then(([{ levels }, dom]) => {
-  const tops = [1, 2, 4, 5, 8, 10, 20, 40, 50, 80, 100, 200, 400, 500, 800, 1000];
-  const scales = [0.001, 0.01, 0.1, 1, 1024, 1024 ** 2, 1024 ** 3, 1e3, 1e6];
-  const shown = { number: dom.number, bytes: dom.bytes, rate: dom.rate, percent: dom.percent };
-  done(Object.entries(shown).flatMap(([name, format]) => scales.flatMap((scale) => tops
-    .filter((top) => (name === "percent" ? top * scale === 1 : name === "number" || top * scale >= 1))
-    .map((top) => [`${name} up to ${top * scale}`, [...levels(top * scale, format).values()]]))));
-});
-"""
-"""The labels of each axis that a chart may have."""
-SHADE_MIN = 8
-"""Levels, of 256, by which a shade differs from what it is on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,54 +104,6 @@ def test_the_page_asks_every_two_seconds_until_namespaces_are_counted(small: Sma
     small.page.until(lambda: len(small.page.run(asked)) >= 3, "it asked three times")
     first, _, third = small.page.run(asked)[:3]
     assert third - first < 2 * SLOW_MS
-
-
-def test_a_single_tenant_is_one_tenant(small: Small) -> None:
-    small.show("overview")
-    small.page.until(lambda: small.tile("Namespaces"), "the tile is there")
-    assert small.tile("Namespaces").splitlines() == ["1", "1 tenant"]
-    small.board.store.namespace("model", TINY, tenant="globex")
-    small.page.until(lambda: small.tile("Namespaces").splitlines() == ["2", "2 tenants"], "two tenants")
-
-
-def test_no_two_labels_of_an_axis_read_alike(small: Small) -> None:
-    small.show("overview")
-    page = small.page
-    page.until(lambda: page.run("return document.querySelectorAll('.plot svg').length") == 8, "all charts are drawn")
-    drawn = page.run(
-        "return [...document.querySelectorAll('.plot svg')].map((one) => [...one.querySelectorAll('.tick.end')]"
-        ".map((label) => label.textContent))"
-    )
-    assert ["0 B/s", "1 B/s"] in drawn, "nothing was read: half a byte reads as one"
-    assert all(len(labels) >= 2 and len(labels) == len(set(labels)) for labels in drawn), drawn
-    tried = page.driver.execute_async_script(LABELS)
-    assert len(tried) > 100
-    assert [each for each in tried if len(each[1]) < 2 or len(each[1]) != len(set(each[1]))] == []
-
-
-def test_tabs_that_do_not_fit_are_hinted_at_by_a_shade_on_their_side(small: Small) -> None:
-    small.show("overview", PHONE)
-    tabs = "const tabs = document.getElementById('tabs'); "
-    assert small.page.run(tabs + "return tabs.scrollWidth > tabs.clientWidth"), "there are more tabs than fit"
-    assert small.page.run("return document.documentElement.scrollWidth") <= PHONE.width
-    assert shades(small) == (False, True), "there are more to the right"
-    small.page.run(tabs + "tabs.scrollLeft = (tabs.scrollWidth - tabs.clientWidth) / 2")
-    assert shades(small) == (True, True), "on both sides"
-    small.page.run(tabs + "tabs.scrollLeft = tabs.scrollWidth")
-    assert shades(small) == (True, False), "on the left only"
-    small.show("overview", LIGHT)
-    assert shades(small) == (False, False), "all tabs fit"
-
-
-def shades(small: Small) -> tuple[bool, bool]:
-    """Whether the left and the right edge of the tabs are shaded, as one sees it above the tabs' words."""
-    left, right, top = small.page.run(
-        "const at = document.getElementById('tabs').getBoundingClientRect(); return [at.left, at.right, at.top]"
-    )
-    found = small.colours((int(left) + 2, int(top) + 1), (int(right) - 3, int(top) + 1), (int(left + right) // 2, 2))
-    at_left, at_right, plain = found
-    differs = [max(abs(a - b) for a, b in zip(one, plain, strict=True)) >= SHADE_MIN for one in (at_left, at_right)]
-    return differs[0], differs[1]
 
 
 def test_the_root_tile_names_the_bound_of_chunks_or_else_the_file_system(small: Small) -> None:

@@ -12,13 +12,14 @@ from click.testing import CliRunner
 
 from kvstore.cli.app import app
 from tests.cli.conftest import descendants, eventually, gone, serving
+from tests.kit.cases import for_each
 from tests.kit.patience import PATIENCE_S
 
 HERE = ("dashboard", "--root", "/nowhere", "--etcd", "127.0.0.1:1")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
+@for_each(
+    "arguments, said",
     [
         (("dashboard", "--root", "/nowhere"), "--etcd ENDPOINTS"),
         ((*HERE, "--listen", "0.0.0.0:0"), "or --insecure"),

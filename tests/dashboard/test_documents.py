@@ -9,15 +9,13 @@ from typing import Any, cast
 
 import pytest
 
-import kvstore
 from kvstore.client.store import Store
 from kvstore.counts import STARTED
-from kvstore.dashboard import documents as documents_module
 from kvstore.dashboard.attention import attention
 from kvstore.dashboard.feed import Reading
 from kvstore.dashboard.said import Document
 from kvstore.dashboard.workers import GONE, WorkersSource
-from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.errors import Unavailable
 from kvstore.meta.keys import Keys
 from kvstore.meta.usage import Room
 from tests.kit import faulty_meta
@@ -26,7 +24,6 @@ from tests.kit.etcd import eventually
 from tests.kit.fake_meta import FakeClock
 from tests.kit.faulty_root import Hang, Rule
 from tests.kit.stores import TINY, kv_of
-from tests.kit.workers import serving
 
 HOSTILE = "<script>alert('x')</script>"
 
@@ -69,23 +66,6 @@ def test_namespaces_pins_and_prefixes_are_shown_as_they_are_called(board: Shown)
     json.dumps(found, allow_nan=False)
 
 
-def test_a_tenant_of_many_namespaces_and_long_texts_makes_no_large_document(
-    board: Shown, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each may have 64 settings of 4 KiB, and there may be any number: all of it went to every browser."""
-    monkeypatch.setattr(documents_module, "NAMESPACES_MAX", 5)
-    tokens = list(range(16))
-    for number in range(8):
-        settings = {f"setting-{at:02}-{'k' * 200}": "v" * 4_096 for at in range(64)}
-        cache = board.store.namespace(f"many-{number}", TINY, fingerprint="f" * 4_096, attributes=settings)
-        cache.put(tokens, kv_of(TINY, tokens))
-    found = until(board.documents.namespaces, lambda found: found["count"] == 8)
-    assert len(found["namespaces"]) == 5 and len(json.dumps(found)) < 5 * 64 * 512
-    assert len(found["namespaces"][0]["attributes"]) == 64, "none is left out: they differ at the beginning"
-    prefixes = until(lambda: board.documents.prefixes("", "", "bytes"), lambda found: len(found["runs"]) == 8)
-    assert len(prefixes["namespaces"]) == 5
-
-
 def test_no_document_holds_tokens(board: Shown) -> None:
     # Ten digits each: seven were found by chance in a time or an id of one run in a hundred.
     tokens = list(range(4_123_456_000, 4_123_456_016))
@@ -121,36 +101,8 @@ def test_an_etcd_that_does_not_answer_is_said_and_the_rest_goes_on(board: Shown)
     until(board.documents.overview, lambda found: found["sources"]["etcd"]["error"] is None)
 
 
-def test_damage_is_counted_and_named(board: Shown) -> None:
-    tokens = list(range(4))
-    cache = board.store.namespace("model", TINY)
-    cache.put(tokens, kv_of(TINY, tokens))
-    address = board.flip_one()
-    assert cache.get(tokens)[0] == 0, "a miss, never wrong bytes"
-    found = until(board.documents.damage, lambda found: found["files"] and _damaged(found))
-    assert [file["address"] for file in found["files"]] == [address]
-    assert found["quarantine"]["count"] == 1 and _damaged(found) == 1
-    attention = until(board.documents.overview, lambda found: found["quarantine"])["attention"]
-    assert any("in quarantine" in item["text"] for item in attention)
-
-
 def _only_etcd_fails(sources: Document) -> bool:
     return sources["etcd"]["error"] is not None and sources["root"]["error"] is None
-
-
-def _damaged(found: Document) -> int:
-    """Misses that all workers have counted: those before the miss say 0."""
-    return int(sum(found["counts"].get("miss_damaged", {}).values()))
-
-
-def test_rates_appear_once_there_was_a_second_look(board: Shown) -> None:
-    cache = board.store.namespace("model", TINY)
-    tokens = list(range(16))
-    until(lambda: board.documents.history(False, 0.0), lambda found: found["columns"]["at_s"])
-    cache.put(tokens, kv_of(TINY, tokens))
-    assert cache.match(tokens) == 16
-    found = until(board.documents.overview, lambda found: found["rates"]["tokens_matched"] > 0)
-    assert found["workers"] == {"answering": 1, "known": 1, "missing": 0, "restarts": 0}
 
 
 def test_the_root_has_the_bound_of_its_collector(board: Shown) -> None:
@@ -187,21 +139,3 @@ def test_a_worker_that_was_killed_stays_and_says_so() -> None:
     seen = source.seen()
     assert {address: each.restarts for address, each in seen.items()} == {"a": 1, "b": 1}
     assert seen["b"].missing_since_s is None
-
-
-def test_the_restart_of_an_idle_worker_is_counted_once() -> None:
-    answers: list[dict[str, Any]] = []
-    for _ in range(2):
-        with serving() as served, kvstore.connect(served.address) as store:
-            answers += [{"a": counts} for counts in [*store.stats_each().values()] * 2]
-    told = iter(answers)
-    source = WorkersSource(lambda: cast(Store, SimpleNamespace(stats_each=lambda: next(told))), FakeClock())
-    assert [source.seen()["a"].restarts for _ in answers] == [0, 0, 1, 1]
-
-
-@pytest.mark.parametrize(
-    ("namespace", "at", "order"), [("zz", "", "bytes"), ("", "00", "bytes"), ("", "", "worst"), ("0" * 15, "", "long")]
-)
-def test_a_question_that_makes_no_sense_is_refused(board: Shown, namespace: str, at: str, order: str) -> None:
-    with pytest.raises(InvalidRequest):
-        board.documents.prefixes(namespace, at, order)

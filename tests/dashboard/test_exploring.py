@@ -63,11 +63,6 @@ def test_a_sample_hangs_together_and_says_how_much_it_stands_for(stored: Stored)
     assert total.chunks == pytest.approx(len(sampled) / forest.share)
 
 
-def test_files_that_cannot_be_read_are_counted(stored: Stored) -> None:
-    root = FaultyRoot(stored.root, [Rule("look", EIO, times=3)])
-    assert explore(root, stored.identity, per_s_max=FAST).unreadable_count >= 3
-
-
 def test_a_root_that_fails_is_no_empty_forest(stored: Stored) -> None:
     with pytest.raises(Unavailable):
         explore(FaultyRoot(stored.root, [Rule("list", EIO)]), stored.identity, per_s_max=FAST)

@@ -63,20 +63,6 @@ def test_a_chunk_whose_parent_is_gone_begins_a_run_that_no_match_reaches() -> No
     }
 
 
-def test_the_heaviest_come_first_and_parents_before_children() -> None:
-    forest = grown({1: 0, 2: 1, 3: 1, 9: 0}, sizes={1: 1, 2: 50, 3: 5, 9: 30})
-    found = [int.from_bytes(run.id) for run in forest.runs(None, None, 3, "bytes")]
-    assert found == [1, 2, 9]
-    assert [int.from_bytes(run.id) for run in forest.runs(None, None, 1, "recent")] == [9]
-
-
-def test_one_run_and_what_continues_it_can_be_asked_for() -> None:
-    forest = grown({1: 0, 2: 1, 3: 1, 4: 3, 5: 3})
-    assert {int.from_bytes(run.id) for run in forest.runs(None, address(3), 10, "bytes")} == {3, 4, 5}
-    assert [int.from_bytes(run.id) for run in forest.way_to(address(4))] == [1, 3]
-    assert forest.runs(None, address(77), 10, "bytes") == [] and forest.way_to(address(77)) == []
-
-
 def test_an_ancestor_that_a_sample_hangs_on_adds_nothing_to_sums() -> None:
     leaves = {
         address(1): Leaf(address(1), NO_PARENT, ONE, 0, 10, 5, 0, 0.0),
@@ -84,18 +70,6 @@ def test_an_ancestor_that_a_sample_hangs_on_adds_nothing_to_sums() -> None:
     }
     forest = Forest(0.25, True, leaves).grown()
     assert forest.namespaces()[ONE].chunks == 4 and forest.namespaces()[ONE].size_bytes == 40
-
-
-def test_namespaces_are_kept_apart() -> None:
-    one, two = grown({1: 0, 2: 1}), grown({3: 0}, namespace=TWO)
-    forest = Forest(1.0, True, {**one.leaves, **two.leaves}).grown()
-    assert {id: total.chunks for id, total in forest.namespaces().items()} == {ONE: 2, TWO: 1}
-    assert [run.id for run in forest.runs(TWO, None, 10, "long")] == [address(3)]
-
-
-def test_a_chain_of_many_thousand_chunks_is_no_recursion() -> None:
-    (run,) = grown({number: number - 1 for number in range(1, 2_000)}).runs(None, None, 10, "long")
-    assert run.chunks == run.below.depth_max == 1_999
 
 
 @given(st.integers(0, 10_000), st.integers(1, 60), st.sampled_from(ORDERS))

@@ -7,12 +7,6 @@ import pytest
 from kvstore.dashboard.history import COARSE_S, FINE_MAX, Growth, History
 
 
-def test_a_worker_that_is_seen_for_the_first_time_has_no_growth() -> None:
-    growth = Growth()
-    assert growth.since_last({"a": {"requests_get": 100}}) == {}
-    assert growth.since_last({"a": {"requests_get": 103}, "b": {"requests_get": 9}}) == {"a": {"requests_get": 3}}
-
-
 def test_a_worker_that_was_started_anew_counts_from_zero() -> None:
     growth = Growth()
     growth.since_last({"a": {"requests_get": 100}})
@@ -36,27 +30,6 @@ def test_rates_are_over_the_time_that_passed_and_over_all_workers() -> None:
     assert columns["gets"] == [5.0, 0.5] and columns["calls"] == [3.0, 1.0]
 
 
-def test_bytes_that_clients_got_are_apart_by_where_they_were() -> None:
-    history = History()
-    history.add(10.0, 2.0, [{"memory_bytes": 600, "bytes_read": 40}, {"memory_bytes": 200}], [])
-    rates = history.rates(60.0)
-    assert (rates["memory_bytes"], rates["root_bytes"]) == (400.0, 20.0)
-
-
-def test_only_what_is_newer_is_sent() -> None:
-    history = History()
-    for second in range(10):
-        history.add(float(second), 1.0, [], [])
-    assert history.columns(False, 7.0)["columns"]["at_s"] == [8.0, 9.0]
-
-
-def test_a_clock_that_is_set_back_does_not_stop_the_charts() -> None:
-    history = History()
-    for at_s in (10_000.0, 10_002.0, 6_402.0, 6_404.0):
-        history.add(at_s, 2.0, [{"requests_get": 2}], [])
-    assert history.columns(False, 10_002.0)["columns"]["at_s"] == [10_004.0, 10_006.0]
-
-
 def test_the_rings_are_bounded_and_the_coarse_one_has_minutes() -> None:
     history = History()
     for step in range(FINE_MAX + 200):
@@ -65,7 +38,3 @@ def test_the_rings_are_bounded_and_the_coarse_one_has_minutes() -> None:
     assert len(fine["at_s"]) == FINE_MAX
     assert len(coarse["at_s"]) == (FINE_MAX + 200) * 2 // COARSE_S
     assert set(coarse["puts"]) == {1.0}
-
-
-def test_nothing_known_is_zero() -> None:
-    assert set(History().rates(60.0).values()) == {0.0}

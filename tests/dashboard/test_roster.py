@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from kvstore.counts import STARTED
-from kvstore.dashboard.roster import MISSING_MAX, MISSING_S, SILENT_S, Roster
+from kvstore.dashboard.roster import SILENT_S, Roster
+from tests.kit.cases import for_each
 
 BUSY = {"requests_get": 9, "calls_in_flight": 3, STARTED: 5.0}
 FRESH = {"requests_get": 1, "calls_in_flight": 3, STARTED: 65.25}
@@ -31,7 +30,7 @@ def test_a_worker_that_ended_itself_is_not_missing() -> None:
     assert roster.restarts("a") == 0, "another worker at this address"
 
 
-@pytest.mark.parametrize("counted", [0, 9, 10], ids=lambda counted: f"{counted} gets")
+@for_each("counted", [0, 9, 10])
 def test_a_restart_is_counted_once_whatever_the_counters_say(counted: int) -> None:
     roster = Roster()
     for now_s in (0, 2):
@@ -45,18 +44,3 @@ def test_a_restart_is_counted_once_whatever_the_counters_say(counted: int) -> No
     assert roster.restarts("a") == 1, "silent for a while, and the same run"
     roster.call({"a": FRESH | {STARTED: 99.0}}, 14)
     assert roster.restarts("a") == 2
-
-
-def test_a_gauge_that_falls_is_no_restart() -> None:
-    roster = Roster()
-    roster.call({"a": BUSY}, 0)
-    roster.call({"a": {**BUSY, "calls_in_flight": 0}}, 2)
-    assert roster.restarts("a") == 0
-
-
-def test_missing_workers_are_forgotten_after_an_hour_and_are_never_too_many() -> None:
-    roster = Roster()
-    roster.call(dict.fromkeys(str(number) for number in range(MISSING_MAX + 5)), 0)
-    assert len(roster.call({}, 100)) == MISSING_MAX
-    assert len(roster.call({}, MISSING_S - 1)) == MISSING_MAX
-    assert roster.call({}, MISSING_S + 1) == {}

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from kvstore.encodings.codec import PLAIN, Decoding, Wish, decode_header, encode_chunk
 from kvstore.encodings.keys import Key
-from kvstore.encodings.squeezing import join_planes, split_planes
 from kvstore.format.checksum import checksum
 from kvstore.format.encoded import decode_any, decode_encoded
 from kvstore.format.header import Damage, Damaged, Encoding, Header, decode, decode_as
@@ -171,27 +170,6 @@ def test_another_key_opens_nothing(file: ChunkFile, salt: bytes) -> None:
     with pytest.raises(Damaged) as caught:
         decoded(file, encoded(file, Wish(True, KEY), salt), OTHER)
     assert caught.value.damage is Damage.SEAL
-
-
-@settings(max_examples=25)
-@given(chunk_files(), salts, salts)
-def test_the_same_chunk_is_never_the_same_bytes_twice(file: ChunkFile, one: bytes, other: bytes) -> None:
-    if one == other:
-        return
-    first, second = (encoded(file, Wish(key=KEY), salt) for salt in (one, other))
-    header = decode_encoded(first)
-    assert first[header.header_bytes :] != second[header.header_bytes :]
-
-
-@settings(max_examples=25)
-@given(st.binary(max_size=100), st.sampled_from([1, 2, 4, 8]))
-def test_byte_planes_are_taken_apart_and_put_together(section: bytes, itemsize: int) -> None:
-    planes = bytes(split_planes(memoryview(section), itemsize))
-    whole = len(section) // itemsize
-    assert planes[:whole] == section[: whole * itemsize : itemsize]
-    joined = bytearray(len(section))
-    join_planes(planes, itemsize, memoryview(joined))
-    assert joined == section
 
 
 def test_a_frame_that_claims_more_than_a_section_is_not_decompressed() -> None:

@@ -13,6 +13,7 @@ import pytest
 from kvstore.counts import NodeCount
 from kvstore.encodings.keys import Key, KeyFile, KeyRing
 from kvstore.errors import InvalidRequest
+from tests.kit.cases import for_each
 from tests.kit.keyed import TENANT, key_file, secret, write_keys
 
 GOOD = base64.b64encode(bytes(32)).decode()
@@ -25,7 +26,7 @@ def test_a_file_that_others_may_read_is_refused(tmp_path: Path) -> None:
         KeyFile(path).load()
 
 
-@pytest.mark.parametrize(
+@for_each(
     "content",
     [
         b"",
@@ -49,11 +50,6 @@ def test_what_is_no_key_file_is_refused_without_showing_it(content: bytes) -> No
         KeyRing.parse(content)
     assert "not base64" not in str(caught.value) and GOOD[:-4] not in str(caught.value)
     assert caught.value.__cause__ is None
-
-
-def test_a_key_that_is_there_twice_is_named() -> None:
-    with pytest.raises(InvalidRequest, match=r"\['a'\] twice"):
-        KeyRing.parse(b'{"tenants": {"acme": {"current": "a", "keys": {"a": "1", "b": "2", "a": "3"}}}}')
 
 
 def test_a_change_that_is_no_key_file_is_refused_and_no_call_fails(tmp_path: Path) -> None:

@@ -27,9 +27,9 @@ from kvstore.node.opening import join
 from kvstore.node.settings import NO_TIERS, NodeOptions, TierSettings
 from kvstore.root.identity import create_or_open
 from kvstore.root.interface import Root
-from kvstore.root.memory import MemoryRoot
 from kvstore.root.posix import PosixRoot
 from kvstore.sources import RandomIds, SystemClock
+from tests.kit.cases import for_each
 from tests.kit.keyed import LAYOUT, TENANT, chunk_files, key_file, kv_of, same, write_keys
 from tests.kit.patience import PATIENCE_S
 from tests.kit.stores import TINY
@@ -117,12 +117,6 @@ def names_of(root: Path) -> list[Name]:
     return [Name(str(path.relative_to(root))) for path in chunk_files(root)]
 
 
-def test_the_search_finds_what_is_not_encrypted(tmp_root: Path) -> None:
-    with opened(tmp_root) as (_, store):
-        put_all(store)
-        assert len(shows_plain_text(tmp_root)) == COUNT + 3
-
-
 def test_an_encrypted_tenant_reads_all_and_its_files_show_nothing(tmp_root: Path, tmp_path: Path) -> None:
     keys = key_file(tmp_path / "keys.json", "a")
     with opened(tmp_root, keys) as (member, store):
@@ -159,13 +153,7 @@ def test_other_tenants_have_files_of_version_1(tmp_root: Path, tmp_path: Path) -
         assert not any(is_encoded(path.read_bytes()) for path in chunk_files(tmp_root))
 
 
-@pytest.mark.parametrize("objects", [False, True])
-def test_roots_that_are_no_folders_are_read_in_the_same_ways(tmp_path: Path, objects: bool) -> None:
-    with opened(MemoryRoot(objects=objects), key_file(tmp_path / "keys.json", "a")) as (_, store):
-        reads_right(put_all(store))
-
-
-@pytest.mark.parametrize("known", ["none", "another"])
+@for_each("known", ["none", "another"])
 def test_a_key_that_is_not_known_is_a_miss_and_nothing_is_set_aside(tmp_root: Path, tmp_path: Path, known: str) -> None:
     with opened(tmp_root, key_file(tmp_path / "keys.json", "a")) as (_, store):
         put_all(store)
@@ -183,7 +171,7 @@ def test_a_key_that_is_not_known_is_a_miss_and_nothing_is_set_aside(tmp_root: Pa
         reads_right(namespace(store))
 
 
-@pytest.mark.parametrize("compress", [False, True])
+@for_each("compress", [False, True])
 def test_a_flipped_bit_is_a_miss_is_set_aside_and_is_put_again(tmp_root: Path, tmp_path: Path, compress: bool) -> None:
     with opened(tmp_root, key_file(tmp_path / "keys.json", "a"), compress=compress) as (member, store):
         cache = put_all(store)

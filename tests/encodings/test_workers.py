@@ -14,6 +14,7 @@ from kvstore.wire.bulk.frames import Kind
 from kvstore.worker.worker import Worker
 from kvstore.writes import WriteMode
 from tests.encodings.test_node import namespace, opened, put_all, reads_right
+from tests.kit.cases import for_each
 from tests.kit.keyed import key_file
 from tests.kit.workers import Served, connected
 
@@ -31,9 +32,9 @@ def worker_on(root: Path, keys: Path, settings: TierSettings, *, compress: bool)
             worker.stop()
 
 
-@pytest.mark.parametrize("bulk", ["shared", "tcp", "grpc"])
-@pytest.mark.parametrize("memory", [0, 16 << 20])
-@pytest.mark.parametrize("how", ["encrypted", "compressed"])
+@for_each("bulk", ["shared", "tcp", "grpc"])
+@for_each("memory", [0, 16 << 20])
+@for_each("how", ["encrypted", "compressed"])
 def test_every_way_reads_what_was_put(
     tmp_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, memory: int, bulk: str
 ) -> None:

@@ -13,10 +13,12 @@ from kvstore.format.descent import Ancestry
 from kvstore.format.header import expected_block
 from kvstore.node.settings import NodeOptions
 from kvstore.root.interface import Root
+from kvstore.root.memory import MemoryFiles, MemoryRoot
 from tests.events.engines import GROUP, SIZE, Prompt, prompt_of, put_blocks
 from tests.events.test_speaker import TOPIC, Publishing
 from tests.events.test_truth import condemn
-from tests.kit.clusters import SPACE, Cluster, cluster, prompt, put
+from tests.kit.cases import for_each
+from tests.kit.clusters import SPACE, Cluster, cluster
 from tests.kit.events import Following, Ticking
 from tests.kit.strategies import chunk_file
 
@@ -53,17 +55,6 @@ def test_blocks_are_told_by_the_engines_hashes_with_parent_and_tokens(clustered:
     assert {topic for topic, _ in publishing.sent} == {TOPIC}
     for event in events_of(publishing, "BlockStored"):
         assert event["group_idx"] == GROUP and event["block_size"] == SIZE and event["lora_name"] is None
-
-
-def test_chunks_and_blocks_of_one_namespace_are_told_side_by_side(clustered: Cluster, clock: Ticking) -> None:
-    node, publishing = clustered.node(), Publishing(clustered, clock)
-    blocks, chain = prompt_of(1, 3), prompt(2, 3)
-    put_blocks(node, blocks)
-    put(node, chain)
-    publishing.catch_up()
-    assert publishing.index.blocks.keys() == {*blocks.hashes} | {
-        int.from_bytes(each[8:], "big") for each in chain.addresses
-    }
 
 
 def test_a_block_is_told_as_removed_before_its_file_goes(clustered: Cluster, clock: Ticking) -> None:
@@ -171,22 +162,21 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG)
-def test_a_file_that_says_nothing_of_use_is_not_told_and_hides_what_is_behind_it(
-    clustered: Cluster, clock: Ticking, wrong: str
-) -> None:
-    node, publishing = clustered.node(), Publishing(clustered, clock)
+@for_each("wrong", WRONG)
+def test_a_file_that_says_nothing_of_use_is_not_told_and_hides_what_is_behind_it(wrong: str) -> None:
     blocks, others, change = prompt_of(1, 4), prompt_of(2, 2), WRONG[wrong]
-    if change is None:
-        keys, buffers = blocks.keys[1:2], [memoryview(bytes(100))]
-        assert node.node.put_blocks(SPACE, keys, buffers).there.all()
-        put_blocks(node, blocks, range(1))
-        put_blocks(node, blocks, range(2, 4))
-    else:
-        put_blocks(node, blocks.saying(1, **change))
-    put_blocks(node, others)
-    publishing.catch_up()
-    assert publishing.index.blocks == told([Prompt(blocks.keys[:1], blocks.descents[:1]), others])
+    with cluster(MemoryRoot(MemoryFiles())) as made:
+        node, publishing = made.node(), Publishing(made, Ticking())
+        if change is None:
+            keys, buffers = blocks.keys[1:2], [memoryview(bytes(100))]
+            assert node.node.put_blocks(SPACE, keys, buffers).there.all()
+            put_blocks(node, blocks, range(1))
+            put_blocks(node, blocks, range(2, 4))
+        else:
+            put_blocks(node, blocks.saying(1, **change))
+        put_blocks(node, others)
+        publishing.catch_up()
+        assert publishing.index.blocks == told([Prompt(blocks.keys[:1], blocks.descents[:1]), others])
 
 
 def test_a_key_that_does_not_give_the_name_of_its_file_is_not_told(clustered: Cluster, clock: Ticking) -> None:
@@ -239,13 +229,3 @@ def test_what_is_told_of_blocks_is_what_the_root_has_whatever_happens(any_root: 
                 following.catch_up()
         following.catch_up()
         assert following.heard == following.on_root()
-
-
-def test_whole_hashes_are_those_of_the_engine(clustered: Cluster) -> None:
-    node, following, blocks = clustered.node(), Following(clustered), prompt_of(1, 3)
-    put_blocks(node, blocks)
-    following.catch_up()
-    (model,) = following.truth.models.values()
-    rows = model.inventory.snapshot()
-    assert model.inventory.rows.whole_hashes(rows) == [key[:32] for key in blocks.keys]
-    assert model.inventory.rows.hashes(rows) == blocks.hashes

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from kvstore.events.inventory import DEAD_MIN, Identities, Inventory
 from kvstore.events.table import NO_ROW, U64, Rows, Table
+from tests.kit.cases import for_each
 
 LAST = (1 << 64) - 1
 PRIME = 0x9E3779B97F4A7C15
@@ -58,7 +58,7 @@ def check_replay(heard: set[tuple[int, int]], inventory: Inventory) -> None:
         heard.add((chain, depth))
 
 
-@pytest.mark.parametrize("seed", range(5))
+@for_each("seed", range(5))
 def test_the_differences_add_up_to_what_match_would_find(seed: int) -> None:
     random = np.random.default_rng(seed)
     inventory, model, heard = Inventory(2), Model(), set[tuple[int, int]]()

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
 import pytest
 
 from kvstore.address import block_address
-from kvstore.events.names import WHOLES_MAX, Name, Names, Origin
 from kvstore.format import places
 from kvstore.namespace import Namespace
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from tests.events.engines import Prompt, prompt_of, put_blocks
 from tests.events.test_speaker import TOPIC, Publishing
 from tests.events.test_truth import condemn
+from tests.kit.cases import for_each
 from tests.kit.clusters import Cluster, cluster
 from tests.kit.events import Ticking
 from tests.kit.stores import TINY
@@ -101,20 +100,7 @@ def test_a_namespace_too_many_takes_back_what_was_told(clustered: Cluster, clock
     assert not publishing.index.blocks
 
 
-def test_engines_of_other_sizes_have_other_wholes(clustered: Cluster, clock: Ticking) -> None:
-    node, publishing = clustered.node(), Publishing(clustered, clock)
-    of_two = [Namespace.of("m", TINY, attributes={"tp rank": f"{rank} of 2"}) for rank in range(2)]
-    claim(clustered, *RANKS, *of_two)
-    three, two = parted(1, 2), parted(2, 2, 2, b"the two of them,")
-    for space in RANKS:
-        put_blocks(node, three, space=space)
-    for space in of_two:
-        put_blocks(node, two, space=space)
-    publishing.catch_up()
-    assert publishing.index.blocks.keys() == {*three.hashes, *two.hashes}
-
-
-@pytest.mark.parametrize("seed", range(6))
+@for_each("seed", range(6))
 def test_what_is_told_is_what_all_ranks_have_whatever_happens(seed: int) -> None:
     chance, clock = random.Random(seed), Ticking()
     with cluster(MemoryRoot(MemoryFiles())) as made:
@@ -148,12 +134,3 @@ def _readable(prompts: list[Prompt], there: set[tuple[int, int, bytes]]) -> set[
                 break
             found.add(hashed)
     return found
-
-
-def test_a_namespace_has_a_bounded_number_of_wholes() -> None:
-    names, wholes = Names(None), [number.to_bytes(16, "big") for number in range(1, WHOLES_MAX + 3)]
-    blocks = [Name(whole * 2, 32, Origin(0, None, 2, whole)) for whole in [*wholes, wholes[0]]]
-    kept = names.write(np.arange(len(blocks), dtype=np.int32), blocks)
-    assert kept.tolist() == [True] * WHOLES_MAX + [False, False, True]
-    assert list(names.wholes) == wholes[:WHOLES_MAX]
-    names.close()

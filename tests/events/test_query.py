@@ -22,6 +22,7 @@ from kvstore.parsing import parse_json
 from kvstore.security.identity import Identity, Presented
 from kvstore.security.permissions import Role
 from kvstore.wire.questions import Question
+from tests.kit.cases import for_each
 from tests.kit.clusters import SPACE
 from tests.kit.stores import TINY
 
@@ -47,7 +48,7 @@ def answers(inventory: Inventory) -> Answers:
     return Answers(truth, "pod", "STORAGE")
 
 
-@pytest.mark.parametrize("stored", [0, 1, 2, 3, 8, 15, 16, 17, 99, 100])
+@for_each("stored", [0, 1, 2, 3, 8, 15, 16, 17, 99, 100])
 def test_the_longest_prefix_is_found_by_tokens_and_by_hashes(stored: int) -> None:
     tokens = np.arange(100 * TINY.chunk_tokens, dtype=np.uint32)
     chain = Chain.of(SPACE, tokens)
@@ -72,7 +73,7 @@ def test_a_tenant_sees_nothing_of_another() -> None:
     assert asked.answer(Question("m", "other", tokens, None))["blocks"] == 0
 
 
-@pytest.mark.parametrize(
+@for_each(
     "body",
     [
         *(

@@ -19,6 +19,7 @@ from tests.cli.conftest import run as run
 from tests.cli.conftest import serving
 from tests.events.subscriber import Subscriber
 from tests.events.test_processes import on_root, store
+from tests.kit.cases import for_each
 from tests.kit.patience import PATIENCE_S, eventually
 from tests.kit.stores import TINY
 
@@ -75,8 +76,8 @@ def test_endpoints_that_cannot_be_bound_are_named(tmp_path: Path) -> None:
         Sockets(ANY, None, Curve("none", str(tmp_path / "none")))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
+@for_each(
+    "arguments, says",
     [
         (("--publish", "tcp://0.0.0.0:0"), "events carry prompts"),
         (("--publish", ANY, "--query", "0.0.0.0:0"), "plain HTTP"),

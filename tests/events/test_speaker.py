@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -19,7 +18,7 @@ from kvstore.events.speaker import Speaker
 from kvstore.events.stream import TERM_BITS, Batch, Stream
 from kvstore.events.truth import Truth
 from kvstore.format.places import Name
-from kvstore.meta.interface import Compare, Delete, KeyValue, LeaseId, Put, TxnResult
+from kvstore.meta.interface import Compare, Delete, Put, TxnResult
 from kvstore.meta.keys import Keys
 from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.memory_store import MemoryStore
@@ -231,44 +230,6 @@ def test_a_lost_reply_of_the_election_is_read_back(clock: Ticking) -> None:
     other = Fence(MemoryMeta(store, clock), "/kv/speaker", EventLimits(), clock, RandomIds())
     other.step()
     assert not other.term
-
-
-def test_an_outage_of_etcd_is_logged_once(clock: Ticking, caplog: pytest.LogCaptureFixture) -> None:
-    class Silent(MemoryMeta):
-        is_silent = True
-
-        def get(self, key: str, timeout_s: float | None = None) -> KeyValue | None:
-            self._ask()
-            return super().get(key, timeout_s)
-
-        def keep_alive(self, lease: LeaseId, timeout_s: float | None = None) -> bool:
-            self._ask()
-            return super().keep_alive(lease, timeout_s)
-
-        def _ask(self) -> None:
-            if self.is_silent:
-                raise Unavailable("no answer")
-
-    meta = Silent(MemoryStore(clock), clock)
-    fence = Fence(meta, "/kv/speaker", EventLimits(), clock, RandomIds())
-
-    def said() -> list[str]:
-        caplog.clear()
-        for _ in range(5):
-            clock.passed_s += 10
-            fence.step()
-        return [line.getMessage().split()[0] for line in caplog.records if line.levelno >= logging.INFO]
-
-    with caplog.at_level(logging.INFO, "kvstore.events"):
-        assert said() == ["events.fence"] and said() == []
-        meta.is_silent = False
-        clock.passed_s += 10
-        fence.step()
-        assert fence.term
-        meta.is_silent = True
-        assert said() == ["events.fence", "events.silent"] and said() == []
-        meta.is_silent = False
-        assert said()[0] == "events.speaks"
 
 
 def test_long_chains_are_cut_into_batches_that_continue_each_other(clustered: Cluster, clock: Ticking) -> None:

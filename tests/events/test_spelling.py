@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from hashlib import sha256
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvstore.address import Chain
-from kvstore.events import inventory, spelling
+from kvstore.events import inventory
 from kvstore.events.query import Answers
 from kvstore.events.spelling import Spellings
-from kvstore.events.table import NO_ROW, Table
+from kvstore.events.table import NO_ROW
 from kvstore.wire.questions import Question
 from tests.events.engines import SIZE, Prompt, prompt_of, put_blocks
 from tests.events.test_speaker import Publishing
@@ -48,13 +45,6 @@ class Asking:
 @pytest.fixture
 def asking(clustered: Cluster) -> Asking:
     return Asking(clustered)
-
-
-def rehashed(prompt: Prompt) -> Prompt:
-    """The same tokens as another engine hashes them."""
-    keys = [sha256(key).digest() + key[32:] for key in prompt.keys]
-    parents = [b"", *keys]
-    return Prompt(keys, [replace(each, parent=parent) for each, parent in zip(prompt.descents, parents, strict=False)])
 
 
 def test_tokens_find_the_blocks_of_an_engine_up_to_the_first_that_is_not_told(asking: Asking) -> None:
@@ -102,71 +92,12 @@ def test_a_block_that_comes_again_with_other_tokens_answers_to_those_alone(askin
     assert (asking.blocks(prompt), asking.blocks(other)) == (0, 1)
 
 
-def test_of_two_engines_that_hash_alike_prompts_apart_one_answers_and_never_too_much(asking: Asking) -> None:
-    node, one = asking.cluster.node(), prompt_of(1, 4)
-    two = rehashed(one)
-    put_blocks(node, one, range(2))
-    assert asking.blocks(one) == 2
-    put_blocks(node, two)
-    assert asking.blocks(two) == 4
-    for at in (3, 2, 1):
-        asking.remove(two, at)
-        assert asking.blocks(two) == at
-
-
-@given(st.lists(st.lists(st.integers(1, 40), max_size=30), max_size=6))
-def test_a_key_leads_to_the_row_that_was_put_last(batches: list[list[int]]) -> None:
-    table, expected = Table(), dict[int, int]()
-    for batch in batches:
-        rows = np.arange(len(expected) + 100, len(expected) + 100 + len(batch), dtype=np.int32)
-        table.put(np.array(batch, np.uint64), rows)
-        expected.update(zip(batch, rows.tolist(), strict=True))
-    asked = list(range(42))
-    found = table.find(np.array(asked, np.uint64)).tolist()
-    assert found == [expected.get(each, NO_ROW) for each in asked] and len(table) == len(expected)
-
-
-def test_rows_that_were_kept_are_found_under_their_new_numbers() -> None:
-    spellings, chain = Spellings(SPACE.digest, None), Chain.of(SPACE, np.arange(6 * SIZE, dtype=np.uint32))
-    rows = np.arange(10, 16, dtype=np.int32)
-    parents = np.array([NO_ROW, *rows[:-1]], np.int32)
-    spellings.spell(rows, parents, chain.tokens.reshape(-1, SIZE), [True] * 6)
-    firsts = np.frombuffer(b"".join(chain.addresses), ">u8")[::2].astype(np.uint64)
-    assert spellings.find(firsts).tolist() == rows.tolist()
-    spellings.keep(rows[[0, 1, 4]])
-    assert spellings.find(firsts).tolist() == [0, 1, NO_ROW, NO_ROW, 2, NO_ROW]
-    spellings.close()
-
-
 def spelled(spellings: Spellings, row: int, first_token: int) -> npt.NDArray[np.uint64]:
     """Spells a first block, and returns the first 8 bytes of its spelling."""
     tokens = np.arange(first_token, first_token + SIZE, dtype=np.uint32)
     rows = np.array([row], np.int32)
     spellings.spell(rows, np.array([NO_ROW], np.int32), tokens.reshape(1, SIZE), [True])
     return np.frombuffer(Chain.of(SPACE, tokens).addresses[0], ">u8")[:1].astype(np.uint64)
-
-
-def test_of_rows_with_one_spelling_the_last_one_is_found_after_others_were_dropped_too() -> None:
-    spellings = Spellings(SPACE.digest, None)
-    spelled(spellings, 9, 7)
-    firsts = spelled(spellings, 5, 7)
-    assert spellings.find(firsts).tolist() == [5]
-    spellings.keep(np.array([3, 5, 9], np.int32))
-    assert spellings.find(firsts).tolist() == [1]
-    spellings.close()
-    assert spellings.find(firsts).tolist() == [NO_ROW], "a question that comes while everything ends"
-
-
-def test_what_rows_were_before_takes_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spelling, "OLD_MAX", 10)
-    spellings = Spellings(SPACE.digest, None)
-    kept = spelled(spellings, 0, 1)
-    for number in range(100):
-        spelled(spellings, 1, 1000 * number)
-        assert len(spellings._rows) <= 2 * 2 + 10 + 1
-    last = spelled(spellings, 1, 7)
-    assert spellings.find(np.concatenate([kept, last])).tolist() == [0, 1]
-    spellings.close()
 
 
 def test_blocks_are_spelled_some_at_a_time_and_meanwhile_too_little_is_answered(

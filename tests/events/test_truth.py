@@ -161,19 +161,6 @@ def test_a_damaged_chunk_is_taken_back_once_it_is_set_aside(clustered: Cluster) 
     assert following.heard == addresses(chain.addresses)
 
 
-def test_what_somebody_removes_by_hand_is_taken_back(clustered: Cluster) -> None:
-    node, following = clustered.node(), Following(clustered)
-    chain = prompt(1, 4)
-    put(node, chain)
-    following.catch_up()
-    clustered.root.remove(clustered.name(chain.addresses[0]))
-    following.catch_up()
-    assert not following.heard
-    put(node, chain)
-    following.catch_up()
-    assert following.heard == addresses(chain.addresses)
-
-
 def test_a_file_that_is_not_what_its_name_says_is_never_told(clustered: Cluster) -> None:
     node, following = clustered.node(), Following(clustered)
     chain = prompt(1, 2)

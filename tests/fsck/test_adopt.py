@@ -28,6 +28,7 @@ from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryRoot
 from kvstore.root.twins import list_twins, remove_twin, write_twin
 from kvstore.sources import RandomIds, SystemClock
+from tests.kit.cases import for_each
 from tests.kit.damage import LAYOUT, SHARD_BITS, Filled, fill, read, write
 from tests.kit.fake_meta import FakeClock
 from tests.kit.faulty_meta import Fault, FaultyMeta
@@ -466,7 +467,7 @@ def stopped_at(cluster: Cluster, meta: Meta, root: Root) -> bool:
     return False
 
 
-@pytest.mark.parametrize("fault", [Fault.NOT_SENT, Fault.REPLY_LOST])
+@for_each("fault", [Fault.NOT_SENT, Fault.REPLY_LOST])
 def test_c6_killed_at_any_call_to_etcd_and_run_again_it_ends_clean(fault: Fault) -> None:
     stops = 0
     for skip_count in range(10_000):

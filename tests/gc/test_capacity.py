@@ -14,6 +14,7 @@ from kvstore.root.interface import Space
 from kvstore_gc.capacity import Level, Watermarks
 from kvstore_gc.collectors import TTL_S, Collectors
 from kvstore_gc.signs import FULL_AGAIN_S, PACE_S_MIN, REPORTS_PER_S, FullSign, room_of
+from tests.kit.cases import for_each
 from tests.kit.clusters import site_of
 from tests.kit.fake_meta import CountingIds, FakeClock
 
@@ -92,7 +93,7 @@ def test_what_others_have_filled_is_no_room_of_ours() -> None:
     assert marks.level == Level(300, 400)
 
 
-@pytest.mark.parametrize(("max_bytes", "free", "capacity"), [(500, 700, 500), (500, 100, 400), (500, None, 500)])
+@for_each("max_bytes, free, capacity", [(500, 700, 500), (500, 100, 400), (500, None, 500)])
 def test_a_limit_counts_as_far_as_there_is_room(max_bytes: int, free: int | None, capacity: int) -> None:
     marks = Marks(max_bytes)
     marks.survey(300, free)

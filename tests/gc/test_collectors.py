@@ -76,18 +76,6 @@ def test_the_smallest_limit_of_the_collectors_holds_for_all_and_is_said_once(cap
     assert one.smallest_bytes is None
 
 
-def test_a_collector_costs_a_keepalive_and_a_look_at_the_others_in_a_third_of_its_ttl() -> None:
-    clock = FakeClock()
-    meta = MemoryMeta(MemoryStore(clock))
-    one = Collectors(site_of(meta, clock=clock))
-    one.beat()
-    joined = meta.operations_count
-    for _ in range(TTL_S):
-        clock.advance(1)
-        one.beat()
-    assert meta.operations_count - joined == 6
-
-
 def test_a_collector_whose_put_stayed_unknown_is_listed_once() -> None:
     clock, keys = FakeClock(), Keys(bytes(16))
     meta = FaultyMeta(MemoryMeta(MemoryStore(clock)))

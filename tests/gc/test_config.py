@@ -6,14 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from kvstore import Layout
 from kvstore.cli.kinds import DURATION, SIZE
 from kvstore.errors import InvalidRequest
-from kvstore.namespace import Namespace
 from kvstore_gc.config import Config, Share, read_config
 from kvstore_gc.policy import Order
+from tests.kit.cases import for_each
 
-LAYOUT = Layout(layers=1, kv_heads=1, head_dim=4, dtype="int8", chunk_tokens=4)
 ALL = """
 ttl = "7d"
 max_bytes = "2TiB"
@@ -46,28 +44,8 @@ def test_everything_can_be_said_in_the_units_of_the_command_line(tmp_path: Path)
     assert found.shares == (Share("acme", None, 200 << 30), Share(None, "llama", 1000))
 
 
-def test_an_empty_file_asks_for_the_defaults(tmp_path: Path) -> None:
-    assert read(tmp_path, "") == Config()
-
-
-def test_a_quota_covers_the_namespaces_that_there_are(tmp_path: Path) -> None:
-    spaces = [Namespace.of(name, LAYOUT, tenant=tenant) for name in ("llama", "qwen") for tenant in ("acme", "")]
-    goals = read(tmp_path, ALL).goals(spaces, 123)
-    of_acme, of_llama = (quota.namespaces for quota in goals.quotas)
-    assert of_acme == {each.id for each in spaces if each.tenant == "acme"}
-    assert of_llama == {each.id for each in spaces if each.name == "llama"}
-    assert [quota.label for quota in goals.quotas] == ["tenant 'acme'", "namespace 'llama'"]
-    assert goals.max_bytes == 123, "the room there is, not the limit: what is smaller counts"
-
-
-def test_the_tenant_without_a_name_can_have_a_quota(tmp_path: Path) -> None:
-    found = read(tmp_path, '[[quota]]\ntenant = ""\nnamespace = "llama"\nmax_bytes = 10')
-    spaces = [Namespace.of("llama", LAYOUT, tenant=tenant) for tenant in ("acme", "")]
-    assert found.goals(spaces, None).quotas[0].namespaces == {spaces[1].id}
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
+@for_each(
+    "text, says",
     [
         ("ttl = ", "is not TOML"),
         ('tll = "7d"', "'tll'"),
@@ -85,13 +63,3 @@ def test_what_is_not_understood_is_said(tmp_path: Path, text: str, says: str) ->
     with pytest.raises(InvalidRequest) as raised:
         read(tmp_path, text)
     assert says in str(raised.value) and "policy.toml" in str(raised.value)
-
-
-def test_a_file_that_is_not_there_is_said(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match="cannot read the policy"):
-        read_config(str(tmp_path / "none.toml"), float, int)
-
-
-def test_goals_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(InvalidRequest, match="0 < low < high"):
-        Config(high=0.5).goals((), None)

@@ -26,6 +26,7 @@ from kvstore.root.posix import PosixRoot
 from kvstore.sources import RandomIds, SystemClock
 from kvstore_gc.cli import command
 from tests.cli.conftest import PATIENCE_S, SOURCE, Running, descendants, eventually, serving
+from tests.kit.cases import for_each
 from tests.kit.collecting import bounded_to
 from tests.kit.etcd import frozen, running_etcd
 
@@ -42,8 +43,8 @@ def called(*arguments: str) -> Result:
     return CliRunner().invoke(command, list(arguments), prog_name="kvstore-gc")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
+@for_each(
+    "arguments, says",
     [
         (("--root", "memory://gc", "--once"), "give --etcd"),
         (ENOUGH, "give --once"),
@@ -65,14 +66,8 @@ def test_wrong_use_is_said_in_one_line(arguments: tuple[str, ...], says: str) ->
     assert says in result.stderr and "Traceback" not in result.stderr
 
 
-def test_a_wrong_value_in_a_policy_is_wrong_use(tmp_path: Path) -> None:
-    (tmp_path / "policy.toml").write_text('ttl = "soon"')
-    result = called(*ENOUGH, "--once", "--policy", str(tmp_path / "policy.toml"))
-    assert result.exit_code == 2 and "is not a duration" in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("policy", "says"),
+@for_each(
+    "policy, says",
     [
         ("max_bytes = 200", "max_bytes is 200 B, under 1MiB: give a unit"),
         ('[[quota]]\ntenant = "acme"\nmax_bytes = 20', "max_bytes of tenant 'acme' is 20 B, under 1MiB"),
@@ -82,15 +77,6 @@ def test_a_bound_without_a_unit_is_refused_in_a_policy(policy: str, says: str, t
     (tmp_path / "policy.toml").write_text(policy)
     result = called(*ENOUGH, "--once", "--policy", str(tmp_path / "policy.toml"))
     assert result.exit_code == 2 and says in result.stderr
-
-
-def test_help_names_every_option_and_the_exit_codes() -> None:
-    shown = called("--help").output
-    for (
-        word
-    ) in "--once --interval --dry-run --ttl --max-bytes --high --low --policy --json --metrics --log-level".split():
-        assert word in shown
-    assert "Exit codes" in shown and "--etcd-ca" in shown and "--root-options" in shown
 
 
 # Real programs

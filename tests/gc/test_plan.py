@@ -11,17 +11,16 @@ from hypothesis import strategies as st
 
 from kvstore.address import Address
 from kvstore.errors import InvalidRequest
-from kvstore.hints import Hints
 from kvstore.meta.sweeps import VICTIMS_MAX
-from kvstore.namespace import NamespaceId
 from kvstore.root.interface import Entry
-from kvstore_gc.goals import GROUPS_MAX, Goals, Quota
+from kvstore_gc.goals import Goals, Quota
 from kvstore_gc.histogram import Tally
 from kvstore_gc.listing import NO_MARKS, Marks, marks_of
 from kvstore_gc.plan import Decision, Reason, SweepPlan, decide, explain, plan_shard
 from kvstore_gc.policy import Order
 from kvstore_gc.survey import survey
 from kvstore_gc.threads import inline
+from tests.kit.cases import for_each
 from tests.kit.chains import NOW_S, SHARD_BITS, SHARDS, SPACES, Chunk, entries, forests, loose, root_of, stamp
 
 
@@ -115,12 +114,6 @@ def test_above_the_high_watermark_the_least_worth_goes_until_the_low_one(chunks:
     assert not left or size_of(chunks[: len(left) + 1]) > int(0.8 * max_bytes)
 
 
-def test_what_was_written_in_one_minute_is_cut_in_the_middle_too() -> None:
-    chunks = [replace(chunk, mtime_ns=stamp(0)) for chunk in loose(100)]
-    gone = taken(chunks, Goals(max_bytes=5000))
-    assert len(chunks) - len(gone) == 40
-
-
 def test_what_is_past_its_ttl_goes_though_there_is_room_and_counts_for_the_capacity() -> None:
     old, new = loose(50, age_s=7200), loose(50, seed=1, age_s=0)
     gone = taken(old + new, Goals(ttl_s=3600, max_bytes=8000))
@@ -181,15 +174,6 @@ def test_a_chunk_used_since_the_survey_stays() -> None:
     assert not any(plan.victims for plan in plans(used, decision))
 
 
-def test_hints_move_a_chunk_to_the_front_or_the_back() -> None:
-    hints = [Hints(priority=priority) for priority in (0, 35, 100)]
-    chunks = [replace(chunk, mtime_ns=stamp(3600, hints=hints[at % 3])) for at, chunk in enumerate(loose(300))]
-    first = taken(chunks, Goals(max_bytes=27_000))
-    assert first.keys() <= {chunk.address for chunk in chunks[0::3]} and len(first) == 84
-    most = taken(chunks, Goals(max_bytes=13_000))
-    assert len(most) == 196 and most.keys() & {chunk.address for chunk in chunks[2::3]} == set()
-
-
 def test_a_plan_begins_with_what_goes_first_and_leaves_the_rest_to_the_next_sweep() -> None:
     count = VICTIMS_MAX + 1000
     chunks = loose(count, size_bytes=1)
@@ -211,24 +195,8 @@ def test_a_plan_begins_with_what_goes_first_and_leaves_the_rest_to_the_next_swee
     assert len(second.victims) == 1000 and not second.kept
 
 
-def test_without_limits_nothing_goes_but_what_its_writer_gave_a_ttl() -> None:
-    chunks = loose(20, age_s=80_000)
-    short = replace(chunks[0], mtime_ns=stamp(80_000, hints=Hints(ttl_s=300)))
-    assert taken([short, *chunks[1:]], Goals()) == {short.address: Reason.TTL}
-
-
-def test_what_is_no_chunk_is_kept_and_has_no_verdict() -> None:
-    chunk = loose(1, age_s=7200)[0]
-    decision = decided([chunk], Goals(ttl_s=0))
-    odd = Entry("README", chunk.entry.stat)
-    plan = plan_shard(chunk.shard, [odd, chunk.entry, Entry("folder", None)], decision)
-    assert [victim.address for victim in plan.victims] == [chunk.address]
-    assert plan.kept == {Reason.FOREIGN: Tally(2, 100)}
-    assert explain(chunk.shard, odd, decision) is None
-
-
-@pytest.mark.parametrize(
-    ("wrong", "said"),
+@for_each(
+    "wrong, said",
     [
         ({"ttl_s": -1}, "ttl_s=-1"),
         ({"ttl_s": float("nan")}, "ttl_s=nan"),
@@ -242,12 +210,3 @@ def test_what_is_no_chunk_is_kept_and_has_no_verdict() -> None:
 def test_goals_that_make_no_sense_are_refused(wrong: dict[str, object], said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):
         Goals(**wrong)  # type: ignore[arg-type]
-
-
-def test_more_groups_than_a_survey_has_room_for_are_refused() -> None:
-    spaces = [NamespaceId(number.to_bytes(8, "big")) for number in range(GROUPS_MAX)]
-    quotas = tuple(Quota(f"namespace {one.hex()}", frozenset({one}), 1) for one in spaces)
-    with pytest.raises(InvalidRequest, match="quotas per tenant"):
-        Goals(quotas=quotas)
-    assert len(Goals(quotas=quotas[1:]).group_quotas) == GROUPS_MAX
-    assert len(Goals(quotas=(Quota("tenant a", frozenset(spaces), 1),)).group_quotas) == 2

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.hints import TTL_CLASSES_S, Hints
-from kvstore.recency import DEPTH_MAX, NS_PER_S, QUANTUM_S, decode, stamp_ns, superseded_ns
+from kvstore.recency import DEPTH_MAX, QUANTUM_S, decode, stamp_ns, superseded_ns
 from kvstore_gc.policy import TIE_BITS, Column, Order, Uses, expired, ranks, weighted_age_s
+from tests.kit.cases import for_each
 from tests.kit.chains import NOW_S, Chunk, forests, stamp
 
 HOUR_S = 3600
@@ -44,19 +45,6 @@ def is_expired(mtime_ns: int, most_s: float | None, now_s: float = NOW_S) -> boo
     return bool(expired(Uses.of(column(mtime_ns), QUANTUM_S), now_s, QUANTUM_S, most_s)[0])
 
 
-@given(
-    st.lists(STAMPS | LEFT | st.integers(0, 1 << 62) | st.integers(0, 1 << 32).map(lambda s: s * NS_PER_S), min_size=1)
-)
-def test_columns_read_mtimes_as_recency_does(mtimes_ns: list[int]) -> None:
-    uses = Uses.of(column(*mtimes_ns), QUANTUM_S)
-    for index, mtime_ns in enumerate(mtimes_ns):
-        one = decode(mtime_ns, QUANTUM_S)
-        columns = (uses.last_use_s, uses.depth, uses.uses, uses.priority, uses.superseded)
-        read = [int(each[index]) for each in columns]
-        assert read == [one.last_use_s, one.depth, one.uses, one.priority, int(one.is_superseded)], mtime_ns
-        assert (int(uses.ttl_s[index]) == one.ttl_s) if one.ttl_s is not None else uses.ttl_s[index] > NOW_S
-
-
 @given(forests(), st.sampled_from(Order), st.none() | st.sampled_from([0, 60, 1000, 86_400]))
 def test_a_parent_ranks_above_its_child_and_expires_no_earlier(
     chunks: list[Chunk], order: Order, most_s: float | None
@@ -71,18 +59,13 @@ def test_a_parent_ranks_above_its_child_and_expires_no_earlier(
             assert old[chunk.address] or not old[chunk.parent]
 
 
-def test_beyond_the_depth_that_a_stamp_can_tell_chunks_go_together() -> None:
-    deep = [rank_of(stamp(60, DEPTH_MAX + more), tie=tie) for more, tie in ((0, 7), (1, 3), (9, 5))]
-    assert len(set(deep)) == 1
-
-
 @given(st.integers(0, 1000), st.integers(1, 1000))
 def test_lru_takes_the_least_recently_used_however_often_it_was_used(quanta: int, more: int) -> None:
     newer, older = stamp(quanta * QUANTUM_S), stamp((quanta + more) * QUANTUM_S, uses=3)
     assert rank_of(newer, order=Order.LRU) > rank_of(older, order=Order.LRU)
 
 
-@pytest.mark.parametrize("age_s", [600, HOUR_S, 30 * 24 * HOUR_S])
+@for_each("age_s", [600, HOUR_S, 30 * 24 * HOUR_S])
 def test_two_more_uses_outlast_half_the_age_at_any_scale(age_s: int) -> None:
     once = rank_of(stamp(age_s))
     assert rank_of(stamp(int(1.8 * age_s), uses=2)) > once > rank_of(stamp(int(2.2 * age_s), uses=2))
@@ -96,18 +79,13 @@ def test_priority_100_is_nearly_last_to_go_and_0_nearly_first() -> None:
     assert steps == sorted(steps) and len(set(steps)) == 101
 
 
-@pytest.mark.parametrize("order", Order)
+@for_each("order", Order)
 def test_an_abandoned_branch_goes_before_what_was_not_used_for_half_a_day(order: Order) -> None:
     left = superseded(stamp(60, uses=3))
     assert rank_of(left, order=order) < rank_of(stamp(12 * HOUR_S), order=order)
     assert rank_of(left, order=order) > rank_of(superseded(stamp(600)), order=order), "the one left first goes first"
     best = Hints(priority=100)
     assert rank_of(superseded(stamp(60, hints=best)), order=order) < rank_of(stamp(60), order=order)
-
-
-def test_an_abandoned_branch_expires_no_earlier() -> None:
-    minutes = stamp(200, hints=Hints(ttl_s=300))
-    assert not is_expired(superseded(minutes), None) and is_expired(superseded(minutes), 60)
 
 
 def test_a_last_use_in_the_future_counts_as_now() -> None:
@@ -118,11 +96,6 @@ def test_a_last_use_in_the_future_counts_as_now() -> None:
 
 def test_mtimes_of_no_clock_are_the_oldest_and_not_an_error() -> None:
     assert rank_of(-(1 << 62)) == rank_of(0) < rank_of(stamp(30 * 24 * HOUR_S, hints=Hints(priority=0)))
-
-
-def test_chunks_of_one_minute_still_have_an_order() -> None:
-    written = [rank_of(stamp(600), tie=tie) for tie in range(1000)]
-    assert len(set(written)) == 1000
 
 
 @given(STAMPS | LEFT, st.integers(0, (1 << TIE_BITS) - 1))
@@ -146,9 +119,3 @@ def test_the_operators_ttl_is_the_longest_that_a_hint_can_ask_for() -> None:
     assert is_expired(stamp(2 * HOUR_S, hints=month), HOUR_S)
     assert is_expired(stamp(HOUR_S // 2, hints=minutes), HOUR_S), "a shorter hint counts"
     assert is_expired(stamp(2 * HOUR_S, hints=Hints(priority=100)), HOUR_S), "priority is not time"
-
-
-def test_a_ttl_below_a_minute_counts_from_the_start_of_the_minute_of_use() -> None:
-    mtime_ns = stamp_ns(NOW_S, 0)
-    assert is_expired(mtime_ns, 0, now_s=NOW_S)
-    assert not is_expired(mtime_ns, 1, now_s=NOW_S + 1) and is_expired(mtime_ns, 1, now_s=NOW_S + 2)

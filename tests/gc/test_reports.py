@@ -20,6 +20,7 @@ from kvstore_gc.collectors import TTL_S, Collectors
 from kvstore_gc.reports import Reports
 from kvstore_gc.signs import RoomSign, is_news
 from kvstore_gc.watch import TICK_S
+from tests.kit.cases import for_each
 from tests.kit.clusters import site_of
 from tests.kit.fake_meta import CountingIds, FakeClock
 
@@ -295,7 +296,7 @@ def test_s3_what_embedded_stores_ask_for_counts_too(shared: Host) -> None:
     assert (shared.collectors.smallest_bytes, shared.collectors.smallest_ttl_s) == (500, 7.0)
 
 
-@pytest.mark.parametrize(("used_bytes", "news"), [(0, True), (110, False), (120, True), (100, False)])
+@for_each("used_bytes, news", [(0, True), (110, False), (120, True), (100, False)])
 def test_others_hear_of_used_bytes_that_changed_by_an_eighth(used_bytes: int, news: bool) -> None:
     """For people: the allowance stays the same on a root with much room."""
     said = Room(1, 1000, 10, 0.1, 100, 1 << 40)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 
@@ -14,7 +13,7 @@ from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.usage import Usage
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore_gc.capacity import Watermarks
-from kvstore_gc.config import Config, Share
+from kvstore_gc.config import Config
 from kvstore_gc.threads import Stopped
 from tests.kit.clusters import SPACE, cluster, eventually, looking, prompt, put
 from tests.kit.faulty_meta import FaultyMeta
@@ -163,15 +162,6 @@ def test_two_collectors_with_many_chunks_list_their_own_shards_and_keep_the_boun
     assert all(summary.reaped.count > 10 for summary in summaries)
 
 
-def test_a_quota_counts_for_its_namespaces(place: Place) -> None:
-    node, chain = place.cluster.node(), prompt(1, 10)
-    put(node, chain)
-    share = Share(SPACE.tenant, None, place.bytes_of(chain) // 2)
-    summary = place.rounds(Config(shares=(share,))).run()
-    assert set(summary.to_json()["chosen"]) == {"over quota"}
-    assert 0 < place.bytes_of(chain) <= 0.8 * share.max_bytes
-
-
 def test_a_dry_run_says_the_same_and_changes_nothing_at_all(place: Place) -> None:
     node, chain = place.cluster.node(), prompt(1, 6)
     put(node, chain)
@@ -253,16 +243,6 @@ def test_the_wish_to_end_during_a_grace_leaves_the_root_as_it_was(place: Place) 
     assert ended == [Stopped] and place.cluster.present(chain) == 4
     node.node.holds.release(hold)
     assert place.cluster.leftovers() == []
-
-
-def test_without_any_limit_nothing_is_deleted_and_that_is_said_once(
-    place: Place, caplog: pytest.LogCaptureFixture
-) -> None:
-    put(place.cluster.node(), prompt(1, 3))
-    rounds = place.rounds()
-    with caplog.at_level(logging.WARNING, "kvstore_gc"):
-        assert rounds.run().chosen == {} and rounds.run().chosen == {}
-    assert [record.message.split()[0] for record in caplog.records] == ["gc.no_limit"]
 
 
 def test_the_room_of_the_file_system_is_the_limit_where_none_is_given() -> None:

@@ -6,10 +6,11 @@ import pytest
 
 from kvstore.errors import InvalidRequest
 from kvstore_gc.safety import Timings
+from tests.kit.cases import for_each
 
 
-@pytest.mark.parametrize(
-    ("wrong", "said"),
+@for_each(
+    "wrong, said",
     [
         ({"staging_age_s": 100.0}, "put_s_max"),
         ({"clock_margin_s": 90.0}, "put_s_max"),

@@ -12,25 +12,25 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import Unavailable
-from kvstore.format import places
 from kvstore.format.places import GENERATIONS, HOST_GENERATIONS, Name
 from kvstore.meta.interface import Meta
-from kvstore.meta.keys import Keys, SessionId
+from kvstore.meta.keys import Keys
 from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.memory_store import MemoryStore
-from kvstore.meta.usage import Room, Usage
+from kvstore.meta.usage import Room
 from kvstore.root.interface import Root
-from kvstore.root.memory import MemoryFiles, MemoryRoot
-from kvstore_gc.capacity import Level, Watermarks
+from kvstore.root.memory import MemoryRoot
+from kvstore_gc.capacity import Watermarks
 from kvstore_gc.collectors import TTL_S, Collectors
 from kvstore_gc.config import Config
 from kvstore_gc.service import BACKOFF_S_MIN, Service
 from kvstore_gc.serving import Collector
 from kvstore_gc.threads import Stopped
 from kvstore_gc.watch import TICK_S, Duties, Watch
+from tests.kit.cases import for_each
 from tests.kit.clusters import site_of
 from tests.kit.fake_meta import FakeClock
-from tests.kit.faulty_root import EIO, FaultyRoot, Hang, Rule
+from tests.kit.faulty_root import FaultyRoot, Hang, Rule
 from tests.kit.patience import PATIENCE_S
 from tests.kit.place import Place
 
@@ -80,18 +80,6 @@ class Driven:
         ).run()
 
 
-def test_a_round_begins_every_interval() -> None:
-    driven = Driven()
-    driven.run()
-    assert driven.began == pytest.approx([0, 30, 60, 90], abs=0.5) and driven.done == ["summary"] * 4
-
-
-def test_a_full_root_does_not_wait_for_the_interval() -> None:
-    driven = Driven(urgent_at={12.0})
-    driven.run()
-    assert driven.began == pytest.approx([0, 12, 42, 72], abs=0.3)
-
-
 def test_a_round_that_fails_is_repeated_with_growing_pauses_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
     driven = Driven(errors=[Unavailable("etcd did not answer") for _ in range(5)], urgent_at={2.0, 5.0})
     with caplog.at_level(logging.INFO, "kvstore_gc"):
@@ -99,11 +87,6 @@ def test_a_round_that_fails_is_repeated_with_growing_pauses_and_said_once(caplog
         driven.run()
     assert driven.began[:6] == pytest.approx([0, 1, 3, 7, 15, 31], abs=0.5) and BACKOFF_S_MIN == 1.0
     assert [record.message.split()[0] for record in caplog.records] == ["gc.round_failed", "gc.round_recovered"]
-
-
-def test_a_bug_of_ours_is_not_taken_for_an_outage() -> None:
-    with pytest.raises(ZeroDivisionError):
-        Driven(errors=[ZeroDivisionError()]).run()
 
 
 # Beside rounds
@@ -115,25 +98,7 @@ def watched(root: Root, meta: Meta, clock: FakeClock, watermarks: Watermarks) ->
     return Watch(site, watermarks, duties), duties.collectors
 
 
-def test_a_tick_follows_the_space_keeps_the_place_and_shows_the_sign() -> None:
-    files, clock = MemoryFiles(capacity_bytes=1000), FakeClock()
-    root, meta, keys = MemoryRoot(files), MemoryMeta(MemoryStore(clock)), Keys(bytes(16))
-    marks = Watermarks(None, 0.9)
-    watch, collectors = watched(root, meta, clock, marks)
-    watch.tick()
-    assert collectors.me is not None and not marks.is_urgent
-    marks.surveyed(0, marks.mark())
-    root.stage(places.staged(bytes(16), 0), [memoryview(bytes(980))], stamp_ns=0, durable=False)
-    clock.advance(TICK_S)
-    watch.tick()
-    assert marks.is_urgent and meta.get(keys.gc_full) is None, "it may be somebody else's: a survey tells"
-    lease = meta.grant(60)
-    meta.put(keys.usage_of(SessionId(b"n" * 16)), Usage(980, 0).to_json(), lease)
-    watch.tick()
-    assert marks.level == Level(980, 1000) and meta.get(keys.gc_full) is not None
-
-
-@pytest.mark.parametrize("generations", [HOST_GENERATIONS, GENERATIONS])
+@for_each("generations", [HOST_GENERATIONS, GENERATIONS])
 def test_s8_a_collector_of_one_host_whose_lease_ended_counts_again(generations: Name) -> None:
     """Nodes wrote on meanwhile, and reported nothing of it."""
     clock, marks = FakeClock(), Watermarks(1000, 0.9)
@@ -152,18 +117,6 @@ def test_s8_a_collector_of_one_host_whose_lease_ended_counts_again(generations: 
     found = meta.get(keys.gc_room)
     assert found is not None
     assert (Room.from_json(found.value).allowance_bytes is None) == (generations == HOST_GENERATIONS)
-
-
-def test_an_outage_is_said_once_and_its_end_once(caplog: pytest.LogCaptureFixture) -> None:
-    clock = FakeClock()
-    root = FaultyRoot(MemoryRoot(), [Rule("space", EIO, times=3)])
-    meta = MemoryMeta(MemoryStore(clock))
-    watch, _ = watched(root, meta, clock, Watermarks(None, 0.9))
-    with caplog.at_level(logging.INFO, "kvstore_gc"):
-        for _ in range(5):
-            watch.tick()
-            clock.advance(1)
-    assert [record.message.split()[0] for record in caplog.records] == ["gc.space_failed", "gc.space_recovered"]
 
 
 def test_a_root_that_hangs_is_noticed_and_the_collector_s_place_ends() -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -14,15 +12,14 @@ from hypothesis import strategies as st
 from kvstore.address import Address
 from kvstore.errors import InvalidRequest
 from kvstore.format import places
-from kvstore.namespace import NamespaceId
-from kvstore.root.interface import Entry, Root, Stat
+from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFile, MemoryFiles, MemoryRoot
 from kvstore_gc.goals import Goals, Quota
-from kvstore_gc.histogram import BINS_MAX, Tally
-from kvstore_gc.listing import listed, marks_of
-from kvstore_gc.survey import NAMESPACES_MAX, Survey, survey
+from kvstore_gc.histogram import Tally
+from kvstore_gc.listing import marks_of
+from kvstore_gc.survey import Survey, survey
 from kvstore_gc.threads import inline
-from tests.kit.chains import NOW_S, SHARD_BITS, SHARDS, SPACES, Chunk, forests, loose, root_of, stamp
+from tests.kit.chains import NOW_S, SHARD_BITS, SHARDS, SPACES, Chunk, forests, loose, root_of
 
 TENANT = Quota("tenant a", frozenset(SPACES[1:3]), 1000)
 QUOTAS = (TENANT, Quota("namespace b", frozenset(SPACES[2:3]), 500))
@@ -44,15 +41,6 @@ def test_counts_and_bytes_are_exact(chunks: list[Chunk], ttl_s: float | None) ->
     for space in SPACES:
         assert found.namespaces.get(space, Tally()) == tally([one for one in chunks if one.namespace == space])
     assert sum((group.total for group in found.groups), found.expired) == tally(chunks)
-
-
-def test_namespaces_that_the_same_quotas_apply_to_make_one_group() -> None:
-    chunks = [replace(chunk, namespace=SPACES[at % 4], size_bytes=1 + at) for at, chunk in enumerate(loose(100))]
-    found = seen(root_of(chunks), Goals(quotas=QUOTAS))
-    groups = [{SPACES[0], SPACES[3]}, {SPACES[1]}, {SPACES[2]}]
-    assert [group.total for group in found.groups] == [
-        tally([chunk for chunk in chunks if chunk.namespace in group]) for group in groups
-    ]
 
 
 @settings(max_examples=30)
@@ -102,55 +90,6 @@ def test_what_is_no_chunk_of_its_shard_is_counted_apart_and_left_alone() -> None
     assert found.used == Tally(1, 100)
     assert found.foreign == Tally(len(foreign) + 1, 7 * len(foreign)), "a folder has no bytes"
     assert len(files.entries(folder)) == len(foreign) + 2
-
-
-def test_a_shard_that_does_not_exist_is_empty() -> None:
-    found = seen(MemoryRoot(), Goals())
-    assert found.used == Tally() and found.shards_count == len(SHARDS)
-    assert seen(MemoryRoot(), Goals(), []).used == Tally()
-
-
-@pytest.mark.parametrize("mtime_ns", [-1, -(1 << 63), 1 << 63, 1 << 70])
-def test_an_mtime_of_no_clock_stops_nothing(mtime_ns: int) -> None:
-    chunk = loose(1)[0]
-    entry = Entry(chunk.entry.name, Stat(5, mtime_ns))
-    (batch,) = listed(chunk.shard, SHARD_BITS, [entry])
-    assert batch.names == [entry.name] and batch.foreign == Tally()
-    found = seen(root_of([Chunk(chunk.address, SPACES[0], 5, mtime_ns)]), Goals(ttl_s=60))
-    assert found.used == Tally(1, 5)
-
-
-def test_shard_bits_may_be_none_or_all() -> None:
-    chunk = loose(1)[0]
-    for bits in (0, 1, 8, 16):
-        (batch,) = listed(places.shard(chunk.address, bits), bits, [chunk.entry])
-        assert batch.names == [chunk.entry.name]
-
-
-def test_a_listing_reads_addresses_and_namespaces_as_names_have_them() -> None:
-    chunk = Chunk(Address(bytes(range(16))), NamespaceId(bytes(range(0xF0, 0xF8))), 1, 0)
-    (batch,) = listed(0, SHARD_BITS, [chunk.entry])
-    assert batch.marks.tolist() == [0x08090A0B0C0D0E0F] == marks_of([chunk.address]).tolist()
-    assert batch.namespaces.tolist() == [0xF0F1F2F3F4F5F6F7]
-
-
-def test_it_stays_small_however_many_namespaces_and_chunks_there_are() -> None:
-    rnd = random.Random(0)
-    spaces = [NamespaceId(rnd.randbytes(8)) for _ in range(3 * NAMESPACES_MAX)]
-    chunks = [
-        Chunk(Address(rnd.randbytes(16)), rnd.choice(spaces), rnd.randrange(1, 9), stamp(rnd.randrange(1 << 22)))
-        for _ in range(6_000)
-    ]
-    quotas = tuple(Quota(f"namespace {number}", frozenset({spaces[number]}), 1 << 40) for number in range(200))
-    for goals in (Goals(), Goals(quotas=quotas)):
-        found = seen(root_of(chunks), goals)
-        assert len(found.namespaces) == NAMESPACES_MAX
-        assert sum(found.namespaces.values(), found.unnamed) == found.used == tally(chunks)
-
-
-def test_memory_is_bounded_by_bins_and_not_by_chunks() -> None:
-    (group,) = seen(root_of(loose(10_000, size_bytes=1)), Goals()).groups
-    assert len(group) <= BINS_MAX and group.total.count == 10_000
 
 
 def test_pinned_chunks_are_used_but_not_to_be_had() -> None:

@@ -11,22 +11,6 @@ from kvstore_gc.threads import Stop, Stopped, Threads, within
 from tests.kit.patience import PATIENCE_S
 
 
-def test_work_is_shared_and_the_first_error_comes_out() -> None:
-    threads, seen = Threads(4, Stop()), set[int]()
-    threads.each(50, seen.add)
-    assert seen == set(range(50))
-    threads.each(0, seen.add)
-
-    def fail(number: int) -> None:
-        if number == 7:
-            raise Unavailable("the seventh")
-        seen.add(100 + number)
-
-    with pytest.raises(Unavailable, match="the seventh"):
-        threads.each(1000, fail)
-    assert len(seen) < 1000, "no more was begun"
-
-
 def test_nobody_waits_for_a_hanging_call_once_the_end_is_asked_for() -> None:
     stop, release, reached = Stop(), threading.Event(), threading.Event()
 

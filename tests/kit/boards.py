@@ -10,8 +10,6 @@ from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
 from kvstore.dashboard.board import Board, Pace, Reach, open_board
 from kvstore.dashboard.documents import Documents
-from kvstore.format import places
-from kvstore.format.places import Name
 from kvstore.meta.memory import MemoryMeta
 from kvstore.node.limits import Limits
 from kvstore.node.member import Sharing
@@ -36,18 +34,6 @@ class Shown:
     files: MemoryFiles
     board: Board
     documents: Documents
-
-    def flip_one(self) -> str:
-        """Damages the last byte of one chunk on the root; its address, in hex."""
-        found = self.root.inner
-        folder = next(iter(found.list(places.CHUNKS)))
-        (entry,) = found.list(Name(f"{places.CHUNKS}/{folder.name}"))
-        name = f"{places.CHUNKS}/{folder.name}/{entry.name}"
-        with self.files.lock:
-            file = self.files.find(name)
-            assert file is not None
-            self.files.write(name, replace(file, content=file.content[:-1] + bytes([file.content[-1] ^ 0xFF])))
-        return entry.name.partition(".")[0]
 
 
 @contextmanager

@@ -24,10 +24,6 @@ class Pair:
     cert: Path
     key: Path
 
-    @property
-    def der(self) -> bytes:
-        return x509.load_pem_x509_certificate(self.cert.read_bytes()).public_bytes(serialization.Encoding.DER)
-
 
 class Authority:
     """Signs certificates; ``ca`` is its own."""

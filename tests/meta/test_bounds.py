@@ -10,6 +10,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.meta.bounds import CLAIMED_SHARE, NO_BOUND, Bound, Bounds
 from kvstore.meta.keys import Keys, SessionId
 from kvstore.meta.memory import MemoryMeta
+from tests.kit.cases import for_each
 
 KEYS = Keys(bytes(16))
 
@@ -93,9 +94,7 @@ def test_the_smallest_limits_of_live_stores_count(meta: MemoryMeta, bounds: Boun
     assert bounds.smallest() == Bound(None, 60.0)
 
 
-@pytest.mark.parametrize(
-    "value", [b"", b"7", b'{"max_bytes":0}', b'{"max_bytes":"1"}', b'{"ttl_s":0}', b'{"ttl_s":true}']
-)
+@for_each("value", [b"", b"7", b'{"max_bytes":0}', b'{"max_bytes":"1"}', b'{"ttl_s":0}', b'{"ttl_s":true}'])
 def test_a_bound_that_makes_no_sense_is_refused(value: bytes) -> None:
     with pytest.raises(InvalidRequest):
         Bound.from_json(value)

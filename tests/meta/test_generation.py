@@ -19,6 +19,7 @@ from kvstore.root.generations import newest_number, publish, read_newest
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryRoot
 from kvstore.sources import RandomIds, SystemClock
+from tests.kit.cases import for_each
 from tests.kit.faulty_meta import Fault, FaultyMeta, Rule
 from tests.kit.faulty_root import EIO, FaultyRoot
 from tests.kit.faulty_root import Rule as RootRule
@@ -103,7 +104,7 @@ def test_a_copy_of_a_root_with_an_older_generation_is_foreign() -> None:
     assert isinstance(join(meta, copy), Foreign)
 
 
-@pytest.mark.parametrize("fault", [Fault.REPLY_LOST, Fault.NOT_SENT, Fault.LATE])
+@for_each("fault", [Fault.REPLY_LOST, Fault.NOT_SENT, Fault.LATE])
 def test_a_lost_reply_of_the_first_is_read_back(fault: Fault) -> None:
     meta, root = FaultyMeta(MemoryMeta()), MemoryRoot()
     meta.add(Rule(fault, ("txn",), times=1))
@@ -112,7 +113,7 @@ def test_a_lost_reply_of_the_first_is_read_back(fault: Fault) -> None:
     assert isinstance(found, Agreed) and join(meta, root) == found
 
 
-@pytest.mark.parametrize("operation", ["stage", "publish"])
+@for_each("operation", ["stage", "publish"])
 def test_whoever_dies_before_the_root_has_it_leaves_it_to_the_next(operation: str) -> None:
     meta, root = MemoryMeta(), FaultyRoot(MemoryRoot())
     root.set_rules([RootRule(operation, EIO)])
@@ -191,7 +192,7 @@ NO_RECORDS = [b"", b"{}", b"[]", b"\xff", b'{"generation": 3, "cluster": "00"}']
 NO_RECORDS += [b'{"generation": %s, "cluster": "%s"}' % (number, b"0" * 32) for number in (b"0", b'"3"', b"true")]
 
 
-@pytest.mark.parametrize("content", NO_RECORDS)
+@for_each("content", NO_RECORDS)
 def test_a_record_that_cannot_be_read_is_foreign_and_named(content: bytes) -> None:
     meta, root = MemoryMeta(), MemoryRoot()
     join(meta, root)

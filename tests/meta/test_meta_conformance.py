@@ -254,11 +254,6 @@ def test_racing_compare_and_set_loses_no_update(store: Store) -> None:
     assert store.meta.operations_count - before >= 80
 
 
-def test_no_revision_is_before_the_first() -> None:
-    with pytest.raises(ValueError, match="use Absent"):
-        ModifiedAt("a", 0)
-
-
 KEYS = st.sampled_from("abc")
 VALUES = st.sampled_from([b"", b"1", b"2"])
 COMPARES = st.one_of(

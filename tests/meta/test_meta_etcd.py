@@ -23,6 +23,7 @@ from kvstore.meta.presence import Presence
 from kvstore.meta.server import EmbeddedEtcd
 from kvstore.meta.session import Session
 from kvstore.sources import RandomIds, SystemClock
+from tests.kit.cases import for_each
 from tests.kit.certificates import Authority
 from tests.kit.etcd import (
     PATIENCE_S,
@@ -34,7 +35,6 @@ from tests.kit.etcd import (
     running_etcd,
     tls_etcd,
 )
-from tests.kit.ports import free_port
 from tests.meta.conftest import take
 
 pytestmark = pytest.mark.slow
@@ -71,8 +71,8 @@ def mute() -> Iterator[str]:
         yield f"127.0.0.1:{listener.getsockname()[1]}"
 
 
-@pytest.mark.parametrize(
-    ("text", "targets", "tls"),
+@for_each(
+    "text, targets, tls",
     [
         ("h:1", ("h:1",), None),
         ("10.0.0.5:2379, h2:2379", ("10.0.0.5:2379", "h2:2379"), None),
@@ -83,49 +83,6 @@ def mute() -> Iterator[str]:
 )
 def test_endpoints_are_read_as_people_write_them(text: str, targets: tuple[str, ...], tls: bool | None) -> None:
     assert Endpoints.parse(text) == Endpoints(targets, tls)
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", " , ", "h", "h:", ":1", "h:0", "h:65536", "h:x", "ftp://h:1", "http://h:1/path", "::1:2", "http://h:1,h:2"],
-)
-def test_bad_endpoints_are_invalid(text: str) -> None:
-    with pytest.raises(InvalidRequest, match="etcd endpoint"):
-        EtcdMeta(text)
-
-
-@pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), 1e9])
-def test_a_deadline_that_is_none_is_invalid(timeout_s: float) -> None:
-    with pytest.raises(InvalidRequest, match="timeout_s"):
-        EtcdMeta("h:1", timeout_s=timeout_s)
-
-
-def test_nothing_listens_there(client: Callable[..., EtcdMeta]) -> None:
-    meta = client(f"127.0.0.1:{free_port()}", DEADLINE_S)
-    for call in calls(meta):
-        start_s = time.monotonic()
-        with pytest.raises(Unavailable, match="check that etcd runs"):
-            call()
-        assert time.monotonic() - start_s < DEADLINE_S + MARGIN_S
-
-
-def test_the_host_name_does_not_exist(client: Callable[..., EtcdMeta]) -> None:
-    with pytest.raises(Unavailable, match="did not answer"):
-        client("no-such-host.invalid:2379", DEADLINE_S).get("a")
-
-
-def test_something_else_listens_there(client: Callable[..., EtcdMeta]) -> None:
-    import http.server
-
-    with http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as other:
-        thread = threading.Thread(target=other.serve_forever)
-        thread.start()
-        try:
-            with pytest.raises(Unavailable, match="did not answer"):
-                client(f"127.0.0.1:{other.server_port}", DEADLINE_S).get("a")
-        finally:
-            other.shutdown()
-            thread.join()
 
 
 def calls(meta: EtcdMeta) -> list[Callable[[], object]]:
@@ -172,23 +129,6 @@ def test_frozen_each_call_returns_within_its_deadline(server: EmbeddedEtcd, clie
     assert meta.get("kept", PATIENCE_S) is not None
 
 
-def test_the_first_of_two_endpoints_is_dead(server: EmbeddedEtcd, client: Callable[..., EtcdMeta]) -> None:
-    meta = client(f"127.0.0.1:{free_port()},{server.endpoints}")
-    # A transaction first: a refused connection is known to have sent nothing, so it goes to the next member.
-    assert meta.txn((Absent("a"),), (Put("a", b"1"),)).succeeded
-    again = client(f"127.0.0.1:{free_port()},{server.endpoints}")
-    assert take(again.watch("a", 2), 1)[0].key == "a"
-    lease = client(f"127.0.0.1:{free_port()},{server.endpoints}").grant(60)
-    assert meta.keep_alive(lease)
-
-
-def test_the_first_of_two_endpoints_is_frozen(server: EmbeddedEtcd, client: Callable[..., EtcdMeta], mute: str) -> None:
-    meta = client(f"{mute},{server.endpoints}", 20)
-    meta.put("a", b"1")
-    found = meta.get("a")
-    assert found is not None and found.value == b"1"
-
-
 def test_the_first_of_two_endpoints_freezes_while_it_is_used(
     server: EmbeddedEtcd, client: Callable[..., EtcdMeta]
 ) -> None:
@@ -216,7 +156,7 @@ def test_tls_with_client_certificates(tmp_path: Path, client: Callable[..., Etcd
             with pytest.raises(Unavailable):
                 client(f"https://{endpoint}", DEADLINE_S, tls=tls).get("a")
         with pytest.raises(Unavailable, match="check the CA"):
-            client(endpoint, DEADLINE_S, tls=EtcdTls(other_ca, cert, key)).get("a")
+            client(endpoint, 10 * DEADLINE_S, tls=EtcdTls(other_ca, cert, key)).get("a")
         with pytest.raises(Unavailable):
             client(endpoint, DEADLINE_S).get("a")
 

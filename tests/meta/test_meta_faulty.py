@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.errors import PermissionDenied, Unavailable
+from kvstore.errors import Unavailable
 from kvstore.meta.interface import Absent, Put, WatchLost
 from kvstore.meta.memory import MemoryMeta
 from tests.kit.fake_meta import FakeClock
@@ -49,31 +49,6 @@ def test_a_late_call_takes_effect_when_it_lands() -> None:
     assert meta.get("a") is not None
     assert meta.get("b") is None
     assert meta.land() == 0
-
-
-def test_delays_and_hangs_take_the_time_they_say() -> None:
-    clock = FakeClock()
-    meta = faulty(clock)
-    meta.add(Rule(Fault.DELAY, ("get",), delay_s=2.0), Rule(Fault.HANG, ("list",)))
-    assert meta.get("a", 5.0) is None
-    assert clock.monotonic_s() == 1002.0
-    with pytest.raises(Unavailable):
-        meta.get("a", 1.5)
-    assert clock.monotonic_s() == 1003.5
-    with pytest.raises(Unavailable):
-        meta.list("a", 4.0)
-    assert clock.monotonic_s() == 1007.5
-
-
-def test_denied_and_healed() -> None:
-    meta = faulty()
-    meta.add(Rule(Fault.DENIED))
-    for call in (lambda: meta.get("a"), lambda: meta.grant(5), lambda: meta.watch("a", 1)):
-        with pytest.raises(PermissionDenied):
-            call()
-    meta.heal()
-    assert meta.get("a") is None
-    assert sum(meta.counts.values()) == 3
 
 
 def test_a_cut_watch_is_lost() -> None:

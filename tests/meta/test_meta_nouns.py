@@ -17,11 +17,12 @@ from kvstore.meta.keys import Keys, PinId, parse_id
 from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.memory_store import MemoryStore
 from kvstore.meta.namespaces import Namespaces
-from kvstore.meta.pins import ADDRESSES_MAX, TTL_S_MAX, PinRecord, Pins
+from kvstore.meta.pins import ADDRESSES_MAX, TTL_S_MAX, Pins
 from kvstore.meta.roots import bind_root, bound_root
 from kvstore.meta.session import Session
 from kvstore.namespace import Namespace, NamespaceDigest
 from kvstore.sources import RandomIds
+from tests.kit.cases import for_each
 from tests.kit.etcd import PATIENCE_S
 from tests.kit.fake_meta import FakeClock
 from tests.kit.faulty_meta import Fault, FaultyMeta, Rule
@@ -116,13 +117,6 @@ def test_a_claim_whose_reply_was_lost_is_read_back(node: Node, fault: Fault) -> 
     assert len(namespaces.list()) == 2
 
 
-def test_a_claim_while_the_store_is_away_is_unavailable(node: Node) -> None:
-    node.meta.add(Rule(Fault.NOT_SENT, ("txn",)))
-    with pytest.raises(Unavailable):
-        Namespaces(node.meta, KEYS).claim(Namespace.of("m", LAYOUT))
-    assert node.store.list(KEYS.prefix + "namespaces").items == ()
-
-
 def test_variants_of_one_name_are_bounded(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(namespaces_module, "VARIANTS_MAX", 3)
     namespaces = Namespaces(node.meta, KEYS)
@@ -131,18 +125,6 @@ def test_variants_of_one_name_are_bounded(node: Node, monkeypatch: pytest.Monkey
     with pytest.raises(InvalidRequest, match="the limit is 3"):
         namespaces.claim(Namespace.of("m", LAYOUT, "one too many"))
     namespaces.claim(Namespace.of("m", LAYOUT, "0"))
-
-
-def test_a_claim_that_lands_late_does_not_pass_the_limit(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(namespaces_module, "VARIANTS_MAX", 2)
-    namespaces = Namespaces(node.meta, KEYS)
-    namespaces.claim(Namespace.of("m", LAYOUT, "0"))
-    node.meta.add(Rule(Fault.LATE, ("txn",), times=3))
-    with pytest.raises(Unavailable):
-        namespaces.claim(Namespace.of("m", LAYOUT, "late"))
-    namespaces.claim(Namespace.of("m", LAYOUT, "1"))
-    node.meta.land()
-    assert {one.fingerprint for one in namespaces.list()} == {"0", "1"}
 
 
 def test_damaged_namespace_records_are_reported(node: Node) -> None:
@@ -199,8 +181,8 @@ def test_the_largest_pin_fits_and_larger_ones_are_refused(store: Store) -> None:
         pins.pin("me", [*chunks, chunks[0]], 60, 1, NAMESPACE)
 
 
-@pytest.mark.parametrize(
-    ("owner", "count", "ttl_s", "tokens"),
+@for_each(
+    "owner, count, ttl_s, tokens",
     [
         ("", 1, 60, 1),
         ("o" * 257, 1, 60, 1),
@@ -216,15 +198,6 @@ def test_bad_pins_are_invalid(node: Node, owner: str, count: int, ttl_s: int, to
     with pytest.raises(InvalidRequest, match="has 3 bytes"):
         node.pins.pin("me", [Address(b"abc")], 60, 1, NAMESPACE)
     assert node.refs() == 0
-
-
-def test_an_address_counts_only_where_it_is_whole() -> None:
-    packed = bytes(range(64))
-    record = PinRecord(PinId(bytes(16)), "me", NAMESPACE, 0, 1, 0.0, packed)
-    assert record.contains(Address(packed[16:32]))
-    assert not record.contains(Address(packed[8:24]))
-    shifted = PinRecord(PinId(bytes(16)), "me", NAMESPACE, 0, 1, 0.0, b"x" * 8 + b"y" * 24 + b"y" * 16)
-    assert shifted.contains(Address(b"y" * 16))
 
 
 def test_p2_a_dead_session_pins_nothing(node: Node) -> None:
@@ -270,25 +243,11 @@ def test_p3_an_unpin_whose_reply_was_lost_is_read_back(node: Node, fault: Fault)
     assert [one.id for one in node.pins.list()] == [pin.id], "a late unpin takes no other pin away"
 
 
-def test_an_unpin_that_stays_unknown_is_unavailable(node: Node) -> None:
-    pin = node.pins.pin("me", addresses(1), 60, 16, NAMESPACE)
-    node.meta.add(Rule(Fault.NOT_SENT, ("txn", "revoke")))
-    with pytest.raises(Unavailable):
-        node.pins.unpin("me", pin.id)
-    node.meta.heal()
-    assert node.pins.list() == (pin,)
-
-
-@pytest.mark.parametrize(
-    "value", [b"", b"KVREF1\0\0", b"KVREF1\0\0\xff\0\0\0{}", b"KVREF1\0\0\x02\0\0\0{}abc", b"KVREF2\0\0"]
-)
+@for_each("value", [b"", b"KVREF1\0\0", b"KVREF1\0\0\xff\0\0\0{}", b"KVREF1\0\0\x02\0\0\0{}abc", b"KVREF2\0\0"])
 def test_a_ref_that_cannot_be_understood_is_never_ignored(node: Node, value: bytes) -> None:
     node.store.txn((), _put(KEYS.ref("me", PinId(bytes(16))), value))
     with pytest.raises(RootMismatch, match="is not a ref"):
         node.pins.list()
-
-
-# ---------------------------------------------------------------------------------------------- roots
 
 
 def test_another_root_under_a_known_url_is_a_wrong_mount(store: Store) -> None:
@@ -303,7 +262,10 @@ def test_another_root_under_a_known_url_is_a_wrong_mount(store: Store) -> None:
     bind_root(store.meta, url + "/2", two)
 
 
-@pytest.mark.parametrize("fault", [Fault.REPLY_LOST, Fault.NOT_SENT])
+# ---------------------------------------------------------------------------------------------- roots
+
+
+@for_each("fault", [Fault.REPLY_LOST, Fault.NOT_SENT])
 def test_a_binding_whose_reply_was_lost_is_read_back(node: Node, fault: Fault) -> None:
     node.meta.add(Rule(fault, ("txn",), times=1))
     bind_root(node.meta, "file:///a", bytes(16))

@@ -15,7 +15,7 @@ import pytest
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.meta.etcd import EtcdMeta
 from kvstore.meta.server import EmbeddedEtcd, find_etcd, packaged_etcd, unsafe_version
-from tests.kit.etcd import PATIENCE_S, eventually, running_etcd
+from tests.kit.etcd import PATIENCE_S, eventually
 from tests.kit.ports import free_port
 
 pytestmark = pytest.mark.slow
@@ -102,14 +102,6 @@ def test_it_outlives_the_thread_that_asked_for_it(tmp_path: Path) -> None:
         server.stop()
 
 
-def test_settings_for_another_etcd_on_this_host_do_not_reach_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ETCD_MAX_REQUEST_BYTES", "100")
-    with running_etcd(tmp_path) as server:
-        put(server.endpoints, "a" * 1000)
-
-
 def test_a_given_port_that_is_taken_is_reported(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -140,22 +132,12 @@ def test_etcd_on_the_path_precedes_that_of_the_package(tmp_path: Path, monkeypat
     assert find_etcd() == str(tmp_path / "etcd")
 
 
-@pytest.mark.parametrize("version", ["3.5.0", "3.5.1", "3.5.2", "3.4.23", "3.5.9", "3.5.12", "13.5.1", "3.6.0"])
-def test_etcd_that_can_lose_writes_is_known_by_its_version(tmp_path: Path, version: str) -> None:
-    (tmp_path / "etcd").write_text(f"#!/bin/sh\necho 'etcd Version: {version}'\n")
-    (tmp_path / "etcd").chmod(0o755)
-    expected = version if version in ("3.5.0", "3.5.1", "3.5.2") else None
-    assert unsafe_version(str(tmp_path / "etcd")) == expected
-
-
-def test_the_reason_is_told_and_not_the_trace_that_follows_it(tmp_path: Path) -> None:
-    said = '{"level":"warn","error":"no space left on device","msg":"failed to create WAL"}'
-    trace = "\n".join(f"goroutine {number} [running]: go.etcd.io/etcd.Start()" for number in range(50))
-    (tmp_path / "etcd").write_text(f"#!/bin/sh\ncat <<'END'\n{said}\n{trace}\nEND\nexit 2\n")
-    (tmp_path / "etcd").chmod(0o755)
-    with pytest.raises(Unavailable, match=r"no space left on device") as raised:
-        EmbeddedEtcd(tmp_path, binary=tmp_path / "etcd").start()
-    assert "goroutine" not in str(raised.value)
+def test_etcd_that_can_lose_writes_is_known_by_its_version(tmp_path: Path) -> None:
+    for version in ("3.5.0", "3.5.1", "3.5.2", "3.4.23", "3.5.9", "3.5.12", "13.5.1", "3.6.0"):
+        (tmp_path / "etcd").write_text(f"#!/bin/sh\necho 'etcd Version: {version}'\n")
+        (tmp_path / "etcd").chmod(0o755)
+        expected = version if version in ("3.5.0", "3.5.1", "3.5.2") else None
+        assert unsafe_version(str(tmp_path / "etcd")) == expected, version
 
 
 def test_one_that_never_gets_healthy_is_given_up_in_time_and_stopped(tmp_path: Path) -> None:

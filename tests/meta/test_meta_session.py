@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from kvstore.errors import InvalidRequest, SessionLost, Unavailable
-from kvstore.meta.interface import Absent, LeaseGone, LeaseId, Put
+from kvstore.meta.interface import Absent, LeaseId, Put
 from kvstore.meta.keys import Keys
 from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.memory_store import MemoryStore
@@ -16,7 +16,7 @@ from kvstore.meta.session import Session, SessionRecord
 from kvstore.meta.workers import WorkerRecord, Workers
 from kvstore.sources import RandomIds
 from tests.kit.etcd import PATIENCE_S, eventually
-from tests.kit.fake_meta import CountingIds, FakeClock
+from tests.kit.fake_meta import FakeClock
 from tests.kit.faulty_meta import Fault, FaultyMeta, Rule
 from tests.meta.conftest import Store
 
@@ -60,21 +60,6 @@ def test_a_session_begins_with_its_key_under_its_lease_and_nothing_announced(sto
     session.close()
     assert store.other.get(session.key) is None
     assert not session.alive
-
-
-@pytest.mark.parametrize("ttl_s", [0, 1, 3601])
-def test_a_ttl_out_of_range_is_invalid(ttl_s: int) -> None:
-    with pytest.raises(InvalidRequest, match="ttl_s"):
-        Session.open(MemoryMeta(), KEYS, clock=FakeClock(), ids=RandomIds(), ttl_s=ttl_s)
-    with pytest.raises(InvalidRequest, match="ttl_s"):
-        Presence(MemoryMeta(), KEYS, ttl_s=ttl_s)
-
-
-def test_v2_keepalives_keep_it_alive(node: Node) -> None:
-    for _ in range(10):
-        node.clock.advance(TTL_S / 3)
-        node.session.beat()
-        assert node.session.alive and node.record() is not None
 
 
 def test_v2_without_an_acknowledged_keepalive_for_its_ttl_it_is_dead_for_ever(node: Node) -> None:
@@ -185,16 +170,6 @@ def test_c2_a_late_write_that_lands_after_the_next_one_is_void(node: Node) -> No
     assert node.session.txn((), ()).succeeded
 
 
-def test_c2_of_two_late_writes_one_may_land_and_the_chain_goes_on(node: Node) -> None:
-    node.meta.add(Rule(Fault.LATE, ("txn",), times=2))
-    for key in ("one", "two"):
-        with pytest.raises(Unavailable):
-            node.session.txn((), (Put(key, b""),))
-    assert node.meta.land() == 2
-    assert node.store.get("one") is not None and node.store.get("two") is None
-    assert node.session.txn((), (Put("three", b""),)).succeeded
-
-
 def test_c2_reading_back_may_fail_too_and_is_made_up_for_later(node: Node) -> None:
     node.meta.add(Rule(Fault.REPLY_LOST, ("txn",), times=1), Rule(Fault.NOT_SENT, ("get",), times=1))
     with pytest.raises(Unavailable):
@@ -221,13 +196,6 @@ def test_a_session_key_that_is_gone_ends_the_session(node: Node) -> None:
     assert not node.session.alive and node.store.get("x") is None
 
 
-def test_the_lease_of_an_operation_is_told_from_the_session_s_own(node: Node) -> None:
-    with pytest.raises(LeaseGone):
-        node.session.txn((), (Put("x", b"", LeaseId(99)),))
-    assert node.session.alive
-    assert node.session.txn((), ()).succeeded
-
-
 def test_on_lost_is_called_once_in_the_session_s_thread(node: Node) -> None:
     lost: list[Session] = []
     told = threading.Event()
@@ -242,13 +210,6 @@ def test_on_lost_is_called_once_in_the_session_s_thread(node: Node) -> None:
     assert told.wait(PATIENCE_S)
     node.session.close()
     assert lost == [node.session]
-
-
-def test_closing_is_no_loss(node: Node) -> None:
-    lost: list[Session] = []
-    node.session.start(lost.append)
-    node.session.close()
-    assert lost == [] and node.record() is None
 
 
 # ---------------------------------------------------------------------------------------------- presence
@@ -379,10 +340,3 @@ def test_a_worker_record_is_bounded_and_has_an_address() -> None:
         WorkerRecord("h" * 5000).to_json()
     with pytest.raises(InvalidRequest, match="empty"):
         WorkerRecord("")
-
-
-def test_session_ids_are_never_used_again() -> None:
-    store = MemoryStore()
-    ids = CountingIds()
-    seen = {Session.open(MemoryMeta(store), KEYS, clock=FakeClock(), ids=ids, ttl_s=5).id for _ in range(10)}
-    assert len(seen) == 10

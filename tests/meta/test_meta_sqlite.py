@@ -29,6 +29,7 @@ from kvstore.meta.sqlite import store as store_module
 from kvstore.meta.sqlite.client import SqliteMeta
 from kvstore.meta.sqlite.store import Store
 from kvstore.sources import RandomIds, SystemClock
+from tests.kit.cases import for_each
 from tests.kit.etcd import frozen
 from tests.kit.fake_meta import FakeClock
 from tests.kit.patience import PATIENCE_S, eventually, returns
@@ -230,8 +231,8 @@ def test_a_time_namespace_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
 # ------------------------------------------------------------------------------------------ the file
 
 
-@pytest.mark.parametrize(
-    ("number", "name"),
+@for_each(
+    "number, name",
     [
         (0x6969, "NFS"),
         (0x65735546, "FUSE, such as GlusterFS"),

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from kvstore.address import Address
 from kvstore.errors import RootMismatch
-from kvstore.meta.keys import Keys, SweepId
+from kvstore.meta.keys import SweepId
 from kvstore.meta.sweeps import EXACT_MAX, NO_NONCE, VICTIMS_MAX, Condemned, Members, Seq
+from tests.kit.cases import for_each
 
 SWEEP, CHECKSUM = SweepId(b"s" * 16), b"c" * 16
 
@@ -21,7 +22,7 @@ def addresses(count: int, seed: int = 1) -> list[Address]:
     return [Address(source.randbytes(16)) for _ in range(count)]
 
 
-@pytest.mark.parametrize("count", [1, 2, EXACT_MAX, EXACT_MAX + 1, 5_000, VICTIMS_MAX])
+@for_each("count", [1, 2, EXACT_MAX, EXACT_MAX + 1, 5_000, VICTIMS_MAX])
 def test_every_victim_is_condemned_exactly_or_by_a_filter(count: int) -> None:
     victims = addresses(count)
     record = Condemned.from_bytes(Condemned.of_victims(SWEEP, CHECKSUM, victims).to_bytes())
@@ -42,12 +43,6 @@ def test_a_filter_condemns_few_others_of_its_shard_and_an_exact_list_none() -> N
     assert sum(other in filtered for other in others) < 20, "each ends the match of a whole prompt"
 
 
-@given(st.binary(max_size=120))
-def test_bytes_that_are_no_record_are_refused(content: bytes) -> None:
-    with pytest.raises(RootMismatch):
-        Condemned.from_bytes(content)
-
-
 @given(st.integers(0, 200), st.binary(max_size=40))
 def test_a_record_that_was_cut_or_lengthened_is_refused(cut: int, more: bytes) -> None:
     whole = Condemned.of_victims(SWEEP, CHECKSUM, addresses(5)).to_bytes()
@@ -65,11 +60,3 @@ def test_links_of_the_chain_are_read_back_or_refused() -> None:
     for wrong in (b"", b"{}", b"[]", b'{"nonce":"aa","prev":"bb","pace_s":0}', link.to_json()[:-2]):
         with pytest.raises(RootMismatch):
             Seq.from_json(wrong)
-
-
-def test_keys_of_shards_parse_back_and_others_do_not() -> None:
-    keys = Keys(b"r" * 16)
-    assert [keys.parse_condemned(keys.condemned_in(shard)) for shard in (0, 255, 65535)] == [0, 255, 65535]
-    for wrong in ("", "1", "zzzz", "00FF", "00000", " 0ff"):
-        assert keys.parse_condemned(f"{keys.condemned}{wrong}") is None
-    assert keys.parse_condemned(keys.gc_seq) is None

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvstore.planning import Group, Handing, Prompts, make_plan
+from tests.kit.cases import for_each
 from tests.planning.brute import common
 
 ATTEMPTS = 3
@@ -56,7 +57,7 @@ def test_a_group_that_is_given_back_too_often_has_failed() -> None:
     assert given_out.is_over
 
 
-@pytest.mark.parametrize("twice", ["done", "give_back"])
+@for_each("twice", ["done", "give_back"])
 def test_a_group_that_is_not_taken_cannot_end(twice: str) -> None:
     with pytest.raises(AssertionError, match="waiting, and not taken"):
         getattr(handing(1), twice)(0)

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.errors import InvalidRequest
-from kvstore.planning import Plan, Prompts, grouping, make_plan
+from kvstore.planning import Plan, Prompts, make_plan
+from tests.kit.cases import for_each
 from tests.planning.brute import Batch
 
 PROMPT = st.lists(st.sampled_from([0, 0, 0, 1]), min_size=1, max_size=8)
@@ -72,31 +73,11 @@ def test_members_share_their_prefix_and_the_store_holds_what_is_said(batch: Batc
         assert group.stored_tokens == min(group.prefix_tokens, stored[0])
 
 
-def test_beyond_the_levels_that_are_tried_a_plan_is_still_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    nested = Batch([[1] * length for length in range(1, 40)], [])
-    exact = planned(nested)
-    monkeypatch.setattr(grouping, "LEVELS_MAX", 2)
-    near = planned(nested)
-    assert near.tokens_to_compute == exact.tokens_to_compute == 39
-    assert exact.tokens_one_level <= near.tokens_one_level < near.tokens_total
-
-
 def test_prompts_that_decode_more_go_first_and_the_saving_stays() -> None:
     prompts = [[family, family, own] for family in (1, 2, 3) for own in (7, 8, 9)]
     plan = planned(Batch(prompts, []), decode=[0, 0, 0, 50, 50, 50, 9, 9, 9])
     assert [prompts[group.members[0]][0] for group in plan.groups] == [2, 3, 1]
     assert plan.tokens_to_compute == plan.tokens_optimum
-
-
-def test_output_that_is_not_known_is_taken_to_be_the_mean() -> None:
-    prompts = [[family, own] for own, family in enumerate((1, 2, 3, 4))]
-    assert planned(Batch(prompts, []), decode=[9, None, 1, None]).order == [0, 1, 3, 2]
-    assert planned(Batch(prompts, []), decode=[None] * 4).order == [0, 1, 2, 3]
-
-
-def test_prompts_that_decode_alike_keep_their_order_of_arrival() -> None:
-    prompts = [[5, 1], [4, 1], [5, 2], [3, 1], [4, 2]]
-    assert planned(Batch(prompts, [])).order == [0, 2, 1, 4, 3]
 
 
 def test_a_group_stays_together_around_the_groups_inside_of_it() -> None:
@@ -112,11 +93,6 @@ def test_names_of_blocks_plan_as_their_tokens_do() -> None:
     assert (plan.tokens_total, plan.tokens_to_compute) == (154, 154 - 32 - 32)
     assert plan.groups[0].prefix_tokens == 32
     assert plan.rest.part_blocks == 0
-
-
-def test_an_empty_batch_has_an_empty_plan() -> None:
-    plan = make_plan(Prompts.of_tokens([]), memory_tokens=1)
-    assert (plan.order, plan.groups, plan.saving, plan.tokens_arrival) == ([], (), 0.0, 0)
 
 
 def test_blocks_of_parts_of_chunks_are_refused_with_a_store() -> None:
@@ -136,8 +112,8 @@ def test_what_is_shared_is_asked_once() -> None:
     assert len(asked) == 2
 
 
-@pytest.mark.parametrize(
-    ("prompts", "said"),
+@for_each(
+    "prompts, said",
     [
         ([[1], []], "prompt 1 is empty"),
         ([[1], "text"], "prompt 1: tokens are a str"),
@@ -150,23 +126,8 @@ def test_a_prompt_that_is_wrong_is_named(prompts: Any, said: str) -> None:
         Prompts.of_tokens(prompts)
 
 
-@pytest.mark.parametrize(
-    ("prompts", "lengths", "said"),
-    [
-        ([[b"a"], b"ab"], None, "prompt 1 is one bytes"),
-        ([[b"a"]], [40], "prompt 0 has 1 blocks of 16 tokens and length 40"),
-        ([[b"a"], [b"b"]], [16], "prompt 1 has 1 blocks of 16 tokens and length -1"),
-        ([[b"a"]], [16, 16], "more lengths than the 1 prompts"),
-        ([[]], [0], "prompt 0 is empty"),
-    ],
-)
-def test_names_that_do_not_fit_are_refused(prompts: Any, lengths: Any, said: str) -> None:
-    with pytest.raises(InvalidRequest, match=said):
-        Prompts.of_blocks(prompts, 16, lengths)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "said"),
+@for_each(
+    "wrong, said",
     [
         ({"memory_tokens": -1}, "memory_tokens=-1"),
         ({"memory_tokens": 2.5}, "memory_tokens=2.5"),

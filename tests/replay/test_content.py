@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
-from kvstore.errors import InvalidRequest
 from kvstore.replay.content import Content, Scratch, replay_layout
 from kvstore.replay.trace import BLOCK_TOKENS, Request
+from tests.kit.cases import for_each
 
 CONTENT = Content(replay_layout(64))
 
@@ -29,22 +28,10 @@ def test_tokens_of_a_block_follow_from_its_id_alone() -> None:
     assert np.array_equal(CONTENT.tokens(request(5, 9, tokens=600)), one[:600])
 
 
-def test_neighbouring_ids_share_hardly_a_token() -> None:
-    tokens = CONTENT.tokens(request(*range(2000))).reshape(2000, BLOCK_TOKENS)
-    assert len(np.unique(tokens, axis=0)) == 2000
-    assert np.count_nonzero(tokens[0] == tokens[1]) < 5
-    assert tokens.dtype == np.uint32 and int(tokens.max()) < 1 << 17
-
-
 def test_kv_of_a_block_depends_on_all_blocks_before_it() -> None:
     one, other = kv(5, 9), kv(7, 9)
     assert not np.any(one[:, 1] == other[:, 1])
     assert np.array_equal(kv(5, 9, 11)[:, :2], one)
-
-
-def test_the_sections_of_a_block_and_its_places_differ() -> None:
-    block = kv(3)[:, 0]
-    assert len(np.unique(block)) == block.size
 
 
 def test_shaped_is_what_the_layout_demands() -> None:
@@ -55,7 +42,7 @@ def test_shaped_is_what_the_layout_demands() -> None:
     assert np.array_equal(shaped[1, 0, BLOCK_TOKENS : 2 * BLOCK_TOKENS].reshape(-1).view(np.uint64), kv(1, 2, 3)[2, 1])
 
 
-@pytest.mark.parametrize("place", [0, 40_000, 4 * 40 * 1024 * 8 - 1])
+@for_each("place", [0, 40_000, 4 * 40 * 1024 * 8 - 1])
 def test_one_flipped_bit_anywhere_is_one_wrong_byte(place: int) -> None:
     seeds = CONTENT.seeds(request(*range(40)))
     memory = Scratch(CONTENT).blocks(40)
@@ -63,21 +50,3 @@ def test_one_flipped_bit_anywhere_is_one_wrong_byte(place: int) -> None:
     assert CONTENT.wrong_bytes(seeds, memory) == 0
     memory.reshape(-1).view(np.uint8)[place] ^= 0x10
     assert CONTENT.wrong_bytes(seeds, memory) == 1
-
-
-def test_another_seed_is_another_world() -> None:
-    other = Content(replay_layout(64), seed=1)
-    seeds = other.seeds(request(1))
-    assert CONTENT.wrong_bytes(seeds, kv(1)) > 0.9 * CONTENT.layout.chunk_bytes
-    assert not np.array_equal(seeds, CONTENT.seeds(request(1)))
-
-
-@pytest.mark.parametrize("bytes_per_token", [0, -4, 6, 65_540])
-def test_bytes_per_token_must_fill_four_sections(bytes_per_token: int) -> None:
-    with pytest.raises(InvalidRequest, match="multiple of 4"):
-        replay_layout(bytes_per_token)
-
-
-def test_layout_has_that_many_bytes_a_token() -> None:
-    assert replay_layout(64).kv_bytes_per_token == 64
-    assert replay_layout(4).kv_bytes_per_token == 4

@@ -12,11 +12,12 @@ import pytest
 import kvstore
 from kvstore.client.cache import Cache
 from kvstore.client.store import Store
-from kvstore.errors import InvalidRequest, Overloaded, Unavailable
+from kvstore.errors import InvalidRequest, Overloaded
 from kvstore.replay import Content, Plan, expect, generate, replay, replay_layout
 from kvstore.replay.lane import OVERLOADED_TRIES_MAX, Lane
 from kvstore.replay.trace import BLOCK_TOKENS, Request
 from kvstore.results import PutResult
+from tests.kit.cases import for_each
 
 pytestmark = pytest.mark.slow
 
@@ -55,19 +56,6 @@ def test_a_namespace_that_holds_some_of_it_already_is_refused(tmp_root_url: str)
     replay(REQUESTS[:3], opener(tmp_root_url), PLAN)
     with pytest.raises(InvalidRequest, match="holds chunks of this trace already"):
         replay(REQUESTS, opener(tmp_root_url), PLAN)
-
-
-def test_an_error_of_the_store_ends_all_callers(tmp_path: Path) -> None:
-    missing = str(tmp_path / "missing" / "root")
-    for plan in (PLAN, Plan("trace", 8, processes=2)):
-        with pytest.raises(kvstore.errors.RootMismatch, match="does not exist"):
-            replay(REQUESTS[:4], opener(missing), plan)
-
-
-@pytest.mark.parametrize(("processes", "threads"), [(0, 1), (1, 0), (1000, 1), (1, 1000)])
-def test_a_plan_out_of_range_is_refused(processes: int, threads: int) -> None:
-    with pytest.raises(InvalidRequest, match="expected 1 to 256"):
-        Plan("trace", 8, processes, threads)
 
 
 # The check must be able to fail: each of these stores is wrong in one way, and the report has to say so.
@@ -131,8 +119,8 @@ def part_of_a_put(cache: Cache, tokens: Any, kv: Any, prefix: int, *, write: str
     return cache.put(tokens[:-BLOCK_TOKENS], kv[:, :, :-BLOCK_TOKENS], prefix=prefix)
 
 
-@pytest.mark.parametrize(
-    ("name", "wrong", "said"),
+@for_each(
+    "name, wrong, said",
     [
         ("get", flipped_byte, "wrong bytes"),
         ("get", nothing_written, "wrong bytes"),
@@ -145,7 +133,7 @@ def part_of_a_put(cache: Cache, tokens: Any, kv: Any, prefix: int, *, write: str
     ],
 )
 def test_a_store_that_is_wrong_is_found_out(
-    tmp_root_url: str, monkeypatch: pytest.MonkeyPatch, name: str, wrong: Callable[..., Any], said: str
+    tmp_root: Path, monkeypatch: pytest.MonkeyPatch, name: str, wrong: Callable[..., Any], said: str
 ) -> None:
     honest = Store.namespace
 
@@ -153,7 +141,7 @@ def test_a_store_that_is_wrong_is_found_out(
         return Sabotaged(honest(store, *args, **kwargs), name, wrong)
 
     monkeypatch.setattr(Store, "namespace", namespace)
-    report = replay(REQUESTS, opener(tmp_root_url), PLAN)
+    report = replay(REQUESTS, opener(f"file://{tmp_root}"), PLAN)
     assert not report.ok
     assert any(said in failure for failure in report.failures), report.failures
     assert report.tally.differences
@@ -196,18 +184,3 @@ def test_an_overloaded_store_is_asked_again_but_not_for_ever(monkeypatch: pytest
     assert lane.tally.overloaded == 3 and lane.tally.chunks_written == 1
     with pytest.raises(Overloaded):
         Lane(Refusing(OVERLOADED_TRIES_MAX + 1), content, {0: 0}).serve(request)
-
-
-def test_a_process_that_dies_is_an_error(tmp_root_url: str) -> None:
-    with pytest.raises(Unavailable, match="died"):
-        replay(REQUESTS[:8], functools.partial(open_once, tmp_root_url), Plan("trace", 8, processes=2))
-
-
-def open_once(url: str) -> Store:
-    """Opens the store in this process, and ends any other that tries."""
-    import multiprocessing
-    import os
-
-    if multiprocessing.parent_process() is not None:
-        os._exit(3)
-    return kvstore.open(url)

@@ -10,6 +10,7 @@ import pytest
 from kvstore.errors import InvalidRequest
 from kvstore.replay import expect, generate, load_trace, write_trace
 from kvstore.replay.trace import BLOCK_TOKENS, Request
+from tests.kit.cases import for_each
 
 
 def line(**changes: object) -> str:
@@ -31,8 +32,8 @@ def test_a_line_of_the_published_form_is_read(tmp_path: Path) -> None:
     assert load_trace(path)[0].full_blocks == 2
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
+@for_each(
+    "text, said",
     [
         ("nonsense", "not a request"),
         ("[1, 2]", "not a request"),
@@ -72,12 +73,6 @@ def test_hits_are_an_unbroken_run_of_full_blocks() -> None:
     assert found.chunks_unique == 8
 
 
-def test_a_part_block_is_neither_stored_nor_a_hit() -> None:
-    found = expect(asked((1, 2), (1, 2), tail=10))
-    assert found.hits == {0: 0, 1: 1}
-    assert found.chunks_unique == 1
-
-
 def repeats(requests: list[Request]) -> float:
     seen: set[int] = set()
     total = again = 0
@@ -89,8 +84,8 @@ def repeats(requests: list[Request]) -> float:
     return again / total
 
 
-@pytest.mark.parametrize(("kind", "ratio"), [("conversation", 0.37), ("agents", 0.64)])
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@for_each("kind, ratio", [("conversation", 0.37), ("agents", 0.64)])
+@for_each("seed", [0, 1, 2])
 def test_generated_traces_repeat_as_many_blocks_as_the_published_ones(kind: str, ratio: float, seed: int) -> None:
     requests = generate(2000, seed=seed, kind=kind)
     assert repeats(requests) == pytest.approx(ratio, abs=0.05)
@@ -101,15 +96,3 @@ def test_generated_traces_repeat_as_many_blocks_as_the_published_ones(kind: str,
         for parent, each in zip((-1, *request.hash_ids), request.hash_ids, strict=False):
             assert before.setdefault(each, parent) == parent
         assert len(request.hash_ids) == -(-request.input_length // BLOCK_TOKENS)
-
-
-def test_a_seed_gives_one_trace() -> None:
-    assert generate(30, seed=5) == generate(30, seed=5)
-    assert generate(30, seed=5) != generate(30, seed=6)
-
-
-def test_no_kind_or_no_requests_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="conversation, agents"):
-        generate(1, kind="poems")
-    with pytest.raises(InvalidRequest, match="expected 1 or more"):
-        generate(0)

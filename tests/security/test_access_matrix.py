@@ -26,6 +26,7 @@ from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.v1.control_pb2_grpc import ControlStub
 from kvstore.v1.kvstore_pb2_grpc import KVStoreStub
 from kvstore.worker.limits import WorkerLimits
+from tests.kit.cases import for_each
 from tests.kit.secured import Issuer, Secured, bearer, secured
 from tests.kit.stores import SMALL
 from tests.kit.workers import WAIT_S
@@ -135,7 +136,7 @@ def snapshot(served: Secured) -> object:
     return sorted(files), sorted(pins), sorted(namespaces), len(service.holds), service.limits, served.worker.is_serving
 
 
-@pytest.mark.parametrize("who", WHO, ids=lambda who: f"{who.name}, {who.token or 'certificate'}")
+@for_each("who", WHO)
 def test_every_cell_of_the_table(who: Who, served: Secured, owner: Store, tmp_path: Path) -> None:
     # With a token the certificate alone would be allowed everything: the token counts.
     name = "ops" if who.token is not None else who.name.removeprefix("cert:")

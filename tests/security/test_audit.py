@@ -12,6 +12,7 @@ from kvstore.security.bearer import issue, new_key
 from kvstore.security.denials import Denied, NotKnown
 from kvstore.security.guard import Guard
 from kvstore.security.identity import Presented
+from tests.kit.cases import for_each
 
 KEY, PUBLIC = new_key()
 NOW_S, HOUR_S = 1_700_000_000.0, 3600.0
@@ -21,8 +22,8 @@ def token(identity: str, id: str = "1", now_s: float = NOW_S, key: bytes = KEY) 
     return issue(key, identity, id, now_s, HOUR_S)
 
 
-@pytest.mark.parametrize(
-    ("presented", "outcome", "identity"),
+@for_each(
+    "presented, outcome, identity",
     [
         (Presented(token=token("mallory")), "unknown_identity", "mallory"),
         (Presented(names=("mallory",)), "unknown_identity", "cert:mallory"),

@@ -15,6 +15,7 @@ import kvstore
 from kvstore.errors import InvalidRequest, PermissionDenied
 from tests.cli.conftest import eventually, parsed, serving
 from tests.cli.conftest import run as run
+from tests.kit.cases import for_each
 from tests.kit.certificates import Authority
 
 LAYOUT = kvstore.Layout(layers=2, kv_heads=2, head_dim=32, dtype="float16", chunk_tokens=16)
@@ -23,8 +24,8 @@ TOKENS = np.arange(100 * LAYOUT.chunk_tokens)
 Run = Callable[..., Result]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
+@for_each(
+    "arguments, said",
     [
         (("--listen", "0.0.0.0:0"), "--insecure"),
         (("--listen", "[::]:0"), "--insecure"),

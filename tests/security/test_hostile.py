@@ -8,7 +8,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,9 @@ from kvstore.errors import PermissionDenied, Unauthenticated, Unavailable
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.v1.kvstore_pb2_grpc import KVStoreStub
 from kvstore.worker.limits import WorkerLimits
+from tests.kit.cases import for_each
 from tests.kit.certificates import Authority
-from tests.kit.patience import slowness, stretched
+from tests.kit.patience import eventually, stretched
 from tests.kit.secured import Secured, bearer, secured
 from tests.kit.stores import SMALL, kv_of, same
 from tests.kit.workers import WAIT_S, packed
@@ -70,7 +71,7 @@ def works(served: Secured, tls: ClientTls, token_file: Path | None = None, bulk:
         assert count == len(TOKENS) and same(array, KV)
 
 
-@pytest.mark.parametrize("bulk", ["grpc", "tcp", "shared"])
+@for_each("bulk", ["grpc", "tcp", "shared"])
 def test_a_client_with_a_certificate_is_served_in_every_way(served: Secured, engine: ClientTls, bulk: str) -> None:
     works(served, engine, bulk=bulk)
 
@@ -109,13 +110,17 @@ def test_wrong_handshakes_are_refused_and_change_nothing(served: Secured, tmp_pa
     works(served, served.authority.client("engine"))
 
 
-def test_tls_on_a_plaintext_port_fails_soon(engine: ClientTls) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
-        began_s = time.monotonic()
-        with kvstore.connect(address, tls=engine, limits=SOON) as store, pytest.raises(Unavailable):
-            store.namespace("m", SMALL)
-        assert time.monotonic() - began_s < WAIT_S
+def raises_denied(call: Callable[[], object]) -> bool:
+    try:
+        call()
+    except PermissionDenied:
+        return True
+    return False
+
+
+def is_refused(served: Secured, tls: ClientTls, token_file: Path) -> bool:
+    with kvstore.connect(served.address, tls=tls, token_file=token_file, limits=SOON) as store:
+        return raises_denied(lambda: store.namespace("m", SMALL, tenant="acme"))
 
 
 def test_tokens_that_are_stolen_old_or_of_another_tenant(served: Secured, engine: ClientTls) -> None:
@@ -129,7 +134,7 @@ def test_tokens_that_are_stolen_old_or_of_another_tenant(served: Secured, engine
     revoked = served.token_file(issuer.token("engine", "stolen"), "stolen")
     works(served, thief, revoked)  # before anybody knows
     served.revoke("stolen")
-    time.sleep(1.1)  # the list is looked at once a second
+    eventually(lambda: is_refused(served, thief, revoked), "the list of revoked tokens is read again")
     refused = {
         "expired": (Unauthenticated, issuer.token("engine", ttl_s=1, ago_s=100)),
         "replayed without its certificate": (Unauthenticated, bound),
@@ -155,9 +160,7 @@ def test_an_open_bulk_connection_ends_with_its_token(served: Secured) -> None:
         cache = store.namespace("m", SMALL, tenant="acme")
         cache.put(TOKENS, KV)
         served.revoke("short", "stolen")
-        time.sleep(1.1)
-        with pytest.raises(PermissionDenied):
-            cache.put(TOKENS + 5000, KV)
+        eventually(lambda: raises_denied(lambda: cache.put(TOKENS + 5000, KV)), "the list is read again")
 
 
 def test_a_grant_is_of_no_use_with_another_certificate(served: Secured, engine: ClientTls) -> None:
@@ -287,41 +290,6 @@ def test_strangers_who_watch_the_health_service_keep_no_threads_from_others(tmp_
             assert b"kvstore.v1.KVStore" in b"".join(allowed)
 
 
-def test_names_that_strangers_watch_are_not_remembered(tmp_path: Path) -> None:
-    with secured(tmp_path, IDENTITIES, mutual=False) as served, served.channel(served.authority.client()) as channel:
-        watch: Any = channel.unary_stream("/grpc.health.v1.Health/Watch")
-        for number in range(20):
-            name = f"{number:02}".encode()
-            assert list(watch(b"\x0a\x02" + name, timeout=WAIT_S)) == [b"\x08\x03"]  # SERVICE_UNKNOWN, and the end
-        known = watch(b"", timeout=WAIT_S)
-        assert next(known) == b"\x08\x01"
-        known.cancel()
-        assert served.worker._health is not None
-        assert set(served.worker._health._servicer._send_response_callbacks) == {""}
-
-
 def kvstore_digest(served: Secured, tls: ClientTls) -> bytes:
     with kvstore.connect(served.address, tls=tls, limits=SOON) as store:
         return store.namespace("m", SMALL, tenant="acme").namespace.digest
-
-
-def test_two_thousand_connections_are_bounded_and_others_served(tmp_path: Path) -> None:
-    limits = WorkerLimits(connections_max=500, hello_s=slowness())
-    with secured(tmp_path, IDENTITIES, limits=limits) as served, ExitStack() as sockets:
-        engine = served.authority.client("engine")
-        host, port = served.address.rsplit(":", 1)
-        with kvstore.connect(served.address, tls=engine, limits=SOON) as store:
-            cache = store.namespace("m", SMALL, tenant="acme")
-            for _ in range(2000):
-                sock = sockets.enter_context(socket.create_connection((host, int(port)), WAIT_S))
-                sock.setblocking(False)
-            assert cache.put(TOKENS, KV).tokens_present == len(TOKENS)
-            assert cache.match(TOKENS) == len(TOKENS)
-        # Those that say nothing are cut off when their time for the handshake is over, and there is room again.
-        ends_s = time.monotonic() + WAIT_S
-        while True:
-            try:
-                works(served, engine)
-                break
-            except Unavailable:
-                assert time.monotonic() < ends_s

@@ -7,9 +7,8 @@ import ssl
 import threading
 from pathlib import Path
 
-import pytest
-
 from kvstore.security.tls import ClientTls, ServerTls, client_certificate, server_certificate
+from tests.kit.cases import for_each
 from tests.kit.certificates import Authority
 
 WAIT_S = 30.0
@@ -45,7 +44,7 @@ def is_spoken_to(server: ssl.SSLContext, client: ssl.SSLContext) -> bool:
     return said == b"!"
 
 
-@pytest.mark.parametrize("who", ["ours", "another's", "none"])
+@for_each("who", ["ours", "another's", "none"])
 def test_a_client_needs_a_certificate_that_the_authority_signed(tmp_path: Path, who: str) -> None:
     authority, other = Authority(tmp_path / "ours"), Authority(tmp_path / "theirs", "another authority")
     pair = authority.server()

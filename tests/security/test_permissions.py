@@ -12,6 +12,7 @@ from kvstore.security.authenticator import Authenticator
 from kvstore.security.guard import Guard
 from kvstore.security.identity import Presented
 from kvstore.security.permissions import PERMISSIONS
+from tests.kit.cases import for_each
 from tests.security.operations import OPERATIONS
 
 RANK = {"read": 1, "write": 2, "admin": 3}
@@ -49,7 +50,7 @@ def needs() -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize(("method", "need"), [each for each in needs().items() if ":" not in each[1]])
+@for_each("method, need", [each for each in needs().items() if ":" not in each[1]])
 def test_each_method_needs_what_its_operations_need(guard: Guard, method: str, need: str) -> None:
     for role, rank in RANK.items():
         enough = rank >= RANK[need]
@@ -58,7 +59,7 @@ def test_each_method_needs_what_its_operations_need(guard: Guard, method: str, n
     assert not may(guard, method, "nothing", "acme")
 
 
-@pytest.mark.parametrize(("method", "need"), [each for each in needs().items() if each[1].startswith("every:")])
+@for_each("method, need", [each for each in needs().items() if each[1].startswith("every:")])
 def test_what_is_about_the_worker_needs_every_tenant(guard: Guard, method: str, need: str) -> None:
     for role, rank in RANK.items():
         assert may(guard, method, f"every {role}") == (rank >= RANK[need.partition(":")[2]]), role

@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.errors import InvalidRequest
 from kvstore.segments import finding
 from kvstore.segments.index import Index, windows
 from kvstore.segments.match import Match
-from kvstore.segments.search import STARTS_MAX, Range, Search
-from kvstore.wire.messages import unpack_places
+from kvstore.segments.search import Range, Search
+from tests.kit.cases import for_each
 from tests.segments.stored import Stored
 
 SIZE = 4
@@ -71,18 +70,6 @@ def test_s7_a_window_whose_hash_is_known_is_not_found_unless_its_tokens_are_stor
     assert stored.anywhere(tokens) == [] and stored.questions == 1
 
 
-def test_s6_a_chunk_from_the_middle_of_a_segment_is_not_found() -> None:
-    stored = Stored(SIZE, [list(range(12))])
-    assert stored.anywhere(np.arange(4, 12, dtype=np.uint32)) == []
-
-
-@given(st.lists(st.integers(0, 2**32 - 1), max_size=40), st.integers(1, 9))
-def test_s8_the_hash_of_a_window_does_not_depend_on_its_place(prompt: list[int], size: int) -> None:
-    tokens = np.asarray(prompt, np.uint32)
-    expected = [windows(tokens[at : at + size], size)[0] for at in range(len(tokens) - size + 1)]
-    assert windows(tokens, size).tolist() == expected
-
-
 @given(st.lists(st.integers(0, 50), unique=True, max_size=8).map(sorted), st.integers(0, 50))
 def test_s8_given_boundaries_are_looked_up_as_they_are(starts: list[int], after: int) -> None:
     tokens = np.arange(50, dtype=np.uint32)
@@ -106,12 +93,6 @@ def test_s9_what_is_new_is_cut_into_pieces_from_where_the_last_match_ended() -> 
     for piece in pieces:
         stored.put(tokens[piece.start : piece.stop])
     assert [match.start for match in stored.anywhere(tokens, 1)] == [1, 6, 10, 14]
-
-
-@pytest.mark.parametrize("starts", ([-1], [3, 3], [5, 2], [51]))
-def test_s8_boundaries_that_do_not_ascend_are_refused(starts: list[int]) -> None:
-    with pytest.raises(InvalidRequest, match="ascending places"):
-        Search.of(np.arange(50, dtype=np.uint32), starts)
 
 
 def test_s10_the_index_is_bounded_and_keeps_what_was_used_last() -> None:
@@ -158,14 +139,7 @@ def test_s3_a_segment_that_was_not_found_whole_is_computed_from_its_first_token(
     assert finding.missing_given([(3, 20), (20, 23)], [found], SIZE) == [range(3, 19)]
 
 
-@pytest.mark.parametrize(("packed", "says"), [(bytes(7), "4 for each"), (bytes(4 * (STARTS_MAX + 1)), "limit")])
-def test_starts_are_bounded_before_any_of_them_is_decoded(packed: bytes, says: str) -> None:
-    assert unpack_places(bytes(4 * STARTS_MAX)) == [0] * STARTS_MAX
-    with pytest.raises(InvalidRequest, match=says):
-        unpack_places(packed)
-
-
-@pytest.mark.parametrize(("looks", "questions"), [(0, 0), (2, 0), (4, 0), (5, 1), (6, 2)])
+@for_each("looks, questions", [(0, 0), (2, 0), (4, 0), (5, 1), (6, 2)])
 def test_s10_a_search_whose_time_is_over_ends(monkeypatch: pytest.MonkeyPatch, looks: int, questions: int) -> None:
     """It looks at the time before each of four blocks of offsets, and before each round of questions."""
     monkeypatch.setattr(finding, "BLOCK", 10)

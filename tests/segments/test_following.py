@@ -5,19 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvstore.address import CHAIN_CHUNKS_MAX
 from kvstore.client import Store
-from kvstore.client.limits import ClientLimits
 from kvstore.client.local import LocalPort
-from kvstore.format import places
-from kvstore.format.header import Incarnation, encode, expected_chunk
 from kvstore.format.places import shard_folder
 from kvstore.node import encoded, segment_indexes, segment_lister
 from kvstore.node.limits import Limits
@@ -32,11 +27,9 @@ from tests.kit import faulty_root as faulty
 from tests.kit.faulty_root import FaultyRoot
 from tests.kit.patience import PATIENCE_S, eventually
 from tests.kit.stores import member_of, member_on
-from tests.kit.workers import connected, serving
 from tests.segments.test_segments import DOCUMENTS, SIZE, SYSTEM, cache_of, kv_of, prompt_of, segments_of
 
 OFTEN = Limits(segments_follow_s=0.05, match_deadline_s=PATIENCE_S)
-PATIENT = ClientLimits(match_s=PATIENCE_S)
 PROMPT, _ = prompt_of(SYSTEM, *DOCUMENTS)
 
 
@@ -82,30 +75,6 @@ def test_s10_what_another_node_puts_later_is_found_after_the_next_listing(stores
     assert found(second) == [24]
     put_all(first)
     eventually(lambda: found(second) == [24, 24, 24], "the others are listed")
-
-
-def test_s10_boundaries_find_it_at_once_and_teach_the_index(
-    stores: tuple[Store, Store], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(SegmentLister, "step", lambda *_: True)  # lists nothing
-    first, second = stores
-    put_all(first)
-    assert found(second) == []
-    starts = [11, 40, 69]
-    assert [match.start for match in segments_of(second).find(PROMPT, starts)] == starts
-    assert found(second) == [24, 24, 24]
-
-
-def test_s10_workers_find_what_other_workers_put() -> None:
-    files = MemoryFiles()
-    with (
-        serving(MemoryRoot(files), limits=OFTEN) as one,
-        serving(MemoryRoot(files), limits=OFTEN) as other,
-        connected(one) as first,
-        connected(other, limits=PATIENT) as second,
-    ):
-        put_all(first)
-        assert found(second) == [24, 24, 24]
 
 
 def test_s10_nothing_is_listed_once_nobody_searches(
@@ -181,16 +150,6 @@ def local(root: FaultyRoot) -> Iterator[Store]:
         yield store
 
 
-def test_s10_a_round_that_is_cut_into_steps_finds_the_same(root: FaultyRoot, local: Store) -> None:
-    put_all(local)
-    listing = Listing(root, local)
-    listing.lister.begin([listing.followed])
-    steps = 0
-    while not listing.lister.step(listing.lister._seconds() + 2):
-        steps += 1
-    assert steps > 3 and listing.lengths() == [3, 3, 3]
-
-
 def test_s10_a_header_is_read_once(root: FaultyRoot, local: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     put_all(local, slice(1))
     listing, looks = Listing(root, local), list[object]()
@@ -233,20 +192,6 @@ def test_s10_compressed_segments_are_found_too(tmp_path: Path, monkeypatch: pyte
         listing = Listing(root, store)
         listing.round()
         assert listing.lengths() == [3, 3, 3]
-
-
-@pytest.mark.parametrize("depth", [CHAIN_CHUNKS_MAX, (1 << 32) - 1])
-def test_s10_a_depth_that_no_prompt_has_is_left_out_and_nothing_else(tmp_path: Path, depth: int) -> None:
-    root = PosixRoot(tmp_path)
-    with Store(LocalPort(member_on(root))) as store:
-        put_all(store)
-        listing, node = Listing(root, store), member_of(store).node
-        chain = node.chains.of(listing.followed.namespace, DOCUMENTS[0])
-        name = places.chunk(chain.addresses[2], listing.followed.namespace.id, node.identity.shard_bits)
-        hostile = replace(expected_chunk(chain, 2), depth=depth)
-        (tmp_path / name).write_bytes(encode(hostile, Incarnation(bytes(16)), [0] * hostile.section_count))
-        listing.round()
-        assert listing.lengths() == [2, 3, 3]
 
 
 def test_s10_chunks_that_are_followed_are_bounded(

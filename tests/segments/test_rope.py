@@ -11,7 +11,17 @@ import pytest
 
 from kvstore.errors import InvalidRequest
 from kvstore.segments import Rope, Style
-from kvstore.segments.rope import POSITION_MAX
+from tests.kit.cases import for_each
+
+
+def test_settings_come_from_a_mapping_an_object_and_a_model_of_texts() -> None:
+    rope = Rope.of(LLAMA)
+    assert (rope.theta, rope.dims, rope.style, rope.magnitude) == (500_000.0, 128, Style.HALF, 1.0)
+    assert Rope.of(SimpleNamespace(**LLAMA)) == Rope.of({"text_config": LLAMA}) == rope
+    assert Rope.of(SimpleNamespace(get_text_config=lambda: SimpleNamespace(**LLAMA))) == rope
+    newer = {**LLAMA, "rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0}}
+    assert Rope.of(newer).digest == rope.digest
+
 
 LLAMA = {
     "model_type": "llama",
@@ -31,17 +41,8 @@ LLAMA3 = {
 }
 
 
-def test_settings_come_from_a_mapping_an_object_and_a_model_of_texts() -> None:
-    rope = Rope.of(LLAMA)
-    assert (rope.theta, rope.dims, rope.style, rope.magnitude) == (500_000.0, 128, Style.HALF, 1.0)
-    assert Rope.of(SimpleNamespace(**LLAMA)) == Rope.of({"text_config": LLAMA}) == rope
-    assert Rope.of(SimpleNamespace(get_text_config=lambda: SimpleNamespace(**LLAMA))) == rope
-    newer = {**LLAMA, "rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0}}
-    assert Rope.of(newer).digest == rope.digest
-
-
-@pytest.mark.parametrize(
-    ("changed", "dims", "style"),
+@for_each(
+    "changed, dims, style",
     (
         ({"head_dim": 64}, 64, Style.HALF),
         ({"partial_rotary_factor": 0.5}, 64, Style.HALF),
@@ -57,8 +58,8 @@ def test_the_rotated_part_of_a_head_and_its_pairs(changed: dict[str, Any], dims:
     assert (rope.dims, rope.style) == (dims, style)
 
 
-@pytest.mark.parametrize(
-    ("changed", "reason"),
+@for_each(
+    "changed, reason",
     (
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic' is refused.*length of the prompt"),
         ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "'longrope' is refused.*length of the prompt"),
@@ -85,10 +86,6 @@ def test_the_rotated_part_of_a_head_and_its_pairs(changed: dict[str, Any], dims:
 def test_s5_models_whose_keys_cannot_be_moved_are_refused_with_the_reason(changed: dict[str, Any], reason: str) -> None:
     with pytest.raises(InvalidRequest, match=reason):
         Rope.of({**LLAMA, **changed})
-
-
-def test_weights_that_are_quantised_are_no_obstacle() -> None:
-    assert Rope.of({**LLAMA, "quantization_config": {"quant_method": "awq", "bits": 4}}) == Rope.of(LLAMA)
 
 
 def test_llama3_scales_long_waves_alone() -> None:
@@ -138,8 +135,8 @@ def test_s2_the_digest_tells_all_settings_apart_that_change_keys() -> None:
     assert hash(rope) == hash(replace(rope))
 
 
-@pytest.mark.parametrize(
-    ("settings", "reason"),
+@for_each(
+    "settings, reason",
     (
         ({"dims": 7}, "expected an even number"),
         ({"theta": 0}, "expected a positive number"),
@@ -151,13 +148,3 @@ def test_s2_the_digest_tells_all_settings_apart_that_change_keys() -> None:
 def test_wrong_settings_are_refused(settings: dict[str, Any], reason: str) -> None:
     with pytest.raises(InvalidRequest, match=reason):
         Rope(**{"theta": 10_000.0, "dims": 8, **settings})
-
-
-def test_positions_are_bounded() -> None:
-    with pytest.raises(InvalidRequest, match="positions"):
-        Rope(10_000.0, 8).tables(POSITION_MAX, 1)
-
-
-def test_a_configuration_that_is_none_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="expected a model's configuration"):
-        Rope.of(None)

@@ -13,6 +13,7 @@ import pytest
 from kvstore.errors import InvalidRequest
 from kvstore.native import library as native
 from kvstore.segments import Rope, Style, rotate, rotation, unrotated
+from tests.kit.cases import for_each
 from tests.kit.native_widths import narrowed, of_each_width
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -20,7 +21,7 @@ BOUNDS = {BFLOAT16: 5e-3, np.dtype(np.float16): 6e-4, np.dtype(np.float32): 2e-7
 """Largest rms error of keys, as a share of their rms."""
 UNDONE = {BFLOAT16: 5e-3, np.dtype(np.float16): 6e-4, np.dtype(np.float32): 3e-7}
 LAST = 131_072
-types = pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+types = for_each("dtype", BOUNDS)
 
 
 def keys_of(dtype: np.dtype[Any], shape: tuple[int, ...], seed: int = 0) -> npt.NDArray[Any]:
@@ -52,8 +53,8 @@ def rms(values: npt.NDArray[Any]) -> float:
 
 
 @types
-@pytest.mark.parametrize("first", (0, 1000, 5000, LAST - 64))
-@pytest.mark.parametrize("style", Style)
+@for_each("first", (0, 1000, 5000, LAST - 64))
+@for_each("style", Style)
 def test_s12_rotated_keys_are_within_their_bound_of_float64(dtype: np.dtype[Any], first: int, style: Style) -> None:
     rope = Rope(500_000.0, 128, style)
     keys = keys_of(dtype, (2, 64, 4, 128))
@@ -70,8 +71,8 @@ def width(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 @types
-@pytest.mark.parametrize("style", Style)
-@pytest.mark.parametrize(("head_dim", "dims"), ((128, 128), (80, 32), (96, 96), (64, 48), (8, 6), (2, 2), (129, 100)))
+@for_each("style", Style)
+@for_each("head_dim, dims", ((128, 128), (80, 32), (96, 96), (64, 48), (8, 6), (2, 2), (129, 100)))
 def test_s12_c_and_numpy_give_the_same_bits(
     width: int, dtype: np.dtype[Any], style: Style, head_dim: int, dims: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,7 +85,7 @@ def test_s12_c_and_numpy_give_the_same_bits(
     assert (in_c[..., dims:].tobytes() == keys[..., dims:].tobytes()) and in_c.tobytes() != keys.tobytes()
 
 
-@pytest.mark.parametrize("dtype", (BFLOAT16, np.dtype(np.float16)), ids=str)
+@for_each("dtype", (BFLOAT16, np.dtype(np.float16)))
 def test_s12_every_value_of_a_16_bit_type_is_turned_by_nothing_into_itself(dtype: np.dtype[Any]) -> None:
     values = np.arange(1 << 16, dtype=np.uint16).view(dtype)
     values = values[np.isfinite(values.astype(np.float32))]
@@ -122,7 +123,7 @@ def test_s5_types_that_cannot_be_rotated_are_refused() -> None:
 
 
 @types
-@pytest.mark.parametrize("style", Style)
+@for_each("style", Style)
 def test_s12_what_is_no_number_or_infinite_stays_so_and_changes_no_other(dtype: np.dtype[Any], style: Style) -> None:
     rope, keys = Rope(10_000.0, 32, style), keys_of(dtype, (4, 1, 32))
     wanted = rotate(rope, keys, 1)

@@ -32,6 +32,7 @@ from kvstore.segments.search import Search
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.writes import WriteMode
 from tests.kit import faulty_root as faulty
+from tests.kit.cases import for_each
 from tests.kit.faulty_root import FaultyRoot, Flipped
 from tests.kit.patience import PATIENCE_S, eventually
 from tests.kit.stores import member_of, member_on
@@ -95,23 +96,23 @@ def segments_of_nobody() -> Namespace:
     return naming.segments_of(Namespace.of("m", LAYOUT, "weights"), ROPE.digest, SIZE)
 
 
-@pytest.mark.parametrize("boundaries", (True, False))
-def test_s12_segments_are_read_into_their_places_with_rotated_keys(store: Store, boundaries: bool) -> None:
+def test_s12_segments_are_read_into_their_places_with_rotated_keys(store: Store) -> None:
     segments = segments_of(store)
     for document in DOCUMENTS:
         assert segments.put(document, kv_of(document)).chunks_written == 3
     prompt, starts = prompt_of(SYSTEM, DOCUMENTS[2], DOCUMENTS[0], QUESTION)
-    matches = segments.find(prompt, starts if boundaries else None, after=5)
-    assert matches == [Match(11, 11 + 24, prompt[11:35]), Match(40, 64, prompt[40:64])]
-    out = np.full(LAYOUT.shape(len(prompt) - 5), 7, np.float32)
-    with segments.hold(matches) as held:
-        assert held.read_into(out, verdict_for(segments), first=5) == matches == held.matches
-    expected = np.full_like(out, 7)
-    for match, document in zip(matches, (DOCUMENTS[2], DOCUMENTS[0]), strict=True):
-        kv = kv_of(document)[:, :, :24]
-        expected[:, 0, match.start - 5 : match.end - 5] = rotate(ROPE, kv[:, 0], match.start)
-        expected[:, 1, match.start - 5 : match.end - 5] = kv[:, 1]
-    assert out.tobytes() == expected.tobytes()
+    for given in (starts, None):
+        matches = segments.find(prompt, given, after=5)
+        assert matches == [Match(11, 11 + 24, prompt[11:35]), Match(40, 64, prompt[40:64])]
+        out = np.full(LAYOUT.shape(len(prompt) - 5), 7, np.float32)
+        with segments.hold(matches) as held:
+            assert held.read_into(out, verdict_for(segments), first=5) == matches == held.matches
+        expected = np.full_like(out, 7)
+        for match, document in zip(matches, (DOCUMENTS[2], DOCUMENTS[0]), strict=True):
+            kv = kv_of(document)[:, :, :24]
+            expected[:, 0, match.start - 5 : match.end - 5] = rotate(ROPE, kv[:, 0], match.start)
+            expected[:, 1, match.start - 5 : match.end - 5] = kv[:, 1]
+        assert out.tobytes() == expected.tobytes()
 
 
 def test_s8_what_begins_before_the_exact_prefix_ends_is_not_found(store: Store) -> None:
@@ -140,20 +141,19 @@ def holds_of(store: Store) -> float:
     return stats.get("client_holds", stats["holds"])
 
 
-@pytest.mark.parametrize("boundaries", (True, False))
-def test_s12_what_a_search_finds_is_held_by_the_same_call(store: Store, boundaries: bool) -> None:
+def test_s12_what_a_search_finds_is_held_by_the_same_call(store: Store) -> None:
     segments = segments_of(store)
     for document in DOCUMENTS:
         segments.put(document, kv_of(document))
     prompt, starts = prompt_of(SYSTEM, *DOCUMENTS, QUESTION)
-    given = starts if boundaries else None
     out = np.empty(LAYOUT.shape(len(prompt)), np.float32)
-    with segments.find_held(prompt, given, after=20) as held:
-        assert held.matches == segments.find(prompt, given, after=20)
-        assert [len(match) for match in held.matches] == [24, 24]
-        assert holds_of(store) == 1, "one hold for all"
-        assert held.read_into(out, verdict_for(segments)) == held.matches
-    assert holds_of(store) == 0
+    for given in (starts, None):
+        with segments.find_held(prompt, given, after=20) as held:
+            assert held.matches == segments.find(prompt, given, after=20)
+            assert [len(match) for match in held.matches] == [24, 24]
+            assert holds_of(store) == 1, "one hold for all"
+            assert held.read_into(out, verdict_for(segments)) == held.matches
+        assert holds_of(store) == 0
     with segments.find_held(QUESTION, [0], ttl=5.0) as held:
         assert held.matches == []
         assert holds_of(store) == 0, "nothing is found, so nothing is held"
@@ -165,8 +165,8 @@ def test_s10_the_puts_of_one_client_are_found_by_another(store: Store) -> None:
     assert segments_of(store).find(prompt) == [Match(11, 35, prompt[11:35])]
 
 
-@pytest.mark.parametrize(
-    ("ranges", "kept"),
+@for_each(
+    "ranges, kept",
     [
         ([(11, 35), (40, 64)], 2),
         ([(40, 64), (11, 35)], 1),
@@ -216,7 +216,7 @@ def test_s2_the_namespace_says_what_it_holds(local: Store) -> None:
     assert attributes == {"kv": "segment", "keys": "unrotated", "context": "bos", "rope": ROPE.digest}
 
 
-@pytest.mark.parametrize("kind", ("segment", "verdict"))
+@for_each("kind", ("segment", "verdict"))
 def test_s5_a_namespace_of_segments_opens_only_through_a_model(store: Store, kind: str) -> None:
     with pytest.raises(InvalidRequest, match=r"use cache.segments\(rope\)"):
         store.namespace("m", LAYOUT, attributes={"kv": kind})
@@ -410,12 +410,6 @@ def test_s11_verdicts_are_bounded(local: Store) -> None:
     segments.record(bad)
     with pytest.raises(InvalidRequest, match="64 verdicts are recorded"):
         segments.record(good)
-
-
-def test_a_model_without_fingerprint_has_no_verdict(local: Store) -> None:
-    segments = cache_of(local, "").segments(ROPE, chunk_tokens=SIZE)
-    with pytest.raises(InvalidRequest, match="digest of the weights"):
-        verdict_for(segments)
 
 
 # Arguments

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
-import pytest
 
 from kvstore.segments import Match, finding
 from kvstore.segments.search import Search
 from kvstore.tokens import TokenArray
+from tests.kit.cases import for_each
 from tests.segments.stored import Stored
 
 SIZE = 64
@@ -58,7 +58,7 @@ def anywhere(stored: Stored, tokens: TokenArray, _: list[int]) -> tuple[Sequence
     return matches, finding.missing_anywhere(len(tokens), matches, 0, SIZE)
 
 
-@pytest.mark.parametrize("search", (given, anywhere))
+@for_each("search", (given, anywhere))
 def test_documents_are_found_and_stored_once_and_nothing_decays(search: Method) -> None:
     workload, stored = Workload(), Stored(SIZE)
     distinct = len(workload.system) + sum(map(len, workload.documents))

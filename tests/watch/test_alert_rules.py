@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 
-from kvstore.meta.session import TTL_S
+from tests.kit.cases import for_each
 from tests.kit.watch_page import series_names
 from tests.kit.watch_queries import DEPLOY, RULES, RULES_TEST, used
 
@@ -32,19 +32,6 @@ def test_every_metric_of_a_rule_is_documented() -> None:
         assert {name for name in names if not name.startswith("process_")} <= known, f"{alert}: {names - known}"
 
 
-def test_every_alert_says_what_it_means_and_where_to_read_on() -> None:
-    for alert, text in alerts().items():
-        assert re.search(r"severity: (critical|warning)\b", text), alert
-        for part in ("summary", "description"):
-            assert re.search(rf'{part}: "[^"]+"', text), f"{alert} has no {part}"
-        assert f"runbook: deploy/RUNBOOK.md#{alert.lower()}" in text, alert
-
-
-def test_the_margin_of_a_lease_that_is_renewed_in_time_wakes_nobody() -> None:
-    found = re.search(r"kvstore_lease_margin_seconds\[10m\]\) < ([\d.]+)\n", alerts()["KVStoreLeaseMarginSmall"])
-    assert found and float(found[1]) < TTL_S - TTL_S / 3 - 2.0
-
-
 def test_every_alert_has_a_test_in_which_it_fires_and_one_in_which_it_does_not() -> None:
     fires: Counter[str] = Counter()
     silent: Counter[str] = Counter()
@@ -54,10 +41,9 @@ def test_every_alert_has_a_test_in_which_it_fires_and_one_in_which_it_does_not()
 
 
 @NEEDS_PROMTOOL
-@pytest.mark.parametrize(
+@for_each(
     "arguments",
     [("check", "rules", "alerts.yml"), ("test", "rules", "alerts_test.yml"), ("check", "config", "prometheus.yml")],
-    ids=" ".join,
 )
 def test_promtool_accepts_what_ships(arguments: tuple[str, ...]) -> None:
     ended = subprocess.run(

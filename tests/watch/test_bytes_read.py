@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 import kvstore
 from kvstore.client.cache import Cache
 from kvstore.client.store import Store
 from tests.kit.arenas import MEMORY_BYTES, filled, lose, serving_memory
+from tests.kit.cases import for_each
 from tests.kit.patience import eventually
 from tests.kit.transports import MEDIUM, WAYS, tokens_and_kv
 from tests.kit.workers import connected, serving
@@ -21,7 +22,6 @@ COUNT = 40
 TOKENS, KV = tokens_and_kv(COUNT)
 KEYS = [bytes([number]) * 32 for number in range(COUNT)]
 BLOCKS = [bytes([number]) * (5_000 + 100 * number) for number in range(COUNT)]
-BLOCKS_BYTES = sum(map(len, BLOCKS))
 COUNTERS = {"memory": ("memory_hits", "memory_bytes"), "root": ("chunks_read", "bytes_read")}
 """Chunks and payload bytes that callers got, by the tier that had them."""
 
@@ -60,31 +60,34 @@ def got_blocks(cache: Cache) -> int:
     return sum(map(len, buffers))
 
 
-@pytest.mark.parametrize("read", [got, viewed, by_layer, got_blocks])
-@pytest.mark.parametrize("tier", ["memory", "root"])
-@pytest.mark.parametrize("way", ["embedded", *WAYS])
-def test_every_byte_counts_once_in_its_tier(way: str, tier: str, read: Callable[[Cache], int], tmp_root: Path) -> None:
+@for_each("tier", ["memory", "root"])
+@for_each("way", ["embedded", *WAYS])
+def test_every_byte_counts_once_in_its_tier(way: str, tier: str, tmp_root: Path) -> None:
     with store_by(way, tier, tmp_root) as store:
         cache = store.namespace("m", MEDIUM)
         cache.put(TOKENS, KV, write="through")
         cache.blocks.put(KEYS, BLOCKS, write="through")
-        before = store.stats()
-        payload_bytes = sum(read(cache) for _ in range(3))
-        assert payload_bytes == 3 * (BLOCKS_BYTES if read is got_blocks else KV.nbytes)
-        want = {name: 0 for names in COUNTERS.values() for name in names}
-        want.update(zip(COUNTERS[tier], (3 * COUNT, payload_bytes), strict=True))
-
-        def counted() -> dict[str, float]:
-            now = store.stats()
-            return {name: now[name] - before[name] for name in want}
-
-        # A worker hears from its client how much that has read of memory or files, for which the client does not wait.
-        eventually(lambda: counted()[COUNTERS[tier][1]] >= payload_bytes)
-        assert counted() == want
+        for read in (got, viewed, by_layer, got_blocks):
+            assert_counted(store, tier, partial(read, cache))
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("read", [viewed, by_layer])
+def assert_counted(store: Store, tier: str, read: Callable[[], int]) -> None:
+    before = store.stats()
+    payload_bytes = sum(read() for _ in range(3))
+    want = {name: 0 for names in COUNTERS.values() for name in names}
+    want.update(zip(COUNTERS[tier], (3 * COUNT, payload_bytes), strict=True))
+
+    def counted() -> dict[str, float]:
+        now = store.stats()
+        return {name: now[name] - before[name] for name in want}
+
+    # A client reports how much it has read of memory or files, and does not wait for the worker.
+    eventually(lambda: counted()[COUNTERS[tier][1]] >= payload_bytes)
+    assert counted() == want
+
+
+@for_each("way", WAYS)
+@for_each("read", [viewed, by_layer])
 def test_a_prompt_in_two_tiers_counts_in_both(way: str, read: Callable[[Cache], int], tmp_root: Path) -> None:
     with serving_memory(tmp_root) as served, connected(served, bulk=way) as store:
         lose(served, filled(served, TOKENS, KV, MEDIUM), COUNT // 2, COUNT)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.cases import for_each
 from tests.kit.watch_page import documented, series_names
 from tests.kit.watch_queries import ADDED, DASHBOARDS, grouped, panels, shown, used
 
@@ -27,7 +28,7 @@ def queries(dashboard: Path) -> list[str]:
     return [target["expr"] for panel in panels(dashboard) for target in panel["targets"]]
 
 
-@pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda path: path.stem)
+@for_each("dashboard", DASHBOARDS)
 def test_every_metric_and_label_of_a_dashboard_is_documented(dashboard: Path) -> None:
     known = series_names() | {"up"}
     for query in queries(dashboard):
@@ -40,7 +41,7 @@ def test_every_metric_and_label_of_a_dashboard_is_documented(dashboard: Path) ->
         assert grouped(query) <= there, f"groups by {grouped(query) - there}: {query}"
 
 
-@pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda path: path.stem)
+@for_each("dashboard", DASHBOARDS)
 def test_every_panel_says_what_it_shows(dashboard: Path) -> None:
     said = json.loads(dashboard.read_text())
     assert said["title"] and said["uid"] and said["description"]
@@ -55,13 +56,6 @@ def test_every_panel_says_what_it_shows(dashboard: Path) -> None:
     for panel in panels(dashboard):
         assert panel["title"] and panel["description"] and panel["fieldConfig"]["defaults"]["unit"]
         assert all("${datasource}" in json.dumps(target["datasource"]) for target in panel["targets"])
-
-
-def test_panels_of_what_is_read_count_what_memory_gives() -> None:
-    (overview,) = (dashboard for dashboard in DASHBOARDS if dashboard.stem == "overview")
-    shown = {panel["title"]: " ".join(target["expr"] for target in panel["targets"]) for panel in panels(overview)}
-    for title in ("Read", "Payload read and written", "Where reads come from"):
-        assert {"kvstore_memory_bytes_total", "kvstore_bytes_read_total"} <= used(shown[title]).keys(), title
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool (Debian's prometheus)")

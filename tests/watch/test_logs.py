@@ -45,13 +45,6 @@ def test_an_event_is_one_json_object_with_its_values_by_name(said: Callable[[], 
     assert second["message"] == "session.lost ab12" and "request" not in second
 
 
-def test_a_value_cannot_pretend_to_be_a_field_of_ours(said: Callable[[], str]) -> None:
-    logs.configure("info", "json")
-    logging.getLogger("kvstore").info("some.event level=%s request=%s", "error", "of somebody else")
-    line = json.loads(said())
-    assert line["level"] == "info" and "request" not in line
-
-
 def test_a_traceback_is_part_of_its_line(said: Callable[[], str]) -> None:
     logs.configure("info", "json")
     try:
@@ -60,12 +53,3 @@ def test_a_traceback_is_part_of_its_line(said: Callable[[], str]) -> None:
         logging.getLogger("kvstore").exception("call.failed method=%s", "Get")
     (line,) = map(json.loads, said().splitlines())
     assert line["method"] == "Get" and line["error"].endswith("ValueError: no")
-
-
-def test_text_names_the_request_at_the_end(said: Callable[[], str]) -> None:
-    logs.configure("info")
-    with tracing.request("req-8"):
-        logging.getLogger("kvstore").info("some.event count=%d", 1)
-    logging.getLogger("kvstore").info("other.event")
-    with_id, without = said().splitlines()
-    assert with_id.endswith("INFO kvstore: some.event count=1 request=req-8") and without.endswith(": other.event")

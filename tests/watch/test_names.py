@@ -119,11 +119,6 @@ def test_the_page_says_what_the_code_says() -> None:
     }
 
 
-def test_the_names_of_labelled_counters_end_with_their_label() -> None:
-    for each in (*NodeCount, *WorkerCount):
-        assert not each.family or each.label in each.flat_name, each
-
-
 def test_a_scrape_has_what_a_prometheus_expects(tmp_path: Path) -> None:
     member = open_member(str(tmp_path / "root"))
     worker = Worker(member, "127.0.0.1:0")

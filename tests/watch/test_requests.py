@@ -14,15 +14,15 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-import kvstore
 from kvstore import tracing
 from kvstore.cli.logs import Lines
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.messages import parse, sealed, trace_of, traced
 from kvstore.wire.statuses import BrokenTransfer
+from tests.kit.cases import for_each
 from tests.kit.stores import SMALL, kv_of
-from tests.kit.workers import WAIT_S, connected, opened, raw_stub, serving
+from tests.kit.workers import connected, serving
 
 TOKENS = list(range(4 * SMALL.chunk_tokens))
 KV = kv_of(SMALL, TOKENS)
@@ -65,7 +65,7 @@ def ended(lines: list[dict[str, object]], method: str) -> list[dict[str, object]
 # Request ids
 
 
-@pytest.mark.parametrize(("way", "path"), [("grpc", "grpc"), ("tcp", "tcp"), ("shared", "unix")])
+@for_each("way, path", [("grpc", "grpc"), ("tcp", "tcp"), ("shared", "unix")])
 def test_the_worker_logs_the_id_that_the_caller_gave(way: str, path: str, tmp_path: Path) -> None:
     with logged() as lines, serving(tmp_path) as served, connected(served, bulk=way) as store:
         cache = store.namespace("m", SMALL)
@@ -98,19 +98,6 @@ def test_an_error_names_its_request() -> None:
         assert any("req-43" in note for note in raised.value.__notes__)
 
 
-def test_what_is_no_id_is_replaced_and_refused_where_the_caller_gives_it() -> None:
-    with pytest.raises(InvalidRequest, match="expected 1 to 64"), tracing.request("two words"):
-        pass
-    hostile = [("kvstore-request-id", 'a b\x01"}{'), ("kvstore-request-id", "x" * 65), ("traceparent", "00-zz")]
-    with logged() as lines, serving() as served, raw_stub(served) as stub:
-        opened(stub, SMALL)
-        for pair in hostile:
-            stub.ListPins(pb.ListPinsRequest(), metadata=[pair], timeout=WAIT_S)
-        list(stub.ListNamespaces(pb.ListNamespacesRequest(), metadata=hostile[1:], timeout=WAIT_S))
-    for line in ended(lines, "ListNamespaces"):
-        assert isinstance(line["request"], str) and len(line["request"]) == 16
-
-
 def test_a_trace_in_a_bulk_request_is_sealed_and_nobody_has_to_know_it() -> None:
     request = pb.GetRequest(tokens=b"abcd", chunks_max=3)
     assert traced(request) == sealed(request), "nothing to say costs nothing"
@@ -126,7 +113,7 @@ def test_a_trace_in_a_bulk_request_is_sealed_and_nobody_has_to_know_it() -> None
 # Spans
 
 
-@pytest.mark.parametrize("way", ["grpc", "tcp", "shared"])
+@for_each("way", ["grpc", "tcp", "shared"])
 def test_one_get_is_one_trace_from_the_client_to_the_file(way: str, tmp_path: Path) -> None:
     with serving(tmp_path) as served, connected(served, bulk=way) as store:
         cache = store.namespace("m", SMALL)
@@ -165,12 +152,3 @@ def test_a_span_that_failed_says_the_kind_and_no_text(tmp_path: Path) -> None:
     failed = [span for span in exporter.get_finished_spans() if not span.status.is_ok]
     assert {span.name for span in failed} >= {"kvstore.attempt"}
     assert all("secret" not in str((span.attributes, span.events, span.status.description)) for span in failed)
-
-
-def test_off_there_is_no_span_and_nothing_is_made_for_one() -> None:
-    with spans() as exporter:
-        pass
-    assert tracing.span("one", tokens=1) is tracing.span("two")
-    with kvstore.open("memory://") as store:
-        store.namespace("m", SMALL).match(TOKENS)
-    assert exporter.get_finished_spans() == ()

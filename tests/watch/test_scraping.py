@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from kvstore import scraping
+from tests.kit.cases import for_each
 from tests.kit.etcd import eventually
 from tests.kit.patience import PATIENCE_S
 
@@ -40,7 +41,7 @@ def is_answered(port: int) -> bool:
         return False  # let go for another: a scraper asks again
 
 
-@pytest.mark.parametrize("sent", [b"", b"GET /metrics HTTP/1.0\r\nX: ", b"GET /metrics HTTP/1.0\r\n\r\n"])
+@for_each("sent", [b"", b"GET /metrics HTTP/1.0\r\nX: ", b"GET /metrics HTTP/1.0\r\n\r\n"])
 def test_many_that_ask_nothing_or_take_no_answer_get_no_thread_each(port: int, sent: bytes) -> None:
     before = threading.active_count()
     with ExitStack() as undo:

@@ -19,6 +19,7 @@ from kvstore.sources import SystemClock
 from kvstore_gc.metrics import Metrics, write
 from kvstore_gc.summary import Summary
 from tests.cli.conftest import PATIENCE_S, serving
+from tests.kit.cases import for_each
 from tests.kit.stores import SMALL
 
 
@@ -61,7 +62,7 @@ def test_spans_go_where_the_environment_says(monkeypatch: pytest.MonkeyPatch) ->
         assert span is None, "nothing is made once it has ended"
 
 
-@pytest.mark.parametrize("wanted", [None, False])
+@for_each("wanted", [None, False])
 def test_nothing_is_sent_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch, wanted: bool | None) -> None:
     if wanted is None:
         monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)

@@ -120,14 +120,6 @@ def test_match_and_get_what_our_client_put(stub: KVStoreStub, store: Store, dige
     assert (chunks, data, sums) == (6, b"".join(SECTIONS), sums_of(SECTIONS))
 
 
-def test_get_a_part_of_a_prompt(stub: KVStoreStub, digest: bytes) -> None:
-    put(stub, digest)
-    request = pb.GetRequest(namespace=digest, tokens=packed(TOKENS), first=2, chunks_max=5)
-    chunks, data, sums = joined(stub.Get(request, timeout=WAIT_S))
-    wanted = SECTIONS[2 * PER_CHUNK : 5 * PER_CHUNK]
-    assert (chunks, data, sums) == (5, b"".join(wanted), sums_of(wanted))
-
-
 def test_get_layer_by_layer(stub: KVStoreStub, digest: bytes) -> None:
     put(stub, digest)
     request = pb.GetRequest(namespace=digest, tokens=packed(TOKENS), order=pb.ORDER_LAYERS)

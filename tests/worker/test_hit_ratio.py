@@ -9,7 +9,6 @@ from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
-import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -22,6 +21,7 @@ from kvstore.replay.content import KvBytes
 from kvstore.replay.trace import BLOCK_TOKENS
 from kvstore.tokens import TokenArray
 from kvstore.worker.exposition import Exposition
+from tests.kit.cases import for_each
 from tests.kit.workers import Served, serving
 
 REQUESTS = generate(14, seed=3)
@@ -125,8 +125,8 @@ USES = {
 """Look-ups of each use."""
 
 
-@pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize("way", WAYS)
+@for_each("way", WAYS)
+@for_each("use", USES)
 def test_lookups_count_in_match_hold_and_get(tmp_root: Path, way: str, use: Callable[..., None]) -> None:
     with opened(way, tmp_root) as (store, counted):
         cache = store.namespace("trace", LAYOUT)

@@ -21,6 +21,7 @@ from kvstore.errors import HoldBroken
 from kvstore.sources import SystemClock
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.worker.limits import WorkerLimits
+from tests.kit.cases import for_each
 from tests.kit.stores import SMALL, kv_of
 from tests.kit.workers import WAIT_S, Served, connected, eventually, opened, packed, raw_stub, serving
 
@@ -146,7 +147,7 @@ def test_a_hold_that_is_released_soon_or_forgotten_is_not_renewed() -> None:
         assert renewals(served) == 0
 
 
-@pytest.mark.parametrize("bulk", ["grpc", "tcp", "shared"])
+@for_each("bulk", ["grpc", "tcp", "shared"])
 def test_a_store_that_is_closed_ends_its_holds(bulk: str) -> None:
     with serving() as served:
         with connected(served, bulk=bulk) as store:

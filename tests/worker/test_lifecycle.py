@@ -11,7 +11,6 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import grpc
 import numpy as np
@@ -27,7 +26,6 @@ from kvstore.meta.workers import WorkerRecord, Workers
 from kvstore.node.limits import Limits
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.metrics_server import start_metrics
 from kvstore.worker.worker import Worker
 from tests.kit.etcd import running_etcd
@@ -70,53 +68,11 @@ def health_of(channel: grpc.Channel, service: str = "") -> int:
 # Listening
 
 
-@pytest.mark.parametrize("listen", ["127.0.0.1:0", "localhost:0"])
-def test_port_0_is_chosen_and_said(listen: str) -> None:
-    with serving(listen=listen) as served, connected(served) as store:
-        assert int(served.address.rpartition(":")[2]) > 0
-        assert store.namespace("m", SMALL).match(TOKENS) == 0
-
-
-def test_ipv6_in_brackets() -> None:
-    try:
-        with socket.socket(socket.AF_INET6) as probe:
-            probe.bind(("::1", 0))
-    except OSError:
-        pytest.skip("no IPv6 on this machine")
-    with serving(listen="[::1]:0") as served, connected(served) as store:
-        assert served.address.startswith("[::1]:")
-        assert store.namespace("m", SMALL).match(TOKENS) == 0
-
-
 def test_a_unix_socket(tmp_root: Path) -> None:
     address = f"unix:{tmp_root}/socket"
     with serving(listen=address) as served, connected(served) as store:
         assert served.address == address
         assert store.namespace("m", SMALL).match(TOKENS) == 0
-
-
-def test_two_workers_on_one_port_are_an_error() -> None:
-    with serving() as served:
-        second = Worker(served.member, served.address)
-        with pytest.raises(InvalidRequest, match="in use by another process"):
-            second.start()
-        second.stop()
-
-
-@pytest.mark.parametrize("listen", ["", "127.0.0.1", ":7070", "127.0.0.1:http", "127.0.0.1:70000", "127.0.0.1:-1"])
-def test_addresses_that_are_none(listen: str) -> None:
-    member = member_on(MemoryRoot(MemoryFiles()))
-    worker = Worker(member, listen)
-    with pytest.raises(InvalidRequest, match="expected host:port"):
-        worker.start()
-    worker.stop()
-    member.close()
-
-
-@pytest.mark.parametrize("limits", [{"calls_max": 0}, {"idle_s": float("nan")}, {"stream_s_max": 1.0}])
-def test_limits_that_make_no_sense(limits: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequest, match=next(iter(limits))):
-        WorkerLimits(**limits)
 
 
 def test_it_is_registered_when_it_has_started_and_while_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,11 +119,6 @@ def test_it_serves_although_etcd_does_not_list_it(monkeypatch: pytest.MonkeyPatc
     with serving() as served, raw_channel(served) as channel:
         assert time.monotonic() - began_s < WAIT_S / 2
         assert health_of(channel) == SERVING
-
-
-def test_a_wildcard_address_is_advertised_as_this_host() -> None:
-    with serving(listen="0.0.0.0:0") as served:
-        assert served.worker.advertised == f"{socket.gethostname()}:{served.address.rpartition(':')[2]}"
 
 
 # Health, reflection, metrics
@@ -220,11 +171,6 @@ def test_metrics_tell_what_was_done() -> None:
         assert float(values['kvstore_call_seconds_bucket{le="+Inf",method="Get",path="unix"}']) == 1
         assert float(values['kvstore_call_seconds_count{method="Get",path="unix"}']) == 1
         assert "# HELP kvstore_chunks_written_total chunks this node published" in lines
-
-
-def test_metrics_at_an_address_that_is_none() -> None:
-    with serving() as served, pytest.raises(InvalidRequest, match="expected host:port"):
-        start_metrics(served.worker, "9090")
 
 
 # Draining

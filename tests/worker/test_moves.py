@@ -25,6 +25,7 @@ from kvstore.wire.messages import sealed
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.worker import Worker
 from kvstore.writes import WriteMode, WriteModeName
+from tests.kit.cases import for_each
 from tests.kit.patience import PATIENCE_S
 from tests.kit.stores import same
 from tests.kit.tiers import IN_TIME_S, LARGE, QUICK, Acting, eventually, faulty, held, timed
@@ -221,7 +222,7 @@ def test_a_request_that_changed_on_the_way_moves_nothing() -> None:
 # How puts are acknowledged
 
 
-@pytest.mark.parametrize("bulk", ["shared", "tcp", "grpc"])
+@for_each("bulk", ["shared", "tcp", "grpc"])
 def test_w1_a_put_behind_is_acknowledged_while_the_root_hangs_and_read_from_memory(bulk: str) -> None:
     root = faulty()
     with working(root, write=WriteMode.UNCACHED) as (acting, served), caching(served, acting, bulk) as cache:
@@ -237,9 +238,9 @@ def test_w1_a_put_behind_is_acknowledged_while_the_root_hangs_and_read_from_memo
         acting.assert_settled()
 
 
-@pytest.mark.parametrize("bulk", ["shared", "tcp", "grpc"])
-@pytest.mark.parametrize("default", [None, "behind"])
-@pytest.mark.parametrize("cached", [True, False])
+@for_each("bulk", ["shared", "tcp", "grpc"])
+@for_each("default", [None, "behind"])
+@for_each("cached", [True, False])
 def test_a_put_that_waits_for_the_root_does_so_whatever_the_worker_and_the_client_would_do(
     bulk: str, default: WriteModeName | None, cached: bool
 ) -> None:
@@ -254,7 +255,7 @@ def test_a_put_that_waits_for_the_root_does_so_whatever_the_worker_and_the_clien
         assert acting.stat("behind_bytes") == 0
 
 
-@pytest.mark.parametrize("bulk", ["shared", "grpc"])
+@for_each("bulk", ["shared", "grpc"])
 def test_a_client_that_says_behind_means_it_where_a_put_does_not_say(bulk: str) -> None:
     root = faulty()
     with working(root) as (acting, served), caching(served, acting, bulk, write="behind") as cache:
@@ -267,7 +268,7 @@ def test_a_client_that_says_behind_means_it_where_a_put_does_not_say(bulk: str) 
         assert all(acting.on_root(1, 8))
 
 
-@pytest.mark.parametrize("bulk", ["shared", "grpc"])
+@for_each("bulk", ["shared", "grpc"])
 def test_a_turn_put_behind_continues_what_only_memory_has(bulk: str) -> None:
     root = faulty()
     with working(root) as (acting, served), caching(served, acting, bulk) as cache:

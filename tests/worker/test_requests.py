@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.v1.kvstore_pb2_grpc import KVStoreStub
 from kvstore.wire.limits import method
 from kvstore.worker.limits import WorkerLimits
+from tests.kit.cases import for_each
 from tests.kit.stores import SMALL, kv_of, same
 from tests.kit.workers import (
     WAIT_S,
@@ -127,7 +127,7 @@ WRONG_PUTS: dict[str, tuple[Callable[[bytes], Iterator[pb.PutRequest]], str]] = 
 }
 
 
-@pytest.mark.parametrize("name", WRONG_PUTS)
+@for_each("name", WRONG_PUTS)
 def test_a_put_that_is_wrong(stub: KVStoreStub, digest: bytes, name: str) -> None:
     messages, says = WRONG_PUTS[name]
     code, message, kind = refused(lambda: stub.Put(messages(digest), timeout=WAIT_S))
@@ -136,7 +136,7 @@ def test_a_put_that_is_wrong(stub: KVStoreStub, digest: bytes, name: str) -> Non
     assert says in message
 
 
-@pytest.mark.parametrize("section", [0, 5, len(SECTIONS) - 1])
+@for_each("section", [0, 5, len(SECTIONS) - 1])
 def test_a_section_that_changed_on_the_way_is_not_stored(
     served: Served, stub: KVStoreStub, digest: bytes, section: int
 ) -> None:
@@ -176,7 +176,7 @@ def unary_calls(digest: bytes, tokens: bytes) -> dict[str, Callable[[KVStoreStub
 NAMES = list(unary_calls(b"", b""))
 
 
-@pytest.mark.parametrize("name", [*NAMES, "Clear", "MatchBlocks", "GetBlocks", "PutBlocks"])
+@for_each("name", [*NAMES, "Clear", "MatchBlocks", "GetBlocks", "PutBlocks"])
 def test_an_unknown_namespace(stub: KVStoreStub, name: str) -> None:
     unknown = bytes(range(32))
     calls = unary_calls(unknown, packed(TOKENS)) | {
@@ -192,7 +192,7 @@ def test_an_unknown_namespace(stub: KVStoreStub, name: str) -> None:
     assert "call OpenNamespace" in message
 
 
-@pytest.mark.parametrize("name", NAMES)
+@for_each("name", NAMES)
 def test_tokens_and_namespaces_that_are_none(stub: KVStoreStub, digest: bytes, name: str) -> None:
     for namespace, tokens, says in ((digest, b"12345", "5 bytes: expected 4 for each"), (b"short", b"", "has 5 bytes")):
         code, message, _ = refused(lambda n=namespace, t=tokens: unary_calls(n, t)[name](stub))  # type: ignore[misc]
@@ -280,7 +280,7 @@ OTHERS: dict[str, tuple[Callable[[KVStoreStub, bytes], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@for_each("name", OTHERS)
 def test_other_requests_that_are_wrong(stub: KVStoreStub, digest: bytes, name: str) -> None:
     call, says = OTHERS[name]
     code, message, _ = refused(lambda: call(stub, digest))
@@ -288,50 +288,7 @@ def test_other_requests_that_are_wrong(stub: KVStoreStub, digest: bytes, name: s
     assert says in message
 
 
-def test_another_layout_under_one_name(stub: KVStoreStub, digest: bytes) -> None:
-    layout = pb.Layout(**{**SMALL.to_dict(), "layers": 5})
-    request = pb.OpenNamespaceRequest(namespace=pb.Namespace(name="m", layout=layout))
-    code, message, kind = refused(lambda: stub.OpenNamespace(request, timeout=WAIT_S))
-    assert (code, kind) == (grpc.StatusCode.FAILED_PRECONDITION, "LayoutMismatch")
-    assert "use the same layout, or another name" in message
-
-
-def test_a_long_message_in_any_script_arrives(served: Served, stub: KVStoreStub) -> None:
-    message = pb.Namespace(name="💥" * 64, layout=pb.Layout(**SMALL.to_dict()), tenant="é" * 128)
-    stub.OpenNamespace(pb.OpenNamespaceRequest(namespace=message), timeout=WAIT_S)
-    message.layout.layers += 1
-    request = pb.OpenNamespaceRequest(namespace=message)
-    code, details, _ = refused(lambda: stub.OpenNamespace(request, timeout=WAIT_S))
-    assert code is grpc.StatusCode.FAILED_PRECONDITION
-    assert "💥" * 64 in details
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [("Match", "unary_unary"), ("Get", "unary_stream"), ("Put", "stream_unary"), ("PutBlocks", "stream_unary")],
-)
-def test_bytes_that_are_no_message(served: Served, name: str, kind: str) -> None:
-    garbage = b"\x0a\xff\xff\xff\x7f garbage"
-    with raw_channel(served) as channel:
-        call: Any = getattr(channel, kind)(method(name))
-        answer: Callable[[], object] = {
-            "unary_unary": lambda: call(garbage, timeout=WAIT_S),
-            "unary_stream": lambda: list(call(garbage, timeout=WAIT_S)),
-            "stream_unary": lambda: call(iter([garbage]), timeout=WAIT_S),
-        }[kind]
-        code, message, _ = refused(answer)
-    assert code is INVALID
-    assert "is not" in message
-
-
-def test_a_call_that_does_not_exist(served: Served) -> None:
-    with raw_channel(served) as channel:
-        call: Any = channel.unary_unary(method("Nonsense"))
-        code, _, _ = refused(lambda: call(b"", timeout=WAIT_S))
-    assert code is grpc.StatusCode.UNIMPLEMENTED
-
-
-@pytest.mark.parametrize("size", [18 << 20, 64 << 20])
+@for_each("size", [18 << 20, 64 << 20])
 def test_a_message_that_is_too_large(served: Served, size: int) -> None:
     with raw_channel(served) as channel:
         match: Any = channel.unary_unary(method("Match"))
@@ -341,23 +298,6 @@ def test_a_message_that_is_too_large(served: Served, size: int) -> None:
         assert "larger than max" in message
         code, _, _ = refused(lambda: put(iter([bytes(size)]), timeout=WAIT_S))
         assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_garbage_on_the_socket(served: Served, cache: Cache, seed: int) -> None:
-    host, port = served.address.split(":")
-    source = random.Random(seed)
-    beginnings = [b"", b"GET / HTTP/1.1\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\x16\x03\x01\x02\x00"]
-    cache.put(TOKENS, KV)
-    with socket.create_connection((host, int(port)), timeout=WAIT_S) as connection:
-        try:
-            connection.sendall(beginnings[seed % 4] + source.randbytes(100_000))
-            assert cache.match(TOKENS) == len(TOKENS)  # while the connection is open
-            connection.shutdown(socket.SHUT_WR)
-            while connection.recv(65_536):
-                pass
-        except OSError:
-            pass  # it hung up on us, as it may
 
 
 def test_connections_that_say_nothing(served: Served, cache: Cache) -> None:
@@ -407,47 +347,6 @@ def test_more_calls_than_allowed_are_refused_and_others_go_on() -> None:
         assert stub.Stats(pb.StatsRequest(), timeout=WAIT_S).gauges["calls_in_flight"] == 3
         go_on.set()
         assert [each.result().tokens_present for each in puts] == 3 * [len(TOKENS)]
-
-
-def test_more_bytes_than_allowed_are_refused() -> None:
-    with serving(worker_limits=WorkerLimits(bytes_in_flight_max=1)) as served, raw_stub(served) as stub:
-        digest = opened(stub, SMALL)
-        with ThreadPoolExecutor(1) as threads:
-            go_on = threading.Event()
-
-            def slowly() -> Iterator[pb.PutRequest]:
-                yield pb.PutRequest(start=start(digest))
-                go_on.wait(WAIT_S)
-                yield pb.PutRequest(data=DATA, checksums=SUMS)
-
-            alone = threads.submit(lambda: stub.Put(slowly(), timeout=WAIT_S))
-            eventually(lambda: served.worker.service.in_flight.count, "a put has reserved its bytes")
-            whole = pb.PutRequest(start=start(digest), data=DATA, checksums=SUMS)
-            code, message, kind = refused(lambda: stub.Put(iter([whole]), timeout=WAIT_S))
-            assert (code, kind) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "Busy")
-            assert "with the calls in progress exceeds" in message
-            go_on.set()
-            assert alone.result().tokens_present == len(TOKENS)
-
-
-@pytest.mark.parametrize(
-    ("limits", "says"),
-    [
-        (WorkerLimits(holds_max=2), "2 prompts and"),
-        (WorkerLimits(hold_tokens_max=2 * len(TOKENS)), f"{2 * len(TOKENS)} tokens here"),
-    ],
-)
-def test_more_holds_than_allowed_are_refused(limits: WorkerLimits, says: str) -> None:
-    with serving(worker_limits=limits) as served, raw_stub(served) as stub, connected(served) as store:
-        store.namespace("m", SMALL).put(TOKENS, KV)
-        request = pb.HoldRequest(namespace=opened(stub, SMALL), tokens=packed(TOKENS))
-        held = [stub.Hold(request, timeout=WAIT_S).hold for _ in range(2)]
-        code, message, _ = refused(lambda: stub.Hold(request, timeout=WAIT_S))
-        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert says in message
-        assert len(served.member.node.holds) == 2
-        stub.Release(pb.ReleaseRequest(hold=held[0]), timeout=WAIT_S)
-        assert stub.Hold(request, timeout=WAIT_S).chunks == 4
 
 
 def test_holds_of_clients_that_vanished_end_by_themselves() -> None:

@@ -7,12 +7,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 import kvstore
 from kvstore.client import Cache
 from tests.kit.administration import damage_payload
 from tests.kit.arenas import serving_memory
+from tests.kit.cases import for_each
 from tests.kit.stores import SMALL, kv_of
 from tests.kit.transports import WAYS
 from tests.kit.workers import connected, serving
@@ -98,8 +98,8 @@ PUTS: dict[str, Callable[[Cache], object]] = {
 }
 
 
-@pytest.mark.parametrize("has_memory", [False, True], ids=["root", "memory"])
-@pytest.mark.parametrize("way", ["here", *WAYS])
+@for_each("has_memory", [False, True])
+@for_each("way", ["here", *WAYS])
 def test_each_put_is_one_request(tmp_root: Path, way: str, has_memory: bool) -> None:
     grown = {}
     with opened(tmp_root / "root", way, has_memory=has_memory) as (cache, count):
@@ -110,8 +110,8 @@ def test_each_put_is_one_request(tmp_root: Path, way: str, has_memory: bool) -> 
     assert grown == dict.fromkeys(PUTS, 1)
 
 
-@pytest.mark.parametrize("has_memory", [False, True], ids=["root", "memory"])
-@pytest.mark.parametrize("way", ["here", *WAYS])
+@for_each("has_memory", [False, True])
+@for_each("way", ["here", *WAYS])
 def test_each_get_is_one_request(tmp_root: Path, way: str, has_memory: bool) -> None:
     grown = {}
     with opened(tmp_root / "root", way, has_memory=has_memory) as (cache, count):
@@ -122,7 +122,7 @@ def test_each_get_is_one_request(tmp_root: Path, way: str, has_memory: bool) -> 
     assert grown == dict.fromkeys(CALLS, 1)
 
 
-@pytest.mark.parametrize("way", ["here", *WAYS])
+@for_each("way", ["here", *WAYS])
 def test_a_get_that_asks_again_for_what_is_damaged_is_one_request(tmp_root: Path, way: str) -> None:
     with opened(tmp_root / "root", way, has_memory=False) as (cache, count):
         for path in sorted((tmp_root / "root" / "chunks").rglob("*")):

@@ -13,6 +13,7 @@ from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.frames import decode_frame, encode_frame
 from kvstore.wire.messages import SEAL_BYTES, SEAL_FIELD, pack_keys, pack_tokens, parse, sealed
 from kvstore.wire.statuses import BrokenTransfer
+from tests.kit.cases import for_each
 
 TOKENS = pack_tokens(np.random.default_rng(1).integers(0, 1 << 32, 256, dtype=np.uint32))
 REQUESTS: list[Message] = [
@@ -24,7 +25,7 @@ REQUESTS: list[Message] = [
 ]
 
 
-@pytest.mark.parametrize("request_", REQUESTS, ids=lambda each: type(each).__name__)
+@for_each("request_", REQUESTS)
 def test_a_request_is_what_was_sent_or_refused_whichever_bit_flips(request_: Message) -> None:
     raw = sealed(request_)
     refused = 0

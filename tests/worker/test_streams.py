@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
@@ -16,6 +15,7 @@ from kvstore import Layout
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.worker.limits import WorkerLimits
+from tests.kit.cases import for_each
 from tests.kit.faulty_root import FaultyRoot, Hang, Rule
 from tests.kit.patience import stretched
 from tests.kit.stores import SMALL, kv_of
@@ -61,7 +61,7 @@ def silent_after(messages: list[pb.PutRequest], ended: threading.Event) -> Itera
     ended.wait(WAIT_S)
 
 
-@pytest.mark.parametrize("sent", [0, 1, 2])
+@for_each("sent", [0, 1, 2])
 def test_a_put_that_stops_sending_is_cancelled(sent: int) -> None:
     ended = threading.Event()
     with serving(worker_limits=impatient()) as served, raw_stub(served) as stub:
@@ -106,7 +106,7 @@ def test_a_put_whose_client_is_gone_is_given_up() -> None:
         assert stub.Match(pb.MatchRequest(namespace=digest, tokens=packed(TOKENS)), timeout=WAIT_S).chunks <= 1
 
 
-@pytest.mark.parametrize("order", [pb.ORDER_CHUNKS, pb.ORDER_LAYERS])
+@for_each("order", [pb.ORDER_CHUNKS, pb.ORDER_LAYERS])
 def test_a_get_that_is_cancelled_stops_reading(order: pb.Order) -> None:
     tokens = np.arange(16 * LARGE.chunk_tokens)
     with serving() as served, raw_stub(served) as stub, connected(served) as store:
@@ -120,7 +120,7 @@ def test_a_get_that_is_cancelled_stops_reading(order: pb.Order) -> None:
         assert served.worker.service.counters()["wire_bytes_out"] < 16 * LARGE.chunk_bytes
 
 
-@pytest.mark.parametrize("order", [pb.ORDER_CHUNKS, pb.ORDER_LAYERS])
+@for_each("order", [pb.ORDER_CHUNKS, pb.ORDER_LAYERS])
 def test_a_get_that_nobody_reads_is_cancelled(order: pb.Order) -> None:
     tokens = np.arange(32 * LARGE.chunk_tokens)
     with (
@@ -172,25 +172,6 @@ def test_streams_of_reflection_end_too() -> None:
         ended.set()  # only now: a request that ends in time is answered
         with raw_stub(served) as stub:
             assert opened(stub, SMALL)
-
-
-def test_many_clients_at_once() -> None:
-    with serving() as served:
-
-        def client(number: int) -> None:
-            with connected(served) as store:
-                cache = store.namespace("m", SMALL)
-                for turn in range(4):
-                    tokens = TOKENS + 1000 * ((number + turn) % 7)
-                    kv = kv_of(SMALL, tokens)
-                    assert cache.put(tokens, kv).tokens_present == len(tokens)
-                    count, array = cache.get(tokens)
-                    assert count == len(tokens)
-                    assert array.tobytes() == kv.tobytes()
-
-        with ThreadPoolExecutor(24) as threads:
-            list(threads.map(client, range(24)))
-        nothing_in_use(served)
 
 
 def test_calls_that_never_send_their_one_message_let_go_of_their_threads() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore import errors
-from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError, Unavailable
+from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError
 from kvstore.format.descent import DESCENT_BYTES_MAX
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire import statuses
@@ -29,13 +29,14 @@ from kvstore.wire.messages import (
     unpack_tokens,
 )
 from kvstore.wire.statuses import BrokenTransfer, failure, refusal
+from tests.kit.cases import for_each
 from tests.kit.workers import sums_of
 
 WITH_START: list[type[Message]] = [pb.PutRequest, pb.GetResponse, pb.PutBlocksRequest]
 small_bytes = st.binary(max_size=300)
 
 
-@pytest.mark.parametrize("kind", [*WITH_START, pb.GetBlocksResponse], ids=lambda kind: kind.__name__)
+@for_each("kind", [*WITH_START, pb.GetBlocksResponse])
 def test_the_fields_of_data_messages_agree(kind: type[Message]) -> None:
     fields = {field.number: field.name for field in kind.DESCRIPTOR.fields}
     assert fields == {1: "hits" if kind is pb.GetBlocksResponse else "start", 2: "checksums", 3: "data"}
@@ -64,7 +65,7 @@ def test_unknown_fields_are_passed_over() -> None:
     assert (frame.start, bytes(frame.data)) == (None, b"data")
 
 
-@pytest.mark.parametrize("missing", range(1, 5))
+@for_each("missing", range(1, 5))
 def test_a_message_that_was_cut_is_a_wrong_request(missing: int) -> None:
     with pytest.raises(InvalidRequest, match="longer than the message"):
         decode_frame(encode_frame([memoryview(b"data")])[:-missing])
@@ -78,7 +79,7 @@ def test_what_is_no_message_is_a_wrong_request(garbage: bytes) -> None:
         assert "not protobuf" in str(error)
 
 
-@pytest.mark.parametrize("garbage", [b"\x1a\x05abc", b"\x1a", b"\x80" * 11, b"\x1b", b"\x29123"])
+@for_each("garbage", [b"\x1a\x05abc", b"\x1a", b"\x80" * 11, b"\x1b", b"\x29123"])
 def test_garbage_says_so(garbage: bytes) -> None:
     with pytest.raises(InvalidRequest, match="not protobuf"):
         decode_frame(garbage)
@@ -145,7 +146,7 @@ def test_bytes_behind_the_last_part() -> None:
         list(incoming.feed(decode_frame(encode_frame([memoryview(b"abcde")], sums_of([b"abc"])))))
 
 
-@pytest.mark.parametrize(("sums", "says"), [(0, "no checksum for part 0"), (2, "16 bytes of checksums: expected 8")])
+@for_each("sums, says", [(0, "no checksum for part 0"), (2, "16 bytes of checksums: expected 8")])
 def test_another_number_of_checksums(sums: int, says: str) -> None:
     with pytest.raises(InvalidRequest, match=says):
         list(Incoming([3, 9]).feed(decode_frame(encode_frame([memoryview(b"abcd")], sums * sums_of([b"abc"])))))
@@ -158,7 +159,7 @@ def test_keys_and_sizes_there_and_back(keys: list[bytes]) -> None:
     assert unpack_sizes(pack_sizes(sizes), len(keys)) == sizes
 
 
-@pytest.mark.parametrize("packed", [b"\x0f" + bytes(15), b"\x41" + bytes(65), b"\x10" + bytes(15), b"\x00"])
+@for_each("packed", [b"\x0f" + bytes(15), b"\x41" + bytes(65), b"\x10" + bytes(15), b"\x00"])
 def test_keys_that_are_none(packed: bytes) -> None:
     with pytest.raises(InvalidRequest, match="key 0 claims"):
         unpack_keys(packed)
@@ -173,16 +174,14 @@ def test_too_many_keys_and_tokens() -> None:
         unpack_tokens(bytes(5))
 
 
-@pytest.mark.parametrize(
-    ("packed", "says"), [(bytes(4), "has 0 bytes"), (bytes(3), "3 bytes"), (b"\xff" * 4, "4294967")]
-)
+@for_each("packed, says", [(bytes(4), "has 0 bytes"), (bytes(3), "3 bytes"), (b"\xff" * 4, "4294967")])
 def test_sizes_that_are_none(packed: bytes, says: str) -> None:
     with pytest.raises(InvalidRequest, match=says):
         unpack_sizes(packed, 1)
 
 
-@pytest.mark.parametrize(
-    ("message", "says"),
+@for_each(
+    "message, says",
     [
         (pb.Namespace(name="m"), "no layout"),
         (pb.Namespace(name="m", layout=pb.Layout(layers=1)), "kv_heads=0"),
@@ -231,15 +230,15 @@ def test_the_table_has_every_error() -> None:
     assert set(PUBLIC) - {errors.WrongSize} <= set(statuses.STATUSES)
 
 
-@pytest.mark.parametrize("kind", list(statuses.STATUSES), ids=lambda kind: kind.__name__)
+@for_each("kind", list(statuses.STATUSES))
 def test_errors_come_back_as_the_same_class_with_the_same_message(kind: type[KVStoreError]) -> None:
     back = round_trip(kind("what was wrong, größer als erlaubt"))
     assert type(back) is kind
     assert str(back) == "what was wrong, größer als erlaubt"
 
 
-@pytest.mark.parametrize(
-    ("kind", "code"),
+@for_each(
+    "kind, code",
     [
         (errors.InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT),
         (errors.LayoutMismatch, grpc.StatusCode.FAILED_PRECONDITION),
@@ -265,42 +264,9 @@ def test_a_broken_hold_says_what_is_still_valid() -> None:
     assert back.tokens_valid == 512
 
 
-def test_a_subclass_goes_out_as_its_nearest_class() -> None:
-    class Special(errors.Overloaded):
-        pass
-
-    assert type(round_trip(Special("x"))) is errors.Overloaded
-
-
 def test_a_long_message_is_cut() -> None:
     assert len(refusal(InvalidRequest("x" * 100_000)).message) == statuses.MESSAGE_BYTES_MAX
     assert len(quote(refusal(InvalidRequest("é💥" * 100_000)).message)) <= statuses.MESSAGE_BYTES_MAX
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        grpc.StatusCode.DEADLINE_EXCEEDED,
-        grpc.StatusCode.UNAVAILABLE,
-        grpc.StatusCode.CANCELLED,
-        grpc.StatusCode.INTERNAL,
-        grpc.StatusCode.UNKNOWN,
-        grpc.StatusCode.UNIMPLEMENTED,
-        grpc.StatusCode.DATA_LOSS,
-    ],
-)
-def test_what_grpc_itself_says_is_unavailable(code: grpc.StatusCode) -> None:
-    error = failure(code, "gone", (("other", b"binary"),), "10.0.0.7:7070").error
-    assert isinstance(error, Unavailable)
-    assert "10.0.0.7:7070" in str(error)
-
-
-def test_forged_trailers_do_no_harm() -> None:
-    odd = (("kvstore-error", "KeyboardInterrupt"), ("kvstore-tokens-valid", "9" * 5000), ("kvstore-refused", "1"))
-    assert isinstance(failure(grpc.StatusCode.UNAVAILABLE, "x", odd, "here").error, Unavailable)
-    valid = failure(grpc.StatusCode.ABORTED, "x", (("kvstore-error", "HoldBroken"), odd[1]), "here").error
-    assert isinstance(valid, HoldBroken)
-    assert valid.tokens_valid == 0
 
 
 @given(st.lists(st.binary(max_size=40), max_size=8))

@@ -18,7 +18,7 @@ MEMORY = [
         "behind-lost-at-exit",
         "MEMORY W3: a program that ends",
         edit("kvstore.client.dropping:_flush_all", "behind.close(time.monotonic() - began_s)", "pass"),
-        "client/test_dropped.py::test_w3_what_was_put_behind_is_on_the_root_when_a_program_ends[]",
+        "client/test_dropped.py::test_w3_what_was_put_behind_is_on_the_root_when_a_program_ends",
     ),
     mutant(
         "image-header",

@@ -172,7 +172,7 @@ COUNTED = [
         "dropped-store",
         "threads of a store that is dropped",
         edit("kvstore.client.dropping:_end_apart", "target=end,", "target=str,"),
-        "client/test_dropped.py::test_a_dropped_store_warns_and_its_threads_end[embedded]",
+        "client/test_dropped.py::test_a_dropped_store_warns_and_its_threads_end",
     ),
     limit(
         "changed",

@@ -146,7 +146,7 @@ MUTANTS = [
         "search-of-exact-chains",
         "S5",
         edit("kvstore.node.segment_search:find_segments", "not namespace.has_segments", "False"),
-        "worker/test_requests.py::test_other_requests_that_are_wrong[segments of a namespace that has none]",
+        "worker/test_requests.py::test_other_requests_that_are_wrong",
     ),
     segments(
         "search-holds-nothing",
