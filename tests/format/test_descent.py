@@ -92,7 +92,7 @@ def test_a_descent_out_of_range_is_refused() -> None:
     for wrong in WRONG:
         given_: dict[str, object] = {"tokens": [1, 2], "depth": 0}
         with pytest.raises(InvalidRequest):
-            Descent(**{**given_, **wrong})  # type: ignore[arg-type]
+            Descent(**{**given_, **wrong})
 
 
 def test_the_longest_descent_fits_behind_the_longest_key() -> None:
