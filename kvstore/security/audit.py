@@ -13,9 +13,10 @@ import sys
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from functools import partial
+from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from kvstore.background import Tasks
 from kvstore.errors import InvalidRequest
@@ -102,9 +103,8 @@ class _PrivateFile(RotatingFileHandler):
         super().__init__(path, maxBytes=bytes_max, backupCount=kept_max, encoding="ascii")
         self._on_lost = on_lost
 
-    def _open(self) -> TextIO:
-        fd = os.open(self.baseFilename, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        return os.fdopen(fd, self.mode, encoding=self.encoding)
+    def _open(self) -> TextIOWrapper:
+        return open(self.baseFilename, "a", encoding=self.encoding, opener=partial(os.open, mode=0o600))
 
     def handleError(self, _: logging.LogRecord) -> None:
         log.error("audit.not_written %s: %s", self.baseFilename, sys.exc_info()[1])
