@@ -9,8 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -32,15 +31,6 @@ log = logging.getLogger(__name__)
 WRITERS = 4
 AFTER_S = 0.05
 """How long a chunk waits before it is written: the put that brought it is acknowledged meanwhile, and needs cores."""
-HOLD_S = 1.0
-"""How long a chunk waits at most while clients move bytes, which need the cores that writing takes (rule W6)."""
-MOVING_S = 0.5
-"""How long one call holds it: a client that moves bytes slowly must not keep the queue full for others."""
-ARRIVING_SHARE = 0.75
-LEAVING_SHARE = 0.25
-"""Shares of the queue up to which it waits so while bytes arrive, and while bytes leave: what finds the queue full is
-shed, and gets go on without a pause while puts come in bursts.
-"""
 PAUSE_S = 0.5
 """Pause after the root refused or did not answer."""
 JOIN_S = 2.0
@@ -64,8 +54,6 @@ class Job:
     """Time (monotonic) at which it is given up."""
     begins_s: float = 0.0
     """Earliest time to begin: its put is still going on, or the root refused it just now."""
-    held_s: float = 0.0
-    """Time at which it begins even while clients move bytes."""
     was_tried: bool = False
     """It could not be written once, and so may never be."""
 
@@ -101,12 +89,6 @@ class WriteBehind:
         self._waiting: deque[Job] = deque()
         self._writing: list[Job] = []
         self._bytes = 0
-        self._moving = list[tuple[float, float]]()
-        """For each call that moves bytes, the share of the queue that it may hold, and the time at which it lets go."""
-        self._quiet_s = {ARRIVING_SHARE: 0.0, LEAVING_SHARE: 0.0}
-        """By share, the time at which the last such call is so long over that another would have followed it."""
-        self._awaited = 0
-        """Callers that wait until something is written."""
         self._jobs = 0
         self._ended_s = 0.0
         """Time at which a job ended last."""
@@ -135,27 +117,8 @@ class WriteBehind:
         with self._changed:
             if self._is_closing or self._bytes + size_bytes > self.bytes_max:
                 return False
-            before_bytes, most_bytes = self._bytes, self.bytes_max
             self._bytes += size_bytes
-            if any(before_bytes <= share * most_bytes < self._bytes for share in self._quiet_s):
-                self._changed.notify_all()  # the threads sleep for as long as they saw then
             return True
-
-    @contextmanager
-    def moving(self, share: float) -> Iterator[None]:
-        """While a call moves a client's bytes, what is queued waits (rule W6), up to a share of the queue:
-        ARRIVING_SHARE or LEAVING_SHARE.
-        """
-        call = share, self._clock.monotonic_s() + MOVING_S
-        with self._changed:
-            self._moving.append(call)
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._moving.remove(call)
-                self._quiet_s[share] = self._clock.monotonic_s() + AFTER_S
-                self._changed.notify_all()
 
     def give_back(self, size_bytes: int) -> None:
         """Returns room that was reserved and is not needed."""
@@ -168,7 +131,7 @@ class WriteBehind:
         assert self._publish is not None
         now_s = self._clock.monotonic_s()
         ends_s = now_s + self._limits.now.behind_give_up_s
-        job = Job(wanted, first, count, hints, size_bytes, ends_s, now_s + AFTER_S, now_s + HOLD_S)
+        job = Job(wanted, first, count, hints, size_bytes, ends_s, now_s + AFTER_S)
         with self._changed:
             self._jobs += 1
             if not self._loop.closed:
@@ -224,7 +187,6 @@ class WriteBehind:
         began_s = self._clock.monotonic_s()
         with self._changed:
             self._is_closing = True
-            self._changed.notify_all()  # what is held begins
             while self._jobs and (left_s := self._may_wait_s(began_s, timeout_s)) > 0:
                 self._changed.wait(left_s)
             self._loop.stop()
@@ -246,14 +208,7 @@ class WriteBehind:
     def _wait(self, is_over: Callable[[], bool], timeout_s: float) -> bool:
         """Waits until it is over, or time is up; nothing is held meanwhile. Returns whether it is."""
         with self._changed:
-            if is_over():
-                return True
-            self._awaited += 1
-            self._changed.notify_all()  # what is held begins
-            try:
-                return self._changed.wait_for(is_over, timeout_s)
-            finally:
-                self._awaited -= 1
+            return self._changed.wait_for(is_over, timeout_s)
 
     def _may_wait_s(self, began_s: float, timeout_s: float) -> float:
         """Returns how long ``close``, which began at ``began_s``, may still wait before it looks again."""
@@ -269,22 +224,12 @@ class WriteBehind:
         now_s = self._clock.monotonic_s()
         before = [*self._writing]
         for place, job in enumerate(self._waiting):
-            if self._begins_s(job) <= now_s and not any(map(job.continues, before)):
+            if job.begins_s <= now_s and not any(map(job.continues, before)):
                 del self._waiting[place]
                 self._writing.append(job)
                 return partial(self._do, job)
             before.append(job)
-        times = map(self._begins_s, self._waiting)
-        return min((begins_s - now_s for begins_s in times if begins_s > now_s), default=None)
-
-    def _begins_s(self, job: Job) -> float:
-        """Returns the earliest time to begin a job, as things are (rule W6)."""
-        if self._is_closing or self._awaited:
-            return job.begins_s
-        most_bytes = self.bytes_max
-        calls = [*self._moving, *self._quiet_s.items()]
-        held_s = max((until_s for share, until_s in calls if self._bytes <= share * most_bytes), default=0.0)
-        return max(job.begins_s, min(job.held_s, held_s))
+        return min((job.begins_s - now_s for job in self._waiting if job.begins_s > now_s), default=None)
 
     def _do(self, job: Job) -> None:
         again = False

@@ -104,8 +104,7 @@ class _PrivateFile(RotatingFileHandler):
         self._on_lost = on_lost
 
     def _open(self) -> TextIOWrapper:
-        fd = os.open(self.baseFilename, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        return os.fdopen(fd, "a", encoding=self.encoding)
+        return open(self.baseFilename, "a", encoding=self.encoding, opener=partial(os.open, mode=0o600))
 
     def handleError(self, _: logging.LogRecord) -> None:
         log.error("audit.not_written %s: %s", self.baseFilename, sys.exc_info()[1])

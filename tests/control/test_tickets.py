@@ -283,7 +283,7 @@ def test_close_cancels_all_and_begins_nothing_any_more() -> None:
 
 
 def test_acts_about_single_tenants_leave_a_thread_to_those_about_all() -> None:
-    """Clearing a bad roll-out is such an operation, while tenants compress all their chunks."""
+    """Clearing a bad roll-out is such an operation, while tenants prefetch all their prompts."""
     release = threading.Event()
 
     def long(step: Step) -> str:
@@ -293,7 +293,7 @@ def test_acts_about_single_tenants_leave_a_thread_to_those_about_all() -> None:
     with running(threads_max=2, spare_threads=1) as runner:
         try:
             theirs = [
-                runner.begin("compress", long, about="", unit="", tenant=tenant).id for tenant in ("a", "b", "c", "")
+                runner.begin("prefetch", long, about="", unit="", tenant=tenant).id for tenant in ("a", "b", "c", "")
             ]
             eventually(lambda: runner.book.count(State.RUNNING) == 2, "as many as tenants may have")
             assert ended(runner, begin(runner, lambda step: "")).state is State.DONE

@@ -1,8 +1,7 @@
-"""The moment at which a put is acknowledged, and what is where by then (MEMORY.md, "Writing", W1, W2, W5 and W6)."""
+"""The moment at which a put is acknowledged, and what is where by then (MEMORY.md, "Writing", W1, W2 and W5)."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from kvstore.address import Chain
 from kvstore.format import places
 from kvstore.hints import Hints
 from kvstore.node import write_behind
-from kvstore.node.write_behind import ARRIVING_SHARE, LEAVING_SHARE
 from kvstore.root.interface import Root
 from kvstore.writes import Durability, WriteMode
 from tests.kit.faulty_root import ENOSPC, EROFS, FaultyRoot, Rule
@@ -310,68 +308,3 @@ def test_w2_a_prompt_that_cannot_be_written_holds_no_other_up(root: FaultyRoot) 
         node.drain()
         assert root.inner.stat(stuck) is not None
         node.assert_settled()
-
-
-def test_w6_a_call_that_moves_bytes_holds_what_is_queued_but_not_for_long(
-    node: Acting, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(write_behind, "HOLD_S", 0.3)
-    with node.tiers.behind.moving(ARRIVING_SHARE):
-        began_s = time.monotonic()
-        node.put(1, 4)
-        eventually(lambda: all(node.on_root(1, 4)), "it is written while the call goes on")
-        assert time.monotonic() - began_s >= 0.3
-
-
-def test_w6_a_call_that_moves_bytes_slowly_holds_what_is_queued_for_a_moment_only(
-    node: Acting, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(write_behind, "HOLD_S", FOR_EVER_S)
-    monkeypatch.setattr(write_behind, "MOVING_S", 0.1)
-    with node.tiers.behind.moving(ARRIVING_SHARE):
-        for prompt in (1, 2):
-            node.put(prompt, 4)
-            eventually(lambda: all(node.on_root(prompt, 4)), "it is written while the call goes on")  # noqa: B023
-
-
-def test_w6_what_is_queued_is_written_when_calls_have_ended(node: Acting, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write_behind, "HOLD_S", FOR_EVER_S)
-    monkeypatch.setattr(write_behind, "MOVING_S", FOR_EVER_S)
-    with node.tiers.behind.moving(ARRIVING_SHARE):
-        node.put(1, 4)
-    eventually(lambda: all(node.on_root(1, 4)), "it is written")
-
-
-@pytest.mark.parametrize("share", [ARRIVING_SHARE, LEAVING_SHARE])
-def test_w6_nothing_waits_in_a_queue_that_fills(node: Acting, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write_behind, "HOLD_S", FOR_EVER_S)
-    monkeypatch.setattr(write_behind, "MOVING_S", FOR_EVER_S)
-    behind, room_bytes = node.tiers.behind, int(node.unit_bytes * QUEUE_CHUNKS * share)
-    with behind.moving(share):
-        node.put(1, 4)
-        time.sleep(4 * write_behind.AFTER_S)
-        assert not any(node.on_root(1, 4)), "it waits"
-        assert behind.reserve(room_bytes)
-        eventually(lambda: all(node.on_root(1, 4)), "it is written")
-        behind.give_back(room_bytes)
-
-
-def test_w6_nothing_waits_when_the_node_closes(node: Acting, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write_behind, "HOLD_S", FOR_EVER_S)
-    monkeypatch.setattr(write_behind, "MOVING_S", FOR_EVER_S)
-    with node.tiers.behind.moving(ARRIVING_SHARE):
-        node.put(1, 4)
-        node.close()
-        assert node.on_root(1, 4) == [True] * 4
-
-
-def test_w6_nothing_waits_that_somebody_waits_for(node: Acting, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write_behind, "HOLD_S", FOR_EVER_S)
-    monkeypatch.setattr(write_behind, "MOVING_S", FOR_EVER_S)
-    with node.tiers.behind.moving(ARRIVING_SHARE):
-        node.put(1, 4)
-        assert node.tiers.behind.flush(IN_TIME_S)
-        assert node.on_root(1, 4) == [True] * 4
-        node.put(2, 4)
-        assert node.tiers.behind.settle(node.chain(2, 4), 0, 4, IN_TIME_S)
-        assert node.on_root(2, 4) == [True] * 4

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from kvstore.counts import WorkerCount
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.node.node import Node
-from kvstore.node.write_behind import ARRIVING_SHARE, LEAVING_SHARE
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel, LinkBroken, LinkLate
 from kvstore.wire.bulk.frames import (
@@ -67,10 +66,6 @@ class BulkRequests:
         self._gets = BulkGets(node, prompts, in_flight, calls, limits, buffers, self.leases)
         arriving = Arriving(in_flight, calls, buffers, limits.behind_bytes_max)
         self._puts = BulkPuts(node, prompts, arriving, behind)
-        self._moving: Callable[[float], AbstractContextManager[object]] = (
-            nullcontext if node.tiers is None else node.tiers.behind.moving
-        )
-        """Holds writing behind while a call moves a client's bytes (rule W6)."""
 
     def serve(self, connection: Connection) -> bool:
         """Serves the request whose first bytes came; returns whether the connection can be used again. Never raises."""
@@ -97,9 +92,7 @@ class BulkRequests:
             if head.kind is Kind.CALL:
                 self._answer(channel, number, request, context)
                 return channel.alive
-            stream, is_get = _STREAMS[head.kind], head.kind in (Kind.GET, Kind.GET_BLOCKS)
-            moving = self._moving(LEAVING_SHARE if is_get else ARRIVING_SHARE)
-            with self._calls.serving(stream, context) as call, self._counting_idle(), moving:
+            with self._calls.serving(_STREAMS[head.kind], context) as call, self._counting_idle():
                 if head.kind is Kind.GET:
                     self._gets.get(channel, number, request.flag, request.message, call)
                 elif head.kind is Kind.GET_BLOCKS:

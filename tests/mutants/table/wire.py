@@ -129,26 +129,6 @@ PUTTING = [
         f"{ROOMS}what_lies_behind_a_chunk_that_a_sweep_takes_is_left_out[2-behind]",
     ),
     mutant(
-        "bulk-gets-hold-nothing",
-        "W6: what is queued to be written waits while a client's bytes move",
-        edit(
-            "kvstore.worker.bulk.serving:BulkRequests.serve", "self._counting_idle(), moving", "self._counting_idle()"
-        ),
-        "bulk/test_yielding.py::test_w6_what_is_queued_waits_until_the_call_ends[get]",
-    ),
-    mutant(
-        "behind-held-though-awaited",
-        "W6: nothing waits that somebody waits for",
-        edit("kvstore.node.write_behind:WriteBehind._begins_s", " or self._awaited", ""),
-        "tiers/test_writing.py::test_w6_nothing_waits_that_somebody_waits_for[posix]",
-    ),
-    mutant(
-        "behind-held-by-gets-as-by-puts",
-        "W6: a get holds less of the queue than a put",
-        edit("kvstore.worker.bulk.serving:BulkRequests.serve", "LEAVING_SHARE if is_get else ", ""),
-        "bulk/test_yielding.py::test_w6_a_get_holds_less_than_a_put[get]",
-    ),
-    mutant(
         "bulk-blocks-first-block",
         "wire: checksum of every block of a run",
         edit(
