@@ -2,65 +2,29 @@
 
 from __future__ import annotations
 
-import hashlib
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from kvstore.address import block_address
 from kvstore.client.limits import ClientLimits
-from kvstore.client.store import Store
 from kvstore.errors import InvalidRequest, WrongSize
 from kvstore.format.descent import Descent
 from kvstore.format.encoded import decode_any
 from kvstore.node.limits import Limits
 from kvstore.root.memory import MemoryFiles, MemoryRoot
-from kvstore.root.posix import PosixRoot
-from kvstore.worker.limits import WorkerLimits
-from kvstore.worker.worker import Worker
 from kvstore.writes import WriteModeName
 from tests.kit.arenas import serving_memory
-from tests.kit.stores import member_on
+from tests.kit.engine_blocks import COUNT, blocks_of, buffers_for, counted, keys_of, same
 from tests.kit.transports import MEDIUM, WAYS
 from tests.kit.workers import WAIT_S, Served, connected, eventually, serving
 
 pytestmark = pytest.mark.slow
-SIZES = (1, 4096, 100_000, 65_537, 3, 1 << 19)
-COUNT = 150
-"""More blocks than one WANT asks for, of more bytes than one run has."""
 KINDS = ("files", "no files", "memory", "memory and files")
-Bytes = npt.NDArray[np.uint8]
-
-
-def keys_of(seed: int, count: int = COUNT) -> list[bytes]:
-    return [hashlib.blake2b(f"{seed}/{at}".encode(), digest_size=16 + at % 49).digest() for at in range(count)]
-
-
-@lru_cache(maxsize=4)
-def blocks_of(seed: int, count: int = COUNT, sizes: tuple[int, ...] = SIZES) -> list[Bytes]:
-    lengths = [sizes[at % len(sizes)] for at in range(count)]
-    content = np.frombuffer(np.random.default_rng(seed).bytes(sum(lengths)), np.uint8)
-    return np.split(content, np.cumsum(lengths)[:-1])
-
-
-def buffers_for(blocks: list[Bytes]) -> list[Bytes]:
-    return [np.zeros_like(block) for block in blocks]
-
-
-def same(buffers: list[Bytes], blocks: list[Bytes]) -> bool:
-    return all(np.array_equal(one, other) for one, other in zip(buffers, blocks, strict=True))
-
-
-def counted(store: Store, what: str) -> dict[str, int]:
-    """Counts how often each path was taken."""
-    stats = store.stats()
-    return {way: int(stats[f"client_{what}_{way}"]) for way in WAYS if stats[f"client_{what}_{way}"]}
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -73,9 +37,18 @@ def served(request: pytest.FixtureRequest, module_root: Path) -> Iterator[Served
         assert not found.worker.service.bulk_requests.leases
 
 
-@pytest.mark.parametrize("write", [None, "behind"])
-@pytest.mark.parametrize("writer", WAYS)
-def test_what_one_way_wrote_every_way_reads(served: Served, writer: str, write: WriteModeName | None) -> None:
+@pytest.fixture
+def turn(request: pytest.FixtureRequest) -> int:
+    """The number of the worker's kind. Combinations of the other parameters are shared out among the kinds by it."""
+    return KINDS.index(request.node.callspec.params["served"])
+
+
+def test_what_one_way_wrote_every_way_reads(served: Served, turn: int) -> None:
+    for at, writer in enumerate(WAYS):
+        check_every_way_reads(served, writer, (None, "behind")[(at + turn) % 2])
+
+
+def check_every_way_reads(served: Served, writer: str, write: WriteModeName | None) -> None:
     """Blocks of mixed sizes, more than one WANT asks for."""
     seed = zlib.crc32(f"{writer} {write}".encode())
     keys, blocks = keys_of(seed), blocks_of(seed)
@@ -97,9 +70,12 @@ def test_what_one_way_wrote_every_way_reads(served: Served, writer: str, write: 
             assert store.stats()["client_bulk_broken"] == 0
 
 
-@pytest.mark.parametrize("write", [None, "behind", "around"])
-@pytest.mark.parametrize("way", WAYS)
-def test_each_block_has_its_descent_in_its_file(served: Served, way: str, write: WriteModeName | None) -> None:
+def test_each_block_has_its_descent_in_its_file(served: Served, turn: int) -> None:
+    for at, way in enumerate(WAYS):
+        check_descents(served, way, (None, "behind", "around")[(at + turn) % 3])
+
+
+def check_descents(served: Served, way: str, write: WriteModeName | None) -> None:
     keys, blocks = keys_of(zlib.crc32(f"descents {way} {write}".encode())), blocks_of(1)
     said = [Descent([at, at + 1], at, keys[at - 1] if at else b"").pack() if at % 3 else b"" for at in range(COUNT)]
     with connected(served, bulk=way, write=write) as store:
@@ -114,58 +90,61 @@ def test_each_block_has_its_descent_in_its_file(served: Served, way: str, write:
         assert seen is not None and decode_any(seen.prefix).descent == each
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_miss_in_the_middle_ends_nothing(served: Served, way: str) -> None:
+def test_a_miss_in_the_middle_ends_nothing(served: Served) -> None:
     """Every third is not there, nor are the first and the last; their buffers are not touched."""
-    keys, blocks = keys_of(7), blocks_of(7)
-    missing = {0, COUNT - 1, *range(2, COUNT, 3)}
-    with connected(served, bulk=way) as store:
-        cache = store.namespace(f"gaps-{way}", MEDIUM).blocks
-        there = [at for at in range(COUNT) if at not in missing]
-        assert all(cache.put([keys[at] for at in there], [blocks[at] for at in there]))
-        buffers = buffers_for(blocks)
-        assert cache.get(keys, buffers) == [at not in missing for at in range(COUNT)]
-        assert same([buffers[at] for at in there], [blocks[at] for at in there])
-        assert not any(buffers[at].any() for at in missing)
-        assert cache.get(keys_of(8, 3), buffers_for(blocks[:3])) == [False] * 3
-        assert counted(store, "gets") == {way: 2}
+    for way in WAYS:
+        keys, blocks = keys_of(7), blocks_of(7)
+        missing = {0, COUNT - 1, *range(2, COUNT, 3)}
+        with connected(served, bulk=way) as store:
+            cache = store.namespace(f"gaps-{way}", MEDIUM).blocks
+            there = [at for at in range(COUNT) if at not in missing]
+            assert all(cache.put([keys[at] for at in there], [blocks[at] for at in there]))
+            buffers = buffers_for(blocks)
+            assert cache.get(keys, buffers) == [at not in missing for at in range(COUNT)]
+            assert same([buffers[at] for at in there], [blocks[at] for at in there])
+            assert not any(buffers[at].any() for at in missing)
+            assert cache.get(keys_of(8, 3), buffers_for(blocks[:3])) == [False] * 3
+            assert counted(store, "gets") == {way: 2}
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_buffer_of_another_size_than_its_block_is_an_error_and_the_block_stays(served: Served, way: str) -> None:
-    keys, blocks = keys_of(9, 3), blocks_of(9, 3, (5000,))
-    with connected(served, bulk=way) as store:
-        cache = store.namespace(f"sizes-{way}", MEDIUM).blocks
-        assert cache.put(keys, blocks) == [True] * 3
-        larger = [np.zeros(5000, np.uint8), np.zeros(5001, np.uint8), np.zeros(5000, np.uint8)]
-        with pytest.raises(WrongSize, match="buffer 1 has 5001 bytes, and its block in the store has 5000") as failed:
-            cache.get(keys, larger)
-        assert isinstance(failed.value, InvalidRequest) and failed.value.hits == [True, False, True]
-        assert same([larger[0], larger[2]], [blocks[0], blocks[2]])
-        with cache.hold(keys) as hold, pytest.raises(WrongSize, match="give a buffer of 5000 bytes"):
-            hold.get(keys, larger)
-        assert cache.get(keys_of(77, 1), larger[:1]) == [False]
-        assert cache.get(keys, buffers_for(blocks)) == [True] * 3
-        assert store.stats()["quarantined"] == 0
+def test_a_buffer_of_another_size_than_its_block_is_an_error_and_the_block_stays(served: Served) -> None:
+    for way in WAYS:
+        keys, blocks = keys_of(9, 3), blocks_of(9, 3, (5000,))
+        with connected(served, bulk=way) as store:
+            cache = store.namespace(f"sizes-{way}", MEDIUM).blocks
+            assert cache.put(keys, blocks) == [True] * 3
+            larger = [np.zeros(5000, np.uint8), np.zeros(5001, np.uint8), np.zeros(5000, np.uint8)]
+            with pytest.raises(
+                WrongSize, match="buffer 1 has 5001 bytes, and its block in the store has 5000"
+            ) as failed:
+                cache.get(keys, larger)
+            assert isinstance(failed.value, InvalidRequest) and failed.value.hits == [True, False, True]
+            assert same([larger[0], larger[2]], [blocks[0], blocks[2]])
+            with cache.hold(keys) as hold, pytest.raises(WrongSize, match="give a buffer of 5000 bytes"):
+                hold.get(keys, larger)
+            assert cache.get(keys_of(77, 1), larger[:1]) == [False]
+            assert cache.get(keys, buffers_for(blocks)) == [True] * 3
+            assert store.stats()["quarantined"] == 0
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_one_key_may_be_there_twice(served: Served, way: str) -> None:
-    keys, blocks = keys_of(10, 1), blocks_of(10, 1, (9000,))
-    with connected(served, bulk=way) as store:
-        cache = store.namespace(f"twice-{way}", MEDIUM).blocks
-        assert cache.put(keys * 3, blocks * 3) == [True] * 3
-        buffers = [np.zeros_like(blocks[0]) for _ in range(3)]
-        assert cache.get(keys * 3, buffers) == [True] * 3
-        assert same(buffers, blocks * 3)
+def test_one_key_may_be_there_twice(served: Served) -> None:
+    for way in WAYS:
+        keys, blocks = keys_of(10, 1), blocks_of(10, 1, (9000,))
+        with connected(served, bulk=way) as store:
+            cache = store.namespace(f"twice-{way}", MEDIUM).blocks
+            assert cache.put(keys * 3, blocks * 3) == [True] * 3
+            buffers = [np.zeros_like(blocks[0]) for _ in range(3)]
+            assert cache.get(keys * 3, buffers) == [True] * 3
+            assert same(buffers, blocks * 3)
 
 
-@pytest.mark.parametrize("write", [None, "behind"])
-@pytest.mark.parametrize("arena_bytes", [1, 17 << 20, 30 << 20])
-@pytest.mark.parametrize("sizes", [(9 << 20,), (1 << 20, 100, 12 << 20)])
-def test_blocks_larger_than_a_run_and_puts_larger_than_the_shared_memory(
-    served: Served, sizes: tuple[int, ...], arena_bytes: int, write: WriteModeName | None
-) -> None:
+def test_blocks_larger_than_a_run_and_puts_larger_than_the_shared_memory(served: Served, turn: int) -> None:
+    for at, arena_bytes in enumerate((1, 17 << 20, 30 << 20)):
+        sizes = ((9 << 20,), (1 << 20, 100, 12 << 20))[(at + turn) % 2]
+        check_large_blocks(served, sizes, arena_bytes, (None, "behind")[(at + turn // 2) % 2])
+
+
+def check_large_blocks(served: Served, sizes: tuple[int, ...], arena_bytes: int, write: WriteModeName | None) -> None:
     count = 4 if len(sizes) == 1 else 8
     keys, blocks = keys_of(11, count), blocks_of(11, count, sizes)
     limits = ClientLimits(arena_bytes_max=arena_bytes)
@@ -179,70 +158,27 @@ def test_blocks_larger_than_a_run_and_puts_larger_than_the_shared_memory(
         cache._port.clear(cache._namespace)
 
 
-@pytest.mark.parametrize("way", ["shared", "tcp"])
-def test_many_put_behinds_at_once_are_all_read_back(served: Served, way: str) -> None:
+def test_many_put_behinds_at_once_are_all_read_back(served: Served) -> None:
     """A match or get of a block that the worker has not written yet waits for it, over gRPC too."""
-    calls = [(keys_of(100 + at, 5), blocks_of(100 + at, 5, (70_000, 9))) for at in range(24)]
-    with connected(served, bulk=way, write="behind") as store, ThreadPoolExecutor(6) as threads:
-        cache = store.namespace(f"many-{way}", MEDIUM).blocks
-        assert all(threads.map(lambda call: all(cache.put(*call)), calls))
-        with connected(served, bulk="grpc") as other:
-            blocks = other.namespace(f"many-{way}", MEDIUM).blocks
-            assert blocks.match(calls[-1][0]) == 5
-            assert blocks.get(calls[-2][0], buffers_for(calls[-2][1])) == [True] * 5
-        for keys, blocks_put in calls:
-            buffers = buffers_for(blocks_put)
-            assert cache.get(keys, buffers) == [True] * 5
-            assert same(buffers, blocks_put)
-        assert store.stats()["puts_behind_lost"] == 0
-    eventually(lambda: served.worker.service.gauges()["puts_behind_chunks"] == 0, "all are written")
 
+    def run_case(way: str) -> None:
+        calls = [(keys_of(100 + at, 5), blocks_of(100 + at, 5, (70_000, 9))) for at in range(24)]
+        with connected(served, bulk=way, write="behind") as store, ThreadPoolExecutor(6) as threads:
+            cache = store.namespace(f"many-{way}", MEDIUM).blocks
+            assert all(threads.map(lambda call: all(cache.put(*call)), calls))
+            with connected(served, bulk="grpc") as other:
+                blocks = other.namespace(f"many-{way}", MEDIUM).blocks
+                assert blocks.match(calls[-1][0]) == 5
+                assert blocks.get(calls[-2][0], buffers_for(calls[-2][1])) == [True] * 5
+            for keys, blocks_put in calls:
+                buffers = buffers_for(blocks_put)
+                assert cache.get(keys, buffers) == [True] * 5
+                assert same(buffers, blocks_put)
+            assert store.stats()["puts_behind_lost"] == 0
+        eventually(lambda: served.worker.service.gauges()["puts_behind_chunks"] == 0, "all are written")
 
-def test_more_calls_at_once_than_connections_go_over_grpc(served: Served) -> None:
-    keys, blocks = keys_of(12), blocks_of(12)
-    limits = ClientLimits(bulk_links_max=1)
-
-    def got() -> bool:
-        buffers = buffers_for(blocks)
-        return cache.get(keys, buffers) == [True] * COUNT and same(buffers, blocks)
-
-    with connected(served, bulk="shared", limits=limits) as store, ThreadPoolExecutor(4) as threads:
-        cache = store.namespace("links", MEDIUM).blocks
-        cache.put(keys, blocks)
-        assert all(each.result() for each in [threads.submit(got) for _ in range(12)])
-        ways = counted(store, "gets")
-        assert ways["shared"] > 0
-        assert sum(ways.values()) == 12
-
-
-def test_a_worker_that_offers_no_bulk_path_gets_blocks_over_grpc(tmp_root: Path) -> None:
-    keys, blocks = keys_of(13), blocks_of(13)
-    member = member_on(PosixRoot(tmp_root))
-    worker = Worker(member, "127.0.0.1:0", bulk_port=None)
-    worker.start()
-    try:
-        with connected(worker.address) as store:
-            cache = store.namespace("m", MEDIUM).blocks
-            assert cache.put(keys, blocks) == [True] * COUNT
-            buffers = buffers_for(blocks)
-            assert cache.get(keys, buffers) == [True] * COUNT
-            assert same(buffers, blocks)
-            assert counted(store, "gets") == counted(store, "puts") == {"grpc": 1}
-        with connected(worker.address, bulk="shared") as store, pytest.raises(InvalidRequest, match="bulk='auto'"):
-            store.namespace("m", MEDIUM).blocks.get(keys, buffers)
-    finally:
-        worker.stop()
-        member.close()
-
-
-def test_a_put_behind_over_the_network_that_is_too_large_is_stored_at_once(tmp_root: Path) -> None:
-    keys, blocks = keys_of(14, 20), blocks_of(14, 20, (10_000,))
-    with serving(tmp_root, worker_limits=WorkerLimits(behind_bytes_max=100_000)) as served:
-        with connected(served, bulk="tcp", write="behind") as store:
-            assert store.namespace("m", MEDIUM).blocks.put(keys, blocks) == [True] * 20
-            assert store.stats()["puts_behind"] == 0
-            assert store.namespace("m", MEDIUM).blocks.put(keys[:9], blocks[:9]) == [True] * 9
-            assert store.stats()["puts_behind"] == 1
+    for way in ("shared", "tcp"):
+        run_case(way)
 
 
 def test_as_many_blocks_as_a_call_may_have(tmp_root: Path) -> None:

@@ -17,25 +17,23 @@ from tests.kit.fake_meta import FakeClock
 
 
 @pytest.mark.parametrize("is_native", [True, False])
-@pytest.mark.parametrize(("rows", "row_bytes", "shift"), [(1, 9_000_001, 3), (3, 4096, 0), (64, 200_003, 1), (2, 5, 7)])
-def test_rows_are_copied_and_nothing_beside_them(
-    monkeypatch: pytest.MonkeyPatch, rows: int, row_bytes: int, shift: int, is_native: bool
-) -> None:
-    if not is_native:
-        monkeypatch.setattr(native, "library", None)
-    source = np.random.default_rng(rows).integers(0, 256, (rows, row_bytes + shift), np.uint8)
-    target = np.zeros((rows, row_bytes + 16), np.uint8)
-    starts = np.arange(rows, dtype=np.uint64)
-    to = np.uint64(target.ctypes.data + shift) + starts * np.uint64(target.shape[1])
-    origin = np.uint64(source.ctypes.data + shift) + starts * np.uint64(source.shape[1])
-    clock = SystemClock()
-    lanes = Lanes(2, 2, 8, 5, clock)
-    try:
-        copy_rows(to, origin, row_bytes, (source, target), lanes, Deadline(clock, 30))
-    finally:
-        lanes.close()
-    assert (target[:, shift : shift + row_bytes] == source[:, shift:]).all()
-    assert not target[:, :shift].any() and not target[:, shift + row_bytes :].any()
+def test_rows_are_copied_and_nothing_beside_them(monkeypatch: pytest.MonkeyPatch, is_native: bool) -> None:
+    for rows, row_bytes, shift in ((1, 9_000_001, 3), (3, 4096, 0), (64, 200_003, 1), (2, 5, 7)):
+        if not is_native:
+            monkeypatch.setattr(native, "library", None)
+        source = np.random.default_rng(rows).integers(0, 256, (rows, row_bytes + shift), np.uint8)
+        target = np.zeros((rows, row_bytes + 16), np.uint8)
+        starts = np.arange(rows, dtype=np.uint64)
+        to = np.uint64(target.ctypes.data + shift) + starts * np.uint64(target.shape[1])
+        origin = np.uint64(source.ctypes.data + shift) + starts * np.uint64(source.shape[1])
+        clock = SystemClock()
+        lanes = Lanes(2, 2, 8, 5, clock)
+        try:
+            copy_rows(to, origin, row_bytes, (source, target), lanes, Deadline(clock, 30))
+        finally:
+            lanes.close()
+        assert (target[:, shift : shift + row_bytes] == source[:, shift:]).all()
+        assert not target[:, :shift].any() and not target[:, shift + row_bytes :].any()
 
 
 def test_what_is_copied_lives_as_long_as_somebody_copies_it() -> None:

@@ -20,7 +20,7 @@ import pytest
 
 import kvstore
 from kvstore.address import Chain
-from kvstore.client.bulk import dialling, links
+from kvstore.client.bulk import dialling
 from kvstore.client.bulk.dialling import Dialler, NoAnswer, NoBulkPath
 from kvstore.client.bulk.links import Links
 from kvstore.client.bulk.way import Bulk
@@ -53,6 +53,12 @@ def hasty() -> ClientLimits:
     return stretched(hasty, "read_s", "write_s", "match_s", "probe_s")
 
 
+def fill(worker: Served | str) -> None:
+    """Puts the prompt through another client, which has time for it."""
+    with connected(worker) as patient:
+        patient.namespace("m", MEDIUM).put(TOKENS, KV)
+
+
 @pytest.fixture
 def served(tmp_root: Path) -> Iterator[Served]:
     with serving(tmp_root) as found:
@@ -64,64 +70,68 @@ def chunk_files(root: Path) -> list[Path]:
 
 
 @BOTH
-@pytest.mark.parametrize("damage", ["flipped", "header", "truncated", "removed", "another"])
-def test_a_damaged_file_is_a_miss_from_there_on(served: Served, tmp_root: Path, way: str, damage: str) -> None:
-    with connected(served, bulk=way) as store:
-        cache = store.namespace("m", MEDIUM)
-        cache.put(TOKENS, KV)
-        assert cache.get(TOKENS)[0] == len(TOKENS)
-        victim, other = chunk_files(tmp_root)[:2]
-        content = bytearray(victim.read_bytes())
-        if damage == "flipped":
-            content[4096 + 70_000] ^= 1
-        elif damage == "header":
-            content[50] ^= 1
-        elif damage == "truncated":
-            del content[-5000:]
-        elif damage == "another":
-            content[:] = other.read_bytes()
-        if damage == "removed":
-            victim.unlink()
-        else:
-            victim.write_bytes(content)
-        # More than was ever stored: that the worker has less is no reason to look no further.
-        count, array = cache.get(np.concatenate([TOKENS, TOKENS[: 3 * MEDIUM.chunk_tokens]]))
-        assert count < len(TOKENS)
-        assert same(array, KV[:, :, :count])
-        if damage != "removed":
-            assert store.stats()["miss_damaged"] >= 1
-            assert not victim.exists()
-        assert cache.put(TOKENS, KV).tokens_present == len(TOKENS)
-        assert same(cache.get(TOKENS)[1], KV)
-    eventually(lambda: not [name for name in bulk_files_of(os.getpid()) if "/chunks/" in name], "no chunk is open")
-
-
-@pytest.mark.parametrize("reads", ["get", "read_into", "view"])
-@pytest.mark.parametrize("index", [0, 64])
-def test_the_first_file_of_a_run_that_is_damaged_ends_the_read(
-    served: Served, tmp_root: Path, index: int, reads: str
-) -> None:
-    """Nothing of the next run counts: the caller would take old content of its memory for KV."""
-    with connected(served, bulk="shared") as store:
-        cache = store.namespace("m", MEDIUM)
-        cache.put(TOKENS, KV)
-        chain = Chain.of(cache.namespace, TOKENS.astype(np.uint32))
-        shard_bits = served.member.node.identity.shard_bits
-        with open(tmp_root / places.chunk(chain.addresses[index], cache.namespace.id, shard_bits), "r+b") as file:
-            file.seek(4096 + 70_000)
-            wrong = file.read(1)[0] ^ 1
-            file.seek(4096 + 70_000)
-            file.write(bytes([wrong]))
-        size = MEDIUM.chunk_tokens
-        if reads == "get":
-            assert cache.get(TOKENS)[0] == index * size
-            return
-        with cache.hold(TOKENS) as hold:
-            assert hold.tokens == len(TOKENS)
-            if reads == "view":
-                assert len(hold.view()) == index
+def test_a_damaged_file_is_a_miss_from_there_on(served: Served, tmp_root: Path, way: str) -> None:
+    def run_case(damage: str) -> None:
+        with connected(served, bulk=way) as store:
+            cache = store.namespace("m", MEDIUM)
+            cache.put(TOKENS, KV)
+            assert cache.get(TOKENS)[0] == len(TOKENS)
+            victim, other = chunk_files(tmp_root)[:2]
+            content = bytearray(victim.read_bytes())
+            if damage == "flipped":
+                content[4096 + 70_000] ^= 1
+            elif damage == "header":
+                content[50] ^= 1
+            elif damage == "truncated":
+                del content[-5000:]
+            elif damage == "another":
+                content[:] = other.read_bytes()
+            if damage == "removed":
+                victim.unlink()
             else:
-                assert hold.read_into(np.zeros_like(KV)) == index * size
+                victim.write_bytes(content)
+            before = store.stats()["miss_damaged"]
+            # More than was ever stored: that the worker has less is no reason to look no further.
+            count, array = cache.get(np.concatenate([TOKENS, TOKENS[: 3 * MEDIUM.chunk_tokens]]))
+            assert count < len(TOKENS)
+            assert same(array, KV[:, :, :count])
+            if damage != "removed":
+                assert store.stats()["miss_damaged"] > before, damage
+                assert not victim.exists()
+            assert cache.put(TOKENS, KV).tokens_present == len(TOKENS)
+            assert same(cache.get(TOKENS)[1], KV)
+        eventually(lambda: not [name for name in bulk_files_of(os.getpid()) if "/chunks/" in name], "no chunk is open")
+
+    for damage in ("flipped", "header", "truncated", "removed", "another"):
+        run_case(damage)
+
+
+def test_the_first_file_of_a_run_that_is_damaged_ends_the_read(served: Served, tmp_root: Path) -> None:
+    """Nothing of the next run counts: the caller would take old content of its memory for KV."""
+    for index in (0, 64):
+        for reads in ("get", "read_into", "view"):
+            with connected(served, bulk="shared") as store:
+                cache = store.namespace("m", MEDIUM)
+                cache.put(TOKENS, KV)
+                chain = Chain.of(cache.namespace, TOKENS.astype(np.uint32))
+                shard_bits = served.member.node.identity.shard_bits
+                with open(
+                    tmp_root / places.chunk(chain.addresses[index], cache.namespace.id, shard_bits), "r+b"
+                ) as file:
+                    file.seek(4096 + 70_000)
+                    wrong = file.read(1)[0] ^ 1
+                    file.seek(4096 + 70_000)
+                    file.write(bytes([wrong]))
+                size = MEDIUM.chunk_tokens
+                if reads == "get":
+                    assert cache.get(TOKENS)[0] == index * size
+                    continue
+                with cache.hold(TOKENS) as hold:
+                    assert hold.tokens == len(TOKENS)
+                    if reads == "view":
+                        assert len(hold.view()) == index
+                    else:
+                        assert hold.read_into(np.zeros_like(KV)) == index * size
 
 
 @BOTH
@@ -130,8 +140,8 @@ def test_a_worker_that_dies_or_freezes_costs_misses_and_little_time(
     tmp_root: Path, way: str, number: signal.Signals
 ) -> None:
     with worker_process(tmp_root) as worker, connected(worker.address, bulk=way, limits=hasty()) as store:
+        fill(worker.address)
         cache = store.namespace("m", MEDIUM)
-        cache.put(TOKENS, KV)
         out = np.zeros_like(KV)
         stopped = threading.Timer(0.2, worker.send, (number,))
         stopped.start()
@@ -228,16 +238,15 @@ def test_a_worker_that_is_silent_within_tls_is_a_miss(tmp_path: Path, monkeypatc
                 cache.put(TOKENS, KV)
 
 
-def test_a_silent_worker_is_said_once_and_what_follows_it_counts(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+IMPATIENT = ClientLimits(probe_s=0.05, bulk_retry_s=1e-9)
+
+
+def test_a_silent_worker_is_said_once_and_what_follows_it_counts(caplog: pytest.LogCaptureFixture) -> None:
     """One that takes its place and offers no way is no silent one: then the request is wrong."""
-    monkeypatch.setattr(links, "RETRY_S", 0.0)
     caplog.set_level(logging.INFO, dialling.log.name)
-    limits = ClientLimits(probe_s=0.05)
     with Silent() as silent:
         offered = silent.offered.SerializeToString()
-        asked = Links("127.0.0.1:1", Bulk.TCP, limits, lambda *_: offered)
+        asked = Links("127.0.0.1:1", Bulk.TCP, IMPATIENT, lambda *_: offered)
         for _ in range(3):
             with pytest.raises(NoAnswer), asked.link(1.0):
                 raise AssertionError("a connection was had")
@@ -248,12 +257,9 @@ def test_a_silent_worker_is_said_once_and_what_follows_it_counts(
     assert levels == ["WARNING", "INFO", "INFO", "INFO"]
 
 
-def test_a_worker_without_bulk_paths_after_a_silent_one_is_an_older_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "RETRY_S", 0.0)
+def test_a_worker_without_bulk_paths_after_a_silent_one_is_an_older_one() -> None:
     with Silent() as silent, serving() as served:
-        asked = Links(
-            served.address, Bulk.TCP, ClientLimits(probe_s=0.05), lambda *_: silent.offered.SerializeToString()
-        )
+        asked = Links(served.address, Bulk.TCP, IMPATIENT, lambda *_: silent.offered.SerializeToString())
         with pytest.raises(NoAnswer), asked.link(1.0):
             raise AssertionError("a connection was had")
         with raw_channel(served) as channel:
@@ -275,8 +281,8 @@ def test_a_worker_that_is_started_again_is_found_again(tmp_root: Path, way: str)
     first = Worker(member, "127.0.0.1:0")
     address = first.start()
     with connected(address, bulk=way, limits=hasty()) as store:
+        fill(address)
         cache = store.namespace("m", MEDIUM)
-        cache.put(TOKENS, KV)
         first.stop()
         second = Worker(member, address)
         second.start()
@@ -321,7 +327,7 @@ cache.get(tokens)
 def test_a_client_that_is_killed_while_it_reads_leaves_nothing_open(tmp_root: Path, way: str) -> None:
     with worker_process(tmp_root) as worker:
         pid = worker.pid
-        for _ in range(3):
+        for _ in range(2):
             killed = subprocess.run(
                 [sys.executable, "-c", _CLIENT, worker.address, way],
                 cwd=Path(__file__).parents[2],
@@ -365,8 +371,8 @@ def test_a_hung_root_is_a_miss_in_time(way: str) -> None:
     hang = Hang(after_bytes=5000)
     with serving(root) as served:
         with connected(served, bulk=way, limits=hasty()) as store:
+            fill(served)
             cache = store.namespace("m", MEDIUM)
-            cache.put(TOKENS, KV)
             out = np.zeros_like(KV)
             root.set_rules([Rule("read", hang, lambda name: name.startswith("chunks/"))])
             began_s = time.monotonic()

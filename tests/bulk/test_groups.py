@@ -77,16 +77,28 @@ def stream_of(frames: Sequence[bytes], step_bytes: int) -> Iterator[Link]:
         sender.join()
 
 
-@pytest.mark.parametrize("natively", [True, False])
-@pytest.mark.parametrize("group_bytes", [0, 300_000, receiving.GROUP_BYTES])
-@pytest.mark.parametrize("step_bytes", [9_999, 1 << 20])
+PAIRS = [
+    (9_999, 0, True),
+    (1 << 20, 0, False),
+    (9_999, 300_000, True),
+    (1 << 20, 300_000, False),
+    (9_999, receiving.GROUP_BYTES, False),
+    (1 << 20, receiving.GROUP_BYTES, True),
+]
+"""Sizes of a step and of a group, and whether native code receives: each pair of values."""
+
+
 @pytest.mark.parametrize("case", ["whole", "end", "refused", "another", "damaged", "closed"])
-def test_chunks_before_what_ends_a_stream_are_good(
-    monkeypatch: pytest.MonkeyPatch, case: str, step_bytes: int, group_bytes: int, natively: bool
-) -> None:
-    if not natively:
-        monkeypatch.setattr(Channel, "moves_natively", False)
-    monkeypatch.setattr(receiving, "GROUP_BYTES", group_bytes)
+def test_chunks_before_what_ends_a_stream_are_good(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    for step_bytes, group_bytes, natively in PAIRS:
+        with monkeypatch.context() as patch:
+            patch.setattr(receiving, "GROUP_BYTES", group_bytes)
+            if not natively:
+                patch.setattr(Channel, "moves_natively", False)
+            check_stream(case, step_bytes)
+
+
+def check_stream(case: str, step_bytes: int) -> None:
     broken, files = 9, [file(index) for index in range(FIRST, COUNT)]
     if case == "damaged":
         files[broken - FIRST] = files[broken - FIRST][:-1] + bytes([files[broken - FIRST][-1] ^ 1])

@@ -77,15 +77,18 @@ def read(store: Store, out: list[npt.NDArray[Any]] | None = None) -> int:
     return seen
 
 
-@pytest.mark.parametrize("given", [None, 3])
-def test_layers_are_taken_where_the_worker_has_them(served: Served, streams: list[str], given: int | None) -> None:
-    out = given and [np.empty_like(KV[0]) for _ in range(given)]
-    with connected(served, bulk="shared") as store:
-        for _ in range(2):
-            assert read(store, out or None) == MEDIUM.layers
-        assert store.stats()["client_bulk_broken"] == store.stats()["client_bulk_damaged"] == 0
-    assert streams == []
-    eventually(lambda: not [name for name in bulk_files_of(os.getpid()) if "/chunks/" in name], "no chunk is open")
+def test_layers_are_taken_where_the_worker_has_them(served: Served, streams: list[str]) -> None:
+    def run_case(given: int | None) -> None:
+        out = given and [np.empty_like(KV[0]) for _ in range(given)]
+        with connected(served, bulk="shared") as store:
+            for _ in range(2):
+                assert read(store, out or None) == MEDIUM.layers
+            assert store.stats()["client_bulk_broken"] == store.stats()["client_bulk_damaged"] == 0
+        assert streams == []
+        eventually(lambda: not [name for name in bulk_files_of(os.getpid()) if "/chunks/" in name], "no chunk is open")
+
+    for given in (None, 3):
+        run_case(given)
 
 
 def test_the_connection_serves_others_between_two_layers(served: Served, streams: list[str]) -> None:

@@ -12,17 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.client.bulk.given import Giving
 from kvstore.client.bulk.memory import WorkerMemory
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel, LinkBroken, LinkLate
-from kvstore.wire.bulk.frames import FILES_MAX, Given, Kind, Mode, encode_request, encode_slots, encode_span
+from kvstore.wire.bulk.frames import Kind, Mode, encode_request, encode_span
 from kvstore.worker.limits import WorkerLimits
 from tests.kit.arenas import all_let_go, filled, leases_end, lose, memory_of, referenced_bytes, serving_memory
-from tests.kit.descriptors import open_before, open_now
 from tests.kit.patience import slowness
-from tests.kit.transports import MEDIUM, greeted, is_closed, linked, same, tokens_and_kv
+from tests.kit.transports import MEDIUM, greeted, is_closed, same, tokens_and_kv
 from tests.kit.workers import WAIT_S, Served, connected, eventually, opened, packed, raw_stub
 
 pytestmark = pytest.mark.slow
@@ -120,18 +118,18 @@ def test_leases_are_bounded(served: Served, monkeypatch: pytest.MonkeyPatch) -> 
         os.close(end)
 
 
-@pytest.mark.parametrize("case", ["map over tcp", "slots over tcp", "mode 3", "files and memory only", "hold"])
-def test_what_makes_no_sense_is_refused(served: Served, case: str) -> None:
-    with greeted(served, "tcp" if "tcp" in case else "shared") as channel:
-        if case == "map over tcp":
-            channel.send(Kind.MAP, 0)
-        elif case == "hold":
-            message = pb.GetRequest(hold=bytes(16), memory_only=True).SerializeToString()
-            channel.send(Kind.GET, 1, [encode_request(WAIT_S, Mode.STREAM, message)])
-        else:
-            mode = {"slots over tcp": Mode.SLOTS, "mode 3": 3}.get(case, Mode.FILES)
-            channel.send(Kind.GET, 1, [request(served, mode, memory_only="only" in case)])
-        assert refusal_of(channel)
+def test_what_makes_no_sense_is_refused(served: Served) -> None:
+    for case in ("map over tcp", "slots over tcp", "mode 3", "files and memory only", "hold"):
+        with greeted(served, "tcp" if "tcp" in case else "shared") as channel:
+            if case == "map over tcp":
+                channel.send(Kind.MAP, 0)
+            elif case == "hold":
+                message = pb.GetRequest(hold=bytes(16), memory_only=True).SerializeToString()
+                channel.send(Kind.GET, 1, [encode_request(WAIT_S, Mode.STREAM, message)])
+            else:
+                mode = {"slots over tcp": Mode.SLOTS, "mode 3": 3}.get(case, Mode.FILES)
+                channel.send(Kind.GET, 1, [request(served, mode, memory_only="only" in case)])
+            assert refusal_of(channel)
 
 
 @pytest.mark.parametrize("way", ["shared", "tcp"])
@@ -181,69 +179,34 @@ def _last_section(index: int) -> bytes:
     return KV[-1, 1, index * size : (index + 1) * size].tobytes()
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_any_frames_leave_the_worker_as_it_was(served: Served, seed: int) -> None:
+def test_any_frames_leave_the_worker_as_it_was(served: Served) -> None:
     """Frames of a GET in any order and with any numbers: answered, refused or cut off, in bounded time."""
-    choose = random.Random(seed)
-    with greeted(served, "shared") as channel:
-        channel.limit(0.05, 5.0)
-        message = request(served, choose.choice([Mode.SLOTS, Mode.SLOTS, Mode.FILES]))
-        with suppress(LinkBroken, LinkLate):
-            channel.send(Kind.GET, 1, [message])
-            for _ in range(12):
-                kind = choose.choice([Kind.WANT, Kind.WANT, Kind.WANT, Kind.READ, Kind.MAP, Kind.SLOTS, Kind.MEMORY])
-                span = encode_span(
-                    choose.choice([0, 1, 60, 99, 100, 1 << 31]), choose.choice([0, 1, 2, 64, 65, 1 << 31])
-                )
-                channel.send(kind, 1, [span] if kind in (Kind.WANT, Kind.READ) else [b""])
-            while True:
-                channel.receive_some([memoryview(bytearray(1 << 16))])
+    for seed in range(30):
+        choose = random.Random(seed)
+        with greeted(served, "shared") as channel:
+            channel.limit(0.05, 5.0)
+            message = request(served, choose.choice([Mode.SLOTS, Mode.SLOTS, Mode.FILES]))
+            with suppress(LinkBroken, LinkLate):
+                channel.send(Kind.GET, 1, [message])
+                for _ in range(12):
+                    kind = choose.choice(
+                        [Kind.WANT, Kind.WANT, Kind.WANT, Kind.READ, Kind.MAP, Kind.SLOTS, Kind.MEMORY]
+                    )
+                    span = encode_span(
+                        choose.choice([0, 1, 60, 99, 100, 1 << 31]), choose.choice([0, 1, 2, 64, 65, 1 << 31])
+                    )
+                    channel.send(kind, 1, [span] if kind in (Kind.WANT, Kind.READ) else [b""])
+                while True:
+                    channel.receive_some([memoryview(bytearray(1 << 16))])
 
 
-@pytest.mark.parametrize(
-    "said",
-    [
-        (Kind.SLOTS, encode_slots(Given(0, (0, 4096))), 0),
-        (Kind.SLOTS, encode_slots(Given(1, (0,))), 1),
-        (Kind.SLOTS, encode_slots(Given(0, tuple(range(0, 4096 * 11, 4096)))), 1),
-        (Kind.SLOTS, encode_span(0, 0), 1),
-        (Kind.SLOTS, encode_span(0, FILES_MAX + 1) + bytes(8 * (FILES_MAX + 1)), 1),
-        (Kind.SLOTS, encode_span(0, 3) + bytes(16), 1),
-        (Kind.SLOTS, b"", 1),
-        (Kind.FILES, encode_span(0, 0), 0),
-        (Kind.FILES, encode_span(0, 2), 1),
-        (Kind.MEMORY, bytes(8), 1),
-        (Kind.START, b"", 0),
-    ],
-)
-def test_a_worker_that_lies_about_slots_is_left(said: tuple[Kind, bytes, int]) -> None:
-    """And none of the files that it gave stays open."""
-    kind, payload, files = said
-    before = open_before()
-    ours, theirs = socket.socketpair()
-    worker, client = Channel(theirs, WAIT_S), Channel(ours, WAIT_S)
-    memory = object.__new__(WorkerMemory)
-    memory.id, memory.leases = b"", set()
-    link = linked(client, memory)
-    reading, writing = os.pipe()
-    worker.send(kind, 1, [payload], [writing] * files)
-    os.close(reading)
-    os.close(writing)
-    with Giving(link, 1, Mode.SLOTS) as giving, pytest.raises((LinkBroken, InvalidRequest)):
-        next(giving.each(0, 10))
-    del giving
-    worker.close()
-    link.close()
-    assert open_now() <= before
-
-
-@pytest.mark.parametrize("offset", [1, 4096 * 15 + 8, 4096 * 16, (1 << 64) - 4096])
-def test_slots_outside_the_memory_are_not_looked_at(served: Served, offset: int) -> None:
-    fd = os.dup(memory_of(served).arena.fd)
-    memory = WorkerMemory(fd, memory_of(served).arena.size_bytes, b"")
-    outside = offset if offset != 4096 * 16 else memory_of(served).arena.size_bytes - 4096
-    with closing(memory), pytest.raises(InvalidRequest):
-        memory.images((0, outside), (8192, 8192))
+def test_slots_outside_the_memory_are_not_looked_at(served: Served) -> None:
+    for offset in (1, 4096 * 15 + 8, 4096 * 16, (1 << 64) - 4096):
+        fd = os.dup(memory_of(served).arena.fd)
+        memory = WorkerMemory(fd, memory_of(served).arena.size_bytes, b"")
+        outside = offset if offset != 4096 * 16 else memory_of(served).arena.size_bytes - 4096
+        with closing(memory), pytest.raises(InvalidRequest):
+            memory.images((0, outside), (8192, 8192))
 
 
 def test_memory_that_could_shrink_is_not_mapped() -> None:

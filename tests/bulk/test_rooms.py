@@ -99,20 +99,21 @@ def test_a_prompt_comes_without_a_buffer_and_reaches_the_root(
 
 
 @WRITES
-@pytest.mark.parametrize("sizes", [[MEDIUM.chunk_bytes] * 3, [1] * 3, [100, 3000, 7]], ids=["alike", "tiny", "mixed"])
 def test_blocks_come_without_a_buffer_if_they_have_one_size(
-    served: Served, write: WriteModeName | None, sizes: list[int], buffered: list[int]
+    served: Served, write: WriteModeName | None, buffered: list[int]
 ) -> None:
-    blocks = [np.random.default_rng(size).integers(0, 256, size, np.uint8) for size in sizes]
-    keys = [bytes([at]) * 16 for at in range(len(sizes))]
-    with connected(served, bulk="tcp", write=write) as store:
-        cache = store.namespace("m", MEDIUM)
-        assert all(cache.blocks.put(keys, blocks))
-        assert bool(buffered) == (len(set(sizes)) > 1)
-        out = [np.zeros_like(block) for block in blocks]
-        assert all(cache.blocks.get(keys, out))
-        assert all(map(np.array_equal, out, blocks))
-        assert all(cache.blocks.put([keys[0], keys[0]], [blocks[0], blocks[0]])), "given twice, and there"
+    for sizes in ([MEDIUM.chunk_bytes] * 3, [1] * 3, [100, 3000, 7]):
+        buffered.clear()
+        blocks = [np.random.default_rng(size).integers(0, 256, size, np.uint8) for size in sizes]
+        keys = [bytes([at]) * 16 for at in range(len(sizes))]
+        with connected(served, bulk="tcp", write=write) as store:
+            cache = store.namespace(f"of {sizes[0]}", MEDIUM)
+            assert all(cache.blocks.put(keys, blocks))
+            assert bool(buffered) == (len(set(sizes)) > 1)
+            out = [np.zeros_like(block) for block in blocks]
+            assert all(cache.blocks.get(keys, out))
+            assert all(map(np.array_equal, out, blocks))
+            assert all(cache.blocks.put([keys[0], keys[0]], [blocks[0], blocks[0]])), "given twice, and there"
 
 
 @WRITES
@@ -163,8 +164,10 @@ def test_a_prompt_for_which_memory_has_no_room_is_put(buffered: list[int]) -> No
         assert same(cache.get(tokens)[1], kv)
 
 
-@pytest.mark.parametrize("behind", [True, False])
-@pytest.mark.parametrize("place", [0, MEDIUM.section_bytes, 5 * MEDIUM.section_bytes - 1, -1, -9])
+@pytest.mark.parametrize(
+    ("place", "behind"),
+    [(0, True), (MEDIUM.section_bytes, False), (5 * MEDIUM.section_bytes - 1, True), (-1, False), (-9, True)],
+)
 def test_i1_a_run_with_a_bit_turned_is_not_taken(served: Served, place: int, behind: bool) -> None:
     """Runs that came whole before it are taken."""
     wrong = run(2, 2)

@@ -40,40 +40,39 @@ from kvstore.worker.bulk.cargo import Cargo
 from kvstore.worker.bulk.connection import Connection
 from kvstore.worker.calls import Calls
 from kvstore.writes import WriteMode
-from tests.bulk.test_hostile import memory
+from tests.kit.images import chain_of, made
 from tests.kit.stores import SMALL, kv_of
-from tests.kit.transports import linked
+from tests.kit.transports import linked, shared_memory
 from tests.kit.workers import WAIT_S
-from tests.node.test_images import chain_of, made
 
 COUNT = 3
 CHAIN = chain_of(SMALL, COUNT)
 
 
-@pytest.mark.parametrize("plane", range(2 * SMALL.layers))
-def test_i1_a_run_with_a_bit_turned_in_any_plane_is_not_stored(plane: int) -> None:
-    content = bytearray(kv_of(SMALL, CHAIN.tokens).tobytes())
-    planes = Planes(np.frombuffer(content, np.uint8).reshape(SMALL.layers, 2, -1), SMALL.section_bytes, 0)
-    cargo, sums = Cargo(CHAIN, 0, COUNT), plane_sums(planes, 0, COUNT)
-    cargo.sections(0, COUNT, memoryview(content), sums)
-    content[plane * COUNT * SMALL.section_bytes + 5] ^= 1
-    with pytest.raises(BrokenTransfer):
+def test_i1_a_run_with_a_bit_turned_in_any_plane_is_not_stored() -> None:
+    for plane in range(2 * SMALL.layers):
+        content = bytearray(kv_of(SMALL, CHAIN.tokens).tobytes())
+        planes = Planes(np.frombuffer(content, np.uint8).reshape(SMALL.layers, 2, -1), SMALL.section_bytes, 0)
+        cargo, sums = Cargo(CHAIN, 0, COUNT), plane_sums(planes, 0, COUNT)
         cargo.sections(0, COUNT, memoryview(content), sums)
+        content[plane * COUNT * SMALL.section_bytes + 5] ^= 1
+        with pytest.raises(BrokenTransfer):
+            cargo.sections(0, COUNT, memoryview(content), sums)
 
 
-@pytest.mark.parametrize("block", range(COUNT))
-def test_i1_blocks_with_a_bit_turned_in_any_are_not_stored(block: int) -> None:
-    namespace, sizes = Namespace.of("m", SMALL), [10, 200, 3]
-    keys = [bytes([at]) * 16 for at in range(COUNT)]
-    wanted = keyed(namespace, keys, sizes)
-    content = bytearray(range(213))
-    ends = np.cumsum([0, *sizes]).tolist()
-    buffers = [memoryview(content)[start:stop] for start, stop in pairwise(ends)]
-    cargo, sums = Cargo(wanted, 0, COUNT), block_sums(buffers)
-    cargo.sections(0, COUNT, memoryview(content), sums)
-    content[ends[block]] ^= 1
-    with pytest.raises(BrokenTransfer):
+def test_i1_blocks_with_a_bit_turned_in_any_are_not_stored() -> None:
+    for block in range(COUNT):
+        namespace, sizes = Namespace.of("m", SMALL), [10, 200, 3]
+        keys = [bytes([at]) * 16 for at in range(COUNT)]
+        wanted = keyed(namespace, keys, sizes)
+        content = bytearray(range(213))
+        ends = np.cumsum([0, *sizes]).tolist()
+        buffers = [memoryview(content)[start:stop] for start, stop in pairwise(ends)]
+        cargo, sums = Cargo(wanted, 0, COUNT), block_sums(buffers)
         cargo.sections(0, COUNT, memoryview(content), sums)
+        content[ends[block]] ^= 1
+        with pytest.raises(BrokenTransfer):
+            cargo.sections(0, COUNT, memoryview(content), sums)
 
 
 def given(content: bytes) -> Callable[[Pieces], int]:
@@ -96,14 +95,14 @@ def received(chain: Chain, index: int, content: bytes) -> bytes:
     return b"".join(sections)
 
 
-@pytest.mark.parametrize("place", [60, 4090, 4096, 4096 + SMALL.section_bytes, -1])
-def test_i1_a_file_with_a_bit_turned_is_not_received(place: int) -> None:
-    kv = kv_of(SMALL, CHAIN.tokens)
-    content = bytearray(made(CHAIN, kv)[1])
-    assert received(CHAIN, 1, bytes(content)) == bytes(content[4096:])
-    content[place] ^= 1
-    with pytest.raises(Damaged):
-        received(CHAIN, 1, bytes(content))
+def test_i1_a_file_with_a_bit_turned_is_not_received() -> None:
+    for place in (60, 4090, 4096, 4096 + SMALL.section_bytes, -1):
+        kv = kv_of(SMALL, CHAIN.tokens)
+        content = bytearray(made(CHAIN, kv)[1])
+        assert received(CHAIN, 1, bytes(content)) == bytes(content[4096:])
+        content[place] ^= 1
+        with pytest.raises(Damaged):
+            received(CHAIN, 1, bytes(content))
 
 
 def test_a_file_that_is_too_short_to_be_mapped_is_not_viewed(tmp_path: Path) -> None:
@@ -129,16 +128,16 @@ def test_i1_another_chunks_file_is_not_received() -> None:
         received(CHAIN, 1, bytes(made(CHAIN, kv_of(SMALL, CHAIN.tokens))[2]))
 
 
-@pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("nan")])
-def test_a_request_without_a_timeout_is_refused(timeout_s: float) -> None:
-    with pytest.raises(InvalidRequest, match="more than 0 seconds"):
-        decode_request(struct.pack("<dB7x", timeout_s, 0) + b"message")
+def test_a_request_without_a_timeout_is_refused() -> None:
+    for timeout_s in (0.0, -1.0, float("nan")):
+        with pytest.raises(InvalidRequest, match="more than 0 seconds"):
+            decode_request(struct.pack("<dB7x", timeout_s, 0) + b"message")
 
 
 def test_an_arena_over_the_limit_is_refused() -> None:
     ours, theirs = (Channel(each, 10.0) for each in socket.socketpair())
     size_bytes = 1 << 20
-    fd = memory(size_bytes, fcntl.F_SEAL_SHRINK)
+    fd = shared_memory(size_bytes, fcntl.F_SEAL_SHRINK)
     connection = Connection(ours)
     try:
         for most, fits in ((size_bytes - 1, False), (size_bytes, True)):
@@ -188,10 +187,10 @@ def test_runs_come_in_order_and_in_their_bounds() -> None:
             next(runs)
 
 
-@pytest.mark.parametrize("more_bytes", [1, 8, -8])
-def test_a_run_has_the_length_that_it_says(more_bytes: int) -> None:
-    with runs_of((0, 2), more_bytes) as runs, pytest.raises(LinkBroken, match="not their size, or too large a run"):
-        next(runs)
+def test_a_run_has_the_length_that_it_says() -> None:
+    for more_bytes in (1, 8, -8):
+        with runs_of((0, 2), more_bytes) as runs, pytest.raises(LinkBroken, match="not their size, or too large a run"):
+            next(runs)
 
 
 def test_a_frame_brings_no_more_files_than_it_may() -> None:

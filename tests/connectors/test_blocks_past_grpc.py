@@ -13,8 +13,8 @@ from kvstore.connectors.settings import OPAQUE_LAYOUT, StoreSettings
 from kvstore.connectors.vllm.link import Link
 from kvstore.connectors.vllm.settings import Settings
 from kvstore.namespace import Namespace
-from tests.bulk.test_blocks import blocks_of, buffers_for, keys_of, same
 from tests.kit.arenas import serving_memory
+from tests.kit.engine_blocks import blocks_of, buffers_for, keys_of, same
 from tests.kit.workers import Served
 
 pytestmark = pytest.mark.slow

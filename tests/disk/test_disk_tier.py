@@ -312,9 +312,8 @@ def test_added_fetched_evicted_and_dropped_at_once(folder: Path) -> None:
         threads.append(threading.Thread(target=watch))
         for thread in threads:
             thread.start()
-        time.sleep(1.5)
         try:
-            eventually(lambda: disk.count("disk_hits") > 50 and disk.count("disk_writes") > 50, "hits and writes")
+            eventually(lambda: disk.count("disk_hits") > 300 and disk.count("disk_writes") > 300, "hits and writes")
         finally:
             stop.set()
         for thread in threads:

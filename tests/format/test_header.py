@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvstore.address import Address, Chain
@@ -43,18 +43,6 @@ def test_what_was_encoded_is_decoded(file: ChunkFile) -> None:
         checksum(payload[n * size : (n + 1) * size]) for n in range(expected.section_count)
     ]
     assert is_self_consistent(header)
-
-
-@given(chunk_files())
-@settings(max_examples=3)
-def test_each_byte_of_a_header_flipped_is_damage(file: ChunkFile) -> None:
-    header = bytearray(file.content[: file.expected.header_bytes])
-    for position in range(len(header)):
-        header[position] ^= 0xFF
-        with pytest.raises(Damaged):
-            decode(header)
-        header[position] ^= 0xFF
-    decode(header)
 
 
 @given(chunk_files(), st.data())
@@ -148,9 +136,8 @@ def test_every_field_of_the_identity_counts(file: ChunkFile) -> None:
         assert caught.value.damage is Damage.GEOMETRY
 
 
-@pytest.mark.parametrize(
-    ("offset", "value", "damage"),
-    [
+def test_each_reason_is_told_apart() -> None:
+    for offset, value, damage in (
         (0, b"\x00", Damage.MAGIC),
         (8, b"\x02", Damage.VERSION),
         (9, b"\x01", Damage.VERSION),
@@ -163,16 +150,14 @@ def test_every_field_of_the_identity_counts(file: ChunkFile) -> None:
         (28, b"\xff\xff\xff\xff", Damage.GEOMETRY),
         (40, b"\x00\x00\x00", Damage.HEADER_CHECKSUM),
         (4088, b"\x00\x00", Damage.HEADER_CHECKSUM),
-    ],
-)
-def test_each_reason_is_told_apart(offset: int, value: bytes, damage: Damage) -> None:
-    layout = Layout(layers=1, kv_heads=1, head_dim=1, dtype="int8", chunk_tokens=2)
-    expected = expected_chunk(Chain.of(Namespace.of("reasons", layout), token_array([1, 2])), 0)
-    content = bytearray(chunk_file(expected, bytes(16), bytes(4)).content)
-    content[offset : offset + len(value)] = value
-    with pytest.raises(Damaged) as caught:
-        decode(content)
-    assert caught.value.damage is damage
+    ):
+        layout = Layout(layers=1, kv_heads=1, head_dim=1, dtype="int8", chunk_tokens=2)
+        expected = expected_chunk(Chain.of(Namespace.of("reasons", layout), token_array([1, 2])), 0)
+        content = bytearray(chunk_file(expected, bytes(16), bytes(4)).content)
+        content[offset : offset + len(value)] = value
+        with pytest.raises(Damaged) as caught:
+            decode(content)
+        assert caught.value.damage is damage
 
 
 @given(st.integers(0, 70_000), st.integers(0, 3000))

@@ -40,14 +40,17 @@ def test_what_is_not_deep_is_what_json_says(value: Any, is_text: bool) -> None:
         assert found == json.loads(text)
 
 
-@pytest.mark.parametrize("is_object", [False, True])
-def test_the_deepest_that_is_read(is_object: bool) -> None:
-    def nested(depth: int) -> str:
-        return '{"":' * (depth - 1) + "{}" + "}" * (depth - 1) if is_object else "[" * depth + "]" * depth
+def test_the_deepest_that_is_read() -> None:
+    def run_case(is_object: bool) -> None:
+        def nested(depth: int) -> str:
+            return '{"":' * (depth - 1) + "{}" + "}" * (depth - 1) if is_object else "[" * depth + "]" * depth
 
-    assert parse_json(nested(DEPTH_MAX)) is not None
-    with pytest.raises(ValueError, match="deeper than 100 levels"):
-        parse_json(nested(DEPTH_MAX + 1))
+        assert parse_json(nested(DEPTH_MAX)) is not None
+        with pytest.raises(ValueError, match="deeper than 100 levels"):
+            parse_json(nested(DEPTH_MAX + 1))
+
+    for is_object in (False, True):
+        run_case(is_object)
 
 
 def test_many_brackets_beside_each_other_or_in_a_string_are_not_deep() -> None:
@@ -56,19 +59,19 @@ def test_many_brackets_beside_each_other_or_in_a_string_are_not_deep() -> None:
     assert parse_json(json.dumps('\\"[' * 999)) == '\\"[' * 999
 
 
-@pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE.keys())
-def test_what_is_nested_deep_takes_no_stack(content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_nested_deep_takes_no_stack(monkeypatch: pytest.MonkeyPatch) -> None:
     """A finalizer that runs in the middle of it would fail otherwise: its frames have no room."""
-    depth, frame = 0, sys._getframe()
-    while frame is not None:
-        depth, frame = depth + 1, frame.f_back  # type: ignore[assignment]
-    before = sys.getrecursionlimit()
-    sys.setrecursionlimit(depth + DEPTH_MAX + 50)
-    try:
-        with pytest.raises(ValueError, match=r"deeper|decode"):
-            parse_json(content)
-    finally:
-        sys.setrecursionlimit(before)
+    for content in HOSTILE.values():
+        depth, frame = 0, sys._getframe()
+        while frame is not None:
+            depth, frame = depth + 1, frame.f_back  # type: ignore[assignment]
+        before = sys.getrecursionlimit()
+        sys.setrecursionlimit(depth + DEPTH_MAX + 50)
+        try:
+            with pytest.raises(ValueError, match=r"deeper|decode"):
+                parse_json(content)
+        finally:
+            sys.setrecursionlimit(before)
 
 
 def test_a_mark_of_the_order_of_bytes_is_left_out() -> None:

@@ -154,10 +154,17 @@ class FaultyRoot:
         self._sleep = sleep
         self._lock = threading.Lock()
         self._rules: list[_Armed] = []
+        self.before_rules: Callable[[bool], object] = lambda has_any: None
+        """Called before rules are replaced, with whether there are any from then on."""
         self.set_rules(rules)
+
+    @property
+    def has_rules(self) -> bool:
+        return bool(self._rules)
 
     def set_rules(self, rules: Sequence[Rule]) -> None:
         """Replaces all rules and resets their counts; none for a root without faults."""
+        self.before_rules(bool(rules))
         with self._lock:
             self._rules = [_Armed(rule) for rule in rules]
 

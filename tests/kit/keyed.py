@@ -15,6 +15,8 @@ from kvstore.format.places import Name
 from kvstore.layout import Layout
 from kvstore.node.node import Node
 from kvstore.node.recoding import Recoded, Recoding
+from tests.kit.stores import chunk_files as chunk_files
+from tests.kit.stores import same as same
 
 LAYOUT = Layout(layers=3, kv_heads=2, head_dim=16, dtype="bfloat16", chunk_tokens=128)
 TENANT = "acme"
@@ -50,13 +52,3 @@ def kv_of(tokens: npt.NDArray[np.int64], seed: int = 0, layout: Layout = LAYOUT)
     """KV that compresses a little."""
     generator = np.random.default_rng(seed)
     return generator.standard_normal(layout.shape(len(tokens))).astype(layout.numpy_dtype)
-
-
-def same(one: npt.NDArray[np.generic], other: npt.NDArray[np.generic]) -> bool:
-    """True if both have the same bytes."""
-    return np.array_equal(one.view(np.uint8), other.view(np.uint8))
-
-
-def chunk_files(root: Path) -> list[Path]:
-    """All published chunk files of a root that is a folder."""
-    return sorted(path for path in (root / "chunks").rglob("*") if path.is_file())

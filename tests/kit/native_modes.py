@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
+from kvstore.format.places import METADATA
 from kvstore.node.chunks import Chunks
 from kvstore.node.limits import Limits
 from kvstore.root.posix import PosixRoot
+from tests.kit.patience import PATIENCE_S
 from tests.kit.stores import member_of, member_on
 
 
@@ -33,3 +37,34 @@ def opened(path: Path, *, native: bool, limits: Limits | None = None, direct: bo
 def chunks_of(store: Store) -> Chunks:
     """The chunks of the node behind a store."""
     return member_of(store).node._chunks
+
+
+class Paused:
+    """The library with one call that stands still when it is reached, like a mount that hangs."""
+
+    def __init__(self, library: object, name: str) -> None:
+        self._library = library
+        self._name = name
+        self.reached, self.release = threading.Event(), threading.Event()
+
+    def __getattr__(self, name: str) -> object:
+        found = getattr(self._library, name)
+        if name != self._name:
+            return found
+
+        def slow(*arguments: object) -> object:
+            self.reached.set()
+            assert self.release.wait(PATIENCE_S)
+            return found(*arguments)
+
+        return slow
+
+
+def open_files(root: Path) -> int:
+    """Returns the open files of that root's chunks: other threads have other files open, such as its metadata."""
+    found = 0
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            file = os.readlink(f"/proc/self/fd/{fd}")
+            found += file.startswith(f"{root}/") and not file.startswith(f"{root}/{METADATA}")
+    return found

@@ -178,7 +178,6 @@ KINDS = [
     pytest.param("s3", marks=pytest.mark.slow),
     pytest.param("s3_conditional", marks=pytest.mark.slow),
     "faulty_posix",
-    "faulty_memory",
 ]
 
 
@@ -192,7 +191,7 @@ def open_hosts(kind: str, request: pytest.FixtureRequest) -> Iterator[Hosts]:
         elif kind == "posix_disk":
             path = request.getfixturevalue("tmp_path")
             roots = [PosixRoot(path), PosixRoot(path)]
-        elif kind in ("memory", "faulty_memory"):
+        elif kind == "memory":
             files = MemoryFiles()
             roots = [MemoryRoot(files), MemoryRoot(files)]
         elif kind == "memory_objects":

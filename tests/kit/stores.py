@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import struct
+import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,8 @@ from kvstore.root.interface import Root
 from kvstore.root.posix import PosixRoot
 from kvstore.sources import Clock, RandomIds, SystemClock
 from kvstore.writes import Durability
+from tests.kit.faulty_root import FaultyRoot
+from tests.kit.patience import PATIENCE_S
 
 TINY = Layout(layers=2, kv_heads=1, head_dim=4, dtype="int8", chunk_tokens=4)
 SMALL = Layout(layers=3, kv_heads=2, head_dim=8, dtype="float16", chunk_tokens=16)
@@ -77,6 +81,16 @@ def store_on(root: Root | Path, limits: Limits | None = None, clock: Clock | Non
     return Store(port, close_when_dropped(port, member.close, opened.url))
 
 
+def hasty_while_faulty(root: FaultyRoot, member: Member, limits: Limits) -> None:
+    """Gives the member's calls these deadlines while its root has rules, and ample ones while it has none.
+
+    A loaded machine then ends no call that must succeed.
+    """
+    ample = replace(limits, match_deadline_s=PATIENCE_S, read_deadline_s=PATIENCE_S, write_deadline_s=PATIENCE_S)
+    root.before_rules = lambda has_any: member.adjust(limits if has_any else ample)
+    root.before_rules(root.has_rules)
+
+
 def kv_of(layout: Layout, tokens: npt.NDArray[Any] | range | list[int], seed: bytes = b"") -> npt.NDArray[Any]:
     """KV that the tokens determine, each chunk by all tokens up to its end; so no two prefixes have equal bytes."""
     ids = np.asarray(tokens, dtype="<u4")
@@ -105,6 +119,11 @@ def resealed(whole: bytes, offset: int, value: bytes) -> bytes:
     return bytes(header) + whole[4096:]
 
 
+def fresh(folder: Path) -> Path:
+    """Makes an empty folder within ``folder``: a root of its own for each round of a loop."""
+    return Path(tempfile.mkdtemp(dir=folder))
+
+
 def chunk_files(root: Path) -> list[Path]:
     """All published chunk files under a root."""
     return sorted((root / "chunks").glob("*/*"))
@@ -120,3 +139,14 @@ def counted(store: Store, name: str, action: Callable[[], object]) -> int:
 def in_turn(layout: Layout, tokens: int) -> list[npt.NDArray[Any]]:
     """Three arrays that layers are read into in turn: one by one, since each has to wait for its place."""
     return [np.empty((2, tokens, layout.kv_heads, layout.head_dim), layout.numpy_dtype) for _ in range(3)]
+
+
+LARGE = Layout(layers=1, kv_heads=8, head_dim=128, dtype="float16", chunk_tokens=150)
+"""Sections of 300 KiB: more than one piece of a read, and not a multiple of it."""
+
+
+MANY = Layout(layers=600, kv_heads=1, head_dim=8, dtype="int8", chunk_tokens=32)
+"""More sections than one system call takes."""
+
+
+UNALIGNED = Layout(layers=2, kv_heads=3, head_dim=7, dtype="int8", chunk_tokens=13)

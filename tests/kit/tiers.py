@@ -41,7 +41,7 @@ from kvstore.writes import Durability, WriteMode
 from tests.kit.faulty_root import FaultyRoot, Hang, Rule
 from tests.kit.patience import PATIENCE_S, stretched
 from tests.kit.patience import eventually as eventually
-from tests.kit.stores import kv_of, same
+from tests.kit.stores import hasty_while_faulty, kv_of, same
 
 LARGE = Layout(layers=4, kv_heads=4, head_dim=64, dtype="float16", chunk_tokens=64)
 """Chunks of 256 KiB, so that few of them fill a small memory."""
@@ -118,6 +118,8 @@ class Acting:
             ids=ids,
             options=NodeOptions(durability, tiers=settings),
         )
+        if isinstance(root, FaultyRoot):
+            hasty_while_faulty(root, self.member, limits)
         self.node: Node = self.member.node
         assert self.node.tiers is not None
         self.tiers: TierStack = self.node.tiers

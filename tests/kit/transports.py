@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import socket
@@ -21,9 +22,13 @@ from kvstore.counts import ClientCount
 from kvstore.node.counters import Counts
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel
-from kvstore.wire.bulk.frames import Kind, encode_head
+from kvstore.wire.bulk.frames import (
+    Kind,
+    encode_head,
+)
 from kvstore.wire.bulk.grants import NONCE_BYTES, Grant
 from kvstore.wire.bulk.sockets import dial_tcp, dial_unix
+from tests.kit.stores import same as same
 from tests.kit.workers import WAIT_S, Served, raw_stub
 
 MEDIUM = Layout(layers=4, kv_heads=2, head_dim=64, dtype="float16", chunk_tokens=64)
@@ -40,11 +45,6 @@ def tokens_and_kv(
     shape = layout.shape(len(tokens))
     kv = random.integers(0, 1 << 16, shape, dtype=np.uint16).view(np.float16)
     return tokens, kv
-
-
-def same(one: npt.NDArray[np.generic], other: npt.NDArray[np.generic]) -> bool:
-    """True if two arrays have the same bytes."""
-    return one.shape == other.shape and np.array_equal(one.view(np.uint8), other.view(np.uint8))
 
 
 def offered(served: Served) -> pb.OpenBulkResponse:
@@ -116,3 +116,11 @@ def bulk_files_of(pid: int) -> list[str]:
     if pid == os.getpid():
         gc.collect()  # errors that tests looked at keep frames, and frames keep memory
     return [name for name in open_files_of(pid) if "/chunks/" in name or "memfd:kvstore" in name]
+
+
+def shared_memory(size_bytes: int, seals: int) -> int:
+    fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size_bytes)
+    if seals:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd

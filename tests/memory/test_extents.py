@@ -51,13 +51,13 @@ def test_a1_what_is_taken_never_overlaps_and_all_comes_back(steps: list[tuple[bo
     assert extents.take(extents.size_bytes) == 0
 
 
-@pytest.mark.parametrize("offset", [PAGE_BYTES, 2 * PAGE_BYTES, 1, -PAGE_BYTES, PAGES * PAGE_BYTES])
-def test_a1_only_what_was_taken_is_given_back(offset: int) -> None:
-    extents = Extents(PAGES * PAGE_BYTES)
-    assert extents.take(2 * PAGE_BYTES) == 0
-    with pytest.raises(InvalidRequest, match=f"nothing is taken at offset {offset}"):
-        extents.give(offset)
-    assert extents.free_bytes == (PAGES - 2) * PAGE_BYTES
+def test_a1_only_what_was_taken_is_given_back() -> None:
+    for offset in (PAGE_BYTES, 2 * PAGE_BYTES, 1, -PAGE_BYTES, PAGES * PAGE_BYTES):
+        extents = Extents(PAGES * PAGE_BYTES)
+        assert extents.take(2 * PAGE_BYTES) == 0
+        with pytest.raises(InvalidRequest, match=f"nothing is taken at offset {offset}"):
+            extents.give(offset)
+        assert extents.free_bytes == (PAGES - 2) * PAGE_BYTES
 
 
 def test_a1_giving_back_twice_is_refused() -> None:

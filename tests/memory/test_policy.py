@@ -180,9 +180,9 @@ def test_r2_admission_knows_what_was_asked_for_lately_and_forgets_the_rest() -> 
     assert len(admission._new) + len(admission._old) <= 100
 
 
-@pytest.mark.parametrize(("later_s", "is_known"), [(20.0, True), (61.0, False), (1_000.0, False)])
-def test_r2_what_was_asked_for_long_ago_does_not_count(later_s: float, is_known: bool) -> None:
-    admission = Admission(addresses_max=100, lasts_s=60.0)
-    admission.asked(address(0), 0.0)
-    admission.asked(address(1), 31.0)
-    assert admission.asked(address(0), 31.0 + later_s) == is_known
+def test_r2_what_was_asked_for_long_ago_does_not_count() -> None:
+    for later_s, is_known in ((20.0, True), (61.0, False), (1_000.0, False)):
+        admission = Admission(addresses_max=100, lasts_s=60.0)
+        admission.asked(address(0), 0.0)
+        admission.asked(address(1), 31.0)
+        assert admission.asked(address(0), 31.0 + later_s) == is_known

@@ -38,22 +38,22 @@ def vectors(request: pytest.FixtureRequest) -> Iterator[None]:
         library.library.kv_use_vectors(-1)
 
 
-@pytest.mark.parametrize("chunk_tokens", [*range(1, 101), 255, 256, 257, 1024, CHUNK_TOKENS_MAX])
-def test_every_size_of_a_chunk_around_the_blocks_of_the_hash(vectors: None, chunk_tokens: int) -> None:
-    namespace, packed = namespace_of(chunk_tokens), os.urandom(4 * chunk_tokens * 3 + 3)
-    expected = chained_addresses(namespace, packed)
-    assert chained(namespace, packed, 0, bytes(16)) == expected and len(expected) == 3
-    assert chained(namespace, packed, 1, expected[0]) == expected[1:]
-    assert chained(namespace, packed, 3, expected[2]) == []
+def test_every_size_of_a_chunk_around_the_blocks_of_the_hash(vectors: None) -> None:
+    for chunk_tokens in (*range(1, 101), 255, 256, 257, 1024, CHUNK_TOKENS_MAX):
+        namespace, packed = namespace_of(chunk_tokens), os.urandom(4 * chunk_tokens * 3 + 3)
+        expected = chained_addresses(namespace, packed)
+        assert chained(namespace, packed, 0, bytes(16)) == expected and len(expected) == 3
+        assert chained(namespace, packed, 1, expected[0]) == expected[1:]
+        assert chained(namespace, packed, 3, expected[2]) == []
 
 
-@pytest.mark.parametrize("chunk_tokens", [1, 27, 28, 29, 64, 100])
-def test_prompts_at_once_have_the_addresses_that_each_has_alone(vectors: None, chunk_tokens: int) -> None:
-    namespace, counts = namespace_of(chunk_tokens), [3, 0, 1, 5, 0]
-    prompts = [os.urandom(4 * chunk_tokens * count) for count in counts]
-    found = chains._chained_each(namespace.digest, b"".join(prompts), 4 * chunk_tokens, counts)
-    assert found == b"".join(address for packed in prompts for address in chained_addresses(namespace, packed))
-    assert chains._chained_each(namespace.digest, b"", 4 * chunk_tokens, [0]) == b""
+def test_prompts_at_once_have_the_addresses_that_each_has_alone(vectors: None) -> None:
+    for chunk_tokens in (1, 27, 28, 29, 64, 100):
+        namespace, counts = namespace_of(chunk_tokens), [3, 0, 1, 5, 0]
+        prompts = [os.urandom(4 * chunk_tokens * count) for count in counts]
+        found = chains._chained_each(namespace.digest, b"".join(prompts), 4 * chunk_tokens, counts)
+        assert found == b"".join(address for packed in prompts for address in chained_addresses(namespace, packed))
+        assert chains._chained_each(namespace.digest, b"", 4 * chunk_tokens, [0]) == b""
 
 
 @given(

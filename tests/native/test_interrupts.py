@@ -20,10 +20,9 @@ from kvstore.native import is_available
 from kvstore.native import library as native
 from kvstore.root.posix import PosixRoot
 from kvstore.root.posix_reader import PosixReader
-from tests.kit.native_modes import opened
+from tests.kit.native_modes import Paused, opened
 from tests.kit.patience import PATIENCE_S
 from tests.kit.stores import SMALL, kv_of, member_on, same
-from tests.native.test_withdrawing import Paused
 
 pytestmark = pytest.mark.interrupts
 

@@ -22,11 +22,9 @@ from kvstore.native import library as native
 from kvstore.node.chunk_runs import ChunkRuns
 from kvstore.node.layer_run import LayerRun
 from kvstore.node.limits import Limits
-from tests.kit.native_modes import opened
+from tests.kit.native_modes import Paused, open_files, opened
 from tests.kit.patience import PATIENCE_S, returns, slowness
-from tests.kit.stores import SMALL, TINY, chunk_files, in_turn, kv_of, same
-from tests.native.test_same_results import LARGE, MANY, UNALIGNED
-from tests.native.test_withdrawing import Paused, open_files
+from tests.kit.stores import LARGE, MANY, SMALL, TINY, UNALIGNED, chunk_files, fresh, in_turn, kv_of, same
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="the native library was not built, or is turned off")
 
@@ -59,32 +57,38 @@ def check(store: Store, layout: Any, tokens: Any, kv: Any) -> None:
 
 
 @LAYOUTS
-@pytest.mark.parametrize("files_max", [1, 3, 256])
 def test_layers_are_right_with_however_few_files_open(
-    tmp_root: Path, layout: Any, files_max: int, runs: list[LayerRun], monkeypatch: pytest.MonkeyPatch
+    tmp_root: Path, layout: Any, runs: list[LayerRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokens = np.arange(12 * layout.chunk_tokens)
-    kv = kv_of(layout, tokens)
-    most, before = 0, open_files(tmp_root)
-    real = native.library.kv_read_parts
+    def run_case(files_max: int) -> None:
+        root = fresh(tmp_root)
+        tokens = np.arange(12 * layout.chunk_tokens)
+        kv = kv_of(layout, tokens)
+        most, before = 0, open_files(root)
+        real = native.library.kv_read_parts
 
-    def read(*arguments: object) -> None:
-        nonlocal most
-        real(*arguments)
-        most = max(most, open_files(tmp_root))
+        def read(*arguments: object) -> None:
+            nonlocal most
+            real(*arguments)
+            most = max(most, open_files(root))
 
-    with opened(tmp_root, native=True, limits=Limits(open_files_max=files_max)) as store:
-        store.namespace("m", layout).put(tokens, kv)
-        before = open_files(tmp_root)
-        monkeypatch.setattr(native.library, "kv_read_parts", read)
-        check(store, layout, tokens, kv)
-        assert all((run.fds == -1).all() for run in runs) and open_files(tmp_root) == before
-        assert most <= before + 2 * 12, "two bands are read at once"
-        stats = store.stats()
-        assert stats["bytes_read"] == kv.nbytes, "every byte once, and none by Python after native code"
-    with opened(tmp_root, native=False) as store:
-        check(store, layout, tokens, kv)
-    assert len(runs) == 1
+        with opened(root, native=True, limits=Limits(open_files_max=files_max)) as store:
+            store.namespace("m", layout).put(tokens, kv)
+            before = open_files(root)
+            with monkeypatch.context() as patch:
+                patch.setattr(native.library, "kv_read_parts", read)
+                check(store, layout, tokens, kv)
+            assert all((run.fds == -1).all() for run in runs) and open_files(root) == before
+            assert most <= before + 2 * 12, "two bands are read at once"
+            stats = store.stats()
+            assert stats["bytes_read"] == kv.nbytes, "every byte once, and none by Python after native code"
+        with opened(root, native=False) as store:
+            check(store, layout, tokens, kv)
+        assert len(runs) == 1
+        runs.clear()
+
+    for files_max in (1, 3, 256):
+        run_case(files_max)
 
 
 def test_files_that_are_read_one_by_one_are_all_closed(tmp_root: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -24,18 +23,13 @@ from kvstore.recency import decode as decode_mtime
 from kvstore.root.interface import local_files
 from kvstore.root.open import open_root
 from kvstore.sections import Buffers, planes_of
+from tests.kit.images import DAMAGES
 from tests.kit.native_modes import chunks_of, opened
-from tests.kit.stores import SMALL, TINY, chunk_files, kv_of, member_of, resealed, same
+from tests.kit.stores import LARGE, MANY, SMALL, TINY, UNALIGNED, chunk_files, fresh, kv_of, member_of, same
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="the native library was not built, or is turned off")
 
-LARGE = Layout(layers=1, kv_heads=8, head_dim=128, dtype="float16", chunk_tokens=150)
-"""Sections of 300 KiB: more than one piece of a read, and not a multiple of it."""
-MANY = Layout(layers=600, kv_heads=1, head_dim=8, dtype="int8", chunk_tokens=32)
-"""More sections than one system call takes."""
-UNALIGNED = Layout(layers=2, kv_heads=3, head_dim=7, dtype="int8", chunk_tokens=13)
 
-Spoil = Callable[[bytes], bytes]
 COMPARED = ("miss_damaged", "miss_absent", "quarantined", "chunks_read", "bytes_read", "miss_other_size")
 
 
@@ -45,27 +39,28 @@ def counts(store: Store) -> dict[str, int | float]:
     return {name: stats[name] for name in COMPARED} | damages
 
 
-@pytest.mark.parametrize("layout", [TINY, SMALL, LARGE, MANY, UNALIGNED], ids=["tiny", "small", "large", "many", "odd"])
 @pytest.mark.parametrize("writes_natively", [True, False], ids=["native writes", "python writes"])
-def test_what_one_writes_the_other_reads(tmp_root: Path, layout: Layout, writes_natively: bool) -> None:
-    tokens = np.arange(5 * layout.chunk_tokens + 1)
-    kv = kv_of(layout, tokens)
-    with opened(tmp_root, native=writes_natively) as store:
-        result = store.namespace("m", layout).put(tokens, kv)
-        assert (result.chunks_written, result.chunks_found) == (5, 0)
-    for file in chunk_files(tmp_root):
-        header = decode(file.read_bytes()[: layout.chunk_tokens * 4 + layout.section_count * 8 + 8192])
-        assert header.file_bytes == file.stat().st_size
-    for native in (True, False):
-        with opened(tmp_root, native=native) as store:
-            cache = store.namespace("m", layout)
-            count, found = cache.get(tokens)
-            assert count == 5 * layout.chunk_tokens and same(found, kv[:, :, :count])
-            with cache.hold(tokens) as hold:
-                views = hold.view()
-            assert same(np.concatenate(views, axis=2), kv[:, :, :count])
-            assert cache.put(tokens, kv).chunks_found == 5
-            assert store.stats()["miss_damaged"] == 0
+def test_what_one_writes_the_other_reads(tmp_root: Path, writes_natively: bool) -> None:
+    for layout in (TINY, SMALL, LARGE, MANY, UNALIGNED):
+        root = fresh(tmp_root)
+        tokens = np.arange(5 * layout.chunk_tokens + 1)
+        kv = kv_of(layout, tokens)
+        with opened(root, native=writes_natively) as store:
+            result = store.namespace("m", layout).put(tokens, kv)
+            assert (result.chunks_written, result.chunks_found) == (5, 0)
+        for file in chunk_files(root):
+            header = decode(file.read_bytes()[: layout.chunk_tokens * 4 + layout.section_count * 8 + 8192])
+            assert header.file_bytes == file.stat().st_size
+        for native in (True, False):
+            with opened(root, native=native) as store:
+                cache = store.namespace("m", layout)
+                count, found = cache.get(tokens)
+                assert count == 5 * layout.chunk_tokens and same(found, kv[:, :, :count])
+                with cache.hold(tokens) as hold:
+                    views = hold.view()
+                assert same(np.concatenate(views, axis=2), kv[:, :, :count])
+                assert cache.put(tokens, kv).chunks_found == 5
+                assert store.stats()["miss_damaged"] == 0
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
@@ -126,100 +121,64 @@ def test_a_slice_of_a_larger_array_and_a_prefix(tmp_root: Path) -> None:
         assert not out[:, :, :size].any() and not out[:, :, 7 * size :].any()
 
 
-@pytest.mark.parametrize("layout", [LARGE, MANY, UNALIGNED], ids=["large", "many", "odd"])
 @pytest.mark.parametrize("memory", [0, 64 << 20], ids=["root", "memory"])
-def test_memory_that_begins_anywhere_gets_its_bytes_and_none_beside(
-    tmp_root: Path, layout: Layout, memory: int
-) -> None:
-    tokens, guard = np.arange(2 * layout.chunk_tokens), 128
-    kv = kv_of(layout, tokens)
-    around = np.empty(kv.nbytes + 2 * guard, np.uint8)
-    with kvstore.open(tmp_root, memory=memory) as store:
-        cache = store.namespace("m", layout)
-        cache.put(tokens, kv)
-        for start in (*range(guard, guard + 18), guard + 63):
-            around[:] = 0xA5
-            out = np.ndarray(kv.shape, kv.dtype, around.data, start)
-            assert cache.get(tokens, out) == len(tokens)
-            assert same(out, kv), start
-            assert (around[:start] == 0xA5).all() and (around[start + kv.nbytes :] == 0xA5).all(), start
-
-
-def flipped(at: int) -> Spoil:
-    return lambda whole: whole[:at] + bytes([whole[at] ^ 0x10]) + whole[at + 1 :]
-
-
-DAMAGES: dict[str, Spoil] = {
-    **{f"byte {at}": flipped(at) for at in (0, 8, 10, 11, 12, 13, 16, 20, 24, 28, 32, 40, 56, 72, 104, 120, 128, 144)},
-    **{f"byte {at}": flipped(at) for at in (300, 4087, 4088, 4095, 4096, 4111, 4112, 4159, -1)},
-    "empty": lambda whole: b"",
-    "half": lambda whole: whole[: len(whole) // 2],
-    "one byte short": lambda whole: whole[:-1],
-    "one byte long": lambda whole: whole + b"\0",
-    "zeros": lambda whole: bytes(len(whole)),
-    "other version": lambda whole: resealed(whole, 8, struct.pack("<H", 2)),
-    "other kind": lambda whole: resealed(whole, 12, b"\x01"),
-    "other depth": lambda whole: resealed(whole, 20, struct.pack("<I", 9)),
-    "other tokens": lambda whole: resealed(whole, 128, struct.pack("<I", 77)),
-    "other parent": lambda whole: resealed(whole, 56, b"p" * 16),
-    "other namespace": lambda whole: resealed(whole, 72, b"n" * 32),
-    "other sections": lambda whole: resealed(whole, 28, struct.pack("<IQ", 8, 8)),
-    "bits a reader ignores": lambda whole: resealed(whole, 120, b"\x01"),
-}
-
-
-@pytest.mark.parametrize("how", DAMAGES)
-@pytest.mark.parametrize("way", ["get", "view", "put"])
-def test_each_damage_has_the_same_result(tmp_root: Path, how: str, way: str) -> None:
-    tokens = np.arange(4 * TINY.chunk_tokens)
-    kv = kv_of(TINY, tokens)
-    outcomes = []
-    for native in (True, False):
-        path = tmp_root / str(native)
-        path.mkdir()
-        with opened(path, native=native) as store:
-            cache = store.namespace("m", TINY)
+def test_memory_that_begins_anywhere_gets_its_bytes_and_none_beside(tmp_root: Path, memory: int) -> None:
+    for layout in (LARGE, MANY, UNALIGNED):
+        root = fresh(tmp_root)
+        tokens, guard = np.arange(2 * layout.chunk_tokens), 128
+        kv = kv_of(layout, tokens)
+        around = np.empty(kv.nbytes + 2 * guard, np.uint8)
+        with kvstore.open(root, memory=memory) as store:
+            cache = store.namespace("m", layout)
             cache.put(tokens, kv)
-            name = chunks_of(store)._name_of
-            assert name is not None
-            files = sorted(chunk_files(path), key=lambda file: struct.unpack_from("<I", file.read_bytes(), 20))
-            spoiled = DAMAGES[how](files[2].read_bytes())
-            files[2].write_bytes(spoiled)
-            outcome: list[object] = []
-            if way == "get":
+            for start in (*range(guard, guard + 18), guard + 63):
+                around[:] = 0xA5
+                out = np.ndarray(kv.shape, kv.dtype, around.data, start)
+                assert cache.get(tokens, out) == len(tokens)
+                assert same(out, kv), start
+                assert (around[:start] == 0xA5).all() and (around[start + kv.nbytes :] == 0xA5).all(), start
+
+
+@pytest.mark.parametrize("way", ["get", "view", "put"])
+def test_each_damage_has_the_same_result(tmp_root: Path, way: str) -> None:
+    for how in DAMAGES:
+        root = fresh(tmp_root)
+        tokens = np.arange(4 * TINY.chunk_tokens)
+        kv = kv_of(TINY, tokens)
+        outcomes = []
+        for native in (True, False):
+            path = root / str(native)
+            path.mkdir()
+            with opened(path, native=native) as store:
+                cache = store.namespace("m", TINY)
+                cache.put(tokens, kv)
+                name = chunks_of(store)._name_of
+                assert name is not None
+                files = sorted(chunk_files(path), key=lambda file: struct.unpack_from("<I", file.read_bytes(), 20))
+                spoiled = DAMAGES[how](files[2].read_bytes())
+                files[2].write_bytes(spoiled)
+                outcome: list[object] = []
+                if way == "get":
+                    count, found = cache.get(tokens)
+                    assert same(found, kv[:, :, :count])
+                    outcome.append(count)
+                elif way == "view":
+                    with cache.hold(tokens) as hold:
+                        views = hold.view()
+                    outcome.append(len(views))
+                    assert all(same(view, kv[:, :, 4 * at : 4 * at + 4]) for at, view in enumerate(views))
+                else:
+                    result = cache.put(tokens, kv)
+                    outcome += [result.chunks_written, result.tokens_present]
+                seen = counts(store)
+                if outcome[0] != 4:
+                    # Lanes race past a miss, so how many of the others are read too is open.
+                    seen.pop("chunks_read"), seen.pop("bytes_read")
+                outcomes.append((outcome, seen, files[2].exists()))
+                cache.put(tokens, kv)
                 count, found = cache.get(tokens)
                 assert same(found, kv[:, :, :count])
-                outcome.append(count)
-            elif way == "view":
-                with cache.hold(tokens) as hold:
-                    views = hold.view()
-                outcome.append(len(views))
-                assert all(same(view, kv[:, :, 4 * at : 4 * at + 4]) for at, view in enumerate(views))
-            else:
-                result = cache.put(tokens, kv)
-                outcome += [result.chunks_written, result.tokens_present]
-            seen = counts(store)
-            if outcome[0] != 4:
-                # Lanes race past a miss, so how many of the others are read too is open.
-                seen.pop("chunks_read"), seen.pop("bytes_read")
-            outcomes.append((outcome, seen, files[2].exists()))
-            cache.put(tokens, kv)
-            count, found = cache.get(tokens)
-            assert same(found, kv[:, :, :count])
-    assert outcomes[0] == outcomes[1]
-
-
-def test_another_chunks_file_under_this_name_is_a_miss(tmp_root: Path) -> None:
-    tokens = np.arange(2 * TINY.chunk_tokens)
-    with opened(tmp_root, native=True) as store:
-        cache = store.namespace("m", TINY)
-        cache.put(tokens, kv_of(TINY, tokens))
-        first, second = chunk_files(tmp_root)
-        content = first.read_bytes()
-        first.write_bytes(second.read_bytes())
-        second.write_bytes(content)
-        assert cache.get(tokens)[0] == 0
-        assert store.stats()["damage_identity"] >= 1
+        assert outcomes[0] == outcomes[1]
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["native", "python"])

@@ -26,8 +26,7 @@ from kvstore.sources import RandomIds
 from kvstore.wire.bulk.channel import Channel, LinkBroken, LinkLate
 from kvstore.wire.bulk.runs import receive_planes, receive_sections, send_run
 from kvstore.wire.bulk.sums import plane_sums
-from tests.kit.stores import SMALL, TINY
-from tests.native.test_same_results import LARGE, MANY, UNALIGNED
+from tests.kit.stores import LARGE, MANY, SMALL, TINY, UNALIGNED
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="the native library was not built, or is turned off")
 
@@ -91,17 +90,17 @@ def fed(content: bytes, seed: int, idle_s: float = WAIT_S, *, closes: bool = Tru
 
 
 @LAYOUTS
-@pytest.mark.parametrize("seed", range(4))
-def test_what_comes_in_whatever_steps_lies_in_its_sections(layout: Layout, seed: int) -> None:
-    kv, out, after = kv_of(layout), np.zeros_like(kv_of(layout)), b"the next frame"
-    content = b"".join(image_of(layout, kv, index) for index in range(FIRST, COUNT)) + after
-    natively = Natively(chain_of(layout), FIRST, COUNT, Planes(out, layout.section_bytes))
-    with fed(content, seed) as channel:
-        for index in range(FIRST, COUNT):
-            natively.receive(channel, index)
-            assert np.array_equal(part(out, layout, index), part(kv, layout, index))
-        assert channel.receive(len(after)) == after, "not a byte more was taken"
-    assert not out[..., : FIRST * layout.section_bytes].any(), "nothing else was written"
+def test_what_comes_in_whatever_steps_lies_in_its_sections(layout: Layout) -> None:
+    for seed in range(4):
+        kv, out, after = kv_of(layout), np.zeros_like(kv_of(layout)), b"the next frame"
+        content = b"".join(image_of(layout, kv, index) for index in range(FIRST, COUNT)) + after
+        natively = Natively(chain_of(layout), FIRST, COUNT, Planes(out, layout.section_bytes))
+        with fed(content, seed) as channel:
+            for index in range(FIRST, COUNT):
+                natively.receive(channel, index)
+                assert np.array_equal(part(out, layout, index), part(kv, layout, index))
+            assert channel.receive(len(after)) == after, "not a byte more was taken"
+        assert not out[..., : FIRST * layout.section_bytes].any(), "nothing else was written"
 
 
 @LAYOUTS
@@ -127,14 +126,14 @@ def test_the_chunk_of_another_index_is_not_taken() -> None:
     assert not out.any(), "its header came first"
 
 
-@pytest.mark.parametrize("came_bytes", [0, 10, 9000, 400_000])
-def test_a_peer_that_goes_away_in_the_middle_breaks_the_connection(came_bytes: int) -> None:
-    kv, out = kv_of(LARGE), np.zeros_like(kv_of(LARGE))
-    natively = Natively(chain_of(LARGE), 3, 4, Planes(out, LARGE.section_bytes))
-    with fed(image_of(LARGE, kv, 3)[:came_bytes], 1) as channel:
-        with pytest.raises(LinkBroken):
-            natively.receive(channel, 3)
-        assert not channel.alive
+def test_a_peer_that_goes_away_in_the_middle_breaks_the_connection() -> None:
+    for came_bytes in (0, 10, 9000, 400_000):
+        kv, out = kv_of(LARGE), np.zeros_like(kv_of(LARGE))
+        natively = Natively(chain_of(LARGE), 3, 4, Planes(out, LARGE.section_bytes))
+        with fed(image_of(LARGE, kv, 3)[:came_bytes], 1) as channel:
+            with pytest.raises(LinkBroken):
+                natively.receive(channel, 3)
+            assert not channel.alive
 
 
 def test_a_peer_that_falls_silent_is_waited_for_no_longer_than_is_allowed() -> None:
@@ -147,29 +146,32 @@ def test_a_peer_that_falls_silent_is_waited_for_no_longer_than_is_allowed() -> N
 
 
 @LAYOUTS
-@pytest.mark.parametrize(("first", "count"), [(0, COUNT), (2, 1), (1, 3)])
-def test_what_is_sent_is_the_run_and_its_sums_are_those_of_its_planes(layout: Layout, first: int, count: int) -> None:
-    kv = kv_of(layout)
-    planes = Planes(kv, layout.section_bytes)
-    expected = b"".join(plane.tobytes() for row in planes.strided(first, count) for plane in row)
-    ours, theirs = socket.socketpair()
-    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    channel = Channel(ours, WAIT_S)
-    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # the channel made it large
-    channel.limit(WAIT_S, WAIT_S)
-    came: list[bytes] = []
+def test_what_is_sent_is_the_run_and_its_sums_are_those_of_its_planes(layout: Layout) -> None:
+    def run_case(first: int, count: int) -> None:
+        kv = kv_of(layout)
+        planes = Planes(kv, layout.section_bytes)
+        expected = b"".join(plane.tobytes() for row in planes.strided(first, count) for plane in row)
+        ours, theirs = socket.socketpair()
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        channel = Channel(ours, WAIT_S)
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # the channel made it large
+        channel.limit(WAIT_S, WAIT_S)
+        came: list[bytes] = []
 
-    def take() -> None:
-        while piece := theirs.recv(99_999):
-            came.append(piece)
+        def take() -> None:
+            while piece := theirs.recv(99_999):
+                came.append(piece)
 
-    taker = threading.Thread(target=take)
-    taker.start()
-    send_run(channel, planes, first, count)
-    channel.close()
-    taker.join()
-    theirs.close()
-    assert b"".join(came) == expected + np.array(plane_sums(planes, first, count), "<u8").tobytes()
+        taker = threading.Thread(target=take)
+        taker.start()
+        send_run(channel, planes, first, count)
+        channel.close()
+        taker.join()
+        theirs.close()
+        assert b"".join(came) == expected + np.array(plane_sums(planes, first, count), "<u8").tobytes()
+
+    for first, count in ((0, COUNT), (2, 1), (1, 3)):
+        run_case(first, count)
 
 
 def test_a_peer_that_closes_while_it_is_sent_to_breaks_the_connection_and_sends_no_signal() -> None:
@@ -184,42 +186,45 @@ def test_a_peer_that_closes_while_it_is_sent_to_breaks_the_connection_and_sends_
 
 
 @pytest.mark.parametrize("natively", [True, False])
-@pytest.mark.parametrize("size_bytes", [1, 300, 5000, (256 << 10) + 1, (512 << 10) + 2048, 1_000_003])
-def test_planes_are_received_with_their_sums(size_bytes: int, natively: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not natively:
-        monkeypatch.setattr(Channel, "moves_natively", False)
-    planes = np.random.default_rng(5).integers(0, 256, (2, size_bytes), np.uint8)
-    sums = np.array(plane_sums(Planes(planes.reshape(1, 2, -1), size_bytes), 0, 1), "<u8").tobytes()
-    for turned in (None, 0, size_bytes - 1, 2 * size_bytes - 1, 2 * size_bytes + 15):
-        content, out = bytearray(planes.tobytes() + sums), np.zeros_like(planes)
-        if turned is not None:
-            content[turned] ^= 1
-        with fed(bytes(content) + b"next", turned or 0) as channel:
-            assert receive_planes(channel, [out[0].data, out[1].data]) is (turned is None)
-            assert channel.receive(4) == b"next"
-        assert turned is not None or np.array_equal(out, planes)
+def test_planes_are_received_with_their_sums(natively: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for size_bytes in (1, 300, 5000, (256 << 10) + 1, (512 << 10) + 2048, 1_000_003):
+        if not natively:
+            monkeypatch.setattr(Channel, "moves_natively", False)
+        planes = np.random.default_rng(5).integers(0, 256, (2, size_bytes), np.uint8)
+        sums = np.array(plane_sums(Planes(planes.reshape(1, 2, -1), size_bytes), 0, 1), "<u8").tobytes()
+        for turned in (None, 0, size_bytes - 1, 2 * size_bytes - 1, 2 * size_bytes + 15):
+            content, out = bytearray(planes.tobytes() + sums), np.zeros_like(planes)
+            if turned is not None:
+                content[turned] ^= 1
+            with fed(bytes(content) + b"next", turned or 0) as channel:
+                assert receive_planes(channel, [out[0].data, out[1].data]) is (turned is None)
+                assert channel.receive(4) == b"next"
+            assert turned is not None or np.array_equal(out, planes)
 
 
-@pytest.mark.parametrize(
-    ("planes", "parts", "size_bytes"),
-    [(3, 1, 100), (3, 2, 1024), (2, 300, 1024), (2, 3, 256 << 10), (2, 3, 257 << 10), (1, 2, 600 << 10), (5, 9, 16384)],
-)
-def test_sections_are_received_with_their_sums_and_those_of_their_planes(
-    planes: int, parts: int, size_bytes: int
-) -> None:
-    sections = np.random.default_rng(6).integers(0, 256, (planes * parts, size_bytes), np.uint8)
-    rows = sections.reshape(1, planes, -1)
-    content = sections.tobytes() + np.array(plane_sums(Planes(rows, parts * size_bytes), 0, 1), "<u8").tobytes()
-    order = np.random.default_rng(7).permutation(len(sections))
-    for turned in (None, 0, size_bytes - 1, sections.nbytes - 1, sections.nbytes + 8 * planes - 1):
-        wrong, out = bytearray(content), np.zeros_like(sections)
-        if turned is not None:
-            wrong[turned] ^= 1
-        bases = out.ctypes.data + order.astype(np.uint64) * np.uint64(size_bytes)
-        with fed(bytes(wrong) + b"next", turned or 0) as channel:
-            sums = receive_sections(channel, bases, size_bytes, parts)
-            assert channel.receive(4) == b"next"
-        assert (sums is None) == (turned is not None)
-        if sums is not None:
-            assert sums.tolist() == [checksum(section.data) for section in sections]
-            assert np.array_equal(out[order], sections)
+def test_sections_are_received_with_their_sums_and_those_of_their_planes() -> None:
+    for planes, parts, size_bytes in (
+        (3, 1, 100),
+        (3, 2, 1024),
+        (2, 300, 1024),
+        (2, 3, 256 << 10),
+        (2, 3, 257 << 10),
+        (1, 2, 600 << 10),
+        (5, 9, 16384),
+    ):
+        sections = np.random.default_rng(6).integers(0, 256, (planes * parts, size_bytes), np.uint8)
+        rows = sections.reshape(1, planes, -1)
+        content = sections.tobytes() + np.array(plane_sums(Planes(rows, parts * size_bytes), 0, 1), "<u8").tobytes()
+        order = np.random.default_rng(7).permutation(len(sections))
+        for turned in (None, 0, size_bytes - 1, sections.nbytes - 1, sections.nbytes + 8 * planes - 1):
+            wrong, out = bytearray(content), np.zeros_like(sections)
+            if turned is not None:
+                wrong[turned] ^= 1
+            bases = out.ctypes.data + order.astype(np.uint64) * np.uint64(size_bytes)
+            with fed(bytes(wrong) + b"next", turned or 0) as channel:
+                sums = receive_sections(channel, bases, size_bytes, parts)
+                assert channel.receive(4) == b"next"
+            assert (sums is None) == (turned is not None)
+            if sums is not None:
+                assert sums.tolist() == [checksum(section.data) for section in sections]
+                assert np.array_equal(out[order], sections)

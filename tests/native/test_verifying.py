@@ -30,10 +30,9 @@ from kvstore.native import library as native
 from kvstore.node.images import verify_images
 from kvstore.node.runs import Run
 from kvstore.sections import planes_of
+from tests.kit.images import chain_of, made
 from tests.kit.native_modes import chunks_of, opened
-from tests.kit.stores import SMALL, TINY, chunk_files, kv_of, resealed, same
-from tests.native.test_same_results import LARGE
-from tests.node.test_images import chain_of, made
+from tests.kit.stores import LARGE, SMALL, TINY, chunk_files, fresh, kv_of, resealed, same
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="the native library was not built, or is turned off")
 
@@ -66,13 +65,13 @@ def way(request: pytest.FixtureRequest) -> Iterator[str]:
     native.library.kv_use_straight(-1)
 
 
-@pytest.mark.parametrize("field", FIELDS)
-def test_i1_an_image_whose_header_says_otherwise_is_not_taken(field: str) -> None:
+def test_i1_an_image_whose_header_says_otherwise_is_not_taken() -> None:
     """Its checksum is right: somebody has written it so."""
-    chain = chain_of(TINY, 3)
-    images = made(chain, kv_of(TINY, chain.tokens))
-    images[1] = memoryview(resealed(bytes(images[1]), *FIELDS[field]))
-    assert verify_images(chain, range(3), images).tolist() == [True, False, True]
+    for field in FIELDS:
+        chain = chain_of(TINY, 3)
+        images = made(chain, kv_of(TINY, chain.tokens))
+        images[1] = memoryview(resealed(bytes(images[1]), *FIELDS[field]))
+        assert verify_images(chain, range(3), images).tolist() == [True, False, True]
 
 
 @contextmanager
@@ -109,25 +108,27 @@ IN_SECTIONS = {
 }
 
 
-@pytest.mark.parametrize("where", IN_SECTIONS)
-def test_i1_a_file_with_a_bit_turned_in_any_piece_is_not_read(tmp_root: Path, way: str, where: str) -> None:
-    with filled(tmp_root, LARGE) as (_, run, out):
-        spoil(tmp_root, 2, IN_SECTIONS[where])
-        assert run.read(0, COUNT, Borrowed()).tolist() == [True, True, False, True]
-        assert out[:, :, : 2 * LARGE.chunk_tokens].any()
+def test_i1_a_file_with_a_bit_turned_in_any_piece_is_not_read(tmp_root: Path, way: str) -> None:
+    for where in IN_SECTIONS:
+        root = fresh(tmp_root)
+        with filled(root, LARGE) as (_, run, out):
+            spoil(root, 2, IN_SECTIONS[where])
+            assert run.read(0, COUNT, Borrowed()).tolist() == [True, True, False, True]
+            assert out[:, :, : 2 * LARGE.chunk_tokens].any()
 
 
-@pytest.mark.parametrize("where", IN_SECTIONS)
-def test_i1_a_layer_with_a_bit_turned_in_any_piece_is_not_read(tmp_root: Path, way: str, where: str) -> None:
-    tokens = np.arange(COUNT * LARGE.chunk_tokens)
-    kv = kv_of(LARGE, tokens)
-    with filled(tmp_root, LARGE) as (store, _, _):
-        spoil(tmp_root, 2, IN_SECTIONS[where])
-        layer = new_array(kv.shape[1:], LARGE.numpy_dtype)
-        with store.namespace("m", LARGE).hold(tokens) as hold, pytest.raises(HoldBroken) as broken:
-            for _, k, v in hold.layers([layer]):
-                assert same(k, kv[0, 0]) and same(v, kv[0, 1])
-        assert broken.value.tokens_valid == 2 * LARGE.chunk_tokens
+def test_i1_a_layer_with_a_bit_turned_in_any_piece_is_not_read(tmp_root: Path, way: str) -> None:
+    for where in IN_SECTIONS:
+        root = fresh(tmp_root)
+        tokens = np.arange(COUNT * LARGE.chunk_tokens)
+        kv = kv_of(LARGE, tokens)
+        with filled(root, LARGE) as (store, _, _):
+            spoil(root, 2, IN_SECTIONS[where])
+            layer = new_array(kv.shape[1:], LARGE.numpy_dtype)
+            with store.namespace("m", LARGE).hold(tokens) as hold, pytest.raises(HoldBroken) as broken:
+                for _, k, v in hold.layers([layer]):
+                    assert same(k, kv[0, 0]) and same(v, kv[0, 1])
+            assert broken.value.tokens_valid == 2 * LARGE.chunk_tokens
 
 
 def drops_from(file: Path, at: int) -> bool:
@@ -142,23 +143,22 @@ def drops_from(file: Path, at: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("spoiled", [False, True], ids=["whole", "damaged"])
-@pytest.mark.parametrize("where", IN_SECTIONS)
-def test_a_file_of_which_the_end_is_not_cached_is_read_all_the_same(
-    tmp_path: Path, way: str, where: str, spoiled: bool
-) -> None:
-    at = IN_SECTIONS[where] if IN_SECTIONS[where] > 0 else LARGE.chunk_bytes
-    with filled(tmp_path, LARGE) as (_, run, out):
-        if spoiled:
-            spoil(tmp_path, 2, IN_SECTIONS[where])
-        if not all(drops_from(file, at // 4096 * 4096) for file in chunk_files(tmp_path)):
-            pytest.skip("this file system does not drop a file from the page cache")
-        right = run.read(0, COUNT, Borrowed()).tolist()
-        assert right == [True, True, not spoiled, True]
-        kv = kv_of(LARGE, np.arange(COUNT * LARGE.chunk_tokens))
-        for chunk in np.flatnonzero(right):
-            tokens = slice(chunk * LARGE.chunk_tokens, (chunk + 1) * LARGE.chunk_tokens)
-            assert same(out[:, :, tokens], kv[:, :, tokens])
+def test_a_file_of_which_the_end_is_not_cached_is_read_all_the_same(tmp_path: Path, way: str) -> None:
+    for where in IN_SECTIONS:
+        for spoiled in (False, True):
+            root = fresh(tmp_path)
+            at = IN_SECTIONS[where] if IN_SECTIONS[where] > 0 else LARGE.chunk_bytes
+            with filled(root, LARGE) as (_, run, out):
+                if spoiled:
+                    spoil(root, 2, IN_SECTIONS[where])
+                if not all(drops_from(file, at // 4096 * 4096) for file in chunk_files(root)):
+                    pytest.skip("this file system does not drop a file from the page cache")
+                right = run.read(0, COUNT, Borrowed()).tolist()
+                assert right == [True, True, not spoiled, True]
+                kv = kv_of(LARGE, np.arange(COUNT * LARGE.chunk_tokens))
+                for chunk in np.flatnonzero(right):
+                    tokens = slice(chunk * LARGE.chunk_tokens, (chunk + 1) * LARGE.chunk_tokens)
+                    assert same(out[:, :, tokens], kv[:, :, tokens])
 
 
 def test_i1_another_chunks_file_is_not_read(tmp_root: Path, way: str) -> None:
@@ -241,24 +241,25 @@ def test_i1_parts_of_an_image_with_a_bit_turned_are_not_taken(tmp_root: Path) ->
         assert (run.items["status"] == native.DONE).tolist() == [True, True, False, True]
 
 
-@pytest.mark.parametrize(("place", "right"), [(None, True), (60, False), (4100, False), (-1, False)])
-def test_i1_a_file_that_comes_in_pieces_is_verified_as_it_comes(tmp_root: Path, place: int | None, right: bool) -> None:
-    with filled(tmp_root, SMALL) as (_, run, _):
-        content = bytearray(file_of(tmp_root, 1).read_bytes())
-        if place is not None:
-            content[place] ^= 1
-        header, verified = np.empty(4096, np.uint8), ctypes.create_string_buffer(native.VERIFIED_BYTES)
-        outcomes: set[int] = set()
-        for start in range(0, len(content), 1000):
-            piece = np.frombuffer(bytes(content[start : start + 1000]), np.uint8)
-            if outcomes - {native.DONE}:
-                break
-            at, _ = run.part(1, 2)
-            taken = native.library.kv_take(
-                run.common, at, header.ctypes.data, verified, piece.ctypes.data, len(piece), start
-            )
-            outcomes.add(taken)
-        assert (outcomes == {native.DONE}) is right
+def test_i1_a_file_that_comes_in_pieces_is_verified_as_it_comes(tmp_root: Path) -> None:
+    for place, right in ((None, True), (60, False), (4100, False), (-1, False)):
+        root = fresh(tmp_root)
+        with filled(root, SMALL) as (_, run, _):
+            content = bytearray(file_of(root, 1).read_bytes())
+            if place is not None:
+                content[place] ^= 1
+            header, verified = np.empty(4096, np.uint8), ctypes.create_string_buffer(native.VERIFIED_BYTES)
+            outcomes: set[int] = set()
+            for start in range(0, len(content), 1000):
+                piece = np.frombuffer(bytes(content[start : start + 1000]), np.uint8)
+                if outcomes - {native.DONE}:
+                    break
+                at, _ = run.part(1, 2)
+                taken = native.library.kv_take(
+                    run.common, at, header.ctypes.data, verified, piece.ctypes.data, len(piece), start
+                )
+                outcomes.add(taken)
+            assert (outcomes == {native.DONE}) is right
 
 
 @pytest.mark.parametrize("size_bytes", [-1, 1], ids=["shorter", "longer"])

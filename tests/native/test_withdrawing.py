@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,6 @@ import pytest
 
 from kvstore.address import Chain
 from kvstore.buffers import Borrowed, Withdrawn
-from kvstore.format.places import METADATA
 from kvstore.native import is_available
 from kvstore.native import library as native
 from kvstore.node.runs import SharedRead, Sizes
@@ -25,7 +23,7 @@ from kvstore.root.identity import create_or_open
 from kvstore.root.posix import PosixRoot
 from kvstore.sections import planes_of
 from kvstore.sources import RandomIds
-from tests.kit.native_modes import chunks_of, opened
+from tests.kit.native_modes import Paused, chunks_of, open_files, opened
 from tests.kit.patience import PATIENCE_S, eventually
 from tests.kit.stores import SMALL, kv_of, same
 
@@ -36,37 +34,6 @@ pytestmark = [
 
 CHUNKS = 64
 TOKENS = np.arange(CHUNKS * SMALL.chunk_tokens)
-
-
-class Paused:
-    """The library with one call that stands still when it is reached, like a mount that hangs."""
-
-    def __init__(self, library: object, name: str) -> None:
-        self._library = library
-        self._name = name
-        self.reached, self.release = threading.Event(), threading.Event()
-
-    def __getattr__(self, name: str) -> object:
-        found = getattr(self._library, name)
-        if name != self._name:
-            return found
-
-        def slow(*arguments: object) -> object:
-            self.reached.set()
-            assert self.release.wait(PATIENCE_S)
-            return found(*arguments)
-
-        return slow
-
-
-def open_files(root: Path) -> int:
-    """Returns the open files of that root's chunks: other threads have other files open, such as its metadata."""
-    found = 0
-    for fd in os.listdir("/proc/self/fd"):
-        with suppress(OSError):
-            file = os.readlink(f"/proc/self/fd/{fd}")
-            found += file.startswith(f"{root}/") and not file.startswith(f"{root}/{METADATA}")
-    return found
 
 
 @pytest.fixture
@@ -181,7 +148,7 @@ def put_for_ever(root: str) -> None:
 @pytest.mark.slow
 def test_killed_at_any_moment_of_native_puts_nothing_torn_is_ever_found(tmp_root: Path) -> None:
     create_or_open(PosixRoot(tmp_root), RandomIds())
-    script = f"from tests.native.test_withdrawing import put_for_ever; put_for_ever({str(tmp_root)!r})"
+    script = f"from tests.kit.native_modes import put_for_ever; put_for_ever({str(tmp_root)!r})"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     for attempt in range(5):
         writer = subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True)

@@ -15,8 +15,7 @@ from kvstore.node.limits import Limits
 from kvstore.recency import decode, quantum_of, stamp_ns
 from kvstore.writes import WriteModeName
 from tests.kit.native_modes import opened
-from tests.kit.stores import TINY, SetClock, chunk_files, member_of, store_on
-from tests.kit.transports import WAYS
+from tests.kit.stores import TINY, SetClock, chunk_files, fresh, member_of, store_on
 from tests.kit.workers import connected, serving
 
 NOW_S = 1_800_000_000.0
@@ -50,8 +49,7 @@ def test_a_put_stamps_blocks_with_their_place_in_the_prompt(tmp_root: Path, nati
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("write", [None, "behind"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "write"), [("shared", None), ("tcp", "behind"), ("grpc", None)])
 def test_so_does_a_put_through_a_worker(tmp_root: Path, way: str, write: WriteModeName | None) -> None:
     with serving(tmp_root) as served, connected(served, bulk=way, write=write) as store:
         assert store.namespace("m", TINY).blocks.put(KEYS, BLOCKS, first=7) == [True] * COUNT
@@ -117,7 +115,9 @@ def test_what_is_missing_is_not_renewed_and_ends_a_match(tmp_root: Path) -> None
     assert stamps(tmp_root) == [*now[:2], *before[3:]]
 
 
-@pytest.mark.parametrize("first", [-1, 1 << 32, 1.5, "2", None])
-def test_a_place_that_is_none_is_refused(tmp_root: Path, first: Any) -> None:
-    with store_on(tmp_root) as store, pytest.raises(InvalidRequest, match="first="):
-        store.namespace("m", TINY).blocks.put(KEYS, BLOCKS, first=first)
+def test_a_place_that_is_none_is_refused(tmp_root: Path) -> None:
+    wrong: tuple[Any, ...] = (-1, 1 << 32, 1.5, "2", None)
+    for first in wrong:
+        root = fresh(tmp_root)
+        with store_on(root) as store, pytest.raises(InvalidRequest, match="first="):
+            store.namespace("m", TINY).blocks.put(KEYS, BLOCKS, first=first)

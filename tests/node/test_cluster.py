@@ -28,6 +28,7 @@ pytestmark = pytest.mark.slow
 
 TOKENS = np.arange(6 * SMALL.chunk_tokens)
 KV = kv_of(SMALL, TOKENS)
+PATIENT = Limits(meta_deadline_s=20.0)
 QUICK = Limits(meta_deadline_s=2.0)
 IN_TIME_S = PATIENCE_S
 """A call to etcd gives up after 2 s here; one without a deadline would never end."""
@@ -41,7 +42,7 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedEtcd]:
 
 @pytest.fixture
 def store(tmp_root: Path, etcd: EmbeddedEtcd) -> Iterator[Store]:
-    with kvstore.open(str(tmp_root), etcd=etcd.endpoints, limits=QUICK) as opened:
+    with kvstore.open(str(tmp_root), etcd=etcd.endpoints, limits=PATIENT) as opened:
         yield opened
 
 
@@ -196,7 +197,7 @@ def test_while_etcd_does_not_answer_chunks_go_on_and_pins_say_so(tmp_root: Path,
 
 
 def test_a_session_lost_ends_holds_and_a_new_one_begins(tmp_root: Path, etcd: EmbeddedEtcd) -> None:
-    with kvstore.open(str(tmp_root), etcd=etcd.endpoints, limits=QUICK) as store:
+    with kvstore.open(str(tmp_root), etcd=etcd.endpoints, limits=PATIENT) as store:
         cache = store.namespace("m", SMALL)
         cache.put(TOKENS, KV)
         hold = cache.hold(TOKENS)
@@ -216,7 +217,7 @@ def test_a_session_lost_ends_holds_and_a_new_one_begins(tmp_root: Path, etcd: Em
 
 
 def test_an_etcd_that_came_back_empty_learns_again_where_the_root_is(tmp_root: Path, tmp_path: Path) -> None:
-    with running_etcd(tmp_path) as etcd, kvstore.open(str(tmp_root), etcd=etcd.endpoints, limits=QUICK) as store:
+    with running_etcd(tmp_path) as etcd, kvstore.open(str(tmp_root), etcd=etcd.endpoints, limits=PATIENT) as store:
         cache = store.namespace("m", SMALL)
         cache.put(TOKENS, KV)
         member = member_of(store)
@@ -241,12 +242,12 @@ def test_an_etcd_that_came_back_empty_learns_again_where_the_root_is(tmp_root: P
 
 
 def test_a_node_that_is_dropped_leaves_the_cluster(tmp_root: Path, etcd: EmbeddedEtcd) -> None:
-    store = kvstore.open(str(tmp_root), etcd=etcd.endpoints, limits=QUICK)
+    store = kvstore.open(str(tmp_root), etcd=etcd.endpoints, limits=PATIENT)
     root = member_of(store).node.identity.root
     store.close()
     before = set(threading.enumerate())
     with closing(EtcdMeta(etcd.endpoints)) as meta, pytest.warns(ResourceWarning, match="dropped without close"):
-        cache = kvstore.open(str(tmp_root), etcd=etcd.endpoints, limits=QUICK).namespace("m", SMALL)
+        cache = kvstore.open(str(tmp_root), etcd=etcd.endpoints, limits=PATIENT).namespace("m", SMALL)
         cache.put(TOKENS, KV)
         assert meta.list(Keys(root).sessions).items
         del cache

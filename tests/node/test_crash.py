@@ -58,8 +58,7 @@ def killed(root: Path, point: str, occurrence: int) -> None:
     assert ended.returncode == -signal.SIGKILL, "the point was not reached"
 
 
-@pytest.mark.parametrize("point", POINTS)
-@pytest.mark.parametrize("occurrence", [1, 3])
+@pytest.mark.parametrize(("point", "occurrence"), [(point, 1 + 2 * (at % 2)) for at, point in enumerate(POINTS)])
 def test_killed_at_any_point_of_put(tmp_root: Path, point: str, occurrence: int) -> None:
     tokens = np.arange(CHUNKS * TINY.chunk_tokens)
     kv = kv_of(TINY, tokens)

@@ -5,7 +5,7 @@ Separate from the view, which only applies what it is given: these tests are abo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -17,104 +17,26 @@ from kvstore.errors import HoldBroken, Overloaded, PermissionDenied, Unavailable
 from kvstore.format import places
 from kvstore.format.generation import Generation
 from kvstore.format.places import Name
-from kvstore.meta.generation import Agreed, Standing
-from kvstore.meta.interface import Event, Watch, WatchLost
+from kvstore.meta.generation import Agreed
+from kvstore.meta.interface import WatchLost
 from kvstore.meta.keys import Keys, SweepId
 from kvstore.meta.memory import MemoryMeta
-from kvstore.meta.memory_store import MemoryStore
 from kvstore.meta.presence import Presence
-from kvstore.meta.session import ANNOUNCED_MAX, Session, SessionRecord
+from kvstore.meta.session import ANNOUNCED_MAX, SessionRecord
 from kvstore.meta.sweeps import Condemned
-from kvstore.node.follower import Follower
 from kvstore.node.holds import BEFORE_ALL
-from kvstore.node.limits import Limits
 from kvstore.node.member import Member, Sharing
-from kvstore.node.node import Node
 from kvstore.node.opening import join
-from kvstore.node.start_fence import StartFence
-from kvstore.root.identity import create_or_open
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.sources import RandomIds, SystemClock
 from kvstore_gc.ledger import Ledger
 from tests.kit.clusters import NODE_LIMITS, SPACE, TIMINGS, Cluster, cluster, eventually, prompt, put, site_of
 from tests.kit.faulty_root import EIO, EROFS, FaultyRoot, Rule
+from tests.kit.followers import SWEEP, Alone, nothing
 from tests.kit.stores import TINY, kv_of, same
 
 READ_ONLY = [Rule(each, EROFS) for each in "stage publish discard move make_folder remove remove_folder".split()]
-SWEEP = b"s" * 16
-
-
-class Hooked:
-    """A watch that runs a hook on what it has fetched before it returns it."""
-
-    def __init__(self, inner: Watch, fetched: Callable[[], None]) -> None:
-        self._inner = inner
-        self._fetched = fetched
-
-    def next(self, timeout_s: float) -> tuple[Event, ...] | None:
-        events = self._inner.next(timeout_s)
-        self._fetched()
-        return events
-
-    def close(self) -> None:
-        self._inner.close()
-
-
-class HookedMeta(MemoryMeta):
-    """Metadata whose watches do that, and that do something before they open one; both may be replaced at any time."""
-
-    def __init__(self, store: MemoryStore) -> None:
-        super().__init__(store)
-        self.fetched: Callable[[], None] = _nothing
-        self.opening: Callable[[], None] = _nothing
-
-    def watch(self, prefix: str, from_revision: int) -> Hooked:  # type: ignore[override]
-        self.opening()
-        return Hooked(super().watch(prefix, from_revision), self._has_fetched)
-
-    def _has_fetched(self) -> None:
-        self.fetched()
-
-
-def _nothing() -> None:
-    pass
-
-
-class Alone:
-    """A follower without threads, on its own root and store."""
-
-    def __init__(self, root: Root | None = None, standing: Callable[[], Standing] | None = None) -> None:
-        root, clock, ids = root or MemoryRoot(MemoryFiles()), SystemClock(), RandomIds()
-        identity = create_or_open(root, ids)
-        self.meta = HookedMeta(MemoryStore(clock))
-        self.keys = Keys(identity.root)
-        self.node = Node(
-            root,
-            identity,
-            session=lambda: bytes(16),
-            limits=Limits(lanes=1, width=1),
-            clock=clock,
-            ids=ids,
-        )
-        self.view = self.node.gc_view
-        limits, fence = self.node.limits, None
-        if standing is not None:
-            fence = StartFence(
-                root,
-                identity.shard_bits,
-                lambda work: work(),
-                standing,
-                self.meta,
-                self.keys,
-                limits.meta_deadline_s,
-            )
-        self.follower = Follower(
-            self.meta, self.keys, self.view, self.node.holds, fence, self.node.counters, limits, clock
-        )
-
-    def session(self) -> Session:
-        return Session.open(self.meta, self.keys, clock=SystemClock(), ids=RandomIds())
 
 
 @pytest.fixture
@@ -130,7 +52,7 @@ def test_v2_what_an_old_session_has_fetched_is_not_applied_in_the_next_one(alone
     alone.meta.put(alone.keys.gc_full, b"x")
 
     def meanwhile() -> None:
-        alone.meta.fetched = _nothing
+        alone.meta.fetched = nothing
         alone.follower.end(old)
         alone.meta.delete(alone.keys.gc_full)
         alone.follower.begin(new)
@@ -150,12 +72,12 @@ def test_v2_a_reread_for_an_old_session_changes_nothing_in_the_next_one(alone: A
     holds = []
 
     def lost() -> None:
-        alone.meta.fetched = _nothing
+        alone.meta.fetched = nothing
         alone.meta.opening = meanwhile
         raise WatchLost("compacted")
 
     def meanwhile() -> None:
-        alone.meta.opening = _nothing
+        alone.meta.opening = nothing
         alone.follower.end(old)
         alone.meta.put(alone.keys.gc_full, b"x")
         alone.follower.begin(new)
@@ -191,7 +113,7 @@ def test_a3_nothing_is_announced_when_the_chain_has_gone_on(alone: Alone) -> Non
     ledger.condemn({0: Condemned.of_victims(SweepId(bytes([1]) * 16), bytes(16), [])})
 
     def go_on() -> None:
-        alone.meta.fetched = _nothing
+        alone.meta.fetched = nothing
         ledger.condemn({1: Condemned.of_victims(SweepId(bytes([2]) * 16), bytes(16), [])})
 
     alone.meta.fetched = go_on
@@ -208,7 +130,7 @@ def test_v3_after_a_lost_watch_a_hold_is_older_than_all(alone: Alone) -> None:
     assert hold.born == alone.view.revision
 
     def lose() -> None:
-        alone.meta.fetched = _nothing
+        alone.meta.fetched = nothing
         raise WatchLost("a test")
 
     alone.meta.fetched = lose
@@ -222,7 +144,7 @@ def test_v3_a_watch_that_is_refused_is_lost_and_read_afresh(alone: Alone) -> Non
     alone.meta.put(alone.keys.gc_full, b"x")
 
     def refuse() -> None:
-        alone.meta.fetched = _nothing
+        alone.meta.fetched = nothing
         raise PermissionDenied("the token has expired")
 
     alone.meta.fetched = refuse

@@ -15,7 +15,7 @@ from kvstore.meta.sweeps import NO_NONCE, Condemned, Seq
 from kvstore.node.follower import _Following
 from kvstore.node.wanted import Wanted
 from tests.kit.clusters import prompt
-from tests.node.test_follower import Alone, _nothing
+from tests.kit.followers import Alone, nothing
 
 CHAIN = prompt(1, 4)
 LONG_S = 1e6
@@ -207,7 +207,7 @@ def test_v3_after_a_lost_watch_a_session_whose_last_write_is_lost_ends(alone: Al
     alone.meta.put(session.key, old.value, old.lease)
 
     def lost() -> None:
-        alone.meta.fetched = _nothing
+        alone.meta.fetched = nothing
         raise WatchLost("compacted")
 
     alone.meta.fetched = lost
@@ -223,7 +223,7 @@ def test_v3_holds_of_before_a_lost_watch_are_older_than_everything(alone: Alone)
     hold.born = int(LONG_S)  # revisions of before count for nothing in a store that was restored
 
     def lost() -> None:
-        alone.meta.fetched = _nothing
+        alone.meta.fetched = nothing
         raise WatchLost("compacted")
 
     alone.meta.fetched = lost

@@ -59,8 +59,12 @@ class Opened:
         self, store: Store, node: Node, root: CountingRoot, clock: SetClock, calls: Callable[[], int] = lambda: 0
     ) -> None:
         """``calls`` counts those that a worker has not ended: it notes a use after its last byte is sent."""
-        self.node, self.root, self.clock, self._calls = node, root, clock, calls
-        self.cache: Cache = store.namespace("m", TINY)
+        self.node, self.root, self.clock, self._calls, self._store = node, root, clock, calls, store
+        self.use("m")
+
+    def use(self, name: str) -> None:
+        """Goes on with a namespace, which is empty at first."""
+        self.cache: Cache = self._store.namespace(name, TINY)
 
     def put(self, count: int = CHUNKS, prefix: int = 0, **hints: Any) -> None:
         """Puts the first ``count`` chunks, ``prefix`` of them by name only."""
@@ -131,34 +135,35 @@ def local(root: CountingRoot) -> tuple[Store, Opened]:
     return store, Opened(store, member.node, root, clock)
 
 
-@pytest.mark.parametrize(
-    ("said", "kept"),
-    [
-        ({}, DEFAULT),
-        ({"priority": 0}, Hints(0)),
-        ({"priority": 100, "ttl": 1}, Hints(100, 300)),
-        ({"ttl": 301.5}, Hints(35, 1_800)),
-        ({"ttl": 2_592_001}, DEFAULT),
-        ({"preset": "batch"}, PRESETS["batch"]),
-        ({"preset": "rag", "priority": 7}, Hints(7, PRESETS["rag"].ttl_s)),
-        ({"preset": "chat", "ttl": math.inf}, Hints(PRESETS["chat"].priority)),
-    ],
-)
-def test_a_put_says_how_long_its_chunks_are_worth_keeping(opened: Opened, said: dict[str, Any], kept: Hints) -> None:
-    opened.put(**said)
+SAID: list[tuple[dict[str, Any], Hints]] = [
+    ({}, DEFAULT),
+    ({"priority": 0}, Hints(0)),
+    ({"priority": 100, "ttl": 1}, Hints(100, 300)),
+    ({"ttl": 301.5}, Hints(35, 1_800)),
+    ({"ttl": 2_592_001}, DEFAULT),
+    ({"preset": "batch"}, PRESETS["batch"]),
+    ({"preset": "rag", "priority": 7}, Hints(7, PRESETS["rag"].ttl_s)),
+    ({"preset": "chat", "ttl": math.inf}, Hints(PRESETS["chat"].priority)),
+]
+
+
+def test_a_put_says_how_long_its_chunks_are_worth_keeping(opened: Opened) -> None:
     quantum = quantum_of(NOW_S, QUANTUM_S)
-    assert opened.recencies() == [Recency(quantum, depth, 0, kept.priority, kept.ttl_s) for depth in range(CHUNKS)]
-    opened.cache.blocks.put([b"k" * 16], [b"block"], **said)
-    assert opened.block(b"k" * 16) == Recency(quantum, 0, 0, kept.priority, kept.ttl_s)
-
-
-@pytest.mark.parametrize("said", [{"priority": 101}, {"ttl": 0}, {"ttl": math.nan}, {"preset": "chats"}])
-def test_wrong_hints_are_refused_before_anything_is_stored(opened: Opened, said: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequest, match="expected"):
-        opened.cache.put(TOKENS, KV, **said)
-    with pytest.raises(InvalidRequest, match="expected"):
+    for said, kept in SAID:
+        opened.use(str(said))
+        opened.put(**said)
+        assert opened.recencies() == [Recency(quantum, depth, 0, kept.priority, kept.ttl_s) for depth in range(CHUNKS)]
         opened.cache.blocks.put([b"k" * 16], [b"block"], **said)
-    assert opened.mtimes() == []
+        assert opened.block(b"k" * 16) == Recency(quantum, 0, 0, kept.priority, kept.ttl_s)
+
+
+def test_wrong_hints_are_refused_before_anything_is_stored(opened: Opened) -> None:
+    for said in ({"priority": 101}, {"ttl": 0}, {"ttl": math.nan}, {"preset": "chats"}):
+        with pytest.raises(InvalidRequest, match="expected"):
+            opened.cache.put(TOKENS, KV, **said)
+        with pytest.raises(InvalidRequest, match="expected"):
+            opened.cache.blocks.put([b"k" * 16], [b"block"], **said)
+        assert opened.mtimes() == []
 
 
 def test_readers_keep_the_hints_and_count_uses(opened: Opened) -> None:

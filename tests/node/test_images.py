@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -21,20 +20,22 @@ from kvstore.native import library as native
 from kvstore.node.images import Images, ImagesIn, copy_sections, make_images, take_images, verify_images
 from kvstore.node.wanted import Keyed, image_bytes
 from kvstore.sections import Planes, planes_of
-from tests.kit.stores import SMALL, TINY, chunk_files, kv_of, member_of, resealed, same, store_on
-from tests.native.test_same_results import DAMAGES, LARGE, MANY, UNALIGNED, Spoil
+from tests.kit.images import DAMAGES, CountedIds, Spoil, chain_of, made, room_for
+from tests.kit.stores import (
+    LARGE,
+    MANY,
+    SMALL,
+    TINY,
+    UNALIGNED,
+    chunk_files,
+    kv_of,
+    member_of,
+    resealed,
+    same,
+    store_on,
+)
 
 LAYOUTS = {"tiny": TINY, "small": SMALL, "large": LARGE, "many": MANY, "odd": UNALIGNED}
-
-
-class CountedIds:
-    """Ids that a second run repeats."""
-
-    def __init__(self) -> None:
-        self._numbers = count(1)
-
-    def fresh(self) -> bytes:
-        return next(self._numbers).to_bytes(16, "big")
 
 
 WAYS = [
@@ -51,24 +52,6 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     yield request.param
 
 
-def chain_of(layout: Layout, chunks: int) -> Chain:
-    return Chain.of(Namespace.of("m", layout), np.arange(chunks * layout.chunk_tokens, dtype=np.uint32))
-
-
-def room_for(chain: Chain) -> list[memoryview]:
-    """Memory for the image of each chunk, in one piece, with the pages between them that an arena has."""
-    size = image_bytes(chain, 0)
-    stride = -(-size // 4096) * 4096
-    memory = memoryview(bytearray(stride * len(chain)))
-    return [memory[at * stride : at * stride + size] for at in range(len(chain))]
-
-
-def made(chain: Chain, kv: npt.NDArray[np.generic]) -> list[memoryview]:
-    images = room_for(chain)
-    make_images(chain, range(len(chain)), planes_of(kv, chain.namespace.layout), images, CountedIds())
-    return images
-
-
 def taken(chain: Chain, images: list[memoryview], indexes: list[int]) -> tuple[list[bool], npt.NDArray[np.generic]]:
     layout = chain.namespace.layout
     out = np.zeros(layout.shape(len(chain.tokens)), layout.numpy_dtype)
@@ -76,21 +59,21 @@ def taken(chain: Chain, images: list[memoryview], indexes: list[int]) -> tuple[l
     return done.tolist(), out
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_what_is_made_is_taken_again(way: bool, layout: Layout) -> None:
-    chain = chain_of(layout, 5)
-    kv = kv_of(layout, chain.tokens)
-    images = made(chain, kv)
-    assert verify_images(chain, range(5), images).all()
-    done, out = taken(chain, images, list(range(5)))
-    assert done == [True] * 5 and same(out, kv)
-    done, out = taken(chain, [images[3], images[1]], [3, 1])
-    size = layout.chunk_tokens
-    assert done == [True, True]
-    for index in range(5):
-        part = kv[:, :, index * size : (index + 1) * size]
-        expected = part if index in (1, 3) else np.zeros_like(part)
-        assert same(out[:, :, index * size : (index + 1) * size], expected)
+def test_what_is_made_is_taken_again(way: bool) -> None:
+    for layout in LAYOUTS.values():
+        chain = chain_of(layout, 5)
+        kv = kv_of(layout, chain.tokens)
+        images = made(chain, kv)
+        assert verify_images(chain, range(5), images).all()
+        done, out = taken(chain, images, list(range(5)))
+        assert done == [True] * 5 and same(out, kv)
+        done, out = taken(chain, [images[3], images[1]], [3, 1])
+        size = layout.chunk_tokens
+        assert done == [True, True]
+        for index in range(5):
+            part = kv[:, :, index * size : (index + 1) * size]
+            expected = part if index in (1, 3) else np.zeros_like(part)
+            assert same(out[:, :, index * size : (index + 1) * size], expected)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
@@ -125,19 +108,19 @@ def test_an_image_is_the_file_of_its_chunk(way: bool, tmp_root: Path) -> None:
 SPOILS: dict[str, Spoil] = DAMAGES | {"other bits a reader ignores": lambda whole: resealed(whole, 13, b"\x01")}
 
 
-@pytest.mark.parametrize("how", SPOILS)
-def test_i1_what_is_wrong_is_not_taken(way: bool, how: str) -> None:
+def test_i1_what_is_wrong_is_not_taken(way: bool) -> None:
     """Native code refuses some bits that a reader of version 1 ignores: then Python has the last word."""
-    chain = chain_of(TINY, 3)
-    kv = kv_of(TINY, chain.tokens)
-    images = made(chain, kv)
-    images[1] = memoryview(SPOILS[how](bytes(images[1])))
-    right = [True, how.endswith("bits a reader ignores"), True]
-    assert verify_images(chain, range(3), images).tolist() == right
-    done, out = taken(chain, images, [0, 1, 2])
-    assert done == right
-    size = TINY.chunk_tokens
-    assert all(same(out[:, :, at * size : (at + 1) * size], kv[:, :, at * size : (at + 1) * size]) for at in (0, 2))
+    for how in SPOILS:
+        chain = chain_of(TINY, 3)
+        kv = kv_of(TINY, chain.tokens)
+        images = made(chain, kv)
+        images[1] = memoryview(SPOILS[how](bytes(images[1])))
+        right = [True, how.endswith("bits a reader ignores"), True]
+        assert verify_images(chain, range(3), images).tolist() == right
+        done, out = taken(chain, images, [0, 1, 2])
+        assert done == right
+        size = TINY.chunk_tokens
+        assert all(same(out[:, :, at * size : (at + 1) * size], kv[:, :, at * size : (at + 1) * size]) for at in (0, 2))
 
 
 def test_i1_another_chunks_image_is_not_taken(way: bool) -> None:
@@ -149,35 +132,39 @@ def test_i1_another_chunks_image_is_not_taken(way: bool) -> None:
     assert not taken(other, images, [0, 1, 2])[0][0]
 
 
-@pytest.mark.parametrize("shift", [0, 1, 8, 16, 48])
-@pytest.mark.parametrize("section_bytes", [1, 17, 63, 64, 240, 241, 1024, 1040, 5000, 70_001])
-def test_nothing_is_written_beside_sections_and_images(way: bool, shift: int, section_bytes: int) -> None:
+def test_nothing_is_written_beside_sections_and_images(way: bool) -> None:
     """Sections of any size at any alignment: what lies between them stays as it was."""
-    layout = Layout(layers=2, kv_heads=1, head_dim=section_bytes, dtype="int8", chunk_tokens=1)
-    chain = chain_of(layout, 2)
-    generator = np.random.default_rng(section_bytes + shift)
-    gap = 16
 
-    def planes_in(memory: npt.NDArray[np.uint8]) -> Planes:
-        rows = memory[shift : shift + 4 * plane_bytes].reshape(2, 2, -1)[:, :, : 2 * section_bytes]
-        return Planes(rows, section_bytes)
+    def run_case(shift: int, section_bytes: int) -> None:
+        layout = Layout(layers=2, kv_heads=1, head_dim=section_bytes, dtype="int8", chunk_tokens=1)
+        chain = chain_of(layout, 2)
+        generator = np.random.default_rng(section_bytes + shift)
+        gap = 16
 
-    plane_bytes = 2 * section_bytes + gap
-    source = generator.integers(0, 256, 4 * plane_bytes + shift + 64, np.uint8)
-    target = np.full(source.size, 0xEE, np.uint8)
-    memory = np.full(2 * (image_bytes(chain, 0) + 8192), 0xEE, np.uint8)
-    stride = memory.size // 2
-    images = [memory[at * stride : at * stride + image_bytes(chain, 0)].data for at in range(2)]
-    make_images(chain, [0, 1], planes_in(source), images, CountedIds())
-    assert (memory.reshape(2, -1)[:, image_bytes(chain, 0) :] == 0xEE).all()
-    before = memory.copy()
-    assert take_images(chain, [0, 1], images, planes_in(target), Borrowed()).all()
-    assert np.array_equal(memory, before)
-    expected = np.full(source.size, 0xEE, np.uint8)
-    for at in range(4):
-        part = slice(shift + at * plane_bytes, shift + at * plane_bytes + 2 * section_bytes)
-        expected[part] = source[part]
-    assert np.array_equal(target, expected)
+        def planes_in(memory: npt.NDArray[np.uint8]) -> Planes:
+            rows = memory[shift : shift + 4 * plane_bytes].reshape(2, 2, -1)[:, :, : 2 * section_bytes]
+            return Planes(rows, section_bytes)
+
+        plane_bytes = 2 * section_bytes + gap
+        source = generator.integers(0, 256, 4 * plane_bytes + shift + 64, np.uint8)
+        target = np.full(source.size, 0xEE, np.uint8)
+        memory = np.full(2 * (image_bytes(chain, 0) + 8192), 0xEE, np.uint8)
+        stride = memory.size // 2
+        images = [memory[at * stride : at * stride + image_bytes(chain, 0)].data for at in range(2)]
+        make_images(chain, [0, 1], planes_in(source), images, CountedIds())
+        assert (memory.reshape(2, -1)[:, image_bytes(chain, 0) :] == 0xEE).all()
+        before = memory.copy()
+        assert take_images(chain, [0, 1], images, planes_in(target), Borrowed()).all()
+        assert np.array_equal(memory, before)
+        expected = np.full(source.size, 0xEE, np.uint8)
+        for at in range(4):
+            part = slice(shift + at * plane_bytes, shift + at * plane_bytes + 2 * section_bytes)
+            expected[part] = source[part]
+        assert np.array_equal(target, expected)
+
+    for shift in (0, 1, 8, 16, 48):
+        for section_bytes in (1, 17, 63, 64, 240, 241, 1024, 1040, 5000, 70_001):
+            run_case(shift, section_bytes)
 
 
 def test_sections_of_any_kind_give_the_same_image(way: bool) -> None:

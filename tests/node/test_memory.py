@@ -97,12 +97,6 @@ def test_arrays_of_the_other_byte_order_are_refused(store: Store) -> None:
             cache.get(TOKENS, out=swapped)
 
 
-def test_a_prompt_of_too_many_chunks_is_refused(store: Store) -> None:
-    cache = store.namespace("fine", SMALL.__class__(1, 1, 1, "int8", 1))
-    with pytest.raises(InvalidRequest, match="larger chunk_tokens"):
-        cache.match(np.zeros(262_145, np.uint32))
-
-
 def test_views_beyond_the_open_files_limit_are_copies(tmp_root: Path) -> None:
     with opened(tmp_root, native=False, limits=Limits(open_files_max=3)) as store:
         cache = store.namespace("m", SMALL)

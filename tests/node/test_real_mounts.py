@@ -99,7 +99,7 @@ def loaded(cache: Cache, tokens: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def test_a_full_disk_is_overloaded_and_keeps_what_was_there(small_tmpfs: Path) -> None:
-    with store_on(small_tmpfs, QUICK) as store:
+    with store_on(small_tmpfs) as store:
         cache = store.namespace("m", LAYOUT)
         cache.put(TOKENS, KV)
         big = np.arange(1000, 1000 + 128 * LAYOUT.chunk_tokens)
@@ -134,7 +134,7 @@ def test_a_full_disk_can_be_cleared_where_its_metadata_need_room_too(tmp_path: P
 
 
 def test_a_root_turned_read_only_still_serves(small_tmpfs: Path) -> None:
-    with store_on(small_tmpfs, QUICK) as store:
+    with store_on(small_tmpfs) as store:
         cache = store.namespace("m", LAYOUT)
         cache.put(TOKENS, KV)
         run("mount", "-o", "remount,ro", str(small_tmpfs))

@@ -125,8 +125,7 @@ def test_what_anybody_used_since_stays(opened: Opened) -> None:
     assert opened.left() == list(range(KEPT, CHUNKS))
 
 
-@pytest.mark.parametrize("later", [False, True])
-@pytest.mark.parametrize("use", ["get", "put"])
+@pytest.mark.parametrize(("use", "later"), [("get", False), ("put", True)])
 def test_the_next_use_takes_a_branch_back(opened: Opened, use: str, later: bool) -> None:
     opened.put(TOKENS)
     opened.later()
@@ -184,15 +183,15 @@ def test_a_branch_that_is_nowhere_is_no_error(opened: Opened) -> None:
     assert opened.left() == []
 
 
-@pytest.mark.parametrize("kept", [-1, len(TOKENS) + 1, 1.5, "all"])
-def test_a_wrong_part_is_refused(opened: Opened, kept: object) -> None:
-    with pytest.raises(InvalidRequest, match="expected 0 to 24 tokens"):
-        opened.cache.supersede(TOKENS, kept)  # type: ignore[arg-type]
+def test_a_wrong_part_is_refused(opened: Opened) -> None:
+    for kept in (-1, len(TOKENS) + 1, 1.5, "all"):
+        with pytest.raises(InvalidRequest, match="expected 0 to 24 tokens"):
+            opened.cache.supersede(TOKENS, kept)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("unused", [-1, math.nan, math.inf, "long", True])
-def test_a_wrong_time_is_refused(opened: Opened, unused: object) -> None:
-    with pytest.raises(InvalidRequest, match="expected seconds since your last use"):
-        opened.cache.supersede(TOKENS, 0, unused=unused)  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequest, match="expected seconds since your last use"):
-        opened.cache.blocks.supersede(KEYS, unused=unused)  # type: ignore[arg-type]
+def test_a_wrong_time_is_refused(opened: Opened) -> None:
+    for unused in (-1, math.nan, math.inf, "long", True):
+        with pytest.raises(InvalidRequest, match="expected seconds since your last use"):
+            opened.cache.supersede(TOKENS, 0, unused=unused)  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequest, match="expected seconds since your last use"):
+            opened.cache.blocks.supersede(KEYS, unused=unused)  # type: ignore[arg-type]

@@ -25,9 +25,9 @@ from kvstore.sections import planes_of
 from kvstore.sources import RandomIds, SystemClock
 from kvstore.writes import WriteMode
 from tests.kit.disks import CHUNKS, Disk, chain_of
+from tests.kit.memory_tiers import Case
+from tests.kit.memory_tiers import chain_of as small_chain
 from tests.kit.tiers import ASKING, IN_TIME_S, Acting, eventually, faulty, held, timed, together
-from tests.node.test_memory_tier import Case
-from tests.node.test_memory_tier import chain_of as small_chain
 
 
 @contextmanager
@@ -167,30 +167,33 @@ def test_w1_a_put_reserves_no_room_for_what_another_brings() -> None:
     case.tier.close()
 
 
-@pytest.mark.parametrize("at", range(12))
-def test_a_put_that_is_interrupted_while_it_claims_room_gives_it_back(at: int) -> None:
-    clock = Interrupting()
-    case = Case(8)
-    case.tier._clock = clock
-    lanes = Lanes(2, 2, 10, 10.0, SystemClock())
-    puts, chain = MemoryPuts(case.tier, lanes, RandomIds()), small_chain(1, 6)
-    behind = queue_of(case, 6)
-    payload = [memoryview(bytes(chain.namespace.layout.section_bytes))] * chain.namespace.layout.section_count
+def test_a_put_that_is_interrupted_while_it_claims_room_gives_it_back() -> None:
+    def run_case(at: int) -> None:
+        clock = Interrupting()
+        case = Case(8)
+        case.tier._clock = clock
+        lanes = Lanes(2, 2, 10, 10.0, SystemClock())
+        puts, chain = MemoryPuts(case.tier, lanes, RandomIds()), small_chain(1, 6)
+        behind = queue_of(case, 6)
+        payload = [memoryview(bytes(chain.namespace.layout.section_bytes))] * chain.namespace.layout.section_count
 
-    def source(_: int) -> Pieces:
-        return payload
+        def source(_: int) -> Pieces:
+            return payload
 
-    def keep() -> list[bool]:
-        return puts.keep(chain, 0, 6, source, DEFAULT, Deadline(SystemClock(), 5.0), behind).there
+        def keep() -> list[bool]:
+            return puts.keep(chain, 0, 6, source, DEFAULT, Deadline(SystemClock(), 5.0), behind).there
 
-    clock.at = at
-    with suppress(Interrupted):
-        keep()
-    clock.at = None
-    assert case.stat("referenced_bytes") == 0
-    assert keep() == [True] * 6 and behind.size_bytes == behind.bytes_max
-    lanes.close()
-    case.tier.close()
+        clock.at = at
+        with suppress(Interrupted):
+            keep()
+        clock.at = None
+        assert case.stat("referenced_bytes") == 0
+        assert keep() == [True] * 6 and behind.size_bytes == behind.bytes_max
+        lanes.close()
+        case.tier.close()
+
+    for at in range(12):
+        run_case(at)
 
 
 def test_a_block_that_went_wrong_before_it_was_written_is_lost_and_dropped() -> None:

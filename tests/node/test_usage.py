@@ -15,8 +15,8 @@ from kvstore.meta.usage import Room, Usage
 from kvstore.node.usage import AGAIN_S, ASKED_SHARE, KEPT_S, NodeUsage
 from kvstore.root.posix import PosixRoot
 from tests.kit.clusters import SPACE, Cluster, cluster, eventually, prompt, put
+from tests.kit.followers import SWEEP, Alone
 from tests.kit.patience import NEVER_S, PATIENCE_S
-from tests.node.test_follower import SWEEP, Alone
 
 STEP, ALLOWED, PACE_S = 10, 100, 0.25
 
@@ -349,19 +349,16 @@ def test_what_was_written_while_nobody_asked_is_no_report_of_the_next_session(no
     assert node.later(0.0) == Usage(0, 0)
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
+def test_records_that_are_none_are_refused() -> None:
+    for value in (
         *(b"", b"x", b"[]", b"{}", b"[" * 100_000, b'{"written":1,"removed":0,"pending":0}'),
         *(b'{"written":-1,"removed":0,"pending":0,"asked":0}', b'{"written":1.5,"removed":0,"pending":0,"asked":0}'),
         b'{"written":1,"removed":0,"pending":-1,"asked":0}',
-    ],
-)
-def test_records_that_are_none_are_refused(value: bytes) -> None:
-    with pytest.raises(InvalidRequest):
-        Usage.from_json(value)
-    with pytest.raises(InvalidRequest):
-        Room.from_json(value)
+    ):
+        with pytest.raises(InvalidRequest):
+            Usage.from_json(value)
+        with pytest.raises(InvalidRequest):
+            Room.from_json(value)
 
 
 def test_records_come_back_as_they_were() -> None:

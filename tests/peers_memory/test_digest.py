@@ -48,9 +48,8 @@ def test_other_bytes_are_refused(value: bytes) -> None:
         decode(value)
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
+def test_a_lying_digest_is_refused() -> None:
+    for value in (
         struct.pack("<HHII", 2, 0, 1, 1) + zlib.compress(bytes(4)),
         struct.pack("<HHII", 1, 0, 0, 0) + zlib.compress(b""),
         struct.pack("<HHII", 1, 0, 2, 2) + zlib.compress(bytes(4)),
@@ -58,12 +57,9 @@ def test_other_bytes_are_refused(value: bytes) -> None:
         struct.pack("<HHII", 1, 0, 2, 2) + zlib.compress(b"\xff" * 8),
         struct.pack("<HHII", 1, 0, PRINTS_MAX + 1, 1) + zlib.compress(bytes(4)),
         bytes(DIGEST_BYTES_MAX + 1),
-    ],
-    ids=["version", "empty", "short", "bomb", "over 32 bits", "too many", "too long"],
-)
-def test_a_lying_digest_is_refused(value: bytes) -> None:
-    with pytest.raises(InvalidRequest):
-        decode(value)
+    ):
+        with pytest.raises(InvalidRequest):
+            decode(value)
 
 
 def test_spots_are_shard_and_print() -> None:

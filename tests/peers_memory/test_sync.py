@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from kvstore.meta.digests import ClearedTold, Digests
 from kvstore.meta.memory import MemoryMeta
 from kvstore.namespace import NamespaceDigest
@@ -227,13 +225,20 @@ def test_a_node_that_was_away_hears_of_the_clear_when_it_comes() -> None:
     assert late.cleared == [NAMESPACE]
 
 
-@pytest.mark.parametrize(
-    "key",
-    ["x", "/y", f"{'0' * 32}/40", f"{'0' * 32}/3", f"{'0' * 32}/zz", f"{'0' * 31}/01", "cleared/00", "cleared/zz", ""],
-)
-def test_keys_of_other_versions_are_left_alone(key: str) -> None:
-    digests = Digests(MemoryMeta(), KEYS)
-    assert digests.read(f"{KEYS.peers}{key}", None) is None
+def test_keys_of_other_versions_are_left_alone() -> None:
+    for key in (
+        "x",
+        "/y",
+        f"{'0' * 32}/40",
+        f"{'0' * 32}/3",
+        f"{'0' * 32}/zz",
+        f"{'0' * 31}/01",
+        "cleared/00",
+        "cleared/zz",
+        "",
+    ):
+        digests = Digests(MemoryMeta(), KEYS)
+        assert digests.read(f"{KEYS.peers}{key}", None) is None
 
 
 def test_keys_say_what_they_are() -> None:

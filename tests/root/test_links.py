@@ -11,27 +11,31 @@ import kvstore
 from kvstore.errors import RootMismatch, Unavailable
 from kvstore.format.places import FOLDERS, Name
 from kvstore.root.posix import PosixRoot
+from tests.kit.stores import fresh
 
 LAYOUT = kvstore.Layout(layers=1, kv_heads=1, head_dim=4, dtype="int8", chunk_tokens=4)
 
 
-@pytest.mark.parametrize("exists", [True, False])
-@pytest.mark.parametrize("link", sorted(FOLDERS))
-def test_a_root_with_a_folder_that_is_a_link_is_refused(tmp_root: Path, link: str, exists: bool) -> None:
-    root, elsewhere = tmp_root / "root", tmp_root / "elsewhere"
-    kvstore.open(root, max_bytes=None).close()
-    if (root / link).exists():
-        (root / link).rename(tmp_root / "before")
-    if exists:
-        elsewhere.mkdir()
-    (root / link).symlink_to(elsewhere)
-    with pytest.raises(RootMismatch, match=rf"{link} is a symbolic link: .* remove the link"):
-        kvstore.open(root)
-    (root / link).unlink()
-    if (tmp_root / "before").exists():
-        (tmp_root / "before").rename(root / link)
-    with kvstore.open(root) as store:
-        assert store.namespace("m", LAYOUT).put(range(4), np.zeros(LAYOUT.shape(4), np.int8)).chunks_written == 1
+def test_a_root_with_a_folder_that_is_a_link_is_refused(tmp_root: Path) -> None:
+    for exists in (True, False):
+        for link in sorted(FOLDERS):
+            folder = fresh(tmp_root)
+            root, elsewhere = folder / "root", folder / "elsewhere"
+            kvstore.open(root, max_bytes=None).close()
+            if (root / link).exists():
+                (root / link).rename(folder / "before")
+            if exists:
+                elsewhere.mkdir()
+            (root / link).symlink_to(elsewhere)
+            with pytest.raises(RootMismatch, match=rf"{link} is a symbolic link: .* remove the link"):
+                kvstore.open(root)
+            (root / link).unlink()
+            if (folder / "before").exists():
+                (folder / "before").rename(root / link)
+            with kvstore.open(root) as store:
+                assert (
+                    store.namespace("m", LAYOUT).put(range(4), np.zeros(LAYOUT.shape(4), np.int8)).chunks_written == 1
+                )
 
 
 @pytest.mark.parametrize("link", ["staging", "chunks"])

@@ -13,7 +13,7 @@ import pytest
 
 import kvstore
 from kvstore.root.posix import PosixRoot
-from tests.kit.stores import TINY, kv_of, store_on
+from tests.kit.stores import TINY, fresh, kv_of, store_on
 
 
 @contextmanager
@@ -30,20 +30,21 @@ class NotNative(PosixRoot):
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
-@pytest.mark.parametrize(("mask", "file", "folder"), [(0o022, 0o640, 0o750), (0o002, 0o660, 0o770), (0, 0o660, 0o770)])
-def test_a_root_is_for_its_owner_and_group(tmp_path: Path, mask: int, file: int, folder: int, native: bool) -> None:
-    root, tokens = tmp_path / "root", np.arange(4 * TINY.chunk_tokens)
-    with umask(mask):
-        if native:
-            store = kvstore.open(str(root))
-        else:
-            root.mkdir(folder)
-            store = store_on(NotNative(root))
-        with store:
-            cache = store.namespace("m", TINY)
-            assert cache.put(tokens, kv_of(TINY, tokens)).chunks_written == 4
-            assert cache.blocks.put([b"k" * 16], [bytes(100)]) == [True]
-    found = [root, *root.rglob("*")]
-    assert sum(each.is_file() and "chunks" in each.parts for each in found) == 5
-    assert {stat.S_IMODE(each.stat().st_mode) for each in found if each.is_file()} == {file}
-    assert {stat.S_IMODE(each.stat().st_mode) for each in found if each.is_dir()} == {folder}
+def test_a_root_is_for_its_owner_and_group(tmp_path: Path, native: bool) -> None:
+    for mask, file, folder in ((0o022, 0o640, 0o750), (0o002, 0o660, 0o770), (0, 0o660, 0o770)):
+        place = fresh(tmp_path)
+        root, tokens = place / "root", np.arange(4 * TINY.chunk_tokens)
+        with umask(mask):
+            if native:
+                store = kvstore.open(str(root))
+            else:
+                root.mkdir(folder)
+                store = store_on(NotNative(root))
+            with store:
+                cache = store.namespace("m", TINY)
+                assert cache.put(tokens, kv_of(TINY, tokens)).chunks_written == 4
+                assert cache.blocks.put([b"k" * 16], [bytes(100)]) == [True]
+        found = [root, *root.rglob("*")]
+        assert sum(each.is_file() and "chunks" in each.parts for each in found) == 5
+        assert {stat.S_IMODE(each.stat().st_mode) for each in found if each.is_file()} == {file}
+        assert {stat.S_IMODE(each.stat().st_mode) for each in found if each.is_dir()} == {folder}

@@ -91,14 +91,14 @@ def test_closing_forgets_what_was_staged() -> None:
     stage(root, b"x" * 100)
 
 
-@pytest.mark.parametrize("refusal", [OSError(22, "PreconditionFailed"), OSError(16, "ConditionalRequestConflict")])
-def test_a_refused_condition_is_a_taken_name_however_the_server_puts_it(refusal: OSError) -> None:
-    remote = Failing()
-    root = conditional_root(remote)
-    publish(root, A, b"first")
-    remote.raises["create"] = refusal
-    assert publish(root, A, b"other") is False
-    assert content_of(root, A) == b"first"
+def test_a_refused_condition_is_a_taken_name_however_the_server_puts_it() -> None:
+    for refusal in (OSError(22, "PreconditionFailed"), OSError(16, "ConditionalRequestConflict")):
+        remote = Failing()
+        root = conditional_root(remote)
+        publish(root, A, b"first")
+        remote.raises["create"] = refusal
+        assert publish(root, A, b"other") is False
+        assert content_of(root, A) == b"first"
 
 
 def test_a_failed_put_is_an_error_where_nobody_has_the_name() -> None:
@@ -112,9 +112,18 @@ def test_a_failed_put_is_an_error_where_nobody_has_the_name() -> None:
     assert root.publish(staged, A, durable=False) is True, "a failed publish may be tried again"
 
 
-@pytest.mark.parametrize(
-    ("cause", "expected"),
-    [
+def test_foreign_errors_are_translated_at_the_rim_with_their_cause() -> None:
+    def run_case(cause: Exception, expected: type[Exception]) -> None:
+        remote = Failing()
+        root = conditional_root(remote)
+        publish(root, A, b"content")
+        remote.raises = {"stat": cause, "pages": cause}
+        for call in (lambda: root.stat(A), lambda: root.open(A), lambda: list(root.list(Name("chunks")))):
+            with pytest.raises(expected) as caught:
+                call()
+            assert caught.value.__cause__ is cause
+
+    for cause, expected in (
         (OSError(28, "full"), Overloaded),
         (OSError(122, "quota"), Overloaded),
         (OSError(16, "SlowDown"), Overloaded),
@@ -126,31 +135,21 @@ def test_a_failed_put_is_an_error_where_nobody_has_the_name() -> None:
         (RuntimeError("a library's own"), Unavailable),
         (NotImplementedError("read-only file system"), InvalidRequest),
         (type("NoCredentialsError", (Exception,), {})("none"), PermissionDenied),
-    ],
-    ids=lambda value: repr(value) if isinstance(value, Exception) else "",
-)
-def test_foreign_errors_are_translated_at_the_rim_with_their_cause(cause: Exception, expected: type[Exception]) -> None:
-    remote = Failing()
-    root = conditional_root(remote)
-    publish(root, A, b"content")
-    remote.raises = {"stat": cause, "pages": cause}
-    for call in (lambda: root.stat(A), lambda: root.open(A), lambda: list(root.list(Name("chunks")))):
-        with pytest.raises(expected) as caught:
-            call()
-        assert caught.value.__cause__ is cause
+    ):
+        run_case(cause, expected)
 
 
-@pytest.mark.parametrize("cause", [FileNotFoundError("gone"), OSError(116, "stale"), OSError(107, "not connected")])
-def test_a_file_that_vanished_between_open_and_read_gives_no_bytes(cause: OSError) -> None:
-    remote = Failing()
-    root = conditional_root(remote)
-    publish(root, A, b"content")
-    reader = root.open(A)
-    assert reader is not None
-    remote.raises["read"] = cause
-    memory = bytearray(b"\xee" * 7)
-    assert reader.read([memoryview(memory)], 0, Borrowed()) == 0
-    assert memory == b"\xee" * 7
+def test_a_file_that_vanished_between_open_and_read_gives_no_bytes() -> None:
+    for cause in (FileNotFoundError("gone"), OSError(116, "stale"), OSError(107, "not connected")):
+        remote = Failing()
+        root = conditional_root(remote)
+        publish(root, A, b"content")
+        reader = root.open(A)
+        assert reader is not None
+        remote.raises["read"] = cause
+        memory = bytearray(b"\xee" * 7)
+        assert reader.read([memoryview(memory)], 0, Borrowed()) == 0
+        assert memory == b"\xee" * 7
 
 
 def test_a_read_under_way_when_the_caller_left_writes_nothing() -> None:
@@ -236,24 +235,22 @@ class Probed(Remote):
                 raise FileExistsError(path)
 
 
-@pytest.mark.parametrize(
-    ("kind", "exclusive"),
-    [
+def test_conditional_writes_are_tried_and_never_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_case(kind: str, exclusive: bool) -> None:
+        remote = Probed(kind)
+        monkeypatch.setattr("kvstore.root.objects.connect", lambda url, options: (remote, "/bucket"))
+        root = open_object_root("probed://bucket")
+        assert root.traits.exclusive_publish is exclusive
+        assert names(root, "staging") == set()
+
+    for kind, exclusive in (
         ("obeys", True),
         ("ignores", False),
         ("refuses, and writes all the same", False),
         ("old library", False),
         ("read-only", False),
-    ],
-)
-def test_conditional_writes_are_tried_and_never_assumed(
-    kind: str, exclusive: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    remote = Probed(kind)
-    monkeypatch.setattr("kvstore.root.objects.connect", lambda url, options: (remote, "/bucket"))
-    root = open_object_root("probed://bucket")
-    assert root.traits.exclusive_publish is exclusive
-    assert names(root, "staging") == set()
+    ):
+        run_case(kind, exclusive)
 
 
 def test_a_store_that_is_down_is_unavailable_and_not_merely_unconditional(monkeypatch: pytest.MonkeyPatch) -> None:

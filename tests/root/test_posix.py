@@ -16,6 +16,7 @@ from kvstore.format.places import Name
 from kvstore.root.posix import PosixRoot
 from kvstore.root.posix_reader import BOUNCE_BYTES
 from tests.kit.roots import content_of, names, publish, stage
+from tests.kit.stores import fresh
 
 A = Name("chunks/0001/a")
 
@@ -60,25 +61,26 @@ def test_a_cold_file_is_not_read_into_memory_that_was_taken_back(tmp_path: Path)
     assert memory.count(0xEE) == len(memory)
 
 
-@pytest.mark.parametrize("kind", ["folder", "fifo", "dangling link", "link to a folder", "link to a file"])
-def test_what_is_no_file_under_a_chunks_name_is_missing_and_stops_nobody(tmp_path: Path, kind: str) -> None:
-    path = tmp_path / A
-    path.parent.mkdir(parents=True)
-    if kind == "folder":
-        path.mkdir()
-    elif kind == "fifo":
-        os.mkfifo(path)
-    elif kind == "dangling link":
-        path.symlink_to(tmp_path / "nowhere")
-    elif kind == "link to a file":
-        (tmp_path / "another's").write_bytes(b"whole")
-        path.symlink_to(tmp_path / "another's")
-    else:
-        path.symlink_to(tmp_path)
-    root = PosixRoot(tmp_path)
-    assert root.stat(A) is None
-    assert root.open(A) is None
-    assert len(list(root.list(Name("chunks/0001")))) == 1
+def test_what_is_no_file_under_a_chunks_name_is_missing_and_stops_nobody(tmp_path: Path) -> None:
+    for kind in ("folder", "fifo", "dangling link", "link to a folder", "link to a file"):
+        place = fresh(tmp_path)
+        path = place / A
+        path.parent.mkdir(parents=True)
+        if kind == "folder":
+            path.mkdir()
+        elif kind == "fifo":
+            os.mkfifo(path)
+        elif kind == "dangling link":
+            path.symlink_to(place / "nowhere")
+        elif kind == "link to a file":
+            (place / "another's").write_bytes(b"whole")
+            path.symlink_to(place / "another's")
+        else:
+            path.symlink_to(place)
+        root = PosixRoot(place)
+        assert root.stat(A) is None
+        assert root.open(A) is None
+        assert len(list(root.list(Name("chunks/0001")))) == 1
 
 
 class Stopped(BaseException):
@@ -88,24 +90,28 @@ class Stopped(BaseException):
 STEPS = ["stage.created", "stage.written", "stage.complete", "publish.before", "publish.linked", "publish.done"]
 
 
-@pytest.mark.parametrize("point", STEPS)
-def test_stopped_at_any_point_a_chunk_is_there_whole_or_not_at_all(tmp_root: Path, point: str) -> None:
-    reached = []
+def test_stopped_at_any_point_a_chunk_is_there_whole_or_not_at_all(tmp_root: Path) -> None:
+    def run_case(point: str) -> None:
+        root = fresh(tmp_root)
+        reached = []
 
-    def step(name: str) -> None:
-        reached.append(name)
-        if name == point:
-            raise Stopped
+        def step(name: str) -> None:
+            reached.append(name)
+            if name == point:
+                raise Stopped
 
-    content = bytes(range(256)) * 100
-    with pytest.raises(Stopped):
-        publish(PosixRoot(tmp_root, step=step), A, content)
-    assert reached == STEPS[: STEPS.index(point) + 1]
-    survivor = PosixRoot(tmp_root)
-    published = point in ("publish.linked", "publish.done")
-    assert content_of(survivor, A) == (content if published else None)
-    assert publish(survivor, A, content) is not published
-    assert content_of(survivor, A) == content
+        content = bytes(range(256)) * 100
+        with pytest.raises(Stopped):
+            publish(PosixRoot(root, step=step), A, content)
+        assert reached == STEPS[: STEPS.index(point) + 1]
+        survivor = PosixRoot(root)
+        published = point in ("publish.linked", "publish.done")
+        assert content_of(survivor, A) == (content if published else None)
+        assert publish(survivor, A, content) is not published
+        assert content_of(survivor, A) == content
+
+    for point in STEPS:
+        run_case(point)
 
 
 def test_a_published_file_has_one_name_left(tmp_root: Path) -> None:

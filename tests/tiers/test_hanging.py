@@ -176,10 +176,10 @@ def test_a_put_through_that_memory_takes_too_long_for_is_stored_all_the_same(
     def source(index: int) -> list[memoryview]:
         asked[index] += 1
         if node.on_root(1, 24)[23]:
-            release.wait(0.3 * longer)
+            release.wait(1.2 * longer)
         return payload
 
-    result = node.node.put(chain, 0, source, deadline_s=0.5 * longer, write=WriteMode.THROUGH)
+    result = node.node.put(chain, 0, source, deadline_s=2.0 * longer, write=WriteMode.THROUGH)
     assert result.tokens_present == len(chain.tokens) and max(asked.values()) == 2
     node.assert_settled()
 

@@ -11,7 +11,7 @@ import pytest
 from kvstore.hints import Hints
 from kvstore.writes import WriteMode
 from tests.kit.scattering import damage_on_disk, read, restore, scatter, to_disk
-from tests.kit.stores import SetClock
+from tests.kit.stores import SetClock, fresh
 from tests.kit.tiers import QUICK, ROOM_CHUNKS, Acting, eventually, faulty, on_posix
 
 
@@ -68,22 +68,23 @@ def test_i1_damage_by_any_way_of_reading(node: Acting, way: str) -> None:
     node.assert_settled()
 
 
-@pytest.mark.parametrize("way", ["get", "view", "layers", "read_into"])
-def test_i1_damage_of_the_root_is_counted_once_and_not_as_damage_of_memory(tmp_root: Path, way: str) -> None:
+def test_i1_damage_of_the_root_is_counted_once_and_not_as_damage_of_memory(tmp_root: Path) -> None:
     """Chunks that are damaged before they reach memory do not count as damage of memory, which means bad hardware."""
-    with Acting(on_posix(tmp_root / "root")) as node:
-        node.put(1, 4)
-        node.drain()
-        node.forget(1, 4)
-        path = tmp_root / "root" / node.name(1, 2)
-        content = bytearray(path.read_bytes())
-        content[-1] ^= 1
-        path.write_bytes(content)
-        for _ in range(3):
-            assert read(node, 1, 4, way) == 2
-        assert node.stat("miss_damaged") == 1 and node.stat("memory_damaged") == 0
-        assert not node.in_memory(1, 4)[2]
-        node.assert_settled()
+    for way in ("get", "view", "layers", "read_into"):
+        folder = fresh(tmp_root)
+        with Acting(on_posix(folder / "root")) as node:
+            node.put(1, 4)
+            node.drain()
+            node.forget(1, 4)
+            path = folder / "root" / node.name(1, 2)
+            content = bytearray(path.read_bytes())
+            content[-1] ^= 1
+            path.write_bytes(content)
+            for _ in range(3):
+                assert read(node, 1, 4, way) == 2
+            assert node.stat("miss_damaged") == 1 and node.stat("memory_damaged") == 0
+            assert not node.in_memory(1, 4)[2]
+            node.assert_settled()
 
 
 @pytest.mark.parametrize("way", ["get", "view", "layers", "read_into"])
@@ -97,24 +98,25 @@ def test_i1_a_damaged_file_of_the_disk_is_removed_and_read_from_the_root(node: A
     assert read(node, 1, 4, way) == 4
 
 
-@pytest.mark.parametrize("way", ["get", "view", "layers", "read_into"])
-def test_a_damaged_file_of_the_root_is_set_aside_unless_memory_has_it(tmp_root: Path, way: str) -> None:
-    with Acting(on_posix(tmp_root / "root")) as node:
-        node.put(1, 4)
-        node.drain()
-        path = tmp_root / "root" / node.name(1, 2)
-        bytes_ = bytearray(path.read_bytes())
-        bytes_[9_000] ^= 1
-        path.write_bytes(bytes_)
-        assert read(node, 1, 4, way) == 4, "memory has it"
-        node.forget(1, 4, first=2)
-        for _ in range(2):
-            assert read(node, 1, 4, way) == 2, "also when it is worth bringing into memory"
-        assert node.stat("quarantined") == 1 and not node.on_root(1, 4)[2]
-        assert node.put(1, 4).tokens_present == 4 * node.size
-        node.drain()
-        assert read(node, 1, 4, way) == 4 and all(node.on_root(1, 4))
-        node.assert_settled()
+def test_a_damaged_file_of_the_root_is_set_aside_unless_memory_has_it(tmp_root: Path) -> None:
+    for way in ("get", "view", "layers", "read_into"):
+        folder = fresh(tmp_root)
+        with Acting(on_posix(folder / "root")) as node:
+            node.put(1, 4)
+            node.drain()
+            path = folder / "root" / node.name(1, 2)
+            bytes_ = bytearray(path.read_bytes())
+            bytes_[9_000] ^= 1
+            path.write_bytes(bytes_)
+            assert read(node, 1, 4, way) == 4, "memory has it"
+            node.forget(1, 4, first=2)
+            for _ in range(2):
+                assert read(node, 1, 4, way) == 2, "also when it is worth bringing into memory"
+            assert node.stat("quarantined") == 1 and not node.on_root(1, 4)[2]
+            assert node.put(1, 4).tokens_present == 4 * node.size
+            node.drain()
+            assert read(node, 1, 4, way) == 4 and all(node.on_root(1, 4))
+            node.assert_settled()
 
 
 def test_r2_what_only_the_root_has_comes_into_memory_from_the_second_time_on(node: Acting) -> None:

@@ -21,7 +21,7 @@ def check(name: str, rule: str, *tests: str) -> Mutant:
 
 def field(name: str, first: int, size: int) -> Mutant:
     """A row for one field of a header."""
-    test = f"{HERE}i1_an_image_whose_header_says_otherwise_is_not_taken[{name}]"
+    test = f"{HERE}i1_an_image_whose_header_says_otherwise_is_not_taken"
     return mutant(f"native-field-{name.replace(' ', '-')}", f"FORMAT 4.3: {name}", blind_field(name, first, size), test)
 
 
@@ -41,24 +41,24 @@ HEADERS = [
     check(
         "header_identity",
         "FORMAT 4.3: tokens",
-        f"{HERE}i1_an_image_whose_header_says_otherwise_is_not_taken[tokens]",
+        f"{HERE}i1_an_image_whose_header_says_otherwise_is_not_taken",
     ),
-    check("header_sum", "FORMAT 4.3: header checksum", f"{SAME}[get-byte 4088]", f"{IMAGE}[native-byte 4088]"),
+    check("header_sum", "FORMAT 4.3: header checksum", f"{SAME}[get]", f"{IMAGE}[native]"),
 ]
 
 READING = [
-    check("section_sum", "FORMAT 4.3: section checksum", f"{SAME}[get-byte 4096]"),
-    check("sum_of_pieces", "FORMAT 4.3: checksum of a section in pieces", f"{FILE}[pieces-end of a section]"),
-    check("file_header", "FORMAT 4.3: header of a file", f"{SAME}[get-other tokens]"),
-    check("file_first_piece", "FORMAT 4.3: first piece of a file", f"{SAME}[get-byte 4096]"),
-    check("file_later_piece", "FORMAT 4.3: later pieces of a file", f"{FILE}[pieces-later piece]"),
+    check("section_sum", "FORMAT 4.3: section checksum", f"{SAME}[get]"),
+    check("sum_of_pieces", "FORMAT 4.3: checksum of a section in pieces", f"{FILE}[pieces]"),
+    check("file_header", "FORMAT 4.3: header of a file", f"{SAME}[get]"),
+    check("file_first_piece", "FORMAT 4.3: first piece of a file", f"{SAME}[get]"),
+    check("file_later_piece", "FORMAT 4.3: later pieces of a file", f"{FILE}[pieces]"),
     check("straight_header", "FORMAT 4.3: header of a file", f"{HERE}i1_another_chunks_file_is_not_read[straight]"),
-    check("straight_sums", "FORMAT 4.3: sections of a file", f"{FILE}[straight-first piece]"),
+    check("straight_sums", "FORMAT 4.3: sections of a file", f"{FILE}[straight]"),
     mutant(
         "native-straight-sums-of-layers",
         "FORMAT 4.3: sections of a layer",
         blind("straight_sums"),
-        f"{LAYER}[straight-first piece]",
+        f"{LAYER}[straight]",
     ),
     check("opened_size", "FORMAT 4.3: size of a file", f"{HERE}i1_a_file_of_another_size_is_neither_opened_nor_found"),
     check("read_in_full", "FORMAT 4.3: a short read", f"{HERE}i1_a_file_that_is_cut_after_it_was_opened_is_not_read"),
@@ -70,24 +70,24 @@ READING = [
     check(
         "part_first_piece",
         "FORMAT 4.3: first piece of a layer",
-        "node/test_damage.py::test_damage_in_a_layer_ends_the_layers_there[0-one by one]",
+        "node/test_damage.py::test_damage_in_a_layer_ends_the_layers_there[one by one]",
     ),
-    check("part_later_piece", "FORMAT 4.3: later pieces of a layer", f"{LAYER}[pieces-later piece]"),
+    check("part_later_piece", "FORMAT 4.3: later pieces of a layer", f"{LAYER}[pieces]"),
     check(
         "taken_header",
         "FORMAT 4.3: header of a cold file",
-        f"{HERE}i1_a_file_that_comes_in_pieces_is_verified_as_it_comes[60-False]",
+        f"{HERE}i1_a_file_that_comes_in_pieces_is_verified_as_it_comes",
     ),
     check(
         "taken_sum",
         "FORMAT 4.3: sections of a cold file",
-        f"{HERE}i1_a_file_that_comes_in_pieces_is_verified_as_it_comes[-1-False]",
+        f"{HERE}i1_a_file_that_comes_in_pieces_is_verified_as_it_comes",
     ),
 ]
 
 MEMORY = [
-    check("image_header", "MEMORY I1: header of an image", f"{IMAGE}[native-other tokens]"),
-    check("image_sum", "MEMORY I1: sections of an image", f"{IMAGE}[native-byte 4096]"),
+    check("image_header", "MEMORY I1: header of an image", f"{IMAGE}[native]"),
+    check("image_sum", "MEMORY I1: sections of an image", f"{IMAGE}[native]"),
     check(
         "image_table_header",
         "MEMORY I1: header of an image before layers",

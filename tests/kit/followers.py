@@ -1,0 +1,94 @@
+"""A follower without threads, on a root and metadata of its own, whose watches a test can hook into."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvstore.meta.generation import Standing
+from kvstore.meta.interface import Event, Watch
+from kvstore.meta.keys import Keys
+from kvstore.meta.memory import MemoryMeta
+from kvstore.meta.memory_store import MemoryStore
+from kvstore.meta.session import Session
+from kvstore.node.follower import Follower
+from kvstore.node.limits import Limits
+from kvstore.node.node import Node
+from kvstore.node.start_fence import StartFence
+from kvstore.root.identity import create_or_open
+from kvstore.root.interface import Root
+from kvstore.root.memory import MemoryFiles, MemoryRoot
+from kvstore.sources import RandomIds, SystemClock
+
+SWEEP = b"s" * 16
+
+
+class Hooked:
+    """A watch that runs a hook on what it has fetched before it returns it."""
+
+    def __init__(self, inner: Watch, fetched: Callable[[], None]) -> None:
+        self._inner = inner
+        self._fetched = fetched
+
+    def next(self, timeout_s: float) -> tuple[Event, ...] | None:
+        events = self._inner.next(timeout_s)
+        self._fetched()
+        return events
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class HookedMeta(MemoryMeta):
+    """Metadata whose watches do that, and that do something before they open one; both may be replaced at any time."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        super().__init__(store)
+        self.fetched: Callable[[], None] = nothing
+        self.opening: Callable[[], None] = nothing
+
+    def watch(self, prefix: str, from_revision: int) -> Hooked:  # type: ignore[override]
+        self.opening()
+        return Hooked(super().watch(prefix, from_revision), self._has_fetched)
+
+    def _has_fetched(self) -> None:
+        self.fetched()
+
+
+def nothing() -> None:
+    pass
+
+
+class Alone:
+    """A follower without threads, on its own root and store."""
+
+    def __init__(self, root: Root | None = None, standing: Callable[[], Standing] | None = None) -> None:
+        root, clock, ids = root or MemoryRoot(MemoryFiles()), SystemClock(), RandomIds()
+        identity = create_or_open(root, ids)
+        self.meta = HookedMeta(MemoryStore(clock))
+        self.keys = Keys(identity.root)
+        self.node = Node(
+            root,
+            identity,
+            session=lambda: bytes(16),
+            limits=Limits(lanes=1, width=1),
+            clock=clock,
+            ids=ids,
+        )
+        self.view = self.node.gc_view
+        limits, fence = self.node.limits, None
+        if standing is not None:
+            fence = StartFence(
+                root,
+                identity.shard_bits,
+                lambda work: work(),
+                standing,
+                self.meta,
+                self.keys,
+                limits.meta_deadline_s,
+            )
+        self.follower = Follower(
+            self.meta, self.keys, self.view, self.node.holds, fence, self.node.counters, limits, clock
+        )
+
+    def session(self) -> Session:
+        return Session.open(self.meta, self.keys, clock=SystemClock(), ids=RandomIds())

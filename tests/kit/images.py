@@ -1,0 +1,71 @@
+"""Images of chunks in memory, and the ways in which one can be wrong."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from itertools import count
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore import Layout
+from kvstore.address import Chain
+from kvstore.namespace import Namespace
+from kvstore.node.images import make_images
+from kvstore.node.wanted import image_bytes
+from kvstore.sections import planes_of
+from tests.kit.stores import resealed
+
+Spoil = Callable[[bytes], bytes]
+
+
+def flipped(at: int) -> Spoil:
+    return lambda whole: whole[:at] + bytes([whole[at] ^ 0x10]) + whole[at + 1 :]
+
+
+DAMAGES: dict[str, Spoil] = {
+    **{f"byte {at}": flipped(at) for at in (0, 8, 10, 11, 12, 13, 16, 20, 24, 28, 32, 40, 56, 72, 104, 120, 128, 144)},
+    **{f"byte {at}": flipped(at) for at in (300, 4087, 4088, 4095, 4096, 4111, 4112, 4159, -1)},
+    "empty": lambda whole: b"",
+    "half": lambda whole: whole[: len(whole) // 2],
+    "one byte short": lambda whole: whole[:-1],
+    "one byte long": lambda whole: whole + b"\0",
+    "zeros": lambda whole: bytes(len(whole)),
+    "other version": lambda whole: resealed(whole, 8, struct.pack("<H", 2)),
+    "other kind": lambda whole: resealed(whole, 12, b"\x01"),
+    "other depth": lambda whole: resealed(whole, 20, struct.pack("<I", 9)),
+    "other tokens": lambda whole: resealed(whole, 128, struct.pack("<I", 77)),
+    "other parent": lambda whole: resealed(whole, 56, b"p" * 16),
+    "other namespace": lambda whole: resealed(whole, 72, b"n" * 32),
+    "other sections": lambda whole: resealed(whole, 28, struct.pack("<IQ", 8, 8)),
+    "bits a reader ignores": lambda whole: resealed(whole, 120, b"\x01"),
+}
+
+
+class CountedIds:
+    """Ids that a second run repeats."""
+
+    def __init__(self) -> None:
+        self._numbers = count(1)
+
+    def fresh(self) -> bytes:
+        return next(self._numbers).to_bytes(16, "big")
+
+
+def chain_of(layout: Layout, chunks: int) -> Chain:
+    return Chain.of(Namespace.of("m", layout), np.arange(chunks * layout.chunk_tokens, dtype=np.uint32))
+
+
+def room_for(chain: Chain) -> list[memoryview]:
+    """Memory for the image of each chunk, in one piece, with the pages between them that an arena has."""
+    size = image_bytes(chain, 0)
+    stride = -(-size // 4096) * 4096
+    memory = memoryview(bytearray(stride * len(chain)))
+    return [memory[at * stride : at * stride + size] for at in range(len(chain))]
+
+
+def made(chain: Chain, kv: npt.NDArray[np.generic]) -> list[memoryview]:
+    images = room_for(chain)
+    make_images(chain, range(len(chain)), planes_of(kv, chain.namespace.layout), images, CountedIds())
+    return images

@@ -1,0 +1,102 @@
+"""A memory tier with room for a few chunks, and chunks to fill it with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.address import Chain
+from kvstore.buffers import Borrowed
+from kvstore.hints import Hints
+from kvstore.memory.arena import Arena
+from kvstore.namespace import Namespace
+from kvstore.node.counters import Counters
+from kvstore.node.images import make_images
+from kvstore.node.memory_tier import MemoryTier
+from kvstore.node.slots import Slot, Slots
+from kvstore.sections import planes_of
+from kvstore.sources import RandomIds
+from tests.kit.stores import SMALL, kv_of, same
+
+SPACE = Namespace.of("m", SMALL)
+
+
+UNIT = 8_192
+"""What one chunk of SMALL takes: a header of 4 KiB and 3 KiB of payload, in whole pages."""
+
+
+class StoppedClock:
+    """A clock that a test sets."""
+
+    def __init__(self) -> None:
+        self.seconds = 1000.0
+
+    def now_s(self) -> float:
+        return self.seconds
+
+    def monotonic_s(self) -> float:
+        return self.seconds
+
+
+class Case:
+    """A tier with room for this many chunks of SMALL."""
+
+    def __init__(self, chunks: int) -> None:
+        self.arena = Arena(chunks * UNIT).open()
+        self.counters = Counters()
+        self.clock = StoppedClock()
+        self.tier = MemoryTier(self.arena, self.counters, self.clock)
+
+    def fill(
+        self, wanted: Chain, first: int, count: int, *, dirty: bool = False, priority: int = 35, replica: bool = False
+    ) -> int:
+        """Puts chunks of a chain into it, as far as there is room; how many."""
+        filled = 0
+        for index in range(first, first + count):
+            slot = self.tier.claim(wanted, index, hints=Hints(priority), dirty=dirty, replica=replica)
+            if slot is None:
+                break
+            make(wanted, [index], [slot])
+            self.tier.ready([slot])
+            filled += 1
+        return filled
+
+    def read(self, wanted: Chain, slots: Slots, start: int, stop: int) -> list[bool]:
+        """Reads chunks, and compares all bytes of those reported right."""
+        layout = wanted.namespace.layout
+        out = np.zeros(layout.shape(len(wanted.tokens)), layout.numpy_dtype)
+        done = self.tier.read(slots, start, stop, planes_of(out, layout), Borrowed())
+        kv, size = kv_for(wanted), layout.chunk_tokens
+        for index, right in zip(range(start, stop), done.tolist(), strict=True):
+            part = slice(index * size, (index + 1) * size)
+            assert not right or same(out[:, :, part], kv[:, :, part])
+        found: list[bool] = done.tolist()
+        return found
+
+    def get(self, wanted: Chain, first: int = 0) -> list[bool]:
+        """The chunks of a chain that are there and right."""
+        with self.tier.refer(wanted, first, len(wanted) - first) as slots:
+            return self.read(wanted, slots, first, len(wanted))
+
+    def stat(self, name: str) -> int:
+        return int(self.tier.stats()[f"memory_{name}"])
+
+    def count(self, name: str) -> int:
+        return self.counters.snapshot().get(f"memory_{name}", 0)
+
+
+def chain_of(number: int, chunks: int, namespace: Namespace = SPACE) -> Chain:
+    size = namespace.layout.chunk_tokens
+    return Chain.of(namespace, np.arange(number * 1_000_000, number * 1_000_000 + chunks * size, dtype=np.uint32))
+
+
+def kv_for(chain: Chain) -> npt.NDArray[Any]:
+    return kv_of(chain.namespace.layout, chain.tokens)
+
+
+def make(chain: Chain, indexes: Sequence[int], slots: Sequence[Slot]) -> None:
+    source = planes_of(kv_for(chain), chain.namespace.layout)
+    make_images(chain, indexes, source, [slot.memory for slot in slots], RandomIds())
