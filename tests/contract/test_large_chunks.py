@@ -21,7 +21,7 @@ LARGE = Layout(layers=4, kv_heads=8, head_dim=128, dtype="float16", chunk_tokens
 @pytest.mark.parametrize("way", WAYS)
 def test_large_chunks_are_read_back(tmp_root: Path, way: str, write: WriteModeName, encrypted: bool) -> None:
     prompts = [tokens_and_kv(count, seed, LARGE) for seed, count in enumerate((1, 1, 3))]
-    with backend(way, tmp_root, encrypted=encrypted, layout=LARGE, memory_bytes=96 << 20) as made:
+    with backend(way, tmp_root, encrypted=encrypted, layout=LARGE, memory_bytes=192 << 20) as made:
         cache = made.cache()
         for tokens, kv in prompts:
             assert cache.put(tokens, kv, write=write).tokens_present == len(tokens)

@@ -85,6 +85,8 @@ class Backend:
         assert way in WAYS
         self.way, self.layout = way, layout
         self.steps = Steps()
+        self.pin_ids: list[str] = []
+        """Pins that a test is about to release."""
         self._folder = folder
         self._files = MemoryFiles()
         self._disk = disk
