@@ -17,7 +17,7 @@ import pytest
 
 from kvstore import Layout
 from kvstore.client import Cache
-from kvstore.errors import KVStoreError
+from kvstore.errors import KVStoreError, Unavailable
 from tests.kit.backends import Backend, backend
 from tests.kit.patience import PATIENCE_S
 from tests.kit.steps import Strike
@@ -48,6 +48,10 @@ class Call:
     """What a call that raised may leave until the next one has succeeded."""
     may_keep: tuple[str, ...] = ()
     """What a call that raised may leave for good, or until its own time limit."""
+    tidied: tuple[str, ...] = ()
+    """What may stay until a collector tidies up."""
+    ends_with_session: bool = False
+    """Its result protects nothing, and uses nothing, once the session was lost."""
 
 
 def put(backend: Backend, cache: Cache) -> Any:
@@ -64,10 +68,7 @@ def get(backend: Backend, cache: Cache) -> int:
 
 
 def hold(backend: Backend, cache: Cache) -> Any:
-    """A hold that ends at once, whether or not its session was lost."""
-    taken = cache.hold(tokens_of(cache.layout, CHUNKS + 1))
-    taken.release()
-    return taken
+    return cache.hold(tokens_of(cache.layout, CHUNKS + 1))
 
 
 def pin(backend: Backend, cache: Cache) -> Any:
@@ -99,6 +100,19 @@ def prefetch(backend: Backend, cache: Cache) -> Any:
     ticket = cache.prefetch(tokens_of(cache.layout))
     ticket.wait(PATIENCE_S)
     return ticket
+
+
+def sweep(backend: Backend, cache: Cache) -> Any:
+    """A collector's pass: finish what another one began, then delete everything."""
+    backend.collector().adopt()
+    report = backend.sweep([cache.namespace])
+    if report.sweeps["left"]:
+        raise Unavailable("a sweep is left for the next round, as the report says")
+    return report
+
+
+def release(result: Any) -> None:
+    result.release()
 
 
 def stored_cold(backend: Backend, cache: Cache) -> None:
@@ -136,16 +150,15 @@ def part_stored(backend: Backend, cache: Cache) -> None:
     backend.forget()
 
 
-SWEPT = ("gc/condemned", "trash", "plans")
 CALLS: dict[str, Call] = {
     "put": Call(put, succeeds=lambda result: result.tokens_present > 0),
     "put of the rest": Call(put, part_stored, succeeds=lambda result: result.tokens_present > 0),
     "get cold": Call(get, stored_cold, succeeds=lambda count: count == CHUNKS),
     "get warm": Call(get, stored_warm, succeeds=lambda count: count == CHUNKS),
-    "hold cold": Call(hold, stored_cold, succeeds=lambda held: held.tokens > 0),
-    "hold warm": Call(hold, stored_warm, succeeds=lambda held: held.tokens > 0),
-    "pin": Call(pin, stored_warm, lambda pinned: pinned.release(), lambda pinned: pinned.tokens > 0),
-    "pin of blocks": Call(pin_blocks, blocks_stored, lambda pinned: pinned.release(), lambda pinned: pinned.tokens > 0),
+    "hold cold": Call(hold, stored_cold, release, lambda held: held.tokens > 0, ends_with_session=True),
+    "hold warm": Call(hold, stored_warm, release, lambda held: held.tokens > 0, ends_with_session=True),
+    "pin": Call(pin, stored_warm, release, lambda pinned: pinned.tokens > 0),
+    "pin of blocks": Call(pin_blocks, blocks_stored, release, lambda pinned: pinned.tokens > 0),
     "unpin": Call(unpin, pinned, may_leave=("pins", "memory_pinned_bytes")),
     "put of blocks": Call(put_blocks, succeeds=all),
     "get of blocks": Call(get_blocks, blocks_stored, succeeds=all),
@@ -154,7 +167,7 @@ CALLS: dict[str, Call] = {
     "prefetch": Call(
         prefetch, stored_cold, succeeds=lambda ticket: ticket.error is None and ticket.tokens == CHUNKS * SIZE
     ),
-    "sweep": Call(lambda backend, cache: backend.sweep([cache.namespace]), stored_cold, may_leave=SWEPT),
+    "sweep": Call(sweep, stored_cold, may_leave=("gc/condemned",), tidied=("plans", "trash")),
 }
 WITHOUT_MEMORY = [name for name in CALLS if name != "prefetch"]
 ACTS = ("before", "after", "session")
@@ -162,7 +175,7 @@ ACTS = ("before", "after", "session")
 
 def check_each_step(made: Backend, call: Call, act: str, name: str = "m") -> int:
     """Runs the call once for each of its steps; returns their number."""
-    kept: set[str] = set()
+    kept = set(call.tidied)
     strike: Any = {"before": Strike.BEFORE, "after": Strike.AFTER, "session": made.lose_session}[act]
     for position in range(1, STEPS_MAX):
         cache = made.cache(f"{name}{position}")
@@ -180,6 +193,8 @@ def check_each_step(made: Backend, call: Call, act: str, name: str = "m") -> int
             call.undo(result)
             return position - 1
         if error is None:
+            if act == "session" and call.ends_with_session:
+                check_idle(made, kept, f"{where}, before its release")
             call.undo(result)
         else:
             kept.update(call.may_keep)

@@ -84,6 +84,7 @@ def source(kind: str, folder: Path, count: int = 6, missing: int = 2) -> Iterato
     encodings.learn(chain.namespace)
     disk.open()
     try:
+        eventually(lambda: not disk.stats()["disk_refilling"], "what the disk held is taken in")
         for index in range(count):
             assert disk.add(place_of(chain, index), memoryview(image_of(chain, index)))
         yield Source(disk, chain, count)
