@@ -61,7 +61,7 @@ PINNED = [
         "pin-of-blocks-that-are-missing",
         "PROTOCOL P1: blocks that are there are pinned",
         edit("kvstore.node.member:Member.pin_blocks", "if found", "if not found"),
-        "client/test_port_contract.py::test_blocks_are_pinned_listed_and_released[local]",
+        "contract/test_transport.py::test_blocks_are_pinned_listed_and_released[local]",
     ),
 ]
 

@@ -1,4 +1,4 @@
-"""One contract for all ports: a cache's promises hold over a node in this process and over each path to a worker."""
+"""One contract for all transports: a cache's promises hold in this process and over each path to a worker."""
 
 from __future__ import annotations
 

@@ -1,0 +1,104 @@
+"""Every kind of tier between memory and the root, filled with one chain, for their contract."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+
+from kvstore.address import Chain
+from kvstore.memory.inventory import place_of
+from kvstore.meta.digests import Digests
+from kvstore.meta.memory import MemoryMeta
+from kvstore.meta.memory_store import MemoryStore
+from kvstore.meta.presence import Presence
+from kvstore.meta.session import Session
+from kvstore.meta.workers import WorkerRecord
+from kvstore.namespace import Namespace
+from kvstore.node.counters import Counters
+from kvstore.node.disk_tier import DiskTier
+from kvstore.node.encoded import Encodings
+from kvstore.node.lanes import Deadline
+from kvstore.node.tiers import Tier
+from kvstore.peers.digest import encode
+from kvstore.peers.limits import PeerLimits
+from kvstore.peers.peers import Peers
+from kvstore.peers.roster import Roster
+from kvstore.sources import RandomIds, SystemClock
+from tests.kit.keyed import TENANT, key_file
+from tests.kit.patience import NEVER_S, PATIENCE_S, eventually
+from tests.kit.peer_channel import LAYOUT, chain_of, honest, image_of, room_for, speaking
+from tests.kit.peer_reports import KEYS, Held, shard_of, sorted_prints
+
+KINDS = ("disk", "encrypted disk", "peers")
+CLOCK = SystemClock()
+LIMITS = PeerLimits(answer_s=PATIENCE_S, follow_s=0.02, aside_s_min=NEVER_S, aside_s_max=NEVER_S)
+
+
+class Source:
+    """A tier that has chunks 0 to ``count - 1`` of ``chain``, and none of ``other``."""
+
+    def __init__(self, tier: Tier, chain: Chain, count: int) -> None:
+        self.tier, self.chain, self.count = tier, chain, count
+        self.other = Chain.of(Namespace.of("other", LAYOUT, tenant=chain.namespace.tenant), chain.tokens)
+
+    def fetch(self, indexes: Sequence[int], chain: Chain | None = None, seconds: float = NEVER_S) -> list[bool]:
+        """Which chunks came; those that came have the bytes of their images."""
+        wanted = chain or self.chain
+        images = room_for(wanted, indexes)
+        came = self.tier.fetch(wanted, indexes, images, Deadline(CLOCK, seconds))
+        for index, image, has_come in zip(indexes, images, came, strict=True):
+            assert not has_come or bytes(image) == image_of(wanted, index), "wrong bytes"
+        return came
+
+
+@contextmanager
+def source(kind: str, folder: Path, count: int = 6, missing: int = 2) -> Iterator[Source]:
+    """A tier of one kind that has the first ``count`` of ``count + missing`` chunks."""
+    chain = chain_of(count + missing)
+    if kind == "peers":
+        with speaking(honest(chain, set(range(count)))) as speaker:
+            store, counters = MemoryStore(), Counters()
+            presence = Presence(MemoryMeta(store), KEYS)
+            presence.start(PATIENCE_S)
+            roster = Roster(LIMITS, CLOCK, Random(1))
+            digests = Digests(MemoryMeta(store), KEYS)
+            peers = Peers(digests, presence, Held(), roster, counters, CLOCK, LIMITS, lambda digest: None)
+            peers.start(None)
+            try:
+                _report(store, speaker.address, chain, count)
+                eventually(lambda: peers.leading(chain, 0) == count, "the report is received")
+                yield Source(peers, chain, count)
+            finally:
+                peers.close(5.0)
+                presence.close()
+        return
+    counters, ids = Counters(), RandomIds()
+    keys = None
+    if kind == "encrypted disk":
+        keys = key_file(folder / "keys.json", "a", tenant=TENANT)
+        chain = Chain.of(Namespace.of("m", LAYOUT, tenant=TENANT), chain.tokens)
+    encodings = Encodings(keys, counters, ids)
+    disk = DiskTier(str(folder / "disk"), 64 << 20, counters, CLOCK, ids, encodings=encodings)
+    encodings.learn(chain.namespace)
+    disk.open()
+    try:
+        eventually(lambda: not disk.stats()["disk_refilling"], "what the disk held is taken in")
+        for index in range(count):
+            assert disk.add(place_of(chain, index), memoryview(image_of(chain, index)))
+        yield Source(disk, chain, count)
+    finally:
+        disk.close(5.0)
+
+
+def _report(store: MemoryStore, address: str, chain: Chain, count: int) -> None:
+    """Has a peer report the leading chunks of a chain."""
+    meta = MemoryMeta(store)
+    session = Session.open(meta, KEYS, clock=CLOCK, ids=RandomIds(), ttl_s=300)
+    chunks = chain.addresses[:count]
+    digests = {
+        shard: encode(sorted_prints([each for each in chunks if shard_of(each) == shard]))
+        for shard in set(map(shard_of, chunks))
+    }
+    Digests(meta, KEYS).publish(session, digests, WorkerRecord(address), 1.0)
