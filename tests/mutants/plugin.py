@@ -7,10 +7,10 @@ from contextlib import ExitStack
 
 import pytest
 
+from tests.mutants.finding import named
 from tests.mutants.mutant import NAME_VARIABLE
 from tests.mutants.planters import Simulated
 from tests.mutants.planting import note
-from tests.mutants.table import named
 
 _planted = ExitStack()
 

@@ -1,0 +1,209 @@
+"""Transports that break their promises: frames, streams, shared memory, failover, deadlines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.mutants.catalogue.interfaces import CHANNEL, at, giving
+from tests.mutants.mutant import Mutant, mutant
+
+FRAMES = "kvstore.wire.bulk.frames"
+STREAM = "kvstore.wire.frames"
+SUMS = "bulk/test_sums.py"
+HOSTILE = "bulk/test_hostile.py"
+BLOCKS_HOSTILE = "bulk/test_blocks_hostile.py"
+WIRE = "worker/test_wire.py"
+SEALS = "worker/test_seals.py"
+CALLER = "kvstore.client.caller:Caller"
+CONNECTION = "kvstore.worker.bulk.connection:Connection"
+
+
+def _unlimited(real: Any, raw: Any) -> Any:
+    from kvstore.wire.bulk.frames import HEAD, Head, Kind
+
+    _, kind, request, length = HEAD.unpack(raw)
+    return Head(Kind(kind), request, length) if kind in Kind._value2member_map_ else real(raw)
+
+
+def _any_magic(real: Any, raw: Any) -> Any:
+    return real(b"KV" + bytes(raw)[2:])
+
+
+def _unsealed(real: Any, message: bytes) -> Any:
+    from kvstore.wire.statuses import BrokenTransfer
+
+    try:
+        return real(message)
+    except BrokenTransfer:
+        from kvstore.wire.messages import SEAL_BYTES
+
+        return real(message[: max(0, len(message) - SEAL_BYTES)])
+
+
+def _whole_timeout(real: Any, self: Any, send: Any, timeout_s: float, *rest: Any, **how: Any) -> Any:
+    return real(self, lambda endpoint, left_s: send(endpoint, timeout_s), timeout_s, *rest, **how)
+
+
+def _damage_ignored(real: Any, fill: Any, expected: Any, sections: Any) -> Any:
+    from kvstore.format.header import Damaged
+
+    try:
+        return real(fill, expected, sections)
+    except Damaged:
+        return None
+
+
+def _outside(real: Any, self: Any, offset: int, size_bytes: int) -> Any:
+    try:
+        return real(self, offset, size_bytes)
+    except ValueError:
+        return memoryview(bytes(size_bytes))
+
+
+MUTANTS: list[Mutant] = [
+    mutant(
+        "stream-parts-unverified",
+        "gRPC: checksum of a part",
+        at("kvstore.format.checksum", "checksum", giving(0)),
+        WIRE,
+        SEALS,
+        native=False,
+    ),
+    mutant("stream-seal-ignored", "gRPC: seal of a message of a stream", at(STREAM, "decode_frame", _unsealed), SEALS),
+    mutant(
+        "message-seal-ignored",
+        "gRPC: seal of a request",
+        at("kvstore.wire.messages", "is_whole", lambda real, message: real(message) and None),
+        SEALS,
+    ),
+    mutant(
+        "planes-unverified",
+        "BULK: checksum of a layer",
+        at("kvstore.wire.bulk.runs", "receive_planes", lambda real, channel, planes: real(channel, planes) or True),
+        "bulk/test_layers.py",
+        "native/test_sockets.py",
+    ),
+    mutant(
+        "run-unverified",
+        "BULK: checksums of a run",
+        at("kvstore.wire.bulk.sums", "plane_sums", lambda real, planes, first, count: _anything()),
+        SUMS,
+        HOSTILE,
+        "bulk/test_failures.py",
+    ),
+    mutant(
+        "blocks-unverified",
+        "BULK: checksums of a run of blocks",
+        at("kvstore.wire.bulk.sums", "block_sums", lambda real, blocks: _anything()),
+        BLOCKS_HOSTILE,
+    ),
+    mutant(
+        "file-unverified",
+        "BULK: a received file is verified",
+        at("kvstore.client.bulk.receiving", "fill_verified", _damage_ignored),
+        SUMS,
+    ),
+    mutant("frame-of-another-protocol", "BULK: magic of a frame", at(FRAMES, "decode_head", _any_magic), SUMS),
+    mutant("frame-of-any-length", "BULK: limit of a frame", at(FRAMES, "decode_head", _unlimited), HOSTILE),
+    mutant(
+        "frame-of-another-request",
+        "BULK: a frame belongs to its request",
+        at(FRAMES, "encode_head", lambda real, kind, request, length: real(kind, request + (kind >= 64), length)),
+        "bulk/test_layers.py",
+        "bulk/test_ways.py",
+    ),
+    mutant(
+        "request-without-timeout",
+        "BULK: a request has a timeout",
+        at(FRAMES, "decode_request", lambda real, payload: real(b"\0\0\0\0\0\0\xf0\x3f" + payload[8:])),
+        SUMS,
+        HOSTILE,
+    ),
+    mutant(
+        "files-unasked",
+        "BULK: no more files than asked for",
+        at(CHANNEL, "take_files", _any_files),
+        "bulk/test_bounds.py",
+        HOSTILE,
+        BLOCKS_HOSTILE,
+    ),
+    mutant(
+        "grant-unproven",
+        "BULK: a grant is proven",
+        at("kvstore.wire.bulk.grants:Grant", "is_hello", giving(True)),
+        HOSTILE,
+    ),
+    mutant(
+        "worker-unproven",
+        "BULK: the worker proves the grant",
+        at("kvstore.wire.bulk.grants:Grant", "is_welcome", giving(True)),
+        HOSTILE,
+        "contract/test_transport_rules.py",
+    ),
+    mutant(
+        "arena-placed-outside",
+        "BULK: bytes lie in the arena",
+        at(CONNECTION, "placed", _outside),
+        HOSTILE,
+        BLOCKS_HOSTILE,
+    ),
+    mutant(
+        "arena-of-any-size",
+        "BULK: limit of an arena",
+        at(CONNECTION, "adopt_arena", lambda real, self, size, most: real(self, size, 1 << 62)),
+        HOSTILE,
+        "bulk/test_bounds.py",
+    ),
+    mutant(
+        "lease-ends-with-its-answer",
+        "BULK: lent slots stay until the client ends",
+        at("kvstore.worker.bulk.leases:Leases", "keep", lambda real, self, lease: self.end(lease)),
+        "bulk/test_memory.py",
+        "bulk/test_memory_hostile.py",
+    ),
+    mutant(
+        "call-repeated",
+        "Client: a call that must not run twice is sent once",
+        at(CALLER, "anywhere", lambda real, self, *what, may_repeat=True, **how: real(self, *what, **how)),
+        "contract",
+    ),
+    mutant(
+        "call-has-the-time-twice",
+        "Client: one deadline for all workers",
+        at(CALLER, "anywhere", _whole_timeout),
+        "contract",
+    ),
+]
+
+
+class _Equal:
+    """Equals all checksums."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    def __hash__(self) -> int:
+        return 0
+
+
+def _anything() -> Any:
+    return _Equal()
+
+
+def _any_files(real: Any, channel: Any, count: int) -> Any:
+    from kvstore.wire.bulk.channel import LinkBroken
+
+    try:
+        return real(channel, count)
+    except LinkBroken:
+        channel.alive = True
+        return []
+
+
+def _unavailable(error: Any) -> Any:
+    from kvstore.errors import Unavailable
+
+    return Unavailable(str(error))
