@@ -302,12 +302,6 @@ TAKING = [
     ),
     rule(
         "O1",
-        "deletes-another-version",
-        at(ROOT[1:], "remove_if", lambda real, self, name, seen: self.remove(name)),
-        RULES,
-    ),
-    rule(
-        "O1",
         "list-is-not-final",
         at(LEDGER, "settle", lambda real, self, sweep, final: replace(sweep, record=final)),
         RULES,
@@ -381,17 +375,6 @@ KEEPING = [
         "policy-ranks-nothing",
         "PROTOCOL prefixes: least recently used chunks are deleted first",
         at("kvstore_gc.policy", "ranks", lambda real, uses, ties, now_s, order: real(uses, ties, now_s, order) * 0),
-        "gc/test_policy.py",
-        "gc/test_plan.py",
-    ),
-    mutant(
-        "policy-newest-first",
-        "PROTOCOL prefixes: least recently used chunks are deleted first",
-        at(
-            "kvstore_gc.policy",
-            "ranks",
-            lambda real, uses, ties, now_s, order: (found := real(uses, ties, now_s, order)).max() - found,
-        ),
         "gc/test_policy.py",
         "gc/test_plan.py",
     ),

@@ -110,6 +110,12 @@ def _lose_the_intact(real: Any, self: Any, staged: str, name: str, **how: Any) -
     return False if staged.startswith("quarantine/") else real(self, staged, name, **how)
 
 
+def _chain_by_tokens(real: Any, self: Any, namespace: Any, tokens: Any) -> Any:
+    return _chains.setdefault(bytes(tokens), real(self, namespace, tokens))
+
+
+_chains: dict[bytes, Any] = {}
+
 PLAIN = [
     *(_field(name) for name in ("kind", "address", "parent", "namespace", "depth", "identity")),
     mutant(
@@ -187,6 +193,12 @@ PLAIN = [
             lambda real, namespace, packed, first=0, parent=b"": real(namespace, packed, first),
         ),
         ADDRESSES,
+        "node/test_chains.py",
+    ),
+    mutant(
+        "chain-of-another-namespace",
+        "FORMAT 3: an address is of one namespace",
+        at("kvstore.node.chains:RecentChains", "of", _chain_by_tokens),
         "node/test_chains.py",
     ),
     mutant(

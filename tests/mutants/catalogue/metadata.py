@@ -54,12 +54,6 @@ MUTANTS: list[Mutant] = [
         *CONTRACT,
     ),
     mutant(
-        "meta-txn-compares-the-first",
-        "Meta: every compare counts",
-        at(MEMORY_STORE, "txn", lambda real, self, compares, operations: real(self, compares[:1], operations)),
-        *CONTRACT,
-    ),
-    mutant(
         "meta-txn-applies-half",
         "Meta: a transaction is atomic",
         at(MEMORY_STORE, "txn", lambda real, self, compares, operations: real(self, compares, operations[:1])),
@@ -69,12 +63,6 @@ MUTANTS: list[Mutant] = [
         "meta-txn-without-limits",
         "Meta: limits of a transaction",
         at("kvstore.meta.limits", "check_request", giving(None)),
-        *CONTRACT,
-    ),
-    mutant(
-        "meta-get-is-old",
-        "Meta: a read is linearizable",
-        at(MEMORY_STORE, "get", _one_revision_late),
         *CONTRACT,
     ),
     mutant(
@@ -113,22 +101,9 @@ MUTANTS: list[Mutant] = [
         at(META, "revoke", giving(None)),
         *CONTRACT,
     ),
-    mutant(
-        "meta-delete-always-true",
-        "Meta: a deletion reports whether the key existed",
-        at(MEMORY, "delete", lambda real, self, *key: real(self, *key) or True),
-        *CONTRACT,
-    ),
     mutant("meta-watch-drops-an-event", "Meta: a watch has no gap", at(WATCH, "next", _drop_one), *CONTRACT),
     mutant("meta-watch-splits-a-revision", "Meta: a watch splits no revision", at(WATCH, "next", _split), *CONTRACT),
-    mutant("meta-watch-reverses", "Meta: events come in order", at(WATCH, "next", _reverse), *CONTRACT),
     mutant("meta-watch-hides-its-loss", "Meta: a watch with a gap is lost", at(WATCH, "next", _hide_loss), *CONTRACT),
-    mutant(
-        "meta-watch-begins-late",
-        "Meta: a watch begins at the given revision",
-        at(META, "watch", lambda real, self, prefix, revision: real(self, prefix, revision + 1)),
-        *CONTRACT,
-    ),
     mutant(
         "etcd-transaction-sent-again",
         "Meta: a transaction that may have been sent is not sent again",

@@ -122,20 +122,8 @@ CONTRACTS = [
         *CONTRACT,
     ),
     mutant("root-remove-lies", "Root: a removed file is gone", at(ROOT, "remove", giving(True)), *CONTRACT),
-    mutant("root-discard-lies", "Root: a discarded file is gone", at(ROOT, "discard", giving(None)), *CONTRACT),
     mutant("root-list-hides", "Root: a listing is complete", at(ROOT, "list", _all_but_one), *CONTRACT),
-    mutant("root-look-short", "Root: a look has the first bytes", at(ROOT, "look", _short_look), *CONTRACT),
     mutant("root-touch-lies", "Root: touching sets the time", at(FENCED, "touch", giving(True)), *CONTRACT),
-    mutant(
-        "root-stamp-ignored",
-        "Root: a staged file has the time it was given",
-        at(
-            ROOT[:2],
-            "stage",
-            lambda real, self, name, pieces, **how: real(self, name, pieces, **{**how, "stamp_ns": 1}),
-        ),
-        *CONTRACT,
-    ),
     mutant(
         "root-open-follows-links",
         "FORMAT 1: a link is not followed",
@@ -152,12 +140,6 @@ CONTRACTS = [
         "reader-writes-withdrawn",
         "FORMAT 4.3: withdrawn memory is not written",
         at(READER, "read", _write_to_withdrawn),
-        *CONTRACT,
-    ),
-    mutant(
-        "reader-maps-changing",
-        "FORMAT 4.3: mapped memory is read-only",
-        at(READER[:2], "map", lambda real, self: memoryview(bytearray(real(self) or b""))),
         *CONTRACT,
     ),
     mutant(
@@ -185,26 +167,9 @@ IDENTITY = [
         "root/test_identity.py",
     ),
     mutant(
-        "root-made-anywhere",
-        "FORMAT 2: no root is made where one is expected",
-        at(
-            "kvstore.root.identity",
-            "create_or_open",
-            lambda real, root, ids, **how: real(root, ids, **{**how, "expect": None, "create": True}),
-        ),
-        "root/test_identity.py",
-    ),
-    mutant(
         "root-check-always-sound",
         "F4: check-root reports a fence that does not hold",
         at("kvstore.root.check", "is_sound", giving(True)),
-        "root/test_check.py",
-        "root/test_conditional.py",
-    ),
-    mutant(
-        "root-object-store-unconditional",
-        "O1: check-root tries conditional deletion",
-        at("kvstore.root.check", "check_root", lambda real, *roots, **how: [p for p in real(*roots, **how) if p.ok]),
         "root/test_check.py",
         "root/test_conditional.py",
     ),

@@ -28,6 +28,39 @@ def _first_extent(real: Any, self: Any, size_bytes: int) -> Any:
     return 0
 
 
+def _decode(header: Any) -> Any:
+    from kvstore.format.header import decode
+
+    return decode(header)
+
+
+def _all(indexes: Any) -> Any:
+    import numpy as np
+
+    return np.ones(len(indexes), np.bool_)
+
+
+def _ready(inventory: Any, entry: Any) -> Any:
+    if entry is not None:
+        inventory.ready(entry)
+    return entry
+
+
+def _behind() -> Any:
+    from kvstore.writes import WriteMode
+
+    return WriteMode.BEHIND
+
+
+def _decoded(real: Any, value: bytes) -> Any:
+    from kvstore.errors import KVStoreError
+
+    try:
+        return real(value)
+    except KVStoreError:
+        return {}
+
+
 MUTANTS: list[Mutant] = [
     mutant(
         "images-always-right",
@@ -123,7 +156,7 @@ MUTANTS: list[Mutant] = [
                 expected, incarnation, sections, wish, salt
             ),
         ),
-        "contract",
+        "contract/test_rot.py",
     ),
     mutant(
         "peer-that-is-wrong-stays",
@@ -144,36 +177,3 @@ MUTANTS: list[Mutant] = [
         "peers_memory/test_digest.py",
     ),
 ]
-
-
-def _decode(header: Any) -> Any:
-    from kvstore.format.header import decode
-
-    return decode(header)
-
-
-def _all(indexes: Any) -> Any:
-    import numpy as np
-
-    return np.ones(len(indexes), np.bool_)
-
-
-def _ready(inventory: Any, entry: Any) -> Any:
-    if entry is not None:
-        inventory.ready(entry)
-    return entry
-
-
-def _behind() -> Any:
-    from kvstore.writes import WriteMode
-
-    return WriteMode.BEHIND
-
-
-def _decoded(real: Any, value: bytes) -> Any:
-    from kvstore.errors import KVStoreError
-
-    try:
-        return real(value)
-    except KVStoreError:
-        return {}

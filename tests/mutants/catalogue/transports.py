@@ -60,6 +60,48 @@ def _outside(real: Any, self: Any, offset: int, size_bytes: int) -> Any:
         return memoryview(bytes(size_bytes))
 
 
+class _Equal:
+    """Equals all checksums."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    def __hash__(self) -> int:
+        return 0
+
+
+def _anything() -> Any:
+    return _Equal()
+
+
+def _any_files(real: Any, channel: Any, count: int) -> Any:
+    from kvstore.wire.bulk.channel import LinkBroken
+
+    try:
+        return real(channel, count)
+    except LinkBroken:
+        channel.alive = True
+        return []
+
+
+def _unavailable(error: Any) -> Any:
+    from kvstore.errors import Unavailable
+
+    return Unavailable(str(error))
+
+
+def _broken_is_a_miss(real: Any, self: Any, sections: Any) -> Any:
+    from kvstore.errors import HoldBroken
+
+    try:
+        return real(self, sections)
+    except HoldBroken:
+        return 0
+
+
 MUTANTS: list[Mutant] = [
     mutant(
         "stream-parts-unverified",
@@ -162,48 +204,34 @@ MUTANTS: list[Mutant] = [
         "bulk/test_memory_hostile.py",
     ),
     mutant(
+        "arena-released-early",
+        "BULK: a chunk stays in the arena until it is stored",
+        at(
+            "kvstore.worker.bulk.connection:Ledger",
+            "released",
+            lambda real, self, request, count: real(self, request, count + 1),
+        ),
+        "bulk/test_ways.py",
+        "client/test_port_contract.py",
+    ),
+    mutant(
+        "lost-hold-is-a-miss",
+        "Client: a hold whose worker is gone is broken",
+        at("kvstore.client.remote_hold:RemoteHold", "read", _broken_is_a_miss),
+        "client/test_remote_failover.py",
+        "-k",
+        "hold",
+    ),
+    mutant(
         "call-repeated",
         "Client: a call that must not run twice is sent once",
         at(CALLER, "anywhere", lambda real, self, *what, may_repeat=True, **how: real(self, *what, **how)),
-        "contract",
+        "contract/test_failover.py",
     ),
     mutant(
         "call-has-the-time-twice",
         "Client: one deadline for all workers",
         at(CALLER, "anywhere", _whole_timeout),
-        "contract",
+        "contract/test_failover.py",
     ),
 ]
-
-
-class _Equal:
-    """Equals all checksums."""
-
-    def __eq__(self, other: object) -> bool:
-        return True
-
-    def __ne__(self, other: object) -> bool:
-        return False
-
-    def __hash__(self) -> int:
-        return 0
-
-
-def _anything() -> Any:
-    return _Equal()
-
-
-def _any_files(real: Any, channel: Any, count: int) -> Any:
-    from kvstore.wire.bulk.channel import LinkBroken
-
-    try:
-        return real(channel, count)
-    except LinkBroken:
-        channel.alive = True
-        return []
-
-
-def _unavailable(error: Any) -> Any:
-    from kvstore.errors import Unavailable
-
-    return Unavailable(str(error))
