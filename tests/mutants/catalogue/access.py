@@ -93,13 +93,13 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "access-any-role",
-        "access X5: a role includes those below it alone",
+        "access X4: a role includes those below it alone",
         at(IDENTITY, "may", lambda real, self, role, tenant: bool(self.role_in(tenant))),
         RULES,
     ),
     mutant(
         "access-role-of-another-tenant",
-        "access X5: a role is of one tenant",
+        "access X4: a role is of one tenant",
         at(IDENTITY, "role_in", lambda real, self, tenant: max(self.roles.values(), default=0)),
         RULES,
         PERMISSIONS,
@@ -123,30 +123,30 @@ MUTANTS: list[Mutant] = [
         MATRIX,
     ),
     mutant(
-        "access-token-unsigned", "access X8: signature of a token", at(BEARER, "verified", _unsigned), RULES, TOKENS
+        "access-token-unsigned", "access X3: signature of a token", at(BEARER, "verified", _unsigned), RULES, TOKENS
     ),
     mutant(
         "access-token-never-expires",
-        "access X8: an expired token is refused",
+        "access X3: an expired token is refused",
         at(BEARER, "verified", _claims(expires_s=1e12)),
         TOKENS,
     ),
     mutant(
         "access-token-of-next-year",
-        "access X8: a token counts from its issue",
+        "access X3: a token counts from its issue",
         at(BEARER, "verified", _claims(issued_s=0.0)),
         TOKENS,
         RULES,
     ),
     mutant(
         "access-token-unbound",
-        "access X8: a bound token needs its certificate",
+        "access X3: a bound token needs its certificate",
         at(BEARER, "verified", _claims(thumbprint=b"")),
         TOKENS,
     ),
     mutant(
         "access-token-not-revoked",
-        "access X8: a revoked token is refused",
+        "access X3: a revoked token is refused",
         at("kvstore.security.authenticator", "read_revoked", giving({})),
         TOKENS,
     ),
@@ -184,10 +184,24 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "access-audit-silent",
-        "access: denials are in the audit log",
+        "access X10: denials are in the audit log",
         at("kvstore.security.audit:AuditLog", "write", giving(None)),
         "security/test_audit.py",
         RULES,
+    ),
+    mutant(
+        "access-every-host-is-this-one",
+        "access X1: without TLS a worker listens on this host alone",
+        at("kvstore.security.networks", "is_loopback", giving(True)),
+        RULES,
+        "security/test_account.py",
+    ),
+    mutant(
+        "access-grant-of-another-client",
+        "access X8: a grant is bound to its client",
+        at("kvstore.worker.bulk.listener:BulkListener", "grant", lambda real, self, *presented: real(self)),
+        "security/test_hostile.py",
+        MATRIX,
     ),
     mutant(
         "access-dashboard-open",
