@@ -179,7 +179,6 @@ MUTANTS: list[Mutant] = [
         "worker-unproven",
         "BULK: the worker proves the grant",
         at("kvstore.wire.bulk.grants:Grant", "is_welcome", giving(True)),
-        HOSTILE,
         "contract/test_transport_rules.py",
     ),
     mutant(
