@@ -14,7 +14,7 @@ from kvstore.address import Address, Chain, block_addresses
 from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
 from kvstore.format import places
-from kvstore.meta.interface import Event, LeaseId, Watch
+from kvstore.meta.interface import Event, LeaseId, Watch, WatchLost
 from kvstore.meta.keys import SweepId
 from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.session import SessionRecord
@@ -55,9 +55,10 @@ def test_h1_condemned_blocks_of_every_shard_are_misses(c: Cluster) -> None:
     keys = [bytes([number]) * 16 for number in range(BLOCKS)]
     assert all(blocks.put(keys, [np.full(99, number, np.uint8) for number in range(BLOCKS)]))
     hold = looking(other, prompt(1, 1))
-    sweep = sweep_of(c, Swept(block_addresses(SPACE, keys)))
+    swept = Swept(block_addresses(SPACE, keys))
+    sweep = sweep_of(c, swept)
     eventually(lambda: not any(blocks.present(keys)), "blocks of one transaction are condemned together (A1)")
-    assert blocks.match(keys) == 0
+    assert blocks.match(keys) == 0 and c.present(cast(Chain, swept)) == BLOCKS
     other.node.holds.release(hold)
     sweep.join(PATIENCE_S)
 
@@ -107,12 +108,49 @@ class Joining(MemoryMeta):
         return Silent()
 
 
+class Losing(MemoryMeta):
+    """A store whose first watch delivers nothing, and is lost once ``is_lost`` is set."""
+
+    is_lost = False
+    watches = 0
+
+    def watch(self, prefix: str, from_revision: int) -> Watch:  # type: ignore[override]
+        self.watches += 1
+        return super().watch(prefix, from_revision) if self.watches > 1 else Lost(self)
+
+
+class Lost(Silent):
+    """That watch."""
+
+    def __init__(self, meta: Losing) -> None:
+        self._meta = meta
+
+    def next(self, timeout_s: float) -> tuple[Event, ...] | None:
+        if self._meta.is_lost:
+            raise WatchLost("cut off")
+        return super().next(timeout_s)
+
+
+def condemn(c: Cluster, chain: Chain) -> None:
+    """Begins a sweep of the first chunk of a chain, which no collector continues."""
+    first = chain.addresses[0]
+    sweep = Condemned.of_victims(SweepId(b"s" * 16), b"c" * 16, [first])
+    assert Ledger(c.site()).condemn({places.shard(first, c.identity.shard_bits): sweep})
+
+
+def test_v3_sweeps_of_a_lost_watch_are_read_afresh(c: Cluster) -> None:
+    meta, chain = Losing(c.store), prompt(1, 8)
+    node = c.node(meta=meta)
+    assert put(node, chain) == 8
+    condemn(c, chain)
+    meta.is_lost = True
+    eventually(lambda: node.node.match(chain) == 0)
+    assert node.node.counters.snapshot()["sessions_lost"] == 0
+
+
 def test_v1_a_sweep_that_begins_before_the_session_is_seen(c: Cluster) -> None:
     chain = prompt(1, 8)
     put(c.node(), chain)
-    first = chain.addresses[0]
-    sweep = Condemned.of_victims(SweepId(b"s" * 16), b"c" * 16, [first])
-    shard = places.shard(first, c.identity.shard_bits)
     meta = Joining(c.store)
-    meta.begin = lambda: Ledger(c.site()).condemn({shard: sweep})
+    meta.begin = lambda: condemn(c, chain)
     assert c.node(meta=meta).node.match(chain) == 0

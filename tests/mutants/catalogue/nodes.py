@@ -74,7 +74,7 @@ SESSIONS = [
     rule("V2", "view-outlives-the-session", at(VIEW, "end", giving(None)), VIEW_TESTS, FOLLOWER_RULES),
     rule("V3", "holds-keep-their-births", at(HOLDS, "age_all", giving(None)), FOLLOWER_RULES),
     rule("V3", "chain-not-checked", at(SESSION, "check_chain", giving(None)), FOLLOWER_RULES),
-    rule("V3", "keeps-the-view-of-a-lost-watch", at(VIEW, "reread", giving(None)), SWEEPS, FOLLOWER_RULES),
+    rule("V3", "keeps-the-view-of-a-lost-watch", at(VIEW, "reread", giving(None)), CONTRACT),
     rule("V3", "silent-watch-believed", at(VIEW, "is_last", giving(True)), FOLLOWER_RULES),
     rule("V3", "knows-what-lost-events-condemned", at(KNOWN, "clear", giving(None)), VIEW_TESTS),
 ]
@@ -132,8 +132,10 @@ HOLDING = [
         "H1",
         "condemned-blocks-are-hits",
         several(
-            at(VIEW, "unswept", lambda real, self, wanted: real(self, wanted) | True),
+            at(VIEW, "condemns", giving(False)),
+            at(VIEW, "leading", lambda real, self, wanted: len(wanted)),
             at(VIEW, "allowed", lambda real, self, addresses: range(len(addresses))),
+            at(VIEW, "unswept", lambda real, self, wanted: real(self, wanted) | True),
         ),
         CONTRACT,
     ),
@@ -227,7 +229,6 @@ ANNOUNCING = [
         ),
         FOLLOWER_RULES,
     ),
-    rule("A2", "names-are-taken-back-early", at(VIEW, "is_calm", giving(True)), FOLLOWER_RULES),
     rule("A2", "held-is-not-renewed", at(HOLDS, "announced", giving(None)), FOLLOWER_RULES),
     rule(
         "A3",
