@@ -98,13 +98,6 @@ MUTANTS: list[Mutant] = [
         RULES,
     ),
     mutant(
-        "access-role-of-another-tenant",
-        "access X4: a role is of one tenant",
-        at(IDENTITY, "role_in", lambda real, self, tenant: max(self.roles.values(), default=0)),
-        RULES,
-        PERMISSIONS,
-    ),
-    mutant(
         "access-role-of-the-table-alone",
         "access X5: creating a namespace needs write",
         at(
@@ -132,13 +125,6 @@ MUTANTS: list[Mutant] = [
         TOKENS,
     ),
     mutant(
-        "access-token-of-next-year",
-        "access X3: a token counts from its issue",
-        at(BEARER, "verified", _claims(issued_s=0.0)),
-        TOKENS,
-        RULES,
-    ),
-    mutant(
         "access-token-unbound",
         "access X3: a bound token needs its certificate",
         at(BEARER, "verified", _claims(thumbprint=b"")),
@@ -154,12 +140,6 @@ MUTANTS: list[Mutant] = [
         "access-secret-readable",
         "access X2: a secret that others can read is refused",
         at(SECRETS, "read_secret", _read_anyway),
-        RULES,
-    ),
-    mutant(
-        "access-file-writable",
-        "access X2: a file that others can change is refused",
-        at(SECRETS, "read_trusted", _read_anyway),
         RULES,
     ),
     mutant(
@@ -202,11 +182,5 @@ MUTANTS: list[Mutant] = [
         at("kvstore.worker.bulk.listener:BulkListener", "grant", lambda real, self, *presented: real(self)),
         "security/test_hostile.py",
         MATRIX,
-    ),
-    mutant(
-        "access-dashboard-open",
-        "access: the dashboard asks for a token",
-        at("kvstore.dashboard.door:TokenDoor", "admit", giving(None)),
-        "dashboard/test_web.py",
     ),
 ]

@@ -183,7 +183,6 @@ PLAIN = [
     ),
     rule("W3", "damaged-file-is-deleted", at(ROOT[:2], "move", _delete_the_damaged), "node/test_verifying.py"),
     rule("W3", "intact-file-stays-in-quarantine", at(ROOT[:2], "publish", _lose_the_intact), "node/test_verifying.py"),
-    rule("G5", "any-incarnation", at(HEADER, "incarnation_at", giving(bytes(16))), "gc/test_protocol.py"),
     mutant(
         "address-ignores-its-parent",
         "FORMAT 3: an address chains from its parent's",
@@ -200,22 +199,6 @@ PLAIN = [
         "FORMAT 3: an address is of one namespace",
         at("kvstore.node.chains:RecentChains", "of", _chain_by_tokens),
         "node/test_chains.py",
-    ),
-    mutant(
-        "address-ignores-its-namespace",
-        "FORMAT 3: an address is of one namespace",
-        at("kvstore.address", "hashed_block_address", lambda real, digest, key: real(bytes(32), key)),
-        ADDRESSES,
-    ),
-    mutant(
-        "namespace-ignores-weights",
-        "FORMAT 3: other weights share nothing",
-        at(
-            "kvstore.namespace:Namespace",
-            "of",
-            lambda real, cls, name, layout, fingerprint="", *rest, **how: real(cls, name, layout, "", *rest, **how),
-        ),
-        ADDRESSES,
     ),
     mutant(
         "namespace-ignores-tenants",
@@ -254,13 +237,6 @@ ENCODINGS = [
         "FORMAT 4.5: the wanted chunk, without its key",
         at(CODEC, "decode_header", lambda real, raw, expected: _decode_encoded(raw)),
         CODEC_TESTS,
-    ),
-    mutant(
-        "encoded-header-checksum",
-        "FORMAT 4.5: header checksum",
-        at(ENCODED, "decode_encoded", _any_header_sum),
-        CODEC_TESTS,
-        "format/test_golden_encoded.py",
     ),
     mutant(
         "encoded-damage-ignored",

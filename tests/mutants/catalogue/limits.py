@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
-from tests.mutants.catalogue.interfaces import HOLDS, PINS, VIEW, at, giving
+from tests.mutants.catalogue.interfaces import PINS, VIEW, at, giving
 from tests.mutants.mutant import Mutant, mutant
 
 MESSAGES = "kvstore.wire.messages"
@@ -43,20 +43,6 @@ def _add_unlimited(real: Any, self: Any, hold: Any) -> Any:
         return real(self, hold)
     finally:
         self.holds_max, self.tokens_max = most
-
-
-def _find_unrenewed(real: Any, self: Any, hold_id: bytes) -> Any:
-    return self.peek(hold_id) or real(self, hold_id)
-
-
-def _take_unlimited(real: Any, self: Any, *what: Any, **how: Any) -> Any:
-    from kvstore.errors import Overloaded
-
-    try:
-        return real(self, *what, **how)
-    except Overloaded:
-        self.drop_all()
-        return real(self, *what, **how)
 
 
 def _pin_unlimited(real: Any, self: Any, owner: str, *what: Any, **how: Any) -> Any:
@@ -108,13 +94,6 @@ MUTANTS: list[Mutant] = [
         WORKER,
         SHARES,
     ),
-    mutant(
-        "limit-client-hold-time",
-        "limits: a client's hold expires",
-        at("kvstore.worker.holds:ClientHolds", "find", _find_unrenewed),
-        WORKER,
-    ),
-    mutant("limit-node-holds", "limits: holds of a node", at(HOLDS, "take", _take_unlimited), WORKER),
     mutant("limit-pins-of-an-owner", "limits: pins of an owner", at(PINS, "pin", _pin_unlimited), "meta/test_pins.py"),
     mutant(
         "limit-full-root",
@@ -127,12 +106,5 @@ MUTANTS: list[Mutant] = [
         "deadlines: no work begins after the deadline",
         at("kvstore.node.lanes:Batch", "help", _help_late),
         "node/test_lanes.py",
-    ),
-    mutant(
-        "deadline-never-passes",
-        "deadlines: a call ends at its deadline",
-        at("kvstore.node.lanes:Deadline", "passed", giving(False)),
-        "node/test_lanes.py",
-        "disk/test_disk_tier.py",
     ),
 ]

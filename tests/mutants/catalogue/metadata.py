@@ -13,11 +13,6 @@ MEMORY, ETCD_META = META
 ETCD_WATCH = WATCH[1]
 
 
-def _one_revision_late(real: Any, self: Any, key: str, *rest: Any) -> Any:
-    found = real(self, key, *rest)
-    return found if found is None or found.create_revision == found.mod_revision else None
-
-
 def _split(real: Any, self: Any, timeout_s: float) -> Any:
     batch = real(self, timeout_s)
     return batch and batch[:1]
@@ -35,11 +30,6 @@ def _hide_loss(real: Any, self: Any, timeout_s: float) -> Any:
         return real(self, timeout_s)
     except WatchLost:
         return None
-
-
-def _reverse(real: Any, self: Any, timeout_s: float) -> Any:
-    batch = real(self, timeout_s)
-    return batch and batch[::-1]
 
 
 def _resend(real: Any, self: Any, *rest: Any, resend: bool) -> Any:

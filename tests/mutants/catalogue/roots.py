@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from typing import Any
 
 from tests.mutants.catalogue.interfaces import READER, ROOT, at, giving
@@ -50,11 +49,6 @@ def _remove_full_folder(real: Any, self: Any, name: str, **how: Any) -> Any:
 def _all_but_one(real: Any, self: Any, folder: str) -> Any:
     entries = list(real(self, folder))
     return iter(entries[1:])
-
-
-def _short_look(real: Any, self: Any, name: str, size_bytes: int) -> Any:
-    seen = real(self, name, size_bytes)
-    return seen and replace(seen, prefix=seen.prefix[:-1])
 
 
 def _write_to_withdrawn(real: Any, self: Any, pieces: Any, offset: int, borrowed: Any) -> Any:

@@ -28,37 +28,16 @@ def _first_extent(real: Any, self: Any, size_bytes: int) -> Any:
     return 0
 
 
-def _decode(header: Any) -> Any:
-    from kvstore.format.header import decode
-
-    return decode(header)
-
-
 def _all(indexes: Any) -> Any:
     import numpy as np
 
     return np.ones(len(indexes), np.bool_)
 
 
-def _ready(inventory: Any, entry: Any) -> Any:
-    if entry is not None:
-        inventory.ready(entry)
-    return entry
-
-
 def _behind() -> Any:
     from kvstore.writes import WriteMode
 
     return WriteMode.BEHIND
-
-
-def _decoded(real: Any, value: bytes) -> Any:
-    from kvstore.errors import KVStoreError
-
-    try:
-        return real(value)
-    except KVStoreError:
-        return {}
 
 
 MUTANTS: list[Mutant] = [
@@ -92,12 +71,6 @@ MUTANTS: list[Mutant] = [
         "memory-evicts-pinned", "MEMORY E2: pinned chunks stay", at(INVENTORY, "pin", giving(None)), INVENTORY_TESTS
     ),
     mutant(
-        "memory-evicts-referenced",
-        "MEMORY E2, I2: referenced chunks stay",
-        at(INVENTORY, "refer", giving(None)),
-        INVENTORY_TESTS,
-    ),
-    mutant(
         "memory-evicts-dirty",
         "MEMORY E2: chunks that are not on the root stay",
         at(
@@ -122,31 +95,6 @@ MUTANTS: list[Mutant] = [
         WRITING,
     ),
     mutant(
-        "close-loses-the-queue",
-        "MEMORY W3: a node that ends writes its queue",
-        at("kvstore.node.node:Node", "drain", giving(None)),
-        "tiers/test_hanging.py",
-    ),
-    mutant(
-        "pin-of-queued-chunks",
-        "MEMORY: a pin is on the root",
-        at("kvstore.node.puts:Puts", "write_out", giving(None)),
-        "tiers/test_clearing.py",
-        "tiers/test_collecting.py",
-        "node/test_pins.py",
-        "tiers/test_writing.py",
-    ),
-    mutant(
-        "disk-damage-stays", "MEMORY: a damaged file leaves the disk", at(DISK_TIER, "damaged", giving(None)), READING
-    ),
-    mutant(
-        "disk-adds-unverified",
-        "MEMORY I1: an image is verified before it is written",
-        at(DISK_TIER, "fetch", lambda real, self, wanted, indexes, images, deadline: _all(indexes)),
-        DISK,
-        READING,
-    ),
-    mutant(
         "disk-encodes-rotten-images",
         "MEMORY I1: an image keeps its checksums on its way to the disk",
         at(
@@ -163,17 +111,5 @@ MUTANTS: list[Mutant] = [
         "MEMORY peers: a peer whose chunks are wrong is avoided",
         at(PEERS, "damaged", giving(None)),
         "peers_memory/test_fetch.py",
-    ),
-    mutant(
-        "peer-keeps-a-cleared-namespace",
-        "MEMORY P6: a clear reaches peers",
-        at(PEERS, "tell_cleared", giving(None)),
-        "peers_memory",
-    ),
-    mutant(
-        "peer-digest-believed",
-        "MEMORY peers: an invalid digest is refused",
-        at("kvstore.peers.digest", "decode", _decoded),
-        "peers_memory/test_digest.py",
     ),
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.mutants.catalogue.interfaces import CHANNEL, at, giving
+from tests.mutants.catalogue.interfaces import at, giving
 from tests.mutants.mutant import Mutant, mutant
 
 FRAMES = "kvstore.wire.bulk.frames"
@@ -23,10 +23,6 @@ def _unlimited(real: Any, raw: Any) -> Any:
 
     _, kind, request, length = HEAD.unpack(raw)
     return Head(Kind(kind), request, length) if kind in Kind._value2member_map_ else real(raw)
-
-
-def _any_magic(real: Any, raw: Any) -> Any:
-    return real(b"KV" + bytes(raw)[2:])
 
 
 def _unsealed(real: Any, message: bytes) -> Any:
@@ -75,22 +71,6 @@ class _Equal:
 
 def _anything() -> Any:
     return _Equal()
-
-
-def _any_files(real: Any, channel: Any, count: int) -> Any:
-    from kvstore.wire.bulk.channel import LinkBroken
-
-    try:
-        return real(channel, count)
-    except LinkBroken:
-        channel.alive = True
-        return []
-
-
-def _unavailable(error: Any) -> Any:
-    from kvstore.errors import Unavailable
-
-    return Unavailable(str(error))
 
 
 def _broken_is_a_miss(real: Any, self: Any, sections: Any) -> Any:
@@ -145,7 +125,6 @@ MUTANTS: list[Mutant] = [
         at("kvstore.client.bulk.receiving", "fill_verified", _damage_ignored),
         SUMS,
     ),
-    mutant("frame-of-another-protocol", "BULK: magic of a frame", at(FRAMES, "decode_head", _any_magic), SUMS),
     mutant("frame-of-any-length", "BULK: limit of a frame", at(FRAMES, "decode_head", _unlimited), HOSTILE),
     mutant(
         "frame-of-another-request",
@@ -153,21 +132,6 @@ MUTANTS: list[Mutant] = [
         at(FRAMES, "encode_head", lambda real, kind, request, length: real(kind, request + (kind >= 64), length)),
         "bulk/test_layers.py",
         "bulk/test_ways.py",
-    ),
-    mutant(
-        "request-without-timeout",
-        "BULK: a request has a timeout",
-        at(FRAMES, "decode_request", lambda real, payload: real(b"\0\0\0\0\0\0\xf0\x3f" + payload[8:])),
-        SUMS,
-        HOSTILE,
-    ),
-    mutant(
-        "files-unasked",
-        "BULK: no more files than asked for",
-        at(CHANNEL, "take_files", _any_files),
-        "bulk/test_bounds.py",
-        HOSTILE,
-        BLOCKS_HOSTILE,
     ),
     mutant(
         "grant-unproven",
@@ -187,13 +151,6 @@ MUTANTS: list[Mutant] = [
         at(CONNECTION, "placed", _outside),
         HOSTILE,
         BLOCKS_HOSTILE,
-    ),
-    mutant(
-        "arena-of-any-size",
-        "BULK: limit of an arena",
-        at(CONNECTION, "adopt_arena", lambda real, self, size, most: real(self, size, 1 << 62)),
-        HOSTILE,
-        "bulk/test_bounds.py",
     ),
     mutant(
         "lease-ends-with-its-answer",
