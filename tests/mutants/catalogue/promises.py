@@ -19,12 +19,6 @@ TRUTH = "events/test_truth.py"
 SPEAKER = "events/test_speaker.py"
 
 
-def _claim_unchecked(real: Any, namespace: Any, address: Any, prefix: bytes) -> Any:
-    from kvstore.format.encoded import decode_any
-
-    return real(namespace, decode_any(prefix).address, prefix)
-
-
 def _every_range(real: Any, self: Any, ranges: Any, firsts: Any, lasts: Any) -> Any:
     return real(self, [(0, (1 << 64) - 1)], firsts, lasts)
 
@@ -47,12 +41,6 @@ def _ignore_running(real: Any, self: Any, name: str, branch: Any, supersede: Any
 
 
 MUTANTS: list[Mutant] = [
-    mutant(
-        "events-believe-names",
-        "EVENTS T3: a file is what its name states",
-        at(f"{EVENTS}.claims", "claimed_of", _claim_unchecked),
-        "events/test_blocks.py",
-    ),
     mutant(
         "events-publish-condemned",
         "EVENTS L2: condemned chunks are removed",
