@@ -67,13 +67,6 @@ MUTANTS: list[Mutant] = [
         INVENTORIES,
     ),
     mutant(
-        "events-lost-watch",
-        "EVENTS L6: a lost watch loses nothing",
-        at(f"{EVENTS}.truth:Truth", "reread", giving(None)),
-        TRUTH,
-        SPEAKER,
-    ),
-    mutant(
         "events-topics-mix",
         "EVENTS S2: topics keep tenants apart",
         at(f"{EVENTS}.opening:Told", "topic", giving("kv-events")),
