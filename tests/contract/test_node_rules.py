@@ -57,7 +57,8 @@ def test_h1_condemned_blocks_of_every_shard_are_misses(c: Cluster) -> None:
     hold = looking(other, prompt(1, 1))
     swept = Swept(block_addresses(SPACE, keys))
     sweep = sweep_of(c, swept)
-    eventually(lambda: not any(blocks.present(keys)), "blocks of one transaction are condemned together (A1)")
+    eventually(lambda: node.presence.current().announced > 0)
+    assert not any(blocks.present(keys)), "it has announced the sweep, so it knows every condemned block (A1)"
     assert blocks.match(keys) == 0 and c.present(cast(Chain, swept)) == BLOCKS
     other.node.holds.release(hold)
     sweep.join(PATIENCE_S)

@@ -159,18 +159,6 @@ MUTANTS: list[Mutant] = [
         "lease",
     ),
     mutant(
-        "arena-released-early",
-        "BULK: a chunk stays in the arena until it is stored",
-        at(
-            "kvstore.worker.bulk.connection:Ledger",
-            "released",
-            lambda real, self, request, count: real(self, request, count + 1),
-        ),
-        "client/test_port_contract.py",
-        "-k",
-        "larger_than_a_message and shared",
-    ),
-    mutant(
         "lost-hold-is-a-miss",
         "Client: a hold whose worker is gone is broken",
         at("kvstore.client.remote_hold:RemoteHold", "read", _broken_is_a_miss),
