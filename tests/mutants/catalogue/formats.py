@@ -184,17 +184,6 @@ PLAIN = [
     rule("W3", "damaged-file-is-deleted", at(ROOT[:2], "move", _delete_the_damaged), "node/test_verifying.py"),
     rule("W3", "intact-file-stays-in-quarantine", at(ROOT[:2], "publish", _lose_the_intact), "node/test_verifying.py"),
     mutant(
-        "address-ignores-its-parent",
-        "FORMAT 3: an address chains from its parent's",
-        at(
-            "kvstore.address",
-            "chained_addresses",
-            lambda real, namespace, packed, first=0, parent=b"": real(namespace, packed, first),
-        ),
-        ADDRESSES,
-        "node/test_chains.py",
-    ),
-    mutant(
         "chain-of-another-namespace",
         "FORMAT 3: an address is of one namespace",
         at("kvstore.node.chains:RecentChains", "of", _chain_by_tokens),
