@@ -13,11 +13,11 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from tests.mutants import catalogue, table
 from tests.mutants.building import Libraries, checks
 from tests.mutants.mutant import Mutant
 from tests.mutants.planters import Native, Unplantable
 from tests.mutants.running import GOOD, ROOT, RUN_S, Outcome, run_mutant, run_pytest
-from tests.mutants.table import all_mutants
 
 
 def chosen(mutants: Sequence[Mutant], patterns: Sequence[str]) -> list[Mutant]:
@@ -59,20 +59,22 @@ def _file_of(module: str) -> Path:
 def failing_without(mutants: Sequence[Mutant], jobs: int) -> list[str]:
     """Returns the tests that fail without a mutant: with those no mutant proves anything. Each set runs once."""
     sets: dict[tuple[str, bool], set[str]] = {}
+    selected: set[tuple[tuple[str, ...], bool]] = set()
     for each in mutants:
         if "-k" in each.tests:
-            sets[" ".join(each.tests), each.native] = set()
+            selected.add((each.tests, each.native))
             continue
         for test in each.tests:
             sets.setdefault((test.partition("/")[0], each.native), set()).add(test)
+    runs = [*selected, *((tuple(sorted(tests)), native) for (_, native), tests in sets.items())]
 
-    def ran(key: tuple[str, bool]) -> str:
-        tests = sorted(sets[key]) or key[0].split(" ", 2)
-        result = run_pytest(tests, {} if key[1] else {"KVSTORE_NATIVE": "0"}, RUN_S * 2)
+    def ran(run: tuple[tuple[str, ...], bool]) -> str:
+        tests, native = run
+        result = run_pytest(tests, {} if native else {"KVSTORE_NATIVE": "0"}, RUN_S * 2)
         return "" if result.code == 0 else f"{' '.join(tests)}:\n{result.output[-3000:]}"
 
     with ThreadPoolExecutor(jobs) as pool:
-        return [wrong for wrong in pool.map(ran, sets) if wrong]
+        return [wrong for wrong in pool.map(ran, runs) if wrong]
 
 
 def line(outcome: Outcome) -> str:
@@ -89,16 +91,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="also write the outcomes to this file")
     parser.add_argument("--check", action="store_true", help="only look whether all still fit the code: some seconds")
     parser.add_argument("--no-baseline", action="store_true", help="do not run the tests without mutants first")
+    parser.add_argument("--catalogue", action="store_true", help="the mutants at interfaces, instead of the old table")
     options = parser.parse_args(arguments)
-    table = all_mutants()
-    mutants = chosen(table, options.patterns)
+    every = (catalogue if options.catalogue else table).all_mutants()
+    mutants = chosen(every, options.patterns)
     if not mutants:
         parser.error(f"no mutant fits {' '.join(options.patterns)}: --list prints all")
     if options.list:
         for each in mutants:
             print(f"{each.name:34} {each.rule}\n{'':34} {' '.join(each.tests)}")
         return 0
-    missed = [f"kvstore/native: the check {name} has no mutant" for name in uncovered(table)]
+    missed = [f"kvstore/native: the check {name} has no mutant" for name in uncovered(every)]
     missed += outdated(mutants)
     if missed:
         print("\n".join(missed), flush=True)

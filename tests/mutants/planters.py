@@ -114,7 +114,10 @@ class Wrap:
             setattr(owner, name, kind(self.make(inner)))
 
     def fits(self, module: str, text: str) -> None:
-        _defined(ast.parse(text), self.target)
+        tree = ast.parse(text)
+        assigned = (one.targets for one in tree.body if isinstance(one, ast.Assign))
+        if self.target.name not in {each.id for found in assigned for each in found if isinstance(each, ast.Name)}:
+            _defined(tree, self.target)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,9 @@ from importlib.abc import Loader, MetaPathFinder
 from types import ModuleType
 from typing import Any
 
+from tests.mutants.finding import named
 from tests.mutants.mutant import NAME_VARIABLE, NOTES_VARIABLE
 from tests.mutants.planters import Planter, Unplantable
-from tests.mutants.table import named
 
 
 def note(**what: object) -> None:

@@ -6,13 +6,17 @@ import os
 from contextlib import ExitStack
 
 import pytest
+from hypothesis import Phase, settings
 
+from tests.mutants.finding import named
 from tests.mutants.mutant import NAME_VARIABLE
 from tests.mutants.planters import Simulated
 from tests.mutants.planting import note
-from tests.mutants.table import named
 
 _planted = ExitStack()
+# A failure is enough: to shrink its example takes minutes. tests/conftest.py loads the profile.
+settings.register_profile("mutants", derandomize=True, deadline=None, phases=(Phase.explicit, Phase.generate))
+os.environ["HYPOTHESIS_PROFILE"] = "mutants"
 
 
 def pytest_sessionstart() -> None:

@@ -1,0 +1,413 @@
+"""Collectors that break gc/PROTOCOL.md: rules G, F and O, and those of C that collectors keep."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from tests.mutants.catalogue.interfaces import GRACE, LEDGER, META, ROOT, SWEEPER, at, giving
+from tests.mutants.catalogue.nodes import comparing_less, deletes, puts
+from tests.mutants.mutant import Mutant, mutant, rule
+from tests.mutants.planters import several
+
+RULES = "gc/test_rules.py"
+SWEEPS = "gc/test_protocol.py"
+RACES = "gc/test_races.py"
+LEDGER_TESTS = "gc/test_ledger.py"
+HOSTILE = "gc/test_hostile.py"
+ROUNDS = "gc/test_rounds.py"
+ORPHANS = "gc/test_orphans.py"
+ANNOUNCED = "kvstore_gc.grace:Announced"
+FENCED = ROOT[:2]
+
+
+# Choosing and condemning.
+
+
+def _first_key_alone(part: str, is_deletion: bool) -> Any:
+    """A store that compares the key of the first shard alone."""
+
+    def txn(real: Any, self: Any, compares: Any, operations: Any, timeout_s: float | None = None) -> Any:
+        if (deletes if is_deletion else puts)(operations, part):
+            keys = [one.key for one in compares if part in one.key]
+            compares = [one for one in compares if part not in one.key or one.key == keys[0]]
+        return real(self, compares, operations, timeout_s)
+
+    return at(META, "txn", txn)
+
+
+def _one_is_used(real: Any, site: Any, plans: Any, spared: Any) -> Any:
+    return plans
+
+
+def _plan_unsynced(real: Any, self: Any, staged: str, name: str, *, durable: bool) -> Any:
+    return real(self, staged, name, durable=durable and not name.startswith("plans/"))
+
+
+CONDEMNING = [
+    rule("G1", "condemns-what-was-used-since", at("kvstore_gc.looking", "unused", _one_is_used), SWEEPS, "-k", "g1"),
+    rule("G1", "plan-is-not-synced", at(ROOT, "publish", _plan_unsynced), "contract/test_root_rules.py"),
+    rule(
+        "G2",
+        "condemns-over-another-sweep",
+        comparing_less(lambda one, operations: "/condemned/" in one.key and puts(operations, "/condemned/")),
+        LEDGER_TESTS,
+    ),
+    rule("G2", "condemning-compares-one-shard", _first_key_alone("/condemned/", False), RACES, LEDGER_TESTS),
+    rule(
+        "C1",
+        "condemns-off-the-chain",
+        comparing_less(lambda one, operations: one.key.endswith("/gc/seq") and puts(operations, "/condemned/")),
+        LEDGER_TESTS,
+    ),
+    rule(
+        "G2",
+        "stamp-is-not-compared",
+        at(
+            "kvstore_gc.ledger",
+            "still_there",
+            lambda real, sweeps, found: [
+                found[one.shard] for one in sweeps if one.shard in found and found[one.shard].sweep == one.sweep
+            ],
+        ),
+        LEDGER_TESTS,
+    ),
+]
+
+
+# The grace, and the chunks to spare.
+
+_before: dict[str, Any] = {}
+
+
+def _note_before(part: str) -> Any:
+    """Notes what there is under a part of the keys when a sweep is condemned."""
+
+    def txn(real: Any, self: Any, compares: Any, operations: Any, timeout_s: float | None = None) -> Any:
+        if puts(operations, "/condemned/"):
+            _before[part] = {kv.key for kv in self.list("/kv/").items if part in kv.key}
+        return real(self, compares, operations, timeout_s)
+
+    return at(META, "txn", txn)
+
+
+def _list_of_before(part: str) -> Any:
+    """Hides the keys that were put since a sweep was condemned."""
+
+    def listed(real: Any, self: Any, prefix: str, timeout_s: float | None = None) -> Any:
+        found = real(self, prefix, timeout_s)
+        early = _before.get(part)
+        if early is None:
+            return found
+        return replace(found, items=tuple(kv for kv in found.items if part not in kv.key or kv.key in early))
+
+    return at(META, "list", listed)
+
+
+def _second_read_alone(real: Any, self: Any, prefix: str, timeout_s: float | None = None) -> Any:
+    """What sessions hold is missing in the read of everything, and there in that of the sessions."""
+    import json
+
+    found = real(self, prefix, timeout_s)
+    if "/sessions/" in prefix or "/gc/" in prefix:
+        return found
+    items = []
+    for kv in found.items:
+        if "/sessions/" in kv.key:
+            kv = replace(kv, value=json.dumps({**json.loads(kv.value), "held": ""}).encode())
+        items.append(kv)
+    return replace(found, items=tuple(items))
+
+
+def _any_plan(real: Any, root: Any, sweep: bytes, checksum: bytes) -> Any:
+    """Reads the list of a sweep, whatever its checksum."""
+    from hashlib import blake2b
+
+    from kvstore.format import places
+    from kvstore.root.identity import read_small
+
+    name = places.plan(sweep, checksum)
+    content = read_small(root, name, 1 << 20)
+    if content is None:
+        return None
+    actual = blake2b(content, digest_size=len(checksum), person=b"kvstore.plan.1").digest()
+
+    class Renamed:
+        def __getattr__(self, method: str) -> Any:
+            found = getattr(root, method)
+            return lambda first, *rest, **how: found(
+                name if first == places.plan(sweep, actual) else first, *rest, **how
+            )
+
+    return real(Renamed(), sweep, actual)
+
+
+GRACE_AND_SPARED = [
+    rule(
+        "G4",
+        "no-grace",
+        at(ANNOUNCED, "of", lambda real, cls, kv: replace(real(cls, kv), revision=1 << 62)),
+        RULES,
+    ),
+    rule(
+        "G4",
+        "unreadable-session-skipped",
+        at(
+            ANNOUNCED,
+            "of",
+            lambda real, cls, kv: replace(found, revision=1 << 62) if (found := real(cls, kv)).revision < 0 else found,
+        ),
+        RULES,
+    ),
+    rule(
+        "G4", "takes-what-is-held", at(ANNOUNCED, "of", lambda real, cls, kv: replace(real(cls, kv), held=b"")), SWEEPS
+    ),
+    rule("G4", "held-of-the-second-read-alone", at(META, "list", _second_read_alone), RACES),
+    rule(
+        "G4",
+        "takes-what-is-pinned",
+        at("kvstore_gc.grace:Spared", "of", lambda real, cls, packed: real(cls, ())),
+        SWEEPS,
+    ),
+    rule(
+        "G4",
+        "pins-of-before-the-sweep",
+        several(_note_before("/refs/"), _list_of_before("/refs/"), at("kvstore.root.twins", "list_twins", giving([]))),
+        RULES,
+    ),
+    rule(
+        "G4",
+        "sessions-of-before-the-sweep",
+        several(_note_before("/sessions/"), _list_of_before("/sessions/")),
+        RACES,
+    ),
+    rule("G4", "damaged-plan-is-believed", at("kvstore_gc.victims", "read_victims", _any_plan), RULES),
+    rule(
+        "C3",
+        "sweep-is-not-read-again",
+        at("kvstore_gc.ledger", "still_there", lambda real, sweeps, found: list(sweeps)),
+        RULES,
+        "-k",
+        "c3",
+    ),
+    rule("H4", "laggards-are-not-revoked", at(GRACE, "revoke", giving(None)), SWEEPS, "-k", "h4"),
+    rule("A2", "held-is-chosen-again", at(GRACE, "kept", lambda real, self: self.pinned()), ROUNDS),
+    rule("C5", "twins-are-not-spared", at("kvstore.root.twins", "list_twins", giving([])), RULES),
+    rule("C5", "unreadable-twin-skipped", at("kvstore.root.twins", "read_twin", giving(None)), HOSTILE, "-k", "c5"),
+    rule(
+        "C6",
+        "runs-on-a-foreign-store",
+        at("kvstore.meta.generation", "read_generation", lambda real, *what: _root_generation()),
+        ROUNDS,
+        RULES,
+    ),
+]
+
+
+def _root_generation() -> Any:
+    class Same:
+        """Equals every generation."""
+
+        def __eq__(self, other: object) -> bool:
+            return True
+
+        def __hash__(self) -> int:
+            return 0
+
+    return Same()
+
+
+# Taking and closing.
+
+
+def _one_trash_name(real: Any, self: Any, source: str, name: str, **how: Any) -> Any:
+    if name.startswith("trash/"):
+        name = f"{name.rpartition('.')[0]}.{'0' * len(name.rpartition('.')[2])}"
+    return real(self, source, name, **how)
+
+
+def _lose_what_goes_back(real: Any, self: Any, staged: str, name: str, **how: Any) -> Any:
+    if staged.startswith("trash/"):
+        self.remove(staged)
+        return False
+    return real(self, staged, name, **how)
+
+
+def _back_over_a_newer_one(real: Any, self: Any, staged: str, name: str, **how: Any) -> Any:
+    return self.move(staged, name) if staged.startswith("trash/") else real(self, staged, name, **how)
+
+
+def _keep_the_fence_open(real: Any, self: Any, name: str, **how: Any) -> Any:
+    return True if name.startswith("trash/") else real(self, name, **how)
+
+
+def _open_before_reaping(real: Any, self: Any, sweep: Any, *rest: Any) -> Any:
+    self.open(sweep.sweep)
+    return real(self, sweep, *rest)
+
+
+def _fail_all(real: Any, self: Any, error: Exception) -> Any:
+    raise error
+
+
+TAKING = [
+    rule("G5", "newer-publication-is-lost", at(FENCED, "publish", _lose_what_goes_back), SWEEPS),
+    rule("G5", "one-name-in-the-trash", at(FENCED, "move", _one_trash_name), RULES),
+    rule(
+        "G5", "goes-back-over-a-newer-one", at(FENCED, "publish", _back_over_a_newer_one), RACES, "fsck/test_adopt.py"
+    ),
+    rule("G6", "closes-before-the-fence", at(FENCED, "remove_folder", _keep_the_fence_open), RULES),
+    rule(
+        "G6",
+        "closes-another-sweep",
+        comparing_less(lambda one, operations: "/condemned/" in one.key and deletes(operations, "/condemned/")),
+        LEDGER_TESTS,
+        RACES,
+    ),
+    rule("G6", "closing-compares-one-shard", _first_key_alone("/condemned/", True), LEDGER_TESTS, RACES),
+    rule("G7", "adopts-nothing", at(SWEEPER, "adopt", lambda real, self, shards=None: _nothing_done()), SWEEPS),
+    rule(
+        "G8",
+        "abandons-a-final-list",
+        at(LEDGER, "abandon", lambda real, self, sweeps: self.close(sweeps)),
+        LEDGER_TESTS,
+    ),
+    rule("G8", "abandons-behind-an-open-fence", at(FENCED, "remove_folder", _keep_the_fence_open), RULES, "-k", "g8"),
+    mutant(
+        "g5-one-failure-ends-a-sweep",
+        "PROTOCOL G: a victim that cannot be taken is left out",
+        at("kvstore_gc.victims:Taken", "fail", _fail_all),
+        HOSTILE,
+        SWEEPS,
+    ),
+    rule("F2", "makes-the-folder-late", at("kvstore_gc.trash:Trash", "reap", _open_before_reaping), RULES),
+    rule("F3", "loses-what-no-key-names", at(FENCED, "publish", _lose_what_goes_back), SWEEPS, "-k", "f3"),
+    rule(
+        "F3",
+        "store-is-not-read-again",
+        at(
+            "kvstore.root.fence",
+            "lift",
+            lambda real, root, sweep, bits, is_named: real(root, sweep, bits, lambda: False),
+        ),
+        RULES,
+        RACES,
+    ),
+    rule("F3", "unnamed-folders-stay", at(SWEEPER, "lift_unnamed", giving(None)), SWEEPS, ROUNDS),
+    rule(
+        "O1",
+        "closes-with-victims-left",
+        at("kvstore_gc.objects:Deleting", "reap", lambda real, self, *what: real(self, *what) or True),
+        RULES,
+    ),
+    rule(
+        "O1",
+        "list-is-not-final",
+        at(LEDGER, "settle", lambda real, self, sweep, final: replace(sweep, record=final)),
+        RULES,
+        RACES,
+    ),
+]
+
+
+def _nothing_done() -> Any:
+    from kvstore_gc.execute import SweepReport
+
+    return SweepReport()
+
+
+# Leftovers, order of deletion, capacity.
+
+
+def _broken(real: Any, self: Any, name: str, **how: Any) -> Any:
+    from kvstore.format.header import Damage
+    from kvstore.root.inspect import Broken
+
+    return Broken(Damage.MAGIC)
+
+
+KEEPING = [
+    rule(
+        "W3",
+        "quarantine-is-emptied-unlooked",
+        at("kvstore.root.inspect:Inspector", "look", _broken),
+        ORPHANS,
+        "fsck/test_fsck.py",
+    ),
+    rule(
+        "W3",
+        "damaged-file-goes-back",
+        at(
+            "kvstore.root.inspect:Inspector", "look", lambda real, self, name, **how: _Whole.of(real(self, name, **how))
+        ),
+        ORPHANS,
+        "fsck/test_fsck.py",
+    ),
+    mutant(
+        "leftovers-stay",
+        "PROTOCOL leftovers: files of killed processes are deleted",
+        at("kvstore_gc.orphans:Orphans", "remove", giving(None)),
+        ORPHANS,
+    ),
+    mutant(
+        "leftovers-of-the-living",
+        "PROTOCOL leftovers: staged files of a live session stay",
+        at(META, "list", lambda real, self, prefix, *rest: _without_sessions(real(self, prefix, *rest))),
+        ORPHANS,
+    ),
+    mutant(
+        "plan-outlives-its-time",
+        "PROTOCOL leftovers: a slow collector gives its sweeps up",
+        at(LEDGER, "condemn", lambda real, self, records, *when: real(self, records)),
+        SWEEPS,
+        "-k",
+        "slow",
+    ),
+    mutant(
+        "timings-that-contradict",
+        "PROTOCOL leftovers: timings are checked",
+        at("kvstore.checks", "check_limits", giving(None)),
+        "gc/test_safety.py",
+        "worker/test_limits.py",
+        "client/test_input.py",
+    ),
+    mutant(
+        "policy-ranks-nothing",
+        "PROTOCOL prefixes: least recently used chunks are deleted first",
+        at("kvstore_gc.policy", "ranks", lambda real, uses, ties, now_s, order: real(uses, ties, now_s, order) * 0),
+        "gc/test_policy.py",
+        "gc/test_plan.py",
+    ),
+    mutant(
+        "policy-ttl-ignored",
+        "PROTOCOL prefixes: a chunk past its time to live is deleted",
+        at("kvstore_gc.policy", "expired", lambda real, uses, *when: real(uses, *when) & False),
+        "gc/test_policy.py",
+        "gc/test_plan.py",
+    ),
+    mutant(
+        "collector-alone-in-every-shard",
+        "PROTOCOL collectors share the shards",
+        at("kvstore_gc.collectors", "owner", lambda real, shard, live: live[0] if live else None),
+        "gc/test_collectors.py",
+    ),
+]
+
+
+class _Whole:
+    """Reports every file as intact, as the last intact one was."""
+
+    last: Any = None
+
+    @classmethod
+    def of(cls, found: Any) -> Any:
+        if type(found).__name__ == "Whole":
+            cls.last = found
+        return cls.last or found
+
+
+def _without_sessions(found: Any) -> Any:
+    return replace(found, items=tuple(kv for kv in found.items if "/sessions/" not in kv.key))
+
+
+MUTANTS: list[Mutant] = [*CONDEMNING, *GRACE_AND_SPARED, *TAKING, *KEEPING]

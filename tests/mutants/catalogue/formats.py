@@ -1,0 +1,273 @@
+"""Bytes that are believed unverified: the format (kvstore/format/FORMAT.md), addresses, encodings, fsck."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from tests.mutants.catalogue.interfaces import ROOT, at, giving
+from tests.mutants.mutant import Mutant, mutant, rule
+from tests.mutants.planters import several
+
+HEADER = "kvstore.format.header"
+ENCODED = "kvstore.format.encoded"
+VERIFY = "kvstore.node.verify"
+CODEC = "kvstore.encodings.codec"
+SEAL = "kvstore.encodings.sealing:Seal"
+HEADERS = "format/test_header.py"
+ADDRESSES = "format/test_addresses.py"
+READS = ("node/test_verifying.py", "node/test_damage.py")
+CODEC_TESTS = "encodings/test_codec.py"
+FSCK = "fsck/test_fsck.py"
+
+
+def _field(name: str) -> Mutant:
+    """A header that counts as the wanted one, whatever one of its fields says."""
+    return mutant(
+        f"header-{name}",
+        f"FORMAT 4.3: {name}",
+        at(
+            HEADER,
+            "matches",
+            lambda real, header, expected: real(replace(header, **{name: getattr(expected, name)}), expected),
+        ),
+        HEADERS,
+    )
+
+
+def _fixed(start: int, content: bytes) -> Any:
+    """Decodes a header as if it had the right bytes from ``start`` on."""
+
+    def decode(real: Any, header: Any) -> Any:
+        raw = bytearray(header)
+        raw[start : start + len(content)] = content
+        return real(raw)
+
+    return at(HEADER, "decode", decode)
+
+
+def _any_header_sum(real: Any, header: Any) -> Any:
+    from kvstore.format.checksum import checksum
+
+    raw = bytearray(header)
+    size = int.from_bytes(raw[16:20], "little")
+    if 136 <= size <= len(raw):
+        raw[size - 8 : size] = checksum(memoryview(raw)[: size - 8]).to_bytes(8, "little")
+    return real(raw)
+
+
+def _any_geometry(real: Any, header: Any, expected: Any) -> Any:
+    from kvstore.format.header import decode, matches
+
+    found = decode(header)
+    return found if matches(found, expected) else real(header, expected)
+
+
+def _damage_ignored(real: Any, *what: Any, **how: Any) -> Any:
+    from kvstore.format.header import Damaged
+
+    try:
+        return real(*what, **how)
+    except Damaged:
+        return None
+
+
+def _short_read_counts(real: Any, reader: Any, pieces: Any, offset: int, borrowed: Any) -> Any:
+    reader.read(pieces, offset, borrowed)
+    return sum(map(len, pieces))
+
+
+def _opened_unverified(real: Any, self: Any, part: int, sealed: Any) -> Any:
+    from kvstore.format.header import Damaged
+
+    try:
+        return real(self, part, sealed)
+    except Damaged:
+        return bytes(len(sealed) - 16)
+
+
+def _without_file(real: Any, secret: bytes, salt: bytes, fixed: bytes) -> Any:
+    return real(secret, salt, bytes(len(fixed)))
+
+
+def _any_version(real: Any, cls: Any, content: bytes) -> Any:
+    import json
+
+    try:
+        fields = json.loads(content)
+    except ValueError:
+        return real(cls, content)
+    if isinstance(fields, dict) and isinstance(fields.get("version"), int):
+        fields["version"] = 1
+    return real(cls, json.dumps(fields).encode())
+
+
+def _delete_the_damaged(real: Any, self: Any, source: str, name: str, **how: Any) -> Any:
+    return self.remove(source) if name.startswith("quarantine/") else real(self, source, name, **how)
+
+
+def _lose_the_intact(real: Any, self: Any, staged: str, name: str, **how: Any) -> Any:
+    return False if staged.startswith("quarantine/") else real(self, staged, name, **how)
+
+
+def _chain_by_tokens(real: Any, self: Any, namespace: Any, tokens: Any) -> Any:
+    return _chains.setdefault(bytes(tokens), real(self, namespace, tokens))
+
+
+_chains: dict[bytes, Any] = {}
+
+PLAIN = [
+    *(_field(name) for name in ("kind", "address", "parent", "namespace", "depth", "identity")),
+    mutant(
+        "header-of-another-chunk",
+        "FORMAT 4.3: the wanted chunk",
+        at(HEADER, "matches", giving(True)),
+        *READS,
+        native=False,
+    ),
+    mutant("header-magic", "FORMAT 4.3: magic", _fixed(0, b"\x93KVCHNK\n"), HEADERS),
+    mutant("header-version", "FORMAT 4.3: version", _fixed(8, b"\1\0"), HEADERS),
+    mutant("header-algorithms", "FORMAT 4.3: algorithms", _fixed(10, b"\1\1"), HEADERS),
+    mutant("header-checksum", "FORMAT 4.3: header checksum", at(HEADER, "decode", _any_header_sum), HEADERS),
+    mutant(
+        "header-geometry",
+        "FORMAT 4.3: geometry",
+        at(HEADER, "decode_as", _any_geometry),
+        HEADERS,
+        "node/test_damage.py",
+    ),
+    mutant(
+        "sections-unverified", "FORMAT 4.3: section checksum", at(VERIFY, "verify", giving(None)), *READS, native=False
+    ),
+    mutant(
+        "first-section-verified",
+        "FORMAT 4.3: every section is verified",
+        at(VERIFY, "verify", lambda real, sections, sums: real(sections[:1], sums[:1])),
+        *READS,
+        native=False,
+    ),
+    mutant(
+        "checksum-of-a-page",
+        "FORMAT 4.3: a checksum covers all bytes",
+        at("kvstore.format.checksum", "checksum", lambda real, content: real(memoryview(content)[:4096])),
+        "format/test_golden.py",
+        *READS,
+        native=False,
+    ),
+    mutant("short-read-counts", "FORMAT 4.3: size", at(VERIFY, "fill", _short_read_counts), *READS, native=False),
+    mutant(
+        "views-unverified",
+        "FORMAT 4.3: views are verified",
+        at(VERIFY, "verify_whole", giving(None)),
+        *READS,
+        native=False,
+    ),
+    mutant(
+        "layer-unverified",
+        "FORMAT 4.3: layers are verified",
+        at(
+            "kvstore.node.chunks:Chunks",
+            "read_range",
+            lambda real, self, reader, header, expected, first, sections, borrowed: _read(
+                reader, sections, header.header_bytes + first * expected.section_bytes, borrowed
+            ),
+        ),
+        *READS,
+        native=False,
+    ),
+    mutant(
+        "damage-stays",
+        "FORMAT 4.3: a damaged file is quarantined",
+        at("kvstore.node.chunks:Chunks", "set_aside", giving(None)),
+        *READS,
+    ),
+    rule("W3", "damaged-file-is-deleted", at(ROOT[:2], "move", _delete_the_damaged), "node/test_verifying.py"),
+    rule("W3", "intact-file-stays-in-quarantine", at(ROOT[:2], "publish", _lose_the_intact), "node/test_verifying.py"),
+    mutant(
+        "chain-of-another-namespace",
+        "FORMAT 3: an address is of one namespace",
+        at("kvstore.node.chains:RecentChains", "of", _chain_by_tokens),
+        "node/test_chains.py",
+    ),
+    mutant(
+        "namespace-ignores-tenants",
+        "FORMAT 3: tenants share nothing",
+        at(
+            "kvstore.namespace:Namespace",
+            "of",
+            lambda real, cls, name, layout, fingerprint="", tenant="", *rest, **how: real(
+                cls, name, layout, fingerprint, "", *rest, **how
+            ),
+        ),
+        ADDRESSES,
+    ),
+    mutant(
+        "root-any-version",
+        "FORMAT 2: version of a root",
+        at("kvstore.root.identity:RootIdentity", "from_json", _any_version),
+        "root/test_identity.py",
+    ),
+    mutant(
+        "fsck-believes-addresses",
+        "fsck: address, namespace and tokens belong together",
+        at(HEADER, "is_self_consistent", giving(True)),
+        FSCK,
+    ),
+]
+
+
+def _read(reader: Any, sections: Any, offset: int, borrowed: Any) -> None:
+    reader.read(sections, offset, borrowed)
+
+
+ENCODINGS = [
+    mutant(
+        "encoded-header-of-another-chunk",
+        "FORMAT 4.5: the wanted chunk, without its key",
+        at(CODEC, "decode_header", lambda real, raw, expected: _decode_encoded(raw)),
+        CODEC_TESTS,
+    ),
+    mutant(
+        "encoded-damage-ignored",
+        "FORMAT 4.5: stored checksums",
+        at(f"{CODEC}:Decoding", "section", _damage_ignored),
+        CODEC_TESTS,
+    ),
+    mutant("seal-tag-ignored", "FORMAT 4.5: tags", at(SEAL, "open", _opened_unverified), CODEC_TESTS),
+    mutant(
+        "seal-of-any-place",
+        "FORMAT 4.5: a part is tied to its place",
+        several(
+            at(SEAL, "close", lambda real, self, part, plain: real(self, 0, plain)),
+            at(SEAL, "open", lambda real, self, part, sealed: real(self, 0, sealed)),
+        ),
+        CODEC_TESTS,
+    ),
+    mutant(
+        "seal-of-any-file",
+        "FORMAT 4.5: a part is tied to its file",
+        at("kvstore.encodings.sealing", "Seal", _without_file),
+        CODEC_TESTS,
+    ),
+    mutant(
+        "encrypted-files-are-mapped",
+        "FORMAT 4.5: plain text of an encrypted tenant stays in its process",
+        at("kvstore.node.encoded:Encodings", "encrypts", giving(False)),
+        "encodings/test_node.py",
+    ),
+    mutant(
+        "disk-has-plain-text",
+        "FORMAT 4.5: no plain text on the local disk",
+        at("kvstore.node.encoded:Encodings", "pieces_of_image", lambda real, self, header, image: [image]),
+        "encodings/test_node.py",
+    ),
+]
+
+
+def _decode_encoded(raw: Any) -> Any:
+    from kvstore.format.encoded import decode_encoded
+
+    return decode_encoded(raw)
+
+
+MUTANTS: list[Mutant] = [*PLAIN, *ENCODINGS]

@@ -1,0 +1,54 @@
+"""The interfaces at which mutants are planted, and the planters.
+
+A redesign changes the places here, and leaves the catalogue as it is. No place and no method is private.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from tests.mutants.planters import Planter, Target, Wrap, several
+
+Behaviour = Callable[..., Any]
+"""Called with the real function first, then with the arguments of the call; its result is the call's."""
+
+ROOT = ("kvstore.root.posix:PosixRoot", "kvstore.root.memory:MemoryRoot", "kvstore.root.objects:ObjectRoot")
+READER = (
+    "kvstore.root.posix_reader:PosixReader",
+    "kvstore.root.memory:MemoryReader",
+    "kvstore.root.objects:ObjectReader",
+)
+META = ("kvstore.meta.memory:MemoryMeta", "kvstore.meta.etcd.client:EtcdMeta")
+WATCH = ("kvstore.meta.memory:MemoryWatch", "kvstore.meta.etcd.watch:EtcdWatch")
+MEMORY_STORE = "kvstore.meta.memory_store:MemoryStore"
+SESSION = "kvstore.meta.session:Session"
+PINS = "kvstore.meta.pins:Pins"
+HOLDS = "kvstore.node.holds:Holds"
+VIEW = "kvstore.node.view:View"
+KNOWN = "kvstore.node.known:Known"
+SWEEPER = "kvstore_gc.execute:Sweeper"
+GRACE = "kvstore_gc.grace:Grace"
+LEDGER = "kvstore_gc.ledger:Ledger"
+MEMORY_TIER = "kvstore.node.memory_tier:MemoryTier"
+INVENTORY = "kvstore.memory.inventory:Inventory"
+CHANNEL = "kvstore.wire.bulk.channel:Channel"
+
+
+def at(place: str | tuple[str, ...], name: str, behaviour: Behaviour) -> Planter:
+    """A public function of a module, or a public method of one class or several, with another behaviour."""
+    places = (place,) if isinstance(place, str) else place
+    assert not any(part.startswith("_") for part in name.split(".")), name
+
+    def make(real: Callable[..., Any]) -> Callable[..., Any]:
+        # Not wraps(): a function of C, or a mock, has no attributes to copy.
+        return functools.update_wrapper(lambda *args, **named: behaviour(real, *args, **named), real)
+
+    parts = [Wrap(Target.of(f"{each}.{name}" if ":" in each else f"{each}:{name}"), make) for each in places]
+    return parts[0] if len(parts) == 1 else several(*parts)
+
+
+def giving(result: Any) -> Behaviour:
+    """Does nothing, and returns ``result``."""
+    return lambda real, *args, **named: result

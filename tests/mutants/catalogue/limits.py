@@ -1,0 +1,110 @@
+"""Limits and deadlines that are not kept: sizes of requests, calls, bytes and holds at once, timeouts."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+from tests.mutants.catalogue.interfaces import PINS, VIEW, at, giving
+from tests.mutants.mutant import Mutant, mutant
+
+MESSAGES = "kvstore.wire.messages"
+WIRE = "worker/test_wire.py"
+WORKER = "worker/test_limits.py"
+ADMISSION = "kvstore.worker.admission"
+SHARES = "security/test_rules.py"
+
+
+def _any_tokens(real: Any, packed: bytes) -> Any:
+    import numpy as np
+
+    return np.frombuffer(packed[: len(packed) // 4 * 4], "<u4")
+
+
+def _any_keys(real: Any, packed: bytes) -> list[bytes]:
+    keys, at_ = [], 0
+    while at_ < len(packed):
+        keys.append(packed[at_ + 1 : at_ + 1 + packed[at_]])
+        at_ += 1 + packed[at_]
+    return keys
+
+
+def _any_sizes(real: Any, packed: bytes, count: int) -> list[int]:
+    import numpy as np
+
+    found: list[int] = np.frombuffer(packed, "<u4").tolist()
+    return found
+
+
+def _add_unlimited(real: Any, self: Any, hold: Any) -> Any:
+    most = self.holds_max, self.tokens_max
+    self.holds_max, self.tokens_max = 1 << 60, 1 << 60
+    try:
+        return real(self, hold)
+    finally:
+        self.holds_max, self.tokens_max = most
+
+
+def _pin_unlimited(real: Any, self: Any, owner: str, *what: Any, **how: Any) -> Any:
+    from unittest.mock import patch
+
+    from kvstore.meta.memory import MemoryMeta
+
+    with patch.object(MemoryMeta, "count", lambda *rest: 0):
+        return real(self, owner, *what, **how)
+
+
+def _help_late(real: Any, self: Any, deadline: Any) -> Any:
+    class Endless:
+        passed = False
+
+        def left_s(self) -> float:
+            return 60.0
+
+    return real(self, Endless())
+
+
+MUTANTS: list[Mutant] = [
+    mutant("limit-tokens", "limits: tokens of a request", at(MESSAGES, "unpack_tokens", _any_tokens), WIRE),
+    mutant("limit-keys", "limits: keys of a request", at(MESSAGES, "unpack_keys", _any_keys), WIRE),
+    mutant("limit-sizes", "limits: sizes of blocks", at(MESSAGES, "unpack_sizes", _any_sizes), WIRE),
+    mutant(
+        "limit-calls",
+        "limits: calls of a worker at once",
+        at(f"{ADMISSION}:Gate", "passing", lambda real, self, *, light: nullcontext()),
+        WORKER,
+    ),
+    mutant(
+        "limit-draining",
+        "limits: a draining worker takes no calls",
+        at(f"{ADMISSION}:Gate", "close", giving(None)),
+        WORKER,
+    ),
+    mutant(
+        "limit-bytes-in-flight",
+        "limits: bytes in flight",
+        at(f"{ADMISSION}:BytesInFlight", "reserved", lambda real, self, count: nullcontext()),
+        WORKER,
+        SHARES,
+    ),
+    mutant(
+        "limit-client-holds",
+        "limits: holds of clients",
+        at("kvstore.worker.holds:ClientHolds", "add", _add_unlimited),
+        WORKER,
+        SHARES,
+    ),
+    mutant("limit-pins-of-an-owner", "limits: pins of an owner", at(PINS, "pin", _pin_unlimited), "meta/test_pins.py"),
+    mutant(
+        "limit-full-root",
+        "limits: puts on a full root are refused",
+        at(VIEW, "check_room", giving(None)),
+        "node/test_view.py",
+    ),
+    mutant(
+        "deadline-of-shared-work",
+        "deadlines: no work begins after the deadline",
+        at("kvstore.node.lanes:Batch", "help", _help_late),
+        "node/test_lanes.py",
+    ),
+]

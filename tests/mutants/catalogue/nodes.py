@@ -1,0 +1,382 @@
+"""Nodes that break gc/PROTOCOL.md: rules V, H, A and P, and those of C that nodes keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tests.mutants.catalogue.interfaces import HOLDS, KNOWN, META, PINS, SESSION, VIEW, at, giving
+from tests.mutants.mutant import Mutant, mutant, rule
+from tests.mutants.planters import several
+
+FOLLOWER_RULES = "node/test_follower_rules.py"
+CONTRACT = "contract/test_node_rules.py"
+SWEEPS = "gc/test_protocol.py"
+RULES = "gc/test_rules.py"
+VIEW_TESTS = "node/test_view.py"
+SESSION_TESTS = "meta/test_meta_session.py"
+PIN_TESTS = "meta/test_pins.py"
+NODE_PINS = "node/test_pins.py"
+BLOCK_HOLDS = "gc/test_block_holds.py"
+
+
+def comparing_less(is_dropped: Callable[[Any, Any], bool]) -> Any:
+    """A store whose transactions leave out the compares for which ``is_dropped(compare, operations)`` is true."""
+
+    def txn(real: Any, self: Any, compares: Any, operations: Any, timeout_s: float | None = None) -> Any:
+        kept = [one for one in compares if not is_dropped(one, operations)]
+        return real(self, kept, operations, timeout_s)
+
+    return at(META, "txn", txn)
+
+
+def puts(operations: Any, part: str) -> bool:
+    """True if a transaction writes a key with this part."""
+    return any(part in one.key and hasattr(one, "value") for one in operations)
+
+
+def deletes(operations: Any, part: str) -> bool:
+    """True if a transaction deletes a key with this part."""
+    return any(part in one.key and not hasattr(one, "value") for one in operations)
+
+
+# V: the session and its view.
+
+_early: dict[str, Any] = {}
+
+
+def _grant(real: Any, self: Any, *rest: Any, **how: Any) -> Any:
+    _early["gc"] = self.list("/kv/")
+    return real(self, *rest, **how)
+
+
+def _list_early(real: Any, self: Any, prefix: str, *rest: Any) -> Any:
+    found = real(self, prefix, *rest)
+    early = _early.pop("gc", None) if prefix.endswith("/gc/") else None
+    return type(found)(tuple(kv for kv in early.items if kv.key.startswith(prefix)), early.revision) if early else found
+
+
+SESSIONS = [
+    rule(
+        "V1",
+        "view-of-before-the-session",
+        several(at(META, "grant", _grant), at(META, "list", _list_early)),
+        CONTRACT,
+    ),
+    rule(
+        "V2",
+        "holds-outlive-the-session",
+        several(at(HOLDS, "drop_all", giving(None)), at(HOLDS, "drop_protecting", giving(None))),
+        FOLLOWER_RULES,
+    ),
+    rule("V2", "session-never-dies", at(SESSION, "alive", giving(True)), SESSION_TESTS),
+    rule("V2", "lost-lease-unnoticed", at(META, "keep_alive", giving(True)), SESSION_TESTS),
+    rule("V2", "view-outlives-the-session", at(VIEW, "end", giving(None)), VIEW_TESTS, FOLLOWER_RULES),
+    rule("V3", "holds-keep-their-births", at(HOLDS, "age_all", giving(None)), FOLLOWER_RULES),
+    rule("V3", "chain-not-checked", at(SESSION, "check_chain", giving(None)), FOLLOWER_RULES),
+    rule("V3", "keeps-the-view-of-a-lost-watch", at(VIEW, "reread", giving(None)), CONTRACT),
+    rule("V3", "silent-watch-believed", at(VIEW, "is_last", giving(True)), FOLLOWER_RULES),
+    rule("V3", "knows-what-lost-events-condemned", at(KNOWN, "clear", giving(None)), VIEW_TESTS),
+]
+
+
+# H: holds.
+
+
+def _look_before_hold(
+    real: Any, self: Any, chain: Any, ttl_s: float | None = None, deadline_s: float | None = None, **_: Any
+) -> Any:
+    found = chain.leading(self.match(chain, deadline_s))
+    taken = self.holds.take(found, ttl_s)
+    taken.count = len(taken.chain)
+    return taken
+
+
+def _late_add(real: Any, self: Any, *what: Any, epoch: int, **how: Any) -> Any:
+    return real(self, *what, epoch=self.epoch, **how)
+
+
+def _forget_at_the_start(real: Any, self: Any, events: Any) -> Any:
+    """Only the first sweep of a shard makes it forgotten: the end of one is a deletion."""
+    from unittest.mock import patch
+
+    from kvstore.node.known import Known
+
+    events = list(events)
+    if any("/condemned/" in one.key and one.kv is None for one in events):
+        with patch.object(Known, "forget_shards", lambda *rest: None):
+            return real(self, events)
+    return real(self, events)
+
+
+def _renew_for_ever(real: Any, self: Any, hold: Any, lease_s: float) -> Any:
+    is_live = real(self, hold, lease_s)
+    if is_live:
+        hold.ends_s += lease_s
+    return is_live
+
+
+def _keep_for_ever(real: Any, self: Any, hold: Any, slots: Any) -> Any:
+    hold.slots = slots
+
+
+HOLDING = [
+    rule(
+        "H1",
+        "condemned-is-a-hit",
+        at(VIEW, "leading", lambda real, self, wanted: len(wanted)),
+        VIEW_TESTS,
+        SWEEPS,
+    ),
+    rule(
+        "H1",
+        "condemned-blocks-are-hits",
+        several(
+            at(VIEW, "condemns", giving(False)),
+            at(VIEW, "leading", lambda real, self, wanted: len(wanted)),
+            at(VIEW, "allowed", lambda real, self, addresses: range(len(addresses))),
+            at(VIEW, "unswept", lambda real, self, wanted: real(self, wanted) | True),
+        ),
+        CONTRACT,
+    ),
+    rule("H2", "look-before-hold", at("kvstore.node.node:Node", "hold", _look_before_hold), RULES),
+    rule(
+        "H2",
+        "hold-of-a-look-begins-empty",
+        at(HOLDS, "take", lambda real, self, chain, ttl_s=None, *, whatever=False: real(self, chain, ttl_s)),
+        BLOCK_HOLDS,
+    ),
+    rule(
+        "H2",
+        "hold-is-not-registered",
+        at(HOLDS, "take", lambda real, self, *what, **how: (hold := real(self, *what, **how), self.release(hold))[0]),
+        SWEEPS,
+    ),
+    rule("H3", "sweep-forgets-nothing", at(KNOWN, "forget_shards", giving(None)), VIEW_TESTS),
+    rule("H3", "end-of-a-sweep-forgets-nothing", at(VIEW, "apply", _forget_at_the_start), VIEW_TESTS),
+    rule(
+        "H3",
+        "look-outlives-a-sweep",
+        several(at(KNOWN, "add", _late_add), at(KNOWN, "add_all", _late_add), at(KNOWN, "add_run", _late_add)),
+        VIEW_TESTS,
+        "native/test_looks.py",
+    ),
+    mutant(
+        "hold-keeps-memory-after-its-end",
+        "MEMORY R3: a hold that has ended keeps no memory",
+        at(HOLDS, "keep", _keep_for_ever),
+        "contract/test_faults.py",
+        "tiers/test_keeping.py",
+    ),
+    rule("H4", "ended-hold-is-read", at(HOLDS, "check", giving(None)), FOLLOWER_RULES, "node/test_outage.py"),
+    rule(
+        "H4",
+        "renewed-past-its-end",
+        at(HOLDS, "renew", _renew_for_ever),
+        "worker/test_leased_holds.py",
+    ),
+    rule(
+        "H4",
+        "client-holds-never-expire",
+        at("kvstore.worker.holds:ClientHolds", "expire", giving(None)),
+        "worker/test_leased_holds.py",
+        "worker/test_limits.py",
+    ),
+    rule(
+        "H4", "lagging-node-keeps-alive", at("kvstore.node.follower:Follower", "keeps_up", giving(True)), FOLLOWER_RULES
+    ),
+]
+
+
+# A: announcements.
+
+
+def _announce_ahead(real: Any, self: Any) -> Any:
+    due = real(self)
+    return due._replace(revision=due.revision + 1)
+
+
+def _half_of_a_transaction(real: Any, self: Any, events: Any) -> Any:
+    events = list(events)
+    condemned = [one for one in events if "/condemned/" in one.key and one.kv is not None]
+    return real(self, [one for one in events if one not in condemned[1:]])
+
+
+ANNOUNCING = [
+    rule("A1", "announces-ahead-of-its-view", at(HOLDS, "announcement", _announce_ahead), FOLLOWER_RULES),
+    rule("A1", "applies-half-of-a-transaction", at(VIEW, "apply", _half_of_a_transaction), VIEW_TESTS),
+    rule(
+        "A2",
+        "names-nothing",
+        at(HOLDS, "announcement", lambda real, self: real(self)._replace(held=b"", on=())),
+        FOLLOWER_RULES,
+    ),
+    rule(
+        "A2",
+        "write-drops-the-names",
+        at(SESSION, "txn", lambda real, self, *what, held=b"", **how: real(self, *what, **how)),
+        FOLLOWER_RULES,
+    ),
+    rule(
+        "A2",
+        "look-counts-as-empty",
+        at(
+            HOLDS,
+            "take",
+            lambda real, self, *what, whatever=False, **how: _found_nothing(
+                real(self, *what, whatever=whatever, **how)
+            ),
+        ),
+        FOLLOWER_RULES,
+    ),
+    rule("A2", "held-is-not-renewed", at(HOLDS, "announced", giving(None)), FOLLOWER_RULES),
+    rule(
+        "A3",
+        "announces-off-the-chain",
+        at(SESSION, "txn", lambda real, self, compares=(), *rest, **how: real(self, (), *rest, **how)),
+        FOLLOWER_RULES,
+    ),
+]
+
+
+def _found_nothing(hold: Any) -> Any:
+    if hold.whatever:
+        hold.found = ()
+    return hold
+
+
+# P: pins.
+
+
+def _txn_without_names(real: Any, self: Any, compares: Any, operations: Any, timeout_s: float | None = None) -> Any:
+    import json
+    from dataclasses import replace
+
+    if puts(operations, "/refs/"):
+        changed = []
+        for one in operations:
+            if "/sessions/" in one.key and hasattr(one, "value"):
+                record = json.loads(one.value)
+                record["held"] = ""
+                one = replace(one, value=json.dumps(record).encode())
+            changed.append(one)
+        operations = changed
+    return real(self, compares, operations, timeout_s)
+
+
+PINNING = [
+    rule(
+        "P1",
+        "pin-without-a-hold",
+        several(
+            at(
+                HOLDS,
+                "take",
+                lambda real, self, *what, **how: (hold := real(self, *what, **how), self.release(hold))[0],
+            ),
+            at(HOLDS, "check", giving(None)),
+        ),
+        NODE_PINS,
+        "-k",
+        "p1",
+    ),
+    rule("P1", "pin-ignores-its-lost-hold", at(HOLDS, "check", giving(None)), NODE_PINS, "-k", "p1"),
+    rule(
+        "P2",
+        "pin-of-a-dead-session",
+        comparing_less(lambda one, operations: "/sessions/" in one.key and puts(operations, "/refs/")),
+        PIN_TESTS,
+        "meta/test_meta_nouns.py",
+    ),
+    rule("P2", "pin-drops-the-names", at(META, "txn", _txn_without_names), CONTRACT),
+    rule("P3", "lost-pin-keeps-its-lease", at(META, "revoke", giving(None)), "meta/test_meta_nouns.py", "-k", "p3"),
+    rule(
+        "P3",
+        "unpins-blindly",
+        comparing_less(lambda one, operations: deletes(operations, "/refs/")),
+        PIN_TESTS,
+        "-k",
+        "p3",
+    ),
+    rule(
+        "P4",
+        "pin-counts-what-is-missing",
+        at("kvstore.node.puts:Puts", "present_leading", lambda real, self, wanted: len(wanted)),
+        NODE_PINS,
+    ),
+    rule(
+        "P5",
+        "refused-pin-stays",
+        at(PINS, "unpin", giving(None)),
+        "node/test_pin_and_clear.py",
+        "contract/test_faults.py",
+    ),
+    rule(
+        "P5",
+        "pin-ignores-a-clear",
+        at("kvstore.meta.barriers:Barriers", "orders", giving(())),
+        "node/test_pin_and_clear.py",
+    ),
+    rule(
+        "P5",
+        "clear-outlives-its-barrier",
+        at("kvstore.meta.barriers:Barrier", "check", giving(None)),
+        "node/test_pin_and_clear.py",
+    ),
+]
+
+
+# C: a store that went back in time, or is another cluster's.
+
+
+def _continue_any_chain(real: Any, self: Any, events: Any) -> Any:
+    from kvstore.node.view import ChainBroken
+
+    try:
+        return real(self, events)
+    except ChainBroken:
+        return None
+
+
+def _any_checksum(real: Any, cls: Any, value: bytes, where: str) -> Any:
+    return real(cls, value.replace(b'"checksum"', b'"CHECKSUM"', 1), where)
+
+
+def _agree(real: Any, *what: Any, read_root: Any, **how: Any) -> Any:
+    from kvstore.meta.generation import Agreed
+
+    standing = real(*what, read_root=read_root, **how)
+    return standing if isinstance(standing, Agreed) else Agreed(read_root())
+
+
+RESTORED = [
+    rule("C1", "any-event-is-applied", at(VIEW, "apply", _continue_any_chain), VIEW_TESTS),
+    rule(
+        "C2",
+        "lost-write-unnoticed",
+        comparing_less(lambda one, operations: "/sessions/" in one.key),
+        SESSION_TESTS,
+    ),
+    rule(
+        "C4", "starts-without-a-fence", at("kvstore.node.start_fence:StartFence", "lift_unnamed", giving(None)), SWEEPS
+    ),
+    rule("C5", "pin-without-a-twin", at("kvstore.node.twins:NodeTwins", "write", giving(None)), NODE_PINS),
+    rule("C5", "twin-stays-after-its-pin", at("kvstore.root.twins", "remove_twin", giving(None)), NODE_PINS),
+    rule(
+        "C5",
+        "damaged-pin-is-read",
+        at("kvstore.meta.pins:PinRecord", "from_bytes", _any_checksum),
+        PIN_TESTS,
+    ),
+    rule(
+        "C6",
+        "protects-on-a-foreign-store",
+        at("kvstore.meta.generation", "join_generation", _agree),
+        "node/test_follower.py",
+        "-k",
+        "c6",
+    ),
+]
+
+
+MUTANTS: list[Mutant] = [*SESSIONS, *HOLDING, *ANNOUNCING, *PINNING, *RESTORED]
