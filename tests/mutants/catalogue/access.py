@@ -22,8 +22,8 @@ TOKENS = "security/test_tokens.py"
 
 def _admit_all(real: Any, self: Any, method: str, presented: Any, *rest: Any, **how: Any) -> Any:
     from kvstore.security.denials import Denied
-    from kvstore.security.guard import PERMISSIONS as TABLE
     from kvstore.security.guard import Visit
+    from kvstore.security.permissions import PERMISSIONS as TABLE
 
     try:
         return real(self, method, presented, *rest, **how)
