@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tests.mutants.catalogue.interfaces import HOLDS, KNOWN, META, PINS, SESSION, VIEW, at, giving
-from tests.mutants.mutant import Mutant, mutant, rule
+from tests.mutants.catalogue.interfaces import HOLDS, KNOWN, META, SESSION, VIEW, at, giving
+from tests.mutants.mutant import Mutant, rule
 from tests.mutants.planters import several
 
 FOLLOWER_RULES = "node/test_follower_rules.py"
@@ -116,10 +116,6 @@ def _renew_for_ever(real: Any, self: Any, hold: Any, lease_s: float) -> Any:
     return is_live
 
 
-def _keep_for_ever(real: Any, self: Any, hold: Any, slots: Any) -> Any:
-    hold.slots = slots
-
-
 HOLDING = [
     rule(
         "H1",
@@ -161,13 +157,6 @@ HOLDING = [
         VIEW_TESTS,
         "native/test_looks.py",
     ),
-    mutant(
-        "hold-keeps-memory-after-its-end",
-        "MEMORY R3: a hold that has ended keeps no memory",
-        at(HOLDS, "keep", _keep_for_ever),
-        "contract/test_faults.py",
-        "tiers/test_keeping.py",
-    ),
     rule("H4", "ended-hold-is-read", at(HOLDS, "check", giving(None)), FOLLOWER_RULES, "node/test_outage.py"),
     rule(
         "H4",
@@ -204,7 +193,7 @@ def _half_of_a_transaction(real: Any, self: Any, events: Any) -> Any:
 
 ANNOUNCING = [
     rule("A1", "announces-ahead-of-its-view", at(HOLDS, "announcement", _announce_ahead), FOLLOWER_RULES),
-    rule("A1", "applies-half-of-a-transaction", at(VIEW, "apply", _half_of_a_transaction), VIEW_TESTS),
+    rule("A1", "applies-half-of-a-transaction", at(VIEW, "apply", _half_of_a_transaction), CONTRACT),
     rule(
         "A2",
         "names-nothing",
@@ -303,13 +292,6 @@ PINNING = [
         "pin-counts-what-is-missing",
         at("kvstore.node.puts:Puts", "present_leading", lambda real, self, wanted: len(wanted)),
         NODE_PINS,
-    ),
-    rule(
-        "P5",
-        "refused-pin-stays",
-        at(PINS, "unpin", giving(None)),
-        "node/test_pin_and_clear.py",
-        "contract/test_faults.py",
     ),
     rule(
         "P5",
