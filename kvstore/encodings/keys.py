@@ -107,14 +107,15 @@ class KeyFile:
         # One thread reads the file again while the others use the old keys: it may lie on a slow mount.
         if self._loading.acquire(blocking=False):
             try:
-                if self._watched.changed():
-                    self._reload()
+                counter = self._reload() if self._watched.changed() else None
             finally:
                 self._loading.release()
+            if counter is not None:
+                self.noted(counter)
         assert self._ring is not None, "load it first: without keys, chunks would be written as plain text"
         return self._ring
 
-    def _reload(self) -> None:
+    def _reload(self) -> NodeCount:
         try:
             ring = KeyRing.parse(read_secret(self._path, _WHAT))
             before = self._ring or EMPTY
@@ -127,11 +128,10 @@ class KeyFile:
                 )
         except InvalidRequest as error:
             log.error("keys.refused %s; the previous keys stay in use", error)
-            self.noted(NodeCount.KEYS_REFUSED)
-        else:
-            self._ring = ring
-            log.info("keys.reloaded tenants=%d keys=%d", len(ring.current), len(ring.by_id))
-            self.noted(NodeCount.KEYS_RELOADED)
+            return NodeCount.KEYS_REFUSED
+        self._ring = ring
+        log.info("keys.reloaded tenants=%d keys=%d", len(ring.current), len(ring.by_id))
+        return NodeCount.KEYS_RELOADED
 
 
 def _loaded(content: bytes) -> Mapping[str, Any]:

@@ -104,7 +104,7 @@ def test_the_expected_root_is_opened_and_another_is_refused() -> None:
     root = MemoryRoot()
     made = create_or_open(root, RandomIds())
     assert create_or_open(root, RandomIds(), expect=made.root) == made
-    with pytest.raises(RootMismatch, match="another file system is mounted"):
+    with pytest.raises(RootMismatch, match="is another file system mounted"):
         create_or_open(root, RandomIds(), expect=RootId(bytes(16)))
 
 
