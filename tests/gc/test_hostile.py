@@ -6,8 +6,13 @@ Separate from the protocol's own rules, because each of these once stopped all s
 from __future__ import annotations
 
 import errno
+import itertools
+import logging
 import os
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +30,14 @@ from kvstore.meta.sweeps import Condemned
 from kvstore.node.member import Member
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
-from kvstore.root.reserve import LOG_BYTES
+from kvstore.root.reserve import LOG_BYTES, PUTS_END_S
 from kvstore.sources import SystemClock
+from kvstore_gc import execute
 from kvstore_gc.collectors import Collectors
 from kvstore_gc.threads import Stopped
-from tests.kit.clusters import Cluster, cluster, eventually, looking, prompt, put, site_of
+from tests.kit.clusters import TIMINGS, Cluster, cluster, eventually, looking, prompt, put, site_of
 from tests.kit.faulty_root import EIO, ENOSPC, Fails, FaultyRoot, Rule
+from tests.kit.patience import PATIENCE_S
 
 EPERM = Fails(PermissionDenied, errno.EPERM)
 SWEEP = b"s" * 16
@@ -68,6 +75,15 @@ def test_a_file_that_cannot_be_looked_at_or_taken_stays_and_all_others_go(
     assert c.collector(root).sweep(c.plans(chain, later)).reaped.count == 4, "the next round works as well"
     root.set_rules(())
     assert c.collector(root).sweep(c.plans(chain)).reaped.count == 1 and c.leftovers() == []
+
+
+def test_a_file_that_cannot_be_looked_at_stops_no_other_shard_where_it_is_alone_in_its_own() -> None:
+    with cluster(shard_bits=8) as c:
+        node, chain = c.node(), prompt(1, 8)
+        put(node, chain)
+        bad = next(plan.victims[0] for plan in c.plans(chain) if len(plan.victims) == 1)
+        report = c.collector(FaultyRoot(c.root, [Rule("look", EIO, bad.name.__eq__)])).sweep(c.plans(chain))
+        assert report.reaped.count == 7 and c.leftovers() == []
 
 
 @pytest.mark.parametrize("fault", [EIO, EPERM], ids=["EIO", "EPERM"])
@@ -191,6 +207,59 @@ def test_c5_what_is_no_twin_any_more_stops_collectors_and_is_named(
     assert c.present(chain) == 8 and c.leftovers() == []
 
 
+# Several lift one folder
+
+
+def test_f3_an_entry_that_somebody_else_puts_back_at_the_same_moment_is_no_error(
+    on_files: Cluster, tmp_root: Path
+) -> None:
+    c, chain = on_files, prompt(1, 8)
+    put(c.node(), chain)
+    trash_all(c, chain)
+    lifted: list[int] = []
+
+    def meanwhile(point: str) -> None:
+        if point == "publish.before" and not lifted:
+            lifted.append(0)
+            lifted[0] = c.collector().lift_unnamed()
+
+    late = c.collector(PosixRoot(tmp_root / "root", step=meanwhile)).lift_unnamed()
+    assert lifted == [1] and late == 1, "the folder is gone, whoever removed it"
+    assert_back_once(c, chain, tmp_root / "root")
+
+
+def test_f3_many_may_lift_one_folder_at_once(on_files: Cluster, tmp_root: Path) -> None:
+    c, chain = on_files, prompt(1, 50)
+    put(c.node(), chain)
+    trash_all(c, chain)
+    together, errors = threading.Barrier(6), list[BaseException]()
+
+    def lift() -> None:
+        waited: list[str] = []
+
+        def step(point: str) -> None:
+            if point == "publish.before" and not waited:
+                waited.append(point)
+                together.wait(PATIENCE_S)  # all have listed the whole folder before the first chunk goes back
+
+        collector = c.collector(PosixRoot(tmp_root / "root", step=step))
+        try:
+            collector.lift_unnamed()
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the test tells it
+            errors.append(error)
+
+    threads = [threading.Thread(target=lift) for _ in range(together.parties)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert errors == []
+    assert_back_once(c, chain, tmp_root / "root")
+
+
+# A mount that went away
+
+
 def test_g6_an_unmounted_root_lifts_no_fence_and_its_sweep_stays_open(on_files: Cluster, tmp_root: Path) -> None:
     c, chain = on_files, prompt(1, 8)
     node = c.node()
@@ -208,9 +277,6 @@ def test_g6_an_unmounted_root_lifts_no_fence_and_its_sweep_stays_open(on_files: 
     mounted.rmdir()
     away.rename(mounted)
     assert c.collector().adopt().reaped.count == 8 and c.leftovers() == []
-
-
-# A mount that went away
 
 
 # A full disk
@@ -233,6 +299,45 @@ def test_on_a_full_root_the_reserve_makes_room_for_a_plan_and_is_made_again(
     assert c.root.stat(places.RESERVE) and c.leftovers() == []
 
 
+def test_a_root_without_any_room_but_the_reserve_can_be_swept() -> None:
+    files = MemoryFiles()
+    with cluster(MemoryRoot(files), shard_bits=2) as c:
+        node, chain = c.node(), prompt(1, 8)
+        put(node, chain)
+        c.collector().sweep([])
+        files.capacity_bytes = files.used_bytes
+        assert c.collector().sweep(c.plans(chain)).reaped.count == 8 and c.leftovers() == []
+        assert c.root.stat(places.RESERVE), "there is room for it again"
+
+
+def test_before_the_reserve_is_spent_puts_that_have_begun_can_end() -> None:
+    files = MemoryFiles()
+    with cluster(MemoryRoot(files), shard_bits=2) as c:
+        node, chain = c.node(), prompt(1, 8)
+        put(node, chain)
+        c.collector().sweep([])
+        files.capacity_bytes = files.used_bytes
+        paused: list[tuple[float, bool]] = []
+        sweeper = c.collector(pause=lambda s: paused.append((s, c.root.stat(places.RESERVE) is not None)))
+        assert sweeper.sweep(c.plans(chain)).reaped.count == 8
+        assert [each for each in paused if each[0] == PUTS_END_S] == [(PUTS_END_S, True)]
+
+
+def test_with_the_reserve_spent_the_plans_for_which_there_was_room_are_swept() -> None:
+    with cluster(shard_bits=2) as c:
+        node, chain = c.node(), prompt(1, 30)
+        put(node, chain)
+        plans = c.plans(chain)
+        assert len(plans) > 2
+        # The first call is for the reserve, which is not there; then one plan, and no room for the next.
+        rules = [Rule("stage", ENOSPC, times=1), Rule("stage", ENOSPC, nth=3)]
+        report = c.collector(FaultyRoot(c.root, rules)).sweep(plans)
+        assert report.sweeps["begun"] == 1 and report.reaped.count == len(plans[0].victims)
+        assert report.condemned.count == report.reaped.count
+        assert c.present(chain) == 30 - report.reaped.count and c.leftovers() == []
+        assert c.collector().sweep(c.plans(chain)).reaped.count == 30 - report.reaped.count
+
+
 def test_plans_leave_room_for_the_log_of_the_metadata_that_name_them() -> None:
     """A folder of one host has both on one disk: a collector that fills it with plans deletes nothing."""
     files = MemoryFiles()
@@ -249,6 +354,24 @@ def test_plans_leave_room_for_the_log_of_the_metadata_that_name_them() -> None:
 
 
 # Nodes that hold
+
+
+def test_a_wait_for_a_node_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(execute, "SAID_S", 0.0)
+    with cluster(shard_bits=2) as c:
+        node, chain = c.node(), prompt(1, 8)
+        put(node, chain)
+        hold, waits = looking(node, chain), itertools.count(1)
+
+        def pause(_: float) -> None:
+            time.sleep(0.01)
+            if next(waits) == 3:
+                node.node.holds.release(hold)
+
+        with caplog.at_level(logging.WARNING, "kvstore_gc"):
+            assert c.collector(pause=pause).sweep(c.plans(chain)).reaped.count == 8
+        said = [record.message for record in caplog.records if record.message.startswith("sweep.waits")]
+        assert len(said) == 1 and "sessions=1 for_s=0: nodes hang, or look for chunks" in said[0]
 
 
 # Two runs of one sweep
@@ -276,6 +399,14 @@ def test_g8_a_sweep_whose_list_is_final_is_not_closed_by_a_run_that_abandons_it(
         abandon_after_another_made_it_final(c, chain)
         (left,) = in_flight(c)
         assert left.is_final and c.present(chain) == 5, "what a run may still delete, the sweep must outlive"
+
+
+def test_g8_a_sweep_that_was_not_abandoned_after_all_can_be_finished() -> None:
+    with cluster(MemoryRoot(MemoryFiles(), objects=True), shard_bits=0) as c:
+        chain = prompt(1, 8)
+        abandon_after_another_made_it_final(c, chain)
+        assert c.collector().adopt().reaped.count == 5, "nothing was pinned: the final list is the plan"
+        assert c.present(chain) == 0 and c.leftovers() == []
 
 
 class FinishedMeanwhile(MemoryMeta):
@@ -326,6 +457,35 @@ def test_a_collector_whose_key_was_deleted_joins_again() -> None:
     after = collectors.me
     assert collectors.shards(4) == [0, 1, 2, 3] and after is not None and after[0] != before[0]
     assert not meta.keep_alive(before[1]), "its old lease was given back"
+
+
+def test_a_collector_without_a_lease_has_no_shards() -> None:
+    meta, keys = MemoryMeta(MemoryStore(SystemClock())), Keys(b"r" * 16)
+    collectors = Collectors(site_of(meta, keys.root_id))
+    collectors.beat()
+    for number in range(4):
+        meta.put(f"{keys.collectors}{bytes([number] * 16).hex()}", b"{}")
+    assert collectors.shards(16) == list(range(16))
+
+
+def test_a_foreign_key_among_the_sessions_holds_no_sweep_up(c: Cluster) -> None:
+    node, chain = c.node(), prompt(1, 8)
+    put(node, chain)
+    MemoryMeta(c.store).put(f"{Keys(c.identity.root).sessions}notes", b"mine")
+
+    timings = replace(TIMINGS, announce_lag_max_s=1.0, grace_max_s=2.0)
+    assert c.collector(timings=timings).sweep(c.plans(chain)).reaped.count == 8
+    assert c.leftovers() == []
+
+
+def test_c1_a_chain_that_is_garbage_is_named(c: Cluster) -> None:
+    node, chain = c.node(), prompt(1, 8)
+    put(node, chain)
+    keys = Keys(c.identity.root)
+    MemoryMeta(c.store).put(keys.gc_seq, b"[" * 100_000)
+    with pytest.raises(RootMismatch, match=f"{keys.gc_seq} cannot be read.*fsck --adopt"):
+        c.collector().sweep(c.plans(chain))
+    assert c.present(chain) == 8
 
 
 def _in_trash(name: Name) -> Callable[[Name], bool]:
@@ -381,3 +541,15 @@ def twin_without_ref(c: Cluster, chain: Chain) -> Name:
     (ref,) = c.store.list(Keys(c.identity.root).refs).items
     assert MemoryMeta(c.store).delete(ref.key)
     return places.twin(owner, bytes.fromhex(pin))
+
+
+def trash_all(c: Cluster, chain: Chain) -> None:
+    """A collector that etcd has forgotten had taken all of a chain."""
+    for address in chain.addresses:
+        assert c.root.move(c.name(address), places.trashed(SWEEP, c.name(address), b"r" * 8))
+
+
+def assert_back_once(c: Cluster, chain: Chain, root: Path) -> None:
+    """Every chunk has its name, and no other."""
+    assert c.present(chain) == len(chain.addresses) and c.leftovers() == []
+    assert {(root / c.name(address)).stat().st_nlink for address in chain.addresses} == {1}

@@ -13,6 +13,7 @@ from kvstore.meta.pins import PinRecord
 from kvstore.meta.session import Session
 from kvstore.meta.sweeps import Condemned
 from kvstore.namespace import NamespaceDigest
+from kvstore.recency import AHEAD_MAX_S
 from kvstore.root.interface import Root, Space
 from kvstore.root.memory import MemoryRoot
 from kvstore.root.twins import list_twins, write_twin
@@ -80,6 +81,12 @@ def scene() -> Scene:
     return Scene()
 
 
+def test_a_root_without_orphans_is_left_as_it_is(scene: Scene) -> None:
+    before = {shard: scene.names(places.shard_folder(shard)) for shard in range(16)}
+    assert not scene.orphans.remove()
+    assert {shard: scene.names(places.shard_folder(shard)) for shard in range(16)} == before
+
+
 # Staging
 
 
@@ -130,6 +137,17 @@ def test_a_collector_that_has_just_begun_clears_leftovers_a_minute_after_it_noti
     assert scene.names(places.staging_folder(DEAD)) == ["2.part"] and scene.names(places.PLANS) == []
 
 
+def test_a_staged_file_that_was_never_stamped_goes_at_once(scene: Scene) -> None:
+    """On NFS, if its writer was killed between creating it and stamping it."""
+    alive = scene.session()
+    scene.write(places.staged(alive, 1), age_s=-10 * AHEAD_MAX_S)
+    scene.write(places.staged(DEAD, 1), age_s=-10 * AHEAD_MAX_S)
+    scene.write(places.staged(DEAD, 2), age_s=-0.9 * AHEAD_MAX_S)
+    assert scene.again().remove() == {"staging": 1}
+    assert scene.names(places.staging_folder(DEAD)) == ["2.part"]
+    assert scene.names(places.staging_folder(alive)) == ["1.part"]
+
+
 def test_a_node_without_a_session_keeps_what_it_staged_lately(scene: Scene) -> None:
     scene.write(places.staged(DEAD, 1), age_s=TIMINGS.staging_age_s - 60)
     scene.write(places.staged(DEAD, 2), age_s=TIMINGS.staging_age_s + 60)
@@ -149,6 +167,20 @@ def test_a_session_that_begins_while_staging_is_listed_is_seen_alive(scene: Scen
     orphans = Orphans(scene.site(root))
     assert not orphans.remove(), "its folder was seen, so its key must be: sessions are read after the folders"
     assert scene.names(places.staging_folder(begun[0])) == ["1.part"]
+
+
+def test_an_empty_folder_goes_only_when_it_was_empty_before(scene: Scene) -> None:
+    scene.root.make_folder(places.staging_folder(DEAD))
+    scene.orphans.remove()
+    assert scene.names(places.STAGING) == [DEAD.hex()], "somebody may be about to stage there"
+    scene.orphans.remove()
+    assert scene.names(places.STAGING) == []
+
+
+def test_what_is_no_session_s_folder_is_somebody_else_s(scene: Scene) -> None:
+    scene.write(Name("staging/notes/readme.txt"), age_s=OLD_S)
+    assert not scene.orphans.remove()
+    assert scene.names(places.STAGING) == ["notes"]
 
 
 # Quarantine
@@ -228,6 +260,24 @@ def test_on_a_full_root_damaged_files_go_at_once_and_whole_ones_go_back(scene: S
     assert scene.names(places.QUARANTINE) == [] and read(scene.root, scene.filled.name(2)) is not None
 
 
+@pytest.mark.parametrize(
+    ("total", "free", "max_bytes", "gone"),
+    [(1000, 50, None, 3), (1000, 950, None, 1), (1000, 950, 500, 2), (1000, 50, 500, 3), (None, None, 500, 2)],
+)
+def test_before_the_first_survey_the_file_system_tells_how_full_the_root_is(
+    total: int | None, free: int | None, max_bytes: int | None, gone: int
+) -> None:
+    class Sized(FaultyRoot):
+        def space(self) -> Space:
+            return Space(total, free)
+
+    scene = Scene(Sized(MemoryRoot()))
+    for number in range(3):
+        set_aside(scene, number, 4, 0.0)
+    removed = scene.again(Watermarks(max_bytes, 0.9)).remove()
+    assert removed == {"quarantine": gone}
+
+
 def test_a_file_that_cannot_be_read_keeps_nobody_from_the_others_and_goes_in_a_second_round() -> None:
     unreadable = f"{places.QUARANTINE}/"
     root = FaultyRoot(MemoryRoot(), [])
@@ -239,6 +289,13 @@ def test_a_file_that_cannot_be_read_keeps_nobody_from_the_others_and_goes_in_a_s
     assert scene.orphans.remove() == {"restored": 1}, "it may be the root that fails"
     assert scene.orphans.remove() == {"quarantine": 1}
     assert root.inner.stat(first) is None
+
+
+def test_what_people_put_in_quarantine_stays(scene: Scene) -> None:
+    scene.write(Name("quarantine/look-at-this"), age_s=OLD_S)
+    scene.write(Name(f"quarantine/{DEAD.hex()}.{DEAD.hex()}"), age_s=OLD_S)
+    assert not scene.orphans.remove()
+    assert len(scene.names(places.QUARANTINE)) == 2
 
 
 # Plans
@@ -290,6 +347,22 @@ def test_a_twin_goes_long_after_its_pin_s_end_unless_there_is_a_key(scene: Scene
     assert places.twin(ended.owner, ended.id) not in set(list_twins(scene.root))
 
 
+def test_a_twin_is_read_once_until_it_may_go(scene: Scene) -> None:
+    twin(scene, 1, NOW_S + 10_000)
+    root = FaultyRoot(scene.root)
+    orphans = Orphans(scene.site(root))
+    orphans.remove()
+    before = root.calls["open"]
+    orphans.remove()
+    assert root.calls["open"] == before > 0
+
+
+def test_a_damaged_twin_stays(scene: Scene) -> None:
+    name = scene.write(places.twin("owner", bytes(16)), b"torn", age_s=OLD_S)
+    assert not scene.orphans.remove()
+    assert read(scene.root, name) == b"torn"
+
+
 # Failures
 
 
@@ -299,3 +372,13 @@ def test_a_root_that_refuses_one_kind_keeps_nobody_from_the_others() -> None:
     scene.write(places.staged(DEAD, 1), age_s=OLD_S)
     scene.write(plan_of(2)[1], age_s=OLD_S)
     assert scene.orphans.remove() == {"staging": 1, "plans": 1, "failed": 1}
+
+
+def test_the_wish_to_end_is_heard_between_files(scene: Scene) -> None:
+    for number in range(5):
+        scene.write(places.staged(DEAD, number), age_s=OLD_S)
+    calls = iter(range(3))
+    with pytest.raises(StopIteration):
+        scene.orphans.remove(lambda: next(calls))
+    assert len(scene.names(places.staging_folder(DEAD))) == 2
+    assert scene.again().remove() == {"staging": 2}

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
+from pathlib import Path
 
 import pytest
 
@@ -76,6 +77,16 @@ def test_a2_a_hold_that_ends_within_a_round_leaves_no_hole_in_its_prompt(c: Clus
     assert c.present(chain) == 8
 
 
+def test_a2_what_one_of_many_holds_has_is_spared_on_every_node(c: Cluster) -> None:
+    nodes, chains = [c.node() for _ in range(3)], [prompt(seed, 8) for seed in range(3)]
+    for node, chain in zip(nodes, chains, strict=True):
+        put(node, chain)
+    holds = [node.node.hold(chain.leading(3)) for node, chain in zip(nodes, chains, strict=True)]
+    report = c.collector().sweep(c.plans(*chains))
+    assert (report.reaped.count, report.spared["held"]) == (15, 9)
+    assert [hold.count for hold in holds] == [c.present(chain) for chain in chains] == [3, 3, 3]
+
+
 def test_h1_what_is_condemned_is_a_miss_and_cannot_be_held(c: Cluster) -> None:
     node, other, chain = c.node(), c.node(), prompt(1, 8)
     put(node, chain)
@@ -89,6 +100,19 @@ def test_h1_what_is_condemned_is_a_miss_and_cannot_be_held(c: Cluster) -> None:
     sweep.join(PATIENCE_S)
     eventually(lambda: put(node, chain) == 8)
     assert node.node.match(chain) == 8
+
+
+def test_g4_a_pinned_chunk_is_spared(c: Cluster) -> None:
+    node, chain, other = c.node(), prompt(1, 8), prompt(2, 8)
+    put(node, chain)
+    put(node, other)
+    pin = node.pin(chain, 60.0, "me")
+    report = c.collector().sweep(c.plans(chain, other))
+    assert report.reaped.count == 8 and report.spared["pinned"] == 8
+    assert c.present(chain) == 8 and c.present(other) == 0
+    assert node.node.match(chain) == 8, "what is pinned beforehand is not even condemned"
+    node.unpin(pin.id)
+    assert c.collector().sweep(c.plans(chain)).reaped.count == 8
 
 
 def test_g7_a_sweep_left_by_a_dead_collector_is_adopted(c: Cluster) -> None:
@@ -143,6 +167,18 @@ def test_a_collector_that_was_slow_after_it_wrote_a_plan_gives_the_sweep_up(c: C
     assert c.leftovers() == [] and c.present(chain) == 8
     slow.set_rules([])
     assert sweeper.sweep(c.plans(chain)).reaped.count == 8
+
+
+def test_a_node_alone_announces_nothing_and_costs_etcd_nothing(c: Cluster) -> None:
+    meta = MemoryMeta(c.store)
+    node, chain = c.node(meta=meta), prompt(1, 50)
+    put(node, chain)
+    before = meta.operations_count
+    for _ in range(20):
+        hold = node.node.hold(chain)
+        node.node.holds.release(hold)
+        put(node, chain)
+    assert meta.operations_count - before <= 3, "keepalives may fall into it"
 
 
 def test_v1_a_node_that_joins_during_a_sweep_protects_nothing_of_it(c: Cluster) -> None:
@@ -202,6 +238,20 @@ def test_v3_after_a_lost_watch_sweeps_wait_for_an_old_look(c: Cluster) -> None:
     node.node.holds.release(hold)
     thread.join(PATIENCE_S)
     assert c.leftovers() == []
+
+
+def test_g2_of_two_collectors_with_one_shard_one_condemns(c: Cluster) -> None:
+    node, chain = c.node(), prompt(1, 30)
+    put(node, chain)
+    plans = c.plans(chain)
+    reports = []
+    threads = [threading.Thread(target=lambda: reports.append(c.collector().sweep(plans))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert len(reports) == 3 and sum(report.reaped.count for report in reports) == 30
+    assert c.present(chain) == 0 and c.leftovers() == []
 
 
 def test_g5_a_publication_that_came_later_goes_back(c: Cluster) -> None:
@@ -287,6 +337,20 @@ def test_h4_a_session_that_never_announces_is_revoked(c: Cluster) -> None:
     assert not stuck.alive
 
 
+def test_a_plan_that_cannot_be_read_takes_nothing(c: Cluster) -> None:
+    node, chain = c.node(), prompt(1, 8)
+    put(node, chain)
+    hold = looking(node, chain)
+    with pytest.raises(Died):
+        c.collector(pause=die).sweep(c.plans(chain))
+    for entry in list(c.root.list(places.PLANS)):
+        c.root.remove(Name(f"{places.PLANS}/{entry.name}"))
+    node.node.holds.release(hold)
+    report = c.collector().adopt()
+    assert report.sweeps["adopted"] > 0 and report.reaped.count == 0
+    assert c.present(chain) == 8 and c.leftovers() == []
+
+
 def test_c4_a_node_fences_the_sweeps_that_etcd_has_forgotten_before_it_protects(c: Cluster) -> None:
     node, chain = c.node(), prompt(1, 8)
     put(node, chain)
@@ -305,6 +369,18 @@ def test_f3_a_folder_that_no_key_names_gives_back_what_is_in_it(c: Cluster) -> N
     c.root.move(c.name(chain.addresses[3]), places.trashed(b"s" * 16, c.name(chain.addresses[3]), b"r" * 8))
     assert c.collector().lift_unnamed() == 1
     assert c.present(chain) == 8 and c.leftovers() == []
+
+
+def test_o1_on_a_store_that_deletes_conditionally(tmp_path: Path) -> None:
+    with cluster(MemoryRoot(MemoryFiles(), objects=True)) as c:
+        node, chain, other = c.node(), prompt(1, 8), prompt(2, 8)
+        put(node, chain)
+        put(node, other)
+        node.pin(other, 60.0, "me")
+        report = c.collector().sweep(c.plans(chain, other))
+        assert report.reaped.count == 8 and report.spared["pinned"] == 8
+        assert c.present(chain) == 0 and c.present(other) == 8
+        assert not c.store.list(f"/kv/{c.identity.root.hex()}/gc/condemned/").items
 
 
 def test_o1_a_store_that_can_neither_fence_nor_delete_conditionally_is_refused() -> None:

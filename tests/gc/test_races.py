@@ -191,6 +191,16 @@ def test_f3_a_folder_that_is_named_after_all_keeps_what_is_in_it() -> None:
     assert root.stat(entry) is not None and root.stat(CHUNK) is None
 
 
+def test_g5_what_goes_back_replaces_no_newer_one() -> None:
+    root = MemoryRoot()
+    entry = places.trashed(b"s" * 16, CHUNK, b"q" * 8)
+    root.files.write(entry, file(b"older"))
+    root.files.write(CHUNK, file(b"newer"))
+    assert not fence.restore(root, entry, 0)
+    found = root.look(CHUNK, 5)
+    assert found is not None and bytes(found.prefix) == b"newer" and root.stat(entry) is None
+
+
 def test_o1_every_run_deletes_from_the_list_that_was_made_final() -> None:
     """A run that decided later, after a pin had ended, would delete chunks in use once the sweep has closed."""
     with cluster(MemoryRoot(MemoryFiles(), objects=True), shard_bits=0) as c:

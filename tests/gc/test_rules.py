@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -20,6 +21,7 @@ from kvstore_gc.execute import Sweeper
 from kvstore_gc.grace import Spared
 from kvstore_gc.ledger import Ledger
 from kvstore_gc.objects import Deleting
+from kvstore_gc.threads import Stopped
 from kvstore_gc.victims import Taken, read_victims
 from tests.gc.test_protocol import Died, die, republish
 from tests.kit.clusters import SPACE, Cluster, cluster, eventually, looking, prompt, put
@@ -210,6 +212,25 @@ def test_g6_the_fence_is_up_before_the_key_goes(c: Cluster) -> None:
     meta.writing = writing
     assert c.collector(meta=meta).sweep(c.plans(chain)).reaped.count == 8
     assert folders and not any(folders)
+
+
+def test_g8_a_collector_that_is_stopped_while_it_takes_closes_all_its_sweeps(c: Cluster) -> None:
+    node, chain = c.node(), prompt(1, 30)
+    put(node, chain)
+    site = c.site()
+
+    def stopping(count: int, work: Callable[[int], object]) -> None:
+        if work.__name__ != "take":
+            site.each(count, work)
+        else:
+            work(0)
+            raise Stopped
+
+    plans = c.plans(chain)
+    with pytest.raises(Stopped):
+        Sweeper(replace(site, each=stopping)).sweep(plans)
+    assert len(plans) > 1 and c.present(chain) == 29
+    assert c.leftovers() == []
 
 
 def test_g8_a_sweep_in_which_another_run_has_taken_something_is_not_abandoned(c: Cluster) -> None:
