@@ -1,4 +1,4 @@
-"""``python -m tests.mutants``: plants each bug of the table alone, and shows that the tests of its rule fail."""
+"""``python -m tests.mutants``: plants each bug of the catalogue alone, and shows that the tests of its rule fail."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from tests.mutants import catalogue, table
 from tests.mutants.building import Libraries, checks
+from tests.mutants.catalogue import all_mutants
 from tests.mutants.mutant import Mutant
 from tests.mutants.planters import Native, Unplantable
 from tests.mutants.running import GOOD, ROOT, RUN_S, Outcome, run_mutant, run_pytest
@@ -36,7 +36,7 @@ def uncovered(mutants: Sequence[Mutant]) -> list[str]:
 
 
 def outdated(mutants: Sequence[Mutant]) -> list[str]:
-    """Returns what no longer fits the code: functions and texts that are gone, tests that have no file."""
+    """Returns what no longer fits the code: functions that are gone, tests that have no file."""
     found = []
     for each in mutants:
         for module in sorted({*each.planter.modules}):
@@ -86,14 +86,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the chosen mutants; returns 1 if one survived, or could not be planted."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("patterns", nargs="*", help="names of mutants, parts of them or patterns; all without any")
-    parser.add_argument("--list", action="store_true", help="print the table and end")
+    parser.add_argument("--list", action="store_true", help="print the catalogue and end")
     parser.add_argument("--jobs", type=int, default=2, help="mutants at a time (default: 2)")
     parser.add_argument("--json", type=Path, help="also write the outcomes to this file")
     parser.add_argument("--check", action="store_true", help="only look whether all still fit the code: some seconds")
     parser.add_argument("--no-baseline", action="store_true", help="do not run the tests without mutants first")
-    parser.add_argument("--catalogue", action="store_true", help="the mutants at interfaces, instead of the old table")
     options = parser.parse_args(arguments)
-    every = (catalogue if options.catalogue else table).all_mutants()
+    every = all_mutants()
     mutants = chosen(every, options.patterns)
     if not mutants:
         parser.error(f"no mutant fits {' '.join(options.patterns)}: --list prints all")

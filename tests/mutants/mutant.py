@@ -29,7 +29,7 @@ class Mutant:
 
 
 def mutant(name: str, rule: str, planter: Planter, *tests: str, native: bool = True, hangs: bool = False) -> Mutant:
-    """One row of the table; ids of tests are given without ``tests/``."""
+    """One row of the catalogue; ids of tests are given without ``tests/``."""
     assert tests, name
     return Mutant(name, rule, planter, tests, native, hangs)
 

@@ -16,7 +16,7 @@ from importlib.abc import Loader, MetaPathFinder
 from types import ModuleType
 from typing import Any
 
-from tests.mutants.finding import named
+from tests.mutants.catalogue import named
 from tests.mutants.mutant import NAME_VARIABLE, NOTES_VARIABLE
 from tests.mutants.planters import Planter, Unplantable
 
@@ -50,12 +50,7 @@ class Planting(Loader):
         """Executes the module. Raises what planting raises, noted: the run is no proof then."""
         name = module.__name__
         try:
-            text = self._real.get_source(name)
-            changed = self._planter.source(name, text)
-            if changed == text:
-                self._real.exec_module(module)
-            else:
-                exec(compile(changed, str(module.__file__), "exec"), module.__dict__)
+            self._real.exec_module(module)
             self._planter.plant(module)
         except Unplantable as error:
             note(unplantable=str(error))

@@ -66,7 +66,7 @@ class Ran:
 
 
 def arguments(tests: Sequence[str]) -> list[str]:
-    """Pytest's arguments for tests as the table names them."""
+    """Pytest's arguments for tests as the catalogue names them."""
     return [f"tests/{each}" if each.partition("::")[0].endswith(".py") else each for each in tests]
 
 

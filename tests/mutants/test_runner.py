@@ -1,29 +1,40 @@
-"""The runner itself: what counts as caught, and that a mutant which does not fit the code is reported as such."""
+"""The runner itself: results that count as caught, and mutants that no longer fit the code."""
 
 from __future__ import annotations
 
+from types import ModuleType
+from typing import Any
+
 import pytest
 
+from tests.mutants.catalogue.interfaces import at, giving
 from tests.mutants.mutant import Mutant, mutant
-from tests.mutants.planters import Edit, Target, Unplantable, edit, replace, several, skip
+from tests.mutants.planters import Unplantable
 from tests.mutants.running import Ran, Verdict, judged
 
 SOURCE = """
 class Reader:
+    bytes = 3
+
     @property
     def size(self):
         return self.bytes
 
-    def read(self):
-        if self.size > 3:
-            raise ValueError
-        return self.size
+    @classmethod
+    def of(cls, size):
+        return cls()
+
+    def read(self, count):
+        return count
 
 
-def read():
-    return 3
+def read(count):
+    return count
+
+
+checksum = read
 """
-ROW = mutant("row", "a rule", skip("kvstore.module:function"), "module/test_file.py")
+ROW = mutant("row", "a rule", at("kvstore.module", "function", giving(None)), "module/test_file.py")
 
 
 def ran(code: int | None, *notes: dict[str, object]) -> Ran:
@@ -48,47 +59,56 @@ def ran(code: int | None, *notes: dict[str, object]) -> Ran:
     ids=[
         "a test failed",
         "all passed",
-        "an error beside the tests",
-        "nothing ran",
+        "an error without a failed test",
+        "no test ran",
         "interrupted",
         "no such test",
         "no tests",
-        "not ended",
-        "a test that did not end",
+        "timed out",
+        "a test timed out",
         "not planted",
         "not plantable",
     ],
 )
-def test_a_mutant_is_caught_by_a_test_that_fails_and_by_nothing_else(result: Ran, verdict: Verdict) -> None:
+def test_mutant_is_caught_by_a_failed_test_alone(result: Ran, verdict: Verdict) -> None:
     assert judged(ROW, result)[0] is verdict
 
 
-def test_a_test_that_does_not_end_counts_where_the_table_says_so() -> None:
+def test_test_that_hangs_counts_where_its_row_allows_it() -> None:
     row = Mutant("row", "a rule", ROW.planter, ROW.tests, may_time_out=True)
     assert judged(row, ran(None, {"planted": "m"}))[0] is Verdict.HUNG
 
 
-def test_an_edit_changes_its_own_function_alone() -> None:
-    changed = edit("m:Reader.read", "return self.size", "return 0").source("m", SOURCE)
-    assert changed == SOURCE.replace("        return self.size\n", "        return 0\n")
-    assert edit("m:read", "return 3", "return 4").source("m", SOURCE).endswith("return 4\n")
-    both = several(edit("m:read", "3", "4"), edit("m:Reader.size", "self.bytes", "9"))
-    assert "return 4" in both.source("m", SOURCE) and "return 9" in both.source("m", SOURCE)
+@pytest.fixture
+def module() -> Any:
+    made = ModuleType("m")
+    exec(SOURCE, made.__dict__)
+    return made
 
 
-@pytest.mark.parametrize(
-    "planter",
-    [edit("m:Reader.read", "self.size", "0"), edit("m:read", "return 5", ""), edit("m:Reader.gone", "a", "b")],
-    ids=["there twice", "not there", "no such function"],
-)
-def test_an_edit_that_does_not_fit_is_refused(planter: Edit) -> None:
-    with pytest.raises(Unplantable):
-        planter.source("m", SOURCE)
+@pytest.mark.parametrize(("place", "name"), [("m", "read"), ("m", "checksum")])
+def test_function_is_replaced_and_can_call_the_real_one(module: Any, place: str, name: str) -> None:
+    at(place, name, lambda real, count: real(count + 1)).plant(module)
+    assert getattr(module, name)(1) == 2
 
 
-@pytest.mark.parametrize("planter", [skip("m:Reader.gone"), replace("m:Gone.read", len)])
-def test_a_function_that_is_gone_cannot_be_replaced(planter: Edit) -> None:
+def test_methods_of_every_kind_are_replaced(module: Any) -> None:
+    at("m:Reader", "read", lambda real, self, count: real(self, count) + self.bytes).plant(module)
+    at("m:Reader", "size", giving(9)).plant(module)
+    at("m:Reader", "of", lambda real, cls, size: (real(cls, size), size)).plant(module)
+    reader, size = module.Reader.of(5)
+    assert (reader.read(1), reader.size, size) == (4, 9, 5)
+
+
+@pytest.mark.parametrize(("place", "name"), [("m:Reader", "gone"), ("m:Gone", "read"), ("m", "gone")])
+def test_place_that_no_longer_exists_is_refused(module: Any, place: str, name: str) -> None:
+    planter = at(place, name, giving(None))
     with pytest.raises(Unplantable):
         planter.fits("m", SOURCE)
-    skip("m:Reader.read").fits("m", SOURCE)
-    assert Target.of("m:Reader.read") == Target("m", "Reader.read")
+    with pytest.raises(Unplantable):
+        planter.plant(module)
+
+
+def test_private_place_is_refused() -> None:
+    with pytest.raises(AssertionError):
+        at("m:Reader", "_read", giving(None))

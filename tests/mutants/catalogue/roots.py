@@ -35,11 +35,6 @@ def _open_links(real: Any, self: Any, name: str) -> Any:
     return real(self, os.path.relpath(path, files.path))
 
 
-def _move_unseen(real: Any, self: Any, staged: str, name: str, seen: Any, *rest: Any, **how: Any) -> Any:
-    now = self.look(name, len(seen.prefix)) or seen
-    return real(self, staged, name, now, *rest, **how)
-
-
 def _remove_full_folder(real: Any, self: Any, name: str, **how: Any) -> Any:
     for entry in list(self.list(name)):
         self.remove(f"{name}/{entry.name}")
@@ -94,7 +89,6 @@ CONTRACTS = [
         at(POSIX_ROOT, "remove_folder", lambda real, self, name, *, durable=False: real(self, name)),
         "contract/test_root_rules.py",
     ),
-    rule("W5", "replaces-another-publication", at(FENCED, "replace", _move_unseen), *CONTRACT),
     rule(
         "F1",
         "move-makes-the-folder",
