@@ -54,7 +54,7 @@ def demo(trace: str | None, requests_max: int, as_json: bool) -> None:
     """Start a small cluster, replay a trace through it with every byte verified, print a table, stop everything.
 
     Starts an etcd, two workers and kvstore-gc on a temporary root, and speaks to them over gRPC. Nothing it
-    started is left running, and no file is left behind, however it ends.
+    started is left running, and no file is left behind.
 
     \b
     Examples:

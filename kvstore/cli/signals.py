@@ -75,7 +75,7 @@ def exits_on_sigterm() -> Iterator[None]:
     """Raises SystemExit on the first SIGTERM or SIGHUP, so that work which ends by itself is cleaned up."""
 
     def exit_once(number: int, frame: FrameType | None) -> None:
-        for each in before:
+        for each in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(each, signal.SIG_IGN)  # a second one would cut the cleanup
         sys.exit(128 + number)
 

@@ -75,7 +75,10 @@ class LayersAhead:
         """Layers that are read and handed on. Another way of reading begins with the first of them once more."""
         self._filling = LayerMemory(memoryview(b""), memoryview(b""))
         self._tools = tools
-        self._room = threading.Semaphore(2 * band - 1)
+        # No semaphore: its lock cannot be entered again, and a finalizer may call ``close`` at any moment.
+        self._room: queue.SimpleQueue[None] = queue.SimpleQueue()
+        for _ in range(2 * band - 1):
+            self._room.put(None)
         self._ready: queue.SimpleQueue[tuple[int, LayerMemory] | BaseException] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._closed = False
@@ -92,7 +95,7 @@ class LayersAhead:
             filled = self._ready.get()
             if isinstance(filled, BaseException):
                 raise filled
-            self._room.release()
+            self._room.put(None)
             yield filled
 
     def close(self) -> None:
@@ -102,7 +105,7 @@ class LayersAhead:
         with self._changed:
             self._closed = True
             self._cancel()
-            self._room.release()
+            self._room.put(None)
             while self._writes:
                 self._changed.wait()
         with suppress(RuntimeError):  # best effort: the thread may be dialling, or never have started
@@ -227,7 +230,7 @@ class LayersAhead:
             return self._filling
         is_new = layer not in self._begun
         if is_new:
-            self._room.acquire()
+            self._room.get()
         with self._changed:
             if self._closed:
                 raise Withdrawn

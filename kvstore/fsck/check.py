@@ -32,7 +32,6 @@ from kvstore.sources import Clock, Ids, RandomIds, SystemClock
 STAGING_AGE_S = 3600.0
 STAGING_GRACE_S = 120.0
 """A session may have begun after the list of live ones was read; its staged files are younger than this."""
-"""Clocks of hosts may disagree by this."""
 REACH_MAX = 10_000_000
 WRITER_AGE_S = 30 * 86_400.0
 """By this age, chunks that the root has lost are gone from every memory and local disk as well."""

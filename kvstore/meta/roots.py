@@ -1,4 +1,4 @@
-"""Records which root is at a URL: this reveals a missing mount before the host fills the empty mount point."""
+"""Records which root is at a URL: a node that finds another root there refuses it, such as an empty mount point."""
 
 from __future__ import annotations
 

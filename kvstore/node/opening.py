@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any, TypeVar
 
+from kvstore.encodings import squeezing
 from kvstore.encodings.keys import KeyFile
 from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied, RootMismatch, Unavailable
 from kvstore.format.places import CHUNKS, GENERATIONS, HOST_GENERATIONS, Name
@@ -79,6 +80,8 @@ def open_member(
     """A node on the root at ``url``, in the cluster of ``etcd`` if given. Raises as ``kvstore.open`` says."""
     check_place(url, root_options)
     check_access(etcd, etcd_tls, etcd_user)
+    if compress:
+        squeezing.check_available()  # before the root is made and memory is taken
     options = NodeOptions(durability, settings, label, keys, compress)
     limits, clock, ids = limits or Limits(), SystemClock(), RandomIds()
     if etcd and asked.is_explicit:

@@ -67,11 +67,15 @@ class Unreadable:
             except FAILED as error:
                 if self.failed(address) < FAILURES_MAX:
                     continue
+                if isinstance(error, PermissionDenied):  # processes of another user may read it, and hold it
+                    raise PermissionDenied(
+                        f"{name} cannot be read ({error}): fix its permissions, or delete it"
+                    ) from error
                 try:
                     set_aside()
-                except FAILED as why:
-                    raise type(why)(
-                        f"{name} cannot be read ({error}) and cannot be set aside ({why}): fix its permissions, "
+                except FAILED as refused:
+                    raise type(refused)(
+                        f"{name} cannot be read ({error}) and cannot be set aside ({refused}): fix its permissions, "
                         "or delete it"
                     ) from error
             self.forget(address)

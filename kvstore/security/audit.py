@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 from io import TextIOWrapper
@@ -90,7 +91,8 @@ class AuditLog:
         if tasks is not None and not tasks.close(timeout_s):
             return  # the disk hangs, and the thread with it
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):  # the lines that a full disk did not take were counted
+                self._file.close()
 
     def _lost(self) -> None:
         self.on_lost()

@@ -26,7 +26,7 @@ from tests.kit.stores import TINY, chunk_files, kv_of, same, store_on
 TOKENS = np.arange(6 * TINY.chunk_tokens)
 KV = kv_of(TINY, TOKENS)
 OTHER = TOKENS + 1000
-STRIKES = [("open", EACCES), ("open", EIO), ("read", EIO)]
+STRIKES = [("open", EIO), ("read", EIO)]
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def test_a_file_that_can_neither_be_read_nor_moved_is_an_error_of_puts(
 ) -> None:
     cache = filled(store)
     wrong = name_of(tmp_root, third_of(tmp_root))
-    root.set_rules([Rule("open", EACCES, lambda name: name == wrong), Rule("move", EROFS)])
+    root.set_rules([Rule("open", EIO, lambda name: name == wrong), Rule("move", EROFS)])
     found = gets(cache)
     tokens = TOKENS if found[0] < len(TOKENS) else OTHER
     for _ in range(3):
@@ -144,6 +144,17 @@ def test_a_file_that_can_neither_be_read_nor_moved_is_an_error_of_puts(
     root.set_rules([])
     assert cache.put(tokens, kv_of(TINY, tokens)).chunks_written == 0
     assert gets(cache) == [len(TOKENS)] * 2
+
+
+def test_file_of_another_user_stays_and_fails_puts(store: Store, root: FaultyRoot, tmp_root: Path) -> None:
+    cache = filled(store)
+    wrong = third_of(tmp_root)
+    root.set_rules([Rule("open", EACCES, lambda name: name == name_of(tmp_root, wrong))])
+    tokens = TOKENS if gets(cache)[0] < len(TOKENS) else OTHER
+    for _ in range(FAILURES_MAX):
+        with pytest.raises(PermissionDenied, match=r"cannot be read.*fix its permissions"):
+            cache.put(tokens, kv_of(TINY, tokens))
+    assert wrong.exists() and not [*(tmp_root / "quarantine").glob("*")]
 
 
 def test_blocks_that_cannot_be_read_are_repaired_too(store: Store, root: FaultyRoot, tmp_root: Path) -> None:
@@ -170,6 +181,7 @@ def test_suspects_take_bounded_memory() -> None:
 AS_NOBODY = """
     import os, sys
     from pathlib import Path
+    from kvstore.errors import PermissionDenied
     from tests.node.test_unreadable import OTHER, TOKENS, filled, gets, third_of
     from tests.kit.stores import TINY, kv_of, store_on
 
@@ -185,16 +197,22 @@ AS_NOBODY = """
         found = gets(cache)
         tokens = TOKENS if found[0] < len(TOKENS) else OTHER
         assert min(found) == 2 * TINY.chunk_tokens, found
-        assert cache.put(tokens, kv_of(TINY, tokens)).chunks_written == 1
+        try:
+            cache.put(tokens, kv_of(TINY, tokens))
+        except PermissionDenied as error:
+            assert wrong.name in str(error), error
+        else:
+            raise AssertionError("the put succeeded")
+        wrong.chmod(0o600)
+        assert cache.put(tokens, kv_of(TINY, tokens)).chunks_written == 0
         assert gets(cache) == [len(TOKENS)] * 2
-        assert len(list((root / "quarantine").iterdir())) == 1
-    print("repaired")
+    print("refused")
 """
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a process of root becomes nobody, who cannot read what nobody may read")
 @pytest.mark.parametrize("native", [0, 1])
-def test_a_real_file_without_permission_is_repaired_by_the_next_put(tmp_root: Path, native: int) -> None:
+def test_real_file_without_permission_fails_its_put(tmp_root: Path, native: int) -> None:
     tmp_root.chmod(0o777)
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(AS_NOBODY), str(tmp_root), str(native)],
@@ -204,4 +222,4 @@ def test_a_real_file_without_permission_is_repaired_by_the_next_put(tmp_root: Pa
         check=False,
         env={**os.environ, "KVSTORE_NATIVE": str(native)},
     )
-    assert done.stdout == "repaired\n", done.stdout + done.stderr
+    assert done.stdout == "refused\n", done.stdout + done.stderr

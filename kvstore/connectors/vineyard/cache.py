@@ -182,7 +182,7 @@ class KVCache:
         layout, size = self._cache.layout, self._chunk_tokens
         part_bytes = max(GATHER_BYTES, layout.kv_bytes_per_token * len(ids) // GATHER_PARTS_MAX)
         step = max(size, part_bytes // layout.kv_bytes_per_token // size * size)
-        at = max(skipped, self._cache.match(ids))
+        at = max(skipped, self._cache.match(ids, counts=False))
         write: WriteMode | None = None
         written = holes = 0
         while True:
