@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -173,8 +174,11 @@ class Backend:
         self.member.node.forget()
 
     def lose_session(self) -> None:
-        """Ends the holds of the node, as the loss of its session does."""
-        self.member.node.holds.drop_all()
+        """Ends the holds of the node, as the loss of its session does, in a thread of its own."""
+        ending = threading.Thread(target=self.member.node.holds.drop_all)
+        ending.start()
+        ending.join(PATIENCE_S)
+        assert not ending.is_alive()
 
     # Chunks
 

@@ -86,7 +86,13 @@ def hasty_while_faulty(root: FaultyRoot, member: Member, limits: Limits) -> None
 
     A loaded machine then ends no call that must succeed.
     """
-    ample = replace(limits, match_deadline_s=PATIENCE_S, read_deadline_s=PATIENCE_S, write_deadline_s=PATIENCE_S)
+    ample = replace(
+        limits,
+        match_deadline_s=PATIENCE_S,
+        read_deadline_s=PATIENCE_S,
+        write_deadline_s=PATIENCE_S,
+        hold_max_s=max(limits.hold_max_s, PATIENCE_S),
+    )
     root.before_rules = lambda has_any: member.adjust(limits if has_any else ample)
     root.before_rules(root.has_rules)
 

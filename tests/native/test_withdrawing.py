@@ -145,7 +145,7 @@ def put_for_ever(root: str) -> None:
 @pytest.mark.slow
 def test_killed_at_any_moment_of_native_puts_nothing_torn_is_ever_found(tmp_root: Path) -> None:
     create_or_open(PosixRoot(tmp_root), RandomIds())
-    script = f"from tests.kit.native_modes import put_for_ever; put_for_ever({str(tmp_root)!r})"
+    script = f"from tests.native.test_withdrawing import put_for_ever; put_for_ever({str(tmp_root)!r})"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     for attempt in range(5):
         writer = subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True)
