@@ -278,6 +278,7 @@ def test_layers_that_hang_break_the_hold_in_time(store: Store, root: FaultyRoot)
     cache, kv = store.namespace("m", layout), kv_of(layout, TOKENS)
     cache.put(TOKENS, kv)
     hang, seen = Hang(), 0
+    root.set_rules([Rule("read", hang, lambda name: False)])  # reads begin with the short deadlines
     with cache.hold(TOKENS) as hold:
         with InTime(), pytest.raises(HoldBroken, match="not read in time"):
             for layer, k, _ in hold.layers(in_turn(layout, len(TOKENS))):
