@@ -16,7 +16,6 @@ from tests.sim.run import first_to_find, run
 HOME_SEEDS_MAX = 60
 """Within which a bug must be found in its own profile; most need fewer than ten."""
 FIRST_SEEDS = {
-    "leaves_nothing_counted": 60,
     "removed_file_stays_open": 30,
 }
 """Where the search for a bug begins that many seeds before do not show."""
@@ -58,12 +57,9 @@ PLANTED = (
     "watch_misses_event",
     # Of the bound on one host.
     "claims_without_end",
-    "leaves_nothing_counted",
     "puts_uncounted",
     # Of the loans.
     "lends_the_bound",
-    "moment_is_free",
-    "word_outlives_loans",
 )
 """The bugs that are found fast. ``make sim-bugs`` looks for all of them, over the mix of profiles."""
 
