@@ -23,6 +23,8 @@ from tests.kit.patience import PATIENCE_S
 from tests.kit.steps import Strike
 from tests.kit.stores import SMALL, kv_of, same
 
+pytestmark = pytest.mark.slow
+
 SIZE = SMALL.chunk_tokens
 CHUNKS = 3
 STEPS_MAX = 60

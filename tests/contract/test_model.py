@@ -22,6 +22,8 @@ from kvstore.errors import HoldBroken
 from tests.kit.backends import WAYS, Backend, backend
 from tests.kit.stores import TINY, kv_of, same
 
+pytestmark = pytest.mark.slow
+
 Prompt = tuple[int, ...]
 """A prompt: the number of each of its chunks. Prompts that begin alike share chunks."""
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=4).map(tuple)
