@@ -101,7 +101,7 @@ def test_the_lease_of_a_killed_collector_has_ended_when_another_is_started(tmp_p
         (record,) = meta.list(keys.collectors).items
         os.kill(killed, signal.SIGKILL)
         eventually(lambda: collectors(root) and killed not in collectors(root), "another is started")
-        assert meta.get(record.key) is None
+        eventually(lambda: meta.get(record.key) is None, "its lease has ended")
 
 
 # Nothing is left
