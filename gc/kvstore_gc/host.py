@@ -1,6 +1,6 @@
 """The collector that a store of one host runs as its child: ``python -m kvstore_gc.host FOLDER``.
 
-It needs the packages of the library alone. The command ``kvstore-gc`` also needs those of the command line.
+It runs with the base install; the command ``kvstore-gc`` also needs the packages of the ``server`` extra.
 """
 
 from __future__ import annotations

@@ -40,7 +40,6 @@ from kvstore.node.verify import fill, plain, read_header, read_verified, read_wh
 from kvstore.recency import is_fresh, stamp_ns
 from kvstore.root.interface import Reader, Root, Stat
 from kvstore.root.posix_reader import PosixReader
-from kvstore.sources import Clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,6 @@ class Chunks:
         session: Callable[[], bytes],
         known: Known,
         counters: Counters,
-        clock: Clock,
         incarnations: Incarnations,
         numbers: Iterator[int],
         encodings: Encodings,

@@ -110,8 +110,8 @@ class Node:
         self.encodings = Encodings(keys, self.counters, ids, compress=compress)
         self.incarnations = Incarnations(root, session, self.id, clock, ids, label)
         self._chunks = Chunks(
-            root, identity.shard_bits, session, self.known, self.counters, clock, self.incarnations,
-            numbers, self.encodings, self.gc_view.usage,
+            root, identity.shard_bits, session, self.known, self.counters, self.incarnations, numbers,
+            self.encodings, self.gc_view.usage,
         )  # fmt: skip
         self._records = NamespaceRecords(root, session, numbers, clock)
         self.staging = Staging(root, session)

@@ -170,11 +170,13 @@ class WriteBehind:
             with self._memory.refer(wanted, first, count) as slots:
                 return not any(entry.is_dirty for entry in slots.referred)
 
-        return self._wait(is_settled, timeout_s)
+        with self._changed:
+            return self._changed.wait_for(is_settled, timeout_s)
 
     def flush(self, timeout_s: float) -> bool:
         """Waits for everything that is queued; True if all was written, or lost, within the time (rule W3)."""
-        return self._wait(lambda: not self._jobs, timeout_s)
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._jobs, timeout_s)
 
     def close(self, waited_s: float = 0.0) -> None:
         """Writes what is queued for at most ``flush_s``, and for at most STUCK_S where nothing can be written; the rest
@@ -204,11 +206,6 @@ class WriteBehind:
                 "will be misses (a put with write='through' waits for the root)",
                 lost_count,
             )
-
-    def _wait(self, is_over: Callable[[], bool], timeout_s: float) -> bool:
-        """Waits until it is over, or time is up; nothing is held meanwhile. Returns whether it is."""
-        with self._changed:
-            return self._changed.wait_for(is_over, timeout_s)
 
     def _may_wait_s(self, began_s: float, timeout_s: float) -> float:
         """Returns how long ``close``, which began at ``began_s``, may still wait before it looks again."""
