@@ -67,7 +67,7 @@ class Borrowed:
             raise Withdrawn
 
     def withdraw(self) -> None:
-        """Takes the memory back; returns when nobody writes into it any more. Idempotent."""
+        """Takes the memory back; returns once no thread writes into it. Idempotent."""
         with self._condition:
             self._withdrawn = True
         if native.brief is not None:

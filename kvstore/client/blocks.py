@@ -71,7 +71,9 @@ class BlockCache:
         """
         hints = Hints.of(priority, ttl, preset)
         checked = _checked_keys(keys)
-        mode = WriteMode.of_put(write, self._write, cache=cache)
+        mode = self._write  # of the namespace, unless this put asks for another
+        if write is not None or cache is not True:
+            mode = WriteMode.of_put(write, self._write, cache=cache)
         if isinstance(first, bool) or not isinstance(first, int | np.integer) or not 0 <= first <= FIRST_MAX:
             raise InvalidRequest(f"first={brief(first)}: expected a whole number from 0 to {FIRST_MAX}")
         ancestry = Ancestry(int(first), () if descents is NO_DESCENTS else _packed(checked, descents))

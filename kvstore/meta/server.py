@@ -1,4 +1,4 @@
-"""An etcd of our own on this host, so that nobody has to configure one for the store's metadata.
+"""An embedded etcd on this host, for metadata that need no configuration.
 
 For one host, demos and tests; a cluster that must survive the loss of a host runs its own etcd on three.
 """
