@@ -1,8 +1,9 @@
 """Chunk files that could not be read: retried, then renamed away, so that the next put can repair them.
 
-One look proves damage; an I/O error or a missing permission may pass. But a file that stays unreadable is a miss for
-ever, while its size tells every put that the chunk is there. So from its first failed read on, a file is a *suspect*:
-its size is not trusted, and each look reads it. After three failed reads it is renamed away like a damaged one.
+One read proves corruption; an I/O error or a missing permission may pass. But a file that stays unreadable is a
+permanent miss, while its size makes every put skip the chunk. So from its first failed read on, a file is a *suspect*:
+its size is not trusted, and each look reads it. After three failed reads it is renamed away like a corrupt one, unless
+only the permission is missing.
 Called on lanes only.
 """
 
