@@ -191,7 +191,10 @@ def command(cluster: ClusterAccess, limits: Limits, rounds: Rounds) -> None:
     config = limits.config()
     rounds.configure()
     tell = _print_json if rounds.as_json else _print
-    etcd = cluster.etcd.open() if cluster.etcd is not None else None
+    if cluster.etcd is None:
+        collect_host(cluster, config, rounds)
+        return
+    etcd = cluster.etcd.open()
     with Stopper() as stopper, opened(cluster.root, cluster.root_options.read(), etcd) as on:
         collector = Collector(on, config, stopper.wait)
         if rounds.interval_s is not None:
@@ -209,6 +212,28 @@ def command(cluster: ClusterAccess, limits: Limits, rounds: Rounds) -> None:
     tell(summary)
     if summary.unfinished:
         check_failed()
+
+
+def collect_host(cluster: ClusterAccess, config: Config, rounds: Rounds) -> None:
+    """Collects a folder that the processes of this host share."""
+    from kvstore_gc import host
+
+    if rounds.dry_run or rounds.metrics is not None or rounds.metrics_file is not None:
+        raise InvalidRequest("--dry-run and metrics are for a cluster: give --etcd ENDPOINTS")
+    with Stopper() as stopper, host.opened(cluster.root, config, cluster.root_options.read()) as collector:
+        if rounds.once:
+            with progress_bar("listing shards", collector.shards_count) as moved:
+                done = collector.once(lambda: moved(1))
+            found = {"deleted": done.count, "bytes": done.size_bytes, "pinned": done.pinned_count}
+            found |= {"held": len(done.held), "used": done.used_count, "failed": done.failed_count}
+            if rounds.as_json:
+                print(json.dumps(found), flush=True)
+            else:
+                print(f"deleted {done.count} chunks, {size(done.size_bytes)}")
+            if done.failed_count or done.lacking_bytes:
+                check_failed()
+            return
+        collector.serve(stopper.wait)
 
 
 def _address(text: str) -> Address:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
 from kvstore.errors import KVStoreError, PermissionDenied, Unavailable
-from kvstore.meta.bounds import NO_BOUND, Bounds
+from kvstore.meta.bounds import NO_BOUND
 from kvstore.meta.interface import KeyValue, LeaseGone, LeaseId
 from kvstore.meta.keys import SessionId
 from kvstore.parsing import parse_json
@@ -50,7 +50,7 @@ class Collectors:
         self._timeout_s = site.timeout_s
         self._max_bytes = max_bytes
         self._smallest: tuple[int, SessionId] | None = None
-        self._bounds = Bounds(site.meta, site.keys) if site.is_of_host else None
+        self._bounds = None
         self._asked = NO_BOUND
         self._ttl_s = ttl_s
         self._lock = threading.Lock()

@@ -1,40 +1,337 @@
-"""The collector that a store of one host runs as its child: ``python -m kvstore_gc.host FOLDER``.
+"""The collector of a root that the processes of one host share without etcd.
 
-It runs with the base install; the command ``kvstore-gc`` also needs the packages of the ``server`` extra.
+It keeps room ahead of need: when the used bytes come closer to the limit than the *headroom*, it evicts the chunks that
+are worth least, in small batches, until they are not. It ranks the chunks once per listing, and lists again when the
+ranking runs out, and now and then for what is past its time to live.
+
+As ``python -m kvstore_gc.host FOLDER`` it is the child of a store, and runs with the base install; ``kvstore-gc`` also
+needs the packages of the ``server`` extra.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import logging
 import os
 import signal
 import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import count
+from typing import Any
 
-from kvstore.errors import KVStoreError
+from kvstore.errors import InvalidRequest, KVStoreError, RootMismatch
+from kvstore.format import places
+from kvstore.format.places import Name
+from kvstore.host import shared as shared_file
+from kvstore.host.eviction import Evicted, Eviction
+from kvstore.host.place import COLLECTOR, InUse, why_not_shared
+from kvstore.host.shared import BATCH_MAX, Number, Shared
+from kvstore.host.tables import LiveTable, Own, live_tables, smallest
+from kvstore.node.namespaces import NamespaceRecords
+from kvstore.root.generations import newest_number
+from kvstore.root.identity import read_identity
+from kvstore.root.open import open_root
+from kvstore.root.posix import PosixRoot
+from kvstore.root.posix_errors import translated
+from kvstore.sources import SystemClock
 from kvstore_gc.config import Config
-from kvstore_gc.serving import Collector, opened
+from kvstore_gc.ranking import Ranking
+
+log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 NICENESS = 10
+HEADROOM_SHARE = 0.05
+HEADROOM_SHARE_MAX = 0.25
+DISK_FREE_BYTES = 16 << 20
+"""On a disk that is full before the limit is reached, so much stays free."""
+DISK_FREE_SHARE = 1 / 64
+"""... or this share of a small disk."""
+LOOK_S = 0.005
+"""Time between two looks at the used bytes while somebody writes."""
+TABLES_S = 0.1
+"""Time between two looks at what the processes ask for."""
+IDLE_LOOK_S = 0.05
+IDLE_S = 1.0
+LISTING_S_MAX = 600.0
+"""Time between two listings if nothing else asks for one."""
+AGAIN_S = 0.25
+"""The least time between two listings of a root where nothing could be evicted; more if a listing takes long."""
+STAGED_S = 10.0
+"""A staged file of a process that has ended goes after this."""
+QUARANTINE_S = 7 * 86_400.0
+"""A damaged file that was set aside goes after this."""
+
+
+class Busy(InvalidRequest):
+    """Another process collects the root."""
+
+
+class HostCollector:
+    """The collector of one root. One thread."""
+
+    def __init__(self, root: PosixRoot, shard_bits: int, shared: Shared, config: Config) -> None:
+        self._root = root
+        self._shard_bits = shard_bits
+        self._shared = shared
+        self._config = config
+        self._clock = SystemClock()
+        self._ranking: Ranking | None = None
+        self._eviction: Eviction | None = None
+        self._listed_s = -LISTING_S_MAX
+        self._listing_s = 0.0
+        self._latency_s = 0.0
+        self._rate = 0.0
+        self._looked = (time.monotonic(), shared[Number.WRITTEN])
+        self._tables: list[LiveTable] = []
+        self._tables_s = 0.0
+        self._is_listing = False
+
+    def serve(self, is_signalled: Callable[[float], bool]) -> None:
+        """Collects until a signal comes."""
+        changed_s, before, failed = 0.0, 0, False
+        while True:
+            now_s, used = time.monotonic(), self._shared[Number.USED]
+            if used != before:
+                changed_s, before = now_s, used
+            if is_signalled(LOOK_S if now_s - changed_s < IDLE_S else IDLE_LOOK_S):
+                return
+            try:
+                self.step()
+                failed = False
+            except KVStoreError as error:
+                log.log(logging.DEBUG if failed else logging.WARNING, "collector.failed %s", error)
+                failed = True
+                if is_signalled(IDLE_S):
+                    return
+
+    def step(self) -> None:
+        """Makes room if there is less than the headroom; lists the root if that is due. Raises the root's errors."""
+        began_s = time.monotonic()
+        limit, ttl_s = self._limit()
+        lists_after_s = LISTING_S_MAX if ttl_s is None else min(LISTING_S_MAX, max(1.0, ttl_s / 4))
+        if began_s - self._listed_s >= lists_after_s:
+            self.list(ttl_s)
+            self._evict(0)
+        if limit and self._make_room(limit, ttl_s):
+            self._latency_s = 0.75 * self._latency_s + 0.25 * (time.monotonic() - began_s)
+
+    def list(self, ttl_s: float | None = None, listed: Callable[[], object] = lambda: None) -> Ranking:
+        """Lists the root, corrects the count of used bytes, and removes leftovers. Raises the root's errors."""
+        shared, began_s = self._shared, time.monotonic()
+        reserved = sum(table.numbers[Own.RESERVED] for table in live_tables(self._root.path))
+        then = {number: shared[number] for number in (Number.USED, Number.WRITTEN, Number.DELETED)}
+        records = NamespaceRecords(self._root, lambda: b"", count(), self._clock).list()
+        goals = replace(self._config.goals(records, None), ttl_s=ttl_s)
+        shared.add(Number.LISTINGS, 1)  # before the time is read: a put that sees no new listing is in this one
+        ranking = Ranking(goals, self._clock.now_s(), self._now_ns())
+        others = self._leftovers()
+
+        def between() -> None:
+            listed()
+            limit = shared[Number.LIMIT]
+            if limit and not self._is_listing and self._ranking is not None:
+                self._is_listing = True  # evict meanwhile by the ranking before
+                try:
+                    self._evict(self._lacking(limit))
+                finally:
+                    self._is_listing = False
+
+        ranking.read(self._root, self._shard_bits, between)
+        # What was written or deleted meanwhile may be in the listing or not: correct only what that does not explain.
+        error = ranking.total.bytes + ranking.foreign.bytes + others + reserved - then[Number.USED]
+        noise = reserved + sum(shared[number] - then[number] for number in (Number.WRITTEN, Number.DELETED))
+        shared.add(Number.USED, error if error < 0 else max(0, error - noise))
+        self._ranking = ranking
+        self._eviction = Eviction(self._root, self._shard_bits, shared, self._clock, ranking.began_ns)
+        self._listed_s = time.monotonic()
+        self._listing_s = self._listed_s - began_s
+        return ranking
+
+    @property
+    def shards_count(self) -> int:
+        """The number of shards of the root."""
+        return 1 << self._shard_bits
+
+    def once(self, listed: Callable[[], object] = lambda: None) -> Evicted:
+        """Lists the root once, evicts what is due and what is over the limit, less the headroom. Raises the root's
+        errors. ``listed`` is called after each shard.
+        """
+        limit, ttl_s = self._limit()
+        self.list(ttl_s, listed)
+        done = self._evict(0)
+        if limit:
+            limit, _ = self._limit()
+            done += self._evict(self._lacking(limit))
+            done.lacking_bytes = max(0, self._lacking(limit))
+        return done
+
+    def _limit(self) -> tuple[int, float | None]:
+        """Publishes the limit of all that share the root: the smallest of theirs, or what the disk has room for."""
+        shared, now_s = self._shared, time.monotonic()
+        if now_s - self._tables_s >= TABLES_S:
+            self._tables, self._tables_s = live_tables(self._root.path), now_s
+        tables = self._tables
+        max_bytes, ttl_s = smallest(tables, self._config.max_bytes, self._config.ttl_s)
+        limit = max_bytes or 0
+        space = self._root.space()
+        if limit and space.free_bytes is not None:
+            kept = (
+                DISK_FREE_BYTES
+                if space.total_bytes is None
+                else min(DISK_FREE_BYTES, DISK_FREE_SHARE * space.total_bytes)
+            )
+            limit = max(1, min(limit, shared[Number.USED] + space.free_bytes - int(kept)))
+        shared[Number.LIMIT] = limit
+        shared[Number.WAKES_AT] = limit - self._headroom(limit, tables) if limit else 0
+        return limit, ttl_s
+
+    def _headroom(self, limit: int, tables: Sequence[LiveTable]) -> int:
+        now_s, written = time.monotonic(), self._shared[Number.WRITTEN]
+        then_s, before = self._looked
+        if now_s - then_s >= 0.1:
+            self._rate = 0.5 * self._rate + 0.5 * (written - before) / (now_s - then_s)
+            self._looked = (now_s, written)
+        put_max = max((table.numbers[Own.PUT_MAX] for table in tables), default=0)
+        wanted = max(HEADROOM_SHARE * limit, 2 * put_max, self._rate * 2 * (self._latency_s + LOOK_S))
+        return int(min(wanted, HEADROOM_SHARE_MAX * limit))
+
+    def _lacking(self, limit: int) -> int:
+        return self._shared[Number.USED] - (self._shared[Number.WAKES_AT] or limit)
+
+    def _make_room(self, limit: int, ttl_s: float | None) -> bool:
+        """Evicts until there is the headroom; False if there is. Says so if nothing can be evicted."""
+        lacking = self._lacking(limit)
+        if lacking <= 0:
+            self._shared[Number.FULL] = 0
+            return False
+        done = self._evict(lacking)
+        if self._lacking(limit) > 0 and time.monotonic() - self._listed_s >= max(AGAIN_S, 4 * self._listing_s):
+            self.list(ttl_s)
+            done += self._evict(self._lacking(limit))
+            self._shared[Number.FULL] = int(not done.count and self._lacking(limit) > 0)
+        elif done.count:
+            self._shared[Number.FULL] = 0
+        return True
+
+    def _evict(self, size_bytes: int) -> Evicted:
+        """Evicts chunks of ``size_bytes`` together, and all that are due; fewer if the ranking runs out."""
+        done = Evicted()
+        while self._ranking is not None and self._eviction is not None:
+            victims = self._ranking.take(size_bytes - done.size_bytes, BATCH_MAX)
+            if not victims:
+                break
+            done += self._eviction.evict(victims)
+        return done
+
+    def _leftovers(self) -> int:
+        """Removes what nobody needs beside the chunks; returns the bytes of what stays. Raises the root's errors."""
+        sessions = {table.session for table in live_tables(self._root.path)}
+        left = 0
+        for folder in [entry.name for entry in self._root.list(places.STAGING) if entry.stat is None]:
+            if folder in sessions:
+                continue
+            path, is_empty = Name(f"{places.STAGING}/{folder}"), True
+            for entry in list(self._root.list(path)):
+                if self._age_s(f"{path}/{entry.name}") >= STAGED_S:
+                    self._root.remove(Name(f"{path}/{entry.name}"))
+                else:
+                    is_empty = False
+            if is_empty:
+                self._root.remove_folder(path)
+        for entry in list(self._root.list(places.QUARANTINE)):
+            name = Name(f"{places.QUARANTINE}/{entry.name}")
+            if self._age_s(name) < QUARANTINE_S or not self._root.remove(name):
+                left += entry.stat.size_bytes if entry.stat is not None else 0
+        return left
+
+    def _age_s(self, name: str) -> float:
+        try:
+            return time.time() - os.lstat(f"{self._root.path}/{name}").st_ctime
+        except OSError:
+            return 0.0
+
+    def _now_ns(self) -> int:
+        """The time by the clock that stamps files here, which is behind ``time.time`` by a tick."""
+        with translated("touch", self._root.path):
+            path = f"{self._root.path}/{COLLECTOR}"
+            os.utime(path)
+            return os.stat(path).st_ctime_ns
+
+
+@contextmanager
+def opened(url: str, config: Config, options: Mapping[str, Any], wait_s: float = 0.0) -> Iterator[HostCollector]:
+    """The collector of the root at ``url``, while no other collects it. Raises InvalidRequest if one does for longer
+    than ``wait_s``, or the root is not a folder that the processes of this host share, and what opening a root raises.
+    """
+    root = open_root(url, options, create=False)
+    in_use = shared = None
+    try:
+        if not isinstance(root, PosixRoot):
+            raise InvalidRequest(f"{root.url}: it is not a folder: give --etcd ENDPOINTS: it knows who is using what")
+        identity = read_identity(root)
+        if identity is None:
+            raise RootMismatch(f"{root.url} is not a kvstore root: it has no FORMAT file. Is the file system mounted?")
+        why = why_not_shared(root.path) or ("it belongs to a cluster" if newest_number(root) else None)
+        if why is not None:
+            raise InvalidRequest(f"{root.url}: {why}: give --etcd ENDPOINTS: it knows who is using what")
+        in_use = InUse(root.path)
+        path = root.path
+        with translated("open", f"{path}/host"):
+            in_use.join(lambda: shared_file.is_made(path), lambda: shared_file.make(path, 0))
+            shared = Shared(path)
+        with _alone(path, wait_s):
+            yield HostCollector(root, identity.shard_bits, shared, config)
+    finally:
+        if shared is not None:
+            shared.close()
+        if in_use is not None:
+            in_use.close()
+        root.close()
+
+
+@contextmanager
+def _alone(folder: str, wait_s: float) -> Iterator[None]:
+    """Collects alone. The file names the process that does."""
+    path = f"{folder}/{COLLECTOR}"
+    with translated("lock", path):
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    try:
+        ends_s = time.monotonic() + wait_s
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= ends_s:
+                    pid = os.pread(fd, 32, 0).decode(errors="replace").strip()
+                    raise Busy(f"{folder}: process {pid} collects it at this moment: end that, or let it") from None
+                time.sleep(0.05)
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(fd)
 
 
 def main() -> None:
-    """Collects until a signal comes."""
+    """Collects until a signal comes, or another collector is there."""
     parser = argparse.ArgumentParser(prog="kvstore_gc.host")
     parser.add_argument("folder")
-    parser.add_argument("--interval", type=float, required=True, help="seconds")
-    parser.add_argument("--max-bytes", type=int)
-    parser.add_argument("--ttl", type=float, help="seconds")
-    options = parser.parse_args()
+    folder = parser.parse_args().folder
     # Threads inherit the mask, so that only the wait below receives a signal.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     os.nice(NICENESS)
     try:
-        with opened(options.folder, {}, None) as site:
-            config = Config(ttl_s=options.ttl, max_bytes=options.max_bytes)
-            Collector(site, config, _is_signalled).serve(options.interval)
+        with opened(folder, Config(), {}, wait_s=5.0) as collector:
+            collector.serve(_is_signalled)
+    except Busy:
+        return
     except KVStoreError as error:
         sys.exit(str(error))
 

@@ -144,22 +144,19 @@ class Rounds:
             self._site.meta,
             self._site.keys,
             self._site.ids,
-            read_root=partial(read_newest, self._root, self._site.generations),
-            publish_root=partial(
-                publish_first, self._root, ids=self._site.ids, clock=self._site.clock, folder=self._site.generations
-            ),
+            read_root=partial(read_newest, self._root),
+            publish_root=partial(publish_first, self._root, ids=self._site.ids, clock=self._site.clock),
             timeout_s=self._timeout_s,
-            of_host=self._site.is_of_host,
         )
         if isinstance(standing, Foreign):
             raise RootMismatch(standing.why)
 
     def _compare(self) -> None:
         """Does what ``_join`` does, without writing the first generation."""
-        on_root = read_newest(self._root, self._site.generations)
+        on_root = read_newest(self._root)
         in_meta = read_generation(self._site.meta, self._site.keys, self._timeout_s)
         if on_root is not None and on_root != in_meta:
-            raise RootMismatch(difference(on_root, in_meta, of_host=self._site.is_of_host))
+            raise RootMismatch(difference(on_root, in_meta))
 
     def _goals(self, namespaces: Sequence[Namespace]) -> Goals:
         """The goals of the configuration, with the shorter time to live if embedded stores ask for one."""

@@ -14,17 +14,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvstore.address import Address
-from kvstore.errors import InvalidRequest, KVStoreError, RootMismatch, Unavailable
-from kvstore.format.places import GENERATIONS, HOST_GENERATIONS
+from kvstore.errors import KVStoreError, RootMismatch, Unavailable
 from kvstore.meta.interface import Meta
 from kvstore.meta.keys import SessionId
 from kvstore.meta.roots import check_bound
-from kvstore.meta.session import TTL_S_MIN
 from kvstore.root.identity import read_identity
-from kvstore.root.interface import Root
 from kvstore.root.open import open_root
-from kvstore.root.posix import PosixRoot
-from kvstore.root.reserve import with_reserve
 from kvstore.root.takeover import check_left
 from kvstore_gc.capacity import Watermarks
 from kvstore_gc.collectors import Collectors
@@ -52,47 +47,21 @@ LEAVE_S = 5.0
 
 
 @contextmanager
-def opened(url: str, options: Mapping[str, Any], etcd: Meta | None) -> Iterator[Site]:
+def opened(url: str, options: Mapping[str, Any], etcd: Meta) -> Iterator[Site]:
     """The root at ``url``, which must be one, and which ``etcd`` must not know as another. Closes both afterwards.
 
-    Without ``etcd`` the metadata are those in a file on the root, of the processes of this host.
-
-    Raises RootMismatch, Unavailable, InvalidRequest without etcd if there is no such file, and what opening a root
-    raises.
+    Raises RootMismatch, Unavailable, and what opening a root raises.
     """
     with ExitStack() as undo:
-        if etcd is not None:
-            undo.callback(etcd.close)
+        undo.callback(etcd.close)
         root = within(OPEN_S, f"the root {url}", lambda: open_root(url, options, create=False))
         undo.callback(root.close)
-        meta = etcd
-        if meta is None:
-            meta = within(OPEN_S, f"the root {url}", lambda: _of_host(root))
-            undo.callback(meta.close)
         identity = within(OPEN_S, f"the root {url}", lambda: read_identity(root))
         if identity is None:
             raise RootMismatch(f"{root.url} is not a kvstore root: it has no FORMAT file. Is the file system mounted?")
-        if etcd is not None:
-            check_bound(etcd, root.url, identity.root)
-            within(OPEN_S, f"the root {url}", lambda: check_left(root))
-        yield Site(root, identity, meta, generations=HOST_GENERATIONS if etcd is None else GENERATIONS)
-
-
-def _of_host(root: Root) -> Meta:
-    """The metadata in a file on the root. Raises InvalidRequest if the root is not a folder of this host alone."""
-    from kvstore.meta.sqlite.client import SqliteMeta
-
-    try:
-        if isinstance(root, PosixRoot):
-            with ExitStack() as undo:
-                meta = SqliteMeta(root.path)
-                undo.callback(meta.close)
-                with_reserve(root, lambda: meta.revoke(meta.grant(TTL_S_MIN)))  # a write, which a full disk refuses
-                undo.pop_all()
-            return meta
-        raise InvalidRequest("it is not a folder")
-    except InvalidRequest as reason:
-        raise InvalidRequest(f"{root.url}: {reason}: give --etcd ENDPOINTS: it knows who is using what") from reason
+        check_bound(etcd, root.url, identity.root)
+        within(OPEN_S, f"the root {url}", lambda: check_left(root))
+        yield Site(root, identity, etcd)
 
 
 class Collector:

@@ -12,7 +12,6 @@ import math
 from dataclasses import replace
 
 from kvstore.errors import Unavailable
-from kvstore.meta.bounds import Bounds
 from kvstore.meta.interface import Absent, Delete, KeyValue, LeaseGone, LeaseId, Put, ValueIs
 from kvstore.meta.usage import Room
 from kvstore_gc.capacity import LATE_S_MIN, Level, Watermarks
@@ -191,7 +190,7 @@ class RoomSign(_Sign):
         self._said_s = 0.0
         self._unreported_bytes, self._began_s = 0, -UNHEARD_S
         self._nodes_count, self._counted_s = 0, -math.inf
-        self._bounds = Bounds(site.meta, site.keys) if site.is_of_host else None
+        self._bounds = None
 
     def follow(self, watermarks: Watermarks) -> None:
         """Writes how much room there is, if that has changed. Raises Unavailable, PermissionDenied."""
@@ -237,7 +236,7 @@ class RoomSign(_Sign):
     def _say(self, room: Room, lease: LeaseId) -> None:
         self._said_s = self._clock.monotonic_s()
         before = None if self._said is None else self._said.to_json()
-        beside = []
+        beside: list[Delete] = []
         if self._bounds is not None and room.allowance_bytes is not None:
             if self._said is None or self._said.allowance_bytes is None:
                 claimed_bytes = self._bounds.level_bytes(self._timeout_s)

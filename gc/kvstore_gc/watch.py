@@ -38,8 +38,7 @@ class Duties:
     def of(cls, site: Site, watermarks: Watermarks, max_bytes: int | None = None) -> Duties:
         """The duties of a new collector with a limit of ``max_bytes``."""
         # On a host nodes write on without metadata, and report none of it (rule S8): it is counted.
-        joins_again = watermarks.forget if site.is_of_host else lambda: None
-        collectors = Collectors(site, max_bytes, joins_again=joins_again)
+        collectors = Collectors(site, max_bytes)
         reports = Reports(site, collectors, watermarks)
         return cls(collectors, reports, FullSign(site, collectors), RoomSign(site, collectors, reports))
 

@@ -19,7 +19,6 @@ from kvstore.cli.ports import check_ports
 from kvstore.cli.rooted import local_path, open_existing
 from kvstore.cli.signals import Stopper
 from kvstore.errors import InvalidRequest
-from kvstore.format.places import HOST_GENERATIONS
 from kvstore.security.networks import is_loopback
 
 if TYPE_CHECKING:
@@ -214,18 +213,15 @@ def events(cluster: ClusterAccess, endpoints: Endpoints, names: Names, spool: st
 
 
 def _meta(cluster: ClusterAccess, root: Root) -> Meta:
-    """The metadata of the root: in etcd, or in the file that processes of one host share.
+    """The metadata of the root. A folder of one host has none: then listings tell what was removed.
 
-    Raises RootMismatch without etcd for a root that belongs to a cluster: removals would be told after they happened.
+    Raises InvalidRequest without etcd for a root of a cluster: removals would be told after they happened.
     """
     if cluster.etcd is not None:
         return cluster.etcd.open()
-    from kvstore.root.generations import read_newest
+    from kvstore.meta.memory import MemoryMeta
+    from kvstore.root.generations import newest_number
 
-    read_newest(root, HOST_GENERATIONS)
-    path = local_path(cluster.root)
-    if path is None:
+    if local_path(cluster.root) is None or newest_number(root):
         raise InvalidRequest("which etcd? give --etcd ENDPOINTS: only a folder of this host can do without")
-    from kvstore.meta.sqlite.client import SqliteMeta
-
-    return SqliteMeta(path)
+    return MemoryMeta()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Set
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -18,8 +17,7 @@ from kvstore.cli.kinds import SIZE
 from kvstore.cli.options import json_option
 from kvstore.cli.output import print_json, progress_to
 from kvstore.cli.rooted import identified
-from kvstore.errors import InvalidRequest, KVStoreError, RootMismatch
-from kvstore.format.places import HOST_GENERATIONS
+from kvstore.errors import InvalidRequest, RootMismatch
 from kvstore.meta.generation import difference, read_generation
 
 if TYPE_CHECKING:
@@ -99,20 +97,12 @@ def _astray(root: Root, identity: RootIdentity, etcd: EtcdAccess | None) -> str 
     Makes no file. Raises the errors of etcd.
     """
     from kvstore.meta.keys import Keys
-    from kvstore.node.astray import why_astray
     from kvstore.root.generations import newest_number
-    from kvstore.root.posix import PosixRoot
 
-    keys = Keys(identity.root)
-    if etcd is not None:
-        with closing(etcd.open()) as meta:
-            return _difference(root, keys, meta) if newest_number(root) else None
-    if not isinstance(root, PosixRoot):
+    if etcd is None or not newest_number(root):
         return None
-    try:
-        return why_astray(root, keys, TIMEOUT_S)
-    except KVStoreError as error:
-        return str(error)
+    with closing(etcd.open()) as meta:
+        return _difference(root, Keys(identity.root), meta)
 
 
 def _difference(root: Root, keys: Keys, meta: Meta) -> str | None:
@@ -165,34 +155,11 @@ def _adopt(root: Root, identity: RootIdentity, etcd: EtcdAccess | None) -> Adopt
     from kvstore.root.takeover import check_left
 
     if etcd is None:
-        return _adopt_on_host(root, identity)
+        raise InvalidRequest("--adopt writes to etcd: give --etcd ENDPOINTS; a folder of one host has nothing to adopt")
     check_left(root)
     with closing(etcd.open()) as meta:
         bind_root(meta, root.url, identity.root)
         return adopt(root, identity, meta)
-
-
-def _adopt_on_host(root: Root, identity: RootIdentity) -> Adopted:
-    """Adopts the metadata in a file on the root. Raises InvalidRequest if they are in etcd."""
-    from kvstore.fsck import adopt
-    from kvstore.meta.sqlite.client import SqliteMeta
-    from kvstore.meta.sqlite.loans import end_loans
-    from kvstore.meta.sqlite.mending import remove_damaged
-    from kvstore.root.generations import newest_number
-    from kvstore.root.posix import PosixRoot
-
-    if not isinstance(root, PosixRoot) or newest_number(root):
-        raise InvalidRequest("the metadata of this root are in etcd, and --adopt writes to it: give --etcd ENDPOINTS")
-    damage = remove_damaged(root.path)
-    if damage is not None:
-        print(shown(f"metadata.sqlite was damaged ({damage}): a new one takes its place"), file=sys.stderr)
-    with closing(SqliteMeta(root.path)) as meta:
-        adopted = adopt(root, identity, meta, generations=HOST_GENERATIONS)
-    try:
-        end_loans(root.path)
-    except KVStoreError as error:
-        print(shown(str(error)), file=sys.stderr)
-    return adopted
 
 
 def _print_adopted(adopted: Adopted) -> None:

@@ -38,14 +38,12 @@ def check_pins_known(store: Store, *, instead: str = "") -> None:
     from kvstore.node.member import Sharing
 
     port = store._port
-    if not isinstance(port, LocalPort) or port._store.member.sharing is not Sharing.ALONE:
+    if not isinstance(port, LocalPort):
         return
-    path = local_path(port.place.removeprefix("root "))
-    if path is not None and os.path.exists(os.path.join(path, places.METADATA)):
-        cause = f"the pins in {path}/{places.METADATA} cannot be used (host.alone above says why); if it does not "
-        cause += f"fit this root, run `kvstore fsck {path} --adopt`"
-    else:
-        cause = "the pins of this root are in etcd, or it has none: give --etcd ENDPOINTS, or --connect HOST:PORT"
+    member = port._store.member
+    if member.sharing is not Sharing.ALONE or member.host is not None:
+        return
+    cause = "the pins of this root are in etcd, or it has none: give --etcd ENDPOINTS, or --connect HOST:PORT"
     raise InvalidRequest(cause + instead)
 
 

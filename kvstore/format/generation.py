@@ -16,10 +16,6 @@ CLUSTER_BYTES = 16
 RECORD_BYTES_MAX = 4096
 
 
-class OfCluster(RootMismatch):
-    """The root has a cluster's generations, so a file of metadata beside them says nothing of who uses it."""
-
-
 @dataclass(frozen=True, slots=True)
 class Generation:
     """``number`` counts from 1; ``cluster`` is 16 random bytes, which tell two lives of one number apart."""

@@ -24,21 +24,12 @@ TRASH = Name("trash")
 PLANS = Name("plans")
 PINS = Name("pins")
 GENERATIONS = Name("generations")
-HOST_GENERATIONS = Name("generations.host")
-METADATA = Name("metadata.sqlite")
-METADATA_LOGS = (Name(f"{METADATA}-wal"), Name(f"{METADATA}-shm"))
-"""The files that SQLite keeps beside it while it is open."""
-METADATA_LIVENESS = Name(f"{METADATA}-live")
-"""Its locks tell which processes are there. It is empty."""
-LOANS = Name("loans")
-"""What processes took of the bound while they could not rely on METADATA: one line of numbers. Its name does not begin
-like that one's: a restore from a backup removes all of those first, and must leave this."""
+HOST = Name("host")
+"""How the processes of one host share the root without etcd (``kvstore.host``)."""
 RESERVE = Name("reserve")
 BOUND = Name("bound")
 LINEAGE = Name("lineage")
-FOLDERS = frozenset(
-    {CHUNKS, STAGING, QUARANTINE, NAMESPACES, LINEAGE, TRASH, PLANS, PINS, GENERATIONS, HOST_GENERATIONS}
-)
+FOLDERS = frozenset({CHUNKS, STAGING, QUARANTINE, NAMESPACES, LINEAGE, TRASH, PLANS, PINS, GENERATIONS, HOST})
 
 SHARD_BITS_MAX = 16
 NAMESPACE_ID_BYTES = 8
@@ -154,12 +145,9 @@ def parse_twin(file_name: str) -> bytes | None:
     return _parse_id(file_name, PIN_ID_BYTES)
 
 
-def generation(number: int, folder: Name = GENERATIONS) -> Name:
-    """Returns the name of one generation's record; the highest number is the current generation.
-
-    ``folder`` is HOST_GENERATIONS for the metadata in METADATA.
-    """
-    return Name(f"{folder}/{number}")
+def generation(number: int) -> Name:
+    """Returns the name of one generation's record; the highest number is the current generation."""
+    return Name(f"{GENERATIONS}/{number}")
 
 
 def parse_generation(file_name: str) -> int | None:

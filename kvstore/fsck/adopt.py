@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from kvstore.errors import InvalidRequest, KVStoreError, LayoutMismatch, RootMismatch, Unavailable
 from kvstore.format import places
 from kvstore.format.generation import Generation
-from kvstore.format.places import GENERATIONS, Name
+from kvstore.format.places import Name
 from kvstore.fsck.records import read_claim
 from kvstore.meta.interface import Absent, Compare, Delete, KeyValue, LeaseGone, Meta, ModifiedAt, Put
 from kvstore.meta.keys import Keys
@@ -71,10 +71,9 @@ def adopt(
     clock: Clock | None = None,
     ids: Ids | None = None,
     timeout_s: float | None = None,
-    generations: Name = GENERATIONS,
 ) -> Adopted:
     """Makes root and ``meta`` one generation again. May be killed at any point, and repeated; ``timeout_s`` is for each
-    call to ``meta``, ``generations`` the folder with the root's side of its generations.
+    call to ``meta``.
 
     Nodes may run: those of ``meta`` lose their sessions, and protect nothing until the end of this; what those of
     another etcd hold, no collector of ``meta`` will ever know of, which costs them misses. Collectors of another etcd
@@ -83,7 +82,7 @@ def adopt(
     Raises the root's errors, Unavailable and PermissionDenied of the metadata store, Unavailable if another adoption
     runs or a collector goes on condemning.
     """
-    return _Adoption(root, identity, meta, clock or SystemClock(), ids or RandomIds(), timeout_s, generations).run()
+    return _Adoption(root, identity, meta, clock or SystemClock(), ids or RandomIds(), timeout_s).run()
 
 
 class _Adoption:
@@ -97,10 +96,8 @@ class _Adoption:
         clock: Clock,
         ids: Ids,
         timeout_s: float | None,
-        generations: Name,
     ) -> None:
         self._root = root
-        self._generations = generations
         self._shard_bits = identity.shard_bits
         self._meta = meta
         self._keys = Keys(identity.root)
@@ -125,9 +122,9 @@ class _Adoption:
         return self._done
 
     def _next_generation(self) -> Generation:
-        self._done.previous = newest_number(self._root, self._generations)
+        self._done.previous = newest_number(self._root)
         mine = Generation(self._done.previous + 1, self._ids.fresh())
-        if publish(self._root, mine, ids=self._ids, clock=self._clock, folder=self._generations) != mine:
+        if publish(self._root, mine, ids=self._ids, clock=self._clock) != mine:
             raise _another_adoption()
         self._done.generation = mine.number
         return mine
@@ -243,7 +240,7 @@ class _Adoption:
 
     def _agree(self, mine: Generation, before: KeyValue | None) -> None:
         """The last word: etcd gets the root's generation, unless somebody else gave either another meanwhile."""
-        if newest_number(self._root, self._generations) != mine.number:
+        if newest_number(self._root) != mine.number:
             raise _another_adoption()
         key = self._keys.generation
         compare: Compare = Absent(key) if before is None else ModifiedAt(key, before.mod_revision)

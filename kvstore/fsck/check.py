@@ -5,7 +5,6 @@ Streaming: memory does not grow with the root, but for 32 bytes per chunk while 
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
@@ -38,12 +37,7 @@ WRITER_AGE_S = 30 * 86_400.0
 LINEAGES_MAX = 1_000_000
 """The most writers that are told apart; beyond it no record counts as old."""
 
-_FILES = frozenset(
-    {places.FORMAT, places.RESERVE, places.BOUND, places.LOANS}
-    | {places.METADATA, *places.METADATA_LOGS, places.METADATA_LIVENESS}
-)
-_UNFINISHED = re.compile(rf"{re.escape(places.METADATA)}\.[0-9a-f]{{16}}\.new")
-"""Metadata in a file whose maker died."""
+_FILES = frozenset({places.FORMAT, places.RESERVE, places.BOUND})
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +133,6 @@ class _Walk:
                 continue
             if entry.stat is None and SCRATCH_FOLDER.fullmatch(entry.name):
                 self._add(Kind.LEFTOVER, name, "", partial(self._repairer.remove_tree, name))
-            elif entry.stat is not None and _UNFINISHED.match(entry.name):
-                self._add(Kind.LEFTOVER, name, "", partial(self._repairer.remove, name))
             elif entry.stat is not None or entry.name not in places.FOLDERS:
                 self._add(Kind.FOREIGN, name)
 

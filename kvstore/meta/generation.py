@@ -10,8 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvstore.errors import RootMismatch
-from kvstore.format.generation import Generation, OfCluster
-from kvstore.format.places import METADATA
+from kvstore.format.generation import Generation
 from kvstore.meta.deadline import Deadline
 from kvstore.meta.first import put_first
 from kvstore.meta.interface import Meta
@@ -23,10 +22,6 @@ LOOKS_MAX = 2
 ADVICE = (
     "etcd was wiped, restored, or is another cluster's. Chunks are served, but nothing is protected and nothing "
     "collected until `kvstore fsck ROOT --adopt --etcd ENDPOINTS` was run (gc/RUNBOOK.md)"
-)
-ADVICE_OF_HOST = (
-    "that file was removed, restored or replaced. Chunks are served, but nothing is protected or collected, so stores "
-    "with a bound put only what it leaves room for, until `kvstore fsck ROOT --adopt` was run (gc/RUNBOOK.md)"
 )
 
 
@@ -58,7 +53,6 @@ def join_generation(
     read_root: Callable[[], Generation | None],
     publish_root: Callable[[Generation], Generation],
     timeout_s: float | None = None,
-    of_host: bool = False,
 ) -> Standing:
     """Compares the root's generation with etcd's; makes the first one if neither has any.
 
@@ -66,8 +60,7 @@ def join_generation(
 
     ``read_root`` returns the root's newest generation, ``publish_root`` publishes one and returns the newest afterwards
     (``kvstore.root.generations``). Their errors are raised, except RootMismatch, which means Foreign. ``timeout_s`` is
-    for the calls to ``meta`` only. ``of_host``: the metadata are a file on the root, and no etcd. Raises Unavailable if
-    the answer stays unknown, PermissionDenied.
+    for the calls to ``meta`` only. Raises Unavailable if the answer stays unknown, PermissionDenied.
     """
     deadline = Deadline(timeout_s)
     why = ""
@@ -83,21 +76,18 @@ def join_generation(
                     value = put_first(meta, keys.generation, mine.to_json(), deadline, "the generation")
                     in_meta = Generation.from_json(value, keys.generation)
                 on_root = publish_root(in_meta)
-        except OfCluster as mismatch:
-            return Foreign(str(mismatch))
         except RootMismatch as mismatch:
-            why = f"{mismatch}: {ADVICE_OF_HOST if of_host else ADVICE}"
+            why = f"{mismatch}: {ADVICE}"
             continue
         if on_root == in_meta:
             return Agreed(on_root)
-        why = difference(on_root, in_meta, of_host=of_host)
+        why = difference(on_root, in_meta)
     return Foreign(why)
 
 
-def difference(on_root: Generation, in_meta: Generation | None, *, of_host: bool = False) -> str:
+def difference(on_root: Generation, in_meta: Generation | None) -> str:
     """Returns the difference in words, with what to do."""
-    place, advice = (METADATA, ADVICE_OF_HOST) if of_host else ("etcd", ADVICE)
-    return f"the root is of generation {on_root}, {place} {f'of {in_meta}' if in_meta else 'has none'}: {advice}"
+    return f"the root is of generation {on_root}, etcd {f'of {in_meta}' if in_meta else 'has none'}: {ADVICE}"
 
 
 def read_generation(meta: Meta, keys: Keys, timeout_s: float | None = None) -> Generation | None:

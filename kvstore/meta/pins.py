@@ -178,17 +178,12 @@ class Pins:
         a quota, SessionLost if this node's session ended (rule P2), Unavailable if the store did not answer, and the
         root's errors if the twin could not be written: then there is no pin.
         """
-        packed = _packed(addresses)
-        if not TTL_S_MIN <= ttl_s <= TTL_S_MAX:
-            raise InvalidRequest(
-                f"pin ttl_s={ttl_s!r}: expected a whole number from {TTL_S_MIN} to {TTL_S_MAX} (30 days)"
-            )
-        if tokens_count < 0:
-            raise InvalidRequest(f"pin tokens_count={tokens_count!r}: expected 0 or more")
+        content = packed(addresses)
+        check_pin(ttl_s, tokens_count)
         session = self._session()
         self._check_quota(owner, Deadline(timeout_s))
         expires_s = round(self._clock.now_s() + ttl_s, 3)
-        record = PinRecord(PinId(self._ids.fresh()), owner, namespace, tokens_count, ttl_s, expires_s, packed)
+        record = PinRecord(PinId(self._ids.fresh()), owner, namespace, tokens_count, ttl_s, expires_s, content)
         try:
             if self._twins is not None:
                 # Before the key (rule C5): a collector that does not find the key finds the twin.
@@ -282,7 +277,16 @@ class Pins:
             pass  # it ends by itself
 
 
-def _packed(addresses: Sequence[Address]) -> bytes:
+def check_pin(ttl_s: int, tokens_count: int) -> None:
+    """Raises InvalidRequest for a time or a number that no pin may have."""
+    if not TTL_S_MIN <= ttl_s <= TTL_S_MAX:
+        raise InvalidRequest(f"pin ttl_s={ttl_s!r}: expected a whole number from {TTL_S_MIN} to {TTL_S_MAX} (30 days)")
+    if tokens_count < 0:
+        raise InvalidRequest(f"pin tokens_count={tokens_count!r}: expected 0 or more")
+
+
+def packed(addresses: Sequence[Address]) -> bytes:
+    """Returns addresses one after the other. Raises InvalidRequest for none, for too many, and for what is none."""
     if not 1 <= len(addresses) <= ADDRESSES_MAX:
         raise InvalidRequest(
             f"a pin on {len(addresses)} addresses: expected 1 to {ADDRESSES_MAX}: split it into several pins"

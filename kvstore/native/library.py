@@ -18,7 +18,7 @@ import numpy as np
 
 log = logging.getLogger(__name__)
 
-ABI = 15
+ABI = 16
 LIBRARY = Path(__file__).with_name("libkvstore.so")
 
 DONE, ABSENT, FOUND, BLOCKED, OTHER, PUBLISHED = range(6)
@@ -149,6 +149,8 @@ FUNCTIONS: dict[str, Function] = {
     "kv_send": (_INT, (_AT, _AT, _AT, _INT)),
     "kv_known_add": (_INT64, (_KNOWN, _AT, _AT, _INT64, _INT32, _UINT32, _INT64, _AT)),
     "kv_known_have": (None, (_KNOWN, _BYTES, _INT64, _UINT32, _UINT32, _AT)),
+    "kv_shared_add": (_INT64, (_AT, _INT64)),
+    "kv_fence": (None, ()),
     "kv_known_forget": (None, (_KNOWN, _AT, _AT, _INT64, _INT32)),
 }
 """The result and arguments of each function, as ``native.h`` declares them."""

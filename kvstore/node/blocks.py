@@ -19,11 +19,11 @@ from kvstore.format.header import Damaged
 from kvstore.namespace import Namespace, NamespaceId
 from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters
+from kvstore.node.gc_state import GcState
 from kvstore.node.holds import Hold, Holds
 from kvstore.node.lanes import Deadline, Lanes, moved_on
 from kvstore.node.reading import read_chunks
 from kvstore.node.tiered_reads import TieredReads
-from kvstore.node.view import View
 from kvstore.node.wanted import Keyed, keyed, leading
 from kvstore.sections import Buffers
 
@@ -39,7 +39,7 @@ class Blocks:
     def __init__(
         self,
         chunks: Chunks,
-        view: View,
+        view: GcState,
         lanes: Lanes,
         counters: Counters,
         reads: TieredReads,
@@ -80,7 +80,8 @@ class Blocks:
         Raises Overloaded if too many holds are alive.
         """
         asked = Keyed(namespace, keys, block_addresses(namespace, keys), ())
-        hold = self._holds.take(Chain.of(namespace, np.empty(0, np.uint32)), ttl_s, whatever=True)
+        nothing = Chain.of(namespace, np.empty(0, np.uint32))
+        hold = self._holds.take(nothing, ttl_s, whatever=True, asked=b"".join(asked.addresses))
         try:
             present = self._present(asked, deadline, is_match=False, counts=counts)
             hold.found = (asked.picked(np.flatnonzero(present).tolist()),)

@@ -25,12 +25,12 @@ from kvstore.native import is_available
 from kvstore.native import library as native
 from kvstore.node.counters import Counters
 from kvstore.node.encoded import Encodings
+from kvstore.node.gc_state import Usage
 from kvstore.node.incarnations import Incarnations
 from kvstore.node.known import Known
 from kvstore.node.layer_run import LayerRun
 from kvstore.node.runs import Places, Run, SharedPut, SharedRead, Sizes
 from kvstore.node.unreadable import Unreadable
-from kvstore.node.usage import NodeUsage
 from kvstore.node.wanted import Wanted
 from kvstore.recency import stamps_ns
 from kvstore.root.interface import Root, local_files
@@ -76,7 +76,7 @@ class ChunkWriter:
     """Numbers for the names of staged files; none comes twice."""
     incarnations: Incarnations
     encodings: Encodings
-    usage: NodeUsage
+    usage: Usage
     """Counts the bytes that the node writes, for collectors."""
 
 

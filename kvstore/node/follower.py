@@ -210,7 +210,7 @@ class Follower:
         if not (owed or is_over) or now_s - following.announced_s < pace_s:
             return
         compare = self._view.seq_is_seen
-        due = self._holds.announcement()
+        due = self._holds.announcement(self._view)
         if owed and min(owed) > due.revision:
             return
         timeout_s = self._limits.meta_deadline_s

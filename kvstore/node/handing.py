@@ -18,13 +18,13 @@ from kvstore.errors import KVStoreError
 from kvstore.format.header import Damaged
 from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters
+from kvstore.node.gc_state import GcState
 from kvstore.node.holds import Hold, Holds
 from kvstore.node.lanes import Deadline, DeadlinePassed, Lanes
 from kvstore.node.reading import Reading
 from kvstore.node.slots import Slots
 from kvstore.node.tier_stack import TierStack
 from kvstore.node.tiered_reads import TieredReads
-from kvstore.node.view import View
 from kvstore.node.wanted import Keyed, Wanted, expected_of
 from kvstore.root.posix_reader import PosixReader
 
@@ -38,7 +38,7 @@ class Asked:
     memory_only: bool = False
     """The client is a peer: give only what memory has (rule P2)."""
 
-    def allowed(self, holds: Holds, view: View, indexes: range) -> Sequence[int]:
+    def allowed(self, holds: Holds, view: GcState, indexes: range) -> Sequence[int]:
         """Return the indexes that may be given: all under a hold or of a prompt, else those not condemned.
 
         Raises HoldBroken.

@@ -8,12 +8,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvstore.address import Chain
 from kvstore.counts import NodeCount
 from kvstore.errors import HoldBroken, Overloaded
 from kvstore.node.counters import Counters
+from kvstore.node.gc_state import GcState
 from kvstore.node.limits import Limits
 from kvstore.node.slots import Slots
 from kvstore.node.view import View
@@ -62,6 +63,8 @@ class Hold:
     found: tuple[Wanted, ...] | None = None
     """What that look has found; None while it goes on."""
     was_named: bool = False
+    mark: Any = None
+    """What ``GcState.protect`` returned."""
 
     @property
     def on(self) -> tuple[Wanted, ...] | None:
@@ -82,7 +85,7 @@ class Holds:
 
     def __init__(
         self,
-        view: View,
+        view: GcState,
         limits: Limits,
         counters: Counters,
         clock: Clock,
@@ -104,21 +107,24 @@ class Holds:
     def __len__(self) -> int:
         return len(self._live)
 
-    def take(self, chain: Chain, ttl_s: float | None = None, *, whatever: bool = False) -> Hold:
+    def take(self, chain: Chain, ttl_s: float | None = None, *, whatever: bool = False, asked: bytes = b"") -> Hold:
         """Takes a hold on the leading chunks that are not condemned, before anybody looks which of them exist (rules
         H1, H2).
 
-        With ``whatever`` it is on all that there are, until ``Hold.found`` is set. Raises Overloaded.
+        With ``whatever`` it is on all that there are, until ``Hold.found`` is set; ``asked`` are the packed addresses
+        of those that may be found, if they are known. Raises Overloaded.
         """
         seconds = min(ttl_s or self._hold_max_s, self._hold_max_s)
         last_s = self._clock.monotonic_s() + seconds
         hold = Hold(self._ids.fresh(), chain, 0, last_s, None, last_s=last_s, whatever=whatever)
+        hold.mark = self._view.protect(asked or chain.packed_addresses)
         # One step against every event: no event may come between the look at condemned chunks and the birth of the
         # hold.
         with self._view.lock, self._lock:
             if len(self._live) >= self._holds_max:
                 self._expire()
             if len(self._live) >= self._holds_max:
+                self._view.unprotect(hold.mark)
                 raise Overloaded(f"{self._holds_max} holds are alive: release some, or back off")
             hold.count = self._view.leading(chain)
             hold.born = self._view.revision if self._view.protects else None
@@ -161,28 +167,31 @@ class Holds:
     def release(self, hold: Hold) -> None:
         """Ends a hold. Idempotent."""
         with self._lock:
-            if self._live.pop(hold.id, None) is not None and hold.was_named:
+            is_live = self._live.pop(hold.id, None) is not None
+            if is_live and hold.was_named:
                 self._linger(hold)
+        if is_live:
+            self._view.unprotect(hold.mark)
         if hold.slots is not None:
             hold.slots.release()
 
-    def announcement(self) -> Announcement:
+    def announcement(self, view: View) -> Announcement:
         """Returns what may be announced: the newest revision that this node has seen, and the chunks that a hold from
         before their sweep has (rules A1, A2). For the thread that changes the view.
 
         The revision is older if a hold does not know its chunks yet, or if there are too many to name.
         """
-        with self._view.lock, self._lock:
+        with view.lock, self._lock:
             self._expire()
-            now_s, revision = self._clock.monotonic_s(), self._view.revision
+            now_s, revision = self._clock.monotonic_s(), view.revision
             self._lingering = [(until_s, hold) for until_s, hold in self._lingering if until_s > now_s]
             protecting = [*self._live.values(), *(hold for _, hold in self._lingering)]
         # Holds that are taken from here on have seen every sweep of the view; so have most of the others.
-        newest = max(self._view.stamps(after=BEFORE_ALL), default=BEFORE_ALL)
+        newest = max(view.stamps(after=BEFORE_ALL), default=BEFORE_ALL)
         older = [(hold, hold.on, hold.born) for hold in protecting if hold.born is not None and hold.born < newest]
         revision = min((born for _, on, born in older if on is None), default=revision)
         parts = [(hold, part, born) for hold, on, born in older for part in on or ()]
-        swept = self._view.swept([(part.packed_addresses, born) for _, part, born in parts])
+        swept = view.swept([(part.packed_addresses, born) for _, part, born in parts])
         condemned = sorted({one for found in swept for one in found if one[0] <= revision})
         if len(condemned) > NAMED_MAX:
             revision = condemned[NAMED_MAX][0] - 1
@@ -235,6 +244,7 @@ class Holds:
         ended = [hold for hold in self._live.values() if is_over(hold)]
         for hold in ended:
             del self._live[hold.id]
+            self._view.unprotect(hold.mark)
             if hold.was_named:
                 self._linger(hold)
             if hold.slots is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ RUN = 1024
 """Addresses looked up at once: numpy's temporary arrays stay in the cache."""
 RUN_MIN = 32
 """Below this many, adding one by one is faster."""
+FORGOTTEN_MAX = 64
 SPAN = 1 << 12
 """Rows looked through at once for marks: numpy's temporary arrays stay in the cache."""
 
@@ -42,7 +44,7 @@ class Known:
     """
 
     __slots__ = (
-        *("_clock", "_lock", "_mark_at", "_marks", "_mask", "_print_at", "_prints", "_table"),
+        *("_clock", "_forgotten", "_lock", "_mark_at", "_marks", "_mask", "_print_at", "_prints", "_table"),
         *("epoch", "quantum_s"),
     )
 
@@ -54,6 +56,8 @@ class Known:
         """Length of a quantum. A mark holds a quantum as its start divided by this, which fits 31 bits."""
         self._lock = threading.Lock()
         self.epoch = 0
+        self._forgotten: deque[tuple[int, npt.NDArray[np.uint64]]] = deque(maxlen=FORGOTTEN_MAX)
+        """The prints that ``forget_each`` forgot, and their epochs."""
         self._prints = untouched_zeros((rows, WAYS), np.uint64)
         self._marks = untouched_zeros((rows, WAYS), np.uint32)
         # The same memory, entry by entry: for one address numpy costs more than the look.
@@ -74,9 +78,10 @@ class Known:
 
     def add(self, address: Address, quantum_start_s: int, *, renewed: bool, epoch: int) -> None:
         """Notes that it was seen in this quantum by a look that began in ``epoch``; ``renewed`` if its stamp is too."""
+        wanted = _print(address)
         with self._lock:
-            if epoch == self.epoch:
-                self._add(_print(address), quantum_start_s // self.quantum_s << 1 | renewed)
+            if self._counts(epoch) and not any((prints == wanted).any() for prints in self._since(epoch)):
+                self._add(wanted, quantum_start_s // self.quantum_s << 1 | renewed)
 
     def add_all(
         self, addresses: Sequence[Address], quantum_start_s: int, *, renewed: bool | npt.NDArray[np.bool_], epoch: int
@@ -87,13 +92,14 @@ class Known:
         for start in range(0, len(prints), RUN):
             run = slice(start, start + RUN)
             with self._lock:
-                if epoch != self.epoch:
+                if not self._counts(epoch):
                     return
                 alone: Sequence[int] = range(len(prints))
                 if len(prints) >= RUN_MIN:
                     alone = self._add_run(prints[run], rows[run], marks[run])
                 for index in alone:
                     self._add(int(prints[start + index]), int(marks[start + index]))
+                self._forget_since(epoch)
 
     def add_run(
         self, chunks: int, places: npt.NDArray[np.int32], status: int, quantum_start_s: int, *, epoch: int
@@ -106,10 +112,11 @@ class Known:
         section_bytes = ctypes.c_uint64()
         mark, renewed_ns = quantum_start_s // self.quantum_s << 1, quantum_start_s * NS_PER_S
         with self._lock:
-            table = self._table if epoch == self.epoch else None
+            table = self._table if self._counts(epoch) else None
             found = native.brief.kv_known_add(
                 table, chunks, *_listed(places), status, mark, renewed_ns, ctypes.byref(section_bytes)
             )
+            self._forget_since(epoch)
         return found, section_bytes.value
 
     def forget_run(self, chunks: int, places: npt.NDArray[np.int32], status: int) -> None:
@@ -124,12 +131,21 @@ class Known:
             if entry >= 0:
                 self._mark_at[entry] = 0
 
+    def forget_each(self, packed: bytes) -> None:
+        """Forgets chunks by their addresses, one after the other. Looks under way must not bring them back."""
+        prints = np.frombuffer(packed, "<u8")[::2]
+        with self._lock:
+            self.epoch += 1
+            self._forgotten.append((self.epoch, prints))
+            self._forget(prints)
+
     def forget_shards(self, shards: Sequence[int], shard_bits: int) -> None:
         """Forgets all chunks of these shards, in which sweeps condemn, and ends the epoch of all looks under way."""
         condemned = np.zeros(1 << shard_bits, np.bool_)
         condemned[list(shards)] = True
         with self._lock:
             self.epoch += 1
+            self._forgotten.clear()
             for span in self._marked():
                 # The first 16 bits of an address, as ``places.shard`` takes them, are the low ones of a print, swapped.
                 heads = (self._prints[span] & np.uint64(0xFFFF)).astype(np.uint16).byteswap()
@@ -139,6 +155,7 @@ class Known:
         """Forgets everything, and ends the epoch of all looks under way."""
         with self._lock:
             self.epoch += 1
+            self._forgotten.clear()
             for span in self._marked():
                 self._marks[span] = 0
 
@@ -161,6 +178,25 @@ class Known:
         renewed = self._have_mark(packed, quantum_start_s // self.quantum_s << 1, 1)
         places: list[int] = np.flatnonzero(~renewed).tolist()
         return places
+
+    def _counts(self, epoch: int) -> bool:
+        """True if all that was forgotten after ``epoch`` is known by print."""
+        return epoch == self.epoch or (bool(self._forgotten) and self._forgotten[0][0] <= epoch + 1)
+
+    def _since(self, epoch: int) -> Iterator[npt.NDArray[np.uint64]]:
+        """Yields the prints that were forgotten after ``epoch``."""
+        return (prints for forgotten, prints in self._forgotten if forgotten > epoch)
+
+    def _forget_since(self, epoch: int) -> None:
+        if epoch != self.epoch:
+            for prints in self._since(epoch):
+                self._forget(prints)
+
+    def _forget(self, prints: npt.NDArray[np.uint64]) -> None:
+        rows = (prints & np.uint64(self._mask)).astype(np.intp)
+        fits = self._prints.take(rows, axis=0) == prints[:, None]
+        at, way = np.nonzero(fits)
+        self._marks[rows[at], way] = 0
 
     def _marked(self) -> Iterator[slice]:
         """Yields the spans of rows that have marks. What was never written to stays without memory."""

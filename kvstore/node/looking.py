@@ -18,9 +18,9 @@ from kvstore.format.header import FIXED_BYTES, Encoding, Incarnation
 from kvstore.format.lineage import Writers
 from kvstore.hints import Hints
 from kvstore.node.chunks import Chunks
+from kvstore.node.gc_state import GcState
 from kvstore.node.lanes import Deadline, Lanes
 from kvstore.node.tier_stack import TierStack
-from kvstore.node.view import View
 from kvstore.root.interface import Stat
 from kvstore.root.lineages import read_writers
 from kvstore.sources import Clock
@@ -100,7 +100,7 @@ class ChunkPlace:
 class Looking:
     """Looks for the chunks of one node. Thread-safe."""
 
-    def __init__(self, chunks: Chunks, lanes: Lanes, gc_view: View, tiers: TierStack | None, clock: Clock) -> None:
+    def __init__(self, chunks: Chunks, lanes: Lanes, gc_view: GcState, tiers: TierStack | None, clock: Clock) -> None:
         self._chunks = chunks
         self._lanes = lanes
         self._gc_view = gc_view

@@ -6,7 +6,6 @@ in a file, which the processes of one host share, or in memory, where pins live 
 
 from __future__ import annotations
 
-import atexit
 import os
 import socket
 import threading
@@ -19,6 +18,9 @@ from kvstore.address import Address, Chain
 from kvstore.census.selection import ClearOrder, Selection
 from kvstore.counts import NodeCount
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, Unavailable
+from kvstore.host.clearing import HostClearing
+from kvstore.host.host import Host
+from kvstore.host.pins import HostPins
 from kvstore.meta.barriers import Barriers
 from kvstore.meta.clears import Clears
 from kvstore.meta.interface import Meta
@@ -30,7 +32,6 @@ from kvstore.meta.presence import Presence
 from kvstore.namespace import Namespace, NamespaceDigest
 from kvstore.node.clearing import Clearing, resolved
 from kvstore.node.clears import ClearsFollower
-from kvstore.node.collecting import Collecting
 from kvstore.node.holds import Hold
 from kvstore.node.lanes import Deadline
 from kvstore.node.limits import Limits
@@ -52,7 +53,6 @@ class Sharing(Enum):
     """Who shares the metadata."""
 
     ALONE = "this process alone"
-    HOST = "the processes of this host, in a file on the root"
     CLUSTER = "a cluster, in etcd"
 
 
@@ -62,19 +62,35 @@ class Member:
     Shared metadata may be lost while this process lives: then pins have twins on the root (rule C5).
     """
 
-    def __init__(self, node: Node, meta: Meta, presence: Presence, *, sharing: Sharing = Sharing.ALONE) -> None:
+    def __init__(
+        self,
+        node: Node,
+        meta: Meta,
+        presence: Presence,
+        *,
+        sharing: Sharing = Sharing.ALONE,
+        host: Host | None = None,
+    ) -> None:
+        """``host`` is for a root that the processes of this host share without etcd; its metadata are in files."""
         self.node = node
         self.sharing = sharing
         self.is_beside_cluster = False
         """The root is a cluster's, whose collectors do not see what this process alone holds."""
-        shared = sharing is not Sharing.ALONE
+        self.host = host
+        shared = sharing is Sharing.CLUSTER
         self.meta = meta
         self.keys = Keys(node.identity.root)
         self.presence = presence
         self._namespaces = Namespaces(meta, self.keys)
         self._twins = NodeTwins(node) if shared else None
         quota = PinQuota(node.limits.pins_per_owner_max, node.limits.pins_max)
-        self._pins = Pins(meta, self.keys, presence.current, node.ids, node.clock, twins=self._twins, quota=quota)
+        self._pins: Pins | HostPins = Pins(
+            meta, self.keys, presence.current, node.ids, node.clock, twins=self._twins, quota=quota
+        )
+        self._host_clearing: HostClearing | None = None
+        if host is not None:
+            self._pins = HostPins(node.root, node.ids, node.clock, node.on_root, quota)
+            self._host_clearing = HostClearing(node, host, self._all_pinned)
         self._pinned = PinnedInMemory(node.memory, node.clock) if node.memory is not None else None
         self._pid = os.getpid()
         self._listing = threading.Lock()
@@ -83,8 +99,6 @@ class Member:
         """What was cleared by selection, and is told to others; None for a node alone."""
         self._barriers = Barriers(meta, self.keys, node.clock)
         self._follower: ClearsFollower | None = None
-        self.collecting: Collecting | None = None
-        """This process's part in bounding the root; None if it has none."""
         self.syncing: Syncing | None = None
         """Syncs the root once a second, where that was asked for."""
         self.on_cleared: list[Callable[[NamespaceDigest], None]] = []
@@ -107,11 +121,7 @@ class Member:
         try:
             self._namespaces.claim(namespace, meta_deadline_s or self.node.limits.meta_deadline_s)
         except Unavailable as error:
-            # The processes of a host have the root's own claims, from which an adoption tells the metadata.
-            if self.sharing is not Sharing.HOST:
-                raise Unavailable(
-                    f"namespace {namespace.name!r} is new to this node, which needs etcd: {error}"
-                ) from error
+            raise Unavailable(f"namespace {namespace.name!r} is new to this node, which needs etcd: {error}") from error
         try:
             self.node.claim_namespace(namespace)
         except DiskFull as full:
@@ -151,17 +161,14 @@ class Member:
         node, namespace = self.node, wanted.namespace
         owner = owner or socket.gethostname()
         try:
-            if self.sharing is Sharing.ALONE and node.on_root(lambda: newest_number(node.root)):
+            if self.sharing is Sharing.ALONE and self.host is None and node.on_root(lambda: newest_number(node.root)):
                 raise InvalidRequest(
                     f"{node.root.url} belongs to a cluster, which does not see the pins of a process alone: open it "
                     "with etcd=, or connect to a worker"
                 )
             if hold.born is None:
-                metadata = (
-                    "metadata.sqlite cannot be used" if self.sharing is Sharing.HOST else "etcd is not this root's"
-                )
                 raise Unavailable(
-                    f"this node protects nothing at the moment (no session, or {metadata}: see its log and "
+                    "this node protects nothing at the moment (no session, or etcd is not this root's: see its log and "
                     "gc/RUNBOOK.md), so it cannot pin: try again later"
                 )
             if not len(wanted):
@@ -227,8 +234,10 @@ class Member:
         Raises InvalidRequest where nothing is meant, Unavailable where the others could not be told, and what
         ``progress`` raises: each time, clear again.
         """
-        clearing = Clearing(self.node, self.clears, self._barriers, tuple if pinned else self._all_pinned)
         order = resolved(self.node, selection)
+        if (host := self._host_clearing) is not None:
+            return (host.count if dry_run else host.clear)(order, progress, pinned=pinned)
+        clearing = Clearing(self.node, self.clears, self._barriers, tuple if pinned else self._all_pinned)
         return clearing.count(order, progress) if dry_run else clearing.clear(order, progress)
 
     def clear(self, namespace: Namespace) -> Cleared:
@@ -244,7 +253,8 @@ class Member:
             if deadline.passed:
                 raise Unavailable(f"cleared {done} of {total} shards until the deadline: call again for the rest")
 
-        cleared = Clearing(self.node, self.clears, self._barriers, self._all_pinned).clear(order, within)
+        clearing = self._host_clearing or Clearing(self.node, self.clears, self._barriers, self._all_pinned)
+        cleared = clearing.clear(order, within)
         self.node.forget_namespace(namespace.digest)  # what was read until it was deleted is known as present
         if cleared.failed:
             raise Unavailable(f"the root refused {cleared.failed} deletions or listings: clear again")
@@ -284,8 +294,8 @@ class Member:
             "session_alive": alive,
             "protected": protected,
             "etcd_operations": operations,
-            "bound_bytes": (self.collecting.bound.max_bytes or 0) if self.collecting is not None else 0,
-            "collecting": int(self.collecting is not None and self.collecting.is_running),
+            "bound_bytes": (self.host.bound.max_bytes or 0) if self.host is not None else 0,
+            "collecting": int(self.host is not None and self.host.is_collecting),
             "etcd_silent_seconds": self.presence.silent_s,
             "lease_margin_seconds": self.presence.margin_s,
         }
@@ -302,22 +312,15 @@ class Member:
             return
         if self._follower is not None:
             self._follower.close(CLOSE_S)
+        if self._host_clearing is not None:
+            self._host_clearing.clears.close()
         if self.syncing is not None:
             self.syncing.close()
         self.node.close()
-        self.leave()
+        if self.host is not None:
+            self.host.leave()
         self.presence.close()
         self.meta.close()
-
-    def leave(self) -> None:
-        """Gives back the room that it claimed, and ends its collector. Idempotent. Also when the program ends, because
-        of what is not given back the next short program has to wait until a collector has counted.
-        """
-        if self._pid == os.getpid():
-            atexit.unregister(self.leave)
-            self.node.gc_view.usage.close()
-            if self.collecting is not None:
-                self.collecting.close()
 
     @contextmanager
     def _one_listing(self) -> Iterator[None]:

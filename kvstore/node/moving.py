@@ -13,12 +13,12 @@ from kvstore.errors import InvalidRequest
 from kvstore.format.header import expected_chunk
 from kvstore.node.chunks import Chunks
 from kvstore.node.disk_tier import DiskTier
+from kvstore.node.gc_state import GcState
 from kvstore.node.lanes import Deadline, Lanes
 from kvstore.node.limits import CurrentLimits
 from kvstore.node.moves import Act, Level, Move
 from kvstore.node.tier_stack import TierStack
 from kvstore.node.tiered_reads import TieredReads
-from kvstore.node.view import View
 from kvstore.node.wanted import image_bytes, place_at
 from kvstore.node.write_behind import Job, Publish
 from kvstore.sources import Clock
@@ -45,7 +45,7 @@ class Moving:
         reads: TieredReads,
         chunks: Chunks,
         lanes: Lanes,
-        view: View,
+        view: GcState,
         publish: Publish,
         limits: CurrentLimits,
         clock: Clock,

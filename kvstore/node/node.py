@@ -30,6 +30,7 @@ from kvstore.node.chains import RecentChains
 from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters
 from kvstore.node.encoded import Encodings
+from kvstore.node.gc_state import GcState
 from kvstore.node.handing import Handing
 from kvstore.node.holds import Hold, Holds
 from kvstore.node.incarnations import Incarnations
@@ -87,9 +88,11 @@ class Node:
         label: str = "",
         keys: KeyFile | None = None,
         compress: bool = False,
+        gc_state: Callable[[Known, Counters], GcState] | None = None,
     ) -> None:
         """``label`` names this roll-out; ``keys`` (loaded) say whose chunks are encrypted, ``compress`` applies to all.
 
+        ``gc_state`` makes what the node asks of garbage collection; by default the view of a cluster.
         ``arena`` is open, and closed with the node; without one there are no tiers, whatever ``settings`` say.
         """
         self.root = root
@@ -104,7 +107,9 @@ class Node:
         self._lanes = lanes or Lanes(limits.lanes, limits.width, limits.queue_max, limits.stall_s, clock)
         self.known = Known(limits.known_max, limits.quantum_s, clock)
         self.chains = RecentChains(limits.chains_bytes_max)
-        self.gc_view = View(Keys(identity.root), identity.shard_bits, self.known, self.counters)
+        if gc_state is None:
+            gc_state = partial(View, Keys(identity.root), identity.shard_bits)
+        self.gc_view = gc_state(self.known, self.counters)
         numbers = itertools.count()
         self._session = session = session or (lambda: self.id)
         self.encodings = Encodings(keys, self.counters, ids, compress=compress)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any, TypeVar
 
 from kvstore.encodings import squeezing
 from kvstore.encodings.keys import KeyFile
-from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied, RootMismatch, Unavailable
-from kvstore.format.places import CHUNKS, GENERATIONS, HOST_GENERATIONS, Name
+from kvstore.errors import InvalidRequest, PermissionDenied, RootMismatch
+from kvstore.host.host import Bound, Host
+from kvstore.host.place import why_not_shared
 from kvstore.memory.arena import PAGE_BYTES, Arena
-from kvstore.meta.bounds import CLAIMED_SHARE, NO_BOUND, Bound, Bounds
 from kvstore.meta.etcd import EtcdMeta, EtcdTls, EtcdUser, check_access
 from kvstore.meta.generation import Standing, join_generation
 from kvstore.meta.interface import Meta
@@ -23,10 +21,7 @@ from kvstore.meta.keys import Keys
 from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.presence import Presence
 from kvstore.meta.roots import bind_root, bound_root, forget_command
-from kvstore.meta.session import TTL_S_MIN, Session
-from kvstore.node.claiming import Lending
-from kvstore.node.claims import FREE_LOANS, Claims
-from kvstore.node.collecting import Collecting
+from kvstore.meta.session import Session
 from kvstore.node.follower import Follower
 from kvstore.node.lanes import Deadline, Lanes
 from kvstore.node.limits import Limits
@@ -35,20 +30,14 @@ from kvstore.node.node import Node
 from kvstore.node.settings import AS_SHIPPED, NO_TIERS, NOT_BOUNDED, AskedBound, NodeOptions, TierSettings
 from kvstore.node.start_fence import StartFence
 from kvstore.node.syncing import Syncing
+from kvstore.node.view import View
 from kvstore.root.bound import BOUND_BYTES_MIN, FREE_SHARE, default_bound
 from kvstore.root.generations import newest_number, read_newest
 from kvstore.root.identity import SHARD_BITS_DEFAULT, RootId, RootIdentity, create_or_open
 from kvstore.root.interface import Root
 from kvstore.root.open import check_place, open_root
 from kvstore.root.posix import PosixRoot
-from kvstore.root.reserve import (
-    PUTS_END_S,
-    begin_reserve,
-    begin_spending,
-    has_room_for,
-    make_room,
-    with_reserve,
-)
+from kvstore.root.reserve import begin_reserve
 from kvstore.root.takeover import check_left, publish_first
 from kvstore.sources import Clock, Ids, RandomIds, SystemClock
 from kvstore.writes import Durability
@@ -109,18 +98,15 @@ def open_member(
             ) from mismatch
         if cluster:
             _bind(cluster, root, identity, limits, clock)
-        meta, sharing, why = (cluster, Sharing.CLUSTER, None) if cluster else _without_etcd(root, limits, clock)
-        undo.callback(meta.close)
+        host, why = (None, None) if cluster else _host_of(root, asked, limits, clock, ids)
+        if host is not None:
+            undo.callback(host.leave)
         if why is not None and asked.is_explicit:
             raise _not_bounded(url, why)
-        bound = NO_BOUND
-        if sharing is Sharing.HOST:
-            _on_a_lane(lambda: begin_reserve(root, ids), limits, clock)
-            bound = _on_a_lane(lambda: _bound_of(root, asked, ids, clock), limits, clock)
-        member = join(root, identity, meta, options, limits=limits, clock=clock, ids=ids, sharing=sharing)
+        meta, sharing = cluster or MemoryMeta(clock=clock), Sharing.CLUSTER if cluster else Sharing.ALONE
+        undo.callback(meta.close)
+        member = join(root, identity, meta, options, limits=limits, clock=clock, ids=ids, sharing=sharing, host=host)
         member.is_beside_cluster = why == BESIDE_CLUSTER
-        if isinstance(root, PosixRoot) and sharing is Sharing.HOST:
-            _have_claim(member, root, bound)
         undo.pop_all()
         return member
 
@@ -135,22 +121,24 @@ def join(
     clock: Clock,
     ids: Ids,
     sharing: Sharing = Sharing.ALONE,
+    host: Host | None = None,
 ) -> Member:
     """A member over a root and metadata that are open; closes them when it is closed. Raises Unavailable.
 
-    ``sharing`` says who shares the metadata. A cluster is told where the root is.
+    ``sharing`` says who shares the metadata. A cluster is told where the root is. ``host`` is for a root that the
+    processes of this host share without etcd.
     """
-    shared = sharing is not Sharing.ALONE
     etcd_keys, sessions = Keys(identity.root), [ids.fresh()]
-    node = _node_of(root, identity, lambda: sessions[0], options, limits, clock, ids)
+    node = _node_of(root, identity, lambda: sessions[0], options, limits, clock, ids, host)
 
-    folder = HOST_GENERATIONS if sharing is Sharing.HOST else GENERATIONS
-    fence = _fence_of(node, meta, etcd_keys, folder) if shared else None
-    follower = Follower(meta, etcd_keys, node.gc_view, node.holds, fence, node.counters, limits, clock)
+    def stages_in(session: bytes) -> None:
+        node.staging.leave(sessions[0])
+        sessions[0] = session  # never staged under before: rule W2
+        if host is not None:
+            host.table.stages_in(session)
 
     def began(session: Session) -> None:
-        node.staging.leave(sessions[0])
-        sessions[0] = session.id  # never staged under before: rule W2
+        stages_in(session.id)
         if sharing is Sharing.CLUSTER:
             # Again for each session: an etcd that came back empty knows neither this root nor where it is.
             bind_root(meta, root.url, identity.root, limits.meta_deadline_s)
@@ -158,25 +146,28 @@ def join(
     def ended(_: Session) -> None:
         # Puts go on without a session, under an id that etcd never knew: what lies in the folder of a session that has
         # ended is left by puts that began in it, and a collector may clear it soon.
-        node.staging.leave(sessions[0])
-        sessions[0] = ids.fresh()
-
-    def follow(session: Session) -> None:
-        follower.begin(session)
-        threading.Thread(target=follower.run, args=(session,), name="kvstore-follower", daemon=True).start()
+        stages_in(ids.fresh())
 
     presence = Presence(meta, etcd_keys, clock=clock, ids=ids, ttl_s=options.session_ttl_s)
     presence.attach(began, ended)
-    presence.attach(follow, follower.end)
-    member = Member(node, meta, presence, sharing=sharing)
-    if shared:
+    if isinstance(node.gc_view, View):
+        fence = _fence_of(node, meta, etcd_keys) if sharing is Sharing.CLUSTER else None
+        follower = Follower(meta, etcd_keys, node.gc_view, node.holds, fence, node.counters, limits, clock)
+
+        def follow(session: Session) -> None:
+            follower.begin(session)
+            threading.Thread(target=follower.run, args=(session,), name="kvstore-follower", daemon=True).start()
+
+        presence.attach(follow, follower.end)
+    member = Member(node, meta, presence, sharing=sharing, host=host)
+    if sharing is Sharing.CLUSTER:
         member.follow_clears()
     try:
         if node.tiers is not None and options.tiers.disk_folder:
             node.tiers.add_disk(options.tiers.disk_folder, options.tiers.disk_bytes)
-        # Metadata in a file are as slow as the disk, those in memory as slow as a busy host: both begin in the end.
+        # Metadata in memory are as slow as a busy host: a session begins in the end.
         wait_s = limits.meta_deadline_s if sharing is Sharing.CLUSTER else limits.write_deadline_s
-        presence.start(wait_s=max(wait_s, limits.meta_deadline_s), must_begin=sharing is not Sharing.HOST)
+        presence.start(wait_s=max(wait_s, limits.meta_deadline_s))
     except BaseException:
         node.close(timeout_s=0.5)
         raise
@@ -193,6 +184,7 @@ def _node_of(
     limits: Limits,
     clock: Clock,
     ids: Ids,
+    host: Host | None,
 ) -> Node:
     """A node with its memory, if it is to have some; its disk is added later."""
     memory_bytes = options.tiers.memory_bytes // PAGE_BYTES * PAGE_BYTES
@@ -209,63 +201,7 @@ def _node_of(
         label=options.label,
         keys=options.keys,
         compress=options.compress,
-    )
-
-
-def _have_claim(member: Member, root: PosixRoot, bound: Bound) -> None:
-    """Has a node claim its room on a root that several processes of this host write to, and collect if it has a bound.
-
-    A node without a bound claims as well: others may have one, and count what it writes.
-    """
-    collecting = None
-    if bound:
-        collecting = Collecting(
-            member.meta,
-            member.keys,
-            member.presence,
-            member.node.clock,
-            root.path,
-            bound,
-            lambda: _make_room(member.node, root),
-        )
-    member.collecting = collecting
-    claim_room(
-        member,
-        bound,
-        lambda at_once: None if collecting is None else collecting.wrote(at_once),
-        _loans_of(member, root, bound),
-    )
-    atexit.register(member.leave)
-
-
-def _make_room(node: Node, root: Root) -> None:
-    """Spends the reserve of a disk that is so full that metadata may not be written (rule S7)."""
-    if node.on_root(lambda: begin_spending(root)):
-        time.sleep(PUTS_END_S)
-    node.on_root(lambda: make_room(root))
-
-
-def _loans_of(member: Member, root: PosixRoot, bound: Bound) -> Lending:
-    """The loans of a bounded store, for the time when it cannot rely on the metadata (rule S8)."""
-    from kvstore.node.host_loans import HostLoans  # sqlite3 only where it is used
-
-    return FREE_LOANS if bound.max_bytes is None else HostLoans(member.node, root, member.keys, bound.max_bytes)
-
-
-def claim_room(member: Member, bound: Bound, wrote: Callable[[bool], None], loans: Lending = FREE_LOANS) -> None:
-    """Has a node claim its room before it writes (rule S6); ``wrote`` and ``loans`` are as in ``Claims``."""
-    node = member.node
-    node.gc_view.put_bytes_max = None if bound.max_bytes is None else int(CLAIMED_SHARE * bound.max_bytes)
-    node.gc_view.usage.looks = True
-    node.gc_view.usage.claiming = Claims(
-        Bounds(member.meta, member.keys),
-        bound,
-        counts=lambda: node.gc_view.protects,
-        is_empty=lambda: node.on_root(lambda: next(iter(node.root.list(CHUNKS)), None) is None),
-        is_clusters=lambda: node.on_root(lambda: bool(newest_number(node.root))),
-        has_disk_for=lambda size_bytes: node.on_root(lambda: has_room_for(node.root, size_bytes)),
-        wrote=wrote,
-        loans=loans,
+        gc_state=host.view if host is not None else None,
     )
 
 
@@ -294,20 +230,25 @@ def _not_bounded(url: str, why: str) -> InvalidRequest:
     )
 
 
-def _without_etcd(root: Root, limits: Limits, clock: Clock) -> tuple[Meta, Sharing, str | None]:
-    """Metadata in a file on the root, or, where that cannot be, of this process alone; then also why it can never be.
+def _host_of(root: Root, asked: AskedBound, limits: Limits, clock: Clock, ids: Ids) -> tuple[Host | None, str | None]:
+    """This process as one of those that share the root without etcd; or, where that cannot be, None and the reason.
 
-    Nobody else sees what a process alone holds and pins: as on a network file system, or beside a cluster.
+    Then nobody else sees what this process holds and pins: as on a network file system, or beside a cluster.
     """
     if not isinstance(root, PosixRoot):
-        return MemoryMeta(clock=clock), Sharing.ALONE, "it is not a folder of this host"
-    from kvstore.meta.sqlite.client import SqliteMeta  # sqlite3 only where it is used
-    from kvstore.meta.sqlite.host import why_not_shared
+        return None, "it is not a folder of this host"
 
-    def reason() -> str | None:
-        return why_not_shared(root.path) or (BESIDE_CLUSTER if newest_number(root) else None)
+    def join_host() -> tuple[Host | None, str | None]:
+        why = why_not_shared(root.path) or (BESIDE_CLUSTER if newest_number(root) else None)
+        if why is not None:
+            return None, why
+        begin_reserve(root, ids)
+        try:
+            return Host(root, _bound_of(root, asked, ids, clock)), None
+        except PermissionDenied as error:
+            return None, str(error)
 
-    why = _on_a_lane(reason, limits, clock)
+    host, why = _on_a_lane(join_host, limits, clock)
     if why is not None:
         log.log(
             logging.WARNING if why == BESIDE_CLUSTER else logging.INFO,
@@ -315,21 +256,7 @@ def _without_etcd(root: Root, limits: Limits, clock: Clock) -> tuple[Meta, Shari
             root.url,
             why,
         )
-        return MemoryMeta(clock=clock), Sharing.ALONE, why
-    meta = SqliteMeta(root.path, clock=clock, timeout_s=limits.meta_deadline_s)
-    try:
-        _on_a_lane(lambda: with_reserve(root, lambda: meta.revoke(meta.grant(TTL_S_MIN))), limits, clock)  # a write
-    except Unavailable as error:
-        # Never alone: once the file is mended, a collector would take what this process believes to be protected.
-        log.warning(
-            "host.unprotected %s nothing is protected or pinned until its file can be used: %s", root.url, error
-        )
-    except KVStoreError as error:
-        meta.close()
-        log.warning("host.alone %s no other process sees what this one holds and pins: %s", root.url, error)
-        # A file that does not fit may be mended while programs go on; one that is read-only stays so.
-        return MemoryMeta(clock=clock), Sharing.ALONE, str(error) if isinstance(error, PermissionDenied) else None
-    return meta, Sharing.HOST, None
+    return host, why
 
 
 def _bind(cluster: Meta, root: Root, identity: RootIdentity, limits: Limits, clock: Clock) -> None:
@@ -338,11 +265,8 @@ def _bind(cluster: Meta, root: Root, identity: RootIdentity, limits: Limits, clo
     bind_root(cluster, root.url, identity.root)
 
 
-def _fence_of(node: Node, meta: Meta, keys: Keys, folder: Name) -> StartFence:
-    """What a node of a cluster does on its root before a session protects anything.
-
-    ``folder`` has the root's side of the generations of these metadata.
-    """
+def _fence_of(node: Node, meta: Meta, keys: Keys) -> StartFence:
+    """What a node of a cluster does on its root before a session protects anything."""
     root, timeout_s = node.root, node.limits.meta_deadline_s
 
     def standing() -> Standing:
@@ -351,10 +275,9 @@ def _fence_of(node: Node, meta: Meta, keys: Keys, folder: Name) -> StartFence:
                 meta,
                 keys,
                 node.ids,
-                read_root=lambda: read_newest(root, folder),
-                publish_root=lambda mine: publish_first(root, mine, ids=node.ids, clock=node.clock, folder=folder),
+                read_root=lambda: read_newest(root),
+                publish_root=lambda mine: publish_first(root, mine, ids=node.ids, clock=node.clock),
                 timeout_s=timeout_s,
-                of_host=folder == HOST_GENERATIONS,
             )
         )
 

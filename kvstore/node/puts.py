@@ -19,6 +19,8 @@ from kvstore.format.header import expected_chunk
 from kvstore.hints import DEFAULT, Hints
 from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters
+from kvstore.node.gc_state import GcState
+from kvstore.node.guard import Guard
 from kvstore.node.images import Images
 from kvstore.node.lanes import Deadline, Lanes
 from kvstore.node.limits import CurrentLimits
@@ -30,7 +32,6 @@ from kvstore.node.segment_indexes import SegmentIndexes
 from kvstore.node.slots import Slots
 from kvstore.node.tier_stack import TierStack
 from kvstore.node.tiered_reads import TieredReads
-from kvstore.node.view import View
 from kvstore.node.wanted import Keyed, Wanted, leading, sizes_of
 from kvstore.node.write import Write, Written
 from kvstore.node.write_behind import Job
@@ -58,7 +59,7 @@ class Puts:
         self,
         chunks: Chunks,
         lanes: Lanes,
-        view: View,
+        view: GcState,
         refresher: Refresher,
         reads: TieredReads,
         tiers: TierStack | None,
@@ -125,6 +126,7 @@ class Puts:
             self._segments.learn(wanted)
         # A chunk that a sweep is taking cannot be put again before the sweep has ended. The rest of the prompt waits
         # for that.
+        self.view.settle(wanted)
         chain, found = wanted.leading(self.view.leading(wanted)), 0
         if skips or mode is WriteMode.BEHIND:
             # A root that does not answer must not take the time for copying: what only it may have counts as absent.
@@ -161,11 +163,10 @@ class Puts:
         wanted, stop = job.wanted, job.first + job.count
         size_bytes = sum(sizes_of(wanted)[job.first : stop])
         if isinstance(wanted, Keyed):
-            if self.view.usage.looks:
-                self.view.usage.check_disk(size_bytes)
             right = np.flatnonzero(memory.all_still_right(slots, range(job.first, stop))) + job.first
             return self._publish_blocks(wanted, right.tolist(), stop, slots, job.hints, deadline)
         self.view.check_room(size_bytes)
+        self.view.settle(wanted)
         sweeps = self.view.sweeps
         chain = wanted.leading(min(stop, self.view.leading(wanted)))
         count = min(slots.leading_count, len(chain) - job.first)  # each is verified once it is staged
@@ -273,14 +274,20 @@ class Puts:
         """Begins a write to the root from chunk ``first`` on; None if a chunk before it is missing. Also returns how
         many leading chunks are there.
         """
-        publication = self._publication(chain, first, hints, still_right)
-        present = self._leading(chain, min(first, len(chain)), publication.look, deadline, publication.found)
-        if present >= first:
-            return RootWrite(self._chunks, self._lanes, self._clock, publication, self.counters), present
-        memory = self.tiers.memory if self.tiers is not None else None
-        if memory is None or first > len(chain) or memory.leading(chain, present) < first - present:
-            return None, present
-        return self._begin_with_parents(memory, chain, first, present, hints, deadline, still_right), present
+        guard = Guard(self.view, self._chunks, chain, first)
+        root: RootWrite | None = None
+        try:
+            publication = self._publication(chain, first, hints, still_right)
+            present = self._leading(chain, min(first, len(chain)), publication.look, deadline, publication.found)
+            memory = self.tiers.memory if self.tiers is not None else None
+            if present >= first:
+                root = RootWrite(self._chunks, self._lanes, self._clock, publication, self.counters, guard)
+            elif memory is not None and first <= len(chain) and memory.leading(chain, present) >= first - present:
+                root = self._begin_with_parents(memory, chain, first, present, hints, deadline, still_right, guard)
+        finally:
+            if root is None:
+                guard.release()
+        return root, present
 
     def _begin_with_parents(
         self,
@@ -291,6 +298,7 @@ class Puts:
         hints: Hints,
         deadline: Deadline,
         still_right: StillRight,
+        guard: Guard,
     ) -> RootWrite | None:
         """Begins a write with chunks that the root lost and memory has (rule W5); None if one of them is wrong."""
         slots = memory.refer(chain, present, first - present)
@@ -308,7 +316,9 @@ class Puts:
                 )
 
             publication = self._publication(chain, present, hints, all_right)
-            root = RootWrite(self._chunks, self._lanes, self._clock, publication, self.counters, ended=slots.release)
+            root = RootWrite(
+                self._chunks, self._lanes, self._clock, publication, self.counters, guard, ended=slots.release
+            )
             root.add(slots.sections(present, present + count), present, count, deadline)
         except BaseException:
             if root is not None:

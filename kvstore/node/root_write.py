@@ -15,6 +15,7 @@ from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError, Overloaded
 from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters
+from kvstore.node.guard import Guard
 from kvstore.node.images import Images
 from kvstore.node.lanes import Batch, Deadline, DeadlinePassed, Lanes, moved_on
 from kvstore.node.publish import Mask, Publication
@@ -41,9 +42,10 @@ class RootWrite:
         clock: Clock,
         publication: Publication,
         counters: Counters,
+        guard: Guard | None = None,
         ended: Callable[[], None] | None = None,
     ) -> None:
-        """Calls ``ended`` when nothing of it is on its way any more, perhaps more than once.
+        """Ends ``guard``, and calls ``ended`` when nothing of it is on its way any more, perhaps more than once.
 
         Raises Overloaded if the root has no room for it.
         """
@@ -52,6 +54,7 @@ class RootWrite:
         self._lanes = lanes
         self._clock = clock
         self._counters = counters
+        self._guard = guard
         self._ended = ended
         self._room = chunks.usage.reserve(file_bytes(publication.wanted, publication.first), self._missing_bytes)
         """Ends with the write. A lane that hangs has this object, and so the room, until it is done."""
@@ -79,9 +82,10 @@ class RootWrite:
         except BaseException:
             self.abandon()
             raise
-        self._room.release()
-        if self._ended is not None:
-            self._ended()
+        if self._guard is not None and self._guard.renews:
+            with suppress(KVStoreError):  # a collector may take a parent then, and its children count as misses
+                self._lanes.run(self._guard.renew, deadline)
+        self._end()
         return self.publication.there()
 
     def abandon(self, wait_s: float = DISCARD_S) -> bool:
@@ -107,11 +111,16 @@ class RootWrite:
                 batch.wait(Deadline(self._clock, wait_s))
         except KVStoreError:
             pass  # the root does not answer: fsck finds what is left
-        if not is_read:
+        self._end(releases=not is_read)
+        return not is_read
+
+    def _end(self, *, releases: bool = True) -> None:
+        if releases:
             self._room.release()
+        if self._guard is not None:
+            self._guard.release()
         if self._ended is not None:
             self._ended()
-        return not is_read
 
     def _missing_bytes(self) -> int:
         """Looks for each chunk; returns the bytes of the files of those that are not there, or were not found in time.

@@ -60,7 +60,12 @@ def hold_segments(
     hold = node.holds.take(node.chains.of(namespace, np.empty(0, np.uint32)), ttl_s, whatever=True)
     try:
         matches = find_segments(node, namespace, search, deadline_s, settle)
-        hold.found = tuple(node.chains.of(namespace, match.tokens) for match in matches)
+        chains = [node.chains.of(namespace, match.tokens) for match in matches]
+        hold.mark = node.gc_view.protect(b"".join(chain.packed_addresses for chain in chains))
+        if hold.mark is not None:  # on a host, what was found counts if it is there after this
+            kept = [node.match(chain, deadline_s, counts=False) == len(chain) for chain in chains]
+            matches = [match for match, is_kept in zip(matches, kept, strict=True) if is_kept]
+        hold.found = tuple(chains)
     except BaseException:
         node.holds.release(hold)
         raise

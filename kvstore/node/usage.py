@@ -14,12 +14,13 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
 from kvstore.errors import Overloaded
 from kvstore.meta.usage import Room, Usage
-from kvstore.node.claiming import Claiming
 from kvstore.root.posix_errors import DiskFull
 
+Claiming = Any
 AGAIN_S = 1.0
 """A node that waits for the collectors' word reports again after this: a restored etcd may have lost its report."""
 KEPT_S = 60.0

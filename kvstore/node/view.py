@@ -91,6 +91,17 @@ class View:
         """True if no sweep is in flight: nothing is condemned."""
         return not self._open
 
+    listings = 0
+
+    def settle(self, wanted: Addressed) -> None:
+        """Does nothing: a sweep lasts for long."""
+
+    def protect(self, packed: bytes) -> None:
+        """Does nothing: in a cluster, holds are announced (rules A1 to A3)."""
+
+    def unprotect(self, mark: object) -> None:
+        """Does nothing, as ``protect``."""
+
     def leading(self, wanted: Addressed) -> int:
         """Returns how many leading chunks are not condemned; hold ``lock`` if that must stay true."""
         return self._leading(wanted.addresses) if self._open else len(wanted)

@@ -19,12 +19,12 @@ from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError
 from kvstore.hints import Hints
 from kvstore.node.counters import Counters
+from kvstore.node.gc_state import GcState
 from kvstore.node.lanes import Deadline
 from kvstore.node.memory_puts import Room
 from kvstore.node.publish import Mask
 from kvstore.node.root_write import RootWrite
 from kvstore.node.tier_stack import TierStack
-from kvstore.node.view import View
 from kvstore.node.wanted import Keyed, Wanted, leading, sizes_of
 from kvstore.results import PutResult
 from kvstore.sections import Sections
@@ -62,7 +62,7 @@ class WriteOwner(Protocol):
 
     tiers: TierStack | None
     counters: Counters
-    view: View
+    view: GcState
 
     def used(self, wanted: Wanted, found: Mask, hints: Hints) -> None:
         """Notes a use of the chunks that a put behind found."""

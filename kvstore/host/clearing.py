@@ -1,0 +1,88 @@
+"""Clears what a selection names on a root that the processes of one host share: an eviction with a selection."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Container
+
+from kvstore.address import Address
+from kvstore.census.selection import ClearOrder
+from kvstore.census.walk import Found, walk
+from kvstore.errors import KVStoreError
+from kvstore.host.clears import HostClears
+from kvstore.host.eviction import Evicted, Eviction, Victim
+from kvstore.host.host import Host
+from kvstore.node.node import Node
+from kvstore.progress import Progress
+from kvstore.results import Cleared
+from kvstore.root.posix import PosixRoot
+from kvstore.root.posix_errors import translated
+
+AT_ONCE = 4096
+HELD_S = 5.0
+"""What is held is deleted if its hold ends within this time."""
+POLL_S = 0.1
+
+
+class HostClearing:
+    """The clears of one process."""
+
+    def __init__(self, node: Node, host: Host, pinned: Callable[[], Container[Address]]) -> None:
+        assert isinstance(node.root, PosixRoot)
+        self._node = node
+        self._host = host
+        self._root = node.root
+        self._pinned = pinned
+        obey = node.obey if node.tiers is not None else None
+        self.clears = HostClears(host.folder, host.shared, host.table, obey, node.sweep_disk)
+
+    def count(self, order: ClearOrder, progress: Progress, *, pinned: bool = False) -> Cleared:
+        """Counts what ``clear`` would delete; changes nothing."""
+        kept = () if pinned else self._pinned()
+        found, failed = self._found(order, progress)
+        free = [one for one in found if one.address not in kept]
+        return Cleared(len(free), sum(one.size_bytes for one in free), len(found) - len(free), failed)
+
+    def clear(self, order: ClearOrder, progress: Progress, *, pinned: bool = False) -> Cleared:
+        """Deletes what the order names, from the memory of all processes first. ``pinned``: what is pinned too.
+
+        Raises Unavailable, the root's errors, and what ``progress`` raises: clear again.
+        """
+        progress(0, 0)
+        with translated("write", f"{self._host.folder}/host"):
+            silent = self.clears.tell(order)
+        found, failed = self._found(order, progress)
+        found.sort(key=_worth)  # children before their parents
+        left = [Victim(one.address, one.namespace, one.size_bytes) for one in found]
+        done, ends_s = Evicted(), time.monotonic() + HELD_S
+        while left:
+            eviction = Eviction(self._root, self._node.identity.shard_bits, self._host.shared, self._node.clock, None)
+            again: list[Victim] = []
+            for start in range(0, len(left), AT_ONCE):
+                part = left[start : start + AT_ONCE]
+                evicted = eviction.evict(part, even_pinned=pinned)
+                done += evicted
+                again += evicted.held
+                progress(done.count, len(found))
+            left = again
+            if time.monotonic() > ends_s:
+                break
+            time.sleep(POLL_S if left else 0.0)
+        return Cleared(done.count, done.size_bytes, done.pinned_count + len(left), failed + done.failed_count, silent)
+
+    def _found(self, order: ClearOrder, progress: Progress) -> tuple[list[Found], int]:
+        """Returns the chunks that the order names, and how many shards or files could not be read."""
+        failures: list[KVStoreError] = []
+        chunks = walk(
+            self._root,
+            self._node.identity.shard_bits,
+            headers=order.needs_headers,
+            quantum_s=self._node.limits.quantum_s,
+            trouble=failures.append,
+            shard_done=progress,
+        )
+        return [one for one in chunks if order.means(one.namespace) and order.takes(one)], len(failures)
+
+
+def _worth(found: Found) -> tuple[int, int]:
+    return found.recency.last_use_s, -found.recency.depth

@@ -1,0 +1,131 @@
+"""Tells the other processes of a host what a clear takes, because their memory may have it too.
+
+The last orders are lines of the file ``host/clears``; their number is in the shared file, and each table says how many
+of them its process has obeyed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+
+from kvstore.census.selection import ClearOrder
+from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.host.place import CLEARS, EVICTING
+from kvstore.host.shared import Number, Shared
+from kvstore.host.tables import CLEARS_NONE, HoldTable, Own, live_tables
+from kvstore.parsing import parse_json
+
+log = logging.getLogger(__name__)
+
+ORDERS_MAX = 64
+PASSING_S = 60.0
+"""An order that does not stand is kept so long: it keeps chunks out of memory that are on their way there."""
+POLL_S = 0.05
+ANSWER_S = 15.0
+"""Time for other processes to drop what was cleared from their memory."""
+
+Obey = Callable[[list[ClearOrder], list[ClearOrder]], bool]
+"""``obey(new, all)``: drops what new orders name and keeps out what all orders name; False if it is not done yet."""
+
+
+class HostClears:
+    """The clears of one root, as one process orders and obeys them."""
+
+    def __init__(
+        self,
+        folder: str,
+        shared: Shared,
+        table: HoldTable,
+        obey: Obey | None,
+        sweep: Callable[[list[ClearOrder]], None],
+    ) -> None:
+        """``obey`` is None for a process that keeps nothing in memory, ``sweep`` does the slow part of orders."""
+        self._folder = folder
+        self._shared = shared
+        self._table = table
+        self._obey = obey
+        self._sweep = sweep
+        self._obeyed = 0  # what a local disk keeps may be older than the last orders
+        self._ended = threading.Event()
+        table.numbers[Own.CLEARS] = CLEARS_NONE if obey is None else 0
+        self._thread: threading.Thread | None = None
+        if obey is not None:
+            self._thread = threading.Thread(target=self._run, name="kvstore-clears", daemon=True)
+            self._thread.start()
+
+    def tell(self, order: ClearOrder) -> tuple[str, ...]:
+        """Tells all processes, and waits until they have dropped it from memory; returns the tables of those that have
+        not in time. Raises OSError.
+        """
+        with open(f"{self._folder}/{EVICTING}", "ab") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            number = self._shared[Number.CLEARS] + 1
+            lines = self._lines()[1 - ORDERS_MAX :]
+            lines.append(json.dumps({"number": number, "told_s": time.time(), "order": order.to_json().decode()}))
+            with open(f"{self._folder}/{CLEARS}.new", "w") as file:
+                file.write("\n".join(lines))
+                file.flush()
+                os.fsync(file.fileno())
+            os.rename(f"{self._folder}/{CLEARS}.new", f"{self._folder}/{CLEARS}")
+            self._shared[Number.CLEARS] = number
+        ends_s = time.monotonic() + ANSWER_S
+        while True:
+            silent = tuple(t.name for t in live_tables(self._folder) if t.numbers[Own.CLEARS] < number)
+            if not silent or time.monotonic() > ends_s:
+                return silent
+            time.sleep(POLL_S)
+
+    def close(self) -> None:
+        """Ends the thread. Idempotent."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join(1.0)
+
+    def _run(self) -> None:
+        """Obeys new orders; lets chunks in again that a passing order named, once it has passed."""
+        assert self._obey is not None
+        passes_s = 0.0
+        while not self._ended.wait(POLL_S):
+            number = self._shared[Number.CLEARS]
+            if number == self._obeyed and (not passes_s or time.time() < passes_s):
+                continue
+            try:
+                new, kept, passes_s = self._read(number)
+                if self._obey(new, kept):
+                    self._obeyed = self._table.numbers[Own.CLEARS] = number
+                    self._sweep(new)
+            except (OSError, KVStoreError) as error:
+                log.info("clears.not_obeyed %s", error)
+
+    def _read(self, number: int) -> tuple[list[ClearOrder], list[ClearOrder], float]:
+        """Returns the orders that are new, those that are in force, and when the first of these passes (0: never)."""
+        new: list[ClearOrder] = []
+        kept: list[ClearOrder] = []
+        passes: list[float] = []
+        for line in self._lines():
+            try:
+                fields = parse_json(line)
+                at, told_s = int(fields["number"]), float(fields["told_s"])
+                order = ClearOrder.from_json(fields["order"].encode())
+            except (ValueError, KeyError, TypeError, InvalidRequest) as error:
+                log.warning("clears.not_understood %s", error)
+                continue
+            if self._obeyed < at <= number:
+                new.append(order)
+            if order.stands or told_s + PASSING_S > time.time():
+                kept.append(order)
+                passes += [] if order.stands else [told_s + PASSING_S]
+        return new, kept, min(passes, default=0.0)
+
+    def _lines(self) -> list[str]:
+        try:
+            with open(f"{self._folder}/{CLEARS}") as file:
+                return file.read().splitlines()
+        except FileNotFoundError:
+            return []

@@ -1,0 +1,175 @@
+"""Evicts chunks from a root that the processes of one host share: hazard pointers over files.
+
+A batch has four steps, in this order (gc/PROTOCOL.md, section 7; ``tests/model/host.py`` searches every interleaving):
+
+1. append the victims to the log,
+2. *then* read the hold tables of all live processes,
+3. *then* read the pins,
+4. delete what none of them has, children before parents; then the batch is settled.
+
+A process that holds does the opposite: it writes its table, *then* reads the log. So one of the two sees the other.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvstore.address import NO_PARENT, Address
+from kvstore.census.fixed import read_fixed
+from kvstore.errors import KVStoreError
+from kvstore.format import places
+from kvstore.format.header import FIXED_BYTES
+from kvstore.format.places import Name
+from kvstore.host.pins import PinnedPrints
+from kvstore.host.place import EVICTING
+from kvstore.host.shared import BATCH_MAX, Number, Shared
+from kvstore.host.tables import LiveTable, read_tables
+from kvstore.namespace import NamespaceId
+from kvstore.root.posix import PosixRoot
+from kvstore.root.posix_errors import translated
+from kvstore.sources import Clock
+
+
+@dataclass(frozen=True, slots=True)
+class Victim:
+    """A chunk to be evicted."""
+
+    address: Address
+    namespace: NamespaceId
+    size_bytes: int
+
+
+@dataclass(slots=True)
+class Evicted:
+    """What became of victims: those that were deleted, with their bytes; those that stay because they are pinned, or
+    were used since the listing; those that could not be deleted.
+    """
+
+    count: int = 0
+    size_bytes: int = 0
+    pinned_count: int = 0
+    used_count: int = 0
+    failed_count: int = 0
+    lacking_bytes: int = 0
+    """Bytes that a caller still needs."""
+    held: list[Victim] = field(default_factory=list)
+    """Those that stay because they, or descendants of theirs, are held."""
+
+    def __iadd__(self, other: Evicted) -> Evicted:
+        for name in self.__slots__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        return self
+
+
+class Eviction:
+    """Evicts chunks of one listing. ``since_ns`` is when the listing began, by the file system's clock: what was
+    written or used later stays, unless it is None.
+
+    Keeps the ancestors of what stays, for all of its batches: no chunk outlives its parent.
+    """
+
+    def __init__(self, root: PosixRoot, shard_bits: int, shared: Shared, clock: Clock, since_ns: int | None) -> None:
+        self._root = root
+        self._shard_bits = shard_bits
+        self._shared = shared
+        self._since_ns = since_ns
+        self._pins = PinnedPrints(root, clock)
+        self._kept: set[Address] = set()
+
+    def evict(self, victims: Sequence[Victim], *, even_pinned: bool = False) -> Evicted:
+        """Evicts chunks, children before their parents. Raises Unavailable and the root's errors."""
+        done = Evicted()
+        for start in range(0, len(victims), BATCH_MAX):
+            with self._batch(victims[start : start + BATCH_MAX]) as batch:
+                prints = np.frombuffer(b"".join(one.address for one in batch), "<u8")[::2]
+                held = np.zeros(len(batch), np.bool_)
+                for table in self._tables():
+                    held |= np.isin(prints, np.frombuffer(table.held, "<u8")[::2])
+                pinned = np.isin(prints, self._pins.read()) & (not even_pinned)
+                for victim, is_held, is_pinned in zip(batch, held.tolist(), pinned.tolist(), strict=True):
+                    self._delete(victim, is_held, is_pinned, done)
+        return done
+
+    @contextmanager
+    def _batch(self, batch: Sequence[Victim]) -> Iterator[Sequence[Victim]]:
+        """Appends a batch, and settles it. One process at a time; what one has left by dying stays as it is."""
+        path = f"{self._root.path}/{EVICTING}"
+        with translated("lock", path):
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            shared = self._shared
+            shared[Number.SETTLED] = shared[Number.TAIL]
+            shared.append(b"".join(victim.address for victim in batch))
+            shared.fence()
+            try:
+                yield batch
+            finally:
+                shared[Number.SETTLED] = shared[Number.TAIL]
+        finally:
+            os.close(fd)
+
+    def _tables(self) -> list[LiveTable]:
+        """The tables of live processes. What those that have ended had reserved is free again."""
+        live: list[LiveTable] = []
+        with translated("read", f"{self._root.path}/host"):
+            for found in read_tables(self._root.path):
+                if isinstance(found, LiveTable):
+                    live.append(found)
+                elif found:
+                    self._shared.add(Number.USED, -found)
+        return live
+
+    def _delete(self, victim: Victim, is_held: bool, is_pinned: bool, done: Evicted) -> None:
+        name = places.chunk(victim.address, victim.namespace, self._shard_bits)
+        path = f"{self._root.path}/{name}"
+        try:
+            status = os.lstat(path)
+        except FileNotFoundError:
+            return
+        except OSError:
+            done.failed_count += 1
+            return
+        was_used = self._since_ns is not None and status.st_ctime_ns >= self._since_ns
+        if is_held or is_pinned or was_used or victim.address in self._kept:
+            if is_pinned:
+                done.pinned_count += 1
+            elif was_used and not is_held:
+                done.used_count += 1
+            else:
+                done.held.append(victim)
+            self._keep(name)
+            return
+        try:
+            os.unlink(path)
+        except OSError:
+            done.failed_count += 1
+            self._keep(name)
+            return
+        self._shared.add(Number.USED, -status.st_size)
+        self._shared.add(Number.DELETED, status.st_size)
+        done.count += 1
+        done.size_bytes += status.st_size
+
+    def _keep(self, name: Name) -> None:
+        """Keeps the ancestors of a chunk that stays. Their addresses are in the headers."""
+        while (parent := self._parent(name)) is not None and parent[0] not in self._kept:
+            self._kept.add(parent[0])
+            name = places.chunk(*parent, self._shard_bits)
+
+    def _parent(self, name: Name) -> tuple[Address, NamespaceId] | None:
+        try:
+            seen = self._root.look(name, FIXED_BYTES)
+        except KVStoreError:
+            return None
+        header = read_fixed(seen.prefix) if seen is not None else None
+        found = places.parse_chunk(name.rpartition("/")[2])
+        if header is None or found is None or header.parent == NO_PARENT:
+            return None
+        return header.parent, found[1]

@@ -1,0 +1,99 @@
+"""A process as one of those that share a root of one host: what it maps and asks for, its part in collecting."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvstore.counts import NodeCount
+from kvstore.format.places import CHUNKS
+from kvstore.host import shared as shared_file
+from kvstore.host.collector import Collecting
+from kvstore.host.place import InUse
+from kvstore.host.room import Room
+from kvstore.host.shared import Number, Shared
+from kvstore.host.tables import HoldTable, Own, live_tables, smallest
+from kvstore.host.view import HostView
+from kvstore.node.counters import Counters
+from kvstore.node.known import Known
+from kvstore.root.posix import PosixRoot
+from kvstore.root.posix_errors import translated
+
+UNKNOWN_BYTES = 64 << 20
+UNKNOWN_SHARE = 0.01
+"""What may be written to a root whose used bytes nobody knows, before it is listed: the smaller of these."""
+WAKES_SHARE = 0.75
+"""A collector is started at once if more of the capacity is used, else later: short programs never start one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """The capacity and the time to live that a process asks for; None: no limit."""
+
+    max_bytes: int | None = None
+    ttl_s: float | None = None
+
+    def __bool__(self) -> bool:
+        return self.max_bytes is not None or self.ttl_s is not None
+
+
+class Host:
+    """This process on one root. Closed by ``leave``, at the latest when the program ends."""
+
+    def __init__(self, root: PosixRoot, bound: Bound) -> None:
+        """Raises RootMismatch where the files of ``host`` were removed while others use the root; the root's errors."""
+        self.bound = bound
+        self.folder = folder = root.path
+        self._in_use = InUse(folder)
+
+        def make() -> None:
+            is_empty = next(iter(root.list(CHUNKS)), None) is None
+            most = bound.max_bytes or 0
+            shared_file.make(folder, 0 if is_empty else max(0, most - int(min(UNKNOWN_BYTES, UNKNOWN_SHARE * most))))
+
+        with translated("open", f"{folder}/host"):
+            try:
+                self._in_use.join(lambda: shared_file.is_made(folder), make)
+                self.shared = Shared(folder)
+                self.table = HoldTable(folder)
+            except BaseException:
+                self._in_use.close()
+                raise
+        numbers = self.table.numbers
+        numbers[Own.MAX_BYTES], numbers[Own.TTL_MS] = bound.max_bytes or 0, int(1000 * (bound.ttl_s or 0))
+        self.collecting = Collecting(folder) if bound else None
+        self._limit()
+        atexit.register(self.leave)
+
+    @property
+    def is_collecting(self) -> bool:
+        """True while the collector of the root is a child of this process."""
+        return self.collecting is not None and self.collecting.is_running
+
+    def view(self, known: Known, counters: Counters) -> HostView:
+        """What the node knows of evictions, with its room."""
+        refused: Callable[[], None] = lambda: counters.add(NodeCount.PUT_REFUSED_FULL)  # noqa: E731
+        return HostView(self.shared, self.table, known, Room(self.shared, self.table, refused, self._wake))
+
+    def leave(self) -> None:
+        """Ends the collector and all holds. Idempotent. Also when the program ends."""
+        atexit.unregister(self.leave)
+        if self.collecting is not None:
+            self.collecting.close()
+        if self.table.is_open:
+            self.table.close()
+            self._limit()
+        self._in_use.close()
+
+    def _wake(self, *, at_once: bool) -> None:
+        if self.collecting is not None:
+            self.collecting.wake(at_once=at_once)
+
+    def _limit(self) -> None:
+        """Publishes the limit of all processes that are there, until a collector does. Ignores a disk that fails."""
+        try:
+            limit = smallest(live_tables(self.folder))[0] or 0
+        except OSError:
+            return
+        self.shared[Number.LIMIT], self.shared[Number.WAKES_AT] = limit, int(WAKES_SHARE * limit)

@@ -1,0 +1,124 @@
+"""Pins of a host: one record each in the root's folder ``pins``. A record outlives its process and a reboot.
+
+The number of live records that contain an address is its refcount. Records end by the wall clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.address import Address
+from kvstore.errors import Overloaded, RootMismatch
+from kvstore.meta.keys import PinId
+from kvstore.meta.pins import PinQuota, PinRecord, check_pin, packed
+from kvstore.namespace import NamespaceDigest
+from kvstore.root.interface import Root
+from kvstore.root.twins import list_twins, read_twin, remove_twin, write_twin
+from kvstore.sources import Clock, Ids
+
+OnRoot = Callable[[Callable[[], Any]], Any]
+
+
+class HostPins:
+    """The pins of one root. Hold what is to be pinned while ``pin`` runs (gc/PROTOCOL.md, section 7)."""
+
+    def __init__(self, root: Root, ids: Ids, clock: Clock, on_root: OnRoot, quota: PinQuota) -> None:
+        """``on_root`` calls a function that uses the root, within a deadline."""
+        self._root = root
+        self._ids = ids
+        self._clock = clock
+        self._on_root = on_root
+        self.quota = quota
+        """May change at any time: live pins stay."""
+
+    def pin(
+        self,
+        owner: str,
+        addresses: Sequence[Address],
+        ttl_s: int,
+        tokens_count: int,
+        namespace: NamespaceDigest,
+        timeout_s: float | None = None,
+    ) -> PinRecord:
+        """Pins ``addresses`` for ``ttl_s``. Raises InvalidRequest over a limit, Overloaded over a quota, and the
+        root's errors: then there is no pin.
+        """
+        check_pin(ttl_s, tokens_count)
+        content = packed(addresses)
+        live = self.list()
+        for whose, count, most in (
+            (f"owner {owner!r}", sum(pin.owner == owner for pin in live), self.quota.per_owner_max),
+            ("this store", len(live), self.quota.pins_max),
+        ):
+            if count >= most:
+                raise Overloaded(
+                    f"{whose} has {count} pins, the limit is {most}: unpin some (kvstore ls --pins), wait until they "
+                    "end, or pin longer prefixes instead of many short ones"
+                )
+        expires_s = round(self._clock.now_s() + ttl_s, 3)
+        record = PinRecord(PinId(self._ids.fresh()), owner, namespace, tokens_count, ttl_s, expires_s, content)
+        write = partial(write_twin, self._root, owner, record.id, record.to_bytes(), ids=self._ids, clock=self._clock)
+        self._on_root(write)
+        return record
+
+    def unpin(self, owner: str, pin: PinId, timeout_s: float | None = None) -> bool:
+        """Removes a pin; False if it does not exist (any more). Raises the root's errors."""
+        return bool(self._on_root(lambda: remove_twin(self._root, owner, pin)))
+
+    def list(self, owner: str | None = None, timeout_s: float | None = None) -> tuple[PinRecord, ...]:
+        """Returns all live pins, or one owner's. Raises RootMismatch if one cannot be understood."""
+        found = self._on_root(lambda: _records(self._root, self._clock.now_s()))
+        return tuple(record for _, record in found if owner is None or record.owner == owner)
+
+    def refcount(self, address: Address, timeout_s: float | None = None) -> int:
+        """Counts the live pins that contain ``address``."""
+        return sum(record.contains(address) for record in self.list())
+
+
+class PinnedPrints:
+    """What pins keep, as whoever evicts reads it, again and again. A record never changes: each is read once."""
+
+    def __init__(self, root: Root, clock: Clock) -> None:
+        self._root = root
+        self._clock = clock
+        self._seen: dict[str, PinRecord] = {}
+        self._prints: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
+
+    def read(self) -> npt.NDArray[np.uint64]:
+        """Returns the first 8 bytes of each address that is pinned, in no order; records that have ended go.
+
+        Raises RootMismatch if a record cannot be understood, and the root's errors.
+        """
+        now_s = self._clock.now_s()
+        live = dict(_records(self._root, now_s, self._seen, removes_ended=True))
+        if live.keys() != self._seen.keys():
+            parts = [np.frombuffer(record.packed, "<u8")[::2] for record in live.values()]
+            self._prints = np.unique(np.concatenate(parts)) if parts else np.zeros(0, np.uint64)
+        self._seen = live
+        return self._prints
+
+
+def _records(
+    root: Root, now_s: float, seen: dict[str, PinRecord] | None = None, *, removes_ended: bool = False
+) -> list[tuple[str, PinRecord]]:
+    found: list[tuple[str, PinRecord]] = []
+    for name in list_twins(root):
+        record = (seen or {}).get(name)
+        if record is None:
+            content = read_twin(root, name)
+            if content is None:
+                continue  # removed meanwhile
+            try:
+                record = PinRecord.from_bytes(content, name)
+            except RootMismatch as mismatch:
+                raise RootMismatch(f"{mismatch} Nobody knows what it protects (gc/RUNBOOK.md)") from mismatch
+        if record.expires_s > now_s:
+            found.append((name, record))
+        elif removes_ended:
+            remove_twin(root, record.owner, record.id)
+    return found

@@ -1,0 +1,175 @@
+"""The room that this process takes on a root of its host: every put counts in one number that all processes share.
+
+A put adds its bytes before it writes, and takes back at its end what it did not write. So the number is never too
+small, whoever dies, and no put brings it above the limit. The collector keeps it below (``kvstore_gc.host``).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+
+from kvstore.brief import size
+from kvstore.errors import Overloaded
+from kvstore.host.shared import Number, Shared
+from kvstore.host.tables import HoldTable, Own
+from kvstore.root.posix_errors import DiskFull
+
+WAIT_S = 2.0
+"""A put waits so long for the collector to make room."""
+POLL_S = 0.002
+ANSWER_S = 0.25
+"""Time for a collector that runs to say that nothing can be evicted."""
+
+
+@dataclass(slots=True)
+class Reserved:
+    """Room for one put. Its owner releases it once nothing of the put is on its way any more."""
+
+    room: Room
+    size_bytes: int
+
+    def release(self) -> None:
+        """Gives back what was not written of it. Idempotent, and takes no lock, so that ``__del__`` may do it."""
+        size_bytes, self.size_bytes = self.size_bytes, 0
+        if size_bytes:
+            self.room._released.append(size_bytes)
+            self.room._settle()
+
+    __del__ = release
+
+    def __enter__(self) -> Reserved:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class Room:
+    """Counts of one process. Thread-safe."""
+
+    def __init__(
+        self, shared: Shared, table: HoldTable, refused: Callable[[], None], wake: Callable[..., None]
+    ) -> None:
+        """``refused`` is called for each put that gets no room, ``wake`` for each put, with ``at_once`` if room is
+        short.
+        """
+        self._shared = shared
+        self._table = table
+        self._refused = refused
+        self._wake = wake
+        self._lock = threading.Lock()
+        self._reserved = 0
+        """Bytes of puts that have begun; ``Own.RESERVED`` of the table."""
+        self._unsettled = 0
+        """Bytes that were written of them."""
+        self._released: deque[int] = deque()
+        self._put_max = 0
+        self.written_bytes = 0
+        """Bytes of the files that this process published."""
+
+    @property
+    def is_full(self) -> bool:
+        """True if nothing can be evicted, because all that there is is held or pinned."""
+        return self._shared[Number.FULL] != 0
+
+    def check(self, size_bytes: int = 0) -> None:
+        """Raises Overloaded for a put of more bytes than the store may have, and while nothing can be evicted."""
+        limit = self._shared[Number.LIMIT]
+        if limit and size_bytes > limit:
+            self._refused()
+            raise Overloaded(
+                f"this put has {size(size_bytes)}, and the store has room for {size(limit)}: put less at once, or open "
+                "it with a larger max_bytes"
+            )
+        if limit and self.is_full and self._shared[Number.USED] + size_bytes > limit:
+            self._refused()
+            raise _full()
+
+    def reserve(self, size_bytes: int = 1, missing_bytes: Callable[[], int] | None = None) -> Reserved:
+        """Reserves the room that a put may take; waits for it up to WAIT_S. Raises Overloaded if there is none then.
+
+        ``missing_bytes`` is called before that, and returns how much of the put is not stored already.
+        """
+        if self._take(size_bytes):
+            return Reserved(self, size_bytes)
+        if missing_bytes is not None:
+            size_bytes = missing_bytes()
+        began_s = time.monotonic()
+        while not self._take(size_bytes):
+            self._wake(at_once=True)
+            waited_s = time.monotonic() - began_s
+            if waited_s > WAIT_S or (self.is_full and waited_s > ANSWER_S):
+                self._refused()
+                raise _full()
+            time.sleep(POLL_S)
+        return Reserved(self, size_bytes)
+
+    def wrote(self, size_bytes: int) -> None:
+        """Counts a published file."""
+        with self._lock:
+            self.written_bytes += size_bytes
+            self._unsettled += size_bytes
+        self._settle()
+
+    def removed(self, size_bytes: int) -> None:
+        """Counts a deleted file."""
+        self._shared.add(Number.USED, -size_bytes)
+        self._shared.add(Number.DELETED, size_bytes)
+
+    def refusal(self, full: DiskFull) -> Overloaded:
+        """Has the collector make room on a full disk; returns the caller's error."""
+        self._wake(at_once=True)
+        return Overloaded(f"{full.said}; the store makes room if it has a limit (max_bytes=): put again in a moment")
+
+    def close(self) -> None:
+        """Gives back all that was reserved and not written, once nothing is written any more."""
+        self._settle()
+        with self._lock:
+            if self._reserved:
+                self._shared.add(Number.USED, -self._reserved)
+                self._reserved = 0
+
+    def _take(self, size_bytes: int) -> bool:
+        shared = self._shared
+        self._settle()
+        with self._lock:
+            used, limit = shared.add(Number.USED, size_bytes), shared[Number.LIMIT]
+            if limit and used > limit:
+                shared.add(Number.USED, -size_bytes)
+                return False
+            self._reserved += size_bytes
+            numbers = self._table.numbers
+            numbers[Own.RESERVED] = self._reserved
+            if size_bytes > self._put_max:
+                numbers[Own.PUT_MAX] = self._put_max = size_bytes
+        self._wake(at_once=0 < shared[Number.WAKES_AT] < used)
+        return True
+
+    def _settle(self) -> None:
+        """Counts puts that have ended: what they wrote stays, what else they had reserved is free."""
+        while (self._released or self._unsettled > self._reserved) and self._lock.acquire(blocking=False):
+            try:
+                left = 0
+                while self._released:
+                    left += self._released.popleft()
+                written, self._unsettled = self._unsettled, 0
+                self._shared.add(Number.WRITTEN, written)
+                self._shared.add(Number.USED, written - left)
+                self._reserved -= left
+                self._table.numbers[Own.RESERVED] = self._reserved
+            finally:
+                self._lock.release()
+
+
+def _full() -> Overloaded:
+    return Overloaded(
+        "the store is full, and nothing can be evicted at the moment, because it is held or pinned, or no collector "
+        "runs: release what is not needed, and put again later"
+    )

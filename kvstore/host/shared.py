@@ -1,0 +1,157 @@
+"""The file ``host/shared``, which all processes of a host map: a few numbers, and the log of evicted chunks.
+
+The log is a ring of addresses. Who evicts appends a batch of victims, advances TAIL, and sets SETTLED to TAIL once it
+is done with all of them (``eviction``). Every process reads it, to forget chunks that are gone (``view``).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import threading
+from enum import IntEnum
+
+import numpy as np
+
+from kvstore.address import ADDRESS_BYTES
+from kvstore.host.place import HOLDS, SHARED
+from kvstore.native import library as native
+
+RING = 1 << 16
+"""Entries of the log."""
+BATCH_MAX = 1 << 12
+"""Victims of one batch. Whoever is less than ``RING - BATCH_MAX`` behind reads entries that nobody overwrites."""
+PAGE_BYTES = 4096
+_MAGIC = int.from_bytes(b"KVHOST1\0", "little")
+_BYTES = PAGE_BYTES + RING * ADDRESS_BYTES
+
+
+class Number(IntEnum):
+    """The numbers, by their place. All but the first two count bytes, from the day on which the file was made."""
+
+    MAGIC = 0
+    TAIL = 1
+    """Entries that were ever appended to the log."""
+    SETTLED = 2
+    """Entries that are dealt with."""
+    USED = 3
+    """Bytes of the root's files and of puts that have begun; a listing corrects it."""
+    WRITTEN = 4
+    DELETED = 5
+    LIMIT = 6
+    """No put begins that would bring USED above this; 0: nobody limits it."""
+    WAKES_AT = 7
+    """Above this the collector makes room."""
+    FULL = 8
+    """1 while nothing can be evicted, because all that there is is held or pinned."""
+    CLEARS = 9
+    """How many clears were ordered."""
+    LISTINGS = 10
+    """How many listings have begun."""
+
+
+class Mapped:
+    """Numbers at the beginning of a mapped file. Thread-safe.
+
+    Without native code a lock of the file makes additions atomic, and orders loads and stores.
+    """
+
+    def __init__(self, fd: int, size_bytes: int) -> None:
+        self._fd = fd
+        self._lock = threading.Lock()
+        self._map = mmap.mmap(fd, size_bytes)
+        self._numbers = memoryview(self._map)[:PAGE_BYTES].cast("q")
+        self._at = np.frombuffer(self._map, np.uint8).ctypes.data
+
+    def __getitem__(self, place: int) -> int:
+        return self._numbers[place]
+
+    def __setitem__(self, place: int, value: int) -> None:
+        self._numbers[place] = value
+
+    def add(self, place: int, delta: int) -> int:
+        """Adds to a number, as one step for all processes; returns the sum."""
+        if native.brief is not None:
+            return int(native.brief.kv_shared_add(self._at + 8 * place, delta))
+        with self._lock:
+            fcntl.flock(self._fd, fcntl.LOCK_EX)
+            try:
+                self._numbers[place] += delta
+                return self._numbers[place]
+            finally:
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    def fence(self) -> None:
+        """Orders the loads and stores before it and those after it, for all processes."""
+        if native.brief is not None:
+            native.brief.kv_fence()
+        else:
+            self.add(Number.MAGIC, 0)
+
+
+class Shared(Mapped):
+    """The file ``host/shared`` of the root at ``folder``."""
+
+    def __init__(self, folder: str) -> None:
+        """Raises OSError, and ValueError for a file that is none."""
+        fd = os.open(f"{folder}/{SHARED}", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            if os.fstat(fd).st_size != _BYTES:
+                raise ValueError(f"{folder}/{SHARED} has another size")
+            super().__init__(fd, _BYTES)
+            if self[Number.MAGIC] != _MAGIC:
+                raise ValueError(f"{folder}/{SHARED} is another file")
+        except BaseException:
+            os.close(fd)
+            raise
+        self._ring = memoryview(self._map)[PAGE_BYTES:]
+
+    def append(self, packed: bytes) -> None:
+        """Appends at most BATCH_MAX addresses to the log, one after the other in ``packed``, and advances TAIL."""
+        count, tail = len(packed) // ADDRESS_BYTES, self[Number.TAIL]
+        assert count <= BATCH_MAX
+        at = tail % RING
+        first = min(count, RING - at) * ADDRESS_BYTES
+        self._ring[at * ADDRESS_BYTES : at * ADDRESS_BYTES + first] = packed[:first]
+        self._ring[: len(packed) - first] = packed[first:]
+        self.fence()
+        self[Number.TAIL] = tail + count
+
+    def entries(self, start: int, stop: int) -> bytes:
+        """Returns the packed addresses of some entries of the log, which must not be more than there are."""
+        at, count = start % RING, stop - start
+        first = self._ring[at * ADDRESS_BYTES : min(RING, at + count) * ADDRESS_BYTES]
+        return bytes(first) + bytes(self._ring[: count * ADDRESS_BYTES - len(first)])
+
+    def close(self) -> None:
+        """Closes the file; what is mapped stays until nobody uses it."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def is_made(folder: str) -> bool:
+    """True if the file is there and of this version. Raises OSError if nobody can tell."""
+    try:
+        Shared(folder).close()
+    except (FileNotFoundError, ValueError):
+        return False
+    return os.path.isdir(f"{folder}/{HOLDS}")
+
+
+def make(folder: str, used_bytes: int) -> None:
+    """Makes the file anew, while nobody uses the root. All of it gets its room on the disk now: a mapped file that
+    lacks room ends the process that writes to it. Raises OSError.
+    """
+    os.makedirs(f"{folder}/{HOLDS}", exist_ok=True)
+    path = f"{folder}/{SHARED}"
+    fd = os.open(f"{path}.new", os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    try:
+        os.posix_fallocate(fd, 0, _BYTES)
+        numbers = np.zeros(PAGE_BYTES // 8, "<i8")
+        numbers[[Number.MAGIC, Number.USED]] = _MAGIC, used_bytes
+        os.pwrite(fd, numbers.tobytes(), 0)
+    finally:
+        os.close(fd)
+    os.rename(f"{path}.new", path)

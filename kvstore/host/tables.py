@@ -1,0 +1,215 @@
+"""Hold tables: each process has a file with the addresses of the chunks that it holds, mapped and locked.
+
+When a process ends, in whatever way, the kernel drops its lock; then the table counts no more, and whoever sees that
+removes it. A table is locked before it has its name, so nobody takes a new one for one that was left.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import os
+import threading
+from bisect import insort
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+
+from kvstore.address import ADDRESS_BYTES
+from kvstore.host.place import FORGOTTEN_BY_CHILDREN, HOLDS
+from kvstore.host.shared import PAGE_BYTES, Mapped
+
+ENTRIES_MIN = 4096
+_serials = itertools.count()
+
+
+class Own(IntEnum):
+    """The numbers at the beginning of a table, by their place: what else others need to know of the process."""
+
+    RESERVED = 0
+    """Bytes of puts that have begun, as far as they count in ``Number.USED``."""
+    MAX_BYTES = 1
+    """The capacity that it asks for; 0: none."""
+    TTL_MS = 2
+    """The time to live that it asks for; 0: none."""
+    PUT_MAX = 3
+    """Bytes of its largest put."""
+    CLEARS = 4
+    """It has done what the first of all clears ask of its memory."""
+
+
+SESSION_AT = 8 * 8
+SESSION_BYTES = 16
+"""Behind the numbers: the name of the folder in which the process stages."""
+CLEARS_NONE = (1 << 63) - 1
+"""``Own.CLEARS`` of a process that keeps no chunks in memory."""
+
+
+class Run(NamedTuple):
+    """Consecutive entries."""
+
+    start: int
+    length: int
+
+
+class HoldTable:
+    """The table of this process for the root at ``folder``. Thread-safe."""
+
+    def __init__(self, folder: str) -> None:
+        """Raises OSError."""
+        self.name = f"{os.getpid()}.{next(_serials)}.{os.urandom(4).hex()}"
+        self._lock = threading.Lock()
+        self._free: list[Run] = []
+        self._entries = 0
+        path = f"{folder}/{HOLDS}/{self.name}"
+        while True:
+            hidden = f"{folder}/{HOLDS}/.{self.name}"
+            self._fd = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX)
+                self._grow(ENTRIES_MIN)
+                os.rename(hidden, path)
+                break
+            except FileNotFoundError:  # it was taken for one that was left
+                os.close(self._fd)
+                self._free, self._entries = [], 0
+            except BaseException:
+                os.close(self._fd)
+                raise
+        self.path = path
+        FORGOTTEN_BY_CHILDREN.add(self)
+
+    def add(self, packed: bytes) -> Run:
+        """Adds addresses, one after the other in ``packed``. Raises OSError if the disk has no room for more."""
+        count = len(packed) // ADDRESS_BYTES
+        with self._lock:
+            run = self._take(count)
+            at = PAGE_BYTES + run.start * ADDRESS_BYTES
+            self._bytes[at : at + len(packed)] = packed
+        return run
+
+    def remove(self, run: Run) -> None:
+        """Removes what ``add`` added, once."""
+        with self._lock:
+            if self._fd < 0:
+                return
+            at = PAGE_BYTES + run.start * ADDRESS_BYTES
+            self._bytes[at : at + run.length * ADDRESS_BYTES] = bytes(run.length * ADDRESS_BYTES)
+            self._give_back(run)
+
+    @property
+    def is_open(self) -> bool:
+        """False once it was closed, and in a forked child."""
+        return self._fd >= 0
+
+    def stages_in(self, session: bytes) -> None:
+        """Notes in which folder this process stages from now on."""
+        self._bytes[SESSION_AT : SESSION_AT + SESSION_BYTES] = session
+
+    def close(self) -> None:
+        """Ends all holds. Idempotent."""
+        with self._lock:
+            fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with suppress(OSError):
+                os.unlink(self.path)
+            os.close(fd)
+
+    def forget(self) -> None:
+        """Closes the file, in a forked child: without this the table would count as long as the child lives."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _take(self, count: int) -> Run:
+        """Takes the first free run that is long enough."""
+        for at, run in enumerate(self._free):
+            if run.length >= count:
+                if run.length == count:
+                    del self._free[at]
+                else:
+                    self._free[at] = Run(run.start + count, run.length - count)
+                return Run(run.start, count)
+        self._grow(max(2 * self._entries, self._entries + count))
+        return self._take(count)
+
+    def _give_back(self, run: Run) -> None:
+        """Makes a run free, and joins it with its free neighbours."""
+        insort(self._free, run)
+        at = self._free.index(run)
+        for left in (at, at - 1):
+            if 0 <= left < len(self._free) - 1:
+                one, other = self._free[left : left + 2]
+                if one.start + one.length == other.start:
+                    self._free[left : left + 2] = [Run(one.start, one.length + other.length)]
+
+    def _grow(self, entries: int) -> None:
+        size_bytes = PAGE_BYTES + entries * ADDRESS_BYTES
+        os.posix_fallocate(self._fd, 0, size_bytes)
+        self.numbers = Mapped(self._fd, size_bytes)
+        self._bytes = memoryview(self.numbers._map)
+        if entries > self._entries:
+            self._give_back(Run(self._entries, entries - self._entries))
+        self._entries = entries
+
+
+@dataclass(frozen=True, slots=True)
+class LiveTable:
+    """A table of a live process as read."""
+
+    name: str
+    numbers: tuple[int, ...]
+    session: str
+    """The folder in which the process stages, as hexadecimal."""
+    held: bytes
+    """The addresses that it holds, and zeros, one after the other."""
+
+
+def read_tables(folder: str, *, whole: bool = True) -> Iterator[LiveTable | int]:
+    """Yields the table of each live process; of each that has ended, whose table goes, the bytes it had reserved.
+
+    Unless it is ``whole``, a table is without what is held. Raises OSError.
+    """
+    for name in os.listdir(f"{folder}/{HOLDS}"):
+        path = f"{folder}/{HOLDS}/{name}"
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            continue
+        try:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                is_left = True
+            except BlockingIOError:
+                is_left = False
+            with open(fd, "rb", closefd=False) as file:
+                content = file.read(-1 if whole else SESSION_AT + SESSION_BYTES)
+            numbers = np.frombuffer(content[: 8 * len(Own)].ljust(8 * len(Own), b"\0"), "<i8").tolist()
+            if is_left:
+                with suppress(FileNotFoundError):
+                    os.unlink(path)
+                    if not name.startswith("."):
+                        yield numbers[Own.RESERVED]
+            elif not name.startswith("."):
+                session = content[SESSION_AT : SESSION_AT + SESSION_BYTES].hex()
+                yield LiveTable(name, tuple(numbers), session, content[PAGE_BYTES:])
+        finally:
+            os.close(fd)
+
+
+def live_tables(folder: str) -> list[LiveTable]:
+    """Returns the tables of live processes, without what they hold. Raises OSError."""
+    return [table for table in read_tables(folder, whole=False) if isinstance(table, LiveTable)]
+
+
+def smallest(
+    tables: Iterable[LiveTable], max_bytes: int | None = None, ttl_s: float | None = None
+) -> tuple[int | None, float | None]:
+    """Returns the smallest capacity and time to live that processes ask for, and the caller; None: nobody does."""
+    sizes = [max_bytes, *(table.numbers[Own.MAX_BYTES] for table in tables)]
+    ttls = [ttl_s, *(table.numbers[Own.TTL_MS] / 1000 for table in tables)]
+    return min(filter(None, sizes), default=None), min(filter(None, ttls), default=None)
