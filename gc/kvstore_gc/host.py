@@ -44,7 +44,6 @@ from kvstore_gc.ranking import Ranking
 log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-NICENESS = 10
 HEADROOM_SHARE = 0.05
 HEADROOM_SHARE_MAX = 0.25
 DISK_FREE_BYTES = 16 << 20
@@ -86,15 +85,17 @@ class HostCollector:
         self._listing_s = 0.0
         self._latency_s = 0.0
         self._rate = 0.0
+        self._freed = 0
+        """Bytes that were evicted by the last listing."""
         self._looked = (time.monotonic(), shared[Number.WRITTEN])
         self._tables: list[LiveTable] = []
         self._tables_s = 0.0
-        self._is_listing = False
 
     def serve(self, is_signalled: Callable[[float], bool]) -> None:
         """Collects until a signal comes."""
         changed_s, before, failed = 0.0, 0, False
         while True:
+            self._shared.add(Number.BEATS, 1)
             now_s, used = time.monotonic(), self._shared[Number.USED]
             if used != before:
                 changed_s, before = now_s, used
@@ -131,15 +132,15 @@ class HostCollector:
         ranking = Ranking(goals, self._clock.now_s(), self._now_ns())
         others = self._leftovers()
 
+        looked_s = began_s
+
         def between() -> None:
+            nonlocal looked_s
             listed()
-            limit = shared[Number.LIMIT]
-            if limit and not self._is_listing and self._ranking is not None:
-                self._is_listing = True  # evict meanwhile by the ranking before
-                try:
-                    self._evict(self._lacking(limit))
-                finally:
-                    self._is_listing = False
+            limit, now_s = shared[Number.LIMIT], time.monotonic()
+            if limit and now_s - looked_s >= LOOK_S:
+                self._evict(self._lacking(limit))  # by the ranking before
+                looked_s = time.monotonic()
 
         ranking.read(self._root, self._shard_bits, between)
         # What was written or deleted meanwhile may be in the listing or not: correct only what that does not explain.
@@ -210,9 +211,16 @@ class HostCollector:
             self._shared[Number.FULL] = 0
             return False
         done = self._evict(lacking)
-        if self._lacking(limit) > 0 and time.monotonic() - self._listed_s >= max(AGAIN_S, 4 * self._listing_s):
+        self._freed += done.size_bytes
+        # List ahead of need, and not again and again where a listing brings nothing.
+        left = self._ranking.left_bytes if self._ranking is not None else 0
+        needed = self._lacking(limit) + self._rate * 2 * self._listing_s
+        pause_s = 0.0 if self._freed else max(AGAIN_S, 4 * self._listing_s)
+        if needed > left and time.monotonic() - self._listed_s >= pause_s:
             self.list(ttl_s)
+            self._freed = 0
             done += self._evict(self._lacking(limit))
+            self._freed = done.size_bytes
             self._shared[Number.FULL] = int(not done.count and self._lacking(limit) > 0)
         elif done.count:
             self._shared[Number.FULL] = 0
@@ -326,7 +334,6 @@ def main() -> None:
     # Threads inherit the mask, so that only the wait below receives a signal.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    os.nice(NICENESS)
     try:
         with opened(folder, Config(), {}, wait_s=5.0) as collector:
             collector.serve(_is_signalled)

@@ -6,7 +6,7 @@ holds millions of chunks and arithmetic on one at a time would take longer than 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -84,7 +84,7 @@ def listed(shard: int, shard_bits: int, entries: Iterable[Entry]) -> Iterator[Li
     """The entries of a shard's folder, up to BATCH_COUNT at a time."""
     remaining = iter(entries)
     while batch := list(islice(remaining, BATCH_COUNT)):
-        yield _columns(shard, shard_bits, batch)
+        yield columns_of([shard] * len(batch), shard_bits, batch)
 
 
 def judge(chunks: Listed, now_s: int, goals: Goals, pinned: Marks) -> Judged:
@@ -115,10 +115,12 @@ def _groups(namespaces: Marks, goals: Goals) -> Column:
     return np.where(known[at] == namespaces, groups[at], 0)
 
 
-def _columns(shard: int, shard_bits: int, batch: list[Entry]) -> Listed:
+def columns_of(shards: Sequence[int], shard_bits: int, batch: Sequence[Entry]) -> Listed:
+    """Entries in columns; ``shards`` says of each in whose folder it is."""
     files = [(entry.name, entry.stat) for entry in batch if entry.stat is not None]
     columns = parse_names([name for name, _ in files])
-    here = (columns.firsts >> np.uint64(48)) >> np.uint64(16 - shard_bits) == shard
+    found_in = np.array([at for at, entry in zip(shards, batch, strict=True) if entry.stat is not None], np.uint64)
+    here = (columns.firsts >> np.uint64(48)) >> np.uint64(16 - shard_bits) == found_in[columns.ours]
     ours = columns.ours.copy()
     ours[ours] = here
     found = [file for file, is_ours in zip(files, ours.tolist(), strict=True) if is_ours]

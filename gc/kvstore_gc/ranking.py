@@ -16,10 +16,10 @@ from kvstore.errors import KVStoreError, PermissionDenied, Unavailable
 from kvstore.format import places
 from kvstore.host.eviction import Victim
 from kvstore.namespace import NamespaceId
-from kvstore.root.interface import Root
+from kvstore.root.interface import Entry, Root
 from kvstore_gc.goals import Goals
 from kvstore_gc.histogram import Tally
-from kvstore_gc.listing import NO_MARKS, Listed, id_of, judge, listed, tally_of
+from kvstore_gc.listing import BATCH_COUNT, NO_MARKS, Listed, columns_of, id_of, judge, tally_of
 
 KEPT_MAX = 1 << 21
 Between = Callable[[], object]
@@ -53,12 +53,16 @@ class Ranking:
     def read(self, root: Root, shard_bits: int, between: Between) -> None:
         """Lists all shards; calls ``between`` after each. Raises the root's errors if no shard can be listed."""
         failed: KVStoreError | None = None
+        entries, shards = list[Entry](), list[int]()
         for shard in range(1 << shard_bits):
             try:
-                for batch in listed(shard, shard_bits, root.list(places.shard_folder(shard))):
-                    self._add(batch)
+                entries += root.list(places.shard_folder(shard))
             except (Unavailable, PermissionDenied) as error:
                 failed = error
+            shards += [shard] * (len(entries) - len(shards))
+            if len(entries) >= BATCH_COUNT or shard == (1 << shard_bits) - 1:
+                self._add(columns_of(shards, shard_bits, entries))
+                entries, shards = [], []
             between()
         if failed is not None and not self.total.count:
             raise failed
@@ -69,9 +73,9 @@ class Ranking:
         self.due_count = int((self._chunks["rank"] < 0).sum())
 
     @property
-    def left_count(self) -> int:
-        """Chunks that were not taken yet."""
-        return len(self._chunks) - self._at
+    def left_bytes(self) -> int:
+        """Bytes of the chunks that were not taken yet."""
+        return int(self._chunks["size"][self._at :].sum())
 
     def take(self, size_bytes: int, count_max: int) -> list[Victim]:
         """Takes the chunks that go next: of ``size_bytes`` together or a little more, and all that are due anyway."""

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstore.address import NO_PARENT, Address
 from kvstore.census.fixed import read_fixed
@@ -34,6 +35,8 @@ from kvstore.namespace import NamespaceId
 from kvstore.root.posix import PosixRoot
 from kvstore.root.posix_errors import translated
 from kvstore.sources import Clock
+
+Truths = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,18 +89,28 @@ class Eviction:
         """Evicts chunks, children before their parents. Raises Unavailable and the root's errors."""
         done = Evicted()
         for start in range(0, len(victims), BATCH_MAX):
-            with self._batch(victims[start : start + BATCH_MAX]) as batch:
-                prints = np.frombuffer(b"".join(one.address for one in batch), "<u8")[::2]
-                held = np.zeros(len(batch), np.bool_)
-                for table in self._tables():
-                    held |= np.isin(prints, np.frombuffer(table.held, "<u8")[::2])
-                pinned = np.isin(prints, self._pins.read()) & (not even_pinned)
-                for victim, is_held, is_pinned in zip(batch, held.tolist(), pinned.tolist(), strict=True):
+            part = victims[start : start + BATCH_MAX]
+            # Advice: what is condemned is a miss for others until the batch is settled.
+            held, pinned = self._in_use(part, even_pinned)
+            for at in np.flatnonzero(held | pinned).tolist():
+                self._stays(part[at], done, is_pinned=bool(pinned[at]))
+            free = [part[at] for at in np.flatnonzero(~(held | pinned)).tolist()]
+            with self._batch(free):
+                held, pinned = self._in_use(free, even_pinned)
+                for victim, is_held, is_pinned in zip(free, held.tolist(), pinned.tolist(), strict=True):
                     self._delete(victim, is_held, is_pinned, done)
         return done
 
+    def _in_use(self, victims: Sequence[Victim], even_pinned: bool) -> tuple[Truths, Truths]:
+        """Reads which victims are held, *then* which are pinned."""
+        prints = np.frombuffer(b"".join(victim.address for victim in victims), "<u8")[::2]
+        held = np.zeros(len(victims), np.bool_)
+        for table in self._tables():
+            held |= np.isin(prints, np.frombuffer(table.held, "<u8")[::2])
+        return held, np.isin(prints, self._pins.read()) & (not even_pinned)
+
     @contextmanager
-    def _batch(self, batch: Sequence[Victim]) -> Iterator[Sequence[Victim]]:
+    def _batch(self, batch: Sequence[Victim]) -> Iterator[None]:
         """Appends a batch, and settles it. One process at a time; what one has left by dying stays as it is."""
         path = f"{self._root.path}/{EVICTING}"
         with translated("lock", path):
@@ -109,7 +122,7 @@ class Eviction:
             shared.append(b"".join(victim.address for victim in batch))
             shared.fence()
             try:
-                yield batch
+                yield
             finally:
                 shared[Number.SETTLED] = shared[Number.TAIL]
         finally:
@@ -138,38 +151,42 @@ class Eviction:
             return
         was_used = self._since_ns is not None and status.st_ctime_ns >= self._since_ns
         if is_held or is_pinned or was_used or victim.address in self._kept:
-            if is_pinned:
-                done.pinned_count += 1
-            elif was_used and not is_held:
-                done.used_count += 1
-            else:
-                done.held.append(victim)
-            self._keep(name)
+            self._stays(victim, done, is_pinned=is_pinned, was_used=was_used and not is_held)
             return
         try:
             os.unlink(path)
         except OSError:
             done.failed_count += 1
-            self._keep(name)
+            self._keep(victim)
             return
         self._shared.add(Number.USED, -status.st_size)
         self._shared.add(Number.DELETED, status.st_size)
         done.count += 1
         done.size_bytes += status.st_size
 
-    def _keep(self, name: Name) -> None:
-        """Keeps the ancestors of a chunk that stays. Their addresses are in the headers."""
-        while (parent := self._parent(name)) is not None and parent[0] not in self._kept:
-            self._kept.add(parent[0])
-            name = places.chunk(*parent, self._shard_bits)
+    def _stays(self, victim: Victim, done: Evicted, *, is_pinned: bool, was_used: bool = False) -> None:
+        """Counts a victim that stays."""
+        if is_pinned:
+            done.pinned_count += 1
+        elif was_used:
+            done.used_count += 1
+        else:
+            done.held.append(victim)
+        self._keep(victim)
 
-    def _parent(self, name: Name) -> tuple[Address, NamespaceId] | None:
+    def _keep(self, victim: Victim) -> None:
+        """Keeps the ancestors of a chunk that stays. Their addresses are in the headers."""
+        address, namespace = victim.address, victim.namespace
+        while (parent := self._parent(places.chunk(address, namespace, self._shard_bits))) is not None:
+            if parent in self._kept:
+                return
+            self._kept.add(parent)
+            address = parent
+
+    def _parent(self, name: Name) -> Address | None:
         try:
             seen = self._root.look(name, FIXED_BYTES)
         except KVStoreError:
             return None
         header = read_fixed(seen.prefix) if seen is not None else None
-        found = places.parse_chunk(name.rpartition("/")[2])
-        if header is None or found is None or header.parent == NO_PARENT:
-            return None
-        return header.parent, found[1]
+        return header.parent if header is not None and header.parent != NO_PARENT else None

@@ -20,7 +20,9 @@ from kvstore.host.tables import HoldTable, Own
 from kvstore.root.posix_errors import DiskFull
 
 WAIT_S = 2.0
-"""A put waits so long for the collector to make room."""
+"""A put waits so long for a collector to make room,"""
+START_S = 10.0
+"""and so long for one that is being started."""
 POLL_S = 0.002
 ANSWER_S = 0.25
 """Time for a collector that runs to say that nothing can be evicted."""
@@ -101,11 +103,14 @@ class Room:
             return Reserved(self, size_bytes)
         if missing_bytes is not None:
             size_bytes = missing_bytes()
-        began_s = time.monotonic()
+        began_s, beats = time.monotonic(), self._shared[Number.BEATS]
+        ends_s = began_s + START_S
         while not self._take(size_bytes):
             self._wake(at_once=True)
-            waited_s = time.monotonic() - began_s
-            if waited_s > WAIT_S or (self.is_full and waited_s > ANSWER_S):
+            now_s = time.monotonic()
+            if ends_s > now_s + WAIT_S and self._shared[Number.BEATS] != beats:
+                ends_s = now_s + WAIT_S  # a collector runs
+            if now_s > ends_s or (self.is_full and now_s > began_s + ANSWER_S):
                 self._refused()
                 raise _full()
             time.sleep(POLL_S)

@@ -49,6 +49,8 @@ class Number(IntEnum):
     """How many clears were ordered."""
     LISTINGS = 10
     """How many listings have begun."""
+    BEATS = 11
+    """How often the collector looked."""
 
 
 class Mapped:

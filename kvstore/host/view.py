@@ -78,9 +78,9 @@ class HostView:
             time.sleep(POLL_S)
 
     @property
-    def sweeps(self) -> tuple[int, int]:
-        """A value that changes whenever a batch begins or ends."""
-        return self._shared[Number.TAIL], self._shared[Number.SETTLED]
+    def sweeps(self) -> int:
+        """Never changes: a put keeps what it builds on (``protect``)."""
+        return 0
 
     @property
     def is_calm(self) -> bool:
@@ -111,6 +111,10 @@ class HostView:
         unswept[:] = False
         unswept[list(self.allowed(wanted.addresses))] = True
         return unswept
+
+    def stays(self, wanted: Addressed) -> npt.NDArray[np.bool_]:
+        """Returns that all chunks of a put are there: it kept them."""
+        return np.ones(len(wanted), np.bool_)
 
     # Room
 
@@ -148,5 +152,8 @@ class HostView:
             self._known.forget_each(entries[(self._seen - first) * ADDRESS_BYTES :])
         settled = shared[Number.SETTLED]
         left = entries[max(0, settled - first) * ADDRESS_BYTES :]
+        if self._unsettled:
+            # Forget them once more: whoever looked before they were deleted has remembered them since.
+            self._known.forget_each(b"".join(self._unsettled))
         self._unsettled = frozenset(left[at : at + ADDRESS_BYTES] for at in range(0, len(left), ADDRESS_BYTES))
         self._seen = tail

@@ -118,6 +118,10 @@ class GcState(Protocol):
         """Returns which chunks are not condemned."""
         ...
 
+    def stays(self, wanted: Addressed) -> npt.NDArray[np.bool_]:
+        """Returns which chunks that a put has just written or found are still there, as far as sweeps go."""
+        ...
+
     def protect(self, packed: bytes) -> Any:
         """Keeps chunks from being evicted on a host until ``unprotect`` of what it returns. Look for them after it."""
         ...

@@ -17,6 +17,8 @@ class Guard:
         self._first = first
         self._listings = view.listings
         self._mark = view.protect(chain.packed_addresses)
+        if self._mark is not None:
+            view.settle(chain)  # what was chosen before is deleted
 
     @property
     def renews(self) -> bool:

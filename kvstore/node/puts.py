@@ -166,7 +166,6 @@ class Puts:
             right = np.flatnonzero(memory.all_still_right(slots, range(job.first, stop))) + job.first
             return self._publish_blocks(wanted, right.tolist(), stop, slots, job.hints, deadline)
         self.view.check_room(size_bytes)
-        self.view.settle(wanted)
         sweeps = self.view.sweeps
         chain = wanted.leading(min(stop, self.view.leading(wanted)))
         count = min(slots.leading_count, len(chain) - job.first)  # each is verified once it is staged
@@ -176,7 +175,7 @@ class Puts:
         if root is None:
             return present
         there = self._store(root, slots.sections(job.first, job.first + max(0, count)), job.first, count, deadline)
-        present = min(leading(there), self.view.leading(chain))
+        present = min(leading(there), leading(self.view.stays(chain)))
         if self.view.sweeps != sweeps:
             # One that has ended may have taken some that were found: they are written when this is tried again.
             present = self.present_leading(chain.leading(present))
@@ -249,7 +248,7 @@ class Puts:
         root = self._root_write(
             part, 0, hints, lambda places: memory.all_still_right(slots, [right[at] for at in places])
         )
-        there, unswept = self._store(root, images, 0, len(part), deadline), self.view.unswept(part)
+        there, unswept = self._store(root, images, 0, len(part), deadline), self.view.stays(part)
         # Another writer's block has the name and another size: ours will never be there. What is swept may be, later.
         hopeless = [right[at] for at in np.flatnonzero(~there & unswept).tolist()]
         entries = [slots.entries[index - slots.first] for index in hopeless]

@@ -93,6 +93,10 @@ class View:
 
     listings = 0
 
+    def stays(self, wanted: Addressed) -> npt.NDArray[np.bool_]:
+        """Returns which chunks that a put has just written or found are still there: those that are not condemned."""
+        return self.unswept(wanted)
+
     def settle(self, wanted: Addressed) -> None:
         """Does nothing: a sweep lasts for long."""
 

@@ -197,7 +197,7 @@ class Write:
             fresh = fresh | publication.fresh
             chunks, size_bytes = chunks + publication.written, size_bytes + publication.bytes_written
         # A chunk condemned during its put counts as absent.
-        there = there & ~self._left_out & self._owner.view.unswept(self._wanted)
+        there = there & ~self._left_out & self._owner.view.stays(self._wanted)
         if self._is_chain:
             there[leading(there) :] = False
         found = max(0, int(there[self._first :].sum()) - chunks)
