@@ -31,9 +31,9 @@ from kvstore.host.eviction import Evicted, Eviction
 from kvstore.host.place import COLLECTOR, InUse, why_not_shared
 from kvstore.host.shared import BATCH_MAX, Number, Shared
 from kvstore.host.tables import LiveTable, Own, live_tables, smallest
-from kvstore.node.namespaces import NamespaceRecords
 from kvstore.root.generations import newest_number
 from kvstore.root.identity import read_identity
+from kvstore.root.namespaces import NamespaceRecords
 from kvstore.root.open import open_root
 from kvstore.root.posix import PosixRoot
 from kvstore.root.posix_errors import translated

@@ -17,13 +17,13 @@ from kvstore.address import Address
 from kvstore.brief import size
 from kvstore.errors import PermissionDenied, RootMismatch, Unavailable
 from kvstore.format import places
+from kvstore.host.takeover import publish_first
 from kvstore.meta.generation import Foreign, difference, join_generation, read_generation
 from kvstore.meta.keys import SessionId
 from kvstore.meta.namespaces import Namespaces
 from kvstore.namespace import Namespace
 from kvstore.recency import NS_PER_S
 from kvstore.root.generations import read_newest
-from kvstore.root.takeover import publish_first
 from kvstore_gc.capacity import Watermarks
 from kvstore_gc.config import Config
 from kvstore_gc.execute import Sweeper

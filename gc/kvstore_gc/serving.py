@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvstore.address import Address
 from kvstore.errors import KVStoreError, RootMismatch, Unavailable
+from kvstore.host.takeover import check_left
 from kvstore.meta.interface import Meta
 from kvstore.meta.keys import SessionId
 from kvstore.meta.roots import check_bound
 from kvstore.root.identity import read_identity
 from kvstore.root.open import open_root
-from kvstore.root.takeover import check_left
 from kvstore_gc.capacity import Watermarks
 from kvstore_gc.collectors import Collectors
 from kvstore_gc.config import Config

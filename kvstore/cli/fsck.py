@@ -151,8 +151,8 @@ def _live_sessions(etcd: EtcdAccess, identity: RootIdentity) -> Set[bytes]:
 
 def _adopt(root: Root, identity: RootIdentity, etcd: EtcdAccess | None) -> Adopted:
     from kvstore.fsck import adopt
+    from kvstore.host.takeover import check_left
     from kvstore.meta.roots import bind_root
-    from kvstore.root.takeover import check_left
 
     if etcd is None:
         raise InvalidRequest("--adopt writes to etcd: give --etcd ENDPOINTS; a folder of one host has nothing to adopt")

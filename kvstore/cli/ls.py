@@ -142,8 +142,8 @@ def _writers(access: Access, as_json: bool) -> None:
     """Prints what each writer has, which takes a look at the header of every file."""
     from kvstore.census.walk import walk
     from kvstore.census.writers import by_writer
-    from kvstore.node.namespaces import read_namespaces
     from kvstore.root.lineages import read_writers
+    from kvstore.root.namespaces import read_namespaces
 
     if access.root is None:
         raise InvalidRequest(

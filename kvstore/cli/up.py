@@ -29,12 +29,12 @@ from kvstore.cli.rooted import local_path
 from kvstore.cli.signals import Stopper
 from kvstore.cli.worker import WorkerOptions
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
+from kvstore.host.takeover import check_left
 from kvstore.memory.host import memory_most_bytes
 from kvstore.meta.keys import root_binding
 from kvstore.meta.roots import bound_root
 from kvstore.root.identity import check_usable, read_identity
 from kvstore.root.open import open_root
-from kvstore.root.takeover import check_left
 
 if TYPE_CHECKING:
     from kvstore.cli.securing import ServerAccess

@@ -24,9 +24,9 @@ from kvstore.events.wholes import Part, Wholes
 from kvstore.format import places
 from kvstore.format.columns import NameColumns, parse_names
 from kvstore.namespace import Namespace
-from kvstore.node.namespaces import read_namespaces
 from kvstore.root.changes import folder_time, list_names
 from kvstore.root.interface import Root
+from kvstore.root.namespaces import read_namespaces
 from kvstore.sources import Clock
 
 log = logging.getLogger(__name__)

@@ -23,11 +23,11 @@ from kvstore.meta.namespaces import Namespaces
 from kvstore.meta.pins import PinRecord
 from kvstore.meta.sweeps import NO_NONCE, Seq
 from kvstore.namespace import Namespace
-from kvstore.node.namespaces import RECORD_BYTES_MAX, claim_key
 from kvstore.root.fence import lift
 from kvstore.root.generations import newest_number, publish
 from kvstore.root.identity import RootIdentity, read_small
 from kvstore.root.interface import Root
+from kvstore.root.namespaces import RECORD_BYTES_MAX, claim_key
 from kvstore.root.twins import list_twins, read_twin
 from kvstore.sources import Clock, Ids, RandomIds, SystemClock
 

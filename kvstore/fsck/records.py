@@ -8,10 +8,10 @@ from kvstore.format.places import Name
 from kvstore.fsck.report import Kind
 from kvstore.layout import Layout
 from kvstore.namespace import Namespace, NamespaceId
-from kvstore.node.namespaces import RECORD_BYTES_MAX, claim_key
 from kvstore.parsing import parse_json
 from kvstore.root.identity import read_small
 from kvstore.root.interface import Entry, Root
+from kvstore.root.namespaces import RECORD_BYTES_MAX, claim_key
 
 Wrong = tuple[Kind, str]
 """The fault of a record."""

@@ -1,13 +1,13 @@
 """What a node asks of garbage collection: what is being deleted, whether holds protect, and whether there is room.
 
-``node.view`` answers for a cluster, whose sweeps etcd announces, and for a process alone, ``host.view`` for a root that
-the processes of one host share.
+``node.view`` answers for a cluster, whose sweeps etcd announces, and for a process alone, ``node.host_view`` for a root
+that the processes of one host share.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -64,8 +64,10 @@ class Usage(Protocol):
 class GcState(Protocol):
     """The garbage collection of one root as a node sees it. Thread-safe."""
 
-    lock: threading.Lock
-    """Nothing that is condemned changes under it, in a cluster."""
+    @property
+    def lock(self) -> AbstractContextManager[Any]:
+        """Nothing that is condemned changes under it, in a cluster."""
+        ...
 
     @property
     def usage(self) -> Usage:

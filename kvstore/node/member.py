@@ -18,8 +18,6 @@ from kvstore.address import Address, Chain
 from kvstore.census.selection import ClearOrder, Selection
 from kvstore.counts import NodeCount
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, Unavailable
-from kvstore.host.clearing import HostClearing
-from kvstore.host.host import Host
 from kvstore.host.pins import HostPins
 from kvstore.meta.barriers import Barriers
 from kvstore.meta.clears import Clears
@@ -33,6 +31,8 @@ from kvstore.namespace import Namespace, NamespaceDigest
 from kvstore.node.clearing import Clearing, resolved
 from kvstore.node.clears import ClearsFollower
 from kvstore.node.holds import Hold
+from kvstore.node.host import Host
+from kvstore.node.host_clearing import HostClearing
 from kvstore.node.lanes import Deadline
 from kvstore.node.limits import Limits
 from kvstore.node.node import Node

@@ -42,7 +42,6 @@ from kvstore.node.looking import Looking
 from kvstore.node.memory_tier import MemoryTier
 from kvstore.node.moves import Act, Level, Move, Moves, check
 from kvstore.node.moving import Moving
-from kvstore.node.namespaces import NamespaceRecords
 from kvstore.node.puts import Puts
 from kvstore.node.reading import Reading
 from kvstore.node.refresh import Refresher
@@ -58,6 +57,7 @@ from kvstore.node.write import Written
 from kvstore.results import LayerMemory, PutResult
 from kvstore.root.identity import RootIdentity
 from kvstore.root.interface import Root, Space
+from kvstore.root.namespaces import NamespaceRecords
 from kvstore.root.posix import PosixRoot
 from kvstore.sections import Buffers, Sections
 from kvstore.sources import Clock, Ids, RandomIds, SystemClock

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 from kvstore.encodings import squeezing
 from kvstore.encodings.keys import KeyFile
 from kvstore.errors import InvalidRequest, PermissionDenied, RootMismatch
-from kvstore.host.host import Bound, Host
 from kvstore.host.place import why_not_shared
+from kvstore.host.takeover import check_left, publish_first
 from kvstore.memory.arena import PAGE_BYTES, Arena
 from kvstore.meta.etcd import EtcdMeta, EtcdTls, EtcdUser, check_access
 from kvstore.meta.generation import Standing, join_generation
@@ -23,6 +23,7 @@ from kvstore.meta.presence import Presence
 from kvstore.meta.roots import bind_root, bound_root, forget_command
 from kvstore.meta.session import Session
 from kvstore.node.follower import Follower
+from kvstore.node.host import Bound, Host
 from kvstore.node.lanes import Deadline, Lanes
 from kvstore.node.limits import Limits
 from kvstore.node.member import Member, Sharing
@@ -38,7 +39,6 @@ from kvstore.root.interface import Root
 from kvstore.root.open import check_place, open_root
 from kvstore.root.posix import PosixRoot
 from kvstore.root.reserve import begin_reserve
-from kvstore.root.takeover import check_left, publish_first
 from kvstore.sources import Clock, Ids, RandomIds, SystemClock
 from kvstore.writes import Durability
 

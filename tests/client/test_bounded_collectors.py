@@ -10,11 +10,11 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from kvstore.meta.sqlite.client import SqliteMeta
 
 import kvstore
 from kvstore.meta.bounds import Bounds
 from kvstore.meta.keys import Keys
-from kvstore.meta.sqlite.client import SqliteMeta
 from kvstore.node import collecting
 from kvstore.root.identity import create_or_open
 from kvstore.root.open import open_root

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from kvstore.meta.sqlite import host
 
 import kvstore
 from kvstore.cli.fsck import fsck
@@ -22,12 +23,11 @@ from kvstore.client.store import Store
 from kvstore.errors import InvalidRequest, Overloaded, RootMismatch, SessionLost, Unavailable
 from kvstore.format.generation import Generation
 from kvstore.format.places import GENERATIONS, METADATA, METADATA_LIVENESS
-from kvstore.meta.sqlite import host
+from kvstore.host.takeover import check_left, publish_first
 from kvstore.node.member import Sharing
 from kvstore.node.opening import open_member
 from kvstore.root.generations import newest_number, publish
 from kvstore.root.open import open_root
-from kvstore.root.takeover import check_left, publish_first
 from kvstore.sources import RandomIds, SystemClock
 from kvstore_gc.config import Config
 from kvstore_gc.serving import Collector, opened

@@ -14,10 +14,10 @@ from kvstore.format.header import Damage
 from kvstore.format.places import Name
 from kvstore.fsck import Action, Finding, Kind, Options, Progress, Report, fsck
 from kvstore.namespace import Namespace, NamespaceId
-from kvstore.node.namespaces import claim_key
 from kvstore.root.inspect import Broken, Inspector
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryRoot
+from kvstore.root.namespaces import claim_key
 from kvstore.root.objects import open_object_root
 from kvstore.root.posix import PosixRoot
 from kvstore.root.posix_reader import PosixReader

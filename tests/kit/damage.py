@@ -15,9 +15,9 @@ from kvstore.format.header import Expected, Incarnation, encode, expected_block,
 from kvstore.format.places import Name
 from kvstore.layout import Layout
 from kvstore.namespace import Namespace, NamespaceId
-from kvstore.node.namespaces import NamespaceRecords
 from kvstore.root.identity import RootIdentity, create_or_open
 from kvstore.root.interface import Root
+from kvstore.root.namespaces import NamespaceRecords
 from kvstore.sources import RandomIds, SystemClock
 from kvstore.tokens import token_array
 

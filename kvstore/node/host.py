@@ -14,8 +14,8 @@ from kvstore.host.place import InUse
 from kvstore.host.room import Room
 from kvstore.host.shared import Number, Shared
 from kvstore.host.tables import HoldTable, Own, live_tables, smallest
-from kvstore.host.view import HostView
 from kvstore.node.counters import Counters
+from kvstore.node.host_view import HostView
 from kvstore.node.known import Known
 from kvstore.root.posix import PosixRoot
 from kvstore.root.posix_errors import translated
@@ -39,7 +39,7 @@ class Bound:
 
 
 class Host:
-    """This process on one root. Closed by ``leave``, at the latest when the program ends."""
+    """This process on one root. Ended by ``leave``, at the latest when the program ends."""
 
     def __init__(self, root: PosixRoot, bound: Bound) -> None:
         """Raises RootMismatch where the files of ``host`` were removed while others use the root; the root's errors."""

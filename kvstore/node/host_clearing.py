@@ -11,7 +11,7 @@ from kvstore.census.walk import Found, walk
 from kvstore.errors import KVStoreError
 from kvstore.host.clears import HostClears
 from kvstore.host.eviction import Evicted, Eviction, Victim
-from kvstore.host.host import Host
+from kvstore.node.host import Host
 from kvstore.node.node import Node
 from kvstore.progress import Progress
 from kvstore.results import Cleared
