@@ -62,15 +62,15 @@ class Mapped:
     def __init__(self, fd: int, size_bytes: int) -> None:
         self._fd = fd
         self._lock = threading.Lock()
-        self._map = mmap.mmap(fd, size_bytes)
-        self._numbers = memoryview(self._map)[:PAGE_BYTES].cast("q")
-        self._at = np.frombuffer(self._map, np.uint8).ctypes.data
+        self.map = mmap.mmap(fd, size_bytes)
+        self.numbers = memoryview(self.map)[:PAGE_BYTES].cast("q")
+        self._at = np.frombuffer(self.map, np.uint8).ctypes.data
 
     def __getitem__(self, place: int) -> int:
-        return self._numbers[place]
+        return self.numbers[place]
 
     def __setitem__(self, place: int, value: int) -> None:
-        self._numbers[place] = value
+        self.numbers[place] = value
 
     def add(self, place: int, delta: int) -> int:
         """Adds to a number, as one step for all processes; returns the sum."""
@@ -79,8 +79,8 @@ class Mapped:
         with self._lock:
             fcntl.flock(self._fd, fcntl.LOCK_EX)
             try:
-                self._numbers[place] += delta
-                return self._numbers[place]
+                self.numbers[place] += delta
+                return self.numbers[place]
             finally:
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
 
@@ -107,7 +107,7 @@ class Shared(Mapped):
         except BaseException:
             os.close(fd)
             raise
-        self._ring = memoryview(self._map)[PAGE_BYTES:]
+        self._ring = memoryview(self.map)[PAGE_BYTES:]
 
     def append(self, packed: bytes) -> None:
         """Appends at most BATCH_MAX addresses to the log, one after the other in ``packed``, and advances TAIL."""

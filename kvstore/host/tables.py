@@ -10,20 +10,18 @@ import fcntl
 import itertools
 import os
 import threading
-from bisect import insort
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
 
 import numpy as np
 
-from kvstore.address import ADDRESS_BYTES
 from kvstore.host.place import FORGOTTEN_BY_CHILDREN, HOLDS
 from kvstore.host.shared import PAGE_BYTES, Mapped
 
-ENTRIES_MIN = 4096
+SIZE_BYTES_MIN = 64 << 10
 _serials = itertools.count()
 
 
@@ -49,11 +47,8 @@ CLEARS_NONE = (1 << 63) - 1
 """``Own.CLEARS`` of a process that keeps no chunks in memory."""
 
 
-class Run(NamedTuple):
-    """Consecutive entries."""
-
-    start: int
-    length: int
+Run = tuple[int, int]
+"""Consecutive entries: from which byte of the file on, and up to which."""
 
 
 class HoldTable:
@@ -64,19 +59,19 @@ class HoldTable:
         self.name = f"{os.getpid()}.{next(_serials)}.{os.urandom(4).hex()}"
         self._lock = threading.Lock()
         self._free: list[Run] = []
-        self._entries = 0
+        self._size_bytes = PAGE_BYTES
         path = f"{folder}/{HOLDS}/{self.name}"
         while True:
             hidden = f"{folder}/{HOLDS}/.{self.name}"
             self._fd = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_EX)
-                self._grow(ENTRIES_MIN)
+                self._grow(SIZE_BYTES_MIN)
                 os.rename(hidden, path)
                 break
             except FileNotFoundError:  # it was taken for one that was left
                 os.close(self._fd)
-                self._free, self._entries = [], 0
+                self._free, self._size_bytes = [], PAGE_BYTES
             except BaseException:
                 os.close(self._fd)
                 raise
@@ -85,21 +80,18 @@ class HoldTable:
 
     def add(self, packed: bytes) -> Run:
         """Adds addresses, one after the other in ``packed``. Raises OSError if the disk has no room for more."""
-        count = len(packed) // ADDRESS_BYTES
         with self._lock:
-            run = self._take(count)
-            at = PAGE_BYTES + run.start * ADDRESS_BYTES
-            self._bytes[at : at + len(packed)] = packed
+            run = self._take(len(packed))
+            self._bytes[run[0] : run[1]] = packed
         return run
 
     def remove(self, run: Run) -> None:
         """Removes what ``add`` added, once."""
+        start, stop = run
         with self._lock:
-            if self._fd < 0:
-                return
-            at = PAGE_BYTES + run.start * ADDRESS_BYTES
-            self._bytes[at : at + run.length * ADDRESS_BYTES] = bytes(run.length * ADDRESS_BYTES)
-            self._give_back(run)
+            if self._fd >= 0:
+                self._bytes[start:stop] = bytes(stop - start)
+                self._give_back(start, stop)
 
     @property
     def is_open(self) -> bool:
@@ -125,36 +117,36 @@ class HoldTable:
         if fd >= 0:
             os.close(fd)
 
-    def _take(self, count: int) -> Run:
+    def _take(self, size_bytes: int) -> Run:
         """Takes the first free run that is long enough."""
-        for at, run in enumerate(self._free):
-            if run.length >= count:
-                if run.length == count:
-                    del self._free[at]
-                else:
-                    self._free[at] = Run(run.start + count, run.length - count)
-                return Run(run.start, count)
-        self._grow(max(2 * self._entries, self._entries + count))
-        return self._take(count)
+        free = self._free
+        for at, (start, stop) in enumerate(free):
+            if stop - start > size_bytes:
+                free[at] = start + size_bytes, stop
+                return start, start + size_bytes
+            if stop - start == size_bytes:
+                del free[at]
+                return start, stop
+        self._grow(max(2 * self._size_bytes, self._size_bytes + size_bytes))
+        return self._take(size_bytes)
 
-    def _give_back(self, run: Run) -> None:
+    def _give_back(self, start: int, stop: int) -> None:
         """Makes a run free, and joins it with its free neighbours."""
-        insort(self._free, run)
-        at = self._free.index(run)
-        for left in (at, at - 1):
-            if 0 <= left < len(self._free) - 1:
-                one, other = self._free[left : left + 2]
-                if one.start + one.length == other.start:
-                    self._free[left : left + 2] = [Run(one.start, one.length + other.length)]
+        free = self._free
+        first = last = bisect_left(free, (start, stop))
+        if first < len(free) and free[first][0] == stop:
+            stop, last = free[first][1], first + 1
+        if first and free[first - 1][1] == start:
+            start, first = free[first - 1][0], first - 1
+        free[first:last] = [(start, stop)]
 
-    def _grow(self, entries: int) -> None:
-        size_bytes = PAGE_BYTES + entries * ADDRESS_BYTES
+    def _grow(self, size_bytes: int) -> None:
+        """Makes the file larger. All of it gets its room on the disk now, as in ``shared.make``."""
         os.posix_fallocate(self._fd, 0, size_bytes)
         self.numbers = Mapped(self._fd, size_bytes)
-        self._bytes = memoryview(self.numbers._map)
-        if entries > self._entries:
-            self._give_back(Run(self._entries, entries - self._entries))
-        self._entries = entries
+        self._bytes = memoryview(self.numbers.map)
+        self._give_back(self._size_bytes, size_bytes)
+        self._size_bytes = size_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from kvstore.root.posix_errors import translated
 
 SETTLE_S = 1.0
 POLL_S = 0.001
+_TAIL, _SETTLED = int(Number.TAIL), int(Number.SETTLED)
 NOTHING: frozenset[bytes] = frozenset()
 
 
@@ -36,6 +37,7 @@ class HostView:
         """Nothing: a hold needs no lock here."""
         self.usage = usage
         self._shared = shared
+        self._numbers = shared.numbers
         self._table = table
         self._known = known
         self._changes = threading.Lock()
@@ -130,8 +132,8 @@ class HostView:
 
     def _evicting(self) -> frozenset[bytes]:
         """The chunks of a batch that is not settled. Forgets what the log names up to now."""
-        tail = self._shared[Number.TAIL]
-        if tail != self._seen or (self._unsettled and self._shared[Number.SETTLED] >= tail):
+        tail = self._numbers[_TAIL]
+        if tail != self._seen or (self._unsettled and self._numbers[_SETTLED] >= tail):
             with self._changes:
                 self._read_log(tail)
         return self._unsettled
