@@ -1,6 +1,7 @@
 """Recency without etcd and without atime: the code in a chunk's mtime, and when a reader renews it.
 
-A stamp is the start of the current *quantum* (30 s by default) plus one second, minus four microseconds per chunk of
+A stamp is the start of the current *quantum* (30 s by default; on one host puts take the current *tick* of 2 s) plus
+one second, minus four microseconds per chunk of
 depth in its chain, plus a code of less than four microseconds for uses and hints.  From that follow the properties that
 garbage collection relies on:
 
@@ -8,6 +9,8 @@ garbage collection relies on:
 * A reader that renews a chunk renews its ancestors first, to the same quantum, so a chunk is never staler than its
   child.
 * Among chunks of one quantum a child is strictly staler than its parent, so that LRU order takes leaves first.
+* A put gives all its chunks one tick, and its ancestors at least that. So of prompts that were put within seconds the
+  oldest go whole, not the tails of all.
 * Uses and hints of a chunk are known without opening its file.
 * The code grows with each of uses, priority and ttl, so that raising one never lowers an mtime.
 * A chunk of an abandoned branch is *superseded*: it has no uses, keeps its hints, and its code is below all others. Its
@@ -30,6 +33,8 @@ QUANTUM_S = 30
 """The quantum by default. With 60 s a store that is rewritten within minutes found up to 2 % less, because uses within
 a quantum count once (``benchmarks/engine_blocks.py``); a shorter one costs more renewals than it finds.
 """
+TICK_S = 2
+"""The tick, if the quantum is a multiple of it; else they are the same."""
 DEPTH_STEP_NS = 4_000
 DEPTH_MAX = 249_999
 """The greatest depth that fits into one second, so that no two quanta overlap. Deeper chunks get its stamp."""
@@ -50,7 +55,7 @@ class Recency:
     """A chunk's last use, depth, uses and hints, decoded from its mtime."""
 
     last_use_s: int
-    """Start of the quantum of its last use, in seconds since the epoch."""
+    """Start of the quantum or tick of its last use, in seconds since the epoch."""
     depth: int
     """Its index in its chain, at most ``DEPTH_MAX``; 0 if the mtime is not a stamp."""
     uses: int
@@ -75,34 +80,39 @@ def quantum_of(now_s: float, quantum_s: int) -> int:
     return int(now_s) // quantum_s * quantum_s
 
 
-def stamp_ns(quantum_start_s: int, depth: int, hints: Hints = DEFAULT, uses: int = 0) -> int:
-    """The mtime of a chunk at ``depth`` in its chain (0 is the first), used in that quantum; nanoseconds."""
+def tick_s(quantum_s: int) -> int:
+    """The length of a tick."""
+    return TICK_S if quantum_s % TICK_S == 0 else quantum_s
+
+
+def stamp_ns(start_s: int, depth: int, hints: Hints = DEFAULT, uses: int = 0) -> int:
+    """The mtime of a chunk at ``depth`` in its chain (0 is the first), used in that quantum or tick; nanoseconds."""
     code = _spread(_number(hints, uses) - _DEFAULT_NUMBER)
-    return (quantum_start_s + 1) * NS_PER_S - min(depth, DEPTH_MAX) * DEPTH_STEP_NS + code
+    return (start_s + 1) * NS_PER_S - min(depth, DEPTH_MAX) * DEPTH_STEP_NS + code
 
 
-def stamps_ns(quantum_start_s: int, depths: npt.NDArray[np.int64], hints: Hints = DEFAULT) -> npt.NDArray[np.int64]:
+def stamps_ns(start_s: int, depths: npt.NDArray[np.int64], hints: Hints = DEFAULT) -> npt.NDArray[np.int64]:
     """``stamp_ns`` of chunks at many depths."""
-    return stamp_ns(quantum_start_s, 0, hints) - np.minimum(depths, DEPTH_MAX) * DEPTH_STEP_NS
+    return stamp_ns(start_s, 0, hints) - np.minimum(depths, DEPTH_MAX) * DEPTH_STEP_NS
 
 
-def is_fresh(mtime_ns: int, quantum_start_s: int) -> bool:
-    """True if a stamp belongs to that quantum, or to a later one (a host whose clock is ahead)."""
-    return mtime_ns >= quantum_start_s * NS_PER_S
+def is_fresh(mtime_ns: int, start_s: int) -> bool:
+    """True if a stamp belongs to that quantum or tick, or to a later one (a host whose clock is ahead)."""
+    return mtime_ns >= start_s * NS_PER_S
 
 
 def decode(mtime_ns: int, quantum_s: int) -> Recency:
     """Decodes any mtime; one that is not a stamp counts as the last use of a chunk with default hints."""
-    quantum_start_s = (mtime_ns - _CODE_MAX - 1) // NS_PER_S
-    if quantum_start_s % quantum_s == 0:
-        below = (quantum_start_s + 1) * NS_PER_S - mtime_ns
+    start_s = (mtime_ns - _CODE_MAX - 1) // NS_PER_S
+    if start_s % tick_s(quantum_s) == 0:
+        below = (start_s + 1) * NS_PER_S - mtime_ns
         depth = (below + _CODE_MAX) // DEPTH_STEP_NS
         number = _gathered(depth * DEPTH_STEP_NS - below) + _DEFAULT_NUMBER
         if depth <= DEPTH_MAX and -_SUPERSEDED_NUMBERS <= number < _NUMBERS:
             is_superseded = number < 0
             rest, ttl = divmod(number + _SUPERSEDED_NUMBERS if is_superseded else number, len(_TTLS))
             priority, uses = (rest, 0) if is_superseded else divmod(rest, USES_MAX + 1)
-            last_use_s = quantum_start_s + quantum_s if is_superseded else quantum_start_s
+            last_use_s = start_s + quantum_s if is_superseded else start_s
             return Recency(last_use_s, depth, uses, priority, _TTLS[ttl], is_superseded)
     return Recency(mtime_ns // NS_PER_S // quantum_s * quantum_s, 0, 0, DEFAULT.priority, DEFAULT.ttl_s)
 
@@ -113,25 +123,29 @@ def cover(mtimes_ns: npt.NDArray[np.int64], quantum_s: int, hints: Hints) -> npt
     below = (starts_s + 1) * NS_PER_S - mtimes_ns
     depths = (below + _CODE_MAX) // DEPTH_STEP_NS
     # Stamps with one code have the same hints; an mtime that is not a stamp has the default ones.
-    codes = np.where((starts_s % quantum_s == 0) & (depths <= DEPTH_MAX), depths * DEPTH_STEP_NS - below, 0).tolist()
+    codes = np.where(
+        (starts_s % tick_s(quantum_s) == 0) & (depths <= DEPTH_MAX), depths * DEPTH_STEP_NS - below, 0
+    ).tolist()
     one_of_each = dict(zip(codes, mtimes_ns.tolist(), strict=True))
     covered = {code: decode(mtime_ns, quantum_s).covers(hints) for code, mtime_ns in one_of_each.items()}
     return np.array([covered[code] for code in codes], np.bool_)
 
 
 def renewed_ns(
-    mtime_ns: int, quantum_start_s: int, quantum_s: int, depth: int, least: Hints = LEAST, uses_least: int = 0
+    mtime_ns: int, start_s: int, quantum_s: int, depth: int, least: Hints = LEAST, uses_least: int = 0
 ) -> int | None:
-    """The mtime that a chunk gets when it is used, or None if it stays.
+    """The mtime that a chunk gets when it is used in that quantum or tick, or None if it stays.
 
     Counts one more use if this is the first in this quantum, raises hints to ``least``, and takes a superseded chunk
     back; never an earlier time.
     """
     was = decode(mtime_ns, quantum_s)
     hints = was.hints.raised_to(least)
-    if not is_fresh(mtime_ns, quantum_start_s):
-        return stamp_ns(quantum_start_s, depth, hints, max(min(was.uses + 1, USES_MAX), uses_least))
+    if not is_fresh(mtime_ns, quantum_of(start_s, quantum_s)):
+        return stamp_ns(start_s, depth, hints, max(min(was.uses + 1, USES_MAX), uses_least))
     uses = max(was.uses, uses_least)
+    if not is_fresh(mtime_ns, start_s):
+        return stamp_ns(start_s, depth, hints, uses)
     if (hints, uses) == (was.hints, was.uses) and not was.is_superseded:
         return None
     stamp = stamp_ns(was.last_use_s, depth, hints, uses)

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.hints import DEFAULT, PRIORITY_DEFAULT, PRIORITY_MAX, Hints
-from kvstore.recency import DEPTH_MAX, DEPTH_STEP_NS, NS_PER_S, USES_MAX, decode, stamp_ns
+from kvstore.recency import DEPTH_MAX, DEPTH_STEP_NS, NS_PER_S, USES_MAX, decode, stamp_ns, tick_s
 
 Column = npt.NDArray[np.int64]
 Truths = npt.NDArray[np.bool_]
@@ -71,7 +71,7 @@ class Uses:
     """The decoded mtimes of some chunks: each column has one element for each chunk."""
 
     last_use_s: Column
-    """Start of the quantum of the last use."""
+    """Start of the quantum or tick of the last use."""
     depth: Column
     uses: Column
     priority: Column
@@ -89,7 +89,7 @@ class Uses:
         depth = below // DEPTH_STEP_NS
         codes = below - depth * DEPTH_STEP_NS
         table = _codes()
-        is_stamp = (starts_s % quantum_s == 0) & (depth <= DEPTH_MAX) & (table[codes, 4] != 0)
+        is_stamp = (starts_s % tick_s(quantum_s) == 0) & (depth <= DEPTH_MAX) & (table[codes, 4] != 0)
         uses, priority, ttl_s, superseded = np.where(is_stamp, table[codes, :4].T, _DEFAULT)
         other_s = mtimes_ns // (NS_PER_S * quantum_s) * quantum_s
         last_use_s = np.where(is_stamp, starts_s, other_s) + superseded * quantum_s

@@ -236,19 +236,20 @@ class ChunkRuns:
         sizes: Sizes,
         depths: npt.NDArray[np.int64],
         *,
+        stamped_s: int,
         durable: bool,
         hints: Hints,
         abandoned: ctypes.c_int32 | None = None,
     ) -> SharedPut:
         """Returns a run that several lanes put together; ``depths`` are the indexes of its chunks in their prompt.
 
-        ``abandoned`` is as in ``SharedPut``.
+        ``stamped_s`` is the time of their stamps; ``abandoned`` is as in ``SharedPut``.
         """
         put = SharedPut(run, sizes, self._writer.session(), durable, self._known.epoch, abandoned)
         indexes = np.arange(run.first, run.first + run.count)
         run.items["number"] = list(islice(self._writer.numbers, run.count))
         run.items["incarnation"] = np.frombuffer(b"".join(self._incarnations_of(run, indexes)), "V16")
-        run.items["mtime_ns"] = stamps_ns(self._known.quantum(), depths, hints)
+        run.items["mtime_ns"] = stamps_ns(stamped_s, depths, hints)
         return put
 
     def stage(self, put: SharedPut) -> tuple[Places, bool]:

@@ -219,6 +219,7 @@ class Chunks:
         self,
         expected: Expected,
         sections: Pieces,
+        stamped_s: int,
         durable: bool,
         hints: Hints,
         depth: int,
@@ -226,13 +227,13 @@ class Chunks:
     ) -> Staged:
         """Writes a chunk, the one at ``depth`` of its prompt, under a staging name of its own.
 
-        ``origin`` is the incarnation of its image, if it has one.
+        ``stamped_s`` is the time of its stamp, ``origin`` the incarnation of its image, if it has one.
         """
         incarnation = self._writer.incarnations.fresh() if origin is None else self._writer.incarnations.renewed(origin)
         self._writer.incarnations.record()
         pieces = self._writer.encodings.pieces(expected, incarnation, sections)
         name = places.staged(self._writer.session(), next(self._writer.numbers))
-        stamp = stamp_ns(self.known.quantum(), depth, hints)
+        stamp = stamp_ns(stamped_s, depth, hints)
         try:
             with self._counters.timed("root", "write") as timed:
                 timed.size_bytes = expected.payload_bytes

@@ -93,6 +93,8 @@ class Publication:
         self._is_chain = isinstance(wanted, Chain)
         self._durable = durable
         self._hints = hints
+        self._stamped_s = chunks.known.tick()
+        """All chunks of a put have one time, and their ancestors none before it."""
         self._lacking: set[int] = set()
         self._changed = threading.Condition()
         self._turns = 0
@@ -109,13 +111,14 @@ class Publication:
         stat = self._chunks.look(expected_of(self.wanted, index))
         if stat is None:
             return False
-        if self._chunks.lacks(stat, self._hints):
+        if self._chunks.lacks(stat, self._hints) or not recency.is_fresh(stat.mtime_ns, self._stamped_s):
             self._lacking.add(index)
         return True
 
     def found(self, indexes: npt.NDArray[np.int64], mtimes_ns: npt.NDArray[np.int64]) -> None:
         """Notes chunks that are in the store, as ``look`` does."""
         lacking = ~recency.cover(mtimes_ns, self._chunks.known.quantum_s, self._hints)
+        lacking |= mtimes_ns < self._stamped_s * recency.NS_PER_S
         self._lacking.update(indexes[lacking].tolist())
 
     def add(self, index: int, sections: Pieces, origin: Incarnation | None = None) -> None:
@@ -125,7 +128,7 @@ class Publication:
             return
         expected, depths = expected_of(self.wanted, index), self.wanted.depths
         depth = depths[index] if depths else index
-        staged = self._chunks.stage(expected, sections, self._durable, self._hints, depth, origin)
+        staged = self._chunks.stage(expected, sections, self._stamped_s, self._durable, self._hints, depth, origin)
         if not self._is_chain or self._chunks.root.traits.ordered_publish:
             self._completed({index: staged})
         elif self.abandoned.value:
@@ -148,7 +151,13 @@ class Publication:
         indexes = np.array(depths[first:stop], np.int64) if depths else np.arange(first, stop)
         abandoned = self.abandoned if at_once else None
         return self._chunks.runs.shared_put(
-            run, sizes, indexes, durable=self._durable, hints=self._hints, abandoned=abandoned
+            run,
+            sizes,
+            indexes,
+            stamped_s=self._stamped_s,
+            durable=self._durable,
+            hints=self._hints,
+            abandoned=abandoned,
         )
 
     def add_turn(self, put: SharedPut) -> tuple[list[int], bool]:
@@ -357,7 +366,7 @@ class Publication:
             return
         self._renewed = True
         lacking = frozenset(index for index in list(self._lacking) if index < depth)
-        self._refresher.renew(self.wanted.leading(depth), self._hints, lacking)
+        self._refresher.renew(self.wanted.leading(depth), self._hints, lacking, self._stamped_s)
         self._lacking -= lacking
 
     # Either

@@ -24,7 +24,7 @@ from kvstore.namespace import NamespaceId
 from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters
 from kvstore.node.wanted import Wanted
-from kvstore.recency import decode, is_coarse, renewed_ns, superseded_ns
+from kvstore.recency import decode, is_coarse, quantum_of, renewed_ns, superseded_ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,8 @@ class _Renewal:
     """The index of each block in its prompt, as far as the request says; None for a chain from its first chunk on."""
     hints: Hints
     lacking: frozenset[int]
+    start_s: int = 0
+    """The least time of their stamps, if it is later than the start of the quantum."""
 
     @property
     def count(self) -> int:
@@ -115,11 +117,11 @@ class Refresher:
                 return
         self._counters.add(NodeCount.REFRESH_DROPPED, len(branch.addresses))
 
-    def renew(self, chain: Wanted, hints: Hints, lacking: frozenset[int]) -> None:
+    def renew(self, chain: Wanted, hints: Hints, lacking: frozenset[int], start_s: int) -> None:
         """Renews the leading chunks of a chain on the calling lane, before a child of theirs gets a fresh stamp."""
         if self._enabled and len(chain):
             try:
-                self._renew(_Renewal(chain.namespace.id, chain.packed_addresses, None, hints, lacking))
+                self._renew(_Renewal(chain.namespace.id, chain.packed_addresses, None, hints, lacking, start_s))
             except KVStoreError:
                 self._counters.add(NodeCount.REFRESH_DROPPED)
 
@@ -162,9 +164,10 @@ class Refresher:
             if stat is None:
                 continue
             was = decode(stat.mtime_ns, chunks.known.quantum_s)
-            if was.last_use_s > latest_s:
+            last_use_s = quantum_of(was.last_use_s, chunks.known.quantum_s)
+            if last_use_s > latest_s:
                 return
-            latest_s, is_last = was.last_use_s if is_last else latest_s, False
+            latest_s, is_last = last_use_s if is_last else latest_s, False
             depth = was.depth if branch.depths is None else branch.depths[place]
             stamp = superseded_ns(stat.mtime_ns, chunks.known.quantum_s, depth)
             if stamp is not None and chunks.root.touch(name, stamp):
@@ -205,12 +208,12 @@ class Refresher:
         """
         plans: list[_Plan] = []
         quantum_s = self._chunks.known.quantum_s
-        least, uses_least = renewal.hints, 0
+        least, uses_least, start_s = renewal.hints, 0, max(quantum, renewal.start_s)
         for index, name, mtime_ns in reversed(self._look(renewal, quantum)):
             depth = index
             if renewal.depths is not None:  # its writer knew at least as well as this request
                 depth = max(renewal.depths[index], decode(mtime_ns, quantum_s).depth)
-            stamp = renewed_ns(mtime_ns, quantum, quantum_s, depth, least, uses_least)
+            stamp = renewed_ns(mtime_ns, start_s, quantum_s, depth, least, uses_least)
             plans.append(_Plan(index, name, stamp))
             if renewal.depths is None:
                 after = decode(mtime_ns if stamp is None else stamp, quantum_s)
