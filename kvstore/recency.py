@@ -1,7 +1,7 @@
 """Recency without etcd and without atime: the code in a chunk's mtime, and when a reader renews it.
 
-A stamp is the start of the current *quantum* (30 s by default; on one host puts take the current *tick* of 2 s) plus
-one second, minus four microseconds per chunk of
+A stamp is the start of the current *quantum* (30 s by default; on one host puts take the current *tick* of 0.25 s) plus
+one tick, minus four microseconds per chunk of
 depth in its chain, plus a code of less than four microseconds for uses and hints.  From that follow the properties that
 garbage collection relies on:
 
@@ -33,11 +33,11 @@ QUANTUM_S = 30
 """The quantum by default. With 60 s a store that is rewritten within minutes found up to 2 % less, because uses within
 a quantum count once (``benchmarks/engine_blocks.py``); a shorter one costs more renewals than it finds.
 """
-TICK_S = 2
-"""The tick, if the quantum is a multiple of it; else they are the same."""
+TICK_NS = 250_000_000
+TICK_S = TICK_NS / NS_PER_S
 DEPTH_STEP_NS = 4_000
-DEPTH_MAX = 249_999
-"""The greatest depth that fits into one second, so that no two quanta overlap. Deeper chunks get its stamp."""
+DEPTH_MAX = 62_498
+"""The greatest depth that fits into one tick, so that no two overlap. Deeper chunks get its stamp."""
 AHEAD_MAX_S = 86_400.0
 """No clock is further ahead than this."""
 USES_MAX = 3
@@ -54,7 +54,7 @@ seconds), or a tool does that copies files, hints read as the default and not as
 class Recency:
     """A chunk's last use, depth, uses and hints, decoded from its mtime."""
 
-    last_use_s: int
+    last_use_s: float
     """Start of the quantum or tick of its last use, in seconds since the epoch."""
     depth: int
     """Its index in its chain, at most ``DEPTH_MAX``; 0 if the mtime is not a stamp."""
@@ -80,59 +80,56 @@ def quantum_of(now_s: float, quantum_s: int) -> int:
     return int(now_s) // quantum_s * quantum_s
 
 
-def tick_s(quantum_s: int) -> int:
-    """The length of a tick."""
-    return TICK_S if quantum_s % TICK_S == 0 else quantum_s
+def ns_of(start_s: float) -> int:
+    """The start of a quantum or tick in nanoseconds."""
+    return int(start_s / TICK_S) * TICK_NS
 
 
-def stamp_ns(start_s: int, depth: int, hints: Hints = DEFAULT, uses: int = 0) -> int:
+def stamp_ns(start_s: float, depth: int, hints: Hints = DEFAULT, uses: int = 0) -> int:
     """The mtime of a chunk at ``depth`` in its chain (0 is the first), used in that quantum or tick; nanoseconds."""
     code = _spread(_number(hints, uses) - _DEFAULT_NUMBER)
-    return (start_s + 1) * NS_PER_S - min(depth, DEPTH_MAX) * DEPTH_STEP_NS + code
+    return ns_of(start_s) + TICK_NS - min(depth, DEPTH_MAX) * DEPTH_STEP_NS + code
 
 
-def stamps_ns(start_s: int, depths: npt.NDArray[np.int64], hints: Hints = DEFAULT) -> npt.NDArray[np.int64]:
+def stamps_ns(start_s: float, depths: npt.NDArray[np.int64], hints: Hints = DEFAULT) -> npt.NDArray[np.int64]:
     """``stamp_ns`` of chunks at many depths."""
     return stamp_ns(start_s, 0, hints) - np.minimum(depths, DEPTH_MAX) * DEPTH_STEP_NS
 
 
-def is_fresh(mtime_ns: int, start_s: int) -> bool:
+def is_fresh(mtime_ns: int, start_s: float) -> bool:
     """True if a stamp belongs to that quantum or tick, or to a later one (a host whose clock is ahead)."""
-    return mtime_ns >= start_s * NS_PER_S
+    return mtime_ns >= ns_of(start_s)
 
 
 def decode(mtime_ns: int, quantum_s: int) -> Recency:
     """Decodes any mtime; one that is not a stamp counts as the last use of a chunk with default hints."""
-    start_s = (mtime_ns - _CODE_MAX - 1) // NS_PER_S
-    if start_s % tick_s(quantum_s) == 0:
-        below = (start_s + 1) * NS_PER_S - mtime_ns
-        depth = (below + _CODE_MAX) // DEPTH_STEP_NS
-        number = _gathered(depth * DEPTH_STEP_NS - below) + _DEFAULT_NUMBER
-        if depth <= DEPTH_MAX and -_SUPERSEDED_NUMBERS <= number < _NUMBERS:
-            is_superseded = number < 0
-            rest, ttl = divmod(number + _SUPERSEDED_NUMBERS if is_superseded else number, len(_TTLS))
-            priority, uses = (rest, 0) if is_superseded else divmod(rest, USES_MAX + 1)
-            last_use_s = start_s + quantum_s if is_superseded else start_s
-            return Recency(last_use_s, depth, uses, priority, _TTLS[ttl], is_superseded)
+    tick = (mtime_ns - _CODE_MAX - 1) // TICK_NS
+    below = (tick + 1) * TICK_NS - mtime_ns
+    depth = (below + _CODE_MAX) // DEPTH_STEP_NS
+    number = _gathered(depth * DEPTH_STEP_NS - below) + _DEFAULT_NUMBER
+    if depth <= DEPTH_MAX and -_SUPERSEDED_NUMBERS <= number < _NUMBERS:
+        is_superseded = number < 0
+        rest, ttl = divmod(number + _SUPERSEDED_NUMBERS if is_superseded else number, len(_TTLS))
+        priority, uses = (rest, 0) if is_superseded else divmod(rest, USES_MAX + 1)
+        last_use_s = tick * TICK_S + (quantum_s if is_superseded else 0)
+        return Recency(last_use_s, depth, uses, priority, _TTLS[ttl], is_superseded)
     return Recency(mtime_ns // NS_PER_S // quantum_s * quantum_s, 0, 0, DEFAULT.priority, DEFAULT.ttl_s)
 
 
 def cover(mtimes_ns: npt.NDArray[np.int64], quantum_s: int, hints: Hints) -> npt.NDArray[np.bool_]:
     """For each mtime, whether a put with ``hints`` leaves it as it is (``Recency.covers``)."""
-    starts_s = (mtimes_ns - _CODE_MAX - 1) // NS_PER_S
-    below = (starts_s + 1) * NS_PER_S - mtimes_ns
+    ticks = (mtimes_ns - _CODE_MAX - 1) // TICK_NS
+    below = (ticks + 1) * TICK_NS - mtimes_ns
     depths = (below + _CODE_MAX) // DEPTH_STEP_NS
     # Stamps with one code have the same hints; an mtime that is not a stamp has the default ones.
-    codes = np.where(
-        (starts_s % tick_s(quantum_s) == 0) & (depths <= DEPTH_MAX), depths * DEPTH_STEP_NS - below, 0
-    ).tolist()
+    codes = np.where(depths <= DEPTH_MAX, depths * DEPTH_STEP_NS - below, 0).tolist()
     one_of_each = dict(zip(codes, mtimes_ns.tolist(), strict=True))
     covered = {code: decode(mtime_ns, quantum_s).covers(hints) for code, mtime_ns in one_of_each.items()}
     return np.array([covered[code] for code in codes], np.bool_)
 
 
 def renewed_ns(
-    mtime_ns: int, start_s: int, quantum_s: int, depth: int, least: Hints = LEAST, uses_least: int = 0
+    mtime_ns: int, start_s: float, quantum_s: int, depth: int, least: Hints = LEAST, uses_least: int = 0
 ) -> int | None:
     """The mtime that a chunk gets when it is used in that quantum or tick, or None if it stays.
 
@@ -197,7 +194,7 @@ _DEFAULT_NUMBER = _number(DEFAULT, 0)
 _CODE_MIN = _spread(-_SUPERSEDED_NUMBERS - _DEFAULT_NUMBER)
 _CODE_MAX = _spread(_NUMBERS - 1 - _DEFAULT_NUMBER)
 assert _CODE_MAX - _CODE_MIN < DEPTH_STEP_NS, "a chunk would be as fresh as its parent"
-assert DEPTH_MAX * DEPTH_STEP_NS - _CODE_MIN < NS_PER_S, "a stamp would lie before its quantum"
+assert DEPTH_MAX * DEPTH_STEP_NS - _CODE_MIN < TICK_NS, "a stamp would lie before its quantum"
 
 
 def was_never_stamped(mtime_ns: int, now_s: float) -> bool:

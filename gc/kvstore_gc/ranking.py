@@ -6,6 +6,7 @@ first are kept: when they are gone the root is listed again.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 
@@ -43,7 +44,7 @@ class Ranking:
         self.due_count = 0
         """Chunks that go whatever room there is: past their time to live, or over a quota."""
         self._goals = goals
-        self._now_s = int(now_s)
+        self._now_s = math.ceil(now_s)
         self._parts: list[np.ndarray[tuple[int], np.dtype[np.void]]] = []
         self._kept_count = 0
         self._group_bytes = np.zeros(len(goals.group_quotas), np.int64)

@@ -79,8 +79,9 @@ class _Explorer:
             return None  # gone meanwhile, or damaged: its next reader finds out
         if fixed.kind is Kind.TOKENS:
             when = recency_of(seen.stat.mtime_ns, QUANTUM_S)
+            size_bytes, last_use_s = seen.stat.size_bytes, int(when.last_use_s)
             self.leaves[address] = Leaf(
-                address, fixed.parent, namespace, fixed.depth, seen.stat.size_bytes, when.last_use_s, when.uses, weight
+                address, fixed.parent, namespace, fixed.depth, size_bytes, last_use_s, when.uses, weight
             )
         return fixed.kind
 

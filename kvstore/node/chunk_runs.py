@@ -236,7 +236,7 @@ class ChunkRuns:
         sizes: Sizes,
         depths: npt.NDArray[np.int64],
         *,
-        stamped_s: int,
+        stamped_s: float,
         durable: bool,
         hints: Hints,
         abandoned: ctypes.c_int32 | None = None,

@@ -219,7 +219,7 @@ class Chunks:
         self,
         expected: Expected,
         sections: Pieces,
-        stamped_s: int,
+        stamped_s: float,
         durable: bool,
         hints: Hints,
         depth: int,

@@ -84,5 +84,5 @@ class HostClearing:
         return [one for one in chunks if order.means(one.namespace) and order.takes(one)], len(failures)
 
 
-def _worth(found: Found) -> tuple[int, int]:
+def _worth(found: Found) -> tuple[float, int]:
     return found.recency.last_use_s, -found.recency.depth

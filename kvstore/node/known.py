@@ -54,7 +54,7 @@ class Known:
         self._clock = clock
         self.quantum_s = quantum_s
         """Length of a quantum. A mark holds a quantum as its start divided by this, which fits 31 bits."""
-        self.tick_s = quantum_s
+        self.tick_s: float = quantum_s
         """Length of a tick; shorter than a quantum on a root of one host, where a renewal costs little."""
         self._lock = threading.Lock()
         self.epoch = 0
@@ -70,9 +70,9 @@ class Known:
     def __len__(self) -> int:
         return int(np.count_nonzero(self._marks))
 
-    def tick(self) -> int:
+    def tick(self) -> float:
         """Returns the start of the current tick: the time that the stamps of a put have."""
-        return int(max(0.0, self._clock.now_s())) // self.tick_s * self.tick_s
+        return max(0.0, self._clock.now_s()) // self.tick_s * self.tick_s
 
     def quantum(self, ago_s: float = 0.0) -> int:
         """Returns the start of the current quantum, or of that of ``ago_s`` seconds ago."""

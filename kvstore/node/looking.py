@@ -177,7 +177,7 @@ class Looking:
         encoding = Encoding(header.encoding & ENCODINGS)
         return RootCopy(
             stat.size_bytes,
-            when.last_use_s,
+            int(when.last_use_s),
             when.uses,
             when.hints,
             encoding,

@@ -118,7 +118,7 @@ class Publication:
     def found(self, indexes: npt.NDArray[np.int64], mtimes_ns: npt.NDArray[np.int64]) -> None:
         """Notes chunks that are in the store, as ``look`` does."""
         lacking = ~recency.cover(mtimes_ns, self._chunks.known.quantum_s, self._hints)
-        lacking |= mtimes_ns < self._stamped_s * recency.NS_PER_S
+        lacking |= mtimes_ns < recency.ns_of(self._stamped_s)
         self._lacking.update(indexes[lacking].tolist())
 
     def add(self, index: int, sections: Pieces, origin: Incarnation | None = None) -> None:

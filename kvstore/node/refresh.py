@@ -36,7 +36,7 @@ class _Renewal:
     """The index of each block in its prompt, as far as the request says; None for a chain from its first chunk on."""
     hints: Hints
     lacking: frozenset[int]
-    start_s: int = 0
+    start_s: float = 0.0
     """The least time of their stamps, if it is later than the start of the quantum."""
 
     @property
@@ -117,7 +117,7 @@ class Refresher:
                 return
         self._counters.add(NodeCount.REFRESH_DROPPED, len(branch.addresses))
 
-    def renew(self, chain: Wanted, hints: Hints, lacking: frozenset[int], start_s: int) -> None:
+    def renew(self, chain: Wanted, hints: Hints, lacking: frozenset[int], start_s: float) -> None:
         """Renews the leading chunks of a chain on the calling lane, before a child of theirs gets a fresh stamp."""
         if self._enabled and len(chain):
             try:

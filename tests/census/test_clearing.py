@@ -192,7 +192,7 @@ def test_an_age_means_what_was_not_used_for_so_long(nodes: tuple[RolledOut, Roll
     good.drain()
     assert good.member.clear_selected(Selection(older_than_s=600)).chunks == 0
     for found in good.on_root():
-        good.root.touch(found.name, (found.recency.last_use_s - 1200) * 1_000_000_000)
+        good.root.touch(found.name, int(found.recency.last_use_s - 1200) * 1_000_000_000)
     if good.root.traits.touch:
         assert good.member.clear_selected(Selection(older_than_s=600)).chunks == 4
         assert good.on_root() == []

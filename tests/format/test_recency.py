@@ -15,12 +15,15 @@ from kvstore.recency import (
     DEPTH_MAX,
     DEPTH_STEP_NS,
     NS_PER_S,
+    TICK_NS,
+    TICK_S,
     USES_MAX,
     Recency,
     cover,
     decode,
     is_coarse,
     is_fresh,
+    ns_of,
     quantum_of,
     renewed_ns,
     stamp_ns,
@@ -97,13 +100,12 @@ def test_a_stamp_without_hints_is_that_of_a_chunk_with_the_default_ones(
     now_s: float, quantum_s: int, depth: int
 ) -> None:
     start = quantum_of(now_s, quantum_s)
-    assert stamp_ns(start, depth) == (start + 1) * NS_PER_S - 4000 * min(depth, DEPTH_MAX)
+    assert stamp_ns(start, depth) == ns_of(start) + TICK_NS - 4000 * min(depth, DEPTH_MAX)
 
 
 @given(mtimes, quanta)
-def test_any_mtime_decodes_and_to_a_quantum_that_it_is_fresh_in(mtime_ns: int, quantum_s: int) -> None:
+def test_any_mtime_decodes_and_to_a_time_that_it_is_fresh_in(mtime_ns: int, quantum_s: int) -> None:
     was = decode(mtime_ns, quantum_s)
-    assert was.last_use_s % quantum_s == 0
     assert is_fresh(mtime_ns, was.last_use_s) or was.is_superseded
     assert mtime_ns < (was.last_use_s + quantum_s) * NS_PER_S + DEPTH_STEP_NS
     assert 0 <= was.depth <= DEPTH_MAX and 0 <= was.uses <= USES_MAX
@@ -157,14 +159,6 @@ def test_many_mtimes_cover_hints_as_each_of_them_does(mtimes_ns: list[int], want
     assert found.tolist() == [decode(mtime_ns, 60).covers(wanted) for mtime_ns in mtimes_ns]
 
 
-@given(times, st.integers(2, 3600), st.integers(2 * NS_PER_S, 3600 * NS_PER_S))
-def test_a_time_that_is_no_stamp_is_a_use_with_default_hints(now_s: float, quantum_s: int, beyond_ns: int) -> None:
-    start = quantum_of(now_s, quantum_s)
-    mtime_ns = start * NS_PER_S + beyond_ns % (quantum_s * NS_PER_S)
-    if mtime_ns > (start + 1) * NS_PER_S + DEPTH_STEP_NS:
-        assert decode(mtime_ns, quantum_s) == Recency(start, 0, 0, 35, None)
-
-
 @pytest.mark.parametrize("grain_ns", [100, 1_000, 1_000_000, 10_000_000, NS_PER_S])
 @given(now_s=times, quantum_s=st.integers(2, 3600), depth=depths, said=hints, used=uses, up=st.booleans())
 def test_rounded_times_keep_the_quantum_and_read_as_default_hints(
@@ -175,7 +169,7 @@ def test_rounded_times_keep_the_quantum_and_read_as_default_hints(
     rounded = (stamp + (grain_ns // 2 if up else 0)) // grain_ns * grain_ns
     was = decode(rounded, quantum_s)
     assert (was.uses, was.hints, is_coarse(rounded)) == (0, DEFAULT, True)
-    assert was.last_use_s == start
+    assert abs(was.last_use_s - start) <= TICK_S
     assert is_fresh(rounded, start)
 
 
@@ -190,7 +184,7 @@ def test_a_renewal_never_lowers_an_mtime_nor_what_it_says(
         return
     was, now = decode(mtime_ns, quantum_s), decode(stamp, quantum_s)
     assert stamp > mtime_ns
-    assert now.last_use_s == max(start, was.last_use_s)
+    assert now.last_use_s == (start if was.is_superseded else max(start, was.last_use_s))
     assert all(after >= before for after, before in zip(components(now), components(was), strict=True))
     assert now.hints.covers(least) and now.uses >= uses_least
     assert renewed_ns(stamp, start, quantum_s, depth, least, uses_least) is None, "once is enough"

@@ -21,7 +21,7 @@ from kvstore.format.places import Name, chunk
 from kvstore.hints import DEFAULT, PRESETS, TTL_CLASSES_S, Hints
 from kvstore.node.limits import Limits
 from kvstore.node.node import Node
-from kvstore.recency import NS_PER_S, Recency, decode, quantum_of
+from kvstore.recency import NS_PER_S, TICK_S, Recency, decode, quantum_of
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.tokens import token_array
 from tests.kit.patience import eventually
@@ -288,7 +288,9 @@ def test_a_root_of_whole_seconds_reads_as_default_hints_and_is_not_asked_for_mor
     with store:
         opened.put(preset="rag")
         assert opened.hints() == [DEFAULT] * CHUNKS
-        assert {each.last_use_s for each in opened.recencies()} == {quantum_of(NOW_S, QUANTUM_S)}
+        assert {quantum_of(each.last_use_s + TICK_S, QUANTUM_S) for each in opened.recencies()} == {
+            quantum_of(NOW_S, QUANTUM_S)
+        }
         opened.put(preset="rag")
         tried = len(root.touched)
         assert tried <= CHUNKS
@@ -298,4 +300,6 @@ def test_a_root_of_whole_seconds_reads_as_default_hints_and_is_not_asked_for_mor
         opened.pass_quanta()
         opened.get()
         assert len(root.touched) == tried + CHUNKS, "recency itself is kept"
-        assert {each.last_use_s for each in opened.recencies()} == {quantum_of(NOW_S, QUANTUM_S) + QUANTUM_S}
+        assert {quantum_of(each.last_use_s + TICK_S, QUANTUM_S) for each in opened.recencies()} == {
+            quantum_of(NOW_S, QUANTUM_S) + QUANTUM_S
+        }
