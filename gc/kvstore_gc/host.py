@@ -62,8 +62,9 @@ AGAIN_S = 0.25
 """The least time between two listings of a root where nothing could be evicted; more if a listing takes long."""
 STAGED_S = 10.0
 """A staged file of a process that has ended goes after this."""
-QUARANTINE_S = 7 * 86_400.0
-"""A damaged file that was set aside goes after this."""
+QUARANTINE_S = 86_400.0
+QUARANTINE_SHARE = 0.01
+"""A damaged file that was set aside goes after this, or when all take this share of the limit."""
 
 
 class Busy(InvalidRequest):
@@ -253,8 +254,10 @@ class HostCollector:
                 self._root.remove_folder(path)
         for entry in list(self._root.list(places.QUARANTINE)):
             name = Name(f"{places.QUARANTINE}/{entry.name}")
-            if self._age_s(name) < QUARANTINE_S or not self._root.remove(name):
-                left += entry.stat.size_bytes if entry.stat is not None else 0
+            size_bytes = entry.stat.size_bytes if entry.stat is not None else 0
+            fits = left + size_bytes <= QUARANTINE_SHARE * (self._shared[Number.LIMIT] or math.inf)
+            if (fits and self._age_s(name) < QUARANTINE_S) or not self._root.remove(name):
+                left += size_bytes
         return left
 
     def _age_s(self, name: str) -> float:

@@ -59,10 +59,8 @@ def fsck(root: RootPlace, wanted: _Wanted, etcd: EtcdAccess | None, as_json: boo
     --adopt is for an etcd that was wiped, restored from a snapshot or exchanged, and for a root that was copied or
     restored: it ends all sessions (living nodes begin new ones), puts back what unfinished garbage collection took,
     tells etcd the namespaces and the pins, and gives both the same generation. Safe to repeat. See gc/RUNBOOK.md.
-    Without --etcd it does so for the file metadata.sqlite on the root, which processes of one host share; if that is
-    damaged, a new one takes its place.
 
-    It also says if etcd, or metadata.sqlite, is not the root's any more, so that --adopt is needed.
+    It also says if etcd is not the root's any more, so that --adopt is needed.
 
     Exit codes: 0 clean, or only housekeeping; 1 damage or other problems found (or repaired); 2 could not run.
 

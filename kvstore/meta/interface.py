@@ -1,7 +1,7 @@
 """The metadata store: a small key-value store with revisions, compare-and-set, leases and watches.
 
 Everything that nodes agree on (namespaces, sessions, workers, pins, locks) is written once over this interface;
-``etcd``, ``sqlite`` and ``memory`` implement it. Semantics are etcd v3's: one linear history of
+``etcd`` and ``memory`` implement it. Semantics are etcd v3's: one linear history of
 revisions, a transaction is atomic, a key written under a lease disappears with it.
 """
 
