@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import fcntl
 import logging
+import math
 import os
 import signal
 import sys

@@ -63,7 +63,8 @@ def match(prompt: Prompt, access: Access, as_json: bool) -> None:
 def pin(prompt: Prompt, ttl: float, owner: str, access: Access, as_json: bool) -> None:
     """Protect a stored prefix from garbage collection, and print the pin's id.
 
-    A pin outlives this command, and ends with its TTL: it is a lease in etcd, or a file on a root of one host. Exit code 1 if nothing of the prefix is stored.
+    A pin outlives this command, and ends with its TTL: it is a lease in etcd, or a file on a root of one host. Exit
+    code 1 if nothing of the prefix is stored.
 
     \b
     Examples:
