@@ -1,6 +1,6 @@
 """All benchmarks by one command: ``python -m benchmarks``, also as ``kvstore bench`` and ``make bench``.
 
-    python -m benchmarks [all|workers|memcpy|engine|match|serving|peers] [--quick] [--json] [--save FOLDER] ...
+    python -m benchmarks [all|workers|memcpy|engine|match|serving|steady|peers] [--quick] [--json] [--save FOLDER] ...
 
 Prints each table with its ratios.  ``--save`` keeps the raw figures as JSON, from which ``benchmarks.report`` makes the
 results page and its plots.
@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks import copies, engine, matching, serving, workers
+from benchmarks import copies, engine, matching, serving, steady, workers
 from benchmarks.contents import WrongBytes
 from benchmarks.crew import CrewFailed
 from benchmarks.options import Options, add_options, options_of
@@ -68,6 +68,7 @@ BENCHMARKS = {
     "engine": Benchmark("what the store adds to an engine and saves it (emulated)", engine.run, engine.add_arguments),
     "match": Benchmark("match latency, etcd operations, memory", matching.run, matching.add_arguments),
     "serving": Benchmark("the real vLLM on a CPU, with and without stores", serving.run, serving.add_arguments),
+    "steady": Benchmark("a full store beside an unlimited one", steady.run, steady.add_arguments),
     "peers": Benchmark("beside what a user would pick instead", run_peers),
 }
 
