@@ -19,7 +19,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -91,7 +91,7 @@ class HostCollector:
         """Bytes that were evicted by the last listing."""
         self._looked = (time.monotonic(), shared[Number.WRITTEN])
         self._tables: list[LiveTable] = []
-        self._tables_s = 0.0
+        self._tables_s = -TABLES_S
 
     def serve(self, is_signalled: Callable[[float], bool]) -> None:
         """Collects until a signal comes."""
@@ -126,7 +126,7 @@ class HostCollector:
     def list(self, ttl_s: float | None = None, listed: Callable[[], object] = lambda: None) -> Ranking:
         """Lists the root, corrects the count of used bytes, and removes leftovers. Raises the root's errors."""
         shared, began_s = self._shared, time.monotonic()
-        reserved = sum(table.numbers[Own.RESERVED] for table in live_tables(self._root.path))
+        reserved = sum(table.numbers[Own.RESERVED] for table in live_tables(self._root.path, self._shared))
         then = {number: shared[number] for number in (Number.USED, Number.WRITTEN, Number.DELETED)}
         records = NamespaceRecords(self._root, lambda: b"", count(), self._clock).list()
         goals = replace(self._config.goals(records, None), ttl_s=ttl_s)
@@ -147,8 +147,8 @@ class HostCollector:
         ranking.read(self._root, self._shard_bits, between)
         # What was written or deleted meanwhile may be in the listing or not: correct only what that does not explain.
         error = ranking.total.bytes + ranking.foreign.bytes + others + reserved - then[Number.USED]
-        noise = reserved + sum(shared[number] - then[number] for number in (Number.WRITTEN, Number.DELETED))
-        shared.add(Number.USED, error if error < 0 else max(0, error - noise))
+        written, deleted = (shared[number] - then[number] for number in (Number.WRITTEN, Number.DELETED))
+        shared.add(Number.USED, min(0, error + deleted) if error < 0 else max(0, error - reserved - written))
         self._ranking = ranking
         self._eviction = Eviction(self._root, self._shard_bits, shared, self._clock, ranking.began_ns)
         self._listed_s = time.monotonic()
@@ -177,7 +177,7 @@ class HostCollector:
         """Publishes the limit of all that share the root: the smallest of theirs, or what the disk has room for."""
         shared, now_s = self._shared, time.monotonic()
         if now_s - self._tables_s >= TABLES_S:
-            self._tables, self._tables_s = live_tables(self._root.path), now_s
+            self._tables, self._tables_s = live_tables(self._root.path, self._shared), now_s
         tables = self._tables
         max_bytes, ttl_s = smallest(tables, self._config.max_bytes, self._config.ttl_s)
         limit = max_bytes or 0
@@ -201,7 +201,8 @@ class HostCollector:
             self._looked = (now_s, written)
         put_max = max((table.numbers[Own.PUT_MAX] for table in tables), default=0)
         wanted = max(HEADROOM_SHARE * limit, 2 * put_max, self._rate * 2 * (self._latency_s + LOOK_S))
-        return int(min(wanted, HEADROOM_SHARE_MAX * limit))
+        waiting = sum(table.numbers[Own.WAITING] for table in tables)
+        return min(limit - 1, max(int(min(wanted, HEADROOM_SHARE_MAX * limit)), waiting))
 
     def _lacking(self, limit: int) -> int:
         return self._shared[Number.USED] - (self._shared[Number.WAKES_AT] or limit)
@@ -223,9 +224,10 @@ class HostCollector:
             self._freed = 0
             done += self._evict(self._lacking(limit))
             self._freed = done.size_bytes
-            self._shared[Number.FULL] = int(not done.count and self._lacking(limit) > 0)
-        elif done.count:
-            self._shared[Number.FULL] = 0
+            is_full = not done.count and self._lacking(limit) > 0
+            self._shared[Number.FULL] = time.monotonic_ns() if is_full else 0
+        elif done.count or self._shared[Number.FULL]:
+            self._shared[Number.FULL] = 0 if done.count else time.monotonic_ns()
         return True
 
     def _evict(self, size_bytes: int) -> Evicted:
@@ -240,7 +242,7 @@ class HostCollector:
 
     def _leftovers(self) -> int:
         """Removes what nobody needs beside the chunks; returns the bytes of what stays. Raises the root's errors."""
-        sessions = {table.session for table in live_tables(self._root.path)}
+        sessions = {table.session for table in live_tables(self._root.path, self._shared)}
         left = 0
         for folder in [entry.name for entry in self._root.list(places.STAGING) if entry.stat is None]:
             if folder in sessions:
@@ -323,8 +325,9 @@ def _alone(folder: str, wait_s: float) -> Iterator[None]:
                     pid = os.pread(fd, 32, 0).decode(errors="replace").strip()
                     raise Busy(f"{folder}: process {pid} collects it at this moment: end that, or let it") from None
                 time.sleep(0.05)
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        with suppress(OSError):  # a full disk, which this makes room on
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
         yield
     finally:
         os.close(fd)

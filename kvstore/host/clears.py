@@ -76,7 +76,7 @@ class HostClears:
             self._shared[Number.CLEARS] = number
         ends_s = time.monotonic() + ANSWER_S
         while True:
-            silent = tuple(t.name for t in live_tables(self._folder) if t.numbers[Own.CLEARS] < number)
+            silent = tuple(t.name for t in live_tables(self._folder, self._shared) if t.numbers[Own.CLEARS] < number)
             if not silent or time.monotonic() > ends_s:
                 return silent
             time.sleep(POLL_S)

@@ -30,7 +30,7 @@ from kvstore.format.places import Name
 from kvstore.host.pins import PinnedPrints
 from kvstore.host.place import EVICTING
 from kvstore.host.shared import BATCH_MAX, Number, Shared
-from kvstore.host.tables import LiveTable, read_tables
+from kvstore.host.tables import live_tables
 from kvstore.namespace import NamespaceId
 from kvstore.root.posix import PosixRoot
 from kvstore.root.posix_errors import translated
@@ -105,7 +105,9 @@ class Eviction:
         """Reads which victims are held, *then* which are pinned."""
         prints = np.frombuffer(b"".join(victim.address for victim in victims), "<u8")[::2]
         held = np.zeros(len(victims), np.bool_)
-        for table in self._tables():
+        with translated("read", f"{self._root.path}/host"):
+            tables = live_tables(self._root.path, self._shared, whole=True)
+        for table in tables:
             held |= np.isin(prints, np.frombuffer(table.held, "<u8")[::2])
         return held, np.isin(prints, self._pins.read()) & (not even_pinned)
 
@@ -127,17 +129,6 @@ class Eviction:
                 shared[Number.SETTLED] = shared[Number.TAIL]
         finally:
             os.close(fd)
-
-    def _tables(self) -> list[LiveTable]:
-        """The tables of live processes. What those that have ended had reserved is free again."""
-        live: list[LiveTable] = []
-        with translated("read", f"{self._root.path}/host"):
-            for found in read_tables(self._root.path):
-                if isinstance(found, LiveTable):
-                    live.append(found)
-                elif found:
-                    self._shared.add(Number.USED, -found)
-        return live
 
     def _delete(self, victim: Victim, is_held: bool, is_pinned: bool, done: Evicted) -> None:
         name = places.chunk(victim.address, victim.namespace, self._shard_bits)

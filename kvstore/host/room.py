@@ -24,6 +24,8 @@ WAIT_S = 2.0
 START_S = 10.0
 """and so long for one that is being started."""
 POLL_S = 0.002
+FULL_NS = 1_000_000_000
+"""A collector that finds nothing to evict says so again in less; what one has left by dying does not count for long."""
 ANSWER_S = 0.25
 """Time for a collector that runs to say that nothing can be evicted."""
 
@@ -68,18 +70,18 @@ class Room:
         self._wake = wake
         self._lock = threading.Lock()
         self._reserved = 0
-        """Bytes of puts that have begun; ``Own.RESERVED`` of the table."""
+        """Bytes of puts that have begun."""
         self._unsettled = 0
         """Bytes that were written of them."""
         self._released: deque[int] = deque()
-        self._put_max = 0
+        self._put_max = self._waiting = 0
         self.written_bytes = 0
         """Bytes of the files that this process published."""
 
     @property
     def is_full(self) -> bool:
         """True if nothing can be evicted, because all that there is is held or pinned."""
-        return self._shared[Number.FULL] != 0
+        return 0 <= time.monotonic_ns() - self._shared[Number.FULL] < FULL_NS
 
     def check(self, size_bytes: int = 0) -> None:
         """Raises Overloaded for a put of more bytes than the store may have, and while nothing can be evicted."""
@@ -105,15 +107,19 @@ class Room:
             size_bytes = missing_bytes()
         began_s, beats = time.monotonic(), self._shared[Number.BEATS]
         ends_s = began_s + START_S
-        while not self._take(size_bytes):
-            self._wake(at_once=True)
-            now_s = time.monotonic()
-            if ends_s > now_s + WAIT_S and self._shared[Number.BEATS] != beats:
-                ends_s = now_s + WAIT_S  # a collector runs
-            if now_s > ends_s or (self.is_full and now_s > began_s + ANSWER_S):
-                self._refused()
-                raise _full()
-            time.sleep(POLL_S)
+        self._wait_for(size_bytes)
+        try:
+            while not self._take(size_bytes):
+                self._wake(at_once=True)
+                now_s = time.monotonic()
+                if ends_s > now_s + WAIT_S and self._shared[Number.BEATS] != beats:
+                    ends_s = now_s + WAIT_S  # a collector runs
+                if now_s > ends_s or (self.is_full and now_s > began_s + ANSWER_S):
+                    self._refused()
+                    raise _full()
+                time.sleep(POLL_S)
+        finally:
+            self._wait_for(-size_bytes)
         return Reserved(self, size_bytes)
 
     def wrote(self, size_bytes: int) -> None:
@@ -121,6 +127,7 @@ class Room:
         with self._lock:
             self.written_bytes += size_bytes
             self._unsettled += size_bytes
+            self._publish()
         self._settle()
 
     def removed(self, size_bytes: int) -> None:
@@ -141,6 +148,12 @@ class Room:
                 self._shared.add(Number.USED, -self._reserved)
                 self._reserved = 0
 
+    def _wait_for(self, size_bytes: int) -> None:
+        """Publishes the room that a put waits for, and that it no longer does."""
+        with self._lock:
+            self._waiting += size_bytes
+            self._table.numbers[Own.WAITING] = self._waiting
+
     def _take(self, size_bytes: int) -> bool:
         shared = self._shared
         self._settle()
@@ -150,10 +163,9 @@ class Room:
                 shared.add(Number.USED, -size_bytes)
                 return False
             self._reserved += size_bytes
-            numbers = self._table.numbers
-            numbers[Own.RESERVED] = self._reserved
+            self._publish()
             if size_bytes > self._put_max:
-                numbers[Own.PUT_MAX] = self._put_max = size_bytes
+                self._table.numbers[Own.PUT_MAX] = self._put_max = size_bytes
         self._wake(at_once=0 < shared[Number.WAKES_AT] < used)
         return True
 
@@ -168,9 +180,13 @@ class Room:
                 self._shared.add(Number.WRITTEN, written)
                 self._shared.add(Number.USED, written - left)
                 self._reserved -= left
-                self._table.numbers[Own.RESERVED] = self._reserved
+                self._publish()
             finally:
                 self._lock.release()
+
+    def _publish(self) -> None:
+        """Publishes how much is free again if this process ends now."""
+        self._table.numbers[Own.RESERVED] = max(0, self._reserved - self._unsettled)
 
 
 def _full() -> Overloaded:

@@ -44,7 +44,7 @@ class Number(IntEnum):
     WAKES_AT = 7
     """Above this the collector makes room."""
     FULL = 8
-    """1 while nothing can be evicted, because all that there is is held or pinned."""
+    """When a collector last found that nothing can be evicted, by ``time.monotonic_ns``; 0: it has found room since."""
     CLEARS = 9
     """How many clears were ordered."""
     LISTINGS = 10
@@ -97,16 +97,13 @@ class Shared(Mapped):
 
     def __init__(self, folder: str) -> None:
         """Raises OSError, and ValueError for a file that is none."""
-        fd = os.open(f"{folder}/{SHARED}", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
-            if os.fstat(fd).st_size != _BYTES:
-                raise ValueError(f"{folder}/{SHARED} has another size")
-            super().__init__(fd, _BYTES)
-            if self[Number.MAGIC] != _MAGIC:
-                raise ValueError(f"{folder}/{SHARED} is another file")
-        except BaseException:
-            os.close(fd)
-            raise
+        self._fd = -1
+        self._fd = os.open(f"{folder}/{SHARED}", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        if os.fstat(self._fd).st_size != _BYTES:
+            raise ValueError(f"{folder}/{SHARED} has another size")
+        super().__init__(self._fd, _BYTES)
+        if self[Number.MAGIC] != _MAGIC:
+            raise ValueError(f"{folder}/{SHARED} is another file")
         self._ring = memoryview(self.map)[PAGE_BYTES:]
 
     def append(self, packed: bytes) -> None:
@@ -131,6 +128,8 @@ class Shared(Mapped):
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
+
+    __del__ = close
 
 
 def is_made(folder: str) -> bool:

@@ -19,7 +19,7 @@ from enum import IntEnum
 import numpy as np
 
 from kvstore.host.place import FORGOTTEN_BY_CHILDREN, HOLDS
-from kvstore.host.shared import PAGE_BYTES, Mapped
+from kvstore.host.shared import PAGE_BYTES, Mapped, Number, Shared
 
 SIZE_BYTES_MIN = 64 << 10
 _serials = itertools.count()
@@ -29,7 +29,7 @@ class Own(IntEnum):
     """The numbers at the beginning of a table, by their place: what else others need to know of the process."""
 
     RESERVED = 0
-    """Bytes of puts that have begun, as far as they count in ``Number.USED``."""
+    """Bytes of puts that have begun, and have no file yet."""
     MAX_BYTES = 1
     """The capacity that it asks for; 0: none."""
     TTL_MS = 2
@@ -38,6 +38,8 @@ class Own(IntEnum):
     """Bytes of its largest put."""
     CLEARS = 4
     """It has done what the first of all clears ask of its memory."""
+    WAITING = 5
+    """Bytes of puts that wait for room."""
 
 
 SESSION_AT = 8 * 8
@@ -64,16 +66,21 @@ class HoldTable:
         while True:
             hidden = f"{folder}/{HOLDS}/.{self.name}"
             self._fd = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            self._mapped_fd = -1
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_EX)
+                # Another open file: mmap keeps a duplicate of it, with which a forked child would keep the lock.
+                self._mapped_fd = os.open(hidden, os.O_RDWR | os.O_CLOEXEC)
                 self._grow(SIZE_BYTES_MIN)
                 os.rename(hidden, path)
                 break
             except FileNotFoundError:  # it was taken for one that was left
-                os.close(self._fd)
+                self._close_files()
                 self._free, self._size_bytes = [], PAGE_BYTES
             except BaseException:
-                os.close(self._fd)
+                with suppress(OSError):
+                    os.unlink(hidden)
+                self._close_files()
                 raise
         self.path = path
         FORGOTTEN_BY_CHILDREN.add(self)
@@ -105,17 +112,20 @@ class HoldTable:
     def close(self) -> None:
         """Ends all holds. Idempotent."""
         with self._lock:
-            fd, self._fd = self._fd, -1
-        if fd >= 0:
-            with suppress(OSError):
-                os.unlink(self.path)
-            os.close(fd)
+            if self._fd >= 0:
+                with suppress(OSError):
+                    os.unlink(self.path)
+                self._close_files()
 
     def forget(self) -> None:
-        """Closes the file, in a forked child: without this the table would count as long as the child lives."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        """Closes the files, in a forked child: without this the table would count as long as the child lives."""
+        self._close_files()
+
+    def _close_files(self) -> None:
+        fds, self._fd, self._mapped_fd = (self._fd, self._mapped_fd), -1, -1
+        for fd in fds:
+            if fd >= 0:
+                os.close(fd)
 
     def _take(self, size_bytes: int) -> Run:
         """Takes the first free run that is long enough."""
@@ -142,8 +152,8 @@ class HoldTable:
 
     def _grow(self, size_bytes: int) -> None:
         """Makes the file larger. All of it gets its room on the disk now, as in ``shared.make``."""
-        os.posix_fallocate(self._fd, 0, size_bytes)
-        self.numbers = Mapped(self._fd, size_bytes)
+        os.posix_fallocate(self._mapped_fd, 0, size_bytes)
+        self.numbers = Mapped(self._mapped_fd, size_bytes)
         self._bytes = memoryview(self.numbers.map)
         self._give_back(self._size_bytes, size_bytes)
         self._size_bytes = size_bytes
@@ -193,9 +203,15 @@ def read_tables(folder: str, *, whole: bool = True) -> Iterator[LiveTable | int]
             os.close(fd)
 
 
-def live_tables(folder: str) -> list[LiveTable]:
-    """Returns the tables of live processes, without what they hold. Raises OSError."""
-    return [table for table in read_tables(folder, whole=False) if isinstance(table, LiveTable)]
+def live_tables(folder: str, shared: Shared, *, whole: bool = False) -> list[LiveTable]:
+    """Returns the tables of live processes; frees what those that have ended had reserved. Raises OSError."""
+    live: list[LiveTable] = []
+    for found in read_tables(folder, whole=whole):
+        if isinstance(found, LiveTable):
+            live.append(found)
+        elif found:
+            shared.add(Number.USED, -found)
+    return live
 
 
 def smallest(

@@ -46,6 +46,7 @@ class Host:
         self.bound = bound
         self.folder = folder = root.path
         self._in_use = InUse(folder)
+        self._room: Room | None = None
 
         def make() -> None:
             is_empty = next(iter(root.list(CHUNKS)), None) is None
@@ -74,7 +75,8 @@ class Host:
     def view(self, known: Known, counters: Counters) -> HostView:
         """What the node knows of evictions, with its room."""
         refused: Callable[[], None] = lambda: counters.add(NodeCount.PUT_REFUSED_FULL)  # noqa: E731
-        return HostView(self.shared, self.table, known, Room(self.shared, self.table, refused, self._wake))
+        self._room = Room(self.shared, self.table, refused, self._wake)
+        return HostView(self.shared, self.table, known, self._room)
 
     def leave(self) -> None:
         """Ends the collector and all holds. Idempotent. Also when the program ends."""
@@ -82,6 +84,8 @@ class Host:
         if self.collecting is not None:
             self.collecting.close()
         if self.table.is_open:
+            if self._room is not None:
+                self._room.close()
             self.table.close()
             self._limit()
         self._in_use.close()
@@ -93,7 +97,7 @@ class Host:
     def _limit(self) -> None:
         """Publishes the limit of all processes that are there, until a collector does. Ignores a disk that fails."""
         try:
-            limit = smallest(live_tables(self.folder))[0] or 0
+            limit = smallest(live_tables(self.folder, self.shared))[0] or 0
         except OSError:
             return
         self.shared[Number.LIMIT], self.shared[Number.WAKES_AT] = limit, int(WAKES_SHARE * limit)

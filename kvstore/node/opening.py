@@ -38,7 +38,8 @@ from kvstore.root.identity import SHARD_BITS_DEFAULT, RootId, RootIdentity, crea
 from kvstore.root.interface import Root
 from kvstore.root.open import check_place, open_root
 from kvstore.root.posix import PosixRoot
-from kvstore.root.reserve import begin_reserve
+from kvstore.root.posix_errors import DiskFull
+from kvstore.root.reserve import begin_reserve, with_reserve
 from kvstore.sources import Clock, Ids, RandomIds, SystemClock
 from kvstore.writes import Durability
 
@@ -244,8 +245,12 @@ def _host_of(root: Root, asked: AskedBound, limits: Limits, clock: Clock, ids: I
             return None, why
         begin_reserve(root, ids)
         try:
-            return Host(root, _bound_of(root, asked, ids, clock)), None
+            return with_reserve(root, lambda: Host(root, _bound_of(root, asked, ids, clock))), None
         except PermissionDenied as error:
+            return None, str(error)
+        except DiskFull as error:
+            if asked.is_explicit:
+                raise
             return None, str(error)
 
     host, why = _on_a_lane(join_host, limits, clock)

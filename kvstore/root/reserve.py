@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from kvstore.errors import KVStoreError, Unavailable
+from kvstore.errors import KVStoreError
 from kvstore.format import places
 from kvstore.root.interface import Root
+from kvstore.root.posix_errors import DiskFull
 from kvstore.sources import Ids
 
 T = TypeVar("T")
@@ -116,7 +117,7 @@ def with_reserve(root: Root, work: Callable[[], T]) -> T:
     """Returns what ``work`` returns. If that fails on a full disk, spends the reserve and tries once more."""
     try:
         return work()
-    except Unavailable:
+    except DiskFull:
         free_bytes = root.space().free_bytes
         if free_bytes is None or free_bytes >= RESERVE_BYTES or not spend_reserve(root):
             raise

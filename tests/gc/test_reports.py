@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from kvstore.format.places import GENERATIONS, HOST_GENERATIONS, Name
-from kvstore.meta.bounds import Bound, Bounds
 from kvstore.meta.interface import Put
 from kvstore.meta.keys import Keys, SessionId
 from kvstore.meta.memory import MemoryMeta
@@ -37,11 +35,10 @@ class Host:
         clock: FakeClock,
         ids: CountingIds,
         max_bytes: int | None = 1000,
-        generations: Name = GENERATIONS,
     ) -> None:
         self.clock = clock
         self.meta = MemoryMeta(store)
-        site = replace(site_of(self.meta, clock=clock, ids=ids), generations=generations)
+        site = site_of(self.meta, clock=clock, ids=ids)
         self.collectors = Collectors(site)
         self.marks = Watermarks(max_bytes, 0.9, clock)
         self.reports = Reports(site, self.collectors, self.marks)
@@ -231,69 +228,6 @@ def test_a_survey_waits_for_the_nodes_that_are_there_and_for_a_silent_one_once(h
     assert one.reports.unheard(pause) == {silent.id} and waited
     waited.clear()
     assert one.reports.unheard(pause) == {silent.id} and not waited
-
-
-# A root that the processes of one host share (S6)
-
-
-@pytest.fixture
-def shared() -> Host:
-    store, clock = MemoryStore(FakeClock()), FakeClock()
-    return Host(store, clock, CountingIds(), generations=HOST_GENERATIONS)
-
-
-def level(host: Host) -> bytes | None:
-    found = host.meta.get(KEYS.level)
-    return None if found is None else found.value
-
-
-def test_s6_the_first_word_ends_all_claims_and_a_collector_that_ends_leaves_the_level(shared: Host) -> None:
-    bounds = Bounds(shared.meta, KEYS)
-    assert bounds.claim(10, 1000, lambda: True) is not None
-    shared.tick()
-    assert shared.word is not None and level(shared) is not None, "it has not listed the root yet"
-    shared.survey(300)
-    shared.tick()
-    assert shared.word.allowance_bytes and level(shared) is None
-    assert bounds.claim(10, 1000, lambda: False) is None
-    shared.room.close(shared.marks)
-    assert shared.word is None and level(shared) == b'{"bytes":351}', "with what the word allowed, rounded up"
-
-
-def test_s6_what_was_claimed_and_not_reported_counts_when_a_collector_ends_soon(shared: Host) -> None:
-    bounds = Bounds(shared.meta, KEYS)
-    assert bounds.claim(400, 1000, lambda: True) is not None
-    shared.tick()
-    shared.survey(300)
-    shared.tick()
-    report(shared, 50)
-    shared.tick()
-    shared.room.close(shared.marks)
-    assert level(shared) == b'{"bytes":501}', "those who claimed 100 more have reported nothing, whoever wrote the 50"
-
-
-def test_s6_a_collector_that_has_not_counted_leaves_no_level(shared: Host) -> None:
-    shared.tick()
-    shared.room.close(shared.marks)
-    assert level(shared) is None
-
-
-def test_s6_who_is_gone_since_the_survey_may_have_written_more(shared: Host) -> None:
-    lease = shared.meta.grant(60)
-    shared.meta.put(KEYS.usage_of(NODE), Usage(5, 0).to_json(), lease)
-    shared.tick()
-    shared.survey(300)
-    shared.tick()
-    shared.meta.revoke(lease)
-    shared.tick()
-    shared.room.close(shared.marks)
-    assert level(shared) == b'{"bytes":402}'
-
-
-def test_s3_what_embedded_stores_ask_for_counts_too(shared: Host) -> None:
-    Bounds(shared.meta, KEYS).put(NODE, shared.meta.grant(60), Bound(500, 7.0))
-    shared.tick()
-    assert (shared.collectors.smallest_bytes, shared.collectors.smallest_ttl_s) == (500, 7.0)
 
 
 @for_each("used_bytes, news", [(0, True), (110, False), (120, True), (100, False)])

@@ -12,12 +12,10 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import Unavailable
-from kvstore.format.places import GENERATIONS, HOST_GENERATIONS, Name
 from kvstore.meta.interface import Meta
 from kvstore.meta.keys import Keys
 from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.memory_store import MemoryStore
-from kvstore.meta.usage import Room
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryRoot
 from kvstore_gc.capacity import Watermarks
@@ -27,7 +25,6 @@ from kvstore_gc.service import BACKOFF_S_MIN, Service
 from kvstore_gc.serving import Collector
 from kvstore_gc.threads import Stopped
 from kvstore_gc.watch import TICK_S, Duties, Watch
-from tests.kit.cases import for_each
 from tests.kit.clusters import site_of
 from tests.kit.fake_meta import FakeClock
 from tests.kit.faulty_root import FaultyRoot, Hang, Rule
@@ -96,27 +93,6 @@ def watched(root: Root, meta: Meta, clock: FakeClock, watermarks: Watermarks) ->
     site = replace(site_of(meta, clock=clock), root=root)
     duties = Duties.of(site, watermarks)
     return Watch(site, watermarks, duties), duties.collectors
-
-
-@for_each("generations", [HOST_GENERATIONS, GENERATIONS])
-def test_s8_a_collector_of_one_host_whose_lease_ended_counts_again(generations: Name) -> None:
-    """Nodes wrote on meanwhile, and reported nothing of it."""
-    clock, marks = FakeClock(), Watermarks(1000, 0.9)
-    meta, keys = MemoryMeta(MemoryStore(clock)), Keys(bytes(16))
-    site = replace(site_of(meta, clock=clock), generations=generations)
-    duties = Duties.of(site, marks)
-    watch = Watch(site, marks, duties)
-    watch.tick()
-    marks.surveyed(300, marks.mark())
-    (mine,) = meta.list(keys.collectors).items
-    meta.revoke(mine.lease)
-    clock.advance(TTL_S)
-    watch.tick()
-    assert duties.collectors.me is not None
-    assert (marks.level is None) == (generations == HOST_GENERATIONS), "what etcd's nodes write, it hears of"
-    found = meta.get(keys.gc_room)
-    assert found is not None
-    assert (Room.from_json(found.value).allowance_bytes is None) == (generations == HOST_GENERATIONS)
 
 
 def test_a_root_that_hangs_is_noticed_and_the_collector_s_place_ends() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
-from kvstore.format.places import METADATA
+from kvstore.format.places import HOST
 from kvstore.node.chunks import Chunks
 from kvstore.node.limits import Limits
 from kvstore.root.posix import PosixRoot
@@ -61,10 +61,10 @@ class Paused:
 
 
 def open_files(root: Path) -> int:
-    """Returns the open files of that root's chunks: other threads have other files open, such as its metadata."""
+    """Returns the open files of that root's chunks: other threads have other files open."""
     found = 0
     for fd in os.listdir("/proc/self/fd"):
         with suppress(OSError):
             file = os.readlink(f"/proc/self/fd/{fd}")
-            found += file.startswith(f"{root}/") and not file.startswith(f"{root}/{METADATA}")
+            found += file.startswith(f"{root}/") and not file.startswith((f"{root}/{HOST}/", f"{root}/FORMAT"))
     return found

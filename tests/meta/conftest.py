@@ -1,4 +1,4 @@
-"""Stores for the metadata tests: memory, a faulty one without faults, a file, a real etcd, each with two clients."""
+"""Stores for the metadata tests: memory, a faulty one without faults, a real etcd, each with two clients."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ from dataclasses import dataclass
 
 import pytest
 
-from kvstore.meta.deadline import Deadline
 from kvstore.meta.etcd import EtcdMeta
 from kvstore.meta.interface import Event, Meta, Watch
 from kvstore.meta.keys import Keys
 from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.memory_store import MemoryStore
 from kvstore.meta.server import EmbeddedEtcd
-from kvstore.meta.sqlite.client import SqliteMeta
-from kvstore.meta.sqlite.store import Store as SqliteStore
 from kvstore.sources import Clock, SystemClock
 from tests.kit.etcd import PATIENCE_S, compact, running_etcd
 from tests.kit.fake_meta import FakeClock
@@ -42,7 +39,7 @@ def etcd_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedEt
         yield server
 
 
-@pytest.fixture(params=["memory", "faulty", "sqlite", pytest.param("etcd", marks=pytest.mark.slow)])
+@pytest.fixture(params=["memory", "faulty", pytest.param("etcd", marks=pytest.mark.slow)])
 def store(request: pytest.FixtureRequest) -> Iterator[Store]:
     root_id = os.urandom(16)
     keys = Keys(root_id)
@@ -63,13 +60,6 @@ def store(request: pytest.FixtureRequest) -> Iterator[Store]:
         other.close()
         return
     clock = FakeClock()
-    if request.param == "sqlite":
-        folder = str(request.getfixturevalue("tmp_path"))
-        one, two = (SqliteMeta(folder, clock=clock, timeout_s=PATIENCE_S) for _ in range(2))
-        yield Store(one, two, lambda revision: forget(one, revision), clock.advance, clock, keys.prefix, keys)
-        one.close()
-        two.close()
-        return
     shared = MemoryStore(clock)
     first: Meta = MemoryMeta(shared)
     if request.param == "faulty":
@@ -81,16 +71,6 @@ def store(request: pytest.FixtureRequest) -> Iterator[Store]:
 
     yield Store(first, MemoryMeta(shared), shared.compact, pass_time, clock, keys.prefix, keys)
     first.close()
-
-
-def forget(meta: SqliteMeta, revision: int) -> None:
-    """Compacts the history of a file, as it does by itself when it grows too large."""
-
-    def within(store: SqliteStore) -> None:
-        with store._writing(synced=False):
-            store._compact(revision)
-
-    meta._connection.call("compact", within, Deadline(PATIENCE_S))
 
 
 def take(watch: Watch, events_count: int) -> list[Event]:

@@ -7,7 +7,7 @@ from typing import Any
 from tests.mutants.catalogue.interfaces import MEMORY_STORE, META, WATCH, at, giving
 from tests.mutants.mutant import Mutant, mutant
 
-CONTRACT = ("meta/test_meta_conformance.py", "-k", "not sqlite and not etcd")
+CONTRACT = ("meta/test_meta_conformance.py", "-k", "not etcd")
 ETCD = "meta/test_meta_etcd.py"
 MEMORY, ETCD_META = META
 ETCD_WATCH = WATCH[1]
