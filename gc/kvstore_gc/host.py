@@ -28,7 +28,7 @@ from kvstore.errors import InvalidRequest, KVStoreError, RootMismatch
 from kvstore.format import places
 from kvstore.format.places import Name
 from kvstore.host import shared as shared_file
-from kvstore.host.eviction import Evicted, Eviction
+from kvstore.host.eviction import Evicted, Eviction, file_system_now_ns
 from kvstore.host.place import COLLECTOR, InUse, why_not_shared
 from kvstore.host.shared import BATCH_MAX, Number, Shared
 from kvstore.host.tables import LiveTable, Own, live_tables, smallest
@@ -131,7 +131,7 @@ class HostCollector:
         records = NamespaceRecords(self._root, lambda: b"", count(), self._clock).list()
         goals = replace(self._config.goals(records, None), ttl_s=ttl_s)
         shared.add(Number.LISTINGS, 1)  # before the time is read: a put that sees no new listing is in this one
-        ranking = Ranking(goals, self._clock.now_s(), self._now_ns())
+        ranking = Ranking(goals, self._clock.now_s(), file_system_now_ns(self._root.path))
         others = self._leftovers()
 
         looked_s = began_s
@@ -268,13 +268,6 @@ class HostCollector:
             return time.time() - os.lstat(f"{self._root.path}/{name}").st_ctime
         except OSError:
             return 0.0
-
-    def _now_ns(self) -> int:
-        """The time by the clock that stamps files here, which is behind ``time.time`` by a tick."""
-        with translated("touch", self._root.path):
-            path = f"{self._root.path}/{COLLECTOR}"
-            os.utime(path)
-            return os.stat(path).st_ctime_ns
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from kvstore.format import places
 from kvstore.format.header import FIXED_BYTES
 from kvstore.format.places import Name
 from kvstore.host.pins import PinnedPrints
-from kvstore.host.place import EVICTING
+from kvstore.host.place import EVICTING, SHARED
 from kvstore.host.shared import BATCH_MAX, Number, Shared
 from kvstore.host.tables import live_tables
 from kvstore.namespace import NamespaceId
@@ -70,14 +70,22 @@ class Evicted:
         return self
 
 
+def file_system_now_ns(folder: str) -> int:
+    """Returns the time by the clock that stamps files of the root, which is behind ``time.time`` by a tick."""
+    path = f"{folder}/{SHARED}"
+    with translated("touch", path):
+        os.utime(path)
+        return os.stat(path).st_ctime_ns
+
+
 class Eviction:
     """Evicts chunks of one listing. ``since_ns`` is when the listing began, by the file system's clock: what was
-    written or used later stays, unless it is None.
+    written or used later stays, because it may be the parent of a chunk that the listing lacks.
 
     Keeps the ancestors of what stays, for all of its batches: no chunk outlives its parent.
     """
 
-    def __init__(self, root: PosixRoot, shard_bits: int, shared: Shared, clock: Clock, since_ns: int | None) -> None:
+    def __init__(self, root: PosixRoot, shard_bits: int, shared: Shared, clock: Clock, since_ns: int) -> None:
         self._root = root
         self._shard_bits = shard_bits
         self._shared = shared
@@ -140,7 +148,7 @@ class Eviction:
         except OSError:
             done.failed_count += 1
             return
-        was_used = self._since_ns is not None and status.st_ctime_ns >= self._since_ns
+        was_used = status.st_ctime_ns >= self._since_ns
         if is_held or is_pinned or was_used or victim.address in self._kept:
             self._stays(victim, done, is_pinned=is_pinned, was_used=was_used and not is_held)
             return

@@ -2,40 +2,45 @@
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
+
 from kvstore.address import Chain
 from kvstore.node.chunks import Chunks
 from kvstore.node.gc_state import GcState
+
+Mask = npt.NDArray[np.bool_]
 
 
 class Guard:
     """Keeps a prompt from being evicted while a put adds to it (gc/PROTOCOL.md, section 7)."""
 
-    def __init__(self, view: GcState, chunks: Chunks, chain: Chain, first: int) -> None:
+    def __init__(self, view: GcState, chunks: Chunks, chain: Chain) -> None:
         self._view = view
         self._chunks = chunks
         self._chain = chain
-        self._first = first
         self._listings = view.listings
         self._mark = view.protect(chain.packed_addresses)
         if self._mark is not None:
             view.settle(chain)  # what was chosen before is deleted
 
-    @property
-    def renews(self) -> bool:
-        """True if ``renew`` has something to do."""
-        return self._mark is not None and self._first < len(self._chain)
+    def unlisted(self, fresh: Mask) -> list[int]:
+        """Returns the parents of what was published (``fresh``) that a listing may have without their children.
 
-    def renew(self) -> None:
-        """Marks the parents of what was published as used, before the guard ends: a collector whose listing lacks the
-        children must not take them. Those that are newer than the last listing are not in it.
+        Those that this put published as well are newer than the last listing, unless another one has begun.
         """
-        chain, chunks = self._chain, self._chunks
-        stop = self._first if self._view.listings == self._listings else len(chain) - 1
-        for address in chain.addresses[max(0, self._first - 1) : stop]:
-            name = chunks.name(address, chain.namespace.id)
-            stat = chunks.root.stat(name)
-            if stat is not None:
-                chunks.root.touch(name, stat.mtime_ns)
+        if self._mark is None:
+            return []
+        is_listed = self._view.listings != self._listings
+        published: list[int] = np.flatnonzero(fresh).tolist()
+        return [index - 1 for index in published if index and (is_listed or not fresh[index - 1])]
+
+    def renew(self, index: int) -> None:
+        """Marks a parent as used, before the guard ends: or a collector whose listing lacks the child would take it."""
+        name = self._chunks.name(self._chain.addresses[index], self._chain.namespace.id)
+        stat = self._chunks.root.stat(name)
+        if stat is not None:
+            self._chunks.root.touch(name, stat.mtime_ns)
 
     def release(self) -> None:
         """Ends it. Idempotent."""

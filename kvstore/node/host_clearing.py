@@ -10,7 +10,7 @@ from kvstore.census.selection import ClearOrder
 from kvstore.census.walk import Found, walk
 from kvstore.errors import KVStoreError
 from kvstore.host.clears import HostClears
-from kvstore.host.eviction import Evicted, Eviction, Victim
+from kvstore.host.eviction import Evicted, Eviction, Victim, file_system_now_ns
 from kvstore.node.host import Host
 from kvstore.node.node import Node
 from kvstore.progress import Progress
@@ -51,24 +51,27 @@ class HostClearing:
         progress(0, 0)
         with translated("write", f"{self._host.folder}/host"):
             silent = self.clears.tell(order)
-        found, failed = self._found(order, progress)
-        found.sort(key=_worth)  # children before their parents
-        left = [Victim(one.address, one.namespace, one.size_bytes) for one in found]
-        done, ends_s = Evicted(), time.monotonic() + HELD_S
-        while left:
-            eviction = Eviction(self._root, self._node.identity.shard_bits, self._host.shared, self._node.clock, None)
-            again: list[Victim] = []
-            for start in range(0, len(left), AT_ONCE):
-                part = left[start : start + AT_ONCE]
-                evicted = eviction.evict(part, even_pinned=pinned)
-                done += evicted
-                again += evicted.held
-                progress(done.count, len(found))
-            left = again
-            if time.monotonic() > ends_s:
+        count = size_bytes = 0
+        ends_s = time.monotonic() + HELD_S
+        while True:
+            # What is put or used during the walk is for the next one: a child that is not in this walk keeps its parent.
+            since_ns = file_system_now_ns(self._host.folder)
+            eviction = Eviction(
+                self._root, self._node.identity.shard_bits, self._host.shared, self._node.clock, since_ns
+            )
+            found, failed = self._found(order, progress)
+            found.sort(key=_worth)  # children before their parents
+            victims = [Victim(one.address, one.namespace, one.size_bytes) for one in found]
+            left = Evicted()
+            for start in range(0, len(victims), AT_ONCE):
+                left += eviction.evict(victims[start : start + AT_ONCE], even_pinned=pinned)
+                progress(count + left.count, count + len(victims))
+            count, size_bytes = count + left.count, size_bytes + left.size_bytes
+            stay_count = len(left.held) + left.used_count
+            if not stay_count or time.monotonic() > ends_s:
                 break
-            time.sleep(POLL_S if left else 0.0)
-        return Cleared(done.count, done.size_bytes, done.pinned_count + len(left), failed + done.failed_count, silent)
+            time.sleep(POLL_S)
+        return Cleared(count, size_bytes, left.pinned_count + stay_count, failed + left.failed_count, silent)
 
     def _found(self, order: ClearOrder, progress: Progress) -> tuple[list[Found], int]:
         """Returns the chunks that the order names, and how many shards or files could not be read."""

@@ -82,9 +82,7 @@ class RootWrite:
         except BaseException:
             self.abandon()
             raise
-        if self._guard is not None and self._guard.renews:
-            with suppress(KVStoreError):  # a collector may take a parent then, and its children count as misses
-                self._lanes.run(self._guard.renew, deadline)
+        self._renew(deadline)
         self._end()
         return self.publication.there()
 
@@ -111,8 +109,18 @@ class RootWrite:
                 batch.wait(Deadline(self._clock, wait_s))
         except KVStoreError:
             pass  # the root does not answer: fsck finds what is left
+        if wait_s:
+            self._renew(Deadline(self._clock, wait_s))
         self._end(releases=not is_read)
         return not is_read
+
+    def _renew(self, deadline: Deadline) -> None:
+        """Renews the parents of what was published."""
+        parents = self._guard.unlisted(self.publication.fresh) if self._guard is not None else []
+        if self._guard is not None and parents:
+            renew = self._guard.renew
+            with suppress(KVStoreError):  # a collector may take a parent then, and its children count as misses
+                self._lanes.run(lambda: [renew(index) for index in parents], deadline)
 
     def _end(self, *, releases: bool = True) -> None:
         if releases:
