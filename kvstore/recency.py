@@ -1,7 +1,7 @@
 """Recency without etcd and without atime: the code in a chunk's mtime, and when a reader renews it.
 
 A stamp is the start of the current *quantum* (30 s by default; on one host puts take the current *tick* of 0.25 s) plus
-one tick, minus four microseconds per chunk of
+nearly one tick, minus four microseconds per chunk of
 depth in its chain, plus a code of less than four microseconds for uses and hints.  From that follow the properties that
 garbage collection relies on:
 
@@ -35,8 +35,10 @@ a quantum count once (``benchmarks/engine_blocks.py``); a shorter one costs more
 """
 TICK_NS = 250_000_000
 TICK_S = TICK_NS / NS_PER_S
+TOP_NS = TICK_NS - 2_000
+"""The stamp of a prompt's first chunk in its tick. No code brings it into the next one."""
 DEPTH_STEP_NS = 4_000
-DEPTH_MAX = 62_498
+DEPTH_MAX = 62_497
 """The greatest depth that fits into one tick, so that no two overlap. Deeper chunks get its stamp."""
 AHEAD_MAX_S = 86_400.0
 """No clock is further ahead than this."""
@@ -88,7 +90,7 @@ def ns_of(start_s: float) -> int:
 def stamp_ns(start_s: float, depth: int, hints: Hints = DEFAULT, uses: int = 0) -> int:
     """The mtime of a chunk at ``depth`` in its chain (0 is the first), used in that quantum or tick; nanoseconds."""
     code = _spread(_number(hints, uses) - _DEFAULT_NUMBER)
-    return ns_of(start_s) + TICK_NS - min(depth, DEPTH_MAX) * DEPTH_STEP_NS + code
+    return ns_of(start_s) + TOP_NS - min(depth, DEPTH_MAX) * DEPTH_STEP_NS + code
 
 
 def stamps_ns(start_s: float, depths: npt.NDArray[np.int64], hints: Hints = DEFAULT) -> npt.NDArray[np.int64]:
@@ -103,11 +105,11 @@ def is_fresh(mtime_ns: int, start_s: float) -> bool:
 
 def decode(mtime_ns: int, quantum_s: int) -> Recency:
     """Decodes any mtime; one that is not a stamp counts as the last use of a chunk with default hints."""
-    tick = (mtime_ns - _CODE_MAX - 1) // TICK_NS
-    below = (tick + 1) * TICK_NS - mtime_ns
+    tick = mtime_ns // TICK_NS
+    below = tick * TICK_NS + TOP_NS - mtime_ns
     depth = (below + _CODE_MAX) // DEPTH_STEP_NS
     number = _gathered(depth * DEPTH_STEP_NS - below) + _DEFAULT_NUMBER
-    if depth <= DEPTH_MAX and -_SUPERSEDED_NUMBERS <= number < _NUMBERS:
+    if 0 <= depth <= DEPTH_MAX and -_SUPERSEDED_NUMBERS <= number < _NUMBERS:
         is_superseded = number < 0
         rest, ttl = divmod(number + _SUPERSEDED_NUMBERS if is_superseded else number, len(_TTLS))
         priority, uses = (rest, 0) if is_superseded else divmod(rest, USES_MAX + 1)
@@ -118,11 +120,10 @@ def decode(mtime_ns: int, quantum_s: int) -> Recency:
 
 def cover(mtimes_ns: npt.NDArray[np.int64], quantum_s: int, hints: Hints) -> npt.NDArray[np.bool_]:
     """For each mtime, whether a put with ``hints`` leaves it as it is (``Recency.covers``)."""
-    ticks = (mtimes_ns - _CODE_MAX - 1) // TICK_NS
-    below = (ticks + 1) * TICK_NS - mtimes_ns
+    below = mtimes_ns // TICK_NS * TICK_NS + TOP_NS - mtimes_ns
     depths = (below + _CODE_MAX) // DEPTH_STEP_NS
     # Stamps with one code have the same hints; an mtime that is not a stamp has the default ones.
-    codes = np.where(depths <= DEPTH_MAX, depths * DEPTH_STEP_NS - below, 0).tolist()
+    codes = np.where((depths >= 0) & (depths <= DEPTH_MAX), depths * DEPTH_STEP_NS - below, 0).tolist()
     one_of_each = dict(zip(codes, mtimes_ns.tolist(), strict=True))
     covered = {code: decode(mtime_ns, quantum_s).covers(hints) for code, mtime_ns in one_of_each.items()}
     return np.array([covered[code] for code in codes], np.bool_)
@@ -194,7 +195,7 @@ _DEFAULT_NUMBER = _number(DEFAULT, 0)
 _CODE_MIN = _spread(-_SUPERSEDED_NUMBERS - _DEFAULT_NUMBER)
 _CODE_MAX = _spread(_NUMBERS - 1 - _DEFAULT_NUMBER)
 assert _CODE_MAX - _CODE_MIN < DEPTH_STEP_NS, "a chunk would be as fresh as its parent"
-assert DEPTH_MAX * DEPTH_STEP_NS - _CODE_MIN < TICK_NS, "a stamp would lie before its quantum"
+assert DEPTH_MAX * DEPTH_STEP_NS - _CODE_MIN <= TOP_NS < TICK_NS - _CODE_MAX, "a stamp would lie before its quantum"
 
 
 def was_never_stamped(mtime_ns: int, now_s: float) -> bool:

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.hints import DEFAULT, PRIORITY_DEFAULT, PRIORITY_MAX, Hints
-from kvstore.recency import DEPTH_MAX, DEPTH_STEP_NS, NS_PER_S, TICK_NS, TICK_S, USES_MAX, decode, stamp_ns
+from kvstore.recency import DEPTH_MAX, DEPTH_STEP_NS, NS_PER_S, TICK_NS, TICK_S, TOP_NS, USES_MAX, decode, stamp_ns
 
 Column = npt.NDArray[np.int64]
 Truths = npt.NDArray[np.bool_]
@@ -51,7 +51,7 @@ _OCTAVES_MOST = 56
 """More than any age in octaves, superseded and with the lowest priority, so that ranks are positive."""
 _WORTH_SHIFT = _DEPTH_BITS + TIE_BITS
 _DEEPEST = (1 << _DEPTH_BITS) - 1
-_CODE_MAX = stamp_ns(0, 0, Hints(PRIORITY_MAX, None), USES_MAX) - TICK_NS
+_CODE_MAX = stamp_ns(0, 0, Hints(PRIORITY_MAX, None), USES_MAX) - TOP_NS
 _NEVER_S = 1 << 40
 """Stands for no ttl; longer than any age."""
 
@@ -85,12 +85,12 @@ class Uses:
     def of(cls, mtimes_ns: Column, quantum_s: int) -> Uses:
         """Does what ``kvstore.recency.decode`` does, for many at a time. Other times get default hints, depth 0."""
         mtimes_ns = np.clip(mtimes_ns, 0, MTIME_MAX_NS)
-        ticks = (mtimes_ns - _CODE_MAX - 1) // TICK_NS
-        below = (ticks + 1) * TICK_NS - mtimes_ns + _CODE_MAX
+        ticks = mtimes_ns // TICK_NS
+        below = ticks * TICK_NS + TOP_NS - mtimes_ns + _CODE_MAX
         depth = below // DEPTH_STEP_NS
         codes = below - depth * DEPTH_STEP_NS
         table = _codes()
-        is_stamp = (depth <= DEPTH_MAX) & (table[codes, 4] != 0)
+        is_stamp = (depth >= 0) & (depth <= DEPTH_MAX) & (table[codes, 4] != 0)
         uses, priority, ttl_s, superseded = np.where(is_stamp, table[codes, :4].T, _DEFAULT)
         other_s = mtimes_ns // (NS_PER_S * quantum_s) * quantum_s
         last_use_s = np.where(is_stamp, ticks * TICK_S, other_s) + superseded * quantum_s
@@ -137,7 +137,7 @@ def _codes() -> Column:
     """Uses, priority, ttl, superseded and validity (0 or 1) of each code in a stamp, from the deepest place down."""
     found = np.zeros((DEPTH_STEP_NS, 5), np.int64)
     for place in range(DEPTH_STEP_NS):
-        read = decode(2 * TICK_NS + _CODE_MAX - DEPTH_STEP_NS - place, 1)
+        read = decode(TICK_NS + TOP_NS + _CODE_MAX - DEPTH_STEP_NS - place, 1)
         ttl_s = _NEVER_S if read.ttl_s is None else read.ttl_s
         found[place] = read.uses, read.priority, ttl_s, read.is_superseded, read.depth == 1
     return found

@@ -132,8 +132,8 @@ class GcState(Protocol):
         """Ends what ``protect`` returned, once."""
         ...
 
-    def settle(self, wanted: Addressed) -> None:
-        """Waits a moment for chunks that are being deleted on a host."""
+    def settle(self, wanted: Addressed) -> bool:
+        """Waits a moment for chunks that are being deleted on a host; False if they still are."""
         ...
 
     def check_room(self, size_bytes: int = 0) -> None:

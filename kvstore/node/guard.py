@@ -8,6 +8,7 @@ import numpy.typing as npt
 from kvstore.address import Chain
 from kvstore.node.chunks import Chunks
 from kvstore.node.gc_state import GcState
+from kvstore.root.posix import PosixRoot
 
 Mask = npt.NDArray[np.bool_]
 
@@ -21,8 +22,8 @@ class Guard:
         self._chain = chain
         self._listings = view.listings
         self._mark = view.protect(chain.packed_addresses)
-        if self._mark is not None:
-            view.settle(chain)  # what was chosen before is deleted
+        self.is_settled = self._mark is None or view.settle(chain)
+        """False if some of the prompt is still being deleted, by somebody who was stopped in the middle of it."""
 
     def unlisted(self, fresh: Mask) -> list[int]:
         """Returns the parents of what was published (``fresh``) that a listing may have without their children.
@@ -38,9 +39,8 @@ class Guard:
     def renew(self, index: int) -> None:
         """Marks a parent as used, before the guard ends: or a collector whose listing lacks the child would take it."""
         name = self._chunks.name(self._chain.addresses[index], self._chain.namespace.id)
-        stat = self._chunks.root.stat(name)
-        if stat is not None:
-            self._chunks.root.touch(name, stat.mtime_ns)
+        assert isinstance(self._chunks.root, PosixRoot)
+        self._chunks.root.mark(name)
 
     def release(self) -> None:
         """Ends it. Idempotent."""

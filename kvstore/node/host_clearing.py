@@ -54,7 +54,7 @@ class HostClearing:
         count = size_bytes = 0
         ends_s = time.monotonic() + HELD_S
         while True:
-            # What is put or used during the walk is for the next one: a child that is not in this walk keeps its parent.
+            # What is put or used during the walk is for the next one: a child that this walk lacks keeps its parent.
             since_ns = file_system_now_ns(self._host.folder)
             eviction = Eviction(
                 self._root, self._node.identity.shard_bits, self._host.shared, self._node.clock, since_ns

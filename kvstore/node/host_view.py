@@ -76,11 +76,14 @@ class HostView:
         """How often the root was listed."""
         return self._shared[Number.LISTINGS]
 
-    def settle(self, wanted: Addressed) -> None:
+    def settle(self, wanted: Addressed) -> bool:
         """Waits, up to SETTLE_S, for the batch that is being evicted if it has any of these chunks."""
         ends_s = time.monotonic() + SETTLE_S
-        while self.leading(wanted) < len(wanted) and time.monotonic() < ends_s:
+        while self.leading(wanted) < len(wanted):
+            if time.monotonic() > ends_s:
+                return False
             time.sleep(POLL_S)
+        return True
 
     @property
     def sweeps(self) -> int:

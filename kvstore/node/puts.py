@@ -279,7 +279,9 @@ class Puts:
             publication = self._publication(chain, first, hints, still_right)
             present = self._leading(chain, min(first, len(chain)), publication.look, deadline, publication.found)
             memory = self.tiers.memory if self.tiers is not None else None
-            if present >= first:
+            if not guard.is_settled:
+                present = min(present, self.view.leading(chain))
+            elif present >= first:
                 root = RootWrite(self._chunks, self._lanes, self._clock, publication, self.counters, guard)
             elif memory is not None and first <= len(chain) and memory.leading(chain, present) >= first - present:
                 root = self._begin_with_parents(memory, chain, first, present, hints, deadline, still_right, guard)

@@ -97,8 +97,9 @@ class View:
         """Returns which chunks that a put has just written or found are still there: those that are not condemned."""
         return self.unswept(wanted)
 
-    def settle(self, wanted: Addressed) -> None:
-        """Does nothing: a sweep lasts for long."""
+    def settle(self, wanted: Addressed) -> bool:
+        """Waits for nothing: a sweep lasts for long."""
+        return True
 
     def protect(self, packed: bytes) -> None:
         """Does nothing: in a cluster, holds are announced (rules A1 to A3)."""

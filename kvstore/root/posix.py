@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from stat import S_ISREG
+from stat import S_IMODE, S_ISREG
 
 from kvstore.buffers import Pieces, skip
 from kvstore.errors import InvalidRequest, Unavailable
@@ -140,6 +140,17 @@ class PosixRoot:
             if cause.errno in MISSING_ERRORS or cause.errno in REFUSED_ERRORS:
                 return False
             raise error_of("touch", self._at(name), cause) from cause
+        return True
+
+    def mark(self, name: Name) -> bool:
+        """Renews the time of a file's last change (ctime) and nothing else; False if the file is gone."""
+        path = self._at(name)
+        try:
+            os.chmod(path, S_IMODE(os.stat(path).st_mode))
+        except OSError as cause:
+            if cause.errno in MISSING_ERRORS:
+                return False
+            raise error_of("mark", path, cause) from cause
         return True
 
     def move(self, source: Name, name: Name, *, make_folder: bool = True) -> bool:

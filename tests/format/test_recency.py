@@ -15,8 +15,8 @@ from kvstore.recency import (
     DEPTH_MAX,
     DEPTH_STEP_NS,
     NS_PER_S,
-    TICK_NS,
     TICK_S,
+    TOP_NS,
     USES_MAX,
     Recency,
     cover,
@@ -100,7 +100,7 @@ def test_a_stamp_without_hints_is_that_of_a_chunk_with_the_default_ones(
     now_s: float, quantum_s: int, depth: int
 ) -> None:
     start = quantum_of(now_s, quantum_s)
-    assert stamp_ns(start, depth) == ns_of(start) + TICK_NS - 4000 * min(depth, DEPTH_MAX)
+    assert stamp_ns(start, depth) == ns_of(start) + TOP_NS - 4000 * min(depth, DEPTH_MAX)
 
 
 @given(mtimes, quanta)
