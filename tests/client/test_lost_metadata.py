@@ -39,7 +39,7 @@ with kvstore.open(sys.argv[1], max_bytes=int(sys.argv[3])) as store:
     cache = store.namespace("model", LAYOUT)
     try:
         while True:
-            cache.put(tokens(writer, stored), kv())
+            cache.put(tokens(writer, stored), kv(), required=True)
             stored += 1
     except Overloaded as full:
         assert "fsck ROOT --adopt" in str(full), full
@@ -100,11 +100,7 @@ def root(tmp_path: Path) -> Iterator[Path]:
 
 
 def put(store: kvstore.Store, number: int) -> bool:
-    try:
-        store.namespace("model", LAYOUT).put(tokens(1 << 10, number), kv())
-    except Overloaded:
-        return False
-    return True
+    return not store.namespace("model", LAYOUT).put(tokens(1 << 10, number), kv()).reason
 
 
 def has(store: kvstore.Store, number: int) -> bool:
@@ -240,7 +236,7 @@ def test_what_lies_in_the_way_of_loans_is_named(root: Path, place: str) -> None:
     else:
         (root / LOANS).symlink_to(root / "elsewhere")
     with kvstore.open(root, max_bytes=BOUND_BYTES) as store, pytest.raises(Overloaded, match=LOANS):
-        store.namespace("model", LAYOUT).put(tokens(1, 1), kv())
+        store.namespace("model", LAYOUT).put(tokens(1, 1), kv(), required=True)
     adopted = CliRunner().invoke(fsck, [str(root), "--adopt"])
     assert adopted.exit_code == 0 and ("remove it" in adopted.output) == (place == "a folder"), adopted.output
     with kvstore.open(root, max_bytes=BOUND_BYTES) as store:

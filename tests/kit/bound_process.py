@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 import kvstore
-from kvstore.errors import Overloaded
 from kvstore.node import collecting
 
 LAYOUT = kvstore.Layout(layers=4, kv_heads=4, head_dim=128, dtype="int8", chunk_tokens=64)
@@ -35,11 +34,10 @@ def kv() -> np.ndarray:
 
 def write(cache: kvstore.Cache, ended: threading.Event, stored: list[int]) -> None:
     while not ended.is_set():
-        try:
-            cache.put(tokens(os.getpid() & 0xFFFF, len(stored)), kv())
-            stored.append(1)
-        except Overloaded:
+        if cache.put(tokens(os.getpid() & 0xFFFF, len(stored)), kv()).reason:
             time.sleep(BACKOFF_S)
+        else:
+            stored.append(1)
 
 
 def main(folder: str, max_bytes: str, start_s: str) -> None:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.client.store import Store
-from kvstore.errors import Overloaded
 from kvstore.format.places import METADATA, METADATA_LOGS
+from kvstore.results import PutResult
 from kvstore.root.reserve import RESERVE_BYTES
 from tests.kit.bound_process import CHUNKS, LAYOUT, kv, tokens
 from tests.kit.etcd import frozen
@@ -173,8 +173,8 @@ class Gauge:
         return found + sum(os.fstat(log).st_blocks * 512 for log in self._logs.values())
 
 
-def put(store: Store, number: int) -> None:
-    store.namespace("model", LAYOUT).put(tokens(0, number), kv())
+def put(store: Store, number: int, *, required: bool = False) -> PutResult:
+    return store.namespace("model", LAYOUT).put(tokens(0, number), kv(), required=required)
 
 
 def put_until(store: Store, holds: Callable[[], bool]) -> int:
@@ -182,11 +182,10 @@ def put_until(store: Store, holds: Callable[[], bool]) -> int:
     ends_s, number = time.monotonic() + PATIENCE_S, 0
     while not holds():
         assert time.monotonic() < ends_s, "it did not happen"
-        try:
-            put(store, number)
-            number += 1
-        except Overloaded:
+        if put(store, number).reason:
             time.sleep(0.01)
+        else:
+            number += 1
     return number
 
 
