@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvstore import tracing
 from kvstore.brief import brief
-from kvstore.checks import checked_hold_ttl, is_whole
+from kvstore.checks import checked_flag, checked_hold_ttl, is_whole
 from kvstore.client.arrays import KvArray, fillable, layer_arrays, new_array, source_array, target_array
 from kvstore.client.blocks import BlockCache
 from kvstore.client.dropping import release_dropped
@@ -113,11 +113,9 @@ class Cache:
         Each look-up counts in the hit ratio: a match, a hold, and a get without a hold. ``counts=False`` leaves this
         one out, as before a get or hold of the same prompt.
         """
-        if not isinstance(counts, bool | np.bool_):
-            raise InvalidRequest(f"counts={brief(counts)}: expected True or False")
-        ids = token_array(tokens)
+        counts, ids = checked_flag("counts", counts), token_array(tokens)
         with tracing.span("kvstore.match", tokens=len(ids)):
-            return self._port.match(self.namespace, ids, counts=bool(counts)) * self.layout.chunk_tokens
+            return self._port.match(self.namespace, ids, counts=counts) * self.layout.chunk_tokens
 
     @overload
     def get(self, tokens: Tokens) -> tuple[int, KvArray]: ...

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TypeVar
 
 from kvstore.buffers import Pieces
+from kvstore.checks import checked_flag
 from kvstore.client.port import Port
 from kvstore.errors import Overloaded, StoreFull
 from kvstore.format.descent import Ancestry
@@ -30,6 +31,7 @@ def put_prompt(
     required: bool,
 ) -> PutResult:
     """Puts the chunks from ``first`` on. If the store refuses them, the result has what it had before."""
+    required = checked_flag("required", required)
     try:
         return _checked(port.put(namespace, tokens, first, sections, hints, write), required)
     except Overloaded as error:
@@ -51,6 +53,7 @@ def put_blocks(
     required: bool = False,
 ) -> StoredBlocks:
     """Puts blocks. If the store refuses them, the result has those that it had before."""
+    required = checked_flag("required", required)
     try:
         return _checked(port.put_blocks(namespace, keys, buffers, hints, write, ancestry), required)
     except Overloaded as error:

@@ -83,8 +83,8 @@ class RemoteBlocks:
             outgoing = Outgoing(iter(buffers), opening)
             raw = send_stream(endpoint.stream_out("PutBlocks"), outgoing, watch, limits.write_s, left_s)
             answer = pb.PutBlocksResponse.FromString(raw)
-            stored = _each(answer.stored, keys)
-            return StoredBlocks(stored, stored, answer.reason)
+            each = _each(answer.stored, keys)
+            return StoredBlocks(each, each, answer.reason)
 
         timeout_s = limits.stream_s(limits.write_s, sum(sizes))
         return self._tools.caller.anywhere(send, timeout_s, partial(marks_of_keys, keys), even_aside=True)
