@@ -19,8 +19,9 @@ from kvstore.writes import WriteModeName
 T = TypeVar("T")
 
 DIFFERENCES_MAX = 10
-OVERLOADED_TRIES_MAX = 20
+OVERLOADED_TRIES_MAX = 120
 OVERLOADED_PAUSE_S = 0.1
+"""A replay must store all: it puts again for 12 s, in which a collector that has just started counts the root."""
 POISON = np.uint64(0x5A5A_5A5A_5A5A_5A5A)
 """Fills memory before a get, so that bytes that the store claims and never wrote count as wrong."""
 
