@@ -27,6 +27,7 @@ import numpy as np
 
 import kvstore
 from kvstore import Layout
+from kvstore.errors import KVStoreError
 from kvstore.meta.server import EmbeddedEtcd
 
 Work = TypeVar("Work", bound=Callable[[], None])
@@ -238,11 +239,14 @@ def write(root: str, etcd: str, rate: float, seconds: float) -> int:
         due_s = began_s = time.monotonic()
         while time.monotonic() - began_s < seconds:
             tokens[0], tokens[1] = os.getpid(), puts
-            if cache.put(tokens, kv).reason:
+            try:
+                is_stored = not cache.put(tokens, kv).reason
+            except KVStoreError:  # etcd or the root did not answer
+                is_stored = False
+            puts += is_stored
+            if not is_stored:
                 shed += 1
                 time.sleep(BACKOFF_S)
-            else:
-                puts += 1
             if rate:
                 due_s = max(due_s + PROMPT_BYTES / rate, time.monotonic())
                 time.sleep(max(0.0, due_s - time.monotonic()))
