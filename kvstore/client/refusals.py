@@ -30,15 +30,17 @@ def put_prompt(
     *,
     required: bool,
 ) -> PutResult:
-    """Puts the chunks from ``first`` on. If the store refuses them, the result has what it had before."""
+    """Puts the chunks from ``first`` on. If the store refuses what it lacks, the result has what it had before."""
     required = checked_flag("required", required)
     try:
         return _checked(port.put(namespace, tokens, first, sections, hints, write), required)
     except Overloaded as error:
+        size, present = namespace.layout.chunk_tokens, port.match(namespace, tokens, counts=False)
+        if present == len(tokens) // size:
+            return PutResult(present * size, 0, present - first, 0)
         if required:
             raise
-        present = port.match(namespace, tokens, counts=False)
-        return PutResult(present * namespace.layout.chunk_tokens, 0, 0, 0, error.reason)
+        return PutResult(present * size, 0, 0, 0, error.reason)
 
 
 def put_blocks(
@@ -52,14 +54,17 @@ def put_blocks(
     *,
     required: bool = False,
 ) -> StoredBlocks:
-    """Puts blocks. If the store refuses them, the result has those that it had before."""
+    """Puts blocks. If the store refuses what it lacks, the result has what it had before."""
     required = checked_flag("required", required)
     try:
         return _checked(port.put_blocks(namespace, keys, buffers, hints, write, ancestry), required)
     except Overloaded as error:
+        present, fresh = port.present_blocks(namespace, keys), [False] * len(keys)
+        if all(present):
+            return StoredBlocks(present, fresh)
         if required:
             raise
-        return StoredBlocks(port.present_blocks(namespace, keys), [False] * len(keys), error.reason)
+        return StoredBlocks(present, fresh, error.reason)
 
 
 def _checked(result: R, required: bool) -> R:

@@ -525,6 +525,7 @@ def test_put_full_root_returns_the_reason(cache: Cache, root: FaultyRoot) -> Non
     cache.blocks.put(KEYS[:1], BLOCKS[:1])
     root.set_rules([Rule("stage", ENOSPC)])
     assert cache.put(TOKENS, KV) == PutResult(half, 0, 0, 0, "full")
+    assert cache.put(TOKENS[:half], KV[:, :, :half], required=True) == PutResult(half, 0, 4, 0), "nothing is lacking"
     stored = cache.blocks.put(KEYS, BLOCKS)
     assert (stored, stored.reason) == ([True] + 39 * [False], "full")
     stored = cache.blocks.put_new(KEYS, BLOCKS)

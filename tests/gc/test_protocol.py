@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,7 +25,7 @@ from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.sources import RandomIds, SystemClock
 from kvstore_gc.execute import Sweeper
 from tests.kit import faulty_meta as meta_faulty
-from tests.kit.clusters import TIMINGS, Cluster, cluster, eventually, looking, prompt, put
+from tests.kit.clusters import TIMINGS, Cluster, cluster, eventually, looking, prompt, put, put_result
 from tests.kit.faulty_meta import FaultyMeta
 from tests.kit.faulty_root import Delay, FaultyRoot, Rule
 from tests.kit.patience import PATIENCE_S
@@ -389,13 +390,12 @@ def test_o1_a_store_that_can_neither_fence_nor_delete_conditionally_is_refused()
 
 
 def test_gc_full_makes_nodes_shed_puts_until_it_is_gone(c: Cluster) -> None:
-    node, chain = c.node(), prompt(1, 8)
+    node, prompts = c.node(), (prompt(number, 8) for number in itertools.count())
     meta, keys = MemoryMeta(c.store), Keys(c.identity.root)
     meta.put(keys.gc_full, b"x")
-    eventually(lambda: put(node, chain) == 0)
+    eventually(lambda: put_result(node, next(prompts)).reason == "full")
     meta.delete(keys.gc_full)
-    eventually(lambda: put(node, chain) == 8)
-    assert node.node.match(chain) == 8
+    eventually(lambda: put_result(node, next(prompts)).chunks_written == 8)
 
 
 class Died(Exception):
