@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from kvstore.namespace import Namespace
     from kvstore.node.limits import Limits
     from kvstore.planning import Group
-    from kvstore.results import Cleared, PinRecord, PutResult
+    from kvstore.results import Cleared, PinRecord, PutResult, StoredBlocks
     from kvstore.security.tls import ClientTls
     from kvstore.writes import WriteMode
 
@@ -80,6 +80,7 @@ __all__ = [
     "Selection",
     "SharedRun",
     "Store",
+    "StoredBlocks",
     "Ticket",
     "WriteMode",
     "__version__",
@@ -108,7 +109,7 @@ if not TYPE_CHECKING:  # a type checker that saw __getattr__ would accept every 
         "kvstore.namespace": ("Namespace",),
         "kvstore.node.limits": ("Limits",),
         "kvstore.planning": ("Group",),
-        "kvstore.results": ("Cleared", "PinRecord", "PutResult"),
+        "kvstore.results": ("Cleared", "PinRecord", "PutResult", "StoredBlocks"),
         "kvstore.security.tls": ("ClientTls",),
         "kvstore.writes": ("WriteMode",),
     }

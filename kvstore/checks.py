@@ -11,6 +11,8 @@ from numbers import Real
 from operator import index
 from typing import Any, TypeGuard
 
+import numpy as np
+
 from kvstore.brief import brief
 from kvstore.errors import InvalidRequest
 
@@ -33,6 +35,13 @@ def is_whole(value: Any) -> TypeGuard[int]:
     except TypeError:
         return False
     return not isinstance(value, bool)
+
+
+def checked_flag(name: str, value: bool) -> bool:
+    """Returns a flag. Raises InvalidRequest for what is only like one."""
+    if not isinstance(value, bool | np.bool_):
+        raise InvalidRequest(f"{name}={brief(value)}: expected True or False")
+    return bool(value)
 
 
 def is_unicode(text: str) -> bool:

@@ -6,6 +6,8 @@ other libraries are translated into these once, at the rim, with the cause attac
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 
 class KVStoreError(Exception):
     """Base of every error raised by this package."""
@@ -62,7 +64,16 @@ class HoldBroken(Unavailable):
 
 
 class Overloaded(KVStoreError):
-    """A limit was reached (queue, memory, space on the root). Back off."""
+    """A limit was reached (queue, memory, quota, space on the root). Back off."""
+
+    reason: ClassVar[str] = "overload"
+    """The ``PutResult.reason`` of a put that is refused with this error."""
+
+
+class StoreFull(Overloaded):
+    """The store has no space: all of it is held or pinned, the disk is full, or the put is larger than the store."""
+
+    reason = "full"
 
 
 class SessionLost(KVStoreError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -13,6 +14,23 @@ class PutResult:
     chunks_written: int
     chunks_found: int
     bytes_written: int
+    reason: str = ""
+    """Why the store refused chunks; empty if it refused none.
+
+    "full": all of it is held or pinned, the disk is full, or the put is larger than the store. "overload": a queue,
+    memory, or a tenant's quota has no room.
+    """
+
+
+class StoredBlocks(list[bool]):
+    """The outcome of a put of blocks: for each block, True if it is in the store now."""
+
+    def __init__(self, stored: Iterable[bool], fresh: Iterable[bool], reason: str = "") -> None:
+        super().__init__(stored)
+        self.fresh = list(fresh)
+        """For each block, True if this put wrote it. Through a worker, True for all that are in the store."""
+        self.reason = reason
+        """As ``PutResult.reason``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import enum
 from typing import Literal, get_args
 
-import numpy as np
-
 from kvstore.brief import brief
+from kvstore.checks import checked_flag
 from kvstore.errors import InvalidRequest
 
 RUNS_MAX = 2
@@ -68,10 +67,8 @@ class WriteMode(enum.Enum):
     @classmethod
     def of_put(cls, value: WriteMode | str | None, default: WriteMode | None, *, cache: bool) -> WriteMode | None:
         """The mode of one put, None if the node decides. Raises InvalidRequest."""
-        if not isinstance(cache, bool | np.bool_):
-            raise InvalidRequest(f"cache={brief(cache)}: expected True or False")
         mode = default if value is None else cls.of(value)
-        if cache:
+        if checked_flag("cache", cache):
             return mode
         if value is not None and mode is cls.BEHIND:
             raise InvalidRequest("cache=False with write='behind': expected write='through', which needs no memory")

@@ -17,11 +17,13 @@ from kvstore.client.owner import Owner
 from kvstore.client.pin import Pin, check_pin
 from kvstore.client.planning import Plan, plan_keys
 from kvstore.client.port import Port, PortBlockHold
+from kvstore.client.refusals import put_blocks
 from kvstore.errors import InvalidRequest, WrongSize
 from kvstore.format.descent import DESCENT_BYTES_MAX, Ancestry, Descent
 from kvstore.hints import DEFAULT, Hints, Preset, checked_unused_s
 from kvstore.namespace import Namespace
 from kvstore.planning.prompts import checked_prompts
+from kvstore.results import StoredBlocks
 from kvstore.wire.limits import BLOCK_BYTES_MAX, BLOCKS_MAX, DESCENTS_BYTES_MAX
 from kvstore.writes import WriteMode, WriteModeName
 
@@ -55,15 +57,15 @@ class BlockCache:
         preset: Preset | None = None,
         write: WriteMode | WriteModeName | None = None,
         cache: bool = True,
-    ) -> list[bool]:
+        required: bool = False,
+    ) -> StoredBlocks:
         """Stores each buffer under its key; returns True for each that is now in the store. First writer wins.
 
         The blocks are those of one prompt, in its order, and ``first`` is the index of the first of them: garbage
         collection takes a prompt's last blocks first, because an engine cannot use one without those before it.
-        ``priority``, ``ttl`` and ``preset`` say how long to keep the blocks, and ``write`` and ``cache`` are as in
-        ``Cache.put``. False means: the key has a block of another size, garbage collection is taking it, or
-        (``write="behind"``) memory has no room. Raises Overloaded, PermissionDenied or Unavailable if the store could
-        not take the blocks.
+        ``priority``, ``ttl`` and ``preset`` say how long to keep the blocks, and ``write``, ``cache`` and ``required``
+        are as in ``Cache.put``. False means: the store refuses the block (the result's ``reason`` says why), the key
+        has a block of another size, or garbage collection is taking it. Raises PermissionDenied or Unavailable.
 
         ``descents`` say for each block what its tokens are and which block is before it, so that ``kvstore events`` can
         tell routers of it: a Descent, its bytes (``Descent.pack``), or None. Nobody verifies them, and reads ignore
@@ -79,10 +81,10 @@ class BlockCache:
         ancestry = Ancestry(int(first), () if descents is NO_DESCENTS else _packed(checked, descents))
         views = _views(checked, buffers, writable=False)
         with tracing.span("kvstore.put_blocks", blocks=len(checked)):
-            return self._port.put_blocks(self._namespace, checked, views, hints, mode, ancestry)[0]
+            return put_blocks(self._port, self._namespace, checked, views, hints, mode, ancestry, required=required)
 
-    def put_new(self, keys: Sequence[bytes], buffers: Sequence[Any]) -> tuple[list[bool], list[bool]]:
-        """Stores each buffer under its key, as ``put`` does; also returns which of the blocks this call wrote.
+    def put_new(self, keys: Sequence[bytes], buffers: Sequence[Any]) -> StoredBlocks:
+        """Stores each buffer under its key, as ``put`` does; ``fresh`` says which of the blocks this call wrote.
 
         Through a worker only those are sent that the store lacks; then a block of another size counts as stored, and
         one that somebody else wrote meanwhile, or that is given twice, as written by this call.
@@ -91,14 +93,14 @@ class BlockCache:
         views = _views(checked, buffers, writable=False)
         with tracing.span("kvstore.put_blocks", blocks=len(checked)):
             if self._port.tells_fresh:
-                return self._port.put_blocks(self._namespace, checked, views, DEFAULT, self._write)
+                return put_blocks(self._port, self._namespace, checked, views, DEFAULT, self._write)
             stored, fresh = self._port.present_blocks(self._namespace, checked), [False] * len(checked)
             lacking = [at for at, found in enumerate(stored) if not found]
             part = [checked[at] for at in lacking], [views[at] for at in lacking]
-            done, _ = self._port.put_blocks(self._namespace, *part, DEFAULT, self._write)
-            for at, is_stored in zip(lacking, done, strict=True):
-                stored[at] = fresh[at] = is_stored
-            return stored, fresh
+            done = put_blocks(self._port, self._namespace, *part, DEFAULT, self._write)
+            for at, is_stored, is_fresh in zip(lacking, done, done.fresh, strict=True):
+                stored[at], fresh[at] = is_stored, is_fresh
+            return StoredBlocks(stored, fresh, done.reason)
 
     def match(self, keys: Sequence[bytes]) -> int:
         """Returns the number of leading keys that are in the store.

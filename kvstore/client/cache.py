@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvstore import tracing
 from kvstore.brief import brief
-from kvstore.checks import checked_hold_ttl, is_whole
+from kvstore.checks import checked_flag, checked_hold_ttl, is_whole
 from kvstore.client.arrays import KvArray, fillable, layer_arrays, new_array, source_array, target_array
 from kvstore.client.blocks import BlockCache
 from kvstore.client.dropping import release_dropped
@@ -18,6 +18,7 @@ from kvstore.client.owner import Owner
 from kvstore.client.pin import Pin, check_pin
 from kvstore.client.planning import Plan, plan_tokens
 from kvstore.client.port import Port, PortHold
+from kvstore.client.refusals import put_prompt
 from kvstore.client.segments import CHUNK_TOKENS, Segments
 from kvstore.client.tickets import Ticket
 from kvstore.errors import InvalidRequest
@@ -63,6 +64,7 @@ class Cache:
         preset: Preset | None = None,
         write: WriteMode | WriteModeName | None = None,
         cache: bool = True,
+        required: bool = False,
     ) -> PutResult:
         """Stores the KV of ``tokens``; only full chunks are stored.
 
@@ -81,7 +83,9 @@ class Cache:
         to the root soon after and lost if the node is killed before that; "through" once the root has them, with a copy
         in memory. The default is the namespace's, or else the node's. ``cache=False`` writes through without the copy.
 
-        Raises Overloaded (no space, or too much at once: back off), PermissionDenied, Unavailable (not in time: retry).
+        A put that the store refuses (no space, or too much at once) is an ordinary outcome: ``reason`` says why, and
+        ``tokens_present`` what the store has. ``required=True`` raises Overloaded instead. Raises PermissionDenied,
+        Unavailable (not in time: retry).
         """
         hints = Hints.of(priority, ttl, preset)
         ids = token_array(tokens)
@@ -101,7 +105,7 @@ class Cache:
         source = planes_of(array, self.layout, first)
         mode = WriteMode.of_put(write, self._write, cache=cache)
         with tracing.span("kvstore.put", tokens=len(ids)):
-            return self._port.put(self.namespace, ids, first, source, hints, mode)
+            return put_prompt(self._port, self.namespace, ids, first, source, hints, mode, required=required)
 
     def match(self, tokens: Tokens, *, counts: bool = True) -> int:
         """Returns the number of leading tokens in the store, a multiple of chunk_tokens.
@@ -109,11 +113,9 @@ class Cache:
         Each look-up counts in the hit ratio: a match, a hold, and a get without a hold. ``counts=False`` leaves this
         one out, as before a get or hold of the same prompt.
         """
-        if not isinstance(counts, bool | np.bool_):
-            raise InvalidRequest(f"counts={brief(counts)}: expected True or False")
-        ids = token_array(tokens)
+        counts, ids = checked_flag("counts", counts), token_array(tokens)
         with tracing.span("kvstore.match", tokens=len(ids)):
-            return self._port.match(self.namespace, ids, counts=bool(counts)) * self.layout.chunk_tokens
+            return self._port.match(self.namespace, ids, counts=counts) * self.layout.chunk_tokens
 
     @overload
     def get(self, tokens: Tokens) -> tuple[int, KvArray]: ...

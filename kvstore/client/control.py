@@ -16,14 +16,13 @@ from google.protobuf.message import Message
 
 from kvstore.brief import brief
 from kvstore.census.selection import Selection
-from kvstore.checks import checked_timeout
+from kvstore.checks import checked_flag, checked_timeout
 from kvstore.client.caller import Caller, CallFailed
 from kvstore.client.control_arguments import (
     HasNamespace,
     check_heard,
     checked_changes,
     checked_chunks_max,
-    checked_flag,
     checked_seconds,
     checked_ticket,
     checked_ticket_id,

@@ -29,13 +29,6 @@ class HasNamespace(Protocol):
         """The namespace that the call is about."""
 
 
-def checked_flag(name: str, flag: bool) -> bool:
-    """Returns a flag. Raises InvalidRequest for what is only like one: it might delete what was to be counted."""
-    if not isinstance(flag, bool):
-        raise InvalidRequest(f"{name}={brief(flag)}: expected True or False")
-    return flag
-
-
 def checked_seconds(name: str, seconds: float) -> float:
     """Returns a number of seconds, 0 or more. Raises InvalidRequest for anything else."""
     found = number(seconds)

@@ -29,7 +29,7 @@ from kvstore.node.node import Node
 from kvstore.node.segment_search import find_segments, hold_segments
 from kvstore.node.wanted import keyed
 from kvstore.progress import Progress
-from kvstore.results import Cleared, LayerMemory, PinRecord, PutResult
+from kvstore.results import Cleared, LayerMemory, PinRecord, PutResult, StoredBlocks
 from kvstore.sections import Sections
 from kvstore.segments.match import Match
 from kvstore.segments.search import Search
@@ -246,10 +246,10 @@ class LocalPort:
         hints: Hints,
         write: WriteMode | None = None,
         ancestry: Ancestry | None = None,
-    ) -> tuple[list[bool], list[bool]]:
+    ) -> StoredBlocks:
         with self._store as member:
             written = member.node.put_blocks(namespace, keys, buffers, hints=hints, write=write, ancestry=ancestry)
-            return written.there.tolist(), written.fresh.tolist()
+            return written.of_blocks()
 
     def match_blocks(self, namespace: Namespace, keys: Sequence[bytes]) -> int:
         with self._store as member:

@@ -19,7 +19,7 @@ from kvstore.hints import Hints
 from kvstore.namespace import Namespace
 from kvstore.node.moves import Act, Level
 from kvstore.progress import Progress
-from kvstore.results import Cleared, LayerMemory, PinRecord, PutResult
+from kvstore.results import Cleared, LayerMemory, PinRecord, PutResult, StoredBlocks
 from kvstore.sections import Sections
 from kvstore.segments.match import Match
 from kvstore.segments.search import Search
@@ -206,11 +206,10 @@ class Port(Protocol):
         hints: Hints,
         write: WriteMode | None = None,
         ancestry: Ancestry | None = None,
-    ) -> tuple[list[bool], list[bool]]:
+    ) -> StoredBlocks:
         """Stores engine-hashed blocks; ``write`` is the write mode, by default the node's.
 
-        ``ancestry`` says where in their prompt they are; by default its beginning. Returns which are in the store, and
-        which of those this call wrote: all of them if this port does not tell.
+        ``ancestry`` says where in their prompt they are; by default its beginning.
         """
         ...
 

@@ -45,7 +45,7 @@ from kvstore.node.counters import Counts
 from kvstore.node.moves import Act, Level
 from kvstore.node.wanted import keyed, leading
 from kvstore.progress import Cancelled, Progress
-from kvstore.results import Cleared, PinRecord, PutResult
+from kvstore.results import Cleared, PinRecord, PutResult, StoredBlocks
 from kvstore.sections import Planes, Sections
 from kvstore.security.tls import ClientTls
 from kvstore.sources import Clock, SystemClock
@@ -245,7 +245,9 @@ class RemotePort:
             namespace,
             lambda: self._caller.anywhere(send, timeout_s, partial(marks_of, namespace, tokens), even_aside=True),
         )
-        return PutResult(answer.tokens_present, answer.chunks_written, answer.chunks_found, answer.bytes_written)
+        return PutResult(
+            answer.tokens_present, answer.chunks_written, answer.chunks_found, answer.bytes_written, answer.reason
+        )
 
     # Pins
 
@@ -285,7 +287,7 @@ class RemotePort:
         hints: Hints,
         write: WriteMode | None = None,
         ancestry: Ancestry | None = None,
-    ) -> tuple[list[bool], list[bool]]:
+    ) -> StoredBlocks:
         return self._reopening(namespace, lambda: self._blocks.put(namespace, keys, buffers, hints, write, ancestry))
 
     def match_blocks(self, namespace: Namespace, keys: Sequence[bytes]) -> int:

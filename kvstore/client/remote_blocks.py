@@ -21,6 +21,7 @@ from kvstore.format.descent import Ancestry
 from kvstore.hints import Hints
 from kvstore.namespace import Namespace
 from kvstore.node.wanted import keyed
+from kvstore.results import StoredBlocks
 from kvstore.tokens import TokenArray
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.messages import (
@@ -49,11 +50,11 @@ class RemoteBlocks:
         hints: Hints,
         write: WriteMode | None,
         ancestry: Ancestry | None,
-    ) -> tuple[list[bool], list[bool]]:
+    ) -> StoredBlocks:
         """Implements ``Port.put_blocks``."""
         if not keys:
             self._tools.caller.check()
-            return [], []
+            return StoredBlocks((), ())
         limits, watch = self._tools.limits, self._tools.watch
         sizes, ancestry = [len(buffer) for buffer in buffers], ancestry or Ancestry()
         start = pb.PutBlocksStart(
@@ -67,24 +68,26 @@ class RemoteBlocks:
         )
         opening = start.SerializeToString()
 
-        def answered(raw: bytes) -> list[bool]:
-            stored = parse(pb.PutBlocksResponse, raw).stored
-            if len(stored) != len(keys):
-                raise InvalidRequest(f"the worker answered for {len(stored)} blocks of {len(keys)}")
-            return list(map(bool, stored))
+        def answered(raw: bytes) -> StoredBlocks:
+            answer = parse(pb.PutBlocksResponse, raw)
+            if len(answer.stored) != len(keys):
+                raise InvalidRequest(f"the worker answered for {len(answer.stored)} blocks of {len(keys)}")
+            stored = list(map(bool, answer.stored))
+            return StoredBlocks(stored, stored, answer.reason)
 
-        def send(endpoint: Endpoint, left_s: float) -> list[bool]:
+        def send(endpoint: Endpoint, left_s: float) -> StoredBlocks:
             stored = put_past_grpc(endpoint, start, partial(BlockCargo, buffers), answered, self._tools, left_s)
             if stored is not None:
                 return stored
             self._tools.counters.add(ClientCount.PUTS_GRPC)
             outgoing = Outgoing(iter(buffers), opening)
-            answer = send_stream(endpoint.stream_out("PutBlocks"), outgoing, watch, limits.write_s, left_s)
-            return _each(pb.PutBlocksResponse.FromString(answer).stored, keys)
+            raw = send_stream(endpoint.stream_out("PutBlocks"), outgoing, watch, limits.write_s, left_s)
+            answer = pb.PutBlocksResponse.FromString(raw)
+            each = _each(answer.stored, keys)
+            return StoredBlocks(each, each, answer.reason)
 
         timeout_s = limits.stream_s(limits.write_s, sum(sizes))
-        stored = self._tools.caller.anywhere(send, timeout_s, partial(marks_of_keys, keys), even_aside=True)
-        return stored, stored
+        return self._tools.caller.anywhere(send, timeout_s, partial(marks_of_keys, keys), even_aside=True)
 
     def match(self, namespace: Namespace, keys: Sequence[bytes]) -> int:
         """Implements ``Port.match_blocks``. Raises Unavailable."""

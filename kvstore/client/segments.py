@@ -22,6 +22,7 @@ from kvstore.client.blocks import BlockCache
 from kvstore.client.dropping import release_dropped
 from kvstore.client.owner import Owner
 from kvstore.client.port import Port, PortGuard
+from kvstore.client.refusals import put_prompt
 from kvstore.errors import HoldBroken, InvalidRequest
 from kvstore.hints import Hints, Preset
 from kvstore.namespace import Namespace
@@ -75,12 +76,13 @@ class Segments:
         preset: Preset | None = None,
         write: WriteMode | WriteModeName | None = None,
         cache: bool = True,
+        required: bool = False,
     ) -> PutResult:
         """Stores a segment: ``tokens`` without BOS, and their KV, computed alone behind BOS, keys not rotated.
 
         ``kv`` has shape ``(layers, 2, len(tokens), kv_heads, head_dim)`` and the layout's dtype: row 0 is that of
         ``tokens[0]``, the row of BOS is left out. K is as after its projection, bias and norm, before RoPE. Only full
-        chunks are stored. Retention, ``write`` and ``cache`` are those of ``Cache.put``, and so are the errors.
+        chunks are stored. Retention, ``write``, ``cache``, ``required`` and the errors are those of ``Cache.put``.
 
         KV of another context (cut out of a longer prompt, or blended) must not come here: it cannot be told apart.
         """
@@ -89,7 +91,7 @@ class Segments:
         planes = planes_of(source_array(kv, self.layout, len(ids)), self.layout)
         mode = WriteMode.of_put(write, self._write, cache=cache)
         with tracing.span("kvstore.put_segment", tokens=len(ids)):
-            return self._port.put(self.namespace, ids, 0, planes, hints, mode)
+            return put_prompt(self._port, self.namespace, ids, 0, planes, hints, mode, required=required)
 
     def find(self, tokens: Tokens, starts: Sequence[int] | None = None, after: int = 0) -> list[Match]:
         """Returns the ranges of a prompt that are stored segments: ordered, disjoint, none before ``after``.
@@ -176,7 +178,7 @@ class Segments:
         image = text.ljust(gate.VERDICT_BYTES)
         for number in range(self._newest(cache) + 1, numbers_max):
             # Of a prompt's blocks the last goes first. So that the newest goes last, it is the first.
-            done = cache.put([_key(number)], [image], first=VERDICTS_MAX - number, priority=100)
+            done = cache.put([_key(number)], [image], first=VERDICTS_MAX - number, priority=100, required=True)
             if done[0] and self._read(cache, number) == text:
                 return  # else somebody else recorded one at the same moment
         raise InvalidRequest(

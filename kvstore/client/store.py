@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import finalize
 
-import numpy as np
-
 from kvstore.brief import brief, kind_of
 from kvstore.census.selection import Selection, checked_selection
+from kvstore.checks import checked_flag
 from kvstore.client.bulk.way import Bulk, BulkName
 from kvstore.client.cache import Cache
 from kvstore.client.dropping import close_when_dropped, flush_at_exit
@@ -106,7 +105,7 @@ class Store:
         chosen = checked_selection(selection)
         if not callable(progress):
             raise InvalidRequest(f"progress={brief(progress)}: expected a function of done and total")
-        dry_run, pinned = _checked_flag("dry_run", dry_run), _checked_flag("pinned", pinned)
+        dry_run, pinned = checked_flag("dry_run", dry_run), checked_flag("pinned", pinned)
         return self._port.clear_selected(chosen, progress, dry_run=dry_run, pinned=pinned)
 
     def stats(self) -> dict[str, int | float]:
@@ -197,12 +196,12 @@ def open(
         etcd_tls=etcd_tls,
         etcd_user=etcd_user,
         root_options=root_options,
-        create=_checked_flag("create", create),
+        create=checked_flag("create", create),
         shard_bits=shard_bits,
         settings=TierSettings.of(memory, disk, write),
         label=label,
         keys=None if keys is None else _loaded(keys),
-        compress=_checked_flag("compress", compress),
+        compress=checked_flag("compress", compress),
         asked=AskedBound.of(max_bytes, ttl),
     )
     return _store_of(member, str(root))
@@ -213,12 +212,6 @@ def _store_of(member: Member, name: str) -> Store:
     if tiers is not None:
         flush_at_exit(tiers.behind)
     return Store(port, close_when_dropped(port, member.close, name))
-
-
-def _checked_flag(name: str, value: bool) -> bool:
-    if not isinstance(value, bool | np.bool_):
-        raise InvalidRequest(f"{name}={brief(value)}: expected True or False")
-    return bool(value)
 
 
 def _loaded(keys: str | PathLike[str]) -> KeyFile:

@@ -139,8 +139,10 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             left -= len(places)
             names = [self._key_of(keys[place], objects[place]) for place in places]
             buffers = [_bytes_of(objects[place]) for place in places]
-            stored, fresh = cache.blocks.put_new(names, buffers)
-            sizes = {place: len(buffer) for place, buffer, new in zip(places, buffers, fresh, strict=True) if new}
+            stored = cache.blocks.put_new(names, buffers)
+            sizes = {
+                place: len(buffer) for place, buffer, new in zip(places, buffers, stored.fresh, strict=True) if new
+            }
             # Of an object that is only bytes the first stays, whatever its size.
             refused = [name for name, ok in zip(names, stored, strict=True) if not ok]
             good = good and (not refused or all(cache.blocks.present(refused)))

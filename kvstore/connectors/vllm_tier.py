@@ -200,6 +200,8 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
                 break  # what was stored before is told to routers all the same
             for number, is_stored in zip(run, flags, strict=True):
                 done[number] = is_stored
+            if flags.reason:
+                break
         return done
 
     def _places(self, job: TransferJob) -> list[_Place]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from kvstore.brief import size
-from kvstore.errors import Overloaded
+from kvstore.errors import Overloaded, StoreFull
 from kvstore.host.shared import Number, Shared
 from kvstore.host.tables import HoldTable, Own
 from kvstore.root.posix_errors import DiskFull
@@ -88,7 +88,7 @@ class Room:
         limit = self._shared[Number.LIMIT]
         if limit and size_bytes > limit:
             self._refused()
-            raise Overloaded(
+            raise StoreFull(
                 f"this put has {size(size_bytes)}, and the store has room for {size(limit)}: put less at once, or open "
                 "it with a larger max_bytes"
             )
@@ -138,7 +138,7 @@ class Room:
     def refusal(self, full: DiskFull) -> Overloaded:
         """Has the collector make room on a full disk; returns the caller's error."""
         self._wake(at_once=True)
-        return Overloaded(f"{full.said}; the store makes room if it has a limit (max_bytes=): put again in a moment")
+        return StoreFull(f"{full.said}; the store makes room if it has a limit (max_bytes=): put again in a moment")
 
     def close(self) -> None:
         """Gives back all that was reserved and not written, once nothing is written any more."""
@@ -189,8 +189,8 @@ class Room:
         self._table.numbers[Own.RESERVED] = max(0, self._reserved - self._unsettled)
 
 
-def _full() -> Overloaded:
-    return Overloaded(
+def _full() -> StoreFull:
+    return StoreFull(
         "the store is full, and nothing can be evicted at the moment, because it is held or pinned, or no collector "
         "runs: release what is not needed, and put again later"
     )

@@ -68,7 +68,9 @@ class Limits:
     pins_max: int = 10_000
     """Pins of the whole store: collectors read them all."""
     behind_share: float = 0.5
-    """Share of memory that may wait to be written to the root; a put's chunks beyond it are shed."""
+    """Share of memory that may wait to be written to the root."""
+    behind_wait_s: float = 2.0
+    """How long a put behind waits for room in that share; the chunks that find none by then are shed."""
     behind_give_up_s: float = 60.0
     """A chunk that could not be written to the root for this long is lost."""
     flush_s: float = 10.0

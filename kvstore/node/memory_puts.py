@@ -35,6 +35,8 @@ class Kept:
     """For each given chunk, True if it is in memory now."""
     fresh: list[int]
     """Positions, among those given, of chunks that were not in memory before."""
+    waits_at: int | None = None
+    """Position of the first chunk that the write-behind queue had no room for."""
 
     @property
     def written(self) -> int:
@@ -45,6 +47,11 @@ class Kept:
     def count(self) -> int:
         """Number of leading chunks in memory."""
         return next((at for at, there in enumerate(self.there) if not there), len(self.there))
+
+    def then(self, at: int, rest: Kept) -> Kept:
+        """Adds the second attempt at the chunks from position ``at`` on."""
+        waits_at = None if rest.waits_at is None else at + rest.waits_at
+        return Kept(self.there[:at] + rest.there, self.fresh + [at + each for each in rest.fresh], waits_at)
 
 
 ROOM_SHARE = 4
@@ -112,14 +119,14 @@ class MemoryPuts:
             there = [entry is not None for entry in found.entries]
             slots = list[tuple[int, Slot]]()
             try:
-                self._claim_all(wanted, first, there, hints, behind, slots)
+                waits_at = self._claim_all(wanted, first, there, hints, behind, slots)
                 self._copy(wanted, slots, source, deadline)
             except BaseException:
                 if behind is not None:
                     behind.give_back(sum(slot.entry.size_bytes for _, slot in slots))
                 raise
             self._memory.ready([slot for _, slot in slots])
-        return Kept(there, [index - first for index, _ in slots])
+        return Kept(there, [index - first for index, _ in slots], waits_at)
 
     def room(self, wanted: Wanted, first: int, count: int, hints: Hints, behind: WriteBehind) -> Room | None:
         """Claims room for all of these chunks, for ``fill`` or ``give_up``.
@@ -174,14 +181,22 @@ class MemoryPuts:
         hints: Hints,
         behind: WriteBehind | None,
         slots: list[tuple[int, Slot]],
-    ) -> None:
-        """Claims room for those that are not ``there``; adds slots with their indexes, and updates ``there``."""
+    ) -> int | None:
+        """Claims room for those that are not ``there``; adds slots with their indexes, and updates ``there``.
+
+        Returns the position of the first that the write-behind queue has no room for.
+        """
         own: dict[Address, int] = {}  # a block that is given twice is claimed once
+        waits_at: int | None = None
         try:
             for at in range(len(there)):
                 if there[at]:
                     continue
-                slot = self._claim(wanted, first + at, hints, behind)
+                slot = None
+                if behind is not None and not behind.reserve(image_bytes(wanted, first + at)):
+                    waits_at = at if waits_at is None else waits_at
+                else:
+                    slot = self._claim(wanted, first + at, hints, behind)
                 if slot is not None:
                     there[at] = True
                     slots.append((first + at, slot))
@@ -195,20 +210,19 @@ class MemoryPuts:
             # Interrupted (Ctrl-C): nobody could claim again a slot that is claimed and never filled.
             self._memory.drop([slot for _, slot in slots])
             raise
+        return waits_at
 
     def _claim(self, wanted: Wanted, index: int, hints: Hints, behind: WriteBehind | None) -> Slot | None:
-        """Claims room in memory and in the write-behind queue, one chunk at a time, so that nobody reserves room for a
-        chunk that another put is bringing.
+        """Claims room in memory for a chunk, for which ``behind`` has room reserved; gives that back if there is none.
+
+        One chunk at a time, so that no put reserves room for a chunk that another put is bringing.
         """
-        if behind is None:
-            return self._memory.claim(wanted, index, hints=hints)
-        size_bytes, slot = image_bytes(wanted, index), None
-        if behind.reserve(size_bytes):
-            try:
-                slot = self._memory.claim(wanted, index, hints=hints, dirty=True)
-            finally:
-                if slot is None:
-                    behind.give_back(size_bytes)
+        slot = None
+        try:
+            slot = self._memory.claim(wanted, index, hints=hints, dirty=behind is not None)
+        finally:
+            if slot is None and behind is not None:
+                behind.give_back(image_bytes(wanted, index))
         return slot
 
     def _copy(self, wanted: Wanted, slots: list[tuple[int, Slot]], source: Sections, deadline: Deadline) -> None:

@@ -64,6 +64,7 @@ class TierStack:
         whether or not a put brings them there.
         """
         now = limits.now
+        self._limits = limits
         self.settings = settings
         self.memory = MemoryTier(arena, counters, clock)
         self.disk: DiskTier | None = None
@@ -116,17 +117,41 @@ class TierStack:
             return Kept([False] * count, [])  # too late; they are stored all the same
 
     def absorb(
+        self,
+        wanted: Wanted,
+        first: int,
+        count: int,
+        source: Sections,
+        hints: Hints,
+        deadline: Deadline,
+        *,
+        waits: bool,
+    ) -> Kept:
+        """Copies chunks into memory that are written to the root later (rule W1); fewer where there is no room.
+
+        With ``waits``, waits for the queue to have room, at most ``behind_wait_s``.
+        """
+        self.filling(wanted)
+        kept = self._absorb(wanted, first, count, source, hints, deadline)
+        patience = Deadline(self._clock, min(deadline.left_s(), self._limits.now.behind_wait_s))
+        while (
+            waits
+            and (at := kept.waits_at) is not None
+            and self.behind.wait_for_room(image_bytes(wanted, first + at), patience.left_s())
+        ):
+            kept = kept.then(at, self._absorb(wanted, first + at, count - at, source, hints, deadline))
+        self._record()
+        return kept
+
+    def _absorb(
         self, wanted: Wanted, first: int, count: int, source: Sections, hints: Hints, deadline: Deadline
     ) -> Kept:
-        """Copies chunks into memory that are written to the root later (rule W1); fewer where there is no room."""
-        self.filling(wanted)
         kept = self._puts.keep(wanted, first, count, source, hints, deadline, self.behind)
         if kept.fresh:
             # From the first that is fresh on: its parents are on the root, or in the queue before it.
             start, stop = first + kept.fresh[0], first + kept.fresh[-1] + 1
             size_bytes = sum(image_bytes(wanted, first + at) for at in kept.fresh)
             self.behind.add(_leading(wanted, stop), start, stop - start, hints, size_bytes)
-        self._record()
         return kept
 
     def room(self, wanted: Wanted, first: int, count: int, hints: Hints) -> Room | None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from kvstore.errors import Overloaded
+from kvstore.errors import Overloaded, StoreFull
 from kvstore.meta.usage import Room, Usage
 from kvstore.root.posix_errors import DiskFull
 
@@ -215,7 +215,7 @@ class NodeUsage:
             return min(counted_s, STARTED_S) if self._was_counted else STARTED_S
 
     def check_disk(self, size_bytes: int) -> None:
-        """Raises Overloaded if the disk has no room for a put of that size beside the reserve (rule S7).
+        """Raises StoreFull if the disk has no room for a put of that size beside the reserve (rule S7).
 
         Looks until there is ample room, and from the first write on that the disk refused. So puts leave the room of
         the reserve to a collector, which frees more. Also raises the root's errors.
@@ -223,18 +223,18 @@ class NodeUsage:
         if self.claiming is None:
             return
         if not self.claiming.has_disk_for(size_bytes):
-            raise Overloaded(f"No space left on the disk of this root; {self.claiming.full()}")
+            raise StoreFull(f"No space left on the disk of this root; {self.claiming.full()}")
         if not self._was_full and self.claiming.has_disk_for(size_bytes + AMPLE_BYTES):
             with self._lock:
                 self.looks = self._was_full
 
-    def refusal(self, full: DiskFull) -> Overloaded:
+    def refusal(self, full: DiskFull) -> StoreFull:
         """Notes that a write failed on a full disk; returns the caller's error, which says what makes room."""
         if self.claiming is None:
             return full
         with self._lock:
             self.looks = self._was_full = True
-        return Overloaded(f"{full.said}; {self.claiming.full()}")
+        return StoreFull(f"{full.said}; {self.claiming.full()}")
 
     def close(self) -> None:
         """Makes claims and writes equal. Call it once nothing is written any more."""

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from kvstore.address import ADDRESS_BYTES, Address, Addressed
 from kvstore.brief import size
 from kvstore.counts import NodeCount
-from kvstore.errors import InvalidRequest, Overloaded, RootMismatch
+from kvstore.errors import InvalidRequest, RootMismatch, StoreFull
 from kvstore.meta.interface import Absent, Compare, Event, KeyValue, Snapshot, ValueIs
 from kvstore.meta.keys import Keys
 from kvstore.meta.session import Session
@@ -142,19 +142,19 @@ class View:
         return self._full
 
     def check_room(self, size_bytes: int = 0) -> None:
-        """Raises Overloaded while a collector says that the root is full, or the disk is.
+        """Raises StoreFull while a collector says that the root is full, or the disk is.
 
         Also raises it for a put whose ``size_bytes`` are more than a bound allows: there will never be room for it.
         """
         if self.put_bytes_max is not None and size_bytes > self.put_bytes_max:
             self._counters.add(NodeCount.PUT_REFUSED_FULL)
-            raise Overloaded(
+            raise StoreFull(
                 f"this put has {size(size_bytes)}, and max_bytes of this store leaves room for "
                 f"{size(self.put_bytes_max)}: put less at once, or open the store with a larger max_bytes"
             )
         if self._full:
             self._counters.add(NodeCount.PUT_REFUSED_FULL)
-            raise Overloaded(
+            raise StoreFull(
                 "the root is full until garbage collection has made room, which it cannot take from what is held or "
                 "pinned: release what is not needed, back off, and put again later"
             )

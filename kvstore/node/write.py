@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kvstore.address import Chain
 from kvstore.counts import NodeCount
-from kvstore.errors import KVStoreError
+from kvstore.errors import KVStoreError, Overloaded
 from kvstore.hints import Hints
 from kvstore.node.counters import Counters
 from kvstore.node.gc_state import GcState
@@ -26,7 +26,7 @@ from kvstore.node.publish import Mask
 from kvstore.node.root_write import RootWrite
 from kvstore.node.tier_stack import TierStack
 from kvstore.node.wanted import Keyed, Wanted, leading, sizes_of
-from kvstore.results import PutResult
+from kvstore.results import PutResult, StoredBlocks
 from kvstore.sections import Sections
 from kvstore.writes import WriteMode
 
@@ -51,10 +51,17 @@ class Written:
     """Number of chunks, from the put's first chunk on, that were there already."""
     fresh: Mask
     """For each wanted chunk, True if it is there because this put wrote it."""
+    reason: str = ""
+    """As ``PutResult.reason``."""
 
     def of_prompt(self, chunk_tokens: int) -> PutResult:
         """Returns the result for the put of a prompt."""
-        return PutResult(leading(self.there) * chunk_tokens, self.chunks, self.found, self.size_bytes)
+        present = leading(self.there) * chunk_tokens
+        return PutResult(present, self.chunks, self.found, self.size_bytes, self.reason)
+
+    def of_blocks(self) -> StoredBlocks:
+        """Returns the result for the put of blocks."""
+        return StoredBlocks(self.there.tolist(), self.fresh.tolist(), self.reason)
 
 
 class WriteOwner(Protocol):
@@ -114,6 +121,7 @@ class Write:
         self._root = root
         self._sheds = sheds
         self._is_shed = False
+        self._reason = ""
         self._fresh = np.zeros(len(found), np.bool_)
         """Those that memory took, and did not have before."""
         self._absorbed = 0
@@ -147,9 +155,10 @@ class Write:
             return
         try:
             self._add_to_root(self._root, source, new, deadline, release)
-        except KVStoreError:
+        except KVStoreError as error:
             if self.mode is not WriteMode.BEHIND:
                 raise
+            self._reason = _reason(error)
             # As much as memory took is put, whatever the root does with the rest.
             if self._root.abandon():
                 release()
@@ -188,9 +197,10 @@ class Write:
         if self._root is not None:
             try:
                 self._root.finish(deadline)
-            except KVStoreError:
+            except KVStoreError as error:
                 if self.mode is not WriteMode.BEHIND:
                     raise
+                self._reason = _reason(error)
             publication = self._root.publication
             # Parents from memory were only on their way when this began.
             there = publication.there() | (there if self.mode is WriteMode.BEHIND else False)
@@ -206,7 +216,7 @@ class Write:
             self._owner.used(self._wanted, self._found, self._hints)
         if self._root is not None:
             self._root.publication.used(there)
-        return Written(there, chunks, size_bytes, found, fresh & there)
+        return Written(there, chunks, size_bytes, found, fresh & there, self._reason)
 
     def abandon(self) -> None:
         """Puts nothing more on the root. Chunks that memory took stay there. Idempotent."""
@@ -226,15 +236,18 @@ class Write:
         if self._is_shed:
             left, goes_on = new, new[:0]
         else:
-            kept = self._tiers.absorb(*self._part(source, new), self._hints, deadline)
+            waits = self._sheds and not self._reason  # once for a put: a root that hangs keeps it no longer
+            kept = self._tiers.absorb(*self._part(source, new), self._hints, deadline, waits=waits)
             self._there[new] = kept.there
             self._fresh[new[kept.fresh]] = True
             self._absorbed += kept.written
             self._absorbed_bytes += sum(self._sizes[index] for index in new[kept.fresh].tolist())
             left = new[~self._there[new]]
             goes_on = self._for_root(left, deadline)
-        self._is_shed = self._is_chain and len(goes_on) < len(left)
-        self._owner.counters.add(NodeCount.BEHIND_SHED, len(left) - len(goes_on))
+        if shed := len(left) - len(goes_on):
+            self._is_shed = self._is_chain
+            self._reason = Overloaded.reason
+            self._owner.counters.add(NodeCount.BEHIND_SHED, shed)
         return goes_on
 
     def _for_root(self, left: Indexes, deadline: Deadline) -> Indexes:
@@ -283,3 +296,8 @@ class Write:
             return self._wanted, first, count, source
         places = indexes.tolist()
         return self._wanted.picked(places), 0, count, lambda at: source(places[at])
+
+
+def _reason(error: KVStoreError) -> str:
+    """Returns why a put behind has not stored what memory had no room for, and the root did not take."""
+    return error.reason if isinstance(error, Overloaded) else Overloaded.reason

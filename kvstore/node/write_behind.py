@@ -115,10 +115,21 @@ class WriteBehind:
     def reserve(self, size_bytes: int) -> bool:
         """Reserves room for a chunk until ``add`` or ``give_back``; False if there is none."""
         with self._changed:
-            if self._is_closing or self._bytes + size_bytes > self.bytes_max:
+            if self._is_closing or not self._has_room(size_bytes):
                 return False
             self._bytes += size_bytes
             return True
+
+    def wait_for_room(self, size_bytes: int, timeout_s: float) -> bool:
+        """Waits until a chunk may be reserved; False if that is not within the time."""
+        with self._changed:
+            if size_bytes > self.bytes_max:
+                return False
+            self._changed.wait_for(lambda: self._is_closing or self._has_room(size_bytes), timeout_s)
+            return not self._is_closing and self._has_room(size_bytes)
+
+    def _has_room(self, size_bytes: int) -> bool:
+        return self._bytes + size_bytes <= self.bytes_max
 
     def give_back(self, size_bytes: int) -> None:
         """Returns room that was reserved and is not needed."""

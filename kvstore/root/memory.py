@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from kvstore.buffers import Borrowed, Pieces, byte_length
-from kvstore.errors import InvalidRequest, Overloaded, Unavailable
+from kvstore.errors import InvalidRequest, StoreFull, Unavailable
 from kvstore.format.places import Name
 from kvstore.root.interface import Entry, Seen, Space, Stat, Traits
 
@@ -132,7 +132,7 @@ class MemoryRoot:
                 raise Unavailable(f"could not write {name}: the staging name was used before")
             room = self.files.capacity_bytes
             if room is not None and self.files.used_bytes + len(content) > room:
-                raise Overloaded(f"could not write {name}: {len(content)} bytes do not fit, the root holds {room}")
+                raise StoreFull(f"could not write {name}: {len(content)} bytes do not fit, the root holds {room}")
             self.files.write(name, MemoryFile(content, stamp_ns))
 
     def publish(self, staged: Name, name: Name, *, durable: bool) -> bool:

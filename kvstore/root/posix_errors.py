@@ -6,7 +6,7 @@ import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kvstore.errors import KVStoreError, Overloaded, PermissionDenied, Unavailable
+from kvstore.errors import KVStoreError, Overloaded, PermissionDenied, StoreFull, Unavailable
 
 MISSING_ERRORS = frozenset({errno.ENOENT, errno.ESTALE, errno.ENOTCONN, errno.ENOTDIR, errno.ELOOP})
 FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -14,7 +14,7 @@ SHORT_ERRORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 REFUSED_ERRORS = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 
 
-class DiskFull(Overloaded):
+class DiskFull(StoreFull):
     """The file system has no room, or the user's quota is used up. ``said`` is the error without advice."""
 
     def __init__(self, said: str) -> None:

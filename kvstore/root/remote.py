@@ -13,13 +13,14 @@ from contextlib import contextmanager, suppress
 from datetime import datetime
 from typing import Any
 
-from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, PermissionDenied, Unavailable
+from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, PermissionDenied, StoreFull, Unavailable
 from kvstore.root.interface import Entry, Seen, Stat
 
 GONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 """The errors for a file that is not there."""
 
-_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EBUSY, errno.EMFILE, errno.ENFILE})
+_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
+_BUSY_ERRNOS = frozenset({errno.EBUSY, errno.EMFILE, errno.ENFILE})
 _REFUSED_ERRNOS = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 _GONE_ERRNOS = frozenset({errno.ENOENT, errno.ESTALE, errno.ENOTCONN})
 _MTIME_KEYS = ("mtime", "LastModified", "last_modified", "modified", "updated", "created")
@@ -168,7 +169,9 @@ def error_of(action: str, path: str, cause: Exception) -> KVStoreError:
     said = f"could not {action} {path}: {type(cause).__name__}: {cause}"
     code = cause.errno if isinstance(cause, OSError) else None
     if code in _FULL_ERRNOS:
-        return Overloaded(f"{said}; the store is full or busy: free space (kvstore-gc), or back off")
+        return StoreFull(f"{said}; the store is full: free space (kvstore-gc)")
+    if code in _BUSY_ERRNOS:
+        return Overloaded(f"{said}; the store is busy: back off")
     if isinstance(cause, PermissionError) or code in _REFUSED_ERRNOS or "Credential" in type(cause).__name__:
         return PermissionDenied(f"{said}; check the credentials and the policy of the root")
     if isinstance(cause, NotImplementedError):

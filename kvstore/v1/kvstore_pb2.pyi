@@ -186,16 +186,18 @@ class PutStart(_message.Message):
     def __init__(self, namespace: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., first: _Optional[int] = ..., hints: _Optional[_Union[Hints, _Mapping]] = ..., write: _Optional[_Union[Write, str]] = ...) -> None: ...
 
 class PutResponse(_message.Message):
-    __slots__ = ("tokens_present", "chunks_written", "chunks_found", "bytes_written")
+    __slots__ = ("tokens_present", "chunks_written", "chunks_found", "bytes_written", "reason")
     TOKENS_PRESENT_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_WRITTEN_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_FOUND_FIELD_NUMBER: _ClassVar[int]
     BYTES_WRITTEN_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
     tokens_present: int
     chunks_written: int
     chunks_found: int
     bytes_written: int
-    def __init__(self, tokens_present: _Optional[int] = ..., chunks_written: _Optional[int] = ..., chunks_found: _Optional[int] = ..., bytes_written: _Optional[int] = ...) -> None: ...
+    reason: str
+    def __init__(self, tokens_present: _Optional[int] = ..., chunks_written: _Optional[int] = ..., chunks_found: _Optional[int] = ..., bytes_written: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class GetRequest(_message.Message):
     __slots__ = ("namespace", "tokens", "hold", "first", "chunks_max", "order", "memory_only", "uncounted")
@@ -384,10 +386,12 @@ class PutBlocksStart(_message.Message):
     def __init__(self, namespace: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., sizes: _Optional[bytes] = ..., hints: _Optional[_Union[Hints, _Mapping]] = ..., write: _Optional[_Union[Write, str]] = ..., first: _Optional[int] = ..., descents: _Optional[bytes] = ...) -> None: ...
 
 class PutBlocksResponse(_message.Message):
-    __slots__ = ("stored",)
+    __slots__ = ("stored", "reason")
     STORED_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
     stored: bytes
-    def __init__(self, stored: _Optional[bytes] = ...) -> None: ...
+    reason: str
+    def __init__(self, stored: _Optional[bytes] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class MatchBlocksRequest(_message.Message):
     __slots__ = ("namespace", "keys", "each", "sizes")

@@ -21,6 +21,7 @@ from kvstore.errors import (
     RootMismatch,
     SessionLost,
     StoreClosed,
+    StoreFull,
     Unauthenticated,
     Unavailable,
 )
@@ -62,6 +63,7 @@ STATUSES: dict[type[KVStoreError], grpc.StatusCode] = {
     PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
     Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
     Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    StoreFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Busy: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Unavailable: grpc.StatusCode.UNAVAILABLE,
     Draining: grpc.StatusCode.UNAVAILABLE,

@@ -129,9 +129,10 @@ def chunks_answer(chain: Chain, written: Written) -> bytes:
         chunks_written=result.chunks_written,
         chunks_found=result.chunks_found,
         bytes_written=result.bytes_written,
+        reason=result.reason,
     ).SerializeToString()
 
 
 def blocks_answer(written: Written) -> bytes:
     """Encodes the answer to a put of blocks."""
-    return pb.PutBlocksResponse(stored=written.there.tobytes()).SerializeToString()
+    return pb.PutBlocksResponse(stored=written.there.tobytes(), reason=written.reason).SerializeToString()

@@ -422,7 +422,7 @@ def test_an_error_of_the_root_reaches_the_client(way: str) -> None:
         cache = store.namespace("m", MEDIUM)
         root.set_rules([Rule("stage", ENOSPC)])
         with pytest.raises(Overloaded, match="ENOSPC"):
-            cache.put(*tokens_and_kv(300, seed=3))
+            cache.put(*tokens_and_kv(300, seed=3), required=True)
         root.set_rules([])
         assert cache.put(TOKENS, KV).tokens_present == len(TOKENS)
 

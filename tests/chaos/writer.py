@@ -39,9 +39,11 @@ def main() -> int:
         for number in itertools.count():
             tokens[0], tokens[1] = os.getpid(), number
             try:
-                cache.put(tokens, kv)
-                puts += 1
+                is_stored = not cache.put(tokens, kv).reason
             except KVStoreError:
+                is_stored = False
+            puts += is_stored
+            if not is_stored:
                 shed += 1
                 time.sleep(BACKOFF_S)
             now_s = time.monotonic()

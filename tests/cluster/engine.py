@@ -13,11 +13,12 @@ import sys
 import threading
 import time
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 
 from kvstore.client.cache import Cache
 from kvstore.client.store import Store
-from kvstore.errors import KVStoreError, Overloaded
+from kvstore.errors import KVStoreError
 from kvstore.replay import Request, load_trace
 from kvstore.replay.content import KvBytes
 from kvstore.replay.lane import Lane
@@ -60,11 +61,10 @@ class Impatient:
     def put(self, tokens: TokenArray, kv: KvBytes, prefix: int, *, write: WriteModeName) -> PutResult:
         """Puts as the store does: nothing here expects a chunk to be on the root at once."""
         self.doing = "put"
-        try:
-            return self._cache.put(tokens, kv, prefix)
-        except Overloaded:
+        result = self._cache.put(tokens, kv, prefix)
+        if result.reason:
             self.shed += 1
-            return PutResult(prefix, 0, 0, 0)
+        return replace(result, reason="")  # the replay is not to put again
 
 
 class Engine:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ import pytest
 from kvstore.connectors.vllm.counts import EngineCounts
 from kvstore.errors import Overloaded, Unavailable
 from tests.kit.cases import for_each
-from tests.kit.patience import NEVER_S, PATIENCE_S, eventually
+from tests.kit.patience import NEVER_S, PATIENCE_S
 from tests.kit.vllm_connector import BASE
 from tests.kit.vllm_modules import vllm_modules
 
@@ -38,7 +37,7 @@ class Store:
 
     def __init__(self, *others: Store, refused: bytes = b"no") -> None:
         self.parts = [self, *others]
-        self.down = self.full = False
+        self.down = False
         self.said: dict[bytes, bytes] = {}
         self._refused = refused
 
@@ -48,8 +47,6 @@ class Store:
     def put(self, keys: list[bytes], rows: list[bytes], *, descents: list[bytes], **_: Any) -> list[bool]:
         if self.down:
             raise Unavailable("down")
-        if self.full:
-            raise Overloaded("the root is full")
         self.said.update(zip(keys, descents, strict=bool(descents)))
         return [not key.startswith(self._refused) for key in keys]
 
@@ -117,26 +114,6 @@ def test_blocks_that_find_no_room_are_settled_as_not_stored() -> None:
     half = storer(Store(), bytes_max=8)
     half.store(run(b"one", b"two"))
     assert half.settled(PATIENCE_S) == {b"one": False, b"two": False}
-    half.close(0.0)
-
-
-def test_a_full_root_is_tried_again_within_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that does not answer is left alone for longer: here for ever."""
-    storing = importlib.import_module("kvstore.connectors.vllm.storing")
-    assert storing.FULL_PAUSE_S <= 1.0
-    monkeypatch.setattr(storing, "FULL_PAUSE_S", 0.05)
-    store = Store()
-    half = storer(store)
-    store.full = True
-    half.store(run(b"one"))
-    assert half.settled(PATIENCE_S) == {b"one": False}
-    store.full = False
-
-    def is_stored() -> bool:
-        half.store(run(b"one"))
-        return bool(half.settled(PATIENCE_S)[b"one"])
-
-    eventually(is_stored, "the collector made room")
     half.close(0.0)
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from kvstore.connectors.vllm.settings import Settings
 from kvstore.errors import Unavailable
+from kvstore.results import StoredBlocks
 from tests.kit.cases import for_each
 from tests.kit.vllm_modules import vllm_modules
 
@@ -112,11 +113,11 @@ class Noting:
     def caches(self) -> list[Noting]:
         return [self]
 
-    def put(self, keys: list[bytes], rows: list[bytes], *, first: int) -> list[bool]:
+    def put(self, keys: list[bytes], rows: list[bytes], *, first: int) -> StoredBlocks:
         if len(self.puts) == self._puts_max:
             raise Unavailable("nobody answers")
         self.puts.append((first, list(zip(keys, rows, strict=True))))
-        return [key != self.refused for key in keys]
+        return StoredBlocks([key != self.refused for key in keys], [True] * len(keys))
 
 
 def key(group: int, end: int) -> bytes:

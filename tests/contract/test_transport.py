@@ -13,7 +13,7 @@ import pytest
 from kvstore import Layout
 from kvstore.client import Cache, Store
 from kvstore.client.local import LocalPort
-from kvstore.errors import HoldBroken, InvalidRequest, LayoutMismatch, Overloaded, PermissionDenied, Unavailable
+from kvstore.errors import HoldBroken, InvalidRequest, LayoutMismatch, PermissionDenied, StoreFull, Unavailable
 from kvstore.layout import DTYPES, DType
 from kvstore.results import PutResult
 from kvstore.root.memory import MemoryFiles, MemoryRoot
@@ -28,8 +28,13 @@ KV = kv_of(SMALL, TOKENS)
 
 
 @pytest.fixture
-def root() -> FaultyRoot:
-    return FaultyRoot(MemoryRoot(MemoryFiles()))
+def files() -> MemoryFiles:
+    return MemoryFiles()
+
+
+@pytest.fixture
+def root(files: MemoryFiles) -> FaultyRoot:
+    return FaultyRoot(MemoryRoot(files))
 
 
 @pytest.fixture(params=["local", "shared", "tcp", "grpc"])
@@ -442,8 +447,9 @@ def test_a_block_of_another_size_is_not_stored_and_its_read_an_error(cache: Cach
 
 def test_a_put_of_blocks_tells_which_of_them_it_wrote(cache: Cache) -> None:
     cache.blocks.put(KEYS[::2], BLOCKS[::2])
-    assert cache.blocks.put_new(KEYS, BLOCKS) == (40 * [True], 20 * [False, True])
-    assert cache.blocks.put_new(KEYS, BLOCKS) == (40 * [True], 40 * [False])
+    for fresh in (20 * [False, True], 40 * [False]):
+        stored = cache.blocks.put_new(KEYS, BLOCKS)
+        assert (stored, stored.fresh) == (40 * [True], fresh)
     buffers = [bytearray(len(block)) for block in BLOCKS]
     assert cache.blocks.get(KEYS, buffers) == 40 * [True]
     assert buffers == BLOCKS
@@ -451,7 +457,7 @@ def test_a_put_of_blocks_tells_which_of_them_it_wrote(cache: Cache) -> None:
 
 def test_no_blocks_at_all(cache: Cache) -> None:
     assert cache.blocks.put([], []) == []
-    assert cache.blocks.put_new([], []) == ([], [])
+    assert cache.blocks.put_new([], []) == []
     assert cache.blocks.match([]) == 0
     assert cache.blocks.get([], []) == []
     assert cache.blocks.present([]) == []
@@ -513,9 +519,33 @@ def test_a_chunk_that_vanished_is_put_again(cache: Cache, root: FaultyRoot) -> N
     assert same(cache.get(TOKENS)[1], KV)
 
 
-@pytest.mark.parametrize(
-    ("fault", "error"), [(ENOSPC, Overloaded), (EROFS, PermissionDenied), (EIO, Unavailable)], ids=["full", "ro", "io"]
-)
+def test_put_full_root_returns_the_reason(cache: Cache, root: FaultyRoot) -> None:
+    half = 4 * SIZE
+    cache.put(TOKENS[:half], KV[:, :, :half])
+    cache.blocks.put(KEYS[:1], BLOCKS[:1])
+    root.set_rules([Rule("stage", ENOSPC)])
+    assert cache.put(TOKENS, KV) == PutResult(half, 0, 0, 0, "full")
+    assert cache.put(TOKENS[:half], KV[:, :, :half], required=True) == PutResult(half, 0, 4, 0), "nothing is lacking"
+    stored = cache.blocks.put(KEYS, BLOCKS)
+    assert (stored, stored.reason) == ([True] + 39 * [False], "full")
+    stored = cache.blocks.put_new(KEYS, BLOCKS)
+    assert (stored, stored.fresh, stored.reason) == ([True] + 39 * [False], 40 * [False], "full")
+    with pytest.raises(StoreFull, match="injected"):
+        cache.put(TOKENS, KV, required=True)
+    with pytest.raises(StoreFull, match="injected"):
+        cache.blocks.put(KEYS, BLOCKS, required=True)
+
+
+def test_put_loop_on_a_full_store_never_raises(cache: Cache, files: MemoryFiles) -> None:
+    used_bytes = files.used_bytes
+    results = [cache.put(TOKENS, KV)]
+    files.capacity_bytes = used_bytes + 5 * (files.used_bytes - used_bytes) // 2
+    results += [cache.put(TOKENS + number * 1000, KV) for number in range(1, 10)]
+    assert [each.reason for each in results] == 2 * [""] + 8 * ["full"]
+    assert [cache.match(TOKENS + number * 1000) for number in range(10)] == [each.tokens_present for each in results]
+
+
+@pytest.mark.parametrize(("fault", "error"), [(EROFS, PermissionDenied), (EIO, Unavailable)], ids=["ro", "io"])
 def test_a_root_that_cannot_be_written(cache: Cache, root: FaultyRoot, fault: Any, error: type[Exception]) -> None:
     root.set_rules([Rule("stage", fault)])
     with pytest.raises(error, match="injected"):

@@ -49,8 +49,8 @@ RIGHT: Mapping[str, list[Any]] = {
     "within": NUMBERS[:1],
     "timeout": [None, *NUMBERS],
     "timeout_s": [None, *NUMBERS],
-    "dry_run": [True],
-    "pinned": [True],
+    "dry_run": [True, np.bool_(True)],
+    "pinned": [True, np.bool_(True)],
     "heard": [slice],
     "changes": [{}],
 }

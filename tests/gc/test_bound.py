@@ -23,7 +23,6 @@ import pytest
 
 import kvstore
 from kvstore import Layout
-from kvstore.errors import Overloaded
 from kvstore.meta.etcd import EtcdMeta
 from kvstore.meta.keys import Keys
 from kvstore.meta.usage import Room
@@ -125,9 +124,9 @@ def write(root: Path, etcd: str, name: str, gauge: Gauge, ends_s: float) -> int:
         cache = store.namespace(name, LAYOUT)
         while stored < PUTS and time.monotonic() < ends_s:
             tokens[0] = stored
-            try:
-                stored += cache.put(tokens, kv).tokens_present == len(tokens)
-            except Overloaded:
+            result = cache.put(tokens, kv)
+            stored += result.tokens_present == len(tokens)
+            if result.reason:
                 time.sleep(BACKOFF_S)
             gauge.look()
     return stored

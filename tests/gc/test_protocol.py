@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.address import Chain
 from kvstore.buffers import Borrowed
-from kvstore.errors import HoldBroken, InvalidRequest, Overloaded, SessionLost
+from kvstore.errors import HoldBroken, InvalidRequest, SessionLost
 from kvstore.format import places
 from kvstore.format.header import FIXED_BYTES, INCARNATION_AT
 from kvstore.format.places import Name
@@ -20,13 +20,12 @@ from kvstore.meta.interface import LeaseId
 from kvstore.meta.keys import Keys, SessionId
 from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.session import Session
-from kvstore.node.member import Member
 from kvstore.root.interface import Root, Seen
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.sources import RandomIds, SystemClock
 from kvstore_gc.execute import Sweeper
 from tests.kit import faulty_meta as meta_faulty
-from tests.kit.clusters import TIMINGS, Cluster, cluster, eventually, looking, prompt, put
+from tests.kit.clusters import TIMINGS, Cluster, cluster, eventually, looking, prompt, put, put_result
 from tests.kit.faulty_meta import FaultyMeta
 from tests.kit.faulty_root import Delay, FaultyRoot, Rule
 from tests.kit.patience import PATIENCE_S
@@ -391,22 +390,12 @@ def test_o1_a_store_that_can_neither_fence_nor_delete_conditionally_is_refused()
 
 
 def test_gc_full_makes_nodes_shed_puts_until_it_is_gone(c: Cluster) -> None:
-    node, chain = c.node(), prompt(1, 8)
+    node, prompts = c.node(), (prompt(number, 8) for number in itertools.count())
     meta, keys = MemoryMeta(c.store), Keys(c.identity.root)
     meta.put(keys.gc_full, b"x")
-    eventually(lambda: refuses(node, chain))
+    eventually(lambda: put_result(node, next(prompts)).reason == "full")
     meta.delete(keys.gc_full)
-    eventually(lambda: not refuses(node, chain))
-    assert node.node.match(chain) == 8
-
-
-def refuses(node: Member, chain: Chain) -> bool:
-    """True if a put is shed."""
-    try:
-        put(node, chain)
-    except Overloaded:
-        return True
-    return False
+    eventually(lambda: put_result(node, next(prompts)).chunks_written == 8)
 
 
 class Died(Exception):

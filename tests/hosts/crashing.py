@@ -48,12 +48,14 @@ def put_until_the_end(store: kvstore.Store, folder: Path) -> None:
                 return
             try:
                 result = cache.put(tokens(seed), np.full(LAYOUT.shape(TOKENS), seed % 251, LAYOUT.numpy_dtype))
-            except (kvstore.errors.Overloaded, kvstore.errors.Unavailable):
+            except kvstore.errors.Unavailable:
                 time.sleep(0.05)
                 continue
             if result.tokens_present == TOKENS:
                 acks.write(f"{seed} {time.time():.3f}\n")
                 acks.flush()
+            elif result.reason:
+                time.sleep(0.05)
 
 
 def check(store: kvstore.Store, folder: Path) -> dict[str, float]:

@@ -23,6 +23,7 @@ from kvstore.node.limits import Limits
 from kvstore.node.member import Member, Sharing
 from kvstore.node.opening import join
 from kvstore.node.settings import AS_SHIPPED, NodeOptions
+from kvstore.results import PutResult
 from kvstore.root.identity import RootId, RootIdentity, create_or_open
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
@@ -156,6 +157,9 @@ def looking(member: Member, chain: Chain) -> Hold:
 
 def put(member: Member, chain: Chain) -> int:
     """Stores a chain; the leading chunks that are there then."""
-    kv = kv_of(TINY, chain.tokens)
-    cache = Store(LocalPort(member)).namespace(SPACE.name, TINY)
-    return cache.put(chain.tokens, kv).tokens_present // TINY.chunk_tokens
+    return put_result(member, chain).tokens_present // TINY.chunk_tokens
+
+
+def put_result(member: Member, chain: Chain) -> PutResult:
+    """Stores a chain."""
+    return Store(LocalPort(member)).namespace(SPACE.name, TINY).put(chain.tokens, kv_of(TINY, chain.tokens))

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.buffers import Borrowed, Pieces, byte_length, skip
-from kvstore.errors import KVStoreError, Overloaded, PermissionDenied, Unavailable
+from kvstore.errors import KVStoreError, PermissionDenied, StoreFull, Unavailable
 from kvstore.format.places import Name
 from kvstore.root.interface import Entry, Reader, Root, Seen, Space, Stat, Traits
 
@@ -40,7 +40,7 @@ class Fails:
         return error
 
 
-ENOSPC = Fails(Overloaded, errno.ENOSPC)
+ENOSPC = Fails(StoreFull, errno.ENOSPC)
 EIO = Fails(Unavailable, errno.EIO)
 EROFS = Fails(PermissionDenied, errno.EROFS)
 EACCES = Fails(PermissionDenied, errno.EACCES)

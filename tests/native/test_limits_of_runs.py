@@ -107,8 +107,9 @@ def test_blocks_get_their_names_in_the_turn_that_stages_them_and_it_has_few(
         blocks = store.namespace("m", TINY).blocks
         blocks.put([b"first".ljust(16)], [b"makes the folder of shards"])
         published.clear()
-        assert blocks.put_new(keys[::2], [key * 2 for key in keys[::2]]) == ([True] * 250, [True] * 250)
-        assert blocks.put_new(keys, [key * 2 for key in keys]) == ([True] * 500, [False, True] * 250)
+        assert blocks.put_new(keys[::2], [key * 2 for key in keys[::2]]).fresh == [True] * 250
+        stored = blocks.put_new(keys, [key * 2 for key in keys])
+        assert (stored, stored.fresh) == ([True] * 500, [False, True] * 250)
         found = [bytearray(32) for _ in keys]
         assert blocks.get(keys, found) == [True] * len(keys)
         assert found == [key * 2 for key in keys]

@@ -205,7 +205,7 @@ def test_a_failing_put_says_why_and_keeps_what_was_published(
     cache = store.namespace("m", SMALL)
     root.set_rules([Rule(operation, fault, nth=4)])
     with InTime(), pytest.raises(error, match=f"could not {operation}"):
-        cache.put(TOKENS, KV)
+        cache.put(TOKENS, KV, required=True)
     root.set_rules([])
     count, found = cache.get(TOKENS)
     assert count < len(TOKENS) and same(found, KV[:, :, :count])

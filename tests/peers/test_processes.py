@@ -123,7 +123,7 @@ def test_put_on_a_full_disk_keeps_space_for_its_first_chunk(small_root: Path, mo
     with kvstore.open(str(small_root)) as store:
         cache = store.namespace("model", layout)
         with pytest.raises(errors.Overloaded, match="No space left"):
-            cache.put(list(range(64)), np.zeros(layout.shape(64), np.int8))
+            cache.put(list(range(64)), np.zeros(layout.shape(64), np.int8), required=True)
         assert 0 < cache.match(list(range(64))) < 64
 
 

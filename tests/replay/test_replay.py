@@ -12,7 +12,7 @@ import pytest
 import kvstore
 from kvstore.client.cache import Cache
 from kvstore.client.store import Store
-from kvstore.errors import InvalidRequest, Overloaded
+from kvstore.errors import InvalidRequest
 from kvstore.replay import Content, Plan, expect, generate, replay, replay_layout
 from kvstore.replay.lane import OVERLOADED_TRIES_MAX, Lane
 from kvstore.replay.trace import BLOCK_TOKENS, Request
@@ -159,8 +159,9 @@ def test_a_lost_put_is_found_out_with_several_callers(tmp_root_url: str, monkeyp
 class Refusing:
     """A cache that refuses the first few puts."""
 
-    def __init__(self, times: int) -> None:
+    def __init__(self, times: int, reason: str = "overload") -> None:
         self.left = times
+        self.reason = reason
 
     def match(self, tokens: Any, *, counts: bool = True) -> int:
         return 0
@@ -171,7 +172,7 @@ class Refusing:
     def put(self, tokens: Any, kv: Any, prefix: int, *, write: str) -> PutResult:
         self.left -= 1
         if self.left >= 0:
-            raise Overloaded("full")
+            return PutResult(0, 0, 0, 0, self.reason)
         return PutResult(len(tokens), 1, 0, kv.nbytes)
 
 
@@ -182,5 +183,8 @@ def test_an_overloaded_store_is_asked_again_but_not_for_ever(monkeypatch: pytest
     lane = Lane(Refusing(3), content, {0: 0})
     lane.serve(request)
     assert lane.tally.overloaded == 3 and lane.tally.chunks_written == 1
-    with pytest.raises(Overloaded):
-        Lane(Refusing(OVERLOADED_TRIES_MAX + 1), content, {0: 0}).serve(request)
+    for times, reason, tries in ((OVERLOADED_TRIES_MAX + 1, "overload", OVERLOADED_TRIES_MAX), (1, "full", 0)):
+        lane = Lane(Refusing(times, reason), content, {0: 0})
+        lane.serve(request)
+        assert (lane.tally.overloaded, lane.tally.short_puts) == (tries, 1)
+        assert f"refused: {reason}" in lane.tally.differences[0]

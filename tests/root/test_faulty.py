@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvstore.buffers import Borrowed, Withdrawn
-from kvstore.errors import Overloaded, PermissionDenied, Unavailable
+from kvstore.errors import PermissionDenied, StoreFull, Unavailable
 from kvstore.format.places import Name
 from kvstore.root.interface import Seen, Stat
 from kvstore.root.memory import MemoryRoot
@@ -80,7 +80,7 @@ def calls(root: FaultyRoot) -> dict[str, Callable[[], Any]]:
 
 @pytest.mark.parametrize(
     ("fault", "error", "code"),
-    [(ENOSPC, Overloaded, errno.ENOSPC), (EIO, Unavailable, errno.EIO), (EROFS, PermissionDenied, errno.EROFS)],
+    [(ENOSPC, StoreFull, errno.ENOSPC), (EIO, Unavailable, errno.EIO), (EROFS, PermissionDenied, errno.EROFS)],
     ids=["ENOSPC", "EIO", "EROFS"],
 )
 def test_an_error_is_the_one_that_a_real_root_raises_with_its_cause(

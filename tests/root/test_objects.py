@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvstore.buffers import Borrowed, Withdrawn
-from kvstore.errors import InvalidRequest, Overloaded, PermissionDenied, Unavailable
+from kvstore.errors import InvalidRequest, Overloaded, PermissionDenied, StoreFull, Unavailable
 from kvstore.format.places import Name
 from kvstore.root.interface import Entry, Root
 from kvstore.root.objects import RANGE_BYTES_MAX, ObjectRoot, open_object_root
@@ -124,8 +124,8 @@ def test_foreign_errors_are_translated_at_the_rim_with_their_cause() -> None:
             assert caught.value.__cause__ is cause
 
     for cause, expected in (
-        (OSError(28, "full"), Overloaded),
-        (OSError(122, "quota"), Overloaded),
+        (OSError(28, "full"), StoreFull),
+        (OSError(122, "quota"), StoreFull),
         (OSError(16, "SlowDown"), Overloaded),
         (PermissionError("AccessDenied"), PermissionDenied),
         (OSError(30, "read-only"), PermissionDenied),

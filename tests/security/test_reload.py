@@ -61,7 +61,7 @@ def test_new_rules_are_in_force_soon_and_wrong_ones_never(served: Secured) -> No
         tokens = itertools.count(0, 10_000)
 
         def put() -> object:
-            return cache.put(TOKENS + next(tokens), KV)
+            return cache.put(TOKENS + next(tokens), KV, required=True)
 
         assert error_of(put) is None
         served.set_access(identities={"cert:engine": READER})
@@ -112,7 +112,7 @@ def test_bytes_count_by_whatever_way_they_come_and_go(tmp_path: Path, bulk: str)
                 if tenant == "out":
                     assert cache.get(TOKENS)[0] == len(TOKENS)
                 if tenant != "out":
-                    assert error_of(lambda at=cache: at.put(TOKENS + 10_000, KV)) is put_again, tenant  # type: ignore[misc]
+                    assert error_of(lambda at=cache: at.put(TOKENS + 10_000, KV, required=True)) is put_again, tenant  # type: ignore[misc]
                 assert cache.get(TOKENS)[0] == get_again, f"{tenant}: a tenant in debt has misses"
         assert served.counters["refused_bytes_quota"] > 0
 

@@ -24,7 +24,7 @@ from kvstore.sources import RandomIds
 from kvstore.writes import WriteMode
 from tests.kit.patience import PATIENCE_S
 from tests.kit.stores import SetClock
-from tests.kit.tiers import Acting
+from tests.kit.tiers import Acting, quick
 
 pytestmark = pytest.mark.slow
 
@@ -46,7 +46,7 @@ def put_until_killed(root: str, seed: int) -> None:
         if step_s:
             time.sleep(step_s * chosen.random())
 
-    node = Acting(PosixRoot(root, step=step))
+    node = Acting(PosixRoot(root, step=step), limits=quick(behind_wait_s=0.001))
     number = 0
     for number in range(1, 4):
         node.put(number, CHUNKS)

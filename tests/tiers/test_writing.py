@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from kvstore.node import write_behind
 from kvstore.root.interface import Root
 from kvstore.writes import Durability, WriteMode
 from tests.kit.faulty_root import ENOSPC, EROFS, FaultyRoot, Rule
-from tests.kit.patience import slowness
+from tests.kit.patience import PATIENCE_S, slowness
 from tests.kit.stores import kv_of
 from tests.kit.tiers import (
     IN_TIME_S,
@@ -87,12 +88,27 @@ def test_durable_puts_are_never_behind(plain: Root, durability: Durability) -> N
         assert node.stat("behind_bytes") == node.stat("memory_dirty_bytes") == 0
 
 
-def test_w1_a_full_queue_sheds_and_nobody_waits(node: Acting, root: FaultyRoot) -> None:
+def test_put_behind_full_queue_waits_for_room(root: FaultyRoot) -> None:
+    limits = quick(write_deadline_s=PATIENCE_S, behind_wait_s=PATIENCE_S, behind_give_up_s=PATIENCE_S)
+    with Acting(root, limits=limits) as node, ThreadPoolExecutor(1) as threads:
+        with held(root):
+            node.put(1, QUEUE_CHUNKS - 4)
+            waiting = threads.submit(node.put, 2, 10)
+            eventually(lambda: node.in_memory(2, 4) == [True] * 4, "there is no room for more")
+        result = waiting.result(PATIENCE_S)
+        assert (result.tokens_present, result.chunks_written, result.reason) == (10 * node.size, 10, "")
+        assert node.stat("behind_shed") == 0
+        node.drain()
+        assert all(node.on_root(2, 10))
+
+
+def test_put_behind_sheds_chunks_that_find_no_room(node: Acting, root: FaultyRoot) -> None:
     with held(root):
         assert node.put(1, QUEUE_CHUNKS - 4).chunks_written == QUEUE_CHUNKS - 4
         results = []
         assert timed(lambda: results.append(node.put(2, 10))) < IN_TIME_S
         assert results[0].tokens_present == 4 * node.size and results[0].chunks_written == 4
+        assert results[0].reason == "overload"
         assert node.stat("behind_shed") == 6
         assert node.put(3, 2).tokens_present == 0
         assert node.put(2, 10, first=5).tokens_present == 4 * node.size, "its parent was shed"

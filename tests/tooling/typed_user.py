@@ -43,11 +43,12 @@ def through_etcd(endpoints: str) -> Store:
     return kvstore.connect(etcd=endpoints, etcd_tls=kvstore.EtcdTls("ca.crt"), etcd_user=kvstore.EtcdUser("me", "word"))
 
 
-def stored(cache: Cache, tokens: list[int], kv: npt.NDArray[Any]) -> PutResult | None:
+def stored(cache: Cache, tokens: list[int], kv: npt.NDArray[Any]) -> PutResult:
     try:
-        return cache.put(tokens, kv, preset="chat", write=kvstore.WriteMode.THROUGH)  # or its name
-    except Overloaded:
-        return None
+        result = cache.put(tokens, kv, preset="chat", write=kvstore.WriteMode.THROUGH)  # or its name
+        return cache.put(tokens, kv, required=True) if result.reason == "overload" else result
+    except Overloaded as error:
+        return PutResult(0, 0, 0, 0, error.reason)
     except KVStoreError as error:
         raise Unavailable("later") from error
 

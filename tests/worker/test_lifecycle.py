@@ -231,7 +231,7 @@ def test_no_acknowledged_put_is_lost_by_draining(tmp_root: Path) -> None:
         def work(number: int, turn: int) -> None:
             tokens = tokens_of(1000 * number + turn, len(TOKENS))
             try:
-                cache.put(tokens, kv_of(SMALL, tokens))
+                cache.put(tokens, kv_of(SMALL, tokens), required=True)
             except KVStoreError:
                 return
             acknowledged.append(1000 * number + turn)

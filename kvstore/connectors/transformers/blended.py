@@ -114,7 +114,8 @@ def put_segments(
             continue
         ids = torch.cat((torch.tensor([bos], device="cpu"), document[0, :full].cpu()))
         rows = torch.stack([torch.stack((k[1:], v[1:])) for k, v in alone(decoder, ids.to(decoder.device))]).cpu()
-        segments.put(tokens[:full], rows.view(torch.uint8).numpy().view(segments.layout.numpy_dtype))
+        values = rows.view(torch.uint8).numpy().view(segments.layout.numpy_dtype)
+        segments.put(tokens[:full], values, required=True)
         count += full
     return count
 

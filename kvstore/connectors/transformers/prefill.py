@@ -153,12 +153,17 @@ def _put(cache: Cache, tokens: Any, leaving: Leaving, start: int) -> None:
     layout, rows = cache.layout, leaving.rows()
     array = rows.view(torch.uint8).numpy().view(layout.numpy_dtype)
     try:
-        present = cache.put(tokens, array.reshape(layout.shape(rows.shape[2])), prefix=start).tokens_present
+        result = cache.put(tokens, array.reshape(layout.shape(rows.shape[2])), prefix=start)
     except GO_ON as error:
         log.warning("prefill.not_stored %s", error)
         return
-    if present < len(tokens):
-        log.warning("prefill.not_stored only the first %d of %d tokens are in the store", present, len(tokens))
+    if result.tokens_present < len(tokens):
+        log.warning(
+            "prefill.not_stored tokens_present=%d tokens=%d reason=%s",
+            result.tokens_present,
+            len(tokens),
+            result.reason,
+        )
 
 
 def _heads(rows: Any, shape: tuple[int, int]) -> Any:

@@ -27,7 +27,7 @@ from kvstore.connectors.vineyard.config import (
 from kvstore.connectors.vineyard.errors import InvalidCall, as_runtime_errors
 from kvstore.connectors.vineyard.memory import KVCacheList, Tensors, give_memory
 from kvstore.connectors.vineyard.tensor import KVTensor
-from kvstore.errors import KVStoreError, PermissionDenied, RootMismatch, Unavailable
+from kvstore.errors import KVStoreError, PermissionDenied, RootMismatch, StoreFull, Unavailable
 from kvstore.layout import Layout
 from kvstore.tokens import TokenArray
 from kvstore.writes import WriteMode
@@ -118,8 +118,8 @@ class KVCache:
         are not replaced, but count. If a token of ``prefix`` is missing nothing is stored, and the result is 0. With a
         FileCacheConfig both lengths are multiples of ``chunk_size``. Token ids are signed 32-bit integers.
 
-        Raises InvalidRequest; Overloaded (the root is full, or too much at once), PermissionDenied or Unavailable if
-        not all could be stored; each is a RuntimeError too.
+        Fewer are counted if the store refuses some: it is full, or has too much to do. Raises InvalidRequest,
+        PermissionDenied or Unavailable; each is a RuntimeError too.
         """
         with as_runtime_errors():
             return self._update(prefix, tokens, kv_cache_list)[0]
@@ -199,7 +199,7 @@ class KVCache:
                 at = end
                 if at == len(ids):
                     return at, written
-            elif result.tokens_present >= skipped and holes < HOLES_MAX:
+            elif result.reason != StoreFull.reason and result.tokens_present >= skipped and holes < HOLES_MAX:
                 at, holes = result.tokens_present, holes + 1
             else:
                 return result.tokens_present, written

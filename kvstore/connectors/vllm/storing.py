@@ -20,14 +20,12 @@ from kvstore.connectors.vllm.counts import EngineCount, EngineCounts
 from kvstore.connectors.vllm.link import Link
 from kvstore.connectors.vllm.messages import Run
 from kvstore.connectors.vllm.pages import Copy, Pages
-from kvstore.errors import KVStoreError, Overloaded, Unavailable
+from kvstore.errors import KVStoreError, Unavailable
 
 log = logging.getLogger(__name__)
 
 AT_ONCE_MAX = 2_048
 """Blocks copied out and put at once: their descents are below the limit of one put (kvstore/wire/limits.py)."""
-FULL_PAUSE_S = 1.0
-"""Pause after a put that found the root full: a collector makes room within moments."""
 
 
 class Storer:
@@ -155,8 +153,6 @@ class Storer:
         except Unavailable:
             # The next ones would wait as long: drop them until the store may be well again.
             self._paused_until_s = time.monotonic() + self._pause_s
-        except Overloaded:
-            self._paused_until_s = time.monotonic() + min(self._pause_s, FULL_PAUSE_S)
         except KVStoreError as error:
             log.warning("kvstore: the store refuses blocks: %s", error)
         return []
