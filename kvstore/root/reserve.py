@@ -66,21 +66,6 @@ def spend_reserve(root: Root) -> bool:
     return root.remove(places.RESERVE)
 
 
-def has_room_for(root: Root, size_bytes: int) -> bool:
-    """True if a put of that size leaves as much room as the reserve takes, or the reserve is there to stay.
-
-    Raises the root's errors.
-    """
-    space = root.space()
-    if space.free_bytes is None:
-        return True
-    kept_bytes = RESERVE_BYTES if space.total_bytes is None else min(RESERVE_BYTES, FREE_SHARE * space.total_bytes)
-    if space.free_bytes >= size_bytes + kept_bytes or kept_bytes <= RESERVE_BYTES_MIN:
-        return True  # there is room, or the disk is too small for a reserve
-    reserve = root.stat(places.RESERVE)
-    return reserve is not None and reserve.mtime_ns != SPENDING_NS
-
-
 def make_room(root: Root) -> bool:
     """Spends the reserve if a full disk has no room for what deleting writes first; True if there is room now.
 
