@@ -36,7 +36,7 @@ from kvstore.root.generations import newest_number
 from kvstore.root.identity import read_identity
 from kvstore.root.namespaces import NamespaceRecords
 from kvstore.root.open import open_root
-from kvstore.root.posix import PosixRoot
+from kvstore.root.posix import FILE_MODE, PosixRoot
 from kvstore.root.posix_errors import translated
 from kvstore.sources import SystemClock
 from kvstore_gc.config import Config
@@ -306,7 +306,7 @@ def _alone(folder: str, wait_s: float) -> Iterator[None]:
     """Collects alone. The file names the process that does."""
     path = f"{folder}/{COLLECTOR}"
     with translated("lock", path):
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
     try:
         ends_s = time.monotonic() + wait_s
         while True:

@@ -20,6 +20,7 @@ from kvstore.host.place import CLEARS, EVICTING
 from kvstore.host.shared import Number, Shared
 from kvstore.host.tables import CLEARS_NONE, HoldTable, Own, live_tables
 from kvstore.parsing import parse_json
+from kvstore.root.posix import FILE_MODE
 
 log = logging.getLogger(__name__)
 
@@ -63,12 +64,12 @@ class HostClears:
         """Tells all processes, and waits until they have dropped it from memory; returns the tables of those that have
         not in time. Raises OSError.
         """
-        with open(f"{self._folder}/{EVICTING}", "ab") as lock:
+        with open(f"{self._folder}/{EVICTING}", "ab", opener=_private) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             number = self._shared[Number.CLEARS] + 1
             lines = self._lines()[1 - ORDERS_MAX :]
             lines.append(json.dumps({"number": number, "told_s": time.time(), "order": order.to_json().decode()}))
-            with open(f"{self._folder}/{CLEARS}.new", "w") as file:
+            with open(f"{self._folder}/{CLEARS}.new", "w", opener=_private) as file:
                 file.write("\n".join(lines))
                 file.flush()
                 os.fsync(file.fileno())
@@ -129,3 +130,7 @@ class HostClears:
                 return file.read().splitlines()
         except FileNotFoundError:
             return []
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, FILE_MODE)

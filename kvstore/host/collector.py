@@ -17,6 +17,7 @@ from collections import deque
 from kvstore.children import Program, gc_command
 from kvstore.errors import Unavailable
 from kvstore.host.place import COLLECTOR
+from kvstore.root.posix import FILE_MODE
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +96,9 @@ class Collecting:
     def _is_free(self) -> bool:
         """True if nobody collects. Of two that start a child, the second child ends."""
         try:
-            fd = os.open(f"{self._folder}/{COLLECTOR}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+            fd = os.open(
+                f"{self._folder}/{COLLECTOR}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE
+            )
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return True

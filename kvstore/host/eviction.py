@@ -32,7 +32,7 @@ from kvstore.host.place import EVICTING, SHARED
 from kvstore.host.shared import BATCH_MAX, Number, Shared
 from kvstore.host.tables import live_tables
 from kvstore.namespace import NamespaceId
-from kvstore.root.posix import PosixRoot
+from kvstore.root.posix import FILE_MODE, PosixRoot
 from kvstore.root.posix_errors import translated
 from kvstore.sources import Clock
 
@@ -124,7 +124,7 @@ class Eviction:
         """Appends a batch, and settles it. One process at a time; what one has left by dying stays as it is."""
         path = f"{self._root.path}/{EVICTING}"
         with translated("lock", path):
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
             shared = self._shared

@@ -15,8 +15,9 @@ from enum import IntEnum
 import numpy as np
 
 from kvstore.address import ADDRESS_BYTES
-from kvstore.host.place import HOLDS, SHARED
+from kvstore.host.place import FOLDER, HOLDS, SHARED
 from kvstore.native import library as native
+from kvstore.root.posix import FILE_MODE, FOLDER_MODE
 
 RING = 1 << 16
 """Entries of the log."""
@@ -145,9 +146,10 @@ def make(folder: str, used_bytes: int) -> None:
     """Makes the file anew, while nobody uses the root. All of it gets its room on the disk now: a mapped file that
     lacks room ends the process that writes to it. Raises OSError.
     """
-    os.makedirs(f"{folder}/{HOLDS}", exist_ok=True)
+    for made in (FOLDER, HOLDS):
+        os.makedirs(f"{folder}/{made}", FOLDER_MODE, exist_ok=True)
     path = f"{folder}/{SHARED}"
-    fd = os.open(f"{path}.new", os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    fd = os.open(f"{path}.new", os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
     try:
         os.posix_fallocate(fd, 0, _BYTES)
         numbers = np.zeros(PAGE_BYTES // 8, "<i8")

@@ -11,7 +11,7 @@ import itertools
 import os
 import threading
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
@@ -20,6 +20,7 @@ import numpy as np
 
 from kvstore.host.place import FORGOTTEN_BY_CHILDREN, HOLDS
 from kvstore.host.shared import PAGE_BYTES, Mapped, Number, Shared
+from kvstore.root.posix import FILE_MODE
 
 SIZE_BYTES_MIN = 64 << 10
 _serials = itertools.count()
@@ -65,7 +66,7 @@ class HoldTable:
         path = f"{folder}/{HOLDS}/{self.name}"
         while True:
             hidden = f"{folder}/{HOLDS}/.{self.name}"
-            self._fd = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            self._fd = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
             self._mapped_fd = -1
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_EX)
@@ -215,9 +216,11 @@ def live_tables(folder: str, shared: Shared, *, whole: bool = False) -> list[Liv
 
 
 def smallest(
-    tables: Iterable[LiveTable], max_bytes: int | None = None, ttl_s: float | None = None
+    tables: Sequence[LiveTable], max_bytes: int | None = None, ttl_s: float | None = None
 ) -> tuple[int | None, float | None]:
     """Returns the smallest capacity and time to live that processes ask for, and the caller; None: nobody does."""
-    sizes = [max_bytes, *(table.numbers[Own.MAX_BYTES] for table in tables)]
-    ttls = [ttl_s, *(table.numbers[Own.TTL_MS] / 1000 for table in tables)]
-    return min(filter(None, sizes), default=None), min(filter(None, ttls), default=None)
+    sizes = [table.numbers[Own.MAX_BYTES] for table in tables if table.numbers[Own.MAX_BYTES]]
+    ttls = [table.numbers[Own.TTL_MS] / 1000 for table in tables if table.numbers[Own.TTL_MS]]
+    sizes += [] if max_bytes is None else [max_bytes]
+    ttls += [] if ttl_s is None else [ttl_s]  # 0: all that is not in use
+    return min(sizes, default=None), min(ttls, default=None)

@@ -24,7 +24,7 @@ import numpy as np
 
 from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
-from kvstore.errors import HoldBroken, KVStoreError, SessionLost, Unavailable
+from kvstore.errors import HoldBroken, KVStoreError
 from kvstore.format import places
 from kvstore.node.holds import Hold
 from kvstore.node.limits import Limits
@@ -73,9 +73,7 @@ class Pinned:
 class Actor:
     """The actions of one node, chosen by ``chance``."""
 
-    def __init__(
-        self, member: Member, journal: Journal, chance: random.Random, prompts: int, *, weak: bool, host: bool
-    ) -> None:
+    def __init__(self, member: Member, journal: Journal, chance: random.Random, prompts: int, *, weak: bool) -> None:
         self._member = member
         self._node = member.node
         self._cache = Store(LocalPort(member)).namespace(SPACE.name, LAYOUT)
@@ -83,7 +81,6 @@ class Actor:
         self._chance = chance
         self._prompts = prompts
         self._weak = weak
-        self._host = host
         self._held: list[Held] = []
         self._pinned: list[Pinned] = []
         self.counts: Counter[str] = Counter()
@@ -230,11 +227,7 @@ class Actor:
         """True if the hold protects now. It cannot come back: so it did at any time before."""
         try:
             self._node.holds.check(hold)
-            if self._host:
-                # A session whose file was removed, or that an adoption ended, hears of it at its next keepalive: until
-                # then its reads may be misses.
-                self._member.presence.current().check_chain()
-        except (HoldBroken, SessionLost, Unavailable):
+        except HoldBroken:
             return False
         return hold.born is not None
 
@@ -291,7 +284,7 @@ def main() -> int:
             time.sleep(0.2)
     journal = Journal(given.journal)
     chance = random.Random(given.journal.stem)
-    actor = Actor(member, journal, chance, given.prompts, weak=given.weak, host=not given.etcd)
+    actor = Actor(member, journal, chance, given.prompts, weak=given.weak)
     counted_s = 0.0
     try:
         while not asked:

@@ -1,6 +1,6 @@
 """The processes of a chaos test: nodes, collectors, an auditor and etcd, over one root on one or two mounts.
 
-Without etcd they are those of one host, whose metadata are a file on the root.
+Without etcd they are those of one host.
 
 Each can be stopped, killed and started again at any time; their promises and actions are in ``folder``.
 """
@@ -19,11 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvstore.errors import Unavailable
-from kvstore.format.places import GENERATIONS, HOST_GENERATIONS, Name
 from kvstore.meta.etcd import EtcdMeta
 from kvstore.meta.interface import Meta
 from kvstore.meta.server import EmbeddedEtcd
-from kvstore.meta.sqlite.client import SqliteMeta
 from tests.chaos.journal import COUNTS, Fact, Journals
 from tests.kit.etcd import eventually, running_etcd
 from tests.kit.patience import PATIENCE_S
@@ -124,19 +122,20 @@ class Cast:
         folder.mkdir(parents=True, exist_ok=True)
 
     @property
+    def has_etcd(self) -> bool:
+        """False for processes of one host."""
+        return bool(self._endpoints)
+
+    @property
     def etcd(self) -> EmbeddedEtcd:
         """Theirs."""
-        assert self._etcd is not None, "these have a file"
+        assert self._etcd is not None, "these have none"
         return self._etcd
 
     def node(self, name: str, prompts: int, *options: str) -> Part:
         """A node that does a bit of everything."""
         command = ["tests.chaos.actor", *self._where(), "--prompts", str(prompts), *self._weak, *options]
         return self._add(name, command, has_journal=True)
-
-    def operator(self) -> Part:
-        """``kvstore fsck ROOT --adopt``, which mends the file; it ends by itself."""
-        return self._add("operator", ["kvstore.cli.main", "fsck", str(self.roots[0]), "--adopt", "--quick"])
 
     def collector(self, name: str, *options: str) -> Part:
         """``kvstore-gc``, which does not give way to other programs: on a busy machine it would not run for minutes."""
@@ -161,13 +160,8 @@ class Cast:
         return part
 
     def meta(self) -> Meta:
-        """Returns a client of their metadata; close it."""
-        return EtcdMeta(self._endpoints) if self._endpoints else SqliteMeta(str(self.roots[0]))
-
-    @property
-    def generations(self) -> Name:
-        """The folder with the root's side of the generations of these metadata."""
-        return GENERATIONS if self._endpoints else HOST_GENERATIONS
+        """Returns a client of their etcd; close it."""
+        return EtcdMeta(self._endpoints)
 
     # etcd
 
@@ -214,6 +208,9 @@ class Cast:
                     continue  # killed in the middle of it
                 summary = json.loads(line)
                 total["rounds"] += 1
+                if "deleted" in summary:  # of a host
+                    total["deleted"] += summary["deleted"]
+                    continue
                 for key in ("condemned", "reaped"):
                     total[key] += summary[key]["chunks"]
                 total.update({f"sweeps {name}": count for name, count in summary["sweeps"].items()})

@@ -19,7 +19,6 @@ from kvstore_gc.execute import Sweeper
 from kvstore_gc.orphans import Orphans
 from kvstore_gc.site import Site
 from tests.chaos.cast import SHARD_BITS, Cast, Part, cast, host_cast
-from tests.chaos.file_saboteur import FileSaboteur
 from tests.chaos.gauge import Gauge, used_bytes
 from tests.chaos.journal import MISS, VIOLATION
 from tests.chaos.pins import LivePins
@@ -81,20 +80,17 @@ def play(mounts: Sequence[Path], folder: Path, *, seconds: float, seed: int, wea
         return _attacked(players, seconds, Saboteur(players, seed, pauses_s), [*nodes, auditor])
 
 
-def play_on_host(folder: Path, *, seconds: float, seed: int, breath_s: float, files_s: float) -> Outcome:
-    """Runs processes of one host, whose metadata are a file that is removed and damaged every ``files_s`` seconds.
-
-    ``breath_s`` is the time between two actions of a node.
-    """
+def play_on_host(folder: Path, *, seconds: float, seed: int, breath_s: float) -> Outcome:
+    """Runs processes of one host. ``breath_s`` is the time between two actions of a node."""
     root = folder / "root"
     kvstore.open(str(root), shard_bits=SHARD_BITS).close()
     with host_cast(root, folder) as players:
         nodes = [players.node(f"node{number}", PROMPTS, "--breath", str(breath_s)) for number in range(HOST_NODES)]
-        pauses_s = dict.fromkeys((node.name for node in nodes), 20.0) | {"file": files_s}
-        limits = ["--max-bytes", str(MAX_BYTES), "--high", str(HIGH)]
-        pauses_s[players.collector("gc", "--interval", "1s", "--ttl", "0s", *limits).name] = 10.0
+        pauses_s = dict.fromkeys((node.name for node in nodes), 20.0)
+        limits = ["--ttl", "0s", "--max-bytes", str(MAX_BYTES)]
+        pauses_s[players.collector("gc", "--interval", "1s", *limits).name] = 10.0
         auditor = players.auditor()
-        return _attacked(players, seconds, FileSaboteur(players, seed, pauses_s), [*nodes, auditor])
+        return _attacked(players, seconds, Saboteur(players, seed, pauses_s), [*nodes, auditor])
 
 
 def _attacked(players: Cast, seconds: float, saboteur: Saboteur, promising: Sequence[Part]) -> Outcome:
@@ -104,7 +100,7 @@ def _attacked(players: Cast, seconds: float, saboteur: Saboteur, promising: Sequ
     time.sleep(CALM_S)
     gauge.close()
     all_kept(players, promising)
-    left = nothing_is_left(players)
+    left = nothing_is_left(players) if players.has_etcd else pins_are_left(players)
     return Outcome(
         saboteur.done,
         players.counts(),
@@ -157,12 +153,30 @@ def nothing_is_left(players: Cast) -> Left:
         used = used_bytes(players.roots[0])
         assert code == 0, f"the last round ended with {code}: {players.tail('last')}"
         assert used <= HIGH * MAX_BYTES
-        _remove_leftovers(Site(root, identity, meta, generations=players.generations))
+        _remove_leftovers(Site(root, identity, meta))
         for place in (places.STAGING, places.PLANS, places.TRASH, places.QUARANTINE):
             assert not list(root.list(place)), f"{place} is not empty"
     finally:
         meta.close()
     return Left(used, len(in_force), report.unreachable_count or 0)
+
+
+def pins_are_left(players: Cast) -> Left:
+    """All processes of a host have ended: one listing more, and pins in force are all that may be left."""
+    root = PosixRoot(players.roots[0])
+    identity = read_identity(root)
+    assert identity is not None
+    last = players.collector("last", "--once", "--ttl", "0s")
+    assert last.process is not None
+    code = last.process.wait(PATIENCE_S)
+    assert code == 0, f"the last listing ended with {code}: {players.tail('last')}"
+    pins = LivePins(players.roots[0], identity.shard_bits, players.folder)
+    in_force = pins.in_force()
+    broken = [found for pin in in_force if (found := pins.broken(pin))]
+    assert not broken, f"pins in force whose chunks are gone: {broken}"
+    report = fsck(root, identity)
+    assert report.is_clean and not report.unreachable_count, f"fsck: {report.findings}"
+    return Left(used_bytes(players.roots[0]), len(in_force), report.unreachable_count or 0)
 
 
 def _remove_leftovers(site: Site) -> None:

@@ -53,9 +53,6 @@ class Saboteur:
         heapq.heappush(self._due, (time.monotonic() + in_s, next(self._numbers), act))
 
     def _attack(self, name: str) -> None:
-        if name == "file":
-            self._attack_file()
-            return
         if name == "etcd" and self._starting is not None and self._starting.is_alive():
             self._plan(name)
             return
@@ -75,9 +72,6 @@ class Saboteur:
             return
         part.send(signal.SIGSTOP)
         self._then(name, self._long(*STOP_S), lambda: part.send(signal.SIGCONT))
-
-    def _attack_file(self) -> None:
-        raise NotImplementedError
 
     def _attack_etcd(self, kill: bool) -> None:
         if not kill:

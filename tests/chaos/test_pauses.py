@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from kvstore.client.pin import Pin
 from kvstore.errors import Unavailable
 from kvstore.meta.session import TTL_S
 from kvstore_gc.safety import Timings
-from tests.chaos.cast import FOUND_BROKEN, SHARD_BITS, Cast, Part, cast, host_cast
+from tests.chaos.cast import FOUND_BROKEN, SHARD_BITS, Cast, Part, cast
 from tests.chaos.conftest import is_weak
 from tests.chaos.gauge import used_bytes
 from tests.chaos.journal import VIOLATION
@@ -42,25 +41,7 @@ def players(tmp_root: Path, tmp_path: Path) -> Iterator[Cast]:
         yield made
 
 
-@pytest.fixture
-def neighbours(tmp_root: Path, tmp_path: Path) -> Iterator[Cast]:
-    """Processes of one host, without etcd."""
-    root = tmp_root / "root"
-    kvstore.open(str(root), shard_bits=SHARD_BITS).close()
-    with host_cast(root, tmp_path) as made:
-        yield made
-
-
-LONG = pytest.mark.skipif(
-    "KVSTORE_CHAOS_S" not in os.environ, reason="make chaos-test: the simulation has it (host_stopped)"
-)
-
-
-@pytest.mark.parametrize("who", ["players", pytest.param("neighbours", marks=LONG)])
-def test_a_node_stopped_while_it_holds_delays_collectors_by_no_more_than_its_lease(
-    request: pytest.FixtureRequest, who: str
-) -> None:
-    players: Cast = request.getfixturevalue(who)
+def test_a_node_stopped_while_it_holds_delays_collectors_by_no_more_than_its_lease(players: Cast) -> None:
     root = players.roots[0]
     holder = players.part("holder", "tests.chaos.holder", "--prompts", "1")
     eventually(lambda: _said(holder) == ["held"])

@@ -1,11 +1,9 @@
-"""Commands about the pins of a root: in a file on a root of one host, in etcd, or not known."""
+"""Commands about the pins of a root: on a root of one host, in etcd, or not known."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +11,10 @@ import pytest
 from click.testing import Result
 
 import kvstore
-from kvstore.meta.sqlite.faults import PAGE_BYTES, fault_of
+from kvstore.format.generation import Generation
+from kvstore.root.generations import publish
+from kvstore.root.open import open_root
+from kvstore.sources import RandomIds, SystemClock
 from tests.cli.conftest import parsed
 from tests.kit.cases import for_each
 from tests.kit.workers import serving
@@ -21,7 +22,6 @@ from tests.kit.workers import serving
 Run = Callable[..., Result]
 LAYOUT = kvstore.Layout(layers=1, kv_heads=1, head_dim=8, dtype="int8", chunk_tokens=4)
 TOKENS = "0,1,2,3"
-METADATA = "metadata.sqlite"
 
 
 @pytest.fixture
@@ -29,13 +29,6 @@ def root(tmp_root: Path) -> str:
     with kvstore.open(tmp_root / "root") as store:
         store.namespace("m", LAYOUT).put(range(8), np.zeros(LAYOUT.shape(8), np.int8))
     return str(tmp_root / "root")
-
-
-def cut(root: str, size_bytes: int) -> None:
-    """Leaves so much of the metadata file, as a full disk or a bad copy does."""
-    for each in ("-wal", "-shm"):
-        Path(f"{root}/{METADATA}{each}").unlink(missing_ok=True)
-    os.truncate(f"{root}/{METADATA}", size_bytes)
 
 
 def test_pins_of_a_root_of_one_host_are_made_listed_respected_and_ended(run: Run, root: str) -> None:
@@ -53,35 +46,11 @@ COMMANDS = [("ls", "--pins"), ("clear", "m", "--yes"), ("pin", "m", TOKENS), ("u
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_pins_in_damaged_metadata_are_not_known(
-    run: Run, root: str, command: tuple[str, ...], caplog: pytest.LogCaptureFixture
-) -> None:
-    cut(root, PAGE_BYTES + 100)
-    result = run(*command, "--root", root)
-    last = result.stderr.strip().splitlines()[-1]
-    assert result.exit_code == 2 and METADATA in last and "etcd" not in last
-    assert "`kvstore fsck ROOT --adopt`" in (last if command[0] != "pin" else caplog.text)
-
-
-@pytest.mark.parametrize("command", COMMANDS)
 def test_pins_of_a_cluster_are_in_etcd(run: Run, root: str, command: tuple[str, ...]) -> None:
-    shutil.move(f"{root}/generations.host", f"{root}/generations")
-    Path(root, METADATA).unlink()
+    with closing(open_root(root)) as opened:
+        publish(opened, Generation(1, bytes(16)), ids=RandomIds(), clock=SystemClock())
     result = run(*command, "--root", root)
     assert result.exit_code == 2 and "the pins of this root are in etcd, or it has none: give --etcd" in result.stderr
-
-
-@for_each("code", [sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL])
-@for_each("size_bytes", [0, 100, PAGE_BYTES + 1])
-def test_metadata_that_were_cut_are_called_damaged_and_not_locked(tmp_path: Path, code: int, size_bytes: int) -> None:
-    path = tmp_path / METADATA
-    error = sqlite3.OperationalError("database is locked")
-    error.sqlite_errorcode = code
-    path.write_bytes(bytes(size_bytes))
-    said = str(fault_of(error, str(path)))
-    assert "the file was cut: it is damaged" in said and "kvstore fsck ROOT --adopt" in said and "locked" not in said
-    path.write_bytes(bytes(2 * PAGE_BYTES))
-    assert "damaged" not in str(fault_of(error, str(path)))
 
 
 @for_each(
