@@ -18,6 +18,7 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -126,8 +127,10 @@ class HostCollector:
     def list(self, ttl_s: float | None = None, listed: Callable[[], object] = lambda: None) -> Ranking:
         """Lists the root, corrects the count of used bytes, and removes leftovers. Raises the root's errors."""
         shared, began_s = self._shared, time.monotonic()
-        reserved = sum(table.numbers[Own.RESERVED] for table in live_tables(self._root.path, self._shared))
-        then = {number: shared[number] for number in (Number.USED, Number.WRITTEN, Number.DELETED)}
+        reserved_by = self._reserved_by()
+        written, deleted, used = shared[Number.WRITTEN], shared[Number.DELETED], shared[Number.USED]
+        # A put that began or ended between the two looks at the tables may count in the sum.
+        reserved = sum((reserved_by | self._reserved_by()).values())
         records = NamespaceRecords(self._root, lambda: b"", count(), self._clock).list()
         goals = replace(self._config.goals(records, None), ttl_s=ttl_s)
         shared.add(Number.LISTINGS, 1)  # before the time is read: a put that sees no new listing is in this one
@@ -146,14 +149,20 @@ class HostCollector:
 
         ranking.read(self._root, self._shard_bits, between)
         # What was written or deleted meanwhile may be in the listing or not: correct only what that does not explain.
-        error = ranking.total.bytes + ranking.foreign.bytes + others + reserved - then[Number.USED]
-        written, deleted = (shared[number] - then[number] for number in (Number.WRITTEN, Number.DELETED))
+        error = ranking.total.bytes + ranking.foreign.bytes + others + reserved - used
+        written, deleted = shared[Number.WRITTEN] - written, shared[Number.DELETED] - deleted
         shared.add(Number.USED, min(0, error + deleted) if error < 0 else max(0, error - reserved - written))
         self._ranking = ranking
         self._eviction = Eviction(self._root, self._shard_bits, shared, self._clock, ranking.began_ns)
         self._listed_s = time.monotonic()
         self._listing_s = self._listed_s - began_s
         return ranking
+
+    def _reserved_by(self) -> Counter[str]:
+        """Returns the bytes that live processes have reserved."""
+        return Counter(
+            {table.name: table.numbers[Own.RESERVED] for table in live_tables(self._root.path, self._shared)}
+        )
 
     @property
     def shards_count(self) -> int:

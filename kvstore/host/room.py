@@ -158,16 +158,24 @@ class Room:
         shared = self._shared
         self._settle()
         with self._lock:
-            used, limit = shared.add(Number.USED, size_bytes), shared[Number.LIMIT]
-            if limit and used > limit:
-                shared.add(Number.USED, -size_bytes)
-                return False
-            self._reserved += size_bytes
-            self._publish()
-            if size_bytes > self._put_max:
+            used, limit = shared[Number.USED] + size_bytes, shared[Number.LIMIT]
+            is_taken = not limit or used <= limit  # others would count what is added only to be taken back
+            if is_taken:
+                # First in the table: whoever sees it in the sum finds it there.
+                self._reserved += size_bytes
+                self._publish()
+                used = shared.add(Number.USED, size_bytes)
+                is_taken = not limit or used <= limit
+                if not is_taken:
+                    shared.add(Number.USED, -size_bytes)
+                    self._reserved -= size_bytes
+                    self._publish()
+            if is_taken and size_bytes > self._put_max:
                 self._table.numbers[Own.PUT_MAX] = self._put_max = size_bytes
-        self._wake(at_once=0 < shared[Number.WAKES_AT] < used)
-        return True
+        self._settle()  # a put that ended meanwhile left that to us
+        if is_taken:
+            self._wake(at_once=0 < shared[Number.WAKES_AT] < used)
+        return is_taken
 
     def _settle(self) -> None:
         """Counts puts that have ended: what they wrote stays, what else they had reserved is free."""

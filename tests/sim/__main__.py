@@ -9,7 +9,7 @@ from collections import Counter
 from contextlib import nullcontext
 
 from tests.sim.bugs import BUGS, SEEDS_MAX, SHOWN_BY
-from tests.sim.profiles_host import BY_NAME
+from tests.sim.profiles import BY_NAME
 from tests.sim.run import find_bugs, run, run_many
 
 PROGRESS = 500

@@ -46,10 +46,8 @@ class Collector:
             world.timings,
             each=each,
             pause=self._pause,
-            generations=world.generations,
         )
-        self._check = world.check_of(site)
-        self.sweeper = Sweeper(site, check=self._check)
+        self.sweeper = Sweeper(site)
         self.orphans = Orphans(site)
         self._has_done = False
         self._works: dict[str, Callable[[], None]] = {
@@ -81,7 +79,6 @@ class Collector:
             kernel.note(f"begins {work}")
             self._has_done = False
             try:
-                self._check()
                 self._works[work]()
             except (KVStoreError, Stopped) as error:
                 world.count(f"{work} raised {type(error).__name__}")

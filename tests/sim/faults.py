@@ -38,10 +38,6 @@ class Call(Enum):
     """A node has read what is condemned."""
     LINK = "link"
     """A collector has looked at the sweeps in flight, and is about to read the end of their chain."""
-    STATEMENT = "statement"
-    """A statement in the metadata file, perhaps in the middle of a transaction."""
-    COUNT = "count"
-    """A node lists the root to know how much may be lent."""
     OTHER = "other"
 
 
@@ -59,11 +55,9 @@ WAITS: dict[Call, tuple[str, ...]] = {
     Call.CLOSE: ("", "condemned", "taken", "closed"),
     Call.ANNOUNCE: ("", "condemned", "take", "taken", "closed"),
     Call.LINK: ("", "condemned", "closed"),
-    Call.STATEMENT: ("", "", "condemned", "take", "closed"),
-    Call.COUNT: ("", ">".join(["published"] * 12)),
 }
 """What an actor may wait for at each, one thing after the other; the empty one is only a number of steps."""
-AWAIT_STEPS = {Call.LOOK: 400, Call.TAKE: 250, Call.TXN: 250, Call.COUNT: 2500}
+AWAIT_STEPS = {Call.LOOK: 400, Call.TAKE: 250, Call.TXN: 250}
 AWAIT_STEPS_DEFAULT = 150
 """No longer, because often that is not going to happen."""
 AS = {Call.RETAKE: "take", Call.CLOSE: "condemn", Call.ANNOUNCE: "txn"}
@@ -97,8 +91,6 @@ class Rates:
     """As ``txn`` where None."""
     link: float = 0.0
     view: float = 0.0
-    statement: float = 0.0
-    count: float = 0.0
     dies: float = 0.0
     """That a process is killed before one of the others than ``look`` and ``read``."""
     lag: float = 0.0

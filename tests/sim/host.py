@@ -12,7 +12,7 @@ from kvstore.format.places import Name
 from kvstore.meta.session import Session
 from kvstore.node.holds import Hold
 from kvstore.node.lanes import Deadline
-from kvstore.node.member import Member
+from kvstore.node.member import Member, Sharing
 from kvstore.node.opening import join
 from kvstore.node.settings import NodeOptions
 from tests.sim.kernel import Process
@@ -42,8 +42,6 @@ class Host:
         self.is_proven = False
         self._workers = workers
         self._pins: list[tuple[str, Callable[[], None]]] = []
-        self._is_leaving = False
-        self._working = workers
         self.kernel.spawn(self.process, "main", self._main, world.weight())
 
     def _main(self) -> None:
@@ -59,22 +57,18 @@ class Host:
                     limits=world.limits,
                     clock=self.process,
                     ids=world.ids,
-                    sharing=world.sharing,
+                    sharing=Sharing.CLUSTER,
                 )
             except KVStoreError as error:
                 self.kernel.note(f"could not join: {error}")
                 self.kernel.sleep(0.5)
-        world.joined(self.member)
         for number in range(self._workers):
             self.kernel.spawn(self.process, f"w{number}", self._work, world.weight())
 
-    def leave(self, *, waits: bool = False) -> None:
-        """Leaves in good order, in a separate actor; then the program ends. If it ``waits``, its calls end first."""
-        self._is_leaving = waits
+    def leave(self) -> None:
+        """Leaves in good order, in a separate actor; then the program ends."""
 
         def close() -> None:
-            while self._is_leaving and self._working and self.member is not None:
-                self.kernel.sleep(0.1)
             if self.member is not None:
                 self.member.close()
             self.world.faults.doomed.append(self.process)
@@ -112,7 +106,7 @@ class Host:
 
     def _work(self) -> None:
         world, kernel = self.world, self.kernel
-        while not (world.winding_up or self._is_leaving):
+        while not world.winding_up:
             kernel.sleep(world.pace_s * kernel.random())
             work = world.work()
             kernel.note(f"begins {work}")
@@ -123,7 +117,6 @@ class Host:
                 kernel.sleep(IDLE_S * kernel.random())
             else:
                 world.count(work)
-        self._working -= 1
 
     # What engines do.
 

@@ -75,18 +75,8 @@ class Profile:
     """How likely a collector that waits for nodes is told to end, and abandons its sweeps."""
     swarms: bool = False
     """True if each run leaves out some of its mishaps and kinds of work, so that more of the others happens."""
-    host: bool = False
-    """True if the metadata are a file on the root, of the processes of one host (``metadata_file``)."""
-    interval_s: float = 20.0
-    """Time between two rounds of a collector that counts."""
-    bounded: bool = False
-    """True if those processes may write no more than a bound, which no judge of the other profiles looks at."""
-    bound_chunks: int = 60
-    """The chunks that fill the bound."""
-    claim_share: float = 1 / 40
-    """The share of the bound in one claim."""
-    damage_share: float = 0.5
-    """The share of the pages of that file that are lost when it is damaged."""
+    one_host: bool = False
+    """True if the processes of one host share a folder without etcd (``folder_world``)."""
     strangers: int = 0
     """Nodes that are on another cluster's etcd by mistake (rule C6)."""
     hold_max_s: float = 40.0
@@ -436,3 +426,23 @@ DEEP = ("forked", "relayed", "joining", "paired", "deposed")
 """What they are for takes many steps in the right order: they come twice as often."""
 ROTATION = (*PROFILES, *(profile for profile in PROFILES if profile.name in DEEP))
 """Seeds take them in turn."""
+ONE_HOST = Profile(
+    "one_host",
+    one_host=True,
+    steps=6000,
+    mishap=0.001,
+    mishaps={"kill": 2.0, "kill_collector": 2.0, "leave": 0.5, "stop": 3.0},
+    work={
+        "put": 4.0,
+        "match": 2.0,
+        "hold": 4.0,
+        "put_blocks": 1.0,
+        "hold_blocks": 1.0,
+        "pin": 1.5,
+        "unpin": 1.0,
+        "clear": 0.1,
+    },
+    swarms=True,
+)
+"""No seed chooses it: it is requested by name."""
+BY_NAME = {profile.name: profile for profile in (*PROFILES, ONE_HOST)}

@@ -12,12 +12,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import get_context
 
-from tests.sim.bounded_world import BoundedWorld
 from tests.sim.bugs import BUGS, HOMES, SEEDS_MAX
-from tests.sim.host_world import HostWorld
+from tests.sim.folder_world import FolderWorld
 from tests.sim.kernel import Kernel
-from tests.sim.profiles import ROTATION, Profile
-from tests.sim.profiles_host import BY_NAME
+from tests.sim.profiles import BY_NAME, ROTATION, Profile
 from tests.sim.threads import installed
 from tests.sim.world import World
 
@@ -54,7 +52,7 @@ def run(seed: int, *, profile: Profile | None = None, bug: Bug = nullcontext, tr
     logging.disable(logging.CRITICAL)
     try:
         with installed(kernel), bug():
-            world = _world_of(chosen)(kernel, chosen)
+            world = FolderWorld(kernel, chosen) if chosen.one_host else World(kernel, chosen)
             try:
                 world.run()
             finally:
@@ -66,12 +64,6 @@ def run(seed: int, *, profile: Profile | None = None, bug: Bug = nullcontext, tr
     return Outcome(
         seed, world.profile.name, kernel.violation, kernel.steps, kernel.digest, world.counts, tuple(kernel.log or ())
     )
-
-
-def _world_of(profile: Profile) -> type[World]:
-    if profile.bounded:
-        return BoundedWorld
-    return HostWorld if profile.host else World
 
 
 def run_many(seeds: Sequence[int], workers: int, profile: str | None = None) -> Iterator[Outcome]:
@@ -102,7 +94,7 @@ def _find_bug(name: str) -> tuple[str, Outcome | None]:
     gc.freeze()
     home = BY_NAME[HOMES[name]]
     # The mix has no runs on a host.
-    return name, first_to_find(BUGS[name], range(SEEDS_MAX), home if home.host else None)
+    return name, first_to_find(BUGS[name], range(SEEDS_MAX), home if home.one_host else None)
 
 
 def _run_batch(profile: str | None, seeds: Sequence[int]) -> list[Outcome]:

@@ -23,10 +23,12 @@ _current: list[Kernel] = []
 
 THREADED = (
     "kvstore.background",
+    "kvstore.host.room",
+    "kvstore.host.tables",
+    "kvstore.host.view",
     "kvstore.meta.presence",
     "kvstore.meta.session",
-    "kvstore.meta.sqlite.connection",
-    "kvstore.meta.sqlite.watch",
+    "kvstore.node.holds",
     "kvstore.node.lanes",
     "kvstore.node.usage",
     "kvstore.node.refresh",
@@ -246,7 +248,7 @@ _THREADING = SimpleNamespace(Lock=Lock, Event=Event, Condition=Condition, Thread
 _QUEUE = SimpleNamespace(Queue=Queue, SimpleQueue=Queue, Full=Full)
 _TIME = SimpleNamespace(monotonic=lambda: kernel().now_s)
 _REPLACED = {"threading": _THREADING, "queue": _QUEUE}
-_TIMED = ("kvstore.meta.sqlite.connection", "kvstore.meta.sqlite.watch", "kvstore.node.usage")
+_TIMED = ("kvstore.node.usage",)
 """The modules whose own time decides what they do."""
 
 

@@ -16,7 +16,7 @@ from kvstore.errors import KVStoreError
 from kvstore.format import places
 from kvstore.format.generation import Generation
 from kvstore.format.header import FIXED_BYTES, incarnation_at
-from kvstore.format.places import GENERATIONS, Name
+from kvstore.format.places import Name
 from kvstore.layout import Layout
 from kvstore.meta.generation import Agreed, join_generation
 from kvstore.meta.interface import Put
@@ -26,13 +26,11 @@ from kvstore.meta.sweeps import Condemned
 from kvstore.meta.usage import Room
 from kvstore.namespace import Namespace
 from kvstore.node.limits import Limits
-from kvstore.node.member import Member, Sharing
 from kvstore.root.generations import publish, read_newest
 from kvstore.root.identity import RootId, RootIdentity
 from kvstore.root.memory import MemoryFile, MemoryRoot
 from kvstore.root.twins import list_twins
 from kvstore_gc.safety import Timings
-from kvstore_gc.site import Site
 from kvstore_gc.victims import read_victims
 from tests.sim.collector import Collector
 from tests.sim.faults import Faults, Rates
@@ -147,10 +145,6 @@ class World:
         self._strangers = [self._host(self._other_cluster()) for _ in range(profile.strangers)]
         self.collectors = [self._collector() for _ in range(profile.collectors)]
 
-    sharing = Sharing.CLUSTER
-    generations = GENERATIONS
-    wind_up_steps = WIND_UP_STEPS
-
     def close(self) -> None:
         """Leaves nothing on this machine."""
 
@@ -191,9 +185,6 @@ class World:
     def count(self, what: str, times: int = 1) -> None:
         """For the summary."""
         self.faults.count(what, times)
-
-    def joined(self, member: Member) -> None:
-        """A node has joined, and is about to work."""
 
     def raised(self, work: str, error: KVStoreError) -> None:
         """A node's action failed."""
@@ -246,10 +237,6 @@ class World:
 
     def _make_store(self) -> SimStore:
         return SimStore(EtcdClock(self.kernel), self._was_put, lambda: self.kernel.happened("closed"))
-
-    def check_of(self, site: Site) -> Callable[[], object]:
-        """Returns what a collector does before a round, and again before it takes anything."""
-        return lambda: None
 
     def _first_generation(self) -> None:
         clock = Process(self.kernel, "first")
@@ -507,9 +494,9 @@ class World:
         kernel.coarse_s = COARSE_S
         janitor = Collector(self, "janitor", threads=False)
         kernel.spawn(janitor.process, "main", lambda: self._tidy(janitor))
-        kernel.run(steps=self.wind_up_steps, each=lambda: None, until=lambda: self.is_done)
+        kernel.run(steps=WIND_UP_STEPS, each=lambda: None, until=lambda: self.is_done)
         if not self.is_done:
-            kernel.fail(f"I5: not tidy after {self.wind_up_steps} steps: {self._untidy()}")
+            kernel.fail(f"I5: not tidy after {WIND_UP_STEPS} steps: {self._untidy()}")
 
     def _tidy(self, janitor: Collector) -> None:
         kernel = self.kernel
