@@ -20,7 +20,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -29,7 +29,7 @@ from kvstore.errors import InvalidRequest, KVStoreError, RootMismatch
 from kvstore.format import places
 from kvstore.format.places import Name
 from kvstore.host import shared as shared_file
-from kvstore.host.eviction import Evicted, Eviction, file_system_now_ns
+from kvstore.host.eviction import Evicted, Eviction, Victim, file_system_now_ns
 from kvstore.host.place import COLLECTOR, InUse, why_not_shared
 from kvstore.host.shared import BATCH_MAX, Number, Shared
 from kvstore.host.tables import LiveTable, Own, live_tables, smallest
@@ -41,6 +41,7 @@ from kvstore.root.posix import FILE_MODE, PosixRoot
 from kvstore.root.posix_errors import translated
 from kvstore.sources import SystemClock
 from kvstore_gc.config import Config
+from kvstore_gc.goals import Goals
 from kvstore_gc.ranking import Ranking
 
 log = logging.getLogger(__name__)
@@ -131,8 +132,7 @@ class HostCollector:
         written, deleted, used = shared[Number.WRITTEN], shared[Number.DELETED], shared[Number.USED]
         # A put that began or ended between the two looks at the tables may count in the sum.
         reserved = sum((reserved_by | self._reserved_by()).values())
-        records = NamespaceRecords(self._root, lambda: b"", count(), self._clock).list()
-        goals = replace(self._config.goals(records, None), ttl_s=ttl_s)
+        goals = self._goals(ttl_s)
         shared.add(Number.LISTINGS, 1)  # before the time is read: a put that sees no new listing is in this one
         ranking = Ranking(goals, self._clock.now_s(), file_system_now_ns(self._root.path))
         others = self._leftovers()
@@ -168,6 +168,23 @@ class HostCollector:
     def shards_count(self) -> int:
         """The number of shards of the root."""
         return 1 << self._shard_bits
+
+    def dry_run(self, listed: Callable[[], object] = lambda: None) -> tuple[Ranking, Sequence[Victim]]:
+        """Lists the root, and returns what ``once`` would evict if nothing were held or pinned. Changes nothing."""
+        max_bytes, ttl_s = smallest(
+            live_tables(self._root.path, self._shared), self._config.max_bytes, self._config.ttl_s
+        )
+        ranking = Ranking(self._goals(ttl_s), self._clock.now_s(), 0)
+        ranking.read(self._root, self._shard_bits, listed)
+        lacking = ranking.total.bytes - (1 - HEADROOM_SHARE) * max_bytes if max_bytes else 0
+        victims: list[Victim] = []
+        while batch := ranking.take(int(lacking) - sum(one.size_bytes for one in victims), BATCH_MAX):
+            victims += batch
+        return ranking, victims
+
+    def _goals(self, ttl_s: float | None) -> Goals:
+        records = NamespaceRecords(self._root, lambda: b"", count(), self._clock).list()
+        return replace(self._config.goals(records, None), ttl_s=ttl_s)
 
     def once(self, listed: Callable[[], object] = lambda: None) -> Evicted:
         """Lists the root once, evicts what is due and what is over the limit, less the headroom. Raises the root's
@@ -280,9 +297,13 @@ class HostCollector:
 
 
 @contextmanager
-def opened(url: str, config: Config, options: Mapping[str, Any], wait_s: float = 0.0) -> Iterator[HostCollector]:
-    """The collector of the root at ``url``, while no other collects it. Raises InvalidRequest if one does for longer
-    than ``wait_s``, or the root is not a folder that the processes of this host share, and what opening a root raises.
+def opened(
+    url: str, config: Config, options: Mapping[str, Any], wait_s: float = 0.0, *, is_shared: bool = False
+) -> Iterator[HostCollector]:
+    """The collector of the root at ``url``, while no other collects it, unless ``is_shared``, for a dry run.
+
+    Raises Busy if another one does for longer than ``wait_s``, InvalidRequest if the root is not a folder that the
+    processes of this host share, and what opening a root raises.
     """
     root = open_root(url, options, create=False)
     in_use = shared = None
@@ -300,7 +321,7 @@ def opened(url: str, config: Config, options: Mapping[str, Any], wait_s: float =
         with translated("open", f"{path}/host"):
             in_use.join(lambda: shared_file.is_made(path), lambda: shared_file.make(path, 0))
             shared = Shared(path)
-        with _alone(path, wait_s):
+        with nullcontext() if is_shared else _alone(path, wait_s):
             yield HostCollector(root, identity.shard_bits, shared, config)
     finally:
         if shared is not None:
