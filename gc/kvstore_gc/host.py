@@ -27,7 +27,7 @@ from kvstore.errors import InvalidRequest, KVStoreError, RootMismatch
 from kvstore.format import places
 from kvstore.format.places import Name
 from kvstore.host import shared as shared_file
-from kvstore.host.eviction import Evicted, Eviction
+from kvstore.host.eviction import Evicted, Eviction, settled
 from kvstore.host.place import COLLECTOR, InUse, why_not_shared
 from kvstore.host.shared import BATCH_MAX, Number, Shared
 from kvstore.host.tables import LiveTable, Own, live_tables, smallest
@@ -295,6 +295,8 @@ def opened(url: str, config: Config, options: Mapping[str, Any], wait_s: float =
             in_use.join(lambda: shared_file.is_made(path), lambda: shared_file.make(path, 0))
             shared = Shared(path)
         with _alone(path, wait_s):
+            with settled(path, shared):
+                pass
             yield HostCollector(root, identity.shard_bits, shared, config)
     finally:
         if shared is not None:

@@ -273,7 +273,7 @@ class Puts:
         """Begins a write to the root from chunk ``first`` on; None if a chunk before it is missing. Also returns how
         many leading chunks are there.
         """
-        guard = Guard(self.view, self._chunks, chain, first)
+        guard = Guard(self.view, self._chunks, chain)
         root: RootWrite | None = None
         try:
             publication = self._publication(chain, first, hints, still_right)

@@ -82,9 +82,10 @@ class RootWrite:
         except BaseException:
             self.abandon()
             raise
-        if self._guard is not None and self._guard.renews:
+        guard, fresh = self._guard, self.publication.fresh
+        if guard is not None and guard.is_live and fresh.any():
             with suppress(KVStoreError):  # a collector may take a parent then, and its children count as misses
-                self._lanes.run(self._guard.renew, deadline)
+                self._lanes.run(lambda: guard.renew(fresh), deadline)
         self._end()
         return self.publication.there()
 
