@@ -29,7 +29,7 @@ from kvstore.errors import InvalidRequest, KVStoreError, RootMismatch
 from kvstore.format import places
 from kvstore.format.places import Name
 from kvstore.host import shared as shared_file
-from kvstore.host.eviction import Evicted, Eviction, Victim, file_system_now_ns
+from kvstore.host.eviction import Evicted, Eviction, Victim, file_system_now_ns, settled
 from kvstore.host.place import COLLECTOR, InUse, why_not_shared
 from kvstore.host.shared import BATCH_MAX, Number, Shared
 from kvstore.host.tables import LiveTable, Own, live_tables, smallest
@@ -321,6 +321,9 @@ def opened(
         with translated("open", f"{path}/host"):
             in_use.join(lambda: shared_file.is_made(path), lambda: shared_file.make(path, 0))
             shared = Shared(path)
+        if not is_shared:
+            with settled(path, shared):
+                pass
         with nullcontext() if is_shared else _alone(path, wait_s):
             yield HostCollector(root, identity.shard_bits, shared, config)
     finally:

@@ -78,6 +78,20 @@ def file_system_now_ns(folder: str) -> int:
         return os.stat(path).st_ctime_ns
 
 
+@contextmanager
+def settled(folder: str, shared: Shared) -> Iterator[None]:
+    """Evicts alone. The batch of a process that died stays as it is: without this its chunks would stay misses."""
+    path = f"{folder}/{EVICTING}"
+    with translated("lock", path):
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        shared[Number.SETTLED] = shared[Number.TAIL]
+        yield
+    finally:
+        os.close(fd)
+
+
 class Eviction:
     """Evicts chunks of one listing. ``since_ns`` is when the listing began, by the file system's clock: what was
     written or used later stays, because it may be the parent of a chunk that the listing lacks.
@@ -121,22 +135,15 @@ class Eviction:
 
     @contextmanager
     def _batch(self, batch: Sequence[Victim]) -> Iterator[None]:
-        """Appends a batch, and settles it. One process at a time; what one has left by dying stays as it is."""
-        path = f"{self._root.path}/{EVICTING}"
-        with translated("lock", path):
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            shared = self._shared
-            shared[Number.SETTLED] = shared[Number.TAIL]
+        """Appends a batch, and settles it. One process at a time."""
+        shared = self._shared
+        with settled(self._root.path, shared):
             shared.append(b"".join(victim.address for victim in batch))
             shared.fence()
             try:
                 yield
             finally:
                 shared[Number.SETTLED] = shared[Number.TAIL]
-        finally:
-            os.close(fd)
 
     def _delete(self, victim: Victim, is_held: bool, is_pinned: bool, done: Evicted) -> None:
         name = places.chunk(victim.address, victim.namespace, self._shard_bits)

@@ -144,9 +144,10 @@ class Room:
         """Gives back all that was reserved and not written, once nothing is written any more."""
         self._settle()
         with self._lock:
-            if self._reserved:
-                self._shared.add(Number.USED, -self._reserved)
-                self._reserved = 0
+            written, self._unsettled = self._unsettled, 0
+            self._shared.add(Number.WRITTEN, written)
+            self._shared.add(Number.USED, written - self._reserved)
+            self._reserved = 0
 
     def _wait_for(self, size_bytes: int) -> None:
         """Publishes the room that a put waits for, and that it no longer does."""

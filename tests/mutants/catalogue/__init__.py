@@ -17,6 +17,7 @@ PARTS = (
     "access",
     "limits",
     "promises",
+    "hosts",
     "native",
 )
 

@@ -1,0 +1,60 @@
+"""Clears of a host: the memory of all processes drops what an order names."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvstore
+from kvstore.census.selection import Selection
+from kvstore.host import clears
+from tests.kit.host_parts import SPACE
+from tests.kit.host_process import LAYOUT, TOKENS_COUNT, kv, tokens
+
+OTHER = """
+import sys, kvstore
+from tests.kit.host_parts import SPACE
+from tests.kit.host_process import LAYOUT, kv, tokens
+with kvstore.open(sys.argv[1], memory=16 << 20) as store:
+    cache = store.namespace("model", LAYOUT)
+    print(cache.get(tokens(1))[0], cache.get(tokens(2))[0], flush=True)
+    for line in sys.stdin:
+        print(cache.get(tokens(1))[0], cache.get(tokens(2))[0], flush=True)
+"""
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_clear_drops_memory_of_other_processes(tmp_path: Path, pinned: bool) -> None:
+    root = tmp_path / "root"
+    with kvstore.open(root, memory=16 << 20, write="through") as store:
+        cache = store.namespace("model", LAYOUT)
+        for prompt in (1, 2):
+            cache.put(tokens(prompt), kv(prompt))
+        cache.pin(tokens(2), ttl=600)
+        command = [sys.executable, "-c", OTHER, str(root)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+            assert other.stdin is not None and other.stdout is not None
+            assert other.stdout.readline().split() == [str(TOKENS_COUNT)] * 2
+            done = store.clear(Selection(namespace=SPACE.digest), pinned=pinned)
+            other.stdin.write("\n")
+            other.stdin.flush()
+            kept = 0 if pinned else TOKENS_COUNT
+            assert other.stdout.readline().split() == ["0", str(kept)]
+            assert done.chunks == (8 if pinned else 4)
+            other.stdin.close()
+        assert cache.match(tokens(1)) == 0 and cache.match(tokens(2)) == kept
+        if kept:
+            assert (np.asarray(cache.get(tokens(2))[1]) == 2).all()
+
+
+def test_old_orders_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clears, "ORDERS_MAX", 4)
+    root = tmp_path / "root"
+    with kvstore.open(root, memory=16 << 20) as store:
+        for number in range(6):
+            store.namespace(f"model {number}", LAYOUT).clear()
+        assert len((root / "host/clears").read_text().splitlines()) == 4

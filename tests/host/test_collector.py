@@ -1,0 +1,163 @@
+"""The collector of a host, without its process: what it evicts, and how it counts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+
+from kvstore.host.shared import Number
+from kvstore.host.tables import Own
+from kvstore.recency import NS_PER_S, QUANTUM_S
+from kvstore_gc.config import Config, Share
+from kvstore_gc.host import HostCollector, opened
+from tests.kit.host_parts import CHUNKS, Parts, child_of
+from tests.kit.hosts import TICK_S, chunks_count, used_bytes
+from tests.kit.patience import eventually
+
+FILE_BYTES = 6144
+
+
+def ago(parts: Parts, seconds: float) -> None:
+    """Makes all chunks unused for a time."""
+    for path in (parts.folder / "chunks").glob("*/*"):
+        os.utime(path, ns=(0, path.stat().st_mtime_ns - int(seconds) // QUANTUM_S * QUANTUM_S * NS_PER_S))
+    time.sleep(TICK_S)
+
+
+def counted(parts: Parts) -> int:
+    return parts.shared[Number.USED]
+
+
+def test_the_smallest_limit_and_time_to_live_count(parts: Parts) -> None:
+    parts.chain(1)
+    parts.table.numbers[Own.MAX_BYTES], parts.table.numbers[Own.TTL_MS] = 1000 * FILE_BYTES, 3_600_000
+    parts.collector(Config(max_bytes=5000 * FILE_BYTES, ttl_s=7200)).once()
+    assert parts.shared[Number.LIMIT] == 1000 * FILE_BYTES and chunks_count(parts.folder) == CHUNKS
+    ago(parts, 5000)
+    assert parts.collector().once().count == CHUNKS
+
+
+def test_a_time_to_live_of_zero_takes_all_that_is_not_used(parts: Parts) -> None:
+    chain, view = parts.chain(1), parts.view()
+    parts.chain(2)
+    ago(parts, 10)
+    view.protect(chain.packed_addresses)
+    assert parts.collector(Config(ttl_s=0.0)).once().count == CHUNKS and len(parts.files(chain)) == CHUNKS
+
+
+def test_a_quota_takes_the_oldest_of_its_namespace(parts: Parts) -> None:
+    old = parts.chain(1)
+    ago(parts, 5000)
+    new = parts.chain(2)
+    share = Share(None, "model", 5 * FILE_BYTES)
+    assert parts.collector(Config(shares=(share,))).once().count == 3
+    assert (len(parts.files(old)), len(parts.files(new))) == (1, CHUNKS)
+    assert parts.collector(Config(shares=(replace(share, namespace="other"),))).once().count == 0
+
+
+def test_room_is_made_ahead_of_need(parts: Parts) -> None:
+    old = parts.chain(1)
+    ago(parts, 5000)
+    new = parts.chain(2)
+    parts.table.numbers[Own.MAX_BYTES] = 8 * FILE_BYTES
+    parts.table.numbers[Own.PUT_MAX] = FILE_BYTES
+    collector = parts.collector()
+    collector.step()  # counts
+    collector.step()
+    assert counted(parts) == used_bytes(parts.folder) == 6 * FILE_BYTES, "two of the largest put are free"
+    assert parts.files(old) == [0, 1] and len(parts.files(new)) == CHUNKS
+    collector.step()
+    assert counted(parts) == 6 * FILE_BYTES and not parts.shared[Number.FULL]
+
+
+def test_a_put_that_waits_gets_more_than_the_headroom(parts: Parts) -> None:
+    parts.chain(1)
+    parts.table.numbers[Own.MAX_BYTES], parts.table.numbers[Own.WAITING] = 4 * FILE_BYTES, 3 * FILE_BYTES
+    collector = parts.collector()
+    collector.step()
+    assert counted(parts) <= FILE_BYTES
+
+
+def test_held_chunks_make_the_store_full_until_released(parts: Parts) -> None:
+    chain, view = parts.chain(1), parts.view()
+    run = view.protect(chain.packed_addresses)
+    parts.table.numbers[Own.MAX_BYTES] = FILE_BYTES
+    collector = parts.collector()
+
+    def is_full() -> bool:
+        collector.step()
+        return view.is_full
+
+    eventually(is_full, "it finds nothing to evict")
+    assert len(parts.files(chain)) == CHUNKS
+    view.unprotect(run)
+    eventually(lambda: not is_full(), "it finds something")
+    assert not parts.files(chain)
+
+
+@pytest.mark.parametrize("wrong_by", [-5000, 5000])
+def test_a_listing_corrects_the_count(parts: Parts, wrong_by: int) -> None:
+    parts.chain(1)
+    parts.shared[Number.USED] = CHUNKS * FILE_BYTES + wrong_by
+    parts.collector().list()
+    assert counted(parts) == CHUNKS * FILE_BYTES
+
+
+def test_deletions_during_a_listing_are_subtracted_once(parts: Parts) -> None:
+    chains = [parts.chain(prompt) for prompt in range(4)]
+    collector, left = parts.collector(), chains.copy()
+    collector.list()
+    collector.list(listed=lambda: left and parts.evict(left.pop()))
+    assert not left and counted(parts) == used_bytes(parts.folder) == 0
+
+
+def test_writes_during_a_listing_are_counted_at_least_once(parts: Parts) -> None:
+    parts.chain(0)
+    collector, prompts = parts.collector(), [1, 2, 3]
+    collector.list()
+
+    def write() -> None:
+        if prompts:
+            parts.chain(prompts.pop())
+
+    collector.list(listed=write)
+    assert counted(parts) >= used_bytes(parts.folder)
+    collector.list()
+    assert counted(parts) == used_bytes(parts.folder)
+
+
+def test_leftovers_of_a_killed_writer_are_removed_after_a_while(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+    child = child_of(parts.folder, "table = HoldTable(folder); table.stages_in(b's' * 16)")
+    mine = parts.folder / "staging" / (b"s" * 16).hex()
+    mine.mkdir(parents=True)
+    (mine / "0.part").write_bytes(b"half")
+    damaged = parts.folder / "quarantine" / "file"
+    damaged.parent.mkdir(exist_ok=True)
+    damaged.write_bytes(bytes(100))
+    monkeypatch.setattr(HostCollector, "_age_s", lambda self, name: 100.0)
+    collector = parts.collector()
+    collector.list()
+    assert (mine / "0.part").exists() and damaged.exists() and counted(parts) == 100
+    child.kill()
+    child.communicate()
+    monkeypatch.setattr(HostCollector, "_age_s", lambda self, name: 1.0)
+    collector.list()
+    assert (mine / "0.part").exists(), "its last put may be about to end"
+    monkeypatch.setattr(HostCollector, "_age_s", lambda self, name: 1e9)
+    collector.list()
+    assert not mine.exists() and not damaged.exists()
+    collector.list()
+    assert counted(parts) == 0
+
+
+def test_one_round_beside_a_collector_names_its_process(parts: Parts) -> None:
+    command = [sys.executable, "-m", "kvstore_gc", "--root", str(parts.folder), "--once", "--nice", "0"]
+    with opened(str(parts.folder), Config(), {}):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 2 and f"process {os.getpid()} collects it" in done.stderr, done.stderr
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 0

@@ -1,0 +1,189 @@
+"""Evictions: nothing that is held or pinned is deleted, whatever happens between two steps of a batch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from kvstore.host.view import HostView
+
+import kvstore
+from kvstore.host import eviction
+from kvstore.host.pins import PinnedPrints
+from kvstore.host.shared import Number, Shared
+from kvstore.host.tables import HoldTable
+from kvstore_gc.host import opened
+from tests.kit.host_parts import CHUNKS, SHARD_BITS, Parts, child_of
+from tests.kit.host_process import LAYOUT, TOKENS_COUNT, kv, tokens
+
+STEPS = {"append": (Shared, "append"), "tables": (eviction, "live_tables"), "pins": (PinnedPrints, "read")}
+
+
+def before(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, act: Callable[[], object], times: int = 1) -> None:
+    """Acts before the call of a function, once, the ``times``-th time."""
+    real, calls = getattr(owner, name), list[None]()
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        calls.append(None)
+        if len(calls) == times:
+            act()
+        return real(*arguments, **named)
+
+    monkeypatch.setattr(owner, name, call)
+
+
+def holds(parts: Parts, view: HostView, chain: Any, held: list[int]) -> None:
+    """Holds as a node does: the table, then the log, then it looks for what it does not remember."""
+    view.protect(chain.packed_addresses)
+    count = view.leading(chain)
+    held.append(len([at for at in parts.files(chain) if at < count]))
+
+
+# Each order is needed: something happens between two steps.
+
+
+@pytest.mark.parametrize("step, times", [("append", 1), ("tables", 1), ("tables", 2), ("pins", 1), ("pins", 2)])
+def test_a_hold_between_two_steps_keeps_its_chunks(
+    parts: Parts, monkeypatch: pytest.MonkeyPatch, step: str, times: int
+) -> None:
+    chain, held = parts.chain(1), list[int]()
+    before(monkeypatch, *STEPS[step], partial(holds, parts, parts.view(), chain, held), times)
+    parts.evict(chain)
+    assert held and parts.files(chain)[: held[0]] == list(range(held[0]))
+    assert held[0] == (0 if times == 2 else CHUNKS), "what the log has is a miss"
+
+
+@pytest.mark.parametrize("step, times", [("append", 1), ("tables", 1), ("tables", 2), ("pins", 1), ("pins", 2)])
+def test_a_pin_between_two_steps_keeps_its_chunks(
+    parts: Parts, monkeypatch: pytest.MonkeyPatch, step: str, times: int
+) -> None:
+    chain, view, pins, pinned = parts.chain(1), parts.view(), parts.pins(), list[int]()
+
+    def pin() -> None:
+        run = view.protect(chain.packed_addresses)
+        if count := view.leading(chain):
+            pins.pin("me", chain.addresses[:count], 60, 0, chain.namespace.digest)
+        view.unprotect(run)
+        pinned.append(count)
+
+    before(monkeypatch, *STEPS[step], pin, times)
+    parts.evict(chain)
+    assert pinned and parts.files(chain)[: pinned[0]] == list(range(pinned[0]))
+
+
+@pytest.mark.parametrize("step", ["add", "leading"])
+def test_an_eviction_between_two_steps_of_a_hold_is_seen(
+    parts: Parts, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    chain = parts.chain(1)
+    with kvstore.open(parts.folder) as store:
+        cache = store.namespace("model", LAYOUT)
+        assert cache.match(tokens(1)) == TOKENS_COUNT, "it remembers them"
+        owner = HoldTable if step == "add" else HostView
+        before(monkeypatch, owner, step, lambda: parts.evict(chain))
+        with cache.hold(tokens(1)) as hold:
+            assert (
+                hold.tokens == len(parts.files(chain)) * LAYOUT.chunk_tokens == len(hold.view()) * LAYOUT.chunk_tokens
+            )
+
+
+def test_a_put_after_a_listing_keeps_its_parents(parts: Parts) -> None:
+    parts.chain(1)
+    collector = parts.collector()
+    ranking = collector.list()
+    longer = [*tokens(1), *tokens(2)]
+    with kvstore.open(parts.folder, max_bytes=None) as store:
+        store.namespace("model", LAYOUT).put(longer, np.concatenate([kv(1), kv(2)], axis=2))
+    victims = ranking.take(1 << 30, 100)
+    assert len(victims) == CHUNKS
+    done = parts.eviction(ranking.began_ns).evict(victims)
+    with kvstore.open(parts.folder, max_bytes=None) as store:
+        assert done.count == 0 and store.namespace("model", LAYOUT).match(longer) == 2 * TOKENS_COUNT
+
+
+def test_chunks_are_deleted_before_their_parents(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A collector is killed between any two deletions."""
+    for deletions in range(1, CHUNKS):
+        chain, unlink, calls = parts.chain(deletions), os.unlink, list[str]()
+
+        def dies(path: str, calls: list[str] = calls, most: int = deletions, real: Any = unlink) -> None:
+            if len(calls) == most:
+                raise KeyboardInterrupt
+            calls.append(path)
+            real(path)
+
+        collector = parts.collector()
+        victims = collector.list().take(1 << 30, 100)
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(os, "unlink", dies)
+            parts.eviction().evict(victims)
+        assert parts.files(chain) == list(range(CHUNKS - deletions))
+        parts.evict(chain)
+
+
+def test_a_take_over_settles_and_deletes_nothing(parts: Parts) -> None:
+    chain, view = parts.chain(1), parts.view()
+    packed = chain.packed_addresses.hex()
+    child_of(parts.folder, f"Shared(folder).append(bytes.fromhex({packed!r}))").communicate()
+    assert view.leading(chain) == 0 and not view.is_calm
+    with opened(str(parts.folder), parts.collector()._config, {}):
+        assert view.leading(chain) == CHUNKS and view.is_calm and parts.files(chain) == list(range(CHUNKS))
+
+
+# What stays
+
+
+def test_a_held_child_keeps_its_ancestors(parts: Parts) -> None:
+    chain, view = parts.chain(1), parts.view()
+    run = view.protect(chain.addresses[2])
+    victims, evict = parts.victims(chain), parts.eviction().evict
+    done = evict(victims[:2])  # in two batches of one listing
+    done += evict(victims[2:])
+    assert parts.files(chain) == [0, 1, 2] and len(done.held) == 3 and done.count == 1
+    view.unprotect(run)
+    assert parts.evict(chain).count == 3
+
+
+def test_a_used_child_keeps_its_ancestors(parts: Parts) -> None:
+    chain = parts.chain(1)
+    since_ns = parts.collector().list().began_ns
+    (path,) = (parts.folder / "chunks").glob(f"*/{chain.addresses[1].hex()}.*")
+    os.utime(path)
+    done = parts.eviction(since_ns).evict(parts.victims(chain))
+    assert parts.files(chain) == [0, 1] and (done.count, done.used_count) == (2, 1)
+
+
+def test_chunks_held_by_another_process_stay_until_its_end(parts: Parts) -> None:
+    chain = parts.chain(1)
+    child = child_of(parts.folder, f"table = HoldTable(folder); table.add(bytes.fromhex({chain.addresses[0].hex()!r}))")
+    assert parts.evict(chain).count == CHUNKS - 1 and parts.files(chain) == [0]
+    child.kill()
+    child.communicate()
+    assert parts.evict(chain).count == 1 and parts.files(chain) == []
+
+
+def test_a_deletion_that_fails_keeps_the_ancestors(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+    chain, unlink = parts.chain(1), os.unlink
+
+    def refuses(path: str) -> None:
+        if chain.addresses[2].hex() in path:
+            raise PermissionError
+        unlink(path)
+
+    monkeypatch.setattr(os, "unlink", refuses)
+    done = parts.evict(chain)
+    assert (done.count, done.failed_count) == (1, 1) and parts.files(chain) == [0, 1, 2]
+
+
+def test_evicted_bytes_are_free(parts: Parts) -> None:
+    chain = parts.chain(1)
+    size = sum(path.stat().st_size for path in Path(parts.folder / "chunks").glob("*/*"))
+    parts.shared[Number.USED] = 10 * size
+    done = parts.evict(chain)
+    assert (done.size_bytes, parts.shared[Number.USED], parts.shared[Number.DELETED]) == (size, 9 * size, size)
+    assert SHARD_BITS and parts.evict(chain).count == 0, "they are gone"

@@ -1,0 +1,114 @@
+"""Hold tables: they grow, reuse what is free, and count as long as their process lives."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from kvstore.address import ADDRESS_BYTES
+from kvstore.host.shared import Number
+from kvstore.host.tables import ENTRIES_MIN, HoldTable, LiveTable, Own, Run, live_tables, read_tables
+from tests.kit.host_parts import Parts, address, child_of
+from tests.kit.patience import eventually
+
+HOLDING = "table = HoldTable(folder); table.add(b'held' * 4); table.numbers[Own.RESERVED] = 100"
+
+
+def held(parts: Parts) -> set[bytes]:
+    found = set()
+    for table in live_tables(str(parts.folder), parts.shared, whole=True):
+        found |= {table.held[at : at + ADDRESS_BYTES] for at in range(0, len(table.held), ADDRESS_BYTES)}
+    return found - {bytes(ADDRESS_BYTES)}
+
+
+def test_a_table_that_grows_keeps_its_entries_and_numbers(parts: Parts) -> None:
+    parts.table.numbers[Own.MAX_BYTES] = 77
+    runs = [parts.table.add(address(number) * 1000) for number in range(1, 10)]
+    assert sum(run.length for run in runs) > 2 * ENTRIES_MIN
+    assert held(parts) == {address(number) for number in range(1, 10)}
+    (found,) = live_tables(str(parts.folder), parts.shared)
+    assert found.numbers[Own.MAX_BYTES] == 77
+    for run in runs[:-1]:
+        parts.table.remove(run)
+    assert held(parts) == {address(9)}
+
+
+def test_removed_neighbours_become_one_free_run(parts: Parts) -> None:
+    table = parts.table
+    runs = [table.add(address(1) * (ENTRIES_MIN // 4)) for _ in range(4)]
+    for at in (0, 2, 1):
+        table.remove(runs[at])
+    assert table.add(address(2) * (3 * ENTRIES_MIN // 4)) == Run(0, 3 * ENTRIES_MIN // 4)
+    assert (parts.folder / "host/holds" / table.name).stat().st_size == 4096 + ENTRIES_MIN * ADDRESS_BYTES
+
+
+def test_the_table_of_a_killed_process_is_removed(parts: Parts) -> None:
+    parts.shared[Number.USED] = 150
+    child = child_of(parts.folder, HOLDING)
+    assert b"held" * 4 in held(parts) and parts.shared[Number.USED] == 150
+    child.kill()
+    child.communicate()
+    assert held(parts) == set() and len(list((parts.folder / "host/holds").iterdir())) == 1
+    assert parts.shared[Number.USED] == 50, "what it had reserved is free again"
+
+
+def test_a_stopped_process_keeps_its_holds(parts: Parts) -> None:
+    child = child_of(parts.folder, HOLDING)
+    child.send_signal(signal.SIGSTOP)
+    assert b"held" * 4 in held(parts)
+    child.kill()
+    child.communicate()
+
+
+def test_a_forked_child_does_not_keep_the_table(parts: Parts) -> None:
+    forking = f"""{HOLDING}
+import os, time
+pid = os.fork()
+if not pid:
+    time.sleep(3600)
+open(folder + "/grandchild", "w").write(str(pid))"""
+    child = child_of(parts.folder, forking)
+    grandchild = int((parts.folder / "grandchild").read_text())
+    try:
+        assert b"held" * 4 in held(parts)
+        child.kill()
+        child.wait()
+        assert held(parts) == set()
+    finally:
+        os.kill(grandchild, signal.SIGKILL)
+        child.communicate()
+
+
+def test_a_forked_child_holds_nothing_and_removes_nothing(parts: Parts) -> None:
+    run = parts.table.add(address(1))
+    pid = os.fork()
+    if not pid:
+        parts.table.remove(run)
+        parts.table.close()
+        os._exit(int(parts.table.is_open))
+    assert os.waitpid(pid, 0)[1] == 0
+    assert held(parts) == {address(1)}
+
+
+def test_a_table_is_locked_before_it_has_its_name(parts: Parts) -> None:
+    """Tables are made all the time while others are read: none is taken for one that was left."""
+    making = "import threading\nmade = []\ndef make():\n    for _ in range(200): made.append(HoldTable(folder))"
+    child = child_of(parts.folder, f"{making}\nthreading.Thread(target=make).start()")
+    found: list[LiveTable | int] = []
+
+    def are_all_there() -> bool:
+        found[:] = read_tables(str(parts.folder))
+        assert all(isinstance(each, LiveTable) for each in found), found
+        return len(found) == 201
+
+    eventually(are_all_there, "all tables are there")
+    child.communicate()
+
+
+def test_a_closed_table_cannot_be_grown_or_used(parts: Parts) -> None:
+    table = HoldTable(str(parts.folder))
+    run = table.add(address(1))
+    table.close()
+    table.remove(run)
+    table.close()
+    assert not table.is_open and held(parts) == set()

@@ -1,0 +1,123 @@
+"""The parts of a root of one host: mapped files, tables, evictions, chunks that are no more than files with headers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from kvstore.host.view import HostView
+
+import kvstore
+from kvstore.address import Address, Chain
+from kvstore.host import shared as shared_file
+from kvstore.host.eviction import Evicted, Eviction, Victim
+from kvstore.host.pins import HostPins
+from kvstore.host.place import COLLECTOR
+from kvstore.host.room import Room
+from kvstore.host.shared import Number, Shared
+from kvstore.host.tables import HoldTable
+from kvstore.meta.pins import PinQuota
+from kvstore.namespace import Namespace
+from kvstore.node.known import Known
+from kvstore.root.posix import PosixRoot
+from kvstore.sources import RandomIds, SystemClock
+from kvstore_gc.config import Config
+from kvstore_gc.host import HostCollector
+from tests.kit.host_process import LAYOUT, TOKENS_COUNT, kv, tokens
+from tests.kit.hosts import TICK_S
+
+SHARD_BITS = 2
+SPACE = Namespace.of("model", LAYOUT)
+CHUNKS = TOKENS_COUNT // LAYOUT.chunk_tokens
+
+
+def address(number: int) -> Address:
+    """An address by its number."""
+    return Address(number.to_bytes(4, "big") * 4)
+
+
+@dataclass
+class Parts:
+    """The parts over one folder, as one process has them."""
+
+    folder: Path
+    root: PosixRoot
+    shared: Shared
+    table: HoldTable
+    known: Known
+
+    @staticmethod
+    @contextmanager
+    def on(folder: Path) -> Iterator[Parts]:
+        """The parts over a new root."""
+        kvstore.open(folder, shard_bits=SHARD_BITS, max_bytes=None).close()
+        shared_file.make(str(folder), 0)
+        (folder / COLLECTOR).touch()
+        root, known = PosixRoot(folder), Known(1 << 12, 3600, SystemClock())
+        made = Parts(folder, root, Shared(str(folder)), HoldTable(str(folder)), known)
+        try:
+            yield made
+        finally:
+            made.table.close()
+            root.close()
+
+    def chain(self, prompt: int) -> Chain:
+        """Puts a prompt of CHUNKS chunks; returns it. A tick passes, so that no later listing counts it as used."""
+        with kvstore.open(self.folder, max_bytes=None) as store:
+            store.namespace("model", LAYOUT).put(tokens(prompt), kv(prompt))
+        time.sleep(TICK_S)
+        return Chain.of(SPACE, np.array(tokens(prompt), np.uint32))
+
+    def victims(self, chain: Chain) -> list[Victim]:
+        """The chunks of a prompt as victims, children first."""
+        found = [Victim(each, chain.namespace.id, 1) for each in chain.addresses]
+        return found[::-1]
+
+    def files(self, chain: Chain) -> list[int]:
+        """Which chunks of a prompt are there."""
+        names = {path.name.partition(".")[0] for path in (self.folder / "chunks").glob("*/*")}
+        return [at for at, each in enumerate(chain.addresses) if each.hex() in names]
+
+    def eviction(self, since_ns: int | None = None) -> Eviction:
+        return Eviction(self.root, SHARD_BITS, self.shared, SystemClock(), since_ns)
+
+    def evict(self, chain: Chain) -> Evicted:
+        return self.eviction().evict(self.victims(chain))
+
+    def view(self) -> HostView:
+        return HostView(self.shared, self.table, self.known, self.room())
+
+    def room(self, wake: Callable[..., None] = lambda **_: None) -> Room:
+        return Room(self.shared, self.table, lambda: None, wake)
+
+    def pins(self, quota: PinQuota = PinQuota(10, 10)) -> HostPins:  # noqa: B008
+        return HostPins(self.root, RandomIds(), SystemClock(), lambda call: call(), quota)
+
+    def collector(self, config: Config | None = None) -> HostCollector:
+        return HostCollector(self.root, SHARD_BITS, self.shared, config or Config())
+
+    def limit(self, max_bytes: int) -> None:
+        self.shared[Number.LIMIT] = max_bytes
+
+
+def child_of(folder: Path, program: str, **environment: str) -> subprocess.Popen[str]:
+    """A process that runs a program, in which ``folder`` is the root's, and prints a line when it has begun."""
+    lines = (
+        f"import sys\nfrom kvstore.host.shared import *\nfrom kvstore.host.tables import *\nfolder = {str(folder)!r}\n"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", f"{lines}{program}\nprint('begun', flush=True)\nsys.stdin.read()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | environment,
+    )
+    assert child.stdout is not None and child.stdout.readline() == "begun\n"
+    return child
