@@ -1,1 +1,321 @@
-"""x"""
+"""Bugs of one host without etcd: holds and the log, eviction, puts, pins, capacity.
+
+Those with the name of a rule of ``tests/model/host.py`` drop that rule.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from kvstore.address import ADDRESS_BYTES, Address, Chain
+from kvstore.format import places
+from kvstore.host import eviction
+from kvstore.host.eviction import Evicted, Eviction, Victim
+from kvstore.host.pins import PinnedPrints
+from kvstore.host.room import Room
+from kvstore.host.shared import Number
+from kvstore.host.view import NOTHING, HostView
+from kvstore.node import puts
+from kvstore.node.guard import Guard
+from kvstore.node.holds import Hold, Holds
+from kvstore.node.known import Known
+from kvstore.node.member import Member
+from kvstore.node.node import Node
+from tests.sim.planting import bug
+
+HOME = "one_host"
+
+
+@bug(HOME)
+def table_before_tail() -> Iterator[None]:
+    """A hold reads the log, and then writes its table."""
+
+    def take(self: Holds, chain: Chain, *more: Any, asked: bytes = b"", **named: Any) -> Hold:
+        with patch.object(self._view, "protect", lambda packed: None):
+            hold = real(self, chain, *more, **named)
+        hold.mark = self._view.protect(asked or chain.packed_addresses)
+        return hold
+
+    real = Holds.take
+    with patch.object(Holds, "take", take):
+        yield
+
+
+@bug(HOME)
+def unsettled_is_a_miss() -> Iterator[None]:
+    """A chunk that is being evicted is looked for as any other."""
+
+    def evicting(self: HostView) -> frozenset[bytes]:
+        real(self)
+        return NOTHING
+
+    real = HostView._evicting
+    with patch.object(HostView, "_evicting", evicting):
+        yield
+
+
+@bug(HOME)
+def log_clears_cache() -> Iterator[None]:
+    """A process remembers what the log names."""
+    with patch.object(Known, "forget_each", lambda self, packed: None):
+        yield
+
+
+@bug(HOME)
+def overrun_clears_cache() -> Iterator[None]:
+    """A process that is more than a ring behind remembers everything."""
+    with patch.object(Known, "clear", lambda self: None):
+        yield
+
+
+@bug(HOME)
+def look_outlives_log() -> Iterator[None]:
+    """A look that began before the log named its chunk is remembered after that."""
+    with (
+        patch.object(Known, "_counts", lambda self, epoch: True),
+        patch.object(Known, "_since", lambda self, epoch: ()),
+    ):
+        yield
+
+
+@bug(HOME)
+def matches_mind_unsettled() -> Iterator[None]:
+    """A match looks for what is being evicted, and remembers it."""
+
+    def match(self: Node, chain: Chain, deadline_s: float | None = None, *, counts: bool = True) -> int:
+        self.gc_view.leading(chain)
+        return self.reads.matched_count(chain, self._deadline(deadline_s, self.limits.match_deadline_s))
+
+    def read_log(self: HostView, tail: int) -> None:
+        self._unsettled = NOTHING  # they are not forgotten once more either
+        real(self, tail)
+
+    real = HostView._read_log
+    with patch.object(Node, "match", match), patch.object(HostView, "_read_log", read_log):
+        yield
+
+
+@contextmanager
+def evicting(batch: Callable[[Eviction, Sequence[Victim], bool, Evicted], None]) -> Iterator[None]:
+    """Another way of evicting one batch."""
+
+    def evict(self: Eviction, victims: Sequence[Victim], *, even_pinned: bool = False) -> Evicted:
+        done = Evicted()
+        for start in range(0, len(victims), eviction.BATCH_MAX):
+            batch(self, victims[start : start + eviction.BATCH_MAX], even_pinned, done)
+        return done
+
+    with patch.object(Eviction, "evict", evict):
+        yield
+
+
+def delete(self: Eviction, victims: Sequence[Victim], in_use: tuple[Any, Any], done: Evicted) -> None:
+    """Deletes what is free."""
+    for victim, is_held, is_pinned in zip(victims, *map(np.ndarray.tolist, in_use), strict=True):
+        self._delete(victim, is_held, is_pinned, done)
+
+
+@bug(HOME)
+def append_before_tables() -> Iterator[None]:
+    """The tables are read before the victims are in the log."""
+
+    def batch(self: Eviction, part: Sequence[Victim], even_pinned: bool, done: Evicted) -> None:
+        in_use = self._in_use(part, even_pinned)
+        with self._batch(part):
+            delete(self, part, in_use, done)
+
+    with evicting(batch):
+        yield
+
+
+@bug(HOME)
+def tables_before_pins() -> Iterator[None]:
+    """The pins are read before the tables."""
+
+    def in_use(self: Eviction, victims: Sequence[Victim], even_pinned: bool) -> Any:
+        pinned = self._pins.read()
+        with patch.object(self._pins, "read", lambda: pinned):
+            return real(self, victims, even_pinned)
+
+    real = Eviction._in_use
+    with patch.object(Eviction, "_in_use", in_use):
+        yield
+
+
+@bug(HOME)
+def reads_pins() -> Iterator[None]:
+    """Nobody reads the pins."""
+    with patch.object(PinnedPrints, "read", lambda self: np.zeros(0, np.uint64)):
+        yield
+
+
+@bug(HOME)
+def stat_after_tables() -> Iterator[None]:
+    """The last use is read before the tables."""
+
+    def batch(self: Eviction, part: Sequence[Victim], even_pinned: bool, done: Evicted) -> None:
+        since_ns, used = self._since_ns, set[Address]()
+        for victim in part:
+            path = f"{self._root.path}/{places.chunk(victim.address, victim.namespace, self._shard_bits)}"
+            try:
+                if eviction.os.lstat(path).st_ctime_ns >= since_ns:
+                    used.add(victim.address)
+            except FileNotFoundError:
+                pass
+        self._since_ns = math.inf  # type: ignore[assignment]
+        with self._batch(part):
+            held, pinned = self._in_use(part, even_pinned)
+            for at, victim in enumerate(part):
+                held[at] |= victim.address in used
+            delete(self, part, (held, pinned), done)
+        self._since_ns = since_ns
+
+    with evicting(batch):
+        yield
+
+
+@bug(HOME)
+def one_evicts() -> Iterator[None]:
+    """A clear and a collector evict at the same time."""
+
+    @contextmanager
+    def batch(self: Eviction, victims: Sequence[Victim]) -> Iterator[None]:
+        with patch.object(eviction.fcntl, "flock", lambda fd, kind: None), real(self, victims):
+            pass
+        yield
+
+    real = Eviction._batch
+    with patch.object(Eviction, "_batch", batch):
+        yield
+
+
+@bug(HOME)
+def settles_last() -> Iterator[None]:
+    """A batch is settled before its files are deleted."""
+
+    def batch(self: Eviction, part: Sequence[Victim], even_pinned: bool, done: Evicted) -> None:
+        with self._batch(part):
+            in_use = self._in_use(part, even_pinned)
+        delete(self, part, in_use, done)
+
+    with evicting(batch):
+        yield
+
+
+@bug(HOME)
+def takeover_settles() -> Iterator[None]:
+    """Whoever evicts next also deletes what a killed process had chosen."""
+
+    @contextmanager
+    def batch(self: Eviction, victims: Sequence[Victim]) -> Iterator[None]:
+        shared = self._shared
+        left = shared.entries(shared[Number.SETTLED], shared[Number.TAIL])
+        with real(self, victims):
+            for at in range(0, len(left), ADDRESS_BYTES):
+                folder = places.shard_folder(places.shard(Address(left[at : at + ADDRESS_BYTES]), self._shard_bits))
+                for name in sorted(os.listdir(f"{self._root.path}/{folder}")):
+                    if name.startswith(left[at : at + ADDRESS_BYTES].hex()):
+                        eviction.os.unlink(f"{self._root.path}/{folder}/{name}")
+            yield
+
+    real = Eviction._batch
+    with patch.object(Eviction, "_batch", batch):
+        yield
+
+
+@bug(HOME)
+def children_first() -> Iterator[None]:
+    """A batch deletes parents first."""
+
+    def evict(self: Eviction, victims: Sequence[Victim], *, even_pinned: bool = False) -> Evicted:
+        return real(self, victims[::-1], even_pinned=even_pinned)
+
+    real = Eviction.evict
+    with patch.object(Eviction, "evict", evict):
+        yield
+
+
+@bug(HOME)
+def skips_ancestors() -> Iterator[None]:
+    """What stays keeps no ancestors."""
+    with patch.object(Eviction, "_keep", lambda self, victim: None):
+        yield
+
+
+@bug(HOME)
+def put_holds_parent() -> Iterator[None]:
+    """A put does not keep what it builds on."""
+
+    class Open(Guard):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            self._view.unprotect(self._mark)
+
+        def release(self) -> None:
+            pass
+
+    with patch.object(puts, "Guard", Open):
+        yield
+
+
+@bug(HOME)
+def put_renews_parent() -> Iterator[None]:
+    """A put does not renew the parents of what it published."""
+    with patch.object(Guard, "unlisted", lambda self, fresh: []):
+        yield
+
+
+@bug(HOME)
+def put_settles() -> Iterator[None]:
+    """A put does not wait for what is being evicted."""
+    with patch.object(HostView, "settle", lambda self, wanted: None):
+        yield
+
+
+@bug(HOME)
+def pin_holds() -> Iterator[None]:
+    """The hold of a pin ends before its record is there."""
+
+    def pin(self: Member, hold: Hold, *more: Any) -> Any:
+        self.node.gc_view.unprotect(hold.mark)
+        hold.mark = None
+        return real(self, hold, *more)
+
+    real = Member._pin
+    with patch.object(Member, "_pin", pin):
+        yield
+
+
+@bug(HOME)
+def room_is_limited() -> Iterator[None]:
+    """A put begins whatever the limit is."""
+
+    def take(self: Room, size_bytes: int) -> bool:
+        if not real(self, size_bytes):
+            self._reserved += size_bytes
+            self._shared.add(Number.USED, size_bytes)
+        return True
+
+    real = Room._take
+    with patch.object(Room, "_take", take):
+        yield
+
+
+@bug(HOME)
+def room_is_given_back() -> Iterator[None]:
+    """What a put reserved and did not write stays reserved."""
+
+    def settle(self: Room) -> None:
+        self._released.clear()
+        real(self)
+
+    real = Room._settle
+    with patch.object(Room, "_settle", settle):
+        yield

@@ -18,9 +18,10 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 from unittest.mock import patch
 
-from kvstore.format.places import Name
+from kvstore.format.places import PINS, Name
 from kvstore.host import eviction, room, shared, tables, view
 from kvstore.host import host as host_module
+from kvstore.node import known
 from kvstore.root.interface import Entry, Space
 from kvstore.root.posix import PosixRoot
 from kvstore_gc import host as gc_host
@@ -28,11 +29,23 @@ from tests.sim.kernel import WALL_S, Kernel, Process
 
 T = TypeVar("T")
 
-RING = 16
+RING = 8
 BATCH_MAX = 4
 ENTRIES_MIN = 2
 """So the log is overrun, an eviction has several batches, and tables grow."""
 LOCK_POLL_S = 0.005
+AIMS = {
+    "__setitem__ TAIL": ("held", "linked"),
+    "listdir host/holds": ("held", "linked", "pinned"),
+    "scandir pins": ("held", "pinned>released", "released"),
+    "unlink chunks": ("held", "linked", "pinned"),
+    "link pins": ("deleted", "pins read"),
+    "write entry": ("appended", "deleted"),
+    "__getitem__ TAIL": ("appended", "deleted"),
+    "looked at chunks": ("appended", "deleted", "deleted>settled>forgot"),
+    "link chunks": ("appended", "deleted"),
+}
+"""Steps at which a process may stand still, and the events that it waits for, one after the other."""
 HOST = ("clears", "eviction", "place", "shared", "tables")
 TIMED = ("kvstore.host.clearing", "kvstore.host.clears", "kvstore.host.place", "kvstore.host.room", "kvstore.host.view")
 
@@ -51,10 +64,10 @@ class Files:
     """The system calls of all processes. Undone by ``end``."""
 
     def __init__(
-        self, kernel: Kernel, folder: str, linked: Callable[[str], None], left: Callable[[str], None], pause: float
+        self, kernel: Kernel, folder: str, linked: Callable[[str], None], left: Callable[[str], None], pause: float, aim: float
     ) -> None:
         """``linked`` and ``left`` are called with the name of a file that appears or disappears; ``pause`` is how
-        often a process stands still at a step.
+        often a process stands still at a step, ``aim`` how often it does where the rules are about the order.
         """
         self.kernel = kernel
         self.folder = folder
@@ -63,6 +76,7 @@ class Files:
         self._linked = linked
         self._left = left
         self._pause = pause
+        self._aim = aim
         self._tick = kernel.source.choice((1, 5, 40))
         self._changed_ns: dict[int, int] = {}
         self._locks: dict[Process | None, set[int]] = {}
@@ -87,9 +101,12 @@ class Files:
         kernel = self.kernel
         if kernel.current is None:
             return
-        if kernel.over or kernel.random() >= self._pause:
-            kernel.point()
-        else:
+        kernel.point()
+        for prefix, events in AIMS.items():
+            if self._aim and label.startswith(prefix) and kernel.random() < self._aim:
+                until = (kernel.source.choice(events).split(">"), int(60 ** kernel.random()))
+                kernel.pause(250, until, kernel.source.choice((0.05, 0.3, 1.5)))
+        if self._pause and kernel.random() < self._pause:
             kernel.pause(int(300 ** kernel.random()) * 2, None, kernel.source.choice((0.05, 0.3, 1.5)))
         kernel.note(label)
 
@@ -112,6 +129,7 @@ class Files:
     def lstat(self, path: str) -> Any:
         self.point(f"lstat {self._short(path)}")
         found = os.lstat(path)
+        self.point(f"looked at {self._short(path)}")
         changed_ns = self._changed_ns.get(found.st_ino, 0)
         return SimpleNamespace(
             st_mode=found.st_mode,
@@ -143,6 +161,12 @@ class Files:
         self.point(f"rename {self._short(path)}")
         os.rename(source, path)
         self._left(source[len(self.folder) + 1 :])
+
+    def scandir(self, path: str) -> Any:
+        self.point(f"scandir {self._short(path)}")
+        if path.endswith(PINS):
+            self.kernel.happened("pins read")
+        return os.scandir(path)
 
     def listdir(self, path: str) -> list[str]:
         self.point(f"listdir {self._short(path)}")
@@ -221,7 +245,13 @@ class Files:
         replace(patch.object(gc_host, "open_root", lambda url, options, create: SimRoot(self.folder)))
         replace(patch.object(host_module, "atexit", SimpleNamespace(register=_ignore, unregister=_ignore)))
         replace(patch.object(host_module, "Collecting", _NoChild))
-        replace(patch.object(room.Reserved, "__del__", _ignore))  # the interpreter calls it at any moment
+        release = room.Reserved.__del__
+
+        def end(reserved: room.Reserved) -> None:
+            if not kernel.over and kernel.current is not None:
+                release(reserved)
+
+        replace(patch.object(room.Reserved, "__del__", end))
         for module, name, value in (
             (shared, "RING", RING),
             (shared, "BATCH_MAX", BATCH_MAX),
@@ -236,6 +266,13 @@ class Files:
             replace(patch.object(module, name, value))
         for name in ("__getitem__", "__setitem__", "add"):
             replace(patch.object(shared.Mapped, name, self._step(getattr(shared.Mapped, name), name)))
+        forget = known.Known.forget_each
+
+        def forget_each(self: known.Known, packed: bytes) -> None:
+            forget(self, packed)
+            kernel.happened("forgot")
+
+        replace(patch.object(known.Known, "forget_each", forget_each))
         replace(patch.object(shared.Shared, "_ring", _stepwise(self, "_ring"), create=True))
         replace(patch.object(tables.HoldTable, "_bytes", _stepwise(self, "_bytes"), create=True))
 
@@ -243,6 +280,8 @@ class Files:
         def step(mapped: Any, place: int, *more: int) -> Any:
             kind = shared.Number(place).name if isinstance(mapped, shared.Shared) else tables.Own(place).name
             self.point(f"{label} {kind} {more[0] if more else ''}")
+            if label == "__setitem__" and kind in ("TAIL", "SETTLED"):
+                self.kernel.happened("appended" if kind == "TAIL" else "settled")
             return real(mapped, place, *more)
 
         return step
@@ -255,7 +294,7 @@ class Files:
         if isinstance(path, int):
             return "a file"
         name = path[len(self.folder) + 1 :]
-        return self.labels.get(name, name)
+        return f"chunks {self.labels[name]}" if name in self.labels else name
 
 
 class _Locking:

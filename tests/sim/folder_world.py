@@ -75,9 +75,9 @@ class FolderWorld:
         source = kernel.source
         gc.disable()  # finalizers would make steps
         self.path = tempfile.mkdtemp(prefix="kvsim-", dir="/dev/shm")
-        self.files = Files(kernel, self.path, self._linked, self._left, source.choice((0.0, 0.002, 0.02)))
+        pause, aim = source.choice((0.0, 0.002, 0.02)), source.choice((0.0, 0.05, 0.3))
+        self.files = Files(kernel, self.path, self._linked, self._left, pause, aim)
         self.limit_bytes = source.choice((8, 10, 14)) * FILE_BYTES
-        self.pace_s = source.choice((0.005, 0.05))
         self.limits = Limits(lanes=2, width=2, known_max=64, stall_s=1000.0)
         self.chains = [
             Chain.of(namespace, np.array([2 * chunk + at for chunk in prompt for at in (0, 1)], "<u4"))
@@ -122,7 +122,7 @@ class FolderWorld:
             return
         kernel.note("WINDING UP")
         self.winding_up = True
-        self.files._pause = 0.0
+        self.files._pause = self.files._aim = 0.0
         kernel.resume_all()
         kernel.even()
         judge = Process(kernel, "judge")
@@ -190,6 +190,7 @@ class FolderWorld:
             if is_live() and not self.exists(name):
                 self.kernel.fail(f"{rule}: {self.label(name)} is promised, and is not there")
         self._claims = [one for one in self._claims if one.is_live()] + [claim]
+        self.kernel.happened("held" if rule == "I1" else "pinned")
         return claim
 
     def _linked(self, name: str) -> None:
@@ -197,6 +198,7 @@ class FolderWorld:
             return
         self._sizes[name] = os.stat(f"{self.path}/{name}").st_size
         self.counts["chunks linked"] += 1
+        self.kernel.happened("linked")
         parent = self._parents.get(name)
         if parent is not None and not self.exists(parent) and not self._excused & {name, parent}:
             self.kernel.fail(f"O1: {self.label(name)} was linked without its parent")
@@ -208,6 +210,7 @@ class FolderWorld:
         if self._sizes.pop(name, None) is None:
             return
         self.counts["chunks evicted"] += 1
+        self.kernel.happened("deleted")
         for claim in self._claims:
             if name in claim.names and claim.is_live():
                 self.kernel.fail(f"{claim.rule}: {self.label(name)} is promised, and was deleted")
@@ -224,6 +227,7 @@ class FolderWorld:
             kernel.sleep(0.1)
         kernel.sleep(max(PIN_TTLS_S) + 5.0)  # the last pins end
         with opened(f"file://{self.path}", Config(max_bytes=self.limit_bytes), {}) as collector:
+            gc.collect()  # what lanes that were late have reserved
             reserved = sum(table.numbers[Own.RESERVED] for table in live_tables(self.path))
             if reserved:
                 kernel.fail(f"S2: {reserved} bytes are reserved, and nothing is put")
@@ -336,22 +340,16 @@ class Program:
         """The chunks of puts under way."""
         self.busy: list[str] = []
         self.is_leaving = False
+        self._pace_s = world.kernel.source.choice((0.005, 0.05, 0.5))
         world.kernel.spawn(self.process, "main", self._main, world.weight())
 
     def _main(self) -> None:
         world = self.world
         while not self.is_leaving:
-            root = SimRoot(world.path)
-            host = Host(root, Bound(world.limit_bytes))
-            self.member = join(
-                root,
-                world.identity,
-                MemoryMeta(clock=self.process),
-                limits=world.limits,
-                clock=self.process,
-                ids=world,
-                host=host,
-            )
+            self.member = self._opened()
+            if self.member is None:
+                self.kernel.sleep(0.5)
+                continue
             for number in range(world.profile.workers):
                 self.busy.append("begins")
                 self.kernel.spawn(self.process, f"w{number}", lambda at=number: self._work(at), world.weight())
@@ -363,10 +361,23 @@ class Program:
             self.member.close()
             self.member, self.busy, self.is_leaving = None, [], False
 
+    def _opened(self) -> Member | None:
+        """Opens the store, as ``open_member`` does; None if the process was stopped for too long."""
+        world, root = self.world, SimRoot(self.world.path)
+        host, meta = Host(root, Bound(world.limit_bytes)), MemoryMeta(clock=self.process)
+        try:
+            return join(
+                root, world.identity, meta, limits=world.limits, clock=self.process, ids=world, host=host
+            )
+        except KVStoreError as error:
+            self.kernel.note(f"could not open: {error}")
+            host.leave()
+            return None
+
     def _work(self, number: int) -> None:
         world, kernel = self.world, self.kernel
         while not (world.winding_up or self.is_leaving):
-            kernel.sleep(world.pace_s * kernel.random())
+            kernel.sleep(self._pace_s * kernel.random())
             work = self.busy[number] = world.choose(world.works)
             kernel.note(f"begins {work}")
             try:
@@ -410,6 +421,7 @@ class Program:
             kernel.fail(f"I1: {self.process.name} reads less than the {hold.count} chunks that it holds")
         is_held[0] = False
         node.holds.release(hold)
+        kernel.happened("released")
 
     def _read(self, hold: Any) -> int:
         buffers = [
@@ -449,6 +461,7 @@ class Program:
                 kernel.fail(f"I1: {self.process.name} misses a block that it holds")
         is_held[0] = False
         node.holds.release(hold)
+        kernel.happened("released")
 
     def _blocks(self) -> tuple[Namespace, list[bytes]]:
         return self.kernel.source.choice(NAMESPACES), self.kernel.source.sample(BLOCK_KEYS, 2)
@@ -459,6 +472,7 @@ class Program:
         record = self._member.pin(chain, ttl_s, "owner")
         is_pinned = [True]
         names = [world.name(chain, index) for index in range(record.tokens // LAYOUT.chunk_tokens)]
+        kernel.happened("released")
         if names:
             claim = world.claim("I2", names, lambda: is_pinned[0] and kernel.now_s < began_s + ttl_s)
             world.pins.append((record.id, claim))
