@@ -188,7 +188,7 @@ def test_a_store_with_everything_held_refuses_puts(tmp_path: Path, soon: None) -
         holds = []
         with pytest.raises(Overloaded, match="nothing can be evicted at the moment"):
             for number in range(5):
-                cache.put(large_tokens(0, number), large_kv())
+                cache.put(large_tokens(0, number), large_kv(), required=True)
                 holds.append(cache.hold(large_tokens(0, number)))
         assert len(holds) >= 3 and used_bytes(tmp_path / "root") <= 4 * PROMPT_BYTES
 
@@ -275,9 +275,9 @@ def test_a_put_larger_than_the_limit_is_refused(tmp_path: Path) -> None:
         prompt = list(range(9 * LARGE.chunk_tokens))
         values = np.ones(LARGE.shape(len(prompt)), np.int8)
         with pytest.raises(Overloaded, match=r"has [\d.]+ MiB, and the store has room for 1.00 MiB: put less at once"):
-            cache.put(prompt, values)
+            cache.put(prompt, values, required=True)
         with pytest.raises(Overloaded, match="put less at once"):
-            cache.blocks.put([bytes(32)], [bytes(MIB + 1)])
+            cache.blocks.put([bytes(32)], [bytes(MIB + 1)], required=True)
         part = 2 * LARGE.chunk_tokens
         assert cache.put(prompt[:part], values[:, :, :part]).tokens_present == part
 
@@ -289,7 +289,7 @@ def test_a_disk_full_before_the_limit_starts_a_collector(volume: Path, never: No
     with kvstore.open(volume / "root", max_bytes=1 << 40, shard_bits=2) as store:
         with pytest.raises(Overloaded, match=r"No space left .*the store makes room"):
             for number in range(10 * 8 * LIMIT_BYTES // PROMPT_BYTES):
-                put_large(store, number)
+                put_large(store, number, required=True)
         eventually(lambda: store.stats()["collecting"], "a collector runs")
         before = written(store)
         put_until(store, lambda: written(store) > before + LIMIT_BYTES)
@@ -312,7 +312,7 @@ def test_a_full_disk_without_a_limit_names_what_helps(volume: Path) -> None:
         put_large(store, 0)
         fill(volume / "other")
         with pytest.raises(Overloaded, match=r"No space left .*max_bytes="):
-            put_large(store, 1)
+            put_large(store, 1, required=True)
         with pytest.raises(Overloaded, match=r"No space left .*max_bytes="):
             store.namespace("another", LARGE)
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kvstore.host.view import HostView
 
 import kvstore
 from kvstore.host import eviction
 from kvstore.host.pins import PinnedPrints
 from kvstore.host.shared import Number, Shared
 from kvstore.host.tables import HoldTable
+from kvstore.node.host_view import HostView
 from kvstore_gc.host import opened
 from tests.kit.host_parts import CHUNKS, SHARD_BITS, Parts, child_of
 from tests.kit.host_process import LAYOUT, TOKENS_COUNT, kv, tokens

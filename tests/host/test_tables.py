@@ -6,8 +6,8 @@ import os
 import signal
 
 from kvstore.address import ADDRESS_BYTES
-from kvstore.host.shared import Number
-from kvstore.host.tables import ENTRIES_MIN, HoldTable, LiveTable, Own, Run, live_tables, read_tables
+from kvstore.host.shared import PAGE_BYTES, Number
+from kvstore.host.tables import SIZE_BYTES_MIN, HoldTable, LiveTable, Own, live_tables, read_tables
 from tests.kit.host_parts import Parts, address, child_of
 from tests.kit.patience import eventually
 
@@ -24,7 +24,7 @@ def held(parts: Parts) -> set[bytes]:
 def test_a_table_that_grows_keeps_its_entries_and_numbers(parts: Parts) -> None:
     parts.table.numbers[Own.MAX_BYTES] = 77
     runs = [parts.table.add(address(number) * 1000) for number in range(1, 10)]
-    assert sum(run.length for run in runs) > 2 * ENTRIES_MIN
+    assert sum(stop - start for start, stop in runs) > 2 * SIZE_BYTES_MIN
     assert held(parts) == {address(number) for number in range(1, 10)}
     (found,) = live_tables(str(parts.folder), parts.shared)
     assert found.numbers[Own.MAX_BYTES] == 77
@@ -35,11 +35,12 @@ def test_a_table_that_grows_keeps_its_entries_and_numbers(parts: Parts) -> None:
 
 def test_removed_neighbours_become_one_free_run(parts: Parts) -> None:
     table = parts.table
-    runs = [table.add(address(1) * (ENTRIES_MIN // 4)) for _ in range(4)]
+    quarter = (SIZE_BYTES_MIN - PAGE_BYTES) // ADDRESS_BYTES // 4
+    runs = [table.add(address(1) * quarter) for _ in range(4)]
     for at in (0, 2, 1):
         table.remove(runs[at])
-    assert table.add(address(2) * (3 * ENTRIES_MIN // 4)) == Run(0, 3 * ENTRIES_MIN // 4)
-    assert (parts.folder / "host/holds" / table.name).stat().st_size == 4096 + ENTRIES_MIN * ADDRESS_BYTES
+    assert table.add(address(2) * 3 * quarter) == (PAGE_BYTES, PAGE_BYTES + 3 * quarter * ADDRESS_BYTES)
+    assert (parts.folder / "host/holds" / table.name).stat().st_size == SIZE_BYTES_MIN
 
 
 def test_the_table_of_a_killed_process_is_removed(parts: Parts) -> None:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from kvstore.host.view import HostView
 
 import kvstore
 from kvstore.address import Address, Chain
@@ -25,6 +24,7 @@ from kvstore.host.shared import Number, Shared
 from kvstore.host.tables import HoldTable
 from kvstore.meta.pins import PinQuota
 from kvstore.namespace import Namespace
+from kvstore.node.host_view import HostView
 from kvstore.node.known import Known
 from kvstore.root.posix import PosixRoot
 from kvstore.sources import RandomIds, SystemClock
@@ -85,7 +85,7 @@ class Parts:
         names = {path.name.partition(".")[0] for path in (self.folder / "chunks").glob("*/*")}
         return [at for at, each in enumerate(chain.addresses) if each.hex() in names]
 
-    def eviction(self, since_ns: int | None = None) -> Eviction:
+    def eviction(self, since_ns: int = 1 << 62) -> Eviction:
         return Eviction(self.root, SHARD_BITS, self.shared, SystemClock(), since_ns)
 
     def evict(self, chain: Chain) -> Evicted:

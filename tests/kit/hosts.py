@@ -143,9 +143,9 @@ def matched(store: Store, prompt: int) -> int:
     return store.namespace("model", LAYOUT).match(tokens(prompt))
 
 
-def put_large(store: Store, number: int) -> None:
+def put_large(store: Store, number: int, *, required: bool = False) -> None:
     """Puts a large prompt."""
-    store.namespace("large", LARGE).put(large_tokens(0, number), large_kv())
+    store.namespace("large", LARGE).put(large_tokens(0, number), large_kv(), required=required)
 
 
 def put_until(store: Store, holds: Callable[[], bool]) -> None:

@@ -47,7 +47,13 @@ AIMS = {
 }
 """Steps at which a process may stand still, and the events that it waits for, one after the other."""
 HOST = ("clears", "eviction", "place", "shared", "tables")
-TIMED = ("kvstore.host.clearing", "kvstore.host.clears", "kvstore.host.place", "kvstore.host.room", "kvstore.host.view")
+TIMED = (
+    "kvstore.node.host_clearing",
+    "kvstore.host.clears",
+    "kvstore.host.place",
+    "kvstore.host.room",
+    "kvstore.node.host_view",
+)
 
 
 class SimRoot(PosixRoot):
@@ -64,7 +70,13 @@ class Files:
     """The system calls of all processes. Undone by ``end``."""
 
     def __init__(
-        self, kernel: Kernel, folder: str, linked: Callable[[str], None], left: Callable[[str], None], pause: float, aim: float
+        self,
+        kernel: Kernel,
+        folder: str,
+        linked: Callable[[str], None],
+        left: Callable[[str], None],
+        pause: float,
+        aim: float,
     ) -> None:
         """``linked`` and ``left`` are called with the name of a file that appears or disappears; ``pause`` is how
         often a process stands still at a step, ``aim`` how often it does where the rules are about the order.

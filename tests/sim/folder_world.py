@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from kvstore.host.host import Bound, Host
 
 from kvstore.address import Chain, block_address
 from kvstore.errors import KVStoreError
@@ -34,6 +33,7 @@ from kvstore.host.tables import Own, live_tables
 from kvstore.layout import Layout
 from kvstore.meta.memory import MemoryMeta
 from kvstore.namespace import Namespace
+from kvstore.node.host import Bound, Host
 from kvstore.node.lanes import Deadline
 from kvstore.node.limits import Limits
 from kvstore.node.member import Member
@@ -366,9 +366,7 @@ class Program:
         world, root = self.world, SimRoot(self.world.path)
         host, meta = Host(root, Bound(world.limit_bytes)), MemoryMeta(clock=self.process)
         try:
-            return join(
-                root, world.identity, meta, limits=world.limits, clock=self.process, ids=world, host=host
-            )
+            return join(root, world.identity, meta, limits=world.limits, clock=self.process, ids=world, host=host)
         except KVStoreError as error:
             self.kernel.note(f"could not open: {error}")
             host.leave()

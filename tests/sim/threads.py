@@ -25,7 +25,7 @@ THREADED = (
     "kvstore.background",
     "kvstore.host.room",
     "kvstore.host.tables",
-    "kvstore.host.view",
+    "kvstore.node.host_view",
     "kvstore.meta.presence",
     "kvstore.meta.session",
     "kvstore.node.holds",

@@ -9,7 +9,7 @@ from tests.mutants.mutant import Mutant, mutant
 from tests.mutants.planters import several
 
 SHARED = "kvstore.host.shared:Shared"
-VIEW = "kvstore.host.view:HostView"
+VIEW = "kvstore.node.host_view:HostView"
 PRINTS = "kvstore.host.pins:PinnedPrints"
 EVICTIONS = "host/test_eviction.py"
 VIEWS = "host/test_view.py"
