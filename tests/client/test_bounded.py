@@ -123,9 +123,15 @@ def test_short_programs_stay_below_the_limit(tmp_path: Path) -> None:
 def test_a_killed_collector_has_a_successor(tmp_path: Path, soon: None) -> None:
     root = tmp_path / "root"
     with kvstore.open(root, max_bytes=LIMIT_BYTES, shard_bits=2) as store:
+        pids: list[int] = []
+
+        def collects() -> bool:
+            pids[:] = collectors(root)
+            return bool(store.stats()["collecting"]) and len(pids) == 1
+
         for _ in range(2):
-            put_until(store, lambda: bool(store.stats()["collecting"]) and len(collectors(root)) == 1)
-            os.kill(collectors(root)[0], signal.SIGKILL)
+            put_until(store, collects)
+            os.kill(pids[0], signal.SIGKILL)
             before = written(store)
             put_until(store, lambda before=before: written(store) > before + LIMIT_BYTES)  # type: ignore[misc]
     assert used_bytes(root) <= LIMIT_BYTES
