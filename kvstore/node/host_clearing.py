@@ -17,6 +17,7 @@ from kvstore.progress import Progress
 from kvstore.results import Cleared
 from kvstore.root.posix import PosixRoot
 from kvstore.root.posix_errors import translated
+from kvstore.root.reserve import make_room
 
 AT_ONCE = 4096
 HELD_S = 5.0
@@ -49,6 +50,7 @@ class HostClearing:
         Raises Unavailable, the root's errors, and what ``progress`` raises: clear again.
         """
         progress(0, 0)
+        make_room(self._root)  # the order is written before anything is deleted
         with translated("write", f"{self._host.folder}/host"):
             silent = self.clears.tell(order)
         count = size_bytes = 0

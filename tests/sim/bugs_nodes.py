@@ -141,7 +141,7 @@ def announce_unseen() -> Iterator[None]:
     def announce(self: follower.Follower, following: Any) -> None:
         found = self._meta.list(self._keys.gc)
         self._view.newest = found.revision  # type: ignore[attr-defined]
-        due = self._holds.announcement()
+        due = self._holds.announcement(self._view)
         following.session.txn((), announced=due.revision, held=due.held)
 
     real = holds.Holds.announcement
