@@ -21,10 +21,10 @@ from kvstore.host.eviction import Evicted, Eviction, Victim
 from kvstore.host.pins import PinnedPrints
 from kvstore.host.room import Room
 from kvstore.host.shared import Number
-from kvstore.host.view import NOTHING, HostView
 from kvstore.node import puts
 from kvstore.node.guard import Guard
 from kvstore.node.holds import Hold, Holds
+from kvstore.node.host_view import NOTHING, HostView
 from kvstore.node.known import Known
 from kvstore.node.member import Member
 from kvstore.node.node import Node
@@ -275,7 +275,7 @@ def put_renews_parent() -> Iterator[None]:
 @bug(HOME)
 def put_settles() -> Iterator[None]:
     """A put does not wait for what is being evicted."""
-    with patch.object(HostView, "settle", lambda self, wanted: None):
+    with patch.object(HostView, "settle", lambda self, wanted: True):
         yield
 
 

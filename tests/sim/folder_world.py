@@ -28,12 +28,12 @@ from kvstore.address import Chain, block_address
 from kvstore.errors import KVStoreError
 from kvstore.format import places
 from kvstore.format.places import Name
-from kvstore.host.host import Bound, Host
-from kvstore.host.shared import Number, Shared
+from kvstore.host.shared import Number
 from kvstore.host.tables import Own, live_tables
 from kvstore.layout import Layout
 from kvstore.meta.memory import MemoryMeta
 from kvstore.namespace import Namespace
+from kvstore.node.host import Bound, Host
 from kvstore.node.lanes import Deadline
 from kvstore.node.limits import Limits
 from kvstore.node.member import Member
@@ -228,7 +228,7 @@ class FolderWorld:
         kernel.sleep(max(PIN_TTLS_S) + 5.0)  # the last pins end
         with opened(f"file://{self.path}", Config(max_bytes=self.limit_bytes), {}) as collector:
             gc.collect()  # what lanes that were late have reserved
-            reserved = sum(table.numbers[Own.RESERVED] for table in live_tables(self.path))
+            reserved = sum(table.numbers[Own.RESERVED] for table in live_tables(self.path, collector._shared))
             if reserved:
                 kernel.fail(f"S2: {reserved} bytes are reserved, and nothing is put")
             collector.list()
@@ -310,7 +310,9 @@ class Gatherer:
         world, kernel = self._world, self._kernel
         while not world.is_ending:
             try:
-                with opened(f"file://{world.path}", Config(max_bytes=world.limit_bytes), {}, wait_s=3 * kernel.random()) as collector:
+                with opened(
+                    f"file://{world.path}", Config(max_bytes=world.limit_bytes), {}, wait_s=3 * kernel.random()
+                ) as collector:
                     world.counts["collectors begun"] += 1
                     if kernel.random() < 0.2:
                         collector.once()
