@@ -48,12 +48,11 @@ AIMS = {
 """Steps at which a process may stand still, and the events that it waits for, one after the other."""
 HOST = ("clears", "eviction", "place", "shared", "tables")
 TIMED = (
+    "kvstore.node.host_clearing",
     "kvstore.host.clears",
     "kvstore.host.place",
     "kvstore.host.room",
-    "kvstore.node.host_clearing",
     "kvstore.node.host_view",
-    "kvstore_gc.host",
 )
 
 
@@ -71,7 +70,13 @@ class Files:
     """The system calls of all processes. Undone by ``end``."""
 
     def __init__(
-        self, kernel: Kernel, folder: str, linked: Callable[[str], None], left: Callable[[str], None], pause: float, aim: float
+        self,
+        kernel: Kernel,
+        folder: str,
+        linked: Callable[[str], None],
+        left: Callable[[str], None],
+        pause: float,
+        aim: float,
     ) -> None:
         """``linked`` and ``left`` are called with the name of a file that appears or disappears; ``pause`` is how
         often a process stands still at a step, ``aim`` how often it does where the rules are about the order.
@@ -262,7 +267,7 @@ class Files:
             time=self.now_s,
             sleep=kernel.sleep,
         )
-        for name in TIMED:
+        for name in (*TIMED, "kvstore_gc.host"):
             replace(patch(f"{name}.time", clock))
         system_clock = SimpleNamespace(now_s=self.now_s, monotonic_s=lambda: kernel.now_s)
         replace(patch.object(gc_host, "SystemClock", lambda: system_clock))
