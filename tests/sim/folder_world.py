@@ -368,9 +368,7 @@ class Program:
         world, root = self.world, SimRoot(self.world.path)
         host, meta = Host(root, Bound(world.limit_bytes)), MemoryMeta(clock=self.process)
         try:
-            return join(
-                root, world.identity, meta, limits=world.limits, clock=self.process, ids=world, host=host
-            )
+            return join(root, world.identity, meta, limits=world.limits, clock=self.process, ids=world, host=host)
         except KVStoreError as error:
             self.kernel.note(f"could not open: {error}")
             host.leave()
