@@ -122,6 +122,8 @@ class HostCollector:
         if began_s - self._listed_s >= lists_after_s:
             self.list(ttl_s)
             self._evict(0)
+        if self._eviction is not None and self._shared[Number.SETTLED] != self._shared[Number.TAIL]:
+            self._eviction.settle()
         if limit and self._make_room(limit, ttl_s):
             self._latency_s = 0.75 * self._latency_s + 0.25 * (time.monotonic() - began_s)
 

@@ -123,6 +123,11 @@ class Eviction:
                     self._delete(victim, is_held, is_pinned, done)
         return done
 
+    def settle(self) -> None:
+        """Settles what a killed process left, which counts as absent until then. Waits for one that is evicting."""
+        with self._batch([]):
+            pass
+
     def _in_use(self, victims: Sequence[Victim], even_pinned: bool) -> tuple[Truths, Truths]:
         """Reads which victims are held, *then* which are pinned."""
         prints = np.frombuffer(b"".join(victim.address for victim in victims), "<u8")[::2]

@@ -362,7 +362,7 @@ class Publication:
 
     def _renew_before(self, depth: int) -> None:
         """Renews the ancestors before the first new chunk gets its stamp: a chunk is never staler than its child."""
-        if self._renewed:
+        if self._renewed and not any(index < depth for index in list(self._lacking)):
             return
         self._renewed = True
         lacking = frozenset(index for index in list(self._lacking) if index < depth)
@@ -382,6 +382,8 @@ class Publication:
             raise Unavailable("a chunk in memory went wrong while it was written to the root: put it again")
         try:
             won = self._chunks.publish(staged, self._durable)
+            if not won:
+                self.look(index)  # its stamp may be older than those of its children here: then it is renewed first
             # Another writer's block under this key may have another size: then ours is not in the store.
             self._there[index] = won or self._is_chain or self._chunks.is_present(staged.expected)
         except KVStoreError:

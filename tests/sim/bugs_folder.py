@@ -275,7 +275,7 @@ def put_renews_parent() -> Iterator[None]:
 @bug(HOME)
 def put_settles() -> Iterator[None]:
     """A put does not wait for what is being evicted."""
-    with patch.object(HostView, "settle", lambda self, wanted: None):
+    with patch.object(HostView, "settle", lambda self, wanted: True):
         yield
 
 

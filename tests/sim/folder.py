@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 from unittest.mock import patch
 
 from kvstore.format.places import PINS, Name
-from kvstore.host import eviction, room, shared, tables, view
-from kvstore.host import host as host_module
-from kvstore.node import known
+from kvstore.host import eviction, room, shared, tables
+from kvstore.node import host as host_module
+from kvstore.node import host_view, known
 from kvstore.root.interface import Entry, Space
 from kvstore.root.posix import PosixRoot
 from kvstore_gc import host as gc_host
@@ -31,17 +31,17 @@ T = TypeVar("T")
 
 RING = 8
 BATCH_MAX = 4
-ENTRIES_MIN = 2
+TABLE_BYTES = shared.PAGE_BYTES + 2 * 16
 """So the log is overrun, an eviction has several batches, and tables grow."""
 LOCK_POLL_S = 0.005
 AIMS = {
-    "__setitem__ TAIL": ("held", "linked"),
+    "store TAIL": ("held", "linked"),
     "listdir host/holds": ("held", "linked", "pinned"),
     "scandir pins": ("held", "pinned>released", "released"),
     "unlink chunks": ("held", "linked", "pinned"),
     "link pins": ("deleted", "pins read"),
     "write entry": ("appended", "deleted"),
-    "__getitem__ TAIL": ("appended", "deleted"),
+    "load TAIL": ("appended", "deleted"),
     "looked at chunks": ("appended", "deleted", "deleted>settled>forgot"),
     "link chunks": ("appended", "deleted"),
 }
@@ -92,6 +92,8 @@ class Files:
         self._tick = kernel.source.choice((1, 5, 40))
         self._changed_ns: dict[int, int] = {}
         self._locks: dict[Process | None, set[int]] = {}
+        self.shared: list[shared.Shared] = []
+        """All that were mapped."""
         self._null = os.open("/dev/null", os.O_RDWR)
         self._undo = ExitStack()
         self._install()
@@ -101,6 +103,8 @@ class Files:
         self._undo.close()
         for fd in {self._null}.union(*self._locks.values()):
             os.close(fd)
+        for mapped in self.shared:
+            mapped._fd = -1  # or it would close the number again, which is another file's by then
 
     def died(self, process: Process) -> None:
         """The kernel of the host drops the locks of a process. Its frames, which never go on, still own the numbers."""
@@ -156,6 +160,11 @@ class Files:
     def utime(self, path: str | int, times: None = None, *, ns: tuple[int, int] | None = None) -> None:
         self.point(f"utime {self._short(path)}")
         os.utime(path, ns=ns) if ns is not None else os.utime(path)
+        self._changed_ns[os.stat(path).st_ino] = self._file_ns()
+
+    def chmod(self, path: str, mode: int) -> None:
+        self.point(f"chmod {self._short(path)}")
+        os.chmod(path, mode)
         self._changed_ns[os.stat(path).st_ino] = self._file_ns()
 
     def link(self, source: str, path: str) -> None:
@@ -219,10 +228,13 @@ class Files:
         self._disown(fd)
         os.close(fd)
 
-    def _open_file(self, file: str | int, mode: str = "r", *, closefd: bool = True) -> Any:
+    def _open_file(self, file: str | int, mode: str = "r", **options: Any) -> Any:
         self.point(f"read {self._short(file)}")
         if mode != "ab":
-            return open(file, mode, closefd=closefd)
+            opened = open(file, mode, **options)
+            if "opener" in options:
+                self._disown(opened.fileno())
+            return opened
         files = self
 
         class Locked(io.FileIO):
@@ -231,7 +243,7 @@ class Files:
                     files._disown(self.fileno())
                 super().close()
 
-        locked = Locked(file, mode)
+        locked = Locked(file, mode, **options)
         self._own(locked.fileno())
         return locked
 
@@ -249,7 +261,12 @@ class Files:
                 replace(patch.object(module, "open", self._open_file, create=True))
         replace(patch("kvstore.root.posix.os", self))
         kernel = self.kernel
-        clock = SimpleNamespace(monotonic=lambda: kernel.now_s, time=self.now_s, sleep=kernel.sleep)
+        clock = SimpleNamespace(
+            monotonic=lambda: kernel.now_s,
+            monotonic_ns=lambda: int(kernel.now_s * 1e9),
+            time=self.now_s,
+            sleep=kernel.sleep,
+        )
         for name in (*TIMED, "kvstore_gc.host"):
             replace(patch(f"{name}.time", clock))
         system_clock = SimpleNamespace(now_s=self.now_s, monotonic_s=lambda: kernel.now_s)
@@ -268,16 +285,16 @@ class Files:
             (shared, "RING", RING),
             (shared, "BATCH_MAX", BATCH_MAX),
             (shared, "_BYTES", shared.PAGE_BYTES + RING * 16),
-            (view, "RING", RING),
-            (view, "BATCH_MAX", BATCH_MAX),
+            (host_view, "RING", RING),
+            (host_view, "BATCH_MAX", BATCH_MAX),
             (eviction, "BATCH_MAX", BATCH_MAX),
             (gc_host, "BATCH_MAX", BATCH_MAX),
-            (tables, "ENTRIES_MIN", ENTRIES_MIN),
+            (tables, "SIZE_BYTES_MIN", TABLE_BYTES),
             (tables, "_serials", itertools.count()),
         ):
             replace(patch.object(module, name, value))
-        for name in ("__getitem__", "__setitem__", "add"):
-            replace(patch.object(shared.Mapped, name, self._step(getattr(shared.Mapped, name), name)))
+        replace(patch.object(shared.Mapped, "add", self._added(shared.Mapped.add)))
+        replace(patch.object(shared.Mapped, "numbers", _stepwise(self, "numbers", _Numbers), create=True))
         forget = known.Known.forget_each
 
         def forget_each(self: known.Known, packed: bytes) -> None:
@@ -285,18 +302,15 @@ class Files:
             kernel.happened("forgot")
 
         replace(patch.object(known.Known, "forget_each", forget_each))
-        replace(patch.object(shared.Shared, "_ring", _stepwise(self, "_ring"), create=True))
-        replace(patch.object(tables.HoldTable, "_bytes", _stepwise(self, "_bytes"), create=True))
+        replace(patch.object(shared.Shared, "_ring", _stepwise(self, "_ring", _Entries), create=True))
+        replace(patch.object(tables.HoldTable, "_bytes", _stepwise(self, "_bytes", _Entries), create=True))
 
-    def _step(self, real: Callable[..., Any], label: str) -> Callable[..., Any]:
-        def step(mapped: Any, place: int, *more: int) -> Any:
-            kind = shared.Number(place).name if isinstance(mapped, shared.Shared) else tables.Own(place).name
-            self.point(f"{label} {kind} {more[0] if more else ''}")
-            if label == "__setitem__" and kind in ("TAIL", "SETTLED"):
-                self.kernel.happened("appended" if kind == "TAIL" else "settled")
-            return real(mapped, place, *more)
+    def _added(self, real: Callable[[Any, int, int], int]) -> Callable[[Any, int, int], int]:
+        def add(mapped: shared.Mapped, place: int, delta: int) -> int:
+            self.point(f"add {_number(mapped, place)} {delta}")
+            return real(mapped, place, delta)
 
-        return step
+        return add
 
     def _file_ns(self) -> int:
         """The clock that stamps files: it advances in ticks, in which nobody sees an order."""
@@ -342,36 +356,59 @@ class _NoChild:
         """Ends nothing."""
 
 
-class _Stepwise:
-    """Mapped memory whose entries are read and written one by one."""
+class _Numbers:
+    """The numbers of a mapped file."""
 
-    def __init__(self, files: Files, memory: memoryview) -> None:
-        self._files = files
-        self._memory = memory
+    def __init__(self, files: Files, owner: Any, memory: memoryview) -> None:
+        self._files, self._owner, self._memory = files, owner, memory
+
+    def __getitem__(self, place: int) -> int:
+        self._files.point(f"load {_number(self._owner, place)}")
+        return self._memory[place]
+
+    def __setitem__(self, place: int, value: int) -> None:
+        name = _number(self._owner, place)
+        self._files.point(f"store {name} {value}")
+        self._memory[place] = value
+        if name in ("TAIL", "SETTLED"):
+            self._files.kernel.happened("appended" if name == "TAIL" else "settled")
+
+
+class _Entries:
+    """Addresses in a mapped file, read and written one by one."""
+
+    def __init__(self, files: Files, owner: Any, memory: memoryview) -> None:
+        self._files, self._memory = files, memory
 
     def __getitem__(self, part: slice) -> bytes:
-        return b"".join(bytes(self._memory[at:stop]) for at, stop in self._entries(part, "read entry"))
+        return b"".join(bytes(self._memory[at:stop]) for at, stop in self._each(part, "read entry"))
 
     def __setitem__(self, part: slice, content: bytes) -> None:
         start = part.start or 0
-        for at, stop in self._entries(part, "write entry"):
+        for at, stop in self._each(part, "write entry"):
             self._memory[at:stop] = content[at - start : stop - start]
 
-    def _entries(self, part: slice, label: str) -> Iterator[tuple[int, int]]:
+    def _each(self, part: slice, label: str) -> Iterator[tuple[int, int]]:
         start, stop, _ = part.indices(len(self._memory))
         for at in range(start, stop, 16):
             self._files.point(label)
             yield at, min(at + 16, stop)
 
 
-def _stepwise(files: Files, name: str) -> property:
-    def get(owner: Any) -> _Stepwise:
-        return _Stepwise(files, vars(owner)[name])
+def _stepwise(files: Files, name: str, kind: Callable[[Files, Any, memoryview], Any]) -> property:
+    def get(owner: Any) -> Any:
+        return kind(files, owner, vars(owner)[name])
 
     def put(owner: Any, memory: memoryview) -> None:
         vars(owner)[name] = memory
+        if isinstance(owner, shared.Shared):
+            files.shared.append(owner)
 
     return property(get, put)
+
+
+def _number(mapped: Any, place: int) -> str:
+    return shared.Number(place).name if isinstance(mapped, shared.Shared) else tables.Own(place).name
 
 
 def _ignore(*_: object) -> None:

@@ -10,15 +10,20 @@ import pytest
 
 from tests.kit.cases import for_each
 from tests.sim.bugs import BUGS, HOMES
-from tests.sim.profiles_host import BOUND_PROFILES, BY_NAME, HOST_PROFILES
+from tests.sim.profiles import BY_NAME, ONE_HOST
 from tests.sim.run import first_to_find, run
 
+FAST = (
+    "log_clears_cache",
+    "overrun_clears_cache",
+    "children_first",
+    "skips_ancestors",
+    "put_renews_parent",
+    "reads_pins",
+)
+"""The bugs of one host that the first seeds find."""
 HOME_SEEDS_MAX = 60
 """Within which a bug must be found in its own profile; most need fewer than ten."""
-FIRST_SEEDS = {
-    "removed_file_stays_open": 30,
-}
-"""Where the search for a bug begins that many seeds before do not show."""
 PLANTED = (
     "announce_past_birth",
     "announce_while_holding",
@@ -50,16 +55,14 @@ PLANTED = (
     "session_outlives_ttl",
     "set_aside_deletes",
     "unreadable_session_skipped",
-    # Of the metadata file.
-    "lease_keeps_keys",
-    "removed_file_stays_open",
-    "transaction_compares_nothing",
-    "watch_misses_event",
-    # Of the bound on one host.
-    "claims_without_end",
-    "puts_uncounted",
-    # Of the loans.
-    "lends_the_bound",
+    # Of one host.
+    "append_before_tables",
+    "matches_mind_unsettled",
+    "put_holds_parent",
+    "stat_after_tables",
+    "table_before_tail",
+    "tables_before_pins",
+    "unsettled_is_a_miss",
 )
 """The bugs that are found fast. ``make sim-bugs`` looks for all of them, over the mix of profiles."""
 
@@ -69,16 +72,15 @@ def test_nothing_breaks_in_a_few_seeds() -> None:
     assert not broken, f"replay one: python -m tests.sim {broken[0][0]} --trace"
 
 
-@pytest.mark.parametrize("name", [profile.name for profile in HOST_PROFILES])
-def test_nothing_breaks_on_one_host_whose_file_is_removed_and_damaged(name: str) -> None:
-    broken = [(seed, outcome.violation) for seed in range(4) if (outcome := run(seed, profile=BY_NAME[name])).violation]
-    assert not broken, f"replay one: python -m tests.sim {broken[0][0]} --profile {name} --trace"
+def test_nothing_breaks_on_one_host_in_a_few_seeds() -> None:
+    broken = [(seed, outcome.violation) for seed in range(8) if (outcome := run(seed, profile=ONE_HOST)).violation]
+    assert not broken, f"replay one: python -m tests.sim {broken[0][0]} --profile one_host --trace"
 
 
-@pytest.mark.parametrize("name", [profile.name for profile in BOUND_PROFILES])
-def test_the_bound_holds_on_one_host_whatever_ends_and_begins(name: str) -> None:
-    broken = [(seed, outcome.violation) for seed in range(4) if (outcome := run(seed, profile=BY_NAME[name])).violation]
-    assert not broken, f"replay one: python -m tests.sim {broken[0][0]} --profile {name} --trace"
+@pytest.mark.parametrize("bug", FAST)
+def test_a_bug_of_one_host_is_found(bug: str) -> None:
+    outcome = first_to_find(BUGS[bug], range(6), ONE_HOST)
+    assert outcome, f"{bug} breaks nothing: python -m tests.sim --bugs {bug}"
 
 
 @pytest.mark.slow
@@ -90,9 +92,7 @@ def test_nothing_breaks_in_many_seeds() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("bug", PLANTED)
 def test_a_planted_bug_is_found(bug: str) -> None:
-    first = FIRST_SEEDS.get(bug, 0)
-    seeds = range(first, first + HOME_SEEDS_MAX)
-    outcome = first_to_find(BUGS[bug], seeds, BY_NAME[HOMES[bug]])
+    outcome = first_to_find(BUGS[bug], range(HOME_SEEDS_MAX), BY_NAME[HOMES[bug]])
     assert outcome, f"{bug} breaks nothing in {HOME_SEEDS_MAX} seeds of {HOMES[bug]}: python -m tests.sim --bugs {bug}"
 
 
@@ -105,10 +105,10 @@ def test_a_bug_can_be_planted(bug: str) -> None:
 
 def test_a_seed_gives_the_same_run_every_time() -> None:
     """Also in another process, where hashes of bytes are salted otherwise."""
-    first = [run(seed).digest for seed in (1, 2, 3)] + [run(1, profile=BY_NAME["host"]).digest]
+    first = [run(seed).digest for seed in (1, 2, 3)] + [run(1, profile=ONE_HOST).digest]
     program = (
-        "from tests.sim.run import run; from tests.sim.profiles_host import BY_NAME; "
-        "print([run(seed).digest for seed in (1, 2, 3)] + [run(1, profile=BY_NAME['host']).digest])"
+        "from tests.sim.run import run; from tests.sim.profiles import ONE_HOST; "
+        "print([run(seed).digest for seed in (1, 2, 3)] + [run(1, profile=ONE_HOST).digest])"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "12345", "PYTHONPATH": os.pathsep.join(sys.path)}
     found = subprocess.run(
