@@ -112,7 +112,7 @@ def test_a2_what_an_older_hold_has_of_a_sweep_is_announced_with_it(
     session.txn()
     assert record(alone, session).held == NAMES, "every write says it again (P2)"
     alone.node.holds.release(hold)
-    assert alone.node.holds.announcement().held == b""
+    assert alone.node.holds.announcement(alone.view).held == b""
 
 
 def test_a2_names_are_taken_back_once_no_sweep_is_in_flight(alone: Alone) -> None:
@@ -139,12 +139,12 @@ def test_a2_what_was_named_is_named_for_a_while_after_the_hold_has_ended(alone: 
     alone.follower.step(0.0)
     alone.node.holds.release(hold)
     alone.node.holds.release(other)
-    assert len(alone.node.holds.announcement().held) == len(NAMES)
+    assert len(alone.node.holds.announcement(alone.view).held) == len(NAMES)
     assert [each for _, each in alone.node.holds._lingering] == [hold], "what was not named is over"
     alone.node.holds.age_all()
-    assert len(alone.node.holds.announcement().held) == len(NAMES)
+    assert len(alone.node.holds.announcement(alone.view).held) == len(NAMES)
     alone.node.holds.drop_protecting()
-    assert alone.node.holds.announcement().held == b""
+    assert alone.node.holds.announcement(alone.view).held == b""
 
 
 def test_a2_no_sweep_that_an_older_hold_may_find_chunks_of_is_announced(alone: Alone) -> None:
