@@ -62,6 +62,8 @@ AGAIN_S = 0.25
 """The least time between two listings of a root where nothing could be evicted; more if a listing takes long."""
 STAGED_S = 10.0
 """A staged file of a process that has ended goes after this."""
+PROBED_S = 0.5
+"""A process that looks whether anybody collects has the lock for less than this."""
 QUARANTINE_S = 7 * 86_400.0
 """A damaged file that was set aside goes after this."""
 
@@ -274,7 +276,7 @@ class HostCollector:
 
 
 @contextmanager
-def opened(url: str, config: Config, options: Mapping[str, Any], wait_s: float = 0.0) -> Iterator[HostCollector]:
+def opened(url: str, config: Config, options: Mapping[str, Any], wait_s: float = PROBED_S) -> Iterator[HostCollector]:
     """The collector of the root at ``url``, while no other collects it. Raises InvalidRequest if one does for longer
     than ``wait_s``, or the root is not a folder that the processes of this host share, and what opening a root raises.
     """

@@ -160,7 +160,8 @@ class HoldTable:
 
     def _grow(self, entries: int) -> None:
         size_bytes = PAGE_BYTES + entries * ADDRESS_BYTES
-        os.posix_fallocate(self._mapped_fd, 0, size_bytes)
+        before_bytes = os.fstat(self._mapped_fd).st_size  # what is mapped already may be written at this moment
+        os.posix_fallocate(self._mapped_fd, before_bytes, size_bytes - before_bytes)
         self.numbers = Mapped(self._mapped_fd, size_bytes)
         self._bytes = memoryview(self.numbers._map)
         if entries > self._entries:
