@@ -15,11 +15,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from unittest.mock import patch
 
+from kvstore.meta.sqlite.loans import end_loans
+
 from kvstore.errors import KVStoreError
 from kvstore.format.generation import Generation
 from kvstore.format.places import HOST_GENERATIONS, METADATA
 from kvstore.meta.bounds import CLAIMED_SHARE, Bound
-from kvstore.meta.sqlite.loans import end_loans
 from kvstore.node import claims, usage
 from kvstore.node.member import Member
 from kvstore.node.opening import claim_room

@@ -8,12 +8,13 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from kvstore.meta.interface import LeaseId
 from kvstore.meta.sqlite.client import SqliteMeta
 from kvstore.meta.sqlite.file import MetadataFile
 from kvstore.meta.sqlite.liveness import Liveness
 from kvstore.meta.sqlite.store import Store
 from kvstore.meta.sqlite.watch import SqliteWatch
+
+from kvstore.meta.interface import LeaseId
 from kvstore.sources import Clock
 from tests.sim.planting import bug
 

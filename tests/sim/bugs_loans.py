@@ -6,10 +6,11 @@ import os
 from collections.abc import Iterator
 from unittest.mock import patch
 
-from kvstore.meta.bounds import CLAIMED_SHARE, Bounds
 from kvstore.meta.sqlite import loans
 from kvstore.meta.sqlite.loans import Loans
 from kvstore.node.claims import FREE_LOANS, Claims
+
+from kvstore.meta.bounds import CLAIMED_SHARE, Bounds
 from kvstore_gc.capacity import Watermarks
 from tests.sim.planting import bug
 

@@ -14,12 +14,13 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 from unittest.mock import patch
 
-from kvstore.format.places import GENERATIONS, HOST_GENERATIONS, Name
 from kvstore.meta.sqlite import loans, making
 from kvstore.meta.sqlite.loans import Loans
 from kvstore.meta.sqlite.making import locked
-from kvstore.node import astray, host_loans
 from kvstore.node.host_loans import HostLoans
+
+from kvstore.format.places import GENERATIONS, HOST_GENERATIONS, Name
+from kvstore.node import astray, host_loans
 from kvstore.node.member import Member
 from kvstore.root.interface import Entry
 from tests.sim.faults import Call

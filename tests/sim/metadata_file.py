@@ -23,14 +23,15 @@ from typing import Any, TypeVar
 from unittest.mock import patch
 from urllib.parse import unquote
 
-from kvstore.errors import KVStoreError
-from kvstore.format.places import METADATA
-from kvstore.meta.interface import Compare, Delete, Event, Put, Snapshot, TxnResult, WatchLost
 from kvstore.meta.sqlite import client, connection, file, mending, process
 from kvstore.meta.sqlite.client import SqliteMeta
 from kvstore.meta.sqlite.liveness import Liveness, Owner
 from kvstore.meta.sqlite.store import Store
 from kvstore.meta.sqlite.watch import SqliteWatch
+
+from kvstore.errors import KVStoreError
+from kvstore.format.places import METADATA
+from kvstore.meta.interface import Compare, Delete, Event, Put, Snapshot, TxnResult, WatchLost
 from kvstore.sources import Ids
 from tests.sim.faults import Call, Faults
 from tests.sim.file_history import FileHistory, Step
