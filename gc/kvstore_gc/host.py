@@ -65,6 +65,8 @@ AGAIN_S = 0.25
 """The least time between two listings of a root where nothing could be evicted; more if a listing takes long."""
 STAGED_S = 10.0
 """A staged file of a process that has ended goes after this."""
+PROBED_S = 0.5
+"""A process that looks whether anybody collects has the lock for less than this."""
 QUARANTINE_S = 86_400.0
 QUARANTINE_SHARE = 0.01
 """A damaged file that was set aside goes after this, or when all take this share of the limit."""
@@ -300,7 +302,7 @@ class HostCollector:
 
 @contextmanager
 def opened(
-    url: str, config: Config, options: Mapping[str, Any], wait_s: float = 0.0, *, is_shared: bool = False
+    url: str, config: Config, options: Mapping[str, Any], wait_s: float = PROBED_S, *, is_shared: bool = False
 ) -> Iterator[HostCollector]:
     """The collector of the root at ``url``, while no other collects it, unless ``is_shared``, for a dry run.
 

@@ -153,7 +153,8 @@ class HoldTable:
 
     def _grow(self, size_bytes: int) -> None:
         """Makes the file larger. All of it gets its room on the disk now, as in ``shared.make``."""
-        os.posix_fallocate(self._mapped_fd, 0, size_bytes)
+        before_bytes = os.fstat(self._mapped_fd).st_size  # what is mapped already may be written at this moment
+        os.posix_fallocate(self._mapped_fd, before_bytes, size_bytes - before_bytes)
         self.numbers = Mapped(self._mapped_fd, size_bytes)
         self._bytes = memoryview(self.numbers.map)
         self._give_back(self._size_bytes, size_bytes)

@@ -124,7 +124,7 @@ def test_a_root_of_a_cluster_needs_its_etcd(root: Path, etcd: str) -> None:
         check=False,
         env={name: value for name, value in os.environ.items() if name != "KVSTORE_ETCD"},
     )
-    assert (done.returncode, done.stdout) == (2, "") and "belongs to a cluster" in done.stderr, done
+    assert (done.returncode, done.stdout) == (2, "") and "give --etcd ENDPOINTS" in done.stderr, done
 
 
 def test_one_of_two_publishers_speaks_until_it_is_killed(root: Path, etcd: str) -> None:

@@ -11,7 +11,6 @@ import pytest
 
 import kvstore
 from kvstore.census.selection import Selection
-from kvstore.host import clears
 from tests.kit.host_parts import SPACE
 from tests.kit.host_process import LAYOUT, TOKENS_COUNT, kv, tokens
 
@@ -49,12 +48,3 @@ def test_a_clear_drops_memory_of_other_processes(tmp_path: Path, pinned: bool) -
         assert cache.match(tokens(1)) == 0 and cache.match(tokens(2)) == kept
         if kept:
             assert (np.asarray(cache.get(tokens(2))[1]) == 2).all()
-
-
-def test_old_orders_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clears, "ORDERS_MAX", 4)
-    root = tmp_path / "root"
-    with kvstore.open(root, memory=16 << 20) as store:
-        for number in range(6):
-            store.namespace(f"model {number}", LAYOUT).clear()
-        assert len((root / "host/clears").read_text().splitlines()) == 4

@@ -158,15 +158,6 @@ def test_a_used_child_keeps_its_ancestors(parts: Parts) -> None:
     assert parts.files(chain) == [0, 1] and (done.count, done.used_count) == (2, 1)
 
 
-def test_chunks_held_by_another_process_stay_until_its_end(parts: Parts) -> None:
-    chain = parts.chain(1)
-    child = child_of(parts.folder, f"table = HoldTable(folder); table.add(bytes.fromhex({chain.addresses[0].hex()!r}))")
-    assert parts.evict(chain).count == CHUNKS - 1 and parts.files(chain) == [0]
-    child.kill()
-    child.communicate()
-    assert parts.evict(chain).count == 1 and parts.files(chain) == []
-
-
 def test_a_deletion_that_fails_keeps_the_ancestors(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
     chain, unlink = parts.chain(1), os.unlink
 

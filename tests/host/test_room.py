@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 
 import pytest
 
@@ -111,16 +112,9 @@ def test_a_full_store_wakes_a_collector_and_refuses(parts: Parts) -> None:
         room.check(101)
 
 
-def test_a_put_whose_chunks_are_stored_needs_no_room(parts: Parts) -> None:
-    parts.limit(100)
-    room = parts.room()
-    with room.reserve(80), room.reserve(30, missing_bytes=lambda: 10):
-        assert parts.shared[Number.USED] == 90
-
-
 def test_a_flag_of_a_dead_collector_refuses_nothing(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
     parts.limit(100)
-    room, now_ns = parts.room(), room_module.time.monotonic_ns()
+    room, now_ns = parts.room(), time.monotonic_ns()
     parts.shared[Number.USED] = 100
     parts.shared[Number.FULL] = now_ns
     with pytest.raises(Overloaded, match="nothing can be evicted"):

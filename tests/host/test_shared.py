@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.host import shared as shared_file
+from kvstore.host.place import SHARED
 from kvstore.host.shared import BATCH_MAX, RING, Number, Shared
 from tests.kit.host_parts import address, child_of
 
@@ -40,17 +41,10 @@ def test_additions_of_two_processes_are_all_counted(folder: Path, native: str) -
     assert Shared(str(folder))[Number.USED] == 2 * 20_000 * 3
 
 
-@pytest.mark.parametrize("native", ["1", "0"])
-def test_a_number_of_another_process_is_seen(folder: Path, native: str) -> None:
-    child = child_of(folder, "Shared(folder)[Number.LIMIT] = 7; Shared(folder).fence()", KVSTORE_NATIVE=native)
-    child.communicate()
-    assert Shared(str(folder))[Number.LIMIT] == 7
-
-
 @pytest.mark.parametrize("content", [b"", b"short", bytes(shared_file._BYTES)], ids=["empty", "short", "zeros"])
 def test_a_damaged_file_is_not_taken_for_one(folder: Path, content: bytes) -> None:
     assert shared_file.is_made(str(folder))
-    (folder / shared_file.SHARED).write_bytes(content)
+    (folder / SHARED).write_bytes(content)
     assert not shared_file.is_made(str(folder))
     with pytest.raises(ValueError, match=r"shared (has another size|is another file)"):
         Shared(str(folder))

@@ -7,7 +7,7 @@ import signal
 
 from kvstore.address import ADDRESS_BYTES
 from kvstore.host.shared import PAGE_BYTES, Number
-from kvstore.host.tables import SIZE_BYTES_MIN, HoldTable, LiveTable, Own, live_tables, read_tables
+from kvstore.host.tables import SIZE_BYTES_MIN, LiveTable, Own, live_tables, read_tables
 from tests.kit.host_parts import Parts, address, child_of
 from tests.kit.patience import eventually
 
@@ -53,14 +53,6 @@ def test_the_table_of_a_killed_process_is_removed(parts: Parts) -> None:
     assert parts.shared[Number.USED] == 50, "what it had reserved is free again"
 
 
-def test_a_stopped_process_keeps_its_holds(parts: Parts) -> None:
-    child = child_of(parts.folder, HOLDING)
-    child.send_signal(signal.SIGSTOP)
-    assert b"held" * 4 in held(parts)
-    child.kill()
-    child.communicate()
-
-
 def test_a_forked_child_does_not_keep_the_table(parts: Parts) -> None:
     forking = f"""{HOLDING}
 import os, time
@@ -104,12 +96,3 @@ def test_a_table_is_locked_before_it_has_its_name(parts: Parts) -> None:
 
     eventually(are_all_there, "all tables are there")
     child.communicate()
-
-
-def test_a_closed_table_cannot_be_grown_or_used(parts: Parts) -> None:
-    table = HoldTable(str(parts.folder))
-    run = table.add(address(1))
-    table.close()
-    table.remove(run)
-    table.close()
-    assert not table.is_open and held(parts) == set()

@@ -14,6 +14,7 @@ from kvstore.node.follower import Follower
 from kvstore.node.limits import Limits
 from kvstore.node.node import Node
 from kvstore.node.start_fence import StartFence
+from kvstore.node.view import View
 from kvstore.root.identity import create_or_open
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
@@ -74,6 +75,7 @@ class Alone:
             clock=clock,
             ids=ids,
         )
+        assert isinstance(self.node.gc_view, View)
         self.view = self.node.gc_view
         limits, fence = self.node.limits, None
         if standing is not None:

@@ -54,7 +54,7 @@ def write(cache: kvstore.Cache, ended: threading.Event, stored: list[int]) -> No
 def main(folder: str, role: str, max_bytes: str = "") -> None:
     ended, stored = threading.Event(), list[int]()
     with kvstore.open(folder, max_bytes=int(max_bytes) if max_bytes else "auto", shard_bits=2) as store:
-        writer = None
+        writer, held = None, None
         if role == "writes":
             cache = store.namespace("large", LARGE)
             writer = threading.Thread(target=write, args=(cache, ended, stored), daemon=True)
@@ -71,7 +71,7 @@ def main(folder: str, role: str, max_bytes: str = "") -> None:
         ended.set()
         if writer is not None:
             writer.join()
-        elif held is not None:
+        if held is not None:
             assert len(held.view()) == TOKENS_COUNT // LAYOUT.chunk_tokens
             held.release()
     print("done", flush=True)

@@ -20,7 +20,6 @@ from kvstore.hints import PRESETS
 from kvstore.native import is_available, library
 from kvstore.node.limits import Limits
 from kvstore.node.runs import Mask, Run
-from kvstore.node.view import View
 from kvstore.recency import decode as decode_mtime
 from kvstore.root import posix
 from kvstore.root.interface import Stat
@@ -171,20 +170,16 @@ def test_what_nobody_could_read_is_not_found_by_its_name_alone(tmp_root: Path, m
 
 
 @pytest.mark.parametrize("memory", [0, 64 << 20], ids=["root", "memory"])
-def test_h1_condemned_blocks_count_as_absent(tmp_root: Path, memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_h1_condemned_blocks_count_as_absent(tmp_root: Path, memory: int) -> None:
     keys, there = some_blocks(tmp_root)
     with kvstore.open(tmp_root, memory=memory) as store:
         blocks = store.namespace("m", TINY).blocks
         condemned = set(block_addresses(blocks._namespace, [keys[5], keys[70]]))
         found = [np.zeros(1 + 97 * at, np.uint8) for at in range(len(keys))]
         assert blocks.get(keys, found) == there, "it may be in memory now"
-        monkeypatch.setattr(View, "condemns", lambda view, address: address in condemned)
-        monkeypatch.setattr(
-            View, "unswept", lambda view, wanted: np.array([a not in condemned for a in wanted.addresses])
-        )
-        monkeypatch.setattr(
-            View, "leading", lambda view, wanted: [a in condemned for a in wanted.addresses].index(True)
-        )
+        host = member_of(store).host
+        assert host is not None
+        host.shared.append(b"".join(condemned))  # a batch that is not settled
         left = [is_there and at not in (5, 70) for at, is_there in enumerate(there)]
         assert blocks.present(keys) == left and blocks.match(keys) == 5
         member_of(store).node._chunks.known.clear()
