@@ -84,6 +84,7 @@ class FolderWorld:
             for namespace in NAMESPACES
             for prompt in PROMPTS
         ]
+        self.files.lowered = self._lowered
         self.pins: list[tuple[str, Claim]] = []
         self.winding_up = self.is_ending = self.is_done = False
         self._claims: list[Claim] = []
@@ -217,6 +218,10 @@ class FolderWorld:
         for child, parent in self._parents.items():
             if parent == name and self.exists(child) and child not in self._excused:
                 self.kernel.fail(f"O1: {self.label(name)} was deleted before its child {self.label(child)}")
+
+    def _lowered(self, name: str) -> None:
+        """A process that was stopped between its look and its renewal took back the renewal of another."""
+        self._excused |= {child for child, parent in self._parents.items() if parent == name}
 
     def _judge(self, process: Process) -> None:
         kernel = self.kernel
