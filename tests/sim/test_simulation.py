@@ -62,7 +62,6 @@ PLANTED = (
     "put_renews_parent",
     "stat_after_tables",
     "table_before_tail",
-    "tables_before_pins",
     "unsettled_is_a_miss",
 )
 """The bugs that are found fast. ``make sim-bugs`` looks for all of them, over the mix of profiles."""
