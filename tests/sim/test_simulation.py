@@ -13,14 +13,7 @@ from tests.sim.bugs import BUGS, HOMES
 from tests.sim.profiles import BY_NAME, ONE_HOST
 from tests.sim.run import first_to_find, run
 
-FAST = (
-    "log_clears_cache",
-    "overrun_clears_cache",
-    "children_first",
-    "skips_ancestors",
-    "put_renews_parent",
-    "reads_pins",
-)
+FAST = ("log_clears_cache", "overrun_clears_cache", "children_first", "room_is_limited", "settles_last", "reads_pins")
 """The bugs of one host that the first seeds find."""
 HOME_SEEDS_MAX = 60
 """Within which a bug must be found in its own profile; most need fewer than ten."""
