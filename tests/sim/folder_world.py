@@ -20,6 +20,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -244,14 +245,13 @@ class FolderWorld:
             program.check()
         for namespace in NAMESPACES:
             program = kernel.source.choice(self.programs)
-            assert program.member is not None
-            program.member.clear(namespace)
+            program._member.clear(namespace)
             left = [name for name in self._sizes if namespace.id.hex() in name]
             if left:
                 kernel.fail(f"P1: {left} are left of what was cleared")
         for program in self.programs:
             program.check()
-            program.member.close()
+            program._member.close()
         self.is_done = True
 
     # Processes, and what happens to them.
@@ -295,7 +295,7 @@ class FolderWorld:
 
     def _stop(self) -> None:
         """SIGSTOP, often for longer than others wait."""
-        processes = [one.process for one in (*self.programs, *self.gatherers)]
+        processes = [*(one.process for one in self.programs), *(one.process for one in self.gatherers)]
         self.kernel.stop(self.kernel.source.choice(processes), int(STOPPED_STEPS ** self.kernel.random()))
 
     def _leave(self) -> None:
@@ -359,7 +359,7 @@ class Program:
                 continue
             for number in range(world.profile.workers):
                 self.busy.append("begins")
-                self.kernel.spawn(self.process, f"w{number}", lambda at=number: self._work(at), world.weight())
+                self.kernel.spawn(self.process, f"w{number}", partial(self._work, number), world.weight())
             while self.member is not None and not (self.is_leaving and not any(self.busy)):
                 self.kernel.sleep(0.2)
                 if world.winding_up:
