@@ -35,6 +35,11 @@ SHOWN_BY = {
     "refs_before_condemn": "tests/gc/test_rules.py::test_g4_a_pin_put_until_the_grace_is_over_is_spared",
     "refs_before_grace": "tests/gc/test_rules.py::test_g4_a_pin_put_until_the_grace_is_over_is_spared",
     "split_read": "tests/gc/test_races.py::test_c3_what_was_read_in_the_lost_timeline_ends_no_grace",
+    "look_outlives_log": "tests/node/test_known.py, tests of looks that an event overtakes",
+    "pin_holds": "tests/model/host.py, world pin",
+    "put_settles": "tests/model/host.py, world put",
+    "tables_before_pins": "tests/model/host.py, the rule of that name",
+    "takeover_settles": "tests/model/host.py, the rule of that name",
     "view_before_session": "tests/gc/test_races.py::test_v1_the_session_is_there_before_the_view_is_read",
 }
 """Bugs that the simulation does not find for certain within that: a race of many steps, or another rule hides it."""

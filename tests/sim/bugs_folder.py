@@ -31,6 +31,8 @@ from kvstore.node.node import Node
 from tests.sim.planting import bug
 
 HOME = "one_host"
+code: Any = eviction
+"""The module, with what it imports."""
 
 
 @bug(HOME)
@@ -108,8 +110,8 @@ def evicting(batch: Callable[[Eviction, Sequence[Victim], bool, Evicted], None])
 
     def evict(self: Eviction, victims: Sequence[Victim], *, even_pinned: bool = False) -> Evicted:
         done = Evicted()
-        for start in range(0, len(victims), eviction.BATCH_MAX):
-            batch(self, victims[start : start + eviction.BATCH_MAX], even_pinned, done)
+        for start in range(0, len(victims), code.BATCH_MAX):
+            batch(self, victims[start : start + code.BATCH_MAX], even_pinned, done)
         return done
 
     with patch.object(Eviction, "evict", evict):
@@ -165,7 +167,7 @@ def stat_after_tables() -> Iterator[None]:
         for victim in part:
             path = f"{self._root.path}/{places.chunk(victim.address, victim.namespace, self._shard_bits)}"
             try:
-                if eviction.os.lstat(path).st_ctime_ns >= since_ns:
+                if code.os.lstat(path).st_ctime_ns >= since_ns:
                     used.add(victim.address)
             except FileNotFoundError:
                 pass
@@ -187,7 +189,7 @@ def one_evicts() -> Iterator[None]:
 
     @contextmanager
     def batch(self: Eviction, victims: Sequence[Victim]) -> Iterator[None]:
-        with patch.object(eviction.fcntl, "flock", lambda fd, kind: None), real(self, victims):
+        with patch.object(code.fcntl, "flock", lambda fd, kind: None), real(self, victims):
             pass
         yield
 
@@ -222,7 +224,7 @@ def takeover_settles() -> Iterator[None]:
                 folder = places.shard_folder(places.shard(Address(left[at : at + ADDRESS_BYTES]), self._shard_bits))
                 for name in sorted(os.listdir(f"{self._root.path}/{folder}")):
                     if name.startswith(left[at : at + ADDRESS_BYTES].hex()):
-                        eviction.os.unlink(f"{self._root.path}/{folder}/{name}")
+                        code.os.unlink(f"{self._root.path}/{folder}/{name}")
             yield
 
     real = Eviction._batch

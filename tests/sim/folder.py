@@ -92,6 +92,8 @@ class Files:
         self._tick = kernel.source.choice((1, 5, 40))
         self._changed_ns: dict[int, int] = {}
         self._locks: dict[Process | None, set[int]] = {}
+        self.lowered: Callable[[str], object] = _ignore
+        """Called with the name of a file whose stamp becomes older."""
         self.shared: list[shared.Shared] = []
         """All that were mapped."""
         self._null = os.open("/dev/null", os.O_RDWR)
@@ -159,6 +161,8 @@ class Files:
 
     def utime(self, path: str | int, times: None = None, *, ns: tuple[int, int] | None = None) -> None:
         self.point(f"utime {self._short(path)}")
+        if isinstance(path, str) and ns is not None and ns[1] < os.stat(path).st_mtime_ns:
+            self.lowered(path[len(self.folder) + 1 :])
         os.utime(path, ns=ns) if ns is not None else os.utime(path)
         self._changed_ns[os.stat(path).st_ino] = self._file_ns()
 
@@ -231,7 +235,7 @@ class Files:
     def _open_file(self, file: str | int, mode: str = "r", **options: Any) -> Any:
         self.point(f"read {self._short(file)}")
         if mode != "ab":
-            opened = open(file, mode, **options)
+            opened = open(file, mode, **options)  # noqa: SIM115 - its caller closes it
             if "opener" in options:
                 self._disown(opened.fileno())
             return opened

@@ -20,6 +20,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -84,6 +85,7 @@ class FolderWorld:
             for namespace in NAMESPACES
             for prompt in PROMPTS
         ]
+        self.files.lowered = self._lowered
         self.pins: list[tuple[str, Claim]] = []
         self.winding_up = self.is_ending = self.is_done = False
         self._claims: list[Claim] = []
@@ -218,6 +220,10 @@ class FolderWorld:
             if parent == name and self.exists(child) and child not in self._excused:
                 self.kernel.fail(f"O1: {self.label(name)} was deleted before its child {self.label(child)}")
 
+    def _lowered(self, name: str) -> None:
+        """A process that was stopped between its look and its renewal took back the renewal of another."""
+        self._excused |= {child for child, parent in self._parents.items() if parent == name}
+
     def _judge(self, process: Process) -> None:
         kernel = self.kernel
         while any(any(program.busy) for program in self.programs) or any(p.member is None for p in self.programs):
@@ -239,14 +245,13 @@ class FolderWorld:
             program.check()
         for namespace in NAMESPACES:
             program = kernel.source.choice(self.programs)
-            assert program.member is not None
-            program.member.clear(namespace)
+            program._member.clear(namespace)
             left = [name for name in self._sizes if namespace.id.hex() in name]
             if left:
                 kernel.fail(f"P1: {left} are left of what was cleared")
         for program in self.programs:
             program.check()
-            program.member.close()
+            program._member.close()
         self.is_done = True
 
     # Processes, and what happens to them.
@@ -290,7 +295,7 @@ class FolderWorld:
 
     def _stop(self) -> None:
         """SIGSTOP, often for longer than others wait."""
-        processes = [one.process for one in (*self.programs, *self.gatherers)]
+        processes = [*(one.process for one in self.programs), *(one.process for one in self.gatherers)]
         self.kernel.stop(self.kernel.source.choice(processes), int(STOPPED_STEPS ** self.kernel.random()))
 
     def _leave(self) -> None:
@@ -354,7 +359,7 @@ class Program:
                 continue
             for number in range(world.profile.workers):
                 self.busy.append("begins")
-                self.kernel.spawn(self.process, f"w{number}", lambda at=number: self._work(at), world.weight())
+                self.kernel.spawn(self.process, f"w{number}", partial(self._work, number), world.weight())
             while self.member is not None and not (self.is_leaving and not any(self.busy)):
                 self.kernel.sleep(0.2)
                 if world.winding_up:

@@ -224,7 +224,7 @@ class Host:
         node, session, now_s = self._member.node, self.session, self.process.monotonic_s()
         return (
             session is not None
-            and node.gc_view._session is not None
+            and node.gc_view._session is not None  # type: ignore[union-attr]
             and not node._closed
             and session.id not in self.world.oracle.void_sessions
             and hold.born is not None

@@ -13,14 +13,7 @@ from tests.sim.bugs import BUGS, HOMES
 from tests.sim.profiles import BY_NAME, ONE_HOST
 from tests.sim.run import first_to_find, run
 
-FAST = (
-    "log_clears_cache",
-    "overrun_clears_cache",
-    "children_first",
-    "skips_ancestors",
-    "put_renews_parent",
-    "reads_pins",
-)
+FAST = ("log_clears_cache", "overrun_clears_cache", "children_first", "room_is_limited", "reads_pins")
 """The bugs of one host that the first seeds find."""
 HOME_SEEDS_MAX = 60
 """Within which a bug must be found in its own profile; most need fewer than ten."""
@@ -59,9 +52,10 @@ PLANTED = (
     "append_before_tables",
     "matches_mind_unsettled",
     "put_holds_parent",
+    "put_renews_parent",
+    "settles_last",
     "stat_after_tables",
     "table_before_tail",
-    "tables_before_pins",
     "unsettled_is_a_miss",
 )
 """The bugs that are found fast. ``make sim-bugs`` looks for all of them, over the mix of profiles."""
@@ -73,7 +67,7 @@ def test_nothing_breaks_in_a_few_seeds() -> None:
 
 
 def test_nothing_breaks_on_one_host_in_a_few_seeds() -> None:
-    broken = [(seed, outcome.violation) for seed in range(8) if (outcome := run(seed, profile=ONE_HOST)).violation]
+    broken = [(seed, outcome.violation) for seed in range(4) if (outcome := run(seed, profile=ONE_HOST)).violation]
     assert not broken, f"replay one: python -m tests.sim {broken[0][0]} --profile one_host --trace"
 
 
