@@ -71,7 +71,7 @@ class Order(Enum):
 class Uses:
     """The decoded mtimes of some chunks: each column has one element for each chunk."""
 
-    last_use_s: Times
+    last_use_s: Times | Column
     """Start of the quantum or tick of the last use."""
     depth: Column
     uses: Column

@@ -20,6 +20,7 @@ from kvstore.format import places
 from kvstore.meta.interface import NO_LEASE, Event, KeyValue
 from kvstore.meta.keys import Keys, SweepId
 from kvstore.meta.sweeps import NO_NONCE, Condemned, Seq
+from kvstore.node.view import View
 from kvstore.node.wanted import keyed
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.wire.bulk.channel import LinkLate
@@ -213,6 +214,7 @@ def condemn(served: Served, victims: list[Address]) -> None:
         shard = (victim[0] << 8 | victim[1]) >> (16 - bits)
         value = Condemned.of_victims(SweepId(bytes(16)), bytes(16), [victim]).to_bytes()
         said.append((keys.condemned_in(shard), value))
+    assert isinstance(node.gc_view, View)
     with node.gc_view.lock:
         node.gc_view.apply(
             [Event(key, KeyValue(key, value, revision, revision, NO_LEASE), revision) for key, value in said]

@@ -45,7 +45,7 @@ def condemn(alone: Alone, number: int, before: int = 0) -> None:
     link = Seq(bytes([number]) * 16, bytes([before]) * 16 if before else NO_NONCE)
     now = alone.meta.get(keys.gc_seq)
     compare = Absent(keys.gc_seq) if now is None else ValueIs(keys.gc_seq, now.value)
-    shard = victim[0] if alone.node.gc_view._shard_bits == 8 else 0
+    shard = victim[0] if alone.view._shard_bits == 8 else 0
     alone.meta.txn((compare,), (Put(keys.condemned_in(shard), record.to_bytes()), Put(keys.gc_seq, link.to_json())))
 
 
@@ -55,7 +55,7 @@ def end_sweep(alone: Alone, number: int, before: int) -> None:
     link = Seq(bytes([number]) * 16, bytes([before]) * 16)
     now = alone.meta.get(keys.gc_seq)
     assert now is not None
-    shard = victim[0] if alone.node.gc_view._shard_bits == 8 else 0
+    shard = victim[0] if alone.view._shard_bits == 8 else 0
     writes = (Delete(keys.condemned_in(shard)), Put(keys.gc_seq, link.to_json()))
     assert alone.meta.txn((ValueIs(keys.gc_seq, now.value),), writes).succeeded
 

@@ -135,8 +135,8 @@ def cache_epoch_unchecked() -> Iterator[None]:
 def announce_unseen() -> Iterator[None]:
     """A1: a node announces etcd's newest revision, which its view has not reached."""
 
-    def announcement(self: holds.Holds) -> holds.Announcement:
-        return real(self) if self._live else _unnamed(self._view.newest)  # type: ignore[attr-defined]
+    def announcement(self: holds.Holds, view: Any) -> holds.Announcement:
+        return real(self, view) if self._live else _unnamed(view.newest)
 
     def announce(self: follower.Follower, following: Any) -> None:
         found = self._meta.list(self._keys.gc)

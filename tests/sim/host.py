@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from kvstore.address import Chain
 from kvstore.errors import KVStoreError
@@ -15,6 +15,7 @@ from kvstore.node.lanes import Deadline
 from kvstore.node.member import Member, Sharing
 from kvstore.node.opening import join
 from kvstore.node.settings import NodeOptions
+from kvstore.node.view import View
 from tests.sim.kernel import Process
 from tests.sim.metadata import SimStore
 from tests.sim.shared_root import RootPort
@@ -224,7 +225,7 @@ class Host:
         node, session, now_s = self._member.node, self.session, self.process.monotonic_s()
         return (
             session is not None
-            and node.gc_view._session is not None  # type: ignore[union-attr]
+            and cast(View, node.gc_view)._session is not None
             and not node._closed
             and session.id not in self.world.oracle.void_sessions
             and hold.born is not None

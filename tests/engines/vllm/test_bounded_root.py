@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvstore.format.places import METADATA, METADATA_LOGS
 from tests.engines.vllm.engines import Answer, full_blocks, prompt, running_engine, stored_files, transfer
 
 PROMPTS, PROMPT_TOKENS, ROUND = 120, 300, 6
@@ -54,11 +53,11 @@ def part(answer: Answer, start: int, stop: int) -> Answer:
 
 
 def stored_bytes(root: Path) -> int:
-    """Bytes of the files of a root, without the metadata."""
+    """Bytes of the files of a root, without those that its processes share."""
     found = 0
     for path in root.rglob("*"):
         try:
-            found += path.stat().st_blocks * 512 * (path.is_file() and path.name not in (METADATA, *METADATA_LOGS))
+            found += path.stat().st_blocks * 512 * (path.is_file() and path.relative_to(root).parts[0] != "host")
         except FileNotFoundError:
             continue  # collected meanwhile
     return found
