@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvstore.format.places import GENERATIONS, HOST_GENERATIONS, Name
 from kvstore.meta.interface import Meta
 from kvstore.meta.keys import Keys
 from kvstore.root.identity import RootIdentity
@@ -31,8 +30,6 @@ class Site:
     timings: Timings = field(default_factory=Timings)
     each: Each = inline
     pause: Callable[[float], object] = time.sleep
-    generations: Name = GENERATIONS
-    """The folder with the root's side of the generations of ``meta``."""
 
     @property
     def keys(self) -> Keys:
@@ -43,11 +40,6 @@ class Site:
     def shards_count(self) -> int:
         """The number of shards of the root."""
         return 1 << self.identity.shard_bits
-
-    @property
-    def is_of_host(self) -> bool:
-        """True if the metadata are those of one host's processes, in a file on the root."""
-        return self.generations == HOST_GENERATIONS
 
     @property
     def timeout_s(self) -> float:

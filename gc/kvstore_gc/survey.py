@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
@@ -21,7 +21,7 @@ from kvstore.namespace import NamespaceId
 from kvstore.root.interface import Root
 from kvstore_gc.goals import Goals
 from kvstore_gc.histogram import EMPTY, Histogram, Tally
-from kvstore_gc.listing import NO_MARKS, Listed, Marks, id_of, judge, listed, tally_of
+from kvstore_gc.listing import NO_MARKS, Judged, Listed, Marks, id_of, judge, listed, tally_of
 from kvstore_gc.policy import Column
 from kvstore_gc.threads import Each
 
@@ -91,11 +91,13 @@ def survey(
     now_s: float,
     goals: Goals,
     pinned: Marks = NO_MARKS,
+    keep: Callable[[int, Listed, Judged], object] = lambda shard, batch, judged: None,
 ) -> Survey:
     """Lists these shards once. A shard that cannot be listed is logged and left out.
 
     Raises the root's errors if no shard can be listed, and what ``each`` raises. ``pinned`` is advice: it keeps chunks
-    out of the plan that the sweep would spare, so that others go instead.
+    out of the plan that the sweep would spare, so that others go instead. ``keep`` receives all that was listed; the
+    batches of one shard in one thread.
     """
     idle: deque[_Surveyor] = deque()
     failed: list[KVStoreError] = []
@@ -108,7 +110,7 @@ def survey(
             surveyor = _Surveyor(int(now_s), goals, pinned)
         try:
             for batch in listed(shard, shard_bits, root.list(places.shard_folder(shard))):
-                surveyor.see(batch)
+                keep(shard, batch, surveyor.see(batch))
         except (Unavailable, PermissionDenied) as error:
             log.warning("gc.shard_failed shard=%04x %s", shard, error)
             failed.append(error)
@@ -155,8 +157,8 @@ class _Surveyor:
         self._gathered: list[tuple[Column, Column, Column]] = []
         self._gathered_count = 0
 
-    def see(self, batch: Listed) -> None:
-        """Takes in some chunks."""
+    def see(self, batch: Listed) -> Judged:
+        """Takes in some chunks; returns how the goals judge them."""
         self._foreign += batch.foreign
         self._count(batch)
         judged = judge(batch, self._now_s, self._goals, self._marks)
@@ -169,6 +171,7 @@ class _Surveyor:
         self._gathered_count += len(left)
         if self._gathered_count >= _FOLD_COUNT:
             self._fold()
+        return judged
 
     def done(self, shard_bits: int, shards_count: int) -> Survey:
         """The survey of all that it saw."""

@@ -315,7 +315,6 @@ class Member:
         """
         if self._pid == os.getpid():
             atexit.unregister(self.leave)
-            self.node.gc_view.usage.close()
             if self.collecting is not None:
                 self.collecting.close()
 

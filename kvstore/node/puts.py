@@ -161,8 +161,6 @@ class Puts:
         wanted, stop = job.wanted, job.first + job.count
         size_bytes = sum(sizes_of(wanted)[job.first : stop])
         if isinstance(wanted, Keyed):
-            if self.view.usage.looks:
-                self.view.usage.check_disk(size_bytes)
             right = np.flatnonzero(memory.all_still_right(slots, range(job.first, stop))) + job.first
             return self._publish_blocks(wanted, right.tolist(), stop, slots, job.hints, deadline)
         self.view.check_room(size_bytes)
@@ -276,7 +274,8 @@ class Puts:
         publication = self._publication(chain, first, hints, still_right)
         present = self._leading(chain, min(first, len(chain)), publication.look, deadline, publication.found)
         if present >= first:
-            return RootWrite(self._chunks, self._lanes, self._clock, publication, self.counters), present
+            wait_s = deadline.left_s()
+            return RootWrite(self._chunks, self._lanes, self._clock, publication, self.counters, wait_s=wait_s), present
         memory = self.tiers.memory if self.tiers is not None else None
         if memory is None or first > len(chain) or memory.leading(chain, present) < first - present:
             return None, present

@@ -12,7 +12,7 @@ from kvstore.meta.memory_store import MemoryStore
 from kvstore.meta.usage import Room, Usage
 from kvstore.root.interface import Space
 from kvstore_gc.capacity import Level, Watermarks
-from kvstore_gc.collectors import TTL_S, Collectors
+from kvstore_gc.membership import TTL_S, Collectors
 from kvstore_gc.signs import FULL_AGAIN_S, PACE_S_MIN, REPORTS_PER_S, FullSign, room_of
 from tests.kit.cases import for_each
 from tests.kit.clusters import site_of

@@ -16,7 +16,7 @@ from kvstore.meta.session import Session
 from kvstore.meta.usage import Room, Usage
 from kvstore.sources import RandomIds
 from kvstore_gc.capacity import Watermarks
-from kvstore_gc.collectors import TTL_S, Collectors
+from kvstore_gc.membership import TTL_S, Collectors
 from kvstore_gc.reports import Reports
 from kvstore_gc.signs import RoomSign, is_news
 from kvstore_gc.watch import TICK_S

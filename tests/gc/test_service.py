@@ -21,7 +21,7 @@ from kvstore.meta.usage import Room
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryRoot
 from kvstore_gc.capacity import Watermarks
-from kvstore_gc.collectors import TTL_S, Collectors
+from kvstore_gc.membership import TTL_S, Collectors
 from kvstore_gc.config import Config
 from kvstore_gc.service import BACKOFF_S_MIN, Service
 from kvstore_gc.serving import Collector
