@@ -30,7 +30,7 @@ from kvstore_gc.histogram import Tally
 from kvstore_gc.ledger import GROUP_MAX
 from kvstore_gc.listing import NO_MARKS, Judged, Listed, Marks
 from kvstore_gc.orphans import Orphans
-from kvstore_gc.plan import Candidates, Decision, Explained, Ranking, SweepPlan, Victim, explain
+from kvstore_gc.plan import Candidates, Decision, Explained, Pick, Ranking, SweepPlan, Victim, explain
 from kvstore_gc.site import Site
 from kvstore_gc.summary import Example, Summary
 from kvstore_gc.survey import Survey, beside, survey
@@ -38,6 +38,8 @@ from kvstore_gc.survey import Survey, beside, survey
 log = logging.getLogger(__name__)
 
 PLANNED_AT_ONCE = 16
+BEGUN_AT_ONCE = GROUP_MAX
+"""Sweeps that begin before it looks after those in flight."""
 VICTIMS_MAX = 131_072
 """Victims condemned at once: their plans are in memory until then."""
 EXAMPLES_MAX = 10
@@ -56,21 +58,21 @@ their times do not show whether they were used again, and a child that was put s
 
 
 class _Listing:
-    """What the last listing kept of each shard, so that slices need not list it again; None if it was too much."""
+    """The chunks of the last listing, so that slices need not list them again; None if there were too many."""
 
     def __init__(self) -> None:
-        self.shards: dict[int, Candidates] | None = {}
+        self.candidates: Candidates | None = Candidates()
         self._count = 0
         self._lock = threading.Lock()
 
-    def keep(self, shard: int, batch: Listed, judged: Judged) -> None:
-        """Keeps some chunks of a shard."""
+    def keep(self, batch: Listed, judged: Judged) -> None:
+        """Keeps some chunks."""
         with self._lock:
             self._count += len(batch.names)
             if self._count > SHARE_CHUNKS_MIN:
-                self.shards = None
-            if self.shards is not None:
-                self.shards.setdefault(shard, Candidates(shard)).add(batch, judged)
+                self.candidates = None
+            if self.candidates is not None:
+                self.candidates.add(batch, judged)
 
 
 class Cycle:
@@ -110,7 +112,9 @@ class Cycle:
         self._mine: Sequence[int] = ()
         self._ranking: Ranking | None = None
         self._todo = deque[int]()
-        """The shards that are left of the present slice."""
+        """The shards of the present slice in which nothing was chosen yet ..."""
+        self._picks = deque[tuple[Candidates, Pick]]()
+        """... and what was chosen in the others."""
         self._listing = _Listing()
         self._listed_s = self._fresh_until_s = 0.0
         self._listed_share = 1.0
@@ -185,11 +189,11 @@ class Cycle:
         ranking.free(self._needed_bytes() - ranking.decision.condemned.bytes)
         decision = ranking.decision
         summary.kept = _kept(decision)
-        self._todo = deque(self._mine if decision.condemned.count else ())
+        self._open_slice(decision)
         examples: list[Victim] = []
-        while self._todo:
-            for plan in self._plans(decision, summary):
-                examples = heapq.nsmallest(examples_max, [*examples, *plan.victims], key=_last_use)
+        while plans := self._plans(decision, summary):
+            victims = [victim for plan in plans for victim in plan.victims]
+            examples = heapq.nsmallest(examples_max, [*examples, *victims], key=_last_use)
         summary.used_after_bytes -= sum(tally.bytes for tally in summary.chosen.values())
         summary.examples = [_example(victim, decision.now_s) for victim in examples]
         summary.explained = [found for address in explain for found in self._explained(address, decision)]
@@ -238,7 +242,7 @@ class Cycle:
             summary.target_bytes = level.target_bytes
         self._warn(goals)
         self._ranking = Ranking(found, goals.of_share(share), pinned)
-        self._todo = deque(mine if self._ranking.decision.condemned.count else ())
+        self._open_slice(self._ranking.decision)
         summary.kept = _kept(self._ranking.decision)
         return self._ranking
 
@@ -258,9 +262,8 @@ class Cycle:
             now_s=self._listed_s,
             goals=goals,
             pinned=pinned,
-            keep=self._listing.keep,
         )
-        found = look(shards=mine)
+        found = look(shards=mine, keep=self._listing.keep)
         if len(mine) < summary.shards_count and found.used.count < SHARE_CHUNKS_MIN:
             found += look(shards=sorted(set(range(summary.shards_count)) - set(mine)))
         share = found.shards_count / summary.shards_count
@@ -294,17 +297,15 @@ class Cycle:
         assert self._ranking is not None
         wait_s, has_victims = self._site.timings.poll_s_min, True
         while True:
-            if not self._todo and (has_victims or not self._is_stale) and self._next_slice():
-                self._todo.extend(self._mine)
+            if not self._is_open and (has_victims or not self._is_stale) and self._next_slice():
+                self._open_slice(self._ranking.decision)
                 has_victims = False
-            has_begun = bool(self._todo) and self._begin(self._ranking.decision, summary, report)
+            has_begun = self._is_open and self._begin(self._ranking.decision, summary, report)
             has_victims = has_victims or has_begun
             if self._advance(report) or has_begun:
                 wait_s = self._site.timings.poll_s_min
                 continue
             if not self._sweeper.busy_shards:
-                if self._todo:
-                    continue  # those that were planned have no victims
                 if not has_victims and self._is_stale:
                     self._ranking = None
                 return
@@ -328,9 +329,26 @@ class Cycle:
         return self._ranking.free(min(max(needed_bytes, least), most) * self._listed_share)
 
     @property
+    def _is_open(self) -> bool:
+        """True if the present slice has chunks that were not condemned yet."""
+        return bool(self._todo or self._picks)
+
+    def _open_slice(self, decision: Decision) -> None:
+        """Chooses what goes in the next slice: at once from memory, else shard by shard."""
+        if not decision.condemned.count:
+            return
+        if self._listing.candidates is None:
+            self._todo.extend(self._mine)
+            return
+        if self._is_stale:
+            decision = replace(decision, used_before_s=quantum_of(self._listed_s, decision.goals.quantum_s))
+        candidates = self._listing.candidates
+        self._picks.extend((candidates, pick) for pick in candidates.choose(decision))
+
+    @property
     def _is_stale(self) -> bool:
         """True if chunks used in the quantum of the listing stay."""
-        return self._listing.shards is not None and self._clock.now_s() > self._fresh_until_s
+        return self._listing.candidates is not None and self._clock.now_s() > self._fresh_until_s
 
     def _needed_bytes(self) -> float:
         """Bytes to evict in the whole root, beyond what is being deleted."""
@@ -341,58 +359,51 @@ class Cycle:
         return level.used_bytes - level.target_bytes - in_flight_bytes
 
     def _begin(self, decision: Decision, summary: Summary, report: SweepReport) -> bool:
-        """Condemns victims of the next shards, as many as one transaction has; False if there are none."""
-        if self._is_stale:
-            decision = replace(decision, used_before_s=quantum_of(self._listed_s, decision.goals.quantum_s))
-        plans: list[SweepPlan] = []
+        """Condemns the next chunks of the slice; False if there are none."""
         with self._timed(summary, "plan"):
-            while len(plans) < GROUP_MAX and sum(len(each.victims) for each in plans) < VICTIMS_MAX:
-                found = self._plans(decision, summary)
-                if not found:
-                    break
-                plans += [each for each in found if each.victims]
+            plans = self._plans(decision, summary)
         if plans:
             self._sweeper.begin(plans, report)
         return bool(plans)
 
     def _plans(self, decision: Decision, summary: Summary) -> list[SweepPlan]:
-        """Makes the plans of the next shards that have no sweep in flight, and counts them; empty if there are none.
-
-        A shard with more victims than one sweep takes comes again.
-        """
-        busy, shards = self._sweeper.busy_shards, list[int]()
-        for _ in range(len(self._todo)):
-            shard = self._todo.popleft()
-            if shard in busy:
-                self._todo.append(shard)
+        """Makes the next plans of the slice, of shards that have no sweep in flight, and counts them."""
+        plans: list[SweepPlan] = []
+        busy, victims_count = self._sweeper.busy_shards, 0
+        while len(plans) < BEGUN_AT_ONCE and victims_count < VICTIMS_MAX:
+            if not self._picks and self._todo:
+                self._choose_in_next(decision)
                 continue
-            shards.append(shard)
-            if len(shards) == PLANNED_AT_ONCE:
+            at = next((at for at, (_, pick) in enumerate(self._picks) if pick.shard not in busy), None)
+            if at is None:
                 break
-        plans = [SweepPlan(shard, ()) for shard in shards]
-
-        def plan(at: int) -> None:
-            try:
-                plans[at] = self._candidates(shards[at], decision).plan(decision)
-            except (Unavailable, PermissionDenied) as error:
-                log.warning("gc.shard_failed shard=%04x %s", shards[at], error)  # the others can be swept
-
-        if self._listing.shards is not None:
-            for at in range(len(shards)):
-                plan(at)
-        else:
-            self._site.each(len(shards), plan)
-        for each in plans:
-            summary.planned(each)
-            if each.left_count:
-                self._todo.append(each.shard)
+            self._picks.rotate(-at)
+            candidates, pick = self._picks.popleft()
+            self._picks.rotate(at)
+            busy.add(pick.shard)
+            plans.append(candidates.plan(pick, decision))
+            victims_count += len(pick.places)
+            summary.planned(plans[-1])
         return plans
 
-    def _candidates(self, shard: int, decision: Decision) -> Candidates:
-        """The chunks of a shard as the listing kept them, or as they are now."""
-        if self._listing.shards is not None:
-            return self._listing.shards.get(shard) or Candidates(shard)
-        return Candidates.of(shard, self._root.list(places.shard_folder(shard)), decision)
+    def _choose_in_next(self, decision: Decision) -> None:
+        """Lists the next shards, and chooses what goes in them."""
+        shards = [self._todo.popleft() for _ in range(min(PLANNED_AT_ONCE, len(self._todo)))]
+        found: list[tuple[Candidates, list[Pick]] | None] = [None] * len(shards)
+
+        def choose(at: int) -> None:
+            shard = shards[at]
+            try:
+                entries = ((shard, entry) for entry in self._root.list(places.shard_folder(shard)))
+                candidates = Candidates.of(entries, decision)
+                found[at] = candidates, candidates.choose(decision)
+            except (Unavailable, PermissionDenied) as error:
+                log.warning("gc.shard_failed shard=%04x %s", shard, error)  # the others can be swept
+
+        self._site.each(len(shards), choose)
+        for each in found:
+            if each is not None:
+                self._picks.extend((each[0], pick) for pick in each[1])
 
     def _advance(self, report: SweepReport) -> bool:
         began_s = self._sweeper.oldest_s

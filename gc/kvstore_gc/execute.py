@@ -6,6 +6,7 @@ Any run may stop after any step, and any other may go on from there. Nothing her
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from functools import partial
 
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, RootMismatch
 from kvstore.format import places
+from kvstore.format.places import Name
 from kvstore.meta.interface import LeaseId
 from kvstore.meta.keys import SweepId
 from kvstore.meta.pins import PinRecord
@@ -23,7 +25,7 @@ from kvstore.root.reserve import keep_reserve, make_room_late, spend_reserve
 from kvstore.root.twins import list_twins, read_twin
 from kvstore_gc.grace import Grace, Look, Spared
 from kvstore_gc.histogram import Tally
-from kvstore_gc.ledger import GROUP_MAX, InFlight, Ledger
+from kvstore_gc.ledger import GROUP_MAX, GROUP_VICTIMS_MAX, InFlight, Ledger
 from kvstore_gc.looking import USED, unused
 from kvstore_gc.objects import Deleting
 from kvstore_gc.plan import SweepPlan
@@ -186,8 +188,8 @@ class Sweeper:
         pinned = self._grace.pinned()
         planned = [kept for plan in plans if (kept := _without(plan, pinned, report)).victims]
         was_idle = not self._flight
-        for start in range(0, len(planned), GROUP_MAX):
-            begun = self._condemn(planned[start : start + GROUP_MAX], report)
+        for group in _groups(planned):
+            begun = self._condemn(group, report)
             self._flight += begun
             self._begun_s |= dict.fromkeys((one.sweep for one in begun), started_s)
         if was_idle:
@@ -219,16 +221,18 @@ class Sweeper:
     def _prepare_all(self, seen: dict[int, list[Condemnation]], began_s: float) -> dict[int, Condemned]:
         """Prepares the sweeps of some shards: all of them, or as many as there is time and room for."""
         records: dict[int, Condemned] = {}
-        for shard, victims in seen.items():
+        staging = self._site.ids.fresh()
+        for number, (shard, victims) in enumerate(seen.items()):
+            staged = places.staged(staging, number)
             if records and not self._is_within(began_s, self._timings.condemn_s_max / 2):
                 break  # a slow root: name the plans that are written while they still count as young
             if not make_room_late(self._root, self._site.pause) and records:
                 break  # naming them needs room too
             try:
-                records[shard] = self._prepare(victims)
+                records[shard] = self._prepare(victims, staged)
             except Overloaded as full:
                 if spend_reserve(self._root):
-                    records[shard] = self._prepare(victims)
+                    records[shard] = self._prepare(victims, staged)
                 elif records:
                     break  # the sweeps that there was room for make room
                 else:
@@ -236,12 +240,14 @@ class Sweeper:
                         f"the disk of {self._root.url} is so full that no sweep can be planned: remove something else "
                         "from it, or make it larger, and run this again"
                     ) from full
+        if seen:
+            self._root.remove_folder(places.staging_folder(staging))
         return records
 
-    def _prepare(self, victims: Sequence[Condemnation]) -> Condemned:
+    def _prepare(self, victims: Sequence[Condemnation], staged: Name) -> Condemned:
         """Rule G1: the plan and the folder of a new sweep. Leaves neither behind if it raises the root's errors."""
         sweep = SweepId(self._site.ids.fresh())
-        checksum = write_victims(self._root, sweep, victims, self._site.ids, self._clock)
+        checksum = write_victims(self._root, sweep, victims, staged, self._clock)
         record = Condemned.of_victims(sweep, checksum, [one.address for one in victims])
         try:
             if self._root.traits.fenced:
@@ -325,23 +331,30 @@ class Sweeper:
     def _reap(self, sweeps: Sequence[InFlight], pinned: Spared, held: Spared, report: SweepReport) -> None:
         """Takes condemned chunks that are neither pinned nor held, and closes the sweeps whose fence is up."""
         began_s = self._clock.monotonic_s()
-        closing = []
-        for sweep in sweeps:
+        closing, spared, lock = [], pinned | held, threading.Lock()
+
+        def reap(number: int) -> None:
+            sweep = sweeps[number]
             victims = read_victims(self._root, sweep.sweep, sweep.record.plan_checksum)
             if victims is None and sweep.sweep not in self._named():
-                continue  # another run has closed it meanwhile
+                return  # another run has closed it meanwhile
             if victims is None:
                 log.warning("sweep.no_plan sweep=%s: it takes nothing", sweep.sweep.hex())
-            report.spared["pinned"] += sum(one.address in pinned for one in victims or ())
-            report.spared["held"] += sum(one.address in held and one.address not in pinned for one in victims or ())
             taken = Taken(self._deleted)
-            if self._take(sweep, victims, pinned | held, taken):
-                closing.append(sweep)
-            else:
-                report.sweeps["left"] += 1
-            report.spared["cannot be taken"] += taken.failed_count
-            report.spared["published anew"] += taken.restored_count
-            report.reaped += Tally(len(taken.reaped), sum(one.size_bytes for one in taken.reaped))
+            has_ended = self._take(sweep, victims, spared, taken)
+            with lock:
+                if has_ended:
+                    closing.append(sweep)
+                else:
+                    report.sweeps["left"] += 1
+                report.spared["pinned"] += sum(one.address in pinned for one in victims or ())
+                report.spared["held"] += sum(one.address in held and one.address not in pinned for one in victims or ())
+                report.spared["cannot be taken"] += taken.failed_count
+                report.spared["published anew"] += taken.restored_count
+                report.reaped += Tally(len(taken.reaped), sum(one.size_bytes for one in taken.reaped))
+
+        # Small sweeps at once; the victims of a large one are taken at once.
+        self._site.each(len(sweeps), reap)
         self._spent(report, "reap", began_s)
         began_s = self._clock.monotonic_s()
         self._close(closing)
@@ -364,7 +377,8 @@ class Sweeper:
     def _close(self, sweeps: Sequence[InFlight]) -> None:
         for start in range(0, len(sweeps), GROUP_MAX):
             self._ledger.close(sweeps[start : start + GROUP_MAX])
-        self._remove_plans(sweeps)
+        for sweep in sweeps:
+            self._root.remove(places.plan(sweep.sweep, sweep.record.plan_checksum))
 
     def _abandon(self, sweeps: Sequence[InFlight], report: SweepReport, why: str) -> None:
         """Closes sweeps without taking anything more, so that their chunks are in use again.
@@ -422,6 +436,19 @@ class Sweeper:
 
     def _spent(self, report: SweepReport, phase: str, since_s: float) -> None:
         report.spent(phase, self._clock.monotonic_s() - since_s)
+
+
+def _groups(plans: Sequence[SweepPlan]) -> Iterator[list[SweepPlan]]:
+    """The plans in groups that fit one transaction."""
+    group: list[SweepPlan] = []
+    for plan in plans:
+        victims_count = len(plan.victims) + sum(len(one.victims) for one in group)
+        if group and (len(group) >= GROUP_MAX or victims_count > GROUP_VICTIMS_MAX):
+            yield group
+            group = []
+        group.append(plan)
+    if group:
+        yield group
 
 
 def _without(plan: SweepPlan, pinned: Spared, report: SweepReport) -> SweepPlan:

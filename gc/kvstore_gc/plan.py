@@ -63,8 +63,6 @@ class SweepPlan:
 
     shard: int
     victims: tuple[Victim, ...]
-    left_count: int = 0
-    """Victims beyond VICTIMS_MAX, for the next sweep of the shard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,58 +164,76 @@ class Ranking:
         return cutoffs
 
 
-class Candidates:
-    """The chunks of one shard as listed; each is chosen at most once."""
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """Chosen chunks of one shard, at most as many as one sweep takes, in the order in which they go."""
 
-    def __init__(self, shard: int) -> None:
-        self.shard = shard
-        self._batches: list[tuple[Listed, Judged, Truths]] = []
-        """With each, which of its chunks were not chosen yet."""
+    shard: int
+    places: Column
+    """Their places among the candidates."""
+
+
+class Candidates:
+    """Chunks as listed; each is chosen at most once."""
+
+    def __init__(self) -> None:
+        self._batches: list[tuple[Listed, Judged]] = []
+        self._left: list[Truths] = []
+        """Which chunks of each batch were not chosen yet."""
 
     @classmethod
-    def of(cls, shard: int, entries: Iterable[Entry], decision: Decision) -> Candidates:
-        """Lists a shard's folder again."""
-        found = cls(shard)
-        for batch, judged in _judged(shard, entries, decision):
+    def of(cls, entries: Iterable[tuple[int, Entry]], decision: Decision) -> Candidates:
+        """Makes them from entries of shards' folders, each with its shard."""
+        found = cls()
+        for batch, judged in _judged(entries, decision):
             found.add(batch, judged)
         return found
 
     def add(self, batch: Listed, judged: Judged) -> None:
-        """Adds some of its chunks."""
-        self._batches.append((batch, judged, ~judged.pinned))
+        """Adds some chunks."""
+        self._batches.append((batch, judged))
+        self._left.append(~judged.pinned)
 
-    def plan(self, decision: Decision) -> SweepPlan:
-        """Chooses the victims, at most VICTIMS_MAX, those that go first.
+    def choose(self, decision: Decision) -> list[Pick]:
+        """Chooses all that goes.
 
-        The others MUST be taken by further sweeps before a lower cut-off counts: some of their ancestors go in this
-        one, so that readers do not find them any more.
+        All picks MUST be taken before a lower cut-off counts: the ancestors of some chunks go in others, so that
+        readers do not find these chunks any more.
         """
-        goes = [
-            np.flatnonzero(left & (judged.expired | _may_go(judged, decision))) for _, judged, left in self._batches
+        rows, shards, ranks, start = [], [], [], 0
+        for (batch, judged), left in zip(self._batches, self._left, strict=True):
+            at = np.flatnonzero(left & (judged.expired | _may_go(judged, decision)))
+            left[at] = False
+            rows.append(at + start)
+            shards.append(batch.shards[at])
+            ranks.append(judged.ranks[at])
+            start += len(left)
+        if not sum(map(len, rows)):
+            return []
+        row, shard = np.concatenate(rows), np.concatenate(shards)
+        order = np.lexsort((np.concatenate(ranks), shard))
+        row, shard = row[order], shard[order]
+        starts = np.flatnonzero(np.diff(shard, prepend=-1))
+        return [
+            Pick(int(shard[first]), row[at : min(at + VICTIMS_MAX, stop)])
+            for first, stop in zip(starts.tolist(), [*starts[1:].tolist(), len(row)], strict=True)
+            for at in range(first, stop, VICTIMS_MAX)
         ]
-        ranks = [judged.ranks[at] for (_, judged, _), at in zip(self._batches, goes, strict=True)]
-        if not sum(map(len, goes)):
-            return SweepPlan(self.shard, ())
-        starts = np.cumsum([0, *map(len, goes)])
-        order = np.argsort(np.concatenate(ranks), kind="stable")
+
+    def plan(self, pick: Pick, decision: Decision) -> SweepPlan:
+        """Makes the plan of a pick."""
+        ends = np.cumsum([len(left) for left in self._left])
         victims = []
-        for place in order[:VICTIMS_MAX].tolist():
-            number = int(np.searchsorted(starts, place, side="right")) - 1
-            batch, judged, left = self._batches[number]
-            index = int(goes[number][place - starts[number]])
-            left[index] = False
-            victims.append(_victim(self.shard, batch, judged, index, decision))
-        return SweepPlan(self.shard, tuple(victims), max(0, len(order) - VICTIMS_MAX))
-
-
-def plan_shard(shard: int, entries: Iterable[Entry], decision: Decision) -> SweepPlan:
-    """Chooses the victims among the entries of a shard's folder."""
-    return Candidates.of(shard, entries, decision).plan(decision)
+        for number, place in zip(np.searchsorted(ends, pick.places, side="right"), pick.places.tolist(), strict=True):
+            batch, judged = self._batches[number]
+            index = place - (int(ends[number - 1]) if number else 0)
+            victims.append(_victim(pick.shard, batch, judged, index, decision))
+        return SweepPlan(pick.shard, tuple(victims))
 
 
 def explain(shard: int, entry: Entry, decision: Decision) -> Explained | None:
     """Explains why one entry of a shard's folder is kept or condemned; None if it is not a chunk."""
-    for batch, judged in _judged(shard, (entry,), decision):
+    for batch, judged in _judged(((shard, entry),), decision):
         parsed = parse_chunk(batch.names[0]) if batch.names else None
         if parsed is None:
             continue
@@ -234,8 +250,8 @@ def explain(shard: int, entry: Entry, decision: Decision) -> Explained | None:
     return None
 
 
-def _judged(shard: int, entries: Iterable[Entry], decision: Decision) -> Iterator[tuple[Listed, Judged]]:
-    for batch in listed(shard, decision.shard_bits, entries):
+def _judged(entries: Iterable[tuple[int, Entry]], decision: Decision) -> Iterator[tuple[Listed, Judged]]:
+    for batch in listed(decision.shard_bits, entries):
         yield batch, judge(batch, decision.now_s, decision.goals, decision.pinned)
 
 

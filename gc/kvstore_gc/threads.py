@@ -26,6 +26,8 @@ Each = Callable[[int, Callable[[int], object]], None]
 THREADS_COUNT = 8
 """More than cores, because listing and deleting mostly wait for the root."""
 LISTEN_S = 0.1
+BRIEF_S = 0.005
+"""Work that takes no longer is done by one thread."""
 
 SHARE = 0.2
 """Share of one core that a collector uses while nothing presses."""
@@ -168,7 +170,11 @@ class Threads:
                     failed.append(error)
                     raise
 
-        tasks = [Task(share, str(number)) for number in range(min(count, self._count))]
+        if not count:
+            return
+        tasks = [Task(share, "0")]
+        if not tasks[0].has_ended(BRIEF_S):  # else more threads would cost more than they gain
+            tasks += [Task(share, str(number)) for number in range(1, min(count, self._count))]
         for task in tasks:
             while not task.has_ended(LISTEN_S):
                 self._stop.check()
