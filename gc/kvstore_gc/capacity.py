@@ -39,6 +39,8 @@ LATENCY_S_MIN = 0.1
 RATE_S = 1.0
 """The write rate is measured over this time, and the last high one counts less with each such time."""
 FADE = 0.8
+STEP = 1.5
+"""The headroom grows by this in each such time in which nodes ran short of credit: the rate shows only what they got."""
 LATE_S = 1.0
 """Deletions that are reported within this time after a listing may have been before it, and are not subtracted."""
 
@@ -129,6 +131,8 @@ class Accounts:
         self._measured_s = self._clock.monotonic_s()
         self._rate = 0.0
         self._latency_s = LATENCY_S_MIN
+        self._growth = 1.0
+        self._was_short = False
 
     # Called by a cycle
 
@@ -210,6 +214,9 @@ class Accounts:
                 self._rate = max(rate, FADE * self._rate)
                 self._measured_s, self._measured_bytes = self._clock.monotonic_s(), self._written_bytes
                 self._latency_s = max(LATENCY_S_MIN, FADE * self._latency_s)
+                most = HEADROOM_SHARE_MAX / HEADROOM_SHARE
+                self._growth = min(STEP * self._growth, most) if self._was_short else max(1.0, FADE * self._growth)
+                self._was_short = False
 
     # Results
 
@@ -266,12 +273,14 @@ class Accounts:
             if not limits:
                 return None
             capacity_bytes = min(limits)
-            headroom_bytes = max(
+            headroom_bytes = self._growth * max(
                 HEADROOM_SHARE * capacity_bytes,
                 2 * self._largest_bytes,
                 2 * self._rate * self._latency_s,
             )
-            return Level(used_bytes, capacity_bytes, int(min(headroom_bytes, HEADROOM_SHARE_MAX * capacity_bytes)))
+            level = Level(used_bytes, capacity_bytes, int(min(headroom_bytes, HEADROOM_SHARE_MAX * capacity_bytes)))
+            self._was_short = self._was_short or 2 * level.spare_bytes < level.headroom_bytes // 2
+            return level
 
 
 class Publisher:

@@ -99,7 +99,7 @@ class Rounds:
     niceness: int = option(
         "--nice",
         type=click.IntRange(0, 19),
-        default=10,
+        default=0,
         show_default=True,
         metavar="N",
         help="Give way to other programs of this host, as nice(1) does; 0: none.",
