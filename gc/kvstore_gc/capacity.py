@@ -23,7 +23,6 @@ from kvstore.meta.keys import SessionId
 from kvstore.meta.session import live_sessions
 from kvstore.meta.usage import Capacity, Usage
 from kvstore.root.interface import Space
-from kvstore.root.reserve import RESERVE_BYTES
 from kvstore.sources import Clock, SystemClock
 from kvstore_gc.membership import Collectors
 from kvstore_gc.site import Site
@@ -113,6 +112,8 @@ class Accounts:
         # Guarded by _lock, all below.
         self._limit_bytes = max_bytes
         self._free_bytes: int | None = None
+        self._used_then_bytes: int | None = None
+        """Used bytes when the free bytes were measured."""
         self._is_blocked = False
         # Reports. A reporter whose key ended keeps its last report: its bytes are still there.
         self._reported: dict[SessionId, Usage] = {}
@@ -146,6 +147,7 @@ class Accounts:
         """Notes the sum of all files that were listed since ``mark``. Concurrent writes may count twice."""
         with self._lock:
             self._scanned_s, self._scanned_bytes = self._clock.monotonic_s(), used_bytes
+            self._used_then_bytes = used_bytes
             self._deleted_base = self._deleted_bytes
             for reporter in mark.ended & self._ended:
                 self._reported.pop(reporter, None)
@@ -207,7 +209,7 @@ class Accounts:
     def measured(self, space: Space) -> None:
         """Notes the space as it is now, and measures the write rate."""
         with self._lock:
-            self._free_bytes = space.free_bytes
+            self._free_bytes, self._used_then_bytes = space.free_bytes, self._used_bytes
             span_s = self._clock.monotonic_s() - self._measured_s
             if span_s >= RATE_S:
                 rate = (self._written_bytes - self._measured_bytes) / span_s
@@ -258,18 +260,13 @@ class Accounts:
     def level(self) -> Level | None:
         """The level now; None before the first listing, or if neither free space nor a limit is known."""
         with self._lock:
-            if self._scanned_bytes is None:
+            used_bytes = self._used_bytes
+            if used_bytes is None:
                 return None
-            written_bytes = removed_bytes = 0
-            for reporter, usage in self._reported.items():
-                base = self._base.get(reporter, NONE)
-                written_bytes += usage.written_bytes - base.written_bytes
-                removed_bytes += usage.removed_bytes - base.removed_bytes
-            removed_bytes += self._deleted_bytes - self._deleted_base
-            used_bytes = max(0, self._scanned_bytes + written_bytes - removed_bytes)
             limits = [] if self._limit_bytes is None else [self._limit_bytes]
             if self._free_bytes is not None:
-                limits.append(max(0, used_bytes + self._free_bytes - RESERVE_BYTES))
+                then_bytes = used_bytes if self._used_then_bytes is None else self._used_then_bytes
+                limits.append(then_bytes + self._free_bytes)
             if not limits:
                 return None
             capacity_bytes = min(limits)
@@ -281,6 +278,16 @@ class Accounts:
             level = Level(used_bytes, capacity_bytes, int(min(headroom_bytes, HEADROOM_SHARE_MAX * capacity_bytes)))
             self._was_short = self._was_short or 2 * level.spare_bytes < level.headroom_bytes // 2
             return level
+
+    @property
+    def _used_bytes(self) -> int | None:
+        if self._scanned_bytes is None:
+            return None
+        used_bytes = self._scanned_bytes - (self._deleted_bytes - self._deleted_base)
+        for reporter, usage in self._reported.items():
+            base = self._base.get(reporter, NONE)
+            used_bytes += usage.written_bytes - base.written_bytes - (usage.removed_bytes - base.removed_bytes)
+        return max(0, used_bytes)
 
 
 class Publisher:
@@ -536,7 +543,7 @@ class Publisher:
             return
         if self._seen_at[0] != other.mod_revision:
             self._seen_at = other.mod_revision, now_s
-        elif now_s - self._seen_at[1] >= STALE_S and self._revision > other.mod_revision:
+        elif now_s - self._seen_at[1] >= STALE_S and max(self._written_at.values(), default=0) > other.mod_revision:
             # It ignores reports: killed or stopped. Deleting it first has nodes report to us.
             log.warning("gc.takes_over the collector that published the capacity has ignored reports for %g s", STALE_S)
             self._meta.txn((ModifiedAt(other.key, other.mod_revision),), (Delete(other.key),), self._timeout_s)

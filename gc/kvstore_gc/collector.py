@@ -84,7 +84,7 @@ class Service:
         self._interval_s = interval_s
         self._done = done
         self._failed = failed
-        self._outage = OutageLog("cycle", site.clock)
+        self._outage = OutageLog("round", site.clock)
 
     def run(self) -> None:
         """Runs until a stop is requested. A cycle that fails is logged once and repeated; bugs are raised."""

@@ -285,6 +285,7 @@ class Sweeper:
             self._check()
             ready, pinned, held = self._grace.decide(look.due)
             self._reap(ready, pinned, held, report)
+            keep_reserve(self._root, self._site.ids)  # there is room for it again
             # Those that were due and not ready after all have changed meanwhile: the next look tells how.
             self._drop(ready)
             self._wait_from(self._clock.monotonic_s())  # deleting does not count as waiting

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from kvstore_gc.serving import Collector, opened
 
 import kvstore
 from kvstore.cli.fsck import fsck
@@ -30,7 +31,6 @@ from kvstore.root.open import open_root
 from kvstore.root.takeover import check_left, publish_first
 from kvstore.sources import RandomIds, SystemClock
 from kvstore_gc.config import Config
-from kvstore_gc.serving import Collector, opened
 from kvstore_gc.summary import Summary
 from tests.kit.cases import for_each
 from tests.kit.etcd import running_etcd

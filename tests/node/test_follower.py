@@ -49,19 +49,19 @@ def alone() -> Iterator[Alone]:
 def test_v2_what_an_old_session_has_fetched_is_not_applied_in_the_next_one(alone: Alone) -> None:
     old, new = alone.session(), alone.session()
     alone.follower.begin(old)
-    alone.meta.put(alone.keys.gc_full, b"x")
+    alone.meta.put(alone.keys.gc_capacity, FULL)
 
     def meanwhile() -> None:
         alone.meta.fetched = nothing
         alone.follower.end(old)
-        alone.meta.delete(alone.keys.gc_full)
+        alone.meta.delete(alone.keys.gc_capacity)
         alone.follower.begin(new)
 
     alone.meta.fetched = meanwhile
     alone.follower.step(0.0)
     assert alone.view.protects and alone.view.revision == alone.meta.list(alone.keys.gc).revision
     alone.view.check_room()
-    alone.meta.put(alone.keys.gc_full, b"x")
+    alone.meta.put(alone.keys.gc_capacity, FULL)
     alone.follower.step(0.0)
     assert alone.view.revision == alone.meta.list(alone.keys.gc).revision, "the new session's events are"
 
@@ -79,7 +79,7 @@ def test_v2_a_reread_for_an_old_session_changes_nothing_in_the_next_one(alone: A
     def meanwhile() -> None:
         alone.meta.opening = nothing
         alone.follower.end(old)
-        alone.meta.put(alone.keys.gc_full, b"x")
+        alone.meta.put(alone.keys.gc_capacity, FULL)
         alone.follower.begin(new)
         holds.append(alone.node.hold(chain))
 
@@ -141,7 +141,7 @@ def test_v3_after_a_lost_watch_a_hold_is_older_than_all(alone: Alone) -> None:
 def test_v3_a_watch_that_is_refused_is_lost_and_read_afresh(alone: Alone) -> None:
     session = alone.session()
     alone.follower.begin(session)
-    alone.meta.put(alone.keys.gc_full, b"x")
+    alone.meta.put(alone.keys.gc_capacity, FULL)
 
     def refuse() -> None:
         alone.meta.fetched = nothing
@@ -152,7 +152,7 @@ def test_v3_a_watch_that_is_refused_is_lost_and_read_afresh(alone: Alone) -> Non
     assert session.alive and alone.view.protects
     assert alone.node.counters.snapshot()["watches_lost"] == 1
     assert alone.view.revision == alone.meta.list(alone.keys.gc).revision
-    alone.meta.delete(alone.keys.gc_full)
+    alone.meta.delete(alone.keys.gc_capacity)
     alone.follower.step(0.0)
     alone.view.check_room()
 

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
+from kvstore_gc.signs import RoomSign
+
 from kvstore.meta import bounds
 from kvstore.meta.bounds import Bounds, Claim
 from kvstore.meta.interface import Absent, Delete, Put
 from kvstore.node.claims import Claims
 from kvstore.node.usage import NodeUsage, Reserved
-from kvstore_gc.signs import RoomSign
 from tests.sim.planting import bug
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from kvstore_gc.rounds import Rounds
+from kvstore_gc.service import Service
+from kvstore_gc.watch import Duties, Watch
+
 from kvstore.errors import KVStoreError
 from kvstore_gc.capacity import Watermarks
 from kvstore_gc.config import Config
-from kvstore_gc.rounds import Rounds
-from kvstore_gc.service import Service
 from kvstore_gc.site import Site
 from kvstore_gc.threads import Stop
-from kvstore_gc.watch import Duties, Watch
 from tests.sim.kernel import Process
 from tests.sim.shared_root import RootPort
 
