@@ -18,6 +18,7 @@ from kvstore.meta.interface import NO_LEASE, Event, KeyValue, Snapshot
 from kvstore.meta.keys import Keys, SweepId
 from kvstore.meta.session import Session
 from kvstore.meta.sweeps import NO_NONCE, Condemned, Seq
+from kvstore.meta.usage import Capacity
 from kvstore.node.counters import Counters
 from kvstore.node.known import Known
 from kvstore.node.view import ChainBroken, View
@@ -124,7 +125,9 @@ def test_v2_outside_a_session_nothing_is_protected_or_remembered() -> None:
 
 def test_a_full_root_refuses_puts() -> None:
     seen = Seen()
-    seen.apply([Event(KEYS.gc_capacity, KeyValue(KEYS.gc_capacity, FULL, 11, 11, NO_LEASE), 11)])
+    seen.apply(
+        [Event(KEYS.gc_capacity, KeyValue(KEYS.gc_capacity, Capacity(1, is_full=True).to_json(), 11, 11, NO_LEASE), 11)]
+    )
     with pytest.raises(Overloaded, match="full"):
         seen.view.check_room()
     seen.apply([Event(KEYS.gc_capacity, None, 12)])
