@@ -9,29 +9,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from tests.sim import bugs_bound, bugs_etcd, bugs_fence, bugs_host, bugs_loans, bugs_nodes, bugs_pins, bugs_sweeps
+from tests.sim import bugs_capacity, bugs_etcd, bugs_fence, bugs_host, bugs_nodes, bugs_pins, bugs_sweeps
 from tests.sim.planting import BUGS, HOMES, Bug
 
 __all__ = ["BUGS", "HOMES", "SEEDS_MAX", "SHOWN_BY", "Bug", "planted"]
 
-PARTS = (bugs_nodes, bugs_pins, bugs_sweeps, bugs_fence, bugs_etcd, bugs_host, bugs_bound, bugs_loans)
+PARTS = (bugs_nodes, bugs_pins, bugs_sweeps, bugs_fence, bugs_etcd, bugs_host, bugs_capacity)
 """The modules whose import fills the table."""
 
 SEEDS_MAX = 300
 """Within which every bug must be found, over the mix of profiles, but those that are shown otherwise."""
 SHOWN_BY = {
     "abandon_final": "tests/gc/test_hostile.py, two tests of G8",
-    "begins_beside_a_word": "tests/node/test_claims.py::test_s6_no_level_begins_beside_a_word_though_the_root_is_empty",
-    "leaves_to_others": "tests/node/test_claims.py::test_s6_a_collector_that_ends_adds_its_level_to_one_that_has_begun",
-    "leaves_unreported": "tests/gc/test_reports.py, a test of S6 about a collector that ends soon",
     "announce_unchained": "tests/node/test_follower.py::test_a3_nothing_is_announced_when_the_chain_has_gone_on",
     "close_compares_first": "tests/gc/test_races.py::test_g6_of_several_sweeps_each_must_be_the_one_that_was_reaped",
     "condemn_compares_first": "tests/gc/test_races.py::test_g2_of_several_shards_each_must_be_free",
-    "counts_before_the_lock": "tests/meta/test_meta_sqlite_loans.py::test_s8_the_root_is_counted_under_the_lock",
-    "lends_by_an_old_boot": "tests/meta/test_meta_sqlite_loans.py::test_s8_a_level_of_another_boot_is_counted_anew",
-    "lends_free": "tests/node/test_claims.py, a test of S6 about a moment without the metadata",
-    "loans_outlive_an_adoption": "tests/client/test_lost_metadata.py, whose adoptions leave no file of loans",
-    "settles_what_was_lent": "tests/node/test_claims.py, a test of S6 about what is not given back",
     "fence_drains": "tests/gc/test_races.py::test_f3_a_folder_that_is_named_after_all_keeps_what_is_in_it",
     "grace_stale_read": "tests/gc/test_races.py::test_g4_a_session_that_begins_before_the_sweep_is_waited_for",
     "lost_watch_keeps_births": "tests/node/test_follower.py::test_v3_after_a_lost_watch_a_hold_is_older_than_all",

@@ -46,7 +46,6 @@ class Collector:
             world.timings,
             each=each,
             pause=self._pause,
-            generations=world.generations,
         )
         self._check = world.check_of(site)
         self.sweeper = Sweeper(site, check=self._check)

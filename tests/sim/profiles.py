@@ -77,14 +77,8 @@ class Profile:
     """True if each run leaves out some of its mishaps and kinds of work, so that more of the others happens."""
     host: bool = False
     """True if the metadata are a file on the root, of the processes of one host (``metadata_file``)."""
-    interval_s: float = 20.0
-    """Time between two rounds of a collector that counts."""
-    bounded: bool = False
-    """True if those processes may write no more than a bound, which no judge of the other profiles looks at."""
-    bound_chunks: int = 60
-    """The chunks that fill the bound."""
-    claim_share: float = 1 / 40
-    """The share of the bound in one claim."""
+    capacity_chunks: int = 0
+    """The chunks that fill the root, with collectors that evict (``capacity_world``); 0: with random sweeps."""
     damage_share: float = 0.5
     """The share of the pages of that file that are lost when it is damaged."""
     strangers: int = 0
@@ -432,6 +426,27 @@ PROFILES = (
         collect={"sweep": 6.0, "adopt": 6.0},
     ),
 )
+FULL = Profile(
+    "full",
+    nodes=2,
+    workers=2,
+    collectors=1,
+    shard_bits=2,
+    prompts=300,
+    chunks=2,
+    capacity_chunks=80,
+    steps=6000,
+    rates=Rates(txn=0.01, publish=0.01, lag=0.2),
+    mishap=0.0007,
+    mishaps={"kill_node": 1.0, "kill_counting": 2.0, "cut_watches": 1.0, "compact": 0.5},
+    work={"put": 8.0, "hold": 1.0},
+)
+CAPACITY_PROFILES = (
+    FULL,
+    replace(FULL, name="full_shared", nodes=3, workers=1, collectors=2),
+    replace(FULL, name="full_large", workers=1, chunks=12, prompts=100, mishaps={"kill_counting": 1.0}),
+)
+"""Nodes fill the root, and collectors evict. No seed chooses them: they are asked for by name."""
 DEEP = ("forked", "relayed", "joining", "paired", "deposed")
 """What they are for takes many steps in the right order: they come twice as often."""
 ROTATION = (*PROFILES, *(profile for profile in PROFILES if profile.name in DEEP))

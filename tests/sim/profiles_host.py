@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.sim.faults import Rates
-from tests.sim.profiles import CALM, NARROW, PAUSES, PROFILES, Profile, Relapse
+from tests.sim.profiles import CALM, CAPACITY_PROFILES, NARROW, PAUSES, PROFILES, Profile, Relapse
 
 LOSSES = {"remove_file": 1.0, "damage_file": 1.0, "old_copy": 1.0}
 FILE_MISHAPS = {**LOSSES, "reboot": 0.3}
@@ -49,69 +48,4 @@ HOST_PROFILES = (
 )
 """On one host, with the metadata in a file. Not among those that a seed chooses from."""
 
-BOUNDED = Profile(
-    "host_claims",
-    host=True,
-    bounded=True,
-    nodes=3,
-    workers=1,
-    collectors=0,
-    shard_bits=0,
-    prompts=300,
-    chunks=1,
-    steps=8000,
-    rates=Rates(txn=0.02, statement=0.001, publish=0.01),
-    mishap=0.002,
-    mishaps={"retire": 8.0, "kill": 0.3},
-    work={"put": 1.0},
-)
-COUNTED = replace(
-    BOUNDED,
-    name="host_counted",
-    collectors=1,
-    steps=14_000,
-    rates=Rates(txn=0.01, statement=0.0005, publish=0.01),
-    mishap=0.0007,
-    mishaps={"retire": 0.5, "end_counting": 3.0, "kill_counting": 3.0},
-)
-LOST = replace(
-    BOUNDED,
-    name="host_lost",
-    nodes=2,
-    prompts=100,
-    bound_chunks=32,
-    claim_share=1 / 128,
-    steps=18_000,
-    rates=Rates(read=0.003, txn=0.01, statement=0.0005, publish=0.02, count=0.1, dies=0.0003),
-    mishap=0.001,
-    mishaps={"retire": 1.0, "kill": 1.0, "stop": 1.0, "expire": 1.0, "lock_file": 1.0, **FILE_MISHAPS},
-    work={"put": 8.0, "hold": 1.0, "pin": 0.5, "unpin": 0.3},
-)
-BOUND_PROFILES = (
-    BOUNDED,
-    replace(
-        BOUNDED,
-        name="host_lent",
-        steps=12_000,
-        mishap=0.01,
-        mishaps={"expire": 3.0, "retire": 1.0, "retire_lent": 12.0},
-    ),
-    COUNTED,
-    replace(COUNTED, name="host_large", chunks=12, prompts=100, mishaps={"retire": 0.1, "kill_counting": 1.0}),
-    LOST,
-    replace(
-        LOST,
-        name="host_lost_counted",
-        collectors=1,
-        nodes=3,
-        chunks=2,
-        bound_chunks=BOUNDED.bound_chunks,
-        claim_share=BOUNDED.claim_share,
-        interval_s=60.0,
-        rates=replace(LOST.rates, dies=0.0),
-        mishaps={**LOSSES, "expire": 1.0, "lock_file": 0.5, "kill_counting": 0.2, "end_counting": 0.2},
-    ),
-)
-"""On one host, with a bound: before any collector (S6), with sessions that end, with collectors that come and go, with
-puts of more than X, and with metadata that are lost (S8), also beside a collector, which no node's death excuses."""
-BY_NAME = {profile.name: profile for profile in (*PROFILES, *HOST_PROFILES, *BOUND_PROFILES)}
+BY_NAME = {profile.name: profile for profile in (*PROFILES, *HOST_PROFILES, *CAPACITY_PROFILES)}

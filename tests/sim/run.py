@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import get_context
 
-from tests.sim.bounded_world import BoundedWorld
 from tests.sim.bugs import BUGS, HOMES, SEEDS_MAX
+from tests.sim.capacity_world import CapacityWorld
 from tests.sim.host_world import HostWorld
 from tests.sim.kernel import Kernel
 from tests.sim.profiles import ROTATION, Profile
@@ -69,8 +69,8 @@ def run(seed: int, *, profile: Profile | None = None, bug: Bug = nullcontext, tr
 
 
 def _world_of(profile: Profile) -> type[World]:
-    if profile.bounded:
-        return BoundedWorld
+    if profile.capacity_chunks:
+        return CapacityWorld
     return HostWorld if profile.host else World
 
 
@@ -101,8 +101,8 @@ def find_bugs(names: Sequence[str], workers: int) -> Iterator[tuple[str, Outcome
 def _find_bug(name: str) -> tuple[str, Outcome | None]:
     gc.freeze()
     home = BY_NAME[HOMES[name]]
-    # The mix has no runs on a host.
-    return name, first_to_find(BUGS[name], range(SEEDS_MAX), home if home.host else None)
+    # The mix has no runs on a host, and none that fill the root.
+    return name, first_to_find(BUGS[name], range(SEEDS_MAX), home if home.host or home.capacity_chunks else None)
 
 
 def _run_batch(profile: str | None, seeds: Sequence[int]) -> list[Outcome]:

@@ -10,7 +10,8 @@ import pytest
 
 from tests.kit.cases import for_each
 from tests.sim.bugs import BUGS, HOMES
-from tests.sim.profiles_host import BOUND_PROFILES, BY_NAME, HOST_PROFILES
+from tests.sim.profiles import CAPACITY_PROFILES
+from tests.sim.profiles_host import BY_NAME, HOST_PROFILES
 from tests.sim.run import first_to_find, run
 
 HOME_SEEDS_MAX = 60
@@ -55,11 +56,9 @@ PLANTED = (
     "removed_file_stays_open",
     "transaction_compares_nothing",
     "watch_misses_event",
-    # Of the bound on one host.
-    "claims_without_end",
-    "puts_uncounted",
-    # Of the loans.
-    "lends_the_bound",
+    # Of the capacity.
+    "credits_ignore_the_level",
+    "nothing_is_evicted",
 )
 """The bugs that are found fast. ``make sim-bugs`` looks for all of them, over the mix of profiles."""
 
@@ -75,8 +74,8 @@ def test_nothing_breaks_on_one_host_whose_file_is_removed_and_damaged(name: str)
     assert not broken, f"replay one: python -m tests.sim {broken[0][0]} --profile {name} --trace"
 
 
-@pytest.mark.parametrize("name", [profile.name for profile in BOUND_PROFILES])
-def test_the_bound_holds_on_one_host_whatever_ends_and_begins(name: str) -> None:
+@pytest.mark.parametrize("name", [profile.name for profile in CAPACITY_PROFILES])
+def test_a_full_root_stays_within_its_capacity(name: str) -> None:
     broken = [(seed, outcome.violation) for seed in range(4) if (outcome := run(seed, profile=BY_NAME[name])).violation]
     assert not broken, f"replay one: python -m tests.sim {broken[0][0]} --profile {name} --trace"
 
