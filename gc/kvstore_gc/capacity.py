@@ -15,6 +15,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Mapping, Set
+from contextlib import suppress
 from dataclasses import dataclass
 
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
@@ -126,6 +127,8 @@ class Accounts:
         self._base: dict[SessionId, Usage] = {}
         self._deleted_base = 0
         self._scanned_s = -math.inf
+        self._others_bytes: int | None = None
+        """Used bytes as another collector publishes them, and had it known of our deletions from then on."""
         # Rates.
         self._largest_bytes = 0
         self._written_bytes = self._measured_bytes = 0
@@ -164,6 +167,8 @@ class Accounts:
         with self._lock:
             self._deleted_bytes += size_bytes
             self._is_blocked = False
+            if self._others_bytes is not None:
+                self._others_bytes -= size_bytes
 
     def blocked(self) -> None:
         """Notes that nothing can be evicted."""
@@ -190,6 +195,7 @@ class Accounts:
             before = self._reported.get(reporter, NONE)
             now = self._reported[reporter] = before.latest(usage)
             self._ended.discard(reporter)
+            self._is_blocked = self._is_blocked and now.removed_bytes == before.removed_bytes
             if reporter in self._unheard:
                 # What it wrote before the listing was listed: how much that is, only the next listing tells.
                 self._unheard.discard(reporter)
@@ -205,6 +211,14 @@ class Accounts:
         """Notes that the key of a reporter ended."""
         with self._lock:
             self._ended.add(reporter)
+
+    def published(self, used_bytes: int | None) -> None:
+        """Notes the used bytes that another collector publishes; None: this one does.
+
+        Its listing may be newer, and have what nobody reported. So all evict by the same level.
+        """
+        with self._lock:
+            self._others_bytes = used_bytes
 
     def measured(self, space: Space) -> None:
         """Notes the space as it is now, and measures the write rate."""
@@ -263,6 +277,7 @@ class Accounts:
             used_bytes = self._used_bytes
             if used_bytes is None:
                 return None
+            used_bytes = max(used_bytes, self._others_bytes or 0)
             limits = [] if self._limit_bytes is None else [self._limit_bytes]
             if self._free_bytes is not None:
                 then_bytes = used_bytes if self._used_then_bytes is None else self._used_then_bytes
@@ -525,6 +540,7 @@ class Publisher:
             raise Unavailable("the collector's lease ended: it joins again") from gone
         if written.succeeded:
             self._published, self._published_at, self._published_by = record, written.revision, lease
+            self._accounts.published(None)
         else:
             self._published, self._published_at = None, 0
             self._yield_to(self._meta.get(key, self._timeout_s), lease)
@@ -541,6 +557,8 @@ class Publisher:
             log.warning("gc.stray_key key=%s has no lease, so no collector put it: deleted", other.key)
             self._meta.txn((ModifiedAt(other.key, other.mod_revision),), (Delete(other.key),), self._timeout_s)
             return
+        with suppress(InvalidRequest):
+            self._accounts.published(Capacity.from_json(other.value).used_bytes)
         if self._seen_at[0] != other.mod_revision:
             self._seen_at = other.mod_revision, now_s
         elif now_s - self._seen_at[1] >= STALE_S and max(self._written_at.values(), default=0) > other.mod_revision:

@@ -127,7 +127,11 @@ class Cycle:
     @property
     def is_spent(self) -> bool:
         """True if eviction needs another listing."""
-        return self._ranking is None or (self._ranking.is_spent and self._needed_bytes() > 0)
+        if self._ranking is None:
+            return True
+        if not self._mine:
+            return self._accounts.excess_bytes > 0  # the others may know better
+        return self._ranking.is_spent and self._needed_bytes() > 0
 
     @property
     def listing_s(self) -> float:
@@ -158,7 +162,7 @@ class Cycle:
             self._evict(summary, report)
         summary.swept(report)
         self._judge(summary)
-        if self.is_spent and not summary.reaped.count:
+        if self._mine and self.is_spent and not summary.reaped.count:
             self._accounts.blocked()
         return summary
 
