@@ -128,7 +128,9 @@ class Accounts:
         self._deleted_base = 0
         self._scanned_s = -math.inf
         self._others_bytes: int | None = None
-        """Used bytes as another collector publishes them, and had it known of our deletions from then on."""
+        """Used bytes as another collector publishes them, and had it known of our deletions from then on ..."""
+        self._others_headroom_bytes = 0
+        """... and its headroom."""
         # Rates.
         self._largest_bytes = 0
         self._written_bytes = self._measured_bytes = 0
@@ -212,13 +214,14 @@ class Accounts:
         with self._lock:
             self._ended.add(reporter)
 
-    def published(self, used_bytes: int | None) -> None:
-        """Notes the used bytes that another collector publishes; None: this one does.
+    def published(self, record: Capacity | None) -> None:
+        """Notes what another collector publishes; None: this one does.
 
-        Its listing may be newer, and have what nobody reported. So all evict by the same level.
+        Its listing may be newer, and have what no node reported. So all evict by the same level.
         """
         with self._lock:
-            self._others_bytes = used_bytes
+            self._others_bytes = None if record is None else record.used_bytes
+            self._others_headroom_bytes = 0 if record is None else record.headroom_bytes or 0
 
     def measured(self, space: Space) -> None:
         """Notes the space as it is now, and measures the write rate."""
@@ -290,6 +293,7 @@ class Accounts:
                 2 * self._largest_bytes,
                 2 * self._rate * self._latency_s,
             )
+            headroom_bytes = max(headroom_bytes, self._others_headroom_bytes)
             level = Level(used_bytes, capacity_bytes, int(min(headroom_bytes, HEADROOM_SHARE_MAX * capacity_bytes)))
             self._was_short = self._was_short or 2 * level.spare_bytes < level.headroom_bytes // 2
             return level
@@ -520,9 +524,8 @@ class Publisher:
         # Those whose reports are counted have a share, also if they began after the sessions were counted.
         nodes_count = max(1, self._nodes_count, len(self._written_at))
         credit_bytes = level.spare_bytes // nodes_count
-        return Capacity(
-            self._revision, level.used_bytes, level.capacity_bytes, credit_bytes, is_full=self._accounts.is_full
-        )
+        counts = self._revision, level.used_bytes, level.capacity_bytes, credit_bytes
+        return Capacity(*counts, self._accounts.is_full, level.headroom_bytes)
 
     def _write(self, record: Capacity, lease: LeaseId) -> None:
         self._published_s = self._clock.monotonic_s()
@@ -558,7 +561,7 @@ class Publisher:
             self._meta.txn((ModifiedAt(other.key, other.mod_revision),), (Delete(other.key),), self._timeout_s)
             return
         with suppress(InvalidRequest):
-            self._accounts.published(Capacity.from_json(other.value).used_bytes)
+            self._accounts.published(Capacity.from_json(other.value))
         if self._seen_at[0] != other.mod_revision:
             self._seen_at = other.mod_revision, now_s
         elif now_s - self._seen_at[1] >= STALE_S and max(self._written_at.values(), default=0) > other.mod_revision:

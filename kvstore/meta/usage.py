@@ -54,7 +54,7 @@ class Capacity:
 
     Reports up to ``revision`` are counted. Each node may write ``credit_bytes`` beyond its last report among them;
     None: no limit, because the collector has not listed the root yet. ``is_full``: nothing can be evicted, so puts are
-    refused.
+    refused. Collectors keep ``headroom_bytes`` free.
     """
 
     revision: int
@@ -62,6 +62,7 @@ class Capacity:
     capacity_bytes: int | None = None
     credit_bytes: int | None = None
     is_full: bool = False
+    headroom_bytes: int | None = None
 
     def to_json(self) -> bytes:
         """Returns the stored form."""
@@ -72,6 +73,7 @@ class Capacity:
                 "capacity": self.capacity_bytes,
                 "credit": self.credit_bytes,
                 "full": self.is_full,
+                "headroom": self.headroom_bytes,
             }
         )
 
@@ -79,8 +81,12 @@ class Capacity:
     def from_json(cls, value: bytes) -> Capacity:
         """Parses what ``to_json`` returned. Raises InvalidRequest for anything else."""
         fields = _unpacked(value, "capacity")
-        counts = (None if fields.get(name) is None else _count(fields, name) for name in ("used", "capacity", "credit"))
-        return cls(_count(fields, "revision"), *counts, is_full=fields.get("full") is True)
+        used, capacity, credit, headroom = (
+            None if fields.get(name) is None else _count(fields, name)
+            for name in ("used", "capacity", "credit", "headroom")
+        )
+        is_full = fields.get("full") is True
+        return cls(_count(fields, "revision"), used, capacity, credit, is_full, headroom)
 
 
 def _packed(fields: dict[str, Any]) -> bytes:

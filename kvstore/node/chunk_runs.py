@@ -238,6 +238,7 @@ class ChunkRuns:
         *,
         durable: bool,
         hints: Hints,
+        quantum: int,
         abandoned: ctypes.c_int32 | None = None,
     ) -> SharedPut:
         """Returns a run that several lanes put together; ``depths`` are the indexes of its chunks in their prompt.
@@ -248,7 +249,7 @@ class ChunkRuns:
         indexes = np.arange(run.first, run.first + run.count)
         run.items["number"] = list(islice(self._writer.numbers, run.count))
         run.items["incarnation"] = np.frombuffer(b"".join(self._incarnations_of(run, indexes)), "V16")
-        run.items["mtime_ns"] = stamps_ns(self._known.quantum(), depths, hints)
+        run.items["mtime_ns"] = stamps_ns(quantum, depths, hints)
         return put
 
     def stage(self, put: SharedPut) -> tuple[Places, bool]:

@@ -222,9 +222,10 @@ class Chunks:
         durable: bool,
         hints: Hints,
         depth: int,
+        quantum: int,
         origin: Incarnation | None = None,
     ) -> Staged:
-        """Writes a chunk, the one at ``depth`` of its prompt, under a staging name of its own.
+        """Writes a chunk, the one at ``depth`` of its prompt, used in ``quantum``, under a staging name of its own.
 
         ``origin`` is the incarnation of its image, if it has one.
         """
@@ -232,7 +233,7 @@ class Chunks:
         self._writer.incarnations.record()
         pieces = self._writer.encodings.pieces(expected, incarnation, sections)
         name = places.staged(self._writer.session(), next(self._writer.numbers))
-        stamp = stamp_ns(self.known.quantum(), depth, hints)
+        stamp = stamp_ns(quantum, depth, hints)
         try:
             with self._counters.timed("root", "write") as timed:
                 timed.size_bytes = expected.payload_bytes

@@ -103,6 +103,8 @@ class Publication:
         self.abandoned = ctypes.c_int32(0)
         """Not 0 once nothing more is published. Native code reads it too."""
         self._renewed = False
+        self._quantum = chunks.known.quantum()
+        """Of all its chunks, or those at the end of a long put would outlast their parents."""
 
     def look(self, index: int) -> bool:
         """True if chunk ``index`` is in the store; notes one whose hints this put has to raise."""
@@ -125,7 +127,7 @@ class Publication:
             return
         expected, depths = expected_of(self.wanted, index), self.wanted.depths
         depth = depths[index] if depths else index
-        staged = self._chunks.stage(expected, sections, self._durable, self._hints, depth, origin)
+        staged = self._chunks.stage(expected, sections, self._durable, self._hints, depth, self._quantum, origin)
         if not self._is_chain or self._chunks.root.traits.ordered_publish:
             self._completed({index: staged})
         elif self.abandoned.value:
@@ -148,7 +150,7 @@ class Publication:
         indexes = np.array(depths[first:stop], np.int64) if depths else np.arange(first, stop)
         abandoned = self.abandoned if at_once else None
         return self._chunks.runs.shared_put(
-            run, sizes, indexes, durable=self._durable, hints=self._hints, abandoned=abandoned
+            run, sizes, indexes, durable=self._durable, hints=self._hints, quantum=self._quantum, abandoned=abandoned
         )
 
     def add_turn(self, put: SharedPut) -> tuple[list[int], bool]:

@@ -1,14 +1,17 @@
 """A run in which nodes fill the root of a cluster, and real collectors keep it below its capacity (section 6).
 
 I6: the files never take more than the capacity and 2 % of it, with one credit, or one put if that is larger, of each
-node, and of each that ended. The judge adds up the files of the root, and knows of no key and no counter. It looks from
+node, of each that ended, and of all for each collector that ended. The judge adds up the files of the root, and knows of no key and no counter. It looks from
 the first credit on, while a collector lives. In the end, with all nodes and collectors well, no put is refused.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kvstore.errors import KVStoreError, Overloaded
 from kvstore.meta.usage import Capacity
+from kvstore.recency import QUANTUM_S
 from kvstore_gc.capacity import HEADROOM_SHARE_MAX, Accounts, Publisher
 from kvstore_gc.collector import Service
 from kvstore_gc.config import Config
@@ -82,6 +85,7 @@ class CapacityWorld(World):
         self.capacity_bytes = profile.capacity_chunks * FILE_BYTES
         self._ended_count = 0
         super().__init__(kernel, profile)
+        self.limits = replace(self.limits, quantum_s=QUANTUM_S)  # as collectors expect
         self.pace_s = PACE_S
         self.oracle.grew = self._judge
 
@@ -122,8 +126,8 @@ class CapacityWorld(World):
         self._replace(self.kernel.source.choice(self.hosts))
 
     def _bury(self, victim: Host | Collector) -> None:
-        if isinstance(victim, Host):
-            self._ended_count += 1
+        # A new collector counts the writes of a node that has not reported yet from its first report on.
+        self._ended_count += 1 if isinstance(victim, Host) else self.profile.nodes
         super()._bury(victim)
 
     def _tidy(self, janitor: Collector) -> None:
