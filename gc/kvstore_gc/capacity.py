@@ -40,7 +40,7 @@ RATE_S = 1.0
 """The write rate is measured over this time, and the last high one counts less with each such time."""
 FADE = 0.8
 STEP = 1.5
-"""The headroom grows by this in each such time in which nodes ran short of credit: the rate shows only what they got."""
+"""The headroom grows by this in each such time in which nodes lacked credit: then the rate shows only what they got."""
 LATE_S = 1.0
 """Deletions that are reported within this time after a listing may have been before it, and are not subtracted."""
 

@@ -1,8 +1,8 @@
 """A run in which nodes fill the root of a cluster, and real collectors keep it below its capacity (section 6).
 
 I6: the files never take more than the capacity and 2 % of it, with one credit, or one put if that is larger, of each
-node, of each that ended, and of all for each collector that ended. The judge adds up the files of the root, and knows of no key and no counter. It looks from
-the first credit on, while a collector lives. In the end, with all nodes and collectors well, no put is refused.
+node, of each that ended, and of all for each collector that began. The judge adds up the files of the root, and knows
+of no key and no counter. It looks while there is a credit. In the end, with all well, no put is refused (I7).
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class CapacityWorld(World):
 
     def __init__(self, kernel: Kernel, profile: Profile) -> None:
         self.capacity_bytes = profile.capacity_chunks * FILE_BYTES
-        self._ended_count = 0
+        self._ended_count = profile.nodes * profile.collectors
         super().__init__(kernel, profile)
         self.limits = replace(self.limits, quantum_s=QUANTUM_S)  # as collectors expect
         self.pace_s = PACE_S
