@@ -2,7 +2,7 @@
 
 I6: the files never take more than the capacity and 2 % of it, with one credit, or one put if that is larger, of each
 node, of each that ended, and of all for each collector that began. The judge adds up the files of the root, and knows
-of no key and no counter. It looks while there is a credit. In the end, with all well, no put is refused (I7).
+of no counter. It looks once all nodes have a credit. In the end, with all well, no put is refused (I7).
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvstore.errors import KVStoreError, Overloaded
-from kvstore.meta.usage import Capacity
 from kvstore.recency import QUANTUM_S
 from kvstore_gc.capacity import HEADROOM_SHARE_MAX, Accounts, Publisher
 from kvstore_gc.collector import Service
@@ -84,6 +83,7 @@ class CapacityWorld(World):
     def __init__(self, kernel: Kernel, profile: Profile) -> None:
         self.capacity_bytes = profile.capacity_chunks * FILE_BYTES
         self._ended_count = profile.nodes * profile.collectors
+        self._is_limited = False
         super().__init__(kernel, profile)
         self.limits = replace(self.limits, quantum_s=QUANTUM_S)  # as collectors expect
         self.pace_s = PACE_S
@@ -100,11 +100,10 @@ class CapacityWorld(World):
         return int(1.02 * self.capacity_bytes + (nodes_count + self._ended_count) * most_bytes)
 
     def _judge(self) -> None:
-        found = self.store.get(self.keys.gc_capacity)
-        if found is None or Capacity.from_json(found.value).credit_bytes is None:
-            return
         used_bytes = self.oracle.used_bytes
-        if used_bytes > self.allowed_bytes:
+        if not self._is_limited:
+            self._is_limited = used_bytes <= self.capacity_bytes and all(map(_has_credit, self.hosts))
+        elif used_bytes > self.allowed_bytes:
             self.kernel.fail(
                 f"I6: the files take {used_bytes} bytes of {self.capacity_bytes}, {self.allowed_bytes} allowed"
             )
@@ -157,3 +156,8 @@ class CapacityWorld(World):
             self.kernel.sleep(0.2)
         if refused:
             self.kernel.fail(f"I7: {refused} of {PROOF_PUTS} puts were refused")
+
+
+def _has_credit(host: Host) -> bool:
+    limit = None if host.member is None else host.member.node.gc_view.usage._limit
+    return limit is not None and limit.credit_bytes is not None
