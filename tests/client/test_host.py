@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from kvstore_gc.serving import Collector, opened
+from kvstore_gc.collector import Collector, opened
 
 import kvstore
 from kvstore.cli.fsck import fsck

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kvstore_gc.serving import Collector, opened
+from kvstore_gc.collector import Collector, opened
 
 import kvstore
 from kvstore.connectors.vineyard import FileCacheConfig, KVCache

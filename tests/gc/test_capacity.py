@@ -225,7 +225,8 @@ class Cluster:
 
 def test_a_record_has_a_credit_once_the_root_was_listed() -> None:
     cluster = Cluster()
-    cluster.session(), cluster.session()
+    for _ in range(2):
+        cluster.session()
     publisher, accounts = cluster.collector()
     publisher.tick()
     assert cluster.record is not None and cluster.record.credit_bytes is None
@@ -289,10 +290,12 @@ def test_a_second_collector_publishes_once_the_first_has_left() -> None:
     (first, one), (second, two) = cluster.collector(), cluster.collector()
     for accounts, size in ((one, 100), (two, 200)):
         scanned(accounts, size)
-    first.tick(), second.tick()
+    for each in (first, second):
+        each.tick()
     assert cluster.record is not None and cluster.record.used_bytes == 100
     cluster.clock.advance(TTL_S)
-    cluster.later(second), cluster.later(second)
+    cluster.later(second)
+    cluster.later(second)
     assert cluster.record is not None and cluster.record.used_bytes == 200
 
 
@@ -300,8 +303,10 @@ def test_a_collector_takes_over_from_one_that_ignores_reports() -> None:
     cluster = Cluster()
     node = cluster.session()
     (first, one), (second, two) = cluster.collector(), cluster.collector()
-    scanned(one, 100), scanned(two, 200)
-    first.tick(), second.tick()
+    scanned(one, 100)
+    scanned(two, 200)
+    for each in (first, second):
+        each.tick()
     for _ in range(int(2 * STALE_S / TICK_S)):
         cluster.later(second)
     assert cluster.record is not None and cluster.record.used_bytes == 100, "no report was ignored"
@@ -326,11 +331,14 @@ def test_a_record_without_a_lease_is_replaced() -> None:
 def test_a_collector_reports_the_bytes_that_it_deleted() -> None:
     cluster = Cluster()
     (first, one), (second, two) = cluster.collector(), cluster.collector()
-    first.tick(), second.tick()
-    scanned(one, 500), scanned(two, 500)
+    for each in (first, second):
+        each.tick()
+    scanned(one, 500)
+    scanned(two, 500)
     cluster.clock.advance(LATE_S)
     one.deleted(120)
-    first.tick(), second.tick()
+    for each in (first, second):
+        each.tick()
     assert used(one) == used(two) == 380
 
 
