@@ -1,4 +1,4 @@
-"""One cycle: check, recover open sweeps, list and rank, remove leftovers, evict (gc/PROTOCOL.md).
+"""One cycle: check, recover open sweeps, list and rank, evict, remove leftovers (gc/PROTOCOL.md).
 
 It may stop after any step without harm: the next collector recovers whatever is open then.
 """
@@ -156,10 +156,15 @@ class Cycle:
             self._may_be_torn = self._may_be_torn or report.sweeps["adopted"] > 0
             # Before anything that may take long: no credit is published before the first listing.
             self._rank(summary, self._mine)
+            used_bytes = summary.used_before_bytes
+            self._evict(summary, report)
+            while self._ranking is None and self._publisher is None:  # else the next cycle lists again
+                self._rank(summary, self._mine)
+                self._evict(summary, report)
+            summary.used_before_bytes = used_bytes
             with self._timed(summary, "orphans"):
                 summary.orphans += self._orphans.remove(lambda: self._site.pause(0))
                 summary.orphans += Counter(trash=self._sweeper.lift_unnamed())
-            self._evict(summary, report)
         summary.swept(report)
         self._judge(summary)
         if self._mine and self.is_spent and not summary.reaped.count:
