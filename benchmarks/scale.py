@@ -33,16 +33,17 @@ from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.server import EmbeddedEtcd
 from kvstore.meta.session import Session
 from kvstore.meta.sweeps import VICTIMS_MAX, Condemned, Seq
+from kvstore.meta.usage import Capacity
 from kvstore.namespace import NamespaceId
+from kvstore.node.usage import REPORT_SHARE
 from kvstore.root.identity import RootId, RootIdentity, create_or_open
 from kvstore.root.memory import MemoryRoot
 from kvstore.root.posix import PosixRoot
 from kvstore.sources import RandomIds, SystemClock
-from kvstore_gc.capacity import Watermarks
+from kvstore_gc.capacity import PUBLISH_S_PER_NODE, Accounts
 from kvstore_gc.grace import Spared
 from kvstore_gc.ledger import ANNOUNCEMENTS_PER_S, GROUP_MAX, InFlight, Ledger
 from kvstore_gc.safety import Timings
-from kvstore_gc.signs import WORDS_PER_PACE, room_of
 from kvstore_gc.site import Site
 from kvstore_gc.trash import Trash
 from kvstore_gc.victims import Condemnation, Taken
@@ -272,15 +273,18 @@ def simulated(cluster: Cluster, costs: Costs, source: random.Random) -> Load:
 
 
 def reported(cluster: Cluster) -> tuple[float, float]:
-    """Reports of nodes in a second, and bytes of collectors' words to all of them, while the root fills."""
-    marks = Watermarks(cluster.capacity_bytes, 0.9)
-    marks.surveyed(0, marks.mark())
-    room = room_of(marks, cluster.nodes, 1 << 40)
-    assert room.step_bytes is not None
-    reports_per_s = min(cluster.fill_bytes_per_s / room.step_bytes, cluster.nodes / room.pace_s)
-    words_per_s = min(reports_per_s, WORDS_PER_PACE / room.pace_s)
-    size_bytes = len(room.to_json()) + len(Keys(bytes(16)).gc_room) + EVENT_OVERHEAD_BYTES
-    return reports_per_s, words_per_s * size_bytes * cluster.nodes
+    """Reports of nodes in a second, and bytes of collectors' records to all of them, while the root fills."""
+    accounts = Accounts(cluster.capacity_bytes)
+    accounts.after_scan(0, accounts.before_scan())
+    level = accounts.level
+    assert level is not None
+    credit_bytes = level.spare_bytes // cluster.nodes
+    pace_s = cluster.nodes / ANNOUNCEMENTS_PER_S / 2
+    reports_per_s = min(cluster.fill_bytes_per_s / (REPORT_SHARE * credit_bytes), cluster.nodes / pace_s)
+    records_per_s = min(reports_per_s, 1 / (PUBLISH_S_PER_NODE * cluster.nodes))
+    record = Capacity(1 << 40, level.used_bytes, level.capacity_bytes, credit_bytes, False, level.headroom_bytes)
+    size_bytes = len(record.to_json()) + len(Keys(bytes(16)).gc_capacity) + EVENT_OVERHEAD_BYTES
+    return reports_per_s, records_per_s * size_bytes * cluster.nodes
 
 
 def show(cluster: Cluster, costs: Costs, load: Load) -> None:

@@ -1,215 +1,254 @@
-"""The level of the root between two surveys.
+"""The space of the root between two listings, and what nodes may write (gc/PROTOCOL.md, section 6).
 
-A survey lists every file and is exact, but takes long. Until the next one, used bytes are those of the last survey plus
-the bytes that nodes reported to have written or to be about to write, less those that nodes and collectors reported to
-have deleted. If a survey and a report overlap, writes count twice and deletions not at all until the next survey: too
-early a round is better than a full disk. Other programs on the same file system change neither sum. They change the
-free space, and so the capacity if free space is short.
+A listing is exact, but takes long. Until the next one, used bytes are those of the last listing, plus the bytes that
+nodes reported to have written since, less those that were deleted. Where a listing and a report overlap, writes count
+twice and deletions not at all until the next listing: eviction that begins too early is better than a full disk.
+
+``Accounts`` does the arithmetic. ``Publisher`` reads reports and publishes the result, on a thread of its own, because
+a cycle may take minutes. If the root hangs, that thread hangs as well: then the collector's lease ends, others take its
+shards, and its record ends.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
+from contextlib import suppress
 from dataclasses import dataclass
 
+from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
+from kvstore.meta.interface import Absent, Delete, KeyValue, LeaseGone, LeaseId, ModifiedAt, Put, Watch, WatchLost
 from kvstore.meta.keys import SessionId
-from kvstore.meta.usage import Usage
+from kvstore.meta.session import live_sessions
+from kvstore.meta.usage import Capacity, Usage
 from kvstore.root.interface import Space
 from kvstore.sources import Clock, SystemClock
+from kvstore_gc.membership import Collectors
+from kvstore_gc.site import Site
+from kvstore_gc.threads import OutageLog, Stop, Stopped
 
-GROWTH_SHARE = 0.01
-"""If no round could bring the root below the high watermark (all pinned), the next waits for this many new bytes."""
-LATE_S_MIN = 1.0
-"""The time within which a deletion is reported, if nodes are few (``signs.room_of``)."""
+log = logging.getLogger(__name__)
+
+HEADROOM_SHARE = 0.05
+"""The least share of the capacity that eviction keeps free ..."""
+HEADROOM_SHARE_MAX = 0.25
+"""... and the largest."""
+LATENCY_S_MIN = 0.1
+RATE_S = 1.0
+"""The write rate is measured over this time, and the last high one counts less with each such time."""
+FADE = 0.8
+STEP = 1.5
+"""The headroom grows by this in each such time in which nodes lacked credit: then the rate shows only what they got."""
+LATE_S = 1.0
+"""Deletions that are reported within this time after a listing may have been before it, and are not subtracted."""
+
+TICK_S = 0.25
+"""Time between two ticks of the publisher without a report, and between two looks at the free space."""
+REST_S = 0.02
+"""Time between two ticks while nodes write, and the shortest one."""
+COUNT_S = 0.25
+"""The greatest age of the number of nodes."""
+PUBLISH_S_PER_NODE = 0.001
+"""The record is written at most once in this time for each node that reads it."""
+CHANGE_SHARE = 1 / 8
+"""A credit, or used bytes, that changed by this share are published without a new report."""
+STALE_S = 2.0
+"""If the collector that publishes has ignored reports for this long, another one takes over."""
+ANSWER_S = 3.0
+"""Time for nodes to report before the first listing. A node that does not is waited for once."""
+BATCHES_MAX = 1000
+"""Batches of events read in one go."""
 NONE = Usage()
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """The used bytes of the root, as far as anybody knows. Watermarks are shares of ``capacity_bytes``."""
+    """The space of the root: used bytes, the capacity, and the part of it that eviction keeps free."""
 
     used_bytes: int
     capacity_bytes: int
+    headroom_bytes: int
 
-    def over(self, share: float) -> bool:
-        """True if more than that share of the capacity is used."""
-        return self.used_bytes > share * self.capacity_bytes
+    @property
+    def target_bytes(self) -> int:
+        """Eviction keeps used bytes below this."""
+        return self.capacity_bytes - self.headroom_bytes
+
+    @property
+    def excess_bytes(self) -> int:
+        """Bytes to evict."""
+        return max(0, self.used_bytes - self.target_bytes)
+
+    @property
+    def spare_bytes(self) -> int:
+        """What all nodes together may write before more is evicted.
+
+        Half of the headroom at most. The other half is for nodes whose last credit was larger.
+        """
+        half_bytes = self.headroom_bytes // 2
+        return min(half_bytes, max(0, self.capacity_bytes - half_bytes - self.used_bytes))
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """The reports that were known when a listing began, and the reporters that were gone."""
+    """The reports that were known when a listing began, and the reporters that had ended."""
 
     reported: Mapping[SessionId, Usage]
-    gone: Set[SessionId]
-    losses: int
-    """How often the level had been forgotten."""
+    ended: Set[SessionId]
 
 
-class Watermarks:
+class Accounts:
     """Follows the used bytes of one root. Thread-safe; does no I/O.
 
-    ``max_bytes`` limits what the root's files may take; None: all the room there is. If other programs leave the file
-    system less room than that, its room counts. Rounds delete above the share ``high``.
+    A cycle calls ``before_scan``, ``after_scan`` and ``deleted``. ``max_bytes`` limits what the root's files may take;
+    None: all the space there is.
     """
 
-    def __init__(self, max_bytes: int | None, high: float, clock: Clock | None = None) -> None:
-        self.high = high
-        self.late_s = LATE_S_MIN
-        """The time within which a deletion is reported."""
+    def __init__(self, max_bytes: int | None, clock: Clock | None = None) -> None:
         self._max_bytes = max_bytes
         self._clock = clock or SystemClock()
         self._lock = threading.RLock()
         # Guarded by _lock, all below.
         self._limit_bytes = max_bytes
         self._free_bytes: int | None = None
-        self._is_settled = False
-        """True once a round has done everything possible about the last survey."""
-        # Reports. A reporter whose key is gone keeps its last report: its bytes are still there.
+        self._used_then_bytes: int | None = None
+        """Used bytes when the free bytes were measured."""
+        self._is_blocked = False
+        # Reports. A reporter whose key ended keeps its last report: its bytes are still there.
         self._reported: dict[SessionId, Usage] = {}
-        self._gone: set[SessionId] = set()
+        self._ended: set[SessionId] = set()
         self._unheard: set[SessionId] = set()
-        self._answered: dict[SessionId, Usage] = {}
-        """The first answers since the mark of nodes that were unheard then."""
-        self._reaped_bytes = 0
-        # The last survey, and the reports up to it.
-        self._surveyed_bytes: int | None = None
-        self._losses = 0
-        self._free_then_bytes: int | None = None
+        """Nodes that had not reported when the last listing began."""
+        self._deleted_bytes = 0
+        # The last listing, and the reports up to it.
+        self._scanned_bytes: int | None = None
         self._base: dict[SessionId, Usage] = {}
-        self._reaped_base = 0
-        self._settles_s = 0.0
-        self._ignored_bytes = 0
-        """Bytes that others deleted since the survey, and that are not subtracted: the survey may lack them."""
+        self._deleted_base = 0
+        self._scanned_s = -math.inf
+        self._others_bytes: int | None = None
+        """Used bytes as another collector publishes them, and had it known of our deletions from then on ..."""
+        self._others_headroom_bytes = 0
+        """... and its headroom."""
+        # Rates.
+        self._largest_bytes = 0
+        self._written_bytes = self._measured_bytes = 0
+        self._measured_s = self._clock.monotonic_s()
+        self._rate = 0.0
+        self._latency_s = LATENCY_S_MIN
+        self._growth = 1.0
+        self._was_short = False
 
-    @property
-    def stop(self) -> float:
-        """The share above which nodes should shed puts: in the middle between the high watermark and full."""
-        return (self.high + 1) / 2
+    # Called by a cycle
 
-    @property
-    def limit_bytes(self) -> int | None:
-        """The smallest limit of this collector and the others that are there."""
-        return self._limit_bytes
+    def before_scan(self, unheard: frozenset[SessionId] = frozenset()) -> Mark:
+        """Call it before the root is listed. ``unheard`` are nodes that have not reported yet."""
+        with self._lock:
+            self._unheard = set(unheard)
+            return Mark(dict(self._reported), set(self._ended))
+
+    def after_scan(self, used_bytes: int, mark: Mark) -> None:
+        """Notes the sum of all files that were listed since ``mark``. Concurrent writes may count twice."""
+        with self._lock:
+            self._scanned_s, self._scanned_bytes = self._clock.monotonic_s(), used_bytes
+            self._used_then_bytes = used_bytes
+            self._deleted_base = self._deleted_bytes
+            for reporter in mark.ended & self._ended:
+                self._reported.pop(reporter, None)
+            self._ended &= self._reported.keys()
+            for reporter, usage in self._reported.items():
+                if reporter not in mark.reported and reporter in self._base:
+                    continue  # an unheard node, which reported while the root was listed
+                written_bytes = mark.reported.get(reporter, NONE).written_bytes
+                self._base[reporter] = Usage(written_bytes, usage.removed_bytes)
+            self._base = {reporter: base for reporter, base in self._base.items() if reporter in self._reported}
+
+    def deleted(self, size_bytes: int) -> None:
+        """Notes that this collector deleted a file."""
+        with self._lock:
+            self._deleted_bytes += size_bytes
+            self._is_blocked = False
+            if self._others_bytes is not None:
+                self._others_bytes -= size_bytes
+
+    def blocked(self) -> None:
+        """Notes that nothing can be evicted."""
+        with self._lock:
+            self._is_blocked = True
+
+    def evicted(self, took_s: float) -> None:
+        """Notes the time from the choice of chunks to their deletion."""
+        with self._lock:
+            self._latency_s = max(LATENCY_S_MIN, took_s, FADE * self._latency_s)
+
+    # Called by the publisher
 
     def limited(self, others_bytes: int | None) -> None:
         """Notes the smallest limit of the other collectors; None: they have none."""
         limits = [limit for limit in (self._max_bytes, others_bytes) if limit is not None]
-        limit_bytes = min(limits) if limits else None
         with self._lock:
-            if limit_bytes != self._limit_bytes:
-                self._limit_bytes, self._is_settled = limit_bytes, False  # the last round settled another limit
+            self._limit_bytes = min(limits) if limits else None
 
-    # Facts about the root come in
-
-    def mark(self, unheard: frozenset[SessionId] = frozenset()) -> Mark:
-        """Call it before the root is listed. ``unheard`` are nodes whose reports are older than this moment."""
+    def reported(self, reporter: SessionId, usage: Usage) -> None:
+        """Notes a report of a node or of another collector."""
         with self._lock:
-            self._unheard, self._answered = set(unheard), {}
-            return Mark(dict(self._reported), set(self._gone), self._losses)
-
-    def surveyed(self, used_bytes: int, mark: Mark) -> None:
-        """Notes the sum of all files that were listed since ``mark``. Writes meanwhile may count twice.
-
-        Does nothing if the level was forgotten meanwhile: the listing may lack what nobody reports.
-        """
-        with self._lock:
-            if mark.losses != self._losses:
-                return
-            self._settles_s = self._clock.monotonic_s() + self.late_s
-            self._surveyed_bytes, self._is_settled = used_bytes, False
-            self._free_then_bytes = self._free_bytes
-            self._reported = {
-                reporter: usage
-                for reporter, usage in self._reported.items()
-                if reporter not in mark.gone or usage != mark.reported.get(reporter)
-            }
-            self._base = {
-                reporter: Usage(
-                    self._answered.get(reporter, mark.reported.get(reporter, NONE)).written_bytes, usage.removed_bytes
-                )
-                for reporter, usage in self._reported.items()
-            }
-            self._gone &= self._reported.keys()
-            self._reaped_base = self._reaped_bytes
-            self._ignored_bytes = 0
-
-    def forget(self) -> None:
-        """Forgets the level until the next survey: files may have been written that nobody reports (rule S8)."""
-        with self._lock:
-            self._surveyed_bytes, self._losses = None, self._losses + 1
-
-    def reported(self, reporter: SessionId, usage: Usage, *, is_answer: bool) -> None:
-        """Notes a report of a node or another collector. ``is_answer``: it came after a collector had asked for it."""
-        with self._lock:
+            is_new = reporter not in self._reported
             before = self._reported.get(reporter, NONE)
             now = self._reported[reporter] = before.latest(usage)
-            self._gone.discard(reporter)
-            if is_answer and reporter in self._unheard:
-                # Its report before was older than the survey: nobody knows how much of the difference was listed.
-                # Counting all of it might fill the root with the work of hours. The next survey sees the rest.
+            self._ended.discard(reporter)
+            self._is_blocked = self._is_blocked and now.removed_bytes == before.removed_bytes
+            if reporter in self._unheard:
+                # What it wrote before the listing was listed: how much that is, only the next listing tells.
                 self._unheard.discard(reporter)
-                self._base[reporter] = self._answered[reporter] = now
-            removed_bytes = now.removed_bytes - before.removed_bytes
-            if removed_bytes and self._clock.monotonic_s() < self._settles_s:
-                # Perhaps deleted before the listing ended, and so not in it.
-                base = self._base.get(reporter, NONE)
-                self._base[reporter] = Usage(base.written_bytes, base.removed_bytes + removed_bytes)
-                self._ignored_bytes += removed_bytes
+                self._base[reporter] = now
+                return
+            self._written_bytes += 0 if is_new else now.written_bytes - before.written_bytes
+            self._largest_bytes = max(self._largest_bytes, now.largest_put_bytes)
+            if self._clock.monotonic_s() < self._scanned_s + LATE_S:
+                base, late_bytes = self._base.get(reporter, NONE), now.removed_bytes - before.removed_bytes
+                self._base[reporter] = Usage(base.written_bytes, base.removed_bytes + late_bytes)
 
-    def gone(self, reporter: SessionId) -> None:
-        """Notes that the key of a reporter is gone."""
+    def ended(self, reporter: SessionId) -> None:
+        """Notes that the key of a reporter ended."""
         with self._lock:
-            self._gone.add(reporter)
+            self._ended.add(reporter)
 
-    def reaped(self, size_bytes: int) -> None:
-        """Notes that this collector deleted something."""
-        with self._lock:
-            self._reaped_bytes += size_bytes
+    def published(self, record: Capacity | None) -> None:
+        """Notes what another collector publishes; None: this one does.
 
-    def followed(self, space: Space) -> None:
-        """Notes the space as it is now."""
-        with self._lock:
-            self._free_bytes = space.free_bytes
-
-    def settled(self) -> None:
-        """Notes that a round is over, and did everything possible about the chunks that it listed."""
-        with self._lock:
-            self._is_settled = True
-
-    # Conclusions come out
-
-    @property
-    def reaped_bytes(self) -> int:
-        """All bytes that this collector deleted."""
-        with self._lock:
-            return self._reaped_bytes
-
-    @property
-    def pending_bytes(self) -> int:
-        """Bytes of puts that are under way, or wait for room. Those of a reporter that is gone count until a listing
-        after its end: it may have heard that there is room.
+        Its listing may be newer, and have what no node reported. So all evict by the same level.
         """
         with self._lock:
-            return self.asked_bytes + sum(usage.pending_bytes for usage in self._reported.values())
+            self._others_bytes = None if record is None else record.used_bytes
+            self._others_headroom_bytes = 0 if record is None else record.headroom_bytes or 0
 
-    @property
-    def asked_bytes(self) -> int:
-        """Bytes of puts that wait for room: no reason to refuse others at once."""
+    def measured(self, space: Space) -> None:
+        """Notes the space as it is now, and measures the write rate."""
         with self._lock:
-            return sum(usage.asked_bytes for usage in self._reported.values())
+            self._free_bytes, self._used_then_bytes = space.free_bytes, self._used_bytes
+            span_s = self._clock.monotonic_s() - self._measured_s
+            if span_s >= RATE_S:
+                rate = (self._written_bytes - self._measured_bytes) / span_s
+                self._rate = max(rate, FADE * self._rate)
+                self._measured_s, self._measured_bytes = self._clock.monotonic_s(), self._written_bytes
+                self._latency_s = max(LATENCY_S_MIN, FADE * self._latency_s)
+                most = HEADROOM_SHARE_MAX / HEADROOM_SHARE
+                self._growth = min(STEP * self._growth, most) if self._was_short else max(1.0, FADE * self._growth)
+                self._was_short = False
+
+    # Results
 
     @property
-    def gone_count(self) -> int:
-        """The reporters that are gone since the last survey. They may have written more than their last report says."""
+    def deleted_bytes(self) -> int:
+        """All bytes that this collector deleted."""
         with self._lock:
-            return len(self._gone)
+            return self._deleted_bytes
 
     @property
-    def is_surveyed(self) -> bool:
-        """True once the root was listed."""
-        return self._surveyed_bytes is not None
+    def limit_bytes(self) -> int | None:
+        """The smallest limit of this collector and the others; None if they have none."""
+        return self._limit_bytes
 
     @property
     def is_known(self) -> bool:
@@ -217,54 +256,332 @@ class Watermarks:
         return self._limit_bytes is not None or self._free_bytes is not None
 
     @property
-    def level(self) -> Level | None:
-        """The level now; None before the first survey, or if neither room nor a limit is known."""
-        with self._lock:
-            if self._surveyed_bytes is None:
-                return None
-            growth_bytes = self._taken_bytes - self._removed_bytes - (self._reaped_bytes - self._reaped_base)
-            used_bytes = max(0, self._surveyed_bytes + growth_bytes)
-            room_bytes = None  # for puts under way as well, which take from the free space later
-            if self._free_bytes is not None:
-                room_bytes = used_bytes - self.pending_bytes + self._free_bytes
-            limits = [limit for limit in (self._limit_bytes, room_bytes) if limit is not None]
-            return Level(used_bytes, min(limits)) if limits else None
+    def is_scanned(self) -> bool:
+        """True once the root was listed."""
+        return self._scanned_bytes is not None
 
     @property
-    def is_urgent(self) -> bool:
-        """True if a round should begin at once: over the high watermark, and written to since the last one listed.
-
-        Writes while it listed count as well: the round may not have seen them, and they may have filled the root up to
-        where nodes stop, so that nothing more is written. Free space that shrank by more than was reported may be
-        growth as well, of nodes without a session: a survey tells. So it does about deletions that were not subtracted,
-        which may have brought the root below the mark. A level that was forgotten is needed at once.
-        """
+    def is_full(self) -> bool:
+        """True if nothing can be evicted, and no space is left for nodes to write."""
         with self._lock:
             level = self.level
-            if level is None:
-                return self._losses > 0 and self._surveyed_bytes is None
-            feared_bytes = self._feared_bytes(level)
-            if feared_bytes <= self.high * level.capacity_bytes:
-                return False
-            unseen_bytes = self._taken_bytes + self._ignored_bytes + feared_bytes - level.used_bytes
-            return not self._is_settled or unseen_bytes >= GROWTH_SHARE * level.capacity_bytes
-
-    def _feared_bytes(self, level: Level) -> int:
-        """The used bytes if all the free space that was lost since the survey went to our files."""
-        if self._surveyed_bytes is None or self._free_then_bytes is None or self._free_bytes is None:
-            return level.used_bytes
-        return max(level.used_bytes, self._surveyed_bytes + self._free_then_bytes - self._free_bytes)
+            return self._is_blocked and level is not None and not level.spare_bytes
 
     @property
-    def _taken_bytes(self) -> int:
-        """Bytes that others wrote since the listing of the survey began, and those of their puts under way."""
-        return self.pending_bytes + sum(
-            now.written_bytes - self._base.get(reporter, NONE).written_bytes for reporter, now in self._reported.items()
-        )
+    def excess_bytes(self) -> int:
+        """Bytes to evict; 0 if the level is unknown."""
+        level = self.level
+        return 0 if level is None else level.excess_bytes
 
     @property
-    def _removed_bytes(self) -> int:
-        """Bytes that others deleted since the survey ended."""
-        return sum(
-            now.removed_bytes - self._base.get(reporter, NONE).removed_bytes for reporter, now in self._reported.items()
-        )
+    def level(self) -> Level | None:
+        """The level now; None before the first listing, or if neither free space nor a limit is known."""
+        with self._lock:
+            used_bytes = self._used_bytes
+            if used_bytes is None:
+                return None
+            used_bytes = max(used_bytes, self._others_bytes or 0)
+            limits = [] if self._limit_bytes is None else [self._limit_bytes]
+            if self._free_bytes is not None:
+                then_bytes = used_bytes if self._used_then_bytes is None else self._used_then_bytes
+                limits.append(then_bytes + self._free_bytes)
+            if not limits:
+                return None
+            capacity_bytes = min(limits)
+            headroom_bytes = self._growth * max(
+                HEADROOM_SHARE * capacity_bytes,
+                2 * self._largest_bytes,
+                2 * self._rate * self._latency_s,
+            )
+            headroom_bytes = max(headroom_bytes, self._others_headroom_bytes)
+            level = Level(used_bytes, capacity_bytes, int(min(headroom_bytes, HEADROOM_SHARE_MAX * capacity_bytes)))
+            self._was_short = self._was_short or 2 * level.spare_bytes < level.headroom_bytes // 2
+            return level
+
+    @property
+    def _used_bytes(self) -> int | None:
+        if self._scanned_bytes is None:
+            return None
+        used_bytes = self._scanned_bytes - (self._deleted_bytes - self._deleted_base)
+        for reporter, usage in self._reported.items():
+            base = self._base.get(reporter, NONE)
+            used_bytes += usage.written_bytes - base.written_bytes - (usage.removed_bytes - base.removed_bytes)
+        return max(0, used_bytes)
+
+
+class Publisher:
+    """Reads the reports under ``usage/`` and writes ``gc/capacity`` and this collector's own report.
+
+    ``start`` does so until a stop is requested. Another thread calls ``unheard``.
+    """
+
+    def __init__(self, site: Site, accounts: Accounts, collectors: Collectors | None = None) -> None:
+        """Without ``collectors`` it only measures the free space: for a single cycle."""
+        self._root = site.root
+        self._meta = site.meta
+        self._keys = site.keys
+        self._clock = site.clock
+        self._timeout_s = site.timeout_s
+        self._accounts = accounts
+        self._collectors = collectors
+        self._watch: Watch | None = None
+        self._written_at: dict[SessionId, int] = {}
+        """The revision of each live report."""
+        self._mine: set[SessionId] = set()
+        self._reported_base = self._reported_bytes = 0
+        self._revision = 0
+        """All reports up to it were read."""
+        self._published: Capacity | None = None
+        self._published_at = 0
+        """The mod_revision of our record; 0: it is not ours."""
+        self._published_by: LeaseId | None = None
+        self._published_s = -math.inf
+        self._seen_at: tuple[int, float] = (0, -math.inf)
+        """The mod_revision of another collector's record, and since when it has that one."""
+        self._again_s = -math.inf
+        self._nodes_count, self._counted_s = 0, -math.inf
+        self._silent: frozenset[SessionId] = frozenset()
+        self._ticked_s = self._clock.monotonic_s()
+        self._measured_s = -math.inf
+        self._meta_outage = OutageLog("place", self._clock)
+        self._root_outage = OutageLog("space", self._clock)
+        self._thread: threading.Thread | None = None
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the last tick ended. If it is long, the root or etcd hangs."""
+        return self._clock.monotonic_s() - self._ticked_s
+
+    @property
+    def etcd_fails(self) -> bool:
+        """True if etcd did not answer the last time."""
+        return self._meta_outage.lasts
+
+    def start(self, stop: Stop) -> None:
+        """Starts the thread."""
+        self._thread = threading.Thread(target=self._run, args=(stop,), name="kvstore-gc capacity", daemon=True)
+        self._thread.start()
+
+    def join(self, timeout_s: float) -> None:
+        """Waits for the thread after a stop was requested; if it hangs, it ends with the program."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def unheard(self, pause: Callable[[float], object]) -> frozenset[SessionId]:
+        """Returns the nodes that have not reported since a collector publishes, after waiting for them a little.
+
+        Raises Unavailable, PermissionDenied, and what ``pause`` raises.
+        """
+        if not self._accounts.is_known:
+            return frozenset()  # without a limit nodes' writes are compared with nothing
+        until_s = self._clock.monotonic_s() + ANSWER_S
+        while True:
+            record = self._meta.get(self._keys.gc_capacity, self._timeout_s)
+            missing = frozenset(live_sessions(self._meta, self._keys, self._timeout_s))
+            if record is not None:
+                created = record.create_revision
+                missing = frozenset(id for id in missing if self._written_at.get(id, 0) <= created)
+            if missing <= self._silent or self._clock.monotonic_s() >= until_s:
+                self._silent = missing
+                return missing
+            pause(REST_S)
+
+    def tick(self) -> None:
+        """Does everything once. A failure is logged once; the next tick tries again."""
+        if self._clock.monotonic_s() - self._measured_s >= TICK_S:
+            self._measure()
+        try:
+            if self._collectors is not None:
+                self._collectors.beat()
+                self._accounts.limited(self._collectors.smallest_bytes)
+                self._follow()
+                self._report()
+                self._publish()
+            self._meta_outage.ended()
+        except KVStoreError as error:
+            self._meta_outage.failed(error)
+        self._ticked_s = self._clock.monotonic_s()
+
+    def _run(self, stop: Stop) -> None:
+        try:
+            while True:
+                self.tick()
+                stop.pause(REST_S)
+                if not self._accounts.excess_bytes:  # else a deletion is news as well
+                    self._wait(stop, TICK_S - REST_S)
+        except Stopped:
+            return
+        finally:
+            if self._watch is not None:
+                self._watch.close()
+
+    def _wait(self, stop: Stop, wait_s: float) -> None:
+        """Waits for a report."""
+        if self._collectors is None or self._meta_outage.lasts:
+            stop.pause(wait_s)
+            return
+        try:
+            self._follow(wait_s)
+        except KVStoreError as error:
+            self._meta_outage.failed(error)
+
+    def _measure(self) -> None:
+        try:
+            self._accounts.measured(self._root.space())
+            self._root_outage.ended()
+        except KVStoreError as error:
+            self._root_outage.failed(error)
+        self._measured_s = self._clock.monotonic_s()
+
+    # Reports
+
+    def _follow(self, wait_s: float = 0.0) -> None:
+        """Reads new reports, waiting up to ``wait_s`` for the first. Raises Unavailable, PermissionDenied."""
+        if self._watch is None:
+            self._read()
+            return
+        try:
+            for _ in range(BATCHES_MAX):
+                events = self._watch.next(wait_s)
+                if events is None:
+                    return
+                for event in events:
+                    self._take(event.key, event.kv)
+                    self._revision = max(self._revision, event.revision)
+                wait_s = 0.0
+        except WatchLost:
+            self._watch.close()
+            self._watch = None
+            self._read()
+
+    def _read(self) -> None:
+        snapshot = self._meta.list(self._keys.usage, self._timeout_s)
+        found = {kv.key for kv in snapshot.items}
+        for reporter in list(self._written_at):
+            if self._keys.usage_of(reporter) not in found:
+                self._take(self._keys.usage_of(reporter), None)
+        for kv in snapshot.items:
+            self._take(kv.key, kv)
+        self._watch = self._meta.watch(self._keys.usage, snapshot.revision + 1)
+        self._revision = snapshot.revision
+
+    def _take(self, key: str, kv: KeyValue | None) -> None:
+        reporter = self._keys.parse_session(key)
+        if reporter is None or reporter in self._mine:
+            return
+        if kv is None:
+            self._written_at.pop(reporter, None)
+            self._accounts.ended(reporter)
+            return
+        try:
+            usage = Usage.from_json(kv.value)
+        except InvalidRequest:
+            return  # its node is not counted, and stops
+        self._written_at[reporter] = kv.mod_revision
+        self._accounts.reported(reporter, usage)
+
+    def _report(self) -> None:
+        """Reports the bytes that this collector has deleted, if they changed. Raises Unavailable, PermissionDenied."""
+        assert self._collectors is not None
+        mine, deleted_bytes = self._collectors.me, self._accounts.deleted_bytes
+        if mine is None:
+            return
+        if mine[0] not in self._mine:
+            # Bytes that the report before this one lacked are left to the others' next listings: it may have arrived.
+            self._mine.add(mine[0])
+            self._reported_base = self._reported_bytes = deleted_bytes
+        if deleted_bytes == self._reported_bytes:
+            return
+        usage = Usage(0, deleted_bytes - self._reported_base)
+        try:
+            self._meta.put(self._keys.usage_of(mine[0]), usage.to_json(), mine[1], self._timeout_s)
+        except LeaseGone as gone:
+            raise Unavailable("the collector's lease ended: it joins again") from gone
+        self._reported_bytes = deleted_bytes
+
+    # The record
+
+    def _publish(self) -> None:
+        """Writes the record if it has changed. Raises Unavailable, PermissionDenied."""
+        assert self._collectors is not None
+        mine, now_s = self._collectors.me, self._clock.monotonic_s()
+        if mine is None or not self._accounts.is_known or now_s < self._again_s:
+            return
+        if self._published_by != mine[1]:
+            self._published, self._published_at = None, 0  # a record under an older lease ends with it
+        if self._published is not None and now_s - self._published_s < PUBLISH_S_PER_NODE * self._nodes_count:
+            return
+        if now_s - self._counted_s >= COUNT_S:
+            self._nodes_count, self._counted_s = self._meta.count(self._keys.sessions, self._timeout_s), now_s
+        record = self._record()
+        if self._published is None or is_news(self._published, record):
+            self._write(record, mine[1])
+
+    def _record(self) -> Capacity:
+        level = self._accounts.level
+        if level is None:
+            return Capacity(self._revision)  # the first listing has not ended: nodes report where they begin
+        # Those whose reports are counted have a share, also if they began after the sessions were counted.
+        nodes_count = max(1, self._nodes_count, len(self._written_at))
+        credit_bytes = level.spare_bytes // nodes_count
+        counts = self._revision, level.used_bytes, level.capacity_bytes, credit_bytes
+        return Capacity(*counts, self._accounts.is_full, level.headroom_bytes)
+
+    def _write(self, record: Capacity, lease: LeaseId) -> None:
+        self._published_s = self._clock.monotonic_s()
+        if record.is_full and not (self._published and self._published.is_full):
+            log.warning(
+                "gc.full nodes refuse puts until something can be evicted: used_bytes=%s capacity_bytes=%s",
+                record.used_bytes,
+                record.capacity_bytes,
+            )
+        key = self._keys.gc_capacity
+        compare = ModifiedAt(key, self._published_at) if self._published_at else Absent(key)
+        try:
+            written = self._meta.txn((compare,), (Put(key, record.to_json(), lease),), self._timeout_s)
+        except LeaseGone as gone:
+            raise Unavailable("the collector's lease ended: it joins again") from gone
+        if written.succeeded:
+            self._published, self._published_at, self._published_by = record, written.revision, lease
+            self._accounts.published(None)
+        else:
+            self._published, self._published_at = None, 0
+            self._yield_to(self._meta.get(key, self._timeout_s), lease)
+
+    def _yield_to(self, other: KeyValue | None, lease: LeaseId) -> None:
+        """Leaves the record to the collector that publishes, unless that one has died or the record has no lease."""
+        now_s = self._clock.monotonic_s()
+        if other is None:
+            return
+        if other.lease == lease:  # ours, whose reply was lost
+            self._published_at, self._published_by = other.mod_revision, lease
+            return
+        if not other.lease:
+            log.warning("gc.stray_key key=%s has no lease, so no collector put it: deleted", other.key)
+            self._meta.txn((ModifiedAt(other.key, other.mod_revision),), (Delete(other.key),), self._timeout_s)
+            return
+        with suppress(InvalidRequest):
+            self._accounts.published(Capacity.from_json(other.value))
+        if self._seen_at[0] != other.mod_revision:
+            self._seen_at = other.mod_revision, now_s
+        elif now_s - self._seen_at[1] >= STALE_S and max(self._written_at.values(), default=0) > other.mod_revision:
+            # It ignores reports: killed or stopped. Deleting it first has nodes report to us.
+            log.warning("gc.takes_over the collector that published the capacity has ignored reports for %g s", STALE_S)
+            self._meta.txn((ModifiedAt(other.key, other.mod_revision),), (Delete(other.key),), self._timeout_s)
+            return
+        self._again_s = now_s + TICK_S
+
+
+def is_news(published: Capacity, record: Capacity) -> bool:
+    """True if nodes need ``record`` after ``published``."""
+    return (
+        record.revision > published.revision
+        or record.is_full != published.is_full
+        or (record.credit_bytes is None) != (published.credit_bytes is None)
+        or _differ(record.credit_bytes or 0, published.credit_bytes or 0)
+        or _differ(record.used_bytes or 0, published.used_bytes or 0)  # for people: nodes do not need it
+    )
+
+
+def _differ(now_bytes: int, then_bytes: int) -> bool:
+    return abs(now_bytes - then_bytes) > CHANGE_SHARE * max(now_bytes, then_bytes)

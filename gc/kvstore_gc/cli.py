@@ -27,8 +27,8 @@ from kvstore.meta.keys import parse_id
 from kvstore.security.networks import is_loopback
 from kvstore.version import VERSION
 from kvstore.writes import BOUND_BYTES_MIN
+from kvstore_gc.collector import Collector, opened
 from kvstore_gc.config import Config, read_config
-from kvstore_gc.serving import Collector, opened
 from kvstore_gc.summary import Summary
 
 log = logging.getLogger(__name__)
@@ -41,10 +41,6 @@ class Limits:
     """The limits of a collector: options win over the policy file."""
 
     room: Room = group(Room)
-    high: float | None = option(
-        "--high", type=float, help="Delete chunks if more than this share of --max-bytes is used.  [default: 0.9]"
-    )
-    low: float | None = option("--low", type=float, help="... until no more than this share is used.  [default: 0.8]")
     policy: str | None = option(
         "--policy", metavar="FILE", help="TOML file with all of these, and quotas; options win over it."
     )
@@ -57,11 +53,9 @@ class Limits:
         given: dict[str, Any] = {
             "ttl_s": self.room.ttl_s,
             "max_bytes": self.room.max_bytes,
-            "high": self.high,
-            "low": self.low,
         }
         config = replace(config, **{name: value for name, value in given.items() if value is not None})
-        config.goals((), config.max_bytes)  # checked before anything is opened
+        config.goals(())  # checked before anything is opened
         if config.max_bytes is not None:
             _check_unit("max_bytes", config.max_bytes)
         for share in config.shares:
@@ -105,7 +99,7 @@ class Rounds:
     niceness: int = option(
         "--nice",
         type=click.IntRange(0, 19),
-        default=10,
+        default=0,
         show_default=True,
         metavar="N",
         help="Give way to other programs of this host, as nice(1) does; 0: none.",
@@ -155,11 +149,10 @@ class Rounds:
 def command(cluster: ClusterAccess, limits: Limits, rounds: Rounds) -> None:
     """Delete the least useful chunks of a root while nodes use it.
 
-    A chunk is deleted when its time to live is over. If more than --high of the room is used, the least useful chunks
-    are deleted. Chunks that are held by a request or pinned stay. Several collectors on one root share the work; give
-    all of them the same limits. The smallest --max-bytes applies to all.
-
-    Without --etcd it is for the processes of this host that opened the folder --root themselves (kvstore.open).
+    A chunk is deleted when its time to live is over. With --interval the least useful chunks are deleted all the time,
+    so that a twentieth of the capacity, or more while nodes write fast, stays free. Chunks that are held by a request
+    or pinned stay. Several collectors on one root share the work; give all of them the same limits. The smallest
+    --max-bytes applies to all.
 
     On SIGTERM or Ctrl-C it ends at once; the next round of any collector finishes what it had begun.
 
@@ -169,7 +162,7 @@ def command(cluster: ClusterAccess, limits: Limits, rounds: Rounds) -> None:
     \b
     A policy file:
       ttl = "7d"                  # nothing stays unused for longer
-      max_bytes = "2TiB"          # also high = 0.9, low = 0.8
+      max_bytes = "2TiB"
       order = "uses"              # what goes first; or "lru"
       [[quota]]
       tenant = "acme"             # all namespaces of a tenant together
@@ -183,7 +176,6 @@ def command(cluster: ClusterAccess, limits: Limits, rounds: Rounds) -> None:
       kvstore-gc --root /mnt/kv --etcd 10.0.0.5:2379 --interval 60s --max-bytes 2TiB --ttl 7d
       kvstore-gc --root /mnt/kv --etcd 10.0.0.5:2379 --dry-run --ttl 1d
       kvstore-gc --root /mnt/kv --etcd 10.0.0.5:2379 --once --json
-      kvstore-gc --root /data/kv --once --max-bytes 200GiB
     """
     rounds.check()
     check_free("--metrics", [rounds.metrics])

@@ -3,9 +3,7 @@
 The file (``--policy``) is TOML; options override it:
 
     ttl = "7d"                  # nothing stays unused for longer
-    max_bytes = "2TiB"          # room for chunks; by default all there is
-    high = 0.9                  # above this share of it the least useful chunks are deleted ...
-    low = 0.8                   # ... until they take no more than this
+    max_bytes = "2TiB"          # the capacity; by default all the space there is
     order = "uses"              # or "lru": which chunks go first
 
     [[quota]]                   # room for all namespaces of a tenant together
@@ -32,7 +30,7 @@ from kvstore_gc.goals import Goals, Quota
 from kvstore_gc.policy import Order
 
 FILE_BYTES_MAX = 1 << 20
-_KEYS = frozenset({"ttl", "max_bytes", "high", "low", "order", "quota"})
+_KEYS = frozenset({"ttl", "max_bytes", "order", "quota"})
 _QUOTA_KEYS = frozenset({"tenant", "namespace", "max_bytes"})
 
 
@@ -57,25 +55,20 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The configuration. ``max_bytes`` None: all the room there is."""
+    """The configuration. ``max_bytes`` None: all the space there is."""
 
     ttl_s: float | None = None
     max_bytes: int | None = None
-    high: float = 0.9
-    low: float = 0.8
     order: Order = Order.USES
     shares: tuple[Share, ...] = ()
 
-    def goals(self, namespaces: Sequence[Namespace], capacity_bytes: int | None) -> Goals:
-        """The goals for these namespaces. ``capacity_bytes`` is the room for chunks; None: unknown.
-
-        Raises InvalidRequest if the configuration makes no sense.
-        """
+    def goals(self, namespaces: Sequence[Namespace]) -> Goals:
+        """The goals for these namespaces. Raises InvalidRequest if the configuration is inconsistent."""
         quotas = tuple(
             Quota(share.label, frozenset(each.id for each in namespaces if share.covers(each)), share.max_bytes)
             for share in self.shares
         )
-        return Goals(self.ttl_s, capacity_bytes, self.high, self.low, quotas, self.order)
+        return Goals(self.ttl_s, quotas, self.order)
 
 
 def read_config(path: str, seconds: Callable[[Any], float], size: Callable[[Any], int]) -> Config:
@@ -90,8 +83,6 @@ def read_config(path: str, seconds: Callable[[Any], float], size: Callable[[Any]
         return Config(
             ttl_s=seconds(fields["ttl"]) if "ttl" in fields else None,
             max_bytes=size(fields["max_bytes"]) if "max_bytes" in fields else None,
-            high=_number(path, "high", fields.get("high", config.high)),
-            low=_number(path, "low", fields.get("low", config.low)),
             order=Order(fields.get("order", config.order.value)),
             shares=tuple(_share(path, each, size) for each in _tables(path, fields.get("quota", []))),
         )
@@ -113,12 +104,6 @@ def _tables(path: str, found: Any) -> list[dict[str, Any]]:
     if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
         raise InvalidRequest(f"{path}: quota is not a list of tables: write [[quota]]")
     return found
-
-
-def _number(path: str, name: str, found: Any) -> float:
-    if isinstance(found, bool) or not isinstance(found, int | float):
-        raise InvalidRequest(f"{path}: {name} is {found!r}: expected a share, such as 0.9")
-    return float(found)
 
 
 def _known(where: str, fields: dict[str, Any], keys: frozenset[str]) -> None:

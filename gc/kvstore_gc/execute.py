@@ -6,14 +6,16 @@ Any run may stop after any step, and any other may go on from there. Nothing her
 from __future__ import annotations
 
 import logging
-import math
+import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, RootMismatch
 from kvstore.format import places
+from kvstore.format.places import Name
 from kvstore.meta.interface import LeaseId
 from kvstore.meta.keys import SweepId
 from kvstore.meta.pins import PinRecord
@@ -23,7 +25,7 @@ from kvstore.root.reserve import keep_reserve, make_room_late, spend_reserve
 from kvstore.root.twins import list_twins, read_twin
 from kvstore_gc.grace import Grace, Look, Spared
 from kvstore_gc.histogram import Tally
-from kvstore_gc.ledger import GROUP_MAX, InFlight, Ledger
+from kvstore_gc.ledger import GROUP_MAX, GROUP_VICTIMS_MAX, InFlight, Ledger
 from kvstore_gc.looking import USED, unused
 from kvstore_gc.objects import Deleting
 from kvstore_gc.plan import SweepPlan
@@ -62,7 +64,7 @@ class SweepReport:
 
 
 class Sweeper:
-    """Carries out sweeps on one root. One thread uses it.
+    """Carries out sweeps on one root, several at once. One thread uses it.
 
     ``check`` raises if root and etcd no longer belong together (rule C6). It is called once more before anything is
     taken, because an adoption may come at any time. ``deleted`` hears the bytes of each chunk that was deleted, on the
@@ -95,7 +97,14 @@ class Sweeper:
         self._trash = Trash(site)
         self._deleting = Deleting(site, self._ledger)
         self._twins_seen: dict[str, bytes] = {}
+        self._flight: list[InFlight] = []
+        """Sweeps that this collector follows."""
+        self._begun_s: dict[SweepId, float] = {}
+        self._sizes_bytes: dict[SweepId, int] = {}
+        """Bytes that it condemned in each."""
+        self._lags_since_s: dict[LeaseId, float] = {}
         self._waits_since_s: float | None = None
+        self._said_wait = False
 
     @property
     def waiting_s(self) -> float:
@@ -103,33 +112,61 @@ class Sweeper:
         since_s = self._waits_since_s
         return 0.0 if since_s is None else self._clock.monotonic_s() - since_s
 
+    @property
+    def oldest_s(self) -> float | None:
+        """When the oldest of its sweeps in flight began (monotonic); None if there is none."""
+        return min(self._begun_s.values(), default=None)
+
+    @property
+    def busy_shards(self) -> set[int]:
+        """The shards of its sweeps in flight: no other sweep of them can begin."""
+        return {one.shard for one in self._flight}
+
+    @property
+    def in_flight_bytes(self) -> int:
+        """Bytes that its sweeps in flight may still delete."""
+        return sum(self._sizes_bytes.get(one.sweep, 0) for one in self._flight)
+
     def sweep(self, plans: Sequence[SweepPlan]) -> SweepReport:
         """Takes the victims of the plans, as far as nobody holds or pins them, or has used them since.
 
         Raises Unavailable, the root's errors and Stopped; whatever is in flight then is adopted by the next run.
         """
-        report, started_s = SweepReport(), self._clock.monotonic_s()
-        keep_reserve(self._root, self._site.ids)
-        sweeps: list[InFlight] = []
-        # Spared by G4 anyway; but a condemned chunk is a miss until the sweep ends, which pinned chunks should not be.
-        pinned = self._grace.pinned()
-        planned = [kept for plan in plans if (kept := _without(plan, pinned, report)).victims]
-        for start in range(0, len(planned), GROUP_MAX):
-            sweeps += self._condemn(planned[start : start + GROUP_MAX], report)
-        self._spent(report, "condemn", started_s)
-        self._finish(sweeps, report)
-        keep_reserve(self._root, self._site.ids)  # puts wait for it (rule S7)
+        report = SweepReport()
+        with self.abandoning(report):
+            self.begin(plans, report)
+            self.finish(report)
         return report
 
     def adopt(self, shards: Iterable[int] | None = None) -> SweepReport:
         """Finishes the sweeps in flight (of these shards) that others have begun and perhaps left (rule G7)."""
         report = SweepReport()
+        with self.abandoning(report):
+            self.recover(report, shards)
+            self.finish(report)
+        return report
+
+    def recover(self, report: SweepReport, shards: Iterable[int] | None = None) -> None:
+        """Follows the sweeps in flight (of these shards), whoever began them. Raises Unavailable."""
         wanted = None if shards is None else set(shards)
         found = self._ledger.in_flight()
-        sweeps = [one for shard, one in sorted(found.items()) if wanted is None or shard in wanted]
-        report.sweeps["adopted"] = len(sweeps)
-        self._finish(sweeps, report)
-        return report
+        self._flight = [one for shard, one in sorted(found.items()) if wanted is None or shard in wanted]
+        now_s = self._clock.monotonic_s()
+        self._begun_s = {one.sweep: now_s for one in self._flight}
+        self._lags_since_s.clear()
+        self._wait_from(now_s)
+        report.sweeps["adopted"] += len(self._flight)
+
+    @contextmanager
+    def abandoning(self, report: SweepReport) -> Iterator[None]:
+        """Abandons the sweeps in flight if the body raises Stopped."""
+        try:
+            yield
+        except Stopped:
+            named = self._named() if self._flight else set()
+            self._abandon([one for one in self._flight if one.sweep in named], report, STOPPING)
+            self._flight = []
+            raise
 
     def lift_unnamed(self) -> int:
         """Lifts the fence of trash folders that no key names, and puts their files back (rule F3); returns how many."""
@@ -142,6 +179,22 @@ class Sweeper:
         return self._grace.kept()
 
     # G1 and G2
+
+    def begin(self, plans: Sequence[SweepPlan], report: SweepReport) -> None:
+        """Condemns the victims of the plans. Raises Unavailable, the root's errors and Stopped."""
+        started_s = self._clock.monotonic_s()
+        keep_reserve(self._root, self._site.ids)
+        # Spared by G4 anyway; but a condemned chunk is a miss until the sweep ends, which pinned chunks should not be.
+        pinned = self._grace.pinned()
+        planned = [kept for plan in plans if (kept := _without(plan, pinned, report)).victims]
+        was_idle = not self._flight
+        for group in _groups(planned):
+            begun = self._condemn(group, report)
+            self._flight += begun
+            self._begun_s |= dict.fromkeys((one.sweep for one in begun), started_s)
+        if was_idle:
+            self._wait_from(self._clock.monotonic_s())
+        self._spent(report, "condemn", started_s)
 
     def _condemn(self, plans: Sequence[SweepPlan], report: SweepReport) -> list[InFlight]:
         """Begins the sweeps of some shards with one transaction."""
@@ -157,26 +210,29 @@ class Sweeper:
         for one in begun:
             size_bytes = sum(victim.size_bytes for victim in seen[one.shard])
             report.condemned += Tally(one.record.victims_count, size_bytes)
+            self._sizes_bytes[one.sweep] = size_bytes
         for shard in records.keys() - {one.shard for one in begun}:
             # Another collector sweeps this shard, or it took too long. Nobody knows of our folder: it only has to go.
             why = "swept by another collector" if in_time() else "condemned too slowly"
             report.spared[why] += records[shard].victims_count
-            self._drop(records[shard])
+            self._take_back(records[shard])
         return begun
 
     def _prepare_all(self, seen: dict[int, list[Condemnation]], began_s: float) -> dict[int, Condemned]:
         """Prepares the sweeps of some shards: all of them, or as many as there is time and room for."""
         records: dict[int, Condemned] = {}
-        for shard, victims in seen.items():
+        staging = self._site.ids.fresh()
+        for number, (shard, victims) in enumerate(seen.items()):
+            staged = places.staged(staging, number)
             if records and not self._is_within(began_s, self._timings.condemn_s_max / 2):
                 break  # a slow root: name the plans that are written while they still count as young
             if not make_room_late(self._root, self._site.pause) and records:
                 break  # naming them needs room too
             try:
-                records[shard] = self._prepare(victims)
+                records[shard] = self._prepare(victims, staged)
             except Overloaded as full:
                 if spend_reserve(self._root):
-                    records[shard] = self._prepare(victims)
+                    records[shard] = self._prepare(victims, staged)
                 elif records:
                     break  # the sweeps that there was room for make room
                 else:
@@ -184,104 +240,122 @@ class Sweeper:
                         f"the disk of {self._root.url} is so full that no sweep can be planned: remove something else "
                         "from it, or make it larger, and run this again"
                     ) from full
+        if seen:
+            self._root.remove_folder(places.staging_folder(staging))
         return records
 
-    def _prepare(self, victims: Sequence[Condemnation]) -> Condemned:
+    def _prepare(self, victims: Sequence[Condemnation], staged: Name) -> Condemned:
         """Rule G1: the plan and the folder of a new sweep. Leaves neither behind if it raises the root's errors."""
         sweep = SweepId(self._site.ids.fresh())
-        checksum = write_victims(self._root, sweep, victims, self._site.ids, self._clock)
+        checksum = write_victims(self._root, sweep, victims, staged, self._clock)
         record = Condemned.of_victims(sweep, checksum, [one.address for one in victims])
         try:
             if self._root.traits.fenced:
                 self._trash.open(sweep)
         except KVStoreError:
-            self._drop(record)
+            self._take_back(record)
             raise
         return record
 
     # G4 to G7
 
-    def _finish(self, sweeps: Sequence[InFlight], report: SweepReport) -> None:
-        """Brings sweeps in flight to their end: waits for their grace, reaps, closes."""
-        self._waits_since_s = self._clock.monotonic_s() if sweeps else None
-        try:
-            self._finish_all(sweeps, report)
-        finally:
+    def finish(self, report: SweepReport) -> None:
+        """Brings all sweeps in flight to their end. Raises as ``advance``, and Stopped."""
+        wait_s = self._timings.poll_s_min
+        while self._flight:
+            if self.advance(report):
+                wait_s = self._timings.poll_s_min
+            elif self._flight:
+                paused_s = self._clock.monotonic_s()
+                self._site.pause(wait_s)
+                self._spent(report, "grace", paused_s)
+                wait_s = min(2 * wait_s, self._timings.poll_s_max)
+
+    def advance(self, report: SweepReport) -> bool:
+        """Reaps and closes the sweeps whose grace is over; False if none is. Raises Unavailable, the root's errors.
+
+        Abandons sweeps whose grace does not end.
+        """
+        if not self._flight:
+            return False
+        look = self._grace.look(self._flight)
+        self._flight = [*look.due, *look.waiting]
+        self._revoke_lagging(look)
+        if look.due:
+            self._check()
+            ready, pinned, held = self._grace.decide(look.due)
+            self._reap(ready, pinned, held, report)
+            keep_reserve(self._root, self._site.ids)  # there is room for it again
+            # Those that were due and not ready after all have changed meanwhile: the next look tells how.
+            self._drop(ready)
+            self._wait_from(self._clock.monotonic_s())  # deleting does not count as waiting
+            return True
+        self._warn_of_wait(look)
+        late = [one for one in self._flight if not self._is_within(self._begun_s[one.sweep], self._timings.grace_max_s)]
+        if late:
+            self._abandon(late, report, "nodes did not announce in time")
+        self._drop(late)
+        return False
+
+    def _drop(self, ended: Sequence[InFlight]) -> None:
+        """Forgets sweeps that have ended, and those that others closed."""
+        over = {one.sweep for one in ended}
+        self._flight = [one for one in self._flight if one.sweep not in over]
+        left = {one.sweep for one in self._flight}
+        self._begun_s = {sweep: begun_s for sweep, begun_s in self._begun_s.items() if sweep in left}
+        self._sizes_bytes = {sweep: size for sweep, size in self._sizes_bytes.items() if sweep in left}
+        if not left:
             self._waits_since_s = None
 
-    def _finish_all(self, sweeps: Sequence[InFlight], report: SweepReport) -> None:
-        left, began_s = list(sweeps), self._clock.monotonic_s()
-        wait_s = self._timings.poll_s_min
-        lagging: dict[LeaseId, float] = {}
-        says_at_s = began_s + SAID_S
-        while left:
-            look = self._grace.look(left)
-            left = look.waiting
-            lagging = self._lagging(look, lagging)
-            if left and self._clock.monotonic_s() >= says_at_s:
-                says_at_s = math.inf
-                log.warning(
-                    "sweep.waits sweeps=%d sessions=%d for_s=%g: nodes hang, or look for chunks since before it began",
-                    *(len(left), len(look.laggards), SAID_S),
-                )
-            if look.due:
-                try:
-                    self._check()
-                    ready, pinned, held = self._grace.decide(look.due)
-                    self._reap(ready, pinned, held, report)
-                except Stopped:
-                    named = self._named()
-                    self._abandon([one for one in (*look.due, *left) if one.sweep in named], report, STOPPING)
-                    raise
-                # Those that were due and not ready after all have changed meanwhile: the next look tells how.
-                done = {one.sweep for one in ready}
-                left += [one for one in look.due if one.sweep not in done]
-                self._waits_since_s = self._clock.monotonic_s()  # deleting does not count as waiting
-                continue
-            if not left:
-                break
-            if not self._is_within(began_s, self._timings.grace_max_s):
-                self._abandon(left, report, "nodes did not announce in time")
-                break
-            paused_s = self._clock.monotonic_s()
-            try:
-                self._site.pause(wait_s)
-            except Stopped:
-                self._abandon(left, report, STOPPING)
-                raise
-            self._spent(report, "grace", paused_s)
-            wait_s = min(2 * wait_s, self._timings.poll_s_max)
+    def _wait_from(self, now_s: float) -> None:
+        self._waits_since_s = now_s if self._flight else None
+        self._said_wait = False
 
-    def _lagging(self, look: Look, before: dict[LeaseId, float]) -> dict[LeaseId, float]:
-        """Returns since when each session lags; revokes those that lag too long, unless a sweep can do without them."""
+    def _warn_of_wait(self, look: Look) -> None:
+        if look.waiting and not self._said_wait and self.waiting_s >= SAID_S:
+            self._said_wait = True
+            log.warning(
+                "sweep.waits sweeps=%d sessions=%d for_s=%g: nodes hang, or look for chunks since before it began",
+                *(len(look.waiting), len(look.laggards), SAID_S),
+            )
+
+    def _revoke_lagging(self, look: Look) -> None:
+        """Revokes sessions that lag too long, unless a sweep can do without them."""
         now_s = self._clock.monotonic_s()
         # Each by itself: a session that has just begun lags too, and its node relies on it.
-        since_s = {one.lease: before.get(one.lease, now_s) for one in look.laggards}
+        since_s = {one.lease: self._lags_since_s.get(one.lease, now_s) for one in look.laggards}
+        self._lags_since_s = since_s
         if not look.due:
             lag_max_s = self._timings.announce_lag_max_s
             self._grace.revoke([one for one in look.laggards if now_s - since_s[one.lease] > lag_max_s])
-        return since_s
 
     def _reap(self, sweeps: Sequence[InFlight], pinned: Spared, held: Spared, report: SweepReport) -> None:
         """Takes condemned chunks that are neither pinned nor held, and closes the sweeps whose fence is up."""
         began_s = self._clock.monotonic_s()
-        closing = []
-        for sweep in sweeps:
+        closing, spared, lock = [], pinned | held, threading.Lock()
+
+        def reap(number: int) -> None:
+            sweep = sweeps[number]
             victims = read_victims(self._root, sweep.sweep, sweep.record.plan_checksum)
             if victims is None and sweep.sweep not in self._named():
-                continue  # another run has closed it meanwhile
+                return  # another run has closed it meanwhile
             if victims is None:
                 log.warning("sweep.no_plan sweep=%s: it takes nothing", sweep.sweep.hex())
-            report.spared["pinned"] += sum(one.address in pinned for one in victims or ())
-            report.spared["held"] += sum(one.address in held and one.address not in pinned for one in victims or ())
             taken = Taken(self._deleted)
-            if self._take(sweep, victims, pinned | held, taken):
-                closing.append(sweep)
-            else:
-                report.sweeps["left"] += 1
-            report.spared["cannot be taken"] += taken.failed_count
-            report.spared["published anew"] += taken.restored_count
-            report.reaped += Tally(len(taken.reaped), sum(one.size_bytes for one in taken.reaped))
+            has_ended = self._take(sweep, victims, spared, taken)
+            with lock:
+                if has_ended:
+                    closing.append(sweep)
+                else:
+                    report.sweeps["left"] += 1
+                report.spared["pinned"] += sum(one.address in pinned for one in victims or ())
+                report.spared["held"] += sum(one.address in held and one.address not in pinned for one in victims or ())
+                report.spared["cannot be taken"] += taken.failed_count
+                report.spared["published anew"] += taken.restored_count
+                report.reaped += Tally(len(taken.reaped), sum(one.size_bytes for one in taken.reaped))
+
+        # Small sweeps at once; the victims of a large one are taken at once.
+        self._site.each(len(sweeps), reap)
         self._spent(report, "reap", began_s)
         began_s = self._clock.monotonic_s()
         self._close(closing)
@@ -304,7 +378,8 @@ class Sweeper:
     def _close(self, sweeps: Sequence[InFlight]) -> None:
         for start in range(0, len(sweeps), GROUP_MAX):
             self._ledger.close(sweeps[start : start + GROUP_MAX])
-        self._remove_plans(sweeps)
+        for sweep in sweeps:
+            self._root.remove(places.plan(sweep.sweep, sweep.record.plan_checksum))
 
     def _abandon(self, sweeps: Sequence[InFlight], report: SweepReport, why: str) -> None:
         """Closes sweeps without taking anything more, so that their chunks are in use again.
@@ -331,7 +406,7 @@ class Sweeper:
             self._root.remove(places.plan(sweep.sweep, sweep.record.plan_checksum))
         return len(over)
 
-    def _drop(self, record: Condemned) -> None:
+    def _take_back(self, record: Condemned) -> None:
         """Takes back the folder and plan of a sweep that did not begin."""
         if self._root.traits.fenced:
             self._root.remove_folder(places.trash_folder(record.sweep), durable=True)
@@ -362,6 +437,19 @@ class Sweeper:
 
     def _spent(self, report: SweepReport, phase: str, since_s: float) -> None:
         report.spent(phase, self._clock.monotonic_s() - since_s)
+
+
+def _groups(plans: Sequence[SweepPlan]) -> Iterator[list[SweepPlan]]:
+    """The plans in groups that fit one transaction."""
+    group: list[SweepPlan] = []
+    for plan in plans:
+        victims_count = len(plan.victims) + sum(len(one.victims) for one in group)
+        if group and (len(group) >= GROUP_MAX or victims_count > GROUP_VICTIMS_MAX):
+            yield group
+            group = []
+        group.append(plan)
+    if group:
+        yield group
 
 
 def _without(plan: SweepPlan, pinned: Spared, report: SweepReport) -> SweepPlan:

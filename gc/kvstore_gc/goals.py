@@ -1,7 +1,4 @@
-"""The goals of garbage collection: how long chunks stay, how much room they take, and quotas.
-
-Configuration, survey and plan all use them.
-"""
+"""The goals of garbage collection: how long chunks stay, and quotas. Configuration, survey and plan all use them."""
 
 from __future__ import annotations
 
@@ -15,6 +12,8 @@ from kvstore.namespace import NamespaceId
 from kvstore.recency import QUANTUM_S
 from kvstore_gc.policy import Order
 
+QUOTA_SHARE = 0.95
+"""A quota that is exceeded is brought down to this share, so that not every put exceeds it again."""
 GROUPS_MAX = 256
 """Groups of namespaces with the same quotas: each group has a histogram of its own."""
 
@@ -33,14 +32,11 @@ class Quota:
 class Goals:
     """Limits on age and room. Raises InvalidRequest if they make no sense.
 
-    ``ttl_s`` is the longest that a chunk stays unused, whatever its hints say; None: no limit. When chunks take more
-    than ``high`` of ``max_bytes``, or of a quota, rounds bring them down to ``low`` of it.
+    ``ttl_s`` is the longest that a chunk stays unused, whatever its hints say; None: no limit. If namespaces take more
+    than their quota, a cycle brings them down to QUOTA_SHARE of it.
     """
 
     ttl_s: float | None = None
-    max_bytes: int | None = None
-    high: float = 0.9
-    low: float = 0.8
     quotas: tuple[Quota, ...] = ()
     order: Order = Order.USES
     quantum_s: int = QUANTUM_S
@@ -53,12 +49,6 @@ class Goals:
     def __post_init__(self) -> None:
         if self.ttl_s is not None and not (self.ttl_s >= 0 and math.isfinite(self.ttl_s)):
             raise InvalidRequest(f"ttl_s={self.ttl_s:g}: expected seconds since the last use, 0 or more")
-        if not 0 < self.low < self.high <= 1:
-            raise InvalidRequest(
-                f"high={self.high:g} and low={self.low:g}: expected 0 < low < high <= 1, such as 0.9 and 0.8"
-            )
-        if self.max_bytes is not None and self.max_bytes < 0:
-            raise InvalidRequest(f"max_bytes={self.max_bytes}: expected 0 or more")
         for quota in self.quotas:
             if quota.max_bytes < 0:
                 raise InvalidRequest(f"{quota.label} has max_bytes={quota.max_bytes}: expected 0 or more")
@@ -71,8 +61,7 @@ class Goals:
         if share == 1:
             return self
         quotas = tuple(replace(quota, max_bytes=round(quota.max_bytes * share)) for quota in self.quotas)
-        max_bytes = None if self.max_bytes is None else round(self.max_bytes * share)
-        return replace(self, max_bytes=max_bytes, quotas=quotas)
+        return replace(self, quotas=quotas)
 
     def _group(self) -> None:
         numbers: dict[frozenset[int], int] = {frozenset(): 0}

@@ -188,7 +188,7 @@ class HostCollector:
 
     def _goals(self, ttl_s: float | None) -> Goals:
         records = NamespaceRecords(self._root, lambda: b"", count(), self._clock).list()
-        return replace(self._config.goals(records, None), ttl_s=ttl_s)
+        return replace(self._config.goals(records), ttl_s=ttl_s)
 
     def once(self, listed: Callable[[], object] = lambda: None) -> Evicted:
         """Lists the root once, evicts what is due and what is over the limit, less the headroom. Raises the root's

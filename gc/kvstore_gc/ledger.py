@@ -15,8 +15,9 @@ from kvstore.meta.keys import SweepId
 from kvstore.meta.sweeps import NO_NONCE, Condemned, Seq
 from kvstore_gc.site import Site
 
-GROUP_MAX = 16
-"""Shards in one transaction: etcd takes 128 operations and 1.5 MiB, a large sweep's key has 50 KB."""
+GROUP_MAX = 64
+GROUP_VICTIMS_MAX = 32_768
+"""Shards and victims in one transaction: etcd takes 128 operations and 1.5 MiB, a large sweep's key has 50 KB."""
 ANNOUNCEMENTS_PER_S = 50
 """The rate that all nodes together are asked not to exceed, while there is always a sweep to announce."""
 TRIES_MAX = 20

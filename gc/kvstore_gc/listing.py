@@ -1,4 +1,4 @@
-"""The chunks of one shard as a listing shows them, in columns, and how goals judge them: expired, pinned, their ranks.
+"""The chunks of some shards as listed, in columns, and how goals judge them: expired, pinned, their ranks.
 
 Survey and plan share this file, so that the plan takes what the survey counted. It works on columns, because a root
 holds millions of chunks and arithmetic on one at a time would take longer than listing them.
@@ -30,8 +30,9 @@ _TIE_MASK = np.uint64((1 << TIE_BITS) - 1)
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """Some chunks of one shard: each column has one element for each chunk."""
+    """Some chunks: each column has one element for each chunk."""
 
+    shards: Column
     names: list[str]
     """The last part of each chunk's name."""
     sizes_bytes: Column
@@ -80,11 +81,11 @@ def are_among(marks: Marks, known: Marks) -> Truths:
     return found
 
 
-def listed(shard: int, shard_bits: int, entries: Iterable[Entry]) -> Iterator[Listed]:
-    """The entries of a shard's folder, up to BATCH_COUNT at a time."""
+def listed(shard_bits: int, entries: Iterable[tuple[int, Entry]]) -> Iterator[Listed]:
+    """Some entries of shards' folders, each with its shard, up to BATCH_COUNT at a time."""
     remaining = iter(entries)
     while batch := list(islice(remaining, BATCH_COUNT)):
-        yield columns_of([shard] * len(batch), shard_bits, batch)
+        yield columns_of(shard_bits, batch)
 
 
 def judge(chunks: Listed, now_s: int, goals: Goals, pinned: Marks) -> Judged:
@@ -115,23 +116,25 @@ def _groups(namespaces: Marks, goals: Goals) -> Column:
     return np.where(known[at] == namespaces, groups[at], 0)
 
 
-def columns_of(shards: Sequence[int], shard_bits: int, batch: Sequence[Entry]) -> Listed:
-    """Entries in columns; ``shards`` says of each in whose folder it is."""
-    files = [(entry.name, entry.stat) for entry in batch if entry.stat is not None]
-    columns = parse_names([name for name, _ in files])
-    found_in = np.array([at for at, entry in zip(shards, batch, strict=True) if entry.stat is not None], np.uint64)
-    here = (columns.firsts >> np.uint64(48)) >> np.uint64(16 - shard_bits) == found_in[columns.ours]
+def columns_of(shard_bits: int, batch: Sequence[tuple[int, Entry]]) -> Listed:
+    """The columns of some entries."""
+    files = [(shard, entry.name, entry.stat) for shard, entry in batch if entry.stat is not None]
+    columns = parse_names([name for _, name, _ in files])
+    shards = np.array([shard for shard, _, _ in files], np.int64)
+    of_names = ((columns.firsts >> np.uint64(48)) >> np.uint64(16 - shard_bits)).astype(np.int64)
+    here = of_names == shards[columns.ours]
     ours = columns.ours.copy()
     ours[ours] = here
     found = [file for file, is_ours in zip(files, ours.tolist(), strict=True) if is_ours]
-    sizes_bytes = np.array([stat.size_bytes for _, stat in found], np.int64)
+    sizes_bytes = np.array([stat.size_bytes for _, _, stat in found], np.int64)
     foreign_bytes = 0
     if len(found) < len(batch):
-        foreign_bytes = sum(entry.stat.size_bytes for entry in batch if entry.stat) - int(sizes_bytes.sum())
+        foreign_bytes = sum(stat.size_bytes for _, _, stat in files) - int(sizes_bytes.sum())
     return Listed(
-        [name for name, _ in found],
+        shards[ours],
+        [name for _, name, _ in found],
         sizes_bytes,
-        _mtimes([stat.mtime_ns for _, stat in found]),
+        _mtimes([stat.mtime_ns for _, _, stat in found]),
         columns.namespaces[here],
         columns.lasts[here],
         Tally(len(batch) - len(found), foreign_bytes),

@@ -36,16 +36,13 @@ def unused(site: Site, plans: Sequence[SweepPlan], spared: Counter[str]) -> Foun
 
 
 def _look_all(site: Site, listed: Mapping[int, Sequence[Victim]], spared: Counter[str]) -> Found:
-    return {shard: seen for shard, some in listed.items() if (seen := _look(site, some, spared))}
-
-
-def _look(site: Site, victims: Sequence[Victim], spared: Counter[str]) -> list[Condemnation]:
+    victims = [(shard, victim) for shard, some in listed.items() for victim in some]
     found: list[Condemnation | None] = [None] * len(victims)
     failed: list[KVStoreError] = []
     gone: list[Victim] = []
 
     def look(index: int) -> None:
-        victim = victims[index]
+        victim = victims[index][1]
         try:
             seen = site.root.look(victim.name, FIXED_BYTES)
         except KVStoreError as error:
@@ -63,4 +60,8 @@ def _look(site: Site, victims: Sequence[Victim], spared: Counter[str]) -> list[C
     spared["cannot be read"] += len(failed)
     spared["gone already"] += len(gone)
     spared[USED] += found.count(None) - len(failed) - len(gone)
-    return [one for one in found if one is not None]
+    unused: Found = {}
+    for (shard, _), one in zip(victims, found, strict=True):
+        if one is not None:
+            unused.setdefault(shard, []).append(one)
+    return unused

@@ -22,7 +22,8 @@ from kvstore import scraping
 from kvstore.errors import InvalidRequest
 from kvstore.security.networks import joined
 from kvstore.sources import Clock
-from kvstore_gc.capacity import Level
+from kvstore_gc.capacity import Accounts, Level, Publisher
+from kvstore_gc.cycle import Cycle
 from kvstore_gc.execute import SPARED
 from kvstore_gc.orphans import ORPHANS
 from kvstore_gc.plan import Reason
@@ -50,11 +51,14 @@ class Metrics:
         )
         self._asked(
             "capacity_bytes",
-            "the watermarks are shares of it; 0: not known",
+            "what the root's files may use; 0: not known",
             lambda: found.capacity_bytes if (found := level()) else 0,
         )
-        self._high = self._gauge("high_bytes", "rounds begin above this")
-        self._low = self._gauge("low_bytes", "rounds delete down to this")
+        self._asked(
+            "target_bytes",
+            "eviction keeps used bytes below this; 0: not known",
+            lambda: found.target_bytes if (found := level()) else 0,
+        )
         self._chunks = self._gauge("chunks", "chunks found by the last survey")
         self._kept = self._gauge("kept_bytes", "bytes of chunks that stay, by reason", "reason")
         self._blocked = self._gauge(
@@ -100,14 +104,13 @@ class Metrics:
         self._rounds.labels("unfinished" if summary.unfinished else "done").inc()
         self._round.set(self._clock.now_s())
         self._blocked.set(summary.sweeps["abandoned"] + summary.sweeps["left"])
-        for reason in KEPT:
-            tally = summary.kept.get(reason)
-            self._kept.labels(reason).set(tally.bytes if tally is not None else 0)
         if not summary.unfinished:
             self._success.set(self._clock.now_s())
-        self._chunks.set(summary.scanned.count)
-        self._high.set(summary.high_bytes or 0)
-        self._low.set(summary.low_bytes or 0)
+        if summary.is_listed:
+            self._chunks.set(summary.scanned.count)
+            for reason in KEPT:
+                tally = summary.kept.get(reason)
+                self._kept.labels(reason).set(tally.bytes if tally is not None else 0)
         for reason, tally in summary.chosen.items():
             self._chosen.labels(reason).inc(tally.count)
             self._chosen_bytes.labels(reason).inc(tally.bytes)
@@ -128,25 +131,19 @@ class Metrics:
         self._rounds.labels("failed").inc()
         self._round.set(self._clock.now_s())
 
-    def follow(
-        self,
-        interval_s: float,
-        *,
-        silent_s: Callable[[], float],
-        fails: Callable[[], bool],
-        shows_full: Callable[[], bool],
-        waiting_s: Callable[[], float],
-    ) -> None:
+    def follow(self, interval_s: float, publisher: Publisher, accounts: Accounts, cycle: Cycle) -> None:
         """Adds the metrics of a collector that stays."""
         ProcessCollector(registry=self.registry)
         self._round.set(self._clock.now_s())  # none is late yet
         self._gauge("interval_seconds", "between two rounds").set(interval_s)
         self._asked(
-            "waiting_seconds", "since sweeps in flight wait for nodes to announce them; 0: none waits", waiting_s
+            "waiting_seconds",
+            "since sweeps in flight wait for nodes to announce them; 0: none waits",
+            lambda: cycle.waiting_s,
         )
-        self._asked("silent_seconds", "since the root and etcd both answered, or refused", silent_s)
-        self._asked("etcd_failing", "1 while etcd does not answer", fails)
-        self._asked("full", "1 while this collector says that the root is full, and nodes refuse puts", shows_full)
+        self._asked("silent_seconds", "since the root and etcd both answered, or refused", lambda: publisher.silent_s)
+        self._asked("etcd_failing", "1 while etcd does not answer", lambda: publisher.etcd_fails)
+        self._asked("full", "1 while nothing can be evicted, and nodes refuse puts", lambda: accounts.is_full)
 
     def _asked(self, name: str, about: str, value: Callable[[], float]) -> None:
         """A gauge whose value is asked for when somebody reads it."""

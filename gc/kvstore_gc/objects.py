@@ -44,7 +44,9 @@ class Deleting:
         return self._are_gone(victims)
 
     def _settle(self, sweep: InFlight, spared: Sequence[Condemnation]) -> InFlight | None:
-        checksum = write_victims(self._root, sweep.sweep, spared, self._site.ids, self._site.clock)
+        staging = self._site.ids.fresh()
+        checksum = write_victims(self._root, sweep.sweep, spared, places.staged(staging, 0), self._site.clock)
+        self._root.remove_folder(places.staging_folder(staging))
         settled = self._ledger.settle(sweep, replace(sweep.record, plan_checksum=checksum, is_final=True))
         if settled is None or settled.record.plan_checksum != checksum:
             self._root.remove(places.plan(sweep.sweep, checksum))  # another run's list is the final one

@@ -23,7 +23,7 @@ from kvstore.meta.sweeps import Condemned
 from kvstore.recency import NS_PER_S, was_never_stamped
 from kvstore.root.interface import Entry
 from kvstore.root.twins import list_twins, read_twin
-from kvstore_gc.capacity import Watermarks
+from kvstore_gc.capacity import Accounts
 from kvstore_gc.quarantine import REMEMBERED_MAX, Quarantine
 from kvstore_gc.site import Site
 
@@ -36,14 +36,14 @@ ORPHANS = ("staging", "restored", "quarantine", "plans", "twins", "failed")
 class Orphans:
     """The orphans of one root. One thread at a time. Remembers between rounds what it need not check again."""
 
-    def __init__(self, site: Site, watermarks: Watermarks | None = None) -> None:
-        """``watermarks`` limit the quarantine; None: no limit."""
+    def __init__(self, site: Site, accounts: Accounts | None = None) -> None:
+        """``accounts`` limit the quarantine; None: no limit."""
         self._root = site.root
         self._keys = site.keys
         self._meta = site.meta
         self._clock = site.clock
         self._timings = site.timings
-        self._quarantine = Quarantine(site, watermarks)
+        self._quarantine = Quarantine(site, accounts)
         self._seen_alive: set[bytes] = set()
         """Sessions of the round before."""
         self._gone_s: dict[bytes, float] = {}

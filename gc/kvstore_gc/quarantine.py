@@ -19,7 +19,7 @@ from kvstore.namespace import NamespaceId
 from kvstore.recency import NS_PER_S
 from kvstore.root.inspect import Broken, Inspector, Whole
 from kvstore.root.interface import Root, Stat
-from kvstore_gc.capacity import Level, Watermarks
+from kvstore_gc.capacity import HEADROOM_SHARE, Accounts, Level
 from kvstore_gc.site import Site
 
 REMEMBERED_MAX = 100_000
@@ -38,19 +38,19 @@ class _Damaged:
 class Quarantine:
     """The quarantine folder of one root. One thread at a time. Remembers which files it need not read again."""
 
-    def __init__(self, site: Site, watermarks: Watermarks | None = None) -> None:
+    def __init__(self, site: Site, accounts: Accounts | None = None) -> None:
         self._root = site.root
         self._shard_bits = site.identity.shard_bits
         self._inspector = Inspector(site.root, monotonic_s=site.clock.monotonic_s)
         self._timings = site.timings
-        self._watermarks = watermarks
+        self._accounts = accounts
         self._damaged: set[Name] = set()
         self._unreadable: set[Name] = set()
 
     def clear(self, now_s: float, done: Counter[str], check: Callable[[], object]) -> None:
         """Puts whole files back; deletes damaged ones that are old, or take more room than they may, oldest first.
 
-        Over its high watermark the root has no room for them at all, else ``quarantine_share`` of its capacity.
+        While chunks are evicted for the capacity there is no space for them, else ``quarantine_share`` of it.
 
         The node that set a file aside looks at it there and puts a whole one back itself. We do it if that node died in
         between, or at the same moment. Both publish, which never replaces: one of them finds the name taken or the
@@ -102,23 +102,27 @@ class Quarantine:
 
     def _allowed_bytes(self) -> float | None:
         """The bytes that damaged files may take; None if the capacity is unknown. Raises the root's errors."""
-        marks = self._watermarks
-        level = None if marks is None else marks.level or _level_before_survey(self._root, marks)
-        if marks is None or level is None:
+        accounts = self._accounts
+        level = None if accounts is None else accounts.level or _level_before_scan(self._root, accounts)
+        if level is None:
             return None
-        return 0.0 if level.over(marks.high) else self._timings.quarantine_share * level.capacity_bytes
+        return 0.0 if level.excess_bytes else self._timings.quarantine_share * level.capacity_bytes
 
 
-def _level_before_survey(root: Root, marks: Watermarks) -> Level | None:
+def _level_before_scan(root: Root, accounts: Accounts) -> Level | None:
     """The level of the root as its file system says; None if it does not say. Raises the root's errors."""
-    space, limit_bytes = root.space(), marks.limit_bytes
+    space, limit_bytes = root.space(), accounts.limit_bytes
     if space.total_bytes is None or space.free_bytes is None:
-        return None if limit_bytes is None else Level(0, limit_bytes)
-    used_bytes = space.total_bytes - space.free_bytes
+        return None if limit_bytes is None else _level(0, limit_bytes)
+    disk = _level(space.total_bytes - space.free_bytes, space.total_bytes)
     if limit_bytes is None or limit_bytes >= space.total_bytes:
-        return Level(used_bytes, space.total_bytes)
-    # Nobody has counted the chunks yet, so only the file system can tell that there is no room.
-    return Level(limit_bytes if used_bytes > marks.high * space.total_bytes else 0, limit_bytes)
+        return disk
+    # The chunks are not listed yet, so only the file system can tell that there is no space.
+    return _level(limit_bytes if disk.excess_bytes else 0, limit_bytes)
+
+
+def _level(used_bytes: int, capacity_bytes: int) -> Level:
+    return Level(used_bytes, capacity_bytes, int(HEADROOM_SHARE * capacity_bytes))
 
 
 def _is_set_aside(file_name: str) -> bool:

@@ -54,16 +54,15 @@ class Ranking:
     def read(self, root: Root, shard_bits: int, between: Between) -> None:
         """Lists all shards; calls ``between`` after each. Raises the root's errors if no shard can be listed."""
         failed: KVStoreError | None = None
-        entries, shards = list[Entry](), list[int]()
+        entries = list[tuple[int, Entry]]()
         for shard in range(1 << shard_bits):
             try:
-                entries += root.list(places.shard_folder(shard))
+                entries += ((shard, entry) for entry in root.list(places.shard_folder(shard)))
             except (Unavailable, PermissionDenied) as error:
                 failed = error
-            shards += [shard] * (len(entries) - len(shards))
             if len(entries) >= BATCH_COUNT or shard == (1 << shard_bits) - 1:
-                self._add(columns_of(shards, shard_bits, entries))
-                entries, shards = [], []
+                self._add(columns_of(shard_bits, entries))
+                entries = []
             between()
         if failed is not None and not self.total.count:
             raise failed

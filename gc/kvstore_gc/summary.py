@@ -56,6 +56,8 @@ class Summary:
     started_s: float
     shards_count: int
     shards_mine_count: int = 0
+    is_listed: bool = False
+    """True if the root was listed: else it went on from the last listing."""
     namespaces: dict[str, NamespaceSummary] = field(default_factory=dict)
     scanned: Tally = field(default_factory=Tally)
     kept: dict[str, Tally] = field(default_factory=dict)
@@ -74,8 +76,8 @@ class Summary:
     capacity_bytes: int | None = None
     limit_bytes: int | None = None
     """The smallest ``--max-bytes`` of all live collectors; None if none has one."""
-    high_bytes: int | None = None
-    low_bytes: int | None = None
+    target_bytes: int | None = None
+    """Eviction keeps used bytes below this; None if the capacity is unknown."""
     unfinished: list[str] = field(default_factory=list)
     """The things that the round had to do and could not, in words."""
     examples: list[Example] = field(default_factory=list)
@@ -85,7 +87,7 @@ class Summary:
 
     def surveyed(self, found: Survey, used_bytes: int, namespaces: Sequence[Namespace]) -> None:
         """Adds a survey, and the bytes that all shards use; ``namespaces`` are those whose names are known."""
-        self.scanned = found.used
+        self.scanned, self.is_listed = found.used, True
         self.used_before_bytes = self.used_after_bytes = used_bytes
         known = {each.id: each for each in namespaces}
         for namespace, tally in found.namespaces.items():
@@ -134,8 +136,7 @@ class Summary:
             "beside": {"files": self.beside.count, "bytes": self.beside.bytes},
             "capacity_bytes": self.capacity_bytes,
             "limit_bytes": self.limit_bytes,
-            "high_bytes": self.high_bytes,
-            "low_bytes": self.low_bytes,
+            "target_bytes": self.target_bytes,
             "unfinished": self.unfinished,
             "namespaces": [each.to_json() for each in self.namespaces.values()],
             **(
@@ -162,6 +163,7 @@ class Summary:
             ("capacity_bytes", self.capacity_bytes),
             ("limit_bytes", self.limit_bytes),
             ("seconds", f"{sum(self.seconds.values()):.2f}"),
+            ("phases", ",".join(f"{phase}:{seconds:.2f}" for phase, seconds in self.seconds.items())),
         ]
         said = " ".join(f"{key}={value}" for key, value in pairs)
         return f"gc.round {said}" + (f" unfinished={'; '.join(self.unfinished)!r}" if self.unfinished else "")

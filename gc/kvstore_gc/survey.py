@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
@@ -18,10 +18,10 @@ from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied, Unava
 from kvstore.format import places
 from kvstore.format.places import Name
 from kvstore.namespace import NamespaceId
-from kvstore.root.interface import Root
+from kvstore.root.interface import Entry, Root
 from kvstore_gc.goals import Goals
 from kvstore_gc.histogram import EMPTY, Histogram, Tally
-from kvstore_gc.listing import NO_MARKS, Listed, Marks, id_of, judge, listed, tally_of
+from kvstore_gc.listing import BATCH_COUNT, NO_MARKS, Judged, Listed, Marks, columns_of, id_of, judge, tally_of
 from kvstore_gc.policy import Column
 from kvstore_gc.threads import Each
 
@@ -91,11 +91,12 @@ def survey(
     now_s: float,
     goals: Goals,
     pinned: Marks = NO_MARKS,
+    keep: Callable[[Listed, Judged], object] = lambda batch, judged: None,
 ) -> Survey:
     """Lists these shards once. A shard that cannot be listed is logged and left out.
 
     Raises the root's errors if no shard can be listed, and what ``each`` raises. ``pinned`` is advice: it keeps chunks
-    out of the plan that the sweep would spare, so that others go instead.
+    out of the plan that the sweep would spare, so that others go instead. ``keep`` receives all that was listed.
     """
     idle: deque[_Surveyor] = deque()
     failed: list[KVStoreError] = []
@@ -105,10 +106,10 @@ def survey(
         try:
             surveyor = idle.pop()  # atomic: each is used by one thread at a time
         except IndexError:
-            surveyor = _Surveyor(int(now_s), goals, pinned)
+            surveyor = _Surveyor(shard_bits, int(now_s), goals, pinned, keep)
         try:
-            for batch in listed(shard, shard_bits, root.list(places.shard_folder(shard))):
-                surveyor.see(batch)
+            for entry in root.list(places.shard_folder(shard)):
+                surveyor.add(shard, entry)
         except (Unavailable, PermissionDenied) as error:
             log.warning("gc.shard_failed shard=%04x %s", shard, error)
             failed.append(error)
@@ -117,8 +118,8 @@ def survey(
     each(len(shards), look)
     if failed and len(failed) == len(shards):
         raise failed[0]
-    nothing = _Surveyor(int(now_s), goals, pinned).done(shard_bits, len(shards))
-    return reduce(add, (surveyor.done(shard_bits, 0) for surveyor in idle), nothing)
+    nothing = _Surveyor(shard_bits, int(now_s), goals, pinned, keep).done(len(shards))
+    return reduce(add, (surveyor.done(0) for surveyor in idle), nothing)
 
 
 def beside(root: Root) -> Tally:
@@ -144,7 +145,18 @@ def _files(root: Root, folder: Name) -> Tally:
 class _Surveyor:
     """One thread's survey while it grows."""
 
-    def __init__(self, now_s: int, goals: Goals, pinned: Marks) -> None:
+    def __init__(
+        self,
+        shard_bits: int,
+        now_s: int,
+        goals: Goals,
+        pinned: Marks,
+        keep: Callable[[Listed, Judged], object],
+    ) -> None:
+        self._shard_bits = shard_bits
+        self._keep = keep
+        self._entries: list[tuple[int, Entry]] = []
+        """What the next batch will have, perhaps of many small shards."""
         self._now_s = now_s
         self._goals = goals
         self._marks = pinned
@@ -155,8 +167,15 @@ class _Surveyor:
         self._gathered: list[tuple[Column, Column, Column]] = []
         self._gathered_count = 0
 
-    def see(self, batch: Listed) -> None:
-        """Takes in some chunks."""
+    def add(self, shard: int, entry: Entry) -> None:
+        """Takes in an entry of a shard's folder."""
+        self._entries.append((shard, entry))
+        if len(self._entries) >= BATCH_COUNT:
+            self._see()
+
+    def _see(self) -> None:
+        batch = columns_of(self._shard_bits, self._entries)
+        self._entries = []
         self._foreign += batch.foreign
         self._count(batch)
         judged = judge(batch, self._now_s, self._goals, self._marks)
@@ -169,14 +188,17 @@ class _Surveyor:
         self._gathered_count += len(left)
         if self._gathered_count >= _FOLD_COUNT:
             self._fold()
+        self._keep(batch, judged)
 
-    def done(self, shard_bits: int, shards_count: int) -> Survey:
+    def done(self, shards_count: int) -> Survey:
         """The survey of all that it saw."""
+        if self._entries:
+            self._see()
         self._fold()
         kept, beyond = _largest(self._namespaces)
         return Survey(
             self._now_s,
-            shard_bits,
+            self._shard_bits,
             shards_count,
             self._expired,
             self._foreign,

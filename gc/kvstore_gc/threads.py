@@ -7,6 +7,7 @@ a stop is requested or a deadline has passed.
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from typing import Generic, TypeVar
 
 from kvstore.errors import Unavailable
 from kvstore.sources import Clock
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -23,6 +26,8 @@ Each = Callable[[int, Callable[[int], object]], None]
 THREADS_COUNT = 8
 """More than cores, because listing and deleting mostly wait for the root."""
 LISTEN_S = 0.1
+BRIEF_S = 0.005
+"""Work that takes no longer is done by one thread."""
 
 SHARE = 0.2
 """Share of one core that a collector uses while nothing presses."""
@@ -60,6 +65,40 @@ class Stop:
         """Waits. Raises Stopped as soon as a stop is requested."""
         if self._asked.wait(pause_s):
             raise Stopped
+
+
+class OutageLog:
+    """Logs repeated failures, such as of etcd: once when an outage begins, and once when it has ended.
+
+    One thread at a time.
+    """
+
+    def __init__(self, what: str, clock: Clock) -> None:
+        self._what = what
+        self._clock = clock
+        self._since_s: float | None = None
+        self._kind = ""
+
+    @property
+    def lasts(self) -> bool:
+        """True if it failed the last time."""
+        return self._since_s is not None
+
+    def failed(self, error: Exception | str) -> None:
+        """Logs a failure, unless it failed in the same way the last time."""
+        # One outage is worded in many ways; other errors name what must be fixed, such as a file.
+        kind = type(error).__name__ if isinstance(error, Unavailable) else str(error)
+        if self._since_s is None:
+            self._since_s = self._clock.monotonic_s()
+        if kind != self._kind:
+            self._kind = kind
+            log.error("gc.%s_failed %s", self._what, error)
+
+    def ended(self) -> None:
+        """Logs the end of an outage, if there was one."""
+        if self._since_s is not None:
+            log.info("gc.%s_recovered after_s=%.0f", self._what, self._clock.monotonic_s() - self._since_s)
+        self._since_s, self._kind = None, ""
 
 
 class Task(Generic[T]):
@@ -131,7 +170,11 @@ class Threads:
                     failed.append(error)
                     raise
 
-        tasks = [Task(share, str(number)) for number in range(min(count, self._count))]
+        if not count:
+            return
+        tasks = [Task(share, "0")]
+        if not tasks[0].has_ended(BRIEF_S):  # else more threads would cost more than they gain
+            tasks += [Task(share, str(number)) for number in range(1, min(count, self._count))]
         for task in tasks:
             while not task.has_ended(LISTEN_S):
                 self._stop.check()

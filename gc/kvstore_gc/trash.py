@@ -18,10 +18,13 @@ from kvstore.root.fence import put_aside, restore
 from kvstore_gc.grace import Spared
 from kvstore_gc.ledger import InFlight
 from kvstore_gc.site import Site
+from kvstore_gc.threads import inline
 from kvstore_gc.victims import Condemnation, Taken
 
 log = logging.getLogger(__name__)
 
+FEW = 16
+"""So many victims are taken by one thread."""
 ROUNDS_MAX = 100
 """Attempts to empty the folder: each run that was paused may fill it once more."""
 
@@ -59,7 +62,7 @@ class Trash:
             except KVStoreError as error:
                 taken.fail(error)
 
-        self._site.each(len(victims), take)
+        (self._site.each if len(victims) > FEW else inline)(len(victims), take)
 
     def _fence(self, sweep: InFlight, victims: Sequence[Condemnation], taken: Taken) -> bool:
         """Empties the folder and removes it, synced: after that nothing can be taken. False if it keeps filling.

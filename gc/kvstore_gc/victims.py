@@ -21,7 +21,7 @@ from kvstore.namespace import NamespaceId
 from kvstore.recency import NS_PER_S
 from kvstore.root.identity import read_small
 from kvstore.root.interface import Root
-from kvstore.sources import Clock, Ids
+from kvstore.sources import Clock
 
 CHECKSUM_BYTES = 16
 
@@ -76,8 +76,11 @@ class Taken:
             self.failure = str(error)
 
 
-def write_victims(root: Root, sweep: bytes, victims: Sequence[Condemnation], ids: Ids, clock: Clock) -> bytes:
-    """Writes the list of a sweep, synced; returns its checksum, by which it is found. Raises the root's errors."""
+def write_victims(root: Root, sweep: bytes, victims: Sequence[Condemnation], staged: Name, clock: Clock) -> bytes:
+    """Writes the list of a sweep by way of ``staged``, synced; returns its checksum, by which it is found.
+
+    Raises the root's errors.
+    """
     assert len(victims) <= VICTIMS_MAX
     entries = (
         _ENTRY.pack(one.address, one.namespace, len(one.incarnation), one.incarnation, one.size_bytes)
@@ -85,14 +88,11 @@ def write_victims(root: Root, sweep: bytes, victims: Sequence[Condemnation], ids
     )
     content = _MAGIC + b"".join(entries)
     checksum = _checksum(content)
-    session = ids.fresh()
-    staged = places.staged(session, 0)
     try:
         root.stage(staged, [memoryview(content)], stamp_ns=int(clock.now_s()) * NS_PER_S, durable=True)
         root.publish(staged, places.plan(sweep, checksum), durable=True)
     finally:
         root.discard(staged)
-        root.remove_folder(places.staging_folder(session))
     return checksum
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 import time
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
@@ -21,12 +20,10 @@ from kvstore.cli.signals import Stopper
 from kvstore.cli.worker import WorkerOptions
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.meta.keys import Keys
-from kvstore.meta.usage import Usage
-from kvstore.meta.workers import Workers
+from kvstore.meta.usage import Capacity
 from kvstore.security.networks import is_loopback, joined
 
 if TYPE_CHECKING:
-    from kvstore.meta.interface import Meta
     from kvstore.meta.server import EmbeddedEtcd
 
 log = logging.getLogger(__name__)
@@ -34,8 +31,8 @@ log = logging.getLogger(__name__)
 GC_INTERVAL_S = 60
 """Time between two rounds; an urgent one, because the root fills up, begins at once."""
 COUNTED_S = 60.0
-"""How long the collector may take to count the root before clients are told of the workers: after a crash it waits for
-the lease of the one before."""
+"""How long the collector may take to list the root before the ready line: after a crash it waits for the record of the
+one before."""
 COUNTED_LOOK_S = 0.1
 WATCH_S = 0.5
 SHORT_LIFE_S = 10.0
@@ -111,9 +108,7 @@ class Host:
         return said
 
     def _await_count(self) -> None:
-        """Waits until the collector has counted the root, and each worker says that it heard: it is bound from then on
-        (rule S4).
-        """
+        """Waits until the collector has listed the root and publishes credits: writers are limited from then on."""
         cluster, ends_s = self._serving.cluster, time.monotonic() + COUNTED_S
         if cluster.etcd is None:
             return
@@ -123,23 +118,14 @@ class Host:
                 keys = Keys(identity.root)
             with closing(cluster.etcd.open()) as meta:
                 while time.monotonic() < ends_s and not self._stopper.wait(COUNTED_LOOK_S):
-                    if self._bound_pids(meta, keys) >= {each.program.pid for each in self._workers}:
+                    found = meta.get(keys.gc_capacity)
+                    if found is not None and Capacity.from_json(found.value).credit_bytes is not None:
                         return
         if not self._stopper.asked:
             log.warning(
-                "up.uncounted the collector has not counted the root within %g s: until it has, puts have no bound",
+                "up.uncounted the collector has not listed the root within %g s: until it has, puts have no limit",
                 COUNTED_S,
             )
-
-    def _bound_pids(self, meta: Meta, keys: Keys) -> set[int | None]:
-        """The processes of this host whose workers say that a collector's word binds them."""
-        bound = set[int | None]()
-        for session, worker in Workers(meta, keys).list().items():
-            told = meta.get(keys.usage_of(session)) if worker.host == socket.gethostname() else None
-            with suppress(InvalidRequest):
-                if told is not None and Usage.from_json(told.value).is_bound:
-                    bound.add(worker.pid)
-        return bound
 
     def start_dashboard(self, room: Room, listen: str) -> str:
         """Starts the dashboard of the same root and etcd; returns its URL. Raises Unavailable if it does not serve.

@@ -17,7 +17,7 @@ from kvstore.meta.pins import PinRecord, Pins
 from kvstore.meta.roots import bound_root, known_roots
 from kvstore.meta.session import Session, SessionRecord
 from kvstore.meta.sweeps import Condemned
-from kvstore.meta.usage import Room
+from kvstore.meta.usage import Capacity
 from kvstore.meta.workers import WorkerRecord, Workers
 from kvstore.namespace import Namespace
 from kvstore.sources import Clock
@@ -59,10 +59,13 @@ class Cluster:
     """Number of records that could not be read."""
     pins_count: int
     sweeps: tuple[SweepSeen, ...]
-    is_full: bool
-    """True while a collector says that the root is too full to write to."""
-    room: Room | None = None
-    """The level of the root as a collector counts it; None where none runs as a service."""
+    capacity: Capacity | None = None
+    """The space of the root as a collector publishes it; None if none runs as a service."""
+
+    @property
+    def is_full(self) -> bool:
+        """True while a collector publishes that the root is too full to write to."""
+        return self.capacity is not None and self.capacity.is_full
 
 
 class WhichRoot:
@@ -126,8 +129,7 @@ class EtcdSource:
             odd_count,
             meta.count(keys.refs, TIMEOUT_S),
             _sweeps(meta, keys),
-            meta.get(keys.gc_full, TIMEOUT_S) is not None,
-            _room(meta, keys),
+            _capacity(meta, keys),
         )
 
     def pins(self) -> tuple[PinRecord, ...]:
@@ -173,10 +175,10 @@ def _namespaces(meta: Meta, keys: Keys) -> tuple[tuple[Namespace, ...], int]:
     return tuple(sorted(found, key=lambda one: (one.tenant, one.name, one.digest))), odd_count
 
 
-def _room(meta: Meta, keys: Keys) -> Room | None:
-    found = meta.get(keys.gc_room, TIMEOUT_S)
+def _capacity(meta: Meta, keys: Keys) -> Capacity | None:
+    found = meta.get(keys.gc_capacity, TIMEOUT_S)
     try:
-        return None if found is None else Room.from_json(found.value)
+        return None if found is None else Capacity.from_json(found.value)
     except InvalidRequest:
         return None  # of another version
 

@@ -31,8 +31,8 @@ def cluster(etcd: Cluster) -> Document:
         "pins": etcd.pins_count,
         "sweeps": len(etcd.sweeps),
         "is_full": etcd.is_full,
-        "used_bytes": etcd.room.used_bytes if etcd.room else None,
-        "capacity_bytes": etcd.room.capacity_bytes if etcd.room else None,
+        "used_bytes": etcd.capacity.used_bytes if etcd.capacity else None,
+        "capacity_bytes": etcd.capacity.capacity_bytes if etcd.capacity else None,
     }
 
 

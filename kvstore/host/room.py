@@ -96,8 +96,10 @@ class Room:
             self._refused()
             raise _full()
 
-    def reserve(self, size_bytes: int = 1, missing_bytes: Callable[[], int] | None = None) -> Reserved:
-        """Reserves the room that a put may take; waits for it up to WAIT_S. Raises Overloaded if there is none then.
+    def reserve(
+        self, size_bytes: int = 1, missing_bytes: Callable[[], int] | None = None, wait_s: float = START_S
+    ) -> Reserved:
+        """Reserves the room that a put may take; waits for it up to WAIT_S, at most ``wait_s``. Raises StoreFull then.
 
         ``missing_bytes`` is called before that, and returns how much of the put is not stored already.
         """
@@ -106,7 +108,7 @@ class Room:
         if missing_bytes is not None:
             size_bytes = missing_bytes()
         began_s, beats = time.monotonic(), self._shared[Number.BEATS]
-        ends_s = began_s + START_S
+        ends_s = began_s + min(wait_s, START_S)
         self._wait_for(size_bytes)
         try:
             while not self._take(size_bytes):

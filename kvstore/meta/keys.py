@@ -9,8 +9,7 @@
     /kv/<root>/namespaces/digests/<digest>       one per namespace: its record
     /kv/<root>/gc/seq                            the chain of sweeps: one nonce, and the one before it (rule C1)
     /kv/<root>/gc/condemned/<shard>              one per sweep in flight
-    /kv/<root>/gc/full                           says that the root is full, under the lease of a collector
-    /kv/<root>/gc/room                           how much a node may write unheard, under the lease of a collector
+    /kv/<root>/gc/capacity                       used space, and what a node may write, under the lease of a collector
     /kv/<root>/usage/<session>                   bytes that a node or collector wrote and deleted, under its lease
     /kv/<root>/collectors/<session>              one per collector, under its session's lease
     /kv/<root>/bounds/<session>                  the limits that an embedded store asks for, under its session's lease
@@ -62,8 +61,7 @@ class Keys:
         self.namespace_digests = f"{self.prefix}namespaces/digests/"
         self.gc = f"{self.prefix}gc/"
         self.gc_seq = f"{self.gc}seq"
-        self.gc_full = f"{self.gc}full"
-        self.gc_room = f"{self.gc}room"
+        self.gc_capacity = f"{self.gc}capacity"
         self.condemned = f"{self.gc}condemned/"
         self.usage = f"{self.prefix}usage/"
         self.collectors = f"{self.prefix}collectors/"

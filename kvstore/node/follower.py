@@ -7,6 +7,7 @@ simulation can run the steps in any order; ``run`` is the loop of the node's thr
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from dataclasses import dataclass
 
@@ -24,6 +25,9 @@ from kvstore.node.view import ChainBroken, View
 from kvstore.sources import Clock
 
 log = logging.getLogger(__name__)
+
+ANNOUNCE_S_MIN = 0.02
+"""While a hold's look delays an announcement, the follower tries again after this."""
 
 
 @dataclass(slots=True)
@@ -131,7 +135,7 @@ class Follower:
         following = self._following
         while following is not None and self._following is following and session.alive:
             try:
-                self._step(following, min(self._limits.follow_s, self._view.usage.owes_s))
+                self._step(following, min(self._limits.follow_s, self._view.usage.owes_s, self._announces_s(following)))
             except KVStoreError as error:
                 log.debug("follower.failed %s", error)
                 self._ended.wait(self._limits.follow_s)
@@ -198,6 +202,17 @@ class Follower:
         since_s = min((self._stepped_s, *following.owed.values()))
         return now_s - since_s <= self._limits.announce_lag_max_s
 
+    @property
+    def _pace_s(self) -> float:
+        """The shortest time between two announcements."""
+        return max(self._limits.announce_s, self._view.pace_s)
+
+    def _announces_s(self, following: _Following) -> float:
+        """Seconds until an announcement that is owed may be made."""
+        if not following.owed:
+            return math.inf
+        return max(ANNOUNCE_S_MIN, following.announced_s + self._pace_s - self._clock.monotonic_s())
+
     def _announce(self, following: _Following) -> None:
         """Follows rules A1 to A3. Announces only if a sweep waits for it: an early announcement frees nobody. What it
         named is taken back once no sweep is in flight: every pin writes it again.
@@ -205,9 +220,8 @@ class Follower:
         session, now_s = following.session, self._clock.monotonic_s()
         owed = self._view.stamps(after=session.announced)
         following.owed = {stamp: following.owed.get(stamp, now_s) for stamp in owed}
-        pace_s = max(self._limits.announce_s, self._view.pace_s)
         is_over = following.names and self._view.is_calm
-        if not (owed or is_over) or now_s - following.announced_s < pace_s:
+        if not (owed or is_over) or now_s - following.announced_s < self._pace_s:
             return
         compare = self._view.seq_is_seen
         due = self._holds.announcement(self._view)
@@ -223,9 +237,10 @@ class Follower:
             self._holds.announced(due)
 
     def _report(self, following: _Following) -> None:
-        """Tells collectors what this node wrote and deleted, if one asks for it (gc/PROTOCOL.md, section 6)."""
-        usage, answered = self._view.usage, self._view.usage.asked_by
-        due = usage.due(self._clock.monotonic_s())
+        """Reports what this node wrote and deleted, while a collector counts (gc/PROTOCOL.md, section 6)."""
+        usage, answered = self._view.usage, self._view.usage.answers
+        # Half the pace of announcements: N / 100 s for N nodes.
+        due = usage.due(self._clock.monotonic_s(), self._view.pace_s / 2)
         if due is None:
             return
         session = following.session
@@ -237,7 +252,7 @@ class Follower:
             return  # the session is over, and its thread is about to hear of it
         with self._view.lock:
             if self._following is following:
-                usage.told(due, revision, answered, self._clock.monotonic_s())
+                usage.reported(due, revision, answered, self._clock.monotonic_s())
                 self._counters.add(NodeCount.USAGE_REPORTS)
 
     def _look_for_gap(self, following: _Following) -> None:

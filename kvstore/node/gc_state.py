@@ -41,8 +41,10 @@ class Usage(Protocol):
         """Bytes of the files that this node published."""
         ...
 
-    def reserve(self, size_bytes: int = 1, missing_bytes: Callable[[], int] | None = None) -> Reserved:
-        """Reserves the room that a put may take, perhaps after a wait. Raises Overloaded.
+    def reserve(
+        self, size_bytes: int = 1, missing_bytes: Callable[[], int] | None = None, wait_s: float = ...
+    ) -> Reserved:
+        """Reserves the room that a put may take, perhaps after a wait of at most ``wait_s``. Raises Overloaded.
 
         ``missing_bytes`` is called before a wait, and returns how much of the put is not stored already.
         """

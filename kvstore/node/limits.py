@@ -51,7 +51,7 @@ class Limits:
     """Recency is renewed once per quantum; a remembered presence is trusted for one to two quanta."""
     hold_max_s: float = 300.0
     """A hold ends by itself after this time."""
-    announce_s: float = 0.2
+    announce_s: float = 0.05
     """At most one announcement to collectors in this time; they ask for fewer if there are many nodes."""
     announce_lag_max_s: float = 330.0
     """A node that has not announced a sweep for this long stops its keepalives, so that collectors go on."""

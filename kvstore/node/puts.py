@@ -282,7 +282,9 @@ class Puts:
             if not guard.is_settled:
                 present = min(present, self.view.leading(chain))
             elif present >= first:
-                root = RootWrite(self._chunks, self._lanes, self._clock, publication, self.counters, guard)
+                root = RootWrite(
+                    self._chunks, self._lanes, self._clock, publication, self.counters, guard, wait_s=deadline.left_s()
+                )
             elif memory is not None and first <= len(chain) and memory.leading(chain, present) >= first - present:
                 root = self._begin_with_parents(memory, chain, first, present, hints, deadline, still_right, guard)
         finally:

@@ -20,6 +20,7 @@ from kvstore.node.images import Images
 from kvstore.node.lanes import Batch, Deadline, DeadlinePassed, Lanes, moved_on
 from kvstore.node.publish import Mask, Publication
 from kvstore.node.runs import SharedPut
+from kvstore.node.usage import WAIT_S
 from kvstore.node.wanted import file_bytes, image_sizes
 from kvstore.root.posix_errors import DiskFull
 from kvstore.sections import Sections
@@ -44,10 +45,11 @@ class RootWrite:
         counters: Counters,
         guard: Guard | None = None,
         ended: Callable[[], None] | None = None,
+        wait_s: float = WAIT_S,
     ) -> None:
         """Ends ``guard``, and calls ``ended`` when nothing of it is on its way any more, perhaps more than once.
 
-        Raises Overloaded if the root has no room for it.
+        Waits up to ``wait_s`` for space; raises Overloaded if there is none then.
         """
         self.publication = publication
         self._chunks = chunks
@@ -56,7 +58,8 @@ class RootWrite:
         self._counters = counters
         self._guard = guard
         self._ended = ended
-        self._room = chunks.usage.reserve(file_bytes(publication.wanted, publication.first), self._missing_bytes)
+        size_bytes = file_bytes(publication.wanted, publication.first)
+        self._room = chunks.usage.reserve(size_bytes, self._missing_bytes, wait_s)
         """Ends with the write. A lane that hangs has this object, and so the room, until it is done."""
         self._pending: deque[tuple[Batch, Callable[[], None]]] = deque()
 

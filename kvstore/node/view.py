@@ -24,7 +24,7 @@ from kvstore.meta.interface import Absent, Compare, Event, KeyValue, Snapshot, V
 from kvstore.meta.keys import Keys
 from kvstore.meta.session import Session
 from kvstore.meta.sweeps import NO_NONCE, Condemned, Members, Seq
-from kvstore.meta.usage import Room
+from kvstore.meta.usage import Capacity
 from kvstore.node.counters import Counters
 from kvstore.node.known import Known
 from kvstore.node.usage import NodeUsage
@@ -53,7 +53,6 @@ class View:
     def __init__(self, keys: Keys, shard_bits: int, known: Known, counters: Counters) -> None:
         self.lock = threading.Lock()
         self.revision = 0
-        self._full = False
         self.pace_s = 0.0
         self.usage = NodeUsage(partial(counters.add, NodeCount.PUT_REFUSED_UNCOUNTED))
         self.put_bytes_max: int | None = None
@@ -138,11 +137,11 @@ class View:
 
     @property
     def is_full(self) -> bool:
-        """True if a collector says that the root is full, so that puts are refused."""
-        return self._full
+        """True if collectors publish that the root is full, so that puts are refused."""
+        return self.usage.is_full
 
     def check_room(self, size_bytes: int = 0) -> None:
-        """Raises StoreFull while a collector says that the root is full, or the disk is.
+        """Raises StoreFull while collectors publish that the root is full.
 
         Also raises it for a put whose ``size_bytes`` are more than a bound allows: there will never be room for it.
         """
@@ -152,14 +151,12 @@ class View:
                 f"this put has {size(size_bytes)}, and max_bytes of this store leaves room for "
                 f"{size(self.put_bytes_max)}: put less at once, or open the store with a larger max_bytes"
             )
-        if self._full:
+        if self.is_full:
             self._counters.add(NodeCount.PUT_REFUSED_FULL)
             raise StoreFull(
                 "the root is full until garbage collection has made room, which it cannot take from what is held or "
                 "pinned: release what is not needed, back off, and put again later"
             )
-        if self.usage.looks:
-            self.usage.check_disk(size_bytes)
 
     def stamps(self, after: int) -> list[int]:
         """Returns the revisions after ``after`` at which sweeps in flight condemned."""
@@ -200,7 +197,6 @@ class View:
         """Ends the session: nothing is protected any more, nothing remembered (rule V2)."""
         self._session = None
         self._open = {}
-        self._full = False
         self.usage.end()
         self._known.clear()
 
@@ -219,10 +215,8 @@ class View:
         changed = []
         for event in events:
             shard = self._keys.parse_condemned(event.key)
-            if event.key == self._keys.gc_full:
-                self._full = event.kv is not None
-            elif event.key == self._keys.gc_room:
-                self._hear(event.kv)
+            if event.key == self._keys.gc_capacity:
+                self._read_capacity(event.kv)
             elif shard is not None:
                 if link is None or shard >> self._shard_bits:
                     raise ChainBroken(f"{event.key} changed without a link of the chain, or is not a shard here")
@@ -246,7 +240,7 @@ class View:
 
     def _read(self, snapshot: Snapshot) -> None:
         found: dict[int, _Open] = {}
-        seq, room, self._nonce, self._full = None, None, NO_NONCE, False
+        seq, capacity, self._nonce = None, None, NO_NONCE
         for kv in snapshot.items:
             shard = self._keys.parse_condemned(kv.key)
             if shard is not None:
@@ -254,20 +248,18 @@ class View:
             elif kv.key == self._keys.gc_seq:
                 link = _decoded(Seq.from_json, kv.value)
                 seq, self._nonce, self.pace_s = kv.value, link.nonce, link.pace_s
-            elif kv.key == self._keys.gc_full:
-                self._full = True
-            elif kv.key == self._keys.gc_room:
-                room = kv
-        self._hear(room)
+            elif kv.key == self._keys.gc_capacity:
+                capacity = kv
+        self._read_capacity(capacity)
         self._seq, self._open, self.revision = seq, found, snapshot.revision
         self._known.clear()
 
-    def _hear(self, kv: KeyValue | None) -> None:
-        """Reads the collectors' word, which orders nothing in the chain. An unreadable word counts as absent."""
+    def _read_capacity(self, kv: KeyValue | None) -> None:
+        """Reads a record that orders nothing in the chain. An unreadable one counts as absent."""
         try:
-            self.usage.hear(None if kv is None else Room.from_json(kv.value), kv.create_revision if kv else 0)
+            self.usage.received(None if kv is None else Capacity.from_json(kv.value), kv.create_revision if kv else 0)
         except InvalidRequest:
-            self.usage.hear(None)
+            self.usage.received(None)
 
 
 def _open(kv: KeyValue) -> _Open:

@@ -32,7 +32,6 @@ HOST_NODES = 2
 PROMPTS = 400
 MAX_BYTES = 6 * MIB
 """All prompts together take about three times as much, so that there is something to collect all the time."""
-HIGH = 0.9
 CALM_S = 3.0
 
 
@@ -70,7 +69,7 @@ def play(mounts: Sequence[Path], folder: Path, *, seconds: float, seed: int, wea
     roots = [mount / "root" for mount in mounts]
     kvstore.open(str(roots[0]), shard_bits=SHARD_BITS).close()
     with cast(roots, folder, weak=weak) as players:
-        limits = ["--max-bytes", str(MAX_BYTES), "--high", str(HIGH)]
+        limits = ["--max-bytes", str(MAX_BYTES)]
         nodes = [players.node(f"node{number}", PROMPTS) for number in range(NODES)]
         pauses_s = dict.fromkeys((node.name for node in nodes), 20.0)
         pauses_s |= {players.collector(name, "--interval", "1s", *limits).name: 10.0 for name in ("gc0", "gc1")}
@@ -139,7 +138,7 @@ def nothing_is_left(players: Cast) -> Left:
     keys, meta = Keys(identity.root), players.meta()
     try:
         eventually(lambda: not meta.count(keys.sessions), "the sessions end")
-        last = players.collector("last", "--once", "--max-bytes", str(MAX_BYTES), "--high", str(HIGH))
+        last = players.collector("last", "--once", "--max-bytes", str(MAX_BYTES))
         assert last.process is not None
         code = last.process.wait(PATIENCE_S)
         pins = LivePins(players.roots[-1], identity.shard_bits, players.folder)
@@ -152,7 +151,7 @@ def nothing_is_left(players: Cast) -> Left:
         assert report.is_clean, f"fsck: {report.findings}"
         used = used_bytes(players.roots[0])
         assert code == 0, f"the last round ended with {code}: {players.tail('last')}"
-        assert used <= HIGH * MAX_BYTES
+        assert used <= MAX_BYTES
         _remove_leftovers(Site(root, identity, meta))
         for place in (places.STAGING, places.PLANS, places.TRASH, places.QUARANTINE):
             assert not list(root.list(place)), f"{place} is not empty"

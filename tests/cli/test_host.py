@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -16,13 +15,12 @@ import pytest
 
 from kvstore.children import Program
 from kvstore.cli import host
-from kvstore.cli.host import AGAIN_S, AGAIN_S_MAX, _Other, _start_later, _Worker
+from kvstore.cli.host import AGAIN_S, AGAIN_S_MAX, _Other, _start_later
 from kvstore.cli.signals import Stopper
 from kvstore.cli.worker import WorkerOptions
-from kvstore.meta.keys import Keys, SessionId
+from kvstore.meta.keys import Keys
 from kvstore.meta.memory import MemoryMeta
-from kvstore.meta.usage import Usage
-from kvstore.meta.workers import WorkerRecord
+from kvstore.meta.usage import Capacity
 from kvstore.root.identity import create_or_open
 from kvstore.root.open import open_root
 from kvstore.sources import RandomIds
@@ -103,36 +101,23 @@ def test_a_program_that_was_stopped_hears_that_it_is_to_end(tmp_path: Path) -> N
     assert program.exit_code == 0 and order.read_text() == "gc\n"
 
 
-@pytest.mark.parametrize(
-    ("told", "bound"),
-    [([True, True], True), ([True, False], False), ([True, None], False), ([True], False)],
-    ids=["both bound", "one not yet", "one told nothing", "one not listed"],
-)
-def test_the_workers_are_told_of_once_a_word_binds_each(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    told: list[bool | None],
-    bound: bool,
+@pytest.mark.parametrize("credit_bytes", [None, 0])
+def test_up_waits_until_a_collector_has_listed_the_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, credit_bytes: int | None
 ) -> None:
-    monkeypatch.setattr(host, "COUNTED_S", PATIENCE_S if bound else 0.2)
+    monkeypatch.setattr(host, "COUNTED_S", 0.2 if credit_bytes is None else PATIENCE_S)
     with closing(open_root(str(tmp_path / "root"))) as root:
         identity = create_or_open(root, RandomIds(), create=True)
     meta, keys = MemoryMeta(), Keys(identity.root)
-    for pid, each in enumerate(told):
-        session = SessionId(pid.to_bytes(16))
-        meta.put(keys.worker(session), WorkerRecord("host:1", "", socket.gethostname(), pid).to_json())
-        if each is not None:
-            meta.put(keys.usage_of(session), Usage(is_bound=each).to_json())
+    meta.put(keys.gc_capacity, Capacity(1, credit_bytes=credit_bytes).to_json())
     typed = os.path.relpath(tmp_path / "root")
     place = SimpleNamespace(
         root=typed, root_options=SimpleNamespace(read=dict), etcd=SimpleNamespace(open=lambda: meta)
     )
     with Stopper() as stopper:
         up = host.Host(cast(WorkerOptions, SimpleNamespace(cluster=place)), 1.0, stopper, [])
-        up._workers += [_Worker(cast(Program, SimpleNamespace(pid=pid)), {}) for pid in range(2)]
         up._await_count()
-    assert ("up.uncounted" in caplog.text) != bound
+    assert ("up.uncounted" in caplog.text) == (credit_bytes is None)
 
 
 def pauses(other: _Other, program: Dying, clock: Clock, lived_s: float, count: int) -> list[float]:

@@ -18,8 +18,8 @@ import pytest
 import kvstore
 from kvstore.connectors.vineyard import FileCacheConfig, KVCache
 from kvstore.meta.etcd import EtcdMeta
+from kvstore_gc.collector import Collector, opened
 from kvstore_gc.config import Config
-from kvstore_gc.serving import Collector, opened
 from tests.kit.etcd import running_etcd
 from tests.kit.tensors import kv_of, over
 

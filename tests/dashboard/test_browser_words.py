@@ -15,7 +15,7 @@ from kvstore.dashboard.door import OpenDoor
 from kvstore.dashboard.serving import Serving
 from kvstore.dashboard.web import application
 from kvstore.meta.keys import Keys
-from kvstore.meta.usage import Room
+from kvstore.meta.usage import Capacity
 from tests.dashboard.chromium import LIGHT, Mode, Page, missing, opened
 from tests.kit.boards import Shown, shown
 from tests.kit.stores import TINY
@@ -112,8 +112,8 @@ def test_the_root_tile_names_the_bound_of_chunks_or_else_the_file_system(small: 
     small.page.until(lambda: "of its file system" in small.tile("Root"), "no collector says a bound")
     assert "that chunks may take" not in small.tile("Root")
     root = small.board.documents.overview()["cluster"]["root"]
-    room = Room(1, 2, 3, 0.1, used_bytes=30 << 20, capacity_bytes=40 << 20)
-    small.board.meta.put(Keys(bytes.fromhex(root)).gc_room, room.to_json())
+    capacity = Capacity(1, used_bytes=30 << 20, capacity_bytes=40 << 20)
+    small.board.meta.put(Keys(bytes.fromhex(root)).gc_capacity, capacity.to_json())
     small.page.until(lambda: "of 40.0 MiB that chunks may take" in small.tile("Root"), "the bound is named")
     share, said = small.tile("Root").splitlines()
     assert share == "75 %" and said.endswith(" free on its file system")

@@ -17,7 +17,7 @@ from kvstore.dashboard.said import Document
 from kvstore.dashboard.workers import GONE, WorkersSource
 from kvstore.errors import Unavailable
 from kvstore.meta.keys import Keys
-from kvstore.meta.usage import Room
+from kvstore.meta.usage import Capacity
 from tests.kit import faulty_meta
 from tests.kit.boards import Shown, shown
 from tests.kit.etcd import eventually
@@ -109,10 +109,10 @@ def test_the_root_has_the_bound_of_its_collector(board: Shown) -> None:
     before = until(board.documents.overview, lambda found: found["cluster"])["cluster"]
     assert before["capacity_bytes"] is None, "no collector runs as a service"
     keys = Keys(bytes.fromhex(before["root"]))
-    board.meta.put(keys.gc_room, Room(1, 2, 3, 0.1, used_bytes=30, capacity_bytes=40).to_json())
+    board.meta.put(keys.gc_capacity, Capacity(1, used_bytes=30, capacity_bytes=40).to_json())
     found = until(board.documents.overview, lambda found: found["cluster"]["capacity_bytes"])["cluster"]
     assert (found["used_bytes"], found["capacity_bytes"]) == (30, 40)
-    board.meta.put(keys.gc_room, b"of another version")
+    board.meta.put(keys.gc_capacity, b"of another version")
     until(board.documents.overview, lambda found: found["cluster"]["capacity_bytes"] is None)
 
 

@@ -14,7 +14,7 @@ import pytest
 import kvstore
 from kvstore import Layout
 from kvstore.meta.server import EmbeddedEtcd, find_etcd
-from tests.kit.collecting import bounded_to
+from tests.kit.collecting import GC, bounded_to
 from tests.kit.ports import free_port
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
@@ -79,7 +79,7 @@ def test_pins_younger_than_the_snapshot_are_back_after_the_steps_of_backup_md(tm
         command("kvstore.cli.main", "fsck", tmp_root, "--adopt", "--etcd", endpoints)
         assert len(json.loads(command("kvstore.cli.main", *ls).stdout)["pins"]) == 2
         collect = ("--root", str(tmp_root), "--etcd", endpoints, "--once", *bounded_to(1), "--json")
-        run(sys.executable, "-m", "kvstore_gc", *collect, PYTHONPATH=f"{DEPLOY.parent}:{DEPLOY.parent / 'gc'}")
+        run(*GC, *collect, PYTHONPATH=f"{DEPLOY.parent}:{DEPLOY.parent / 'gc'}")
         with kvstore.open(str(tmp_root), etcd=endpoints) as store:
             cache = store.namespace("backed-up", LAYOUT)
             assert [cache.match(tokens) for tokens in (OLD, YOUNG, PLAIN)] == [64, 64, 0]

@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ from kvstore.client.cache import Cache
 from kvstore.format import places
 from tests.cli.conftest import KVSTORE, Running, serving
 from tests.events.subscriber import Subscriber
-from tests.kit.collecting import bounded_to
+from tests.kit.collecting import GC, bounded_to
 from tests.kit.etcd import running_etcd
 from tests.kit.patience import PATIENCE_S, eventually
 from tests.kit.ports import free_port
@@ -67,7 +66,7 @@ def on_root(root: Path) -> set[int]:
 def collect(root: Path, etcd: str, max_bytes: int) -> None:
     subprocess.run(
         [
-            *(sys.executable, "-m", "kvstore_gc", "--root", str(root), "--etcd", etcd, "--once"),
+            *(*GC, "--root", str(root), "--etcd", etcd, "--once"),
             *bounded_to(max_bytes),
         ],
         check=True,

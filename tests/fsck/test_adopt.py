@@ -252,10 +252,10 @@ def test_c6_every_session_is_ended_those_of_collectors_and_of_nobodys_lease_too(
     cluster.meta.put(cluster.keys.worker(sessions[0].id), b"{}", sessions[0].lease)
     lease = cluster.meta.grant(60)
     cluster.meta.put(cluster.keys.collector(SessionId(bytes(16))), b"", lease)
-    cluster.meta.put(cluster.keys.gc_full, b"", lease)
+    cluster.meta.put(cluster.keys.gc_capacity, b"", lease)
     cluster.meta.put(cluster.keys.session(SessionId(b"\1" * 16)), b"{}")
     assert cluster.adopt().sessions_count == 5
-    for prefix in (cluster.keys.sessions, cluster.keys.workers, cluster.keys.collectors, cluster.keys.gc_full):
+    for prefix in (cluster.keys.sessions, cluster.keys.workers, cluster.keys.collectors, cluster.keys.gc_capacity):
         assert cluster.meta.count(prefix) == 0
     for session in sessions:
         session.beat()

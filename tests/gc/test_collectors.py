@@ -10,8 +10,8 @@ from kvstore.errors import Unavailable
 from kvstore.meta.keys import Keys, SessionId
 from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.memory_store import MemoryStore
-from kvstore_gc.collectors import TTL_S, Collectors, owner
 from kvstore_gc.config import Config
+from kvstore_gc.membership import TTL_S, Collectors, owner
 from kvstore_gc.summary import Summary
 from tests.gc.test_hostile import in_flight, leave_in_flight
 from tests.kit.clusters import prompt, put, site_of
@@ -90,7 +90,7 @@ def test_a_collector_whose_put_stayed_unknown_is_listed_once() -> None:
 def test_two_collectors_empty_a_root_together(place: Place) -> None:
     node, chains = place.cluster.node(), [prompt(number, 6) for number in range(6)]
     halves = (lambda count: range(0, count, 2), lambda count: range(1, count, 2))
-    collectors = [place.rounds(Config(ttl_s=60), shards=half) for half in halves]
+    collectors = [place.cycle(Config(ttl_s=60), shards=half) for half in halves]
     for each in collectors:
         each.run()  # one that has just started might adopt all that the other has begun
     for chain in chains:
@@ -113,11 +113,11 @@ def test_g7_one_that_has_just_started_ends_what_a_dead_one_left_in_shards_that_i
     node, first, later = place.cluster.node(), prompt(1, 12), prompt(2, 12)
     put(node, first)
     leave_in_flight(place.cluster, node, first)
-    rounds = place.rounds(shards=lambda count: range(1))
+    rounds = place.cycle(shards=lambda count: range(1))
     assert rounds.run().reaped.count == 12 and place.cluster.leftovers() == []
     put(node, later)
     leave_in_flight(place.cluster, node, later)
     rounds.run()
     assert in_flight(place.cluster), "it believes that their collector is alive"
-    place.rounds().run()
+    place.cycle().run()
     assert place.cluster.leftovers() == []

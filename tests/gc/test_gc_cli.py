@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -27,13 +26,11 @@ from kvstore.sources import RandomIds, SystemClock
 from kvstore_gc.cli import command
 from tests.cli.conftest import PATIENCE_S, SOURCE, Running, descendants, eventually, serving
 from tests.kit.cases import for_each
-from tests.kit.collecting import bounded_to
+from tests.kit.collecting import GC, bounded_to
 from tests.kit.etcd import frozen, running_etcd
 
 LAYOUT = kvstore.Layout(layers=2, kv_heads=1, head_dim=64, dtype="float16", chunk_tokens=4)
 CHUNK_BYTES = 6144
-GC = (sys.executable, "-m", "kvstore_gc", "--nice", "0")
-"""Not behind all other programs, as by default: on a busy machine it would not get to run for minutes."""
 FEW_SHARDS = ("--shard-bits", "2")
 """A round works on each shard that has victims: what these tests show needs no more than a few."""
 ENOUGH = ("--root", "memory://gc", "--etcd", "127.0.0.1:1")
@@ -50,7 +47,6 @@ def called(*arguments: str) -> Result:
         (ENOUGH, "give --once"),
         ((*ENOUGH, "--once", "--interval", "1m"), "give --once"),
         ((*ENOUGH, "--interval", "10ms"), "expected 1 s or more"),
-        ((*ENOUGH, "--once", "--high", "0.5"), "0 < low < high"),
         ((*ENOUGH, "--once", "--metrics", "127.0.0.1:0"), "--metrics is for --interval"),
         ((*ENOUGH, "--once", "--explain", "00" * 16), "give --dry-run"),
         ((*ENOUGH, "--dry-run", "--explain", "me"), "32 hexadecimal digits"),
@@ -154,14 +150,14 @@ def test_a_dry_run_changes_neither_the_root_nor_etcd(up: Running, at: tuple[str,
         assert (tree(root), meta.list("/kv/").revision) == (before, revision)
     finally:
         meta.close()
-    assert as_json["dry_run"] and as_json["chosen"]["over capacity"]["chunks"] == 18
+    assert as_json["dry_run"] and as_json["chosen"]["over capacity"]["chunks"] == 16
     assert as_json["namespaces"][0]["name"] == "model" and len(as_json["examples"]) == 10
     assert shown.returncode == 0
-    assert "would delete 18 chunks" in shown.stdout and "goes, over capacity" in shown.stdout
+    assert "would delete 16 chunks" in shown.stdout and "goes, over capacity" in shown.stdout
 
     done = line(ended(*at, "--once", *limit, "--json"))
-    assert done["reaped"]["chunks"] == 18 and chunks(root) == 12
-    assert done["used_bytes_after"] == 12 * CHUNK_BYTES <= done["low_bytes"]
+    assert done["reaped"]["chunks"] in (16, 17), "in slices"
+    assert done["used_bytes_after"] == chunks(root) * CHUNK_BYTES <= done["target_bytes"]
 
 
 @pytest.mark.slow
@@ -187,7 +183,7 @@ def test_rounds_go_on_until_sigterm(up: Running, at: tuple[str, ...], module_roo
         where = said().split("metrics=")[1].split()[0]
         with urllib.request.urlopen(f"http://{where}/metrics", timeout=PATIENCE_S) as page:
             shown = page.read().decode()
-        assert "kvstore_gc_capacity_bytes 1.048576e+06" in shown and "kvstore_gc_rounds_total" in shown
+        assert f"kvstore_gc_capacity_bytes {20 * CHUNK_BYTES}" in shown and "kvstore_gc_rounds_total" in shown
         child.send_signal(signal.SIGTERM)
         assert child.wait(PATIENCE_S) == 0
         assert "gc.stopped" in said()
@@ -218,7 +214,8 @@ def test_sigterm_during_a_grace_ends_it_and_takes_nothing(up: Running, at: tuple
     finally:
         silent.close(PATIENCE_S)
         meta.close()
-    assert ended(*at, "--once", *bounded_to(CHUNK_BYTES * 2)).returncode == 0
+    done = ended(*at, "--once", *bounded_to(CHUNK_BYTES * 2))
+    assert done.returncode == 0, done.stdout + done.stderr
     assert list((root / "trash").iterdir()) == [] and list((root / "plans").iterdir()) == []
 
 
@@ -272,6 +269,6 @@ def test_up_keeps_the_root_below_its_limit(tmp_root: Path) -> None:
             except AssertionError:
                 break  # too full for the moment: shed
         # At once, not after the interval of a minute.
-        eventually(lambda: chunks(root) * CHUNK_BYTES <= 0.9 * limit, "it deletes")
+        eventually(lambda: chunks(root) * CHUNK_BYTES <= 0.95 * limit, "it deletes")
         assert running.end() == 0
         assert "gc.stopped" in running.log.read_text()

@@ -33,7 +33,7 @@ from kvstore.root.posix import PosixRoot
 from kvstore.root.reserve import LOG_BYTES, PUTS_END_S
 from kvstore.sources import SystemClock
 from kvstore_gc import execute
-from kvstore_gc.collectors import Collectors
+from kvstore_gc.membership import Collectors
 from kvstore_gc.threads import Stopped
 from tests.kit.clusters import TIMINGS, Cluster, cluster, eventually, looking, prompt, put, site_of
 from tests.kit.faulty_root import EIO, ENOSPC, Fails, FaultyRoot, Rule

@@ -17,7 +17,7 @@ from kvstore.recency import AHEAD_MAX_S
 from kvstore.root.interface import Root, Space
 from kvstore.root.memory import MemoryRoot
 from kvstore.root.twins import list_twins, write_twin
-from kvstore_gc.capacity import Watermarks
+from kvstore_gc.capacity import Accounts
 from kvstore_gc.orphans import Orphans
 from kvstore_gc.safety import Timings
 from kvstore_gc.site import Site
@@ -55,9 +55,9 @@ class Scene:
         self.ids = CountingIds()
         self.orphans = self.again()
 
-    def again(self, marks: Watermarks | None = None) -> Orphans:
+    def again(self, accounts: Accounts | None = None) -> Orphans:
         """Another collector, which remembers nothing."""
-        return Orphans(self.site(), marks)
+        return Orphans(self.site(), accounts)
 
     def site(self, root: Root | None = None) -> Site:
         return Site(root or self.root, self.filled.identity, self.meta, self.clock, timings=TIMINGS)
@@ -233,11 +233,11 @@ def test_a_damaged_file_is_read_once_not_in_every_round(scene: Scene) -> None:
     assert root.calls["open"] == before > 0
 
 
-def marks(used_bytes: int, free_bytes: int) -> Watermarks:
-    watermarks = Watermarks(None, 0.9)
-    watermarks.followed(Space(None, free_bytes))
-    watermarks.surveyed(used_bytes, watermarks.mark())
-    return watermarks
+def accounts_of(used_bytes: int, free_bytes: int) -> Accounts:
+    accounts = Accounts(None)
+    accounts.measured(Space(None, free_bytes))
+    accounts.after_scan(used_bytes, accounts.before_scan())
+    return accounts
 
 
 def set_aside(scene: Scene, number: int, size_bytes: int, age_s: float) -> Name:
@@ -246,8 +246,8 @@ def set_aside(scene: Scene, number: int, size_bytes: int, age_s: float) -> Name:
 
 def test_damaged_files_take_a_hundredth_of_the_capacity_at_most_and_the_oldest_go(scene: Scene) -> None:
     oldest, old, new = (set_aside(scene, number, 4, 300.0 - number) for number in range(3))
-    assert not scene.again(marks(100, 1100)).remove(), "12 bytes of 1,200 are as much as they may take"
-    assert scene.again(marks(100, 900)).remove() == {"quarantine": 1}
+    assert not scene.again(accounts_of(100, 1100)).remove(), "12 bytes of 1,200 are as much as they may take"
+    assert scene.again(accounts_of(100, 900)).remove() == {"quarantine": 1}
     assert [read(scene.root, name) is None for name in (oldest, old, new)] == [True, False, False]
 
 
@@ -256,13 +256,13 @@ def test_on_a_full_root_damaged_files_go_at_once_and_whole_ones_go_back(scene: S
     assert scene.root.move(scene.filled.name(2), aside)
     for number in range(3):
         set_aside(scene, number, 4, 0.0)
-    assert scene.again(marks(950, 50)).remove() == {"quarantine": 3, "restored": 1}
+    assert scene.again(accounts_of(960, 40)).remove() == {"quarantine": 3, "restored": 1}
     assert scene.names(places.QUARANTINE) == [] and read(scene.root, scene.filled.name(2)) is not None
 
 
 @pytest.mark.parametrize(
     ("total", "free", "max_bytes", "gone"),
-    [(1000, 50, None, 3), (1000, 950, None, 1), (1000, 950, 500, 2), (1000, 50, 500, 3), (None, None, 500, 2)],
+    [(1000, 40, None, 3), (1000, 950, None, 1), (1000, 950, 500, 2), (1000, 40, 500, 3), (None, None, 500, 2)],
 )
 def test_before_the_first_survey_the_file_system_tells_how_full_the_root_is(
     total: int | None, free: int | None, max_bytes: int | None, gone: int
@@ -274,7 +274,7 @@ def test_before_the_first_survey_the_file_system_tells_how_full_the_root_is(
     scene = Scene(Sized(MemoryRoot()))
     for number in range(3):
         set_aside(scene, number, 4, 0.0)
-    removed = scene.again(Watermarks(max_bytes, 0.9)).remove()
+    removed = scene.again(Accounts(max_bytes)).remove()
     assert removed == {"quarantine": gone}
 
 

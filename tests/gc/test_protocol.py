@@ -20,6 +20,7 @@ from kvstore.meta.interface import LeaseId
 from kvstore.meta.keys import Keys, SessionId
 from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.session import Session
+from kvstore.meta.usage import Capacity
 from kvstore.root.interface import Root, Seen
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.sources import RandomIds, SystemClock
@@ -389,12 +390,12 @@ def test_o1_a_store_that_can_neither_fence_nor_delete_conditionally_is_refused()
         c.collector()
 
 
-def test_gc_full_makes_nodes_shed_puts_until_it_is_gone(c: Cluster) -> None:
+def test_nodes_refuse_puts_while_the_root_is_full(c: Cluster) -> None:
     node, prompts = c.node(), (prompt(number, 8) for number in itertools.count())
     meta, keys = MemoryMeta(c.store), Keys(c.identity.root)
-    meta.put(keys.gc_full, b"x")
+    meta.put(keys.gc_capacity, Capacity(1, is_full=True).to_json())
     eventually(lambda: put_result(node, next(prompts)).reason == "full")
-    meta.delete(keys.gc_full)
+    meta.delete(keys.gc_capacity)
     eventually(lambda: put_result(node, next(prompts)).chunks_written == 8)
 
 

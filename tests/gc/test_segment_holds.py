@@ -42,7 +42,7 @@ def test_held_segments_outlive_a_sweep_that_takes_the_others() -> None:
         elsewhere = segments.find(documents[2], [0])
         matches = segments.find(np.concatenate(documents[:2]), [0, 3 * SIZE])
         with segments.hold(matches):
-            plan = SweepPlan(0, tuple(one for chain in chains for one in victims(chain)), {})
+            plan = SweepPlan(0, tuple(one for chain in chains for one in victims(chain)))
             report = c.collector().sweep([plan])
             assert (report.reaped.count, report.spared["held"]) == (3, 6)
             assert [len(victims(chain)) for chain in chains] == [3, 3, 0]

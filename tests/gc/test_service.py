@@ -1,4 +1,4 @@
-"""Rounds one after another, and the duties beside them."""
+"""Cycles one after another, and a root that hangs."""
 
 from __future__ import annotations
 
@@ -12,110 +12,101 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import Unavailable
-from kvstore.meta.interface import Meta
-from kvstore.meta.keys import Keys
 from kvstore.meta.memory import MemoryMeta
-from kvstore.meta.memory_store import MemoryStore
-from kvstore.root.interface import Root
-from kvstore.root.memory import MemoryRoot
-from kvstore_gc.capacity import Watermarks
-from kvstore_gc.collectors import TTL_S, Collectors
+from kvstore_gc.collector import RETRY_S_MIN, Collector, Service
 from kvstore_gc.config import Config
-from kvstore_gc.service import BACKOFF_S_MIN, Service
-from kvstore_gc.serving import Collector
+from kvstore_gc.cycle import Cycle
+from kvstore_gc.histogram import Tally
+from kvstore_gc.summary import Summary
 from kvstore_gc.threads import Stopped
-from kvstore_gc.watch import TICK_S, Duties, Watch
 from tests.kit.clusters import site_of
 from tests.kit.fake_meta import FakeClock
 from tests.kit.faulty_root import FaultyRoot, Hang, Rule
 from tests.kit.patience import PATIENCE_S
 from tests.kit.place import Place
 
-# Rounds one after another
-
 
 @dataclass
-class Driven:
-    """A service whose time passes only while it waits."""
+class Driven(Cycle):
+    """A cycle whose time passes only while the service waits."""
 
     clock: FakeClock = field(default_factory=FakeClock)
     began: list[float] = field(default_factory=list)
-    done: list[object] = field(default_factory=list)
-    urgent_at: set[float] = field(default_factory=set)
+    evictions: int = 0
+    spends: int = 0
+    """Evictions that spend the ranking, of each cycle."""
+    reaped: int = 1
     errors: list[Exception] = field(default_factory=list)
     until_s: float = 100.0
 
-    def run(self, interval_s: float = 30.0) -> None:
-        start_s = self.clock.monotonic_s()
+    @property
+    def now_s(self) -> float:
+        return self.clock.monotonic_s() - self.start_s
 
-        def now() -> float:
-            return self.clock.monotonic_s() - start_s
+    @property
+    def is_spent(self) -> bool:
+        return self.left == 0
 
-        def round_() -> str:
-            self.began.append(round(now(), 3))
-            if self.errors:
-                raise self.errors.pop(0)
-            return "summary"
+    @property
+    def listing_s(self) -> float:
+        return 5.0
 
-        def urgent() -> bool:
-            due = {at for at in self.urgent_at if at <= now()}
-            self.urgent_at -= due
-            return bool(due)
+    def run(self) -> Summary:
+        self.began.append(round(self.now_s, 2))
+        self.left = self.spends or -1
+        if self.errors:
+            raise self.errors.pop(0)
+        if not self.reaped:
+            self.left = 0
+        return self._summary_of(self.reaped)
+
+    def evict(self) -> Summary | None:
+        self.evictions += 1
+        self.left -= 1
+        return self._summary_of(1)
+
+    def serve(self, interval_s: float = 30.0) -> None:
+        self.start_s, self.left = self.clock.monotonic_s(), -1
 
         def pause(pause_s: float) -> None:
             self.clock.advance(pause_s)
-            if now() >= self.until_s:
+            if self.now_s >= self.until_s:
                 raise Stopped
 
-        Service(
-            round_,
-            interval_s=interval_s,
-            is_urgent=urgent,
-            done=self.done.append,
-            pause=pause,
-            clock=self.clock,
-        ).run()
+        site = replace(site_of(MemoryMeta(), clock=self.clock), pause=pause)
+        Service(self, site, interval_s, done=lambda summary: None).run()
+
+    @staticmethod
+    def _summary_of(count: int) -> Summary:
+        return Summary(False, 0.0, 1, reaped=Tally(count, count))
 
 
-def test_a_round_that_fails_is_repeated_with_growing_pauses_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    driven = Driven(errors=[Unavailable("etcd did not answer") for _ in range(5)], urgent_at={2.0, 5.0})
+def test_a_cycle_that_fails_is_repeated_with_growing_pauses(caplog: pytest.LogCaptureFixture) -> None:
+    driven = Driven(errors=[Unavailable("etcd did not answer") for _ in range(5)], until_s=31.5)
     with caplog.at_level(logging.INFO, "kvstore_gc"):
-        driven.until_s = 31.5
-        driven.run()
-    assert driven.began[:6] == pytest.approx([0, 1, 3, 7, 15, 31], abs=0.5) and BACKOFF_S_MIN == 1.0
+        driven.serve()
+    assert driven.began[:6] == pytest.approx([0, 1, 3, 7, 15, 31], abs=0.5) and RETRY_S_MIN == 1.0
     assert [record.message.split()[0] for record in caplog.records] == ["gc.round_failed", "gc.round_recovered"]
 
 
-# Beside rounds
+def test_a_cycle_begins_at_the_interval_and_once_a_ranking_is_spent() -> None:
+    regular = Driven(until_s=70.0)
+    regular.serve()
+    assert regular.began == pytest.approx([0, 30, 60], abs=0.2) and regular.evictions > 1000
+    spent = Driven(until_s=10.0, spends=20)
+    spent.serve()
+    assert spent.began[:5] == pytest.approx([0, 1, 2, 3, 4], abs=0.2)
 
 
-def watched(root: Root, meta: Meta, clock: FakeClock, watermarks: Watermarks) -> tuple[Watch, Collectors]:
-    site = replace(site_of(meta, clock=clock), root=root)
-    duties = Duties.of(site, watermarks)
-    return Watch(site, watermarks, duties), duties.collectors
-
-
-def test_a_root_that_hangs_is_noticed_and_the_collector_s_place_ends() -> None:
-    clock, hang = FakeClock(), Hang()
-    root = FaultyRoot(MemoryRoot(), [Rule("space", hang, nth=2)])
-    meta = MemoryMeta(MemoryStore(clock))
-    watch, collectors = watched(root, meta, clock, Watermarks(None, 0.9))
-    watch.tick()
-    clock.advance(TICK_S)
-    thread = threading.Thread(target=watch.tick)
-    thread.start()
-    assert hang.reached.wait(PATIENCE_S)
-    clock.advance(TTL_S + 1)
-    assert watch.silent_s > TTL_S and collectors.me is None
-    assert not meta.list(Keys(bytes(16)).collectors).items, "others take its shards"
-    hang.release.set()
-    thread.join(PATIENCE_S)
-    assert watch.silent_s == 0 and collectors.me is not None
+def test_a_cycle_that_finds_all_held_is_repeated_after_a_pause() -> None:
+    held = Driven(until_s=21.0, reaped=0)
+    held.serve()
+    assert held.began == pytest.approx([0, 5, 10, 15, 20])
 
 
 def test_a_single_round_gives_up_on_a_root_that_hangs(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore_gc.serving.HUNG_S", 0.3)
-    monkeypatch.setattr("kvstore_gc.serving.LISTEN_S", 0.01)
+    monkeypatch.setattr("kvstore_gc.collector.HUNG_S", 0.3)
+    monkeypatch.setattr("kvstore_gc.collector.LISTEN_S", 0.01)
     hang = Hang()
     rules = [Rule(operation, hang) for operation in ("space", "list")]
     site = place.cluster.site(FaultyRoot(place.cluster.root, rules))
@@ -133,7 +124,7 @@ from kvstore.root.identity import create_or_open
 from kvstore.root.memory import MemoryRoot
 from kvstore.sources import RandomIds
 from kvstore_gc.config import Config
-from kvstore_gc.serving import Collector
+from kvstore_gc.collector import Collector
 from kvstore_gc.site import Site
 
 root = MemoryRoot()

@@ -17,7 +17,7 @@ from pathlib import Path
 import kvstore
 from tests.chaos.cast import SHARD_BITS, Cast
 from tests.chaos.journal import LONGEST
-from tests.chaos.play import CALM_S, HIGH, MAX_BYTES, PROMPTS, all_kept, nothing_is_left
+from tests.chaos.play import CALM_S, MAX_BYTES, PROMPTS, all_kept, nothing_is_left
 from tests.chaos.saboteur import Saboteur
 from tests.kit.patience import eventually
 
@@ -60,7 +60,7 @@ def main() -> None:
 
 def play(players: Cast, work: Path, seed: str) -> Counter[str]:
     """Returns the attacks."""
-    limits = ["--max-bytes", str(MAX_BYTES), "--high", str(HIGH)]
+    limits = ["--max-bytes", str(MAX_BYTES)]
     nodes = [players.node(f"node{number}", PROMPTS, "--breath", str(BREATH_S)) for number in range(NODES)]
     pauses_s = dict.fromkeys((node.name for node in nodes), 30.0)
     pauses_s[players.collector("gc", "--interval", "1s", *limits).name] = 20.0

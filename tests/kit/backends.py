@@ -280,7 +280,7 @@ class Backend:
             if parsed is not None and parsed[1] in ids and stat is not None:
                 victim = Victim(Name(name), parsed[0], parsed[1], stat.size_bytes, stat.mtime_ns, Reason.TTL)
                 shards.setdefault(places.shard(parsed[0], self.identity.shard_bits), []).append(victim)
-        return [SweepPlan(shard, tuple(victims), {}) for shard, victims in sorted(shards.items())]
+        return [SweepPlan(shard, tuple(victims)) for shard, victims in sorted(shards.items())]
 
     # Inspection
 

@@ -124,7 +124,7 @@ class Cluster:
                     shards.setdefault(places.shard(address, self.identity.shard_bits), []).append(
                         Victim(name, address, SPACE.id, stat.size_bytes, stat.mtime_ns, Reason.TTL)
                     )
-        return [SweepPlan(shard, tuple(victims), {}) for shard, victims in sorted(shards.items())]
+        return [SweepPlan(shard, tuple(victims)) for shard, victims in sorted(shards.items())]
 
     def name(self, address: Address) -> Name:
         """Returns the name of a chunk's file."""

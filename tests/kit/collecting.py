@@ -1,12 +1,23 @@
-"""Collectors that leave little of a root: the command line takes no bound under 1 MiB, which is much for a test."""
+"""Collectors that leave little of a root: the command line takes no limit under 1 MiB, which is much for a test.
+
+``python -m tests.kit.collecting`` is ``kvstore-gc`` without that check.
+"""
 
 from __future__ import annotations
 
-from kvstore.writes import BOUND_BYTES_MIN
+import sys
+from unittest.mock import patch
+
+GC = (sys.executable, "-m", "tests.kit.collecting")
 
 
-def bounded_to(size_bytes: int, high: float = 0.9, low: float = 0.8) -> tuple[str, ...]:
-    """The options of a ``kvstore-gc`` that does what it would do with this bound and these shares of it."""
-    bound = max(BOUND_BYTES_MIN, size_bytes)
-    shares = (f"{size_bytes * share / bound:.12f}" for share in (high, low))
-    return ("--max-bytes", str(bound), "--high", next(shares), "--low", next(shares))
+def bounded_to(size_bytes: int) -> tuple[str, ...]:
+    """The option of a collector with this capacity."""
+    return ("--max-bytes", str(size_bytes))
+
+
+if __name__ == "__main__":
+    from kvstore_gc.__main__ import main
+
+    with patch("kvstore_gc.cli.BOUND_BYTES_MIN", 0), patch("kvstore.cli.kinds.BOUND_BYTES_MIN", 0):
+        main()

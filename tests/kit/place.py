@@ -1,4 +1,4 @@
-"""A cluster with one node and rounds of a collector, for tests."""
+"""A cluster with one node and cycles of a collector, for tests."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from kvstore.meta.interface import Meta
 from kvstore.recency import NS_PER_S
 from kvstore.root.interface import Root
 from kvstore.sources import SystemClock
-from kvstore_gc.capacity import Watermarks
+from kvstore_gc.capacity import Accounts
 from kvstore_gc.config import Config
-from kvstore_gc.rounds import Rounds
+from kvstore_gc.cycle import Cycle
 from kvstore_gc.safety import Timings
 from kvstore_gc.threads import Stop
 from tests.kit.clusters import TIMINGS, Cluster
@@ -23,12 +23,12 @@ LONG_S = 3600.0
 
 @dataclass
 class Place:
-    """A cluster with one node, and collectors that run whole rounds on it."""
+    """A cluster with one node, and collectors that run whole cycles on it."""
 
     cluster: Cluster
     stop: Stop = field(default_factory=Stop)
 
-    def rounds(
+    def cycle(
         self,
         config: Config | None = None,
         *,
@@ -36,11 +36,11 @@ class Place:
         meta: Meta | None = None,
         shards: Callable[[int], range] = range,
         timings: Timings = TIMINGS,
-        watermarks: Watermarks | None = None,
-    ) -> Rounds:
+        accounts: Accounts | None = None,
+    ) -> Cycle:
         config = config or Config()
         site = self.cluster.site(root, meta, timings=timings, pause=self.stop.pause)
-        return Rounds(site, config, watermarks or Watermarks(config.max_bytes, config.high), shards=shards)
+        return Cycle(site, config, accounts or Accounts(config.max_bytes), shards=shards)
 
     def age(self, chain: Chain, age_s: float = LONG_S) -> None:
         """Sets the last use back by this long."""

@@ -24,6 +24,7 @@ from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.presence import Presence
 from kvstore.meta.session import ANNOUNCED_MAX, SessionRecord
 from kvstore.meta.sweeps import Condemned
+from kvstore.meta.usage import Capacity
 from kvstore.node.holds import BEFORE_ALL
 from kvstore.node.member import Member, Sharing
 from kvstore.node.opening import join
@@ -46,24 +47,30 @@ def alone() -> Iterator[Alone]:
     made.node.close()
 
 
+def latest(alone: Alone) -> int:
+    """The revision of the last write that is not the node's own report."""
+    revision = alone.meta.list(alone.keys.gc).revision
+    return revision - (revision in [kv.mod_revision for kv in alone.meta.list(alone.keys.usage).items])
+
+
 def test_v2_what_an_old_session_has_fetched_is_not_applied_in_the_next_one(alone: Alone) -> None:
     old, new = alone.session(), alone.session()
     alone.follower.begin(old)
-    alone.meta.put(alone.keys.gc_full, b"x")
+    alone.meta.put(alone.keys.gc_capacity, Capacity(1, is_full=True).to_json())
 
     def meanwhile() -> None:
         alone.meta.fetched = nothing
         alone.follower.end(old)
-        alone.meta.delete(alone.keys.gc_full)
+        alone.meta.delete(alone.keys.gc_capacity)
         alone.follower.begin(new)
 
     alone.meta.fetched = meanwhile
     alone.follower.step(0.0)
-    assert alone.view.protects and alone.view.revision == alone.meta.list(alone.keys.gc).revision
+    assert alone.view.protects and alone.view.revision == latest(alone)
     alone.view.check_room()
-    alone.meta.put(alone.keys.gc_full, b"x")
+    alone.meta.put(alone.keys.gc_capacity, Capacity(1, is_full=True).to_json())
     alone.follower.step(0.0)
-    assert alone.view.revision == alone.meta.list(alone.keys.gc).revision, "the new session's events are"
+    assert alone.view.revision == latest(alone), "the new session's events are"
 
 
 def test_v2_a_reread_for_an_old_session_changes_nothing_in_the_next_one(alone: Alone) -> None:
@@ -79,13 +86,13 @@ def test_v2_a_reread_for_an_old_session_changes_nothing_in_the_next_one(alone: A
     def meanwhile() -> None:
         alone.meta.opening = nothing
         alone.follower.end(old)
-        alone.meta.put(alone.keys.gc_full, b"x")
+        alone.meta.put(alone.keys.gc_capacity, Capacity(1, is_full=True).to_json())
         alone.follower.begin(new)
         holds.append(alone.node.hold(chain))
 
     alone.meta.fetched = lost
     alone.follower.step(0.0)
-    assert alone.view.protects and alone.view.revision == alone.meta.list(alone.keys.gc).revision
+    assert alone.view.protects and alone.view.revision == latest(alone)
     assert holds[0].born == alone.view.revision, "not older than everything"
     with pytest.raises(Overloaded):
         alone.view.check_room()
@@ -141,7 +148,7 @@ def test_v3_after_a_lost_watch_a_hold_is_older_than_all(alone: Alone) -> None:
 def test_v3_a_watch_that_is_refused_is_lost_and_read_afresh(alone: Alone) -> None:
     session = alone.session()
     alone.follower.begin(session)
-    alone.meta.put(alone.keys.gc_full, b"x")
+    alone.meta.put(alone.keys.gc_capacity, Capacity(1, is_full=True).to_json())
 
     def refuse() -> None:
         alone.meta.fetched = nothing
@@ -151,8 +158,8 @@ def test_v3_a_watch_that_is_refused_is_lost_and_read_afresh(alone: Alone) -> Non
     alone.follower.step(0.0)
     assert session.alive and alone.view.protects
     assert alone.node.counters.snapshot()["watches_lost"] == 1
-    assert alone.view.revision == alone.meta.list(alone.keys.gc).revision
-    alone.meta.delete(alone.keys.gc_full)
+    assert alone.view.revision == latest(alone)
+    alone.meta.delete(alone.keys.gc_capacity)
     alone.follower.step(0.0)
     alone.view.check_room()
 

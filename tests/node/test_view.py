@@ -18,6 +18,7 @@ from kvstore.meta.interface import NO_LEASE, Event, KeyValue, Snapshot
 from kvstore.meta.keys import Keys, SweepId
 from kvstore.meta.session import Session
 from kvstore.meta.sweeps import NO_NONCE, Condemned, Seq
+from kvstore.meta.usage import Capacity
 from kvstore.node.counters import Counters
 from kvstore.node.known import Known
 from kvstore.node.view import ChainBroken, View
@@ -122,12 +123,14 @@ def test_v2_outside_a_session_nothing_is_protected_or_remembered() -> None:
     assert not seen.view.protects and not seen.view.condemns(victim) and len(seen.known) == 0
 
 
-def test_the_full_sign_sheds_puts_while_it_is_up() -> None:
+def test_a_full_root_refuses_puts() -> None:
     seen = Seen()
-    seen.apply([Event(KEYS.gc_full, KeyValue(KEYS.gc_full, b"x", 11, 11, NO_LEASE), 11)])
+    seen.apply(
+        [Event(KEYS.gc_capacity, KeyValue(KEYS.gc_capacity, Capacity(1, is_full=True).to_json(), 11, 11, NO_LEASE), 11)]
+    )
     with pytest.raises(Overloaded, match="full"):
         seen.view.check_room()
-    seen.apply([Event(KEYS.gc_full, None, 12)])
+    seen.apply([Event(KEYS.gc_capacity, None, 12)])
     seen.view.check_room()
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from tests.sim import bugs_etcd, bugs_fence, bugs_folder, bugs_nodes, bugs_pins, bugs_sweeps
+from tests.sim import bugs_capacity, bugs_etcd, bugs_fence, bugs_folder, bugs_nodes, bugs_pins, bugs_sweeps
 from tests.sim.planting import BUGS, HOMES, Bug
 
 __all__ = ["BUGS", "HOMES", "SEEDS_MAX", "SHOWN_BY", "Bug", "planted"]
 
-PARTS = (bugs_nodes, bugs_pins, bugs_sweeps, bugs_fence, bugs_etcd, bugs_folder)
+PARTS = (bugs_nodes, bugs_pins, bugs_sweeps, bugs_fence, bugs_etcd, bugs_folder, bugs_capacity)
 """The modules whose import fills the table."""
 
 SEEDS_MAX = 300

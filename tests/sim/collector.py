@@ -128,7 +128,7 @@ class Collector:
                 name = Name(f"{folder}/{entry.name}")
                 stat = entry.stat
                 victims.append(Victim(name, *parsed, stat.size_bytes, stat.mtime_ns, next(iter(Reason))))
-        return SweepPlan(shard, tuple(victims), {})
+        return SweepPlan(shard, tuple(victims))
 
     def _add(self, report: SweepReport) -> None:
         self._has_done = bool(report.condemned.count or report.sweeps["adopted"])

@@ -77,6 +77,8 @@ class Profile:
     """True if each run leaves out some of its mishaps and kinds of work, so that more of the others happens."""
     one_host: bool = False
     """True if the processes of one host share a folder without etcd (``folder_world``)."""
+    capacity_chunks: int = 0
+    """The chunks that fill the root, with collectors that evict (``capacity_world``); 0: with random sweeps."""
     strangers: int = 0
     """Nodes that are on another cluster's etcd by mistake (rule C6)."""
     hold_max_s: float = 40.0
@@ -422,6 +424,27 @@ PROFILES = (
         collect={"sweep": 6.0, "adopt": 6.0},
     ),
 )
+FULL = Profile(
+    "full",
+    nodes=2,
+    workers=2,
+    collectors=1,
+    shard_bits=2,
+    prompts=300,
+    chunks=2,
+    capacity_chunks=80,
+    steps=6000,
+    rates=Rates(txn=0.01, publish=0.01, lag=0.2),
+    mishap=0.0007,
+    mishaps={"kill_node": 1.0, "kill_counting": 2.0, "cut_watches": 1.0, "compact": 0.5},
+    work={"put": 8.0, "hold": 1.0},
+)
+CAPACITY_PROFILES = (
+    FULL,
+    replace(FULL, name="full_shared", nodes=3, workers=1, collectors=2),
+    replace(FULL, name="full_large", workers=1, chunks=12, prompts=100, mishaps={"kill_counting": 1.0}),
+)
+"""Nodes fill the root, and collectors evict. No seed chooses them: they are asked for by name."""
 DEEP = ("forked", "relayed", "joining", "paired", "deposed")
 """What they are for takes many steps in the right order: they come twice as often."""
 ROTATION = (*PROFILES, *(profile for profile in PROFILES if profile.name in DEEP))
@@ -445,4 +468,4 @@ ONE_HOST = Profile(
     swarms=True,
 )
 """No seed chooses it: it is requested by name."""
-BY_NAME = {profile.name: profile for profile in (*PROFILES, ONE_HOST)}
+BY_NAME = {profile.name: profile for profile in (*PROFILES, *CAPACITY_PROFILES, ONE_HOST)}

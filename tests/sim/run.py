@@ -13,6 +13,7 @@ from functools import partial
 from multiprocessing import get_context
 
 from tests.sim.bugs import BUGS, HOMES, SEEDS_MAX
+from tests.sim.capacity_world import CapacityWorld
 from tests.sim.folder_world import FolderWorld
 from tests.sim.kernel import Kernel
 from tests.sim.profiles import BY_NAME, ROTATION, Profile
@@ -52,7 +53,7 @@ def run(seed: int, *, profile: Profile | None = None, bug: Bug = nullcontext, tr
     logging.disable(logging.CRITICAL)
     try:
         with installed(kernel), bug():
-            world = FolderWorld(kernel, chosen) if chosen.one_host else World(kernel, chosen)
+            world = _world_of(chosen)(kernel, chosen)
             try:
                 world.run()
             finally:
@@ -64,6 +65,12 @@ def run(seed: int, *, profile: Profile | None = None, bug: Bug = nullcontext, tr
     return Outcome(
         seed, world.profile.name, kernel.violation, kernel.steps, kernel.digest, world.counts, tuple(kernel.log or ())
     )
+
+
+def _world_of(profile: Profile) -> type[World] | type[FolderWorld]:
+    if profile.one_host:
+        return FolderWorld
+    return CapacityWorld if profile.capacity_chunks else World
 
 
 def run_many(seeds: Sequence[int], workers: int, profile: str | None = None) -> Iterator[Outcome]:
@@ -93,8 +100,8 @@ def find_bugs(names: Sequence[str], workers: int) -> Iterator[tuple[str, Outcome
 def _find_bug(name: str) -> tuple[str, Outcome | None]:
     gc.freeze()
     home = BY_NAME[HOMES[name]]
-    # The mix has no runs on a host.
-    return name, first_to_find(BUGS[name], range(SEEDS_MAX), home if home.one_host else None)
+    # The mix has no runs on a host, and none that fill the root.
+    return name, first_to_find(BUGS[name], range(SEEDS_MAX), home if home.one_host or home.capacity_chunks else None)
 
 
 def _run_batch(profile: str | None, seeds: Sequence[int]) -> list[Outcome]:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.kit.cases import for_each
 from tests.sim.bugs import BUGS, HOMES
-from tests.sim.profiles import BY_NAME, ONE_HOST
+from tests.sim.profiles import BY_NAME, CAPACITY_PROFILES, ONE_HOST
 from tests.sim.run import first_to_find, run
 
 FAST = ("log_clears_cache", "overrun_clears_cache", "children_first", "room_is_limited", "reads_pins")
@@ -57,6 +57,9 @@ PLANTED = (
     "stat_after_tables",
     "table_before_tail",
     "unsettled_is_a_miss",
+    # Of the capacity.
+    "credits_ignore_the_level",
+    "nothing_is_evicted",
 )
 """The bugs that are found fast. ``make sim-bugs`` looks for all of them, over the mix of profiles."""
 
@@ -75,6 +78,12 @@ def test_nothing_breaks_on_one_host_in_a_few_seeds() -> None:
 def test_a_bug_of_one_host_is_found(bug: str) -> None:
     outcome = first_to_find(BUGS[bug], range(6), ONE_HOST)
     assert outcome, f"{bug} breaks nothing: python -m tests.sim --bugs {bug}"
+
+
+@pytest.mark.parametrize("name", [profile.name for profile in CAPACITY_PROFILES])
+def test_a_full_root_stays_within_its_capacity(name: str) -> None:
+    broken = [(seed, outcome.violation) for seed in range(4) if (outcome := run(seed, profile=BY_NAME[name])).violation]
+    assert not broken, f"replay one: python -m tests.sim {broken[0][0]} --profile {name} --trace"
 
 
 @pytest.mark.slow

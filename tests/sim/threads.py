@@ -37,7 +37,8 @@ THREADED = (
     "kvstore.node.opening",
     "kvstore.node.member",
     "kvstore_gc.threads",
-    "kvstore_gc.watch",
+    "kvstore_gc.capacity",
+    "kvstore_gc.cycle",
 )
 """The modules that start threads, or hold locks while they call the root or the metadata."""
 
@@ -244,7 +245,14 @@ class NowClock:
         return kernel().now_s
 
 
-_THREADING = SimpleNamespace(Lock=Lock, Event=Event, Condition=Condition, Thread=Thread, current_thread=current_thread)
+_THREADING = SimpleNamespace(
+    Lock=Lock,
+    RLock=Condition,  # also never held while others could run
+    Event=Event,
+    Condition=Condition,
+    Thread=Thread,
+    current_thread=current_thread,
+)
 _QUEUE = SimpleNamespace(Queue=Queue, SimpleQueue=Queue, Full=Full)
 _TIME = SimpleNamespace(monotonic=lambda: kernel().now_s)
 _REPLACED = {"threading": _THREADING, "queue": _QUEUE}

@@ -23,7 +23,7 @@ from kvstore.meta.interface import Put
 from kvstore.meta.keys import Keys
 from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.sweeps import Condemned
-from kvstore.meta.usage import Room
+from kvstore.meta.usage import Capacity
 from kvstore.namespace import Namespace
 from kvstore.node.limits import Limits
 from kvstore.root.generations import publish, read_newest
@@ -372,11 +372,9 @@ class World:
     def _full(self) -> None:
         """Makes the root look full, or so nearly full that each node must report its writes."""
         lease = self.store.grant(1 + self.kernel.source.randrange(4))
-        if self.kernel.source.random() < 0.5:
-            self.store.txn((), (Put(self.keys.gc_full, b"x", lease),))
-        else:
-            room = Room(self.store._revision, 1 << self.kernel.source.randrange(16), 1, 0.1)
-            self.store.txn((), (Put(self.keys.gc_room, room.to_json(), lease),))
+        is_full, credit_bytes = self.kernel.source.random() < 0.5, 1 << self.kernel.source.randrange(16)
+        capacity = Capacity(self.store._revision, credit_bytes=credit_bytes, is_full=is_full)
+        self.store.txn((), (Put(self.keys.gc_capacity, capacity.to_json(), lease),))
 
     @property
     def _may_relapse(self) -> bool:

@@ -7,6 +7,7 @@ import urllib.request
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import kvstore
 from kvstore.counts import GROWING, NODE_GAUGES, WORKER_GAUGES, NodeCount, WorkerCount
@@ -74,7 +75,7 @@ def of_worker(tmp_path: Path) -> dict[str, Documented]:
 def of_collector() -> dict[str, Documented]:
     """Returns the metrics of a collector after a round in which everything happened."""
     metrics = Metrics(lambda: None, SystemClock())
-    metrics.follow(60.0, silent_s=lambda: 0.0, fails=lambda: False, shows_full=lambda: False, waiting_s=lambda: 0.0)
+    metrics.follow(60.0, MagicMock(), MagicMock(), MagicMock())
     some = Tally(1, 1)
     summary = Summary(False, 0.0, 1, chosen={"ttl": some}, kept={"pinned": some}, reaped=some, seconds={"plan": 1.0})
     summary.spared["pinned"] = summary.orphans["trash"] = 1

@@ -83,7 +83,7 @@ export function charts(history, state) {
 // What memory served, without what a peer or the disk had just given it.
 const without = (all, peers, disk) => all.map((value, i) => Math.max(0, value - peers[i] - disk[i]));
 const damaged = (totals) => ["miss_damaged", "memory_damaged", "disk_damaged", "peers_damaged"].reduce((sum, key) => sum + (totals[key] ?? 0), 0);
-const level = (share) => (share > 0.95 ? "bad" : share > 0.9 ? "warn" : "");
+const level = (share) => (share > 0.98 ? "bad" : share > 0.96 ? "warn" : "");
 
 function attention(items) {
   if (!items.length) return el("p", { class: "calm", "data-key": "calm" }, el("span", { class: "dot good" }), " Nothing needs attention.");

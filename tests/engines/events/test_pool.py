@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -26,7 +25,7 @@ from kvstore.format import places
 from kvstore.tokens import token_array
 from tests.cli.conftest import Running, serving
 from tests.engines.events.indexer import BLOCK_TOKENS, Indexer
-from tests.kit.collecting import bounded_to
+from tests.kit.collecting import GC, bounded_to
 from tests.kit.etcd import running_etcd
 from tests.kit.patience import PATIENCE_S
 from tests.kit.ports import free_port
@@ -103,7 +102,7 @@ def publishing(root: Path, etcd: str, ports: list[int]) -> Iterator[Running]:
 
 def collect(root: Path, etcd: str, max_bytes: int) -> None:
     words = ("--root", str(root), "--etcd", etcd, "--once", *bounded_to(max_bytes))
-    subprocess.run([sys.executable, "-m", "kvstore_gc", *words], check=True, timeout=PATIENCE_S, capture_output=True)
+    subprocess.run([*GC, *words], check=True, timeout=PATIENCE_S, capture_output=True)
 
 
 @pytest.mark.smoke

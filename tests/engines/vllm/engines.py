@@ -420,7 +420,7 @@ def fsck(root: Path, *options: str) -> subprocess.CompletedProcess[str]:
 def collect(root: Path, *options: str) -> None:
     """Runs one round of ``kvstore-gc`` beside the processes of this host."""
     done = subprocess.run(
-        [sys.executable, "-m", "kvstore_gc", "--root", str(root), "--once", *options],
+        [sys.executable, "-m", "tests.kit.collecting", "--root", str(root), "--once", *options],
         capture_output=True,
         text=True,
         timeout=ANSWER_S,

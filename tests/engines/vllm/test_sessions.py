@@ -148,4 +148,4 @@ def make_room(root: Path) -> None:
     files = stored_files(root)
     size = sum(path.stat().st_size for path in files)
     low = (MAIN_BLOCKS + 0.5) / len(files)
-    collect(root, *bounded_to(size, low + 0.05, low))
+    collect(root, *bounded_to(int(size * low / 0.95)))

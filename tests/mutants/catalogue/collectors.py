@@ -388,7 +388,7 @@ KEEPING = [
     mutant(
         "collector-alone-in-every-shard",
         "PROTOCOL collectors share the shards",
-        at("kvstore_gc.collectors", "owner", lambda real, shard, live: live[0] if live else None),
+        at("kvstore_gc.membership", "owner", lambda real, shard, live: live[0] if live else None),
         "gc/test_collectors.py",
     ),
 ]

@@ -1,8 +1,8 @@
 """The collectors of one root, and the shards that each of them looks after.
 
-They share the work, agree on one limit, and their signs (``gc/full``) end with them. Safety never depends on it: two
-collectors that take the same shard meet in the transaction that condemns (rule G2), and one that was paused past its
-lease is stopped by the fence (rule F1). So a collector is not a session: sweeps do not wait for collectors.
+They share the work, agree on one limit, and their record (``gc/capacity``) ends with them. Safety never depends on it:
+two collectors that take the same shard meet in the transaction that condemns (rule G2), and one that was paused past
+its lease is stopped by the fence (rule F1). So a collector is not a session: sweeps do not wait for collectors.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
 
 from kvstore.errors import KVStoreError, PermissionDenied, Unavailable
-from kvstore.meta.bounds import NO_BOUND
 from kvstore.meta.interface import KeyValue, LeaseGone, LeaseId
 from kvstore.meta.keys import SessionId
 from kvstore.parsing import parse_json
@@ -31,18 +30,8 @@ CLOSE_S = 1.0
 class Collectors:
     """This collector's place among the others. One thread calls ``beat`` every second or so, any thread the rest."""
 
-    def __init__(
-        self,
-        site: Site,
-        max_bytes: int | None = None,
-        ttl_s: int = TTL_S,
-        *,
-        joins_again: Callable[[], None] = lambda: None,
-    ) -> None:
-        """``max_bytes`` is this collector's limit; None: it has none.
-
-        ``joins_again`` is called before it is listed under another lease than its first.
-        """
+    def __init__(self, site: Site, max_bytes: int | None = None, ttl_s: int = TTL_S) -> None:
+        """``max_bytes`` is this collector's limit; None: it has none."""
         self._meta = site.meta
         self._keys = site.keys
         self._clock = site.clock
@@ -50,15 +39,11 @@ class Collectors:
         self._timeout_s = site.timeout_s
         self._max_bytes = max_bytes
         self._smallest: tuple[int, SessionId] | None = None
-        self._bounds = None
-        self._asked = NO_BOUND
         self._ttl_s = ttl_s
         self._lock = threading.Lock()
         self._id: SessionId | None = None
         self._lease = LeaseId(0)
         self._renewed_s = 0.0
-        self._joins_again = joins_again
-        self._has_joined = False
 
     @property
     def me(self) -> tuple[SessionId, LeaseId] | None:
@@ -70,14 +55,8 @@ class Collectors:
 
     @property
     def smallest_bytes(self) -> int | None:
-        """The smallest limit of the other collectors, and of embedded stores, as last seen; None if they have none."""
-        limits = [self._smallest[0] if self._smallest is not None else None, self._asked.max_bytes]
-        return min((limit for limit in limits if limit is not None), default=None)
-
-    @property
-    def smallest_ttl_s(self) -> float | None:
-        """The shortest time to live that embedded stores ask for, as last seen; None if none does."""
-        return self._asked.ttl_s
+        """The smallest limit of the other collectors, as last seen; None if they have none."""
+        return None if self._smallest is None else self._smallest[0]
 
     def beat(self) -> None:
         """Joins, or stays for another ``ttl_s``; writes once in a third of it.
@@ -99,8 +78,6 @@ class Collectors:
 
     def look(self) -> None:
         """Reads which others are there, and all limits. Raises Unavailable, PermissionDenied."""
-        if self._bounds is not None:
-            self._asked = self._bounds.smallest(self._timeout_s)
         self._heed(self._meta.list(self._keys.collectors, self._timeout_s).items)
 
     def shards(self, count: int) -> list[int]:
@@ -138,9 +115,6 @@ class Collectors:
         except KVStoreError:
             self._revoke(lease)  # the put may still be in flight: without its lease it cannot land
             raise
-        if self._has_joined:
-            self._joins_again()
-        self._has_joined = True
         with self._lock:
             self._id, self._lease, self._renewed_s = collector, lease, sent_s
         log.debug("gc.joined collector=%s", collector.hex())
@@ -157,7 +131,7 @@ class Collectors:
         if smallest is None or smallest == before or (self._max_bytes is not None and smallest[0] >= self._max_bytes):
             return
         who, most_bytes = smallest[1].hex(), smallest[0]
-        if self._max_bytes is None:  # asks for no limit of its own, as beside embedded stores
+        if self._max_bytes is None:
             log.info("gc.limit collector=%s max_bytes=%d: that collector's holds for this one too", who, most_bytes)
         else:
             log.warning(

@@ -1,4 +1,4 @@
-"""One round of a collector on real nodes."""
+"""One cycle of a collector on real nodes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from kvstore.errors import RootMismatch, Unavailable
-from kvstore.meta.keys import SessionId
 from kvstore.meta.memory import MemoryMeta
-from kvstore.meta.usage import Usage
 from kvstore.root.memory import MemoryFiles, MemoryRoot
-from kvstore_gc.capacity import Watermarks
+from kvstore_gc.capacity import Accounts
 from kvstore_gc.config import Config
 from kvstore_gc.threads import Stopped
 from tests.kit.clusters import SPACE, cluster, eventually, looking, prompt, put
@@ -36,7 +34,7 @@ def test_a_round_deletes_what_is_past_its_time_and_says_so(place: Place, monkeyp
         pause(seconds)
 
     monkeypatch.setattr(place.stop, "pause", let_go)
-    summary = place.rounds(Config(ttl_s=600)).run()
+    summary = place.cycle(Config(ttl_s=600)).run()
     assert (place.cluster.present(old), place.cluster.present(new)) == (0, 4)
     assert (summary.reaped.count, summary.reaped.bytes, summary.unfinished) == (6, size, [])
     assert summary.used_after_bytes == summary.used_before_bytes - size == place.bytes_of(new)
@@ -49,31 +47,17 @@ def test_a_round_deletes_what_is_past_its_time_and_says_so(place: Place, monkeyp
     assert "chosen_past_its_time_to_live=6" in summary.to_line() and "unfinished" not in summary.to_line()
 
 
-def test_a_round_brings_a_full_root_below_its_low_watermark_leaves_first(place: Place) -> None:
+def test_a_cycle_brings_a_full_root_below_its_target_leaves_first(place: Place) -> None:
     node, chains = place.cluster.node(), [prompt(number, 5) for number in range(4)]
     for number, chain in enumerate(chains):
         put(node, chain)
         place.age(chain, LONG_S * (4 - number))
     used = sum(map(place.bytes_of, chains))
-    summary = place.rounds(Config(max_bytes=used)).run()
-    assert summary.unfinished == [] and summary.low_bytes is not None
-    assert summary.used_after_bytes <= summary.low_bytes
-    assert [place.cluster.present(chain) for chain in chains] == [1, 5, 5, 5], "4 of 20 chunks, the oldest leaves"
-    assert node.node.match(chains[0]) == 1
-
-
-def test_a_round_makes_room_for_puts_that_wait_for_it(place: Place) -> None:
-    """They may not begin over the stop mark, though what is there alone is below the high one."""
-    node, chains = place.cluster.node(), [prompt(number, 5) for number in range(4)]
-    for number, chain in enumerate(chains):
-        put(node, chain)
-        place.age(chain, LONG_S * (4 - number))
-    used = sum(map(place.bytes_of, chains))
-    config = Config(max_bytes=2 * used)
-    watermarks = Watermarks(config.max_bytes, config.high)
-    watermarks.reported(SessionId(b"n" * 16), Usage(0, 0, int(1.4 * used)), is_answer=True)
-    summary = place.rounds(config, watermarks=watermarks).run()
-    assert summary.used_after_bytes + 1.4 * used <= config.low * 2 * used
+    summary = place.cycle(Config(max_bytes=used)).run()
+    assert summary.unfinished == [] and summary.target_bytes is not None
+    assert summary.used_after_bytes <= summary.target_bytes == int(0.95 * used)
+    assert [place.cluster.present(chain) for chain in chains] == [4, 5, 5, 5], "1 of 20 chunks, the oldest leaf"
+    assert node.node.match(chains[0]) == 4
 
 
 def test_what_is_pinned_stays_and_a_round_that_cannot_make_room_says_so(place: Place) -> None:
@@ -81,14 +65,13 @@ def test_what_is_pinned_stays_and_a_round_that_cannot_make_room_says_so(place: P
     put(node, chain)
     place.age(chain)
     node.pin(chain, 3600, "me")
-    summary = place.rounds(Config(max_bytes=place.bytes_of(chain) // 2)).run()
+    summary = place.cycle(Config(max_bytes=place.bytes_of(chain) // 2)).run()
     assert place.cluster.present(chain) == 5
     assert summary.to_json()["kept"]["pinned"]["chunks"] == 5
-    assert [said for said in summary.unfinished if "over the high watermark" in said]
+    assert [said for said in summary.unfinished if "over the target" in said]
 
 
-def test_after_a_round_that_had_to_spare_what_is_held_the_next_takes_others(place: Place) -> None:
-    """At once: nodes put nothing while the root is full, so nothing else would begin a round."""
+def test_slices_after_one_that_spared_held_chunks_take_others(place: Place) -> None:
     node, kept, other = place.cluster.node(), prompt(1, 6), prompt(2, 6)
     put(node, kept)
     put(node, other)
@@ -96,12 +79,10 @@ def test_after_a_round_that_had_to_spare_what_is_held_the_next_takes_others(plac
     hold = node.node.hold(kept)
     node.node.holds._used = lambda wanted: None  # as where a root keeps no times
     config = Config(max_bytes=place.bytes_of(kept) + place.bytes_of(other))
-    watermarks = Watermarks(config.max_bytes, config.high)
-    rounds = place.rounds(config, watermarks=watermarks)
-    summary = rounds.run()
-    assert (summary.reaped.count, summary.spared["held"]) == (0, 3) and watermarks.is_urgent
-    again = [rounds.run() for _ in range(3) if watermarks.is_urgent]
-    assert not watermarks.is_urgent and sum(each.reaped.count for each in again) == 6 - place.cluster.present(other)
+    accounts = Accounts(config.max_bytes)
+    summary = place.cycle(config, accounts=accounts).run()
+    assert summary.spared["held"] > 0 and not accounts.excess_bytes
+    assert summary.reaped.count == 6 - place.cluster.present(other) > 0
     assert place.cluster.present(kept) == hold.count == 6
 
 
@@ -118,9 +99,9 @@ def test_a_prompt_whose_hold_ends_between_rounds_keeps_its_prefix(
     place.age(once)
     if not renews:
         node.node.holds._used = lambda wanted: None
-    rounds = place.rounds(Config(max_bytes=place.bytes_of(once) + place.bytes_of(other)))
+    rounds = place.cycle(Config(max_bytes=place.bytes_of(once) + place.bytes_of(other)))
     hold = node.node.hold(once)
-    assert rounds.run().spared["held"] == 5
+    assert rounds.run().spared["held"] > 0
     node.node.holds.release(hold)
     for _ in range(3):
         rounds.run()
@@ -134,43 +115,43 @@ def test_a_round_is_not_done_where_a_sweep_of_one_that_is_gone_has_the_rest(plac
     put(node, chain)
     place.age(chain)
     node.pin(chain, 3600, "me")
-    rounds = place.rounds(Config(max_bytes=place.bytes_of(chain) // 2))
+    rounds = place.cycle(Config(max_bytes=place.bytes_of(chain) // 2))
     summary = rounds.run()
     summary.unfinished.clear()
     summary.spared["swept by another collector"] = 5
     rounds._judge(summary)
-    assert [said for said in summary.unfinished if "over the high watermark" in said]
+    assert [said for said in summary.unfinished if "over the target" in said]
 
 
 def test_two_collectors_with_many_chunks_list_their_own_shards_and_keep_the_bound_together(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore_gc.rounds.SHARE_CHUNKS_MIN", 10)
+    monkeypatch.setattr("kvstore_gc.cycle.SHARE_CHUNKS_MIN", 10)
     node, chains = place.cluster.node(), [prompt(number, 1) for number in range(200)]
     for number, chain in enumerate(chains):
         put(node, chain)
         place.age(chain, LONG_S + 60 * number)
     used = sum(map(place.bytes_of, chains))
     collectors = [
-        place.rounds(Config(max_bytes=used), shards=lambda count, odd=odd: range(odd, count, 2))  # type: ignore[misc]
+        place.cycle(Config(max_bytes=used), shards=lambda count, odd=odd: range(odd, count, 2))  # type: ignore[misc]
         for odd in (0, 1)
     ]
     summaries = [each.run() for each in collectors]
     assert [summary.scanned.count < 130 for summary in summaries] == [True, True], "each lists about half"
     left = sum(map(place.bytes_of, chains))
-    assert 0.75 * used < left < 0.85 * used
-    assert all(summary.reaped.count > 10 for summary in summaries)
+    assert 0.85 * used < left <= 0.95 * used
+    assert sum(summary.reaped.count for summary in summaries) >= 10
 
 
 def test_a_dry_run_says_the_same_and_changes_nothing_at_all(place: Place) -> None:
     node, chain = place.cluster.node(), prompt(1, 6)
     put(node, chain)
     place.age(chain)
-    place.rounds().run()  # what the first round makes is there
+    place.cycle().run()  # what the first round makes is there
     root, meta = FaultyRoot(place.cluster.root), FaultyMeta(MemoryMeta(place.cluster.store))
     tree, keys = place.tree(), MemoryMeta(place.cluster.store).list("/kv/")
     explain = [chain.addresses[0], chain.addresses[5], prompt(9, 1).addresses[0]]
-    rounds = place.rounds(Config(max_bytes=place.bytes_of(chain) // 2), root=root, meta=meta)
+    rounds = place.cycle(Config(max_bytes=place.bytes_of(chain) // 2), root=root, meta=meta)
     summary = rounds.dry_run(examples_max=2, explain=explain)
     assert place.tree() == tree
     assert MemoryMeta(place.cluster.store).list("/kv/").revision == keys.revision
@@ -180,7 +161,7 @@ def test_a_dry_run_says_the_same_and_changes_nothing_at_all(place: Place) -> Non
         (False, "within capacity"),
         (True, "over capacity"),
     ]
-    done = place.rounds(Config(max_bytes=place.bytes_of(chain) // 2)).run()
+    done = place.cycle(Config(max_bytes=place.bytes_of(chain) // 2)).run()
     assert done.to_json()["chosen"] == summary.to_json()["chosen"]
     assert done.used_after_bytes == summary.used_after_bytes
 
@@ -188,7 +169,7 @@ def test_a_dry_run_says_the_same_and_changes_nothing_at_all(place: Place) -> Non
 def test_a_collector_does_not_run_on_an_etcd_that_does_not_know_the_root(place: Place) -> None:
     put(place.cluster.node(), prompt(1, 3))
     foreign = MemoryMeta()
-    for run in (place.rounds(Config(ttl_s=0), meta=foreign).run, place.rounds(Config(ttl_s=0), meta=foreign).dry_run):
+    for run in (place.cycle(Config(ttl_s=0), meta=foreign).run, place.cycle(Config(ttl_s=0), meta=foreign).dry_run):
         with pytest.raises(RootMismatch, match="fsck"):
             run()
     assert place.cluster.present(prompt(1, 3)) == 3
@@ -202,16 +183,16 @@ def test_a_round_stopped_in_its_middle_is_finished_by_the_next(place: Place) -> 
     striking = Rule("move", Hang(), nth=3, times=1)
     root = FaultyRoot(place.cluster.root, [striking])
     config, first = Config(ttl_s=60), Place(place.cluster)
-    rounds = first.rounds(config, root=root)
+    rounds = first.cycle(config, root=root)
     crashed = threading.Thread(target=lambda: _quietly(rounds.run), daemon=True)
     crashed.start()
     assert isinstance(striking.fault, Hang) and striking.fault.reached.wait(PATIENCE_S)
-    summary = place.rounds(config).run()
+    summary = place.cycle(config).run()
     assert summary.sweeps["adopted"] > 0 and summary.unfinished == []
     striking.fault.release.set()
     crashed.join(PATIENCE_S)
     assert place.cluster.present(chain) == 0
-    place.rounds(config).run()
+    place.cycle(config).run()
     assert place.cluster.leftovers() == []
 
 
@@ -231,7 +212,7 @@ def test_the_wish_to_end_during_a_grace_leaves_the_root_as_it_was(place: Place) 
 
     def run() -> None:
         try:
-            place.rounds(Config(ttl_s=60)).run()
+            place.cycle(Config(ttl_s=60)).run()
         except Stopped as stopped:
             ended.append(type(stopped))
 
@@ -254,6 +235,6 @@ def test_the_room_of_the_file_system_is_the_limit_where_none_is_given() -> None:
         place.age(chains[0])
         put(node, chains[1])
         files.capacity_bytes = files.used_bytes + 1000
-        summary = place.rounds().run()
+        summary = place.cycle().run()
         assert summary.capacity_bytes is not None and summary.capacity_bytes < files.capacity_bytes
         assert summary.reaped.count > 0 and made.present(chains[1]) == 10
