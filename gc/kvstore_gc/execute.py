@@ -21,7 +21,7 @@ from kvstore.meta.keys import SweepId
 from kvstore.meta.pins import PinRecord
 from kvstore.meta.sweeps import Condemned
 from kvstore.root.fence import lift_unnamed
-from kvstore.root.reserve import keep_reserve, make_room_late, spend_reserve
+from kvstore.root.reserve import keep_reserve, make_room, spend_reserve
 from kvstore.root.twins import list_twins, read_twin
 from kvstore_gc.grace import Grace, Look, Spared
 from kvstore_gc.histogram import Tally
@@ -226,7 +226,7 @@ class Sweeper:
             staged = places.staged(staging, number)
             if records and not self._is_within(began_s, self._timings.condemn_s_max / 2):
                 break  # a slow root: name the plans that are written while they still count as young
-            if not make_room_late(self._root, self._site.pause) and records:
+            if not make_room(self._root) and records:
                 break  # naming them needs room too
             try:
                 records[shard] = self._prepare(victims, staged)

@@ -105,7 +105,7 @@ class Collectors:
 
     def _join(self, sent_s: float) -> None:
         collector = SessionId(self._ids.fresh())
-        lease = self._meta.grant(self._ttl_s, self._timeout_s, while_open=True)
+        lease = self._meta.grant(self._ttl_s, self._timeout_s)
         fields = {"host": socket.gethostname(), "pid": os.getpid(), "max_bytes": self._max_bytes}
         about = json.dumps(fields).encode()
         try:

@@ -88,7 +88,7 @@ class Fence:
     def _stand(self, sent_s: float) -> None:
         found = self._meta.get(self._key, self._timeout_s())
         if found is None:
-            self._lease = self._meta.grant(self._limits.lease_s, self._timeout_s(), while_open=True)
+            self._lease = self._meta.grant(self._limits.lease_s, self._timeout_s())
             try:
                 self._meta.txn((Absent(self._key),), (Put(self._key, self._value, self._lease),), self._timeout_s())
             except (LeaseGone, Unavailable):

@@ -180,12 +180,8 @@ class Meta(Protocol):
         """Deletes one key; True if this call's attempt saw it exist."""
         ...
 
-    def grant(self, ttl_s: int, timeout_s: float | None = None, *, while_open: bool = False) -> LeaseId:
-        """Grants a new lease of ``ttl_s`` seconds (whole, at least 1; the store may give a little more, never less).
-
-        ``while_open``: it is of use to nobody once this client is closed or its process has ended, and a store that
-        can tell ends it then.
-        """
+    def grant(self, ttl_s: int, timeout_s: float | None = None) -> LeaseId:
+        """Grants a new lease of ``ttl_s`` seconds (whole, at least 1; the store may give a little more, never less)."""
         ...
 
     def keep_alive(self, lease: LeaseId, timeout_s: float | None = None) -> bool:

@@ -12,9 +12,6 @@
     /kv/<root>/gc/capacity                       used space, and what a node may write, under the lease of a collector
     /kv/<root>/usage/<session>                   bytes that a node or collector wrote and deleted, under its lease
     /kv/<root>/collectors/<session>              one per collector, under its session's lease
-    /kv/<root>/bounds/<session>                  the limits that an embedded store asks for, under its session's lease
-    /kv/<root>/collecting                        the session that runs the collector of one host, under its lease
-    /kv/<root>/level                             the root's bytes at most, while no collector says more (rule S6)
     /kv/<root>/peers/<session>/address           where others read from a worker's memory, under its session's lease
     /kv/<root>/peers/<session>/<shard>           what its memory holds, 64 of them; see ``digests.py``
     /kv/<root>/peers/cleared/<digest>            one per namespace that was ever cleared: changes each time
@@ -65,9 +62,6 @@ class Keys:
         self.condemned = f"{self.gc}condemned/"
         self.usage = f"{self.prefix}usage/"
         self.collectors = f"{self.prefix}collectors/"
-        self.bounds = f"{self.prefix}bounds/"
-        self.collecting = f"{self.prefix}collecting"
-        self.level = f"{self.prefix}level"
         self.peers = f"{self.prefix}peers/"
         self.clears = f"{self.prefix}clears/"
         self.barriers = f"{self.prefix}clearing/"
@@ -126,10 +120,6 @@ class Keys:
     def collector(self, session: SessionId) -> str:
         """Returns the key of a collector."""
         return f"{self.collectors}{session.hex()}"
-
-    def bound_of(self, session: SessionId) -> str:
-        """Returns the key of what a session's store asks of collectors."""
-        return f"{self.bounds}{session.hex()}"
 
     def peer_address(self, session: SessionId) -> str:
         """Returns the key of the address at which a session's worker serves its memory."""

@@ -100,7 +100,7 @@ class MemoryMeta:
             found = store.get(key)
         return False
 
-    def grant(self, ttl_s: int, timeout_s: float | None = None, *, while_open: bool = False) -> LeaseId:
+    def grant(self, ttl_s: int, timeout_s: float | None = None) -> LeaseId:
         """See ``interface.Meta``."""
         check_ttl(ttl_s)
         return self._open().grant(ttl_s)

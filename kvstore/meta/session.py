@@ -129,7 +129,7 @@ class Session:
         check_session_ttl(ttl_s)
         deadline = Deadline(timeout_s, clock)
         session, sent_s = SessionId(ids.fresh()), clock.monotonic_s()
-        lease = meta.grant(ttl_s, deadline.left_s(), while_open=True)
+        lease = meta.grant(ttl_s, deadline.left_s())
         key = keys.session(session)
         try:
             # Compared, although the id is fresh: a put that was sent twice could land again later and break the chain.

@@ -22,10 +22,6 @@ RESERVE_BYTES = 1 << 20
 FREE_SHARE = 1 / 16
 """A node takes no more of what is free; a disk too small for RESERVE_BYTES_MIN has none."""
 RESERVE_BYTES_MIN = 256 << 10
-SPENDING_NS = 1_000_000_000
-"""The time of a reserve that is about to be spent."""
-PUTS_END_S = 1.0
-"""Time in which puts that found the disk full have ended."""
 LOG_BYTES = 640 << 10
 """Room for the log of metadata in a file on the root, while a clear or a round of sweeps begins."""
 
@@ -37,10 +33,7 @@ def keep_reserve(root: Root, ids: Ids, size_bytes: int = RESERVE_BYTES) -> None:
     session = ids.fresh()
     staged = places.staged(session, 0)
     try:
-        reserve = root.stat(places.RESERVE)
-        if reserve is not None and reserve.mtime_ns == SPENDING_NS:
-            root.touch(places.RESERVE, 0)  # who was about to spend it has not
-        if reserve is None:
+        if root.stat(places.RESERVE) is None:
             root.stage(staged, [memoryview(bytes(size_bytes))], stamp_ns=0, durable=False)
             root.publish(staged, places.RESERVE, durable=False)
     except KVStoreError:
@@ -72,25 +65,6 @@ def make_room(root: Root) -> bool:
     Raises the root's errors.
     """
     return _has_room(root) or (spend_reserve(root) and _has_room(root))
-
-
-def make_room_late(root: Root, pause: Callable[[float], object]) -> bool:
-    """Does what ``make_room`` does, PUTS_END_S later where that spends the reserve.
-
-    Puts that have begun end on the full disk meanwhile, and do not take that room (rule S7). Raises what ``pause`` does
-    too.
-    """
-    if begin_spending(root):
-        pause(PUTS_END_S)
-    return make_room(root)
-
-
-def begin_spending(root: Root) -> bool:
-    """Tells puts that the reserve is about to be spent, if ``make_room`` would do that now; returns whether it would.
-
-    By the file's time, which needs no room. Raises the root's errors.
-    """
-    return not _has_room(root) and root.touch(places.RESERVE, SPENDING_NS)
 
 
 def _has_room(root: Root) -> bool:

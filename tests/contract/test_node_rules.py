@@ -99,8 +99,8 @@ class Joining(MemoryMeta):
 
     begin: Callable[[], object] = staticmethod(lambda: None)
 
-    def grant(self, ttl_s: int, timeout_s: float | None = None, *, while_open: bool = False) -> LeaseId:
-        lease = super().grant(ttl_s, timeout_s, while_open=while_open)
+    def grant(self, ttl_s: int, timeout_s: float | None = None) -> LeaseId:
+        lease = super().grant(ttl_s, timeout_s)
         begin, self.begin = self.begin, lambda: None
         begin()
         return lease

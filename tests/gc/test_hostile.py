@@ -30,7 +30,7 @@ from kvstore.meta.sweeps import Condemned
 from kvstore.node.member import Member
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
-from kvstore.root.reserve import LOG_BYTES, PUTS_END_S
+from kvstore.root.reserve import LOG_BYTES
 from kvstore.sources import SystemClock
 from kvstore_gc import execute
 from kvstore_gc.membership import Collectors
@@ -308,19 +308,6 @@ def test_a_root_without_any_room_but_the_reserve_can_be_swept() -> None:
         files.capacity_bytes = files.used_bytes
         assert c.collector().sweep(c.plans(chain)).reaped.count == 8 and c.leftovers() == []
         assert c.root.stat(places.RESERVE), "there is room for it again"
-
-
-def test_before_the_reserve_is_spent_puts_that_have_begun_can_end() -> None:
-    files = MemoryFiles()
-    with cluster(MemoryRoot(files), shard_bits=2) as c:
-        node, chain = c.node(), prompt(1, 8)
-        put(node, chain)
-        c.collector().sweep([])
-        files.capacity_bytes = files.used_bytes
-        paused: list[tuple[float, bool]] = []
-        sweeper = c.collector(pause=lambda s: paused.append((s, c.root.stat(places.RESERVE) is not None)))
-        assert sweeper.sweep(c.plans(chain)).reaped.count == 8
-        assert [each for each in paused if each[0] == PUTS_END_S] == [(PUTS_END_S, True)]
 
 
 def test_with_the_reserve_spent_the_plans_for_which_there_was_room_are_swept() -> None:

@@ -11,7 +11,6 @@ from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.reserve import (
     LOG_BYTES,
     RESERVE_BYTES,
-    begin_spending,
     keep_reserve,
     make_room,
 )
@@ -43,8 +42,8 @@ def leave(files: MemoryFiles, free_bytes: int) -> None:
 
 def test_it_is_spent_only_where_there_is_no_room_for_a_plan(files: MemoryFiles, root: MemoryRoot) -> None:
     leave(files, LOG_BYTES)
-    assert not begin_spending(root) and make_room(root) and root.stat(places.RESERVE) is not None
+    assert make_room(root) and root.stat(places.RESERVE) is not None
     leave(files, LOG_BYTES - 1)
-    assert begin_spending(root) and make_room(root)
+    assert make_room(root) and root.stat(places.RESERVE) is None
     leave(files, 0)
-    assert not begin_spending(root) and not make_room(root), "it is gone"
+    assert not make_room(root), "it is gone"

@@ -154,11 +154,9 @@ class MetaPort:
         """See ``interface.Meta``."""
         return self._change("delete", key, timeout_s, lambda: self._inner.delete(key, timeout_s))
 
-    def grant(self, ttl_s: int, timeout_s: float | None = None, *, while_open: bool = False) -> LeaseId:
+    def grant(self, ttl_s: int, timeout_s: float | None = None) -> LeaseId:
         """See ``interface.Meta``."""
-        return self._change(
-            "grant", str(ttl_s), timeout_s, lambda: self._inner.grant(ttl_s, timeout_s, while_open=while_open)
-        )
+        return self._change("grant", str(ttl_s), timeout_s, lambda: self._inner.grant(ttl_s, timeout_s))
 
     def keep_alive(self, lease: LeaseId, timeout_s: float | None = None) -> bool:
         """See ``interface.Meta``."""

@@ -136,7 +136,7 @@ class EtcdMeta:
             ).deleted
         )
 
-    def grant(self, ttl_s: int, timeout_s: float | None = None, *, while_open: bool = False) -> LeaseId:
+    def grant(self, ttl_s: int, timeout_s: float | None = None) -> LeaseId:
         """See ``interface.Meta``."""
         check_ttl(ttl_s)
         deadline = self._begin(timeout_s)
