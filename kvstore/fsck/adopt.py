@@ -112,7 +112,6 @@ class _Adoption:
         # protects nothing and promises nothing, and one that began before is in the list that is revoked next.
         mine = self._next_generation()
         self._end_sessions()
-        self._meta.delete(self._keys.level, self._timeout_s)  # of another history: a collector counts (rule S6)
         self._undo_sweeps()
         self._namespaces()
         self._pins()

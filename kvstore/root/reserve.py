@@ -1,6 +1,6 @@
 """A little room that is kept on the root, so that chunks can still be deleted when nobody can write any more.
 
-A sweep needs a plan and a folder before it may delete anything, and metadata in a file on the root need a log. On a
+A sweep needs a plan and a folder before it may delete anything, and a clear on one host tells others first. On a
 full disk neither could begin. The first node of a folder makes the reserve, because the disk may be full before any
 collector was there; collectors make it again.
 """
@@ -23,7 +23,7 @@ FREE_SHARE = 1 / 16
 """A node takes no more of what is free; a disk too small for RESERVE_BYTES_MIN has none."""
 RESERVE_BYTES_MIN = 256 << 10
 LOG_BYTES = 640 << 10
-"""Room for the log of metadata in a file on the root, while a clear or a round of sweeps begins."""
+"""Room for what is written while a clear or a sweep begins."""
 
 
 def keep_reserve(root: Root, ids: Ids, size_bytes: int = RESERVE_BYTES) -> None:
