@@ -139,7 +139,7 @@ def opened(case: Case, root: Path, max_bytes: int | None) -> Iterator[str]:
         with kvstore.open(str(root), max_bytes=max_bytes):  # its collector is our child
             yield f"{root}:{max_bytes or 0}"
         return
-    command = [sys.executable, "-m", "kvstore", "up", "--root", str(root), "--listen", "127.0.0.1:0"]
+    command = [sys.executable, "-m", "kvstore.cli.main", "up", "--root", str(root), "--listen", "127.0.0.1:0"]
     command += ["--max-bytes", str(max_bytes)] if max_bytes else ["--no-gc"]
     command += ["--memory", "1GiB"] if case.way == "memory" else []
     with ExitStack() as undo:
