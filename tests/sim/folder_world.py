@@ -326,7 +326,7 @@ class Gatherer:
                     else:
                         collector.serve(self._is_signalled)
             except KVStoreError as error:
-                kernel.note(f"collector: {error}")
+                kernel.note(f"collector: {type(error).__name__}")
             kernel.sleep(0.1)
         self.is_running = False
 
@@ -375,7 +375,7 @@ class Program:
         try:
             return join(root, world.identity, meta, limits=world.limits, clock=self.process, ids=world, host=host)
         except KVStoreError as error:
-            self.kernel.note(f"could not open: {error}")
+            self.kernel.note(f"could not open: {type(error).__name__}")
             host.leave()
             return None
 
@@ -390,7 +390,7 @@ class Program:
                 world.counts[work] += 1
             except KVStoreError as error:
                 world.counts[f"{work} raised {type(error).__name__}"] += 1
-                kernel.note(f"{work}: {error}")
+                kernel.note(f"{work}: {type(error).__name__}")
         self.busy[number] = ""
 
     # What engines do.
