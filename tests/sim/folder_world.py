@@ -74,7 +74,8 @@ class FolderWorld:
         self.profile = profile
         self.counts: Counter[str] = Counter()
         source = kernel.source
-        gc.disable()  # finalizers would make steps
+        gc.collect()  # finalizers would make steps, also those of the run before
+        gc.disable()
         self.path = tempfile.mkdtemp(prefix="kvsim-", dir="/dev/shm")
         pause, aim = source.choice((0.0, 0.002, 0.02)), source.choice((0.0, 0.05, 0.3))
         self.files = Files(kernel, self.path, self._linked, self._left, pause, aim)
