@@ -46,7 +46,7 @@ class Staging:
         batch.stop()
 
     def _clear(self) -> bool:
-        for session in {*self._before, self._session()}:
+        for session in sorted({*self._before, self._session()}):
             folder = places.staging_folder(session)
             for entry in list(self._root.list(folder)):
                 # It belongs to a put that was cut off. If that put goes on all the same, it finds its file gone and

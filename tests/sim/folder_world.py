@@ -74,7 +74,8 @@ class FolderWorld:
         self.profile = profile
         self.counts: Counter[str] = Counter()
         source = kernel.source
-        gc.disable()  # finalizers would make steps
+        gc.collect()  # finalizers would make steps, also those of the run before
+        gc.disable()
         self.path = tempfile.mkdtemp(prefix="kvsim-", dir="/dev/shm")
         pause, aim = source.choice((0.0, 0.002, 0.02)), source.choice((0.0, 0.05, 0.3))
         self.files = Files(kernel, self.path, self._linked, self._left, pause, aim)
@@ -326,7 +327,7 @@ class Gatherer:
                     else:
                         collector.serve(self._is_signalled)
             except KVStoreError as error:
-                kernel.note(f"collector: {error}")
+                kernel.note(f"collector: {type(error).__name__}")
             kernel.sleep(0.1)
         self.is_running = False
 
@@ -375,7 +376,7 @@ class Program:
         try:
             return join(root, world.identity, meta, limits=world.limits, clock=self.process, ids=world, host=host)
         except KVStoreError as error:
-            self.kernel.note(f"could not open: {error}")
+            self.kernel.note(f"could not open: {type(error).__name__}")
             host.leave()
             return None
 
@@ -390,7 +391,7 @@ class Program:
                 world.counts[work] += 1
             except KVStoreError as error:
                 world.counts[f"{work} raised {type(error).__name__}"] += 1
-                kernel.note(f"{work}: {error}")
+                kernel.note(f"{work}: {type(error).__name__}")
         self.busy[number] = ""
 
     # What engines do.

@@ -107,14 +107,16 @@ def test_a_bug_can_be_planted(bug: str) -> None:
 
 
 def test_a_seed_gives_the_same_run_every_time() -> None:
-    """Also in another process, where hashes of bytes are salted otherwise."""
-    first = [run(seed).digest for seed in (1, 2, 3)] + [run(1, profile=ONE_HOST).digest]
+    """In two processes, where hashes of bytes are salted differently."""
     program = (
         "from tests.sim.run import run; from tests.sim.profiles import ONE_HOST; "
-        "print([run(seed).digest for seed in (1, 2, 3)] + [run(1, profile=ONE_HOST).digest])"
+        "print([run(seed).digest for seed in (1, 2)] + [run(1, profile=ONE_HOST).digest])"
     )
-    environment = {**os.environ, "PYTHONHASHSEED": "12345", "PYTHONPATH": os.pathsep.join(sys.path)}
-    found = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True, timeout=60
-    )
-    assert found.stdout.strip() == str(first)
+    found = set()
+    for salt in ("1", "12345"):
+        environment = {**os.environ, "PYTHONHASHSEED": salt, "PYTHONPATH": os.pathsep.join(sys.path)}
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True, timeout=60
+        )
+        found.add(done.stdout)
+    assert len(found) == 1
