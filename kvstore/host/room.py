@@ -156,6 +156,7 @@ class Room:
         with self._lock:
             self._waiting += size_bytes
             self._table.numbers[Own.WAITING] = self._waiting
+        self._settle()  # a put that ended meanwhile left that to us
 
     def _take(self, size_bytes: int) -> bool:
         shared = self._shared

@@ -187,6 +187,8 @@ class Refresher:
         quantum, epoch = chunks.known.quantum(), chunks.known.epoch
         for plan in self._planned(renewal, quantum):
             if plan.stamp_ns is not None:
+                if chunks.known.tick_s < chunks.known.quantum_s and self._is_newer(plan):
+                    continue
                 if not chunks.root.touch(plan.name, plan.stamp_ns):
                     self._counters.add(NodeCount.REFRESH_DROPPED)
                     if renewal.depths is None:
@@ -199,6 +201,11 @@ class Refresher:
             # A file of this name is there. A node that looked into it has remembered whether this node can read it.
             if chunks.known.is_present(address, quantum):
                 chunks.known.add(address, quantum, renewed=True, epoch=epoch)
+
+    def _is_newer(self, plan: _Plan) -> bool:
+        """True if a put of another process of this host has renewed it since the look: its time must not go back."""
+        stat = self._chunks.root.stat(plan.name)
+        return stat is not None and plan.stamp_ns is not None and stat.mtime_ns >= plan.stamp_ns
 
     def _planned(self, renewal: _Renewal, quantum: int) -> list[_Plan]:
         """Returns the stamps, parents first.
