@@ -104,7 +104,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "credit-is-ignored",
         "PROTOCOL section 6: a node writes no more than its credit",
-        at("kvstore.node.usage:NodeUsage", "_admits", giving(True)),
+        at("kvstore.node.usage:NodeUsage", "received", giving(None)),
         "node/test_usage.py",
     ),
     mutant(
