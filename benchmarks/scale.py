@@ -34,8 +34,8 @@ from kvstore.meta.server import EmbeddedEtcd
 from kvstore.meta.session import Session
 from kvstore.meta.sweeps import VICTIMS_MAX, Condemned, Seq
 from kvstore.meta.usage import Capacity
-from kvstore.node.usage import REPORT_SHARE
 from kvstore.namespace import NamespaceId
+from kvstore.node.usage import REPORT_SHARE
 from kvstore.root.identity import RootId, RootIdentity, create_or_open
 from kvstore.root.memory import MemoryRoot
 from kvstore.root.posix import PosixRoot

@@ -156,7 +156,7 @@ def nothing_is_left(players: Cast) -> Left:
         used = used_bytes(players.roots[0])
         assert code == 0, f"the last round ended with {code}: {players.tail('last')}"
         assert used <= MAX_BYTES
-        _remove_leftovers(Site(root, identity, meta, generations=players.generations))
+        _remove_leftovers(Site(root, identity, meta))
         for place in (places.STAGING, places.PLANS, places.TRASH, places.QUARANTINE):
             assert not list(root.list(place)), f"{place} is not empty"
     finally:

@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from kvstore_gc.collector import Collector, opened
 
 import kvstore
 from kvstore.cli.fsck import fsck
@@ -30,6 +29,7 @@ from kvstore.root.generations import newest_number, publish
 from kvstore.root.open import open_root
 from kvstore.root.takeover import check_left, publish_first
 from kvstore.sources import RandomIds, SystemClock
+from kvstore_gc.collector import Collector, opened
 from kvstore_gc.config import Config
 from kvstore_gc.summary import Summary
 from tests.kit.cases import for_each

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kvstore_gc.collector import Collector, opened
 
 import kvstore
 from kvstore.connectors.vineyard import FileCacheConfig, KVCache
 from kvstore.meta.etcd import EtcdMeta
+from kvstore_gc.collector import Collector, opened
 from kvstore_gc.config import Config
 from tests.kit.etcd import running_etcd
 from tests.kit.tensors import kv_of, over
