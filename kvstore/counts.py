@@ -91,7 +91,7 @@ class NodeCount(Count):
     SUPERSEDED = "chunks of abandoned branches that now go first"
     PUT_FAILED = "puts that ended with an error"
     PUT_REFUSED_FULL = "puts refused because the root is full, as a collector says, or larger than its bound"
-    PUT_REFUSED_UNCOUNTED = "puts refused until a collector has counted this node's writes, and made room"
+    PUT_REFUSED_UNCOUNTED = "puts that waited in vain for eviction"
     HOLDS_EXPIRED = "holds that ended by their own deadline"
     CHUNKS_CONDEMNED = "chunks that count as absent because a sweep is taking them"
     ANNOUNCEMENTS = "revisions announced to collectors"

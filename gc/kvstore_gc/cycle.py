@@ -443,8 +443,9 @@ class Cycle:
             summary.unfinished.append("some leftovers could not be removed")
         # If others share the work at this moment, they judge the rest. The sweep of one that is gone is left to us.
         is_alone = summary.shards_mine_count == summary.shards_count and not summary.spared["gone already"]
+        is_last = self._publisher is None or not summary.reaped.count  # else the next cycle goes on at once
         level = self._accounts.level
-        if is_alone and level is not None and self.is_spent:
+        if is_alone and is_last and level is not None and self.is_spent:
             summary.unfinished.append(
                 f"the root's files still take {size(level.used_bytes)}, over the target of {size(level.target_bytes)}: "
                 "the rest is pinned or held, was used meanwhile, or needs another cycle"

@@ -25,7 +25,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def test_lock_order_follows_import_layers() -> None:
-    modules = ("kvstore_gc.rounds", "kvstore.cli.app", "kvstore.node.node", "kvstore.root.open", "kvstore.errors")
+    modules = ("kvstore_gc.cycle", "kvstore.cli.app", "kvstore.node.node", "kvstore.root.open", "kvstore.errors")
     layers = [site.layer for module in modules if (site := site_of(module, 1))]
     assert len(layers) == len(modules) and layers == sorted(set(layers))
     assert site_of("threading", 1) is None

@@ -7,20 +7,24 @@ import urllib.request
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import kvstore
 from kvstore.counts import GROWING, NODE_GAUGES, WORKER_GAUGES, NodeCount, WorkerCount
 from kvstore.format.header import Damage
+from kvstore.meta.memory import MemoryMeta
 from kvstore.node.opening import open_member
 from kvstore.node.settings import TierSettings
 from kvstore.sources import SystemClock
 from kvstore.worker.exposition import Exposition
 from kvstore.worker.metrics_server import start_metrics
 from kvstore.worker.worker import Worker
+from kvstore_gc.capacity import Accounts, Publisher
+from kvstore_gc.config import Config
+from kvstore_gc.cycle import Cycle
 from kvstore_gc.histogram import Tally
 from kvstore_gc.metrics import Metrics
 from kvstore_gc.summary import Summary
+from tests.kit.clusters import site_of
 from tests.kit.stores import SMALL, kv_of
 from tests.kit.watch_page import PAGE, Documented, documented
 from tests.kit.workers import WAIT_S
@@ -75,7 +79,9 @@ def of_worker(tmp_path: Path) -> dict[str, Documented]:
 def of_collector() -> dict[str, Documented]:
     """Returns the metrics of a collector after a round in which everything happened."""
     metrics = Metrics(lambda: None, SystemClock())
-    metrics.follow(60.0, MagicMock(), MagicMock(), MagicMock())
+    site, accounts = site_of(MemoryMeta()), Accounts(None)
+    cycle = Cycle(site, Config(), accounts, shards=range)
+    metrics.follow(60.0, Publisher(site, accounts), accounts, cycle)
     some = Tally(1, 1)
     summary = Summary(False, 0.0, 1, chosen={"ttl": some}, kept={"pinned": some}, reaped=some, seconds={"plan": 1.0})
     summary.spared["pinned"] = summary.orphans["trash"] = 1

@@ -98,7 +98,7 @@ def test_the_collector_counts_by_no_other_label() -> None:
     assert kinds == {*orphans.ORPHANS}
     phases = {
         each
-        for name in ("execute", "rounds")
+        for name in ("execute", "cycle")
         for each in re.findall(r'(?:_spent\(report|_timed\(summary), "(\w+)"', (folder / f"{name}.py").read_text())
     }
     assert phases == {*metrics.PHASES}

@@ -15,7 +15,7 @@ SWEEPS = "gc/test_protocol.py"
 RACES = "gc/test_races.py"
 LEDGER_TESTS = "gc/test_ledger.py"
 HOSTILE = "gc/test_hostile.py"
-ROUNDS = "gc/test_rounds.py"
+CYCLE = "gc/test_cycle.py"
 ORPHANS = "gc/test_orphans.py"
 ANNOUNCED = "kvstore_gc.grace:Announced"
 FENCED = ROOT[:2]
@@ -191,14 +191,14 @@ GRACE_AND_SPARED = [
         "c3",
     ),
     rule("H4", "laggards-are-not-revoked", at(GRACE, "revoke", giving(None)), SWEEPS, "-k", "h4"),
-    rule("A2", "held-is-chosen-again", at(GRACE, "kept", lambda real, self: self.pinned()), ROUNDS),
+    rule("A2", "held-is-chosen-again", at(GRACE, "kept", lambda real, self: self.pinned()), CYCLE),
     rule("C5", "twins-are-not-spared", at("kvstore.root.twins", "list_twins", giving([])), RULES),
     rule("C5", "unreadable-twin-skipped", at("kvstore.root.twins", "read_twin", giving(None)), HOSTILE, "-k", "c5"),
     rule(
         "C6",
         "runs-on-a-foreign-store",
         at("kvstore.meta.generation", "read_generation", lambda real, *what: _root_generation()),
-        ROUNDS,
+        CYCLE,
         RULES,
     ),
 ]
@@ -265,7 +265,7 @@ TAKING = [
         RACES,
     ),
     rule("G6", "closing-compares-one-shard", _first_key_alone("/condemned/", True), LEDGER_TESTS, RACES),
-    rule("G7", "adopts-nothing", at(SWEEPER, "adopt", lambda real, self, shards=None: _nothing_done()), SWEEPS),
+    rule("G7", "adopts-nothing", at(SWEEPER, "recover", giving(None)), SWEEPS),
     rule(
         "G8",
         "abandons-a-final-list",
@@ -293,7 +293,7 @@ TAKING = [
         RULES,
         RACES,
     ),
-    rule("F3", "unnamed-folders-stay", at(SWEEPER, "lift_unnamed", giving(None)), SWEEPS, ROUNDS),
+    rule("F3", "unnamed-folders-stay", at(SWEEPER, "lift_unnamed", giving(None)), SWEEPS, CYCLE),
     rule(
         "O1",
         "closes-with-victims-left",
@@ -308,12 +308,6 @@ TAKING = [
         RACES,
     ),
 ]
-
-
-def _nothing_done() -> Any:
-    from kvstore_gc.execute import SweepReport
-
-    return SweepReport()
 
 
 # Leftovers, order of deletion, capacity.

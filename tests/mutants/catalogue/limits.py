@@ -102,6 +102,18 @@ MUTANTS: list[Mutant] = [
         "node/test_view.py",
     ),
     mutant(
+        "credit-is-ignored",
+        "PROTOCOL section 6: a node writes no more than its credit",
+        at("kvstore.node.usage:NodeUsage", "received", giving(None)),
+        "node/test_usage.py",
+    ),
+    mutant(
+        "full-store-keeps-its-credit",
+        "PROTOCOL section 6: the credit ends with the free space",
+        at("kvstore_gc.capacity:Accounts", "reported", giving(None)),
+        "gc/test_capacity.py",
+    ),
+    mutant(
         "deadline-of-shared-work",
         "deadlines: no work begins after the deadline",
         at("kvstore.node.lanes:Batch", "help", _help_late),
