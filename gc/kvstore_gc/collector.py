@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvstore.address import Address
 from kvstore.errors import KVStoreError, RootMismatch, Unavailable
+from kvstore.host.takeover import check_left
 from kvstore.meta.interface import Meta
 from kvstore.meta.roots import check_bound
 from kvstore.root.identity import read_identity
@@ -61,6 +62,7 @@ def opened(url: str, options: Mapping[str, Any], etcd: Meta) -> Iterator[Site]:
         if identity is None:
             raise RootMismatch(f"{root.url} is not a kvstore root: it has no FORMAT file. Is the file system mounted?")
         check_bound(etcd, root.url, identity.root)
+        within(OPEN_S, f"the root {url}", lambda: check_left(root))
         yield Site(root, identity, etcd)
 
 

@@ -18,10 +18,11 @@ from kvstore.address import Address
 from kvstore.brief import size
 from kvstore.errors import PermissionDenied, RootMismatch, Unavailable
 from kvstore.format import places
+from kvstore.host.takeover import publish_first
 from kvstore.meta.generation import Foreign, difference, join_generation, read_generation
 from kvstore.meta.namespaces import Namespaces
 from kvstore.recency import NS_PER_S, quantum_of
-from kvstore.root.generations import publish, read_newest
+from kvstore.root.generations import read_newest
 from kvstore_gc.capacity import Accounts, Publisher
 from kvstore_gc.config import Config
 from kvstore_gc.execute import Sweeper, SweepReport
@@ -222,7 +223,7 @@ class Cycle:
             self._site.keys,
             self._site.ids,
             read_root=partial(read_newest, self._root),
-            publish_root=partial(publish, self._root, ids=self._site.ids, clock=self._clock),
+            publish_root=partial(publish_first, self._root, ids=self._site.ids, clock=self._clock),
             timeout_s=self._timeout_s,
         )
         if isinstance(standing, Foreign):

@@ -75,6 +75,7 @@ class Room:
         """Bytes that were written of them."""
         self._released: deque[int] = deque()
         self._put_max = self._waiting = 0
+        self._is_closed = False
         self.written_bytes = 0
         """Bytes of the files that this process published."""
 
@@ -146,6 +147,7 @@ class Room:
         """Gives back all that was reserved and not written, once nothing is written any more."""
         self._settle()
         with self._lock:
+            self._is_closed = True
             written, self._unsettled = self._unsettled, 0
             self._shared.add(Number.WRITTEN, written)
             self._shared.add(Number.USED, written - self._reserved)
@@ -183,6 +185,8 @@ class Room:
 
     def _settle(self) -> None:
         """Counts puts that have ended: what they wrote stays, what else they had reserved is free."""
+        if self._is_closed:
+            return
         while (self._released or self._unsettled > self._reserved) and self._lock.acquire(blocking=False):
             try:
                 left = 0

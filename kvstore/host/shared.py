@@ -10,6 +10,7 @@ import fcntl
 import mmap
 import os
 import threading
+from contextlib import suppress
 from enum import IntEnum
 
 import numpy as np
@@ -75,15 +76,25 @@ class Mapped:
 
     def add(self, place: int, delta: int) -> int:
         """Adds to a number, as one step for all processes; returns the sum."""
-        if native.brief is not None:
-            return int(native.brief.kv_shared_add(self._at + 8 * place, delta))
         with self._lock:
+            if not self._at:
+                return 0  # it was unmapped: the store is closed
+            if native.brief is not None:
+                return int(native.brief.kv_shared_add(self._at + 8 * place, delta))
             fcntl.flock(self._fd, fcntl.LOCK_EX)
             try:
                 self.numbers[place] += delta
                 return self.numbers[place]
             finally:
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    def unmap(self) -> None:
+        """Gives the memory back: as long as it is mapped, the file system cannot be unmounted. Idempotent."""
+        with self._lock:
+            self._at = 0
+        self.numbers.release()
+        with suppress(BufferError):  # somebody has a view of it: then it goes with that
+            self.map.close()
 
     def fence(self) -> None:
         """Orders the loads and stores before it and those after it, for all processes."""
@@ -125,10 +136,12 @@ class Shared(Mapped):
         return bytes(first) + bytes(self._ring[: count * ADDRESS_BYTES - len(first)])
 
     def close(self) -> None:
-        """Closes the file; what is mapped stays until nobody uses it."""
+        """Closes the file. Idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
+            self._ring.release()
+            self.unmap()
 
     __del__ = close
 

@@ -62,6 +62,7 @@ class HoldTable:
         self.name = f"{os.getpid()}.{next(_serials)}.{os.urandom(4).hex()}"
         self._lock = threading.Lock()
         self._free: list[Run] = []
+        self._mapped: list[Mapped] = []
         self._size_bytes = PAGE_BYTES
         path = f"{folder}/{HOLDS}/{self.name}"
         while True:
@@ -117,6 +118,9 @@ class HoldTable:
                 with suppress(OSError):
                     os.unlink(self.path)
                 self._close_files()
+                self._bytes.release()
+                for mapped in self._mapped:
+                    mapped.unmap()
 
     def forget(self) -> None:
         """Closes the files, in a forked child: without this the table would count as long as the child lives."""
@@ -156,6 +160,7 @@ class HoldTable:
         before_bytes = os.fstat(self._mapped_fd).st_size  # what is mapped already may be written at this moment
         os.posix_fallocate(self._mapped_fd, before_bytes, size_bytes - before_bytes)
         self.numbers = Mapped(self._mapped_fd, size_bytes)
+        self._mapped.append(self.numbers)  # one that others use at this moment stays until the table is closed
         self._bytes = memoryview(self.numbers.map)
         self._give_back(self._size_bytes, size_bytes)
         self._size_bytes = size_bytes

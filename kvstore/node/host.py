@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -38,8 +39,12 @@ class Bound:
         return self.max_bytes is not None or self.ttl_s is not None
 
 
+LIMITED_S = 1.0
+"""Time between two looks of a process without a limit at what the others ask for."""
+
+
 class Host:
-    """This process on one root. Ended by ``leave``, at the latest when the program ends."""
+    """This process on one root. Ended by ``leave``."""
 
     def __init__(self, root: PosixRoot, bound: Bound) -> None:
         """Raises RootMismatch where the files of ``host`` were removed while others use the root; the root's errors."""
@@ -65,7 +70,7 @@ class Host:
         numbers[Own.MAX_BYTES], numbers[Own.TTL_MS] = bound.max_bytes or 0, int(1000 * (bound.ttl_s or 0))
         self.collecting = Collecting(folder) if bound else None
         self._limit()
-        atexit.register(self.leave)
+        atexit.register(self._end_collector)
 
     @property
     def is_collecting(self) -> bool:
@@ -79,23 +84,31 @@ class Host:
         return HostView(self.shared, self.table, known, self._room)
 
     def leave(self) -> None:
-        """Ends the collector and all holds. Idempotent. Also when the program ends."""
-        atexit.unregister(self.leave)
-        if self.collecting is not None:
-            self.collecting.close()
+        """Ends the collector and all holds. Idempotent."""
+        atexit.unregister(self._end_collector)
+        self._end_collector()
         if self.table.is_open:
             if self._room is not None:
                 self._room.close()
             self.table.close()
             self._limit()
+            self.shared.close()
         self._in_use.close()
+
+    def _end_collector(self) -> None:
+        """Ends it, also when the program ends without ``leave``: what is put behind may still be written then."""
+        if self.collecting is not None:
+            self.collecting.close()
 
     def _wake(self, *, at_once: bool) -> None:
         if self.collecting is not None:
             self.collecting.wake(at_once=at_once)
+        elif at_once and time.monotonic() - self._limited_s >= LIMITED_S:
+            self._limit()  # perhaps whoever had the limit was killed
 
     def _limit(self) -> None:
         """Publishes the limit of all processes that are there, until a collector does. Ignores a disk that fails."""
+        self._limited_s = time.monotonic()
         try:
             limit = smallest(live_tables(self.folder, self.shared))[0] or 0
         except OSError:

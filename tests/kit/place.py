@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from kvstore.address import Chain
 from kvstore.format import places
 from kvstore.meta.interface import Meta
-from kvstore.recency import NS_PER_S
+from kvstore.recency import stamp_ns
 from kvstore.root.interface import Root
 from kvstore.sources import SystemClock
 from kvstore_gc.capacity import Accounts
@@ -45,8 +45,8 @@ class Place:
     def age(self, chain: Chain, age_s: float = LONG_S) -> None:
         """Sets the last use back by this long."""
         for depth, address in enumerate(chain.addresses):
-            stamp_s = int(SystemClock().now_s() - age_s) // 60 * 60 + 1
-            assert self.cluster.root.touch(self.cluster.name(address), stamp_s * NS_PER_S - 3000 * depth)
+            start_s = int(SystemClock().now_s() - age_s) // 60 * 60
+            assert self.cluster.root.touch(self.cluster.name(address), stamp_ns(start_s, depth))
 
     def bytes_of(self, chain: Chain) -> int:
         stats = [self.cluster.root.stat(self.cluster.name(address)) for address in chain.addresses]
