@@ -377,6 +377,10 @@ class _Numbers:
         if name in ("TAIL", "SETTLED"):
             self._files.kernel.happened("appended" if name == "TAIL" else "settled")
 
+    def release(self) -> None:
+        """Releases the memory."""
+        self._memory.release()
+
 
 class _Entries:
     """Addresses in a mapped file, read and written one by one."""
@@ -391,6 +395,10 @@ class _Entries:
         start = part.start or 0
         for at, stop in self._each(part, "write entry"):
             self._memory[at:stop] = content[at - start : stop - start]
+
+    def release(self) -> None:
+        """Releases the memory."""
+        self._memory.release()
 
     def _each(self, part: slice, label: str) -> Iterator[tuple[int, int]]:
         start, stop, _ = part.indices(len(self._memory))

@@ -9,7 +9,7 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parents[1]
 PATCH = re.compile(r"setattr\(\s*f?\"kvstore|patch\(\s*f?\"kvstore")
 LEFT = {
-    "node": 10, "census": 9, "gc": 5, "bulk": 5, "sim": 3, "host": 1, "root": 2, "meta": 2, "connectors": 2,
+    "node": 10, "census": 9, "gc": 5, "bulk": 5, "sim": 4, "host": 1, "root": 2, "meta": 2, "connectors": 2,
     "client": 2, "tiers": 1, "replay": 1, "fsck": 1, "engines": 1, "control": 1, "cli": 1,
 }  # fmt: skip
 
