@@ -50,7 +50,6 @@ PLANTED = (
     "unreadable_session_skipped",
     # Of one host.
     "append_before_tables",
-    "matches_mind_unsettled",
     "put_holds_parent",
     "put_renews_parent",
     "settles_last",
