@@ -63,7 +63,7 @@ class Mapped:
 
     def __init__(self, fd: int, size_bytes: int) -> None:
         self._fd = fd
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a put that is dropped gives its room back from wherever its thread is
         self.map = mmap.mmap(fd, size_bytes)
         self.numbers = memoryview(self.map)[:PAGE_BYTES].cast("q")
         self._at = np.frombuffer(self.map, np.uint8).ctypes.data

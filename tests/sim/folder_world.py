@@ -301,7 +301,7 @@ class FolderWorld:
 
     def _leave(self) -> None:
         victim = self.kernel.source.choice(self.programs)
-        victim.is_leaving = True
+        victim.is_leaving = victim.member is not None
 
 
 class Gatherer:
