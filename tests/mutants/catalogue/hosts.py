@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvstore.host.shared import Number
 from tests.mutants.catalogue.interfaces import KNOWN, at, giving
 from tests.mutants.mutant import Mutant, mutant
 from tests.mutants.planters import several
@@ -29,6 +30,15 @@ def _leading_first(real: Any, self: Any, wanted: Any) -> Any:
     if protect is not None:
         protect(self, packed)
     return found
+
+
+def _unlimited(real: Any, self: Any, *asked: Any) -> Any:
+    shared = self._shared
+    limit, shared[Number.LIMIT] = shared[Number.LIMIT], 0
+    try:
+        return real(self, *asked)
+    finally:
+        shared[Number.LIMIT] = limit
 
 
 _appended: list[tuple[Any, Any, bytes]] = []
@@ -126,13 +136,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "host-no-limit",
         "HOST: no put brings the store above its limit",
-        at(
-            "kvstore.host.shared:Mapped",
-            "add",
-            lambda real, self, place, delta: (
-                real(self, place, delta) if delta < 0 else real(self, place, delta) - delta
-            ),
-        ),
+        at("kvstore.host.room:Room", "reserve", _unlimited),
         ROOMS,
     ),
     mutant(
