@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.address import Address
-from kvstore.errors import Overloaded, RootMismatch
+from kvstore.errors import RootMismatch
 from kvstore.meta.keys import PinId
 from kvstore.meta.pins import PinQuota, PinRecord, check_pin, packed
 from kvstore.namespace import NamespaceDigest
@@ -51,15 +51,7 @@ class HostPins:
         check_pin(ttl_s, tokens_count)
         content = packed(addresses)
         live = self.list()
-        for whose, count, most in (
-            (f"owner {owner!r}", sum(pin.owner == owner for pin in live), self.quota.per_owner_max),
-            ("this store", len(live), self.quota.pins_max),
-        ):
-            if count >= most:
-                raise Overloaded(
-                    f"{whose} has {count} pins, the limit is {most}: unpin some (kvstore ls --pins), wait until they "
-                    "end, or pin longer prefixes instead of many short ones"
-                )
+        self.quota.check(owner, sum(pin.owner == owner for pin in live), len(live))
         expires_s = round(self._clock.now_s() + ttl_s, 3)
         record = PinRecord(PinId(self._ids.fresh()), owner, namespace, tokens_count, ttl_s, expires_s, content)
         write = partial(write_twin, self._root, owner, record.id, record.to_bytes(), ids=self._ids, clock=self._clock)

@@ -109,14 +109,19 @@ class Shared(Mapped):
 
     def __init__(self, folder: str) -> None:
         """Raises OSError, and ValueError for a file that is none."""
-        self._fd = -1
-        self._fd = os.open(f"{folder}/{SHARED}", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        if os.fstat(self._fd).st_size != _BYTES:
-            raise ValueError(f"{folder}/{SHARED} has another size")
-        super().__init__(self._fd, _BYTES)
+        self._fd = -1  # nothing to close yet
+        fd = os.open(f"{folder}/{SHARED}", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            if os.fstat(fd).st_size != _BYTES:
+                raise ValueError(f"{folder}/{SHARED} has another size")
+            super().__init__(fd, _BYTES)
+        except BaseException:
+            self._fd = -1
+            os.close(fd)
+            raise
+        self._ring = memoryview(self.map)[PAGE_BYTES:]
         if self[Number.MAGIC] != _MAGIC:
             raise ValueError(f"{folder}/{SHARED} is another file")
-        self._ring = memoryview(self.map)[PAGE_BYTES:]
 
     def append(self, packed: bytes) -> None:
         """Appends at most BATCH_MAX addresses to the log, one after the other in ``packed``, and advances TAIL."""

@@ -124,6 +124,18 @@ class PinQuota:
     per_owner_max: int = 1_000
     pins_max: int = 10_000
 
+    def check(self, owner: str, of_owner: int, in_all: int) -> None:
+        """Raises Overloaded if ``owner``, or the store, has no pin left to take."""
+        for whose, count, most in (
+            (f"owner {owner!r}", of_owner, self.per_owner_max),
+            ("this store", in_all, self.pins_max),
+        ):
+            if count >= most:
+                raise Overloaded(
+                    f"{whose} has {count} pins, the limit is {most}: unpin some (kvstore ls --pins), wait until they "
+                    "end, or pin longer prefixes instead of many short ones"
+                )
+
 
 class Twins(Protocol):
     """The place for the second copy of each pin's record, which outlives the loss of etcd (rule C5)."""
@@ -181,7 +193,9 @@ class Pins:
         content = packed(addresses)
         check_pin(ttl_s, tokens_count)
         session = self._session()
-        self._check_quota(owner, Deadline(timeout_s))
+        deadline = Deadline(timeout_s)
+        of_owner = self._meta.count(self._keys.refs_of(owner), deadline.left_s(0.5))
+        self.quota.check(owner, of_owner, self._meta.count(self._keys.refs, deadline.left_s(0.5)))
         expires_s = round(self._clock.now_s() + ttl_s, 3)
         record = PinRecord(PinId(self._ids.fresh()), owner, namespace, tokens_count, ttl_s, expires_s, content)
         try:
@@ -231,18 +245,6 @@ class Pins:
         """Returns all live pins, or one owner's. Raises RootMismatch if one cannot be understood."""
         prefix = self._keys.refs if owner is None else self._keys.refs_of(owner)
         return tuple(PinRecord.of(kv) for kv in self._meta.list(prefix, timeout_s).items)
-
-    def _check_quota(self, owner: str, deadline: Deadline) -> None:
-        for whose, prefix, most in (
-            (f"owner {owner!r}", self._keys.refs_of(owner), self.quota.per_owner_max),
-            ("this store", self._keys.refs, self.quota.pins_max),
-        ):
-            count = self._meta.count(prefix, deadline.left_s(0.5))
-            if count >= most:
-                raise Overloaded(
-                    f"{whose} has {count} pins, the limit is {most}: unpin some (kvstore ls --pins), wait until they "
-                    "end, or pin longer prefixes instead of many short ones"
-                )
 
     def _put(self, session: Session, record: PinRecord, deadline: Deadline) -> PinRecord:
         """Puts the key of a pin under a lease of its own (rule P2)."""

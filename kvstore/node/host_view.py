@@ -115,8 +115,7 @@ class HostView:
 
     def unswept(self, wanted: Addressed) -> npt.NDArray[np.bool_]:
         """Returns which chunks are not being evicted."""
-        unswept = np.ones(len(wanted), np.bool_)
-        unswept[:] = False
+        unswept = np.zeros(len(wanted), np.bool_)
         unswept[list(self.allowed(wanted.addresses))] = True
         return unswept
 
