@@ -31,6 +31,7 @@ from kvstore.format.places import Name
 from kvstore.host import shared as shared_file
 from kvstore.host.eviction import Evicted, Eviction, Victim, file_system_now_ns, settled
 from kvstore.host.place import COLLECTOR, InUse, why_not_shared
+from kvstore.host.room import limit_on
 from kvstore.host.shared import BATCH_MAX, Number, Shared
 from kvstore.host.tables import LiveTable, Own, live_tables, smallest
 from kvstore.root.generations import newest_number
@@ -49,10 +50,6 @@ log = logging.getLogger(__name__)
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 HEADROOM_SHARE = 0.05
 HEADROOM_SHARE_MAX = 0.25
-DISK_FREE_BYTES = 16 << 20
-"""On a disk that is full before the limit is reached, so much stays free."""
-DISK_FREE_SHARE = 1 / 64
-"""... or this share of a small disk."""
 LOOK_S = 0.005
 """Time between two looks at the used bytes while somebody writes."""
 TABLES_S = 0.1
@@ -210,15 +207,7 @@ class HostCollector:
             self._tables, self._tables_s = live_tables(self._root.path, self._shared), now_s
         tables = self._tables
         max_bytes, ttl_s = smallest(tables, self._config.max_bytes, self._config.ttl_s)
-        limit = max_bytes or 0
-        space = self._root.space()
-        if limit and space.free_bytes is not None:
-            kept = (
-                DISK_FREE_BYTES
-                if space.total_bytes is None
-                else min(DISK_FREE_BYTES, DISK_FREE_SHARE * space.total_bytes)
-            )
-            limit = max(1, min(limit, shared[Number.USED] + space.free_bytes - int(kept)))
+        limit = limit_on(self._root, max_bytes, shared) if max_bytes else 0
         shared[Number.LIMIT] = limit
         shared[Number.WAKES_AT] = limit - self._headroom(limit, tables) if limit else 0
         return limit, ttl_s
@@ -254,7 +243,9 @@ class HostCollector:
             self._freed = 0
             done += self._evict(self._lacking(limit))
             self._freed = done.size_bytes
-            is_full = not done.count and self._lacking(limit) > 0
+            # What puts write at this moment, or have just written, can be evicted soon.
+            reserved = sum(self._reserved_by().values())
+            is_full = not done.count and not done.used_count and self._lacking(limit) > reserved
             self._shared[Number.FULL] = time.monotonic_ns() if is_full else 0
         elif done.count or self._shared[Number.FULL]:
             self._shared[Number.FULL] = 0 if done.count else time.monotonic_ns()

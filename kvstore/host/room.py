@@ -16,7 +16,8 @@ from types import TracebackType
 from kvstore.brief import size
 from kvstore.errors import Overloaded, StoreFull
 from kvstore.host.shared import Number, Shared
-from kvstore.host.tables import HoldTable, Own
+from kvstore.host.tables import HoldTable, Own, live_tables
+from kvstore.root.posix import PosixRoot
 from kvstore.root.posix_errors import DiskFull
 
 WAIT_S = 2.0
@@ -28,6 +29,25 @@ FULL_NS = 1_000_000_000
 """A collector that finds nothing to evict says so again in less; what one has left by dying does not count for long."""
 ANSWER_S = 0.25
 """Time for a collector that runs to say that nothing can be evicted."""
+DISK_FREE_BYTES = 16 << 20
+"""On a disk that is full before the limit is reached, so much stays free."""
+DISK_FREE_SHARE = 1 / 64
+"""... or this share of a small disk."""
+
+
+def limit_on(root: PosixRoot, max_bytes: int, shared: Shared) -> int:
+    """Returns ``max_bytes``, or less if the disk has no room for so much. Raises OSError and the root's errors."""
+    space = root.space()
+    if space.free_bytes is None:
+        return max_bytes
+    kept = DISK_FREE_BYTES if space.total_bytes is None else min(DISK_FREE_BYTES, DISK_FREE_SHARE * space.total_bytes)
+    if space.free_bytes - kept >= max_bytes:
+        return max_bytes
+    # What puts have reserved and not yet written counts as used, and is still free. Read in this order, what changes
+    # meanwhile makes the limit smaller.
+    used = shared[Number.USED]
+    reserved = sum(table.numbers[Own.RESERVED] for table in live_tables(root.path, shared))
+    return max(1, min(max_bytes, used - reserved + (root.space().free_bytes or 0) - int(kept)))
 
 
 @dataclass(slots=True)

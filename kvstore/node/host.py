@@ -8,11 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvstore.counts import NodeCount
+from kvstore.errors import KVStoreError
 from kvstore.format.places import CHUNKS
 from kvstore.host import shared as shared_file
 from kvstore.host.collector import Collecting
 from kvstore.host.place import InUse
-from kvstore.host.room import Room
+from kvstore.host.room import Room, limit_on
 from kvstore.host.shared import Number, Shared
 from kvstore.host.tables import HoldTable, Own, live_tables, smallest
 from kvstore.node.counters import Counters
@@ -49,6 +50,7 @@ class Host:
     def __init__(self, root: PosixRoot, bound: Bound) -> None:
         """Raises RootMismatch where the files of ``host`` were removed while others use the root; the root's errors."""
         self.bound = bound
+        self._root = root
         self.folder = folder = root.path
         self._in_use = InUse(folder)
         self._room: Room | None = None
@@ -110,7 +112,8 @@ class Host:
         """Publishes the limit of all processes that are there, until a collector does. Ignores a disk that fails."""
         self._limited_s = time.monotonic()
         try:
-            limit = smallest(live_tables(self.folder, self.shared))[0] or 0
-        except OSError:
+            max_bytes = smallest(live_tables(self.folder, self.shared))[0]
+            limit = limit_on(self._root, max_bytes, self.shared) if max_bytes else 0
+        except (OSError, KVStoreError):
             return
         self.shared[Number.LIMIT], self.shared[Number.WAKES_AT] = limit, int(WAKES_SHARE * limit)
