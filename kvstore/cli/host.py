@@ -39,8 +39,7 @@ SHORT_LIFE_S = 10.0
 """A worker that lived shorter than this failed to start. After three of these in a row ``up`` gives up."""
 SHORT_LIVES_MAX = 3
 AGAIN_S = 1.0
-AGAIN_S_MAX = 60.0
-"""Pause before a program that is no worker starts again, doubled each time that it lived for less than the maximum."""
+"""Pause before a program that is no worker starts again."""
 
 
 @dataclass(slots=True)
@@ -54,7 +53,6 @@ class _Worker:
 @dataclass(slots=True)
 class _Other:
     program: Program
-    pause_s: float = AGAIN_S / 2
     due_s: float | None = None
     """Time (monotonic) at which it is started again; None while it runs."""
 
@@ -227,10 +225,8 @@ def _start_later(other: _Other) -> None:
     """Starts an ended program again once its time has come; the first call says when that is."""
     program, now_s = other.program, time.monotonic()
     if other.due_s is None:
-        lived_long = now_s - program.started_s > AGAIN_S_MAX
-        other.pause_s = AGAIN_S if lived_long else min(2 * other.pause_s, AGAIN_S_MAX)
-        other.due_s = now_s + other.pause_s
-        log.error("up.%s_ended exit_code=%s: starting it again in %g s", program.name, program.exit_code, other.pause_s)
+        other.due_s = now_s + AGAIN_S
+        log.error("up.%s_ended exit_code=%s: starting it again in %g s", program.name, program.exit_code, AGAIN_S)
     elif now_s >= other.due_s:
         other.due_s = None
         program.start()
