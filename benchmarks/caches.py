@@ -271,8 +271,7 @@ class Optimum:
 class Sweeping:
     """Ours: knows of each block what its mtime tells, and evicts by the rank of ``kvstore_gc.policy``.
 
-    With ``every_s`` it sweeps at that interval if more than ``high`` is taken, down to ``low``; without, as soon as it
-    is, because the collector follows what nodes write.  What finds no room in between is not stored.
+    It sweeps as soon as more than ``high`` is taken, down to ``low``.  What finds no room is not stored.
     """
 
     def __init__(
@@ -283,7 +282,6 @@ class Sweeping:
         *,
         high: float,
         low: float,
-        every_s: int | None = None,
         hinted: bool = False,
     ) -> None:
         self._blocks = blocks
@@ -291,8 +289,6 @@ class Sweeping:
         self._order = order
         self._high_count = int(high * capacity)
         self._low_count = int(low * capacity)
-        self._every_s = every_s
-        self._due_s = every_s or 0
         self._room = capacity if high < 1 else len(blocks)
         self._present = np.zeros(len(blocks), np.bool_)
         self._last_s = np.zeros(len(blocks), np.int64)
@@ -302,9 +298,6 @@ class Sweeping:
         self._used = 0
 
     def request(self, now_s: float, chain: Column) -> int:
-        while self._every_s and now_s >= self._due_s:
-            self._sweep(self._due_s)
-            self._due_s += self._every_s
         present = self._present[chain]
         found = len(chain) if present.all() else int(present.argmin())
         quantum_s = int(now_s) // QUANTUM_S * QUANTUM_S
@@ -314,8 +307,7 @@ class Sweeping:
         new = chain[found:][: max(0, self._room - self._used)]
         self._present[new], self._last_s[new], self._uses[new] = True, quantum_s, 0
         self._used += len(new)
-        if not self._every_s:
-            self._sweep(now_s)
+        self._sweep(now_s)
         return found
 
     def present(self) -> set[int]:
