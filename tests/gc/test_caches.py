@@ -19,7 +19,6 @@ LEAF_FIRST: dict[str, Callable[[Blocks, int], Cache]] = {
     "sieve": partial(Sieve, leaf_first=True),
     "s3-fifo": partial(S3Fifo, leaf_first=True),
     "ours": partial(Sweeping, order=Order.USES, high=1.0, low=0.9),
-    "ours, every minute": partial(Sweeping, order=Order.LRU, high=0.9, low=0.8, every_s=60),
 }
 PLAIN: dict[str, Callable[[Blocks, int], Cache]] = {
     "fifo, plain": partial(Fifo, leaf_first=False),
