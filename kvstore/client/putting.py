@@ -53,8 +53,6 @@ def put_past_grpc(
                 link,
                 start,
                 cargo(),
-                # That is acknowledged when the bytes have come: not for a writer who waits for the root.
-                behind=start.write == pb.WRITE_BEHIND,
                 reserve=partial(endpoint.bulk.reserve_arena, link),
                 idle_s=tools.limits.write_s,
                 timeout_s=timeout_s,

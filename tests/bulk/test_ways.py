@@ -14,7 +14,6 @@ from kvstore.client.limits import ClientLimits
 from kvstore.errors import InvalidRequest
 from kvstore.results import PutResult
 from kvstore.root.posix import PosixRoot
-from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.worker import Worker
 from kvstore.writes import WriteModeName
 from tests.kit.stores import member_on
@@ -145,14 +144,6 @@ def test_more_calls_at_once_than_connections_go_over_grpc(served: Served) -> Non
         stats = store.stats()
         assert stats["client_gets_shared"] + stats["client_gets_grpc"] == 12
         assert stats["client_gets_shared"] > 0
-
-
-def test_a_put_behind_over_the_network_that_is_too_large_is_stored_at_once(tmp_root: Path) -> None:
-    tokens, kv = tokens_and_kv(20)
-    with serving(tmp_root, worker_limits=WorkerLimits(behind_bytes_max=10 * MEDIUM.chunk_bytes)) as served:
-        with connected(served, bulk="tcp", write="behind") as store:
-            assert store.namespace("m", MEDIUM).put(tokens, kv).chunks_written == 20
-            assert store.stats()["puts_behind"] == 0
 
 
 @pytest.mark.parametrize("way", ["shared", "tcp"])

@@ -41,7 +41,6 @@ def send_put(
     start: pb.PutStart | pb.PutBlocksStart,
     cargo: Cargo,
     *,
-    behind: bool,
     reserve: Callable[[int], int],
     idle_s: float,
     timeout_s: float,
@@ -56,20 +55,18 @@ def send_put(
     channel.limit(idle_s, timeout_s)
     first = start.first if isinstance(start, pb.PutStart) else 0
     size_bytes = cargo.size_bytes(first, cargo.count - first)
-    link.share(size_bytes if behind else min(size_bytes, ARENA_RUNS * cargo.placed_bytes), reserve)
+    link.share(min(size_bytes, ARENA_RUNS * cargo.placed_bytes), reserve)
     arena, number = link.arena, link.next_number()
     while arena is not None and not arena.has_entry(number):
         if not channel.is_quiet():
             raise channel.break_off("the worker went away while chunks of earlier puts were in the arena")
         _pause(ends_s)
-    # A put that does not fit into the arena as a whole must be stored while it is copied.
-    behind = behind and (not link.is_shared or (arena is not None and arena.size_bytes >= size_bytes))
     kind = Kind.PUT if isinstance(start, pb.PutStart) else Kind.PUT_BLOCKS
-    channel.send(kind, number, [encode_request(timeout_s, int(behind), traced(start))])
+    channel.send(kind, number, [encode_request(timeout_s, 0, traced(start))])
     begin, count, sent_bytes = unpacked(READY, link.receive(Kind.READY)[1])
     if count and not (first <= begin and begin + count == cargo.count):
         raise channel.break_off(f"chunks {begin} to {begin + count - 1} are wanted of {cargo.count}")
-    run_bytes = 0 if arena is None else _placed_bytes(arena, cargo, cargo.size_bytes(begin, count), behind=behind)
+    run_bytes = 0 if arena is None else _placed_bytes(arena, cargo, cargo.size_bytes(begin, count))
     try:
         sizes = [cargo.size_bytes(index, 1) for index in range(begin, begin + count)]
         for run in grouped(sizes, run_bytes or min(sent_bytes, RUN_BYTES_MAX)):
@@ -86,10 +83,8 @@ def send_put(
         raise broken
 
 
-def _placed_bytes(arena: Arena, cargo: Cargo, size_bytes: int, *, behind: bool) -> int:
+def _placed_bytes(arena: Arena, cargo: Cargo, size_bytes: int) -> int:
     """Returns the size of runs in the arena for a put of ``size_bytes``; 0 if the arena is too small for any."""
-    if behind:
-        return size_bytes
     placed_bytes = min(cargo.placed_bytes, size_bytes)
     if arena.size_bytes >= size_bytes + placed_bytes:
         return placed_bytes

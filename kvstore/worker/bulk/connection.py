@@ -32,7 +32,7 @@ class Ledger:
         self._entries[entry_of(request)] = entry_value(request, count)
 
     def close(self) -> None:
-        """Closes the file; the memory stays as long as a put that is written behind needs it."""
+        """Closes the file; the memory stays as long as a put that hangs needs it."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
@@ -91,7 +91,7 @@ class Connection:
         return self._arena[offset:end]
 
     def close(self) -> None:
-        """Closes the connection. The arena stays mapped while a put that is written behind needs it. Idempotent."""
+        """Closes the connection. The arena stays mapped while a put that hangs needs it. Idempotent."""
         self._closing.set()
         self.channel.close()
         self._arena = memoryview(b"")
