@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from kvstore.client.bulk.cargo import Cargo
-from kvstore.client.bulk.sending import send_put
+from kvstore.client.bulk.sending import Cargo, send_put
 from kvstore.client.endpoint import Endpoint
 from kvstore.client.tools import Tools
 from kvstore.counts import ClientCount

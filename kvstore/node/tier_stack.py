@@ -23,7 +23,7 @@ from kvstore.node.disk_tier import DiskTier
 from kvstore.node.encoded import Encodings
 from kvstore.node.lanes import Deadline, Lanes
 from kvstore.node.limits import CurrentLimits
-from kvstore.node.memory_puts import Kept, MemoryPuts, Room
+from kvstore.node.memory_puts import Kept, MemoryPuts
 from kvstore.node.memory_tier import MemoryTier
 from kvstore.node.settings import TierSettings
 from kvstore.node.tiers import Tier
@@ -79,8 +79,6 @@ class TierStack:
         self._record = record
         self.encodings = encodings
         self._puts = MemoryPuts(self.memory, self.copiers, incarnations)
-        self.run_bytes = self._puts.run_bytes
-        """Size of a run for which ``room`` should be asked."""
         self.behind = WriteBehind(self.memory, counters, limits, clock)
         self._changed = threading.Condition()  # guards that chunks came into memory
         self._is_filled = False
@@ -153,23 +151,6 @@ class TierStack:
             size_bytes = sum(image_bytes(wanted, first + at) for at in kept.fresh)
             self.behind.add(_leading(wanted, stop), start, stop - start, hints, size_bytes)
         return kept
-
-    def room(self, wanted: Wanted, first: int, count: int, hints: Hints) -> Room | None:
-        """Claims room for a whole run that is on its way, for ``fill`` or ``give_up``; as ``absorb`` does."""
-        self.filling(wanted)
-        return self._puts.room(wanted, first, count, hints, self.behind)
-
-    def fill(self, room: Room) -> None:
-        """Makes the chunks of a room, whose sections are in place, ready; they are written to the root later."""
-        count, size_bytes = len(room.slots), room.size_bytes
-        self._puts.fill(room)
-        self.behind.add(_leading(room.wanted, room.first + count), room.first, count, room.hints, size_bytes)
-        self._record()
-
-    def give_up(self, room: Room) -> None:
-        """Gives back room that was not filled. Nobody may be writing into it."""
-        if room.slots:
-            self._puts.give_up(room)
 
     def filling(self, wanted: Wanted) -> None:
         """Chunks are about to come into memory: where there is little room, some are demoted meanwhile."""

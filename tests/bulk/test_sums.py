@@ -8,10 +8,7 @@ import socket
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import numpy as np
 import pytest
@@ -27,19 +24,14 @@ from kvstore.format.header import Damaged, expected_chunk
 from kvstore.namespace import Namespace
 from kvstore.node.lanes import Deadline
 from kvstore.node.wanted import keyed
-from kvstore.node.write import Write
-from kvstore.sections import Planes
 from kvstore.sources import RandomIds, SystemClock
 from kvstore.wire.bulk.channel import Channel, LinkBroken
 from kvstore.wire.bulk.frames import Kind, decode_head, decode_request, encode_arena, encode_head, encode_span
-from kvstore.wire.bulk.sums import block_sums, plane_sums
-from kvstore.wire.statuses import BrokenTransfer
+from kvstore.wire.bulk.sums import block_sums
 from kvstore.worker.admission import Buffers, BytesInFlight, Gate
-from kvstore.worker.bulk.arriving import Arrived, Arriving
-from kvstore.worker.bulk.cargo import Cargo
 from kvstore.worker.bulk.connection import Connection
+from kvstore.worker.bulk.putting import Upload, UploadedRun
 from kvstore.worker.calls import Calls
-from kvstore.writes import WriteMode
 from tests.kit.images import chain_of, made
 from tests.kit.stores import SMALL, kv_of
 from tests.kit.transports import linked, shared_memory
@@ -47,32 +39,6 @@ from tests.kit.workers import WAIT_S
 
 COUNT = 3
 CHAIN = chain_of(SMALL, COUNT)
-
-
-def test_i1_a_run_with_a_bit_turned_in_any_plane_is_not_stored() -> None:
-    for plane in range(2 * SMALL.layers):
-        content = bytearray(kv_of(SMALL, CHAIN.tokens).tobytes())
-        planes = Planes(np.frombuffer(content, np.uint8).reshape(SMALL.layers, 2, -1), SMALL.section_bytes, 0)
-        cargo, sums = Cargo(CHAIN, 0, COUNT), plane_sums(planes, 0, COUNT)
-        cargo.sections(0, COUNT, memoryview(content), sums)
-        content[plane * COUNT * SMALL.section_bytes + 5] ^= 1
-        with pytest.raises(BrokenTransfer):
-            cargo.sections(0, COUNT, memoryview(content), sums)
-
-
-def test_i1_blocks_with_a_bit_turned_in_any_are_not_stored() -> None:
-    for block in range(COUNT):
-        namespace, sizes = Namespace.of("m", SMALL), [10, 200, 3]
-        keys = [bytes([at]) * 16 for at in range(COUNT)]
-        wanted = keyed(namespace, keys, sizes)
-        content = bytearray(range(213))
-        ends = np.cumsum([0, *sizes]).tolist()
-        buffers = [memoryview(content)[start:stop] for start, stop in pairwise(ends)]
-        cargo, sums = Cargo(wanted, 0, COUNT), block_sums(buffers)
-        cargo.sections(0, COUNT, memoryview(content), sums)
-        content[ends[block]] ^= 1
-        with pytest.raises(BrokenTransfer):
-            cargo.sections(0, COUNT, memoryview(content), sums)
 
 
 def given(content: bytes) -> Callable[[Pieces], int]:
@@ -164,17 +130,17 @@ def test_a_head_of_another_protocol_is_refused() -> None:
 
 
 @contextmanager
-def runs_of(span: tuple[int, int], more_bytes: int = 0) -> Iterator[Iterator[Arrived]]:
+def runs_of(span: tuple[int, int], more_bytes: int = 0) -> Iterator[Iterator[UploadedRun]]:
     """The runs of a put of three chunks; one run has arrived with this span, and with this many extra bytes."""
     ours, theirs = (Channel(each, 10.0) for each in socket.socketpair())
     calls = Calls(Gate(1), RandomIds())
-    arriving = Arriving(BytesInFlight(1 << 20), calls, Buffers(1 << 20), 1 << 20)
     keys = [bytes([at]) * 16 for at in range(COUNT)]
-    cargo = Cargo(keyed(Namespace.of("m", SMALL), keys, [10] * COUNT), 0, COUNT)
-    theirs.send(Kind.CHUNKS, 1, [encode_span(*span), bytes(18 * span[1] + more_bytes)])
+    wanted = keyed(Namespace.of("m", SMALL), keys, [10] * COUNT)
+    sums = np.array(block_sums([memoryview(bytes(10))] * span[1]), "<u8").tobytes()
+    theirs.send(Kind.CHUNKS, 1, [encode_span(*span), bytes(10 * span[1] + more_bytes), sums])
+    upload, in_flight = Upload(Connection(ours), 1, wanted, 0, COUNT), BytesInFlight(1 << 20)
     with ExitStack() as reserved:
-        write = cast(Write, SimpleNamespace(mode=WriteMode.UNCACHED))
-        yield arriving.runs(Connection(ours), cargo, write, reserved)
+        yield upload.runs(in_flight, Buffers(1 << 20), calls, reserved)
     ours.close()
     theirs.close()
 

@@ -23,7 +23,6 @@ from kvstore.wire.bulk.frames import (
 from kvstore.wire.messages import parse, trace_of
 from kvstore.wire.statuses import Refusal, refusal
 from kvstore.worker.admission import Buffers, BytesInFlight
-from kvstore.worker.bulk.arriving import Arriving
 from kvstore.worker.bulk.connection import Connection
 from kvstore.worker.bulk.getting import BulkGets
 from kvstore.worker.bulk.leases import Leases
@@ -62,7 +61,7 @@ class BulkRequests:
         self.memory_id = node.ids.fresh() if node.memory is not None else b""
         self.leases = Leases(node.memory) if node.memory is not None else None
         self._gets = BulkGets(node, prompts, in_flight, calls, limits, buffers, self.leases)
-        self._puts = BulkPuts(node, prompts, Arriving(in_flight, calls, buffers))
+        self._puts = BulkPuts(node, prompts, in_flight, calls, buffers)
 
     def serve(self, connection: Connection) -> bool:
         """Serves the request whose first bytes came; returns whether the connection can be used again. Never raises."""
