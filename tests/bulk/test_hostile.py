@@ -186,6 +186,7 @@ def test_chunks_that_are_not_as_announced_store_nothing(served: Served, way: str
         (8 + 4 * MEDIUM.chunk_bytes, (1, 3)),
         (8, (0, 0)),
         (8, (0, 5)),
+        (8 + 2 * (MEDIUM.chunk_bytes + 8), (0, 2)),
     ]:
         with greeted(served, way) as channel:
             channel.send(Kind.PUT, 1, [request])

@@ -6,11 +6,9 @@ import fcntl
 import os
 import socket
 import struct
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from kvstore.address import Chain
@@ -21,17 +19,11 @@ from kvstore.client.bulk.receiving import fill_verified
 from kvstore.client.bulk.viewing import Views, view_given
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import Damaged, expected_chunk
-from kvstore.namespace import Namespace
 from kvstore.node.lanes import Deadline
-from kvstore.node.wanted import keyed
-from kvstore.sources import RandomIds, SystemClock
+from kvstore.sources import SystemClock
 from kvstore.wire.bulk.channel import Channel, LinkBroken
-from kvstore.wire.bulk.frames import Kind, decode_head, decode_request, encode_arena, encode_head, encode_span
-from kvstore.wire.bulk.sums import block_sums
-from kvstore.worker.admission import Buffers, BytesInFlight, Gate
+from kvstore.wire.bulk.frames import Kind, decode_head, decode_request, encode_arena, encode_head
 from kvstore.worker.bulk.connection import Connection
-from kvstore.worker.bulk.putting import Upload, UploadedRun
-from kvstore.worker.calls import Calls
 from tests.kit.images import chain_of, made
 from tests.kit.stores import SMALL, kv_of
 from tests.kit.transports import linked, shared_memory
@@ -127,36 +119,6 @@ def test_a_head_of_another_protocol_is_refused() -> None:
     head[0] ^= 1
     with pytest.raises(InvalidRequest, match="not a frame"):
         decode_head(head)
-
-
-@contextmanager
-def runs_of(span: tuple[int, int], more_bytes: int = 0) -> Iterator[Iterator[UploadedRun]]:
-    """The runs of a put of three chunks; one run has arrived with this span, and with this many extra bytes."""
-    ours, theirs = (Channel(each, 10.0) for each in socket.socketpair())
-    calls = Calls(Gate(1), RandomIds())
-    keys = [bytes([at]) * 16 for at in range(COUNT)]
-    wanted = keyed(Namespace.of("m", SMALL), keys, [10] * COUNT)
-    sums = np.array(block_sums([memoryview(bytes(10))] * span[1]), "<u8").tobytes()
-    theirs.send(Kind.CHUNKS, 1, [encode_span(*span), bytes(10 * span[1] + more_bytes), sums])
-    upload, in_flight = Upload(Connection(ours), 1, wanted, 0, COUNT), BytesInFlight(1 << 20)
-    with ExitStack() as reserved:
-        yield upload.runs(in_flight, Buffers(1 << 20), calls, reserved)
-    ours.close()
-    theirs.close()
-
-
-def test_runs_come_in_order_and_in_their_bounds() -> None:
-    with runs_of((0, 2)) as runs:
-        assert next(runs).count == 2
-    for span in ((1, 1), (0, 0), (0, COUNT + 1), (COUNT, 1)):
-        with runs_of(span) as runs, pytest.raises(LinkBroken, match="expected chunks from 0 on"):
-            next(runs)
-
-
-def test_a_run_has_the_length_that_it_says() -> None:
-    for more_bytes in (1, 8, -8):
-        with runs_of((0, 2), more_bytes) as runs, pytest.raises(LinkBroken, match="not their size, or too large a run"):
-            next(runs)
 
 
 def test_a_frame_brings_no_more_files_than_it_may() -> None:

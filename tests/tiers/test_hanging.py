@@ -17,7 +17,7 @@ import pytest
 from kvstore.buffers import Borrowed
 from kvstore.errors import KVStoreError
 from kvstore.hints import Hints
-from kvstore.node import memory_puts, write_behind
+from kvstore.node import tier_stack, write_behind
 from kvstore.node.lanes import Deadline
 from kvstore.sections import planes_of
 from kvstore.sources import SystemClock
@@ -155,7 +155,7 @@ def test_i2_bytes_that_hang_on_their_way_to_the_root_get_no_name_once_their_room
 
 def test_a_put_that_is_late_gives_its_room_back(node: Acting, monkeypatch: pytest.MonkeyPatch) -> None:
     """Past its deadline a put behind leaves nothing claimed, reserved or referred to."""
-    monkeypatch.setattr(memory_puts, "COPY_S", PATIENCE_S)  # here copying is not short
+    monkeypatch.setattr(tier_stack, "COPY_S", PATIENCE_S)  # here copying is not short
     chain = node.chain(1, 24)  # enough that lanes copy them
     began, release, longer = threading.Event(), threading.Event(), slowness()
 
@@ -174,7 +174,7 @@ def test_a_put_that_is_late_gives_its_room_back(node: Acting, monkeypatch: pytes
 def test_a_put_through_that_memory_takes_too_long_for_is_stored_all_the_same(
     node: Acting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_puts, "COPY_S", PATIENCE_S)
+    monkeypatch.setattr(tier_stack, "COPY_S", PATIENCE_S)
     chain, asked = node.chain(1, 24), Counter[int]()
     payload = [memoryview(bytes(LARGE.section_bytes))] * LARGE.section_count
     release, longer = threading.Event(), slowness()
