@@ -156,7 +156,8 @@ def test_i2_bytes_that_hang_on_their_way_to_the_root_get_no_name_once_their_room
 def test_a_put_that_is_late_gives_its_room_back(node: Acting, monkeypatch: pytest.MonkeyPatch) -> None:
     """Past its deadline a put behind leaves nothing claimed, reserved or referred to."""
     monkeypatch.setattr(tier_stack, "COPY_S", PATIENCE_S)  # here copying is not short
-    chain = node.chain(1, 24)  # enough that lanes copy them
+    monkeypatch.setattr(tier_stack, "PART_BYTES_MIN", LARGE.chunk_bytes)
+    chain = node.chain(1, 24)
     began, release, longer = threading.Event(), threading.Event(), slowness()
 
     def source(_: int) -> list[memoryview]:
