@@ -342,16 +342,21 @@ class Puts:
         if memory is None or memory.leading(chain, present) < count:
             return None
         slots = memory.refer(chain, present, count)
-        root = RootWrite(self, chain, present, hints, [slots, *sources], guard=guard, parents=slots)
+        root: RootWrite | None = None
         try:
-            if memory.verified(slots) < count:
+            if memory.verified(slots) == count:
+                begun = RootWrite(self, chain, present, hints, [slots, *sources], guard=guard, parents=slots)
+                begun.reserve(deadline)
+                root = begun
+        finally:
+            if root is None:
                 slots.release()
-                return None
-            root.reserve(deadline)
-            root.add(slots.sections(present, first), present, count, deadline)
-        except BaseException:
-            root.abandon()
-            raise
+        if root is not None:
+            try:
+                root.add(slots.sections(present, first), present, count, deadline)
+            except BaseException:
+                root.abandon()
+                raise
         return root
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import NamedTuple
 
 import numpy as np
 
@@ -36,7 +36,8 @@ RUN_BYTES = 16 << 20
 """Limit of several chunks in one run that comes as bytes. Each run is a hand-over between threads."""
 
 
-class UploadedRun(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class UploadedRun:
     """A run that has arrived."""
 
     first: int
