@@ -239,8 +239,10 @@ class TierStack:
         if not slots:
             return
         size_bytes = sum(slot.entry.size_bytes for _, slot in slots)
-        part_bytes = min(max(size_bytes // (PARTS_PER_LANE * self.copiers.width), PART_BYTES_MIN), PART_BYTES_MAX)
-        size = max(1, len(slots) * part_bytes // size_bytes)
+        parts = max(
+            min(size_bytes // PART_BYTES_MIN, PARTS_PER_LANE * self.copiers.width), size_bytes // PART_BYTES_MAX, 1
+        )
+        size = -(-len(slots) // parts)
 
         def copy(number: int) -> bool:
             part = slots[number * size : (number + 1) * size]

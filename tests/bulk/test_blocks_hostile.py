@@ -158,9 +158,9 @@ def test_each_block_wanted_is_answered_for(served: Served) -> None:
 @BOTH
 def test_more_than_a_run_in_one_frame_is_refused(served: Served, way: str) -> None:
     with greeted(served, way) as channel:
-        channel.send(Kind.PUT_BLOCKS, 1, [put_request(served, sizes=[4 << 20] * COUNT)])
+        channel.send(Kind.PUT_BLOCKS, 1, [put_request(served, sizes=[2 << 20] * COUNT)])
         channel.receive_frame(Kind.READY)
-        send_head(channel, Kind.CHUNKS, 1, 8 + 5 * ((4 << 20) + 8))
+        send_head(channel, Kind.CHUNKS, 1, 8 + 5 * ((2 << 20) + 8))
         channel.send_bytes([memoryview(encode_span(0, 5))])
         with socket.socket(fileno=os.dup(channel.fileno())) as sock:
             assert is_closed(sock)

@@ -296,12 +296,11 @@ def test_a_put_does_not_wait_for_the_arena_of_a_worker_that_is_gone(
         cache = store.namespace("m", MEDIUM)
         cache.put(TOKENS, KV)
 
-        def never(*_: object) -> bool:
+        def never(*_: object) -> None:
             threading.Timer(0.2, worker.kill).start()
-            monkeypatch.setattr(Arena, "has_entry", lambda *_: False)
-            return False
+            monkeypatch.setattr(Arena, "take", lambda *_: None)
 
-        monkeypatch.setattr(Arena, "has_entry", never)
+        monkeypatch.setattr(Arena, "take", never)
         with pytest.raises(Unavailable):
             returns(lambda: cache.put(*tokens_and_kv(4, seed=2)))
 

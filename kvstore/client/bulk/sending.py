@@ -169,10 +169,8 @@ def send_put(
     size_bytes = cargo.size_bytes(first, cargo.count - first)
     link.share(min(size_bytes, ARENA_RUNS * cargo.placed_bytes), reserve)
     arena, number = link.arena, link.next_number()
-    while arena is not None and not arena.has_entry(number):
-        if not channel.is_quiet():
-            raise channel.break_off("the worker went away while chunks of earlier puts were in the arena")
-        _pause(ends_s)
+    if arena is not None:
+        arena.begin(number)
     kind = Kind.PUT if isinstance(start, pb.PutStart) else Kind.PUT_BLOCKS
     channel.send(kind, number, [encode_request(timeout_s, 0, traced(start))])
     begin, count, sent_bytes = unpacked(READY, link.receive(Kind.READY)[1])
@@ -217,7 +215,7 @@ def _place(
     lanes: FileLanes,
 ) -> None:
     size_bytes = cargo.size_bytes(first, count)
-    while (offset := arena.take(size_bytes, number, first + count - begin)) is None:
+    while (offset := arena.take(size_bytes, first + count - begin)) is None:
         if not link.channel.is_quiet():
             return  # the caller reads the worker's answer
         _pause(ends_s)

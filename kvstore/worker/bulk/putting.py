@@ -20,7 +20,7 @@ from kvstore.node.wanted import Wanted, sizes_of
 from kvstore.sections import Buffers as Blocks
 from kvstore.sections import Planes, Sections
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.bulk.frames import READY, SPAN_BYTES, Kind, decode_placed, decode_span
+from kvstore.wire.bulk.frames import READY, RUN_BYTES, SPAN_BYTES, Kind, decode_placed, decode_span
 from kvstore.wire.bulk.runs import SUM_BYTES, receive_planes
 from kvstore.wire.messages import hints_of, parse, write_of
 from kvstore.wire.statuses import BrokenTransfer
@@ -30,10 +30,10 @@ from kvstore.worker.call import Call
 from kvstore.worker.calls import Calls, seconds_left
 from kvstore.worker.prompts import Prompts
 from kvstore.worker.putting import blocks_answer, chunks_answer
-from kvstore.writes import RUNS_IN_MEMORY
+from kvstore.writes import RUNS_IN_MEMORY, WriteMode
 
-RUN_BYTES = 16 << 20
-"""Limit of several chunks in one run that comes as bytes. Each run is a hand-over between threads."""
+MEMORY_RUN_BYTES = 16 << 20
+"""Limit of several chunks in one run that comes as bytes, and is copied into memory before the next run is received."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +50,13 @@ class UploadedRun:
 class Upload:
     """The ``count`` chunks or blocks of a put, from index ``first`` on, as a client sends them."""
 
-    def __init__(self, connection: Connection, number: int, wanted: Wanted, first: int, count: int) -> None:
+    def __init__(
+        self, connection: Connection, number: int, wanted: Wanted, first: int, count: int, run_bytes: int = RUN_BYTES
+    ) -> None:
+        """``run_bytes`` limits several chunks in one run that comes as bytes."""
         self.first = first
         self.count = count
+        self.run_bytes = run_bytes
         self._connection = connection
         self._number = number
         self._wanted = wanted
@@ -86,7 +90,7 @@ class Upload:
                 memory = self._connection.placed(offset, size_bytes)
             else:
                 length = SPAN_BYTES + size_bytes + self._sums_count(count) * SUM_BYTES
-                if head.length != length or (count > 1 and size_bytes > RUN_BYTES):
+                if head.length != length or (count > 1 and size_bytes > self.run_bytes):
                     raise channel.break_off(
                         f"received {head.length} bytes for {count} chunks: not their size, or too large a run"
                     )
@@ -115,7 +119,7 @@ class Upload:
     def _in_memory_bytes(self) -> int:
         """Memory for the runs that are here at once, if they come as bytes."""
         largest = max((b - a for a, b in pairwise(self._ends)), default=0)
-        return min(self._ends[-1], RUNS_IN_MEMORY * max(RUN_BYTES, largest))
+        return min(self._ends[-1], RUNS_IN_MEMORY * max(self.run_bytes, largest))
 
     def _size_bytes(self, first: int, count: int) -> int:
         return self._ends[first + count - self.first] - self._ends[first - self.first]
@@ -185,10 +189,12 @@ class BulkPuts:
         write = self._node.puts.begin(
             wanted, first, deadline(), hints_of(start.hints), write_of(start.write), skips=True
         )
-        upload = Upload(connection, number, wanted, write.first, 0 if write.refused else len(wanted) - write.first)
+        run_bytes = MEMORY_RUN_BYTES if write.mode is WriteMode.BEHIND else RUN_BYTES
+        count = 0 if write.refused else len(wanted) - write.first
+        upload = Upload(connection, number, wanted, write.first, count, run_bytes)
         try:
             with ExitStack() as reserved:
-                connection.channel.send(Kind.READY, number, [READY.pack(upload.first, upload.count, RUN_BYTES)])
+                connection.channel.send(Kind.READY, number, [READY.pack(upload.first, upload.count, upload.run_bytes)])
                 for run in upload.runs(self._in_flight, self._buffers, self._calls, reserved):
                     write.add(run.sections, run.first, run.count, deadline(), run.release)
                 written = write.finish(deadline())
