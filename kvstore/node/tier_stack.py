@@ -239,9 +239,8 @@ class TierStack:
         if not slots:
             return
         size_bytes = sum(slot.entry.size_bytes for _, slot in slots)
-        parts = max(
-            min(size_bytes // PART_BYTES_MIN, PARTS_PER_LANE * self.copiers.width), size_bytes // PART_BYTES_MAX, 1
-        )
+        most = PARTS_PER_LANE * self.copiers.width
+        parts = max(min(size_bytes // PART_BYTES_MIN, most), size_bytes // PART_BYTES_MAX, 1)
         size = -(-len(slots) // parts)
 
         def copy(number: int) -> bool:
