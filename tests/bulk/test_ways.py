@@ -108,6 +108,15 @@ def test_a_put_behind_a_hole_stores_nothing(served: Served) -> None:
             assert cache.match(tokens) == 0
 
 
+def test_put_behind_without_memory_is_on_the_root(tmp_root: Path) -> None:
+    with serving(tmp_root) as served, serving(tmp_root) as other, connected(other) as reader:
+        for way in WAYS:
+            tokens, kv = tokens_and_kv(20, seed=len(way))
+            with connected(served, bulk=way, write="behind") as store:
+                assert store.namespace("m", MEDIUM).put(tokens, kv).chunks_written == 20
+            assert same(reader.namespace("m", MEDIUM).get(tokens)[1], kv)
+
+
 def test_a_put_larger_than_the_shared_memory(served: Served) -> None:
     for arena_bytes in (1, 16 * MEDIUM.chunk_bytes, 13 << 20):
         check_large_puts(served, arena_bytes)
