@@ -26,7 +26,7 @@ from kvstore.node.memory_tier import MemoryTier
 from kvstore.node.settings import TierSettings
 from kvstore.node.slots import Slot
 from kvstore.node.tiers import Tier
-from kvstore.node.wanted import Wanted, image_bytes
+from kvstore.node.wanted import Wanted, image_bytes, image_sizes
 from kvstore.node.write_behind import Publish, WriteBehind
 from kvstore.sections import Sections
 from kvstore.sources import Clock, Ids
@@ -210,29 +210,25 @@ class TierStack:
         """
         slots = list[tuple[int, Slot]]()
         own: dict[Address, int] = {}  # a block that is given twice is claimed once
-        waits_at: int | None = None
-        for at in range(len(there)):
-            if there[at]:
-                continue
-            index = first + at
-            slot, size_bytes = None, image_bytes(wanted, index)
-            # One chunk at a time, so that no put reserves room for a chunk that another put is bringing.
-            if dirty and not self.behind.reserve(size_bytes):
-                waits_at = at if waits_at is None else waits_at
-            else:
-                slot = self.memory.claim(wanted, index, hints=hints, dirty=dirty)
-                if slot is None and dirty:
-                    self.behind.give_back(size_bytes)
+        missing = [at for at, is_there in enumerate(there) if not is_there]
+        sizes = image_sizes(wanted, [first + at for at in missing])
+        room_count = self.behind.reserve(sizes) if dirty else len(missing)
+        unused_bytes = sum(sizes[:room_count]) if dirty else 0
+        for number, (at, size_bytes) in enumerate(zip(missing, sizes, strict=True)):
+            has_room = number < room_count
+            slot = self.memory.claim(wanted, first + at, hints=hints, dirty=dirty) if has_room else None
             if slot is not None:
                 there[at] = True
-                slots.append((index, slot))
+                slots.append((first + at, slot))
                 own[slot.entry.address] = size_bytes
+                unused_bytes -= size_bytes if dirty else 0
             elif isinstance(wanted, Chain):
                 there[at:] = [False] * (len(there) - at)
                 break
             else:
-                there[at] = own.get(wanted.addresses[index]) == size_bytes
-        return slots, waits_at
+                there[at] = own.get(wanted.addresses[first + at]) == size_bytes
+        self.behind.give_back(unused_bytes)  # soon: no put waits for the room of a chunk that another put is bringing
+        return slots, missing[room_count] if room_count < len(missing) else None
 
     def _copy(self, wanted: Wanted, slots: list[tuple[int, Slot]], source: Sections, deadline: Deadline) -> None:
         """Copies the chunks, or drops the slots and raises."""

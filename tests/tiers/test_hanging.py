@@ -193,7 +193,7 @@ def test_a_put_through_that_memory_takes_too_long_for_is_stored_all_the_same(
 
 def test_w3_a_put_that_ends_when_the_node_is_closed_is_counted(node: Acting) -> None:
     behind, chain = node.tiers.behind, node.chain(1, 1)
-    assert behind.reserve(node.unit_bytes)
+    assert behind.reserve([node.unit_bytes])
     behind.close()
     behind.add(chain, 0, 1, Hints(), node.unit_bytes)
     assert behind.size_bytes == 0 and behind.flush(1.0) and node.stat("behind_lost") == 1
@@ -276,7 +276,7 @@ def test_w3_after_the_end_nothing_is_taken_any_more(node: Acting) -> None:
     node.put(1, 2)
     node.close()
     assert node.node.tiers is not None
-    assert not node.node.tiers.behind.reserve(1)
+    assert not node.node.tiers.behind.reserve([1])
     assert node.memory.leading(node.chain(1, 2)) == 0
     with node.memory.refer(node.chain(1, 2), 0, 2) as slots:
         done = node.memory.read(slots, 0, 2, lambda index: [], Borrowed())
