@@ -39,7 +39,7 @@ FREE_SHARE = 1 / 16
 """With a local disk below it, so much of memory is kept free, so that what goes can be written there before."""
 
 COPY_S = 10.0
-PART_BYTES_MIN, PART_BYTES_MAX = 8 << 20, 32 << 20
+PART_BYTES_MIN, PART_BYTES_MAX = 16 << 20, 32 << 20
 """Bytes that one thread copies at once. For less than the smaller one it is not worth waking another."""
 PARTS_PER_LANE = 2
 
