@@ -66,7 +66,6 @@ BESIDE = {"put": "put", "put behind": "put", "read": "read", "streamed": "read"}
 """The operations that are compared with the bare connection."""
 MEMORY_SHARE = 3
 """Memory of a worker that keeps chunks, in prompts: one is put while the one before is still being written behind."""
-BEHIND = ("shared", "tcp", *KEEPING)
 MAPPING = (IN_PROCESS, "shared", MEMORY)
 """The paths on which a view is not a copy."""
 WAYS = (*PATHS, *KEEPING, LOOPBACK)
@@ -208,7 +207,7 @@ def _turns(pool: Pool, paths: Sequence[str], folder: Path, skipped: list[str], u
         if reason := way.why_not():
             skipped.append(reason)
             continue
-        ways = [way, replace(way, write="behind")] if path in BEHIND else [way]
+        ways = [way, replace(way, write="behind")] if keeps else [way]
         stores = [undo.enter_context(each.open()) for each in ways]
         caches = [store.namespace("memcpy", pool.layout) for store in stores]
         # Only its worker can clear memory.
@@ -263,8 +262,7 @@ def one_round(
     """Seconds of each operation that this path has, verified. ``settle`` waits until the worker has nothing to do."""
     found: dict[str, float] = {}
     cache = caches[0]
-    # Behind comes first, so that what is read was stored by a put that waits; last where that keeps it in memory.
-    puts = list(zip(("", " behind"), caches, strict=False))[:: 1 if path in KEEPING else -1]
+    puts = list(zip(("", " behind"), caches, strict=False))  # last the one after which memory has what is read
 
     def take(name: str, work: Callable[[], object]) -> None:
         found[name] = timed(work).wall_s

@@ -140,8 +140,6 @@ class WorkerCount(Count):
     CALLS_FAILED = "calls that ended by a defect of the worker (its log has the incident)"
     CALLS_CANCELLED = "calls whose client was gone before the end"
     CALLS_IDLE = "streams cancelled because their client moved nothing for too long, or never ended"
-    PUTS_BEHIND = "puts acknowledged when their bytes had come, and written behind"
-    PUTS_BEHIND_LOST = "those of them that could not be written"
     BULK_CONNECTIONS = "bulk connections of clients that proved their grant"
     BULK_REFUSED = "bulk connections cut off: no grant, too many, garbage, or too slow to greet"
     DENIED_UNAUTHENTICATED = (
@@ -237,7 +235,6 @@ WORKER_GAUGES = {
     "bytes_in_flight": "payload bytes of calls under way",
     "client_holds": "holds of clients that have not ended",
     "bulk_connections_open": "bulk connections of clients that are open",
-    "puts_behind_chunks": "chunks received that wait to be written",
     "root_free_bytes": "room left on what holds the root; absent where nobody can tell",
     "root_total_bytes": "all of its room",
     "tickets_running": "tickets of the control service that are under way",

@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from kvstore.client.bulk.cargo import Cargo
-from kvstore.client.bulk.sending import send_put
+from kvstore.client.bulk.sending import Cargo, send_put
 from kvstore.client.endpoint import Endpoint
 from kvstore.client.tools import Tools
 from kvstore.counts import ClientCount
@@ -53,8 +52,6 @@ def put_past_grpc(
                 link,
                 start,
                 cargo(),
-                # That is acknowledged when the bytes have come: not for a writer who waits for the root.
-                behind=start.write == pb.WRITE_BEHIND,
                 reserve=partial(endpoint.bulk.reserve_arena, link),
                 idle_s=tools.limits.write_s,
                 timeout_s=timeout_s,

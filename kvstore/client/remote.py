@@ -14,8 +14,8 @@ from typing import Any
 from kvstore.buffers import Pieces
 from kvstore.census.selection import Selection
 from kvstore.client.branches import PortBranches
-from kvstore.client.bulk.cargo import ChunkCargo
 from kvstore.client.bulk.lanes import FileLanes
+from kvstore.client.bulk.sending import ChunkCargo
 from kvstore.client.bulk.way import Bulk, BulkName
 from kvstore.client.caller import Caller, Reopening
 from kvstore.client.control import Control

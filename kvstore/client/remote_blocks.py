@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from kvstore.buffers import Pieces
-from kvstore.client.bulk.cargo import BlockCargo
+from kvstore.client.bulk.sending import BlockCargo
 from kvstore.client.endpoint import Endpoint
 from kvstore.client.fetching import BlockFetch
 from kvstore.client.putting import Outgoing, put_past_grpc, send_stream

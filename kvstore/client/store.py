@@ -243,9 +243,8 @@ def connect(
     Calls are spread over the live workers; one that dies is skipped until it is back. ``root`` is the root's id,
     required only if etcd knows several. ``bulk`` is the path of chunk bytes: ``shared`` (memory and files of the same
     host), ``tcp`` (a separate connection), ``grpc``, or ``auto`` (the default): the first of these that works.
-    ``write`` is the default write mode of puts: ``"behind"`` returns once a worker has the bytes (a chunk that it then
-    cannot store is lost, which is a miss), ``"through"`` once the root has them; None is the worker's
-    default.
+    ``write`` is the default write mode of puts: ``"behind"`` returns once a worker's memory has the bytes (without
+    memory it is ``"through"``), ``"through"`` once the root has them; None is the worker's default.
 
     ``tls=kvstore.ClientTls(ca_file, cert_file, key_file, server_name)`` is for workers with TLS, ``token_file=PATH``
     for those that require a token. Both are reloaded when their files change.

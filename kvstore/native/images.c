@@ -107,7 +107,7 @@ KV_PUBLIC void kv_copy_rows(const uint64_t *to, const uint64_t *from, int64_t co
     kv_copied();
 }
 
-/* In these four functions `images` has the address of each chunk's image, which has the chunk's size and begins at a
+/* In these three functions `images` has the address of each chunk's image, which has the chunk's size and begins at a
  * multiple of 8; a chunk whose address is 0 gets KV_OTHER. Makes each image from its sections: KV_DONE. */
 KV_PUBLIC void kv_images_make(const kv_run *run, kv_chunk *chunks, int64_t count, const uint64_t *images) {
     for (int64_t at = 0; at < count; at++) {
@@ -115,18 +115,6 @@ KV_PUBLIC void kv_images_make(const kv_run *run, kv_chunk *chunks, int64_t count
         chunks[at].status = images[at] ? KV_DONE : KV_OTHER;
     }
     kv_copied();
-}
-
-/* Writes the header of each image, whose sections are there and have the checksums in `tables`: KV_DONE. */
-KV_PUBLIC void kv_images_seal(const kv_run *run, kv_chunk *chunks, int64_t count, const uint64_t *images, const uint64_t *tables) {
-    for (kv_chunk *chunk = chunks; chunk < chunks + count; tables += chunk->section_count, images++, chunk++) {
-        uint8_t *image = (uint8_t *)(uintptr_t)*images;
-        chunk->status = image ? KV_DONE : KV_OTHER;
-        if (!image) continue;
-        kv_header_begin(run, chunk, image);
-        memcpy((uint64_t *)kv_table(chunk, image), tables, chunk->section_count * sizeof *tables);
-        kv_header_end(chunk, image);
-    }
 }
 
 /* Copies each image into its sections: KV_DONE if it is whole and the wanted chunk. */

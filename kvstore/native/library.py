@@ -138,7 +138,6 @@ FUNCTIONS: dict[str, Function] = {
     "kv_stage_turn": (_INT, (_RUN, _AT, _INT64, _TURN)),
     "kv_publish": (None, (_RUN, _AT, _AT, _INT64, _INT)),
     "kv_images_make": (None, (_RUN, _AT, _INT64, _AT)),
-    "kv_images_seal": (None, (_RUN, _AT, _INT64, _AT, _AT)),
     "kv_images_take": (None, (_RUN, _AT, _INT64, _AT)),
     "kv_images_verify": (None, (_RUN, _AT, _INT64, _AT)),
     "kv_images_tables": (None, (_RUN, _AT, _INT64, _AT, _AT)),

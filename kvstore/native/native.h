@@ -165,7 +165,6 @@ int kv_stage_turn(const kv_run *run, kv_chunk *chunks, int64_t count, kv_turn *t
 void kv_publish(const kv_run *run, kv_chunk *chunks, const int32_t *places, int64_t count, int ordered);
 
 void kv_images_make(const kv_run *run, kv_chunk *chunks, int64_t count, const uint64_t *images);
-void kv_images_seal(const kv_run *run, kv_chunk *chunks, int64_t count, const uint64_t *images, const uint64_t *tables);
 void kv_images_take(const kv_run *run, kv_chunk *chunks, int64_t count, const uint64_t *images);
 void kv_images_verify(const kv_run *run, kv_chunk *chunks, int64_t count, const uint64_t *images);
 void kv_images_tables(const kv_run *run, kv_chunk *chunks, int64_t count, const uint64_t *images, uint64_t *tables);

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import islice
 
-from kvstore.address import Address, Chain
+from kvstore.address import Chain
 from kvstore.namespace import Namespace
 from kvstore.node.chains import chains_of
 from kvstore.node.lanes import Deadline
@@ -16,28 +16,19 @@ from kvstore.tokens import TokenArray
 AT_ONCE = 256
 """Prompts whose chunks are looked for at once among those that the node remembers: segments are many and short."""
 
-Settle = Callable[[Sequence[Address], float], None]
-"""Waits, so many seconds at most, for those of these chunks that are on their way to this node."""
-
-
-def settled(addresses: Sequence[Address], timeout_s: float) -> None:
-    """Waits for nothing: in one process every put has reached the node when it returns."""
-
 
 def match_each(
     node: Node,
     namespace: Namespace,
     prompts: Iterable[TokenArray],
     deadline_s: float,
-    settle: Settle = settled,
     *,
     alike: bool = True,
 ) -> list[int]:
     """Returns the number of leading chunks of each prompt; fewer answers if the time runs out.
 
     Prompts that begin alike should follow one another: what they share is hashed once. ``alike`` is False for those
-    that do not: all are hashed at once, and none is remembered. They leave out the hit ratio. ``settle`` is called with
-    all chunks before anybody looks for them.
+    that do not: all are hashed at once, and none is remembered. They leave out the hit ratio.
     """
     deadline = Deadline(node.clock, deadline_s)
     counts: list[int] = []
@@ -48,7 +39,6 @@ def match_each(
             break
         chains = [node.chains.of(namespace, tokens) for tokens in group] if alike else chains_of(namespace, group)
         addresses = [address for chain in chains for address in chain.addresses]
-        settle(addresses, deadline.left_s())
         present = bytes(node.reads.remembered(addresses))
         for chain, remembered in zip(chains, _leading(present, chains), strict=True):
             if deadline.passed:

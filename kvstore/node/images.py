@@ -127,19 +127,6 @@ def make_images(
     batch.call(native.library.kv_images_make)
 
 
-def seal_images(
-    wanted: Wanted, first: int, images: Sequence[memoryview], tables: npt.NDArray[np.uint64], ids: Ids
-) -> None:
-    """Makes the headers of images from chunk ``first`` on, whose sections are there, natively. ``tables`` has the
-    checksums of these, shape ``(images, sections)``.
-    """
-    batch = _Batch(wanted, range(first, first + len(images)), images)
-    assert batch.sizes_fit.all() and not any(image.readonly for image in images)
-    assert tables.size == int(batch.items["section_count"].sum()) and tables.flags.c_contiguous
-    batch.items["incarnation"] = np.frombuffer(b"".join([ids.fresh() for _ in images]), "V16")
-    batch.call(native.library.kv_images_seal, tables.__array_interface__["data"][0])
-
-
 def take_images(
     wanted: Wanted, indexes: Sequence[int], images: Sequence[memoryview], sections: Sections, borrowed: Borrowed
 ) -> Mask:

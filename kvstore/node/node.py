@@ -42,7 +42,7 @@ from kvstore.node.looking import Looking
 from kvstore.node.memory_tier import MemoryTier
 from kvstore.node.moves import Act, Level, Move, Moves, check
 from kvstore.node.moving import Moving
-from kvstore.node.puts import Puts
+from kvstore.node.puts import Puts, Written
 from kvstore.node.reading import Reading
 from kvstore.node.refresh import Refresher
 from kvstore.node.segment_indexes import SegmentIndexes
@@ -53,7 +53,6 @@ from kvstore.node.tiered_reads import TieredReads
 from kvstore.node.view import View
 from kvstore.node.views import Views
 from kvstore.node.wanted import keyed, leading
-from kvstore.node.write import Written
 from kvstore.results import LayerMemory, PutResult
 from kvstore.root.identity import RootIdentity
 from kvstore.root.interface import Root, Space

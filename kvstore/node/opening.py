@@ -6,6 +6,8 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
+from operator import itemgetter
 from typing import Any, TypeVar
 
 from kvstore.encodings import squeezing
@@ -130,7 +132,7 @@ def join(
     processes of this host share without etcd.
     """
     etcd_keys, sessions = Keys(identity.root), [ids.fresh()]
-    node = _node_of(root, identity, lambda: sessions[0], options, limits, clock, ids, host)
+    node = _node_of(root, identity, partial(itemgetter(0), sessions), options, limits, clock, ids, host)
 
     def stages_in(session: bytes) -> None:
         node.staging.leave(sessions[0])

@@ -1,55 +1,112 @@
-"""Puts of a node: how each begins, whether its chunks go to the root, to memory, or to both.
+"""Puts: what a put stores where, from the call to the file under its final name.
 
-Separate from the node, because this is everything between a caller's bytes and their destinations. The rules are W1 to
-W5 of kvstore/memory/MEMORY.md and those of gc/PROTOCOL.md.
+``Puts.begin`` matches what is stored already, ``Write`` sends each run to memory, to the root, or to both, and
+``RootWrite`` reserves space, stages chunks and publishes them in order. ``Puts.publish`` writes to the root later what
+memory took. Calls in this process, the bulk protocol and gRPC all feed a ``Write``. The rules are W1 to W5 of
+kvstore/memory/MEMORY.md and those of gc/PROTOCOL.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+import ctypes
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
 
+from kvstore import recency
 from kvstore.address import Chain
 from kvstore.counts import NodeCount
-from kvstore.errors import InvalidRequest
-from kvstore.format.header import expected_chunk
+from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, Unavailable
 from kvstore.hints import DEFAULT, Hints
-from kvstore.node.chunks import Chunks
+from kvstore.native import library as native
+from kvstore.node.chunks import Chunks, Staged
 from kvstore.node.counters import Counters
-from kvstore.node.gc_state import GcState
-from kvstore.node.guard import Guard
+from kvstore.node.gc_state import GcState, Reserved
 from kvstore.node.images import Images
-from kvstore.node.lanes import Deadline, Lanes
+from kvstore.node.lanes import Batch, Deadline, DeadlinePassed, Lanes, moved_on
 from kvstore.node.limits import CurrentLimits
-from kvstore.node.memory_tier import MemoryTier
-from kvstore.node.publish import Mask, Publication, StillRight, vouched
 from kvstore.node.refresh import Refresher
-from kvstore.node.root_write import RootWrite
+from kvstore.node.runs import Run, SharedPut, Sizes
 from kvstore.node.segment_indexes import SegmentIndexes
 from kvstore.node.slots import Slots
 from kvstore.node.tier_stack import TierStack
 from kvstore.node.tiered_reads import TieredReads
-from kvstore.node.wanted import Keyed, Wanted, leading, sizes_of
-from kvstore.node.write import Write, Written
+from kvstore.node.wanted import Keyed, Wanted, expected_of, file_bytes, image_sizes, leading, mean_bytes, sizes_of
 from kvstore.node.write_behind import Job
+from kvstore.results import PutResult, StoredBlocks
+from kvstore.root.posix import PosixRoot
+from kvstore.root.posix_errors import DiskFull
 from kvstore.sections import Sections
 from kvstore.sources import Clock
-from kvstore.writes import WriteMode
+from kvstore.writes import RUNS_MAX, WriteMode
 
 LOOKED_MIN, LOOKED_MAX = 16, 512
 """Chunks that native code looks for in one call. Each look may wait for a server, and a lane that is in one call for
 ``stall_s`` counts as hung.
 """
+STEP_BYTES = 1 << 20
+"""Bytes that a lane takes at once."""
+STEP_FILES_MAX = 64
+"""Files that a lane takes at once: a turn that takes too long ends between two steps."""
+TURN_BYTES_MAX = 16 << 20
+"""Bytes staged by one call. More than for reads, because publishing, which follows each call, runs faster in one go."""
+TURN_FILES_MAX = 256
+"""Files staged by one call; one of them is open at a time."""
+TURN_SYNCED_MAX = 16
+"""Files staged by one call if each is synced: a lane that is in one call for ``stall_s`` counts as hung."""
+TURN_PUBLISHED_MAX = 512
+TURN_PUBLISHED_BYTES_MAX = 64 << 20
+"""Files and bytes staged and published by one call: more, because such a call publishes as it goes."""
+PUBLISHED_MAX = 64
+"""Files published by one call, for the same reason."""
+ROOM_S = 1.0
+"""How long a lane that finds the root full waits for the turns of the others to end."""
+LOOK_S = 5.0
+"""How long a put that finds no space at once looks for chunks that are stored already."""
+DISCARD_S = 1.0
+"""How long a failed put waits for its staged files to be removed, so that they do not keep a full disk full."""
 
-Found = Callable[[npt.NDArray[np.int64], npt.NDArray[np.int64]], None]
-"""Takes the indexes and mtimes of chunks that are there."""
+Mask = npt.NDArray[np.bool_]
+Indexes = npt.NDArray[np.int64]
+Ready = Staged | SharedPut | None
+"""A chunk that may be published: staged alone, staged in a run, or already in the store (None)."""
 
 
-def _only_there(indexes: npt.NDArray[np.int64], mtimes_ns: npt.NDArray[np.int64]) -> None:
-    """Ignores them: the caller only asks how many are there."""
+@dataclass(frozen=True, slots=True)
+class Written:
+    """The result of a put."""
+
+    there: Mask
+    """For each wanted chunk, True if it is in the store, or in memory and on its way there."""
+    chunks: int
+    """Number of chunks written by this put."""
+    size_bytes: int
+    """Bytes of their sections."""
+    found: int
+    """Number of chunks, from the put's first chunk on, that were there already."""
+    fresh: Mask
+    """For each wanted chunk, True if it is there because this put wrote it."""
+    reason: str = ""
+    """As ``PutResult.reason``."""
+
+    def of_prompt(self, chunk_tokens: int) -> PutResult:
+        """Returns the result for the put of a prompt."""
+        present = leading(self.there) * chunk_tokens
+        return PutResult(present, self.chunks, self.found, self.size_bytes, self.reason)
+
+    def of_blocks(self) -> StoredBlocks:
+        """Returns the result for the put of blocks."""
+        return StoredBlocks(self.there.tolist(), self.fresh.tolist(), self.reason)
+
+
+def nothing() -> None:
+    """Does nothing: the memory of a run is the caller's again when the put returns."""
 
 
 class Puts:
@@ -72,15 +129,15 @@ class Puts:
     ) -> None:
         self.tiers = tiers
         self.counters = counters
-        self._limits = limits
-        self._chunks = chunks
-        self._lanes = lanes
+        self.chunks = chunks
+        self.lanes = lanes
         self.view = view
-        self._refresher = refresher
+        self.refresher = refresher
+        self.clock = clock
+        self.durable = durable
+        self._limits = limits
         self._reads = reads
-        self._clock = clock
         self._segments = segments
-        self._publication = partial(Publication, chunks, refresher, durable)
 
     def put(
         self, wanted: Wanted, first: int, source: Sections, deadline: Deadline, hints: Hints, write: WriteMode | None
@@ -103,13 +160,11 @@ class Puts:
         write: WriteMode | None = None,
         *,
         skips: bool = False,
-        sheds: bool = True,
     ) -> Write:
         """Begins a put whose chunks arrive run by run. End it with ``finish`` or ``abandon``.
 
         With ``skips`` its ``first`` says from which chunk on the caller has to bring them, for callers that send them
-        far. Chunks that memory has no room for are shed, or, without ``sheds``, put on the root. Raises Overloaded
-        while the root is full, and the root's errors.
+        far. Raises Overloaded while the root is full, and the root's errors.
         """
         if first and wanted.namespace.has_segments:
             raise InvalidRequest(
@@ -121,7 +176,7 @@ class Puts:
             self.view.usage.reserve().release()  # or memory would take what the root has no room for
         self.counters.add(NodeCount.REQUESTS_PUT)
         if isinstance(wanted, Keyed):
-            return self._begin_blocks(wanted, mode, hints, sheds=sheds)
+            return self._begin_blocks(wanted, mode, hints, deadline)
         if wanted.namespace.has_segments:
             self._segments.learn(wanted)
         # A chunk that a sweep is taking cannot be put again before the sweep has ended. The rest of the prompt waits
@@ -130,18 +185,18 @@ class Puts:
         chain, found = wanted.leading(self.view.leading(wanted)), 0
         if skips or mode is WriteMode.BEHIND:
             # A root that does not answer must not take the time for copying: what only it may have counts as absent.
-            look = Deadline(self._clock, min(deadline.left_s(), self._limits.now.match_deadline_s))
+            look = Deadline(self.clock, min(deadline.left_s(), self._limits.now.match_deadline_s))
             found = self._reads.matched_count(chain, look)
         if mode is WriteMode.BEHIND:
             there = np.arange(len(chain)) < found
-            return Write(self, chain, first, there, mode, hints, refused=found < min(first, len(chain)), sheds=sheds)
+            return Write(self, chain, first, there, mode, hints, refused=found < min(first, len(chain)))
         begin = max(first, found)
-        root, present = self._begin_root(chain, begin, hints, deadline, vouched)
+        root, present = self._begin_chain(chain, begin, hints, deadline)
         if root is None and found > first:
             # Peers or the local disk have the matched chunks, but neither the root nor memory does: the caller must
             # bring all.
             begin = first
-            root, present = self._begin_root(chain, begin, hints, deadline, vouched)
+            root, present = self._begin_chain(chain, begin, hints, deadline)
         # Those before it are there, or on their way from memory (rule W5).
         there = np.arange(len(chain)) < (present if root is None else begin)
         return Write(self, chain, first, there, mode, hints, root, refused=root is None)
@@ -150,31 +205,26 @@ class Puts:
         """Returns how a put is acknowledged here."""
         return self.tiers.mode(asked) if self.tiers is not None else WriteMode.UNCACHED
 
-    def begin_rest(self, wanted: Wanted, first: int, hints: Hints, deadline: Deadline) -> RootWrite | None:
-        """Begins to put on the root what memory did not take; None if its parents are not there."""
+    def begin_root(self, wanted: Wanted, first: int, hints: Hints, deadline: Deadline) -> RootWrite | None:
+        """Begins to put chunks on the root, from ``first`` on; None if their parents are not there."""
         if isinstance(wanted, Keyed):
-            return self._root_write(wanted, 0, hints, vouched)
-        return self._begin_root(wanted, first, hints, deadline, vouched)[0]
+            return self._begin_keyed(wanted, hints, deadline)
+        return self._begin_chain(wanted, first, hints, deadline)[0]
 
     def publish(self, job: Job, slots: Slots) -> int:
         """Writes chunks from memory to the root; returns the index after the last leading chunk that is there then."""
-        assert self.tiers is not None
-        memory, deadline = self.tiers.memory, self._deadline(None)
+        deadline = Deadline(self.clock, self._limits.now.write_deadline_s)
         wanted, stop = job.wanted, job.first + job.count
-        size_bytes = sum(sizes_of(wanted)[job.first : stop])
         if isinstance(wanted, Keyed):
-            right = np.flatnonzero(memory.all_still_right(slots, range(job.first, stop))) + job.first
-            return self._publish_blocks(wanted, right.tolist(), stop, slots, job.hints, deadline)
-        self.view.check_room(size_bytes)
+            return self._publish_blocks(wanted, stop, slots, job.hints, deadline)
+        self.view.check_room(sum(sizes_of(wanted)[job.first : stop]))
         sweeps = self.view.sweeps
         chain = wanted.leading(min(stop, self.view.leading(wanted)))
-        count = min(slots.leading_count, len(chain) - job.first)  # each is verified once it is staged
-        root, present = self._begin_root(
-            chain, job.first, job.hints, deadline, lambda indexes: memory.all_still_right(slots, indexes)
-        )
+        count = max(0, min(slots.leading_count, len(chain) - job.first))  # each is verified once it is staged
+        root, present = self._begin_chain(chain, job.first, job.hints, deadline, [slots])
         if root is None:
             return present
-        there = self._store(root, slots.sections(job.first, job.first + max(0, count)), job.first, count, deadline)
+        there = _store(root, slots.sections(job.first, job.first + count), job.first, count, deadline)
         present = min(leading(there), leading(self.view.stays(chain)))
         if self.view.sweeps != sweeps:
             # One that has ended may have taken some that were found: they are written when this is tried again.
@@ -192,7 +242,7 @@ class Puts:
             part = wanted.picked(np.flatnonzero(found).tolist())
         count, is_raised = len(part), hints != DEFAULT
         lacking = frozenset(range(count)) if is_raised else frozenset[int]()
-        self._refresher.used(part, hints, lacking)
+        self.refresher.used(part, hints, lacking)
         if self.tiers is not None:
             self.tiers.memory.used(part, count, hints if is_raised else None)
 
@@ -206,12 +256,9 @@ class Puts:
 
         A put or pin must not build on a hole.
         """
-        chunks, deadline = self._chunks, Deadline(self._clock, self._limits.now.match_deadline_s)
+        chunks, deadline = self.chunks, Deadline(self.clock, self._limits.now.match_deadline_s)
         if isinstance(wanted, Chain):
-            chain = wanted
-            return self._leading(
-                chain, len(chain), lambda index: chunks.is_present(expected_chunk(chain, index)), deadline
-            )
+            return RootWrite(self, wanted, len(wanted), DEFAULT).present_before(deadline)
         missing = [len(wanted)]
 
         def look(index: int) -> bool:
@@ -219,74 +266,62 @@ class Puts:
                 missing.append(index)
             return True
 
-        self._lanes.each(len(wanted), look, deadline)
+        self.lanes.each(len(wanted), look, deadline)
         return min(missing)
 
-    def _begin_blocks(self, keyed: Keyed, mode: WriteMode, hints: Hints, *, sheds: bool) -> Write:
+    def _begin_blocks(self, keyed: Keyed, mode: WriteMode, hints: Hints, deadline: Deadline) -> Write:
         found = np.zeros(len(keyed), np.bool_)
         if mode is not WriteMode.BEHIND or self.tiers is None:
-            return Write(self, keyed, 0, found, mode, hints, self._root_write(keyed, 0, hints, vouched))
+            return Write(self, keyed, 0, found, mode, hints, self._begin_keyed(keyed, hints, deadline))
         # Chunks that memory has, or that the root is remembered to have, only count a use.
-        known, quantum = self._chunks.known, self._chunks.known.quantum()
+        known, quantum = self.chunks.known, self.chunks.known.quantum()
         with self.tiers.memory.refer(keyed, 0, len(keyed)) as slots:
             found[:] = [
                 entry is not None or known.is_present(address, quantum)
                 for address, entry in zip(keyed.addresses, slots.entries, strict=True)
             ]
-        return Write(self, keyed, 0, found & self.view.unswept(keyed), mode, hints, sheds=sheds)
+        return Write(self, keyed, 0, found & self.view.unswept(keyed), mode, hints)
 
-    def _publish_blocks(
-        self, wanted: Keyed, right: list[int], stop: int, slots: Slots, hints: Hints, deadline: Deadline
-    ) -> int:
+    def _publish_blocks(self, wanted: Keyed, stop: int, slots: Slots, hints: Hints, deadline: Deadline) -> int:
         """Writes the blocks that are right; returns how many leading blocks are on the root, or no longer in memory."""
         assert self.tiers is not None
-        memory = self.tiers.memory
+        memory, every = self.tiers.memory, range(slots.first, stop)
+        right: list[int] = (np.flatnonzero(memory.all_still_right(slots, every)) + slots.first).tolist()
         if not right:
             return stop
-        part = wanted.picked(right)
-        images = Images(part, 0, [slots.image(index) for index in right])
-        root = self._root_write(
-            part, 0, hints, lambda places: memory.all_still_right(slots, [right[at] for at in places])
-        )
-        there, unswept = self._store(root, images, 0, len(part), deadline), self.view.stays(part)
+        picked = slots.picked(right)
+        root = self._begin_keyed(picked.wanted, hints, deadline, [picked])
+        there = _store(root, picked.sections(0, len(right)), 0, len(right), deadline)
+        unswept = self.view.stays(picked.wanted)
         # Another writer's block has the name and another size: ours will never be there. What is swept may be, later.
-        hopeless = [right[at] for at in np.flatnonzero(~there & unswept).tolist()]
-        entries = [slots.entries[index - slots.first] for index in hopeless]
-        memory.drop_entries([entry for entry in entries if entry is not None])
+        memory.drop_entries([entry for entry, lost in zip(picked.referred, ~there & unswept, strict=True) if lost])
         return min((right[at] for at in np.flatnonzero(~unswept).tolist()), default=stop)
 
-    def _store(self, root: RootWrite, source: Sections, first: int, count: int, deadline: Deadline) -> Mask:
-        """Stores chunks that have all arrived; returns which are there."""
-        try:
-            if count > 0:
-                root.add(source, first, count, deadline)
-        except BaseException:
-            root.abandon()
-            raise
-        there = root.finish(deadline)
-        root.publication.used(there)
-        return there
+    def _begin_keyed(
+        self, wanted: Wanted, hints: Hints, deadline: Deadline, sources: Sequence[Slots] = ()
+    ) -> RootWrite:
+        root = RootWrite(self, wanted, 0, hints, sources)
+        root.reserve(deadline)
+        return root
 
-    def _begin_root(
-        self, chain: Chain, first: int, hints: Hints, deadline: Deadline, still_right: StillRight
+    def _begin_chain(
+        self, chain: Chain, first: int, hints: Hints, deadline: Deadline, sources: Sequence[Slots] = ()
     ) -> tuple[RootWrite | None, int]:
         """Begins a write to the root from chunk ``first`` on; None if a chunk before it is missing. Also returns how
         many leading chunks are there.
         """
-        guard = Guard(self.view, self._chunks, chain)
+        guard = Guard(self.view, self.chunks, chain)
         root: RootWrite | None = None
         try:
-            publication = self._publication(chain, first, hints, still_right)
-            present = self._leading(chain, min(first, len(chain)), publication.look, deadline, publication.found)
-            memory = self.tiers.memory if self.tiers is not None else None
+            begun = RootWrite(self, chain, first, hints, sources, guard=guard)
+            present = begun.present_before(deadline)
             if not guard.is_settled:
                 present = min(present, self.view.leading(chain))
             elif present >= first:
-                root = RootWrite(
-                    self._chunks, self._lanes, self._clock, publication, self.counters, guard, wait_s=deadline.left_s()
-                )
-            elif memory is not None and first <= len(chain) and memory.leading(chain, present) >= first - present:
-                root = self._begin_with_parents(memory, chain, first, present, hints, deadline, still_right, guard)
+                begun.reserve(deadline)
+                root = begun
+            elif first <= len(chain):
+                root = self._begin_with_parents(chain, first, present, hints, deadline, sources, guard)
         finally:
             if root is None:
                 guard.release()
@@ -294,56 +329,307 @@ class Puts:
 
     def _begin_with_parents(
         self,
-        memory: MemoryTier,
         chain: Chain,
         first: int,
         present: int,
         hints: Hints,
         deadline: Deadline,
-        still_right: StillRight,
+        sources: Sequence[Slots],
         guard: Guard,
     ) -> RootWrite | None:
         """Begins a write with chunks that the root lost and memory has (rule W5); None if one of them is wrong."""
-        slots = memory.refer(chain, present, first - present)
+        memory, count = self.tiers.memory if self.tiers is not None else None, first - present
+        if memory is None or memory.leading(chain, present) < count:
+            return None
+        slots = memory.refer(chain, present, count)
         root: RootWrite | None = None
         try:
-            count = memory.verified(slots)
-            if count < first - present:
+            if memory.verified(slots) == count:
+                begun = RootWrite(self, chain, present, hints, [slots, *sources], guard=guard, parents=slots)
+                begun.reserve(deadline)
+                root = begun
+        finally:
+            if root is None:
                 slots.release()
-                return None
-
-            def all_right(indexes: Sequence[int]) -> Mask:
-                ours = [index for index in indexes if index < first]
-                return np.concatenate(
-                    (memory.all_still_right(slots, ours), still_right([index for index in indexes if index >= first]))
-                )
-
-            publication = self._publication(chain, present, hints, all_right)
-            root = RootWrite(
-                self._chunks, self._lanes, self._clock, publication, self.counters, guard, ended=slots.release
-            )
-            root.add(slots.sections(present, present + count), present, count, deadline)
-        except BaseException:
-            if root is not None:
+        if root is not None:
+            try:
+                root.add(slots.sections(present, first), present, count, deadline)
+            except BaseException:
                 root.abandon()
-            slots.release()
-            raise
+                raise
         return root
 
-    def _root_write(self, wanted: Wanted, first: int, hints: Hints, still_right: StillRight) -> RootWrite:
-        publication = self._publication(wanted, first, hints, still_right)
-        return RootWrite(self._chunks, self._lanes, self._clock, publication, self.counters)
 
-    def _leading(
-        self, chain: Chain, count: int, look: Callable[[int], bool], deadline: Deadline, found: Found = _only_there
-    ) -> int:
-        """Looks at each of the first ``count`` chunks; returns how many leading ones are there.
+def _store(root: RootWrite, source: Sections, first: int, count: int, deadline: Deadline) -> Mask:
+    """Stores chunks that have all arrived; returns which are there."""
+    try:
+        if count > 0:
+            root.add(source, first, count, deadline)
+    except BaseException:
+        root.abandon()
+        raise
+    there = root.finish(deadline)
+    root.used(there)
+    return there
 
-        Native code looks for many at once, and ``found`` takes those that are there; ``look`` is for the others.
+
+class Write:
+    """A put under way: ``add`` runs of chunks, then ``finish`` or ``abandon``. Used by one thread.
+
+    A run's memory belongs to the caller again when its ``release`` is called, which happens in the order of the runs.
+    """
+
+    def __init__(
+        self,
+        puts: Puts,
+        wanted: Wanted,
+        first: int,
+        found: Mask,
+        mode: WriteMode,
+        hints: Hints,
+        root: RootWrite | None = None,
+        *,
+        refused: bool = False,
+    ) -> None:
+        """``first`` is the put's first chunk; ``found`` are those in the store already, which need not be added.
+
+        ``root`` takes the chunks that go there without waiting for memory.
         """
-        runs = self._chunks.runs
+        self.mode = mode
+        self.refused = refused
+        """True if a chunk before the first is missing, so that nothing is stored."""
+        self._puts = puts
+        self._wanted = wanted
+        self._is_chain = isinstance(wanted, Chain)
+        self._sizes = sizes_of(wanted)
+        self._first = first
+        self._found = found
+        self._there = found.copy()
+        self._left_out = ~puts.view.unswept(wanted)
+        if isinstance(wanted, Keyed):
+            self._left_out |= wanted.contradicting()
+        self._hints = hints
+        self._root = root
+        self._is_shed = False
+        self._reason = ""
+        self._fresh = np.zeros(len(found), np.bool_)
+        """Those that memory took, and did not have before."""
+        self._absorbed = 0
+        self._absorbed_bytes = 0
+
+    @property
+    def first(self) -> int:
+        """The first chunk that has to be added."""
+        return max(self._first, leading(self._found)) if self._is_chain else self._first
+
+    def add(
+        self, source: Sections, first: int, count: int, deadline: Deadline, release: Callable[[], None] = nothing
+    ) -> None:
+        """Stores ``count`` chunks from index ``first`` on, or begins to. Raises as ``finish`` does."""
+        run = slice(first, min(first + count, len(self._wanted)))
+        new = first + np.flatnonzero(~(self._there[run] | self._left_out[run]))
+        if self.refused:
+            new = new[:0]
+        elif self.mode is WriteMode.BEHIND:
+            new = self._absorb(source, new, deadline)
+        if self._root is None:
+            release()
+            return
+        try:
+            self._add_to_root(self._root, source, new, deadline, release)
+        except KVStoreError as error:
+            if self.mode is not WriteMode.BEHIND:
+                raise
+            self._reason = _reason(error)
+            # As much as memory took is put, whatever the root does with the rest.
+            if self._root.abandon():
+                release()
+
+    def finish(self, deadline: Deadline) -> Written:
+        """Waits for what is on its way to the root. Raises the root's errors, or Unavailable."""
+        if self.refused:
+            return Written(self._found, 0, 0, 0, self._fresh)
+        there, fresh, root = self._there, self._fresh, self._root
+        chunks, size_bytes = self._absorbed, self._absorbed_bytes
+        if root is not None:
+            try:
+                root.finish(deadline)
+            except KVStoreError as error:
+                if self.mode is not WriteMode.BEHIND:
+                    raise
+                self._reason = _reason(error)
+            # Parents from memory were only on their way when this began.
+            there = root.there() | (there if self.mode is WriteMode.BEHIND else False)
+            fresh = fresh | root.fresh
+            chunks, size_bytes = chunks + root.written, size_bytes + root.bytes_written
+        # A chunk condemned during its put counts as absent.
+        there = there & ~self._left_out & self._puts.view.stays(self._wanted)
+        if self._is_chain:
+            there[leading(there) :] = False
+        found = max(0, int(there[self._first :].sum()) - chunks)
+        self._puts.counters.add(NodeCount.CHUNKS_FOUND, found)
+        if self.mode is WriteMode.BEHIND:
+            self._puts.used(self._wanted, self._found, self._hints)
+        if root is not None:
+            root.used(there)
+        return Written(there, chunks, size_bytes, found, fresh & there, self._reason)
+
+    def abandon(self) -> None:
+        """Puts nothing more on the root. Chunks that memory took stay there. Idempotent."""
+        if self._root is not None:
+            self._root.abandon()
+
+    @property
+    def _tiers(self) -> TierStack:
+        tiers = self._puts.tiers
+        assert tiers is not None, "without memory nothing is put behind, and nothing kept"
+        return tiers
+
+    def _absorb(self, source: Sections, new: Indexes, deadline: Deadline) -> Indexes:
+        """Copies chunks into memory, to be written to the root later (rule W1); returns those for the root now."""
+        if not new.size or (self._is_chain and self._root is not None):
+            return new
+        if self._is_shed:
+            left, goes_on = new, new[:0]
+        else:
+            waits = not self._reason  # once for a put: a root that hangs keeps it no longer
+            kept = self._tiers.absorb(*self._part(source, new), self._hints, deadline, waits=waits)
+            self._there[new] = kept.there
+            self._fresh[new[kept.fresh]] = True
+            self._absorbed += len(kept.fresh)
+            self._absorbed_bytes += sum(self._sizes[index] for index in new[kept.fresh].tolist())
+            left = new[~self._there[new]]
+            goes_on = self._for_root(left, deadline) if left.size else left
+        if shed := len(left) - len(goes_on):
+            self._is_shed = self._is_chain
+            self._reason = Overloaded.reason
+            self._puts.counters.add(NodeCount.BEHIND_SHED, shed)
+        return goes_on
+
+    def _for_root(self, left: Indexes, deadline: Deadline) -> Indexes:
+        """Returns which of the chunks that memory did not take are put on the root instead.
+
+        Those that another put is bringing at this moment, and of a prompt those behind them. The others are shed.
+        """
+        memory = self._tiers.memory
+        if self._is_chain:
+            left = left if memory.is_taken(self._wanted, int(left[0])) else left[:0]
+        else:
+            left = left[[memory.is_taken(self._wanted, index) for index in left.tolist()]]
+        if left.size and self._root is None:
+            with suppress(KVStoreError):
+                self._root = self._puts.begin_root(self._wanted, int(left[0]), self._hints, deadline)
+        return left if self._root is not None else left[:0]
+
+    def _add_to_root(
+        self, root: RootWrite, source: Sections, new: Indexes, deadline: Deadline, release: Callable[[], None]
+    ) -> None:
+        """Adds chunks to the root's write, even if there are none: ``release`` waits for the runs before it."""
+        *parts, last = np.split(new, np.flatnonzero(np.diff(new) != 1) + 1)
+        for part in parts:
+            root.add(source, int(part[0]), len(part), deadline)
+
+        def kept() -> None:
+            self._keep(root, source, new, deadline)
+            release()
+
+        done = kept if self.mode is WriteMode.THROUGH else release
+        root.add(source, int(last[0]) if last.size else 0, len(last), deadline, done)
+
+    def _keep(self, root: RootWrite, source: Sections, new: Indexes, deadline: Deadline) -> None:
+        """Copies chunks that are on the root now into memory as well."""
+        if root.abandoned.value:
+            return
+        if not self._is_chain:
+            new = new[root.there()[new]]  # another writer's block may have another size
+        if new.size:
+            self._tiers.keep(*self._part(source, new), self._hints, deadline)
+
+    def _part(self, source: Sections, indexes: Indexes) -> tuple[Wanted, int, int, Sections]:
+        """Returns the chunks as neighbours, and where their sections are."""
+        first, count = int(indexes[0]), len(indexes)
+        if isinstance(self._wanted, Chain) or indexes[-1] - first == count - 1:
+            return self._wanted, first, count, source
+        places = indexes.tolist()
+        return self._wanted.picked(places), 0, count, lambda at: source(places[at])
+
+
+def _reason(error: KVStoreError) -> str:
+    """Returns why a put behind has not stored what memory had no room for, and the root did not take."""
+    return error.reason if isinstance(error, Overloaded) else Overloaded.reason
+
+
+class RootWrite:
+    """Chunks from index ``first`` on, on their way to the root. One thread adds and ends; lanes stage and publish.
+
+    The order matters because a match finds the end of a cached prefix by bisection: a chunk must never be visible
+    before its parent. So staging (the bytes) runs in parallel, and the lane that completes the next chunk of a chain
+    publishes it and all that wait behind it. Engine-hashed blocks have no parents: each is published once it is staged.
+    """
+
+    def __init__(
+        self,
+        puts: Puts,
+        wanted: Wanted,
+        first: int,
+        hints: Hints,
+        sources: Sequence[Slots] = (),
+        *,
+        guard: Guard | None = None,
+        parents: Slots | None = None,
+    ) -> None:
+        """Chunks in ``sources`` are verified again once they are staged; the caller vouches for the others.
+
+        ``guard`` and ``parents`` end with the write.
+        """
+        self.wanted = wanted
+        self.first = first
+        self.written = 0
+        """Chunks published so far."""
+        self.bytes_written = 0
+        """Bytes of their sections."""
+        self.fresh = np.zeros(len(wanted), np.bool_)
+        """True for each chunk that got its name by this put."""
+        self.abandoned = ctypes.c_int32(0)
+        """Not 0 once nothing more is published. Native code reads it too."""
+        self._puts = puts
+        self._chunks = puts.chunks
+        self._hints = hints
+        self._sources = sources
+        self._guard = guard
+        self._parents = parents
+        self._is_chain = isinstance(wanted, Chain)
+        self._stamped_s = puts.chunks.known.tick()
+        """All chunks of a put have one time, and their ancestors none before it."""
+        self._lacking: set[int] = set()
+        """Chunks whose hints or time this put has to raise."""
+        self._is_renewed = False
+        self._room: Reserved | None = None
+        """Ends with the write. A lane that hangs has this object, and so the room, until it is done."""
+        self._pending: deque[tuple[Batch, Callable[[], None]]] = deque()
+        self._changed = threading.Condition()  # guards what follows
+        self._turns = 0
+        self._ready: dict[int, Ready] = {}
+        self._there = np.zeros(len(wanted), np.bool_)
+        self._next = first
+        self._is_publishing = False
+
+    # The caller's thread
+
+    def reserve(self, deadline: Deadline) -> None:
+        """Reserves space for all chunks; waits for it a moment. Raises Overloaded if there is none then."""
+        size_bytes = file_bytes(self.wanted, self.first)
+        self._room = self._chunks.usage.reserve(size_bytes, self._missing_bytes, deadline.left_s())
+
+    def present_before(self, deadline: Deadline) -> int:
+        """Looks at each chunk before ``first``; returns how many leading ones are there.
+
+        Native code looks for many at once.
+        """
+        chain, lanes, runs = self.wanted, self._puts.lanes, self._chunks.runs
+        count = min(self.first, len(chain))
         run = runs.of(chain, 0, count)
-        size = min(max(-(-count // self._lanes.width), LOOKED_MIN), LOOKED_MAX) if run is not None else 1
+        size = min(max(-(-count // lanes.width), LOOKED_MIN), LOOKED_MAX) if run is not None else 1
         missing = [count]
 
         def look_at(number: int) -> bool:
@@ -351,16 +637,490 @@ class Puts:
             indexes = np.arange(start, min(start + size, count))
             if run is not None:
                 there, mtimes_ns = runs.look(run, start, start + len(indexes))
-                found(indexes[there], mtimes_ns)
+                self._found(indexes[there], mtimes_ns)
                 indexes = indexes[~there]
             for index in indexes.tolist():
-                if not look(index):
+                if not self._look(index):
                     missing.append(index)
                     return False
             return True
 
-        self._lanes.each(-(-count // size), look_at, deadline)
+        lanes.each(-(-count // size), look_at, deadline)
         return min(missing)
 
-    def _deadline(self, asked_s: float | None) -> Deadline:
-        return Deadline(self._clock, self._limits.now.write_deadline_s if asked_s is None else asked_s)
+    def _look(self, index: int) -> bool:
+        """True if chunk ``index`` is in the store; notes one whose hints this put has to raise."""
+        stat = self._chunks.look(expected_of(self.wanted, index))
+        if stat is None:
+            return False
+        if self._chunks.lacks(stat, self._hints) or not recency.is_fresh(stat.mtime_ns, self._stamped_s):
+            self._lacking.add(index)
+        return True
+
+    def _found(self, indexes: Indexes, mtimes_ns: npt.NDArray[np.int64]) -> None:
+        """Notes chunks that are in the store, as ``_look`` does."""
+        lacking = ~recency.cover(mtimes_ns, self._chunks.known.quantum_s, self._hints)
+        lacking |= mtimes_ns < recency.ns_of(self._stamped_s)
+        self._lacking.update(indexes[lacking].tolist())
+
+    def add(
+        self, source: Sections, first: int, count: int, deadline: Deadline, release: Callable[[], None] = nothing
+    ) -> None:
+        """Begins to store ``count`` chunks from index ``first`` on; calls ``release`` when their memory is free.
+
+        Waits until fewer than RUNS_MAX runs are on their way, and releases them in order. Raises the root's errors.
+        """
+        while len(self._pending) >= RUNS_MAX:
+            self._wait(deadline)
+        self._pending.append((self._begin(source, first, count), release))
+
+    def finish(self, deadline: Deadline) -> Mask:
+        """Waits for what is on its way; returns which chunks are stored. Raises Unavailable and the root's errors."""
+        try:
+            while self._pending:
+                self._wait(deadline)
+        except DeadlinePassed:
+            self.abandon(wait_s=0.0)
+            raise
+        except BaseException:
+            self.abandon()
+            raise
+        self._renew_parents(deadline)
+        self._end()
+        return self.there()
+
+    def abandon(self, wait_s: float = DISCARD_S) -> bool:
+        """Publishes nothing more, and removes what is staged; waits at most ``wait_s`` for that. Idempotent.
+
+        Releases the memory of runs on their way. False if a lane may still read some of it, which is not released.
+        """
+        if not self.abandoned.value:
+            self._puts.counters.add(NodeCount.PUT_FAILED)
+        with self._changed:
+            self.abandoned.value = 1
+            staged = self._staged(self._ready)
+            self._ready = {index: None for index, ready in self._ready.items() if ready is None}
+        is_read = False
+        while self._pending:
+            run, release = self._pending.popleft()
+            run.stop()
+            if not run.join(wait_s):
+                self._pending.clear()  # in order: those behind it are not released either
+                is_read = True
+                break
+            release()
+        lanes, clock = self._puts.lanes, self._puts.clock
+
+        def discard(at: int) -> bool:
+            self._chunks.discard(staged[at])
+            return True
+
+        with suppress(KVStoreError):  # the root does not answer: fsck finds what is left
+            batch = lanes.start(len(staged), discard)
+            if wait_s:
+                batch.wait(Deadline(clock, wait_s))
+        if wait_s:
+            self._renew_parents(Deadline(clock, wait_s))
+        self._end(releases=not is_read)
+        return not is_read
+
+    def there(self) -> Mask:
+        """Returns which chunks are in the store as far as this write knows; those before ``first`` count as there."""
+        with self._changed:
+            there = self._there.copy()
+            there[: self.first] = True
+            if self._is_chain:
+                there[: self._next] = True
+                there[self._next :] = False
+        return there
+
+    def used(self, there: Mask) -> None:
+        """Notes a use of the chunks that are there, and raises the hints of those that were found."""
+        used = self.wanted.leading(int(there.sum())) if isinstance(self.wanted, Chain) else self.wanted
+        self._puts.refresher.used(used, self._hints, frozenset(self._lacking))
+
+    def _renew_parents(self, deadline: Deadline) -> None:
+        """Renews the parents of what was published."""
+        guard = self._guard
+        parents = guard.unlisted(self.fresh) if guard is not None else []
+        if guard is not None and parents:
+            with suppress(KVStoreError):  # a collector may take a parent then, and its children count as misses
+                self._puts.lanes.run(lambda: guard.renew(parents), deadline)
+
+    def _end(self, *, releases: bool = True) -> None:
+        if releases and self._room is not None:
+            self._room.release()
+        if self._guard is not None:
+            self._guard.release()
+        if self._parents is not None:
+            self._parents.release()
+
+    def _missing_bytes(self) -> int:
+        """Looks for each chunk; returns the bytes of the files of those that are not there, or were not found in time.
+
+        Only where there is no room for all of them.
+        """
+        first = self.first
+        missing = np.ones(len(self.wanted) - first, np.bool_)
+
+        def look(at: int) -> bool:
+            missing[at] = not self._look(first + at)
+            return True
+
+        with suppress(KVStoreError):
+            self._puts.lanes.each(len(missing), look, Deadline(self._puts.clock, LOOK_S))
+        return sum(image_sizes(self.wanted, (first + np.flatnonzero(missing)).tolist()))
+
+    def _wait(self, deadline: Deadline) -> None:
+        """Waits for the oldest run."""
+        batch, release = self._pending[0]
+        try:
+            batch.wait(deadline)
+        except DiskFull as full:
+            raise self._chunks.usage.refusal(full) from full.__cause__
+        self._pending.popleft()
+        release()
+
+    # Staging, on lanes
+
+    def _begin(self, source: Sections, first: int, count: int) -> Batch:
+        runs, lanes = self._chunks.runs, self._puts.lanes
+        run = runs.of(self.wanted, first, count, source) if runs.stages else None
+        if run is None:
+            return lanes.start(count, lambda at: self._store(source, first + at))
+        put = self._shared(run)
+
+        def store(_: int) -> bool:
+            more = True
+            try:
+                while more:
+                    left, more = self._add_turn(put)
+                    self._store_left(source, left, put)
+                    moved_on()
+            except BaseException:
+                put.stop()
+                raise
+            return True
+
+        return lanes.start(min(count, lanes.width), store)
+
+    def _shared(self, run: Run) -> SharedPut:
+        """Returns chunks that lanes find, stage and publish together."""
+        durable, chunk_bytes = self._puts.durable, max(1, mean_bytes(self.wanted, run.first, run.count))
+        # Blocks that the caller vouches for need no look between staging and publishing.
+        at_once = not self._is_chain and not durable and not self._sources
+        files_max, bytes_max = (TURN_SYNCED_MAX if durable else TURN_FILES_MAX), TURN_BYTES_MAX
+        if at_once:
+            files_max, bytes_max = TURN_PUBLISHED_MAX, TURN_PUBLISHED_BYTES_MAX
+        most = max(1, min(bytes_max // chunk_bytes, files_max))
+        sizes = Sizes(max(1, min(STEP_BYTES // chunk_bytes, STEP_FILES_MAX, most)), most)
+        first, stop, depths = run.first, run.first + run.count, self.wanted.depths
+        return self._chunks.runs.shared_put(
+            run,
+            sizes,
+            np.array(depths[first:stop], np.int64) if depths else np.arange(first, stop),
+            stamped_s=self._stamped_s,
+            durable=durable,
+            hints=self._hints,
+            abandoned=self.abandoned if at_once else None,
+        )
+
+    def _add_turn(self, put: SharedPut) -> tuple[list[int], bool]:
+        """Takes one lane's turn: finds or stages chunks that no other lane took, and publishes what it can.
+
+        Returns the chunks to be added one by one, and whether there may be more.
+        """
+        if self.abandoned.value:
+            put.stop()
+        with self._changed:
+            self._turns += 1
+        try:
+            places, more = self._chunks.runs.stage(put)
+            if not len(places):  # other lanes took all there was
+                return [], more
+            published = put.run.items["status"][places] == native.PUBLISHED
+            if published.any():
+                done, places = places[published], places[~published]
+                self._there[put.run.first + done] = self.fresh[put.run.first + done] = True
+                self._count(*self._chunks.runs.publish(put, done, ordered=False, epoch=put.epoch))
+                if not len(places):
+                    return [], more
+            taken, indexes = put.taken(places), put.run.first + places
+            staged, found = taken["status"] == native.DONE, taken["status"] == native.FOUND
+            ready: dict[int, Ready] = dict.fromkeys(indexes[staged].tolist(), put)
+            if found.any():
+                self._found(indexes[found], taken["mtime_ns"][found])
+                ready |= dict.fromkeys(indexes[found].tolist())
+            left: list[int] = indexes[~(staged | found)].tolist()
+            self._completed(ready)
+            return left, more
+        finally:
+            with self._changed:
+                self._turns -= 1
+                self._changed.notify_all()
+
+    def _store_left(self, source: Sections, left: Sequence[int], put: SharedPut) -> None:
+        """Stores one by one the chunks of a lane's turn that could not be stored at once.
+
+        On a full root the chunks in front win over those behind, so that as many as fit are published.
+        """
+        full: Overloaded | None = None
+        for index in left:
+            while True:
+                try:
+                    self._store(source, index)
+                    break
+                except Overloaded as error:
+                    put.stop()
+                    if not self.make_room(index):
+                        raise
+                    full = error
+        if full is not None:
+            raise full  # chunks discarded to make room are not stored
+
+    def _store(self, source: Sections, index: int) -> bool:
+        """Publishes chunk ``index`` once its parents are, unless it is in the store."""
+        if self._look(index):
+            self._completed({index: None})
+            return True
+        expected, depths = expected_of(self.wanted, index), self.wanted.depths
+        staged = self._chunks.stage(
+            expected,
+            source(index),
+            self._stamped_s,
+            self._puts.durable,
+            self._hints,
+            depths[index] if depths else index,
+            source.origin(index) if isinstance(source, Images) else None,
+        )
+        if not self._is_chain or self._chunks.root.traits.ordered_publish:
+            self._completed({index: staged})
+        elif self.abandoned.value:
+            self._chunks.discard(staged)
+        else:
+            # Here publishing is the upload itself; in order, chunks would go one at a time. A child that is visible
+            # before its parent only stays unreachable until the parent is there.
+            self._publish(index, staged)
+            self._completed({index: None})
+        return True
+
+    def make_room(self, index: int) -> bool:
+        """Discards, on a full root, what is staged behind chunk ``index`` and can be published only after it.
+
+        First waits for turns of other lanes to end, since what they stage is not known before. False if there is
+        nothing to discard. What was discarded is lost to this put.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: not self._turns, ROOM_S)
+            behind = {at: ready for at, ready in self._ready.items() if ready and at > index}
+            for at in behind:
+                del self._ready[at]
+        self._discard(behind)
+        return bool(behind)
+
+    # Publishing, on lanes
+
+    def _completed(self, ready: Mapping[int, Ready]) -> None:
+        """Decides under the lock who publishes; publishes outside it."""
+        if not self._keep(ready):
+            return
+        if not self._is_chain:
+            self._publish_each(ready)
+            return
+        with self._changed:
+            if self._is_publishing:
+                return  # the lane that publishes now takes these too
+            self._is_publishing = True
+        self._publish_ready()
+
+    def _keep(self, ready: Mapping[int, Ready]) -> bool:
+        """Adds chunks to those that may be published; discards them and returns False if the put was abandoned.
+
+        The caller gave up while they were being written and may have changed its memory since, so they never get a
+        name.
+        """
+        with self._changed:
+            if not self.abandoned.value:
+                self._ready.update(ready)
+                return True
+        self._discard(ready)
+        return False
+
+    def _discard(self, ready: Mapping[int, Ready]) -> None:
+        for staged in self._staged(ready):
+            self._chunks.discard(staged)
+
+    def _staged(self, ready: Mapping[int, Ready]) -> list[Staged]:
+        """Returns those that have a staged file."""
+        found = list[Staged]()
+        for index, each in ready.items():
+            if isinstance(each, SharedPut):
+                expected = expected_of(self.wanted, index)
+                found.append(Staged(each.name(index - each.run.first), expected, expected.file_bytes))
+            elif each is not None:
+                found.append(each)
+        return found
+
+    def _publish_each(self, ready: Mapping[int, Ready]) -> None:
+        """Publishes blocks in no order. If this raises, ``abandon`` discards those that are left."""
+        for put, group in groupby(ready, ready.__getitem__):
+            indexes = list(group)
+            if isinstance(put, SharedPut):
+                indexes = self._publish_unordered(put, indexes)
+            for index in indexes:
+                with self._changed:
+                    claimed = self._ready.pop(index, None)
+                if put is None:
+                    self._there[index] = True
+                for staged in self._staged({index: claimed}):
+                    self._publish(index, staged)
+
+    def _publish_unordered(self, put: SharedPut, indexes: list[int]) -> list[int]:
+        """Publishes blocks of a run by one call; returns those that are left."""
+        if not put.is_right and not self._still_right(indexes).all():
+            return indexes
+        places = np.asarray(indexes, np.int32) - np.int32(put.run.first)
+        with self._changed:
+            if self.abandoned.value:
+                return []
+            for index in indexes:
+                del self._ready[index]
+        try:
+            self._count(*self._chunks.runs.publish(put, places, ordered=False))
+        finally:
+            done = put.taken(places)["status"] == native.PUBLISHED
+            left: list[int] = (places[~done] + put.run.first).tolist()
+            self._there[places[done] + put.run.first] = self.fresh[places[done] + put.run.first] = True
+            self._keep(dict.fromkeys(left, put))
+        return left
+
+    def _publish_ready(self) -> None:
+        """Publishes chunks of a chain, in order."""
+        try:
+            while claimed := self._claim():
+                first, count = self._next, len(claimed)
+                index = first + self._publish_run(claimed[0], first, first + count)
+                self._next = index
+                if index < first + count:
+                    # Python does the next one: its name is taken, there is no room, or it was staged alone.
+                    self._keep(dict(enumerate(claimed[index + 1 - first :], index + 1)))
+                    for staged in self._staged({index: claimed[index - first]}):
+                        self._publish(index, staged)
+                    self._next = index + 1
+        except BaseException:
+            with self._changed:
+                self._is_publishing = False
+            raise
+
+    def _claim(self) -> list[Ready]:
+        """Takes what may be published next: one chunk, or consecutive chunks of a run.
+
+        Empty if the next chunk is not ready: then no lane publishes any more.
+        """
+        with self._changed:
+            claimed: list[Ready] = []
+            while len(claimed) < PUBLISHED_MAX and (index := self._next + len(claimed)) in self._ready:
+                if claimed and (claimed[0] is None or self._ready[index] is not claimed[0]):
+                    break
+                claimed.append(self._ready.pop(index))
+            self._is_publishing = bool(claimed)
+            return claimed
+
+    def _publish_run(self, ready: Ready, first: int, stop: int) -> int:
+        """Publishes chunks of a run up to the first that Python has to do; returns how many."""
+        if not isinstance(ready, SharedPut):
+            return 0
+        self._renew_before(first)
+        if not ready.is_right:
+            right = self._still_right(range(first, stop))
+            stop = stop if right.all() else first + int(right.argmin())
+        places = np.arange(first - ready.run.first, stop - ready.run.first, dtype=np.int32)
+        count, size_bytes = self._chunks.runs.publish(ready, places, ordered=True)
+        self.fresh[first : first + count] = True
+        self._count(count, size_bytes)
+        return count
+
+    def _publish(self, index: int, staged: Staged) -> None:
+        """Publishes a chunk that was staged alone, or that native code left. Raises the root's errors."""
+        if self._is_chain:
+            self._renew_before(index)
+        if not self._still_right([index]).all():
+            self._chunks.discard(staged)
+            if not self._is_chain:
+                return
+            raise Unavailable("a chunk in memory went wrong while it was written to the root: put it again")
+        try:
+            won = self._chunks.publish(staged, self._puts.durable)
+            if not won:
+                self._look(index)  # its stamp may be older than those of its children here: then it is renewed first
+            # Another writer's block under this key may have another size: then ours is not in the store.
+            self._there[index] = won or self._is_chain or self._chunks.is_present(staged.expected)
+        except KVStoreError:
+            self._chunks.discard(staged)
+            raise
+        if won:
+            self.fresh[index] = True
+            self._count(1, staged.expected.payload_bytes)
+
+    def _renew_before(self, depth: int) -> None:
+        """Renews the ancestors before the first new chunk gets its stamp: a chunk is never staler than its child."""
+        lacking = frozenset(index for index in list(self._lacking) if index < depth)
+        if self._is_renewed and not lacking:
+            return
+        self._is_renewed = True
+        self._puts.refresher.renew(self.wanted.leading(depth), self._hints, lacking, self._stamped_s)
+        self._lacking -= lacking
+
+    def _still_right(self, indexes: Sequence[int]) -> Mask:
+        """Returns which chunks still have the bytes that they had before they were staged.
+
+        Staging makes new checksums, so bytes that changed in memory between their verification and staging would pass
+        as right ever after.
+        """
+        right = np.ones(len(indexes), np.bool_)
+        tiers = self._puts.tiers
+        for slots in self._sources:
+            ours = [at for at, index in enumerate(indexes) if 0 <= index - slots.first < len(slots.entries)]
+            if ours and tiers is not None:
+                right[ours] = tiers.memory.all_still_right(slots, [indexes[at] for at in ours])
+        return right
+
+    def _count(self, chunks: int, size_bytes: int) -> None:
+        with self._changed:
+            self.written += chunks
+            self.bytes_written += size_bytes
+
+
+class Guard:
+    """Keeps a prompt from being evicted while a put adds to it (gc/PROTOCOL.md, section 7)."""
+
+    def __init__(self, view: GcState, chunks: Chunks, chain: Chain) -> None:
+        self._view = view
+        self._chunks = chunks
+        self._chain = chain
+        self._listings = view.listings
+        self._mark = view.protect(chain.packed_addresses)
+        self.is_settled = self._mark is None or view.settle(chain)
+        """False if some of the prompt is still being deleted, by a process that was stopped in the middle of it."""
+
+    def unlisted(self, fresh: Mask) -> list[int]:
+        """Returns the parents of what was published (``fresh``) that a listing may have without their children.
+
+        Those that this put published as well are newer than the last listing, unless another one has begun.
+        """
+        if self._mark is None:
+            return []
+        is_listed = self._view.listings != self._listings
+        published: list[int] = np.flatnonzero(fresh).tolist()
+        return [index - 1 for index in published if index and (is_listed or not fresh[index - 1])]
+
+    def renew(self, parents: Sequence[int]) -> None:
+        """Marks parents as used, before the guard ends: or a collector whose listing lacks a child would take it."""
+        assert isinstance(self._chunks.root, PosixRoot)
+        for index in parents:
+            self._chunks.root.mark(self._chunks.name(self._chain.addresses[index], self._chain.namespace.id))
+
+    def release(self) -> None:
+        """Ends it. Idempotent."""
+        mark, self._mark = self._mark, None
+        self._view.unprotect(mark)

@@ -8,7 +8,7 @@ import numpy as np
 
 from kvstore.errors import InvalidRequest
 from kvstore.namespace import Namespace
-from kvstore.node.asking import Settle, match_each, settled
+from kvstore.node.asking import match_each
 from kvstore.node.holds import Hold
 from kvstore.node.lanes import Deadline
 from kvstore.node.node import Node
@@ -20,12 +20,10 @@ LISTING_SHARE = 0.5
 """Share of the time that may be spent waiting for a first listing: the rest is for looking at chunks."""
 
 
-def find_segments(
-    node: Node, namespace: Namespace, search: Search, deadline_s: float, settle: Settle = settled
-) -> list[Match]:
+def find_segments(node: Node, namespace: Namespace, search: Search, deadline_s: float) -> list[Match]:
     """Returns the ranges of a prompt that are stored segments; fewer if the time runs out.
 
-    ``settle`` is that of ``match_each``. Raises InvalidRequest for a namespace that is not one of segments.
+    Raises InvalidRequest for a namespace that is not one of segments.
     """
     if not namespace.has_segments:
         raise InvalidRequest(
@@ -39,7 +37,7 @@ def find_segments(
 
     def ask(ranges: Sequence[Range]) -> list[int]:
         prompts = (search.tokens[start:end] for start, end in ranges)
-        counts = match_each(node, namespace, prompts, deadline.left_s(), settle, alike=False)
+        counts = match_each(node, namespace, prompts, deadline.left_s(), alike=False)
         return counts + [0] * (len(ranges) - len(counts))
 
     return finding.find(search, namespace.layout.chunk_tokens, index, ask, lambda: not deadline.passed)
@@ -51,7 +49,6 @@ def hold_segments(
     search: Search,
     ttl_s: float | None,
     deadline_s: float,
-    settle: Settle = settled,
 ) -> tuple[list[Match], Hold | None]:
     """Finds segments and holds what it finds; no hold if it finds nothing. Raises Overloaded if too many are alive.
 
@@ -59,7 +56,7 @@ def hold_segments(
     """
     hold = node.holds.take(node.chains.of(namespace, np.empty(0, np.uint32)), ttl_s, whatever=True)
     try:
-        matches = find_segments(node, namespace, search, deadline_s, settle)
+        matches = find_segments(node, namespace, search, deadline_s)
         chains = [node.chains.of(namespace, match.tokens) for match in matches]
         hold.mark = node.gc_view.protect(b"".join(chain.packed_addresses for chain in chains))
         if hold.mark is not None:  # on a host, what was found counts if it is there after this

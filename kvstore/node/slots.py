@@ -93,6 +93,11 @@ class Slots(References):
         assert index >= self.first and entry is not None
         return self.memory[entry.offset : entry.offset + entry.size_bytes]
 
+    def picked(self, indexes: Sequence[int]) -> Slots:
+        """Returns the chunks at ``indexes``, as slots that refer to nothing: use them while these do."""
+        entries = [self.entries[index - self.first] for index in indexes]
+        return Slots(self.memory, self.wanted.picked(indexes), 0, entries, lambda _: None)
+
     def present_images(self) -> Sequence[memoryview]:
         """The images of chunks that are there, in order; unverified (rule I1)."""
         return images_of(self.memory, self.referred)

@@ -1,14 +1,12 @@
-"""All that a node has above the root: its memory, the tiers that memory is filled from, and the queue behind it.
-
-Apart from the node, which has none of it where it was given no memory.
-"""
+"""All that a node has above the root: its memory, the tiers that memory is filled from, and the queue behind it."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from kvstore.address import Chain
+from kvstore.address import Address, Chain
 from kvstore.background import Loop
 from kvstore.census.selection import ClearOrder
 from kvstore.census.standing import Standing
@@ -21,13 +19,14 @@ from kvstore.namespace import NamespaceDigest
 from kvstore.node.counters import Counters
 from kvstore.node.disk_tier import DiskTier
 from kvstore.node.encoded import Encodings
-from kvstore.node.lanes import Deadline, Lanes
+from kvstore.node.images import make_images
+from kvstore.node.lanes import Batch, Deadline, Lanes
 from kvstore.node.limits import CurrentLimits
-from kvstore.node.memory_puts import Kept, MemoryPuts, Room
 from kvstore.node.memory_tier import MemoryTier
 from kvstore.node.settings import TierSettings
+from kvstore.node.slots import Slot
 from kvstore.node.tiers import Tier
-from kvstore.node.wanted import Wanted, image_bytes
+from kvstore.node.wanted import Wanted, image_bytes, image_sizes
 from kvstore.node.write_behind import Publish, WriteBehind
 from kvstore.sections import Sections
 from kvstore.sources import Clock, Ids
@@ -38,6 +37,28 @@ DEMOTE_STEP_BYTES = 64 << 20
 FORGET_S = 5.0
 FREE_SHARE = 1 / 16
 """With a local disk below it, so much of memory is kept free, so that what goes can be written there before."""
+
+COPY_S = 10.0
+PART_BYTES_MIN, PART_BYTES_MAX = 16 << 20, 32 << 20
+"""Bytes that one thread copies at once. For less than the smaller one it is not worth waking another."""
+PARTS_PER_LANE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The part of a put that memory took."""
+
+    there: list[bool]
+    """For each given chunk, True if it is in memory now."""
+    fresh: list[int]
+    """Positions, among those given, of chunks that were not in memory before."""
+    waits_at: int | None = None
+    """Position of the first chunk that the write-behind queue had no room for."""
+
+    def then(self, at: int, rest: Kept) -> Kept:
+        """Adds the second attempt at the chunks from position ``at`` on."""
+        waits_at = None if rest.waits_at is None else at + rest.waits_at
+        return Kept(self.there[:at] + rest.there, self.fresh + [at + each for each in rest.fresh], waits_at)
 
 
 class TierStack:
@@ -78,9 +99,7 @@ class TierStack:
         """Lanes that never wait for a device: so memory is read while the root hangs."""
         self._record = record
         self.encodings = encodings
-        self._puts = MemoryPuts(self.memory, self.copiers, incarnations)
-        self.run_bytes = self._puts.run_bytes
-        """Size of a run for which ``room`` should be asked."""
+        self._incarnations = incarnations
         self.behind = WriteBehind(self.memory, counters, limits, clock)
         self._changed = threading.Condition()  # guards that chunks came into memory
         self._is_filled = False
@@ -112,7 +131,7 @@ class TierStack:
         """Copies chunks that the root has into memory as well, as far as there is room and time."""
         self.filling(wanted)
         try:
-            return self._puts.keep(wanted, first, count, source, hints, deadline)
+            return self._take(wanted, first, count, source, hints, deadline, dirty=False)
         except (Overloaded, Unavailable):
             return Kept([False] * count, [])  # too late; they are stored all the same
 
@@ -146,7 +165,7 @@ class TierStack:
     def _absorb(
         self, wanted: Wanted, first: int, count: int, source: Sections, hints: Hints, deadline: Deadline
     ) -> Kept:
-        kept = self._puts.keep(wanted, first, count, source, hints, deadline, self.behind)
+        kept = self._take(wanted, first, count, source, hints, deadline, dirty=True)
         if kept.fresh:
             # From the first that is fresh on: its parents are on the root, or in the queue before it.
             start, stop = first + kept.fresh[0], first + kept.fresh[-1] + 1
@@ -154,22 +173,92 @@ class TierStack:
             self.behind.add(_leading(wanted, stop), start, stop - start, hints, size_bytes)
         return kept
 
-    def room(self, wanted: Wanted, first: int, count: int, hints: Hints) -> Room | None:
-        """Claims room for a whole run that is on its way, for ``fill`` or ``give_up``; as ``absorb`` does."""
-        self.filling(wanted)
-        return self._puts.room(wanted, first, count, hints, self.behind)
+    def _take(
+        self,
+        wanted: Wanted,
+        first: int,
+        count: int,
+        source: Sections,
+        hints: Hints,
+        deadline: Deadline,
+        *,
+        dirty: bool,
+    ) -> Kept:
+        """Copies ``count`` chunks from index ``first`` on, as far as there is room (rule E2); waits for no room.
 
-    def fill(self, room: Room) -> None:
-        """Makes the chunks of a room, whose sections are in place, ready; they are written to the root later."""
-        count, size_bytes = len(room.slots), room.size_bytes
-        self._puts.fill(room)
-        self.behind.add(_leading(room.wanted, room.first + count), room.first, count, room.hints, size_bytes)
-        self._record()
+        If ``dirty``, it reserves room for fresh chunks in the queue of those to be written to the root. Of a chain it
+        copies nothing after the first chunk that finds no room. Raises DeadlinePassed.
+        """
+        with self.memory.refer(wanted, first, count) as found:
+            there = [entry is not None for entry in found.entries]
+            slots, waits_at = self._claim(wanted, first, there, hints, dirty=dirty)
+            try:
+                self._copy(wanted, slots, source, deadline)
+            except BaseException:
+                if dirty:
+                    self.behind.give_back(sum(slot.entry.size_bytes for _, slot in slots))
+                raise
+            self.memory.ready([slot for _, slot in slots])
+        return Kept(there, [index - first for index, _ in slots], waits_at)
 
-    def give_up(self, room: Room) -> None:
-        """Gives back room that was not filled. Nobody may be writing into it."""
-        if room.slots:
-            self._puts.give_up(room)
+    def _claim(
+        self, wanted: Wanted, first: int, there: list[bool], hints: Hints, *, dirty: bool
+    ) -> tuple[list[tuple[int, Slot]], int | None]:
+        """Claims room for chunks that are not ``there``, which it updates; returns slots with their indexes.
+
+        Also returns the position of the first that the write-behind queue has no room for.
+        """
+        slots = list[tuple[int, Slot]]()
+        own: dict[Address, int] = {}  # a block that is given twice is claimed once
+        missing = [at for at, is_there in enumerate(there) if not is_there]
+        sizes = image_sizes(wanted, [first + at for at in missing])
+        room_count = self.behind.reserve(sizes) if dirty else len(missing)
+        unused_bytes = sum(sizes[:room_count]) if dirty else 0
+        for number, (at, size_bytes) in enumerate(zip(missing, sizes, strict=True)):
+            has_room = number < room_count
+            slot = self.memory.claim(wanted, first + at, hints=hints, dirty=dirty) if has_room else None
+            if slot is not None:
+                there[at] = True
+                slots.append((first + at, slot))
+                own[slot.entry.address] = size_bytes
+                unused_bytes -= size_bytes if dirty else 0
+            elif isinstance(wanted, Chain):
+                there[at:] = [False] * (len(there) - at)
+                break
+            else:
+                there[at] = own.get(wanted.addresses[first + at]) == size_bytes
+        self.behind.give_back(unused_bytes)  # soon: no put waits for the room of a chunk that another put is bringing
+        return slots, missing[room_count] if room_count < len(missing) else None
+
+    def _copy(self, wanted: Wanted, slots: list[tuple[int, Slot]], source: Sections, deadline: Deadline) -> None:
+        """Copies the chunks, or drops the slots and raises."""
+        if not slots:
+            return
+        size_bytes = sum(slot.entry.size_bytes for _, slot in slots)
+        most = PARTS_PER_LANE * self.copiers.width
+        parts = max(min(size_bytes // PART_BYTES_MIN, most), size_bytes // PART_BYTES_MAX, 1)
+        size = -(-len(slots) // parts)
+
+        def copy(number: int) -> bool:
+            part = slots[number * size : (number + 1) * size]
+            images = [slot.memory for _, slot in part]
+            make_images(wanted, [index for index, _ in part], source, images, self._incarnations)
+            return True
+
+        batch: Batch | None = None
+        try:
+            if len(slots) <= size:
+                copy(0)  # too little work for another thread
+            else:
+                batch = self.copiers.start(-(-len(slots) // size), copy, helped=True)
+                batch.help(deadline)
+                batch.wait(deadline)
+        except BaseException:
+            # Copying never waits for a device, so this is short. If it takes too long, the room is lost: given back, a
+            # lane would write into it while it belongs to another chunk.
+            if batch is None or batch.join(COPY_S):
+                self.memory.drop([slot for _, slot in slots])
+            raise
 
     def filling(self, wanted: Wanted) -> None:
         """Chunks are about to come into memory: where there is little room, some are demoted meanwhile."""

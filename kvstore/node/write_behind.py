@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import logging
 import threading
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 
 from kvstore.address import ADDRESS_BYTES
 from kvstore.background import Decision, Loop
@@ -112,13 +114,16 @@ class WriteBehind:
         """Bytes that the root does not have yet, or that are reserved for such."""
         return self._bytes
 
-    def reserve(self, size_bytes: int) -> bool:
-        """Reserves room for a chunk until ``add`` or ``give_back``; False if there is none."""
+    def reserve(self, sizes_bytes: Sequence[int]) -> int:
+        """Reserves room for chunks until ``add`` or ``give_back``; returns for how many leading ones there is room."""
         with self._changed:
-            if self._is_closing or not self._has_room(size_bytes):
-                return False
-            self._bytes += size_bytes
-            return True
+            if self._is_closing:
+                return 0
+            free_bytes = self.bytes_max - self._bytes
+            ends = list(accumulate(sizes_bytes))
+            count = bisect_right(ends, free_bytes)
+            self._bytes += ends[count - 1] if count else 0
+            return count
 
     def wait_for_room(self, size_bytes: int, timeout_s: float) -> bool:
         """Waits until a chunk may be reserved; False if that is not within the time."""
@@ -133,9 +138,10 @@ class WriteBehind:
 
     def give_back(self, size_bytes: int) -> None:
         """Returns room that was reserved and is not needed."""
-        with self._changed:
-            self._bytes -= size_bytes
-            self._changed.notify_all()
+        if size_bytes:
+            with self._changed:
+                self._bytes -= size_bytes
+                self._changed.notify_all()
 
     def add(self, wanted: Wanted, first: int, count: int, hints: Hints, size_bytes: int) -> None:
         """Queues chunks that are dirty in memory, for which ``size_bytes`` are reserved."""

@@ -362,7 +362,7 @@ class MemoryHealth(_message.Message):
     def __init__(self, size_bytes: _Optional[int] = ..., held_bytes: _Optional[int] = ..., dirty_bytes: _Optional[int] = ..., referenced_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., disk_held_bytes: _Optional[int] = ..., disk_bytes_max: _Optional[int] = ..., peers: _Optional[int] = ..., peers_aside: _Optional[int] = ...) -> None: ...
 
 class QueueHealth(_message.Message):
-    __slots__ = ("calls", "calls_max", "bytes_in_flight", "bytes_in_flight_max", "root_queue", "behind_bytes", "behind_bytes_max", "puts_behind_chunks", "holds", "tickets_running", "tickets_waiting")
+    __slots__ = ("calls", "calls_max", "bytes_in_flight", "bytes_in_flight_max", "root_queue", "behind_bytes", "behind_bytes_max", "holds", "tickets_running", "tickets_waiting")
     CALLS_FIELD_NUMBER: _ClassVar[int]
     CALLS_MAX_FIELD_NUMBER: _ClassVar[int]
     BYTES_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
@@ -370,7 +370,6 @@ class QueueHealth(_message.Message):
     ROOT_QUEUE_FIELD_NUMBER: _ClassVar[int]
     BEHIND_BYTES_FIELD_NUMBER: _ClassVar[int]
     BEHIND_BYTES_MAX_FIELD_NUMBER: _ClassVar[int]
-    PUTS_BEHIND_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     HOLDS_FIELD_NUMBER: _ClassVar[int]
     TICKETS_RUNNING_FIELD_NUMBER: _ClassVar[int]
     TICKETS_WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -381,8 +380,7 @@ class QueueHealth(_message.Message):
     root_queue: int
     behind_bytes: int
     behind_bytes_max: int
-    puts_behind_chunks: int
     holds: int
     tickets_running: int
     tickets_waiting: int
-    def __init__(self, calls: _Optional[int] = ..., calls_max: _Optional[int] = ..., bytes_in_flight: _Optional[int] = ..., bytes_in_flight_max: _Optional[int] = ..., root_queue: _Optional[int] = ..., behind_bytes: _Optional[int] = ..., behind_bytes_max: _Optional[int] = ..., puts_behind_chunks: _Optional[int] = ..., holds: _Optional[int] = ..., tickets_running: _Optional[int] = ..., tickets_waiting: _Optional[int] = ...) -> None: ...
+    def __init__(self, calls: _Optional[int] = ..., calls_max: _Optional[int] = ..., bytes_in_flight: _Optional[int] = ..., bytes_in_flight_max: _Optional[int] = ..., root_queue: _Optional[int] = ..., behind_bytes: _Optional[int] = ..., behind_bytes_max: _Optional[int] = ..., holds: _Optional[int] = ..., tickets_running: _Optional[int] = ..., tickets_waiting: _Optional[int] = ...) -> None: ...

@@ -68,7 +68,6 @@ class GetStreams:
     def match_blocks(self, request: pb.MatchBlocksRequest, context: Call) -> pb.MatchBlocksResponse:
         """How many leading keys are there, and which of all where that is asked for."""
         namespace, keys = self._prompts.namespace(request.namespace, context), unpack_keys(request.keys)
-        self._prompts.settle_blocks(namespace, keys)
         deadline = Deadline(self._node.clock, seconds_left(context, self._node.limits.match_deadline_s))
         if request.sizes:
             return pb.MatchBlocksResponse(sizes=pack_sizes(self._node.blocks.sizes(namespace, keys, deadline)))
@@ -84,7 +83,6 @@ class GetStreams:
         if not request.uncounted:
             self._node.counters.add(NodeCount.REQUESTS_GET)
         sizes = unpack_sizes(request.sizes, len(keys))
-        self._prompts.settle_blocks(namespace, keys)
         groups = list(grouped(sizes, self._limits.window_bytes))
         largest = max((sum(sizes[group]) for group in groups), default=0)
         with self._in_flight.reserved(largest):

@@ -22,8 +22,6 @@ class WorkerLimits:
     """Further calls at once: health, reflection, stats, renewals and releases of holds, and refusals."""
     bytes_in_flight_max: int = 1 << 30
     """Memory for payload between network and root. A call that needs more than is free is refused."""
-    behind_bytes_max: int = 256 << 20
-    """A larger put behind over the network waits for the root: all its bytes would be in memory at once."""
     arena_bytes_max: int = 1 << 30
     """Memory that one client on this host may share over one connection."""
     buffers_bytes_max: int = 256 << 20

@@ -43,7 +43,6 @@ class PinCalls:
         if request.tokens:
             raise InvalidRequest("a Pin has both keys of blocks and tokens: expected one of them")
         namespace, keys = self._prompts.namespace(request.namespace, call), unpack_keys(request.keys)
-        self._prompts.settle_blocks(namespace, keys)
         self._check_quota(namespace.tenant, len(keys) * namespace.layout.chunk_tokens)
         return self._member.pin_blocks(namespace, keys, request.ttl_s, request.owner)
 

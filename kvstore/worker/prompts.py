@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kvstore.address import Address, Chain, block_addresses
+from kvstore.address import Chain
 from kvstore.errors import InvalidRequest
 from kvstore.format.descent import Ancestry
 from kvstore.namespace import DIGEST_BYTES, Namespace, NamespaceDigest
@@ -18,19 +18,14 @@ from kvstore.wire.statuses import UnknownNamespace
 from kvstore.worker.call import Call
 from kvstore.worker.calls import seconds_left
 from kvstore.worker.holds import ClientHolds
-from kvstore.worker.puts_behind import PutsBehind
-
-SETTLE_S = 2.0
-"""How long a call waits for chunks that another put of this worker is still writing behind."""
 
 
 class Prompts:
     """Looks up the namespace, chain or hold of a request."""
 
-    def __init__(self, member: Member, holds: ClientHolds, behind: PutsBehind) -> None:
+    def __init__(self, member: Member, holds: ClientHolds) -> None:
         self._member = member
         self._holds = holds
-        self._behind = behind
 
     def namespace(self, digest: bytes, call: Call) -> Namespace:
         """Returns the namespace with this digest, authorised for ``call``: there is no other way to one.
@@ -55,10 +50,7 @@ class Prompts:
         tokens = unpack_tokens(packed_tokens)
         if chunks_max:
             tokens = tokens[: chunks_max * namespace.layout.chunk_tokens]
-        chain = self._member.node.chains.of(namespace, tokens)
-        if not self._behind.is_idle:
-            self._behind.settle(chain.addresses, SETTLE_S)
-        return chain
+        return self._member.node.chains.of(namespace, tokens)
 
     def chain_to_put(self, start: pb.PutStart, call: Call) -> Chain:
         """Returns the full chunks of a prompt whose chunks from ``start.first`` are put. Raises as ``chain`` does."""
@@ -93,19 +85,10 @@ class Prompts:
         self._member.node.holds.check(hold)
         return hold
 
-    def settle(self, addresses: Sequence[Address], timeout_s: float) -> None:
-        """Waits for those of these chunks that another put of this worker is still writing behind."""
-        self._behind.settle(addresses, min(SETTLE_S, timeout_s))
-
-    def settle_blocks(self, namespace: Namespace, keys: Sequence[bytes]) -> None:
-        """Waits for those of these blocks that another put of this worker is still writing behind."""
-        if not self._behind.is_idle:
-            self._behind.settle(block_addresses(namespace, keys), SETTLE_S)
-
     def known_chain(self, request: pb.GetRequest, call: Call) -> Chain:
         """Returns the full chunks of a prompt that another worker asks for, from what this node knows.
 
-        It asks nobody for the namespace and waits for no puts (rule P2). Raises UnknownNamespace, InvalidRequest.
+        It reads no namespace from the root (rule P2). Raises UnknownNamespace, InvalidRequest.
         """
         if request.hold:
             raise InvalidRequest("memory_only with a hold: expected a prompt")

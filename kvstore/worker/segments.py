@@ -31,12 +31,12 @@ class SegmentCalls:
         namespace = self._prompts.namespace(request.namespace, call)
         starts = unpack_places(request.starts) if request.HasField("starts") else None
         search = Search.of(unpack_tokens(request.tokens), starts, request.after)
-        node, settle = self._node, self._prompts.settle
+        node = self._node
         left_s = seconds_left(call, node.limits.match_deadline_s)
         if not request.HasField("hold_s"):
-            matches, hold = find_segments(node, namespace, search, left_s, settle), None
+            matches, hold = find_segments(node, namespace, search, left_s), None
         else:
-            matches, hold = hold_segments(node, namespace, search, request.hold_s or None, left_s, settle)
+            matches, hold = hold_segments(node, namespace, search, request.hold_s or None, left_s)
         ranges = pack_places(chain.from_iterable((match.start, match.end) for match in matches))
         if hold is None:
             return pb.FindSegmentsResponse(ranges=ranges)

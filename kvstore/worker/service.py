@@ -38,7 +38,6 @@ from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.moves import MoveStreams
 from kvstore.worker.pinning import PinCalls
 from kvstore.worker.prompts import Prompts
-from kvstore.worker.puts_behind import PutsBehind
 from kvstore.worker.putting import PutStreams
 from kvstore.worker.segments import SegmentCalls
 
@@ -48,8 +47,6 @@ Gauges = Callable[[], Mapping[str, float]]
 
 RENEWALS_MAX = 65_536
 """Holds that one call renews at most."""
-BEHIND_S = 10.0
-"""How long a stopping worker goes on writing what it has acknowledged."""
 
 
 class Service:
@@ -80,12 +77,11 @@ class Service:
         )
         self.watch = Watch(clock, "kvstore-worker-watch")
         self.handlers = Handlers(self.calls, self.watch, limits)
-        self.behind = PutsBehind(self.calls)
         self.bulk: BulkListener | None = None
         """Set while the worker listens for bulk connections."""
         self.room = Space(None, None)
         """Room on the root, as last reported by it."""
-        self.prompts = Prompts(member, self.holds, self.behind)
+        self.prompts = Prompts(member, self.holds)
         buffers = Buffers(limits.buffers_bytes_max)
         self._putting = PutStreams(node, self.prompts, self.in_flight, self.calls)
         self._getting = GetStreams(node, self.prompts, self.in_flight, self.calls, limits, buffers)
@@ -98,9 +94,7 @@ class Service:
             "Release": UnaryCall(pb.ReleaseRequest, self._release, light=True),
         }
         """The calls that a bulk connection takes too."""
-        self.bulk_requests = BulkRequests(
-            node, self.prompts, self.in_flight, self.calls, limits, self.behind, buffers, self._short
-        )
+        self.bulk_requests = BulkRequests(node, self.prompts, self.in_flight, self.calls, limits, buffers, self._short)
         self._pins = PinCalls(member, self.prompts, self.calls.guard)
 
     @property
@@ -135,7 +129,6 @@ class Service:
             "bytes_in_flight": float(self.in_flight.count),
             "client_holds": float(len(self.holds)),
             "bulk_connections_open": float(self.bulk.connections_count if self.bulk else 0),
-            "puts_behind_chunks": float(self.behind.chunks_count),
             "leases": float(len(self.bulk_requests.leases or ())),
             "draining": float(self.gate.draining),
             STARTED: self._started_s,
@@ -175,9 +168,8 @@ class Service:
         )
 
     def close(self) -> None:
-        """Ends the watch over streams, and writing behind; idempotent."""
+        """Ends the watch over streams; idempotent."""
         self.watch.close()
-        self.behind.close(BEHIND_S)
 
     # The calls
 
@@ -208,7 +200,7 @@ class Service:
             namespace = self.prompts.namespace(request.namespace, call)
             prompts = unpack_prompts(request.tokens, request.lengths)
             left_s = seconds_left(call, self._node.limits.match_deadline_s)
-            counts = match_each(self._node, namespace, prompts, left_s, self.prompts.settle)
+            counts = match_each(self._node, namespace, prompts, left_s)
             return pb.MatchResponse(each=pack_counts(counts))
         chain = self.prompts.chain(request.namespace, request.tokens, call)
         left_s = seconds_left(call, self._node.limits.match_deadline_s)
@@ -238,7 +230,6 @@ class Service:
             if request.tokens:
                 raise InvalidRequest("a Hold has both keys of blocks and tokens: expected one of them")
             namespace, keys = self.prompts.namespace(request.namespace, call), unpack_keys(request.keys)
-            self.prompts.settle_blocks(namespace, keys)
             deadline = Deadline(self._node.clock, left_s)
             hold, found = self._node.blocks.hold(namespace, keys, ttl_s, deadline)
             present = bytes(found)
@@ -279,7 +270,6 @@ class Service:
 
     def _clear(self, request: pb.ClearRequest, call: Call) -> Message:
         namespace = self.prompts.namespace(request.namespace, call)
-        self.behind.wait_empty(BEHIND_S)  # or puts that are written behind would come after it
         cleared = self._member.clear(namespace)
         return pb.ClearResponse(
             chunks=cleared.chunks, bytes=cleared.bytes, unconfirmed=cleared.unconfirmed, pinned=cleared.pinned

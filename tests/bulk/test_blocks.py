@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -43,16 +42,16 @@ def turn(request: pytest.FixtureRequest) -> int:
     return KINDS.index(request.node.callspec.params["served"])
 
 
-def test_what_one_way_wrote_every_way_reads(served: Served, turn: int) -> None:
-    for at, writer in enumerate(WAYS):
-        check_every_way_reads(served, writer, (None, "behind")[(at + turn) % 2])
+def test_what_one_way_wrote_every_way_reads(served: Served) -> None:
+    for writer in WAYS:
+        check_every_way_reads(served, writer)
 
 
-def check_every_way_reads(served: Served, writer: str, write: WriteModeName | None) -> None:
+def check_every_way_reads(served: Served, writer: str) -> None:
     """Blocks of mixed sizes, more than one WANT asks for."""
-    seed = zlib.crc32(f"{writer} {write}".encode())
+    seed = zlib.crc32(writer.encode())
     keys, blocks = keys_of(seed), blocks_of(seed)
-    with connected(served, bulk=writer, write=write) as store:
+    with connected(served, bulk=writer) as store:
         assert store.namespace("m", MEDIUM).blocks.put(keys, blocks) == [True] * COUNT
         assert counted(store, "puts") == {writer: 1}
     for reader in WAYS:
@@ -61,12 +60,11 @@ def check_every_way_reads(served: Served, writer: str, write: WriteModeName | No
             buffers = buffers_for(blocks)
             assert cache.get(keys, buffers) == [True] * COUNT
             assert same(buffers, blocks)
-            if write is None:
-                with cache.hold(keys) as hold:
-                    buffers = buffers_for(blocks)
-                    assert hold.get(keys[3:20], buffers[3:20]) == [True] * 17
-                    assert same(buffers[3:20], blocks[3:20])
-            assert counted(store, "gets") == {reader: 1 if write else 2}
+            with cache.hold(keys) as hold:
+                buffers = buffers_for(blocks)
+                assert hold.get(keys[3:20], buffers[3:20]) == [True] * 17
+                assert same(buffers[3:20], blocks[3:20])
+            assert counted(store, "gets") == {reader: 2}
             assert store.stats()["client_bulk_broken"] == 0
 
 
@@ -141,44 +139,21 @@ def test_one_key_may_be_there_twice(served: Served) -> None:
 def test_blocks_larger_than_a_run_and_puts_larger_than_the_shared_memory(served: Served, turn: int) -> None:
     for at, arena_bytes in enumerate((1, 17 << 20, 30 << 20)):
         sizes = ((9 << 20,), (1 << 20, 100, 12 << 20))[(at + turn) % 2]
-        check_large_blocks(served, sizes, arena_bytes, (None, "behind")[(at + turn // 2) % 2])
+        check_large_blocks(served, sizes, arena_bytes)
 
 
-def check_large_blocks(served: Served, sizes: tuple[int, ...], arena_bytes: int, write: WriteModeName | None) -> None:
+def check_large_blocks(served: Served, sizes: tuple[int, ...], arena_bytes: int) -> None:
     count = 4 if len(sizes) == 1 else 8
     keys, blocks = keys_of(11, count), blocks_of(11, count, sizes)
     limits = ClientLimits(arena_bytes_max=arena_bytes)
-    with connected(served, bulk="shared", limits=limits, write=write) as store:
-        cache = store.namespace(f"large-{sizes}-{arena_bytes}-{write}", MEDIUM).blocks
+    with connected(served, bulk="shared", limits=limits) as store:
+        cache = store.namespace(f"large-{sizes}-{arena_bytes}", MEDIUM).blocks
         assert cache.put(keys, blocks) == [True] * count
         buffers = buffers_for(blocks)
         assert cache.get(keys, buffers) == [True] * count
         assert same(buffers, blocks)
         assert store.stats()["client_bulk_broken"] == 0
         cache._port.clear(cache._namespace)
-
-
-def test_many_put_behinds_at_once_are_all_read_back(served: Served) -> None:
-    """A match or get of a block that the worker has not written yet waits for it, over gRPC too."""
-
-    def run_case(way: str) -> None:
-        calls = [(keys_of(100 + at, 5), blocks_of(100 + at, 5, (70_000, 9))) for at in range(24)]
-        with connected(served, bulk=way, write="behind") as store, ThreadPoolExecutor(6) as threads:
-            cache = store.namespace(f"many-{way}", MEDIUM).blocks
-            assert all(threads.map(lambda call: all(cache.put(*call)), calls))
-            with connected(served, bulk="grpc") as other:
-                blocks = other.namespace(f"many-{way}", MEDIUM).blocks
-                assert blocks.match(calls[-1][0]) == 5
-                assert blocks.get(calls[-2][0], buffers_for(calls[-2][1])) == [True] * 5
-            for keys, blocks_put in calls:
-                buffers = buffers_for(blocks_put)
-                assert cache.get(keys, buffers) == [True] * 5
-                assert same(buffers, blocks_put)
-            assert store.stats()["puts_behind_lost"] == 0
-        eventually(lambda: served.worker.service.gauges()["puts_behind_chunks"] == 0, "all are written")
-
-    for way in ("shared", "tcp"):
-        run_case(way)
 
 
 def test_as_many_blocks_as_a_call_may_have(tmp_root: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import random
 import socket
@@ -35,11 +34,8 @@ from kvstore.wire.bulk.frames import (
     Given,
     Kind,
     Mode,
-    Placed,
-    encode_arena,
     encode_head,
     encode_index,
-    encode_placed,
     encode_request,
     encode_slots,
     encode_span,
@@ -86,11 +82,11 @@ def get_request(served: Served, mode: int) -> bytes:
     return encode_request(WAIT_S, mode, message.SerializeToString())
 
 
-def put_request(served: Served, flag: int = 0, sizes: list[int] | None = None) -> bytes:
+def put_request(served: Served, sizes: list[int] | None = None) -> bytes:
     start = pb.PutBlocksStart(
         namespace=digest_of(served), keys=pack_keys(KEYS), sizes=pack_sizes(sizes or [SIZE] * COUNT)
     )
-    return encode_request(WAIT_S, flag, start.SerializeToString())
+    return encode_request(WAIT_S, 0, start.SerializeToString())
 
 
 def refusal_of(channel: Channel) -> str:
@@ -160,26 +156,6 @@ def test_each_block_wanted_is_answered_for(served: Served) -> None:
 
 
 @BOTH
-def test_blocks_that_are_not_as_announced_store_nothing(served: Served, way: str) -> None:
-    for length, span in (
-        (8, (0, 1)),
-        (1 << 40, (0, 1)),
-        (8 + SIZE + 8, (1, 1)),
-        (8 + 2 * SIZE + 8, (0, 2)),
-        (8, (0, 0)),
-        (8 + (COUNT + 1) * (SIZE + 8), (0, COUNT + 1)),
-    ):
-        with greeted(served, way) as channel:
-            channel.send(Kind.PUT_BLOCKS, 1, [put_request(served)])
-            channel.receive_frame(Kind.READY)
-            send_head(channel, Kind.CHUNKS, 1, length)
-            channel.send_bytes([memoryview(encode_span(*span))])
-            with socket.socket(fileno=os.dup(channel.fileno())) as sock:
-                assert is_closed(sock)
-        assert nothing_new(served)
-
-
-@BOTH
 def test_more_than_a_run_in_one_frame_is_refused(served: Served, way: str) -> None:
     with greeted(served, way) as channel:
         channel.send(Kind.PUT_BLOCKS, 1, [put_request(served, sizes=[2 << 20] * COUNT)])
@@ -192,42 +168,6 @@ def test_more_than_a_run_in_one_frame_is_refused(served: Served, way: str) -> No
 
 
 @BOTH
-def test_bytes_that_do_not_match_their_checksums_are_not_stored(served: Served, way: str) -> None:
-    def run_case(flag: int) -> None:
-        with greeted(served, way) as channel:
-            channel.send(Kind.PUT_BLOCKS, 1, [put_request(served, flag)])
-            channel.receive_frame(Kind.READY)
-            channel.send(Kind.CHUNKS, 1, [encode_span(0, COUNT), bytes(COUNT * (SIZE + 8))])
-            if flag:
-                channel.receive_frame(Kind.STORED)
-            else:
-                assert "checksums" in refusal_of(channel)
-        eventually(lambda: not served.worker.service.behind.chunks_count, "nothing is on its way")
-        assert nothing_new(served)
-        counters = served.worker.service.counters()
-        assert counters["puts_behind_lost" if flag else "wire_damaged"] == 1
-
-    for flag in (0, 1):
-        run_case(flag)
-
-
-def test_blocks_placed_outside_the_arena_are_refused(served: Served) -> None:
-    for flag in (0, 1):
-        for offset in (1, 1 << 20, (1 << 64) - 4096):
-            fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            os.ftruncate(fd, COUNT * SIZE)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-            with greeted(served, "shared") as channel:
-                channel.send(Kind.ARENA, 0, [encode_arena(COUNT * SIZE)], [fd])
-                os.close(fd)
-                channel.send(Kind.PUT_BLOCKS, 1, [put_request(served, flag)])
-                channel.receive_frame(Kind.READY)
-                channel.send(Kind.PLACED, 1, [encode_placed(Placed(0, COUNT, offset))])
-                assert "arena" in refusal_of(channel)
-            assert nothing_new(served)
-
-
-@BOTH
 def test_any_frames_leave_the_worker_as_it_was(served: Served, way: str) -> None:
     """Frames of a get and a put of blocks in any order, with any numbers: answered, refused or cut off."""
     for seed in range(12):
@@ -237,7 +177,7 @@ def test_any_frames_leave_the_worker_as_it_was(served: Served, way: str) -> None
             put = choose.random() < 0.3
             with suppress(LinkBroken, LinkLate):
                 if put:
-                    channel.send(Kind.PUT_BLOCKS, 1, [put_request(served, choose.choice([0, 1]))])
+                    channel.send(Kind.PUT_BLOCKS, 1, [put_request(served)])
                 else:
                     channel.send(Kind.GET_BLOCKS, 1, [get_request(served, choose.choice([*Mode]))])
                 for _ in range(12):

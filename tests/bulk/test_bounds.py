@@ -19,7 +19,7 @@ from kvstore.client.bulk.arena import Arena
 from kvstore.client.bulk.given import Giving
 from kvstore.client.limits import ClientLimits
 from kvstore.client.remote import remote_port
-from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
+from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.namespace import Namespace
 from kvstore.node.reading import Reading
 from kvstore.node.runs import Run
@@ -97,23 +97,6 @@ def test_a_worker_short_of_threads_closes_the_connection(
             with socket.socket(fileno=os.dup(channel.fileno())) as sock:
                 assert is_closed(sock)
     assert listener.connections_count == 0
-
-
-def test_a_put_behind_that_cannot_be_begun_gives_its_memory_back(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    service = served.worker.service
-    with connected(served, bulk="tcp", write="behind") as store:
-        cache = store.namespace("m", MEDIUM)
-        with monkeypatch.context() as patch:
-            patch.setattr(service.behind._writers, "submit", no_more_threads)
-            with pytest.raises(KVStoreError):
-                cache.put(TOKENS, KV)
-        eventually(lambda: service.gate.inside_count == 0, "the call is over")
-        assert service.in_flight.count == 0
-        assert service.behind.chunks_count == 0
-        assert cache.put(TOKENS, KV).tokens_present == len(TOKENS)
-        assert same(cache.get(TOKENS)[1], KV)
 
 
 def test_memory_for_runs_is_that_of_the_largest_whatever_the_first_is(served: Served) -> None:
@@ -313,12 +296,11 @@ def test_a_put_does_not_wait_for_the_arena_of_a_worker_that_is_gone(
         cache = store.namespace("m", MEDIUM)
         cache.put(TOKENS, KV)
 
-        def never(*_: object) -> bool:
+        def never(*_: object) -> None:
             threading.Timer(0.2, worker.kill).start()
-            monkeypatch.setattr(Arena, "has_entry", lambda *_: False)
-            return False
+            monkeypatch.setattr(Arena, "take", lambda *_: None)
 
-        monkeypatch.setattr(Arena, "has_entry", never)
+        monkeypatch.setattr(Arena, "take", never)
         with pytest.raises(Unavailable):
             returns(lambda: cache.put(*tokens_and_kv(4, seed=2)))
 

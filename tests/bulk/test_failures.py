@@ -387,34 +387,6 @@ def test_a_hung_root_is_a_miss_in_time(way: str) -> None:
             assert same(out, before)
 
 
-def test_what_was_acknowledged_is_written_before_a_worker_ends(tmp_root: Path) -> None:
-    prompts = [tokens_and_kv(40, seed) for seed in range(10)]
-    with worker_process(tmp_root) as worker:
-        with connected(worker.address, write="behind") as store:
-            cache = store.namespace("m", MEDIUM)
-            for each in prompts:
-                cache.put(*each)
-        assert worker.drain() == "drained"
-    with serving(tmp_root) as served, connected(served) as store:
-        cache = store.namespace("m", MEDIUM)
-        for tokens, kv in prompts:
-            assert same(cache.get(tokens)[1], kv)
-
-
-def test_a_put_behind_that_fails_is_counted_and_a_miss() -> None:
-    root = FaultyRoot(MemoryRoot(MemoryFiles()))
-    with serving(root) as served, connected(served, write="behind") as store:
-        cache = store.namespace("m", MEDIUM)
-        root.set_rules([Rule("stage", ENOSPC)])
-        assert cache.put(TOKENS, KV).tokens_present == len(TOKENS)
-        assert cache.match(TOKENS) == 0
-        assert store.stats()["puts_behind_lost"] == 1
-        assert store.stats()["puts_behind_chunks"] == 0
-        root.set_rules([])
-        assert cache.put(TOKENS, KV).tokens_present == len(TOKENS)
-        assert cache.match(TOKENS) == len(TOKENS)
-
-
 @BOTH
 def test_an_error_of_the_root_reaches_the_client(way: str) -> None:
     root = FaultyRoot(MemoryRoot(MemoryFiles()))

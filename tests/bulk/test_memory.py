@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from kvstore.address import Chain
-from kvstore.client.limits import ClientLimits
 from kvstore.format import places
 from kvstore.format.places import Name
 from kvstore.node.counters import TierName
@@ -307,31 +306,6 @@ def test_a_put_behind_is_in_memory_and_reaches_the_root(served: Served, way: str
         assert memory_of(served).stats()["memory_chunks"] == COUNT
         eventually(lambda: not memory_of(served).stats()["memory_dirty_bytes"], "the root has it")
         assert served.member.node.counters.snapshot()["chunks_written"] == COUNT
-        assert store.stats()["puts_behind_lost"] == 0
-
-
-def test_a_put_behind_larger_than_the_memory_is_stored_all_the_same(tmp_root: Path) -> None:
-    with (
-        serving_memory(tmp_root, 16 << 20) as served,
-        connected(served, bulk="shared", write="behind", limits=ClientLimits()) as store,
-    ):
-        cache = store.namespace("m", MEDIUM)
-        prompts = [tokens_and_kv(300, seed=70 + seed) for seed in range(3)]
-
-        def got() -> int:
-            """Tokens of all of them that are there by now, every byte right."""
-            total = 0
-            for tokens, kv in prompts:
-                count, array = cache.get(tokens)
-                assert same(array, kv[:, :, :count])
-                total += count
-            return total
-
-        for tokens, kv in prompts:
-            assert cache.put(tokens, kv).tokens_present == len(tokens)
-            got()
-        # Not at once on a busy machine: the last ones may wait for room.
-        eventually(lambda: got() == 900 * SIZE or store.stats()["puts_behind_lost"], "they are stored")
 
 
 def test_one_mapping_serves_all_connections(served: Served) -> None:

@@ -14,9 +14,7 @@ from kvstore.client.limits import ClientLimits
 from kvstore.errors import InvalidRequest
 from kvstore.results import PutResult
 from kvstore.root.posix import PosixRoot
-from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.worker import Worker
-from kvstore.writes import WriteModeName
 from tests.kit.stores import member_on
 from tests.kit.transports import MEDIUM, WAYS, same, tokens_and_kv
 from tests.kit.workers import Served, connected, serving
@@ -33,21 +31,14 @@ def served(request: pytest.FixtureRequest, module_root: Path) -> Iterator[Served
         yield found
 
 
-@pytest.fixture
-def writes(request: pytest.FixtureRequest) -> tuple[WriteModeName | None, ...]:
-    """A mode for each of three cases: the two kinds of worker have all combinations between them."""
-    is_first = request.node.callspec.params["served"] == "files"
-    return (None, "behind", None) if is_first else ("behind", None, "behind")
+def test_what_one_way_wrote_every_way_reads(served: Served) -> None:
+    for writer in WAYS:
+        check_every_way_reads(served, writer)
 
 
-def test_what_one_way_wrote_every_way_reads(served: Served, writes: tuple[WriteModeName | None, ...]) -> None:
-    for writer, write in zip(WAYS, writes, strict=True):
-        check_every_way_reads(served, writer, write)
-
-
-def check_every_way_reads(served: Served, writer: str, write: WriteModeName | None) -> None:
-    tokens, kv = tokens_and_kv(COUNT, zlib.crc32(f"{writer} {write}".encode()))
-    with connected(served, bulk=writer, write=write) as store:
+def check_every_way_reads(served: Served, writer: str) -> None:
+    tokens, kv = tokens_and_kv(COUNT, zlib.crc32(writer.encode()))
+    with connected(served, bulk=writer) as store:
         result = store.namespace("m", MEDIUM).put(tokens, kv)
         assert result == PutResult(len(tokens), COUNT, 0, COUNT * MEDIUM.chunk_bytes)
         assert store.stats()[f"client_puts_{writer}"] == 1
@@ -57,12 +48,11 @@ def check_every_way_reads(served: Served, writer: str, write: WriteModeName | No
             count, array = cache.get(tokens)
             assert count == len(tokens)
             assert same(array, kv)
-            if write is None:
-                with cache.hold(tokens) as hold:
-                    filled = np.zeros_like(kv)
-                    assert hold.read_into(filled) == len(tokens)
-                    assert same(filled, kv)
-            assert store.stats()[f"client_gets_{reader}"] == (1 if write else 2)
+            with cache.hold(tokens) as hold:
+                filled = np.zeros_like(kv)
+                assert hold.read_into(filled) == len(tokens)
+                assert same(filled, kv)
+            assert store.stats()[f"client_gets_{reader}"] == 2
 
 
 def test_a_slice_of_a_larger_array_is_sent_and_filled_in_place(served: Served) -> None:
@@ -79,16 +69,16 @@ def test_a_slice_of_a_larger_array_is_sent_and_filled_in_place(served: Served) -
             assert not larger[:, :, 13 * SIZE :].any()
 
 
-def test_a_prompt_grows_turn_by_turn(served: Served, writes: tuple[WriteModeName | None, ...]) -> None:
-    for way, write in zip(WAYS, writes, strict=True):
-        check_turns(served, way, write)
+def test_a_prompt_grows_turn_by_turn(served: Served) -> None:
+    for way in WAYS:
+        check_turns(served, way)
 
 
-def check_turns(served: Served, way: str, write: WriteModeName | None) -> None:
-    """Each put builds on the one before, which may still be queued for the root."""
+def check_turns(served: Served, way: str) -> None:
+    """Each put builds on the one before."""
     tokens, kv = tokens_and_kv(12, seed=8)
-    with connected(served, bulk=way, write=write) as store:
-        cache = store.namespace(f"turns-{way}-{write}", MEDIUM)
+    with connected(served, bulk=way) as store:
+        cache = store.namespace(f"turns-{way}", MEDIUM)
         for turn in range(12):
             start, end = turn * SIZE, (turn + 1) * SIZE
             result = cache.put(tokens[:end], kv[:, :, start:end], prefix=start)
@@ -118,15 +108,24 @@ def test_a_put_behind_a_hole_stores_nothing(served: Served) -> None:
             assert cache.match(tokens) == 0
 
 
-def test_a_put_larger_than_the_shared_memory(served: Served, writes: tuple[WriteModeName | None, ...]) -> None:
-    for arena_bytes, write in zip((1, 16 * MEDIUM.chunk_bytes, 13 << 20), writes, strict=True):
-        check_large_puts(served, arena_bytes, write)
+def test_put_behind_without_memory_is_on_the_root(tmp_root: Path) -> None:
+    with serving(tmp_root) as served, serving(tmp_root) as other, connected(other) as reader:
+        for way in WAYS:
+            tokens, kv = tokens_and_kv(20, seed=len(way))
+            with connected(served, bulk=way, write="behind") as store:
+                assert store.namespace("m", MEDIUM).put(tokens, kv).chunks_written == 20
+            assert same(reader.namespace("m", MEDIUM).get(tokens)[1], kv)
 
 
-def check_large_puts(served: Served, arena_bytes: int, write: WriteModeName | None) -> None:
+def test_a_put_larger_than_the_shared_memory(served: Served) -> None:
+    for arena_bytes in (1, 16 * MEDIUM.chunk_bytes, 13 << 20):
+        check_large_puts(served, arena_bytes)
+
+
+def check_large_puts(served: Served, arena_bytes: int) -> None:
     limits = ClientLimits(arena_bytes_max=arena_bytes)
-    with connected(served, bulk="shared", limits=limits, write=write) as store:
-        cache = store.namespace(f"arena-{arena_bytes}-{write}", MEDIUM)
+    with connected(served, bulk="shared", limits=limits) as store:
+        cache = store.namespace(f"arena-{arena_bytes}", MEDIUM)
         for seed in range(2):
             tokens, kv = tokens_and_kv(COUNT, 100 + seed + arena_bytes)
             assert cache.put(tokens, kv).chunks_written == len(tokens) // SIZE
@@ -145,14 +144,6 @@ def test_more_calls_at_once_than_connections_go_over_grpc(served: Served) -> Non
         stats = store.stats()
         assert stats["client_gets_shared"] + stats["client_gets_grpc"] == 12
         assert stats["client_gets_shared"] > 0
-
-
-def test_a_put_behind_over_the_network_that_is_too_large_is_stored_at_once(tmp_root: Path) -> None:
-    tokens, kv = tokens_and_kv(20)
-    with serving(tmp_root, worker_limits=WorkerLimits(behind_bytes_max=10 * MEDIUM.chunk_bytes)) as served:
-        with connected(served, bulk="tcp", write="behind") as store:
-            assert store.namespace("m", MEDIUM).put(tokens, kv).chunks_written == 20
-            assert store.stats()["puts_behind"] == 0
 
 
 @pytest.mark.parametrize("way", ["shared", "tcp"])

@@ -19,7 +19,6 @@ from kvstore.tickets import State
 from kvstore.wire.statuses import NoTicket
 from kvstore.worker.control import service
 from kvstore.worker.control.runner import Step
-from kvstore.worker.puts_behind import PutsBehind
 from tests.kit.secured import Secured, secured
 from tests.kit.stores import SMALL, kv_of
 from tests.kit.workers import WAIT_S
@@ -94,7 +93,7 @@ def test_what_one_may_not_ask_for_makes_no_ticket_and_changes_nothing(worker: Se
 def test_a_ticket_is_watched_by_who_may_read_and_ended_by_who_may_administer_its_tenant(
     worker: Secured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def endless(_member: Member, _behind: PutsBehind, _selection: Selection, step: Step, **_: bool) -> str:
+    def endless(_member: Member, _selection: Selection, step: Step, **_: bool) -> str:
         while True:
             step.pause(0.1)
 

@@ -20,9 +20,9 @@ from kvstore.client.store import Store
 from kvstore.errors import InvalidRequest
 from kvstore.native import is_available
 from kvstore.native import library as native
-from kvstore.node import publish, runs
+from kvstore.node import puts, runs
 from kvstore.node.limits import Limits
-from kvstore.node.publish import TURN_PUBLISHED_MAX, TURN_SYNCED_MAX
+from kvstore.node.puts import TURN_PUBLISHED_MAX, TURN_SYNCED_MAX
 from kvstore.node.reading import GROUP_FILES_MAX
 from kvstore.node.runs import Places, Run, SharedPut, SharedRead, Sizes
 from kvstore.root.posix import PosixRoot
@@ -122,7 +122,7 @@ def test_a_turn_at_a_put_ends_after_its_time(tmp_root: Path, monkeypatch: pytest
     noted = Noted(native.library, "kv_stage_turn")
     monkeypatch.setattr(native, "library", noted)
     monkeypatch.setattr(runs, "TURN_NS", 0)
-    monkeypatch.setattr(publish, "STEP_BYTES", 1024)
+    monkeypatch.setattr(puts, "STEP_BYTES", 1024)
     keys = [at.to_bytes(16, "little") for at in range(100)]
     with opened(tmp_root, native=True) as store:
         blocks = store.namespace("m", TINY).blocks
@@ -141,7 +141,7 @@ def test_a_put_that_was_given_up_takes_nothing_more_in_its_turn(
         return stage(self)
 
     monkeypatch.setattr(native, "library", noted)
-    monkeypatch.setattr(publish, "STEP_BYTES", 1024)
+    monkeypatch.setattr(puts, "STEP_BYTES", 1024)
     keys = [at.to_bytes(16, "little") for at in range(100)]
     # With another lane, which finds the put given up, the run could be over before this turn begins.
     with opened(tmp_root, native=True, limits=Limits(width=1)) as store:

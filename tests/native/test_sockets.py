@@ -24,7 +24,7 @@ from kvstore.node.wanted import image_bytes
 from kvstore.sections import Planes
 from kvstore.sources import RandomIds
 from kvstore.wire.bulk.channel import Channel, LinkBroken, LinkLate
-from kvstore.wire.bulk.runs import receive_planes, receive_sections, send_run
+from kvstore.wire.bulk.runs import receive_planes, send_run
 from kvstore.wire.bulk.sums import plane_sums
 from tests.kit.stores import LARGE, MANY, SMALL, TINY, UNALIGNED
 
@@ -202,29 +202,16 @@ def test_planes_are_received_with_their_sums(natively: bool, monkeypatch: pytest
             assert turned is not None or np.array_equal(out, planes)
 
 
-def test_sections_are_received_with_their_sums_and_those_of_their_planes() -> None:
-    for planes, parts, size_bytes in (
-        (3, 1, 100),
-        (3, 2, 1024),
-        (2, 300, 1024),
-        (2, 3, 256 << 10),
-        (2, 3, 257 << 10),
-        (1, 2, 600 << 10),
-        (5, 9, 16384),
-    ):
-        sections = np.random.default_rng(6).integers(0, 256, (planes * parts, size_bytes), np.uint8)
-        rows = sections.reshape(1, planes, -1)
-        content = sections.tobytes() + np.array(plane_sums(Planes(rows, parts * size_bytes), 0, 1), "<u8").tobytes()
-        order = np.random.default_rng(7).permutation(len(sections))
-        for turned in (None, 0, size_bytes - 1, sections.nbytes - 1, sections.nbytes + 8 * planes - 1):
-            wrong, out = bytearray(content), np.zeros_like(sections)
+def test_blocks_of_one_size_or_of_several_are_received_and_compared() -> None:
+    for sizes in ((100,) * 3, (1,), (600 << 10,) * 2, (100, 3000, 7), (0, 5)):
+        blocks = [np.random.default_rng(6).integers(0, 256, size, np.uint8) for size in sizes]
+        sums = np.array([checksum(block.data) for block in blocks], "<u8").tobytes()
+        content = b"".join(block.tobytes() for block in blocks) + sums
+        for turned in (None, 0, sum(sizes) - 1, len(content) - 1):
+            wrong, out = bytearray(content), [np.zeros_like(block) for block in blocks]
             if turned is not None:
                 wrong[turned] ^= 1
-            bases = out.ctypes.data + order.astype(np.uint64) * np.uint64(size_bytes)
             with fed(bytes(wrong) + b"next", turned or 0) as channel:
-                sums = receive_sections(channel, bases, size_bytes, parts)
+                assert receive_planes(channel, [block.data for block in out]) is (turned is None)
                 assert channel.receive(4) == b"next"
-            assert (sums is None) == (turned is not None)
-            if sums is not None:
-                assert sums.tolist() == [checksum(section.data) for section in sections]
-                assert np.array_equal(out[order], sections)
+            assert turned is not None or all(map(np.array_equal, out, blocks))

@@ -6,7 +6,7 @@ import gc
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -16,16 +16,15 @@ import pytest
 from kvstore.buffers import Pieces
 from kvstore.hints import DEFAULT, Hints
 from kvstore.node import memory_tier
-from kvstore.node.lanes import Deadline, Lanes
-from kvstore.node.limits import CurrentLimits, Limits
-from kvstore.node.memory_puts import MemoryPuts
-from kvstore.node.wanted import image_bytes, keyed
-from kvstore.node.write_behind import WriteBehind
-from kvstore.sources import RandomIds, SystemClock
+from kvstore.node.lanes import Deadline
+from kvstore.node.tier_stack import Kept
+from kvstore.node.wanted import keyed
+from kvstore.sources import SystemClock
 from tests.kit.disks import CHUNKS, Disk, chain_of
 from tests.kit.memory_tiers import Case
 from tests.kit.memory_tiers import chain_of as small_chain
-from tests.kit.tiers import ASKING, IN_TIME_S, Acting, eventually, faulty, held, timed, together
+from tests.kit.patience import PATIENCE_S
+from tests.kit.tiers import ASKING, IN_TIME_S, LARGE, Acting, eventually, faulty, held, timed, together
 
 
 @contextmanager
@@ -116,82 +115,28 @@ def test_what_was_not_verified_in_time_is_not_part_of_a_view() -> None:
         node.assert_settled()
 
 
-class Interrupted(BaseException):
-    """Stands for Ctrl-C, at the place that a test chooses."""
-
-
-class Interrupting(SystemClock):
-    """A clock whose look number ``at`` from now on is interrupted; None: none is."""
-
-    at: int | None = None
-
-    def monotonic_s(self) -> float:
-        if self.at is not None:
-            self.at -= 1
-            if self.at < 0:
-                self.at = None
-                raise Interrupted
-        return super().monotonic_s()
-
-
-def queue_of(case: Case, chunks: int) -> WriteBehind:
-    """A queue with room for this many chunks; nothing is written."""
-    share = (chunks * image_bytes(small_chain(1, 1), 0) + 0.5) / case.tier.size_bytes  # exactly so many, rounded down
-    limits = CurrentLimits(Limits(behind_share=share))
-    behind = WriteBehind(case.tier, case.tier._counters, limits, SystemClock())
-    behind.start(lambda job, slots: 0)
-    return behind
-
-
-def test_w1_a_put_reserves_no_room_for_what_another_brings() -> None:
+def test_w1_a_put_reserves_no_room_for_a_chunk_that_comes() -> None:
     """Or a third would find the queue full, though there is room for each chunk once."""
-    case, lanes, deadline = Case(8), Lanes(1, 1, 10, 10.0, SystemClock()), Deadline(SystemClock(), 5.0)
-    puts, behind, chain = MemoryPuts(case.tier, lanes, RandomIds()), queue_of(case, 6), small_chain(1, 6)
-    payload = [memoryview(bytes(chain.namespace.layout.section_bytes))] * chain.namespace.layout.section_count
-    refused: list[list[bool]] = []
+    root, deadline = faulty(), Deadline(SystemClock(), PATIENCE_S)
+    with Acting(root) as node, held(root):
+        chain, tiers = node.chain(1, 6), node.tiers
+        payload = [memoryview(bytes(LARGE.section_bytes))] * LARGE.section_count
+        refused: list[list[bool]] = []
 
-    def source(index: int) -> Pieces:
-        if index == 0:  # another put comes while this one copies into its claimed slots
-            refused.append(puts.keep(chain, 0, 6, source, DEFAULT, deadline, behind).there)
-        return payload
+        def absorb(count: int) -> Kept:
+            return tiers.absorb(chain, 0, count, source, DEFAULT, deadline, waits=False)
 
-    first = puts.keep(chain, 0, 3, source, DEFAULT, deadline, behind)
-    assert (first.there, refused) == ([True] * 3, [[False] * 6])
-    assert behind.size_bytes == behind.bytes_max // 2
-    second = puts.keep(chain, 0, 6, source, DEFAULT, deadline, behind)
-    assert (second.there, second.fresh) == ([True] * 6, [3, 4, 5])
-    assert behind.size_bytes == behind.bytes_max
-    lanes.close()
-    case.tier.close()
-
-
-def test_a_put_that_is_interrupted_while_it_claims_room_gives_it_back() -> None:
-    def run_case(at: int) -> None:
-        clock = Interrupting()
-        case = Case(8)
-        case.tier._clock = clock
-        lanes = Lanes(2, 2, 10, 10.0, SystemClock())
-        puts, chain = MemoryPuts(case.tier, lanes, RandomIds()), small_chain(1, 6)
-        behind = queue_of(case, 6)
-        payload = [memoryview(bytes(chain.namespace.layout.section_bytes))] * chain.namespace.layout.section_count
-
-        def source(_: int) -> Pieces:
+        def source(index: int) -> Pieces:
+            if index == 0:  # another put comes while this one copies into its claimed slots
+                refused.append(absorb(6).there)
             return payload
 
-        def keep() -> list[bool]:
-            return puts.keep(chain, 0, 6, source, DEFAULT, Deadline(SystemClock(), 5.0), behind).there
-
-        clock.at = at
-        with suppress(Interrupted):
-            keep()
-        clock.at = None
-        assert case.stat("referenced_bytes") == 0
-        assert keep() == [True] * 6 and behind.size_bytes == behind.bytes_max
-        lanes.close()
-        case.tier.close()
-
-    for at in range(12):
-        run_case(at)
+        first = absorb(3)
+        assert (first.there, refused) == ([True] * 3, [[False] * 6])
+        assert tiers.behind.size_bytes == 3 * node.unit_bytes
+        second = absorb(6)
+        assert (second.there, second.fresh) == ([True] * 6, [3, 4, 5])
+        assert tiers.behind.size_bytes == 6 * node.unit_bytes
 
 
 def test_a_block_that_went_wrong_before_it_was_written_is_lost_and_dropped() -> None:

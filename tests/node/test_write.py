@@ -12,8 +12,8 @@ from kvstore.errors import KVStoreError, WrongSize
 from kvstore.format import places
 from kvstore.hints import DEFAULT
 from kvstore.node.lanes import Deadline
+from kvstore.node.puts import Write
 from kvstore.node.wanted import keyed
-from kvstore.node.write import Write
 from kvstore.sections import Buffers, Planes
 from kvstore.sources import SystemClock
 from kvstore.writes import RUNS_MAX, WriteMode

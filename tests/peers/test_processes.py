@@ -20,10 +20,10 @@ import kvstore
 from kvstore import Layout, errors
 from kvstore.client import Cache, Store
 from kvstore.native import library as native
-from kvstore.node import publish
+from kvstore.node import puts
 from kvstore.node.chunk_runs import ChunkRuns
-from kvstore.node.publish import Publication
-from kvstore.node.runs import Places, SharedPut, Sizes
+from kvstore.node.puts import RootWrite
+from kvstore.node.runs import Places, SharedPut
 from kvstore.recency import QUANTUM_S, is_fresh
 from tests.kit.heartbeat import others_run_during
 from tests.kit.patience import PATIENCE_S
@@ -99,7 +99,7 @@ def test_put_on_a_full_disk_keeps_space_for_its_first_chunk(small_root: Path, mo
     """The first chunk finds no room, and the lanes that took it are still at work."""
     layout = Layout(layers=1, kv_heads=1, head_dim=65_536, dtype="int8", chunk_tokens=4)  # chunks of 512 KiB
     is_full, needs_room = threading.Event(), threading.Event()
-    really_stage, make_room = ChunkRuns.stage, Publication.make_room
+    really_stage, make_room = ChunkRuns.stage, RootWrite.make_room
 
     def stage(self: ChunkRuns, put: SharedPut) -> tuple[Places, bool]:
         taken, more = really_stage(self, put)
@@ -112,14 +112,15 @@ def test_put_on_a_full_disk_keeps_space_for_its_first_chunk(small_root: Path, mo
             assert needs_room.wait(PATIENCE_S)
         return taken, more
 
-    def told_to_make_room(self: Publication, index: int) -> bool:
+    def told_to_make_room(self: RootWrite, index: int) -> bool:
         needs_room.set()
         return make_room(self, index)
 
-    monkeypatch.setattr(publish, "put_sizes", lambda *_: Sizes(4, 4))
-    monkeypatch.setattr(publish, "ROOM_S", PATIENCE_S)
+    monkeypatch.setattr(puts, "STEP_BYTES", 4 * layout.chunk_bytes)
+    monkeypatch.setattr(puts, "TURN_BYTES_MAX", 4 * layout.chunk_bytes)
+    monkeypatch.setattr(puts, "ROOM_S", PATIENCE_S)
     monkeypatch.setattr(ChunkRuns, "stage", stage)
-    monkeypatch.setattr(Publication, "make_room", told_to_make_room)
+    monkeypatch.setattr(RootWrite, "make_room", told_to_make_room)
     with kvstore.open(str(small_root)) as store:
         cache = store.namespace("model", layout)
         with pytest.raises(errors.Overloaded, match="No space left"):

@@ -22,7 +22,6 @@ from kvstore.host.pins import PinnedPrints
 from kvstore.host.room import Room
 from kvstore.host.shared import Number
 from kvstore.node import puts
-from kvstore.node.guard import Guard
 from kvstore.node.holds import Hold, Holds
 from kvstore.node.host_view import NOTHING, HostView
 from kvstore.node.known import Known
@@ -255,7 +254,7 @@ def skips_ancestors() -> Iterator[None]:
 def put_holds_parent() -> Iterator[None]:
     """A put does not keep what it builds on."""
 
-    class Open(Guard):
+    class Open(puts.Guard):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
             self._view.unprotect(self._mark)
@@ -270,7 +269,7 @@ def put_holds_parent() -> Iterator[None]:
 @bug(HOME)
 def put_renews_parent() -> Iterator[None]:
     """A put does not renew the parents of what it published."""
-    with patch.object(Guard, "unlisted", lambda self, fresh: []):
+    with patch.object(puts.Guard, "unlisted", lambda self, fresh: []):
         yield
 
 

@@ -17,7 +17,7 @@ import pytest
 from kvstore.buffers import Borrowed
 from kvstore.errors import KVStoreError
 from kvstore.hints import Hints
-from kvstore.node import memory_puts, write_behind
+from kvstore.node import tier_stack, write_behind
 from kvstore.node.lanes import Deadline
 from kvstore.sections import planes_of
 from kvstore.sources import SystemClock
@@ -155,8 +155,9 @@ def test_i2_bytes_that_hang_on_their_way_to_the_root_get_no_name_once_their_room
 
 def test_a_put_that_is_late_gives_its_room_back(node: Acting, monkeypatch: pytest.MonkeyPatch) -> None:
     """Past its deadline a put behind leaves nothing claimed, reserved or referred to."""
-    monkeypatch.setattr(memory_puts, "COPY_S", PATIENCE_S)  # here copying is not short
-    chain = node.chain(1, 24)  # enough that lanes copy them
+    monkeypatch.setattr(tier_stack, "COPY_S", PATIENCE_S)  # here copying is not short
+    monkeypatch.setattr(tier_stack, "PART_BYTES_MIN", LARGE.chunk_bytes)
+    chain = node.chain(1, 24)
     began, release, longer = threading.Event(), threading.Event(), slowness()
 
     def source(_: int) -> list[memoryview]:
@@ -174,7 +175,7 @@ def test_a_put_that_is_late_gives_its_room_back(node: Acting, monkeypatch: pytes
 def test_a_put_through_that_memory_takes_too_long_for_is_stored_all_the_same(
     node: Acting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_puts, "COPY_S", PATIENCE_S)
+    monkeypatch.setattr(tier_stack, "COPY_S", PATIENCE_S)
     chain, asked = node.chain(1, 24), Counter[int]()
     payload = [memoryview(bytes(LARGE.section_bytes))] * LARGE.section_count
     release, longer = threading.Event(), slowness()
@@ -192,7 +193,7 @@ def test_a_put_through_that_memory_takes_too_long_for_is_stored_all_the_same(
 
 def test_w3_a_put_that_ends_when_the_node_is_closed_is_counted(node: Acting) -> None:
     behind, chain = node.tiers.behind, node.chain(1, 1)
-    assert behind.reserve(node.unit_bytes)
+    assert behind.reserve([node.unit_bytes])
     behind.close()
     behind.add(chain, 0, 1, Hints(), node.unit_bytes)
     assert behind.size_bytes == 0 and behind.flush(1.0) and node.stat("behind_lost") == 1
@@ -275,7 +276,7 @@ def test_w3_after_the_end_nothing_is_taken_any_more(node: Acting) -> None:
     node.put(1, 2)
     node.close()
     assert node.node.tiers is not None
-    assert not node.node.tiers.behind.reserve(1)
+    assert not node.node.tiers.behind.reserve([1])
     assert node.memory.leading(node.chain(1, 2)) == 0
     with node.memory.refer(node.chain(1, 2), 0, 2) as slots:
         done = node.memory.read(slots, 0, 2, lambda index: [], Borrowed())

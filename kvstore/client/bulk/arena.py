@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.memory.arena import populate
-from kvstore.wire.bulk.ledger import LEDGER_BYTES, PUTS_MAX, entry_of, released_count
+from kvstore.wire.bulk.ledger import LEDGER_BYTES, released_count
 
 ARENA_BYTES_MIN = 16 << 20
 
@@ -23,9 +23,8 @@ ARENA_BYTES_MIN = 16 << 20
 class _Region:
     start: int
     end: int
-    request: int
     upto: int
-    """This region is free once the first ``upto`` chunks of that put are released."""
+    """This region is free once the first ``upto`` chunks of the put are released."""
 
 
 class Ledger:
@@ -40,11 +39,11 @@ class Ledger:
             mapped = mmap.mmap(fd, LEDGER_BYTES, prot=mmap.PROT_READ)
         finally:
             os.close(fd)
-        self._entries = np.frombuffer(mapped, np.uint64)
+        self._entry = np.frombuffer(mapped, np.uint64)
 
     def released(self, request: int) -> int:
         """Number of leading chunks of a put that the worker no longer needs in the arena."""
-        return released_count(int(self._entries[entry_of(request)]), request)
+        return released_count(int(self._entry[0]), request)
 
 
 class Arena:
@@ -69,28 +68,23 @@ class Arena:
         self._closing = threading.Event()
         pages = memoryview(mapped)
         threading.Thread(target=populate, args=(pages, True, self._closing), name="kvstore-arena", daemon=True).start()
+        self._request = 0
         self._regions: deque[_Region] = deque()
 
-    @property
-    def is_free(self) -> bool:
-        """True if the worker needs nothing in the arena."""
-        self._collect()
-        return not self._regions
+    def begin(self, request: int) -> None:
+        """Begins a put. The worker has answered the one before, and needs nothing of it."""
+        self._request = request
+        self._regions.clear()
 
-    def has_entry(self, request: int) -> bool:
-        """True if the ledger entry for this request number is no longer used by an older put."""
-        self._collect()
-        return not self._regions or request - self._regions[0].request <= PUTS_MAX
-
-    def take(self, size_bytes: int, request: int, upto: int) -> int | None:
-        """Returns the offset of a region for chunks of a put; it is free once the first ``upto`` chunks are released.
+    def take(self, size_bytes: int, upto: int) -> int | None:
+        """Returns the offset of a region for chunks of the put; it is free once its first ``upto`` are released.
 
         None if there is no room now.
         """
         self._collect()
         start = self._place(size_bytes)
         if start is not None:
-            self._regions.append(_Region(start, start + size_bytes, request, upto))
+            self._regions.append(_Region(start, start + size_bytes, upto))
         return start
 
     def bytes_at(self, offset: int, size_bytes: int) -> npt.NDArray[Any]:
@@ -106,7 +100,7 @@ class Arena:
         self._bytes = np.empty(0, np.uint8)
 
     def _collect(self) -> None:
-        while self._regions and self._ledger.released(self._regions[0].request) >= self._regions[0].upto:
+        while self._regions and self._ledger.released(self._request) >= self._regions[0].upto:
             self._regions.popleft()
 
     def _place(self, size_bytes: int) -> int | None:

@@ -126,9 +126,9 @@ class Link:
         ``reserve(bytes)`` returns how many of those bytes the arena may have.
         """
         arena, ledger = self.arena, self._ledger
-        if ledger is None or (arena is not None and (arena.size_bytes >= size_bytes or not arena.is_free)):
+        if ledger is None or (arena is not None and arena.size_bytes >= size_bytes):
             return
-        # Twice, so that one put is copied while the one before is being written.
+        # Twice, so that a run finds room in the ring while those before it are being written.
         size = arena.size_bytes if arena else 0
         wanted = reserve(max(ARENA_BYTES_MIN, 2 << (size_bytes - 1).bit_length()))
         if wanted <= size:

@@ -1,17 +1,9 @@
-"""The page that a worker shares with a client: how many chunks of each recent put the arena may forget."""
+"""The page that a worker shares with a client: how many chunks of the current put the arena may forget."""
 
 from __future__ import annotations
 
-ENTRIES = 64
 LEDGER_BYTES = 4096
 COUNT_BITS = 32
-PUTS_MAX = ENTRIES - 1
-"""Puts of one connection whose chunks may be in its arena at once, so that none shares an entry with another."""
-
-
-def entry_of(request: int) -> int:
-    """Returns the index of a put's entry."""
-    return request % ENTRIES
 
 
 def entry_value(request: int, count: int) -> int:

@@ -19,8 +19,6 @@ from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.sums import plane_sums
 
 SUM_BYTES = 8
-PARTS_BYTES = 1024
-"""XXH3 takes so many bytes at a time: sections of a multiple can be summed alone and as a plane while they come."""
 
 
 def send_run(channel: Channel, planes: Planes, first: int, count: int) -> None:
@@ -38,29 +36,18 @@ def send_run(channel: Channel, planes: Planes, first: int, count: int) -> None:
 
 
 def receive_planes(channel: Channel, planes: Pieces) -> bool:
-    """Fills ``planes``, all of one size; True if the checksums that follow match them."""
-    if channel.moves_natively:
+    """Fills ``planes``, or blocks; True if the checksums that follow match them."""
+    size_bytes = len(planes[0])
+    if channel.moves_natively and size_bytes and all(len(plane) == size_bytes for plane in planes):
         bases = np.fromiter(map(address_of, planes), np.uint64, len(planes))
-        return receive_sections(channel, bases, len(planes[0]), 1) is not None
-    channel.receive_into(planes)
-    found = np.array(list(map(checksum, planes)), "<u8").tobytes()
-    return channel.receive(SUM_BYTES * len(planes)) == found
-
-
-def receive_sections(
-    channel: Channel, bases: npt.NDArray[np.uint64], size_bytes: int, parts: int
-) -> npt.NDArray[np.uint64] | None:
-    """Fills sections of ``size_bytes`` at ``bases``, which come as planes of ``parts`` each, natively; returns their
-    checksums, or None if those of the planes, which follow, do not match. Sections of ``PARTS_BYTES`` or many of them,
-    if a plane has several.
-    """
-    assert parts == 1 or size_bytes % PARTS_BYTES == 0
-    rows, sums, planes = _rows(bases, 0, size_bytes), np.zeros(len(bases), "<u8"), np.zeros(len(bases) // parts, "<u8")
-    came = ctypes.create_string_buffer(native.ROWS_BYTES)
-    receive = native.library.kv_receive_rows
-    channel.receive_by(partial(receive, rows.ctypes.data, parts, sums.ctypes.data, planes.ctypes.data, came))
-    found = planes if parts > 1 else sums
-    return sums if channel.receive(found.nbytes) == found.tobytes() else None
+        rows, sums = _rows(bases, 0, size_bytes), np.zeros(len(planes), "<u8")
+        came = ctypes.create_string_buffer(native.ROWS_BYTES)
+        receive = native.library.kv_receive_rows
+        channel.receive_by(partial(receive, rows.ctypes.data, 1, sums.ctypes.data, None, came))
+    else:
+        channel.receive_into(planes)
+        sums = np.array(list(map(checksum, planes)), "<u8")
+    return channel.receive(sums.nbytes) == sums.tobytes()
 
 
 def _rows(bases: npt.NDArray[np.uint64], offset: int, size_bytes: int) -> npt.NDArray[np.void]:

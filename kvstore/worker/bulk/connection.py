@@ -13,7 +13,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.memory.arena import follow
 from kvstore.security.identity import NOTHING, Presented
 from kvstore.wire.bulk.channel import Channel
-from kvstore.wire.bulk.ledger import LEDGER_BYTES, entry_of, entry_value
+from kvstore.wire.bulk.ledger import LEDGER_BYTES, entry_value
 
 
 class Ledger:
@@ -24,15 +24,15 @@ class Ledger:
         os.ftruncate(self.fd, LEDGER_BYTES)
         # Sealed in its size: a client that reads past the end would be killed (SIGBUS).
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        self._entries = np.frombuffer(mmap.mmap(self.fd, LEDGER_BYTES), np.uint64)
+        self._entry = np.frombuffer(mmap.mmap(self.fd, LEDGER_BYTES), np.uint64)
 
     def released(self, request: int, count: int) -> None:
         """Says that the first ``count`` chunks of a put are no longer needed in the arena."""
         # One aligned store of 8 bytes: the client sees the old value or the new one.
-        self._entries[entry_of(request)] = entry_value(request, count)
+        self._entry[0] = entry_value(request, count)
 
     def close(self) -> None:
-        """Closes the file; the memory stays as long as a put that is written behind needs it."""
+        """Closes the file; the memory stays as long as a put that hangs needs it."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
@@ -48,11 +48,6 @@ class Connection:
         self.ledger = Ledger() if channel.is_unix else None
         self._arena = memoryview(b"")
         self._closing = threading.Event()
-
-    @property
-    def has_arena(self) -> bool:
-        """True if the client shares memory."""
-        return len(self._arena) > 0
 
     def adopt_arena(self, size_bytes: int, arena_bytes_max: int) -> None:
         """Maps the memory that came with the last frame, read-only, in place of the previous mapping.
@@ -91,7 +86,7 @@ class Connection:
         return self._arena[offset:end]
 
     def close(self) -> None:
-        """Closes the connection. The arena stays mapped while a put that is written behind needs it. Idempotent."""
+        """Closes the connection. The arena stays mapped while a put that hangs needs it. Idempotent."""
         self._closing.set()
         self.channel.close()
         self._arena = memoryview(b"")

@@ -87,7 +87,6 @@ class BulkGets:
         asked = Asked(wanted, self._prompts.block_hold(request.hold, wanted.namespace))
         if not request.uncounted:
             self._node.counters.add(NodeCount.REQUESTS_GET)
-        self._prompts.settle_blocks(wanted.namespace, wanted.keys)
         if mode == Mode.STREAM:
             stream = self._stream(channel, number, asked)
             try:

@@ -1,180 +1,206 @@
-"""Put over a bulk connection: chunks or blocks come in the shared arena or as bytes.
-
-They are acknowledged when stored, or with ``write="behind"`` on receipt.
-"""
+"""Put over a bulk connection: chunks or blocks come in the shared arena or as bytes."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, pairwise
 
 import numpy as np
 
-from kvstore.hints import Hints
+from kvstore.address import Chain
+from kvstore.buffers import cut_evenly
+from kvstore.counts import WorkerCount
 from kvstore.node.lanes import Deadline
 from kvstore.node.node import Node
-from kvstore.node.wanted import Wanted
-from kvstore.node.write import Write, Written
+from kvstore.node.puts import Written
+from kvstore.node.wanted import Wanted, sizes_of
+from kvstore.sections import Buffers as Blocks
+from kvstore.sections import Planes, Sections
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.bulk.frames import READY, Kind
+from kvstore.wire.bulk.frames import READY, RUN_BYTES, SPAN_BYTES, Kind, decode_placed, decode_span
+from kvstore.wire.bulk.runs import SUM_BYTES, receive_planes
 from kvstore.wire.messages import hints_of, parse, write_of
-from kvstore.worker.bulk.arriving import Arrived, Arriving
-from kvstore.worker.bulk.cargo import Cargo
+from kvstore.wire.statuses import BrokenTransfer
+from kvstore.worker.admission import Buffers, BytesInFlight
 from kvstore.worker.bulk.connection import Connection
 from kvstore.worker.call import Call
-from kvstore.worker.calls import seconds_left
+from kvstore.worker.calls import Calls, seconds_left
 from kvstore.worker.prompts import Prompts
-from kvstore.worker.puts_behind import PutsBehind
 from kvstore.worker.putting import blocks_answer, chunks_answer
-from kvstore.writes import WriteMode
+from kvstore.writes import RUNS_IN_MEMORY, WriteMode
+
+MEMORY_RUN_BYTES = 16 << 20
+"""Limit of several chunks in one run that comes as bytes, and is copied into memory before the next run is received."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Request:
-    """One put of a client."""
+class UploadedRun:
+    """A run that has arrived."""
 
-    connection: Connection
-    number: int
-    call: Call
-    wanted: Wanted
     first: int
-    hints: Hints
-    write: WriteMode | None
-    waits: bool
-    """True if the client waits until the chunks are stored, false if only until they are received."""
+    count: int
+    sections: Sections
+    release: Callable[[], None]
+    """Frees its memory."""
+
+
+class Upload:
+    """The ``count`` chunks or blocks of a put, from index ``first`` on, as a client sends them."""
+
+    def __init__(
+        self, connection: Connection, number: int, wanted: Wanted, first: int, count: int, run_bytes: int = RUN_BYTES
+    ) -> None:
+        """``run_bytes`` limits several chunks in one run that comes as bytes."""
+        self.first = first
+        self.count = count
+        self.run_bytes = run_bytes
+        self._connection = connection
+        self._number = number
+        self._wanted = wanted
+        self._ends = [0, *accumulate(sizes_of(wanted)[first : first + count])]
+
+    def runs(
+        self, in_flight: BytesInFlight, buffers: Buffers, calls: Calls, reserved: ExitStack
+    ) -> Iterator[UploadedRun]:
+        """Yields runs in order.
+
+        Memory is reserved for the first run that comes as bytes, until ``reserved`` ends. Raises BrokenTransfer if
+        bytes do not match their checksums, InvalidRequest, LinkBroken, LinkLate.
+        """
+        channel = self._connection.channel
+        is_reserved = False
+        index, stop = self.first, self.first + self.count
+        while index < stop:
+            head = channel.receive_head()
+            channel.expect(head, Kind.PLACED, Kind.CHUNKS)
+            offset = 0
+            if head.kind is Kind.PLACED:
+                placed = decode_placed(channel.receive(head.length))
+                start, count, offset = placed.first, placed.count, placed.offset
+            else:
+                start, count = decode_span(channel.receive(SPAN_BYTES))
+            if start != index or not 1 <= count <= stop - index:
+                raise channel.break_off(f"received {count} chunks from {start} on: expected chunks from {index} on")
+            size_bytes = self._size_bytes(start, count)
+            buffer: memoryview | None = None
+            if head.kind is Kind.PLACED:
+                memory = self._connection.placed(offset, size_bytes)
+            else:
+                length = SPAN_BYTES + size_bytes + self._sums_count(count) * SUM_BYTES
+                if head.length != length or (count > 1 and size_bytes > self.run_bytes):
+                    raise channel.break_off(
+                        f"received {head.length} bytes for {count} chunks: not their size, or too large a run"
+                    )
+                if not is_reserved:
+                    reserved.enter_context(in_flight.reserved(self._in_memory_bytes))
+                    is_reserved = True
+                memory = buffer = buffers.take(size_bytes)
+                if not receive_planes(channel, self._pieces(start, count, memory)):
+                    raise self._broken(start, count)
+            calls.add(WorkerCount.WIRE_BYTES_IN, size_bytes)
+            index += count
+            release = partial(self._release, index - self.first, buffers, buffer)
+            yield UploadedRun(start, count, self._sections(start, count, memory), release)
 
     def released(self, count: int) -> None:
-        """Tells the client that it may reuse the memory of its first ``count`` chunks."""
-        if self.connection.ledger is not None:
-            self.connection.ledger.released(self.number, count)
+        """Notes that the client may use the arena memory of its first ``count`` chunks again."""
+        if self._connection.ledger is not None:
+            self._connection.ledger.released(self._number, count)
+
+    def _release(self, count: int, buffers: Buffers, buffer: memoryview | None) -> None:
+        if buffer is not None:
+            buffers.give(buffer)
+        self.released(count)
+
+    @property
+    def _in_memory_bytes(self) -> int:
+        """Memory for the runs that are here at once, if they come as bytes."""
+        largest = max((b - a for a, b in pairwise(self._ends)), default=0)
+        return min(self._ends[-1], RUNS_IN_MEMORY * max(self.run_bytes, largest))
+
+    def _size_bytes(self, first: int, count: int) -> int:
+        return self._ends[first + count - self.first] - self._ends[first - self.first]
+
+    def _sums_count(self, count: int) -> int:
+        """Returns the number of checksums that come with a run of ``count`` chunks."""
+        return self._wanted.namespace.layout.section_count if isinstance(self._wanted, Chain) else count
+
+    def _pieces(self, first: int, count: int, memory: memoryview) -> list[memoryview]:
+        """Returns the parts of a run that have a checksum each: planes, or blocks."""
+        if isinstance(self._wanted, Chain):
+            return cut_evenly(memory, len(memory) // self._wanted.namespace.layout.section_count)
+        ends = self._ends[first - self.first : first - self.first + count + 1]
+        return [memory[start - ends[0] : end - ends[0]] for start, end in pairwise(ends)]
+
+    def _sections(self, first: int, count: int, memory: memoryview) -> Sections:
+        if not isinstance(self._wanted, Chain):
+            return Blocks(self._pieces(first, count, memory), first)
+        layout = self._wanted.namespace.layout
+        return Planes(np.frombuffer(memory, np.uint8).reshape(layout.layers, 2, -1), layout.section_bytes, first)
+
+    def _broken(self, first: int, count: int) -> BrokenTransfer:
+        unit = "chunks" if isinstance(self._wanted, Chain) else "blocks"
+        return BrokenTransfer(
+            f"{unit} {first} to {first + count - 1} do not match their checksums: bytes changed on the way; "
+            "repeat the call"
+        )
 
 
 class BulkPuts:
     """Serves PUT and PUT_BLOCKS frames."""
 
-    def __init__(self, node: Node, prompts: Prompts, arriving: Arriving, behind: PutsBehind) -> None:
+    def __init__(self, node: Node, prompts: Prompts, in_flight: BytesInFlight, calls: Calls, buffers: Buffers) -> None:
         self._node = node
         self._prompts = prompts
-        self._arriving = arriving
-        self._behind = behind
+        self._in_flight = in_flight
+        self._calls = calls
+        self._buffers = buffers
 
-    def put(self, connection: Connection, number: int, flag: int, message: bytes, call: Call) -> None:
+    def put(self, connection: Connection, number: int, message: bytes, call: Call) -> None:
         """Answers one request about a prompt."""
         start = parse(pb.PutStart, message)
         chain = self._prompts.chain_to_put(start, call)
-        hints, write = hints_of(start.hints), write_of(start.write)
-        request = _Request(connection, number, call, chain, start.first, hints, write, waits=not flag)
-        self._serve(request, partial(chunks_answer, chain))
+        written = self._store(connection, number, call, chain, start.first, start)
+        connection.channel.send(Kind.STORED, number, [chunks_answer(chain, written)])
 
-    def put_blocks(self, connection: Connection, number: int, flag: int, message: bytes, call: Call) -> None:
+    def put_blocks(self, connection: Connection, number: int, message: bytes, call: Call) -> None:
         """Answers one request about engine-hashed blocks."""
         start = parse(pb.PutBlocksStart, message)
-        blocks = self._prompts.blocks_to_put(start, call)
-        hints, write = hints_of(start.hints), write_of(start.write)
-        self._serve(_Request(connection, number, call, blocks, 0, hints, write, waits=not flag), blocks_answer)
+        written = self._store(connection, number, call, self._prompts.blocks_to_put(start, call), 0, start)
+        connection.channel.send(Kind.STORED, number, [blocks_answer(written)])
 
-    def _serve(self, request: _Request, answer: Callable[[Written], bytes]) -> None:
-        """Asks for the missing chunks, stores them, and answers with the result."""
-        channel, wanted = request.connection.channel, request.wanted
+    def _store(
+        self,
+        connection: Connection,
+        number: int,
+        call: Call,
+        wanted: Wanted,
+        first: int,
+        start: pb.PutStart | pb.PutBlocksStart,
+    ) -> Written:
+        """Asks for the missing chunks, and stores them as they arrive."""
+
+        def deadline() -> Deadline:
+            return Deadline(self._node.clock, seconds_left(call, self._node.limits.write_deadline_s))
+
         write = self._node.puts.begin(
-            wanted,
-            request.first,
-            self._deadline(request),
-            request.hints,
-            request.write or (None if request.waits else WriteMode.BEHIND),
-            skips=True,
-            sheds=request.waits,  # never shed a put behind: nobody waits for its result
+            wanted, first, deadline(), hints_of(start.hints), write_of(start.write), skips=True
         )
-        first = write.first
-        count = 0 if write.refused else len(wanted) - first
-        cargo = Cargo(wanted, first, count, write.run_bytes)
-        acknowledged = threading.Event()
+        run_bytes = MEMORY_RUN_BYTES if write.mode is WriteMode.BEHIND else RUN_BYTES
+        count = 0 if write.refused else len(wanted) - write.first
+        upload = Upload(connection, number, wanted, write.first, count, run_bytes)
         try:
             with ExitStack() as reserved:
-                is_behind = (
-                    not request.waits
-                    and not self._node.durability.waits
-                    and count > 0
-                    and self._arriving.has_room(request.connection, cargo.all_bytes, reserved)
-                )
-                channel.send(Kind.READY, request.number, [READY.pack(first, count, cargo.run_bytes)])
-                runs = self._arriving.runs(request.connection, cargo, write, reserved, is_behind=is_behind)
-                if is_behind:
-                    written = self._write_behind(request, write, cargo, self._all(write, runs), reserved, acknowledged)
-                else:
-                    written = self._store(request, write, cargo, runs, partial(self._deadline, request))
+                connection.channel.send(Kind.READY, number, [READY.pack(upload.first, upload.count, upload.run_bytes)])
+                for run in upload.runs(self._in_flight, self._buffers, self._calls, reserved):
+                    write.add(run.sections, run.first, run.count, deadline(), run.release)
+                written = write.finish(deadline())
         except BaseException:
             # The client is gone, or sent wrong or damaged bytes: only what arrived whole before may be published.
             write.abandon()
             raise
-        channel.send(Kind.STORED, request.number, [answer(written)])
-        acknowledged.set()
-
-    def _store(
-        self, request: _Request, write: Write, cargo: Cargo, runs: Iterable[Arrived], deadline: Callable[[], Deadline]
-    ) -> Written:
-        """Stores chunks as they arrive."""
-        for run in runs:
-            if run.room is not None:
-                write.fill(run.room)
-                continue
-            sections = cargo.sections(run.first, run.count, run.memory, run.sums)
-            write.add(sections, run.first, run.count, deadline(), partial(self._release, request, cargo, run))
-        written = write.finish(deadline())
-        request.released(cargo.count)
+        upload.released(upload.count)
         return written
-
-    def _release(self, request: _Request, cargo: Cargo, run: Arrived) -> None:
-        self._arriving.let_go(run)
-        request.released(run.first + run.count - cargo.first)
-
-    def _all(self, write: Write, runs: Iterable[Arrived]) -> list[Arrived]:
-        """Waits for all runs, and stores those that are in memory as they come: claimed room, which nobody can read or
-        evict, keeps others out. Returns the others.
-        """
-        left = list[Arrived]()
-        for run in runs:
-            if run.room is not None:
-                write.fill(run.room)
-            else:
-                left.append(run)
-        return left
-
-    def _write_behind(
-        self,
-        request: _Request,
-        write: Write,
-        cargo: Cargo,
-        runs: list[Arrived],
-        reserved: ExitStack,
-        acknowledged: threading.Event,
-    ) -> Written:
-        """Stores the chunks soon, from where they are; the answer tells which will be stored."""
-        limit_s = self._node.limits.write_deadline_s
-        kept = reserved.pop_all()
-
-        def store() -> None:
-            try:
-                with kept:
-                    self._store(request, write, cargo, runs, lambda: Deadline(self._node.clock, limit_s))
-            except BaseException:
-                write.abandon()
-                raise
-            finally:
-                runs.clear()
-                request.released(cargo.count)
-
-        try:
-            self._behind.submit(request.wanted.addresses[cargo.first :], store, acknowledged)
-        except BaseException:
-            kept.close()
-            raise
-        there = np.ones(len(request.wanted), np.bool_)
-        fresh = np.arange(len(there)) >= cargo.first
-        return Written(there, cargo.count, cargo.all_bytes, cargo.first - request.first, fresh)
-
-    def _deadline(self, request: _Request) -> Deadline:
-        return Deadline(self._node.clock, seconds_left(request.call, self._node.limits.write_deadline_s))

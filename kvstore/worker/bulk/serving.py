@@ -23,7 +23,6 @@ from kvstore.wire.bulk.frames import (
 from kvstore.wire.messages import parse, trace_of
 from kvstore.wire.statuses import Refusal, refusal
 from kvstore.worker.admission import Buffers, BytesInFlight
-from kvstore.worker.bulk.arriving import Arriving
 from kvstore.worker.bulk.connection import Connection
 from kvstore.worker.bulk.getting import BulkGets
 from kvstore.worker.bulk.leases import Leases
@@ -32,7 +31,6 @@ from kvstore.worker.call import BulkContext, Refused
 from kvstore.worker.calls import Calls, UnaryCall
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.prompts import Prompts
-from kvstore.worker.puts_behind import PutsBehind
 
 LINGER_S = 2.0
 """How long the rest of a refused put is read on, so that the client can read why."""
@@ -51,7 +49,6 @@ class BulkRequests:
         in_flight: BytesInFlight,
         calls: Calls,
         limits: WorkerLimits,
-        behind: PutsBehind,
         buffers: Buffers,
         short: Mapping[str, UnaryCall[Any]],
     ) -> None:
@@ -64,8 +61,7 @@ class BulkRequests:
         self.memory_id = node.ids.fresh() if node.memory is not None else b""
         self.leases = Leases(node.memory) if node.memory is not None else None
         self._gets = BulkGets(node, prompts, in_flight, calls, limits, buffers, self.leases)
-        arriving = Arriving(in_flight, calls, buffers, limits.behind_bytes_max)
-        self._puts = BulkPuts(node, prompts, arriving, behind)
+        self._puts = BulkPuts(node, prompts, in_flight, calls, buffers)
 
     def serve(self, connection: Connection) -> bool:
         """Serves the request whose first bytes came; returns whether the connection can be used again. Never raises."""
@@ -98,9 +94,9 @@ class BulkRequests:
                 elif head.kind is Kind.GET_BLOCKS:
                     self._gets.get_blocks(channel, number, request.flag, request.message, call)
                 elif head.kind is Kind.PUT_BLOCKS:
-                    self._puts.put_blocks(connection, number, request.flag, request.message, call)
+                    self._puts.put_blocks(connection, number, request.message, call)
                 else:
-                    self._puts.put(connection, number, request.flag, request.message, call)
+                    self._puts.put(connection, number, request.message, call)
             channel.take_files(0)
             return channel.alive
         except Refused as refused:

@@ -6,10 +6,6 @@ from kvstore.census.selection import Selection
 from kvstore.node.member import Member
 from kvstore.v1 import control_pb2 as pb
 from kvstore.worker.control.runner import Step
-from kvstore.worker.puts_behind import PutsBehind
-
-BEHIND_S = 10.0
-"""How long it waits for puts that clients have sent and this worker has yet to store."""
 
 
 def selection_of(message: pb.Selection) -> Selection:
@@ -25,11 +21,8 @@ def selection_of(message: pb.Selection) -> Selection:
     )
 
 
-def clear_selected(
-    member: Member, behind: PutsBehind, selection: Selection, step: Step, *, dry_run: bool, pinned: bool
-) -> str:
+def clear_selected(member: Member, selection: Selection, step: Step, *, dry_run: bool, pinned: bool) -> str:
     """Clears the selected chunks. Raises what the member raised."""
-    behind.wait_empty(BEHIND_S)  # or puts that are written behind would come after it
     cleared = member.clear_selected(selection, step.progress, dry_run=dry_run, pinned=pinned)
     step.count(
         chunks=cleared.chunks,

@@ -119,7 +119,6 @@ class Examination:
             root_queue=int(gauges["lane_queue"]),
             behind_bytes=int(gauges.get("behind_bytes", 0)),
             behind_bytes_max=tiers.behind.bytes_max if tiers is not None else 0,
-            puts_behind_chunks=int(gauges["puts_behind_chunks"]),
             holds=int(gauges["client_holds"]),
             tickets_running=int(gauges["tickets_running"]),
             tickets_waiting=int(gauges["tickets_waiting"]),

@@ -126,13 +126,10 @@ class ControlService:
 
     def _clear_selected(self, request: pb.ClearSelectedRequest, call: Call) -> Message:
         selection, said, tenant = self._selected(request.selection, call)
-        service = self._service
         resolved(self._member.node, selection)  # a ticket that failed would not tell that it makes no sense
 
         def clear(step: Step) -> str:
-            return clear_selected(
-                self._member, service.behind, selection, step, dry_run=request.dry_run, pinned=request.pinned
-            )
+            return clear_selected(self._member, selection, step, dry_run=request.dry_run, pinned=request.pinned)
 
         return self._begin("clear", clear, said, "shards", tenant, request.deadline_s, call)
 
