@@ -233,7 +233,7 @@ def test_stats_of_who_sees_one_tenant_say_nothing_of_others(served: Secured) -> 
     assert "denied_tenant" in every.counters
 
 
-def test_tickets_are_their_tenants_own(served: Secured) -> None:
+def test_operation_of_a_tenant_is_seen_by_it_alone(served: Secured) -> None:
     with served.channel(served.authority.client("client")) as channel:
         stub = ControlStub(channel)
 
@@ -242,12 +242,13 @@ def test_tickets_are_their_tenants_own(served: Secured) -> None:
             return list(answer) if hasattr(answer, "__next__") else answer
 
         request = control.ClearSelectedRequest(selection={"tenant": "acme"}, dry_run=True)
-        id = asked("ClearSelected", request, "owner").ticket.id
-        assert id in [each.ticket.id for each in asked("ListTickets", control.ListTicketsRequest(), "writer")]
-        assert id not in [each.ticket.id for each in asked("ListTickets", control.ListTicketsRequest(), "plain")]
+        id = asked("ClearSelected", request, "owner").operation.id
+        everything = control.ListOperationsRequest()
+        assert id in [each.operation.id for each in asked("ListOperations", everything, "writer")]
+        assert id not in [each.operation.id for each in asked("ListOperations", everything, "plain")]
         for method, wanted, may, may_not in (
-            ("WatchTicket", control.WatchTicketRequest(id=id), "writer", "plain"),
-            ("CancelTicket", control.CancelTicketRequest(id=id), "owner", "writer"),
+            ("GetOperation", control.GetOperationRequest(id=id), "writer", "plain"),
+            ("CancelOperation", control.CancelOperationRequest(id=id), "owner", "writer"),
         ):
             asked(method, wanted, may)
             with pytest.raises(grpc.RpcError) as refused:

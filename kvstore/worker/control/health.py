@@ -121,8 +121,8 @@ class Examination:
             behind_bytes_max=tiers.behind.bytes_max if tiers is not None else 0,
             puts_behind_chunks=int(gauges["puts_behind_chunks"]),
             holds=int(gauges["client_holds"]),
-            tickets_running=int(gauges["tickets_running"]),
-            tickets_waiting=int(gauges["tickets_waiting"]),
+            operations_running=int(gauges["operations_running"]),
+            operations_waiting=int(gauges["operations_waiting"]),
         )
 
 
