@@ -13,12 +13,12 @@ from click.testing import Result
 
 import kvstore
 from kvstore.client.operation import Operation
-from kvstore.operations import OperationRun
+from kvstore.node.prefetch import Prefetcher
 from tests.cli.conftest import KVSTORE, PATIENCE_S, SOURCE, parsed
 from tests.kit.cases import for_each
 from tests.kit.memory_workers import running, working
 from tests.kit.stores import SMALL, kv_of
-from tests.kit.tiers import eventually, faulty, held
+from tests.kit.tiers import eventually, faulty
 from tests.kit.workers import Served, connected
 
 Run = Callable[..., Result]
@@ -74,32 +74,20 @@ def interrupted(served: Served, *command: str) -> str:
     return error
 
 
-def test_ctrl_c_cancels_a_prefetch_at_the_worker() -> None:
-    root = faulty()
-    with working(root) as (acting, served):
-        acting.put(1, 6)
-        with held(root, "open"):
-            tokens = text_of(acting.prompts.tokens(1, 6))
-            error = interrupted(served, "prefetch", "m", tokens, "--connect", served.address)
-            assert error.startswith("prefetch ")
-        eventually(lambda: not running(served))
-        assert served.member.node.operations.every()[0].status.state == "cancelled"
-        assert acting.get(1, 6) == 6
+@for_each("command", [("prefetch", "m", "1,2"), ("clear", "m", "--yes")])
+def test_ctrl_c_cancels_the_operation_at_the_worker(command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    def endless(*arguments: object, **how: object) -> None:
+        run = next(each for each in served.member.node.operations.every())
+        while True:
+            run.pause(PATIENCE_S)
 
-
-def test_ctrl_c_cancels_a_clear_at_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    with working(faulty()) as (acting, served):
-        acting.put(1, 6)
-
-        def endless(selection: object, progress: OperationRun, **how: object) -> None:
-            while True:
-                progress(0, 0)
-
+    with working(faulty()) as (acting, served), connected(served) as store:
+        acting.put(1, 1)
+        monkeypatch.setattr(Prefetcher, "run", endless)
         monkeypatch.setattr(served.member, "clear_selected", endless)
-        error = interrupted(served, "clear", "m", "--yes", "--connect", served.address)
-        assert "clear cancelled after 0 shards" in error
-        with connected(served) as store:
-            assert [each.state for each in store.operations()] == ["cancelled"]
+        error = interrupted(served, *command, "--connect", served.address)
+        assert f"{command[0]} cancelled after 0" in error
+        assert [each.state for each in store.operations()] == ["cancelled"]
 
 
 def test_ctrl_c_cancels_a_check_and_says_how_far(run: Run, tmp_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
