@@ -91,7 +91,7 @@ def _history(store: Store, root: Path) -> None:
         damage(root, 60)
         time.sleep(1)
     age(root)
-    store.control.clear(Selection(tenant="globex"), dry_run=True).wait(PATIENCE_S)
+    store.clear(Selection(tenant="globex"), dry_run=True).wait(PATIENCE_S)
 
 
 @for_each("mode", MODES)
