@@ -16,7 +16,7 @@ from kvstore.client.operation import Operation
 from kvstore.node.prefetch import Prefetcher
 from tests.cli.conftest import KVSTORE, PATIENCE_S, SOURCE, parsed
 from tests.kit.cases import for_each
-from tests.kit.memory_workers import running, working
+from tests.kit.memory_workers import waiters, working
 from tests.kit.stores import SMALL, kv_of
 from tests.kit.tiers import eventually, faulty
 from tests.kit.workers import Served, connected
@@ -60,12 +60,12 @@ def test_wrong_prefetch_is_one_line_and_exit_code_2(run: Run, arguments: tuple[s
 
 
 def interrupted(served: Served, *command: str) -> str:
-    """Runs a command until its operation runs, sends SIGINT, and returns standard error."""
+    """Runs a command until it waits for its operation, sends SIGINT, and returns standard error."""
     child = subprocess.Popen(
         [*KVSTORE, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=SOURCE
     )
     try:
-        eventually(lambda: running(served))
+        eventually(lambda: waiters(served))
         child.send_signal(signal.SIGINT)
         _, error = child.communicate(timeout=PATIENCE_S)
     finally:

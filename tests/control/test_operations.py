@@ -17,7 +17,7 @@ from kvstore.operations import NoOperation, OperationRun
 from kvstore.v1 import control_pb2 as pb
 from kvstore.worker.worker import Worker
 from tests.kit.administration import KV, SIZE, TOKENS, raw_control
-from tests.kit.memory_workers import caching, running, working
+from tests.kit.memory_workers import caching, running, waiters, working
 from tests.kit.stores import SMALL, same
 from tests.kit.tiers import LARGE, eventually, faulty
 from tests.kit.workers import WAIT_S, Served, connected, packed, refused, serving
@@ -198,7 +198,7 @@ def test_draining_worker_cancels_its_operations_with_the_reason() -> None:
         waits = threading.Event()
         waiting = threads.submit(lambda: (waits.set(), operation.wait(WAIT_S)))
         assert waits.wait(WAIT_S)
-        eventually(lambda: served.worker.control._waiters._value < 32)
+        eventually(lambda: waiters(served))
         assert served.worker.drain(WAIT_S), "operations do not delay it"
         assert waiting.result()[1]
         assert operation.state == "cancelled" and "drains" in operation.message

@@ -46,6 +46,11 @@ def caching(
         yield store.namespace("m", acting.cache.layout)
 
 
+def waiters(served: Served) -> int:
+    """The number of calls that wait for the end of an operation at the worker."""
+    return served.worker.limits.calls_max // 2 - served.worker.control._waiters._value
+
+
 def running(served: Served) -> int:
     """The number of operations that run at the worker."""
     return served.member.node.operations.count(OperationState.RUNNING)

@@ -72,7 +72,12 @@ def test_cancelled_while_waiting_never_runs() -> None:
         busy = [operations.begin("clear", endless) for _ in range(KIND_THREADS)]
         eventually(lambda: operations.count(OperationState.RUNNING) == KIND_THREADS)
         ran = threading.Event()
-        waiting = operations.begin("clear", lambda run: str(ran.set()))
+
+        def work(run: OperationRun) -> str:
+            ran.set()
+            return ""
+
+        waiting = operations.begin("clear", work)
         assert waiting.cancel("enough").state is OperationState.CANCELLED
         for run in busy:
             run.cancel()
