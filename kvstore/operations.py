@@ -104,11 +104,11 @@ class OperationRun:
         self._changed = changed
         self._on_end = on_end
         self._why = ""
-        """The reason of a cancellation; empty if nobody cancelled it."""
+        """The reason of a cancellation; empty unless it was cancelled."""
 
     # For callers
 
-    def look(self, wait_s: float = 0.0) -> OperationStatus:
+    def poll(self, wait_s: float = 0.0) -> OperationStatus:
         """Returns the status once the operation has ended, or after ``wait_s``."""
         with self._changed:
             self._changed.wait_for(lambda: self.status.state.ended, wait_s)

@@ -19,8 +19,8 @@ from kvstore.operations import OperationState, OperationStatus
 if TYPE_CHECKING:
     from kvstore.client.operation import Operation
 
-LOOK_S = 0.2
-"""Between two looks at the progress of an operation."""
+UPDATE_S = 0.2
+"""Interval between two updates of the progress."""
 CANCEL_S = 5.0
 """How long Ctrl-C waits for the end of the operation that it cancels."""
 
@@ -82,7 +82,7 @@ def follow(operation: Operation) -> OperationStatus:
     last = operation.last
     try:
         with progress_to(f"{last.kind}, {last.unit}") as show:
-            while not operation.wait(LOOK_S):
+            while not operation.wait(UPDATE_S):
                 show(operation.last.done, operation.last.total)
     except KeyboardInterrupt:
         with suppress(KVStoreError):

@@ -21,7 +21,7 @@ class OperationSource(Protocol):
     status: OperationStatus
     """The status as last seen."""
 
-    def look(self, wait_s: float = 0.0) -> OperationStatus:
+    def poll(self, wait_s: float = 0.0) -> OperationStatus:
         """Returns the status once the operation has ended, or after ``wait_s``."""
         ...
 
@@ -51,7 +51,7 @@ class Operation:
 
     @property
     def last(self) -> OperationStatus:
-        """All that is known of it, as last seen; does not ask the worker."""
+        """All that is known of it, as last seen; makes no call."""
         return self._last
 
     @property
@@ -62,27 +62,27 @@ class Operation:
     @property
     def state(self) -> OperationState:
         """The state: "waiting", "running", "done", "failed" or "cancelled"."""
-        return self._look(0.0).state
+        return self._poll(0.0).state
 
     @property
     def done(self) -> int:
         """Tokens prefetched, or shards visited; less than ``total`` at the end if it did not do all (``message``)."""
-        return self._look(0.0).done
+        return self._poll(0.0).done
 
     @property
     def total(self) -> int:
         """Tokens stored, or shards of the root; 0 while unknown."""
-        return self._look(0.0).total
+        return self._poll(0.0).total
 
     @property
     def message(self) -> str:
         """The reason why it failed, was cancelled, or did not do all; else empty."""
-        return self._look(0.0).message
+        return self._poll(0.0).message
 
     @property
     def counts(self) -> Mapping[str, int]:
         """The results so far by name, such as the chunks and bytes that a clear has deleted."""
-        return self._look(0.0).counts
+        return self._poll(0.0).counts
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until it has ended, at most ``timeout`` seconds; returns True if it has. Ends nothing.
@@ -94,7 +94,7 @@ class Operation:
         ends_s = float("inf") if seconds is None else time.monotonic() + seconds
         while True:
             left_s = max(0.0, ends_s - time.monotonic())
-            if self._look(min(left_s, STEP_S)).state.ended:
+            if self._poll(min(left_s, STEP_S)).state.ended:
                 return True
             if time.monotonic() >= ends_s:
                 return False
@@ -105,16 +105,16 @@ class Operation:
         Raises Unavailable if the worker does not answer.
         """
         if self._owner.is_here and not self._last.state.ended:
-            self._seen(self._source.cancel)
+            self._update(self._source.cancel)
 
-    def _look(self, wait_s: float) -> OperationStatus:
+    def _poll(self, wait_s: float) -> OperationStatus:
         self._owner.check()
         if not self._last.state.ended:
-            self._seen(lambda: self._source.look(wait_s))
+            self._update(lambda: self._source.poll(wait_s))
         return self._last
 
-    def _seen(self, ask: Callable[[], OperationStatus]) -> None:
+    def _update(self, call: Callable[[], OperationStatus]) -> None:
         try:
-            self._last = ask()
+            self._last = call()
         except NoOperation as gone:
             self._last = replace(self._source.status, state=OperationState.FAILED, message=str(gone))

@@ -20,9 +20,9 @@ from kvstore.wire.messages import sealed
 from kvstore.wire.statuses import Busy
 
 FRESH_S = 0.1
-"""A status this young is not asked for again, unless somebody waits for the end."""
+"""A younger status is not requested again, unless a caller waits for the end."""
 PAUSE_S = 0.2
-"""Pause before a worker is asked again that could not wait for the end itself."""
+"""Pause before the next call to a worker that did not wait for the end."""
 
 
 class RemoteRun:
@@ -33,24 +33,24 @@ class RemoteRun:
         self.status = status
         self._seen_s = time.monotonic()
 
-    def look(self, wait_s: float = 0.0) -> OperationStatus:
+    def poll(self, wait_s: float = 0.0) -> OperationStatus:
         began_s = time.monotonic()
         if wait_s or began_s - self._seen_s > FRESH_S:
             try:
-                self._ask("GetOperation", pb.GetOperationRequest(id=self.status.id, wait_s=wait_s), wait_s)
+                self._call("GetOperation", pb.GetOperationRequest(id=self.status.id, wait_s=wait_s), wait_s)
             except Busy:
-                pass  # a busy worker says nothing about the operation
+                pass  # the operation continues
             spent_s = time.monotonic() - began_s
             if spent_s < wait_s and not self.status.state.ended:
                 time.sleep(min(PAUSE_S, wait_s - spent_s))
         return self.status
 
     def cancel(self) -> OperationStatus:
-        self._ask("CancelOperation", pb.CancelOperationRequest(id=self.status.id), 0.0)
+        self._call("CancelOperation", pb.CancelOperationRequest(id=self.status.id), 0.0)
         return self.status
 
-    def _ask(self, name: str, request: Message, wait_s: float) -> None:
-        self.status = self._operations.ask(name, request, self.status.worker, wait_s)
+    def _call(self, name: str, request: Message, wait_s: float) -> None:
+        self.status = self._operations.call(name, request, self.status.worker, wait_s)
         self._seen_s = time.monotonic()
 
 
@@ -65,7 +65,7 @@ class RemoteOperations:
 
     def begin(self, name: str, request: Message, worker: str | None, marking: Marking | None = None) -> Operation:
         """Begins an operation by the call ``name`` at a worker, by default the best one. Raises what it raised."""
-        # Sent twice it would be two operations, one of which nobody follows.
+        # Sent twice it would be two operations, one of which no caller follows.
         status = self._caller.at_worker(
             worker, partial(self._send, name, sealed(request)), self._limits.pin_s, marking, may_repeat=False
         )
@@ -87,8 +87,8 @@ class RemoteOperations:
             raise errors[0] if errors else self._endpoints.none_known()
         return [Operation(RemoteRun(self, each)) for each in sorted(found, key=lambda each: -each.began_s)]
 
-    def ask(self, name: str, request: Message, worker: str, wait_s: float) -> OperationStatus:
-        """Returns what the worker of an operation answers to a call about it.
+    def call(self, name: str, request: Message, worker: str, wait_s: float) -> OperationStatus:
+        """Returns the answer of its worker to a call about an operation.
 
         Raises NoOperation if the worker has none, or has left, and what the call raises.
         """

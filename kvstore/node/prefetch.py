@@ -25,7 +25,7 @@ TierName = Literal["memory", "disk"]
 STEP_BYTES = 64 << 20
 """Bytes brought, about, before checking whether to go on."""
 PAUSE_S = 0.02
-"""Pause between two looks at a chunk that another thread is bringing."""
+"""Pause while another thread is bringing the next chunk."""
 LEAD_S = 0.005
 """Delay before the first step, because callers often read something else at the same moment."""
 GIVE_WAY_MAX = 20
@@ -154,8 +154,7 @@ class Prefetcher:
             index = first + number
             if disk.leading(chain, index):
                 return True
-            # Each image has memory of its own: if the root hangs, its lane still writes there when nobody waits any
-            # more.
+            # Each image has memory of its own: a lane of a root that hangs may still write there after the deadline.
             image = memoryview(bytearray(image_bytes(chain, index)))
             is_right = self._reads.read_image(chain, index, image, deadline)
             if is_right:

@@ -35,7 +35,7 @@ def endless(run: OperationRun) -> str:
 
 
 def ended(run: OperationRun) -> OperationState:
-    status = run.look(PATIENCE_S)
+    status = run.poll(PATIENCE_S)
     assert status.state.ended
     return status.state
 

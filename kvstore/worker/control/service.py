@@ -152,7 +152,7 @@ class ControlService:
         # A waiter keeps a thread of a call: beyond so many, the answer comes immediately.
         if request.wait_s and self._waiters.acquire(blocking=False):
             try:
-                return self._message(run.look(min(request.wait_s, WAIT_S_MAX)))
+                return self._message(run.poll(min(request.wait_s, WAIT_S_MAX)))
             finally:
                 self._waiters.release()
         return self._message(run.status)
