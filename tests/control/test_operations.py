@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -195,10 +194,8 @@ def test_draining_worker_cancels_its_operations_with_the_reason() -> None:
         begun(served)
         eventually(lambda: running(served))
         (operation,) = store.operations()
-        waits = threading.Event()
-        waiting = threads.submit(lambda: (waits.set(), operation.wait(WAIT_S)))
-        assert waits.wait(WAIT_S)
+        waiting = threads.submit(operation.wait, WAIT_S)
         eventually(lambda: waiters(served))
         assert served.worker.drain(WAIT_S), "operations do not delay it"
-        assert waiting.result()[1]
+        assert waiting.result()
         assert operation.state == "cancelled" and "drains" in operation.message
