@@ -140,7 +140,8 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CancelOperation(self, request, context):
-        """Cancels an operation: it ends within a second or so.  One that has ended stays as it is.
+        """Cancels an operation: it ends at its next step, which may take as long as one read of the root.  One that has ended stays
+        as it is.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
