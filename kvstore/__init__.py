@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from kvstore.client.cache import Cache, Hold
     from kvstore.client.consumers import SharedRun
     from kvstore.client.limits import ClientLimits
+    from kvstore.client.operation import Operation
     from kvstore.client.pin import Pin
     from kvstore.client.planning import Plan
     from kvstore.client.runs import Run
     from kvstore.client.segments import Held, Segments
     from kvstore.client.store import Store, connect, open
-    from kvstore.client.tickets import Ticket
     from kvstore.format.descent import Descent
     from kvstore.hints import Hints
     from kvstore.layout import Layout
@@ -71,6 +71,7 @@ __all__ = [
     "Layout",
     "Limits",
     "Namespace",
+    "Operation",
     "Pin",
     "PinRecord",
     "Plan",
@@ -81,7 +82,6 @@ __all__ = [
     "SharedRun",
     "Store",
     "StoredBlocks",
-    "Ticket",
     "WriteMode",
     "__version__",
     "connect",
@@ -101,7 +101,7 @@ if not TYPE_CHECKING:  # a type checker that saw __getattr__ would accept every 
         "kvstore.client.runs": ("Run",),
         "kvstore.client.segments": ("Held", "Segments"),
         "kvstore.client.store": ("Store", "connect", "open"),
-        "kvstore.client.tickets": ("Ticket",),
+        "kvstore.client.operation": ("Operation",),
         "kvstore.format.descent": ("Descent",),
         "kvstore.hints": ("Hints",),
         "kvstore.layout": ("Layout",),

@@ -81,6 +81,13 @@ def checked_timeout(timeout: float | None) -> float | None:
     return float(min(seconds, WAIT_S_MAX))
 
 
+def checked_worker(worker: str | None) -> str | None:
+    """Returns the address of a worker, or None. Raises InvalidRequest for anything else."""
+    if worker is not None and not isinstance(worker, str):
+        raise InvalidRequest(f"worker={brief(worker)}: expected an address that workers() lists, or None")
+    return worker
+
+
 def checked_hold_ttl(ttl: float) -> float:
     """Returns how long a hold lasts at most, in seconds. Raises InvalidRequest."""
     seconds = number(ttl)

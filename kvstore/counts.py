@@ -22,7 +22,7 @@ class Family(NamedTuple):
 MISSES = Family("misses", "reason", "chunks or requests that were a miss, by why")
 DAMAGE = Family("damage", "kind", "damaged chunks found, by what is wrong with them")
 DENIED = Family("denied", "reason", "calls denied, by why")
-TICKETS = Family("tickets", "outcome", "tickets of the control service that ended")
+OPERATIONS = Family("operations", "outcome", "operations (prefetch, clear) that ended")
 QUOTA_REFUSED = Family("quota_refused", "limit", "calls refused by a tenant's quota, by which limit")
 
 
@@ -123,6 +123,9 @@ class NodeCount(Count):
     PEERS_SYNCS = "times that this node told its peers what its memory holds"
     PEERS_DIGESTS = "digests written to tell peers what memory holds, one for each shard that changed"
     PEERS_DIGEST_BYTES = "bytes of these digests"
+    OPERATIONS_DONE = "operations (prefetch, clear) that were done", OPERATIONS, "done"
+    OPERATIONS_FAILED = "operations that failed", OPERATIONS, "failed"
+    OPERATIONS_CANCELLED = "operations that a caller, or the end of the store, cancelled", OPERATIONS, "cancelled"
     PEERS_READS_AFRESH = "times that what peers hold was read afresh"
 
 
@@ -130,9 +133,6 @@ class NodeCount(Count):
 class WorkerCount(Count):
     """The counters of a worker, beside those of its node."""
 
-    TICKETS_DONE = "tickets of the control service that were done", TICKETS, "done"
-    TICKETS_FAILED = "tickets that failed", TICKETS, "failed"
-    TICKETS_CANCELLED = "tickets that somebody cancelled, or that the end of the worker did", TICKETS, "cancelled"
     WIRE_BYTES_IN = "payload bytes received from clients"
     WIRE_BYTES_OUT = "payload bytes sent to clients"
     WIRE_DAMAGED = "streams of clients that did not match their checksums"
@@ -193,6 +193,8 @@ class ClientCount(Count):
 NODE_GAUGES = {
     "known_chunks": "chunks known to be on the root, so that a look-up need not ask it",
     "holds": "holds that have not ended",
+    "operations_running": "operations (prefetch, clear) that are running",
+    "operations_waiting": "operations that wait for a thread",
     "lane_queue": "reads and writes of the root that wait for a thread",
     "root_hangs": "1 while the root does not answer",
     "keys_known": "keys of tenants that this node has, old ones included",
@@ -237,8 +239,6 @@ WORKER_GAUGES = {
     "bulk_connections_open": "bulk connections of clients that are open",
     "root_free_bytes": "room left on what holds the root; absent where nobody can tell",
     "root_total_bytes": "all of its room",
-    "tickets_running": "tickets of the control service that are under way",
-    "tickets_waiting": "tickets that wait for their turn",
     "certificate_expires_seconds": "until the worker's certificate ends; only with TLS",
     "draining": "1 while the worker finishes what it accepted and takes no more",
 }

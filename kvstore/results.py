@@ -45,10 +45,7 @@ class Cleared:
     failed: int = 0
     """Chunks, or whole shards, that the root refused to list or delete: clear again."""
     unconfirmed: tuple[str, ...] = ()
-    """Live sessions that did not confirm in time that their memory has dropped the chunks.
-
-    One empty text for each if a worker cleared a selection: the worker's ticket names them.
-    """
+    """Live sessions that did not confirm in time that their memory has dropped the chunks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +83,8 @@ class Draining:
     """Calls in progress."""
     behind_bytes: int
     """Bytes that only its memory has, and that it still writes to the root."""
-    tickets: int
-    """Tickets that it cancels."""
+    operations: int
+    """Operations that it cancels."""
     within_s: float
     """The time that it waits for calls."""
 

@@ -10,8 +10,9 @@ Calls run on a few threads of the store (``threads``). A call that is cancelled 
 """
 
 from kvstore.aio.blocks import BlockCache, BlockHold
-from kvstore.aio.cache import Cache, Hold, Ticket
-from kvstore.aio.control import Control, ControlTicket
+from kvstore.aio.cache import Cache, Hold
+from kvstore.aio.control import Control
+from kvstore.aio.operation import Operation
 from kvstore.aio.pins import Pin
 from kvstore.aio.plans import Plan, Run
 from kvstore.aio.segments import Held, Segments
@@ -22,15 +23,14 @@ __all__ = [
     "BlockHold",
     "Cache",
     "Control",
-    "ControlTicket",
     "Held",
     "Hold",
+    "Operation",
     "Pin",
     "Plan",
     "Run",
     "Segments",
     "Store",
-    "Ticket",
     "connect",
     "open",
 ]

@@ -7,49 +7,18 @@ from functools import partial
 from typing import overload
 
 from kvstore.aio.blocks import BlockCache
+from kvstore.aio.operation import begins
 from kvstore.aio.pins import Pin
 from kvstore.aio.plans import Plan
 from kvstore.aio.segments import Segments
-from kvstore.aio.threads import STEP_S, Threads
+from kvstore.aio.threads import Threads
 from kvstore.aio.twins import Opening, Twin, awaited, finished
 from kvstore.client import cache
 from kvstore.client import pin as pins
-from kvstore.client import tickets as sync_tickets
 from kvstore.client.arrays import KvArray
 from kvstore.client.segments import CHUNK_TOKENS
-from kvstore.errors import KVStoreError
-from kvstore.node.moves import AheadName, LevelName
 from kvstore.segments.rope import Rope
 from kvstore.tokens import Tokens
-
-
-class Ticket(Twin[sync_tickets.Ticket]):
-    """As ``kvstore.client.Ticket``."""
-
-    @property
-    def tokens(self) -> int:
-        """Leading tokens done so far."""
-        return self._twin.tokens
-
-    @property
-    def done(self) -> bool:
-        """True once it has ended, one way or another."""
-        return self._twin.done
-
-    @property
-    def error(self) -> KVStoreError | None:
-        """The error that ended it early."""
-        return self._twin.error
-
-    async def wait(self) -> int:
-        """Waits until it is done; returns ``tokens``. Use ``asyncio.timeout`` for a limit."""
-        while not self._twin.done:
-            await self._threads.run(partial(self._twin.wait, STEP_S))
-        return self._twin.tokens
-
-    def cancel(self) -> None:
-        """Has it end soon; what is done stays as it is. Never waits."""
-        self._twin.cancel()
 
 
 class Hold(Twin[cache.Hold]):
@@ -93,6 +62,8 @@ class Cache(Twin[cache.Cache]):
     put = awaited(cache.Cache.put)
     match = awaited(cache.Cache.match)
     refcount = awaited(cache.Cache.refcount)
+    prefetch = begins(cache.Cache.prefetch)
+    evict_first = awaited(cache.Cache.evict_first)
     supersede = awaited(cache.Cache.supersede)
     clear = awaited(cache.Cache.clear)
 
@@ -130,18 +101,6 @@ class Cache(Twin[cache.Cache]):
     def pin(self, tokens: Tokens, ttl: float = 3600.0, owner: str = "") -> Opening[Pin]:
         """Pins the longest stored prefix; await it, or use it with ``async with``."""
         return Opening(self._pin(tokens, ttl, owner))
-
-    async def prefetch(self, tokens: Tokens, tier: AheadName = "memory") -> Ticket:
-        """As the synchronous one."""
-        return Ticket(await self._threads.run(partial(self._twin.prefetch, tokens, tier)), self._threads)
-
-    async def move(self, tokens: Tokens, tier: LevelName) -> Ticket:
-        """As the synchronous one."""
-        return Ticket(await self._threads.run(partial(self._twin.move, tokens, tier)), self._threads)
-
-    async def release(self, tokens: Tokens) -> Ticket:
-        """As the synchronous one."""
-        return Ticket(await self._threads.run(partial(self._twin.release, tokens)), self._threads)
 
     async def _hold(self, tokens: Tokens, ttl: float | None) -> Hold:
         held = await self._threads.run(partial(self._twin.hold, tokens, ttl), cache.Hold.release)

@@ -9,6 +9,7 @@ from typing import Any, Concatenate, ParamSpec
 from kvstore import client
 from kvstore.aio.cache import Cache
 from kvstore.aio.control import Control
+from kvstore.aio.operation import Operation, begins
 from kvstore.aio.threads import Threads
 from kvstore.aio.twins import Opening, Twin, awaited
 from kvstore.client import store
@@ -35,7 +36,12 @@ class Store(Twin[store.Store]):
     namespaces = awaited(store.Store.namespaces)
     pins = awaited(store.Store.pins)
     unpin = awaited(store.Store.unpin)
-    clear = awaited(store.Store.clear)
+    clear = begins(store.Store.clear)
+
+    async def operations(self) -> list[Operation]:
+        """As the synchronous one."""
+        return [Operation(each, self._threads) for each in await self._threads.run(self._twin.operations)]
+
     stats = awaited(store.Store.stats)
     stats_each = awaited(store.Store.stats_each)
 

@@ -17,7 +17,7 @@ T = TypeVar("T")
 THREADS = 16
 """Calls of one store at once; the next ones wait for a thread."""
 STEP_S = 0.5
-"""Tickets are waited for in steps, so that who waits can be cancelled."""
+"""Operations are waited for in steps, so that a waiting task can be cancelled."""
 
 
 class Threads:

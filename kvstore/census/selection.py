@@ -28,7 +28,7 @@ IDS_MAX = 10_000
 """Writers, or namespaces, that one order may name: it is one value in etcd."""
 ID_BYTES = 8
 TEXT_BYTES_MAX = 4096
-"""The limit of each text field: a worker keeps the selections of its tickets, and lists a hundred of them."""
+"""The limit of each text field: a worker keeps the texts of its operations, and lists a hundred of them."""
 TIME_S_MAX = 253_402_300_800
 """The year 10000: no calendar goes further."""
 AHEAD_S = 60

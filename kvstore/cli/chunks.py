@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 import click
 
 from kvstore.brief import size
 from kvstore.census.selection import Selection
 from kvstore.cli.access import Access, access_options
-from kvstore.cli.choosing import Asked, open_cache, selection_options
+from kvstore.cli.choosing import Asked, selection_options
 from kvstore.cli.command import Command, check_failed
+from kvstore.cli.ops import follow
 from kvstore.cli.options import json_option
-from kvstore.cli.output import print_json, progress_to
+from kvstore.cli.output import print_json
 from kvstore.cli.rooted import check_pins_known
-from kvstore.cli.tickets import begin_and_follow
 from kvstore.errors import InvalidRequest
-from kvstore.results import Cleared
+from kvstore.operations import OperationState
 
-if TYPE_CHECKING:
-    from kvstore.client.store import Store
-    from kvstore.tickets import Ticket
-
+COUNTS = ("chunks", "bytes", "pinned", "failed", "unconfirmed")
 IGNORED = "; or --ignore-pins, which deletes pinned chunks too"
 
 
@@ -49,7 +45,8 @@ def clear(
     A chunk that a good engine computed after a wrong prefix counts as the good engine's. If good engines continued
     prompts of a bad roll-out, clear the namespace, or everything since then (--since).
 
-    Exit code 1 if something could not be deleted, or a node did not confirm in time: run it again.
+    Ctrl-C cancels it; what it has deleted stays deleted. Exit code 1 if something could not be deleted, or a node did
+    not confirm in time: run it again.
 
     \b
     Examples:
@@ -59,54 +56,25 @@ def clear(
       kvstore clear --written-by version=0.2.0 --since 2026-11-21T10:00 --yes --root /mnt/kv --etcd 10.0.0.5:2379
       kvstore clear --tenant alice --older-than 30d --yes --connect 10.0.0.7:7070
     """
-    if asked.is_namespace_alone and not pinned and not dry_run:
-        _clear_namespace(asked, yes, access, as_json, ignore_pins=ignore_pins)
-        return
-    if access.root is None:
-        begin_and_follow(
-            access,
-            as_json,
-            True,
-            lambda store, control: control.clear(_sure(asked, store, yes or dry_run), dry_run=dry_run, pinned=pinned),
-            # What failed or was not confirmed is in the ticket's message.
-            lambda ended: _print_chunks(_cleared(ended), dry_run),
-        )
-        return
     with access.open() as store:
         if not ignore_pins:
             check_pins_known(store, instead=IGNORED)
-        selection = _sure(asked, store, yes or dry_run)
-        with progress_to("clear, shards") as show:
-            cleared = store.clear(selection, progress=show, dry_run=dry_run, pinned=pinned)
+        selection = asked.selection(store)
+        _ask(f"Delete all chunks of {_named(asked, selection)}?", yes or dry_run)
+        status = follow(store.clear(selection, dry_run=dry_run, pinned=pinned))
+    counts = {name: status.counts.get(name, 0) for name in COUNTS}
     if as_json:
-        print_json({**asdict(cleared), "dry_run": dry_run})
+        print_json({"namespace": asked.name, "dry_run": dry_run, "message": status.message, **counts})
     else:
-        _print(cleared, dry_run)
-    if cleared.failed or cleared.unconfirmed:
+        _print(counts, status.message, dry_run)
+    if status.state is OperationState.CANCELLED or counts["failed"] or counts["unconfirmed"]:
         check_failed()
 
 
-def _sure(asked: Asked, store: Store, yes: bool) -> Selection:
-    """The selection, after the user has confirmed it."""
-    selection = asked.selection(store)
-    _ask(f"Delete all chunks of {selection.describe()}?", yes)
-    return selection
-
-
-def _clear_namespace(asked: Asked, yes: bool, access: Access, as_json: bool, *, ignore_pins: bool) -> None:
-    name, tenant = asked.name or "", asked.tenant or ""
-    with access.open() as store:
-        if not ignore_pins:
-            check_pins_known(store, instead=IGNORED)
-        cache = open_cache(store, name, tenant, asked.fingerprint or None)
-        _ask(f"Delete all chunks of namespace {name!r} (tenant {tenant!r})?", yes)
-        cleared = cache.clear()
-    if as_json:
-        print_json({"namespace": name, **asdict(cleared)})
-    else:
-        _print(cleared, dry_run=False)
-    if cleared.unconfirmed:
-        check_failed()
+def _named(asked: Asked, selection: Selection) -> str:
+    if asked.is_namespace_alone:
+        return f"namespace {asked.name!r} (tenant {asked.tenant or ''!r})"
+    return selection.describe()
 
 
 def _ask(question: str, yes: bool) -> None:
@@ -118,20 +86,11 @@ def _ask(question: str, yes: bool) -> None:
         raise InvalidRequest("nothing was deleted")
 
 
-def _cleared(ended: Ticket) -> Cleared:
-    chunks, size_bytes, pinned = (ended.counts.get(name, 0) for name in ("chunks", "bytes", "pinned_chunks"))
-    return Cleared(chunks, size_bytes, pinned)
-
-
-def _print_chunks(cleared: Cleared, dry_run: bool) -> None:
-    print(f"{cleared.chunks} chunks {'would be ' if dry_run else ''}deleted, {size(cleared.bytes)}")
-    if cleared.pinned:
-        print(f"{cleared.pinned} pinned chunks stay: --pinned deletes them too, kvstore ls --pins says whose they are")
-
-
-def _print(cleared: Cleared, dry_run: bool) -> None:
-    _print_chunks(cleared, dry_run)
-    if cleared.failed:
-        print(f"{cleared.failed} could not be looked at or deleted: run it again", file=sys.stderr)
-    for session in cleared.unconfirmed:
-        print(f"session {session} did not answer: its node may still serve them from memory", file=sys.stderr)
+def _print(counts: Mapping[str, int], message: str, dry_run: bool) -> None:
+    print(f"{counts['chunks']} chunks {'would be ' if dry_run else ''}deleted, {size(counts['bytes'])}")
+    if counts["pinned"]:
+        print(
+            f"{counts['pinned']} pinned chunks stay: --pinned deletes them too, kvstore ls --pins says whose they are"
+        )
+    if message:
+        print(message, file=sys.stderr)

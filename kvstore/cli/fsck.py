@@ -14,11 +14,14 @@ from kvstore.cli.access import EtcdAccess, RootPlace, etcd_options, root_option
 from kvstore.cli.command import Command, check_failed
 from kvstore.cli.declared import flag, option, takes
 from kvstore.cli.kinds import SIZE
+from kvstore.cli.ops import CANCEL_S, follow
 from kvstore.cli.options import json_option
-from kvstore.cli.output import print_json, progress_to
+from kvstore.cli.output import print_json
 from kvstore.cli.rooted import identified
 from kvstore.errors import InvalidRequest, RootMismatch
 from kvstore.meta.generation import difference, read_generation
+from kvstore.operations import OperationRun, Operations
+from kvstore.sources import RandomIds, SystemClock
 
 if TYPE_CHECKING:
     from kvstore.fsck import Adopted, Finding, Report
@@ -115,6 +118,7 @@ def _difference(root: Root, keys: Keys, meta: Meta) -> str | None:
 
 
 def _check(root: Root, identity: RootIdentity, wanted: _Wanted, etcd: EtcdAccess | None, as_json: bool) -> Report:
+    from kvstore.client.operation import Operation
     from kvstore.fsck import Options
     from kvstore.fsck import fsck as check
 
@@ -122,20 +126,33 @@ def _check(root: Root, identity: RootIdentity, wanted: _Wanted, etcd: EtcdAccess
         if not (as_json or finding.is_housekeeping):
             _show(finding)
 
-    with progress_to("checking shards") as moved:
-        options = Options(
-            repair=wanted.repair,
-            verify_payload=not wanted.quick,
-            live_sessions=_live_sessions(etcd, identity) if etcd else None,
-            bytes_per_s=wanted.rate,
+    options = Options(
+        repair=wanted.repair,
+        verify_payload=not wanted.quick,
+        live_sessions=_live_sessions(etcd, identity) if etcd else None,
+        bytes_per_s=wanted.rate,
+    )
+    found: list[Report] = []
+    shards = 1 << identity.shard_bits
+
+    def work(run: OperationRun) -> str:
+        found.append(
+            check(
+                root,
+                identity,
+                options,
+                found=show,
+                progress=lambda progress: run.progress(progress.shards_done, shards),
+            )
         )
-        return check(
-            root,
-            identity,
-            options,
-            found=show,
-            progress=lambda progress: moved(progress.shards_done, 1 << identity.shard_bits),
-        )
+        return ""
+
+    operations = Operations(SystemClock(), RandomIds())
+    try:
+        follow(Operation(operations.begin("fsck", work, about=root.url, unit="shards")))
+    finally:
+        operations.close(CANCEL_S)
+    return found[0]
 
 
 def _live_sessions(etcd: EtcdAccess, identity: RootIdentity) -> Set[bytes]:

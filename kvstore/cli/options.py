@@ -13,9 +13,6 @@ from kvstore.cli.kinds import BOUND, DURATION
 from kvstore.writes import Durability
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of a table.")
-no_wait_option = click.option(
-    "--no-wait", is_flag=True, help="Print the ticket's id and return; kvstore tickets follows it."
-)
 worker_option = click.option(
     "--worker", metavar="HOST:PORT", help="The worker to ask, if --connect or --etcd name several."
 )

@@ -1,9 +1,8 @@
-"""``kvstore match``, ``pin``, ``unpin``, ``prefetch``, ``move`` and ``release``: one prompt's prefix, by hand."""
+"""``kvstore match``, ``pin``, ``unpin`` and ``prefetch``: one prompt's prefix, by hand."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import click
@@ -12,20 +11,15 @@ from kvstore.cli.access import Access, access_options
 from kvstore.cli.choosing import Prompt, prompt_options
 from kvstore.cli.command import Command, check_failed
 from kvstore.cli.kinds import DURATION
-from kvstore.cli.options import json_option, no_wait_option
-from kvstore.cli.output import print_json, progress_bar
+from kvstore.cli.ops import as_values, follow
+from kvstore.cli.options import json_option, worker_option
+from kvstore.cli.output import print_json
 from kvstore.cli.rooted import check_pins_known
-from kvstore.cli.tickets import begin_and_follow
 from kvstore.errors import InvalidRequest
+from kvstore.operations import OperationState
 
 if TYPE_CHECKING:
-    from kvstore.client.cache import Cache
-    from kvstore.client.control import Control, ControlTicket
-    from kvstore.client.tickets import Ticket
-    from kvstore.node.moves import AheadName, LevelName
-
-LOOK_S = 0.2
-"""Between two looks at the progress of a move."""
+    from kvstore.node.prefetch import TierName
 
 
 @click.command(cls=Command, short_help="How many leading tokens of a prompt are stored.")
@@ -112,10 +106,11 @@ def unpin(pin_id: str, access: Access, as_json: bool) -> None:
 @click.command(cls=Command, short_help="Bring a stored prefix into a worker's memory.")
 @prompt_options
 @click.option("--tier", type=click.Choice(["memory", "disk"]), default="memory", show_default=True, help="Where to.")
-@no_wait_option
+@worker_option
+@click.option("--no-wait", is_flag=True, help="Print the operation's id and return; kvstore ops lists it.")
 @access_options
 @json_option
-def prefetch(prompt: Prompt, tier: AheadName, no_wait: bool, access: Access, as_json: bool) -> None:
+def prefetch(prompt: Prompt, tier: TierName, worker: str | None, no_wait: bool, access: Access, as_json: bool) -> None:
     """Bring the longest stored prefix of a prompt into a worker's memory, or onto its local disk, ahead of its use.
 
     Needs a worker with --memory; of several workers, the one that would serve the prompt does it. Ctrl-C cancels it;
@@ -126,100 +121,19 @@ def prefetch(prompt: Prompt, tier: AheadName, no_wait: bool, access: Access, as_
       kvstore prefetch llama-3.1-8b --tokens-file next_prompt.txt --connect 10.0.0.7:7070
       kvstore prefetch llama-3.1-8b 101,2023,2003 --tier disk --connect 10.0.0.7:7070
     """
-    if no_wait:
-        _leave(prompt, access, as_json, lambda control, cache, ids: control.prefetch(cache, [ids], tier))
-    else:
-        _follow("prefetched", prompt, access, as_json, lambda cache, ids: cache.prefetch(ids, tier))
-
-
-@click.command(cls=Command, short_help="Move a stored prefix to another tier of a worker.")
-@prompt_options
-@click.option("--tier", type=click.Choice(["memory", "disk", "root"]), required=True, help="Where to.")
-@no_wait_option
-@access_options
-@json_option
-def move(prompt: Prompt, tier: LevelName, no_wait: bool, access: Access, as_json: bool) -> None:
-    """Move the longest stored prefix of a prompt to a tier, and drop it from the nearer tiers.
-
-    Chunks that are not on the root yet are written there first. Chunks in use stay where they are.
-
-    \b
-    Examples:
-      kvstore move llama-3.1-8b --tokens-file prompt.txt --tier root --connect 10.0.0.7:7070
-      kvstore move llama-3.1-8b 101,2023,2003 --tier disk --connect 10.0.0.7:7070
-    """
-    if no_wait:
-        _leave(prompt, access, as_json, lambda control, cache, ids: control.move(cache, [ids], tier))
-    else:
-        _follow("moved", prompt, access, as_json, lambda cache, ids: cache.move(ids, tier))
-
-
-@click.command(cls=Command, short_help="Evict a prompt first when a worker needs room.")
-@prompt_options
-@no_wait_option
-@access_options
-@json_option
-def release(prompt: Prompt, no_wait: bool, access: Access, as_json: bool) -> None:
-    """Mark a prompt as not needed soon: it is evicted first when memory or the local disk needs room.
-
-    Nothing is lost, and the next use of the prompt ends the mark.
-
-    \b
-    Example:
-      kvstore release llama-3.1-8b --tokens-file prompt.txt --connect 10.0.0.7:7070
-    """
-    if no_wait:
-        _leave(prompt, access, as_json, lambda control, cache, ids: control.release(cache, [ids]))
-    else:
-        _follow("released", prompt, access, as_json, lambda cache, ids: cache.release(ids))
-
-
-def _leave(
-    prompt: Prompt, access: Access, as_json: bool, begin: Callable[[Control, Cache, list[int]], ControlTicket]
-) -> None:
-    """Begins a move and leaves it to the worker."""
-    _needs_worker(access)
-    ids = prompt.ids()
-    begin_and_follow(access, as_json, False, lambda store, control: begin(control, prompt.cache(store), ids))
-
-
-def _follow(
-    done: str, prompt: Prompt, access: Access, as_json: bool, begin: Callable[[Cache, list[int]], Ticket]
-) -> None:
-    """Begins a move, shows its progress until it ends, and prints how many tokens were ``done``."""
-    _needs_worker(access)
-    ids = prompt.ids()
-    with access.open() as store:
-        cache = prompt.cache(store)
-        stored = cache.match(ids)
-        # As a context: Ctrl-C cancels it at the worker.
-        with begin(cache, ids) as ticket, progress_bar(f"{done}, tokens", stored) as show:
-            shown = 0
-            while not ticket.done:
-                at = ticket.wait(LOOK_S)
-                show(at - shown)
-                shown = at
-            count, error = ticket.tokens, ticket.error
-    if as_json:
-        print_json(
-            {
-                "namespace": prompt.name,
-                "tokens": len(ids),
-                "tokens_matched": stored,
-                f"tokens_{done}": count,
-                "error": str(error) if error is not None else None,
-            }
-        )
-    else:
-        print(f"{done} {count} of {stored} stored tokens")
-        if error is not None:
-            print(f"it ended early: {error}", file=sys.stderr)
-    if error is not None:
-        check_failed()
-
-
-def _needs_worker(access: Access) -> None:
     if access.root is not None:
         raise InvalidRequest(
             "a root opened by this command has no memory that outlives it: give --connect HOST:PORT or --etcd"
         )
+    ids = prompt.ids()
+    with access.open() as store:
+        operation = prompt.cache(store).prefetch(ids, tier, worker)
+        status = operation.last if no_wait else follow(operation)
+    if as_json:
+        print_json({"namespace": prompt.name, "tokens": len(ids), **as_values(status)})
+    elif no_wait:
+        print(status.id)
+    else:
+        print(f"prefetched {status.done} of {status.total} stored tokens")
+    if status.state is OperationState.CANCELLED:
+        check_failed()

@@ -52,7 +52,7 @@ TROUBLE = (
     *("damage_", "quarantine", "put_failed", "put_refused", "miss_shed", "miss_deadline", "miss_unreadable"),
     *("sessions_lost", "behind_lost", "behind_shed", "holds_expired", "disk_failed", "disk_damaged", "memory_damaged"),
     *("peers_failed", "peers_damaged", "calls_refused", "calls_failed", "denied", "quota_refused", "audit_lost"),
-    *("bulk_refused", "wire_damaged", "client_misses", "client_set_aside", "tickets_failed"),
+    *("bulk_refused", "wire_damaged", "client_misses", "client_set_aside", "operations_failed"),
 )
 """Prefixes of the names of counters of trouble."""
 

@@ -33,8 +33,8 @@ def drain(worker: str | None, within_s: float, access: Access, as_json: bool) ->
     """Stop a worker in good order, as SIGTERM does. Returns at once.
 
     The worker refuses new calls, finishes those it accepted, writes chunks that only its memory has to the root, and
-    its program ends. Clients use other workers automatically. Tickets of the worker end with it. `kvstore up` does not
-    restart it; tell a service manager not to either.
+    its program ends. Clients use other workers automatically. The worker's operations are cancelled. `kvstore up` does
+    not restart it; tell a service manager not to either.
 
     \b
     Examples:
@@ -48,7 +48,7 @@ def drain(worker: str | None, within_s: float, access: Access, as_json: bool) ->
         return
     print(
         f"draining: {left.calls} calls in progress (at most {left.within_s:g} s more), {size(left.behind_bytes)} to be "
-        f"written, {left.tickets} tickets cancelled"
+        f"written, {left.operations} operations cancelled"
     )
 
 
@@ -168,7 +168,7 @@ def _print_health(address: str, found: dict[str, Any] | KVStoreError) -> None:
     print(
         f"  queues  {queues['calls']} of {queues['calls_max']} calls, {size(queues['bytes_in_flight'])} in flight, "
         f"{queues['root_queue']} wait for the root, {size(queues['behind_bytes'])} to be written, "
-        f"{queues['tickets_running']} tickets"
+        f"{queues['operations_running']} operations"
     )
 
 

@@ -10,21 +10,21 @@ import numpy.typing as npt
 
 from kvstore import tracing
 from kvstore.brief import brief
-from kvstore.checks import checked_flag, checked_hold_ttl, is_whole
+from kvstore.checks import checked_flag, checked_hold_ttl, checked_worker, is_whole
 from kvstore.client.arrays import KvArray, fillable, layer_arrays, new_array, source_array, target_array
 from kvstore.client.blocks import BlockCache
 from kvstore.client.dropping import release_dropped
+from kvstore.client.operation import Operation
 from kvstore.client.owner import Owner
 from kvstore.client.pin import Pin, check_pin
 from kvstore.client.planning import Plan, plan_tokens
 from kvstore.client.port import Port, PortHold
 from kvstore.client.refusals import put_prompt
 from kvstore.client.segments import CHUNK_TOKENS, Segments
-from kvstore.client.tickets import Ticket
 from kvstore.errors import InvalidRequest
 from kvstore.hints import Hints, Preset, checked_unused_s
 from kvstore.namespace import Namespace
-from kvstore.node.moves import Act, AheadName, Level, LevelName
+from kvstore.node.prefetch import TierName, checked_tier
 from kvstore.results import Cleared, LayerMemory, PutResult
 from kvstore.sections import Sections, planes_of
 from kvstore.segments.rope import Rope
@@ -175,28 +175,24 @@ class Cache:
         """Returns the number of live pins that cover all full chunks of ``tokens``."""
         return self._port.refcount(self.namespace, token_array(tokens))
 
-    def prefetch(self, tokens: Tokens, tier: AheadName = "memory") -> Ticket:
-        """Starts to bring the longest stored prefix into the node's memory, or onto its local disk (``tier="disk"``).
+    def prefetch(self, tokens: Tokens, tier: TierName = "memory", worker: str | None = None) -> Operation:
+        """Begins to bring the longest stored prefix into memory, or onto the local disk (``tier="disk"``).
 
-        Returns at once; the ticket says how far it is. It uses only free room: nothing in use is evicted for it. Raises
-        InvalidRequest if the node has no such tier, Overloaded if too many moves are in progress, Unavailable.
+        Returns an operation that counts tokens. It uses only free space: nothing in use is evicted for it. Of several
+        workers, ``worker`` is the address of the one that does it; by default the one that would serve the prompt.
+        Raises InvalidRequest if the node has no such tier, Overloaded if too many operations are unfinished,
+        Unavailable.
         """
-        return self._begin(tokens, Act.PREFETCH, Level.of(tier))
+        ids, tier = token_array(tokens), checked_tier(tier)
+        return self._port.prefetch(self.namespace, ids, tier, checked_worker(worker))
 
-    def move(self, tokens: Tokens, tier: LevelName) -> Ticket:
-        """Prefetches to "memory", "disk" or "root", and drops the prefix from the tiers nearer than that.
+    def evict_first(self, tokens: Tokens) -> None:
+        """Hints that a prompt is not needed soon: its chunks go first when memory or the local disk needs space.
 
-        A chunk that is not yet on the root is written there before it is dropped. Chunks that others use or pin, or
-        that other prompts in the same tier continue, stay in it.
+        Nothing is lost, and the next use of a chunk ends it. On the root the chunks keep their rank (``supersede``).
+        Raises Unavailable if no worker answers.
         """
-        return self._begin(tokens, Act.MOVE, Level.of(tier))
-
-    def release(self, tokens: Tokens) -> Ticket:
-        """Marks a prompt as not needed soon: its chunks are evicted first when memory or disk needs room.
-
-        Nothing is lost, and the next use ends the mark. The ticket counts chunks in memory and on the disk.
-        """
-        return self._begin(tokens, Act.RELEASE, Level.MEMORY)
+        self._port.evict_first(self.namespace, token_array(tokens))
 
     def supersede(self, tokens: Tokens, kept: int, *, unused: float = 0.0) -> None:
         """Says that ``tokens`` is an abandoned branch behind its first ``kept`` tokens: that part goes first.
@@ -247,10 +243,6 @@ class Cache:
         Readers in progress get a miss. A store opened without etcd knows only its own pins.
         """
         return self._port.clear(self.namespace)
-
-    def _begin(self, tokens: Tokens, act: Act, level: Level) -> Ticket:
-        move = self._port.move(self.namespace, token_array(tokens), act, level)
-        return Ticket(move, self.layout.chunk_tokens)
 
     def _fill(self, target: KvArray, chunks_max: int, ids: TokenArray) -> int:
         filled = fillable(target)

@@ -14,13 +14,14 @@ import grpc
 from google.protobuf.message import Message
 
 from kvstore import tracing
+from kvstore.brief import brief
 from kvstore.client.bulk.dialling import NoAnswer
 from kvstore.client.bulk.links import BulkRefused
 from kvstore.client.endpoint import Endpoint
 from kvstore.client.endpoints import Endpoints
 from kvstore.client.spreading import Marking
 from kvstore.counts import ClientCount
-from kvstore.errors import HoldBroken, KVStoreError, Overloaded, StoreClosed, Unavailable
+from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError, Overloaded, StoreClosed, Unavailable
 from kvstore.namespace import Namespace
 from kvstore.node.counters import Counts
 from kvstore.sources import Clock
@@ -130,6 +131,26 @@ class Caller:
             spent_s = self._clock.monotonic_s() - ends_s + timeout_s
             error.args = (f"{error} ({asked} workers were asked, for {spent_s:.1f} s in all)", *error.args[1:])
         raise error or Unavailable(f"no worker answered within {timeout_s:g} s: retry later")
+
+    def at_worker(
+        self,
+        worker: str | None,
+        send: Callable[[Endpoint, float], T],
+        timeout_s: float,
+        marking: Marking | None = None,
+        *,
+        may_repeat: bool = True,
+    ) -> T:
+        """Calls ``send`` at the worker with this address, or, for None, at the best. Raises what it raised."""
+        if worker is None:
+            return self.anywhere(send, timeout_s, marking, may_repeat=may_repeat, even_aside=True)
+        known = {each.address: each for each in self._endpoints.every()}
+        if worker not in known:
+            raise InvalidRequest(f"worker {brief(worker)} is not one of {', '.join(known) or 'none'}")
+        try:
+            return self.at(known[worker], partial(send, known[worker], timeout_s))
+        except CallFailed as failed:
+            raise failed.failed.error from failed
 
     def each(self, name: str, request: bytes, timeout_s: float) -> dict[str, bytes | KVStoreError]:
         """The same question to every worker, all at once: what each answered by address, or why it did not."""

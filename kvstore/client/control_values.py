@@ -14,17 +14,8 @@ from kvstore.census.selection import Selection, checked_selection
 from kvstore.format.header import Encoding
 from kvstore.node.looking import ChunkPlace, Lineage, MemoryCopy, RootCopy
 from kvstore.results import LimitValue
-from kvstore.tickets import State, Ticket
 from kvstore.v1 import control_pb2 as pb
 from kvstore.wire.messages import hints_of
-
-_STATES = {
-    pb.TICKET_WAITING: State.WAITING,
-    pb.TICKET_RUNNING: State.RUNNING,
-    pb.TICKET_DONE: State.DONE,
-    pb.TICKET_FAILED: State.FAILED,
-    pb.TICKET_CANCELLED: State.CANCELLED,
-}
 
 
 def plain(message: Message) -> dict[str, Any]:
@@ -61,26 +52,6 @@ def limits_of(raw: bytes) -> list[LimitValue]:
         LimitValue(each.name, each.value, each.meaning, each.started, each.before)
         for each in pb.LimitsResponse.FromString(raw).limits
     ]
-
-
-def ticket_of(message: pb.Ticket, worker: str) -> Ticket:
-    """Returns the ticket in a message of ``worker``."""
-    return Ticket(
-        message.id,
-        message.act,
-        message.about,
-        message.identity,
-        None,
-        message.unit,
-        message.began_s,
-        _STATES.get(message.state, State.RUNNING),
-        message.ended_s,
-        message.done,
-        message.total,
-        message.message,
-        dict(message.counts),
-        worker,
-    )
 
 
 def place_of(message: pb.ChunkPlace) -> ChunkPlace:

@@ -9,17 +9,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Protocol
 
-from kvstore.client.port import Port, PortMove
+from kvstore.client.operation import Operation
+from kvstore.client.port import Port
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.namespace import Namespace
-from kvstore.node.moves import Act, Level
 from kvstore.planning import Group, Prompts
 from kvstore.tokens import TokenArray
 
 MEMBERS_MAX = 8
 """Members of a group that are brought into memory ahead; those behind them come as they are read."""
-RETIRE_S = 1.0
-"""Wait this long for a prefix to be marked before what others need of it is marked as used again."""
 
 
 class Held(Protocol):
@@ -37,7 +35,7 @@ class Keeping(Protocol):
         """Holds what is stored of a group's prefix; None if there is nothing to hold."""
         ...
 
-    def prefetch(self, group: Group) -> list[PortMove]:
+    def prefetch(self, group: Group) -> list[Operation]:
         """Begins to bring what is stored of a group's prefix, and of its first members, into memory."""
         ...
 
@@ -62,30 +60,29 @@ class TokenKeeping:
             return self._port.hold(self._namespace, self._prefix(group), None)
         return None
 
-    def prefetch(self, group: Group) -> list[PortMove]:
+    def prefetch(self, group: Group) -> list[Operation]:
         stored = dict(zip(group.members[:MEMBERS_MAX], group.stored, strict=False))
         wanted = {index: count for index, count in stored.items() if count > group.prefix_tokens}
         if not wanted and group.stored_tokens:
             wanted = {group.members[0]: group.stored_tokens}
-        moves = (self._move(self._prompts.tokens(index, count), Act.PREFETCH) for index, count in wanted.items())
-        return [move for move in moves if move is not None]
+        begun = (self._prefetch(self._prompts.tokens(index, count)) for index, count in wanted.items())
+        return [operation for operation in begun if operation is not None]
 
     def retire(self, group: Group, still_needed: int) -> None:
         if not _leading(group):
             return
         prefix = self._prefix(group)
-        retired = self._move(prefix, Act.RELEASE)
-        if retired is not None and still_needed:
-            # A prefetch is a use, which ends the mark.
-            retired.wait(RETIRE_S)
-            self._move(prefix[:still_needed], Act.PREFETCH)
+        with suppress(KVStoreError):
+            self._port.evict_first(self._namespace, prefix)
+            if still_needed:
+                self._prefetch(prefix[:still_needed])  # a use, which ends the mark
 
     def _prefix(self, group: Group) -> TokenArray:
         return self._prompts.tokens(group.members[0], _leading(group))
 
-    def _move(self, tokens: TokenArray, act: Act) -> PortMove | None:
+    def _prefetch(self, tokens: TokenArray) -> Operation | None:
         try:
-            return self._port.move(self._namespace, tokens, act, Level.MEMORY) if self._has_memory else None
+            return self._port.prefetch(self._namespace, tokens, "memory", None) if self._has_memory else None
         except InvalidRequest:
             self._has_memory = False  # a node without a memory tier: reads come from the root
         except KVStoreError:
@@ -109,7 +106,7 @@ class KeyKeeping:
             return self._port.hold_blocks(self._namespace, self._prompts[group.members[0]][:count], None)
         return None
 
-    def prefetch(self, group: Group) -> list[PortMove]:
+    def prefetch(self, group: Group) -> list[Operation]:
         return []
 
     def retire(self, group: Group, still_needed: int) -> None:

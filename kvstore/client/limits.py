@@ -21,8 +21,6 @@ class ClientLimits:
     """Limit for a put, in addition to the time for its bytes; past it, Unavailable."""
     pin_s: float = 6.0
     """Limit for pins, refcounts and namespaces; a worker that waits 5 s for etcd can still say so."""
-    move_s: float = 630.0
-    """Limit for a prefetch or move; the worker ends them after 600 s."""
     clear_s: float = 630.0
     """Limit for clearing a namespace, which may visit every folder of the root."""
     bytes_per_s_min: int = 32 << 20

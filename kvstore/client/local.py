@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
-from kvstore.brief import shown
+from kvstore.brief import brief, shown
 from kvstore.buffers import Pieces
 from kvstore.census.selection import Selection
 from kvstore.client.branches import PortBranches
+from kvstore.client.operation import Operation
 from kvstore.client.port import PortSegments
 from kvstore.counts import NodeCount
 from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError, StoreClosed
@@ -20,15 +21,15 @@ from kvstore.format.descent import Ancestry
 from kvstore.hints import Hints
 from kvstore.namespace import Namespace
 from kvstore.node.asking import match_each
+from kvstore.node.clear_operation import begin_clear
 from kvstore.node.holds import Hold
 from kvstore.node.lanes import Deadline
 from kvstore.node.layers import Bands
 from kvstore.node.member import Member
-from kvstore.node.moves import Act, Level, Move
 from kvstore.node.node import Node
+from kvstore.node.prefetch import TierName
 from kvstore.node.segment_search import find_segments, hold_segments
 from kvstore.node.wanted import keyed
-from kvstore.progress import Progress
 from kvstore.results import Cleared, LayerMemory, PinRecord, PutResult, StoredBlocks
 from kvstore.sections import Sections
 from kvstore.segments.match import Match
@@ -278,17 +279,27 @@ class LocalPort:
             member.node.counters.add(NodeCount.REQUESTS_GET)
             return member.node.blocks.get(namespace, keys, buffers, deadline)
 
-    def move(self, namespace: Namespace, tokens: TokenArray, act: Act, level: Level) -> Move:
+    def prefetch(self, namespace: Namespace, tokens: TokenArray, tier: TierName, worker: str | None) -> Operation:
         with self._store as member:
-            return member.node.begin_move(member.node.chains.of(namespace, tokens), act, level)
+            _check_no_worker(worker)
+            return Operation(member.node.begin_prefetch(member.node.chains.of(namespace, tokens), tier))
+
+    def evict_first(self, namespace: Namespace, tokens: TokenArray) -> None:
+        with self._store as member:
+            member.node.evict_first(member.node.chains.of(namespace, tokens))
+
+    def operations(self) -> list[Operation]:
+        with self._store as member:
+            return [Operation(run) for run in member.node.operations.every()]
 
     def clear(self, namespace: Namespace) -> Cleared:
         with self._store as member:
             return member.clear(namespace)
 
-    def clear_selected(self, selection: Selection, progress: Progress, *, dry_run: bool, pinned: bool) -> Cleared:
+    def clear_selected(self, selection: Selection, *, dry_run: bool, pinned: bool, worker: str | None) -> Operation:
         with self._store as member:
-            return member.clear_selected(selection, progress, dry_run=dry_run, pinned=pinned)
+            _check_no_worker(worker)
+            return Operation(begin_clear(member, selection, dry_run=dry_run, pinned=pinned))
 
     def stats(self) -> dict[str, int | float]:
         with self._store as member:
@@ -306,3 +317,8 @@ class LocalPort:
 
     def close(self) -> None:
         self._store.close()
+
+
+def _check_no_worker(worker: str | None) -> None:
+    if worker is not None:
+        raise InvalidRequest(f"worker={brief(worker)}: this store is in this process and has no workers; leave it out")

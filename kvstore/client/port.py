@@ -13,12 +13,12 @@ import numpy.typing as npt
 from kvstore.buffers import Pieces
 from kvstore.census.selection import Selection
 from kvstore.client.branches import PortBranches
+from kvstore.client.operation import Operation
 from kvstore.errors import KVStoreError
 from kvstore.format.descent import Ancestry
 from kvstore.hints import Hints
 from kvstore.namespace import Namespace
-from kvstore.node.moves import Act, Level
-from kvstore.progress import Progress
+from kvstore.node.prefetch import TierName
 from kvstore.results import Cleared, LayerMemory, PinRecord, PutResult, StoredBlocks
 from kvstore.sections import Sections
 from kvstore.segments.match import Match
@@ -84,33 +84,6 @@ class PortBlockHold(Protecting, Protocol):
 
     def read(self, keys: Sequence[bytes], buffers: Pieces) -> list[bool]:
         """Reads some of the held blocks. Raises HoldBroken if the hold has ended."""
-        ...
-
-
-class PortMove(Protocol):
-    """A prefetch, move or release in progress."""
-
-    @property
-    def chunks(self) -> int:
-        """Number of leading chunks done."""
-        ...
-
-    @property
-    def done(self) -> bool:
-        """True once it has ended."""
-        ...
-
-    @property
-    def error(self) -> KVStoreError | None:
-        """The error that ended it early, or None."""
-        ...
-
-    def wait(self, timeout_s: float | None = None) -> int:
-        """Waits until it has ended; returns ``chunks``. Never raises."""
-        ...
-
-    def cancel(self) -> None:
-        """Cancels it; idempotent, never waits."""
         ...
 
 
@@ -233,8 +206,16 @@ class Port(Protocol):
         """Reads engine-hashed blocks."""
         ...
 
-    def move(self, namespace: Namespace, tokens: TokenArray, act: Act, level: Level) -> PortMove:
-        """Begins a prefetch, move or release of the stored part of a prompt; returns once it is accepted."""
+    def prefetch(self, namespace: Namespace, tokens: TokenArray, tier: TierName, worker: str | None) -> Operation:
+        """Begins to bring the stored part of a prompt to a tier of the worker, by default the one that serves it."""
+        ...
+
+    def evict_first(self, namespace: Namespace, tokens: TokenArray) -> None:
+        """Makes a prompt the first to go from memory and disk. Does nothing without them."""
+        ...
+
+    def operations(self) -> list[Operation]:
+        """Returns the operations of this process, or of all workers, newest first."""
         ...
 
     def clear(self, namespace: Namespace) -> Cleared:
@@ -245,8 +226,8 @@ class Port(Protocol):
         """Returns the counters of the node, or the sums over all workers."""
         ...
 
-    def clear_selected(self, selection: Selection, progress: Progress, *, dry_run: bool, pinned: bool) -> Cleared:
-        """Deletes selected chunks everywhere. Raises as ``Member.clear_selected`` does."""
+    def clear_selected(self, selection: Selection, *, dry_run: bool, pinned: bool, worker: str | None) -> Operation:
+        """Begins to delete selected chunks everywhere. Raises InvalidRequest for a selection of nothing."""
         ...
 
     def control(self) -> Control:

@@ -6,7 +6,7 @@ If no worker answers, a read is a miss (counted in ``stats()``), and all else ra
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,18 +19,20 @@ from kvstore.client.bulk.sending import ChunkCargo
 from kvstore.client.bulk.way import Bulk, BulkName
 from kvstore.client.caller import Caller, Reopening
 from kvstore.client.control import Control
+from kvstore.client.control_values import selection_message
 from kvstore.client.credentials import PLAIN, Credentials
 from kvstore.client.discovery import Discovery
 from kvstore.client.endpoint import Endpoint, addresses_in, check_address
 from kvstore.client.endpoints import Endpoints
 from kvstore.client.fetching import BlockFetch, ChunkFetch, Fetch
 from kvstore.client.limits import ClientLimits, checked_limits
+from kvstore.client.operation import Operation
 from kvstore.client.port import PortSegments
 from kvstore.client.putting import put_over_grpc, put_past_grpc
 from kvstore.client.remote_blocks import RemoteBlockHold, RemoteBlocks, naming_of
 from kvstore.client.remote_branches import RemoteBranches
 from kvstore.client.remote_hold import RemoteHold
-from kvstore.client.remote_move import RemoteMove, Slots, move_message
+from kvstore.client.remote_operations import RemoteOperations
 from kvstore.client.remote_segments import RemoteSegments
 from kvstore.client.renewing import Renewing
 from kvstore.client.spreading import Marking, marks_of, marks_of_keys
@@ -42,15 +44,14 @@ from kvstore.hints import Hints
 from kvstore.meta.etcd import EtcdTls, EtcdUser
 from kvstore.namespace import Namespace
 from kvstore.node.counters import Counts
-from kvstore.node.moves import Act, Level
+from kvstore.node.prefetch import TierName
 from kvstore.node.wanted import keyed, leading
-from kvstore.progress import Cancelled, Progress
 from kvstore.results import Cleared, PinRecord, PutResult, StoredBlocks
 from kvstore.sections import Planes, Sections
 from kvstore.security.tls import ClientTls
 from kvstore.sources import Clock, SystemClock
-from kvstore.tickets import State
 from kvstore.tokens import TokenArray
+from kvstore.v1 import control_pb2 as control
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.messages import (
     hints_message,
@@ -64,7 +65,7 @@ from kvstore.wire.messages import (
     unpack_tokens,
     write_message,
 )
-from kvstore.wire.statuses import BrokenTransfer
+from kvstore.wire.statuses import BrokenTransfer, UnknownNamespace
 from kvstore.wire.watch import Watch
 from kvstore.writes import WriteMode, WriteModeName
 
@@ -134,7 +135,6 @@ class RemotePort:
         self._blocks, self._reopening = RemoteBlocks(self._tools), Reopening(self._caller, counters, limits.pin_s)
         self.branches: PortBranches = RemoteBranches(self._tools)
         self.segments: PortSegments = RemoteSegments(self._tools, self._reopening)
-        self._moves = Slots()
         self.parts = ExitStack()
         """What is closed with the port, last first; it does not refer to the port."""
         for close in (lanes.close, watch.close, self.endpoints.close, self._tools.renewing.close, self.endpoints.stop):
@@ -145,6 +145,10 @@ class RemotePort:
     @property
     def place(self) -> str:
         return self.endpoints.place
+
+    @property
+    def _operations(self) -> RemoteOperations:
+        return RemoteOperations(self, self._caller, self.endpoints, self.limits)
 
     # Namespaces
 
@@ -316,17 +320,24 @@ class RemotePort:
 
     # Prefetch
 
-    def move(self, namespace: Namespace, tokens: TokenArray, act: Act, level: Level) -> RemoteMove:
-        packed = pack_tokens(_full_chunks(namespace, tokens))
-        move = RemoteMove(sealed(move_message(namespace.digest, packed, act, level)), self._moves)
+    def prefetch(self, namespace: Namespace, tokens: TokenArray, tier: TierName, worker: str | None) -> Operation:
+        request = control.PrefetchRequest(
+            namespace=namespace.digest, tokens=pack_tokens(_full_chunks(namespace, tokens)), tier=tier
+        )
+        begin = partial(self._operations.begin, "Prefetch", request, worker, partial(marks_of, namespace, tokens))
+        return self._reopening(namespace, begin)
 
-        def send(follow: Callable[[Endpoint, float], None]) -> None:
-            # Ask the worker that would serve the prompt.
-            marks = partial(marks_of, namespace, tokens)
-            self._reopening(namespace, lambda: self._caller.anywhere(follow, self.limits.move_s, marks))
+    def evict_first(self, namespace: Namespace, tokens: TokenArray) -> None:
+        request = control.EvictFirstRequest(
+            namespace=namespace.digest, tokens=pack_tokens(_full_chunks(namespace, tokens))
+        )
+        with suppress(UnknownNamespace):  # a new root has none of it
+            self._caller.unary(
+                "Control.EvictFirst", sealed(request), self.limits.match_s, partial(marks_of, namespace, tokens)
+            )
 
-        move.begin(send, self.limits.pin_s)
-        return move
+    def operations(self) -> list[Operation]:
+        return self._operations.every()
 
     # Statistics and closing
 
@@ -349,23 +360,12 @@ class RemotePort:
             raise next((each for each in answers if isinstance(each, KVStoreError)), self._caller.none_known())
         return {**merged(found), "workers": len(found), **self.counters.snapshot()}
 
-    def clear_selected(self, selection: Selection, progress: Progress, *, dry_run: bool, pinned: bool) -> Cleared:
-        ticket = self.control().clear(selection, dry_run=dry_run, pinned=pinned)
-        try:
-            ended = ticket.follow(lambda now: progress(now.done, now.total))
-        except Cancelled:
-            ticket.cancel()
-            raise
-        if ended.state is not State.DONE:
-            raise Unavailable(f"clear {ended.state.value} at {ended.worker}: {ended.message}; clear again")
-        counts = ended.counts
-        return Cleared(
-            counts.get("chunks", 0), counts.get("bytes", 0), counts.get("pinned_chunks", 0),
-            counts.get("failed_chunks", 0), ("",) * counts.get("unconfirmed_nodes", 0),
-        )  # fmt: skip
+    def clear_selected(self, selection: Selection, *, dry_run: bool, pinned: bool, worker: str | None) -> Operation:
+        request = control.ClearSelectedRequest(selection=selection_message(selection), dry_run=dry_run, pinned=pinned)
+        return self._operations.begin("ClearSelected", request, worker)
 
     def control(self) -> Control:
-        return Control(self, self._caller, self.endpoints, self.limits, self._clock)
+        return Control(self, self._caller, self.endpoints, self.limits)
 
     def stats_each(self) -> dict[str, dict[str, int | float] | KVStoreError]:
         answers = self._caller.each("Stats", b"", self.limits.stats_s)

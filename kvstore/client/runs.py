@@ -5,15 +5,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 from kvstore.brief import brief
 from kvstore.checks import is_whole
 from kvstore.client.consumers import Sharing
 from kvstore.client.keeping import Held, Keeping
+from kvstore.client.operation import Operation
 from kvstore.client.owner import Owner
-from kvstore.client.port import PortMove
-from kvstore.errors import InvalidRequest
+from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.planning import Group, Handing, Plan
 
 LOOK_S = 0.2
@@ -53,7 +54,7 @@ class Run:
         self._changed = threading.Condition()
         self._handing = Handing(plan.groups, plan.memory_tokens, int(attempts))
         self._takers: dict[int, _Taker] = {}
-        self._moves: dict[int, list[PortMove]] = {}
+        self._prefetches: dict[int, list[Operation]] = {}
         self._is_closed = False
 
     @property
@@ -129,13 +130,13 @@ class Run:
         with self._changed:
             self._is_closed = True
             takers, self._takers = list(self._takers.values()), {}
-            moves, self._moves = list(self._moves.values()), {}
+            prefetches, self._prefetches = list(self._prefetches.values()), {}
             self._changed.notify_all()
         if self._owner.is_here:
             for taker in takers:
                 if taker.held is not None:
                     taker.held.release()
-            _cancel(move for each in moves for move in each)
+            _cancel(each for operations in prefetches for each in operations)
 
     def __enter__(self) -> Run:
         return self
@@ -159,16 +160,16 @@ class Run:
         """Begins to bring the next groups that nobody has begun to bring."""
         with self._changed:
             wanted = [] if self._is_closed else self._handing.ahead(self._ahead)
-            wanted = [index for index in wanted if index not in self._moves]
-            self._moves.update({index: [] for index in wanted})
+            wanted = [index for index in wanted if index not in self._prefetches]
+            self._prefetches.update({index: [] for index in wanted})
         for index in wanted:
-            moves = self._keeping.prefetch(self._groups[index])
+            begun = self._keeping.prefetch(self._groups[index])
             with self._changed:
-                is_wanted = index in self._moves
+                is_wanted = index in self._prefetches
                 if is_wanted:
-                    self._moves[index] = moves
+                    self._prefetches[index] = begun
             if not is_wanted:
-                _cancel(moves)
+                _cancel(begun)
 
     def _leave(self, index: int, taker: _Taker, *, is_done: bool) -> None:
         """Ends a consumer's work on a group. Does nothing if the group is no longer its own."""
@@ -181,18 +182,19 @@ class Run:
             else:
                 self._handing.give_back(index)
             still_needed = self._handing.still_needed(index)
-            moves = self._moves.pop(index, [])
+            begun = self._prefetches.pop(index, [])
             self._changed.notify_all()
         if taker.held is not None:
             taker.held.release()
-        _cancel(moves)
+        _cancel(begun)
         if is_done:
             self._keeping.retire(self._groups[index], still_needed)
 
 
-def _cancel(moves: Iterable[PortMove]) -> None:
-    for move in moves:
-        move.cancel()
+def _cancel(operations: Iterable[Operation]) -> None:
+    with suppress(KVStoreError):  # a worker that does not answer keeps the other calls waiting, too
+        for operation in operations:
+            operation.cancel()
 
 
 class Taken:

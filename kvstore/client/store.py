@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import finalize
 
-from kvstore.brief import brief, kind_of
+from kvstore.brief import kind_of
 from kvstore.census.selection import Selection, checked_selection
-from kvstore.checks import checked_flag
+from kvstore.checks import checked_flag, checked_worker
 from kvstore.client.bulk.way import Bulk, BulkName
 from kvstore.client.cache import Cache
 from kvstore.client.dropping import close_when_dropped, flush_at_exit
 from kvstore.client.limits import ClientLimits
 from kvstore.client.local import LocalPort
+from kvstore.client.operation import Operation
 from kvstore.client.port import Port
 from kvstore.encodings.keys import KeyFile
 from kvstore.errors import InvalidRequest, KVStoreError, StoreClosed
@@ -26,8 +27,7 @@ from kvstore.node.limits import Limits
 from kvstore.node.member import Member
 from kvstore.node.opening import open_member
 from kvstore.node.settings import AskedBound, TierSettings
-from kvstore.progress import Progress, unwatched
-from kvstore.results import Cleared, PinRecord
+from kvstore.results import PinRecord
 from kvstore.root.identity import SHARD_BITS_DEFAULT
 from kvstore.security.tls import ClientTls
 from kvstore.segments.naming import check_exact
@@ -88,25 +88,27 @@ class Store:
         return pin_id.isascii() and self._port.unpin(pin_id)
 
     def clear(
-        self,
-        selection: Selection,
-        *,
-        progress: Progress = unwatched,
-        dry_run: bool = False,
-        pinned: bool = False,
-    ) -> Cleared:
-        """Deletes selected chunks (``kvstore.census.selection.Selection``) on the root and in all memories and disks.
+        self, selection: Selection, *, dry_run: bool = False, pinned: bool = False, worker: str | None = None
+    ) -> Operation:
+        """Begins to delete selected chunks (``kvstore.Selection``) on the root and in all memories and disks.
 
         A selection names chunks by namespace, tenant, fingerprint, age, or who wrote them and when. Pinned chunks stay,
-        and are counted, unless ``pinned``. ``dry_run`` only counts. ``progress(done, total)``, in shards, may raise to
-        end it. First stop those who still write such chunks: chunks written meanwhile stay. Clearing twice is harmless.
-        Raises InvalidRequest for an empty selection, Unavailable if nodes could not be told: clear again.
+        and are counted, unless ``pinned``. ``dry_run`` only counts. The operation counts shards; its ``counts`` are
+        "chunks", "bytes", "pinned", "failed" (clear again) and "unconfirmed" (nodes that did not answer). First stop
+        those who still write such chunks: chunks written meanwhile stay. Clearing twice is harmless. ``worker`` is the
+        address of the worker that does it; by default the best one. Raises InvalidRequest for a selection of nothing,
+        Overloaded, Unavailable.
         """
         chosen = checked_selection(selection)
-        if not callable(progress):
-            raise InvalidRequest(f"progress={brief(progress)}: expected a function of done and total")
         dry_run, pinned = checked_flag("dry_run", dry_run), checked_flag("pinned", pinned)
-        return self._port.clear_selected(chosen, progress, dry_run=dry_run, pinned=pinned)
+        return self._port.clear_selected(chosen, dry_run=dry_run, pinned=pinned, worker=checked_worker(worker))
+
+    def operations(self) -> list[Operation]:
+        """Returns the operations of this process, or of all workers that answer: unfinished, and lately finished ones.
+
+        The newest are first. Raises Unavailable if no worker answers.
+        """
+        return self._port.operations()
 
     def stats(self) -> dict[str, int | float]:
         """Returns the counters of this node, or of the workers behind it; ``kvstore.counts`` describes each."""
@@ -118,7 +120,7 @@ class Store:
 
     @property
     def control(self) -> Control:
-        """Returns the control of the workers behind this store: places, long-running operations, drain, limits, health.
+        """Returns the control of the workers behind this store: places, drain, limits, health.
 
         Raises InvalidRequest on a store that was opened in this process.
         """

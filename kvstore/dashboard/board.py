@@ -31,7 +31,7 @@ class Pace:
     root_s: float = 10.0
     quarantine_s: float = 30.0
     pins_s: float = 10.0
-    tickets_s: float = 2.0
+    operations_s: float = 2.0
     plan_s: float = 60.0
     forest_s: float = 60.0
     late_s: float = 6.0
@@ -97,7 +97,7 @@ def open_board(reach: Reach, pace: Pace | None = None, clock: Clock | None = Non
         ("root", room.seen, pace.root_s, pace.late_s, False),
         ("quarantine", set_aside.quarantine, pace.quarantine_s, pace.late_s, False),
         ("pins", etcd.pins, pace.pins_s, pace.late_s, True),
-        ("tickets", workers.tickets, pace.tickets_s, pace.late_s, True),
+        ("operations", workers.operations, pace.operations_s, pace.late_s, True),
         ("plan", plans.plan, pace.plan_s, LONG_S, True),
         ("forest", partial(_forest, explored), pace.forest_s, LONG_S, True),
     ):

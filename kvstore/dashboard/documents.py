@@ -23,7 +23,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.format.places import NAMESPACE_ID_BYTES
 from kvstore.meta.pins import PinRecord
 from kvstore.namespace import NamespaceId
-from kvstore.tickets import Ticket
+from kvstore.operations import OperationStatus
 
 RATES_S = 60.0
 PINS_MAX = 1_000
@@ -208,12 +208,12 @@ class Documents:
             "files": [asdict(each) for each in (quarantine.newest if quarantine else ())],
         }
 
-    def tickets(self) -> Document:
-        """Returns long-running operations of workers, running and ended."""
-        looks = self._look("tickets")
-        found: list[Ticket] | None = looks["tickets"].value
-        rows = None if found is None else [said.ticket(each) for each in found]
-        return {**self._head(looks), "tickets": rows}
+    def operations(self) -> Document:
+        """Returns operations of workers, unfinished and finished."""
+        looks = self._look("operations")
+        found: list[OperationStatus] | None = looks["operations"].value
+        rows = None if found is None else [said.operation(each) for each in found]
+        return {**self._head(looks), "operations": rows}
 
     def _look(self, *names: str) -> dict[str, Reading[Any]]:
         return {name: self._board.feeds[name].look() for name in names}

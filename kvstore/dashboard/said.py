@@ -11,7 +11,7 @@ from kvstore.dashboard.rooted import RootSeen
 from kvstore.format.places import NAMESPACE_ID_BYTES
 from kvstore.meta.pins import PinRecord
 from kvstore.namespace import Namespace, NamespaceId
-from kvstore.tickets import Ticket
+from kvstore.operations import OperationStatus
 
 Document = dict[str, Any]
 
@@ -111,9 +111,9 @@ def run(run: Run, known: Mapping[NamespaceId, Namespace]) -> Document:
     }
 
 
-def ticket(each: Ticket) -> Document:
-    """A long-running operation of a worker."""
-    fields = ("id", "act", "about", "identity", "tenant", "worker", "unit", "began_s", "done", "total", "message")
+def operation(each: OperationStatus) -> Document:
+    """An operation of a worker."""
+    fields = ("id", "kind", "about", "identity", "tenant", "worker", "unit", "began_s", "done", "total", "message")
     return {**{name: getattr(each, name) for name in fields}, "state": each.state.value}
 
 

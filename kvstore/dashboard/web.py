@@ -64,7 +64,7 @@ def application(documents: Documents, door: Door) -> Starlette:
             query.get("namespace", ""), query.get("at", ""), query.get("order", "bytes")
         ),
         "damage": lambda query: documents.damage(),
-        "tickets": lambda query: documents.tickets(),
+        "operations": lambda query: documents.operations(),
     }
 
     def document(request: Request) -> Response:

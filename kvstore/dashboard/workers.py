@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from kvstore.dashboard.history import Counts, Growth, History
 from kvstore.dashboard.roster import Roster
 from kvstore.errors import KVStoreError
+from kvstore.operations import OperationStatus
 from kvstore.sources import Clock
-from kvstore.tickets import Ticket
 
 if TYPE_CHECKING:
     from kvstore.client.store import Store
@@ -76,9 +76,9 @@ class WorkersSource:
         rates = _per_second(grown.get(address, {}), span_s)
         return WorkerSeen(answer, None, rates, restarts, former_until_s=former_until_s)
 
-    def tickets(self) -> list[Ticket]:
-        """Returns long-running operations of all workers that answer, newest first. Raises Unavailable if none does."""
-        return self._connected().control.tickets()
+    def operations(self) -> list[OperationStatus]:
+        """Returns the operations of all workers that answer, newest first. Raises Unavailable if none does."""
+        return [each.last for each in self._connected().operations()]
 
     def rates(self, over_s: float) -> dict[str, float]:
         """See ``History.rates``."""

@@ -153,14 +153,11 @@ class DiskTier:
         """Makes those of the first ``count`` chunks that are here the first to go, until they are read again."""
         self._shelf.retire(wanted.addresses[:count])
 
-    def drop(self, address: Address, *, only_leaf: bool = False) -> bool:
-        """Removes a chunk; False if there is none, or, with ``only_leaf``, if others here continue it."""
+    def drop(self, address: Address) -> bool:
+        """Removes a chunk; False if there is none."""
         with self._inside() as is_open:
             entry = self._shelf.refer(address) if is_open else None
             if entry is None:
-                return False
-            if only_leaf and entry.children_count:
-                self._shelf.unrefer(entry, used=False)
                 return False
             self._remove(entry)
         return True

@@ -15,7 +15,7 @@ CHANGEABLE = (
     "read_deadline_s",
     "write_deadline_s",
     "behind_share",
-    "moves_max",
+    "operations_max",
     "pins_per_owner_max",
     "pins_max",
 )
@@ -75,10 +75,10 @@ class Limits:
     """A chunk that could not be written to the root for this long is lost."""
     flush_s: float = 10.0
     """Limit on the time that a closing node spends writing chunks that the root lacks."""
-    moves_max: int = 32
-    """Prefetches, moves and releases that may be unfinished; more are refused with Overloaded."""
-    move_deadline_s: float = 600.0
-    """A prefetch, move or release that takes longer ends where it is."""
+    operations_max: int = 32
+    """Operations (prefetch, clear) that may be unfinished; more are refused with Overloaded."""
+    prefetch_deadline_s: float = 600.0
+    """A prefetch that takes longer fails; what it has brought stays."""
     open_files_max: int = 256
     """Files that one layer-by-layer read keeps open, and, without native code, one view."""
     segments_follow_s: float = 10.0

@@ -40,8 +40,7 @@ from kvstore.node.layers import SINGLY, Bands, LayerReader, MemoryOf
 from kvstore.node.limits import CurrentLimits, Limits
 from kvstore.node.looking import Looking
 from kvstore.node.memory_tier import MemoryTier
-from kvstore.node.moves import Act, Level, Move, Moves, check
-from kvstore.node.moving import Moving
+from kvstore.node.prefetch import Prefetcher, TierName
 from kvstore.node.puts import Puts, Written
 from kvstore.node.reading import Reading
 from kvstore.node.refresh import Refresher
@@ -53,6 +52,7 @@ from kvstore.node.tiered_reads import TieredReads
 from kvstore.node.view import View
 from kvstore.node.views import Views
 from kvstore.node.wanted import keyed, leading
+from kvstore.operations import OperationRun, Operations, OperationState
 from kvstore.results import LayerMemory, PutResult
 from kvstore.root.identity import RootIdentity
 from kvstore.root.interface import Root, Space
@@ -63,6 +63,12 @@ from kvstore.sources import Clock, Ids, RandomIds, SystemClock
 from kvstore.writes import Durability, WriteMode
 
 T = TypeVar("T")
+
+_ENDED = {
+    OperationState.DONE: NodeCount.OPERATIONS_DONE,
+    OperationState.FAILED: NodeCount.OPERATIONS_FAILED,
+    OperationState.CANCELLED: NodeCount.OPERATIONS_CANCELLED,
+}
 
 
 class Node:
@@ -145,14 +151,12 @@ class Node:
             self._chunks, self._lanes, self.gc_view, self._refresher, self.reads, self.tiers,
             self.counters, self._limits, clock, self.segments, durable=durable,
         )  # fmt: skip
-        self._moving: Moving | None = None
+        self._prefetcher: Prefetcher | None = None
+        self.operations = Operations(clock, ids, lambda: self.limits.operations_max, self._count_ended)
         if self.tiers is not None:
             # Puts need the memory, and its queue needs the puts, which write what it has: so the queue starts last.
             self.tiers.start(self.puts.publish)
-            self._moving = Moving(
-                self.tiers, self.reads, self._chunks, self._lanes, self.gc_view, self.puts.publish, self._limits, clock
-            )
-            self._moves = Moves(self._moving.do, self._limits, clock)
+            self._prefetcher = Prefetcher(self.tiers, self.reads, self._lanes, self.gc_view, self._limits, clock)
         self.looking = Looking(self._chunks, self._lanes, self.gc_view, self.tiers, clock)
         self._views = Views(self._chunks, self._lanes, self.counters, self.tiers, limits.open_files_max)
         self._closed = False
@@ -328,22 +332,38 @@ class Node:
 
     # Ahead of reads
 
-    def check_move(self, act: Act, level: Level) -> None:
-        """Raises InvalidRequest where this node has no such tier, or the act makes no sense on any."""
-        check(act, level)
-        if self._moving is None:
-            raise InvalidRequest(
-                f"{act.value}: this node has no memory; start it with --memory SIZE (memory= of kvstore.open)"
-            )
-        self._moving.check(level)
+    def begin_prefetch(
+        self, chain: Chain, tier: TierName, identity: str = "", tenant_share: float = 1.0
+    ) -> OperationRun:
+        """Begins to bring what is stored of a prompt to a tier.
 
-    def begin_move(self, chain: Chain, act: Act, level: Level) -> Move:
-        """Begins to bring what is stored of a prompt to a tier, or lets it go first; nobody waits for it.
-
-        Raises as ``check_move`` does, and Overloaded where too many are not done.
+        Raises InvalidRequest where this node has no such tier, and what ``Operations.begin`` raises.
         """
-        self.check_move(act, level)
-        return self._moves.begin(chain, act, level)
+        prefetcher, tiers = self._prefetcher, self.tiers
+        if prefetcher is None or tiers is None:
+            raise InvalidRequest(
+                "prefetch: this node has no memory; start it with --memory SIZE (memory= of kvstore.open)"
+            )
+        if tier == "disk" and tiers.disk is None:
+            raise InvalidRequest(
+                "tier='disk': this node has no local disk; start it with --disk FOLDER:SIZE (disk= of kvstore.open)"
+            )
+        namespace = chain.namespace
+        return self.operations.begin(
+            "prefetch",
+            lambda operation: prefetcher.run(chain, tier, operation),
+            about=f"{len(chain)} chunks of {namespace.name} to {tier}",
+            unit="tokens",
+            identity=identity,
+            tenant=namespace.tenant,
+            tenant_share=tenant_share,
+            deadline_s=self.limits.prefetch_deadline_s,
+        )
+
+    def evict_first(self, chain: Chain) -> None:
+        """Makes the chunks of a prompt the first to go from this node's memory and disk, until they are used again."""
+        if self._prefetcher is not None:
+            self._prefetcher.evict_first(chain)
 
     # Looking after it
 
@@ -396,6 +416,8 @@ class Node:
             "lane_queue": self._lanes.waiting_count,
             "root_hangs": int(self._lanes.stalled),
             "root_full": int(self.gc_view.is_full),
+            "operations_running": self.operations.count(OperationState.RUNNING),
+            "operations_waiting": self.operations.count(OperationState.WAITING),
             "native_path": int(self._chunks.runs.is_native),
             "keys_known": len(self.encodings.ring.by_id),
             **(self.tiers.stats() if self.tiers is not None else {}),
@@ -413,8 +435,7 @@ class Node:
             return
         self._closed = True
         self.holds.drop_all()
-        if self._moving is not None:
-            self._moves.close(timeout_s)
+        self.operations.close(timeout_s)
         if self.tiers is not None:
             self.tiers.close(timeout_s)
         self.segments.close(timeout_s)
@@ -431,6 +452,9 @@ class Node:
                 self._lanes.run(
                     lambda: reads.bring(chain, 0, count, deadline, even_once=True, even_root=False), deadline
                 )
+
+    def _count_ended(self, state: OperationState) -> None:
+        self.counters.add(_ENDED[state])
 
     def _record_writer(self) -> None:
         """Soon, on a lane: for what no put on the root would bring there."""

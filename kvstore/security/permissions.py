@@ -24,7 +24,7 @@ class Scope(enum.Enum):
     """The tenants in which the role is needed."""
 
     TENANT = "tenant"
-    """The tenant of the namespace, pin, hold or ticket that the call is about; all tenants if it is about all."""
+    """The tenant of the namespace, pin, hold or operation that the call is about; all tenants if it is about all."""
     ANY = "any"
     """At least one tenant; the answer is filtered by what the caller may read."""
     EVERY = "every"
@@ -63,7 +63,6 @@ PERMISSIONS: dict[str, Permission] = {
     "PutBlocks": _WRITE,
     "MatchBlocks": _READ,
     "GetBlocks": _READ,
-    "Move": Permission(Role.WRITE, Scope.TENANT, audited=True),
     "Supersede": _WRITE,
     "Clear": _STEER,
     "Stats": _LIST,
@@ -72,11 +71,13 @@ PERMISSIONS: dict[str, Permission] = {
     "MapMemory": Permission(Role.READ, Scope.EVERY),
     "Reflection": _LIST,
     "Control.Lookup": _READ,
-    "Control.BeginMove": Permission(Role.WRITE, Scope.TENANT, audited=True),
+    "Control.Prefetch": Permission(Role.WRITE, Scope.TENANT, audited=True),
+    "Control.EvictFirst": _WRITE,
     "Control.ClearSelected": _STEER,
-    "Control.ListTickets": _LIST,
-    "Control.WatchTicket": _READ,
-    "Control.CancelTicket": _STEER,
+    "Control.ListOperations": _LIST,
+    "Control.GetOperation": _READ,
+    # A clear needs ADMIN, as to begin it (``Call.allow(..., role=)``).
+    "Control.CancelOperation": Permission(Role.WRITE, Scope.TENANT, audited=True),
     "Control.Drain": Permission(Role.ADMIN, Scope.EVERY, audited=True),
     "Control.GetLimits": Permission(Role.READ, Scope.EVERY),
     "Control.SetLimits": Permission(Role.ADMIN, Scope.EVERY, audited=True),

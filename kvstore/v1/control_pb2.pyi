@@ -1,27 +1,11 @@
 from kvstore.v1 import kvstore_pb2 as _kvstore_pb2
 from google.protobuf.internal import containers as _containers
-from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
-
-class TicketState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    TICKET_UNSPECIFIED: _ClassVar[TicketState]
-    TICKET_WAITING: _ClassVar[TicketState]
-    TICKET_RUNNING: _ClassVar[TicketState]
-    TICKET_DONE: _ClassVar[TicketState]
-    TICKET_FAILED: _ClassVar[TicketState]
-    TICKET_CANCELLED: _ClassVar[TicketState]
-TICKET_UNSPECIFIED: TicketState
-TICKET_WAITING: TicketState
-TICKET_RUNNING: TicketState
-TICKET_DONE: TicketState
-TICKET_FAILED: TicketState
-TICKET_CANCELLED: TicketState
 
 class LookupRequest(_message.Message):
     __slots__ = ("namespace", "tokens", "chunks_max")
@@ -123,34 +107,40 @@ class Selection(_message.Message):
     until_s: float
     def __init__(self, namespace: _Optional[bytes] = ..., tenant: _Optional[str] = ..., fingerprint: _Optional[str] = ..., older_than_s: _Optional[float] = ..., written_by: _Optional[str] = ..., since_s: _Optional[float] = ..., until_s: _Optional[float] = ...) -> None: ...
 
+class PrefetchRequest(_message.Message):
+    __slots__ = ("namespace", "tokens", "tier")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    namespace: bytes
+    tokens: bytes
+    tier: str
+    def __init__(self, namespace: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., tier: _Optional[str] = ...) -> None: ...
+
+class EvictFirstRequest(_message.Message):
+    __slots__ = ("namespace", "tokens")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    namespace: bytes
+    tokens: bytes
+    def __init__(self, namespace: _Optional[bytes] = ..., tokens: _Optional[bytes] = ...) -> None: ...
+
+class EvictFirstResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class ClearSelectedRequest(_message.Message):
-    __slots__ = ("selection", "dry_run", "pinned", "deadline_s")
+    __slots__ = ("selection", "dry_run", "pinned")
     SELECTION_FIELD_NUMBER: _ClassVar[int]
     DRY_RUN_FIELD_NUMBER: _ClassVar[int]
     PINNED_FIELD_NUMBER: _ClassVar[int]
-    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     selection: Selection
     dry_run: bool
     pinned: bool
-    deadline_s: float
-    def __init__(self, selection: _Optional[_Union[Selection, _Mapping]] = ..., dry_run: bool = ..., pinned: bool = ..., deadline_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, selection: _Optional[_Union[Selection, _Mapping]] = ..., dry_run: bool = ..., pinned: bool = ...) -> None: ...
 
-class BeginMoveRequest(_message.Message):
-    __slots__ = ("namespace", "prompts", "act", "tier", "deadline_s")
-    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
-    PROMPTS_FIELD_NUMBER: _ClassVar[int]
-    ACT_FIELD_NUMBER: _ClassVar[int]
-    TIER_FIELD_NUMBER: _ClassVar[int]
-    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
-    namespace: bytes
-    prompts: _containers.RepeatedScalarFieldContainer[bytes]
-    act: _kvstore_pb2.Act
-    tier: _kvstore_pb2.Tier
-    deadline_s: float
-    def __init__(self, namespace: _Optional[bytes] = ..., prompts: _Optional[_Iterable[bytes]] = ..., act: _Optional[_Union[_kvstore_pb2.Act, str]] = ..., tier: _Optional[_Union[_kvstore_pb2.Tier, str]] = ..., deadline_s: _Optional[float] = ...) -> None: ...
-
-class Ticket(_message.Message):
-    __slots__ = ("id", "act", "about", "identity", "state", "began_s", "ended_s", "done", "total", "unit", "message", "counts", "worker")
+class Operation(_message.Message):
+    __slots__ = ("id", "kind", "about", "identity", "state", "began_s", "ended_s", "done", "total", "unit", "message", "counts", "worker")
     class CountsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -159,7 +149,7 @@ class Ticket(_message.Message):
         value: int
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     ID_FIELD_NUMBER: _ClassVar[int]
-    ACT_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
     ABOUT_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -172,10 +162,10 @@ class Ticket(_message.Message):
     COUNTS_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     id: str
-    act: str
+    kind: str
     about: str
     identity: str
-    state: TicketState
+    state: str
     began_s: float
     ended_s: float
     done: int
@@ -184,25 +174,27 @@ class Ticket(_message.Message):
     message: str
     counts: _containers.ScalarMap[str, int]
     worker: str
-    def __init__(self, id: _Optional[str] = ..., act: _Optional[str] = ..., about: _Optional[str] = ..., identity: _Optional[str] = ..., state: _Optional[_Union[TicketState, str]] = ..., began_s: _Optional[float] = ..., ended_s: _Optional[float] = ..., done: _Optional[int] = ..., total: _Optional[int] = ..., unit: _Optional[str] = ..., message: _Optional[str] = ..., counts: _Optional[_Mapping[str, int]] = ..., worker: _Optional[str] = ...) -> None: ...
+    def __init__(self, id: _Optional[str] = ..., kind: _Optional[str] = ..., about: _Optional[str] = ..., identity: _Optional[str] = ..., state: _Optional[str] = ..., began_s: _Optional[float] = ..., ended_s: _Optional[float] = ..., done: _Optional[int] = ..., total: _Optional[int] = ..., unit: _Optional[str] = ..., message: _Optional[str] = ..., counts: _Optional[_Mapping[str, int]] = ..., worker: _Optional[str] = ...) -> None: ...
 
-class TicketResponse(_message.Message):
-    __slots__ = ("ticket",)
-    TICKET_FIELD_NUMBER: _ClassVar[int]
-    ticket: Ticket
-    def __init__(self, ticket: _Optional[_Union[Ticket, _Mapping]] = ...) -> None: ...
+class OperationResponse(_message.Message):
+    __slots__ = ("operation",)
+    OPERATION_FIELD_NUMBER: _ClassVar[int]
+    operation: Operation
+    def __init__(self, operation: _Optional[_Union[Operation, _Mapping]] = ...) -> None: ...
 
-class ListTicketsRequest(_message.Message):
+class ListOperationsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class WatchTicketRequest(_message.Message):
-    __slots__ = ("id",)
+class GetOperationRequest(_message.Message):
+    __slots__ = ("id", "wait_s")
     ID_FIELD_NUMBER: _ClassVar[int]
+    WAIT_S_FIELD_NUMBER: _ClassVar[int]
     id: str
-    def __init__(self, id: _Optional[str] = ...) -> None: ...
+    wait_s: float
+    def __init__(self, id: _Optional[str] = ..., wait_s: _Optional[float] = ...) -> None: ...
 
-class CancelTicketRequest(_message.Message):
+class CancelOperationRequest(_message.Message):
     __slots__ = ("id",)
     ID_FIELD_NUMBER: _ClassVar[int]
     id: str
@@ -215,16 +207,16 @@ class DrainRequest(_message.Message):
     def __init__(self, within_s: _Optional[float] = ...) -> None: ...
 
 class DrainResponse(_message.Message):
-    __slots__ = ("calls", "behind_bytes", "tickets", "within_s")
+    __slots__ = ("calls", "behind_bytes", "operations", "within_s")
     CALLS_FIELD_NUMBER: _ClassVar[int]
     BEHIND_BYTES_FIELD_NUMBER: _ClassVar[int]
-    TICKETS_FIELD_NUMBER: _ClassVar[int]
+    OPERATIONS_FIELD_NUMBER: _ClassVar[int]
     WITHIN_S_FIELD_NUMBER: _ClassVar[int]
     calls: int
     behind_bytes: int
-    tickets: int
+    operations: int
     within_s: float
-    def __init__(self, calls: _Optional[int] = ..., behind_bytes: _Optional[int] = ..., tickets: _Optional[int] = ..., within_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, calls: _Optional[int] = ..., behind_bytes: _Optional[int] = ..., operations: _Optional[int] = ..., within_s: _Optional[float] = ...) -> None: ...
 
 class GetLimitsRequest(_message.Message):
     __slots__ = ()
@@ -362,7 +354,7 @@ class MemoryHealth(_message.Message):
     def __init__(self, size_bytes: _Optional[int] = ..., held_bytes: _Optional[int] = ..., dirty_bytes: _Optional[int] = ..., referenced_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., disk_held_bytes: _Optional[int] = ..., disk_bytes_max: _Optional[int] = ..., peers: _Optional[int] = ..., peers_aside: _Optional[int] = ...) -> None: ...
 
 class QueueHealth(_message.Message):
-    __slots__ = ("calls", "calls_max", "bytes_in_flight", "bytes_in_flight_max", "root_queue", "behind_bytes", "behind_bytes_max", "holds", "tickets_running", "tickets_waiting")
+    __slots__ = ("calls", "calls_max", "bytes_in_flight", "bytes_in_flight_max", "root_queue", "behind_bytes", "behind_bytes_max", "holds", "operations_running", "operations_waiting")
     CALLS_FIELD_NUMBER: _ClassVar[int]
     CALLS_MAX_FIELD_NUMBER: _ClassVar[int]
     BYTES_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
@@ -371,8 +363,8 @@ class QueueHealth(_message.Message):
     BEHIND_BYTES_FIELD_NUMBER: _ClassVar[int]
     BEHIND_BYTES_MAX_FIELD_NUMBER: _ClassVar[int]
     HOLDS_FIELD_NUMBER: _ClassVar[int]
-    TICKETS_RUNNING_FIELD_NUMBER: _ClassVar[int]
-    TICKETS_WAITING_FIELD_NUMBER: _ClassVar[int]
+    OPERATIONS_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    OPERATIONS_WAITING_FIELD_NUMBER: _ClassVar[int]
     calls: int
     calls_max: int
     bytes_in_flight: int
@@ -381,6 +373,6 @@ class QueueHealth(_message.Message):
     behind_bytes: int
     behind_bytes_max: int
     holds: int
-    tickets_running: int
-    tickets_waiting: int
-    def __init__(self, calls: _Optional[int] = ..., calls_max: _Optional[int] = ..., bytes_in_flight: _Optional[int] = ..., bytes_in_flight_max: _Optional[int] = ..., root_queue: _Optional[int] = ..., behind_bytes: _Optional[int] = ..., behind_bytes_max: _Optional[int] = ..., holds: _Optional[int] = ..., tickets_running: _Optional[int] = ..., tickets_waiting: _Optional[int] = ...) -> None: ...
+    operations_running: int
+    operations_waiting: int
+    def __init__(self, calls: _Optional[int] = ..., calls_max: _Optional[int] = ..., bytes_in_flight: _Optional[int] = ..., bytes_in_flight_max: _Optional[int] = ..., root_queue: _Optional[int] = ..., behind_bytes: _Optional[int] = ..., behind_bytes_max: _Optional[int] = ..., holds: _Optional[int] = ..., operations_running: _Optional[int] = ..., operations_waiting: _Optional[int] = ...) -> None: ...

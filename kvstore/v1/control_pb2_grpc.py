@@ -39,30 +39,35 @@ class ControlStub(object):
                 request_serializer=kvstore_dot_v1_dot_control__pb2.LookupRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1_dot_control__pb2.LookupResponse.FromString,
                 _registered_method=True)
+        self.Prefetch = channel.unary_unary(
+                '/kvstore.v1.Control/Prefetch',
+                request_serializer=kvstore_dot_v1_dot_control__pb2.PrefetchRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_control__pb2.OperationResponse.FromString,
+                _registered_method=True)
+        self.EvictFirst = channel.unary_unary(
+                '/kvstore.v1.Control/EvictFirst',
+                request_serializer=kvstore_dot_v1_dot_control__pb2.EvictFirstRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_control__pb2.EvictFirstResponse.FromString,
+                _registered_method=True)
         self.ClearSelected = channel.unary_unary(
                 '/kvstore.v1.Control/ClearSelected',
                 request_serializer=kvstore_dot_v1_dot_control__pb2.ClearSelectedRequest.SerializeToString,
-                response_deserializer=kvstore_dot_v1_dot_control__pb2.TicketResponse.FromString,
+                response_deserializer=kvstore_dot_v1_dot_control__pb2.OperationResponse.FromString,
                 _registered_method=True)
-        self.BeginMove = channel.unary_unary(
-                '/kvstore.v1.Control/BeginMove',
-                request_serializer=kvstore_dot_v1_dot_control__pb2.BeginMoveRequest.SerializeToString,
-                response_deserializer=kvstore_dot_v1_dot_control__pb2.TicketResponse.FromString,
+        self.ListOperations = channel.unary_stream(
+                '/kvstore.v1.Control/ListOperations',
+                request_serializer=kvstore_dot_v1_dot_control__pb2.ListOperationsRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_control__pb2.OperationResponse.FromString,
                 _registered_method=True)
-        self.ListTickets = channel.unary_stream(
-                '/kvstore.v1.Control/ListTickets',
-                request_serializer=kvstore_dot_v1_dot_control__pb2.ListTicketsRequest.SerializeToString,
-                response_deserializer=kvstore_dot_v1_dot_control__pb2.TicketResponse.FromString,
+        self.GetOperation = channel.unary_unary(
+                '/kvstore.v1.Control/GetOperation',
+                request_serializer=kvstore_dot_v1_dot_control__pb2.GetOperationRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_control__pb2.OperationResponse.FromString,
                 _registered_method=True)
-        self.WatchTicket = channel.unary_stream(
-                '/kvstore.v1.Control/WatchTicket',
-                request_serializer=kvstore_dot_v1_dot_control__pb2.WatchTicketRequest.SerializeToString,
-                response_deserializer=kvstore_dot_v1_dot_control__pb2.TicketResponse.FromString,
-                _registered_method=True)
-        self.CancelTicket = channel.unary_unary(
-                '/kvstore.v1.Control/CancelTicket',
-                request_serializer=kvstore_dot_v1_dot_control__pb2.CancelTicketRequest.SerializeToString,
-                response_deserializer=kvstore_dot_v1_dot_control__pb2.TicketResponse.FromString,
+        self.CancelOperation = channel.unary_unary(
+                '/kvstore.v1.Control/CancelOperation',
+                request_serializer=kvstore_dot_v1_dot_control__pb2.CancelOperationRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_control__pb2.OperationResponse.FromString,
                 _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/kvstore.v1.Control/Drain',
@@ -97,40 +102,46 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Prefetch(self, request, context):
+        """Brings what is stored of a prompt into the worker's memory, or onto its local disk: an operation, in tokens.  It uses only
+        free space.  INVALID_ARGUMENT on a worker without that tier.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def EvictFirst(self, request, context):
+        """A hint: where memory or the local disk needs space, the chunks of this prompt go first, until they are used again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ClearSelected(self, request, context):
-        """Deletes what a selection names, on the root and from the memory and disks of all workers; a ticket.  Pinned chunks
-        stay, and are counted, unless the request says otherwise.  INVALID_ARGUMENT for a selection that names nothing.
+        """Deletes what a selection names, on the root and from the memory and disks of all workers: an operation, in shards.
+        Pinned chunks stay, and are counted, unless the request says otherwise.  INVALID_ARGUMENT for a selection of nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def BeginMove(self, request, context):
-        """Prefetches, moves or releases prompts, one after the other; a ticket.  As KVStore.Move, but not bound to the call.
+    def ListOperations(self, request, context):
+        """All operations that the worker keeps, the newest first, one in each message.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def ListTickets(self, request, context):
-        """All tickets that the worker keeps, the newest first, one in each message.
+    def GetOperation(self, request, context):
+        """One operation, once it has ended, or after `wait_s`.  NOT_FOUND where the worker has none with this id (any more).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def WatchTicket(self, request, context):
-        """One ticket at once, then whenever it has changed (at most ten times a second), then as it ended: the stream ends with it.
-        NOT_FOUND where the worker has none with this id (any more).  A worker that drains ends the stream with UNAVAILABLE, and
-        one that has lasted for some time (15 minutes by default) is cancelled as any stream is: watch again.  Half of the calls
-        at once may be watches; RESOURCE_EXHAUSTED for more.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def CancelTicket(self, request, context):
-        """Has a ticket end within a second or so; one that waits ends at once, one that has ended stays as it is.
+    def CancelOperation(self, request, context):
+        """Cancels an operation: it ends at its next step, which may take as long as one read of the root.  One that has ended stays
+        as it is.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -176,30 +187,35 @@ def add_ControlServicer_to_server(servicer, server):
                     request_deserializer=kvstore_dot_v1_dot_control__pb2.LookupRequest.FromString,
                     response_serializer=kvstore_dot_v1_dot_control__pb2.LookupResponse.SerializeToString,
             ),
+            'Prefetch': grpc.unary_unary_rpc_method_handler(
+                    servicer.Prefetch,
+                    request_deserializer=kvstore_dot_v1_dot_control__pb2.PrefetchRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_control__pb2.OperationResponse.SerializeToString,
+            ),
+            'EvictFirst': grpc.unary_unary_rpc_method_handler(
+                    servicer.EvictFirst,
+                    request_deserializer=kvstore_dot_v1_dot_control__pb2.EvictFirstRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_control__pb2.EvictFirstResponse.SerializeToString,
+            ),
             'ClearSelected': grpc.unary_unary_rpc_method_handler(
                     servicer.ClearSelected,
                     request_deserializer=kvstore_dot_v1_dot_control__pb2.ClearSelectedRequest.FromString,
-                    response_serializer=kvstore_dot_v1_dot_control__pb2.TicketResponse.SerializeToString,
+                    response_serializer=kvstore_dot_v1_dot_control__pb2.OperationResponse.SerializeToString,
             ),
-            'BeginMove': grpc.unary_unary_rpc_method_handler(
-                    servicer.BeginMove,
-                    request_deserializer=kvstore_dot_v1_dot_control__pb2.BeginMoveRequest.FromString,
-                    response_serializer=kvstore_dot_v1_dot_control__pb2.TicketResponse.SerializeToString,
+            'ListOperations': grpc.unary_stream_rpc_method_handler(
+                    servicer.ListOperations,
+                    request_deserializer=kvstore_dot_v1_dot_control__pb2.ListOperationsRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_control__pb2.OperationResponse.SerializeToString,
             ),
-            'ListTickets': grpc.unary_stream_rpc_method_handler(
-                    servicer.ListTickets,
-                    request_deserializer=kvstore_dot_v1_dot_control__pb2.ListTicketsRequest.FromString,
-                    response_serializer=kvstore_dot_v1_dot_control__pb2.TicketResponse.SerializeToString,
+            'GetOperation': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetOperation,
+                    request_deserializer=kvstore_dot_v1_dot_control__pb2.GetOperationRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_control__pb2.OperationResponse.SerializeToString,
             ),
-            'WatchTicket': grpc.unary_stream_rpc_method_handler(
-                    servicer.WatchTicket,
-                    request_deserializer=kvstore_dot_v1_dot_control__pb2.WatchTicketRequest.FromString,
-                    response_serializer=kvstore_dot_v1_dot_control__pb2.TicketResponse.SerializeToString,
-            ),
-            'CancelTicket': grpc.unary_unary_rpc_method_handler(
-                    servicer.CancelTicket,
-                    request_deserializer=kvstore_dot_v1_dot_control__pb2.CancelTicketRequest.FromString,
-                    response_serializer=kvstore_dot_v1_dot_control__pb2.TicketResponse.SerializeToString,
+            'CancelOperation': grpc.unary_unary_rpc_method_handler(
+                    servicer.CancelOperation,
+                    request_deserializer=kvstore_dot_v1_dot_control__pb2.CancelOperationRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_control__pb2.OperationResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -260,6 +276,60 @@ class Control(object):
             _registered_method=True)
 
     @staticmethod
+    def Prefetch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.Control/Prefetch',
+            kvstore_dot_v1_dot_control__pb2.PrefetchRequest.SerializeToString,
+            kvstore_dot_v1_dot_control__pb2.OperationResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EvictFirst(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.Control/EvictFirst',
+            kvstore_dot_v1_dot_control__pb2.EvictFirstRequest.SerializeToString,
+            kvstore_dot_v1_dot_control__pb2.EvictFirstResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def ClearSelected(request,
             target,
             options=(),
@@ -275,7 +345,7 @@ class Control(object):
             target,
             '/kvstore.v1.Control/ClearSelected',
             kvstore_dot_v1_dot_control__pb2.ClearSelectedRequest.SerializeToString,
-            kvstore_dot_v1_dot_control__pb2.TicketResponse.FromString,
+            kvstore_dot_v1_dot_control__pb2.OperationResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -287,34 +357,7 @@ class Control(object):
             _registered_method=True)
 
     @staticmethod
-    def BeginMove(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvstore.v1.Control/BeginMove',
-            kvstore_dot_v1_dot_control__pb2.BeginMoveRequest.SerializeToString,
-            kvstore_dot_v1_dot_control__pb2.TicketResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ListTickets(request,
+    def ListOperations(request,
             target,
             options=(),
             channel_credentials=None,
@@ -327,9 +370,9 @@ class Control(object):
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/kvstore.v1.Control/ListTickets',
-            kvstore_dot_v1_dot_control__pb2.ListTicketsRequest.SerializeToString,
-            kvstore_dot_v1_dot_control__pb2.TicketResponse.FromString,
+            '/kvstore.v1.Control/ListOperations',
+            kvstore_dot_v1_dot_control__pb2.ListOperationsRequest.SerializeToString,
+            kvstore_dot_v1_dot_control__pb2.OperationResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -341,34 +384,7 @@ class Control(object):
             _registered_method=True)
 
     @staticmethod
-    def WatchTicket(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/kvstore.v1.Control/WatchTicket',
-            kvstore_dot_v1_dot_control__pb2.WatchTicketRequest.SerializeToString,
-            kvstore_dot_v1_dot_control__pb2.TicketResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def CancelTicket(request,
+    def GetOperation(request,
             target,
             options=(),
             channel_credentials=None,
@@ -381,9 +397,36 @@ class Control(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/kvstore.v1.Control/CancelTicket',
-            kvstore_dot_v1_dot_control__pb2.CancelTicketRequest.SerializeToString,
-            kvstore_dot_v1_dot_control__pb2.TicketResponse.FromString,
+            '/kvstore.v1.Control/GetOperation',
+            kvstore_dot_v1_dot_control__pb2.GetOperationRequest.SerializeToString,
+            kvstore_dot_v1_dot_control__pb2.OperationResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CancelOperation(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.Control/CancelOperation',
+            kvstore_dot_v1_dot_control__pb2.CancelOperationRequest.SerializeToString,
+            kvstore_dot_v1_dot_control__pb2.OperationResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -19,20 +19,6 @@ class Order(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ORDER_UNSPECIFIED: _ClassVar[Order]
     ORDER_CHUNKS: _ClassVar[Order]
     ORDER_LAYERS: _ClassVar[Order]
-
-class Act(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    ACT_UNSPECIFIED: _ClassVar[Act]
-    ACT_PREFETCH: _ClassVar[Act]
-    ACT_MOVE: _ClassVar[Act]
-    ACT_RELEASE: _ClassVar[Act]
-
-class Tier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    TIER_UNSPECIFIED: _ClassVar[Tier]
-    TIER_MEMORY: _ClassVar[Tier]
-    TIER_DISK: _ClassVar[Tier]
-    TIER_ROOT: _ClassVar[Tier]
 WRITE_UNSPECIFIED: Write
 WRITE_THROUGH: Write
 WRITE_BEHIND: Write
@@ -40,14 +26,6 @@ WRITE_UNCACHED: Write
 ORDER_UNSPECIFIED: Order
 ORDER_CHUNKS: Order
 ORDER_LAYERS: Order
-ACT_UNSPECIFIED: Act
-ACT_PREFETCH: Act
-ACT_MOVE: Act
-ACT_RELEASE: Act
-TIER_UNSPECIFIED: Tier
-TIER_MEMORY: Tier
-TIER_DISK: Tier
-TIER_ROOT: Tier
 
 class Layout(_message.Message):
     __slots__ = ("layers", "kv_heads", "head_dim", "dtype", "chunk_tokens")
@@ -456,26 +434,6 @@ class SupersedeRequest(_message.Message):
 class SupersedeResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
-
-class MoveRequest(_message.Message):
-    __slots__ = ("namespace", "tokens", "act", "tier")
-    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
-    TOKENS_FIELD_NUMBER: _ClassVar[int]
-    ACT_FIELD_NUMBER: _ClassVar[int]
-    TIER_FIELD_NUMBER: _ClassVar[int]
-    namespace: bytes
-    tokens: bytes
-    act: Act
-    tier: Tier
-    def __init__(self, namespace: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., act: _Optional[_Union[Act, str]] = ..., tier: _Optional[_Union[Tier, str]] = ...) -> None: ...
-
-class MoveResponse(_message.Message):
-    __slots__ = ("chunks", "tokens")
-    CHUNKS_FIELD_NUMBER: _ClassVar[int]
-    TOKENS_FIELD_NUMBER: _ClassVar[int]
-    chunks: int
-    tokens: int
-    def __init__(self, chunks: _Optional[int] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class ClearRequest(_message.Message):
     __slots__ = ("namespace",)

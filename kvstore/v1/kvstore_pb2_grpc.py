@@ -114,11 +114,6 @@ class KVStoreStub(object):
                 request_serializer=kvstore_dot_v1_dot_kvstore__pb2.GetBlocksRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1_dot_kvstore__pb2.GetBlocksResponse.FromString,
                 _registered_method=True)
-        self.Move = channel.unary_stream(
-                '/kvstore.v1.KVStore/Move',
-                request_serializer=kvstore_dot_v1_dot_kvstore__pb2.MoveRequest.SerializeToString,
-                response_deserializer=kvstore_dot_v1_dot_kvstore__pb2.MoveResponse.FromString,
-                _registered_method=True)
         self.Supersede = channel.unary_unary(
                 '/kvstore.v1.KVStore/Supersede',
                 request_serializer=kvstore_dot_v1_dot_kvstore__pb2.SupersedeRequest.SerializeToString,
@@ -263,15 +258,6 @@ class KVStoreServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Move(self, request, context):
-        """Brings what is stored of a prompt nearer, or lets it go first, ahead of whoever needs it. The first message comes at
-        once, then one whenever more is done, the last one when all is. Ends when the call is cancelled. On a worker without
-        memory INVALID_ARGUMENT; RESOURCE_EXHAUSTED where too many are not done.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def Supersede(self, request, context):
         """Says that a branch of a prompt was abandoned: what only this branch used goes first where room is needed, until it is
         used again.  Nothing is deleted or protected.  Answers before it is done.
@@ -384,11 +370,6 @@ def add_KVStoreServicer_to_server(servicer, server):
                     servicer.GetBlocks,
                     request_deserializer=kvstore_dot_v1_dot_kvstore__pb2.GetBlocksRequest.FromString,
                     response_serializer=kvstore_dot_v1_dot_kvstore__pb2.GetBlocksResponse.SerializeToString,
-            ),
-            'Move': grpc.unary_stream_rpc_method_handler(
-                    servicer.Move,
-                    request_deserializer=kvstore_dot_v1_dot_kvstore__pb2.MoveRequest.FromString,
-                    response_serializer=kvstore_dot_v1_dot_kvstore__pb2.MoveResponse.SerializeToString,
             ),
             'Supersede': grpc.unary_unary_rpc_method_handler(
                     servicer.Supersede,
@@ -843,33 +824,6 @@ class KVStore(object):
             '/kvstore.v1.KVStore/GetBlocks',
             kvstore_dot_v1_dot_kvstore__pb2.GetBlocksRequest.SerializeToString,
             kvstore_dot_v1_dot_kvstore__pb2.GetBlocksResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Move(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/kvstore.v1.KVStore/Move',
-            kvstore_dot_v1_dot_kvstore__pb2.MoveRequest.SerializeToString,
-            kvstore_dot_v1_dot_kvstore__pb2.MoveResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -25,6 +25,7 @@ from kvstore.errors import (
     Unauthenticated,
     Unavailable,
 )
+from kvstore.operations import NoOperation
 
 ERROR_KEY = "kvstore-error"
 REFUSED_KEY = "kvstore-refused"
@@ -35,10 +36,6 @@ MESSAGE_BYTES_MAX = 4096
 
 class UnknownNamespace(InvalidRequest):
     """Nobody ever opened this namespace on this root. Call OpenNamespace, then repeat the call."""
-
-
-class NoTicket(InvalidRequest):
-    """This worker has no ticket with this id: another one has it, it was forgotten, or the worker was restarted."""
 
 
 class BrokenTransfer(Unavailable):
@@ -56,7 +53,7 @@ class Busy(Overloaded):
 STATUSES: dict[type[KVStoreError], grpc.StatusCode] = {
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
     UnknownNamespace: grpc.StatusCode.NOT_FOUND,
-    NoTicket: grpc.StatusCode.NOT_FOUND,
+    NoOperation: grpc.StatusCode.NOT_FOUND,
     LayoutMismatch: grpc.StatusCode.FAILED_PRECONDITION,
     RootMismatch: grpc.StatusCode.FAILED_PRECONDITION,
     StoreClosed: grpc.StatusCode.FAILED_PRECONDITION,

@@ -91,9 +91,9 @@ class Call:
         """Authorises the call for a tenant. Raises PermissionDenied; Overloaded over the tenant's quota."""
         self._visit.allow(tenant, namespace_name, role=role, metered=metered)
 
-    def allow_every(self) -> None:
+    def allow_every(self, role: Role | None = None) -> None:
         """Authorises the call for all tenants, or for the worker itself. Raises PermissionDenied."""
-        self._visit.allow_every()
+        self._visit.allow_every(role)
 
     # The client's context: see ``CallContext``
 

@@ -35,7 +35,6 @@ from kvstore.worker.getting import GetStreams
 from kvstore.worker.handlers import Handlers
 from kvstore.worker.holds import ClientHolds
 from kvstore.worker.limits import WorkerLimits
-from kvstore.worker.moves import MoveStreams
 from kvstore.worker.pinning import PinCalls
 from kvstore.worker.prompts import Prompts
 from kvstore.worker.putting import PutStreams
@@ -85,7 +84,6 @@ class Service:
         buffers = Buffers(limits.buffers_bytes_max)
         self._putting = PutStreams(node, self.prompts, self.in_flight, self.calls)
         self._getting = GetStreams(node, self.prompts, self.in_flight, self.calls, limits, buffers)
-        self._moves = MoveStreams(node, self.prompts, self.gate)
         self._segments = SegmentCalls(node, self.prompts, self.holds)
         self._short: dict[str, UnaryCall[Any]] = {
             "MatchBlocks": UnaryCall(pb.MatchBlocksRequest, self._getting.match_blocks),
@@ -160,7 +158,6 @@ class Service:
                 "PutBlocks": stream_in("PutBlocks", self._putting.put_blocks),
                 "GetBlocks": many("GetBlocks", pb.GetBlocksRequest, self._getting.get_blocks),
                 "Supersede": unary("Supersede", UnaryCall(pb.SupersedeRequest, self._supersede)),
-                "Move": many("Move", pb.MoveRequest, self._moves.move),
                 "Clear": unary("Clear", UnaryCall(pb.ClearRequest, self._clear)),
                 "Stats": unary("Stats", UnaryCall(pb.StatsRequest, self._stats, light=True)),
                 "OpenBulk": unary("OpenBulk", UnaryCall(pb.OpenBulkRequest, self._open_bulk)),

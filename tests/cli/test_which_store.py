@@ -94,7 +94,7 @@ def test_a_command_for_workers_uses_etcd_beside_a_root(
         (("stats",), "which store?"),
         (("health",), "which store?"),
         (("limits",), "which store?"),
-        (("tickets",), "which store?"),
+        (("ops",), "which store?"),
         (("match", "m", "1"), "which store?"),
         (("clear", "m", "--yes"), "which store?"),
         (("up",), "which root? give --root URL"),

@@ -18,12 +18,11 @@ from kvstore import aio, errors
 from kvstore.aio.store import Store as AioStore
 from kvstore.aio.threads import THREADS, Threads
 from kvstore.census.selection import Selection
-from kvstore.client import blocks, cache, control, segments, store, tickets
+from kvstore.client import blocks, cache, control, operation, segments, store
 from kvstore.client import pin as pins
 from kvstore.client.bulk.way import Bulk
 from kvstore.node.limits import Limits
 from kvstore.root.memory import MemoryFiles, MemoryRoot
-from kvstore.tickets import State, Ticket
 from tests.kit.cases import for_each
 from tests.kit.faulty_root import FaultyRoot, Hang, Rule
 from tests.kit.patience import NEVER_S, PATIENCE_S, eventually
@@ -90,16 +89,16 @@ def _others() -> list[threading.Thread]:
     return [each for each in threading.enumerate() if each is not threading.main_thread()]
 
 
-def test_a_ticket_is_awaited(tmp_root: Path) -> None:
+def test_operation_is_awaited(tmp_root: Path) -> None:
     async def use() -> None:
         async with aio.open(str(tmp_root), memory=16 << 20) as found:
             space = await found.namespace("m", TINY)
             await space.put(TOKENS, KV)
-            for ticket in (await space.prefetch(TOKENS), await space.move(TOKENS, "root"), await space.release(TOKENS)):
-                assert await ticket.wait() == ticket.tokens
-                assert ticket.done and ticket.error is None
-            ticket = await space.prefetch(TOKENS)
-            ticket.cancel()
+            operation = await space.prefetch(TOKENS)
+            assert await operation.wait(PATIENCE_S)
+            assert (operation.state, operation.done) == ("done", len(TOKENS))
+            await operation.cancel()
+            await space.evict_first(TOKENS)
 
     asyncio.run(use())
 
@@ -113,17 +112,16 @@ def test_a_ticket_is_awaited(tmp_root: Path) -> None:
         (aio.Pin, pins.Pin),
         (aio.BlockCache, blocks.BlockCache),
         (aio.BlockHold, blocks.BlockHold),
-        (aio.Ticket, tickets.Ticket),
+        (aio.Operation, operation.Operation),
         (aio.Segments, segments.Segments),
         (aio.Held, segments.Held),
         (aio.Control, control.Control),
-        (aio.ControlTicket, control.ControlTicket),
     ],
 )
 def test_every_name_has_its_twin(here: type, there: type) -> None:
     public = {name for name in vars(there) if not name.startswith("_")}
     missing = public - set(dir(here))
-    assert missing == ({"follow", "cancel"} if there is control.Control else set()), "those are a ticket's"
+    assert not missing
 
 
 def test_workers_are_steered(tmp_root: Path) -> None:
@@ -135,42 +133,29 @@ def test_workers_are_steered(tmp_root: Path) -> None:
             health = (await found.control.health())[worker]
             assert isinstance(health, dict) and health["healthy"]
             assert [place.index for place in await found.control.lookup(space, TOKENS)] == [*range(6)]
-            ticket, heard = (
-                await found.control.clear(Selection(namespace=space.namespace.digest), dry_run=True),
-                list[Ticket](),
-            )
-            done = await ticket.follow(heard.append)
-            assert done == heard[-1] == ticket.last and done.counts["chunks"] == 6
-            assert (await found.control.ticket(ticket.id)).last == done == await ticket.cancel()
-            assert [each.id for each in await found.control.tickets()] == [ticket.id]
+            operation = await found.clear(Selection(namespace=space.namespace.digest), dry_run=True)
+            assert await operation.wait() and operation.counts["chunks"] == 6
+            assert [each.id for each in await found.operations()] == [operation.id]
             assert await space.match(TOKENS) == len(TOKENS)
 
     asyncio.run(use())
 
 
-def test_who_waits_for_a_ticket_that_goes_on_can_be_cancelled() -> None:
-    goes_on = Ticket("id", "clear", "", "", None, "chunks", 0.0, State.RUNNING)
-
+def test_task_cancelled_while_it_waits_leaves_the_operation() -> None:
     class Endless:
-        last = goes_on
-
-        def wait(self, timeout: float) -> Ticket:
+        def wait(self, timeout: float) -> bool:
             time.sleep(min(timeout, 0.01))
-            return goes_on
+            waited.set()
+            return False
+
+    waited = threading.Event()
 
     async def use() -> None:
-        ticket, heard, told = aio.ControlTicket(cast("Any", Endless()), Threads(1)), list[Ticket](), asyncio.Event()
-
-        def hear(ticket: Ticket) -> None:
-            heard.append(ticket)
-            told.set()
-
-        following = asyncio.create_task(ticket.follow(hear))
-        await told.wait()
-        following.cancel()
+        waiting = asyncio.create_task(aio.Operation(cast("Any", Endless()), Threads(1)).wait())
+        await asyncio.to_thread(waited.wait, PATIENCE_S)
+        waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await following
-        assert heard == [goes_on], "nothing changed"
+            await waiting
 
     asyncio.run(use())
 

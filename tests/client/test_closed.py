@@ -98,6 +98,8 @@ WRITES: dict[str, Callable[[Opened], object]] = {
     "clear": lambda it: it.cache.clear(),
     "clear by selection": lambda it: it.store.clear(Selection(tenant="nobody")),
     "prefetch": lambda it: it.cache.prefetch(TOKENS),
+    "evict first": lambda it: it.cache.evict_first(TOKENS),
+    "operations": lambda it: it.store.operations(),
 }
 
 
@@ -127,7 +129,6 @@ def test_so_does_the_control_of_workers(way: str, tmp_root: Path) -> None:
         it.store.close()
         for call in (
             control.workers,
-            control.tickets,
             control.health,
             control.limits,
             lambda: control.lookup(it.cache, TOKENS),

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvstore.census.selection import Selection
 from kvstore.client.cache import Cache, Hold
 from kvstore.client.store import Store
 from kvstore.errors import InvalidRequest
@@ -134,12 +135,16 @@ def test_a_forked_child_is_refused_at_once_whatever_is_locked(bulk: str) -> None
         cache: Cache = store.namespace("m", SMALL)
         cache.put(TOKENS, KV)
         with cache.hold(TOKENS) as hold:
+            operation = store.clear(Selection(tenant=""), dry_run=True)
             calls: list[Callable[[], object]] = [
                 lambda: cache.match(TOKENS),
                 lambda: cache.get(TOKENS),
                 lambda: cache.put(TOKENS, KV),
                 lambda: cache.hold(TOKENS),
                 lambda: cache.prefetch(TOKENS),
+                lambda: cache.evict_first(TOKENS),
+                store.operations,
+                lambda: operation.wait(0),
                 lambda: cache.blocks.match([bytes(16)]),
                 lambda: hold.read_into(np.zeros_like(KV)),
                 hold.view,

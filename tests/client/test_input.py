@@ -405,5 +405,6 @@ def test_only_a_selection_is_cleared(store: Store, cache: Cache) -> None:
             wrong: dict[str, Any] = {flag: value}
             with pytest.raises(InvalidRequest, match=f"{flag}=.*: expected True or False"):
                 store.clear(everything, **wrong)
-    assert store.clear(everything, dry_run=np.bool_(True)).chunks == 4  # type: ignore[arg-type]
+    operation = store.clear(everything, dry_run=np.bool_(True))  # type: ignore[arg-type]
+    assert operation.wait() and operation.counts["chunks"] == 4
     assert cache.match(TOKENS) == len(TOKENS), "nothing was cleared"

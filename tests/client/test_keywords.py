@@ -79,9 +79,8 @@ def test_no_keyword_of_a_cache_raises_what_is_not_ours(store: Store, cache: Cach
     raw += raw_errors("unpin", store.unpin)
     raw += raw_errors("clear", store.clear, selection=kvstore.Selection(tenant="nobody"), dry_run=True)
     raw += raw_errors("put", cache.put, tokens=TOKENS, kv=KV)
-    for name in ("match", "get", "hold", "pin", "refcount", "prefetch", "release"):
+    for name in ("match", "get", "hold", "pin", "refcount", "prefetch", "evict_first"):
         raw += raw_errors(name, getattr(cache, name), tokens=TOKENS)
-    raw += raw_errors("move", cache.move, tokens=TOKENS, tier="root")
     raw += raw_errors("supersede", cache.supersede, tokens=TOKENS, kept=0)
     raw += raw_errors("plan", cache.plan, prompts=[TOKENS], memory_tokens=1000)
     raw += raw_errors("plan.run", cache.plan([TOKENS], memory_tokens=1000).run)

@@ -285,7 +285,6 @@ def test_the_next_prefixes_are_brought_into_memory_and_those_that_are_done_leave
                 for _ in range(2):
                     acting.get(0, 3)
                 assert all(acting.in_memory(0, 3)), "used last"
-            eventually(lambda: not len(acting.node._moves), "the end of the release")
             acting.put(100, ROOM_CHUNKS - 6, write=WriteMode.THROUGH)
             assert not any(acting.in_memory(0, 3)), "retired, so evicted before what comes next"
             assert all(acting.in_memory(1, 3) + acting.in_memory(2, 3))

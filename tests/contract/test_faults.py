@@ -99,9 +99,9 @@ def get_blocks(backend: Backend, cache: Cache) -> Any:
 
 
 def prefetch(backend: Backend, cache: Cache) -> Any:
-    ticket = cache.prefetch(tokens_of(cache.layout))
-    ticket.wait(PATIENCE_S)
-    return ticket
+    operation = cache.prefetch(tokens_of(cache.layout))
+    operation.wait(PATIENCE_S)
+    return operation
 
 
 def sweep(backend: Backend, cache: Cache) -> Any:
@@ -166,9 +166,7 @@ CALLS: dict[str, Call] = {
     "get of blocks": Call(get_blocks, blocks_stored, succeeds=all),
     # A deletion may still be in progress: the barrier against pins expires by itself.
     "clear": Call(lambda backend, cache: cache.clear(), stored_warm, may_keep=("clearing",)),
-    "prefetch": Call(
-        prefetch, stored_cold, succeeds=lambda ticket: ticket.error is None and ticket.tokens == CHUNKS * SIZE
-    ),
+    "prefetch": Call(prefetch, stored_cold, succeeds=lambda it: (it.state, it.done) == ("done", CHUNKS * SIZE)),
     "sweep": Call(sweep, stored_cold, may_leave=("gc/condemned",), tidied=("plans", "trash", "quarantine")),
 }
 ROWS = [(name, act) for name in CALLS for act in ("before", "after", "session") if name != "clear" or act == "before"]

@@ -18,11 +18,11 @@ from kvstore.worker.worker import Worker
 from tests.kit.administration import TOKENS, raw_control, steering, value
 from tests.kit.cases import for_each
 from tests.kit.faulty_root import FaultyRoot, Hang, Rule
+from tests.kit.memory_workers import working
 from tests.kit.patience import returns
 from tests.kit.stores import SMALL, member_on
 from tests.kit.tiers import faulty
 from tests.kit.workers import WAIT_S, Served, connected, eventually, packed, raw_channel, refused, serving
-from tests.worker.test_moves import working
 
 pytestmark = pytest.mark.slow
 

@@ -13,9 +13,8 @@ import pytest
 
 import kvstore
 from kvstore.brief import brief
-from kvstore.client.control import Control, ControlTicket
+from kvstore.client.control import Control
 from kvstore.errors import InvalidRequest, KVStoreError
-from kvstore.tickets import State, Ticket
 from tests.client.test_keywords import LONG, ODD
 from tests.kit.administration import KV, TOKENS
 from tests.kit.cases import for_each
@@ -23,18 +22,10 @@ from tests.kit.stores import SMALL
 from tests.kit.workers import Served, connected, serving
 
 EVERYTHING = kvstore.Selection(older_than_s=1e-9)
-TICKET = Ticket("0123456789abcdef", "clear", "", "", None, "shards", 0.0)
 NUMBERS = [1.5, float("inf"), 10**30, LONG]
 
 METHODS: dict[str, Mapping[str, Any]] = {
     "lookup": {"cache": None, "tokens": TOKENS},
-    "clear": {"selection": EVERYTHING},
-    "prefetch": {"cache": None, "prompts": [TOKENS]},
-    "move": {"cache": None, "prompts": [TOKENS], "tier": "root"},
-    "release": {"cache": None, "prompts": [TOKENS]},
-    "ticket": {"ticket_id": "0123456789abcdef"},
-    "follow": {"ticket": TICKET, "heard": print, "timeout_s": 0.0},
-    "cancel": {"ticket": TICKET},
     "drain": {"worker": "127.0.0.1:1"},
     "set_limits": {"changes": {}},
 }
@@ -42,22 +33,17 @@ METHODS: dict[str, Mapping[str, Any]] = {
 
 RIGHT: Mapping[str, list[Any]] = {
     "tokens": [[], {}, np.array([]), np.arange(3)],
-    "prompts": [[], {}],
     "chunks_max": [10**30, LONG],
     "worker": [None],
-    "deadline": NUMBERS[:1],
     "within": NUMBERS[:1],
     "timeout": [None, *NUMBERS],
-    "timeout_s": [None, *NUMBERS],
     "dry_run": [True, np.bool_(True)],
     "pinned": [True, np.bool_(True)],
-    "heard": [slice],
     "changes": [{}],
 }
 """Values of ODD that an argument may have."""
 
 NESTED: Mapping[str, list[Any]] = {
-    "prompts": [[TOKENS, 5], [TOKENS, "x"], [TOKENS, [1.5]], np.zeros((2, 3)), TOKENS],
     "changes": [
         {1: 2},
         {"\ud800": 1},
@@ -102,12 +88,8 @@ def wrong_values(argument: str) -> list[Any]:
 
 def complaint(argument: str, value: Any, error: KVStoreError | None) -> str:
     """What is wrong with the error for a value; empty if it says what it should."""
-    name = argument.removesuffix("_s") if argument.startswith("timeout") else argument
-    said = str(error)
-    is_text = isinstance(value, str) and argument in ("worker", "ticket_id")
-    names = "a ticket" if argument == "ticket_id" and is_text else name
-    expects = ("is not one of", "no worker has") if is_text else ("expected",)
-    if isinstance(error, InvalidRequest) and names in said and any(each in said for each in expects):
+    expected = "is not one of" if isinstance(value, str) and argument == "worker" else "expected"
+    if isinstance(error, InvalidRequest) and argument in str(error) and expected in str(error):
         return ""
     return f"{argument}={brief(value)}: {error!r}"
 
@@ -131,37 +113,24 @@ def wrongs_of(call: Callable[..., object], given: Mapping[str, Any]) -> list[str
 
 @for_each("name", METHODS)
 def test_a_wrong_argument_is_named_and_nothing_is_begun(steered: Steered, name: str) -> None:
-    before = steered.store.control.tickets()
     assert wrongs_of(getattr(steered.store.control, name), steered.given(name)) == []
-    assert steered.store.control.tickets() == before
     assert not steered.served.worker.service.gate.draining
 
 
-@for_each("name", ["follow", "wait"])
-def test_a_wrong_argument_of_a_ticket_is_named(steered: Steered, name: str) -> None:
-    ticket = steered.store.control.clear(EVERYTHING, dry_run=True)
-    assert wrongs_of(getattr(ticket, name), {"heard": print} if name == "follow" else {}) == []
-    assert ticket.wait().state is State.DONE
+def test_wrong_argument_of_an_operation_is_named(steered: Steered) -> None:
+    assert wrongs_of(steered.store.clear, {"selection": EVERYTHING, "dry_run": True}) == []
+    operation = steered.store.clear(EVERYTHING, dry_run=True)
+    assert wrongs_of(operation.wait, {}) == []
+    assert wrongs_of(steered.cache.prefetch, {"tokens": TOKENS}) == []
+    assert operation.wait() and operation.state == "done"
+    assert all(each.last.kind == "clear" for each in steered.store.operations())
 
 
 def test_every_method_with_arguments_is_asked() -> None:
-    for kind, asked in ((Control, set(METHODS)), (ControlTicket, {"follow", "wait"})):
-        methods = {name: each for name, each in vars(kind).items() if not name.startswith("_") and callable(each)}
-        assert {name for name, each in methods.items() if len(inspect.signature(each).parameters) > 1} == asked
+    methods = {name: each for name, each in vars(Control).items() if not name.startswith("_") and callable(each)}
+    assert {name for name, each in methods.items() if len(inspect.signature(each).parameters) > 1} == set(METHODS)
 
 
 def test_a_store_in_this_process_has_no_control(tmp_root: Path) -> None:
     with kvstore.open(tmp_root / "root") as store, pytest.raises(InvalidRequest, match="connect to a worker"):
         _ = store.control
-
-
-@for_each("error", [ValueError("of the caller"), InvalidRequest("of the caller")])
-def test_what_a_listener_raises_is_raised_and_no_worker_is_blamed(steered: Steered, error: Exception) -> None:
-    def fail(ticket: Ticket) -> None:
-        raise error
-
-    ticket = steered.store.control.clear(EVERYTHING, dry_run=True)
-    with pytest.raises(type(error)) as raised:
-        ticket.follow(fail)
-    assert raised.value is error
-    assert steered.store.stats()["client_set_aside"] == 0

@@ -12,10 +12,10 @@ import pytest
 from kvstore.v1 import control_pb2 as pb
 from kvstore.writes import WriteMode
 from tests.kit.administration import KV, SIZE, TOKENS, damage_payload, raw_control
+from tests.kit.memory_workers import working
 from tests.kit.stores import SMALL, TINY, chunk_files, kv_of
 from tests.kit.tiers import faulty, held
 from tests.kit.workers import WAIT_S, connected, eventually, packed, refused, serving
-from tests.worker.test_moves import working
 
 pytestmark = pytest.mark.slow
 
@@ -58,8 +58,8 @@ def test_lookup_sees_memory_and_local_disk_and_what_is_dirty(tmp_path: Path) -> 
         acting.drain()
         (first, *_) = places = store.control.lookup(cache, tokens)
         assert len(places) == 3 and first.root is not None and first.memory is not None and not first.memory.is_dirty
-        cache.move(tokens, "disk").wait(WAIT_S)
-        assert [(each.memory, each.on_disk) for each in store.control.lookup(cache, tokens)] == 3 * [(None, True)]
+        assert cache.prefetch(tokens, "disk").wait(WAIT_S)
+        assert all(each.memory is not None and each.on_disk for each in store.control.lookup(cache, tokens))
 
 
 def test_lookup_counts_the_pins_that_cover_each_chunk() -> None:

@@ -1,4 +1,4 @@
-"""``kvstore lookup``, ``health``, ``limits``, ``tickets`` and ``drain`` against real programs: two workers, an etcd."""
+"""``kvstore lookup``, ``health``, ``limits``, ``ops`` and ``drain`` against real programs: two workers, an etcd."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import kvstore
 from tests.cli.conftest import Running, eventually, parsed, serving
 from tests.cli.conftest import run as run  # a fixture
 from tests.kit.etcd import frozen
+from tests.kit.patience import PATIENCE_S
 from tests.kit.stores import SMALL, kv_of
 
 pytestmark = pytest.mark.slow
@@ -115,29 +116,29 @@ def test_limits_of_one_worker_or_all_and_exit_code_1_where_one_refuses(run: Run,
     assert parsed(run("limits", *at, "--json"))["workers"] == shown
 
 
-def test_tickets_are_listed_watched_and_cancelled_by_hand(run: Run, up: Running) -> None:
+def test_operations_are_listed_and_cancelled_by_command(run: Run, up: Running) -> None:
     first, _ = workers(up)
     at = ("--connect", up.grpc)
     with kvstore.connect(first) as store:
-        cache = store.namespace("m", SMALL)
-        begun = store.control.prefetch(cache, [TOKENS])
-    watched = parsed(run("tickets", "--watch", begun.id, *at, "--json"))
-    assert (watched["state"], watched["counts"]["chunks"], watched["worker"]) == ("done", 3, first)
+        begun = store.namespace("m", SMALL).prefetch(TOKENS)
+        assert begun.wait(PATIENCE_S)
     left = run("prefetch", "m", TEXT, "--no-wait", "--connect", first).stdout.strip()
-    assert parsed(run("tickets", "--watch", left, *at, "--json"))["act"] == "prefetch"
-    listed = [each for each in parsed(run("tickets", *at, "--json"))["tickets"] if each["id"] != left]
-    assert [each["id"] for each in listed] == [begun.id] and listed[0]["identity"].startswith("account:")
-    assert parsed(run("tickets", "--cancel", begun.id, *at, "--json"))["tickets"][0]["state"] == "done"
-    assert f"{begun.id}  prefetch" in run("tickets", *at).stdout
-    unknown = run("tickets", "--watch", "0123456789abcdef", *at)
-    assert unknown.exit_code == 2 and "no worker has a ticket" in unknown.stderr
-    both = run("tickets", "--watch", "a", "--cancel", "b", *at)
-    assert both.exit_code == 2 and "give one of them" in both.stderr
+    listed = {each["id"]: each for each in parsed(run("ops", *at, "--json"))["operations"]}
+    assert set(listed) == {begun.id, left} and listed[left]["kind"] == "prefetch"
+    mine = listed[begun.id]
+    assert (mine["state"], mine["done"], mine["worker"]) == ("done", len(TOKENS), first)
+    assert mine["identity"].startswith("account:")
+    assert parsed(run("ops", "cancel", begun.id, *at, "--json"))["operations"][0]["state"] == "done"
+    assert f"{begun.id}  prefetch" in run("ops", *at).stdout
+    unknown = run("ops", "cancel", "0123456789abcdef", *at)
+    assert unknown.exit_code == 2 and "no worker has an operation" in unknown.stderr
+    none = run("ops", "cancel", *at)
+    assert none.exit_code == 2 and "give its id" in none.stderr
 
 
 def test_a_root_that_a_command_opens_itself_has_no_workers_to_steer(run: Run, tmp_root: Path) -> None:
     with kvstore.open(f"file://{tmp_root}"):
-        for command in (["health"], ["limits"], ["tickets"], ["drain"], ["lookup", "m", "1"]):
+        for command in (["health"], ["limits"], ["ops"], ["drain"], ["lookup", "m", "1"]):
             result = run(*command, "--root", str(tmp_root))
             assert result.exit_code == 2 and "give --connect" in result.stderr, command
 
@@ -152,7 +153,7 @@ def test_a_drained_worker_finishes_what_it_accepted_and_ends_and_stays_away(run:
         several = run("drain", "--connect", up.grpc)
         assert several.exit_code == 2 and "which worker?" in several.stderr
         said = parsed(run("drain", "--connect", up.grpc, "--worker", first, "--within", "5s", "--json"))
-        assert (said["within_s"], said["tickets"]) == (5.0, 0)
+        assert (said["within_s"], said["operations"]) == (5.0, 0)
     eventually(lambda: "up.worker_drained" in up.log.read_text(), "up sees that it ended in good order")
     assert up.child.poll() is None
     health = json.loads(run("health", "--connect", up.grpc, "--json").stdout)["workers"]

@@ -38,7 +38,7 @@ VIEWS = {
     "workers": ("serves", "Hit ratio", "All counts of"),
     "prefixes": ("Where the bytes are", "ways on", "tokens", " ago"),
     "damage": ("Found by workers", "miss damaged", "files,"),
-    "tickets": ("clear", "done"),
+    "operations": ("clear", "done"),
 }
 
 
@@ -91,7 +91,7 @@ def _history(store: Store, root: Path) -> None:
         damage(root, 60)
         time.sleep(1)
     age(root)
-    store.control.clear(Selection(tenant="globex"), dry_run=True).wait(PATIENCE_S)
+    store.clear(Selection(tenant="globex"), dry_run=True).wait(PATIENCE_S)
 
 
 @for_each("mode", MODES)
@@ -124,7 +124,7 @@ def test_tabs_filter_help_and_theme_work_from_the_keyboard(live: Live) -> None:
         assert page.run("return document.activeElement.id") == f"tab-{view}"
         assert page.run("return document.querySelectorAll('[role=tab][tabindex=\"0\"]').length") == 1
     page.keys(END)
-    live.until_at("tickets")
+    live.until_at("operations")
     page.keys("4")
     page.until_says(*VIEWS["pins"])
     page.keys("/")

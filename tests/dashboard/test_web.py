@@ -29,7 +29,7 @@ from tests.kit.etcd import eventually
 from tests.kit.patience import PATIENCE_S
 from tests.kit.stores import TINY
 
-VIEWS = ("overview", "history", "capacity", "namespaces", "pins", "workers", "prefixes", "damage", "tickets")
+VIEWS = ("overview", "history", "capacity", "namespaces", "pins", "workers", "prefixes", "damage", "operations")
 
 
 @pytest.fixture(scope="module")

@@ -224,8 +224,6 @@ def test_fsck_verifies_encrypted_files_without_a_key(tmp_root: Path, tmp_path: P
 
 @pytest.mark.slow
 def test_the_local_disk_has_no_plain_text_and_gives_it_back_after_a_restart(tmp_root: Path, tmp_path: Path) -> None:
-    from kvstore.node.moves import Act, Level
-
     disk = tmp_path / "disk"
     settings = TierSettings.of(16 << 20, (str(disk), 64 << 20), "through")
     for round_ in range(2):
@@ -235,8 +233,9 @@ def test_the_local_disk_has_no_plain_text_and_gives_it_back_after_a_restart(tmp_
             tiers = member.node.tiers
             assert tiers is not None and tiers.disk is not None
             if not round_:
-                move = member.node.begin_move(chain, Act.MOVE, Level.DISK)
-                assert move.wait(PATIENCE_S)
+                assert cache.prefetch(TOKENS, "disk").wait(PATIENCE_S)
+                with tiers.memory.refer(chain, 0, COUNT) as slots:
+                    tiers.memory.evict([*reversed(slots.referred)])
             else:
                 while tiers.disk.stats()["disk_refilling"]:
                     pass

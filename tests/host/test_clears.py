@@ -38,12 +38,13 @@ def test_a_clear_drops_memory_of_other_processes(tmp_path: Path, pinned: bool) -
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
             assert other.stdin is not None and other.stdout is not None
             assert other.stdout.readline().split() == [str(TOKENS_COUNT)] * 2
-            done = store.clear(Selection(namespace=SPACE.digest), pinned=pinned)
+            operation = store.clear(Selection(namespace=SPACE.digest), pinned=pinned)
+            assert operation.wait()
             other.stdin.write("\n")
             other.stdin.flush()
             kept = 0 if pinned else TOKENS_COUNT
             assert other.stdout.readline().split() == ["0", str(kept)]
-            assert done.chunks == (8 if pinned else 4)
+            assert operation.counts["chunks"] == (8 if pinned else 4)
             other.stdin.close()
         assert cache.match(tokens(1)) == 0 and cache.match(tokens(2)) == kept
         if kept:

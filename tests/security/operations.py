@@ -122,7 +122,6 @@ OPERATIONS = {
     "put blocks": Operation("PutBlocks", "write", put_blocks),
     "match blocks": one("MatchBlocks", "read", blocks(pb.MatchBlocksRequest)),
     "get blocks": one("GetBlocks", "read", blocks(pb.GetBlocksRequest, sizes=SIZES)),
-    "move": one("Move", "write", prompt(pb.MoveRequest, act=pb.ACT_PREFETCH)),
     "supersede": one("Supersede", "write", blocks(pb.SupersedeRequest)),
     "clear": one("Clear", "admin", lambda cell: pb.ClearRequest(namespace=cell.digest)),
     "stats": one("Stats", "any:read", lambda cell: pb.StatsRequest()),
@@ -138,11 +137,8 @@ OPERATIONS = {
     "bulk hold": short("Hold", prompt(pb.HoldRequest)),
     "bulk release": short("Release", lambda cell: pb.ReleaseRequest(hold=cell.hold)),
     "lookup": one("Control.Lookup", "read", prompt(control.LookupRequest)),
-    "begin move": one(
-        "Control.BeginMove",
-        "write",
-        lambda cell: control.BeginMoveRequest(namespace=cell.digest, prompts=[PROMPT], act=pb.ACT_PREFETCH),
-    ),
+    "prefetch": one("Control.Prefetch", "write", prompt(control.PrefetchRequest)),
+    "evict first": one("Control.EvictFirst", "write", prompt(control.EvictFirstRequest)),
     "clear a tenant": one(
         "Control.ClearSelected",
         "admin",
@@ -153,11 +149,11 @@ OPERATIONS = {
         "every:admin",
         lambda cell: control.ClearSelectedRequest(selection={"fingerprint": "f"}, dry_run=True),
     ),
-    "list tickets": one("Control.ListTickets", "any:read", lambda cell: control.ListTicketsRequest()),
+    "list operations": one("Control.ListOperations", "any:read", lambda cell: control.ListOperationsRequest()),
     "drain": one("Control.Drain", "every:admin", lambda cell: control.DrainRequest()),
     "get limits": one("Control.GetLimits", "every:read", lambda cell: control.GetLimitsRequest()),
     "set limits": one("Control.SetLimits", "every:admin", lambda cell: control.SetLimitsRequest()),
     "health": one("Control.Health", "every:read", lambda cell: control.HealthRequest()),
 }
-ELSEWHERE = {"MapMemory", "Reflection", "Control.WatchTicket", "Control.CancelTicket"}
+ELSEWHERE = {"MapMemory", "Reflection", "Control.GetOperation", "Control.CancelOperation"}
 """Methods that are tried beside the table: they need another connection, or something that runs."""

@@ -39,7 +39,7 @@ def mixed(cache: kvstore.Cache) -> int:
     cache.pin([1], tll=3.0)  # wrong
     cache.prefetch([1], tier="memry")  # wrong
     cache.prefetch([1], "root")  # wrong
-    cache.move([1], "dsk")  # wrong
+    cache.evict_first("text", 1)  # wrong
     cache.blocks.put(["key"], [b"x"], write="throuhg")  # wrong
     cache.blocks.put(["key"], [b"x"], preset="chatt")  # wrong
     return cache.get([1])  # wrong

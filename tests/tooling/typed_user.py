@@ -73,10 +73,12 @@ def pinned(cache: Cache, tokens: list[int]) -> kvstore.PinRecord:
     return pin.record
 
 
-def moved(cache: Cache, tokens: list[int]) -> int:
-    ticket: kvstore.Ticket = cache.prefetch(tokens)
-    cache.prefetch(tokens, tier="disk")
-    return ticket.wait(1.0) + cache.move(tokens, "root").tokens
+def prefetched(cache: Cache, tokens: list[int]) -> int:
+    operation: kvstore.Operation = cache.prefetch(tokens)
+    cache.prefetch(tokens, tier="disk", worker="10.0.0.7:7070").cancel()
+    cache.evict_first(tokens)
+    is_ended: bool = operation.wait(1.0)
+    return operation.done if is_ended and operation.state == "done" else operation.total
 
 
 def planned(cache: Cache, prompts: list[list[int]]) -> list[int]:
@@ -100,7 +102,8 @@ def main() -> None:
     with opened(Path("kv")) as store:
         cache = store.namespace("model", LAYOUT, attributes={"tp": "1"})
         about: kvstore.Namespace = cache.namespace
-        cleared: kvstore.Cleared = store.clear(kvstore.Selection(namespace=about.digest), dry_run=True)
+        clearing: kvstore.Operation = store.clear(kvstore.Selection(namespace=about.digest), dry_run=True)
+        cleared: kvstore.Cleared = cache.clear()
         hints: kvstore.Hints = kvstore.Hints.of(preset="rag")
         counts: dict[str, int | float] = store.stats()
-        print(cleared.chunks, hints.priority, counts, kvstore.__version__)
+        print(clearing.counts, cleared.chunks, hints.priority, counts, kvstore.__version__)

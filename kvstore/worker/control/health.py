@@ -120,8 +120,8 @@ class Examination:
             behind_bytes=int(gauges.get("behind_bytes", 0)),
             behind_bytes_max=tiers.behind.bytes_max if tiers is not None else 0,
             holds=int(gauges["client_holds"]),
-            tickets_running=int(gauges["tickets_running"]),
-            tickets_waiting=int(gauges["tickets_waiting"]),
+            operations_running=int(gauges["operations_running"]),
+            operations_waiting=int(gauges["operations_waiting"]),
         )
 
 

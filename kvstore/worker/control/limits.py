@@ -36,7 +36,7 @@ OF_NODE = {
     "read_deadline_s": "seconds; a read that takes longer is a miss",
     "write_deadline_s": "seconds; a put that takes longer is refused",
     "behind_share": "share of memory that may wait to be written to the root",
-    "moves_max": "prefetches, moves and releases that are not done",
+    "operations_max": "operations (prefetch, clear) that are unfinished",
     "pins_per_owner_max": "pins of one owner",
     "pins_max": "pins of the whole store",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
@@ -10,53 +11,31 @@ import grpc
 from google.protobuf.message import Message
 
 from kvstore.census.selection import Selection
-from kvstore.counts import WorkerCount
 from kvstore.errors import InvalidRequest
-from kvstore.node.clearing import resolved
+from kvstore.node.clear_operation import begin_clear
 from kvstore.node.member import Member
-from kvstore.node.moves import Act, Level
+from kvstore.node.prefetch import checked_tier
+from kvstore.operations import NoOperation, OperationRun, OperationStatus
 from kvstore.results import LimitValue
+from kvstore.security.permissions import Role
 from kvstore.sources import Clock
-from kvstore.tickets import State, Ticket
-from kvstore.tokens import TOKENS_MAX
 from kvstore.v1 import control_pb2 as pb
 from kvstore.wire.limits import CONTROL
-from kvstore.wire.messages import unpack_tokens
-from kvstore.wire.statuses import NoTicket
 from kvstore.worker.call import Call
 from kvstore.worker.calls import UnaryCall
-from kvstore.worker.control.book import TENANT_TICKETS_MAX, Book
-from kvstore.worker.control.clearing import clear_selected, selection_of
 from kvstore.worker.control.health import About, Examination
 from kvstore.worker.control.limits import LiveLimits
 from kvstore.worker.control.lookups import lookup
-from kvstore.worker.control.moves import move_prompts
-from kvstore.worker.control.runner import SPARE_THREADS, Runner, Step, Work
-from kvstore.worker.control.watches import Watches
-from kvstore.worker.moves import ACTS, LEVELS
 from kvstore.worker.service import Service
 
 Request = TypeVar("Request", bound=Message)
 Context = grpc.ServicerContext
 
-PROMPTS_MAX = 1024
 CLOSE_S = 2.0
+WAIT_S_MAX = 10.0
+"""Longest wait of one GetOperation."""
 DRAIN_S_MAX = 86_400.0
 """Limit of ``within_s``: locks accept no endless wait, and a drain that fails would lose what only memory has."""
-
-_STATES = {
-    State.WAITING: pb.TICKET_WAITING,
-    State.RUNNING: pb.TICKET_RUNNING,
-    State.DONE: pb.TICKET_DONE,
-    State.FAILED: pb.TICKET_FAILED,
-    State.CANCELLED: pb.TICKET_CANCELLED,
-}
-
-_ENDED = {
-    State.DONE: WorkerCount.TICKETS_DONE,
-    State.FAILED: WorkerCount.TICKETS_FAILED,
-    State.CANCELLED: WorkerCount.TICKETS_CANCELLED,
-}
 
 Drain = Callable[[float | None], float]
 """Ends the worker's program as SIGTERM does, with this many seconds for calls in progress.
@@ -76,18 +55,12 @@ class ControlService:
         self._service = service
         self._about = about
         self._on_drain = on_drain
-        self._book = Book() if service.calls.guard.is_open else Book(tenant_tickets_max=TENANT_TICKETS_MAX)
-        self._runner = Runner(
-            self._book,
-            clock,
-            member.node.ids,
-            lambda state: service.calls.add(_ENDED[state]),
-            spare_threads=SPARE_THREADS,
-        )
+        self._operations = member.node.operations
+        self._tenant_share = 1.0 if service.calls.guard.is_open else 0.5
+        """The share of the unfinished operations that one tenant may have, where tenants are told apart."""
+        self._waiters = threading.Semaphore(max(1, service.limits.calls_max // 2))
         self._limits = LiveLimits(member, service)
-        self._watches = Watches(self._book, lambda: service.limits.calls_max, lambda: service.gate.draining)
         self._examination = Examination(member, service, clock, about)
-        service.add_gauges(self._gauges)
 
     def handler(self) -> grpc.GenericRpcHandler:
         """Returns all calls, for a server."""
@@ -96,14 +69,17 @@ class ControlService:
             CONTROL,
             {
                 "Lookup": many("Control.Lookup", pb.LookupRequest, self._lookup),
+                "Prefetch": unary("Control.Prefetch", UnaryCall(pb.PrefetchRequest, self._prefetch)),
+                "EvictFirst": unary("Control.EvictFirst", UnaryCall(pb.EvictFirstRequest, self._evict_first)),
                 "ClearSelected": unary(
                     "Control.ClearSelected", UnaryCall(pb.ClearSelectedRequest, self._clear_selected)
                 ),
-                "BeginMove": unary("Control.BeginMove", UnaryCall(pb.BeginMoveRequest, self._begin_move)),
-                "ListTickets": many("Control.ListTickets", pb.ListTicketsRequest, self._list_tickets),
-                "WatchTicket": many("Control.WatchTicket", pb.WatchTicketRequest, self._watch_ticket),
-                "CancelTicket": unary(
-                    "Control.CancelTicket", UnaryCall(pb.CancelTicketRequest, self._cancel_ticket, light=True)
+                "ListOperations": many("Control.ListOperations", pb.ListOperationsRequest, self._list_operations),
+                "GetOperation": unary(
+                    "Control.GetOperation", UnaryCall(pb.GetOperationRequest, self._get_operation, light=True)
+                ),
+                "CancelOperation": unary(
+                    "Control.CancelOperation", UnaryCall(pb.CancelOperationRequest, self._cancel_operation, light=True)
                 ),
                 "Drain": unary("Control.Drain", UnaryCall(pb.DrainRequest, self._drain, light=True)),
                 "GetLimits": unary("Control.GetLimits", UnaryCall(pb.GetLimitsRequest, self._get_limits, light=True)),
@@ -113,8 +89,8 @@ class ControlService:
         )
 
     def close(self) -> None:
-        """Ends all tickets. Idempotent."""
-        self._runner.close(CLOSE_S)
+        """Cancels all operations. Idempotent."""
+        self._operations.close(CLOSE_S, "the worker drains or stops: begin it again at another worker")
 
     # Places of chunks
 
@@ -122,20 +98,34 @@ class ControlService:
         chain = self._service.prompts.chain(request.namespace, request.tokens, call, request.chunks_max)
         yield from lookup(self._member, chain, call)
 
-    # Tickets
+    # Operations
+
+    def _prefetch(self, request: pb.PrefetchRequest, call: Call) -> Message:
+        tier = checked_tier(request.tier or "memory")
+        chain = self._service.prompts.chain(request.namespace, request.tokens, call)
+        return self._message(self._node.begin_prefetch(chain, tier, call.identity, self._tenant_share).status)
+
+    def _evict_first(self, request: pb.EvictFirstRequest, call: Call) -> Message:
+        self._node.evict_first(self._service.prompts.chain(request.namespace, request.tokens, call))
+        return pb.EvictFirstResponse()
 
     def _clear_selected(self, request: pb.ClearSelectedRequest, call: Call) -> Message:
-        selection, said, tenant = self._selected(request.selection, call)
-        resolved(self._member.node, selection)  # a ticket that failed would not tell that it makes no sense
-
-        def clear(step: Step) -> str:
-            return clear_selected(self._member, selection, step, dry_run=request.dry_run, pinned=request.pinned)
-
-        return self._begin("clear", clear, said, "shards", tenant, request.deadline_s, call)
+        selection, about, tenant = self._selected(request.selection, call)
+        run = begin_clear(
+            self._member,
+            selection,
+            dry_run=request.dry_run,
+            pinned=request.pinned,
+            about=about,
+            identity=call.identity,
+            tenant=tenant,
+            tenant_share=self._tenant_share,
+        )
+        return self._message(run.status)
 
     def _selected(self, message: pb.Selection, call: Call) -> tuple[Selection, str, str | None]:
         """Returns a selection that ``call`` may use, its text for people, and its tenant (None: all tenants)."""
-        selection = selection_of(message)
+        selection = _selection_of(message)
         if selection.namespace is not None:
             namespace = self._service.prompts.namespace(selection.namespace, call)
             return selection, f"{namespace.name}: {selection.describe()}", namespace.tenant
@@ -145,102 +135,60 @@ class ControlService:
             call.allow_every()
         return selection, selection.describe(), selection.tenant
 
-    def _begin(
-        self,
-        act: str,
-        work: Work,
-        said: str,
-        unit: str,
-        tenant: str | None,
-        deadline_s: float,
-        call: Call,
-        tokens: int = 0,
-    ) -> Message:
-        if not 0 <= deadline_s < math.inf:
-            raise InvalidRequest(f"deadline_s is {deadline_s}: expected 0 or more")
-        return self._message(
-            self._runner.begin(
-                act,
-                work,
-                about=said,
-                unit=unit,
-                identity=call.identity,
-                tenant=tenant,
-                deadline_s=deadline_s,
-                tokens=tokens,
+    def _list_operations(self, _: pb.ListOperationsRequest, call: Call) -> Iterator[bytes]:
+        for run in self._operations.every():
+            tenant = run.status.tenant
+            if call.sees_every if tenant is None else call.may_see(tenant):
+                yield self._message(run.status).SerializeToString()
+
+    def _get_operation(self, request: pb.GetOperationRequest, call: Call) -> Message:
+        if not 0 <= request.wait_s < math.inf:
+            raise InvalidRequest(f"wait_s is {request.wait_s}: expected 0 or more")
+        run = self._found(request.id, call)
+        # A waiter keeps a thread of a call: beyond so many, the answer comes immediately.
+        if request.wait_s and self._waiters.acquire(blocking=False):
+            try:
+                return self._message(run.poll(min(request.wait_s, WAIT_S_MAX)))
+            finally:
+                self._waiters.release()
+        return self._message(run.status)
+
+    def _cancel_operation(self, request: pb.CancelOperationRequest, call: Call) -> Message:
+        run = self._found(request.id, call, changes=True)
+        return self._message(run.cancel(f"cancelled by {call.identity}"))
+
+    def _found(self, id: str, call: Call, *, changes: bool = False) -> OperationRun:
+        run = self._operations.find(id)
+        if run is None:
+            raise NoOperation(
+                f"this worker has no operation {id!r}: kvstore ops lists them (a restarted worker has none)"
             )
-        )
-
-    def _begin_move(self, request: pb.BeginMoveRequest, call: Call) -> Message:
-        act, level = ACTS.get(request.act), LEVELS.get(request.tier)
-        if act is None or level is None:
-            raise InvalidRequest(f"act is {request.act} and tier {request.tier}: expected an act and a tier of Move")
-        if not 1 <= len(request.prompts) <= PROMPTS_MAX:
-            raise InvalidRequest(f"{len(request.prompts)} prompts: expected 1 to {PROMPTS_MAX}")
-        if sum(map(len, request.prompts)) > 4 * TOKENS_MAX:
-            raise InvalidRequest(f"the prompts have more than {TOKENS_MAX} tokens together: ask for fewer at once")
-        namespace = self._service.prompts.namespace(request.namespace, call)
-        prompts = [unpack_tokens(packed) for packed in request.prompts]
-        self._node.check_move(act, level)
-
-        def move(step: Step) -> str:
-            return move_prompts(self._node, namespace, prompts, act, level, step)
-
-        said = f"{len(prompts)} prompts of {namespace.name}{_to(act, level)}"
-        tokens = sum(map(len, prompts))
-        return self._begin(act.value, move, said, "chunks", namespace.tenant, request.deadline_s, call, tokens)
-
-    def _list_tickets(self, _: pb.ListTicketsRequest, call: Call) -> Iterator[bytes]:
-        for ticket in self._book.every():
-            if call.sees_every if ticket.tenant is None else call.may_see(ticket.tenant):
-                yield self._message(ticket).SerializeToString()
-
-    def _watch_ticket(self, request: pb.WatchTicketRequest, call: Call) -> Iterator[bytes]:
-        for ticket in self._watches.follow(self._found(request.id, call)):
-            yield self._message(ticket).SerializeToString()
-
-    def _cancel_ticket(self, request: pb.CancelTicketRequest, call: Call) -> Message:
-        ticket = self._found(request.id, call)
-        self._runner.cancel(ticket.id)
-        return self._message(self._book.find(ticket.id) or ticket)
-
-    def _found(self, ticket_id: str, call: Call) -> Ticket:
-        ticket = self._book.find(ticket_id)
-        if ticket is None:
-            raise NoTicket(
-                f"this worker has no ticket {ticket_id!r}: list tickets with kvstore tickets (a restarted "
-                "worker has none)"
-            )
-        if ticket.tenant is None:
-            call.allow_every()
+        status = run.status
+        role = Role.ADMIN if changes and status.kind == "clear" else None
+        if status.tenant is None:
+            call.allow_every(role)
         else:
-            call.allow(ticket.tenant)
-        return ticket
+            call.allow(status.tenant, role=role)
+        return run
 
-    def _message(self, ticket: Ticket) -> pb.TicketResponse:
-        return pb.TicketResponse(
-            ticket=pb.Ticket(
-                id=ticket.id,
-                act=ticket.act,
-                about=ticket.about,
-                identity=ticket.identity,
-                state=_STATES[ticket.state],
-                began_s=ticket.began_s,
-                ended_s=ticket.ended_s,
-                done=ticket.done,
-                total=ticket.total,
-                unit=ticket.unit,
-                message=ticket.message,
-                counts=ticket.counts,
+    def _message(self, status: OperationStatus) -> pb.OperationResponse:
+        return pb.OperationResponse(
+            operation=pb.Operation(
+                id=status.id,
+                kind=status.kind,
+                about=status.about,
+                identity=status.identity,
+                state=status.state.value,
+                began_s=status.began_s,
+                ended_s=status.ended_s,
+                done=status.done,
+                total=status.total,
+                unit=status.unit,
+                message=status.message,
+                counts=status.counts,
                 worker=self._about().address,
             )
         )
-
-    def _gauges(self) -> dict[str, float]:
-        return {
-            "tickets_running": float(self._book.count(State.RUNNING)),
-            "tickets_waiting": float(self._book.count(State.WAITING)),
-        }
 
     # The worker
 
@@ -255,7 +203,7 @@ class ControlService:
         return pb.DrainResponse(
             calls=int(gauges["calls_in_flight"]),
             behind_bytes=int(gauges.get("behind_bytes", 0)),
-            tickets=int(gauges["tickets_running"] + gauges["tickets_waiting"]),
+            operations=int(gauges["operations_running"] + gauges["operations_waiting"]),
             within_s=within_s,
         )
 
@@ -281,5 +229,14 @@ def _limits_message(limits: list[LimitValue]) -> pb.LimitsResponse:
     )
 
 
-def _to(act: Act, level: Level) -> str:
-    return "" if act is Act.RELEASE else f" to {level.value}"
+def _selection_of(message: pb.Selection) -> Selection:
+    """Returns the selection in a message. Raises InvalidRequest if it is empty or invalid."""
+    return Selection(
+        namespace=message.namespace or None,
+        tenant=message.tenant if message.HasField("tenant") else None,
+        fingerprint=message.fingerprint,
+        older_than_s=message.older_than_s,
+        written_by=message.written_by,
+        since_s=message.since_s,
+        until_s=message.until_s,
+    )

@@ -1,0 +1,128 @@
+"""Puts with a write mode, through real workers that have memory."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvstore.errors import InvalidRequest
+from kvstore.results import PutResult
+from kvstore.v1 import kvstore_pb2 as pb
+from kvstore.writes import WriteMode, WriteModeName
+from tests.kit.cases import for_each
+from tests.kit.memory_workers import caching, working
+from tests.kit.patience import PATIENCE_S
+from tests.kit.stores import same
+from tests.kit.tiers import faulty, held
+from tests.kit.workers import connected, opened, packed, raw_stub, refused, sections_of, sums_of
+
+WAIT_S = PATIENCE_S
+pytestmark = pytest.mark.slow
+
+
+@for_each("bulk", ["shared", "tcp", "grpc"])
+def test_w1_a_put_behind_is_acknowledged_while_the_root_hangs_and_read_from_memory(bulk: str) -> None:
+    root = faulty()
+    with working(root, write=WriteMode.UNCACHED) as (acting, served), caching(served, acting, bulk) as cache:
+        tokens, kv = acting.prompts.tokens(1, 8), acting.prompts.kv(1, 8)
+        with held(root):
+            result = cache.put(tokens, kv, write="behind")
+            assert result == PutResult(8 * acting.size, 8, 0, 8 * cache.layout.chunk_bytes)
+            count, array = cache.get(tokens)
+            assert count == 8 * acting.size and same(array, kv)
+            assert all(acting.in_memory(1, 8)) and not any(acting.on_root(1, 8))
+        acting.drain()
+        assert all(acting.on_root(1, 8))
+        acting.assert_settled()
+
+
+@for_each("bulk", ["shared", "tcp", "grpc"])
+@for_each("default", [None, "behind"])
+@for_each("cached", [True, False])
+def test_a_put_that_waits_for_the_root_does_so_whatever_the_worker_and_the_client_would_do(
+    bulk: str, default: WriteModeName | None, cached: bool
+) -> None:
+    with (
+        working(faulty(), write=WriteMode.BEHIND) as (acting, served),
+        caching(served, acting, bulk, write=default) as cache,
+    ):
+        tokens, kv = acting.prompts.tokens(1, 8), acting.prompts.kv(1, 8)
+        assert cache.put(tokens, kv, write="through", cache=cached).chunks_written == 8
+        assert all(acting.on_root(1, 8))
+        assert all(acting.in_memory(1, 8)) if cached else not any(acting.in_memory(1, 8))
+        assert acting.stat("behind_bytes") == 0
+
+
+@for_each("bulk", ["shared", "grpc"])
+def test_a_client_that_says_behind_means_it_where_a_put_does_not_say(bulk: str) -> None:
+    root = faulty()
+    with working(root) as (acting, served), caching(served, acting, bulk, write="behind") as cache:
+        with held(root):
+            assert cache.put(acting.prompts.tokens(1, 8), acting.prompts.kv(1, 8)).tokens_present == 8 * acting.size
+            assert cache.match(acting.prompts.tokens(1, 8)) == 8 * acting.size
+            assert not any(acting.on_root(1, 8))
+        acting.drain()
+        assert all(acting.on_root(1, 8))
+
+
+@for_each("bulk", ["shared", "grpc"])
+def test_a_turn_put_behind_continues_what_only_memory_has(bulk: str) -> None:
+    root = faulty()
+    with working(root) as (acting, served), caching(served, acting, bulk) as cache:
+        tokens, size = acting.prompts.tokens(1, 9), acting.size
+        with held(root):
+            cache.put(tokens[: 4 * size], acting.prompts.kv(1, 4), write="behind")
+            result = cache.put(tokens, acting.prompts.kv(1, 9, 4), prefix=4 * size, write="behind")
+            assert (result.tokens_present, result.chunks_written) == (9 * size, 5)
+            again = cache.put(tokens, acting.prompts.kv(1, 9), write="behind")
+            assert (again.tokens_present, again.chunks_written, again.chunks_found) == (9 * size, 0, 9)
+            gap = cache.put(acting.prompts.tokens(2, 4), acting.prompts.kv(2, 4, 2), prefix=2 * size, write="behind")
+            assert gap.tokens_present == 0 and not any(acting.in_memory(2, 4))
+        acting.drain()
+        assert all(acting.on_root(1, 9)) and acting.get(1, 9) == 9
+
+
+def test_a_foreign_client_that_sends_what_is_there_writes_only_the_rest() -> None:
+    with working(faulty(), write=WriteMode.BEHIND) as (acting, served), raw_stub(served) as stub:
+        acting.put(1, 3)
+        digest = opened(stub, acting.cache.layout)
+        start = pb.PutStart(namespace=digest, tokens=packed(acting.prompts.tokens(1, 5)), write=pb.WRITE_BEHIND)
+        parts = sections_of(acting.prompts.kv(1, 5), acting.cache.layout)
+        messages = [
+            pb.PutRequest(start=start if not at else None, data=part, checksums=sums_of([part]))
+            for at, part in enumerate(parts)
+        ]
+        answer = stub.Put(iter(messages), timeout=WAIT_S)
+        assert (answer.tokens_present, answer.chunks_written, answer.chunks_found) == (5 * acting.size, 2, 3)
+        start.write = 7  # type: ignore[assignment]
+        assert "write is 7" in refused(lambda: stub.Put(iter([pb.PutRequest(start=start)]), timeout=WAIT_S))[1]
+
+
+def test_blocks_say_how_they_are_put_too() -> None:
+    root = faulty()
+    with working(root) as (acting, served), caching(served, acting) as cache:
+        keys = [bytes([number]) * 32 for number in range(4)]
+        blocks = [np.full(5000, number, np.uint8) for number in range(4)]
+        with held(root):
+            assert cache.blocks.put(keys, blocks, write="behind") == [True] * 4
+            assert cache.blocks.match(keys) == 4
+        acting.drain()
+        out = [np.zeros(5000, np.uint8) for _ in keys]
+        assert cache.blocks.get(keys, out) == [True] * 4
+        assert all(map(np.array_equal, out, blocks))
+
+
+def test_a_namespace_says_it_for_all_its_puts() -> None:
+    root = faulty()
+    with working(root) as (acting, served), connected(served) as store:
+        cache = store.namespace("m", acting.cache.layout, write="behind")
+        with held(root):
+            cache.put(acting.prompts.tokens(1, 4), acting.prompts.kv(1, 4))
+            assert cache.match(acting.prompts.tokens(1, 4)) == 4 * acting.size
+            assert all(acting.in_memory(1, 4)) and not any(acting.on_root(1, 4))
+        cache.put(acting.prompts.tokens(2, 4), acting.prompts.kv(2, 4), cache=False)
+        assert all(acting.on_root(2, 4)) and not any(acting.in_memory(2, 4))
+        with pytest.raises(InvalidRequest, match="write='later'"):
+            cache.put(acting.prompts.tokens(3, 1), acting.prompts.kv(3, 1), write="later")  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequest, match="write='later'"):
+            store.namespace("m", acting.cache.layout, write="later")  # type: ignore[arg-type]
