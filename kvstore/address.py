@@ -7,6 +7,7 @@ another's; input-addressed, so an address says nothing of the bytes (kernels dif
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -17,6 +18,7 @@ import numpy as np
 from kvstore.brief import kind_of
 from kvstore.errors import InvalidRequest
 from kvstore.namespace import Namespace
+from kvstore.native import library as native
 from kvstore.tokens import TokenArray
 
 Address = NewType("Address", bytes)
@@ -25,10 +27,11 @@ ADDRESS_BYTES = 16
 CHAIN_CHUNKS_MAX = 262_144
 """Chunks in one prompt: about 0.04 s of hashing, and 4 MiB of addresses or 22 MiB as objects."""
 NO_PARENT = Address(bytes(ADDRESS_BYTES))
+SHORT_BYTES = 4096
+"""Fewer bytes of tokens are hashed in less time than it takes to get the GIL back."""
 BLOCK_KEY_BYTES_MIN = 16
 BLOCK_KEY_BYTES_MAX = 64
 
-_CHUNK_PERSON = b"kvstore.chunk.1"
 _BLOCK_PERSON = b"kvstore.block.1"
 
 
@@ -63,7 +66,7 @@ class Chain:
         """
         # A copy of our own: engines reuse their token buffers while a hold on the old prompt is alive.
         packed = tokens[: chunk_count(namespace, tokens) * namespace.layout.chunk_tokens].tobytes()
-        return cls(namespace, np.frombuffer(packed, "<u4"), b"".join(chained_addresses(namespace, packed)))
+        return cls(namespace, np.frombuffer(packed, "<u4"), chained_addresses(namespace, packed))
 
     def __getattr__(self, name: str) -> Any:
         """Makes ``addresses``. Called for what is not set yet."""
@@ -106,26 +109,31 @@ def chunk_count(namespace: Namespace, tokens: TokenArray) -> int:
 
 
 def chained_addresses(
-    namespace: Namespace, packed: bytes, first: int = 0, parent: Address = NO_PARENT
-) -> list[Address]:
-    """The addresses of the full chunks of ``packed`` (tokens as u32) from chunk ``first`` on, whose parent is given."""
+    namespace: Namespace,
+    packed: bytes,
+    first: int = 0,
+    parent: Address = NO_PARENT,
+    counts: Sequence[int] | None = None,
+) -> bytes:
+    """Returns the addresses of the full chunks of ``packed`` (tokens as u32) from chunk ``first`` on, whose parent is
+    given, one after the other.
+
+    With ``counts`` the tokens are those of several prompts, which have so many chunks each.
+    """
     size = namespace.layout.chunk_tokens * 4
-    addresses: list[Address] = []
-    # A copy of a state that has the key in it costs a third of making one.
-    keyed = blake2b(digest_size=ADDRESS_BYTES, key=namespace.digest, person=_CHUNK_PERSON).copy
-    view = memoryview(packed)
-    for start in range(first * size, len(packed) - size + 1, size):
-        state = keyed()
-        state.update(parent)
-        state.update(view[start : start + size])
-        parent = Address(state.digest())
-        addresses.append(parent)
-    return addresses
+    if counts is None:
+        counts = (max(0, len(packed) // size - first),)
+    assert (first + sum(counts)) * size <= len(packed)
+    found = ctypes.create_string_buffer(ADDRESS_BYTES * sum(counts))
+    each, tokens = (ctypes.c_uint64 * len(counts))(*counts), packed[first * size :]
+    library = native.brief if len(tokens) < SHORT_BYTES else native.library
+    library.kv_addresses(namespace.digest, parent, tokens, size, each, len(counts), found)
+    return found.raw
 
 
 def chunk_address(digest: bytes, parent: Address, packed_tokens: bytes) -> Address:
     """The address of one chunk, given its parent's; checks a file that names both."""
-    state = blake2b(parent, digest_size=ADDRESS_BYTES, key=digest, person=_CHUNK_PERSON)
+    state = blake2b(parent, digest_size=ADDRESS_BYTES, key=digest, person=native.CHUNK_PERSON)
     state.update(packed_tokens)
     return Address(state.digest())
 

@@ -70,9 +70,8 @@ class Borrowed:
         """Takes the memory back; returns once no thread writes into it. Idempotent."""
         with self._condition:
             self._withdrawn = True
-        if native.brief is not None:
-            while native.brief.kv_withdraw(self.natively):
-                time.sleep(WRITERS_WAIT_S)
+        while native.brief.kv_withdraw(self.natively):
+            time.sleep(WRITERS_WAIT_S)
         with self._condition:
             while self._writers:
                 self._condition.wait()

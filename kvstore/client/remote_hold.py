@@ -24,7 +24,6 @@ from kvstore.client.tools import Tools
 from kvstore.counts import ClientCount
 from kvstore.errors import HoldBroken, StoreClosed
 from kvstore.namespace import Namespace
-from kvstore.node.chains import chains_of
 from kvstore.node.wanted import leading
 from kvstore.results import LayerMemory
 from kvstore.sections import Sections
@@ -165,7 +164,7 @@ class RemoteHold(HeldAtWorker):
 
     def _chain(self) -> Chain:
         tokens = unpack_tokens(self._packed)
-        return chains_of(self._namespace, [tokens[: self.chunks * self._layout.chunk_tokens]])[0]
+        return Chain.of(self._namespace, tokens[: self.chunks * self._layout.chunk_tokens])
 
     def _fetch(self, memory: Callable[[int], Sections], views: Views | None = None) -> int:
         request, tokens = pb.GetRequest(hold=self._hold_id), unpack_tokens(self._packed)

@@ -6,7 +6,7 @@ is done with all of them (``eviction``). Every process reads it, to forget chunk
 
 from __future__ import annotations
 
-import fcntl
+import ctypes
 import mmap
 import os
 import threading
@@ -25,6 +25,9 @@ RING = 1 << 16
 BATCH_MAX = 1 << 12
 """Victims of one batch. Whoever is less than ``RING - BATCH_MAX`` behind reads entries that nobody overwrites."""
 PAGE_BYTES = 4096
+_own_number = ctypes.c_int64()
+_OWN = ctypes.addressof(_own_number)
+"""A number of this process alone, for additions whose order is all that counts."""
 _MAGIC = int.from_bytes(b"KVHOST1\0", "little")
 _BYTES = PAGE_BYTES + RING * ADDRESS_BYTES
 
@@ -56,10 +59,7 @@ class Number(IntEnum):
 
 
 class Mapped:
-    """Numbers at the beginning of a mapped file. Thread-safe.
-
-    Without native code a lock of the file makes additions atomic, and orders loads and stores.
-    """
+    """Numbers at the beginning of a mapped file. Thread-safe."""
 
     def __init__(self, fd: int, size_bytes: int) -> None:
         self._fd = fd
@@ -79,14 +79,7 @@ class Mapped:
         with self._lock:
             if not self._at:
                 return 0  # it was unmapped: the store is closed
-            if native.brief is not None:
-                return int(native.brief.kv_shared_add(self._at + 8 * place, delta))
-            fcntl.flock(self._fd, fcntl.LOCK_EX)
-            try:
-                self.numbers[place] += delta
-                return self.numbers[place]
-            finally:
-                fcntl.flock(self._fd, fcntl.LOCK_UN)
+            return int(native.brief.kv_shared_add(self._fd, self._at + 8 * place, delta))
 
     def unmap(self) -> None:
         """Gives the memory back: as long as it is mapped, the file system cannot be unmounted. Idempotent."""
@@ -98,10 +91,9 @@ class Mapped:
 
     def fence(self) -> None:
         """Orders the loads and stores before it and those after it, for all processes."""
-        if native.brief is not None:
-            native.brief.kv_fence()
-        else:
-            self.add(Number.MAGIC, 0)
+        with self._lock:
+            if self._at:
+                native.brief.kv_shared_add(self._fd, _OWN, 0)
 
 
 class Shared(Mapped):

@@ -12,15 +12,12 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from kvstore.address import ADDRESS_BYTES, NO_PARENT, Address, Chain, chained_addresses, chunk_count
+from kvstore.address import ADDRESS_BYTES, Chain, chained_addresses, chunk_count
 from kvstore.namespace import Namespace
-from kvstore.native import library as native
 from kvstore.tokens import TokenArray
 
 CHUNKS_MIN = 8
 """Below this many chunks, hashing a prompt is as fast as finding a recent one."""
-SHORT_MAX = 4
-"""Up to this many chunks, calling the native library takes longer than hashing in Python: 14 us for one against 4."""
 CHAINS_MAX = 32
 """Limit on remembered chains. A prompt that matches none of them is compared with each, at 0.2 microseconds each."""
 ADDRESS_COST_BYTES = 96
@@ -31,11 +28,9 @@ def chains_of(namespace: Namespace, prompts: Sequence[TokenArray]) -> list[Chain
     """Returns ``Chain.of`` each, for prompts that begin with no recent one. Raises InvalidRequest."""
     size = namespace.layout.chunk_tokens
     counts = [chunk_count(namespace, tokens) for tokens in prompts]
-    if native.library is None or sum(counts) <= SHORT_MAX:
-        return [Chain.of(namespace, tokens) for tokens in prompts]
     # A copy of our own, as ``Chain.of`` has.
     packed = b"".join([tokens[: count * size].data for tokens, count in zip(prompts, counts, strict=True)])
-    own, found = np.frombuffer(packed, "<u4"), _chained_each(namespace.digest, packed, 4 * size, counts)
+    own, found = np.frombuffer(packed, "<u4"), chained_addresses(namespace, packed, counts=counts)
     ends = pairwise((0, *accumulate(counts)))
     return [
         Chain(namespace, own[start * size : end * size], found[start * ADDRESS_BYTES : end * ADDRESS_BYTES])
@@ -85,14 +80,14 @@ class RecentChains:
         count = chunk_count(namespace, tokens)
         size = 4 * namespace.layout.chunk_tokens
         if count < CHUNKS_MIN:
-            return chains_of(namespace, [tokens])[0]
+            return Chain.of(namespace, tokens)
         given = tokens.data.cast("B")[: count * size]
         like, shared = self._most_alike(namespace, given, size)
         if like is None:
             # The bytes of a prompt in bytes that nobody can change are as good as a copy.
             whole: object = tokens.base
             packed = whole if type(whole) is bytes and len(whole) == tokens.nbytes == len(given) else bytes(given)
-            addresses = _addresses(namespace, packed)
+            addresses = chained_addresses(namespace, packed)
         elif shared == count:
             self._used(like)
             return like.chain.leading(count)
@@ -101,7 +96,7 @@ class RecentChains:
             # address must belong to the tokens beside it.
             packed = b"".join((memoryview(like.packed_tokens)[: shared * size], given[shared * size :]))
             known, last = like.chain.packed_addresses[: shared * ADDRESS_BYTES], like.chain.parent(shared)
-            addresses = known + _addresses(namespace, packed, shared, last)
+            addresses = known + chained_addresses(namespace, packed, shared, last)
         chain = Chain(namespace, np.frombuffer(packed, "<u4"), addresses)
         self._used(_Recent(chain, packed))
         return chain
@@ -141,43 +136,6 @@ class RecentChains:
                     break
                 kept.append(each)
             self._recent = tuple(kept)
-
-
-def _addresses(namespace: Namespace, packed: bytes, first: int = 0, parent: Address = NO_PARENT) -> bytes:
-    """Returns ``chained_addresses``, packed, computed without the GIL if they are many and the native library is
-    built."""
-    if native.library is None or len(packed) <= SHORT_MAX * 4 * namespace.layout.chunk_tokens:
-        return b"".join(chained_addresses(namespace, packed, first, parent))
-    return _chained(namespace.digest, parent, packed, 4 * namespace.layout.chunk_tokens, first)
-
-
-def _chained(digest: bytes, parent: bytes, packed: bytes, chunk_bytes: int, first: int) -> bytes:
-    """Returns the addresses of the full chunks of ``packed`` (tokens as u32) from chunk ``first`` on, whose parent is
-    given, one after the other.
-
-    ``digest`` is the namespace's. Only with the native library.
-    """
-    assert len(digest) == 32 and len(parent) == ADDRESS_BYTES and chunk_bytes > 0
-    count = len(packed) // chunk_bytes - first
-    if count <= 0:
-        return b""
-    found = np.empty(count, "V16")
-    tokens = np.frombuffer(packed, np.uint8)
-    start: int = tokens.__array_interface__["data"][0] + first * chunk_bytes
-    native.library.kv_addresses(digest, parent, start, chunk_bytes, count, found.__array_interface__["data"][0])
-    return found.tobytes()
-
-
-def _chained_each(digest: bytes, packed: bytes, chunk_bytes: int, counts: Sequence[int]) -> bytes:
-    """Returns the addresses of several prompts, one after the other; their tokens follow each other in ``packed``.
-
-    Each has as many chunks as ``counts`` says. ``digest`` is the namespace's. Only with the native library.
-    """
-    assert len(digest) == 32 and chunk_bytes > 0 and len(packed) == sum(counts) * chunk_bytes
-    found, sizes, tokens = np.empty(sum(counts), "V16"), np.array(counts, np.uint64), np.frombuffer(packed, np.uint8)
-    at = [each.__array_interface__["data"][0] for each in (tokens, sizes, found)]
-    native.library.kv_addresses_each(digest, at[0], chunk_bytes, at[1], len(counts), at[2])
-    return found.tobytes()
 
 
 def _shared_count(packed: bytes, given: memoryview, size: int, low: int) -> int:

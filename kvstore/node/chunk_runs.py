@@ -136,7 +136,7 @@ class ChunkRuns:
             found = part["status"] == native.FOUND
             mtimes_ns = part["mtime_ns"][found]
         at, count = run.part(start, stop)
-        self._known.add_run(at, np.arange(count, dtype=np.int32), native.FOUND, self._known.quantum(), epoch=epoch)
+        self._known.add_run(at, count, native.FOUND, self._known.quantum(), epoch=epoch)
         return found, mtimes_ns
 
     def present(self, run: Run, start: int, stop: int, epoch: int) -> tuple[npt.NDArray[np.bool_], list[int]]:
@@ -224,8 +224,7 @@ class ChunkRuns:
     def _note(self, run: Run, start: int, stop: int, epoch: int) -> int:
         """Remembers the DONE chunks of part of a run as present; returns the bytes of their sections."""
         at, count = run.part(start, stop)
-        places = np.arange(count, dtype=np.int32)
-        chunks, size_bytes = self._known.add_run(at, places, native.DONE, self._known.quantum(), epoch=epoch)
+        chunks, size_bytes = self._known.add_run(at, count, native.DONE, self._known.quantum(), epoch=epoch)
         if chunks:
             self._counters.add_read(size_bytes, chunks)
         return size_bytes

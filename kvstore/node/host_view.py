@@ -20,7 +20,7 @@ from kvstore.host.shared import BATCH_MAX, RING, Number, Shared
 from kvstore.host.tables import HoldTable, Run
 from kvstore.node.known import Known
 from kvstore.recency import TICK_S
-from kvstore.root.posix_errors import translated
+from kvstore.root.posix_errors import error_of
 
 SETTLE_S = 1.0
 POLL_S = 0.001
@@ -59,8 +59,10 @@ class HostView:
         """Keeps chunks from being evicted until ``unprotect``; look for them, or ask ``leading``, after this."""
         if not packed or not self._table.is_open:
             return None
-        with translated("write", self._table.path):
+        try:
             run = self._table.add(packed)
+        except OSError as cause:
+            raise error_of("write", self._table.path, cause) from cause
         self._shared.fence()  # the table, then the log
         return run
 

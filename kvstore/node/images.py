@@ -115,16 +115,14 @@ def make_images(
     ``source(index)`` must not change meanwhile; a change is found when the image is read. ``ids`` gives each image its
     incarnation.
     """
-    if native.library is None:
-        for index, image in zip(indexes, images, strict=True):
-            _make_one(wanted, index, source(index), image, Incarnation(ids.fresh()))
-        return
     batch = _Batch(wanted, indexes, images)
     batch.lay(source)
     assert batch.sizes_fit.all() and not any(image.readonly for image in images)
-    incarnations = b"".join([ids.fresh() for _ in indexes])
-    batch.items["incarnation"] = np.frombuffer(incarnations, "V16")
-    batch.call(native.library.kv_images_make)
+    incarnations = [Incarnation(ids.fresh()) for _ in indexes]
+    batch.items["incarnation"] = np.frombuffer(b"".join(incarnations), "V16")
+    done = batch.call(native.library.kv_images_make)
+    for at in np.flatnonzero(~done).tolist():
+        _make_one(wanted, indexes[at], source(indexes[at]), images[at], incarnations[at])
 
 
 def seal_images(
@@ -147,15 +145,13 @@ def take_images(
 
     The sections of the others are undefined. Raises Withdrawn.
     """
-    done = np.zeros(len(indexes), np.bool_)
     if not isinstance(sections, Laid):
         # Ask once and in order: some sources take memory as they are asked.
         sections = {index: sections(index) for index in indexes}.__getitem__
-    if native.library is not None and len(indexes):
-        batch = _Batch(wanted, indexes, images)
-        batch.lay(sections, fills=True)
-        with borrowed.writing():
-            done = batch.call(native.library.kv_images_take)
+    batch = _Batch(wanted, indexes, images)
+    batch.lay(sections, fills=True)
+    with borrowed.writing():
+        done = batch.call(native.library.kv_images_take)
     for at in np.flatnonzero(~done).tolist():
         done[at] = _take_one(wanted, indexes[at], images[at], sections, borrowed)
     return done
@@ -163,9 +159,7 @@ def take_images(
 
 def verify_images(wanted: Wanted, indexes: Sequence[int], images: Sequence[memoryview]) -> Mask:
     """Returns which images are the chunks at ``indexes``, whole and right; copies nothing."""
-    done = np.zeros(len(indexes), np.bool_)
-    if native.library is not None and len(indexes):
-        done = _Batch(wanted, indexes, images).call(native.library.kv_images_verify)
+    done = _Batch(wanted, indexes, images).call(native.library.kv_images_verify)
     for at in np.flatnonzero(~done).tolist():
         header = _header_of(wanted, indexes[at], images[at])
         done[at] = header is not None and _sums(_cut(images[at], header)) == header.checksums

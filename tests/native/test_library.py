@@ -109,7 +109,7 @@ def test_every_declaration_is_compared() -> None:
     assert wrong({name: each for name, each in native.FUNCTIONS.items() if name != "kv_read"}) == ["kv_read"]
 
 
-@pytest.mark.skipif(native.library is None, reason="the native library was not built, or is turned off")
+@pytest.mark.skipif(not native.is_available(), reason="the native library was not built, or is turned off")
 @pytest.mark.parametrize("found", [native.library, native.brief], ids=["library", "brief"])
 def test_ctypes_was_told(found: Any) -> None:
     for name, (result, arguments) in native.FUNCTIONS.items():

@@ -214,7 +214,7 @@ def call(name):
     elif name.startswith("kv_known"):
         prints, marks, payload = np.zeros((1, 8), np.uint64), np.zeros((1, 8), np.uint32), ctypes.c_uint64()
         table = native.Known(prints.ctypes.data, marks.ctypes.data, 0)
-        rest = {"kv_known_add": (2, 0, ctypes.byref(payload))}.get(name, ())
+        rest = {"kv_known_add": (2, 0, ctypes.addressof(payload))}.get(name, ())
         getattr(native.brief, name)(table, items.ctypes.data, both.ctypes.data, 2, 4, *rest)
     else:
         common = () if name == "kv_close" else (run,)

@@ -5,7 +5,6 @@ Separate from sending, because chunks and blocks are copied alike: rows of bytes
 
 from __future__ import annotations
 
-import ctypes
 from functools import partial
 from itertools import pairwise
 
@@ -42,15 +41,6 @@ def copy_rows(
 
 
 def _copy_step(_: object, to: Addresses, source: Addresses, spans: list[tuple[int, int]], step: int) -> bool:
-    start, stop = spans[step]
-    _copy(to, source, start, stop - start)
+    (start, stop), at = spans[step], [each.__array_interface__["data"][0] for each in (to, source)]
+    native.library.kv_copy_rows(*at, len(to), start, stop - start)
     return True
-
-
-def _copy(to: Addresses, source: Addresses, start: int, size_bytes: int) -> None:
-    if native.library is not None:
-        at = (to.__array_interface__["data"][0], source.__array_interface__["data"][0])
-        native.library.kv_copy_rows(*at, len(to), start, size_bytes)
-        return
-    for one, other in zip(to.tolist(), source.tolist(), strict=True):
-        ctypes.memmove(one + start, other + start, size_bytes)
