@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -17,7 +16,7 @@ import numpy.typing as npt
 
 from kvstore import recency
 from kvstore.address import Address, Chain
-from kvstore.buffers import Borrowed
+from kvstore.buffers import Borrowed, Withdrawn
 from kvstore.counts import NodeCount
 from kvstore.format.header import Incarnation
 from kvstore.hints import Hints
@@ -29,7 +28,7 @@ from kvstore.node.gc_state import Usage
 from kvstore.node.incarnations import Incarnations
 from kvstore.node.known import Known
 from kvstore.node.layer_run import LayerRun
-from kvstore.node.runs import Places, Run, SharedPut, SharedRead, Sizes
+from kvstore.node.runs import Places, Run, SharedPut, SharedRun, Sizes
 from kvstore.node.unreadable import Unreadable
 from kvstore.node.wanted import Wanted
 from kvstore.recency import stamps_ns
@@ -37,33 +36,39 @@ from kvstore.root.interface import Root, local_files
 from kvstore.sections import Laid, Sections
 
 
-class SharedReads:
-    """The chunks of one read that several lanes share: each takes the next ones until none is left.
+class SharedRead(SharedRun):
+    """The chunks of one read on their way into the caller's memory."""
 
-    ``note`` records those that are DONE.
-    """
-
-    def __init__(self, run: SharedRead, counters: Counters, note: Callable[[], int]) -> None:
-        self._run = run
+    def __init__(self, runs: ChunkRuns, run: Run, sizes: Sizes, counters: Counters, epoch: int) -> None:
+        super().__init__(run, sizes)
+        self._runs = runs
         self._counters = counters
-        self._note = note
+        self._epoch = epoch
 
     def read(self, borrowed: Borrowed) -> tuple[list[int], bool]:
-        """Takes one lane's turn. Returns the indexes (from 0) that are left to ``Chunks.read``, and whether there may
-        be more to read. Raises Withdrawn.
-        """
-        with self._counters.timed("root", "read") as timed:
-            left, more, timed.size_bytes = self._run.read(borrowed)
-        return left, more
+        """Takes one lane's turn. Raises Withdrawn.
 
-    def stop(self) -> None:
-        """Begins no more chunks."""
-        self._run.stop()
+        Returns the offsets of the chunks that are left to ``Chunks.read``, and whether there may be more to read.
+        """
+        run, (turn, told) = self.run, self.turn()
+        with self._counters.timed("root", "read") as timed:
+            outcome = native.library.kv_read_turn(run.common, run.at(0), run.count, turn, borrowed.natively)
+            timed.size_bytes, left = turn.bytes, told[: turn.told_count]
+            if left.size:
+                run.read_blocked(left, borrowed)
+                is_read = run.items["status"][left] == native.DONE
+                timed.size_bytes += sum(map(run.payload_bytes, left[is_read].tolist()))
+                left = left[~is_read]
+        if outcome < 0:
+            raise Withdrawn
+        return left.tolist(), bool(outcome)
 
     def end(self) -> npt.NDArray[np.bool_]:
         """Returns which chunks were read and verified. Call it once, when nobody writes into the memory any more."""
-        self._note()
-        return self._run.done()
+        run = self.run
+        self._runs.note(run, run.first, run.first + run.count, self._epoch)
+        done: npt.NDArray[np.bool_] = run.items["status"] == native.DONE
+        return done
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,16 +163,12 @@ class ChunkRuns:
         epoch = self._known.epoch
         with self._counters.timed("root", "read") as timed:
             done = run.read(start, stop, borrowed)
-            timed.size_bytes = self._note(run, start, stop, epoch)
+            timed.size_bytes = self.note(run, start, stop, epoch)
         return done
 
-    def shared_read(self, run: Run, sizes: Sizes) -> SharedReads:
+    def shared_read(self, run: Run, sizes: Sizes) -> SharedRead:
         """Returns a run that several lanes read together."""
-        return SharedReads(
-            SharedRead(run, sizes),
-            self._counters,
-            partial(self._note, run, run.first, run.first + run.count, self._known.epoch),
-        )
+        return SharedRead(self, run, sizes, self._counters, self._known.epoch)
 
     def of_layers(
         self,
@@ -221,7 +222,7 @@ class ChunkRuns:
             self._known.add_all([addresses[at] for at in where.tolist()], quantum, renewed=renewed, epoch=epoch)
         return done
 
-    def _note(self, run: Run, start: int, stop: int, epoch: int) -> int:
+    def note(self, run: Run, start: int, stop: int, epoch: int) -> int:
         """Remembers the DONE chunks of part of a run as present; returns the bytes of their sections."""
         at, count = run.part(start, stop)
         chunks, size_bytes = self._known.add_run(at, count, native.DONE, self._known.quantum(), epoch=epoch)
@@ -263,7 +264,7 @@ class ChunkRuns:
         if not len(places):
             return places, more
         self._doubt(put.run, places)
-        at = put.run.part(put.run.first, put.run.first)[0]
+        at = put.run.at(0)
         self._known.add_run(at, places, native.FOUND, self._known.quantum(), epoch=put.epoch)
         for status in (native.DONE, native.PUBLISHED):
             self._known.forget_run(at, places, status)
@@ -280,7 +281,7 @@ class ChunkRuns:
         if epoch is None:
             epoch = self._known.epoch
             put.publish(places, ordered=ordered)
-        at = put.run.part(put.run.first, put.run.first)[0]
+        at = put.run.at(0)
         chunks, size_bytes = self._known.add_run(at, places, native.PUBLISHED, self._known.quantum(), epoch=epoch)
         if chunks:
             published = places[put.run.items["status"][places] == native.PUBLISHED]
@@ -312,5 +313,5 @@ class ChunkRuns:
         epoch = self._known.epoch
         with self._counters.timed("root", "read") as timed:
             mapped = run.map(start, stop)
-            timed.size_bytes = self._note(run, start, stop, epoch)
+            timed.size_bytes = self.note(run, start, stop, epoch)
         return np.array([payload is not None for payload in mapped], np.bool_), mapped

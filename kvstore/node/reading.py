@@ -14,7 +14,7 @@ import numpy.typing as npt
 from kvstore.buffers import Borrowed, Withdrawn
 from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError
-from kvstore.node.chunk_runs import SharedReads
+from kvstore.node.chunk_runs import SharedRead
 from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters
 from kvstore.node.images import verify_images
@@ -45,7 +45,7 @@ class Groups:
     chunks: int
     read: Callable[[int, int, Borrowed], npt.NDArray[np.bool_]]
     """Reads the chunks from one index up to another; True for those that are right. Raises Withdrawn."""
-    turns: SharedReads | None = None
+    turns: SharedRead | None = None
     """Reads the same chunks once, without fixed bounds between the lanes."""
 
 
@@ -158,7 +158,7 @@ class Reading:
         if self._ended is not None:
             self._ended()
 
-    def _work_on_turns(self, turns: SharedReads, _: int) -> bool:
+    def _work_on_turns(self, turns: SharedRead, _: int) -> bool:
         """Reads what no other lane took, as ``_work_on_group`` does."""
         more = True
         while more:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.buffers import Borrowed, Withdrawn
+from kvstore.buffers import Borrowed
 from kvstore.format import places
 from kvstore.format.header import PAGE_BYTES, Incarnation
 from kvstore.format.places import Name
@@ -183,7 +183,7 @@ class Run(Items):
         item["status"] = native.DONE
 
 
-class _SharedRun:
+class SharedRun:
     """A run that several lanes do together: each takes the next few chunks again and again, in one call.
 
     So all lanes end at about the same time, with few calls. That matters because Python's own memory has left the
@@ -196,14 +196,13 @@ class _SharedRun:
         self._next = ctypes.c_int64(0)
         self._header_bytes = int(run.items["header_bytes"].max())
         self._abandoned: ctypes.c_int32 | None = None
-        self._start = run.part(run.first, run.first)[0]
         run.items["status"] = native.OTHER
 
     def stop(self) -> None:
         """Begins no more chunks."""
         self._next.value = self.run.count
 
-    def _turn(self) -> tuple[Any, Places]:
+    def turn(self) -> tuple[Any, Places]:
         """Returns what native code needs for a turn, and the memory for the offsets of the chunks that it reports."""
         sizes = self._sizes
         told = np.empty(sizes.most + sizes.step, np.int32)
@@ -216,34 +215,7 @@ class _SharedRun:
         return turn, told
 
 
-class SharedRead(_SharedRun):
-    """A run on its way into the caller's memory."""
-
-    def read(self, borrowed: Borrowed) -> tuple[list[int], bool, int]:
-        """Takes a turn. Raises Withdrawn.
-
-        Returns the offsets of the chunks that it took and that are not right in their sections, whether there may be
-        more to read, and the bytes of those that are right.
-        """
-        run, (turn, told) = self.run, self._turn()
-        outcome = native.library.kv_read_turn(run.common, self._start, run.count, turn, borrowed.natively)
-        size_bytes, left = turn.bytes, told[: turn.told_count]
-        if left.size:
-            run.read_blocked(left, borrowed)
-            is_read = run.items["status"][left] == native.DONE
-            size_bytes += sum(map(run.payload_bytes, left[is_read].tolist()))
-            left = left[~is_read]
-        if outcome < 0:
-            raise Withdrawn
-        return left.tolist(), bool(outcome), size_bytes
-
-    def done(self) -> Mask:
-        """Returns which chunks are right in their sections."""
-        done: Mask = self.run.items["status"] == native.DONE
-        return done
-
-
-class SharedPut(_SharedRun):
+class SharedPut(SharedRun):
     """A run on its way to the root, staged under names of a session.
 
     After its turn a chunk's status says that it is already there (FOUND), staged (DONE), PUBLISHED, or left to Python.
@@ -279,8 +251,8 @@ class SharedPut(_SharedRun):
         Returns the offsets of the chunks that it looked for and staged if they were missing, whether there may be more,
         and the bytes of those that it staged.
         """
-        turn, told = self._turn()
-        more = native.library.kv_stage_turn(self._common, self._start, self.run.count, turn)
+        turn, told = self.turn()
+        more = native.library.kv_stage_turn(self._common, self.run.at(0), self.run.count, turn)
         return told[: turn.told_count], bool(more), turn.bytes
 
     def publish(self, at: Places, *, ordered: bool) -> None:
@@ -291,7 +263,7 @@ class SharedPut(_SharedRun):
         """
         if not self._common.durable:
             listed = at.__array_interface__["data"][0]
-            native.library.kv_publish(self._common, self._start, listed, len(at), ordered)
+            native.library.kv_publish(self._common, self.run.at(0), listed, len(at), ordered)
 
     def taken(self, at: Places) -> npt.NDArray[Any]:
         """Returns the structures of chunks as they are now: their statuses, and the mtimes of those that were FOUND."""

@@ -24,7 +24,7 @@ from kvstore.node import publish, runs
 from kvstore.node.limits import Limits
 from kvstore.node.publish import TURN_PUBLISHED_MAX, TURN_SYNCED_MAX
 from kvstore.node.reading import GROUP_FILES_MAX
-from kvstore.node.runs import Places, Run, SharedPut, SharedRead, Sizes
+from kvstore.node.runs import Places, Run, SharedPut, Sizes
 from kvstore.root.posix import PosixRoot
 from kvstore.sections import planes_of
 from kvstore.writes import Durability
@@ -262,9 +262,9 @@ def test_a_lane_that_reads_what_is_not_cached_opens_no_more_files_than_it_may(
             Run.read_blocked(run, places, borrowed)
 
         monkeypatch.setattr(run, "read_blocked", read_blocked)
-        shared, more = SharedRead(run, Sizes(4, 64, 6)), True
+        shared, more = chunks_of(store).runs.shared_read(run, Sizes(4, 64, 6)), True
         while more:
-            left, more, _ = shared.read(Borrowed())
+            left, more = shared.read(Borrowed())
             assert not left
-        assert shared.done().all() and same(out, kv_of(SMALL, tokens))
+        assert shared.end().all() and same(out, kv_of(SMALL, tokens))
         assert most == 4, "a step more would be 8"
