@@ -12,10 +12,10 @@ from kvstore.aio.plans import Plan
 from kvstore.aio.segments import Segments
 from kvstore.aio.threads import STEP_S, Threads
 from kvstore.aio.twins import Opening, Twin, awaited, finished
+from kvstore.buffers import KvArray
 from kvstore.client import cache
 from kvstore.client import pin as pins
 from kvstore.client import tickets as sync_tickets
-from kvstore.client.arrays import KvArray
 from kvstore.client.segments import CHUNK_TOKENS
 from kvstore.errors import KVStoreError
 from kvstore.node.moves import AheadName, LevelName

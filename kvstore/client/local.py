@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 
 from kvstore.brief import shown
-from kvstore.buffers import Pieces
+from kvstore.buffers import Pieces, Sections
 from kvstore.census.selection import Selection
 from kvstore.client.branches import PortBranches
 from kvstore.client.port import PortSegments
@@ -30,7 +30,6 @@ from kvstore.node.segment_search import find_segments, hold_segments
 from kvstore.node.wanted import keyed
 from kvstore.progress import Progress
 from kvstore.results import Cleared, LayerMemory, PinRecord, PutResult, StoredBlocks
-from kvstore.sections import Sections
 from kvstore.segments.match import Match
 from kvstore.segments.search import Search
 from kvstore.tokens import TokenArray

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvstore.buffers import Pieces
+from kvstore.buffers import Pieces, Planes, Sections
 from kvstore.census.selection import Selection
 from kvstore.client.branches import PortBranches
 from kvstore.client.bulk.cargo import ChunkCargo
@@ -46,7 +46,6 @@ from kvstore.node.moves import Act, Level
 from kvstore.node.wanted import keyed, leading
 from kvstore.progress import Cancelled, Progress
 from kvstore.results import Cleared, PinRecord, PutResult, StoredBlocks
-from kvstore.sections import Planes, Sections
 from kvstore.security.tls import ClientTls
 from kvstore.sources import Clock, SystemClock
 from kvstore.tickets import State

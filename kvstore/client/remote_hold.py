@@ -15,6 +15,7 @@ from typing import Any
 import numpy.typing as npt
 
 from kvstore.address import Chain
+from kvstore.buffers import Sections
 from kvstore.client.bulk.viewing import Views
 from kvstore.client.caller import CallFailed
 from kvstore.client.endpoint import Endpoint
@@ -26,7 +27,6 @@ from kvstore.errors import HoldBroken, StoreClosed
 from kvstore.namespace import Namespace
 from kvstore.node.wanted import leading
 from kvstore.results import LayerMemory
-from kvstore.sections import Sections
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.messages import unpack_tokens
 from kvstore.wire.statuses import BrokenTransfer

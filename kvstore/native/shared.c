@@ -1,4 +1,4 @@
-/* Numbers in memory that the processes of one host share (kvstore/host/shared.py has their meaning). */
+/* Numbers in memory that the processes of one host share (kvstore/host/tables.py has their meaning). */
 #include "native.h"
 
 /* Adds to a number, and orders the loads and stores before it and those after it, for all processes; returns the sum.

@@ -16,8 +16,7 @@ import numpy.typing as npt
 
 from kvstore.address import ADDRESS_BYTES, Address, Addressed
 from kvstore.host.room import Room
-from kvstore.host.shared import BATCH_MAX, RING, Number, Shared
-from kvstore.host.tables import HoldTable, Run
+from kvstore.host.tables import BATCH_MAX, RING, HoldTable, Number, Run, Shared
 from kvstore.node.known import Known
 from kvstore.recency import TICK_S
 from kvstore.root.posix_errors import error_of

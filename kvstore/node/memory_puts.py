@@ -12,16 +12,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.address import Address, Chain
-from kvstore.buffers import address_of
+from kvstore.buffers import Sections, address_of
 from kvstore.hints import Hints
 from kvstore.node.images import make_images, seal_images
-from kvstore.node.lanes import Batch, Deadline, Lanes
+from kvstore.node.lanes import Batch, Deadline, Lanes, group_size
 from kvstore.node.memory_tier import MemoryTier
-from kvstore.node.reading import group_size
 from kvstore.node.slots import Slot
 from kvstore.node.wanted import Wanted, image_bytes, payload_of, section_bytes
 from kvstore.node.write_behind import WriteBehind
-from kvstore.sections import Sections
 from kvstore.sources import Ids
 
 COPY_S = 10.0

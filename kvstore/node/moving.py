@@ -17,8 +17,8 @@ from kvstore.node.gc_state import GcState
 from kvstore.node.lanes import Deadline, Lanes
 from kvstore.node.limits import CurrentLimits
 from kvstore.node.moves import Act, Level, Move
+from kvstore.node.reader import TieredReads
 from kvstore.node.tier_stack import TierStack
-from kvstore.node.tiered_reads import TieredReads
 from kvstore.node.wanted import image_bytes, place_at
 from kvstore.node.write_behind import Job, Publish
 from kvstore.sources import Clock

@@ -22,9 +22,9 @@ from kvstore.errors import KVStoreError, Unavailable
 from kvstore.format.header import Incarnation
 from kvstore.hints import Hints
 from kvstore.native import library as native
+from kvstore.node.chunk_runs import Run, SharedPut, Sizes
 from kvstore.node.chunks import Chunks, Staged
 from kvstore.node.refresh import Refresher
-from kvstore.node.runs import Run, SharedPut, Sizes
 from kvstore.node.wanted import Wanted, expected_of, mean_bytes
 
 STEP_BYTES = 1 << 20

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.address import Chain
+from kvstore.buffers import Sections
 from kvstore.counts import NodeCount
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import expected_chunk
@@ -26,16 +27,15 @@ from kvstore.node.lanes import Deadline, Lanes
 from kvstore.node.limits import CurrentLimits
 from kvstore.node.memory_tier import MemoryTier
 from kvstore.node.publish import Mask, Publication, StillRight, vouched
+from kvstore.node.reader import TieredReads
 from kvstore.node.refresh import Refresher
 from kvstore.node.root_write import RootWrite
 from kvstore.node.segment_indexes import SegmentIndexes
 from kvstore.node.slots import Slots
 from kvstore.node.tier_stack import TierStack
-from kvstore.node.tiered_reads import TieredReads
 from kvstore.node.wanted import Keyed, Wanted, leading, sizes_of
 from kvstore.node.write import Write, Written
 from kvstore.node.write_behind import Job
-from kvstore.sections import Sections
 from kvstore.sources import Clock
 from kvstore.writes import WriteMode
 

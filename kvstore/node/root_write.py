@@ -11,19 +11,19 @@ from contextlib import suppress
 
 import numpy as np
 
+from kvstore.buffers import Sections
 from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError, Overloaded
+from kvstore.node.chunk_runs import SharedPut
 from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters
 from kvstore.node.guard import Guard
 from kvstore.node.images import Images
 from kvstore.node.lanes import Batch, Deadline, DeadlinePassed, Lanes, moved_on
 from kvstore.node.publish import Mask, Publication
-from kvstore.node.runs import SharedPut
 from kvstore.node.usage import WAIT_S
 from kvstore.node.wanted import file_bytes, image_sizes
 from kvstore.root.posix_errors import DiskFull
-from kvstore.sections import Sections
 from kvstore.sources import Clock
 from kvstore.writes import RUNS_MAX
 

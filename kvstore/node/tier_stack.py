@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from kvstore.address import Chain
 from kvstore.background import Loop
+from kvstore.buffers import Sections
 from kvstore.census.selection import ClearOrder
 from kvstore.census.standing import Standing
 from kvstore.counts import NodeCount
@@ -29,7 +30,6 @@ from kvstore.node.settings import TierSettings
 from kvstore.node.tiers import Tier
 from kvstore.node.wanted import Wanted, image_bytes
 from kvstore.node.write_behind import Publish, WriteBehind
-from kvstore.sections import Sections
 from kvstore.sources import Clock, Ids
 from kvstore.writes import WriteMode
 

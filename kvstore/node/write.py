@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.address import Chain
+from kvstore.buffers import Sections
 from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError, Overloaded
 from kvstore.hints import Hints
@@ -27,7 +28,6 @@ from kvstore.node.root_write import RootWrite
 from kvstore.node.tier_stack import TierStack
 from kvstore.node.wanted import Keyed, Wanted, leading, sizes_of
 from kvstore.results import PutResult, StoredBlocks
-from kvstore.sections import Sections
 from kvstore.writes import WriteMode
 
 Indexes = npt.NDArray[np.int64]

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from kvstore import Layout
+from kvstore.buffers import planes_of
 from kvstore.native import is_available
 from kvstore.node.memory_puts import ROOM_SHARE, Room
 from kvstore.node.view import View
 from kvstore.node.write import Write
-from kvstore.sections import planes_of
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.frames import RUN_BYTES, Kind, encode_request, encode_span

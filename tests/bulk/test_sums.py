@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from kvstore.address import Chain
-from kvstore.buffers import Pieces
+from kvstore.buffers import Pieces, Planes
 from kvstore.client.bulk.given import GivenFiles
 from kvstore.client.bulk.lanes import FileLanes
 from kvstore.client.bulk.receiving import fill_verified
@@ -28,7 +28,6 @@ from kvstore.namespace import Namespace
 from kvstore.node.lanes import Deadline
 from kvstore.node.wanted import keyed
 from kvstore.node.write import Write
-from kvstore.sections import Planes
 from kvstore.sources import RandomIds, SystemClock
 from kvstore.wire.bulk.channel import Channel, LinkBroken
 from kvstore.wire.bulk.frames import Kind, decode_head, decode_request, encode_arena, encode_head, encode_span

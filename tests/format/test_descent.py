@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.address import block_addresses
+from kvstore.buffers import Buffers
 from kvstore.errors import InvalidRequest
 from kvstore.format.checksum import checksum
 from kvstore.format.descent import DESCENT_BYTES_MAX, Descent
@@ -18,7 +19,6 @@ from kvstore.namespace import Namespace
 from kvstore.native import library as native
 from kvstore.node.images import make_images, verify_images
 from kvstore.node.wanted import Keyed, image_bytes
-from kvstore.sections import Buffers
 from tests.kit.stores import TINY
 from tests.kit.strategies import chunk_file, token_ids
 

@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 
 from kvstore.address import Chain
-from kvstore.buffers import Borrowed
+from kvstore.buffers import Borrowed, Planes
 from kvstore.namespace import Namespace
 from kvstore.native import is_available
 from kvstore.native import library as native
 from kvstore.node.images import ImagesIn, make_images, take_images
 from kvstore.node.wanted import describe, image_bytes
-from kvstore.sections import Planes
 from kvstore.sources import RandomIds
 from tests.kit.patience import PATIENCE_S
 from tests.kit.stores import LARGE, TINY

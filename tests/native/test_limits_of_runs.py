@@ -14,19 +14,18 @@ import numpy as np
 import pytest
 
 from kvstore.address import Chain
-from kvstore.buffers import Borrowed
+from kvstore.buffers import Borrowed, planes_of
 from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
 from kvstore.errors import InvalidRequest
 from kvstore.native import is_available
 from kvstore.native import library as native
-from kvstore.node import publish, runs
+from kvstore.node import chunk_runs, publish
+from kvstore.node.chunk_runs import Places, Run, SharedPut, Sizes
+from kvstore.node.lanes import GROUP_FILES_MAX
 from kvstore.node.limits import Limits
 from kvstore.node.publish import TURN_PUBLISHED_MAX, TURN_SYNCED_MAX
-from kvstore.node.reading import GROUP_FILES_MAX
-from kvstore.node.runs import Places, Run, SharedPut, Sizes
 from kvstore.root.posix import PosixRoot
-from kvstore.sections import planes_of
 from kvstore.writes import Durability
 from tests.kit.native_modes import chunks_of, opened
 from tests.kit.patience import PATIENCE_S
@@ -121,7 +120,7 @@ def test_blocks_get_their_names_in_the_turn_that_stages_them_and_it_has_few(
 def test_a_turn_at_a_put_ends_after_its_time(tmp_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     noted = Noted(native.library, "kv_stage_turn")
     monkeypatch.setattr(native, "library", noted)
-    monkeypatch.setattr(runs, "TURN_NS", 0)
+    monkeypatch.setattr(chunk_runs, "TURN_NS", 0)
     monkeypatch.setattr(publish, "STEP_BYTES", 1024)
     keys = [at.to_bytes(16, "little") for at in range(100)]
     with opened(tmp_root, native=True) as store:
@@ -156,7 +155,7 @@ def test_a_put_that_was_given_up_takes_nothing_more_in_its_turn(
 
 
 def test_a_forked_child_does_not_read_into_memory_of_its_parent() -> None:
-    with runs._cold_memory() as at:
+    with chunk_runs._cold_memory() as at:
         ctypes.memset(at, 1, 4096)
         child = os.fork()
         if not child:

@@ -15,14 +15,12 @@ import numpy as np
 import pytest
 
 from kvstore.address import Chain
-from kvstore.buffers import Borrowed, Withdrawn
+from kvstore.buffers import Borrowed, Withdrawn, planes_of
 from kvstore.native import is_available
 from kvstore.native import library as native
-from kvstore.node.chunk_runs import SharedRead
-from kvstore.node.runs import Sizes
+from kvstore.node.chunk_runs import SharedRead, Sizes
 from kvstore.root.identity import create_or_open
 from kvstore.root.posix import PosixRoot
-from kvstore.sections import planes_of
 from kvstore.sources import RandomIds
 from tests.kit.native_modes import Paused, chunks_of, open_files, opened
 from tests.kit.patience import PATIENCE_S

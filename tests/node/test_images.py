@@ -11,7 +11,7 @@ import pytest
 
 from kvstore import Layout
 from kvstore.address import Chain, block_address
-from kvstore.buffers import Borrowed, Withdrawn
+from kvstore.buffers import Borrowed, Planes, Withdrawn, planes_of
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import decode, expected_chunk
 from kvstore.namespace import Namespace
@@ -19,7 +19,6 @@ from kvstore.native import is_available
 from kvstore.native import library as native
 from kvstore.node.images import Images, ImagesIn, copy_sections, make_images, take_images, verify_images
 from kvstore.node.wanted import Keyed, image_bytes
-from kvstore.sections import Planes, planes_of
 from tests.kit.images import DAMAGES, CountedIds, Spoil, chain_of, made, room_for
 from tests.kit.stores import (
     LARGE,

@@ -12,14 +12,13 @@ import pytest
 
 from kvstore import Layout
 from kvstore.address import block_address
-from kvstore.buffers import Borrowed, Withdrawn
+from kvstore.buffers import Borrowed, Withdrawn, planes_of
 from kvstore.namespace import Namespace
 from kvstore.native import is_available
 from kvstore.native import library as native
 from kvstore.node.images import Images, make_images
 from kvstore.node.slots import Slots
 from kvstore.node.wanted import Keyed, image_bytes
-from kvstore.sections import planes_of
 from kvstore.sources import RandomIds
 from tests.kit.memory_tiers import SPACE, UNIT, Case, chain_of, kv_for, make
 from tests.kit.patience import PATIENCE_S

@@ -21,9 +21,8 @@ from kvstore import Layout, errors
 from kvstore.client import Cache, Store
 from kvstore.native import library as native
 from kvstore.node import publish
-from kvstore.node.chunk_runs import ChunkRuns
+from kvstore.node.chunk_runs import ChunkRuns, Places, SharedPut, Sizes
 from kvstore.node.publish import Publication
-from kvstore.node.runs import Places, SharedPut, Sizes
 from kvstore.recency import QUANTUM_S, is_fresh
 from tests.kit.heartbeat import others_run_during
 from tests.kit.patience import PATIENCE_S

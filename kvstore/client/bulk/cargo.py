@@ -11,9 +11,8 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.buffers import Pieces
+from kvstore.buffers import Pieces, Planes
 from kvstore.layout import Layout
-from kvstore.sections import Planes
 from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.frames import RUN_BYTES
 from kvstore.wire.bulk.runs import send_run

@@ -10,9 +10,9 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from kvstore.address import Chain
+from kvstore.buffers import Buffers, Planes, Sections
 from kvstore.node.memory_puts import Room
 from kvstore.node.wanted import Wanted, section_bytes, sizes_of
-from kvstore.sections import Buffers, Planes, Sections
 from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.frames import RUN_BYTES, RUN_BYTES_MAX
 from kvstore.wire.bulk.runs import PARTS_BYTES, receive_sections
