@@ -172,8 +172,9 @@ HEADS_AT_ONCE = 1 << 15
 
 def memory_at(address: int, count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     """Returns ``count`` elements of memory that somebody else keeps alive."""
-    size_bytes = count * np.dtype(dtype).itemsize
-    return np.frombuffer((ctypes.c_char * size_bytes).from_address(address), dtype)
+    memory = (ctypes.c_char * (count * np.dtype(dtype).itemsize)).from_address(address)
+    found: npt.NDArray[Any] = np.frombuffer(memoryview(memory), dtype)
+    return found
 
 
 class Twins:
@@ -201,7 +202,8 @@ class Twins:
     @staticmethod
     def kv_withdraw(borrowed: Borrowed) -> int:
         borrowed.stop = 1
-        return borrowed.users
+        users: int = borrowed.users
+        return users
 
     @staticmethod
     def kv_images_make(run: Run, chunks: int, count: int, images: int) -> None:
