@@ -4,7 +4,7 @@ Nothing is compiled here: the library is built when kvstore is installed (``.ci/
 GIL for the whole of each call through ``library``, and keeps it through ``brief``, which is for calls of about a
 microsecond: less than getting the GIL back takes.
 
-Without the library both are ``Twins``, so callers do not ask which it is. The functions that move files and sockets
+Without the library both are ``PurePython``, so callers do not ask which it is. The functions that move files and sockets
 have no twin, because Python does those in another way: there callers ask ``is_available``.
 """
 
@@ -177,7 +177,7 @@ def memory_at(address: int, count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any
     return found
 
 
-class Twins:
+class PurePython:
     """The functions of the library in Python: the same arguments and results, as plain as possible."""
 
     @staticmethod
@@ -332,15 +332,15 @@ def _prints(chunks: npt.NDArray[Any]) -> list[int]:
 def _load() -> tuple[Any, Any, str]:
     """Loads the library twice, releasing and keeping the GIL; or returns the twins and the reason."""
     if os.environ.get("KVSTORE_NATIVE", "") == "0":
-        return Twins, Twins, "turned off by KVSTORE_NATIVE=0"
+        return PurePython, PurePython, "turned off by KVSTORE_NATIVE=0"
     if sys.byteorder != "little":
-        return Twins, Twins, "this machine is big-endian"
+        return PurePython, PurePython, "this machine is big-endian"
     if not LIBRARY.exists():
-        return Twins, Twins, f"{LIBRARY} was not built: install kvstore again with a C compiler at hand"
+        return PurePython, PurePython, f"{LIBRARY} was not built: install kvstore again with a C compiler at hand"
     try:
         found, keeping = ctypes.CDLL(str(LIBRARY)), ctypes.PyDLL(str(LIBRARY))
     except OSError as cause:
-        return Twins, Twins, f"{LIBRARY} cannot be loaded ({cause}): install kvstore again"
+        return PurePython, PurePython, f"{LIBRARY} cannot be loaded ({cause}): install kvstore again"
     try:
         is_ours = found.kv_abi() == ABI
         for each in (found, keeping):
@@ -348,7 +348,7 @@ def _load() -> tuple[Any, Any, str]:
     except AttributeError:
         is_ours = False
     if not is_ours:
-        return Twins, Twins, f"{LIBRARY} is of another version: install kvstore again"
+        return PurePython, PurePython, f"{LIBRARY} is of another version: install kvstore again"
     return found, keeping, ""
 
 
@@ -371,7 +371,7 @@ _say(_reason)
 
 def is_available() -> bool:
     """True if the native data path is in use."""
-    return library is not Twins
+    return library is not PurePython
 
 
 def why_not() -> str:

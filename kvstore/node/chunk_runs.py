@@ -195,7 +195,7 @@ class Run(Items):
         item["status"] = native.DONE
 
 
-class SharedRun:
+class SharedBatch:
     """A run that several lanes do together: each takes the next few chunks again and again, in one call.
 
     So all lanes end at about the same time, with few calls. That matters because Python's own memory has left the
@@ -227,7 +227,7 @@ class SharedRun:
         return turn, told
 
 
-class SharedPut(SharedRun):
+class SharedPut(SharedBatch):
     """A run on its way to the root, staged under names of a session.
 
     After its turn a chunk's status says that it is already there (FOUND), staged (DONE), PUBLISHED, or left to Python.
@@ -328,7 +328,7 @@ def _cold_memory() -> Iterator[int]:
             _cold_pool.append(memory)
 
 
-class SharedRead(SharedRun):
+class SharedRead(SharedBatch):
     """The chunks of one read on their way into the caller's memory."""
 
     def __init__(self, runs: ChunkRuns, run: Run, sizes: Sizes, counters: Counters, epoch: int) -> None:

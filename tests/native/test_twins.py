@@ -23,7 +23,7 @@ from tests.kit.native_widths import narrowed, of_each_width
 pytestmark = pytest.mark.skipif(not is_available(), reason="the native library was not built, or is turned off")
 
 Both = tuple[Any, Any]
-SIDES: Both = (native.library, native.Twins)
+SIDES: Both = (native.library, native.PurePython)
 SEEDS = range(20)
 CHUNK_TOKENS = (*range(1, 101), 255, 256, 257, 1024, CHUNK_TOKENS_MAX)
 HEADS = ((128, 128), (80, 32), (96, 96), (64, 48), (8, 6), (2, 2), (129, 100))
@@ -147,7 +147,7 @@ def test_withdrawn_memory_is_stopped_and_its_users_counted() -> None:
 
 
 def test_every_twin_is_compared() -> None:
-    twins: dict[str, Callable[..., Any]] = dict(inspect.getmembers(native.Twins, inspect.isfunction))
+    twins: dict[str, Callable[..., Any]] = dict(inspect.getmembers(native.PurePython, inspect.isfunction))
     here = Path(__file__).read_text()
     compared = {name for name in twins if f"side.{name}(" in here}
     assert compared | IMAGES == twins.keys()

@@ -57,7 +57,7 @@ def prompt(count: int, seed: int = 0) -> TokenArray:
 def test_chains_made_at_once_are_those_made_one_by_one(
     monkeypatch: pytest.MonkeyPatch, native_is_available: bool, lengths: list[int]
 ) -> None:
-    monkeypatch.setattr(native, "library", native.library if native_is_available else native.Twins)
+    monkeypatch.setattr(native, "library", native.library if native_is_available else native.PurePython)
     prompts = [prompt(length, seed) for seed, length in enumerate(lengths)]
     chains = chains_of(WIDER, prompts)
     assert len(chains) == len(prompts)

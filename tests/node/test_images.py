@@ -47,7 +47,7 @@ WAYS = [
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
     """With native code and without it."""
     if not request.param:
-        monkeypatch.setattr(native, "library", native.Twins)
+        monkeypatch.setattr(native, "library", native.PurePython)
     yield request.param
 
 
@@ -80,7 +80,7 @@ def test_native_code_and_python_make_the_same_bytes(layout: Layout, monkeypatch:
     chain = chain_of(layout, 3)
     kv = kv_of(layout, chain.tokens)
     images = made(chain, kv)
-    monkeypatch.setattr(native, "library", native.Twins)
+    monkeypatch.setattr(native, "library", native.PurePython)
     assert [bytes(image) for image in made(chain, kv)] == [bytes(image) for image in images]
 
 

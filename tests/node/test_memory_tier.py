@@ -311,7 +311,7 @@ def test_r2_admission_remembers_what_was_asked_for_and_what_was_put(case: Case) 
 def test_many_threads_fill_read_damage_and_evict(is_native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """No byte is ever wrong, nothing leaks, the bound is kept (I1, I2, A1, E2, R3)."""
     if not is_native:
-        monkeypatch.setattr(native, "library", native.Twins)
+        monkeypatch.setattr(native, "library", native.PurePython)
     case = Case(40)
     chains = [chain_of(number, 12, Namespace.of(f"m{number % 3}", TINY)) for number in range(6)]
     began_s = time.monotonic()
