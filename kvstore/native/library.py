@@ -4,8 +4,8 @@ Nothing is compiled here: the library is built when kvstore is installed (``.ci/
 GIL for the whole of each call through ``library``, and keeps it through ``brief``, which is for calls of about a
 microsecond: less than getting the GIL back takes.
 
-Without the library both are ``PurePython``, so callers do not ask which it is. The functions that move files and sockets
-have no twin, because Python does those in another way: there callers ask ``is_available``.
+Without the library both are ``PurePython``, so callers do not ask which it is. The functions that move files and
+sockets have no twin, because Python does those in another way: there callers ask ``is_available``.
 """
 
 from __future__ import annotations
