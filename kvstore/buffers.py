@@ -55,7 +55,7 @@ class Borrowed:
         self._condition = threading.Condition()
         self._writers = 0  # steps in progress
         self._withdrawn = False
-        self.natively = native.Borrowed(0, 0)
+        self.natively = native.WritePermit(0, 0)
         """This permission for native code, which does several steps in one call and asks before each."""
 
     def writing(self) -> Borrowed:

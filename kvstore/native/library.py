@@ -62,7 +62,7 @@ SENT_BYTES = 8 * 8 + 8 + 8
 """The size of ``kv_departure``."""
 
 
-class Run(ctypes.Structure):
+class Common(ctypes.Structure):
     """The ``kv_run`` of C: facts that all chunks of one call share."""
 
     _fields_ = (
@@ -78,7 +78,7 @@ class Run(ctypes.Structure):
     )
 
 
-class Borrowed(ctypes.Structure):
+class WritePermit(ctypes.Structure):
     """The ``kv_borrowed`` of C: permission to write into a caller's memory."""
 
     _fields_ = (("stop", ctypes.c_int32), ("users", ctypes.c_int32))
@@ -101,7 +101,7 @@ class Turn(ctypes.Structure):
     )
 
 
-class Known(ctypes.Structure):
+class PresenceTable(ctypes.Structure):
     """The ``kv_known`` of C: a table of ``kvstore.node.known``, as the addresses of its arrays."""
 
     _fields_ = (("prints", ctypes.c_void_p), ("marks", ctypes.c_void_p), ("mask", ctypes.c_uint64))
@@ -112,7 +112,7 @@ _UINT32, _UINT64 = ctypes.c_uint32, ctypes.c_uint64
 _AT = ctypes.c_void_p
 """An address in memory: an integer, or a buffer of ctypes."""
 _BYTES = ctypes.c_char_p
-_RUN, _TURN, _BORROWED, _KNOWN = map(ctypes.POINTER, (Run, Turn, Borrowed, Known))
+_RUN, _TURN, _BORROWED, _KNOWN = map(ctypes.POINTER, (Common, Turn, WritePermit, PresenceTable))
 
 Function = tuple[type | None, tuple[type, ...]]
 
@@ -200,13 +200,13 @@ class PurePython:
         _array(addresses, 16 * len(found), np.uint8)[:] = np.frombuffer(b"".join(found), np.uint8)
 
     @staticmethod
-    def kv_withdraw(borrowed: Borrowed) -> int:
+    def kv_withdraw(borrowed: WritePermit) -> int:
         borrowed.stop = 1
         users: int = borrowed.users
         return users
 
     @staticmethod
-    def kv_images_make(run: Run, chunks: int, count: int, images: int) -> None:
+    def kv_images_make(run: Common, chunks: int, count: int, images: int) -> None:
         """Leaves every chunk to Python, as the library does with an image that is not right."""
         memory_at(chunks, count, CHUNK)["status"] = OTHER
 
@@ -255,7 +255,7 @@ class PurePython:
             fcntl.flock(file, fcntl.LOCK_UN)
 
     @staticmethod
-    def kv_known_have(known: Known, addresses: bytes, count: int, least: int, bits: int, found: int) -> None:
+    def kv_known_have(known: PresenceTable, addresses: bytes, count: int, least: int, bits: int, found: int) -> None:
         prints, marks = _table(known)
         wanted = np.frombuffer(addresses, "<u8")[::2]
         rows = (wanted & np.uint64(known.mask)).astype(np.intp)
@@ -267,7 +267,7 @@ class PurePython:
 
     @staticmethod
     def kv_known_add(
-        known: Known | None,
+        known: PresenceTable | None,
         chunks: int,
         places: int | None,
         count: int,
@@ -294,7 +294,7 @@ class PurePython:
         return len(some)
 
     @staticmethod
-    def kv_known_forget(known: Known, chunks: int, places: int | None, count: int, status: int) -> None:
+    def kv_known_forget(known: PresenceTable, chunks: int, places: int | None, count: int, status: int) -> None:
         prints, marks = _table(known)
         for wanted in _prints(_with_status(chunks, places, count, status)):
             marks[wanted & known.mask][prints[wanted & known.mask] == wanted] = 0
@@ -305,7 +305,7 @@ def _array(given: Any, count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     return memory_at(given, count, dtype) if isinstance(given, int) else np.frombuffer(given, dtype, count)
 
 
-def _table(known: Known) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint32]]:
+def _table(known: PresenceTable) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint32]]:
     """Returns the prints and marks of a table, row by row."""
     rows = known.mask + 1
     prints, marks = memory_at(known.prints, rows * WAYS, np.uint64), memory_at(known.marks, rows * WAYS, np.uint32)

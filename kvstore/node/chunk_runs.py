@@ -251,7 +251,7 @@ class SharedPut(SharedBatch):
         self._abandoned = abandoned
         self.epoch = epoch
         self._session = session
-        self._common = native.Run.from_buffer_copy(run.common)
+        self._common = native.Common.from_buffer_copy(run.common)
         self._common.session = session.hex().encode()
         self._common.durable = durable
         self.is_right = bool(run.common.from_images)

@@ -56,7 +56,7 @@ class Known:
         """The chunks that ``forget_each`` forgot, and their epochs."""
         self._prints = untouched_zeros((rows, native.WAYS), np.uint64)
         self._marks = untouched_zeros((rows, native.WAYS), np.uint32)
-        self._table = native.Known(self._prints.ctypes.data, self._marks.ctypes.data, rows - 1)
+        self._table = native.PresenceTable(self._prints.ctypes.data, self._marks.ctypes.data, rows - 1)
 
     def __len__(self) -> int:
         return int(np.count_nonzero(self._marks))

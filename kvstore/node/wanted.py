@@ -238,7 +238,7 @@ class Items:
         self._indexes = indexes
         self.items: npt.NDArray[Any] = np.zeros(len(indexes), native.CHUNK)
         self.alive = describe(wanted, indexes, self.items)
-        self.common = native.Run(
+        self.common = native.Common(
             digest=(ctypes.c_ubyte * 32).from_buffer_copy(wanted.namespace.digest), kind=int(kind_of(wanted))
         )
         self._start: int = self.items.ctypes.data  # making the interface of a structured array is slow

@@ -29,7 +29,7 @@ def test_a_chunk_without_an_image_is_left_to_python() -> None:
         alive = describe(chain, range(2), items)
         assert alive and (items["status"] == native.DONE).all(), "DONE is 0: it must not be what nobody has looked at"
         images = np.zeros(2, np.uint64)
-        getattr(native.library, name)(native.Run(), items.ctypes.data, 2, images.ctypes.data)
+        getattr(native.library, name)(native.Common(), items.ctypes.data, 2, images.ctypes.data)
         assert (items["status"] == native.OTHER).all()
 
 

@@ -24,10 +24,10 @@ NUMBERS: dict[str, type] = {
     "uint64_t": ctypes.c_uint64,
 }
 STRUCTURES: dict[str, type[ctypes.Structure]] = {
-    "kv_run": native.Run,
+    "kv_run": native.Common,
     "kv_turn": native.Turn,
-    "kv_borrowed": native.Borrowed,
-    "kv_known": native.Known,
+    "kv_borrowed": native.WritePermit,
+    "kv_known": native.PresenceTable,
 }
 ADDRESSES = (ctypes.c_void_p, ctypes.c_char_p)
 CONSTANTS = {"KV_ADDRESS_BYTES": 16, "KV_DIGEST_BYTES": 32}

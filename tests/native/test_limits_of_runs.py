@@ -196,8 +196,8 @@ assert not ctypes.CDLL(None).mprotect(ctypes.c_void_p(start + mmap.PAGESIZE), ct
 items = np.frombuffer(memory, native.CHUNK, 2, mmap.PAGESIZE - 2 * native.CHUNK.itemsize)
 for name, value in (("fd", -1), ("section_count", 2), ("section_bytes", 8), ("header_bytes", 256), ("status", 4)):
     items[name] = value
-images, tables, run = np.zeros(2, np.uint64), np.zeros((2, 2), np.uint64), native.Run(root=b"/nowhere", shard_bits=8)
-run.session, told, taken, given = b"nobody", np.zeros(8, np.int32), ctypes.c_int64(0), native.Borrowed(0, 0)
+images, tables, run = np.zeros(2, np.uint64), np.zeros((2, 2), np.uint64), native.Common(root=b"/nowhere", shard_bits=8)
+run.session, told, taken, given = b"nobody", np.zeros(8, np.int32), ctypes.c_int64(0), native.WritePermit(0, 0)
 turn = native.Turn(ctypes.pointer(taken), 4, 4, 4, 256, told.ctypes.data)
 both = np.arange(2, dtype=np.int32)
 more = {
@@ -212,7 +212,7 @@ def call(name):
         native.library.kv_publish(run, items.ctypes.data, both.ctypes.data, 2, 0)
     elif name.startswith("kv_known"):
         prints, marks, payload = np.zeros((1, 8), np.uint64), np.zeros((1, 8), np.uint32), ctypes.c_uint64()
-        table = native.Known(prints.ctypes.data, marks.ctypes.data, 0)
+        table = native.PresenceTable(prints.ctypes.data, marks.ctypes.data, 0)
         rest = {"kv_known_add": (2, 0, ctypes.addressof(payload))}.get(name, ())
         getattr(native.brief, name)(table, items.ctypes.data, both.ctypes.data, 2, 4, *rest)
     else:

@@ -95,7 +95,7 @@ def test_copied_rows_are_the_same_and_nothing_beside_them() -> None:
 def presence(side: Any, generator: np.random.Generator) -> list[Any]:
     """Adds, forgets and looks up, in a table whose rows are all fought over; returns all results and the table."""
     prints, marks = np.zeros((4, native.WAYS), np.uint64), np.zeros((4, native.WAYS), np.uint32)
-    table, results = native.Known(at(prints), at(marks), 3), list[Any]()
+    table, results = native.PresenceTable(at(prints), at(marks), 3), list[Any]()
     pool = generator.integers(0, 1 << 63, 48, np.uint64)
     for _ in range(12):
         count = int(generator.integers(0, 30))
@@ -142,7 +142,7 @@ def test_shared_numbers_have_the_same_sums() -> None:
 def test_withdrawn_memory_is_stopped_and_its_users_counted() -> None:
     for side in SIDES:
         for users in (0, 3):
-            borrowed = native.Borrowed(0, users)
+            borrowed = native.WritePermit(0, users)
             assert (side.kv_withdraw(borrowed), borrowed.stop) == (users, 1)
 
 

@@ -305,7 +305,7 @@ import numpy as np
 from kvstore.native import library as native
 
 items = np.zeros(1, native.CHUNK)
-native.library.kv_look(native.Run(root=b"/" + b"a" * 4_060, shard_bits=8), items.ctypes.data, 1)
+native.library.kv_look(native.Common(root=b"/" + b"a" * 4_060, shard_bits=8), items.ctypes.data, 1)
 print(int(items["status"][0]) == native.OTHER)
 """
 
