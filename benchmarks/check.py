@@ -33,7 +33,7 @@ from benchmarks.options import Options, default_directory
 from benchmarks.paths import IN_PROCESS, PATHS, PLAIN, Way, served
 from benchmarks.rounds import MIB, in_turns, timed
 from kvstore import Layout
-from kvstore.client.arrays import KvArray
+from kvstore.buffers import KvArray
 from kvstore.client.store import Store
 from kvstore.errors import KVStoreError
 from kvstore.node.limits import Limits

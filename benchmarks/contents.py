@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import Layout
-from kvstore.client.arrays import KvArray
+from kvstore.buffers import KvArray
 
 Bytes = npt.NDArray[np.uint8]
 Stamps = npt.NDArray[np.uint64]

@@ -40,7 +40,7 @@ from benchmarks.options import Options, names_of, told
 from benchmarks.paths import BULK, IN_PROCESS, PATHS, Served, Way, served
 from benchmarks.result import Cell, Plot, Result, Table
 from benchmarks.rounds import timed
-from kvstore.client.arrays import KvArray
+from kvstore.buffers import KvArray
 from kvstore.client.cache import Cache
 from kvstore.node.settings import MEMORY_BYTES_MIN
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from benchmarks.contents import Stamps, WrongBytes, check_equal, poison, random_bytes, stamp_chunks, stamped_right
 from benchmarks.models import Model
-from kvstore.client.arrays import KvArray
+from kvstore.buffers import KvArray
 from kvstore.client.cache import Cache
 from kvstore.tokens import TokenArray
 

@@ -38,7 +38,7 @@ import numpy as np
 import zmq
 
 import kvstore
-from kvstore.address import Address, Chain
+from kvstore.address import Address, Chain, RecentChains
 from kvstore.events.inventory import Identities, Inventory
 from kvstore.events.query import RECENT_BYTES, Answers
 from kvstore.format import places
@@ -49,7 +49,6 @@ from kvstore.meta.keys import Keys, SweepId
 from kvstore.meta.server import EmbeddedEtcd
 from kvstore.meta.sweeps import Condemned
 from kvstore.namespace import Namespace
-from kvstore.node.chains import RecentChains
 from kvstore.root.identity import read_identity
 from kvstore.root.posix import PosixRoot
 from kvstore.wire.questions import Question

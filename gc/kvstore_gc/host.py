@@ -28,12 +28,11 @@ from typing import Any
 from kvstore.errors import InvalidRequest, KVStoreError, RootMismatch
 from kvstore.format import places
 from kvstore.format.places import Name
-from kvstore.host import shared as shared_file
+from kvstore.host import tables as shared_file
 from kvstore.host.eviction import Evicted, Eviction, Victim, file_system_now_ns, settled
 from kvstore.host.place import COLLECTOR, InUse, why_not_shared
 from kvstore.host.room import limit_on
-from kvstore.host.shared import BATCH_MAX, Number, Shared
-from kvstore.host.tables import LiveTable, Own, live_tables, smallest
+from kvstore.host.tables import BATCH_MAX, LiveTable, Number, Own, Shared, live_tables, smallest
 from kvstore.root.generations import newest_number
 from kvstore.root.identity import read_identity
 from kvstore.root.namespaces import NamespaceRecords

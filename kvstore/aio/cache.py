@@ -13,9 +13,9 @@ from kvstore.aio.plans import Plan
 from kvstore.aio.segments import Segments
 from kvstore.aio.threads import Threads
 from kvstore.aio.twins import Opening, Twin, awaited, finished
+from kvstore.buffers import KvArray
 from kvstore.client import cache
 from kvstore.client import pin as pins
-from kvstore.client.arrays import KvArray
 from kvstore.client.segments import CHUNK_TOKENS
 from kvstore.segments.rope import Rope
 from kvstore.tokens import Tokens

@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from kvstore import tracing
 from kvstore.brief import brief
+from kvstore.buffers import KvArray, Sections, fillable, layer_arrays, new_array, planes_of, source_array, target_array
 from kvstore.checks import checked_flag, checked_hold_ttl, checked_worker, is_whole
-from kvstore.client.arrays import KvArray, fillable, layer_arrays, new_array, source_array, target_array
 from kvstore.client.blocks import BlockCache
 from kvstore.client.dropping import release_dropped
 from kvstore.client.operation import Operation
@@ -26,7 +26,6 @@ from kvstore.hints import Hints, Preset, checked_unused_s
 from kvstore.namespace import Namespace
 from kvstore.node.prefetch import TierName, checked_tier
 from kvstore.results import Cleared, LayerMemory, PutResult
-from kvstore.sections import Sections, planes_of
 from kvstore.segments.rope import Rope
 from kvstore.tokens import TokenArray, Tokens, token_array
 from kvstore.writes import WriteMode, WriteModeName

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from kvstore.address import Chain
-from kvstore.buffers import Pieces
+from kvstore.buffers import Buffers, Pieces, Sections
 from kvstore.client.bulk.given import GivenSlots, Giving, NotGiven
 from kvstore.client.bulk.handed import take_given
 from kvstore.client.bulk.links import Link
@@ -27,7 +27,6 @@ from kvstore.errors import InvalidRequest
 from kvstore.namespace import Namespace
 from kvstore.node.lanes import Deadline
 from kvstore.node.wanted import Keyed, leading
-from kvstore.sections import Buffers, Sections
 from kvstore.tokens import TokenArray
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import LinkBroken

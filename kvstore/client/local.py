@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 
 from kvstore.brief import brief, shown
-from kvstore.buffers import Pieces
+from kvstore.buffers import Pieces, Sections
 from kvstore.census.selection import Selection
 from kvstore.client.branches import PortBranches
 from kvstore.client.operation import Operation
@@ -31,7 +31,6 @@ from kvstore.node.prefetch import TierName
 from kvstore.node.segment_search import find_segments, hold_segments
 from kvstore.node.wanted import keyed
 from kvstore.results import Cleared, LayerMemory, PinRecord, PutResult, StoredBlocks
-from kvstore.sections import Sections
 from kvstore.segments.match import Match
 from kvstore.segments.search import Search
 from kvstore.tokens import TokenArray

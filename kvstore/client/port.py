@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy.typing as npt
 
-from kvstore.buffers import Pieces
+from kvstore.buffers import Pieces, Sections
 from kvstore.census.selection import Selection
 from kvstore.client.branches import PortBranches
 from kvstore.client.operation import Operation
@@ -20,7 +20,6 @@ from kvstore.hints import Hints
 from kvstore.namespace import Namespace
 from kvstore.node.prefetch import TierName
 from kvstore.results import Cleared, LayerMemory, PinRecord, PutResult, StoredBlocks
-from kvstore.sections import Sections
 from kvstore.segments.match import Match
 from kvstore.segments.search import Search
 from kvstore.tokens import TokenArray

@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 
 import grpc
 
+from kvstore.buffers import Sections
 from kvstore.client.bulk.sending import Cargo, send_put
 from kvstore.client.endpoint import Endpoint
 from kvstore.client.tools import Tools
 from kvstore.counts import ClientCount
 from kvstore.errors import InvalidRequest
-from kvstore.sections import Sections
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import LinkBroken
 from kvstore.wire.frames import encode_parts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from kvstore.buffers import Pieces
+from kvstore.buffers import Pieces, Sections
 from kvstore.checks import checked_flag
 from kvstore.client.port import Port
 from kvstore.errors import Overloaded, StoreFull
@@ -12,7 +12,6 @@ from kvstore.format.descent import Ancestry
 from kvstore.hints import Hints
 from kvstore.namespace import Namespace
 from kvstore.results import PutResult, StoredBlocks
-from kvstore.sections import Sections
 from kvstore.tokens import TokenArray
 from kvstore.writes import WriteMode
 

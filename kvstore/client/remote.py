@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvstore.buffers import Pieces
+from kvstore.buffers import Pieces, Planes, Sections
 from kvstore.census.selection import Selection
 from kvstore.client.branches import PortBranches
 from kvstore.client.bulk.lanes import FileLanes
@@ -47,7 +47,6 @@ from kvstore.node.counters import Counts
 from kvstore.node.prefetch import TierName
 from kvstore.node.wanted import keyed, leading
 from kvstore.results import Cleared, PinRecord, PutResult, StoredBlocks
-from kvstore.sections import Planes, Sections
 from kvstore.security.tls import ClientTls
 from kvstore.sources import Clock, SystemClock
 from kvstore.tokens import TokenArray

@@ -15,6 +15,7 @@ from typing import Any
 import numpy.typing as npt
 
 from kvstore.address import Chain
+from kvstore.buffers import Sections
 from kvstore.client.bulk.viewing import Views
 from kvstore.client.caller import CallFailed
 from kvstore.client.endpoint import Endpoint
@@ -24,10 +25,8 @@ from kvstore.client.tools import Tools
 from kvstore.counts import ClientCount
 from kvstore.errors import HoldBroken, StoreClosed
 from kvstore.namespace import Namespace
-from kvstore.node.chains import chains_of
 from kvstore.node.wanted import leading
 from kvstore.results import LayerMemory
-from kvstore.sections import Sections
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.messages import unpack_tokens
 from kvstore.wire.statuses import BrokenTransfer
@@ -165,7 +164,7 @@ class RemoteHold(HeldAtWorker):
 
     def _chain(self) -> Chain:
         tokens = unpack_tokens(self._packed)
-        return chains_of(self._namespace, [tokens[: self.chunks * self._layout.chunk_tokens]])[0]
+        return Chain.of(self._namespace, tokens[: self.chunks * self._layout.chunk_tokens])
 
     def _fetch(self, memory: Callable[[int], Sections], views: Views | None = None) -> int:
         request, tokens = pb.GetRequest(hold=self._hold_id), unpack_tokens(self._packed)

@@ -16,8 +16,8 @@ import numpy as np
 
 from kvstore import tracing
 from kvstore.brief import kind_of
+from kvstore.buffers import KvArray, Sections, fillable, planes_of, source_array, target_array
 from kvstore.checks import checked_hold_ttl, is_whole
-from kvstore.client.arrays import KvArray, fillable, source_array, target_array
 from kvstore.client.blocks import BlockCache
 from kvstore.client.dropping import release_dropped
 from kvstore.client.owner import Owner
@@ -27,7 +27,6 @@ from kvstore.errors import HoldBroken, InvalidRequest
 from kvstore.hints import Hints, Preset
 from kvstore.namespace import Namespace
 from kvstore.results import PutResult
-from kvstore.sections import Sections, planes_of
 from kvstore.segments import Match, Rope, Verdict, finding, gate, naming
 from kvstore.segments.rotation import check_keys, rotate_planes
 from kvstore.segments.search import Search

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from kvstore.address import RecentChains
 from kvstore.events.columns import Mask
 from kvstore.events.table import U64
 from kvstore.events.truth import Model, Truth
-from kvstore.node.chains import RecentChains
 from kvstore.wire.questions import Question, answer_document
 
 RECENT_BYTES = 64 << 20

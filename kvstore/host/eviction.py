@@ -29,8 +29,7 @@ from kvstore.format.header import FIXED_BYTES
 from kvstore.format.places import Name
 from kvstore.host.pins import PinnedPrints
 from kvstore.host.place import EVICTING, SHARED
-from kvstore.host.shared import BATCH_MAX, Number, Shared
-from kvstore.host.tables import live_tables
+from kvstore.host.tables import BATCH_MAX, Number, Shared, live_tables
 from kvstore.namespace import NamespaceId
 from kvstore.root.posix import FILE_MODE, PosixRoot
 from kvstore.root.posix_errors import translated

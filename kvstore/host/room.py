@@ -15,8 +15,7 @@ from types import TracebackType
 
 from kvstore.brief import size
 from kvstore.errors import Overloaded, StoreFull
-from kvstore.host.shared import Number, Shared
-from kvstore.host.tables import HoldTable, Own, live_tables
+from kvstore.host.tables import HoldTable, Number, Own, Shared, live_tables
 from kvstore.root.posix import PosixRoot
 from kvstore.root.posix_errors import DiskFull
 

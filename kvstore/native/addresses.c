@@ -51,23 +51,14 @@ static void chain(const uint64_t keyed[8], const uint8_t *parent, const uint8_t 
     }
 }
 
-/* Computes the addresses of `count` chunks of `chunk_bytes` each, one after the other at `packed`; `parent` is the
- * first one's parent. */
+/* Computes the addresses of several prompts, one after the other at `packed`, of `counts` chunks of `chunk_bytes` each;
+ * `parent` is the parent of each prompt's first chunk. */
 KV_PUBLIC void kv_addresses(const uint8_t *digest, const uint8_t *parent, const uint8_t *packed, uint64_t chunk_bytes,
-                            uint64_t count, uint8_t *addresses) {
-    uint64_t keyed[8];
-    key(keyed, digest);
-    chain(keyed, parent, packed, chunk_bytes, count, addresses);
-}
-
-/* Computes the addresses of several prompts, one after the other at `packed`, of `counts` chunks each. */
-KV_PUBLIC void kv_addresses_each(const uint8_t *digest, const uint8_t *packed, uint64_t chunk_bytes,
-                                 const uint64_t *counts, uint64_t prompts, uint8_t *addresses) {
-    static const uint8_t no_parent[KV_ADDRESS_BYTES];
+                            const uint64_t *counts, uint64_t prompts, uint8_t *addresses) {
     uint64_t keyed[8];
     key(keyed, digest);
     for (uint64_t i = 0; i < prompts; i++) {
-        chain(keyed, no_parent, packed, chunk_bytes, counts[i], addresses);
+        chain(keyed, parent, packed, chunk_bytes, counts[i], addresses);
         packed += counts[i] * chunk_bytes;
         addresses += counts[i] * KV_ADDRESS_BYTES;
     }

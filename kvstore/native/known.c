@@ -35,15 +35,15 @@ static void add(const kv_known *known, uint64_t print, uint32_t mark) {
     __atomic_store_n(&known->marks[entry], mark, __ATOMIC_RELEASE);
 }
 
-/* Adds those of the chunks at `count` places that have this status, with `mark`, and its lowest bit set if the mtime is
+/* Adds those of the chunks at `count` places (NULL: of the first `count`) that have this status, with `mark`, and its lowest bit set if the mtime is
  * `renewed_ns` or later; with known NULL it only counts them. Returns how many there are, and in `payload` the bytes of
  * their sections. */
 KV_PUBLIC int64_t kv_known_add(const kv_known *known, const kv_chunk *chunks, const int32_t *places, int64_t count,
                                int32_t status, uint32_t mark, int64_t renewed_ns, uint64_t *payload) {
     int64_t found = 0;
     *payload = 0;
-    for (const int32_t *place = places; place < places + count; place++) {
-        const kv_chunk *chunk = chunks + *place;
+    for (int64_t at = 0; at < count; at++) {
+        const kv_chunk *chunk = chunks + (places ? places[at] : at);
         if (chunk->status != status) continue;
         if (known) add(known, print_of(chunk), mark | (chunk->mtime_ns >= renewed_ns));
         *payload += chunk->section_count * chunk->section_bytes;
@@ -76,11 +76,11 @@ KV_PUBLIC void kv_known_have(const kv_known *known, const uint8_t *addresses, in
     }
 }
 
-/* Forgets those that have this status. */
+/* Forgets those that have this status, of the same chunks. */
 KV_PUBLIC void kv_known_forget(const kv_known *known, const kv_chunk *chunks, const int32_t *places, int64_t count,
                                int32_t status) {
-    for (const int32_t *place = places; place < places + count; place++) {
-        const kv_chunk *chunk = chunks + *place;
+    for (int64_t at = 0; at < count; at++) {
+        const kv_chunk *chunk = chunks + (places ? places[at] : at);
         int64_t entry = chunk->status == status ? find(known, print_of(chunk)) : -1;
         if (entry >= 0) known->marks[entry] = 0;
     }

@@ -9,7 +9,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KV_ABI 16
+#define KV_ABI 17
 #define KV_PUBLIC __attribute__((visibility("default")))
 /* Each verification has a unique name: tests/mutants builds libraries in which one of them always holds, and shows that
  * a test then fails. Here both macros are the plain verification. */
@@ -131,10 +131,8 @@ typedef struct kv_mapping kv_mapping;
  * (tests/native/test_library.py). */
 
 int kv_abi(void);
-void kv_addresses(const uint8_t *digest, const uint8_t *parent, const uint8_t *packed, uint64_t chunk_bytes, uint64_t count,
-                  uint8_t *addresses);
-void kv_addresses_each(const uint8_t *digest, const uint8_t *packed, uint64_t chunk_bytes, const uint64_t *counts,
-                       uint64_t prompts, uint8_t *addresses);
+void kv_addresses(const uint8_t *digest, const uint8_t *parent, const uint8_t *packed, uint64_t chunk_bytes,
+                  const uint64_t *counts, uint64_t prompts, uint8_t *addresses);
 int kv_use_vectors(int wanted);
 int kv_use_width(int widest);
 int kv_use_rotation(int widest);
@@ -181,8 +179,7 @@ int64_t kv_known_add(const kv_known *known, const kv_chunk *chunks, const int32_
                      uint32_t mark, int64_t renewed_ns, uint64_t *payload);
 void kv_known_have(const kv_known *known, const uint8_t *addresses, int64_t count, uint32_t least, uint32_t bits,
                    uint8_t *found);
-int64_t kv_shared_add(int64_t *number, int64_t delta);
-void kv_fence(void);
+int64_t kv_shared_add(int file, int64_t *number, int64_t delta);
 void kv_known_forget(const kv_known *known, const kv_chunk *chunks, const int32_t *places, int64_t count, int32_t status);
 
 /* Functions that only the parts of the library call. */

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
-from kvstore.address import Chain
+from kvstore.address import Chain, chains_of
 from kvstore.namespace import Namespace
-from kvstore.node.chains import chains_of
 from kvstore.node.lanes import Deadline
 from kvstore.node.node import Node
 from kvstore.node.wanted import leading

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvstore.address import Address, Chain, block_addresses
-from kvstore.buffers import Borrowed
+from kvstore.buffers import Borrowed, Buffers
 from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError
 from kvstore.format.encoded import decode_any
@@ -22,10 +22,8 @@ from kvstore.node.counters import Counters
 from kvstore.node.gc_state import GcState
 from kvstore.node.holds import Hold, Holds
 from kvstore.node.lanes import Deadline, Lanes, moved_on
-from kvstore.node.reading import read_chunks
-from kvstore.node.tiered_reads import TieredReads
+from kvstore.node.reader import TieredReads, read_chunks
 from kvstore.node.wanted import Keyed, keyed, leading
-from kvstore.sections import Buffers
 
 LOOKED_MAX = 32
 """Blocks that native code looks for in one call. A root may take long for each: nothing that is found counts before the

@@ -1,69 +1,366 @@
 """Runs of chunk files for native code, which needs no GIL: look, read, map, stage.
 
-Separate from ``chunks.py``, which handles one chunk and makes every decision. Native code does the common good case.
-Failures are reported; ``Chunks`` redoes those one by one. Called on lanes only.
+Native code does the common good case. Failures are reported; ``Chunks`` redoes those one by one. Called on lanes only:
+a lane has its own part of a run, or takes turns at a shared one.
 """
 
 from __future__ import annotations
 
 import ctypes
+import mmap
+import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore import recency
 from kvstore.address import Address, Chain
-from kvstore.buffers import Borrowed
+from kvstore.buffers import Borrowed, Laid, Sections, Withdrawn
 from kvstore.counts import NodeCount
-from kvstore.format.header import Incarnation
+from kvstore.format import places
+from kvstore.format.header import PAGE_BYTES, Incarnation
+from kvstore.format.places import Name
 from kvstore.hints import Hints
 from kvstore.native import is_available
 from kvstore.native import library as native
 from kvstore.node.counters import Counters
 from kvstore.node.encoded import Encodings
 from kvstore.node.gc_state import Usage
+from kvstore.node.images import Images
 from kvstore.node.incarnations import Incarnations
 from kvstore.node.known import Known
+from kvstore.node.lanes import moved_on
 from kvstore.node.layer_run import LayerRun
-from kvstore.node.runs import Places, Run, SharedPut, SharedRead, Sizes
 from kvstore.node.unreadable import Unreadable
-from kvstore.node.wanted import Wanted
+from kvstore.node.wanted import Items, Wanted
 from kvstore.recency import stamps_ns
-from kvstore.root.interface import Root, local_files
-from kvstore.sections import Laid, Sections
+from kvstore.root.interface import LocalFiles, Root, local_files
+
+COLD_BYTES = 4 << 20
+"""Bytes of one blocking read of uncached data; a multiple of what devices and O_DIRECT want."""
+COLD_POOL_MAX = 4
+"""Limit on buffers for such reads that are kept for the next ones."""
+
+Mask = npt.NDArray[np.bool_]
+Places = npt.NDArray[np.int32]
+"""Offsets of chunks in a run, counted from 0."""
+
+_cold_pool: list[npt.NDArray[np.uint8]] = []
+_new_capsule: Any = ctypes.pythonapi.PyCapsule_New
+_new_capsule.restype, _new_capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+_TENSOR = b"dltensor"
+_ON_CPU = (1, 0)
+TURN_NS = 250_000_000
+"""Time after which a turn at a put ends, however little it did: a lane that is in one call for ``stall_s`` counts as
+hung.
+"""
 
 
-class SharedReads:
-    """The chunks of one read that several lanes share: each takes the next ones until none is left.
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sizes of turns, in chunks."""
 
-    ``note`` records those that are DONE.
+    step: int
+    """Chunks taken at a time, so that lanes end together."""
+    most: int
+    """Chunks that end a turn, at least ``step``."""
+    files: int = 1
+    """Files that a reading lane may have open at once; a step may need more."""
+
+
+class Run(Items):
+    """Chunks ``first`` to ``first + count - 1`` of what is wanted, in files. Indexes are those of the request.
+
+    ``sections`` is where they are read into or written from; None for a run that is only looked at, or mapped.
     """
 
-    def __init__(self, run: SharedRead, counters: Counters, note: Callable[[], int]) -> None:
-        self._run = run
-        self._counters = counters
-        self._note = note
+    def __init__(
+        self, files: LocalFiles, shard_bits: int, wanted: Wanted, first: int, count: int, sections: Laid | None = None
+    ) -> None:
+        indexes = range(first, first + count)
+        super().__init__(wanted, indexes)
+        self.first = first
+        self.count = count
+        self.items["fd"] = -1
+        self.common.root = os.fsencode(files.path)
+        self.common.shard_bits = shard_bits
+        self.common.may_wait = files.never_blocks
+        self.common.direct = files.direct
+        self.alive.append(wanted)
+        self.origins: dict[int, Incarnation] = {}
+        """By index, the incarnations of the images that hold the sections; empty if the sections are the caller's."""
+        if sections is not None:
+            self.lay(sections)
+        if isinstance(sections, Images):
+            self.common.from_images = True
+            self.origins = {index: sections.origin(index) for index in indexes}
 
-    def read(self, borrowed: Borrowed) -> tuple[list[int], bool]:
-        """Takes one lane's turn. Returns the indexes (from 0) that are left to ``Chunks.read``, and whether there may
-        be more to read. Raises Withdrawn.
+    def read(self, start: int, stop: int, borrowed: Borrowed) -> Mask:
+        """Reads chunks into their sections; True for those that are whole, verified and there. Raises Withdrawn."""
+        native.library.kv_open(self.common, *self.part(start, stop))
+        return self.read_open(start, stop, borrowed)
+
+    def read_open(self, start: int, stop: int, borrowed: Borrowed) -> Mask:
+        """Reads open files, as ``read`` does: their descriptors are in the items, and are closed."""
+        at, count = self.part(start, stop)
+        library, open_count = native.library, count
+        try:
+            with borrowed.writing():
+                open_count = library.kv_read(self.common, at, count, borrowed.natively)
+            if open_count:
+                self.read_blocked(np.arange(start - self.first, stop - self.first), borrowed)
+        finally:
+            if open_count:
+                library.kv_close(at, count)
+        done: Mask = self.items["status"][start - self.first : stop - self.first] == native.DONE
+        return done
+
+    def read_blocked(self, places: npt.NDArray[Any], borrowed: Borrowed) -> None:
+        """Reads chunks, counted from the first, whose files are open and not cached, and closes the files.
+
+        Raises Withdrawn.
         """
-        with self._counters.timed("root", "read") as timed:
-            left, more, timed.size_bytes = self._run.read(borrowed)
-        return left, more
+        blocked = places[self.items["status"][places] == native.BLOCKED].tolist()
+        try:
+            if not self.common.direct:  # lets the device begin with all of it at once
+                for place in blocked:
+                    with suppress(OSError):
+                        os.posix_fadvise(int(self.items["fd"][place]), 0, 0, os.POSIX_FADV_WILLNEED)
+            for place in blocked:
+                # An OSError means that there was no memory to read into.
+                with suppress(OSError):
+                    self._read_cold(self.first + place, borrowed)
+        finally:
+            for place in blocked:
+                native.library.kv_close(*self.part(self.first + place, self.first + place + 1))
+
+    def look(self, start: int, stop: int) -> tuple[Mask, npt.NDArray[np.int64]]:
+        """Returns which chunks have a file of the right size, and the mtimes of those."""
+        native.library.kv_look(self.common, *self.part(start, stop))
+        part = self.items[start - self.first : stop - self.first]
+        found: Mask = part["status"] == native.FOUND
+        return found, part["mtime_ns"][found]
+
+    def map(self, start: int, stop: int) -> list[memoryview | None]:
+        """Verifies chunks and maps their sections, read-only; None for one that is wrong, or cannot be mapped."""
+        at, count = self.part(start, stop)
+        addresses = np.zeros(count, np.uint64)
+        native.library.kv_map_files(self.common, at, count, addresses.ctypes.data)
+        return [_mapped(address) if address else None for address in addresses.tolist()]
+
+    def file_bytes(self, index: int) -> int:
+        """Returns how many bytes the file of a chunk must have."""
+        item = self.items[index - self.first]
+        return int(item["header_bytes"]) + self.payload_bytes(index - self.first)
+
+    def payload_bytes(self, place: int) -> int:
+        """Returns the bytes of the sections of a chunk, counted from the first."""
+        item = self.items[place]
+        return int(item["section_count"]) * int(item["section_bytes"])
+
+    def part(self, start: int, stop: int) -> tuple[int, int]:
+        """Returns the address of the structures of some chunks, and how many they are."""
+        assert self.first <= start <= stop <= self.first + self.count
+        return self._start + (start - self.first) * native.CHUNK.itemsize, stop - start
+
+    def _read_cold(self, index: int, borrowed: Borrowed) -> None:
+        """Reads from a device into memory of ours, and from there into the sections while the bytes are cached."""
+        item, (at, _) = self.items[index - self.first], self.part(index, index + 1)
+        item["status"] = native.OTHER
+        library, fd, size = native.library, int(item["fd"]), self.file_bytes(index)
+        header = np.empty(int(item["header_bytes"]), np.uint8)
+        verified = ctypes.create_string_buffer(native.VERIFIED_BYTES)
+        is_direct = self.common.direct and library.kv_read_direct(fd)
+        with _cold_memory() as memory:
+            offset = 0
+            while offset < size:
+                borrowed.check()
+                moved_on()
+                wanted = min(COLD_BYTES, size - offset)
+                if is_direct:
+                    wanted = -(-wanted // PAGE_BYTES) * PAGE_BYTES
+                got = min(library.kv_read_cold(fd, memory, wanted, offset), size - offset)
+                if got <= 0:
+                    return
+                with borrowed.writing():
+                    status = library.kv_take(self.common, at, header.ctypes.data, verified, memory, got, offset)
+                if status != native.DONE:
+                    return
+                offset += got
+        item["status"] = native.DONE
+
+
+class SharedBatch:
+    """A run that several lanes do together: each takes the next few chunks again and again, in one call.
+
+    So all lanes end at about the same time, with few calls. That matters because Python's own memory has left the
+    processor's cache by the time the next call needs it (benchmarks/NOTES.md). Made on any thread.
+    """
+
+    def __init__(self, run: Run, sizes: Sizes) -> None:
+        self.run = run
+        self._sizes = sizes
+        self._next = ctypes.c_int64(0)
+        self._header_bytes = int(run.items["header_bytes"].max())
+        self._abandoned: ctypes.c_int32 | None = None
+        run.items["status"] = native.OTHER
 
     def stop(self) -> None:
         """Begins no more chunks."""
-        self._run.stop()
+        self._next.value = self.run.count
+
+    def turn(self) -> tuple[Any, Places]:
+        """Returns what native code needs for a turn, and the memory for the offsets of the chunks that it reports."""
+        sizes = self._sizes
+        told = np.empty(sizes.most + sizes.step, np.int32)
+        at = told.__array_interface__["data"][0]
+        taken = ctypes.pointer(self._next)
+        files = max(sizes.step, sizes.files)
+        turn = native.Turn(taken, sizes.step, sizes.most, files, self._header_bytes, at, time_ns=TURN_NS)
+        if self._abandoned is not None:
+            turn.abandoned = ctypes.pointer(self._abandoned)
+        return turn, told
+
+
+class SharedPut(SharedBatch):
+    """A run on its way to the root, staged under names of a session.
+
+    After its turn a chunk's status says that it is already there (FOUND), staged (DONE), PUBLISHED, or left to Python.
+    Numbers for the names, incarnations and stamps are in the items before the first turn.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        sizes: Sizes,
+        session: bytes,
+        durable: bool,
+        epoch: int,
+        abandoned: ctypes.c_int32 | None = None,
+    ) -> None:
+        """``epoch`` is the epoch of what the node remembers, read before anybody looks at the root.
+
+        With ``abandoned`` a turn publishes what it staged, unless that is set by then.
+        """
+        super().__init__(run, sizes)
+        self._abandoned = abandoned
+        self.epoch = epoch
+        self._session = session
+        self._common = native.Common.from_buffer_copy(run.common)
+        self._common.session = session.hex().encode()
+        self._common.durable = durable
+        self.is_right = bool(run.common.from_images)
+        """True if native code compares what it stages with the images that it comes from."""
+
+    def stage(self) -> tuple[Places, bool, int]:
+        """Takes a turn. Of a chunk that could not be staged nothing is left.
+
+        Returns the offsets of the chunks that it looked for and staged if they were missing, whether there may be more,
+        and the bytes of those that it staged.
+        """
+        turn, told = self.turn()
+        more = native.library.kv_stage_turn(self._common, self.run.at(0), self.run.count, turn)
+        return told[: turn.told_count], bool(more), turn.bytes
+
+    def publish(self, at: Places, *, ordered: bool) -> None:
+        """Gives staged chunks their final names: they become PUBLISHED. The others stay staged, for Python.
+
+        An ``ordered`` call ends with the first of the others. Durable puts are all left to Python, because each
+        waits for the device.
+        """
+        if not self._common.durable:
+            listed = at.__array_interface__["data"][0]
+            native.library.kv_publish(self._common, self.run.at(0), listed, len(at), ordered)
+
+    def taken(self, at: Places) -> npt.NDArray[Any]:
+        """Returns the structures of chunks as they are now: their statuses, and the mtimes of those that were FOUND."""
+        found: npt.NDArray[Any] = self.run.items[at]
+        return found
+
+    def name(self, place: int) -> Name:
+        """Returns the name under which a chunk is staged."""
+        return places.staged(self._session, int(self.run.items["number"][place]))
+
+
+class _Mapped:
+    """A ``kv_mapping`` by its address, which it hands over to one array by DLPack.
+
+    Such an array keeps no descriptor, and is unmapped without a call of Python.
+    """
+
+    __slots__ = ("_address",)
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def __dlpack__(self, **_: object) -> object:
+        return _new_capsule(self._address, _TENSOR, None)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return _ON_CPU
+
+
+def _mapped(address: int) -> memoryview:
+    """Returns the bytes that a ``kv_mapping`` maps, read-only; unmapped when no slice of them lives."""
+    return memoryview(np.from_dlpack(_Mapped(address)))  # type: ignore[arg-type]
+
+
+@contextmanager
+def _cold_memory() -> Iterator[int]:
+    """Yields the address of COLD_BYTES of memory for blocking reads, aligned to pages as O_DIRECT wants it.
+
+    It comes from a pool, because a lane needs it only for a moment; a lane that hangs in a dead mount keeps it.
+    """
+    try:
+        memory = _cold_pool.pop()
+    except IndexError:
+        # Private: a forked child has the pool too, and must not read into what its parent reads into.
+        memory = np.frombuffer(mmap.mmap(-1, COLD_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
+    try:
+        yield memory.__array_interface__["data"][0]
+    finally:
+        if len(_cold_pool) < COLD_POOL_MAX:
+            _cold_pool.append(memory)
+
+
+class SharedRead(SharedBatch):
+    """The chunks of one read on their way into the caller's memory."""
+
+    def __init__(self, runs: ChunkRuns, run: Run, sizes: Sizes, counters: Counters, epoch: int) -> None:
+        super().__init__(run, sizes)
+        self._runs = runs
+        self._counters = counters
+        self._epoch = epoch
+
+    def read(self, borrowed: Borrowed) -> tuple[list[int], bool]:
+        """Takes one lane's turn. Raises Withdrawn.
+
+        Returns the offsets of the chunks that are left to ``Chunks.read``, and whether there may be more to read.
+        """
+        run, (turn, told) = self.run, self.turn()
+        with self._counters.timed("root", "read") as timed:
+            outcome = native.library.kv_read_turn(run.common, run.at(0), run.count, turn, borrowed.natively)
+            timed.size_bytes, left = turn.bytes, told[: turn.told_count]
+            if left.size:
+                run.read_blocked(left, borrowed)
+                is_read = run.items["status"][left] == native.DONE
+                timed.size_bytes += sum(map(run.payload_bytes, left[is_read].tolist()))
+                left = left[~is_read]
+        if outcome < 0:
+            raise Withdrawn
+        return left.tolist(), bool(outcome)
 
     def end(self) -> npt.NDArray[np.bool_]:
         """Returns which chunks were read and verified. Call it once, when nobody writes into the memory any more."""
-        self._note()
-        return self._run.done()
+        run = self.run
+        self._runs.note(run, run.first, run.first + run.count, self._epoch)
+        done: npt.NDArray[np.bool_] = run.items["status"] == native.DONE
+        return done
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +433,7 @@ class ChunkRuns:
             found = part["status"] == native.FOUND
             mtimes_ns = part["mtime_ns"][found]
         at, count = run.part(start, stop)
-        self._known.add_run(at, np.arange(count, dtype=np.int32), native.FOUND, self._known.quantum(), epoch=epoch)
+        self._known.add_run(at, count, native.FOUND, self._known.quantum(), epoch=epoch)
         return found, mtimes_ns
 
     def present(self, run: Run, start: int, stop: int, epoch: int) -> tuple[npt.NDArray[np.bool_], list[int]]:
@@ -158,16 +455,12 @@ class ChunkRuns:
         epoch = self._known.epoch
         with self._counters.timed("root", "read") as timed:
             done = run.read(start, stop, borrowed)
-            timed.size_bytes = self._note(run, start, stop, epoch)
+            timed.size_bytes = self.note(run, start, stop, epoch)
         return done
 
-    def shared_read(self, run: Run, sizes: Sizes) -> SharedReads:
+    def shared_read(self, run: Run, sizes: Sizes) -> SharedRead:
         """Returns a run that several lanes read together."""
-        return SharedReads(
-            SharedRead(run, sizes),
-            self._counters,
-            partial(self._note, run, run.first, run.first + run.count, self._known.epoch),
-        )
+        return SharedRead(self, run, sizes, self._counters, self._known.epoch)
 
     def of_layers(
         self,
@@ -221,11 +514,10 @@ class ChunkRuns:
             self._known.add_all([addresses[at] for at in where.tolist()], quantum, renewed=renewed, epoch=epoch)
         return done
 
-    def _note(self, run: Run, start: int, stop: int, epoch: int) -> int:
+    def note(self, run: Run, start: int, stop: int, epoch: int) -> int:
         """Remembers the DONE chunks of part of a run as present; returns the bytes of their sections."""
         at, count = run.part(start, stop)
-        places = np.arange(count, dtype=np.int32)
-        chunks, size_bytes = self._known.add_run(at, places, native.DONE, self._known.quantum(), epoch=epoch)
+        chunks, size_bytes = self._known.add_run(at, count, native.DONE, self._known.quantum(), epoch=epoch)
         if chunks:
             self._counters.add_read(size_bytes, chunks)
         return size_bytes
@@ -264,7 +556,7 @@ class ChunkRuns:
         if not len(places):
             return places, more
         self._doubt(put.run, places)
-        at = put.run.part(put.run.first, put.run.first)[0]
+        at = put.run.at(0)
         self._known.add_run(at, places, native.FOUND, self._known.quantum(), epoch=put.epoch)
         for status in (native.DONE, native.PUBLISHED):
             self._known.forget_run(at, places, status)
@@ -281,7 +573,7 @@ class ChunkRuns:
         if epoch is None:
             epoch = self._known.epoch
             put.publish(places, ordered=ordered)
-        at = put.run.part(put.run.first, put.run.first)[0]
+        at = put.run.at(0)
         chunks, size_bytes = self._known.add_run(at, places, native.PUBLISHED, self._known.quantum(), epoch=epoch)
         if chunks:
             published = places[put.run.items["status"][places] == native.PUBLISHED]
@@ -313,5 +605,5 @@ class ChunkRuns:
         epoch = self._known.epoch
         with self._counters.timed("root", "read") as timed:
             mapped = run.map(start, stop)
-            timed.size_bytes = self._note(run, start, stop, epoch)
+            timed.size_bytes = self.note(run, start, stop, epoch)
         return np.array([payload is not None for payload in mapped], np.bool_), mapped

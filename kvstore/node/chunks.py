@@ -32,11 +32,11 @@ from kvstore.node.chunk_runs import ChunkRuns, ChunkWriter
 from kvstore.node.counters import Counters
 from kvstore.node.encoded import DecodedReader, Encodings, NotDecodable
 from kvstore.node.gc_state import Usage
+from kvstore.node.images import fill, plain, read_header, read_verified, read_whole, verify, verify_whole
 from kvstore.node.incarnations import Incarnations
 from kvstore.node.known import Known
 from kvstore.node.quarantine import Quarantine
 from kvstore.node.unreadable import FAILED
-from kvstore.node.verify import fill, plain, read_header, read_verified, read_whole, verify, verify_whole
 from kvstore.recency import is_fresh, stamp_ns
 from kvstore.root.interface import Reader, Root, Stat
 from kvstore.root.posix_reader import PosixReader

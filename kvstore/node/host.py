@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError
 from kvstore.format.places import CHUNKS
-from kvstore.host import shared as shared_file
+from kvstore.host import tables as shared_file
 from kvstore.host.collector import Collecting
 from kvstore.host.place import InUse
 from kvstore.host.room import Room, limit_on
-from kvstore.host.shared import Number, Shared
-from kvstore.host.tables import HoldTable, Own, live_tables, smallest
+from kvstore.host.tables import HoldTable, Number, Own, Shared, live_tables, smallest
 from kvstore.node.counters import Counters
 from kvstore.node.host_view import HostView
 from kvstore.node.known import Known

@@ -16,11 +16,10 @@ import numpy.typing as npt
 
 from kvstore.address import ADDRESS_BYTES, Address, Addressed
 from kvstore.host.room import Room
-from kvstore.host.shared import BATCH_MAX, RING, Number, Shared
-from kvstore.host.tables import HoldTable, Run
+from kvstore.host.tables import BATCH_MAX, RING, HoldTable, Number, Run, Shared
 from kvstore.node.known import Known
 from kvstore.recency import TICK_S
-from kvstore.root.posix_errors import translated
+from kvstore.root.posix_errors import error_of
 
 SETTLE_S = 1.0
 POLL_S = 0.001
@@ -59,8 +58,10 @@ class HostView:
         """Keeps chunks from being evicted until ``unprotect``; look for them, or ask ``leading``, after this."""
         if not packed or not self._table.is_open:
             return None
-        with translated("write", self._table.path):
+        try:
             run = self._table.add(packed)
+        except OSError as cause:
+            raise error_of("write", self._table.path, cause) from cause
         self._shared.fence()  # the table, then the log
         return run
 

@@ -1,6 +1,5 @@
-"""Images: chunk files in memory, made from the caller's sections and copied back into them, verified each time (I1).
+"""Images: chunk files, in memory or behind a reader, verified each time they are copied (I1).
 
-Separate from ``chunks.py``, which has the same bytes in files of a root: this module does no I/O and retries nothing.
 Native code does the common good case. Python redoes from scratch whatever it does not finish, so that both agree.
 Everything runs in the calling thread: lanes call it in groups of some MiB.
 """
@@ -13,14 +12,87 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.buffers import Borrowed, Pieces, address_of, cut_evenly
+from kvstore.buffers import Borrowed, Laid, Pieces, Sections, address_of, cut_evenly
 from kvstore.errors import InvalidRequest
 from kvstore.format.checksum import checksum
-from kvstore.format.header import Damaged, Header, Incarnation, decode_as, encode, incarnation_at
+from kvstore.format.header import Damage, Damaged, Expected, Header, Incarnation, decode_as, encode, incarnation_at
 from kvstore.native import library as native
+from kvstore.node.encoded import Encodings
 from kvstore.node.wanted import Items, Wanted, expected_of, payload_of, section_bytes
-from kvstore.sections import Laid, Sections
+from kvstore.root.interface import Reader
 from kvstore.sources import Ids
+
+VERIFY_BYTES = 4 << 20
+"""Read and verify in runs of about this size: few system calls, and the bytes are still cached for the checksum."""
+
+
+def plain(reader: Reader, expected: Expected, encodings: Encodings) -> Reader | None:
+    """Returns the file as one of version 1; None if it has neither version, or another size.
+
+    Raises Damaged and NotDecodable for an encoded file.
+    """
+    if reader.stat.size_bytes == expected.file_bytes:
+        return reader  # of version 1: an encoded one never has that size
+    return encodings.reader(reader, expected)
+
+
+def read_verified(reader: Reader, expected: Expected, sections: Pieces, borrowed: Borrowed) -> None:
+    """Reads header and payload and verifies both. Raises Damaged."""
+    run = max(1, VERIFY_BYTES // max(1, expected.section_bytes))
+    raw = bytearray(expected.header_bytes)
+    header: Header | None = None
+    offset = 0
+    for start in range(0, len(sections), run):
+        part = sections[start : start + run]
+        # Read the header together with the first sections, in one call.
+        pieces = part if header else [memoryview(raw), *part]
+        offset += fill(reader, pieces, offset, borrowed)
+        header = header or decode_as(raw, expected)
+        verify(part, header.checksums[start : start + run])
+
+
+def verify_whole(reader: Reader, expected: Expected) -> None:
+    """Verifies a whole chunk without keeping it, in memory for one run. Raises Damaged."""
+    header = read_header(reader, expected)
+    run = max(1, VERIFY_BYTES // max(1, expected.section_bytes))
+    scratch = memoryview(bytearray(min(run, expected.section_count) * expected.section_bytes))
+    offset = expected.header_bytes
+    for start in range(0, expected.section_count, run):
+        count = min(run, expected.section_count - start)
+        part = cut_evenly(scratch[: count * expected.section_bytes], expected.section_bytes)
+        offset += fill(reader, part, offset, Borrowed())
+        verify(part, header.checksums[start : start + count])
+
+
+def read_whole(reader: Reader, expected: Expected) -> memoryview:
+    """Returns the whole file in memory of its own, verified. Raises Damaged."""
+    image = memoryview(bytearray(expected.file_bytes))
+    sections = cut_evenly(image[expected.header_bytes :], expected.section_bytes)
+    read_verified(reader, expected, sections, Borrowed())
+    return image.toreadonly()
+
+
+def read_header(reader: Reader, expected: Expected) -> Header:
+    """Reads and verifies the header. Raises Damaged."""
+    raw = bytearray(expected.header_bytes)
+    fill(reader, [memoryview(raw)], 0, Borrowed())
+    return decode_as(raw, expected)
+
+
+def fill(reader: Reader, pieces: Pieces, offset: int, borrowed: Borrowed) -> int:
+    """Reads all of ``pieces``. A short read counts as damage; a file that vanished looks the same, and is no worse."""
+    wanted = sum(map(len, pieces))
+    if reader.read(pieces, offset, borrowed) != wanted:
+        raise Damaged(Damage.SIZE)
+    return wanted
+
+
+def verify(sections: Pieces, sums: tuple[int, ...]) -> None:
+    """Raises Damaged if a section has another checksum."""
+    # One expression, because this loop holds the GIL that all lanes share.
+    if tuple(map(checksum, sections)) != sums:
+        raise Damaged(Damage.SECTION_CHECKSUM)
+
 
 Mask = npt.NDArray[np.bool_]
 
@@ -115,16 +187,14 @@ def make_images(
     ``source(index)`` must not change meanwhile; a change is found when the image is read. ``ids`` gives each image its
     incarnation.
     """
-    if native.library is None:
-        for index, image in zip(indexes, images, strict=True):
-            _make_one(wanted, index, source(index), image, Incarnation(ids.fresh()))
-        return
     batch = _Batch(wanted, indexes, images)
     batch.lay(source)
     assert batch.sizes_fit.all() and not any(image.readonly for image in images)
-    incarnations = b"".join([ids.fresh() for _ in indexes])
-    batch.items["incarnation"] = np.frombuffer(incarnations, "V16")
-    batch.call(native.library.kv_images_make)
+    incarnations = [Incarnation(ids.fresh()) for _ in indexes]
+    batch.items["incarnation"] = np.frombuffer(b"".join(incarnations), "V16")
+    done = batch.call(native.library.kv_images_make)
+    for at in np.flatnonzero(~done).tolist():
+        _make_one(wanted, indexes[at], source(indexes[at]), images[at], incarnations[at])
 
 
 def take_images(
@@ -134,15 +204,13 @@ def take_images(
 
     The sections of the others are undefined. Raises Withdrawn.
     """
-    done = np.zeros(len(indexes), np.bool_)
     if not isinstance(sections, Laid):
         # Ask once and in order: some sources take memory as they are asked.
         sections = {index: sections(index) for index in indexes}.__getitem__
-    if native.library is not None and len(indexes):
-        batch = _Batch(wanted, indexes, images)
-        batch.lay(sections, fills=True)
-        with borrowed.writing():
-            done = batch.call(native.library.kv_images_take)
+    batch = _Batch(wanted, indexes, images)
+    batch.lay(sections, fills=True)
+    with borrowed.writing():
+        done = batch.call(native.library.kv_images_take)
     for at in np.flatnonzero(~done).tolist():
         done[at] = _take_one(wanted, indexes[at], images[at], sections, borrowed)
     return done
@@ -150,9 +218,7 @@ def take_images(
 
 def verify_images(wanted: Wanted, indexes: Sequence[int], images: Sequence[memoryview]) -> Mask:
     """Returns which images are the chunks at ``indexes``, whole and right; copies nothing."""
-    done = np.zeros(len(indexes), np.bool_)
-    if native.library is not None and len(indexes):
-        done = _Batch(wanted, indexes, images).call(native.library.kv_images_verify)
+    done = _Batch(wanted, indexes, images).call(native.library.kv_images_verify)
     for at in np.flatnonzero(~done).tolist():
         header = _header_of(wanted, indexes[at], images[at])
         done[at] = header is not None and _sums(_cut(images[at], header)) == header.checksums

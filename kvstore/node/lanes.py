@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import queue
+import resource
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -18,6 +19,14 @@ from kvstore.errors import InvalidRequest, Overloaded, Unavailable
 from kvstore.sources import Clock
 
 T = TypeVar("T")
+
+GROUP_BYTES_MIN = 1 << 20
+GROUP_BYTES_MAX = 32 << 20
+"""Some milliseconds of copying. A caller that takes its memory back waits for one of the chunks read from files."""
+GROUP_FILES_MAX = 64
+LIMIT_PER_GROUP = 32
+"""All files of a group are open at once: fewer if the process may open few, so that 16 lanes take half of them."""
+GROUPS_PER_LANE = 2
 
 _lane = threading.local()
 
@@ -239,3 +248,16 @@ class Lanes:
             batch.run(partial(self._tick, lane))
             self._busy_since_s[lane] = None
             del batch  # else a lane that waits for the next batch would keep somebody's arrays alive
+
+
+def group_size(chunks: int, chunk_bytes: int, width: int) -> int:
+    """Returns how many chunks one call does: enough that Python costs little, few enough that all lanes have work."""
+    files_max = files_at_most(GROUP_FILES_MAX, LIMIT_PER_GROUP)
+    each = chunks * chunk_bytes // (GROUPS_PER_LANE * width)
+    return max(1, min(min(max(each, GROUP_BYTES_MIN), GROUP_BYTES_MAX) // max(1, chunk_bytes), files_max))
+
+
+def files_at_most(count: int, share: int) -> int:
+    """Returns ``count``, or that share of the files that the process may open if it is less; at least 1."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return count if limit < 0 else max(1, min(limit // share, count))

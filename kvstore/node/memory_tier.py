@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.address import Address
-from kvstore.buffers import Borrowed
+from kvstore.buffers import Borrowed, Sections
 from kvstore.census.selection import ClearOrder
 from kvstore.census.standing import NOTHING, Standing
 from kvstore.counts import NodeCount
@@ -30,7 +30,6 @@ from kvstore.node.counters import Counters
 from kvstore.node.images import Mask, take_images, verify_images
 from kvstore.node.slots import References, Slot, Slots, Victims, images_of
 from kvstore.node.wanted import Wanted, image_bytes, leading, payload_bytes, payload_of, place_at
-from kvstore.sections import Sections
 from kvstore.sources import Clock
 from kvstore.tokens import TokenArray
 

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 import numpy.typing as npt
 
-from kvstore.address import Chain
-from kvstore.buffers import Pieces
+from kvstore.address import Chain, RecentChains
+from kvstore.buffers import Buffers, Pieces, Sections
 from kvstore.census.selection import ClearOrder
 from kvstore.census.standing import Standing
 from kvstore.counts import NodeCount
@@ -26,7 +26,6 @@ from kvstore.memory.arena import Arena
 from kvstore.meta.keys import Keys
 from kvstore.namespace import Namespace, NamespaceDigest
 from kvstore.node.blocks import Blocks
-from kvstore.node.chains import RecentChains
 from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters
 from kvstore.node.encoded import Encodings
@@ -42,13 +41,12 @@ from kvstore.node.looking import Looking
 from kvstore.node.memory_tier import MemoryTier
 from kvstore.node.prefetch import Prefetcher, TierName
 from kvstore.node.puts import Puts, Written
-from kvstore.node.reading import Reading
+from kvstore.node.reader import Reading, TieredReads
 from kvstore.node.refresh import Refresher
 from kvstore.node.segment_indexes import SegmentIndexes
 from kvstore.node.settings import NO_TIERS, TierSettings
 from kvstore.node.staging import Staging
 from kvstore.node.tier_stack import TierStack
-from kvstore.node.tiered_reads import TieredReads
 from kvstore.node.view import View
 from kvstore.node.views import Views
 from kvstore.node.wanted import keyed, leading
@@ -58,7 +56,6 @@ from kvstore.root.identity import RootIdentity
 from kvstore.root.interface import Root, Space
 from kvstore.root.namespaces import NamespaceRecords
 from kvstore.root.posix import PosixRoot
-from kvstore.sections import Buffers, Sections
 from kvstore.sources import Clock, Ids, RandomIds, SystemClock
 from kvstore.writes import Durability, WriteMode
 

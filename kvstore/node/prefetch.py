@@ -13,8 +13,8 @@ from kvstore.node.disk_tier import DiskTier
 from kvstore.node.gc_state import GcState
 from kvstore.node.lanes import Deadline, Lanes
 from kvstore.node.limits import CurrentLimits
+from kvstore.node.reader import TieredReads
 from kvstore.node.tier_stack import TierStack
-from kvstore.node.tiered_reads import TieredReads
 from kvstore.node.wanted import image_bytes, place_at
 from kvstore.operations import OperationRun
 from kvstore.sources import Clock

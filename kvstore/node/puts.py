@@ -21,28 +21,28 @@ import numpy.typing as npt
 
 from kvstore import recency
 from kvstore.address import Chain
+from kvstore.buffers import Sections
 from kvstore.counts import NodeCount
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, Unavailable
 from kvstore.hints import DEFAULT, Hints
 from kvstore.native import library as native
+from kvstore.node.chunk_runs import Run, SharedPut, Sizes
 from kvstore.node.chunks import Chunks, Staged
 from kvstore.node.counters import Counters
 from kvstore.node.gc_state import GcState, Reserved
 from kvstore.node.images import Images
 from kvstore.node.lanes import Batch, Deadline, DeadlinePassed, Lanes, moved_on
 from kvstore.node.limits import CurrentLimits
+from kvstore.node.reader import TieredReads
 from kvstore.node.refresh import Refresher
-from kvstore.node.runs import Run, SharedPut, Sizes
 from kvstore.node.segment_indexes import SegmentIndexes
 from kvstore.node.slots import Slots
 from kvstore.node.tier_stack import TierStack
-from kvstore.node.tiered_reads import TieredReads
 from kvstore.node.wanted import Keyed, Wanted, expected_of, file_bytes, image_sizes, leading, mean_bytes, sizes_of
 from kvstore.node.write_behind import Job
 from kvstore.results import PutResult, StoredBlocks
 from kvstore.root.posix import PosixRoot
 from kvstore.root.posix_errors import DiskFull
-from kvstore.sections import Sections
 from kvstore.sources import Clock
 from kvstore.writes import RUNS_MAX, WriteMode
 

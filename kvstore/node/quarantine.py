@@ -16,9 +16,9 @@ from kvstore.format.places import Name
 from kvstore.node.chunk_runs import ChunkWriter
 from kvstore.node.counters import Counters
 from kvstore.node.encoded import NotDecodable
+from kvstore.node.images import plain, verify_whole
 from kvstore.node.known import Known
 from kvstore.node.unreadable import Unreadable
-from kvstore.node.verify import plain, verify_whole
 from kvstore.root.interface import Root
 
 _DAMAGE = {damage: NodeCount[f"DAMAGE_{damage.name}"] for damage in Damage}

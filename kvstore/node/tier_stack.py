@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from kvstore.address import Address, Chain
 from kvstore.background import Loop
+from kvstore.buffers import Sections
 from kvstore.census.selection import ClearOrder
 from kvstore.census.standing import Standing
 from kvstore.counts import NodeCount
@@ -28,7 +29,6 @@ from kvstore.node.slots import Slot
 from kvstore.node.tiers import Tier
 from kvstore.node.wanted import Wanted, image_bytes, image_sizes
 from kvstore.node.write_behind import Publish, WriteBehind
-from kvstore.sections import Sections
 from kvstore.sources import Clock, Ids
 from kvstore.writes import WriteMode
 

@@ -15,13 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.address import ADDRESS_BYTES, NO_PARENT, Address, Chain, block_addresses
-from kvstore.buffers import address_of
+from kvstore.buffers import Laid, Sections, address_of
 from kvstore.format.descent import Ancestry, laid_descent
 from kvstore.format.header import Expected, Kind, expected_block, expected_chunk, header_bytes
 from kvstore.memory.inventory import Place, place_of
 from kvstore.namespace import Namespace
 from kvstore.native import library as native
-from kvstore.sections import Laid, Sections
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +238,7 @@ class Items:
         self._indexes = indexes
         self.items: npt.NDArray[Any] = np.zeros(len(indexes), native.CHUNK)
         self.alive = describe(wanted, indexes, self.items)
-        self.common = native.Run(
+        self.common = native.Common(
             digest=(ctypes.c_ubyte * 32).from_buffer_copy(wanted.namespace.digest), kind=int(kind_of(wanted))
         )
         self._start: int = self.items.ctypes.data  # making the interface of a structured array is slow

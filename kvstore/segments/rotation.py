@@ -1,4 +1,4 @@
-"""Keys rotated to their positions: in C (``kvstore/native/rotate.c``), or in numpy with the same result to the bit."""
+"""Keys rotated to their positions."""
 
 from __future__ import annotations
 
@@ -9,19 +9,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import InvalidRequest
-from kvstore.native.library import library
+from kvstore.native import library as native
 from kvstore.segments.rope import Float32s, Rope, Style
 
 Keys = npt.NDArray[Any]
 
-TYPES: dict[np.dtype[Any], int] = {
-    np.dtype(ml_dtypes.bfloat16): 0,
-    np.dtype(np.float16): 1,
-    np.dtype(np.float32): 2,
-}
-"""The types of keys that can be rotated, and their numbers in ``rotate.c``."""
-HEADS_AT_ONCE = 1 << 15
-"""Heads that numpy rotates at a time: some tens of MiB of float32."""
+TYPES = {np.dtype(getattr(ml_dtypes, name, name)): number for number, name in enumerate(native.ROTATED)}
+"""The types of keys that can be rotated, and their numbers in native code."""
 
 
 def check_keys(rope: Rope, dtype: np.dtype[Any], head_dim: int) -> None:
@@ -49,13 +43,12 @@ def rotate_planes(rope: Rope, keys: Keys, first: int) -> None:
 def turn(rope: Rope, keys: Keys, cosines: Float32s, sines: Float32s) -> None:
     """Rotates all planes by the tables, each of shape ``(tokens, dims/2)``."""
     planes, tokens, heads, head_dim = keys.shape
-    if library is None or not (planes and tokens):
-        _turn_in_numpy(rope, keys, cosines, sines)
+    if not (planes and tokens):
         return
     assert keys[0].flags.c_contiguous and cosines.flags.c_contiguous and sines.flags.c_contiguous
     start: int = keys.__array_interface__["data"][0]
     addresses = (start + np.arange(planes) * keys.strides[0]).astype(np.uint64)
-    library.kv_rotate(
+    native.library.kv_rotate(
         addresses.__array_interface__["data"][0],
         planes,
         cosines.__array_interface__["data"][0],
@@ -67,19 +60,6 @@ def turn(rope: Rope, keys: Keys, cosines: Float32s, sines: Float32s) -> None:
         TYPES[keys.dtype],
         rope.style is Style.INTERLEAVED,
     )
-
-
-def _turn_in_numpy(rope: Rope, keys: Keys, cosines: Float32s, sines: Float32s) -> None:
-    pairs = rope.dims // 2
-    halves = rope.style is Style.HALF
-    low, high = (slice(pairs), slice(pairs, 2 * pairs)) if halves else (slice(0, rope.dims, 2), slice(1, rope.dims, 2))
-    rows = max(1, HEADS_AT_ONCE // keys.shape[2])
-    for plane in keys:
-        for start in range(0, len(plane), rows):
-            some = plane[start : start + rows]
-            cos, sin = cosines[start : start + rows, None], sines[start : start + rows, None]
-            a, b = some[..., low].astype(np.float32), some[..., high].astype(np.float32)
-            some[..., low], some[..., high] = a * cos - b * sin, b * cos + a * sin
 
 
 def rotate(rope: Rope, keys: Keys, first: int) -> Keys:

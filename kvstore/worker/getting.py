@@ -11,7 +11,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.node.holds import Hold
 from kvstore.node.lanes import Deadline
 from kvstore.node.node import Node
-from kvstore.node.reading import Reading
+from kvstore.node.reader import Reading
 from kvstore.node.wanted import leading
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.frames import encode_frame, encode_parts

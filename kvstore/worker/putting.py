@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvstore.address import Chain
+from kvstore.buffers import Buffers, Sections
 from kvstore.counts import WorkerCount
 from kvstore.errors import InvalidRequest
 from kvstore.node.lanes import Deadline
 from kvstore.node.node import Node
 from kvstore.node.puts import Written
 from kvstore.node.wanted import Wanted, section_bytes, sizes_of
-from kvstore.sections import Buffers, Sections
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.frames import Frame, Incoming, SameSize
 from kvstore.wire.limits import MESSAGE_BYTES_MAX

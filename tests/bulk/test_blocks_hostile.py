@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvstore.buffers import Pieces
+from kvstore.buffers import Buffers, Pieces
 from kvstore.client.bulk.given import Giving
 from kvstore.client.bulk.links import Link
 from kvstore.client.bulk.memory import WorkerMemory
@@ -25,7 +25,6 @@ from kvstore.format.checksum import checksum
 from kvstore.format.header import Incarnation, encode, expected_block
 from kvstore.namespace import Namespace
 from kvstore.node.wanted import keyed
-from kvstore.sections import Buffers
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel, LinkBroken, LinkLate
 from kvstore.wire.bulk.frames import (

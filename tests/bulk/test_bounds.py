@@ -21,8 +21,8 @@ from kvstore.client.limits import ClientLimits
 from kvstore.client.remote import remote_port
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.namespace import Namespace
-from kvstore.node.reading import Reading
-from kvstore.node.runs import Run
+from kvstore.node.chunk_runs import Run
+from kvstore.node.reader import Reading
 from kvstore.root.posix_reader import PosixReader
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import SILENCE_S

@@ -10,17 +10,13 @@ import pytest
 
 from kvstore.client.bulk import sending
 from kvstore.client.bulk.sending import copy_rows
-from kvstore.native import library as native
 from kvstore.node.lanes import Deadline, DeadlinePassed, Lanes
 from kvstore.sources import SystemClock
 from tests.kit.fake_meta import FakeClock
 
 
-@pytest.mark.parametrize("is_native", [True, False])
-def test_rows_are_copied_and_nothing_beside_them(monkeypatch: pytest.MonkeyPatch, is_native: bool) -> None:
+def test_rows_are_copied_and_nothing_beside_them() -> None:
     for rows, row_bytes, shift in ((1, 9_000_001, 3), (3, 4096, 0), (64, 200_003, 1), (2, 5, 7)):
-        if not is_native:
-            monkeypatch.setattr(native, "library", None)
         source = np.random.default_rng(rows).integers(0, 256, (rows, row_bytes + shift), np.uint8)
         target = np.zeros((rows, row_bytes + 16), np.uint8)
         starts = np.arange(rows, dtype=np.uint64)

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pytest
 
 from kvstore.address import Chain
+from kvstore.buffers import Planes
 from kvstore.client.bulk import receiving
 from kvstore.client.bulk.links import BulkRefused, Link
 from kvstore.client.bulk.receiving import Ask, ImageReceiver
@@ -21,7 +22,6 @@ from kvstore.client.remote import remote_port
 from kvstore.namespace import Namespace
 from kvstore.node.images import make_images
 from kvstore.node.wanted import image_bytes, leading
-from kvstore.sections import Planes
 from kvstore.sources import RandomIds
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel, LinkBroken

@@ -14,12 +14,12 @@ import pytest
 
 from kvstore import Layout
 from kvstore.address import Chain
+from kvstore.buffers import Planes
 from kvstore.client.cache import Cache
 from kvstore.client.layers_ahead import LayersAhead
 from kvstore.client.store import Store
 from kvstore.errors import HoldBroken, InvalidRequest
 from kvstore.namespace import Namespace
-from kvstore.sections import Planes
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.frames import Kind, Mode, encode_head, encode_request

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvstore.address import Chain
+from kvstore.buffers import planes_of
 from kvstore.census.selection import ClearOrder, Selection
 from kvstore.census.standing import Standing
 from kvstore.errors import Unavailable
@@ -27,7 +28,6 @@ from kvstore.node.images import make_images
 from kvstore.node.memory_tier import MemoryTier
 from kvstore.progress import Cancelled
 from kvstore.root.memory import MemoryFiles, MemoryRoot
-from kvstore.sections import planes_of
 from kvstore.sources import SystemClock
 from tests.kit.census import LAYOUT, RolledOut, closing, tokens
 from tests.kit.etcd import eventually

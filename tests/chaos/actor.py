@@ -22,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
+from kvstore.buffers import planes_of
 from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
 from kvstore.errors import HoldBroken, KVStoreError
@@ -30,7 +31,6 @@ from kvstore.node.holds import Hold
 from kvstore.node.limits import Limits
 from kvstore.node.member import Member
 from kvstore.node.opening import open_member
-from kvstore.sections import planes_of
 from tests.chaos.journal import COUNTS, LONGEST, MISS, VIOLATION, Journal
 from tests.chaos.prompts import LAYOUT, SPACE, chain_of, kv
 

@@ -11,11 +11,11 @@ import time
 
 import numpy as np
 
+from kvstore.buffers import planes_of
 from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
 from kvstore.errors import HoldBroken
 from kvstore.node.opening import open_member
-from kvstore.sections import planes_of
 from tests.chaos.prompts import LAYOUT, SPACE, chain_of, kv
 
 PAUSE_S = 0.02

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvstore.buffers import Sections, planes_of
 from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
 from kvstore.namespace import Namespace
 from kvstore.root.memory import MemoryFiles, MemoryRoot
-from kvstore.sections import Sections, planes_of
 from tests.kit.stores import TINY, kv_of, member_on
 
 SPACE = Namespace.of("m", TINY)

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 from kvstore import Layout
+from kvstore.buffers import planes_of
 from kvstore.client.cache import Cache
 from kvstore.client.operation import Operation
 from kvstore.errors import InvalidRequest, Overloaded, StoreClosed
 from kvstore.node import prefetch
 from kvstore.node.limits import Limits
 from kvstore.root.memory import MemoryFiles, MemoryRoot
-from kvstore.sections import planes_of
 from kvstore.tokens import token_array
 from kvstore.writes import WriteMode
 from tests.kit.cases import for_each

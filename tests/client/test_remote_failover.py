@@ -15,6 +15,7 @@ import pytest
 
 import kvstore
 from kvstore import Layout
+from kvstore.buffers import Sections, planes_of
 from kvstore.client import Store
 from kvstore.client.bulk.dialling import Dialled, Dialler
 from kvstore.client.endpoints import Endpoints
@@ -23,7 +24,6 @@ from kvstore.client.remote import RemotePort
 from kvstore.errors import HoldBroken, InvalidRequest, Unavailable
 from kvstore.format import places
 from kvstore.root.memory import MemoryFiles, MemoryRoot
-from kvstore.sections import Sections, planes_of
 from tests.kit.cases import for_each
 from tests.kit.faulty_root import Delay, FaultyRoot, Rule
 from tests.kit.patience import stretched

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.address import block_addresses
+from kvstore.buffers import Buffers
 from kvstore.errors import InvalidRequest
 from kvstore.format.checksum import checksum
 from kvstore.format.descent import DESCENT_BYTES_MAX, Descent
@@ -18,7 +19,6 @@ from kvstore.namespace import Namespace
 from kvstore.native import library as native
 from kvstore.node.images import make_images, verify_images
 from kvstore.node.wanted import Keyed, image_bytes
-from kvstore.sections import Buffers
 from tests.kit.stores import TINY
 from tests.kit.strategies import chunk_file, token_ids
 
@@ -140,7 +140,7 @@ def test_a_size_that_cannot_be_is_no_descent() -> None:
         assert decode(header).descent == b""
 
 
-@pytest.mark.skipif(native.library is None, reason="the native library was not built, or is turned off")
+@pytest.mark.skipif(not native.is_available(), reason="the native library was not built, or is turned off")
 def test_native_code_writes_the_same_headers(monkeypatch: pytest.MonkeyPatch) -> None:
     space, keys = Namespace.of("m", TINY), [bytes([at]) * (16 + at) for at in range(4)]
     said = [b"", b"a", bytes(range(256)) * 14, b"last"]
@@ -154,6 +154,6 @@ def test_native_code_writes_the_same_headers(monkeypatch: pytest.MonkeyPatch) ->
         return [bytes(image) for image in images]
 
     natively = made()
-    monkeypatch.setattr(native, "library", None)
+    monkeypatch.setattr(native, "library", native.PurePython)
     assert made() == natively
     assert [decode(image).descent for image in natively] == said

@@ -10,8 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvstore.host.shared import Number
-from kvstore.host.tables import Own
+from kvstore.host.tables import Number, Own
 from kvstore.recency import NS_PER_S, QUANTUM_S
 from kvstore_gc.config import Config, Share
 from kvstore_gc.host import HostCollector, opened

@@ -14,8 +14,7 @@ import pytest
 import kvstore
 from kvstore.host import eviction
 from kvstore.host.pins import PinnedPrints
-from kvstore.host.shared import Number, Shared
-from kvstore.host.tables import HoldTable
+from kvstore.host.tables import HoldTable, Number, Shared
 from kvstore.node.host_view import HostView
 from kvstore_gc.host import opened
 from tests.kit.host_parts import CHUNKS, SHARD_BITS, Parts, child_of

@@ -11,8 +11,7 @@ import pytest
 from kvstore.errors import Overloaded
 from kvstore.host import room as room_module
 from kvstore.host.room import Room
-from kvstore.host.shared import Number, Shared
-from kvstore.host.tables import HoldTable, Own, live_tables
+from kvstore.host.tables import HoldTable, Number, Own, Shared, live_tables
 from tests.kit.host_parts import Parts, child_of
 
 RESERVING = """

@@ -6,8 +6,7 @@ import os
 import signal
 
 from kvstore.address import ADDRESS_BYTES
-from kvstore.host.shared import PAGE_BYTES, Number
-from kvstore.host.tables import SIZE_BYTES_MIN, LiveTable, Own, live_tables, read_tables
+from kvstore.host.tables import PAGE_BYTES, SIZE_BYTES_MIN, LiveTable, Number, Own, live_tables, read_tables
 from tests.kit.host_parts import Parts, address, child_of
 from tests.kit.patience import eventually
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvstore.address import ADDRESS_BYTES, Chain
-from kvstore.host.shared import BATCH_MAX, RING, Number
+from kvstore.host.tables import BATCH_MAX, RING, Number
 from kvstore.node.host_view import HostView
 from tests.kit.host_parts import CHUNKS, SPACE, Parts, address
 from tests.kit.host_process import tokens

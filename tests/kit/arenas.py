@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from kvstore import Layout
 from kvstore.address import Chain
+from kvstore.buffers import Planes
 from kvstore.meta.memory import MemoryMeta
 from kvstore.namespace import Namespace
 from kvstore.node.limits import Limits
@@ -25,7 +26,6 @@ from kvstore.root.identity import create_or_open
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
-from kvstore.sections import Planes
 from kvstore.sources import RandomIds, SystemClock
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.worker import Worker

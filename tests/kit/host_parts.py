@@ -15,13 +15,12 @@ import numpy as np
 
 import kvstore
 from kvstore.address import Address, Chain
-from kvstore.host import shared as shared_file
+from kvstore.host import tables as shared_file
 from kvstore.host.eviction import Evicted, Eviction, Victim
 from kvstore.host.pins import HostPins
 from kvstore.host.place import COLLECTOR
 from kvstore.host.room import Room
-from kvstore.host.shared import Number, Shared
-from kvstore.host.tables import HoldTable
+from kvstore.host.tables import HoldTable, Number, Shared
 from kvstore.meta.pins import PinQuota
 from kvstore.namespace import Namespace
 from kvstore.node.host_view import HostView
@@ -110,7 +109,7 @@ class Parts:
 def child_of(folder: Path, program: str, **environment: str) -> subprocess.Popen[str]:
     """A process that runs a program, in which ``folder`` is the root's, and prints a line when it has begun."""
     lines = (
-        f"import sys\nfrom kvstore.host.shared import *\nfrom kvstore.host.tables import *\nfolder = {str(folder)!r}\n"
+        f"import sys\nfrom kvstore.host.tables import *\nfrom kvstore.host.tables import *\nfolder = {str(folder)!r}\n"
     )
     child = subprocess.Popen(
         [sys.executable, "-c", f"{lines}{program}\nprint('begun', flush=True)\nsys.stdin.read()"],

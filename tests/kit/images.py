@@ -11,10 +11,10 @@ import numpy.typing as npt
 
 from kvstore import Layout
 from kvstore.address import Chain
+from kvstore.buffers import planes_of
 from kvstore.namespace import Namespace
 from kvstore.node.images import make_images
 from kvstore.node.wanted import image_bytes
-from kvstore.sections import planes_of
 from tests.kit.stores import resealed
 
 Spoil = Callable[[bytes], bytes]

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.address import Chain
-from kvstore.buffers import Borrowed
+from kvstore.buffers import Borrowed, planes_of
 from kvstore.hints import Hints
 from kvstore.memory.arena import Arena
 from kvstore.namespace import Namespace
@@ -17,7 +17,6 @@ from kvstore.node.counters import Counters
 from kvstore.node.images import make_images
 from kvstore.node.memory_tier import MemoryTier
 from kvstore.node.slots import Slot, Slots
-from kvstore.sections import planes_of
 from kvstore.sources import RandomIds
 from tests.kit.stores import SMALL, kv_of, same
 

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from kvstore import Layout
 from kvstore.address import Chain
+from kvstore.buffers import planes_of
 from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
 from kvstore.format import places
@@ -35,7 +36,6 @@ from kvstore.root.identity import create_or_open
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
-from kvstore.sections import planes_of
 from kvstore.sources import Clock, RandomIds, SystemClock
 from kvstore.writes import Durability, WriteMode
 from tests.kit.faulty_root import FaultyRoot, Hang, Rule

@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 
 from kvstore.address import Chain
-from kvstore.buffers import Borrowed
+from kvstore.buffers import Borrowed, Planes
 from kvstore.namespace import Namespace
 from kvstore.native import is_available
 from kvstore.native import library as native
 from kvstore.node.images import ImagesIn, make_images, take_images
 from kvstore.node.wanted import describe, image_bytes
-from kvstore.sections import Planes
 from kvstore.sources import RandomIds
 from tests.kit.patience import PATIENCE_S
 from tests.kit.stores import LARGE, TINY
@@ -30,7 +29,7 @@ def test_a_chunk_without_an_image_is_left_to_python() -> None:
         alive = describe(chain, range(2), items)
         assert alive and (items["status"] == native.DONE).all(), "DONE is 0: it must not be what nobody has looked at"
         images = np.zeros(2, np.uint64)
-        getattr(native.library, name)(native.Run(), items.ctypes.data, 2, images.ctypes.data)
+        getattr(native.library, name)(native.Common(), items.ctypes.data, 2, images.ctypes.data)
         assert (items["status"] == native.OTHER).all()
 
 

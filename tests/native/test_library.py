@@ -24,10 +24,10 @@ NUMBERS: dict[str, type] = {
     "uint64_t": ctypes.c_uint64,
 }
 STRUCTURES: dict[str, type[ctypes.Structure]] = {
-    "kv_run": native.Run,
+    "kv_run": native.Common,
     "kv_turn": native.Turn,
-    "kv_borrowed": native.Borrowed,
-    "kv_known": native.Known,
+    "kv_borrowed": native.WritePermit,
+    "kv_known": native.PresenceTable,
 }
 ADDRESSES = (ctypes.c_void_p, ctypes.c_char_p)
 CONSTANTS = {"KV_ADDRESS_BYTES": 16, "KV_DIGEST_BYTES": 32}
@@ -109,7 +109,7 @@ def test_every_declaration_is_compared() -> None:
     assert wrong({name: each for name, each in native.FUNCTIONS.items() if name != "kv_read"}) == ["kv_read"]
 
 
-@pytest.mark.skipif(native.library is None, reason="the native library was not built, or is turned off")
+@pytest.mark.skipif(not native.is_available(), reason="the native library was not built, or is turned off")
 @pytest.mark.parametrize("found", [native.library, native.brief], ids=["library", "brief"])
 def test_ctypes_was_told(found: Any) -> None:
     for name, (result, arguments) in native.FUNCTIONS.items():

@@ -14,19 +14,19 @@ import numpy as np
 import pytest
 
 from kvstore.address import Chain
-from kvstore.buffers import Borrowed
+from kvstore.buffers import Borrowed, planes_of
 from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
 from kvstore.errors import InvalidRequest
 from kvstore.native import is_available
 from kvstore.native import library as native
-from kvstore.node import puts, runs
+from kvstore.node import chunk_runs, puts
+from kvstore.node.chunk_runs import Places, Run, SharedPut, Sizes
+from kvstore.node.lanes import GROUP_FILES_MAX
 from kvstore.node.limits import Limits
 from kvstore.node.puts import TURN_PUBLISHED_MAX, TURN_SYNCED_MAX
-from kvstore.node.reading import GROUP_FILES_MAX
-from kvstore.node.runs import Places, Run, SharedPut, SharedRead, Sizes
+from kvstore.peers.fetching import runs
 from kvstore.root.posix import PosixRoot
-from kvstore.sections import planes_of
 from kvstore.writes import Durability
 from tests.kit.native_modes import chunks_of, opened
 from tests.kit.patience import PATIENCE_S
@@ -156,7 +156,7 @@ def test_a_put_that_was_given_up_takes_nothing_more_in_its_turn(
 
 
 def test_a_forked_child_does_not_read_into_memory_of_its_parent() -> None:
-    with runs._cold_memory() as at:
+    with chunk_runs._cold_memory() as at:
         ctypes.memset(at, 1, 4096)
         child = os.fork()
         if not child:
@@ -197,8 +197,8 @@ assert not ctypes.CDLL(None).mprotect(ctypes.c_void_p(start + mmap.PAGESIZE), ct
 items = np.frombuffer(memory, native.CHUNK, 2, mmap.PAGESIZE - 2 * native.CHUNK.itemsize)
 for name, value in (("fd", -1), ("section_count", 2), ("section_bytes", 8), ("header_bytes", 256), ("status", 4)):
     items[name] = value
-images, tables, run = np.zeros(2, np.uint64), np.zeros((2, 2), np.uint64), native.Run(root=b"/nowhere", shard_bits=8)
-run.session, told, taken, given = b"nobody", np.zeros(8, np.int32), ctypes.c_int64(0), native.Borrowed(0, 0)
+images, tables, run = np.zeros(2, np.uint64), np.zeros((2, 2), np.uint64), native.Common(root=b"/nowhere", shard_bits=8)
+run.session, told, taken, given = b"nobody", np.zeros(8, np.int32), ctypes.c_int64(0), native.WritePermit(0, 0)
 turn = native.Turn(ctypes.pointer(taken), 4, 4, 4, 256, told.ctypes.data)
 both = np.arange(2, dtype=np.int32)
 more = {
@@ -213,8 +213,8 @@ def call(name):
         native.library.kv_publish(run, items.ctypes.data, both.ctypes.data, 2, 0)
     elif name.startswith("kv_known"):
         prints, marks, payload = np.zeros((1, 8), np.uint64), np.zeros((1, 8), np.uint32), ctypes.c_uint64()
-        table = native.Known(prints.ctypes.data, marks.ctypes.data, 0)
-        rest = {"kv_known_add": (2, 0, ctypes.byref(payload))}.get(name, ())
+        table = native.PresenceTable(prints.ctypes.data, marks.ctypes.data, 0)
+        rest = {"kv_known_add": (2, 0, ctypes.addressof(payload))}.get(name, ())
         getattr(native.brief, name)(table, items.ctypes.data, both.ctypes.data, 2, 4, *rest)
     else:
         common = () if name == "kv_close" else (run,)
@@ -262,9 +262,9 @@ def test_a_lane_that_reads_what_is_not_cached_opens_no_more_files_than_it_may(
             Run.read_blocked(run, places, borrowed)
 
         monkeypatch.setattr(run, "read_blocked", read_blocked)
-        shared, more = SharedRead(run, Sizes(4, 64, 6)), True
+        shared, more = chunks_of(store).runs.shared_read(run, Sizes(4, 64, 6)), True
         while more:
-            left, more, _ = shared.read(Borrowed())
+            left, more = shared.read(Borrowed())
             assert not left
-        assert shared.done().all() and same(out, kv_of(SMALL, tokens))
+        assert shared.end().all() and same(out, kv_of(SMALL, tokens))
         assert most == 4, "a step more would be 8"

@@ -18,8 +18,8 @@ from kvstore.errors import Unavailable
 from kvstore.format.places import Name
 from kvstore.hints import PRESETS
 from kvstore.native import is_available, library
+from kvstore.node.chunk_runs import Mask, Run
 from kvstore.node.limits import Limits
-from kvstore.node.runs import Mask, Run
 from kvstore.recency import decode as decode_mtime
 from kvstore.root import posix
 from kvstore.root.interface import Stat

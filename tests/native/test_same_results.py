@@ -12,6 +12,7 @@ import pytest
 import kvstore
 from kvstore import Layout
 from kvstore.address import Address, Chain
+from kvstore.buffers import Buffers, planes_of
 from kvstore.client.store import Store
 from kvstore.errors import WrongSize
 from kvstore.format.header import decode
@@ -22,7 +23,6 @@ from kvstore.node.wanted import Keyed
 from kvstore.recency import decode as decode_mtime
 from kvstore.root.interface import local_files
 from kvstore.root.open import open_root
-from kvstore.sections import Buffers, planes_of
 from tests.kit.images import DAMAGES
 from tests.kit.native_modes import chunks_of, opened
 from tests.kit.stores import LARGE, MANY, SMALL, TINY, UNALIGNED, chunk_files, fresh, kv_of, member_of, same

@@ -14,6 +14,7 @@ import pytest
 
 from kvstore import Layout
 from kvstore.address import Chain
+from kvstore.buffers import Planes
 from kvstore.client.bulk.receiving import Natively
 from kvstore.format.checksum import checksum
 from kvstore.format.header import Damaged
@@ -21,7 +22,6 @@ from kvstore.namespace import Namespace
 from kvstore.native import is_available
 from kvstore.node.images import make_images
 from kvstore.node.wanted import image_bytes
-from kvstore.sections import Planes
 from kvstore.sources import RandomIds
 from kvstore.wire.bulk.channel import Channel, LinkBroken, LinkLate
 from kvstore.wire.bulk.runs import receive_planes, send_run

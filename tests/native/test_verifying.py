@@ -21,15 +21,13 @@ import pytest
 
 from kvstore import Layout
 from kvstore.address import Chain
-from kvstore.buffers import Borrowed
-from kvstore.client.arrays import new_array
+from kvstore.buffers import Borrowed, new_array, planes_of
 from kvstore.client.store import Store
 from kvstore.errors import HoldBroken, KVStoreError
 from kvstore.native import is_available
 from kvstore.native import library as native
+from kvstore.node.chunk_runs import Run
 from kvstore.node.images import verify_images
-from kvstore.node.runs import Run
-from kvstore.sections import planes_of
 from tests.kit.images import chain_of, made
 from tests.kit.native_modes import chunks_of, opened
 from tests.kit.stores import LARGE, SMALL, TINY, chunk_files, fresh, kv_of, resealed, same
@@ -307,7 +305,7 @@ import numpy as np
 from kvstore.native import library as native
 
 items = np.zeros(1, native.CHUNK)
-native.library.kv_look(native.Run(root=b"/" + b"a" * 4_060, shard_bits=8), items.ctypes.data, 1)
+native.library.kv_look(native.Common(root=b"/" + b"a" * 4_060, shard_bits=8), items.ctypes.data, 1)
 print(int(items["status"][0]) == native.OTHER)
 """
 

@@ -15,13 +15,12 @@ import numpy as np
 import pytest
 
 from kvstore.address import Chain
-from kvstore.buffers import Borrowed, Withdrawn
+from kvstore.buffers import Borrowed, Withdrawn, planes_of
 from kvstore.native import is_available
 from kvstore.native import library as native
-from kvstore.node.runs import SharedRead, Sizes
+from kvstore.node.chunk_runs import SharedRead, Sizes
 from kvstore.root.identity import create_or_open
 from kvstore.root.posix import PosixRoot
-from kvstore.sections import planes_of
 from kvstore.sources import RandomIds
 from tests.kit.native_modes import Paused, chunks_of, open_files, opened
 from tests.kit.patience import PATIENCE_S
@@ -98,13 +97,13 @@ def test_memory_taken_back_at_any_moment_is_not_written_afterwards(tmp_root: Pat
                 more = True
                 try:
                     while more:
-                        _, more, _ = shared.read(borrowed)
+                        _, more = shared.read(borrowed)
                 except Withdrawn:
                     pass
 
             readers = [threading.Thread(target=read, args=(start,)) for start in (0, 4)]
             if attempt % 2:
-                shared = SharedRead(run, Sizes(2, 4))
+                shared = chunks.runs.shared_read(run, Sizes(2, 4))
                 readers = [threading.Thread(target=take_turns, args=(shared,)) for _ in range(2)]
             for reader in readers:
                 reader.start()
@@ -184,7 +183,7 @@ def test_a_group_of_files_is_given_up_between_two_of_them(tmp_root: Path) -> Non
         borrowed.natively.stop = 1  # as it is at the moment when ``withdraw`` begins to wait for those who write
         assert not run.read(0, CHUNKS, borrowed).any()
         with pytest.raises(Withdrawn):
-            SharedRead(run, Sizes(4, 16)).read(borrowed)
+            chunks_of(store).runs.shared_read(run, Sizes(4, 16)).read(borrowed)
         assert (out == 7).all()
         assert open_files(tmp_root) == before
         assert run.read(0, CHUNKS, Borrowed()).all()

@@ -11,13 +11,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvstore.address import ADDRESS_BYTES, CHAIN_CHUNKS_MAX, Chain
+from kvstore import address
+from kvstore.address import ADDRESS_BYTES, CHAIN_CHUNKS_MAX, CHAINS_MAX, CHUNKS_MIN, Chain, RecentChains, chains_of
 from kvstore.errors import InvalidRequest
 from kvstore.layout import Layout
 from kvstore.namespace import Namespace
 from kvstore.native import library as native
-from kvstore.node import chains
-from kvstore.node.chains import CHAINS_MAX, CHUNKS_MIN, RecentChains, chains_of
 from kvstore.tokens import TokenArray
 
 LAYOUT = Layout(layers=1, kv_heads=1, head_dim=1, chunk_tokens=2)
@@ -58,7 +57,7 @@ def prompt(count: int, seed: int = 0) -> TokenArray:
 def test_chains_made_at_once_are_those_made_one_by_one(
     monkeypatch: pytest.MonkeyPatch, native_is_available: bool, lengths: list[int]
 ) -> None:
-    monkeypatch.setattr(native, "library", native.library if native_is_available else None)
+    monkeypatch.setattr(native, "library", native.library if native_is_available else native.PurePython)
     prompts = [prompt(length, seed) for seed, length in enumerate(lengths)]
     chains = chains_of(WIDER, prompts)
     assert len(chains) == len(prompts)
@@ -103,14 +102,14 @@ def test_every_chain_is_that_of_the_definition_and_the_memory_stays_in_its_bound
 @pytest.fixture
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many chunks were hashed, each time that any were."""
-    counts, real = list[int](), chains._addresses
+    counts, real = list[int](), address.chained_addresses
 
     def counting(namespace: Namespace, packed: bytes, *begun: Any) -> bytes:
         found = real(namespace, packed, *begun)
         counts.append(len(found) // ADDRESS_BYTES)
         return found
 
-    monkeypatch.setattr(chains, "_addresses", counting)
+    monkeypatch.setattr(address, "chained_addresses", counting)
     return counts
 
 

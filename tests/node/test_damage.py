@@ -22,7 +22,7 @@ from kvstore.client.cache import BAND_MAX
 from kvstore.errors import HoldBroken
 from kvstore.format.header import expected_chunk
 from kvstore.layout import DTYPES
-from kvstore.node import verify
+from kvstore.node import images
 from tests.kit.native_modes import chunks_of
 from tests.kit.stores import TINY, chunk_files, counted, in_turn, kv_of, resealed, same, store_on
 
@@ -71,7 +71,7 @@ def test_memory_that_was_taken_back_while_it_was_verified_is_no_damage(
     store: Store, tmp_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache, tokens, borrowed = store.namespace("m", TINY), np.arange(TINY.chunk_tokens), Borrowed()
-    real = verify.verify
+    real = images.verify
     cache.put(tokens, kv_of(TINY, tokens))
     chain, sections = Chain.of(cache.namespace, tokens.astype(np.uint32)), [memoryview(bytearray(16)) for _ in range(4)]
 
@@ -80,7 +80,7 @@ def test_memory_that_was_taken_back_while_it_was_verified_is_no_damage(
         part[0][:] = b"the caller's now"
         real(part, sums)
 
-    monkeypatch.setattr(verify, "verify", verify_late)
+    monkeypatch.setattr(images, "verify", verify_late)
     with pytest.raises(Withdrawn):
         chunks_of(store).read(expected_chunk(chain, 0), sections, borrowed)
     assert the_file(tmp_root).exists() and store.stats()["miss_damaged"] == 0

@@ -11,7 +11,7 @@ import pytest
 
 from kvstore import Layout
 from kvstore.address import Chain, block_address
-from kvstore.buffers import Borrowed, Withdrawn
+from kvstore.buffers import Borrowed, Planes, Withdrawn, planes_of
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import decode, expected_chunk
 from kvstore.namespace import Namespace
@@ -19,7 +19,6 @@ from kvstore.native import is_available
 from kvstore.native import library as native
 from kvstore.node.images import Images, ImagesIn, copy_sections, make_images, take_images, verify_images
 from kvstore.node.wanted import Keyed, image_bytes
-from kvstore.sections import Planes, planes_of
 from tests.kit.images import DAMAGES, CountedIds, Spoil, chain_of, made, room_for
 from tests.kit.stores import (
     LARGE,
@@ -48,7 +47,7 @@ WAYS = [
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
     """With native code and without it."""
     if not request.param:
-        monkeypatch.setattr(native, "library", None)
+        monkeypatch.setattr(native, "library", native.PurePython)
     yield request.param
 
 
@@ -81,7 +80,7 @@ def test_native_code_and_python_make_the_same_bytes(layout: Layout, monkeypatch:
     chain = chain_of(layout, 3)
     kv = kv_of(layout, chain.tokens)
     images = made(chain, kv)
-    monkeypatch.setattr(native, "library", None)
+    monkeypatch.setattr(native, "library", native.PurePython)
     assert [bytes(image) for image in made(chain, kv)] == [bytes(image) for image in images]
 
 

@@ -12,14 +12,13 @@ import pytest
 
 from kvstore import Layout
 from kvstore.address import block_address
-from kvstore.buffers import Borrowed, Withdrawn
+from kvstore.buffers import Borrowed, Withdrawn, planes_of
 from kvstore.namespace import Namespace
 from kvstore.native import is_available
 from kvstore.native import library as native
 from kvstore.node.images import Images, make_images
 from kvstore.node.slots import Slots
 from kvstore.node.wanted import Keyed, image_bytes
-from kvstore.sections import planes_of
 from kvstore.sources import RandomIds
 from tests.kit.memory_tiers import SPACE, UNIT, Case, chain_of, kv_for, make
 from tests.kit.patience import PATIENCE_S
@@ -312,7 +311,7 @@ def test_r2_admission_remembers_what_was_asked_for_and_what_was_put(case: Case) 
 def test_many_threads_fill_read_damage_and_evict(is_native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """No byte is ever wrong, nothing leaks, the bound is kept (I1, I2, A1, E2, R3)."""
     if not is_native:
-        monkeypatch.setattr(native, "library", None)
+        monkeypatch.setattr(native, "library", native.PurePython)
     case = Case(40)
     chains = [chain_of(number, 12, Namespace.of(f"m{number % 3}", TINY)) for number in range(6)]
     began_s = time.monotonic()

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from kvstore.address import Chain
+from kvstore.buffers import Planes
 from kvstore.census.selection import Selection
 from kvstore.errors import Unavailable
 from kvstore.format.places import Name
@@ -29,7 +30,6 @@ from kvstore.node.opening import join
 from kvstore.results import PinRecord
 from kvstore.root.identity import create_or_open
 from kvstore.root.memory import MemoryFiles, MemoryRoot
-from kvstore.sections import Planes
 from kvstore.sources import RandomIds, SystemClock
 from tests.kit.stores import SMALL, kv_of
 

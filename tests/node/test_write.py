@@ -8,13 +8,13 @@ from functools import partial
 import numpy as np
 import pytest
 
+from kvstore.buffers import Buffers, Planes
 from kvstore.errors import KVStoreError, WrongSize
 from kvstore.format import places
 from kvstore.hints import DEFAULT
 from kvstore.node.lanes import Deadline
 from kvstore.node.puts import Write
 from kvstore.node.wanted import keyed
-from kvstore.sections import Buffers, Planes
 from kvstore.sources import SystemClock
 from kvstore.writes import RUNS_MAX, WriteMode
 from tests.kit.faulty_root import EIO, Delay, Rule

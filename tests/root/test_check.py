@@ -12,14 +12,12 @@ import pytest
 
 from kvstore.errors import PermissionDenied
 from kvstore.format.places import Name
-from kvstore.root import check, check_posix
-from kvstore.root.check import is_sound
-from kvstore.root.check_posix import CheckTimings
+from kvstore.root import check
+from kvstore.root.check import CheckTimings, Probe, is_sound
 from kvstore.root.contender import Contender
 from kvstore.root.interface import Entry, Root, Stat
 from kvstore.root.memory import MemoryFile, MemoryRoot
 from kvstore.root.posix import PosixRoot
-from kvstore.root.probe import Probe
 from tests.kit.faulty_root import EIO, EROFS, FaultyRoot, Flipped, Missing, Rule
 from tests.kit.roots import Hosts, names
 
@@ -154,13 +152,13 @@ def test_wrong_bytes_are_noticed() -> None:
 def test_a_fence_that_does_not_hold_is_told_in_the_words_of_the_weak_guarantee(
     tmp_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(check_posix, "_PosixTries", _LateRenames)
+    monkeypatch.setattr(check, "_PosixTries", _LateRenames)
     probe = by_name(check_root(PosixRoot(tmp_root)))["a removed folder takes no renames"]
     assert probe.ok is False
     assert "guarantee of this root is the weak one" in probe.consequence
 
 
-class _LateRenames(check_posix._PosixTries):
+class _LateRenames(check._PosixTries):
     """Delays one rename past its fence, which no available file system does."""
 
     def _one_fence(self, fence: str) -> tuple[int, int]:

@@ -14,11 +14,10 @@ import pytest
 from kvstore.buffers import Borrowed
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.format.places import Name
-from kvstore.root.check import check_root
+from kvstore.root.check import Probe, check_root
 from kvstore.root.interface import Root, Seen
 from kvstore.root.memory import MemoryRoot
 from kvstore.root.objects import ObjectRoot, open_object_root
-from kvstore.root.probe import Probe
 from tests.kit.roots import BUCKET, content_of, names, publish, s3_options
 from tests.kit.s3_endpoint import Object, Server, serve
 

@@ -13,9 +13,8 @@ from kvstore.buffers import Borrowed, Withdrawn
 from kvstore.errors import InvalidRequest, Overloaded, PermissionDenied, StoreFull, Unavailable
 from kvstore.format.places import Name
 from kvstore.root.interface import Entry, Root
-from kvstore.root.objects import RANGE_BYTES_MAX, ObjectRoot, open_object_root
+from kvstore.root.objects import RANGE_BYTES_MAX, ObjectRoot, S3Remote, open_object_root
 from kvstore.root.remote import Remote
-from kvstore.root.remote_s3 import S3Remote
 from tests.kit.roots import (
     BUCKET,
     WAIT_S,

@@ -1,8 +1,7 @@
-"""Keys are rotated as engines rotate them: against float64, in C and in numpy alike (SEGMENTS.md, S12)."""
+"""Keys are rotated as engines rotate them: against float64 (SEGMENTS.md, S12)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
@@ -11,10 +10,8 @@ import numpy.typing as npt
 import pytest
 
 from kvstore.errors import InvalidRequest
-from kvstore.native import library as native
 from kvstore.segments import Rope, Style, rotate, rotation, unrotated
 from tests.kit.cases import for_each
-from tests.kit.native_widths import narrowed, of_each_width
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 BOUNDS = {BFLOAT16: 5e-3, np.dtype(np.float16): 6e-4, np.dtype(np.float32): 2e-7}
@@ -60,29 +57,6 @@ def test_s12_rotated_keys_are_within_their_bound_of_float64(dtype: np.dtype[Any]
     keys = keys_of(dtype, (2, 64, 4, 128))
     wanted = exact(rope, keys, first)
     assert rms(rotate(rope, keys, first).astype(np.float64) - wanted) / rms(wanted) <= BOUNDS[dtype]
-
-
-@of_each_width
-def width(request: pytest.FixtureRequest) -> Iterator[int]:
-    if native.library is None:
-        pytest.skip("there is no native library to compare with")
-    with narrowed(native.library.kv_use_rotation, request.param) as chosen:
-        yield chosen
-
-
-@types
-@for_each("style", Style)
-@for_each("head_dim, dims", ((128, 128), (80, 32), (96, 96), (64, 48), (8, 6), (2, 2), (129, 100)))
-def test_s12_c_and_numpy_give_the_same_bits(
-    width: int, dtype: np.dtype[Any], style: Style, head_dim: int, dims: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rope = Rope(10_000.0, dims, style, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096})
-    keys = keys_of(dtype, (3, 37, 5, head_dim))
-    keys *= np.exp2(np.random.default_rng(1).integers(-24, 14, keys.shape)).astype(dtype)  # small and large ones
-    in_c = rotate(rope, keys, 100_000)
-    monkeypatch.setattr(rotation, "library", None)
-    assert rotate(rope, keys, 100_000).tobytes() == in_c.tobytes()
-    assert (in_c[..., dims:].tobytes() == keys[..., dims:].tobytes()) and in_c.tobytes() != keys.tobytes()
 
 
 @for_each("dtype", (BFLOAT16, np.dtype(np.float16)))

@@ -17,6 +17,7 @@ import kvstore
 import kvstore.aio
 from kvstore import Layout
 from kvstore.address import block_address
+from kvstore.buffers import planes_of
 from kvstore.client import Cache, Store
 from kvstore.client.local import LocalPort
 from kvstore.client.remote_segments import _matches
@@ -26,7 +27,6 @@ from kvstore.format import places
 from kvstore.hints import Hints
 from kvstore.namespace import Namespace
 from kvstore.root.memory import MemoryFiles, MemoryRoot
-from kvstore.sections import planes_of
 from kvstore.segments import Bounds, Match, Measured, Rope, Rule, Verdict, naming, rotate
 from kvstore.segments.search import Search
 from kvstore.v1 import kvstore_pb2 as pb

@@ -20,7 +20,7 @@ from kvstore.host import eviction
 from kvstore.host.eviction import Evicted, Eviction, Victim
 from kvstore.host.pins import PinnedPrints
 from kvstore.host.room import Room
-from kvstore.host.shared import Number
+from kvstore.host.tables import Number
 from kvstore.node import puts
 from kvstore.node.holds import Hold, Holds
 from kvstore.node.host_view import NOTHING, HostView

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from unittest.mock import patch
 
 from kvstore.format.places import PINS, Name
-from kvstore.host import eviction, room, shared, tables
+from kvstore.host import eviction, room, tables
 from kvstore.node import host as host_module
 from kvstore.node import host_view, known
 from kvstore.root.interface import Entry, Space
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 RING = 8
 BATCH_MAX = 4
-TABLE_BYTES = shared.PAGE_BYTES + 2 * 16
+TABLE_BYTES = tables.PAGE_BYTES + 2 * 16
 """So the log is overrun, an eviction has several batches, and tables grow."""
 LOCK_POLL_S = 0.005
 AIMS = {
@@ -94,7 +94,7 @@ class Files:
         self._locks: dict[Process | None, set[int]] = {}
         self.lowered: Callable[[str], object] = _ignore
         """Called with the name of a file whose stamp becomes older."""
-        self.shared: list[shared.Shared] = []
+        self.shared: list[tables.Shared] = []
         """All that were mapped."""
         self._null = os.open("/dev/null", os.O_RDWR)
         self._undo = ExitStack()
@@ -286,9 +286,9 @@ class Files:
 
         replace(patch.object(room.Reserved, "__del__", end))
         for module, name, value in (
-            (shared, "RING", RING),
-            (shared, "BATCH_MAX", BATCH_MAX),
-            (shared, "_BYTES", shared.PAGE_BYTES + RING * 16),
+            (tables, "RING", RING),
+            (tables, "BATCH_MAX", BATCH_MAX),
+            (tables, "_BYTES", tables.PAGE_BYTES + RING * 16),
             (host_view, "RING", RING),
             (host_view, "BATCH_MAX", BATCH_MAX),
             (eviction, "BATCH_MAX", BATCH_MAX),
@@ -297,8 +297,8 @@ class Files:
             (tables, "_serials", itertools.count()),
         ):
             replace(patch.object(module, name, value))
-        replace(patch.object(shared.Mapped, "add", self._added(shared.Mapped.add)))
-        replace(patch.object(shared.Mapped, "numbers", _stepwise(self, "numbers", _Numbers), create=True))
+        replace(patch.object(tables.Mapped, "add", self._added(tables.Mapped.add)))
+        replace(patch.object(tables.Mapped, "numbers", _stepwise(self, "numbers", _Numbers), create=True))
         forget = known.Known.forget_each
 
         def forget_each(self: known.Known, packed: bytes) -> None:
@@ -306,11 +306,11 @@ class Files:
             kernel.happened("forgot")
 
         replace(patch.object(known.Known, "forget_each", forget_each))
-        replace(patch.object(shared.Shared, "_ring", _stepwise(self, "_ring", _Entries), create=True))
+        replace(patch.object(tables.Shared, "_ring", _stepwise(self, "_ring", _Entries), create=True))
         replace(patch.object(tables.HoldTable, "_bytes", _stepwise(self, "_bytes", _Entries), create=True))
 
     def _added(self, real: Callable[[Any, int, int], int]) -> Callable[[Any, int, int], int]:
-        def add(mapped: shared.Mapped, place: int, delta: int) -> int:
+        def add(mapped: tables.Mapped, place: int, delta: int) -> int:
             self.point(f"add {_number(mapped, place)} {delta}")
             return real(mapped, place, delta)
 
@@ -413,14 +413,14 @@ def _stepwise(files: Files, name: str, kind: Callable[[Files, Any, memoryview], 
 
     def put(owner: Any, memory: memoryview) -> None:
         vars(owner)[name] = memory
-        if isinstance(owner, shared.Shared):
+        if isinstance(owner, tables.Shared):
             files.shared.append(owner)
 
     return property(get, put)
 
 
 def _number(mapped: Any, place: int) -> str:
-    return shared.Number(place).name if isinstance(mapped, shared.Shared) else tables.Own(place).name
+    return tables.Number(place).name if isinstance(mapped, tables.Shared) else tables.Own(place).name
 
 
 def _ignore(*_: object) -> None:

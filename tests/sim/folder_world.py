@@ -29,8 +29,7 @@ from kvstore.address import Chain, block_address
 from kvstore.errors import KVStoreError
 from kvstore.format import places
 from kvstore.format.places import Name
-from kvstore.host.shared import Number
-from kvstore.host.tables import Own, live_tables
+from kvstore.host.tables import Number, Own, live_tables
 from kvstore.layout import Layout
 from kvstore.meta.memory import MemoryMeta
 from kvstore.namespace import Namespace

@@ -14,12 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore.buffers import Borrowed
+from kvstore.buffers import Borrowed, planes_of
 from kvstore.errors import KVStoreError
 from kvstore.hints import Hints
 from kvstore.node import tier_stack, write_behind
 from kvstore.node.lanes import Deadline
-from kvstore.sections import planes_of
 from kvstore.sources import SystemClock
 from kvstore.writes import WriteMode
 from tests.kit.faulty_root import ENOSPC, FaultyRoot, Hang, Rule

@@ -10,23 +10,21 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.address import Chain
-from kvstore.buffers import Borrowed, Pieces
+from kvstore.buffers import Borrowed, Laid, Pieces, Sections
 from kvstore.client.bulk.given import Given, GivenFiles, GivenSlots
 from kvstore.client.bulk.lanes import FileLanes
 from kvstore.client.bulk.links import Link
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import Damaged
 from kvstore.native import is_available
+from kvstore.node.chunk_runs import Run
 from kvstore.node.counters import Counters
-from kvstore.node.images import take_images
-from kvstore.node.lanes import Deadline, Lanes
-from kvstore.node.reading import Groups, Reading, group_size
-from kvstore.node.runs import Run
-from kvstore.node.verify import read_verified
+from kvstore.node.images import read_verified, take_images
+from kvstore.node.lanes import Deadline, Lanes, group_size
+from kvstore.node.reader import Groups, Reading
 from kvstore.node.wanted import Wanted, expected_of, image_sizes, mean_bytes
 from kvstore.root.interface import LocalFiles, Stat
 from kvstore.root.posix_reader import PosixReader
-from kvstore.sections import Laid, Sections
 
 
 def take_given(

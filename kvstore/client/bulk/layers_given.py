@@ -23,12 +23,11 @@ from kvstore.errors import InvalidRequest
 from kvstore.format.header import Damaged, expected_chunk
 from kvstore.native import is_available
 from kvstore.node.counters import Counters
-from kvstore.node.images import addresses_of
-from kvstore.node.lanes import Deadline
+from kvstore.node.images import addresses_of, fill, read_header, verify
+from kvstore.node.lanes import Deadline, files_at_most, group_size
 from kvstore.node.layer_run import LayerRun
 from kvstore.node.layers import LIMIT_PER_READ
-from kvstore.node.reading import Groups, Reading, files_at_most, group_size
-from kvstore.node.verify import fill, read_header, verify
+from kvstore.node.reader import Groups, Reading
 from kvstore.results import LayerMemory
 from kvstore.root.interface import LocalFiles, Stat
 from kvstore.root.posix_reader import PosixReader

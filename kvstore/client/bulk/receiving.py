@@ -11,14 +11,13 @@ from functools import partial
 
 import numpy as np
 
-from kvstore.buffers import Borrowed, Pieces, byte_length, skip
+from kvstore.buffers import Borrowed, Laid, Pieces, Sections, byte_length, skip
 from kvstore.client.bulk.links import Link
 from kvstore.format.checksum import checksum
 from kvstore.format.header import Damage, Damaged, Expected, decode_as
 from kvstore.native import library as native
 from kvstore.node.images import ImagesIn, take_images
 from kvstore.node.wanted import Items, Wanted, expected_of, image_sizes
-from kvstore.sections import Laid, Sections
 from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.frames import HEAD_BYTES, INDEX_BYTES, Head, Kind, decode_index, file_in
 

@@ -5,7 +5,6 @@ Several lanes copy, past the caches and without the GIL.
 
 from __future__ import annotations
 
-import ctypes
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.buffers import Pieces, grouped
+from kvstore.buffers import Pieces, Planes, grouped
 from kvstore.client.bulk.arena import Arena
 from kvstore.client.bulk.lanes import FileLanes
 from kvstore.client.bulk.links import Link
@@ -24,7 +23,6 @@ from kvstore.errors import Unavailable
 from kvstore.layout import Layout
 from kvstore.native import library as native
 from kvstore.node.lanes import Deadline, Lanes
-from kvstore.sections import Planes
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel, LinkBroken
 from kvstore.wire.bulk.frames import (
@@ -264,15 +262,6 @@ def copy_rows(
 
 
 def _copy_step(_: object, to: Addresses, source: Addresses, spans: list[tuple[int, int]], step: int) -> bool:
-    start, stop = spans[step]
-    _copy(to, source, start, stop - start)
+    (start, stop), at = spans[step], [each.__array_interface__["data"][0] for each in (to, source)]
+    native.library.kv_copy_rows(*at, len(to), start, stop - start)
     return True
-
-
-def _copy(to: Addresses, source: Addresses, start: int, size_bytes: int) -> None:
-    if native.library is not None:
-        at = (to.__array_interface__["data"][0], source.__array_interface__["data"][0])
-        native.library.kv_copy_rows(*at, len(to), start, size_bytes)
-        return
-    for one, other in zip(to.tolist(), source.tolist(), strict=True):
-        ctypes.memmove(one + start, other + start, size_bytes)

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.address import Chain
-from kvstore.buffers import Pieces
+from kvstore.buffers import Pieces, planes_of
 from kvstore.client.bulk.given import Given, GivenFiles, GivenSlots
 from kvstore.client.bulk.handed import images_of, read_files
 from kvstore.client.bulk.lanes import FileLanes
@@ -21,9 +21,8 @@ from kvstore.client.bulk.memory import Leased
 from kvstore.format.header import expected_chunk
 from kvstore.layout import Layout
 from kvstore.node.lanes import Deadline, Lanes
-from kvstore.node.reading import verified
+from kvstore.node.reader import verified
 from kvstore.node.wanted import Wanted, leading
-from kvstore.sections import planes_of
 
 
 class Views:

@@ -199,7 +199,7 @@ class Channel:
     @property
     def moves_natively(self) -> bool:
         """True if native code may move bytes here: it does not know TLS, nor bytes that were given back."""
-        return native.library is not None and not isinstance(self._socket, ssl.SSLSocket) and not self._returned
+        return is_available() and not isinstance(self._socket, ssl.SSLSocket) and not self._returned
 
     def receive_by(self, step: Callable[[int], int]) -> int:
         """Calls ``step(descriptor)``, native code that receives, until it is not BLOCKED; returns its result."""

@@ -11,10 +11,9 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.buffers import Pieces, address_of
+from kvstore.buffers import Pieces, Planes, address_of
 from kvstore.format.checksum import checksum
 from kvstore.native import library as native
-from kvstore.sections import Planes
 from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.sums import plane_sums
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from kvstore.buffers import Pieces
+from kvstore.buffers import Pieces, Planes
 from kvstore.format.checksum import checksum
-from kvstore.sections import Planes
 
 
 def plane_sums(planes: Planes, first: int, count: int) -> tuple[int, ...]:

@@ -7,13 +7,13 @@ from contextlib import closing
 
 import numpy as np
 
+from kvstore.buffers import Planes
 from kvstore.counts import WorkerCount
 from kvstore.errors import InvalidRequest
 from kvstore.node.holds import Hold
 from kvstore.node.layers import Bands
 from kvstore.node.node import Node
 from kvstore.results import LayerMemory
-from kvstore.sections import Planes
 from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.frames import INDEX_BYTES, Kind, encode_head, encode_index
 from kvstore.wire.bulk.runs import SUM_BYTES, send_run

@@ -11,14 +11,13 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from kvstore.address import Chain
-from kvstore.buffers import cut_evenly
+from kvstore.buffers import Buffers as Blocks
+from kvstore.buffers import Planes, Sections, cut_evenly
 from kvstore.counts import WorkerCount
 from kvstore.node.lanes import Deadline
 from kvstore.node.node import Node
 from kvstore.node.puts import Written
 from kvstore.node.wanted import Wanted, sizes_of
-from kvstore.sections import Buffers as Blocks
-from kvstore.sections import Planes, Sections
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.frames import READY, RUN_BYTES, SPAN_BYTES, Kind, decode_placed, decode_span
 from kvstore.wire.bulk.runs import SUM_BYTES, receive_planes

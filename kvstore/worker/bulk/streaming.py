@@ -16,7 +16,7 @@ from kvstore.counts import NodeCount, WorkerCount
 from kvstore.node.handing import Asked
 from kvstore.node.lanes import Deadline
 from kvstore.node.node import Node
-from kvstore.node.reading import Reading
+from kvstore.node.reader import Reading
 from kvstore.node.slots import Slots
 from kvstore.node.wanted import image_sizes, payload_bytes
 from kvstore.wire.bulk.channel import Channel

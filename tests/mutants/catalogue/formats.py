@@ -11,7 +11,7 @@ from tests.mutants.planters import several
 
 HEADER = "kvstore.format.header"
 ENCODED = "kvstore.format.encoded"
-VERIFY = "kvstore.node.verify"
+VERIFY = "kvstore.node.images"
 CODEC = "kvstore.encodings.codec"
 SEAL = "kvstore.encodings.sealing:Seal"
 HEADERS = "format/test_header.py"
@@ -186,7 +186,7 @@ PLAIN = [
     mutant(
         "chain-of-another-namespace",
         "FORMAT 3: an address is of one namespace",
-        at("kvstore.node.chains:RecentChains", "of", _chain_by_tokens),
+        at("kvstore.address:RecentChains", "of", _chain_by_tokens),
         "node/test_chains.py",
     ),
     mutant(

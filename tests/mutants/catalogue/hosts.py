@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvstore.host.shared import Number
+from kvstore.host.tables import Number
 from tests.mutants.catalogue.interfaces import KNOWN, at, giving
 from tests.mutants.mutant import Mutant, mutant
 from tests.mutants.planters import several
 
-SHARED = "kvstore.host.shared:Shared"
+SHARED = "kvstore.host.tables:Shared"
 VIEW = "kvstore.node.host_view:HostView"
 PRINTS = "kvstore.host.pins:PinnedPrints"
 EVICTIONS = "host/test_eviction.py"

@@ -1,15 +1,17 @@
 """Reads chunks from wherever they are: memory, the tiers below it, the root.
 
-Separate from reading, which reads one root: this module finds chunks, and decides where they come from and go to
-(kvstore/memory/MEMORY.md, R1 to R4). A chunk from a tier comes into memory as an image and is verified when it is
-copied out. A chunk that only the root has, and that is not worth keeping, goes straight into the caller's memory, as
-all do on a node without memory.
+A read is parallel and verified, and its caller can end it at any moment. Where chunks come from and go to is in
+kvstore/memory/MEMORY.md, R1 to R4: a chunk from a tier comes into memory as an image and is verified when it is copied
+out. A chunk that only the root has, and that is not worth keeping, goes straight into the caller's memory, as all do on
+a node without memory.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from weakref import ReferenceType, ref
 
@@ -17,22 +19,242 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.address import ADDRESS_BYTES, Address, Chain
-from kvstore.buffers import Borrowed
+from kvstore.buffers import Borrowed, Sections, Withdrawn
 from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError
 from kvstore.format.header import Damaged, expected_chunk, header_bytes
+from kvstore.node.chunk_runs import SharedRead, Sizes
 from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters
 from kvstore.node.images import verify_images
-from kvstore.node.lanes import Deadline, DeadlinePassed, Lanes
+from kvstore.node.lanes import (
+    GROUP_BYTES_MAX,
+    GROUP_BYTES_MIN,
+    Batch,
+    Deadline,
+    DeadlinePassed,
+    Lanes,
+    group_size,
+    moved_on,
+)
 from kvstore.node.memory_tier import MemoryTier
-from kvstore.node.reading import Groups, Reading, gaps, group_size, root_groups
 from kvstore.node.refresh import Refresher
 from kvstore.node.slots import Slot
 from kvstore.node.tier_stack import TierStack
 from kvstore.node.tiers import Tier
 from kvstore.node.wanted import Keyed, Wanted, expected_of, mean_bytes
-from kvstore.sections import Sections
+
+TURN_CHUNKS_MAX = 512
+"""Chunks that a lane reads in one call: opening takes a millisecond each on some roots, and a lane that is in one call
+for ``stall_s`` counts as hung.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Chunks read several at a time, by one call that does not need the GIL."""
+
+    size: int
+    """Chunks in a group; the last may have fewer."""
+    chunks: int
+    read: Callable[[int, int, Borrowed], npt.NDArray[np.bool_]]
+    """Reads the chunks from one index up to another; True for those that are right. Raises Withdrawn."""
+    turns: SharedRead | None = None
+    """Reads the same chunks once, without fixed bounds between the lanes."""
+
+
+def gaps(done: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """Returns the runs of chunks that are not done, each from its first index to the one after its last."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([True], done, [True])).astype(np.int8)))
+    starts: list[int] = edges[::2].tolist()
+    ends: list[int] = edges[1::2].tolist()
+    return list(zip(starts, ends, strict=True))
+
+
+class Reading:
+    """Chunks on their way into the caller's memory; the caller can work between beginning it and waiting."""
+
+    def __init__(
+        self,
+        lanes: Lanes,
+        counters: Counters,
+        count: int,
+        read: Callable[[int, Borrowed], bool],
+        stop_at_miss: bool = True,
+        groups: Groups | None = None,
+        ended: Callable[[], None] | None = None,
+        *,
+        helps: bool = False,
+    ) -> None:
+        """``ended`` is called once nobody reads into the memory any more; it may be called more than once.
+
+        With ``helps`` the thread that waits does a share of the work: for work that never waits for a device.
+        """
+        self._ended = ended
+        self._helps = helps
+        self._counters = counters
+        self._read = read
+        self._stop_at_miss = stop_at_miss
+        self._groups = groups
+        self._turns = groups.turns if groups is not None else None
+        self._borrowed = Borrowed()
+        self._done = bytearray(count)
+        self._batch: Batch | None = None
+        groups_count = -(-groups.chunks // groups.size) if groups is not None else 0
+        try:
+            if groups is None:
+                self._batch = lanes.start(count, self._work, helped=helps)
+            elif self._turns is None:
+                self._batch = lanes.start(groups_count, self._work_on_group, helped=helps)
+            else:
+                work = partial(self._work_on_turns, self._turns)
+                self._batch = lanes.start(min(groups_count, lanes.width), work, helped=helps)
+        except KVStoreError:
+            counters.add(NodeCount.MISS_SHED)
+        self._running = self._batch.ended if self._batch is not None else None
+
+    @property
+    def is_running(self) -> bool:
+        """True while lanes work on it for somebody who may wait."""
+        running = self._running
+        return running is not None and not running.is_set()
+
+    def wait(self, deadline: Deadline) -> bytearray:
+        """Waits; returns one byte per index, 1 if it was read.
+
+        Past the deadline the memory is withdrawn: what was read until then counts.
+        """
+        batch, self._batch = self._batch, None  # it refers to our work, and so to us and the caller's memory
+        try:
+            if batch is not None:
+                if self._helps:
+                    batch.help(deadline)
+                batch.wait(deadline)
+        except DeadlinePassed:
+            self._borrowed.withdraw()
+            self._counters.add(NodeCount.MISS_DEADLINE)
+        except KVStoreError:
+            self._counters.add(NodeCount.MISS_SHED)
+        except BaseException:
+            # Interrupted (Ctrl-C): from here on the memory is the caller's, as after a deadline.
+            self._borrowed.withdraw()
+            raise
+        finally:
+            self._end()
+        return self._done
+
+    def withdraw(self) -> None:
+        """Gives the read up: returns when nobody writes into the memory any more. Idempotent."""
+        self._borrowed.withdraw()
+        if self._batch is not None:
+            self._batch.stop()
+        self._end()
+
+    def _end(self) -> None:
+        """Ends the read: nobody writes into the memory any more."""
+        self._running = None
+        turns, self._turns = self._turns, None
+        if turns is not None:
+            np.frombuffer(self._done, np.bool_)[:] |= turns.end()
+        if self._ended is not None:
+            self._ended()
+
+    def _work_on_turns(self, turns: SharedRead, _: int) -> bool:
+        """Reads what no other lane took, as ``_work_on_group`` does."""
+        more = True
+        while more:
+            try:
+                left, more = turns.read(self._borrowed)
+            except Withdrawn:
+                return False
+            if not all(map(self._work, left)):
+                turns.stop()
+                return False
+            moved_on()
+        return True
+
+    def _work_on_group(self, number: int) -> bool:
+        """Reads the group at once as far as that goes, then the rest one by one from scratch."""
+        groups = self._groups
+        assert groups is not None
+        start, stop = number * groups.size, min((number + 1) * groups.size, groups.chunks)
+        try:
+            read = groups.read(start, stop, self._borrowed)
+        except Withdrawn:
+            return False
+        self._done[start:stop] = read.tobytes()
+        left = (start + np.flatnonzero(~read)).tolist()
+        return all(self._work(index) for index in left)
+
+    def _work(self, index: int) -> bool:
+        try:
+            intact = self._read(index, self._borrowed)
+        except Withdrawn:
+            return False
+        except KVStoreError:
+            self._counters.add(NodeCount.MISS_UNREADABLE)
+            return not self._stop_at_miss
+        self._done[index] = intact
+        return intact or not self._stop_at_miss
+
+
+def read_chunks(
+    lanes: Lanes,
+    counters: Counters,
+    count: int,
+    read: Callable[[int, Borrowed], bool],
+    deadline: Deadline,
+    stop_at_miss: bool = True,
+    groups: Groups | None = None,
+) -> bytearray:
+    """Calls ``read(index, borrowed)`` for 0 to count - 1 on the lanes; returns one byte per index, 1 if it succeeded.
+
+    Begins no more after a miss, unless ``stop_at_miss`` is False.
+    """
+    return Reading(lanes, counters, count, read, stop_at_miss, groups).wait(deadline)
+
+
+def verified(
+    wanted: Wanted,
+    indexes: Sequence[int],
+    images: Sequence[memoryview],
+    lanes: Lanes,
+    deadline: Deadline,
+    *,
+    helps: bool = True,
+) -> bytes:
+    """Returns a byte for each image, 1 if it is that of the chunk at its index, whole and right.
+
+    Several lanes verify, and the calling thread if it ``helps``. Past the deadline, what is verified by then is right.
+    """
+    size = group_size(len(images), len(images[0]) if images else 0, lanes.width)
+    right = np.zeros(len(images), np.bool_)
+
+    def verify(number: int) -> bool:
+        part = slice(number * size, (number + 1) * size)
+        right[part] = verify_images(wanted, indexes[part], images[part])
+        return True
+
+    with suppress(KVStoreError):
+        (lanes.share if helps else lanes.each)(-(-len(images) // size), verify, deadline)
+    return right.tobytes()
+
+
+def root_groups(chunks: Chunks, lanes: Lanes, wanted: Wanted, first: int, count: int, into: Sections) -> Groups | None:
+    """Returns chunks from ``first`` on on the root in groups, counted from 0; None if they are read one by one."""
+    run = chunks.runs.of(wanted, first, count, into, fills=True)
+    if run is None:
+        return None
+
+    def read(start: int, stop: int, borrowed: Borrowed) -> npt.NDArray[np.bool_]:
+        return chunks.runs.read(run, first + start, first + stop, borrowed)
+
+    chunk_bytes = max(1, mean_bytes(wanted, first, count))
+    size = group_size(count, chunk_bytes, lanes.width)
+    step = max(1, min(size, GROUP_BYTES_MIN // chunk_bytes))
+    most = max(step, min(GROUP_BYTES_MAX // chunk_bytes, TURN_CHUNKS_MAX))
+    return Groups(size, count, read, chunks.runs.shared_read(run, Sizes(step, most, size)))
+
 
 Mask = npt.NDArray[np.bool_]
 
