@@ -46,7 +46,7 @@ AIMS = {
     "link chunks": ("appended", "deleted"),
 }
 """Steps at which a process may stand still, and the events that it waits for, one after the other."""
-HOST = ("clears", "eviction", "place", "shared", "tables")
+HOST = ("clears", "eviction", "place", "tables")
 TIMED = (
     "kvstore.node.host_clearing",
     "kvstore.host.clears",
