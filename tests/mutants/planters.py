@@ -125,7 +125,7 @@ class Native:
         loaded: Any = module
         loaded.LIBRARY = built_library()
         loaded.library, loaded.brief, loaded._reason = loaded._load()
-        if loaded.library is None:
+        if loaded.library is loaded.PurePython:
             raise Unplantable(f"the blind library was not loaded: {loaded._reason}")
 
     def fits(self, module: str, text: str) -> None: ...

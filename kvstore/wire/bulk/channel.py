@@ -17,6 +17,7 @@ from contextlib import suppress
 
 from kvstore.buffers import Pieces, byte_length, skip
 from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.native import is_available
 from kvstore.native import library as native
 from kvstore.wire.bulk.frames import CONTROL_BYTES_MAX, FILES_MAX, HEAD_BYTES, Head, Kind, decode_head, encode_head
 from kvstore.wire.bulk.records import receive_records, send_records
