@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from kvstore.client.pin import Pin
     from kvstore.client.planning import Plan
     from kvstore.client.runs import Run
-    from kvstore.client.segments import Held, Segments
     from kvstore.client.store import Store, connect, open
     from kvstore.client.tickets import Ticket
     from kvstore.format.descent import Descent
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
     from kvstore.planning import Group
     from kvstore.results import Cleared, PinRecord, PutResult, StoredBlocks
     from kvstore.security.tls import ClientTls
+    from kvstore.segments import Held, Segments
     from kvstore.writes import WriteMode
 
 # A process that uses kvstore may fork: an engine for its workers, say. By default gRPC's C library then runs handlers
@@ -99,7 +99,6 @@ if not TYPE_CHECKING:  # a type checker that saw __getattr__ would accept every 
         "kvstore.client.pin": ("Pin",),
         "kvstore.client.planning": ("Plan",),
         "kvstore.client.runs": ("Run",),
-        "kvstore.client.segments": ("Held", "Segments"),
         "kvstore.client.store": ("Store", "connect", "open"),
         "kvstore.client.tickets": ("Ticket",),
         "kvstore.format.descent": ("Descent",),
@@ -111,6 +110,7 @@ if not TYPE_CHECKING:  # a type checker that saw __getattr__ would accept every 
         "kvstore.planning": ("Group",),
         "kvstore.results": ("Cleared", "PinRecord", "PutResult", "StoredBlocks"),
         "kvstore.security.tls": ("ClientTls",),
+        "kvstore.segments": ("Held", "Segments"),
         "kvstore.writes": ("WriteMode",),
     }
     """The names that are imported on first use, by their modules."""

@@ -7,7 +7,6 @@ from itertools import islice
 
 from kvstore.address import Address, Chain
 from kvstore.namespace import Namespace
-from kvstore.node.chains import chains_of
 from kvstore.node.lanes import Deadline
 from kvstore.node.node import Node
 from kvstore.node.wanted import leading
@@ -30,14 +29,11 @@ def match_each(
     prompts: Iterable[TokenArray],
     deadline_s: float,
     settle: Settle = settled,
-    *,
-    alike: bool = True,
 ) -> list[int]:
     """Returns the number of leading chunks of each prompt; fewer answers if the time runs out.
 
-    Prompts that begin alike should follow one another: what they share is hashed once. ``alike`` is False for those
-    that do not: all are hashed at once, and none is remembered. They leave out the hit ratio. ``settle`` is called with
-    all chunks before anybody looks for them.
+    Prompts that begin alike should follow one another: what they share is hashed once. They leave out the hit ratio.
+    ``settle`` is called with all chunks before anybody looks for them.
     """
     deadline = Deadline(node.clock, deadline_s)
     counts: list[int] = []
@@ -46,7 +42,7 @@ def match_each(
         group = list(islice(left, AT_ONCE))
         if not group:
             break
-        chains = [node.chains.of(namespace, tokens) for tokens in group] if alike else chains_of(namespace, group)
+        chains = [node.chains.of(namespace, tokens) for tokens in group]
         addresses = [address for chain in chains for address in chain.addresses]
         settle(addresses, deadline.left_s())
         present = bytes(node.reads.remembered(addresses))

@@ -45,7 +45,6 @@ from kvstore.node.moving import Moving
 from kvstore.node.puts import Puts
 from kvstore.node.reading import Reading
 from kvstore.node.refresh import Refresher
-from kvstore.node.segment_indexes import SegmentIndexes
 from kvstore.node.settings import NO_TIERS, TierSettings
 from kvstore.node.staging import Staging
 from kvstore.node.tier_stack import TierStack
@@ -141,10 +140,9 @@ class Node:
         self.reads = TieredReads(self._chunks, self._lanes, self._refresher, self.counters, self.tiers)
         self.blocks = Blocks(self._chunks, self.gc_view, self._lanes, self.counters, self.reads, self.holds)
         self.handing = Handing(self._chunks, self._lanes, self.counters, self.reads, self.tiers)
-        self.segments = SegmentIndexes(root, identity.shard_bits, clock.monotonic_s, limits.segments_follow_s)
         self.puts = Puts(
             self._chunks, self._lanes, self.gc_view, self._refresher, self.reads, self.tiers,
-            self.counters, self._limits, clock, self.segments, durable=durable,
+            self.counters, self._limits, clock, durable=durable,
         )  # fmt: skip
         self._moving: Moving | None = None
         if self.tiers is not None:
@@ -187,7 +185,7 @@ class Node:
         """How many leading chunks are in the store. A miss, never an error, when the root does not answer."""
         deadline = self._deadline(deadline_s, self.limits.match_deadline_s)
         count = self.reads.matched_count(chain.leading(self.gc_view.leading(chain)), deadline)
-        if counts and not chain.namespace.has_segments:
+        if counts:
             self.counters.add_lookup(len(chain), count, chain.namespace.layout.chunk_tokens, is_match=True)
         return count
 
@@ -203,7 +201,7 @@ class Node:
         hold = self.holds.take(chain, ttl_s)  # it has left out what is condemned
         try:
             hold.count = self.reads.matched_count(hold.chain, self._deadline(deadline_s, self.limits.match_deadline_s))
-            if counts and not chain.namespace.has_segments:
+            if counts:
                 self.counters.add_lookup(len(chain), hold.count, chain.namespace.layout.chunk_tokens, is_match=False)
             hold.chain = chain.leading(hold.count)
             if self.memory is not None:
@@ -418,7 +416,6 @@ class Node:
             self._moves.close(timeout_s)
         if self.tiers is not None:
             self.tiers.close(timeout_s)
-        self.segments.close(timeout_s)
         self._refresher.close(timeout_s)
         self.staging.clear(self._lanes, timeout_s)
         self._lanes.close(timeout_s)

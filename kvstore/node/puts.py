@@ -14,7 +14,6 @@ import numpy.typing as npt
 
 from kvstore.address import Chain
 from kvstore.counts import NodeCount
-from kvstore.errors import InvalidRequest
 from kvstore.format.header import expected_chunk
 from kvstore.hints import DEFAULT, Hints
 from kvstore.node.chunks import Chunks
@@ -28,7 +27,6 @@ from kvstore.node.memory_tier import MemoryTier
 from kvstore.node.publish import Mask, Publication, StillRight, vouched
 from kvstore.node.refresh import Refresher
 from kvstore.node.root_write import RootWrite
-from kvstore.node.segment_indexes import SegmentIndexes
 from kvstore.node.slots import Slots
 from kvstore.node.tier_stack import TierStack
 from kvstore.node.tiered_reads import TieredReads
@@ -66,7 +64,6 @@ class Puts:
         counters: Counters,
         limits: CurrentLimits,
         clock: Clock,
-        segments: SegmentIndexes,
         *,
         durable: bool,
     ) -> None:
@@ -79,7 +76,6 @@ class Puts:
         self._refresher = refresher
         self._reads = reads
         self._clock = clock
-        self._segments = segments
         self._publication = partial(Publication, chunks, refresher, durable)
 
     def put(
@@ -111,10 +107,6 @@ class Puts:
         far. Chunks that memory has no room for are shed, or, without ``sheds``, put on the root. Raises Overloaded
         while the root is full, and the root's errors.
         """
-        if first and wanted.namespace.has_segments:
-            raise InvalidRequest(
-                "a segment is put from its first token on, behind BOS alone: give all of its KV at once"
-            )
         self.view.check_room(sum(sizes_of(wanted)[first:]))
         mode = self.mode(write)
         if mode is WriteMode.BEHIND:
@@ -122,8 +114,6 @@ class Puts:
         self.counters.add(NodeCount.REQUESTS_PUT)
         if isinstance(wanted, Keyed):
             return self._begin_blocks(wanted, mode, hints, sheds=sheds)
-        if wanted.namespace.has_segments:
-            self._segments.learn(wanted)
         # A chunk that a sweep is taking cannot be put again before the sweep has ended. The rest of the prompt waits
         # for that.
         self.view.settle(wanted)
