@@ -17,7 +17,6 @@ from kvstore.client.blocks import BlockCache
 from kvstore.client.dropping import release_dropped
 from kvstore.client.owner import Owner
 from kvstore.client.pin import Pin, check_pin
-from kvstore.client.planning import Plan, plan_tokens
 from kvstore.client.port import Port, PortHold
 from kvstore.client.refusals import put_prompt
 from kvstore.client.tickets import Ticket
@@ -25,6 +24,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.hints import Hints, Preset, checked_unused_s
 from kvstore.namespace import Namespace
 from kvstore.node.moves import Act, AheadName, Level, LevelName
+from kvstore.planning import Plan, Prompts, TokenStorage, make_plan
 from kvstore.planning.prompts import checked_prompts
 from kvstore.results import Cleared, LayerMemory, PutResult
 from kvstore.sections import Sections, planes_of
@@ -261,7 +261,15 @@ class Cache:
         a store that does not answer holds nothing. kvstore/planning/PLANNING.md has the algorithm and its bounds.
         """
         with tracing.span("kvstore.plan"):
-            return plan_tokens(self._port, self.namespace, prompts, memory_tokens, decode_tokens)
+            size = self.layout.chunk_tokens
+            packed = Prompts.of_tokens(prompts, size)
+            return make_plan(
+                packed,
+                memory_tokens=memory_tokens,
+                decode_tokens=decode_tokens,
+                chunk_tokens=size,
+                storage=TokenStorage(self, packed),
+            )
 
     def segments(self, rope: Rope, *, chunk_tokens: int = CHUNK_TOKENS) -> Segments:
         """Returns the segments of this model: KV computed alone, for reuse anywhere in a prompt behind a verdict.
