@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,41 +11,17 @@ from kvstore.brief import brief
 from kvstore.checks import is_whole
 from kvstore.errors import InvalidRequest
 from kvstore.planning.arrival import tokens_found
+from kvstore.planning.group import Group
 from kvstore.planning.grouping import serving_nodes
 from kvstore.planning.ordering import Order, depth_first
 from kvstore.planning.prompts import Counts, Prompts
+from kvstore.planning.run import Run
 from kvstore.planning.storage import Storage
 from kvstore.planning.stored import agreed, stored_tokens
 from kvstore.planning.trie import Trie
 
-if TYPE_CHECKING:
-    from kvstore.planning.run import Run
-
 COUNT_MAX = (1 << 63) - 1
 """Limit on a number of tokens that a caller names."""
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Prompts that run one after another behind one shared prefix."""
-
-    prefix_tokens: int
-    """Leading tokens that all members share; 0 for a prompt that shares nothing."""
-    stored_tokens: int
-    """Leading tokens of the prefix that the store held when the plan was made."""
-    shared_before: int
-    """Leading tokens that the first member shares with the prompt before it in the plan's order."""
-    members: tuple[int, ...]
-    """Indices of the prompts in the batch, in the order to run them."""
-    computed: tuple[int, ...]
-    """Tokens that each member computes, run in the plan's order."""
-    stored: tuple[int, ...]
-    """Leading tokens of each member that the store held when the plan was made."""
-
-    @property
-    def tokens_to_compute(self) -> int:
-        """Tokens that all members compute."""
-        return sum(self.computed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +70,6 @@ class Plan:
         ``ahead`` groups are brought into memory before their turn; a group goes out at most ``attempts`` times.
         Consumers are threads of this process (``kvstore.aio`` has tasks), and processes of this host (``Run.share``).
         """
-        from kvstore.planning.run import Run  # which needs plans
-
         return Run(self, ahead, attempts)
 
     @property

@@ -22,15 +22,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from kvstore.brief import brief
 from kvstore.checks import is_whole
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.parsing import parse_json
+from kvstore.planning.group import Group
 from kvstore.planning.handing import Handing
-from kvstore.planning.plan import Group, Plan
 from kvstore.planning.storage import Held, Prefetch
+
+if TYPE_CHECKING:
+    from kvstore.planning.plan import Plan
 
 LOOK_S = 0.2
 """Interval at which a consumer that waits looks for others that have died, and a thread whether its consumer has."""

@@ -10,17 +10,17 @@ import numpy as np
 
 from kvstore.errors import Unavailable
 from kvstore.segments.index import windows
-from kvstore.segments.log import DAY_S, DAYS, LATE_S, LOOK_S, RECORDS, STRIDE, Log
+from kvstore.segments.log import HOUR_S, HOURS, LATE_S, LOOK_S, RECORDS, STRIDE, Log
 from tests.kit.cases import for_each
 
 SIZE = 4
-NOON_S = 1000 * DAY_S + DAY_S / 2
+START_S = 1000 * HOUR_S + HOUR_S / 2
 
 
 class Clock:
     """A clock that moves when it is told to."""
 
-    def __init__(self, now_s: float = NOON_S) -> None:
+    def __init__(self, now_s: float = START_S) -> None:
         self.at_s = now_s
 
     def now_s(self) -> float:
@@ -142,6 +142,22 @@ def test_a_process_that_begins_late_reads_few_blocks() -> None:
     assert blocks.read_count <= count / STRIDE + 60
 
 
+def test_a_process_that_begins_after_earlier_logs_were_evicted_shares_the_newest() -> None:
+    blocks: Any = Blocks()
+    old = Log(Clock())
+    add(old, blocks, *range(1, 51))
+    blocks.stored.clear()
+    clock = Clock(START_S + HOUR_S)
+    old._clock = clock
+    add(old, blocks, 100)
+    new = followed(blocks, clock)
+    assert known(new, [1, 100]) == [100]
+    add(new, blocks, 101)
+    clock.at_s += LOOK_S
+    old.follow(blocks)
+    assert known(old, [101]) == [101]
+
+
 def test_lost_blocks_cost_no_record_that_a_later_one_repeats() -> None:
     blocks: Any = Blocks()
     add(Log(Clock()), blocks, *range(1, 201))
@@ -154,17 +170,17 @@ def test_lost_blocks_cost_no_record_that_a_later_one_repeats() -> None:
     assert 1000 in known(followed(blocks, Clock()), [1000])
 
 
-@for_each("days, found", [(1, True), (DAYS, True), (DAYS + 1, False)])
-def test_a_process_begins_with_the_logs_of_some_days(days: int, found: bool) -> None:
+@for_each("hours, found", [(1, True), (HOURS, True), (HOURS + 1, False)])
+def test_a_process_begins_with_the_logs_of_some_hours(hours: int, found: bool) -> None:
     blocks: Any = Blocks()
     add(Log(Clock()), blocks, 1)
-    assert bool(known(followed(blocks, Clock(NOON_S + days * DAY_S)), [1])) is found
+    assert bool(known(followed(blocks, Clock(START_S + hours * HOUR_S)), [1])) is found
 
 
 def test_a_record_of_a_clock_that_is_late_is_known() -> None:
     blocks: Any = Blocks()
-    midnight_s = 1001 * DAY_S
-    clock, late = Clock(midnight_s + LATE_S / 2), Log(Clock(midnight_s - 1))
+    turn_s = 1001 * HOUR_S
+    clock, late = Clock(turn_s + LATE_S / 2), Log(Clock(turn_s - 1))
     reader = followed(blocks, clock)
     add(late, blocks, 1)
     clock.at_s += LOOK_S
