@@ -121,7 +121,7 @@ def test_prompts_are_matched_in_calls_that_answer_in_part(cache: Cache, monkeypa
     cache.put(document(2)[:SIZE], kv_of(SMALL, document(2)[:SIZE]))
     match_each, answers = cache._port.match_each, iter([2, 1, 9, 0])
     monkeypatch.setattr(cache._port, "match_each", lambda *what: match_each(*what)[: next(answers)])
-    prompts = [document(1), document(2), [], document(3), document(1)]
+    prompts: list[Ids | list[int]] = [document(1), document(2), [], document(3), document(1)]
     assert cache.match_each(iter(prompts)) == [4 * SIZE, SIZE, 0, 0, 4 * SIZE]
     assert cache.match_each(prompts) == [0] * 5, "it does not answer"
     assert cache.match_each([]) == []
