@@ -29,7 +29,7 @@ import numpy.typing as npt
 from benchmarks.plots import svg
 from benchmarks.result import Plot, Table, markdown
 from kvstore.errors import InvalidRequest
-from kvstore.planning import Plan, Prompts, make_plan, pack
+from kvstore.planning import Plan, Prompts, Storage, make_plan, pack
 from kvstore.replay.trace import BLOCK_TOKENS, load_trace
 
 Ids = npt.NDArray[np.uint32]
@@ -141,10 +141,11 @@ def with_store(seed: int = 3) -> list[str | int | float | None]:
     }
 
     def plan(prompts: Prompts, *, looks: bool) -> Plan:
-        def ask(wanted: list[tuple[int, int]]) -> list[int]:
-            return [matched(prompts.tokens(index), chunks, held) for index, chunks in wanted]
+        class Given(Storage):
+            def stored(self, wanted: list[tuple[int, int]]) -> list[int]:
+                return [matched(prompts.tokens(index), chunks, held) for index, chunks in wanted]
 
-        return make_plan(prompts, memory_tokens=400_000, chunk_tokens=CHUNK, ask=ask if looks else None)
+        return make_plan(prompts, memory_tokens=400_000, chunk_tokens=CHUNK, storage=Given() if looks else None)
 
     shuffled = Prompts.of_tokens((given[at] for at in chance.permutation(len(given))), CHUNK)
     looking, blind = plan(shuffled, looks=True), plan(shuffled, looks=False)

@@ -26,13 +26,9 @@ if TYPE_CHECKING:
     from kvstore.census.selection import Selection
     from kvstore.client.blocks import BlockCache, BlockHold
     from kvstore.client.cache import Cache, Hold
-    from kvstore.client.consumers import SharedRun
     from kvstore.client.limits import ClientLimits
     from kvstore.client.operation import Operation
     from kvstore.client.pin import Pin
-    from kvstore.client.planning import Plan
-    from kvstore.client.runs import Run
-    from kvstore.client.segments import Held, Segments
     from kvstore.client.store import Store, connect, open
     from kvstore.format.descent import Descent
     from kvstore.hints import Hints
@@ -40,9 +36,10 @@ if TYPE_CHECKING:
     from kvstore.meta.etcd import EtcdTls, EtcdUser
     from kvstore.namespace import Namespace
     from kvstore.node.limits import Limits
-    from kvstore.planning import Group
+    from kvstore.planning import Group, Plan, Run, SharedRun
     from kvstore.results import Cleared, PinRecord, PutResult, StoredBlocks
     from kvstore.security.tls import ClientTls
+    from kvstore.segments import Held, Segments
     from kvstore.writes import WriteMode
 
 # A process that uses kvstore may fork: an engine for its workers, say. By default gRPC's C library then runs handlers
@@ -94,12 +91,8 @@ if not TYPE_CHECKING:  # a type checker that saw __getattr__ would accept every 
         "kvstore.census.selection": ("Selection",),
         "kvstore.client.blocks": ("BlockCache", "BlockHold"),
         "kvstore.client.cache": ("Cache", "Hold"),
-        "kvstore.client.consumers": ("SharedRun",),
         "kvstore.client.limits": ("ClientLimits",),
         "kvstore.client.pin": ("Pin",),
-        "kvstore.client.planning": ("Plan",),
-        "kvstore.client.runs": ("Run",),
-        "kvstore.client.segments": ("Held", "Segments"),
         "kvstore.client.store": ("Store", "connect", "open"),
         "kvstore.client.operation": ("Operation",),
         "kvstore.format.descent": ("Descent",),
@@ -108,9 +101,10 @@ if not TYPE_CHECKING:  # a type checker that saw __getattr__ would accept every 
         "kvstore.meta.etcd": ("EtcdTls", "EtcdUser"),
         "kvstore.namespace": ("Namespace",),
         "kvstore.node.limits": ("Limits",),
-        "kvstore.planning": ("Group",),
+        "kvstore.planning": ("Group", "Plan", "Run", "SharedRun"),
         "kvstore.results": ("Cleared", "PinRecord", "PutResult", "StoredBlocks"),
         "kvstore.security.tls": ("ClientTls",),
+        "kvstore.segments": ("Held", "Segments"),
         "kvstore.writes": ("WriteMode",),
     }
     """The names that are imported on first use, by their modules."""

@@ -54,7 +54,6 @@ class NodeCount(Count):
     REQUESTS_PUT = "put calls, of prompts and of blocks"
     TOKENS_ASKED = "tokens that look-ups (match, hold, get without a hold) asked for, full chunks only"
     TOKENS_MATCHED = "tokens that these look-ups found in the store"
-    BLENDED_TOKENS = "tokens of segments that were read for another place of a prompt; neither asked nor matched"
     CHUNKS_READ = "chunks read from the root for callers"
     CHUNKS_WRITTEN = "chunks this node published"
     CHUNKS_FOUND = "chunks a put found in the store already"

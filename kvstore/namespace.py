@@ -24,8 +24,6 @@ HASH_ALGORITHM = "blake2b-128"
 NAME_BYTES_MAX = 256
 TEXT_BYTES_MAX = 4096
 ATTRIBUTES_MAX = 64
-SEGMENTS = ("kv", "segment")
-"""The attribute of namespaces of segments (kvstore/segments/SEGMENTS.md)."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +42,6 @@ class Namespace:
     digest: NamespaceDigest = field(init=False, compare=False, repr=False)
     id: NamespaceId = field(init=False, compare=False, repr=False)
     """The first 8 bytes of the digest: a tag in file names, so that a listing tells namespaces apart."""
-    has_segments: bool = field(init=False, compare=False, repr=False)
-    """True if its prompts are segments, which are reused at other places and never count as hits."""
 
     def __post_init__(self) -> None:
         for what, text, most in (
@@ -59,7 +55,6 @@ class Namespace:
         if not isinstance(self.layout, Layout):
             raise InvalidRequest(f"namespace layout={brief(self.layout)}: expected a kvstore.Layout")
         _check_attributes(self.attributes)
-        object.__setattr__(self, "has_segments", SEGMENTS in self.attributes)
         object.__setattr__(self, "digest", NamespaceDigest(_digest(self)))
         object.__setattr__(self, "id", NamespaceId(self.digest[:8]))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Generator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Sequence
 from functools import partial
 from typing import overload
 
@@ -16,8 +16,7 @@ from kvstore.aio.twins import Opening, Twin, awaited, finished
 from kvstore.buffers import KvArray
 from kvstore.client import cache
 from kvstore.client import pin as pins
-from kvstore.client.segments import CHUNK_TOKENS
-from kvstore.segments.rope import Rope
+from kvstore.segments import CHUNK_TOKENS, Rope
 from kvstore.tokens import Tokens
 
 
@@ -61,6 +60,7 @@ class Cache(Twin[cache.Cache]):
 
     put = awaited(cache.Cache.put)
     match = awaited(cache.Cache.match)
+    match_each = awaited(cache.Cache.match_each)
     refcount = awaited(cache.Cache.refcount)
     prefetch = begins(cache.Cache.prefetch)
     evict_first = awaited(cache.Cache.evict_first)
@@ -94,16 +94,16 @@ class Cache(Twin[cache.Cache]):
         making = partial(self._twin.segments, rope, chunk_tokens=chunk_tokens)
         return Segments(await self._threads.run(making), self._threads)
 
-    def hold(self, tokens: Tokens, ttl: float | None = None) -> Opening[Hold]:
+    def hold(self, tokens: Tokens, ttl: float | None = None, *, counts: bool = True) -> Opening[Hold]:
         """Holds the longest stored prefix; await it, or use it with ``async with``."""
-        return Opening(self._hold(tokens, ttl))
+        return Opening(self._hold(partial(self._twin.hold, tokens, ttl, counts=counts)))
 
     def pin(self, tokens: Tokens, ttl: float = 3600.0, owner: str = "") -> Opening[Pin]:
         """Pins the longest stored prefix; await it, or use it with ``async with``."""
         return Opening(self._pin(tokens, ttl, owner))
 
-    async def _hold(self, tokens: Tokens, ttl: float | None) -> Hold:
-        held = await self._threads.run(partial(self._twin.hold, tokens, ttl), cache.Hold.release)
+    async def _hold(self, taking: Callable[[], cache.Hold]) -> Hold:
+        held = await self._threads.run(taking, cache.Hold.release)
         return Hold(held, self._threads)
 
     async def _pin(self, tokens: Tokens, ttl: float, owner: str) -> Pin:

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 
 from kvstore import planning
 from kvstore.aio.threads import Threads
 from kvstore.aio.twins import Twin, awaited
-from kvstore.client import planning as sync_planning
-from kvstore.client import runs
-from kvstore.client.consumers import Sharing
-from kvstore.client.planning import values_of
 from kvstore.planning import Group
+from kvstore.planning import run as runs
+from kvstore.planning.run import Sharing
 
 
 class Taken(Twin[runs.Taken]):
-    """As ``kvstore.client.runs.Taken``."""
+    """As ``kvstore.planning.Taken``."""
 
     @property
     def group(self) -> Group:
@@ -89,16 +87,14 @@ def _given_back(taken: runs.Taken | None) -> None:
 class Plan(planning.Plan):
     """As ``kvstore.Plan``."""
 
-    twin: sync_planning.Plan = field(compare=False)
-    """The synchronous plan."""
     threads: Threads = field(compare=False)
     """The store's threads."""
 
     @classmethod
-    def of(cls, plan: sync_planning.Plan, threads: Threads) -> Plan:
+    def of(cls, plan: planning.Plan, threads: Threads) -> Plan:
         """The twin of a plan."""
-        return cls(**values_of(plan), twin=plan, threads=threads)
+        return cls(**{each.name: getattr(plan, each.name) for each in fields(planning.Plan)}, threads=threads)
 
-    def run(self, *, ahead: int = 2, attempts: int = 3) -> Run:
+    def run(self, *, ahead: int = 2, attempts: int = 3) -> Run:  # type: ignore[override]  # the same, awaited
         """As the synchronous one: ``async with plan.run() as run: async for group in run: ...``."""
-        return Run(self.twin.run(ahead=ahead, attempts=attempts), self.threads)
+        return Run(runs.Run(self, ahead, attempts), self.threads)

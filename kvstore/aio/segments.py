@@ -7,13 +7,12 @@ from functools import partial
 
 from kvstore.aio.threads import Threads
 from kvstore.aio.twins import Opening, Twin, awaited, finished
-from kvstore.client import segments
-from kvstore.segments import Match
+from kvstore.segments import Match, segments
 from kvstore.tokens import Tokens
 
 
 class Held(Twin[segments.Held]):
-    """As ``kvstore.client.segments.Held``. Use it by one task."""
+    """As ``kvstore.Held``. Use it by one task."""
 
     @property
     def matches(self) -> list[Match]:
@@ -31,7 +30,7 @@ class Held(Twin[segments.Held]):
 
 
 class Segments(Twin[segments.Segments]):
-    """As ``kvstore.client.segments.Segments``."""
+    """As ``kvstore.Segments``."""
 
     def __init__(self, twin: segments.Segments, threads: Threads) -> None:
         super().__init__(twin, threads)

@@ -15,13 +15,13 @@ from kvstore.checks import checked_hold_ttl
 from kvstore.client.dropping import release_dropped
 from kvstore.client.owner import Owner
 from kvstore.client.pin import Pin, check_pin
-from kvstore.client.planning import Plan, plan_keys
 from kvstore.client.port import Port, PortBlockHold
 from kvstore.client.refusals import put_blocks
 from kvstore.errors import InvalidRequest, WrongSize
 from kvstore.format.descent import DESCENT_BYTES_MAX, Ancestry, Descent
 from kvstore.hints import DEFAULT, Hints, Preset, checked_unused_s
 from kvstore.namespace import Namespace
+from kvstore.planning import KeyStorage, Plan, Prompts, make_plan
 from kvstore.planning.prompts import checked_prompts
 from kvstore.results import StoredBlocks
 from kvstore.wire.limits import BLOCK_BYTES_MAX, BLOCKS_MAX, DESCENTS_BYTES_MAX
@@ -185,7 +185,14 @@ class BlockCache:
         """
         checked = [_checked_keys(keys) for keys in checked_prompts(prompts)]
         with tracing.span("kvstore.plan"):
-            return plan_keys(self._port, self._namespace, checked, memory_tokens, decode_tokens)
+            size = self._namespace.layout.chunk_tokens
+            return make_plan(
+                Prompts.of_blocks(checked, size),
+                memory_tokens=memory_tokens,
+                decode_tokens=decode_tokens,
+                chunk_tokens=size,
+                storage=KeyStorage(self, checked, size),
+            )
 
 
 class BlockHold:

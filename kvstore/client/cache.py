@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, overload
 
@@ -17,22 +18,27 @@ from kvstore.client.dropping import release_dropped
 from kvstore.client.operation import Operation
 from kvstore.client.owner import Owner
 from kvstore.client.pin import Pin, check_pin
-from kvstore.client.planning import Plan, plan_tokens
 from kvstore.client.port import Port, PortHold
 from kvstore.client.refusals import put_prompt
-from kvstore.client.segments import CHUNK_TOKENS, Segments
 from kvstore.errors import InvalidRequest
 from kvstore.hints import Hints, Preset, checked_unused_s
 from kvstore.namespace import Namespace
 from kvstore.node.prefetch import TierName, checked_tier
+from kvstore.planning import Plan, Prompts, TokenStorage, make_plan
+from kvstore.planning.prompts import checked_prompts
 from kvstore.results import Cleared, LayerMemory, PutResult
-from kvstore.segments.rope import Rope
+from kvstore.segments import CHUNK_TOKENS, Rope, Segments
 from kvstore.tokens import TokenArray, Tokens, token_array
 from kvstore.writes import WriteMode, WriteModeName
 
 BAND_MAX = 8
 BAND_BYTES = 32 << 20
 """Limits of layers that are read together, if each has memory of its own."""
+PROMPTS_MAX = 4096
+TOKENS_MAX = 1 << 20
+"""Limits on one of the calls of ``match_each``, 4 MiB; a longer prompt is a call of its own."""
+EACH_S = 60.0
+"""Limit on all calls of one ``match_each``."""
 
 
 class Cache:
@@ -116,6 +122,30 @@ class Cache:
         with tracing.span("kvstore.match", tokens=len(ids)):
             return self._port.match(self.namespace, ids, counts=counts) * self.layout.chunk_tokens
 
+    def match_each(self, prompts: Iterable[Tokens]) -> list[int]:
+        """Returns ``match`` of each prompt, from a few calls to the store; the hit ratio leaves them out.
+
+        Prompts that begin alike should follow one another: the store hashes only once what they share. A prompt that
+        the store does not answer for, or not within a minute, counts as not stored.
+        """
+        left, size = map(token_array, checked_prompts(prompts)), self.layout.chunk_tokens
+        counts, call, tokens, following = list[int](), list[TokenArray](), 0, next(left, None)
+        ends_s = time.monotonic() + EACH_S
+        with tracing.span("kvstore.match_each"):
+            while time.monotonic() < ends_s:
+                while following is not None and (
+                    not call or (len(call) < PROMPTS_MAX and tokens + len(following) <= TOKENS_MAX)
+                ):
+                    call.append(following)
+                    tokens, following = tokens + len(following), next(left, None)
+                found = self._port.match_each(self.namespace, call) if call else []
+                if not found:
+                    break
+                counts += [count * size for count in found]
+                tokens -= sum(map(len, call[: len(found)]))
+                call = call[len(found) :]
+        return counts + [0] * (len(call) + (following is not None) + sum(1 for _ in left))
+
     @overload
     def get(self, tokens: Tokens) -> tuple[int, KvArray]: ...
 
@@ -147,15 +177,16 @@ class Cache:
             count = self._port.get(self.namespace, ids, chunks_max, memory) * layout.chunk_tokens
         return count, array[:, :, :count]
 
-    def hold(self, tokens: Tokens, ttl: float | None = None) -> Hold:
+    def hold(self, tokens: Tokens, ttl: float | None = None, *, counts: bool = True) -> Hold:
         """Holds the longest stored prefix: protects it from garbage collection until released, at most ``ttl`` seconds.
 
-        Use it as a context. Raises Overloaded if too many holds are alive.
+        Use it as a context. ``counts=False`` leaves this look-up out of the hit ratio. Raises Overloaded if too many
+        holds are alive.
         """
         ttl_s = None if ttl is None else checked_hold_ttl(ttl)
-        ids = token_array(tokens)
+        counts, ids = checked_flag("counts", counts), token_array(tokens)
         with tracing.span("kvstore.hold", tokens=len(ids)):
-            return Hold(self._port.hold(self.namespace, ids, ttl_s), self)
+            return Hold(self._port.hold(self.namespace, ids, ttl_s, counts=counts), self)
 
     def pin(self, tokens: Tokens, ttl: float = 3600.0, owner: str = "") -> Pin:
         """Pins the longest stored prefix: a leased refcount, visible to the cluster, that ends after ``ttl`` seconds.
@@ -225,7 +256,15 @@ class Cache:
         a store that does not answer holds nothing. kvstore/planning/PLANNING.md has the algorithm and its bounds.
         """
         with tracing.span("kvstore.plan"):
-            return plan_tokens(self._port, self.namespace, prompts, memory_tokens, decode_tokens)
+            size = self.layout.chunk_tokens
+            packed = Prompts.of_tokens(prompts, size)
+            return make_plan(
+                packed,
+                memory_tokens=memory_tokens,
+                decode_tokens=decode_tokens,
+                chunk_tokens=size,
+                storage=TokenStorage(self, packed),
+            )
 
     def segments(self, rope: Rope, *, chunk_tokens: int = CHUNK_TOKENS) -> Segments:
         """Returns the segments of this model: KV computed alone, for reuse anywhere in a prompt behind a verdict.
@@ -234,7 +273,7 @@ class Cache:
         settings (``kvstore.segments.Rope.of``), ``chunk_tokens`` the tokens of a stored piece. Raises InvalidRequest if
         keys of this layout cannot be rotated, Unavailable.
         """
-        return Segments(self._port, self.namespace, rope, chunk_tokens, self._write)
+        return Segments(self.namespace, rope, chunk_tokens, self._opened, self._port.shared)
 
     def clear(self) -> Cleared:
         """Deletes the stored chunks of this namespace, except those pinned in this store's metadata.
@@ -242,6 +281,10 @@ class Cache:
         Readers in progress get a miss. A store opened without etcd knows only its own pins.
         """
         return self._port.clear(self.namespace)
+
+    def _opened(self, namespace: Namespace) -> Cache:
+        self._port.open_namespace(namespace)
+        return Cache(self._port, namespace, self._write)
 
     def _fill(self, target: KvArray, chunks_max: int, ids: TokenArray) -> int:
         filled = fillable(target)

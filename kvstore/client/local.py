@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,6 @@ from kvstore.buffers import Pieces, Sections
 from kvstore.census.selection import Selection
 from kvstore.client.branches import PortBranches
 from kvstore.client.operation import Operation
-from kvstore.client.port import PortSegments
 from kvstore.counts import NodeCount
 from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError, StoreClosed
 from kvstore.format.descent import Ancestry
@@ -28,11 +27,8 @@ from kvstore.node.layers import Bands
 from kvstore.node.member import Member
 from kvstore.node.node import Node
 from kvstore.node.prefetch import TierName
-from kvstore.node.segment_search import find_segments, hold_segments
 from kvstore.node.wanted import keyed
 from kvstore.results import Cleared, LayerMemory, PinRecord, PutResult, StoredBlocks
-from kvstore.segments.match import Match
-from kvstore.segments.search import Search
 from kvstore.tokens import TokenArray
 from kvstore.writes import WriteMode
 
@@ -74,7 +70,7 @@ class OpenMember:
 
 
 class LocalGuard:
-    """A hold of the node in this process. Segments are read as prompts, without it."""
+    """A hold of the node in this process."""
 
     def __init__(self, store: OpenMember, node: Node, hold: Hold) -> None:
         self._store = store
@@ -129,23 +125,6 @@ class LocalBlockHold(LocalGuard):
             return self._node.blocks.get(self._namespace, keys, buffers, deadline, held=True)
 
 
-class LocalSegments:
-    """Searches for segments in the node in this process."""
-
-    def __init__(self, store: OpenMember) -> None:
-        self._store = store
-
-    def find(self, namespace: Namespace, search: Search) -> list[Match]:
-        with self._store as member:
-            return find_segments(member.node, namespace, search, member.node.limits.match_deadline_s)
-
-    def hold(self, namespace: Namespace, search: Search, ttl_s: float | None) -> tuple[list[Match], LocalGuard | None]:
-        with self._store as member:
-            node = member.node
-            matches, hold = hold_segments(node, namespace, search, ttl_s, node.limits.match_deadline_s)
-            return matches, None if hold is None else LocalGuard(self._store, node, hold)
-
-
 class LocalBranches:
     """Abandoned branches of the node in this process."""
 
@@ -168,7 +147,7 @@ class LocalPort:
 
     def __init__(self, member: Member) -> None:
         self._store = OpenMember(member)
-        self.segments: PortSegments = LocalSegments(self._store)
+        self.shared: dict[Hashable, Any] = {}
         self.branches: PortBranches = LocalBranches(self._store)
 
     @property
@@ -214,11 +193,10 @@ class LocalPort:
             finally:
                 member.node.holds.release(hold)
 
-    def hold(self, namespace: Namespace, tokens: TokenArray, ttl_s: float | None) -> LocalHold:
+    def hold(self, namespace: Namespace, tokens: TokenArray, ttl_s: float | None, *, counts: bool = True) -> LocalHold:
         with self._store as member:
-            return LocalHold(
-                self._store, member.node, member.node.hold(member.node.chains.of(namespace, tokens), ttl_s)
-            )
+            hold = member.node.hold(member.node.chains.of(namespace, tokens), ttl_s, counts=counts)
+            return LocalHold(self._store, member.node, hold)
 
     def pin(self, namespace: Namespace, prompt: TokenArray | list[bytes], ttl_s: float, owner: str) -> PinRecord:
         with self._store as member:

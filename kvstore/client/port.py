@@ -5,7 +5,7 @@ It has two implementations, ``local.py`` and ``remote.py``. Everything above beh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy.typing as npt
@@ -20,8 +20,6 @@ from kvstore.hints import Hints
 from kvstore.namespace import Namespace
 from kvstore.node.prefetch import TierName
 from kvstore.results import Cleared, LayerMemory, PinRecord, PutResult, StoredBlocks
-from kvstore.segments.match import Match
-from kvstore.segments.search import Search
 from kvstore.tokens import TokenArray
 from kvstore.writes import WriteMode
 
@@ -86,23 +84,11 @@ class PortBlockHold(Protecting, Protocol):
         ...
 
 
-class PortSegments(Protocol):
-    """Searches for segments in a namespace of segments."""
-
-    def find(self, namespace: Namespace, search: Search) -> list[Match]:
-        """Returns the ranges that are stored: ordered, disjoint; none if nobody answers, fewer if time runs out."""
-        ...
-
-    def hold(self, namespace: Namespace, search: Search, ttl_s: float | None) -> tuple[list[Match], PortGuard | None]:
-        """Does the same, with one hold for all that is found; None if nothing is. Raises Overloaded."""
-        ...
-
-
 class Port(Protocol):
     """Calls of a cache. Each returns or raises within its deadline; errors are those of ``kvstore.errors``."""
 
-    segments: PortSegments
-    """The searches for segments."""
+    shared: dict[Hashable, Any]
+    """State that all caches of this store share. It must not refer to the port."""
     branches: PortBranches
     tells_fresh: bool
     """True if ``put_blocks`` tells what it wrote. Otherwise the bytes have far to go, so ask first which are there."""
@@ -150,8 +136,8 @@ class Port(Protocol):
         """
         ...
 
-    def hold(self, namespace: Namespace, tokens: TokenArray, ttl_s: float | None) -> PortHold:
-        """Holds the leading chunks in the store."""
+    def hold(self, namespace: Namespace, tokens: TokenArray, ttl_s: float | None, *, counts: bool = True) -> PortHold:
+        """Holds the leading chunks in the store; ``counts`` as in ``Cache.hold``."""
         ...
 
     def pin(self, namespace: Namespace, prompt: Prompt, ttl_s: float, owner: str) -> PinRecord:

@@ -5,7 +5,7 @@ If no worker answers, a read is a miss (counted in ``stats()``), and all else ra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -27,13 +27,11 @@ from kvstore.client.endpoints import Endpoints
 from kvstore.client.fetching import BlockFetch, ChunkFetch, Fetch
 from kvstore.client.limits import ClientLimits, checked_limits
 from kvstore.client.operation import Operation
-from kvstore.client.port import PortSegments
 from kvstore.client.putting import put_over_grpc, put_past_grpc
 from kvstore.client.remote_blocks import RemoteBlockHold, RemoteBlocks, naming_of
 from kvstore.client.remote_branches import RemoteBranches
 from kvstore.client.remote_hold import RemoteHold
 from kvstore.client.remote_operations import RemoteOperations
-from kvstore.client.remote_segments import RemoteSegments
 from kvstore.client.renewing import Renewing
 from kvstore.client.spreading import Marking, marks_of, marks_of_keys
 from kvstore.client.tools import Tools
@@ -133,7 +131,7 @@ class RemotePort:
         self._tools = Tools(self._caller, counters, limits, watch, lanes, Renewing(clock), write)
         self._blocks, self._reopening = RemoteBlocks(self._tools), Reopening(self._caller, counters, limits.pin_s)
         self.branches: PortBranches = RemoteBranches(self._tools)
-        self.segments: PortSegments = RemoteSegments(self._tools, self._reopening)
+        self.shared: dict[Hashable, Any] = {}
         self.parts = ExitStack()
         """What is closed with the port, last first; it does not refer to the port."""
         for close in (lanes.close, watch.close, self.endpoints.close, self._tools.renewing.close, self.endpoints.stop):
@@ -185,14 +183,14 @@ class RemotePort:
         self._receive(namespace, fetch, partial(marks_of, namespace, tokens))
         return leading(fetch.done)
 
-    def hold(self, namespace: Namespace, tokens: TokenArray, ttl_s: float | None) -> RemoteHold:
+    def hold(self, namespace: Namespace, tokens: TokenArray, ttl_s: float | None, *, counts: bool = True) -> RemoteHold:
         tokens = _full_chunks(namespace, tokens)
         nothing = RemoteHold(namespace, b"", pb.HoldResponse(), None, self._tools)
         if not len(tokens):
             self._caller.check()
             return nothing
         packed = pack_tokens(tokens)
-        request = pb.HoldRequest(namespace=namespace.digest, tokens=packed, ttl_s=ttl_s or 0.0)
+        request = pb.HoldRequest(namespace=namespace.digest, tokens=packed, ttl_s=ttl_s or 0.0, uncounted=not counts)
 
         def send(endpoint: Endpoint, left_s: float) -> RemoteHold:
             answer = pb.HoldResponse.FromString(endpoint.call("Hold", request, left_s))

@@ -50,12 +50,10 @@ class _Lease:
 class HeldAtWorker:
     """A hold at one worker, renewed until it is released. ``endpoint`` is None if nothing is held.
 
-    Reads of what is held are given to ``_receive``; segments are read as prompts, without it.
+    Reads of what is held are given to ``_receive``.
     """
 
-    def __init__(
-        self, answer: pb.HoldResponse | pb.FindSegmentsResponse, endpoint: Endpoint | None, tools: Tools
-    ) -> None:
+    def __init__(self, answer: pb.HoldResponse, endpoint: Endpoint | None, tools: Tools) -> None:
         self._tools = tools
         self._lock = threading.Lock()
         self._released = False

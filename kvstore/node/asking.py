@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
-from kvstore.address import Chain, chains_of
+from kvstore.address import Chain
 from kvstore.namespace import Namespace
 from kvstore.node.lanes import Deadline
 from kvstore.node.node import Node
@@ -21,13 +21,10 @@ def match_each(
     namespace: Namespace,
     prompts: Iterable[TokenArray],
     deadline_s: float,
-    *,
-    alike: bool = True,
 ) -> list[int]:
     """Returns the number of leading chunks of each prompt; fewer answers if the time runs out.
 
-    Prompts that begin alike should follow one another: what they share is hashed once. ``alike`` is False for those
-    that do not: all are hashed at once, and none is remembered. They leave out the hit ratio.
+    Prompts that begin alike should follow one another: what they share is hashed once. They leave out the hit ratio.
     """
     deadline = Deadline(node.clock, deadline_s)
     counts: list[int] = []
@@ -36,7 +33,7 @@ def match_each(
         group = list(islice(left, AT_ONCE))
         if not group:
             break
-        chains = [node.chains.of(namespace, tokens) for tokens in group] if alike else chains_of(namespace, group)
+        chains = [node.chains.of(namespace, tokens) for tokens in group]
         addresses = [address for chain in chains for address in chain.addresses]
         present = bytes(node.reads.remembered(addresses))
         for chain, remembered in zip(chains, _leading(present, chains), strict=True):

@@ -81,8 +81,6 @@ class Limits:
     """A prefetch that takes longer fails; what it has brought stays."""
     open_files_max: int = 256
     """Files that one layer-by-layer read keeps open, and, without native code, one view."""
-    segments_follow_s: float = 10.0
-    """Shortest time between two listings of the segments that other nodes put, while prompts are searched for them."""
 
     def __post_init__(self) -> None:
         check_limits(self)

@@ -43,7 +43,6 @@ from kvstore.node.prefetch import Prefetcher, TierName
 from kvstore.node.puts import Puts, Written
 from kvstore.node.reader import Reading, TieredReads
 from kvstore.node.refresh import Refresher
-from kvstore.node.segment_indexes import SegmentIndexes
 from kvstore.node.settings import NO_TIERS, TierSettings
 from kvstore.node.staging import Staging
 from kvstore.node.tier_stack import TierStack
@@ -143,10 +142,9 @@ class Node:
         self.reads = TieredReads(self._chunks, self._lanes, self._refresher, self.counters, self.tiers)
         self.blocks = Blocks(self._chunks, self.gc_view, self._lanes, self.counters, self.reads, self.holds)
         self.handing = Handing(self._chunks, self._lanes, self.counters, self.reads, self.tiers)
-        self.segments = SegmentIndexes(root, identity.shard_bits, clock.monotonic_s, limits.segments_follow_s)
         self.puts = Puts(
             self._chunks, self._lanes, self.gc_view, self._refresher, self.reads, self.tiers,
-            self.counters, self._limits, clock, self.segments, durable=durable,
+            self.counters, self._limits, clock, durable=durable,
         )  # fmt: skip
         self._prefetcher: Prefetcher | None = None
         self.operations = Operations(clock, ids, lambda: self.limits.operations_max, self._count_ended)
@@ -187,7 +185,7 @@ class Node:
         """How many leading chunks are in the store. A miss, never an error, when the root does not answer."""
         deadline = self._deadline(deadline_s, self.limits.match_deadline_s)
         count = self.reads.matched_count(chain.leading(self.gc_view.leading(chain)), deadline)
-        if counts and not chain.namespace.has_segments:
+        if counts:
             self.counters.add_lookup(len(chain), count, chain.namespace.layout.chunk_tokens, is_match=True)
         return count
 
@@ -203,7 +201,7 @@ class Node:
         hold = self.holds.take(chain, ttl_s)  # it has left out what is condemned
         try:
             hold.count = self.reads.matched_count(hold.chain, self._deadline(deadline_s, self.limits.match_deadline_s))
-            if counts and not chain.namespace.has_segments:
+            if counts:
                 self.counters.add_lookup(len(chain), hold.count, chain.namespace.layout.chunk_tokens, is_match=False)
             hold.chain = chain.leading(hold.count)
             if self.memory is not None:
@@ -435,7 +433,6 @@ class Node:
         self.operations.close(timeout_s)
         if self.tiers is not None:
             self.tiers.close(timeout_s)
-        self.segments.close(timeout_s)
         self._refresher.close(timeout_s)
         self.staging.clear(self._lanes, timeout_s)
         self._lanes.close(timeout_s)

@@ -23,7 +23,7 @@ from kvstore import recency
 from kvstore.address import Chain
 from kvstore.buffers import Sections
 from kvstore.counts import NodeCount
-from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, Unavailable
+from kvstore.errors import KVStoreError, Overloaded, Unavailable
 from kvstore.hints import DEFAULT, Hints
 from kvstore.native import library as native
 from kvstore.node.chunk_runs import Run, SharedPut, Sizes
@@ -35,7 +35,6 @@ from kvstore.node.lanes import Batch, Deadline, DeadlinePassed, Lanes, moved_on
 from kvstore.node.limits import CurrentLimits
 from kvstore.node.reader import TieredReads
 from kvstore.node.refresh import Refresher
-from kvstore.node.segment_indexes import SegmentIndexes
 from kvstore.node.slots import Slots
 from kvstore.node.tier_stack import TierStack
 from kvstore.node.wanted import Keyed, Wanted, expected_of, file_bytes, image_sizes, leading, mean_bytes, sizes_of
@@ -123,7 +122,6 @@ class Puts:
         counters: Counters,
         limits: CurrentLimits,
         clock: Clock,
-        segments: SegmentIndexes,
         *,
         durable: bool,
     ) -> None:
@@ -137,7 +135,6 @@ class Puts:
         self.durable = durable
         self._limits = limits
         self._reads = reads
-        self._segments = segments
 
     def put(
         self, wanted: Wanted, first: int, source: Sections, deadline: Deadline, hints: Hints, write: WriteMode | None
@@ -166,10 +163,6 @@ class Puts:
         With ``skips`` its ``first`` says from which chunk on the caller has to bring them, for callers that send them
         far. Raises Overloaded while the root is full, and the root's errors.
         """
-        if first and wanted.namespace.has_segments:
-            raise InvalidRequest(
-                "a segment is put from its first token on, behind BOS alone: give all of its KV at once"
-            )
         self.view.check_room(sum(sizes_of(wanted)[first:]))
         mode = self.mode(write)
         if mode is WriteMode.BEHIND:
@@ -177,8 +170,6 @@ class Puts:
         self.counters.add(NodeCount.REQUESTS_PUT)
         if isinstance(wanted, Keyed):
             return self._begin_blocks(wanted, mode, hints, deadline)
-        if wanted.namespace.has_segments:
-            self._segments.learn(wanted)
         # A chunk that a sweep is taking cannot be put again before the sweep has ended. The rest of the prompt waits
         # for that.
         self.view.settle(wanted)

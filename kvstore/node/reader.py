@@ -341,8 +341,6 @@ class TieredReads:
         if self._tiers is not None:
             self._tiers.memory.used(wanted, len(wanted))
         self._refresher.used(wanted)
-        if isinstance(wanted, Chain) and wanted.namespace.has_segments:
-            self._counters.add(NodeCount.BLENDED_TOKENS, len(wanted) * wanted.namespace.layout.chunk_tokens)
 
     def looked_up(self, wanted: Wanted) -> None:
         """Notes that all of these were found.

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from enum import Enum
 from heapq import heappop, heappush
 
-from kvstore.planning.plan import Group
+from kvstore.planning.group import Group
 
 
 class State(Enum):

@@ -1,9 +1,9 @@
-"""The plan of a batch: groups, order, and the tokens that are computed. Made by ``make_plan``; values only."""
+"""The plan of a batch: groups, order, and the tokens that are computed. Made by ``make_plan``."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -11,37 +11,17 @@ from kvstore.brief import brief
 from kvstore.checks import is_whole
 from kvstore.errors import InvalidRequest
 from kvstore.planning.arrival import tokens_found
+from kvstore.planning.group import Group
 from kvstore.planning.grouping import serving_nodes
 from kvstore.planning.ordering import Order, depth_first
 from kvstore.planning.prompts import Counts, Prompts
-from kvstore.planning.stored import Ask, agreed, stored_tokens
+from kvstore.planning.run import Run
+from kvstore.planning.storage import Storage
+from kvstore.planning.stored import agreed, stored_tokens
 from kvstore.planning.trie import Trie
 
 COUNT_MAX = (1 << 63) - 1
 """Limit on a number of tokens that a caller names."""
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Prompts that run one after another behind one shared prefix."""
-
-    prefix_tokens: int
-    """Leading tokens that all members share; 0 for a prompt that shares nothing."""
-    stored_tokens: int
-    """Leading tokens of the prefix that the store held when the plan was made."""
-    shared_before: int
-    """Leading tokens that the first member shares with the prompt before it in the plan's order."""
-    members: tuple[int, ...]
-    """Indices of the prompts in the batch, in the order to run them."""
-    computed: tuple[int, ...]
-    """Tokens that each member computes, run in the plan's order."""
-    stored: tuple[int, ...]
-    """Leading tokens of each member that the store held when the plan was made."""
-
-    @property
-    def tokens_to_compute(self) -> int:
-        """Tokens that all members compute."""
-        return sum(self.computed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +38,12 @@ class Rest:
     """Computed again, because a prefix is longer than memory."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Plan:
-    """A batch's groups and order. Counts are tokens of all prompts; output tokens are not in them."""
+    """A batch's groups and order, which can be run. Counts are tokens of all prompts; output tokens are not in them.
+
+    ``Cache.plan`` and ``BlockCache.plan`` make it. It keeps the prompts, 4 bytes a token.
+    """
 
     groups: tuple[Group, ...]
     """In the order to run them."""
@@ -78,6 +61,16 @@ class Plan:
     rest: Rest
     memory_tokens: int
     block_tokens: int
+    storage: Storage = field(compare=False)
+    """The store, for runs."""
+
+    def run(self, *, ahead: int = 2, attempts: int = 3) -> Run:
+        """Runs the plan: ``with plan.run() as run: for group in run: ...``. Several runs are independent.
+
+        ``ahead`` groups are brought into memory before their turn; a group goes out at most ``attempts`` times.
+        Consumers are threads of this process (``kvstore.aio`` has tasks), and processes of this host (``Run.share``).
+        """
+        return Run(self, ahead, attempts)
 
     @property
     def order(self) -> list[int]:
@@ -106,13 +99,13 @@ def make_plan(
     memory_tokens: int,
     decode_tokens: int | Sequence[int | None] | None = None,
     chunk_tokens: int = 1,
-    ask: Ask | None = None,
+    storage: Storage | None = None,
 ) -> Plan:
     """Plans a batch.
 
     ``memory_tokens`` is the KV that the engine keeps, in tokens. ``decode_tokens`` are the output tokens of each
-    prompt, None where they are not known, or of every one. ``ask`` says what a store holds whose chunks are
-    ``chunk_tokens`` long; blocks must then be whole chunks. Raises InvalidRequest.
+    prompt, None where they are not known, or of every one. ``storage`` has chunks of ``chunk_tokens`` tokens; blocks
+    must then be whole chunks. Raises InvalidRequest.
     """
     if not (is_whole(memory_tokens) and 0 <= memory_tokens <= COUNT_MAX):
         raise InvalidRequest(
@@ -121,14 +114,14 @@ def make_plan(
     trie = Trie.of(prompts)
     outputs = decoded(len(prompts), 0 if decode_tokens is None else decode_tokens)[trie.order]
     stored = np.zeros(len(trie.order), np.int64)
-    if ask is not None:
+    if storage is not None:
         if prompts.block_tokens % chunk_tokens:
             # Half a chunk cannot be loaded: what the store saves would depend on the order.
             raise InvalidRequest(
                 f"blocks of {prompts.block_tokens} tokens: expected a multiple of the store's {chunk_tokens}"
             )
-        stored = stored_tokens(prompts, trie, chunk_tokens, ask)
-    return _Planning(prompts, trie, stored, int(memory_tokens)).plan(outputs.tolist())
+        stored = stored_tokens(prompts, trie, chunk_tokens, storage.stored)
+    return _Planning(prompts, trie, stored, int(memory_tokens)).plan(outputs.tolist(), storage or Storage())
 
 
 class _Planning:
@@ -142,7 +135,7 @@ class _Planning:
         self._held, self._stored = agreed(trie, stored)
         self._serving = serving_nodes(trie, self._held)
 
-    def plan(self, outputs: Sequence[int]) -> Plan:
+    def plan(self, outputs: Sequence[int], storage: Storage) -> Plan:
         """Puts the prompts in order and counts."""
         trie, block = self._trie, self._prompts.block_tokens
         above = np.where(trie.parent >= 0, trie.depth[trie.parent], 0)
@@ -162,6 +155,7 @@ class _Planning:
             rest=self._rest(optimum, int(computed.sum())),
             memory_tokens=self._memory_tokens,
             block_tokens=block,
+            storage=storage,
         )
 
     def _behind(self, found: Counts) -> Counts:

@@ -50,7 +50,6 @@ PERMISSIONS: dict[str, Permission] = {
     "OpenNamespace": _READ,
     "ListNamespaces": _LIST,
     "Match": _READ,
-    "FindSegments": _READ,
     "Put": _WRITE,
     "Get": _READ,
     "Hold": _READ,

@@ -1,12 +1,26 @@
 """Segments: KV that was computed alone and is reused at another place of a prompt.
 
-``SEGMENTS.md`` beside this file has the rules. This package knows RoPE, tokens and verdicts, and no store;
-``kvstore.client.segments`` stores and reads segments (``cache.segments(rope)``).
+``SEGMENTS.md`` beside this file has the rules. ``cache.segments(rope)`` stores and reads them, by public calls of a
+cache alone.
 """
 
 from kvstore.segments.gate import Bounds, Measured, Rule, Verdict
 from kvstore.segments.match import Match
 from kvstore.segments.rope import Rope, Style
 from kvstore.segments.rotation import rotate, unrotated
+from kvstore.segments.segments import CHUNK_TOKENS, Held, Segments
 
-__all__ = ["Bounds", "Match", "Measured", "Rope", "Rule", "Style", "Verdict", "rotate", "unrotated"]
+__all__ = [
+    "CHUNK_TOKENS",
+    "Bounds",
+    "Held",
+    "Match",
+    "Measured",
+    "Rope",
+    "Rule",
+    "Segments",
+    "Style",
+    "Verdict",
+    "rotate",
+    "unrotated",
+]

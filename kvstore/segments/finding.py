@@ -23,16 +23,14 @@ BLOCK = 65_536
 
 Ask = Callable[[Sequence[Range]], Sequence[int]]
 """The number of leading chunks that the store has of each range, as of a prompt of its own."""
-HasTime = Callable[[], bool]
-"""False once the time of a search is over: it ends with what it has found."""
 Places = npt.NDArray[np.intp]
 
 
-def find(search: Search, chunk_tokens: int, index: Index, ask: Ask, has_time: HasTime = lambda: True) -> list[Match]:
+def find(search: Search, chunk_tokens: int, index: Index, ask: Ask) -> list[Match]:
     """Returns the ranges of a prompt that are stored segments; ``index`` learns them, and that they were used."""
     tokens = search.tokens
     if search.starts is None:
-        matches = find_anywhere(tokens, search.after, chunk_tokens, index, ask, has_time)
+        matches = find_anywhere(tokens, search.after, chunk_tokens, index, ask)
     else:
         matches = find_given(tokens, search.given, chunk_tokens, ask)
     if matches:
@@ -52,15 +50,11 @@ def find_given(tokens: TokenArray, ranges: Sequence[Range], chunk_tokens: int, a
     ]
 
 
-def find_anywhere(
-    tokens: TokenArray, after: int, chunk_tokens: int, index: Index, ask: Ask, has_time: HasTime
-) -> list[Match]:
+def find_anywhere(tokens: TokenArray, after: int, chunk_tokens: int, index: Index, ask: Ask) -> list[Match]:
     """Looks for segments at every offset from ``after`` on: the leftmost first, each as far as the store has it."""
-    places, lengths = _candidates(tokens, after, chunk_tokens, index, has_time)
+    places, lengths = _candidates(tokens, after, chunk_tokens, index)
     matches: list[Match] = []
     for _ in range(ROUNDS_MAX):
-        if not has_time():
-            break
         free, room = gaps(len(tokens), matches, after), MATCHES_MAX - len(matches)
         asked = _proposals(places, lengths, free, chunk_tokens)[:room]
         if not asked:
@@ -76,14 +70,10 @@ def find_anywhere(
     return matches
 
 
-def _candidates(
-    tokens: TokenArray, after: int, chunk_tokens: int, index: Index, has_time: HasTime
-) -> tuple[Places, npt.NDArray[Any]]:
+def _candidates(tokens: TokenArray, after: int, chunk_tokens: int, index: Index) -> tuple[Places, npt.NDArray[Any]]:
     """Returns the offsets where ``index`` knows a segment, ascending, and the numbers of its chunks."""
     places, lengths = [np.empty(0, np.intp)], [np.empty(0, np.uint32)]
     for low in range(after, len(tokens) - chunk_tokens + 1, BLOCK):
-        if not has_time():
-            break
         known = index.lengths(windows(tokens[low : low + BLOCK + chunk_tokens - 1], chunk_tokens))
         at = np.flatnonzero(known)
         places.append(at + low)

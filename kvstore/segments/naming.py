@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from kvstore.errors import InvalidRequest
 from kvstore.layout import Layout
-from kvstore.namespace import SEGMENTS, Namespace
+from kvstore.namespace import Namespace
 
-KIND, SEGMENT = SEGMENTS
+KIND, SEGMENT = "kv", "segment"
 VERDICT = "verdict"
 
 

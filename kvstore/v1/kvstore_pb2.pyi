@@ -115,30 +115,6 @@ class MatchResponse(_message.Message):
     each: bytes
     def __init__(self, chunks: _Optional[int] = ..., tokens: _Optional[int] = ..., each: _Optional[bytes] = ...) -> None: ...
 
-class FindSegmentsRequest(_message.Message):
-    __slots__ = ("namespace", "tokens", "starts", "after", "hold_s")
-    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
-    TOKENS_FIELD_NUMBER: _ClassVar[int]
-    STARTS_FIELD_NUMBER: _ClassVar[int]
-    AFTER_FIELD_NUMBER: _ClassVar[int]
-    HOLD_S_FIELD_NUMBER: _ClassVar[int]
-    namespace: bytes
-    tokens: bytes
-    starts: bytes
-    after: int
-    hold_s: float
-    def __init__(self, namespace: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., starts: _Optional[bytes] = ..., after: _Optional[int] = ..., hold_s: _Optional[float] = ...) -> None: ...
-
-class FindSegmentsResponse(_message.Message):
-    __slots__ = ("ranges", "hold", "lease_s")
-    RANGES_FIELD_NUMBER: _ClassVar[int]
-    HOLD_FIELD_NUMBER: _ClassVar[int]
-    LEASE_S_FIELD_NUMBER: _ClassVar[int]
-    ranges: bytes
-    hold: bytes
-    lease_s: float
-    def __init__(self, ranges: _Optional[bytes] = ..., hold: _Optional[bytes] = ..., lease_s: _Optional[float] = ...) -> None: ...
-
 class PutRequest(_message.Message):
     __slots__ = ("start", "checksums", "data")
     START_FIELD_NUMBER: _ClassVar[int]
@@ -216,16 +192,18 @@ class GetStart(_message.Message):
     def __init__(self, chunks: _Optional[int] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class HoldRequest(_message.Message):
-    __slots__ = ("namespace", "tokens", "ttl_s", "keys")
+    __slots__ = ("namespace", "tokens", "ttl_s", "keys", "uncounted")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     TTL_S_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
+    UNCOUNTED_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     tokens: bytes
     ttl_s: float
     keys: bytes
-    def __init__(self, namespace: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., ttl_s: _Optional[float] = ..., keys: _Optional[bytes] = ...) -> None: ...
+    uncounted: bool
+    def __init__(self, namespace: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., ttl_s: _Optional[float] = ..., keys: _Optional[bytes] = ..., uncounted: bool = ...) -> None: ...
 
 class HoldResponse(_message.Message):
     __slots__ = ("hold", "chunks", "tokens", "lease_s", "present")

@@ -49,11 +49,6 @@ class KVStoreStub(object):
                 request_serializer=kvstore_dot_v1_dot_kvstore__pb2.MatchRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1_dot_kvstore__pb2.MatchResponse.FromString,
                 _registered_method=True)
-        self.FindSegments = channel.unary_unary(
-                '/kvstore.v1.KVStore/FindSegments',
-                request_serializer=kvstore_dot_v1_dot_kvstore__pb2.FindSegmentsRequest.SerializeToString,
-                response_deserializer=kvstore_dot_v1_dot_kvstore__pb2.FindSegmentsResponse.FromString,
-                _registered_method=True)
         self.Put = channel.stream_unary(
                 '/kvstore.v1.KVStore/Put',
                 request_serializer=kvstore_dot_v1_dot_kvstore__pb2.PutRequest.SerializeToString,
@@ -155,14 +150,6 @@ class KVStoreServicer(object):
 
     def Match(self, request, context):
         """How many leading tokens are in the store, of one prompt or of several.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def FindSegments(self, request, context):
-        """Which ranges of a prompt are stored segments, anywhere in it, and a hold of all of them if it is asked for. The
-        namespace is one of segments (kvstore/segments/SEGMENTS.md); read each range as a prompt of its own (Get).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -305,11 +292,6 @@ def add_KVStoreServicer_to_server(servicer, server):
                     servicer.Match,
                     request_deserializer=kvstore_dot_v1_dot_kvstore__pb2.MatchRequest.FromString,
                     response_serializer=kvstore_dot_v1_dot_kvstore__pb2.MatchResponse.SerializeToString,
-            ),
-            'FindSegments': grpc.unary_unary_rpc_method_handler(
-                    servicer.FindSegments,
-                    request_deserializer=kvstore_dot_v1_dot_kvstore__pb2.FindSegmentsRequest.FromString,
-                    response_serializer=kvstore_dot_v1_dot_kvstore__pb2.FindSegmentsResponse.SerializeToString,
             ),
             'Put': grpc.stream_unary_rpc_method_handler(
                     servicer.Put,
@@ -473,33 +455,6 @@ class KVStore(object):
             '/kvstore.v1.KVStore/Match',
             kvstore_dot_v1_dot_kvstore__pb2.MatchRequest.SerializeToString,
             kvstore_dot_v1_dot_kvstore__pb2.MatchResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def FindSegments(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvstore.v1.KVStore/FindSegments',
-            kvstore_dot_v1_dot_kvstore__pb2.FindSegmentsRequest.SerializeToString,
-            kvstore_dot_v1_dot_kvstore__pb2.FindSegmentsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TypeVar, cast
 
 import numpy as np
@@ -48,7 +48,6 @@ _LONG = {"i": tracing.REQUEST_ID_KEY, "p": tracing.PARENT_KEY}
 _SHORT = {key: short for short, key in _LONG.items()}
 TOKEN_BYTES = 4
 PROMPTS_MAX = 65_536
-PLACES_MAX = 65_536
 _WRITES: dict[WriteMode | None, pb.Write] = {
     None: pb.WRITE_UNSPECIFIED,
     WriteMode.THROUGH: pb.WRITE_THROUGH,
@@ -216,27 +215,6 @@ def unpack_counts(packed: bytes, most: int) -> list[int]:
     """Decodes leading chunks of at most ``most`` prompts; a part of a count is left out."""
     counts: list[int] = np.frombuffer(packed, "<u4", min(most, len(packed) // 4)).tolist()
     return counts
-
-
-def pack_places(places: Iterable[int]) -> bytes:
-    """Encodes places in a prompt, in tokens, as little-endian u32."""
-    return np.fromiter(places, "<u4").tobytes()
-
-
-def unpack_places(packed: bytes) -> list[int]:
-    """Decodes places in a prompt. Raises InvalidRequest for part of a place, or too many."""
-    if len(packed) % 4:
-        raise InvalidRequest(f"starts have {len(packed)} bytes: expected 4 for each, an unsigned little-endian integer")
-    if len(packed) > 4 * PLACES_MAX:
-        raise InvalidRequest(f"{len(packed) // 4} starts are over the limit of {PLACES_MAX}")
-    places: list[int] = np.frombuffer(packed, "<u4").tolist()
-    return places
-
-
-def unpack_ranges(packed: bytes) -> list[tuple[int, int]]:
-    """Decodes starts and ends, which ``pack_places`` encoded in turn; a part of a range is left out."""
-    places: list[list[int]] = np.frombuffer(packed, "<u4", len(packed) // 8 * 2).reshape(-1, 2).tolist()
-    return [(start, end) for start, end in places]
 
 
 def pack_keys(keys: Sequence[bytes]) -> bytes:

@@ -38,7 +38,6 @@ from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.pinning import PinCalls
 from kvstore.worker.prompts import Prompts
 from kvstore.worker.putting import PutStreams
-from kvstore.worker.segments import SegmentCalls
 
 Request = TypeVar("Request", bound=Message)
 Context = grpc.ServicerContext
@@ -84,10 +83,8 @@ class Service:
         buffers = Buffers(limits.buffers_bytes_max)
         self._putting = PutStreams(node, self.prompts, self.in_flight, self.calls)
         self._getting = GetStreams(node, self.prompts, self.in_flight, self.calls, limits, buffers)
-        self._segments = SegmentCalls(node, self.prompts, self.holds)
         self._short: dict[str, UnaryCall[Any]] = {
             "MatchBlocks": UnaryCall(pb.MatchBlocksRequest, self._getting.match_blocks),
-            "FindSegments": UnaryCall(pb.FindSegmentsRequest, self._find_segments),
             "Hold": UnaryCall(pb.HoldRequest, self._hold),
             "Release": UnaryCall(pb.ReleaseRequest, self._release, light=True),
         }
@@ -204,9 +201,6 @@ class Service:
         count = self._node.match(chain, left_s, counts=not request.uncounted)
         return pb.MatchResponse(chunks=count, tokens=count * chain.namespace.layout.chunk_tokens)
 
-    def _find_segments(self, request: pb.FindSegmentsRequest, call: Call) -> Message:
-        return self._segments.find(request, call, self._limits.hold_lease_s)
-
     def _supersede(self, request: pb.SupersedeRequest, call: Call) -> Message:
         unused_s = checked_unused_s(request.unused_s)
         if request.keys and request.tokens:
@@ -232,7 +226,7 @@ class Service:
             present = bytes(found)
         else:
             chain = self.prompts.chain(request.namespace, request.tokens, call)
-            hold = self._node.hold(chain, ttl_s, left_s)
+            hold = self._node.hold(chain, ttl_s, left_s, counts=not request.uncounted)
         if not hold.count and not any(present):
             self._node.holds.release(hold)
             return pb.HoldResponse(present=present)

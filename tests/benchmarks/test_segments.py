@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import segments
 from benchmarks.contents import WrongBytes
-from kvstore.client.segments import Segments
+from kvstore.segments import Segments
 
 pytestmark = pytest.mark.bench
 FEW = ["--tokens", "2000", "--rounds", "1"]

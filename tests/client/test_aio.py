@@ -18,11 +18,12 @@ from kvstore import aio, errors
 from kvstore.aio.store import Store as AioStore
 from kvstore.aio.threads import THREADS, Threads
 from kvstore.census.selection import Selection
-from kvstore.client import blocks, cache, control, operation, segments, store
+from kvstore.client import blocks, cache, control, operation, store
 from kvstore.client import pin as pins
 from kvstore.client.bulk.way import Bulk
 from kvstore.node.limits import Limits
 from kvstore.root.memory import MemoryFiles, MemoryRoot
+from kvstore.segments import segments
 from tests.kit.cases import for_each
 from tests.kit.faulty_root import FaultyRoot, Hang, Rule
 from tests.kit.patience import NEVER_S, PATIENCE_S, eventually

@@ -20,9 +20,8 @@ from kvstore import aio
 from kvstore.client import Cache, Store
 from kvstore.client.blocks import BlockHold
 from kvstore.client.cache import Hold
-from kvstore.client.segments import Held
 from kvstore.errors import InvalidRequest, KVStoreError
-from kvstore.segments import Rope
+from kvstore.segments import Held, Rope
 from tests.kit.cases import for_each
 from tests.kit.stores import SMALL, kv_of
 from tests.kit.workers import connected, serving

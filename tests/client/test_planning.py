@@ -13,13 +13,14 @@ import pytest
 import kvstore
 import kvstore.aio
 from kvstore import Layout
-from kvstore.client import Cache, Store, planning
+from kvstore.client import Cache, Store
+from kvstore.client import cache as cache_module
 from kvstore.client.local import LocalPort
-from kvstore.node.asking import match_each
+from kvstore.planning import storage
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.tokens import token_array
 from kvstore.wire.messages import pack_prompts, unpack_prompts
-from tests.kit.stores import SMALL, SetClock, kv_of, member_on
+from tests.kit.stores import SMALL, kv_of, member_on
 from tests.kit.workers import connected, serving
 
 SIZE = SMALL.chunk_tokens
@@ -75,8 +76,8 @@ def test_what_the_store_holds_is_free(cache: Cache) -> None:
 
 
 def test_many_prompts_are_several_calls(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "PROMPTS_MAX", 2)
-    monkeypatch.setattr(planning, "TOKENS_MAX", 5 * SIZE)
+    monkeypatch.setattr(cache_module, "PROMPTS_MAX", 2)
+    monkeypatch.setattr(cache_module, "TOKENS_MAX", 5 * SIZE)
     for number in range(9):
         cache.put(document(number), kv_of(SMALL, document(number)))
     plan = cache.plan([document(number) for number in range(12)], memory_tokens=0)
@@ -88,7 +89,8 @@ def test_a_store_that_answers_late_is_asked_no_longer_than_allowed(
 ) -> None:
     cache.put(document(1), kv_of(SMALL, document(1)))
     cache.blocks.put([bytes(16)], [b"12"])
-    monkeypatch.setattr(planning, "ASK_S", 0.0)
+    monkeypatch.setattr(cache_module, "EACH_S", 0.0)
+    monkeypatch.setattr(storage, "KEYS_S", 0.0)
     assert cache.plan([document(1)], memory_tokens=0).tokens_stored == 0
     assert cache.blocks.plan([[bytes(16)]], memory_tokens=0).tokens_stored == 0
 
@@ -113,13 +115,16 @@ def test_without_a_worker_nothing_is_stored() -> None:
         assert (plan.tokens_stored, plan.tokens_to_compute) == (0, 4 * SIZE + 10)
 
 
-def test_a_node_answers_for_those_prompts_that_its_time_is_enough_for() -> None:
-    clock = SetClock(0.0)
-    member = member_on(MemoryRoot(MemoryFiles()), clock=clock)
-    with Store(LocalPort(member)) as store:
-        cache = store.namespace("m", SMALL)
-        assert match_each(member.node, cache.namespace, [token_array(document(1))] * 3, 0.0) == []
-        assert match_each(member.node, cache.namespace, [token_array(document(1))] * 3, 60.0) == [0, 0, 0]
+def test_prompts_are_matched_in_calls_that_answer_in_part(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker whose time runs out answers for those prompts that it came to."""
+    cache.put(document(1), kv_of(SMALL, document(1)))
+    cache.put(document(2)[:SIZE], kv_of(SMALL, document(2)[:SIZE]))
+    match_each, answers = cache._port.match_each, iter([2, 1, 9, 0])
+    monkeypatch.setattr(cache._port, "match_each", lambda *what: match_each(*what)[: next(answers)])
+    prompts: list[Ids | list[int]] = [document(1), document(2), [], document(3), document(1)]
+    assert cache.match_each(iter(prompts)) == [4 * SIZE, SIZE, 0, 0, 4 * SIZE]
+    assert cache.match_each(prompts) == [0] * 5, "it does not answer"
+    assert cache.match_each([]) == []
 
 
 def test_prompts_go_over_the_wire_as_they_were() -> None:

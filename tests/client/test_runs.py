@@ -24,11 +24,10 @@ import kvstore
 import kvstore.aio
 from kvstore import Group, Plan, Run, SharedRun
 from kvstore.client import Cache, Store
-from kvstore.client.consumers import NEXT
 from kvstore.client.local import LocalPort
-from kvstore.client.runs import Taken
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.node.limits import Limits
+from kvstore.planning.run import NEXT, Taken
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.writes import WriteMode
 from tests.kit.cases import for_each

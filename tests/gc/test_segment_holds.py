@@ -1,4 +1,4 @@
-"""Holds of segments: one hold is on all that was found, and a sweep spares it (rule A2)."""
+"""Holds of segments: a sweep spares all that was found (rule A2)."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.errors import InvalidRequest
-from kvstore.planning import Plan, Prompts, make_plan
+from kvstore.planning import Plan, Prompts, Storage, make_plan
 from tests.kit.cases import for_each
 from tests.planning.brute import Batch
 
@@ -27,13 +27,12 @@ def batches(draw: st.DrawFn) -> Batch:
 
 
 def planned(batch: Batch, memory: int = 100, decode: Any = None) -> Plan:
-    def ask(wanted: list[tuple[int, int]]) -> list[int]:
-        asked.extend(wanted)
-        return [min(chunks, batch.stored(batch.prompts[index]) // batch.chunk) for index, chunks in wanted]
+    class Filled(Storage):
+        def stored(self, wanted: list[tuple[int, int]]) -> list[int]:
+            return [min(chunks, batch.stored(batch.prompts[index]) // batch.chunk) for index, chunks in wanted]
 
-    asked: list[tuple[int, int]] = []
     prompts = Prompts.of_tokens(batch.prompts, batch.block)
-    return make_plan(prompts, memory_tokens=memory, decode_tokens=decode, chunk_tokens=batch.chunk, ask=ask)
+    return make_plan(prompts, memory_tokens=memory, decode_tokens=decode, chunk_tokens=batch.chunk, storage=Filled())
 
 
 @given(batches(), st.integers(0, 20), st.data())
@@ -104,11 +103,12 @@ def test_what_is_shared_is_asked_once() -> None:
     prompts = [[7] * 8 + [own] * 8 for own in range(20)] + [[8] * 8]
     asked: list[tuple[int, int]] = []
 
-    def ask(wanted: list[tuple[int, int]]) -> list[int]:
-        asked.extend(wanted)
-        return [0] * len(wanted)
+    class Empty(Storage):
+        def stored(self, wanted: list[tuple[int, int]]) -> list[int]:
+            asked.extend(wanted)
+            return [0] * len(wanted)
 
-    make_plan(Prompts.of_tokens(prompts, 4), memory_tokens=99, chunk_tokens=4, ask=ask)
+    make_plan(Prompts.of_tokens(prompts, 4), memory_tokens=99, chunk_tokens=4, storage=Empty())
     assert len(asked) == 2
 
 

@@ -108,7 +108,6 @@ OPERATIONS = {
     "make a namespace": opened("write", lambda cell: f"made by {cell.who}"),
     "list namespaces": one("ListNamespaces", "any:read", lambda cell: pb.ListNamespacesRequest()),
     "match": one("Match", "read", prompt(pb.MatchRequest)),
-    "find segments": one("FindSegments", "read", prompt(pb.FindSegmentsRequest, hold_s=60)),
     "get": one("Get", "read", prompt(pb.GetRequest)),
     "get what is held": one("Get", "read", lambda cell: pb.GetRequest(hold=cell.hold)),
     "hold": one("Hold", "read", prompt(pb.HoldRequest)),
@@ -133,7 +132,6 @@ OPERATIONS = {
         "Put", "write", Kind.PUT, lambda cell: pb.PutStart(namespace=cell.digest, tokens=packed(TOKENS + 20_000)), 0
     ),
     "bulk match blocks": short("MatchBlocks", blocks(pb.MatchBlocksRequest)),
-    "bulk find segments": short("FindSegments", prompt(pb.FindSegmentsRequest, hold_s=60)),
     "bulk hold": short("Hold", prompt(pb.HoldRequest)),
     "bulk release": short("Release", lambda cell: pb.ReleaseRequest(hold=cell.hold)),
     "lookup": one("Control.Lookup", "read", prompt(control.LookupRequest)),

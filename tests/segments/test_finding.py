@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,8 +10,7 @@ from hypothesis import strategies as st
 from kvstore.segments import finding
 from kvstore.segments.index import Index, windows
 from kvstore.segments.match import Match
-from kvstore.segments.search import Range, Search
-from tests.kit.cases import for_each
+from kvstore.segments.search import Search
 from tests.segments.stored import Stored
 
 SIZE = 4
@@ -137,18 +134,3 @@ def test_s6_ranges_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_s3_a_segment_that_was_not_found_whole_is_computed_from_its_first_token() -> None:
     found = Match(3, 7, np.arange(3, 7, dtype=np.uint32))
     assert finding.missing_given([(3, 20), (20, 23)], [found], SIZE) == [range(3, 19)]
-
-
-@for_each("looks, questions", [(0, 0), (2, 0), (4, 0), (5, 1), (6, 2)])
-def test_s10_a_search_whose_time_is_over_ends(monkeypatch: pytest.MonkeyPatch, looks: int, questions: int) -> None:
-    """It looks at the time before each of four blocks of offsets, and before each round of questions."""
-    monkeypatch.setattr(finding, "BLOCK", 10)
-    tokens, index, asked, left = np.zeros(43, np.uint32), Index(12), list[int](), iter([True] * looks)
-    index.add(windows(tokens[:SIZE], SIZE), np.array([1], np.uint32))
-
-    def ask(ranges: Sequence[Range]) -> list[int]:
-        asked.append(len(ranges))
-        return [0] * len(ranges)
-
-    assert finding.find(Search.of(tokens), SIZE, index, ask, lambda: next(left, False)) == []
-    assert len(asked) == questions and next(left, None) is None

@@ -191,27 +191,6 @@ def test_put_skips_what_is_there_and_says_where_it_is_not(stub: KVStoreStub, dig
     assert (answer.tokens_present, answer.chunks_written) == (6 * SIZE, 3)
 
 
-def test_segments_are_found_and_held_by_one_call(served: Served, stub: KVStoreStub) -> None:
-    attributes = [pb.Attribute(name="kv", value="segment")]
-    namespace = pb.Namespace(name="m segments", layout=pb.Layout(**SMALL.to_dict()), attributes=attributes)
-    digest = stub.OpenNamespace(pb.OpenNamespaceRequest(namespace=namespace), timeout=WAIT_S).digest
-    put(stub, digest)
-    prompt, after = packed([7, 7, 7, *TOKENS, 7]), 2
-    everywhere = pb.FindSegmentsRequest(namespace=digest, tokens=prompt, after=after)
-    assert stub.FindSegments(everywhere, timeout=WAIT_S).ranges == packed([3, 3 + 6 * SIZE])
-    everywhere.starts = b""  # there, and empty: no segments, so none are looked for
-    assert stub.FindSegments(everywhere, timeout=WAIT_S).ranges == b""
-    asked = pb.FindSegmentsRequest(namespace=digest, tokens=prompt, starts=packed([0, 3]), after=after, hold_s=60)
-    answer = stub.FindSegments(asked, timeout=WAIT_S)
-    assert answer.ranges == packed([3, 3 + 6 * SIZE]) and answer.lease_s > 0
-    assert len(served.worker.service.holds) == 1
-    assert not stub.Renew(pb.RenewRequest(holds=[answer.hold]), timeout=WAIT_S).ended
-    assert stub.Release(pb.ReleaseRequest(hold=answer.hold), timeout=WAIT_S).released
-    asked.after = 4
-    nothing = stub.FindSegments(asked, timeout=WAIT_S)
-    assert (nothing.ranges, nothing.hold, len(served.worker.service.holds)) == (b"", b"", 0)
-
-
 def test_blocks(stub: KVStoreStub, digest: bytes) -> None:
     blocks = [b"first block", bytes(9_000_000), b"third"]
     keys = b"".join(b"\x20" + bytes([number]) * 32 for number in range(3))

@@ -160,9 +160,6 @@ def unary_calls(digest: bytes, tokens: bytes) -> dict[str, Callable[[KVStoreStub
     """Every call that names a prompt."""
     return {
         "Match": lambda stub: stub.Match(pb.MatchRequest(namespace=digest, tokens=tokens), timeout=WAIT_S),
-        "FindSegments": lambda stub: stub.FindSegments(
-            pb.FindSegmentsRequest(namespace=digest, tokens=tokens), timeout=WAIT_S
-        ),
         "Get": lambda stub: list(stub.Get(pb.GetRequest(namespace=digest, tokens=tokens), timeout=WAIT_S)),
         "Hold": lambda stub: stub.Hold(pb.HoldRequest(namespace=digest, tokens=tokens), timeout=WAIT_S),
         "Pin": lambda stub: stub.Pin(pb.PinRequest(namespace=digest, tokens=tokens, ttl_s=60), timeout=WAIT_S),
@@ -220,34 +217,6 @@ OTHERS: dict[str, tuple[Callable[[KVStoreStub, bytes], object], str]] = {
     "a hold of no time": (
         lambda stub, ns: stub.Hold(pb.HoldRequest(namespace=ns, ttl_s=float("nan")), timeout=WAIT_S),
         "ttl_s is nan",
-    ),
-    "segments of a namespace that has none": (
-        lambda stub, ns: stub.FindSegments(pb.FindSegmentsRequest(namespace=ns), timeout=WAIT_S),
-        "namespace 'm' has no segments",
-    ),
-    "segments from part of a place": (
-        lambda stub, ns: stub.FindSegments(pb.FindSegmentsRequest(namespace=ns, starts=b"123"), timeout=WAIT_S),
-        "starts have 3 bytes: expected 4",
-    ),
-    "segments from too many places": (
-        lambda stub, ns: stub.FindSegments(
-            pb.FindSegmentsRequest(namespace=ns, starts=bytes(4 * 65_537)), timeout=WAIT_S
-        ),
-        "65537 starts are over the limit",
-    ),
-    "segments from places in no order": (
-        lambda stub, ns: stub.FindSegments(
-            pb.FindSegmentsRequest(namespace=ns, tokens=packed(TOKENS), starts=packed([3, 2])), timeout=WAIT_S
-        ),
-        "expected ascending places",
-    ),
-    "segments behind the end": (
-        lambda stub, ns: stub.FindSegments(pb.FindSegmentsRequest(namespace=ns, after=1), timeout=WAIT_S),
-        "after=1: expected 0 to 0",
-    ),
-    "segments held for negative time": (
-        lambda stub, ns: stub.FindSegments(pb.FindSegmentsRequest(namespace=ns, hold_s=-1), timeout=WAIT_S),
-        "hold_s is -1",
     ),
     "a pin for ever": (
         lambda stub, ns: stub.Pin(pb.PinRequest(namespace=ns, ttl_s=float("inf")), timeout=WAIT_S),

@@ -1,7 +1,7 @@
 """Prefill over segments: KV of documents that were computed alone is reused at another place, and partly recomputed.
 
-What comes of it is close to the KV of a full prefill, and not equal to it. So it is marked (``BlendedCache``), never
-stored, and counted as ``blended_tokens``. A verdict of ``kvstore blend-check`` says how close it is.
+What comes of it is close to the KV of a full prefill, and not equal to it. So it is marked (``BlendedCache``), and
+never stored. A verdict of ``kvstore blend-check`` says how close it is.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import torch
 from transformers import DynamicCache
 
 from kvstore.client import Cache, Store
-from kvstore.client.segments import Segments
 from kvstore.connectors.transformers.decoder import Decoder, PromptKV
 from kvstore.connectors.transformers.device import host_memory
 from kvstore.connectors.transformers.kept import BlendedCache, Kept, check_prompt, refused
@@ -23,7 +22,7 @@ from kvstore.connectors.transformers.namespace import check_cache, checked, mode
 from kvstore.connectors.transformers.prefill import GO_ON, load_rows
 from kvstore.connectors.transformers.selective import alone, recompute
 from kvstore.errors import InvalidRequest
-from kvstore.segments import Verdict, gate
+from kvstore.segments import Segments, Verdict, gate
 
 SEGMENT_TOKENS = 64
 PINNED_BYTES = 4 << 30

@@ -57,7 +57,7 @@ class Kind(enum.IntEnum):
 
 REQUESTS = (Kind.GET, Kind.PUT, Kind.GET_BLOCKS, Kind.PUT_BLOCKS, Kind.CALL)
 BULKY = (Kind.FILE, Kind.CHUNKS, Kind.LAYER)
-SHORT_CALLS = ("MatchBlocks", "FindSegments", "Hold", "Release")
+SHORT_CALLS = ("MatchBlocks", "Hold", "Release")
 """The calls that a CALL can be, in the order of their numbers: those that an engine waits for before it reads."""
 
 

@@ -1,37 +1,41 @@
 """Segments of one model in a store: put alone, found anywhere in a prompt, read with their keys rotated to their place.
 
-``kvstore/segments/SEGMENTS.md`` has the rules.
+All of it is done with the caches of two namespaces, one of segments and one of verdicts. ``SEGMENTS.md`` has the rules.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
-from functools import partial
 from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstore import tracing
 from kvstore.brief import kind_of
-from kvstore.buffers import KvArray, Sections, fillable, planes_of, source_array, target_array
-from kvstore.checks import checked_hold_ttl, is_whole
-from kvstore.client.blocks import BlockCache
-from kvstore.client.dropping import release_dropped
-from kvstore.client.owner import Owner
-from kvstore.client.port import Port, PortGuard
-from kvstore.client.refusals import put_prompt
+from kvstore.checks import is_whole
 from kvstore.errors import HoldBroken, InvalidRequest
-from kvstore.hints import Hints, Preset
+from kvstore.hints import Preset
 from kvstore.namespace import Namespace
 from kvstore.results import PutResult
-from kvstore.segments import Match, Rope, Verdict, finding, gate, naming
-from kvstore.segments.rotation import check_keys, rotate_planes
-from kvstore.segments.search import Search
+from kvstore.segments import finding, gate, naming
+from kvstore.segments.gate import Verdict
+from kvstore.segments.log import Log
+from kvstore.segments.match import Match
+from kvstore.segments.rope import Rope
+from kvstore.segments.rotation import check_keys, rotate, rotate_planes
+from kvstore.segments.search import Range, Search
 from kvstore.tokens import Tokens, token_array
 from kvstore.writes import WriteMode, WriteModeName
+
+if TYPE_CHECKING:
+    from kvstore.client.blocks import BlockCache
+    from kvstore.client.cache import Cache, Hold
+
+KvArray = npt.NDArray[Any]
 
 CHUNK_TOKENS = 64
 READERS = 4
@@ -50,20 +54,28 @@ class Segments:
     ``fingerprint`` and ``rope.digest`` are the model's, as in its verdicts.
     """
 
-    def __init__(self, port: Port, base: Namespace, rope: Rope, chunk_tokens: int, write: WriteMode | None) -> None:
+    def __init__(
+        self,
+        base: Namespace,
+        rope: Rope,
+        chunk_tokens: int,
+        opened: Callable[[Namespace], Cache],
+        shared: dict[Hashable, Any],
+    ) -> None:
+        """``opened`` opens a namespace of the store, ``shared`` is what its caches share."""
         if not isinstance(rope, Rope):
             raise InvalidRequest(f"rope is {kind_of(rope)}: expected kvstore.segments.Rope")
         check_keys(rope, base.layout.numpy_dtype, base.layout.head_dim)
-        self._port = port
-        self._write = write
+        self._opened = opened
         self.rope = rope
         self.fingerprint = base.fingerprint
         self.namespace = naming.segments_of(base, rope.digest, chunk_tokens)
         self.layout = self.namespace.layout
-        port.open_namespace(self.namespace)
+        self._cache = opened(self.namespace)
+        self._log: Log = shared.setdefault(("segments", self.namespace.digest), Log())
 
     def __repr__(self) -> str:
-        return f"<kvstore.Segments {self.namespace.short}, {self._port.place}>"
+        return f"<kvstore.Segments of {self._cache!r}>"
 
     def put(
         self,
@@ -85,37 +97,41 @@ class Segments:
 
         KV of another context (cut out of a longer prompt, or blended) must not come here: it cannot be told apart.
         """
-        hints = Hints.of(priority, ttl, preset)
-        ids = token_array(tokens)
-        planes = planes_of(source_array(kv, self.layout, len(ids)), self.layout)
-        mode = WriteMode.of_put(write, self._write, cache=cache)
-        with tracing.span("kvstore.put_segment", tokens=len(ids)):
-            return put_prompt(self._port, self.namespace, ids, 0, planes, hints, mode, required=required)
+        ids, size = token_array(tokens), self.layout.chunk_tokens
+        result = self._cache.put(
+            ids, kv, priority=priority, ttl=ttl, preset=preset, write=write, cache=cache, required=required
+        )
+        if result.tokens_present:
+            self._log.add(self._cache.blocks, ids[:size], result.tokens_present // size)
+        return result
 
     def find(self, tokens: Tokens, starts: Sequence[int] | None = None, after: int = 0) -> list[Match]:
         """Returns the ranges of a prompt that are stored segments: ordered, disjoint, none before ``after``.
 
         ``after`` is the length of the exact prefix. ``starts`` are the places where segments begin, each up to the next
-        one or the end; without them segments are looked for at any offset, as far as the node behind this store knows
-        them: what it put or found at once, what others put some seconds later (SEGMENTS.md, S10). A store that does not
-        answer has none. Raises InvalidRequest.
+        one or the end. Without them segments are looked for at any offset: what this process put or found is found at
+        once, what others put a second later (SEGMENTS.md, S10). A store that does not answer has none. Raises
+        InvalidRequest.
         """
         search = Search.of(tokens, starts, after)
+
+        def ask(ranges: Sequence[Range]) -> list[int]:
+            counts = self._cache.match_each(search.tokens[start:end] for start, end in ranges)
+            return [count // self.layout.chunk_tokens for count in counts]
+
         with tracing.span("kvstore.find_segments", tokens=len(search.tokens)):
-            return self._port.segments.find(self.namespace, search)
+            if search.starts is None:
+                self._log.follow(self._cache.blocks)
+            return finding.find(search, self.layout.chunk_tokens, self._log.index, ask)
 
     def find_held(
         self, tokens: Tokens, starts: Sequence[int] | None = None, after: int = 0, ttl: float | None = None
     ) -> Held:
-        """Finds segments as ``find`` does, and holds them as ``hold`` does, in one call; ``matches`` has what it found.
+        """Finds segments as ``find`` does, and holds them as ``hold`` does; ``matches`` has what is held.
 
         Raises InvalidRequest, Overloaded.
         """
-        ttl_s = None if ttl is None else checked_hold_ttl(ttl)
-        search = Search.of(tokens, starts, after)
-        with tracing.span("kvstore.find_segments", tokens=len(search.tokens)):
-            matches, guard = self._port.segments.hold(self.namespace, search, ttl_s)
-        return Held(self, guard, matches)
+        return self.hold(self.find(tokens, starts, after), ttl)
 
     def missing(
         self, tokens: Tokens, matches: Sequence[Match], starts: Sequence[int] | None = None, after: int = 0
@@ -132,17 +148,14 @@ class Segments:
 
         It looks for them once more, and holds what is still there. Raises Overloaded.
         """
-        ttl_s = None if ttl is None else checked_hold_ttl(ttl)
-        checked = _checked(matches, self.layout.chunk_tokens)
-        if not checked:
-            return Held(self, None, checked)
-        starts = np.cumsum([0, *map(len, checked[:-1])]).tolist()
-        again = Search.of(np.concatenate([match.tokens for match in checked]), starts)
-        found, guard = self._port.segments.hold(self.namespace, again, ttl_s)
-        there = {match.start: len(match) for match in found}
-        return Held(
-            self, guard, [one.leading(there[at]) for at, one in zip(starts, checked, strict=True) if at in there]
-        )
+        held = Held(self)
+        try:
+            for match in _checked(matches, self.layout.chunk_tokens):
+                held._add(match, self._cache.hold(match.tokens, ttl, counts=False))
+        except BaseException:
+            held.release()
+            raise
+        return held
 
     def record(self, verdict: Verdict) -> None:
         """Stores a verdict for all who use this store; it takes the place of earlier ones.
@@ -152,36 +165,38 @@ class Segments:
         not be stored: the gate is as it was.
         """
         gate.check_model(verdict, self.fingerprint, self.rope.digest)
-        text, cache = verdict.to_json(), self._verdicts()
+        text, blocks = verdict.to_json(), self._verdicts()
         if len(text) > gate.VERDICT_BYTES:
             raise InvalidRequest(f"the verdict has {len(text)} bytes, over the limit of {gate.VERDICT_BYTES}")
         if verdict.holds:
-            self._append(cache, text, VERDICTS_MAX - CLOSINGS)
+            self._append(blocks, text, VERDICTS_MAX - CLOSINGS)
             return
-        newest = self._parsed(self._read(cache, self._newest(cache)))
+        newest = self._parsed(self._read(blocks, self._newest(blocks)))
         if newest is not None and not newest.holds:
             return  # it is closed
         for _ in range(CLOSINGS):
-            self._append(cache, text, VERDICTS_MAX)
+            self._append(blocks, text, VERDICTS_MAX)
 
     def verdict(self) -> Verdict | None:
         """Returns the newest verdict that was recorded for this model; None (the gate is closed) if it does not hold
         its bounds, is lost, or cannot be read.
         """
-        cache = self._verdicts()
-        found = self._parsed(self._read(cache, self._newest(cache)))
+        blocks = self._verdicts()
+        found = self._parsed(self._read(blocks, self._newest(blocks)))
         return found if found is not None and found.holds else None
 
-    def _append(self, cache: BlockCache, text: bytes, numbers_max: int) -> None:
+    def _append(self, blocks: BlockCache, text: bytes, numbers_max: int) -> None:
         """Stores a verdict under the first number that is free behind the newest."""
         image = text.ljust(gate.VERDICT_BYTES)
-        for number in range(self._newest(cache) + 1, numbers_max):
+        for number in range(self._newest(blocks) + 1, numbers_max):
             # Of a prompt's blocks the last goes first. So that the newest goes last, it is the first.
-            done = cache.put([_key(number)], [image], first=VERDICTS_MAX - number, priority=100, required=True)
-            if done[0] and self._read(cache, number) == text:
+            done = blocks.put(
+                [_key(number)], [image], first=VERDICTS_MAX - number, priority=100, write="through", required=True
+            )
+            if done[0] and self._read(blocks, number) == text:
                 return  # else somebody else recorded one at the same moment
         raise InvalidRequest(
-            f"{VERDICTS_MAX} verdicts are recorded for this model, and this one is not: clear the namespace {cache!r}"
+            f"{VERDICTS_MAX} verdicts are recorded for this model, and this one is not: clear the namespace {blocks!r}"
         )
 
     def _parsed(self, text: bytes) -> Verdict | None:
@@ -192,29 +207,34 @@ class Segments:
             return None  # of another version, or damaged before it was stored
 
     def _verdicts(self) -> BlockCache:
-        namespace = naming.verdicts_of(self.namespace)
-        self._port.open_namespace(namespace)
-        return BlockCache(self._port, namespace, WriteMode.THROUGH)
+        return self._opened(naming.verdicts_of(self.namespace)).blocks
 
-    def _newest(self, cache: BlockCache) -> int:
-        present = cache.present([_key(number) for number in range(VERDICTS_MAX)])
+    def _newest(self, blocks: BlockCache) -> int:
+        present = blocks.present([_key(number) for number in range(VERDICTS_MAX)])
         return max((number for number, there in enumerate(present) if there), default=-1)
 
-    def _read(self, cache: BlockCache, number: int) -> bytes:
+    def _read(self, blocks: BlockCache, number: int) -> bytes:
         image = bytearray(gate.VERDICT_BYTES)
-        return bytes(image).rstrip() if number >= 0 and cache.get([_key(number)], [image])[0] else b""
+        return bytes(image).rstrip() if number >= 0 and blocks.get([_key(number)], [image])[0] else b""
 
 
 class Held:
-    """Found segments, protected until released. Use it as a context, in one thread."""
+    """Found segments, protected until released: a hold on each. Use it as a context, in one thread."""
 
-    def __init__(self, segments: Segments, guard: PortGuard | None, matches: list[Match]) -> None:
-        self._owner = Owner()
-        self._segments = segments  # keeps the store open: an unreferenced store closes, which ends its holds
-        self._guard = guard
+    def __init__(self, segments: Segments) -> None:
+        self._segments = segments
+        self._holds: list[Hold] = []
         self._is_released = False
-        self.matches = matches
+        self.matches: list[Match] = []
         """The ranges that are held."""
+
+    def _add(self, match: Match, hold: Hold) -> None:
+        """Adds what ``hold`` found of a segment."""
+        if hold.tokens:
+            self._holds.append(hold)
+            self.matches.append(match.leading(hold.tokens))
+        else:
+            hold.release()
 
     def read_into(self, out: KvArray, verdict: Verdict, first: int = 0) -> list[Match]:
         """Reads the held segments into their places: row ``i`` of ``out`` is position ``first + i`` of the prompt.
@@ -224,69 +244,47 @@ class Held:
         rows within held ranges are undefined, and rows outside of them are not touched.
 
         Raises InvalidRequest if ``verdict`` does not open the gate: none, of other weights or RoPE settings, or one
-        whose measurement does not hold its bounds; HoldBroken once the hold has ended.
+        whose measurement does not hold its bounds; HoldBroken once a hold has ended.
         """
-        self._owner.check()
         if self._is_released:
             raise HoldBroken("the hold has ended (it was released): find again")
         segments = self._segments
         gate.check(verdict, segments.fingerprint, segments.rope.digest)
-        target = target_array(out, segments.layout)
+        if not isinstance(out, np.ndarray) or out.ndim != 5:
+            raise InvalidRequest(
+                f"out is {kind_of(out)}: expected an array of shape (layers, 2, tokens, kv_heads, head_dim)"
+            )
         ends = max((match.end for match in self.matches), default=first)
         if not is_whole(first) or any(match.start < first for match in self.matches):
             raise InvalidRequest(f"first={first!r}: expected at most the start of the first held range")
-        if target.shape[2] < ends - first:
-            raise InvalidRequest(
-                f"out has room for {target.shape[2]} tokens: expected at least {ends - first}, as held"
+        if out.shape[2] < ends - first:
+            raise InvalidRequest(f"out has room for {out.shape[2]} tokens: expected at least {ends - first}, as held")
+        places = [out[:, :, match.start - first : match.end - first] for match in self.matches]
+        with (
+            tracing.span("kvstore.get_segments", tokens=sum(map(len, self.matches))),
+            ThreadPoolExecutor(READERS, "kvstore-segments") as readers,  # which waits for those that write into ``out``
+        ):
+            contexts = [copy_context() for _ in places]
+            counts = readers.map(
+                lambda context, *what: context.run(self._read, *what), contexts, self._holds, self.matches, places
             )
-        places = [target[:, :, match.start - first : match.end - first] for match in self.matches]
-        with tracing.span("kvstore.get_segments", tokens=sum(map(len, self.matches))):
-            self._check()
-            read = [match for match in self._read_all(places) if len(match)]
-            if sum(map(len, read)) < sum(map(len, self.matches)):
-                self._check()  # perhaps that is why
-        return read
+            return [match.leading(count) for match, count in zip(self.matches, counts, strict=True) if count]
 
-    def _read_all(self, places: Sequence[KvArray]) -> list[Match]:
-        """Reads all matches, some at once: one is rotated while others are read."""
-        if len(places) < 2:
-            return list(map(self._read_one, self.matches, places))
-        threads, reads = ThreadPoolExecutor(min(READERS, len(places)), "kvstore-segments"), _Reads()
-        read = partial(reads.do, self._read_one)
-        try:
-            begun = [
-                threads.submit(copy_context().run, read, match, place)
-                for match, place in zip(self.matches, places, strict=True)
-            ]
-            return [each.result() for each in begun]
-        finally:
-            threads.shutdown(wait=False, cancel_futures=True)
-            reads.end()
-
-    def _read_one(self, match: Match, place: KvArray) -> Match:
-        segments = self._segments
-        filled = fillable(place)
-
-        def memory(_: int) -> Sections:
-            return planes_of(filled, segments.layout)
-
-        size = segments.layout.chunk_tokens
-        count = segments._port.get(segments.namespace, match.tokens, len(match) // size, memory) * size
-        keys = filled[:, 0, :count].view(segments.layout.numpy_dtype)
-        rotate_planes(segments.rope, keys, match.start)
-        if filled is not place:
-            place[:, :, :count] = filled[:, :, :count]
-        return match.leading(count)
-
-    def _check(self) -> None:
-        if self._guard is not None:
-            self._guard.check()
+    def _read(self, hold: Hold, match: Match, place: KvArray) -> int:
+        """Reads one segment into its place, and rotates its keys."""
+        rope, count = self._segments.rope, hold.read_into(place)
+        keys = place[:, 0, :count].view(self._segments.layout.numpy_dtype)
+        if keys[0].flags.c_contiguous:
+            rotate_planes(rope, keys, match.start)
+        else:
+            keys[:] = rotate(rope, keys, match.start)
+        return count
 
     def release(self) -> None:
-        """Ends the protection; idempotent. Does nothing in a forked child: the hold is its parent's."""
+        """Ends the protection; idempotent. Does nothing in a forked child: the holds are its parent's."""
         self._is_released = True
-        if self._owner.is_here and self._guard is not None:
-            self._guard.release()
+        for hold in self._holds:
+            hold.release()
 
     def __repr__(self) -> str:
         return f"<kvstore.Held {sum(map(len, self.matches))} tokens, {self._segments!r}>"
@@ -296,38 +294,6 @@ class Held:
 
     def __exit__(self, *_: object) -> None:
         self.release()
-
-    def __del__(self) -> None:
-        if self._guard is not None and self._owner.is_here and not self._is_released:
-            release_dropped(self, self._guard)
-
-
-class _Reads:
-    """Reads that other threads do, until they are ended."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._running = 0  # guarded by _changed, as the next one
-        self._ended = False
-
-    def do(self, read: Callable[[Match, KvArray], Match], match: Match, place: KvArray) -> Match:
-        """Reads, in any thread. Raises CancelledError after ``end``."""
-        with self._changed:
-            if self._ended:
-                raise CancelledError
-            self._running += 1
-        try:
-            return read(match, place)
-        finally:
-            with self._changed:
-                self._running -= 1
-                self._changed.notify_all()
-
-    def end(self) -> None:
-        """Begins no more; returns once no thread writes into memory of the caller."""
-        with self._changed:
-            self._ended = True
-            self._changed.wait_for(lambda: not self._running)
 
 
 def _key(number: int) -> bytes:
@@ -343,7 +309,7 @@ def _checked_kind(matches: Sequence[Match]) -> Sequence[Match]:
     return matches
 
 
-def _checked(matches: Sequence[Match], chunk_tokens: int) -> list[Match]:
+def _checked(matches: Sequence[Match], chunk_tokens: int) -> Sequence[Match]:
     """Raises InvalidRequest if these are not what ``find`` returns."""
     end = 0
     for match in _checked_kind(matches):
@@ -352,4 +318,4 @@ def _checked(matches: Sequence[Match], chunk_tokens: int) -> list[Match]:
                 f"{match!r} is not in order, or no whole number of chunks: expected what find returned"
             )
         end = match.end
-    return list(matches)
+    return matches

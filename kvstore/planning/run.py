@@ -1,0 +1,387 @@
+"""A run of a plan: its groups, one after another, to any number of consumers, held in the store while they run.
+
+Consumers are threads of this process, or other processes of this host: each of those has a connection to a socket, and
+a thread here that takes groups for it. A process that ends, in whatever way, closes its connection, and so gives its
+group back (rule H3 of PLANNING.md).
+
+Such a process sends one byte for each group that it wants, which also says that the one before is done. It gets 8
+bytes, the size of what follows, and the group as JSON; size 0 once every group is done or has failed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import struct
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from kvstore.brief import brief
+from kvstore.checks import is_whole
+from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
+from kvstore.parsing import parse_json
+from kvstore.planning.group import Group
+from kvstore.planning.handing import Handing
+from kvstore.planning.storage import Held, Prefetch
+
+if TYPE_CHECKING:
+    from kvstore.planning.plan import Plan
+
+LOOK_S = 0.2
+"""Interval at which a consumer that waits looks for others that have died, and a thread whether its consumer has."""
+AHEAD_MAX = 32
+NEXT = b"n"
+_SIZE = struct.Struct("!Q")
+CONSUMERS_MAX = 1024
+"""More connections are closed at once."""
+CLOSE_S = 2.0
+
+
+@dataclass(slots=True)
+class _Taker:
+    """The consumer of a group, and what the store holds for it."""
+
+    is_alive: Callable[[], bool]
+    held: Held | None = None
+
+
+class Run:
+    """Hands out the groups of a plan in order. Use it as a context. Thread-safe.
+
+    Each thread takes groups by itself, by ``for group in run`` or with ``take``. Before a group is handed out, what the
+    store has of its prefix is held, and that of the next ones is being brought into memory. When the group is done, the
+    prefix is the first to be evicted again, but for what other groups still need of it. The prefixes of the groups in
+    use never exceed the plan's ``memory_tokens``; a consumer waits for that.
+
+    A group is given back, and goes out again, if its consumer raises, closes its iterator or ends as a thread. After
+    the third time it is in ``failed``.
+    """
+
+    def __init__(self, plan: Plan, ahead: int, attempts: int) -> None:
+        if not is_whole(ahead) or not 0 <= ahead <= AHEAD_MAX:
+            raise InvalidRequest(f"ahead={brief(ahead)}: expected 0 to {AHEAD_MAX} groups")
+        if not is_whole(attempts) or attempts < 1:
+            raise InvalidRequest(f"attempts={brief(attempts)}: expected a whole number, 1 or more")
+        self._pid = os.getpid()
+        self._groups = plan.groups
+        self._storage = plan.storage
+        self._ahead = int(ahead)
+        self._changed = threading.Condition()
+        self._handing = Handing(plan.groups, plan.memory_tokens, int(attempts))
+        self._takers: dict[int, _Taker] = {}
+        self._prefetches: dict[int, Sequence[Prefetch]] = {}
+        self._is_closed = False
+
+    @property
+    def is_over(self) -> bool:
+        """True once every group is done or has failed, or the run was closed."""
+        with self._changed:
+            return self._is_closed or self._handing.is_over
+
+    @property
+    def failed(self) -> list[Group]:
+        """Groups that were given back too often; their members may have run in part."""
+        with self._changed:
+            return [self._groups[index] for index in self._handing.failed]
+
+    def __iter__(self) -> Iterator[Group]:
+        """Yields groups. The one before is done when the next is asked for."""
+        while (taken := self.take()) is not None:
+            with taken:
+                yield taken.group
+
+    def take(self) -> Taken | None:
+        """Takes the next group, for this thread; None once all groups are done. Use it as a context.
+
+        Waits while others run the last groups, because one of them may give its group back. What this thread took and
+        has not finished counts too: finish it first.
+        """
+        me = threading.current_thread()
+        while not self.is_over:
+            taken = self.try_take(LOOK_S, me.is_alive)
+            if taken is not None:
+                return taken
+        return None
+
+    def try_take(self, wait_s: float, is_alive: Callable[[], bool]) -> Taken | None:
+        """Takes the next group if one is there within ``wait_s``; the consumer lives as long as ``is_alive``."""
+        self._check_process()
+        self._give_back_of_dead()
+        ends_s = time.monotonic() + wait_s
+        taker = _Taker(is_alive)
+        with self._changed:
+            while (index := self._take(taker)) is None:
+                left_s = ends_s - time.monotonic()
+                if left_s <= 0 or self._is_closed or self._handing.is_over:
+                    break
+                self._changed.wait(left_s)
+        if index is None:
+            return None
+        try:
+            held = self._storage.hold(self._groups[index])
+            with self._changed:
+                is_ours = self._takers.get(index) is taker
+                if is_ours:
+                    taker.held = held
+            if not is_ours and held is not None:
+                held.release()  # the run was closed meanwhile
+            self._prefetch()
+        except BaseException:
+            self._leave(index, taker, is_done=False)
+            raise
+        return Taken(self._groups[index], lambda is_done: self._leave(index, taker, is_done=is_done))
+
+    def share(self) -> Sharing:
+        """Shares the run with other processes of this host: ``with run.share() as shared: ...``.
+
+        ``shared`` can be sent to them, as an argument of multiprocessing, say; each takes groups by ``for group in
+        shared``. A process that dies gives its group back. Threads of this process may take groups as well.
+        """
+        self._check_process()
+        return Sharing(self)
+
+    def close(self) -> None:
+        """Ends the run: releases what is held, and cancels what is being brought. Idempotent."""
+        with self._changed:
+            self._is_closed = True
+            takers, self._takers = list(self._takers.values()), {}
+            prefetches, self._prefetches = list(self._prefetches.values()), {}
+            self._changed.notify_all()
+        if self._pid == os.getpid():
+            for taker in takers:
+                if taker.held is not None:
+                    taker.held.release()
+            _cancel(one for each in prefetches for one in each)
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_process(self) -> None:
+        if self._pid != os.getpid():
+            raise InvalidRequest("the run was made before a fork: share it with the child (Run.share)")
+
+    def _take(self, taker: _Taker) -> int | None:
+        index = None if self._is_closed else self._handing.take()
+        if index is not None:
+            self._takers[index] = taker
+        return index
+
+    def _give_back_of_dead(self) -> None:
+        with self._changed:
+            dead = [(index, taker) for index, taker in self._takers.items() if not taker.is_alive()]
+        for index, taker in dead:
+            self._leave(index, taker, is_done=False)
+
+    def _prefetch(self) -> None:
+        """Begins to bring the next groups that nobody has begun to bring."""
+        with self._changed:
+            wanted = [] if self._is_closed else self._handing.ahead(self._ahead)
+            wanted = [index for index in wanted if index not in self._prefetches]
+            self._prefetches.update(dict.fromkeys(wanted, ()))
+        for index in wanted:
+            begun = self._storage.prefetch(self._groups[index])
+            with self._changed:
+                is_wanted = index in self._prefetches
+                if is_wanted:
+                    self._prefetches[index] = begun
+            if not is_wanted:
+                _cancel(begun)
+
+    def _leave(self, index: int, taker: _Taker, *, is_done: bool) -> None:
+        """Ends a consumer's work on a group. Does nothing if the group is no longer its own."""
+        with self._changed:
+            if self._takers.get(index) is not taker:
+                return
+            del self._takers[index]
+            if is_done:
+                self._handing.done(index)
+            else:
+                self._handing.give_back(index)
+            still_needed = self._handing.still_needed(index)
+            begun = self._prefetches.pop(index, ())
+            self._changed.notify_all()
+        if taker.held is not None:
+            taker.held.release()
+        _cancel(begun)
+        if is_done:
+            self._storage.retire(self._groups[index], still_needed)
+
+
+def _cancel(prefetches: Iterable[Prefetch]) -> None:
+    with suppress(KVStoreError):  # a worker that does not answer keeps the other calls waiting, too
+        for each in prefetches:
+            each.cancel()
+
+
+class Taken:
+    """A group in the hands of one consumer. As a context it is done at the end, or given back if the block raises."""
+
+    def __init__(self, group: Group, leave: Callable[[bool], None]) -> None:
+        self.group = group
+        self._leave = leave
+
+    def done(self) -> None:
+        """All members were run. Idempotent."""
+        self._leave(True)
+
+    def give_back(self) -> None:
+        """The group goes out again. Does nothing if it is done."""
+        self._leave(False)
+
+    def __enter__(self) -> Taken:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._leave(kind is None)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedRun:
+    """A run of another process of this host, made by ``Run.share``. Give it to consumers: it can be pickled.
+
+    ``for group in shared`` yields groups, as ``Run`` does: the one before is done when the next is asked for. If the
+    iterator is closed before that, or the process ends, the group goes out again. Raises Unavailable if the process of
+    the run has ended, or shares it no more.
+    """
+
+    path: str
+    """The socket. Only the account that shares the run reaches it."""
+
+    def __iter__(self) -> Iterator[Group]:
+        with socket.socket(socket.AF_UNIX) as link:
+            try:
+                link.connect(self.path)
+            except OSError as cause:
+                raise Unavailable(
+                    f"nobody shares a run at {self.path} ({cause.strerror or cause}): it ended, or is of another host "
+                    "or account"
+                ) from cause
+            with link.makefile("rb") as answers:
+                while (group := _asked(link, answers)) is not None:
+                    yield group
+
+
+class Sharing(AbstractContextManager[SharedRun]):
+    """Hands the groups of a run to other processes while its context lasts."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._folder = ""
+        self._ended = threading.Event()
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._threads: set[threading.Thread] = set()  # a plain set: each change is one step
+
+    def __enter__(self) -> SharedRun:
+        self._folder = tempfile.mkdtemp(prefix="kvstore-run-")  # of mode 0700
+        path = os.path.join(self._folder, "run")
+        try:
+            self._listener.bind(path)
+        except OSError as cause:
+            self.__exit__()
+            raise InvalidRequest(
+                f"cannot share a run at {path} ({cause.strerror or cause}): set TMPDIR to a short path"
+            ) from cause
+        self._listener.listen()
+        self._listener.settimeout(LOOK_S)
+        self._begin(self._accept)
+        return SharedRun(path)
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        for thread in list(self._threads):
+            thread.join(CLOSE_S)
+        self._listener.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _begin(self, work: Callable[[], None]) -> None:
+        thread = threading.Thread(target=work, name="kvstore-run", daemon=True)
+        self._threads.add(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        while not self._ended.is_set():
+            try:
+                link, _ = self._listener.accept()
+            except TimeoutError:
+                continue
+            except OSError:
+                return  # out of descriptors: those that are connected go on
+            self._threads = {each for each in self._threads if each.is_alive()}
+            if len(self._threads) > CONSUMERS_MAX:
+                link.close()
+            else:
+                self._begin(partial(self._serve, link))
+
+    def _serve(self, link: socket.socket) -> None:
+        """The consumer of this process: takes groups for the one at the other end."""
+        with link, suppress(OSError):
+            while self._is_asked(link):
+                taken = self._take(link)
+                if taken is None:
+                    if self._run.is_over:
+                        link.sendall(_SIZE.pack(0))
+                    return
+                with taken:
+                    raw = json.dumps(asdict(taken.group)).encode()
+                    link.sendall(_SIZE.pack(len(raw)) + raw)
+                    if not self._is_asked(link, peeks=True):
+                        raise ConnectionError  # so the group goes out again
+
+    def _take(self, link: socket.socket) -> Taken | None:
+        me = threading.current_thread()
+        while not (self._run.is_over or self._ended.is_set() or _is_gone(link)):
+            taken = self._run.try_take(LOOK_S, me.is_alive)
+            if taken is not None:
+                return taken
+        return None
+
+    def _is_asked(self, link: socket.socket, *, peeks: bool = False) -> bool:
+        """Waits until the consumer asks for the next group; False if it has gone, or the run is shared no more."""
+        link.settimeout(LOOK_S)
+        try:
+            while not self._ended.is_set():
+                with suppress(TimeoutError):
+                    return bool(link.recv(1, socket.MSG_PEEK if peeks else 0))
+            return False
+        finally:
+            link.settimeout(None)
+
+
+def _is_gone(link: socket.socket) -> bool:
+    try:
+        return link.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+    except BlockingIOError:
+        return False
+
+
+def _asked(link: socket.socket, answers: BinaryIO) -> Group | None:
+    """Asks for the next group; None once there is none."""
+    try:
+        link.sendall(NEXT)
+        head = answers.read(_SIZE.size)
+        size = _SIZE.unpack(head)[0] if len(head) == _SIZE.size else 0
+        raw = answers.read(size)
+    except OSError as cause:
+        raise _ended() from cause
+    if len(head) < _SIZE.size or len(raw) < size:
+        raise _ended()
+    if not size:
+        return None
+    fields: dict[str, Any] = parse_json(raw)
+    found: Any = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+    return Group(**found)
+
+
+def _ended() -> Unavailable:
+    return Unavailable("the run is shared no more: its process ended, or left the context of share()")
