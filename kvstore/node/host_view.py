@@ -19,7 +19,6 @@ from kvstore.host.room import Room
 from kvstore.host.shared import BATCH_MAX, RING, Number, Shared
 from kvstore.host.tables import HoldTable, Run
 from kvstore.node.known import Known
-from kvstore.recency import TICK_S
 from kvstore.root.posix_errors import translated
 
 SETTLE_S = 1.0
@@ -41,7 +40,6 @@ class HostView:
         self._numbers = shared.numbers
         self._table = table
         self._known = known
-        known.tick_s = TICK_S
         self._changes = threading.Lock()
         self._seen = shared[Number.TAIL]
         """Entries of the log up to here are forgotten."""
