@@ -24,15 +24,14 @@ from kvstore.root.fence import lift_unnamed
 from kvstore.root.reserve import keep_reserve, make_room, spend_reserve
 from kvstore.root.twins import list_twins, read_twin
 from kvstore_gc.grace import Grace, Look, Spared
-from kvstore_gc.histogram import Tally
 from kvstore_gc.ledger import GROUP_MAX, GROUP_VICTIMS_MAX, InFlight, Ledger
+from kvstore_gc.listing import Tally
 from kvstore_gc.looking import USED, unused
 from kvstore_gc.objects import Deleting
-from kvstore_gc.plan import SweepPlan
 from kvstore_gc.site import Site
 from kvstore_gc.threads import Stopped
 from kvstore_gc.trash import Trash
-from kvstore_gc.victims import Condemnation, Taken, read_victims, write_victims
+from kvstore_gc.victims import Condemnation, SweepPlan, Taken, read_victims, write_victims
 
 log = logging.getLogger(__name__)
 

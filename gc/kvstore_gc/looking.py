@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from kvstore.errors import KVStoreError
+from kvstore.format import places
 from kvstore.format.header import FIXED_BYTES, incarnation_at
-from kvstore_gc.plan import SweepPlan, Victim
 from kvstore_gc.site import Site
-from kvstore_gc.victims import Condemnation
+from kvstore_gc.victims import Condemnation, SweepPlan, Victim
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,8 @@ def _look_all(site: Site, listed: Mapping[int, Sequence[Victim]], spared: Counte
     def look(index: int) -> None:
         victim = victims[index][1]
         try:
-            seen = site.root.look(victim.name, FIXED_BYTES)
+            name = places.chunk(victim.address, victim.namespace, site.identity.shard_bits)
+            seen = site.root.look(name, FIXED_BYTES)
         except KVStoreError as error:
             failed.append(error)  # one bad file must not keep all others from being collected
             return

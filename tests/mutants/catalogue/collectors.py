@@ -370,14 +370,14 @@ KEEPING = [
         "PROTOCOL prefixes: least recently used chunks are deleted first",
         at("kvstore_gc.policy", "ranks", lambda real, uses, ties, now_s, order: real(uses, ties, now_s, order) * 0),
         "gc/test_policy.py",
-        "gc/test_plan.py",
+        "gc/test_ranking.py",
     ),
     mutant(
         "policy-ttl-ignored",
         "PROTOCOL prefixes: a chunk past its time to live is deleted",
         at("kvstore_gc.policy", "expired", lambda real, uses, *when: real(uses, *when) & False),
         "gc/test_policy.py",
-        "gc/test_plan.py",
+        "gc/test_ranking.py",
     ),
     mutant(
         "collector-alone-in-every-shard",
