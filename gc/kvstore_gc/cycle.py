@@ -53,8 +53,8 @@ condemned in any order."""
 SLICE_SHARE_MIN = 1 / 8
 """The least share of the headroom in a slice: with fewer chunks sweeps cost more."""
 FRESH_S = 0.5
-"""Chunks used so shortly before a listing stay until the next one: a child that the listing lacks, put in the same
-tick, would lose its parent."""
+"""Chunks used so shortly before a listing, or during it, stay until the next one: a child that the listing lacks, put
+in the same tick, would lose its parent."""
 LISTING_S_MIN = 1.0
 
 
@@ -135,7 +135,7 @@ class Cycle:
         summary.swept(report)
         self._judge(summary)
         if self._mine and self.is_spent and not summary.reaped.count:
-            self._accounts.blocked()
+            self._accounts.evicted(None)
         return summary
 
     def evict(self) -> Summary | None:
@@ -168,7 +168,8 @@ class Cycle:
         summary.used_after_bytes -= int(rows["size"].sum())
         now_s = self._clock.now_s()
         longest = rows[np.argsort(rows["mtime_ns"], kind="stable")[:examples_max]]
-        summary.examples = [_example(row, now_s) for row in longest]
+        reasons = [CONDEMNING[code] for code in longest["reason"].tolist()]
+        summary.examples = [_example(*each, now_s) for each in zip(_victims(longest), reasons, strict=True)]
         summary.explained = [found for address in explain for found in self._explained(address, rows)]
         missing = {address.hex() for address in explain} - {each.address for each in summary.explained}
         summary.unfinished += [f"{address} is not stored" for address in sorted(missing)]
@@ -214,10 +215,10 @@ class Cycle:
         namespaces = Namespaces(self._site.meta, self._site.keys).list(self._timeout_s)
         goals, pinned = self._config.goals(namespaces), self._sweeper.kept().marks
         with self._timed(summary, "survey"):
-            now_s = self._clock.now_s()
-            ranking = Ranking(goals, now_s, self._site.identity.shard_bits, pinned, now_s - FRESH_S)
+            began_s = self._clock.now_s()
+            ranking = Ranking(goals, began_s, self._site.identity.shard_bits, pinned)
             self._read(summary, ranking)
-            ranking.rank(self._listed_share)
+            ranking.rank(self._listed_share, (began_s - FRESH_S, self._clock.now_s() + FRESH_S))
             self._parents.check(ranking, goals)
         self._picks.clear()
         self._ranking = ranking
@@ -234,14 +235,14 @@ class Cycle:
         self._accounts.measured(self._root.space())
         is_new = self._publisher is not None and not self._accounts.is_scanned
         unheard = self._publisher.unheard(self._site.pause) if self._publisher and is_new else frozenset()
-        mark, began_s = self._accounts.before_scan(unheard), self._clock.monotonic_s()
+        counted, began_s = self._accounts.listing(unheard), self._clock.monotonic_s()
         summary.beside = beside(self._root)
         read = partial(ranking.read, self._root, each=self._site.each, listed=self._listed)
         read(self._mine)
         if len(self._mine) < summary.shards_count and ranking.total.count < SHARE_CHUNKS_MIN:
             read(sorted(set(range(summary.shards_count)) - set(self._mine)))
         self._listed_share = ranking.shards_count / summary.shards_count
-        self._accounts.after_scan(round(ranking.total.bytes / self._listed_share) + summary.beside.bytes, mark)
+        counted(round(ranking.total.bytes / self._listed_share) + summary.beside.bytes)
         self._listing_s = max(LISTING_S_MIN, self._clock.monotonic_s() - began_s)
 
     def _warn(self, goals: Goals) -> None:
@@ -290,7 +291,7 @@ class Cycle:
                 left.append((shard, rows))
                 continue
             busy.add(shard)
-            plans.append(SweepPlan(shard, tuple(map(_victim, rows))))
+            plans.append(SweepPlan(shard, _victims(rows)))
             summary.chose(rows)
         self._picks.extendleft(reversed(left))
         return plans
@@ -380,12 +381,14 @@ class Cycle:
             summary.spent(phase, self._clock.monotonic_s() - began_s)
 
 
-def _victim(row: Rows) -> Victim:
-    address, namespace = Address(row["address"].item()), id_of(row["namespace"])
-    return Victim(address, namespace, int(row["size"]), int(row["mtime_ns"]))
+def _victims(rows: Rows) -> tuple[Victim, ...]:
+    columns = (rows[name].tolist() for name in ("address", "namespace", "size", "mtime_ns"))
+    return tuple(
+        Victim(Address(address), id_of(number), size_bytes, mtime_ns)
+        for address, number, size_bytes, mtime_ns in zip(*columns, strict=True)
+    )
 
 
-def _example(row: Rows, now_s: float) -> Example:
-    victim = _victim(row)
-    idle_s, reason = max(0.0, now_s - victim.mtime_ns / NS_PER_S), CONDEMNING[int(row["reason"])]
+def _example(victim: Victim, reason: Reason, now_s: float) -> Example:
+    idle_s = max(0.0, now_s - victim.mtime_ns / NS_PER_S)
     return Example(victim.address.hex(), victim.namespace.hex(), reason.value, victim.size_bytes, round(idle_s, 1))

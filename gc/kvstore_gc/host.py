@@ -187,7 +187,7 @@ class HostCollector:
         ranking.rank()
         lacking = ranking.total.bytes - (1 - HEADROOM_SHARE) * max_bytes if max_bytes else 0
         victims: list[Victim] = []
-        while batch := _victims(ranking.take(lacking - sum(one.size_bytes for one in victims), BATCH_MAX)):
+        while batch := victims_of(ranking.take(lacking - sum(one.size_bytes for one in victims), BATCH_MAX)):
             victims += batch
         return ranking, victims
 
@@ -269,7 +269,7 @@ class HostCollector:
         """Evicts chunks of ``size_bytes`` together, and all that are due; fewer if the ranking runs out."""
         done = Evicted()
         while self._ranking is not None and self._eviction is not None:
-            victims = _victims(self._ranking.take(size_bytes - done.size_bytes, BATCH_MAX))
+            victims = victims_of(self._ranking.take(size_bytes - done.size_bytes, BATCH_MAX))
             if not victims:
                 break
             done += self._eviction.evict(victims)
@@ -305,7 +305,8 @@ class HostCollector:
             return 0.0
 
 
-def _victims(rows: Rows) -> list[Victim]:
+def victims_of(rows: Rows) -> list[Victim]:
+    """Returns the chunks of some rows of a ranking."""
     columns = (rows["address"].tolist(), rows["namespace"].tolist(), rows["size"].tolist())
     return [Victim(Address(address), id_of(number), size) for address, number, size in zip(*columns, strict=True)]
 

@@ -22,6 +22,7 @@ from kvstore.address import ADDRESS_BYTES, Address
 from kvstore.errors import KVStoreError, PermissionDenied, Unavailable
 from kvstore.format import places
 from kvstore.namespace import NamespaceId
+from kvstore.recency import NS_PER_S
 from kvstore.root.interface import Entry, Root
 from kvstore_gc.goals import QUOTA_SHARE, Goals
 from kvstore_gc.listing import (
@@ -34,7 +35,6 @@ from kvstore_gc.listing import (
     columns_of,
     id_of,
     judge,
-    marks_of,
     tally_of,
 )
 from kvstore_gc.policy import Truths
@@ -80,15 +80,8 @@ _TTL, _QUOTA, _ORPHAN, _CAPACITY = range(len(CONDEMNING))
 class Ranking:
     """A listing of shards of a root, and the chunks that are left to evict. One thread."""
 
-    def __init__(
-        self,
-        goals: Goals,
-        now_s: float,
-        shard_bits: int,
-        pinned: Marks = NO_MARKS,
-        used_before_s: float = math.inf,
-    ) -> None:
-        """Chunks that are ``pinned`` or were used at ``used_before_s`` or later are counted, and stay."""
+    def __init__(self, goals: Goals, now_s: float, shard_bits: int, pinned: Marks = NO_MARKS) -> None:
+        """Chunks that are ``pinned`` are counted, and stay."""
         self.total = Tally()
         """All chunks."""
         self.pinned = Tally()
@@ -101,7 +94,6 @@ class Ranking:
         self.marks = pinned
         self._now_s = math.ceil(now_s)
         self._shard_bits = shard_bits
-        self._used_before_s = used_before_s
         self._lock = threading.Lock()
         self._parts: list[Rows] = []
         self._kept_count = 0
@@ -143,10 +135,15 @@ class Ranking:
         if failed and len(failed) == len(shards):
             raise failed[0]
 
-    def rank(self, share: float = 1.0) -> None:
-        """Ranks all that was listed: ``share`` of all shards, so of each quota."""
+    def rank(self, share: float = 1.0, used_s: tuple[float, float] = (0.0, 0.0)) -> None:
+        """Ranks all that was listed: ``share`` of all shards, so of each quota.
+
+        Chunks used between the two times ``used_s`` stay. Others may be from later: a host whose clock is ahead.
+        """
         self._fold()
-        self._rows, self._parts = self._parts[0] if self._parts else self._rows, []
+        rows, self._parts = (self._parts or [self._rows])[0], []
+        is_fresh = (rows["mtime_ns"] >= used_s[0] * NS_PER_S) & (rows["mtime_ns"] < used_s[1] * NS_PER_S)
+        self._rows = rows[~is_fresh | (rows["rank"] < 0)]
         self._rank_quotas(share)
 
     @property
@@ -178,8 +175,8 @@ class Ranking:
 
     def have(self, addresses: Sequence[Address]) -> Truths:
         """Returns which of these addresses the ranking has."""
-        marks = np.frombuffer(b"".join(addresses), ">u8")[1::2].astype(np.uint64)
-        return are_among(marks, marks_of([self._rows["address"].tobytes()]))
+        wanted, mine = _marks(b"".join(addresses)), _marks(self._rows["address"].tobytes())
+        return are_among(wanted, np.unique(mine[are_among(mine, np.unique(wanted))]))
 
     def orphaned(self, orphans: Truths) -> None:
         """Makes those of ``front(len(orphans))`` due that have no parent."""
@@ -198,7 +195,7 @@ class Ranking:
         self.foreign += batch.foreign
         self._count(batch)
         np.add.at(self._group_bytes, judged.groups, batch.sizes_bytes)
-        goes = judged.expired | ~judged.pinned & (judged.uses.last_use_s < self._used_before_s)
+        goes = ~judged.pinned
         rows = np.zeros(int(goes.sum()), _ROW)
         expired, ranks = judged.expired[goes], judged.ranks[goes]
         rows["rank"] = np.where(expired, ranks - _DUE, ranks)
@@ -223,8 +220,9 @@ class Ranking:
     def _fold(self) -> None:
         """Sorts what was listed, and keeps what is evicted first."""
         if self._parts:
-            rows = np.concatenate([self._rows, *self._parts])
-            self._parts = [rows[np.argsort(rows["rank"], kind="stable")[:KEPT_MAX]]]
+            rows = np.concatenate(self._parts)
+            self._parts.clear()  # or there would be three copies of all chunks
+            self._parts.append(rows[np.argsort(rows["rank"], kind="stable")[:KEPT_MAX]])
             self._kept_count = len(self._parts[0])
 
     def _rank_quotas(self, share: float) -> None:
@@ -260,6 +258,10 @@ def tallies(rows: Rows) -> Iterator[tuple[NamespaceId, Reason, Tally]]:
 def shards_of(rows: Rows, shard_bits: int) -> npt.NDArray[np.int64]:
     """Returns the shard of each chunk."""
     return np.frombuffer(rows["address"].tobytes(), ">u2")[:: ADDRESS_BYTES // 2].astype(np.int64) >> 16 - shard_bits
+
+
+def _marks(packed: bytes) -> Marks:
+    return np.frombuffer(packed, ">u8")[1::2].astype(np.uint64)
 
 
 def _tally(rows: Rows) -> Tally:

@@ -1,9 +1,9 @@
 """Renews recency after reads: parents before children, once per quantum, on a thread of its own.
 
 It has its own thread because renewal only advises garbage collection: it must cost a reader nothing, and a root that
-hangs must stop nothing else. A renewal costs three system calls, a look and a touch with a look right before it, or only
-the first if another node has renewed in this quantum. Chunks that this node knows to be renewed cost none. The same thread marks abandoned branches,
-in the order in which it hears of them and of uses.
+hangs must stop nothing else. A renewal costs three system calls: a look, and a touch with a look right before it. If
+another node has renewed in this quantum, it costs the first look, and none if this node knows that. The same thread
+marks abandoned branches, in the order in which it hears of them and of uses.
 """
 
 from __future__ import annotations

@@ -178,13 +178,13 @@ def test_of_too_many_chunks_the_first_are_kept(monkeypatch: pytest.MonkeyPatch) 
     assert {*ranking.take(10_000)["address"].tolist()} == {chunk.address for chunk in chunks[-10:]}
 
 
-def test_chunks_used_since_a_moment_stay() -> None:
-    old, new = loose(50, age_s=7200), loose(50, seed=1, age_s=0)
-    ranking = Ranking(Goals(), NOW_S, SHARD_BITS, used_before_s=NOW_S - 60)
-    ranking.read(root_of(old + new), SHARDS)
-    ranking.rank()
-    assert ranking.total.count == 100
-    assert {*ranking.take(10_000)["address"].tolist()} == {chunk.address for chunk in old}
+def test_chunks_used_during_the_listing_stay() -> None:
+    old, new, ahead = loose(50, age_s=7200), loose(50, seed=1, age_s=0), loose(50, seed=2, age_s=-600)
+    ranking = Ranking(Goals(), NOW_S, SHARD_BITS)
+    ranking.read(root_of(old + new + ahead), SHARDS)
+    ranking.rank(used_s=(NOW_S - 60, NOW_S + 60))
+    assert ranking.total.count == 150
+    assert {*ranking.take(20_000)["address"].tolist()} == {chunk.address for chunk in old + ahead}
 
 
 # Time to live, quotas and pins

@@ -45,7 +45,7 @@ def _plan_unsynced(real: Any, self: Any, staged: str, name: str, *, durable: boo
 
 
 CONDEMNING = [
-    rule("G1", "condemns-what-was-used-since", at("kvstore_gc.looking", "unused", _one_is_used), SWEEPS, "-k", "g1"),
+    rule("G1", "condemns-what-was-used-since", at("kvstore_gc.execute", "unused", _one_is_used), SWEEPS, "-k", "g1"),
     rule("G1", "plan-is-not-synced", at(ROOT, "publish", _plan_unsynced), "contract/test_root_rules.py"),
     rule(
         "G2",
