@@ -219,7 +219,7 @@ class Cycle:
             ranking = Ranking(goals, began_s, self._site.identity.shard_bits, pinned)
             self._read(summary, ranking)
             ranking.rank(self._listed_share, (began_s - FRESH_S, self._clock.now_s() + FRESH_S))
-            self._parents.check(ranking, goals)
+            self._parents.check(ranking)
         self._picks.clear()
         self._ranking = ranking
         summary.listed(ranking, round(ranking.total.bytes / self._listed_share), namespaces)

@@ -8,7 +8,7 @@ their rank was deleted.
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from kvstore.errors import KVStoreError
 from kvstore.format import places
 from kvstore.format.header import FIXED_BYTES
 from kvstore.namespace import NamespaceId
-from kvstore_gc.goals import Goals
+from kvstore.recency import NS_PER_S
 from kvstore_gc.listing import id_of
 from kvstore_gc.policy import Uses
 from kvstore_gc.ranking import Ranking
@@ -42,13 +42,16 @@ class Parents:
         self._site = site
         self._parents: dict[Address, Address] = {}
 
-    def check(self, ranking: Ranking, goals: Goals) -> None:
+    def check(self, ranking: Ranking) -> None:
         """Makes the chunks due that have no parent, among those that are evicted next, and the chunks behind them."""
         rows = ranking.front(CHECKED_MAX)
-        behind = np.ones(len(rows), np.bool_)
-        if self._site.root.traits.touch:  # else times do not tell the depth
-            behind = Uses.of(rows["mtime_ns"], goals.quantum_s).depth > 0
-        chunks = [_Chunk(int(at), *_key(rows[at])) for at in np.flatnonzero(behind)]
+        behind, traits = np.ones(len(rows), np.bool_), self._site.root.traits
+        if traits.touch:  # else times do not tell the depth
+            behind = Uses.of(rows["mtime_ns"], ranking.goals.quantum_s).depth > 0
+        if not traits.ordered_publish:  # a put may be about to publish the parent
+            behind &= rows["mtime_ns"] < (self._site.clock.now_s() - self._site.timings.put_s_max) * NS_PER_S
+        columns = np.flatnonzero(behind).tolist(), *(rows[name][behind].tolist() for name in ("address", "namespace"))
+        chunks = [_Chunk(at, Address(address), id_of(number)) for at, address, number in zip(*columns, strict=True)]
         self._read(chunks)
         chunks = [chunk for chunk in chunks if self._parents.get(chunk.address, NO_PARENT) != NO_PARENT]
         if not chunks:
@@ -90,7 +93,3 @@ class Parents:
 
     def _name(self, address: Address, namespace: NamespaceId) -> places.Name:
         return places.chunk(address, namespace, self._site.identity.shard_bits)
-
-
-def _key(row: Any) -> tuple[Address, NamespaceId]:
-    return Address(row["address"].item()), id_of(row["namespace"])

@@ -11,8 +11,10 @@ import pytest
 from kvstore.errors import RootMismatch, Unavailable
 from kvstore.meta.memory import MemoryMeta
 from kvstore.root.memory import MemoryFiles, MemoryRoot
+from kvstore.sources import SystemClock
 from kvstore_gc.capacity import Accounts
 from kvstore_gc.config import Config
+from kvstore_gc.cycle import FRESH_S
 from kvstore_gc.threads import Stopped
 from tests.kit.clusters import SPACE, cluster, eventually, looking, prompt, put
 from tests.kit.faulty_meta import FaultyMeta
@@ -59,6 +61,19 @@ def test_a_cycle_brings_a_full_root_below_its_target_leaves_first(place: Place) 
     assert summary.used_after_bytes <= summary.target_bytes == int(0.95 * used)
     assert [place.cluster.present(chain) for chain in chains] == [4, 5, 5, 5], "1 of 20 chunks, the oldest leaf"
     assert node.node.match(chains[0]) == 4
+
+
+def test_of_prompts_put_within_a_second_the_older_goes_first(place: Place) -> None:
+    node, older, newer = place.cluster.node(), prompt(1, 6), prompt(2, 6)
+    clock = SystemClock()
+    for chain in (older, newer):
+        put(node, chain)
+        ended_s = clock.now_s()
+        eventually(lambda ended_s=ended_s: clock.now_s() > ended_s + FRESH_S)  # type: ignore[misc]
+    chunk_bytes = place.bytes_of(older) // 6
+    summary = place.cycle(Config(max_bytes=int(9.01 * chunk_bytes / 0.95))).run()
+    assert summary.reaped.count >= 3
+    assert place.cluster.present(older) == 6 - summary.reaped.count and place.cluster.present(newer) == 6
 
 
 def test_what_is_pinned_stays_and_a_round_that_cannot_make_room_says_so(place: Place) -> None:

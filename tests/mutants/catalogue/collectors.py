@@ -373,6 +373,22 @@ KEEPING = [
         "gc/test_ranking.py",
     ),
     mutant(
+        "orphans-of-the-ranking-stay",
+        "PROTOCOL section 6: chunks without their parent are the first victims",
+        at("kvstore_gc.parents:Parents", "check", giving(None)),
+        "gc/test_cycle.py",
+        "-k",
+        "parent",
+    ),
+    mutant(
+        "puts-have-the-time-of-their-quantum",
+        "PROTOCOL prefixes: of prompts put within seconds the oldest are evicted whole",
+        at("kvstore.node.known:Known", "tick", lambda real, self: self.quantum()),
+        "gc/test_cycle.py",
+        "-k",
+        "older",
+    ),
+    mutant(
         "policy-ttl-ignored",
         "PROTOCOL prefixes: a chunk past its time to live is deleted",
         at("kvstore_gc.policy", "expired", lambda real, uses, *when: real(uses, *when) & False),
