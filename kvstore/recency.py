@@ -1,6 +1,6 @@
 """Recency without etcd and without atime: the code in a chunk's mtime, and when a reader renews it.
 
-A stamp is the start of the current *quantum* (30 s by default; on one host puts take the current *tick* of 0.25 s) plus
+A stamp is the start of the current *quantum* (30 s by default; puts take the current *tick* of 0.25 s) plus
 nearly one tick, minus four microseconds per chunk of
 depth in its chain, plus a code of less than four microseconds for uses and hints.  From that follow the properties that
 garbage collection relies on:

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.meta.interface import Absent, Delete, KeyValue, LeaseGone, LeaseId, ModifiedAt, Put, Watch, WatchLost
@@ -91,19 +92,11 @@ class Level:
         return min(half_bytes, max(0, self.capacity_bytes - half_bytes - self.used_bytes))
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """The reports that were known when a listing began, and the reporters that had ended."""
-
-    reported: Mapping[SessionId, Usage]
-    ended: Set[SessionId]
-
-
 class Accounts:
     """Follows the used bytes of one root. Thread-safe; does no I/O.
 
-    A cycle calls ``before_scan``, ``after_scan`` and ``deleted``. ``max_bytes`` limits what the root's files may take;
-    None: all the space there is.
+    A cycle calls ``listing``, ``deleted`` and ``evicted``. ``max_bytes`` limits what the root's files may take; None:
+    all the space there is.
     """
 
     def __init__(self, max_bytes: int | None, clock: Clock | None = None) -> None:
@@ -142,25 +135,27 @@ class Accounts:
 
     # Called by a cycle
 
-    def before_scan(self, unheard: frozenset[SessionId] = frozenset()) -> Mark:
-        """Call it before the root is listed. ``unheard`` are nodes that have not reported yet."""
+    def listing(self, unheard: frozenset[SessionId] = frozenset()) -> Callable[[int], None]:
+        """Notes that the root is listed from now on; call what it returns with the sum of all files that were listed.
+
+        ``unheard`` are nodes that have not reported yet. Concurrent writes may count twice.
+        """
         with self._lock:
             self._unheard = set(unheard)
-            return Mark(dict(self._reported), set(self._ended))
+            return partial(self._listed, dict(self._reported), set(self._ended))
 
-    def after_scan(self, used_bytes: int, mark: Mark) -> None:
-        """Notes the sum of all files that were listed since ``mark``. Concurrent writes may count twice."""
+    def _listed(self, reported: Mapping[SessionId, Usage], ended: Set[SessionId], used_bytes: int) -> None:
         with self._lock:
             self._scanned_s, self._scanned_bytes = self._clock.monotonic_s(), used_bytes
             self._used_then_bytes = used_bytes
             self._deleted_base = self._deleted_bytes
-            for reporter in mark.ended & self._ended:
+            for reporter in ended & self._ended:
                 self._reported.pop(reporter, None)
             self._ended &= self._reported.keys()
             for reporter, usage in self._reported.items():
-                if reporter not in mark.reported and reporter in self._base:
+                if reporter not in reported and reporter in self._base:
                     continue  # an unheard node, which reported while the root was listed
-                written_bytes = mark.reported.get(reporter, NONE).written_bytes
+                written_bytes = reported.get(reporter, NONE).written_bytes
                 self._base[reporter] = Usage(written_bytes, usage.removed_bytes)
             self._base = {reporter: base for reporter, base in self._base.items() if reporter in self._reported}
 
@@ -172,15 +167,13 @@ class Accounts:
             if self._others_bytes is not None:
                 self._others_bytes -= size_bytes
 
-    def blocked(self) -> None:
-        """Notes that nothing can be evicted."""
+    def evicted(self, took_s: float | None) -> None:
+        """Notes the time from the choice of chunks to their deletion; None: nothing can be evicted."""
         with self._lock:
-            self._is_blocked = True
-
-    def evicted(self, took_s: float) -> None:
-        """Notes the time from the choice of chunks to their deletion."""
-        with self._lock:
-            self._latency_s = max(LATENCY_S_MIN, took_s, FADE * self._latency_s)
+            if took_s is None:
+                self._is_blocked = True
+            else:
+                self._latency_s = max(LATENCY_S_MIN, took_s, FADE * self._latency_s)
 
     # Called by the publisher
 

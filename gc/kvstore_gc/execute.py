@@ -8,13 +8,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, RootMismatch
 from kvstore.format import places
+from kvstore.format.header import FIXED_BYTES, incarnation_at
 from kvstore.format.places import Name
 from kvstore.meta.interface import LeaseId
 from kvstore.meta.keys import SweepId
@@ -24,15 +25,13 @@ from kvstore.root.fence import lift_unnamed
 from kvstore.root.reserve import keep_reserve, make_room, spend_reserve
 from kvstore.root.twins import list_twins, read_twin
 from kvstore_gc.grace import Grace, Look, Spared
-from kvstore_gc.histogram import Tally
 from kvstore_gc.ledger import GROUP_MAX, GROUP_VICTIMS_MAX, InFlight, Ledger
-from kvstore_gc.looking import USED, unused
+from kvstore_gc.listing import Tally
 from kvstore_gc.objects import Deleting
-from kvstore_gc.plan import SweepPlan
 from kvstore_gc.site import Site
 from kvstore_gc.threads import Stopped
 from kvstore_gc.trash import Trash
-from kvstore_gc.victims import Condemnation, Taken, read_victims, write_victims
+from kvstore_gc.victims import Condemnation, SweepPlan, Taken, Victim, read_victims, write_victims
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +39,8 @@ SAID_S = 5.0
 """A wait for nodes that is longer is said, once."""
 STOPPING = "this collector was asked to stop"
 
+Found = dict[int, list[Condemnation]]
+USED = "used since it was listed"
 SPARED = (
     *("cannot be read", "cannot be taken", "condemned too slowly", "gone already", "held", "pinned", "published anew"),
     *("swept by another collector", USED),
@@ -342,7 +343,16 @@ class Sweeper:
             if victims is None:
                 log.warning("sweep.no_plan sweep=%s: it takes nothing", sweep.sweep.hex())
             taken = Taken(self._deleted)
-            has_ended = self._take(sweep, victims, spared, taken)
+            has_ended = False
+            try:
+                if self._root.traits.fenced:
+                    has_ended = self._trash.reap(sweep, victims or (), spared, taken)
+                else:
+                    has_ended = self._deleting.reap(sweep, victims, spared, taken)
+            except KVStoreError as error:
+                log.warning("sweep.left shard=%04x sweep=%s: %s", sweep.shard, sweep.sweep.hex(), error)
+            if taken.failed_count:
+                log.warning("sweep.refused count=%d such as: %s", taken.failed_count, taken.failure)
             with lock:
                 if has_ended:
                     closing.append(sweep)
@@ -360,20 +370,6 @@ class Sweeper:
         began_s = self._clock.monotonic_s()
         self._close(closing)
         self._spent(report, "close", began_s)
-
-    def _take(self, sweep: InFlight, victims: tuple[Condemnation, ...] | None, spared: Spared, taken: Taken) -> bool:
-        """Takes the victims of one sweep; True if the sweep may close."""
-        try:
-            if self._root.traits.fenced:
-                ended = self._trash.reap(sweep, victims or (), spared, taken)
-            else:
-                ended = self._deleting.reap(sweep, victims, spared, taken)
-        except KVStoreError as error:
-            log.warning("sweep.left shard=%04x sweep=%s: %s", sweep.shard, sweep.sweep.hex(), error)
-            ended = False
-        if taken.failed_count:
-            log.warning("sweep.refused count=%d such as: %s", taken.failed_count, taken.failure)
-        return ended
 
     def _close(self, sweeps: Sequence[InFlight]) -> None:
         for start in range(0, len(sweeps), GROUP_MAX):
@@ -457,3 +453,52 @@ def _without(plan: SweepPlan, pinned: Spared, report: SweepReport) -> SweepPlan:
     free = tuple(victim for victim in plan.victims if victim.address not in pinned)
     report.spared["pinned"] += len(plan.victims) - len(free)
     return plan if len(free) == len(plan.victims) else replace(plan, victims=free)
+
+
+def unused(site: Site, plans: Sequence[SweepPlan], spared: Counter[str]) -> Found:
+    """Returns the publications of the victims that nobody used since they were listed, by shard; counts the others.
+
+    A use of a chunk is a use of its parents too, but they may have been looked at before it. So if a use is seen, the
+    victims that are left are looked at once more: a chunk that stays keeps its parents.
+    """
+    victims = {plan.shard: plan.victims for plan in plans}
+    used_before = spared[USED]
+    found = _look_all(site, victims, spared)
+    if spared[USED] > used_before:
+        left = {shard: {one.address for one in seen} for shard, seen in found.items()}
+        again = {shard: [one for one in victims[shard] if one.address in left[shard]] for shard in left}
+        found = _look_all(site, again, spared)
+    return found
+
+
+def _look_all(site: Site, listed: Mapping[int, Sequence[Victim]], spared: Counter[str]) -> Found:
+    victims = [(shard, victim) for shard, some in listed.items() for victim in some]
+    found: list[Condemnation | None] = [None] * len(victims)
+    failed: list[KVStoreError] = []
+    gone: list[Victim] = []
+
+    def look(index: int) -> None:
+        victim = victims[index][1]
+        try:
+            name = places.chunk(victim.address, victim.namespace, site.identity.shard_bits)
+            seen = site.root.look(name, FIXED_BYTES)
+        except KVStoreError as error:
+            failed.append(error)  # one bad file must not keep all others from being collected
+            return
+        if seen is None:
+            gone.append(victim)
+        elif seen.stat.mtime_ns <= victim.mtime_ns:
+            incarnation = incarnation_at(seen.prefix)
+            found[index] = Condemnation(victim.address, victim.namespace, incarnation, seen.stat.size_bytes)
+
+    site.each(len(victims), look)
+    if failed:
+        log.warning("sweep.unreadable count=%d such as: %s", len(failed), failed[0])
+    spared["cannot be read"] += len(failed)
+    spared["gone already"] += len(gone)
+    spared[USED] += found.count(None) - len(failed) - len(gone)
+    unused: Found = {}
+    for (shard, _), one in zip(victims, found, strict=True):
+        if one is not None:
+            unused.setdefault(shard, []).append(one)
+    return unused

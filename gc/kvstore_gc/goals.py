@@ -1,10 +1,10 @@
-"""The goals of garbage collection: how long chunks stay, and quotas. Configuration, survey and plan all use them."""
+"""The goals of garbage collection: how long chunks stay, and quotas. Configuration and ranking use them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from kvstore.errors import InvalidRequest
@@ -15,7 +15,7 @@ from kvstore_gc.policy import Order
 QUOTA_SHARE = 0.95
 """A quota that is exceeded is brought down to this share, so that not every put exceeds it again."""
 GROUPS_MAX = 256
-"""Groups of namespaces with the same quotas: each group has a histogram of its own."""
+"""Groups of namespaces with the same quotas."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +55,6 @@ class Goals:
         if self.quantum_s < 2:
             raise InvalidRequest(f"quantum_s={self.quantum_s}: expected what the nodes have, {QUANTUM_S} by default")
         self._group()
-
-    def of_share(self, share: float) -> Goals:
-        """The goals of a collector that looks after this share of all shards."""
-        if share == 1:
-            return self
-        quotas = tuple(replace(quota, max_bytes=round(quota.max_bytes * share)) for quota in self.quotas)
-        return replace(self, quotas=quotas)
 
     def _group(self) -> None:
         numbers: dict[frozenset[int], int] = {frozenset(): 0}

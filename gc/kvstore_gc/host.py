@@ -25,6 +25,7 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
+from kvstore.address import Address
 from kvstore.errors import InvalidRequest, KVStoreError, RootMismatch
 from kvstore.format import places
 from kvstore.format.places import Name
@@ -42,7 +43,8 @@ from kvstore.root.posix_errors import translated
 from kvstore.sources import SystemClock
 from kvstore_gc.config import Config
 from kvstore_gc.goals import Goals
-from kvstore_gc.ranking import Ranking
+from kvstore_gc.listing import id_of
+from kvstore_gc.ranking import Ranking, Rows
 
 log = logging.getLogger(__name__)
 
@@ -134,12 +136,13 @@ class HostCollector:
         reserved = sum((reserved_by | self._reserved_by()).values())
         goals = self._goals(ttl_s)
         shared.add(Number.LISTINGS, 1)  # before the time is read: a put that sees no new listing is in this one
-        ranking = Ranking(goals, self._clock.now_s(), file_system_now_ns(self._root.path))
+        since_ns = file_system_now_ns(self._root.path)
+        ranking = Ranking(goals, self._clock.now_s(), self._shard_bits)
         others = self._leftovers()
 
         looked_s = began_s
 
-        def between() -> None:
+        def between(shard: int) -> None:
             nonlocal looked_s
             listed()
             limit, now_s = shared[Number.LIMIT], time.monotonic()
@@ -147,13 +150,14 @@ class HostCollector:
                 self._evict(self._lacking(limit))  # by the ranking before
                 looked_s = time.monotonic()
 
-        ranking.read(self._root, self._shard_bits, between)
+        ranking.read(self._root, range(self.shards_count), listed=between)
+        ranking.rank()
         # What was written or deleted meanwhile may be in the listing or not: correct only what that does not explain.
         error = ranking.total.bytes + ranking.foreign.bytes + others + reserved - used
         written, deleted = shared[Number.WRITTEN] - written, shared[Number.DELETED] - deleted
         shared.add(Number.USED, min(0, error + deleted) if error < 0 else max(0, error - reserved - written))
         self._ranking = ranking
-        self._eviction = Eviction(self._root, self._shard_bits, shared, self._clock, ranking.began_ns)
+        self._eviction = Eviction(self._root, self._shard_bits, shared, self._clock, since_ns)
         self._listed_s = time.monotonic()
         self._listing_s = self._listed_s - began_s
         return ranking
@@ -174,11 +178,12 @@ class HostCollector:
         max_bytes, ttl_s = smallest(
             live_tables(self._root.path, self._shared), self._config.max_bytes, self._config.ttl_s
         )
-        ranking = Ranking(self._goals(ttl_s), self._clock.now_s(), 0)
-        ranking.read(self._root, self._shard_bits, listed)
+        ranking = Ranking(self._goals(ttl_s), self._clock.now_s(), self._shard_bits)
+        ranking.read(self._root, range(self.shards_count), listed=lambda shard: listed())
+        ranking.rank()
         lacking = ranking.total.bytes - (1 - HEADROOM_SHARE) * max_bytes if max_bytes else 0
         victims: list[Victim] = []
-        while batch := ranking.take(int(lacking) - sum(one.size_bytes for one in victims), BATCH_MAX):
+        while batch := victims_of(ranking.take(lacking - sum(one.size_bytes for one in victims), BATCH_MAX)):
             victims += batch
         return ranking, victims
 
@@ -254,7 +259,7 @@ class HostCollector:
         """Evicts chunks of ``size_bytes`` together, and all that are due; fewer if the ranking runs out."""
         done = Evicted()
         while self._ranking is not None and self._eviction is not None:
-            victims = self._ranking.take(size_bytes - done.size_bytes, BATCH_MAX)
+            victims = victims_of(self._ranking.take(size_bytes - done.size_bytes, BATCH_MAX))
             if not victims:
                 break
             done += self._eviction.evict(victims)
@@ -288,6 +293,12 @@ class HostCollector:
             return time.time() - os.lstat(f"{self._root.path}/{name}").st_ctime
         except OSError:
             return 0.0
+
+
+def victims_of(rows: Rows) -> list[Victim]:
+    """Returns the chunks of some rows of a ranking."""
+    columns = (rows["address"].tolist(), rows["namespace"].tolist(), rows["size"].tolist())
+    return [Victim(Address(address), id_of(number), size) for address, number, size in zip(*columns, strict=True)]
 
 
 @contextmanager

@@ -1,14 +1,13 @@
 """The chunks of some shards as listed, in columns, and how goals judge them: expired, pinned, their ranks.
 
-Survey and plan share this file, so that the plan takes what the survey counted. It works on columns, because a root
-holds millions of chunks and arithmetic on one at a time would take longer than listing them.
+It works on columns, because a root holds millions of chunks and arithmetic on one at a time would take longer than
+listing them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +17,6 @@ from kvstore.format.places import NAMESPACE_ID_BYTES
 from kvstore.namespace import NamespaceId
 from kvstore.root.interface import Entry
 from kvstore_gc.goals import Goals
-from kvstore_gc.histogram import Tally
 from kvstore_gc.policy import MTIME_MAX_NS, TIE_BITS, Column, Truths, Uses, expired, ranks
 
 Marks = npt.NDArray[np.uint64]
@@ -26,6 +24,20 @@ NO_MARKS: Marks = np.zeros(0, np.uint64)
 
 BATCH_COUNT = 4_096
 _TIE_MASK = np.uint64((1 << TIE_BITS) - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """A count, and the bytes together."""
+
+    count: int = 0
+    bytes: int = 0
+
+    def __add__(self, other: Tally) -> Tally:
+        return Tally(self.count + other.count, self.bytes + other.bytes)
+
+    def __sub__(self, other: Tally) -> Tally:
+        return Tally(self.count - other.count, self.bytes - other.bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +91,6 @@ def are_among(marks: Marks, known: Marks) -> Truths:
         return np.zeros(len(marks), np.bool_)
     found: Truths = known[np.minimum(np.searchsorted(known, marks), len(known) - 1)] == marks
     return found
-
-
-def listed(shard_bits: int, entries: Iterable[tuple[int, Entry]]) -> Iterator[Listed]:
-    """Some entries of shards' folders, each with its shard, up to BATCH_COUNT at a time."""
-    remaining = iter(entries)
-    while batch := list(islice(remaining, BATCH_COUNT)):
-        yield columns_of(shard_bits, batch)
 
 
 def judge(chunks: Listed, now_s: int, goals: Goals, pinned: Marks) -> Judged:

@@ -26,7 +26,7 @@ from kvstore_gc.capacity import Accounts, Level, Publisher
 from kvstore_gc.cycle import Cycle
 from kvstore_gc.execute import SPARED
 from kvstore_gc.orphans import ORPHANS
-from kvstore_gc.plan import Reason
+from kvstore_gc.ranking import Reason
 from kvstore_gc.summary import Summary
 
 CHOSEN = [reason.value for reason in Reason if reason.condemns]
@@ -59,7 +59,7 @@ class Metrics:
             "eviction keeps used bytes below this; 0: not known",
             lambda: found.target_bytes if (found := level()) else 0,
         )
-        self._chunks = self._gauge("chunks", "chunks found by the last survey")
+        self._chunks = self._gauge("chunks", "chunks found by the last listing")
         self._kept = self._gauge("kept_bytes", "bytes of chunks that stay, by reason", "reason")
         self._blocked = self._gauge(
             "blocked_sweeps", "sweeps that the last round could not end: a node did not announce"

@@ -21,9 +21,10 @@ from kvstore.meta.pins import PinRecord
 from kvstore.meta.session import live_sessions
 from kvstore.meta.sweeps import Condemned
 from kvstore.recency import NS_PER_S, was_never_stamped
-from kvstore.root.interface import Entry
+from kvstore.root.interface import Entry, Root
 from kvstore.root.twins import list_twins, read_twin
 from kvstore_gc.capacity import Accounts
+from kvstore_gc.listing import Tally
 from kvstore_gc.quarantine import REMEMBERED_MAX, Quarantine
 from kvstore_gc.site import Site
 
@@ -206,3 +207,23 @@ class Orphans:
 
 def _is_old(entry: Entry, now_s: float, age_s: float) -> bool:
     return entry.stat is not None and now_s - entry.stat.mtime_ns / NS_PER_S >= age_s
+
+
+def beside(root: Root) -> Tally:
+    """Files of ours that take room beside the chunks: staged, in a sweep's trash, set aside. Raises the root's errors.
+
+    Call it before the chunks are listed: a file published or put back meanwhile then counts twice, never not at all.
+    """
+    found = _files(root, places.QUARANTINE)
+    for above in (places.STAGING, places.TRASH):
+        for entry in list(root.list(above)):
+            if entry.stat is None:
+                found += _files(root, Name(f"{above}/{entry.name}"))
+            else:
+                found += Tally(1, entry.stat.size_bytes)
+    return found
+
+
+def _files(root: Root, folder: Name) -> Tally:
+    sizes = [entry.stat.size_bytes for entry in root.list(folder) if entry.stat is not None]
+    return Tally(len(sizes), sum(sizes))

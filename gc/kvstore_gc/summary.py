@@ -9,9 +9,11 @@ from typing import Any
 
 from kvstore.namespace import Namespace
 from kvstore_gc.execute import SweepReport
-from kvstore_gc.histogram import Tally
-from kvstore_gc.plan import Explained, SweepPlan
-from kvstore_gc.survey import Survey
+from kvstore_gc.listing import Tally
+from kvstore_gc.ranking import Ranking, Reason, Rows, tallies
+
+NAMESPACES_MAX = 512
+"""A summary has the largest namespaces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,22 @@ class Example:
     reason: str
     size_bytes: int
     idle_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """The reason why one chunk is kept or condemned. Address and namespace are hexadecimal, as printed."""
+
+    address: str
+    namespace: str
+    reason: str
+    goes: bool
+    idle_s: float
+    """Since its last use."""
+    weighted_s: float
+    """``idle_s`` weighted by its uses and hints (``kvstore_gc.policy``), which is compared with the cut-off."""
+    cutoff_s: float | None
+    """The weighted age from which on chunks are deleted for the capacity; None if none are."""
 
 
 @dataclass(slots=True)
@@ -85,23 +103,26 @@ class Summary:
     explained: list[Explained] = field(default_factory=list)
     """In a dry run: the chunks that were asked for by address."""
 
-    def surveyed(self, found: Survey, used_bytes: int, namespaces: Sequence[Namespace]) -> None:
-        """Adds a survey, and the bytes that all shards use; ``namespaces`` are those whose names are known."""
-        self.scanned, self.is_listed = found.used, True
+    def listed(self, ranking: Ranking, used_bytes: int, namespaces: Sequence[Namespace]) -> None:
+        """Adds a listing, and the bytes that all shards use; ``namespaces`` are those whose names are known."""
+        self.scanned, self.is_listed = ranking.total, True
         self.used_before_bytes = self.used_after_bytes = used_bytes
+        within = ranking.total - ranking.due - ranking.pinned
+        kept = {Reason.WITHIN: within, Reason.PINNED: ranking.pinned, Reason.FOREIGN: ranking.foreign}
+        self.kept = {reason.value: tally for reason, tally in kept.items() if tally.count}
         known = {each.id: each for each in namespaces}
-        for namespace, tally in found.namespaces.items():
+        largest = sorted(ranking.namespaces.items(), key=lambda each: -each[1].bytes)[:NAMESPACES_MAX]
+        for namespace, tally in largest:
             record = known.get(namespace)
             tenant, name = (record.tenant, record.name) if record else (None, None)
             self.namespaces[namespace.hex()] = NamespaceSummary(namespace.hex(), tenant, name, tally)
 
-    def planned(self, plan: SweepPlan) -> None:
-        """Adds the victims of a plan."""
-        for victim in plan.victims:
-            one, reason, id_ = Tally(1, victim.size_bytes), victim.reason.value, victim.namespace.hex()
-            namespace = self.namespaces.setdefault(id_, NamespaceSummary(id_))
-            for counts in (self.chosen, namespace.chosen):
-                counts[reason] = counts.get(reason, Tally()) + one
+    def chose(self, rows: Rows) -> None:
+        """Adds chunks that were chosen."""
+        for namespace, reason, tally in tallies(rows):
+            found = self.namespaces.setdefault(namespace.hex(), NamespaceSummary(namespace.hex()))
+            for counts in (self.chosen, found.chosen):
+                counts[reason.value] = counts.get(reason.value, Tally()) + tally
 
     def swept(self, report: SweepReport) -> None:
         """Adds the outcome of some sweeps."""

@@ -46,23 +46,21 @@ class Trash:
 
         Only after the sweep's grace (``Grace.decide``): ``spared`` is the proof of it.
         """
-        self._take(sweep, [one for one in victims if one.address not in spared], taken)
-        return self._fence(sweep, victims, taken)
-
-    def _take(self, sweep: InFlight, victims: Sequence[Condemnation], taken: Taken) -> None:
+        free = [one for one in victims if one.address not in spared]
         # A name of its own in each run: a name used twice could be replaced between another run's look and its unlink.
         run = self._site.ids.fresh()[: places.RUN_ID_BYTES]
 
         def take(index: int) -> None:
-            name = victims[index].name(self._shard_bits)
+            name = free[index].name(self._shard_bits)
             entry = places.trashed(sweep.sweep, name, run)
             try:
                 if self._root.move(name, entry, make_folder=False):
-                    self._settle(entry, victims[index], taken)
+                    self._settle(entry, free[index], taken)
             except KVStoreError as error:
                 taken.fail(error)
 
-        (self._site.each if len(victims) > FEW else inline)(len(victims), take)
+        (self._site.each if len(free) > FEW else inline)(len(free), take)
+        return self._fence(sweep, victims, taken)
 
     def _fence(self, sweep: InFlight, victims: Sequence[Condemnation], taken: Taken) -> bool:
         """Empties the folder and removes it, synced: after that nothing can be taken. False if it keeps filling.

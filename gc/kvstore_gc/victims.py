@@ -1,4 +1,4 @@
-"""The exact list of what one sweep takes, and what one run took of it.
+"""The chunks that sweeps are to take, the exact list of what one sweep takes, and what one run took of it.
 
 The list is a small file on the root. etcd holds only what nodes need, so any collector that adopts a sweep finds here
 which publications of which chunks it may take.
@@ -28,6 +28,24 @@ CHECKSUM_BYTES = 16
 _MAGIC = b"KVPLAN1\n"
 _ENTRY = struct.Struct(f"<{ADDRESS_BYTES}s{places.NAMESPACE_ID_BYTES}sB{ADDRESS_BYTES}sQ")
 _BYTES_MAX = len(_MAGIC) + VICTIMS_MAX * _ENTRY.size
+
+
+@dataclass(frozen=True, slots=True)
+class Victim:
+    """A chunk to be condemned, as it was listed."""
+
+    address: Address
+    namespace: NamespaceId
+    size_bytes: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class SweepPlan:
+    """The plan for one shard: at most VICTIMS_MAX ``victims``."""
+
+    shard: int
+    victims: tuple[Victim, ...]
 
 
 @dataclass(frozen=True, slots=True)

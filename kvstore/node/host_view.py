@@ -18,7 +18,6 @@ from kvstore.address import ADDRESS_BYTES, Address, Addressed
 from kvstore.host.room import Room
 from kvstore.host.tables import BATCH_MAX, RING, HoldTable, Number, Run, Shared
 from kvstore.node.known import Known
-from kvstore.recency import TICK_S
 from kvstore.root.posix_errors import error_of
 
 SETTLE_S = 1.0
@@ -40,7 +39,6 @@ class HostView:
         self._numbers = shared.numbers
         self._table = table
         self._known = known
-        known.tick_s = TICK_S
         self._changes = threading.Lock()
         self._seen = shared[Number.TAIL]
         """Entries of the log up to here are forgotten."""

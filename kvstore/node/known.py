@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from kvstore.address import ADDRESS_BYTES, Address
 from kvstore.native import library as native
-from kvstore.recency import NS_PER_S
+from kvstore.recency import NS_PER_S, TICK_S
 from kvstore.sources import Clock
 from kvstore.zeros import untouched_zeros
 
@@ -40,7 +40,7 @@ class Known:
 
     __slots__ = (
         *("_clock", "_forgotten", "_lock", "_marks", "_prints", "_table"),
-        *("epoch", "quantum_s", "tick_s"),
+        *("epoch", "quantum_s"),
     )
 
     def __init__(self, entries_max: int, quantum_s: int, clock: Clock) -> None:
@@ -48,8 +48,6 @@ class Known:
         self._clock = clock
         self.quantum_s = quantum_s
         """Length of a quantum. A mark holds a quantum as its start divided by this, which fits 31 bits."""
-        self.tick_s: float = quantum_s
-        """Length of a tick; shorter than a quantum on a root of one host, where a renewal costs little."""
         self._lock = threading.Lock()
         self.epoch = 0
         self._forgotten: deque[tuple[int, npt.NDArray[Any]]] = deque(maxlen=FORGOTTEN_MAX)
@@ -63,7 +61,7 @@ class Known:
 
     def tick(self) -> float:
         """Returns the start of the current tick: the time that the stamps of a put have."""
-        return max(0.0, self._clock.now_s()) // self.tick_s * self.tick_s
+        return max(0.0, self._clock.now_s()) // TICK_S * TICK_S
 
     def quantum(self, ago_s: float = 0.0) -> int:
         """Returns the start of the current quantum, or of that of ``ago_s`` seconds ago."""

@@ -1,9 +1,9 @@
 """Renews recency after reads: parents before children, once per quantum, on a thread of its own.
 
 It has its own thread because renewal only advises garbage collection: it must cost a reader nothing, and a root that
-hangs must stop nothing else. A renewal costs two system calls, a look and a touch, or only the look if another node has
-renewed in this quantum. Chunks that this node knows to be renewed cost none. The same thread marks abandoned branches,
-in the order in which it hears of them and of uses.
+hangs must stop nothing else. A renewal costs three system calls: a look, and a touch with a look right before it. If
+another node has renewed in this quantum, it costs the first look, and none if this node knows that. The same thread
+marks abandoned branches, in the order in which it hears of them and of uses.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class Refresher:
         quantum, epoch = chunks.known.quantum(), chunks.known.epoch
         for plan in self._planned(renewal, quantum):
             if plan.stamp_ns is not None:
-                if chunks.known.tick_s < chunks.known.quantum_s and self._is_newer(plan):
+                if self._is_newer(plan):
                     continue
                 if not chunks.root.touch(plan.name, plan.stamp_ns):
                     self._counters.add(NodeCount.REFRESH_DROPPED)
@@ -203,7 +203,7 @@ class Refresher:
                 chunks.known.add(address, quantum, renewed=True, epoch=epoch)
 
     def _is_newer(self, plan: _Plan) -> bool:
-        """True if a put of another process of this host has renewed it since the look: its time must not go back."""
+        """True if a put of another process has renewed it since the look: its time must not go back."""
         stat = self._chunks.root.stat(plan.name)
         return stat is not None and plan.stamp_ns is not None and stat.mtime_ns >= plan.stamp_ns
 

@@ -36,7 +36,7 @@ def used(accounts: Accounts) -> int:
 
 
 def scanned(accounts: Accounts, used_bytes: int, *unheard: SessionId) -> None:
-    accounts.after_scan(used_bytes, accounts.before_scan(frozenset(unheard)))
+    accounts.listing(frozenset(unheard))(used_bytes)
 
 
 # The level
@@ -69,10 +69,10 @@ def test_writes_during_a_listing_count_twice_and_deletions_not() -> None:
     clock = FakeClock()
     accounts = Accounts(10_000, clock)
     accounts.reported(ONE, Usage(100, 0))
-    mark = accounts.before_scan()
+    counted = accounts.listing()
     accounts.reported(ONE, Usage(150, 20))
     accounts.deleted(70)
-    accounts.after_scan(1000, mark)
+    counted(1000)
     assert used(accounts) == 1050
     accounts.reported(ONE, Usage(150, 30))
     assert used(accounts) == 1050, "the report may be late, and the listing without those"
@@ -184,7 +184,7 @@ def test_a_root_is_full_once_nothing_can_be_evicted() -> None:
     accounts = Accounts(1000)
     scanned(accounts, 990)
     assert not accounts.is_full
-    accounts.blocked()
+    accounts.evicted(None)
     assert accounts.is_full
     accounts.deleted(1)
     assert not accounts.is_full
@@ -259,7 +259,7 @@ def test_a_record_says_that_the_root_is_full(caplog: pytest.LogCaptureFixture) -
     cluster = Cluster()
     publisher, accounts = cluster.collector()
     scanned(accounts, 1000)
-    accounts.blocked()
+    accounts.evicted(None)
     with caplog.at_level(logging.WARNING):
         publisher.tick()
     assert cluster.record is not None and cluster.record.is_full and "gc.full" in caplog.text

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from unittest.mock import ANY
 
 import pytest
 
 from kvstore.errors import RootMismatch, Unavailable
 from kvstore.meta.memory import MemoryMeta
 from kvstore.root.memory import MemoryFiles, MemoryRoot
+from kvstore.sources import SystemClock
 from kvstore_gc.capacity import Accounts
 from kvstore_gc.config import Config
+from kvstore_gc.cycle import FRESH_S
 from kvstore_gc.threads import Stopped
 from tests.kit.clusters import SPACE, cluster, eventually, looking, prompt, put
 from tests.kit.faulty_meta import FaultyMeta
@@ -60,6 +63,19 @@ def test_a_cycle_brings_a_full_root_below_its_target_leaves_first(place: Place) 
     assert node.node.match(chains[0]) == 4
 
 
+def test_of_prompts_put_within_a_second_the_older_goes_first(place: Place) -> None:
+    node, older, newer = place.cluster.node(), prompt(1, 6), prompt(2, 6)
+    clock = SystemClock()
+    for chain in (older, newer):
+        put(node, chain)
+        ended_s = clock.now_s()
+        eventually(lambda ended_s=ended_s: clock.now_s() > ended_s + FRESH_S)  # type: ignore[misc]
+    chunk_bytes = place.bytes_of(older) // 6
+    summary = place.cycle(Config(max_bytes=int(9.01 * chunk_bytes / 0.95))).run()
+    assert summary.reaped.count >= 3
+    assert place.cluster.present(older) == 6 - summary.reaped.count and place.cluster.present(newer) == 6
+
+
 def test_what_is_pinned_stays_and_a_round_that_cannot_make_room_says_so(place: Place) -> None:
     node, chain = place.cluster.node(), prompt(1, 5)
     put(node, chain)
@@ -76,6 +92,7 @@ def test_slices_after_one_that_spared_held_chunks_take_others(place: Place) -> N
     put(node, kept)
     put(node, other)
     place.age(kept)
+    place.age(other, 60)
     hold = node.node.hold(kept)
     node.node.holds._used = lambda wanted: None  # as where a root keeps no times
     config = Config(max_bytes=place.bytes_of(kept) + place.bytes_of(other))
@@ -97,6 +114,7 @@ def test_a_prompt_whose_hold_ends_between_rounds_keeps_its_prefix(
     put(node, once)
     put(node, other)
     place.age(once)
+    place.age(other, 60)
     if not renews:
         node.node.holds._used = lambda wanted: None
     rounds = place.cycle(Config(max_bytes=place.bytes_of(once) + place.bytes_of(other)))
@@ -238,3 +256,29 @@ def test_the_room_of_the_file_system_is_the_limit_where_none_is_given() -> None:
         summary = place.cycle().run()
         assert summary.capacity_bytes is not None and summary.capacity_bytes < files.capacity_bytes
         assert summary.reaped.count > 0 and made.present(chains[1]) == 10
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+def test_chunks_without_their_parent_are_the_first_victims(place: Place, lost: int) -> None:
+    node, torn, older = place.cluster.node(), prompt(1, 6), prompt(2, 6)
+    put(node, torn)
+    put(node, older)
+    place.age(torn)
+    place.age(older, 2 * LONG_S)
+    assert place.cluster.root.remove(place.cluster.name(torn.addresses[lost]))
+    cycle = place.cycle(Config(max_bytes=1 << 30))
+    assert cycle.run().to_json()["chosen"] == {"without its parent": {"chunks": 5 - lost, "bytes": ANY}}
+    assert (place.cluster.present(torn), place.cluster.present(older)) == (lost, 6)
+    assert not cycle.run().chosen
+
+
+def test_each_header_is_read_once(place: Place) -> None:
+    node, chain = place.cluster.node(), prompt(1, 6)
+    put(node, chain)
+    place.age(chain)
+    root = FaultyRoot(place.cluster.root)
+    cycle = place.cycle(root=root)
+    cycle.run()
+    assert root.calls["look"] == 5
+    cycle.run()
+    assert root.calls["look"] == 5

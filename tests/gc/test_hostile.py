@@ -82,7 +82,7 @@ def test_a_file_that_cannot_be_looked_at_stops_no_other_shard_where_it_is_alone_
         node, chain = c.node(), prompt(1, 8)
         put(node, chain)
         bad = next(plan.victims[0] for plan in c.plans(chain) if len(plan.victims) == 1)
-        report = c.collector(FaultyRoot(c.root, [Rule("look", EIO, bad.name.__eq__)])).sweep(c.plans(chain))
+        report = c.collector(FaultyRoot(c.root, [Rule("look", EIO, c.name(bad.address).__eq__)])).sweep(c.plans(chain))
         assert report.reaped.count == 7 and c.leftovers() == []
 
 

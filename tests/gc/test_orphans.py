@@ -236,7 +236,7 @@ def test_a_damaged_file_is_read_once_not_in_every_round(scene: Scene) -> None:
 def accounts_of(used_bytes: int, free_bytes: int) -> Accounts:
     accounts = Accounts(None)
     accounts.measured(Space(None, free_bytes))
-    accounts.after_scan(used_bytes, accounts.before_scan())
+    accounts.listing()(used_bytes)
     return accounts
 
 

@@ -10,7 +10,7 @@ from kvstore.client.store import Store
 from kvstore.format import places
 from kvstore.layout import Layout
 from kvstore.segments import Match, Rope
-from kvstore_gc.plan import Reason, SweepPlan, Victim
+from kvstore_gc.victims import SweepPlan, Victim
 from tests.kit.clusters import cluster, eventually
 
 SIZE = 8
@@ -34,7 +34,7 @@ def test_held_segments_outlive_a_sweep_that_takes_the_others() -> None:
             names = [(places.chunk(address, space.id, 0), address) for address in chain.addresses]
             found = [(name, address, c.root.stat(name)) for name, address in names]
             return [
-                Victim(name, address, space.id, stat.size_bytes, stat.mtime_ns, Reason.TTL)
+                Victim(address, space.id, stat.size_bytes, stat.mtime_ns)
                 for name, address, stat in found
                 if stat is not None
             ]

@@ -13,10 +13,11 @@ import pytest
 
 import kvstore
 from kvstore.host import eviction
+from kvstore.host.eviction import file_system_now_ns
 from kvstore.host.pins import PinnedPrints
 from kvstore.host.tables import HoldTable, Number, Shared
 from kvstore.node.host_view import HostView
-from kvstore_gc.host import opened
+from kvstore_gc.host import opened, victims_of
 from tests.kit.host_parts import CHUNKS, SHARD_BITS, Parts, child_of
 from tests.kit.host_process import LAYOUT, TOKENS_COUNT, kv, tokens
 
@@ -93,14 +94,14 @@ def test_an_eviction_between_two_steps_of_a_hold_is_seen(
 
 def test_a_put_after_a_listing_keeps_its_parents(parts: Parts) -> None:
     parts.chain(1)
-    collector = parts.collector()
-    ranking = collector.list()
+    since_ns = file_system_now_ns(str(parts.folder))
+    ranking = parts.collector().list()
     longer = [*tokens(1), *tokens(2)]
     with kvstore.open(parts.folder, max_bytes=None) as store:
         store.namespace("model", LAYOUT).put(longer, np.concatenate([kv(1), kv(2)], axis=2))
-    victims = ranking.take(1 << 30, 100)
+    victims = victims_of(ranking.take(1 << 30))
     assert len(victims) == CHUNKS
-    done = parts.eviction(ranking.began_ns).evict(victims)
+    done = parts.eviction(since_ns).evict(victims)
     with kvstore.open(parts.folder, max_bytes=None) as store:
         assert done.count == 0 and store.namespace("model", LAYOUT).match(longer) == 2 * TOKENS_COUNT
 
@@ -117,7 +118,7 @@ def test_chunks_are_deleted_before_their_parents(parts: Parts, monkeypatch: pyte
             real(path)
 
         collector = parts.collector()
-        victims = collector.list().take(1 << 30, 100)
+        victims = victims_of(collector.list().take(1 << 30))
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
             patched.setattr(os, "unlink", dies)
             parts.eviction().evict(victims)
@@ -150,7 +151,7 @@ def test_a_held_child_keeps_its_ancestors(parts: Parts) -> None:
 
 def test_a_used_child_keeps_its_ancestors(parts: Parts) -> None:
     chain = parts.chain(1)
-    since_ns = parts.collector().list().began_ns
+    since_ns = file_system_now_ns(str(parts.folder))
     (path,) = (parts.folder / "chunks").glob(f"*/{chain.addresses[1].hex()}.*")
     os.utime(path)
     done = parts.eviction(since_ns).evict(parts.victims(chain))

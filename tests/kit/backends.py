@@ -42,9 +42,9 @@ from kvstore.sources import RandomIds, SystemClock
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.worker import Worker
 from kvstore_gc.execute import Sweeper, SweepReport
-from kvstore_gc.plan import Reason, SweepPlan, Victim
 from kvstore_gc.safety import Timings
 from kvstore_gc.site import Site
+from kvstore_gc.victims import SweepPlan, Victim
 from tests.kit.keyed import key_file
 from tests.kit.patience import PATIENCE_S, eventually
 from tests.kit.steps import META, ROOT, Stepped, Steps
@@ -278,7 +278,7 @@ class Backend:
             parsed = places.parse_chunk(name.rpartition("/")[2])
             stat = self.plain_root.stat(Name(name))
             if parsed is not None and parsed[1] in ids and stat is not None:
-                victim = Victim(Name(name), parsed[0], parsed[1], stat.size_bytes, stat.mtime_ns, Reason.TTL)
+                victim = Victim(*parsed, stat.size_bytes, stat.mtime_ns)
                 shards.setdefault(places.shard(parsed[0], self.identity.shard_bits), []).append(victim)
         return [SweepPlan(shard, tuple(victims)) for shard, victims in sorted(shards.items())]
 

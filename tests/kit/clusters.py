@@ -29,9 +29,9 @@ from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.sources import Clock, Ids, RandomIds, SystemClock
 from kvstore_gc.execute import Sweeper
-from kvstore_gc.plan import Reason, SweepPlan, Victim
 from kvstore_gc.safety import Timings
 from kvstore_gc.site import Site
+from kvstore_gc.victims import SweepPlan, Victim
 from tests.kit.patience import eventually as eventually
 from tests.kit.stores import TINY, kv_of
 
@@ -118,11 +118,10 @@ class Cluster:
         shards: dict[int, list[Victim]] = {}
         for chain in chains:
             for address in chain.addresses:
-                name = self.name(address)
-                stat = self.root.stat(name)
+                stat = self.root.stat(self.name(address))
                 if stat is not None:
                     shards.setdefault(places.shard(address, self.identity.shard_bits), []).append(
-                        Victim(name, address, SPACE.id, stat.size_bytes, stat.mtime_ns, Reason.TTL)
+                        Victim(address, SPACE.id, stat.size_bytes, stat.mtime_ns)
                     )
         return [SweepPlan(shard, tuple(victims)) for shard, victims in sorted(shards.items())]
 

@@ -87,12 +87,12 @@ def no_fence() -> Iterator[None]:
 def late_mkdir() -> Iterator[None]:
     """F2: a run that adopts a sweep makes its folder again."""
 
-    def take(self: trash.Trash, sweep: ledger.InFlight, *rest: Any) -> None:
+    def reap(self: trash.Trash, sweep: ledger.InFlight, *rest: Any) -> bool:
         self.open(sweep.sweep)
-        real(self, sweep, *rest)
+        return real(self, sweep, *rest)
 
-    real = trash.Trash._take
-    with patch.object(trash.Trash, "_take", take):
+    real = trash.Trash.reap
+    with patch.object(trash.Trash, "reap", reap):
         yield
 
 

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 
 from kvstore.errors import KVStoreError
 from kvstore.format import places
-from kvstore.format.places import Name
 from kvstore_gc.execute import Sweeper, SweepReport
 from kvstore_gc.orphans import Orphans
-from kvstore_gc.plan import Reason, SweepPlan, Victim
 from kvstore_gc.site import Site
 from kvstore_gc.threads import Each, Stop, Stopped, Threads, inline
+from kvstore_gc.victims import SweepPlan, Victim
 from tests.sim.kernel import Process
 from tests.sim.shared_root import RootPort
 
@@ -125,9 +124,7 @@ class Collector:
         for entry in self.root.list(folder):
             parsed = places.parse_chunk(entry.name)
             if parsed and entry.stat and self.kernel.random() < likely:
-                name = Name(f"{folder}/{entry.name}")
-                stat = entry.stat
-                victims.append(Victim(name, *parsed, stat.size_bytes, stat.mtime_ns, next(iter(Reason))))
+                victims.append(Victim(*parsed, entry.stat.size_bytes, entry.stat.mtime_ns))
         return SweepPlan(shard, tuple(victims))
 
     def _add(self, report: SweepReport) -> None:

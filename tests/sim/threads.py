@@ -38,7 +38,6 @@ THREADED = (
     "kvstore.node.member",
     "kvstore_gc.threads",
     "kvstore_gc.capacity",
-    "kvstore_gc.cycle",
 )
 """The modules that start threads, or hold locks while they call the root or the metadata."""
 

@@ -21,7 +21,7 @@ from kvstore.worker.worker import Worker
 from kvstore_gc.capacity import Accounts, Publisher
 from kvstore_gc.config import Config
 from kvstore_gc.cycle import Cycle
-from kvstore_gc.histogram import Tally
+from kvstore_gc.listing import Tally
 from kvstore_gc.metrics import Metrics
 from kvstore_gc.summary import Summary
 from tests.kit.clusters import site_of

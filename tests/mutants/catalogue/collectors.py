@@ -45,7 +45,7 @@ def _plan_unsynced(real: Any, self: Any, staged: str, name: str, *, durable: boo
 
 
 CONDEMNING = [
-    rule("G1", "condemns-what-was-used-since", at("kvstore_gc.looking", "unused", _one_is_used), SWEEPS, "-k", "g1"),
+    rule("G1", "condemns-what-was-used-since", at("kvstore_gc.execute", "unused", _one_is_used), SWEEPS, "-k", "g1"),
     rule("G1", "plan-is-not-synced", at(ROOT, "publish", _plan_unsynced), "contract/test_root_rules.py"),
     rule(
         "G2",
@@ -370,14 +370,30 @@ KEEPING = [
         "PROTOCOL prefixes: least recently used chunks are deleted first",
         at("kvstore_gc.policy", "ranks", lambda real, uses, ties, now_s, order: real(uses, ties, now_s, order) * 0),
         "gc/test_policy.py",
-        "gc/test_plan.py",
+        "gc/test_ranking.py",
+    ),
+    mutant(
+        "orphans-of-the-ranking-stay",
+        "PROTOCOL section 6: chunks without their parent are the first victims",
+        at("kvstore_gc.parents:Parents", "check", giving(None)),
+        "gc/test_cycle.py",
+        "-k",
+        "parent",
+    ),
+    mutant(
+        "puts-have-the-time-of-their-quantum",
+        "PROTOCOL prefixes: of prompts put within seconds the oldest are evicted whole",
+        at("kvstore.node.known:Known", "tick", lambda real, self: self.quantum()),
+        "gc/test_cycle.py",
+        "-k",
+        "older",
     ),
     mutant(
         "policy-ttl-ignored",
         "PROTOCOL prefixes: a chunk past its time to live is deleted",
         at("kvstore_gc.policy", "expired", lambda real, uses, *when: real(uses, *when) & False),
         "gc/test_policy.py",
-        "gc/test_plan.py",
+        "gc/test_ranking.py",
     ),
     mutant(
         "collector-alone-in-every-shard",
