@@ -1,9 +1,9 @@
 """The speed of garbage collection, its memory, and its effect on a reader beside it.
 
 Hypotheses: a cycle lists at the speed of listing (``os.scandir`` and a ``stat`` each); memory grows by about 110 bytes
-for each chunk, up to two million; a ``get`` loop beside a collector that works all the time loses less than a tenth.  Every figure is a ratio to a
-baseline in the same run: listing and unlinking the same number of files by hand, and the same loop without a collector,
-in alternating rounds.  Cache state: warm.
+for each chunk, up to two million; a ``get`` loop beside a collector that works all the time loses less than a tenth.
+Every figure is a ratio to a baseline in the same run: listing and unlinking the same number of files by hand, and the
+same loop without a collector, in alternating rounds.  Cache state: warm.
 
     python -m benchmarks.collecting [--chunks 1000000] [--directory DIR] [--rounds 9] [--json]
 """
