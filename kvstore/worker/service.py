@@ -88,7 +88,7 @@ class Service:
         self.prompts = Prompts(member, self.holds, self.behind)
         buffers = Buffers(limits.buffers_bytes_max)
         self._putting = PutStreams(node, self.prompts, self.in_flight, self.calls)
-        self._getting = GetStreams(node, self.prompts, self.in_flight, self.calls, limits, buffers)
+        self._getting = GetStreams(node, self.prompts, self.in_flight, self.calls, limits)
         self._moves = MoveStreams(node, self.prompts, self.gate)
         self._segments = SegmentCalls(node, self.prompts, self.holds)
         self._short: dict[str, UnaryCall[Any]] = {

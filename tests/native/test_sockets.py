@@ -24,7 +24,7 @@ from kvstore.node.wanted import image_bytes
 from kvstore.sections import Planes
 from kvstore.sources import RandomIds
 from kvstore.wire.bulk.channel import Channel, LinkBroken, LinkLate
-from kvstore.wire.bulk.runs import receive_planes, receive_sections, send_run
+from kvstore.wire.bulk.runs import receive_sections, send_run
 from kvstore.wire.bulk.sums import plane_sums
 from tests.kit.stores import LARGE, MANY, SMALL, TINY, UNALIGNED
 
@@ -183,23 +183,6 @@ def test_a_peer_that_closes_while_it_is_sent_to_breaks_the_connection_and_sends_
         send_run(channel, Planes(kv, LARGE.section_bytes), 0, COUNT)
     assert not channel.alive
     channel.close()
-
-
-@pytest.mark.parametrize("natively", [True, False])
-def test_planes_are_received_with_their_sums(natively: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    for size_bytes in (1, 300, 5000, (256 << 10) + 1, (512 << 10) + 2048, 1_000_003):
-        if not natively:
-            monkeypatch.setattr(Channel, "moves_natively", False)
-        planes = np.random.default_rng(5).integers(0, 256, (2, size_bytes), np.uint8)
-        sums = np.array(plane_sums(Planes(planes.reshape(1, 2, -1), size_bytes), 0, 1), "<u8").tobytes()
-        for turned in (None, 0, size_bytes - 1, 2 * size_bytes - 1, 2 * size_bytes + 15):
-            content, out = bytearray(planes.tobytes() + sums), np.zeros_like(planes)
-            if turned is not None:
-                content[turned] ^= 1
-            with fed(bytes(content) + b"next", turned or 0) as channel:
-                assert receive_planes(channel, [out[0].data, out[1].data]) is (turned is None)
-                assert channel.receive(4) == b"next"
-            assert turned is not None or np.array_equal(out, planes)
 
 
 def test_sections_are_received_with_their_sums_and_those_of_their_planes() -> None:

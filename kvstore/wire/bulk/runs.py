@@ -1,4 +1,4 @@
-"""Runs with their checksums: chunks by planes, or the two planes of a layer, then the XXH3-64 of each plane.
+"""Runs with their checksums: chunks by planes, then the XXH3-64 of each plane.
 
 Uses native code if it may, which sums each piece while it is in the cache; both directions are here.
 """
@@ -11,8 +11,6 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.buffers import Pieces, address_of
-from kvstore.format.checksum import checksum
 from kvstore.native import library as native
 from kvstore.sections import Planes
 from kvstore.wire.bulk.channel import Channel
@@ -35,16 +33,6 @@ def send_run(channel: Channel, planes: Planes, first: int, count: int) -> None:
     gone = ctypes.create_string_buffer(native.SENT_BYTES)
     channel.send_by(partial(native.library.kv_send, rows.ctypes.data, sums.ctypes.data, gone))
     channel.send_bytes([sums.view(np.uint8).data])
-
-
-def receive_planes(channel: Channel, planes: Pieces) -> bool:
-    """Fills ``planes``, all of one size; True if the checksums that follow match them."""
-    if channel.moves_natively:
-        bases = np.fromiter(map(address_of, planes), np.uint64, len(planes))
-        return receive_sections(channel, bases, len(planes[0]), 1) is not None
-    channel.receive_into(planes)
-    found = np.array(list(map(checksum, planes)), "<u8").tobytes()
-    return channel.receive(SUM_BYTES * len(planes)) == found
 
 
 def receive_sections(
