@@ -1,6 +1,6 @@
 """Reads the file of one chunk and verifies it: its header against what is expected, its sections against the header.
 
-Separate from the chunks of a root, because a client does the same with files that a worker hands over.
+A client does the same with open files from a worker.
 """
 
 from __future__ import annotations

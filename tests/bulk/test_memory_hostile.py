@@ -61,7 +61,7 @@ def refusal_of(channel: Channel) -> str:
 def leased(channel: Channel, served: Served) -> int:
     """Makes a GET of all chunks, which are all lent; returns the client's end of the lease."""
     channel.send(Kind.GET, 1, [request(served, Mode.SLOTS)])
-    fds = []
+    fds: list[int] = []
     for first, count in ((0, FILES_MAX), (FILES_MAX, COUNT - FILES_MAX)):
         lent = decode_slots(channel.receive_frame(Kind.SLOTS)[1])
         assert (lent.found, lent.first, len(lent.offsets)) == (COUNT, first, count)
