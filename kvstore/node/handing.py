@@ -99,8 +99,6 @@ class Handing:
 
         Chunks that the root does not have, or has encoded, are left out. A prompt ends at the first of them.
         """
-        if self._chunks.is_private(wanted.namespace):
-            return {}
         stop_at_miss = isinstance(wanted, Chain)
         opened = self._opened(wanted, indexes, deadline, stop_at_miss=stop_at_miss)
         places = range(len(indexes))
