@@ -150,8 +150,8 @@ class RemoteHold(HeldAtWorker):
         """Slices of the chunks, which are all received or lent before the first layer: ``band`` has no effect."""
         chunks, layout = self.view(), self._layout
         if len(chunks) < self.chunks:
-            valid = len(chunks) * layout.chunk_tokens
-            raise HoldBroken(f"only the first {valid} of the held tokens arrived: compute from there on", valid)
+            valid, end = len(chunks) * layout.chunk_tokens, (len(chunks) + 1) * layout.chunk_tokens
+            raise HoldBroken(f"the chunk of tokens {valid} to {end} was lost: compute from token {valid} on", valid)
         parts = [chunk.view(np.uint8).reshape(layout.layers, 2, -1) for chunk in chunks]
         for layer in range(layout.layers if parts else 0):
             self.check()  # what was given can be read on, but nothing protects it any more
