@@ -180,7 +180,6 @@ class ClientCount(Count):
     PUTS_GRPC = "puts over gRPC"
     BULK_BROKEN = "calls that went on over gRPC because a bulk connection broke"
     BULK_DAMAGED = "reads that went on over gRPC because a chunk that came by another way was not right"
-    DESCRIPTORS_SHORT = "times that file descriptors of this process ran out, and another path was taken"
     NAMESPACES_REOPENED = "times a worker had to be told a namespace again"
 
     @property

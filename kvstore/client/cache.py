@@ -334,15 +334,18 @@ class Hold:
     def view(self) -> list[npt.NDArray[Any]]:
         """Returns the held chunks as read-only, verified arrays ``(layers, 2, chunk_tokens, kv_heads, head_dim)``.
 
-        Without a copy if a worker on this host, or this process, has the root mounted as a file system. kvstore never
-        changes or truncates a chunk file. What somebody else writes into one shows in the array after it was verified;
-        a process that touches the part that somebody cut off is killed (SIGBUS). ``get`` has no such risk.
+        Without a copy if a worker on this host has them in memory, or this process has the root mounted as a file
+        system. kvstore never changes or truncates a chunk file. In this process, what somebody else writes into one
+        shows in the array after it was verified; a process that touches the part that somebody cut off is killed
+        (SIGBUS). ``get`` has no such risk.
         """
         self._owner.check()
         return self._held.view()
 
     def layers(self, out: Sequence[KvArray] | None = None) -> Iterator[tuple[int, KvArray, KvArray]]:
-        """Yields ``(layer, k, v)``, each of shape ``(tokens, kv_heads, head_dim)``; the next ones are read meanwhile.
+        """Yields ``(layer, k, v)``, each of shape ``(tokens, kv_heads, head_dim)``.
+
+        In this process the next ones are read meanwhile. Through a worker all chunks come before the first layer.
 
         With ``out``, arrays of shape ``(2, m, kv_heads, head_dim)`` with m >= ``tokens``, the layers are read into them
         in turn: of n arrays, a layer stays where it is until the one n - 2 behind it is asked for. Give three or more,

@@ -15,11 +15,12 @@ from kvstore import tracing
 from kvstore.bounded import CLOSE_S, within
 from kvstore.brief import brief, kind_of
 from kvstore.client.bulk.links import Links
-from kvstore.client.bulk.shortage import Shortage
 from kvstore.client.bulk.way import Bulk
 from kvstore.client.credentials import PLAIN, Credentials
 from kvstore.client.limits import ClientLimits
+from kvstore.counts import ClientCount
 from kvstore.errors import InvalidRequest
+from kvstore.node.counters import Counts
 from kvstore.wire.limits import CHANNEL_OPTIONS, method
 from kvstore.wire.messages import sealed
 
@@ -69,12 +70,12 @@ class Endpoint:
         bulk: Bulk,
         limits: ClientLimits,
         credentials: Credentials = PLAIN,
-        shortage: Shortage | None = None,
+        counters: Counts[ClientCount] | None = None,
     ) -> None:
         """Raises InvalidRequest if the files of ``credentials`` are wrong or must not be used with this address."""
         credentials.check(address)
         self.address = address
-        self.bulk = Links(address, bulk, limits, self._open_bulk, credentials, shortage)
+        self.bulk = Links(address, bulk, limits, self._open_bulk, credentials, counters)
         """The bulk connections."""
         self._calls_past_grpc = bulk in (Bulk.AUTO, Bulk.SHARED)
         self.connection_version = credentials.connection_version

@@ -14,7 +14,6 @@ from typing import Any
 import grpc
 
 from kvstore.background import Decision, Loop
-from kvstore.client.bulk.shortage import Shortage
 from kvstore.client.bulk.way import Bulk
 from kvstore.client.credentials import PLAIN, Credentials
 from kvstore.client.endpoint import SERVING, Endpoint, check_address
@@ -53,7 +52,6 @@ class Endpoints:
         self._connection_version = credentials.connection_version
         self._bulk = bulk
         self._spreading = Spreading()
-        self._shortage = Shortage(counters, clock.monotonic_s)
         self._limits = limits
         self._counters = counters
         self._clock = clock
@@ -183,7 +181,7 @@ class Endpoints:
             gone = [endpoint for address, endpoint in self._live.items() if address not in kept]
             self._live = {
                 address: kept.get(address)
-                or Endpoint(address, self._bulk, self._limits, self._credentials, self._shortage)
+                or Endpoint(address, self._bulk, self._limits, self._credentials, self._counters)
                 for address in wanted
             }
         for endpoint in gone:

@@ -15,22 +15,20 @@ from typing import Any
 
 from kvstore.address import Chain
 from kvstore.buffers import Buffers, Pieces, Sections
-from kvstore.client.bulk.given import GivenSlots, Giving, NotGiven
-from kvstore.client.bulk.handed import take_given
 from kvstore.client.bulk.links import Link
 from kvstore.client.bulk.receiving import Ask, ImageReceiver
-from kvstore.client.bulk.viewing import Views, view_given
+from kvstore.client.bulk.views import Views
 from kvstore.client.endpoint import Endpoint
 from kvstore.client.tools import Tools
 from kvstore.counts import ClientCount
 from kvstore.errors import InvalidRequest
 from kvstore.namespace import Namespace
 from kvstore.node.lanes import Deadline
-from kvstore.node.wanted import Keyed, leading
+from kvstore.node.wanted import Keyed, Wanted, leading
 from kvstore.tokens import TokenArray
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import LinkBroken
-from kvstore.wire.bulk.frames import Kind, Mode, encode_request
+from kvstore.wire.bulk.frames import Kind, decode_slots, encode_request
 from kvstore.wire.frames import Frame, Incoming, SameSize, decode_frame
 from kvstore.wire.messages import pack_keys, pack_sizes, parse, sealed, traced
 from kvstore.wire.statuses import BrokenTransfer
@@ -111,8 +109,12 @@ class Fetch(ABC):
         """Returns the message that asks for chunks."""
 
     @abstractmethod
-    def _asked(self, link: Link, number: int, chunks: Sequence[int]) -> Ask:
-        """Returns what a request that was sent asks for."""
+    def _wanted_of(self, chunks: Sequence[int]) -> Wanted:
+        """Returns what to verify chunks against; a prompt takes time to hash."""
+
+    @abstractmethod
+    def _asked(self, link: Link, number: int, wanted: Wanted, found: int, chunks: Sequence[int]) -> Ask:
+        """Returns the chunks that come, as the worker has ``found``. Raises LinkBroken."""
 
     @abstractmethod
     def _take_frames(self, frames: Iterator[Frame], chunks: Sequence[int]) -> None:
@@ -120,70 +122,35 @@ class Fetch(ABC):
 
     def _receive_bulk(self, endpoint: Endpoint, missing: Sequence[int]) -> Sequence[int]:
         """Reads past gRPC if there is a way; returns what is to be read over gRPC after it."""
-        damaged: list[int] = []
         with endpoint.bulk.link(self._limits.probe_s) as link:
             if link is None:
                 return missing
             self._counters.add(ClientCount.GETS_SHARED if link.is_shared else ClientCount.GETS_TCP)
             try:
-                if (mode := link.mode) is not Mode.STREAM:
-                    missing = self._take_given(link, mode, missing, damaged)
-                    self._is_counted = True
-                if missing:
-                    asked = self._ask(link, Mode.STREAM, missing)
-                    is_whole = ImageReceiver(link, asked, self.done).receive()
-                    self._is_counted = True
-                    if not is_whole:
-                        damaged += sorted({*missing} & {*self._missing()})
+                is_right = self._receive_images(link, missing)
             except (LinkBroken, InvalidRequest) as error:
                 link.channel.alive = False
-                if not link.shortage.note(error):
-                    log.info("client.bulk_broken worker=%s why=%s", endpoint.address, error)
+                log.info("client.bulk_broken worker=%s why=%s", endpoint.address, error)
                 self._counters.add(ClientCount.BULK_BROKEN)
                 return self._missing()
-        if damaged:
-            # The worker finds out itself what is wrong with these, and sets them aside.
-            self._counters.add(ClientCount.BULK_DAMAGED)
-        return damaged
+        if is_right:
+            return ()
+        # The worker finds out itself what is wrong, and sets it aside.
+        self._counters.add(ClientCount.BULK_DAMAGED)
+        return sorted({*missing} & {*self._missing()})
 
-    def _take_given(self, link: Link, mode: Mode, missing: Sequence[int], damaged: list[int]) -> Sequence[int]:
-        """Reads what the worker gives to a client on its host, and adds those that are not right to ``damaged``.
-
-        Returns those that may be had as a stream.
-        """
-        asked, elsewhere = self._ask(link, mode, missing), list[int]()
-        lanes, deadline, keeps = self._tools.lanes, Deadline(self._tools.lanes.clock, self.timeout_s), False
-        has_room = link.memory is None or link.memory.has_lease
-        views = self._views if has_room else None
-        with Giving(link, asked.number, mode, has_gaps=not self.ends_at_miss) as giving:
-            for given in giving.each(asked.first, asked.stop):
-                chunks = asked.places[given.first : given.first + given.count]
-                if isinstance(given, NotGiven):
-                    elsewhere += chunks if given.is_elsewhere else ()
-                    continue
-                right: bytes | bytearray
-                if views is None:
-                    right = take_given(link, asked.wanted, given, asked.sections, lanes, deadline)
-                else:
-                    right = view_given(link, asked.wanted, given, views, lanes, deadline)
-                    keeps |= isinstance(given, GivenSlots)
-                for chunk, is_right in zip(chunks, right, strict=True):
-                    self.done[chunk] = is_right
-                damaged += [chunk for chunk in chunks if not self.done[chunk]]
-                if damaged and self.ends_at_miss:
-                    break
-            giving.finish(leading(self.done), keep=keeps)
-        if self.ends_at_miss:
-            # What comes next may also be in memory, where a worker does not look for a client that takes files alone.
-            return () if damaged else self._missing()
-        return elsewhere
-
-    def _ask(self, link: Link, mode: Mode, chunks: Sequence[int]) -> Ask:
-        """Sends a request for chunks; the answer may say how many of them there are, which sets ``done`` anew."""
-        number = link.next_number()
+    def _receive_images(self, link: Link, chunks: Sequence[int]) -> bool:
+        """Reads over one connection; False if an image is not right. Raises LinkBroken, InvalidRequest, BulkRefused."""
+        lanes, number = self._tools.lanes, link.next_number()
         link.channel.limit(self._limits.read_s, self.timeout_s)
-        link.channel.send(self.kind, number, [encode_request(self.timeout_s, mode, traced(self._request(chunks)))])
-        return self._asked(link, number, chunks)
+        message = traced(self._request(chunks))
+        link.channel.send(self.kind, number, [encode_request(self.timeout_s, link.mode, message)])
+        wanted = self._wanted_of(chunks)  # while the worker looks for them
+        lent = decode_slots(link.receive(Kind.SLOTS)[1])
+        self._is_counted = True
+        asked = self._asked(link, number, wanted, lent.found, chunks)
+        deadline = Deadline(lanes.clock, self.timeout_s)
+        return ImageReceiver(link, asked, self.done, lanes, deadline, self._views).receive(lent)
 
     def _receive_grpc(self, endpoint: Endpoint, chunks: Sequence[int]) -> None:
         self._counters.add(ClientCount.GETS_GRPC)
@@ -239,11 +206,14 @@ class ChunkFetch(Fetch):
         self.done[good:] = bytes(len(self.done) - good)  # what came behind a miss comes again, over what is there
         return self._get
 
-    def _asked(self, link: Link, number: int, chunks: Sequence[int]) -> Ask:
-        stop = self._announced(link.channel.receive(link.receive_head(Kind.START).length))
+    def _wanted_of(self, _: Sequence[int]) -> Chain:
         self._chain = self._chain or Chain.of(self._namespace, self._tokens)
+        return self._chain
+
+    def _asked(self, _: Link, number: int, wanted: Wanted, found: int, __: Sequence[int]) -> Ask:
+        stop = self._found(found)
         assert self._sections is not None
-        return Ask(number, self._chain, self._get.first, stop, self._sections, range(stop))
+        return Ask(number, wanted, self._get.first, stop, self._sections, range(stop))
 
     def _take_frames(self, frames: Iterator[Frame], chunks: Sequence[int]) -> None:
         first, size = self._get.first, self._layout.section_count
@@ -252,13 +222,14 @@ class ChunkFetch(Fetch):
             if incoming is None:
                 if frame.start is None:
                     raise InvalidRequest("the answer does not begin with how many chunks were found")
-                sizes = SameSize(self._layout.section_bytes, (self._announced(frame.start) - first) * size)
+                found = self._found(parse(pb.GetStart, frame.start).chunks)
+                sizes = SameSize(self._layout.section_bytes, (found - first) * size)
                 incoming = Incoming(sizes, partial(self._section, first * size))
             self._feed(incoming, frame, range(first, len(self.done)), size)
 
-    def _announced(self, start: bytes) -> int:
+    def _found(self, chunks: int) -> int:
         """Returns how many chunks the worker offers; the first answer decides how much memory is needed."""
-        found = min(parse(pb.GetStart, start).chunks, self._chunks_max)
+        found = min(chunks, self._chunks_max)
         self._get.uncounted = True  # the worker has counted it: what else this read asks for continues it
         if self._sections is None:
             self._sections = self._memory(found)
@@ -295,9 +266,14 @@ class BlockFetch(Fetch):
             uncounted=self._is_counted or any(self.done),
         )
 
-    def _asked(self, link: Link, number: int, chunks: Sequence[int]) -> Ask:
+    def _wanted_of(self, chunks: Sequence[int]) -> Keyed:
+        return self._wanted.picked(chunks)
+
+    def _asked(self, link: Link, number: int, wanted: Wanted, found: int, chunks: Sequence[int]) -> Ask:
+        if found != len(chunks):
+            raise link.channel.break_off(f"the worker answers for {found} blocks: expected {len(chunks)}")
         sections = Buffers([self._buffers[index] for index in chunks])
-        return Ask(number, self._wanted.picked(chunks), 0, len(chunks), sections, chunks)
+        return Ask(number, wanted, 0, len(chunks), sections, chunks)
 
     def _take_frames(self, frames: Iterator[Frame], chunks: Sequence[int]) -> None:
         asked, found, incoming = 0, list[int](), Incoming([])

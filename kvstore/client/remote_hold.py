@@ -12,15 +12,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
-from kvstore.address import Chain
 from kvstore.buffers import Sections
-from kvstore.client.bulk.viewing import Views
+from kvstore.client.bulk.views import Views
 from kvstore.client.caller import CallFailed
 from kvstore.client.endpoint import Endpoint
 from kvstore.client.fetching import ChunkFetch, Fetch
-from kvstore.client.layers_ahead import LayersAhead
 from kvstore.client.tools import Tools
 from kvstore.counts import ClientCount
 from kvstore.errors import HoldBroken, StoreClosed
@@ -32,8 +31,6 @@ from kvstore.wire.messages import unpack_tokens
 from kvstore.wire.statuses import BrokenTransfer
 
 RELEASE_S = 2.0
-VIEWED_FILES_MAX = 256
-"""Maximum of mapped files in one view, one file descriptor each; further chunks are copies."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -144,25 +141,22 @@ class RemoteHold(HeldAtWorker):
         return self._fetch(lambda _: sections)
 
     def view(self) -> list[npt.NDArray[Any]]:
-        views = Views(self._layout, VIEWED_FILES_MAX)
-        return views.leading(self._fetch(lambda _: views.sections, views))
+        views = Views(self._layout)
+        return views.leading(self._fetch(views.sections, views))
 
     def layers(self, memory: Callable[[int], LayerMemory], band: int) -> Iterator[tuple[int, LayerMemory]]:
-        self.check()
-        if self._lease is None:
-            return
-        lease, tools = self._lease, self._tools
-        ahead = LayersAhead(lease.endpoint, lease.id, self._chain, self._layout, self.chunks, memory, tools, band)
-        try:
-            for layer in ahead.each():
-                self.check()  # what was given can be read on, but nothing protects it any more
-                yield layer
-        finally:
-            ahead.close()
-
-    def _chain(self) -> Chain:
-        tokens = unpack_tokens(self._packed)
-        return Chain.of(self._namespace, tokens[: self.chunks * self._layout.chunk_tokens])
+        """Slices of the chunks, which are all received or lent before the first layer: ``band`` has no effect."""
+        chunks, layout = self.view(), self._layout
+        if len(chunks) < self.chunks:
+            valid, end = len(chunks) * layout.chunk_tokens, (len(chunks) + 1) * layout.chunk_tokens
+            raise HoldBroken(f"the chunk of tokens {valid} to {end} was lost: compute from token {valid} on", valid)
+        parts = [chunk.view(np.uint8).reshape(layout.layers, 2, -1) for chunk in chunks]
+        for layer in range(layout.layers if parts else 0):
+            self.check()  # what was given can be read on, but nothing protects it any more
+            into = memory(layer)
+            for plane, target in enumerate((into.k, into.v)):
+                np.concatenate([part[layer, plane] for part in parts], out=np.frombuffer(target, np.uint8))
+            yield layer, into
 
     def _fetch(self, memory: Callable[[int], Sections], views: Views | None = None) -> int:
         request, tokens = pb.GetRequest(hold=self._hold_id), unpack_tokens(self._packed)

@@ -27,7 +27,7 @@ from kvstore.format.header import (
 )
 from kvstore.format.places import Name
 from kvstore.hints import Hints
-from kvstore.namespace import Namespace, NamespaceId
+from kvstore.namespace import NamespaceId
 from kvstore.node.chunk_runs import ChunkRuns, ChunkWriter
 from kvstore.node.counters import Counters
 from kvstore.node.encoded import DecodedReader, Encodings, NotDecodable
@@ -149,10 +149,6 @@ class Chunks:
             reader.close()
             raise
         return reader, header
-
-    def is_private(self, namespace: Namespace) -> bool:
-        """True if no file of the namespace may be handed out, because its tenant's writes are encrypted."""
-        return self._writer.encodings.encrypts(namespace.tenant)
 
     def open_file(self, expected: Expected) -> PosixReader | None:
         """Opens a chunk as ``open`` does, for a client that reads the file itself.

@@ -37,7 +37,7 @@ class Asked:
     memory_only: bool = False
     """The client is a peer: give only what memory has (rule P2)."""
 
-    def allowed(self, holds: Holds, view: GcState, indexes: range) -> Sequence[int]:
+    def allowed(self, holds: Holds, view: GcState, indexes: Sequence[int]) -> Sequence[int]:
         """Return the indexes that may be given: all under a hold or of a prompt, else those not condemned.
 
         Raises HoldBroken.
@@ -45,7 +45,7 @@ class Asked:
         if self.hold is not None:
             holds.check(self.hold)
         elif not isinstance(self.wanted, Chain):
-            allowed = view.allowed(self.wanted.addresses[indexes.start : indexes.stop])
+            allowed = view.allowed([self.wanted.addresses[index] for index in indexes])
             if len(allowed) < len(indexes):
                 return [indexes[at] for at in allowed]
         return indexes
@@ -96,7 +96,7 @@ class Handing:
     def open_files(self, wanted: Wanted, indexes: Sequence[int], deadline: Deadline) -> dict[int, PosixReader]:
         """Open the files of chunks, and verify their headers. The caller closes them.
 
-        Chunks that the root does not have are left out. A prompt ends at the first of them.
+        Chunks that the root does not have, or has encoded, are left out. A prompt ends at the first of them.
         """
         stop_at_miss = isinstance(wanted, Chain)
         opened = self._opened(wanted, indexes, deadline, stop_at_miss=stop_at_miss)
@@ -107,12 +107,6 @@ class Handing:
                 if at in opened:
                     opened.pop(at).close()
         return {indexes[at]: opened[at] for at in sorted(opened)}
-
-    def is_elsewhere(self, wanted: Wanted, index: int) -> bool:
-        """Return whether the root has, or may have, a chunk that ``open_files`` left out because it is encoded."""
-        if self._chunks.is_private(wanted.namespace):
-            return True
-        return self._chunks.known.is_present(wanted.addresses[index], self._chunks.known.quantum())
 
     def begin_copy(self, wanted: Wanted, indexes: Sequence[int], into: Callable[[int], memoryview]) -> Reading:
         """Begin to read whole files into ``into(index)``, which has the size of the file.

@@ -87,12 +87,6 @@ class LayerRun:
         self._to_open = self.from_files.copy()
         """Those of them whose files are not open, or whose headers are not verified."""
 
-    def give(self, places: Sequence[int], files: Sequence[int]) -> None:
-        """Takes over open files of chunks, which ``close`` closes; their headers are verified when they are read."""
-        self.fds[places] = files
-        for turn in self._turns:
-            turn.items["status"][places] = native.FOUND
-
     def begin(self, band: int, memories: Sequence[LayerMemory]) -> None:
         """Sets where the layers of a band go; nobody reads the band before in its turn any more."""
         at = band % len(self._turns)

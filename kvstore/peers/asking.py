@@ -16,7 +16,7 @@ from kvstore.client.bulk.links import BulkRefused, Link
 from kvstore.client.endpoint import Endpoint
 from kvstore.errors import KVStoreError
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.bulk.frames import INDEX_BYTES, Kind, Mode, decode_index, encode_request
+from kvstore.wire.bulk.frames import SPAN_BYTES, Kind, Mode, decode_slots, decode_span, encode_request
 from kvstore.wire.messages import pack_tokens, traced
 from kvstore.wire.statuses import UnknownNamespace
 
@@ -71,14 +71,18 @@ def _received(link: Link, chain: Chain, first: int, images: Sequence[memoryview]
     )
     channel, number = link.channel, link.next_number()
     channel.send(Kind.GET, number, [encode_request(timeout_s, Mode.STREAM, traced(request))])
-    link.receive(Kind.START)
-    for index, image in enumerate(images, first):
-        head = link.receive_head(Kind.FILE, Kind.END)
+    left = decode_slots(link.receive(Kind.SLOTS)[1]).found - first
+    at = 0
+    while at < left:
+        head = link.receive_head(Kind.IMAGES, Kind.END)
         if head.kind is Kind.END:
             channel.receive(head.length)
             return
-        if head.length != INDEX_BYTES + len(image) or decode_index(channel.receive(INDEX_BYTES)) != index:
-            raise channel.break_off(f"a file of {head.length} bytes came: expected that of chunk {index}")
-        channel.receive_into([image])
-        yield index - first + 1
-    link.receive(Kind.END)
+        start, count = decode_span(channel.receive(SPAN_BYTES))
+        run = images[at : at + count]
+        if start != first + at or len(run) != count or head.length != SPAN_BYTES + sum(map(len, run)):
+            raise channel.break_off(f"{head.length} bytes of images came: expected those from chunk {first + at} on")
+        for image in run:
+            channel.receive_into([image])
+            at += 1
+            yield at

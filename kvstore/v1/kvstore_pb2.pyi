@@ -13,19 +13,10 @@ class Write(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WRITE_THROUGH: _ClassVar[Write]
     WRITE_BEHIND: _ClassVar[Write]
     WRITE_UNCACHED: _ClassVar[Write]
-
-class Order(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    ORDER_UNSPECIFIED: _ClassVar[Order]
-    ORDER_CHUNKS: _ClassVar[Order]
-    ORDER_LAYERS: _ClassVar[Order]
 WRITE_UNSPECIFIED: Write
 WRITE_THROUGH: Write
 WRITE_BEHIND: Write
 WRITE_UNCACHED: Write
-ORDER_UNSPECIFIED: Order
-ORDER_CHUNKS: Order
-ORDER_LAYERS: Order
 
 class Layout(_message.Message):
     __slots__ = ("layers", "kv_heads", "head_dim", "dtype", "chunk_tokens")
@@ -154,13 +145,12 @@ class PutResponse(_message.Message):
     def __init__(self, tokens_present: _Optional[int] = ..., chunks_written: _Optional[int] = ..., chunks_found: _Optional[int] = ..., bytes_written: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class GetRequest(_message.Message):
-    __slots__ = ("namespace", "tokens", "hold", "first", "chunks_max", "order", "memory_only", "uncounted")
+    __slots__ = ("namespace", "tokens", "hold", "first", "chunks_max", "memory_only", "uncounted")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     HOLD_FIELD_NUMBER: _ClassVar[int]
     FIRST_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_MAX_FIELD_NUMBER: _ClassVar[int]
-    ORDER_FIELD_NUMBER: _ClassVar[int]
     MEMORY_ONLY_FIELD_NUMBER: _ClassVar[int]
     UNCOUNTED_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
@@ -168,10 +158,9 @@ class GetRequest(_message.Message):
     hold: bytes
     first: int
     chunks_max: int
-    order: Order
     memory_only: bool
     uncounted: bool
-    def __init__(self, namespace: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., hold: _Optional[bytes] = ..., first: _Optional[int] = ..., chunks_max: _Optional[int] = ..., order: _Optional[_Union[Order, str]] = ..., memory_only: bool = ..., uncounted: bool = ...) -> None: ...
+    def __init__(self, namespace: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., hold: _Optional[bytes] = ..., first: _Optional[int] = ..., chunks_max: _Optional[int] = ..., memory_only: bool = ..., uncounted: bool = ...) -> None: ...
 
 class GetResponse(_message.Message):
     __slots__ = ("start", "checksums", "data")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
 
 from kvstore.buffers import cut, cut_evenly, grouped
 from kvstore.counts import NodeCount, WorkerCount
@@ -16,8 +15,7 @@ from kvstore.node.wanted import leading
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.frames import encode_frame, encode_parts
 from kvstore.wire.messages import pack_sizes, unpack_keys, unpack_sizes
-from kvstore.worker.admission import Buffers, BytesInFlight
-from kvstore.worker.bulk.layering import layers_of
+from kvstore.worker.admission import BytesInFlight
 from kvstore.worker.call import Call
 from kvstore.worker.calls import Calls, seconds_left
 from kvstore.worker.limits import WorkerLimits
@@ -34,24 +32,17 @@ class GetStreams:
         in_flight: BytesInFlight,
         calls: Calls,
         limits: WorkerLimits,
-        buffers: Buffers,
     ) -> None:
         self._node = node
         self._prompts = prompts
         self._in_flight = in_flight
         self._calls = calls
         self._limits = limits
-        self._buffers = buffers
 
     def get(self, request: pb.GetRequest, context: Call) -> Iterator[bytes]:
-        """The encoded messages of one answer about a prompt, in either order."""
-        by_layer = request.order == pb.ORDER_LAYERS
-        if request.order not in (pb.ORDER_UNSPECIFIED, pb.ORDER_CHUNKS, pb.ORDER_LAYERS):
-            raise InvalidRequest(f"order is {request.order}: expected ORDER_CHUNKS (1) or ORDER_LAYERS (2)")
+        """The encoded messages of one answer about a prompt."""
         if request.memory_only:
             raise InvalidRequest("memory_only goes over a bulk connection only (OpenBulk)")
-        if by_layer and request.first:
-            raise InvalidRequest(f"first is {request.first}: expected 0 when reading layer by layer")
         with self._prompts.held(request, context) as (hold, count):
             if not request.uncounted:
                 self._node.counters.add(NodeCount.REQUESTS_GET)
@@ -59,11 +50,7 @@ class GetStreams:
             start = pb.GetStart(chunks=count, tokens=tokens).SerializeToString()
             yield encode_frame(start=start)
             if request.first < count:
-                yield from (
-                    self._by_layer(hold, count, context)
-                    if by_layer
-                    else self._by_chunk(hold, request.first, count, context)
-                )
+                yield from self._by_chunk(hold, request.first, count, context)
 
     def match_blocks(self, request: pb.MatchBlocksRequest, context: Call) -> pb.MatchBlocksResponse:
         """How many leading keys are there, and which of all where that is asked for."""
@@ -131,10 +118,3 @@ class GetStreams:
                 # Before the memory is freed: a lane may be reading into it for a client that is gone.
                 reading.withdraw()
                 node.used(hold, good)
-
-    def _by_layer(self, hold: Hold, count: int, context: Call) -> Iterator[bytes]:
-        section_bytes = hold.chain.namespace.layout.section_bytes
-        with closing(layers_of(self._node, hold, count, self._in_flight, self._buffers, context)) as layers:
-            for _, memory in layers:
-                self._calls.add(WorkerCount.WIRE_BYTES_OUT, len(memory))
-                yield from encode_parts(cut_evenly(memory, section_bytes))

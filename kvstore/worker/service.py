@@ -82,7 +82,7 @@ class Service:
         self.prompts = Prompts(member, self.holds)
         buffers = Buffers(limits.buffers_bytes_max)
         self._putting = PutStreams(node, self.prompts, self.in_flight, self.calls)
-        self._getting = GetStreams(node, self.prompts, self.in_flight, self.calls, limits, buffers)
+        self._getting = GetStreams(node, self.prompts, self.in_flight, self.calls, limits)
         self._short: dict[str, UnaryCall[Any]] = {
             "MatchBlocks": UnaryCall(pb.MatchBlocksRequest, self._getting.match_blocks),
             "Hold": UnaryCall(pb.HoldRequest, self._hold),

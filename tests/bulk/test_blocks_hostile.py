@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import random
 import socket
-import struct
-import tracemalloc
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -15,26 +13,28 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvstore.buffers import Buffers, Pieces
-from kvstore.client.bulk.given import Giving
+from kvstore.buffers import Buffers
+from kvstore.client.bulk.lanes import FileLanes
 from kvstore.client.bulk.links import Link
 from kvstore.client.bulk.memory import WorkerMemory
-from kvstore.client.bulk.receiving import GROUP_BYTES, Ask, ImageReceiver
+from kvstore.client.bulk.receiving import Ask, ImageReceiver
 from kvstore.errors import InvalidRequest
 from kvstore.format.checksum import checksum
 from kvstore.format.header import Incarnation, encode, expected_block
 from kvstore.namespace import Namespace
+from kvstore.node.lanes import Deadline
 from kvstore.node.wanted import keyed
+from kvstore.sources import SystemClock
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel, LinkBroken, LinkLate
 from kvstore.wire.bulk.frames import (
-    FILES_MAX,
-    INDEX_BYTES,
-    Given,
+    NOT_LENT,
+    SPAN_BYTES,
     Kind,
+    LentSlots,
     Mode,
-    encode_head,
-    encode_index,
+    decode_slots,
+    decode_span,
     encode_request,
     encode_slots,
     encode_span,
@@ -116,42 +116,32 @@ def test_what_makes_no_sense_is_refused(served: Served) -> None:
             assert refusal_of(channel)
 
 
-def test_what_was_not_asked_for_is_not_given(served: Served) -> None:
-    for mode in (Mode.FILES, Mode.SLOTS):
-        for span in ((0, 65), (0, 0), (3, 4), (1 << 31, 1)):
-            with greeted(served, "shared") as channel:
-                channel.send(Kind.GET_BLOCKS, 1, [get_request(served, mode)])
-                channel.send(Kind.WANT, 1, [encode_span(*span)])
-                assert "were asked for" in refusal_of(channel)
-
-
 def test_each_block_wanted_is_answered_for(served: Served) -> None:
     """Four are in memory, two nowhere; files are handed over for reading only."""
     with greeted(served, "shared") as channel:
         channel.send(Kind.GET_BLOCKS, 1, [get_request(served, Mode.SLOTS)])
-        channel.send(Kind.WANT, 1, [encode_span(1, 5)])
-        _, payload = channel.receive_frame(Kind.SLOTS)
-        assert struct.unpack_from("<II", payload) == (1, 3)
+        lent = decode_slots(channel.receive_frame(Kind.SLOTS)[1])
         os.close(channel.take_files(1)[0])
-        assert channel.receive_frame(Kind.ABSENT)[1] == encode_span(4, 2)
-        channel.send(Kind.READ, 1, [encode_span(0, 3)])
+        assert [offset == NOT_LENT for offset in lent.offsets] == [False] * 4 + [True] * 2
+        channel.receive_frame(Kind.END)
         channel.send(Kind.GET_BLOCKS, 2, [get_request(served, Mode.FILES)])
-        channel.send(Kind.WANT, 2, [encode_span(3, 3)])
-        assert channel.receive_frame(Kind.FILES)[1] == encode_span(3, 1)
-        fd = channel.take_files(1)[0]
-        with pytest.raises(OSError, match="Bad file descriptor"):
-            os.write(fd, b"x")
-        os.close(fd)
-        assert channel.receive_frame(Kind.ABSENT)[1] == encode_span(4, 2)
-        channel.send(Kind.READ, 2, [encode_span(0, 1)])
+        assert decode_slots(channel.receive_frame(Kind.SLOTS)[1]).offsets == ()
+        assert channel.receive_frame(Kind.FILES)[1] == encode_span(0, 4)
+        for fd in channel.take_files(4):
+            with pytest.raises(OSError, match="Bad file descriptor"):
+                os.write(fd, b"x")
+            os.close(fd)
+        channel.receive_frame(Kind.END)
+        channel.send(Kind.TAKEN, 2)
         channel.send(Kind.GET_BLOCKS, 3, [get_request(served, Mode.STREAM)])
-        found = set()
-        while (head := channel.receive_head()).kind is Kind.FILE:
-            image = channel.receive(head.length)
-            found.add(struct.unpack_from("<I", image)[0])
-            assert image[-SIZE:] == BLOCKS[struct.unpack_from("<I", image)[0]].tobytes()
-        assert head.kind is Kind.END
-        assert found == {0, 1, 2, 3}
+        channel.receive_frame(Kind.SLOTS)
+        head = channel.receive_head()
+        assert head.kind is Kind.IMAGES
+        images = channel.receive(head.length)
+        assert decode_span(images[:SPAN_BYTES]) == (0, 4)
+        parts = np.split(np.frombuffer(images[SPAN_BYTES:], np.uint8), 4)
+        assert all(part[-SIZE:].tobytes() == block.tobytes() for part, block in zip(parts, BLOCKS[:4], strict=True))
+        channel.receive_frame(Kind.END)
 
 
 @BOTH
@@ -180,9 +170,7 @@ def test_any_frames_leave_the_worker_as_it_was(served: Served, way: str) -> None
                 else:
                     channel.send(Kind.GET_BLOCKS, 1, [get_request(served, choose.choice([*Mode]))])
                 for _ in range(12):
-                    kind = choose.choice(
-                        [Kind.WANT, Kind.WANT, Kind.WANT, Kind.READ, Kind.ABSENT, Kind.CHUNKS, Kind.PLACED]
-                    )
+                    kind = choose.choice([Kind.TAKEN, Kind.TAKEN, Kind.END, Kind.CHUNKS, Kind.PLACED])
                     span = encode_span(choose.choice([0, 1, 5, 6, 1 << 31]), choose.choice([0, 1, 6, 64, 1 << 31]))
                     channel.send(kind, 1, [span])
                 while True:
@@ -198,33 +186,24 @@ def both_ends(memory: WorkerMemory | None = None) -> tuple[Channel, Link]:
 LIES = [
     (Kind.FILES, encode_span(0, 0), 0),
     (Kind.FILES, encode_span(0, 2), 1),
-    (Kind.SLOTS, encode_slots(Given(0, (0, 4096))), 0),
-    (Kind.SLOTS, encode_slots(Given(0, tuple(range(0, 4096 * 11, 4096)))), 1),
-]
-"""Frames that answer no request for ten chunks or blocks, and the number of files with each."""
-LIES_ABOUT_CHUNKS = [
-    *LIES,
-    (Kind.SLOTS, encode_slots(Given(1, (0,))), 1),
-    (Kind.SLOTS, encode_span(0, 0), 1),
-    (Kind.SLOTS, encode_span(0, FILES_MAX + 1) + bytes(8 * (FILES_MAX + 1)), 1),
-    (Kind.SLOTS, encode_span(0, 3) + bytes(16), 1),
+    (Kind.FILES, encode_span(9, 2), 2),
+    (Kind.SLOTS, encode_slots(LentSlots(10, 0, (0, 4096))), 0),
+    (Kind.SLOTS, encode_slots(LentSlots(11, 0, tuple(range(0, 4096 * 11, 4096)))), 1),
+    (Kind.SLOTS, encode_slots(LentSlots(10, 9, (0,))) + bytes(8), 1),
+    (Kind.SLOTS, encode_span(10, 0) + bytes(7), 1),
     (Kind.SLOTS, b"", 1),
+    (Kind.IMAGES, encode_span(0, 0), 0),
+    (Kind.IMAGES, encode_span(0, 1), 0),
+    (Kind.IMAGES, b"", 0),
     (Kind.MEMORY, bytes(8), 1),
-    (Kind.START, b"", 0),
 ]
-LIES_ABOUT_BLOCKS = [
-    *LIES,
-    *((Kind.ABSENT, encode_span(*span), 0) for span in ((0, 0), (1, 1), (0, 11), (0, 1 << 31))),
-    (Kind.ELSEWHERE, encode_span(0, 0), 0),
-    (Kind.END, b"", 0),
-    (Kind.FILE, encode_index(0), 0),
-]
+"""Frames that answer no request for ten blocks, and the number of files with each."""
 
 
-@pytest.mark.parametrize(("has_gaps", "lies"), [(False, LIES_ABOUT_CHUNKS), (True, LIES_ABOUT_BLOCKS)])
-def test_worker_with_wrong_frames_is_left(has_gaps: bool, lies: list[tuple[Kind, bytes, int]]) -> None:
+def test_worker_with_wrong_frames_is_left() -> None:
     """And none of the files that it gave stays open."""
-    for kind, payload, files in lies:
+    lanes = FileLanes(SystemClock())
+    for kind, payload, files in LIES:
         before = open_before()
         memory = object.__new__(WorkerMemory)
         memory.id, memory.leases = b"", set()
@@ -233,12 +212,14 @@ def test_worker_with_wrong_frames_is_left(has_gaps: bool, lies: list[tuple[Kind,
         worker.send(kind, 1, [payload], [writing] * files)
         os.close(reading)
         os.close(writing)
-        with Giving(link, 1, Mode.SLOTS, has_gaps=has_gaps) as giving, pytest.raises((LinkBroken, InvalidRequest)):
-            list(giving.each(0, 10))
-        del giving
+        receiver = stream_to(link, Namespace("m", MEDIUM), buffers_for([BLOCKS[0]] * 10), bytearray(10), lanes)
+        with pytest.raises((LinkBroken, InvalidRequest)):
+            receiver.receive(LentSlots(10, 0, ()))
+        del receiver
         worker.close()
         link.close()
         assert open_now() <= before, (kind, payload)
+    lanes.close()
 
 
 def image_of(namespace: Namespace, at: int) -> bytes:
@@ -251,11 +232,19 @@ def image_with(namespace: Namespace, key: bytes, payload: bytes) -> bytes:
     return bytes(encode(expected, Incarnation(bytes(16)), [checksum(payload)])) + payload
 
 
-def stream_to(link: Link, namespace: Namespace, buffers: list[npt.NDArray[np.uint8]], done: bytearray) -> ImageReceiver:
+def stream_to(
+    link: Link,
+    namespace: Namespace,
+    buffers: list[npt.NDArray[np.uint8]],
+    done: bytearray,
+    lanes: FileLanes | None = None,
+) -> ImageReceiver:
     """The first blocks on their way into ``buffers``."""
+    clock = SystemClock()
     count = len(buffers)
-    wanted = keyed(namespace, KEYS[:count], list(map(len, buffers)))
-    return ImageReceiver(link, Ask(1, wanted, 0, count, Buffers([each.data for each in buffers]), range(count)), done)
+    wanted = keyed(namespace, keys_of(1, count), list(map(len, buffers)))
+    asked = Ask(1, wanted, 0, count, Buffers([each.data for each in buffers]), range(count))
+    return ImageReceiver(link, asked, done, lanes or FileLanes(clock), Deadline(clock, WAIT_S))
 
 
 def test_an_image_that_is_not_right_is_no_hit() -> None:
@@ -272,13 +261,13 @@ def test_an_image_that_is_not_right_is_no_hit() -> None:
         elif case in ("payload", "header"):
             second[{"payload": 5000, "header": 60}[case]] ^= 1
         worker, link = both_ends()
-        worker.send(Kind.FILE, 1, [encode_index(0), images[0]])
+        worker.send(Kind.IMAGES, 1, [encode_span(0, 1), images[0]])
         if case != "ends":
-            worker.send(Kind.FILE, 1, [encode_index(at), second])
+            worker.send(Kind.IMAGES, 1, [encode_span(at, 1), second])
         worker.send(Kind.END, 1)
         done, buffers, is_right = bytearray(3), [np.zeros(SIZE, np.uint8) for _ in range(3)], False
         with suppress(LinkBroken):
-            is_right = stream_to(link, namespace, buffers, done).receive()
+            is_right = stream_to(link, namespace, buffers, done).receive(LentSlots(3, 0, ()))
         assert list(done) == [1, 0, 0]
         assert np.array_equal(buffers[0], BLOCKS[0])
         assert link.channel.alive == is_right == (case == "ends")
@@ -286,32 +275,3 @@ def test_an_image_that_is_not_right_is_no_hit() -> None:
             assert not buffers[2].any()
         worker.close()
         link.close()
-
-
-def test_an_image_that_comes_a_packet_at_a_time_is_not_copied_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It stays where it is until it is whole: half a MiB would be copied hundreds of times."""
-    worker, link = both_ends()
-    namespace, payload = Namespace("m", MEDIUM), random.Random(3).randbytes(500_000)
-    image = image_with(namespace, KEYS[0], payload)
-    packets = memoryview(encode_head(Kind.FILE, 1, INDEX_BYTES + len(image)) + encode_index(0) + image)
-    buffers, done = [np.zeros(len(payload), np.uint8)], bytearray(1)
-    worker.send(Kind.END, 1)
-    monkeypatch.setattr(Channel, "receive_some", lambda channel, pieces, bytes_max=0: one_packet(pieces))
-    sent_bytes = 0
-
-    def one_packet(pieces: Pieces) -> int:
-        nonlocal sent_bytes
-        packet = packets[sent_bytes : sent_bytes + 1448]
-        pieces[0][: len(packet)] = packet
-        sent_bytes += len(packet)
-        return len(packet)
-
-    tracemalloc.start()
-    try:
-        assert stream_to(link, namespace, buffers, done).receive()
-        assert tracemalloc.get_traced_memory()[1] < GROUP_BYTES + len(image) // 2
-    finally:
-        tracemalloc.stop()
-    assert buffers[0].tobytes() == payload
-    worker.close()
-    link.close()

@@ -16,7 +16,7 @@ import pytest
 
 from kvstore.buffers import Pieces
 from kvstore.client.bulk.arena import Arena
-from kvstore.client.bulk.given import Giving
+from kvstore.client.bulk.receiving import ImageReceiver
 from kvstore.client.limits import ClientLimits
 from kvstore.client.remote import remote_port
 from kvstore.errors import InvalidRequest, Unavailable
@@ -269,17 +269,17 @@ def test_what_was_read_before_a_connection_broke_is_kept(tmp_root: Path, monkeyp
         cache = store.namespace("m", MEDIUM)
         cache.put(LONG_TOKENS, LONG_KV)
         steps = 0
-        take = Giving._answers
+        take = ImageReceiver._take_files
 
-        def take_or_die(self: Giving) -> Any:
+        def take_or_die(self: ImageReceiver, *span: int) -> None:
             nonlocal steps
             steps += 1
             if steps == 3:
                 worker.kill()
                 raise self._link.channel.break_off("it is gone")
-            return take(self)
+            take(self, *span)
 
-        monkeypatch.setattr(Giving, "_answers", take_or_die)
+        monkeypatch.setattr(ImageReceiver, "_take_files", take_or_die)
         count, array = cache.get(LONG_TOKENS)
         assert count == 2 * FILES_MAX * MEDIUM.chunk_tokens
         assert same(array, LONG_KV[:, :, :count])

@@ -167,7 +167,7 @@ def test_a_frame_that_makes_no_sense_ends_the_connection(served: Served, way: st
         (Kind.ARENA, 1 << 20),
         (Kind.CHUNKS, 1 << 50),
         (Kind.WELCOME, 0),
-        (Kind.WANT, 8),
+        (Kind.TAKEN, 8),
     ):
         with greeted(served, way) as channel:
             send_head(channel, kind, 1, length)
@@ -257,20 +257,6 @@ def test_chunks_placed_outside_the_arena_are_refused(served: Served) -> None:
         assert served.member.node.counters.snapshot()["chunks_written"] == 0
 
 
-def test_files_that_are_not_held_are_not_handed_over(served: Served) -> None:
-    for span in ((0, 65), (0, 0), (3, 2), (1 << 31, 1)):
-        with connected(served) as store:
-            store.namespace("m", MEDIUM).put(TOKENS, KV)
-        with raw_stub(served) as stub:
-            request = pb.GetRequest(namespace=opened(stub, MEDIUM), tokens=packed(TOKENS))
-        with greeted(served, "shared") as channel:
-            channel.send(Kind.GET, 1, [encode_request(WAIT_S, Mode.FILES, request.SerializeToString())])
-            channel.receive_frame(Kind.START)
-            channel.send(Kind.WANT, 1, [encode_span(*span)])
-            _, payload = channel.receive_frame(Kind.REFUSED)
-            assert "were asked for" in pb.BulkRefusal.FromString(payload).message
-
-
 def test_files_are_handed_over_for_reading_only(served: Served) -> None:
     with connected(served) as store:
         store.namespace("m", MEDIUM).put(TOKENS, KV)
@@ -278,8 +264,7 @@ def test_files_are_handed_over_for_reading_only(served: Served) -> None:
         request = pb.GetRequest(namespace=opened(stub, MEDIUM), tokens=packed(TOKENS))
     with greeted(served, "shared") as channel:
         channel.send(Kind.GET, 1, [encode_request(WAIT_S, Mode.FILES, request.SerializeToString())])
-        channel.receive_frame(Kind.START)
-        channel.send(Kind.WANT, 1, [encode_span(0, 4)])
+        channel.receive_frame(Kind.SLOTS)
         channel.receive_frame(Kind.FILES)
         for fd in channel.take_files(4):
             with pytest.raises(OSError, match="Bad file descriptor"):
@@ -317,6 +302,6 @@ def test_a_client_that_changes_its_arena_harms_only_itself(served: Served) -> No
 
 
 def test_a_head_is_checked_before_its_length_is_believed() -> None:
-    for raw in (b"", b"KV", bytes(HEAD_BYTES), encode_head(Kind.WANT, 1, CONTROL_BYTES_MAX + 1)):
+    for raw in (b"", b"KV", bytes(HEAD_BYTES), encode_head(Kind.TAKEN, 1, CONTROL_BYTES_MAX + 1)):
         with pytest.raises((InvalidRequest, struct.error)):
             decode_head(raw)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import socket
-import struct
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
@@ -16,7 +15,15 @@ from kvstore.client.bulk.memory import WorkerMemory
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel, LinkBroken, LinkLate
-from kvstore.wire.bulk.frames import Kind, Mode, encode_request, encode_span
+from kvstore.wire.bulk.frames import (
+    FILES_MAX,
+    SPAN_BYTES,
+    Kind,
+    Mode,
+    decode_slots,
+    decode_span,
+    encode_request,
+)
 from kvstore.worker.limits import WorkerLimits
 from tests.kit.arenas import all_let_go, filled, leases_end, lose, memory_of, referenced_bytes, serving_memory
 from tests.kit.patience import slowness
@@ -51,70 +58,54 @@ def refusal_of(channel: Channel) -> str:
     return pb.BulkRefusal.FromString(channel.receive_frame(Kind.REFUSED)[1]).message
 
 
-def leased(channel: Channel, served: Served, count: int = 10) -> int:
-    """Begins a GET and takes some slots; the client's end of the lease."""
+def leased(channel: Channel, served: Served) -> int:
+    """Makes a GET of all chunks, which are all lent; returns the client's end of the lease."""
     channel.send(Kind.GET, 1, [request(served, Mode.SLOTS)])
-    channel.receive_frame(Kind.START)
-    channel.send(Kind.WANT, 1, [encode_span(0, count)])
-    _, payload = channel.receive_frame(Kind.SLOTS)
-    assert struct.unpack_from("<II", payload) == (0, count)
-    return channel.take_files(1)[0]
+    fds: list[int] = []
+    for first, count in ((0, FILES_MAX), (FILES_MAX, COUNT - FILES_MAX)):
+        lent = decode_slots(channel.receive_frame(Kind.SLOTS)[1])
+        assert (lent.found, lent.first, len(lent.offsets)) == (COUNT, first, count)
+        fds += channel.take_files(1 - len(fds))
+    return fds[0]
 
 
-def test_a_lease_ends_with_the_clients_end_and_with_nothing_else(served: Served) -> None:
-    """Neither the connection's end nor a refusal ends it: the holder of the client's end may be reading."""
+def test_lease_without_a_connection_lasts_until_its_end_closes(served: Served) -> None:
+    """Whoever has the client's end may be reading, whatever happens to the connection."""
     with greeted(served, "shared") as channel:
         end = leased(channel, served)
-        channel.send(Kind.WANT, 1, [encode_span(0, COUNT + 1)])
-        assert "were asked for" in refusal_of(channel)
+        channel.send(Kind.CHUNKS, 2)
+        with socket.socket(fileno=os.dup(channel.fileno())) as sock:
+            assert is_closed(sock)
     eventually(lambda: served.worker.service.bulk.connections_count == 0, "the connection ends")  # type: ignore[union-attr]
     assert referenced_bytes(served) > 0
     os.close(end)
+    leases_end(served)
 
 
-def test_read_with_zero_ends_a_lease_though_its_end_is_open(served: Served) -> None:
+def test_lease_of_a_silent_client_occupies_no_thread(served: Served) -> None:
     with greeted(served, "shared") as channel:
         end = leased(channel, served)
-        channel.send(Kind.READ, 1, [encode_span(0, 10)])
-        leases_end(served)
-        os.close(end)
-
-
-def test_a_silent_request_keeps_its_lease_and_no_thread(served: Served) -> None:
-    with greeted(served, "shared") as channel:
-        end = leased(channel, served)
-        with socket.socket(fileno=os.dup(channel.fileno())) as sock:
-            assert is_closed(sock)
         eventually(lambda: served.worker.service.gate.inside_count == 0, "no call inside")
-        assert len(served.worker.service.bulk_requests.leases or ()) == 1
-        os.close(end)
-
-
-def test_what_is_written_into_a_lease_is_nobodys_business(served: Served) -> None:
-    with greeted(served, "shared") as channel:
-        end = leased(channel, served)
         with suppress(BlockingIOError):
             while True:
-                os.write(end, bytes(4096))
-        channel.send(Kind.READ, 1, [encode_span(1, 10)])
-        eventually(channel.is_quiet, "the connection is there")
+                os.write(end, bytes(4096))  # is never read
+        assert channel.is_quiet()
         assert len(served.worker.service.bulk_requests.leases or ()) == 1
         os.close(end)
         leases_end(served)
 
 
-def test_leases_are_bounded(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_get_beyond_the_limit_of_leases_is_given_files_or_bytes(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     leases = served.worker.service.bulk_requests.leases
     assert leases is not None
     monkeypatch.setattr(leases, "_leases_max", 1)
     with greeted(served, "shared") as one, greeted(served, "shared") as other:
         end = leased(one, served)
         other.send(Kind.GET, 1, [request(served, Mode.SLOTS)])
-        other.receive_frame(Kind.START)
-        other.send(Kind.WANT, 1, [encode_span(0, 2)])
-        other.receive_frame(Kind.FILES)
-        for fd in other.take_files(2 if len(other._files) == 2 else 1):
-            os.close(fd)
+        assert decode_slots(other.receive_frame(Kind.SLOTS)[1]).offsets == ()
+        assert other.receive_head().kind in (Kind.FILES, Kind.IMAGES)
         os.close(end)
 
 
@@ -140,24 +131,19 @@ def test_a_peer_gets_what_memory_has_and_nothing_else(served: Served, way: str) 
     for first, stop in ((0, 60), (10, 60), (60, 60), (65, COUNT)):
         with greeted(served, way) as channel:
             channel.send(Kind.GET, 1, [request(served, Mode.STREAM, memory_only=True, first=first)])
-            _, payload = channel.receive_frame(Kind.START)
-            assert pb.GetStart.FromString(payload).chunks == stop
-            for index in range(first, stop):
+            assert decode_slots(channel.receive_frame(Kind.SLOTS)[1]).found == stop
+            index = first
+            while index < stop:
                 head = channel.receive_head()
-                assert head.kind is Kind.FILE
-                raw = memoryview(bytearray(head.length))
-                channel.receive_into([raw])
-                assert struct.unpack_from("<I", raw) == (index,)
-                assert bytes(raw[-MEDIUM.section_bytes :]) == _last_section(index)
-            assert channel.receive_head().kind is Kind.END
-    with greeted(served, "shared") as channel:
-        channel.send(Kind.GET, 1, [request(served, Mode.SLOTS, memory_only=True)])
-        channel.receive_frame(Kind.START)
-        channel.send(Kind.WANT, 1, [encode_span(50, 10)])
-        channel.receive_frame(Kind.SLOTS)
-        os.close(channel.take_files(1)[0])
-        channel.send(Kind.READ, 1, [encode_span(0, 60)])
-        eventually(channel.is_quiet, "the request ended")
+                assert head.kind is Kind.IMAGES
+                start, count = decode_span(channel.receive(SPAN_BYTES))
+                assert start == index and count > 0
+                for _ in range(count):
+                    raw = memoryview(bytearray((head.length - SPAN_BYTES) // count))
+                    channel.receive_into([raw])
+                    assert bytes(raw[-MEDIUM.section_bytes :]) == _last_section(index)
+                    index += 1
+            eventually(channel.is_quiet, "the answer has no end frame if all came")
     assert got_here(served) == read, "a peer is no caller: it counts what it gives to its own"
 
 
@@ -189,13 +175,8 @@ def test_any_frames_leave_the_worker_as_it_was(served: Served) -> None:
             with suppress(LinkBroken, LinkLate):
                 channel.send(Kind.GET, 1, [message])
                 for _ in range(12):
-                    kind = choose.choice(
-                        [Kind.WANT, Kind.WANT, Kind.WANT, Kind.READ, Kind.MAP, Kind.SLOTS, Kind.MEMORY]
-                    )
-                    span = encode_span(
-                        choose.choice([0, 1, 60, 99, 100, 1 << 31]), choose.choice([0, 1, 2, 64, 65, 1 << 31])
-                    )
-                    channel.send(kind, 1, [span] if kind in (Kind.WANT, Kind.READ) else [b""])
+                    kind = choose.choice([Kind.TAKEN, Kind.TAKEN, Kind.MAP, Kind.SLOTS, Kind.MEMORY])
+                    channel.send(kind, 1, [bytes(choose.choice([0, 8]))])
                 while True:
                     channel.receive_some([memoryview(bytearray(1 << 16))])
 

@@ -7,27 +7,20 @@ import os
 import socket
 import struct
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from kvstore.address import Chain
 from kvstore.buffers import Pieces
-from kvstore.client.bulk.given import GivenFiles
-from kvstore.client.bulk.lanes import FileLanes
 from kvstore.client.bulk.receiving import fill_verified
-from kvstore.client.bulk.viewing import Views, view_given
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import Damaged, expected_chunk
-from kvstore.node.lanes import Deadline
-from kvstore.sources import SystemClock
 from kvstore.wire.bulk.channel import Channel, LinkBroken
 from kvstore.wire.bulk.frames import Kind, decode_head, decode_request, encode_arena, encode_head
 from kvstore.worker.bulk.connection import Connection
 from tests.kit.images import chain_of, made
 from tests.kit.stores import SMALL, kv_of
-from tests.kit.transports import linked, shared_memory
-from tests.kit.workers import WAIT_S
+from tests.kit.transports import shared_memory
 
 COUNT = 3
 CHAIN = chain_of(SMALL, COUNT)
@@ -61,24 +54,6 @@ def test_i1_a_file_with_a_bit_turned_is_not_received() -> None:
         content[place] ^= 1
         with pytest.raises(Damaged):
             received(CHAIN, 1, bytes(content))
-
-
-def test_a_file_that_is_too_short_to_be_mapped_is_not_viewed(tmp_path: Path) -> None:
-    """What was given before it is, and each file that was given has an answer."""
-    files = []
-    for index, image in enumerate(made(CHAIN, kv_of(SMALL, CHAIN.tokens))):
-        path = tmp_path / str(index)
-        path.write_bytes(bytes(image)[: len(image) - (index == 1) * SMALL.chunk_bytes])
-        files.append(os.open(path, os.O_RDONLY))
-    ours, theirs = socket.socketpair()
-    clock, views = SystemClock(), Views(SMALL, COUNT)
-    link, lanes = linked(Channel(ours, 1)), FileLanes(clock)
-    done = view_given(link, CHAIN, GivenFiles(0, files), views, lanes, Deadline(clock, WAIT_S))
-    assert list(done) == [1, 0, 0]
-    assert len(views.leading(1)) == 1
-    lanes.close()
-    link.close()
-    theirs.close()
 
 
 def test_i1_another_chunks_file_is_not_received() -> None:

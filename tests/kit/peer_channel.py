@@ -19,7 +19,7 @@ from kvstore.namespace import Namespace
 from kvstore.sources import RandomIds
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel, LinkBroken, LinkLate
-from kvstore.wire.bulk.frames import Kind, Mode, decode_request, encode_index
+from kvstore.wire.bulk.frames import Kind, LentSlots, Mode, decode_request, encode_slots, encode_span
 from kvstore.wire.limits import method
 from kvstore.wire.messages import parse
 from kvstore.worker.admission import Gate
@@ -58,12 +58,11 @@ def room_for(chain: Chain, indexes: Sequence[int]) -> list[memoryview]:
 
 
 def send_file(channel: Channel, number: int, index: int, image: bytes) -> None:
-    channel.send(Kind.FILE, number, [encode_index(index), image])
+    channel.send(Kind.IMAGES, number, [encode_span(index, 1), image])
 
 
 def start(channel: Channel, number: int, chunks: int) -> None:
-    message = pb.GetStart(chunks=chunks, tokens=chunks * LAYOUT.chunk_tokens)
-    channel.send(Kind.START, number, [message.SerializeToString()])
+    channel.send(Kind.SLOTS, number, [encode_slots(LentSlots(chunks, 0, ()))])
 
 
 def honest(chain: Chain, has: set[int] | None = None) -> Say:
@@ -76,7 +75,6 @@ def honest(chain: Chain, has: set[int] | None = None) -> Say:
         start(channel, number, stop)
         for index in range(request.first, stop):
             send_file(channel, number, index, image_of(chain, index))
-        channel.send(Kind.END, number)
 
     return say
 

@@ -17,9 +17,6 @@ from kvstore import Layout
 from kvstore.client.bulk.dialling import Dialled
 from kvstore.client.bulk.links import Link
 from kvstore.client.bulk.memory import WorkerMemory
-from kvstore.client.bulk.shortage import Shortage
-from kvstore.counts import ClientCount
-from kvstore.node.counters import Counts
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.frames import (
@@ -81,7 +78,7 @@ def greeted(served: Served, way: str) -> Iterator[Channel]:
 
 def linked(channel: Channel, memory: WorkerMemory | None = None, address: str = "worker") -> Link:
     """The client's end of a connection whose other end a test speaks for."""
-    return Link(Dialled(channel, False, None, memory, 0), address, Shortage(Counts(ClientCount)))
+    return Link(Dialled(channel, False, None, memory, 0), address)
 
 
 def send_head(channel: Channel, kind: Kind, request: int, length: int) -> None:

@@ -27,7 +27,7 @@ from kvstore.peers.roster import Roster
 from kvstore.sources import RandomIds, SystemClock
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel
-from kvstore.wire.bulk.frames import INDEX_BYTES, Kind, encode_index
+from kvstore.wire.bulk.frames import SPAN_BYTES, Kind, encode_span
 from kvstore.wire.statuses import UnknownNamespace, refusal
 from tests.kit.etcd import Proxy
 from tests.kit.patience import NEVER_S, PATIENCE_S, eventually, returns, slowness
@@ -218,8 +218,8 @@ def too_short(channel: Channel, number: int, request: pb.GetRequest) -> None:
 def breaks_off(channel: Channel, number: int, request: pb.GetRequest) -> None:
     start(channel, number, request.chunks_max)
     image = image_of(chain_of(3), request.first)
-    send_head(channel, Kind.FILE, number, INDEX_BYTES + len(image))
-    channel.send_bytes([memoryview(encode_index(request.first)), memoryview(image[:5000])])
+    send_head(channel, Kind.IMAGES, number, SPAN_BYTES + len(image))
+    channel.send_bytes([memoryview(encode_span(request.first, 1)), memoryview(image[:5000])])
     channel.close()
 
 
@@ -232,7 +232,7 @@ def garbage(channel: Channel, _: int, __: pb.GetRequest) -> None:
 
 
 def endless_start(channel: Channel, number: int, _: pb.GetRequest) -> None:
-    send_head(channel, Kind.START, number, 64 << 10)
+    send_head(channel, Kind.SLOTS, number, 64 << 10)
     channel.send_bytes([memoryview(bytes(10))])
     channel.close()
 
@@ -335,8 +335,8 @@ def test_a_peer_that_trickles_is_given_up() -> None:
 
     def say(channel: Channel, number: int, request: pb.GetRequest) -> None:
         start(channel, number, request.chunks_max)
-        send_head(channel, Kind.FILE, number, INDEX_BYTES + len(image_of(chain, 0)))
-        channel.send_bytes([memoryview(encode_index(0))])
+        send_head(channel, Kind.IMAGES, number, SPAN_BYTES + len(image_of(chain, 0)))
+        channel.send_bytes([memoryview(encode_span(0, 1))])
         while not speaker.ended.wait(0.05):
             channel.send_bytes([memoryview(b"x")])
 

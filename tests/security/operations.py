@@ -73,7 +73,7 @@ def bulk(method: str, need: str, kind: Kind, request: Callable[[Cell], Any], mod
             link.channel.limit(WAIT_S, WAIT_S)
             said = encode_request(WAIT_S, mode, request(cell).SerializeToString())
             link.channel.send(kind, link.next_number(), [said])
-            link.receive(Kind.START, Kind.END, Kind.FILE, Kind.READY, Kind.ANSWER)
+            link.receive(Kind.SLOTS, Kind.READY, Kind.ANSWER)
             link.channel.alive = False  # the rest is not wanted
 
     return Operation(method, need, run)

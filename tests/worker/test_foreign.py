@@ -120,19 +120,10 @@ def test_match_and_get_what_our_client_put(stub: KVStoreStub, store: Store, dige
     assert (chunks, data, sums) == (6, b"".join(SECTIONS), sums_of(SECTIONS))
 
 
-def test_get_layer_by_layer(stub: KVStoreStub, digest: bytes) -> None:
-    put(stub, digest)
-    request = pb.GetRequest(namespace=digest, tokens=packed(TOKENS), order=pb.ORDER_LAYERS)
-    chunks, data, sums = joined(stub.Get(request, timeout=WAIT_S))
-    wanted = [SECTIONS[chunk * PER_CHUNK + section] for section in range(PER_CHUNK) for chunk in range(6)]
-    assert (chunks, data, sums) == (6, b"".join(wanted), sums_of(wanted))
-
-
 def test_a_miss_is_an_answer(stub: KVStoreStub, digest: bytes) -> None:
     assert stub.Match(pb.MatchRequest(namespace=digest, tokens=packed(TOKENS)), timeout=WAIT_S).chunks == 0
-    for order in (pb.ORDER_CHUNKS, pb.ORDER_LAYERS):
-        request = pb.GetRequest(namespace=digest, tokens=packed(TOKENS), order=order)
-        assert joined(stub.Get(request, timeout=WAIT_S)) == (0, b"", b"")
+    request = pb.GetRequest(namespace=digest, tokens=packed(TOKENS))
+    assert joined(stub.Get(request, timeout=WAIT_S)) == (0, b"", b"")
     held = stub.Hold(pb.HoldRequest(namespace=digest, tokens=packed(TOKENS)), timeout=WAIT_S)
     assert (held.hold, held.chunks) == (b"", 0)
     pinned = stub.Pin(pb.PinRequest(namespace=digest, tokens=packed(TOKENS), ttl_s=60), timeout=WAIT_S).pin

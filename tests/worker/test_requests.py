@@ -198,14 +198,6 @@ def test_tokens_and_namespaces_that_are_none(stub: KVStoreStub, digest: bytes, n
 
 
 OTHERS: dict[str, tuple[Callable[[KVStoreStub, bytes], object], str]] = {
-    "an order that is none": (
-        lambda stub, ns: list(stub.Get(pb.GetRequest(namespace=ns, order=7), timeout=WAIT_S)),  # type: ignore[arg-type]
-        "order is 7",
-    ),
-    "layers from the middle": (
-        lambda stub, ns: list(stub.Get(pb.GetRequest(namespace=ns, order=pb.ORDER_LAYERS, first=1), timeout=WAIT_S)),
-        "first is 1: expected 0",
-    ),
     "hold and prompt": (
         lambda stub, ns: list(stub.Get(pb.GetRequest(namespace=ns, hold=bytes(16)), timeout=WAIT_S)),
         "both a hold and a prompt",

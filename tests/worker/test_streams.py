@@ -106,13 +106,12 @@ def test_a_put_whose_client_is_gone_is_given_up() -> None:
         assert stub.Match(pb.MatchRequest(namespace=digest, tokens=packed(TOKENS)), timeout=WAIT_S).chunks <= 1
 
 
-@for_each("order", [pb.ORDER_CHUNKS, pb.ORDER_LAYERS])
-def test_a_get_that_is_cancelled_stops_reading(order: pb.Order) -> None:
+def test_a_get_that_is_cancelled_stops_reading() -> None:
     tokens = np.arange(16 * LARGE.chunk_tokens)
     with serving() as served, raw_stub(served) as stub, connected(served) as store:
         store.namespace("m", LARGE).put(tokens, np.zeros(LARGE.shape(len(tokens)), np.float16))
         digest = opened(stub, LARGE)
-        call = stub.Get(pb.GetRequest(namespace=digest, tokens=packed(tokens), order=order), timeout=WAIT_S)
+        call = stub.Get(pb.GetRequest(namespace=digest, tokens=packed(tokens)), timeout=WAIT_S)
         next(call)
         next(call)
         call.cancel()
@@ -120,8 +119,7 @@ def test_a_get_that_is_cancelled_stops_reading(order: pb.Order) -> None:
         assert served.worker.service.counters()["wire_bytes_out"] < 16 * LARGE.chunk_bytes
 
 
-@for_each("order", [pb.ORDER_CHUNKS, pb.ORDER_LAYERS])
-def test_a_get_that_nobody_reads_is_cancelled(order: pb.Order) -> None:
+def test_a_get_that_nobody_reads_is_cancelled() -> None:
     tokens = np.arange(32 * LARGE.chunk_tokens)
     with (
         serving(worker_limits=stretched(WorkerLimits(idle_s=0.5), "idle_s")) as served,
@@ -130,7 +128,7 @@ def test_a_get_that_nobody_reads_is_cancelled(order: pb.Order) -> None:
     ):
         store.namespace("m", LARGE).put(tokens, np.zeros(LARGE.shape(len(tokens)), np.float16))
         digest = opened(stub, LARGE)
-        call = stub.Get(pb.GetRequest(namespace=digest, tokens=packed(tokens), order=order), timeout=WAIT_S)
+        call = stub.Get(pb.GetRequest(namespace=digest, tokens=packed(tokens)), timeout=WAIT_S)
         next(call)
         eventually(lambda: served.worker.service.watch.expired_count == 1, "the worker gave up")
         nothing_in_use(served)

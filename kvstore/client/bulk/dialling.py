@@ -12,7 +12,6 @@ import grpc
 
 from kvstore.client.bulk.arena import Ledger
 from kvstore.client.bulk.memory import WorkerMemory
-from kvstore.client.bulk.shortage import Shortage
 from kvstore.client.bulk.way import Bulk
 from kvstore.client.credentials import Credentials
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
@@ -63,14 +62,12 @@ class Dialler:
         step_s: float,
         ask: Callable[[bytes, float], bytes],
         credentials: Credentials,
-        shortage: Shortage,
     ) -> None:
         self._address = address
         self._bulk = bulk
         self._step_s = step_s
         self._ask = ask
         self._credentials = credentials
-        self._shortage = shortage
         self._lock = threading.Lock()
         self._memory: WorkerMemory | None = None
         self._closed = False
@@ -104,11 +101,10 @@ class Dialler:
                     break
             except (LinkBroken, LinkLate, TimeoutError) as error:
                 reasons[way] = str(error)
-                silent, answer = not self._shortage.note(error), None  # its grant is used up
+                silent, answer = True, None  # its grant is used up
                 if self._bulk is not Bulk.AUTO:
                     break
             except (OSError, KVStoreError, ValueError) as error:
-                self._shortage.note(error)
                 reasons[way] = str(error)
                 if self._bulk is not Bulk.AUTO:
                     answer = None
@@ -125,8 +121,6 @@ class Dialler:
 
     def check(self) -> None:
         """Raises NoBulkPath if the required path is not offered, NoAnswer if it is offered and nobody answers."""
-        if self._shortage.is_on:
-            return  # the shortage is in this process: the worker is reachable
         if self._bulk is not Bulk.AUTO and (self._worked or self._is_silent):
             raise NoAnswer(f"worker {self._address} does not answer over {self._bulk.value}: {self._why_not}")
         if self._bulk is not Bulk.AUTO:
@@ -203,7 +197,6 @@ class Dialler:
         try:
             memory = WorkerMemory(fd, size_bytes, answer.memory)
         except Unavailable as error:
-            self._shortage.note(error)
             log.info("client.no_memory worker=%s why=%s", self._address, error)
             return None
         with self._lock:

@@ -13,7 +13,7 @@ from kvstore.sources import Clock
 
 
 class FileLanes:
-    """The threads that read files which workers handed over, and others that copy within memory; made when they are
+    """The threads that read files from workers, and others that copy within memory; made when they are
     needed. Thread-safe.
     """
 

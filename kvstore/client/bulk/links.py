@@ -15,7 +15,6 @@ from google.protobuf.message import Message
 
 from kvstore.client.bulk.arena import ARENA_BYTES_MIN, Arena
 from kvstore.client.bulk.dialling import Dialled, Dialler
-from kvstore.client.bulk.shortage import Shortage, links_max
 from kvstore.client.bulk.way import Bulk
 from kvstore.client.credentials import PLAIN, Credentials
 from kvstore.client.limits import ClientLimits
@@ -51,9 +50,8 @@ class BulkRefused(Exception):
 class Link:
     """One connection and its arena. Used by one call at a time."""
 
-    def __init__(self, dialled: Dialled, address: str, shortage: Shortage) -> None:
+    def __init__(self, dialled: Dialled, address: str) -> None:
         self.channel = dialled.channel
-        self.shortage = shortage
         self.hands_files = dialled.hands_files
         self.memory = dialled.memory
         """The worker's memory, mapped; None if it has none or is on another host."""
@@ -74,10 +72,10 @@ class Link:
 
     @property
     def mode(self) -> Mode:
-        """The best mode for reads on this connection. All but the stream need file descriptors of this process."""
-        if self.shortage.is_on or (self.memory is None and not self.hands_files):
-            return Mode.STREAM
-        return Mode.FILES if self.memory is None else Mode.SLOTS
+        """The best mode for reads on this connection."""
+        if self.memory is not None:
+            return Mode.SLOTS
+        return Mode.FILES if self.hands_files else Mode.STREAM
 
     @property
     def is_usable(self) -> bool:
@@ -135,8 +133,7 @@ class Link:
             return
         try:
             new = Arena(wanted, ledger)
-        except (OSError, MemoryError) as error:
-            self.shortage.note(error)
+        except (OSError, MemoryError):
             reserve(size)
             return
         if arena is not None:
@@ -171,15 +168,15 @@ class Links:
         limits: ClientLimits,
         ask: Callable[[bytes, float], bytes],
         credentials: Credentials = PLAIN,
-        shortage: Shortage | None = None,
+        counters: Counts[ClientCount] | None = None,
     ) -> None:
         self._address = address
-        self._shortage = shortage or Shortage(Counts(ClientCount))
-        self._links_max = links_max(limits.bulk_links_max)
+        self._counters = counters or Counts(ClientCount)
+        self._links_max = limits.bulk_links_max
         self._credentials = credentials
         self._bulk = bulk
         self._limits = limits
-        self._dialler = Dialler(address, bulk, limits.probe_s, ask, credentials, self._shortage)
+        self._dialler = Dialler(address, bulk, limits.probe_s, ask, credentials)
         self._lock = threading.Lock()
         self._idle: list[Link] = []
         # Weak: one that an interrupt (Ctrl-C) took from its user must not count for ever.
@@ -203,10 +200,9 @@ class Links:
         link = self._take(timeout_s)
         try:
             yield link
-        except BaseException as error:
+        except BaseException:
             if link is not None:
                 link.channel.alive = False  # the call stopped in the middle of a request
-            self._shortage.note(error)
             raise
         finally:
             if link is not None:
@@ -225,9 +221,8 @@ class Links:
             answer = link.call(name, message, timeout_s)
         except (LinkBroken, InvalidRequest) as error:
             link.channel.alive = False
-            if not self._shortage.note(error):
-                log.info("client.bulk_broken worker=%s why=%s", self._address, error)
-            self._shortage.counters.add(ClientCount.BULK_BROKEN)
+            log.info("client.bulk_broken worker=%s why=%s", self._address, error)
+            self._counters.add(ClientCount.BULK_BROKEN)
             return None
         except BaseException:
             link.channel.alive = False  # it stopped in the middle
@@ -287,7 +282,7 @@ class Links:
     def _begin_ahead(self) -> None:
         """Makes a connection in the background; called with the lock."""
         now_s = time.monotonic()
-        if self._calls < CALLS_MIN or now_s < self._ahead_at_s or self._closed or self._shortage.is_on:
+        if self._calls < CALLS_MIN or now_s < self._ahead_at_s or self._closed:
             return
         self._ahead_at_s = now_s + AHEAD_S
         self._dialling += 1
@@ -301,7 +296,6 @@ class Links:
         try:
             link = self._made(self._dialler.dial_here())
         except Exception as error:  # noqa: BLE001  # calls go over gRPC
-            self._shortage.note(error)
             log.debug("client.no_connection_ahead worker=%s why=%s", self._address, error)
         with self._lock:
             self._dialling -= 1
@@ -345,7 +339,7 @@ class Links:
         return link
 
     def _made(self, dialled: Dialled | None) -> Link | None:
-        return Link(dialled, self._address, self._shortage) if dialled is not None else None
+        return Link(dialled, self._address) if dialled is not None else None
 
     def _give(self, link: Link) -> None:
         with self._lock:

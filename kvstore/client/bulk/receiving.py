@@ -1,29 +1,39 @@
-"""Whole images that a worker streams, verified while they are in the cache: straight in the caller's memory, or, small
-ones, several at a time in a buffer from which they are copied on.
+"""The answer to one get: images in the memory of a worker on this host, in open files, or as bytes, each verified.
+
+Whatever brings them, the chunks are copied once: straight into the caller's memory.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 
+from kvstore.address import Chain
 from kvstore.buffers import Borrowed, Laid, Pieces, Sections, byte_length, skip
+from kvstore.client.bulk.lanes import FileLanes
 from kvstore.client.bulk.links import Link
+from kvstore.client.bulk.memory import Lease
+from kvstore.client.bulk.views import Views
 from kvstore.format.checksum import checksum
 from kvstore.format.header import Damage, Damaged, Expected, decode_as
 from kvstore.native import library as native
-from kvstore.node.images import ImagesIn, take_images
-from kvstore.node.wanted import Items, Wanted, expected_of, image_sizes
+from kvstore.node.chunk_runs import Run
+from kvstore.node.counters import Counters
+from kvstore.node.images import ImagesIn, read_verified, take_images
+from kvstore.node.lanes import Deadline
+from kvstore.node.reader import GROUP_BYTES_MIN, Groups, Reading, group_size, verified
+from kvstore.node.wanted import Items, Wanted, expected_of, image_sizes, mean_bytes, payload_bytes
+from kvstore.root.interface import LocalFiles, Stat
+from kvstore.root.posix_reader import PosixReader
 from kvstore.wire.bulk.channel import Channel
-from kvstore.wire.bulk.frames import HEAD_BYTES, INDEX_BYTES, Head, Kind, decode_index, file_in
-
-GROUP_BYTES = 1 << 20
-"""Small images that are received together: so few that they are in the cache when they are copied on."""
-_BEFORE_BYTES = HEAD_BYTES + INDEX_BYTES
+from kvstore.wire.bulk.frames import NOT_LENT, SPAN_BYTES, Head, Kind, LentSlots, decode_slots, decode_span
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,113 +56,186 @@ class Ask:
 class ImageReceiver:
     """The images of one request as they come, in whatever order; ``done[place]`` is 1 for those that are in place.
 
-    ``done`` is up to date whatever is raised.
+    ``done`` is up to date whatever is raised. With ``views``, slots stay where they are, and their lease lives on.
     """
 
-    def __init__(self, link: Link, asked: Ask, done: bytearray) -> None:
+    def __init__(
+        self, link: Link, asked: Ask, done: bytearray, lanes: FileLanes, deadline: Deadline, views: Views | None = None
+    ) -> None:
         self._link = link
         self._asked = asked
         self._done = done
-        self._sizes = image_sizes(asked.wanted, range(asked.stop))
+        self._lanes = lanes
+        self._deadline = deadline
+        has_lease = link.memory is not None and link.memory.has_lease
+        self._views = views if has_lease else None
+        self._lease: Lease | None = None
         self._awaited = bytearray(asked.first) + b"\1" * (asked.stop - asked.first)
-        self._small_max = GROUP_BYTES // 2 - _BEFORE_BYTES
-        """Images of at most this size are received several at a time."""
-        self._small_count = sum(size <= self._small_max for size in self._sizes[asked.first :])
-        self._buffer = memoryview(b"")
+        self._left = asked.stop - asked.first
         self._natively: Natively | None = None
+        self._is_right = True
 
-    def receive(self) -> bool:
-        """Reads up to the end of the stream, which may come before all images have.
+    def receive(self, lent: LentSlots) -> bool:
+        """Reads the answer, which begins with ``lent``, up to its end. False if an image is not right.
 
-        False if one is not right: then the connection has no more use. Raises LinkBroken, LinkLate, BulkRefused.
+        Raises LinkBroken, LinkLate, BulkRefused, InvalidRequest.
         """
         link, number = self._link, self._asked.number
-        while True:
-            is_right = not self._small_count or self._receive_small()
-            if is_right:
-                head = link.receive_head(Kind.FILE, Kind.END)
+        try:
+            self._take_slots(lent)
+            while self._left:
+                head = link.receive_head(Kind.SLOTS, Kind.FILES, Kind.IMAGES, Kind.END)
                 if head.request != number:
                     raise link.channel.break_off(f"a frame of request {head.request} came: expected {number}")
+                if head.kind is Kind.IMAGES:
+                    if not self._receive_images(head):
+                        link.channel.alive = False  # what follows was not read, perhaps from the middle of a frame on
+                        return False
+                    continue
+                payload = link.channel.receive(head.length)
                 if head.kind is Kind.END:
-                    link.channel.receive(head.length)
-                    return True
-                is_right = self._receive_large(head)
-            if not is_right:
-                link.channel.alive = False  # what follows was not read, perhaps from the middle of a frame on
-                return False
-
-    def _receive_small(self) -> bool:
-        """Reads small images up to the last one, or to another frame, which is left. False if one is not right."""
-        if not self._buffer:
-            # Without room for a part of an image at the end, if all have one size: it would be moved to the front.
-            sizes = self._sizes[self._asked.first :]
-            record_bytes = _BEFORE_BYTES + next(size for size in sizes if size <= self._small_max)
-            self._buffer = memoryview(bytearray(GROUP_BYTES - GROUP_BYTES % record_bytes))
-        is_right, is_other = True, False
-        while is_right and self._small_count and not is_other:
-            starts: dict[int, int] = {}
-            try:
-                is_other = self._receive_group(starts)
-            finally:
-                is_right = self._take(starts)  # also what came before the connection was found to be no good
-        return is_right
-
-    def _receive_group(self, starts: dict[int, int]) -> bool:
-        """Fills the buffer with small images; sets where each lies. True if another frame came, which is left."""
-        channel, buffer, at, filled, is_other = self._link.channel, self._buffer, 0, 0, False
-        while self._small_count and filled < len(buffer) and not is_other:
-            filled += channel.receive_some([buffer[filled:]])
-            # Each head is looked at as soon as it came: behind another frame there may be nothing.
-            while filled - at >= HEAD_BYTES:
-                index, size_bytes = file_in(buffer[at:filled], self._asked.number)
-                is_other = not 0 <= size_bytes <= self._small_max
-                if is_other or at + _BEFORE_BYTES + size_bytes > filled:
                     break
-                self._accept(index, size_bytes)
-                self._small_count -= 1
-                starts[index] = at + _BEFORE_BYTES
-                at += _BEFORE_BYTES + size_bytes
-        if at < filled:
-            channel.give_back(memoryview(bytes(buffer[at:filled])))
-        return is_other
+                if head.kind is Kind.SLOTS:
+                    self._take_slots(decode_slots(payload))
+                else:
+                    self._take_files(*decode_span(payload))
+        finally:
+            if self._lease is not None and self._views is None:
+                self._lease.close()
+        return self._is_right
 
-    def _take(self, starts: dict[int, int]) -> bool:
-        """Copies small images on, out of the buffer; True if all are right."""
-        if not starts:
-            return True
-        asked, came = self._asked, list(starts)
-        run = range(came[0], came[0] + len(came))
-        indexes = run if came == list(run) else came  # a run is faster
-        images = ImagesIn(self._buffer, list(starts.values()), [self._sizes[index] for index in came])
-        right = take_images(asked.wanted, indexes, images, asked.sections, Borrowed()).tolist()
-        for index, is_right in zip(came, right, strict=True):
-            self._done[asked.places[index]] |= is_right
-        return all(right)
+    def _accept(self, indexes: Sequence[int]) -> None:
+        """Raises LinkBroken unless these images, at least one, were asked for and come for the first time."""
+        if not indexes:
+            raise self._link.channel.break_off("a frame without a chunk came")
+        for index in indexes:
+            if not 0 <= index < len(self._awaited) or not self._awaited[index]:
+                raise self._link.channel.break_off(f"chunk {index} came, which was not asked for, or twice")
+            self._awaited[index] = 0
+        self._left -= len(indexes)
 
-    def _receive_large(self, head: Head) -> bool:
-        """Reads one image straight into its sections; True if it is right."""
-        channel, asked = self._link.channel, self._asked
-        index = decode_index(channel.receive(INDEX_BYTES)) if head.length > INDEX_BYTES else -1
-        self._accept(index, head.length - INDEX_BYTES)
+    def _note(self, indexes: Sequence[int], right: bytes | bytearray | npt.NDArray[np.bool_]) -> None:
+        for index, is_right in zip(indexes, right, strict=True):
+            self._done[self._asked.places[index]] = bool(is_right)
+            self._is_right &= bool(is_right)
+
+    # Slots
+
+    def _take_slots(self, lent: LentSlots) -> None:
+        given = {index: offset for index, offset in enumerate(lent.offsets, lent.first) if offset != NOT_LENT}
+        if not given:
+            return
+        link, wanted = self._link, self._asked.wanted
+        if link.memory is None:
+            raise link.channel.break_off("slots came on a connection without memory")
+        if self._lease is None:
+            self._lease = Lease(link.channel.take_files(1)[0], link.memory.leases)
+        found = range(lent.first, lent.first + len(lent.offsets))
+        indexes: Sequence[int] = found if len(given) == len(found) else list(given)  # a run is faster
+        self._accept(indexes)
+        images = link.memory.images(list(given.values()), image_sizes(wanted, indexes))
+        if self._views is None:
+            self._note(indexes, self._copied(indexes, images))
+            return
+        right = verified(wanted, indexes, images, self._lanes.copiers(), self._deadline)
+        for at, index in enumerate(indexes):
+            if right[at]:
+                self._views.lend(wanted, index, images[at], self._lease)
+        self._note(indexes, right)
+
+    def _copied(self, indexes: Sequence[int], images: ImagesIn) -> bytearray | npt.NDArray[np.bool_]:
+        wanted, sections, count = self._asked.wanted, self._asked.sections, len(indexes)
+        size_bytes = payload_bytes(wanted, indexes)
+        if size_bytes <= GROUP_BYTES_MIN:
+            return take_images(wanted, indexes, images, sections, Borrowed())
+        into = _in_order(sections, indexes)
+
+        def take(start: int, stop: int, borrowed: Borrowed) -> npt.NDArray[np.bool_]:
+            return take_images(wanted, indexes[start:stop], images[start:stop], into, borrowed)
+
+        copiers = self._lanes.copiers()
+        groups = Groups(group_size(count, max(1, size_bytes // count), copiers.width), count, take)
+        # What is not right is not tried again. The caller does a share, because nothing here waits for a device.
+        reading = Reading(copiers, Counters(), count, lambda *_: False, isinstance(wanted, Chain), groups, helps=True)
         try:
-            if channel.moves_natively and isinstance(asked.sections, Laid):
-                self._natively = self._natively or Natively(asked.wanted, asked.first, asked.stop, asked.sections)
-                self._natively.receive(channel, index)
-            else:
-                fill_verified(channel.receive_some, expected_of(asked.wanted, index), asked.sections(index))
-        except Damaged:
-            return False
-        self._done[asked.places[index]] = 1
-        return True
+            return reading.wait(self._deadline)
+        finally:
+            reading.withdraw()  # after an interrupt (Ctrl-C) lanes may still be writing into the caller's memory
 
-    def _accept(self, index: int, came_bytes: int) -> None:
-        """Raises LinkBroken unless image ``index`` was asked for, comes for the first time, and has its size."""
-        channel = self._link.channel
-        if not 0 <= index < len(self._awaited) or not self._awaited[index]:
-            raise channel.break_off(f"an image of chunk {index} came, which was not asked for, or twice")
-        self._awaited[index] = 0
-        if came_bytes != self._sizes[index]:
-            raise channel.break_off(f"an image of {came_bytes} bytes came for chunk {index}")
+    # Open files
+
+    def _take_files(self, first: int, count: int) -> None:
+        link, wanted = self._link, self._asked.wanted
+        files = link.channel.take_files(count)
+        # Each file has one owner that closes it: the lane that takes it out of this dict, or this call at the end.
+        left, indexes = dict(enumerate(files)), range(first, first + count)
+        memory: Sequence[Pieces] = ()
+        reading: Reading | None = None
+
+        def read(at: int, borrowed: Borrowed) -> bool:
+            fd = left.pop(at, None)
+            if fd is None:
+                return False
+            with PosixReader(fd, f"of chunk {first + at}, from a worker", Stat(0, 0), never_blocks) as reader:
+                try:
+                    read_verified(reader, expected_of(wanted, first + at), memory[at], borrowed)
+                except Damaged:
+                    return False
+            return True
+
+        try:
+            self._accept(indexes)
+            link.channel.send(Kind.TAKEN, self._asked.number)
+            never_blocks = all(map(link.never_blocks, files))
+            lanes = self._lanes.get()
+            groups = self._groups(first, left, never_blocks, lanes.width)
+            if groups is None:
+                # In order and by one thread, because some sources allocate memory for each call.
+                memory = [self._asked.sections(index) for index in indexes]
+            reading = Reading(lanes, Counters(), count, read, isinstance(wanted, Chain), groups)
+            self._note(indexes, reading.wait(self._deadline))
+        finally:
+            if reading is not None:
+                reading.withdraw()  # after an interrupt (Ctrl-C) lanes may still be writing into the caller's memory
+            for fd in [fd for at in range(count) if (fd := left.pop(at, None)) is not None]:
+                with suppress(OSError):
+                    os.close(fd)
+
+    def _groups(self, first: int, left: dict[int, int], never_blocks: bool, width: int) -> Groups | None:
+        """The native reader for groups of files; None if there is no native code or the memory does not suit it."""
+        count, wanted, sections = len(left), self._asked.wanted, self._asked.sections
+        if native.library is None or not isinstance(sections, Laid) or not sections.covers(first, count):
+            return None
+        run = Run(LocalFiles("", never_blocks, stages=False, direct=False), 0, wanted, first, count, sections)
+
+        def read(start: int, stop: int, borrowed: Borrowed) -> npt.NDArray[np.bool_]:
+            run.items["fd"][start:stop] = [left.pop(at, -1) for at in range(start, stop)]
+            return run.read_open(run.first + start, run.first + stop, borrowed)
+
+        return Groups(group_size(count, mean_bytes(wanted, first, count), width), count, read)
+
+    # Bytes
+
+    def _receive_images(self, head: Head) -> bool:
+        """Reads images straight into their sections; True if all are right."""
+        channel, asked = self._link.channel, self._asked
+        first, count = decode_span(channel.receive(SPAN_BYTES)) if head.length > SPAN_BYTES else (0, 0)
+        indexes = range(first, first + count)
+        self._accept(indexes)
+        size_bytes = sum(image_sizes(asked.wanted, indexes))
+        if head.length != SPAN_BYTES + size_bytes:
+            raise channel.break_off(f"{head.length} bytes came for chunks {first} to {first + count - 1}")
+        for index in indexes:
+            try:
+                if channel.moves_natively and isinstance(asked.sections, Laid):
+                    self._natively = self._natively or Natively(asked.wanted, asked.first, asked.stop, asked.sections)
+                    self._natively.receive(channel, index)
+                else:
+                    fill_verified(channel.receive_some, expected_of(asked.wanted, index), asked.sections(index))
+            except Damaged:
+                return False
+            self._done[asked.places[index]] = 1
+        return True
 
 
 class Natively(Items):
@@ -183,12 +266,19 @@ def fill_verified(fill: Callable[[Pieces], int], expected: Expected, sections: P
     while header:
         header = skip(header, fill(header))
     sums, size = decode_as(raw, expected).checksums, expected.section_bytes
-    left, wanted, received, verified = sections, byte_length(sections), 0, 0
+    left, wanted, received, checked = sections, byte_length(sections), 0, 0
     while received < wanted:
         count = fill(left)
         received += count
         left = skip(left, count)
         whole = received // size
-        if tuple(map(checksum, sections[verified:whole])) != sums[verified:whole]:
+        if tuple(map(checksum, sections[checked:whole])) != sums[checked:whole]:
             raise Damaged(Damage.SECTION_CHECKSUM)
-        verified = whole
+        checked = whole
+
+
+def _in_order(sections: Sections, indexes: Sequence[int]) -> Sections:
+    """Returns ``sections``, computed in order by one thread, because some sources allocate memory for each call."""
+    if isinstance(sections, Laid):
+        return sections
+    return {index: sections(index) for index in indexes}.__getitem__

@@ -42,10 +42,6 @@ class LinkBroken(Unavailable):
     """The connection ended, or its peer broke the protocol."""
 
 
-class LinkShort(LinkBroken):
-    """Files came that this process has no file descriptors for. They are closed, and so is the connection."""
-
-
 class LinkLate(Unavailable):
     """The peer moved nothing for too long, or the request took too long."""
 
@@ -70,7 +66,6 @@ class Channel:
         self._idle_s = idle_s
         self._ends_s = float("inf")
         self._files: list[int] = []
-        self._returned = memoryview(b"")
         self._poll = select.poll()
         self.alive = True
         """False once it is closed or has failed: then it has no use any more."""
@@ -99,7 +94,7 @@ class Channel:
     @property
     def has_pending(self) -> bool:
         """True if bytes have come that were not received and that no selector sees."""
-        return bool(self._returned) or (isinstance(self._socket, ssl.SSLSocket) and bool(self._socket.pending()))
+        return isinstance(self._socket, ssl.SSLSocket) and bool(self._socket.pending())
 
     def send(
         self,
@@ -164,8 +159,6 @@ class Channel:
 
     def receive_some(self, pieces: Pieces, bytes_max: int = STEP_BYTES) -> int:
         """Writes received bytes, at most ``bytes_max``, into ``pieces``; returns the count, at least 1."""
-        if self._returned:
-            return self._again(pieces[0])
         while True:
             try:
                 if isinstance(self._socket, ssl.SSLSocket):
@@ -184,10 +177,6 @@ class Channel:
                 raise self._broken("the peer closed the connection")
             return count
 
-    def give_back(self, came: memoryview) -> None:
-        """Takes back bytes received behind the wanted ones, so that they come again; ``came`` must not change."""
-        self._returned = came
-
     def receive_into(self, pieces: Pieces) -> None:
         """Fills ``pieces``."""
         left = byte_length(pieces)
@@ -199,8 +188,8 @@ class Channel:
 
     @property
     def moves_natively(self) -> bool:
-        """True if native code may move bytes here: it does not know TLS, nor bytes that were given back."""
-        return is_available() and not isinstance(self._socket, ssl.SSLSocket) and not self._returned
+        """True if native code may move bytes here: it does not know TLS."""
+        return is_available() and not isinstance(self._socket, ssl.SSLSocket)
 
     def receive_by(self, step: Callable[[int], int]) -> int:
         """Calls ``step(descriptor)``, native code that receives, until it is not BLOCKED; returns its result."""
@@ -238,8 +227,6 @@ class Channel:
 
     def _receive_small(self, view: memoryview) -> None:
         """Fills ``view``, and takes in the files that come along."""
-        while self._returned and len(view):
-            view = view[self._again(view) :]
         if isinstance(self._socket, ssl.SSLSocket):
             while len(view):
                 view = view[self.receive_some([view]) :]
@@ -260,21 +247,15 @@ class Channel:
             view = view[count:]
 
     def _take_in(self, ancillary: list[tuple[int, int, bytes]], is_cut: bool) -> None:
-        """Keeps the files that came along. Raises LinkBroken if they are too many, LinkShort if some are lost."""
+        """Keeps the files that came along. Raises LinkBroken if they are too many, or some are lost."""
         for level, kind, raw in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 self._files += array.array("i", raw[: len(raw) - len(raw) % _FD])
         if is_cut and len(self._files) < self._files_max:
             # There was room for more: the kernel found no descriptors for them.
-            raise self._broken("this process has no file descriptors for the files that came", LinkShort)
+            raise self._broken("no file descriptors for the files that came: raise the limit (ulimit -n)")
         if is_cut or len(self._files) > self._files_max:
             raise self._broken("more files came than a frame may have")
-
-    def _again(self, view: memoryview) -> int:
-        count = min(len(view), len(self._returned))
-        view[:count] = self._returned[:count]
-        self._returned = self._returned[count:]
-        return count
 
     def _moved(self, what: str, step: Callable[[int], int], event: int) -> int:
         while (status := step(self._socket.fileno())) == native.BLOCKED:
@@ -290,9 +271,9 @@ class Channel:
             self.alive = False
             raise LinkLate("the peer of a bulk connection moved nothing in time")
 
-    def _broken(self, why: str, kind: type[LinkBroken] = LinkBroken) -> LinkBroken:
+    def _broken(self, why: str) -> LinkBroken:
         self.alive = False
-        return kind(f"bulk connection: {why}")
+        return LinkBroken(f"bulk connection: {why}")
 
 
 def _step(pieces: Pieces, bytes_max: int) -> Pieces:

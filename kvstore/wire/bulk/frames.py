@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvstore.errors import InvalidRequest
@@ -20,7 +21,11 @@ RUN_BYTES = 8 << 20
 RUN_BYTES_MAX = 32 << 20
 """Limit of what READY allows for several chunks in one CHUNKS frame; one chunk alone may be larger."""
 FILES_MAX = 64
-"""Limit of chunks in one WANT, and so of files in one FILES frame; the kernel allows 253."""
+"""Limit of files in one FILES frame; the kernel allows 253."""
+FILES_AHEAD = 2
+"""FILES frames that a worker sends before the client has taken the first of them."""
+NOT_LENT = (1 << 64) - 1
+"""The offset in SLOTS of a chunk that is not lent."""
 
 
 class Kind(enum.IntEnum):
@@ -29,8 +34,7 @@ class Kind(enum.IntEnum):
     HELLO = 1
     ARENA = 2
     GET = 3
-    WANT = 4
-    READ = 5
+    TAKEN = 4
     PUT = 6
     PLACED = 7
     CHUNKS = 8
@@ -40,23 +44,19 @@ class Kind(enum.IntEnum):
     CALL = 12
 
     WELCOME = 64
-    START = 65
+    SLOTS = 65
     FILES = 66
-    FILE = 67
+    IMAGES = 67
     END = 68
     READY = 69
     STORED = 70
     REFUSED = 71
     MEMORY = 72
-    SLOTS = 73
-    ABSENT = 74
-    ELSEWHERE = 75
-    LAYER = 76
     ANSWER = 77
 
 
 REQUESTS = (Kind.GET, Kind.PUT, Kind.GET_BLOCKS, Kind.PUT_BLOCKS, Kind.CALL)
-BULKY = (Kind.FILE, Kind.CHUNKS, Kind.LAYER)
+BULKY = (Kind.IMAGES, Kind.CHUNKS)
 SHORT_CALLS = ("MatchBlocks", "Hold", "Release")
 """The calls that a CALL can be, in the order of their numbers: those that an engine waits for before it reads."""
 
@@ -71,11 +71,14 @@ class Head:
 
 
 class Mode(enum.IntEnum):
-    """The ways to answer a GET or GET_BLOCKS."""
+    """The most that the client of a GET or GET_BLOCKS takes."""
 
     STREAM = 0
+    """Images as bytes."""
     FILES = 1
+    """Also open files of chunks that are not in memory."""
     SLOTS = 2
+    """Also slots of the memory that it has mapped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +101,13 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """Consecutive chunks from index ``first`` on lie in the worker's memory, each whole image from its offset on."""
+class LentSlots:
+    """``found`` chunks are there; the image of each from index ``first`` on is at its offset in the worker's memory."""
 
+    found: int
     first: int
-    offsets: tuple[int, ...]
+    offsets: Sequence[int]
+    """NOT_LENT for a chunk that comes in another frame, if at all."""
 
 
 _REQUEST = struct.Struct("<dB7x")
@@ -112,8 +117,6 @@ SPAN_BYTES = _SPAN.size
 READY = struct.Struct("<III")
 """Payload of READY: the first chunk and the number of those to send, and the bytes that may go together."""
 _ARENA = struct.Struct("<Q")
-_INDEX = struct.Struct("<I4x")
-INDEX_BYTES = _INDEX.size
 
 
 def encode_head(kind: Kind, request: int, length: int) -> bytes:
@@ -133,18 +136,6 @@ def decode_head(raw: bytes | bytearray | memoryview) -> Head:
     return Head(kind, request, length)
 
 
-def file_in(raw: memoryview, request: int) -> tuple[int, int]:
-    """Returns the index in the request's FILE frame that ``raw`` begins with, and the bytes that follow the index.
-
-    The bytes are negative if another frame begins there; the index is right only if it came.
-    """
-    magic, kind, number, length = HEAD.unpack_from(raw)
-    if (magic, kind, number) != (MAGIC, Kind.FILE, request):
-        return -1, -1
-    index = _INDEX.unpack_from(raw, HEAD_BYTES)[0] if len(raw) >= HEAD_BYTES + INDEX_BYTES else -1
-    return index, length - INDEX_BYTES
-
-
 def encode_request(timeout_s: float, flag: int, message: bytes) -> bytes:
     """Encodes the payload of a request."""
     return _REQUEST.pack(timeout_s, flag) + message
@@ -161,7 +152,7 @@ def decode_request(payload: bytes) -> Request:
 
 
 def encode_span(first: int, count: int) -> bytes:
-    """Encodes the payload of WANT, READ, FILES, ABSENT and ELSEWHERE, which also begins that of CHUNKS."""
+    """Encodes the payload of FILES, which also begins that of IMAGES and CHUNKS."""
     return _SPAN.pack(first, count)
 
 
@@ -171,18 +162,18 @@ def decode_span(payload: bytes) -> tuple[int, int]:
     return first, count
 
 
-def encode_slots(given: Given) -> bytes:
+def encode_slots(lent: LentSlots) -> bytes:
     """Encodes the payload of SLOTS."""
-    count = len(given.offsets)
-    return _SPAN.pack(given.first, count) + struct.pack(f"<{count}Q", *given.offsets)
+    return _SPAN.pack(lent.found, lent.first) + struct.pack(f"<{len(lent.offsets)}Q", *lent.offsets)
 
 
-def decode_slots(payload: bytes) -> Given:
+def decode_slots(payload: bytes) -> LentSlots:
     """Decodes the payload of SLOTS. Raises InvalidRequest."""
-    first, count = decode_span(payload[:SPAN_BYTES])
-    if not 1 <= count <= FILES_MAX or len(payload) != SPAN_BYTES + 8 * count:
-        raise InvalidRequest(f"{count} slots came in {len(payload)} bytes: expected 1 to {FILES_MAX}, of 8 bytes each")
-    return Given(first, struct.unpack_from(f"<{count}Q", payload, SPAN_BYTES))
+    found, first = decode_span(payload[:SPAN_BYTES])
+    count, rest = divmod(len(payload) - SPAN_BYTES, 8)
+    if rest or first + count > found:
+        raise InvalidRequest(f"{count} slots from chunk {first} on came, and {rest} bytes: expected those of {found}")
+    return LentSlots(found, first, struct.unpack_from(f"<{count}Q", payload, SPAN_BYTES))
 
 
 def encode_arena(size_bytes: int) -> bytes:
@@ -204,16 +195,6 @@ def decode_placed(payload: bytes) -> Placed:
     """Decodes the payload of PLACED. Raises InvalidRequest."""
     first, count, offset = unpacked(_PLACED, payload)
     return Placed(first, count, offset)
-
-
-def encode_index(index: int) -> bytes:
-    """Encodes the index before the bytes in FILE and LAYER: that of the chunk in the prompt, or of the layer."""
-    return _INDEX.pack(index)
-
-
-def decode_index(payload: bytes | bytearray | memoryview) -> int:
-    """Decodes that index. Raises InvalidRequest."""
-    return unpacked(_INDEX, bytes(payload))[0]
 
 
 def unpacked(layout: struct.Struct, payload: bytes) -> tuple[int, ...]:

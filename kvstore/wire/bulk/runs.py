@@ -1,4 +1,4 @@
-"""Runs with their checksums: chunks by planes, or the two planes of a layer, then the XXH3-64 of each plane.
+"""Runs with their checksums: chunks by planes, then the XXH3-64 of each plane.
 
 Uses native code if it may, which sums each piece while it is in the cache; both directions are here.
 """

@@ -1,27 +1,54 @@
-"""Get over a bulk connection: which chunks, under which hold, and in which mode."""
+"""Get over a bulk connection: which chunks, and their images in lent slots of memory, in open files, or as bytes.
+
+The client verifies: it gets whole images, with their headers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import pairwise
 
+from kvstore.address import Chain
+from kvstore.buffers import byte_length, grouped
 from kvstore.counts import NodeCount, WorkerCount
 from kvstore.errors import InvalidRequest
 from kvstore.node.handing import Asked
+from kvstore.node.lanes import Deadline
 from kvstore.node.node import Node
-from kvstore.node.wanted import Wanted, payload_bytes
+from kvstore.node.reader import Reading
+from kvstore.node.slots import Slots
+from kvstore.node.wanted import image_sizes, payload_bytes
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel
-from kvstore.wire.bulk.frames import Kind, Mode
+from kvstore.wire.bulk.frames import (
+    FILES_AHEAD,
+    FILES_MAX,
+    NOT_LENT,
+    SPAN_BYTES,
+    Kind,
+    LentSlots,
+    Mode,
+    encode_head,
+    encode_slots,
+    encode_span,
+)
 from kvstore.wire.messages import parse
 from kvstore.worker.admission import Buffers, BytesInFlight
-from kvstore.worker.bulk.handing import ImageHanding
-from kvstore.worker.bulk.layering import layers_of, send_layers
-from kvstore.worker.bulk.leases import Leases
-from kvstore.worker.bulk.streaming import ImageStream
-from kvstore.worker.call import Call
-from kvstore.worker.calls import Calls
+from kvstore.worker.bulk.leases import Lease, Leases
+from kvstore.worker.call import Call, CallContext
+from kvstore.worker.calls import Calls, seconds_left
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.prompts import Prompts
+
+WINDOW_CHUNKS = 1024
+"""Chunks looked up at once: enough that tiny ones cost little each, few enough that the first come soon."""
+TINY_BYTES = 1024
+"""Pieces smaller than this on average are joined before they are sent: a copy costs less than a piece in the kernel."""
+WINDOWS = 2
+"""Windows in progress at once: one is sent while the next is read."""
 
 
 class BulkGets:
@@ -48,36 +75,26 @@ class BulkGets:
     def get(self, channel: Channel, number: int, mode: int, message: bytes, context: Call) -> None:
         """Answers one request about a prompt."""
         request = parse(pb.GetRequest, message)
-        by_layer = request.order == pb.ORDER_LAYERS
-        if request.order not in (pb.ORDER_UNSPECIFIED, pb.ORDER_CHUNKS, pb.ORDER_LAYERS):
-            raise InvalidRequest(f"order is {request.order}: expected ORDER_CHUNKS (1) or ORDER_LAYERS (2)")
-        if by_layer and (mode != Mode.STREAM or request.first or request.memory_only):
-            raise InvalidRequest("layer by layer: expected mode 0 (a stream), first 0 and no memory_only")
         self._check_mode(channel, mode, context)
+        first = request.first
         if request.memory_only:
-            self._from_memory(channel, number, mode, request, context)
+            # Only what memory has now, and without a request to another worker: the client is a peer (rule P2).
+            if mode != Mode.STREAM:
+                raise InvalidRequest("memory_only with files or slots: expected mode 0 (a stream)")
+            chain, memory = self._prompts.known_chain(request, context), self._node.memory
+            count = first + (memory.leading(chain, first) if memory is not None and first < len(chain) else 0)
+            self._sender(channel, number, Asked(chain, memory_only=True), context).send(first, count)
             return
         with self._prompts.held(request, context) as (hold, count):
             if not request.uncounted:
                 self._node.counters.add(NodeCount.REQUESTS_GET)
-            self._start(channel, number, count, hold.chain.namespace.layout.chunk_tokens)
-            asked = Asked(hold.chain, hold)
-            if mode != Mode.STREAM:
-                handing = self._handing(channel, number, mode, asked, count, context)
-                good = handing.serve()
-                self._count(handing, hold.chain, range(request.first, good))
-                self._node.used(hold, good)
-            elif by_layer and count:
-                layers = layers_of(self._node, hold, count, self._in_flight, self._buffers, context)
-                send_layers(channel, number, hold.chain.namespace.layout.section_bytes, layers, self._calls)
-                channel.send(Kind.END, number)
-            else:
-                stream = self._stream(channel, number, asked)
-                try:
-                    stream.send(request.first, count, context)
-                finally:
-                    if request.first < count:
-                        self._node.used(hold, request.first + len(stream.sent))
+            sender = self._sender(channel, number, Asked(hold.chain, hold), context)
+            try:
+                sender.send(first, count, *self._taken(mode))
+            finally:
+                if first < count:
+                    good = next((index for index in range(first, count) if index not in sender.sent), count)
+                    self._node.used(hold, good)
 
     def get_blocks(self, channel: Channel, number: int, mode: int, message: bytes, context: Call) -> None:
         """Answers one request about engine-hashed blocks."""
@@ -87,32 +104,11 @@ class BulkGets:
         asked = Asked(wanted, self._prompts.block_hold(request.hold, wanted.namespace))
         if not request.uncounted:
             self._node.counters.add(NodeCount.REQUESTS_GET)
-        if mode == Mode.STREAM:
-            stream = self._stream(channel, number, asked)
-            try:
-                stream.send(0, len(wanted), context)
-            finally:
-                self._node.reads.used(wanted.picked(sorted(stream.sent)))
-            return
-        handing = self._handing(channel, number, mode, asked, len(wanted), context)
-        handing.serve()
-        self._count(handing, wanted, handing.given)
-        self._node.reads.used(wanted.picked(handing.given))
-
-    def _from_memory(self, channel: Channel, number: int, mode: int, request: pb.GetRequest, context: Call) -> None:
-        """Gives only what memory has now, and asks nobody else: the client is a peer (rule P2)."""
-        memory = self._node.memory
-        if mode == Mode.FILES:
-            raise InvalidRequest("memory_only with files: expected mode 0 (a stream) or 2 (slots)")
-        chain = self._prompts.known_chain(request, context)
-        first = request.first
-        count = first + (memory.leading(chain, first) if memory is not None and first < len(chain) else 0)
-        self._start(channel, number, count, chain.namespace.layout.chunk_tokens)
-        asked = Asked(chain, memory_only=True)
-        if mode == Mode.SLOTS:
-            self._handing(channel, number, mode, asked, count, context).serve()
-        else:
-            self._stream(channel, number, asked).send(first, count, context)
+        sender = self._sender(channel, number, asked, context)
+        try:
+            sender.send(0, len(wanted), *self._taken(mode))
+        finally:
+            self._node.reads.used(wanted.picked(sorted(sender.sent)))
 
     def _check_mode(self, channel: Channel, mode: int, context: Call) -> None:
         if mode not in (Mode.STREAM, Mode.FILES, Mode.SLOTS):
@@ -121,40 +117,263 @@ class BulkGets:
             return
         if not channel.is_unix:
             raise InvalidRequest("files and slots can be given only on a unix socket")
-        if mode == Mode.FILES and not self._node.hands_files:
-            raise InvalidRequest("files can be handed over only of a root that has files")
         if mode == Mode.SLOTS and self._leases is None:
             raise InvalidRequest("slots can be given only by a worker that has memory")
         context.allow_every()  # shared memory holds chunks of all tenants (rule X8)
 
-    def _count(self, handing: ImageHanding, wanted: Wanted, indexes: Sequence[int]) -> None:
-        """Counts the handed-over chunks that the client read."""
-        from_files = [index for index in indexes if index not in handing.in_memory]
-        all_bytes, files_bytes = payload_bytes(wanted, indexes), payload_bytes(wanted, from_files)
-        self._calls.add(WorkerCount.WIRE_BYTES_OUT, all_bytes)
-        counters = self._node.counters
-        counters.add_read(files_bytes, len(from_files))
-        counters.add(NodeCount.MEMORY_HITS, len(indexes) - len(from_files))
-        counters.add(NodeCount.MEMORY_BYTES, all_bytes - files_bytes)
+    def _taken(self, mode: int) -> tuple[Leases | None, bool]:
+        """Returns what the client takes beside bytes: slots under a lease, open files."""
+        return self._leases if mode == Mode.SLOTS else None, mode != Mode.STREAM and self._node.hands_files
 
-    def _start(self, channel: Channel, number: int, count: int, chunk_tokens: int) -> None:
-        start = pb.GetStart(chunks=count, tokens=count * chunk_tokens)
-        channel.send(Kind.START, number, [start.SerializeToString()])
-
-    def _stream(self, channel: Channel, number: int, asked: Asked) -> ImageStream:
-        return ImageStream(
-            self._node,
-            channel,
-            number,
-            asked,
-            self._in_flight,
-            self._calls,
-            self._buffers,
-            self._limits.window_bytes,
+    def _sender(self, channel: Channel, number: int, asked: Asked, context: Call) -> ImageSender:
+        in_flight, window_bytes = self._in_flight, self._limits.window_bytes
+        return ImageSender(
+            self._node, channel, number, asked, in_flight, self._calls, self._buffers, window_bytes, context
         )
 
-    def _handing(
-        self, channel: Channel, number: int, mode: int, asked: Asked, count: int, context: Call
-    ) -> ImageHanding:
-        leases = self._leases if mode == Mode.SLOTS else None
-        return ImageHanding(self._node, channel, number, asked, count, leases, context)
+
+@dataclass(slots=True, eq=False)
+class Window:
+    """Some chunks that are sent as bytes: images in memory, and others that are read into a buffer."""
+
+    indexes: Sequence[int]
+    slots: Slots | None = None
+    hot: dict[int, memoryview] = field(default_factory=dict)
+    """The images in memory that are sent, by chunk index."""
+    images: dict[int, memoryview] = field(default_factory=dict)
+    """The images that are read, by chunk index."""
+    is_whole: bool = False
+    """True if all of those could be read."""
+    buffer: memoryview | None = None
+    reading: Reading | None = None
+
+    def close(self) -> None:
+        """Ends the window: nothing writes into the buffer after it, and its memory may be reused. Idempotent."""
+        if self.reading is not None:
+            self.reading.withdraw()
+        if self.slots is not None:
+            self.slots.release()
+
+
+class ImageSender:
+    """Answers one GET or GET_BLOCKS. ``sent`` has the indexes of the chunks that it gave."""
+
+    def __init__(
+        self,
+        node: Node,
+        channel: Channel,
+        number: int,
+        asked: Asked,
+        in_flight: BytesInFlight,
+        calls: Calls,
+        buffers: Buffers,
+        window_bytes: int,
+        context: CallContext,
+    ) -> None:
+        self._node = node
+        self._channel = channel
+        self._number = number
+        self._asked = asked
+        self._wanted = asked.wanted
+        self._is_chain = isinstance(asked.wanted, Chain)
+        self._in_flight = in_flight
+        self._calls = calls
+        self._buffers = buffers
+        self._window_bytes = window_bytes
+        self._context = context
+        self._is_announced = False
+        self._most_bytes = 0
+        self._is_reserved = False
+        self.sent: set[int] = set()
+
+    def send(self, first: int, stop: int, leases: Leases | None = None, hands_files: bool = False) -> None:
+        """Gives chunks ``first`` to ``stop - 1``, of a prompt up to the first missing one.
+
+        With ``leases`` those in memory are lent; with ``hands_files`` open files are handed over of others.
+        """
+        left: Sequence[int] = range(first, stop)
+        if leases is not None:
+            left = self._lend(left, stop, leases)
+        if not self._is_announced:
+            self._announce(LentSlots(stop, first, ()))
+        untaken = 0
+        if hands_files:
+            left, untaken = self._hand_over(left)
+        self._stream(left)
+        if len(self.sent) < stop - first:
+            self._channel.send(Kind.END, self._number)
+        for _ in range(untaken):
+            self._channel.receive_frame(Kind.TAKEN)
+
+    # Slots of memory
+
+    def _lend(self, indexes: Sequence[int], found: int, leases: Leases) -> list[int]:
+        """Lends what is in memory, unless too much is lent; returns the others."""
+        left: list[int] = []
+        lease: Lease | None = None
+        try:
+            for at in range(0, len(indexes), FILES_MAX):
+                part = indexes[at : at + FILES_MAX]
+                slots, offsets = self._in_memory(self._allowed(part), self._deadline())
+                if slots is not None:
+                    lease = (lease or leases.begin()) if offsets else lease
+                    if not offsets or lease is None or not leases.add(lease, slots):
+                        slots.release()
+                        offsets = {}
+                    else:
+                        each = [offsets.get(index, NOT_LENT) for index in part]
+                        self._announce(LentSlots(found, part[0], each), lease)
+                        self._count_hot(offsets)
+                        self._given(offsets)
+                left += [index for index in part if index not in offsets]
+        finally:
+            if lease is not None:
+                leases.keep(lease)  # until the client closes its end
+        return left
+
+    def _announce(self, lent: LentSlots, lease: Lease | None = None) -> None:
+        self._channel.send(Kind.SLOTS, self._number, [encode_slots(lent)], lease.hand() if lease is not None else ())
+        self._is_announced = True
+        if lease is not None:
+            lease.handed_over()
+
+    def _in_memory(self, indexes: Sequence[int], deadline: Deadline) -> tuple[Slots | None, dict[int, int]]:
+        """Refers to chunks in memory, and returns the offset of each that is there."""
+        if not indexes:
+            return None, {}
+        span = range(indexes[0], indexes[-1] + 1) if self._is_chain else indexes
+        slots = self._node.handing.in_memory(self._wanted, span, deadline, brings=not self._asked.memory_only)
+        if slots is None:
+            return None, {}
+        entries = dict(zip(span, slots.entries, strict=True))
+        return slots, {index: entry.offset for index in indexes if (entry := entries[index]) is not None}
+
+    # Open files
+
+    def _hand_over(self, indexes: Sequence[int]) -> tuple[Sequence[int], int]:
+        """Hands over open files; returns the other chunks, and how many frames of files the client has not taken."""
+        untaken = 0
+        for at in range(0, len(indexes), FILES_MAX):
+            part = indexes[at : at + FILES_MAX]
+            readers = self._node.handing.open_files(self._wanted, self._allowed(part), self._deadline())
+            try:
+                for run in _runs(list(readers), FILES_MAX):
+                    if untaken == FILES_AHEAD:  # the system limits the files that are on their way
+                        self._channel.receive_frame(Kind.TAKEN)
+                        untaken -= 1
+                    files = [readers[index].fileno() for index in run]
+                    self._channel.send(Kind.FILES, self._number, [encode_span(run[0], len(run))], files)
+                    untaken += 1
+                    self._node.counters.add_read(payload_bytes(self._wanted, run), len(run))
+                    self._given(run)
+            finally:
+                for reader in readers.values():
+                    reader.close()
+            if self._is_chain and len(readers) < len(part):
+                break
+        return [index for index in indexes if index not in self.sent], untaken
+
+    # Bytes
+
+    def _stream(self, indexes: Sequence[int]) -> None:
+        sizes = image_sizes(self._wanted, indexes)
+        cuts = list(grouped(sizes, 2 * self._window_bytes, WINDOW_CHUNKS))
+        self._most_bytes = max((sum(sizes[cut]) for cut in cuts), default=0)
+        begun: deque[Window] = deque()
+        with ExitStack() as reserved:
+            try:
+                for at, cut in enumerate(cuts):
+                    if not begun:
+                        begun.append(Window(indexes[cut]))
+                        self._begin(begun[0], sizes[cut], reserved, self._deadline())
+                    images, is_whole = self._wait(begun[0], self._deadline())
+                    if is_whole and at + 1 < len(cuts):
+                        begun.append(Window(indexes[cuts[at + 1]]))  # read while this one is sent
+                        self._begin(begun[1], sizes[cuts[at + 1]], reserved, self._deadline())
+                    self._send(images)
+                    self._end(begun.popleft())
+                    if not is_whole:
+                        break
+            finally:
+                for window in begun:
+                    window.close()
+
+    def _begin(self, window: Window, sizes: Sequence[int], reserved: ExitStack, deadline: Deadline) -> None:
+        allowed = self._allowed(window.indexes)
+        window.slots, offsets = self._in_memory(allowed, deadline)
+        size_of = dict(zip(window.indexes, sizes, strict=True))
+        if window.slots is not None:
+            memory = window.slots.memory
+            window.hot = {index: memory[offset : offset + size_of[index]] for index, offset in offsets.items()}
+        left = [index for index in allowed if index not in offsets]
+        if not left or self._asked.memory_only:
+            return
+        if not self._is_reserved:
+            reserved.enter_context(self._in_flight.reserved(WINDOWS * self._most_bytes))
+            self._is_reserved = True
+        window.buffer = self._buffers.take(self._most_bytes)  # of one size, so that they can be reused
+        at = 0
+        for index in left:
+            window.images[index] = window.buffer[at : at + size_of[index]]
+            at += size_of[index]
+        window.reading = self._node.handing.begin_copy(self._wanted, left, window.images.__getitem__)
+
+    def _wait(self, window: Window, deadline: Deadline) -> tuple[dict[int, memoryview], bool]:
+        """Waits for a window; returns the images to send, and whether more may follow them."""
+        if not self._is_chain:
+            self._send(window.hot)  # while the others are read
+        if window.reading is not None:
+            done = window.reading.wait(deadline)
+            came = [index for index, whole in zip(window.images, done, strict=True) if whole]
+            window.is_whole = len(came) == len(window.images)
+            window.images = {index: window.images[index] for index in came}
+        if not self._is_chain:
+            return window.images, True
+        found = window.hot | window.images
+        end = next((at for at, index in enumerate(window.indexes) if index not in found), len(window.indexes))
+        images = {index: found[index] for index in window.indexes[:end]}
+        window.hot = {index: image for index, image in window.hot.items() if index in images}
+        return images, end == len(window.indexes)
+
+    def _end(self, window: Window) -> None:
+        """Frees a window that was sent."""
+        self._count_hot(window.hot)
+        window.close()
+        if window.buffer is not None and window.is_whole:
+            # A lane past its deadline may still be reading into the others: such a buffer is never reused.
+            self._buffers.give(window.buffer)
+
+    def _send(self, images: dict[int, memoryview]) -> None:
+        # In few system calls: the heads of small chunks would cost more than their bytes.
+        pieces: list[memoryview] = []
+        for run in _runs(list(images), WINDOW_CHUNKS):
+            each = [images[index] for index in run]
+            head = encode_head(Kind.IMAGES, self._number, SPAN_BYTES + byte_length(each))
+            pieces += (memoryview(head + encode_span(run[0], len(run))), *each)
+        if byte_length(pieces) < TINY_BYTES * len(pieces):
+            pieces = [memoryview(b"".join(pieces))]
+        self._channel.send_bytes(pieces)
+        self._given(images)
+
+    def _allowed(self, indexes: Sequence[int]) -> Sequence[int]:
+        return self._asked.allowed(self._node.holds, self._node.gc_view, indexes)
+
+    def _count_hot(self, indexes: Collection[int]) -> None:
+        if not self._asked.memory_only:  # a peer is no caller: it counts what it gives to its own
+            self._node.counters.add(NodeCount.MEMORY_HITS, len(indexes))
+            self._node.counters.add(NodeCount.MEMORY_BYTES, payload_bytes(self._wanted, list(indexes)))
+
+    def _given(self, indexes: Collection[int]) -> None:
+        self._calls.add(WorkerCount.WIRE_BYTES_OUT, payload_bytes(self._wanted, list(indexes)))
+        self.sent.update(indexes)
+
+    def _deadline(self) -> Deadline:
+        return Deadline(self._node.clock, seconds_left(self._context, self._node.limits.read_deadline_s))
+
+
+def _runs(indexes: Sequence[int], most: int) -> Iterator[Sequence[int]]:
+    """Yields ``indexes``, which ascend, in runs of consecutive ones, at most ``most`` each."""
+    starts = [at for at in range(len(indexes)) if not at or indexes[at] != indexes[at - 1] + 1]
+    for start, stop in pairwise([*starts, len(indexes)]):
+        for at in range(start, stop, most):
+            yield indexes[at : min(at + most, stop)]

@@ -54,7 +54,7 @@ class Leases:
         return self._count
 
     def begin(self) -> Lease | None:
-        """Returns a new lease, to be ended or kept; None if there are too many."""
+        """Returns a new lease, to be kept; None if there are too many."""
         with self._lock:
             if self._closed or self._count >= self._leases_max:
                 return None
@@ -72,16 +72,6 @@ class Leases:
             return False
         lease.slots.append(slots)
         return True
-
-    def end(self, lease: Lease) -> None:
-        """Ends the lease now: its client said that it is done, or never learned of it."""
-        lease.handed_over()
-        os.close(lease.watched)
-        slots, lease.slots = lease.slots, []
-        for each in slots:
-            each.release()
-        with self._lock:
-            self._count -= 1
 
     def keep(self, lease: Lease) -> None:
         """Ends the lease when its client closes its end, which may have happened already."""
@@ -133,4 +123,11 @@ class Leases:
                     lease = self._kept.pop(fd, None)
                 if lease is not None:
                     epoll.unregister(fd)
-                    self.end(lease)
+                    self._end(lease)
+
+    def _end(self, lease: Lease) -> None:
+        os.close(lease.watched)
+        for each in lease.slots:
+            each.release()
+        with self._lock:
+            self._count -= 1

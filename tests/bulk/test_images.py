@@ -1,4 +1,4 @@
-"""Small chunks of a stream arrive several at a time; an end of the stream between them is found at its place."""
+"""Images as bytes: those before the one that ends a stream are good."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ import pytest
 
 from kvstore.address import Chain
 from kvstore.buffers import Planes
-from kvstore.client.bulk import receiving
+from kvstore.client.bulk.lanes import FileLanes
 from kvstore.client.bulk.links import BulkRefused, Link
 from kvstore.client.bulk.receiving import Ask, ImageReceiver
 from kvstore.client.fetching import ChunkFetch
 from kvstore.client.remote import remote_port
 from kvstore.namespace import Namespace
 from kvstore.node.images import make_images
+from kvstore.node.lanes import Deadline
 from kvstore.node.wanted import image_bytes, leading
-from kvstore.sources import RandomIds
+from kvstore.sources import RandomIds, SystemClock
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel, LinkBroken
-from kvstore.wire.bulk.frames import Kind, encode_head, encode_index
+from kvstore.wire.bulk.frames import Kind, LentSlots, encode_head, encode_span
 from tests.kit.transports import MEDIUM, linked, same, tokens_and_kv
 
 COUNT, NUMBER, FIRST = 20, 3, 2
@@ -36,20 +37,22 @@ REASON = pb.BulkRefusal(code=14, message="x" * 40_000).SerializeToString()
 REFUSED = encode_head(Kind.REFUSED, NUMBER, len(REASON)) + REASON
 
 
-def file(index: int, said: int | None = None) -> bytes:
-    image = memoryview(bytearray(image_bytes(CHAIN, index)))
-    make_images(CHAIN, [index], Planes(KV, MEDIUM.section_bytes), [image], RandomIds())
-    head = encode_head(Kind.FILE, NUMBER, 8 + len(image))
-    return head + encode_index(index if said is None else said) + bytes(image)
+def images(first: int, count: int, said: int | None = None) -> bytes:
+    """A frame with the images of some chunks."""
+    made = [memoryview(bytearray(image_bytes(CHAIN, index))) for index in range(first, first + count)]
+    make_images(CHAIN, range(first, first + count), Planes(KV, MEDIUM.section_bytes), made, RandomIds())
+    content = encode_span(first if said is None else said, count) + b"".join(made)
+    return encode_head(Kind.IMAGES, NUMBER, len(content)) + content
 
 
 def planes(array: npt.NDArray[Any]) -> Planes:
     return Planes(array, MEDIUM.section_bytes)
 
 
-def receiving_from(link: Link, first: int, stop: int, out: npt.NDArray[Any], done: bytearray) -> ImageReceiver:
+def received(link: Link, first: int, stop: int, out: npt.NDArray[Any], done: bytearray) -> bool:
+    clock = SystemClock()
     asked = Ask(NUMBER, CHAIN, first, stop, planes(out), range(stop))
-    return ImageReceiver(link, asked, done)
+    return ImageReceiver(link, asked, done, FileLanes(clock), Deadline(clock, 10.0)).receive(LentSlots(stop, first, ()))
 
 
 @contextmanager
@@ -77,59 +80,46 @@ def stream_of(frames: Sequence[bytes], step_bytes: int) -> Iterator[Link]:
         sender.join()
 
 
-PAIRS = [
-    (9_999, 0, True),
-    (1 << 20, 0, False),
-    (9_999, 300_000, True),
-    (1 << 20, 300_000, False),
-    (9_999, receiving.GROUP_BYTES, False),
-    (1 << 20, receiving.GROUP_BYTES, True),
-]
-"""Sizes of a step and of a group, and whether native code receives: each pair of values."""
-
-
 @pytest.mark.parametrize("case", ["whole", "end", "refused", "another", "damaged", "closed"])
 def test_chunks_before_what_ends_a_stream_are_good(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
-    for step_bytes, group_bytes, natively in PAIRS:
+    """In frames of one image or of several, received natively or not."""
+    for step_bytes, together, natively in ((9_999, 1, True), (1 << 20, 3, False), (9_999, 3, True), (1 << 20, 1, True)):
         with monkeypatch.context() as patch:
-            patch.setattr(receiving, "GROUP_BYTES", group_bytes)
             if not natively:
                 patch.setattr(Channel, "moves_natively", False)
-            check_stream(case, step_bytes)
+            check_stream(case, step_bytes, together)
 
 
-def check_stream(case: str, step_bytes: int) -> None:
-    broken, files = 9, [file(index) for index in range(FIRST, COUNT)]
+def check_stream(case: str, step_bytes: int, together: int) -> None:
+    starts = range(FIRST, COUNT, together)
+    frames, broken = [images(start, min(together, COUNT - start)) for start in starts], 3
     if case == "damaged":
-        files[broken - FIRST] = files[broken - FIRST][:-1] + bytes([files[broken - FIRST][-1] ^ 1])
+        frames[broken] = frames[broken][:-1] + bytes([frames[broken][-1] ^ 1])
     elif case == "another":
-        files[broken - FIRST] = file(broken, said=broken - 1)
+        frames[broken] = images(starts[broken], together, said=starts[broken] - 1)
     elif case != "whole":
-        files[broken - FIRST :] = [{"end": END, "refused": REFUSED, "closed": b""}[case]]
-    expected: dict[str, type[Exception]] = {
-        "refused": BulkRefused,
-        "another": LinkBroken,
-        "closed": LinkBroken,
-    }
+        frames[broken:] = [{"end": END, "refused": REFUSED, "closed": b""}[case]]
+    expected: dict[str, type[Exception]] = {"refused": BulkRefused, "another": LinkBroken, "closed": LinkBroken}
     out, done = np.zeros_like(KV), bytearray(b"\1" * FIRST + bytes(COUNT - FIRST))
     failed: Exception | None = None
     is_right = case != "damaged"
-    with stream_of([*files, b"" if case == "closed" else END], step_bytes) as link:
+    with stream_of(frames, step_bytes) as link:
         try:
-            assert receiving_from(link, FIRST, COUNT, out, done).receive() is is_right
+            assert received(link, FIRST, COUNT, out, done) is is_right
         except (BulkRefused, LinkBroken) as error:
             failed = error
         is_alive = link.channel.alive
     assert type(failed) is expected.get(case, type(None))
     assert is_alive is (failed is None and is_right), "after an error nobody knows what comes next on the connection"
     size, good = MEDIUM.chunk_tokens, leading(done)
-    assert good == (COUNT if case == "whole" else broken)
+    bad = starts[broken] + (together - 1 if case == "damaged" else 0)
+    assert good == (COUNT if case == "whole" else bad)
     assert same(out[:, :, FIRST * size : good * size], KV[:, :, FIRST * size : good * size])
 
 
-def test_nothing_to_receive_is_only_the_end() -> None:
-    with stream_of([END], 16) as link:
-        assert receiving_from(link, 5, 5, KV, bytearray(5)).receive()
+def test_nothing_to_receive_ends_without_a_frame() -> None:
+    with stream_of([], 16) as link:
+        assert received(link, 5, 5, KV, bytearray(5))
         assert link.channel.alive
 
 
