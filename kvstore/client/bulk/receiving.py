@@ -27,8 +27,8 @@ from kvstore.native import library as native
 from kvstore.node.chunk_runs import Run
 from kvstore.node.counters import Counters
 from kvstore.node.images import ImagesIn, read_verified, take_images
-from kvstore.node.lanes import Deadline
-from kvstore.node.reader import GROUP_BYTES_MIN, Groups, Reading, group_size, verified
+from kvstore.node.lanes import GROUP_BYTES_MIN, Deadline, group_size
+from kvstore.node.reader import Groups, Reading, verified
 from kvstore.node.wanted import Items, Wanted, expected_of, image_sizes, mean_bytes, payload_bytes
 from kvstore.root.interface import LocalFiles, Stat
 from kvstore.root.posix_reader import PosixReader
