@@ -8,29 +8,29 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
-from typing import Any
 
 import grpc
+import numpy as np
 
 from kvstore.address import Chain
 from kvstore.buffers import Withdrawn
-from kvstore.client.bulk.layers import LAYERS_S_MAX, receive_layers
+from kvstore.client.bulk.layers import receive_layers
 from kvstore.client.bulk.layers_given import GivenLayers
 from kvstore.client.bulk.links import BulkRefused, Link
 from kvstore.client.caller import CallFailed
 from kvstore.client.endpoint import Endpoint
-from kvstore.client.fetching import received
+from kvstore.client.fetching import ChunkFetch
 from kvstore.client.tools import Tools
 from kvstore.counts import ClientCount
 from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError, StoreClosed
 from kvstore.layout import Layout
 from kvstore.node.lanes import Deadline
 from kvstore.node.layers import Bands
+from kvstore.node.wanted import leading
 from kvstore.results import LayerMemory
+from kvstore.sections import Planes
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import LinkBroken
-from kvstore.wire.frames import Incoming, SameSize
-from kvstore.wire.messages import parse, sealed
 from kvstore.wire.statuses import BrokenTransfer
 
 log = logging.getLogger(__name__)
@@ -135,7 +135,7 @@ class LayersAhead:
 
     def _receive(self) -> None:
         if not self._receive_bulk():
-            self._receive_grpc()
+            self._receive_chunks()
 
     def _receive_bulk(self) -> bool:
         """Reads over a bulk connection, or what it gives to a client on the worker's host; False if neither goes."""
@@ -171,7 +171,7 @@ class LayersAhead:
 
     def _take(self, given: GivenLayers) -> bool:
         """Reads what was given; False as soon as a chunk is wrong: the worker finds out itself what is wrong with it
-        when it is asked for the layers over gRPC.
+        when it is asked for the chunk over gRPC.
         """
 
         def cut() -> None:
@@ -194,33 +194,20 @@ class LayersAhead:
                     self._filled(layer)
         return True
 
-    def _receive_grpc(self) -> None:
-        request = sealed(pb.GetRequest(hold=self._hold_id, order=pb.ORDER_LAYERS))
-        limits = self._tools.limits
-        stub = self._endpoint.stream_in("Get")
-        frames = received(stub, request, self._tools.watch, limits.read_s, LAYERS_S_MAX, self._called)
-        with closing(frames):
-            opening = next(frames, None)
-            if opening is None or opening.start is None:
-                raise BrokenTransfer("the answer does not begin with the number of chunks found")
-            found = parse(pb.GetStart, opening.start).chunks
-            if found != self._chunks:
-                raise HoldBroken(f"only {found} of {self._chunks} held chunks are left: match again", 0)
-            incoming = Incoming(SameSize(self._section_bytes, 2 * found * self._layers), self._section)
-            for frame in frames:
-                for _ in incoming.feed(frame):
-                    if incoming.complete % (2 * found) == 0:
-                        self._filled(incoming.complete // (2 * found) - 1)
-            if not incoming.is_done:
-                raise BrokenTransfer("the stream of layers ended too early")
-
-    def _section(self, part: int) -> memoryview:
-        """Returns the memory for a section. Begins a layer only once the caller took the one before."""
-        layer, part = divmod(part, 2 * self._chunks)
-        if not part:
-            self._begin(layer)
-        plane, index = (self._filling.k, part) if part < self._chunks else (self._filling.v, part - self._chunks)
-        return plane[index * self._section_bytes : (index + 1) * self._section_bytes]
+    def _receive_chunks(self) -> None:
+        """Reads all held chunks first, and hands on their layers."""
+        chain, size = self._chain(), self._chunks * self._section_bytes
+        array = np.empty((self._layers, 2, size), np.uint8)
+        planes, request = Planes(array, self._section_bytes), pb.GetRequest(hold=self._hold_id)
+        fetch = ChunkFetch(chain.namespace, chain.tokens, request, self._chunks, lambda _: planes, self._tools)
+        fetch.receive(self._endpoint)
+        if (found := leading(fetch.done)) < self._chunks:
+            valid = found * chain.namespace.layout.chunk_tokens
+            raise HoldBroken(f"a held chunk was lost: compute from token {valid} on", valid)
+        for layer, (k, v) in enumerate(array):
+            memory = self._begin(layer)
+            memory.k[:], memory.v[:] = k.data, v.data
+            self._filled(layer)
 
     def _begin(self, layer: int) -> LayerMemory:
         """Returns the memory for a layer, once the caller took the one before."""
@@ -258,9 +245,6 @@ class LayersAhead:
         is_damage = isinstance(error, (BrokenTransfer, InvalidRequest))
         self._tools.counters.add(ClientCount.MISSES_DAMAGED if is_damage else ClientCount.MISSES_UNREACHABLE)
         return HoldBroken(f"not all layers arrived: compute all tokens again ({error})", 0)
-
-    def _called(self, call: Any) -> None:
-        self._started(call.cancel)
 
     def _started(self, cancel: Callable[[], object]) -> None:
         with self._changed:

@@ -88,7 +88,7 @@ class Service:
         self.prompts = Prompts(member, self.holds, self.behind)
         buffers = Buffers(limits.buffers_bytes_max)
         self._putting = PutStreams(node, self.prompts, self.in_flight, self.calls)
-        self._getting = GetStreams(node, self.prompts, self.in_flight, self.calls, limits, buffers)
+        self._getting = GetStreams(node, self.prompts, self.in_flight, self.calls, limits)
         self._moves = MoveStreams(node, self.prompts, self.gate)
         self._segments = SegmentCalls(node, self.prompts, self.holds)
         self._short: dict[str, UnaryCall[Any]] = {
@@ -149,7 +149,7 @@ class Service:
 
     def handler(self) -> grpc.GenericRpcHandler:
         """Returns all calls, for a server."""
-        unary, many, stream_in = self.handlers.unary, self.handlers.many, self.handlers.stream_in
+        unary, many = self.handlers.unary, self.handlers.many
         return grpc.method_handlers_generic_handler(
             SERVICE,
             {
@@ -157,15 +157,13 @@ class Service:
                 "OpenNamespace": unary("OpenNamespace", UnaryCall(pb.OpenNamespaceRequest, self._open_namespace)),
                 "ListNamespaces": many("ListNamespaces", pb.ListNamespacesRequest, self._list_namespaces),
                 "Match": unary("Match", UnaryCall(pb.MatchRequest, self._match)),
-                "Put": stream_in("Put", self._putting.put),
+                "Put": self.handlers.put("Put", self._putting.put),
                 "Get": many("Get", pb.GetRequest, self._getting.get),
                 "Renew": unary("Renew", UnaryCall(pb.RenewRequest, self._renew, light=True)),
                 "Pin": unary("Pin", UnaryCall(pb.PinRequest, self._pins.pin)),
                 "Unpin": unary("Unpin", UnaryCall(pb.UnpinRequest, self._pins.unpin)),
                 "ListPins": many("ListPins", pb.ListPinsRequest, self._pins.list),
                 "CountRefs": unary("CountRefs", UnaryCall(pb.CountRefsRequest, self._pins.count_refs)),
-                "PutBlocks": stream_in("PutBlocks", self._putting.put_blocks),
-                "GetBlocks": many("GetBlocks", pb.GetBlocksRequest, self._getting.get_blocks),
                 "Supersede": unary("Supersede", UnaryCall(pb.SupersedeRequest, self._supersede)),
                 "Move": many("Move", pb.MoveRequest, self._moves.move),
                 "Clear": unary("Clear", UnaryCall(pb.ClearRequest, self._clear)),

@@ -82,14 +82,12 @@ def digest_of(served: Served) -> bytes:
 
 
 def get_request(served: Served, mode: int) -> bytes:
-    message = pb.GetBlocksRequest(namespace=digest_of(served), keys=pack_keys(KEYS), sizes=pack_sizes([SIZE] * COUNT))
+    message = pb.GetRequest(namespace=digest_of(served), keys=pack_keys(KEYS), sizes=pack_sizes([SIZE] * COUNT))
     return encode_request(WAIT_S, mode, message.SerializeToString())
 
 
 def put_request(served: Served, flag: int = 0, sizes: list[int] | None = None) -> bytes:
-    start = pb.PutBlocksStart(
-        namespace=digest_of(served), keys=pack_keys(KEYS), sizes=pack_sizes(sizes or [SIZE] * COUNT)
-    )
+    start = pb.PutStart(namespace=digest_of(served), keys=pack_keys(KEYS), sizes=pack_sizes(sizes or [SIZE] * COUNT))
     return encode_request(WAIT_S, flag, start.SerializeToString())
 
 
@@ -115,9 +113,9 @@ def test_what_makes_no_sense_is_refused(served: Served) -> None:
             digest = bytes(32)
         elif case == "timeout":
             timeout_s = -1.0
-        message = pb.GetBlocksRequest(namespace=digest, keys=keys, sizes=sizes).SerializeToString()
+        message = pb.GetRequest(namespace=digest, keys=keys, sizes=sizes).SerializeToString()
         with greeted(served, "tcp" if "tcp" in case else "shared") as channel:
-            channel.send(Kind.GET_BLOCKS, 1, [encode_request(timeout_s, mode, message)])
+            channel.send(Kind.GET, 1, [encode_request(timeout_s, mode, message)])
             assert refusal_of(channel)
 
 
@@ -125,7 +123,7 @@ def test_what_was_not_asked_for_is_not_given(served: Served) -> None:
     for mode in (Mode.FILES, Mode.SLOTS):
         for span in ((0, 65), (0, 0), (3, 4), (1 << 31, 1)):
             with greeted(served, "shared") as channel:
-                channel.send(Kind.GET_BLOCKS, 1, [get_request(served, mode)])
+                channel.send(Kind.GET, 1, [get_request(served, mode)])
                 channel.send(Kind.WANT, 1, [encode_span(*span)])
                 assert "were asked for" in refusal_of(channel)
 
@@ -133,14 +131,14 @@ def test_what_was_not_asked_for_is_not_given(served: Served) -> None:
 def test_each_block_wanted_is_answered_for(served: Served) -> None:
     """Four are in memory, two nowhere; files are handed over for reading only."""
     with greeted(served, "shared") as channel:
-        channel.send(Kind.GET_BLOCKS, 1, [get_request(served, Mode.SLOTS)])
+        channel.send(Kind.GET, 1, [get_request(served, Mode.SLOTS)])
         channel.send(Kind.WANT, 1, [encode_span(1, 5)])
         _, payload = channel.receive_frame(Kind.SLOTS)
         assert struct.unpack_from("<II", payload) == (1, 3)
         os.close(channel.take_files(1)[0])
         assert channel.receive_frame(Kind.ABSENT)[1] == encode_span(4, 2)
         channel.send(Kind.READ, 1, [encode_span(0, 3)])
-        channel.send(Kind.GET_BLOCKS, 2, [get_request(served, Mode.FILES)])
+        channel.send(Kind.GET, 2, [get_request(served, Mode.FILES)])
         channel.send(Kind.WANT, 2, [encode_span(3, 3)])
         assert channel.receive_frame(Kind.FILES)[1] == encode_span(3, 1)
         fd = channel.take_files(1)[0]
@@ -149,7 +147,7 @@ def test_each_block_wanted_is_answered_for(served: Served) -> None:
         os.close(fd)
         assert channel.receive_frame(Kind.ABSENT)[1] == encode_span(4, 2)
         channel.send(Kind.READ, 2, [encode_span(0, 1)])
-        channel.send(Kind.GET_BLOCKS, 3, [get_request(served, Mode.STREAM)])
+        channel.send(Kind.GET, 3, [get_request(served, Mode.STREAM)])
         found = set()
         while (head := channel.receive_head()).kind is Kind.FILE:
             image = channel.receive(head.length)
@@ -170,7 +168,7 @@ def test_blocks_that_are_not_as_announced_store_nothing(served: Served, way: str
         (8 + (COUNT + 1) * (SIZE + 8), (0, COUNT + 1)),
     ):
         with greeted(served, way) as channel:
-            channel.send(Kind.PUT_BLOCKS, 1, [put_request(served)])
+            channel.send(Kind.PUT, 1, [put_request(served)])
             channel.receive_frame(Kind.READY)
             send_head(channel, Kind.CHUNKS, 1, length)
             channel.send_bytes([memoryview(encode_span(*span))])
@@ -182,7 +180,7 @@ def test_blocks_that_are_not_as_announced_store_nothing(served: Served, way: str
 @BOTH
 def test_more_than_a_run_in_one_frame_is_refused(served: Served, way: str) -> None:
     with greeted(served, way) as channel:
-        channel.send(Kind.PUT_BLOCKS, 1, [put_request(served, sizes=[2 << 20] * COUNT)])
+        channel.send(Kind.PUT, 1, [put_request(served, sizes=[2 << 20] * COUNT)])
         channel.receive_frame(Kind.READY)
         send_head(channel, Kind.CHUNKS, 1, 8 + 5 * ((2 << 20) + 8))
         channel.send_bytes([memoryview(encode_span(0, 5))])
@@ -195,7 +193,7 @@ def test_more_than_a_run_in_one_frame_is_refused(served: Served, way: str) -> No
 def test_bytes_that_do_not_match_their_checksums_are_not_stored(served: Served, way: str) -> None:
     def run_case(flag: int) -> None:
         with greeted(served, way) as channel:
-            channel.send(Kind.PUT_BLOCKS, 1, [put_request(served, flag)])
+            channel.send(Kind.PUT, 1, [put_request(served, flag)])
             channel.receive_frame(Kind.READY)
             channel.send(Kind.CHUNKS, 1, [encode_span(0, COUNT), bytes(COUNT * (SIZE + 8))])
             if flag:
@@ -220,7 +218,7 @@ def test_blocks_placed_outside_the_arena_are_refused(served: Served) -> None:
             with greeted(served, "shared") as channel:
                 channel.send(Kind.ARENA, 0, [encode_arena(COUNT * SIZE)], [fd])
                 os.close(fd)
-                channel.send(Kind.PUT_BLOCKS, 1, [put_request(served, flag)])
+                channel.send(Kind.PUT, 1, [put_request(served, flag)])
                 channel.receive_frame(Kind.READY)
                 channel.send(Kind.PLACED, 1, [encode_placed(Placed(0, COUNT, offset))])
                 assert "arena" in refusal_of(channel)
@@ -237,9 +235,9 @@ def test_any_frames_leave_the_worker_as_it_was(served: Served, way: str) -> None
             put = choose.random() < 0.3
             with suppress(LinkBroken, LinkLate):
                 if put:
-                    channel.send(Kind.PUT_BLOCKS, 1, [put_request(served, choose.choice([0, 1]))])
+                    channel.send(Kind.PUT, 1, [put_request(served, choose.choice([0, 1]))])
                 else:
-                    channel.send(Kind.GET_BLOCKS, 1, [get_request(served, choose.choice([*Mode]))])
+                    channel.send(Kind.GET, 1, [get_request(served, choose.choice([*Mode]))])
                 for _ in range(12):
                     kind = choose.choice(
                         [Kind.WANT, Kind.WANT, Kind.WANT, Kind.READ, Kind.ABSENT, Kind.CHUNKS, Kind.PLACED]

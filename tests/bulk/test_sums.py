@@ -20,7 +20,6 @@ from kvstore.address import Chain
 from kvstore.buffers import Pieces
 from kvstore.client.bulk.given import GivenFiles
 from kvstore.client.bulk.lanes import FileLanes
-from kvstore.client.bulk.receiving import fill_verified
 from kvstore.client.bulk.viewing import Views, view_given
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import Damaged, expected_chunk
@@ -33,6 +32,7 @@ from kvstore.sources import RandomIds, SystemClock
 from kvstore.wire.bulk.channel import Channel, LinkBroken
 from kvstore.wire.bulk.frames import Kind, decode_head, decode_request, encode_arena, encode_head, encode_span
 from kvstore.wire.bulk.sums import block_sums, plane_sums
+from kvstore.wire.images import fill_verified
 from kvstore.wire.statuses import BrokenTransfer
 from kvstore.worker.admission import Buffers, BytesInFlight, Gate
 from kvstore.worker.bulk.arriving import Arrived, Arriving

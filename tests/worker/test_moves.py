@@ -31,15 +31,17 @@ from tests.kit.stores import same
 from tests.kit.tiers import IN_TIME_S, LARGE, QUICK, Acting, eventually, faulty, held, timed
 from tests.kit.workers import (
     Served,
+    chain_of,
     connected,
+    images_of,
     opened,
     packed,
+    put_messages,
     raw_channel,
     raw_stub,
     refused,
     sections_of,
     serving,
-    sums_of,
 )
 
 WAIT_S = PATIENCE_S
@@ -290,12 +292,9 @@ def test_a_foreign_client_that_sends_what_is_there_writes_only_the_rest() -> Non
         acting.put(1, 3)
         digest = opened(stub, acting.cache.layout)
         start = pb.PutStart(namespace=digest, tokens=packed(acting.prompts.tokens(1, 5)), write=pb.WRITE_BEHIND)
-        parts = sections_of(acting.prompts.kv(1, 5), acting.cache.layout)
-        messages = [
-            pb.PutRequest(start=start if not at else None, data=part, checksums=sums_of([part]))
-            for at, part in enumerate(parts)
-        ]
-        answer = stub.Put(iter(messages), timeout=WAIT_S)
+        chain = chain_of(acting.cache.layout, acting.prompts.tokens(1, 5))
+        images = images_of(chain, sections_of(acting.prompts.kv(1, 5), acting.cache.layout))
+        answer = stub.Put(iter(put_messages(start, images)), timeout=WAIT_S)
         assert (answer.tokens_present, answer.chunks_written, answer.chunks_found) == (5 * acting.size, 2, 3)
         start.write = 7  # type: ignore[assignment]
         assert "write is 7" in refused(lambda: stub.Put(iter([pb.PutRequest(start=start)]), timeout=WAIT_S))[1]

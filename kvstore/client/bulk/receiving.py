@@ -5,22 +5,22 @@ ones, several at a time in a buffer from which they are copied on.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
-from kvstore.buffers import Borrowed, Pieces, byte_length, skip
+from kvstore.buffers import Borrowed
 from kvstore.client.bulk.links import Link
-from kvstore.format.checksum import checksum
-from kvstore.format.header import Damage, Damaged, Expected, decode_as
+from kvstore.format.header import Damage, Damaged
 from kvstore.native import library as native
 from kvstore.node.images import ImagesIn, take_images
 from kvstore.node.wanted import Items, Wanted, expected_of, image_sizes
 from kvstore.sections import Laid, Sections
 from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.frames import HEAD_BYTES, INDEX_BYTES, Head, Kind, decode_index, file_in
+from kvstore.wire.images import fill_verified
 
 GROUP_BYTES = 1 << 20
 """Small images that are received together: so few that they are in the cache when they are copied on."""
@@ -172,24 +172,3 @@ class Natively(Items):
         at = self.at(index - self._first)
         if channel.receive_by(partial(native.library.kv_receive, self.common, at, header, came)) != native.DONE:
             raise Damaged(Damage.SECTION_CHECKSUM)
-
-
-def fill_verified(fill: Callable[[Pieces], int], expected: Expected, sections: Pieces) -> None:
-    """Reads the file of a chunk into ``sections`` with ``fill``, which writes into pieces and returns how much.
-
-    Raises Damaged, and what ``fill`` raises.
-    """
-    raw = bytearray(expected.header_bytes)
-    header: Pieces = [memoryview(raw)]
-    while header:
-        header = skip(header, fill(header))
-    sums, size = decode_as(raw, expected).checksums, expected.section_bytes
-    left, wanted, received, verified = sections, byte_length(sections), 0, 0
-    while received < wanted:
-        count = fill(left)
-        received += count
-        left = skip(left, count)
-        whole = received // size
-        if tuple(map(checksum, sections[verified:whole])) != sums[verified:whole]:
-            raise Damaged(Damage.SECTION_CHECKSUM)
-        verified = whole

@@ -38,7 +38,7 @@ LAST_WORD_S = 1.0
 
 def send_put(
     link: Link,
-    start: pb.PutStart | pb.PutBlocksStart,
+    start: pb.PutStart,
     cargo: Cargo,
     *,
     behind: bool,
@@ -54,7 +54,7 @@ def send_put(
     """
     channel, ends_s = link.channel, time.monotonic() + timeout_s
     channel.limit(idle_s, timeout_s)
-    first = start.first if isinstance(start, pb.PutStart) else 0
+    first = 0 if start.keys else start.first
     size_bytes = cargo.size_bytes(first, cargo.count - first)
     link.share(size_bytes if behind else min(size_bytes, ARENA_RUNS * cargo.placed_bytes), reserve)
     arena, number = link.arena, link.next_number()
@@ -64,8 +64,7 @@ def send_put(
         _pause(ends_s)
     # A put that does not fit into the arena as a whole must be stored while it is copied.
     behind = behind and (not link.is_shared or (arena is not None and arena.size_bytes >= size_bytes))
-    kind = Kind.PUT if isinstance(start, pb.PutStart) else Kind.PUT_BLOCKS
-    channel.send(kind, number, [encode_request(timeout_s, int(behind), traced(start))])
+    channel.send(Kind.PUT, number, [encode_request(timeout_s, int(behind), traced(start))])
     begin, count, sent_bytes = unpacked(READY, link.receive(Kind.READY)[1])
     if count and not (first <= begin and begin + count == cargo.count):
         raise channel.break_off(f"chunks {begin} to {begin + count - 1} are wanted of {cargo.count}")

@@ -25,7 +25,7 @@ from kvstore.worker.prompts import Prompts
 
 
 class BulkGets:
-    """Serves GET and GET_BLOCKS frames. ``leases`` is None if the node has no memory."""
+    """Serves GET frames. ``leases`` is None if the node has no memory."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class BulkGets:
         self._leases = leases
 
     def get(self, channel: Channel, number: int, mode: int, message: bytes, context: Call) -> None:
-        """Answers one request about a prompt."""
+        """Answers one request."""
         request = parse(pb.GetRequest, message)
         by_layer = request.order == pb.ORDER_LAYERS
         if request.order not in (pb.ORDER_UNSPECIFIED, pb.ORDER_CHUNKS, pb.ORDER_LAYERS):
@@ -54,6 +54,9 @@ class BulkGets:
         if by_layer and (mode != Mode.STREAM or request.first or request.memory_only):
             raise InvalidRequest("layer by layer: expected mode 0 (a stream), first 0 and no memory_only")
         self._check_mode(channel, mode, context)
+        if request.keys:
+            self._get_blocks(channel, number, mode, request, context)
+            return
         if request.memory_only:
             self._from_memory(channel, number, mode, request, context)
             return
@@ -79,10 +82,7 @@ class BulkGets:
                     if request.first < count:
                         self._node.used(hold, request.first + len(stream.sent))
 
-    def get_blocks(self, channel: Channel, number: int, mode: int, message: bytes, context: Call) -> None:
-        """Answers one request about engine-hashed blocks."""
-        request = parse(pb.GetBlocksRequest, message)
-        self._check_mode(channel, mode, context)
+    def _get_blocks(self, channel: Channel, number: int, mode: int, request: pb.GetRequest, context: Call) -> None:
         wanted = self._prompts.blocks(request.namespace, request.keys, request.sizes, context)
         asked = Asked(wanted, self._prompts.block_hold(request.hold, wanted.namespace))
         if not request.uncounted:

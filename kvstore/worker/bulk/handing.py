@@ -26,7 +26,7 @@ KEEP = 1
 
 
 class ImageHanding:
-    """One GET or GET_BLOCKS of mode FILES or SLOTS, after START."""
+    """One GET of mode FILES or SLOTS, after START."""
 
     def __init__(
         self,

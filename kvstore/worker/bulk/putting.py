@@ -28,7 +28,7 @@ from kvstore.worker.call import Call
 from kvstore.worker.calls import seconds_left
 from kvstore.worker.prompts import Prompts
 from kvstore.worker.puts_behind import PutsBehind
-from kvstore.worker.putting import blocks_answer, chunks_answer
+from kvstore.worker.putting import put_answer
 from kvstore.writes import WriteMode
 
 
@@ -53,7 +53,7 @@ class _Request:
 
 
 class BulkPuts:
-    """Serves PUT and PUT_BLOCKS frames."""
+    """Serves PUT frames."""
 
     def __init__(self, node: Node, prompts: Prompts, arriving: Arriving, behind: PutsBehind) -> None:
         self._node = node
@@ -62,21 +62,13 @@ class BulkPuts:
         self._behind = behind
 
     def put(self, connection: Connection, number: int, flag: int, message: bytes, call: Call) -> None:
-        """Answers one request about a prompt."""
+        """Answers one request about a prompt, or about engine-hashed blocks."""
         start = parse(pb.PutStart, message)
-        chain = self._prompts.chain_to_put(start, call)
+        wanted, first = self._prompts.to_put(start, call)
         hints, write = hints_of(start.hints), write_of(start.write)
-        request = _Request(connection, number, call, chain, start.first, hints, write, waits=not flag)
-        self._serve(request, partial(chunks_answer, chain))
+        self._serve(_Request(connection, number, call, wanted, first, hints, write, waits=not flag))
 
-    def put_blocks(self, connection: Connection, number: int, flag: int, message: bytes, call: Call) -> None:
-        """Answers one request about engine-hashed blocks."""
-        start = parse(pb.PutBlocksStart, message)
-        blocks = self._prompts.blocks_to_put(start, call)
-        hints, write = hints_of(start.hints), write_of(start.write)
-        self._serve(_Request(connection, number, call, blocks, 0, hints, write, waits=not flag), blocks_answer)
-
-    def _serve(self, request: _Request, answer: Callable[[Written], bytes]) -> None:
+    def _serve(self, request: _Request) -> None:
         """Asks for the missing chunks, stores them, and answers with the result."""
         channel, wanted = request.connection.channel, request.wanted
         write = self._node.puts.begin(
@@ -110,7 +102,7 @@ class BulkPuts:
             # The client is gone, or sent wrong or damaged bytes: only what arrived whole before may be published.
             write.abandon()
             raise
-        channel.send(Kind.STORED, request.number, [answer(written)])
+        channel.send(Kind.STORED, request.number, [put_answer(wanted, written)])
         acknowledged.set()
 
     def _store(

@@ -57,7 +57,7 @@ class Window:
 
 
 class ImageStream:
-    """One GET or GET_BLOCKS of mode STREAM."""
+    """One GET of mode STREAM."""
 
     def __init__(
         self,
