@@ -236,17 +236,22 @@ class Planes(Laid):
 
 
 class Buffers(Laid):
-    """One buffer for each engine-hashed block from index ``first`` on, whose only section it is."""
+    """One buffer for each chunk from index ``first`` on, with its sections of ``section_bytes`` one after another.
 
-    __slots__ = ("_buffers", "_first", "_is_writable")
+    Without ``section_bytes`` each has one section, as blocks do.
+    """
 
-    def __init__(self, buffers: Sequence[memoryview], first: int = 0) -> None:
+    __slots__ = ("_buffers", "_first", "_is_writable", "_section_bytes")
+
+    def __init__(self, buffers: Sequence[memoryview], first: int = 0, section_bytes: int | None = None) -> None:
         self._buffers = buffers
         self._first = first
+        self._section_bytes = section_bytes
         self._is_writable: bool | None = None
 
     def __call__(self, index: int) -> list[memoryview]:
-        return [self._buffers[index - self._first]]
+        buffer = self._buffers[index - self._first]
+        return [buffer] if self._section_bytes is None else cut_evenly(buffer, self._section_bytes)
 
     @property
     def is_writable(self) -> bool:
@@ -260,7 +265,7 @@ class Buffers(Laid):
 
     def lay(self, indexes: Sequence[int], items: npt.NDArray[Any]) -> list[object]:
         buffers = [self._buffers[index - self._first] for index in indexes]
-        assert (items["section_bytes"] == list(map(len, buffers))).all()
+        assert (items["section_count"] * items["section_bytes"] == list(map(len, buffers))).all()
         items["offset"] = list(map(address_of, buffers))
         return [buffers]
 

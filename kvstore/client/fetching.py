@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from functools import partial
 from typing import Any
@@ -22,14 +22,15 @@ from kvstore.client.endpoint import Endpoint
 from kvstore.client.tools import Tools
 from kvstore.counts import ClientCount
 from kvstore.errors import InvalidRequest
+from kvstore.format.header import Expected
 from kvstore.namespace import Namespace
 from kvstore.node.lanes import Deadline
-from kvstore.node.wanted import Keyed, Wanted, leading
+from kvstore.node.wanted import Keyed, Wanted, expected_of, leading
 from kvstore.tokens import TokenArray
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import LinkBroken
 from kvstore.wire.bulk.frames import Kind, decode_slots, encode_request
-from kvstore.wire.frames import Frame, Incoming, SameSize, decode_frame
+from kvstore.wire.images import receive_images
 from kvstore.wire.messages import pack_keys, pack_sizes, parse, sealed, traced
 from kvstore.wire.statuses import BrokenTransfer
 from kvstore.wire.watch import Watch
@@ -37,24 +38,15 @@ from kvstore.wire.watch import Watch
 log = logging.getLogger(__name__)
 
 
-def received(
-    stub: Any,
-    request: bytes,
-    watch: Watch,
-    idle_s: float,
-    timeout_s: float,
-    started: Callable[[Any], None] | None = None,
-) -> Generator[Frame]:
-    """Yields the frames of an answer. Ends with CANCELLED if none comes for ``idle_s``. Close it to end the call."""
+def received(stub: Any, request: bytes, watch: Watch, idle_s: float, timeout_s: float) -> Generator[pb.GetResponse]:
+    """Yields the messages of an answer. Ends with CANCELLED if none comes for ``idle_s``. Close it to end the call."""
     call = stub(request, timeout=timeout_s)
-    if started is not None:
-        started(call)
     try:
         with watch.begin(idle_s, timeout_s, call.cancel) as stream:
             for message in call:
-                # The worker is not at fault for what the caller does between two frames.
+                # The worker is not at fault for what the caller does between two messages.
                 stream.busy()
-                yield decode_frame(message)
+                yield parse(pb.GetResponse, message)
                 stream.moved()
     finally:
         call.cancel()
@@ -66,10 +58,6 @@ class Fetch(ABC):
     Everything happens in the calling thread, so nothing writes into the caller's memory once it returns.
     """
 
-    kind: Kind
-    """The request over a bulk connection."""
-    call: str
-    """The call over gRPC."""
     ends_at_miss: bool
     """True if nothing counts behind the first chunk that is missing."""
 
@@ -105,7 +93,7 @@ class Fetch(ABC):
         return [chunk for chunk, is_done in enumerate(self.done) if not is_done]
 
     @abstractmethod
-    def _request(self, chunks: Sequence[int]) -> pb.GetRequest | pb.GetBlocksRequest:
+    def _request(self, chunks: Sequence[int]) -> pb.GetRequest:
         """Returns the message that asks for chunks."""
 
     @abstractmethod
@@ -113,12 +101,8 @@ class Fetch(ABC):
         """Returns what to verify chunks against; a prompt takes time to hash."""
 
     @abstractmethod
-    def _asked(self, link: Link, number: int, wanted: Wanted, found: int, chunks: Sequence[int]) -> Ask:
-        """Returns the chunks that come, as the worker has ``found``. Raises LinkBroken."""
-
-    @abstractmethod
-    def _take_frames(self, frames: Iterator[Frame], chunks: Sequence[int]) -> None:
-        """Reads chunks from an answer over gRPC. Raises BrokenTransfer, InvalidRequest."""
+    def _asked(self, number: int, wanted: Wanted, found: int, chunks: Sequence[int]) -> Ask:
+        """Returns the chunks that come, as the worker has ``found``. Raises InvalidRequest."""
 
     def _receive_bulk(self, endpoint: Endpoint, missing: Sequence[int]) -> Sequence[int]:
         """Reads past gRPC if there is a way; returns what is to be read over gRPC after it."""
@@ -144,39 +128,45 @@ class Fetch(ABC):
         lanes, number = self._tools.lanes, link.next_number()
         link.channel.limit(self._limits.read_s, self.timeout_s)
         message = traced(self._request(chunks))
-        link.channel.send(self.kind, number, [encode_request(self.timeout_s, link.mode, message)])
+        link.channel.send(Kind.GET, number, [encode_request(self.timeout_s, link.mode, message)])
         wanted = self._wanted_of(chunks)  # while the worker looks for them
         lent = decode_slots(link.receive(Kind.SLOTS)[1])
         self._is_counted = True
-        asked = self._asked(link, number, wanted, lent.found, chunks)
+        asked = self._asked(number, wanted, lent.found, chunks)
         deadline = Deadline(lanes.clock, self.timeout_s)
         return ImageReceiver(link, asked, self.done, lanes, deadline, self._views).receive(lent)
 
     def _receive_grpc(self, endpoint: Endpoint, chunks: Sequence[int]) -> None:
         self._counters.add(ClientCount.GETS_GRPC)
-        stream, request = endpoint.stream_in(self.call), sealed(self._request(chunks))
-        frames = received(stream, request, self._tools.watch, self._limits.read_s, self.timeout_s)
+        stream, request = endpoint.stream_in("Get"), sealed(self._request(chunks))
+        messages = received(stream, request, self._tools.watch, self._limits.read_s, self.timeout_s)
         try:
-            with closing(frames):
-                self._take_frames(frames, chunks)
+            with closing(messages):
+                opening = next(messages, None)
+                if opening is None:
+                    return
+                if not opening.HasField("start"):
+                    raise InvalidRequest("the answer does not begin with how many chunks were found")
+                self._is_counted = True
+                asked = self._asked(0, self._wanted_of(chunks), opening.start.chunks, chunks)
+                for index in receive_images(messages, partial(self._target, asked)):
+                    self.done[asked.places[index]] = 1
         except (InvalidRequest, BrokenTransfer) as error:
-            # What came before it was verified part by part.
+            # What came before it was verified image by image.
             self._counters.add(ClientCount.MISSES_DAMAGED)
             raise BrokenTransfer(f"worker {endpoint.address}: {error}") from error
 
-    def _feed(self, incoming: Incoming, frame: Frame, chunks: Sequence[int], parts: int = 1) -> None:
-        """Takes one frame in, of a stream of ``chunks`` that have so many parts each."""
-        before = incoming.complete // parts
-        for _ in incoming.feed(frame):
-            pass
-        for chunk in chunks[before : incoming.complete // parts]:
-            self.done[chunk] = 1
+    def _target(self, asked: Ask, index: int) -> tuple[Expected, Pieces]:
+        """Returns what image ``index`` must be, and where it goes."""
+        if not asked.first <= index < asked.stop or self.done[asked.places[index]]:
+            raise InvalidRequest(f"an image of chunk {index} came, which was not asked for, or twice")
+        return expected_of(asked.wanted, index), asked.sections(index)
 
 
 class ChunkFetch(Fetch):
     """One read of leading chunks of a prompt."""
 
-    kind, call, ends_at_miss = Kind.GET, "Get", True
+    ends_at_miss = True
 
     def __init__(
         self,
@@ -198,7 +188,6 @@ class ChunkFetch(Fetch):
         self._chunks_max = chunks_max
         self._memory = memory
         self._sections: Sections | None = None
-        self._cached: tuple[int, Pieces] = (-1, [])
 
     def _request(self, chunks: Sequence[int]) -> pb.GetRequest:
         good = self._get.first = leading(self.done)
@@ -210,45 +199,21 @@ class ChunkFetch(Fetch):
         self._chain = self._chain or Chain.of(self._namespace, self._tokens)
         return self._chain
 
-    def _asked(self, _: Link, number: int, wanted: Wanted, found: int, __: Sequence[int]) -> Ask:
-        stop = self._found(found)
-        assert self._sections is not None
-        return Ask(number, wanted, self._get.first, stop, self._sections, range(stop))
-
-    def _take_frames(self, frames: Iterator[Frame], chunks: Sequence[int]) -> None:
-        first, size = self._get.first, self._layout.section_count
-        incoming: Incoming | None = None
-        for frame in frames:
-            if incoming is None:
-                if frame.start is None:
-                    raise InvalidRequest("the answer does not begin with how many chunks were found")
-                found = self._found(parse(pb.GetStart, frame.start).chunks)
-                sizes = SameSize(self._layout.section_bytes, (found - first) * size)
-                incoming = Incoming(sizes, partial(self._section, first * size))
-            self._feed(incoming, frame, range(first, len(self.done)), size)
-
-    def _found(self, chunks: int) -> int:
-        """Returns how many chunks the worker offers; the first answer decides how much memory is needed."""
-        found = min(chunks, self._chunks_max)
+    def _asked(self, number: int, wanted: Wanted, found: int, _: Sequence[int]) -> Ask:
+        # The first answer decides how much memory is needed.
+        found = min(found, self._chunks_max)
         self._get.uncounted = True  # the worker has counted it: what else this read asks for continues it
         if self._sections is None:
             self._sections = self._memory(found)
             self.done = bytearray(found)
-        return max(self._get.first, min(found, len(self.done)))
-
-    def _section(self, first: int, part: int) -> memoryview:
-        """Returns the caller's memory for section ``part`` after ``first``; both count from the start of the prompt."""
-        index, section = divmod(first + part, self._layout.section_count)
-        if self._cached[0] != index:
-            assert self._sections is not None
-            self._cached = (index, self._sections(index))
-        return self._cached[1][section]
+        stop = max(self._get.first, min(found, len(self.done)))
+        return Ask(number, wanted, self._get.first, stop, self._sections, range(stop))
 
 
 class BlockFetch(Fetch):
     """One read of engine-hashed blocks, each into its buffer; under a hold if ``hold`` is the id of one."""
 
-    kind, call, ends_at_miss = Kind.GET_BLOCKS, "GetBlocks", False
+    ends_at_miss = False
 
     def __init__(self, wanted: Keyed, buffers: Pieces, tools: Tools, hold: bytes = b"") -> None:
         super().__init__(len(wanted), sum(wanted.sizes_bytes), tools)
@@ -256,9 +221,9 @@ class BlockFetch(Fetch):
         self._buffers = buffers
         self._hold = hold
 
-    def _request(self, chunks: Sequence[int]) -> pb.GetBlocksRequest:
+    def _request(self, chunks: Sequence[int]) -> pb.GetRequest:
         wanted = self._wanted.picked(chunks)
-        return pb.GetBlocksRequest(
+        return pb.GetRequest(
             namespace=wanted.namespace.digest,
             keys=pack_keys(wanted.keys),
             sizes=pack_sizes(wanted.sizes_bytes),
@@ -269,21 +234,7 @@ class BlockFetch(Fetch):
     def _wanted_of(self, chunks: Sequence[int]) -> Keyed:
         return self._wanted.picked(chunks)
 
-    def _asked(self, link: Link, number: int, wanted: Wanted, found: int, chunks: Sequence[int]) -> Ask:
+    def _asked(self, number: int, wanted: Wanted, found: int, chunks: Sequence[int]) -> Ask:
         if found != len(chunks):
-            raise link.channel.break_off(f"the worker answers for {found} blocks: expected {len(chunks)}")
-        sections = Buffers([self._buffers[index] for index in chunks])
-        return Ask(number, wanted, 0, len(chunks), sections, chunks)
-
-    def _take_frames(self, frames: Iterator[Frame], chunks: Sequence[int]) -> None:
-        asked, found, incoming = 0, list[int](), Incoming([])
-        for frame in frames:
-            self._is_counted = True
-            if frame.start is not None:
-                if not incoming.is_done or asked + len(frame.start) > len(chunks):
-                    raise BrokenTransfer("its blocks are mixed up: repeat the call")
-                found = [chunks[asked + at] for at, hit in enumerate(frame.start) if hit]
-                asked += len(frame.start)
-                sizes = [self._wanted.sizes_bytes[index] for index in found]
-                incoming = Incoming(sizes, [self._buffers[index] for index in found].__getitem__)
-            self._feed(incoming, frame, found)
+            raise InvalidRequest(f"the worker answers for {found} blocks: expected {len(chunks)}")
+        return Ask(number, wanted, 0, len(chunks), Buffers([self._buffers[index] for index in chunks]), chunks)

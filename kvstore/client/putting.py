@@ -5,44 +5,33 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 
+from kvstore.address import Chain
 from kvstore.buffers import Sections
 from kvstore.client.bulk.sending import Cargo, send_put
 from kvstore.client.endpoint import Endpoint
 from kvstore.client.tools import Tools
 from kvstore.counts import ClientCount
 from kvstore.errors import InvalidRequest
+from kvstore.node.wanted import Wanted, expected_of
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import LinkBroken
-from kvstore.wire.frames import encode_parts
-from kvstore.wire.messages import sealed
+from kvstore.wire.images import image_messages
+from kvstore.wire.messages import parse, sealed
 from kvstore.wire.watch import Watch, Watched
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
-PUT_ROUNDS_MAX = 3
-"""Times that a put starts again because chunks vanished after it looked; more means that they keep vanishing."""
-
 
 def put_past_grpc(
-    endpoint: Endpoint,
-    start: pb.PutStart | pb.PutBlocksStart,
-    cargo: Callable[[], Cargo],
-    answered: Callable[[bytes], T],
-    tools: Tools,
-    timeout_s: float,
-) -> T | None:
-    """Puts what ``cargo()`` has over a bulk connection; None if there is none, or it broke.
-
-    ``answered`` reads the worker's answer, and raises InvalidRequest if that makes no sense.
-    """
+    endpoint: Endpoint, start: pb.PutStart, cargo: Callable[[], Cargo], tools: Tools, timeout_s: float
+) -> pb.PutResponse | None:
+    """Puts what ``cargo()`` has over a bulk connection; None if there is none, or it broke."""
     with endpoint.bulk.link(timeout_s) as link:
         if link is None:
             return None
@@ -57,7 +46,7 @@ def put_past_grpc(
                 timeout_s=timeout_s,
                 lanes=tools.lanes,
             )
-            return answered(answer)
+            return parse(pb.PutResponse, answer)
         except (LinkBroken, InvalidRequest) as error:
             link.channel.alive = False
             log.info("client.bulk_broken worker=%s why=%s", endpoint.address, error)
@@ -66,28 +55,32 @@ def put_past_grpc(
 
 
 def put_over_grpc(
-    endpoint: Endpoint, start: pb.PutStart, count: int, size: int, sections: Sections, tools: Tools, left_s: float
+    endpoint: Endpoint, start: pb.PutStart, wanted: Wanted, sections: Sections, tools: Tools, left_s: float
 ) -> pb.PutResponse:
-    """Sends the missing chunks of a prompt of ``count``; ``size`` is the number of tokens in each."""
+    """Sends images of blocks, or of the chunks of a prompt that are missing."""
     ends_s = time.monotonic() + left_s
-    begin = max(start.first, _present(endpoint, start, tools.limits.match_s))
-    opening, answer = pb.PutStart(), pb.PutResponse()
+    opening, is_chain = pb.PutStart(), isinstance(wanted, Chain)
     opening.CopyFrom(start)
-    for _ in range(PUT_ROUNDS_MAX):
-        opening.first = begin
+    first = start.first if is_chain else 0
+    present = _present(endpoint, start, tools.limits.match_s) if is_chain else 0
+    while True:
+        begin = max(first, present)
+        if is_chain:
+            opening.first = begin
         tools.counters.add(ClientCount.PUTS_GRPC)
-        parts = (part for index in range(begin, count) for part in sections(index))
-        outgoing, stream = Outgoing(parts, opening.SerializeToString()), endpoint.stream_out("Put")
+        outgoing, stream = Outgoing(_messages(opening, wanted, begin, sections)), endpoint.stream_out("Put")
         raw = send_stream(stream, outgoing, tools.watch, tools.limits.write_s, ends_s - time.monotonic())
         answer = pb.PutResponse.FromString(raw)
-        if answer.tokens_present >= begin * size:
-            answer.chunks_found += begin - start.first
-            break
-        if answer.tokens_present < start.first * size:
-            break
-        # A chunk that the worker counted as present is gone: begin at the first missing one.
-        begin = max(start.first, answer.tokens_present // size)
-    return answer
+        if begin == first or answer.tokens_present >= begin * wanted.namespace.layout.chunk_tokens:
+            answer.chunks_found += begin - first
+            return answer
+        present = 0  # a chunk that was there is deleted: send all
+
+
+def _messages(start: pb.PutStart, wanted: Wanted, first: int, sections: Sections) -> Iterator[bytes]:
+    yield pb.PutRequest(start=start).SerializeToString()
+    for index in range(first, len(wanted)):
+        yield from image_messages(pb.PutRequest, index, expected_of(wanted, index), sections(index))
 
 
 def _present(endpoint: Endpoint, start: pb.PutStart, timeout_s: float) -> int:
@@ -105,9 +98,9 @@ class Outgoing:
     ``close`` returns once that thread has let go of the caller's memory.
     """
 
-    def __init__(self, parts: Iterable[memoryview], start: bytes) -> None:
+    def __init__(self, messages: Iterator[bytes]) -> None:
         self._lock = threading.Lock()
-        self._messages: Iterator[bytes] | None = encode_parts(parts, start)
+        self._messages: Iterator[bytes] | None = messages
         self._stream: Watched | None = None
 
     def watch(self, stream: Watched) -> None:

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvstore.address import Chain
 from kvstore.buffers import Pieces, Planes, Sections
 from kvstore.census.selection import Selection
 from kvstore.client.branches import PortBranches
@@ -55,7 +56,6 @@ from kvstore.wire.messages import (
     namespace_of,
     pack_prompts,
     pack_tokens,
-    parse,
     pin_of,
     sealed,
     unpack_counts,
@@ -219,8 +219,7 @@ class RemotePort:
         write: WriteMode | None = None,
     ) -> PutResult:
         tokens = _full_chunks(namespace, tokens)
-        size = namespace.layout.chunk_tokens
-        count = len(tokens) // size
+        count = len(tokens) // namespace.layout.chunk_tokens
         if not count:
             self._caller.check()
             return PutResult(0, 0, 0, 0)
@@ -236,10 +235,10 @@ class RemotePort:
         def send(endpoint: Endpoint, left_s: float) -> pb.PutResponse:
             answer: pb.PutResponse | None = None
             if isinstance(sections, Planes):
-                cargo, answered = partial(ChunkCargo, sections, namespace.layout, count), partial(parse, pb.PutResponse)
-                answer = put_past_grpc(endpoint, start, cargo, answered, self._tools, left_s)
+                cargo = partial(ChunkCargo, sections, namespace.layout, count)
+                answer = put_past_grpc(endpoint, start, cargo, self._tools, left_s)
             if answer is None:
-                answer = put_over_grpc(endpoint, start, count, size, sections, self._tools, left_s)
+                answer = put_over_grpc(endpoint, start, Chain.of(namespace, tokens), sections, self._tools, left_s)
             return answer
 
         answer = self._reopening(

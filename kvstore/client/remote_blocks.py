@@ -7,16 +7,15 @@ from functools import partial
 
 import numpy as np
 
-from kvstore.buffers import Pieces
+from kvstore.buffers import Buffers, Pieces
 from kvstore.client.bulk.sending import BlockCargo
 from kvstore.client.endpoint import Endpoint
 from kvstore.client.fetching import BlockFetch
-from kvstore.client.putting import Outgoing, put_past_grpc, send_stream
+from kvstore.client.putting import put_over_grpc, put_past_grpc
 from kvstore.client.remote_hold import HeldAtWorker
 from kvstore.client.spreading import Marking, marks_of, marks_of_keys
 from kvstore.client.tools import Tools
-from kvstore.counts import ClientCount
-from kvstore.errors import InvalidRequest, Overloaded, Unavailable
+from kvstore.errors import Overloaded, Unavailable
 from kvstore.format.descent import Ancestry
 from kvstore.hints import Hints
 from kvstore.namespace import Namespace
@@ -30,7 +29,6 @@ from kvstore.wire.messages import (
     pack_keys,
     pack_sizes,
     pack_tokens,
-    parse,
     write_message,
 )
 from kvstore.writes import WriteMode
@@ -55,9 +53,8 @@ class RemoteBlocks:
         if not keys:
             self._tools.caller.check()
             return StoredBlocks((), ())
-        limits, watch = self._tools.limits, self._tools.watch
-        sizes, ancestry = [len(buffer) for buffer in buffers], ancestry or Ancestry()
-        start = pb.PutBlocksStart(
+        limits, sizes, ancestry = self._tools.limits, [len(buffer) for buffer in buffers], ancestry or Ancestry()
+        start = pb.PutStart(
             namespace=namespace.digest,
             keys=pack_keys(keys),
             sizes=pack_sizes(sizes),
@@ -66,23 +63,12 @@ class RemoteBlocks:
             first=ancestry.first,
             descents=pack_descents(ancestry.descents) if ancestry.descents else b"",
         )
-        opening = start.SerializeToString()
-
-        def answered(raw: bytes) -> StoredBlocks:
-            answer = parse(pb.PutBlocksResponse, raw)
-            if len(answer.stored) != len(keys):
-                raise InvalidRequest(f"the worker answered for {len(answer.stored)} blocks of {len(keys)}")
-            stored = list(map(bool, answer.stored))
-            return StoredBlocks(stored, stored, answer.reason)
 
         def send(endpoint: Endpoint, left_s: float) -> StoredBlocks:
-            stored = put_past_grpc(endpoint, start, partial(BlockCargo, buffers), answered, self._tools, left_s)
-            if stored is not None:
-                return stored
-            self._tools.counters.add(ClientCount.PUTS_GRPC)
-            outgoing = Outgoing(iter(buffers), opening)
-            raw = send_stream(endpoint.stream_out("PutBlocks"), outgoing, watch, limits.write_s, left_s)
-            answer = pb.PutBlocksResponse.FromString(raw)
+            answer = put_past_grpc(endpoint, start, partial(BlockCargo, buffers), self._tools, left_s)
+            if answer is None:
+                wanted, sections = keyed(namespace, keys, sizes), Buffers(buffers)
+                answer = put_over_grpc(endpoint, start, wanted, sections, self._tools, left_s)
             each = _each(answer.stored, keys)
             return StoredBlocks(each, each, answer.reason)
 

@@ -107,45 +107,53 @@ class MatchResponse(_message.Message):
     def __init__(self, chunks: _Optional[int] = ..., tokens: _Optional[int] = ..., each: _Optional[bytes] = ...) -> None: ...
 
 class PutRequest(_message.Message):
-    __slots__ = ("start", "checksums", "data")
+    __slots__ = ("start", "index", "data")
     START_FIELD_NUMBER: _ClassVar[int]
-    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
     start: PutStart
-    checksums: bytes
+    index: int
     data: bytes
-    def __init__(self, start: _Optional[_Union[PutStart, _Mapping]] = ..., checksums: _Optional[bytes] = ..., data: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, start: _Optional[_Union[PutStart, _Mapping]] = ..., index: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class PutStart(_message.Message):
-    __slots__ = ("namespace", "tokens", "first", "hints", "write")
+    __slots__ = ("namespace", "tokens", "first", "hints", "write", "keys", "sizes", "descents")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     FIRST_FIELD_NUMBER: _ClassVar[int]
     HINTS_FIELD_NUMBER: _ClassVar[int]
     WRITE_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    SIZES_FIELD_NUMBER: _ClassVar[int]
+    DESCENTS_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     tokens: bytes
     first: int
     hints: Hints
     write: Write
-    def __init__(self, namespace: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., first: _Optional[int] = ..., hints: _Optional[_Union[Hints, _Mapping]] = ..., write: _Optional[_Union[Write, str]] = ...) -> None: ...
+    keys: bytes
+    sizes: bytes
+    descents: bytes
+    def __init__(self, namespace: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., first: _Optional[int] = ..., hints: _Optional[_Union[Hints, _Mapping]] = ..., write: _Optional[_Union[Write, str]] = ..., keys: _Optional[bytes] = ..., sizes: _Optional[bytes] = ..., descents: _Optional[bytes] = ...) -> None: ...
 
 class PutResponse(_message.Message):
-    __slots__ = ("tokens_present", "chunks_written", "chunks_found", "bytes_written", "reason")
+    __slots__ = ("tokens_present", "chunks_written", "chunks_found", "bytes_written", "reason", "stored")
     TOKENS_PRESENT_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_WRITTEN_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_FOUND_FIELD_NUMBER: _ClassVar[int]
     BYTES_WRITTEN_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
     tokens_present: int
     chunks_written: int
     chunks_found: int
     bytes_written: int
     reason: str
-    def __init__(self, tokens_present: _Optional[int] = ..., chunks_written: _Optional[int] = ..., chunks_found: _Optional[int] = ..., bytes_written: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+    stored: bytes
+    def __init__(self, tokens_present: _Optional[int] = ..., chunks_written: _Optional[int] = ..., chunks_found: _Optional[int] = ..., bytes_written: _Optional[int] = ..., reason: _Optional[str] = ..., stored: _Optional[bytes] = ...) -> None: ...
 
 class GetRequest(_message.Message):
-    __slots__ = ("namespace", "tokens", "hold", "first", "chunks_max", "memory_only", "uncounted")
+    __slots__ = ("namespace", "tokens", "hold", "first", "chunks_max", "memory_only", "uncounted", "keys", "sizes")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     HOLD_FIELD_NUMBER: _ClassVar[int]
@@ -153,6 +161,8 @@ class GetRequest(_message.Message):
     CHUNKS_MAX_FIELD_NUMBER: _ClassVar[int]
     MEMORY_ONLY_FIELD_NUMBER: _ClassVar[int]
     UNCOUNTED_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    SIZES_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     tokens: bytes
     hold: bytes
@@ -160,17 +170,19 @@ class GetRequest(_message.Message):
     chunks_max: int
     memory_only: bool
     uncounted: bool
-    def __init__(self, namespace: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., hold: _Optional[bytes] = ..., first: _Optional[int] = ..., chunks_max: _Optional[int] = ..., memory_only: bool = ..., uncounted: bool = ...) -> None: ...
+    keys: bytes
+    sizes: bytes
+    def __init__(self, namespace: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., hold: _Optional[bytes] = ..., first: _Optional[int] = ..., chunks_max: _Optional[int] = ..., memory_only: bool = ..., uncounted: bool = ..., keys: _Optional[bytes] = ..., sizes: _Optional[bytes] = ...) -> None: ...
 
 class GetResponse(_message.Message):
-    __slots__ = ("start", "checksums", "data")
+    __slots__ = ("start", "index", "data")
     START_FIELD_NUMBER: _ClassVar[int]
-    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
     start: GetStart
-    checksums: bytes
+    index: int
     data: bytes
-    def __init__(self, start: _Optional[_Union[GetStart, _Mapping]] = ..., checksums: _Optional[bytes] = ..., data: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, start: _Optional[_Union[GetStart, _Mapping]] = ..., index: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class GetStart(_message.Message):
     __slots__ = ("chunks", "tokens")
@@ -302,42 +314,6 @@ class CountRefsResponse(_message.Message):
     refs: int
     def __init__(self, refs: _Optional[int] = ...) -> None: ...
 
-class PutBlocksRequest(_message.Message):
-    __slots__ = ("start", "checksums", "data")
-    START_FIELD_NUMBER: _ClassVar[int]
-    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
-    DATA_FIELD_NUMBER: _ClassVar[int]
-    start: PutBlocksStart
-    checksums: bytes
-    data: bytes
-    def __init__(self, start: _Optional[_Union[PutBlocksStart, _Mapping]] = ..., checksums: _Optional[bytes] = ..., data: _Optional[bytes] = ...) -> None: ...
-
-class PutBlocksStart(_message.Message):
-    __slots__ = ("namespace", "keys", "sizes", "hints", "write", "first", "descents")
-    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
-    KEYS_FIELD_NUMBER: _ClassVar[int]
-    SIZES_FIELD_NUMBER: _ClassVar[int]
-    HINTS_FIELD_NUMBER: _ClassVar[int]
-    WRITE_FIELD_NUMBER: _ClassVar[int]
-    FIRST_FIELD_NUMBER: _ClassVar[int]
-    DESCENTS_FIELD_NUMBER: _ClassVar[int]
-    namespace: bytes
-    keys: bytes
-    sizes: bytes
-    hints: Hints
-    write: Write
-    first: int
-    descents: bytes
-    def __init__(self, namespace: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., sizes: _Optional[bytes] = ..., hints: _Optional[_Union[Hints, _Mapping]] = ..., write: _Optional[_Union[Write, str]] = ..., first: _Optional[int] = ..., descents: _Optional[bytes] = ...) -> None: ...
-
-class PutBlocksResponse(_message.Message):
-    __slots__ = ("stored", "reason")
-    STORED_FIELD_NUMBER: _ClassVar[int]
-    REASON_FIELD_NUMBER: _ClassVar[int]
-    stored: bytes
-    reason: str
-    def __init__(self, stored: _Optional[bytes] = ..., reason: _Optional[str] = ...) -> None: ...
-
 class MatchBlocksRequest(_message.Message):
     __slots__ = ("namespace", "keys", "each", "sizes")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
@@ -359,30 +335,6 @@ class MatchBlocksResponse(_message.Message):
     present: bytes
     sizes: bytes
     def __init__(self, blocks: _Optional[int] = ..., present: _Optional[bytes] = ..., sizes: _Optional[bytes] = ...) -> None: ...
-
-class GetBlocksRequest(_message.Message):
-    __slots__ = ("namespace", "keys", "sizes", "hold", "uncounted")
-    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
-    KEYS_FIELD_NUMBER: _ClassVar[int]
-    SIZES_FIELD_NUMBER: _ClassVar[int]
-    HOLD_FIELD_NUMBER: _ClassVar[int]
-    UNCOUNTED_FIELD_NUMBER: _ClassVar[int]
-    namespace: bytes
-    keys: bytes
-    sizes: bytes
-    hold: bytes
-    uncounted: bool
-    def __init__(self, namespace: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., sizes: _Optional[bytes] = ..., hold: _Optional[bytes] = ..., uncounted: bool = ...) -> None: ...
-
-class GetBlocksResponse(_message.Message):
-    __slots__ = ("hits", "checksums", "data")
-    HITS_FIELD_NUMBER: _ClassVar[int]
-    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
-    DATA_FIELD_NUMBER: _ClassVar[int]
-    hits: bytes
-    checksums: bytes
-    data: bytes
-    def __init__(self, hits: _Optional[bytes] = ..., checksums: _Optional[bytes] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class SupersedeRequest(_message.Message):
     __slots__ = ("namespace", "tokens", "keys", "first", "unused_s")

@@ -94,20 +94,10 @@ class KVStoreStub(object):
                 request_serializer=kvstore_dot_v1_dot_kvstore__pb2.CountRefsRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1_dot_kvstore__pb2.CountRefsResponse.FromString,
                 _registered_method=True)
-        self.PutBlocks = channel.stream_unary(
-                '/kvstore.v1.KVStore/PutBlocks',
-                request_serializer=kvstore_dot_v1_dot_kvstore__pb2.PutBlocksRequest.SerializeToString,
-                response_deserializer=kvstore_dot_v1_dot_kvstore__pb2.PutBlocksResponse.FromString,
-                _registered_method=True)
         self.MatchBlocks = channel.unary_unary(
                 '/kvstore.v1.KVStore/MatchBlocks',
                 request_serializer=kvstore_dot_v1_dot_kvstore__pb2.MatchBlocksRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1_dot_kvstore__pb2.MatchBlocksResponse.FromString,
-                _registered_method=True)
-        self.GetBlocks = channel.unary_stream(
-                '/kvstore.v1.KVStore/GetBlocks',
-                request_serializer=kvstore_dot_v1_dot_kvstore__pb2.GetBlocksRequest.SerializeToString,
-                response_deserializer=kvstore_dot_v1_dot_kvstore__pb2.GetBlocksResponse.FromString,
                 _registered_method=True)
         self.Supersede = channel.unary_unary(
                 '/kvstore.v1.KVStore/Supersede',
@@ -156,18 +146,19 @@ class KVStoreServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Put(self, request_iterator, context):
-        """Stores chunks.  The first message has `start`, and may have data; then data, until the bytes of every full chunk from
-        start.first on were sent: fewer or more are INVALID_ARGUMENT.  First writer wins: what is there is not replaced.  The
-        answer may come before all data was sent, where a chunk before start.first is missing: then nothing was stored.
-        To send only what is missing, Match first and begin there.  What is acknowledged is stored, and complete chunks of a
-        stream that broke may be.
+        """Stores chunks of a prompt, or blocks.  The first message has `start`, and may have data; then the images of every full
+        chunk from start.first on, or of every block, in order: fewer or more are INVALID_ARGUMENT, and a damaged one is
+        DATA_LOSS.  First writer wins: what is there is not replaced.  The answer may come before all data was sent, where a
+        chunk before start.first is missing: then nothing was stored.  To send only what is missing, Match first and begin there.
+        What is acknowledged is stored, and complete chunks of a stream that broke may be.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Get(self, request, context):
-        """Finds and reads the longest stored prefix in one go, or reads what is held.  The first message has `start`.
+        """Finds and reads the longest stored prefix in one go, or reads what is held, or blocks.  The first message has `start`.
+        Images follow in order.  Of a prompt none follows a missing one; a missing block is left out.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -224,22 +215,8 @@ class KVStoreServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def PutBlocks(self, request_iterator, context):
-        """Stores blocks that an engine hashed itself.  The first message has `start`, and may have data.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def MatchBlocks(self, request, context):
         """How many leading keys are in the store.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def GetBlocks(self, request, context):
-        """Reads blocks.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -338,20 +315,10 @@ def add_KVStoreServicer_to_server(servicer, server):
                     request_deserializer=kvstore_dot_v1_dot_kvstore__pb2.CountRefsRequest.FromString,
                     response_serializer=kvstore_dot_v1_dot_kvstore__pb2.CountRefsResponse.SerializeToString,
             ),
-            'PutBlocks': grpc.stream_unary_rpc_method_handler(
-                    servicer.PutBlocks,
-                    request_deserializer=kvstore_dot_v1_dot_kvstore__pb2.PutBlocksRequest.FromString,
-                    response_serializer=kvstore_dot_v1_dot_kvstore__pb2.PutBlocksResponse.SerializeToString,
-            ),
             'MatchBlocks': grpc.unary_unary_rpc_method_handler(
                     servicer.MatchBlocks,
                     request_deserializer=kvstore_dot_v1_dot_kvstore__pb2.MatchBlocksRequest.FromString,
                     response_serializer=kvstore_dot_v1_dot_kvstore__pb2.MatchBlocksResponse.SerializeToString,
-            ),
-            'GetBlocks': grpc.unary_stream_rpc_method_handler(
-                    servicer.GetBlocks,
-                    request_deserializer=kvstore_dot_v1_dot_kvstore__pb2.GetBlocksRequest.FromString,
-                    response_serializer=kvstore_dot_v1_dot_kvstore__pb2.GetBlocksResponse.SerializeToString,
             ),
             'Supersede': grpc.unary_unary_rpc_method_handler(
                     servicer.Supersede,
@@ -709,33 +676,6 @@ class KVStore(object):
             _registered_method=True)
 
     @staticmethod
-    def PutBlocks(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_unary(
-            request_iterator,
-            target,
-            '/kvstore.v1.KVStore/PutBlocks',
-            kvstore_dot_v1_dot_kvstore__pb2.PutBlocksRequest.SerializeToString,
-            kvstore_dot_v1_dot_kvstore__pb2.PutBlocksResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
     def MatchBlocks(request,
             target,
             options=(),
@@ -752,33 +692,6 @@ class KVStore(object):
             '/kvstore.v1.KVStore/MatchBlocks',
             kvstore_dot_v1_dot_kvstore__pb2.MatchBlocksRequest.SerializeToString,
             kvstore_dot_v1_dot_kvstore__pb2.MatchBlocksResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def GetBlocks(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/kvstore.v1.KVStore/GetBlocks',
-            kvstore_dot_v1_dot_kvstore__pb2.GetBlocksRequest.SerializeToString,
-            kvstore_dot_v1_dot_kvstore__pb2.GetBlocksResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 
 from kvstore.counts import WorkerCount
 from kvstore.errors import InvalidRequest, Unavailable
-from kvstore.wire.frames import Frame, decode_frame
+from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.messages import parse
 from kvstore.wire.watch import Watch, Watched
 from kvstore.worker.call import Call
@@ -52,8 +52,8 @@ class Handlers:
 
         return grpc.unary_stream_rpc_method_handler(serve)
 
-    def stream_in(self, name: str, answer: Callable[[Any, Call], bytes]) -> Any:
-        """Returns the handler of a call that sends a stream."""
+    def put(self, name: str, answer: Callable[[Iterator[pb.PutRequest], Call], bytes]) -> Any:
+        """Returns the handler of a call that sends a stream of chunks."""
 
         def serve(messages: Iterator[bytes], context: Context) -> bytes:
             with self._calls.serving(name, context) as call, self._watched(context) as stream:
@@ -72,24 +72,24 @@ class Handlers:
         return self._watch.begin(self.limits.idle_s, self.limits.stream_s_max, cancel)
 
 
-def _arriving(messages: Iterator[bytes], stream: Watched) -> Iterator[Frame]:
-    """Yields the frames of a client, the first with ``start``.
+def _arriving(messages: Iterator[bytes], stream: Watched) -> Iterator[pb.PutRequest]:
+    """Yields the messages of a client, the first with ``start``.
 
     Waiting for the client counts as idle, our own work does not. Raises InvalidRequest if the first has no ``start`` or
     another has one; Unavailable if the watch ended it.
     """
     is_first = True
-    for message in messages:
+    for raw in messages:
         stream.busy()
-        frame = decode_frame(message)
-        if is_first != (frame.start is not None):
+        message = parse(pb.PutRequest, raw)
+        if is_first != message.HasField("start"):
             raise InvalidRequest(
                 "the first message of the stream has no start"
                 if is_first
                 else "a later message of the stream has a start"
             )
         is_first = False
-        yield frame
+        yield message
         stream.moved()
     if stream.expired:
         # gRPC may show a cancelled stream as one that ended.
@@ -99,10 +99,10 @@ def _arriving(messages: Iterator[bytes], stream: Watched) -> Iterator[Frame]:
     stream.busy()
 
 
-def _leaving(frames: Iterator[bytes], stream: Watched) -> Iterator[bytes]:
-    """Yields frames for a client. Waiting for the client counts as idle, our own work does not."""
+def _leaving(messages: Iterator[bytes], stream: Watched) -> Iterator[bytes]:
+    """Yields messages for a client. Waiting for the client counts as idle, our own work does not."""
     stream.busy()
-    for frame in frames:
+    for message in messages:
         stream.moved()
-        yield frame
+        yield message
         stream.busy()

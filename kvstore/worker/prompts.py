@@ -9,9 +9,10 @@ from kvstore.address import Chain
 from kvstore.errors import InvalidRequest
 from kvstore.format.descent import Ancestry
 from kvstore.namespace import DIGEST_BYTES, Namespace, NamespaceDigest
+from kvstore.node.handing import Asked
 from kvstore.node.holds import Hold
 from kvstore.node.member import Member
-from kvstore.node.wanted import Keyed, keyed
+from kvstore.node.wanted import Keyed, Wanted, keyed
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.messages import unpack_descents, unpack_keys, unpack_sizes, unpack_tokens
 from kvstore.wire.statuses import UnknownNamespace
@@ -52,25 +53,25 @@ class Prompts:
             tokens = tokens[: chunks_max * namespace.layout.chunk_tokens]
         return self._member.node.chains.of(namespace, tokens)
 
-    def chain_to_put(self, start: pb.PutStart, call: Call) -> Chain:
-        """Returns the full chunks of a prompt whose chunks from ``start.first`` are put. Raises as ``chain`` does."""
+    def to_put(self, start: pb.PutStart, call: Call) -> tuple[Wanted, int]:
+        """Returns the full chunks of a prompt, or blocks, and the first one that is put. Raises as ``chain`` does."""
+        if start.keys:
+            if start.tokens:
+                raise InvalidRequest("a Put has both keys of blocks and tokens: expected one of them")
+            namespace, keys = self.namespace(start.namespace, call), unpack_keys(start.keys)
+            ancestry = Ancestry(start.first, unpack_descents(start.descents, len(keys)) if start.descents else ())
+            return keyed(namespace, keys, unpack_sizes(start.sizes, len(keys)), ancestry), 0
         chain = self.chain(start.namespace, start.tokens, call)
         if start.first > len(chain):
             raise InvalidRequest(
                 f"first is {start.first}: expected at most {len(chain)}, the full chunks of the prompt"
             )
-        return chain
+        return chain, start.first
 
     def blocks(self, digest: bytes, packed_keys: bytes, packed_sizes: bytes, call: Call) -> Keyed:
         """Returns the blocks of a request. Raises as ``namespace`` does."""
         namespace, keys = self.namespace(digest, call), unpack_keys(packed_keys)
         return keyed(namespace, keys, unpack_sizes(packed_sizes, len(keys)))
-
-    def blocks_to_put(self, start: pb.PutBlocksStart, call: Call) -> Keyed:
-        """Returns the blocks of a put. Raises as ``namespace`` does."""
-        namespace, keys = self.namespace(start.namespace, call), unpack_keys(start.keys)
-        ancestry = Ancestry(start.first, unpack_descents(start.descents, len(keys)) if start.descents else ())
-        return keyed(namespace, keys, unpack_sizes(start.sizes, len(keys)), ancestry)
 
     def block_hold(self, hold_id: bytes, namespace: Namespace) -> Hold | None:
         """Returns the hold to read blocks of ``namespace`` under; None if the request names none.
@@ -101,6 +102,19 @@ class Prompts:
         if request.chunks_max:
             tokens = tokens[: request.chunks_max * namespace.layout.chunk_tokens]
         return self._member.node.chains.of(namespace, tokens)
+
+    @contextmanager
+    def asked(self, request: pb.GetRequest, call: Call) -> Iterator[tuple[Asked, int]]:
+        """Yields the chunks or blocks of a read, and how many of them it may send: of a prompt those that are there."""
+        if request.keys:
+            if request.tokens:
+                raise InvalidRequest("a Get has both keys of blocks and tokens: expected one of them")
+            wanted = self.blocks(request.namespace, request.keys, request.sizes, call)
+            self.settle_blocks(wanted.namespace, wanted.keys)
+            yield Asked(wanted, self.block_hold(request.hold, wanted.namespace)), len(wanted)
+            return
+        with self.held(request, call) as (hold, count):
+            yield Asked(hold.chain, hold), count
 
     @contextmanager
     def held(self, request: pb.GetRequest, call: Call) -> Iterator[tuple[Hold, int]]:

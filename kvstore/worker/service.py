@@ -137,7 +137,7 @@ class Service:
 
     def handler(self) -> grpc.GenericRpcHandler:
         """Returns all calls, for a server."""
-        unary, many, stream_in = self.handlers.unary, self.handlers.many, self.handlers.stream_in
+        unary, many = self.handlers.unary, self.handlers.many
         return grpc.method_handlers_generic_handler(
             SERVICE,
             {
@@ -145,15 +145,13 @@ class Service:
                 "OpenNamespace": unary("OpenNamespace", UnaryCall(pb.OpenNamespaceRequest, self._open_namespace)),
                 "ListNamespaces": many("ListNamespaces", pb.ListNamespacesRequest, self._list_namespaces),
                 "Match": unary("Match", UnaryCall(pb.MatchRequest, self._match)),
-                "Put": stream_in("Put", self._putting.put),
+                "Put": self.handlers.put("Put", self._putting.put),
                 "Get": many("Get", pb.GetRequest, self._getting.get),
                 "Renew": unary("Renew", UnaryCall(pb.RenewRequest, self._renew, light=True)),
                 "Pin": unary("Pin", UnaryCall(pb.PinRequest, self._pins.pin)),
                 "Unpin": unary("Unpin", UnaryCall(pb.UnpinRequest, self._pins.unpin)),
                 "ListPins": many("ListPins", pb.ListPinsRequest, self._pins.list),
                 "CountRefs": unary("CountRefs", UnaryCall(pb.CountRefsRequest, self._pins.count_refs)),
-                "PutBlocks": stream_in("PutBlocks", self._putting.put_blocks),
-                "GetBlocks": many("GetBlocks", pb.GetBlocksRequest, self._getting.get_blocks),
                 "Supersede": unary("Supersede", UnaryCall(pb.SupersedeRequest, self._supersede)),
                 "Clear": unary("Clear", UnaryCall(pb.ClearRequest, self._clear)),
                 "Stats": unary("Stats", UnaryCall(pb.StatsRequest, self._stats, light=True)),

@@ -77,14 +77,12 @@ def digest_of(served: Served) -> bytes:
 
 
 def get_request(served: Served, mode: int) -> bytes:
-    message = pb.GetBlocksRequest(namespace=digest_of(served), keys=pack_keys(KEYS), sizes=pack_sizes([SIZE] * COUNT))
+    message = pb.GetRequest(namespace=digest_of(served), keys=pack_keys(KEYS), sizes=pack_sizes([SIZE] * COUNT))
     return encode_request(WAIT_S, mode, message.SerializeToString())
 
 
 def put_request(served: Served, sizes: list[int] | None = None) -> bytes:
-    start = pb.PutBlocksStart(
-        namespace=digest_of(served), keys=pack_keys(KEYS), sizes=pack_sizes(sizes or [SIZE] * COUNT)
-    )
+    start = pb.PutStart(namespace=digest_of(served), keys=pack_keys(KEYS), sizes=pack_sizes(sizes or [SIZE] * COUNT))
     return encode_request(WAIT_S, 0, start.SerializeToString())
 
 
@@ -110,21 +108,21 @@ def test_what_makes_no_sense_is_refused(served: Served) -> None:
             digest = bytes(32)
         elif case == "timeout":
             timeout_s = -1.0
-        message = pb.GetBlocksRequest(namespace=digest, keys=keys, sizes=sizes).SerializeToString()
+        message = pb.GetRequest(namespace=digest, keys=keys, sizes=sizes).SerializeToString()
         with greeted(served, "tcp" if "tcp" in case else "shared") as channel:
-            channel.send(Kind.GET_BLOCKS, 1, [encode_request(timeout_s, mode, message)])
+            channel.send(Kind.GET, 1, [encode_request(timeout_s, mode, message)])
             assert refusal_of(channel)
 
 
 def test_each_block_wanted_is_answered_for(served: Served) -> None:
     """Four are in memory, two nowhere; files are handed over for reading only."""
     with greeted(served, "shared") as channel:
-        channel.send(Kind.GET_BLOCKS, 1, [get_request(served, Mode.SLOTS)])
+        channel.send(Kind.GET, 1, [get_request(served, Mode.SLOTS)])
         lent = decode_slots(channel.receive_frame(Kind.SLOTS)[1])
         os.close(channel.take_files(1)[0])
         assert [offset == NOT_LENT for offset in lent.offsets] == [False] * 4 + [True] * 2
         channel.receive_frame(Kind.END)
-        channel.send(Kind.GET_BLOCKS, 2, [get_request(served, Mode.FILES)])
+        channel.send(Kind.GET, 2, [get_request(served, Mode.FILES)])
         assert decode_slots(channel.receive_frame(Kind.SLOTS)[1]).offsets == ()
         assert channel.receive_frame(Kind.FILES)[1] == encode_span(0, 4)
         for fd in channel.take_files(4):
@@ -133,7 +131,7 @@ def test_each_block_wanted_is_answered_for(served: Served) -> None:
             os.close(fd)
         channel.receive_frame(Kind.END)
         channel.send(Kind.TAKEN, 2)
-        channel.send(Kind.GET_BLOCKS, 3, [get_request(served, Mode.STREAM)])
+        channel.send(Kind.GET, 3, [get_request(served, Mode.STREAM)])
         channel.receive_frame(Kind.SLOTS)
         head = channel.receive_head()
         assert head.kind is Kind.IMAGES
@@ -147,7 +145,7 @@ def test_each_block_wanted_is_answered_for(served: Served) -> None:
 @BOTH
 def test_more_than_a_run_in_one_frame_is_refused(served: Served, way: str) -> None:
     with greeted(served, way) as channel:
-        channel.send(Kind.PUT_BLOCKS, 1, [put_request(served, sizes=[2 << 20] * COUNT)])
+        channel.send(Kind.PUT, 1, [put_request(served, sizes=[2 << 20] * COUNT)])
         channel.receive_frame(Kind.READY)
         send_head(channel, Kind.CHUNKS, 1, 8 + 5 * ((2 << 20) + 8))
         channel.send_bytes([memoryview(encode_span(0, 5))])
@@ -166,9 +164,9 @@ def test_any_frames_leave_the_worker_as_it_was(served: Served, way: str) -> None
             put = choose.random() < 0.3
             with suppress(LinkBroken, LinkLate):
                 if put:
-                    channel.send(Kind.PUT_BLOCKS, 1, [put_request(served)])
+                    channel.send(Kind.PUT, 1, [put_request(served)])
                 else:
-                    channel.send(Kind.GET_BLOCKS, 1, [get_request(served, choose.choice([*Mode]))])
+                    channel.send(Kind.GET, 1, [get_request(served, choose.choice([*Mode]))])
                 for _ in range(12):
                     kind = choose.choice([Kind.TAKEN, Kind.TAKEN, Kind.END, Kind.CHUNKS, Kind.PLACED])
                     span = encode_span(choose.choice([0, 1, 5, 6, 1 << 31]), choose.choice([0, 1, 6, 64, 1 << 31]))

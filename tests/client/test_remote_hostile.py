@@ -18,23 +18,25 @@ import pytest
 
 from kvstore import Layout
 from kvstore.client.limits import ClientLimits
-from kvstore.errors import HoldBroken, KVStoreError, Unavailable
+from kvstore.errors import KVStoreError, Unavailable
+from kvstore.namespace import Namespace
+from kvstore.node.wanted import keyed
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.v1.kvstore_pb2_grpc import KVStoreServicer, add_KVStoreServicer_to_server
 from kvstore.wire.bulk.sockets import dial_tcp
 from tests.kit.cases import for_each
 from tests.kit.patience import stretched
 from tests.kit.stores import SMALL, kv_of, same
-from tests.kit.workers import WAIT_S, connected, sections_of, serving, sums_of, tokens_of
+from tests.kit.workers import WAIT_S, chain_of, connected, images_of, sections_of, serving, tokens_of
 
 pytestmark = pytest.mark.slow
 
 TOKENS = np.arange(4 * SMALL.chunk_tokens)
 KV = kv_of(SMALL, TOKENS)
-SECTIONS = sections_of(KV, SMALL)
-DATA = b"".join(SECTIONS)
-SUMS = sums_of(SECTIONS)
-CHUNK, CHUNK_SUMS = SMALL.chunk_bytes, 8 * SMALL.section_count
+NAMESPACE = Namespace.of("m", SMALL)
+IMAGES = images_of(chain_of(SMALL, TOKENS), sections_of(KV, SMALL))
+KEYS = [bytes(16), bytes(range(16))]
+BLOCK_IMAGES = images_of(keyed(NAMESPACE, KEYS, [3, 3]), [b"abc", b"def"])
 HASTY = stretched(
     ClientLimits(match_s=2.0, read_s=0.5, write_s=2.0, pin_s=5.0), "match_s", "read_s", "write_s", "pin_s"
 )
@@ -47,13 +49,12 @@ Answer = Callable[[Any, grpc.ServicerContext], Iterator[Any]]
 class Liar(KVStoreServicer):
     """A worker that answers reads as it was told to."""
 
-    def __init__(self, get: Answer | None = None, blocks: Answer | None = None) -> None:
+    def __init__(self, get: Answer | None = None) -> None:
         self._get = get
-        self._blocks = blocks
         self.ended = threading.Event()
 
     def OpenNamespace(self, request: pb.OpenNamespaceRequest, context: object) -> pb.OpenNamespaceResponse:
-        return pb.OpenNamespaceResponse(digest=bytes(32))
+        return pb.OpenNamespaceResponse(digest=NAMESPACE.digest)
 
     def Hold(self, request: pb.HoldRequest, context: object) -> pb.HoldResponse:
         return pb.HoldResponse(hold=bytes(16), chunks=4, tokens=len(TOKENS))
@@ -64,10 +65,6 @@ class Liar(KVStoreServicer):
     def Get(self, request: pb.GetRequest, context: grpc.ServicerContext) -> Iterator[pb.GetResponse]:
         assert self._get is not None
         yield from self._get(request, context)
-
-    def GetBlocks(self, request: pb.GetBlocksRequest, context: grpc.ServicerContext) -> Iterator[pb.GetBlocksResponse]:
-        assert self._blocks is not None
-        yield from self._blocks(request, context)
 
     def Put(self, messages: Iterator[pb.PutRequest], context: grpc.ServicerContext) -> pb.PutResponse:
         self.ended.wait(WAIT_S)  # takes nothing and says nothing
@@ -95,50 +92,41 @@ def frames(*messages: pb.GetResponse) -> Answer:
     return lambda request, context: iter(messages)
 
 
+def image(index: int, data: bytes = b"") -> pb.GetResponse:
+    return pb.GetResponse(index=index, data=data or IMAGES[index])
+
+
+def flipped(index: int, position: int) -> pb.GetResponse:
+    data = bytearray(IMAGES[index])
+    data[position] ^= 1
+    return image(index, bytes(data))
+
+
 def broken_off(request: object, context: grpc.ServicerContext) -> Iterator[pb.GetResponse]:
-    yield START
-    yield pb.GetResponse(data=DATA[: 2 * CHUNK + 10], checksums=SUMS[: 2 * CHUNK_SUMS])
+    yield from (START, image(0), image(1), image(2, IMAGES[2][:5000]))
     context.abort(grpc.StatusCode.INTERNAL, "gone")
 
 
 def silent(request: object, context: grpc.ServicerContext) -> Iterator[pb.GetResponse]:
     ended = threading.Event()
     context.add_callback(ended.set)
-    yield START
-    yield pb.GetResponse(data=DATA[:CHUNK], checksums=SUMS[:CHUNK_SUMS])
+    yield from (START, image(0))
     ended.wait(WAIT_S)
 
 
-def flipped(position: int) -> bytes:
-    data = bytearray(DATA)
-    data[position] ^= 1
-    return bytes(data)
-
-
+ALL = [image(index) for index in range(4)]
 GETS: dict[str, tuple[Answer, int]] = {
     "nothing": (frames(), 0),
-    "no start": (frames(pb.GetResponse(data=DATA, checksums=SUMS)), 0),
+    "no start": (frames(*ALL), 0),
     "only a start": (frames(START), 0),
-    "more chunks than asked for": (
-        frames(pb.GetResponse(start=pb.GetStart(chunks=2**31)), pb.GetResponse(data=DATA, checksums=SUMS)),
-        4,
-    ),
-    "more bytes than announced": (frames(START, pb.GetResponse(data=DATA + b"x", checksums=SUMS)), 0),
-    "a wrong byte in the first chunk": (frames(START, pb.GetResponse(data=flipped(3), checksums=SUMS)), 0),
-    "a wrong byte in the third chunk": (
-        frames(
-            START,
-            pb.GetResponse(data=flipped(2 * CHUNK + 3)[:CHUNK], checksums=SUMS[:CHUNK_SUMS]),
-            pb.GetResponse(data=DATA[CHUNK : 2 * CHUNK], checksums=SUMS[CHUNK_SUMS : 2 * CHUNK_SUMS]),
-            pb.GetResponse(data=flipped(2 * CHUNK + 3)[2 * CHUNK :], checksums=SUMS[2 * CHUNK_SUMS :]),
-        ),
-        2,
-    ),
-    "no checksums": (frames(START, pb.GetResponse(data=DATA)), 0),
-    "an end within a chunk": (
-        frames(START, pb.GetResponse(data=DATA[: CHUNK + 9], checksums=SUMS[:CHUNK_SUMS])),
-        1,
-    ),
+    "more chunks than asked for": (frames(pb.GetResponse(start=pb.GetStart(chunks=2**31)), *ALL), 4),
+    "more chunks than announced": (frames(START, *ALL, image(4, IMAGES[3])), 4),
+    "more bytes than an image": (frames(START, image(0, IMAGES[0] + b"x")), 0),
+    "a chunk twice": (frames(START, image(0), image(0)), 1),
+    "another chunk": (frames(START, image(0, IMAGES[1])), 0),
+    "a wrong byte in the first header": (frames(START, flipped(0, 70), *ALL[1:]), 0),
+    "a wrong byte in the third chunk": (frames(START, *ALL[:2], flipped(2, 5000), ALL[3]), 2),
+    "an end within a chunk": (frames(START, image(0), image(1, IMAGES[1][:5000])), 1),
     "an error in the middle": (broken_off, 2),
     "silence in the middle": (silent, 1),
 }
@@ -165,34 +153,21 @@ def test_a_get_that_is_answered_wrongly(name: str) -> None:
         assert same(out, after)  # nobody wrote into it after the return
 
 
-# Bytes behind the last layer are noticed when the caller has all layers, each of them verified.
-@for_each("name", [name for name in GETS if name != "more bytes than announced"])
-def test_layers_that_are_answered_wrongly(name: str) -> None:
-    answer, _ = GETS[name]
-    limits = HASTY if answer is silent else ClientLimits()
-    with lying(Liar(answer)) as address, connected(address, limits=limits) as store:
-        with store.namespace("m", SMALL).hold(TOKENS) as hold, pytest.raises(HoldBroken):
-            for layer, k, v in hold.layers():
-                # Chunk by chunk is not layer by layer, but no checksum tells, so this liar is believed for a while.
-                assert (k.size, v.size) == (KV[layer, 0].size, KV[layer, 1].size)
-
-
-BLOCKS: dict[str, tuple[pb.GetBlocksResponse, ...]] = {
-    "nothing": (),
-    "too many hits": (pb.GetBlocksResponse(hits=b"\1\1\1", data=b"abcdef", checksums=sums_of([b"abc", b"def"])),),
-    "hits before the last ones came": (pb.GetBlocksResponse(hits=b"\1"), pb.GetBlocksResponse(hits=b"\1")),
-    "a wrong checksum": (pb.GetBlocksResponse(hits=b"\1\1", data=b"abcdef", checksums=sums_of([b"abd", b"def"])),),
-    "data without hits": (pb.GetBlocksResponse(data=b"abcdef", checksums=sums_of([b"abc", b"def"])),),
-    "data for a miss": (pb.GetBlocksResponse(hits=b"\0\0", data=b"abc", checksums=sums_of([b"abc"])),),
+BLOCKS: dict[str, tuple[list[pb.GetResponse], list[bool]]] = {
+    "nothing": ([], [False, False]),
+    "one block": ([START, pb.GetResponse(index=1, data=BLOCK_IMAGES[1])], [False, True]),
+    "a block that was not asked for": ([START, pb.GetResponse(index=2, data=BLOCK_IMAGES[1])], [False, False]),
+    "the block of another key": ([START, pb.GetResponse(index=0, data=BLOCK_IMAGES[1])], [False, False]),
+    "a wrong byte": ([START, pb.GetResponse(index=0, data=BLOCK_IMAGES[0][:-1] + b"x")], [False, False]),
 }
 
 
 @for_each("name", BLOCKS)
 def test_blocks_that_are_answered_wrongly(name: str) -> None:
-    with lying(Liar(blocks=lambda request, context: iter(BLOCKS[name]))) as address:
-        with connected(address) as store:
-            buffers = [bytearray(3), bytearray(3)]
-            assert store.namespace("m", SMALL).blocks.get([bytes(16), bytes(17)], buffers) == [False, False]
+    answer, hits = BLOCKS[name]
+    with lying(Liar(frames(*answer))) as address, connected(address) as store:
+        buffers = [bytearray(3), bytearray(3)]
+        assert store.namespace("m", SMALL).blocks.get(KEYS, buffers) == hits
 
 
 def test_a_put_that_nobody_takes_returns_in_time_and_lets_go_of_the_memory() -> None:

@@ -8,7 +8,7 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,12 +20,16 @@ import numpy.typing as npt
 
 import kvstore
 from kvstore import Layout
+from kvstore.address import Chain
 from kvstore.client.bulk.way import Bulk
 from kvstore.client.limits import ClientLimits
 from kvstore.client.store import Store
 from kvstore.format.checksum import checksum
+from kvstore.format.header import Incarnation, decode, encode
+from kvstore.namespace import Namespace
 from kvstore.node.limits import Limits
 from kvstore.node.member import Member
+from kvstore.node.wanted import Wanted, expected_of
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
@@ -129,9 +133,51 @@ def sections_of(kv: npt.NDArray[Any], layout: Layout) -> list[bytes]:
     return found
 
 
-def sums_of(parts: Sequence[bytes]) -> bytes:
-    """Their checksums as on the wire."""
-    return b"".join(checksum(part).to_bytes(8, "little") for part in parts)
+def images_of(wanted: Wanted, sections: Sequence[bytes]) -> list[bytes]:
+    """The images of all chunks or blocks, in order, that have these sections."""
+    found = []
+    for index in range(len(wanted)):
+        expected = expected_of(wanted, index)
+        own = sections[index * expected.section_count :][: expected.section_count]
+        header = encode(expected, Incarnation(bytes(16)), list(map(checksum, own)))
+        found.append(bytes(header) + b"".join(own))
+    return found
+
+
+def chain_of(layout: Layout, tokens: Sequence[int] | npt.NDArray[Any], name: str = "m") -> Chain:
+    """The chunks of a prompt in the namespace that ``opened`` opens."""
+    return Chain.of(Namespace.of(name, layout), np.asarray(tokens, np.uint32))
+
+
+def put_messages(
+    start: pb.PutStart, images: Sequence[bytes], first: int = 0, cut: int = 2 << 20
+) -> list[pb.PutRequest]:
+    """The stream of a Put of images from index ``first`` on, with ``cut`` bytes in each message."""
+    return [pb.PutRequest(start=start)] + [
+        pb.PutRequest(index=first + number, data=image[at : at + cut])
+        for number, image in enumerate(images)
+        for at in range(0, len(image), cut)
+    ]
+
+
+def got(messages: Iterable[pb.GetResponse]) -> tuple[int, dict[int, bytes]]:
+    """The answer to a Get: the chunks found, and the sections of each image by its index, verified."""
+    first, *rest = messages
+    assert first.HasField("start") and not any(message.HasField("start") for message in rest)
+    assert all(len(message.SerializeToString()) <= 4 << 20 for message in [first, *rest])
+    images: dict[int, bytes] = {}
+    for message in rest:
+        images[message.index] = images.get(message.index, b"") + message.data
+    found = {}
+    for index, image in images.items():
+        header = decode(image)
+        assert len(image) == header.file_bytes
+        sections = image[header.header_bytes :]
+        size = header.section_bytes
+        parts = [sections[at : at + size] for at in range(0, len(sections), size)]
+        assert tuple(map(checksum, parts)) == header.checksums
+        found[index] = sections
+    return first.start.chunks, found
 
 
 def refused(call: Callable[[], object]) -> tuple[grpc.StatusCode, str, str]:

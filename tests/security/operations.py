@@ -15,11 +15,10 @@ from kvstore.v1.control_pb2_grpc import ControlStub
 from kvstore.v1.kvstore_pb2_grpc import KVStoreStub
 from kvstore.wire.bulk.frames import SHORT_CALLS, Kind, Mode, encode_request
 from tests.kit.stores import SMALL, kv_of
-from tests.kit.workers import WAIT_S, packed, sections_of, sums_of
+from tests.kit.workers import WAIT_S, packed
 
 TOKENS = np.arange(3 * SMALL.chunk_tokens)
 KV = kv_of(SMALL, TOKENS)
-SECTIONS = sections_of(KV, SMALL)
 LAYOUT = pb.Layout(**SMALL.to_dict())
 BLOCK, KEY = b"a block", b"k" * 16
 PROMPT, KEYS, SIZES = packed(TOKENS), bytes([16]) + KEY, len(BLOCK).to_bytes(4, "little")
@@ -80,15 +79,8 @@ def bulk(method: str, need: str, kind: Kind, request: Callable[[Cell], Any], mod
 
 
 def put(cell: Cell) -> None:
-    start = pb.PutStart(namespace=cell.digest, tokens=packed(TOKENS + 10_000))
-    messages = [pb.PutRequest(start=start), pb.PutRequest(checksums=sums_of(SECTIONS), data=b"".join(SECTIONS))]
-    cell.kv.Put(iter(messages), timeout=WAIT_S, metadata=cell.metadata)
-
-
-def put_blocks(cell: Cell) -> None:
-    start = pb.PutBlocksStart(namespace=cell.digest, keys=bytes([16]) + b"n" * 16, sizes=SIZES)
-    messages = [pb.PutBlocksRequest(start=start), pb.PutBlocksRequest(checksums=sums_of([BLOCK]), data=BLOCK)]
-    cell.kv.PutBlocks(iter(messages), timeout=WAIT_S, metadata=cell.metadata)
+    start = pb.PutStart(namespace=cell.digest, tokens=packed(TOKENS[:1]))  # no full chunk
+    cell.kv.Put(iter([pb.PutRequest(start=start)]), timeout=WAIT_S, metadata=cell.metadata)
 
 
 def prompt(kind: Callable[..., Any], **more: Any) -> Callable[[Cell], Any]:
@@ -118,16 +110,15 @@ OPERATIONS = {
     "unpin": one("Unpin", "write", lambda cell: pb.UnpinRequest(id=cell.pin)),
     "list pins": one("ListPins", "any:read", lambda cell: pb.ListPinsRequest()),
     "count refs": one("CountRefs", "read", prompt(pb.CountRefsRequest)),
-    "put blocks": Operation("PutBlocks", "write", put_blocks),
     "match blocks": one("MatchBlocks", "read", blocks(pb.MatchBlocksRequest)),
-    "get blocks": one("GetBlocks", "read", blocks(pb.GetBlocksRequest, sizes=SIZES)),
+    "get blocks": one("Get", "read", blocks(pb.GetRequest, sizes=SIZES)),
     "supersede": one("Supersede", "write", blocks(pb.SupersedeRequest)),
     "clear": one("Clear", "admin", lambda cell: pb.ClearRequest(namespace=cell.digest)),
     "stats": one("Stats", "any:read", lambda cell: pb.StatsRequest()),
     "open bulk": one("OpenBulk", "any:read", lambda cell: pb.OpenBulkRequest()),
     "bulk get": bulk("Get", "read", Kind.GET, prompt(pb.GetRequest)),
     "bulk get of memory": bulk("Get", "read", Kind.GET, prompt(pb.GetRequest, memory_only=True)),
-    "bulk get blocks": bulk("GetBlocks", "read", Kind.GET_BLOCKS, blocks(pb.GetBlocksRequest, sizes=SIZES)),
+    "bulk get blocks": bulk("Get", "read", Kind.GET, blocks(pb.GetRequest, sizes=SIZES)),
     "bulk put": bulk(
         "Put", "write", Kind.PUT, lambda cell: pb.PutStart(namespace=cell.digest, tokens=packed(TOKENS + 20_000)), 0
     ),

@@ -36,16 +36,18 @@ from tests.kit.workers import (
     WAIT_S,
     Served,
     Several,
+    chain_of,
     connected,
     eventually,
+    images_of,
     opened,
     packed,
+    put_messages,
     raw_channel,
     raw_stub,
     refused,
     sections_of,
     serving,
-    sums_of,
     tokens_of,
     worker_process,
 )
@@ -54,7 +56,7 @@ pytestmark = pytest.mark.slow
 
 TOKENS = np.arange(4 * SMALL.chunk_tokens)
 KV = kv_of(SMALL, TOKENS)
-SECTIONS = sections_of(KV, SMALL)
+IMAGES = images_of(chain_of(SMALL, TOKENS), sections_of(KV, SMALL))
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -187,9 +189,10 @@ def test_a_put_in_progress_is_finished_and_new_calls_are_refused() -> None:
         go_on = threading.Event()
 
         def slowly() -> Iterator[pb.PutRequest]:
-            yield pb.PutRequest(start=pb.PutStart(namespace=digest, tokens=packed(TOKENS)))
+            start, *images = put_messages(pb.PutStart(namespace=digest, tokens=packed(TOKENS)), IMAGES)
+            yield start
             go_on.wait(WAIT_S)
-            yield pb.PutRequest(data=b"".join(SECTIONS), checksums=sums_of(SECTIONS))
+            yield from images
 
         put = threads.submit(lambda: stub.Put(slowly(), timeout=WAIT_S))
         eventually(lambda: served.worker.service.in_flight.count, "the put was accepted")

@@ -23,24 +23,26 @@ from tests.kit.stores import SMALL, kv_of, same
 from tests.kit.workers import (
     WAIT_S,
     Served,
+    chain_of,
     connected,
     eventually,
+    images_of,
     opened,
     packed,
+    put_messages,
     raw_channel,
     raw_stub,
     refused,
     sections_of,
     serving,
-    sums_of,
 )
 
 SIZE = SMALL.chunk_tokens
 TOKENS = np.arange(4 * SIZE)
 KV = kv_of(SMALL, TOKENS)
 SECTIONS = sections_of(KV, SMALL)
-DATA = b"".join(SECTIONS)
-SUMS = sums_of(SECTIONS)
+IMAGES = images_of(chain_of(SMALL, TOKENS), SECTIONS)
+KEY = b"\x10" + bytes(16)
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 
 
@@ -91,29 +93,26 @@ def put_of(digest: bytes, *rest: pb.PutRequest) -> Iterator[pb.PutRequest]:
     return iter([pb.PutRequest(start=start(digest)), *rest])
 
 
+def images(*which: int) -> list[pb.PutRequest]:
+    return [pb.PutRequest(index=index, data=IMAGES[index]) for index in which]
+
+
 WRONG_PUTS: dict[str, tuple[Callable[[bytes], Iterator[pb.PutRequest]], str]] = {
     "no message at all": (lambda _: iter(()), "no message: expected one with start"),
     "no start": (lambda _: iter([pb.PutRequest(data=b"x")]), "first message of the stream has no start"),
     "two starts": (lambda ns: put_of(ns, pb.PutRequest(start=start(ns))), "later message of the stream has a start"),
-    "no data": (put_of, "ended within chunk 0"),
+    "no data": (put_of, "ended before chunk 0"),
     "a short chunk": (
-        lambda ns: put_of(ns, pb.PutRequest(data=DATA[:-1], checksums=SUMS[:-8])),
-        "ended within chunk 3",
+        lambda ns: put_of(ns, *images(0, 1, 2), pb.PutRequest(index=3, data=IMAGES[3][:-1])),
+        "ended within image 3",
     ),
-    "a chunk too few": (
-        lambda ns: put_of(
-            ns,
-            pb.PutRequest(data=DATA[: 3 * SMALL.chunk_bytes], checksums=SUMS[: 3 * SMALL.section_count * 8]),
-        ),
-        "ended within chunk 3",
+    "a chunk too few": (lambda ns: put_of(ns, *images(0, 1, 2)), "ended before chunk 3"),
+    "a chunk too many": (
+        lambda ns: put_of(ns, *images(0, 1, 2, 3), pb.PutRequest(index=4, data=IMAGES[3])),
+        "image of chunk 4 came: expected 4, of 4",
     ),
-    "extra bytes": (lambda ns: put_of(ns, pb.PutRequest(data=DATA + b"x", checksums=SUMS)), "1 bytes more"),
-    "no checksums": (lambda ns: put_of(ns, pb.PutRequest(data=DATA)), "no checksum for part 0"),
-    "too many checksums": (
-        lambda ns: put_of(ns, pb.PutRequest(data=DATA, checksums=SUMS + bytes(8))),
-        "bytes of checksums: expected",
-    ),
-    "half a checksum": (lambda ns: put_of(ns, pb.PutRequest(data=DATA, checksums=SUMS[:-4])), "no checksum for part"),
+    "chunks out of order": (lambda ns: put_of(ns, *images(1)), "image of chunk 1 came: expected 0, of 4"),
+    "extra bytes": (lambda ns: put_of(ns, pb.PutRequest(data=IMAGES[0] + b"x")), "image 0 has 1 bytes more"),
     "first behind the end": (
         lambda ns: iter([pb.PutRequest(start=start(ns, first=5))]),
         "first is 5: expected at most 4",
@@ -136,24 +135,28 @@ def test_a_put_that_is_wrong(stub: KVStoreStub, digest: bytes, name: str) -> Non
     assert says in message
 
 
-@for_each("section", [0, 5, len(SECTIONS) - 1])
-def test_a_section_that_changed_on_the_way_is_not_stored(
-    served: Served, stub: KVStoreStub, digest: bytes, section: int
-) -> None:
+@for_each("place", [60, 130, 4096 + 7, -1])
+def test_damaged_image_is_not_stored(served: Served, stub: KVStoreStub, digest: bytes, place: int) -> None:
     before = served.worker.service.counters()["wire_damaged"]
-    tokens = packed(TOKENS + 1000 * (section + 1))
-    data = bytearray(DATA)
-    data[section * SMALL.section_bytes + 7] ^= 16
-    request = pb.PutRequest(start=pb.PutStart(namespace=digest, tokens=tokens), data=bytes(data), checksums=SUMS)
-    code, message, kind = refused(lambda: stub.Put(iter([request]), timeout=WAIT_S))
+    tokens = TOKENS + 1000 * (place + 2)
+    *good, last = images_of(chain_of(SMALL, tokens), SECTIONS)
+    damaged = bytearray(last)
+    damaged[place] ^= 16
+    begin = pb.PutStart(namespace=digest, tokens=packed(tokens))
+    code, message, kind = refused(lambda: stub.Put(iter(put_messages(begin, [*good, bytes(damaged)])), timeout=WAIT_S))
     assert (code, kind) == (grpc.StatusCode.DATA_LOSS, "BrokenTransfer")
-    assert f"part {section}" in message
+    assert "image 3 changed on the way" in message
     assert served.worker.service.counters()["wire_damaged"] == before + 1
-    # At most the chunks that were whole before it are there, and those are right.
-    found = stub.Match(pb.MatchRequest(namespace=digest, tokens=tokens), timeout=WAIT_S).chunks
-    assert found <= section // SMALL.section_count
-    sent = b"".join(each.data for each in stub.Get(pb.GetRequest(namespace=digest, tokens=tokens), timeout=WAIT_S))
-    assert sent == DATA[: len(sent)]
+    assert stub.Match(pb.MatchRequest(namespace=digest, tokens=packed(tokens)), timeout=WAIT_S).chunks <= 3
+
+
+def test_image_of_other_tokens_is_not_stored(stub: KVStoreStub, digest: bytes) -> None:
+    """A bit that flips in the tokens of a put makes no other prompt of it."""
+    tokens = packed(TOKENS + 50_000)
+    messages = put_messages(pb.PutStart(namespace=digest, tokens=tokens), IMAGES)
+    code, _, _ = refused(lambda: stub.Put(iter(messages), timeout=WAIT_S))
+    assert code is grpc.StatusCode.DATA_LOSS
+    assert not stub.Match(pb.MatchRequest(namespace=digest, tokens=tokens), timeout=WAIT_S).chunks
 
 
 def unary_calls(digest: bytes, tokens: bytes) -> dict[str, Callable[[KVStoreStub], object]]:
@@ -173,16 +176,12 @@ def unary_calls(digest: bytes, tokens: bytes) -> dict[str, Callable[[KVStoreStub
 NAMES = list(unary_calls(b"", b""))
 
 
-@for_each("name", [*NAMES, "Clear", "MatchBlocks", "GetBlocks", "PutBlocks"])
+@for_each("name", [*NAMES, "Clear", "MatchBlocks"])
 def test_an_unknown_namespace(stub: KVStoreStub, name: str) -> None:
     unknown = bytes(range(32))
     calls = unary_calls(unknown, packed(TOKENS)) | {
         "Clear": lambda stub: stub.Clear(pb.ClearRequest(namespace=unknown), timeout=WAIT_S),
         "MatchBlocks": lambda stub: stub.MatchBlocks(pb.MatchBlocksRequest(namespace=unknown), timeout=WAIT_S),
-        "GetBlocks": lambda stub: list(stub.GetBlocks(pb.GetBlocksRequest(namespace=unknown), timeout=WAIT_S)),
-        "PutBlocks": lambda stub: stub.PutBlocks(
-            iter([pb.PutBlocksRequest(start=pb.PutBlocksStart(namespace=unknown))]), timeout=WAIT_S
-        ),
     }
     code, message, kind = refused(lambda: calls[name](stub))
     assert (code, kind) == (grpc.StatusCode.NOT_FOUND, "UnknownNamespace")
@@ -220,23 +219,22 @@ OTHERS: dict[str, tuple[Callable[[KVStoreStub, bytes], object], str]] = {
         "no layout",
     ),
     "keys without sizes": (
-        lambda stub, ns: list(
-            stub.GetBlocks(pb.GetBlocksRequest(namespace=ns, keys=b"\x10" + bytes(16)), timeout=WAIT_S)
-        ),
+        lambda stub, ns: list(stub.Get(pb.GetRequest(namespace=ns, keys=KEY), timeout=WAIT_S)),
         "sizes have 0 bytes: expected 4",
     ),
+    "a get of keys and tokens": (
+        lambda stub, ns: list(stub.Get(pb.GetRequest(namespace=ns, keys=KEY, tokens=bytes(4)), timeout=WAIT_S)),
+        "both keys of blocks and tokens",
+    ),
+    "a put of keys and tokens": (
+        lambda stub, ns: stub.Put(iter([pb.PutRequest(start=start(ns, keys=KEY))]), timeout=WAIT_S),
+        "both keys of blocks and tokens",
+    ),
     "blocks that do not come": (
-        lambda stub, ns: stub.PutBlocks(
-            iter(
-                [
-                    pb.PutBlocksRequest(
-                        start=pb.PutBlocksStart(namespace=ns, keys=b"\x10" + bytes(16), sizes=packed([5]))
-                    )
-                ]
-            ),
-            timeout=WAIT_S,
+        lambda stub, ns: stub.Put(
+            iter([pb.PutRequest(start=pb.PutStart(namespace=ns, keys=KEY, sizes=packed([5])))]), timeout=WAIT_S
         ),
-        "ended within block 0",
+        "ended before block 0",
     ),
 }
 
@@ -298,7 +296,7 @@ def test_more_calls_than_allowed_are_refused_and_others_go_on() -> None:
         def slowly() -> Iterator[pb.PutRequest]:
             yield pb.PutRequest(start=start(digest))
             go_on.wait(WAIT_S)
-            yield pb.PutRequest(data=DATA, checksums=SUMS)
+            yield from images(0, 1, 2, 3)
 
         puts = [threads.submit(lambda: stub.Put(slowly(), timeout=WAIT_S)) for _ in range(3)]
         eventually(lambda: served.worker.service.gate.inside_count == 3, "three puts inside")

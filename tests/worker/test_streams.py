@@ -22,16 +22,18 @@ from tests.kit.stores import SMALL, kv_of
 from tests.kit.workers import (
     WAIT_S,
     Served,
+    chain_of,
     connected,
     eventually,
+    images_of,
     opened,
     packed,
+    put_messages,
     raw_channel,
     raw_stub,
     refused,
     sections_of,
     serving,
-    sums_of,
 )
 
 pytestmark = pytest.mark.slow
@@ -45,7 +47,7 @@ def impatient(idle_s: float = 0.3, **more: int) -> WorkerLimits:
 LARGE = Layout(layers=4, kv_heads=8, head_dim=128, dtype="float16", chunk_tokens=256)  # 4 MiB
 TOKENS = np.arange(4 * SMALL.chunk_tokens)
 KV = kv_of(SMALL, TOKENS)
-SECTIONS = sections_of(KV, SMALL)
+IMAGES = images_of(chain_of(SMALL, TOKENS), sections_of(KV, SMALL))
 
 
 def nothing_in_use(served: Served) -> None:
@@ -66,7 +68,7 @@ def test_a_put_that_stops_sending_is_cancelled(sent: int) -> None:
     ended = threading.Event()
     with serving(worker_limits=impatient()) as served, raw_stub(served) as stub:
         start = pb.PutStart(namespace=opened(stub, SMALL), tokens=packed(TOKENS))
-        messages = [pb.PutRequest(start=start), pb.PutRequest(data=SECTIONS[0], checksums=sums_of(SECTIONS[:1]))]
+        messages = put_messages(start, IMAGES)
         code, _, _ = refused(lambda: stub.Put(silent_after(messages[:sent], ended), timeout=WAIT_S))
         ended.set()
         assert code is grpc.StatusCode.CANCELLED
@@ -94,10 +96,8 @@ def test_a_put_whose_client_is_gone_is_given_up() -> None:
     ended = threading.Event()
     with serving() as served, raw_stub(served) as stub:
         digest = opened(stub, SMALL)
-        whole = SMALL.section_count
-        start = pb.PutStart(namespace=digest, tokens=packed(TOKENS))
-        chunk = pb.PutRequest(start=start, data=b"".join(SECTIONS[:whole]), checksums=sums_of(SECTIONS[:whole]))
-        call = stub.Put.future(silent_after([chunk], ended), timeout=WAIT_S)
+        messages = put_messages(pb.PutStart(namespace=digest, tokens=packed(TOKENS)), IMAGES[:1])
+        call = stub.Put.future(silent_after(messages, ended), timeout=WAIT_S)
         eventually(lambda: served.worker.service.counters()["wire_bytes_in"], "the first chunk came")
         call.cancel()
         ended.set()
@@ -143,8 +143,7 @@ def test_work_of_our_own_is_not_the_clients_silence() -> None:
     with serving(root, worker_limits=WorkerLimits(idle_s=0.3)) as served, raw_stub(served) as stub:
         start = pb.PutStart(namespace=opened(stub, SMALL), tokens=packed(TOKENS))
         root.set_rules([Rule("stage", hang, times=1)])
-        whole = pb.PutRequest(start=start, data=b"".join(SECTIONS), checksums=sums_of(SECTIONS))
-        call = stub.Put.future(iter([whole]), timeout=WAIT_S)
+        call = stub.Put.future(iter(put_messages(start, IMAGES)), timeout=WAIT_S)
         assert hang.reached.wait(WAIT_S)
         threading.Event().wait(1.5)  # several times what a client may be idle
         assert not call.done()

@@ -1,21 +1,23 @@
-"""The wire: hand-made messages against the generated classes, parts and checksums, errors as statuses and back."""
+"""The wire: images in messages, keys and sizes, errors as statuses and back."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from urllib.parse import quote
 
 import grpc
 import pytest
-from google.protobuf.message import Message
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore import errors
 from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError
 from kvstore.format.descent import DESCENT_BYTES_MAX
+from kvstore.format.header import Expected, expected_block
+from kvstore.namespace import Namespace
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire import statuses
-from kvstore.wire.frames import Incoming, decode_frame, encode_frame, encode_parts
+from kvstore.wire.images import image_messages, receive_images
 from kvstore.wire.limits import DESCENTS_BYTES_MAX, MESSAGE_BYTES_MAX
 from kvstore.wire.messages import (
     namespace_message,
@@ -30,126 +32,61 @@ from kvstore.wire.messages import (
 )
 from kvstore.wire.statuses import BrokenTransfer, failure, refusal
 from tests.kit.cases import for_each
-from tests.kit.workers import sums_of
-
-WITH_START: list[type[Message]] = [pb.PutRequest, pb.GetResponse, pb.PutBlocksRequest]
-small_bytes = st.binary(max_size=300)
+from tests.kit.stores import SMALL
 
 
-@for_each("kind", [*WITH_START, pb.GetBlocksResponse])
-def test_the_fields_of_data_messages_agree(kind: type[Message]) -> None:
-    fields = {field.number: field.name for field in kind.DESCRIPTOR.fields}
-    assert fields == {1: "hits" if kind is pb.GetBlocksResponse else "start", 2: "checksums", 3: "data"}
+def expected_of_size(size_bytes: int) -> Expected:
+    return expected_block(Namespace.of("m", SMALL), b"k" * 16, size_bytes)
 
 
-@given(small_bytes, small_bytes, st.lists(small_bytes, max_size=3))
-def test_frames_are_what_the_generated_classes_read_and_write(hits: bytes, sums: bytes, data: list[bytes]) -> None:
-    made = encode_frame([memoryview(piece) for piece in data], sums, hits)
-    message = pb.GetBlocksResponse.FromString(made)
-    assert (message.hits, message.checksums, message.data) == (hits, sums, b"".join(data))
-    frame = decode_frame(message.SerializeToString())
-    assert (frame.start or b"", bytes(frame.checksums), bytes(frame.data)) == (hits, sums, b"".join(data))
+def sent(block: bytes, cut: int) -> list[pb.GetResponse]:
+    """The messages of a block's image, with ``cut`` bytes in each."""
+    made = image_messages(pb.GetResponse, 3, expected_of_size(len(block)), [memoryview(block)])
+    image = b"".join(pb.GetResponse.FromString(message).data for message in made)
+    return [pb.GetResponse(index=3, data=image[at : at + cut]) for at in range(0, len(image), cut)]
 
 
-def test_a_start_is_the_generated_message() -> None:
-    start = pb.PutStart(namespace=bytes(32), tokens=bytes(70_000), first=3)
-    made = encode_frame(start=start.SerializeToString(), data=[memoryview(b"abc")], checksums=b"12345678")
-    found = pb.PutRequest.FromString(made)
-    found.DiscardUnknownFields()  # the seal
-    assert found == pb.PutRequest(start=start, checksums=b"12345678", data=b"abc")
+def received(messages: list[pb.GetResponse], size_bytes: int) -> bytes:
+    memory = bytearray(size_bytes)
+    target = (expected_of_size(size_bytes), [memoryview(memory)])
+    assert list(receive_images(iter(messages), lambda _: target)) == [3]
+    return bytes(memory)
 
 
-def test_unknown_fields_are_passed_over() -> None:
-    newer = b"\x20\x96\x01" + b"\x29" + bytes(8) + b"\x35" + bytes(4) + b"\xa2\x06\x03xyz"  # fields 4, 5, 6 and 100
-    frame = decode_frame(newer + encode_frame([memoryview(b"data")]) + newer)
-    assert (frame.start, bytes(frame.data)) == (None, b"data")
+@given(st.binary(min_size=1, max_size=300), st.integers(1, 5000))
+def test_image_cut_anywhere_arrives(block: bytes, cut: int) -> None:
+    assert received(sent(block, cut), len(block)) == block
 
 
-@for_each("missing", range(1, 5))
-def test_a_message_that_was_cut_is_a_wrong_request(missing: int) -> None:
-    with pytest.raises(InvalidRequest, match="longer than the message"):
-        decode_frame(encode_frame([memoryview(b"data")])[:-missing])
-
-
-@given(st.binary(max_size=64))
-def test_what_is_no_message_is_a_wrong_request(garbage: bytes) -> None:
-    try:
-        decode_frame(garbage)
-    except InvalidRequest as error:
-        assert "not protobuf" in str(error)
-
-
-@for_each("garbage", [b"\x1a\x05abc", b"\x1a", b"\x80" * 11, b"\x1b", b"\x29123"])
-def test_garbage_says_so(garbage: bytes) -> None:
-    with pytest.raises(InvalidRequest, match="not protobuf"):
-        decode_frame(garbage)
-
-
-def test_a_message_over_the_limit() -> None:
-    with pytest.raises(InvalidRequest, match="over the limit of 4194304"):
-        decode_frame(encode_frame([memoryview(bytes(MESSAGE_BYTES_MAX + 1))]))
-
-
-@given(st.lists(st.binary(min_size=1, max_size=50), max_size=20), st.integers(9, 200), st.booleans())
-def test_parts_arrive_as_they_were_sent(parts: list[bytes], frame_bytes: int, into_memory: bool) -> None:
-    memories = [bytearray(len(part)) for part in parts]
-    incoming = Incoming(
-        [len(part) for part in parts], (lambda index: memoryview(memories[index])) if into_memory else None
-    )
-    messages = list(encode_parts(map(memoryview, parts), b"start", frame_bytes + 5))
-    found = [bytes(part) for message in messages for part in incoming.feed(decode_frame(message))]
-    assert found == parts
-    assert incoming.is_done
-    assert decode_frame(messages[0]).start == b"start"
-    assert all(decode_frame(message).start is None for message in messages[1:])
-    if into_memory:
-        assert [bytes(memory) for memory in memories] == parts
-
-
-def test_messages_of_tiny_parts_stay_under_the_limit() -> None:
-    parts = [memoryview(b"x")] * 600_000
-    messages = list(encode_parts(parts, bytes(100)))
-    assert len(messages) > 1
+def test_messages_of_large_image_stay_under_the_limit() -> None:
+    block = memoryview(bytes(9 << 20))
+    messages = list(image_messages(pb.PutRequest, 0, expected_of_size(len(block)), [block]))
+    assert len(messages) > 2
     assert max(map(len, messages)) <= MESSAGE_BYTES_MAX
-    assert sum(len(decode_frame(message).data) for message in messages) == len(parts)
+    assert sum(len(pb.PutRequest.FromString(message).data) for message in messages) == 4096 + len(block)
 
 
-@given(
-    st.lists(st.binary(min_size=1, max_size=50), min_size=1, max_size=8),
-    st.integers(9, 100),
-    st.integers(0),
-    st.booleans(),
+@given(st.binary(min_size=1, max_size=50), st.integers(0))
+def test_image_with_flipped_bit_is_refused(block: bytes, where: int) -> None:
+    (message,) = sent(block, 1 << 20)
+    data = bytearray(message.data)
+    data[where % len(data)] ^= 1
+    with pytest.raises(BrokenTransfer, match="image 3 changed on the way"):
+        received([pb.GetResponse(index=3, data=bytes(data))], len(block))
+
+
+@for_each(
+    "change, says",
+    [
+        (lambda messages: messages[:-1], "ended within image 3"),
+        (lambda messages: [messages[0], pb.GetResponse(index=4, data=b"x")], "ended within image 3"),
+        (lambda messages: [*messages[:-1], pb.GetResponse(index=3, data=messages[-1].data + b"xy")], "2 bytes more"),
+        (lambda _: [pb.GetResponse(index=3, data=bytes(MESSAGE_BYTES_MAX + 1))], "over the limit of 4194304"),
+    ],
 )
-def test_a_flipped_bit_is_never_taken(parts: list[bytes], frame_bytes: int, where: int, into_memory: bool) -> None:
-    messages = [bytearray(message) for message in encode_parts(map(memoryview, parts), None, frame_bytes)]
-    frames = [decode_frame(bytes(message)) for message in messages]
-    total = sum(len(frame.data) for frame in frames)
-    where %= total
-    seen = 0
-    memories = [bytearray(len(part)) for part in parts]
-    incoming = Incoming([len(part) for part in parts], (lambda at: memoryview(memories[at])) if into_memory else None)
-    got: list[bytes] = []
-    with pytest.raises(BrokenTransfer, match="does not match its checksum"):
-        for frame in frames:
-            data = bytearray(frame.data)
-            if seen <= where < seen + len(data):
-                data[where - seen] ^= 1
-            seen += len(data)
-            flipped = type(frame)(None, frame.checksums, memoryview(bytes(data)))
-            got.extend(bytes(part) for part in incoming.feed(flipped))
-    assert got == parts[: len(got)]
-
-
-def test_bytes_behind_the_last_part() -> None:
-    incoming = Incoming([3])
-    with pytest.raises(InvalidRequest, match="2 bytes more than its 1 parts"):
-        list(incoming.feed(decode_frame(encode_frame([memoryview(b"abcde")], sums_of([b"abc"])))))
-
-
-@for_each("sums, says", [(0, "no checksum for part 0"), (2, "16 bytes of checksums: expected 8")])
-def test_another_number_of_checksums(sums: int, says: str) -> None:
+def test_stream_of_wrong_length_is_refused(change: Callable[..., list[pb.GetResponse]], says: str) -> None:
     with pytest.raises(InvalidRequest, match=says):
-        list(Incoming([3, 9]).feed(decode_frame(encode_frame([memoryview(b"abcd")], sums * sums_of([b"abc"])))))
+        received(change(sent(b"block", 4096)), 5)
 
 
 @given(st.lists(st.binary(min_size=16, max_size=64), max_size=10))

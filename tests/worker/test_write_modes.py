@@ -14,7 +14,17 @@ from tests.kit.memory_workers import caching, working
 from tests.kit.patience import PATIENCE_S
 from tests.kit.stores import same
 from tests.kit.tiers import faulty, held
-from tests.kit.workers import connected, opened, packed, raw_stub, refused, sections_of, sums_of
+from tests.kit.workers import (
+    chain_of,
+    connected,
+    images_of,
+    opened,
+    packed,
+    put_messages,
+    raw_stub,
+    refused,
+    sections_of,
+)
 
 WAIT_S = PATIENCE_S
 pytestmark = pytest.mark.slow
@@ -87,12 +97,9 @@ def test_a_foreign_client_that_sends_what_is_there_writes_only_the_rest() -> Non
         acting.put(1, 3)
         digest = opened(stub, acting.cache.layout)
         start = pb.PutStart(namespace=digest, tokens=packed(acting.prompts.tokens(1, 5)), write=pb.WRITE_BEHIND)
-        parts = sections_of(acting.prompts.kv(1, 5), acting.cache.layout)
-        messages = [
-            pb.PutRequest(start=start if not at else None, data=part, checksums=sums_of([part]))
-            for at, part in enumerate(parts)
-        ]
-        answer = stub.Put(iter(messages), timeout=WAIT_S)
+        chain = chain_of(acting.cache.layout, acting.prompts.tokens(1, 5))
+        images = images_of(chain, sections_of(acting.prompts.kv(1, 5), acting.cache.layout))
+        answer = stub.Put(iter(put_messages(start, images)), timeout=WAIT_S)
         assert (answer.tokens_present, answer.chunks_written, answer.chunks_found) == (5 * acting.size, 2, 3)
         start.write = 7  # type: ignore[assignment]
         assert "write is 7" in refused(lambda: stub.Put(iter([pb.PutRequest(start=start)]), timeout=WAIT_S))[1]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -16,13 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.address import Chain
-from kvstore.buffers import Borrowed, Laid, Pieces, Sections, byte_length, skip
+from kvstore.buffers import Borrowed, Laid, Pieces, Sections
 from kvstore.client.bulk.lanes import FileLanes
 from kvstore.client.bulk.links import Link
 from kvstore.client.bulk.memory import Lease
 from kvstore.client.bulk.views import Views
-from kvstore.format.checksum import checksum
-from kvstore.format.header import Damage, Damaged, Expected, decode_as
+from kvstore.format.header import Damage, Damaged
 from kvstore.native import library as native
 from kvstore.node.chunk_runs import Run
 from kvstore.node.counters import Counters
@@ -34,6 +33,7 @@ from kvstore.root.interface import LocalFiles, Stat
 from kvstore.root.posix_reader import PosixReader
 from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.frames import NOT_LENT, SPAN_BYTES, Head, Kind, LentSlots, decode_slots, decode_span
+from kvstore.wire.images import fill_verified
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,27 +254,6 @@ class Natively(Items):
         at = self.at(index - self._first)
         if channel.receive_by(partial(native.library.kv_receive, self.common, at, header, came)) != native.DONE:
             raise Damaged(Damage.SECTION_CHECKSUM)
-
-
-def fill_verified(fill: Callable[[Pieces], int], expected: Expected, sections: Pieces) -> None:
-    """Reads the file of a chunk into ``sections`` with ``fill``, which writes into pieces and returns how much.
-
-    Raises Damaged, and what ``fill`` raises.
-    """
-    raw = bytearray(expected.header_bytes)
-    header: Pieces = [memoryview(raw)]
-    while header:
-        header = skip(header, fill(header))
-    sums, size = decode_as(raw, expected).checksums, expected.section_bytes
-    left, wanted, received, checked = sections, byte_length(sections), 0, 0
-    while received < wanted:
-        count = fill(left)
-        received += count
-        left = skip(left, count)
-        whole = received // size
-        if tuple(map(checksum, sections[checked:whole])) != sums[checked:whole]:
-            raise Damaged(Damage.SECTION_CHECKSUM)
-        checked = whole
 
 
 def _in_order(sections: Sections, indexes: Sequence[int]) -> Sections:

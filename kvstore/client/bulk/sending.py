@@ -148,7 +148,7 @@ class BlockCargo(Cargo):
 
 def send_put(
     link: Link,
-    start: pb.PutStart | pb.PutBlocksStart,
+    start: pb.PutStart,
     cargo: Cargo,
     *,
     reserve: Callable[[int], int],
@@ -163,14 +163,13 @@ def send_put(
     """
     channel, ends_s = link.channel, time.monotonic() + timeout_s
     channel.limit(idle_s, timeout_s)
-    first = start.first if isinstance(start, pb.PutStart) else 0
+    first = 0 if start.keys else start.first
     size_bytes = cargo.size_bytes(first, cargo.count - first)
     link.share(min(size_bytes, ARENA_RUNS * cargo.placed_bytes), reserve)
     arena, number = link.arena, link.next_number()
     if arena is not None:
         arena.begin(number)
-    kind = Kind.PUT if isinstance(start, pb.PutStart) else Kind.PUT_BLOCKS
-    channel.send(kind, number, [encode_request(timeout_s, 0, traced(start))])
+    channel.send(Kind.PUT, number, [encode_request(timeout_s, 0, traced(start))])
     begin, count, sent_bytes = unpacked(READY, link.receive(Kind.READY)[1])
     if count and not (first <= begin and begin + count == cargo.count):
         raise channel.break_off(f"chunks {begin} to {begin + count - 1} are wanted of {cargo.count}")

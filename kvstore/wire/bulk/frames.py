@@ -39,8 +39,6 @@ class Kind(enum.IntEnum):
     PLACED = 7
     CHUNKS = 8
     MAP = 9
-    GET_BLOCKS = 10
-    PUT_BLOCKS = 11
     CALL = 12
 
     WELCOME = 64
@@ -55,7 +53,7 @@ class Kind(enum.IntEnum):
     ANSWER = 77
 
 
-REQUESTS = (Kind.GET, Kind.PUT, Kind.GET_BLOCKS, Kind.PUT_BLOCKS, Kind.CALL)
+REQUESTS = (Kind.GET, Kind.PUT, Kind.CALL)
 BULKY = (Kind.IMAGES, Kind.CHUNKS)
 SHORT_CALLS = ("MatchBlocks", "Hold", "Release")
 """The calls that a CALL can be, in the order of their numbers: those that an engine waits for before it reads."""
@@ -71,7 +69,7 @@ class Head:
 
 
 class Mode(enum.IntEnum):
-    """The most that the client of a GET or GET_BLOCKS takes."""
+    """The most that the client of a GET takes."""
 
     STREAM = 0
     """Images as bytes."""

@@ -52,7 +52,7 @@ WINDOWS = 2
 
 
 class BulkGets:
-    """Serves GET and GET_BLOCKS frames. ``leases`` is None if the node has no memory."""
+    """Serves GET frames. ``leases`` is None if the node has no memory."""
 
     def __init__(
         self,
@@ -73,9 +73,12 @@ class BulkGets:
         self._leases = leases
 
     def get(self, channel: Channel, number: int, mode: int, message: bytes, context: Call) -> None:
-        """Answers one request about a prompt."""
+        """Answers one request."""
         request = parse(pb.GetRequest, message)
         self._check_mode(channel, mode, context)
+        if request.keys:
+            self._get_blocks(channel, number, mode, request, context)
+            return
         first = request.first
         if request.memory_only:
             # Only what memory has now, and without a request to another worker: the client is a peer (rule P2).
@@ -96,10 +99,7 @@ class BulkGets:
                     good = next((index for index in range(first, count) if index not in sender.sent), count)
                     self._node.used(hold, good)
 
-    def get_blocks(self, channel: Channel, number: int, mode: int, message: bytes, context: Call) -> None:
-        """Answers one request about engine-hashed blocks."""
-        request = parse(pb.GetBlocksRequest, message)
-        self._check_mode(channel, mode, context)
+    def _get_blocks(self, channel: Channel, number: int, mode: int, request: pb.GetRequest, context: Call) -> None:
         wanted = self._prompts.blocks(request.namespace, request.keys, request.sizes, context)
         asked = Asked(wanted, self._prompts.block_hold(request.hold, wanted.namespace))
         if not request.uncounted:
@@ -156,7 +156,7 @@ class Window:
 
 
 class ImageSender:
-    """Answers one GET or GET_BLOCKS. ``sent`` has the indexes of the chunks that it gave."""
+    """Answers one GET. ``sent`` has the indexes of the chunks that it gave."""
 
     def __init__(
         self,

@@ -28,7 +28,7 @@ from kvstore.worker.bulk.connection import Connection
 from kvstore.worker.call import Call
 from kvstore.worker.calls import Calls, seconds_left
 from kvstore.worker.prompts import Prompts
-from kvstore.worker.putting import blocks_answer, chunks_answer
+from kvstore.worker.putting import put_answer
 from kvstore.writes import RUNS_IN_MEMORY, WriteMode
 
 MEMORY_RUN_BYTES = 16 << 20
@@ -149,7 +149,7 @@ class Upload:
 
 
 class BulkPuts:
-    """Serves PUT and PUT_BLOCKS frames."""
+    """Serves PUT frames."""
 
     def __init__(self, node: Node, prompts: Prompts, in_flight: BytesInFlight, calls: Calls, buffers: Buffers) -> None:
         self._node = node
@@ -159,26 +159,14 @@ class BulkPuts:
         self._buffers = buffers
 
     def put(self, connection: Connection, number: int, message: bytes, call: Call) -> None:
-        """Answers one request about a prompt."""
+        """Answers one request about a prompt, or about engine-hashed blocks."""
         start = parse(pb.PutStart, message)
-        chain = self._prompts.chain_to_put(start, call)
-        written = self._store(connection, number, call, chain, start.first, start)
-        connection.channel.send(Kind.STORED, number, [chunks_answer(chain, written)])
-
-    def put_blocks(self, connection: Connection, number: int, message: bytes, call: Call) -> None:
-        """Answers one request about engine-hashed blocks."""
-        start = parse(pb.PutBlocksStart, message)
-        written = self._store(connection, number, call, self._prompts.blocks_to_put(start, call), 0, start)
-        connection.channel.send(Kind.STORED, number, [blocks_answer(written)])
+        wanted, first = self._prompts.to_put(start, call)
+        written = self._store(connection, number, call, wanted, first, start)
+        connection.channel.send(Kind.STORED, number, [put_answer(wanted, written)])
 
     def _store(
-        self,
-        connection: Connection,
-        number: int,
-        call: Call,
-        wanted: Wanted,
-        first: int,
-        start: pb.PutStart | pb.PutBlocksStart,
+        self, connection: Connection, number: int, call: Call, wanted: Wanted, first: int, start: pb.PutStart
     ) -> Written:
         """Asks for the missing chunks, and stores them as they arrive."""
 

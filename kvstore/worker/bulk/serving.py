@@ -34,7 +34,7 @@ from kvstore.worker.prompts import Prompts
 
 LINGER_S = 2.0
 """How long the rest of a refused put is read on, so that the client can read why."""
-_STREAMS = {Kind.GET: "Get", Kind.PUT: "Put", Kind.GET_BLOCKS: "GetBlocks", Kind.PUT_BLOCKS: "PutBlocks"}
+_STREAMS = {Kind.GET: "Get", Kind.PUT: "Put"}
 BULK_METHODS = (*_STREAMS.values(), *SHORT_CALLS)
 """The calls that requests are counted as."""
 
@@ -91,10 +91,6 @@ class BulkRequests:
             with self._calls.serving(_STREAMS[head.kind], context) as call, self._counting_idle():
                 if head.kind is Kind.GET:
                     self._gets.get(channel, number, request.flag, request.message, call)
-                elif head.kind is Kind.GET_BLOCKS:
-                    self._gets.get_blocks(channel, number, request.flag, request.message, call)
-                elif head.kind is Kind.PUT_BLOCKS:
-                    self._puts.put_blocks(connection, number, request.message, call)
                 else:
                     self._puts.put(connection, number, request.message, call)
             channel.take_files(0)

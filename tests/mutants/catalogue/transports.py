@@ -8,7 +8,6 @@ from tests.mutants.catalogue.interfaces import at, giving
 from tests.mutants.mutant import Mutant, mutant
 
 FRAMES = "kvstore.wire.bulk.frames"
-STREAM = "kvstore.wire.frames"
 SUMS = "bulk/test_sums.py"
 HOSTILE = "bulk/test_hostile.py"
 BLOCKS_HOSTILE = "bulk/test_blocks_hostile.py"
@@ -23,17 +22,6 @@ def _unlimited(real: Any, raw: Any) -> Any:
 
     _, kind, request, length = HEAD.unpack(raw)
     return Head(Kind(kind), request, length) if kind in Kind._value2member_map_ else real(raw)
-
-
-def _unsealed(real: Any, message: bytes) -> Any:
-    from kvstore.wire.statuses import BrokenTransfer
-
-    try:
-        return real(message)
-    except BrokenTransfer:
-        from kvstore.wire.messages import SEAL_BYTES
-
-        return real(message[: max(0, len(message) - SEAL_BYTES)])
 
 
 def _whole_timeout(real: Any, self: Any, send: Any, timeout_s: float, *rest: Any, **how: Any) -> Any:
@@ -89,14 +77,11 @@ def _broken_is_a_miss(real: Any, self: Any, sections: Any) -> Any:
 
 MUTANTS: list[Mutant] = [
     mutant(
-        "stream-parts-unverified",
-        "gRPC: checksum of a part",
-        at("kvstore.format.checksum", "checksum", giving(0)),
+        "stream-image-unverified",
+        "gRPC: a received image is verified",
+        at("kvstore.wire.images", "fill_verified", _damage_ignored),
         WIRE,
-        SEALS,
-        native=False,
     ),
-    mutant("stream-seal-ignored", "gRPC: seal of a message of a stream", at(STREAM, "decode_frame", _unsealed), SEALS),
     mutant(
         "message-seal-ignored",
         "gRPC: seal of a request",
@@ -120,7 +105,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "file-unverified",
         "BULK: a received file is verified",
-        at("kvstore.client.bulk.receiving", "fill_verified", _damage_ignored),
+        at("kvstore.wire.images", "fill_verified", _damage_ignored),
         SUMS,
     ),
     mutant(
