@@ -110,7 +110,6 @@ class Prompts:
             if request.tokens:
                 raise InvalidRequest("a Get has both keys of blocks and tokens: expected one of them")
             wanted = self.blocks(request.namespace, request.keys, request.sizes, call)
-            self.settle_blocks(wanted.namespace, wanted.keys)
             yield Asked(wanted, self.block_hold(request.hold, wanted.namespace)), len(wanted)
             return
         with self.held(request, call) as (hold, count):
