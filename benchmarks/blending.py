@@ -33,10 +33,8 @@ from benchmarks.blend_task import ASKED, Kind, Prompt, Shape, sample
 from benchmarks.machine import describe
 from benchmarks.plots import svg
 from benchmarks.result import Cell, Plot, Result, Table, markdown, save
-from kvstore.connectors.transformers.comparing import Case, Prepared, Tally, prepare
-from kvstore.connectors.transformers.decoder import Decoder
-from kvstore.connectors.transformers.gate import UNMEASURED, candidates, choose
-from kvstore.connectors.transformers.selective import Rows, Score, deviation, recompute
+from kvstore.connectors.transformers.decoder import Decoder, Rows, Score, deviation, recompute
+from kvstore.connectors.transformers.gate import UNMEASURED, Case, Prepared, Tally, candidates, choose, prepare
 from kvstore.segments import Bounds, Rule, Verdict
 
 RECIPES = {1: ONE_HOP, 2: TWO_HOPS}

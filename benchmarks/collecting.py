@@ -32,7 +32,7 @@ import kvstore
 from kvstore import Layout
 from kvstore.format import places
 from kvstore.format.header import FIXED_BYTES
-from kvstore.meta.server import EmbeddedEtcd
+from kvstore.meta.embedded_etcd import EmbeddedEtcd
 from kvstore.recency import stamp_ns
 from kvstore.root.identity import create_or_open
 from kvstore.root.posix import PosixRoot

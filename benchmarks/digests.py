@@ -34,20 +34,16 @@ from kvstore.client.bulk.way import Bulk
 from kvstore.client.endpoint import Endpoint
 from kvstore.client.limits import ClientLimits
 from kvstore.memory.inventory import Prints
-from kvstore.meta.digests import AddressTold, Digests, DigestTold
+from kvstore.meta.embedded_etcd import EmbeddedEtcd
 from kvstore.meta.etcd import EtcdMeta
 from kvstore.meta.keys import Keys, SessionId
-from kvstore.meta.presence import Presence
-from kvstore.meta.server import EmbeddedEtcd
-from kvstore.meta.workers import WorkerRecord
+from kvstore.meta.session import Presence
+from kvstore.meta.workers import AddressTold, Digests, DigestTold, WorkerRecord
 from kvstore.node.counters import Counters
 from kvstore.node.wanted import image_bytes
-from kvstore.peers.asking import ask
-from kvstore.peers.digest import encode
-from kvstore.peers.follower import Follower
 from kvstore.peers.limits import PeerLimits
-from kvstore.peers.publisher import Publisher
-from kvstore.peers.told import Told
+from kvstore.peers.reports import Publisher, Told, encode
+from kvstore.peers.tier import Follower, ask
 from kvstore.sources import SystemClock
 
 HELD = 32_768

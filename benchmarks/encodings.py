@@ -23,9 +23,9 @@ import numpy.typing as npt
 import zstandard
 
 import kvstore
-from kvstore.encodings import squeezing
-from kvstore.encodings.sealing import Seal
-from kvstore.format.checksum import checksum
+from kvstore.encodings import codec as squeezing
+from kvstore.encodings.codec import Seal
+from kvstore.format.header import checksum
 from kvstore.layout import DType, Layout
 
 ROUNDS = 3

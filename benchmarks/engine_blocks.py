@@ -22,7 +22,7 @@ import numpy as np
 from benchmarks.caches import Blocks, Column, Lru
 from benchmarks.policies import SWEPT, Replay, read
 from benchmarks.result import Cell, Table, markdown
-from kvstore.connectors.sessions import Abandoned, Branch, Sessions
+from kvstore.connectors.common import Abandoned, Branch, Sessions
 from kvstore.errors import InvalidRequest
 from kvstore.hints import PRIORITY_DEFAULT
 from kvstore.recency import QUANTUM_S, USES_MAX

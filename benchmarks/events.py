@@ -39,14 +39,14 @@ import zmq
 
 import kvstore
 from kvstore.address import Address, Chain, RecentChains
+from kvstore.events.http import RECENT_BYTES, Answers
 from kvstore.events.inventory import Identities, Inventory
-from kvstore.events.query import RECENT_BYTES, Answers
 from kvstore.format import places
 from kvstore.layout import Layout
+from kvstore.meta.embedded_etcd import EmbeddedEtcd
 from kvstore.meta.etcd import EtcdMeta
-from kvstore.meta.interface import Delete, Put
 from kvstore.meta.keys import Keys, SweepId
-from kvstore.meta.server import EmbeddedEtcd
+from kvstore.meta.store import Delete, Put
 from kvstore.meta.sweeps import Condemned
 from kvstore.namespace import Namespace
 from kvstore.root.identity import read_identity

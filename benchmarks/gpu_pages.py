@@ -15,8 +15,7 @@ from benchmarks.contents import WrongBytes
 from benchmarks.gpu_model import Shape, wait
 from benchmarks.result import Cell, Table
 from benchmarks.rounds import GIB, in_turns
-from kvstore.connectors.vllm.bus import PART_BYTES
-from kvstore.connectors.vllm.pages import Copy, Pages
+from kvstore.connectors.vllm.gpu_copy import PART_BYTES, Copy, Pages
 
 BLOCK_TOKENS = 16
 LEAVING = 4

@@ -25,8 +25,7 @@ from benchmarks import machine
 from benchmarks.rounds import percentile
 from kvstore.address import NO_PARENT, Address, chained_addresses
 from kvstore.layout import Layout
-from kvstore.memory.inventory import Inventory, Place
-from kvstore.memory.policy import DEFAULT_POLICY, POLICIES
+from kvstore.memory.inventory import DEFAULT_POLICY, POLICIES, Inventory, Place
 from kvstore.namespace import Namespace
 
 PROMPT_TOKENS, SHARED_TOKENS = 131_072, 4_096

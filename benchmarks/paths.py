@@ -17,7 +17,7 @@ from kvstore.cli.programs import kvstore_command
 from kvstore.client.bulk.way import Bulk
 from kvstore.client.store import Store
 from kvstore.errors import KVStoreError
-from kvstore.meta.server import EmbeddedEtcd
+from kvstore.meta.embedded_etcd import EmbeddedEtcd
 from kvstore.writes import DurabilityName, WriteModeName
 
 IN_PROCESS = "in-process"

@@ -38,8 +38,8 @@ import kvstore
 from kvstore.address import block_address
 from kvstore.client.cache import Cache
 from kvstore.errors import KVStoreError
-from kvstore.format.descent import Descent
-from kvstore.meta.server import EmbeddedEtcd
+from kvstore.format.header import Descent
+from kvstore.meta.embedded_etcd import EmbeddedEtcd
 from kvstore.replay.trace import BLOCK_TOKENS, Request, load_trace
 
 LAYOUT = kvstore.Layout(layers=1, kv_heads=1, head_dim=1, dtype="int8", chunk_tokens=BLOCK_TOKENS)

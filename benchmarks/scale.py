@@ -26,12 +26,12 @@ from pathlib import Path
 from kvstore.address import Address
 from kvstore.format import places
 from kvstore.format.header import FIXED_BYTES, Incarnation
+from kvstore.meta.embedded_etcd import EmbeddedEtcd
 from kvstore.meta.etcd import EtcdMeta
-from kvstore.meta.interface import Put
 from kvstore.meta.keys import Keys, SweepId
 from kvstore.meta.memory import MemoryMeta
-from kvstore.meta.server import EmbeddedEtcd
 from kvstore.meta.session import Session
+from kvstore.meta.store import Put
 from kvstore.meta.sweeps import VICTIMS_MAX, Condemned, Seq
 from kvstore.meta.usage import Capacity
 from kvstore.namespace import NamespaceId

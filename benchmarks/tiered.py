@@ -13,8 +13,7 @@ from types import MappingProxyType
 
 from kvstore.address import Address
 from kvstore.hints import DEFAULT, Hints
-from kvstore.memory.inventory import Entry, Inventory, Place
-from kvstore.memory.policy import POLICIES, Admission
+from kvstore.memory.inventory import POLICIES, Admission, Entry, Inventory, Place
 
 WRITES = ("behind", "through", "uncached")
 DEMOTIONS: Mapping[str, int | None] = MappingProxyType({"always": 0, "again": 1, "twice": 2, "never": None})

@@ -29,8 +29,7 @@ from benchmarks.tiered import DEMOTIONS, WRITES, Counts, Setup, SimulatedNode
 from kvstore.address import ADDRESS_BYTES, NO_PARENT, Address
 from kvstore.errors import InvalidRequest
 from kvstore.hints import Hints
-from kvstore.memory.inventory import Place
-from kvstore.memory.policy import DEFAULT_POLICY, POLICIES
+from kvstore.memory.inventory import DEFAULT_POLICY, POLICIES, Place
 from kvstore.namespace import NamespaceDigest
 from kvstore.node.limits import Limits
 from kvstore.replay.trace import BLOCK_TOKENS

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kvstore.client.operation import Operation
     from kvstore.client.pin import Pin
     from kvstore.client.store import Store, connect, open
-    from kvstore.format.descent import Descent
+    from kvstore.format.header import Descent
     from kvstore.hints import Hints
     from kvstore.layout import Layout
     from kvstore.meta.etcd import EtcdTls, EtcdUser
@@ -95,7 +95,7 @@ if not TYPE_CHECKING:  # a type checker that saw __getattr__ would accept every 
         "kvstore.client.pin": ("Pin",),
         "kvstore.client.store": ("Store", "connect", "open"),
         "kvstore.client.operation": ("Operation",),
-        "kvstore.format.descent": ("Descent",),
+        "kvstore.format.header": ("Descent",),
         "kvstore.hints": ("Hints",),
         "kvstore.layout": ("Layout",),
         "kvstore.meta.etcd": ("EtcdTls", "EtcdUser"),

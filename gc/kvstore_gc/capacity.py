@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
-from kvstore.meta.interface import Absent, Delete, KeyValue, LeaseGone, LeaseId, ModifiedAt, Put, Watch, WatchLost
 from kvstore.meta.keys import SessionId
 from kvstore.meta.session import live_sessions
+from kvstore.meta.store import Absent, Delete, KeyValue, LeaseGone, LeaseId, ModifiedAt, Put, Watch, WatchLost
 from kvstore.meta.usage import Capacity, Usage
 from kvstore.root.interface import Space
 from kvstore.sources import Clock, SystemClock

@@ -24,7 +24,7 @@ from kvstore.cli.ports import check_free
 from kvstore.cli.signals import Stopper
 from kvstore.errors import InvalidRequest
 from kvstore.meta.keys import parse_id
-from kvstore.security.networks import is_loopback
+from kvstore.security.tls import is_loopback
 from kvstore.version import VERSION
 from kvstore.writes import BOUND_BYTES_MIN
 from kvstore_gc.collector import Collector, opened

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvstore.address import Address
 from kvstore.errors import KVStoreError, RootMismatch, Unavailable
-from kvstore.host.takeover import check_left
-from kvstore.meta.interface import Meta
-from kvstore.meta.roots import check_bound
+from kvstore.host.tables import check_left
+from kvstore.meta.cluster import check_bound
+from kvstore.meta.store import Meta
 from kvstore.root.identity import read_identity
 from kvstore.root.open import open_root
 from kvstore_gc.capacity import Accounts, Publisher

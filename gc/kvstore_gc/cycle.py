@@ -17,12 +17,12 @@ from kvstore.address import Address
 from kvstore.brief import size
 from kvstore.errors import RootMismatch
 from kvstore.format import places
-from kvstore.host.takeover import publish_first
-from kvstore.meta.generation import Foreign, difference, join_generation, read_generation
+from kvstore.host.tables import publish_first
+from kvstore.meta.cluster import Foreign, difference, join_generation, read_generation
 from kvstore.meta.namespaces import Namespaces
 from kvstore.meta.sweeps import VICTIMS_MAX
 from kvstore.recency import NS_PER_S
-from kvstore.root.generations import read_newest
+from kvstore.root.identity import read_newest
 from kvstore_gc.capacity import Accounts, Publisher
 from kvstore_gc.config import Config
 from kvstore_gc.execute import Sweeper, SweepReport

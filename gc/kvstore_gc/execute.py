@@ -17,13 +17,11 @@ from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, RootMismatc
 from kvstore.format import places
 from kvstore.format.header import FIXED_BYTES, incarnation_at
 from kvstore.format.places import Name
-from kvstore.meta.interface import LeaseId
 from kvstore.meta.keys import SweepId
 from kvstore.meta.pins import PinRecord
+from kvstore.meta.store import LeaseId
 from kvstore.meta.sweeps import Condemned
-from kvstore.root.fence import lift_unnamed
-from kvstore.root.reserve import keep_reserve, make_room, spend_reserve
-from kvstore.root.twins import list_twins, read_twin
+from kvstore.root.fences import keep_reserve, lift_unnamed, list_twins, make_room, read_twin, spend_reserve
 from kvstore_gc.grace import Grace, Look, Spared
 from kvstore_gc.ledger import GROUP_MAX, GROUP_VICTIMS_MAX, InFlight, Ledger
 from kvstore_gc.listing import Tally

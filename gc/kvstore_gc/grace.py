@@ -15,9 +15,9 @@ from operator import or_
 import numpy as np
 
 from kvstore.errors import InvalidRequest
-from kvstore.meta.interface import KeyValue, LeaseId
 from kvstore.meta.pins import PinRecord
 from kvstore.meta.session import SessionRecord
+from kvstore.meta.store import KeyValue, LeaseId
 from kvstore_gc.ledger import InFlight, Ledger, still_there
 from kvstore_gc.listing import Marks, are_among, marks_of
 from kvstore_gc.site import Site

@@ -31,15 +31,23 @@ from kvstore.format import places
 from kvstore.format.places import Name
 from kvstore.host import tables as shared_file
 from kvstore.host.eviction import Evicted, Eviction, Victim, file_system_now_ns, settled
-from kvstore.host.place import COLLECTOR, InUse, why_not_shared
 from kvstore.host.room import limit_on
-from kvstore.host.tables import BATCH_MAX, LiveTable, Number, Own, Shared, live_tables, smallest
-from kvstore.root.generations import newest_number
-from kvstore.root.identity import read_identity
+from kvstore.host.tables import (
+    BATCH_MAX,
+    COLLECTOR,
+    InUse,
+    LiveTable,
+    Number,
+    Own,
+    Shared,
+    live_tables,
+    smallest,
+    why_not_shared,
+)
+from kvstore.root.identity import newest_number, read_identity
 from kvstore.root.namespaces import NamespaceRecords
 from kvstore.root.open import open_root
-from kvstore.root.posix import FILE_MODE, PosixRoot
-from kvstore.root.posix_errors import translated
+from kvstore.root.posix import FILE_MODE, PosixRoot, translated
 from kvstore.sources import SystemClock
 from kvstore_gc.config import Config
 from kvstore_gc.goals import Goals

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvstore.errors import RootMismatch, Unavailable
-from kvstore.meta.interface import Absent, Compare, Delete, KeyValue, ModifiedAt, Put, ValueIs
 from kvstore.meta.keys import SweepId
+from kvstore.meta.store import Absent, Compare, Delete, KeyValue, ModifiedAt, Put, ValueIs
 from kvstore.meta.sweeps import NO_NONCE, Condemned, Seq
 from kvstore_gc.site import Site
 

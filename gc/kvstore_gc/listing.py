@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.format.columns import parse_names
-from kvstore.format.places import NAMESPACE_ID_BYTES
+from kvstore.format.places import NAMESPACE_ID_BYTES, parse_names
 from kvstore.namespace import NamespaceId
 from kvstore.root.interface import Entry
 from kvstore_gc.goals import Goals

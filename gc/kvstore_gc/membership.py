@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 from kvstore.errors import KVStoreError, PermissionDenied, Unavailable
-from kvstore.meta.interface import KeyValue, LeaseGone, LeaseId
 from kvstore.meta.keys import SessionId
+from kvstore.meta.store import KeyValue, LeaseGone, LeaseId
 from kvstore.parsing import parse_json
 from kvstore_gc.site import Site
 

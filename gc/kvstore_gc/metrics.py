@@ -20,7 +20,7 @@ from prometheus_client import (
 
 from kvstore import scraping
 from kvstore.errors import InvalidRequest
-from kvstore.security.networks import joined
+from kvstore.security.tls import joined
 from kvstore.sources import Clock
 from kvstore_gc.capacity import Accounts, Level, Publisher
 from kvstore_gc.cycle import Cycle

@@ -21,8 +21,8 @@ from kvstore.meta.pins import PinRecord
 from kvstore.meta.session import live_sessions
 from kvstore.meta.sweeps import Condemned
 from kvstore.recency import NS_PER_S, was_never_stamped
+from kvstore.root.fences import list_twins, read_twin
 from kvstore.root.interface import Entry, Root
-from kvstore.root.twins import list_twins, read_twin
 from kvstore_gc.capacity import Accounts
 from kvstore_gc.listing import Tally
 from kvstore_gc.quarantine import REMEMBERED_MAX, Quarantine

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvstore.address import NO_PARENT, Address
-from kvstore.census.fixed import read_fixed
+from kvstore.census.walk import read_fixed
 from kvstore.errors import KVStoreError
 from kvstore.format import places
 from kvstore.format.header import FIXED_BYTES

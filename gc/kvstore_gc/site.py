@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvstore.meta.interface import Meta
 from kvstore.meta.keys import Keys
+from kvstore.meta.store import Meta
 from kvstore.root.identity import RootIdentity
 from kvstore.root.interface import Root
 from kvstore.sources import Clock, Ids, RandomIds, SystemClock

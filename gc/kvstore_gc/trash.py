@@ -14,7 +14,7 @@ from kvstore.errors import KVStoreError
 from kvstore.format import places
 from kvstore.format.header import FIXED_BYTES, incarnation_at
 from kvstore.format.places import Name
-from kvstore.root.fence import put_aside, restore
+from kvstore.root.fences import put_aside, restore
 from kvstore_gc.grace import Spared
 from kvstore_gc.ledger import InFlight
 from kvstore_gc.site import Site

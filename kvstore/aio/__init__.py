@@ -9,11 +9,9 @@
 Calls run on a few threads of the store (``threads``). A call that is cancelled ends first: see ``Threads.run``.
 """
 
-from kvstore.aio.blocks import BlockCache, BlockHold
-from kvstore.aio.cache import Cache, Hold
+from kvstore.aio.cache import BlockCache, BlockHold, Cache, Hold, Pin
 from kvstore.aio.control import Control
 from kvstore.aio.operation import Operation
-from kvstore.aio.pins import Pin
 from kvstore.aio.plans import Plan, Run
 from kvstore.aio.segments import Held, Segments
 from kvstore.aio.store import Store, connect, open

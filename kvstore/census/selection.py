@@ -18,8 +18,7 @@ from kvstore.brief import brief, shown
 from kvstore.census.walk import Found
 from kvstore.checks import number
 from kvstore.errors import InvalidRequest
-from kvstore.format.header import Incarnation
-from kvstore.format.lineage import LINEAGE_BYTES, SESSION_BYTES, LineageId, Writers, lineage_id, written
+from kvstore.format.header import LINEAGE_BYTES, SESSION_BYTES, Incarnation, LineageId, Writers, lineage_id, written
 from kvstore.namespace import DIGEST_BYTES, Namespace, NamespaceDigest, NamespaceId
 from kvstore.parsing import parse_json
 
@@ -294,3 +293,37 @@ def _split(text: Any) -> list[bytes] | None:
 
 
 assert LINEAGE_BYTES == ID_BYTES
+
+
+# The clear orders that are kept. A node consults them for each copy that it is about to keep.
+#
+# They keep cleared chunks from coming back into its memory or disk.
+
+
+class Standing:
+    """Immutable. Without orders, asking costs nothing."""
+
+    __slots__ = ("_by_lineage", "_others")
+
+    def __init__(self, orders: Iterable[ClearOrder] = ()) -> None:
+        self._by_lineage: dict[LineageId, list[ClearOrder]] = {}
+        self._others: list[ClearOrder] = []
+        for order in orders:
+            if order.unused_since_s:
+                continue  # what is read now is not unused any more
+            if order.lineages is None:
+                self._others.append(order)
+            for lineage in order.lineages or ():
+                self._by_lineage.setdefault(lineage, []).append(order)
+
+    def __bool__(self) -> bool:
+        return bool(self._by_lineage or self._others)
+
+    def forbids(self, namespace: NamespaceDigest, incarnation: Incarnation) -> bool:
+        """True if a copy with this incarnation was cleared and must not be kept."""
+        found = written(incarnation) if self._by_lineage else None
+        orders = self._by_lineage.get(found.lineage, ()) if found is not None else ()
+        return any(order.forbids(namespace, incarnation, 0.0) for order in (*orders, *self._others))
+
+
+NOTHING = Standing()

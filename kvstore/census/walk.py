@@ -1,24 +1,71 @@
-"""A walk over the chunks of a root, folder by folder: names, sizes and times, and the headers if asked for.
+"""The first bytes of a chunk file, read leniently: for counting and telling apart, never for serving.
 
-Streaming: memory does not grow with the root. Unlike a check (``fsck``) it verifies nothing, and unlike a collector's
-listing it decides nothing.
+A header is verified as a whole. Here 128 bytes are enough, whatever the version and encoding, and without keys.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from kvstore import recency
 from kvstore.address import Address
-from kvstore.census.fixed import Fixed, read_fixed
+from kvstore.buffers import ReadBuffer
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.format import places
-from kvstore.format.header import FIXED_BYTES
+from kvstore.format.header import FIXED_BYTES, MAGIC, Incarnation, Kind, LineageId, Writer, Writers, written
 from kvstore.format.places import Name
-from kvstore.namespace import NamespaceId
+from kvstore.namespace import NamespaceDigest, NamespaceId
 from kvstore.recency import Recency
 from kvstore.root.interface import Entry, Root
+
+_FIELDS = struct.Struct("<8sH2xBB6xI16x16s16s32s16s8s")
+assert _FIELDS.size == FIXED_BYTES
+
+
+class Fixed(NamedTuple):
+    """The fixed part of a header; unverified. One is made for each file that a walk looks at."""
+
+    version: int
+    kind: Kind
+    depth: int
+    address: Address
+    parent: Address
+    """Zero for the first chunk of a prompt and for a block."""
+    namespace: NamespaceDigest
+    incarnation: Incarnation
+    encoding: int
+    """Bits of the encoding byte: 0 as version 1 writes it, 1 compressed, 2 encrypted."""
+    key_id: bytes
+    """8 bytes; zero where nothing is encrypted."""
+
+
+def read_fixed(prefix: ReadBuffer) -> Fixed | None:
+    """Reads the fields of a file that begins with ``prefix``; None if it is not a chunk file."""
+    if len(prefix) < FIXED_BYTES:
+        return None
+    magic, version, kind, encoding, depth, address, parent, namespace, incarnation, key_id = _FIELDS.unpack_from(prefix)
+    if magic != MAGIC or kind not in (Kind.TOKENS, Kind.BLOCK):
+        return None
+    return Fixed(
+        version,
+        Kind(kind),
+        depth,
+        Address(address),
+        Address(parent),
+        NamespaceDigest(namespace),
+        Incarnation(incarnation),
+        encoding,
+        key_id,
+    )
+
+
+# A walk over the chunks of a root, folder by folder: names, sizes and times, and the headers if asked for.
+#
+# Streaming: memory does not grow with the root. Unlike a check (``fsck``) it verifies nothing, and unlike a
+# collector's listing it decides nothing.
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,3 +152,40 @@ def sampled(shard_bits: int, share: float = 1.0) -> list[int]:
     count = 1 << shard_bits
     wanted = max(1, round(count * share))
     return [number * count // wanted for number in range(wanted)]
+
+
+# The chunks that each writer has on a root, told apart by their lineage.
+#
+# Pure: what was found comes in, sums go out.
+
+
+@dataclass(slots=True)
+class Share:
+    """The chunks of one writer; ``writer`` is None for all those together that have no record."""
+
+    writer: Writer | None
+    chunks_count: int = 0
+    size_bytes: int = 0
+    """Size of the files, headers included."""
+    first_s: int = 0
+    """The times of the oldest and the newest of these; 0 if unknown."""
+    last_s: int = 0
+    namespaces: set[NamespaceId] = field(default_factory=set)
+
+
+def by_writer(found: Iterable[Found], writers: Writers) -> list[Share]:
+    """The shares of all writers that have any, the latest first. ``found`` with headers; one without is of nobody."""
+    shares: dict[LineageId | None, Share] = {}
+    for each in found:
+        said = None if each.header is None else written(each.header.incarnation)
+        lineage = said.lineage if said is not None and said.lineage in writers else None
+        share = shares.get(lineage)
+        if share is None:
+            share = shares[lineage] = Share(writers[lineage] if lineage is not None else None)
+        share.chunks_count += 1
+        share.size_bytes += each.size_bytes
+        share.namespaces.add(each.namespace)
+        if lineage is not None and said is not None:
+            share.first_s = min(share.first_s or said.written_s, said.written_s)
+            share.last_s = max(share.last_s, said.written_s)
+    return sorted(shares.values(), key=lambda share: (-share.last_s, share.writer.session if share.writer else ""))

@@ -122,10 +122,9 @@ def blend_check(model: str, prompts: str, checked: Checked, access: Access, as_j
 def _choice(name: str, prompts: str, checked: Checked, access: Access) -> Choice:
     """Measures, and records the verdict unless it is a dry run."""
     from kvstore.connectors.transformers import model_cache
-    from kvstore.connectors.transformers.cases import load_model, read_cases
+    from kvstore.connectors.transformers.cache_spec import weights_fingerprint
     from kvstore.connectors.transformers.decoder import Decoder
-    from kvstore.connectors.transformers.gate import candidates, choose
-    from kvstore.connectors.transformers.weights import weights_fingerprint
+    from kvstore.connectors.transformers.gate import candidates, choose, load_model, read_cases
 
     with ExitStack() as undo:
         store = None if checked.dry_run else undo.enter_context(access.open(create=True))

@@ -19,11 +19,11 @@ from kvstore.cli.ports import check_free
 from kvstore.cli.rooted import local_path, open_existing
 from kvstore.cli.signals import Stopper
 from kvstore.errors import InvalidRequest, PermissionDenied, Unavailable
-from kvstore.security.networks import is_loopback
+from kvstore.security.tls import is_loopback
 
 if TYPE_CHECKING:
-    from kvstore.dashboard.board import Board, Reach
-    from kvstore.dashboard.serving import Serving
+    from kvstore.dashboard.server import Serving
+    from kvstore.dashboard.views import Board, Reach
 
 ETCD_S = 2.0
 """How long to wait for etcd before saying that it does not answer."""
@@ -125,7 +125,7 @@ def dashboard(
 
 def _warn_of_etcd(cluster: ClusterAccess, root_url: str) -> None:
     """Says if etcd does not answer. It is no reason to end: the page is for clusters that are in trouble."""
-    from kvstore.meta.roots import bound_root
+    from kvstore.meta.cluster import bound_root
 
     assert cluster.etcd is not None
     try:
@@ -136,14 +136,12 @@ def _warn_of_etcd(cluster: ClusterAccess, root_url: str) -> None:
 
 
 def _open(reach: Reach, page: PageAccess, listen: str) -> tuple[Board, Serving]:
-    from kvstore.dashboard.board import open_board
-    from kvstore.dashboard.documents import Documents
-    from kvstore.dashboard.door import OpenDoor, TokenDoor
+    from kvstore.dashboard.server import OpenDoor, TokenDoor
+    from kvstore.dashboard.views import Documents, open_board
     from kvstore.security.tls import ServerTls
 
     try:
-        from kvstore.dashboard.serving import Serving
-        from kvstore.dashboard.web import application
+        from kvstore.dashboard.server import Serving, application
     except ModuleNotFoundError as missing:
         raise InvalidRequest(f"the dashboard needs {missing.name}: pip install 'kvstore-llm[server]'") from missing
 
@@ -155,7 +153,7 @@ def _open(reach: Reach, page: PageAccess, listen: str) -> tuple[Board, Serving]:
 
 def _reach(cluster: ClusterAccess, access: Access, collector: list[str] | None) -> Reach:
     """The board's way to the cluster: as the options say, each source when it is needed."""
-    from kvstore.dashboard.board import Reach
+    from kvstore.dashboard.views import Reach
 
     assert cluster.etcd is not None
     path = local_path(cluster.root)

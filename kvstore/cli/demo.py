@@ -24,7 +24,7 @@ from kvstore.cli.output import progress_bar
 from kvstore.cli.programs import kvstore_command
 from kvstore.cli.replay import print_report
 from kvstore.cli.signals import exits_on_sigterm
-from kvstore.memory.host import memory_free_bytes
+from kvstore.memory.arena import memory_free_bytes
 
 if TYPE_CHECKING:
     from kvstore.replay import Request
@@ -78,7 +78,7 @@ def demo(trace: str | None, requests_max: int, as_json: bool) -> None:
 @contextmanager
 def _running(folder: Path) -> Iterator[list[str]]:
     """Runs a cluster with its own etcd on a root in ``folder``; yields the addresses of the workers."""
-    from kvstore.meta.server import EmbeddedEtcd
+    from kvstore.meta.embedded_etcd import EmbeddedEtcd
 
     with EmbeddedEtcd(folder / "etcd") as server:
         common = ["--root", str(folder / "root"), "--etcd", server.endpoints]

@@ -19,12 +19,12 @@ from kvstore.cli.ports import check_ports
 from kvstore.cli.rooted import local_path, open_existing
 from kvstore.cli.signals import Stopper
 from kvstore.errors import InvalidRequest
-from kvstore.security.networks import is_loopback
+from kvstore.security.tls import is_loopback
 
 if TYPE_CHECKING:
-    from kvstore.events.opening import At, Told
-    from kvstore.events.sockets import Curve
-    from kvstore.meta.interface import Meta
+    from kvstore.events.publisher import At, Told
+    from kvstore.events.stream import Curve
+    from kvstore.meta.store import Meta
     from kvstore.root.interface import Root
 
 EVERYWHERE = "tcp://*:"
@@ -73,11 +73,11 @@ class Endpoints:
         Raises InvalidRequest if others could read prompts from them.
         """
         try:
-            from kvstore.events.opening import At
-            from kvstore.events.sockets import Curve
+            from kvstore.events.publisher import At
+            from kvstore.events.stream import Curve
         except ModuleNotFoundError as missing:
             raise InvalidRequest(f"events need {missing.name}: pip install 'kvstore-llm[events]'") from missing
-        from kvstore.security.authenticator import Authenticator
+        from kvstore.security.authentication import Authenticator
 
         if (self.certificate is None) != (self.clients is None):
             raise InvalidRequest(
@@ -165,7 +165,7 @@ class Names:
 
     def told(self) -> Told:
         """Returns the names."""
-        from kvstore.events.opening import Told
+        from kvstore.events.publisher import Told
 
         tenants = frozenset(self.tenants) if self.tenants else None
         return Told(self.pod, frozenset(self.namespaces), tenants, self.medium, self.hashes == "bytes")
@@ -196,7 +196,7 @@ def events(cluster: ClusterAccess, endpoints: Endpoints, names: Names, spool: st
     """
     logging.configure()
     at = endpoints.at()
-    from kvstore.events.opening import open_publisher
+    from kvstore.events.publisher import open_publisher
 
     check_ports(endpoints.listening())
     with ExitStack() as undo:
@@ -220,7 +220,7 @@ def _meta(cluster: ClusterAccess, root: Root) -> Meta:
     if cluster.etcd is not None:
         return cluster.etcd.open()
     from kvstore.meta.memory import MemoryMeta
-    from kvstore.root.generations import newest_number
+    from kvstore.root.identity import newest_number
 
     if local_path(cluster.root) is None or newest_number(root):
         raise InvalidRequest("which etcd? give --etcd ENDPOINTS: only a folder of this host can do without")

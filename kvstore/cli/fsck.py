@@ -19,14 +19,14 @@ from kvstore.cli.options import json_option
 from kvstore.cli.output import print_json
 from kvstore.cli.rooted import identified
 from kvstore.errors import InvalidRequest, RootMismatch
-from kvstore.meta.generation import difference, read_generation
+from kvstore.meta.cluster import difference, read_generation
 from kvstore.operations import OperationRun, Operations
 from kvstore.sources import RandomIds, SystemClock
 
 if TYPE_CHECKING:
     from kvstore.fsck import Adopted, Finding, Report
-    from kvstore.meta.interface import Meta
     from kvstore.meta.keys import Keys
+    from kvstore.meta.store import Meta
     from kvstore.root.identity import RootIdentity
     from kvstore.root.interface import Root
 
@@ -98,7 +98,7 @@ def _astray(root: Root, identity: RootIdentity, etcd: EtcdAccess | None) -> str 
     Makes no file. Raises the errors of etcd.
     """
     from kvstore.meta.keys import Keys
-    from kvstore.root.generations import newest_number
+    from kvstore.root.identity import newest_number
 
     if etcd is None or not newest_number(root):
         return None
@@ -107,7 +107,7 @@ def _astray(root: Root, identity: RootIdentity, etcd: EtcdAccess | None) -> str 
 
 
 def _difference(root: Root, keys: Keys, meta: Meta) -> str | None:
-    from kvstore.root.generations import read_newest
+    from kvstore.root.identity import read_newest
 
     try:
         on_root = read_newest(root)
@@ -166,8 +166,8 @@ def _live_sessions(etcd: EtcdAccess, identity: RootIdentity) -> Set[bytes]:
 
 def _adopt(root: Root, identity: RootIdentity, etcd: EtcdAccess | None) -> Adopted:
     from kvstore.fsck import adopt
-    from kvstore.host.takeover import check_left
-    from kvstore.meta.roots import bind_root
+    from kvstore.host.tables import check_left
+    from kvstore.meta.cluster import bind_root
 
     if etcd is None:
         raise InvalidRequest("--adopt writes to etcd: give --etcd ENDPOINTS; a folder of one host has nothing to adopt")

@@ -21,10 +21,10 @@ from kvstore.cli.worker import WorkerOptions
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.meta.keys import Keys
 from kvstore.meta.usage import Capacity
-from kvstore.security.networks import is_loopback, joined
+from kvstore.security.tls import is_loopback, joined
 
 if TYPE_CHECKING:
-    from kvstore.meta.server import EmbeddedEtcd
+    from kvstore.meta.embedded_etcd import EmbeddedEtcd
 
 log = logging.getLogger(__name__)
 

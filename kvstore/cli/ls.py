@@ -19,7 +19,7 @@ from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.namespace import NamespaceId
 
 if TYPE_CHECKING:
-    from kvstore.census.writers import Share
+    from kvstore.census.walk import Share
 
 TIMEOUT_S = 10.0
 WRITER_FIELDS = ("session", "node", "host", "pid", "version", "label", "identity")
@@ -115,8 +115,8 @@ def _pins(access: Access, as_json: bool) -> None:
 def _workers(access: Access, as_json: bool) -> None:
     if access.etcd is None:
         raise InvalidRequest("workers are registered in etcd: give --etcd ENDPOINTS")
+    from kvstore.meta.cluster import known_roots
     from kvstore.meta.keys import Keys
-    from kvstore.meta.roots import known_roots
     from kvstore.meta.workers import Workers
 
     rows: list[dict[str, Any]] = []
@@ -140,9 +140,8 @@ def _workers(access: Access, as_json: bool) -> None:
 
 def _writers(access: Access, as_json: bool) -> None:
     """Prints what each writer has, which takes a look at the header of every file."""
-    from kvstore.census.walk import walk
-    from kvstore.census.writers import by_writer
-    from kvstore.root.lineages import read_writers
+    from kvstore.census.walk import by_writer, walk
+    from kvstore.root.identity import read_writers
     from kvstore.root.namespaces import read_namespaces
 
     if access.root is None:

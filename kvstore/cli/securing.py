@@ -13,12 +13,10 @@ from typing import TYPE_CHECKING
 
 from kvstore.cli.declared import flag, option
 from kvstore.errors import InvalidRequest
-from kvstore.security.account import Account, account_secret
 from kvstore.security.audit import AuditLog
-from kvstore.security.authenticator import Authenticator
-from kvstore.security.networks import is_loopback
-from kvstore.security.server import ServerSecurity
-from kvstore.security.tls import ClientTls, ServerTls, server_certificate
+from kvstore.security.authentication import Account, Authenticator, account_secret
+from kvstore.security.guard import ServerSecurity
+from kvstore.security.tls import ClientTls, ServerTls, is_loopback, server_certificate
 
 if TYPE_CHECKING:
     from kvstore.client.credentials import Credentials

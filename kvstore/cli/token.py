@@ -19,7 +19,7 @@ from kvstore.cli.options import json_option
 from kvstore.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from kvstore.security.bearer import Claims
+    from kvstore.security.authentication import Claims
 
 PUBLIC = ".pub"
 TOKEN_ID = "[0-9a-f]{24}"
@@ -46,7 +46,7 @@ def key(file: str) -> None:
     List the name of FILE.pub in "token_keys" of the access file, and put the file beside it. Two keys may be listed at
     once: sign with the new one, and remove the old one when its last token has expired.
     """
-    from kvstore.security.bearer import new_key
+    from kvstore.security.authentication import new_key
 
     private, public = new_key()
     _write_new(Path(file), private, 0o600)
@@ -66,8 +66,8 @@ def key(file: str) -> None:
 )
 def issue(key_file: str, identity: str, ttl_s: float, bind: str | None, out: str | None) -> None:
     """Issue a token. Clients reload its file when it changes: run this before the old token expires."""
-    from kvstore.security import bearer
-    from kvstore.security.secret_files import read_secret, read_trusted
+    from kvstore.security import authentication
+    from kvstore.security.tls import read_secret, read_trusted
 
     thumbprint = b""
     if bind is not None:
@@ -77,7 +77,7 @@ def issue(key_file: str, identity: str, ttl_s: float, bind: str | None, out: str
             raise InvalidRequest(f"the certificate {bind!r} is not in PEM format") from cause
         thumbprint = hashlib.sha256(der).digest()
     id = os.urandom(12).hex()
-    text = bearer.issue(read_secret(key_file, "token key"), identity, id, time.time(), ttl_s, thumbprint)
+    text = authentication.issue(read_secret(key_file, "token key"), identity, id, time.time(), ttl_s, thumbprint)
     if out is None:
         print(text, flush=True)
     else:
@@ -103,7 +103,7 @@ def revoke(access: str, token_file: str | None, keep_s: float, ids: tuple[str, .
 
     Workers with this access file deny them within about a second; copy revoked.json to the others.
     """
-    from kvstore.security.authenticator import REVOKED, read_revoked
+    from kvstore.security.authentication import REVOKED, read_revoked
 
     now_s = time.time()
     wanted = dict.fromkeys(ids, now_s + keep_s)
@@ -129,15 +129,15 @@ def revoke(access: str, token_file: str | None, keep_s: float, ids: tuple[str, .
 
 
 def _claims_in(token_file: str, access: str) -> Claims:
-    from kvstore.security import bearer
-    from kvstore.security.rules import Rules
-    from kvstore.security.secret_files import read_secret, read_trusted
+    from kvstore.security import authentication
+    from kvstore.security.access import Rules
+    from kvstore.security.tls import read_secret, read_trusted
 
     rules = Rules.parse(read_trusted(access, "access file"))
     files = [Path(access).parent / name for name in rules.token_keys]
-    keys = [bearer.PublicKey.of_pem(read_trusted(file, "token key"), str(file)) for file in files]
-    text = read_secret(token_file, "token file", bearer.TOKEN_BYTES_MAX).decode("ascii", "replace").strip()
-    return bearer.verified(text, {each.id: each for each in keys})
+    keys = [authentication.PublicKey.of_pem(read_trusted(file, "token key"), str(file)) for file in files]
+    text = read_secret(token_file, "token file", authentication.TOKEN_BYTES_MAX).decode("ascii", "replace").strip()
+    return authentication.verified(text, {each.id: each for each in keys})
 
 
 def _write_new(path: Path, content: bytes, mode: int) -> None:

@@ -29,16 +29,16 @@ from kvstore.cli.rooted import local_path
 from kvstore.cli.signals import Stopper
 from kvstore.cli.worker import WorkerOptions
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
-from kvstore.host.takeover import check_left
-from kvstore.memory.host import memory_most_bytes
+from kvstore.host.tables import check_left
+from kvstore.memory.arena import memory_most_bytes
+from kvstore.meta.cluster import bound_root
 from kvstore.meta.keys import root_binding
-from kvstore.meta.roots import bound_root
 from kvstore.root.identity import check_usable, read_identity
 from kvstore.root.open import open_root
 
 if TYPE_CHECKING:
     from kvstore.cli.securing import ServerAccess
-    from kvstore.meta.server import EmbeddedEtcd
+    from kvstore.meta.embedded_etcd import EmbeddedEtcd
 
 log = logging.getLogger(__name__)
 
@@ -221,7 +221,7 @@ def _metadata(serving: WorkerOptions, folder: str | None) -> Iterator[tuple[Etcd
     if serving.cluster.etcd is not None:
         yield serving.cluster.etcd, None
         return
-    from kvstore.meta.server import EmbeddedEtcd, find_etcd, unsafe_version
+    from kvstore.meta.embedded_etcd import EmbeddedEtcd, find_etcd, unsafe_version
 
     binary = find_etcd()
     if (version := unsafe_version(binary)) is not None:

@@ -70,7 +70,7 @@ class WorkerOptions:
 
     def open_member(self) -> Member:
         """Joins the cluster as a node. Raises InvalidRequest, and what opening the root and etcd raises."""
-        from kvstore.encodings.keys import KeyFile
+        from kvstore.encodings.codec import KeyFile
         from kvstore.node.opening import open_member
 
         etcd = self.cluster.etcd
@@ -171,7 +171,7 @@ def worker(options: WorkerOptions, at: Addresses, drain_s: float) -> None:
 def _serve(options: WorkerOptions, at: Addresses, ending: _Ending, undo: ExitStack) -> None:
     """Serves until ``ending`` is requested; cleanup is left to ``undo``."""
     from kvstore.cli.tracing import start_tracing
-    from kvstore.peers.joining import join_peers
+    from kvstore.peers.tier import join_peers
     from kvstore.worker.metrics_server import start_metrics
     from kvstore.worker.worker import Worker
 

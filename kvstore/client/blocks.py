@@ -18,7 +18,7 @@ from kvstore.client.pin import Pin, check_pin
 from kvstore.client.port import Port, PortBlockHold
 from kvstore.client.refusals import put_blocks
 from kvstore.errors import InvalidRequest, WrongSize
-from kvstore.format.descent import DESCENT_BYTES_MAX, Ancestry, Descent
+from kvstore.format.header import DESCENT_BYTES_MAX, Ancestry, Descent
 from kvstore.hints import DEFAULT, Hints, Preset, checked_unused_s
 from kvstore.namespace import Namespace
 from kvstore.planning import KeyStorage, Plan, Prompts, make_plan

@@ -15,11 +15,8 @@ import grpc
 from kvstore.brief import kind_of
 from kvstore.channels import open_channel
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
-from kvstore.security.account import HEADER, account_secret, proof
-from kvstore.security.bearer import TOKEN_BYTES_MAX
-from kvstore.security.networks import is_loopback
-from kvstore.security.secret_files import Watched, read_secret
-from kvstore.security.tls import Certificate, ClientTls, client_certificate
+from kvstore.security.authentication import HEADER, TOKEN_BYTES_MAX, account_secret, proof
+from kvstore.security.tls import Certificate, ClientTls, Watched, client_certificate, is_loopback, read_secret
 from kvstore.tracing import Metadata
 from kvstore.wire.bulk.channel import LinkBroken, LinkLate
 from kvstore.wire.credentials import channel_credentials

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from kvstore.brief import brief
 from kvstore.errors import InvalidRequest
 from kvstore.meta.etcd import EtcdMeta, EtcdTls, EtcdUser
-from kvstore.meta.interface import Meta
 from kvstore.meta.keys import ID_BYTES, Keys, parse_id
+from kvstore.meta.store import Meta
 from kvstore.meta.workers import Workers
 
 ROOTS = "/kv/roots/"

@@ -16,7 +16,7 @@ from kvstore.client.branches import PortBranches
 from kvstore.client.operation import Operation
 from kvstore.counts import NodeCount
 from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError, StoreClosed
-from kvstore.format.descent import Ancestry
+from kvstore.format.header import Ancestry
 from kvstore.hints import Hints
 from kvstore.namespace import Namespace
 from kvstore.node.asking import match_each

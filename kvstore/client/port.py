@@ -15,7 +15,7 @@ from kvstore.census.selection import Selection
 from kvstore.client.branches import PortBranches
 from kvstore.client.operation import Operation
 from kvstore.errors import KVStoreError
-from kvstore.format.descent import Ancestry
+from kvstore.format.header import Ancestry
 from kvstore.hints import Hints
 from kvstore.namespace import Namespace
 from kvstore.node.prefetch import TierName

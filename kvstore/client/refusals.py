@@ -8,7 +8,7 @@ from kvstore.buffers import Pieces, Sections
 from kvstore.checks import checked_flag
 from kvstore.client.port import Port
 from kvstore.errors import Overloaded, StoreFull
-from kvstore.format.descent import Ancestry
+from kvstore.format.header import Ancestry
 from kvstore.hints import Hints
 from kvstore.namespace import Namespace
 from kvstore.results import PutResult, StoredBlocks

@@ -38,7 +38,7 @@ from kvstore.client.spreading import Marking, marks_of, marks_of_keys
 from kvstore.client.tools import Tools
 from kvstore.counts import ClientCount, merged
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, Unavailable
-from kvstore.format.descent import Ancestry
+from kvstore.format.header import Ancestry
 from kvstore.hints import Hints
 from kvstore.meta.etcd import EtcdTls, EtcdUser
 from kvstore.namespace import Namespace

@@ -16,7 +16,7 @@ from kvstore.client.remote_hold import HeldAtWorker
 from kvstore.client.spreading import Marking, marks_of, marks_of_keys
 from kvstore.client.tools import Tools
 from kvstore.errors import Overloaded, Unavailable
-from kvstore.format.descent import Ancestry
+from kvstore.format.header import Ancestry
 from kvstore.hints import Hints
 from kvstore.namespace import Namespace
 from kvstore.node.wanted import keyed

@@ -18,7 +18,7 @@ from kvstore.client.limits import ClientLimits
 from kvstore.client.local import LocalPort
 from kvstore.client.operation import Operation
 from kvstore.client.port import Port
-from kvstore.encodings.keys import KeyFile
+from kvstore.encodings.codec import KeyFile
 from kvstore.errors import InvalidRequest, KVStoreError, StoreClosed
 from kvstore.layout import Layout
 from kvstore.meta.etcd import EtcdTls, EtcdUser, check_access

@@ -23,6 +23,7 @@ from lmcache.v1.platform import create_event_notifier
 
 from kvstore.background import Tasks
 from kvstore.client import Cache
+from kvstore.connectors.common import LateStore, Trouble
 from kvstore.connectors.lmcache_keys import (
     OPAQUE,
     ModelCaches,
@@ -34,8 +35,6 @@ from kvstore.connectors.lmcache_keys import (
     tensors_of,
 )
 from kvstore.connectors.lmcache_locks import Locks
-from kvstore.connectors.settings import LateStore
-from kvstore.connectors.trouble import Trouble
 from kvstore.errors import HoldBroken, KVStoreError
 from kvstore.sources import SystemClock
 

@@ -14,8 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from kvstore.client import Cache
-from kvstore.connectors.opening import number
-from kvstore.connectors.settings import TIMEOUT_S_MAX, LateStore, StoreSettings, key_of, packed, text
+from kvstore.connectors.common import TIMEOUT_S_MAX, LateStore, StoreSettings, key_of, number, packed, text
 from kvstore.errors import WrongSize
 
 MODELS_MAX = 256

@@ -16,9 +16,8 @@ from lmcache.v1.storage_backend.connector import ConnectorAdapter, ConnectorCont
 from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 
 from kvstore.client import Cache
+from kvstore.connectors.common import LateStore, Trouble, block_key, text
 from kvstore.connectors.lmcache_keys import ModelCaches, Settings, read_blocks, tensors
-from kvstore.connectors.settings import LateStore, block_key, text
-from kvstore.connectors.trouble import Trouble
 from kvstore.errors import InvalidRequest, KVStoreError
 
 log = logging.getLogger(__name__)

@@ -1,20 +1,228 @@
-"""The counters of each worker, read over gRPC from all workers at once, as growth and history."""
+"""Rates and levels over time, in rings of fixed size. Pure: it takes no clock and does no I/O."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvstore.dashboard.history import Counts, Growth, History
-from kvstore.dashboard.roster import Roster
+from kvstore.counts import STARTED
 from kvstore.errors import KVStoreError
 from kvstore.operations import OperationStatus
 from kvstore.sources import Clock
 
 if TYPE_CHECKING:
     from kvstore.client.store import Store
+
+
+AMOUNTS: dict[str, tuple[str, ...]] = {
+    "tokens_asked": ("tokens_asked",),
+    "tokens_matched": ("tokens_matched",),
+    "memory_chunks": ("memory_hits",),
+    "memory_bytes": ("memory_bytes",),
+    "peers_chunks": ("peers_hits",),
+    "disk_chunks": ("disk_hits",),
+    "root_chunks": ("chunks_read",),
+    "root_bytes": ("bytes_read",),
+    "written_bytes": ("bytes_written",),
+    "received_bytes": ("wire_bytes_in",),
+    "matches": ("requests_match",),
+    "gets": ("requests_get",),
+    "puts": ("requests_put",),
+    "refused": ("calls_refused", "put_refused_full", "put_refused_uncounted", "behind_shed"),
+    "damaged": ("miss_damaged", "memory_damaged", "disk_damaged", "peers_damaged"),
+}
+"""Rates, and the workers' counters whose growth per second each of them sums."""
+
+LEVELS: dict[str, tuple[str, ...]] = {
+    "calls": ("calls_in_flight",),
+    "queue": ("lane_queue",),
+    "memory_held_bytes": ("memory_held_bytes",),
+    "memory_size_bytes": ("memory_size_bytes",),
+    "behind_bytes": ("behind_bytes",),
+}
+"""Levels, and the workers' gauges that each of them sums."""
+
+FINE_S, FINE_MAX = 2.0, 450
+COARSE_S, COARSE_MAX = 60.0, 1_440
+"""Two ring sizes: a quarter of an hour in steps of two seconds, a day in minutes."""
+
+Counts = Mapping[str, int | float]
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """The ``span_s`` seconds up to ``at_s``: amounts, and levels at the end, in the order above."""
+
+    at_s: float
+    span_s: float
+    amounts: tuple[float, ...]
+    levels: tuple[float, ...]
+
+
+class Growth:
+    """The growth of each worker's counters since the last look."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, Counts] = {}
+
+    def since_last(self, now: Mapping[str, Counts]) -> dict[str, dict[str, float]]:
+        """Returns the growth by worker and counter.
+
+        A worker that is seen for the first time, or again after it did not answer, has none: nobody knows over which
+        time its counters grew. A worker whose counters start from 0 again was restarted.
+        """
+        grown = {
+            worker: {name: _growth(self._before[worker].get(name, 0), count) for name, count in counts.items()}
+            for worker, counts in now.items()
+            if worker in self._before
+        }
+        self._before = {worker: dict(counts) for worker, counts in now.items()}
+        return grown
+
+
+class History:
+    """Two rings of points, a fine one and a coarse one. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._fine: deque[Point] = deque(maxlen=FINE_MAX)
+        self._coarse: deque[Point] = deque(maxlen=COARSE_MAX)
+        self._pending: list[Point] = []
+
+    def add(self, at_s: float, span_s: float, grown: Sequence[Counts], now: Sequence[Counts]) -> None:
+        """Adds the work of all workers in the last ``span_s`` seconds, and their levels."""
+        if self._fine and at_s <= self._fine[-1].at_s:
+            # The clock was set back. A page that has the points so far asks for later ones only.
+            at_s = self._fine[-1].at_s + span_s
+        amounts = tuple(_sum(grown, names) for names in AMOUNTS.values())
+        levels = tuple(_sum(now, names) for names in LEVELS.values())
+        point = Point(at_s, span_s, amounts, levels)
+        self._fine.append(point)
+        self._pending.append(point)
+        if sum(each.span_s for each in self._pending) >= COARSE_S:
+            self._coarse.append(_merged(self._pending))
+            self._pending = []
+
+    def rates(self, over_s: float) -> dict[str, float]:
+        """Returns amounts per second by name, over the last ``over_s`` seconds (at most the fine ring); 0 if none."""
+        points: list[Point] = []
+        for point in reversed(self._fine):
+            points.append(point)
+            if sum(each.span_s for each in points) >= over_s:
+                break
+        if not points:
+            return dict.fromkeys(AMOUNTS, 0.0)
+        merged = _merged(points[::-1])
+        return {name: amount / merged.span_s for name, amount in zip(AMOUNTS, merged.amounts, strict=True)}
+
+    def columns(self, coarse: bool, after_s: float) -> dict[str, Any]:
+        """The points after ``after_s``, as columns: times, amounts per second, levels."""
+        ring = self._coarse if coarse else self._fine
+        points = [point for point in ring if point.at_s > after_s]
+        columns: dict[str, list[float]] = {"at_s": [round(point.at_s, 2) for point in points]}
+        for at, name in enumerate(AMOUNTS):
+            columns[name] = [_rounded(point.amounts[at] / point.span_s) for point in points]
+        for at, name in enumerate(LEVELS):
+            columns[name] = [_rounded(point.levels[at]) for point in points]
+        return {"step_s": COARSE_S if coarse else FINE_S, "points_max": ring.maxlen, "columns": columns}
+
+
+def _growth(before: float, now: float) -> float:
+    """Returns the growth of one counter; a lower value than before counts from 0 again."""
+    return max(0.0, now - before if now >= before else now)
+
+
+def _sum(counts: Sequence[Counts], names: Sequence[str]) -> float:
+    return float(sum(each.get(name, 0) for each in counts for name in names))
+
+
+def _merged(points: Sequence[Point]) -> Point:
+    """Merges several points in a row into one."""
+    amounts = tuple(sum(column) for column in zip(*(point.amounts for point in points), strict=True))
+    return Point(points[-1].at_s, sum(point.span_s for point in points), amounts, points[-1].levels)
+
+
+def _rounded(value: float) -> float:
+    """Rounds to four digits: more than a chart shows, and half the bytes."""
+    return float(f"{value:.4g}")
+
+
+# The roster of workers: which of them are missing, and how often each began again. Pure.
+
+
+SILENT_S = 4.0
+"""etcd forgets a worker that ends itself at once, and no client asks it for longer than this. The registration of one
+that was killed stays until its lease ends, which takes longer."""
+MISSING_S = 3_600.0
+"""A missing worker is shown for so long."""
+MISSING_MAX = 100
+
+
+class Roster:
+    """Workers by address. A worker is missing if etcd still had it while it was silent, and then forgot it.
+
+    Not thread-safe. Times are in seconds since the epoch.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[str, Counts] = {}
+        self._asked_at_s: dict[str, float] = {}
+        self._restarts: Counter[str] = Counter()
+        self._former_until_s: dict[str, float] = {}
+        self._silent_since_s: dict[str, float] = {}
+        self._missing_since_s: dict[str, float] = {}
+
+    def call(
+        self, answers: Mapping[str, Counts | None], now_s: float, asked_at_s: float | None = None
+    ) -> Mapping[str, float]:
+        """Notes the answer of each registered worker, None if it is silent; they were asked at ``asked_at_s``.
+
+        Returns the missing workers, and since when each has been silent.
+        """
+        for address, counts in answers.items():
+            self._missing_since_s.pop(address, None)
+            if counts is None:
+                self._silent_since_s.setdefault(address, now_s)
+            else:
+                self._silent_since_s.pop(address, None)
+                if _is_another_run(self._last.get(address, counts), counts):
+                    self._restarts[address] += 1
+                    self._former_until_s[address] = self._asked_at_s[address]
+                self._last[address] = counts
+                self._asked_at_s[address] = now_s if asked_at_s is None else asked_at_s
+        for address in self._silent_since_s.keys() - answers.keys():
+            since_s = self._silent_since_s.pop(address)
+            if now_s - since_s > SILENT_S:
+                self._missing_since_s[address] = since_s
+        self._forget(answers, now_s)
+        return self._missing_since_s
+
+    def restarts(self, address: str) -> int:
+        """Returns how often a worker was seen to run anew since the roster began."""
+        return self._restarts[address]
+
+    def former_until_s(self, address: str) -> float | None:
+        """Returns when the run before this one was last asked and answered; None if no restart was seen."""
+        return self._former_until_s.get(address)
+
+    def _forget(self, answers: Mapping[str, Counts | None], now_s: float) -> None:
+        missing = self._missing_since_s
+        for address in sorted(missing, key=missing.__getitem__):
+            if now_s - missing[address] > MISSING_S or len(missing) > MISSING_MAX:
+                del missing[address]
+        for address in self._last.keys() - answers.keys() - missing.keys():
+            del self._last[address], self._asked_at_s[address], self._restarts[address]
+            self._former_until_s.pop(address, None)
+
+
+def _is_another_run(before: Counts, now: Counts) -> bool:
+    # Counters do not tell: those of an idle worker are 0 in both runs, and a busy one soon counts more than before.
+    return before.get(STARTED) != now.get(STARTED)
+
+
+# The counters of each worker, read over gRPC from all workers at once, as growth and history.
 
 
 GONE = "it was killed, or its host is gone: etcd has no registration of it any more"

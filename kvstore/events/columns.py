@@ -1,24 +1,404 @@
-"""Rows of chunks in columns: address, parent, depth, states, and tables to find rows by address and by hash.
+"""A map from 64-bit numbers to rows of columns, 12 bytes an entry: sorted arrays instead of a dict's 100 bytes.
 
-Separate from the inventory, which decides what is told; here is only how rows are kept.
+New entries come into a small sorted part, which is merged into the large one when it has grown to a sixteenth of it.
+So adding a batch costs little, and a merge is rare.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import IO, Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.events.names import Name, Names
-from kvstore.events.spelling import Spellings
-from kvstore.events.table import NO_ROW, U64, Rows, Table
-from kvstore.events.tokens import TokenFile
+from kvstore.address import ADDRESS_BYTES, BLOCK_KEY_BYTES_MAX, NO_PARENT, Address, chunk_address
+from kvstore.brief import why
+from kvstore.errors import InvalidRequest
+from kvstore.format.header import NO_WHOLE
+
+U64 = npt.NDArray[np.uint64]
+Rows = npt.NDArray[np.int32]
+
+MERGE_MIN = 4_096
+NO_ROW = -1
+
+
+class Table:
+    """Entries are added, and dropped only by ``rebuilt``. Used by one thread, or under its owner's lock."""
+
+    def __init__(self, keys: U64 | None = None, rows: Rows | None = None) -> None:
+        """``keys`` in any order, each once."""
+        given = np.zeros(0, np.uint64) if keys is None else keys
+        order = np.argsort(given)
+        self._large = (given[order], (np.zeros(0, np.int32) if rows is None else rows)[order])
+        self._small = (np.zeros(0, np.uint64), np.zeros(0, np.int32))
+
+    def __len__(self) -> int:
+        return len(self._large[0]) + len(self._small[0])
+
+    def find(self, keys: U64) -> Rows:
+        """Returns the row of each key; NO_ROW where there is none."""
+        # Sorted look-ups walk through memory once, which is several times as fast for large tables.
+        order = np.argsort(keys)
+        wanted = keys[order]
+        found = np.full(len(keys), NO_ROW, np.int32)
+        for part_keys, part_rows in (self._large, self._small):
+            if len(part_keys):
+                at = np.minimum(np.searchsorted(part_keys, wanted), len(part_keys) - 1)
+                hit = part_keys[at] == wanted
+                found[order[hit]] = part_rows[at[hit]]
+        return found
+
+    def between(self, first: int, last: int) -> Rows:
+        """Returns the rows of all keys from ``first`` to ``last``, both included."""
+        parts = []
+        for part_keys, part_rows in (self._large, self._small):
+            start = np.searchsorted(part_keys, np.uint64(first), "left")
+            stop = np.searchsorted(part_keys, np.uint64(last), "right")
+            parts.append(part_rows[start:stop])
+        return np.concatenate(parts)
+
+    def entries(self) -> tuple[U64, Rows]:
+        """Returns all keys, each once, and the row of each."""
+        (large_keys, large_rows), (small_keys, small_rows) = self._large, self._small
+        return np.concatenate([large_keys, small_keys]), np.concatenate([large_rows, small_rows])
+
+    def add(self, keys: U64, rows: Rows) -> None:
+        """Adds entries whose keys are not there; each once."""
+        self._small = _merged(self._small, keys, rows)
+        if len(self._small[0]) > max(MERGE_MIN, len(self._large[0]) // 16):
+            self._large = _merged(self._large, *self._small)
+            self._small = (np.zeros(0, np.uint64), np.zeros(0, np.int32))
+
+    def put(self, keys: U64, rows: Rows) -> None:
+        """Adds entries, or has their keys lead to other rows; of equal keys the last one counts."""
+        # ``unique`` names the first of equal elements, so it is asked about the reverse.
+        keys, at = np.unique(keys[::-1], return_index=True)
+        rows = rows[::-1][at]
+        is_new = np.ones(len(keys), np.bool_)
+        for part_keys, part_rows in (self._large, self._small):
+            if len(part_keys):
+                place = np.minimum(np.searchsorted(part_keys, keys), len(part_keys) - 1)
+                hit = part_keys[place] == keys
+                part_rows[place[hit]] = rows[hit]
+                is_new &= ~hit
+        self.add(keys[is_new], rows[is_new])
+
+
+def _merged(part: tuple[U64, Rows], keys: U64, rows: Rows) -> tuple[U64, Rows]:
+    order = np.argsort(keys)
+    at = np.searchsorted(part[0], keys[order])
+    return np.insert(part[0], at, keys[order]), np.insert(part[1], at, rows[order])
+
+
+# The tokens of chunks in a file without a name, as many in each line: memory that the kernel may take back.
+#
+# A snapshot needs them, a difference only those of new chunks. In columns they would be most of the publisher's
+# memory.
+
+
+ROOM_MIN = 1_024
+
+
+class TokenFile:
+    """Lines of ``width`` tokens, by row. Used by one thread, or under its owner's lock."""
+
+    def __init__(self, width: int, folder: str | None) -> None:
+        self.width = width
+        self._folder = folder
+        self._file = _nameless(folder)
+        self._lines: npt.NDArray[np.uint32] = np.zeros((0, width), np.uint32)
+
+    def write(self, rows: Rows, tokens: npt.NDArray[np.uint32]) -> None:
+        """Sets the lines of ``rows``."""
+        if len(rows):
+            highest = int(rows.max()) + 1
+            if highest > len(self._lines):
+                self._lines = self._mapped(self._file, max(ROOM_MIN, highest + highest // 4))
+            self._lines[rows] = tokens
+
+    def read(self, rows: Rows) -> npt.NDArray[np.uint32]:
+        """Returns the lines of ``rows``, which were set."""
+        found: npt.NDArray[np.uint32] = self._lines[rows]
+        return found
+
+    def keep(self, rows: Rows) -> None:
+        """Keeps the lines of ``rows`` alone, in this order."""
+        file = _nameless(self._folder)
+        lines = self._mapped(file, max(ROOM_MIN, len(rows)))
+        set_rows = np.flatnonzero(rows < len(self._lines))
+        for start in range(0, len(set_rows), ROOM_MIN):
+            part = set_rows[start : start + ROOM_MIN]
+            lines[part] = self._lines[rows[part]]
+        self.close()
+        self._file, self._lines = file, lines
+
+    def close(self) -> None:
+        """Gives the file back."""
+        self._lines = np.zeros((0, self.width), np.uint32)
+        self._file.close()
+
+    def _mapped(self, file: IO[bytes], count: int) -> npt.NDArray[np.uint32]:
+        file.truncate(count * self.width * 4)
+        return np.memmap(file, np.uint32, "r+", shape=(count, self.width))
+
+
+def _nameless(folder: str | None) -> IO[bytes]:
+    try:
+        return tempfile.TemporaryFile(dir=folder, prefix="kvstore-events-")
+    except OSError as cause:
+        raise InvalidRequest(f"no file can be made in {folder or tempfile.gettempdir()!r}: {why(cause)}") from cause
+
+
+# Engine-hashed blocks by the tokens that lead to them, for routers that know a prompt and no engine's hashes.
+#
+# A block is *spelled* as a chunk with the same tokens behind the same prefix would be addressed, so a prompt is
+# hashed once for chunks and blocks. Engines mix adapters and extra keys into their hashes: such blocks, and those
+# behind them, are not spelled.
+
 
 Mask = npt.NDArray[np.bool_]
 
+_ADDRESS_WORDS = ADDRESS_BYTES // 4
+_NONE = b""
+OLD_MAX = 65_536
+"""Entries that lead to a row which is spelled otherwise by now: so many, or as many as others, are kept at most."""
+
+
+class Spellings:
+    """Spellings by row, in a file, and rows by spelling. Used by one thread, or under its owner's lock."""
+
+    def __init__(self, digest: bytes, folder: str | None) -> None:
+        """``digest`` is the namespace's."""
+        self._digest = digest
+        self._lines = TokenFile(_ADDRESS_WORDS, folder)
+        self._rows = Table()
+        self._rows_max = OLD_MAX
+
+    def spell(self, rows: Rows, parents: Rows, tokens: npt.NDArray[np.uint32], plain: Sequence[bool]) -> None:
+        """Spells rows, parents before their children; those that are not ``plain`` have no spelling.
+
+        Of several rows with one spelling, the one spelled last is found.
+        """
+        packed = np.ascontiguousarray(tokens, "<u4")
+        found: dict[int, bytes] = {NO_ROW: NO_PARENT}
+        for row, parent, line, is_plain in zip(rows.tolist(), parents.tolist(), packed, plain, strict=True):
+            above = found[parent] if parent in found else self._of(parent)
+            found[row] = chunk_address(self._digest, Address(above), line.tobytes()) if is_plain and above else _NONE
+        spelled = [found[row].ljust(ADDRESS_BYTES, b"\0") for row in rows.tolist()]
+        lines = np.frombuffer(b"".join(spelled), np.uint32).reshape(-1, _ADDRESS_WORDS)
+        self._lines.write(rows, lines)
+        self._enter(_firsts(lines), rows)
+
+    def forget(self, rows: Rows) -> None:
+        """Notes that these rows are not told: until they are spelled anew, nothing leads to them or to those behind."""
+        self._lines.write(rows, np.zeros((len(rows), _ADDRESS_WORDS), np.uint32))
+
+    def find(self, firsts: U64) -> Rows:
+        """Returns the rows of spellings by their first 8 bytes; NO_ROW where there is none."""
+        rows = self._rows.find(firsts)
+        known = np.flatnonzero(rows != NO_ROW)
+        rows[known[self._is_old(firsts[known], rows[known])]] = NO_ROW
+        return rows
+
+    def keep(self, rows: Rows) -> None:
+        """Keeps the spellings of ``rows`` alone, which get the numbers from 0 on."""
+        keys, found = self._rows.entries()
+        moved = np.full(max(rows.max(initial=-1), found.max(initial=-1)) + 1, NO_ROW, np.int32)
+        moved[rows] = np.arange(len(rows), dtype=np.int32)
+        self._lines.keep(rows)
+        # What a spelling leads to stays: of several rows it is the one spelled last.
+        left = moved[found] != NO_ROW
+        self._rows = Table(keys[left], moved[found[left]])
+        self._drop_old()
+
+    def close(self) -> None:
+        """Gives the file back; nothing is found any more."""
+        self._rows = Table()
+        self._lines.close()
+
+    def _of(self, row: int) -> bytes:
+        line = self._lines.read(np.array([row], np.int32)).tobytes()
+        return line if line != NO_PARENT else _NONE
+
+    def _enter(self, firsts: U64, rows: Rows) -> None:
+        spelled = firsts != 0
+        self._rows.put(firsts[spelled], rows[spelled])
+        if len(self._rows) > self._rows_max:
+            self._drop_old()
+
+    def _drop_old(self) -> None:
+        """Drops the entries of what rows were before; looks at all, so it waits until there may be many."""
+        keys, rows = self._rows.entries()
+        kept = ~self._is_old(keys, rows)
+        self._rows = Table(keys[kept], rows[kept])
+        self._rows_max = 2 * len(self._rows) + OLD_MAX
+
+    def _is_old(self, firsts: U64, rows: Rows) -> Mask:
+        """True for each row that was spelled anew, or is not told, since this led to it."""
+        found: Mask = _firsts(self._lines.read(rows)) != firsts
+        return found
+
+
+def _firsts(lines: npt.NDArray[np.uint32]) -> U64:
+    both = np.ascontiguousarray(lines).view(">u8").reshape(-1, 2)
+    return both[:, 0].astype(np.uint64)
+
+
+# The names of engine-hashed blocks: the engine's hash of each, and what its events say beside tokens.
+#
+# A chunk's name is its address, so only namespaces with blocks have this. Keys lie in a file, like tokens; what many
+# blocks share is kept once.
+
+
+SHARED_MAX = 65_536
+"""Different origins, or extra keys, that one namespace may have; blocks with further ones are not told."""
+WHOLES_MAX = 16
+"""Different wholes that the blocks of one namespace may be parts of; blocks of further ones are not told. Each costs a
+look at every block that changes, and writers can make up any number."""
+_HEAD_WORDS = 4
+_SIZE_AT = 3
+"""The word with the size of the key. Before it are the numbers of origin and extra keys, and the size of the hash."""
+_NAME_WORDS = _HEAD_WORDS + BLOCK_KEY_BYTES_MAX // 4
+_KEY_AT = 4 * _HEAD_WORDS
+
+T = TypeVar("T", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The fields that the blocks of one event share."""
+
+    group: int
+    lora_name: str | None = None
+    parts: int = 1
+    """Namespaces that must all have the block for it to be of use."""
+    whole: bytes = NO_WHOLE
+    """The name that these namespaces share."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockName:
+    """One block as its engine names it."""
+
+    key: bytes
+    hash_bytes: int
+    """Leading bytes of the key that are the engine's hash."""
+    origin: Origin
+    extra_keys: tuple[Any, ...] | None = None
+
+
+class _Shared(Generic[T]):
+    """Values by number; each is kept once."""
+
+    def __init__(self) -> None:
+        self._values: list[T] = []
+        self._numbers: dict[T, int] = {}
+
+    def __getitem__(self, number: int) -> T:
+        return self._values[number]
+
+    def number(self, value: T) -> int | None:
+        """Returns the number of a value; None if it is new and there is no room."""
+        found = self._numbers.get(value)
+        if found is None and len(self._values) < SHARED_MAX:
+            found = self._numbers[value] = len(self._values)
+            self._values.append(value)
+        return found
+
+
+class Names:
+    """Names by row. Used by one thread, or under its owner's lock."""
+
+    def __init__(self, folder: str | None) -> None:
+        self._lines = TokenFile(_NAME_WORDS, folder)
+        self.wholes: dict[bytes, int] = {}
+        """The wholes that blocks here are parts of, with their number of parts; without blocks that are whole."""
+        self._origins = _Shared[Origin]()
+        self._extras = _Shared[tuple[Any, ...] | None]()
+
+    def write(self, rows: Rows, names: Sequence[BlockName]) -> npt.NDArray[np.bool_]:
+        """Sets the names of rows; False for each that has no room."""
+        lines = np.zeros((len(rows), _NAME_WORDS), np.uint32)
+        numbers = [(self._number(each.origin), self._extras.number(each.extra_keys)) for each in names]
+        kept = np.array([None not in pair for pair in numbers], np.bool_)
+        for line, name, (origin, extra) in zip(lines, names, numbers, strict=True):
+            line[:_HEAD_WORDS] = origin or 0, extra or 0, name.hash_bytes, len(name.key)
+            line.view(np.uint8)[_KEY_AT : _KEY_AT + len(name.key)] = np.frombuffer(name.key, np.uint8)
+        self._lines.write(rows[kept], lines[kept])
+        return kept
+
+    def hashes(self, rows: Rows) -> U64:
+        """Returns the low 64 bits of each engine's hash, as vLLM makes numbers of them."""
+        lines = self._lines.read(rows)
+        last = _KEY_AT + lines[:, 2].astype(np.intp)
+        places = last[:, None] + np.arange(-8, 0)
+        low = np.take_along_axis(np.ascontiguousarray(lines).view(np.uint8), places, 1)
+        return np.ascontiguousarray(low).view(">u8").reshape(-1).astype(np.uint64)
+
+    def whole_hashes(self, rows: Rows) -> list[bytes]:
+        """Returns each engine's hash."""
+        lines = np.ascontiguousarray(self._lines.read(rows))
+        ends = (_KEY_AT + lines[:, 2]).tolist()
+        return [line[_KEY_AT:end].tobytes() for line, end in zip(lines.view(np.uint8), ends, strict=True)]
+
+    def keys(self, rows: Rows, whole: bytes) -> list[bytes]:
+        """Returns the keys of those that are parts of a whole."""
+        lines = np.ascontiguousarray(self._lines.read(rows))
+        heads = lines[:, [0, _SIZE_AT]].tolist()
+        return [
+            line[_KEY_AT : _KEY_AT + size].tobytes()
+            for line, (origin, size) in zip(lines.view(np.uint8), heads, strict=True)
+            if self._origins[origin].whole == whole
+        ]
+
+    def origin_numbers(self, rows: Rows) -> npt.NDArray[np.uint32]:
+        """Returns a number for the origin of each."""
+        found: npt.NDArray[np.uint32] = self._lines.read(rows)[:, 0]
+        return found
+
+    def origin(self, row: int) -> Origin:
+        """Returns the origin of a row."""
+        return self._origins[int(self._lines.read(np.array([row], np.int32))[0, 0])]
+
+    def extra_keys(self, rows: Rows) -> list[tuple[Any, ...] | None]:
+        """Returns the extra keys of each."""
+        return [self._extras[number] for number in self._lines.read(rows)[:, 1].tolist()]
+
+    def plain(self, rows: Rows) -> list[bool]:
+        """Returns which of these have neither an adapter nor extra keys: tokens alone lead to them."""
+        heads = self._lines.read(rows)[:, :2].tolist()
+        return [self._origins[origin].lora_name is None and self._extras[extra] is None for origin, extra in heads]
+
+    def _number(self, origin: Origin) -> int | None:
+        """Returns the number of an origin, and notes its whole; None if there is no room for either."""
+        if origin.parts == 1:
+            return self._origins.number(origin)
+        if origin.whole not in self.wholes and len(self.wholes) >= WHOLES_MAX:
+            return None
+        number = self._origins.number(origin)
+        if number is not None:
+            self.wholes[origin.whole] = origin.parts
+        return number
+
+    def keep(self, rows: Rows) -> None:
+        """Keeps the names of ``rows`` alone, in this order."""
+        self._lines.keep(rows)
+
+    def close(self) -> None:
+        """Gives the file back."""
+        self._lines.close()
+
+
+# Rows of chunks in columns: address, parent, depth, states, and tables to find rows by address and by hash.
+#
+# Separate from the inventory, which decides what is told; here is only how rows are kept.
+
+
 _NAMES = ("firsts", "lasts", "parents", "depths", "children", "states")
-ROOM_MIN = 1_024
 BLOCK = 32
 """A state of a row: it is an engine-hashed block and has a name."""
 
@@ -97,7 +477,7 @@ class Columns:
         """Takes states away."""
         self.states[rows] &= ~np.uint8(bits)
 
-    def name(self, rows: Rows, names: Sequence[Name]) -> Rows:
+    def name(self, rows: Rows, names: Sequence[BlockName]) -> Rows:
         """Makes rows blocks with these names; returns those that there was room for."""
         if self.names is None:
             self.names, self.spellings = Names(self._folder), Spellings(self._digest, self._folder)

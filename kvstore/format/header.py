@@ -1,20 +1,26 @@
-"""The header of a chunk file: encodes and decodes its fields, and decides whether it is the wanted chunk.
+"""Checksums of headers and sections: XXH3-64 (seed 0), chosen for its speed, not against an adversary.
 
-This is version 1, whose sections are stored unchanged; ``encoded.py`` does version 2. ``FORMAT.md`` beside this file is
-the normative description; this is its only implementation. Pure: no I/O, no clock.
+The keyed addresses protect against an adversary; a checksum finds the damage that disks, memory and networks do.
 """
 
 from __future__ import annotations
 
 import enum
+import hashlib
+import json
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import NewType
 
+import numpy as np
+import xxhash
+
 from kvstore.address import (
     ADDRESS_BYTES,
+    BLOCK_KEY_BYTES_MAX,
+    BLOCK_KEY_BYTES_MIN,
     NO_PARENT,
     Address,
     Chain,
@@ -22,10 +28,157 @@ from kvstore.address import (
     chunk_address,
     hashed_block_address,
 )
+from kvstore.brief import brief
 from kvstore.buffers import ReadBuffer
-from kvstore.format.checksum import XXH3_64, checksum
-from kvstore.format.descent import read_descent, write_descent
+from kvstore.errors import InvalidRequest, RootMismatch
+from kvstore.layout import CHUNK_TOKENS_MAX, LAYERS_MAX
 from kvstore.namespace import Namespace, NamespaceDigest
+from kvstore.parsing import parse_json
+from kvstore.tokens import Tokens, token_array
+
+XXH3_64 = 1
+
+checksum = xxhash.xxh3_64_intdigest
+"""XXH3-64 of one contiguous buffer, as an unsigned integer."""
+
+
+# The descent of an engine-hashed block: what its writer says of the tokens, the block before it and the engine's
+# hash.
+#
+# It lies in the padding of a block's header (FORMAT.md, 4.7). Separate from the header's fields because it proves
+# nothing and no reader of a block looks at it: it is for publishers of events alone. Pure.
+
+
+DESCENT_BYTES_MAX = 3_584
+"""Limit of one descent as bytes: it fits behind the longest key in a header of 4096 bytes of either version."""
+EXTRA_BYTES_MAX = 1_024
+HASH_BYTES_MIN = 8
+PARTS_MAX = 4_096
+WHOLE_BYTES = 16
+NO_WHOLE = bytes(WHOLE_BYTES)
+
+_NUMBERS = ("depth", "hash_bytes", "group", "parts")
+_BYTES = ("parent", "whole", "extra")
+_DESCENT_FIXED = struct.Struct("<BBHI16sIHH")
+_SIZE = struct.Struct("<I")
+assert _DESCENT_FIXED.size == 32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Descent:
+    """What an engine says of one block. Raises InvalidRequest for values out of range, or if it is too long."""
+
+    tokens: Tokens
+    """The token ids of this block alone, at least one."""
+    depth: int
+    """The index of the block in its prompt."""
+    parent: bytes = b""
+    """The key of the block before it; empty for the first block of a prompt."""
+    hash_bytes: int = 32
+    """Leading bytes of the block's key that are the engine's own hash."""
+    group: int = 0
+    """The engine's number of this kind of KV."""
+    parts: int = 1
+    """Number of namespaces that each have a part of the block under the same key: only all parts are of use."""
+    whole: bytes = NO_WHOLE
+    """16 bytes that these namespaces share and no others; zero for one part."""
+    extra: bytes = b""
+    """What the engine's hash covers beside tokens, as a JSON object; empty for nothing."""
+
+    def __post_init__(self) -> None:
+        for name in _NUMBERS:
+            if not isinstance(value := getattr(self, name), int | np.integer):
+                raise InvalidRequest(f"a descent has {name}={brief(value)}: expected a whole number")
+        for name in _BYTES:
+            if not isinstance(value := getattr(self, name), bytes):
+                raise InvalidRequest(f"a descent has {name}={brief(value)}: expected bytes")
+        if self.parent and not BLOCK_KEY_BYTES_MIN <= len(self.parent) <= BLOCK_KEY_BYTES_MAX:
+            raise InvalidRequest(f"a descent's parent has {len(self.parent)} bytes: expected the key of a block")
+        if not len(token_array(self.tokens)) or bool(self.parent) != bool(self.depth) or not 0 <= self.depth < 1 << 32:
+            raise InvalidRequest("a descent needs tokens, and a parent unless it is the first of its prompt (depth 0)")
+        if not HASH_BYTES_MIN <= self.hash_bytes <= BLOCK_KEY_BYTES_MAX or not 0 <= self.group < 256:
+            raise InvalidRequest(
+                f"a descent has hash_bytes={brief(self.hash_bytes)} and group={brief(self.group)}: out of range"
+            )
+        if not 1 <= self.parts <= PARTS_MAX or len(self.whole) != WHOLE_BYTES:
+            raise InvalidRequest(
+                f"a descent has parts={brief(self.parts)}: expected 1 to {PARTS_MAX}, and 16 bytes as whole"
+            )
+        if len(self.extra) > EXTRA_BYTES_MAX or self.packed_bytes > DESCENT_BYTES_MAX:
+            raise InvalidRequest(
+                f"a descent has {self.packed_bytes} bytes, {len(self.extra)} of them extra: expected at most "
+                f"{DESCENT_BYTES_MAX} and {EXTRA_BYTES_MAX}; leave it out"
+            )
+
+    @property
+    def packed_bytes(self) -> int:
+        """The size of its bytes."""
+        return _DESCENT_FIXED.size + len(self.parent) + 4 * len(self.tokens) + len(self.extra)
+
+    def pack(self) -> bytes:
+        """Returns its bytes."""
+        counts = (len(self.tokens), len(self.parent), len(self.extra))
+        fixed = _DESCENT_FIXED.pack(self.hash_bytes, self.group, self.parts, self.depth, self.whole, *counts)
+        return b"".join((fixed, self.parent, token_array(self.tokens).tobytes(), self.extra))
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> Descent | None:
+        """Returns what bytes say; None if they are not a descent."""
+        if not _DESCENT_FIXED.size < len(packed) <= DESCENT_BYTES_MAX:
+            return None
+        hash_bytes, group, parts, depth, whole, token_count, parent_bytes, extra_bytes = _DESCENT_FIXED.unpack_from(
+            packed
+        )
+        tokens_at = _DESCENT_FIXED.size + parent_bytes
+        extra_at = tokens_at + 4 * token_count
+        if extra_at + extra_bytes != len(packed):
+            return None
+        tokens: Tokens = np.frombuffer(packed, "<u4", token_count, tokens_at) if token_count else ()
+        parent, extra = packed[_DESCENT_FIXED.size : tokens_at], packed[extra_at:]
+        try:
+            return cls(tokens, depth, parent, hash_bytes, group, parts, whole, extra)
+        except InvalidRequest:
+            return None
+
+
+@dataclass(frozen=True, slots=True)
+class Ancestry:
+    """Where blocks of one put are in their prompt."""
+
+    first: int = 0
+    """The index of the first of them among the blocks of the prompt."""
+    descents: Sequence[bytes] = ()
+    """The packed descent of each, b"" for none; empty if none has one."""
+
+
+def write_descent(header: bytearray, at: int, descent: bytes) -> None:
+    """Writes a descent behind the tables of a header, which is zero from ``at`` on."""
+    assert len(descent) <= DESCENT_BYTES_MAX and at + _SIZE.size + len(descent) <= len(header) - 8
+    if descent:
+        _SIZE.pack_into(header, at, len(descent))
+        header[at + _SIZE.size : at + _SIZE.size + len(descent)] = descent
+
+
+def read_descent(header: ReadBuffer, at: int, size: int) -> bytes:
+    """Returns the descent in a verified header of ``size`` bytes; b"" for none, and for a size that cannot be."""
+    if at + _SIZE.size > size - 8:
+        return b""
+    length = _SIZE.unpack_from(header, at)[0]
+    if not 0 < length <= min(DESCENT_BYTES_MAX, size - 8 - at - _SIZE.size):
+        return b""
+    return bytes(memoryview(header)[at + _SIZE.size : at + _SIZE.size + length])
+
+
+def laid_descent(descent: bytes) -> bytes:
+    """Returns a descent as it lies in a header, its size in front, for native code."""
+    return _SIZE.pack(len(descent)) + descent
+
+
+# The header of a chunk file: encodes and decodes its fields, and decides whether it is the wanted chunk.
+#
+# This is version 1, whose sections are stored unchanged; ``encoded.py`` does version 2. ``FORMAT.md`` beside this
+# file is the normative description; this is its only implementation. Pure: no I/O, no clock.
+
 
 Incarnation = NewType("Incarnation", bytes)
 
@@ -340,3 +493,327 @@ def is_self_consistent(header: Header) -> bool:
 def _padded(count: int) -> int:
     """Returns ``count`` rounded up to 8, so that the section table is aligned."""
     return -(-count // 8) * 8
+
+
+# Version 2 of the header, for chunk files whose sections are compressed, encrypted, or both.
+#
+# Separate from version 1, which memory, native code and most files have. A file has version 2 only if compression or
+# encryption was asked for, and it stands for a file of version 1. This module says which bytes lie where;
+# ``kvstore/encodings`` does the encoding. Pure.
+
+
+__all__ = ["Encoding", "decode_any", "decode_encoded", "encode_fixed", "encode_header", "is_encoded", "plain_header"]
+
+VERSION_2 = 2
+KEY_ID_BYTES = 8
+SALT_BYTES = 16
+TAG_BYTES = 16
+ITEMSIZES = frozenset({1, 2, 4, 8})
+
+_ENCODED_FIXED = struct.Struct("<8sHBBBBBxIIIIQ16s16s32s16s8s")
+_ENTRY_BYTES = 16
+assert _ENCODED_FIXED.size == FIXED_BYTES
+
+
+def _table_at(identity_bytes: int, section_count: int) -> int:
+    """Returns where the table of stored sections begins: behind identity and checksums, tag and salt."""
+    return FIXED_BYTES + inner_bytes(identity_bytes, section_count) + TAG_BYTES + SALT_BYTES
+
+
+def is_encoded(prefix: ReadBuffer) -> bool:
+    """True if a file that begins with ``prefix`` says that it has version 2."""
+    return bytes(prefix[:10]) == MAGIC + VERSION_2.to_bytes(2, "little")
+
+
+def encoded_header_bytes(identity_bytes: int, section_count: int) -> int:
+    """Returns the size of a header of version 2."""
+    used = _table_at(identity_bytes, section_count) + _ENTRY_BYTES * section_count + _SUM.size
+    return -(-used // PAGE_BYTES) * PAGE_BYTES
+
+
+HEADER_BYTES_MAX = encoded_header_bytes(4 * CHUNK_TOKENS_MAX, 2 * LAYERS_MAX) + PAGE_BYTES
+
+
+def encode_fixed(
+    expected: Expected, incarnation: Incarnation, encoding: Encoding, key_id: bytes, payload_bytes: int
+) -> bytes:
+    """Returns the first 128 bytes of the header, to which encryption ties each section.
+
+    ``key_id`` is empty if nothing is encrypted; ``payload_bytes`` is the sum of all sections as they are stored.
+    """
+    assert encoding and len(incarnation) == ADDRESS_BYTES
+    assert len(key_id) == (KEY_ID_BYTES if Encoding.ENCRYPTED in encoding else 0)
+    size = encoded_header_bytes(len(expected.identity), expected.section_count)
+    if size + payload_bytes == expected.file_bytes:
+        size += PAGE_BYTES  # so that the size alone tells it from a file of version 1
+    return _ENCODED_FIXED.pack(
+        MAGIC,
+        VERSION_2,
+        XXH3_64,
+        BLAKE2B_128,
+        expected.kind,
+        encoding,
+        expected.itemsize,
+        size,
+        expected.depth,
+        len(expected.identity),
+        expected.section_count,
+        expected.section_bytes,
+        expected.address,
+        expected.parent,
+        expected.namespace,
+        incarnation,
+        key_id,
+    )
+
+
+def encode_header(fixed: bytes, sealed: bytes, salt: bytes, stored: list[Stored], descent: bytes = b"") -> bytearray:
+    """Returns the whole header: ``sealed`` is the identity and the sections' checksums, encrypted (with the tag) or
+    not.
+
+    ``salt`` is empty if nothing is encrypted; only then a block may have a ``descent``, which has tokens in it.
+    """
+    fields = _ENCODED_FIXED.unpack(fixed)
+    size, identity_bytes, section_count = fields[7], fields[9], fields[10]
+    table = _table_at(identity_bytes, section_count)
+    assert len(stored) == section_count and len(sealed) <= table - SALT_BYTES - FIXED_BYTES
+    assert not (salt and descent)
+    header = bytearray(size)
+    header[:FIXED_BYTES] = fixed
+    header[FIXED_BYTES : FIXED_BYTES + len(sealed)] = sealed
+    header[table - SALT_BYTES : table - SALT_BYTES + len(salt)] = salt
+    entries = [number for each in stored for number in (each.checksum, each.size_bytes)]
+    struct.pack_into(f"<{2 * section_count}Q", header, table, *entries)
+    write_descent(header, table + _ENTRY_BYTES * section_count, descent)
+    _SUM.pack_into(header, size - _SUM.size, checksum(memoryview(header)[: -_SUM.size]))
+    return header
+
+
+def decode_any(header: ReadBuffer) -> Header:
+    """Decodes the fields of a header of either version; ignores bytes after the header. Raises Damaged."""
+    return decode_encoded(header) if is_encoded(header) else decode(header)
+
+
+def decode_encoded(header: ReadBuffer) -> Header:
+    """Decodes the fields of a header of version 2, without any key. Raises Damaged."""
+    if len(header) < PAGE_BYTES:
+        raise Damaged(Damage.SIZE)
+    fields = _ENCODED_FIXED.unpack_from(header)
+    magic, version, *algorithms, kind, encoding_number, itemsize = fields[:7]
+    size, depth, identity_bytes, section_count, section_bytes = fields[7:12]
+    address, parent, namespace, incarnation, key_id = fields[12:]
+    if magic != MAGIC:
+        raise Damaged(Damage.MAGIC)
+    if version != VERSION_2:
+        raise Damaged(Damage.VERSION)
+    known = algorithms == [XXH3_64, BLAKE2B_128] and kind in (Kind.TOKENS, Kind.BLOCK)
+    if not known or not 1 <= encoding_number <= (Encoding.COMPRESSED | Encoding.ENCRYPTED):
+        raise Damaged(Damage.ALGORITHM)
+    # Check the size against the given bytes before anything is addressed through it.
+    least = encoded_header_bytes(identity_bytes, section_count)
+    if size not in (least, least + PAGE_BYTES) or size > len(header) or itemsize not in ITEMSIZES:
+        raise Damaged(Damage.GEOMETRY)
+    view, encoding = memoryview(header), Encoding(encoding_number)
+    if _SUM.unpack_from(header, size - _SUM.size)[0] != checksum(view[: size - _SUM.size]):
+        raise Damaged(Damage.HEADER_CHECKSUM)
+    table = _table_at(identity_bytes, section_count)
+    entries = struct.unpack_from(f"<{2 * section_count}Q", header, table)
+    is_encrypted = Encoding.ENCRYPTED in encoding
+    longest = section_bytes + (TAG_BYTES if is_encrypted else 0)
+    shortest = longest - section_bytes if Encoding.COMPRESSED in encoding else longest
+    if not all(shortest <= each <= longest for each in entries[1::2]):
+        raise Damaged(Damage.GEOMETRY)
+    inner = view[FIXED_BYTES : FIXED_BYTES + inner_bytes(identity_bytes, section_count)]
+    return Header(
+        Kind(kind),
+        Address(address),
+        Address(parent),
+        NamespaceDigest(namespace),
+        Incarnation(incarnation),
+        depth,
+        b"" if is_encrypted else bytes(inner[:identity_bytes]),
+        section_bytes,
+        () if is_encrypted else struct.unpack_from(f"<{section_count}Q", inner, len(inner) - 8 * section_count),
+        size,
+        encoding,
+        itemsize,
+        key_id if is_encrypted else b"",
+        tuple(Stored(*entry) for entry in zip(entries[::2], entries[1::2], strict=True)),
+        _descent_of(header),
+    )
+
+
+def _descent_of(header: ReadBuffer) -> bytes:
+    """Returns the descent in a verified header; empty for a chunk of tokens, and if the header is encrypted."""
+    fields = _ENCODED_FIXED.unpack_from(header)
+    if fields[4] != Kind.BLOCK or Encoding.ENCRYPTED in Encoding(fields[5]):
+        return b""
+    return read_descent(header, _table_at(fields[9], fields[10]) + _ENTRY_BYTES * fields[10], fields[7])
+
+
+def sealed_of(header: ReadBuffer) -> tuple[memoryview, bytes]:
+    """Returns the sealed part of a decoded whole header, its tag included, and the salt."""
+    fields = _ENCODED_FIXED.unpack_from(header)
+    table = _table_at(fields[9], fields[10])
+    view = memoryview(header)
+    return view[FIXED_BYTES : table - SALT_BYTES], bytes(view[table - SALT_BYTES : table])
+
+
+def inner_of(header: ReadBuffer) -> memoryview:
+    """Returns identity and checksums of a whole, unencrypted header, as they lie in version 1 too."""
+    fields = _ENCODED_FIXED.unpack_from(header)
+    return memoryview(header)[FIXED_BYTES : FIXED_BYTES + inner_bytes(fields[9], fields[10])]
+
+
+def plain_header(header: ReadBuffer, inner: ReadBuffer) -> bytearray:
+    """Returns the header of version 1 that a header stands for; ``inner`` is its identity and checksums, decrypted."""
+    fields = _ENCODED_FIXED.unpack_from(header)
+    (depth, identity_bytes, section_count, section_bytes), names = fields[8:12], b"".join(fields[12:16])
+    numbers = identity_bytes, section_count, section_bytes
+    return encode_parts(Kind(fields[4]), depth, *numbers, names, inner, _descent_of(header))
+
+
+# Generations: which life of the metadata a root belongs to. Each lasts as long as its etcd; its loss begins the next.
+#
+# Here because both sides keep one record of it and do not know each other: the root as ``generations/<number>``, etcd
+# under the key ``generation``. If they differ, etcd was wiped, or is another cluster's (rule C6).
+
+
+CLUSTER_BYTES = 16
+RECORD_BYTES_MAX = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """``number`` counts from 1; ``cluster`` is 16 random bytes, which tell two lives of one number apart."""
+
+    number: int
+    cluster: bytes
+
+    def to_json(self) -> bytes:
+        """Returns the content that both sides store."""
+        return json.dumps({"generation": self.number, "cluster": self.cluster.hex()}, separators=(",", ":")).encode()
+
+    @classmethod
+    def from_json(cls, content: bytes, where: str) -> Generation:
+        """Parses what ``to_json`` returned; ignores fields of newer versions. Raises RootMismatch, naming ``where``."""
+        try:
+            fields = parse_json(content)
+            found = cls(fields["generation"], bytes.fromhex(fields["cluster"]))
+        except (ValueError, KeyError, TypeError) as cause:
+            raise RootMismatch(f"{where} is not the record of a generation: {cause}") from cause
+        if type(found.number) is not int or found.number < 1 or len(found.cluster) != CLUSTER_BYTES:
+            raise RootMismatch(
+                f"{where} is not the record of a generation: expected a number from 1 on and {CLUSTER_BYTES} bytes"
+            )
+        return found
+
+    def __str__(self) -> str:
+        return f"{self.number} ({self.cluster.hex()[:8]})"
+
+
+# Lineage: an incarnation says who published a chunk and when, and a record says who that writer was.
+#
+# Separate from headers, which carry the 16 bytes and do not look into them. ``FORMAT.md`` is the normative
+# description. Pure: no I/O, no clock.
+
+
+LineageId = NewType("LineageId", bytes)
+
+LINEAGE_BYTES = 8
+SESSION_BYTES = 16
+LABEL_BYTES_MAX = 256
+"""Keeps a record under ``RECORD_BYTES_MAX``, above which nobody reads it."""
+_PARTS = struct.Struct(f"<{LINEAGE_BYTES}sII")
+_U32 = 0xFFFFFFFF
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """The content of an incarnation. It means nothing if the writer has no record: then it may be 16 random bytes."""
+
+    lineage: LineageId
+    written_s: int
+    """Seconds since the epoch, by the writer's clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """The writer of a lineage: one session of one node."""
+
+    session: str
+    """32 hexadecimal digits."""
+    node: str
+    """Id of the node, which may have several sessions one after another; 32 hexadecimal digits."""
+    host: str
+    pid: int
+    version: str
+    """Version of kvstore."""
+    started_s: float
+    """Time of the session's first write, in seconds since the epoch."""
+    python: str = ""
+    label: str = ""
+    """The operator's name for this roll-out."""
+    identity: str = ""
+
+    def to_json(self) -> bytes:
+        """Returns the record's content on the root."""
+        return json.dumps(asdict(self), sort_keys=True).encode() + b"\n"
+
+    @classmethod
+    def from_json(cls, content: bytes) -> Writer:
+        """Parses what ``to_json`` returned; ignores newer fields. Raises InvalidRequest for anything else."""
+        try:
+            fields = parse_json(content)
+            texts = {name: _text(fields.get(name, "")) for name in ("host", "version", "python", "label", "identity")}
+            session, node = str(fields["session"]), _text(fields["node"])
+            if len(bytes.fromhex(session)) != SESSION_BYTES or session != session.lower():
+                raise ValueError(f"session {session!r}")
+            return cls(
+                session=session, node=node, pid=int(fields["pid"]), started_s=float(fields["started_s"]), **texts
+            )
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as cause:
+            raise InvalidRequest(f"not a writer's record: {cause}") from cause
+
+    @property
+    def lineage(self) -> LineageId:
+        """The lineage under which its chunks are written."""
+        return lineage_id(bytes.fromhex(self.session))
+
+
+Writers = Mapping[LineageId, Writer]
+
+
+def check_label(label: str) -> None:
+    """Raises InvalidRequest for a label under which nobody could find a roll-out again."""
+    if not isinstance(label, str) or not label.isprintable() or len(label.encode()) > LABEL_BYTES_MAX:
+        raise InvalidRequest(f"label {brief(label)}: expected printable text, at most {LABEL_BYTES_MAX} bytes of it")
+
+
+def lineage_id(session: bytes) -> LineageId:
+    """Returns the lineage of everything that a session publishes."""
+    return LineageId(hashlib.blake2b(session, digest_size=LINEAGE_BYTES, person=b"kvstore.writer.1").digest())
+
+
+def incarnation(lineage: LineageId, written_s: float, number: int) -> Incarnation:
+    """Returns the incarnation of a publication; the session counts ``number`` up from a random start."""
+    return Incarnation(_PARTS.pack(lineage, int(written_s) & _U32, number & _U32))
+
+
+def written(found: Incarnation) -> Written | None:
+    """Decodes an incarnation; None for one that was cut short."""
+    if len(found) != _PARTS.size:
+        return None
+    lineage, written_s, _ = _PARTS.unpack(found)
+    return Written(LineageId(lineage), written_s)
+
+
+def renewed(found: Incarnation, number: int) -> Incarnation:
+    """Returns the incarnation of a chunk that is published again: same writer and time, a fresh number."""
+    lineage, written_s, _ = _PARTS.unpack(found)
+    return Incarnation(_PARTS.pack(lineage, written_s, number & _U32))
+
+
+def _text(value: object) -> str:
+    """Returns a record's text as valid UTF-8: half a surrogate pair, which JSON allows, fits into no message."""
+    return str(value).encode(errors="replace").decode()

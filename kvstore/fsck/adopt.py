@@ -13,22 +13,19 @@ from dataclasses import dataclass, field
 
 from kvstore.errors import InvalidRequest, KVStoreError, LayoutMismatch, RootMismatch, Unavailable
 from kvstore.format import places
-from kvstore.format.generation import Generation
+from kvstore.format.header import Generation
 from kvstore.format.places import Name
-from kvstore.fsck.records import read_claim
-from kvstore.meta.interface import Absent, Compare, Delete, KeyValue, LeaseGone, Meta, ModifiedAt, Put
+from kvstore.fsck.report import read_claim
 from kvstore.meta.keys import Keys
-from kvstore.meta.limits import OPERATIONS_MAX
 from kvstore.meta.namespaces import Namespaces
 from kvstore.meta.pins import PinRecord
+from kvstore.meta.store import OPERATIONS_MAX, Absent, Compare, Delete, KeyValue, LeaseGone, Meta, ModifiedAt, Put
 from kvstore.meta.sweeps import NO_NONCE, Seq
 from kvstore.namespace import Namespace
-from kvstore.root.fence import lift
-from kvstore.root.generations import newest_number, publish
-from kvstore.root.identity import RootIdentity, read_small
+from kvstore.root.fences import lift, list_twins, read_twin
+from kvstore.root.identity import RootIdentity, newest_number, publish, read_small
 from kvstore.root.interface import Root
 from kvstore.root.namespaces import RECORD_BYTES_MAX, claim_key
-from kvstore.root.twins import list_twins, read_twin
 from kvstore.sources import Clock, Ids, RandomIds, SystemClock
 
 log = logging.getLogger(__name__)

@@ -22,9 +22,9 @@ from kvstore.format.header import Header
 from kvstore.format.places import Name
 from kvstore.fsck.report import Action
 from kvstore.namespace import NamespaceId
+from kvstore.root.fences import remove_tree
 from kvstore.root.inspect import Broken, Inspector
 from kvstore.root.interface import Root
-from kvstore.root.tree import remove_tree
 
 CYCLE_MAX = 100
 """Files in each other's places, one after another, that are moved in one go."""

@@ -16,8 +16,7 @@ from collections.abc import Callable
 
 from kvstore.census.selection import ClearOrder
 from kvstore.errors import InvalidRequest, KVStoreError
-from kvstore.host.place import CLEARS, EVICTING
-from kvstore.host.tables import CLEARS_NONE, HoldTable, Number, Own, Shared, live_tables
+from kvstore.host.tables import CLEARS, CLEARS_NONE, EVICTING, HoldTable, Number, Own, Shared, live_tables
 from kvstore.parsing import parse_json
 from kvstore.root.posix import FILE_MODE
 

@@ -16,7 +16,7 @@ from collections import deque
 
 from kvstore.children import Program, gc_command
 from kvstore.errors import Unavailable
-from kvstore.host.place import COLLECTOR
+from kvstore.host.tables import COLLECTOR
 from kvstore.root.posix import FILE_MODE
 
 log = logging.getLogger(__name__)

@@ -22,17 +22,15 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.address import NO_PARENT, Address
-from kvstore.census.fixed import read_fixed
+from kvstore.census.walk import read_fixed
 from kvstore.errors import KVStoreError
 from kvstore.format import places
 from kvstore.format.header import FIXED_BYTES
 from kvstore.format.places import Name
 from kvstore.host.pins import PinnedPrints
-from kvstore.host.place import EVICTING, SHARED
-from kvstore.host.tables import BATCH_MAX, Number, Shared, live_tables
+from kvstore.host.tables import BATCH_MAX, EVICTING, SHARED, Number, Shared, live_tables
 from kvstore.namespace import NamespaceId
-from kvstore.root.posix import FILE_MODE, PosixRoot
-from kvstore.root.posix_errors import translated
+from kvstore.root.posix import FILE_MODE, PosixRoot, translated
 from kvstore.sources import Clock
 
 Truths = npt.NDArray[np.bool_]

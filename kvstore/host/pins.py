@@ -17,8 +17,8 @@ from kvstore.errors import RootMismatch
 from kvstore.meta.keys import PinId
 from kvstore.meta.pins import PinQuota, PinRecord, check_pin, packed
 from kvstore.namespace import NamespaceDigest
+from kvstore.root.fences import list_twins, read_twin, remove_twin, write_twin
 from kvstore.root.interface import Root
-from kvstore.root.twins import list_twins, read_twin, remove_twin, write_twin
 from kvstore.sources import Clock, Ids
 
 OnRoot = Callable[[Callable[[], Any]], Any]

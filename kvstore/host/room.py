@@ -16,8 +16,7 @@ from types import TracebackType
 from kvstore.brief import size
 from kvstore.errors import Overloaded, StoreFull
 from kvstore.host.tables import HoldTable, Number, Own, Shared, live_tables
-from kvstore.root.posix import PosixRoot
-from kvstore.root.posix_errors import DiskFull
+from kvstore.root.posix import DiskFull, PosixRoot
 
 WAIT_S = 2.0
 """A put waits so long for a collector to make room,"""

@@ -1,8 +1,6 @@
-"""The arena: one anonymous file in memory that a node writes images into and that processes of its host map for
-reading.
+"""Extents: which parts of a fixed size are taken. Best fit over pages; free neighbours join.
 
-Separate from the inventory, which is pure: only this module asks the system for memory. Only its two functions know
-which seals protect readers from the writer, and the writer from readers (``MEMORY.md``, A1 and A2).
+Separate from the arena that it divides, because it is pure arithmetic.
 """
 
 from __future__ import annotations
@@ -13,17 +11,160 @@ import logging
 import mmap
 import os
 import threading
+from bisect import bisect_left, insort
+from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 
 from kvstore.brief import size
 from kvstore.errors import InvalidRequest, Unavailable
-from kvstore.memory.host import memory_free_bytes, memory_most_bytes
+
+PAGE_BYTES = 4096
+
+
+class Extents:
+    """Runs of pages of ``size_bytes``, as a ``Room``; a partial last page is never given out.
+
+    Taking and giving cost a bisection of the free runs. Not thread-safe.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        if size_bytes < PAGE_BYTES:
+            raise InvalidRequest(f"room of {size_bytes} bytes: expected at least one page of {PAGE_BYTES} bytes")
+        self._pages_count = size_bytes // PAGE_BYTES
+        self._free_pages = self._pages_count
+        self._taken: dict[int, int] = {}
+        # Each free run is kept three times: by its first page, by the page after it, and in order of size, lowest
+        # first.
+        self._free: dict[int, int] = {}
+        self._ends: dict[int, int] = {}
+        self._sizes: list[tuple[int, int]] = []
+        self._add_free(0, self._pages_count)
+
+    @property
+    def size_bytes(self) -> int:
+        """The whole room, in whole pages."""
+        return self._pages_count * PAGE_BYTES
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that are not taken, in however many pieces."""
+        return self._free_pages * PAGE_BYTES
+
+    @property
+    def largest_bytes(self) -> int:
+        """The most that can be taken at once."""
+        return self._sizes[-1][0] * PAGE_BYTES if self._sizes else 0
+
+    def take(self, size_bytes: int) -> int | None:
+        """Takes ``size_bytes`` bytes (1 or more); returns their offset, or None if no free run is long enough."""
+        if size_bytes < 1:
+            raise InvalidRequest(f"room for {size_bytes} bytes: expected at least 1")
+        pages = -(-size_bytes // PAGE_BYTES)
+        place = bisect_left(self._sizes, (pages, 0))
+        if place == len(self._sizes):
+            return None
+        count, first = self._sizes[place]
+        self._remove_free(first, count)
+        if count > pages:
+            self._add_free(first + pages, count - pages)
+        self._taken[first] = pages
+        self._free_pages -= pages
+        return first * PAGE_BYTES
+
+    def give(self, offset: int) -> None:
+        """Gives back what was taken at ``offset``. Raises InvalidRequest if nothing is taken there."""
+        first = offset // PAGE_BYTES
+        if offset % PAGE_BYTES or first not in self._taken:
+            raise InvalidRequest(f"nothing is taken at offset {offset}: give back what take() returned, once")
+        count = self._taken.pop(first)
+        self._free_pages += count
+        before = self._ends.get(first)
+        after = self._free.get(first + count)
+        if after is not None:
+            self._remove_free(first + count, after)
+            count += after
+        if before is not None:
+            count += first - before
+            self._remove_free(before, first - before)
+            first = before
+        self._add_free(first, count)
+
+    def _add_free(self, first: int, count: int) -> None:
+        self._free[first] = count
+        self._ends[first + count] = first
+        insort(self._sizes, (count, first))
+
+    def _remove_free(self, first: int, count: int) -> None:
+        del self._free[first]
+        del self._ends[first + count]
+        del self._sizes[bisect_left(self._sizes, (count, first))]
+
+
+# The memory of the host, or the limit of this process's container (the cgroup).
+#
+# Separate from the arena, because it is asked before there is one. A number that is too large must be an error where
+# it is given: otherwise nobody notices before the memory is written, and then the system kills a process.
+
+
+CGROUPS = Path("/sys/fs/cgroup")
+MEMBERSHIP = Path("/proc/self/cgroup")
+MEMINFO = Path("/proc/meminfo")
+SPARE_BYTES_MAX = 1 << 30
+SPARE_SHARE = 8
+
+
+def memory_there_bytes() -> int:
+    """Returns all memory of the host, or the lowest limit of this process's cgroups."""
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for path in _limits():
+        with suppress(OSError, ValueError):  # not a cgroup of its own, or no limit ("max")
+            there = min(there, int(path.read_text()))
+    return there
+
+
+def memory_most_bytes() -> int:
+    """Returns what arenas of this host or container may have: it leaves an eighth, or 1 GiB, to everything else."""
+    there = memory_there_bytes()
+    return there - min(there // SPARE_SHARE, SPARE_BYTES_MAX)
+
+
+def memory_free_bytes() -> int | None:
+    """Returns what the host can give now without taking it from anybody; None if the system does not say."""
+    with suppress(OSError, ValueError, IndexError):
+        for line in MEMINFO.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) << 10
+    return None
+
+
+def _limits() -> Iterator[Path]:
+    """Yields the files that may limit this process: its cgroup of either version, and all cgroups around it."""
+    yield CGROUPS / "memory.max"
+    yield CGROUPS / "memory" / "memory.limit_in_bytes"
+    with suppress(OSError, ValueError):
+        for line in MEMBERSHIP.read_text().splitlines():
+            _, controllers, inside = line.split(":", 2)
+            if controllers not in ("", "memory"):
+                continue
+            folder, name = (CGROUPS / "memory", "memory.limit_in_bytes") if controllers else (CGROUPS, "memory.max")
+            at = folder / inside.strip("/")
+            while at != folder and folder in at.parents:
+                yield at / name
+                at = at.parent
+
+
+# The arena: one anonymous file in memory that a node writes images into and that processes of its host map for
+# reading.
+#
+# Separate from the inventory, which is pure: only this module asks the system for memory. Only its two functions know
+# which seals protect readers from the writer, and the writer from readers (``MEMORY.md``, A1 and A2).
+
 
 log = logging.getLogger(__name__)
 
-PAGE_BYTES = 4096
 MADV_POPULATE_READ, MADV_POPULATE_WRITE = 22, 23
 STEP_BYTES = 16 << 20
 BLOCK_BYTES = 512

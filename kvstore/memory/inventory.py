@@ -1,8 +1,6 @@
-"""The inventory of a bounded tier: its entries, their users, and which go when room is needed (MEMORY.md, E1 to E4).
+"""The entry that a bounded tier keeps for one chunk, its place (which chunk it is), and its queue.
 
-Pure: no lock, no clock, no I/O. So the memory and the local disk share it, and a replay needs no bytes. Its owner makes
-one call at a time, and looks at entries only between calls. Queues have the entries in the order in which the policy
-evicts them.
+Separate from the inventory, because policies look at entries and the inventory looks at policies.
 """
 
 from __future__ import annotations
@@ -10,19 +8,267 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-from typing import Protocol
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.address import Address
-from kvstore.hints import DEFAULT, Hints
-from kvstore.memory.entry import USES_MAX, Entry, Place, Queue, Worth, place_of
-from kvstore.memory.policy import Policy
-from kvstore.memory.tree import Tree
+from kvstore.address import Address, Chain
+from kvstore.hints import DEFAULT, PRIORITY_DEFAULT, Hints
+from kvstore.memory.radix_tree import Chunk, Tree
 from kvstore.namespace import NamespaceDigest
+
+USES_MAX = 3
+"""Uses are counted up to this, as on the root: 3 means at least 3."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The identity of a chunk: enough to find it by address and by tokens, and to verify an image of it."""
+
+    namespace: NamespaceDigest
+    address: Address
+    parent: Address
+    """``NO_PARENT`` for the first chunk of a prompt and for an engine-hashed block."""
+    tokens: bytes
+    """Tokens of this chunk as u32; b"" for an engine-hashed block."""
+
+
+def place_of(chain: Chain, index: int) -> Place:
+    """Returns the place of chunk ``index`` of a prompt."""
+    return Place(
+        chain.namespace.digest, chain.addresses[index], chain.parent(index), chain.chunk_tokens(index).tobytes()
+    )
+
+
+class Worth(NamedTuple):
+    """The rank that a policy gives an entry, besides the time of its last use."""
+
+    octaves: float = 0.0
+    """Number of times that its age is halved."""
+    ttl_s: int | None = None
+    is_on_probation: bool = False
+
+
+class Queue:
+    """The entries of one worth."""
+
+    __slots__ = ("held_bytes", "turns", "worth")
+
+    def __init__(self, worth: Worth) -> None:
+        self.worth = worth
+        self.held_bytes = 0
+        """Bytes of all of them, including those that may not be evicted."""
+        self.turns: list[tuple[float, int, Entry]] = []
+        """A heap of last use, ticket, entry. A turn counts as long as the entry has that ticket."""
+
+    @property
+    def oldest_s(self) -> float:
+        """Time of the last use of the entry whose turn is next."""
+        return self.turns[0][0]
+
+
+class Entry(Chunk):
+    """A chunk in a tier: claimed (neither ready nor gone), ready, gone (E1). Only its inventory changes it."""
+
+    __slots__ = (
+        "hints",
+        "is_dirty",
+        "is_gone",
+        "is_replica",
+        "is_retired",
+        "offset",
+        "queue",
+        "references",
+        "size_bytes",
+        "ticket",
+        "used_s",
+        "uses",
+    )
+
+    def __init__(self, place: Place, offset: int, size_bytes: int, now_s: float, hints: Hints) -> None:
+        super().__init__(place.address, place.parent)
+        self.offset = offset
+        """Position of its room, as the ``Room`` returned it."""
+        self.size_bytes = size_bytes
+        """Bytes of its image."""
+        self.hints = hints
+        self.used_s = now_s
+        """Time when it was claimed or last used."""
+        self.uses = 0
+        """Number of uses since it was claimed, up to ``USES_MAX``."""
+        self.references = 1
+        self.is_dirty = False
+        self.is_replica = False
+        self.is_gone = False
+        self.is_retired = False
+        """True if a caller said that it is not needed soon: it goes before all others, until it is used again."""
+        self.queue: Queue
+        """Set when it has room."""
+        self.ticket = 0
+        """Its turn in that queue; 0 if it has none."""
+
+    @property
+    def place(self) -> Place:
+        """The chunk's identity; also when the entry is gone.
+
+        Its tokens lie in a run that others split and join: read this only while the inventory stands still.
+        """
+        run = self.run
+        return Place(run.space.namespace, self.address, self.parent, run.tokens_of(self))
+
+    @property
+    def namespace(self) -> NamespaceDigest:
+        """The digest of its namespace."""
+        digest: NamespaceDigest = self.run.space.namespace
+        return digest
+
+    @property
+    def priority(self) -> int:
+        """0 to 100, from its writers' hints."""
+        return self.hints.priority
+
+
+# Policies: which evictable entry goes first, and what is asked for often enough to be brought in.
+#
+# A policy sorts entries into a few *queues*, by their ``Worth``; within each the one unused for longest is first.
+# When room is needed it compares the heads of the queues, so that ranks may change with time and yet nothing is
+# sorted again. Pure, and separate from the queues, because it is the part that a trace replay judges.
+
+
+OCTAVES_PER_USE = 0.5
+OCTAVES_PER_PRIORITY = 0.1
+"""Octaves of age that one unit of priority is worth, as in the collector (gc/kvstore_gc/policy.py)."""
+REPLICA_OCTAVES = 1.0
+"""A replica counts as twice as old (P4). It does not go before all others: a full node would then keep no replica until
+its second use, however hot.
+"""
+PRIORITY_STEP = 5
+"""Priorities are rounded to this, which bounds the number of queues."""
+AGE_LEAST_S = 30.0
+"""Added to every age, so that brand-new entries do not outlast everything."""
+PROBATION_SHARE = 0.1
+"""Share of the held bytes that entries never used again may take, in ``TwoQueue``."""
+GHOSTS_MAX = 65_536
+ASKED_MAX = 65_536
+ASKED_LASTS_S = 3_600.0
+
+
+class Policy(Protocol):
+    """An order of eviction. Each inventory has its own object, which may keep state. There are few different worths."""
+
+    def worth(self, entry: Entry) -> Worth:
+        """Returns which queue an entry belongs to; asked when it becomes ready, and when its uses or hints change."""
+
+    def first(self, candidates: Sequence[Queue], queues: Sequence[Queue], now_s: float) -> Queue:
+        """Returns the queue whose head goes first: one of ``candidates``, the queues with an evictable entry."""
+
+    def evicted(self, entry: Entry) -> None:
+        """Notes that an entry was evicted."""
+
+
+class Aged:
+    """Evicts the oldest, by an age weighted with uses and hints, as on the root.
+
+    An entry used more often outlasts one used once, in proportion to how long entries last here at all. Entries past
+    their ttl go before all others.
+    """
+
+    def __init__(self, octaves_per_use: float = OCTAVES_PER_USE) -> None:
+        self._octaves_per_use = octaves_per_use
+
+    def worth(self, entry: Entry) -> Worth:
+        steps = round((entry.priority - PRIORITY_DEFAULT) / PRIORITY_STEP)
+        octaves = steps * PRIORITY_STEP * OCTAVES_PER_PRIORITY + entry.uses * self._octaves_per_use
+        return Worth(octaves - entry.is_replica * REPLICA_OCTAVES, entry.hints.ttl_s)
+
+    def first(self, candidates: Sequence[Queue], queues: Sequence[Queue], now_s: float) -> Queue:
+        return max(candidates, key=lambda queue: self._staleness(queue, now_s))
+
+    def evicted(self, entry: Entry) -> None:
+        pass
+
+    def _staleness(self, queue: Queue, now_s: float) -> tuple[bool, float]:
+        octaves, ttl_s, _ = queue.worth
+        age_s = max(now_s - queue.oldest_s, 0.0)
+        return ttl_s is not None and age_s >= ttl_s, (age_s + AGE_LEAST_S) * 2.0**-octaves
+
+
+class TwoQueue:
+    """Puts new entries on probation until they are used again.
+
+    They go first while those on probation hold more than their share, so a scan passes through without evicting the
+    rest. Otherwise, and within each part, the order is that of ``Aged``. An entry that was evicted on probation and
+    comes back soon is not put on probation again. After S3-FIFO (Yang et al., SOSP 2023).
+    """
+
+    def __init__(self, share: float = PROBATION_SHARE) -> None:
+        self._share = share
+        self._aged = Aged(octaves_per_use=0.0)
+        self._ghosts = Admission(GHOSTS_MAX, math.inf)
+
+    def worth(self, entry: Entry) -> Worth:
+        is_new = not entry.uses and not self._ghosts.knows(entry.address)
+        return self._aged.worth(entry)._replace(is_on_probation=is_new)
+
+    def first(self, candidates: Sequence[Queue], queues: Sequence[Queue], now_s: float) -> Queue:
+        held_bytes = sum(queue.held_bytes for queue in queues)
+        new_bytes = sum(queue.held_bytes for queue in queues if queue.worth.is_on_probation)
+        is_over = new_bytes > self._share * held_bytes
+        some = [queue for queue in candidates if queue.worth.is_on_probation == is_over]
+        return self._aged.first(some or candidates, queues, now_s)
+
+    def evicted(self, entry: Entry) -> None:
+        if not entry.uses:
+            self._ghosts.asked(entry.address, entry.used_s)
+
+
+POLICIES: Mapping[str, Callable[[], Policy]] = MappingProxyType(
+    {"lru": lambda: Aged(octaves_per_use=0.0), "uses": Aged, "two_queue": TwoQueue}
+)
+DEFAULT_POLICY = "lru"
+"""The policy with the most hits in memory and on the disk (MEMORY.md, Which policy)."""
+
+
+class Admission:
+    """The addresses asked for lately: at most ``addresses_max``, for about ``lasts_s``. Not thread-safe.
+
+    It keeps two generations and forgets the older one at once, so it remembers half to all of the limit.
+    """
+
+    def __init__(self, addresses_max: int = ASKED_MAX, lasts_s: float = ASKED_LASTS_S) -> None:
+        self._generation_max = max(addresses_max // 2, 1)
+        self._lasts_s = lasts_s / 2
+        self._new: set[Address] = set()
+        self._old: set[Address] = set()
+        self._began_s = -math.inf
+
+    def asked(self, address: Address, now_s: float) -> bool:
+        """Notes that an address is asked for; True if it was asked for before, not long ago."""
+        age_s = now_s - self._began_s
+        if len(self._new) >= self._generation_max or age_s >= self._lasts_s:
+            # After a long silence the newer generation is too old as well.
+            self._old = self._new if age_s < 2 * self._lasts_s else set()
+            self._new, self._began_s = set(), now_s
+        known = self.knows(address)
+        self._new.add(address)
+        return known
+
+    def knows(self, address: Address) -> bool:
+        """True if it was asked for, not long ago."""
+        return address in self._new or address in self._old
+
+
+# The inventory of a bounded tier: its entries, their users, and which go when room is needed (MEMORY.md, E1 to E4).
+#
+# Pure: no lock, no clock, no I/O. So the memory and the local disk share it, and a replay needs no bytes. Its owner
+# makes one call at a time, and looks at entries only between calls. Queues have the entries in the order in which the
+# policy evicts them.
+
 
 STALE_MAX = 64
 """Limit on stale turns beyond the number of valid ones, before the heaps are cleaned."""

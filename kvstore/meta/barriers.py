@@ -8,8 +8,8 @@ Apart from ``clears.py``: nodes obey an order long before and after that, and a 
 from __future__ import annotations
 
 from kvstore.errors import PermissionDenied, Unavailable
-from kvstore.meta.interface import LeaseGone, LeaseId, Meta
 from kvstore.meta.keys import Keys
+from kvstore.meta.store import LeaseGone, LeaseId, Meta
 from kvstore.sources import Clock
 
 BARRIER_S = 60

@@ -13,9 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvstore.errors import Unavailable
-from kvstore.meta.interface import NO_LEASE, KeyValue, LeaseGone, LeaseId, Meta, Snapshot, Watch
 from kvstore.meta.keys import Keys, SessionId, parse_id
 from kvstore.meta.session import Session, live_sessions
+from kvstore.meta.store import NO_LEASE, KeyValue, LeaseGone, LeaseId, Meta, Snapshot, Watch
 
 ORDERS_MAX = 256
 """Limit on orders that are kept; beyond it, the oldest are removed."""

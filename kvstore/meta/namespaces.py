@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 from kvstore.errors import InvalidRequest, LayoutMismatch, RootMismatch, Unavailable
 from kvstore.layout import Layout
-from kvstore.meta.deadline import TRIES_MAX, Deadline
-from kvstore.meta.interface import Absent, Meta, ModifiedAt, Put
 from kvstore.meta.keys import Keys
+from kvstore.meta.store import TRIES_MAX, Absent, Deadline, Meta, ModifiedAt, Put
 from kvstore.namespace import Namespace, NamespaceDigest
 from kvstore.parsing import parse_json
 

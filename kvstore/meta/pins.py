@@ -14,11 +14,21 @@ from typing import Protocol
 
 from kvstore.address import ADDRESS_BYTES, Address
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, PermissionDenied, RootMismatch, Unavailable
-from kvstore.format.checksum import checksum
-from kvstore.meta.deadline import TRIES_MAX, Deadline
-from kvstore.meta.interface import NO_LEASE, Delete, KeyValue, LeaseGone, LeaseId, Meta, ModifiedAt, Put
+from kvstore.format.header import checksum
 from kvstore.meta.keys import Keys, PinId
 from kvstore.meta.session import Session
+from kvstore.meta.store import (
+    NO_LEASE,
+    TRIES_MAX,
+    Deadline,
+    Delete,
+    KeyValue,
+    LeaseGone,
+    LeaseId,
+    Meta,
+    ModifiedAt,
+    Put,
+)
 from kvstore.namespace import NamespaceDigest
 from kvstore.parsing import parse_json
 from kvstore.sources import Clock, Ids, RandomIds, SystemClock

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from kvstore.errors import InvalidRequest
-from kvstore.meta.interface import Meta
-from kvstore.meta.keys import Keys, SessionId
+from kvstore.errors import InvalidRequest, SessionLost
+from kvstore.meta.keys import Keys, SessionId, parse_id
 from kvstore.meta.session import Session
+from kvstore.meta.store import Delete, KeyValue, LeaseGone, Meta, Put, Snapshot, Watch
+from kvstore.namespace import NamespaceDigest
 from kvstore.parsing import parse_json
 
 RECORD_BYTES_MAX = 4096
@@ -76,3 +78,125 @@ class Workers:
             except InvalidRequest:
                 continue
         return found
+
+
+# The keys that nodes with memory share: where they serve it, digests of its content, cleared namespaces.
+#
+# Only the peers know what the bytes of a digest mean.
+
+
+SHARDS = 64
+"""Parts of the address space, by the first six bits of an address."""
+DIGEST_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class AddressTold:
+    """The address of a session's memory; None if no longer served. ``since`` orders the sessions of one address."""
+
+    session: SessionId
+    address: str | None
+    since: int
+
+
+@dataclass(frozen=True, slots=True)
+class DigestTold:
+    """The digest of a session's memory in one shard; None if it holds nothing there."""
+
+    session: SessionId
+    shard: int
+    value: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class ClearedTold:
+    """A namespace was cleared; ``mark`` differs each time."""
+
+    namespace: NamespaceDigest
+    mark: bytes
+
+
+Told = AddressTold | DigestTold | ClearedTold
+
+
+class Digests:
+    """The peers of one root."""
+
+    def __init__(self, meta: Meta, keys: Keys) -> None:
+        self._meta = meta
+        self._keys = keys
+
+    def publish(
+        self, session: Session, digests: Mapping[int, bytes], record: WorkerRecord | None, timeout_s: float
+    ) -> None:
+        """Writes digests by shard (an empty one takes its key away), and the record if given, all at one revision.
+
+        Raises SessionLost, Unavailable (it may have been written: writing it again does no harm), InvalidRequest over
+        the limits of one request.
+        """
+        session.check()
+        operations: list[Put | Delete] = []
+        if record is not None:
+            operations.append(Put(self._keys.peer_address(session.id), record.to_json(), session.lease))
+        for shard, value in digests.items():
+            key = self._keys.peer_digest(session.id, shard)
+            operations.append(Put(key, value, session.lease) if value else Delete(key))
+        try:
+            self._meta.txn((), operations, timeout_s)
+        except LeaseGone as gone:
+            raise SessionLost(f"session {session.id.hex()} ended: publish again in a new one") from gone
+
+    def withdraw(self, session: Session, timeout_s: float) -> None:
+        """Stops other nodes from reading this worker's memory, before it stops. Raises Unavailable."""
+        self._meta.delete(self._keys.peer_address(session.id), timeout_s)
+
+    def mark_cleared(self, namespace: NamespaceDigest, mark: bytes, timeout_s: float) -> None:
+        """Tells all nodes that a namespace was cleared. Without a lease, so that a node that is away hears it later."""
+        self._meta.put(self._keys.peer_cleared(namespace), mark, timeout_s=timeout_s)
+
+    def snapshot(self, timeout_s: float) -> Snapshot:
+        """Returns everything that is published now. Raises Unavailable."""
+        return self._meta.list(self._keys.peers, timeout_s)
+
+    def watch(self, from_revision: int) -> Watch:
+        """Watches the keys from a revision on."""
+        return self._meta.watch(self._keys.peers, from_revision)
+
+    def read(self, key: str, found: KeyValue | None) -> Told | None:
+        """Parses a key as found, None if it is gone; returns None for a key that this version does not know."""
+        owner, _, what = key.removeprefix(self._keys.peers).partition("/")
+        if owner == "cleared":
+            digest = _digest_of(what)
+            return None if digest is None or found is None else ClearedTold(digest, found.value)
+        session = parse_id(owner)
+        if session is None:
+            return None
+        if what == "address":
+            return _address_told(SessionId(session), found)
+        shard = _shard_of(what)
+        return None if shard is None else DigestTold(SessionId(session), shard, None if found is None else found.value)
+
+
+def _address_told(session: SessionId, found: KeyValue | None) -> AddressTold:
+    if found is None:
+        return AddressTold(session, None, 0)
+    try:
+        return AddressTold(session, WorkerRecord.from_json(found.value).address, found.create_revision)
+    except InvalidRequest:
+        return AddressTold(session, None, 0)
+
+
+def _shard_of(text: str) -> int | None:
+    try:
+        shard = int(text, 16)
+    except ValueError:
+        return None
+    return shard if 0 <= shard < SHARDS and f"{shard:02x}" == text else None
+
+
+def _digest_of(text: str) -> NamespaceDigest | None:
+    try:
+        digest = bytes.fromhex(text)
+    except ValueError:
+        return None
+    return NamespaceDigest(digest) if len(digest) == DIGEST_BYTES and digest.hex() == text else None

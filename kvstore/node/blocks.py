@@ -13,9 +13,7 @@ from kvstore.address import Address, Chain, block_addresses
 from kvstore.buffers import Borrowed, Buffers
 from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError
-from kvstore.format.encoded import decode_any
-from kvstore.format.encoded import header_bytes as encoded_header_bytes
-from kvstore.format.header import Damaged
+from kvstore.format.header import Damaged, decode_any, encoded_header_bytes
 from kvstore.namespace import Namespace, NamespaceId
 from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters

@@ -15,16 +15,7 @@ from kvstore.buffers import Borrowed, Pieces, byte_length
 from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError
 from kvstore.format import places
-from kvstore.format.encoded import decode_any
-from kvstore.format.header import (
-    PAGE_BYTES,
-    Damage,
-    Damaged,
-    Expected,
-    Header,
-    Incarnation,
-    Kind,
-)
+from kvstore.format.header import PAGE_BYTES, Damage, Damaged, Expected, Header, Incarnation, Kind, decode_any
 from kvstore.format.places import Name
 from kvstore.hints import Hints
 from kvstore.namespace import NamespaceId
@@ -39,7 +30,7 @@ from kvstore.node.quarantine import Quarantine
 from kvstore.node.unreadable import FAILED
 from kvstore.recency import is_fresh, stamp_ns
 from kvstore.root.interface import Reader, Root, Stat
-from kvstore.root.posix_reader import PosixReader
+from kvstore.root.posix import PosixReader
 
 
 @dataclass(frozen=True, slots=True)

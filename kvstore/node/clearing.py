@@ -27,8 +27,8 @@ from kvstore.node.lanes import Deadline, moved_on
 from kvstore.node.node import Node
 from kvstore.progress import Progress
 from kvstore.results import Cleared
-from kvstore.root.lineages import read_writers
-from kvstore.root.reserve import make_room
+from kvstore.root.fences import make_room
+from kvstore.root.identity import read_writers
 
 log = logging.getLogger(__name__)
 

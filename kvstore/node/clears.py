@@ -14,8 +14,8 @@ from kvstore.background import Loop
 from kvstore.census.selection import ClearOrder
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.meta.clears import Clears, OrderTold
-from kvstore.meta.interface import Watch, WatchLost
 from kvstore.meta.session import Session
+from kvstore.meta.store import Watch, WatchLost
 
 log = logging.getLogger(__name__)
 

@@ -20,8 +20,7 @@ from kvstore.parsing import parse_json
 from kvstore.recency import NS_PER_S
 from kvstore.root.identity import FILE_SYSTEMS_OWN, FORMAT_BYTES_MAX, TOP, read_small
 from kvstore.root.interface import Root
-from kvstore.root.posix import PosixRoot
-from kvstore.root.posix_errors import REFUSED_ERRORS
+from kvstore.root.posix import REFUSED_ERRORS, PosixRoot
 from kvstore.sources import Clock, Ids
 
 FORMAT_NAME = "kvstore-disk"

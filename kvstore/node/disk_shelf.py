@@ -13,14 +13,13 @@ from dataclasses import dataclass
 
 from kvstore import recency
 from kvstore.address import Address
-from kvstore.census.standing import NOTHING, Standing
+from kvstore.census.selection import NOTHING, Standing
 from kvstore.counts import NodeCount
 from kvstore.format import places
 from kvstore.format.header import Header, Kind
 from kvstore.format.places import Name
 from kvstore.hints import Hints
-from kvstore.memory.inventory import DROP_COUNT, Entry, Inventory, Place
-from kvstore.memory.policy import Policy
+from kvstore.memory.inventory import DROP_COUNT, Entry, Inventory, Place, Policy
 from kvstore.namespace import NamespaceDigest, NamespaceId
 from kvstore.node.counters import Counters
 from kvstore.node.disk_folder import SHARD_BITS

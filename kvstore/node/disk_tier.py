@@ -16,16 +16,14 @@ from kvstore import recency
 from kvstore.address import Address
 from kvstore.bounded import within
 from kvstore.buffers import Borrowed, byte_length
-from kvstore.census.selection import ClearOrder
-from kvstore.census.standing import Standing
+from kvstore.census.selection import ClearOrder, Standing
 from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError, Overloaded
 from kvstore.format import places
 from kvstore.format.header import FIXED_BYTES, Damage, Damaged, Expected, Header, Kind, decode, incarnation_at
 from kvstore.format.places import Name
 from kvstore.hints import DEFAULT, Hints
-from kvstore.memory.inventory import Entry, Place
-from kvstore.memory.policy import DEFAULT_POLICY, POLICIES
+from kvstore.memory.inventory import DEFAULT_POLICY, POLICIES, Entry, Place
 from kvstore.namespace import NamespaceDigest
 from kvstore.node.counters import Counters, TierName
 from kvstore.node.disk_folder import DiskFolder
@@ -37,8 +35,7 @@ from kvstore.node.lanes import Deadline, moved_on
 from kvstore.node.wanted import Wanted, expected_of
 from kvstore.recency import QUANTUM_S
 from kvstore.root.interface import Root
-from kvstore.root.posix import PosixRoot
-from kvstore.root.posix_errors import FULL_ERRORS
+from kvstore.root.posix import FULL_ERRORS, PosixRoot
 from kvstore.sources import Clock, Ids
 
 log = logging.getLogger(__name__)

@@ -12,20 +12,23 @@ import threading
 
 from kvstore.buffers import Borrowed, Pieces, byte_length
 from kvstore.counts import NodeCount
-from kvstore.encodings import squeezing
-from kvstore.encodings.codec import PLAIN, Decoding, Wish, decode_header, encode_chunk
-from kvstore.encodings.keys import EMPTY, Key, KeyFile, KeyRing
-from kvstore.format.checksum import checksum
-from kvstore.format.encoded import HEADER_BYTES_MAX, Encoding, decode_encoded, header_bytes, is_encoded
+from kvstore.encodings import codec
+from kvstore.encodings.codec import EMPTY, PLAIN, Decoding, Key, KeyFile, KeyRing, Wish, decode_header, encode_chunk
 from kvstore.format.header import (
+    HEADER_BYTES_MAX,
     PAGE_BYTES,
     Damage,
     Damaged,
+    Encoding,
     Expected,
     Header,
     Incarnation,
+    checksum,
     decode,
+    decode_encoded,
     encode,
+    encoded_header_bytes,
+    is_encoded,
 )
 from kvstore.namespace import Namespace, NamespaceDigest
 from kvstore.node.counters import Counters
@@ -57,7 +60,7 @@ class Encodings:
     def __init__(self, keys: KeyFile | None, counters: Counters, ids: Ids, *, compress: bool = False) -> None:
         """``compress``: chunks are compressed when they are written to the root. Raises InvalidRequest without zstd."""
         if compress:
-            squeezing.check_available()
+            codec.check_compression()
         self._compress = compress
         self._keys = keys
         self._counters = counters
@@ -199,7 +202,7 @@ class Encodings:
 
     def _key_for(self, header: Header) -> Key | None:
         """Returns the key that a header names; None if it names none. Raises NotDecodable."""
-        if Encoding.COMPRESSED in header.encoding and not squeezing.is_available():
+        if Encoding.COMPRESSED in header.encoding and not codec.is_available():
             log.warning("chunks.compressed a chunk is compressed: pip install 'kvstore-llm[compression]'")
             raise NotDecodable(NodeCount.MISS_ENCODING)
         if Encoding.ENCRYPTED not in header.encoding:
@@ -219,7 +222,7 @@ def read_header(reader: Reader) -> bytearray:
 
 def _header_of(reader: Reader, expected: Expected) -> bytearray | None:
     """Reads the header of an encoded file that should be of this chunk; None if it is not encoded."""
-    raw = _read(reader, header_bytes(len(expected.identity), expected.section_count) + PAGE_BYTES)
+    raw = _read(reader, encoded_header_bytes(len(expected.identity), expected.section_count) + PAGE_BYTES)
     return raw if is_encoded(raw) else None
 
 

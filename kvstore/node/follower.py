@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError, PermissionDenied, Unavailable
-from kvstore.meta.generation import Agreed, Foreign
-from kvstore.meta.interface import LeaseGone, Meta, Watch, WatchLost
+from kvstore.meta.cluster import Agreed, Foreign
 from kvstore.meta.keys import Keys
 from kvstore.meta.session import ANNOUNCED_MAX, Session
+from kvstore.meta.store import LeaseGone, Meta, Watch, WatchLost
 from kvstore.node.counters import Counters
 from kvstore.node.holds import Holds
 from kvstore.node.limits import Limits

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kvstore.address import Address, Addressed
 from kvstore.errors import Overloaded
-from kvstore.root.posix_errors import DiskFull
+from kvstore.root.posix import DiskFull
 
 
 class Reserved(Protocol):

@@ -25,7 +25,7 @@ from kvstore.node.reader import Reading, TieredReads
 from kvstore.node.slots import Slots
 from kvstore.node.tier_stack import TierStack
 from kvstore.node.wanted import Keyed, Wanted, expected_of
-from kvstore.root.posix_reader import PosixReader
+from kvstore.root.posix import PosixReader
 
 
 @dataclass(frozen=True, slots=True)

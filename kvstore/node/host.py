@@ -12,14 +12,12 @@ from kvstore.errors import KVStoreError
 from kvstore.format.places import CHUNKS
 from kvstore.host import tables as shared_file
 from kvstore.host.collector import Collecting
-from kvstore.host.place import InUse
 from kvstore.host.room import Room, limit_on
-from kvstore.host.tables import HoldTable, Number, Own, Shared, live_tables, smallest
+from kvstore.host.tables import HoldTable, InUse, Number, Own, Shared, live_tables, smallest
 from kvstore.node.counters import Counters
 from kvstore.node.host_view import HostView
 from kvstore.node.known import Known
-from kvstore.root.posix import PosixRoot
-from kvstore.root.posix_errors import translated
+from kvstore.root.posix import PosixRoot, translated
 
 UNKNOWN_BYTES = 64 << 20
 UNKNOWN_SHARE = 0.01

@@ -15,9 +15,8 @@ from kvstore.node.host import Host
 from kvstore.node.node import Node
 from kvstore.progress import Progress
 from kvstore.results import Cleared
-from kvstore.root.posix import PosixRoot
-from kvstore.root.posix_errors import translated
-from kvstore.root.reserve import make_room
+from kvstore.root.fences import make_room
+from kvstore.root.posix import PosixRoot, translated
 
 AT_ONCE = 4096
 HELD_S = 5.0

@@ -18,7 +18,7 @@ from kvstore.address import ADDRESS_BYTES, Address, Addressed
 from kvstore.host.room import Room
 from kvstore.host.tables import BATCH_MAX, RING, HoldTable, Number, Run, Shared
 from kvstore.node.known import Known
-from kvstore.root.posix_errors import error_of
+from kvstore.root.posix import error_of
 
 SETTLE_S = 1.0
 POLL_S = 0.001

@@ -14,8 +14,17 @@ import numpy.typing as npt
 
 from kvstore.buffers import Borrowed, Laid, Pieces, Sections, address_of, cut_evenly
 from kvstore.errors import InvalidRequest
-from kvstore.format.checksum import checksum
-from kvstore.format.header import Damage, Damaged, Expected, Header, Incarnation, decode_as, encode, incarnation_at
+from kvstore.format.header import (
+    Damage,
+    Damaged,
+    Expected,
+    Header,
+    Incarnation,
+    checksum,
+    decode_as,
+    encode,
+    incarnation_at,
+)
 from kvstore.native import library as native
 from kvstore.node.encoded import Encodings
 from kvstore.node.wanted import Items, Wanted, expected_of, payload_of, section_bytes

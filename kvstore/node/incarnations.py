@@ -15,11 +15,10 @@ import threading
 from collections.abc import Callable
 
 from kvstore.errors import KVStoreError
-from kvstore.format import lineage
-from kvstore.format.header import Incarnation
-from kvstore.format.lineage import LineageId, Writer
+from kvstore.format import header
+from kvstore.format.header import Incarnation, LineageId, Writer
+from kvstore.root.identity import publish_writer
 from kvstore.root.interface import Root
-from kvstore.root.lineages import publish_writer
 from kvstore.sources import Clock, Ids
 from kvstore.version import VERSION
 
@@ -37,7 +36,7 @@ class Incarnations:
     def __init__(
         self, root: Root, session: Callable[[], bytes], node: bytes, clock: Clock, ids: Ids, label: str = ""
     ) -> None:
-        lineage.check_label(label)
+        header.check_label(label)
         self._root = root
         self._session = session
         self._node = node
@@ -64,11 +63,11 @@ class Incarnations:
         current, now_s = self._current, self._clock.now_s()
         if current is None or current[0] != self._session():
             current = self._begin()
-        return [lineage.incarnation(current[1], now_s, next(self._numbers)) for _ in range(count)]
+        return [header.incarnation(current[1], now_s, next(self._numbers)) for _ in range(count)]
 
     def renewed(self, found: Incarnation) -> Incarnation:
         """Returns an incarnation for publishing again what this node or another wrote before as ``found``."""
-        return lineage.renewed(found, next(self._numbers))
+        return header.renewed(found, next(self._numbers))
 
     def record(self) -> None:
         """Writes on the root who this node is, once for each of its sessions, before it publishes what that session
@@ -85,7 +84,7 @@ class Incarnations:
         with self._lock:
             session = self._session()
             if self._current is None or self._current[0] != session:
-                self._current = (session, lineage.lineage_id(session))
+                self._current = (session, header.lineage_id(session))
                 self._owed[session] = self._clock.monotonic_s()
                 while len(self._owed) > OWED_MAX:
                     del self._owed[next(iter(self._owed))]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvstore.checks import check_limits
 from kvstore.errors import InvalidRequest
-from kvstore.meta.deadline import TIMEOUT_S_MAX
+from kvstore.meta.store import TIMEOUT_S_MAX
 from kvstore.recency import QUANTUM_S
 
 CHANGEABLE = (

@@ -12,17 +12,16 @@ from dataclasses import dataclass
 
 from kvstore import recency
 from kvstore.address import Address, Chain
-from kvstore.census.fixed import Fixed, read_fixed
-from kvstore.format import lineage
-from kvstore.format.header import FIXED_BYTES, Encoding, Incarnation
-from kvstore.format.lineage import Writers
+from kvstore.census.walk import Fixed, read_fixed
+from kvstore.format import header as lineage
+from kvstore.format.header import FIXED_BYTES, Encoding, Incarnation, Writers
 from kvstore.hints import Hints
 from kvstore.node.chunks import Chunks
 from kvstore.node.gc_state import GcState
 from kvstore.node.lanes import Deadline, Lanes
 from kvstore.node.tier_stack import TierStack
+from kvstore.root.identity import read_writers
 from kvstore.root.interface import Stat
-from kvstore.root.lineages import read_writers
 from kvstore.sources import Clock
 
 STEP = 256

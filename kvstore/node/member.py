@@ -21,12 +21,12 @@ from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, Unavailable
 from kvstore.host.pins import HostPins
 from kvstore.meta.barriers import Barriers
 from kvstore.meta.clears import Clears
-from kvstore.meta.interface import Meta
 from kvstore.meta.keys import ID_BYTES, Keys, PinId, parse_id
 from kvstore.meta.namespaces import Namespaces
 from kvstore.meta.pins import PinQuota, Pins
 from kvstore.meta.pins import PinRecord as Ref
-from kvstore.meta.presence import Presence
+from kvstore.meta.session import Presence
+from kvstore.meta.store import Meta
 from kvstore.namespace import Namespace, NamespaceDigest
 from kvstore.node.clearing import Clearing, resolved
 from kvstore.node.clears import ClearsFollower
@@ -42,8 +42,8 @@ from kvstore.node.twins import NodeTwins
 from kvstore.node.wanted import Wanted, keyed
 from kvstore.progress import Progress, unwatched
 from kvstore.results import Cleared, PinRecord
-from kvstore.root.generations import newest_number
-from kvstore.root.posix_errors import DiskFull
+from kvstore.root.identity import newest_number
+from kvstore.root.posix import DiskFull
 
 CLEAR_DEADLINE_S = 600.0
 CLOSE_S = 0.5

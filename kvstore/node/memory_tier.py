@@ -16,15 +16,12 @@ import numpy.typing as npt
 
 from kvstore.address import Address
 from kvstore.buffers import Borrowed, Sections
-from kvstore.census.selection import ClearOrder
-from kvstore.census.standing import NOTHING, Standing
+from kvstore.census.selection import NOTHING, ClearOrder, Standing
 from kvstore.counts import NodeCount
 from kvstore.format.header import FIXED_BYTES, incarnation_at
 from kvstore.hints import DEFAULT, Hints
-from kvstore.memory.arena import Arena
-from kvstore.memory.extents import Extents
-from kvstore.memory.inventory import DROP_COUNT, Entry, Inventory, Place
-from kvstore.memory.policy import DEFAULT_POLICY, POLICIES, Admission, Policy
+from kvstore.memory.arena import Arena, Extents
+from kvstore.memory.inventory import DEFAULT_POLICY, DROP_COUNT, POLICIES, Admission, Entry, Inventory, Place, Policy
 from kvstore.namespace import Namespace, NamespaceDigest
 from kvstore.node.counters import Counters
 from kvstore.node.images import Mask, take_images, verify_images

@@ -15,12 +15,11 @@ import numpy.typing as npt
 
 from kvstore.address import Chain, RecentChains
 from kvstore.buffers import Buffers, Pieces, Sections
-from kvstore.census.selection import ClearOrder
-from kvstore.census.standing import Standing
+from kvstore.census.selection import ClearOrder, Standing
 from kvstore.counts import NodeCount
-from kvstore.encodings.keys import KeyFile
+from kvstore.encodings.codec import KeyFile
 from kvstore.errors import InvalidRequest, KVStoreError
-from kvstore.format.descent import Ancestry
+from kvstore.format.header import Ancestry
 from kvstore.hints import DEFAULT, Hints
 from kvstore.memory.arena import Arena
 from kvstore.meta.keys import Keys

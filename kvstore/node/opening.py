@@ -10,20 +10,17 @@ from functools import partial
 from operator import itemgetter
 from typing import Any, TypeVar
 
-from kvstore.encodings import squeezing
-from kvstore.encodings.keys import KeyFile
+from kvstore.encodings import codec
+from kvstore.encodings.codec import KeyFile
 from kvstore.errors import InvalidRequest, PermissionDenied, RootMismatch
-from kvstore.host.place import why_not_shared
-from kvstore.host.takeover import check_left, publish_first
+from kvstore.host.tables import check_left, publish_first, why_not_shared
 from kvstore.memory.arena import PAGE_BYTES, Arena
+from kvstore.meta.cluster import Standing, bind_root, bound_root, forget_command, join_generation
 from kvstore.meta.etcd import EtcdMeta, EtcdTls, EtcdUser, check_access
-from kvstore.meta.generation import Standing, join_generation
-from kvstore.meta.interface import Meta
 from kvstore.meta.keys import Keys
 from kvstore.meta.memory import MemoryMeta
-from kvstore.meta.presence import Presence
-from kvstore.meta.roots import bind_root, bound_root, forget_command
-from kvstore.meta.session import Session
+from kvstore.meta.session import Presence, Session
+from kvstore.meta.store import Meta
 from kvstore.node.follower import Follower
 from kvstore.node.host import Bound, Host
 from kvstore.node.lanes import Deadline, Lanes
@@ -34,14 +31,21 @@ from kvstore.node.settings import AS_SHIPPED, NO_TIERS, NOT_BOUNDED, AskedBound,
 from kvstore.node.start_fence import StartFence
 from kvstore.node.syncing import Syncing
 from kvstore.node.view import View
-from kvstore.root.bound import BOUND_BYTES_MIN, FREE_SHARE, default_bound
-from kvstore.root.generations import newest_number, read_newest
-from kvstore.root.identity import SHARD_BITS_DEFAULT, RootId, RootIdentity, create_or_open
+from kvstore.root.fences import begin_reserve, with_reserve
+from kvstore.root.identity import (
+    BOUND_BYTES_MIN,
+    FREE_SHARE,
+    SHARD_BITS_DEFAULT,
+    RootId,
+    RootIdentity,
+    create_or_open,
+    default_bound,
+    newest_number,
+    read_newest,
+)
 from kvstore.root.interface import Root
 from kvstore.root.open import check_place, open_root
-from kvstore.root.posix import PosixRoot
-from kvstore.root.posix_errors import DiskFull
-from kvstore.root.reserve import begin_reserve, with_reserve
+from kvstore.root.posix import DiskFull, PosixRoot
 from kvstore.sources import Clock, Ids, RandomIds, SystemClock
 from kvstore.writes import Durability
 
@@ -73,7 +77,7 @@ def open_member(
     check_place(url, root_options)
     check_access(etcd, etcd_tls, etcd_user)
     if compress:
-        squeezing.check_available()  # before the root is made and memory is taken
+        codec.check_compression()  # before the root is made and memory is taken
     options = NodeOptions(durability, settings, label, keys, compress)
     limits, clock, ids = limits or Limits(), SystemClock(), RandomIds()
     if etcd and asked.is_explicit:

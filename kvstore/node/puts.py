@@ -40,8 +40,7 @@ from kvstore.node.tier_stack import TierStack
 from kvstore.node.wanted import Keyed, Wanted, expected_of, file_bytes, image_sizes, leading, mean_bytes, sizes_of
 from kvstore.node.write_behind import Job
 from kvstore.results import PutResult, StoredBlocks
-from kvstore.root.posix import PosixRoot
-from kvstore.root.posix_errors import DiskFull
+from kvstore.root.posix import DiskFull, PosixRoot
 from kvstore.sources import Clock
 from kvstore.writes import RUNS_MAX, WriteMode
 

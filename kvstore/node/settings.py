@@ -9,9 +9,9 @@ from typing import Literal
 
 from kvstore.brief import brief, size
 from kvstore.checks import FLOAT_MAX, is_whole, number
-from kvstore.encodings.keys import KeyFile
+from kvstore.encodings.codec import KeyFile
 from kvstore.errors import InvalidRequest
-from kvstore.format.lineage import check_label
+from kvstore.format.header import check_label
 from kvstore.meta.session import TTL_S
 from kvstore.writes import BOUND_BYTES_MIN, Durability, WriteMode
 

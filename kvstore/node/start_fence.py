@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvstore.errors import RootMismatch, Unavailable
-from kvstore.meta.generation import Standing
-from kvstore.meta.interface import Meta
+from kvstore.meta.cluster import Standing
 from kvstore.meta.keys import Keys
+from kvstore.meta.store import Meta
 from kvstore.meta.sweeps import Condemned
-from kvstore.root.fence import lift_unnamed
+from kvstore.root.fences import lift_unnamed
 from kvstore.root.interface import Root
 
 

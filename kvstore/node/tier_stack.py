@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from kvstore.address import Address, Chain
 from kvstore.background import Loop
 from kvstore.buffers import Sections
-from kvstore.census.selection import ClearOrder
-from kvstore.census.standing import Standing
+from kvstore.census.selection import ClearOrder, Standing
 from kvstore.counts import NodeCount
 from kvstore.errors import Overloaded, Unavailable
 from kvstore.hints import Hints

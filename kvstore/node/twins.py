@@ -8,7 +8,7 @@ from kvstore.errors import RootMismatch
 from kvstore.meta.keys import PinId
 from kvstore.meta.pins import PinRecord
 from kvstore.node.node import Node
-from kvstore.root.twins import list_twins, read_twin, remove_twin, write_twin
+from kvstore.root.fences import list_twins, read_twin, remove_twin, write_twin
 
 
 class NodeTwins:

@@ -15,7 +15,7 @@ from types import TracebackType
 
 from kvstore.errors import Overloaded, StoreFull
 from kvstore.meta.usage import Capacity, Usage
-from kvstore.root.posix_errors import DiskFull
+from kvstore.root.posix import DiskFull
 
 WAIT_S = 2.0
 """A put without credit waits up to this long."""

@@ -20,9 +20,9 @@ from kvstore.address import ADDRESS_BYTES, Address, Addressed
 from kvstore.brief import size
 from kvstore.counts import NodeCount
 from kvstore.errors import InvalidRequest, RootMismatch, StoreFull
-from kvstore.meta.interface import Absent, Compare, Event, KeyValue, Snapshot, ValueIs
 from kvstore.meta.keys import Keys
 from kvstore.meta.session import Session
+from kvstore.meta.store import Absent, Compare, Event, KeyValue, Snapshot, ValueIs
 from kvstore.meta.sweeps import NO_NONCE, Condemned, Members, Seq
 from kvstore.meta.usage import Capacity
 from kvstore.node.counters import Counters

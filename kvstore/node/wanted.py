@@ -16,8 +16,7 @@ import numpy.typing as npt
 
 from kvstore.address import ADDRESS_BYTES, NO_PARENT, Address, Chain, block_addresses
 from kvstore.buffers import Laid, Sections, address_of
-from kvstore.format.descent import Ancestry, laid_descent
-from kvstore.format.header import Expected, Kind, expected_block, expected_chunk, header_bytes
+from kvstore.format.header import Ancestry, Expected, Kind, expected_block, expected_chunk, header_bytes, laid_descent
 from kvstore.memory.inventory import Place, place_of
 from kvstore.namespace import Namespace
 from kvstore.native import library as native

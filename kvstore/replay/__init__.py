@@ -4,12 +4,8 @@
 one caller working through requests, ``run`` several at once, ``report`` the result.
 """
 
-from kvstore.replay.callers import Plan
-from kvstore.replay.content import Content, replay_layout
 from kvstore.replay.generate import generate
-from kvstore.replay.oracle import Expectation, expect
-from kvstore.replay.report import Report
-from kvstore.replay.run import replay
+from kvstore.replay.runner import Content, Expectation, Plan, Report, expect, replay, replay_layout
 from kvstore.replay.trace import Request, load_trace, write_trace
 
 __all__ = [

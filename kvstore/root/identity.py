@@ -15,9 +15,10 @@ from typing import NewType
 
 from kvstore.brief import brief
 from kvstore.buffers import Borrowed
-from kvstore.errors import InvalidRequest, RootMismatch, Unavailable
+from kvstore.errors import InvalidRequest, Overloaded, RootMismatch, Unavailable
 from kvstore.format import places
-from kvstore.format.places import Name
+from kvstore.format.header import RECORD_BYTES_MAX, Generation, LineageId, Writer
+from kvstore.format.places import GENERATIONS, Name
 from kvstore.parsing import parse_json
 from kvstore.recency import NS_PER_S
 from kvstore.root.interface import Root
@@ -247,3 +248,124 @@ def _not_a_format(content: bytes) -> RootMismatch:
         f"the FORMAT file is not one of kvstore's: it begins with {content[:60]!r}, expected "
         f'{{"format": "kvstore", "version": {VERSION}, ...}}; restore it from a backup, or give an empty folder'
     )
+
+
+# The root's side of generations: one small file each, first writer wins, the highest number is the current one.
+#
+# These are files, not a field of ``FORMAT``, which never changes, so that nobody rewrites a file that others are
+# reading.
+
+
+def newest_number(root: Root) -> int:
+    """Returns the number of the newest generation, whether or not its file can be read; 0 if there is none."""
+    numbers = (places.parse_generation(entry.name) for entry in root.list(GENERATIONS) if entry.stat)
+    return max((number for number in numbers if number is not None), default=0)
+
+
+def read_newest(root: Root) -> Generation | None:
+    """Returns the newest generation; None if there is none. Raises RootMismatch if its file cannot be read."""
+    number = newest_number(root)
+    if not number:
+        return None
+    name = places.generation(number)
+    content = read_small(root, name, RECORD_BYTES_MAX)
+    found = Generation.from_json(b"" if content is None else content, f"{name} on the root")
+    if found.number != number:
+        raise RootMismatch(f"{name} on the root is the record of generation {found.number}: its file was renamed")
+    return found
+
+
+def publish(root: Root, generation: Generation, *, ids: Ids, clock: Clock) -> Generation:
+    """Publishes a generation unless its number is taken, synced; returns the newest one, which may be another writer's.
+
+    Raises RootMismatch if that cannot be read, and the root's errors.
+    """
+    publish_small(root, places.generation(generation.number), generation.to_json(), ids=ids, clock=clock)
+    newest = read_newest(root)
+    assert newest is not None, "published a moment ago, and generations are never deleted"
+    return newest
+
+
+# The default bound of an embedded root, in the file ``bound`` beside ``FORMAT``: made once, for all processes.
+#
+# On the root and not in the metadata, because it must outlive these: a root whose metadata were lost and adopted
+# again is not to be bounded by another free space. An operator may write another number into the file, or remove it.
+
+
+FREE_SHARE = 0.5
+"""The share of the space that was free. Half leaves other programs as much as the cache, and several roots on one disk
+never fill it: each takes half of what the others left."""
+BOUND_BYTES_MIN = 64 << 20
+"""A disk that was full at that moment would else refuse every put, also once it has room."""
+BOUND_FILE_BYTES_MAX = 4096
+
+
+def default_bound(root: Root, *, ids: Ids, clock: Clock) -> int | None:
+    """Returns the bytes that the root's files may take by default; chosen and kept at the first call for a root.
+
+    None if the root does not know its free space. Raises RootMismatch for a file that cannot be read, and the root's
+    errors.
+    """
+    found = _read_bound(root)
+    if found is not None:
+        return found
+    free_bytes = root.space().free_bytes
+    if free_bytes is None:
+        return None
+    chosen = max(BOUND_BYTES_MIN, int(FREE_SHARE * free_bytes))
+    try:
+        publish_small(root, places.BOUND, json.dumps({"max_bytes": chosen}).encode() + b"\n", ids=ids, clock=clock)
+    except Overloaded:
+        return chosen  # the disk is full, and what is stored can still be read
+    found = _read_bound(root)  # perhaps another process's, which was first
+    if found is None:
+        raise Unavailable(f"{root.url}: {places.BOUND} was written and is not there: check the mount")
+    return found
+
+
+def _read_bound(root: Root) -> int | None:
+    content = read_small(root, places.BOUND, BOUND_FILE_BYTES_MAX)
+    if content is None:
+        return None
+    try:
+        max_bytes = parse_json(content)["max_bytes"]
+    except (ValueError, KeyError, TypeError):
+        max_bytes = None
+    if type(max_bytes) is not int or max_bytes < 1:
+        raise RootMismatch(
+            f'{root.url}: the file {places.BOUND} begins with {content[:60]!r}, expected {{"max_bytes": BYTES}}: '
+            "correct it, or remove it for a new default"
+        )
+    return max_bytes
+
+
+# The records of writers on a root: who wrote under each lineage. Written once, like ``FORMAT``; never changed.
+#
+# Separate from chunks, which carry only 8 bytes of lineage: one record serves all chunks of a session.
+
+
+def publish_writer(root: Root, writer: Writer, *, ids: Ids, clock: Clock) -> None:
+    """Publishes the record of a session, unless it is there. Synced. Raises the root's errors."""
+    publish_small(root, places.writer(bytes.fromhex(writer.session)), writer.to_json(), ids=ids, clock=clock)
+
+
+def read_writers(root: Root) -> dict[LineageId, Writer]:
+    """Returns all writers that the root knows, except unreadable records. Raises the root's errors."""
+    found: dict[LineageId, Writer] = {}
+    for entry in root.list(places.LINEAGE):
+        writer = read_writer(root, Name(f"{places.LINEAGE}/{entry.name}")) if entry.stat is not None else None
+        if writer is not None:
+            found[writer.lineage] = writer
+    return found
+
+
+def read_writer(root: Root, name: Name) -> Writer | None:
+    """Returns the writer of a record; None if it is gone, damaged, or another session's. Raises the root's errors."""
+    content = read_small(root, name, RECORD_BYTES_MAX)
+    if content is None:
+        return None
+    try:
+        writer = Writer.from_json(content)
+    except InvalidRequest:
+        return None
+    return writer if places.writer(bytes.fromhex(writer.session)) == name else None

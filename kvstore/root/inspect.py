@@ -13,8 +13,16 @@ from dataclasses import dataclass
 import xxhash
 
 from kvstore.buffers import Borrowed
-from kvstore.format.encoded import HEADER_BYTES_MAX, decode_any
-from kvstore.format.header import PAGE_BYTES, Damage, Damaged, Header, Stored, is_self_consistent
+from kvstore.format.header import (
+    HEADER_BYTES_MAX,
+    PAGE_BYTES,
+    Damage,
+    Damaged,
+    Header,
+    Stored,
+    decode_any,
+    is_self_consistent,
+)
 from kvstore.format.places import Name
 from kvstore.root.interface import Reader, Root
 

@@ -114,7 +114,7 @@ def _open_remote(url: str, scheme: str, rest: str, options: Mapping[str, Any] | 
     scheme = scheme.removeprefix(_VIA_FSSPEC)
     import fsspec
 
-    from kvstore.root.objects import open_object_root
+    from kvstore.root.object_store import open_object_root
 
     if scheme not in fsspec.available_protocols():
         raise InvalidRequest(f"root {url!r}: unknown scheme {scheme!r}; expected {_KNOWN}")

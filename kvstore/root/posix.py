@@ -1,25 +1,304 @@
-"""A root on a mounted file system: a local disk, NFS, or any distributed file system with POSIX names.
-
-``pwritev`` writes bytes straight from the caller's arrays; ``posix_reader.py`` reads them back.
-"""
+"""The kernel's word on the file system of a path."""
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import math
+import mmap
 import os
+import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from stat import S_IMODE, S_ISREG
 
-from kvstore.buffers import Pieces, skip
-from kvstore.errors import InvalidRequest, Unavailable
+import numpy as np
+
+from kvstore.buffers import Borrowed, Pieces, byte_length, skip
+from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, PermissionDenied, StoreFull, Unavailable
 from kvstore.format.places import FORMAT, QUARANTINE, Name
-from kvstore.root.absence import Absence, remembers_absence
-from kvstore.root.interface import Entry, LocalFiles, Seen, Space, Stat, Traits
-from kvstore.root.mounts import MEMORY_FILE_SYSTEMS, mount_of, sync_file_system
-from kvstore.root.posix_errors import MISSING_ERRORS, REFUSED_ERRORS, error_of, translated
-from kvstore.root.posix_reader import IOV_MAX, PosixReader
+from kvstore.root.interface import Entry, LocalFiles, Root, Seen, Space, Stat, Traits, local_files
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs"})
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """One line of /proc/self/mountinfo; ``options`` are those of the file system, such as NFS's ``lookupcache``."""
+
+    type: str = ""
+    options: tuple[str, ...] = ()
+
+
+def mount_of(path: str) -> Mount:
+    """Returns the mount that holds ``path``; an empty one if it is unknown."""
+    try:
+        device = os.stat(path).st_dev
+        wanted = f"{os.major(device)}:{os.minor(device)}"
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
+            for line in lines:
+                fields = line.split()
+                if fields[2] == wanted:
+                    end = fields.index("-")
+                    return Mount(fields[end + 1], tuple(fields[end + 3].split(",")))
+    except (OSError, ValueError, IndexError):
+        pass
+    return Mount()
+
+
+def file_system_type(path: str) -> str:
+    """Returns the type of the file system that holds ``path``; empty if it is unknown."""
+    return mount_of(path).type
+
+
+def sync_file_system(path: str) -> None:
+    """Writes all of a file system to its device (syncfs). Raises OSError, also for what failed to be written before."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        if _LIBC.syncfs(fd):
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number), path)
+    finally:
+        os.close(fd)
+
+
+# Files that a client of NFS believes to be absent, and how it is made to ask the server again.
+#
+# A client remembers that a name was not there for as long as it believes to know the folder (``acdirmin``: 30 s by
+# default), so a chunk that another host stored meanwhile stays a miss. Opening the folder makes the client ask
+# whether it changed (one GETATTR), and if it did, the next look at the name asks the server. ``statx`` of the file
+# with AT_STATX_FORCE_SYNC does not help, as measured on Linux 6.1 with NFS 4.2.
+
+
+FILE_SYSTEMS = frozenset({"nfs", "nfs4"})
+FORGETTING = frozenset({"lookupcache=pos", "lookupcache=none"})
+"""Mount options with which a client remembers no absence."""
+FRESH_S = 0.5
+"""How long an answer about a folder stands. A chunk of another host is found within this time."""
+FOLDERS_MAX = 1 << 16
+"""The times of more folders are not remembered, so that each miss in one asks."""
+
+
+def remembers_absence(mount: Mount) -> bool:
+    """True if the client of this mount believes for a while that a file is absent."""
+    return mount.type in FILE_SYSTEMS and not FORGETTING & set(mount.options)
+
+
+class Absence:
+    """The folders of one root that the client asked for. Thread-safe: at worst two threads ask at once."""
+
+    def __init__(self, path: str, monotonic_s: Callable[[], float] = time.monotonic) -> None:
+        """``path`` is the root's folder."""
+        self._path = path
+        self._monotonic_s = monotonic_s
+        self._asked_s: dict[str, float] = {}
+
+    def may_be_old(self, path: str) -> bool:
+        """Has the client ask for the folder of a file that was not found; True if another look may find it.
+
+        False if it asked within the last ``FRESH_S``, or if the folder is not there either.
+        """
+        folder = os.path.dirname(path)
+        now_s = self._monotonic_s()
+        if len(folder) < len(self._path) or now_s - self._asked_s.get(folder, -math.inf) < FRESH_S:
+            return False
+        if not _ask(folder) and not (self.may_be_old(folder) and _ask(folder)):
+            return False
+        if len(self._asked_s) >= FOLDERS_MAX:
+            self._asked_s.clear()
+        self._asked_s[folder] = now_s
+        return True
+
+
+def _ask(folder: str) -> bool:
+    """Opens a folder; False if that fails: then the miss stands, whatever the reason."""
+    try:
+        os.close(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+    except OSError:
+        return False
+    return True
+
+
+# The errors of a mounted file system: which mean that a file is missing, and which error of ours each becomes.
+
+
+MISSING_ERRORS = frozenset({errno.ENOENT, errno.ESTALE, errno.ENOTCONN, errno.ENOTDIR, errno.ELOOP})
+FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT})
+SHORT_ERRORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+REFUSED_ERRORS = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
+
+
+class DiskFull(StoreFull):
+    """The file system has no room, or the user's quota is used up. ``said`` is the error without advice."""
+
+    def __init__(self, said: str) -> None:
+        super().__init__(f"{said}; free space on the root (kvstore-gc, or a larger quota)")
+        self.said = said
+
+
+@contextmanager
+def translated(action: str, path: str) -> Iterator[None]:
+    """Translates the kernel's errors within the block into errors that a caller can act on."""
+    try:
+        yield
+    except OSError as cause:
+        raise error_of(action, path, cause) from cause
+
+
+def error_of(action: str, path: str, cause: OSError) -> KVStoreError:
+    """Returns the caller's error for one of the kernel's; ``action`` is a verb, such as "read"."""
+    said = f"could not {action} {path}: {cause.strerror or cause}"
+    if cause.errno in FULL_ERRORS:
+        return DiskFull(said)
+    if cause.errno in SHORT_ERRORS:
+        return Overloaded(f"{said}; this process or host is short of files or memory: raise its limits (ulimit -n)")
+    if cause.errno in REFUSED_ERRORS:
+        return PermissionDenied(f"{said}; check the mount options and the owner of the root")
+    return Unavailable(f"{said}; check the mount (kvstore check-root)")
+
+
+# An open file of a mounted root: read straight into the caller's memory if that cannot block.
+#
+# A system call that hangs on a dead mount cannot be taken back: it would write into the caller's array long after the
+# caller has given up (``Borrowed``). So a read that may block fills memory of ours first.
+
+
+IOV_MAX = os.sysconf("SC_IOV_MAX")
+BOUNCE_BYTES = 1 << 20
+"""Bytes of one blocking read; they stay in the processor's cache until they are copied on."""
+
+RWF_NOWAIT = getattr(os, "RWF_NOWAIT", 0)
+
+_scratch = threading.local()
+
+
+class PosixReader:
+    """An open file of a PosixRoot."""
+
+    __slots__ = ("_fd", "_never_blocks", "_path", "stat")
+
+    def __init__(self, fd: int, path: str, stat: Stat, never_blocks: bool) -> None:
+        self._fd = fd
+        self._path = path
+        self._never_blocks = never_blocks
+        self.stat = stat
+
+    def read(self, pieces: Pieces, offset: int, borrowed: Borrowed) -> int:
+        wanted, done = byte_length(pieces), 0
+        try:
+            while done < wanted:
+                count = self._read_cached(pieces, offset + done, borrowed)
+                if count is None:
+                    count = self._read_blocking(pieces, offset + done, borrowed, wanted - done)
+                if not count:
+                    break
+                done += count
+                if done < wanted:
+                    pieces = skip(pieces, count)
+        except OSError as cause:
+            if cause.errno not in MISSING_ERRORS:
+                raise error_of("read", self._path, cause) from cause
+        return done
+
+    def prefix(self, size_bytes: int) -> bytes:
+        """Returns the file's first bytes, fewer if it became shorter. The memory is ours, so the call may block."""
+        found = b""
+        try:
+            while len(found) < size_bytes and (more := os.pread(self._fd, size_bytes - len(found), len(found))):
+                found += more
+        except OSError as cause:
+            if cause.errno not in MISSING_ERRORS:
+                raise error_of("read", self._path, cause) from cause
+        return found
+
+    def _read_cached(self, pieces: Pieces, offset: int, borrowed: Borrowed) -> int | None:
+        """Reads cached bytes straight into ``pieces``; None if nothing is cached, 0 at the end."""
+        if not (self._never_blocks or RWF_NOWAIT):
+            return None
+        with borrowed.writing():
+            try:
+                return os.preadv(
+                    self._fd,
+                    pieces[:IOV_MAX],
+                    offset,
+                    0 if self._never_blocks else RWF_NOWAIT,
+                )
+            except OSError as cause:
+                # Not cached, or a file system without RWF_NOWAIT (NFS, FUSE): read in a way that may block.
+                if cause.errno in (errno.EAGAIN, errno.EOPNOTSUPP, errno.EINVAL):
+                    return None
+                raise
+
+    def _read_blocking(self, pieces: Pieces, offset: int, borrowed: Borrowed, wanted: int) -> int:
+        """Reads up to BOUNCE_BYTES through memory of ours, and copies them on while they are in the cache."""
+        with suppress(OSError):
+            os.posix_fadvise(self._fd, offset, wanted, os.POSIX_FADV_WILLNEED)
+        scratch = _scratch_buffer()
+        borrowed.check()
+        count = os.preadv(self._fd, [memoryview(scratch)[: min(wanted, BOUNCE_BYTES)]], offset)
+        with borrowed.writing():
+            start = 0
+            for piece in pieces:
+                size = min(len(piece), count - start)
+                if not size:
+                    continue
+                # numpy releases the GIL for a copy of this size; slice assignment would not.
+                np.copyto(
+                    np.frombuffer(piece, np.uint8, size),
+                    np.frombuffer(scratch, np.uint8, size, start),
+                )
+                start += size
+        return count
+
+    def map(self) -> memoryview | None:
+        if not self.stat.size_bytes:
+            return memoryview(b"")
+        with translated("map", self._path):
+            try:
+                # Never MAP_POPULATE: it reads the whole file inside this call, which holds the GIL for as long as the
+                # device takes.
+                return memoryview(mmap.mmap(self._fd, self.stat.size_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ))
+            except ValueError:
+                return None  # the file became shorter: somebody damaged it meanwhile
+            except OSError as cause:
+                if cause.errno in MISSING_ERRORS:
+                    return None
+                raise
+
+    def fileno(self) -> int:
+        """Returns the file's descriptor, which stays this reader's."""
+        return self._fd
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with suppress(OSError):
+                os.close(fd)
+
+    def __enter__(self) -> PosixReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _scratch_buffer() -> bytearray:
+    """Returns this thread's bounce buffer."""
+    buffer: bytearray | None = getattr(_scratch, "buffer", None)
+    if buffer is None:
+        buffer = _scratch.buffer = bytearray(BOUNCE_BYTES)
+    return buffer
+
+
+# A root on a mounted file system: a local disk, NFS, or any distributed file system with POSIX names.
+#
+# ``pwritev`` writes bytes straight from the caller's arrays; ``posix_reader.py`` reads them back.
+
 
 FILE_MODE, FOLDER_MODE = 0o660, 0o770
 """KV tensors tell what was asked, so nobody else may read them. The umask takes away more: 022 leaves the group reading
@@ -347,3 +626,43 @@ def _sync_folder(path: str) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+# Cheap looks at a shard's folder, for a reader that follows what changes: when it changed, and which names it has.
+#
+# Separate from the root's interface, because only folders of a mounted file system have times, and only there does a
+# listing without sizes cost less.
+
+
+def folder_time(root: Root, folder: Name) -> int | None:
+    """Returns when an entry of a folder last came or went, in ns by the file system's clock; 0 if there is no folder.
+
+    None if the root cannot tell. Two changes within one tick of that clock (a few ms, on some file systems 2 s) look
+    like one. Raises the root's errors.
+    """
+    local = local_files(root)
+    if local is None:
+        return None
+    path = f"{local.path}/{folder}"
+    try:
+        return os.stat(path).st_mtime_ns
+    except OSError as cause:
+        if cause.errno in MISSING_ERRORS:
+            return 0
+        raise error_of("look at", path, cause) from cause
+
+
+def list_names(root: Root, folder: Name) -> list[str]:
+    """Returns the names in a folder, folders included; none if there is no such folder. Raises the root's errors."""
+    local = local_files(root)
+    if local is None:
+        return [entry.name for entry in root.list(folder)]
+    path = f"{local.path}/{folder}"
+    if os.path.islink(path):
+        raise Unavailable(f"{path} is a symbolic link: the folders of a root must be its own")
+    try:
+        return os.listdir(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as cause:
+        raise error_of("list", path, cause) from cause

@@ -7,16 +7,33 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NoReturn
 
 from kvstore.counts import WorkerCount
-from kvstore.security.account import Account, said_account
+from kvstore.security.access import (
+    ANYONE,
+    CERTIFICATE,
+    EVERY,
+    PERMISSIONS,
+    Denied,
+    Identity,
+    Meter,
+    Meters,
+    NotKnown,
+    OverQuota,
+    Permission,
+    Presented,
+    Quota,
+    Reason,
+    Role,
+    Scope,
+    Usage,
+    quota_of,
+)
 from kvstore.security.audit import AuditLog
-from kvstore.security.authenticator import Authenticator
-from kvstore.security.denials import Denied, NotKnown, Reason
-from kvstore.security.identity import ANYONE, CERTIFICATE, Identity, Presented
-from kvstore.security.permissions import EVERY, PERMISSIONS, Permission, Role, Scope
-from kvstore.security.quotas import Meter, Meters, OverQuota, Quota, Usage, quota_of
+from kvstore.security.authentication import Account, Authenticator, said_account
+from kvstore.security.tls import Certificate
 
 _DENIED = {reason: WorkerCount[f"DENIED_{reason.name}"] for reason in Reason}
 _OVER_QUOTA = {quota: WorkerCount[f"REFUSED_{quota.upper()}_QUOTA"] for quota in ("requests", "bytes", "calls", "pins")}
@@ -260,3 +277,19 @@ class Visit:
 
 _ALL = {EVERY: Role.ADMIN}
 _NEVER = Permission(Role.ADMIN, Scope.EVERY)
+
+
+# The security settings of one worker: TLS, the access file, the audit log.
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSecurity:
+    """All parts are optional on loopback. The caller opens and closes them."""
+
+    tls: Certificate | None = None
+    asks_certificates: bool = False
+    """True if TLS is mutual."""
+    authenticator: Authenticator | None = None
+    audit: AuditLog | None = None
+    account: Account | None = None
+    """The only account whose clients are served; None for every account."""

@@ -11,8 +11,7 @@ import numpy as np
 
 from kvstore.buffers import Pieces, byte_length, skip
 from kvstore.errors import InvalidRequest
-from kvstore.format.checksum import checksum
-from kvstore.format.header import Damage, Damaged, Expected, Incarnation, decode_as, encode
+from kvstore.format.header import Damage, Damaged, Expected, Incarnation, checksum, decode_as, encode
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.limits import DATA_BYTES, MESSAGE_BYTES_MAX
 from kvstore.wire.statuses import BrokenTransfer

@@ -13,8 +13,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from kvstore import tracing
 from kvstore.address import BLOCK_KEY_BYTES_MAX, BLOCK_KEY_BYTES_MIN
 from kvstore.errors import InvalidRequest
-from kvstore.format.checksum import checksum
-from kvstore.format.descent import DESCENT_BYTES_MAX
+from kvstore.format.header import DESCENT_BYTES_MAX, checksum
 from kvstore.hints import Hints
 from kvstore.layout import DType, Layout
 from kvstore.namespace import Namespace

@@ -23,7 +23,7 @@ from kvstore.errors import (
     Unavailable,
 )
 from kvstore.parsing import parse_json
-from kvstore.security.account import HEADER
+from kvstore.security.authentication import HEADER
 from kvstore.wire.questions import BODY_BYTES_MAX, Question
 
 if TYPE_CHECKING:

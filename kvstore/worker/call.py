@@ -14,10 +14,9 @@ from typing import Any, NoReturn, Protocol
 
 import grpc
 
-from kvstore.security.account import HEADER
+from kvstore.security.access import NOTHING, Presented, Role
+from kvstore.security.authentication import HEADER
 from kvstore.security.guard import Visit
-from kvstore.security.identity import NOTHING, Presented
-from kvstore.security.permissions import Role
 from kvstore.tracing import REQUEST_ID_KEY, Metadata, accepted
 from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.statuses import Refusal

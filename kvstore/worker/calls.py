@@ -17,11 +17,10 @@ from kvstore import tracing
 from kvstore.counts import WorkerCount
 from kvstore.errors import KVStoreError
 from kvstore.node.counters import Counts, Latencies, Latency
-from kvstore.security.account import Account
+from kvstore.security.access import NOTHING
 from kvstore.security.audit import AuditLog
-from kvstore.security.authenticator import Authenticator
+from kvstore.security.authentication import Account, Authenticator
 from kvstore.security.guard import Guard, Visit
-from kvstore.security.identity import NOTHING
 from kvstore.sources import Ids
 from kvstore.wire.statuses import BrokenTransfer, Busy, Draining, Refusal, refusal
 from kvstore.worker.admission import Gate

@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from kvstore.counts import GROWING, NODE_GAUGES, WORKER_GAUGES, Family, NodeCount, WorkerCount
 from kvstore.node.counters import LATENCY_BUCKETS_S, Latency, Operation, TierName
-from kvstore.security.permissions import PERMISSIONS
+from kvstore.security.access import PERMISSIONS
 from kvstore.worker.bulk.serving import BULK_METHODS
 from kvstore.worker.calls import GRPC, Ended
 from kvstore.worker.worker import Worker

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from kvstore.errors import InvalidRequest
 from kvstore.node.member import Member
 from kvstore.results import PinRecord
+from kvstore.security.access import EVERY, OverQuota, Role
 from kvstore.security.guard import Guard
-from kvstore.security.permissions import EVERY, Role
-from kvstore.security.quotas import OverQuota
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.messages import pin_message, unpack_keys
 from kvstore.worker.call import Call

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from kvstore.address import Chain
 from kvstore.errors import InvalidRequest
-from kvstore.format.descent import Ancestry
+from kvstore.format.header import Ancestry
 from kvstore.namespace import DIGEST_BYTES, Namespace, NamespaceDigest
 from kvstore.node.handing import Asked
 from kvstore.node.holds import Hold

@@ -14,9 +14,9 @@ from kvstore.address import chunk_count
 from kvstore.errors import InvalidRequest, PermissionDenied
 from kvstore.namespace import Namespace
 from kvstore.node.member import Member
+from kvstore.security.access import Presented
 from kvstore.security.guard import Guard
-from kvstore.security.identity import Presented
-from kvstore.security.networks import is_loopback
+from kvstore.security.tls import is_loopback
 from kvstore.tokens import TokenArray
 from kvstore.wire.questions import Question, answer_document
 from kvstore.wire.web import Caller

@@ -18,8 +18,8 @@ from kvstore.node.lanes import Deadline
 from kvstore.node.member import Member
 from kvstore.node.wanted import Wanted, keyed
 from kvstore.root.interface import Space
-from kvstore.security.permissions import Role
-from kvstore.security.server import ServerSecurity
+from kvstore.security.access import Role
+from kvstore.security.guard import ServerSecurity
 from kvstore.security.tls import Certificate
 from kvstore.sources import Clock
 from kvstore.v1 import kvstore_pb2 as pb

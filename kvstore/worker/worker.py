@@ -18,7 +18,7 @@ from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.meta.session import Session
 from kvstore.meta.workers import WorkerRecord, Workers
 from kvstore.node.member import Member
-from kvstore.security.server import ServerSecurity
+from kvstore.security.guard import ServerSecurity
 from kvstore.sources import SystemClock
 from kvstore.wire.credentials import server_credentials
 from kvstore.wire.limits import SERVER_OPTIONS

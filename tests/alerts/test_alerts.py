@@ -26,7 +26,7 @@ import pytest
 import kvstore
 from kvstore import ClientTls, Layout
 from kvstore.errors import KVStoreError
-from kvstore.meta.server import EmbeddedEtcd
+from kvstore.meta.embedded_etcd import EmbeddedEtcd
 from kvstore.writes import WriteModeName
 from tests.alerts.prometheus import PATIENCE_S, Prometheus
 from tests.alerts.stage import (

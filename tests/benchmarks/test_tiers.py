@@ -14,7 +14,7 @@ from benchmarks.policies import Replay, read
 from benchmarks.tiered import Setup, SimulatedNode
 from benchmarks.tiers import places_of, run, setup_of
 from kvstore.hints import DEFAULT
-from kvstore.memory.policy import DEFAULT_POLICY, POLICIES
+from kvstore.memory.inventory import DEFAULT_POLICY, POLICIES
 from kvstore.replay.generate import KINDS, generate
 from kvstore.replay.trace import write_trace
 from tests.kit.cases import for_each

@@ -12,8 +12,7 @@ import pytest
 from kvstore.address import block_address
 from kvstore.client.limits import ClientLimits
 from kvstore.errors import InvalidRequest, WrongSize
-from kvstore.format.descent import Descent
-from kvstore.format.encoded import decode_any
+from kvstore.format.header import Descent, decode_any
 from kvstore.node.limits import Limits
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.writes import WriteMode, WriteModeName

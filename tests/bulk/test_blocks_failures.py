@@ -16,8 +16,8 @@ from kvstore.client.cache import Cache
 from kvstore.client.limits import ClientLimits
 from kvstore.errors import Unavailable
 from kvstore.format import places
-from kvstore.meta.interface import NO_LEASE, Event, KeyValue
 from kvstore.meta.keys import Keys, SweepId
+from kvstore.meta.store import NO_LEASE, Event, KeyValue
 from kvstore.meta.sweeps import NO_NONCE, Condemned, Seq
 from kvstore.node.view import View
 from kvstore.node.wanted import keyed

@@ -19,8 +19,7 @@ from kvstore.client.bulk.links import Link
 from kvstore.client.bulk.memory import WorkerMemory
 from kvstore.client.bulk.receiving import Ask, ImageReceiver
 from kvstore.errors import InvalidRequest
-from kvstore.format.checksum import checksum
-from kvstore.format.header import Incarnation, encode, expected_block
+from kvstore.format.header import Incarnation, checksum, encode, expected_block
 from kvstore.namespace import Namespace
 from kvstore.node.lanes import Deadline
 from kvstore.node.wanted import keyed

@@ -23,7 +23,7 @@ from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.namespace import Namespace
 from kvstore.node.chunk_runs import Run
 from kvstore.node.reader import Reading
-from kvstore.root.posix_reader import PosixReader
+from kvstore.root.posix import PosixReader
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import SILENCE_S
 from kvstore.wire.bulk.frames import FILES_MAX, Kind, encode_arena, encode_request, encode_span

@@ -13,7 +13,7 @@ from kvstore.address import Address
 from kvstore.census.selection import Selection
 from kvstore.census.walk import walk
 from kvstore.errors import InvalidRequest, Unavailable
-from kvstore.meta.memory_store import MemoryStore
+from kvstore.meta.memory import MemoryStore
 from kvstore.node.clearing import Clearing, resolved
 from kvstore.node.disk_tier import DiskTier
 from kvstore.progress import Cancelled, unwatched

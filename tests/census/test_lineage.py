@@ -9,20 +9,19 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from kvstore.census.walk import sampled, walk
-from kvstore.census.writers import by_writer
+from kvstore.census.walk import by_writer, sampled, walk
 from kvstore.cli.app import app
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.format import places
-from kvstore.format.lineage import lineage_id, written
+from kvstore.format.header import lineage_id, written
 from kvstore.format.places import Name
 from kvstore.fsck import Options, fsck
 from kvstore.fsck.check import WRITER_AGE_S
 from kvstore.fsck.report import Kind
-from kvstore.meta.memory_store import MemoryStore
+from kvstore.meta.memory import MemoryStore
 from kvstore.node.incarnations import RETRY_S, Incarnations
 from kvstore.recency import NS_PER_S
-from kvstore.root.lineages import read_writers
+from kvstore.root.identity import read_writers
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
 from kvstore.sources import RandomIds

@@ -10,17 +10,15 @@ import pytest
 
 from kvstore.address import Chain
 from kvstore.buffers import planes_of
-from kvstore.census.selection import ClearOrder, Selection
-from kvstore.census.standing import Standing
+from kvstore.census.selection import ClearOrder, Selection, Standing
 from kvstore.errors import Unavailable
-from kvstore.format.lineage import incarnation, lineage_id
+from kvstore.format.header import incarnation, lineage_id
 from kvstore.memory.arena import Arena
 from kvstore.meta.clears import ORDERS_MAX, Clears
-from kvstore.meta.interface import Meta
 from kvstore.meta.keys import Keys
-from kvstore.meta.memory import MemoryMeta
-from kvstore.meta.memory_store import MemoryStore
+from kvstore.meta.memory import MemoryMeta, MemoryStore
 from kvstore.meta.session import Session
+from kvstore.meta.store import Meta
 from kvstore.namespace import Namespace
 from kvstore.node.clears import ClearsFollower
 from kvstore.node.counters import Counters

@@ -7,17 +7,9 @@ import random
 import pytest
 
 from kvstore import Layout
-from kvstore.census.selection import AHEAD_S, TEXT_BYTES_MAX, ClearOrder, Selection
-from kvstore.census.standing import Standing
+from kvstore.census.selection import AHEAD_S, TEXT_BYTES_MAX, ClearOrder, Selection, Standing
 from kvstore.errors import InvalidRequest
-from kvstore.format.header import Incarnation
-from kvstore.format.lineage import (
-    Writer,
-    incarnation,
-    lineage_id,
-    renewed,
-    written,
-)
+from kvstore.format.header import Incarnation, Writer, incarnation, lineage_id, renewed, written
 from kvstore.namespace import Namespace
 from tests.kit.cases import for_each
 

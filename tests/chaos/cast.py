@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvstore.errors import Unavailable
+from kvstore.meta.embedded_etcd import EmbeddedEtcd
 from kvstore.meta.etcd import EtcdMeta
-from kvstore.meta.interface import Meta
-from kvstore.meta.server import EmbeddedEtcd
+from kvstore.meta.store import Meta
 from tests.chaos.journal import COUNTS, Fact, Journals
 from tests.kit.etcd import eventually, running_etcd
 from tests.kit.patience import PATIENCE_S

@@ -17,7 +17,7 @@ from click.testing import Result
 
 import kvstore
 from kvstore.cli.app import COMMANDS
-from kvstore.format.encoded import decode_any
+from kvstore.format.header import decode_any
 from tests.cli.conftest import parsed
 from tests.kit.cases import for_each
 from tests.kit.patience import PATIENCE_S

@@ -14,7 +14,7 @@ from kvstore.cli.command import Command
 from kvstore.cli.kinds import BOUND, COUNT, DURATION, HOST_PORT, LISTEN, SIZE, split
 from kvstore.errors import InvalidRequest
 from kvstore.meta.etcd import EtcdUser
-from kvstore.security.networks import is_loopback
+from kvstore.security.tls import is_loopback
 from tests.kit.cases import for_each
 
 

@@ -11,8 +11,8 @@ import pytest
 from click.testing import Result
 
 import kvstore
-from kvstore.format.generation import Generation
-from kvstore.root.generations import publish
+from kvstore.format.header import Generation
+from kvstore.root.identity import publish
 from kvstore.root.open import open_root
 from kvstore.sources import RandomIds, SystemClock
 from tests.cli.conftest import parsed

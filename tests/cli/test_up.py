@@ -19,7 +19,7 @@ import pytest
 from click.testing import Result
 
 import kvstore
-from kvstore.meta.server import packaged_etcd
+from kvstore.meta.embedded_etcd import packaged_etcd
 from tests.cli.conftest import KVSTORE, PATIENCE_S, SOURCE, Running, descendants, eventually, gone, parsed, serving
 from tests.kit.cases import for_each
 from tests.kit.etcd import running_etcd

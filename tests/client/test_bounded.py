@@ -21,8 +21,8 @@ import pytest
 import kvstore
 from kvstore.errors import InvalidRequest, Overloaded, RootMismatch
 from kvstore.format.places import BOUND, RESERVE
-from kvstore.host import collector, place
-from kvstore.root import bound
+from kvstore.host import collector, tables
+from kvstore.root import identity
 from tests.kit.cases import for_each
 from tests.kit.host_process import LARGE, LARGE_CHUNKS, PROMPT_BYTES, large_kv, large_tokens
 from tests.kit.hosts import (
@@ -240,7 +240,7 @@ def test_the_default_limit_is_logged_and_the_same_for_all(
         chosen = int(store.stats()["bound_bytes"])
         assert f"max_bytes={chosen}" in caplog.text and caplog.text.count("bound.default") == 1
         assert json.loads((root / BOUND).read_text()) == {"max_bytes": chosen}
-        monkeypatch.setattr(bound, "FREE_SHARE", 0.1)
+        monkeypatch.setattr(identity, "FREE_SHARE", 0.1)
         with kvstore.open(root) as other:
             assert other.stats()["bound_bytes"] == chosen
     with kvstore.open(root) as again:
@@ -263,7 +263,7 @@ def test_a_limit_where_no_folder_is_shared_is_an_error(
     for root, etcd in (("memory://", None), (str(tmp_path / "root"), "127.0.0.1:1")):
         with pytest.raises(InvalidRequest, match=r"kvstore-gc --root .* --etcd"):
             kvstore.open(root, etcd, **asked)
-    monkeypatch.setattr(place, "_file_system", lambda folder: 0x6969)
+    monkeypatch.setattr(tables, "_file_system", lambda folder: 0x6969)
     with pytest.raises(InvalidRequest, match=r"NFS.*kvstore-gc --root"):
         kvstore.open(tmp_path / "root", **asked)
     kvstore.open(tmp_path / "root").close()

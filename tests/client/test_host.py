@@ -15,11 +15,11 @@ from click.testing import CliRunner
 import kvstore
 from kvstore.cli.fsck import fsck
 from kvstore.errors import InvalidRequest, RootMismatch
-from kvstore.format.generation import Generation
+from kvstore.format.header import Generation
 from kvstore.format.places import GENERATIONS
-from kvstore.host import place
-from kvstore.host.takeover import check_left, publish_first
-from kvstore.root.generations import newest_number, publish
+from kvstore.host import tables
+from kvstore.host.tables import check_left, publish_first
+from kvstore.root.identity import newest_number, publish
 from kvstore.root.open import open_root
 from kvstore.sources import RandomIds, SystemClock
 from tests.kit.etcd import running_etcd
@@ -96,11 +96,11 @@ def test_a_clear_keeps_pins_of_another_process(tmp_path: Path) -> None:
 
 
 def test_removed_files_of_a_used_root_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(place, "JOIN_S", 0.1)
+    monkeypatch.setattr(tables, "JOIN_S", 0.1)
     root = tmp_path / "root"
     with kvstore.open(root) as store:
         store.namespace("model", LAYOUT).put(tokens(1), kv(1))
-        shutil.rmtree(root / place.FOLDER)
+        shutil.rmtree(root / tables.FOLDER)
         with pytest.raises(RootMismatch, match="removed or damaged while other processes use the root: end them"):
             kvstore.open(root)
         assert matched(store, 1) == TOKENS_COUNT
@@ -111,7 +111,7 @@ def test_removed_files_of_a_used_root_are_an_error(tmp_path: Path, monkeypatch: 
 def test_a_damaged_file_of_an_unused_root_is_made_anew(tmp_path: Path) -> None:
     root = tmp_path / "root"
     kvstore.open(root).close()
-    (root / place.SHARED).write_bytes(b"not ours" * 512)
+    (root / tables.SHARED).write_bytes(b"not ours" * 512)
     with kvstore.open(root) as store:
         store.namespace("model", LAYOUT).put(tokens(1), kv(1))
         assert store.stats()["protected"] == 1 and collected(root).count == 4
@@ -151,10 +151,10 @@ def test_a_folder_without_permission_is_read_alone(tmp_path: Path, caplog: pytes
 
 def test_a_network_file_system_leaves_a_process_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = tmp_path / "root"
-    monkeypatch.setattr(place, "_file_system", lambda folder: 0x6969)
+    monkeypatch.setattr(tables, "_file_system", lambda folder: 0x6969)
     with kvstore.open(root) as store:
         store.namespace("model", LAYOUT).put(tokens(1), kv(1))
-        assert matched(store, 1) == TOKENS_COUNT and not (root / place.FOLDER).exists()
+        assert matched(store, 1) == TOKENS_COUNT and not (root / tables.FOLDER).exists()
     with pytest.raises(InvalidRequest, match=r"NFS.*give --etcd"):
         collected(root)
 

@@ -16,10 +16,10 @@ import pytest
 import kvstore
 from kvstore.client.caller import Caller, CallFailed
 from kvstore.errors import InvalidRequest, Unavailable
-from kvstore.meta.etcd.faults import Fault, fault_of
-from kvstore.meta.interface import KeyValue
+from kvstore.meta.etcd.messages import Fault, fault_of
 from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.namespaces import Namespaces
+from kvstore.meta.store import KeyValue
 from kvstore.wire.statuses import Failure, failure
 from tests.kit.cases import for_each
 from tests.kit.stores import SMALL, TINY, kv_of

@@ -17,10 +17,9 @@ from kvstore.client.limits import ClientLimits
 from kvstore.client.remote import RemotePort
 from kvstore.client.store import Store
 from kvstore.errors import InvalidRequest, Unavailable
-from kvstore.meta.memory import MemoryMeta
-from kvstore.meta.memory_store import MemoryStore
-from kvstore.meta.roots import bind_root
-from kvstore.meta.server import EmbeddedEtcd
+from kvstore.meta.cluster import bind_root
+from kvstore.meta.embedded_etcd import EmbeddedEtcd
+from kvstore.meta.memory import MemoryMeta, MemoryStore
 from kvstore.node.limits import Limits
 from kvstore.node.opening import join, open_member
 from kvstore.root.identity import create_or_open

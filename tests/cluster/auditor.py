@@ -17,7 +17,7 @@ import numpy as np
 
 from kvstore.client.cache import Cache
 from kvstore.replay import Request, load_trace
-from kvstore.replay.content import Scratch
+from kvstore.replay.runner import Scratch
 from kvstore.replay.trace import BLOCK_TOKENS
 from tests.chaos.journal import Journals
 from tests.cluster.engine import PINNED, UNPINNING

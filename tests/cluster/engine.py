@@ -20,8 +20,7 @@ from kvstore.client.cache import Cache
 from kvstore.client.store import Store
 from kvstore.errors import KVStoreError
 from kvstore.replay import Request, load_trace
-from kvstore.replay.content import KvBytes
-from kvstore.replay.lane import Lane
+from kvstore.replay.runner import KvBytes, Lane
 from kvstore.results import PutResult
 from kvstore.tokens import TokenArray
 from kvstore.writes import WriteModeName

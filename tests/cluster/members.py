@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvstore.meta.server import find_etcd
+from kvstore.meta.embedded_etcd import find_etcd
 from tests.cluster.certificates import Papers
 from tests.cluster.machine import Machine
 

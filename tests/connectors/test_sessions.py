@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.connectors.sessions import BRANCHES_MAX, Abandoned, Branch, Sessions, shared
+from kvstore.connectors.common import BRANCHES_MAX, Abandoned, Branch, Sessions, shared
 
 
 class Known(Sessions):

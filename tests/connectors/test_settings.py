@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 import kvstore.connectors
-from kvstore.connectors import fingerprints
+from kvstore.connectors import common
+from kvstore.connectors.common import OPAQUE_LAYOUT, LateStore, Settings, StoreSettings
 from kvstore.connectors.lmcache_keys import Settings as LMCacheSettings
-from kvstore.connectors.opening import Settings
-from kvstore.connectors.settings import OPAQUE_LAYOUT, LateStore, StoreSettings
 from kvstore.connectors.vllm.settings import Settings as VllmSettings
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.namespace import Namespace
@@ -124,7 +123,7 @@ def test_calls_are_misses_while_weights_are_hashed_and_other_models_do_not_wait(
         go_on.wait(NEVER_S)
         return "digest"
 
-    monkeypatch.setattr(fingerprints, "model_fingerprint", hashing)
+    monkeypatch.setattr(common, "model_fingerprint", hashing)
     store = LateStore(StoreSettings(root=str(tmp_root), lookup_timeout_s=0.2))
     began_s = time.monotonic()
     for _ in range(300):

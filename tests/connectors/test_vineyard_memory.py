@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from kvstore.connectors.vineyard import KVCache, VineyardCacheConfig
-from kvstore.connectors.vineyard.arena import memory_bytes
+from kvstore.connectors.vineyard.types import memory_bytes
 from kvstore.layout import Layout
-from kvstore.memory import host
+from kvstore.memory import arena
 from kvstore.writes import WriteModeName
 from tests.kit.cases import for_each
 from tests.kit.tensors import asking, bytes_in, kv_of, over
@@ -64,7 +64,7 @@ def test_an_update_behind_is_in_the_folder_after_closing(tmp_root: Path) -> None
 def test_the_capacity_in_tokens_is_what_memory_has_room_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     layout = Layout(4, 1, 4096, "int8", 1)
     token_bytes = 4096 + 4 * 2 * 4096
-    monkeypatch.setattr(host, "CGROUPS", tmp_path)
+    monkeypatch.setattr(arena, "CGROUPS", tmp_path)
     assert memory_bytes(layout, 2000) == 2000 * token_bytes
     assert memory_bytes(layout, 1) == 16 * MIB
     assert memory_bytes(Layout(1, 1, 10, "int8", 1), 8192) == 8192 * 8192

@@ -13,7 +13,7 @@ import pytest
 
 from kvstore.connectors.vllm.settings import Settings
 from kvstore.errors import InvalidRequest
-from kvstore.format.descent import Descent
+from kvstore.format.header import Descent
 from kvstore.hints import PRIORITY_DEFAULT, Hints
 from tests.kit.cases import for_each
 from tests.kit.vllm_connector import BLOCK_TOKENS, Blocks, Request, halves, idle, matched, step, store
@@ -69,7 +69,7 @@ def test_a_look_up_that_waits_longer_than_an_answer_is_good_for_still_ends(
     make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     half, request = make(wait_s=0.5), Request("a", 22)
-    monkeypatch.setattr(sys.modules["kvstore.connectors.vllm.tracked"], "STALE_S", 0.05)
+    monkeypatch.setattr(sys.modules["kvstore.connectors.vllm.requests"], "STALE_S", 0.05)
     half.arrived(request)
     began_s = time.monotonic()
     assert matched(half, request) == (0, False)
@@ -81,7 +81,7 @@ def test_an_answer_that_was_not_used_in_time_is_looked_for_anew(
     make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     half, request = make(), Request("a", 22)
-    monkeypatch.setattr(sys.modules["kvstore.connectors.vllm.tracked"], "STALE_S", 0.05)
+    monkeypatch.setattr(sys.modules["kvstore.connectors.vllm.requests"], "STALE_S", 0.05)
     half.arrived(request)
     assert matched(half, request) == (0, False)
     store(half, request, 3)
@@ -196,7 +196,7 @@ def test_a_step_without_work_waits_for_a_look_up_and_one_with_work_does_not(
     assert half.matched_tokens(request, 0) == (None, False)
     monkeypatch.setattr(half._tracked["a"].lookup.done, "wait", waits.append)
     orders = idle(half)
-    assert orders.is_idle and waits == [sys.modules["kvstore.connectors.vllm.messages"].IDLE_S]
+    assert orders.is_idle and waits == [sys.modules["kvstore.connectors.vllm.blocks"].IDLE_S]
     idle(half)
     assert len(waits) == 1, "vLLM has not asked again"
     half.matched_tokens(request, 0)

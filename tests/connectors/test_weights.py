@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.connectors import weights
-from kvstore.connectors.weights import weights_fingerprint
+from kvstore.connectors import common
+from kvstore.connectors.common import weights_fingerprint
 from kvstore.errors import InvalidRequest
 from tests.kit.cases import for_each
 
@@ -50,13 +50,13 @@ def test_weights_replaced_in_place_are_noticed_even_with_the_same_size_and_time(
 def test_a_file_is_hashed_once(tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = model(tmp_path / "one", a=b"x" * 100)
     hashed: list[Path] = []
-    hash_file = weights._hash
+    hash_file = common._hash
 
     def counting(file: Path) -> str:
         hashed.append(file)
         return hash_file(file)
 
-    monkeypatch.setattr(weights, "_hash", counting)
+    monkeypatch.setattr(common, "_hash", counting)
     assert weights_fingerprint(folder) == weights_fingerprint(folder)
     assert len(hashed) == 1
     assert len(json.loads(memory.read_text())) == 1

@@ -14,10 +14,10 @@ from kvstore.address import Address, Chain, block_addresses
 from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
 from kvstore.format import places
-from kvstore.meta.interface import Event, LeaseId, Watch, WatchLost
 from kvstore.meta.keys import SweepId
 from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.session import SessionRecord
+from kvstore.meta.store import Event, LeaseId, Watch, WatchLost
 from kvstore.meta.sweeps import Condemned
 from kvstore_gc.ledger import Ledger
 from tests.kit.clusters import SPACE, Cluster, cluster, eventually, looking, prompt, put

@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 
 from kvstore.census.selection import Selection
 from kvstore.cli.app import app
-from kvstore.meta.memory_store import MemoryStore
+from kvstore.meta.memory import MemoryStore
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.worker.worker import Worker
 from tests.kit.census import RolledOut, closing

@@ -18,7 +18,7 @@ import pytest
 import kvstore
 from kvstore.census.selection import Selection
 from kvstore.client.store import Store
-from kvstore.security.bearer import issue, new_key
+from kvstore.security.authentication import issue, new_key
 from tests.cli.conftest import Running, descendants, serving
 from tests.dashboard.chromium import CONTRAST, DARK, LIGHT, MODES, PHONE, UNNAMED, Mode, Page, missing, opened
 from tests.dashboard.crowd import IMAGE, SCRIPT, age, busy, damage

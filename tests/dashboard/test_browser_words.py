@@ -11,9 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.dashboard.door import OpenDoor
-from kvstore.dashboard.serving import Serving
-from kvstore.dashboard.web import application
+from kvstore.dashboard.server import OpenDoor, Serving, application
 from kvstore.meta.keys import Keys
 from kvstore.meta.usage import Capacity
 from tests.dashboard.chromium import LIGHT, Mode, Page, missing, opened

@@ -11,9 +11,8 @@ import pytest
 
 from kvstore.client.store import Store
 from kvstore.counts import STARTED
-from kvstore.dashboard.attention import attention
 from kvstore.dashboard.feed import Reading
-from kvstore.dashboard.said import Document
+from kvstore.dashboard.views import Document, attention
 from kvstore.dashboard.workers import GONE, WorkersSource
 from kvstore.errors import Unavailable
 from kvstore.meta.keys import Keys

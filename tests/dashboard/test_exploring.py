@@ -9,7 +9,7 @@ import pytest
 
 from kvstore.address import NO_PARENT
 from kvstore.client.store import Store
-from kvstore.dashboard.exploring import explore
+from kvstore.dashboard.prefix_tree import explore
 from kvstore.errors import Unavailable
 from kvstore.root.identity import RootIdentity, read_identity
 from kvstore.root.memory import MemoryFiles, MemoryRoot

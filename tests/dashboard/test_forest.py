@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.address import NO_PARENT, Address
-from kvstore.dashboard.forest import ORDERS, Forest, Leaf
+from kvstore.dashboard.prefix_tree import ORDERS, Forest, Leaf
 from kvstore.namespace import NamespaceId
 
 ONE, TWO = NamespaceId(b"namespc1"), NamespaceId(b"namespc2")

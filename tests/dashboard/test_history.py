@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.dashboard.history import COARSE_S, FINE_MAX, Growth, History
+from kvstore.dashboard.workers import COARSE_S, FINE_MAX, Growth, History
 
 
 def test_a_worker_that_was_started_anew_counts_from_zero() -> None:

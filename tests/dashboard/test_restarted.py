@@ -7,10 +7,9 @@ from typing import Any, cast
 
 from kvstore.client.store import Store
 from kvstore.counts import STARTED
-from kvstore.dashboard.board import Board
-from kvstore.dashboard.cluster import EtcdSource, WhichRoot
-from kvstore.dashboard.documents import Documents
 from kvstore.dashboard.feed import Reading
+from kvstore.dashboard.sources import EtcdSource, WhichRoot
+from kvstore.dashboard.views import Board, Documents
 from kvstore.dashboard.workers import WorkersSource
 from kvstore.meta.keys import Keys, SessionId
 from kvstore.meta.memory import MemoryMeta

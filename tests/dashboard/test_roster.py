@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvstore.counts import STARTED
-from kvstore.dashboard.roster import SILENT_S, Roster
+from kvstore.dashboard.workers import SILENT_S, Roster
 from tests.kit.cases import for_each
 
 BUSY = {"requests_get": 9, "calls_in_flight": 3, STARTED: 5.0}

@@ -16,11 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.dashboard import serving as serving_module
-from kvstore.dashboard.door import OpenDoor, TokenDoor
-from kvstore.dashboard.serving import BOUNDS, ClientBounds, Serving
-from kvstore.dashboard.web import SAFETY, Door, application
-from kvstore.security.bearer import issue, new_key
+from kvstore.dashboard import server as serving_module
+from kvstore.dashboard.server import BOUNDS, SAFETY, ClientBounds, Door, OpenDoor, Serving, TokenDoor, application
+from kvstore.security.authentication import issue, new_key
 from kvstore.security.tls import ServerTls
 from tests.kit.boards import Shown, shown
 from tests.kit.cases import for_each

@@ -13,7 +13,7 @@ import pytest
 
 import kvstore
 from kvstore import Layout
-from kvstore.meta.server import EmbeddedEtcd, find_etcd
+from kvstore.meta.embedded_etcd import EmbeddedEtcd, find_etcd
 from tests.kit.collecting import GC, bounded_to
 from tests.kit.ports import free_port
 

@@ -17,8 +17,7 @@ from kvstore.errors import InvalidRequest, RootMismatch
 from kvstore.format import places
 from kvstore.format.header import decode, expected_chunk
 from kvstore.hints import Hints
-from kvstore.memory.inventory import place_of
-from kvstore.memory.policy import DEFAULT_POLICY, POLICIES
+from kvstore.memory.inventory import DEFAULT_POLICY, POLICIES, place_of
 from kvstore.node.counters import Counters
 from kvstore.node.disk_shelf import DiskShelf, Found
 from kvstore.node.disk_tier import DiskTier

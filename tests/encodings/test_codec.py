@@ -9,11 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.encodings.codec import PLAIN, Decoding, Wish, decode_header, encode_chunk
-from kvstore.encodings.keys import Key
-from kvstore.format.checksum import checksum
-from kvstore.format.encoded import decode_any, decode_encoded
-from kvstore.format.header import Damage, Damaged, Encoding, Header, decode, decode_as
+from kvstore.encodings.codec import PLAIN, Decoding, Key, Wish, decode_header, encode_chunk
+from kvstore.format.header import (
+    Damage,
+    Damaged,
+    Encoding,
+    Header,
+    checksum,
+    decode,
+    decode_any,
+    decode_as,
+    decode_encoded,
+)
 from tests.kit.keyed import secret
 from tests.kit.strategies import ChunkFile, chunk_file, chunk_files
 
@@ -175,7 +182,7 @@ def test_another_key_opens_nothing(file: ChunkFile, salt: bytes) -> None:
 def test_a_frame_that_claims_more_than_a_section_is_not_decompressed() -> None:
     import zstandard
 
-    from kvstore.encodings.squeezing import stretch
+    from kvstore.encodings.codec import stretch
 
     bomb = zstandard.ZstdCompressor().compress(bytes(1 << 20))
     with pytest.raises(Damaged) as caught:
@@ -188,7 +195,7 @@ def test_a_frame_that_claims_more_than_a_section_is_not_decompressed() -> None:
 def test_a_frame_that_claims_more_than_a_section_takes_no_memory() -> None:
     import zstandard
 
-    from kvstore.encodings.squeezing import stretch
+    from kvstore.encodings.codec import stretch
 
     bomb = zstandard.ZstdCompressor().compress(bytes(64 << 20))
     tracemalloc.start()

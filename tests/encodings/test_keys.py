@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.counts import NodeCount
-from kvstore.encodings.keys import Key, KeyFile, KeyRing
+from kvstore.encodings.codec import Key, KeyFile, KeyRing
 from kvstore.errors import InvalidRequest
 from tests.kit.cases import for_each
 from tests.kit.keyed import TENANT, key_file, secret, write_keys

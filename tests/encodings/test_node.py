@@ -13,10 +13,9 @@ import pytest
 from kvstore.client.cache import Cache
 from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
-from kvstore.encodings.keys import KeyFile
+from kvstore.encodings.codec import KeyFile
 from kvstore.errors import WrongSize
-from kvstore.format.checksum import checksum
-from kvstore.format.encoded import Encoding, decode_any, is_encoded
+from kvstore.format.header import Encoding, checksum, decode_any, is_encoded
 from kvstore.format.places import Name
 from kvstore.fsck.check import Options, fsck
 from kvstore.meta.memory import MemoryMeta

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 
 from kvstore.address import Address, block_addresses
-from kvstore.format.descent import Ancestry, Descent
+from kvstore.format.header import Ancestry, Descent
 from kvstore.namespace import Namespace
 from kvstore.node.member import Member
 from tests.kit.clusters import SPACE

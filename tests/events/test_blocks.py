@@ -9,8 +9,7 @@ import pytest
 
 from kvstore.address import Address
 from kvstore.format import places
-from kvstore.format.descent import Ancestry
-from kvstore.format.header import expected_block
+from kvstore.format.header import Ancestry, expected_block
 from kvstore.node.settings import NodeOptions
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvstore.events.columns import NO_ROW, U64, Rows, Table
 from kvstore.events.inventory import DEAD_MIN, Identities, Inventory
-from kvstore.events.table import NO_ROW, U64, Rows, Table
 from tests.kit.cases import for_each
 
 LAST = (1 << 64) - 1

@@ -14,13 +14,11 @@ import pytest
 
 from kvstore.address import Chain
 from kvstore.errors import InvalidRequest, Unauthenticated
+from kvstore.events.http import Answers, application, decode
+from kvstore.events.index import Model
 from kvstore.events.inventory import Identities, Inventory
-from kvstore.events.query import Answers
-from kvstore.events.truth import Model
-from kvstore.events.web import application, decode
 from kvstore.parsing import parse_json
-from kvstore.security.identity import Identity, Presented
-from kvstore.security.permissions import Role
+from kvstore.security.access import Identity, Presented, Role
 from kvstore.wire.questions import Question
 from tests.kit.cases import for_each
 from tests.kit.clusters import SPACE

@@ -13,8 +13,7 @@ from click.testing import Result
 
 import kvstore
 from kvstore.errors import InvalidRequest, Unavailable
-from kvstore.events.sockets import Curve, Sockets, ended
-from kvstore.events.stream import END, Batch
+from kvstore.events.stream import END, Batch, Curve, Sockets, ended
 from tests.cli.conftest import run as run
 from tests.cli.conftest import serving
 from tests.events.subscriber import Subscriber

@@ -8,20 +8,16 @@ import pytest
 
 from kvstore.address import Chain
 from kvstore.errors import Unavailable
-from kvstore.events import messages
-from kvstore.events.doomed import Doomed
-from kvstore.events.fence import Fence
+from kvstore.events import stream as messages
+from kvstore.events.index import Doomed, Truth
+from kvstore.events.leader import Fence
 from kvstore.events.limits import EventLimits
-from kvstore.events.messages import Naming
-from kvstore.events.opening import Told
-from kvstore.events.speaker import Speaker
-from kvstore.events.stream import TERM_BITS, Batch, Stream
-from kvstore.events.truth import Truth
+from kvstore.events.publisher import Speaker, Told
+from kvstore.events.stream import TERM_BITS, Batch, Naming, Stream
 from kvstore.format.places import Name
-from kvstore.meta.interface import Compare, Delete, Put, TxnResult
 from kvstore.meta.keys import Keys
-from kvstore.meta.memory import MemoryMeta
-from kvstore.meta.memory_store import MemoryStore
+from kvstore.meta.memory import MemoryMeta, MemoryStore
+from kvstore.meta.store import Compare, Delete, Put, TxnResult
 from kvstore.namespace import Namespace
 from kvstore.node.member import Member
 from kvstore.root.interface import Entry

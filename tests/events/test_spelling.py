@@ -10,9 +10,8 @@ import pytest
 
 from kvstore.address import Chain
 from kvstore.events import inventory
-from kvstore.events.query import Answers
-from kvstore.events.spelling import Spellings
-from kvstore.events.table import NO_ROW
+from kvstore.events.columns import NO_ROW, Spellings
+from kvstore.events.http import Answers
 from kvstore.wire.questions import Question
 from tests.events.engines import SIZE, Prompt, prompt_of, put_blocks
 from tests.events.test_speaker import Publishing

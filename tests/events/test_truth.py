@@ -12,7 +12,7 @@ from kvstore.address import Address, Chain
 from kvstore.census.selection import ClearOrder
 from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
-from kvstore.events.folders import Folders
+from kvstore.events.index import Folders
 from kvstore.events.limits import EventLimits
 from kvstore.format import places
 from kvstore.meta.keys import Keys, SweepId

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvstore.events import messages
+from kvstore.events import stream
 from kvstore.events.inventory import Identities, Inventory
-from kvstore.events.messages import Naming
+from kvstore.events.stream import Naming
 
 EXPECTED = (
     "93cb3ff80000000000009381a474797065b0416c6c426c6f636b73436c656172656483a474797065ac426c6f636b52656d6f766564ac626c6f"
@@ -27,11 +27,11 @@ def test_a_batch_has_the_bytes_that_vllm_sends() -> None:
     inventory.learn(Identities(numbers, numbers, above, above, np.arange(3, dtype=np.uint32), tokens))
     rows = inventory.settle().stored
     events = [
-        messages.cleared(),
-        *next(messages.removed(inventory, rows[:1], Naming(), 9)),
-        *next(messages.stored(inventory, rows[1:], Naming(), 9)),
+        stream.cleared(),
+        *next(stream.removed(inventory, rows[:1], Naming(), 9)),
+        *next(stream.stored(inventory, rows[1:], Naming(), 9)),
     ]
-    assert messages.encoded(events, 1.5).hex() == EXPECTED
+    assert stream.encoded(events, 1.5).hex() == EXPECTED
 
 
 def test_whole_hashes_are_the_bytes_of_addresses() -> None:

@@ -12,10 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from kvstore.address import Chain
-from kvstore.encodings.codec import Wish, encode_chunk
-from kvstore.encodings.keys import Key
-from kvstore.format.checksum import checksum
-from kvstore.format.header import VERSION, Expected, Incarnation, encode, expected_block, expected_chunk
+from kvstore.encodings.codec import Key, Wish, encode_chunk
+from kvstore.format.header import VERSION, Expected, Incarnation, checksum, encode, expected_block, expected_chunk
 from kvstore.layout import Layout
 from kvstore.namespace import Namespace
 from kvstore.tokens import token_array

@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 from kvstore.address import block_addresses
 from kvstore.buffers import Buffers
 from kvstore.errors import InvalidRequest
-from kvstore.format.checksum import checksum
-from kvstore.format.descent import DESCENT_BYTES_MAX, Descent
-from kvstore.format.header import PAGE_BYTES, decode, decode_as, expected_block
+from kvstore.format.header import DESCENT_BYTES_MAX, PAGE_BYTES, Descent, checksum, decode, decode_as, expected_block
 from kvstore.namespace import Namespace
 from kvstore.native import library as native
 from kvstore.node.images import make_images, verify_images

@@ -15,8 +15,7 @@ import zstandard
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from kvstore.encodings.codec import Decoding
-from kvstore.format.encoded import decode_any
-from kvstore.format.header import decode_as
+from kvstore.format.header import decode_any, decode_as
 from kvstore.format.places import Name
 from kvstore.root.inspect import Inspector, Whole
 from kvstore.root.memory import MemoryRoot

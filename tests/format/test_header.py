@@ -9,12 +9,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvstore.address import Address, Chain
-from kvstore.format.checksum import checksum
 from kvstore.format.header import (
     PAGE_BYTES,
     Damage,
     Damaged,
     Kind,
+    checksum,
     decode,
     decode_as,
     expected_chunk,

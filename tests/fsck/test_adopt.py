@@ -12,21 +12,19 @@ from kvstore.format.places import Name
 from kvstore.fsck import Options, adopt, fsck
 from kvstore.fsck.adopt import Adopted
 from kvstore.layout import Layout
-from kvstore.meta.generation import Agreed, Foreign, Standing, join_generation, read_generation
-from kvstore.meta.interface import Absent, Event, Meta, Put
+from kvstore.meta.cluster import Agreed, Foreign, Standing, join_generation, read_generation
 from kvstore.meta.keys import Keys, PinId, SessionId, SweepId
-from kvstore.meta.limits import OPERATIONS_MAX
-from kvstore.meta.memory import MemoryMeta
-from kvstore.meta.memory_store import MemoryStore
+from kvstore.meta.memory import MemoryMeta, MemoryStore
 from kvstore.meta.namespaces import Namespaces
 from kvstore.meta.pins import PinRecord, Pins
 from kvstore.meta.session import Session
+from kvstore.meta.store import OPERATIONS_MAX, Absent, Event, Meta, Put
 from kvstore.meta.sweeps import NO_NONCE, Condemned, Seq
 from kvstore.namespace import Namespace
-from kvstore.root.generations import newest_number, publish, read_newest
+from kvstore.root.fences import list_twins, remove_twin, write_twin
+from kvstore.root.identity import newest_number, publish, read_newest
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryRoot
-from kvstore.root.twins import list_twins, remove_twin, write_twin
 from kvstore.sources import RandomIds, SystemClock
 from tests.kit.cases import for_each
 from tests.kit.damage import LAYOUT, SHARD_BITS, Filled, fill, read, write

@@ -18,9 +18,8 @@ from kvstore.root.inspect import Broken, Inspector
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryRoot
 from kvstore.root.namespaces import claim_key
-from kvstore.root.objects import open_object_root
-from kvstore.root.posix import PosixRoot
-from kvstore.root.posix_reader import PosixReader
+from kvstore.root.object_store import open_object_root
+from kvstore.root.posix import PosixReader, PosixRoot
 from kvstore.sources import RandomIds
 from kvstore.tokens import token_array
 from tests.kit.cases import for_each

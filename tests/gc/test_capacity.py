@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.meta.interface import Put
 from kvstore.meta.keys import Keys, SessionId
-from kvstore.meta.memory import MemoryMeta
-from kvstore.meta.memory_store import MemoryStore
+from kvstore.meta.memory import MemoryMeta, MemoryStore
 from kvstore.meta.session import Session
+from kvstore.meta.store import Put
 from kvstore.meta.usage import Capacity, Usage
 from kvstore.root.interface import Space
 from kvstore.root.memory import MemoryRoot

@@ -8,8 +8,7 @@ import pytest
 
 from kvstore.errors import Unavailable
 from kvstore.meta.keys import Keys, SessionId
-from kvstore.meta.memory import MemoryMeta
-from kvstore.meta.memory_store import MemoryStore
+from kvstore.meta.memory import MemoryMeta, MemoryStore
 from kvstore_gc.config import Config
 from kvstore_gc.membership import TTL_S, Collectors, owner
 from kvstore_gc.summary import Summary

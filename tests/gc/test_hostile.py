@@ -22,15 +22,14 @@ from kvstore.address import Chain
 from kvstore.errors import PermissionDenied, RootMismatch, Unavailable
 from kvstore.format import places
 from kvstore.format.places import Name
-from kvstore.meta.interface import Compare, Delete, Put, TxnResult
 from kvstore.meta.keys import Keys
-from kvstore.meta.memory import MemoryMeta
-from kvstore.meta.memory_store import MemoryStore
+from kvstore.meta.memory import MemoryMeta, MemoryStore
+from kvstore.meta.store import Compare, Delete, Put, TxnResult
 from kvstore.meta.sweeps import Condemned
 from kvstore.node.member import Member
+from kvstore.root.fences import LOG_BYTES
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
-from kvstore.root.reserve import LOG_BYTES
 from kvstore.sources import SystemClock
 from kvstore_gc import execute
 from kvstore_gc.membership import Collectors

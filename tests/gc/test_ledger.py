@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from kvstore.address import Address
-from kvstore.meta.interface import Compare, Delete, Put, TxnResult
 from kvstore.meta.keys import Keys, SweepId
-from kvstore.meta.memory import MemoryMeta
-from kvstore.meta.memory_store import MemoryStore
+from kvstore.meta.memory import MemoryMeta, MemoryStore
+from kvstore.meta.store import Compare, Delete, Put, TxnResult
 from kvstore.meta.sweeps import Condemned, Seq
 from kvstore.sources import SystemClock
 from kvstore_gc.ledger import InFlight, Ledger

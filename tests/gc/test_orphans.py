@@ -14,9 +14,9 @@ from kvstore.meta.session import Session
 from kvstore.meta.sweeps import Condemned
 from kvstore.namespace import NamespaceDigest
 from kvstore.recency import AHEAD_MAX_S
+from kvstore.root.fences import list_twins, write_twin
 from kvstore.root.interface import Root, Space
 from kvstore.root.memory import MemoryRoot
-from kvstore.root.twins import list_twins, write_twin
 from kvstore_gc.capacity import Accounts
 from kvstore_gc.orphans import Orphans
 from kvstore_gc.safety import Timings

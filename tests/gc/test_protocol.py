@@ -16,10 +16,10 @@ from kvstore.errors import HoldBroken, InvalidRequest, SessionLost
 from kvstore.format import places
 from kvstore.format.header import FIXED_BYTES, INCARNATION_AT
 from kvstore.format.places import Name
-from kvstore.meta.interface import LeaseId
 from kvstore.meta.keys import Keys, SessionId
 from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.session import Session
+from kvstore.meta.store import LeaseId
 from kvstore.meta.usage import Capacity
 from kvstore.root.interface import Root, Seen
 from kvstore.root.memory import MemoryFiles, MemoryRoot

@@ -13,14 +13,13 @@ import pytest
 
 from kvstore.address import Address
 from kvstore.format import places
-from kvstore.meta.interface import Compare, Delete, KeyValue, Put, Snapshot, TxnResult
 from kvstore.meta.keys import Keys, SessionId, SweepId
-from kvstore.meta.memory import MemoryMeta
-from kvstore.meta.memory_store import MemoryStore
+from kvstore.meta.memory import MemoryMeta, MemoryStore
 from kvstore.meta.session import SessionRecord
+from kvstore.meta.store import Compare, Delete, KeyValue, Put, Snapshot, TxnResult
 from kvstore.meta.sweeps import Condemned
 from kvstore.node.member import Member
-from kvstore.root import fence
+from kvstore.root import fences
 from kvstore.root.memory import MemoryFile, MemoryFiles, MemoryRoot
 from kvstore.sources import SystemClock
 from kvstore_gc.execute import SweepReport
@@ -187,7 +186,7 @@ def test_f3_a_folder_that_is_named_after_all_keeps_what_is_in_it() -> None:
     answers = iter([False, True])
     root.make_folder(places.trash_folder(b"s" * 16))
     root.files.write(entry, file(b"condemned"))
-    assert not fence.lift(root, b"s" * 16, 0, lambda: next(answers))
+    assert not fences.lift(root, b"s" * 16, 0, lambda: next(answers))
     assert root.stat(entry) is not None and root.stat(CHUNK) is None
 
 
@@ -196,7 +195,7 @@ def test_g5_what_goes_back_replaces_no_newer_one() -> None:
     entry = places.trashed(b"s" * 16, CHUNK, b"q" * 8)
     root.files.write(entry, file(b"older"))
     root.files.write(CHUNK, file(b"newer"))
-    assert not fence.restore(root, entry, 0)
+    assert not fences.restore(root, entry, 0)
     found = root.look(CHUNK, 5)
     assert found is not None and bytes(found.prefix) == b"newer" and root.stat(entry) is None
 

@@ -11,10 +11,10 @@ from kvstore.buffers import Borrowed
 from kvstore.errors import RootMismatch
 from kvstore.format import places
 from kvstore.format.places import Name
-from kvstore.meta.interface import Compare, Delete, Put, Snapshot, TxnResult
 from kvstore.meta.keys import Keys, SessionId
 from kvstore.meta.memory import MemoryMeta
-from kvstore.root.fence import lift
+from kvstore.meta.store import Compare, Delete, Put, Snapshot, TxnResult
+from kvstore.root.fences import lift
 from kvstore.root.interface import Stat
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore_gc.execute import Sweeper

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.host import tables as shared_file
-from kvstore.host.place import SHARED
-from kvstore.host.tables import BATCH_MAX, RING, Number, Shared
+from kvstore.host.tables import BATCH_MAX, RING, SHARED, Number, Shared
 from tests.kit.host_parts import address, child_of
 
 ADDING = "shared = Shared(folder)\nfor _ in range(20_000): shared.add(Number.USED, 3)"

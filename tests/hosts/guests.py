@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from kvstore.meta.server import find_etcd
+from kvstore.meta.embedded_etcd import find_etcd
 
 MODULES = Path("/usr/lib/uml/modules")
 NEEDED = ("linux.uml", "ip", "rpc.nfsd", "mkfs.ext4", "mkfs.xfs", "mount.nfs")

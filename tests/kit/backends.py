@@ -26,9 +26,8 @@ from kvstore.client.limits import ClientLimits
 from kvstore.client.local import LocalPort
 from kvstore.format import places
 from kvstore.format.places import Name
-from kvstore.meta.interface import Meta
-from kvstore.meta.memory import MemoryMeta
-from kvstore.meta.memory_store import MemoryStore
+from kvstore.meta.memory import MemoryMeta, MemoryStore
+from kvstore.meta.store import Meta
 from kvstore.namespace import Namespace
 from kvstore.node.limits import Limits
 from kvstore.node.member import Member, Sharing

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 
 from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
-from kvstore.dashboard.board import Board, Pace, Reach, open_board
-from kvstore.dashboard.documents import Documents
+from kvstore.dashboard.views import Board, Documents, Pace, Reach, open_board
 from kvstore.meta.memory import MemoryMeta
 from kvstore.node.limits import Limits
 from kvstore.node.member import Sharing

@@ -17,9 +17,8 @@ from kvstore.address import Chain
 from kvstore.census.walk import Found, walk
 from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
-from kvstore.format.lineage import lineage_id, written
-from kvstore.meta.memory import MemoryMeta
-from kvstore.meta.memory_store import MemoryStore
+from kvstore.format.header import lineage_id, written
+from kvstore.meta.memory import MemoryMeta, MemoryStore
 from kvstore.node.member import Sharing
 from kvstore.node.opening import join
 from kvstore.node.settings import NodeOptions, TierSettings

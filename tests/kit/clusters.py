@@ -14,9 +14,8 @@ from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
 from kvstore.format import places
 from kvstore.format.places import Name
-from kvstore.meta.interface import Meta
-from kvstore.meta.memory import MemoryMeta
-from kvstore.meta.memory_store import MemoryStore
+from kvstore.meta.memory import MemoryMeta, MemoryStore
+from kvstore.meta.store import Meta
 from kvstore.namespace import Namespace
 from kvstore.node.holds import Hold
 from kvstore.node.limits import Limits

@@ -10,8 +10,7 @@ import numpy as np
 from kvstore.address import Address, Chain
 from kvstore.buffers import Borrowed
 from kvstore.format import places
-from kvstore.format.checksum import checksum
-from kvstore.format.header import Expected, Incarnation, encode, expected_block, expected_chunk
+from kvstore.format.header import Expected, Incarnation, checksum, encode, expected_block, expected_chunk
 from kvstore.format.places import Name
 from kvstore.layout import Layout
 from kvstore.namespace import Namespace, NamespaceId

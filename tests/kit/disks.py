@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from kvstore.address import Chain
-from kvstore.format.checksum import checksum
-from kvstore.format.header import Expected, Incarnation, encode, expected_chunk
+from kvstore.format.header import Expected, Incarnation, checksum, encode, expected_chunk
 from kvstore.hints import Hints
 from kvstore.memory.inventory import place_of
 from kvstore.namespace import Namespace

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 from pyetcd import etcdrpc
 
-from kvstore.meta.server import EmbeddedEtcd, find_etcd
+from kvstore.meta.embedded_etcd import EmbeddedEtcd, find_etcd
 from tests.kit.patience import PATIENCE_S as PATIENCE_S
 from tests.kit.patience import eventually as eventually
 from tests.kit.ports import free_port

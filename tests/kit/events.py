@@ -7,13 +7,12 @@ from collections.abc import Callable
 from contextlib import closing
 
 from kvstore.address import Address
-from kvstore.events.doomed import Doomed
+from kvstore.events.index import Doomed, Truth, Wanted
 from kvstore.events.limits import EventLimits
-from kvstore.events.truth import Truth, Wanted
 from kvstore.format import places
-from kvstore.meta.interface import Meta
 from kvstore.meta.keys import Keys
 from kvstore.meta.memory import MemoryMeta
+from kvstore.meta.store import Meta
 from kvstore.root.interface import Root
 from tests.kit.clusters import Cluster
 

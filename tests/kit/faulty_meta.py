@@ -16,7 +16,7 @@ from enum import Enum
 from typing import TypeVar
 
 from kvstore.errors import PermissionDenied, Unavailable
-from kvstore.meta.interface import (
+from kvstore.meta.store import (
     NO_LEASE,
     Compare,
     Delete,

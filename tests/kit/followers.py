@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvstore.meta.generation import Standing
-from kvstore.meta.interface import Event, Watch
+from kvstore.meta.cluster import Standing
 from kvstore.meta.keys import Keys
-from kvstore.meta.memory import MemoryMeta
-from kvstore.meta.memory_store import MemoryStore
+from kvstore.meta.memory import MemoryMeta, MemoryStore
 from kvstore.meta.session import Session
+from kvstore.meta.store import Event, Watch
 from kvstore.node.follower import Follower
 from kvstore.node.limits import Limits
 from kvstore.node.node import Node

@@ -18,9 +18,8 @@ from kvstore.address import Address, Chain
 from kvstore.host import tables as shared_file
 from kvstore.host.eviction import Evicted, Eviction, Victim
 from kvstore.host.pins import HostPins
-from kvstore.host.place import COLLECTOR
 from kvstore.host.room import Room
-from kvstore.host.tables import HoldTable, Number, Shared
+from kvstore.host.tables import COLLECTOR, HoldTable, Number, Shared
 from kvstore.meta.pins import PinQuota
 from kvstore.namespace import Namespace
 from kvstore.node.host_view import HostView

@@ -14,7 +14,7 @@ from pathlib import Path
 from kvstore.client.store import Store
 from kvstore.errors import Overloaded
 from kvstore.host.eviction import Evicted
-from kvstore.root.reserve import RESERVE_BYTES
+from kvstore.root.fences import RESERVE_BYTES
 from kvstore_gc.config import Config
 from kvstore_gc.host import opened
 from tests.kit.host_process import LARGE, LAYOUT, large_kv, large_tokens, tokens

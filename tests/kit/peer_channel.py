@@ -12,8 +12,7 @@ import grpc
 import numpy as np
 
 from kvstore.address import Chain
-from kvstore.format.checksum import checksum
-from kvstore.format.header import Incarnation, encode, expected_chunk
+from kvstore.format.header import Incarnation, checksum, encode, expected_chunk
 from kvstore.layout import Layout
 from kvstore.namespace import Namespace
 from kvstore.sources import RandomIds

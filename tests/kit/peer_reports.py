@@ -6,18 +6,16 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.address import Address
-from kvstore.meta.digests import Digests
-from kvstore.meta.interface import Meta
 from kvstore.meta.keys import Keys
-from kvstore.meta.memory import MemoryMeta
-from kvstore.meta.memory_store import MemoryStore
+from kvstore.meta.memory import MemoryMeta, MemoryStore
 from kvstore.meta.session import Session
-from kvstore.meta.workers import WorkerRecord
+from kvstore.meta.store import Meta
+from kvstore.meta.workers import Digests, WorkerRecord
 from kvstore.namespace import NamespaceDigest
 from kvstore.node.counters import Counters
-from kvstore.peers.follower import Follower
 from kvstore.peers.limits import PeerLimits
-from kvstore.peers.publisher import Publisher
+from kvstore.peers.reports import Publisher
+from kvstore.peers.tier import Follower
 from kvstore.sources import Clock, RandomIds
 from tests.kit.fake_meta import FakeClock
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from kvstore.address import Chain
 from kvstore.format import places
-from kvstore.meta.interface import Meta
+from kvstore.meta.store import Meta
 from kvstore.recency import stamp_ns
 from kvstore.root.interface import Root
 from kvstore.sources import SystemClock

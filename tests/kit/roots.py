@@ -29,9 +29,8 @@ from kvstore.buffers import Borrowed
 from kvstore.format.places import Name
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
-from kvstore.root.objects import ObjectRoot, connect, open_object_root
+from kvstore.root.object_store import ObjectRoot, Remote, connect, open_object_root
 from kvstore.root.posix import PosixRoot
-from kvstore.root.remote import Remote
 from tests.kit.faulty_root import FaultyRoot
 from tests.kit.s3_endpoint import Server, serve
 

@@ -16,9 +16,8 @@ from kvstore import ClientTls
 from kvstore.node.member import Member
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.security.audit import AuditLog
-from kvstore.security.authenticator import REVOKED, Authenticator
-from kvstore.security.bearer import issue, new_key
-from kvstore.security.server import ServerSecurity
+from kvstore.security.authentication import REVOKED, Authenticator, issue, new_key
+from kvstore.security.guard import ServerSecurity
 from kvstore.security.tls import ServerTls, server_certificate
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.worker import Worker

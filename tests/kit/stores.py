@@ -17,7 +17,7 @@ from kvstore import Layout
 from kvstore.client.dropping import close_when_dropped
 from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
-from kvstore.format.checksum import checksum
+from kvstore.format.header import checksum
 from kvstore.meta.memory import MemoryMeta
 from kvstore.node.limits import Limits
 from kvstore.node.member import Member

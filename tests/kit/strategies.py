@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 
 from kvstore.address import BLOCK_KEY_BYTES_MAX, BLOCK_KEY_BYTES_MIN, Chain
-from kvstore.format.checksum import checksum
-from kvstore.format.header import Expected, Incarnation, encode, expected_block, expected_chunk
+from kvstore.format.header import Expected, Incarnation, checksum, encode, expected_block, expected_chunk
 from kvstore.layout import DTYPES, Layout
 from kvstore.namespace import Namespace
 from kvstore.tokens import token_array

@@ -7,9 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
-from kvstore.meta.etcd.members import Members
-from kvstore.meta.etcd.watch import EtcdWatch
-from kvstore.meta.etcd.wire import rpc
+from kvstore.meta.etcd.client import EtcdWatch, Members
+from kvstore.meta.etcd.messages import rpc
 from tests.kit.patience import PATIENCE_S
 
 

@@ -24,8 +24,7 @@ from kvstore.address import Chain
 from kvstore.client.bulk.way import Bulk
 from kvstore.client.limits import ClientLimits
 from kvstore.client.store import Store
-from kvstore.format.checksum import checksum
-from kvstore.format.header import Incarnation, decode, encode
+from kvstore.format.header import Incarnation, checksum, decode, encode
 from kvstore.namespace import Namespace
 from kvstore.node.limits import Limits
 from kvstore.node.member import Member

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import InvalidRequest, Unavailable
-from kvstore.memory import host
+from kvstore.memory import arena as host
 from kvstore.memory.arena import Arena, follow, map_arena
 from tests.kit.patience import PATIENCE_S
 

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.memory import host
-from kvstore.memory.host import memory_free_bytes, memory_most_bytes, memory_there_bytes
+from kvstore.memory import arena
+from kvstore.memory.arena import memory_free_bytes, memory_most_bytes, memory_there_bytes
 
 GIB = 1 << 30
 
 
 @pytest.fixture(autouse=True)
 def cgroups(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setattr(host, "CGROUPS", tmp_path)
-    monkeypatch.setattr(host, "MEMBERSHIP", tmp_path / "membership")
+    monkeypatch.setattr(arena, "CGROUPS", tmp_path)
+    monkeypatch.setattr(arena, "MEMBERSHIP", tmp_path / "membership")
     monkeypatch.setattr("os.sysconf", lambda name: 4096 if name == "SC_PAGE_SIZE" else 64 * GIB // 4096)
     return tmp_path
 
@@ -53,7 +53,7 @@ def test_a_service_is_limited_by_its_cgroup_and_by_those_around_it(cgroups: Path
 
 
 def test_what_the_system_does_not_say_is_unknown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(host, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(arena, "MEMINFO", tmp_path / "meminfo")
     assert memory_free_bytes() is None
     (tmp_path / "meminfo").write_text("MemFree: 1 kB\nMemAvailable:    2048 kB\n")
     assert memory_free_bytes() == 2 << 20

@@ -10,9 +10,8 @@ import pytest
 from kvstore.address import NO_PARENT, Address, Chain
 from kvstore.hints import Hints
 from kvstore.layout import Layout
-from kvstore.memory.extents import PAGE_BYTES, Extents
-from kvstore.memory.inventory import EVICTED_TIMES_MAX, Inventory, Place, place_of, print_of, shard_of
-from kvstore.memory.policy import POLICIES
+from kvstore.memory.arena import PAGE_BYTES, Extents
+from kvstore.memory.inventory import EVICTED_TIMES_MAX, POLICIES, Inventory, Place, place_of, print_of, shard_of
 from kvstore.namespace import Namespace
 from kvstore.tokens import token_array
 from tests.kit.memory import NAMESPACES, Bytes, block, chain, fill, lru

@@ -9,9 +9,8 @@ import pytest
 
 from kvstore.address import Address, chunk_address
 from kvstore.hints import Hints
-from kvstore.memory.extents import PAGE_BYTES, Extents
-from kvstore.memory.inventory import EVICTED_TIMES_MAX, Entry, Inventory, Place, Room, print_of, shard_of
-from kvstore.memory.policy import POLICIES
+from kvstore.memory.arena import PAGE_BYTES, Extents
+from kvstore.memory.inventory import EVICTED_TIMES_MAX, POLICIES, Entry, Inventory, Place, Room, print_of, shard_of
 from tests.kit.memory import NAMESPACES, Bytes, block, chain
 
 STEPS = (

@@ -10,8 +10,16 @@ import pytest
 
 from kvstore.address import NO_PARENT, Address, hashed_block_address
 from kvstore.hints import DEFAULT, Hints
-from kvstore.memory.inventory import Entry, Inventory, Place
-from kvstore.memory.policy import DEFAULT_POLICY, POLICIES, PROBATION_SHARE, Admission, Policy
+from kvstore.memory.inventory import (
+    DEFAULT_POLICY,
+    POLICIES,
+    PROBATION_SHARE,
+    Admission,
+    Entry,
+    Inventory,
+    Place,
+    Policy,
+)
 from kvstore.namespace import NamespaceDigest
 from kvstore_gc.policy import Order, Uses, ranks
 from tests.kit.memory import Bytes

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.address import NO_PARENT, Address, chunk_address, hashed_block_address
-from kvstore.memory.tree import Chunk, Tree
+from kvstore.memory.radix_tree import Chunk, Tree
 from kvstore.namespace import NamespaceDigest
 
 NAMESPACES = [NamespaceDigest(bytes([number]) * 32) for number in (1, 2)]

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 
 import pytest
 
+from kvstore.meta.embedded_etcd import EmbeddedEtcd
 from kvstore.meta.etcd import EtcdMeta
-from kvstore.meta.interface import Event, Meta, Watch
 from kvstore.meta.keys import Keys
-from kvstore.meta.memory import MemoryMeta
-from kvstore.meta.memory_store import MemoryStore
-from kvstore.meta.server import EmbeddedEtcd
+from kvstore.meta.memory import MemoryMeta, MemoryStore
+from kvstore.meta.store import Event, Meta, Watch
 from kvstore.sources import Clock, SystemClock
 from tests.kit.etcd import PATIENCE_S, compact, running_etcd
 from tests.kit.fake_meta import FakeClock

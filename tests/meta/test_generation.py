@@ -8,14 +8,13 @@ import pytest
 
 from kvstore.errors import RootMismatch, Unavailable
 from kvstore.format import places
-from kvstore.format.generation import Generation
+from kvstore.format.header import Generation
 from kvstore.format.places import Name
-from kvstore.meta.generation import Agreed, Foreign, Standing, join_generation, read_generation
-from kvstore.meta.interface import Meta
+from kvstore.meta.cluster import Agreed, Foreign, Standing, join_generation, read_generation
 from kvstore.meta.keys import Keys
-from kvstore.meta.memory import MemoryMeta
-from kvstore.meta.memory_store import MemoryStore
-from kvstore.root.generations import newest_number, publish, read_newest
+from kvstore.meta.memory import MemoryMeta, MemoryStore
+from kvstore.meta.store import Meta
+from kvstore.root.identity import newest_number, publish, read_newest
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryRoot
 from kvstore.sources import RandomIds, SystemClock

@@ -10,8 +10,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.meta.embedded_etcd import EmbeddedEtcd
 from kvstore.meta.etcd import EtcdMeta
-from kvstore.meta.interface import (
+from kvstore.meta.memory import MemoryMeta
+from kvstore.meta.store import (
+    OPERATIONS_MAX,
+    REQUEST_BYTES_MAX,
     Absent,
     Compare,
     Delete,
@@ -23,9 +27,6 @@ from kvstore.meta.interface import (
     ValueIs,
     WatchLost,
 )
-from kvstore.meta.limits import OPERATIONS_MAX, REQUEST_BYTES_MAX
-from kvstore.meta.memory import MemoryMeta
-from kvstore.meta.server import EmbeddedEtcd
 from tests.kit.etcd import PATIENCE_S, running_etcd
 from tests.meta.conftest import Store, take
 

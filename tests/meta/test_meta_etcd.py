@@ -16,12 +16,11 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied, SessionLost, Unavailable
+from kvstore.meta.embedded_etcd import EmbeddedEtcd
 from kvstore.meta.etcd import Endpoints, EtcdMeta, EtcdTls, EtcdUser
-from kvstore.meta.interface import Absent, Event, LeaseId, Put, WatchLost
 from kvstore.meta.keys import Keys
-from kvstore.meta.presence import Presence
-from kvstore.meta.server import EmbeddedEtcd
-from kvstore.meta.session import Session
+from kvstore.meta.session import Presence, Session
+from kvstore.meta.store import Absent, Event, LeaseId, Put, WatchLost
 from kvstore.sources import RandomIds, SystemClock
 from tests.kit.cases import for_each
 from tests.kit.certificates import Authority
@@ -397,7 +396,7 @@ def test_without_its_client_package_everything_but_etcd_works() -> None:
     script = """
 import sys
 sys.modules["pyetcd"] = None
-import kvstore.meta.presence, kvstore.meta.pins
+import kvstore.meta.session, kvstore.meta.pins
 from kvstore.meta.memory import MemoryMeta
 MemoryMeta().put("a", b"1")
 from kvstore.errors import InvalidRequest

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvstore.errors import Unavailable
-from kvstore.meta.interface import Absent, Put, WatchLost
 from kvstore.meta.memory import MemoryMeta
+from kvstore.meta.store import Absent, Put, WatchLost
 from tests.kit.fake_meta import FakeClock
 from tests.kit.faulty_meta import Fault, FaultyMeta, Rule
 

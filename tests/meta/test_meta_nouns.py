@@ -12,14 +12,13 @@ from kvstore.address import Address
 from kvstore.errors import InvalidRequest, LayoutMismatch, RootMismatch, SessionLost, Unavailable
 from kvstore.layout import Layout
 from kvstore.meta import namespaces as namespaces_module
-from kvstore.meta.interface import Put
+from kvstore.meta.cluster import bind_root, bound_root
 from kvstore.meta.keys import Keys, PinId, parse_id
-from kvstore.meta.memory import MemoryMeta
-from kvstore.meta.memory_store import MemoryStore
+from kvstore.meta.memory import MemoryMeta, MemoryStore
 from kvstore.meta.namespaces import Namespaces
 from kvstore.meta.pins import ADDRESSES_MAX, TTL_S_MAX, Pins
-from kvstore.meta.roots import bind_root, bound_root
 from kvstore.meta.session import Session
+from kvstore.meta.store import Put
 from kvstore.namespace import Namespace, NamespaceDigest
 from kvstore.sources import RandomIds
 from tests.kit.cases import for_each

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.meta.embedded_etcd import EmbeddedEtcd, find_etcd, packaged_etcd, unsafe_version
 from kvstore.meta.etcd import EtcdMeta
-from kvstore.meta.server import EmbeddedEtcd, find_etcd, packaged_etcd, unsafe_version
 from tests.kit.etcd import PATIENCE_S, eventually
 from tests.kit.ports import free_port
 
@@ -73,7 +73,7 @@ def test_a_frozen_server_is_stopped_all_the_same(tmp_path: Path) -> None:
 
 def test_it_dies_with_its_parent_even_when_that_is_killed(tmp_path: Path) -> None:
     script = f"""
-from kvstore.meta.server import EmbeddedEtcd
+from kvstore.meta.embedded_etcd import EmbeddedEtcd
 server = EmbeddedEtcd({str(tmp_path)!r})
 server.start()
 print(server.pid, flush=True)

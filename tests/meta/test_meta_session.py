@@ -7,12 +7,10 @@ import threading
 import pytest
 
 from kvstore.errors import InvalidRequest, SessionLost, Unavailable
-from kvstore.meta.interface import Absent, LeaseId, Put
 from kvstore.meta.keys import Keys
-from kvstore.meta.memory import MemoryMeta
-from kvstore.meta.memory_store import MemoryStore
-from kvstore.meta.presence import Presence
-from kvstore.meta.session import Session, SessionRecord
+from kvstore.meta.memory import MemoryMeta, MemoryStore
+from kvstore.meta.session import Presence, Session, SessionRecord
+from kvstore.meta.store import Absent, LeaseId, Put
 from kvstore.meta.workers import WorkerRecord, Workers
 from kvstore.sources import RandomIds
 from tests.kit.etcd import PATIENCE_S, eventually

@@ -12,16 +12,15 @@ import pytest
 from kvstore.address import Address
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, RootMismatch, SessionLost, Unavailable
 from kvstore.format import places
-from kvstore.meta.interface import Compare, Delete, Put, TxnResult
 from kvstore.meta.keys import Keys, PinId
-from kvstore.meta.memory import MemoryMeta
-from kvstore.meta.memory_store import MemoryStore
+from kvstore.meta.memory import MemoryMeta, MemoryStore
 from kvstore.meta.pins import PinQuota, PinRecord, Pins
 from kvstore.meta.session import Session
+from kvstore.meta.store import Compare, Delete, Put, TxnResult
 from kvstore.namespace import NamespaceDigest
+from kvstore.root.fences import list_twins, read_twin, remove_twin, write_twin
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryRoot
-from kvstore.root.twins import list_twins, read_twin, remove_twin, write_twin
 from kvstore.sources import RandomIds
 from tests.kit.cases import for_each
 from tests.kit.fake_meta import CountingIds, FakeClock

@@ -18,8 +18,7 @@ from kvstore.client.store import Store
 from kvstore.format.places import Name
 from kvstore.native import is_available
 from kvstore.native import library as native
-from kvstore.root.posix import PosixRoot
-from kvstore.root.posix_reader import PosixReader
+from kvstore.root.posix import PosixReader, PosixRoot
 from tests.kit.native_modes import Paused, opened
 from tests.kit.patience import PATIENCE_S
 from tests.kit.stores import SMALL, kv_of, member_on, same

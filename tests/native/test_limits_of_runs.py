@@ -25,7 +25,7 @@ from kvstore.node.chunk_runs import Places, Run, SharedPut, Sizes
 from kvstore.node.lanes import GROUP_FILES_MAX
 from kvstore.node.limits import Limits
 from kvstore.node.puts import TURN_PUBLISHED_MAX, TURN_SYNCED_MAX
-from kvstore.peers.fetching import runs
+from kvstore.peers.tier import runs
 from kvstore.root.posix import PosixRoot
 from kvstore.writes import Durability
 from tests.kit.native_modes import chunks_of, opened

@@ -16,8 +16,7 @@ from kvstore import Layout
 from kvstore.address import Chain
 from kvstore.buffers import Planes
 from kvstore.client.bulk.receiving import Natively
-from kvstore.format.checksum import checksum
-from kvstore.format.header import Damaged
+from kvstore.format.header import Damaged, checksum
 from kvstore.namespace import Namespace
 from kvstore.native import is_available
 from kvstore.node.images import make_images

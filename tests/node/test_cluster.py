@@ -16,9 +16,9 @@ import pytest
 import kvstore
 from kvstore.client import Store
 from kvstore.errors import KVStoreError, LayoutMismatch, RootMismatch, SessionLost, Unavailable
+from kvstore.meta.embedded_etcd import EmbeddedEtcd
 from kvstore.meta.etcd import EtcdMeta
 from kvstore.meta.keys import Keys, root_binding
-from kvstore.meta.server import EmbeddedEtcd
 from kvstore.node.limits import Limits
 from tests.kit.etcd import eventually, frozen, running_etcd
 from tests.kit.patience import PATIENCE_S, slowness

@@ -15,14 +15,13 @@ from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
 from kvstore.errors import HoldBroken, Overloaded, PermissionDenied, Unavailable
 from kvstore.format import places
-from kvstore.format.generation import Generation
+from kvstore.format.header import Generation
 from kvstore.format.places import Name
-from kvstore.meta.generation import Agreed
-from kvstore.meta.interface import WatchLost
+from kvstore.meta.cluster import Agreed
 from kvstore.meta.keys import Keys, SweepId
 from kvstore.meta.memory import MemoryMeta
-from kvstore.meta.presence import Presence
-from kvstore.meta.session import ANNOUNCED_MAX, SessionRecord
+from kvstore.meta.session import ANNOUNCED_MAX, Presence, SessionRecord
+from kvstore.meta.store import WatchLost
 from kvstore.meta.sweeps import Condemned
 from kvstore.meta.usage import Capacity
 from kvstore.node.holds import BEFORE_ALL

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from kvstore.errors import HoldBroken, SessionLost
-from kvstore.meta.interface import Absent, Delete, Event, Put, ValueIs, WatchLost
 from kvstore.meta.keys import SweepId
 from kvstore.meta.session import Session, SessionRecord
+from kvstore.meta.store import Absent, Delete, Event, Put, ValueIs, WatchLost
 from kvstore.meta.sweeps import NO_NONCE, Condemned, Seq
 from kvstore.node.follower import _Following
 from kvstore.node.wanted import Wanted

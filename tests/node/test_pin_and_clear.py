@@ -20,9 +20,9 @@ from kvstore.census.selection import Selection
 from kvstore.errors import Unavailable
 from kvstore.format.places import Name
 from kvstore.meta.barriers import BARRIER_S, Barriers
-from kvstore.meta.interface import Meta
 from kvstore.meta.keys import Keys
 from kvstore.meta.memory import MemoryMeta
+from kvstore.meta.store import Meta
 from kvstore.namespace import Namespace
 from kvstore.node.limits import Limits
 from kvstore.node.member import Member

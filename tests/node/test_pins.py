@@ -23,22 +23,20 @@ from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
 from kvstore.errors import HoldBroken, KVStoreError, Overloaded, RootMismatch, SessionLost, Unavailable
 from kvstore.format import places
-from kvstore.format.generation import Generation
+from kvstore.format.header import Generation
 from kvstore.fsck import adopt
+from kvstore.meta.embedded_etcd import EmbeddedEtcd, packaged_etcd
 from kvstore.meta.keys import Keys
-from kvstore.meta.memory import MemoryMeta
-from kvstore.meta.memory_store import MemoryStore
+from kvstore.meta.memory import MemoryMeta, MemoryStore
 from kvstore.meta.pins import PinRecord
-from kvstore.meta.server import EmbeddedEtcd, packaged_etcd
 from kvstore.namespace import Namespace
 from kvstore.node.limits import Limits
 from kvstore.node.member import Sharing
 from kvstore.node.opening import join
-from kvstore.root.generations import newest_number, publish
-from kvstore.root.identity import SHARD_BITS_DEFAULT, create_or_open
+from kvstore.root.fences import list_twins, read_twin
+from kvstore.root.identity import SHARD_BITS_DEFAULT, create_or_open, newest_number, publish
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
-from kvstore.root.twins import list_twins, read_twin
 from kvstore.sources import RandomIds, SystemClock
 from kvstore.tokens import token_array
 from tests.kit.etcd import eventually, running_etcd

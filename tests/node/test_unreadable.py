@@ -15,7 +15,7 @@ import pytest
 from kvstore.address import Address
 from kvstore.client import Cache, Store
 from kvstore.errors import PermissionDenied, Unavailable
-from kvstore.format.encoded import decode_any
+from kvstore.format.header import decode_any
 from kvstore.format.places import QUARANTINE, Name
 from kvstore.node.unreadable import FAILURES_MAX, SUSPECTS_MAX, Unreadable
 from kvstore.root.memory import MemoryRoot

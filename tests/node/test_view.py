@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from kvstore.address import Address
 from kvstore.errors import Overloaded
 from kvstore.format import places
-from kvstore.meta.interface import NO_LEASE, Event, KeyValue, Snapshot
 from kvstore.meta.keys import Keys, SweepId
 from kvstore.meta.session import Session
+from kvstore.meta.store import NO_LEASE, Event, KeyValue, Snapshot
 from kvstore.meta.sweeps import NO_NONCE, Condemned, Seq
 from kvstore.meta.usage import Capacity
 from kvstore.node.counters import Counters

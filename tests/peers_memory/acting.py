@@ -24,7 +24,7 @@ from kvstore.node.limits import Limits
 from kvstore.node.member import Sharing
 from kvstore.node.opening import join
 from kvstore.node.settings import NodeOptions, TierSettings
-from kvstore.peers.joining import join_peers
+from kvstore.peers.tier import join_peers
 from kvstore.root.identity import create_or_open
 from kvstore.root.posix import PosixRoot
 from kvstore.sources import RandomIds, SystemClock

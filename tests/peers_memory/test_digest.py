@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.errors import InvalidRequest
-from kvstore.peers.digest import DIGEST_BYTES_MAX, PRINTS_MAX, decode, encode, spots_of
+from kvstore.peers.reports import DIGEST_BYTES_MAX, PRINTS_MAX, decode, encode, spots_of
 from tests.kit.peer_reports import addresses_of, print_of, shard_of
 
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 from random import Random
 
 from kvstore.address import Address
-from kvstore.meta.digests import AddressTold, DigestTold
 from kvstore.meta.keys import SessionId
-from kvstore.peers.digest import encode
-from kvstore.peers.directory import EMPTY, STEP_FIRST, Directory
-from kvstore.peers.told import Told
+from kvstore.meta.workers import AddressTold, DigestTold
+from kvstore.peers.reports import EMPTY, STEP_FIRST, Directory, Told, encode
 from tests.kit.peer_reports import addresses_of, shard_of, sorted_prints
 
 A, B, OWN = "10.0.0.1:7", "10.0.0.2:7", "10.0.0.9:7"

@@ -11,19 +11,16 @@ from random import Random
 
 from kvstore.address import Chain
 from kvstore.errors import Overloaded
-from kvstore.meta.digests import Digests
-from kvstore.meta.memory import MemoryMeta
-from kvstore.meta.memory_store import MemoryStore
-from kvstore.meta.presence import Presence
-from kvstore.meta.session import Session
-from kvstore.meta.workers import WorkerRecord
+from kvstore.meta.memory import MemoryMeta, MemoryStore
+from kvstore.meta.session import Presence, Session
+from kvstore.meta.workers import Digests, WorkerRecord
 from kvstore.namespace import NamespaceDigest
 from kvstore.node.counters import Counters
 from kvstore.node.lanes import Deadline
-from kvstore.peers.digest import encode
 from kvstore.peers.limits import PeerLimits
-from kvstore.peers.peers import Peers
-from kvstore.peers.roster import Roster
+from kvstore.peers.reports import encode
+from kvstore.peers.selection import Roster
+from kvstore.peers.tier import Peers
 from kvstore.sources import RandomIds, SystemClock
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel

@@ -10,18 +10,15 @@ import pytest
 from kvstore.address import Chain
 from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
-from kvstore.meta.digests import Digests
-from kvstore.meta.memory import MemoryMeta
-from kvstore.meta.memory_store import MemoryStore
+from kvstore.meta.memory import MemoryMeta, MemoryStore
 from kvstore.meta.session import Session
-from kvstore.meta.workers import WorkerRecord
+from kvstore.meta.workers import Digests, WorkerRecord
 from kvstore.node.limits import Limits
 from kvstore.node.member import Member
 from kvstore.node.opening import join
 from kvstore.node.settings import NodeOptions, TierSettings
-from kvstore.peers.digest import encode
-from kvstore.peers.joining import join_peers
-from kvstore.peers.peers import Peers
+from kvstore.peers.reports import encode
+from kvstore.peers.tier import Peers, join_peers
 from kvstore.root.identity import create_or_open
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.sources import RandomIds, SystemClock

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from kvstore.peers.limits import PeerLimits
-from kvstore.peers.roster import Peer, Roster
+from kvstore.peers.selection import Peer, Roster
 from tests.kit.etcd import eventually
 from tests.kit.fake_meta import FakeClock
 from tests.kit.peer_channel import chain_of, honest, speaking

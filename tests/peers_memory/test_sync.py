@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from kvstore.meta.digests import ClearedTold, Digests
 from kvstore.meta.memory import MemoryMeta
+from kvstore.meta.workers import ClearedTold, Digests
 from kvstore.namespace import NamespaceDigest
 from kvstore.peers.limits import PeerLimits
-from kvstore.peers.publisher import BURST_BYTES_MIN
+from kvstore.peers.reports import BURST_BYTES_MIN
 from tests.kit.faulty_meta import Fault, FaultyMeta, Rule
 from tests.kit.peer_reports import KEYS, Cluster, Node, addresses_of, shard_of
 

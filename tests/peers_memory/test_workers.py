@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.meta.server import EmbeddedEtcd
+from kvstore.meta.embedded_etcd import EmbeddedEtcd
 from tests.kit.etcd import eventually, frozen, running_etcd
 from tests.kit.patience import PATIENCE_S
 from tests.peers_memory.acting import LAYOUT, META_S

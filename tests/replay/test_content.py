@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvstore.replay.content import Content, Scratch, replay_layout
+from kvstore.replay.runner import Content, Scratch, replay_layout
 from kvstore.replay.trace import BLOCK_TOKENS, Request
 from tests.kit.cases import for_each
 

@@ -14,7 +14,7 @@ from kvstore.client.cache import Cache
 from kvstore.client.store import Store
 from kvstore.errors import InvalidRequest
 from kvstore.replay import Content, Plan, expect, generate, replay, replay_layout
-from kvstore.replay.lane import OVERLOADED_TRIES_MAX, Lane
+from kvstore.replay.runner import OVERLOADED_TRIES_MAX, Lane
 from kvstore.replay.trace import BLOCK_TOKENS, Request
 from kvstore.results import PutResult
 from tests.kit.cases import for_each
@@ -177,7 +177,7 @@ class Refusing:
 
 
 def test_an_overloaded_store_is_asked_again_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.replay.lane.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("kvstore.replay.runner.time.sleep", lambda seconds: None)
     request = Request(0, 0, BLOCK_TOKENS, 1, (1,))
     content = Content(replay_layout(8))
     lane = Lane(Refusing(3), content, {0: 0})

@@ -10,8 +10,7 @@ from pathlib import Path
 import kvstore
 from kvstore.errors import Unavailable
 from kvstore.replay import Plan, generate
-from kvstore.replay.callers import OpenStore
-from kvstore.replay.spawn import _child
+from kvstore.replay.runner import OpenStore, _child
 from tests.kit.patience import PATIENCE_S
 
 REQUESTS = generate(4, seed=1)

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from kvstore.format.places import Name
-from kvstore.root import absence, posix
-from kvstore.root.absence import FRESH_S, Absence, remembers_absence
-from kvstore.root.mounts import Mount, mount_of
-from kvstore.root.posix import PosixRoot
+from kvstore.root import posix
+from kvstore.root import posix as absence
+from kvstore.root.posix import FRESH_S, Absence, Mount, PosixRoot, mount_of, remembers_absence
 from tests.kit.roots import publish
 
 NFS = Mount("nfs4", ("rw", "vers=4.2", "hard"))

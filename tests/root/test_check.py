@@ -13,8 +13,7 @@ import pytest
 from kvstore.errors import PermissionDenied
 from kvstore.format.places import Name
 from kvstore.root import check
-from kvstore.root.check import CheckTimings, Probe, is_sound
-from kvstore.root.contender import Contender
+from kvstore.root.check import CheckTimings, Contender, Probe, is_sound
 from kvstore.root.interface import Entry, Root, Stat
 from kvstore.root.memory import MemoryFile, MemoryRoot
 from kvstore.root.posix import PosixRoot

@@ -17,7 +17,7 @@ from kvstore.format.places import Name
 from kvstore.root.check import Probe, check_root
 from kvstore.root.interface import Root, Seen
 from kvstore.root.memory import MemoryRoot
-from kvstore.root.objects import ObjectRoot, open_object_root
+from kvstore.root.object_store import ObjectRoot, open_object_root
 from tests.kit.roots import BUCKET, content_of, names, publish, s3_options
 from tests.kit.s3_endpoint import Object, Server, serve
 

@@ -18,7 +18,7 @@ from kvstore.root import posix
 from kvstore.root.identity import RootId, RootIdentity, create_or_open, read_identity, read_small
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
-from kvstore.root.objects import open_object_root
+from kvstore.root.object_store import open_object_root
 from kvstore.root.posix import PosixRoot
 from kvstore.sources import RandomIds
 from tests.kit.faulty_root import ENOSPC, FaultyRoot, Lost, Missing, Rule

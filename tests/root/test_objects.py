@@ -13,8 +13,7 @@ from kvstore.buffers import Borrowed, Withdrawn
 from kvstore.errors import InvalidRequest, Overloaded, PermissionDenied, StoreFull, Unavailable
 from kvstore.format.places import Name
 from kvstore.root.interface import Entry, Root
-from kvstore.root.objects import RANGE_BYTES_MAX, ObjectRoot, S3Remote, open_object_root
-from kvstore.root.remote import Remote
+from kvstore.root.object_store import RANGE_BYTES_MAX, ObjectRoot, Remote, S3Remote, open_object_root
 from tests.kit.roots import (
     BUCKET,
     WAIT_S,
@@ -237,7 +236,7 @@ class Probed(Remote):
 def test_conditional_writes_are_tried_and_never_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
     def run_case(kind: str, exclusive: bool) -> None:
         remote = Probed(kind)
-        monkeypatch.setattr("kvstore.root.objects.connect", lambda url, options: (remote, "/bucket"))
+        monkeypatch.setattr("kvstore.root.object_store.connect", lambda url, options: (remote, "/bucket"))
         root = open_object_root("probed://bucket")
         assert root.traits.exclusive_publish is exclusive
         assert names(root, "staging") == set()
@@ -253,7 +252,7 @@ def test_conditional_writes_are_tried_and_never_assumed(monkeypatch: pytest.Monk
 
 
 def test_a_store_that_is_down_is_unavailable_and_not_merely_unconditional(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.root.objects.connect", lambda url, options: (Probed("down"), "/bucket"))
+    monkeypatch.setattr("kvstore.root.object_store.connect", lambda url, options: (Probed("down"), "/bucket"))
     with pytest.raises(Unavailable):
         open_object_root("probed://bucket")
 

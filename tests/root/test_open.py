@@ -10,9 +10,9 @@ import pytest
 
 from kvstore.errors import InvalidRequest, PermissionDenied, RootMismatch, Unavailable
 from kvstore.format.places import Name
-from kvstore.root import objects
+from kvstore.root import object_store
 from kvstore.root.memory import MemoryRoot
-from kvstore.root.objects import ObjectRoot
+from kvstore.root.object_store import ObjectRoot
 from kvstore.root.open import open_root
 from kvstore.root.posix import PosixRoot
 from tests.kit.roots import BUCKET, content_of, publish, s3_options
@@ -150,7 +150,7 @@ def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr("fsspec.core.url_to_fs", not_installed)
     with pytest.raises(InvalidRequest, match=r"pip install kvstore-llm\[s3\]"):
-        objects.connect("s3://bucket/kv", {})
+        object_store.connect("s3://bucket/kv", {})
 
 
 @pytest.mark.slow

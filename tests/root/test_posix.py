@@ -13,8 +13,7 @@ import pytest
 from kvstore.buffers import Borrowed, Withdrawn
 from kvstore.errors import KVStoreError, Overloaded, PermissionDenied, Unavailable
 from kvstore.format.places import Name
-from kvstore.root.posix import PosixRoot
-from kvstore.root.posix_reader import BOUNCE_BYTES
+from kvstore.root.posix import BOUNCE_BYTES, PosixRoot
 from tests.kit.roots import content_of, names, publish, stage
 from tests.kit.stores import fresh
 

@@ -7,13 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from kvstore.format import places
+from kvstore.root.fences import LOG_BYTES, RESERVE_BYTES, keep_reserve, make_room
 from kvstore.root.memory import MemoryFiles, MemoryRoot
-from kvstore.root.reserve import (
-    LOG_BYTES,
-    RESERVE_BYTES,
-    keep_reserve,
-    make_room,
-)
 from kvstore.sources import RandomIds
 
 TOTAL_BYTES = 64 * RESERVE_BYTES

@@ -19,7 +19,7 @@ from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
 from kvstore.errors import PermissionDenied
 from kvstore.format.places import Name
-from kvstore.security.permissions import PERMISSIONS
+from kvstore.security.access import PERMISSIONS
 from kvstore.v1 import control_pb2 as control
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.v1.control_pb2_grpc import ControlStub

@@ -19,8 +19,8 @@ from kvstore.cli.securing import ServerAccess
 from kvstore.client.bulk.way import Bulk
 from kvstore.errors import InvalidRequest, PermissionDenied
 from kvstore.node.opening import open_member
-from kvstore.security import account
-from kvstore.security.account import Account, account_secret, proof
+from kvstore.security import authentication
+from kvstore.security.authentication import Account, account_secret, proof
 from kvstore.worker.worker import Worker
 from tests.kit.cases import for_each
 from tests.kit.patience import PATIENCE_S
@@ -36,7 +36,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="a process of root bec
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The home of this account, for the time of a test."""
-    monkeypatch.setattr(account, "_home", lambda: tmp_path)
+    monkeypatch.setattr(authentication, "_home", lambda: tmp_path)
     return tmp_path
 
 

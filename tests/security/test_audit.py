@@ -6,12 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.security.access import Denied, NotKnown, Presented
 from kvstore.security.audit import AuditLog
-from kvstore.security.authenticator import REVOKED, Authenticator
-from kvstore.security.bearer import issue, new_key
-from kvstore.security.denials import Denied, NotKnown
+from kvstore.security.authentication import REVOKED, Authenticator, issue, new_key
 from kvstore.security.guard import Guard
-from kvstore.security.identity import Presented
 from tests.kit.cases import for_each
 
 KEY, PUBLIC = new_key()

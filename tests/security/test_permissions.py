@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import PermissionDenied
-from kvstore.security.authenticator import Authenticator
+from kvstore.security.access import PERMISSIONS, Presented
+from kvstore.security.authentication import Authenticator
 from kvstore.security.guard import Guard
-from kvstore.security.identity import Presented
-from kvstore.security.permissions import PERMISSIONS
 from tests.kit.cases import for_each
 from tests.security.operations import OPERATIONS
 

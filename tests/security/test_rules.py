@@ -19,17 +19,12 @@ from kvstore.counts import WorkerCount
 from kvstore.errors import InvalidRequest, Overloaded, Unauthenticated
 from kvstore.namespace import Namespace
 from kvstore.node.holds import Hold
-from kvstore.security import bearer
+from kvstore.security import authentication
+from kvstore.security.access import EVERY, Identity, Meters, NotKnown, OverQuota, Presented, Quota, Reason, Role, Rules
 from kvstore.security.audit import AuditLog
-from kvstore.security.authenticator import Authenticator
-from kvstore.security.bearer import PublicKey, issue, new_key, verified
-from kvstore.security.denials import NotKnown, Reason
+from kvstore.security.authentication import Authenticator, PublicKey, issue, new_key, verified
 from kvstore.security.guard import Guard
-from kvstore.security.identity import Identity, Presented
-from kvstore.security.permissions import EVERY, Role
-from kvstore.security.quotas import Meters, OverQuota, Quota
-from kvstore.security.rules import Rules
-from kvstore.security.secret_files import Watched, read_secret, read_trusted
+from kvstore.security.tls import Watched, read_secret, read_trusted
 from kvstore.sources import SystemClock
 from kvstore.wire.statuses import Busy
 from kvstore.worker.admission import BytesInFlight
@@ -126,7 +121,7 @@ def test_a_token_says_who_until_when_and_bound_to_what() -> None:
     for identity, ttl_s in (("cert:a", 60.0), ("", 60.0), ("a", 8 * 86_400.0), ("a", 0.0)):
         with pytest.raises(InvalidRequest):
             issue(KEY, identity, "7", 1000.0, ttl_s)
-    assert bearer.TTL_S_MAX == 7 * 86_400
+    assert authentication.TTL_S_MAX == 7 * 86_400
 
 
 @for_each("mode, good", [(0o600, True), (0o400, True), (0o644, False), (0o660, False), (0o604, False)])

@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.security.authenticator import REVOKED, Authenticator
-from kvstore.security.bearer import SKEW_S, PublicKey, issue, new_key, verified
-from kvstore.security.denials import NotKnown, Reason
-from kvstore.security.identity import NOTHING, Presented
+from kvstore.security.access import NOTHING, NotKnown, Presented, Reason
+from kvstore.security.authentication import REVOKED, SKEW_S, Authenticator, PublicKey, issue, new_key, verified
 
 KEY, PUBLIC = new_key()
 NOW_S = 1_700_000_000.0

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest.mock import patch
 
-from kvstore.meta.interface import TxnResult
 from kvstore.meta.pins import PinRecord
 from kvstore.meta.session import Session
+from kvstore.meta.store import TxnResult
 from kvstore.meta.sweeps import Seq
 from kvstore.node import follower, holds, known, start_fence, view
 from kvstore_gc import grace, ledger

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 from kvstore.format import places
 from kvstore.format.places import Name
-from kvstore.root import fence, memory
+from kvstore.root import fences, memory
 from kvstore.root.interface import Root
 from kvstore_gc import execute, ledger, trash
 from tests.sim.planting import bug
@@ -105,7 +105,7 @@ def restore_overwrites() -> Iterator[None]:
         assert found is not None
         return root.move(entry, places.chunk(*found, shard_bits))
 
-    with patch.object(fence, "restore", restore), patch.object(trash, "restore", restore):
+    with patch.object(fences, "restore", restore), patch.object(trash, "restore", restore):
         yield
 
 
@@ -116,6 +116,6 @@ def fence_drains() -> Iterator[None]:
     def lift(root: Root, sweep: bytes, shard_bits: int, is_named: Callable[[], bool]) -> bool:
         return real(root, sweep, shard_bits, lambda: False)
 
-    real = fence.lift
-    with patch.object(fence, "lift", lift):
+    real = fences.lift
+    with patch.object(fences, "lift", lift):
         yield

@@ -11,9 +11,9 @@ from kvstore.errors import KVStoreError, Unavailable
 from kvstore.format import places
 from kvstore.format.header import Damage
 from kvstore.format.places import Name
-from kvstore.meta.interface import Event, Meta, Snapshot
 from kvstore.meta.keys import Keys
 from kvstore.meta.session import Session
+from kvstore.meta.store import Event, Meta, Snapshot
 from kvstore.node import follower, holds, known, node, quarantine, view
 from kvstore.root import memory
 from kvstore.root.inspect import Broken, Inspector

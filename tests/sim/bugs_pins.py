@@ -10,13 +10,13 @@ from unittest.mock import patch
 
 from kvstore.address import Chain
 from kvstore.errors import RootMismatch, Unavailable
-from kvstore.meta.interface import LeaseGone, Put
 from kvstore.meta.pins import PinRecord as Ref
 from kvstore.meta.pins import Pins
 from kvstore.meta.session import Session
+from kvstore.meta.store import LeaseGone, Put
 from kvstore.node import holds, member
 from kvstore.results import PinRecord
-from kvstore.root.twins import list_twins, read_twin
+from kvstore.root.fences import list_twins, read_twin
 from kvstore_gc import execute
 from tests.sim import world
 from tests.sim.planting import bug

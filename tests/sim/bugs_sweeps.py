@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from kvstore.meta.interface import Compare, Delete, KeyValue, Meta, Put, TxnResult
+from kvstore.meta.store import Compare, Delete, KeyValue, Meta, Put, TxnResult
 from kvstore.meta.sweeps import Condemned
 from kvstore_gc import execute, grace, ledger, objects
 from kvstore_gc.grace import Spared

@@ -50,7 +50,7 @@ HOST = ("clears", "eviction", "place", "tables")
 TIMED = (
     "kvstore.node.host_clearing",
     "kvstore.host.clears",
-    "kvstore.host.place",
+    "kvstore.host.tables",
     "kvstore.host.room",
     "kvstore.node.host_view",
 )

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from kvstore.errors import Unavailable
-from kvstore.meta.interface import (
+from kvstore.meta.memory import MemoryMeta, MemoryStore, _Lease
+from kvstore.meta.store import (
     NO_LEASE,
     Absent,
     Compare,
@@ -22,8 +23,6 @@ from kvstore.meta.interface import (
     Watch,
     WatchLost,
 )
-from kvstore.meta.memory import MemoryMeta
-from kvstore.meta.memory_store import MemoryStore, _Lease
 from kvstore.sources import Clock
 from tests.sim.faults import Call, Faults
 from tests.sim.kernel import Actor

@@ -26,7 +26,7 @@ THREADED = (
     "kvstore.host.room",
     "kvstore.host.tables",
     "kvstore.node.host_view",
-    "kvstore.meta.presence",
+    "kvstore.meta.session",
     "kvstore.meta.session",
     "kvstore.node.holds",
     "kvstore.node.lanes",
@@ -268,7 +268,7 @@ def installed(at: Kernel) -> Iterator[None]:
                 undo.enter_context(patch.object(module, name, _REPLACED[name]))
         for name in _TIMED:
             undo.enter_context(patch(f"{name}.time", _TIME))
-        undo.enter_context(patch("kvstore.meta.deadline.SystemClock", NowClock))
+        undo.enter_context(patch("kvstore.meta.store.SystemClock", NowClock))
         undo.enter_context(patch("kvstore.root.inspect.READ_BYTES", 4096))  # files are tiny here, and buffers many
         _current.append(at)
         undo.callback(_current.pop)

@@ -14,22 +14,20 @@ import numpy as np
 from kvstore.address import Chain, block_address
 from kvstore.errors import KVStoreError
 from kvstore.format import places
-from kvstore.format.generation import Generation
-from kvstore.format.header import FIXED_BYTES, incarnation_at
+from kvstore.format.header import FIXED_BYTES, Generation, incarnation_at
 from kvstore.format.places import Name
 from kvstore.layout import Layout
-from kvstore.meta.generation import Agreed, join_generation
-from kvstore.meta.interface import Put
+from kvstore.meta.cluster import Agreed, join_generation
 from kvstore.meta.keys import Keys
 from kvstore.meta.memory import MemoryMeta
+from kvstore.meta.store import Put
 from kvstore.meta.sweeps import Condemned
 from kvstore.meta.usage import Capacity
 from kvstore.namespace import Namespace
 from kvstore.node.limits import Limits
-from kvstore.root.generations import publish, read_newest
-from kvstore.root.identity import RootId, RootIdentity
+from kvstore.root.fences import list_twins
+from kvstore.root.identity import RootId, RootIdentity, publish, read_newest
 from kvstore.root.memory import MemoryFile, MemoryRoot
-from kvstore.root.twins import list_twins
 from kvstore_gc.safety import Timings
 from kvstore_gc.victims import read_victims
 from tests.sim.collector import Collector

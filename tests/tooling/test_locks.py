@@ -13,7 +13,7 @@ from tests.kit import locking
 from tests.kit.locking import Order, OrderedLock, Site, site_of
 
 A, B, C = (Site(f"kvstore.node.{name}:1", 5) for name in "abc")
-LOWER = Site("kvstore.root.objects:1", 7)
+LOWER = Site("kvstore.root.object_store:1", 7)
 
 
 @pytest.fixture

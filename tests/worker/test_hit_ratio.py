@@ -17,7 +17,7 @@ from kvstore.client.bulk.way import Bulk
 from kvstore.client.cache import Cache
 from kvstore.client.store import Store
 from kvstore.replay import Content, expect, generate, replay_layout
-from kvstore.replay.content import KvBytes
+from kvstore.replay.runner import KvBytes
 from kvstore.replay.trace import BLOCK_TOKENS
 from kvstore.tokens import TokenArray
 from kvstore.worker.exposition import Exposition

@@ -22,7 +22,7 @@ from kvstore.errors import PermissionDenied, Unauthenticated
 from kvstore.namespace import Namespace
 from kvstore.node.view import View
 from kvstore.root.memory import MemoryFiles, MemoryRoot
-from kvstore.security.account import Account, proof
+from kvstore.security.authentication import Account, proof
 from kvstore.security.guard import Guard
 from kvstore.tokens import TokenArray
 from kvstore.v1 import kvstore_pb2 as pb

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from kvstore import errors
 from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError
-from kvstore.format.descent import DESCENT_BYTES_MAX
-from kvstore.format.header import Expected, expected_block
+from kvstore.format.header import DESCENT_BYTES_MAX, Expected, expected_block
 from kvstore.namespace import Namespace
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire import statuses

@@ -21,7 +21,7 @@ from kvstore.client.limits import ClientLimits
 from kvstore.counts import ClientCount
 from kvstore.errors import InvalidRequest
 from kvstore.node.counters import Counts
-from kvstore.root.mounts import MEMORY_FILE_SYSTEMS, file_system_type
+from kvstore.root.posix import MEMORY_FILE_SYSTEMS, file_system_type
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import LinkBroken
 from kvstore.wire.bulk.frames import SHORT_CALLS, Head, Kind, Mode, encode_arena, encode_request

@@ -30,7 +30,7 @@ from kvstore.node.lanes import GROUP_BYTES_MIN, Deadline, group_size
 from kvstore.node.reader import Groups, Reading, verified
 from kvstore.node.wanted import Items, Wanted, expected_of, image_sizes, mean_bytes, payload_bytes
 from kvstore.root.interface import LocalFiles, Stat
-from kvstore.root.posix_reader import PosixReader
+from kvstore.root.posix import PosixReader
 from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.frames import NOT_LENT, SPAN_BYTES, Head, Kind, LentSlots, decode_slots, decode_span
 from kvstore.wire.images import fill_verified

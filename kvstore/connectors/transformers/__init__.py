@@ -11,10 +11,8 @@
 from __future__ import annotations
 
 from kvstore.connectors.transformers.blended import Blended, prefill_blended, put_segments
-from kvstore.connectors.transformers.kept import BlendedCache
-from kvstore.connectors.transformers.namespace import model_cache
-from kvstore.connectors.transformers.prefill import prefill_with_store
-from kvstore.connectors.transformers.storing import Storing
+from kvstore.connectors.transformers.cache_spec import BlendedCache, model_cache
+from kvstore.connectors.transformers.prefill import Storing, prefill_with_store
 
 __all__ = [
     "Blended",

@@ -15,12 +15,18 @@ import torch
 from transformers import DynamicCache
 
 from kvstore.client import Cache, Store
-from kvstore.connectors.transformers.decoder import Decoder, PromptKV
-from kvstore.connectors.transformers.device import host_memory
-from kvstore.connectors.transformers.kept import BlendedCache, Kept, check_prompt, refused
-from kvstore.connectors.transformers.namespace import check_cache, checked, model_cache, not_a_store
-from kvstore.connectors.transformers.prefill import GO_ON, load_rows
-from kvstore.connectors.transformers.selective import alone, recompute
+from kvstore.connectors.transformers.cache_spec import (
+    BlendedCache,
+    Kept,
+    check_cache,
+    check_prompt,
+    checked,
+    model_cache,
+    not_a_store,
+    refused,
+)
+from kvstore.connectors.transformers.decoder import Decoder, PromptKV, alone, recompute
+from kvstore.connectors.transformers.prefill import GO_ON, host_memory, load_rows
 from kvstore.errors import InvalidRequest
 from kvstore.segments import Segments, Verdict, gate
 

@@ -20,7 +20,6 @@ Parameters, defaults and return values are those of ``vineyard.llm`` 0.24.  What
 from __future__ import annotations
 
 from kvstore.connectors.vineyard.cache import KVCache
-from kvstore.connectors.vineyard.config import FileCacheConfig, FilesystemType, VineyardCacheConfig
-from kvstore.connectors.vineyard.tensor import KVTensor
+from kvstore.connectors.vineyard.types import FileCacheConfig, FilesystemType, KVTensor, VineyardCacheConfig
 
 __all__ = ["FileCacheConfig", "FilesystemType", "KVCache", "KVTensor", "VineyardCacheConfig"]

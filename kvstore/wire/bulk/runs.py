@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.buffers import Pieces, Planes, address_of
-from kvstore.format.checksum import checksum
+from kvstore.format.header import checksum
 from kvstore.native import library as native
 from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.sums import plane_sums

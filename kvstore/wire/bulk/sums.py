@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvstore.buffers import Pieces, Planes
-from kvstore.format.checksum import checksum
+from kvstore.format.header import checksum
 
 
 def plane_sums(planes: Planes, first: int, count: int) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvstore.errors import InvalidRequest
 from kvstore.memory.arena import follow
-from kvstore.security.identity import NOTHING, Presented
+from kvstore.security.access import NOTHING, Presented
 from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.ledger import LEDGER_BYTES, entry_value
 

@@ -19,7 +19,7 @@ from contextlib import suppress
 
 from kvstore.counts import WorkerCount
 from kvstore.errors import InvalidRequest, KVStoreError
-from kvstore.security.identity import NOTHING, Presented
+from kvstore.security.access import NOTHING, Presented
 from kvstore.security.tls import Certificate
 from kvstore.wire.bulk.channel import Channel, LinkBroken, LinkLate
 from kvstore.wire.bulk.frames import HEAD_BYTES, Kind, decode_head

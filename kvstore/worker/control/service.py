@@ -17,7 +17,7 @@ from kvstore.node.member import Member
 from kvstore.node.prefetch import checked_tier
 from kvstore.operations import NoOperation, OperationRun, OperationStatus
 from kvstore.results import LimitValue
-from kvstore.security.permissions import Role
+from kvstore.security.access import Role
 from kvstore.sources import Clock
 from kvstore.v1 import control_pb2 as pb
 from kvstore.wire.limits import CONTROL

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.connectors.settings import StoreSettings
+from kvstore.connectors.common import StoreSettings
 from kvstore.fsck import Kind, fsck
 from kvstore.node.limits import Limits
 from kvstore.root.identity import create_or_open

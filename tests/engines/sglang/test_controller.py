@@ -13,7 +13,7 @@ import torch
 from prometheus_client import REGISTRY
 from sglang.srt.mem_cache.hicache_storage import PoolName
 
-from kvstore.connectors.settings import StoreSettings
+from kvstore.connectors.common import StoreSettings
 from kvstore.node.limits import Limits
 from kvstore.root.posix import PosixRoot
 from tests.engines.sglang.on_cpu import StorageMetricsCollector, cache_controller

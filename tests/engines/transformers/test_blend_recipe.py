@@ -21,9 +21,8 @@ from benchmarks.blend_model import ATTEMPTS, COOL_DOWN, ONE_HOP, Recipe, Stage, 
 from benchmarks.blend_task import ASK, Kind, Prompt
 from benchmarks.blending import BOUNDS, MEASURED, REUSE, SEARCHED, case_of, full_row, plan, prompts_of, quality
 from kvstore.connectors.transformers import model_cache, prefill_blended, put_segments
-from kvstore.connectors.transformers.decoder import Decoder
+from kvstore.connectors.transformers.decoder import Decoder, Rows, deviation
 from kvstore.connectors.transformers.gate import candidates, choose
-from kvstore.connectors.transformers.selective import Rows, deviation
 from kvstore.segments import Rule
 from tests.engines.transformers.models import difference, logits_after, logits_without_store
 

@@ -23,10 +23,9 @@ from kvstore.connectors.transformers import (
     prefill_with_store,
     put_segments,
 )
-from kvstore.connectors.transformers.comparing import Case, prepare
+from kvstore.connectors.transformers.cache_spec import checked, run
 from kvstore.connectors.transformers.decoder import Decoder
-from kvstore.connectors.transformers.kept import run
-from kvstore.connectors.transformers.namespace import checked
+from kvstore.connectors.transformers.gate import Case, prepare
 from kvstore.connectors.transformers.prefill import _compute
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.segments import Bounds, Measured, Rule, Segments, Verdict

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvstore.connectors.vllm import bus
-from kvstore.connectors.vllm.bus import Parts
+from kvstore.connectors.vllm import gpu_copy
+from kvstore.connectors.vllm.gpu_copy import Parts
 from kvstore.errors import Overloaded
 
 
@@ -33,7 +33,7 @@ class Device:
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     now = SimpleNamespace(s=100.0)
     monkeypatch.setattr(time, "monotonic", lambda: now.s)
-    monkeypatch.setattr(bus, "_event", lambda: SimpleNamespace(query=lambda: False))
+    monkeypatch.setattr(gpu_copy, "_event", lambda: SimpleNamespace(query=lambda: False))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(wait_event=lambda _: None))
     return now
 
@@ -57,7 +57,7 @@ def test_a_device_that_is_full_is_asked_again_only_after_a_while(
     gpu, parts = device(1, monkeypatch), Parts(None, 8, 3)
     assert len({id(parts.take()) for _ in range(50)}) == 1 and gpu.tries == 2
     gpu.room = 1
-    clock.s += bus.FULL_S
+    clock.s += gpu_copy.FULL_S
     assert len({id(parts.take()) for _ in range(50)}) == 2
 
 
@@ -70,5 +70,5 @@ def test_without_any_memory_it_says_so_and_begins_once_there_is_some(
             parts.take()
     assert gpu.tries == 1
     gpu.room = 1
-    clock.s += bus.FULL_S
+    clock.s += gpu_copy.FULL_S
     parts.take()

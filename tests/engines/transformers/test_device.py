@@ -16,8 +16,9 @@ import torch
 
 import kvstore
 from kvstore.client import Cache
-from kvstore.connectors.transformers import device, prefill
-from kvstore.connectors.transformers.kept import Kept
+from kvstore.connectors.transformers import prefill
+from kvstore.connectors.transformers import prefill as device
+from kvstore.connectors.transformers.cache_spec import Kept
 from kvstore.errors import HoldBroken
 from kvstore.layout import Layout
 

@@ -13,7 +13,7 @@ from benchmarks.contents import WrongBytes
 from benchmarks.gpu_model import SMALL, opened
 from benchmarks.gpu_pages import Moves
 from benchmarks.gpu_prefill import Prefill
-from kvstore.connectors.vllm.pages import Pages
+from kvstore.connectors.vllm.gpu_copy import Pages
 
 
 def test_it_prints_its_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

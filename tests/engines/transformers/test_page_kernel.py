@@ -14,8 +14,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 pytest.importorskip("triton")
 
-from kvstore.connectors.vllm.page_kernel import PageKernel
-from kvstore.connectors.vllm.pages import Pages
+from kvstore.connectors.vllm.gpu_copy import PageKernel, Pages
 
 COUNT = 9
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-from kvstore.connectors.vllm.pages import Pages
+from kvstore.connectors.vllm.gpu_copy import Pages
 from kvstore.errors import InvalidRequest
 
 BLOCKS = [5, 0, 7, 2]
@@ -132,7 +132,7 @@ def test_the_parts_of_one_rank_are_the_blocks_of_two() -> None:
 
 def test_more_blocks_than_go_over_the_bus_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = tensors(64, 0, 0)
-    monkeypatch.setattr("kvstore.connectors.vllm.pages.PART_BYTES", 2 * 3 * 64)
+    monkeypatch.setattr("kvstore.connectors.vllm.gpu_copy.PART_BYTES", 2 * 3 * 64)
     pages = Pages([dict(zip("abc", layers, strict=True))], COUNT)
     expected = torch.cat(layers, dim=1).cpu()
     for _ in range(20):  # more copies than there are parts

@@ -9,11 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from kvstore.connectors.transformers.comparing import Case, Prepared, Tally, by_layer, prepare
-from kvstore.connectors.transformers.decoder import Decoder
-from kvstore.connectors.transformers.gate import UNMEASURED, candidates, choose, work
-from kvstore.connectors.transformers.selective import deviation
-from kvstore.connectors.transformers.splitting import Split
+from kvstore.connectors.transformers.decoder import Decoder, deviation
+from kvstore.connectors.transformers.gate import (
+    UNMEASURED,
+    Case,
+    Prepared,
+    Split,
+    Tally,
+    by_layer,
+    candidates,
+    choose,
+    prepare,
+    work,
+)
 from kvstore.errors import InvalidRequest
 from kvstore.segments import Bounds, Rule, Verdict
 from tests.engines.transformers.models import (

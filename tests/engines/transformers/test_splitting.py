@@ -6,8 +6,7 @@ from collections import Counter
 
 import pytest
 
-from kvstore.connectors.transformers.comparing import Case
-from kvstore.connectors.transformers.splitting import PROMPTS_MIN, Split
+from kvstore.connectors.transformers.gate import PROMPTS_MIN, Case, Split
 from kvstore.errors import InvalidRequest
 
 

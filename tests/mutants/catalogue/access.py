@@ -10,10 +10,10 @@ from tests.mutants.mutant import Mutant, mutant
 
 GUARD = "kvstore.security.guard:Guard"
 VISIT = "kvstore.security.guard:Visit"
-IDENTITY = "kvstore.security.identity:Identity"
-BEARER = "kvstore.security.bearer"
-QUOTAS = "kvstore.security.quotas"
-SECRETS = "kvstore.security.secret_files"
+IDENTITY = "kvstore.security.access:Identity"
+BEARER = "kvstore.security.authentication"
+QUOTAS = "kvstore.security.access"
+SECRETS = "kvstore.security.tls"
 PERMISSIONS = "security/test_permissions.py"
 MATRIX = "security/test_access_matrix.py"
 RULES = "security/test_rules.py"
@@ -21,9 +21,9 @@ TOKENS = "security/test_tokens.py"
 
 
 def _admit_all(real: Any, self: Any, method: str, presented: Any, *rest: Any, **how: Any) -> Any:
-    from kvstore.security.denials import Denied
+    from kvstore.security.access import PERMISSIONS as TABLE
+    from kvstore.security.access import Denied
     from kvstore.security.guard import Visit
-    from kvstore.security.permissions import PERMISSIONS as TABLE
 
     try:
         return real(self, method, presented, *rest, **how)
@@ -40,8 +40,8 @@ def _unsigned(real: Any, token: str, keys: Any) -> Any:
     import base64
     import json
 
-    from kvstore.security.bearer import Claims
-    from kvstore.security.denials import NotKnown
+    from kvstore.security.access import NotKnown
+    from kvstore.security.authentication import Claims
 
     try:
         return real(token, keys)
@@ -52,13 +52,12 @@ def _unsigned(real: Any, token: str, keys: Any) -> Any:
 
 
 def _anyone(real: Any, self: Any, presented: Any) -> Any:
-    from kvstore.security.denials import NotKnown
+    from kvstore.security.access import NotKnown
 
     try:
         return real(self, presented)
     except NotKnown:
-        from kvstore.security.identity import Identity
-        from kvstore.security.permissions import EVERY, Role
+        from kvstore.security.access import EVERY, Identity, Role
 
         return Identity("anyone", {EVERY: Role.ADMIN})
 
@@ -75,7 +74,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "access-anyone",
         "access X3: an unauthenticated caller is refused",
-        at("kvstore.security.authenticator:Authenticator", "identify", _anyone),
+        at("kvstore.security.authentication:Authenticator", "identify", _anyone),
         TOKENS,
     ),
     mutant(
@@ -133,7 +132,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "access-token-not-revoked",
         "access X3: a revoked token is refused",
-        at("kvstore.security.authenticator", "read_revoked", giving({})),
+        at("kvstore.security.authentication", "read_revoked", giving({})),
         TOKENS,
     ),
     mutant(
@@ -156,7 +155,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "access-other-account",
         "access X12: another account is refused",
-        at("kvstore.security.account:Account", "is_proved_by", giving(True)),
+        at("kvstore.security.authentication:Account", "is_proved_by", giving(True)),
         "security/test_account.py",
     ),
     mutant(
@@ -172,7 +171,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "access-every-host-is-this-one",
         "access X1: without TLS a worker listens on this host alone",
-        at("kvstore.security.networks", "is_loopback", giving(True)),
+        at("kvstore.security.tls", "is_loopback", giving(True)),
         RULES,
         "security/test_account.py",
     ),

@@ -172,7 +172,7 @@ GRACE_AND_SPARED = [
     rule(
         "G4",
         "pins-of-before-the-sweep",
-        several(_note_before("/refs/"), _list_of_before("/refs/"), at("kvstore.root.twins", "list_twins", giving([]))),
+        several(_note_before("/refs/"), _list_of_before("/refs/"), at("kvstore.root.fences", "list_twins", giving([]))),
         RULES,
     ),
     rule(
@@ -192,12 +192,12 @@ GRACE_AND_SPARED = [
     ),
     rule("H4", "laggards-are-not-revoked", at(GRACE, "revoke", giving(None)), SWEEPS, "-k", "h4"),
     rule("A2", "held-is-chosen-again", at(GRACE, "kept", lambda real, self: self.pinned()), CYCLE),
-    rule("C5", "twins-are-not-spared", at("kvstore.root.twins", "list_twins", giving([])), RULES),
-    rule("C5", "unreadable-twin-skipped", at("kvstore.root.twins", "read_twin", giving(None)), HOSTILE, "-k", "c5"),
+    rule("C5", "twins-are-not-spared", at("kvstore.root.fences", "list_twins", giving([])), RULES),
+    rule("C5", "unreadable-twin-skipped", at("kvstore.root.fences", "read_twin", giving(None)), HOSTILE, "-k", "c5"),
     rule(
         "C6",
         "runs-on-a-foreign-store",
-        at("kvstore.meta.generation", "read_generation", lambda real, *what: _root_generation()),
+        at("kvstore.meta.cluster", "read_generation", lambda real, *what: _root_generation()),
         CYCLE,
         RULES,
     ),
@@ -286,7 +286,7 @@ TAKING = [
         "F3",
         "store-is-not-read-again",
         at(
-            "kvstore.root.fence",
+            "kvstore.root.fences",
             "lift",
             lambda real, root, sweep, bits, is_named: real(root, sweep, bits, lambda: False),
         ),

@@ -10,10 +10,10 @@ from tests.mutants.mutant import Mutant, mutant, rule
 from tests.mutants.planters import several
 
 HEADER = "kvstore.format.header"
-ENCODED = "kvstore.format.encoded"
+ENCODED = "kvstore.format.header"
 VERIFY = "kvstore.node.images"
 CODEC = "kvstore.encodings.codec"
-SEAL = "kvstore.encodings.sealing:Seal"
+SEAL = "kvstore.encodings.codec:Seal"
 HEADERS = "format/test_header.py"
 ADDRESSES = "format/test_addresses.py"
 READS = ("node/test_verifying.py", "node/test_damage.py")
@@ -47,7 +47,7 @@ def _fixed(start: int, content: bytes) -> Any:
 
 
 def _any_header_sum(real: Any, header: Any) -> Any:
-    from kvstore.format.checksum import checksum
+    from kvstore.format.header import checksum
 
     raw = bytearray(header)
     size = int.from_bytes(raw[16:20], "little")
@@ -149,7 +149,7 @@ PLAIN = [
     mutant(
         "checksum-of-a-page",
         "FORMAT 4.3: a checksum covers all bytes",
-        at("kvstore.format.checksum", "checksum", lambda real, content: real(memoryview(content)[:4096])),
+        at("kvstore.format.header", "checksum", lambda real, content: real(memoryview(content)[:4096])),
         "format/test_golden.py",
         *READS,
         native=False,
@@ -246,7 +246,7 @@ ENCODINGS = [
     mutant(
         "seal-of-any-file",
         "FORMAT 4.5: a part is tied to its file",
-        at("kvstore.encodings.sealing", "Seal", _without_file),
+        at("kvstore.encodings.codec", "Seal", _without_file),
         CODEC_TESTS,
     ),
     mutant(
@@ -265,7 +265,7 @@ ENCODINGS = [
 
 
 def _decode_encoded(raw: Any) -> Any:
-    from kvstore.format.encoded import decode_encoded
+    from kvstore.format.header import decode_encoded
 
     return decode_encoded(raw)
 

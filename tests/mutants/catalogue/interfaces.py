@@ -14,15 +14,15 @@ from tests.mutants.planters import Planter, Target, Wrap, several
 Behaviour = Callable[..., Any]
 """Called with the real function first, then with the arguments of the call; its result is the call's."""
 
-ROOT = ("kvstore.root.posix:PosixRoot", "kvstore.root.memory:MemoryRoot", "kvstore.root.objects:ObjectRoot")
+ROOT = ("kvstore.root.posix:PosixRoot", "kvstore.root.memory:MemoryRoot", "kvstore.root.object_store:ObjectRoot")
 READER = (
-    "kvstore.root.posix_reader:PosixReader",
+    "kvstore.root.posix:PosixReader",
     "kvstore.root.memory:MemoryReader",
-    "kvstore.root.objects:ObjectReader",
+    "kvstore.root.object_store:ObjectReader",
 )
 META = ("kvstore.meta.memory:MemoryMeta", "kvstore.meta.etcd.client:EtcdMeta")
-WATCH = ("kvstore.meta.memory:MemoryWatch", "kvstore.meta.etcd.watch:EtcdWatch")
-MEMORY_STORE = "kvstore.meta.memory_store:MemoryStore"
+WATCH = ("kvstore.meta.memory:MemoryWatch", "kvstore.meta.etcd.client:EtcdWatch")
+MEMORY_STORE = "kvstore.meta.memory:MemoryStore"
 SESSION = "kvstore.meta.session:Session"
 PINS = "kvstore.meta.pins:Pins"
 HOLDS = "kvstore.node.holds:Holds"

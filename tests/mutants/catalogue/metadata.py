@@ -1,4 +1,4 @@
-"""Metadata stores that break their contract (kvstore/meta/interface.py): compares, leases, revisions, watches."""
+"""Metadata stores that break their contract (kvstore/meta/store.py): compares, leases, revisions, watches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _drop_one(real: Any, self: Any, timeout_s: float) -> Any:
 
 
 def _hide_loss(real: Any, self: Any, timeout_s: float) -> Any:
-    from kvstore.meta.interface import WatchLost
+    from kvstore.meta.store import WatchLost
 
     try:
         return real(self, timeout_s)
@@ -52,7 +52,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "meta-txn-without-limits",
         "Meta: limits of a transaction",
-        at("kvstore.meta.limits", "check_request", giving(None)),
+        at("kvstore.meta.store", "check_request", giving(None)),
         *CONTRACT,
     ),
     mutant(
@@ -97,7 +97,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "etcd-transaction-sent-again",
         "Meta: a transaction that may have been sent is not sent again",
-        at("kvstore.meta.etcd.members:Members", "call", _resend),
+        at("kvstore.meta.etcd.client:Members", "call", _resend),
         ETCD,
         "-k",
         "transaction",

@@ -325,7 +325,7 @@ def _any_checksum(real: Any, cls: Any, value: bytes, where: str) -> Any:
 
 
 def _agree(real: Any, *what: Any, read_root: Any, **how: Any) -> Any:
-    from kvstore.meta.generation import Agreed
+    from kvstore.meta.cluster import Agreed
 
     standing = real(*what, read_root=read_root, **how)
     return standing if isinstance(standing, Agreed) else Agreed(read_root())
@@ -343,7 +343,7 @@ RESTORED = [
         "C4", "starts-without-a-fence", at("kvstore.node.start_fence:StartFence", "lift_unnamed", giving(None)), SWEEPS
     ),
     rule("C5", "pin-without-a-twin", at("kvstore.node.twins:NodeTwins", "write", giving(None)), NODE_PINS),
-    rule("C5", "twin-stays-after-its-pin", at("kvstore.root.twins", "remove_twin", giving(None)), NODE_PINS),
+    rule("C5", "twin-stays-after-its-pin", at("kvstore.root.fences", "remove_twin", giving(None)), NODE_PINS),
     rule(
         "C5",
         "damaged-pin-is-read",
@@ -353,7 +353,7 @@ RESTORED = [
     rule(
         "C6",
         "protects-on-a-foreign-store",
-        at("kvstore.meta.generation", "join_generation", _agree),
+        at("kvstore.meta.cluster", "join_generation", _agree),
         "node/test_follower.py",
         "-k",
         "c6",

@@ -10,7 +10,7 @@ from tests.mutants.mutant import Mutant, mutant
 
 EVENTS = "kvstore.events"
 INVENTORY = f"{EVENTS}.inventory:Inventory"
-SESSIONS = "kvstore.connectors.sessions:Sessions"
+SESSIONS = "kvstore.connectors.common:Sessions"
 VLLM = "kvstore.connectors.vllm"
 SEGMENTS = "kvstore.segments"
 GATE = f"{SEGMENTS}.gate"
@@ -105,7 +105,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "branch-shares-nothing",
         "CONNECTORS sessions: other sessions keep their blocks",
-        at("kvstore.connectors.sessions", "shared", giving(0)),
+        at("kvstore.connectors.common", "shared", giving(0)),
         "connectors/test_sessions.py",
     ),
     mutant(

@@ -134,7 +134,7 @@ CONTRACTS = [
         "root-full-disk-unavailable",
         "Errors: a full disk is Overloaded",
         at(
-            "kvstore.root.posix_errors",
+            "kvstore.root.posix",
             "error_of",
             lambda real, action, path, cause: real(action, path, OSError(5, "io")),
         ),

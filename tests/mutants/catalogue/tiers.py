@@ -13,7 +13,7 @@ WRITING = "tiers/test_writing.py"
 INVENTORY_TESTS = "memory/test_inventory.py"
 DISK = "disk/test_disk_tier.py"
 DISK_TIER = "kvstore.node.disk_tier:DiskTier"
-PEERS = "kvstore.peers.peers:Peers"
+PEERS = "kvstore.peers.tier:Peers"
 
 
 def _claim_over(real: Any, self: Any, place: Any, *rest: Any, **how: Any) -> Any:
@@ -85,7 +85,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "extents-overlap",
         "MEMORY A1: extents do not overlap",
-        at("kvstore.memory.extents:Extents", "take", _first_extent),
+        at("kvstore.memory.arena:Extents", "take", _first_extent),
         "memory/test_extents.py",
     ),
     mutant(

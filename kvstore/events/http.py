@@ -1,0 +1,148 @@
+"""``POST /query`` of a publisher, and ``GET /healthz``: for its host, or with a token that may read the tenant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from math import isqrt
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from kvstore import scraping
+from kvstore.address import RecentChains
+from kvstore.errors import InvalidRequest, PermissionDenied
+from kvstore.events.columns import U64, Mask
+from kvstore.events.index import Model, Truth
+from kvstore.parsing import check_depth
+from kvstore.security.access import Identity, Presented, Role
+from kvstore.security.authentication import Authenticator
+from kvstore.wire.questions import Question, answer_document
+from kvstore.wire.web import Caller, answered, asks, respond
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
+
+
+Answer = Callable[[Question], dict[str, Any]]
+
+
+def application(answer: Answer, authenticator: Authenticator | None) -> WSGIApplication:
+    """Returns the application; without an authenticator it answers everybody who reaches it."""
+
+    def identify(caller: Caller) -> None:
+        _identity(caller, authenticator)
+
+    def admitted(question: Question, caller: Caller) -> dict[str, Any]:
+        _admit(caller, question.tenant, authenticator)
+        return answer(question)
+
+    def serve(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        if asks(environ):
+            return answered(environ, start_response, identify, admitted, decode)
+        if environ.get("PATH_INFO") == "/healthz":
+            return respond(start_response, "200 OK", {"status": "serving"})
+        return respond(start_response, "404 Not Found", {"error": "there is POST /query and GET /healthz"})
+
+    return serve
+
+
+def serve(app: WSGIApplication, host: str, port: int) -> Serving:
+    """Serves an application; port 0 is chosen by the system. Raises InvalidRequest if it cannot listen there."""
+    try:
+        server, _ = scraping.serve(app, host, port)
+    except OSError as cause:
+        raise InvalidRequest(f"cannot listen on {host}:{port}: {cause.strerror or cause}") from cause
+    return Serving(server, f"{host}:{server.server_port}")
+
+
+class Serving:
+    """A server at work."""
+
+    def __init__(self, server: Any, address: str) -> None:
+        self._server = server
+        self.address = address
+        """Its address, as ``host:port``."""
+
+    def close(self) -> None:
+        """Stops serving."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def decode(body: bytes) -> Any:
+    """Decodes JSON several times as fast as Python's own. Raises ValueError."""
+    try:
+        text = body.decode()
+        check_depth(text)
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError) as cause:
+        raise ValueError(str(cause)) from cause
+
+
+def _admit(caller: Caller, tenant: str, authenticator: Authenticator | None) -> None:
+    identity = _identity(caller, authenticator)
+    if identity is not None and not identity.may(Role.READ, tenant):
+        raise PermissionDenied(f"{identity.name} may not read tenant {tenant!r}")
+
+
+def _identity(caller: Caller, authenticator: Authenticator | None) -> Identity | None:
+    return None if authenticator is None else authenticator.identify(Presented(token=caller.token))
+
+
+# Answers for routers that ask: how long a prefix of a prompt is stored. Looks at inventories alone, so it is fast.
+
+
+RECENT_BYTES = 64 << 20
+"""Memory for addresses of recent prompts: the next turn of a chat hashes its new tokens alone."""
+
+
+class Answers:
+    """Answers from the inventories of a truth. Thread-safe."""
+
+    def __init__(self, truth: Truth, instance: str, medium: str) -> None:
+        self._truth = truth
+        self._instance = instance
+        self._medium = medium
+        self._chains = RecentChains(RECENT_BYTES)
+
+    def answer(self, question: Question) -> dict[str, Any]:
+        """Returns the longest stored prefix, in tokens, over all namespaces with that name and tenant; 0 if none."""
+        models = [
+            model
+            for model in list(self._truth.models.values())
+            if (model.namespace.name, model.namespace.tenant) == (question.model, question.tenant)
+        ]
+        found = [(self._leading(model, question), model.namespace.layout.chunk_tokens) for model in models]
+        blocks, size = max(found, key=lambda each: each[0] * each[1], default=(0, 0))
+        return answer_document(question, size, blocks, self._instance, {self._medium: blocks})
+
+    def _leading(self, model: Model, question: Question) -> int:
+        inventory = model.inventory
+        if question.tokens is not None:
+            packed = self._chains.of(model.namespace, question.tokens).packed_addresses
+            rows = inventory.rows
+            with self._truth.lock:
+                chunks = _leading_chain(lambda firsts: inventory.told(rows.find(firsts)), packed)
+                blocks = _leading_chain(lambda firsts: inventory.told(rows.find_spelled(firsts)), packed)
+            return max(chunks, blocks)
+        with self._truth.lock:
+            return _leading(inventory.told(inventory.rows.find_hashes(np.array(question.hashes, np.uint64))))
+
+
+def _leading_chain(told: Callable[[U64], Mask], packed: bytes) -> int:
+    """Returns how many leading addresses of a chain are told. What is told has told parents, so few are looked at."""
+    firsts = np.frombuffer(packed, ">u8")[::2]
+    first, stop = 0, len(firsts)
+    while first < stop:
+        step = isqrt(stop - first)
+        ends = range(first + step - 1, stop, step)
+        count = _leading(told(firsts[ends].astype(np.uint64)))
+        first += count * step
+        if count < len(ends):
+            stop = first + step - 1
+    return first
+
+
+def _leading(told: Mask) -> int:
+    return len(told) if told.all() else int(told.argmin())

@@ -1,0 +1,451 @@
+"""Which shards have to be listed, and when: decided from the times of their folders. Pure: no I/O, no clock.
+
+A listing tells nothing that came within the same tick of the file system's clock as its start. So a folder is listed
+at once when its time changes, and once more when that time has stood for ``settle_s`` by our own clock.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvstore.census.selection import ClearOrder
+from kvstore.errors import InvalidRequest, KVStoreError, RootMismatch
+from kvstore.events.columns import Rows
+from kvstore.events.headers import ROWS_MAX, read_identities
+from kvstore.events.inventory import KEY_MAX, Difference, Inventory, Part, Wholes
+from kvstore.events.limits import EventLimits
+from kvstore.format import places
+from kvstore.format.places import NameColumns, parse_names
+from kvstore.meta.keys import Keys
+from kvstore.meta.store import KeyValue, Meta, Watch, WatchLost
+from kvstore.meta.sweeps import Condemned, Members
+from kvstore.namespace import Namespace, NamespaceId
+from kvstore.root.interface import Root
+from kvstore.root.namespaces import read_namespaces
+from kvstore.root.posix import folder_time, list_names
+from kvstore.sources import Clock
+
+NEVER_S = float("-inf")
+BURST_S = 0.5
+"""Time for listings that may be saved up while nothing changes."""
+
+
+class Folders:
+    """The shards of one root. Times are monotonic seconds of the publisher, folder times are numbers to compare."""
+
+    def __init__(self, count: int, limits: EventLimits) -> None:
+        self._limits = limits
+        self._times = np.full(count, -1, np.int64)
+        self._since_s = np.full(count, NEVER_S)
+        self._listed_times = np.full(count, -2, np.int64)
+        self._listed_s = np.full(count, NEVER_S)
+        self._must = np.ones(count, np.bool_)
+        self._next = 0
+        self._credit_s = BURST_S
+        self._counted_s = NEVER_S
+        self.has_times = True
+        """False if the root's folders have no times."""
+
+    @property
+    def count(self) -> int:
+        """Number of shards."""
+        return len(self._times)
+
+    @property
+    def is_complete(self) -> bool:
+        """True once every shard was listed."""
+        return bool((self._listed_s > NEVER_S).all())
+
+    def to_look_at(self) -> list[int]:
+        """Returns the shards whose folders are to be looked at now, in turns if there are many."""
+        if not self.has_times:
+            return []
+        count = min(self.count, self._limits.folders_max)
+        chosen = [(self._next + at) % self.count for at in range(count)]
+        self._next = (self._next + count) % self.count
+        return chosen
+
+    def looked(self, shard: int, time: int | None, now_s: float) -> None:
+        """Notes the time of a folder; None if it has none."""
+        if time is None:
+            self.has_times = False
+        elif time != self._times[shard]:
+            self._times[shard], self._since_s[shard] = time, now_s
+
+    def must_list(self, shard: int | None) -> None:
+        """Has a shard listed as soon as possible; None: all of them."""
+        self._must[slice(None) if shard is None else shard] = True
+
+    def due(self, now_s: float) -> int | None:
+        """Returns the shard to list now, the one that waits longest; None if there is none."""
+        urgent = np.flatnonzero(self._must)
+        if len(urgent):
+            return int(urgent[self._listed_s[urgent].argmin()])
+        if self._credit(now_s) <= 0:
+            return None
+        is_due = now_s - self._listed_s >= self._limits.relist_s
+        if self.has_times:
+            settled_s = self._since_s + self._limits.settle_s
+            is_due &= (self._times != self._listed_times) | ((self._listed_s < settled_s) & (now_s >= settled_s))
+        found = np.flatnonzero(is_due)
+        return int(found[self._listed_s[found].argmin()]) if len(found) else None
+
+    def listed(self, shard: int, time: int | None, began_s: float, ended_s: float) -> None:
+        """Notes a whole listing; ``time`` is the folder's before it began."""
+        self._listed_s[shard], self._must[shard] = began_s, False
+        if time is not None:
+            self.looked(shard, time, began_s)
+            self._listed_times[shard] = time
+        self._credit_s = self._credit(ended_s) - (ended_s - began_s)
+
+    def _credit(self, now_s: float) -> float:
+        """Returns the time that listings may take now: a share of all time, saved up for a while."""
+        earned_s = (now_s - self._counted_s) * self._limits.list_share
+        self._credit_s, self._counted_s = min(BURST_S, self._credit_s + earned_s), now_s
+        return self._credit_s
+
+
+# Chunks that collectors and clears are about to delete, as etcd tells every node before it happens.
+#
+# A condemned chunk is a miss for every node from that moment (gc/PROTOCOL.md, H1), so that is when routers hear of
+# it. When a sweep or a clear has ended, only a listing tells what it spared.
+
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class News:
+    """The changes since the last look."""
+
+    begun: set[int] = field(default_factory=set)
+    """Shards that a sweep has condemned chunks of."""
+    ended: set[int] = field(default_factory=set)
+    """Shards whose sweep is over: list them."""
+    clear_begun: bool = False
+    clear_ended: bool = False
+    """A clear is over: list everything."""
+
+
+class Doomed:
+    """Follows the keys of sweeps and of clears that delete. Used by one thread."""
+
+    def __init__(self, meta: Meta, keys: Keys, limits: EventLimits) -> None:
+        self._meta = meta
+        self._keys = keys
+        self._limits = limits
+        self._sweeps: dict[int, tuple[bytes, Members | None]] = {}
+        self._clears: dict[str, ClearOrder] = {}
+        self._watches: dict[str, Watch] = {}
+
+    def news(self) -> News:
+        """Applies what happened since the last call. Raises Unavailable if a lost watch could not begin again."""
+        news = News()
+        for prefix in (self._keys.gc, self._keys.barriers):
+            try:
+                watch = self._watches.get(prefix) or self._begin(prefix, news)
+                while (events := watch.next(0.0)) is not None:
+                    for event in events:
+                        self._hear(event.key, event.kv, news)
+            except WatchLost as lost:
+                log.info("events.watch_lost %s %s", prefix, lost)
+                self._watches.pop(prefix).close()
+        return news
+
+    def condemned(self, shard: int) -> Members | None:
+        """Returns what the sweep of a shard condemns; None if there is none."""
+        found = self._sweeps.get(shard)
+        return None if found is None else found[1]
+
+    def hides(self, namespace: bytes) -> bool:
+        """True if a clear is deleting all of a namespace, by its id."""
+        return any(_takes_all(order) and order.means(NamespaceId(namespace)) for order in self._clears.values())
+
+    def close(self) -> None:
+        """Ends the watches. Idempotent."""
+        for watch in self._watches.values():
+            watch.close()
+        self._watches = {}
+
+    def _begin(self, prefix: str, news: News) -> Watch:
+        """Reads everything under a prefix, and watches from there on."""
+        snapshot = self._meta.list(prefix, self._limits.meta_deadline_s)
+        watch = self._watches[prefix] = self._meta.watch(prefix, snapshot.revision + 1)
+        there = {kv.key for kv in snapshot.items}
+        if prefix == self._keys.gc:
+            before = {self._keys.condemned_in(shard) for shard in self._sweeps}
+        else:
+            before = set(self._clears)
+        for gone in before - there:
+            self._hear(gone, None, news)
+        for kv in snapshot.items:
+            self._hear(kv.key, kv, news)
+        return watch
+
+    def _hear(self, key: str, kv: KeyValue | None, news: News) -> None:
+        shard = self._keys.parse_condemned(key)
+        if shard is not None:
+            self._hear_sweep(shard, kv, news)
+        elif key.startswith(self._keys.barriers):
+            self._hear_clear(key, kv, news)
+
+    def _hear_sweep(self, shard: int, kv: KeyValue | None, news: News) -> None:
+        before = self._sweeps.pop(shard, None)
+        if kv is not None:
+            try:
+                members = Members(Condemned.from_bytes(kv.value))
+            except RootMismatch as error:
+                log.warning("events.sweep_unreadable shard=%04x %s", shard, error)
+                members = None
+            self._sweeps[shard] = (kv.value, members)
+            news.begun.add(shard)
+        if before is not None and (kv is None or kv.value != before[0]):
+            news.ended.add(shard)
+
+    def _hear_clear(self, key: str, kv: KeyValue | None, news: News) -> None:
+        if kv is None:
+            news.clear_ended |= self._clears.pop(key, None) is not None
+            return
+        try:
+            self._clears[key] = ClearOrder.from_json(kv.value)
+            news.clear_begun = True
+        except InvalidRequest as error:
+            log.warning("events.clear_unreadable %s", error)
+            news.clear_ended = True
+
+
+def _takes_all(order: ClearOrder) -> bool:
+    return order.lineages is None and not order.unused_since_s
+
+
+# The chunks that the root holds, and those about to go, for all namespaces that are told; kept up to date by steps.
+#
+# The order of a step matters. What is condemned is taken back first, because the promise for removals is the
+# shortest. A shard is listed after the end of its sweep was heard, so what the listing finds was spared.
+
+
+STRANGERS_S = 10.0
+"""Records of namespaces that are not told are read again after so long."""
+
+Wanted = Callable[[Namespace], bool]
+
+
+@dataclass(slots=True)
+class Model:
+    """One namespace and its inventory."""
+
+    namespace: Namespace
+    inventory: Inventory
+    unknown: Rows
+    """Rows whose files are still to be read."""
+
+
+class Truth:
+    """The namespaces of one root. One thread steps; ``lock`` guards inventories for those who only ask."""
+
+    def __init__(
+        self,
+        root: Root,
+        shard_bits: int,
+        doomed: Doomed,
+        wanted: Wanted,
+        limits: EventLimits,
+        clock: Clock,
+        folder: str | None = None,
+    ) -> None:
+        """``wanted`` says which namespaces are told; ``folder`` is where their tokens go."""
+        self.lock = threading.Condition()
+        self.models: dict[int, Model] = {}
+        """By namespace id, as a number."""
+        self._root = root
+        self._shard_bits = shard_bits
+        self._doomed = doomed
+        self._wanted = wanted
+        self._limits = limits
+        self._clock = clock
+        self._folder = folder
+        self._folders = Folders(1 << shard_bits, limits)
+        self._wholes = Wholes()
+        self._looked_s = float("-inf")
+        self._strangers: set[int] = set()
+        """Namespaces that are not wanted, or had no readable record a moment ago."""
+        self._strangers_s = 0.0
+        self._quarantined: set[str] = set()
+
+    @property
+    def is_complete(self) -> bool:
+        """True once all that was there at the start is known."""
+        return self._folders.is_complete and not any(len(model.unknown) for model in self.models.values())
+
+    def step(self) -> None:
+        """Applies news, lists some shards and reads some files. Raises the errors of root and etcd."""
+        self._apply(self._doomed.news())
+        began_s = now_s = self._clock.monotonic_s()
+        if now_s - self._looked_s >= self._limits.step_s:
+            self._looked_s = now_s
+            self._look_at_quarantine()
+            for shard in self._folders.to_look_at():
+                self._folders.looked(shard, folder_time(self._root, places.shard_folder(shard)), now_s)
+        listed: dict[int, list[str]] = {}
+        try:
+            while now_s - began_s < self._limits.step_s and (due := self._folders.due(now_s)) is not None:
+                listed[due] = self._list(due)
+                now_s = self._clock.monotonic_s()
+        finally:
+            if listed:
+                self._apply_listed(listed)
+        for model in list(self.models.values()):
+            self._identify(model)
+
+    @property
+    def is_busy(self) -> bool:
+        """True if another step has something to do at once."""
+        return self._folders.due(self._clock.monotonic_s()) is not None or not self.is_complete
+
+    def reread(self) -> None:
+        """Reads etcd afresh at the next step: it may be another one than before, restored from a snapshot."""
+        self._doomed.close()
+
+    def settle(self) -> list[tuple[Model, Difference]]:
+        """Returns what is to be told since the last call, for each namespace with changes."""
+        found = []
+        with self.lock:
+            parts = {number: Part(each.namespace, each.inventory) for number, each in self.models.items()}
+            self._wholes.judge(parts)
+            for model in self.models.values():
+                difference = model.inventory.settle()
+                if len(difference.removed) or len(difference.stored):
+                    found.append((model, difference))
+        return found
+
+    def compact(self) -> None:
+        """Gives memory back where much is no longer there. Rows change: call it when no difference is in use."""
+        with self.lock:
+            for model in self.models.values():
+                if not len(model.unknown):
+                    model.inventory.compact()
+
+    def close(self) -> None:
+        """Ends the watches, and gives files back. Idempotent."""
+        self._doomed.close()
+        with self.lock:
+            for model in self.models.values():
+                model.inventory.close()
+            self.models = {}
+
+    # News
+
+    def _apply(self, news: News) -> None:
+        for shard in news.ended:
+            self._folders.must_list(shard)
+        if news.clear_ended:
+            self._folders.must_list(None)
+        with self.lock:
+            for shard in news.begun:
+                self._condemn(shard)
+            if news.clear_begun:
+                for number in self.models:
+                    self._hide(number)
+
+    def _condemn(self, shard: int) -> None:
+        """Condemns what a sweep in flight is about to take."""
+        members = self._doomed.condemned(shard)
+        if members is None:
+            return
+        for model in self.models.values():
+            rows = model.inventory.between(*self._range(shard))
+            if len(rows):
+                model.inventory.condemn(rows[members.among(model.inventory.rows.addresses(rows).tobytes())])
+
+    def _hide(self, number: int) -> None:
+        """Condemns all of a namespace that a clear is deleting."""
+        if self._doomed.hides(number.to_bytes(8, "big")):
+            inventory = self.models[number].inventory
+            inventory.condemn(inventory.between(0, KEY_MAX))
+
+    def _look_at_quarantine(self) -> None:
+        """Takes back chunks that were set aside as damaged, unless they are there again."""
+        names = set(list_names(self._root, places.QUARANTINE))
+        new, self._quarantined = names - self._quarantined, names
+        for name in new:
+            address = places.parse_quarantined(name)
+            if address is None:
+                continue
+            first = np.array([int.from_bytes(address[:8], "big")], np.uint64)
+            for model in self.models.values():
+                chunk = places.chunk(address, model.namespace.id, self._shard_bits)
+                if self._root.stat(chunk) is None:
+                    with self.lock:
+                        model.inventory.left(first)
+
+    # Listing
+
+    def _list(self, shard: int) -> list[str]:
+        """Returns the names in a shard's folder."""
+        folder, began_s = places.shard_folder(shard), self._clock.monotonic_s()
+        time = folder_time(self._root, folder)
+        names = list_names(self._root, folder)
+        self._folders.listed(shard, time, began_s, self._clock.monotonic_s())
+        return names
+
+    def _apply_listed(self, listed: Mapping[int, list[str]]) -> None:
+        """Notes listings by shard, many at once: each alone would cost as much."""
+        found = parse_names([name for names in listed.values() for name in names])
+        try:
+            self._meet(found)
+        except KVStoreError:
+            for shard in listed:
+                self._folders.must_list(shard)
+            raise
+        folders = np.repeat(np.array(list(listed), np.uint64), [len(names) for names in listed.values()])[found.ours]
+        in_place = folders == found.firsts >> np.uint64(64 - self._shard_bits)
+        ranges = [self._range(shard) for shard in listed]
+        with self.lock:
+            for number, model in self.models.items():
+                mine = in_place & (found.namespaces == np.uint64(number))
+                # What is here now was spared by every sweep that has ended; those in flight condemn theirs again.
+                model.inventory.listed(ranges, found.firsts[mine], found.lasts[mine])
+            for shard in listed:
+                self._condemn(shard)
+            for number in self.models:
+                self._hide(number)
+
+    def _meet(self, found: NameColumns) -> None:
+        """Reads the records of namespaces that were not there before."""
+        now_s = self._clock.monotonic_s()
+        if now_s - self._strangers_s >= STRANGERS_S:
+            self._strangers, self._strangers_s = set(), now_s
+        new = set(np.unique(found.namespaces).tolist()) - self.models.keys() - self._strangers
+        if not new:
+            return
+        for namespace in read_namespaces(self._root):
+            number = int.from_bytes(namespace.id, "big")
+            if number in new and self._wanted(namespace):
+                inventory = Inventory(namespace.layout.chunk_tokens, self._folder, namespace.digest)
+                with self.lock:
+                    self.models[number] = Model(namespace, inventory, np.zeros(0, np.int32))
+        self._strangers |= new - self.models.keys()
+
+    def _identify(self, model: Model) -> None:
+        """Reads the files of some chunks that came."""
+        with self.lock:
+            rows = np.unique(np.concatenate([model.unknown, model.inventory.unknown()]))
+        now, model.unknown = rows[:ROWS_MAX], rows[ROWS_MAX:]
+        if not len(now):
+            return
+        read = read_identities(self._root, self._shard_bits, model.namespace, model.inventory, now)
+        with self.lock:
+            model.inventory.learn(read.found)
+            model.inventory.learn(read.blocks)
+            model.inventory.refuse(read.odd)
+            model.inventory.retry(read.failed)
+
+    def _range(self, shard: int) -> tuple[int, int]:
+        """Returns the first and the last number that 8 bytes of an address in this shard can begin with."""
+        shift = 64 - self._shard_bits
+        return shard << shift, ((shard + 1) << shift) - 1

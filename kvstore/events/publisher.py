@@ -1,0 +1,353 @@
+"""The publisher: brings the truth up to date, and tells the differences while it is the speaker.
+
+A publisher that is not the speaker follows the root all the same, so it knows everything when it is elected. Then it
+tells the marker and all that it knows, once, and differences from there on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Protocol
+from urllib.parse import quote
+
+from kvstore.errors import KVStoreError
+from kvstore.events import stream as messages
+from kvstore.events.columns import Rows
+from kvstore.events.http import Answers, Serving, application, serve
+from kvstore.events.index import Doomed, Model, Truth
+from kvstore.events.inventory import Difference
+from kvstore.events.leader import Fence
+from kvstore.events.limits import EventLimits
+from kvstore.events.stream import MEDIUM, Batch, Curve, Gone, Naming, Request, Sockets, Stream, ended
+from kvstore.meta.cluster import check_bound
+from kvstore.meta.keys import Keys
+from kvstore.meta.store import Meta
+from kvstore.namespace import Namespace
+from kvstore.root.identity import create_or_open
+from kvstore.root.interface import Root
+from kvstore.security.authentication import Authenticator
+from kvstore.sources import Clock, RandomIds, SystemClock
+
+log = logging.getLogger(__name__)
+
+Send = Callable[[str, Batch], object]
+"""Gives a batch of a topic to all subscribers. Never waits: who is too slow misses it, and sees that by its number."""
+
+
+class Topics(Protocol):
+    """Names topics."""
+
+    def __call__(self, namespace: Namespace) -> str:
+        """Returns the topic of a namespace."""
+        ...
+
+
+class Speaker:
+    """One publisher. One thread steps."""
+
+    def __init__(
+        self,
+        truth: Truth,
+        fence: Fence,
+        send: Send,
+        topic_of: Topics,
+        naming: Naming,
+        limits: EventLimits,
+        clock: Clock,
+    ) -> None:
+        self._truth = truth
+        self._fence = fence
+        self._send = send
+        self._topic_of = topic_of
+        self._naming = naming
+        self._limits = limits
+        self._clock = clock
+        self._term = 0
+        self._streams: dict[str, Stream] = {}
+        self._said_s = 0.0
+        self.fails = False
+        """True if the last step could not reach root or etcd: the next one can wait."""
+        self.replaying = 0
+        """Replays that are under way: while there are some, rows keep their numbers."""
+
+    @property
+    def speaks(self) -> bool:
+        """True while this publisher is the speaker."""
+        return bool(self._fence.term)
+
+    def step(self) -> None:
+        """One step. Errors of root and etcd are logged: the next step tries again."""
+        self._fence.step()
+        try:
+            self._truth.step()
+            self.fails = False
+        except KVStoreError as error:
+            log.log(logging.DEBUG if self.fails else logging.WARNING, "events.failed %s", error)
+            self.fails = True
+        differences = self._truth.settle()
+        term = self._fence.term
+        if not term:
+            return
+        if term != self._term:
+            self._begin(term)
+        else:
+            for model, difference in differences:
+                self._tell(model, difference)
+        if self._clock.monotonic_s() - self._said_s >= self._limits.heartbeat_s:
+            self._beat()
+        if not self.replaying:
+            self._truth.compact()
+
+    def topics(self) -> list[str]:
+        """Returns the topics that were spoken of."""
+        return list(self._streams)
+
+    def replay(self, topic: str, seq: int) -> Iterator[Batch]:
+        """Yields what a subscriber misses from a number on: batches that are kept, or the marker and a snapshot.
+
+        It may be taken bit by bit, with steps between; count it in ``replaying`` for as long.
+        """
+        stream = self._streams[topic]
+        kept = stream.since(seq)
+        if kept is not None:
+            return iter(kept)
+        parts = [(model, model.inventory.snapshot()) for model in self._models(topic)]
+        return self._snapshot(stream, parts)
+
+    def _snapshot(self, stream: Stream, parts: list[tuple[Model, Rows]]) -> Iterator[Batch]:
+        # The last batch has the number of the last batch published, so that the next one continues it. Two batches in a
+        # row hold more than ``batch_blocks`` blocks, so there are no more of them than this.
+        blocks_max, last = self._limits.batch_blocks, stream.last
+        most = 1 + sum(2 * (len(rows) // blocks_max + 1) for _, rows in parts)
+        number = last - most
+        yield Batch(number, self._encoded([messages.cleared()]))
+        for model, rows in parts:
+            for events in messages.stored(model.inventory, rows, self._naming, blocks_max):
+                number += 1
+                assert number < last
+                yield Batch(number, self._encoded(events))
+        yield Batch(last, self._encoded([]))
+
+    def _begin(self, term: int) -> None:
+        """Begins to speak: the marker and everything, for each topic."""
+        self._term, self._streams = term, {}
+        self._truth.reread()
+        for model in list(self._truth.models.values()):
+            rows = model.inventory.snapshot()
+            self._publish_stored(self._stream_of(model), model, rows)
+
+    def _stream_of(self, model: Model) -> str:
+        """Returns the topic of a namespace; begins it with the marker if it is new."""
+        topic = self._topic_of(model.namespace)
+        if topic not in self._streams:
+            self._streams[topic] = Stream(self._term, self._limits)
+            self._publish(topic, [messages.cleared()])
+        return topic
+
+    def _tell(self, model: Model, difference: Difference) -> None:
+        topic = self._stream_of(model)
+        blocks_max = self._limits.batch_blocks
+        for events in messages.removed(model.inventory, difference.removed, self._naming, blocks_max):
+            self._publish(topic, events)
+        self._publish_stored(topic, model, difference.stored)
+
+    def _publish_stored(self, topic: str, model: Model, rows: Rows) -> None:
+        for events in messages.stored(model.inventory, rows, self._naming, self._limits.batch_blocks):
+            self._publish(topic, events)
+            self._fence.step()  # a snapshot of millions takes longer than the lease
+
+    def _publish(self, topic: str, events: list[messages.Event]) -> None:
+        """Publishes one batch, unless another publisher may speak by now: its marker makes up for what is left out."""
+        if self._fence.term == self._term:
+            self._send(topic, self._streams[topic].add(self._encoded(events)))
+
+    def _beat(self) -> None:
+        self._said_s = self._clock.monotonic_s()
+        for topic in self._streams:
+            self._publish(topic, [])
+
+    def _encoded(self, events: list[messages.Event]) -> bytes:
+        return messages.encoded(events, self._clock.now_s())
+
+    def _models(self, topic: str) -> list[Model]:
+        return [model for model in self._truth.models.values() if self._topic_of(model.namespace) == topic]
+
+
+# The loop of a publisher: news of the root, batches, and replays for subscribers, in one thread.
+#
+# A replay goes out bit by bit between the steps, so that a snapshot for one subscriber delays no removal for the
+# others.
+
+
+REPLAYS_MAX = 64
+"""Replays under way; further requests are dropped, and their clients ask again."""
+TURN_BATCHES = 8
+PATIENCE_S = 30.0
+"""A client that takes nothing for so long is given up."""
+
+
+@dataclass(slots=True)
+class _Replay:
+    client: bytes
+    batches: Iterator[Batch]
+    moved_s: float
+    waiting: deque[Batch] = field(default_factory=deque)
+
+
+class Service:
+    """One publisher at work. ``run`` it in one thread."""
+
+    def __init__(self, truth: Truth, speaker: Speaker, sockets: Sockets, limits: EventLimits, clock: Clock) -> None:
+        self._truth = truth
+        self._speaker = speaker
+        self._sockets = sockets
+        self._limits = limits
+        self._clock = clock
+        self._replays: list[_Replay] = []
+
+    def run(self, ended: Callable[[], bool]) -> None:
+        """Works until ``ended``."""
+        while not ended():
+            self.step()
+
+    def step(self) -> None:
+        """Answers requests, and does one step; pauses before it if there is nothing to do."""
+        is_busy = (self._truth.is_busy and not self._speaker.fails) or bool(self._replays)
+        for request in self._sockets.requests(0.0 if is_busy else self._limits.step_s):
+            self._begin(request)
+        self._replays = [replay for replay in self._replays if self._advance(replay)]
+        self._speaker.replaying = len(self._replays)
+        self._speaker.step()
+
+    def _begin(self, request: Request) -> None:
+        if len(self._replays) >= REPLAYS_MAX:
+            return
+        self._replays.append(_Replay(request.client, self._batches(request), self._clock.monotonic_s()))
+
+    def _batches(self, request: Request) -> Iterator[Batch]:
+        """Yields what a request asks for. Nothing but the end if another publisher speaks."""
+        for topic in self._speaker.topics() if self._speaker.speaks else ():
+            if request.topic in (None, topic):
+                yield from self._speaker.replay(topic, request.seq)
+        yield ended()
+
+    def _advance(self, replay: _Replay) -> bool:
+        """Sends some of a replay; False once it is over."""
+        while len(replay.waiting) < TURN_BATCHES and (batch := next(replay.batches, None)) is not None:
+            replay.waiting.append(batch)
+        try:
+            sent = self._sockets.reply(replay.client, replay.waiting)
+        except Gone as gone:
+            log.info("events.replay_gone %s", gone)
+            return False
+        for _ in range(sent):
+            replay.waiting.popleft()
+        now_s = self._clock.monotonic_s()
+        if sent:
+            replay.moved_s = now_s
+        return bool(replay.waiting or sent) and now_s - replay.moved_s < PATIENCE_S
+
+
+# A publisher put together: root, etcd, sockets and the answers for those who ask.
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """The names and the selection of what is told."""
+
+    pod: str = "kvstore"
+    """The publisher's name in topics. Publishers of one name elect one that speaks."""
+    namespaces: frozenset[str] = frozenset()
+    """Names of namespaces; all if empty."""
+    tenants: frozenset[str] | None = None
+    """Tenants; all if None. Those without one have the empty name."""
+    medium: str = MEDIUM
+    whole_hashes: bool = False
+
+    def wants(self, namespace: Namespace) -> bool:
+        """True if a namespace is told of."""
+        is_named = not self.namespaces or namespace.name in self.namespaces
+        return is_named and (self.tenants is None or namespace.tenant in self.tenants)
+
+    def topic(self, namespace: Namespace) -> str:
+        """Returns ``kv@POD@MODEL``; with a tenant, ``kv@POD.TENANT@MODEL``. An ``@`` in a name becomes ``%40``."""
+        pod = self.pod + (f".{namespace.tenant}" if namespace.tenant else "")
+        return f"kv@{_quoted(pod)}@{_quoted(namespace.name)}"
+
+
+@dataclass(frozen=True, slots=True)
+class At:
+    """Where a publisher listens. Endpoints are ZeroMQ's; ``query`` is ``host`` and ``port``."""
+
+    publish: str
+    replay: str | None = None
+    query: tuple[str, int] = ("127.0.0.1", 0)
+    curve: Curve | None = None
+    authenticator: Authenticator | None = None
+
+
+@dataclass(slots=True)
+class Publisher:
+    """An open publisher. ``run`` it, then close it."""
+
+    publish: str
+    replay: str
+    query: str
+    truth: Truth
+    speaker: Speaker
+    service: Service
+    undo: ExitStack = field(repr=False)
+
+    def run(self, ended: Callable[[], bool]) -> None:
+        """Works until ``ended``."""
+        self.service.run(ended)
+
+    def close(self) -> None:
+        """Ends everything; another publisher of this name may speak at once. Idempotent."""
+        self.undo.close()
+
+
+def open_publisher(
+    root: Root,
+    meta: Meta,
+    told: Told,
+    at: At,
+    *,
+    limits: EventLimits | None = None,
+    clock: Clock | None = None,
+    folder: str | None = None,
+) -> Publisher:
+    """Opens a publisher on a root and its metadata, which stay the caller's to close.
+
+    ``folder`` is where tokens lie in a file without a name. Raises RootMismatch, InvalidRequest, Unavailable.
+    """
+    limits, clock, ids = limits or EventLimits(), clock or SystemClock(), RandomIds()
+    identity = create_or_open(root, ids, create=False)
+    check_bound(meta, root.url, identity.root)
+    keys = Keys(identity.root)
+    with ExitStack() as undo:
+        truth = Truth(root, identity.shard_bits, Doomed(meta, keys, limits), told.wants, limits, clock, folder)
+        undo.callback(truth.close)
+        sockets = Sockets(at.publish, at.replay, at.curve)
+        undo.callback(sockets.close)
+        fence = Fence(meta, keys.speaker(told.pod), limits, clock, ids)
+        undo.callback(fence.close)
+        naming = Naming(told.medium, told.whole_hashes)
+        speaker = Speaker(truth, fence, sockets.send, told.topic, naming, limits, clock)
+        service = Service(truth, speaker, sockets, limits, clock)
+        serving = _serving(Answers(truth, told.pod, told.medium), at)
+        undo.callback(serving.close)
+        return Publisher(sockets.publish, sockets.replay, serving.address, truth, speaker, service, undo.pop_all())
+
+
+def _serving(answers: Answers, at: At) -> Serving:
+    return serve(application(answers.answer, at.authenticator), *at.query)
+
+
+def _quoted(text: str) -> str:
+    """Quotes what separates the parts of a topic; anything else stays readable."""
+    return quote(text, safe="/:.-_~ ")

@@ -1,0 +1,584 @@
+"""Asks one peer for chunks in its memory: one GET of the bulk protocol, whole images straight into the given memory.
+
+The rim towards the peer: whatever goes wrong here becomes an answer with fewer images.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from random import Random
+from threading import Lock
+
+import grpc
+
+from kvstore.address import Address, Chain
+from kvstore.background import Decision, Loop
+from kvstore.client.bulk.links import BulkRefused, Link
+from kvstore.client.credentials import PLAIN, Credentials
+from kvstore.client.endpoint import Endpoint
+from kvstore.counts import NodeCount
+from kvstore.errors import KVStoreError
+from kvstore.meta.session import Presence, Session
+from kvstore.meta.store import KeyValue, Watch, WatchLost
+from kvstore.meta.workers import ClearedTold, Digests, WorkerRecord
+from kvstore.namespace import NamespaceDigest
+from kvstore.node.counters import Counters, TierName
+from kvstore.node.lanes import Deadline
+from kvstore.node.member import Member
+from kvstore.node.wanted import Wanted
+from kvstore.peers.limits import PeerLimits
+from kvstore.peers.reports import EMPTY, Directory, Publisher, Source, Told
+from kvstore.peers.selection import Peer, Roster
+from kvstore.sources import Clock
+from kvstore.v1 import kvstore_pb2 as pb
+from kvstore.wire.bulk.frames import SPAN_BYTES, Kind, Mode, decode_slots, decode_span, encode_request
+from kvstore.wire.messages import pack_tokens, traced
+from kvstore.wire.statuses import UnknownNamespace
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The number of leading images that came whole, and, if the peer must be left alone for a while, the reason."""
+
+    count: int
+    trouble: str | None = None
+    took_s: float = 0.0
+    """Seconds since the request was sent; excludes making a new connection, which says nothing about the next fetch."""
+
+
+def ask(
+    endpoint: Endpoint, chain: Chain, first: int, images: Sequence[memoryview], idle_s: float, most_s: float
+) -> Answer:
+    """Fills ``images``, each of the size of its file, with the chunks from index ``first`` on, unverified.
+
+    Returns after ``idle_s`` without a byte, and after ``most_s`` in all.
+    """
+    count, began_s = 0, time.monotonic()
+    try:
+        with endpoint.calling(), endpoint.bulk.link(min(idle_s, most_s)) as link:
+            if link is None:
+                return Answer(0)  # all its connections are in use, or it was closed
+            began_s = time.monotonic()
+            link.channel.limit(idle_s, most_s)
+            for count in _received(link, chain, first, images, most_s):  # noqa: B007  what came before it broke counts
+                pass
+    except BulkRefused as refused:
+        error = refused.failed.error
+        # Nobody has opened the namespace there, so the peer has no chunk of it: nothing is wrong with the peer.
+        return Answer(count, None if isinstance(error, UnknownNamespace) else str(error))
+    except grpc.RpcError as error:
+        return Answer(count, f"gRPC: {error.code().name}")
+    except (KVStoreError, grpc.FutureCancelledError, ValueError) as error:
+        return Answer(count, str(error) or type(error).__name__)  # gRPC raises a ValueError for a closed channel
+    return Answer(count, took_s=time.monotonic() - began_s)
+
+
+def _received(link: Link, chain: Chain, first: int, images: Sequence[memoryview], timeout_s: float) -> Iterator[int]:
+    """Yields after each image how many have come. Raises LinkBroken, LinkLate, BulkRefused."""
+    stop = first + len(images)
+    size = chain.namespace.layout.chunk_tokens
+    request = pb.GetRequest(
+        namespace=chain.namespace.digest,
+        tokens=pack_tokens(chain.tokens[: stop * size]),
+        first=first,
+        chunks_max=stop,
+        memory_only=True,
+    )
+    channel, number = link.channel, link.next_number()
+    channel.send(Kind.GET, number, [encode_request(timeout_s, Mode.STREAM, traced(request))])
+    left = decode_slots(link.receive(Kind.SLOTS)[1]).found - first
+    at = 0
+    while at < left:
+        head = link.receive_head(Kind.IMAGES, Kind.END)
+        if head.kind is Kind.END:
+            channel.receive(head.length)
+            return
+        start, count = decode_span(channel.receive(SPAN_BYTES))
+        run = images[at : at + count]
+        if start != first + at or len(run) != count or head.length != SPAN_BYTES + sum(map(len, run)):
+            raise channel.break_off(f"{head.length} bytes of images came: expected those from chunk {first + at} on")
+        for image in run:
+            channel.receive_into([image])
+            at += 1
+            yield at
+
+
+# The thread that drops cleared namespaces here: dropping may wait for a disk, and the follower must not.
+
+
+class Clearing:
+    """Calls ``drop`` for each namespace that it is given, one at a time; repeats are merged while they wait."""
+
+    def __init__(self, drop: Callable[[NamespaceDigest], None]) -> None:
+        self._drop = drop
+        self._changed = threading.Condition()  # guards the cleared namespaces that wait
+        self._waiting: dict[NamespaceDigest, None] = {}
+        self._loop = Loop("kvstore-peers-clear", self._changed, self._next)
+
+    def add(self, namespace: NamespaceDigest) -> None:
+        """Queues a namespace to be dropped soon."""
+        with self._changed:
+            self._waiting[namespace] = None
+            self._loop.start()
+            self._changed.notify_all()
+
+    def close(self, timeout_s: float) -> None:
+        """Ends the thread. Namespaces that wait are left; the next start hears of them again. Idempotent."""
+        self._loop.close(timeout_s)
+
+    def _next(self) -> Decision:
+        if not self._waiting:
+            return None
+        namespace = next(iter(self._waiting))
+        del self._waiting[namespace]
+        return partial(self._drop, namespace)
+
+
+# One fetch: chooses which peer to ask for which run of chunks, and continues after a failure.
+
+
+class Fetch:
+    """Reads runs of one chain, one after the other, until ``ends``."""
+
+    def __init__(self, directory: Directory, roster: Roster, limits: PeerLimits, chain: Chain, ends: Deadline) -> None:
+        self.failures = 0
+        """Number of peers that failed."""
+        self._directory = directory
+        self._roster = roster
+        self._limits = limits
+        self._chain = chain
+        self._ends = ends
+        self._tries_left = limits.tries_max
+        self._passed: set[str] = set()
+
+    def run(self, first: int, images: Sequence[memoryview]) -> Iterator[tuple[int, str]]:
+        """Fills ``images`` with the chunks from index ``first`` on; yields the position and the peer of each."""
+        at = 0
+        while at < len(images) and self._tries_left and not self._ends.passed:
+            start = first + at
+            covered = self._directory.coverage(self._chain.addresses[start : first + len(images)])
+            peer = self._roster.choose(covered, self._passed)
+            if peer is None:
+                # No peer has this chunk, or none that answers: behind the chunks that those peers report, others may
+                # have more.
+                at += max(covered.values(), default=1)
+                continue
+            wanted = images[at : at + covered[peer.address]]
+            answer = self._ask(peer, start, wanted)
+            for each in range(at, at + answer.count):
+                yield each, peer.address
+            at += answer.count
+            if answer.count < len(wanted):
+                self._passed.add(peer.address)
+                self._tries_left -= 1
+
+    def _ask(self, peer: Peer, first: int, images: Sequence[memoryview]) -> Answer:
+        try:
+            if not peer.turn.acquire(timeout=min(self._limits.answer_s, self._ends.left_s())):
+                return Answer(0)  # busy with other fetches of this node
+            try:
+                if peer.address in self._roster.aside:
+                    return Answer(0)  # it failed while this one waited
+                left_s = self._ends.left_s()
+                if not left_s:
+                    return Answer(0)
+                idle_s = min(self._limits.answer_s, left_s)
+                answer = ask(peer.endpoint, self._chain, first, images, idle_s, left_s)
+            finally:
+                peer.turn.release()
+            if answer.trouble is None:
+                self._roster.praise(peer, sum(map(len, images[: answer.count])), answer.took_s)
+            else:
+                self.failures += 1
+                self._roster.blame(peer.address, answer.trouble)
+            return answer
+        finally:
+            self._roster.leave(peer)
+
+
+def runs(indexes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yields where each run of consecutive indexes begins and ends in ``indexes``."""
+    start = 0
+    for at in range(1, len(indexes) + 1):
+        if at == len(indexes) or indexes[at] != indexes[at - 1] + 1:
+            yield start, at
+            start = at
+
+
+# Follows the peers' reports: one watch that feeds the directory, and hears of cleared namespaces.
+#
+# Depends on this node's session. When the session is lost, what etcd said may be false, so it is forgotten; the next
+# session begins by reading everything afresh. A lost watch alone is only a lag.
+
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 1.0
+BATCHES_MAX = 256
+"""Batches of news taken in before the directory is built: a flood must not delay it for ever."""
+OWN_MARKS_MAX = 1024
+"""Limit on this node's own clears that it may still hear of."""
+REST = 4
+"""Wait this multiple of the last build time before rebuilding: with many peers there is always news."""
+
+
+class Follower:
+    """``directory`` is always the newest there is. ``own`` is this node's address, whose digests are left out.
+
+    ``on_cleared`` is called for each namespace cleared since its last call, and at the start for all that ever were;
+    ``on_turn`` is called regularly. Both run in the follower's thread: they must not raise, and while they run nothing
+    else is heard.
+    """
+
+    def __init__(
+        self,
+        digests: Digests,
+        own: str | None,
+        limits: PeerLimits,
+        counters: Counters,
+        clock: Clock,
+        on_cleared: Callable[[NamespaceDigest], None],
+        on_turn: Callable[[Directory], None],
+    ) -> None:
+        self.directory: Directory = EMPTY
+        self._digests = digests
+        self._own = own
+        self._limits = limits
+        self._counters = counters
+        self._clock = clock
+        self._on_cleared = on_cleared
+        self._on_turn = on_turn
+        self._changed = threading.Condition()  # guards session, watch, directory and marks
+        self._session: Session | None = None
+        self._loop = Loop("kvstore-peers-follow", self._changed, lambda: self._turn)
+        self._watch: Watch | None = None
+        self._marks: dict[NamespaceDigest, bytes] = {}
+        self._own_marks: deque[bytes] = deque(maxlen=OWN_MARKS_MAX)
+        # Only the thread uses the fields below.
+        self._followed: Session | None = None
+        self._told = Told(own, limits.prints_max)
+        self._show_at_s = 0.0
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._loop.start()
+
+    def begin(self, session: Session) -> None:
+        """Follows from now on, as long as ``session`` lives."""
+        with self._changed:
+            self._session = session
+            self._changed.notify_all()
+
+    def end(self, session: Session) -> None:
+        """Notes that the session is over, and forgets what was known because of it."""
+        with self._changed:
+            if self._session is session:
+                self._session, self.directory = None, EMPTY
+            watch = self._watch
+        if watch is not None:
+            watch.close()  # wakes the thread
+
+    def expect_cleared(self, mark: bytes) -> None:
+        """Notes that this node is about to report a clear itself, which it need not hear of."""
+        with self._changed:
+            self._own_marks.append(mark)
+
+    def step(self, wait_s: float) -> bool:
+        """Takes in new events, waiting up to ``wait_s`` for them; False if nothing can be heard at the moment."""
+        session = self._session
+        if session is None:
+            self._followed = None
+            return False
+        try:
+            if session is not self._followed or self._watch is None:
+                self._read_afresh(session)
+            else:
+                self._hear_batches(self._watch, min(wait_s, self._rest_s()) if self._told.is_changed else wait_s)
+        except WatchLost as lost:
+            log.info("peers.watch_lost %s", lost)
+            self._drop_watch()
+            return True  # the next step reads afresh; until then the old directory is good enough
+        except KVStoreError as error:
+            log.info("peers.not_followed %s", error)
+            self._drop_watch()
+            return False
+        self._show(session)
+        return True
+
+    def close(self, timeout_s: float) -> None:
+        """Ends the watch and the thread. Idempotent."""
+        with self._changed:
+            self._loop.stop()
+            self._session, self.directory = None, EMPTY
+            watch = self._watch
+        if watch is not None:
+            watch.close()
+        self._loop.close(timeout_s)
+
+    def _read_afresh(self, session: Session) -> None:
+        self._drop_watch()
+        snapshot = self._digests.snapshot(self._limits.meta_deadline_s)
+        watch = self._digests.watch(snapshot.revision + 1)
+        with self._changed:
+            if self._session is not session:
+                watch.close()
+                return
+            self._watch = watch
+        self._followed, self._told = session, Told(self._own, self._limits.prints_max)
+        self._hear((each.key, each) for each in snapshot.items)
+        self._counters.add(NodeCount.PEERS_READS_AFRESH)
+
+    def _hear_batches(self, watch: Watch, wait_s: float) -> None:
+        batch = watch.next(wait_s)
+        for _ in range(BATCHES_MAX):
+            if not batch:
+                break
+            self._hear((event.key, event.kv) for event in batch)
+            batch = watch.next(0.0)
+
+    def _hear(self, keys: Iterable[tuple[str, KeyValue | None]]) -> None:
+        for key, found in keys:
+            news = self._digests.read(key, found)
+            if isinstance(news, ClearedTold):
+                self._hear_cleared(news)
+            elif news is not None:
+                self._told.hear(news)
+
+    def _hear_cleared(self, news: ClearedTold) -> None:
+        with self._changed:
+            is_new = self._marks.get(news.namespace) != news.mark and news.mark not in self._own_marks
+            self._marks[news.namespace] = news.mark
+        if is_new:
+            self._on_cleared(news.namespace)
+
+    def _show(self, session: Session) -> None:
+        """Replaces the directory as a whole, unless the session has ended meanwhile."""
+        if not self._told.is_changed or self._rest_s():
+            return
+        began_s = self._clock.monotonic_s()
+        directory = self._told.directory()
+        now_s = self._clock.monotonic_s()
+        self._show_at_s = now_s + REST * (now_s - began_s)
+        with self._changed:
+            if self._session is session:
+                self.directory = directory
+
+    def _rest_s(self) -> float:
+        return max(0.0, self._show_at_s - self._clock.monotonic_s())
+
+    def _drop_watch(self) -> None:
+        with self._changed:
+            watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close()
+
+    def _turn(self) -> None:
+        hears = self.step(self._limits.follow_s)
+        self._on_turn(self.directory)
+        if not hears:
+            self._wait(self._session)
+
+    def _wait(self, session: Session | None) -> None:
+        """Waits until there may be something to hear: a new session, or after a while the same one."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._loop.closed or self._session not in (None, session), timeout=RETRY_S)
+
+
+# The tier of peers: chunks that other nodes have in memory, by their reports in etcd, read over bulk connections.
+
+
+GIVEN_MAX = 4096
+"""Limit on chunks whose giver is remembered, in case they prove wrong."""
+
+
+class Peers:
+    """A ``kvstore.node.tiers.Tier``. Knows nothing, and reports nothing, before ``start``. Thread-safe.
+
+    ``source`` is this node's memory. ``on_cleared`` is called when a namespace was cleared, mostly in a thread of this
+    tier's own: drop the namespace from memory and disk. After ``start`` it is called for every namespace that was ever
+    cleared: a refilled local disk may have chunks from before.
+    """
+
+    name: TierName = "peers"
+
+    def __init__(
+        self,
+        digests: Digests,
+        presence: Presence,
+        source: Source,
+        roster: Roster,
+        counters: Counters,
+        clock: Clock,
+        limits: PeerLimits,
+        on_cleared: Callable[[NamespaceDigest], None],
+    ) -> None:
+        self.limits = limits
+        self._digests = digests
+        self._presence = presence
+        self._source = source
+        self._counters = counters
+        self._clock = clock
+        self._on_cleared = on_cleared
+        self._roster = roster
+        self._publisher: Publisher | None = None
+        self._follower: Follower | None = None
+        self._lock = Lock()  # guards who gave which chunk, and the cleared namespaces
+        self._given: OrderedDict[Address, str] = OrderedDict()
+        self._cleared: dict[NamespaceDigest, float] = {}
+        self._clearing = Clearing(self._hear_cleared)
+
+    def start(self, address: str | None) -> None:
+        """Follows others from now on, and tells them where they can read this node's memory; None: nowhere."""
+        assert self._follower is None, "peers are started once"
+        follower = self._follower = Follower(
+            self._digests, address, self.limits, self._counters, self._clock, self._clearing.add, self._turn
+        )
+        follower.start()
+        self._presence.attach(follower.begin, follower.end)
+        if address is not None:
+            record = WorkerRecord(address, pid=os.getpid())
+            publisher = self._publisher = Publisher(
+                self._digests,
+                self._source,
+                record,
+                self.limits,
+                self._counters,
+                self._clock,
+                lambda: len(follower.directory.numbers),
+            )
+            publisher.start()
+            self._presence.attach(publisher.begin, publisher.end)
+
+    def leading(self, wanted: Wanted, first: int) -> int:
+        """See ``Tier``. Counts peers that answer, as far as is known; never has engine-hashed blocks."""
+        if self._follower is None or not isinstance(wanted, Chain) or self._is_cleared(wanted):
+            return 0
+        return self._follower.directory.leading(wanted.addresses, first, self._roster.aside)
+
+    def holders(self, wanted: Wanted, index: int) -> tuple[str, ...]:
+        """See ``Tier``. Returns the addresses of peers, including those that are left alone for a while."""
+        if self._follower is None or not isinstance(wanted, Chain) or self._is_cleared(wanted):
+            return ()
+        return tuple(sorted(self._follower.directory.coverage(wanted.addresses[index : index + 1])))
+
+    def fetch(
+        self, wanted: Wanted, indexes: Sequence[int], images: Sequence[memoryview], deadline: Deadline
+    ) -> list[bool]:
+        """See ``Tier``. Takes at most ``answer_s`` plus the time for so many bytes at the slowest allowed rate."""
+        came = [False] * len(indexes)
+        if self._follower is None or not indexes or not isinstance(wanted, Chain) or self._is_cleared(wanted):
+            return came
+        slowest_s = self.limits.answer_s + sum(map(len, images)) / self.limits.bytes_per_s_min
+        ends = Deadline(self._clock, min(slowest_s, deadline.left_s()))
+        fetch = Fetch(self._follower.directory, self._roster, self.limits, wanted, ends)
+        for start, stop in runs(indexes):
+            for at, address in fetch.run(indexes[start], images[start:stop]):
+                came[start + at] = True
+                self._note(wanted.addresses[indexes[start] + at], address)
+        hits = sum(came)
+        self._counters.add(NodeCount.PEERS_HITS, hits)
+        self._counters.add(NodeCount.PEERS_MISSES, len(came) - hits)
+        self._counters.add(
+            NodeCount.PEERS_BYTES, sum(len(image) for image, is_here in zip(images, came, strict=True) if is_here)
+        )
+        self._counters.add(NodeCount.PEERS_FAILED, fetch.failures)
+        return came
+
+    def damaged(self, wanted: Wanted, index: int) -> None:
+        """See ``Tier``. Leaves the peer that gave it alone for a while."""
+        with self._lock:
+            address = self._given.pop(wanted.addresses[index], None)
+        self._counters.add(NodeCount.PEERS_DAMAGED)
+        if address is not None:
+            self._roster.blame(address, "a chunk from it was not right")
+
+    def drop_namespace(self, digest: bytes) -> None:
+        """See ``Tier``. Does nothing: prints do not name their namespace, so the peers' own digests have to change."""
+
+    def tell_cleared(self, namespace: NamespaceDigest) -> None:
+        """Tells all nodes that a namespace was cleared here, and drops the chunks that came from them meanwhile.
+
+        Raises Unavailable if they may not have heard it.
+        """
+        mark = os.urandom(16)
+        if self._follower is not None:
+            self._follower.expect_cleared(mark)
+        try:
+            self._digests.mark_cleared(namespace, mark, self.limits.meta_deadline_s)
+        finally:
+            self._hear_cleared(namespace)
+
+    def stats(self) -> dict[str, int | float]:
+        """See ``Tier``."""
+        known = self._follower.directory if self._follower is not None else None
+        return {
+            "peers_known": len(known.addresses) if known else 0,
+            "peers_prints": len(known.entries) if known else 0,
+            "peers_aside": len(self._roster.aside),
+        }
+
+    def close(self, timeout_s: float) -> None:
+        """See ``Tier``. Running fetches end with what they have."""
+        if self._publisher is not None:
+            self._publisher.close(timeout_s)
+        if self._follower is not None:
+            self._follower.close(timeout_s)
+        self._clearing.close(timeout_s)
+        self._roster.close()
+
+    def _hear_cleared(self, namespace: NamespaceDigest) -> None:
+        """Stops reads of a namespace, then drops it: a peer that has not heard of the clear must not give it back."""
+        now_s = self._clock.monotonic_s()
+        with self._lock:
+            for old in [each for each, until_s in self._cleared.items() if until_s <= now_s]:
+                del self._cleared[old]
+            self._cleared[namespace] = now_s + self.limits.cleared_s
+        self._on_cleared(namespace)
+
+    def _is_cleared(self, wanted: Wanted) -> bool:
+        until_s = self._cleared.get(wanted.namespace.digest)
+        return until_s is not None and self._clock.monotonic_s() < until_s
+
+    def _turn(self, directory: Directory) -> None:
+        self._roster.look_after(directory.numbers)
+
+    def _note(self, chunk: Address, peer: str) -> None:
+        with self._lock:
+            self._given[chunk] = peer
+            self._given.move_to_end(chunk)
+            if len(self._given) > GIVEN_MAX:
+                self._given.popitem(last=False)
+
+
+# Adds the tier of peers to a worker: over its memory, under its session, between its memory and its disk.
+
+
+def join_peers(member: Member, credentials: Credentials = PLAIN) -> Peers | None:
+    """Adds a tier of peers to the member and returns it; None without memory, because such a node reads from no peer.
+
+    Call ``start`` with the address that others reach it at, once it is served, and ``close`` before that ends.
+    """
+    tiers = member.node.tiers
+    if tiers is None:
+        return None
+    clock, limits = member.node.clock, PeerLimits(sync_interval_s=tiers.settings.sync_interval_s)
+    peers = Peers(
+        Digests(member.meta, member.keys),
+        member.presence,
+        tiers.memory,
+        Roster(limits, clock, Random(), credentials),
+        member.node.counters,
+        clock,
+        limits,
+        member.node.forget_namespace,
+    )
+    tiers.add_peers(peers)
+    member.on_cleared.append(peers.tell_cleared)
+    return peers

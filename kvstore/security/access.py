@@ -1,0 +1,442 @@
+"""The one table of the role that each method needs (rule X5).
+
+Separate from the guard, because operators, the worker, and the test that tries every cell of it all read it.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from kvstore.errors import InvalidRequest, Overloaded, PermissionDenied, Unauthenticated
+from kvstore.parsing import parse_json
+
+EVERY = "*"
+"""Stands for every tenant, in access files and in questions about roles."""
+
+
+class Role(enum.IntEnum):
+    """A right of an identity in a tenant; each includes those before it."""
+
+    READ = 1
+    WRITE = 2
+    ADMIN = 3
+
+
+class Scope(enum.Enum):
+    """The tenants in which the role is needed."""
+
+    TENANT = "tenant"
+    """The tenant of the namespace, pin, hold or operation that the call is about; all tenants if it is about all."""
+    ANY = "any"
+    """At least one tenant; the answer is filtered by what the caller may read."""
+    EVERY = "every"
+    """Every tenant: the call is about the worker itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Permission:
+    """The role that a method needs, and whether each call of it is written to the audit log."""
+
+    role: Role
+    scope: Scope
+    audited: bool = False
+
+
+_READ = Permission(Role.READ, Scope.TENANT)
+_WRITE = Permission(Role.WRITE, Scope.TENANT)
+_STEER = Permission(Role.ADMIN, Scope.TENANT, audited=True)
+_LIST = Permission(Role.READ, Scope.ANY)
+
+PERMISSIONS: dict[str, Permission] = {
+    # Opening a namespace that does not exist needs WRITE, because it is made (``Call.allow(..., role=)``).
+    "OpenNamespace": _READ,
+    "ListNamespaces": _LIST,
+    "Match": _READ,
+    "Put": _WRITE,
+    "Get": _READ,
+    "Hold": _READ,
+    "Renew": _READ,
+    "Release": _READ,
+    "Pin": Permission(Role.WRITE, Scope.TENANT, audited=True),
+    "Unpin": Permission(Role.WRITE, Scope.TENANT, audited=True),
+    "ListPins": _LIST,
+    "CountRefs": _READ,
+    "MatchBlocks": _READ,
+    "Supersede": _WRITE,
+    "Clear": _STEER,
+    "Stats": _LIST,
+    "OpenBulk": _LIST,
+    # All tenants' chunks lie in that memory, so only callers that may read them all may map it.
+    "MapMemory": Permission(Role.READ, Scope.EVERY),
+    "Reflection": _LIST,
+    "Control.Lookup": _READ,
+    "Control.Prefetch": Permission(Role.WRITE, Scope.TENANT, audited=True),
+    "Control.EvictFirst": _WRITE,
+    "Control.ClearSelected": _STEER,
+    "Control.ListOperations": _LIST,
+    "Control.GetOperation": _READ,
+    # A clear needs ADMIN, as to begin it (``Call.allow(..., role=)``).
+    "Control.CancelOperation": Permission(Role.WRITE, Scope.TENANT, audited=True),
+    "Control.Drain": Permission(Role.ADMIN, Scope.EVERY, audited=True),
+    "Control.GetLimits": Permission(Role.READ, Scope.EVERY),
+    "Control.SetLimits": Permission(Role.ADMIN, Scope.EVERY, audited=True),
+    "Control.Health": Permission(Role.READ, Scope.EVERY),
+}
+"""Permissions by the name given to ``Calls.serving``. A method that is not here is denied to every caller (rule X4)."""
+
+
+# Quotas: each tenant's limits on one worker: calls and bytes a second, concurrent calls, pins.
+#
+# Bytes are counted when they have moved, because nobody knows their number before. So a tenant may run into debt by
+# its running calls, and begins no other call before the debt is paid (rule X9).
+
+
+BURST_S = 1.0
+"""Unused tokens may be used later, up to what comes in this time."""
+TENANTS_MAX = 4096
+"""Limit on remembered tenants; the one not heard of for longest is forgotten, and starts again from zero."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """Limits of one tenant on one worker; for pins, on all workers together. None: no limit."""
+
+    requests_per_s: float | None = None
+    bytes_in_per_s: float | None = None
+    bytes_out_per_s: float | None = None
+    calls_max: int | None = None
+    pins_max: int | None = None
+    pinned_tokens_max: int | None = None
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if value is None:
+                continue
+            is_count = each.name.endswith("_max")
+            if isinstance(value, bool) or not isinstance(value, (int,) if is_count else (int, float)):
+                raise InvalidRequest(f"quota {each.name}={value!r}: expected a {'whole ' if is_count else ''}number")
+            if not (value >= 0 if is_count else 0 < value < math.inf):
+                raise InvalidRequest(f"quota {each.name}={value!r}: expected {'0 or more' if is_count else 'over 0'}")
+
+
+class Bucket:
+    """Tokens that come at a rate. More may be taken than there are: then the bucket is in debt."""
+
+    __slots__ = ("_at_s", "_left", "_most", "rate")
+
+    def __init__(self, rate: float, now_s: float) -> None:
+        self.rate = rate
+        self._most = max(1.0, rate * BURST_S)
+        self._left = self._most
+        self._at_s = now_s
+
+    def left(self, now_s: float) -> float:
+        """Returns the tokens left; under 0 in debt."""
+        self._left = min(self._most, self._left + max(0.0, now_s - self._at_s) * self.rate)
+        self._at_s = now_s
+        return self._left
+
+    def take(self, amount: float, now_s: float) -> None:
+        """Takes tokens, even if that means debt."""
+        self._left = self.left(now_s) - amount
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """A tenant's use of this worker since it was first heard of."""
+
+    calls: int
+    bytes_in: int
+    bytes_out: int
+    calls_in_flight: int
+
+
+class Meter:
+    """One tenant's use. Its fields belong to ``Meters``, under its lock."""
+
+    def __init__(self, quota: Quota, now_s: float) -> None:
+        self.quota = quota
+        self.inside = 0
+        self.calls = 0
+        self.bytes_in = 0
+        self.bytes_out = 0
+        self._requests = _bucket(quota.requests_per_s, now_s)
+        self._in = _bucket(quota.bytes_in_per_s, now_s)
+        self._out = _bucket(quota.bytes_out_per_s, now_s)
+
+    def refusal(self, now_s: float) -> tuple[str, str] | None:
+        """Returns why no call may begin now, as the quota's name and a sentence; None if one may."""
+        if self.quota.calls_max is not None and self.inside >= self.quota.calls_max:
+            return "calls", f"has {self.inside} calls in progress, its limit here"
+        if self._requests is not None and self._requests.left(now_s) < 1:
+            return "requests", f"may begin {self._requests.rate:g} calls a second here"
+        for bucket, way in ((self._in, "send"), (self._out, "read")):
+            if bucket is not None and bucket.left(now_s) < 0:
+                return "bytes", f"may {way} {bucket.rate:g} bytes a second here"
+        return None
+
+    def begin(self, now_s: float) -> None:
+        """Counts a call that began."""
+        self.inside += 1
+        self.calls += 1
+        if self._requests is not None:
+            self._requests.take(1, now_s)
+
+    def moved(self, bytes_in: int, bytes_out: int, now_s: float) -> None:
+        """Counts bytes that came in or went out."""
+        self.bytes_in += bytes_in
+        self.bytes_out += bytes_out
+        if self._in is not None and bytes_in:
+            self._in.take(bytes_in, now_s)
+        if self._out is not None and bytes_out:
+            self._out.take(bytes_out, now_s)
+
+
+class OverQuota(Overloaded):
+    """A tenant has used up its quota. ``quota`` names which."""
+
+    def __init__(self, quota: str, message: str) -> None:
+        super().__init__(message)
+        self.quota = quota
+
+
+class Meters:
+    """The use of all tenants. Thread-safe."""
+
+    def __init__(self, now_s: Callable[[], float]) -> None:
+        self._now_s = now_s
+        self._lock = threading.Lock()  # guards all meters
+        self._meters: OrderedDict[str, Meter] = OrderedDict()
+
+    def begin(self, tenant: str, quotas: Mapping[str, Quota]) -> Meter:
+        """Begins one call of a tenant; the caller owes ``end``. Raises OverQuota."""
+        quota = quota_of(tenant, quotas)
+        with self._lock:
+            now_s = self._now_s()
+            meter = self._meters.pop(tenant, None)
+            if meter is None or meter.quota != quota:
+                inside = meter.inside if meter is not None else 0
+                meter = Meter(quota, now_s)
+                meter.inside = inside  # counts calls that began under the quota before
+            self._meters[tenant] = meter
+            while len(self._meters) > TENANTS_MAX:
+                self._meters.popitem(last=False)
+            why = meter.refusal(now_s)
+            if why is None:
+                meter.begin(now_s)
+                return meter
+        raise OverQuota(why[0], f"tenant {tenant!r} {why[1]}: back off, or ask the operator for a higher quota")
+
+    def moved(self, meter: Meter, bytes_in: int = 0, bytes_out: int = 0) -> None:
+        """Counts bytes of a call that came in or went out."""
+        with self._lock:
+            meter.moved(bytes_in, bytes_out, self._now_s())
+
+    def end(self, tenant: str, meter: Meter) -> None:
+        """Ends a call that ``begin`` began."""
+        with self._lock:
+            # After a quota change another meter counts the tenant's other calls.
+            current = self._meters.get(tenant, meter)
+            current.inside = max(0, current.inside - 1)
+
+    def usage(self, tenant: str) -> Usage | None:
+        """Returns what a tenant has used here; None for one that was never heard of."""
+        with self._lock:
+            meter = self._meters.get(tenant)
+            return Usage(meter.calls, meter.bytes_in, meter.bytes_out, meter.inside) if meter is not None else None
+
+    def tenants(self) -> list[str]:
+        """Returns the tenants heard of."""
+        with self._lock:
+            return list(self._meters)
+
+
+def quota_of(tenant: str, quotas: Mapping[str, Quota]) -> Quota:
+    """Returns the quota of a tenant: its own, else the one for all others (EVERY), else none."""
+    return quotas.get(tenant) or quotas.get(EVERY) or NO_QUOTA
+
+
+NO_QUOTA = Quota()
+
+
+def _bucket(rate: float | None, now_s: float) -> Bucket | None:
+    return None if rate is None else Bucket(rate, now_s)
+
+
+# Identities of callers with their roles, and the proofs that callers present.
+
+
+CERTIFICATE = "cert:"
+"""The prefix of names of identities that come from a certificate."""
+ACCOUNT = "account:"
+"""The prefix of the name of a caller that proved the account that the worker runs as."""
+ANYONE = "anyone"
+"""The name of a caller that has to prove nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Presented:
+    """The proofs of a caller: the names in a certificate that TLS has verified, its SHA-256, a token, and its
+    account.
+
+    Only the certificate is verified so far. It has no representation: tokens are secrets.
+    """
+
+    names: tuple[str, ...] = ()
+    """URIs of the subject alternative name; the common name if there are none."""
+    thumbprint: bytes = b""
+    """SHA-256 over the certificate (DER); empty without one."""
+    token: str | None = field(default=None, repr=False)
+    account: str = field(default="", repr=False)
+    """What proves the account that the caller runs as (``account.py``)."""
+
+
+NOTHING = Presented()
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A caller whose name is proved, and its roles by tenant, from the access file."""
+
+    name: str
+    roles: Mapping[str, Role] = field(default_factory=dict)
+
+    def role_in(self, tenant: str) -> int:
+        """Returns the highest role in a tenant, or in every tenant (EVERY); 0 for none."""
+        return max(self.roles.get(tenant, 0), self.roles.get(EVERY, 0))
+
+    def may(self, role: Role, tenant: str) -> bool:
+        """True if it has at least this role in a tenant, or in every tenant (EVERY)."""
+        return self.role_in(tenant) >= role
+
+    def may_somewhere(self, role: Role) -> bool:
+        """True if it has at least this role in any tenant."""
+        return max(self.roles.values(), default=0) >= role
+
+
+# The access file as a value: the identities, the rights of each, and the keys that sign tokens. Pure.
+#
+# Separate from reading and watching it, so that a wrong file is found before anything uses it.
+
+
+IDENTITIES_MAX = 100_000
+NAME_BYTES_MAX = 256
+KEYS_MAX = 16
+
+_TOP = {"identities", "quotas", "token_keys"}
+_QUOTA = {each.name for each in fields(Quota)}
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The content of an access file. Without identities nobody may do anything."""
+
+    identities: Mapping[str, Mapping[str, Role]] = field(default_factory=dict)
+    quotas: Mapping[str, Quota] = field(default_factory=dict)
+    token_keys: tuple[str, ...] = ()
+    """Files with public keys, relative to the folder of the access file."""
+
+    @classmethod
+    def parse(cls, text: bytes) -> Rules:
+        """Parses an access file. Raises InvalidRequest with the place of the first mistake."""
+        try:
+            found = parse_json(text, object_pairs_hook=_without_repeats)
+        except ValueError as cause:
+            raise InvalidRequest(f"the access file is not JSON: {cause}") from cause
+        top = _object("the access file", found, _TOP)
+        identities = {
+            _name("identities", name): _roles(name, roles)
+            for name, roles in _object("identities", top.get("identities", {})).items()
+        }
+        if len(identities) > IDENTITIES_MAX:
+            raise InvalidRequest(f"the access file has {len(identities)} identities: expected at most {IDENTITIES_MAX}")
+        quotas = {
+            tenant: Quota(**_object(f"quotas of {tenant!r}", values, _QUOTA))
+            for tenant, values in _object("quotas", top.get("quotas", {})).items()
+        }
+        keys = top.get("token_keys", [])
+        if not isinstance(keys, list) or len(keys) > KEYS_MAX or not all(isinstance(key, str) and key for key in keys):
+            raise InvalidRequest(f"the access file's token_keys: expected a list of at most {KEYS_MAX} file names")
+        return cls(identities, quotas, tuple(keys))
+
+
+def _object(what: str, value: Any, known: set[str] | None = None) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"{what}: expected a JSON object, found {type(value).__name__}")
+    # A misspelt word would silently be a missing rule.
+    unknown = sorted(value.keys() - known) if known is not None else []
+    if unknown:
+        raise InvalidRequest(f"{what}: {unknown[0]!r} is not known: expected {', '.join(sorted(known or ()))}")
+    return value
+
+
+def _roles(name: str, value: Any) -> dict[str, Role]:
+    roles: dict[str, Role] = {}
+    for tenant, role in _object(f"roles of {name!r}", value).items():
+        if not isinstance(role, str) or role.upper() not in Role.__members__ or role != role.lower():
+            raise InvalidRequest(f"roles of {name!r}: {role!r} for tenant {tenant!r}: expected read, write or admin")
+        roles[tenant] = Role[role.upper()]
+    return roles
+
+
+def _name(what: str, name: str) -> str:
+    if not name or len(name.encode(errors="surrogatepass")) > NAME_BYTES_MAX or not name.isprintable():
+        raise InvalidRequest(f"{what}: {name!r} is not a name: expected 1 to {NAME_BYTES_MAX} bytes of printable text")
+    return name
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        repeated = next(key for at, (key, _) in enumerate(pairs) if any(key == other for other, _ in pairs[:at]))
+        raise ValueError(f"{repeated!r} occurs twice")
+    return found
+
+
+# Denials: errors with the reason under which they are counted and written to the audit log.
+
+
+class Reason(enum.Enum):
+    """The reasons of denials; each has a counter, ``denied_<value>``."""
+
+    UNAUTHENTICATED = "unauthenticated"
+    """Neither a token nor a certificate that names anybody."""
+    TOKEN_INVALID = "token_invalid"
+    """Not one of our tokens: garbage, another key, another issuer, or changed."""
+    TOKEN_EXPIRED = "token_expired"
+    TOKEN_REVOKED = "token_revoked"
+    TOKEN_BINDING = "token_binding"
+    """A token that is bound to a certificate came without it."""
+    UNKNOWN_IDENTITY = "unknown_identity"
+    """The caller's name is proved, but is not in the access file."""
+    METHOD = "method"
+    """The method is not in the table."""
+    TENANT = "tenant"
+    """The identity has no role at all in that tenant."""
+    ROLE = "role"
+    """The identity has a role there, and the method needs a higher one."""
+
+
+class NotKnown(Unauthenticated):
+    """The caller's identity is not proved. ``claimed`` is the one that its token names, if the signature is right."""
+
+    def __init__(self, reason: Reason, message: str, claimed: str | None = None) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.claimed = claimed
+
+
+class Denied(PermissionDenied):
+    """The caller's identity is proved, and may not do this. ``claimed`` is it, if the access file does not name it."""
+
+    def __init__(self, reason: Reason, message: str, claimed: str | None = None) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.claimed = claimed
