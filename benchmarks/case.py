@@ -17,7 +17,7 @@ from benchmarks.models import LLAMA_8B, MODELS
 from benchmarks.moving import NAMESPACE, Load
 from benchmarks.paths import IN_PROCESS, PLAIN, Served, Way, served
 from benchmarks.rounds import GIB, MIB, Taken, percentile
-from kvstore.node.limits import Limits
+from kvstore.node.settings import Limits
 from kvstore.writes import DurabilityName
 
 SINGLES_MAX = 64

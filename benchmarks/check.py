@@ -36,7 +36,7 @@ from kvstore import Layout
 from kvstore.buffers import KvArray
 from kvstore.client.store import Store
 from kvstore.errors import KVStoreError
-from kvstore.node.limits import Limits
+from kvstore.node.settings import Limits
 from kvstore.tokens import TokenArray
 
 REFERENCE = Path(__file__).parent / "reference.json"

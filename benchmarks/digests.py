@@ -30,8 +30,8 @@ from benchmarks.paths import served
 from benchmarks.rounds import GIB, percentile
 from kvstore import Layout
 from kvstore.address import Address, Chain
-from kvstore.client.bulk.way import Bulk
-from kvstore.client.endpoint import Endpoint
+from kvstore.client.bulk.links import Bulk
+from kvstore.client.endpoints import Endpoint
 from kvstore.client.limits import ClientLimits
 from kvstore.memory.inventory import Prints
 from kvstore.meta.embedded_etcd import EmbeddedEtcd

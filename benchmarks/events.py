@@ -51,7 +51,7 @@ from kvstore.meta.sweeps import Condemned
 from kvstore.namespace import Namespace
 from kvstore.root.identity import read_identity
 from kvstore.root.posix import PosixRoot
-from kvstore.wire.questions import Question
+from kvstore.wire.query import Question
 
 LAYOUT = Layout(layers=1, kv_heads=1, head_dim=8, dtype="int8", chunk_tokens=16)
 SPACE = Namespace.of("m", LAYOUT)

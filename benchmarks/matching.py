@@ -31,7 +31,7 @@ from kvstore.address import ADDRESS_BYTES, Address
 from kvstore.client.cache import Cache
 from kvstore.format import places
 from kvstore.meta.embedded_etcd import EmbeddedEtcd
-from kvstore.node.limits import Limits
+from kvstore.node.settings import Limits
 from kvstore.root.identity import SHARD_BITS_DEFAULT
 from kvstore.tokens import TokenArray
 

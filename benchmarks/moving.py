@@ -29,7 +29,7 @@ from benchmarks.contents import (
 )
 from kvstore import Layout
 from kvstore.client.store import Store
-from kvstore.node.limits import Limits
+from kvstore.node.settings import Limits
 
 NAMESPACE = "bench"
 Bytes = npt.NDArray[np.uint8]

@@ -13,8 +13,8 @@ import numpy as np
 import kvstore
 from kvstore import Layout
 from kvstore.children import Program
-from kvstore.cli.programs import kvstore_command
-from kvstore.client.bulk.way import Bulk
+from kvstore.cli.supervisor import kvstore_command
+from kvstore.client.bulk.links import Bulk
 from kvstore.client.store import Store
 from kvstore.errors import KVStoreError
 from kvstore.meta.embedded_etcd import EmbeddedEtcd

@@ -41,12 +41,10 @@ from kvstore.root.memory import MemoryRoot
 from kvstore.root.posix import PosixRoot
 from kvstore.sources import RandomIds, SystemClock
 from kvstore_gc.capacity import PUBLISH_S_PER_NODE, Accounts
+from kvstore_gc.deletion import Condemnation, Taken, Trash
 from kvstore_gc.grace import Spared
 from kvstore_gc.ledger import ANNOUNCEMENTS_PER_S, GROUP_MAX, InFlight, Ledger
-from kvstore_gc.safety import Timings
-from kvstore_gc.site import Site
-from kvstore_gc.trash import Trash
-from kvstore_gc.victims import Condemnation, Taken
+from kvstore_gc.site import Site, Timings
 
 EVENT_OVERHEAD_BYTES = 60
 """Revisions, lease and framing around a key and its value in a watch response."""

@@ -31,7 +31,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.hints import Hints
 from kvstore.memory.inventory import DEFAULT_POLICY, POLICIES, Place
 from kvstore.namespace import NamespaceDigest
-from kvstore.node.limits import Limits
+from kvstore.node.settings import Limits
 from kvstore.replay.trace import BLOCK_TOKENS
 
 KV_BYTES_PER_TOKEN = 131_072

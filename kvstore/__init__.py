@@ -24,18 +24,16 @@ from kvstore.version import VERSION
 
 if TYPE_CHECKING:
     from kvstore.census.selection import Selection
-    from kvstore.client.blocks import BlockCache, BlockHold
-    from kvstore.client.cache import Cache, Hold
+    from kvstore.client.cache import BlockCache, BlockHold, Cache, Hold, Pin
     from kvstore.client.limits import ClientLimits
     from kvstore.client.operation import Operation
-    from kvstore.client.pin import Pin
     from kvstore.client.store import Store, connect, open
     from kvstore.format.header import Descent
     from kvstore.hints import Hints
     from kvstore.layout import Layout
     from kvstore.meta.etcd import EtcdTls, EtcdUser
     from kvstore.namespace import Namespace
-    from kvstore.node.limits import Limits
+    from kvstore.node.settings import Limits
     from kvstore.planning import Group, Plan, Run, SharedRun
     from kvstore.results import Cleared, PinRecord, PutResult, StoredBlocks
     from kvstore.security.tls import ClientTls
@@ -89,10 +87,8 @@ __all__ = [
 if not TYPE_CHECKING:  # a type checker that saw __getattr__ would accept every name, typos too
     _PLACES = {
         "kvstore.census.selection": ("Selection",),
-        "kvstore.client.blocks": ("BlockCache", "BlockHold"),
-        "kvstore.client.cache": ("Cache", "Hold"),
+        "kvstore.client.cache": ("BlockCache", "BlockHold", "Cache", "Hold", "Pin"),
         "kvstore.client.limits": ("ClientLimits",),
-        "kvstore.client.pin": ("Pin",),
         "kvstore.client.store": ("Store", "connect", "open"),
         "kvstore.client.operation": ("Operation",),
         "kvstore.format.header": ("Descent",),
@@ -100,7 +96,7 @@ if not TYPE_CHECKING:  # a type checker that saw __getattr__ would accept every 
         "kvstore.layout": ("Layout",),
         "kvstore.meta.etcd": ("EtcdTls", "EtcdUser"),
         "kvstore.namespace": ("Namespace",),
-        "kvstore.node.limits": ("Limits",),
+        "kvstore.node.settings": ("Limits",),
         "kvstore.planning": ("Group", "Plan", "Run", "SharedRun"),
         "kvstore.results": ("Cleared", "PinRecord", "PutResult", "StoredBlocks"),
         "kvstore.security.tls": ("ClientTls",),

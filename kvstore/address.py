@@ -21,10 +21,10 @@ from typing import Any, ClassVar, NewType, Protocol
 
 import numpy as np
 
-from kvstore.brief import kind_of
 from kvstore.errors import InvalidRequest
 from kvstore.namespace import Namespace
 from kvstore.native import library as native
+from kvstore.text import kind_of
 from kvstore.tokens import TokenArray
 
 Address = NewType("Address", bytes)

@@ -1,18 +1,10 @@
-"""Memory that is passed along without being copied: byte views, the sections of chunks, and the caller's arrays.
-
-A read that a caller gave up must not write into the caller's memory afterwards: the engine may have put other KV there.
-System calls cannot be taken back, so every writer goes through ``Borrowed``, which the caller can end.
-
-A chunk's sections are the planes of an array, or one buffer for each block. An array has shape
-``(layers, 2, tokens, kv_heads, head_dim)``. K or V of one layer is a *plane*. Within a plane the tokens of a chunk are
-one run of bytes. Planes need not be adjacent, so a slice along tokens of a larger array works. Native code takes whole
-runs of chunks from it, without a Python object for each section.
-"""
+"""Arrays of zeros that take memory where they are written alone."""
 
 from __future__ import annotations
 
 import ctypes
 import math
+import mmap
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -24,10 +16,32 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.brief import kind_of
 from kvstore.errors import InvalidRequest
 from kvstore.layout import Layout
 from kvstore.native import library as native
+from kvstore.text import kind_of
+
+
+def untouched_zeros(shape: tuple[int, ...], dtype: type[np.generic]) -> npt.NDArray[Any]:
+    """Returns zeros in pages of their own, which the system gives as they are used.
+
+    ``np.zeros`` does so for a process's first large arrays. Once one was freed, it takes memory from the heap and
+    clears all of it: a millisecond for what a store begins with.
+    """
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    return np.frombuffer(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype).reshape(shape)
+
+
+# Memory that is passed along without being copied: byte views, the sections of chunks, and the caller's arrays.
+#
+# A read that a caller gave up must not write into the caller's memory afterwards: the engine may have put other KV
+# there. System calls cannot be taken back, so every writer goes through ``Borrowed``, which the caller can end.
+#
+# A chunk's sections are the planes of an array, or one buffer for each block. An array has shape ``(layers, 2,
+# tokens, kv_heads, head_dim)``. K or V of one layer is a *plane*. Within a plane the tokens of a chunk are one run of
+# bytes. Planes need not be adjacent, so a slice along tokens of a larger array works. Native code takes whole runs of
+# chunks from it, without a Python object for each section.
+
 
 PAGE_BYTES = 4096
 WRITERS_WAIT_S = 0.0002

@@ -13,8 +13,8 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from kvstore.brief import brief
 from kvstore.errors import InvalidRequest
+from kvstore.text import brief
 
 FLOAT_MAX = 1.7976931348623157e308
 """The largest float but infinity: whole numbers of Python may be larger, and then fit none."""

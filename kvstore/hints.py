@@ -13,9 +13,9 @@ from operator import index
 from types import MappingProxyType
 from typing import Literal, SupportsIndex, cast
 
-from kvstore.brief import brief
 from kvstore.checks import FLOAT_MAX, number
 from kvstore.errors import InvalidRequest
+from kvstore.text import brief
 
 Preset = Literal["chat", "analytics", "rag", "batch"]
 PRIORITY_DEFAULT = 35

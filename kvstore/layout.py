@@ -14,8 +14,8 @@ from typing import Any, Literal
 import ml_dtypes
 import numpy as np
 
-from kvstore.brief import brief
 from kvstore.errors import InvalidRequest
+from kvstore.text import brief
 
 DType = Literal[
     "float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "int8"

@@ -11,10 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NewType
 
-from kvstore.brief import brief, kind_of
 from kvstore.errors import InvalidRequest
 from kvstore.layout import Layout
-from kvstore.parsing import parse_json
+from kvstore.text import brief, kind_of, parse_json
 
 NamespaceDigest = NewType("NamespaceDigest", bytes)
 NamespaceId = NewType("NamespaceId", bytes)

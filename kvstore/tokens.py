@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.brief import kind_of
 from kvstore.errors import InvalidRequest
+from kvstore.text import kind_of
 
 TokenArray = npt.NDArray[np.uint32]
 Tokens = Sequence[int] | npt.NDArray[Any]

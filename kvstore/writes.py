@@ -5,9 +5,9 @@ from __future__ import annotations
 import enum
 from typing import Literal, get_args
 
-from kvstore.brief import brief
 from kvstore.checks import checked_flag
 from kvstore.errors import InvalidRequest
+from kvstore.text import brief
 
 RUNS_MAX = 2
 """Runs of one put that are on their way to the root at once."""

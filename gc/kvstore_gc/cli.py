@@ -12,19 +12,28 @@ from typing import Any
 import click
 
 from kvstore.address import Address
-from kvstore.brief import size
-from kvstore.cli import logs
+from kvstore.cli import options as logs
 from kvstore.cli.access import ClusterAccess
-from kvstore.cli.command import Command, check_failed
-from kvstore.cli.declared import flag, group, option, takes
-from kvstore.cli.kinds import DURATION, HOST_PORT, SIZE, split
-from kvstore.cli.options import LOG_FORMAT, Room
+from kvstore.cli.app import Command, check_failed
+from kvstore.cli.options import (
+    DURATION,
+    HOST_PORT,
+    LOG_FORMAT,
+    SIZE,
+    Room,
+    check_free,
+    flag,
+    group,
+    option,
+    split,
+    takes,
+)
 from kvstore.cli.output import print_table, progress_bar
-from kvstore.cli.ports import check_free
 from kvstore.cli.signals import Stopper
 from kvstore.errors import InvalidRequest
 from kvstore.meta.keys import parse_id
 from kvstore.security.tls import is_loopback
+from kvstore.text import size
 from kvstore.version import VERSION
 from kvstore.writes import BOUND_BYTES_MIN
 from kvstore_gc.collector import Collector, opened

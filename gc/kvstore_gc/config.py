@@ -23,11 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvstore.brief import why
 from kvstore.errors import InvalidRequest
 from kvstore.namespace import Namespace
-from kvstore_gc.goals import Goals, Quota
-from kvstore_gc.policy import Order
+from kvstore.text import why
+from kvstore_gc.policy import Goals, Order, Quota
 
 FILE_BYTES_MAX = 1 << 20
 _KEYS = frozenset({"ttl", "max_bytes", "order", "quota"})

@@ -14,7 +14,6 @@ from functools import partial
 import numpy as np
 
 from kvstore.address import Address
-from kvstore.brief import size
 from kvstore.errors import RootMismatch
 from kvstore.format import places
 from kvstore.host.tables import publish_first
@@ -23,19 +22,18 @@ from kvstore.meta.namespaces import Namespaces
 from kvstore.meta.sweeps import VICTIMS_MAX
 from kvstore.recency import NS_PER_S
 from kvstore.root.identity import read_newest
+from kvstore.text import size
 from kvstore_gc.capacity import Accounts, Publisher
 from kvstore_gc.config import Config
+from kvstore_gc.deletion import SweepPlan, Victim
 from kvstore_gc.execute import Sweeper, SweepReport
-from kvstore_gc.goals import Goals
 from kvstore_gc.ledger import GROUP_MAX
-from kvstore_gc.listing import columns_of, id_of, judge
-from kvstore_gc.orphans import Orphans, beside
+from kvstore_gc.leftovers import Orphans, beside
 from kvstore_gc.parents import Parents
-from kvstore_gc.policy import weighted_age_s
-from kvstore_gc.ranking import CONDEMNING, Ranking, Reason, Rows, shards_of
+from kvstore_gc.policy import Goals, weighted_age_s
+from kvstore_gc.ranking import CONDEMNING, Ranking, Reason, Rows, columns_of, id_of, judge, shards_of
 from kvstore_gc.site import Site
 from kvstore_gc.summary import Example, Explained, Summary
-from kvstore_gc.victims import SweepPlan, Victim
 
 log = logging.getLogger(__name__)
 

@@ -22,14 +22,12 @@ from kvstore.meta.pins import PinRecord
 from kvstore.meta.store import LeaseId
 from kvstore.meta.sweeps import Condemned
 from kvstore.root.fences import keep_reserve, lift_unnamed, list_twins, make_room, read_twin, spend_reserve
+from kvstore_gc.deletion import Condemnation, Deleting, SweepPlan, Taken, Trash, Victim, read_victims, write_victims
 from kvstore_gc.grace import Grace, Look, Spared
 from kvstore_gc.ledger import GROUP_MAX, GROUP_VICTIMS_MAX, InFlight, Ledger
-from kvstore_gc.listing import Tally
-from kvstore_gc.objects import Deleting
+from kvstore_gc.ranking import Tally
 from kvstore_gc.site import Site
 from kvstore_gc.threads import Stopped
-from kvstore_gc.trash import Trash
-from kvstore_gc.victims import Condemnation, SweepPlan, Taken, Victim, read_victims, write_victims
 
 log = logging.getLogger(__name__)
 

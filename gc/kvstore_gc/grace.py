@@ -19,7 +19,7 @@ from kvstore.meta.pins import PinRecord
 from kvstore.meta.session import SessionRecord
 from kvstore.meta.store import KeyValue, LeaseId
 from kvstore_gc.ledger import InFlight, Ledger, still_there
-from kvstore_gc.listing import Marks, are_among, marks_of
+from kvstore_gc.ranking import Marks, are_among, marks_of
 from kvstore_gc.site import Site
 
 log = logging.getLogger(__name__)

@@ -50,9 +50,8 @@ from kvstore.root.open import open_root
 from kvstore.root.posix import FILE_MODE, PosixRoot, translated
 from kvstore.sources import SystemClock
 from kvstore_gc.config import Config
-from kvstore_gc.goals import Goals
-from kvstore_gc.listing import id_of
-from kvstore_gc.ranking import Ranking, Rows
+from kvstore_gc.policy import Goals
+from kvstore_gc.ranking import Ranking, Rows, id_of
 
 log = logging.getLogger(__name__)
 

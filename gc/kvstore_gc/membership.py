@@ -18,7 +18,7 @@ from hashlib import blake2b
 from kvstore.errors import KVStoreError, PermissionDenied, Unavailable
 from kvstore.meta.keys import SessionId
 from kvstore.meta.store import KeyValue, LeaseGone, LeaseId
-from kvstore.parsing import parse_json
+from kvstore.text import parse_json
 from kvstore_gc.site import Site
 
 log = logging.getLogger(__name__)

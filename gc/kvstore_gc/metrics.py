@@ -25,7 +25,7 @@ from kvstore.sources import Clock
 from kvstore_gc.capacity import Accounts, Level, Publisher
 from kvstore_gc.cycle import Cycle
 from kvstore_gc.execute import SPARED
-from kvstore_gc.orphans import ORPHANS
+from kvstore_gc.leftovers import ORPHANS
 from kvstore_gc.ranking import Reason
 from kvstore_gc.summary import Summary
 

@@ -19,9 +19,8 @@ from kvstore.format import places
 from kvstore.format.header import FIXED_BYTES
 from kvstore.namespace import NamespaceId
 from kvstore.recency import NS_PER_S
-from kvstore_gc.listing import id_of
 from kvstore_gc.policy import Uses
-from kvstore_gc.ranking import Ranking
+from kvstore_gc.ranking import Ranking, id_of
 from kvstore_gc.site import Site
 
 CHECKED_MAX = 4_096

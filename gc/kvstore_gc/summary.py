@@ -9,8 +9,7 @@ from typing import Any
 
 from kvstore.namespace import Namespace
 from kvstore_gc.execute import SweepReport
-from kvstore_gc.listing import Tally
-from kvstore_gc.ranking import Ranking, Reason, Rows, tallies
+from kvstore_gc.ranking import Ranking, Reason, Rows, Tally, tallies
 
 NAMESPACES_MAX = 512
 """A summary has the largest namespaces."""

@@ -12,8 +12,10 @@ from kvstore.aio.segments import Segments
 from kvstore.aio.threads import Threads
 from kvstore.aio.twins import Opening, Twin, awaited, finished
 from kvstore.buffers import KvArray
-from kvstore.client import blocks, cache, pin
-from kvstore.client import pin as pins
+from kvstore.client import cache
+from kvstore.client import cache as blocks
+from kvstore.client import cache as pin
+from kvstore.client import cache as pins
 from kvstore.segments import CHUNK_TOKENS, Rope
 from kvstore.tokens import Tokens
 
@@ -44,7 +46,7 @@ class Pin(Twin[pin.Pin]):
 
 
 class BlockHold(Twin[blocks.BlockHold]):
-    """As ``kvstore.client.blocks.BlockHold``."""
+    """As ``kvstore.client.cache.BlockHold``."""
 
     @property
     def present(self) -> list[bool]:
@@ -62,7 +64,7 @@ class BlockHold(Twin[blocks.BlockHold]):
 
 
 class BlockCache(Twin[blocks.BlockCache]):
-    """As ``kvstore.client.blocks.BlockCache``."""
+    """As ``kvstore.client.cache.BlockCache``."""
 
     put = awaited(blocks.BlockCache.put)
     put_new = awaited(blocks.BlockCache.put_new)

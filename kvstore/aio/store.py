@@ -13,7 +13,7 @@ from kvstore.aio.operation import Operation, begins
 from kvstore.aio.threads import Threads
 from kvstore.aio.twins import Opening, Twin, awaited
 from kvstore.client import store
-from kvstore.client.dropping import caller, opened_at
+from kvstore.client.cache import caller, opened_at
 
 P = ParamSpec("P")
 

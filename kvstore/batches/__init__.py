@@ -4,10 +4,7 @@
 asked, ``results`` has what it answered, ``sending`` does all of a batch.
 """
 
-from kvstore.batches.file import Batch, read_batch
-from kvstore.batches.results import Results
-from kvstore.batches.sending import Sent, send
-from kvstore.batches.server import Server
-from kvstore.batches.tokenizer import Tokenizer, load_tokenizer
+from kvstore.batches.file import Batch, Tokenizer, load_tokenizer, read_batch
+from kvstore.batches.sending import Results, Sent, Server, send
 
 __all__ = ["Batch", "Results", "Sent", "Server", "Tokenizer", "load_tokenizer", "read_batch", "send"]

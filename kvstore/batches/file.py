@@ -1,29 +1,259 @@
-"""A batch file: read once, line by line, and written again in another order. The lines themselves do not change.
-
-Kept of each request are its packed prompt, and the place and the checksum of its line: a file that changes later is
-noticed before a line of it is used. A file that is one JSON array is read whole, and its requests are kept.
-"""
+"""The file that a reordered batch is written to. Apart from ``file``, because its rules are about the path alone."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import stat
 from array import array
 from codecs import BOM_UTF8
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from enum import Enum
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from zlib import crc32
 
-from kvstore.batches.forms import Asked, Form, asked, form_of
-from kvstore.batches.output import replace_file
-from kvstore.batches.tokenizer import Tokenizer
 from kvstore.errors import InvalidRequest
-from kvstore.parsing import parse_json
 from kvstore.planning import Prompts
 from kvstore.progress import Progress, unwatched
-from kvstore.replay.trace import BLOCK_TOKENS
+from kvstore.replay.trace import BLOCK_TOKENS, parse_request
+from kvstore.text import kind_of, parse_json
+from kvstore.tokens import TOKENS_MAX, TokenArray, token_array
+
+NEW_MODE = 0o666
+
+
+def replace_file(output: Path, pieces: Iterable[bytes], source: Path) -> None:
+    """Writes ``pieces``, made from the file ``source``. A file is replaced once all is written, and keeps its mode.
+
+    A symlink stays one: its target is written. Raises InvalidRequest if ``output`` is ``source``, or neither a regular
+    file nor absent; and OSError.
+    """
+    mode = _mode_of(output, source)
+    target = Path(os.path.realpath(output))
+    staged = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        with open(staged, "xb", opener=lambda path, flags: os.open(path, flags, mode or NEW_MODE)) as file:
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)  # opening takes away what the umask says
+            file.writelines(pieces)
+        staged.replace(target)
+    finally:
+        with suppress(OSError):  # it is the output now, or its folder is gone
+            staged.unlink()
+
+
+def _mode_of(output: Path, source: Path) -> int | None:
+    """The mode of the file that is replaced; None if there is none."""
+    try:
+        found = output.stat()
+    except FileNotFoundError:
+        return None
+    if stat.S_ISDIR(found.st_mode):
+        raise InvalidRequest(f"the output {str(output)!r} is a folder: give a file")
+    if not stat.S_ISREG(found.st_mode):
+        raise InvalidRequest(f"the output {str(output)!r} is a device or a pipe: give a file, and read it afterwards")
+    if output.samefile(source):
+        raise InvalidRequest(f"the output {str(output)!r} is the batch itself: give another file")
+    return stat.S_IMODE(found.st_mode)
+
+
+# Tokenizers of the transformers package, which is imported only where a batch has text.
+
+
+Message = dict[str, Any]
+SAID_CHARS_MAX = 200
+"""Characters of a tokenizer's error that are shown."""
+
+
+class Tokenizer(Protocol):
+    """Makes token ids of text, as the engine that runs the batch does."""
+
+    def text(self, text: str) -> Sequence[int]:
+        """Returns the tokens of a prompt."""
+        ...
+
+    def chat(self, messages: Sequence[Message]) -> Sequence[int]:
+        """Returns the tokens of a conversation, by the model's chat template, up to where the answer begins."""
+        ...
+
+
+class _OfTransformers:
+    """Implements ``Tokenizer``."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def text(self, text: str) -> Sequence[int]:
+        with _translated("the tokenizer refuses the prompt"):
+            found: Sequence[int] = self._tokenizer.encode(text)
+            return found
+
+    def chat(self, messages: Sequence[Message]) -> Sequence[int]:
+        # The template gives text: versions of transformers differ in how they return tokens.
+        with _translated("the tokenizer refuses the messages"):
+            text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            found: Sequence[int] = self._tokenizer.encode(text, add_special_tokens=False)
+            return found
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """Loads a tokenizer by its model's name or folder. Raises InvalidRequest if it, or transformers, is missing."""
+    with _translated(f"cannot load the tokenizer {name!r}"):
+        try:
+            transformers = import_module("transformers")
+        except ModuleNotFoundError as cause:
+            raise InvalidRequest(
+                "a tokenizer needs the transformers package: pip install transformers, or give token ids as prompts"
+            ) from cause
+        return _OfTransformers(transformers.AutoTokenizer.from_pretrained(name))
+
+
+@contextmanager
+def _translated(what: str) -> Iterator[None]:
+    """Raises InvalidRequest for any error of a tokenizer: its models bring code, and chat templates, of their own."""
+    try:
+        yield
+    except InvalidRequest:
+        raise
+    except BaseException as cause:
+        # A panic in Rust is a BaseException of a class that cannot be imported. Ctrl-C is one too, and goes on.
+        if not isinstance(cause, Exception) and type(cause).__name__ != "PanicException":
+            raise
+        lines = str(cause).strip().splitlines()
+        said = lines[0][:SAID_CHARS_MAX] if lines else type(cause).__name__
+        raise InvalidRequest(f"{what}: {said}") from cause
+
+
+# The kinds of requests in a batch file, and what a plan needs of each: its prompt and its output tokens.
+#
+# - OpenAI: one request a line with ``custom_id`` and ``body``, which has ``prompt`` (text or token ids) or
+#   ``messages``.
+# - ShareGPT: ``conversations``, turns with ``from`` and ``value``; the prompt ends with the last turn of the human.
+# - Mooncake: ``input_length``, ``output_length`` and ``hash_ids``, no tokens (kvstore/replay/trace.py).
+
+
+CUSTOM_ID_CHARS_MAX = 1024
+OUTPUTS = ("max_completion_tokens", "max_tokens")
+ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+_PATH = re.compile(r"/[!-~]*")
+
+
+class Form(Enum):
+    """A kind of request. The value is the field that tells it."""
+
+    OPENAI = "body"
+    SHAREGPT = "conversations"
+    MOONCAKE = "hash_ids"
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request of a batch."""
+
+    tokens: TokenArray | None
+    """The prompt; None for a trace, which has only ``blocks``."""
+    blocks: Sequence[Hashable] = ()
+    length: int = 0
+    """Tokens of the prompt."""
+    decode_tokens: int | None = None
+    """Output tokens at most; None if the request does not say."""
+    custom_id: str | None = None
+
+
+def form_of(record: Any) -> Form:
+    """The form of a request. Raises InvalidRequest."""
+    if isinstance(record, dict):
+        for form in Form:
+            if form.value in record:
+                return form
+    raise InvalidRequest(
+        "not a request of a batch: expected an object with custom_id and body (OpenAI), conversations (ShareGPT) or "
+        "hash_ids (Mooncake)"
+    )
+
+
+def asked(record: dict[str, Any], form: Form, tokenizer: Tokenizer | None) -> Asked:
+    """The request in ``record``. Raises InvalidRequest."""
+    found = _READERS[form](record, tokenizer)
+    if not found.length:
+        raise InvalidRequest("the prompt is empty: expected 1 token or more")
+    return found
+
+
+def _of_mooncake(record: dict[str, Any], _: Tokenizer | None) -> Asked:
+    request = parse_request(record, 0)
+    blocks = request.hash_ids[: request.full_blocks]
+    return Asked(None, blocks, request.input_length, max(0, request.output_length))
+
+
+def _of_openai(record: dict[str, Any], tokenizer: Tokenizer | None) -> Asked:
+    body, custom_id = record["body"], record.get("custom_id")
+    if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= CUSTOM_ID_CHARS_MAX:
+        raise InvalidRequest(f"custom_id={custom_id!r}: expected text of 1 to {CUSTOM_ID_CHARS_MAX} characters")
+    if not isinstance(body, dict):
+        raise InvalidRequest(f"body is {kind_of(body)}: expected an object")
+    if body.get("stream"):
+        raise InvalidRequest("the body asks for a stream: a batch has one answer to each request, leave out stream")
+    method, url = record.get("method", "POST"), record.get("url", "/")
+    if method != "POST" or not isinstance(url, str) or not _PATH.fullmatch(url):
+        raise InvalidRequest(f"method={method!r}, url={url!r}: expected POST, and a path such as /v1/completions")
+    output = next((body[name] for name in OUTPUTS if body.get(name) is not None), None)
+    if output is not None and (type(output) is not int or not 0 <= output <= TOKENS_MAX):
+        raise InvalidRequest(f"max_tokens={output!r}: expected a whole number up to {TOKENS_MAX}")
+    tokens = _prompt_of(body, tokenizer)
+    return Asked(tokens, length=len(tokens), decode_tokens=output, custom_id=custom_id)
+
+
+def _prompt_of(body: dict[str, Any], tokenizer: Tokenizer | None) -> TokenArray:
+    prompt, messages = body.get("prompt"), body.get("messages")
+    if isinstance(prompt, str):
+        return token_array(_named(tokenizer).text(prompt)) if prompt else token_array([])
+    if isinstance(prompt, list):
+        return token_array(prompt)
+    if isinstance(messages, list) and all(isinstance(each, dict) for each in messages):
+        return _conversation(messages, tokenizer)
+    raise InvalidRequest("the body has no prompt: expected prompt (text or token ids), or messages (a list of objects)")
+
+
+def _of_sharegpt(record: dict[str, Any], tokenizer: Tokenizer | None) -> Asked:
+    turns = record["conversations"]
+    if not isinstance(turns, list) or not all(
+        isinstance(turn, dict) and isinstance(turn.get("value"), str) and turn.get("from") in ROLES for turn in turns
+    ):
+        raise InvalidRequest(
+            f"conversations are not turns: expected objects with value (text) and from ({', '.join(ROLES)})"
+        )
+    messages = [{"role": ROLES[turn["from"]], "content": turn["value"]} for turn in turns]
+    end = max((at + 1 for at, each in enumerate(messages) if each["role"] == "user"), default=0)
+    tokens = _conversation(messages[:end], tokenizer)
+    answer = messages[end]["content"] if end < len(messages) else ""
+    output = len(_named(tokenizer).text(answer)) if answer else None
+    return Asked(tokens, length=len(tokens), decode_tokens=output)
+
+
+def _conversation(messages: list[dict[str, Any]], tokenizer: Tokenizer | None) -> TokenArray:
+    return token_array(_named(tokenizer).chat(messages)) if messages else token_array([])
+
+
+def _named(tokenizer: Tokenizer | None) -> Tokenizer:
+    if tokenizer is None:
+        raise InvalidRequest("the prompt is text: give --tokenizer NAME, or token ids as the prompt")
+    return tokenizer
+
+
+_READERS = {Form.OPENAI: _of_openai, Form.SHAREGPT: _of_sharegpt, Form.MOONCAKE: _of_mooncake}
+
+
+# A batch file: read once, line by line, and written again in another order. The lines themselves do not change.
+#
+# Kept of each request are its packed prompt, and the place and the checksum of its line: a file that changes later is
+# noticed before a line of it is used. A file that is one JSON array is read whole, and its requests are kept.
+
 
 LINE_BYTES_MAX = 64 << 20
 PROGRESS_BYTES = 1 << 20

@@ -14,13 +14,12 @@ from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from typing import Any
 
-from kvstore.brief import brief, shown
 from kvstore.census.walk import Found
 from kvstore.checks import number
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import LINEAGE_BYTES, SESSION_BYTES, Incarnation, LineageId, Writers, lineage_id, written
 from kvstore.namespace import DIGEST_BYTES, Namespace, NamespaceDigest, NamespaceId
-from kvstore.parsing import parse_json
+from kvstore.text import brief, parse_json, shown
 
 WRITER_FIELDS = ("node", "host", "version", "label")
 IDS_MAX = 10_000

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from kvstore.brief import why
-from kvstore.cli.declared import argument, group, option, takes
-from kvstore.cli.securing import ClientAccess
+from kvstore.cli.options import argument, group, option, takes
+from kvstore.cli.security_options import ClientAccess
 from kvstore.errors import InvalidRequest
-from kvstore.parsing import parse_json
+from kvstore.text import parse_json, why
 
 if TYPE_CHECKING:
     from kvstore.client.store import Store

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 import kvstore
-from kvstore.cli.command import Command
+from kvstore.cli.app import Command
 from kvstore.errors import Unavailable
 
 SOURCE = Path(kvstore.__file__).resolve().parents[1]

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvstore.cli.access import Access, access_options
-from kvstore.cli.command import Command, check_failed
-from kvstore.cli.declared import flag, option, takes
-from kvstore.cli.options import json_option
+from kvstore.cli.app import Command, check_failed
+from kvstore.cli.options import flag, json_option, option, takes
 from kvstore.cli.output import print_json, print_pairs, print_table, progress_bar
 from kvstore.errors import InvalidRequest
 from kvstore.segments import Bounds, Verdict

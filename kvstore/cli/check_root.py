@@ -8,11 +8,10 @@ from dataclasses import asdict
 import click
 
 from kvstore.cli.access import RootOptions, root_options_option
-from kvstore.cli.command import Command, check_failed
-from kvstore.cli.declared import completes
-from kvstore.cli.options import json_option
+from kvstore.cli.app import Command, check_failed
+from kvstore.cli.options import completes, json_option
 from kvstore.cli.output import print_json, print_table, progress_bar
-from kvstore.cli.rooted import open_existing
+from kvstore.cli.selectors import open_existing
 
 
 @click.command("check-root", cls=Command, short_help="Test a mount for what the store relies on.")

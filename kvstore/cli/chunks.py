@@ -7,17 +7,16 @@ from collections.abc import Mapping
 
 import click
 
-from kvstore.brief import size
 from kvstore.census.selection import Selection
 from kvstore.cli.access import Access, access_options
-from kvstore.cli.choosing import Asked, selection_options
-from kvstore.cli.command import Command, check_failed
+from kvstore.cli.app import Command, check_failed
 from kvstore.cli.ops import follow
 from kvstore.cli.options import json_option
 from kvstore.cli.output import print_json
-from kvstore.cli.rooted import check_pins_known
+from kvstore.cli.selectors import Asked, check_pins_known, selection_options
 from kvstore.errors import InvalidRequest
 from kvstore.operations import OperationState
+from kvstore.text import size
 
 COUNTS = ("chunks", "bytes", "pinned", "failed", "unconfirmed")
 IGNORED = "; or --ignore-pins, which deletes pinned chunks too"

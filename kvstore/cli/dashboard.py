@@ -11,12 +11,9 @@ import click
 
 from kvstore.children import gc_command
 from kvstore.cli.access import Access, ClusterAccess, is_typed
-from kvstore.cli.command import Command
-from kvstore.cli.declared import arguments, flag, option, takes
-from kvstore.cli.kinds import HOST_PORT, split
-from kvstore.cli.options import Logging, Room
-from kvstore.cli.ports import check_free
-from kvstore.cli.rooted import local_path, open_existing
+from kvstore.cli.app import Command
+from kvstore.cli.options import HOST_PORT, Logging, Room, arguments, check_free, flag, option, split, takes
+from kvstore.cli.selectors import local_path, open_existing
 from kvstore.cli.signals import Stopper
 from kvstore.errors import InvalidRequest, PermissionDenied, Unavailable
 from kvstore.security.tls import is_loopback

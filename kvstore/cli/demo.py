@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvstore.brief import size
 from kvstore.children import Program, gc_command, stop_all
 from kvstore.cli.access import Access, open_store
-from kvstore.cli.command import Command
+from kvstore.cli.app import Command
 from kvstore.cli.options import json_option
 from kvstore.cli.output import progress_bar
-from kvstore.cli.programs import kvstore_command
 from kvstore.cli.replay import print_report
 from kvstore.cli.signals import exits_on_sigterm
+from kvstore.cli.supervisor import kvstore_command
 from kvstore.memory.arena import memory_free_bytes
+from kvstore.text import size
 
 if TYPE_CHECKING:
     from kvstore.replay import Request

@@ -11,12 +11,9 @@ from typing import TYPE_CHECKING
 import click
 
 from kvstore.cli.access import ClusterAccess
-from kvstore.cli.command import Command
-from kvstore.cli.declared import flag, option, takes
-from kvstore.cli.kinds import HOST_PORT, split
-from kvstore.cli.options import Logging
-from kvstore.cli.ports import check_ports
-from kvstore.cli.rooted import local_path, open_existing
+from kvstore.cli.app import Command
+from kvstore.cli.options import HOST_PORT, Logging, check_ports, flag, option, split, takes
+from kvstore.cli.selectors import local_path, open_existing
 from kvstore.cli.signals import Stopper
 from kvstore.errors import InvalidRequest
 from kvstore.security.tls import is_loopback

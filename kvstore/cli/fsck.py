@@ -9,19 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvstore.brief import shown, size
 from kvstore.cli.access import EtcdAccess, RootPlace, etcd_options, root_option
-from kvstore.cli.command import Command, check_failed
-from kvstore.cli.declared import flag, option, takes
-from kvstore.cli.kinds import SIZE
+from kvstore.cli.app import Command, check_failed
 from kvstore.cli.ops import CANCEL_S, follow
-from kvstore.cli.options import json_option
+from kvstore.cli.options import SIZE, flag, json_option, option, takes
 from kvstore.cli.output import print_json
-from kvstore.cli.rooted import identified
+from kvstore.cli.selectors import identified
 from kvstore.errors import InvalidRequest, RootMismatch
 from kvstore.meta.cluster import difference, read_generation
 from kvstore.operations import OperationRun, Operations
 from kvstore.sources import RandomIds, SystemClock
+from kvstore.text import shown, size
 
 if TYPE_CHECKING:
     from kvstore.fsck import Adopted, Finding, Report

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvstore.brief import size
 from kvstore.cli.access import Access, access_options
-from kvstore.cli.choosing import Prompt, prompt_options
-from kvstore.cli.command import Command, check_failed
+from kvstore.cli.app import Command, check_failed
 from kvstore.cli.options import json_option
 from kvstore.cli.output import print_json, print_table
+from kvstore.cli.selectors import Prompt, prompt_options
 from kvstore.format.header import Encoding
+from kvstore.text import size
 
 if TYPE_CHECKING:
     from kvstore.node.looking import ChunkPlace, RootCopy

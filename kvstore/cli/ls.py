@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvstore.brief import size
 from kvstore.cli.access import Access, access_options
-from kvstore.cli.command import Command
+from kvstore.cli.app import Command
 from kvstore.cli.options import json_option
 from kvstore.cli.output import moment, print_json, print_table, progress_bar, progress_to
-from kvstore.cli.rooted import check_pins_known, identified, usage_by_namespace
+from kvstore.cli.selectors import check_pins_known, identified, usage_by_namespace
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.namespace import NamespaceId
+from kvstore.text import size
 
 if TYPE_CHECKING:
     from kvstore.census.walk import Share

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvstore.cli.access import Access, access_options
-from kvstore.cli.command import Command
+from kvstore.cli.app import Command
 from kvstore.cli.options import json_option
 from kvstore.cli.output import moment, print_json, print_table, progress_to
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable

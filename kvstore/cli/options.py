@@ -1,16 +1,340 @@
-"""Options that several commands share."""
+"""Durations, sizes and addresses as people type them.
+
+The name of a kind, in capitals, stands for its value in ``--help``.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import functools
+import json
+import logging
+import re
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, fields
+from datetime import UTC, datetime
+from errno import EADDRINUSE, EADDRNOTAVAIL
+from typing import Any, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
-from kvstore.cli import logs
-from kvstore.cli.declared import option
-from kvstore.cli.kinds import BOUND, DURATION
-from kvstore.writes import Durability
+from kvstore import tracing
+from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.text import size, why
+from kvstore.writes import BOUND_BYTES_MIN, Durability
+
+_DURATION_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
+_SIZE_BYTES = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgtp", start=1):
+    _SIZE_BYTES[f"{_letter}ib"] = 1 << (10 * _power)
+    _SIZE_BYTES[f"{_letter}b"] = 1000**_power
+_COUNTS = {"": 1, "k": 1000, "m": 1_000_000, "g": 1_000_000_000}
+_NUMBER = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)")
+
+
+class Duration(click.ParamType):  # type: ignore[type-arg]  # generic only in the newest click
+    """Seconds from ``30s``, ``5m``, ``1h``, ``2d``, ``500ms``, or a bare number of seconds."""
+
+    name = "time"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if isinstance(value, (int, float)):
+            return float(value)
+        found = _NUMBER.fullmatch(str(value).strip())
+        scale = _DURATION_S.get(found[2].lower() or "s") if found else None
+        if found is None or scale is None:
+            self.fail(f"{value!r} is not a duration: write 30s, 5m, 1h or 2d", param, ctx)
+        return float(found[1]) * scale
+
+
+class Moment(Duration):
+    """Seconds since the epoch from ``2026-11-21T10:00`` (of this host's time zone, unless it says one), or a duration
+    such as ``2h`` or ``2h ago``: so long before now."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if isinstance(value, (int, float)):
+            return float(value)
+        text = str(value).strip()
+        try:
+            return datetime.fromisoformat(text).timestamp()
+        except (ValueError, OverflowError, OSError):
+            pass
+        ago = text.removesuffix("ago").strip()
+        if not _NUMBER.fullmatch(ago):
+            self.fail(f"{value!r} is not a time: write 2026-11-21T10:00, or 2h for two hours ago", param, ctx)
+        return time.time() - super().convert(ago, param, ctx)
+
+
+class Count(click.ParamType):  # type: ignore[type-arg]  # generic only in the newest click
+    """A number of tokens from ``400k``, ``1.6M``, or a bare number."""
+
+    name = "count"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        found = _NUMBER.fullmatch(str(value).strip().replace(",", "").replace("_", ""))
+        scale = _COUNTS.get(found[2].lower()) if found else None
+        if found is None or scale is None:
+            self.fail(f"{value!r} is not a number: write 400000, 400k or 1.6M", param, ctx)
+        return int(float(found[1]) * scale)
+
+
+class Size(click.ParamType):  # type: ignore[type-arg]  # generic only in the newest click
+    """Bytes from ``8GiB``, ``512MiB``, ``2GB``, or a bare number of bytes."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        found = _NUMBER.fullmatch(str(value).strip())
+        scale = _SIZE_BYTES.get(found[2].lower()) if found else None
+        if found is None or scale is None:
+            self.fail(f"{value!r} is not a size: write 512MiB, 8GiB or a number of bytes", param, ctx)
+        return int(float(found[1]) * scale)
+
+
+class Bound(Size):
+    """A size of 1 MiB or more: less is one whose unit was forgotten."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        size_bytes = super().convert(value, param, ctx)
+        if size_bytes < BOUND_BYTES_MIN:
+            self.fail(f"{value!r} is {size(size_bytes)}, under 1MiB: give a unit, such as 200GiB", param, ctx)
+        return size_bytes
+
+
+class HostPort(click.ParamType):  # type: ignore[type-arg]  # generic only in the newest click
+    """``host:port``, the port from 0 to 65535; IPv6 hosts in brackets."""
+
+    name = "host:port"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        text = str(value).strip()
+        host, colon, port = text.rpartition(":")
+        plain = host.removeprefix("[").removesuffix("]")
+        bracketed = host.startswith("[") and host.endswith("]")
+        wrong = not colon or not plain or (":" in plain and not bracketed) or not (port.isascii() and port.isdigit())
+        if wrong or int(port) > 65535:
+            self.fail(f"{value!r} is not an address: write HOST:PORT, such as 127.0.0.1:7070 or [::1]:7070", param, ctx)
+        return text
+
+
+class Listen(HostPort):
+    """``host:port``, or ``unix:path``."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return str(value) if str(value).startswith("unix:") else super().convert(value, param, ctx)
+
+
+class BulkPort(click.ParamType):  # type: ignore[type-arg]  # generic only in the newest click
+    """A port, or ``off`` (None)."""
+
+    name = "port"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | None:
+        text = str(value).strip()
+        if text == "off":
+            return None
+        if not (text.isascii() and text.isdigit()) or int(text) > 65535:
+            self.fail(f"{value!r} is not a port: write a number from 0 to 65535, or off", param, ctx)
+        return int(text)
+
+
+def split(address: str) -> tuple[str, int]:
+    """Host (without brackets) and port of a ``host:port`` that was checked."""
+    host, _, port = address.rpartition(":")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+DURATION, MOMENT, COUNT, SIZE, HOST_PORT, LISTEN = Duration(), Moment(), Count(), Size(), HostPort(), Listen()
+BOUND, BULK_PORT = Bound(), BulkPort()
+
+
+# Options declared once: a dataclass whose fields are options of a command.
+#
+# ``takes`` adds the options to a command, which gets them as one value. ``arguments`` turns such a value back into a
+# command line, for a child that is to have the same options.
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+Declare = Callable[[Any], Any]
+PLACES = {"FILE": "file", "FOLDER": "dir", "ROOT": "dir", "URL": "dir"}
+"""The kind of names that the shell completes, by the metavar of an option or argument."""
+
+
+def option(name: str, **attributes: Any) -> Any:
+    """A field that is the option ``name``; ``attributes`` are those of ``click.option``."""
+    return _field(name, click.option, attributes)
+
+
+def flag(name: str, **attributes: Any) -> Any:
+    """A field that is a flag, false by default."""
+    return option(name, is_flag=True, default=False, **attributes)
+
+
+def argument(**attributes: Any) -> Any:
+    """A field that is an argument, named after the field; ``attributes`` are those of ``click.argument``."""
+    return _field("", click.argument, attributes)
+
+
+def completes(place: str) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]]:
+    """Has the shell complete an option or argument with names of files ("file") or folders ("dir")."""
+    return lambda context, parameter, begun: [CompletionItem(begun, type=place)]
+
+
+def group(kind: type, default: Any = None) -> Any:
+    """A field that holds further options, a dataclass ``kind``.
+
+    ``kind.of_options``, if it exists, makes the value from the options; it may return None.
+    """
+    return field(default=default, metadata={"group": kind})
+
+
+def takes(name: str, kind: type) -> Callable[[F], F]:
+    """Adds the options of the dataclass ``kind`` to a command; it gets them as the parameter ``name``."""
+
+    def decorate(command: F) -> F:
+        @functools.wraps(command)
+        def wrapped(*args: Any, **values: Any) -> Any:
+            made = _made(kind, name, values)
+            return command(*args, **{name: made}, **values)
+
+        for declare in reversed(list(_declarations(kind, name))):
+            wrapped = declare(wrapped)
+        return wrapped  # type: ignore[return-value]
+
+    return decorate
+
+
+def arguments(value: Any) -> list[str]:
+    """The command line that gives another program the options in ``value``; those that were not given are left out."""
+    if value is None:
+        return []
+    found: list[str] = []
+    for each in fields(value):
+        said = getattr(value, each.name)
+        if "group" in each.metadata:
+            found += arguments(said)
+        elif isinstance(said, bool):
+            on, _, off = each.metadata["name"].partition("/")
+            found += [on] if said else [off] if off else []
+        elif said not in (None, ""):
+            found += [each.metadata["name"], ":".join(map(str, said)) if isinstance(said, tuple) else str(said)]
+    return found
+
+
+def _field(name: str, kind: Callable[..., Declare], attributes: dict[str, Any]) -> Any:
+    place = PLACES.get(str(attributes.get("metavar")).strip("[]"))
+    if place is not None:
+        attributes["shell_complete"] = completes(place)
+    return field(
+        default=attributes.get("default"), metadata={"name": name, "declare": functools.partial(kind, **attributes)}
+    )
+
+
+def _declarations(kind: type, prefix: str) -> Iterator[Declare]:
+    for each in fields(kind):
+        parameter = f"{prefix}_{each.name}"
+        if "group" in each.metadata:
+            yield from _declarations(each.metadata["group"], parameter)
+        elif name := each.metadata["name"]:
+            yield each.metadata["declare"](parameter, name)
+        else:
+            yield each.metadata["declare"](parameter)
+
+
+def _made(kind: type, prefix: str, values: dict[str, Any]) -> Any:
+    """Takes the values of ``kind``'s options out of ``values``."""
+    own = {}
+    for each in fields(kind):
+        parameter = f"{prefix}_{each.name}"
+        inner = each.metadata.get("group")
+        own[each.name] = values.pop(parameter) if inner is None else _made(inner, parameter, values)
+    return getattr(kind, "of_options", kind)(**own)
+
+
+# Messages of the servers: events on standard error, one a line, for people or, as JSON, for what collects logs.
+
+
+LEVELS = ("debug", "info", "warning", "error")
+FORMATS = ("text", "json")
+
+_PLACE = re.compile(r"(?:(\w+)=)?%(?:%|[-#0 +]*\d*(?:\.\d+)?([a-z]))")
+_EVENT = re.compile(r"[a-z_]+\.[a-z_]+")
+_OURS = frozenset(("time", "level", "logger", "event", "message", "request", "error"))
+
+
+def configure(level: str, format: str = "text") -> None:
+    """Sends everything of this package to standard error; of others only warnings. ``format`` is one of FORMATS."""
+    line = logging.StreamHandler(sys.stderr)
+    line.setFormatter(Lines() if format == "json" else _text())
+    logging.basicConfig(level=logging.WARNING, handlers=[line], force=True)
+    logging.getLogger("kvstore").setLevel(level.upper())
+
+
+class _Text(logging.Formatter):
+    """The line, and the request that it is about."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        id = tracing.request_id()
+        record.request = f" request={id}" if id else ""
+        return super().format(record)
+
+
+def _text() -> logging.Formatter:
+    formatter = _Text("%(asctime)s %(levelname)s %(name)s: %(message)s%(request)s", "%Y-%m-%dT%H:%M:%SZ")
+    formatter.converter = time.gmtime
+    return formatter
+
+
+class Lines(logging.Formatter):
+    """One JSON object a line: time, level, logger, event, message, request, and the event's values, by name.
+
+    Events are logged as ``"session.lost worker=%s after_s=%g"``: the first word is ``event``, and each ``name=%s`` a
+    field with its value, a number if it was one.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        said = record.getMessage()
+        line: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+        }
+        template = record.msg if isinstance(record.msg, str) else ""
+        event = _EVENT.match(template)
+        if event:
+            line["event"] = event[0]
+        line["message"] = said
+        if (id := tracing.request_id()) is not None:
+            line["request"] = id
+        line.update(_fields(template, record.args))
+        if record.exc_info:
+            line["error"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False, default=str)
+
+
+def _fields(template: str, args: Any) -> dict[str, Any]:
+    """The values of ``name=%s`` places in a message."""
+    if not isinstance(args, tuple):
+        return {}
+    places = [place for place in _PLACE.finditer(template) if place[2]]
+    if len(places) != len(args):
+        return {}
+    return {
+        place[1]: value if isinstance(value, (int, float, bool)) else str(value)
+        for place, value in zip(places, args, strict=True)
+        if place[1] and place[1] not in _OURS
+    }
+
+
+# Options that several commands share.
+
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of a table.")
 worker_option = click.option(
@@ -25,7 +349,7 @@ DURABILITY: dict[str, Any] = {
 }
 """The attributes of ``--durability``."""
 LOG_FORMAT: dict[str, Any] = {
-    "type": click.Choice(logs.FORMATS),
+    "type": click.Choice(FORMATS),
     "default": "text",
     "show_default": True,
     "help": "text for people, json for one object a line.",
@@ -37,12 +361,12 @@ LOG_FORMAT: dict[str, Any] = {
 class Logging:
     """The level and the format of a server's log."""
 
-    level: str = option("--log-level", type=click.Choice(logs.LEVELS), default="info", show_default=True)
+    level: str = option("--log-level", type=click.Choice(LEVELS), default="info", show_default=True)
     format: str = option("--log-format", **LOG_FORMAT)
 
     def configure(self) -> None:
         """Configures the log of this process."""
-        logs.configure(self.level, self.format)
+        configure(self.level, self.format)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,3 +379,67 @@ class Room:
     ttl_s: float | None = option(
         "--ttl", type=DURATION, help="Delete chunks unused for this long; 0s: all that nobody holds or pins."
     )
+
+
+# Ports to listen on, looked at before anything is started: one that is in use ends a command with one line.
+
+
+EVERY_ADDRESS = ("0.0.0.0", "::")
+ADVICE = {
+    EADDRINUSE: ": stop the program that does, or choose another port of this host; 0 is any free one",
+    EADDRNOTAVAIL: ": this host has no such address; give one that it has, or 0.0.0.0 for all of them",
+}
+
+
+def check_ports(listening: Iterable[tuple[str, str | None]]) -> None:
+    """Checks the options of one command, each with its address. Port 0, a unix socket and None can always be had.
+
+    Raises InvalidRequest where two of them are one port, which only the program that starts last would find, and
+    Unavailable where one is in use.
+    """
+    wanted = [(option, each) for option, each in listening if each is not None and _has_port(each)]
+    for at, (option, address) in enumerate(wanted):
+        for other, another in wanted[:at]:
+            if _is_one_port(address, another):
+                raise InvalidRequest(
+                    f"{other} {another} and {option} {address} are one port: choose another one for one of them; "
+                    "0 is any free one"
+                )
+    for option, address in wanted:
+        check_free(option, [address])
+
+
+def check_free(option: str, addresses: Iterable[str | None]) -> None:
+    """Raises Unavailable for an address that cannot be listened on now. Port 0, a unix socket and None always can."""
+    for address in addresses:
+        if address is None or not _has_port(address):
+            continue
+        host, port = split(address)
+        try:
+            family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            with socket.socket(family, kind) as tried:
+                tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do, for a port just left
+                tried.bind(place)
+        except OSError as cause:
+            advice = ADVICE.get(cause.errno or 0, "")
+            raise Unavailable(f"cannot listen on {option} {address} ({why(cause)}){advice}") from cause
+
+
+def _has_port(address: str) -> bool:
+    return not address.startswith("unix:") and split(address)[1] != 0
+
+
+def _is_one_port(one: str, other: str) -> bool:
+    (one_host, one_port), (other_host, other_port) = split(one), split(other)
+    if one_port != other_port:
+        return False
+    one_at, other_at = _number(one_host), _number(other_host)
+    return one_at == other_at or one_at in EVERY_ADDRESS or other_at in EVERY_ADDRESS
+
+
+def _number(host: str) -> str:
+    """The numeric address of a host; the host itself where it has none, which ``check_free`` reports."""
+    try:
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        return host

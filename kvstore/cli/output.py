@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from kvstore.brief import shown
+from kvstore.text import shown
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvstore.brief import shown
 from kvstore.cli.access import Access, access_options
-from kvstore.cli.choosing import open_cache
-from kvstore.cli.command import Command, check_failed
-from kvstore.cli.declared import flag, option, takes
-from kvstore.cli.kinds import COUNT, DURATION
-from kvstore.cli.options import json_option
+from kvstore.cli.app import Command, check_failed
+from kvstore.cli.options import COUNT, DURATION, flag, json_option, option, takes
 from kvstore.cli.output import print_json, print_pairs, progress_bar, progress_to
+from kvstore.cli.selectors import open_cache
 from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.text import shown
 
 if TYPE_CHECKING:
     from kvstore.batches import Batch, Sent
@@ -135,7 +133,7 @@ def plan(batch: str, planned: Planned, access: Access, as_json: bool) -> None:
 def _sent(batch: Batch, plan: Plan, planned: Planned) -> Sent:
     """Sends the batch. Raises InvalidRequest unless it is one of OpenAI's."""
     from kvstore.batches import Results, Server, send
-    from kvstore.batches.forms import Form
+    from kvstore.batches.file import Form
 
     if batch.form is not Form.OPENAI:
         raise InvalidRequest("--server takes an OpenAI batch file: requests with custom_id and body")

@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING
 import click
 
 from kvstore.cli.access import Access, access_options
-from kvstore.cli.choosing import Prompt, prompt_options
-from kvstore.cli.command import Command, check_failed
-from kvstore.cli.kinds import DURATION
+from kvstore.cli.app import Command, check_failed
 from kvstore.cli.ops import as_values, follow
-from kvstore.cli.options import json_option, worker_option
+from kvstore.cli.options import DURATION, json_option, worker_option
 from kvstore.cli.output import print_json
-from kvstore.cli.rooted import check_pins_known
+from kvstore.cli.selectors import Prompt, check_pins_known, prompt_options
 from kvstore.errors import InvalidRequest
 from kvstore.operations import OperationState
 

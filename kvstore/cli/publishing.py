@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvstore.cli.declared import option
 from kvstore.cli.events import Endpoints
-from kvstore.cli.kinds import HOST_PORT
-from kvstore.cli.securing import ServerAccess
+from kvstore.cli.options import HOST_PORT, option
+from kvstore.cli.security_options import ServerAccess
 from kvstore.errors import InvalidRequest
 
 ANYWHERE = "tcp://*:0"

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvstore.cli.access import Access, access_options, open_store
-from kvstore.cli.command import Command, check_failed
-from kvstore.cli.declared import completes, flag, option, takes
-from kvstore.cli.options import DURABILITY, json_option
+from kvstore.cli.app import Command, check_failed
+from kvstore.cli.options import DURABILITY, completes, flag, json_option, option, takes
 from kvstore.cli.output import print_json, print_pairs, progress_bar
 from kvstore.cli.signals import exits_on_sigterm
 

@@ -7,14 +7,14 @@ from dataclasses import asdict
 import click
 from rich.table import Table
 
-from kvstore.brief import size
 from kvstore.cli.access import Access, access_options
-from kvstore.cli.command import Command
+from kvstore.cli.app import Command
 from kvstore.cli.options import json_option
 from kvstore.cli.output import console, print_json, print_pairs
-from kvstore.cli.rooted import identified
+from kvstore.cli.selectors import identified
 from kvstore.counts import GROWING, NODE_GAUGES, WORKER_GAUGES, ClientCount, NodeCount, WorkerCount
 from kvstore.errors import KVStoreError
+from kvstore.text import size
 
 GROUPS = (
     ("requests", ("requests_", "tokens_")),

@@ -8,14 +8,13 @@ from typing import Any
 
 import click
 
-from kvstore.brief import shown, size
 from kvstore.cli.access import Access, access_options
-from kvstore.cli.command import COULD_NOT_RUN, Command, check_failed
-from kvstore.cli.kinds import DURATION
-from kvstore.cli.options import json_option, worker_option
+from kvstore.cli.app import COULD_NOT_RUN, Command, check_failed
+from kvstore.cli.options import DURATION, json_option, worker_option
 from kvstore.cli.output import print_json, print_table
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.results import LimitValue
+from kvstore.text import shown, size
 
 
 @click.command(cls=Command, short_help="Stop a worker after it has finished its calls.")

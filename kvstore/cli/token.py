@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvstore.cli.command import Command, Group
-from kvstore.cli.kinds import DURATION
-from kvstore.cli.options import json_option
+from kvstore.cli.app import Command, Group
+from kvstore.cli.options import DURATION, json_option
 from kvstore.errors import InvalidRequest
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 
 from kvstore import __version__, tracing
-from kvstore.bounded import within
+from kvstore.background import within
 from kvstore.errors import InvalidRequest
 
 log = logging.getLogger(__name__)

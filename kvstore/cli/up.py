@@ -14,19 +14,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvstore.bounded import within
-from kvstore.brief import size
+from kvstore.background import within
 from kvstore.children import Program, kill_all
 from kvstore.cli.access import ClusterAccess, EtcdAccess
-from kvstore.cli.command import Command
-from kvstore.cli.declared import flag, group, option, takes
-from kvstore.cli.host import Host, numbered
-from kvstore.cli.kinds import DURATION, HOST_PORT
-from kvstore.cli.options import Room
-from kvstore.cli.ports import check_ports
+from kvstore.cli.app import Command
+from kvstore.cli.options import DURATION, HOST_PORT, Room, check_ports, flag, group, option, takes
 from kvstore.cli.publishing import Publishing
-from kvstore.cli.rooted import local_path
+from kvstore.cli.selectors import local_path
 from kvstore.cli.signals import Stopper
+from kvstore.cli.supervisor import Host, numbered
 from kvstore.cli.worker import WorkerOptions
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.host.tables import check_left
@@ -35,9 +31,10 @@ from kvstore.meta.cluster import bound_root
 from kvstore.meta.keys import root_binding
 from kvstore.root.identity import check_usable, read_identity
 from kvstore.root.open import open_root
+from kvstore.text import size
 
 if TYPE_CHECKING:
-    from kvstore.cli.securing import ServerAccess
+    from kvstore.cli.security_options import ServerAccess
     from kvstore.meta.embedded_etcd import EmbeddedEtcd
 
 log = logging.getLogger(__name__)

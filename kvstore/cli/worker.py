@@ -13,14 +13,21 @@ import click
 
 from kvstore import __version__
 from kvstore.cli.access import ClusterAccess, keys_option
-from kvstore.cli.command import Command
-from kvstore.cli.declared import group, option, takes
-from kvstore.cli.kinds import BULK_PORT, DURATION, HOST_PORT, LISTEN
-from kvstore.cli.options import DURABILITY, Logging
-from kvstore.cli.ports import check_ports
-from kvstore.cli.securing import ServerAccess
+from kvstore.cli.app import Command
+from kvstore.cli.options import (
+    BULK_PORT,
+    DURABILITY,
+    DURATION,
+    HOST_PORT,
+    LISTEN,
+    Logging,
+    check_ports,
+    group,
+    option,
+    takes,
+)
+from kvstore.cli.security_options import ServerAccess, Tiers
 from kvstore.cli.signals import Stopper
-from kvstore.cli.tiering import Tiers
 from kvstore.errors import InvalidRequest
 from kvstore.writes import Durability
 

@@ -1,35 +1,585 @@
-"""The cache of one namespace: the class that an engine calls. It checks arguments and calls a port."""
+"""Stores that nobody closed, and holds that nobody released: if dropped, they warn, and still end.
+
+What a store put behind is written to the root before the interpreter ends.
+"""
 
 from __future__ import annotations
 
+import atexit
+import os
+import sys
+import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, overload
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from typing import Any, NamedTuple, TypeVar, overload
+from weakref import WeakSet, finalize
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore import tracing
-from kvstore.brief import brief
-from kvstore.buffers import KvArray, Sections, fillable, layer_arrays, new_array, planes_of, source_array, target_array
-from kvstore.checks import checked_flag, checked_hold_ttl, checked_worker, is_whole
-from kvstore.client.blocks import BlockCache
-from kvstore.client.dropping import release_dropped
+from kvstore.address import BLOCK_KEY_BYTES_MAX, BLOCK_KEY_BYTES_MIN
+from kvstore.buffers import (
+    KvArray,
+    Pieces,
+    Sections,
+    address_of,
+    fillable,
+    layer_arrays,
+    new_array,
+    planes_of,
+    source_array,
+    target_array,
+)
+from kvstore.checks import checked_flag, checked_hold_ttl, checked_worker, is_unicode, is_whole, number
 from kvstore.client.operation import Operation
 from kvstore.client.owner import Owner
-from kvstore.client.pin import Pin, check_pin
-from kvstore.client.port import Port, PortHold
-from kvstore.client.refusals import put_prompt
-from kvstore.errors import InvalidRequest
-from kvstore.hints import Hints, Preset, checked_unused_s
+from kvstore.client.port import Port, PortBlockHold, PortHold, Protecting
+from kvstore.errors import InvalidRequest, Overloaded, StoreFull, WrongSize
+from kvstore.format.header import DESCENT_BYTES_MAX, Ancestry, Descent
+from kvstore.hints import DEFAULT, Hints, Preset, checked_unused_s
 from kvstore.namespace import Namespace
 from kvstore.node.prefetch import TierName, checked_tier
-from kvstore.planning import Plan, Prompts, TokenStorage, make_plan
+from kvstore.node.write_behind import WriteBehind
+from kvstore.planning import KeyStorage, Plan, Prompts, TokenStorage, make_plan
 from kvstore.planning.prompts import checked_prompts
-from kvstore.results import Cleared, LayerMemory, PutResult
+from kvstore.results import Cleared, LayerMemory, PinRecord, PutResult, StoredBlocks
 from kvstore.segments import CHUNK_TOKENS, Rope, Segments
+from kvstore.text import brief, kind_of, shown
 from kvstore.tokens import TokenArray, Tokens, token_array
+from kvstore.wire.limits import BLOCK_BYTES_MAX, BLOCKS_MAX, DESCENTS_BYTES_MAX
 from kvstore.writes import WriteMode, WriteModeName
+
+
+class Place(NamedTuple):
+    """A line of the program that uses this package."""
+
+    file: str
+    line: int
+
+
+_open: WeakSet[WriteBehind] = WeakSet()
+"""The queues of chunks put behind, one of each open store of this process."""
+_process = 0
+
+_opened_at: ContextVar[Place | None] = ContextVar("_opened_at", default=None)
+
+
+def caller() -> Place:
+    """Returns the innermost line of this thread's calls that is not of this package."""
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "kvstore":
+        frame = frame.f_back
+    return Place(frame.f_code.co_filename, frame.f_lineno)
+
+
+@contextmanager
+def opened_at(place: Place) -> Iterator[None]:
+    """Says where the program opens what this thread opens within: another thread may have been asked to."""
+    token = _opened_at.set(place)
+    try:
+        yield
+    finally:
+        _opened_at.reset(token)
+
+
+def close_when_dropped(port: Port, close: Callable[[], None], name: str) -> finalize[..., Port]:
+    """Calls ``close``, with a ResourceWarning, once nothing refers to ``port``. Detach the finalizer before closing.
+
+    The warning is about the line of the program that opened the store.
+
+    ``close`` must not refer to the port, or the port would never be collected. Nothing happens when the interpreter
+    ends: the threads are daemons, and the system closes the rest.
+    """
+    finalizer = finalize(port, _close_dropped, close, name, _opened_at.get() or caller(), os.getpid())
+    finalizer.atexit = False
+    return finalizer
+
+
+def release_dropped(hold: object, held: Protecting) -> None:
+    """Releases what a hold rests on that nobody released: call it from ``__del__``.
+
+    There is a ResourceWarning, unless the hold is over or empty. It is about the line that dropped the hold; with
+    tracemalloc it has the line that took it, as Python's own for files.
+    """
+    if sys.is_finalizing():
+        return
+    is_alive = held.protects
+    _end_apart(held.release)
+    if is_alive:  # last: this raises if warnings are errors
+        warnings.warn(
+            "kvstore: a hold was dropped without release(); it is being released now. Call release(), or use the hold "
+            "as a context (with ... as hold:)",
+            ResourceWarning,
+            stacklevel=3,
+            source=hold,
+        )
+
+
+def _close_dropped(close: Callable[[], None], name: str, place: Place, pid: int) -> None:
+    if os.getpid() != pid:
+        return  # a forked child: threads and connections belong to its parent
+    _end_apart(close)
+    # Last: this raises if warnings are errors.
+    warnings.warn_explicit(
+        f"kvstore: the store of {name}, opened here, was dropped without close(); it is being closed now. Call "
+        "close(), or use the store as a context (with ... as store:)",
+        ResourceWarning,
+        place.file,
+        place.line,
+    )
+
+
+def _end_apart(end: Callable[[], None]) -> None:
+    """Calls ``end`` in another thread: the garbage collector drops things in any thread at any point, perhaps while it
+    has a lock that ending needs. So this takes no lock of ours.
+    """
+    with suppress(RuntimeError):  # no thread can start: the interpreter ends, or the system has no room
+        threading.Thread(target=end, name="kvstore-closing", daemon=True).start()
+
+
+def flush_at_exit(behind: WriteBehind) -> None:
+    """Writes what waits there before the interpreter ends, also where a store was dropped just then.
+
+    So it is lost only where a process is killed, not where a script ends without ``close()``.
+    """
+    global _process
+    if _process != os.getpid():
+        _process = os.getpid()
+        _open.clear()
+        # A child that multiprocessing forked ends without calling what atexit has.
+        if (multiprocessing := sys.modules.get("multiprocessing.util")) is not None:
+            multiprocessing.Finalize(None, _flush_all, exitpriority=0)
+    _open.add(behind)
+
+
+def _flush_all() -> None:
+    if _process != os.getpid():
+        return
+    failed: BaseException | None = None
+    began_s = time.monotonic()
+    for behind in list(_open):
+        # All of them write meanwhile, so together they have the time of one.
+        try:
+            behind.close(time.monotonic() - began_s)
+        except BaseException as error:  # noqa: BLE001 - such as Ctrl-C: the others are closed all the same
+            failed = failed or error
+    if failed is not None:
+        raise failed
+
+
+atexit.register(_flush_all)  # now, since what is registered while the interpreter ends is not called
+
+
+# A pin: what a cache and a block cache return for what they pinned.
+
+
+PIN_TTL_S_MAX = 30 * 86_400
+
+
+class Pin:
+    """A leased refcount on a stored prefix; ends by ``release``, as a context, or with its lease."""
+
+    def __init__(self, record: PinRecord, port: Port) -> None:
+        self.record = record
+        self._port = port
+
+    @property
+    def id(self) -> str:
+        """The id for ``kvstore unpin``; empty if nothing was pinned."""
+        return self.record.id
+
+    @property
+    def tokens(self) -> int:
+        """Number of leading tokens pinned."""
+        return self.record.tokens
+
+    def release(self) -> bool:
+        """Removes the pin; False if it had already ended. Raises Unavailable if etcd does not answer."""
+        return bool(self.record.id) and self._port.unpin(self.record.id)
+
+    def __repr__(self) -> str:
+        about = f"{self.tokens} tokens of {self.record.namespace!r}, {shown(self.id)}" if self.id else "of nothing"
+        return f"<kvstore.Pin {about}, {self._port.place}>"
+
+    def __enter__(self) -> Pin:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def check_pin(ttl: float, owner: str) -> None:
+    """Raises InvalidRequest unless a pin can have these."""
+    ttl_s = number(ttl)
+    if ttl_s is None or not 1 <= ttl_s <= PIN_TTL_S_MAX:
+        raise InvalidRequest(f"ttl={brief(ttl)}: expected 1 to {PIN_TTL_S_MAX} seconds")
+    if not isinstance(owner, str):
+        raise InvalidRequest(f"owner is {kind_of(owner)}: expected text")
+    if not is_unicode(owner):
+        raise InvalidRequest(f"owner={brief(owner)} is not valid Unicode")
+
+
+# Puts through a port whose refusal is a result, unless the caller requires them.
+
+
+R = TypeVar("R", PutResult, StoredBlocks)
+
+
+def put_prompt(
+    port: Port,
+    namespace: Namespace,
+    tokens: TokenArray,
+    first: int,
+    sections: Sections,
+    hints: Hints,
+    write: WriteMode | None,
+    *,
+    required: bool,
+) -> PutResult:
+    """Puts the chunks from ``first`` on. If the store refuses what it lacks, the result has what it had before."""
+    required = checked_flag("required", required)
+    try:
+        return _checked(port.put(namespace, tokens, first, sections, hints, write), required)
+    except Overloaded as error:
+        size, present = namespace.layout.chunk_tokens, port.match(namespace, tokens, counts=False)
+        if present == len(tokens) // size:
+            return PutResult(present * size, 0, present - first, 0)
+        if required:
+            raise
+        return PutResult(present * size, 0, 0, 0, error.reason)
+
+
+def put_blocks(
+    port: Port,
+    namespace: Namespace,
+    keys: list[bytes],
+    buffers: Pieces,
+    hints: Hints,
+    write: WriteMode | None,
+    ancestry: Ancestry | None = None,
+    *,
+    required: bool = False,
+) -> StoredBlocks:
+    """Puts blocks. If the store refuses what it lacks, the result has what it had before."""
+    required = checked_flag("required", required)
+    try:
+        return _checked(port.put_blocks(namespace, keys, buffers, hints, write, ancestry), required)
+    except Overloaded as error:
+        present, fresh = port.present_blocks(namespace, keys), [False] * len(keys)
+        if all(present):
+            return StoredBlocks(present, fresh)
+        if required:
+            raise
+        return StoredBlocks(present, fresh, error.reason)
+
+
+def _checked(result: R, required: bool) -> R:
+    """Returns the result. Raises Overloaded if a required put was stored in part."""
+    if required and result.reason:
+        kind = StoreFull if result.reason == StoreFull.reason else Overloaded
+        raise kind("the store took only a part of this put, as memory had no room for the rest: put again later")
+    return result
+
+
+# Engine-hashed blocks: opaque bytes under the engine's own keys.
+
+
+FIRST_MAX = (1 << 32) - 1
+NO_DESCENTS: Sequence[Descent | bytes | None] = ()
+
+
+class BlockCache:
+    """Blocks of one namespace. Each key is 16 to 64 bytes; a buffer is any object with contiguous bytes.
+
+    All methods raise InvalidRequest for wrong arguments. A call takes at most 65,536 blocks of 1 byte to 1 GiB each.
+    """
+
+    def __init__(self, port: Port, namespace: Namespace, write: WriteMode | None = None) -> None:
+        self._port = port
+        self._namespace = namespace
+        self._write = write
+
+    def __repr__(self) -> str:
+        return f"<kvstore.BlockCache {self._namespace.short}, {self._port.place}>"
+
+    def put(
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[Any],
+        *,
+        first: int = 0,
+        descents: Sequence[Descent | bytes | None] = NO_DESCENTS,
+        priority: int | None = None,
+        ttl: float | None = None,
+        preset: Preset | None = None,
+        write: WriteMode | WriteModeName | None = None,
+        cache: bool = True,
+        required: bool = False,
+    ) -> StoredBlocks:
+        """Stores each buffer under its key; returns True for each that is now in the store. First writer wins.
+
+        The blocks are those of one prompt, in its order, and ``first`` is the index of the first of them: garbage
+        collection takes a prompt's last blocks first, because an engine cannot use one without those before it.
+        ``priority``, ``ttl`` and ``preset`` say how long to keep the blocks, and ``write``, ``cache`` and ``required``
+        are as in ``Cache.put``. False means: the store refuses the block (the result's ``reason`` says why), the key
+        has a block of another size, or garbage collection is taking it. Raises PermissionDenied or Unavailable.
+
+        ``descents`` say for each block what its tokens are and which block is before it, so that ``kvstore events`` can
+        tell routers of it: a Descent, its bytes (``Descent.pack``), or None. Nobody verifies them, and reads ignore
+        them.
+        """
+        hints = Hints.of(priority, ttl, preset)
+        checked = _checked_keys(keys)
+        mode = self._write  # of the namespace, unless this put asks for another
+        if write is not None or cache is not True:
+            mode = WriteMode.of_put(write, self._write, cache=cache)
+        if isinstance(first, bool) or not isinstance(first, int | np.integer) or not 0 <= first <= FIRST_MAX:
+            raise InvalidRequest(f"first={brief(first)}: expected a whole number from 0 to {FIRST_MAX}")
+        ancestry = Ancestry(int(first), () if descents is NO_DESCENTS else _packed(checked, descents))
+        views = _views(checked, buffers, writable=False)
+        with tracing.span("kvstore.put_blocks", blocks=len(checked)):
+            return put_blocks(self._port, self._namespace, checked, views, hints, mode, ancestry, required=required)
+
+    def put_new(self, keys: Sequence[bytes], buffers: Sequence[Any]) -> StoredBlocks:
+        """Stores each buffer under its key, as ``put`` does; ``fresh`` says which of the blocks this call wrote.
+
+        Through a worker only those are sent that the store lacks; then a block of another size counts as stored, and
+        one that somebody else wrote meanwhile, or that is given twice, as written by this call.
+        """
+        checked = _checked_keys(keys)
+        views = _views(checked, buffers, writable=False)
+        with tracing.span("kvstore.put_blocks", blocks=len(checked)):
+            if self._port.tells_fresh:
+                return put_blocks(self._port, self._namespace, checked, views, DEFAULT, self._write)
+            stored, fresh = self._port.present_blocks(self._namespace, checked), [False] * len(checked)
+            lacking = [at for at, found in enumerate(stored) if not found]
+            part = [checked[at] for at in lacking], [views[at] for at in lacking]
+            done = put_blocks(self._port, self._namespace, *part, DEFAULT, self._write)
+            for at, is_stored, is_fresh in zip(lacking, done, done.fresh, strict=True):
+                stored[at], fresh[at] = is_stored, is_fresh
+            return StoredBlocks(stored, fresh, done.reason)
+
+    def match(self, keys: Sequence[bytes]) -> int:
+        """Returns the number of leading keys that are in the store.
+
+        Look up all blocks of a prompt, also those that you have in memory: what is found counts as used, so that
+        garbage collection does not take a prompt's first blocks before the last ones. Also of ``present`` and ``hold``.
+        """
+        checked = _checked_keys(keys)
+        with tracing.span("kvstore.match_blocks", blocks=len(checked)):
+            return self._port.match_blocks(self._namespace, checked)
+
+    def present(self, keys: Sequence[bytes]) -> list[bool]:
+        """Returns, for each key, whether it is in the store; a miss does not end the lookup."""
+        return self._port.present_blocks(self._namespace, _checked_keys(keys))
+
+    def hold(self, keys: Sequence[bytes], ttl: float | None = None) -> BlockHold:
+        """Looks up which keys are in the store, and protects those from garbage collection until released.
+
+        The hold lasts at most ``ttl`` seconds, and no longer than the node's limit. Raises Overloaded if too many holds
+        are alive.
+        """
+        ttl_s = None if ttl is None else checked_hold_ttl(ttl)
+        return BlockHold(self._port.hold_blocks(self._namespace, _checked_keys(keys), ttl_s), self)
+
+    def pin(self, keys: Sequence[bytes], ttl: float = 3600.0, owner: str = "") -> Pin:
+        """Pins those of the blocks that are in the store, as ``Cache.pin`` does; ``pin.tokens`` says how many.
+
+        A block counts as the layout's chunk_tokens tokens.
+        """
+        check_pin(ttl, owner)
+        checked = _checked_keys(keys)
+        with tracing.span("kvstore.pin_blocks", blocks=len(checked)):
+            return Pin(self._port.pin(self._namespace, checked, float(ttl), owner), self._port)
+
+    def get(self, keys: Sequence[bytes], buffers: Sequence[Any]) -> list[bool]:
+        """Reads each block into its writable buffer, which must have the block's size.
+
+        False is a miss: the content of that buffer is undefined. No buffer is touched after the return. Raises
+        WrongSize, an InvalidRequest, if a block is in the store with another size than its buffer.
+        """
+        checked = _checked_keys(keys)
+        views = _views(checked, buffers, writable=True)
+        with tracing.span("kvstore.get_blocks", blocks=len(checked)):
+            hits = self._port.get_blocks(self._namespace, checked, views)
+        if not all(hits):
+            self._check_sizes(checked, views, hits)
+        return hits
+
+    def _check_sizes(self, keys: Sequence[bytes], views: Pieces, hits: list[bool]) -> None:
+        """Raises WrongSize if a block that was missed is in the store with another size than its buffer."""
+        missed = [at for at, hit in enumerate(hits) if not hit]
+        sizes = self._port.block_sizes(self._namespace, [keys[at] for at in missed])
+        for at, size_bytes in zip(missed, sizes, strict=True):
+            if size_bytes not in (0, len(views[at])):
+                raise WrongSize(
+                    f"buffer {at} has {len(views[at])} bytes, and its block in the store has {size_bytes}: give a "
+                    f"buffer of {size_bytes} bytes",
+                    hits,
+                )
+
+    def supersede(self, keys: Sequence[bytes], *, unused: float = 0.0) -> None:
+        """Says that these blocks are the end of an abandoned branch: they go first, until they are used again.
+
+        ``keys`` are in the order of their prompt, without those that other prompts go on from. ``unused`` is how many
+        seconds ago you used them last: what anybody used later stays as it is, and so does what lies before it. Deletes
+        and protects nothing. Returns before it is done. Raises Unavailable if no worker answers.
+        """
+        checked, unused_s = _checked_keys(keys), checked_unused_s(unused)
+        with tracing.span("kvstore.supersede_blocks", blocks=len(checked)):
+            self._port.branches.supersede_blocks(self._namespace, checked, unused_s)
+
+    def plan(
+        self,
+        prompts: Iterable[Sequence[bytes]],
+        *,
+        memory_tokens: int,
+        decode_tokens: int | Sequence[int | None] | None = None,
+    ) -> Plan:
+        """Plans a batch, as ``Cache.plan`` does, from the keys of each prompt's full blocks in order.
+
+        A key names its block and all blocks before it, and a block has the layout's chunk_tokens tokens.
+        """
+        checked = [_checked_keys(keys) for keys in checked_prompts(prompts)]
+        with tracing.span("kvstore.plan"):
+            size = self._namespace.layout.chunk_tokens
+            return make_plan(
+                Prompts.of_blocks(checked, size),
+                memory_tokens=memory_tokens,
+                decode_tokens=decode_tokens,
+                chunk_tokens=size,
+                storage=KeyStorage(self, checked, size),
+            )
+
+
+class BlockHold:
+    """Protected blocks that were in the store when the hold began. Release it, or use it as a context."""
+
+    def __init__(self, hold: PortBlockHold, cache: BlockCache) -> None:
+        self._owner = Owner()
+        self._hold = hold
+        self._cache = cache  # keeps the store open: an unreferenced store closes, which ends its holds
+        self._is_released = False
+
+    @property
+    def present(self) -> list[bool]:
+        """For each key, in the order asked for, whether its block is held."""
+        return self._hold.present
+
+    def get(self, keys: Sequence[bytes], buffers: Sequence[Any]) -> list[bool]:
+        """Reads held blocks, as ``BlockCache.get`` does.
+
+        Raises HoldBroken if the hold has ended or its worker does not answer.
+        """
+        self._owner.check()
+        checked = _checked_keys(keys)
+        views = _views(checked, buffers, writable=True)
+        hits = self._hold.read(checked, views)
+        if not all(hits):
+            self._cache._check_sizes(checked, views, hits)
+        return hits
+
+    def release(self) -> None:
+        """Ends the hold; idempotent, never raises. Does nothing in a forked child: the hold belongs to its parent."""
+        self._is_released = True
+        if self._owner.is_here:
+            self._hold.release()
+
+    def __repr__(self) -> str:
+        return f"<kvstore.BlockHold {sum(self.present)} of {len(self.present)} blocks, {self._cache!r}>"
+
+    def __enter__(self) -> BlockHold:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def __del__(self) -> None:
+        if self._owner.is_here and not self._is_released:
+            release_dropped(self, self._hold)
+
+
+def _checked_keys(keys: Sequence[bytes]) -> list[bytes]:
+    if isinstance(keys, bytes | str) or not isinstance(keys, Sequence):
+        raise InvalidRequest(f"keys are one {type(keys).__name__}: expected a list of bytes")
+    if len(keys) > BLOCKS_MAX:
+        raise InvalidRequest(f"{len(keys)} blocks are over the limit of {BLOCKS_MAX}: split the call")
+    checked = list(keys)
+    for position, key in enumerate(checked):
+        if not isinstance(key, bytes) or not BLOCK_KEY_BYTES_MIN <= len(key) <= BLOCK_KEY_BYTES_MAX:
+            said = f"{len(key)} bytes" if isinstance(key, bytes) else f"a {type(key).__name__}"
+            raise InvalidRequest(
+                f"key {position} is {said}: expected bytes, {BLOCK_KEY_BYTES_MIN} to {BLOCK_KEY_BYTES_MAX} of them"
+            )
+    return checked
+
+
+def _packed(keys: list[bytes], descents: Sequence[Descent | bytes | None]) -> Sequence[bytes]:
+    """Returns descents as bytes, b"" for none; nothing if there are none at all. Raises InvalidRequest."""
+    if isinstance(descents, bytes | str) or not isinstance(descents, Sequence):
+        raise InvalidRequest(f"descents are {kind_of(descents)}: expected a list, one or None for each key")
+    if not descents:
+        return ()
+    for position, each in enumerate(descents):
+        if each is not None and not isinstance(each, Descent | bytes):
+            raise InvalidRequest(f"descent {position} is {kind_of(each)}: expected kvstore.Descent, or bytes")
+    if len(descents) != len(keys):
+        raise InvalidRequest(f"{len(descents)} descents for {len(keys)} keys: expected one, or None, for each")
+    packed = [each.pack() if isinstance(each, Descent) else each or b"" for each in descents]
+    if max(map(len, packed)) > DESCENT_BYTES_MAX or sum(map(len, packed)) + 2 * len(packed) > DESCENTS_BYTES_MAX:
+        raise InvalidRequest(
+            f"descents have {sum(map(len, packed))} bytes: expected at most {DESCENT_BYTES_MAX} each, and "
+            f"{DESCENTS_BYTES_MAX} together; split the call"
+        )
+    return packed
+
+
+def _views(keys: list[bytes], buffers: Sequence[Any], *, writable: bool) -> Pieces:
+    if not isinstance(buffers, Sequence):
+        raise InvalidRequest(f"buffers are {kind_of(buffers)}: expected a list, one for each key")
+    if len(buffers) != len(keys):
+        raise InvalidRequest(f"{len(buffers)} buffers for {len(keys)} keys: expected one for each")
+    views = [_view(buffer, position, writable=writable) for position, buffer in enumerate(buffers)]
+    if writable and len(views) > 1:
+        _check_apart(views)
+    return views
+
+
+def _check_apart(views: Pieces) -> None:
+    """Raises InvalidRequest if two buffers share memory: a block read into one would look like damage in the other."""
+    starts = np.fromiter(map(address_of, views), np.uint64, len(views))
+    order = np.argsort(starts)
+    ends = starts + np.fromiter(map(len, views), np.uint64, len(views))
+    shared = np.flatnonzero(starts[order[1:]] < ends[order[:-1]])
+    if len(shared):
+        one, other = sorted(order[shared[0] : shared[0] + 2].tolist())
+        raise InvalidRequest(f"buffers {one} and {other} share memory: give each block memory of its own")
+
+
+def _view(buffer: Any, position: int, *, writable: bool) -> memoryview:
+    """Returns the buffer's bytes as a flat view. Raises InvalidRequest."""
+    try:
+        view = memoryview(buffer).cast("B")
+    except (TypeError, ValueError) as cause:
+        if not isinstance(buffer, np.ndarray):
+            raise InvalidRequest(f"buffer {position} is {kind_of(buffer)}: expected contiguous bytes") from cause
+        if not buffer.flags.c_contiguous:
+            raise InvalidRequest(f"buffer {position} is not contiguous: give a contiguous array") from cause
+        # numpy's bfloat16 and float8 have no buffer format.
+        view = buffer.reshape(-1).view(np.uint8).data
+    if writable and view.readonly:
+        raise InvalidRequest(f"buffer {position} is read-only: give a writable one")
+    if not 1 <= len(view) <= BLOCK_BYTES_MAX:
+        raise InvalidRequest(f"buffer {position} has {len(view)} bytes: expected 1 to {BLOCK_BYTES_MAX}")
+    return view
+
+
+# The cache of one namespace: the class that an engine calls. It checks arguments and calls a port.
+
 
 BAND_MAX = 8
 BAND_BYTES = 32 << 20

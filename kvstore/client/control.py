@@ -1,34 +1,168 @@
-"""Control of workers: ``store.control`` of a connected store (proto/kvstore/v1/control.proto).
+"""Arguments of the control service as callers give them, whatever their type, checked before anything is sent.
 
-Separate from caches, because it is about workers and what they hold, not about one model's KV.
+Separate from the messages: what is wrong here is said by its argument's name, which a message does not know.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from kvstore.checks import checked_worker
+from google.protobuf.message import Message
+
+from kvstore.address import Address
+from kvstore.census.selection import Selection, checked_selection
+from kvstore.checks import FLOAT_MAX, checked_worker, is_unicode, is_whole, number
 from kvstore.client.caller import Caller
-from kvstore.client.control_arguments import (
-    HasNamespace,
-    checked_changes,
-    checked_chunks_max,
-    checked_seconds,
-    namespace_of,
-)
-from kvstore.client.control_values import limits_of, place_of, plain
-from kvstore.client.endpoint import Endpoint
-from kvstore.client.endpoints import Endpoints
+from kvstore.client.endpoints import Endpoint, Endpoints
 from kvstore.client.limits import ClientLimits
 from kvstore.client.spreading import marks_of
 from kvstore.errors import InvalidRequest, KVStoreError
-from kvstore.node.looking import ChunkPlace
+from kvstore.format.header import Encoding
+from kvstore.namespace import Namespace
+from kvstore.node.looking import ChunkPlace, Lineage, MemoryCopy, RootCopy
 from kvstore.results import Draining, LimitValue
+from kvstore.text import brief
 from kvstore.tokens import Tokens, token_array
 from kvstore.v1 import control_pb2 as pb
-from kvstore.wire.messages import pack_tokens, sealed
+from kvstore.wire.messages import hints_of, pack_tokens, sealed
+
+DURATION_S_MAX = 1e9
+CHUNKS_MAX = (1 << 32) - 1
+
+
+class HasNamespace(Protocol):
+    """A Cache. The control service uses only its namespace."""
+
+    @property
+    def namespace(self) -> Namespace:
+        """The namespace that the call is about."""
+
+
+def checked_seconds(name: str, seconds: float) -> float:
+    """Returns a number of seconds, 0 or more. Raises InvalidRequest for anything else."""
+    found = number(seconds)
+    if found is None or not 0 <= found <= DURATION_S_MAX:
+        raise InvalidRequest(f"{name}={brief(seconds)}: expected a number of seconds, 0 to {DURATION_S_MAX:g}")
+    return float(found)
+
+
+def namespace_of(cache: HasNamespace) -> Namespace:
+    """Returns the namespace of a cache. Raises InvalidRequest for anything else."""
+    namespace = getattr(cache, "namespace", None)
+    if not isinstance(namespace, Namespace):
+        raise InvalidRequest(f"cache={brief(cache)}: expected a cache, such as store.namespace(...) returns")
+    return namespace
+
+
+def checked_chunks_max(chunks_max: int) -> int:
+    """Returns the limit on the chunks of an answer, as a message has room for it. Raises InvalidRequest."""
+    if not is_whole(chunks_max) or chunks_max < 0:
+        raise InvalidRequest(f"chunks_max={brief(chunks_max)}: expected a whole number of chunks, or 0 for all")
+    return min(int(chunks_max), CHUNKS_MAX)
+
+
+def checked_changes(changes: Mapping[str, object]) -> dict[str, str]:
+    """Returns new values of limits as text, by name. Raises InvalidRequest for what is no text and no number."""
+    if not isinstance(changes, Mapping):
+        raise InvalidRequest(
+            f'changes={brief(changes)}: expected a mapping of limits, such as {{"calls_max": 100}}; limits() lists them'
+        )
+    return {_checked_name(name): _value_text(name, value) for name, value in changes.items()}
+
+
+def _checked_name(name: object) -> str:
+    if not isinstance(name, str) or not is_unicode(name):
+        raise InvalidRequest(f"changes of {brief(name)}: expected the name of a limit; limits() lists them")
+    return name
+
+
+def _value_text(name: str, value: object) -> str:
+    if isinstance(value, str) and is_unicode(value):
+        return value
+    found = number(value)
+    if found is None or (isinstance(found, int) and abs(found) > FLOAT_MAX):
+        raise InvalidRequest(f"changes[{brief(name)}]={brief(value)}: expected a number, or text")
+    return str(found)
+
+
+# Messages of the control service as values, and selections as messages.
+#
+# Separate from the calls, which decide whom to ask.
+
+
+def plain(message: Message) -> dict[str, Any]:
+    """Returns a message as a dict of its fields: bytes in hex, absent messages as None."""
+    found: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        if field.message_type is not None:
+            found[field.name] = plain(value) if message.HasField(field.name) else None
+        elif isinstance(value, bytes):
+            found[field.name] = value.hex()
+        else:
+            found[field.name] = value if isinstance(value, bool | int | float | str) else list(value)
+    return found
+
+
+def selection_message(selection: Selection) -> pb.Selection:
+    """Returns the message for a selection. Raises InvalidRequest for anything else."""
+    checked_selection(selection)
+    return pb.Selection(
+        namespace=selection.namespace or b"",
+        tenant=selection.tenant,
+        fingerprint=selection.fingerprint,
+        older_than_s=selection.older_than_s,
+        written_by=selection.written_by,
+        since_s=selection.since_s,
+        until_s=selection.until_s,
+    )
+
+
+def limits_of(raw: bytes) -> list[LimitValue]:
+    """Returns the limits in an encoded ``LimitsResponse``."""
+    return [
+        LimitValue(each.name, each.value, each.meaning, each.started, each.before)
+        for each in pb.LimitsResponse.FromString(raw).limits
+    ]
+
+
+def place_of(message: pb.ChunkPlace) -> ChunkPlace:
+    """Returns the place of one chunk."""
+    memory = message.memory
+    return ChunkPlace(
+        message.index,
+        Address(message.address),
+        _root_copy(message.root) if message.HasField("root") else None,
+        MemoryCopy(memory.bytes, memory.dirty, memory.users) if message.HasField("memory") else None,
+        message.disk,
+        tuple(message.peers),
+        message.pins if message.HasField("pins") else None,
+    )
+
+
+def _root_copy(message: pb.RootCopy) -> RootCopy:
+    by = message.lineage
+    encoding = Encoding.COMPRESSED if message.compressed else Encoding.PLAIN
+    encoding |= Encoding.ENCRYPTED if message.encrypted else Encoding.PLAIN
+    lineage = Lineage(by.written_s, by.session, by.node, by.host, by.version, by.label)
+    return RootCopy(
+        message.bytes,
+        message.last_use_s,
+        message.uses,
+        hints_of(message.hints),
+        encoding,
+        message.key_id,
+        lineage if message.HasField("lineage") else None,
+        message.condemned,
+    )
+
+
+# Control of workers: ``store.control`` of a connected store (proto/kvstore/v1/control.proto).
+#
+# Separate from caches, because it is about workers and what they hold, not about one model's KV.
+
 
 T = TypeVar("T")
 

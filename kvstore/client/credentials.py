@@ -12,11 +12,11 @@ from typing import Any
 
 import grpc
 
-from kvstore.brief import kind_of
 from kvstore.channels import open_channel
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.security.authentication import HEADER, TOKEN_BYTES_MAX, account_secret, proof
 from kvstore.security.tls import Certificate, ClientTls, Watched, client_certificate, is_loopback, read_secret
+from kvstore.text import kind_of
 from kvstore.tracing import Metadata
 from kvstore.wire.bulk.channel import LinkBroken, LinkLate
 from kvstore.wire.credentials import channel_credentials

@@ -16,10 +16,9 @@ from typing import Any
 from kvstore.address import Chain
 from kvstore.buffers import Buffers, Pieces, Sections
 from kvstore.client.bulk.links import Link
-from kvstore.client.bulk.receiving import Ask, ImageReceiver
-from kvstore.client.bulk.views import Views
-from kvstore.client.endpoint import Endpoint
-from kvstore.client.tools import Tools
+from kvstore.client.bulk.receiving import Ask, ImageReceiver, Views
+from kvstore.client.caller import Tools
+from kvstore.client.endpoints import Endpoint
 from kvstore.counts import ClientCount
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import Expected

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvstore.brief import kind_of
 from kvstore.checks import SECONDS_MAX, check_limits
 from kvstore.errors import InvalidRequest
+from kvstore.text import kind_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,26 +9,25 @@ from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
-from kvstore.brief import brief, shown
 from kvstore.buffers import Pieces, Sections
 from kvstore.census.selection import Selection
-from kvstore.client.branches import PortBranches
 from kvstore.client.operation import Operation
+from kvstore.client.port import PortBranches
 from kvstore.counts import NodeCount
 from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError, StoreClosed
 from kvstore.format.header import Ancestry
 from kvstore.hints import Hints
 from kvstore.namespace import Namespace
-from kvstore.node.asking import match_each
 from kvstore.node.clear_operation import begin_clear
 from kvstore.node.holds import Hold
 from kvstore.node.lanes import Deadline
 from kvstore.node.layers import Bands
 from kvstore.node.member import Member
-from kvstore.node.node import Node
+from kvstore.node.node import Node, match_each
 from kvstore.node.prefetch import TierName
 from kvstore.node.wanted import keyed
 from kvstore.results import Cleared, LayerMemory, PinRecord, PutResult, StoredBlocks
+from kvstore.text import brief, shown
 from kvstore.tokens import TokenArray
 from kvstore.writes import WriteMode
 

@@ -1,7 +1,4 @@
-"""The port: the calls that a cache makes to a node in this process, or to workers over gRPC.
-
-It has two implementations, ``local.py`` and ``remote.py``. Everything above behaves alike over both.
-"""
+"""The part of the port that says which stored branches were abandoned, for its two implementations."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ import numpy.typing as npt
 
 from kvstore.buffers import Pieces, Sections
 from kvstore.census.selection import Selection
-from kvstore.client.branches import PortBranches
 from kvstore.client.operation import Operation
 from kvstore.errors import KVStoreError
 from kvstore.format.header import Ancestry
@@ -25,6 +21,23 @@ from kvstore.writes import WriteMode
 
 if TYPE_CHECKING:
     from kvstore.client.control import Control
+
+
+class PortBranches(Protocol):
+    """Says which stored branches were abandoned. Each call returns before it is done, and does nothing twice."""
+
+    def supersede(self, namespace: Namespace, tokens: TokenArray, first: int, unused_s: float) -> None:
+        """Supersedes the chunks of a prompt from index ``first`` on, which was used last ``unused_s`` ago."""
+        ...
+
+    def supersede_blocks(self, namespace: Namespace, keys: Sequence[bytes], unused_s: float) -> None:
+        """Supersedes engine-hashed blocks, in the order of their prompt."""
+        ...
+
+
+# The port: the calls that a cache makes to a node in this process, or to workers over gRPC.
+#
+# It has two implementations, ``local.py`` and ``remote.py``. Everything above behaves alike over both.
 
 
 class Protecting(Protocol):

@@ -14,8 +14,8 @@ import grpc
 from kvstore.address import Chain
 from kvstore.buffers import Sections
 from kvstore.client.bulk.sending import Cargo, send_put
-from kvstore.client.endpoint import Endpoint
-from kvstore.client.tools import Tools
+from kvstore.client.caller import Tools
+from kvstore.client.endpoints import Endpoint
 from kvstore.counts import ClientCount
 from kvstore.errors import InvalidRequest
 from kvstore.node.wanted import Wanted, expected_of

@@ -1,7 +1,4 @@
-"""The port to workers over gRPC: the calls of a node in this process, each with a deadline and failover.
-
-If no worker answers, a read is a miss (counted in ``stats()``), and all else raises Unavailable. It serves no fork.
-"""
+"""Discovery of workers in etcd, for one root."""
 
 from __future__ import annotations
 
@@ -14,33 +11,30 @@ from typing import Any
 from kvstore.address import Chain
 from kvstore.buffers import Pieces, Planes, Sections
 from kvstore.census.selection import Selection
-from kvstore.client.branches import PortBranches
 from kvstore.client.bulk.lanes import FileLanes
+from kvstore.client.bulk.links import Bulk, BulkName
 from kvstore.client.bulk.sending import ChunkCargo
-from kvstore.client.bulk.way import Bulk, BulkName
-from kvstore.client.caller import Caller, Reopening
-from kvstore.client.control import Control
-from kvstore.client.control_values import selection_message
+from kvstore.client.caller import Caller, Renewing, Reopening, Tools
+from kvstore.client.control import Control, selection_message
 from kvstore.client.credentials import PLAIN, Credentials
-from kvstore.client.discovery import Discovery
-from kvstore.client.endpoint import Endpoint, addresses_in, check_address
-from kvstore.client.endpoints import Endpoints
+from kvstore.client.endpoints import Endpoint, Endpoints, addresses_in, check_address
 from kvstore.client.fetching import BlockFetch, ChunkFetch, Fetch
 from kvstore.client.limits import ClientLimits, checked_limits
 from kvstore.client.operation import Operation
+from kvstore.client.port import PortBranches
 from kvstore.client.putting import put_over_grpc, put_past_grpc
-from kvstore.client.remote_blocks import RemoteBlockHold, RemoteBlocks, naming_of
-from kvstore.client.remote_branches import RemoteBranches
+from kvstore.client.remote_blocks import RemoteBlockHold, RemoteBlocks, RemoteBranches, naming_of
 from kvstore.client.remote_hold import RemoteHold
 from kvstore.client.remote_operations import RemoteOperations
-from kvstore.client.renewing import Renewing
 from kvstore.client.spreading import Marking, marks_of, marks_of_keys
-from kvstore.client.tools import Tools
 from kvstore.counts import ClientCount, merged
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, Unavailable
 from kvstore.format.header import Ancestry
 from kvstore.hints import Hints
-from kvstore.meta.etcd import EtcdTls, EtcdUser
+from kvstore.meta.etcd import EtcdMeta, EtcdTls, EtcdUser
+from kvstore.meta.keys import ID_BYTES, Keys, parse_id
+from kvstore.meta.store import Meta
+from kvstore.meta.workers import Workers
 from kvstore.namespace import Namespace
 from kvstore.node.counters import Counts
 from kvstore.node.prefetch import TierName
@@ -48,6 +42,7 @@ from kvstore.node.wanted import keyed, leading
 from kvstore.results import Cleared, PinRecord, PutResult, StoredBlocks
 from kvstore.security.tls import ClientTls
 from kvstore.sources import Clock, SystemClock
+from kvstore.text import brief
 from kvstore.tokens import TokenArray
 from kvstore.v1 import control_pb2 as control
 from kvstore.v1 import kvstore_pb2 as pb
@@ -65,6 +60,68 @@ from kvstore.wire.messages import (
 from kvstore.wire.statuses import BrokenTransfer, UnknownNamespace
 from kvstore.wire.watch import Watch
 from kvstore.writes import WriteMode, WriteModeName
+
+ROOTS = "/kv/roots/"
+
+
+class Discovery:
+    """Looks up workers in a cluster's metadata. ``root`` is the root's id in hex, required if the cluster has several.
+
+    Raises InvalidRequest if ``root`` is not an id.
+    """
+
+    def __init__(self, meta: Meta, root: str | None) -> None:
+        self._meta = meta
+        self._root: bytes | None = None
+        if root is not None:
+            self._root = parse_id(root) if isinstance(root, str) else None
+            if self._root is None:
+                raise InvalidRequest(
+                    f"root={brief(root)}: expected the root's id, {2 * ID_BYTES} hex digits, as its FORMAT has it"
+                )
+
+    @classmethod
+    def of_etcd(
+        cls,
+        etcd: str | Sequence[str],
+        root: str | None,
+        tls: EtcdTls | None,
+        user: EtcdUser | None,
+        timeout_s: float,
+    ) -> Discovery:
+        """Connects to etcd at ``host:port``; several as a list or separated by commas."""
+        return cls(EtcdMeta(etcd, tls=tls, user=user, timeout_s=timeout_s), root)
+
+    def addresses(self) -> list[str]:
+        """Returns the addresses of all workers of the root; none if no root is known yet.
+
+        Raises InvalidRequest, which names them, if there are several roots; Unavailable or PermissionDenied.
+        """
+        if self._root is None:
+            found = self._meta.list(ROOTS)
+            roots = sorted({kv.value for kv in found.items if len(kv.value) == ID_BYTES})
+            if len(roots) > 1:
+                # A root without workers, perhaps made from a mistyped path, must not hide the others.
+                roots = [root for root in roots if Workers(self._meta, Keys(root)).list()] or roots
+            if len(roots) > 1:
+                names = ", ".join(root.hex() for root in roots)
+                raise InvalidRequest(
+                    f"etcd knows {len(roots)} roots: say which one is meant, root= (--root-id) one of {names}"
+                )
+            if not roots:
+                return []
+            self._root = roots[0]
+        workers = Workers(self._meta, Keys(self._root)).list()
+        return sorted({record.address for record in workers.values()})
+
+    def close(self) -> None:
+        """Closes the connection to etcd; idempotent."""
+        self._meta.close()
+
+
+# The port to workers over gRPC: the calls of a node in this process, each with a deadline and failover.
+#
+# If no worker answers, a read is a miss (counted in ``stats()``), and all else raises Unavailable. It serves no fork.
 
 
 def remote_port(

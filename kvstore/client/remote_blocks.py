@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 
 import numpy as np
 
 from kvstore.buffers import Buffers, Pieces
 from kvstore.client.bulk.sending import BlockCargo
-from kvstore.client.endpoint import Endpoint
+from kvstore.client.caller import Tools
+from kvstore.client.endpoints import Endpoint
 from kvstore.client.fetching import BlockFetch
 from kvstore.client.putting import put_over_grpc, put_past_grpc
 from kvstore.client.remote_hold import HeldAtWorker
 from kvstore.client.spreading import Marking, marks_of, marks_of_keys
-from kvstore.client.tools import Tools
 from kvstore.errors import Overloaded, Unavailable
 from kvstore.format.header import Ancestry
 from kvstore.hints import Hints
@@ -29,8 +30,10 @@ from kvstore.wire.messages import (
     pack_keys,
     pack_sizes,
     pack_tokens,
+    sealed,
     write_message,
 )
+from kvstore.wire.statuses import UnknownNamespace
 from kvstore.writes import WriteMode
 
 
@@ -163,3 +166,28 @@ def _each(present: bytes, keys: Sequence[bytes]) -> list[bool]:
     if len(present) != len(keys):
         raise Unavailable(f"the worker answered for {len(present)} blocks of {len(keys)}: repeat the call")
     return [bool(each) for each in present]
+
+
+# Abandoned branches through workers.
+
+
+class RemoteBranches:
+    """Implements ``PortBranches``. Thread-safe."""
+
+    def __init__(self, tools: Tools) -> None:
+        self._tools = tools
+
+    def supersede(self, namespace: Namespace, tokens: TokenArray, first: int, unused_s: float) -> None:
+        self._send(namespace, tokens, first, unused_s)
+
+    def supersede_blocks(self, namespace: Namespace, keys: Sequence[bytes], unused_s: float) -> None:
+        self._send(namespace, list(keys), 0, unused_s)
+
+    def _send(self, namespace: Namespace, prompt: TokenArray | list[bytes], first: int, unused_s: float) -> None:
+        fields, marks = naming_of(namespace, prompt)
+        if not any(fields.values()):
+            self._tools.caller.check()
+            return
+        request = pb.SupersedeRequest(namespace=namespace.digest, first=first, unused_s=unused_s, **fields)
+        with suppress(UnknownNamespace):  # a root that is new holds no branch
+            self._tools.caller.unary("Supersede", sealed(request), self._tools.limits.match_s, marks)

@@ -16,11 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.buffers import Sections
-from kvstore.client.bulk.views import Views
-from kvstore.client.caller import CallFailed
-from kvstore.client.endpoint import Endpoint
+from kvstore.client.bulk.receiving import Views
+from kvstore.client.caller import CallFailed, Tools
+from kvstore.client.endpoints import Endpoint
 from kvstore.client.fetching import ChunkFetch, Fetch
-from kvstore.client.tools import Tools
 from kvstore.counts import ClientCount
 from kvstore.errors import HoldBroken, StoreClosed
 from kvstore.namespace import Namespace

@@ -8,8 +8,7 @@ from functools import partial
 from google.protobuf.message import Message
 
 from kvstore.client.caller import Caller, CallFailed
-from kvstore.client.endpoint import Endpoint
-from kvstore.client.endpoints import Endpoints
+from kvstore.client.endpoints import Endpoint, Endpoints
 from kvstore.client.limits import ClientLimits
 from kvstore.client.operation import Operation
 from kvstore.client.spreading import Marking

@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import finalize
 
-from kvstore.brief import kind_of
 from kvstore.census.selection import Selection, checked_selection
 from kvstore.checks import checked_flag, checked_worker
-from kvstore.client.bulk.way import Bulk, BulkName
-from kvstore.client.cache import Cache
-from kvstore.client.dropping import close_when_dropped, flush_at_exit
+from kvstore.client.bulk.links import Bulk, BulkName
+from kvstore.client.cache import Cache, close_when_dropped, flush_at_exit
 from kvstore.client.limits import ClientLimits
 from kvstore.client.local import LocalPort
 from kvstore.client.operation import Operation
@@ -23,14 +21,14 @@ from kvstore.errors import InvalidRequest, KVStoreError, StoreClosed
 from kvstore.layout import Layout
 from kvstore.meta.etcd import EtcdTls, EtcdUser, check_access
 from kvstore.namespace import Namespace
-from kvstore.node.limits import Limits
 from kvstore.node.member import Member
 from kvstore.node.opening import open_member
-from kvstore.node.settings import AskedBound, TierSettings
+from kvstore.node.settings import AskedBound, Limits, TierSettings
 from kvstore.results import PinRecord
 from kvstore.root.identity import SHARD_BITS_DEFAULT
 from kvstore.security.tls import ClientTls
-from kvstore.segments.naming import check_exact
+from kvstore.segments.gate import check_exact
+from kvstore.text import kind_of
 from kvstore.writes import Durability, DurabilityName, WriteMode, WriteModeName
 
 if TYPE_CHECKING:
@@ -224,7 +222,7 @@ def _loaded(keys: str | PathLike[str]) -> KeyFile:
 
 def _checked(limits: Limits | None) -> Limits | None:
     if limits is not None and not isinstance(limits, Limits):
-        raise InvalidRequest(f"limits are {kind_of(limits)}: expected kvstore.node.limits.Limits")
+        raise InvalidRequest(f"limits are {kind_of(limits)}: expected kvstore.node.settings.Limits")
     return limits
 
 

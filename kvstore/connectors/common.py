@@ -27,11 +27,10 @@ from kvstore.client.limits import ClientLimits
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.layout import Layout
 from kvstore.namespace import Namespace
-from kvstore.node.limits import Limits
-from kvstore.node.settings import AskedBound, TierSettings
-from kvstore.parsing import parse_json
+from kvstore.node.settings import AskedBound, Limits, TierSettings
 from kvstore.security.tls import ClientTls
 from kvstore.sources import SystemClock
+from kvstore.text import parse_json
 
 LOG_S = 10.0
 """Minimum time between two lines about the same kind of call."""

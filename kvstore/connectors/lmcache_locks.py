@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from kvstore.client.blocks import BlockHold
+from kvstore.client.cache import BlockHold
 from kvstore.sources import Clock
 
 

@@ -23,11 +23,11 @@ from kvstore.meta.sweeps import Condemned
 from kvstore.meta.usage import Capacity
 from kvstore.meta.workers import WorkerRecord, Workers
 from kvstore.namespace import Namespace
-from kvstore.parsing import parse_json
 from kvstore.recency import NS_PER_S
 from kvstore.root.identity import RootIdentity, create_or_open
 from kvstore.root.interface import Root, Space
 from kvstore.sources import Clock, RandomIds
+from kvstore.text import parse_json
 
 PLAN_S_MAX = 300.0
 EXAMPLES = 25

@@ -44,8 +44,8 @@ from kvstore.format.header import (
     plain_header,
     sealed_of,
 )
-from kvstore.parsing import parse_json
 from kvstore.security.tls import LOOK_S, Watched, read_secret
+from kvstore.text import parse_json
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.address import ADDRESS_BYTES, BLOCK_KEY_BYTES_MAX, NO_PARENT, Address, chunk_address
-from kvstore.brief import why
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import NO_WHOLE
+from kvstore.text import why
 
 U64 = npt.NDArray[np.uint64]
 Rows = npt.NDArray[np.int32]

@@ -21,8 +21,8 @@ from kvstore.format import places
 from kvstore.format.header import FIXED_BYTES, NO_WHOLE, PAGE_BYTES, VERSION_2, Damaged, Descent, Kind, decode_any
 from kvstore.format.places import Name
 from kvstore.namespace import Namespace
-from kvstore.parsing import parse_json
 from kvstore.root.interface import Root
+from kvstore.text import parse_json
 from kvstore.tokens import token_array
 
 LORA_NAME_MAX = 256

@@ -14,11 +14,10 @@ from kvstore.address import RecentChains
 from kvstore.errors import InvalidRequest, PermissionDenied
 from kvstore.events.columns import U64, Mask
 from kvstore.events.index import Model, Truth
-from kvstore.parsing import check_depth
 from kvstore.security.access import Identity, Presented, Role
 from kvstore.security.authentication import Authenticator
-from kvstore.wire.questions import Question, answer_document
-from kvstore.wire.web import Caller, answered, asks, respond
+from kvstore.text import check_depth
+from kvstore.wire.query import Caller, Question, answer_document, answered, asks, respond
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment

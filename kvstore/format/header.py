@@ -28,12 +28,11 @@ from kvstore.address import (
     chunk_address,
     hashed_block_address,
 )
-from kvstore.brief import brief
 from kvstore.buffers import ReadBuffer
 from kvstore.errors import InvalidRequest, RootMismatch
 from kvstore.layout import CHUNK_TOKENS_MAX, LAYERS_MAX
 from kvstore.namespace import Namespace, NamespaceDigest
-from kvstore.parsing import parse_json
+from kvstore.text import brief, parse_json
 from kvstore.tokens import Tokens, token_array
 
 XXH3_64 = 1

@@ -11,10 +11,10 @@ from kvstore.format import places
 from kvstore.format.places import Name
 from kvstore.layout import Layout
 from kvstore.namespace import Namespace, NamespaceId
-from kvstore.parsing import parse_json
 from kvstore.root.identity import read_small
 from kvstore.root.interface import Entry, Root
 from kvstore.root.namespaces import RECORD_BYTES_MAX, claim_key
+from kvstore.text import parse_json
 
 FINDINGS_MAX = 10_000
 

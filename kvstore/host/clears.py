@@ -17,8 +17,8 @@ from collections.abc import Callable
 from kvstore.census.selection import ClearOrder
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.host.tables import CLEARS, CLEARS_NONE, EVICTING, HoldTable, Number, Own, Shared, live_tables
-from kvstore.parsing import parse_json
 from kvstore.root.posix import FILE_MODE
+from kvstore.text import parse_json
 
 log = logging.getLogger(__name__)
 

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 
-from kvstore.brief import size
 from kvstore.errors import Overloaded, StoreFull
 from kvstore.host.tables import HoldTable, Number, Own, Shared, live_tables
 from kvstore.root.posix import DiskFull, PosixRoot
+from kvstore.text import size
 
 WAIT_S = 2.0
 """A put waits so long for a collector to make room,"""

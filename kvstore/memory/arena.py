@@ -18,8 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from kvstore.brief import size
 from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.text import size
 
 PAGE_BYTES = 4096
 

@@ -14,7 +14,7 @@ from kvstore.layout import Layout
 from kvstore.meta.keys import Keys
 from kvstore.meta.store import TRIES_MAX, Absent, Deadline, Meta, ModifiedAt, Put
 from kvstore.namespace import Namespace, NamespaceDigest
-from kvstore.parsing import parse_json
+from kvstore.text import parse_json
 
 VARIANTS_MAX = 1024
 

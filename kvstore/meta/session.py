@@ -32,8 +32,8 @@ from kvstore.meta.store import (
     TxnResult,
     WatchLost,
 )
-from kvstore.parsing import parse_json
 from kvstore.sources import Clock, Ids, RandomIds, SystemClock
+from kvstore.text import parse_json
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from kvstore.address import ADDRESS_BYTES, Address
 from kvstore.errors import RootMismatch
 from kvstore.meta.keys import ID_BYTES, SweepId
-from kvstore.parsing import parse_json
+from kvstore.text import parse_json
 
 EXACT_MAX = 1024
 """A sweep of up to this many victims lists packed addresses; a larger one has a filter."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvstore.errors import InvalidRequest
-from kvstore.parsing import parse_json
+from kvstore.text import parse_json
 
 BYTES_MAX = (1 << 63) - 1
 

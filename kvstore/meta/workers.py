@@ -11,7 +11,7 @@ from kvstore.meta.keys import Keys, SessionId, parse_id
 from kvstore.meta.session import Session
 from kvstore.meta.store import Delete, KeyValue, LeaseGone, Meta, Put, Snapshot, Watch
 from kvstore.namespace import NamespaceDigest
-from kvstore.parsing import parse_json
+from kvstore.text import parse_json
 
 RECORD_BYTES_MAX = 4096
 

@@ -1,42 +1,736 @@
-"""The local disk below a node's memory: images in files, in a folder of this node alone, bounded in bytes.
+"""The folder of a local disk tier: locked by one node at a time, and never mistaken for a root, nor a root for it.
 
-A cache of a cache: nothing is synced, losing it costs nothing, and every failure of the disk is a miss. This module
-does the I/O; the shelf decides what the tier holds.
+Separate from the tier, which treats every chunk file in its folder as its own to remove: this module makes sure of
+that.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import itertools
+import json
 import logging
+import os
+import struct
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
 
 from kvstore import recency
-from kvstore.address import Address
-from kvstore.bounded import within
+from kvstore.address import ADDRESS_BYTES, Address
+from kvstore.background import within
 from kvstore.buffers import Borrowed, byte_length
-from kvstore.census.selection import ClearOrder, Standing
+from kvstore.census.selection import NOTHING, ClearOrder, Standing
 from kvstore.counts import NodeCount
-from kvstore.errors import KVStoreError, Overloaded
+from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, PermissionDenied, Unavailable
 from kvstore.format import places
 from kvstore.format.header import FIXED_BYTES, Damage, Damaged, Expected, Header, Kind, decode, incarnation_at
 from kvstore.format.places import Name
 from kvstore.hints import DEFAULT, Hints
-from kvstore.memory.inventory import DEFAULT_POLICY, POLICIES, Entry, Place
-from kvstore.namespace import NamespaceDigest
+from kvstore.memory.inventory import DEFAULT_POLICY, DROP_COUNT, POLICIES, Entry, Inventory, Place, Policy
+from kvstore.namespace import NamespaceDigest, NamespaceId
 from kvstore.node.counters import Counters, TierName
-from kvstore.node.disk_folder import DiskFolder
-from kvstore.node.disk_gate import Pause, Readers
-from kvstore.node.disk_refill import Refill
-from kvstore.node.disk_shelf import DiskShelf, name_of
 from kvstore.node.encoded import Encodings, NotDecodable
 from kvstore.node.lanes import Deadline, moved_on
 from kvstore.node.wanted import Wanted, expected_of
-from kvstore.recency import QUANTUM_S
+from kvstore.recency import NS_PER_S, QUANTUM_S
+from kvstore.root.identity import FILE_SYSTEMS_OWN, FORMAT_BYTES_MAX, TOP, read_small
+from kvstore.root.inspect import Inspector, Whole
 from kvstore.root.interface import Root
-from kvstore.root.posix import FULL_ERRORS, PosixRoot
+from kvstore.root.posix import FULL_ERRORS, REFUSED_ERRORS, PosixRoot
 from kvstore.sources import Clock, Ids
+from kvstore.text import parse_json
+
+FORMAT_NAME = "kvstore-disk"
+"""The name in ``FORMAT``. It keeps this folder from being opened as a root, and this module refuses other names."""
+VERSION = 1
+SHARD_BITS = 8
+LOCK = "lock"
+
+_OURS_BEFORE_FORMAT = frozenset({LOCK, places.STAGING}) | FILE_SYSTEMS_OWN
+"""Names that a folder may hold before it becomes a disk tier: a node killed while making one leaves some."""
+
+
+class DiskFolder:
+    """The folder at ``path``; ``make_root`` gives access to its files."""
+
+    def __init__(self, path: str, clock: Clock, ids: Ids, make_root: Callable[[str], Root] = PosixRoot) -> None:
+        self.path = os.path.abspath(path)
+        self._clock = clock
+        self._ids = ids
+        self._make_root = make_root
+        self._lock_fd = -1
+        self.block_bytes = 0
+        """Block size of the file system, in bytes; 0 until the folder is open."""
+
+    def open(self) -> Root:
+        """Makes the folder if it is missing, locks it, and returns access to its files, which are then this node's.
+
+        Raises InvalidRequest if another node has it, or if it is a root or holds anything else; PermissionDenied,
+        Overloaded, Unavailable.
+        """
+        self._refuse_inside()
+        try:
+            os.makedirs(self.path, mode=0o700, exist_ok=True)
+        except OSError as cause:
+            raise _refusal(self.path, "could not be made", cause) from cause
+        root = self._make_root(self.path)
+        is_marked = self._is_marked(root)  # check first: leave no lock file in somebody else's folder
+        self._lock()
+        try:
+            self.block_bytes = self._find_block_bytes()
+            if not is_marked and not self._is_marked(root):
+                self._mark(root)
+        except BaseException:
+            self.unlock()
+            raise
+        return root
+
+    def _refuse_inside(self) -> None:
+        """Raises InvalidRequest if the folder lies within a root or another disk tier, where it would be foreign."""
+        for above in Path(self.path).parents:
+            with suppress(OSError), open(above / places.FORMAT, "rb") as file:
+                if b'"format": "kvstore' in file.read(FORMAT_BYTES_MAX):
+                    raise InvalidRequest(
+                        f"disk tier {self.path} lies within {above}, which is a root or another disk tier: "
+                        "give a folder outside of it"
+                    )
+
+    def unlock(self) -> None:
+        """Unlocks the folder, so that another node may have it. Idempotent."""
+        fd, self._lock_fd = self._lock_fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _find_block_bytes(self) -> int:
+        try:
+            return os.statvfs(self.path).f_frsize
+        except OSError as cause:
+            raise _refusal(self.path, "could not be looked at", cause) from cause
+
+    def _lock(self) -> None:
+        path = f"{self.path}/{LOCK}"
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as cause:
+            raise _refusal(path, "could not be opened", cause) from cause
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as cause:
+            os.close(fd)
+            if cause.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                raise InvalidRequest(
+                    f"disk tier {self.path} is in use by another node: give each node of a host a folder of its own"
+                ) from cause
+            raise _refusal(path, "could not be locked", cause) from cause
+        self._lock_fd = fd
+
+    def _is_marked(self, root: Root) -> bool:
+        """True if the folder is a disk tier; False if it may become one. Raises InvalidRequest otherwise."""
+        content = read_small(root, places.FORMAT, FORMAT_BYTES_MAX)
+        if content is None:
+            for entry in root.list(TOP):
+                if entry.name not in _OURS_BEFORE_FORMAT and entry.name != places.FORMAT:
+                    raise InvalidRequest(
+                        f"disk tier {self.path} holds {entry.name!r}, which is not of a disk tier: give an empty folder"
+                    )
+            return False
+        try:
+            fields = parse_json(content)
+            name, version = fields["format"], fields["version"]
+        except (ValueError, KeyError, TypeError):
+            name, version = "", 0
+        if name != FORMAT_NAME:
+            raise InvalidRequest(
+                f"disk tier {self.path} is a root, or something else: its FORMAT begins with {content[:60]!r}; "
+                "give a folder that no root is in"
+            )
+        if version != VERSION:
+            raise InvalidRequest(
+                f"disk tier {self.path} has version {version!r}, this kvstore knows version {VERSION}: "
+                "give another folder, or empty this one (it is a cache)"
+            )
+        return True
+
+    def _mark(self, root: Root) -> None:
+        session = self._ids.fresh()
+        staged = places.staged(session, 0)
+        content = json.dumps({"format": FORMAT_NAME, "version": VERSION}).encode() + b"\n"
+        try:
+            # The only synced file: torn by a crash of the host, it would keep the tier from being opened again.
+            root.stage(staged, [memoryview(content)], stamp_ns=int(self._clock.now_s()) * NS_PER_S, durable=True)
+            root.publish(staged, places.FORMAT, durable=True)
+        finally:
+            root.discard(staged)
+            root.remove_folder(places.staging_folder(session))
+
+
+def _refusal(path: str, what: str, cause: OSError) -> KVStoreError:
+    said = f"disk tier {path} {what}: {cause.strerror or cause}"
+    if cause.errno in REFUSED_ERRORS:
+        return PermissionDenied(f"{said}; give a folder that this user may write to")
+    if cause.errno in (errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.EISDIR, errno.ENOTSUP, errno.ENOLCK):
+        return InvalidRequest(f"{said}; give a folder on a local disk")
+    return Unavailable(f"{said}; check the disk")
+
+
+# Leaves a failing local disk alone: for a while after repeated failures, and while reads hang.
+#
+# Separate from the tier, because it knows nothing of chunks. A dead disk must cost the node neither its lanes nor a
+# wait in each request.
+
+
+FAILURES_MAX = 3
+"""Failures in a row before the disk is left alone for ``PAUSE_S``; each further one in a row starts another pause."""
+PAUSE_S = 30.0
+READERS_MAX = 8
+"""Lanes that a hanging disk can block: half of them."""
+WAIT_S = 0.25
+"""The longest that a read waits for another one to end."""
+STALL_S = 2.0
+"""A read of one file that takes longer shows that the disk hangs; no further read begins until it returns."""
+
+
+class Pause:
+    """Is on for ``PAUSE_S`` after ``FAILURES_MAX`` failures in a row."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._failures_count = 0
+        self._until_s = -1.0
+
+    @property
+    def is_on(self) -> bool:
+        """True while the disk is left alone."""
+        return self._clock.monotonic_s() < self._until_s
+
+    def failed(self) -> None:
+        """Notes that the disk refused an operation."""
+        self._failures_count += 1
+        if self._failures_count >= FAILURES_MAX:
+            self._until_s = self._clock.monotonic_s() + PAUSE_S
+
+    def succeeded(self) -> None:
+        """Notes that the disk did an operation."""
+        self._failures_count = 0
+
+
+class Readers:
+    """The threads that read from the disk at this moment, at most ``READERS_MAX``."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._since_s: dict[int, float] = {}
+
+    @property
+    def is_stuck(self) -> bool:
+        """True if a read has not returned for ``STALL_S``."""
+        limit = self._clock.monotonic_s() - STALL_S
+        with self._changed:
+            return any(since < limit for since in self._since_s.values())
+
+    def enter(self, deadline: Deadline) -> bool:
+        """Begins a read in this thread; False if it must not begin, because the disk hangs or is too busy."""
+        if self.is_stuck:
+            return False
+        with self._changed:
+            if not self._changed.wait_for(self._has_room, min(WAIT_S, deadline.left_s())):
+                return False
+            self._since_s[threading.get_ident()] = self._clock.monotonic_s()
+        return True
+
+    def moved_on(self) -> None:
+        """Notes that this thread has read one file and goes on with the next."""
+        with self._changed:
+            self._since_s[threading.get_ident()] = self._clock.monotonic_s()
+
+    def leave(self) -> None:
+        """Ends the read of this thread."""
+        with self._changed:
+            del self._since_s[threading.get_ident()]
+            self._changed.notify()
+
+    def _has_room(self) -> bool:
+        return len(self._since_s) < READERS_MAX
+
+
+# The contents of a local disk tier, decided here under one lock and done to files elsewhere.
+#
+# Separate from the tier, which does the I/O. The bound holds at each moment: a file's room is taken before its first
+# byte is written, and given back after the file is removed. Dropped entries stay referenced until then, among the
+# *leaving*.
+
+
+BLOCK_BYTES = 4096
+"""The block size, unless the file system reports another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A file with the name of a chunk, as a listing shows it."""
+
+    mtime_ns: int
+    size_bytes: int
+    address: Address
+    namespace: NamespaceId
+
+    @property
+    def name(self) -> Name:
+        """The file's place in the folder."""
+        return places.chunk(self.address, self.namespace, SHARD_BITS)
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """Room for a file that is being written."""
+
+    entry: Entry
+    clears_count: int
+    """Number of namespaces cleared before it was claimed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """An entry that is gone, and its files, which keep its room until they are gone too."""
+
+    entry: Entry
+    other_names: tuple[Name, ...]
+
+    @property
+    def names(self) -> tuple[Name, ...]:
+        """The names of the files."""
+        return self.other_names or (name_of(self.entry),)
+
+
+class FileRoom:
+    """Room for files of at most ``size_bytes`` in all, as a file system counts them. Not thread-safe.
+
+    ``take`` returns the charge of the file as its place, so that nothing needs to remember the charge of each file.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self.held_bytes = 0
+        self.block_bytes = BLOCK_BYTES
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that may still be taken."""
+        return self.size_bytes - self.held_bytes
+
+    def charge(self, size_bytes: int) -> int:
+        """Returns what a file of that size takes: whole blocks, and one more for the file system's map of a fragmented
+        file, which ``st_blocks`` counts too.
+        """
+        return (-(-size_bytes // self.block_bytes) + 1) * self.block_bytes
+
+    def take(self, size_bytes: int) -> int | None:
+        """Charges a file; None if it would pass the bound."""
+        charged = self.charge(size_bytes)
+        if charged > self.free_bytes:
+            return None
+        self.held_bytes += charged
+        return charged
+
+    def give(self, offset: int) -> None:
+        """Takes back a charge: the file is gone."""
+        assert 0 < offset <= self.held_bytes
+        self.held_bytes -= offset
+
+
+class DiskShelf:
+    """Thread-safe; nothing here waits for the disk. Entries that it returns are referenced for the caller."""
+
+    def __init__(self, size_bytes: int, policy: Policy, counters: Counters, clock: Clock) -> None:
+        self._policy = policy
+        self._counters = counters
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._room = FileRoom(size_bytes)
+        self._inventory = Inventory(self._room, policy)
+        self._leaving: deque[Leaving] = deque()
+        self._leaving_bytes = 0
+        """Bytes charged for the leaving entries, and for those whose files are being removed."""
+        self._is_counted = False
+        """True once it is known how many bytes the folder holds."""
+        self._is_whole = False
+        """True once everything that was counted is taken in."""
+        self._cleared: set[bytes] = set()
+        """Namespaces cleared before that; nothing of them is taken in."""
+        self._clears_count = 0
+        self._standing = NOTHING
+
+    def set_block_bytes(self, block_bytes: int) -> None:
+        """Sets the file system's block size; call it before anything is charged."""
+        self._room.block_bytes = block_bytes
+
+    def leading(self, packed_addresses: bytes, first: int) -> int:
+        """Returns how many consecutive chunks from index ``first`` on are there, by their addresses."""
+        with self._lock:
+            return self._inventory.leading(packed_addresses, first)
+
+    def has(self, address: Address) -> bool:
+        """True if the chunk is there."""
+        with self._lock:
+            return self._inventory.find(address) is not None
+
+    def refer(self, address: Address) -> Entry | None:
+        """Returns the entry, whose room is not given back until ``unrefer``; None if there is none."""
+        with self._lock:
+            entry = self._inventory.find(address)
+            if entry is not None:
+                self._inventory.refer(entry)
+            return entry
+
+    def unrefer(self, entry: Entry, *, used: bool) -> None:
+        """Ends ``refer``; ``used`` says whether the entry was used."""
+        with self._lock:
+            if used:
+                # Wall time: entries taken in at the start have their last uses from the files' times.
+                self._inventory.used([entry], self._clock.now_s())
+            self._inventory.unrefer(entry)
+
+    def retire(self, addresses: Sequence[Address]) -> None:
+        """Makes these the first to go when room is needed, until they are used again."""
+        with self._lock:
+            entries = [self._inventory.find(address) for address in addresses]
+            self._inventory.retire(entry for entry in entries if entry is not None)
+
+    def make_room(self, place: Place, size_bytes: int, *, even_if_free: bool = False) -> bool:
+        """Lets the least useful entries leave, as many as a file of that size needs; False if they may not.
+
+        Their room is free once their files are removed. ``even_if_free``: the disk has less room than this shelf
+        counts.
+        """
+        with self._lock:
+            charged = self._room.charge(size_bytes)
+            if not self._is_counted or charged > self._room.size_bytes:
+                return False
+            lacking = charged if even_if_free else charged - self._room.free_bytes
+            lacking -= self._leaving_bytes
+            if lacking <= 0:
+                return True
+            victims = self._victims(lacking, place.parent)
+            if not victims:
+                return False
+            for victim in victims:
+                self._policy.evicted(victim)
+                self._inventory.refer(victim)
+                self._leave(victim)
+            self._counters.add(NodeCount.DISK_EVICTED, len(victims))
+            return True
+
+    def claim(self, place: Place, size_bytes: int, hints: Hints) -> Claimed | None:
+        """Claims room for a file; None if there is none, or if the address is taken.
+
+        Never evicts: nobody would remove the evicted file.
+        """
+        with self._lock:
+            if self._room.charge(size_bytes) > self._room.free_bytes:
+                return None
+            entry = self._inventory.claim(place, size_bytes, self._clock.now_s(), hints)
+            return None if entry is None else Claimed(entry, self._clears_count)
+
+    def ready(self, claimed: Claimed) -> bool:
+        """Notes that the file is there; False if a namespace was cleared meanwhile, which may be the file's own."""
+        with self._lock:
+            if claimed.clears_count != self._clears_count or not self._inventory.ready(claimed.entry):
+                return False
+            self._inventory.unrefer(claimed.entry)
+            return True
+
+    def leave(self, entry: Entry, *names: Name) -> None:
+        """Takes away an entry that the caller refers to. It keeps its room until its file, or ``names``, are gone."""
+        with self._lock:
+            self._leave(entry, *names)
+
+    def take_leaving(self) -> Leaving | None:
+        """Returns the next entry whose files must be removed. Call ``left`` afterwards, or ``put_back`` on failure."""
+        with self._lock:
+            return self._leaving.popleft() if self._leaving else None
+
+    def left(self, leaving: Leaving) -> None:
+        """Notes that its files are gone: the room is free."""
+        with self._lock:
+            self._leaving_bytes -= self._room.charge(leaving.entry.size_bytes)
+            self._inventory.unrefer(leaving.entry)
+
+    def put_back(self, leaving: Leaving) -> None:
+        """Queues it again, because the disk refused to remove its files."""
+        with self._lock:
+            self._leaving.append(leaving)
+
+    def charge(self, size_bytes: int) -> int:
+        """Returns what a file of that size takes."""
+        return self._room.charge(size_bytes)
+
+    @property
+    def bytes_max(self) -> int:
+        """The bound in bytes."""
+        return self._room.size_bytes
+
+    def counted(self, charged: int) -> None:
+        """Notes that the folder holds that much; from now on more may be added."""
+        with self._lock:
+            self._room.held_bytes += charged
+            self._is_counted = True
+
+    def admit(self, found: Found, header: Header) -> bool:
+        """Takes in a file that was counted; False if it has to go."""
+        was = recency.decode(found.mtime_ns, QUANTUM_S)
+        tokens = header.identity if header.kind is Kind.TOKENS else b""
+        place = Place(header.namespace, header.address, header.parent, tokens)
+        with self._lock:
+            if header.namespace in self._cleared or self._standing.forbids(header.namespace, header.incarnation):
+                return False
+            self._room.give(self._room.charge(found.size_bytes))
+            used_s = min(float(was.last_use_s), self._clock.now_s())
+            entry = self._inventory.claim(place, found.size_bytes, used_s, was.hints)
+            if entry is None:
+                self._room.take(found.size_bytes)
+                return False
+            self._inventory.used([entry] * was.uses, used_s)
+            self._inventory.ready(entry)
+            self._inventory.unrefer(entry)
+        return True
+
+    def gone(self, found: Found) -> None:
+        """Gives back the charge of a counted file that is gone."""
+        with self._lock:
+            self._room.give(self._room.charge(found.size_bytes))
+
+    def whole(self) -> None:
+        """Notes that everything that was counted is taken in."""
+        with self._lock:
+            self._is_whole = True
+            self._cleared.clear()
+
+    def drop_namespace(self, digest: NamespaceDigest) -> None:
+        """Makes all chunks of the namespace leave, also those that are being written or taken in."""
+        with self._lock:
+            self._clears_count += 1
+            if not self._is_whole:
+                self._cleared.add(digest)
+            entries = self._inventory.of_namespace(digest)
+        for start in range(0, len(entries), DROP_COUNT):
+            with self._lock:
+                for entry in entries[start : start + DROP_COUNT]:
+                    if entry.is_ready:  # if not, it is gone, or its writer removes it in ``ready``
+                        self._inventory.refer(entry)
+                        self._leave(entry)
+
+    def forbid(self, standing: Standing) -> None:
+        """Sets what must not come here from now on (rule P6)."""
+        with self._lock:
+            self._standing = standing
+
+    def forbids(self, header: Header) -> bool:
+        """True if a chunk must not come here."""
+        with self._lock:
+            return self._standing.forbids(header.namespace, header.incarnation)
+
+    def entries(self) -> list[Entry]:
+        """Returns the ready entries of this moment, without references."""
+        with self._lock:
+            return [entry for entry in self._inventory.entries() if entry.is_ready]
+
+    def stats(self) -> dict[str, int | float]:
+        """Returns the gauges of ``DiskTier.stats``."""
+        with self._lock:
+            return {
+                "disk_entries": self._inventory.entries_count,
+                "disk_held_bytes": self._room.held_bytes,
+                "disk_bytes_max": self._room.size_bytes,
+                "disk_refilling": int(not self._is_whole),
+            }
+
+    def _victims(self, lacking: int, parent: Address) -> list[Entry]:
+        """Returns the entries that go first, just enough to free ``lacking`` bytes, never the parent of the new file;
+        empty if there is not enough.
+        """
+        kept = self._inventory.find(parent)
+        if kept is not None:
+            self._inventory.refer(kept)
+        victims: list[Entry] = []
+        for entry in self._inventory.victims(lacking):
+            if lacking > 0:
+                victims.append(entry)
+                lacking -= self._room.charge(entry.size_bytes)
+        if kept is not None:
+            self._inventory.unrefer(kept)
+        return victims if lacking <= 0 else []
+
+    def _leave(self, entry: Entry, *names: Name) -> None:
+        self._inventory.drop(entry)
+        self._leaving.append(Leaving(entry, names))
+        self._leaving_bytes += self._room.charge(entry.size_bytes)
+
+
+def name_of(chunk: Place | Entry) -> Name:
+    """Returns the name of its file. Does not use an entry's ``place``, which may be read under the lock alone."""
+    return places.chunk(chunk.address, NamespaceId(chunk.namespace[: places.NAMESPACE_ID_BYTES]), SHARD_BITS)
+
+
+# Takes in what a local disk tier finds in its folder at the start: lists all files, then takes in the most useful
+# first.
+#
+# Separate from the tier, because it runs beside it on a thread of its own. Nobody knows how many bytes there are
+# until all files are listed, so nothing may be written before. After that, files that are not yet taken in count as
+# held.
+
+
+RETRY_S = 5.0
+"""Wait after an error of the disk."""
+
+_RECORD = struct.Struct(f"<qq{ADDRESS_BYTES}s{places.NAMESPACE_ID_BYTES}s")
+_MTIMES = np.dtype({"names": ["mtime_ns"], "formats": ["<i8"], "offsets": [0], "itemsize": _RECORD.size})
+
+
+class Refill:
+    """One thread that runs from ``start`` until all files are taken in, or until ``stop``.
+
+    It calls ``failed`` for each error of the disk, and ``ended`` when it is done with the folder.
+    """
+
+    def __init__(
+        self,
+        root: Root,
+        shelf: DiskShelf,
+        encodings: Encodings,
+        failed: Callable[[KVStoreError], None],
+        ended: Callable[[], None],
+    ) -> None:
+        self._encodings = encodings
+        self._root = root
+        self._shelf = shelf
+        self._failed = failed
+        self._ended = ended
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="kvstore-disk-refill", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Begins nothing more."""
+        self._stopped.set()
+
+    def _serve(self) -> None:
+        try:
+            while not self._stopped.is_set():
+                try:
+                    records = self._listed()
+                    kept, charged = self._within_bound(records)
+                except KVStoreError as error:
+                    self._failed(error)
+                    self._stopped.wait(RETRY_S)
+                else:
+                    self._take_in(records, kept, charged)
+                    return
+        finally:
+            self._ended()
+
+    def _listed(self) -> bytearray:
+        """Returns records of all files with names of chunks. Removes files with other names, and cut-off writes."""
+        for session in self._entries(places.STAGING):
+            folder = Name(f"{places.STAGING}/{session}")
+            for part in self._entries(folder):
+                self._root.remove(Name(f"{folder}/{part}"))
+            self._root.remove_folder(folder)
+        records = bytearray()
+        for shard in self._entries(places.CHUNKS):
+            folder = Name(f"{places.CHUNKS}/{shard}")
+            for entry in self._root.list(folder):
+                if self._stopped.is_set():
+                    return records
+                chunk = places.parse_chunk(entry.name)
+                name = Name(f"{folder}/{entry.name}")
+                if chunk is not None and entry.stat is not None and places.chunk(*chunk, SHARD_BITS) == name:
+                    records += _RECORD.pack(entry.stat.mtime_ns, entry.stat.size_bytes, *chunk)
+                elif entry.stat is not None:
+                    self._root.remove(name)
+        return records
+
+    def _entries(self, folder: Name) -> list[str]:
+        """Returns the names in a folder; none once the thread is told to stop."""
+        return [] if self._stopped.is_set() else [entry.name for entry in self._root.list(folder)]
+
+    def _within_bound(self, records: bytearray) -> tuple[list[int], int]:
+        """Returns which files stay, most recently used first, and their bytes. Removes those over the bound."""
+        # Most recently used first is also parents first (kvstore/recency.py).
+        order: list[int] = np.argsort(-np.frombuffer(records, _MTIMES)["mtime_ns"], kind="stable").tolist()
+        kept: list[int] = []
+        total = 0
+        for place in order:
+            found = _found(records, place)
+            charged = self._shelf.charge(found.size_bytes)
+            if total + charged <= self._shelf.bytes_max:
+                total += charged
+                kept.append(place)
+            elif not self._stopped.is_set():
+                self._root.remove(found.name)
+        return kept, total
+
+    def _take_in(self, records: bytearray, kept: list[int], charged: int) -> None:
+        if self._stopped.is_set():
+            return  # not all files were listed
+        self._shelf.counted(charged)
+        inspector = Inspector(self._root, verify_payload=False)
+        for place in kept:
+            if self._stopped.is_set():
+                return
+            try:
+                self._take(inspector, _found(records, place))
+            except KVStoreError as error:
+                # The file may still be there, so it stays counted.
+                self._failed(error)
+                self._stopped.wait(RETRY_S)
+        self._shelf.whole()
+
+    def _take(self, inspector: Inspector, found: Found) -> None:
+        verdict = inspector.look(found.name)
+        if isinstance(verdict, Whole) and _is_of(verdict.header, found):
+            header = self._opened(found, verdict.header)
+            if header is not None and self._shelf.admit(found, header):
+                return
+        self._root.remove(found.name)
+        self._shelf.gone(found)
+
+    def _opened(self, found: Found, header: Header) -> Header | None:
+        """Returns a header whose tokens can be read; None if it is encrypted and its key is no longer known."""
+        reader = self._root.open(found.name) if header.encoding else None
+        if reader is None:
+            return None if header.encoding else header
+        with reader:
+            try:
+                opened = self._encodings.header_of(reader)
+            except (NotDecodable, Damaged):
+                return None
+        return opened and opened[0]
+
+
+def _found(records: bytearray, place: int) -> Found:
+    mtime_ns, size_bytes, address, namespace = _RECORD.unpack_from(records, place * _RECORD.size)
+    return Found(mtime_ns, size_bytes, Address(address), NamespaceId(namespace))
+
+
+def _is_of(header: Header, found: Found) -> bool:
+    return header.address == found.address and header.namespace[: places.NAMESPACE_ID_BYTES] == found.namespace
+
+
+# The local disk below a node's memory: images in files, in a folder of this node alone, bounded in bytes.
+#
+# A cache of a cache: nothing is synced, losing it costs nothing, and every failure of the disk is a miss. This module
+# does the I/O; the shelf decides what the tier holds.
+
 
 log = logging.getLogger(__name__)
 

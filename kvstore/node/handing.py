@@ -21,8 +21,8 @@ from kvstore.node.counters import Counters
 from kvstore.node.gc_state import GcState
 from kvstore.node.holds import Hold, Holds
 from kvstore.node.lanes import Deadline, DeadlinePassed, Lanes
+from kvstore.node.memory_tier import Slots
 from kvstore.node.reader import Reading, TieredReads
-from kvstore.node.slots import Slots
 from kvstore.node.tier_stack import TierStack
 from kvstore.node.wanted import Keyed, Wanted, expected_of
 from kvstore.root.posix import PosixReader

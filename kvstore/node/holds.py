@@ -15,8 +15,8 @@ from kvstore.counts import NodeCount
 from kvstore.errors import HoldBroken, Overloaded
 from kvstore.node.counters import Counters
 from kvstore.node.gc_state import GcState
-from kvstore.node.limits import Limits
-from kvstore.node.slots import Slots
+from kvstore.node.memory_tier import Slots
+from kvstore.node.settings import Limits
 from kvstore.node.view import View
 from kvstore.node.wanted import Wanted
 from kvstore.sources import Clock, Ids

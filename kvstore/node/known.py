@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.address import ADDRESS_BYTES, Address
+from kvstore.buffers import untouched_zeros
 from kvstore.native import library as native
 from kvstore.recency import NS_PER_S, TICK_S
 from kvstore.sources import Clock
-from kvstore.zeros import untouched_zeros
 
 FORGOTTEN_MAX = 64
 SPAN = 1 << 12

@@ -19,8 +19,8 @@ from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters
 from kvstore.node.images import addresses_of, copy_sections
 from kvstore.node.lanes import Deadline, Lanes, files_at_most, group_size
-from kvstore.node.limits import Limits
 from kvstore.node.reader import Groups, Reading
+from kvstore.node.settings import Limits
 from kvstore.node.tier_stack import TierStack
 from kvstore.results import LayerMemory
 from kvstore.root.interface import Reader

@@ -1,11 +1,12 @@
-"""A node as a member of a cluster: its session, the namespaces it claims, the pins it takes. Or a node alone.
+"""The pins taken through this node: they keep their chunks in its memory for a while.
 
-Everything here may touch etcd, nothing here is on the path of a chunk.  Without etcd the same code runs over metadata
-in a file, which the processes of one host share, or in memory, where pins live as long as this process.
+Separate from the pins in etcd, which keep collectors away: these only limit what memory evicts.
 """
 
 from __future__ import annotations
 
+import atexit
+import logging
 import os
 import socket
 import threading
@@ -28,22 +29,125 @@ from kvstore.meta.pins import PinRecord as Ref
 from kvstore.meta.session import Presence
 from kvstore.meta.store import Meta
 from kvstore.namespace import Namespace, NamespaceDigest
-from kvstore.node.clearing import Clearing, resolved
-from kvstore.node.clears import ClearsFollower
+from kvstore.node.clearing import Clearing, ClearsFollower, HostClearing, resolved
 from kvstore.node.holds import Hold
 from kvstore.node.host import Host
-from kvstore.node.host_clearing import HostClearing
 from kvstore.node.lanes import Deadline
-from kvstore.node.limits import Limits
+from kvstore.node.memory_tier import MemoryTier
 from kvstore.node.node import Node
-from kvstore.node.pinned import PinnedInMemory
-from kvstore.node.syncing import Syncing
+from kvstore.node.settings import Limits
 from kvstore.node.twins import NodeTwins
 from kvstore.node.wanted import Wanted, keyed
 from kvstore.progress import Progress, unwatched
 from kvstore.results import Cleared, PinRecord
 from kvstore.root.identity import newest_number
 from kvstore.root.posix import DiskFull
+from kvstore.sources import Clock
+
+
+class PinnedInMemory:
+    """Pins keep at most half of memory: the rest must go on serving callers that pin nothing. Thread-safe."""
+
+    def __init__(self, memory: MemoryTier, clock: Clock) -> None:
+        self._memory = memory
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._pins: dict[str, tuple[float, list[Address]]] = {}
+
+    def add(self, pin_id: str, addresses: Sequence[Address], seconds: float) -> None:
+        """Keeps a pin's chunks that are in memory there, until it is removed or ``seconds`` are over."""
+        self.expire()
+        bytes_max = self._memory.size_bytes // 2
+        kept: list[Address] = []
+        for address in addresses:
+            if self._memory.stats()["memory_pinned_bytes"] >= bytes_max:
+                break
+            if self._memory.pin([address])[0]:
+                kept.append(address)
+        with self._lock:
+            self._pins[pin_id] = (self._clock.monotonic_s() + seconds, kept)
+
+    def remove(self, pin_id: str) -> None:
+        """Notes that the pin has ended."""
+        with self._lock:
+            _, kept = self._pins.pop(pin_id, (0.0, []))
+        self._memory.unpin(kept)
+
+    def expire(self) -> None:
+        """Drops the pins whose time is over."""
+        now_s = self._clock.monotonic_s()
+        with self._lock:
+            ended = [pin_id for pin_id, (ends_s, _) in self._pins.items() if ends_s <= now_s]
+        for pin_id in ended:
+            self.remove(pin_id)
+
+
+# One sync a second for all that was published meanwhile: the durability "everysec".
+
+
+log = logging.getLogger(__name__)
+
+EVERY_S = 1.0
+"""A crash of the host loses what was put in this time and in the time that two syncs take."""
+SYNC_CLOSE_S = 5.0
+"""The end waits so long for a root that does not answer."""
+
+
+class Syncing:
+    """Syncs the file system of a root while something is published.
+
+    It has a thread of its own, so that a root that hangs delays nothing else.
+    """
+
+    def __init__(
+        self,
+        sync: Callable[[], None],
+        written_bytes: Callable[[], int],
+        every_s: float = EVERY_S,
+        close_s: float = SYNC_CLOSE_S,
+    ) -> None:
+        """``sync`` is the root's, ``written_bytes`` says how much this node has published."""
+        self._sync = sync
+        self._written_bytes = written_bytes
+        self._every_s = every_s
+        self._close_s = close_s
+        self._synced_bytes = written_bytes()
+        self._is_failing = False
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvstore-syncing", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)  # else a program that ends leaves its last second to the kernel
+
+    def close(self) -> None:
+        """Syncs what is left, if the root answers in time. Idempotent."""
+        atexit.unregister(self.close)
+        self._ended.set()
+        self._thread.join(self._close_s)
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._every_s):
+            self._step()
+        self._step()
+
+    def _step(self) -> None:
+        written_bytes = self._written_bytes()  # before the sync: what comes later is for the next one
+        if written_bytes == self._synced_bytes:
+            return
+        try:
+            self._sync()
+        except KVStoreError as error:
+            if not self._is_failing:
+                log.warning("sync.failed a crash of this host may lose more than the last second: %s", error)
+            self._is_failing = True
+            return
+        self._synced_bytes, self._is_failing = written_bytes, False
+
+
+# A node as a member of a cluster: its session, the namespaces it claims, the pins it takes. Or a node alone.
+#
+# Everything here may touch etcd, nothing here is on the path of a chunk. Without etcd the same code runs over
+# metadata in a file, which the processes of one host share, or in memory, where pins live as long as this process.
+
 
 CLEAR_DEADLINE_S = 600.0
 CLOSE_S = 0.5

@@ -1,14 +1,13 @@
-"""A node: what a worker serves, and what an engine has in its own process when it opens the root itself.
-
-It joins the parts of this package and gives every call its deadline.  No call here touches etcd.
-"""
+"""The staging folders of one node: that of its session, and those of its earlier sessions."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Generator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import islice
 from typing import Any, TypeVar
 
 import numpy.typing as npt
@@ -19,6 +18,7 @@ from kvstore.census.selection import ClearOrder, Standing
 from kvstore.counts import NodeCount
 from kvstore.encodings.codec import KeyFile
 from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.format import places
 from kvstore.format.header import Ancestry
 from kvstore.hints import DEFAULT, Hints
 from kvstore.memory.arena import Arena
@@ -33,17 +33,15 @@ from kvstore.node.handing import Handing
 from kvstore.node.holds import Hold, Holds
 from kvstore.node.incarnations import Incarnations
 from kvstore.node.known import Known
-from kvstore.node.lanes import Batch, Deadline, Lanes
+from kvstore.node.lanes import Batch, Deadline, Lanes, moved_on
 from kvstore.node.layers import SINGLY, Bands, LayerReader, MemoryOf
-from kvstore.node.limits import CurrentLimits, Limits
 from kvstore.node.looking import Looking
 from kvstore.node.memory_tier import MemoryTier
 from kvstore.node.prefetch import Prefetcher, TierName
 from kvstore.node.puts import Puts, Written
 from kvstore.node.reader import Reading, TieredReads
 from kvstore.node.refresh import Refresher
-from kvstore.node.settings import NO_TIERS, TierSettings
-from kvstore.node.staging import Staging
+from kvstore.node.settings import NO_TIERS, CurrentLimits, Limits, TierSettings
 from kvstore.node.tier_stack import TierStack
 from kvstore.node.view import View
 from kvstore.node.views import Views
@@ -55,7 +53,61 @@ from kvstore.root.interface import Root, Space
 from kvstore.root.namespaces import NamespaceRecords
 from kvstore.root.posix import PosixRoot
 from kvstore.sources import Clock, Ids, RandomIds, SystemClock
+from kvstore.tokens import TokenArray
 from kvstore.writes import Durability, WriteMode
+
+BEFORE_MAX = 64
+"""Limit on remembered session ids; a collector clears what was staged under older ones."""
+WAITS_MAX = 10
+"""A root that goes on removing files gets this multiple of the normal wait."""
+
+
+class Staging:
+    """The folders of one node. ``session`` returns the id under which it stages now."""
+
+    def __init__(self, root: Root, session: Callable[[], bytes]) -> None:
+        self._root = root
+        self._session = session
+        self._before: deque[bytes] = deque(maxlen=BEFORE_MAX)
+        self._looked_at_count = 0
+
+    def leave(self, session: bytes) -> None:
+        """Notes that nothing more is staged under this id."""
+        self._before.append(session)
+
+    def clear(self, lanes: Lanes, timeout_s: float) -> None:
+        """Removes, at the node's end, staged files that it will not publish, and its folders if they are empty.
+
+        Waits for ``timeout_s``, and longer while files are being removed. Never raises KVStoreError: a collector or
+        ``fsck`` later clears what stays on a root that hangs or refuses.
+        """
+        try:
+            batch = lanes.start(1, lambda _: self._clear())
+        except KVStoreError:
+            return
+        for _ in range(WAITS_MAX):
+            before_count = self._looked_at_count
+            if batch.join(timeout_s) or self._looked_at_count == before_count:
+                break
+        batch.stop()
+
+    def _clear(self) -> bool:
+        for session in sorted({*self._before, self._session()}):
+            folder = places.staging_folder(session)
+            for entry in list(self._root.list(folder)):
+                # It belongs to a put that was cut off. If that put goes on all the same, it finds its file gone and
+                # fails.
+                self._root.discard(places.Name(f"{folder}/{entry.name}"))
+                self._looked_at_count += 1
+                moved_on()
+            self._root.remove_folder(folder)
+        return True
+
+
+# A node: what a worker serves, and what an engine has in its own process when it opens the root itself.
+#
+# It joins the parts of this package and gives every call its deadline. No call here touches etcd.
+
 
 T = TypeVar("T")
 
@@ -462,3 +514,46 @@ class Node:
 
     def _deadline(self, asked_s: float | None, default_s: float) -> Deadline:
         return Deadline(self.clock, default_s if asked_s is None else asked_s)
+
+
+# Matches several prompts in one call and within one deadline.
+
+
+AT_ONCE = 256
+"""Prompts whose chunks are looked for at once among those that the node remembers: segments are many and short."""
+
+
+def match_each(
+    node: Node,
+    namespace: Namespace,
+    prompts: Iterable[TokenArray],
+    deadline_s: float,
+) -> list[int]:
+    """Returns the number of leading chunks of each prompt; fewer answers if the time runs out.
+
+    Prompts that begin alike should follow one another: what they share is hashed once. They leave out the hit ratio.
+    """
+    deadline = Deadline(node.clock, deadline_s)
+    counts: list[int] = []
+    left = iter(prompts)
+    while not deadline.passed:
+        group = list(islice(left, AT_ONCE))
+        if not group:
+            break
+        chains = [node.chains.of(namespace, tokens) for tokens in group]
+        addresses = [address for chain in chains for address in chain.addresses]
+        present = bytes(node.reads.remembered(addresses))
+        for chain, remembered in zip(chains, _leading(present, chains), strict=True):
+            if deadline.passed:
+                break
+            whole = remembered == len(chain) == node.gc_view.leading(chain)
+            counts.append(remembered if whole else node.match(chain, deadline.left_s(), counts=False))
+    return counts
+
+
+def _leading(present: bytes, chains: list[Chain]) -> Iterator[int]:
+    """Yields the number of leading chunks of each that are present, one byte for each chunk of all of them."""
+    start = 0
+    for chain in chains:
+        yield leading(present[start : start + len(chain)])
+        start += len(chain)

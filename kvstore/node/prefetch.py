@@ -7,17 +7,17 @@ from contextlib import nullcontext
 from typing import Literal
 
 from kvstore.address import Chain
-from kvstore.brief import brief
 from kvstore.errors import InvalidRequest
 from kvstore.node.disk_tier import DiskTier
 from kvstore.node.gc_state import GcState
 from kvstore.node.lanes import Deadline, Lanes
-from kvstore.node.limits import CurrentLimits
 from kvstore.node.reader import TieredReads
+from kvstore.node.settings import CurrentLimits
 from kvstore.node.tier_stack import TierStack
 from kvstore.node.wanted import image_bytes, place_at
 from kvstore.operations import OperationRun
 from kvstore.sources import Clock
+from kvstore.text import brief
 
 TierName = Literal["memory", "disk"]
 """The tiers to prefetch to."""

@@ -32,10 +32,10 @@ from kvstore.node.counters import Counters
 from kvstore.node.gc_state import GcState, Reserved
 from kvstore.node.images import Images
 from kvstore.node.lanes import Batch, Deadline, DeadlinePassed, Lanes, moved_on
-from kvstore.node.limits import CurrentLimits
+from kvstore.node.memory_tier import Slots
 from kvstore.node.reader import TieredReads
 from kvstore.node.refresh import Refresher
-from kvstore.node.slots import Slots
+from kvstore.node.settings import CurrentLimits
 from kvstore.node.tier_stack import TierStack
 from kvstore.node.wanted import Keyed, Wanted, expected_of, file_bytes, image_sizes, leading, mean_bytes, sizes_of
 from kvstore.node.write_behind import Job

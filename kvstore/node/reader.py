@@ -37,11 +37,9 @@ from kvstore.node.lanes import (
     group_size,
     moved_on,
 )
-from kvstore.node.memory_tier import MemoryTier
+from kvstore.node.memory_tier import MemoryTier, Slot
 from kvstore.node.refresh import Refresher
-from kvstore.node.slots import Slot
-from kvstore.node.tier_stack import TierStack
-from kvstore.node.tiers import Tier
+from kvstore.node.tier_stack import Tier, TierStack
 from kvstore.node.wanted import Keyed, Wanted, expected_of, mean_bytes
 
 TURN_CHUNKS_MAX = 512

@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.address import ADDRESS_BYTES, Address, Addressed
-from kvstore.brief import size
 from kvstore.counts import NodeCount
 from kvstore.errors import InvalidRequest, RootMismatch, StoreFull
 from kvstore.meta.keys import Keys
@@ -28,6 +27,7 @@ from kvstore.meta.usage import Capacity
 from kvstore.node.counters import Counters
 from kvstore.node.known import Known
 from kvstore.node.usage import NodeUsage
+from kvstore.text import size
 
 T = TypeVar("T")
 

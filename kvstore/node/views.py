@@ -20,9 +20,8 @@ from kvstore.format.header import expected_chunk
 from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters
 from kvstore.node.lanes import Deadline, Lanes, group_size
-from kvstore.node.memory_tier import MemoryTier
+from kvstore.node.memory_tier import MemoryTier, Slots
 from kvstore.node.reader import Groups, gaps, read_chunks, verified
-from kvstore.node.slots import Slots
 from kvstore.node.tier_stack import TierStack
 from kvstore.node.wanted import payload_of
 

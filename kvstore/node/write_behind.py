@@ -22,9 +22,8 @@ from kvstore.errors import KVStoreError, Overloaded, Unavailable
 from kvstore.hints import Hints
 from kvstore.namespace import NamespaceDigest
 from kvstore.node.counters import Counters
-from kvstore.node.limits import CurrentLimits
-from kvstore.node.memory_tier import MemoryTier
-from kvstore.node.slots import Slots
+from kvstore.node.memory_tier import MemoryTier, Slots
+from kvstore.node.settings import CurrentLimits
 from kvstore.node.wanted import Wanted
 from kvstore.sources import Clock
 

@@ -22,7 +22,7 @@ from kvstore.address import Address, Chain
 from kvstore.background import Decision, Loop
 from kvstore.client.bulk.links import BulkRefused, Link
 from kvstore.client.credentials import PLAIN, Credentials
-from kvstore.client.endpoint import Endpoint
+from kvstore.client.endpoints import Endpoint
 from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError
 from kvstore.meta.session import Presence, Session
@@ -399,7 +399,7 @@ GIVEN_MAX = 4096
 
 
 class Peers:
-    """A ``kvstore.node.tiers.Tier``. Knows nothing, and reports nothing, before ``start``. Thread-safe.
+    """A ``kvstore.node.tier_stack.Tier``. Knows nothing, and reports nothing, before ``start``. Thread-safe.
 
     ``source`` is this node's memory. ``on_cleared`` is called when a namespace was cleared, mostly in a thread of this
     tier's own: drop the namespace from memory and disk. After ``start`` it is called for every namespace that was ever

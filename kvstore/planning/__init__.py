@@ -7,12 +7,10 @@ groups to those who run them, as ``handing`` decides, with ``storage`` as the st
 engine.
 """
 
-from kvstore.planning.group import Group
-from kvstore.planning.handing import Handing
 from kvstore.planning.packing import Step, pack
 from kvstore.planning.plan import Plan, Rest, make_plan
-from kvstore.planning.prompts import Prompts
-from kvstore.planning.run import Run, SharedRun, Taken
+from kvstore.planning.prompts import Group, Prompts
+from kvstore.planning.run import Handing, Run, SharedRun, Taken
 from kvstore.planning.storage import KeyStorage, Storage, TokenStorage
 
 __all__ = [

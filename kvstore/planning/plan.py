@@ -7,18 +7,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvstore.brief import brief
 from kvstore.checks import is_whole
 from kvstore.errors import InvalidRequest
-from kvstore.planning.arrival import tokens_found
-from kvstore.planning.group import Group
-from kvstore.planning.grouping import serving_nodes
-from kvstore.planning.ordering import Order, depth_first
-from kvstore.planning.prompts import Counts, Prompts
+from kvstore.planning.ordering import Order, agreed, depth_first, serving_nodes, stored_tokens, tokens_found
+from kvstore.planning.prompts import Counts, Group, Prompts, Trie
 from kvstore.planning.run import Run
 from kvstore.planning.storage import Storage
-from kvstore.planning.stored import agreed, stored_tokens
-from kvstore.planning.trie import Trie
+from kvstore.text import brief
 
 COUNT_MAX = (1 << 63) - 1
 """Limit on a number of tokens that a caller names."""

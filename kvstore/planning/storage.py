@@ -12,13 +12,11 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Protocol
 
 from kvstore.errors import InvalidRequest, KVStoreError
-from kvstore.planning.group import Group
-from kvstore.planning.prompts import Prompts
+from kvstore.planning.prompts import Group, Prompts
 from kvstore.tokens import TokenArray
 
 if TYPE_CHECKING:
-    from kvstore.client.blocks import BlockCache
-    from kvstore.client.cache import Cache
+    from kvstore.client.cache import BlockCache, Cache
 
 MEMBERS_MAX = 8
 """Members of a group that are brought into memory ahead; those behind them come as they are read."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.errors import InvalidRequest
-from kvstore.parsing import parse_json
+from kvstore.text import parse_json
 from kvstore.tokens import TOKENS_MAX
 
 BLOCK_TOKENS = 512

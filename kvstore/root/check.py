@@ -20,12 +20,12 @@ from typing import Any
 from kvstore.buffers import Borrowed
 from kvstore.errors import KVStoreError
 from kvstore.format.places import Name
-from kvstore.parsing import parse_json
 from kvstore.root.fences import remove_tree
 from kvstore.root.interface import Root
 from kvstore.root.posix import FILE_SYSTEMS as NFS
 from kvstore.root.posix import PosixRoot, file_system_type, mount_of
 from kvstore.sources import Ids, RandomIds
+from kvstore.text import parse_json
 
 ANSWER_S = 30.0
 TURN_S = 0.002

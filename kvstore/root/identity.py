@@ -13,16 +13,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NewType
 
-from kvstore.brief import brief
 from kvstore.buffers import Borrowed
 from kvstore.errors import InvalidRequest, Overloaded, RootMismatch, Unavailable
 from kvstore.format import places
 from kvstore.format.header import RECORD_BYTES_MAX, Generation, LineageId, Writer
 from kvstore.format.places import GENERATIONS, Name
-from kvstore.parsing import parse_json
 from kvstore.recency import NS_PER_S
 from kvstore.root.interface import Root
 from kvstore.sources import Clock, Ids, SystemClock
+from kvstore.text import brief, parse_json
 
 RootId = NewType("RootId", bytes)
 

@@ -15,10 +15,10 @@ from kvstore.format import places
 from kvstore.format.places import Name
 from kvstore.layout import Layout
 from kvstore.namespace import Namespace, NamespaceDigest
-from kvstore.parsing import parse_json
 from kvstore.recency import NS_PER_S
 from kvstore.root.interface import Root
 from kvstore.sources import Clock
+from kvstore.text import parse_json
 
 RECORD_BYTES_MAX = 1 << 20
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from kvstore.errors import InvalidRequest, Overloaded, PermissionDenied, Unauthenticated
-from kvstore.parsing import parse_json
+from kvstore.text import parse_json
 
 EVERY = "*"
 """Stands for every tenant, in access files and in questions about roles."""

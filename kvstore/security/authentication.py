@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.errors import InvalidRequest, KVStoreError
-from kvstore.parsing import parse_json
 from kvstore.security.access import (
     ACCOUNT,
     CERTIFICATE,
@@ -39,6 +38,7 @@ from kvstore.security.access import (
     Rules,
 )
 from kvstore.security.tls import LOOK_S, Watched, read_secret, read_trusted
+from kvstore.text import parse_json
 
 HEADER = "kvstore-account"
 """The metadata of a call that has the proof."""

@@ -4,8 +4,8 @@
 cache alone.
 """
 
+from kvstore.segments.finding import Match
 from kvstore.segments.gate import Bounds, Measured, Rule, Verdict
-from kvstore.segments.match import Match
 from kvstore.segments.rope import Rope, Style
 from kvstore.segments.rotation import rotate, unrotated
 from kvstore.segments.segments import CHUNK_TOKENS, Held, Segments

@@ -20,12 +20,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import KVStoreError
-from kvstore.segments.index import Index, windows
+from kvstore.segments.finding import Index, windows
 from kvstore.sources import Clock, SystemClock
 from kvstore.tokens import TokenArray
 
 if TYPE_CHECKING:
-    from kvstore.client.blocks import BlockCache
+    from kvstore.client.cache import BlockCache
 
 RECORD = np.dtype([("window", "<u8"), ("chunks", "<u4")])
 """The hash of a segment's first chunk, and the number of its chunks; zeros fill a block."""

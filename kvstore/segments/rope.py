@@ -1,14 +1,9 @@
-"""RoPE settings of a model, read from its configuration, and the rotation of keys by them.
-
-The frequencies are those of engines, but for a unit in the last place of a few: 0.008 radians at most
-at position 131,072. An engine gives its own as ``frequencies``, and then keys are right at any position.
-Formulas: RoFormer (arXiv 2104.09864), YaRN (arXiv 2309.00071), and the ``llama3`` scaling of Llama 3.1 as transformers
-computes it (``modeling_rope_utils.py``).
-"""
+"""RoPE settings in the configurations of models, in Hugging Face's names, and the models whose keys cannot be moved."""
 
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -18,11 +13,237 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.brief import brief
 from kvstore.errors import InvalidRequest
-from kvstore.segments.scaling import Scaled, scaled
+from kvstore.text import brief, kind_of
+
+INTERLEAVED = ("codegen", "cohere", "cohere2", "ernie4_5", "glm", "glm4", "gptj", "helium")
+"""Model types of transformers that rotate neighbouring elements; the others here rotate the halves of a head."""
+RECURRENT = (
+    *("conv_kernel", "linear_conv_kernel_dim", "linear_num_value_heads", "lru_width", "mamba_d_state", "ssm_cfg"),
+    *("ssm_state_size", "state_size", "time_step_rank", "wkv_hidden_size"),
+)
+"""Settings of models that keep a recurrent state, which has no rows for a segment's tokens."""
+QUANTISED = ("kv_cache_dtype", "kv_cache_quant_algo", "kv_cache_scheme")
+"""Settings of quantised KV, in a configuration or its ``quantization_config``."""
+FULL = ("full_attention", "attention")
+
+
+class _Settings:
+    """Settings by name, of an object or a mapping; None if it has no such setting."""
+
+    def __init__(self, config: Any) -> None:
+        find = getattr(config, "get_text_config", None)
+        config = find() if callable(find) else config
+        if isinstance(config, Mapping) and isinstance(config.get("text_config"), Mapping):
+            config = config["text_config"]
+        if config is None or isinstance(config, str | bytes | int | float):
+            raise InvalidRequest(f"model_config is {kind_of(config)}: expected a model's configuration")
+        self._config = config
+
+    def __getitem__(self, name: str) -> Any:
+        if isinstance(self._config, Mapping):
+            return self._config.get(name)
+        return getattr(self._config, name, None)
+
+
+def settings(model_config: Any) -> tuple[float, int, str, dict[str, Any]]:
+    """Returns theta, rotated dims, style and scaling. Raises InvalidRequest for a model whose keys cannot be moved."""
+    config = _Settings(model_config)
+    for reason in (_recurrence(config), _windows(config), _attention(config), _quantisation(config)):
+        if reason:
+            raise InvalidRequest(f"segments of this model are refused: {reason}")
+    scaling = _scaling(config)
+    theta = scaling.get("rope_theta") or config["rope_theta"] or config["rotary_emb_base"]
+    if not theta:
+        raise _refused("its configuration has no rope_theta, so its positions are not those of RoPE")
+    dims = _dims(config, scaling)
+    style = "interleaved" if config["model_type"] in INTERLEAVED or config["rope_interleave"] else "half"
+    return float(theta), dims, style, {key: value for key, value in scaling.items() if value is not None}
+
+
+def _refused(reason: str) -> InvalidRequest:
+    return InvalidRequest(f"segments of this model are refused: {reason}")
+
+
+def _scaling(config: _Settings) -> dict[str, Any]:
+    found = config["rope_parameters"] or config["rope_scaling"] or {}
+    if not isinstance(found, Mapping):
+        raise _refused(f"its rope_scaling is {kind_of(found)}, not a mapping")
+    kinds = [each for each in found.values() if isinstance(each, Mapping)]
+    if kinds:  # by the type of layer
+        if any(dict(each) != dict(kinds[0]) for each in kinds):
+            raise _refused("its layers have different RoPE settings")
+        found = kinds[0]
+    scaling = dict(found)
+    if "original_max_position_embeddings" not in scaling and scaling.get("rope_type", scaling.get("type")) == "yarn":
+        before = config["original_max_position_embeddings"] or config["max_position_embeddings"]
+        scaling["original_max_position_embeddings"] = before
+    return scaling
+
+
+def _dims(config: _Settings, scaling: Mapping[str, Any]) -> int:
+    head_dim = config["head_dim"]
+    if not head_dim:
+        width, heads = config["hidden_size"], config["num_attention_heads"]
+        if not width or not heads:
+            raise _refused("its configuration has neither head_dim nor hidden_size and num_attention_heads")
+        head_dim = width // heads
+    if config["rotary_dim"]:
+        return int(config["rotary_dim"])
+    share = scaling.get("partial_rotary_factor") or config["partial_rotary_factor"] or config["rotary_pct"] or 1.0
+    return int(head_dim * share)
+
+
+def _recurrence(config: _Settings) -> str:
+    signs = [name for name in RECURRENT if config[name]]
+    return f"it keeps a recurrent state ({signs[0]} is set)" if signs else ""
+
+
+def _windows(config: _Settings) -> str:
+    layers = config["layer_types"] or config["layers_block_type"]
+    others = sorted({str(kind) for kind in layers or () if kind not in FULL})
+    if others:
+        return f"it has layers of type {others[0]!r}, and only full attention has been shown to blend"
+    if not layers and config["sliding_window"] and config["use_sliding_window"] is not False:
+        return (
+            f"it attends within a sliding window ({config['sliding_window']} tokens), which has not been shown to blend"
+        )
+    if config["attention_chunk_size"]:
+        return "it attends within chunks, which have not been shown to blend"
+    return ""
+
+
+def _attention(config: _Settings) -> str:
+    if config["kv_lora_rank"]:
+        return "its attention is latent (kv_lora_rank is set): the stored rows are not keys of heads"
+    if config["alibi"] or str(config["position_embedding_type"] or "rope") not in ("rope", "rotary"):
+        return "its positions are not those of RoPE"
+    kinds = config["no_rope_layers"]
+    if kinds and not all(kinds):
+        return "some of its layers have no RoPE, others have"
+    return ""
+
+
+def _quantisation(config: _Settings) -> str:
+    inner = config["quantization_config"]
+    inner = inner if isinstance(inner, Mapping) else getattr(inner, "__dict__", {})
+    for name in QUANTISED:
+        value = config[name] or inner.get(name)
+        if value and value not in ("auto", "bfloat16", "float16", "float32"):
+            return f"its KV is quantised ({name} is set): rows with scales cannot be rotated"
+    return ""
+
+
+# The frequencies of RoPE under each scaling that leaves them the same for all prompts.
+
 
 Float32s = npt.NDArray[np.float32]
+
+REFUSED = {
+    "dynamic": "its frequencies depend on the length of the prompt",
+    "longrope": "its frequencies depend on the length of the prompt",
+    "su": "its frequencies depend on the length of the prompt",
+    "mrope": "its positions have three parts",
+}
+"""Scalings under which a key cannot be stored once and moved, with the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """Radians per position of each pair, and the factor of rotated keys."""
+
+    frequencies: tuple[float, ...]
+    magnitude: float = 1.0
+
+
+def scaled(theta: float, dims: int, scaling: Mapping[str, Any]) -> Scaled:
+    """The frequencies of ``dims`` / 2 pairs; ``scaling`` has the names of a ``rope_scaling``. Raises InvalidRequest."""
+    kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
+    if scaling.get("mrope_section"):
+        kind = "mrope"
+    if kind in REFUSED:
+        raise InvalidRequest(f"RoPE scaling {kind!r} is refused: {REFUSED[kind]}, so its keys cannot be moved")
+    if kind not in SCALINGS:
+        raise InvalidRequest(f"RoPE scaling {kind!r} is refused: known are {', '.join(SCALINGS)}")
+    try:
+        frequencies, magnitude = SCALINGS[kind](theta, dims, scaling)
+    except KeyError as cause:
+        raise InvalidRequest(f"RoPE scaling {kind!r} has no {cause.args[0]}: expected it in rope_scaling") from cause
+    except (TypeError, ValueError, ZeroDivisionError, OverflowError) as cause:
+        raise InvalidRequest(f"RoPE scaling {dict(scaling)!r} has a wrong value: {cause}") from cause
+    return Scaled(tuple(frequencies.tolist()), magnitude)
+
+
+def _powers(theta: float, dims: int) -> Float32s:
+    exponents = np.arange(0, dims, 2, dtype=np.float32) / np.float32(dims)
+    return np.power(theta, exponents.astype(np.float64)).astype(np.float32)
+
+
+def _default(theta: float, dims: int, _: Mapping[str, Any]) -> tuple[Float32s, float]:
+    return np.float32(1) / _powers(theta, dims), 1.0
+
+
+def _linear(theta: float, dims: int, scaling: Mapping[str, Any]) -> tuple[Float32s, float]:
+    return np.float32(1) / _powers(theta, dims) / np.float32(scaling["factor"]), 1.0
+
+
+def _llama3(theta: float, dims: int, scaling: Mapping[str, Any]) -> tuple[Float32s, float]:
+    factor, low, high = (np.float32(scaling[name]) for name in ("factor", "low_freq_factor", "high_freq_factor"))
+    before = float(scaling["original_max_position_embeddings"])
+    plain = np.float32(1) / _powers(theta, dims)
+    lengths = np.float32(2 * math.pi) / plain
+    longest, shortest = before / float(low), before / float(high)
+    found = np.where(lengths > longest, plain / factor, plain)
+    smooth = (np.float32(before) / lengths - low) / (high - low)
+    between = ~(lengths < shortest) & ~(lengths > longest)
+    smoothed = (np.float32(1) - smooth) * found / factor + smooth * found
+    return np.where(between, smoothed, found).astype(np.float32), 1.0
+
+
+def _yarn(theta: float, dims: int, scaling: Mapping[str, Any]) -> tuple[Float32s, float]:
+    factor = float(scaling["factor"])
+    before = float(scaling["original_max_position_embeddings"])
+
+    def dimension(turns: float) -> float:
+        return dims * math.log(before / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low = dimension(float(scaling.get("beta_fast") or 32))
+    high = dimension(float(scaling.get("beta_slow") or 1))
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dims - 1)
+    if low == high:
+        high += 0.001
+    ramp = ((np.arange(dims // 2, dtype=np.float32) - np.float32(low)) / np.float32(high - low)).clip(0, 1)
+    kept = np.float32(1) - ramp
+    powers = _powers(theta, dims)
+    apart, near = np.float32(1) / powers, np.float32(1) / (np.float32(factor) * powers)
+    return near * (np.float32(1) - kept) + apart * kept, _yarn_magnitude(factor, scaling)
+
+
+def _yarn_magnitude(factor: float, scaling: Mapping[str, Any]) -> float:
+    if scaling.get("attention_factor") is not None:
+        return float(scaling["attention_factor"])
+
+    def magnitude(scale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+    scale, all_dims = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    if scale and all_dims:
+        return magnitude(float(scale)) / magnitude(float(all_dims))
+    return magnitude(1.0)
+
+
+SCALINGS = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
+
+
+# RoPE settings of a model, read from its configuration, and the rotation of keys by them.
+#
+# The frequencies are those of engines, but for a unit in the last place of a few: 0.008 radians at most at position
+# 131,072. An engine gives its own as ``frequencies``, and then keys are right at any position. Formulas: RoFormer
+# (arXiv 2104.09864), YaRN (arXiv 2309.00071), and the ``llama3`` scaling of Llama 3.1 as transformers computes it
+# (``modeling_rope_utils.py``).
+
 
 POSITION_MAX = 1 << 22
 """Positions below it: as many tokens as a prompt may have, and exact in float32."""
@@ -85,8 +306,6 @@ class Rope:
         InvalidRequest, saying why, if keys of this model cannot be moved: dynamic and LongRoPE scaling, recurrent
         state, sliding windows, latent attention, quantised KV, no RoPE.
         """
-        from kvstore.segments.configs import settings  # which needs nothing but the configuration
-
         theta, dims, style, scaling = settings(model_config)
         try:
             return cls(theta, dims, Style(style), scaling, tuple(map(float, frequencies)))

@@ -15,25 +15,24 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import tracing
-from kvstore.brief import kind_of
 from kvstore.checks import is_whole
 from kvstore.errors import HoldBroken, InvalidRequest
 from kvstore.hints import Preset
 from kvstore.namespace import Namespace
 from kvstore.results import PutResult
-from kvstore.segments import finding, gate, naming
+from kvstore.segments import finding, gate
+from kvstore.segments import gate as naming
+from kvstore.segments.finding import Match, Range, Search
 from kvstore.segments.gate import Verdict
 from kvstore.segments.log import Log
-from kvstore.segments.match import Match
 from kvstore.segments.rope import Rope
 from kvstore.segments.rotation import check_keys, rotate, rotate_planes
-from kvstore.segments.search import Range, Search
+from kvstore.text import kind_of
 from kvstore.tokens import Tokens, token_array
 from kvstore.writes import WriteMode, WriteModeName
 
 if TYPE_CHECKING:
-    from kvstore.client.blocks import BlockCache
-    from kvstore.client.cache import Cache, Hold
+    from kvstore.client.cache import BlockCache, Cache, Hold
 
 KvArray = npt.NDArray[Any]
 

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from kvstore.brief import size
 from kvstore.buffers import aligned
+from kvstore.text import size
 from kvstore.wire.statuses import Busy, Draining
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
 
@@ -17,6 +17,10 @@ from kvstore.security.access import PERMISSIONS
 from kvstore.worker.bulk.serving import BULK_METHODS
 from kvstore.worker.calls import GRPC, Ended
 from kvstore.worker.worker import Worker
+
+if TYPE_CHECKING:
+    pass
+
 
 _ELSEWHERE = frozenset((WorkerCount.WIRE_BYTES_IN, WorkerCount.WIRE_BYTES_OUT, WorkerCount.QUOTA_REFUSED))
 """Counters that are sums of others in the metrics."""

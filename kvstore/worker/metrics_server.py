@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore import scraping
 from kvstore.errors import InvalidRequest
-from kvstore.wire.web import answered, asks
+from kvstore.wire.query import answered, asks
 from kvstore.worker.worker import Worker
 
 if TYPE_CHECKING:

@@ -19,8 +19,7 @@ from kvstore.wire.images import receive_images
 from kvstore.wire.limits import MESSAGE_BYTES_MAX
 from kvstore.wire.messages import hints_of, write_of
 from kvstore.worker.admission import BytesInFlight
-from kvstore.worker.call import Call
-from kvstore.worker.calls import Calls, seconds_left
+from kvstore.worker.calls import Call, Calls, seconds_left
 from kvstore.worker.prompts import Prompts
 from kvstore.writes import RUNS_IN_MEMORY
 

@@ -1,46 +1,320 @@
-"""The calls of kvstore.v1.KVStore, each a few lines between a message and the node."""
+"""gRPC handlers: messages travel as bytes; a call is admitted, watched, and its message parsed inside.
+
+Separate from the services, because an error in any call is answered alike.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import Message
 
-from kvstore.counts import STARTED
-from kvstore.errors import InvalidRequest
+from kvstore.address import Chain
+from kvstore.buffers import Pieces, aligned, cut, grouped
+from kvstore.counts import STARTED, NodeCount, WorkerCount
+from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.format.header import Expected
 from kvstore.hints import checked_unused_s
-from kvstore.node.asking import match_each
 from kvstore.node.counters import Latencies, Step
+from kvstore.node.handing import Asked
 from kvstore.node.lanes import Deadline
 from kvstore.node.member import Member
-from kvstore.node.wanted import Wanted, keyed
+from kvstore.node.node import Node, match_each
+from kvstore.node.reader import Reading
+from kvstore.node.wanted import Wanted, expected_of, keyed, sizes_of
+from kvstore.results import PinRecord
 from kvstore.root.interface import Space
-from kvstore.security.access import Role
-from kvstore.security.guard import ServerSecurity
+from kvstore.security.access import EVERY, OverQuota, Role
+from kvstore.security.guard import Guard, ServerSecurity
 from kvstore.security.tls import Certificate
 from kvstore.sources import Clock
 from kvstore.v1 import kvstore_pb2 as pb
+from kvstore.wire.images import image_messages
 from kvstore.wire.limits import SERVICE
-from kvstore.wire.messages import namespace_message, namespace_of, pack_counts, unpack_keys, unpack_prompts
-from kvstore.wire.watch import Watch
+from kvstore.wire.messages import (
+    namespace_message,
+    namespace_of,
+    pack_counts,
+    pack_sizes,
+    parse,
+    pin_message,
+    unpack_keys,
+    unpack_prompts,
+)
+from kvstore.wire.watch import Watch, Watched
 from kvstore.worker.admission import Buffers, BytesInFlight, Gate
 from kvstore.worker.bulk.listener import BulkListener
 from kvstore.worker.bulk.serving import BulkRequests
-from kvstore.worker.call import Call
-from kvstore.worker.calls import Calls, UnaryCall, seconds_left
-from kvstore.worker.getting import GetStreams
-from kvstore.worker.handlers import Handlers
-from kvstore.worker.holds import ClientHolds
+from kvstore.worker.calls import Call, Calls, UnaryCall, seconds_left
 from kvstore.worker.limits import WorkerLimits
-from kvstore.worker.pinning import PinCalls
-from kvstore.worker.prompts import Prompts
-from kvstore.worker.putting import PutStreams
+from kvstore.worker.prompts import ClientHolds, Prompts
+from kvstore.worker.putting import PutStreams, buffers_of
 
 Request = TypeVar("Request", bound=Message)
 Context = grpc.ServicerContext
+
+
+class Handlers:
+    """Makes handlers. A peer that sends or takes nothing must not keep a thread for ever: streams are watched."""
+
+    def __init__(self, calls: Calls, watch: Watch, limits: WorkerLimits) -> None:
+        self._calls = calls
+        self._watch = watch
+        self.limits = limits
+        """Limits of a call that begins now."""
+
+    def unary(self, name: str, served: UnaryCall[Any]) -> Any:
+        """Returns the handler of a call with one message each way."""
+
+        def serve(raw: bytes, context: Context) -> bytes:
+            with self._calls.serving(name, context, light=served.light) as call:
+                return served.answer(parse(served.kind, raw), call).SerializeToString()
+            raise AssertionError("an error was answered already")
+
+        return grpc.unary_unary_rpc_method_handler(serve)
+
+    def many(self, name: str, kind: type[Request], answer: Callable[[Request, Call], Iterator[bytes]]) -> Any:
+        """Returns the handler of a call that is answered by a stream."""
+
+        def serve(raw: bytes, context: Context) -> Iterator[bytes]:
+            with self._calls.serving(name, context) as call, self._watched(context) as stream:
+                yield from _leaving(answer(parse(kind, raw), call), stream)
+
+        return grpc.unary_stream_rpc_method_handler(serve)
+
+    def put(self, name: str, answer: Callable[[Iterator[pb.PutRequest], Call], bytes]) -> Any:
+        """Returns the handler of a call that sends a stream of chunks."""
+
+        def serve(messages: Iterator[bytes], context: Context) -> bytes:
+            with self._calls.serving(name, context) as call, self._watched(context) as stream:
+                return answer(_arriving(messages, stream), call)
+            raise AssertionError("an error was answered already")
+
+        return grpc.stream_unary_rpc_method_handler(serve)
+
+    def _watched(self, context: Context) -> Watched:
+        """Puts a call under watch: cancelled when its client moves nothing for too long. Ends with the context."""
+
+        def cancel() -> None:
+            self._calls.add(WorkerCount.CALLS_IDLE)
+            context.cancel()
+
+        return self._watch.begin(self.limits.idle_s, self.limits.stream_s_max, cancel)
+
+
+def _arriving(messages: Iterator[bytes], stream: Watched) -> Iterator[pb.PutRequest]:
+    """Yields the messages of a client, the first with ``start``.
+
+    Waiting for the client counts as idle, our own work does not. Raises InvalidRequest if the first has no ``start`` or
+    another has one; Unavailable if the watch ended it.
+    """
+    is_first = True
+    for raw in messages:
+        stream.busy()
+        message = parse(pb.PutRequest, raw)
+        if is_first != message.HasField("start"):
+            raise InvalidRequest(
+                "the first message of the stream has no start"
+                if is_first
+                else "a later message of the stream has a start"
+            )
+        is_first = False
+        yield message
+        stream.moved()
+    if stream.expired:
+        # gRPC may show a cancelled stream as one that ended.
+        raise Unavailable("the client sent nothing for too long: the call was cancelled")
+    if is_first:
+        raise InvalidRequest("the stream has no message: expected one with start")
+    stream.busy()
+
+
+def _leaving(messages: Iterator[bytes], stream: Watched) -> Iterator[bytes]:
+    """Yields messages for a client. Waiting for the client counts as idle, our own work does not."""
+    stream.busy()
+    for message in messages:
+        stream.moved()
+        yield message
+        stream.busy()
+
+
+# The calls about pins, each checked against the permission and the quota of the pinned tenant.
+#
+# Separate from the other calls, because a pin is named by its id alone: its tenant must be looked up.
+
+
+PIN_TTL_S_MAX = 30 * 86_400
+
+
+class PinCalls:
+    """Serves Pin, Unpin, ListPins and CountRefs."""
+
+    def __init__(self, member: Member, prompts: Prompts, guard: Guard) -> None:
+        self._member = member
+        self._prompts = prompts
+        self._guard = guard
+
+    def pin(self, request: pb.PinRequest, call: Call) -> pb.PinResponse:
+        """Pins the longest stored prefix, or blocks."""
+        if not 1 <= request.ttl_s <= PIN_TTL_S_MAX:
+            raise InvalidRequest(f"ttl_s is {request.ttl_s}: expected 1 to {PIN_TTL_S_MAX}")
+        if request.keys:
+            return pb.PinResponse(pin=pin_message(self._pin_blocks(request, call)))
+        chain = self._prompts.chain(request.namespace, request.tokens, call)
+        self._check_quota(chain.namespace.tenant, len(chain.tokens))
+        return pb.PinResponse(pin=pin_message(self._member.pin(chain, request.ttl_s, request.owner)))
+
+    def _pin_blocks(self, request: pb.PinRequest, call: Call) -> PinRecord:
+        if request.tokens:
+            raise InvalidRequest("a Pin has both keys of blocks and tokens: expected one of them")
+        namespace, keys = self._prompts.namespace(request.namespace, call), unpack_keys(request.keys)
+        self._check_quota(namespace.tenant, len(keys) * namespace.layout.chunk_tokens)
+        return self._member.pin_blocks(namespace, keys, request.ttl_s, request.owner)
+
+    def unpin(self, request: pb.UnpinRequest, call: Call) -> pb.UnpinResponse:
+        """Ends a pin. One that etcd does not have may have left a twin, whose tenant nobody knows."""
+        if not call.may(Role.WRITE, EVERY):
+            pin = self._member.find_pin(request.id)
+            if pin is None:
+                return pb.UnpinResponse(found=False)
+            call.allow(pin.tenant, pin.namespace)
+        else:
+            call.allow_every()
+        return pb.UnpinResponse(found=self._member.unpin(request.id))
+
+    def list(self, _: pb.ListPinsRequest, call: Call) -> Iterator[bytes]:
+        """Yields all live pins that the caller may see."""
+        for pin in self._member.pins():
+            if call.may_see(pin.tenant):
+                yield pb.ListPinsResponse(pin=pin_message(pin)).SerializeToString()
+
+    def count_refs(self, request: pb.CountRefsRequest, call: Call) -> pb.CountRefsResponse:
+        """Counts the live pins that cover all full chunks of a prompt."""
+        chain = self._prompts.chain(request.namespace, request.tokens, call)
+        return pb.CountRefsResponse(refs=self._member.refcount(chain))
+
+    def _check_quota(self, tenant: str, tokens: int) -> None:
+        """Raises OverQuota. Two workers that pin at once for a tenant may both find room for the last one."""
+        quota = self._guard.quota(tenant)
+        if quota.pins_max is None and quota.pinned_tokens_max is None:
+            return
+        pins = [pin for pin in self._member.pins() if pin.tenant == tenant]
+        pinned = sum(pin.tokens for pin in pins)
+        why = None
+        if quota.pins_max is not None and len(pins) >= quota.pins_max:
+            why = f"has {len(pins)} pins, and may have {quota.pins_max}"
+        elif quota.pinned_tokens_max is not None and pinned + tokens > quota.pinned_tokens_max:
+            why = f"has {pinned} tokens pinned, and may have {quota.pinned_tokens_max}"
+        if why is not None:
+            self._guard.over_quota("pins")
+            raise OverQuota("pins", f"tenant {tenant!r} {why}: unpin some, or ask the operator for a higher quota")
+
+
+# Get and MatchBlocks: chunks or blocks are read and verified while those before them are being sent.
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """Chunks that are read at once: for each its index, what it is, and its sections."""
+
+    chunks: list[tuple[int, Expected, Pieces]]
+    reading: Reading
+
+
+class GetStreams:
+    """Serves what reads over gRPC."""
+
+    def __init__(
+        self, node: Node, prompts: Prompts, in_flight: BytesInFlight, calls: Calls, limits: WorkerLimits
+    ) -> None:
+        self._node = node
+        self._prompts = prompts
+        self._in_flight = in_flight
+        self._calls = calls
+        self._limits = limits
+
+    def get(self, request: pb.GetRequest, context: Call) -> Iterator[bytes]:
+        """The encoded messages of one answer."""
+        if request.memory_only:
+            raise InvalidRequest("memory_only goes over a bulk connection only (OpenBulk)")
+        with self._prompts.asked(request, context) as (asked, count):
+            if not request.uncounted:
+                self._node.counters.add(NodeCount.REQUESTS_GET)
+            chunk_tokens = asked.wanted.namespace.layout.chunk_tokens
+            tokens = count * chunk_tokens if isinstance(asked.wanted, Chain) else 0
+            yield pb.GetResponse(start=pb.GetStart(chunks=count, tokens=tokens)).SerializeToString()
+            if request.first < count:
+                yield from self._images(asked, request.first, count, context)
+
+    def match_blocks(self, request: pb.MatchBlocksRequest, context: Call) -> pb.MatchBlocksResponse:
+        """How many leading keys are there, and which of all where that is asked for."""
+        namespace, keys = self._prompts.namespace(request.namespace, context), unpack_keys(request.keys)
+        deadline = Deadline(self._node.clock, seconds_left(context, self._node.limits.match_deadline_s))
+        if request.sizes:
+            return pb.MatchBlocksResponse(sizes=pack_sizes(self._node.blocks.sizes(namespace, keys, deadline)))
+        if request.each:
+            present = bytes(self._node.blocks.present(namespace, keys, deadline))
+            return pb.MatchBlocksResponse(blocks=len(present) - len(present.lstrip(b"\1")), present=present)
+        return pb.MatchBlocksResponse(blocks=self._node.blocks.match(namespace, keys, deadline))
+
+    def _images(self, asked: Asked, first: int, stop: int, context: Call) -> Iterator[bytes]:
+        """The messages of the images from ``first`` on, of a prompt up to the first missing one."""
+        wanted, is_chain = asked.wanted, isinstance(asked.wanted, Chain)
+        sizes = sizes_of(wanted)
+        windows = [range(first, stop)[part] for part in grouped(sizes[first:stop], self._limits.window_bytes)]
+        largest = max((sum(sizes[window.start : window.stop]) for window in windows), default=0)
+        sent: list[int] = []
+        begun: list[_Window] = []
+        with self._in_flight.reserved(min(2, len(windows)) * largest):
+            memories = [aligned(largest) for _ in windows[:2]]
+            try:
+                for number, indexes in enumerate(windows):
+                    if not begun:
+                        begun.append(self._begin(asked, indexes, memories[number % 2], context))
+                    window = begun.pop()
+                    done = window.reading.wait(self._deadline(context))
+                    ends_here = is_chain and not all(done)
+                    if number + 1 < len(windows) and not ends_here:
+                        begun.append(self._begin(asked, windows[number + 1], memories[(number + 1) % 2], context))
+                    for (index, expected, sections), is_done in zip(window.chunks, done, strict=True):
+                        if is_done:
+                            self._calls.add(WorkerCount.WIRE_BYTES_OUT, expected.payload_bytes)
+                            yield from image_messages(pb.GetResponse, index, expected, sections)
+                            sent.append(index)
+                        elif is_chain:
+                            return
+            finally:
+                # Before the memory is freed: a lane may be reading into it for a client that is gone.
+                for window in begun:
+                    window.reading.withdraw()
+                if isinstance(wanted, Chain):
+                    self._node.reads.used(wanted.leading(first + len(sent)))
+                else:
+                    self._node.reads.used(wanted.picked(sent))
+
+    def _begin(self, asked: Asked, indexes: range, memory: memoryview, context: Call) -> _Window:
+        """Begins to read those of ``indexes`` that may be given, into ``memory``."""
+        wanted, node = asked.wanted, self._node
+        allowed = asked.allowed(node.holds, node.gc_view, indexes)
+        expected = [expected_of(wanted, index) for index in allowed]
+        buffers = cut(memory, [each.payload_bytes for each in expected])
+        part, first = (wanted, indexes.start) if isinstance(wanted, Chain) else (wanted.picked(allowed), 0)
+        sections = buffers_of(part, first, buffers)
+        reading = node.reads.begin(part, first, len(allowed), sections, self._deadline(context))
+        places = range(first, first + len(allowed))
+        return _Window(list(zip(allowed, expected, map(sections, places), strict=True)), reading)
+
+    def _deadline(self, context: Call) -> Deadline:
+        return Deadline(self._node.clock, seconds_left(context, self._node.limits.read_deadline_s))
+
+
+# The calls of kvstore.v1.KVStore, each a few lines between a message and the node.
+
+
 Gauges = Callable[[], Mapping[str, float]]
 
 RENEWALS_MAX = 65_536

@@ -1,4 +1,4 @@
-"""The worker: one node of the cluster as a gRPC server. It starts, reports its health, drains, stops."""
+"""The standard services beside ours: health and reflection. Imported only by a worker, from the ``server`` extra."""
 
 from __future__ import annotations
 
@@ -7,29 +7,301 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from contextlib import suppress
-from typing import cast
+from functools import partial
+from importlib import import_module
+from typing import Any, NoReturn, cast
 
 import grpc
 
+from kvstore import tracing
+from kvstore.address import chunk_count
 from kvstore.background import Loop
-from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied
 from kvstore.meta.session import Session
 from kvstore.meta.workers import WorkerRecord, Workers
+from kvstore.namespace import Namespace
 from kvstore.node.member import Member
-from kvstore.security.guard import ServerSecurity
+from kvstore.security.access import Presented
+from kvstore.security.guard import Guard, ServerSecurity
+from kvstore.security.tls import is_loopback
 from kvstore.sources import SystemClock
+from kvstore.tokens import TokenArray
 from kvstore.wire.credentials import server_credentials
-from kvstore.wire.limits import SERVER_OPTIONS
+from kvstore.wire.limits import CONTROL, SERVER_OPTIONS, SERVICE
+from kvstore.wire.query import Caller, Question, answer_document
+from kvstore.wire.statuses import Busy, refusal
+from kvstore.wire.watch import Watch
 from kvstore.worker.bulk.listener import BulkListener
-from kvstore.worker.control.health import About
-from kvstore.worker.control.service import ControlService, Drain
+from kvstore.worker.calls import peer_of, presented_by, request_of
+from kvstore.worker.control.service import About, ControlService, Drain
 from kvstore.worker.limits import WorkerLimits
-from kvstore.worker.questions import Questions
 from kvstore.worker.service import Service
-from kvstore.worker.standard import Door, Health, Patience
 from kvstore.worker.threads import DaemonThreads
+
+HEALTH = "grpc.health.v1.Health"
+REFLECTION = "grpc.reflection."
+STRANGERS_MAX = 16
+WATCHES_MAX = STRANGERS_MAX // 2
+"""Maximum of health watches, which last: single checks must still find room."""
+_MISSING = "a worker needs gRPC's health and reflection packages: pip install 'kvstore-llm[server]'"
+
+
+class Health:
+    """The worker's answer of the health service. Raises ModuleNotFoundError if the extra is missing."""
+
+    def __init__(self) -> None:
+        self._health = _imported("grpc_health.v1.health")
+        self._statuses = _imported("grpc_health.v1.health_pb2").HealthCheckResponse
+        self._servicer = self._health.HealthServicer()
+        self.is_serving = False
+        self.set(False)
+
+    def set(self, serving: bool) -> None:
+        """Sets SERVING or NOT_SERVING, for the worker as a whole and for the store's service."""
+        self.is_serving = serving
+        for service in ("", SERVICE):
+            self._servicer.set(service, self._statuses.SERVING if serving else self._statuses.NOT_SERVING)
+
+    def add_to(self, server: grpc.Server) -> None:
+        """Serves health and reflection."""
+        reflection = _imported("grpc_reflection.v1alpha.reflection")
+        known = _KnownServices(self._servicer, self._statuses)
+        _imported("grpc_health.v1.health_pb2_grpc").add_HealthServicer_to_server(known, server)
+        reflection.enable_server_reflection(
+            (SERVICE, CONTROL, self._health.SERVICE_NAME, reflection.SERVICE_NAME), server
+        )
+
+
+class _KnownServices:
+    """A health servicer that only watches existing services.
+
+    The original remembers for ever each name that anybody watched, and strangers may send names of megabytes.
+    """
+
+    def __init__(self, servicer: Any, statuses: Any) -> None:
+        self._servicer = servicer
+        self._statuses = statuses
+
+    def __getattr__(self, name: str) -> Any:
+        """Passes on the other calls, which remember nothing; some versions have more of them."""
+        return getattr(self._servicer, name)
+
+    def Watch(self, request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
+        """Answers once for an unknown service: there will never be one of that name."""
+        if request.service not in ("", SERVICE):
+            return iter([self._statuses(status=self._statuses.SERVICE_UNKNOWN)])
+        watched: Iterator[Any] = self._servicer.Watch(request, context)
+        return watched
+
+
+def _imported(name: str) -> Any:
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as missing:
+        raise ModuleNotFoundError(_MISSING) from missing
+
+
+class Door:
+    """Authenticates callers of services that are not ours, or before ours begin.
+
+    The health service is open to all (rule X4), but only to a few strangers at once: each call keeps a thread, and a
+    watch keeps it for as long as it likes.
+    """
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+        self._asking = threading.BoundedSemaphore(STRANGERS_MAX - WATCHES_MAX)
+        self._watching = threading.BoundedSemaphore(WATCHES_MAX)
+
+    def knock(self, method: str, context: grpc.ServicerContext) -> None:
+        """Returns if the caller may come in, to be authorised inside; aborts the call otherwise."""
+        service, _, name = method.removeprefix("/").rpartition("/")
+        if self._guard.lets_all_in:
+            return
+        if service == HEALTH:
+            self._admit_to_health(name, context)
+            return
+        try:
+            if service in (SERVICE, CONTROL):
+                # Authorisation follows where the tenant is known; authentication comes before anybody waits for the
+                # caller.
+                method = name if service == SERVICE else f"Control.{name}"
+                self._guard.identify(method, presented_by(context), peer_of(context), request_of(context))
+            else:
+                method = "Reflection" if service.startswith(REFLECTION) else f"{service}/{name}"
+                self._guard.admit(method, presented_by(context), peer_of(context), request_of(context))
+        except PermissionDenied as error:
+            _abort(context, error)
+
+    def _admit_to_health(self, name: str, context: grpc.ServicerContext) -> None:
+        if self._guard.knows(presented_by(context)):
+            return
+        strangers = self._watching if name == "Watch" else self._asking
+        if not strangers.acquire(blocking=False):
+            _abort(context, Busy("too many health checks without a token are in progress: back off, or show a token"))
+        if not context.add_callback(strangers.release):
+            strangers.release()  # the call has already ended
+
+
+def _abort(context: grpc.ServicerContext, error: KVStoreError) -> NoReturn:
+    refused = refusal(error)
+    context.set_trailing_metadata(refused.trailers)
+    context.abort(refused.code, refused.message)
+    raise AssertionError("abort raises")
+
+
+class Patience(grpc.ServerInterceptor):
+    """Bounds how long a peer may keep a thread without sending what it announced.
+
+    gRPC waits in a thread of the pool for the message of a call that has only one, before any handler is asked, and for
+    as long as the peer keeps its connection. So such calls are taken as streams, whose one message is waited for under
+    watch. Streams of reflection, on which a peer need never send anything, end after a time. ``door`` authenticates a
+    peer before anybody waits for it.
+    """
+
+    def __init__(self, watch: Watch, most_s: float, door: Door) -> None:
+        self._watch = watch
+        self._most_s = most_s
+        self._door = door
+
+    def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
+        handler = continuation(details)
+        if handler is None:
+            return None
+        serializers = (handler.request_deserializer, handler.response_serializer)
+        if not handler.request_streaming and not handler.response_streaming:
+            return grpc.stream_unary_rpc_method_handler(
+                partial(self._one_to_one, handler.unary_unary, details.method), *serializers
+            )
+        if not handler.request_streaming:
+            return grpc.stream_stream_rpc_method_handler(
+                partial(self._one_to_many, handler.unary_stream, details.method), *serializers
+            )
+        if handler.response_streaming:
+            return grpc.stream_stream_rpc_method_handler(
+                partial(self._bounded, handler.stream_stream, details.method), *serializers
+            )
+        return handler  # our own handlers watch their streams themselves
+
+    def _one_to_one(
+        self, answer: Callable[..., Any], method: str, messages: Iterator[Any], context: grpc.ServicerContext
+    ) -> Any:
+        self._door.knock(method, context)
+        return answer(self._first(messages, context), context)
+
+    def _one_to_many(
+        self, answer: Callable[..., Any], method: str, messages: Iterator[Any], context: grpc.ServicerContext
+    ) -> Iterator[Any]:
+        self._door.knock(method, context)
+        yield from answer(self._first(messages, context), context)
+
+    def _bounded(
+        self, answer: Callable[..., Any], method: str, messages: Iterator[Any], context: grpc.ServicerContext
+    ) -> Iterator[Any]:
+        self._door.knock(method, context)
+        with self._watch.begin(self._most_s, self._most_s, context.cancel):
+            yield from answer(messages, context)
+
+    def _first(self, messages: Iterator[Any], context: grpc.ServicerContext) -> Any:
+        with self._watch.begin(self._most_s, self._most_s, context.cancel):
+            message = next(messages, None)
+        if message is None:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call has no message: expected one")
+        return message
+
+
+# Answers for routers that ask a worker: how long a prefix it can read, and how much of that its memory has.
+#
+# The access rules are those of the worker's calls. The port is plain HTTP, so a worker with TLS answers its host
+# alone.
+
+
+METHOD = "Match"
+"""The call that a question is: it asks for the same."""
+STORAGE, MEMORY = "STORAGE", "CPU"
+"""Media as routers know them."""
+AGAIN_S = 1.0
+NAMES_S = 60.0
+"""The root's namespaces are read again after so long; for a name that is not known, after ``AGAIN_S``."""
+
+
+class Questions:
+    """Answers questions about one member's store. Thread-safe."""
+
+    def __init__(self, member: Member, guard: Guard, instance: str, *, for_host_alone: bool) -> None:
+        """``instance`` is the worker's name in answers."""
+        self._member = member
+        self._guard = guard
+        self._instance = instance
+        self._for_host_alone = for_host_alone
+        self._lock = threading.Condition()  # guards names
+        self._names: dict[tuple[str, str], list[Namespace]] = {}
+        self._named_s = float("-inf")
+
+    def identify(self, caller: Caller) -> None:
+        """Raises KVStoreError for a caller who may ask nothing, whatever the question is."""
+        self._guard.identify(METHOD, self._presented(caller), caller.address, tracing.request_id())
+
+    def answer(self, question: Question, caller: Caller) -> dict[str, Any]:
+        """Answers one question. Raises KVStoreError if it makes no sense, or the caller may not ask it."""
+        visit = self._guard.admit(METHOD, self._presented(caller), caller.address, tracing.request_id())
+        outcome = "failed"
+        try:
+            visit.allow(question.tenant, question.model)
+            found = self._answer(question)
+            outcome = "OK"
+        finally:
+            visit.end(outcome)
+        return found
+
+    def _presented(self, caller: Caller) -> Presented:
+        """Returns what a caller presents. Raises PermissionDenied for one who may not send that over plain HTTP."""
+        if self._for_host_alone and not is_loopback(f"{caller.address}:0"):
+            raise PermissionDenied("questions are plain HTTP: ask from this worker's host, or through a proxy with TLS")
+        return Presented(token=caller.token, account=caller.account)
+
+    def _answer(self, question: Question) -> dict[str, Any]:
+        if question.tokens is None:
+            raise InvalidRequest("a worker knows no hashes of events: give token_ids, or ask kvstore events")
+        best = (0, 0, 0)
+        for namespace in self._named(question):
+            blocks, in_memory = self._leading(namespace, question.tokens)
+            best = max(best, (blocks, in_memory, namespace.layout.chunk_tokens), key=lambda each: each[0] * each[2])
+        blocks, in_memory, size = best
+        return answer_document(question, size, blocks, self._instance, {MEMORY: in_memory, STORAGE: blocks})
+
+    def _leading(self, namespace: Namespace, tokens: TokenArray) -> tuple[int, int]:
+        """Returns how many leading chunks can be read, and how many of them memory has."""
+        node = self._member.node
+        if node.memory is not None and node.gc_view.is_calm:
+            in_memory = node.memory.leading_of(namespace, tokens)
+            if in_memory == chunk_count(namespace, tokens):
+                return in_memory, in_memory
+        chain = node.chains.of(namespace, tokens)
+        blocks = node.match(chain, node.limits.match_deadline_s, counts=False)
+        if node.memory is None or not blocks:
+            return blocks, 0
+        return blocks, min(blocks, node.memory.leading(chain))
+
+    def _named(self, question: Question) -> list[Namespace]:
+        """Returns the namespaces of that name and tenant. Raises the root's errors."""
+        wanted = (question.tenant, question.model)
+        with self._lock:
+            names, age_s = self._names, time.monotonic() - self._named_s
+        if age_s >= (NAMES_S if wanted in names else AGAIN_S):
+            names = {}
+            for namespace in self._member.node.namespaces():
+                names.setdefault((namespace.tenant, namespace.name), []).append(namespace)
+            with self._lock:
+                self._names, self._named_s = names, time.monotonic()
+        return names.get(wanted, [])
+
+
+# The worker: one node of the cluster as a gRPC server. It starts, reports its health, drains, stops.
+
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvstore.batches import Results, results
-from kvstore.batches.server import ANSWER_BYTES_MAX, Answer
+from kvstore.batches import Results, sending
+from kvstore.batches.sending import ANSWER_BYTES_MAX, Answer
 from kvstore.errors import InvalidRequest
 from tests.kit.cases import for_each
 
@@ -37,14 +37,14 @@ def test_the_line_of_any_answer_fits(tmp_path: Path, body: bytes) -> None:
     path.unlink(missing_ok=True)
     with Results(path) as opened:
         opened.add("\U0001f600" * 1024, Answer(200, body))
-    assert path.stat().st_size <= results.GROWTH_MAX * len(body) + results.FRAME_BYTES_MAX
-    assert results.GROWTH_MAX * ANSWER_BYTES_MAX + results.FRAME_BYTES_MAX <= results.LINE_BYTES_MAX
+    assert path.stat().st_size <= sending.GROWTH_MAX * len(body) + sending.FRAME_BYTES_MAX
+    assert sending.GROWTH_MAX * ANSWER_BYTES_MAX + sending.FRAME_BYTES_MAX <= sending.LINE_BYTES_MAX
 
 
 def test_a_line_that_is_too_long_is_an_error_and_cuts_nothing_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(results, "LINE_BYTES_MAX", 100)
+    monkeypatch.setattr(sending, "LINE_BYTES_MAX", 100)
     path = tmp_path / "results"
     content = f"{line('a')}\n{line('b', body='x' * 100)}\n{line('c')}\n"
     path.write_text(content)

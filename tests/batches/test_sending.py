@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from kvstore.batches import Batch, Results, Sent, Server, read_batch, send, server
-from kvstore.batches.server import Answer
+from kvstore.batches import Batch, Results, Sent, Server, read_batch, send
+from kvstore.batches import sending as server
+from kvstore.batches.sending import Answer
 from kvstore.cli.app import app
 from kvstore.errors import InvalidRequest, Unavailable
 from tests.batches.answering import Answering, Body, answering, completes, talking

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from kvstore.batches import Results, Sent, Server, read_batch, reasons, send, sending, server
+from kvstore.batches import Results, Sent, Server, read_batch, send, sending
+from kvstore.batches import sending as reasons
+from kvstore.batches import sending as server
 from kvstore.cli.app import app
 from kvstore.errors import Unavailable
 from tests.batches.answering import DROPS, Answering, Body, Says, answering, completes, talking

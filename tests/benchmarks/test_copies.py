@@ -12,8 +12,7 @@ import kvstore
 from benchmarks.contents import WrongBytes
 from benchmarks.copies import BLOCK_TOKENS, Pool, one_round
 from benchmarks.paths import IN_PROCESS
-from kvstore.client.blocks import BlockCache
-from kvstore.client.cache import Cache
+from kvstore.client.cache import BlockCache, Cache
 from tests.benchmarks.sizes import TINY
 
 TOKENS = 128 * BLOCK_TOKENS

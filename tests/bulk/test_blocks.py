@@ -13,7 +13,7 @@ from kvstore.address import block_address
 from kvstore.client.limits import ClientLimits
 from kvstore.errors import InvalidRequest, WrongSize
 from kvstore.format.header import Descent, decode_any
-from kvstore.node.limits import Limits
+from kvstore.node.settings import Limits
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.writes import WriteMode, WriteModeName
 from tests.kit.arenas import serving_memory

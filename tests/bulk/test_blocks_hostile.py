@@ -15,8 +15,7 @@ import pytest
 
 from kvstore.buffers import Buffers
 from kvstore.client.bulk.lanes import FileLanes
-from kvstore.client.bulk.links import Link
-from kvstore.client.bulk.memory import WorkerMemory
+from kvstore.client.bulk.links import Link, WorkerMemory
 from kvstore.client.bulk.receiving import Ask, ImageReceiver
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import Incarnation, checksum, encode, expected_block

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from kvstore.buffers import Pieces
-from kvstore.client.bulk.arena import Arena
+from kvstore.client.bulk.links import Arena
 from kvstore.client.bulk.receiving import ImageReceiver
 from kvstore.client.limits import ClientLimits
 from kvstore.client.remote import remote_port
@@ -27,7 +27,7 @@ from kvstore.root.posix import PosixReader
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import SILENCE_S
 from kvstore.wire.bulk.frames import FILES_MAX, Kind, encode_arena, encode_request, encode_span
-from kvstore.worker.bulk import folder
+from kvstore.worker.bulk import listener as folder
 from kvstore.worker.bulk.listener import BulkListener
 from kvstore.worker.limits import WorkerLimits
 from tests.kit.patience import NEVER_S, returns, slowness

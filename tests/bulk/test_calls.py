@@ -13,9 +13,8 @@ from typing import Any, NoReturn
 
 import pytest
 
-from kvstore.client.bulk import memory
-from kvstore.client.bulk.dialling import Dialler
-from kvstore.client.bulk.links import Links
+from kvstore.client.bulk import links as memory
+from kvstore.client.bulk.links import Dialler, Links
 from kvstore.client.cache import Cache
 from kvstore.client.limits import ClientLimits
 from kvstore.errors import KVStoreError, Overloaded

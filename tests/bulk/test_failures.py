@@ -20,10 +20,8 @@ import pytest
 
 import kvstore
 from kvstore.address import Chain
-from kvstore.client.bulk import dialling
-from kvstore.client.bulk.dialling import Dialler, NoAnswer, NoBulkPath
-from kvstore.client.bulk.links import Links
-from kvstore.client.bulk.way import Bulk
+from kvstore.client.bulk import links
+from kvstore.client.bulk.links import Bulk, Dialler, Links, NoAnswer, NoBulkPath
 from kvstore.client.cache import Cache
 from kvstore.client.limits import ClientLimits
 from kvstore.errors import Overloaded, Unavailable
@@ -32,7 +30,7 @@ from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.grants import GRANT_BYTES, SECRET_BYTES
-from kvstore.worker.bulk.folder import FOLDER_PREFIX
+from kvstore.worker.bulk.listener import FOLDER_PREFIX
 from kvstore.worker.worker import Worker
 from tests.kit.descriptors import open_before, open_now
 from tests.kit.faulty_root import ENOSPC, FaultyRoot, Hang, Rule
@@ -243,7 +241,7 @@ IMPATIENT = ClientLimits(probe_s=0.05, bulk_retry_s=1e-9)
 
 def test_a_silent_worker_is_said_once_and_what_follows_it_counts(caplog: pytest.LogCaptureFixture) -> None:
     """One that takes its place and offers no way is no silent one: then the request is wrong."""
-    caplog.set_level(logging.INFO, dialling.log.name)
+    caplog.set_level(logging.INFO, links.log.name)
     with Silent() as silent:
         offered = silent.offered.SerializeToString()
         asked = Links("127.0.0.1:1", Bulk.TCP, IMPATIENT, lambda *_: offered)

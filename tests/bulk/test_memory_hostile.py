@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.client.bulk.memory import WorkerMemory
+from kvstore.client.bulk.links import WorkerMemory
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel, LinkBroken, LinkLate

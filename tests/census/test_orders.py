@@ -20,7 +20,7 @@ from kvstore.meta.memory import MemoryMeta, MemoryStore
 from kvstore.meta.session import Session
 from kvstore.meta.store import Meta
 from kvstore.namespace import Namespace
-from kvstore.node.clears import ClearsFollower
+from kvstore.node.clearing import ClearsFollower
 from kvstore.node.counters import Counters
 from kvstore.node.images import make_images
 from kvstore.node.memory_tier import MemoryTier

@@ -28,9 +28,9 @@ from kvstore.client.store import Store
 from kvstore.errors import HoldBroken, KVStoreError
 from kvstore.format import places
 from kvstore.node.holds import Hold
-from kvstore.node.limits import Limits
 from kvstore.node.member import Member
 from kvstore.node.opening import open_member
+from kvstore.node.settings import Limits
 from tests.chaos.journal import COUNTS, LONGEST, MISS, VIOLATION, Journal
 from tests.chaos.prompts import LAYOUT, SPACE, chain_of, kv
 

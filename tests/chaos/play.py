@@ -16,7 +16,7 @@ from kvstore.root.identity import read_identity
 from kvstore.root.posix import PosixRoot
 from kvstore.sources import SystemClock
 from kvstore_gc.execute import Sweeper
-from kvstore_gc.orphans import Orphans
+from kvstore_gc.leftovers import Orphans
 from kvstore_gc.site import Site
 from tests.chaos.cast import SHARD_BITS, Cast, Part, cast, host_cast
 from tests.chaos.gauge import Gauge, used_bytes

@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 
 import kvstore
-from kvstore.client.cache import Cache
-from kvstore.client.pin import Pin
+from kvstore.client.cache import Cache, Pin
 from kvstore.errors import Unavailable
 from kvstore.meta.session import TTL_S
-from kvstore_gc.safety import Timings
+from kvstore_gc.site import Timings
 from tests.chaos.cast import FOUND_BROKEN, SHARD_BITS, Cast, Part, cast
 from tests.chaos.conftest import is_weak
 from tests.chaos.gauge import used_bytes

@@ -14,9 +14,9 @@ from typing import cast
 import pytest
 
 from kvstore.children import Program
-from kvstore.cli import host
-from kvstore.cli.host import AGAIN_S, _Other, _start_later
+from kvstore.cli import supervisor
 from kvstore.cli.signals import Stopper
+from kvstore.cli.supervisor import AGAIN_S, _Other, _start_later
 from kvstore.cli.worker import WorkerOptions
 from kvstore.meta.keys import Keys
 from kvstore.meta.memory import MemoryMeta
@@ -40,7 +40,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(host, "time", made)
+    monkeypatch.setattr(supervisor, "time", made)
     return made
 
 
@@ -82,7 +82,7 @@ def test_what_runs_beside_the_workers_ends_after_them(tmp_path: Path) -> None:
     programs = [told(name, order) for name in ("worker 0", "gc")]
     with Stopper() as stopper:
         # Neither a root nor etcd is needed to end them.
-        served = host.Host(cast(WorkerOptions, None), 1.0, stopper, programs)
+        served = supervisor.Host(cast(WorkerOptions, None), 1.0, stopper, programs)
         served._others.append(_Other(programs[1]))
         served.stop()
     assert order.read_text().split("\n") == ["worker 0", "gc", ""]
@@ -105,7 +105,7 @@ def test_a_program_that_was_stopped_hears_that_it_is_to_end(tmp_path: Path) -> N
 def test_up_waits_until_a_collector_has_listed_the_root(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, credit_bytes: int | None
 ) -> None:
-    monkeypatch.setattr(host, "COUNTED_S", 0.2 if credit_bytes is None else PATIENCE_S)
+    monkeypatch.setattr(supervisor, "COUNTED_S", 0.2 if credit_bytes is None else PATIENCE_S)
     with closing(open_root(str(tmp_path / "root"))) as root:
         identity = create_or_open(root, RandomIds(), create=True)
     meta, keys = MemoryMeta(), Keys(identity.root)
@@ -115,7 +115,7 @@ def test_up_waits_until_a_collector_has_listed_the_root(
         root=typed, root_options=SimpleNamespace(read=dict), etcd=SimpleNamespace(open=lambda: meta)
     )
     with Stopper() as stopper:
-        up = host.Host(cast(WorkerOptions, SimpleNamespace(cluster=place)), 1.0, stopper, [])
+        up = supervisor.Host(cast(WorkerOptions, SimpleNamespace(cluster=place)), 1.0, stopper, [])
         up._await_count()
     assert ("up.uncounted" in caplog.text) == (credit_bytes is None)
 

@@ -10,8 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 from kvstore.cli.access import Access, EtcdAccess, RootOptions, access_options
-from kvstore.cli.command import Command
-from kvstore.cli.kinds import BOUND, COUNT, DURATION, HOST_PORT, LISTEN, SIZE, split
+from kvstore.cli.app import Command
+from kvstore.cli.options import BOUND, COUNT, DURATION, HOST_PORT, LISTEN, SIZE, split
 from kvstore.errors import InvalidRequest
 from kvstore.meta.etcd import EtcdUser
 from kvstore.security.tls import is_loopback

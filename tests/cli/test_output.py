@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.brief import shown
 from kvstore.cli.output import print_table
+from kvstore.text import shown
 
 
 def test_a_table_shows_control_characters_and_no_terminal_obeys_them(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.cli.ports import check_free, check_ports
+from kvstore.cli.options import check_free, check_ports
 from kvstore.errors import InvalidRequest, Unavailable
 from tests.kit.cases import for_each
 from tests.kit.ports import free_port

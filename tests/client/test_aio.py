@@ -18,10 +18,11 @@ from kvstore import aio, errors
 from kvstore.aio.store import Store as AioStore
 from kvstore.aio.threads import THREADS, Threads
 from kvstore.census.selection import Selection
-from kvstore.client import blocks, cache, control, operation, store
-from kvstore.client import pin as pins
-from kvstore.client.bulk.way import Bulk
-from kvstore.node.limits import Limits
+from kvstore.client import cache, control, operation, store
+from kvstore.client import cache as blocks
+from kvstore.client import cache as pins
+from kvstore.client.bulk.links import Bulk
+from kvstore.node.settings import Limits
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.segments import segments
 from tests.kit.cases import for_each

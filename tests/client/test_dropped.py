@@ -20,10 +20,9 @@ import pytest
 
 import kvstore
 import kvstore.aio
-from kvstore.client import dropping
-from kvstore.client.bulk.way import Bulk
-from kvstore.client.cache import Cache
-from kvstore.client.dropping import close_when_dropped
+from kvstore.client import cache as dropping
+from kvstore.client.bulk.links import Bulk
+from kvstore.client.cache import Cache, close_when_dropped
 from kvstore.client.store import Store
 from kvstore.segments.rope import Rope
 from tests.kit.cases import for_each

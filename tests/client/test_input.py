@@ -17,7 +17,7 @@ from kvstore import Layout
 from kvstore.client import Cache, Store
 from kvstore.client.limits import ClientLimits
 from kvstore.errors import InvalidRequest, RootMismatch, WrongSize
-from kvstore.node.limits import Limits
+from kvstore.node.settings import Limits
 from tests.kit.cases import for_each
 from tests.kit.stores import SMALL, kv_of, same, store_on
 

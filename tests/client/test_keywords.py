@@ -18,8 +18,7 @@ import pytest
 import kvstore
 from kvstore import aio
 from kvstore.client import Cache, Store
-from kvstore.client.blocks import BlockHold
-from kvstore.client.cache import Hold
+from kvstore.client.cache import BlockHold, Hold
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.segments import Held, Rope
 from tests.kit.cases import for_each

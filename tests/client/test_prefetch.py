@@ -19,7 +19,7 @@ from kvstore.client.cache import Cache
 from kvstore.client.operation import Operation
 from kvstore.errors import InvalidRequest, Overloaded, StoreClosed
 from kvstore.node import prefetch
-from kvstore.node.limits import Limits
+from kvstore.node.settings import Limits
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.tokens import token_array
 from kvstore.writes import WriteMode

@@ -12,16 +12,15 @@ import numpy as np
 import pytest
 
 import kvstore
-from kvstore.client.discovery import Discovery
 from kvstore.client.limits import ClientLimits
-from kvstore.client.remote import RemotePort
+from kvstore.client.remote import Discovery, RemotePort
 from kvstore.client.store import Store
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.meta.cluster import bind_root
 from kvstore.meta.embedded_etcd import EmbeddedEtcd
 from kvstore.meta.memory import MemoryMeta, MemoryStore
-from kvstore.node.limits import Limits
 from kvstore.node.opening import join, open_member
+from kvstore.node.settings import Limits
 from kvstore.root.identity import create_or_open
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.sources import RandomIds, SystemClock

@@ -17,7 +17,7 @@ import kvstore
 from kvstore import Layout
 from kvstore.buffers import Sections, planes_of
 from kvstore.client import Store
-from kvstore.client.bulk.dialling import Dialled, Dialler
+from kvstore.client.bulk.links import Dialled, Dialler
 from kvstore.client.endpoints import Endpoints
 from kvstore.client.limits import ClientLimits
 from kvstore.client.remote import RemotePort

@@ -246,7 +246,7 @@ def test_a_network_that_flips_bits_never_makes_a_wrong_byte(
                 bulk_proxies.append(FlippingProxy(f"{host}:{port}", seed, every_bytes=400_000))
             return dial_tcp(host, int(bulk_proxies[0].address.rpartition(":")[2]), timeout_s)
 
-        monkeypatch.setattr("kvstore.client.bulk.dialling.dial_tcp", dial)
+        monkeypatch.setattr("kvstore.client.bulk.links.dial_tcp", dial)
         acknowledged: set[int] = set()
         misses = 0
         try:

@@ -26,7 +26,7 @@ from kvstore import Group, Plan, Run, SharedRun
 from kvstore.client import Cache, Store
 from kvstore.client.local import LocalPort
 from kvstore.errors import InvalidRequest, Unavailable
-from kvstore.node.limits import Limits
+from kvstore.node.settings import Limits
 from kvstore.planning.run import NEXT, Taken
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.writes import WriteMode

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.client.blocks import BlockCache
+from kvstore.client.cache import BlockCache
 from kvstore.connectors.common import OPAQUE_LAYOUT, StoreSettings
 from kvstore.connectors.vllm.lookups import Link
 from kvstore.connectors.vllm.settings import Settings

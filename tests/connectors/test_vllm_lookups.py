@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from kvstore import Layout
-from kvstore.client.blocks import BlockCache
+from kvstore.client.cache import BlockCache
 from kvstore.connectors.vllm.lookups import UNKNOWN, Found, Link, Lookup, Lookups
 from kvstore.connectors.vllm.metrics import EngineCounts
 from kvstore.connectors.vllm.settings import Settings

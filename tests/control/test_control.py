@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from kvstore.errors import InvalidRequest, KVStoreError
-from kvstore.node.limits import Limits
+from kvstore.node.settings import Limits
 from kvstore.results import LimitValue
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.v1 import control_pb2 as pb

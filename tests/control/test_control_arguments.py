@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import kvstore
-from kvstore.brief import brief
 from kvstore.client.control import Control
 from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.text import brief
 from tests.client.test_keywords import LONG, ODD
 from tests.kit.administration import KV, TOKENS
 from tests.kit.cases import for_each

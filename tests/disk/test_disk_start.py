@@ -19,8 +19,7 @@ from kvstore.format.header import decode, expected_chunk
 from kvstore.hints import Hints
 from kvstore.memory.inventory import DEFAULT_POLICY, POLICIES, place_of
 from kvstore.node.counters import Counters
-from kvstore.node.disk_shelf import DiskShelf, Found
-from kvstore.node.disk_tier import DiskTier
+from kvstore.node.disk_tier import DiskShelf, DiskTier, Found
 from kvstore.recency import QUANTUM_S
 from kvstore.root.identity import create_or_open
 from kvstore.root.interface import Root

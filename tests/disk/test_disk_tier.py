@@ -13,7 +13,8 @@ import pytest
 from kvstore.address import NO_PARENT, block_address
 from kvstore.format.header import Damaged, decode, expected_block
 from kvstore.memory.inventory import Place, place_of
-from kvstore.node import disk_refill, disk_tier
+from kvstore.node import disk_tier
+from kvstore.node import disk_tier as disk_refill
 from kvstore.node.counters import Counters
 from kvstore.node.disk_tier import DiskTier
 from kvstore.node.lanes import Deadline

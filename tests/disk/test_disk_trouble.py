@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.node import disk_gate
+from kvstore.node import disk_tier
 from tests.kit.disks import CHUNKS, FILE_BYTES, IMAGE_BYTES, MIB, Disk, bytes_under, chain_of, disk_on, files_under
 from tests.kit.faulty_root import EIO, ENOSPC, Hang, Rule
 from tests.kit.patience import PATIENCE_S, returns
@@ -62,7 +62,7 @@ def test_a_dead_disk_is_left_alone_for_a_while(disk: Disk) -> None:
     chain = chain_of()
     disk.add(chain, *range(CHUNKS))
     disk.rules(*(Rule(operation, EIO) for operation in ("open", "stat", "stage", "remove")))
-    disk.fetch(chain, *range(disk_gate.FAILURES_MAX))
+    disk.fetch(chain, *range(disk_tier.FAILURES_MAX))
     for index in range(4, 9):
         disk.add(chain_of(1), index)
     assert disk.root is not None
@@ -71,7 +71,7 @@ def test_a_dead_disk_is_left_alone_for_a_while(disk: Disk) -> None:
     assert disk.fetch(chain, 6, 7) == [None, None] and disk.add(chain_of(1), 0) == [False]
     assert sum(disk.root.calls.values()) == before, "nothing is asked of it"
     disk.rules()
-    disk.clock.pass_s(disk_gate.PAUSE_S + 1)
+    disk.clock.pass_s(disk_tier.PAUSE_S + 1)
     assert disk.tier.leading(chain, 6) == CHUNKS - 6 and disk.has(chain, 6, 7)
     assert disk.add(chain_of(1), 0) == [True]
     assert disk.tier.stats()["disk_held_bytes"] >= len(files_under(disk.path)) * FILE_BYTES
@@ -98,7 +98,7 @@ def test_what_cannot_be_removed_keeps_its_room_until_it_is(folder: Path) -> None
             assert bytes_under(folder) <= 3 * FILE_BYTES and disk.tier.stats()["disk_held_bytes"] == 3 * FILE_BYTES
         assert disk.count("disk_evicted") == 1, "a dead disk is not emptied by trying"
         disk.rules()
-        disk.clock.pass_s(disk_gate.PAUSE_S + 1)
+        disk.clock.pass_s(disk_tier.PAUSE_S + 1)
         assert disk.add(chain_of(1), 0) == [True]
         assert disk.tier.leading(chain, 0) == 2 and len(files_under(folder)) == 3
 
@@ -140,21 +140,21 @@ def test_a_disk_that_hangs_takes_half_of_the_lanes_at_most_and_nobody_asks_it_ag
     disk.add(chain, *range(CHUNKS))
     hang = Hang()
     disk.rules(Rule("read", hang))
-    threads = [threading.Thread(target=disk.fetch, args=(chain, at)) for at in range(disk_gate.READERS_MAX)]
+    threads = [threading.Thread(target=disk.fetch, args=(chain, at)) for at in range(disk_tier.READERS_MAX)]
     for thread in threads:
         thread.start()
     try:
         assert disk.root is not None
         until_s = time.monotonic() + PATIENCE_S
-        while disk.root.calls["read"] < disk_gate.READERS_MAX and time.monotonic() < until_s:
+        while disk.root.calls["read"] < disk_tier.READERS_MAX and time.monotonic() < until_s:
             time.sleep(0.002)
         assert returns(lambda: disk.fetch(chain, 9)) == [None], "one more is not let in"
         assert disk.tier.leading(chain, 0) == CHUNKS
-        disk.clock.pass_s(disk_gate.STALL_S + 0.1)
+        disk.clock.pass_s(disk_tier.STALL_S + 0.1)
         assert disk.tier.leading(chain, 0) == 0, "it hangs: nobody hopes for it"
         started_s = time.monotonic()
         assert disk.fetch(chain, 9) == [None]
-        assert time.monotonic() - started_s < disk_gate.WAIT_S
+        assert time.monotonic() - started_s < disk_tier.WAIT_S
     finally:
         hang.release.set()
         for thread in threads:

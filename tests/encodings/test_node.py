@@ -20,10 +20,9 @@ from kvstore.format.places import Name
 from kvstore.fsck.check import Options, fsck
 from kvstore.meta.memory import MemoryMeta
 from kvstore.node import encoded as encoded_module
-from kvstore.node.limits import Limits
 from kvstore.node.member import Member
 from kvstore.node.opening import join
-from kvstore.node.settings import NO_TIERS, NodeOptions, TierSettings
+from kvstore.node.settings import NO_TIERS, Limits, NodeOptions, TierSettings
 from kvstore.root.identity import create_or_open
 from kvstore.root.interface import Root
 from kvstore.root.posix import PosixRoot

@@ -17,9 +17,9 @@ from kvstore.errors import InvalidRequest, Unauthenticated
 from kvstore.events.http import Answers, application, decode
 from kvstore.events.index import Model
 from kvstore.events.inventory import Identities, Inventory
-from kvstore.parsing import parse_json
 from kvstore.security.access import Identity, Presented, Role
-from kvstore.wire.questions import Question
+from kvstore.text import parse_json
+from kvstore.wire.query import Question
 from tests.kit.cases import for_each
 from tests.kit.clusters import SPACE
 from tests.kit.stores import TINY

@@ -12,7 +12,7 @@ from kvstore.address import Chain
 from kvstore.events import inventory
 from kvstore.events.columns import NO_ROW, Spellings
 from kvstore.events.http import Answers
-from kvstore.wire.questions import Question
+from kvstore.wire.query import Question
 from tests.events.engines import SIZE, Prompt, prompt_of, put_blocks
 from tests.events.test_speaker import Publishing
 from tests.kit.clusters import SPACE, Cluster, put

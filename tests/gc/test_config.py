@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.cli.kinds import DURATION, SIZE
+from kvstore.cli.options import DURATION, SIZE
 from kvstore.errors import InvalidRequest
 from kvstore_gc.config import Config, Share, read_config
 from kvstore_gc.policy import Order

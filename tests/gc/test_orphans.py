@@ -18,9 +18,8 @@ from kvstore.root.fences import list_twins, write_twin
 from kvstore.root.interface import Root, Space
 from kvstore.root.memory import MemoryRoot
 from kvstore_gc.capacity import Accounts
-from kvstore_gc.orphans import Orphans
-from kvstore_gc.safety import Timings
-from kvstore_gc.site import Site
+from kvstore_gc.leftovers import Orphans
+from kvstore_gc.site import Site, Timings
 from tests.kit.damage import NOW_S, Filled, fill, read, write
 from tests.kit.fake_meta import CountingIds
 from tests.kit.faulty_root import EACCES, EIO, Delay, FaultyRoot, Rule

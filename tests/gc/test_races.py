@@ -22,10 +22,10 @@ from kvstore.node.member import Member
 from kvstore.root import fences
 from kvstore.root.memory import MemoryFile, MemoryFiles, MemoryRoot
 from kvstore.sources import SystemClock
+from kvstore_gc.deletion import Taken, read_victims
 from kvstore_gc.execute import SweepReport
 from kvstore_gc.grace import Announced, Grace, Spared
 from kvstore_gc.ledger import Ledger
-from kvstore_gc.victims import Taken, read_victims
 from tests.kit.clusters import SPACE, TIMINGS, Cluster, cluster, looking, prompt, put, site_of
 
 KEYS = Keys(b"r" * 16)

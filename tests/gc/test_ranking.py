@@ -17,10 +17,8 @@ from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.format import places
 from kvstore.recency import TICK_S, stamp_ns
 from kvstore.root.memory import MemoryFile, MemoryFiles, MemoryRoot
-from kvstore_gc.goals import Goals, Quota
-from kvstore_gc.listing import NO_MARKS, Marks, Tally, marks_of
-from kvstore_gc.policy import Order
-from kvstore_gc.ranking import CONDEMNING, Ranking, Reason, shards_of, tallies
+from kvstore_gc.policy import Goals, Order, Quota
+from kvstore_gc.ranking import CONDEMNING, NO_MARKS, Marks, Ranking, Reason, Tally, marks_of, shards_of, tallies
 from tests.kit.cases import for_each
 from tests.kit.chains import NOW_S, SHARD_BITS, SHARDS, SPACES, Chunk, forests, loose, root_of, stamp
 from tests.kit.faulty_root import EIO, FaultyRoot, Rule

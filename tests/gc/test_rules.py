@@ -17,12 +17,11 @@ from kvstore.meta.store import Compare, Delete, Put, Snapshot, TxnResult
 from kvstore.root.fences import lift
 from kvstore.root.interface import Stat
 from kvstore.root.memory import MemoryFiles, MemoryRoot
+from kvstore_gc.deletion import Deleting, Taken, read_victims
 from kvstore_gc.execute import Sweeper
 from kvstore_gc.grace import Spared
 from kvstore_gc.ledger import Ledger
-from kvstore_gc.objects import Deleting
 from kvstore_gc.threads import Stopped
-from kvstore_gc.victims import Taken, read_victims
 from tests.gc.test_protocol import Died, die, republish
 from tests.kit.clusters import SPACE, Cluster, cluster, eventually, looking, prompt, put
 from tests.kit.faulty_root import EIO, FaultyRoot, Rule

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstore.errors import InvalidRequest
-from kvstore_gc.safety import Timings
+from kvstore_gc.site import Timings
 from tests.kit.cases import for_each
 
 

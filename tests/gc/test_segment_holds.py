@@ -10,7 +10,7 @@ from kvstore.client.store import Store
 from kvstore.format import places
 from kvstore.layout import Layout
 from kvstore.segments import Match, Rope
-from kvstore_gc.victims import SweepPlan, Victim
+from kvstore_gc.deletion import SweepPlan, Victim
 from tests.kit.clusters import cluster, eventually
 
 SIZE = 8

@@ -16,7 +16,7 @@ from kvstore.meta.memory import MemoryMeta
 from kvstore_gc.collector import RETRY_S_MIN, Collector, Service
 from kvstore_gc.config import Config
 from kvstore_gc.cycle import Cycle
-from kvstore_gc.listing import Tally
+from kvstore_gc.ranking import Tally
 from kvstore_gc.summary import Summary
 from kvstore_gc.threads import Stopped
 from tests.kit.clusters import site_of

@@ -13,12 +13,11 @@ import numpy as np
 
 import kvstore
 from kvstore import Layout
-from kvstore.client.bulk.way import Bulk
+from kvstore.client.bulk.links import Bulk
 from kvstore.client.cache import Cache, Hold
 from kvstore.node import write_behind
-from kvstore.node.limits import Limits
 from kvstore.node.opening import open_member
-from kvstore.node.settings import TierSettings
+from kvstore.node.settings import Limits, TierSettings
 from kvstore.worker.worker import Worker
 from tests.hops.recording import Function, Recorder
 from tests.kit.patience import NEVER_S, eventually

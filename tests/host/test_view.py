@@ -7,7 +7,7 @@ import pytest
 
 from kvstore.address import ADDRESS_BYTES, Chain
 from kvstore.host.tables import BATCH_MAX, RING, Number
-from kvstore.node.host_view import HostView
+from kvstore.node.host import HostView
 from tests.kit.host_parts import CHUNKS, SPACE, Parts, address
 from tests.kit.host_process import tokens
 
@@ -99,6 +99,6 @@ def test_a_look_during_a_batch_brings_nothing_back(parts: Parts) -> None:
 def test_a_put_waits_for_the_batch_that_has_its_chunks(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
     view = parts.view()
     begin(parts)
-    monkeypatch.setattr("kvstore.node.host_view.time.sleep", lambda _: settle(parts))
+    monkeypatch.setattr("kvstore.node.host.time.sleep", lambda _: settle(parts))
     view.settle(CHAIN)
     assert view.leading(CHAIN) == CHUNKS

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 import kvstore
-from kvstore.cli.rooted import identified
+from kvstore.cli.selectors import identified
 from kvstore.fsck import Options, fsck
 from kvstore.writes import Durability, WriteMode
 

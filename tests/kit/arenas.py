@@ -18,10 +18,9 @@ from kvstore.address import Chain
 from kvstore.buffers import Planes
 from kvstore.meta.memory import MemoryMeta
 from kvstore.namespace import Namespace
-from kvstore.node.limits import Limits
 from kvstore.node.memory_tier import MemoryTier
 from kvstore.node.opening import join
-from kvstore.node.settings import NodeOptions, TierSettings
+from kvstore.node.settings import Limits, NodeOptions, TierSettings
 from kvstore.root.identity import create_or_open
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot

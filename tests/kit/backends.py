@@ -21,7 +21,7 @@ import kvstore
 from kvstore import Layout
 from kvstore.address import Chain
 from kvstore.client import Cache, Store
-from kvstore.client.bulk.way import Bulk
+from kvstore.client.bulk.links import Bulk
 from kvstore.client.limits import ClientLimits
 from kvstore.client.local import LocalPort
 from kvstore.format import places
@@ -29,10 +29,9 @@ from kvstore.format.places import Name
 from kvstore.meta.memory import MemoryMeta, MemoryStore
 from kvstore.meta.store import Meta
 from kvstore.namespace import Namespace
-from kvstore.node.limits import Limits
 from kvstore.node.member import Member, Sharing
 from kvstore.node.opening import join
-from kvstore.node.settings import NO_TIERS, NodeOptions, TierSettings
+from kvstore.node.settings import NO_TIERS, Limits, NodeOptions, TierSettings
 from kvstore.root.identity import create_or_open
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
@@ -40,10 +39,9 @@ from kvstore.root.posix import PosixRoot
 from kvstore.sources import RandomIds, SystemClock
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.worker import Worker
+from kvstore_gc.deletion import SweepPlan, Victim
 from kvstore_gc.execute import Sweeper, SweepReport
-from kvstore_gc.safety import Timings
-from kvstore_gc.site import Site
-from kvstore_gc.victims import SweepPlan, Victim
+from kvstore_gc.site import Site, Timings
 from tests.kit.keyed import key_file
 from tests.kit.patience import PATIENCE_S, eventually
 from tests.kit.steps import META, ROOT, Stepped, Steps

@@ -10,9 +10,9 @@ from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
 from kvstore.dashboard.views import Board, Documents, Pace, Reach, open_board
 from kvstore.meta.memory import MemoryMeta
-from kvstore.node.limits import Limits
 from kvstore.node.member import Sharing
 from kvstore.node.opening import join
+from kvstore.node.settings import Limits
 from kvstore.root.identity import create_or_open
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.sources import RandomIds, SystemClock

@@ -18,19 +18,17 @@ from kvstore.meta.memory import MemoryMeta, MemoryStore
 from kvstore.meta.store import Meta
 from kvstore.namespace import Namespace
 from kvstore.node.holds import Hold
-from kvstore.node.limits import Limits
 from kvstore.node.member import Member, Sharing
 from kvstore.node.opening import join
-from kvstore.node.settings import AS_SHIPPED, NodeOptions
+from kvstore.node.settings import AS_SHIPPED, Limits, NodeOptions
 from kvstore.results import PutResult
 from kvstore.root.identity import RootId, RootIdentity, create_or_open
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.sources import Clock, Ids, RandomIds, SystemClock
+from kvstore_gc.deletion import SweepPlan, Victim
 from kvstore_gc.execute import Sweeper
-from kvstore_gc.safety import Timings
-from kvstore_gc.site import Site
-from kvstore_gc.victims import SweepPlan, Victim
+from kvstore_gc.site import Site, Timings
 from tests.kit.patience import eventually as eventually
 from tests.kit.stores import TINY, kv_of
 

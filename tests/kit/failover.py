@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 
-from kvstore.client.bulk.dialling import NoAnswer
+from kvstore.client.bulk.links import NoAnswer
 from kvstore.client.caller import Caller
 from kvstore.client.endpoints import Endpoints
 from kvstore.counts import ClientCount

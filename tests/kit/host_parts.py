@@ -22,7 +22,7 @@ from kvstore.host.room import Room
 from kvstore.host.tables import COLLECTOR, HoldTable, Number, Shared
 from kvstore.meta.pins import PinQuota
 from kvstore.namespace import Namespace
-from kvstore.node.host_view import HostView
+from kvstore.node.host import HostView
 from kvstore.node.known import Known
 from kvstore.root.posix import PosixRoot
 from kvstore.sources import RandomIds, SystemClock

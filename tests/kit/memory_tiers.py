@@ -15,8 +15,7 @@ from kvstore.memory.arena import Arena
 from kvstore.namespace import Namespace
 from kvstore.node.counters import Counters
 from kvstore.node.images import make_images
-from kvstore.node.memory_tier import MemoryTier
-from kvstore.node.slots import Slot, Slots
+from kvstore.node.memory_tier import MemoryTier, Slot, Slots
 from kvstore.sources import RandomIds
 from tests.kit.stores import SMALL, kv_of, same
 

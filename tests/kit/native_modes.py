@@ -12,7 +12,7 @@ from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
 from kvstore.format.places import HOST
 from kvstore.node.chunks import Chunks
-from kvstore.node.limits import Limits
+from kvstore.node.settings import Limits
 from kvstore.root.posix import PosixRoot
 from tests.kit.patience import PATIENCE_S
 from tests.kit.stores import member_of, member_on

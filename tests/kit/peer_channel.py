@@ -27,7 +27,7 @@ from kvstore.worker.bulk.listener import BulkListener
 from kvstore.worker.bulk.serving import BulkRequests
 from kvstore.worker.calls import Calls
 from kvstore.worker.limits import WorkerLimits
-from kvstore.worker.standard import Health
+from kvstore.worker.worker import Health
 from tests.kit.patience import NEVER_S, PATIENCE_S
 
 LAYOUT = Layout(layers=2, kv_heads=2, head_dim=64, dtype="float16", chunk_tokens=16)

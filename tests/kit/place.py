@@ -14,7 +14,7 @@ from kvstore.sources import SystemClock
 from kvstore_gc.capacity import Accounts
 from kvstore_gc.config import Config
 from kvstore_gc.cycle import Cycle
-from kvstore_gc.safety import Timings
+from kvstore_gc.site import Timings
 from kvstore_gc.threads import Stop
 from tests.kit.clusters import TIMINGS, Cluster
 

@@ -14,15 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import Layout
-from kvstore.client.dropping import close_when_dropped
+from kvstore.client.cache import close_when_dropped
 from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
 from kvstore.format.header import checksum
 from kvstore.meta.memory import MemoryMeta
-from kvstore.node.limits import Limits
 from kvstore.node.member import Member
 from kvstore.node.opening import join
-from kvstore.node.settings import NodeOptions
+from kvstore.node.settings import Limits, NodeOptions
 from kvstore.root.identity import create_or_open
 from kvstore.root.interface import Root
 from kvstore.root.posix import PosixRoot

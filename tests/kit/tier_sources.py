@@ -17,7 +17,7 @@ from kvstore.node.counters import Counters
 from kvstore.node.disk_tier import DiskTier
 from kvstore.node.encoded import Encodings
 from kvstore.node.lanes import Deadline
-from kvstore.node.tiers import Tier
+from kvstore.node.tier_stack import Tier
 from kvstore.peers.limits import PeerLimits
 from kvstore.peers.reports import encode
 from kvstore.peers.selection import Roster

@@ -24,11 +24,10 @@ from kvstore.client.store import Store
 from kvstore.format import places
 from kvstore.hints import Hints
 from kvstore.meta.memory import MemoryMeta
-from kvstore.node.limits import Limits
 from kvstore.node.memory_tier import MemoryTier
 from kvstore.node.node import Node
 from kvstore.node.opening import join
-from kvstore.node.settings import NodeOptions, TierSettings
+from kvstore.node.settings import Limits, NodeOptions, TierSettings
 from kvstore.node.tier_stack import TierStack
 from kvstore.node.wanted import image_bytes
 from kvstore.results import PutResult

@@ -14,9 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import Layout
-from kvstore.client.bulk.dialling import Dialled
-from kvstore.client.bulk.links import Link
-from kvstore.client.bulk.memory import WorkerMemory
+from kvstore.client.bulk.links import Dialled, Link, WorkerMemory
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.frames import (

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvstore import Layout
-from kvstore.client.blocks import BlockCache
+from kvstore.client.cache import BlockCache
 from kvstore.connectors.vllm.namespaces import Cluster
 from kvstore.connectors.vllm.settings import Settings
 from kvstore.namespace import Namespace

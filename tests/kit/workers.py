@@ -21,13 +21,13 @@ import numpy.typing as npt
 import kvstore
 from kvstore import Layout
 from kvstore.address import Chain
-from kvstore.client.bulk.way import Bulk
+from kvstore.client.bulk.links import Bulk
 from kvstore.client.limits import ClientLimits
 from kvstore.client.store import Store
 from kvstore.format.header import Incarnation, checksum, decode, encode
 from kvstore.namespace import Namespace
-from kvstore.node.limits import Limits
 from kvstore.node.member import Member
+from kvstore.node.settings import Limits
 from kvstore.node.wanted import Wanted, expected_of
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot

@@ -19,9 +19,8 @@ from kvstore.errors import HoldBroken
 from kvstore.layout import Layout
 from kvstore.native import is_available
 from kvstore.native import library as native
-from kvstore.node.chunk_runs import ChunkRuns
-from kvstore.node.layer_run import LayerRun
-from kvstore.node.limits import Limits
+from kvstore.node.chunk_runs import ChunkRuns, LayerRun
+from kvstore.node.settings import Limits
 from tests.kit.native_modes import Paused, open_files, opened
 from tests.kit.patience import PATIENCE_S, returns, slowness
 from tests.kit.stores import LARGE, MANY, SMALL, TINY, UNALIGNED, chunk_files, fresh, in_turn, kv_of, same

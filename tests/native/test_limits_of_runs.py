@@ -23,8 +23,8 @@ from kvstore.native import library as native
 from kvstore.node import chunk_runs, puts
 from kvstore.node.chunk_runs import Places, Run, SharedPut, Sizes
 from kvstore.node.lanes import GROUP_FILES_MAX
-from kvstore.node.limits import Limits
 from kvstore.node.puts import TURN_PUBLISHED_MAX, TURN_SYNCED_MAX
+from kvstore.node.settings import Limits
 from kvstore.peers.tier import runs
 from kvstore.root.posix import PosixRoot
 from kvstore.writes import Durability

@@ -12,14 +12,14 @@ import pytest
 
 import kvstore
 from kvstore.address import Address, block_addresses
-from kvstore.client.blocks import BlockCache
+from kvstore.client.cache import BlockCache
 from kvstore.client.store import Store
 from kvstore.errors import Unavailable
 from kvstore.format.places import Name
 from kvstore.hints import PRESETS
 from kvstore.native import is_available, library
 from kvstore.node.chunk_runs import Mask, Run
-from kvstore.node.limits import Limits
+from kvstore.node.settings import Limits
 from kvstore.recency import decode as decode_mtime
 from kvstore.root import posix
 from kvstore.root.interface import Stat

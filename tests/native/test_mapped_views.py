@@ -17,7 +17,7 @@ from kvstore import Layout
 from kvstore.client.store import Store
 from kvstore.native import is_available
 from kvstore.native import library as native
-from kvstore.node.limits import Limits
+from kvstore.node.settings import Limits
 from tests.kit.native_modes import opened
 from tests.kit.stores import chunk_files, kv_of, same
 

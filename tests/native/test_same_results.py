@@ -18,7 +18,7 @@ from kvstore.errors import WrongSize
 from kvstore.format.header import decode
 from kvstore.hints import PRESETS
 from kvstore.native import is_available
-from kvstore.node.limits import Limits
+from kvstore.node.settings import Limits
 from kvstore.node.wanted import Keyed
 from kvstore.recency import decode as decode_mtime
 from kvstore.root.interface import local_files

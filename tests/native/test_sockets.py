@@ -23,8 +23,7 @@ from kvstore.node.images import make_images
 from kvstore.node.wanted import image_bytes
 from kvstore.sources import RandomIds
 from kvstore.wire.bulk.channel import Channel, LinkBroken, LinkLate
-from kvstore.wire.bulk.runs import receive_planes, send_run
-from kvstore.wire.bulk.sums import plane_sums
+from kvstore.wire.bulk.runs import plane_sums, receive_planes, send_run
 from tests.kit.stores import LARGE, MANY, SMALL, TINY, UNALIGNED
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="the native library was not built, or is turned off")

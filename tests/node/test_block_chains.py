@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from kvstore.client.blocks import BlockCache
+from kvstore.client.cache import BlockCache
 from kvstore.errors import InvalidRequest
-from kvstore.node.limits import Limits
+from kvstore.node.settings import Limits
 from kvstore.recency import decode, quantum_of, stamp_ns
 from kvstore.writes import WriteModeName
 from tests.kit.native_modes import opened

@@ -19,7 +19,7 @@ from kvstore.errors import KVStoreError, LayoutMismatch, RootMismatch, SessionLo
 from kvstore.meta.embedded_etcd import EmbeddedEtcd
 from kvstore.meta.etcd import EtcdMeta
 from kvstore.meta.keys import Keys, root_binding
-from kvstore.node.limits import Limits
+from kvstore.node.settings import Limits
 from tests.kit.etcd import eventually, frozen, running_etcd
 from tests.kit.patience import PATIENCE_S, slowness
 from tests.kit.stores import SMALL, TINY, kv_of, member_of, same

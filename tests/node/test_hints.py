@@ -19,8 +19,8 @@ from kvstore.client.local import LocalPort
 from kvstore.errors import InvalidRequest
 from kvstore.format.places import Name, chunk
 from kvstore.hints import DEFAULT, PRESETS, TTL_CLASSES_S, Hints
-from kvstore.node.limits import Limits
 from kvstore.node.node import Node
+from kvstore.node.settings import Limits
 from kvstore.recency import NS_PER_S, TICK_S, Recency, decode, quantum_of
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.tokens import token_array

@@ -9,7 +9,7 @@ import pytest
 from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
 from kvstore.errors import Unavailable
-from kvstore.node.limits import Limits
+from kvstore.node.settings import Limits
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from tests.kit.faulty_root import FaultyRoot, Hang, Rule
 from tests.kit.patience import NEVER_S, returns

@@ -12,7 +12,7 @@ import pytest
 
 from kvstore.client import Store
 from kvstore.errors import InvalidRequest
-from kvstore.node.limits import Limits
+from kvstore.node.settings import Limits
 from kvstore.root.posix import PosixRoot
 from tests.kit.faulty_root import ENOSPC, FaultyRoot, Rule
 from tests.kit.native_modes import opened

@@ -17,7 +17,7 @@ from kvstore.namespace import Namespace
 from kvstore.native import is_available
 from kvstore.native import library as native
 from kvstore.node.images import Images, make_images
-from kvstore.node.slots import Slots
+from kvstore.node.memory_tier import Slots
 from kvstore.node.wanted import Keyed, image_bytes
 from kvstore.sources import RandomIds
 from tests.kit.memory_tiers import SPACE, UNIT, Case, chain_of, kv_for, make

@@ -24,9 +24,9 @@ from kvstore.meta.keys import Keys
 from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.store import Meta
 from kvstore.namespace import Namespace
-from kvstore.node.limits import Limits
 from kvstore.node.member import Member
 from kvstore.node.opening import join
+from kvstore.node.settings import Limits
 from kvstore.results import PinRecord
 from kvstore.root.identity import create_or_open
 from kvstore.root.memory import MemoryFiles, MemoryRoot

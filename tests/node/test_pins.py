@@ -30,9 +30,9 @@ from kvstore.meta.keys import Keys
 from kvstore.meta.memory import MemoryMeta, MemoryStore
 from kvstore.meta.pins import PinRecord
 from kvstore.namespace import Namespace
-from kvstore.node.limits import Limits
 from kvstore.node.member import Sharing
 from kvstore.node.opening import join
+from kvstore.node.settings import Limits
 from kvstore.root.fences import list_twins, read_twin
 from kvstore.root.identity import SHARD_BITS_DEFAULT, create_or_open, newest_number, publish
 from kvstore.root.interface import Root

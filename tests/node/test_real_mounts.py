@@ -19,7 +19,7 @@ from kvstore.client.cache import Cache
 from kvstore.client.store import Store
 from kvstore.errors import Overloaded, PermissionDenied, Unavailable
 from kvstore.format import places
-from kvstore.node.limits import Limits
+from kvstore.node.settings import Limits
 from tests.kit.patience import eventually, returns, stretched
 from tests.kit.stores import kv_of, same, store_on
 

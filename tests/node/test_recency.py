@@ -13,7 +13,7 @@ import pytest
 from kvstore.address import Address, Chain
 from kvstore.client import Store
 from kvstore.format.places import Name
-from kvstore.node.limits import Limits
+from kvstore.node.settings import Limits
 from kvstore.recency import is_fresh, quantum_of, stamp_ns
 from kvstore.root.interface import Stat
 from kvstore.root.posix import PosixRoot

@@ -13,8 +13,8 @@ import pytest
 from kvstore.client import Cache, Store
 from kvstore.errors import InvalidRequest
 from kvstore.hints import Hints
-from kvstore.node.limits import Limits
 from kvstore.node.node import Node
+from kvstore.node.settings import Limits
 from kvstore.recency import Recency, decode, quantum_of
 from tests.kit.patience import eventually
 from tests.kit.stores import TINY, SetClock, chunk_files, kv_of, member_of, store_on

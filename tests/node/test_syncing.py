@@ -10,7 +10,7 @@ import pytest
 
 import kvstore
 from kvstore.errors import Unavailable
-from kvstore.node.syncing import Syncing
+from kvstore.node.member import Syncing
 from kvstore.root import posix
 from tests.kit.host_process import LAYOUT, kv, tokens
 from tests.kit.patience import PATIENCE_S, eventually

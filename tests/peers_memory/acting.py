@@ -20,10 +20,9 @@ from kvstore.client.cache import Cache
 from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
 from kvstore.meta.etcd import EtcdMeta
-from kvstore.node.limits import Limits
 from kvstore.node.member import Sharing
 from kvstore.node.opening import join
-from kvstore.node.settings import NodeOptions, TierSettings
+from kvstore.node.settings import Limits, NodeOptions, TierSettings
 from kvstore.peers.tier import join_peers
 from kvstore.root.identity import create_or_open
 from kvstore.root.posix import PosixRoot

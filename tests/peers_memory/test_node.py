@@ -13,10 +13,9 @@ from kvstore.client.store import Store
 from kvstore.meta.memory import MemoryMeta, MemoryStore
 from kvstore.meta.session import Session
 from kvstore.meta.workers import Digests, WorkerRecord
-from kvstore.node.limits import Limits
 from kvstore.node.member import Member
 from kvstore.node.opening import join
-from kvstore.node.settings import NodeOptions, TierSettings
+from kvstore.node.settings import Limits, NodeOptions, TierSettings
 from kvstore.peers.reports import encode
 from kvstore.peers.tier import Peers, join_peers
 from kvstore.root.identity import create_or_open

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.client.endpoint import Endpoint
+from kvstore.client.endpoints import Endpoint
 from kvstore.v1 import control_pb2 as control
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.v1.control_pb2_grpc import ControlStub

@@ -10,10 +10,9 @@ import grpc
 import numpy as np
 import pytest
 
-from kvstore.client.bulk.links import BulkRefused
-from kvstore.client.bulk.way import Bulk
+from kvstore.client.bulk.links import Bulk, BulkRefused
 from kvstore.client.credentials import Credentials
-from kvstore.client.endpoint import Endpoint
+from kvstore.client.endpoints import Endpoint
 from kvstore.client.limits import ClientLimits
 from kvstore.client.local import LocalPort
 from kvstore.client.store import Store

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 import kvstore
-from kvstore.cli.securing import ServerAccess
-from kvstore.client.bulk.way import Bulk
+from kvstore.cli.security_options import ServerAccess
+from kvstore.client.bulk.links import Bulk
 from kvstore.errors import InvalidRequest, PermissionDenied
 from kvstore.node.opening import open_member
 from kvstore.security import authentication

@@ -19,9 +19,9 @@ import pytest
 
 import kvstore
 from kvstore import ClientTls
-from kvstore.client.bulk.way import Bulk
+from kvstore.client.bulk.links import Bulk
 from kvstore.client.credentials import Credentials
-from kvstore.client.endpoint import Endpoint
+from kvstore.client.endpoints import Endpoint
 from kvstore.client.limits import ClientLimits
 from kvstore.errors import PermissionDenied, Unauthenticated, Unavailable
 from kvstore.v1 import kvstore_pb2 as pb

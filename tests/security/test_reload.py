@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import kvstore
-from kvstore.client.bulk.way import Bulk
+from kvstore.client.bulk.links import Bulk
 from kvstore.client.limits import ClientLimits
 from kvstore.errors import KVStoreError, Overloaded, PermissionDenied, Unauthenticated, Unavailable
 from kvstore.meta.etcd import EtcdMeta, EtcdTls

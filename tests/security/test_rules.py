@@ -28,7 +28,7 @@ from kvstore.security.tls import Watched, read_secret, read_trusted
 from kvstore.sources import SystemClock
 from kvstore.wire.statuses import Busy
 from kvstore.worker.admission import BytesInFlight
-from kvstore.worker.holds import ClientHolds
+from kvstore.worker.prompts import ClientHolds
 from tests.kit.cases import for_each
 from tests.kit.stores import SMALL
 

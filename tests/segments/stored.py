@@ -7,9 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvstore.segments import finding
-from kvstore.segments.index import Index, windows
-from kvstore.segments.match import Match
-from kvstore.segments.search import Range, Search
+from kvstore.segments.finding import Index, Match, Range, Search, windows
 from kvstore.tokens import TokenArray
 
 

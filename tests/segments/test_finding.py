@@ -8,9 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.segments import finding
-from kvstore.segments.index import Index, windows
-from kvstore.segments.match import Match
-from kvstore.segments.search import Search
+from kvstore.segments.finding import Index, Match, Search, windows
 from tests.segments.stored import Stored
 
 SIZE = 4

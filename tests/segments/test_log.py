@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvstore.errors import Unavailable
-from kvstore.segments.index import windows
+from kvstore.segments.finding import windows
 from kvstore.segments.log import HOUR_S, HOURS, LATE_S, LOOK_S, RECORDS, STRIDE, Log
 from tests.kit.cases import for_each
 

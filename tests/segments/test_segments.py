@@ -23,7 +23,7 @@ from kvstore.client.local import LocalPort
 from kvstore.errors import HoldBroken, InvalidRequest, Unavailable
 from kvstore.format import places
 from kvstore.root.memory import MemoryFiles, MemoryRoot
-from kvstore.segments import Bounds, Match, Measured, Rope, Rule, Segments, Verdict, naming, rotate
+from kvstore.segments import Bounds, Match, Measured, Rope, Rule, Segments, Verdict, gate, rotate
 from kvstore.segments.segments import CLOSINGS, VERDICTS_MAX, _key
 from kvstore.writes import WriteMode
 from tests.kit import faulty_root as faulty
@@ -339,7 +339,7 @@ def test_s11_a_gate_that_was_closed_stays_closed_if_one_file_is_lost(root: Fault
     good = verdict_for(segments)
     segments.record(good)
     segments.record(replace(good, measured=replace(good.measured, kl=0.5)))
-    namespace = naming.verdicts_of(segments.namespace)
+    namespace = gate.verdicts_of(segments.namespace)
     newest = segments._newest(segments._verdicts())
     lost = places.chunk(block_address(namespace, _key(newest)), namespace.id, node.identity.shard_bits)
     assert root.remove(lost)

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.segments import Match, finding
-from kvstore.segments.search import Search
+from kvstore.segments.finding import Search
 from kvstore.tokens import TokenArray
 from tests.kit.cases import for_each
 from tests.segments.stored import Stored

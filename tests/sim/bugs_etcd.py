@@ -10,7 +10,8 @@ from kvstore.meta.pins import PinRecord
 from kvstore.meta.session import Session
 from kvstore.meta.store import TxnResult
 from kvstore.meta.sweeps import Seq
-from kvstore.node import follower, holds, known, start_fence, view
+from kvstore.node import follower, holds, known, view
+from kvstore.node import follower as start_fence
 from kvstore_gc import grace, ledger
 from kvstore_gc.grace import Spared
 from tests.sim.planting import BUGS, bug

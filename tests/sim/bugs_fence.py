@@ -11,7 +11,7 @@ from kvstore.format import places
 from kvstore.format.places import Name
 from kvstore.root import fences, memory
 from kvstore.root.interface import Root
-from kvstore_gc import execute, ledger, trash
+from kvstore_gc import deletion, execute, ledger
 from tests.sim.planting import bug
 
 
@@ -19,10 +19,10 @@ from tests.sim.planting import bug
 def no_incarnation_check() -> Iterator[None]:
     """G5: whatever lies in the trash is deleted."""
 
-    def settle(self: trash.Trash, entry: Name, victim: Any, taken: Any) -> None:
+    def settle(self: deletion.Trash, entry: Name, victim: Any, taken: Any) -> None:
         self._root.remove(entry)
 
-    with patch.object(trash.Trash, "_settle", settle):
+    with patch.object(deletion.Trash, "_settle", settle):
         yield
 
 
@@ -34,12 +34,12 @@ def fixed_trash_name() -> Iterator[None]:
         def fresh(self) -> bytes:
             return bytes(16)
 
-    def made(self: trash.Trash, *rest: Any) -> None:
+    def made(self: deletion.Trash, *rest: Any) -> None:
         real(self, *rest)
         self._site = replace(self._site, ids=SameIds())
 
-    real = trash.Trash.__init__
-    with patch.object(trash.Trash, "__init__", made):
+    real = deletion.Trash.__init__
+    with patch.object(deletion.Trash, "__init__", made):
         yield
 
 
@@ -54,7 +54,7 @@ def close_before_fence() -> Iterator[None]:
             if args is not None:
                 real_fence(self._trash, sweep, *args)
 
-    def later_fence(self: trash.Trash, sweep: ledger.InFlight, *args: Any) -> bool:
+    def later_fence(self: deletion.Trash, sweep: ledger.InFlight, *args: Any) -> bool:
         self.later[sweep.sweep] = args  # type: ignore[attr-defined]
         return True
 
@@ -62,10 +62,10 @@ def close_before_fence() -> Iterator[None]:
         real_made(self, *rest, **named)
         self.later = self._trash.later = {}  # type: ignore[attr-defined]
 
-    real_close, real_fence, real_made = execute.Sweeper._close, trash.Trash._fence, execute.Sweeper.__init__
+    real_close, real_fence, real_made = execute.Sweeper._close, deletion.Trash._fence, execute.Sweeper.__init__
     with (
         patch.object(execute.Sweeper, "_close", close),
-        patch.object(trash.Trash, "_fence", later_fence),
+        patch.object(deletion.Trash, "_fence", later_fence),
         patch.object(execute.Sweeper, "__init__", made),
     ):
         yield
@@ -87,12 +87,12 @@ def no_fence() -> Iterator[None]:
 def late_mkdir() -> Iterator[None]:
     """F2: a run that adopts a sweep makes its folder again."""
 
-    def reap(self: trash.Trash, sweep: ledger.InFlight, *rest: Any) -> bool:
+    def reap(self: deletion.Trash, sweep: ledger.InFlight, *rest: Any) -> bool:
         self.open(sweep.sweep)
         return real(self, sweep, *rest)
 
-    real = trash.Trash.reap
-    with patch.object(trash.Trash, "reap", reap):
+    real = deletion.Trash.reap
+    with patch.object(deletion.Trash, "reap", reap):
         yield
 
 
@@ -105,7 +105,7 @@ def restore_overwrites() -> Iterator[None]:
         assert found is not None
         return root.move(entry, places.chunk(*found, shard_bits))
 
-    with patch.object(fences, "restore", restore), patch.object(trash, "restore", restore):
+    with patch.object(fences, "restore", restore), patch.object(deletion, "restore", restore):
         yield
 
 

@@ -23,7 +23,7 @@ from kvstore.host.room import Room
 from kvstore.host.tables import Number
 from kvstore.node import puts
 from kvstore.node.holds import Hold, Holds
-from kvstore.node.host_view import NOTHING, HostView
+from kvstore.node.host import NOTHING, HostView
 from kvstore.node.known import Known
 from kvstore.node.member import Member
 from kvstore.node.node import Node

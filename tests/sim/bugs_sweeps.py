@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 from kvstore.meta.store import Compare, Delete, KeyValue, Meta, Put, TxnResult
 from kvstore.meta.sweeps import Condemned
-from kvstore_gc import execute, grace, ledger, objects
+from kvstore_gc import deletion, execute, grace, ledger
 from kvstore_gc.grace import Spared
 from tests.sim.planting import bug
 
@@ -199,12 +199,12 @@ def abandon_final() -> Iterator[None]:
 def own_list() -> Iterator[None]:
     """O1: each run deletes from its own list, and closes the sweep when all of that is gone."""
 
-    def reap(self: objects.Deleting, sweep: Any, victims: Any, pinned: Any, taken: Any) -> bool:
+    def reap(self: deletion.Deleting, sweep: Any, victims: Any, pinned: Any, taken: Any) -> bool:
         mine = [one for one in victims or () if one.address not in pinned]
         self._site.each(len(mine), lambda index: self._delete(mine[index], taken))
         return self._are_gone(mine)
 
-    with patch.object(objects.Deleting, "reap", reap):
+    with patch.object(deletion.Deleting, "reap", reap):
         yield
 
 
@@ -212,9 +212,9 @@ def own_list() -> Iterator[None]:
 def blind_delete() -> Iterator[None]:
     """O1: a chunk is deleted whatever version of it is there."""
 
-    def delete(self: objects.Deleting, victim: Any, taken: Any) -> None:
+    def delete(self: deletion.Deleting, victim: Any, taken: Any) -> None:
         if self._root.remove(victim.name(self._shard_bits)):
             taken.reap(victim)
 
-    with patch.object(objects.Deleting, "_delete", delete):
+    with patch.object(deletion.Deleting, "_delete", delete):
         yield

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from kvstore.errors import KVStoreError
 from kvstore.format import places
+from kvstore_gc.deletion import SweepPlan, Victim
 from kvstore_gc.execute import Sweeper, SweepReport
-from kvstore_gc.orphans import Orphans
+from kvstore_gc.leftovers import Orphans
 from kvstore_gc.site import Site
 from kvstore_gc.threads import Each, Stop, Stopped, Threads, inline
-from kvstore_gc.victims import SweepPlan, Victim
 from tests.sim.kernel import Process
 from tests.sim.shared_root import RootPort
 

@@ -20,8 +20,8 @@ from unittest.mock import patch
 
 from kvstore.format.places import PINS, Name
 from kvstore.host import eviction, room, tables
+from kvstore.node import host, known
 from kvstore.node import host as host_module
-from kvstore.node import host_view, known
 from kvstore.root.interface import Entry, Space
 from kvstore.root.posix import PosixRoot
 from kvstore_gc import host as gc_host
@@ -48,11 +48,11 @@ AIMS = {
 """Steps at which a process may stand still, and the events that it waits for, one after the other."""
 HOST = ("clears", "eviction", "place", "tables")
 TIMED = (
-    "kvstore.node.host_clearing",
+    "kvstore.node.clearing",
     "kvstore.host.clears",
     "kvstore.host.tables",
     "kvstore.host.room",
-    "kvstore.node.host_view",
+    "kvstore.node.host",
 )
 
 
@@ -289,8 +289,8 @@ class Files:
             (tables, "RING", RING),
             (tables, "BATCH_MAX", BATCH_MAX),
             (tables, "_BYTES", tables.PAGE_BYTES + RING * 16),
-            (host_view, "RING", RING),
-            (host_view, "BATCH_MAX", BATCH_MAX),
+            (host, "RING", RING),
+            (host, "BATCH_MAX", BATCH_MAX),
             (eviction, "BATCH_MAX", BATCH_MAX),
             (gc_host, "BATCH_MAX", BATCH_MAX),
             (tables, "SIZE_BYTES_MIN", TABLE_BYTES),

@@ -35,9 +35,9 @@ from kvstore.meta.memory import MemoryMeta
 from kvstore.namespace import Namespace
 from kvstore.node.host import Bound, Host
 from kvstore.node.lanes import Deadline
-from kvstore.node.limits import Limits
 from kvstore.node.member import Member
 from kvstore.node.opening import join
+from kvstore.node.settings import Limits
 from kvstore.root.identity import create_or_open
 from kvstore_gc.config import Config
 from kvstore_gc.host import opened

@@ -24,12 +24,12 @@ from kvstore.meta.store import Put
 from kvstore.meta.sweeps import Condemned
 from kvstore.meta.usage import Capacity
 from kvstore.namespace import Namespace
-from kvstore.node.limits import Limits
+from kvstore.node.settings import Limits
 from kvstore.root.fences import list_twins
 from kvstore.root.identity import RootId, RootIdentity, publish, read_newest
 from kvstore.root.memory import MemoryFile, MemoryRoot
-from kvstore_gc.safety import Timings
-from kvstore_gc.victims import read_victims
+from kvstore_gc.deletion import read_victims
+from kvstore_gc.site import Timings
 from tests.sim.collector import Collector
 from tests.sim.faults import Faults, Rates
 from tests.sim.host import Host

@@ -18,10 +18,9 @@ from kvstore.client.cache import Cache
 from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
 from kvstore.meta.memory import MemoryMeta
-from kvstore.node.limits import Limits
 from kvstore.node.member import Member, Sharing
 from kvstore.node.opening import join
-from kvstore.node.settings import NodeOptions, TierSettings
+from kvstore.node.settings import Limits, NodeOptions, TierSettings
 from kvstore.root.interface import Root
 from kvstore.sources import RandomIds, SystemClock
 from kvstore.writes import WriteMode

@@ -22,7 +22,7 @@ import pytest
 
 from kvstore.errors import HoldBroken, KVStoreError
 from kvstore.hints import Hints
-from kvstore.node.limits import Limits
+from kvstore.node.settings import Limits
 from kvstore.root.posix import PosixRoot
 from kvstore.writes import WriteMode
 from tests.kit.descriptors import open_before, open_now

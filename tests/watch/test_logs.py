@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvstore import tracing
-from kvstore.cli import logs
+from kvstore.cli import options
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[[], str]]:
 
 
 def test_an_event_is_one_json_object_with_its_values_by_name(said: Callable[[], str]) -> None:
-    logs.configure("info", "json")
+    options.configure("info", "json")
     log = logging.getLogger("kvstore.worker.worker")
     with tracing.request("req-7"):
         log.warning("drain.cut calls=%d share=%.1f%% why=%s", 3, 12.5, "two\nlines")
@@ -46,7 +46,7 @@ def test_an_event_is_one_json_object_with_its_values_by_name(said: Callable[[], 
 
 
 def test_a_traceback_is_part_of_its_line(said: Callable[[], str]) -> None:
-    logs.configure("info", "json")
+    options.configure("info", "json")
     try:
         raise ValueError("no")
     except ValueError:

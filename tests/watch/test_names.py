@@ -15,14 +15,13 @@ from kvstore.meta.memory import MemoryMeta
 from kvstore.node.opening import open_member
 from kvstore.node.settings import TierSettings
 from kvstore.sources import SystemClock
-from kvstore.worker.exposition import Exposition
-from kvstore.worker.metrics_server import start_metrics
+from kvstore.worker.metrics_server import Exposition, start_metrics
 from kvstore.worker.worker import Worker
 from kvstore_gc.capacity import Accounts, Publisher
 from kvstore_gc.config import Config
 from kvstore_gc.cycle import Cycle
-from kvstore_gc.listing import Tally
 from kvstore_gc.metrics import Metrics
+from kvstore_gc.ranking import Tally
 from kvstore_gc.summary import Summary
 from tests.kit.clusters import site_of
 from tests.kit.stores import SMALL, kv_of

@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from kvstore import tracing
-from kvstore.cli.logs import Lines
+from kvstore.cli.options import Lines
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.messages import parse, sealed, trace_of, traced

@@ -13,14 +13,14 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 import kvstore
-from kvstore.client.bulk.way import Bulk
+from kvstore.client.bulk.links import Bulk
 from kvstore.client.cache import Cache
 from kvstore.client.store import Store
 from kvstore.replay import Content, expect, generate, replay_layout
 from kvstore.replay.runner import KvBytes
 from kvstore.replay.trace import BLOCK_TOKENS
 from kvstore.tokens import TokenArray
-from kvstore.worker.exposition import Exposition
+from kvstore.worker.metrics_server import Exposition
 from tests.kit.cases import for_each
 from tests.kit.workers import Served, serving
 

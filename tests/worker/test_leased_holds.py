@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore.client.endpoint import Endpoint
+from kvstore.client.endpoints import Endpoint
 from kvstore.client.remote import RemotePort
 from kvstore.client.remote_hold import RemoteHold
 from kvstore.client.store import Store

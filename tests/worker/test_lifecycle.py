@@ -23,7 +23,7 @@ from kvstore.client.limits import ClientLimits
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.meta.session import Session
 from kvstore.meta.workers import WorkerRecord, Workers
-from kvstore.node.limits import Limits
+from kvstore.node.settings import Limits
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.worker.metrics_server import start_metrics

@@ -14,13 +14,13 @@ from kvstore.namespace import Namespace
 from kvstore.node.counters import Counters
 from kvstore.node.holds import Hold, Holds
 from kvstore.node.known import Known
-from kvstore.node.limits import Limits
+from kvstore.node.settings import Limits
 from kvstore.node.view import View
 from kvstore.sources import RandomIds
 from kvstore.wire.statuses import Busy, Draining
 from kvstore.worker.admission import BytesInFlight, Gate
-from kvstore.worker.holds import ClientHolds
-from kvstore_gc.safety import Timings
+from kvstore.worker.prompts import ClientHolds
+from kvstore_gc.site import Timings
 from tests.kit.fake_meta import FakeClock
 from tests.kit.stores import SMALL
 

@@ -12,8 +12,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 import kvstore_gc
 from kvstore.sources import SystemClock
-from kvstore.worker.exposition import Exposition
-from kvstore_gc import execute, metrics, orphans
+from kvstore.worker.metrics_server import Exposition
+from kvstore_gc import execute, leftovers, metrics
 from tests.kit.watch_queries import DASHBOARDS, RULES, panels, used
 from tests.kit.workers import serving
 
@@ -95,7 +95,7 @@ def test_the_collector_counts_by_no_other_label() -> None:
         for name in ("orphans", "quarantine")
         for each in re.findall(r'done\["(\w+)"\]', (folder / f"{name}.py").read_text())
     }
-    assert kinds == {*orphans.ORPHANS}
+    assert kinds == {*leftovers.ORPHANS}
     phases = {
         each
         for name in ("execute", "cycle")

@@ -27,10 +27,9 @@ from kvstore.security.guard import Guard
 from kvstore.tokens import TokenArray
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.v1.kvstore_pb2_grpc import KVStoreStub
-from kvstore.wire.questions import Question
-from kvstore.wire.web import Caller
+from kvstore.wire.query import Caller, Question
 from kvstore.worker.metrics_server import start_metrics
-from kvstore.worker.questions import Questions
+from kvstore.worker.worker import Questions
 from tests.kit.arenas import serving_memory
 from tests.kit.cases import for_each
 from tests.kit.secured import secured

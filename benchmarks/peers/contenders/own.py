@@ -14,7 +14,7 @@ from benchmarks.peers.workload import Memory, Workload
 from kvstore import Layout
 from kvstore.client import Cache, Store
 from kvstore.client.cache import Hold
-from kvstore.node.limits import Limits
+from kvstore.node.settings import Limits
 from kvstore.writes import Durability
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 
 from kvstore.node.lanes import Lanes
-from kvstore.node.limits import Limits
+from kvstore.node.settings import Limits
 from kvstore.sources import Clock
 
 

@@ -1,34 +1,464 @@
-"""The bulk connections to one worker: made at first use, kept open, used by one call at a time."""
+"""The path that chunk bytes take between a client and its workers: apart from the links, because users name it."""
 
 from __future__ import annotations
 
+import enum
+import fcntl
 import logging
+import mmap
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import grpc
+import numpy as np
+import numpy.typing as npt
 from google.protobuf.message import Message
 
-from kvstore.client.bulk.arena import ARENA_BYTES_MIN, Arena
-from kvstore.client.bulk.dialling import Dialled, Dialler
-from kvstore.client.bulk.way import Bulk
 from kvstore.client.credentials import PLAIN, Credentials
 from kvstore.client.limits import ClientLimits
 from kvstore.counts import ClientCount
-from kvstore.errors import InvalidRequest
+from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
+from kvstore.format.header import PAGE_BYTES
+from kvstore.memory.arena import follow, map_arena, populate
 from kvstore.node.counters import Counts
+from kvstore.node.images import ImagesIn
 from kvstore.root.posix import MEMORY_FILE_SYSTEMS, file_system_type
+from kvstore.text import brief
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.bulk.channel import LinkBroken
-from kvstore.wire.bulk.frames import SHORT_CALLS, Head, Kind, Mode, encode_arena, encode_request
+from kvstore.wire.bulk.channel import Channel, LinkBroken, LinkLate
+from kvstore.wire.bulk.frames import SHORT_CALLS, VERSION, Head, Kind, Mode, decode_arena, encode_arena, encode_request
+from kvstore.wire.bulk.grants import NONCE_BYTES, PROOF_BYTES, Grant, boot_id
+from kvstore.wire.bulk.runs import LEDGER_BYTES, released_count
+from kvstore.wire.bulk.sockets import dial_tcp, dial_unix
 from kvstore.wire.messages import parse, traced
 from kvstore.wire.statuses import Failure, failure
 
+BulkName = Literal["auto", "shared", "tcp", "grpc"]
+
+
+class Bulk(enum.Enum):
+    """The path of chunk bytes."""
+
+    AUTO = "auto"
+    """The shortest path that works: shared, else tcp, else grpc."""
+    SHARED = "shared"
+    TCP = "tcp"
+    GRPC = "grpc"
+
+    @classmethod
+    def of(cls, value: Bulk | str | None) -> Bulk:
+        """The path with this name; None reads KVSTORE_BULK from the environment. Raises InvalidRequest."""
+        chosen = os.environ.get("KVSTORE_BULK", cls.AUTO.value) if value is None else value
+        try:
+            return cls(chosen)
+        except ValueError as cause:
+            names = ", ".join(way.value for way in cls)
+            raise InvalidRequest(f"bulk={brief(chosen)} (or KVSTORE_BULK): expected one of {names}") from cause
+
+
+# The arena: memory that a client shares with a worker for puts. It is a ring; the worker says which part is free.
+
+
+ARENA_BYTES_MIN = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Region:
+    start: int
+    end: int
+    upto: int
+    """This region is free once the first ``upto`` chunks of the put are released."""
+
+
+class Ledger:
+    """The worker's account of the arena: a page that the worker writes and we read."""
+
+    def __init__(self, fd: int) -> None:
+        """Takes over ``fd``. Raises OSError or ValueError if it is not a ledger."""
+        try:
+            # Sealed against shrinking: reading past a shortened file would kill us (SIGBUS).
+            if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+                raise ValueError("the ledger is not sealed against shrinking")
+            mapped = mmap.mmap(fd, LEDGER_BYTES, prot=mmap.PROT_READ)
+        finally:
+            os.close(fd)
+        self._entry = np.frombuffer(mapped, np.uint64)
+
+    def released(self, request: int) -> int:
+        """Number of leading chunks of a put that the worker no longer needs in the arena."""
+        return released_count(int(self._entry[0]), request)
+
+
+class Arena:
+    """A ring of ``size_bytes``. Regions are taken in order and become free in order."""
+
+    def __init__(self, size_bytes: int, ledger: Ledger) -> None:
+        """Raises OSError if there is no memory."""
+        self.size_bytes = size_bytes
+        self._ledger = ledger
+        self.fd = os.memfd_create("kvstore-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.fd, size_bytes)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            mapped = mmap.mmap(self.fd, size_bytes)
+        except BaseException:
+            os.close(self.fd)
+            raise
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+        self._bytes: npt.NDArray[Any] = np.frombuffer(mapped, np.uint8)
+        # Pages are allocated ahead of the first put while it is copied, so no later put waits for them.
+        self._closing = threading.Event()
+        pages = memoryview(mapped)
+        threading.Thread(target=populate, args=(pages, True, self._closing), name="kvstore-arena", daemon=True).start()
+        self._request = 0
+        self._regions: deque[_Region] = deque()
+
+    def begin(self, request: int) -> None:
+        """Begins a put. The worker has answered the one before, and needs nothing of it."""
+        self._request = request
+        self._regions.clear()
+
+    def take(self, size_bytes: int, upto: int) -> int | None:
+        """Returns the offset of a region for chunks of the put; it is free once its first ``upto`` are released.
+
+        None if there is no room now.
+        """
+        self._collect()
+        start = self._place(size_bytes)
+        if start is not None:
+            self._regions.append(_Region(start, start + size_bytes, upto))
+        return start
+
+    def bytes_at(self, offset: int, size_bytes: int) -> npt.NDArray[Any]:
+        """Returns the memory of a region."""
+        return self._bytes[offset : offset + size_bytes]
+
+    def close(self) -> None:
+        """Closes the file; the worker keeps its own mapping of it. Idempotent."""
+        self._closing.set()
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+        self._bytes = np.empty(0, np.uint8)
+
+    def _collect(self) -> None:
+        while self._regions and self._ledger.released(self._request) >= self._regions[0].upto:
+            self._regions.popleft()
+
+    def _place(self, size_bytes: int) -> int | None:
+        if not self._regions:
+            return 0 if size_bytes <= self.size_bytes else None
+        tail, head = self._regions[0].start, self._regions[-1].end
+        if head > tail:
+            if head + size_bytes <= self.size_bytes:
+                return head
+            return 0 if size_bytes <= tail else None
+        return head if head + size_bytes <= tail else None
+
+
+# The memory of a worker on this host, mapped once for all connections to it, and leases on parts of it.
+#
+# The mapping is read-only. The worker may change a part of it once nobody has a lease on that part. The file is
+# sealed, so the mapping outlives the worker.
+
+
+LEASES_MAX = 256
+"""Maximum of leases on one worker's memory at once, one file descriptor each; further views are copies."""
+
+
+class WorkerMemory:
+    """The whole mapping. ``id`` is the worker's name for its memory; ``leases`` are those alive."""
+
+    def __init__(self, fd: int, size_bytes: int, id: bytes) -> None:
+        """Maps the file and closes ``fd``. Raises Unavailable if it cannot be mapped or could shrink."""
+        self.id = id
+        self.leases: set[int] = set()
+        self._closing = threading.Event()
+        self._unread: list[int] = [fd]
+        """The file, until the first read: a client that only asks needs no pages of it."""
+        try:
+            self._bytes = map_arena(fd, size_bytes)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def has_lease(self) -> bool:
+        """True if one more lease may be kept."""
+        return len(self.leases) < LEASES_MAX
+
+    def close(self) -> None:
+        """Stops background work. Arrays that refer to the mapping keep it alive. Idempotent."""
+        self._closing.set()
+        with suppress(IndexError):  # a read took it
+            os.close(self._unread.pop())
+
+    def images(self, offsets: Sequence[int], sizes_bytes: Sequence[int]) -> ImagesIn:
+        """Images of these sizes at these offsets. Raises InvalidRequest where one is not all in the memory."""
+        if any(offset % PAGE_BYTES for offset in offsets):
+            raise InvalidRequest(f"images are said to be at {offsets}: expected multiples of {PAGE_BYTES}")
+        self._follow()
+        return ImagesIn(self._bytes, offsets, sizes_bytes)
+
+    def _follow(self) -> None:
+        """Maps pages ahead from the first read on."""
+        try:
+            fd = self._unread.pop()
+        except IndexError:
+            return  # done, or another thread does it
+        try:
+            # Without descriptors or threads the first read of each page takes longer.
+            with suppress(OSError, RuntimeError):
+                follow(self._bytes, fd, self._closing)
+        finally:
+            os.close(fd)
+
+
+class Lease:
+    """Keeps the worker from reusing leased chunks until it is closed. It is our end of a pipe.
+
+    Closed by its user, or with the last array that refers to it. That may happen in any thread at any point, so closing
+    takes no lock: it is one system call, and the kernel tells the worker. A forked child inherits it.
+    """
+
+    __slots__ = ("_fd", "_live")
+
+    def __init__(self, fd: int, live: set[int]) -> None:
+        """Takes over ``fd``, and stays in ``live`` until it is closed."""
+        self._fd = fd
+        self._live = live
+        live.add(fd)
+
+    def close(self) -> None:
+        """Closes our end of the pipe. Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            self._live.discard(fd)
+            with suppress(OSError):
+                os.close(fd)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class Leased:
+    """Part of a worker's memory as numpy takes it: the base of arrays, which keep mapping and lease alive."""
+
+    __slots__ = ("__array_interface__", "_alive")
+
+    def __init__(self, part: memoryview, lease: Lease) -> None:
+        at = np.frombuffer(part, np.uint8).__array_interface__["data"][0]
+        # Read-only: the array does not own its memory, so numpy refuses to make it writable.
+        self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (len(part),), "data": (at, True)}
+        self._alive = (part, lease)
+
+    def array(self) -> npt.NDArray[Any]:
+        """Returns the bytes as an array."""
+        return np.asarray(self)
+
+
+# Makes bulk connections to one worker: negotiated over gRPC, on the shortest path that works, proved at both ends.
+
+
 log = logging.getLogger(__name__)
+
+
+class NoBulkPath(InvalidRequest):
+    """No worker can be reached on the requested path (``bulk=``). Choose another, or ``auto``."""
+
+
+class NoAnswer(Unavailable):
+    """The worker offers the requested path but does not answer on it. Nothing was sent: try another worker."""
+
+
+class _NotOffered(Unavailable):
+    """The worker does not offer this path, or not to this client."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dialled:
+    """A connection that both ends have proved."""
+
+    channel: Channel
+    hands_files: bool
+    """True if the worker gives the files of its root."""
+    ledger: Ledger | None
+    memory: WorkerMemory | None
+    """The worker's memory, mapped; None if it has none, or is on another host."""
+    credentials_version: int
+
+
+class Dialler:
+    """Makes connections to one worker. Thread-safe. ``ask`` makes the gRPC call OpenBulk: request, seconds -> answer.
+
+    No step takes longer than ``step_s``.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        bulk: Bulk,
+        step_s: float,
+        ask: Callable[[bytes, float], bytes],
+        credentials: Credentials,
+    ) -> None:
+        self._address = address
+        self._bulk = bulk
+        self._step_s = step_s
+        self._ask = ask
+        self._credentials = credentials
+        self._lock = threading.Lock()
+        self._memory: WorkerMemory | None = None
+        self._closed = False
+        self._why_not = ""
+        self._worked = False
+        """True once a connection worked on a path that the worker still offers."""
+        self._is_silent = False
+        """True if the worker offered a path at the last dial and did not answer on it."""
+        self._warned = False
+
+    def dial(self, timeout_s: float) -> Dialled | None:
+        """Dials the worker on the shortest path that works; returns None, and logs why, if none does."""
+        ways = [(Bulk.SHARED, self._dial_shared), (Bulk.TCP, self._dial_tcp)]
+        if self._bulk is not Bulk.AUTO:
+            # Twice: the offer may come from a worker that died after it. Asking again finds that out.
+            ways = [each for each in ways if each[0] is self._bulk] * 2
+        answer: pb.OpenBulkResponse | None = None
+        reasons: dict[Bulk, str] = {}
+        silent = False
+        for way, dial in ways:
+            if answer is None and (answer := self._offer(timeout_s)) is None:
+                self._worked = False
+                self._no_link("the worker does not know the bulk protocol", silent=False)
+                return None
+            try:
+                dialled = dial(answer)
+            except _NotOffered as error:
+                reasons[way] = str(error)
+                if self._bulk is not Bulk.AUTO:
+                    self._worked = False
+                    break
+            except (LinkBroken, LinkLate, TimeoutError) as error:
+                reasons[way] = str(error)
+                silent, answer = True, None  # its grant is used up
+                if self._bulk is not Bulk.AUTO:
+                    break
+            except (OSError, KVStoreError, ValueError) as error:
+                reasons[way] = str(error)
+                if self._bulk is not Bulk.AUTO:
+                    answer = None
+            else:
+                self._warned, self._worked = False, True
+                return dialled
+        self._no_link("; ".join(f"{way.value}: {why}" for way, why in reasons.items()), silent=silent)
+        return None
+
+    def dial_here(self) -> Dialled | None:
+        """Dials the worker if it is on this host. Raises what goes wrong."""
+        answer = self._offer(self._step_s)
+        return self._dial_shared(answer) if answer is not None else None
+
+    def check(self) -> None:
+        """Raises NoBulkPath if the required path is not offered, NoAnswer if it is offered and nobody answers."""
+        if self._bulk is not Bulk.AUTO and (self._worked or self._is_silent):
+            raise NoAnswer(f"worker {self._address} does not answer over {self._bulk.value}: {self._why_not}")
+        if self._bulk is not Bulk.AUTO:
+            raise NoBulkPath(
+                f"bulk={self._bulk.value!r}: worker {self._address} cannot be reached that way "
+                f"({self._why_not}): choose another, or bulk='auto'"
+            )
+
+    def close(self) -> None:
+        """Lets go of the worker's memory. Idempotent."""
+        with self._lock:
+            self._closed = True
+            memory, self._memory = self._memory, None
+        if memory is not None:
+            memory.close()
+
+    def _no_link(self, why: str, *, silent: bool) -> None:
+        """Notes and logs why there is no connection. A silent worker is logged as a warning, once until it answers."""
+        self._why_not, self._is_silent = why, silent
+        level = logging.WARNING if silent and not self._warned else logging.INFO
+        self._warned |= silent
+        log.log(level, "client.no_bulk worker=%s why=%s", self._address, why)
+
+    def _offer(self, timeout_s: float) -> pb.OpenBulkResponse | None:
+        """Asks the worker for its offer with a fresh grant; None if it does not know this call."""
+        request = pb.OpenBulkRequest(version=VERSION).SerializeToString()
+        try:
+            return pb.OpenBulkResponse.FromString(self._ask(request, min(timeout_s, self._step_s)))
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
+                raise
+            return None
+
+    def _dial_shared(self, answer: pb.OpenBulkResponse) -> Dialled:
+        if not answer.unix_path:
+            raise _NotOffered("the worker offers no unix socket")
+        if answer.boot_id != boot_id() or not answer.boot_id:
+            raise _NotOffered("it is on another host")
+        channel = Channel(dial_unix(answer.unix_path, self._step_s), self._step_s)
+        return self._greeted(channel, answer)
+
+    def _dial_tcp(self, answer: pb.OpenBulkResponse) -> Dialled:
+        if not answer.tcp_port or self._address.startswith("unix:"):
+            raise _NotOffered("the worker offers no port")
+        host = self._address.rpartition(":")[0]
+        sock = self._credentials.wrapped(dial_tcp(host, answer.tcp_port, self._step_s), self._address)
+        return self._greeted(Channel(sock, self._step_s), answer)
+
+    def _greeted(self, channel: Channel, answer: pb.OpenBulkResponse) -> Dialled:
+        """Proves, on both ends, knowledge of the secret that only gRPC carried."""
+        version = self._credentials.version
+        try:
+            channel.limit(self._step_s, self._step_s)
+            grant, nonce = Grant(answer.grant, answer.secret), os.urandom(NONCE_BYTES)
+            channel.send(Kind.HELLO, 0, [grant.hello(nonce)])
+            head, proof = channel.receive_frame(Kind.WELCOME)
+            if head.length != PROOF_BYTES or not grant.is_welcome(nonce, proof):
+                raise _NotOffered("another program listens there, not the worker")
+            ledger = Ledger(channel.take_files(1)[0]) if channel.is_unix else None
+            memory = self._mapped(channel, answer) if channel.is_unix and answer.memory else None
+        except BaseException:
+            channel.close()
+            raise
+        return Dialled(channel, answer.files and channel.is_unix, ledger, memory, version)
+
+    def _mapped(self, channel: Channel, answer: pb.OpenBulkResponse) -> WorkerMemory | None:
+        """Maps the worker's memory, once for all connections; None if it cannot be mapped here."""
+        known = self._memory
+        if known is not None and known.id == answer.memory:
+            return known
+        channel.send(Kind.MAP, 0)
+        size_bytes = decode_arena(channel.receive_frame(Kind.MEMORY)[1])
+        fd = channel.take_files(1)[0]
+        try:
+            memory = WorkerMemory(fd, size_bytes, answer.memory)
+        except Unavailable as error:
+            log.info("client.no_memory worker=%s why=%s", self._address, error)
+            return None
+        with self._lock:
+            # Another connection may have been made at the same time: keep one mapping.
+            left: WorkerMemory | None = memory
+            if not self._closed and (self._memory is None or self._memory.id != answer.memory):
+                left, self._memory = self._memory, memory
+            used = self._memory
+        if left is not None:
+            left.close()
+        return used
+
+
+# The bulk connections to one worker: made at first use, kept open, used by one call at a time.
+
 
 AHEAD_S = 60.0
 """Time before another attempt to make a connection for short calls alone."""

@@ -16,9 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.buffers import Pieces, Planes, grouped
-from kvstore.client.bulk.arena import Arena
 from kvstore.client.bulk.lanes import FileLanes
-from kvstore.client.bulk.links import Link
+from kvstore.client.bulk.links import Arena, Link
 from kvstore.errors import Unavailable
 from kvstore.layout import Layout
 from kvstore.native import library as native
@@ -38,8 +37,7 @@ from kvstore.wire.bulk.frames import (
     encode_span,
     unpacked,
 )
-from kvstore.wire.bulk.runs import SUM_BYTES, send_run
-from kvstore.wire.bulk.sums import block_sums
+from kvstore.wire.bulk.runs import SUM_BYTES, block_sums, send_run
 from kvstore.wire.messages import traced
 from kvstore.writes import RUNS_IN_MEMORY
 

@@ -18,11 +18,11 @@ from torch.nn.modules import module as torch_module
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from kvstore.brief import kind_of
 from kvstore.client import Cache, Store
 from kvstore.errors import InvalidRequest
 from kvstore.layout import DType, Layout
 from kvstore.namespace import Namespace
+from kvstore.text import kind_of
 
 SILENT = frozenset({"name_or_path", "training", "gradient_checkpointing"})
 """Settings of modules that do not change their results."""

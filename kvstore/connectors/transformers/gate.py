@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from kvstore.connectors.transformers.decoder import Decoder, PromptKV, Score, alone, deviation, recompute
 from kvstore.errors import InvalidRequest
-from kvstore.parsing import parse_json
 from kvstore.segments import Bounds, Measured, Rule, Verdict
+from kvstore.text import parse_json
 
 
 @dataclass(frozen=True, slots=True)

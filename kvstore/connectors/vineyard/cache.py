@@ -19,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 
 import kvstore
-from kvstore.brief import kind_of
 from kvstore.client import Store
 from kvstore.connectors.vineyard.types import (
     ENV_FILESYSTEM,
@@ -36,6 +35,7 @@ from kvstore.connectors.vineyard.types import (
 )
 from kvstore.errors import KVStoreError, PermissionDenied, RootMismatch, StoreFull, Unavailable
 from kvstore.layout import Layout
+from kvstore.text import kind_of
 from kvstore.tokens import TokenArray
 from kvstore.writes import WriteMode
 

@@ -15,7 +15,7 @@ from functools import partial
 
 from kvstore.background import Decision, Loop
 from kvstore.client import Store
-from kvstore.client.blocks import BlockCache
+from kvstore.client.cache import BlockCache
 from kvstore.connectors.common import Settings
 from kvstore.connectors.vllm.metrics import EngineCount, EngineCounts
 from kvstore.connectors.vllm.namespaces import Tail, last_boundary

@@ -18,8 +18,7 @@ from typing import Any
 from zlib import crc32
 
 from kvstore.background import Tasks
-from kvstore.client.blocks import BlockCache
-from kvstore.client.pin import Pin, check_pin
+from kvstore.client.cache import BlockCache, Pin, check_pin
 from kvstore.connectors.common import Abandoned, Branch, Sessions
 from kvstore.connectors.vllm.blocks import Check, Named, Runs
 from kvstore.connectors.vllm.lookups import Link, Lookup

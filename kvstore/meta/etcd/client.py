@@ -15,8 +15,7 @@ from typing import Any
 
 import grpc
 
-from kvstore.bounded import CLOSE_S, within
-from kvstore.brief import brief, kind_of
+from kvstore.background import CLOSE_S, within
 from kvstore.channels import open_channel
 from kvstore.checks import is_unicode
 from kvstore.errors import InvalidRequest, PermissionDenied, Unavailable
@@ -53,6 +52,7 @@ from kvstore.meta.store import (
 )
 from kvstore.security.tls import Watched, read_secret
 from kvstore.sources import Ids, RandomIds
+from kvstore.text import brief, kind_of
 
 ENDPOINTS_MAX = 64
 PEM_BYTES_MAX = 1 << 20

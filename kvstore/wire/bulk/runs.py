@@ -1,7 +1,4 @@
-"""Runs with their checksums: chunks by planes, then the XXH3-64 of each plane.
-
-Uses native code if it may, which sums each piece while it is in the cache; both directions are here.
-"""
+"""The page that a worker shares with a client: how many chunks of the current put the arena may forget."""
 
 from __future__ import annotations
 
@@ -15,7 +12,38 @@ from kvstore.buffers import Pieces, Planes, address_of
 from kvstore.format.header import checksum
 from kvstore.native import library as native
 from kvstore.wire.bulk.channel import Channel
-from kvstore.wire.bulk.sums import plane_sums
+
+LEDGER_BYTES = 4096
+COUNT_BITS = 32
+
+
+def entry_value(request: int, count: int) -> int:
+    """Returns the entry that says that ``count`` leading chunks of the put are released."""
+    return request << COUNT_BITS | count
+
+
+def released_count(entry: int, request: int) -> int:
+    """Returns how many leading chunks of a put are released; 0 while the entry is still an older put's."""
+    return entry & (1 << COUNT_BITS) - 1 if entry >> COUNT_BITS == request else 0
+
+
+# The checksums that travel with a run: one for each plane of chunks, or each block, few enough to cost nothing.
+
+
+def plane_sums(planes: Planes, first: int, count: int) -> tuple[int, ...]:
+    """Returns the XXH3-64 of each plane's part of ``count`` chunks from index ``first`` on, in order."""
+    return tuple(checksum(plane.data) for row in planes.strided(first, count) for plane in row)
+
+
+def block_sums(blocks: Pieces) -> tuple[int, ...]:
+    """Returns the XXH3-64 of each block, in order."""
+    return tuple(map(checksum, blocks))
+
+
+# Runs with their checksums: chunks by planes, then the XXH3-64 of each plane.
+#
+# Uses native code if it may, which sums each piece while it is in the cache; both directions are here.
+
 
 SUM_BYTES = 8
 

@@ -13,7 +13,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.memory.arena import follow
 from kvstore.security.access import NOTHING, Presented
 from kvstore.wire.bulk.channel import Channel
-from kvstore.wire.bulk.ledger import LEDGER_BYTES, entry_value
+from kvstore.wire.bulk.runs import LEDGER_BYTES, entry_value
 
 
 class Ledger:

@@ -1,21 +1,22 @@
-"""The sockets of the bulk protocol: who may connect, and which thread serves a connection.
-
-One thread watches all silent connections, greets new ones, and passes those that begin a request to the serving
-threads. So a silent connection costs one file descriptor and nothing else.
-"""
+"""The folder of a worker's unix socket: private to its user; a later worker removes the folders of killed ones."""
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import logging
 import os
 import selectors
+import shutil
 import socket
+import ssl
 import struct
 import tempfile
 import threading
 import time
 from collections import deque
 from contextlib import suppress
+from pathlib import Path
 
 from kvstore.counts import WorkerCount
 from kvstore.errors import InvalidRequest, KVStoreError
@@ -26,12 +27,114 @@ from kvstore.wire.bulk.frames import HEAD_BYTES, Kind, decode_head
 from kvstore.wire.bulk.grants import HELLO_BYTES, Grant, boot_id, read_hello
 from kvstore.wire.bulk.sockets import listen_tcp, listen_unix
 from kvstore.worker.bulk.connection import Connection
-from kvstore.worker.bulk.folder import SocketFolder
 from kvstore.worker.bulk.serving import BulkRequests
-from kvstore.worker.bulk.stranger import Stranger
 from kvstore.worker.calls import Calls
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.threads import DaemonThreads
+
+FOLDER_PREFIX = "kvstore-bulk-"
+MARK = "lock"
+
+
+class SocketFolder:
+    """A folder under ``parent``, marked by a lock that ends with this process."""
+
+    def __init__(self, parent: str) -> None:
+        self._parent = parent
+        self._path = ""
+        self._mark = -1
+
+    def make(self) -> str:
+        """Makes the folder, removes those of workers that were killed, and returns its path. Raises OSError."""
+        _remove_dead(self._parent)
+        self._path = tempfile.mkdtemp(prefix=f".{FOLDER_PREFIX}", dir=self._parent)
+        self._mark = _marked(self._path)
+        # Renamed only once it is locked: another worker would remove an unlocked one.
+        path = os.path.join(self._parent, os.path.basename(self._path).removeprefix("."))
+        os.rename(self._path, path)
+        self._path = path
+        return path
+
+    def close(self) -> None:
+        """Removes the folder with its content. Idempotent."""
+        mark, self._mark = self._mark, -1
+        if mark >= 0:
+            os.close(mark)
+        path, self._path = self._path, ""
+        if path:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _marked(folder: str) -> int:
+    mark = os.open(os.path.join(folder, MARK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        os.close(mark)
+        raise
+    return mark
+
+
+def _remove_dead(parent: str) -> None:
+    """Removes this user's folders whose lock nobody holds."""
+    for folder in Path(parent).glob(f"{FOLDER_PREFIX}*"):
+        with suppress(OSError):
+            if folder.lstat().st_uid != os.geteuid():
+                continue
+            mark = os.open(folder / MARK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(mark)
+
+
+# A connection before its grant is proved and, over TCP, before its TLS handshake is done.
+#
+# Separate from the listener, which has many of these and one thread: nothing here waits.
+
+
+GREETING_BYTES = HEAD_BYTES + HELLO_BYTES
+
+
+class Stranger:
+    """One such connection. Used by the listening thread alone. ``socket`` never blocks; the listener closes it."""
+
+    def __init__(self, sock: socket.socket, ends_s: float) -> None:
+        self.socket = sock
+        self.ends_s = ends_s
+        """Time at which it is closed."""
+        self._said = bytearray()
+        self._shakes_hands = isinstance(sock, ssl.SSLSocket)
+
+    @property
+    def thumbprint(self) -> bytes:
+        """Thumbprint of the client's certificate; empty without TLS or if none was asked for."""
+        shown = self.socket.getpeercert(binary_form=True) if isinstance(self.socket, ssl.SSLSocket) else None
+        return hashlib.sha256(shown).digest() if shown else b""
+
+    def hear(self) -> bytes | None:
+        """Returns the greeting once it is complete, empty if none will come, None if more bytes are needed."""
+        try:
+            if self._shakes_hands and isinstance(self.socket, ssl.SSLSocket):
+                self.socket.do_handshake()
+                self._shakes_hands = False
+            said = self.socket.recv(GREETING_BYTES - len(self._said))
+        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            return None
+        except OSError:
+            return b""
+        self._said += said
+        if said and len(self._said) < GREETING_BYTES:
+            return None
+        return bytes(self._said) if said else b""
+
+
+# The sockets of the bulk protocol: who may connect, and which thread serves a connection.
+#
+# One thread watches all silent connections, greets new ones, and passes those that begin a request to the serving
+# threads. So a silent connection costs one file descriptor and nothing else.
+
 
 log = logging.getLogger(__name__)
 

@@ -25,8 +25,7 @@ from kvstore.wire.messages import hints_of, parse, write_of
 from kvstore.wire.statuses import BrokenTransfer
 from kvstore.worker.admission import Buffers, BytesInFlight
 from kvstore.worker.bulk.connection import Connection
-from kvstore.worker.call import Call
-from kvstore.worker.calls import Calls, seconds_left
+from kvstore.worker.calls import Call, Calls, seconds_left
 from kvstore.worker.prompts import Prompts
 from kvstore.worker.putting import put_answer
 from kvstore.writes import RUNS_IN_MEMORY, WriteMode

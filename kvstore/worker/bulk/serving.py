@@ -24,11 +24,9 @@ from kvstore.wire.messages import parse, trace_of
 from kvstore.wire.statuses import Refusal, refusal
 from kvstore.worker.admission import Buffers, BytesInFlight
 from kvstore.worker.bulk.connection import Connection
-from kvstore.worker.bulk.getting import BulkGets
-from kvstore.worker.bulk.leases import Leases
+from kvstore.worker.bulk.getting import BulkGets, Leases
 from kvstore.worker.bulk.putting import BulkPuts
-from kvstore.worker.call import BulkContext, Refused
-from kvstore.worker.calls import Calls, UnaryCall
+from kvstore.worker.calls import BulkContext, Calls, Refused, UnaryCall
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.prompts import Prompts
 

@@ -1,32 +1,379 @@
-"""The calls of kvstore.v1.Control, each a few lines between a message and the code that does it."""
+"""A worker's health in one answer: itself, its root, its etcd, memory and queues, and a list of problems.
+
+Separate from the standard health service, which answers load balancers yes or no, and from metrics: this is for a
+person who asks now. It looks at root and etcd with short deadlines, so it answers even if both are gone.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
+import os
+import socket
 import threading
-from collections.abc import Callable, Iterator
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import Message
 
+from kvstore.address import Chain
 from kvstore.census.selection import Selection
-from kvstore.errors import InvalidRequest
+from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.format.header import Encoding
+from kvstore.node import settings as node_limits
 from kvstore.node.clear_operation import begin_clear
-from kvstore.node.member import Member
+from kvstore.node.lanes import Deadline
+from kvstore.node.looking import ChunkPlace, RootCopy
+from kvstore.node.member import Member, Sharing
 from kvstore.node.prefetch import checked_tier
+from kvstore.node.settings import Limits
 from kvstore.operations import NoOperation, OperationRun, OperationStatus
 from kvstore.results import LimitValue
+from kvstore.root.interface import Space
 from kvstore.security.access import Role
 from kvstore.sources import Clock
 from kvstore.v1 import control_pb2 as pb
 from kvstore.wire.limits import CONTROL
-from kvstore.worker.call import Call
-from kvstore.worker.calls import UnaryCall
-from kvstore.worker.control.health import About, Examination
-from kvstore.worker.control.limits import LiveLimits
-from kvstore.worker.control.lookups import lookup
+from kvstore.wire.messages import hints_message
+from kvstore.worker.calls import Call, CallContext, UnaryCall, seconds_left
+from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.service import Service
+
+LOOK_S = 2.0
+"""Time for one look at the root, and for one at etcd."""
+FREE_SHARE_MIN = 0.02
+BEHIND_SHARE_MAX = 0.9
+"""Share of the write queue that must be filled before it is reported as a problem."""
+SLOW_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """A worker's facts about itself."""
+
+    address: str
+    version: str
+    serving: bool
+
+
+class Examination:
+    """Examines one worker on request. ``about`` returns the worker's facts at that moment."""
+
+    def __init__(self, member: Member, service: Service, clock: Clock, about: Callable[[], About]) -> None:
+        self._member = member
+        self._service = service
+        self._clock = clock
+        self._about = about
+        self._began_s = clock.monotonic_s()
+
+    def answer(self) -> pb.HealthResponse:
+        """Returns the health of the worker; takes about two looks' time at most."""
+        gauges = self._service.gauges()
+        found = pb.HealthResponse(
+            worker=self._worker(gauges), root=self._root(gauges), etcd=self._etcd(gauges), queues=self._queues(gauges)
+        )
+        if "memory_size_bytes" in gauges:
+            found.memory.CopyFrom(_memory(gauges))
+        found.problems.extend(problems_of(found))
+        found.healthy = not found.problems
+        return found
+
+    def _worker(self, gauges: dict[str, float]) -> pb.WorkerHealth:
+        about = self._about()
+        return pb.WorkerHealth(
+            address=about.address,
+            version=about.version,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            uptime_s=self._clock.monotonic_s() - self._began_s,
+            serving=about.serving,
+            draining=bool(gauges["draining"]),
+            log_level=logging.getLevelName(logging.getLogger("kvstore").getEffectiveLevel()).lower(),
+        )
+
+    def _root(self, gauges: dict[str, float]) -> pb.RootHealth:
+        node = self._member.node
+        space = Space(None, None)
+        began_s = self._clock.monotonic_s()
+        try:
+            space = node.space(LOOK_S)
+            answers = True
+        except KVStoreError:
+            answers = False
+        return pb.RootHealth(
+            url=node.root.url,
+            id=node.identity.root,
+            answers=answers,
+            look_s=self._clock.monotonic_s() - began_s,
+            total_bytes=space.total_bytes or 0,
+            free_bytes=space.free_bytes or 0,
+            full=bool(gauges["root_full"]),
+        )
+
+    def _etcd(self, gauges: dict[str, float]) -> pb.EtcdHealth:
+        member = self._member
+        if member.sharing is not Sharing.CLUSTER:
+            return pb.EtcdHealth()
+        began_s = self._clock.monotonic_s()
+        try:
+            member.meta.get(member.keys.gc_seq, LOOK_S)
+            answers = True
+        except KVStoreError:
+            answers = False
+        return pb.EtcdHealth(
+            used=True,
+            answers=answers,
+            look_s=self._clock.monotonic_s() - began_s,
+            session_alive=bool(gauges["session_alive"]),
+            protected=bool(gauges["protected"]),
+            lease_margin_s=gauges["lease_margin_seconds"],
+        )
+
+    def _queues(self, gauges: dict[str, float]) -> pb.QueueHealth:
+        limits, tiers = self._service.limits, self._member.node.tiers
+        return pb.QueueHealth(
+            calls=int(gauges["calls_in_flight"]),
+            calls_max=limits.calls_max,
+            bytes_in_flight=int(gauges["bytes_in_flight"]),
+            bytes_in_flight_max=limits.bytes_in_flight_max,
+            root_queue=int(gauges["lane_queue"]),
+            behind_bytes=int(gauges.get("behind_bytes", 0)),
+            behind_bytes_max=tiers.behind.bytes_max if tiers is not None else 0,
+            holds=int(gauges["client_holds"]),
+            operations_running=int(gauges["operations_running"]),
+            operations_waiting=int(gauges["operations_waiting"]),
+        )
+
+
+def _memory(gauges: dict[str, float]) -> pb.MemoryHealth:
+    return pb.MemoryHealth(
+        size_bytes=int(gauges["memory_size_bytes"]),
+        held_bytes=int(gauges["memory_held_bytes"]),
+        dirty_bytes=int(gauges["memory_dirty_bytes"]),
+        referenced_bytes=int(gauges["memory_referenced_bytes"]),
+        pinned_bytes=int(gauges["memory_pinned_bytes"]),
+        disk_held_bytes=int(gauges.get("disk_held_bytes", 0)),
+        disk_bytes_max=int(gauges.get("disk_bytes_max", 0)),
+        peers=int(gauges.get("peers_known", 0)),
+        peers_aside=int(gauges.get("peers_aside", 0)),
+    )
+
+
+def problems_of(found: pb.HealthResponse) -> list[str]:
+    """Returns what is wrong, for people, the worst first."""
+    worker, root, etcd, memory, queues = found.worker, found.root, found.etcd, found.memory, found.queues
+    free_share = root.free_bytes / root.total_bytes if root.total_bytes else 1.0
+    waiting = queues.behind_bytes / queues.behind_bytes_max if queues.behind_bytes_max else 0.0
+    rules = (
+        (not root.answers, f"the root does not answer within {LOOK_S:g} s: check the mount (kvstore check-root)"),
+        (root.full, "a collector says that the root is full: puts are refused; check kvstore-gc"),
+        (etcd.used and not etcd.answers, f"etcd does not answer within {LOOK_S:g} s: nothing can be pinned"),
+        (
+            etcd.used and not etcd.session_alive,
+            "the session in etcd is lost: holds protect nothing, and pins are refused, until it is back",
+        ),
+        (etcd.used and not etcd.protected, "collectors ignore the holds and pins of this worker (gc/RUNBOOK.md)"),
+        (worker.draining, "the worker is draining: it ends soon"),
+        (not worker.serving and not worker.draining, "the worker reports NOT_SERVING"),
+        (free_share < FREE_SHARE_MIN, f"the root has {free_share:.1%} of its room left"),
+        (
+            queues.calls >= queues.calls_max,
+            f"{queues.calls} calls are in progress, which is the limit: more are refused",
+        ),
+        (
+            waiting > BEHIND_SHARE_MAX,
+            f"the queue of writes to the root is {waiting:.0%} full: the root is too slow",
+        ),
+        (root.answers and root.look_s > SLOW_S, f"a look at the root took {root.look_s:.1f} s"),
+        (etcd.answers and etcd.look_s > SLOW_S, f"a look at etcd took {etcd.look_s:.1f} s"),
+        (memory.peers_aside > 0, f"{memory.peers_aside} of {memory.peers} peers are set aside after errors"),
+    )
+    return [said for is_so, said in rules if is_so]
+
+
+# The limits that can change while a worker runs: their names, their values, and changing several at once or none.
+#
+# Separate from their use: each place reads its limit when it needs it, and allocates nothing by it.
+
+
+log = logging.getLogger(__name__)
+
+LOG_LEVEL = "log_level"
+LOG_LEVELS = ("debug", "info", "warning", "error")
+_LOGGER = logging.getLogger("kvstore")
+
+OF_WORKER = {
+    "calls_max": "calls at once; more are refused",
+    "bytes_in_flight_max": "bytes of payload between network and root; a call that needs more is refused",
+    "holds_max": "holds of clients alive at once",
+    "hold_tokens_max": "tokens of all held prompts together",
+}
+OF_NODE = {
+    "match_deadline_s": "seconds; a match that takes longer is a miss",
+    "read_deadline_s": "seconds; a read that takes longer is a miss",
+    "write_deadline_s": "seconds; a put that takes longer is refused",
+    "behind_share": "share of memory that may wait to be written to the root",
+    "operations_max": "operations (prefetch, clear) that are unfinished",
+    "pins_per_owner_max": "pins of one owner",
+    "pins_max": "pins of the whole store",
+}
+assert tuple(OF_NODE) == node_limits.CHANGEABLE
+MEANINGS: Mapping[str, str] = {**OF_WORKER, **OF_NODE, LOG_LEVEL: "how much the worker logs: " + ", ".join(LOG_LEVELS)}
+"""Every limit that can change, with a description of what it bounds."""
+
+
+class LiveLimits:
+    """The changeable limits of one worker. Thread-safe."""
+
+    def __init__(self, member: Member, service: Service) -> None:
+        self._member = member
+        self._service = service
+        self._lock = threading.Lock()
+        self._started = self._now()
+
+    def every(self) -> list[LimitValue]:
+        """Returns all limits with their current values."""
+        with self._lock:
+            return self._told({})
+
+    def change(self, wanted: Mapping[str, str]) -> list[LimitValue]:
+        """Changes several limits, all or none. Raises InvalidRequest, which says what is wrong with which."""
+        with self._lock:
+            before = self._now()
+            unknown = sorted(set(wanted) - set(MEANINGS))
+            if unknown:
+                raise InvalidRequest(
+                    f"limit {', '.join(unknown)}: not one that can change while the worker runs; expected one of "
+                    + ", ".join(MEANINGS)
+                )
+            # Check everything before any change; the changes themselves cannot fail.
+            worker, node = self._checked_worker(wanted), self._checked_node(wanted)
+            level = self._checked_level(wanted.get(LOG_LEVEL))
+            self._service.adjust(worker)
+            self._member.adjust(node)
+            if level is not None:
+                _LOGGER.setLevel(level)
+            now = self._now()
+            changed = {name: before[name] for name in MEANINGS if before[name] != now[name]}
+            for name, was in changed.items():
+                log.warning("worker.limit_changed name=%s before=%s now=%s", name, was, now[name])
+            return self._told(changed)
+
+    def _checked_worker(self, wanted: Mapping[str, str]) -> WorkerLimits:
+        limits = self._service.limits
+        new = replace(limits, **_parsed(WorkerLimits, OF_WORKER, wanted))
+        most = int(self._started["calls_max"]) * WorkerLimits.RAISE_MAX
+        if new.calls_max > most:
+            raise InvalidRequest(
+                f"calls_max={new.calls_max}: this worker has threads for at most {most}, "
+                f"{WorkerLimits.RAISE_MAX} times what it was started with"
+            )
+        return new
+
+    def _checked_node(self, wanted: Mapping[str, str]) -> Limits:
+        return replace(self._member.node.limits, **_parsed(Limits, OF_NODE, wanted))
+
+    def _checked_level(self, level: str | None) -> str | None:
+        if level is not None and level not in LOG_LEVELS:
+            raise InvalidRequest(f"log_level={level!r}: expected one of {', '.join(LOG_LEVELS)}")
+        return level.upper() if level is not None else None
+
+    def _now(self) -> dict[str, str]:
+        worker, node = self._service.limits, self._member.node.limits
+        return {
+            **{name: _text(getattr(worker, name)) for name in OF_WORKER},
+            **{name: _text(getattr(node, name)) for name in OF_NODE},
+            LOG_LEVEL: logging.getLevelName(_LOGGER.getEffectiveLevel()).lower(),
+        }
+
+    def _told(self, changed: Mapping[str, str]) -> list[LimitValue]:
+        now = self._now()
+        return [
+            LimitValue(name, now[name], meaning, self._started[name], changed.get(name, ""))
+            for name, meaning in MEANINGS.items()
+        ]
+
+
+def _parsed(kind: type[object], names: Mapping[str, str], wanted: Mapping[str, str]) -> dict[str, Any]:
+    """Returns the wanted values of these names as numbers, whole ones if the limit is whole."""
+    whole = {each.name for each in fields(kind) if each.type == "int"}  # type: ignore[arg-type]
+    found: dict[str, Any] = {}
+    for name in names:
+        if name in wanted:
+            text = wanted[name].strip()
+            try:
+                found[name] = int(text) if name in whole else float(text)
+            except ValueError:
+                expected = "a whole number" if name in whole else "a number"
+                raise InvalidRequest(f"limit {name}={text!r}: expected {expected}") from None
+    return found
+
+
+def _text(value: float) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+# Lookup: the places of a prompt's chunks, as messages.
+
+
+def lookup(member: Member, chain: Chain, context: CallContext) -> Iterator[bytes]:
+    """Yields the encoded messages of one answer. Raises what the root raised; without etcd pins are left out."""
+    node = member.node
+    deadline = Deadline(node.clock, seconds_left(context, node.limits.read_deadline_s))
+    try:
+        pins: Sequence[int] | None = member.pins_of(chain)
+    except KVStoreError:
+        pins = None
+    for places in node.looking.places(chain, deadline):
+        yield pb.LookupResponse(
+            chunks=[_message(place, None if pins is None else pins[place.index]) for place in places]
+        ).SerializeToString()
+
+
+def _message(place: ChunkPlace, pins: int | None) -> pb.ChunkPlace:
+    memory = place.memory
+    return pb.ChunkPlace(
+        index=place.index,
+        address=place.address,
+        root=None if place.root is None else _root_message(place.root),
+        memory=None
+        if memory is None
+        else pb.MemoryCopy(bytes=memory.size_bytes, dirty=memory.is_dirty, users=memory.users_count),
+        disk=place.on_disk,
+        peers=place.peers,
+        pins=pins,
+    )
+
+
+def _root_message(copy: RootCopy) -> pb.RootCopy:
+    by = copy.lineage
+    lineage = None
+    if by is not None:
+        lineage = pb.Lineage(
+            written_s=by.written_s,
+            session=by.session,
+            node=by.node,
+            host=by.host,
+            version=by.version,
+            label=by.label,
+        )
+    return pb.RootCopy(
+        bytes=copy.size_bytes,
+        last_use_s=copy.last_use_s,
+        uses=copy.uses,
+        hints=hints_message(copy.hints),
+        compressed=Encoding.COMPRESSED in copy.encoding,
+        encrypted=Encoding.ENCRYPTED in copy.encoding,
+        key_id=copy.key_id,
+        lineage=lineage,
+        condemned=copy.is_condemned,
+    )
+
+
+# The calls of kvstore.v1.Control, each a few lines between a message and the code that does it.
+
 
 Request = TypeVar("Request", bound=Message)
 Context = grpc.ServicerContext

@@ -14,7 +14,7 @@ from prometheus_client import REGISTRY
 from sglang.srt.mem_cache.hicache_storage import PoolName
 
 from kvstore.connectors.common import StoreSettings
-from kvstore.node.limits import Limits
+from kvstore.node.settings import Limits
 from kvstore.root.posix import PosixRoot
 from tests.engines.sglang.on_cpu import StorageMetricsCollector, cache_controller
 from tests.engines.sglang.rank import (

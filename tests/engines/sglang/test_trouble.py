@@ -15,7 +15,7 @@ import pytest
 
 from kvstore.connectors.common import StoreSettings
 from kvstore.fsck import Kind, fsck
-from kvstore.node.limits import Limits
+from kvstore.node.settings import Limits
 from kvstore.root.identity import create_or_open
 from kvstore.root.posix import PosixRoot
 from kvstore.sources import RandomIds

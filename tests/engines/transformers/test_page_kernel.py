@@ -14,7 +14,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 pytest.importorskip("triton")
 
-from kvstore.connectors.vllm.gpu_copy import PageKernel, Pages
+from kvstore.connectors.vllm.gpu_copy import Pages
+from kvstore.connectors.vllm.page_kernel import PageKernel
 
 COUNT = 9
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -18,7 +18,7 @@ from kvstore.client import Store
 from kvstore.client.limits import ClientLimits
 from kvstore.connectors.transformers import model_cache, prefill_with_store
 from kvstore.fsck import Kind, fsck
-from kvstore.node.limits import Limits
+from kvstore.node.settings import Limits
 from kvstore.root.identity import create_or_open
 from kvstore.root.posix import PosixRoot
 from kvstore.sources import RandomIds

@@ -9,7 +9,7 @@ import pytest
 
 import kvstore
 from kvstore.hints import PRIORITY_DEFAULT
-from kvstore.node.limits import Limits
+from kvstore.node.settings import Limits
 from kvstore.recency import decode
 from tests.engines.vllm.engines import (
     Engine,

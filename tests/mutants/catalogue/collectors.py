@@ -181,7 +181,7 @@ GRACE_AND_SPARED = [
         several(_note_before("/sessions/"), _list_of_before("/sessions/")),
         RACES,
     ),
-    rule("G4", "damaged-plan-is-believed", at("kvstore_gc.victims", "read_victims", _any_plan), RULES),
+    rule("G4", "damaged-plan-is-believed", at("kvstore_gc.deletion", "read_victims", _any_plan), RULES),
     rule(
         "C3",
         "sweep-is-not-read-again",
@@ -276,11 +276,11 @@ TAKING = [
     mutant(
         "g5-one-failure-ends-a-sweep",
         "PROTOCOL G: a victim that cannot be taken is left out",
-        at("kvstore_gc.victims:Taken", "fail", _fail_all),
+        at("kvstore_gc.deletion:Taken", "fail", _fail_all),
         HOSTILE,
         SWEEPS,
     ),
-    rule("F2", "makes-the-folder-late", at("kvstore_gc.trash:Trash", "reap", _open_before_reaping), RULES),
+    rule("F2", "makes-the-folder-late", at("kvstore_gc.deletion:Trash", "reap", _open_before_reaping), RULES),
     rule("F3", "loses-what-no-key-names", at(FENCED, "publish", _lose_what_goes_back), SWEEPS, "-k", "f3"),
     rule(
         "F3",
@@ -297,7 +297,7 @@ TAKING = [
     rule(
         "O1",
         "closes-with-victims-left",
-        at("kvstore_gc.objects:Deleting", "reap", lambda real, self, *what: real(self, *what) or True),
+        at("kvstore_gc.deletion:Deleting", "reap", lambda real, self, *what: real(self, *what) or True),
         RULES,
     ),
     rule(
@@ -340,7 +340,7 @@ KEEPING = [
     mutant(
         "leftovers-stay",
         "PROTOCOL leftovers: files of killed processes are deleted",
-        at("kvstore_gc.orphans:Orphans", "remove", giving(None)),
+        at("kvstore_gc.leftovers:Orphans", "remove", giving(None)),
         ORPHANS,
     ),
     mutant(

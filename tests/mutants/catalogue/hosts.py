@@ -10,7 +10,7 @@ from tests.mutants.mutant import Mutant, mutant
 from tests.mutants.planters import several
 
 SHARED = "kvstore.host.tables:Shared"
-VIEW = "kvstore.node.host_view:HostView"
+VIEW = "kvstore.node.host:HostView"
 PRINTS = "kvstore.host.pins:PinnedPrints"
 EVICTIONS = "host/test_eviction.py"
 VIEWS = "host/test_view.py"

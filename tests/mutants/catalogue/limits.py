@@ -90,7 +90,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "limit-client-holds",
         "limits: holds of clients",
-        at("kvstore.worker.holds:ClientHolds", "add", _add_unlimited),
+        at("kvstore.worker.prompts:ClientHolds", "add", _add_unlimited),
         WORKER,
         SHARES,
     ),

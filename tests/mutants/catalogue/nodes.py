@@ -167,7 +167,7 @@ HOLDING = [
     rule(
         "H4",
         "client-holds-never-expire",
-        at("kvstore.worker.holds:ClientHolds", "expire", giving(None)),
+        at("kvstore.worker.prompts:ClientHolds", "expire", giving(None)),
         "worker/test_leased_holds.py",
         "worker/test_limits.py",
     ),
@@ -339,9 +339,7 @@ RESTORED = [
         comparing_less(lambda one, operations: "/sessions/" in one.key),
         SESSION_TESTS,
     ),
-    rule(
-        "C4", "starts-without-a-fence", at("kvstore.node.start_fence:StartFence", "lift_unnamed", giving(None)), SWEEPS
-    ),
+    rule("C4", "starts-without-a-fence", at("kvstore.node.follower:StartFence", "lift_unnamed", giving(None)), SWEEPS),
     rule("C5", "pin-without-a-twin", at("kvstore.node.twins:NodeTwins", "write", giving(None)), NODE_PINS),
     rule("C5", "twin-stays-after-its-pin", at("kvstore.root.fences", "remove_twin", giving(None)), NODE_PINS),
     rule(

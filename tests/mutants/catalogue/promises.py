@@ -141,7 +141,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "planning-group-is-lost",
         "PLANNING H4: a group that is given back is handed out again",
-        at("kvstore.planning.handing:Handing", "give_back", lambda real, self, index: self.done(index)),
+        at("kvstore.planning.run:Handing", "give_back", lambda real, self, index: self.done(index)),
         "planning/test_handing.py",
     ),
 ]

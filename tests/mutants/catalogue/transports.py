@@ -91,7 +91,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "run-unverified",
         "BULK: checksums of a run",
-        at("kvstore.wire.bulk.sums", "plane_sums", lambda real, planes, first, count: _anything()),
+        at("kvstore.wire.bulk.runs", "plane_sums", lambda real, planes, first, count: _anything()),
         SUMS,
         HOSTILE,
         "bulk/test_failures.py",
@@ -99,7 +99,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "blocks-unverified",
         "BULK: checksums of a run of blocks",
-        at("kvstore.wire.bulk.sums", "block_sums", lambda real, blocks: _anything()),
+        at("kvstore.wire.bulk.runs", "block_sums", lambda real, blocks: _anything()),
         BLOCKS_HOSTILE,
     ),
     mutant(
@@ -136,7 +136,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "lease-ends-with-its-answer",
         "BULK: lent slots stay until the client ends",
-        at("kvstore.worker.bulk.leases:Leases", "keep", _ended_at_once),
+        at("kvstore.worker.bulk.getting:Leases", "keep", _ended_at_once),
         "bulk/test_memory_hostile.py",
         "-k",
         "lease",

@@ -1,8 +1,9 @@
-"""The programs of ``kvstore up``: workers, collector, dashboard and publisher, each started again when it dies."""
+"""Command lines of the programs that commands start, with the same interpreter as this one."""
 
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
@@ -10,12 +11,9 @@ from typing import TYPE_CHECKING
 
 from kvstore.children import STOP_S, Program, gc_command, stop_all
 from kvstore.cli.dashboard import PageAccess
-from kvstore.cli.declared import arguments
 from kvstore.cli.events import Endpoints
-from kvstore.cli.kinds import split
-from kvstore.cli.options import Room
-from kvstore.cli.programs import kvstore_command
-from kvstore.cli.rooted import identified
+from kvstore.cli.options import Room, arguments, split
+from kvstore.cli.selectors import identified
 from kvstore.cli.signals import Stopper
 from kvstore.cli.worker import WorkerOptions
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
@@ -25,6 +23,15 @@ from kvstore.security.tls import is_loopback, joined
 
 if TYPE_CHECKING:
     from kvstore.meta.embedded_etcd import EmbeddedEtcd
+
+
+def kvstore_command(*arguments: str) -> list[str]:
+    """The command line that runs ``kvstore``."""
+    return [sys.executable, "-m", "kvstore.cli.main", *arguments]
+
+
+# The programs of ``kvstore up``: workers, collector, dashboard and publisher, each started again when it dies.
+
 
 log = logging.getLogger(__name__)
 
