@@ -1,4 +1,17 @@
-"""A deadline for clean-up by other libraries, which may never return."""
+"""A loop in the background: daemon threads that ask what to do, do it, and wait while there is nothing to do.
+
+Queues, timers and watches all need the same rules. They are here once:
+
+- **Decide under the lock, act outside.** ``decide`` runs under the condition of the owner. It returns what to do next,
+  or how long to wait. The owner changes its state under the same condition and then notifies, so no change is missed.
+- **Stop.** After ``close`` a thread ends with the work that it does at the moment. What waits is left, or, in a loop
+  that ``drains``, done first. Joining has a deadline: a thread that a dead mount holds ends with the process.
+- **Exceptions.** What ``decide`` or the work raises is a defect of ours. It is logged, and the thread goes on: it must
+  not end unseen. From the second failure in a row on it pauses, so that it does not fill the log. Errors of the world
+  are the work's own to catch.
+- **Fork.** A forked child has none of the threads, and its copy of the condition may be locked for ever. There
+  ``start`` and ``close`` do nothing.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +22,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+
+# A deadline for clean-up by other libraries, which may never return.
+
 
 CLOSE_S = 2.0
 
@@ -22,22 +38,6 @@ def within(seconds: float, work: Callable[[], object]) -> bool:
     thread.start()
     thread.join(seconds)
     return not thread.is_alive()
-
-
-# A loop in the background: daemon threads that ask what to do, do it, and wait while there is nothing to do.
-#
-# Queues, timers and watches all need the same rules. They are here once:
-#
-# - **Decide under the lock, act outside.** ``decide`` runs under the condition of the owner. It returns what to do
-#   next, or how long to wait. The owner changes its state under the same condition and then notifies, so no change is
-#   missed.
-# - **Stop.** After ``close`` a thread ends with the work that it does at the moment. What waits is left, or, in a
-#   loop that ``drains``, done first. Joining has a deadline: a thread that a dead mount holds ends with the process.
-# - **Exceptions.** What ``decide`` or the work raises is a defect of ours. It is logged, and the thread goes on: it
-#   must not end unseen. From the second failure in a row on it pauses, so that it does not fill the log. Errors of
-#   the world are the work's own to catch.
-# - **Fork.** A forked child has none of the threads, and its copy of the condition may be locked for ever. There
-#   ``start`` and ``close`` do nothing.
 
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,13 @@
-"""Arrays of zeros that take memory where they are written alone."""
+"""Memory that is passed along without being copied: byte views, the sections of chunks, and the caller's arrays.
+
+A read that a caller gave up must not write into the caller's memory afterwards: the engine may have put other KV there.
+System calls cannot be taken back, so every writer goes through ``Borrowed``, which the caller can end.
+
+A chunk's sections are the planes of an array, or one buffer for each block. An array has shape
+``(layers, 2, tokens, kv_heads, head_dim)``. K or V of one layer is a *plane*. Within a plane the tokens of a chunk are
+one run of bytes. Planes need not be adjacent, so a slice along tokens of a larger array works. Native code takes whole
+runs of chunks from it, without a Python object for each section.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +30,8 @@ from kvstore.layout import Layout
 from kvstore.native import library as native
 from kvstore.text import kind_of
 
+# Arrays of zeros that take memory where they are written alone.
+
 
 def untouched_zeros(shape: tuple[int, ...], dtype: type[np.generic]) -> npt.NDArray[Any]:
     """Returns zeros in pages of their own, which the system gives as they are used.
@@ -30,17 +41,6 @@ def untouched_zeros(shape: tuple[int, ...], dtype: type[np.generic]) -> npt.NDAr
     """
     size = math.prod(shape) * np.dtype(dtype).itemsize
     return np.frombuffer(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype).reshape(shape)
-
-
-# Memory that is passed along without being copied: byte views, the sections of chunks, and the caller's arrays.
-#
-# A read that a caller gave up must not write into the caller's memory afterwards: the engine may have put other KV
-# there. System calls cannot be taken back, so every writer goes through ``Borrowed``, which the caller can end.
-#
-# A chunk's sections are the planes of an array, or one buffer for each block. An array has shape ``(layers, 2,
-# tokens, kv_heads, head_dim)``. K or V of one layer is a *plane*. Within a plane the tokens of a chunk are one run of
-# bytes. Planes need not be adjacent, so a slice along tokens of a larger array works. Native code takes whole runs of
-# chunks from it, without a Python object for each section.
 
 
 PAGE_BYTES = 4096

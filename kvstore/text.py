@@ -1,4 +1,4 @@
-"""Values and texts of others in messages: shortened, on one line, sizes with a unit."""
+"""Text: values in messages, and JSON of others."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import json
 import re
 from collections.abc import Callable
 from typing import Any
+
+# Values and texts of others in messages: shortened, on one line, sizes with a unit.
+
 
 CHARS_MAX = 100
 

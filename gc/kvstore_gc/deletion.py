@@ -1,8 +1,4 @@
-"""The chunks that sweeps are to take, the exact list of what one sweep takes, and what one run took of it.
-
-The list is a small file on the root. etcd holds only what nodes need, so any collector that adopts a sweep finds here
-which publications of which chunks it may take.
-"""
+"""The victims of a sweep, and how they are deleted: renamed into the trash of the sweep, or removed by condition."""
 
 from __future__ import annotations
 
@@ -29,6 +25,12 @@ from kvstore_gc.grace import Spared
 from kvstore_gc.ledger import InFlight, Ledger
 from kvstore_gc.site import Site
 from kvstore_gc.threads import inline
+
+# The chunks that sweeps are to take, the exact list of what one sweep takes, and what one run took of it.
+#
+# The list is a small file on the root. etcd holds only what nodes need, so any collector that adopts a sweep finds
+# here which publications of which chunks it may take.
+
 
 CHECKSUM_BYTES = 16
 

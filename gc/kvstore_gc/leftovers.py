@@ -1,8 +1,4 @@
-"""Quarantine, where nodes set files aside: whole ones go back, damaged ones are deleted, in time or for their room.
-
-Unlike other leftovers, each file is read before anything is decided. Damaged files are worth nothing to engines, and
-must not keep room that chunks need.
-"""
+"""Leftovers: quarantined files, and what killed nodes and collectors left."""
 
 from __future__ import annotations
 
@@ -28,6 +24,12 @@ from kvstore.root.interface import Entry, Root, Stat
 from kvstore_gc.capacity import HEADROOM_SHARE, Accounts, Level
 from kvstore_gc.ranking import Tally
 from kvstore_gc.site import Site
+
+# Quarantine, where nodes set files aside: whole ones go back, damaged ones are deleted, in time or for their room.
+#
+# Unlike other leftovers, each file is read before anything is decided. Damaged files are worth nothing to engines,
+# and must not keep room that chunks need.
+
 
 REMEMBERED_MAX = 100_000
 """Names of each kind remembered from round to round; those beyond it are looked at in every round."""

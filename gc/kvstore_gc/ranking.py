@@ -1,7 +1,9 @@
-"""The chunks of some shards as listed, in columns, and how goals judge them: expired, pinned, their ranks.
+"""The chunks of a listing in the order in which they are evicted: on one host, and in a cluster.
 
-It works on columns, because a root holds millions of chunks and arithmetic on one at a time would take longer than
-listing them.
+First chunks that are *due* whatever space there is (past their time to live, over a quota, without their parent), then
+by rank (``kvstore_gc.policy``): the oldest prompts first, and the tail of a prompt before its head. In columns of 51
+bytes for each chunk, because a root holds millions. Of more than KEPT_MAX chunks only those that are evicted first are
+kept: when they are deleted the root is listed again.
 """
 
 from __future__ import annotations
@@ -26,6 +28,12 @@ from kvstore.recency import NS_PER_S
 from kvstore.root.interface import Entry, Root
 from kvstore_gc.policy import MTIME_MAX_NS, QUOTA_SHARE, TIE_BITS, Column, Goals, Truths, Uses, expired, ranks
 from kvstore_gc.threads import Each, inline
+
+# The chunks of some shards as listed, in columns, and how goals judge them: expired, pinned, their ranks.
+#
+# It works on columns, because a root holds millions of chunks and arithmetic on one at a time would take longer than
+# listing them.
+
 
 Marks = npt.NDArray[np.uint64]
 NO_MARKS: Marks = np.zeros(0, np.uint64)
@@ -159,14 +167,6 @@ def _mtimes(mtimes_ns: list[int]) -> Column:
         return np.array(mtimes_ns, np.int64)
     except OverflowError:  # beyond the year 2262: some tool's mistake
         return np.array([min(max(each, 0), MTIME_MAX_NS) for each in mtimes_ns], np.int64)
-
-
-# The chunks of a listing in the order in which they are evicted: on one host, and in a cluster.
-#
-# First chunks that are *due* whatever space there is (past their time to live, over a quota, without their parent),
-# then by rank (``kvstore_gc.policy``): the oldest prompts first, and the tail of a prompt before its head. In columns
-# of 51 bytes for each chunk, because a root holds millions. Of more than KEPT_MAX chunks only those that are evicted
-# first are kept: when they are deleted the root is listed again.
 
 
 log = logging.getLogger(__name__)

@@ -1,8 +1,6 @@
-"""Every timing of garbage collection in one place, with the relations between them checked once.
+"""The site of a collector: a root, its metadata store, and the clock, ids, timings and threads to use.
 
-Safety rests on revisions and on the fence, and needs none of them: they limit waiting and leftovers. That holds for the
-ages of leftovers too: a put whose staged file is gone fails before anybody sees anything of it, and a sweep whose plan
-is gone takes nothing. The ages only have to be long enough that this does not happen to work in progress.
+One value, handed on whole, instead of eight parameters in every constructor.
 """
 
 from __future__ import annotations
@@ -19,6 +17,13 @@ from kvstore.root.identity import RootIdentity
 from kvstore.root.interface import Root
 from kvstore.sources import Clock, Ids, RandomIds, SystemClock
 from kvstore_gc.threads import Each, inline
+
+# Every timing of garbage collection in one place, with the relations between them checked once.
+#
+# Safety rests on revisions and on the fence, and needs none of them: they limit waiting and leftovers. That holds for
+# the ages of leftovers too: a put whose staged file is gone fails before anybody sees anything of it, and a sweep
+# whose plan is gone takes nothing. The ages only have to be long enough that this does not happen to work in
+# progress.
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +97,6 @@ class Timings:
             raise InvalidRequest(
                 f"quarantine_share={self.quarantine_share}: expected a share of the capacity, at most 1"
             )
-
-
-# The site of a collector: a root, its metadata store, and the clock, ids, timings and threads to use.
-#
-# One value, handed on whole, instead of eight parameters in every constructor.
 
 
 @dataclass(frozen=True, slots=True)

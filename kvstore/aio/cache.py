@@ -1,4 +1,4 @@
-"""A pin, for asyncio."""
+"""KV of one namespace, holds and pins, for asyncio."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from kvstore.client import cache as pin
 from kvstore.client import cache as pins
 from kvstore.segments import CHUNK_TOKENS, Rope
 from kvstore.tokens import Tokens
+
+# A pin, for asyncio.
 
 
 class Pin(Twin[pin.Pin]):
@@ -98,9 +100,6 @@ class BlockCache(Twin[blocks.BlockCache]):
     async def _hold(self, keys: Sequence[bytes], ttl: float | None) -> BlockHold:
         held = await self._threads.run(partial(self._twin.hold, keys, ttl), blocks.BlockHold.release)
         return BlockHold(held, self._threads)
-
-
-# KV of one namespace, holds and pins, for asyncio.
 
 
 class Hold(Twin[cache.Hold]):

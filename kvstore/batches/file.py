@@ -1,4 +1,8 @@
-"""The file that a reordered batch is written to. Apart from ``file``, because its rules are about the path alone."""
+"""A batch file: read once, line by line, and written again in another order. The lines themselves do not change.
+
+Kept of each request are its packed prompt, and the place and the checksum of its line: a file that changes later is
+noticed before a line of it is used. A file that is one JSON array is read whole, and its requests are kept.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +27,9 @@ from kvstore.progress import Progress, unwatched
 from kvstore.replay.trace import BLOCK_TOKENS, parse_request
 from kvstore.text import kind_of, parse_json
 from kvstore.tokens import TOKENS_MAX, TokenArray, token_array
+
+# The file that a reordered batch is written to.
+
 
 NEW_MODE = 0o666
 
@@ -247,12 +254,6 @@ def _named(tokenizer: Tokenizer | None) -> Tokenizer:
 
 
 _READERS = {Form.OPENAI: _of_openai, Form.SHAREGPT: _of_sharegpt, Form.MOONCAKE: _of_mooncake}
-
-
-# A batch file: read once, line by line, and written again in another order. The lines themselves do not change.
-#
-# Kept of each request are its packed prompt, and the place and the checksum of its line: a file that changes later is
-# noticed before a line of it is used. A file that is one JSON array is read whole, and its requests are kept.
 
 
 LINE_BYTES_MAX = 64 << 20

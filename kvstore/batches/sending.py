@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server: one request at a time over a connection of its own, repeated where it was refused."""
+"""A batch sent to a server in a plan's order, so many requests at once, each result written as it comes."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ from urllib.parse import urlsplit
 from kvstore.batches.file import Batch
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.text import DEPTH_MAX, parse_json
+
+# An OpenAI-compatible server: one request at a time over a connection of its own, repeated where it was refused.
+
 
 TRIES_MAX = 5
 PAUSE_S = 0.5
@@ -301,8 +304,6 @@ def _is_refusal(response: Any) -> bool:
 
 
 # Why requests of a batch have no answer: the first few of each kind are told at once, and all are counted.
-#
-# Apart from ``sending``: a run of a million requests that the server calls wrong must stay readable.
 
 
 TOLD_MAX = 3
@@ -351,9 +352,6 @@ def message_of(body: bytes) -> str:
 
 def _cut(text: str, chars_max: int) -> str:
     return text if len(text) <= chars_max else f"{text[:chars_max]}..."
-
-
-# A batch sent to a server in a plan's order, so many requests at once, each result written as it comes.
 
 
 Progress = Callable[[int], None]

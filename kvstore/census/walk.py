@@ -1,6 +1,7 @@
-"""The first bytes of a chunk file, read leniently: for counting and telling apart, never for serving.
+"""A walk over the chunks of a root, folder by folder: names, sizes and times, and the headers if asked for.
 
-A header is verified as a whole. Here 128 bytes are enough, whatever the version and encoding, and without keys.
+Streaming: memory does not grow with the root. Unlike a check (``fsck``) it verifies nothing, and unlike a collector's
+listing it decides nothing.
 """
 
 from __future__ import annotations
@@ -20,6 +21,11 @@ from kvstore.format.places import Name
 from kvstore.namespace import NamespaceDigest, NamespaceId
 from kvstore.recency import Recency
 from kvstore.root.interface import Entry, Root
+
+# The first bytes of a chunk file, read leniently: for counting and telling apart, never for serving.
+#
+# A header is verified as a whole. Here 128 bytes are enough, whatever the version and encoding, and without keys.
+
 
 _FIELDS = struct.Struct("<8sH2xBB6xI16x16s16s32s16s8s")
 assert _FIELDS.size == FIXED_BYTES
@@ -60,12 +66,6 @@ def read_fixed(prefix: ReadBuffer) -> Fixed | None:
         encoding,
         key_id,
     )
-
-
-# A walk over the chunks of a root, folder by folder: names, sizes and times, and the headers if asked for.
-#
-# Streaming: memory does not grow with the root. Unlike a check (``fsck``) it verifies nothing, and unlike a
-# collector's listing it decides nothing.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The base of all commands: errors as one line on standard error, exit codes, ``--debug``."""
+"""The group of all commands. A command's file is imported when the command is used, or for the list of all."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from kvstore import __version__
 from kvstore.cli.signals import INTERRUPTED
 from kvstore.errors import KVStoreError
 from kvstore.text import shown
+
+# The base of all commands: errors as one line on standard error, exit codes, ``--debug``.
+
 
 CHECK_FAILED = 1
 COULD_NOT_RUN = 2
@@ -112,9 +115,6 @@ def fail(ctx: click.Context, message: str, exit_code: int = COULD_NOT_RUN) -> No
         traceback.print_exc()
     print(f"{ctx.command_path}: {shown(' '.join(message.split()))}", file=sys.stderr)
     ctx.exit(exit_code)
-
-
-# The group of all commands. A command's file is imported when the command is used, or for the list of all.
 
 
 COMMANDS = {

@@ -1,7 +1,4 @@
-"""Durations, sizes and addresses as people type them.
-
-The name of a kind, in capitals, stands for its value in ``--help``.
-"""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
@@ -25,6 +22,11 @@ from kvstore import tracing
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.text import size, why
 from kvstore.writes import BOUND_BYTES_MIN, Durability
+
+# Durations, sizes and addresses as people type them.
+#
+# The name of a kind, in capitals, stands for its value in ``--help``.
+
 
 _DURATION_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
 _SIZE_BYTES = {"": 1, "b": 1}
@@ -331,9 +333,6 @@ def _fields(template: str, args: Any) -> dict[str, Any]:
         for place, value in zip(places, args, strict=True)
         if place[1] and place[1] not in _OURS
     }
-
-
-# Options that several commands share.
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of a table.")

@@ -1,7 +1,4 @@
-"""Options that say how connections are secured, at both ends.
-
-Separate from the other options, because servers, clients and the programs that they start share them.
-"""
+"""Options for TLS, tokens, access files and tiers of servers."""
 
 from __future__ import annotations
 
@@ -26,6 +23,9 @@ from kvstore.writes import WRITE_NAMES, WriteMode
 
 if TYPE_CHECKING:
     from kvstore.client.credentials import Credentials
+
+
+# Options that say how connections are secured, at both ends.
 
 
 log = logging.getLogger(__name__)

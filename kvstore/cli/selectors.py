@@ -1,4 +1,4 @@
-"""Roots that must be there already: a mistyped path is an error, not a new empty folder."""
+"""How commands select what they work on: roots, namespaces, prompts."""
 
 from __future__ import annotations
 
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from kvstore.client.store import Store
     from kvstore.root.identity import RootIdentity
     from kvstore.root.interface import Root
+
+
+# Roots that must be there already: a mistyped path is an error, not a new empty folder.
 
 
 def local_path(url: str) -> str | None:

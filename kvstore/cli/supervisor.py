@@ -1,4 +1,4 @@
-"""Command lines of the programs that commands start, with the same interpreter as this one."""
+"""The programs of ``kvstore up``: workers, collector, dashboard and publisher, each started again when it dies."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from kvstore.meta.embedded_etcd import EmbeddedEtcd
 
 
+# Command lines of the programs that commands start, with the same interpreter as this one.
+
+
 def kvstore_command(*arguments: str) -> list[str]:
     """The command line that runs ``kvstore``."""
     return [sys.executable, "-m", "kvstore.cli.main", *arguments]
-
-
-# The programs of ``kvstore up``: workers, collector, dashboard and publisher, each started again when it dies.
 
 
 log = logging.getLogger(__name__)

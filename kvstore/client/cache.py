@@ -1,7 +1,4 @@
-"""Stores that nobody closed, and holds that nobody released: if dropped, they warn, and still end.
-
-What a store put behind is written to the root before the interpreter ends.
-"""
+"""The cache of one namespace: the class that an engine calls. It checks arguments and calls a port."""
 
 from __future__ import annotations
 
@@ -52,6 +49,10 @@ from kvstore.text import brief, kind_of, shown
 from kvstore.tokens import TokenArray, Tokens, token_array
 from kvstore.wire.limits import BLOCK_BYTES_MAX, BLOCKS_MAX, DESCENTS_BYTES_MAX
 from kvstore.writes import WriteMode, WriteModeName
+
+# Stores that nobody closed, and holds that nobody released: if dropped, they warn, and still end.
+#
+# What a store put behind is written to the root before the interpreter ends.
 
 
 class Place(NamedTuple):
@@ -576,9 +577,6 @@ def _view(buffer: Any, position: int, *, writable: bool) -> memoryview:
     if not 1 <= len(view) <= BLOCK_BYTES_MAX:
         raise InvalidRequest(f"buffer {position} has {len(view)} bytes: expected 1 to {BLOCK_BYTES_MAX}")
     return view
-
-
-# The cache of one namespace: the class that an engine calls. It checks arguments and calls a port.
 
 
 BAND_MAX = 8

@@ -1,7 +1,6 @@
-"""Renews the leases of a client's holds: one call per worker, for all holds there.
+"""Sends one call: to the best worker, then to the next one if a failed call may be repeated. Maps errors once.
 
-It has its own thread, because nobody waits for it and the caller may compute for long. A client that is killed renews
-nothing, so its workers end its holds (gc/PROTOCOL.md, H4).
+A namespace that a worker does not know yet (on a new root) is opened again, and the call repeated.
 """
 
 from __future__ import annotations
@@ -38,6 +37,12 @@ from kvstore.wire.messages import namespace_message, sealed
 from kvstore.wire.statuses import BrokenTransfer, Busy, Draining, Failure, UnknownNamespace, failure
 from kvstore.wire.watch import Watch
 from kvstore.writes import WriteMode
+
+# Renews the leases of a client's holds: one call per worker, for all holds there.
+#
+# It has its own thread, because nobody waits for it and the caller may compute for long. A client that is killed
+# renews nothing, so its workers end its holds (gc/PROTOCOL.md, H4).
+
 
 log = logging.getLogger(__name__)
 
@@ -157,11 +162,6 @@ class Renewing:
         with self._changed:
             if not self._loop.closed and (pause_s is not None or not self._live):
                 self._changed.wait(pause_s)
-
-
-# Sends one call: to the best worker, then to the next one if a failed call may be repeated. Maps errors once.
-#
-# A namespace that a worker does not know yet (on a new root) is opened again, and the call repeated.
 
 
 T = TypeVar("T")

@@ -1,6 +1,6 @@
-"""Arguments of the control service as callers give them, whatever their type, checked before anything is sent.
+"""Control of workers: ``store.control`` of a connected store (proto/kvstore/v1/control.proto).
 
-Separate from the messages: what is wrong here is said by its argument's name, which a message does not know.
+Separate from caches, because it is about workers and what they hold, not about one model's KV.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ from kvstore.text import brief
 from kvstore.tokens import Tokens, token_array
 from kvstore.v1 import control_pb2 as pb
 from kvstore.wire.messages import hints_of, pack_tokens, sealed
+
+# Arguments of the control service as callers give them, whatever their type, checked before anything is sent.
+
 
 DURATION_S_MAX = 1e9
 CHUNKS_MAX = (1 << 32) - 1
@@ -88,8 +91,6 @@ def _value_text(name: str, value: object) -> str:
 
 
 # Messages of the control service as values, and selections as messages.
-#
-# Separate from the calls, which decide whom to ask.
 
 
 def plain(message: Message) -> dict[str, Any]:
@@ -157,11 +158,6 @@ def _root_copy(message: pb.RootCopy) -> RootCopy:
         lineage if message.HasField("lineage") else None,
         message.condemned,
     )
-
-
-# Control of workers: ``store.control`` of a connected store (proto/kvstore/v1/control.proto).
-#
-# Separate from caches, because it is about workers and what they hold, not about one model's KV.
 
 
 T = TypeVar("T")

@@ -1,4 +1,7 @@
-"""One worker as a client sees it: its channel, how busy it is, and whether it is set aside."""
+"""The workers that a call may go to, best first: those that live, the one that has the prompt before the others.
+
+A worker that does not answer is set aside and probed at growing intervals until it answers SERVING.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,9 @@ from kvstore.sources import Clock
 from kvstore.text import brief, kind_of
 from kvstore.wire.limits import CHANNEL_OPTIONS, method
 from kvstore.wire.messages import sealed
+
+# One worker as a client sees it: its channel, how busy it is, and whether it is set aside.
+
 
 HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 SERVING = b"\x08\x01"
@@ -196,11 +202,6 @@ class _Saying:
     def future(self, message: Any, *, timeout: float) -> Any:
         """Starts the call; returns its future."""
         return self._call.future(message, timeout=timeout, metadata=self._metadata())
-
-
-# The workers that a call may go to, best first: those that live, the one that has the prompt before the others.
-#
-# A worker that does not answer is set aside and probed at growing intervals until it answers SERVING.
 
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,7 @@
-"""The part of the port that says which stored branches were abandoned, for its two implementations."""
+"""The port: the calls that a cache makes to a node in this process, or to workers over gRPC.
+
+It has two implementations, ``local.py`` and ``remote.py``. Everything above behaves alike over both.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,9 @@ if TYPE_CHECKING:
     from kvstore.client.control import Control
 
 
+# The part of the port that says which stored branches were abandoned, for its two implementations.
+
+
 class PortBranches(Protocol):
     """Says which stored branches were abandoned. Each call returns before it is done, and does nothing twice."""
 
@@ -33,11 +39,6 @@ class PortBranches(Protocol):
     def supersede_blocks(self, namespace: Namespace, keys: Sequence[bytes], unused_s: float) -> None:
         """Supersedes engine-hashed blocks, in the order of their prompt."""
         ...
-
-
-# The port: the calls that a cache makes to a node in this process, or to workers over gRPC.
-#
-# It has two implementations, ``local.py`` and ``remote.py``. Everything above behaves alike over both.
 
 
 class Protecting(Protocol):

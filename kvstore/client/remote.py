@@ -1,4 +1,7 @@
-"""Discovery of workers in etcd, for one root."""
+"""The port to workers over gRPC: the calls of a node in this process, each with a deadline and failover.
+
+If no worker answers, a read is a miss (counted in ``stats()``), and all else raises Unavailable. It serves no fork.
+"""
 
 from __future__ import annotations
 
@@ -61,6 +64,9 @@ from kvstore.wire.statuses import BrokenTransfer, UnknownNamespace
 from kvstore.wire.watch import Watch
 from kvstore.writes import WriteMode, WriteModeName
 
+# Discovery of workers in etcd, for one root.
+
+
 ROOTS = "/kv/roots/"
 
 
@@ -117,11 +123,6 @@ class Discovery:
     def close(self) -> None:
         """Closes the connection to etcd; idempotent."""
         self._meta.close()
-
-
-# The port to workers over gRPC: the calls of a node in this process, each with a deadline and failover.
-#
-# If no worker answers, a read is a miss (counted in ``stats()``), and all else raises Unavailable. It serves no fork.
 
 
 def remote_port(

@@ -1,4 +1,4 @@
-"""The last failure of the store, for an engine that goes on without it; logged, but not once per request."""
+"""What all connectors share: settings, opening the store, fingerprints of weights, sessions, failures of the store."""
 
 from __future__ import annotations
 
@@ -31,6 +31,9 @@ from kvstore.node.settings import AskedBound, Limits, TierSettings
 from kvstore.security.tls import ClientTls
 from kvstore.sources import SystemClock
 from kvstore.text import parse_json
+
+# The last failure of the store, for an engine that goes on without it; logged, but not once per request.
+
 
 LOG_S = 10.0
 """Minimum time between two lines about the same kind of call."""
@@ -602,8 +605,8 @@ def text(value: str) -> bytes:
 
 # Sessions of an engine: which branches of theirs were abandoned, told by the order of their requests.
 #
-# Separate from any engine, because only chains of block names matter here. A name stands for its block and all before
-# it, as a chained hash does, so the common part of two chains ends where their names first differ.
+# A name stands for its block and all before it, as a chained hash does, so the common part of two chains ends where
+# their names first differ.
 #
 # A session that returns to a branch has abandoned what it did in between: a fork that was dropped, or an answer that
 # was written anew. A session that merely begins another branch has abandoned nothing, as far as anybody can tell:

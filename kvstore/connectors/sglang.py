@@ -1,4 +1,8 @@
-"""What calls of SGLang moved, and how fast, for its own metrics."""
+"""SGLang's hierarchical cache: the store as its storage, by its ``dynamic`` backend.
+
+SGLang calls from its own threads, so calls wait for the store, each at most for its timeout. Every failure is a miss,
+or a page that was not stored.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +35,9 @@ from sglang.srt.mem_cache.hicache_storage import (
 from kvstore.client import Cache
 from kvstore.connectors.common import LateStore, StoreSettings, Trouble, block_key, text
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
+
+# What calls of SGLang moved, and how fast, for its own metrics.
+
 
 CALLS_MAX = 1024
 """Calls whose figures are kept; SGLang asks for them only with ``--enable-metrics``."""
@@ -269,12 +276,6 @@ def _memory(addresses: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:
 def _bytes_type(size: int) -> type[ctypes.Array[ctypes.c_ubyte]]:
     """Returns the array type of a size. Cached, because ctypes keeps every array type it ever made."""
     return ctypes.c_ubyte * size
-
-
-# SGLang's hierarchical cache: the store as its storage, by its ``dynamic`` backend.
-#
-# SGLang calls from its own threads, so calls wait for the store, each at most for its timeout. Every failure is a
-# miss, or a page that was not stored.
 
 
 log = logging.getLogger(__name__)

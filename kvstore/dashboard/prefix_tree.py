@@ -1,8 +1,4 @@
-"""The forest of prefixes: chunks and their parents, with unforked runs of chunks drawn as one. Pure.
-
-A *run* is a chunk and those that follow it, until two continuations share a parent or the prompt ends. It stands for a
-stretch of text, such as a system prompt or one turn of a chat. Tokens are never looked at: they are the prompts.
-"""
+"""The tree of stored prefixes, and how a user explores it."""
 
 from __future__ import annotations
 
@@ -21,6 +17,12 @@ from kvstore.recency import QUANTUM_S
 from kvstore.recency import decode as recency_of
 from kvstore.root.identity import RootIdentity
 from kvstore.root.interface import Root
+
+# The forest of prefixes: chunks and their parents, with unforked runs of chunks drawn as one. Pure.
+#
+# A *run* is a chunk and those that follow it, until two continuations share a parent or the prompt ends. It stands
+# for a stretch of text, such as a system prompt or one turn of a chat. Tokens are never looked at: they are the
+# prompts.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Access to the dashboard: open to everybody on this host, or with a token that may read every tenant."""
+"""The server of the dashboard: access, HTTP and the page."""
 
 from __future__ import annotations
 
@@ -30,6 +30,9 @@ from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied, Unaut
 from kvstore.security.access import EVERY, Presented, Role
 from kvstore.security.authentication import Authenticator
 from kvstore.security.tls import Certificate, ServerTls, server_certificate
+
+# Access to the dashboard: open to everybody on this host, or with a token that may read every tenant.
+
 
 BEARER = "bearer "
 

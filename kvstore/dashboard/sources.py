@@ -1,8 +1,4 @@
-"""The plan of garbage collection, made by the collector as a separate program that changes nothing.
-
-The collector is never imported: the store does not depend on it, and a plan over a large root takes memory and time
-that a separate process gives back.
-"""
+"""The sources of the dashboard: the cluster in etcd, the root, and the plan of the collector."""
 
 from __future__ import annotations
 
@@ -28,6 +24,12 @@ from kvstore.root.identity import RootIdentity, create_or_open
 from kvstore.root.interface import Root, Space
 from kvstore.sources import Clock, RandomIds
 from kvstore.text import parse_json
+
+# The plan of garbage collection, made by the collector as a separate program that changes nothing.
+#
+# The collector is never imported: the store does not depend on it, and a plan over a large root takes memory and time
+# that a separate process gives back.
+
 
 PLAN_S_MAX = 300.0
 EXAMPLES = 25

@@ -1,4 +1,4 @@
-"""The rows of the documents: one JSON object for each thing that the page shows. Pure."""
+"""The views of the dashboard as JSON documents."""
 
 from __future__ import annotations
 
@@ -35,6 +35,9 @@ from kvstore.sources import Clock, SystemClock
 
 if TYPE_CHECKING:
     from kvstore.client.store import Store
+
+
+# The rows of the documents: one JSON object for each thing that the page shows. Pure.
 
 
 Document = dict[str, Any]

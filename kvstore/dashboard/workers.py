@@ -1,4 +1,4 @@
-"""Rates and levels over time, in rings of fixed size. Pure: it takes no clock and does no I/O."""
+"""The counters of each worker, read over gRPC from all workers at once, as growth and history."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from kvstore.sources import Clock
 
 if TYPE_CHECKING:
     from kvstore.client.store import Store
+
+
+# Rates and levels over time, in rings of fixed size. Pure: it takes no clock and does no I/O.
 
 
 AMOUNTS: dict[str, tuple[str, ...]] = {
@@ -220,9 +223,6 @@ class Roster:
 def _is_another_run(before: Counts, now: Counts) -> bool:
     # Counters do not tell: those of an idle worker are 0 in both runs, and a busy one soon counts more than before.
     return before.get(STARTED) != now.get(STARTED)
-
-
-# The counters of each worker, read over gRPC from all workers at once, as growth and history.
 
 
 GONE = "it was killed, or its host is gone: etcd has no registration of it any more"

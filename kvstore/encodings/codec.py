@@ -1,8 +1,6 @@
-"""Encryption of one chunk file: AES-256-GCM with a key of the file's own, each part tied to its place in it.
+"""Encodes a chunk to the bytes of its file, and decodes it part by part. Pure except for the libraries it calls.
 
-Separate from the codec, because only this module does cryptography. A file's key is derived from its tenant's key and
-16 random bytes in its header. So a nonce never repeats under one key, however many chunks a tenant has, and nothing
-depends on incarnations being unique.
+Separate from the format, which says where the bytes lie, and from nodes, which choose the encoding and do the I/O.
 """
 
 from __future__ import annotations
@@ -50,6 +48,12 @@ from kvstore.text import parse_json
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
     from zstandard import ZstdCompressor, ZstdDecompressor
+
+
+# Encryption of one chunk file: AES-256-GCM with a key of the file's own, each part tied to its place in it.
+#
+# A file's key is derived from its tenant's key and 16 random bytes in its header. So a nonce never repeats under one
+# key, however many chunks a tenant has, and nothing depends on incarnations being unique.
 
 
 HEADER_PART = 0xFFFFFFFF
@@ -182,9 +186,6 @@ def join_planes(planes: ReadBuffer, itemsize: int, section: memoryview) -> None:
 
 
 # The keys of tenants: a file of secrets, and its current content.
-#
-# Separate from sealing, which uses one key: this module chooses the key, and lets a node learn a new one without a
-# restart.
 
 
 log = logging.getLogger(__name__)
@@ -339,11 +340,6 @@ def _key(tenant: str, name: str, text: object) -> Key:
             "`openssl rand -base64 32`"
         )
     return Key(name, secret)
-
-
-# Encodes a chunk to the bytes of its file, and decodes it part by part. Pure except for the libraries it calls.
-#
-# Separate from the format, which says where the bytes lie, and from nodes, which choose the encoding and do the I/O.
 
 
 @dataclass(frozen=True, slots=True)

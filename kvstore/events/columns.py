@@ -1,7 +1,6 @@
-"""A map from 64-bit numbers to rows of columns, 12 bytes an entry: sorted arrays instead of a dict's 100 bytes.
+"""Rows of chunks in columns: address, parent, depth, states, and tables to find rows by address and by hash.
 
-New entries come into a small sorted part, which is merged into the large one when it has grown to a sixteenth of it.
-So adding a batch costs little, and a merge is rare.
+Separate from the inventory, which decides what is told; here is only how rows are kept.
 """
 
 from __future__ import annotations
@@ -18,6 +17,12 @@ from kvstore.address import ADDRESS_BYTES, BLOCK_KEY_BYTES_MAX, NO_PARENT, Addre
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import NO_WHOLE
 from kvstore.text import why
+
+# A map from 64-bit numbers to rows of columns, 12 bytes an entry: sorted arrays instead of a dict's 100 bytes.
+#
+# New entries come into a small sorted part, which is merged into the large one when it has grown to a sixteenth of
+# it. So adding a batch costs little, and a merge is rare.
+
 
 U64 = npt.NDArray[np.uint64]
 Rows = npt.NDArray[np.int32]
@@ -391,11 +396,6 @@ class Names:
     def close(self) -> None:
         """Gives the file back."""
         self._lines.close()
-
-
-# Rows of chunks in columns: address, parent, depth, states, and tables to find rows by address and by hash.
-#
-# Separate from the inventory, which decides what is told; here is only how rows are kept.
 
 
 _NAMES = ("firsts", "lasts", "parents", "depths", "children", "states")

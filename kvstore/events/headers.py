@@ -1,8 +1,4 @@
-"""Claims of files about engine-hashed blocks, checked as far as possible.
-
-The address proves the key, and with it the engine's hash. Tokens, parent and extras are the writer's claim: a false one
-misleads routers of its own namespace, as a false event of an engine would, and no read.
-"""
+"""Headers of chunk files as events need them: parents, tokens, and the keys of engines."""
 
 from __future__ import annotations
 
@@ -24,6 +20,12 @@ from kvstore.namespace import Namespace
 from kvstore.root.interface import Root
 from kvstore.text import parse_json
 from kvstore.tokens import token_array
+
+# Claims of files about engine-hashed blocks, checked as far as possible.
+#
+# The address proves the key, and with it the engine's hash. Tokens, parent and extras are the writer's claim: a false
+# one misleads routers of its own namespace, as a false event of an engine would, and no read.
+
 
 LORA_NAME_MAX = 256
 EXTRA_KEYS_MAX = 64

@@ -1,4 +1,4 @@
-"""``POST /query`` of a publisher, and ``GET /healthz``: for its host, or with a token that may read the tenant."""
+"""The HTTP server of a publisher of events: ``POST /query`` and ``GET /healthz``."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ from kvstore.wire.query import Caller, Question, answer_document, answered, asks
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
+
+
+# ``POST /query`` of a publisher, and ``GET /healthz``: for its host, or with a token that may read the tenant.
 
 
 Answer = Callable[[Question], dict[str, Any]]

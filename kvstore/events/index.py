@@ -1,8 +1,4 @@
-"""Which shards have to be listed, and when: decided from the times of their folders. Pure: no I/O, no clock.
-
-A listing tells nothing that came within the same tick of the file system's clock as its start. So a folder is listed
-at once when its time changes, and once more when that time has stood for ``settle_s`` by our own clock.
-"""
+"""The index of a publisher: which chunks there are, and which of them are about to be deleted."""
 
 from __future__ import annotations
 
@@ -29,6 +25,12 @@ from kvstore.root.interface import Root
 from kvstore.root.namespaces import read_namespaces
 from kvstore.root.posix import folder_time, list_names
 from kvstore.sources import Clock
+
+# Which shards have to be listed, and when: decided from the times of their folders. Pure: no I/O, no clock.
+#
+# A listing tells nothing that came within the same tick of the file system's clock as its start. So a folder is
+# listed at once when its time changes, and once more when that time has stood for ``settle_s`` by our own clock.
+
 
 NEVER_S = float("-inf")
 BURST_S = 0.5

@@ -1,8 +1,4 @@
-"""The publisher: brings the truth up to date, and tells the differences while it is the speaker.
-
-A publisher that is not the speaker follows the root all the same, so it knows everything when it is elected. Then it
-tells the marker and all that it knows, once, and differences from there on.
-"""
+"""The publisher of KV events: what it publishes, its loop, and how it is opened."""
 
 from __future__ import annotations
 
@@ -31,6 +27,12 @@ from kvstore.root.identity import create_or_open
 from kvstore.root.interface import Root
 from kvstore.security.authentication import Authenticator
 from kvstore.sources import Clock, RandomIds, SystemClock
+
+# The publisher: brings the truth up to date, and tells the differences while it is the speaker.
+#
+# A publisher that is not the speaker follows the root all the same, so it knows everything when it is elected. Then
+# it tells the marker and all that it knows, once, and differences from there on.
+
 
 log = logging.getLogger(__name__)
 

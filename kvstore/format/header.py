@@ -1,6 +1,7 @@
-"""Checksums of headers and sections: XXH3-64 (seed 0), chosen for its speed, not against an adversary.
+"""The header of a chunk file: encodes and decodes its fields, and decides whether it is the wanted chunk.
 
-The keyed addresses protect against an adversary; a checksum finds the damage that disks, memory and networks do.
+This is version 1, whose sections are stored unchanged; ``encoded.py`` does version 2. ``FORMAT.md`` beside this file is
+the normative description; this is its only implementation. Pure: no I/O, no clock.
 """
 
 from __future__ import annotations
@@ -34,6 +35,11 @@ from kvstore.layout import CHUNK_TOKENS_MAX, LAYERS_MAX
 from kvstore.namespace import Namespace, NamespaceDigest
 from kvstore.text import brief, parse_json
 from kvstore.tokens import Tokens, token_array
+
+# Checksums of headers and sections: XXH3-64 (seed 0), chosen for its speed, not against an adversary.
+#
+# The keyed addresses protect against an adversary; a checksum finds the damage that disks, memory and networks do.
+
 
 XXH3_64 = 1
 
@@ -171,12 +177,6 @@ def read_descent(header: ReadBuffer, at: int, size: int) -> bytes:
 def laid_descent(descent: bytes) -> bytes:
     """Returns a descent as it lies in a header, its size in front, for native code."""
     return _SIZE.pack(len(descent)) + descent
-
-
-# The header of a chunk file: encodes and decodes its fields, and decides whether it is the wanted chunk.
-#
-# This is version 1, whose sections are stored unchanged; ``encoded.py`` does version 2. ``FORMAT.md`` beside this
-# file is the normative description; this is its only implementation. Pure: no I/O, no clock.
 
 
 Incarnation = NewType("Incarnation", bytes)
@@ -496,9 +496,8 @@ def _padded(count: int) -> int:
 
 # Version 2 of the header, for chunk files whose sections are compressed, encrypted, or both.
 #
-# Separate from version 1, which memory, native code and most files have. A file has version 2 only if compression or
-# encryption was asked for, and it stands for a file of version 1. This module says which bytes lie where;
-# ``kvstore/encodings`` does the encoding. Pure.
+# A file has version 2 only if compression or encryption was asked for, and it stands for a file of version 1. This
+# module says which bytes lie where; ``kvstore/encodings`` does the encoding. Pure.
 
 
 __all__ = ["Encoding", "decode_any", "decode_encoded", "encode_fixed", "encode_header", "is_encoded", "plain_header"]
@@ -713,8 +712,7 @@ class Generation:
 
 # Lineage: an incarnation says who published a chunk and when, and a record says who that writer was.
 #
-# Separate from headers, which carry the 16 bytes and do not look into them. ``FORMAT.md`` is the normative
-# description. Pure: no I/O, no clock.
+# ``FORMAT.md`` is the normative description. Pure: no I/O, no clock.
 
 
 LineageId = NewType("LineageId", bytes)

@@ -192,9 +192,6 @@ def _parse_id(text: str, size_bytes: int) -> bytes | None:
 
 
 # Names of chunk files in columns: the same as ``places.parse_chunk`` for many names at once.
-#
-# Separate from ``places`` because a root holds millions of chunks, and parsing one name at a time takes longer than
-# listing them.
 
 
 U64 = npt.NDArray[np.uint64]

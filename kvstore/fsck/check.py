@@ -1,4 +1,7 @@
-"""Finds chunks without a parent: 32 bytes of memory for each chunk, up to a limit."""
+"""Walks a root folder by folder, names what is wrong, and repairs it if asked to.
+
+Streaming: memory does not grow with the root, but for 32 bytes per chunk while looking for unreachable ones.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,8 @@ from kvstore.root.identity import FILE_SYSTEMS_OWN, SCRATCH_FOLDER, TOP, RootIde
 from kvstore.root.inspect import Broken, Inspector
 from kvstore.root.interface import Entry, Root
 from kvstore.sources import Clock, Ids, RandomIds, SystemClock
+
+# Finds chunks without a parent: 32 bytes of memory for each chunk, up to a limit.
 
 
 class Reach:
@@ -80,11 +85,6 @@ class Reach:
 def _array(packed: bytearray) -> npt.NDArray[Any]:
     # numpy ignores zeros at the end of such items, which is harmless where all have the same length.
     return np.frombuffer(packed, dtype=f"S{ADDRESS_BYTES}") if packed else np.empty(0, dtype=f"S{ADDRESS_BYTES}")
-
-
-# Walks a root folder by folder, names what is wrong, and repairs it if asked to.
-#
-# Streaming: memory does not grow with the root, but for 32 bytes per chunk while looking for unreachable ones.
 
 
 STAGING_AGE_S = 3600.0

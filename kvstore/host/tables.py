@@ -1,8 +1,12 @@
-"""The folder ``host`` of a root, through which the processes of one host share it; and whether they may.
+"""What the processes of a host share in mapped files: numbers, the log of evicted chunks, and what each holds.
 
-The file system must be of this host alone: on a network file system two hosts would not see each other's locks, and a
-mapped file is memory of one host. Every process that shares a root has a shared lock on its file FORMAT, which nobody
-replaces. Files of ``host`` are made under the exclusive one, so when nobody uses the root.
+``host/shared`` has a few numbers, and the log: a ring of addresses. Who evicts appends a batch of victims, advances
+TAIL, and sets SETTLED to TAIL once it is done with all of them (``eviction``). Every process reads it, to forget chunks
+that are gone (``host_view``).
+
+Each process has a hold table, a file with the addresses of the chunks that it holds, mapped and locked. When a process
+ends, in whatever way, the kernel drops its lock; then the table counts no more, and whoever sees that removes it. A
+table is locked before it has its name, so nobody takes a new one for one that was left.
 """
 
 from __future__ import annotations
@@ -34,6 +38,13 @@ from kvstore.root.identity import newest_number, publish
 from kvstore.root.interface import Root
 from kvstore.root.posix import FILE_MODE, FOLDER_MODE, PosixRoot, translated
 from kvstore.sources import Clock, Ids
+
+# The folder ``host`` of a root, through which the processes of one host share it; and whether they may.
+#
+# The file system must be of this host alone: on a network file system two hosts would not see each other's locks, and
+# a mapped file is memory of one host. Every process that shares a root has a shared lock on its file FORMAT, which
+# nobody replaces. Files of ``host`` are made under the exclusive one, so when nobody uses the root.
+
 
 FOLDER = "host"
 HOLDS = f"{FOLDER}/holds"
@@ -199,17 +210,6 @@ def publish_first(root: Root, generation: Generation, *, ids: Ids, clock: Clock)
     if not newest_number(root) and isinstance(root, PosixRoot) and os.path.isdir(f"{root.path}/{FOLDER}"):
         log.warning("root.taken_over %s was of one host, without etcd: now it belongs to a cluster", root.url)
     return publish(root, generation, ids=ids, clock=clock)
-
-
-# What the processes of a host share in mapped files: numbers, the log of evicted chunks, and what each holds.
-#
-# ``host/shared`` has a few numbers, and the log: a ring of addresses. Who evicts appends a batch of victims, advances
-# TAIL, and sets SETTLED to TAIL once it is done with all of them (``eviction``). Every process reads it, to forget
-# chunks that are gone (``host_view``).
-#
-# Each process has a hold table, a file with the addresses of the chunks that it holds, mapped and locked. When a
-# process ends, in whatever way, the kernel drops its lock; then the table counts no more, and whoever sees that
-# removes it. A table is locked before it has its name, so nobody takes a new one for one that was left.
 
 
 RING = 1 << 16

@@ -1,6 +1,8 @@
-"""Extents: which parts of a fixed size are taken. Best fit over pages; free neighbours join.
+"""The arena: one anonymous file in memory that a node writes images into and that processes of its host map for
+reading.
 
-Separate from the arena that it divides, because it is pure arithmetic.
+Separate from the inventory, which is pure: only this module asks the system for memory. Only its two functions know
+which seals protect readers from the writer, and the writer from readers (``MEMORY.md``, A1 and A2).
 """
 
 from __future__ import annotations
@@ -20,6 +22,9 @@ import numpy as np
 
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.text import size
+
+# Extents: which parts of a fixed size are taken. Best fit over pages; free neighbours join.
+
 
 PAGE_BYTES = 4096
 
@@ -105,8 +110,8 @@ class Extents:
 
 # The memory of the host, or the limit of this process's container (the cgroup).
 #
-# Separate from the arena, because it is asked before there is one. A number that is too large must be an error where
-# it is given: otherwise nobody notices before the memory is written, and then the system kills a process.
+# A number that is too large must be an error where it is given: otherwise nobody notices before the memory is
+# written, and then the system kills a process.
 
 
 CGROUPS = Path("/sys/fs/cgroup")
@@ -154,13 +159,6 @@ def _limits() -> Iterator[Path]:
             while at != folder and folder in at.parents:
                 yield at / name
                 at = at.parent
-
-
-# The arena: one anonymous file in memory that a node writes images into and that processes of its host map for
-# reading.
-#
-# Separate from the inventory, which is pure: only this module asks the system for memory. Only its two functions know
-# which seals protect readers from the writer, and the writer from readers (``MEMORY.md``, A1 and A2).
 
 
 log = logging.getLogger(__name__)

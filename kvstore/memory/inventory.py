@@ -1,6 +1,8 @@
-"""The entry that a bounded tier keeps for one chunk, its place (which chunk it is), and its queue.
+"""The inventory of a bounded tier: its entries, their users, and which go when room is needed (MEMORY.md, E1 to E4).
 
-Separate from the inventory, because policies look at entries and the inventory looks at policies.
+Pure: no lock, no clock, no I/O. So the memory and the local disk share it, and a replay needs no bytes. Its owner makes
+one call at a time, and looks at entries only between calls. Queues have the entries in the order in which the policy
+evicts them.
 """
 
 from __future__ import annotations
@@ -21,6 +23,9 @@ from kvstore.address import Address, Chain
 from kvstore.hints import DEFAULT, PRIORITY_DEFAULT, Hints
 from kvstore.memory.radix_tree import Chunk, Tree
 from kvstore.namespace import NamespaceDigest
+
+# The entry that a bounded tier keeps for one chunk, its place (which chunk it is), and its queue.
+
 
 USES_MAX = 3
 """Uses are counted up to this, as on the root: 3 means at least 3."""
@@ -261,13 +266,6 @@ class Admission:
     def knows(self, address: Address) -> bool:
         """True if it was asked for, not long ago."""
         return address in self._new or address in self._old
-
-
-# The inventory of a bounded tier: its entries, their users, and which go when room is needed (MEMORY.md, E1 to E4).
-#
-# Pure: no lock, no clock, no I/O. So the memory and the local disk share it, and a replay needs no bytes. Its owner
-# makes one call at a time, and looks at entries only between calls. Queues have the entries in the order in which the
-# policy evicts them.
 
 
 STALE_MAX = 64

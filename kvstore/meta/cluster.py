@@ -1,4 +1,4 @@
-"""Writes keys that the first writer makes and all others accept. A lost reply is settled by reading back."""
+"""The record of a cluster in etcd: its root, and the generation of its metadata."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from kvstore.format.header import Generation
 from kvstore.meta.keys import ID_BYTES, ROOTS, Keys, root_binding
 from kvstore.meta.store import TRIES_MAX, Absent, Deadline, Meta, Put
 from kvstore.sources import Ids
+
+# Writes keys that the first writer makes and all others accept. A lost reply is settled by reading back.
 
 
 def put_first(meta: Meta, key: str, value: bytes, deadline: Deadline, what: str) -> bytes:

@@ -1,7 +1,4 @@
-"""A metadata history in memory with etcd's semantics: revisions, compare-and-set, leases, watches from the past.
-
-Separate from ``memory.py``, its client, because several clients share one store, as several nodes share an etcd.
-"""
+"""Metadata in memory: one client of a MemoryStore, for an embedded store on one host and for tests."""
 
 from __future__ import annotations
 
@@ -33,6 +30,9 @@ from kvstore.meta.store import (
     check_ttl,
 )
 from kvstore.sources import Clock, SystemClock
+
+# A metadata history in memory with etcd's semantics: revisions, compare-and-set, leases, watches from the past.
+
 
 HISTORY_REVISIONS_MAX = 100_000
 
@@ -213,9 +213,6 @@ class MemoryStore:
         if state is not None:
             self._apply([Delete(key) for key in sorted(state.keys)])
             del self._leases[lease]
-
-
-# Metadata in memory: one client of a MemoryStore, for an embedded store on one host and for tests.
 
 
 class MemoryWatch:

@@ -1,4 +1,4 @@
-"""The end of one call, shared out among the requests that it makes."""
+"""The metadata store: its operations, limits and deadlines."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import NewType, Protocol
 
 from kvstore.errors import InvalidRequest
 from kvstore.sources import Clock, SystemClock
+
+# The end of one call, shared out among the requests that it makes.
+
 
 TIMEOUT_S = 5.0
 TIMEOUT_S_MAX = 3600.0

@@ -1,7 +1,7 @@
-"""The chunks of a layer-by-layer read for native code: their files stay open and their images stay in memory.
+"""Runs of chunk files for native code, which needs no GIL: look, read, map, stage.
 
-Native code verifies each header once and reads two sections for each layer. Separate from ``layers.py``, which makes
-the decisions and redoes chunk by chunk whatever fails here.
+Native code does the common good case. Failures are reported; ``Chunks`` redoes those one by one. Called on lanes only:
+a lane has its own part of a run, or takes turns at a shared one.
 """
 
 from __future__ import annotations
@@ -41,6 +41,12 @@ from kvstore.node.wanted import Items, Wanted
 from kvstore.recency import stamps_ns
 from kvstore.results import LayerMemory
 from kvstore.root.interface import LocalFiles, Root, local_files
+
+# The chunks of a layer-by-layer read for native code: their files stay open and their images stay in memory.
+#
+# Native code verifies each header once and reads two sections for each layer. Separate from ``layers.py``, which
+# makes the decisions and redoes chunk by chunk whatever fails here.
+
 
 Mask = npt.NDArray[np.bool_]
 
@@ -189,12 +195,6 @@ class LayerRun:
                 closes = self._closed and not group.users
             if closes:
                 self._close(start)
-
-
-# Runs of chunk files for native code, which needs no GIL: look, read, map, stage.
-#
-# Native code does the common good case. Failures are reported; ``Chunks`` redoes those one by one. Called on lanes
-# only: a lane has its own part of a run, or takes turns at a shared one.
 
 
 COLD_BYTES = 4 << 20

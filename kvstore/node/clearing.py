@@ -1,7 +1,8 @@
-"""Follows clears by selection: one thread reads the orders, has them obeyed, and answers.
+"""Clears what a selection names, everywhere: tell all nodes, sweep the root, tell them again.
 
-Every node of a cluster follows them, with memory or without: a node also forgets which chunks it knows to be present.
-Separate from peers' digests, which nodes without memory do not follow. Rule P6 of kvstore/memory/MEMORY.md.
+Separate from the member, whose pins decide what stays. The order matters. A node that has dropped what is named, and
+refuses to take it back, cannot write to the root again what the sweep just deleted. And the barrier goes up before pins
+are read: a pin taken too late to be read finds the barrier (gc/PROTOCOL.md, P5).
 """
 
 from __future__ import annotations
@@ -35,6 +36,13 @@ from kvstore.results import Cleared
 from kvstore.root.fences import make_room
 from kvstore.root.identity import read_writers
 from kvstore.root.posix import PosixRoot, translated
+
+# Follows clears by selection: one thread reads the orders, has them obeyed, and answers.
+#
+# Every node of a cluster follows them, with memory or without: a node also forgets which chunks it knows to be
+# present. Separate from peers' digests, which nodes without memory do not follow. Rule P6 of
+# kvstore/memory/MEMORY.md.
+
 
 log = logging.getLogger(__name__)
 
@@ -209,13 +217,6 @@ class ClearsFollower:
         """Waits until there may be something to hear: a new session, or after ``RETRY_S`` the same one."""
         with self._changed:
             self._changed.wait_for(lambda: self._loop.closed or self._session not in (None, session), timeout=RETRY_S)
-
-
-# Clears what a selection names, everywhere: tell all nodes, sweep the root, tell them again.
-#
-# Separate from the member, whose pins decide what stays. The order matters. A node that has dropped what is named,
-# and refuses to take it back, cannot write to the root again what the sweep just deleted. And the barrier goes up
-# before pins are read: a pin taken too late to be read finds the barrier (gc/PROTOCOL.md, P5).
 
 
 ANSWER_S = 15.0

@@ -1,7 +1,7 @@
-"""The folder of a local disk tier: locked by one node at a time, and never mistaken for a root, nor a root for it.
+"""The local disk below a node's memory: images in files, in a folder of this node alone, bounded in bytes.
 
-Separate from the tier, which treats every chunk file in its folder as its own to remove: this module makes sure of
-that.
+A cache of a cache: nothing is synced, losing it costs nothing, and every failure of the disk is a miss. This module
+does the I/O; the shelf decides what the tier holds.
 """
 
 from __future__ import annotations
@@ -46,6 +46,9 @@ from kvstore.root.interface import Root
 from kvstore.root.posix import FULL_ERRORS, REFUSED_ERRORS, PosixRoot
 from kvstore.sources import Clock, Ids
 from kvstore.text import parse_json
+
+# The folder of a local disk tier: locked by one node at a time, and never mistaken for a root, nor a root for it.
+
 
 FORMAT_NAME = "kvstore-disk"
 """The name in ``FORMAT``. It keeps this folder from being opened as a root, and this module refuses other names."""
@@ -182,8 +185,7 @@ def _refusal(path: str, what: str, cause: OSError) -> KVStoreError:
 
 # Leaves a failing local disk alone: for a while after repeated failures, and while reads hang.
 #
-# Separate from the tier, because it knows nothing of chunks. A dead disk must cost the node neither its lanes nor a
-# wait in each request.
+# A dead disk must cost the node neither its lanes nor a wait in each request.
 
 
 FAILURES_MAX = 3
@@ -263,9 +265,8 @@ class Readers:
 
 # The contents of a local disk tier, decided here under one lock and done to files elsewhere.
 #
-# Separate from the tier, which does the I/O. The bound holds at each moment: a file's room is taken before its first
-# byte is written, and given back after the file is removed. Dropped entries stay referenced until then, among the
-# *leaving*.
+# The bound holds at each moment: a file's room is taken before its first byte is written, and given back after the
+# file is removed. Dropped entries stay referenced until then, among the *leaving*.
 
 
 BLOCK_BYTES = 4096
@@ -581,9 +582,8 @@ def name_of(chunk: Place | Entry) -> Name:
 # Takes in what a local disk tier finds in its folder at the start: lists all files, then takes in the most useful
 # first.
 #
-# Separate from the tier, because it runs beside it on a thread of its own. Nobody knows how many bytes there are
-# until all files are listed, so nothing may be written before. After that, files that are not yet taken in count as
-# held.
+# Nobody knows how many bytes there are until all files are listed, so nothing may be written before. After that,
+# files that are not yet taken in count as held.
 
 
 RETRY_S = 5.0
@@ -724,12 +724,6 @@ def _found(records: bytearray, place: int) -> Found:
 
 def _is_of(header: Header, found: Found) -> bool:
     return header.address == found.address and header.namespace[: places.NAMESPACE_ID_BYTES] == found.namespace
-
-
-# The local disk below a node's memory: images in files, in a folder of this node alone, bounded in bytes.
-#
-# A cache of a cache: nothing is synced, losing it costs nothing, and every failure of the disk is a miss. This module
-# does the I/O; the shelf decides what the tier holds.
 
 
 log = logging.getLogger(__name__)

@@ -1,6 +1,7 @@
-"""What a node of a cluster does before a session of it protects anything: it compares generations, and fences.
+"""Follows garbage collection for one node: the watch that feeds its view, the start fence, the announcements.
 
-Separate from the follower, which looks at etcd alone: here is all that it needs of the root.
+All of it depends on a session, and no request waits for it. Every step is a method without a thread, so that a
+simulation can run the steps in any order; ``run`` is the loop of the node's thread.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from kvstore.node.view import ChainBroken, View
 from kvstore.root.fences import lift_unnamed
 from kvstore.root.interface import Root
 from kvstore.sources import Clock
+
+# What a node of a cluster does before a session of it protects anything: it compares generations, and fences.
 
 
 class StartFence:
@@ -70,12 +73,6 @@ class StartFence:
             return {Condemned.from_bytes(kv.value).sweep for kv in found.items}
         except RootMismatch as error:
             raise Unavailable(f"the keys of garbage collection in etcd cannot be read: {error}") from error
-
-
-# Follows garbage collection for one node: the watch that feeds its view, the start fence, the announcements.
-#
-# All of it depends on a session, and no request waits for it. Every step is a method without a thread, so that a
-# simulation can run the steps in any order; ``run`` is the loop of the node's thread.
 
 
 log = logging.getLogger(__name__)

@@ -1,8 +1,4 @@
-"""What one process knows of evictions on its host: which chunks are being evicted, and which are gone.
-
-The node asks it as it asks the view of a cluster's sweeps (``node.view``). Everything here reads mapped memory: a match
-or a hold costs no system call.
-"""
+"""A process as one of those that share a root of one host: what it maps and asks for, its part in collecting."""
 
 from __future__ import annotations
 
@@ -27,6 +23,12 @@ from kvstore.host.tables import BATCH_MAX, RING, HoldTable, InUse, Number, Own, 
 from kvstore.node.counters import Counters
 from kvstore.node.known import Known
 from kvstore.root.posix import PosixRoot, error_of, translated
+
+# What one process knows of evictions on its host: which chunks are being evicted, and which are gone.
+#
+# The node asks it as it asks the view of a cluster's sweeps (``node.view``). Everything here reads mapped memory: a
+# match or a hold costs no system call.
+
 
 SETTLE_S = 1.0
 POLL_S = 0.001
@@ -171,9 +173,6 @@ class HostView:
             self._known.forget_each(b"".join(self._unsettled))
         self._unsettled = frozenset(left[at : at + ADDRESS_BYTES] for at in range(0, len(left), ADDRESS_BYTES))
         self._seen = tail
-
-
-# A process as one of those that share a root of one host: what it maps and asks for, its part in collecting.
 
 
 UNKNOWN_BYTES = 64 << 20

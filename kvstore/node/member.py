@@ -1,6 +1,7 @@
-"""The pins taken through this node: they keep their chunks in its memory for a while.
+"""A node as a member of a cluster: its session, the namespaces it claims, the pins it takes. Or a node alone.
 
-Separate from the pins in etcd, which keep collectors away: these only limit what memory evicts.
+Everything here may touch etcd, nothing here is on the path of a chunk.  Without etcd the same code runs over metadata
+in a file, which the processes of one host share, or in memory, where pins live as long as this process.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ from kvstore.results import Cleared, PinRecord
 from kvstore.root.identity import newest_number
 from kvstore.root.posix import DiskFull
 from kvstore.sources import Clock
+
+# The pins taken through this node: they keep their chunks in its memory for a while.
 
 
 class PinnedInMemory:
@@ -141,12 +144,6 @@ class Syncing:
             self._is_failing = True
             return
         self._synced_bytes, self._is_failing = written_bytes, False
-
-
-# A node as a member of a cluster: its session, the namespaces it claims, the pins it takes. Or a node alone.
-#
-# Everything here may touch etcd, nothing here is on the path of a chunk. Without etcd the same code runs over
-# metadata in a file, which the processes of one host share, or in memory, where pins live as long as this process.
 
 
 CLEAR_DEADLINE_S = 600.0

@@ -1,6 +1,8 @@
-"""The memory tier's slots and references: room being filled, and chunks that stay in place while they are used.
+"""The memory tier: images in the arena, found by address, filled and read by many threads at once.
 
-Separate from the tier, which decides; its callers hold these meanwhile.
+Separate from the inventory, which decides and knows neither locks nor bytes. This module makes every decision under one
+lock, and moves every byte outside it, in room that a claim or a reference reserves (kvstore/memory/MEMORY.md, rules I,
+A, E and L).
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ from kvstore.node.images import Images, ImagesIn, Mask, take_images, verify_imag
 from kvstore.node.wanted import Wanted, image_bytes, leading, payload_bytes, payload_of, place_at
 from kvstore.sources import Clock
 from kvstore.tokens import TokenArray
+
+# The memory tier's slots and references: room being filled, and chunks that stay in place while they are used.
 
 
 class Slot:
@@ -141,13 +145,6 @@ class Victims(References):
 def images_of(memory: memoryview, entries: Sequence[Entry]) -> Sequence[memoryview]:
     """Returns the images of entries in the arena."""
     return ImagesIn(memory, [entry.offset for entry in entries], [entry.size_bytes for entry in entries])
-
-
-# The memory tier: images in the arena, found by address, filled and read by many threads at once.
-#
-# Separate from the inventory, which decides and knows neither locks nor bytes. This module makes every decision under
-# one lock, and moves every byte outside it, in room that a claim or a reference reserves (kvstore/memory/MEMORY.md,
-# rules I, A, E and L).
 
 
 class MemoryTier:

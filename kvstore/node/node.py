@@ -1,4 +1,7 @@
-"""The staging folders of one node: that of its session, and those of its earlier sessions."""
+"""A node: what a worker serves, and what an engine has in its own process when it opens the root itself.
+
+It joins the parts of this package and gives every call its deadline.  No call here touches etcd.
+"""
 
 from __future__ import annotations
 
@@ -56,6 +59,9 @@ from kvstore.sources import Clock, Ids, RandomIds, SystemClock
 from kvstore.tokens import TokenArray
 from kvstore.writes import Durability, WriteMode
 
+# The staging folders of one node: that of its session, and those of its earlier sessions.
+
+
 BEFORE_MAX = 64
 """Limit on remembered session ids; a collector clears what was staged under older ones."""
 WAITS_MAX = 10
@@ -102,11 +108,6 @@ class Staging:
                 moved_on()
             self._root.remove_folder(folder)
         return True
-
-
-# A node: what a worker serves, and what an engine has in its own process when it opens the root itself.
-#
-# It joins the parts of this package and gives every call its deadline. No call here touches etcd.
 
 
 T = TypeVar("T")

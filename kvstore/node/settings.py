@@ -1,4 +1,4 @@
-"""Every limit and timing of a node in one place, with their relations checked once."""
+"""The tiers between a node's callers and the root: memory size, local disk, write mode."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ from kvstore.meta.store import TIMEOUT_S_MAX
 from kvstore.recency import QUANTUM_S
 from kvstore.text import brief, size
 from kvstore.writes import BOUND_BYTES_MIN, Durability, WriteMode
+
+# Every limit and timing of a node in one place, with their relations checked once.
+
 
 CHANGEABLE = (
     "match_deadline_s",
@@ -123,9 +126,6 @@ class CurrentLimits:
 
     def __init__(self, limits: Limits) -> None:
         self.now = limits
-
-
-# The tiers between a node's callers and the root: memory size, local disk, write mode.
 
 
 MEMORY_BYTES_MIN = 16 << 20

@@ -1,7 +1,4 @@
-"""The tiers between a node's memory and the root, in order: the sources of images.
-
-Separate from memory, which every image passes through, and from the root, which is read as on a node without tiers.
-"""
+"""All that a node has above the root: its memory, the tiers that memory is filled from, and the queue behind it."""
 
 from __future__ import annotations
 
@@ -31,6 +28,8 @@ from kvstore.node.wanted import Wanted, image_bytes, image_sizes
 from kvstore.node.write_behind import Publish, WriteBehind
 from kvstore.sources import Clock, Ids
 from kvstore.writes import WriteMode
+
+# The tiers between a node's memory and the root, in order: the sources of images.
 
 
 class Tier(Protocol):
@@ -77,9 +76,6 @@ class Tier(Protocol):
     def close(self, timeout_s: float) -> None:
         """Ends its threads. Idempotent."""
         ...
-
-
-# All that a node has above the root: its memory, the tiers that memory is filled from, and the queue behind it.
 
 
 DEMOTE_PERIOD_S = 0.2

@@ -1,14 +1,4 @@
-"""A digest: the sorted 32-bit prints of a peer's chunks in memory, for one shard of the addresses, as one key's value.
-
-    0   2  version: 1
-    2   2  zero
-    4   4  count of prints in this digest
-    8   4  count of chunks in the shard, which may be more
-    12  -  zlib of four planes: byte 0 of the gap before each print, then byte 1 of each, byte 2, byte 3
-
-All little-endian.  The print of an address is its bytes 4 to 7, its shard the first six bits.  The planes of the gaps
-take 2.5 to 3.4 bytes a print; the prints as they are, 4.
-"""
+"""Reports of what peers have in memory: digests, their directory, and this node's own report."""
 
 from __future__ import annotations
 
@@ -34,6 +24,15 @@ from kvstore.meta.workers import SHARDS, AddressTold, Digests, DigestTold, Worke
 from kvstore.node.counters import Counters
 from kvstore.peers.limits import STEP_BYTES_MAX, PeerLimits
 from kvstore.sources import Clock
+
+# A digest: the sorted 32-bit prints of a peer's chunks in memory, for one shard of the addresses, as one key's value.
+#
+# 0 2 version: 1 2 2 zero 4 4 count of prints in this digest 8 4 count of chunks in the shard, which may be more 12 -
+# zlib of four planes: byte 0 of the gap before each print, then byte 1 of each, byte 2, byte 3
+#
+# All little-endian. The print of an address is its bytes 4 to 7, its shard the first six bits. The planes of the gaps
+# take 2.5 to 3.4 bytes a print; the prints as they are, 4.
+
 
 VERSION = 1
 DIGEST_BYTES_MAX = 64 << 10
@@ -178,7 +177,6 @@ EMPTY = Directory(np.zeros(0, np.uint64), {}, {})
 
 # The peers' reports so far, kept by session: the directory is made from them.
 #
-# Separate from following, because it is pure: it decides which session speaks for an address, and whose prints fit.
 # Used by one thread.
 
 

@@ -1,7 +1,4 @@
-"""Asks one peer for chunks in its memory: one GET of the bulk protocol, whole images straight into the given memory.
-
-The rim towards the peer: whatever goes wrong here becomes an answer with fewer images.
-"""
+"""The peer tier: chunks from the memory of other workers."""
 
 from __future__ import annotations
 
@@ -41,6 +38,10 @@ from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.frames import SPAN_BYTES, Kind, Mode, decode_slots, decode_span, encode_request
 from kvstore.wire.messages import pack_tokens, traced
 from kvstore.wire.statuses import UnknownNamespace
+
+# Asks one peer for chunks in its memory: one GET of the bulk protocol, whole images straight into the given memory.
+#
+# The rim towards the peer: whatever goes wrong here becomes an answer with fewer images.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
-"""Memory with least-recently-used eviction: what a batch saves in an order that nobody planned.
+"""The order of a batch: depth first through the trie, so that a prefix is in memory only while it is needed.
 
-As in engines, a prompt's last blocks go first and its first blocks last, and a prompt reuses leading blocks only. The
-blocks of one edge of the trie are used together, so memory is kept by edges, of which the tail may be evicted: the
-result is that of single blocks.
+Any depth-first order computes each shared prefix once, whatever the order of siblings. That leaves siblings free:
+those with more output tokens for each token to compute go first, as in the paper, so that their decoding overlaps the
+prefill of those behind them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvstore.planning.prompts import Counts, Prompts, Trie
+
+# Memory with least-recently-used eviction: what a batch saves in an order that nobody planned.
+#
+# As in engines, a prompt's last blocks go first and its first blocks last, and a prompt reuses leading blocks only.
+# The blocks of one edge of the trie are used together, so memory is kept by edges, of which the tail may be evicted:
+# the result is that of single blocks.
+
 
 STEPS_MAX = 50_000_000
 """Limit on edges visited, about a minute: the prompts of a very deep trie visit many each."""
@@ -183,13 +190,6 @@ def agreed(trie: Trie, stored: Counts) -> tuple[Counts, Counts]:
         held[above] = max(held[above], held[node])
     held = np.minimum(held, trie.depth)
     return held, np.maximum(stored, held[trie.deepest])
-
-
-# The order of a batch: depth first through the trie, so that a prefix is in memory only while it is needed.
-#
-# Any depth-first order computes each shared prefix once, whatever the order of siblings. That leaves siblings free:
-# those with more output tokens for each token to compute go first, as in the paper, so that their decoding overlaps
-# the prefill of those behind them.
 
 
 @dataclass(frozen=True, slots=True)

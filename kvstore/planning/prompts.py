@@ -1,4 +1,8 @@
-"""A group of a plan."""
+"""The prompts of a batch, packed: items as big-endian u32, so that prompts sort as their bytes do.
+
+An item is a token, or a block of tokens under a name: an address in the store, an engine's key, a hash id of a trace.
+A prompt costs 4 bytes an item here, and nothing of the caller's is kept.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,8 @@ from kvstore.checks import is_whole
 from kvstore.errors import InvalidRequest
 from kvstore.text import brief
 from kvstore.tokens import TokenArray, Tokens, token_array
+
+# A group of a plan.
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +42,6 @@ class Group:
     def tokens_to_compute(self) -> int:
         """Tokens that all members compute."""
         return sum(self.computed)
-
-
-# The prompts of a batch, packed: items as big-endian u32, so that prompts sort as their bytes do.
-#
-# An item is a token, or a block of tokens under a name: an address in the store, an engine's key, a hash id of a
-# trace. A prompt costs 4 bytes an item here, and nothing of the caller's is kept.
 
 
 Counts = npt.NDArray[np.int64]

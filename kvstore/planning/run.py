@@ -1,10 +1,11 @@
-"""Which group of a plan goes out next, while several consumers take, finish, and die. Decisions only, no threads.
+"""A run of a plan: its groups, one after another, to any number of consumers, held in the store while they run.
 
-    waiting -> taken -> done          a consumer ran all members
-               taken -> waiting       it died, or gave the group back
-               taken -> failed        as often as is allowed
+Consumers are threads of this process, or other processes of this host: each of those has a connection to a socket, and
+a thread here that takes groups for it. A process that ends, in whatever way, closes its connection, and so gives its
+group back (rule H3 of PLANNING.md).
 
-Groups go out in the plan's order; one that was given back goes first again.
+Such a process sends one byte for each group that it wants, which also says that the one before is done. It gets 8
+bytes, the size of what follows, and the group as JSON; size 0 once every group is done or has failed.
 """
 
 from __future__ import annotations
@@ -33,6 +34,14 @@ from kvstore.text import brief, parse_json
 
 if TYPE_CHECKING:
     from kvstore.planning.plan import Plan
+
+
+# Which group of a plan goes out next, while several consumers take, finish, and die. Decisions only, no threads.
+#
+# waiting -> taken -> done a consumer ran all members taken -> waiting it died, or gave the group back taken -> failed
+# as often as is allowed
+#
+# Groups go out in the plan's order; one that was given back goes first again.
 
 
 class State(Enum):
@@ -136,16 +145,6 @@ class Handing:
         self._states[index] = state
         self._tokens_taken -= self._groups[index].prefix_tokens
         self._ended += state in ENDS
-
-
-# A run of a plan: its groups, one after another, to any number of consumers, held in the store while they run.
-#
-# Consumers are threads of this process, or other processes of this host: each of those has a connection to a socket,
-# and a thread here that takes groups for it. A process that ends, in whatever way, closes its connection, and so
-# gives its group back (rule H3 of PLANNING.md).
-#
-# Such a process sends one byte for each group that it wants, which also says that the one before is done. It gets 8
-# bytes, the size of what follows, and the group as JSON; size 0 once every group is done or has failed.
 
 
 LOOK_S = 0.2

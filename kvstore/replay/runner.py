@@ -1,8 +1,4 @@
-"""Tokens and KV of a trace: pure functions of its hash ids, so that a store's answers can be checked byte by byte.
-
-A block's tokens follow from its hash id alone, so that prompts that share a prefix in the trace share one here. Its KV
-follows from its id and all ids before it, as in a real model, so that a chunk served under another prefix shows.
-"""
+"""Replays a trace against a store: contents, lanes, callers, processes, and the report."""
 
 from __future__ import annotations
 
@@ -31,6 +27,12 @@ from kvstore.replay.trace import BLOCK_TOKENS, Request
 from kvstore.results import PutResult
 from kvstore.tokens import TokenArray
 from kvstore.writes import WriteModeName
+
+# Tokens and KV of a trace: pure functions of its hash ids, so that a store's answers can be checked byte by byte.
+#
+# A block's tokens follow from its hash id alone, so that prompts that share a prefix in the trace share one here. Its
+# KV follows from its id and all ids before it, as in a real model, so that a chunk served under another prefix shows.
+
 
 Words = npt.NDArray[np.uint64]
 KvBytes = npt.NDArray[np.int8]

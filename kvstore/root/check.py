@@ -1,7 +1,10 @@
-"""A second process on a mounted file system, for the probes of ``check-root`` that need a rival.
+"""Tries on the actual root what the store relies on, and reports what follows if it does not hold.
 
-Run as ``python -m kvstore.root.check FOLDER``. Reads one JSON object per line, answers each with one, and ends when
-its input does, so that it never outlives the process that started it.
+Some probes test what any root must do. Others test what only a mounted file system can answer: links, renames, folders
+as fences, and a second client. All of them work in a scratch folder under the root, which is removed afterwards.
+
+The rival process works on a second mount of the same file system, if there is one, where caches show. Without one it
+works on the same mount, and what another client would see stays unknown.
 """
 
 from __future__ import annotations
@@ -26,6 +29,12 @@ from kvstore.root.posix import FILE_SYSTEMS as NFS
 from kvstore.root.posix import PosixRoot, file_system_type, mount_of
 from kvstore.sources import Ids, RandomIds
 from kvstore.text import parse_json
+
+# A second process on a mounted file system, for the probes of ``check-root`` that need a rival.
+#
+# Run as ``python -m kvstore.root.check FOLDER``. Reads one JSON object per line, answers each with one, and ends when
+# its input does, so that it never outlives the process that started it.
+
 
 ANSWER_S = 30.0
 TURN_S = 0.002
@@ -184,16 +193,6 @@ def _serve(folder: str) -> None:
 
 if __name__ == "__main__":
     _serve(sys.argv[1])
-
-
-# Tries on the actual root what the store relies on, and reports what follows if it does not hold.
-#
-# Some probes test what any root must do. Others test what only a mounted file system can answer: links, renames,
-# folders as fences, and a second client. All of them work in a scratch folder under the root, which is removed
-# afterwards.
-#
-# The rival process works on a second mount of the same file system, if there is one, where caches show. Without one
-# it works on the same mount, and what another client would see stays unknown.
 
 
 @dataclass(frozen=True, slots=True)

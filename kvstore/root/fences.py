@@ -1,8 +1,4 @@
-"""The folder of one sweep as a fence: chunks can be renamed into it while it exists, and never again afterwards.
-
-Here because both sides lift it: a collector at the end of its sweep, and a node before its first hold (rule C4), which
-stops collectors that etcd has forgotten.
-"""
+"""Fences of sweeps, the reserve for a full disk, and the other small files and folders of a root."""
 
 from __future__ import annotations
 
@@ -18,6 +14,12 @@ from kvstore.root.identity import publish_small, read_small
 from kvstore.root.interface import Root
 from kvstore.root.posix import DiskFull
 from kvstore.sources import Clock, Ids
+
+# The folder of one sweep as a fence: chunks can be renamed into it while it exists, and never again afterwards.
+#
+# Here because both sides lift it: a collector at the end of its sweep, and a node before its first hold (rule C4),
+# which stops collectors that etcd has forgotten.
+
 
 log = logging.getLogger(__name__)
 

@@ -339,8 +339,6 @@ def _read_bound(root: Root) -> int | None:
 
 
 # The records of writers on a root: who wrote under each lineage. Written once, like ``FORMAT``; never changed.
-#
-# Separate from chunks, which carry only 8 bytes of lineage: one record serves all chunks of a session.
 
 
 def publish_writer(root: Root, writer: Writer, *, ids: Ids, clock: Clock) -> None:

@@ -1,9 +1,4 @@
-"""The few calls that ObjectRoot makes of fsspec, and the translation of their errors.
-
-Separate from ``objects.py`` because file systems differ in these calls (``s3.py`` has those of S3), while the rules of
-the store do not. fsspec caches listings and instances; both caches are turned off. A cached listing would miss another
-host's new chunk, and would still show a deleted one.
-"""
+"""A root in an object store, through fsspec."""
 
 from __future__ import annotations
 
@@ -29,6 +24,11 @@ from kvstore.format import places
 from kvstore.format.places import Name
 from kvstore.root.interface import Entry, Seen, Space, Stat, Traits
 from kvstore.sources import Ids, RandomIds
+
+# The few calls that ObjectRoot makes of fsspec, and the translation of their errors.
+#
+# A cached listing would miss another host's new chunk, and would still show a deleted one.
+
 
 GONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 """The errors for a file that is not there."""

@@ -1,4 +1,7 @@
-"""The kernel's word on the file system of a path."""
+"""A root on a mounted file system: a local disk, NFS, or any distributed file system with POSIX names.
+
+``pwritev`` writes bytes straight from the caller's arrays; ``posix_reader.py`` reads them back.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,9 @@ from kvstore.buffers import Borrowed, Pieces, byte_length, skip
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, PermissionDenied, StoreFull, Unavailable
 from kvstore.format.places import FORMAT, QUARANTINE, Name
 from kvstore.root.interface import Entry, LocalFiles, Root, Seen, Space, Stat, Traits, local_files
+
+# The kernel's word on the file system of a path.
+
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -293,11 +299,6 @@ def _scratch_buffer() -> bytearray:
     if buffer is None:
         buffer = _scratch.buffer = bytearray(BOUNCE_BYTES)
     return buffer
-
-
-# A root on a mounted file system: a local disk, NFS, or any distributed file system with POSIX names.
-#
-# ``pwritev`` writes bytes straight from the caller's arrays; ``posix_reader.py`` reads them back.
 
 
 FILE_MODE, FOLDER_MODE = 0o660, 0o770
@@ -629,9 +630,6 @@ def _sync_folder(path: str) -> None:
 
 
 # Cheap looks at a shard's folder, for a reader that follows what changes: when it changed, and which names it has.
-#
-# Separate from the root's interface, because only folders of a mounted file system have times, and only there does a
-# listing without sizes cost less.
 
 
 def folder_time(root: Root, folder: Name) -> int | None:

@@ -1,7 +1,4 @@
-"""The one table of the role that each method needs (rule X5).
-
-Separate from the guard, because operators, the worker, and the test that tries every cell of it all read it.
-"""
+"""Who may do what: roles of methods, identities, rules of tenants, quotas and denials."""
 
 from __future__ import annotations
 
@@ -15,6 +12,9 @@ from typing import Any
 
 from kvstore.errors import InvalidRequest, Overloaded, PermissionDenied, Unauthenticated
 from kvstore.text import parse_json
+
+# The one table of the role that each method needs (rule X5).
+
 
 EVERY = "*"
 """Stands for every tenant, in access files and in questions about roles."""
@@ -322,8 +322,6 @@ class Identity:
 
 
 # The access file as a value: the identities, the rights of each, and the keys that sign tokens. Pure.
-#
-# Separate from reading and watching it, so that a wrong file is found before anything uses it.
 
 
 IDENTITIES_MAX = 100_000

@@ -1,9 +1,4 @@
-"""The account that a worker on loopback runs as: its clients prove that they run as it too (rule X12).
-
-A port of loopback is open to every account of a host, and TCP tells nobody whose the other end is. So workers and
-clients of one account share a secret in a file that only this account can read. A client shows what follows from the
-secret and the port or path that it calls: who listens there instead of the worker learns nothing for other workers.
-"""
+"""Who a caller is: certificates, bearer tokens, and the account of a process on this host."""
 
 from __future__ import annotations
 
@@ -39,6 +34,14 @@ from kvstore.security.access import (
 )
 from kvstore.security.tls import LOOK_S, Watched, read_secret, read_trusted
 from kvstore.text import parse_json
+
+# The account that a worker on loopback runs as: its clients prove that they run as it too (rule X12).
+#
+# A port of loopback is open to every account of a host, and TCP tells nobody whose the other end is. So workers and
+# clients of one account share a secret in a file that only this account can read. A client shows what follows from
+# the secret and the port or path that it calls: who listens there instead of the worker learns nothing for other
+# workers.
+
 
 HEADER = "kvstore-account"
 """The metadata of a call that has the proof."""

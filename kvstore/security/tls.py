@@ -1,4 +1,7 @@
-"""Addresses as text, ``host:port``, and which of them only this host can reach."""
+"""TLS: the files, their present content, and contexts for sockets of our own. gRPC uses them through kvstore/wire.
+
+Certificates are read again when their files change. A wrong change is logged, and the old ones stay (rule X2).
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from kvstore.errors import InvalidRequest, KVStoreError
+
+# Addresses as text, ``host:port``, and which of them only this host can reach.
 
 
 def is_loopback(address: str) -> bool:
@@ -36,8 +41,6 @@ def joined(host: str, port: int) -> str:
 
 
 # Files that hold secrets: who else may read them, and whether they have changed.
-#
-# Separate from their content, because keys, tokens, certificates and access files all follow the same rule (X2).
 
 
 FILE_BYTES_MAX = 1 << 20
@@ -143,11 +146,6 @@ def _state(path: str) -> tuple[int, ...]:
     except (OSError, ValueError):  # a NUL, or half a character, is said by who reads it
         return ()
     return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
-
-
-# TLS: the files, their present content, and contexts for sockets of our own. gRPC uses them through kvstore/wire.
-#
-# Certificates are read again when their files change. A wrong change is logged, and the old ones stay (rule X2).
 
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""A found range of a prompt: the leading chunks of one stored segment."""
+"""Segments in a prompt: which ranges to ask the store for, and what its answers make of them. Pure."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from kvstore.buffers import untouched_zeros
 from kvstore.errors import InvalidRequest
 from kvstore.text import brief
 from kvstore.tokens import TokenArray, Tokens, token_array
+
+# A found range of a prompt: the leading chunks of one stored segment.
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,9 +186,6 @@ class Index:
         empty = np.flatnonzero(self._hashes[bucket] == 0)
         # Turns wrap round, after which some old entries seem new: a hint may be wrong.
         return int(empty[0]) if len(empty) else int(self._used[bucket].argmin())
-
-
-# Segments in a prompt: which ranges to ask the store for, and what its answers make of them. Pure.
 
 
 ROUNDS_MAX = 8

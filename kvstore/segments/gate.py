@@ -1,4 +1,8 @@
-"""The namespaces of segments and of verdicts, derived from a model's exact one (SEGMENTS.md, S2)."""
+"""The gate: a verdict says for one model how blended KV must be recomputed, and what was measured so.
+
+A verdict is a value. ``kvstore blend-check`` makes it and the store keeps it; a read of segments takes it. Without a
+verdict that fits, nothing is read.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,9 @@ from kvstore.errors import InvalidRequest
 from kvstore.layout import Layout
 from kvstore.namespace import Namespace
 from kvstore.text import brief, kind_of, parse_json
+
+# The namespaces of segments and of verdicts, derived from a model's exact one (SEGMENTS.md, S2).
+
 
 KIND, SEGMENT = "kv", "segment"
 VERDICT = "verdict"
@@ -46,12 +53,6 @@ def check_exact(attributes: Mapping[str, str] | None) -> None:
             f"attribute {KIND}={attributes[KIND]!r} is for segments, whose KV has another context and unrotated keys: "
             "open the model's own namespace and use cache.segments(rope)"
         )
-
-
-# The gate: a verdict says for one model how blended KV must be recomputed, and what was measured so.
-#
-# A verdict is a value. ``kvstore blend-check`` makes it and the store keeps it; a read of segments takes it. Without
-# a verdict that fits, nothing is read.
 
 
 CHECK_LAYERS_MAX = 1024

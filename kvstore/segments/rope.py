@@ -1,4 +1,10 @@
-"""RoPE settings in the configurations of models, in Hugging Face's names, and the models whose keys cannot be moved."""
+"""RoPE settings of a model, read from its configuration, and the rotation of keys by them.
+
+The frequencies are those of engines, but for a unit in the last place of a few: 0.008 radians at most
+at position 131,072. An engine gives its own as ``frequencies``, and then keys are right at any position.
+Formulas: RoFormer (arXiv 2104.09864), YaRN (arXiv 2309.00071), and the ``llama3`` scaling of Llama 3.1 as transformers
+computes it (``modeling_rope_utils.py``).
+"""
 
 from __future__ import annotations
 
@@ -15,6 +21,9 @@ import numpy.typing as npt
 
 from kvstore.errors import InvalidRequest
 from kvstore.text import brief, kind_of
+
+# RoPE settings in the configurations of models, in Hugging Face's names, and the models whose keys cannot be moved.
+
 
 INTERLEAVED = ("codegen", "cohere", "cohere2", "ernie4_5", "glm", "glm4", "gptj", "helium")
 """Model types of transformers that rotate neighbouring elements; the others here rotate the halves of a head."""
@@ -235,14 +244,6 @@ def _yarn_magnitude(factor: float, scaling: Mapping[str, Any]) -> float:
 
 
 SCALINGS = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
-
-
-# RoPE settings of a model, read from its configuration, and the rotation of keys by them.
-#
-# The frequencies are those of engines, but for a unit in the last place of a few: 0.008 radians at most at position
-# 131,072. An engine gives its own as ``frequencies``, and then keys are right at any position. Formulas: RoFormer
-# (arXiv 2104.09864), YaRN (arXiv 2309.00071), and the ``llama3`` scaling of Llama 3.1 as transformers computes it
-# (``modeling_rope_utils.py``).
 
 
 POSITION_MAX = 1 << 22

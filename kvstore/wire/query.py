@@ -1,8 +1,4 @@
-"""What routers ask over HTTP, ``POST /query``, and the answers: the same of workers and of publishers of events.
-
-The shape follows Mooncake's indexer (RFC 1403: ``longest_matched`` and counts per medium by instance) and Dynamo's
-``/query`` (``scores`` by instance and rank), in tokens.
-"""
+"""``POST /query`` of workers and of publishers of events: questions, answers, and their HTTP."""
 
 from __future__ import annotations
 
@@ -26,6 +22,12 @@ from kvstore.wire.messages import unpack_tokens
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIEnvironment
+
+
+# What routers ask over HTTP, ``POST /query``, and the answers: the same of workers and of publishers of events.
+#
+# The shape follows Mooncake's indexer (RFC 1403: ``longest_matched`` and counts per medium by instance) and Dynamo's
+# ``/query`` (``scores`` by instance and rank), in tokens.
 
 
 BODY_BYTES_MAX = 64 << 20

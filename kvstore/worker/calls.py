@@ -1,8 +1,4 @@
-"""One call as the worker's code sees it: its client's context, identity and permissions.
-
-Wraps the context of gRPC or of the bulk protocol, so that the code that serves a call always knows whose it is: calls
-of either kind are let in, timed and refused by the same code.
-"""
+"""The rim of the worker: admits each call, times it, and turns its exceptions into a status."""
 
 from __future__ import annotations
 
@@ -32,6 +28,12 @@ from kvstore.tracing import REQUEST_ID_KEY, Metadata, accepted
 from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.statuses import BrokenTransfer, Busy, Draining, Refusal, refusal
 from kvstore.worker.admission import Gate
+
+# One call as the worker's code sees it: its client's context, identity and permissions.
+#
+# Wraps the context of gRPC or of the bulk protocol, so that the code that serves a call always knows whose it is:
+# calls of either kind are let in, timed and refused by the same code.
+
 
 AUTHORIZATION = "authorization"
 BEARER = "bearer "
@@ -210,9 +212,6 @@ def request_of(context: Any) -> str:
 def peer_of(context: Any) -> str:
     """Returns the client's address, as far as it is known."""
     return context.path if isinstance(context, BulkContext) else str(context.peer())
-
-
-# The rim of the worker: admits each call, times it, and turns its exceptions into a status.
 
 
 log = logging.getLogger(__name__)

@@ -1,7 +1,4 @@
-"""Holds of clients by id. Bounded more tightly than a node's own: each keeps a prompt in memory.
-
-Each hold is leased: a client that was killed renews nothing, so its holds end (gc/PROTOCOL.md, H4).
-"""
+"""Translates requests into the node's terms: namespaces by digest, chains, holds."""
 
 from __future__ import annotations
 
@@ -23,6 +20,10 @@ from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.messages import unpack_descents, unpack_keys, unpack_sizes, unpack_tokens
 from kvstore.wire.statuses import UnknownNamespace
 from kvstore.worker.calls import Call, seconds_left
+
+# Holds of clients by id. Bounded more tightly than a node's own: each keeps a prompt in memory.
+#
+# Each hold is leased: a client that was killed renews nothing, so its holds end (gc/PROTOCOL.md, H4).
 
 
 class ClientHolds:
@@ -128,9 +129,6 @@ class ClientHolds:
 
 def _tenant_of(hold: Hold) -> str:
     return hold.chain.namespace.tenant
-
-
-# Translates requests into the node's terms: namespaces by digest, chains, holds.
 
 
 class Prompts:

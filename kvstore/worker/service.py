@@ -1,7 +1,4 @@
-"""gRPC handlers: messages travel as bytes; a call is admitted, watched, and its message parsed inside.
-
-Separate from the services, because an error in any call is answered alike.
-"""
+"""The calls of kvstore.v1.KVStore, each a few lines between a message and the node."""
 
 from __future__ import annotations
 
@@ -53,6 +50,9 @@ from kvstore.worker.calls import Call, Calls, UnaryCall, seconds_left
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.prompts import ClientHolds, Prompts
 from kvstore.worker.putting import PutStreams, buffers_of
+
+# gRPC handlers: messages travel as bytes; a call is admitted, watched, and its message parsed inside.
+
 
 Request = TypeVar("Request", bound=Message)
 Context = grpc.ServicerContext
@@ -143,8 +143,6 @@ def _leaving(messages: Iterator[bytes], stream: Watched) -> Iterator[bytes]:
 
 
 # The calls about pins, each checked against the permission and the quota of the pinned tenant.
-#
-# Separate from the other calls, because a pin is named by its id alone: its tenant must be looked up.
 
 
 PIN_TTL_S_MAX = 30 * 86_400
@@ -310,9 +308,6 @@ class GetStreams:
 
     def _deadline(self, context: Call) -> Deadline:
         return Deadline(self._node.clock, seconds_left(context, self._node.limits.read_deadline_s))
-
-
-# The calls of kvstore.v1.KVStore, each a few lines between a message and the node.
 
 
 Gauges = Callable[[], Mapping[str, float]]

@@ -1,4 +1,4 @@
-"""The standard services beside ours: health and reflection. Imported only by a worker, from the ``server`` extra."""
+"""The worker: one node of the cluster as a gRPC server. It starts, reports its health, drains, stops."""
 
 from __future__ import annotations
 
@@ -40,6 +40,9 @@ from kvstore.worker.control.service import About, ControlService, Drain
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.service import Service
 from kvstore.worker.threads import DaemonThreads
+
+# The standard services beside ours: health and reflection. Imported only by a worker, from the ``server`` extra.
+
 
 HEALTH = "grpc.health.v1.Health"
 REFLECTION = "grpc.reflection."
@@ -298,9 +301,6 @@ class Questions:
             with self._lock:
                 self._names, self._named_s = names, time.monotonic()
         return names.get(wanted, [])
-
-
-# The worker: one node of the cluster as a gRPC server. It starts, reports its health, drains, stops.
 
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""The path that chunk bytes take between a client and its workers: apart from the links, because users name it."""
+"""The bulk connections to one worker: made at first use, kept open, used by one call at a time."""
 
 from __future__ import annotations
 
@@ -39,6 +39,9 @@ from kvstore.wire.bulk.runs import LEDGER_BYTES, released_count
 from kvstore.wire.bulk.sockets import dial_tcp, dial_unix
 from kvstore.wire.messages import parse, traced
 from kvstore.wire.statuses import Failure, failure
+
+# The path that chunk bytes take between a client and its workers: apart from the links, because users name it.
+
 
 BulkName = Literal["auto", "shared", "tcp", "grpc"]
 
@@ -455,9 +458,6 @@ class Dialler:
         if left is not None:
             left.close()
         return used
-
-
-# The bulk connections to one worker: made at first use, kept open, used by one call at a time.
 
 
 AHEAD_S = 60.0

@@ -1,4 +1,7 @@
-"""The chunks of one read as arrays, each in a leased slot of the worker's memory, or in memory of its own."""
+"""The answer to one get: images in the memory of a worker on this host, in open files, or as bytes, each verified.
+
+Whatever brings them, the chunks are copied once: straight into the caller's memory.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +34,8 @@ from kvstore.root.posix import PosixReader
 from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.frames import NOT_LENT, SPAN_BYTES, Head, Kind, LentSlots, decode_slots, decode_span
 from kvstore.wire.images import fill_verified
+
+# The chunks of one read as arrays, each in a leased slot of the worker's memory, or in memory of its own.
 
 
 class _Copies(Laid):
@@ -81,11 +86,6 @@ class Views:
         for array in arrays:
             array.flags.writeable = False
         return arrays
-
-
-# The answer to one get: images in the memory of a worker on this host, in open files, or as bytes, each verified.
-#
-# Whatever brings them, the chunks are copied once: straight into the caller's memory.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""A digest of a model's modules: swapped or patched modules compute other KV from equal weights."""
+"""The KV cache of a model of transformers: its layout in the store, and the namespace of its weights and modules."""
 
 from __future__ import annotations
 
@@ -23,6 +23,9 @@ from kvstore.errors import InvalidRequest
 from kvstore.layout import DType, Layout
 from kvstore.namespace import Namespace
 from kvstore.text import kind_of
+
+# A digest of a model's modules: swapped or patched modules compute other KV from equal weights.
+
 
 SILENT = frozenset({"name_or_path", "training", "gradient_checkpointing"})
 """Settings of modules that do not change their results."""

@@ -1,4 +1,4 @@
-"""Blended prefill beside full prefill of the same prompt: answers, top-1 agreement, KL, and the KV of each layer."""
+"""The gate: tries rules, check layers and ratios on a user's prompts, and picks the cheapest that holds the bounds."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from kvstore.connectors.transformers.decoder import Decoder, PromptKV, Score, al
 from kvstore.errors import InvalidRequest
 from kvstore.segments import Bounds, Measured, Rule, Verdict
 from kvstore.text import parse_json
+
+# Blended prefill beside full prefill of the same prompt: answers, top-1 agreement, KL, and the KV of each layer.
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,9 +362,6 @@ class Split:
 
 def _kinds(cases: Sequence[Case]) -> set[str]:
     return {kind for case in cases for kind in case.kinds}
-
-
-# The gate: tries rules, check layers and ratios on a user's prompts, and picks the cheapest that holds the bounds.
 
 
 RATIOS = (0.02, 0.05, 0.10, 0.15, 0.20, 0.30, 0.50)

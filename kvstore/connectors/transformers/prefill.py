@@ -1,7 +1,4 @@
-"""KV between the memory of GPUs and the store, layer by layer through pinned memory, beside the work of both.
-
-Pinned memory takes long to get, so a few layers' worth of it is used in turn; torch keeps it for the next prompt.
-"""
+"""Prefill of one prompt: stored chunks are loaded, the others computed and stored."""
 
 from __future__ import annotations
 
@@ -43,6 +40,11 @@ from kvstore.errors import (
     Unavailable,
 )
 from kvstore.layout import Layout
+
+# KV between the memory of GPUs and the store, layer by layer through pinned memory, beside the work of both.
+#
+# Pinned memory takes long to get, so a few layers' worth of it is used in turn; torch keeps it for the next prompt.
+
 
 log = logging.getLogger(__name__)
 
@@ -262,9 +264,6 @@ class Storing:
             log.warning("prefill.not_stored %s", error)
         except Exception:
             log.exception("prefill.not_stored")
-
-
-# Prefill of one prompt: stored chunks are loaded, the others computed and stored.
 
 
 GO_ON = (Unavailable, Overloaded, SessionLost, PermissionDenied)

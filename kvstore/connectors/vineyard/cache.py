@@ -1,8 +1,4 @@
-"""The caller's tensors, scattered over its memory, as one array: gathered before a put, scattered after a get.
-
-Both are one numpy call over all tensors, which runs at the speed of a memory copy and without the GIL. It treats memory
-as an array of overlapping rows, one starting at every byte, and picks those that begin at the tensors' addresses.
-"""
+"""KVCache: Vineyard's calls on a kvstore namespace."""
 
 from __future__ import annotations
 
@@ -38,6 +34,13 @@ from kvstore.layout import Layout
 from kvstore.text import kind_of
 from kvstore.tokens import TokenArray
 from kvstore.writes import WriteMode
+
+# The caller's tensors, scattered over its memory, as one array: gathered before a put, scattered after a get.
+#
+# Both are one numpy call over all tensors, which runs at the speed of a memory copy and without the GIL. It treats
+# memory as an array of overlapping rows, one starting at every byte, and picks those that begin at the tensors'
+# addresses.
+
 
 ByteArray = npt.NDArray[np.int8]
 KVCacheList = list[list[tuple[KVTensor, KVTensor]]]
@@ -169,9 +172,6 @@ def _lengths(flat: list[Any]) -> set[int]:
             raise InvalidCall(f"kv_cache_list holds a {kind.__name__}: expected KVTensor")
         lengths.add(kind._length_)
     return lengths
-
-
-# KVCache: Vineyard's calls on a kvstore namespace.
 
 
 __all__ = ["FileCacheConfig", "FilesystemType", "KVCache", "KVTensor", "VineyardCacheConfig"]

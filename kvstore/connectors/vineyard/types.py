@@ -1,7 +1,4 @@
-"""The memory that a cache in shared memory takes of its process: its capacity in bytes.
-
-Separate from the cache, because it depends on how chunks lie in memory and on how much memory there is.
-"""
+"""Vineyard's types: configurations, tensors and errors."""
 
 from __future__ import annotations
 
@@ -29,6 +26,9 @@ from kvstore.format.header import PAGE_BYTES, header_bytes
 from kvstore.layout import Layout
 from kvstore.memory.arena import memory_there_bytes
 from kvstore.node.settings import MEMORY_BYTES_MIN
+
+# The memory that a cache in shared memory takes of its process: its capacity in bytes.
+
 
 TOKEN_ID_BYTES = 4
 SHARE_MAX = 1 / 4

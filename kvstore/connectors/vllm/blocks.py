@@ -1,10 +1,4 @@
-"""LoRA adapters by content: requests share KV with those that use the same adapter files, in any engine.
-
-vLLM's block hashes have an adapter's name and path, and not its weights. So the keys of its requests end with a digest
-of its files, as long as these are surely the files that vLLM loaded: nobody may have changed them since the engine
-started, because it loads adapters later than that, and again whenever it had no room for one. A worker looks once more
-before it stores what was computed. Whatever is not sure is a miss, and is not stored.
-"""
+"""Blocks of the vLLM connector: messages between scheduler and workers, LoRA adapters, and runs of blocks."""
 
 from __future__ import annotations
 
@@ -27,6 +21,14 @@ from kvstore.connectors.common import weights_fingerprint
 from kvstore.connectors.vllm.namespaces import Boundaries, Cluster, Kind
 from kvstore.errors import InvalidRequest
 from kvstore.hints import DEFAULT, Hints
+
+# LoRA adapters by content: requests share KV with those that use the same adapter files, in any engine.
+#
+# vLLM's block hashes have an adapter's name and path, and not its weights. So the keys of its requests end with a
+# digest of its files, as long as these are surely the files that vLLM loaded: nobody may have changed them since the
+# engine started, because it loads adapters later than that, and again whenever it had no room for one. A worker looks
+# once more before it stores what was computed. Whatever is not sure is a miss, and is not stored.
+
 
 log = logging.getLogger(__name__)
 

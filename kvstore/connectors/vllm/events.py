@@ -1,7 +1,11 @@
-"""Blocks as vLLM names them: hash, the hash before it, tokens, and what else its hash covers.
+"""KV events: what the connector tells routers of the store, through the publisher of the engine.
 
-Separate from events and descents, which both say this of blocks: one to the engine's own publisher, one in their files.
-Only blocks of full attention are described, which every hit needs from the first on.
+A block is told as stored when every rank has stored its part, and when it was found and is loaded: then a router that
+hears this engine alone knows the whole prefix. It is told as removed when it could not be loaded, or when a look-up
+misses what was told: so one request corrects a router that does not know what collectors took.
+
+Only blocks of full attention are told, which every hit needs from the first on. Windows and recurrent states are stored
+here and there: a router that counts a prompt's leading blocks would take their gaps, and their removal, for its end.
 """
 
 from __future__ import annotations
@@ -22,6 +26,10 @@ from kvstore.connectors.vllm.namespaces import Cluster, Kind
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import NO_WHOLE, WHOLE_BYTES, Descent
 from kvstore.namespace import NamespaceDigest
+
+# Blocks as vLLM names them: hash, the hash before it, tokens, and what else its hash covers.
+#
+# Only blocks of full attention are described, which every hit needs from the first on.
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,17 +105,6 @@ def _extra(block: Described, lora_name: str | None) -> bytes:
     said = {"lora_name": lora_name, "extra_keys": keys[0] if keys else None}
     said = {name: value for name, value in said.items() if value}
     return json.dumps(said, separators=(",", ":"), allow_nan=False).encode() if said else b""
-
-
-# KV events: what the connector tells routers of the store, through the publisher of the engine.
-#
-# A block is told as stored when every rank has stored its part, and when it was found and is loaded: then a router
-# that hears this engine alone knows the whole prefix. It is told as removed when it could not be loaded, or when a
-# look-up misses what was told: so one request corrects a router that does not know what collectors took.
-#
-# Only blocks of full attention are told, which every hit needs from the first on. Windows and recurrent states are
-# stored here and there: a router that counts a prompt's leading blocks would take their gaps, and their removal, for
-# its end.
 
 
 PENDING_MAX = 65_536

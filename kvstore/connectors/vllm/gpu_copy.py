@@ -1,8 +1,4 @@
-"""The bus of a GPU: blocks go over it beside the engine's work, by way of device memory in which pages lie together.
-
-One large copy takes a fraction of the time of many small ones. Those to and from pinned memory have streams of their
-own, so that the engine's stream waits for none of them: it only gathers the pages that leave.
-"""
+"""Copies between KV pages of a GPU and the memory of the host."""
 
 from __future__ import annotations
 
@@ -22,6 +18,12 @@ from kvstore.errors import InvalidRequest, Overloaded
 
 if TYPE_CHECKING:
     from kvstore.connectors.vllm.page_kernel import PageKernel
+
+
+# The bus of a GPU: blocks go over it beside the engine's work, by way of device memory in which pages lie together.
+#
+# One large copy takes a fraction of the time of many small ones. Those to and from pinned memory have streams of
+# their own, so that the engine's stream waits for none of them: it only gathers the pages that leave.
 
 
 PART_BYTES = 64 << 20

@@ -1,6 +1,7 @@
-"""The engine's link to the store: opened when the engine starts, or later if the store does not answer yet.
+"""Look-ups in the background, so that the scheduler never waits for the store.
 
-Wrong settings stop the engine at once. A store that is down does not: everything is a miss until it is up.
+Each has a deadline that starts when it is requested. Past it, it is a miss, and for a while all others are misses too,
+so that a store that hangs costs one deadline and not one per request.
 """
 
 from __future__ import annotations
@@ -21,6 +22,11 @@ from kvstore.connectors.vllm.metrics import EngineCount, EngineCounts
 from kvstore.connectors.vllm.namespaces import Tail, last_boundary
 from kvstore.errors import KVStoreError, Overloaded, Unavailable
 from kvstore.namespace import Namespace
+
+# The engine's link to the store: opened when the engine starts, or later if the store does not answer yet.
+#
+# Wrong settings stop the engine at once. A store that is down does not: everything is a miss until it is up.
+
 
 log = logging.getLogger(__name__)
 
@@ -80,12 +86,6 @@ class Link:
                 # Not raised at the start, since nobody answered then; it would end this thread unseen.
                 log.exception("kvstore: the store cannot be used, everything stays a miss")
                 return
-
-
-# Look-ups in the background, so that the scheduler never waits for the store.
-#
-# Each has a deadline that starts when it is requested. Past it, it is a miss, and for a while all others are misses
-# too, so that a store that hangs costs one deadline and not one per request.
 
 
 POLL_S = 0.02

@@ -1,4 +1,4 @@
-"""Counts of the connector since vLLM last asked; ``metrics.py`` passes them on."""
+"""The connector's counts through vLLM's own hooks: its log line, and metrics named ``vllm:kvstore_*``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from kvstore.counts import Count
+
+# Counts of the connector since vLLM last asked; ``metrics.py`` passes them on.
 
 
 @enum.unique
@@ -50,9 +52,6 @@ class EngineCounts:
         with self._lock:
             counts, self._counts = self._counts, {}
         return counts
-
-
-# The connector's counts through vLLM's own hooks: its log line, and metrics named ``vllm:kvstore_*``.
 
 
 class Stats(KVConnectorStats):  # type: ignore[misc]

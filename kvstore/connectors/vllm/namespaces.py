@@ -1,9 +1,4 @@
-"""Groups of layers that keep their KV alike: what a hit needs of each, and what is worth storing for later hits.
-
-A hit ends at a **boundary**, a multiple of a *unit* of tokens, the least that all groups have in whole blocks. Full
-attention needs all blocks before it, a window the last few, a recurrent layer only the state at the boundary itself.
-So a window's blocks are worth storing only before boundaries at which later prompts are likely to part.
-"""
+"""Namespaces of the vLLM connector: groups of layers, and what their KV depends on."""
 
 from __future__ import annotations
 
@@ -26,6 +21,13 @@ from kvstore.connectors.vllm.settings import Settings
 from kvstore.errors import InvalidRequest
 from kvstore.layout import DTYPES, DType, Layout, checked_dtype
 from kvstore.namespace import Namespace
+
+# Groups of layers that keep their KV alike: what a hit needs of each, and what is worth storing for later hits.
+#
+# A hit ends at a **boundary**, a multiple of a *unit* of tokens, the least that all groups have in whole blocks. Full
+# attention needs all blocks before it, a window the last few, a recurrent layer only the state at the boundary
+# itself. So a window's blocks are worth storing only before boundaries at which later prompts are likely to part.
+
 
 WINDOWS_APART = 4
 """Windows are stored whole once in this many windows of a prompt: of five window layers beside one that sees

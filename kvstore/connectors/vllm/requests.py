@@ -1,8 +1,4 @@
-"""What a request says of how long its KV is worth keeping.
-
-vLLM passes on two things that it does not look into: ``kv_transfer_params`` of a request, and ``kv_hints`` of an
-orchestrator (``vllm/v1/kv_hints``). What it schedules by, a request's ``priority``, counts where these do not say more.
-"""
+"""Requests that the scheduler tracks: their hints, abandoned branches, and pins."""
 
 from __future__ import annotations
 
@@ -27,6 +23,13 @@ from kvstore.connectors.vllm.namespaces import Kind
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.hints import DEFAULT, PRIORITY_DEFAULT, Hints
 from kvstore.wire.limits import BLOCKS_MAX
+
+# What a request says of how long its KV is worth keeping.
+#
+# vLLM passes on two things that it does not look into: ``kv_transfer_params`` of a request, and ``kv_hints`` of an
+# orchestrator (``vllm/v1/kv_hints``). What it schedules by, a request's ``priority``, counts where these do not say
+# more.
+
 
 log = logging.getLogger(__name__)
 

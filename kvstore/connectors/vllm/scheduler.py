@@ -1,4 +1,7 @@
-"""When something happened to blocks, of the most recent ones."""
+"""The scheduler's half: what is in the store, what to load for a request, which blocks to store in a step.
+
+It runs in the engine's scheduling loop, so nothing here waits while the engine has something to compute.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,9 @@ if TYPE_CHECKING:
     from kvstore.connectors.vllm.events import Descents, Events
 
 
+# When something happened to blocks, of the most recent ones.
+
+
 class Recent(dict[bytes, float]):
     """Times by key, the oldest note first; at most ``most`` of them."""
 
@@ -37,11 +43,6 @@ class Recent(dict[bytes, float]):
             self[key] = when_s
         while len(self) > self._most:
             del self[next(iter(self))]
-
-
-# The scheduler's half: what is in the store, what to load for a request, which blocks to store in a step.
-#
-# It runs in the engine's scheduling loop, so nothing here waits while the engine has something to compute.
 
 
 log = logging.getLogger(__name__)

@@ -1,7 +1,4 @@
-"""Loading on a worker: blocks are read from the store, verified, and copied into the engine's KV memory.
-
-A block lies in one piece in the store, and in one for each layer in the engine: so it comes into memory of ours first.
-"""
+"""A worker's half: carries out the scheduler's orders on this rank's KV memory, and reports the results."""
 
 from __future__ import annotations
 
@@ -28,6 +25,12 @@ from kvstore.connectors.vllm.settings import Settings
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.namespace import Namespace
 from kvstore.wire.limits import BLOCKS_MAX
+
+# Loading on a worker: blocks are read from the store, verified, and copied into the engine's KV memory.
+#
+# A block lies in one piece in the store, and in one for each layer in the engine: so it comes into memory of ours
+# first.
+
 
 log = logging.getLogger(__name__)
 
@@ -302,9 +305,6 @@ class Storer:
         except KVStoreError as error:
             log.warning("kvstore: the store refuses blocks: %s", error)
         return []
-
-
-# A worker's half: carries out the scheduler's orders on this rank's KV memory, and reports the results.
 
 
 class WorkerHalf:

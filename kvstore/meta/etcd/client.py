@@ -1,4 +1,4 @@
-"""Access to etcd: its endpoints, TLS files and user."""
+"""The operations of ``interface.Meta`` on etcd: one request each, through ``Members.call``."""
 
 from __future__ import annotations
 
@@ -53,6 +53,9 @@ from kvstore.meta.store import (
 from kvstore.security.tls import Watched, read_secret
 from kvstore.sources import Ids, RandomIds
 from kvstore.text import brief, kind_of
+
+# Access to etcd: its endpoints, TLS files and user.
+
 
 ENDPOINTS_MAX = 64
 PEM_BYTES_MAX = 1 << 20
@@ -548,9 +551,6 @@ def _cancelled(response: Message) -> Fault:
     if "auth" in reason or "permission" in reason:
         return Fault(Effect.DENIED, reason, "check that the user's role covers the prefix")
     return Fault(Effect.UNSURE, reason, "the watch opens the stream again")
-
-
-# The operations of ``interface.Meta`` on etcd: one request each, through ``Members.call``.
 
 
 WATCH_RECONNECT_S = 30.0

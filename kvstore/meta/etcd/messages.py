@@ -1,8 +1,4 @@
-"""The meaning of errors from etcd and gRPC for the call that met them.
-
-One table instead of cases in the callers: whether the request can have taken effect, whether another member may do
-better, and which of our errors it becomes. The texts are those of etcd 3.4 and 3.5 and of gRPC's core.
-"""
+"""etcd's messages, and its errors in ours."""
 
 from __future__ import annotations
 
@@ -18,6 +14,11 @@ import grpc
 from kvstore.channels import unreached
 from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied, Unavailable
 from kvstore.meta.store import Absent, Compare, Delete, Event, KeyValue, LeaseId, ModifiedAt, Put
+
+# The meaning of errors from etcd and gRPC for the call that met them.
+#
+# One table instead of cases in the callers: whether the request can have taken effect, whether another member may do
+# better, and which of our errors it becomes. The texts are those of etcd 3.4 and 3.5 and of gRPC's core.
 
 
 class Effect(Enum):

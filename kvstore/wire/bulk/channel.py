@@ -1,6 +1,7 @@
-"""Bytes of the bulk protocol over TLS, which handles one record at a time, not pieces or several buffers.
+"""One connection of the bulk protocol: frames in and out, files handed over, and a time limit on every step.
 
-Separate from the channel, which sends and receives in the same way over TLS and without.
+The socket never blocks: every step waits in ``poll`` for at most ``idle_s`` and until the request's own end. So bytes
+arrive in the caller's memory only while the caller is in a call of this module. Used by one thread at a time.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.native import is_available
 from kvstore.native import library as native
 from kvstore.wire.bulk.frames import CONTROL_BYTES_MAX, FILES_MAX, HEAD_BYTES, Head, Kind, decode_head, encode_head
+
+# Bytes of the bulk protocol over TLS, which handles one record at a time, not pieces or several buffers.
+
 
 RECORD_BYTES = 1 << 14
 """Most bytes of one record."""
@@ -77,12 +81,6 @@ def _record(pieces: Pieces, bytes_max: int) -> bytes | memoryview:
         if not left:
             break
     return b"".join(joined)
-
-
-# One connection of the bulk protocol: frames in and out, files handed over, and a time limit on every step.
-#
-# The socket never blocks: every step waits in ``poll`` for at most ``idle_s`` and until the request's own end. So
-# bytes arrive in the caller's memory only while the caller is in a call of this module. Used by one thread at a time.
 
 
 IOV_MAX = os.sysconf("SC_IOV_MAX")

@@ -1,4 +1,7 @@
-"""The page that a worker shares with a client: how many chunks of the current put the arena may forget."""
+"""Runs with their checksums: chunks by planes, then the XXH3-64 of each plane.
+
+Uses native code if it may, which sums each piece while it is in the cache; both directions are here.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,9 @@ from kvstore.buffers import Pieces, Planes, address_of
 from kvstore.format.header import checksum
 from kvstore.native import library as native
 from kvstore.wire.bulk.channel import Channel
+
+# The page that a worker shares with a client: how many chunks of the current put the arena may forget.
+
 
 LEDGER_BYTES = 4096
 COUNT_BITS = 32
@@ -38,11 +44,6 @@ def plane_sums(planes: Planes, first: int, count: int) -> tuple[int, ...]:
 def block_sums(blocks: Pieces) -> tuple[int, ...]:
     """Returns the XXH3-64 of each block, in order."""
     return tuple(map(checksum, blocks))
-
-
-# Runs with their checksums: chunks by planes, then the XXH3-64 of each plane.
-#
-# Uses native code if it may, which sums each piece while it is in the cache; both directions are here.
 
 
 SUM_BYTES = 8

@@ -1,7 +1,6 @@
-"""Leases: chunks in the worker's memory that a client on this host reads or has views of; they are not evicted.
+"""Get over a bulk connection: which chunks, and their images in lent slots of memory, in open files, or as bytes.
 
-A lease is a pipe of which the client gets one end. Whatever ends that client, or drops its arrays, closes its end, and
-the kernel tells us. Nobody sends anything, and a broken connection does not end a lease that is still read.
+The client verifies: it gets whole images, with their headers.
 """
 
 from __future__ import annotations
@@ -44,6 +43,12 @@ from kvstore.worker.admission import Buffers, BytesInFlight
 from kvstore.worker.calls import Call, CallContext, Calls, seconds_left
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.prompts import Prompts
+
+# Leases: chunks in the worker's memory that a client on this host reads or has views of; they are not evicted.
+#
+# A lease is a pipe of which the client gets one end. Whatever ends that client, or drops its arrays, closes its end,
+# and the kernel tells us. Nobody sends anything, and a broken connection does not end a lease that is still read.
+
 
 LEASES_MAX = 1024
 """Leases alive at once, one file descriptor each; beyond that chunks are read as if memory did not have them."""
@@ -162,11 +167,6 @@ class Leases:
             each.release()
         with self._lock:
             self._count -= 1
-
-
-# Get over a bulk connection: which chunks, and their images in lent slots of memory, in open files, or as bytes.
-#
-# The client verifies: it gets whole images, with their headers.
 
 
 WINDOW_CHUNKS = 1024

@@ -1,4 +1,8 @@
-"""The folder of a worker's unix socket: private to its user; a later worker removes the folders of killed ones."""
+"""The sockets of the bulk protocol: who may connect, and which thread serves a connection.
+
+One thread watches all silent connections, greets new ones, and passes those that begin a request to the serving
+threads. So a silent connection costs one file descriptor and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +35,9 @@ from kvstore.worker.bulk.serving import BulkRequests
 from kvstore.worker.calls import Calls
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.threads import DaemonThreads
+
+# The folder of a worker's unix socket: private to its user; a later worker removes the folders of killed ones.
+
 
 FOLDER_PREFIX = "kvstore-bulk-"
 MARK = "lock"
@@ -90,8 +97,6 @@ def _remove_dead(parent: str) -> None:
 
 
 # A connection before its grant is proved and, over TCP, before its TLS handshake is done.
-#
-# Separate from the listener, which has many of these and one thread: nothing here waits.
 
 
 GREETING_BYTES = HEAD_BYTES + HELLO_BYTES
@@ -128,12 +133,6 @@ class Stranger:
         if said and len(self._said) < GREETING_BYTES:
             return None
         return bytes(self._said) if said else b""
-
-
-# The sockets of the bulk protocol: who may connect, and which thread serves a connection.
-#
-# One thread watches all silent connections, greets new ones, and passes those that begin a request to the serving
-# threads. So a silent connection costs one file descriptor and nothing else.
 
 
 log = logging.getLogger(__name__)

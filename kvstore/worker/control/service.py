@@ -1,8 +1,4 @@
-"""A worker's health in one answer: itself, its root, its etcd, memory and queues, and a list of problems.
-
-Separate from the standard health service, which answers load balancers yes or no, and from metrics: this is for a
-person who asks now. It looks at root and etcd with short deadlines, so it answers even if both are gone.
-"""
+"""The calls of kvstore.v1.Control, each a few lines between a message and the code that does it."""
 
 from __future__ import annotations
 
@@ -40,6 +36,11 @@ from kvstore.wire.messages import hints_message
 from kvstore.worker.calls import Call, CallContext, UnaryCall, seconds_left
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.service import Service
+
+# A worker's health in one answer: itself, its root, its etcd, memory and queues, and a list of problems.
+#
+# It looks at root and etcd with short deadlines, so it answers even if both are gone.
+
 
 LOOK_S = 2.0
 """Time for one look at the root, and for one at etcd."""
@@ -194,8 +195,6 @@ def problems_of(found: pb.HealthResponse) -> list[str]:
 
 
 # The limits that can change while a worker runs: their names, their values, and changing several at once or none.
-#
-# Separate from their use: each place reads its limit when it needs it, and allocates nothing by it.
 
 
 log = logging.getLogger(__name__)
@@ -370,9 +369,6 @@ def _root_message(copy: RootCopy) -> pb.RootCopy:
         lineage=lineage,
         condemned=copy.is_condemned,
     )
-
-
-# The calls of kvstore.v1.Control, each a few lines between a message and the code that does it.
 
 
 Request = TypeVar("Request", bound=Message)
