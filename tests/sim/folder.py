@@ -22,6 +22,7 @@ from kvstore.format.places import PINS, Name
 from kvstore.host import eviction, room, tables
 from kvstore.node import host, known
 from kvstore.node import host as host_module
+from kvstore.root import posix
 from kvstore.root.interface import Entry, Space
 from kvstore.root.posix import PosixRoot
 from kvstore_gc import host as gc_host
@@ -46,7 +47,7 @@ AIMS = {
     "link chunks": ("appended", "deleted"),
 }
 """Steps at which a process may stand still, and the events that it waits for, one after the other."""
-HOST = ("clears", "eviction", "place", "tables")
+HOST = ("clears", "eviction", "tables")
 TIMED = (
     "kvstore.node.clearing",
     "kvstore.host.clears",
@@ -263,7 +264,9 @@ class Files:
                 replace(patch.object(module, "fcntl", _Fcntl(self)))
             if name.endswith(("clears", "tables")):
                 replace(patch.object(module, "open", self._open_file, create=True))
-        replace(patch("kvstore.root.posix.os", self))
+        mount = posix.mount_of(self.folder)
+        replace(patch.object(posix, "mount_of", lambda path: mount))
+        replace(patch.object(posix, "os", self))
         kernel = self.kernel
         clock = SimpleNamespace(
             monotonic=lambda: kernel.now_s,

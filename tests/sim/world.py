@@ -86,6 +86,8 @@ class EtcdClock:
 class World:
     """Everything of one run."""
 
+    wind_up_steps = WIND_UP_STEPS
+
     def __init__(self, kernel: Kernel, profile: Profile) -> None:
         self.kernel = kernel
         source = kernel.source
@@ -490,9 +492,9 @@ class World:
         kernel.coarse_s = COARSE_S
         janitor = Collector(self, "janitor", threads=False)
         kernel.spawn(janitor.process, "main", lambda: self._tidy(janitor))
-        kernel.run(steps=WIND_UP_STEPS, each=lambda: None, until=lambda: self.is_done)
+        kernel.run(steps=self.wind_up_steps, each=lambda: None, until=lambda: self.is_done)
         if not self.is_done:
-            kernel.fail(f"I5: not tidy after {WIND_UP_STEPS} steps: {self._untidy()}")
+            kernel.fail(f"I5: not tidy after {self.wind_up_steps} steps: {self._untidy()}")
 
     def _tidy(self, janitor: Collector) -> None:
         kernel = self.kernel
