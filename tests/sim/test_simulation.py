@@ -75,7 +75,7 @@ def test_nothing_breaks_on_one_host_in_a_few_seeds() -> None:
 
 @pytest.mark.parametrize("bug", FAST)
 def test_a_bug_of_one_host_is_found(bug: str) -> None:
-    outcome = first_to_find(BUGS[bug], range(6), ONE_HOST)
+    outcome = first_to_find(BUGS[bug], range(8), ONE_HOST)
     assert outcome, f"{bug} breaks nothing: python -m tests.sim --bugs {bug}"
 
 
