@@ -10,7 +10,7 @@ import pytest
 
 from kvstore.client.cache import BlockCache
 from kvstore.connectors.common import OPAQUE_LAYOUT, StoreSettings
-from kvstore.connectors.vllm.lookups import Link
+from kvstore.connectors.vllm.link import Link
 from kvstore.connectors.vllm.settings import Settings
 from kvstore.namespace import Namespace
 from tests.kit.arenas import serving_memory

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from kvstore.connectors.vllm import blocks
-from kvstore.connectors.vllm.blocks import Adapters, Check, Seal
+from kvstore.connectors.vllm import adapters
+from kvstore.connectors.vllm.adapters import Adapters, Check, Seal
 from tests.kit.patience import PATIENCE_S
 from tests.kit.vllm_connector import Blocks, Request, cache, halves, matched, step, store
 
@@ -20,7 +20,7 @@ from tests.kit.vllm_connector import Blocks, Request, cache, halves, matched, st
 @pytest.fixture(autouse=True)
 def exact(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The clock of the files is this host's, and digests are remembered in a folder of the test."""
-    monkeypatch.setattr(blocks, "MARGIN_S", 0.0)
+    monkeypatch.setattr(adapters, "MARGIN_S", 0.0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 

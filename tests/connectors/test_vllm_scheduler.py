@@ -69,7 +69,7 @@ def test_a_look_up_that_waits_longer_than_an_answer_is_good_for_still_ends(
     make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     half, request = make(wait_s=0.5), Request("a", 22)
-    monkeypatch.setattr(sys.modules["kvstore.connectors.vllm.requests"], "STALE_S", 0.05)
+    monkeypatch.setattr(sys.modules["kvstore.connectors.vllm.tracked"], "STALE_S", 0.05)
     half.arrived(request)
     began_s = time.monotonic()
     assert matched(half, request) == (0, False)
@@ -81,7 +81,7 @@ def test_an_answer_that_was_not_used_in_time_is_looked_for_anew(
     make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     half, request = make(), Request("a", 22)
-    monkeypatch.setattr(sys.modules["kvstore.connectors.vllm.requests"], "STALE_S", 0.05)
+    monkeypatch.setattr(sys.modules["kvstore.connectors.vllm.tracked"], "STALE_S", 0.05)
     half.arrived(request)
     assert matched(half, request) == (0, False)
     store(half, request, 3)
@@ -196,7 +196,7 @@ def test_a_step_without_work_waits_for_a_look_up_and_one_with_work_does_not(
     assert half.matched_tokens(request, 0) == (None, False)
     monkeypatch.setattr(half._tracked["a"].lookup.done, "wait", waits.append)
     orders = idle(half)
-    assert orders.is_idle and waits == [sys.modules["kvstore.connectors.vllm.blocks"].IDLE_S]
+    assert orders.is_idle and waits == [sys.modules["kvstore.connectors.vllm.messages"].IDLE_S]
     idle(half)
     assert len(waits) == 1, "vLLM has not asked again"
     half.matched_tokens(request, 0)

@@ -17,7 +17,7 @@ OURS = [
         "vllm.runs",
         "vllm.messages",
         "vllm.naming",
-        "vllm.pages",
+        "vllm.gpu_copy",
         "vllm.storing",
         "vllm.events",
         "vllm_tier",

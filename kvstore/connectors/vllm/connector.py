@@ -12,10 +12,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvstore.connectors.vllm.blocks import Orders, Report
-from kvstore.connectors.vllm.events import Descents, Describer, Events
+from kvstore.connectors.vllm.descents import Descents
+from kvstore.connectors.vllm.described import Describer
+from kvstore.connectors.vllm.events import Events
+from kvstore.connectors.vllm.messages import Orders, Report
 from kvstore.connectors.vllm.metrics import PromMetrics, Stats
-from kvstore.connectors.vllm.namespaces import Shape, check_hashes, check_heads, model_fingerprint, namespaces
+from kvstore.connectors.vllm.naming import Shape, check_hashes, check_heads, model_fingerprint, namespaces
 from kvstore.connectors.vllm.scheduler import SchedulerHalf
 from kvstore.connectors.vllm.settings import Settings
 from kvstore.connectors.vllm.worker import WorkerHalf

@@ -9,41 +9,30 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
-from kvstore.connectors.vllm.blocks import IDLE_S, Adapters, Check, Ends, Load, Named, Orders, Report, Run, Runs, State
-from kvstore.connectors.vllm.lookups import Found, Link, Lookup, Lookups
-from kvstore.connectors.vllm.metrics import EngineCount, EngineCounts
-from kvstore.connectors.vllm.namespaces import Kind, Shape, Tail
-from kvstore.connectors.vllm.requests import Branches, Pinning, Tracked, said_of
+from kvstore.connectors.vllm.adapters import Adapters, Check
+from kvstore.connectors.vllm.branches import Branches
+from kvstore.connectors.vllm.counts import EngineCount, EngineCounts
+from kvstore.connectors.vllm.groups import Kind, Tail
+from kvstore.connectors.vllm.hinting import said_of
+from kvstore.connectors.vllm.link import Link
+from kvstore.connectors.vllm.lookups import Found, Lookup, Lookups
+from kvstore.connectors.vllm.messages import IDLE_S, Load, Orders, Report, Run
+from kvstore.connectors.vllm.naming import Shape
+from kvstore.connectors.vllm.pinning import Pinning
+from kvstore.connectors.vllm.recent import Recent
+from kvstore.connectors.vllm.runs import Ends, Named, Runs, State
 from kvstore.connectors.vllm.settings import Settings
+from kvstore.connectors.vllm.tracked import Tracked
 from kvstore.namespace import Namespace
 
 if TYPE_CHECKING:
-    from kvstore.connectors.vllm.events import Descents, Events
-
-
-# When something happened to blocks, of the most recent ones.
-
-
-class Recent(dict[bytes, float]):
-    """Times by key, the oldest note first; at most ``most`` of them."""
-
-    def __init__(self, most: int) -> None:
-        super().__init__()
-        self._most = most
-
-    def note(self, keys: Iterable[bytes], when_s: float) -> None:
-        """Notes keys anew, and forgets the oldest if there are too many."""
-        for key in keys:
-            self.pop(key, None)
-            self[key] = when_s
-        while len(self) > self._most:
-            del self[next(iter(self))]
-
+    from kvstore.connectors.vllm.descents import Descents
+    from kvstore.connectors.vllm.events import Events
 
 log = logging.getLogger(__name__)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from kvstore.connectors import common
+from kvstore.connectors import common as opening
 from kvstore.connectors.common import choice, number
 from kvstore.errors import InvalidRequest
 
 
 @dataclass(frozen=True)
-class TierSettings(common.Settings):
+class TierSettings(opening.Settings):
     """The settings of an entry in ``secondary_tiers``, which those of the connector share."""
 
     lookup_timeout_s: float = number(1.0)

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kvstore.connectors.vllm.blocks import MARGIN_S
+from kvstore.connectors.vllm.adapters import MARGIN_S
 from tests.engines.vllm.conftest import PROMPTS
 from tests.engines.vllm.engines import (
     Answer,

@@ -1,0 +1,105 @@
+"""Messages between the scheduler's half of the connector and the workers' halves, once per engine step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+
+from kvstore.connectors.vllm.adapters import Seal
+from kvstore.hints import DEFAULT, Hints
+
+IDLE_S = 0.005
+"""The longest wait in a step that computes nothing: without one, vLLM runs hundreds of such steps while KV is loaded.
+A request that comes meanwhile waits no longer than this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Blocks of one cluster: the keys they are stored under, and the engine's numbers for them, one per group."""
+
+    cluster: int
+    """The index in ``Shape.clusters``."""
+    keys: list[bytes]
+    blocks: list[tuple[int, ...]]
+    first: int = 0
+    """The index of the first among the cluster's blocks of its prompt; the others follow it."""
+    seal: Seal | None = None
+    """The adapter that computed them: they are stored only if its files are still the same."""
+    hints: Hints = DEFAULT
+    """How long they are worth keeping."""
+    descents: list[bytes] = field(default_factory=list)
+    """A packed descent for each block, b"" for none; empty if no block has one, or to load."""
+
+    def picked(self, offsets: Sequence[int]) -> Run:
+        """Returns some of these blocks; ``first`` becomes that of a part without gaps."""
+        return replace(
+            self,
+            keys=[self.keys[at] for at in offsets],
+            blocks=[self.blocks[at] for at in offsets],
+            first=self.first + (offsets[0] if offsets else 0),
+            descents=[self.descents[at] for at in offsets] if self.descents else [],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """KV to be read for one request."""
+
+    number: int
+    request: str
+    runs: list[Run]
+
+
+@dataclass
+class Orders(KVConnectorMetadata):  # type: ignore[misc]
+    """The scheduler's message to every worker."""
+
+    loads: list[Load] = field(default_factory=list)
+    stores: list[Run] = field(default_factory=list)
+    is_idle: bool = False
+    """True if the engine computes nothing in this step: then a worker may wait for a moment."""
+
+
+@dataclass
+class Report(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """The workers' message to the scheduler: loads that ended, on how many workers, and keys that could not be read."""
+
+    ended: dict[int, int] = field(default_factory=dict)
+    failed: dict[int, set[bytes]] = field(default_factory=dict)
+    timed_out: bool = False
+    digests: set[tuple[int, bytes]] = field(default_factory=set)
+    stored: dict[bytes, int] = field(default_factory=dict)
+    """Keys that are in the store now, with the parts that stored them, as bits; only if events are told."""
+    unstored: set[bytes] = field(default_factory=set)
+    """Keys that could not be stored, or only in part. Empty unless events are told."""
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> Report:
+        """Returns both reports in one."""
+        assert isinstance(other, Report)
+        ended: dict[int, int] = dict(self.ended)
+        for number, count in other.ended.items():
+            ended[number] = ended.get(number, 0) + count
+        failed = dict(self.failed)
+        for number, keys in other.failed.items():
+            failed[number] = failed.get(number, set()) | keys
+        stored = dict(self.stored)
+        for key, parts in other.stored.items():
+            stored[key] = stored.get(key, 0) | parts
+        digests, unstored = self.digests | other.digests, self.unstored | other.unstored
+        return Report(ended, failed, self.timed_out or other.timed_out, digests, stored, unstored)
+
+    @property
+    def is_empty(self) -> bool:
+        """True if there is nothing to report."""
+        return not (self.ended or self.digests or self.stored or self.unstored)
+
+
+def block_key(hashed: Any, group: int, ending: bytes) -> bytes:
+    """Returns the key of a block: vLLM's chained hash, and a cluster's first group, since groups have other layers.
+
+    ``ending`` has what vLLM's hash lacks: 16 bytes if weights were replaced in memory, or for an adapter.
+    """
+    return bytes(hashed) + bytes([group]) + ending
