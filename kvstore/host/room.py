@@ -108,8 +108,8 @@ class Room:
         if limit and size_bytes > limit:
             self._refused()
             raise StoreFull(
-                f"this put has {size(size_bytes)}, and the store has room for {size(limit)}: put less at once, or open "
-                "it with a larger max_bytes"
+                f"this put has {size(size_bytes)}, and the store has room for {size(limit)}: put less at once, or give "
+                "it a larger max_bytes or disk"
             )
         if limit and self.is_full and self._shared[Number.USED] + size_bytes > limit:
             self._refused()

@@ -153,12 +153,13 @@ def test_a_get_that_is_answered_wrongly(name: str) -> None:
         assert same(out, after)  # nobody wrote into it after the return
 
 
+OF_BLOCKS = pb.GetResponse(start=pb.GetStart(chunks=2))
 BLOCKS: dict[str, tuple[list[pb.GetResponse], list[bool]]] = {
     "nothing": ([], [False, False]),
-    "one block": ([START, pb.GetResponse(index=1, data=BLOCK_IMAGES[1])], [False, True]),
-    "a block that was not asked for": ([START, pb.GetResponse(index=2, data=BLOCK_IMAGES[1])], [False, False]),
-    "the block of another key": ([START, pb.GetResponse(index=0, data=BLOCK_IMAGES[1])], [False, False]),
-    "a wrong byte": ([START, pb.GetResponse(index=0, data=BLOCK_IMAGES[0][:-1] + b"x")], [False, False]),
+    "one block": ([OF_BLOCKS, pb.GetResponse(index=1, data=BLOCK_IMAGES[1])], [False, True]),
+    "a block that was not asked for": ([OF_BLOCKS, pb.GetResponse(index=2, data=BLOCK_IMAGES[1])], [False, False]),
+    "the block of another key": ([OF_BLOCKS, pb.GetResponse(index=0, data=BLOCK_IMAGES[1])], [False, False]),
+    "a wrong byte": ([OF_BLOCKS, pb.GetResponse(index=0, data=BLOCK_IMAGES[0][:-1] + b"x")], [False, False]),
 }
 
 

@@ -25,7 +25,6 @@ from kvstore.node.chunk_runs import Places, Run, SharedPut, Sizes
 from kvstore.node.lanes import GROUP_FILES_MAX
 from kvstore.node.puts import TURN_PUBLISHED_MAX, TURN_SYNCED_MAX
 from kvstore.node.settings import Limits
-from kvstore.peers.tier import runs
 from kvstore.root.posix import PosixRoot
 from kvstore.writes import Durability
 from tests.kit.native_modes import chunks_of, opened
@@ -121,7 +120,7 @@ def test_blocks_get_their_names_in_the_turn_that_stages_them_and_it_has_few(
 def test_a_turn_at_a_put_ends_after_its_time(tmp_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     noted = Noted(native.library, "kv_stage_turn")
     monkeypatch.setattr(native, "library", noted)
-    monkeypatch.setattr(runs, "TURN_NS", 0)
+    monkeypatch.setattr(chunk_runs, "TURN_NS", 0)
     monkeypatch.setattr(puts, "STEP_BYTES", 1024)
     keys = [at.to_bytes(16, "little") for at in range(100)]
     with opened(tmp_root, native=True) as store:

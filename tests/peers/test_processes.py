@@ -120,7 +120,7 @@ def test_put_on_a_full_disk_keeps_space_for_its_first_chunk(small_root: Path, mo
     monkeypatch.setattr(puts, "ROOM_S", PATIENCE_S)
     monkeypatch.setattr(ChunkRuns, "stage", stage)
     monkeypatch.setattr(RootWrite, "make_room", told_to_make_room)
-    with kvstore.open(str(small_root)) as store:
+    with kvstore.open(str(small_root), max_bytes=None) as store:
         cache = store.namespace("model", layout)
         with pytest.raises(errors.Overloaded, match="No space left"):
             cache.put(list(range(64)), np.zeros(layout.shape(64), np.int8), required=True)
