@@ -16,7 +16,6 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from itertools import accumulate, pairwise
 from typing import Any, ClassVar, NewType, Protocol
 
 import numpy as np
@@ -181,20 +180,6 @@ CHAINS_MAX = 32
 """Limit on remembered chains. A prompt that matches none of them is compared with each, at 0.2 microseconds each."""
 ADDRESS_COST_BYTES = 96
 """Memory cost of one address: packed, and as an object in a tuple once somebody needs it."""
-
-
-def chains_of(namespace: Namespace, prompts: Sequence[TokenArray]) -> list[Chain]:
-    """Returns ``Chain.of`` each, for prompts that begin with no recent one. Raises InvalidRequest."""
-    size = namespace.layout.chunk_tokens
-    counts = [chunk_count(namespace, tokens) for tokens in prompts]
-    # A copy of our own, as ``Chain.of`` has.
-    packed = b"".join([tokens[: count * size].data for tokens, count in zip(prompts, counts, strict=True)])
-    own, found = np.frombuffer(packed, "<u4"), chained_addresses(namespace, packed, counts=counts)
-    ends = pairwise((0, *accumulate(counts)))
-    return [
-        Chain(namespace, own[start * size : end * size], found[start * ADDRESS_BYTES : end * ADDRESS_BYTES])
-        for start, end in ends
-    ]
 
 
 class _Recent:

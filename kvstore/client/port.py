@@ -54,14 +54,6 @@ class Protecting(Protocol):
         ...
 
 
-class PortGuard(Protecting, Protocol):
-    """A hold that protects what is read without it."""
-
-    def check(self) -> None:
-        """Raises HoldBroken once the hold has ended, as far as this process knows."""
-        ...
-
-
 Prompt = TokenArray | list[bytes]
 """The tokens of a prompt, or the keys of engine-hashed blocks."""
 

@@ -256,12 +256,8 @@ class MemoryTier:
         indexes = range(slots.first, slots.first + slots.leading_count)
         return leading(self._which_right(slots, indexes, slots.referred[: len(indexes)], fetched))
 
-    def still_right(self, slots: Slots, index: int) -> bool:
-        """True if chunk ``index`` is there and right at this moment; drops it otherwise (rule I1)."""
-        return bool(self.all_still_right(slots, [index])[0])
-
     def all_still_right(self, slots: Slots, indexes: Sequence[int]) -> Mask:
-        """Checks ``still_right`` for each of ``indexes`` in one call, which costs less for small chunks."""
+        """Returns for each of ``indexes`` whether its chunk is there and right now; drops others (rule I1)."""
         entries = [slots.entries[index - slots.first] for index in indexes]
         right = np.array([entry is not None for entry in entries], np.bool_)
         there = [entry for entry in entries if entry is not None]

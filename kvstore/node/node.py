@@ -42,7 +42,7 @@ from kvstore.node.looking import Looking
 from kvstore.node.memory_tier import MemoryTier
 from kvstore.node.prefetch import Prefetcher, TierName
 from kvstore.node.puts import Puts, Written
-from kvstore.node.reader import Reading, TieredReads
+from kvstore.node.reader import TieredReads
 from kvstore.node.refresh import Refresher
 from kvstore.node.settings import NO_TIERS, CurrentLimits, Limits, TierSettings
 from kvstore.node.tier_stack import TierStack
@@ -276,16 +276,6 @@ class Node:
         count = leading(done)
         self.reads.used(hold.chain.leading(count))
         return count
-
-    def begin_read(self, hold: Hold, first: int, count: int, into: Callable[[int], Pieces]) -> Reading:
-        """Begins to read ``count`` held chunks from index ``first`` on into ``into(index)``, as for a stream that sends
-        some while the next are read.  Wait for it, or withdraw it; tell ``used`` at the end.
-
-        Raises HoldBroken where the hold has ended.
-        """
-        self.holds.check(hold)
-        deadline = self._deadline(None, self.limits.read_deadline_s)
-        return self.reads.begin(hold.chain, first, count, into, deadline)
 
     @property
     def memory(self) -> MemoryTier | None:

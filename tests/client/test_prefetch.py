@@ -19,6 +19,7 @@ from kvstore.client.cache import Cache
 from kvstore.client.operation import Operation
 from kvstore.errors import InvalidRequest, Overloaded, StoreClosed
 from kvstore.node import prefetch
+from kvstore.node.lanes import Deadline
 from kvstore.node.settings import Limits
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.tokens import token_array
@@ -110,7 +111,7 @@ def test_dropped_read_delays_no_prefetch() -> None:
         node, tokens = acting.member.node, acting.prompts.tokens(1, 8)
         out = np.empty_like(acting.prompts.kv(1, 8))
         hold = node.hold(node.chains.of(acting.cache.namespace, token_array(tokens)))
-        done = node.begin_read(hold, 0, 8, planes_of(out, acting.prompts.layout))
+        done = node.reads.begin(hold.chain, 0, 8, planes_of(out, acting.prompts.layout), Deadline(node.clock, WAIT_S))
         eventually(lambda: not node.reads.is_busy)
         dropped = weakref.ref(done)
         del done

@@ -8,15 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore import address
-from kvstore.address import ADDRESS_BYTES, CHAIN_CHUNKS_MAX, CHAINS_MAX, CHUNKS_MIN, Chain, RecentChains, chains_of
+from kvstore.address import ADDRESS_BYTES, CHAIN_CHUNKS_MAX, CHAINS_MAX, CHUNKS_MIN, Chain, RecentChains
 from kvstore.errors import InvalidRequest
 from kvstore.layout import Layout
 from kvstore.namespace import Namespace
-from kvstore.native import library as native
 from kvstore.tokens import TokenArray
 
 LAYOUT = Layout(layers=1, kv_heads=1, head_dim=1, chunk_tokens=2)
@@ -49,28 +48,6 @@ def assert_right(chain: Chain, namespace: Namespace, tokens: TokenArray) -> None
 
 def prompt(count: int, seed: int = 0) -> TokenArray:
     return np.random.default_rng(seed).integers(0, 1 << 32, count, dtype=np.uint32)
-
-
-@pytest.mark.parametrize("native_is_available", [True, False])
-@given(st.lists(st.integers(0, 40), max_size=8))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_chains_made_at_once_are_those_made_one_by_one(
-    monkeypatch: pytest.MonkeyPatch, native_is_available: bool, lengths: list[int]
-) -> None:
-    monkeypatch.setattr(native, "library", native.library if native_is_available else native.PurePython)
-    prompts = [prompt(length, seed) for seed, length in enumerate(lengths)]
-    chains = chains_of(WIDER, prompts)
-    assert len(chains) == len(prompts)
-    for chain, tokens in zip(chains, prompts, strict=True):
-        assert_right(chain, WIDER, tokens)
-
-
-def test_chains_made_at_once_keep_nothing_of_the_callers_memory() -> None:
-    tokens = prompt(100)
-    before = tokens.copy()
-    chain = chains_of(ONE, [tokens])[0]
-    tokens[:] = 0
-    assert_right(chain, ONE, before)
 
 
 @st.composite
