@@ -209,8 +209,21 @@ _TTL, _QUOTA, _ORPHAN, _CAPACITY = range(len(CONDEMNING))
 class Ranking:
     """A listing of shards of a root, and the chunks that are left to evict. One thread."""
 
-    def __init__(self, goals: Goals, now_s: float, shard_bits: int, pinned: Marks = NO_MARKS) -> None:
-        """Chunks that are ``pinned`` are counted, and stay."""
+    def __init__(
+        self,
+        goals: Goals,
+        now_s: float,
+        shard_bits: int,
+        pinned: Marks = NO_MARKS,
+        *,
+        kept_max: int = KEPT_MAX,
+        batch_count: int = BATCH_COUNT,
+    ) -> None:
+        """Chunks that are ``pinned`` are counted, and stay. ``kept_max`` chunks are kept in memory, or twice as many
+        while it lists, ``batch_count`` at a time.
+        """
+        self._kept_max = kept_max
+        self._batch_count = batch_count
         self.total = Tally()
         """All chunks."""
         self.pinned = Tally()
@@ -248,10 +261,10 @@ class Ranking:
             shard = shards[at]
             try:
                 remaining = iter(root.list(places.shard_folder(shard)))
-                while batch := list(islice(remaining, BATCH_COUNT)):
+                while batch := list(islice(remaining, self._batch_count)):
                     with self._lock:
                         entries.extend((shard, entry) for entry in batch)
-                        if len(entries) >= BATCH_COUNT:
+                        if len(entries) >= self._batch_count:
                             self._add(entries)
             except (Unavailable, PermissionDenied) as error:
                 log.warning("gc.shard_failed shard=%04x %s", shard, error)
@@ -338,7 +351,7 @@ class Ranking:
             rows[column] = values[goes]
         self._parts.append(rows)
         self._kept_count += len(rows)
-        if self._kept_count > 2 * KEPT_MAX:
+        if self._kept_count > 2 * self._kept_max:
             self._fold()
 
     def _count(self, batch: Listed) -> None:
@@ -351,7 +364,7 @@ class Ranking:
         if self._parts:
             rows = np.concatenate(self._parts)
             self._parts.clear()  # or there would be three copies of all chunks
-            self._parts.append(rows[np.argsort(rows["rank"], kind="stable")[:KEPT_MAX]])
+            self._parts.append(rows[np.argsort(rows["rank"], kind="stable")[: self._kept_max]])
             self._kept_count = len(self._parts[0])
 
     def _rank_quotas(self, share: float) -> None:

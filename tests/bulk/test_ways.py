@@ -12,6 +12,7 @@ import pytest
 
 from kvstore.client.limits import ClientLimits
 from kvstore.errors import InvalidRequest
+from kvstore.native import library as native
 from kvstore.results import PutResult
 from kvstore.root.posix import PosixRoot
 from kvstore.worker.worker import Worker
@@ -53,6 +54,14 @@ def check_every_way_reads(served: Served, writer: str) -> None:
                 assert hold.read_into(filled) == len(tokens)
                 assert same(filled, kv)
             assert store.stats()[f"client_gets_{reader}"] == 2
+
+
+def test_every_way_reads_without_the_native_library(tmp_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "library", native.PurePython)
+    monkeypatch.setattr(native, "brief", native.PurePython)
+    with serving(tmp_root) as served:
+        for writer in WAYS:
+            check_every_way_reads(served, writer)
 
 
 def test_a_slice_of_a_larger_array_is_sent_and_filled_in_place(served: Served) -> None:

@@ -167,11 +167,11 @@ def test_slices_take_the_oldest_until_no_more_is_needed(chunks: list[Chunk], lef
     assert ranking.is_spent == (not left) and ranking.left_bytes == size_of(left)
 
 
-def test_of_too_many_chunks_the_first_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore_gc.ranking.KEPT_MAX", 10)
-    monkeypatch.setattr("kvstore_gc.ranking.BATCH_COUNT", 4)
+def test_of_too_many_chunks_the_first_are_kept() -> None:
     chunks = [replace(chunk, mtime_ns=stamp(60 * number)) for number, chunk in enumerate(loose(100))]
-    ranking = ranked(chunks, Goals())
+    ranking = Ranking(Goals(), NOW_S, SHARD_BITS, kept_max=10, batch_count=4)
+    ranking.read(root_of(chunks), SHARDS)
+    ranking.rank()
     assert ranking.total.count == 100 and ranking.left_bytes == 1000
     assert {*ranking.take(10_000)["address"].tolist()} == {chunk.address for chunk in chunks[-10:]}
 

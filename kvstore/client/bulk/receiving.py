@@ -22,6 +22,7 @@ from kvstore.client.bulk.lanes import FileLanes
 from kvstore.client.bulk.links import Lease, Leased, Link
 from kvstore.format.header import Damage, Damaged
 from kvstore.layout import Layout
+from kvstore.native import is_available
 from kvstore.native import library as native
 from kvstore.node.chunk_runs import Run
 from kvstore.node.counters import Counters
@@ -256,7 +257,7 @@ class ImageReceiver:
     def _groups(self, first: int, left: dict[int, int], never_blocks: bool, width: int) -> Groups | None:
         """The native reader for groups of files; None if there is no native code or the memory does not suit it."""
         count, wanted, sections = len(left), self._asked.wanted, self._asked.sections
-        if native.library is None or not isinstance(sections, Laid) or not sections.covers(first, count):
+        if not is_available() or not isinstance(sections, Laid) or not sections.covers(first, count):
             return None
         run = Run(LocalFiles("", never_blocks, stages=False, direct=False), 0, wanted, first, count, sections)
 
