@@ -22,7 +22,6 @@ from kvstore.client.bulk.lanes import FileLanes
 from kvstore.client.bulk.links import Lease, Leased, Link
 from kvstore.format.header import Damage, Damaged
 from kvstore.layout import Layout
-from kvstore.native import is_available
 from kvstore.native import library as native
 from kvstore.node.chunk_runs import Run
 from kvstore.node.counters import Counters
@@ -257,7 +256,7 @@ class ImageReceiver:
     def _groups(self, first: int, left: dict[int, int], never_blocks: bool, width: int) -> Groups | None:
         """The native reader for groups of files; None if there is no native code or the memory does not suit it."""
         count, wanted, sections = len(left), self._asked.wanted, self._asked.sections
-        if not is_available() or not isinstance(sections, Laid) or not sections.covers(first, count):
+        if native.library is native.PurePython or not isinstance(sections, Laid) or not sections.covers(first, count):
             return None
         run = Run(LocalFiles("", never_blocks, stages=False, direct=False), 0, wanted, first, count, sections)
 
