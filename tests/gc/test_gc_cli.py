@@ -24,6 +24,7 @@ from kvstore.root.identity import read_identity
 from kvstore.root.posix import PosixRoot
 from kvstore.sources import RandomIds, SystemClock
 from kvstore_gc.cli import command
+from kvstore_gc.cycle import FRESH_S
 from tests.cli.conftest import PATIENCE_S, SOURCE, Running, descendants, eventually, serving
 from tests.kit.cases import for_each
 from tests.kit.collecting import GC, bounded_to
@@ -141,6 +142,7 @@ def at(up: Running, module_root: Path) -> tuple[str, ...]:
 def test_a_dry_run_changes_neither_the_root_nor_etcd(up: Running, at: tuple[str, ...], module_root: Path) -> None:
     root = module_root / "root"
     put(up, 30)
+    time.sleep(2 * FRESH_S)  # what was put just before a listing stays
     limit = bounded_to(15 * CHUNK_BYTES)
     meta = EtcdMeta(up.etcd)
     try:
