@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 # A process that uses kvstore may fork: an engine for its workers, say. By default gRPC's C library then runs handlers
 # of its own in parent and child. They start threads in the child and use connections that it shares with its parent:
 # the child hangs or is aborted inside fork, and calls of the parent break. Python's part of gRPC has them off by
-# default. gRPC reads this once, when it is imported, so it is set before that; somebody else's setting stays.
+# default. gRPC reads this once, when it is imported, so it is set before that; a setting made elsewhere stays.
 # Without them gRPC does not work in a child of a process that had connected: kvstore/channels.py says so there.
 if "grpc" not in sys.modules:
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")

@@ -179,7 +179,7 @@ CHUNKS_MIN = 8
 CHAINS_MAX = 32
 """Limit on remembered chains. A prompt that matches none of them is compared with each, at 0.2 microseconds each."""
 ADDRESS_COST_BYTES = 96
-"""Memory cost of one address: packed, and as an object in a tuple once somebody needs it."""
+"""Memory cost of one address: packed, and as an object in a tuple once it is needed."""
 
 
 class _Recent:
@@ -228,7 +228,7 @@ class RecentChains:
         given = tokens.data.cast("B")[: count * size]
         like, shared = self._most_alike(namespace, given, size)
         if like is None:
-            # The bytes of a prompt in bytes that nobody can change are as good as a copy.
+            # A prompt in immutable bytes needs no copy.
             whole: object = tokens.base
             packed = whole if type(whole) is bytes and len(whole) == tokens.nbytes == len(given) else bytes(given)
             addresses = chained_addresses(namespace, packed)
@@ -237,7 +237,7 @@ class RecentChains:
             return like.chain.leading(count)
         else:
             # Take the shared part from our copy: the caller's bytes may have changed since the comparison, and an
-            # address must belong to the tokens beside it.
+            # address must belong to the tokens stored with it.
             packed = b"".join((memoryview(like.packed_tokens)[: shared * size], given[shared * size :]))
             known, last = like.chain.packed_addresses[: shared * ADDRESS_BYTES], like.chain.parent(shared)
             addresses = known + chained_addresses(namespace, packed, shared, last)

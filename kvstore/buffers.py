@@ -53,7 +53,7 @@ Pieces = Sequence[memoryview]
 
 
 class Withdrawn(Exception):
-    """The caller took its memory back before the bytes were there; nobody may write to it any more."""
+    """The caller took its memory back before the bytes were there; no thread may write to it any more."""
 
 
 class Borrowed:

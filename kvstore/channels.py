@@ -31,7 +31,7 @@ class Unreached(enum.Enum):
     TLS = "TLS failed", "handshake"
     OTHER_PROTOCOL = "no worker listens there", "parsing http/2"
     SILENT = "what listens there does not speak", "settings frame"
-    HUNG_UP = "it ends each connection at once", "socket closed"
+    HUNG_UP = "it closes each connection immediately", "socket closed"
     NO_WAY = "there is no way to it", "failed to connect"
 
     def __init__(self, why: str, *parts: str) -> None:

@@ -45,7 +45,7 @@ class Program:
     """One child. On Linux it gets the signal ``dies_by`` when this process dies; elsewhere call ``stop``.
 
     Its messages go to the file ``messages``, where given, else to our standard error.  One that ``speaks`` prints a
-    ``ready`` line on its standard output; of any other, that goes to ``messages`` too. With ``hears`` it does not
+    ``ready`` line on its standard output; of any other, that goes to ``messages`` too. With ``on_line`` it does not
     speak: each line of its output is given to that, in a thread.
     """
 
@@ -58,7 +58,7 @@ class Program:
         environment: Mapping[str, str] | None = None,
         speaks: bool = True,
         dies_by: signal.Signals = signal.SIGTERM,
-        hears: Callable[[str], object] | None = None,
+        on_line: Callable[[str], object] | None = None,
     ) -> None:
         self.name = name
         self.command = list(command)
@@ -67,7 +67,7 @@ class Program:
         self._environment = environment
         self._speaks = speaks
         self._dies_by = dies_by
-        self._hears = hears
+        self._on_line = on_line
         self._child: subprocess.Popen[str] | None = None
         self._said: dict[str, str] | None = None
         self._heard = threading.Event()
@@ -128,7 +128,7 @@ class Program:
         return self._ended.wait(timeout_s)
 
     def ask_to_stop(self) -> None:
-        """Sends SIGTERM, once: a second one tells a worker to stop without finishing what it accepted."""
+        """Sends SIGTERM, once: a second one makes a worker stop without finishing what it accepted."""
         if self._child is not None and not self._asked:
             self._asked = True
             self._child.send_signal(signal.SIGTERM)  # does nothing once it is reaped
@@ -155,8 +155,8 @@ class Program:
                 self._child = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE if self._speaks or self._hears is not None else messages,
-                    stderr=messages if self._hears is None else subprocess.STDOUT,
+                    stdout=subprocess.PIPE if self._speaks or self._on_line is not None else messages,
+                    stderr=messages if self._on_line is None else subprocess.STDOUT,
                     env=self._environment,
                     text=True,
                     errors="replace",
@@ -178,8 +178,8 @@ class Program:
         """Reads its standard output to the end, so that it never blocks on it; the first ``ready`` line counts."""
         with lines:
             for line in lines:
-                if self._hears is not None:
-                    self._hears(line.rstrip())
+                if self._on_line is not None:
+                    self._on_line(line.rstrip())
                     continue
                 word, *pairs = line.split() or [""]
                 if word == "ready" and self._said is None:
@@ -200,7 +200,7 @@ class Program:
 
 
 def stop_all(programs: Sequence[Program], timeout_s: float = STOP_S) -> None:
-    """Ends several at once, by force after ``timeout_s``."""
+    """Ends several together, by force after ``timeout_s``."""
     for program in programs:
         program.ask_to_stop()
     deadline_s = time.monotonic() + timeout_s

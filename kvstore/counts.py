@@ -119,8 +119,8 @@ class NodeCount(Count):
     PEERS_MISSES = "chunks asked for that no peer gave in time"
     PEERS_FAILED = "reads that failed at a peer; it is left alone for a while"
     PEERS_DAMAGED = "chunks from peers that failed verification"
-    PEERS_SYNCS = "times that this node told its peers what its memory holds"
-    PEERS_DIGESTS = "digests written to tell peers what memory holds, one for each shard that changed"
+    PEERS_SYNCS = "times that this node reported to its peers what its memory holds"
+    PEERS_DIGESTS = "digests written to show peers what memory holds, one for each shard that changed"
     PEERS_DIGEST_BYTES = "bytes of these digests"
     OPERATIONS_DONE = "operations (prefetch, clear) that were done", OPERATIONS, "done"
     OPERATIONS_FAILED = "operations that failed", OPERATIONS, "failed"
@@ -130,7 +130,7 @@ class NodeCount(Count):
 
 @enum.unique
 class WorkerCount(Count):
-    """The counters of a worker, beside those of its node."""
+    """The counters of a worker, without those of its node."""
 
     WIRE_BYTES_IN = "payload bytes received from clients"
     WIRE_BYTES_OUT = "payload bytes sent to clients"
@@ -142,7 +142,7 @@ class WorkerCount(Count):
     BULK_CONNECTIONS = "bulk connections of clients that proved their grant"
     BULK_REFUSED = "bulk connections cut off: no grant, too many, garbage, or too slow to greet"
     DENIED_UNAUTHENTICATED = (
-        "calls with neither a token nor a certificate that names anybody",
+        "calls with neither a token nor a certificate that names a caller",
         DENIED,
         "unauthenticated",
     )
@@ -151,7 +151,7 @@ class WorkerCount(Count):
     DENIED_TOKEN_REVOKED = "calls with a revoked token", DENIED, "token_revoked"
     DENIED_TOKEN_BINDING = "calls with a token that is bound to another certificate", DENIED, "token_binding"
     DENIED_UNKNOWN_IDENTITY = "calls of an identity that the access file does not name", DENIED, "unknown_identity"
-    DENIED_METHOD = "calls of a method that nobody may call", DENIED, "method"
+    DENIED_METHOD = "calls of a method that is closed to all", DENIED, "method"
     DENIED_TENANT = "calls for a tenant in which the identity has no role", DENIED, "tenant"
     DENIED_ROLE = "calls for which the role of the identity is too low", DENIED, "role"
     REFUSED_REQUESTS_QUOTA = "calls refused: the tenant began too many in a second", QUOTA_REFUSED, "requests"
@@ -180,7 +180,7 @@ class ClientCount(Count):
     PUTS_GRPC = "puts over gRPC"
     BULK_BROKEN = "calls that went on over gRPC because a bulk connection broke"
     BULK_DAMAGED = "reads that went on over gRPC because a chunk that came by another way was not right"
-    NAMESPACES_REOPENED = "times a worker had to be told a namespace again"
+    NAMESPACES_REOPENED = "times a namespace had to be opened again at a worker"
 
     @property
     def flat_name(self) -> str:
@@ -209,7 +209,7 @@ NODE_GAUGES = {
     "memory_chunks": "chunks in memory",
     "memory_held_bytes": "bytes of memory that chunks take, headers included",
     "memory_dirty_bytes": "bytes in memory that the root does not have yet",
-    "memory_referenced_bytes": "bytes in memory that somebody uses now",
+    "memory_referenced_bytes": "bytes in memory that are in use",
     "memory_pinned_bytes": "bytes in memory that are pinned",
     "memory_leased_bytes": "bytes in memory that clients of this host map and may read",
     "leases": "runs of chunks in memory that clients of this host may read",
@@ -219,28 +219,28 @@ NODE_GAUGES = {
     "disk_held_bytes": "bytes that files on the local disk take",
     "disk_bytes_max": "bytes that files on the local disk may take",
     "disk_refilling": "1 until all that the local disk held at the start is taken in",
-    "peers_known": "other nodes that tell what their memory holds",
+    "peers_known": "other nodes that report what their memory holds",
     "peers_prints": "chunks that other nodes say they hold",
     "peers_aside": "other nodes that are left alone for a while after trouble",
 }
 """The gauges of a node."""
 
 STARTED = "started_timestamp_seconds"
-"""The gauge that tells two runs of one worker apart: no two have started at the same time."""
+"""The gauge that distinguishes two runs of one worker: no two have started at the same time."""
 
 WORKER_GAUGES = {
     STARTED: "when the worker started, since the epoch",
     "calls_in_flight": "calls under way",
-    "calls_max": "calls that may be under way at once; more are refused",
+    "calls_max": "limit of calls under way; more are refused",
     "bytes_in_flight": "payload bytes of calls under way",
     "client_holds": "holds of clients that have not ended",
     "bulk_connections_open": "bulk connections of clients that are open",
-    "root_free_bytes": "room left on what holds the root; absent where nobody can tell",
+    "root_free_bytes": "room left on what holds the root; absent where it is unknown",
     "root_total_bytes": "all of its room",
     "certificate_expires_seconds": "until the worker's certificate ends; only with TLS",
     "draining": "1 while the worker finishes what it accepted and takes no more",
 }
-"""The gauges of a worker, beside those of its node."""
+"""The gauges of a worker, without those of its node."""
 
 LEAST = frozenset(
     {STARTED, "root_free_bytes", "root_total_bytes", "lease_margin_seconds", "certificate_expires_seconds"}
@@ -250,7 +250,7 @@ MOST = frozenset({"etcd_silent_seconds", "root_full", "root_hangs", "bound_bytes
 
 
 def merged(each: Iterable[Mapping[str, int | float]]) -> dict[str, int | float]:
-    """Returns the counts of several workers as those of one: sums, but for gauges that are none."""
+    """Returns the counts of several workers as those of one: sums, except for gauges that are none."""
     found: dict[str, int | float] = {}
     for counts in each:
         for name, value in counts.items():

@@ -79,7 +79,7 @@ LEAST = Hints(0, TTL_CLASSES_S[0])
 
 PRESETS: Mapping[Preset, Hints] = MappingProxyType(
     {
-        # A conversation goes on within minutes to hours, or not at all; somebody waits for it then.
+        # A conversation goes on within minutes to hours, or not at all; a user waits for it then.
         "chat": Hints(priority=50, ttl_s=43_200),
         # The same tables and reports are asked about by many, for as long as they are current.
         "analytics": Hints(priority=60, ttl_s=259_200),

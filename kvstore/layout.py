@@ -1,7 +1,7 @@
 """Geometry of the KV tensors in one namespace, and the sizes that follow from it.
 
 Separate from the namespace because it is all that the data paths need: which bytes of the caller's array
-belong to which section of which chunk.
+belong to each section of each chunk.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Namespace:
     attributes: tuple[tuple[str, str], ...] = ()
     digest: NamespaceDigest = field(init=False, compare=False, repr=False)
     id: NamespaceId = field(init=False, compare=False, repr=False)
-    """The first 8 bytes of the digest: a tag in file names, so that a listing tells namespaces apart."""
+    """The first 8 bytes of the digest: a tag in file names, so that a listing distinguishes namespaces."""
 
     def __post_init__(self) -> None:
         for what, text, most in (

@@ -1,6 +1,6 @@
 """Long-running operations (prefetch, clear, fsck) as the process that runs them keeps them.
 
-An operation waits, runs, and is then for good done, failed or cancelled. ``kvstore.client.operation`` has what a caller
+An operation waits, runs, and ends as done, failed or cancelled. ``kvstore.client.operation`` has what a caller
 sees of one, here or at a worker.
 """
 
@@ -25,7 +25,7 @@ UNFINISHED_MAX = 32
 FINISHED_MAX = 100
 """Finished operations that are kept, the newest of them."""
 KIND_THREADS = 4
-"""Operations of one kind that run at once: prefetches never delay a clear."""
+"""Operations of one kind that run at a time: prefetches never delay a clear."""
 THREADS_MAX = 2 * KIND_THREADS
 DEADLINE_S = 86_400.0
 

@@ -12,7 +12,7 @@ from kvstore.errors import KVStoreError
 
 
 class Cancelled(KVStoreError):
-    """Somebody asked for this operation to end. Its results so far stay. Never raised to a caller of the store."""
+    """This operation was asked to end. Its results so far stay. Never raised to a caller of the store."""
 
 
 Progress = Callable[[int, int], None]
@@ -20,4 +20,4 @@ Progress = Callable[[int, int], None]
 
 
 def unwatched(done: int, total: int) -> None:
-    """A ``Progress`` for operations that nobody watches and that have a deadline of their own."""
+    """A ``Progress`` for operations without an observer that have a deadline of their own."""

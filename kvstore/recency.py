@@ -65,7 +65,7 @@ class Recency:
     priority: int
     ttl_s: int | None
     is_superseded: bool = False
-    """True if its branch was abandoned, and nobody has used it since."""
+    """True if its branch was abandoned, and it was not used since."""
 
     @property
     def hints(self) -> Hints:

@@ -1,7 +1,7 @@
 """The HTTP server that gives Prometheus metrics, bounded in what its clients may take of the process.
 
 At the bottom, because workers and collectors both serve metrics.  The client library's own server gives each connection
-a thread for as long as its peer likes, and the port is plain HTTP: anybody who reaches it could use up a worker's
+a thread for as long as its peer likes, and the port is plain HTTP: any host that reaches it could use up a worker's
 memory and descriptors with silent connections.
 """
 
@@ -59,7 +59,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        if not isinstance(sys.exc_info()[1], OSError):  # a client that is slow, or gone, is nobody's defect
+        if not isinstance(sys.exc_info()[1], OSError):  # a client that is slow, or gone, is no defect
             super().handle_error(request, client_address)
 
 

@@ -23,7 +23,7 @@ class Clock(Protocol):
 
 
 class Ids(Protocol):
-    """New identifiers that nobody else makes."""
+    """New identifiers, unique everywhere."""
 
     def fresh(self) -> bytes:
         """16 random bytes."""

@@ -1,4 +1,4 @@
-"""Requests followed from client to file: the id of a call, and OpenTelemetry spans where somebody enabled them.
+"""Requests followed from client to file: the id of a call, and OpenTelemetry spans where they are enabled.
 
 At the bottom, because every layer has something to say about the call it works for. Off it costs one comparison, and
 nothing of OpenTelemetry is imported; what exports spans, and where to, is the application's (kvstore/cli/tracing.py).

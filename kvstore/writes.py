@@ -10,11 +10,11 @@ from kvstore.errors import InvalidRequest
 from kvstore.text import brief
 
 RUNS_MAX = 2
-"""Runs of one put that are on their way to the root at once."""
+"""Limit on the runs of one put that are on their way to the root together."""
 RUNS_IN_MEMORY = RUNS_MAX + 1
 """Runs of one put that need memory: the one that arrives, too."""
 BOUND_BYTES_MIN = 1 << 20
-"""Limit on the bound of a root that somebody asks for: less holds nothing, and is a size whose unit was forgotten."""
+"""Least bound that a root may be given: less holds nothing, and is a size whose unit was forgotten."""
 
 DurabilityName = Literal["none", "everysec", "fsync"]
 WriteModeName = Literal["through", "behind"]

@@ -128,7 +128,7 @@ class Collecting:
             self._again_s = now_s + AGAIN_S_MAX
             return
         environment = {name: value for name, value in os.environ.items() if name not in _NOT_FOR_IT} | _FOR_IT
-        self._child = Program("collector", command, environment=environment, speaks=False, hears=self._hear)
+        self._child = Program("collector", command, environment=environment, speaks=False, on_line=self._hear)
         try:
             self._child.start()
         except Unavailable as error:
