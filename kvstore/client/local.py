@@ -17,6 +17,7 @@ from kvstore.counts import NodeCount
 from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError, StoreClosed
 from kvstore.format.header import Ancestry
 from kvstore.hints import Hints
+from kvstore.keyset import BlockKeys
 from kvstore.namespace import Namespace
 from kvstore.node.clear_operation import begin_clear
 from kvstore.node.holds import Hold
@@ -25,7 +26,6 @@ from kvstore.node.layers import Bands
 from kvstore.node.member import Member
 from kvstore.node.node import Node, match_each
 from kvstore.node.prefetch import TierName
-from kvstore.node.wanted import keyed
 from kvstore.results import Cleared, LayerMemory, PinRecord, PutResult, StoredBlocks
 from kvstore.text import brief, shown
 from kvstore.tokens import TokenArray
@@ -136,7 +136,7 @@ class LocalBranches:
 
     def supersede_blocks(self, namespace: Namespace, keys: Sequence[bytes], unused_s: float) -> None:
         with self._store as member:
-            member.node.reads.superseded(keyed(namespace, keys, ()), 0, unused_s)
+            member.node.reads.superseded(BlockKeys.of(namespace, keys, ()), 0, unused_s)
 
 
 class LocalPort:

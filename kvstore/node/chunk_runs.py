@@ -20,13 +20,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import recency
-from kvstore.address import Address, Chain
+from kvstore.address import Address
 from kvstore.buffers import Borrowed, Laid, Sections, Withdrawn, address_of
 from kvstore.counts import NodeCount
 from kvstore.format import places
 from kvstore.format.header import PAGE_BYTES, Incarnation
 from kvstore.format.places import Name
 from kvstore.hints import Hints
+from kvstore.keyset import ChunkKeys, Items, KeySet
 from kvstore.native import is_available
 from kvstore.native import library as native
 from kvstore.node.counters import Counters
@@ -37,7 +38,6 @@ from kvstore.node.incarnations import Incarnations
 from kvstore.node.known import Known
 from kvstore.node.lanes import moved_on
 from kvstore.node.unreadable import Unreadable
-from kvstore.node.wanted import Items, Wanted
 from kvstore.recency import stamps_ns
 from kvstore.results import LayerMemory
 from kvstore.root.interface import LocalFiles, Root, local_files
@@ -71,7 +71,7 @@ class LayerRun:
 
     def __init__(
         self,
-        chain: Chain,
+        chain: ChunkKeys,
         images: npt.NDArray[np.uint64],
         files: LocalFiles | None,
         shard_bits: int,
@@ -235,7 +235,7 @@ class Run(Items):
     """
 
     def __init__(
-        self, files: LocalFiles, shard_bits: int, wanted: Wanted, first: int, count: int, sections: Laid | None = None
+        self, files: LocalFiles, shard_bits: int, wanted: KeySet, first: int, count: int, sections: Laid | None = None
     ) -> None:
         indexes = range(first, first + count)
         super().__init__(wanted, indexes)
@@ -552,7 +552,7 @@ class ChunkRuns:
         self._counters = counters
 
     def of(
-        self, wanted: Wanted, first: int, count: int, sections: Sections | None = None, *, fills: bool = False
+        self, wanted: KeySet, first: int, count: int, sections: Sections | None = None, *, fills: bool = False
     ) -> Run | None:
         """Returns chunks ``first`` to ``first + count - 1`` as a native run; None if they must be done one by one.
 
@@ -619,7 +619,7 @@ class ChunkRuns:
 
     def of_layers(
         self,
-        chain: Chain,
+        chain: ChunkKeys,
         images: npt.NDArray[np.uint64],
         size: int,
         files_max: int,

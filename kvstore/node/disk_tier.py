@@ -33,12 +33,12 @@ from kvstore.format import places
 from kvstore.format.header import FIXED_BYTES, Damage, Damaged, Expected, Header, Kind, decode, incarnation_at
 from kvstore.format.places import Name
 from kvstore.hints import DEFAULT, Hints
+from kvstore.keyset import KeySet
 from kvstore.memory.inventory import DEFAULT_POLICY, DROP_COUNT, POLICIES, Entry, Inventory, Place, Policy
 from kvstore.namespace import NamespaceDigest, NamespaceId
 from kvstore.node.counters import Counters, TierName
 from kvstore.node.encoded import Encodings, NotDecodable
 from kvstore.node.lanes import Deadline, moved_on
-from kvstore.node.wanted import Wanted, expected_of
 from kvstore.recency import NS_PER_S, QUANTUM_S
 from kvstore.root.identity import FILE_SYSTEMS_OWN, FORMAT_BYTES_MAX, TOP, read_small
 from kvstore.root.inspect import Inspector, Whole
@@ -778,18 +778,18 @@ class DiskTier:
         self._users_count = 1
         self._refill.start()
 
-    def leading(self, wanted: Wanted, first: int) -> int:
+    def leading(self, wanted: KeySet, first: int) -> int:
         """Returns how many consecutive chunks from index ``first`` on are there. No I/O."""
         if not self._is_open or self._reads.is_on or self._readers.is_stuck:
             return 0
         return self._shelf.leading(wanted.packed_addresses, first)
 
-    def holders(self, wanted: Wanted, index: int) -> tuple[str, ...]:
+    def holders(self, wanted: KeySet, index: int) -> tuple[str, ...]:
         """See ``Tier``."""
         return (self.name,) if self.leading(wanted, index) else ()
 
     def fetch(
-        self, wanted: Wanted, indexes: Sequence[int], images: Sequence[memoryview], deadline: Deadline
+        self, wanted: KeySet, indexes: Sequence[int], images: Sequence[memoryview], deadline: Deadline
     ) -> list[bool]:
         """Reads whole files; True for each that gave exactly its image. Verifies nothing but encryption (rule I1).
 
@@ -834,7 +834,7 @@ class DiskTier:
                     break
         return False
 
-    def retire(self, wanted: Wanted, count: int) -> None:
+    def retire(self, wanted: KeySet, count: int) -> None:
         """Makes those of the first ``count`` chunks that are here the first to go, until they are read again."""
         self._shelf.retire(wanted.addresses[:count])
 
@@ -847,7 +847,7 @@ class DiskTier:
             self._remove(entry)
         return True
 
-    def damaged(self, wanted: Wanted, index: int) -> None:
+    def damaged(self, wanted: KeySet, index: int) -> None:
         """Removes a chunk, because what ``fetch`` gave for it was not right."""
         if self.drop(wanted.addresses[index]):
             self._counters.add(NodeCount.DISK_DAMAGED)
@@ -923,7 +923,7 @@ class DiskTier:
                 self._folder.unlock()
                 self._changed.notify_all()
 
-    def _fetch(self, wanted: Wanted, index: int, image: memoryview) -> bool:
+    def _fetch(self, wanted: KeySet, index: int, image: memoryview) -> bool:
         entry = self._shelf.refer(wanted.addresses[index])
         if entry is None:
             return False
@@ -931,7 +931,7 @@ class DiskTier:
         whole, stays = False, entry.size_bytes != len(image) and not self._encodings.has_keys
         try:
             if not stays:
-                found = self._read(entry, expected_of(wanted, index), image)
+                found = self._read(entry, wanted.expected(index), image)
                 whole, stays = found is True, found is not False
                 self._reads.succeeded()
         except Overloaded as error:

@@ -14,8 +14,9 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.address import Address, Addressed
+from kvstore.address import Address
 from kvstore.errors import Overloaded
+from kvstore.keyset import KeySet
 from kvstore.root.posix import DiskFull
 
 
@@ -106,7 +107,7 @@ class GcState(Protocol):
         """How often the root of a host was listed."""
         ...
 
-    def leading(self, wanted: Addressed) -> int:
+    def leading(self, wanted: KeySet) -> int:
         """Returns how many leading chunks are not condemned."""
         ...
 
@@ -118,11 +119,11 @@ class GcState(Protocol):
         """Returns the offsets of those that are not condemned."""
         ...
 
-    def unswept(self, wanted: Addressed) -> npt.NDArray[np.bool_]:
+    def unswept(self, wanted: KeySet) -> npt.NDArray[np.bool_]:
         """Returns which chunks are not condemned."""
         ...
 
-    def stays(self, wanted: Addressed) -> npt.NDArray[np.bool_]:
+    def stays(self, wanted: KeySet) -> npt.NDArray[np.bool_]:
         """Returns which chunks that a put has just written or found are still there, as far as sweeps go."""
         ...
 
@@ -134,7 +135,7 @@ class GcState(Protocol):
         """Ends what ``protect`` returned, once."""
         ...
 
-    def settle(self, wanted: Addressed) -> bool:
+    def settle(self, wanted: KeySet) -> bool:
         """Waits a moment for chunks that are being deleted on a host; False if they still are."""
         ...
 

@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from kvstore.address import Chain
 from kvstore.buffers import Borrowed
 from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError
 from kvstore.format.header import Damaged
+from kvstore.keyset import KeySet
 from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters
 from kvstore.node.gc_state import GcState
@@ -24,7 +24,6 @@ from kvstore.node.lanes import Deadline, DeadlinePassed, Lanes
 from kvstore.node.memory_tier import Slots
 from kvstore.node.reader import Reading, TieredReads
 from kvstore.node.tier_stack import TierStack
-from kvstore.node.wanted import Keyed, Wanted, expected_of
 from kvstore.root.posix import PosixReader
 
 
@@ -32,7 +31,7 @@ from kvstore.root.posix import PosixReader
 class Asked:
     """The wanted chunks or engine-hashed blocks, and the hold to read them under, if any."""
 
-    wanted: Wanted
+    wanted: KeySet
     hold: Hold | None = None
     memory_only: bool = False
     """The client is a peer: give only what memory has (rule P2)."""
@@ -44,7 +43,7 @@ class Asked:
         """
         if self.hold is not None:
             holds.check(self.hold)
-        elif not isinstance(self.wanted, Chain):
+        elif not self.wanted.prefix_ordered:
             allowed = view.allowed([self.wanted.addresses[index] for index in indexes])
             if len(allowed) < len(indexes):
                 return [indexes[at] for at in allowed]
@@ -72,7 +71,7 @@ class Handing:
         self._tiers = tiers
 
     def in_memory(
-        self, wanted: Wanted, indexes: Sequence[int], deadline: Deadline, *, brings: bool = True
+        self, wanted: KeySet, indexes: Sequence[int], deadline: Deadline, *, brings: bool = True
     ) -> Slots | None:
         """Refer to those chunks that are in memory, one entry for each index. None if this node has no memory.
 
@@ -81,7 +80,7 @@ class Handing:
         if self._tiers is None:
             return None
         memory, reads = self._tiers.memory, self._reads
-        part, first = (wanted.picked(indexes), 0) if isinstance(wanted, Keyed) else (wanted, indexes[0])
+        part, first = wanted.run(indexes)
         slots = memory.refer(part, first, len(indexes))
         if not brings or None not in slots.entries:
             return slots
@@ -93,12 +92,12 @@ class Handing:
             )
         return memory.refer(part, first, len(indexes))
 
-    def open_files(self, wanted: Wanted, indexes: Sequence[int], deadline: Deadline) -> dict[int, PosixReader]:
+    def open_files(self, wanted: KeySet, indexes: Sequence[int], deadline: Deadline) -> dict[int, PosixReader]:
         """Open the files of chunks, and verify their headers. The caller closes them.
 
         Chunks that the root does not have, or has encoded, are left out. A prompt ends at the first of them.
         """
-        stop_at_miss = isinstance(wanted, Chain)
+        stop_at_miss = wanted.prefix_ordered
         opened = self._opened(wanted, indexes, deadline, stop_at_miss=stop_at_miss)
         places = range(len(indexes))
         if stop_at_miss:
@@ -108,14 +107,14 @@ class Handing:
                     opened.pop(at).close()
         return {indexes[at]: opened[at] for at in sorted(opened)}
 
-    def begin_copy(self, wanted: Wanted, indexes: Sequence[int], into: Callable[[int], memoryview]) -> Reading:
+    def begin_copy(self, wanted: KeySet, indexes: Sequence[int], into: Callable[[int], memoryview]) -> Reading:
         """Begin to read whole files into ``into(index)``, which has the size of the file.
 
         A prompt ends at its first miss.
         """
 
         def read(at: int, borrowed: Borrowed) -> bool:
-            expected = expected_of(wanted, indexes[at])
+            expected = wanted.expected(indexes[at])
             opened = self._chunks.open(expected)
             if opened is None:
                 return False
@@ -134,10 +133,10 @@ class Handing:
             self._counters.add_read(expected.payload_bytes)
             return True
 
-        return Reading(self._lanes, self._counters, len(indexes), read, isinstance(wanted, Chain))
+        return Reading(self._lanes, self._counters, len(indexes), read, wanted.prefix_ordered)
 
     def _opened(
-        self, wanted: Wanted, indexes: Sequence[int], deadline: Deadline, *, stop_at_miss: bool
+        self, wanted: KeySet, indexes: Sequence[int], deadline: Deadline, *, stop_at_miss: bool
     ) -> dict[int, PosixReader]:
         """Open files by their place among ``indexes``."""
         lock = threading.Lock()
@@ -146,7 +145,7 @@ class Handing:
 
         def work(at: int) -> bool:
             try:
-                found = self._chunks.open_file(expected_of(wanted, indexes[at]))
+                found = self._chunks.open_file(wanted.expected(indexes[at]))
             except KVStoreError:
                 self._counters.add(NodeCount.MISS_UNREADABLE)
                 return not stop_at_miss

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.address import ADDRESS_BYTES, Address, Addressed
+from kvstore.address import ADDRESS_BYTES, Address
 from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError
 from kvstore.format.places import CHUNKS
@@ -20,6 +20,7 @@ from kvstore.host import tables as shared_file
 from kvstore.host.collector import Collecting
 from kvstore.host.room import Room, limit_on
 from kvstore.host.tables import BATCH_MAX, RING, HoldTable, InUse, Number, Own, Run, Shared, live_tables, smallest
+from kvstore.keyset import KeySet
 from kvstore.node.counters import Counters
 from kvstore.node.known import Known
 from kvstore.root.posix import PosixRoot, error_of, translated
@@ -85,7 +86,7 @@ class HostView:
         """How often the root was listed."""
         return self._shared[Number.LISTINGS]
 
-    def settle(self, wanted: Addressed) -> bool:
+    def settle(self, wanted: KeySet) -> bool:
         """Waits, up to SETTLE_S, for the batch that is being evicted if it has any of these chunks."""
         ends_s = time.monotonic() + SETTLE_S
         while self.leading(wanted) < len(wanted):
@@ -104,7 +105,7 @@ class HostView:
         """True if nothing is being evicted."""
         return not self._evicting()
 
-    def leading(self, wanted: Addressed) -> int:
+    def leading(self, wanted: KeySet) -> int:
         """Returns how many leading chunks are not being evicted."""
         evicting = self._evicting()
         if not evicting or evicting.isdisjoint(wanted.addresses):
@@ -122,13 +123,13 @@ class HostView:
             return range(len(addresses))
         return [at for at, address in enumerate(addresses) if address not in evicting]
 
-    def unswept(self, wanted: Addressed) -> npt.NDArray[np.bool_]:
+    def unswept(self, wanted: KeySet) -> npt.NDArray[np.bool_]:
         """Returns which chunks are not being evicted."""
         unswept = np.zeros(len(wanted), np.bool_)
         unswept[list(self.allowed(wanted.addresses))] = True
         return unswept
 
-    def stays(self, wanted: Addressed) -> npt.NDArray[np.bool_]:
+    def stays(self, wanted: KeySet) -> npt.NDArray[np.bool_]:
         """Returns that all chunks of a put are there: it kept them."""
         return np.ones(len(wanted), np.bool_)
 

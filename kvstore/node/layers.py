@@ -10,11 +10,11 @@ from functools import partial
 
 import numpy as np
 
-from kvstore.address import Chain
 from kvstore.buffers import Borrowed, Pieces
 from kvstore.counts import NodeCount
 from kvstore.errors import HoldBroken
-from kvstore.format.header import Header, expected_chunk
+from kvstore.format.header import Header
+from kvstore.keyset import ChunkKeys
 from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters
 from kvstore.node.images import addresses_of, copy_sections
@@ -56,7 +56,7 @@ class LayerReader:
         chunks: Chunks,
         lanes: Lanes,
         counters: Counters,
-        chain: Chain,
+        chain: ChunkKeys,
         count: int,
         limits: Limits,
         tiers: TierStack | None = None,
@@ -156,7 +156,7 @@ class LayerReader:
         )
 
     def _read_part(self, index: int, layer: int, sections: Pieces, borrowed: Borrowed) -> bool:
-        expected = expected_chunk(self._chain, index)
+        expected = self._chain.expected(index)
         if self._slots is not None and self._slots.entries[index] is not None:
             image = self._slots.image(index)
             if copy_sections(self._chain, index, image, 2 * layer, sections, borrowed):

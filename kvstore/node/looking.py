@@ -11,11 +11,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from kvstore import recency
-from kvstore.address import Address, Chain
+from kvstore.address import Address
 from kvstore.census.walk import Fixed, read_fixed
 from kvstore.format import header as lineage
 from kvstore.format.header import FIXED_BYTES, Encoding, Incarnation, Writers
 from kvstore.hints import Hints
+from kvstore.keyset import ChunkKeys
 from kvstore.node.chunks import Chunks
 from kvstore.node.gc_state import GcState
 from kvstore.node.lanes import Deadline, Lanes
@@ -108,7 +109,7 @@ class Looking:
         self._writers: Writers = {}
         self._read_again_s = -math.inf
 
-    def places(self, chain: Chain, deadline: Deadline) -> Iterator[list[ChunkPlace]]:
+    def places(self, chain: ChunkKeys, deadline: Deadline) -> Iterator[list[ChunkPlace]]:
         """Yields where a chain's leading chunks are, in steps, up to the first that is nowhere.
 
         Raises the root's errors.
@@ -121,7 +122,7 @@ class Looking:
             if count < len(found):
                 return
 
-    def _step(self, chain: Chain, start: int, stop: int, deadline: Deadline) -> list[ChunkPlace]:
+    def _step(self, chain: ChunkKeys, start: int, stop: int, deadline: Deadline) -> list[ChunkPlace]:
         seen: dict[int, tuple[Stat, Fixed]] = {}
 
         def look(number: int) -> bool:
@@ -162,7 +163,7 @@ class Looking:
             return None
         return Lineage(written.written_s, writer.session, writer.node, writer.host, writer.version, writer.label)
 
-    def _on_root(self, chain: Chain, index: int) -> tuple[Stat, Fixed] | None:
+    def _on_root(self, chain: ChunkKeys, index: int) -> tuple[Stat, Fixed] | None:
         """Returns what the root and the header say of one file. The next reader finds a damaged one."""
         address, namespace = chain.addresses[index], chain.namespace
         seen = self._chunks.root.look(self._chunks.name(address, namespace.id), FIXED_BYTES)
@@ -185,7 +186,7 @@ class Looking:
             self._gc_view.condemns(address),
         )
 
-    def _in_memory(self, chain: Chain, start: int, stop: int) -> list[MemoryCopy | None]:
+    def _in_memory(self, chain: ChunkKeys, start: int, stop: int) -> list[MemoryCopy | None]:
         if self._tiers is None:
             return [None] * (stop - start)
         # Keep a reference while we look, so that all facts about an image belong together; that counts as one more

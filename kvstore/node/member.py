@@ -16,11 +16,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 
-from kvstore.address import Address, Chain
+from kvstore.address import Address
 from kvstore.census.selection import ClearOrder, Selection
 from kvstore.counts import NodeCount
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, Unavailable
 from kvstore.host.pins import HostPins
+from kvstore.keyset import BlockKeys, ChunkKeys, KeySet
 from kvstore.meta.barriers import Barriers
 from kvstore.meta.clears import Clears
 from kvstore.meta.keys import ID_BYTES, Keys, PinId, parse_id
@@ -38,7 +39,6 @@ from kvstore.node.memory_tier import MemoryTier
 from kvstore.node.node import Node
 from kvstore.node.settings import Limits
 from kvstore.node.twins import NodeTwins
-from kvstore.node.wanted import Wanted, keyed
 from kvstore.progress import Progress, unwatched
 from kvstore.results import Cleared, PinRecord
 from kvstore.root.identity import newest_number
@@ -240,7 +240,7 @@ class Member:
         """The same, if it was used here: nobody is asked."""
         return self._claimed.get(NamespaceDigest(digest))
 
-    def pin(self, chain: Chain, ttl_s: float, owner: str) -> PinRecord:
+    def pin(self, chain: ChunkKeys, ttl_s: float, owner: str) -> PinRecord:
         """Pins the leading chunks that are there. Raises Unavailable, SessionLost, Overloaded.
 
         Rule P1: the hold lives until the ref is acknowledged, and only then is each file looked at, so that there is no
@@ -255,9 +255,9 @@ class Member:
         deadline = Deadline(self.node.clock, self.node.limits.match_deadline_s)
         hold, there = self.node.blocks.hold(namespace, keys, None, deadline, counts=False)
         present = [key for key, found in zip(keys, there, strict=True) if found]
-        return self._pin(hold, keyed(namespace, present, ()), ttl_s, owner)
+        return self._pin(hold, BlockKeys.of(namespace, present, ()), ttl_s, owner)
 
-    def _pin(self, hold: Hold, wanted: Wanted, ttl_s: float, owner: str) -> PinRecord:
+    def _pin(self, hold: Hold, wanted: KeySet, ttl_s: float, owner: str) -> PinRecord:
         """Pins what is held, and ends the hold."""
         node, namespace = self.node, wanted.namespace
         owner = owner or socket.gethostname()
@@ -319,7 +319,7 @@ class Member:
         refs = self._pins.list(owner, self.node.limits.meta_deadline_s)
         return next((self._record_of(ref) for ref in refs if ref.id == pin and ref.owner == owner), None)
 
-    def refcount(self, chain: Chain) -> int:
+    def refcount(self, chain: ChunkKeys) -> int:
         """Live pins that cover the last full chunk of the chain, and so all of it; 0 for an empty chain."""
         if not chain.addresses:
             return 0
@@ -368,7 +368,7 @@ class Member:
         self.node.adjust(limits)
         self._pins.quota = PinQuota(limits.pins_per_owner_max, limits.pins_max)
 
-    def pins_of(self, chain: Chain) -> list[int]:
+    def pins_of(self, chain: ChunkKeys) -> list[int]:
         """For each chunk of a chain, how many live pins cover it."""
         counts = [0] * len(chain)
         with self._one_listing():

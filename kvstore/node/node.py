@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 import numpy.typing as npt
 
-from kvstore.address import Chain, RecentChains
 from kvstore.buffers import Buffers, Pieces, Sections
 from kvstore.census.selection import ClearOrder, Standing
 from kvstore.counts import NodeCount
@@ -24,6 +23,7 @@ from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.format import places
 from kvstore.format.header import Ancestry
 from kvstore.hints import DEFAULT, Hints
+from kvstore.keyset import BlockKeys, ChunkKeys, RecentChains, leading
 from kvstore.memory.arena import Arena
 from kvstore.meta.keys import Keys
 from kvstore.namespace import Namespace, NamespaceDigest
@@ -48,7 +48,6 @@ from kvstore.node.settings import NO_TIERS, CurrentLimits, Limits, TierSettings
 from kvstore.node.tier_stack import TierStack
 from kvstore.node.view import View
 from kvstore.node.views import Views
-from kvstore.node.wanted import keyed, leading
 from kvstore.operations import OperationRun, Operations, OperationState
 from kvstore.results import LayerMemory, PutResult
 from kvstore.root.identity import RootIdentity
@@ -233,7 +232,7 @@ class Node:
 
     # Prefixes
 
-    def match(self, chain: Chain, deadline_s: float | None = None, *, counts: bool = True) -> int:
+    def match(self, chain: ChunkKeys, deadline_s: float | None = None, *, counts: bool = True) -> int:
         """How many leading chunks are in the store. A miss, never an error, when the root does not answer."""
         deadline = self._deadline(deadline_s, self.limits.match_deadline_s)
         count = self.reads.matched_count(chain.leading(self.gc_view.leading(chain)), deadline)
@@ -243,7 +242,7 @@ class Node:
 
     def hold(
         self,
-        chain: Chain,
+        chain: ChunkKeys,
         ttl_s: float | None = None,
         deadline_s: float | None = None,
         *,
@@ -330,7 +329,7 @@ class Node:
 
     def put(
         self,
-        chain: Chain,
+        chain: ChunkKeys,
         first: int,
         source: Sections,
         deadline_s: float | None = None,
@@ -363,14 +362,14 @@ class Node:
         not look at the root: if that has a block of another size, it counts as there and a read misses. ``ancestry``
         says where in a prompt. Raises Overloaded while the root is full, else what the root raised; some may be stored.
         """
-        wanted = keyed(namespace, keys, list(map(len, buffers)), ancestry)
+        wanted = BlockKeys.of(namespace, keys, list(map(len, buffers)), ancestry)
         deadline = self._deadline(deadline_s, self.limits.write_deadline_s)
         return self.puts.put(wanted, 0, Buffers(buffers), deadline, hints, write)
 
     # Ahead of reads
 
     def begin_prefetch(
-        self, chain: Chain, tier: TierName, identity: str = "", tenant_share: float = 1.0
+        self, chain: ChunkKeys, tier: TierName, identity: str = "", tenant_share: float = 1.0
     ) -> OperationRun:
         """Begins to bring what is stored of a prompt to a tier.
 
@@ -397,7 +396,7 @@ class Node:
             deadline_s=self.limits.prefetch_deadline_s,
         )
 
-    def evict_first(self, chain: Chain) -> None:
+    def evict_first(self, chain: ChunkKeys) -> None:
         """Makes the chunks of a prompt the first to go from this node's memory and disk, until they are used again."""
         if self._prefetcher is not None:
             self._prefetcher.evict_first(chain)
@@ -542,7 +541,7 @@ def match_each(
     return counts
 
 
-def _leading(present: bytes, chains: list[Chain]) -> Iterator[int]:
+def _leading(present: bytes, chains: list[ChunkKeys]) -> Iterator[int]:
     """Yields the number of leading chunks of each that are present, one byte for each chunk of all of them."""
     start = 0
     for chain in chains:

@@ -20,11 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import recency
-from kvstore.address import Chain
 from kvstore.buffers import Sections
 from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError, Overloaded, Unavailable
 from kvstore.hints import DEFAULT, Hints
+from kvstore.keyset import KeySet, leading
 from kvstore.native import library as native
 from kvstore.node.chunk_runs import Run, SharedPut, Sizes
 from kvstore.node.chunks import Chunks, Staged
@@ -37,7 +37,6 @@ from kvstore.node.reader import TieredReads
 from kvstore.node.refresh import Refresher
 from kvstore.node.settings import CurrentLimits
 from kvstore.node.tier_stack import TierStack
-from kvstore.node.wanted import Keyed, Wanted, expected_of, file_bytes, image_sizes, leading, mean_bytes, sizes_of
 from kvstore.node.write_behind import Job
 from kvstore.results import PutResult, StoredBlocks
 from kvstore.root.posix import DiskFull, PosixRoot
@@ -136,7 +135,7 @@ class Puts:
         self._reads = reads
 
     def put(
-        self, wanted: Wanted, first: int, source: Sections, deadline: Deadline, hints: Hints, write: WriteMode | None
+        self, wanted: KeySet, first: int, source: Sections, deadline: Deadline, hints: Hints, write: WriteMode | None
     ) -> Written:
         """Stores the chunks from ``first`` on; see ``Node.put``."""
         writing = self.begin(wanted, first, deadline, hints, write)
@@ -149,7 +148,7 @@ class Puts:
 
     def begin(
         self,
-        wanted: Wanted,
+        wanted: KeySet,
         first: int,
         deadline: Deadline,
         hints: Hints = DEFAULT,
@@ -162,12 +161,12 @@ class Puts:
         With ``skips`` its ``first`` says from which chunk on the caller has to bring them, for callers that send them
         far. Raises Overloaded while the root is full, and the root's errors.
         """
-        self.view.check_room(sum(sizes_of(wanted)[first:]))
+        self.view.check_room(sum(wanted.payload_sizes()[first:]))
         mode = self.mode(write)
         if mode is WriteMode.BEHIND:
             self.view.usage.reserve().release()  # or memory would take what the root has no room for
         self.counters.add(NodeCount.REQUESTS_PUT)
-        if isinstance(wanted, Keyed):
+        if not wanted.prefix_ordered:
             return self._begin_blocks(wanted, mode, hints, deadline)
         # A chunk that a sweep is taking cannot be put again before the sweep has ended. The rest of the prompt waits
         # for that.
@@ -195,9 +194,9 @@ class Puts:
         """Returns how a put is acknowledged here."""
         return self.tiers.mode(asked) if self.tiers is not None else WriteMode.UNCACHED
 
-    def begin_root(self, wanted: Wanted, first: int, hints: Hints, deadline: Deadline) -> RootWrite | None:
+    def begin_root(self, wanted: KeySet, first: int, hints: Hints, deadline: Deadline) -> RootWrite | None:
         """Begins to put chunks on the root, from ``first`` on; None if their parents are not there."""
-        if isinstance(wanted, Keyed):
+        if not wanted.prefix_ordered:
             return self._begin_keyed(wanted, hints, deadline)
         return self._begin_chain(wanted, first, hints, deadline)[0]
 
@@ -205,9 +204,9 @@ class Puts:
         """Writes chunks from memory to the root; returns the index after the last leading chunk that is there then."""
         deadline = Deadline(self.clock, self._limits.now.write_deadline_s)
         wanted, stop = job.wanted, job.first + job.count
-        if isinstance(wanted, Keyed):
+        if not wanted.prefix_ordered:
             return self._publish_blocks(wanted, stop, slots, job.hints, deadline)
-        self.view.check_room(sum(sizes_of(wanted)[job.first : stop]))
+        self.view.check_room(sum(wanted.payload_sizes()[job.first : stop]))
         sweeps = self.view.sweeps
         chain = wanted.leading(min(stop, self.view.leading(wanted)))
         count = max(0, min(slots.leading_count, len(chain) - job.first))  # each is verified once it is staged
@@ -221,33 +220,30 @@ class Puts:
             present = self.present_leading(chain.leading(present))
         return present
 
-    def used(self, wanted: Wanted, found: Mask, hints: Hints) -> None:
+    def used(self, wanted: KeySet, found: Mask, hints: Hints) -> None:
         """Notes that a put behind found chunks there: a use of them, which raises their hints.
 
         New chunks count no use: a put alone does not make a chunk worth a place on the disk.
         """
-        if isinstance(wanted, Chain):
-            part: Wanted = wanted.leading(leading(found))
-        else:
-            part = wanted.picked(np.flatnonzero(found).tolist())
+        part = wanted.found(found)
         count, is_raised = len(part), hints != DEFAULT
         lacking = frozenset(range(count)) if is_raised else frozenset[int]()
         self.refresher.used(part, hints, lacking)
         if self.tiers is not None:
             self.tiers.memory.used(part, count, hints if is_raised else None)
 
-    def write_out(self, wanted: Wanted, timeout_s: float) -> None:
+    def write_out(self, wanted: KeySet, timeout_s: float) -> None:
         """Waits until those that were put behind are on the root or lost, or out of time."""
         if self.tiers is not None:
             self.tiers.behind.settle(wanted, 0, len(wanted), timeout_s)
 
-    def present_leading(self, wanted: Wanted) -> int:
+    def present_leading(self, wanted: KeySet) -> int:
         """Looks at each file; returns how many leading ones are there.
 
         A put or pin must not build on a hole.
         """
         chunks, deadline = self.chunks, Deadline(self.clock, self._limits.now.match_deadline_s)
-        if isinstance(wanted, Chain):
+        if wanted.prefix_ordered:
             return RootWrite(self, wanted, len(wanted), DEFAULT).present_before(deadline)
         missing = [len(wanted)]
 
@@ -259,7 +255,7 @@ class Puts:
         self.lanes.each(len(wanted), look, deadline)
         return min(missing)
 
-    def _begin_blocks(self, keyed: Keyed, mode: WriteMode, hints: Hints, deadline: Deadline) -> Write:
+    def _begin_blocks(self, keyed: KeySet, mode: WriteMode, hints: Hints, deadline: Deadline) -> Write:
         found = np.zeros(len(keyed), np.bool_)
         if mode is not WriteMode.BEHIND or self.tiers is None:
             return Write(self, keyed, 0, found, mode, hints, self._begin_keyed(keyed, hints, deadline))
@@ -272,7 +268,7 @@ class Puts:
             ]
         return Write(self, keyed, 0, found & self.view.unswept(keyed), mode, hints)
 
-    def _publish_blocks(self, wanted: Keyed, stop: int, slots: Slots, hints: Hints, deadline: Deadline) -> int:
+    def _publish_blocks(self, wanted: KeySet, stop: int, slots: Slots, hints: Hints, deadline: Deadline) -> int:
         """Writes the blocks that are right; returns how many leading blocks are on the root, or no longer in memory."""
         assert self.tiers is not None
         memory, every = self.tiers.memory, range(slots.first, stop)
@@ -288,14 +284,14 @@ class Puts:
         return min((right[at] for at in np.flatnonzero(~unswept).tolist()), default=stop)
 
     def _begin_keyed(
-        self, wanted: Wanted, hints: Hints, deadline: Deadline, sources: Sequence[Slots] = ()
+        self, wanted: KeySet, hints: Hints, deadline: Deadline, sources: Sequence[Slots] = ()
     ) -> RootWrite:
         root = RootWrite(self, wanted, 0, hints, sources)
         root.reserve(deadline)
         return root
 
     def _begin_chain(
-        self, chain: Chain, first: int, hints: Hints, deadline: Deadline, sources: Sequence[Slots] = ()
+        self, chain: KeySet, first: int, hints: Hints, deadline: Deadline, sources: Sequence[Slots] = ()
     ) -> tuple[RootWrite | None, int]:
         """Begins a write to the root from chunk ``first`` on; None if a chunk before it is missing. Also returns how
         many leading chunks are there.
@@ -319,7 +315,7 @@ class Puts:
 
     def _begin_with_parents(
         self,
-        chain: Chain,
+        chain: KeySet,
         first: int,
         present: int,
         hints: Hints,
@@ -372,7 +368,7 @@ class Write:
     def __init__(
         self,
         puts: Puts,
-        wanted: Wanted,
+        wanted: KeySet,
         first: int,
         found: Mask,
         mode: WriteMode,
@@ -390,14 +386,12 @@ class Write:
         """True if a chunk before the first is missing, so that nothing is stored."""
         self._puts = puts
         self._wanted = wanted
-        self._is_chain = isinstance(wanted, Chain)
-        self._sizes = sizes_of(wanted)
+        self._is_chain = wanted.prefix_ordered
+        self._sizes = wanted.payload_sizes()
         self._first = first
         self._found = found
         self._there = found.copy()
-        self._left_out = ~puts.view.unswept(wanted)
-        if isinstance(wanted, Keyed):
-            self._left_out |= wanted.contradicting()
+        self._left_out = ~puts.view.unswept(wanted) | wanted.contradicting()
         self._hints = hints
         self._root = root
         self._is_shed = False
@@ -535,13 +529,13 @@ class Write:
         if new.size:
             self._tiers.keep(*self._part(source, new), self._hints, deadline)
 
-    def _part(self, source: Sections, indexes: Indexes) -> tuple[Wanted, int, int, Sections]:
+    def _part(self, source: Sections, indexes: Indexes) -> tuple[KeySet, int, int, Sections]:
         """Returns the chunks as neighbours, and where their sections are."""
-        first, count = int(indexes[0]), len(indexes)
-        if isinstance(self._wanted, Chain) or indexes[-1] - first == count - 1:
-            return self._wanted, first, count, source
-        places = indexes.tolist()
-        return self._wanted.picked(places), 0, count, lambda at: source(places[at])
+        places: list[int] = indexes.tolist()
+        part, first = self._wanted.run(places)
+        if part is self._wanted:
+            return part, first, len(places), source
+        return part, first, len(places), lambda at: source(places[at])
 
 
 def _reason(error: KVStoreError) -> str:
@@ -560,7 +554,7 @@ class RootWrite:
     def __init__(
         self,
         puts: Puts,
-        wanted: Wanted,
+        wanted: KeySet,
         first: int,
         hints: Hints,
         sources: Sequence[Slots] = (),
@@ -588,7 +582,7 @@ class RootWrite:
         self._sources = sources
         self._guard = guard
         self._parents = parents
-        self._is_chain = isinstance(wanted, Chain)
+        self._is_chain = wanted.prefix_ordered
         self._stamped_s = puts.chunks.known.tick()
         """All chunks of a put have one time, and their ancestors none before it."""
         self._lacking: set[int] = set()
@@ -608,7 +602,7 @@ class RootWrite:
 
     def reserve(self, deadline: Deadline) -> None:
         """Reserves space for all chunks; waits for it a moment. Raises Overloaded if there is none then."""
-        size_bytes = file_bytes(self.wanted, self.first)
+        size_bytes = self.wanted.file_bytes(self.first)
         self._room = self._chunks.usage.reserve(size_bytes, self._missing_bytes, deadline.left_s())
 
     def present_before(self, deadline: Deadline) -> int:
@@ -640,7 +634,7 @@ class RootWrite:
 
     def _look(self, index: int) -> bool:
         """True if chunk ``index`` is in the store; notes one whose hints this put has to raise."""
-        stat = self._chunks.look(expected_of(self.wanted, index))
+        stat = self._chunks.look(self.wanted.expected(index))
         if stat is None:
             return False
         if self._chunks.lacks(stat, self._hints) or not recency.is_fresh(stat.mtime_ns, self._stamped_s):
@@ -726,8 +720,7 @@ class RootWrite:
 
     def used(self, there: Mask) -> None:
         """Notes a use of the chunks that are there, and raises the hints of those that were found."""
-        used = self.wanted.leading(int(there.sum())) if isinstance(self.wanted, Chain) else self.wanted
-        self._puts.refresher.used(used, self._hints, frozenset(self._lacking))
+        self._puts.refresher.used(self.wanted.needed(int(there.sum())), self._hints, frozenset(self._lacking))
 
     def _renew_parents(self, deadline: Deadline) -> None:
         """Renews the parents of what was published."""
@@ -759,7 +752,7 @@ class RootWrite:
 
         with suppress(KVStoreError):
             self._puts.lanes.each(len(missing), look, Deadline(self._puts.clock, LOOK_S))
-        return sum(image_sizes(self.wanted, (first + np.flatnonzero(missing)).tolist()))
+        return sum(self.wanted.image_sizes((first + np.flatnonzero(missing)).tolist()))
 
     def _wait(self, deadline: Deadline) -> None:
         """Waits for the oldest run."""
@@ -796,7 +789,7 @@ class RootWrite:
 
     def _shared(self, run: Run) -> SharedPut:
         """Returns chunks that lanes find, stage and publish together."""
-        durable, chunk_bytes = self._puts.durable, max(1, mean_bytes(self.wanted, run.first, run.count))
+        durable, chunk_bytes = self._puts.durable, max(1, self.wanted.mean_bytes(run.first, run.count))
         # Blocks that the caller vouches for need no look between staging and publishing.
         at_once = not self._is_chain and not durable and not self._sources
         files_max, bytes_max = (TURN_SYNCED_MAX if durable else TURN_FILES_MAX), TURN_BYTES_MAX
@@ -804,11 +797,10 @@ class RootWrite:
             files_max, bytes_max = TURN_PUBLISHED_MAX, TURN_PUBLISHED_BYTES_MAX
         most = max(1, min(bytes_max // chunk_bytes, files_max))
         sizes = Sizes(max(1, min(STEP_BYTES // chunk_bytes, STEP_FILES_MAX, most)), most)
-        first, stop, depths = run.first, run.first + run.count, self.wanted.depths
         return self._chunks.runs.shared_put(
             run,
             sizes,
-            np.array(depths[first:stop], np.int64) if depths else np.arange(first, stop),
+            np.array(self.wanted.depths()[run.first : run.first + run.count], np.int64),
             stamped_s=self._stamped_s,
             durable=durable,
             hints=self._hints,
@@ -873,14 +865,14 @@ class RootWrite:
         if self._look(index):
             self._completed({index: None})
             return True
-        expected, depths = expected_of(self.wanted, index), self.wanted.depths
+        expected = self.wanted.expected(index)
         staged = self._chunks.stage(
             expected,
             source(index),
             self._stamped_s,
             self._puts.durable,
             self._hints,
-            depths[index] if depths else index,
+            self.wanted.depths()[index],
             source.origin(index) if isinstance(source, Images) else None,
         )
         if not self._is_chain or self._chunks.root.traits.ordered_publish:
@@ -945,7 +937,7 @@ class RootWrite:
         found = list[Staged]()
         for index, each in ready.items():
             if isinstance(each, SharedPut):
-                expected = expected_of(self.wanted, index)
+                expected = self.wanted.expected(index)
                 found.append(Staged(each.name(index - each.run.first), expected, expected.file_bytes))
             elif each is not None:
                 found.append(each)
@@ -1084,7 +1076,7 @@ class RootWrite:
 class Guard:
     """Keeps a prompt from being evicted while a put adds to it (gc/PROTOCOL.md, section 7)."""
 
-    def __init__(self, view: GcState, chunks: Chunks, chain: Chain) -> None:
+    def __init__(self, view: GcState, chunks: Chunks, chain: KeySet) -> None:
         self._view = view
         self._chunks = chunks
         self._chain = chain

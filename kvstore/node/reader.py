@@ -18,11 +18,12 @@ from weakref import ReferenceType, ref
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.address import ADDRESS_BYTES, Address, Chain
+from kvstore.address import ADDRESS_BYTES, Address
 from kvstore.buffers import Borrowed, Sections, Withdrawn
 from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError
-from kvstore.format.header import Damaged, expected_chunk, header_bytes
+from kvstore.format.header import Damaged, header_bytes
+from kvstore.keyset import BlockKeys, KeySet
 from kvstore.node.chunk_runs import SharedRead, Sizes
 from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters
@@ -40,7 +41,6 @@ from kvstore.node.lanes import (
 from kvstore.node.memory_tier import MemoryTier, Slot
 from kvstore.node.refresh import Refresher
 from kvstore.node.tier_stack import Tier, TierStack
-from kvstore.node.wanted import Keyed, Wanted, expected_of, mean_bytes
 
 TURN_CHUNKS_MAX = 512
 """Chunks that a lane reads in one call: opening takes a millisecond each on some roots, and a lane that is in one call
@@ -213,7 +213,7 @@ def read_chunks(
 
 
 def verified(
-    wanted: Wanted,
+    wanted: KeySet,
     indexes: Sequence[int],
     images: Sequence[memoryview],
     lanes: Lanes,
@@ -238,7 +238,7 @@ def verified(
     return right.tobytes()
 
 
-def root_groups(chunks: Chunks, lanes: Lanes, wanted: Wanted, first: int, count: int, into: Sections) -> Groups | None:
+def root_groups(chunks: Chunks, lanes: Lanes, wanted: KeySet, first: int, count: int, into: Sections) -> Groups | None:
     """Returns chunks from ``first`` on on the root in groups, counted from 0; None if they are read one by one."""
     run = chunks.runs.of(wanted, first, count, into, fills=True)
     if run is None:
@@ -247,7 +247,7 @@ def root_groups(chunks: Chunks, lanes: Lanes, wanted: Wanted, first: int, count:
     def read(start: int, stop: int, borrowed: Borrowed) -> npt.NDArray[np.bool_]:
         return chunks.runs.read(run, first + start, first + stop, borrowed)
 
-    chunk_bytes = max(1, mean_bytes(wanted, first, count))
+    chunk_bytes = max(1, wanted.mean_bytes(first, count))
     size = group_size(count, chunk_bytes, lanes.width)
     step = max(1, min(size, GROUP_BYTES_MIN // chunk_bytes))
     most = max(step, min(GROUP_BYTES_MAX // chunk_bytes, TURN_CHUNKS_MAX))
@@ -279,7 +279,7 @@ class TieredReads:
         """True while lanes work on what ``begin`` reads. Advice: of very many reads it sees the last ones."""
         return any(reading.is_running for each in tuple(self._recent) if (reading := each()) is not None)
 
-    def has(self, wanted: Wanted) -> list[bool]:
+    def has(self, wanted: KeySet) -> list[bool]:
         """Returns for each chunk whether it is there, looked for by itself."""
         there = [False] * len(wanted)
         at = 0
@@ -289,7 +289,7 @@ class TieredReads:
             at += max(1, found)
         return there
 
-    def sizes(self, wanted: Keyed) -> list[int]:
+    def sizes(self, wanted: BlockKeys) -> list[int]:
         """Returns the size of each block that memory has, without its header; 0 for the others."""
         if self._tiers is None:
             return [0] * len(wanted)
@@ -303,7 +303,7 @@ class TieredReads:
         """Returns which chunks are known to be on the root, without a look at it."""
         return self._chunks.known.present(addresses, self._chunks.known.quantum())
 
-    def matched_count(self, chain: Chain, deadline: Deadline) -> int:
+    def matched_count(self, chain: KeySet, deadline: Deadline) -> int:
         """Returns how many leading chunks are anywhere (rule R1): on the root, or in a tier above it.
 
         On an error or a passed deadline the match ends where the remembered chunks end.
@@ -323,7 +323,7 @@ class TieredReads:
             self._counters.add(NodeCount.MISS_UNREADABLE)
         return count
 
-    def near(self, wanted: Wanted, count: int = 0) -> int:
+    def near(self, wanted: KeySet, count: int = 0) -> int:
         """Returns how many leading chunks are there without a look at the root, given that the first ``count`` are."""
         known = self._chunks.known
         while count < len(wanted):
@@ -334,13 +334,13 @@ class TieredReads:
                 break
         return count
 
-    def used(self, wanted: Wanted) -> None:
+    def used(self, wanted: KeySet) -> None:
         """Notes that all of these were read: a use in memory, and their recency is renewed."""
         if self._tiers is not None:
             self._tiers.memory.used(wanted, len(wanted))
         self._refresher.used(wanted)
 
-    def looked_up(self, wanted: Wanted) -> None:
+    def looked_up(self, wanted: KeySet) -> None:
         """Notes that all of these were found.
 
         An engine looks up whole prompts, and reads what it does not have itself. What it has is renewed with the rest:
@@ -348,7 +348,7 @@ class TieredReads:
         """
         self._refresher.used(wanted)
 
-    def superseded(self, wanted: Wanted, first: int, unused_s: float) -> None:
+    def superseded(self, wanted: KeySet, first: int, unused_s: float) -> None:
         """Notes that the chunks from ``first`` on are of an abandoned branch that its user left ``unused_s`` ago.
 
         They go first on the root until somebody uses them again; memory and local disk go by their own uses. Returns at
@@ -356,13 +356,13 @@ class TieredReads:
         """
         self._refresher.superseded(wanted, first, self._chunks.known.quantum(unused_s))
 
-    def begin(self, wanted: Wanted, first: int, count: int, into: Sections, deadline: Deadline) -> Reading:
+    def begin(self, wanted: KeySet, first: int, count: int, into: Sections, deadline: Deadline) -> Reading:
         """Begins to read ``count`` chunks from index ``first`` on into ``into(index)``. A miss ends a prompt."""
-        stop_at_miss = isinstance(wanted, Chain)
+        stop_at_miss = wanted.prefix_ordered
         tiers, from_root = self._tiers, root_groups(self._chunks, self._lanes, wanted, first, count, into)
 
         def read(at: int, borrowed: Borrowed) -> bool:
-            return self._chunks.read(expected_of(wanted, first + at), into(first + at), borrowed)
+            return self._chunks.read(wanted.expected(first + at), into(first + at), borrowed)
 
         if tiers is None or not count:
             return Reading(self._lanes, self._counters, count, read, stop_at_miss, from_root)
@@ -381,13 +381,13 @@ class TieredReads:
                     done[at:end] = from_root.read(start + at, start + end, borrowed)
             return done
 
-        groups = Groups(group_size(count, mean_bytes(wanted, first, count), lanes.width), count, read_group)
+        groups = Groups(group_size(count, wanted.mean_bytes(first, count), lanes.width), count, read_group)
         # The caller does no share: a chunk that proves wrong in memory is fetched from devices, which may hang.
         reading = Reading(lanes, self._counters, count, read, stop_at_miss, groups, ended=slots.release)
         self._recent.append(ref(reading))
         return reading
 
-    def _bisect(self, chain: Chain, known: int) -> int:
+    def _bisect(self, chain: KeySet, known: int) -> int:
         """Returns the number of leading chunks present, given that the first ``known`` are.
 
         An ancestor outlives its descendants, so presence along a chain is a step: O(log n) looks. The first look is at
@@ -398,7 +398,7 @@ class TieredReads:
         present, absent, epoch = known, len(chain), chunks.known.epoch
 
         def is_present(index: int) -> bool:
-            return chunks.is_present(expected_chunk(chain, index))
+            return chunks.is_present(chain.expected(index))
 
         with self._counters.timed("root", "look"):
             if not is_present(known):
@@ -415,7 +415,7 @@ class TieredReads:
             chunks.known.add_all(chain.addresses[known:present], chunks.known.quantum(), renewed=False, epoch=epoch)
         return present
 
-    def _leading(self, wanted: Wanted, first: int) -> int:
+    def _leading(self, wanted: KeySet, first: int) -> int:
         assert self._tiers is not None
         at = first
         while at < len(wanted):
@@ -428,7 +428,7 @@ class TieredReads:
         return at - first
 
     def bring(
-        self, wanted: Wanted, first: int, stop: int, deadline: Deadline, *, even_once: bool, even_root: bool
+        self, wanted: KeySet, first: int, stop: int, deadline: Deadline, *, even_once: bool, even_root: bool
     ) -> None:
         """Brings chunks ``first`` to ``stop - 1`` into memory from below. Called on a lane.
 
@@ -448,7 +448,7 @@ class TieredReads:
                     if is_wrong and tier is not None:
                         tier.damaged(wanted, index)
 
-    def read_image(self, wanted: Wanted, index: int, image: memoryview, deadline: Deadline) -> bool:
+    def read_image(self, wanted: KeySet, index: int, image: memoryview, deadline: Deadline) -> bool:
         """Reads the whole image of one chunk from wherever it is, past memory; True if it came and is right. Called on
         a lane.
 
@@ -471,7 +471,7 @@ class TieredReads:
     def _read_fetched(
         self,
         tiers: TierStack,
-        wanted: Wanted,
+        wanted: KeySet,
         first: int,
         done: Mask,
         into: Sections,
@@ -493,7 +493,7 @@ class TieredReads:
                     tier.damaged(wanted, index)
 
     def _sources(
-        self, tiers: TierStack, wanted: Wanted, indexes: Sequence[int], *, even_once: bool
+        self, tiers: TierStack, wanted: KeySet, indexes: Sequence[int], *, even_once: bool
     ) -> list[tuple[Tier | None, list[int]]]:
         """Returns where each chunk comes from into memory, grouped by tier; None is the root."""
         left, found = list(indexes), list[tuple[Tier | None, list[int]]]()
@@ -512,7 +512,7 @@ class TieredReads:
         return [*found, (None, left)] if left else found
 
     def _fetch(
-        self, memory: MemoryTier, wanted: Wanted, tier: Tier | None, indexes: Sequence[int], deadline: Deadline
+        self, memory: MemoryTier, wanted: KeySet, tier: Tier | None, indexes: Sequence[int], deadline: Deadline
     ) -> list[int]:
         """Brings chunks into memory; returns those that came, unverified. The others are left to the root."""
         slots: list[Slot] = []
@@ -522,7 +522,7 @@ class TieredReads:
             if slot is not None:
                 slots.append(slot)
                 claimed.append(index)
-            elif isinstance(wanted, Chain) and not memory.is_taken(wanted, index):
+            elif wanted.prefix_ordered and not memory.is_taken(wanted, index):
                 break  # no room: the next chunks would only take the room of those before them
         came = [False] * len(slots)
         try:
@@ -537,17 +537,17 @@ class TieredReads:
         return [index for index, whole in zip(claimed, came, strict=True) if whole]
 
     def _fetch_from(
-        self, tier: Tier, wanted: Wanted, indexes: Sequence[int], images: Sequence[memoryview], deadline: Deadline
+        self, tier: Tier, wanted: KeySet, indexes: Sequence[int], images: Sequence[memoryview], deadline: Deadline
     ) -> list[bool]:
         with self._counters.timed(tier.name, "read") as timed:
             came = tier.fetch(wanted, indexes, images, deadline)
             timed.size_bytes = sum(len(image) for image, whole in zip(images, came, strict=True) if whole)
         return came
 
-    def _from_root(self, wanted: Wanted, index: int, image: memoryview) -> bool:
+    def _from_root(self, wanted: KeySet, index: int, image: memoryview) -> bool:
         try:
             with self._counters.timed("root", "read") as timed:
-                opened = self._chunks.open(expected_of(wanted, index))
+                opened = self._chunks.open(wanted.expected(index))
                 if opened is None:
                     return False
                 with opened[0] as reader:

@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvstore.address import Address, Chain
+from kvstore.address import Address
 from kvstore.background import Loop
 from kvstore.buffers import Sections
 from kvstore.census.selection import ClearOrder, Standing
 from kvstore.counts import NodeCount
 from kvstore.errors import Overloaded, Unavailable
 from kvstore.hints import Hints
+from kvstore.keyset import KeySet
 from kvstore.memory.arena import Arena
 from kvstore.memory.inventory import Entry
 from kvstore.namespace import NamespaceDigest
@@ -24,7 +25,6 @@ from kvstore.node.images import make_images
 from kvstore.node.lanes import Batch, Deadline, Lanes
 from kvstore.node.memory_tier import MemoryTier, Slot
 from kvstore.node.settings import CurrentLimits, TierSettings
-from kvstore.node.wanted import Wanted, image_bytes, image_sizes
 from kvstore.node.write_behind import Publish, WriteBehind
 from kvstore.sources import Clock, Ids
 from kvstore.writes import WriteMode
@@ -40,19 +40,19 @@ class Tier(Protocol):
         """Its name in counters and reports."""
         ...
 
-    def leading(self, wanted: Wanted, first: int) -> int:
+    def leading(self, wanted: KeySet, first: int) -> int:
         """Returns how many consecutive chunks from index ``first`` on it has, or says it has.
 
         Answers from what is known here at this moment: waits for nobody, does no I/O, may be wrong (rule R4).
         """
         ...
 
-    def holders(self, wanted: Wanted, index: int) -> tuple[str, ...]:
+    def holders(self, wanted: KeySet, index: int) -> tuple[str, ...]:
         """Returns who in this tier has one chunk, or is said to have it, for reports; answers as ``leading`` does."""
         ...
 
     def fetch(
-        self, wanted: Wanted, indexes: Sequence[int], images: Sequence[memoryview], deadline: Deadline
+        self, wanted: KeySet, indexes: Sequence[int], images: Sequence[memoryview], deadline: Deadline
     ) -> list[bool]:
         """Fills ``images``, each of exactly the size of its chunk's file, with the chunks at ``indexes``.
 
@@ -61,7 +61,7 @@ class Tier(Protocol):
         """
         ...
 
-    def damaged(self, wanted: Wanted, index: int) -> None:
+    def damaged(self, wanted: KeySet, index: int) -> None:
         """Notes that a chunk it gave was not right: it does not give it again."""
         ...
 
@@ -173,7 +173,7 @@ class TierStack:
         mode = asked or self.settings.write
         return WriteMode.THROUGH if self._waits and mode is WriteMode.BEHIND else mode
 
-    def keep(self, wanted: Wanted, first: int, count: int, source: Sections, hints: Hints, deadline: Deadline) -> Kept:
+    def keep(self, wanted: KeySet, first: int, count: int, source: Sections, hints: Hints, deadline: Deadline) -> Kept:
         """Copies chunks that the root has into memory as well, as far as there is room and time."""
         self.filling(wanted)
         try:
@@ -183,7 +183,7 @@ class TierStack:
 
     def absorb(
         self,
-        wanted: Wanted,
+        wanted: KeySet,
         first: int,
         count: int,
         source: Sections,
@@ -202,26 +202,26 @@ class TierStack:
         while (
             waits
             and (at := kept.waits_at) is not None
-            and self.behind.wait_for_room(image_bytes(wanted, first + at), patience.left_s())
+            and self.behind.wait_for_room(wanted.image_bytes(first + at), patience.left_s())
         ):
             kept = kept.then(at, self._absorb(wanted, first + at, count - at, source, hints, deadline))
         self._record()
         return kept
 
     def _absorb(
-        self, wanted: Wanted, first: int, count: int, source: Sections, hints: Hints, deadline: Deadline
+        self, wanted: KeySet, first: int, count: int, source: Sections, hints: Hints, deadline: Deadline
     ) -> Kept:
         kept = self._take(wanted, first, count, source, hints, deadline, dirty=True)
         if kept.fresh:
             # From the first that is fresh on: its parents are on the root, or in the queue before it.
             start, stop = first + kept.fresh[0], first + kept.fresh[-1] + 1
-            size_bytes = sum(image_bytes(wanted, first + at) for at in kept.fresh)
-            self.behind.add(_leading(wanted, stop), start, stop - start, hints, size_bytes)
+            size_bytes = sum(wanted.image_bytes(first + at) for at in kept.fresh)
+            self.behind.add(wanted.needed(stop), start, stop - start, hints, size_bytes)
         return kept
 
     def _take(
         self,
-        wanted: Wanted,
+        wanted: KeySet,
         first: int,
         count: int,
         source: Sections,
@@ -248,7 +248,7 @@ class TierStack:
         return Kept(there, [index - first for index, _ in slots], waits_at)
 
     def _claim(
-        self, wanted: Wanted, first: int, there: list[bool], hints: Hints, *, dirty: bool
+        self, wanted: KeySet, first: int, there: list[bool], hints: Hints, *, dirty: bool
     ) -> tuple[list[tuple[int, Slot]], int | None]:
         """Claims room for chunks that are not ``there``, which it updates; returns slots with their indexes.
 
@@ -257,7 +257,7 @@ class TierStack:
         slots = list[tuple[int, Slot]]()
         own: dict[Address, int] = {}  # a block that is given twice is claimed once
         missing = [at for at, is_there in enumerate(there) if not is_there]
-        sizes = image_sizes(wanted, [first + at for at in missing])
+        sizes = wanted.image_sizes([first + at for at in missing])
         room_count = self.behind.reserve(sizes) if dirty else len(missing)
         unused_bytes = sum(sizes[:room_count]) if dirty else 0
         for number, (at, size_bytes) in enumerate(zip(missing, sizes, strict=True)):
@@ -268,7 +268,7 @@ class TierStack:
                 slots.append((first + at, slot))
                 own[slot.entry.address] = size_bytes
                 unused_bytes -= size_bytes if dirty else 0
-            elif isinstance(wanted, Chain):
+            elif wanted.prefix_ordered:
                 there[at:] = [False] * (len(there) - at)
                 break
             else:
@@ -276,7 +276,7 @@ class TierStack:
         self.behind.give_back(unused_bytes)  # soon: no put waits for the room of a chunk that another put is bringing
         return slots, missing[room_count] if room_count < len(missing) else None
 
-    def _copy(self, wanted: Wanted, slots: list[tuple[int, Slot]], source: Sections, deadline: Deadline) -> None:
+    def _copy(self, wanted: KeySet, slots: list[tuple[int, Slot]], source: Sections, deadline: Deadline) -> None:
         """Copies the chunks, or drops the slots and raises."""
         if not slots:
             return
@@ -306,7 +306,7 @@ class TierStack:
                 self.memory.drop([slot for _, slot in slots])
             raise
 
-    def filling(self, wanted: Wanted) -> None:
+    def filling(self, wanted: KeySet) -> None:
         """Chunks are about to come into memory: where there is little room, some are demoted meanwhile."""
         self.encodings.learn(wanted.namespace)
         if self.disk is not None and self.memory.free_bytes < self.memory.size_bytes * FREE_SHARE:
@@ -388,8 +388,3 @@ class TierStack:
             if entry.is_gone:
                 # Cleared meanwhile: memory was told before the disk, and both perhaps before this came to the disk.
                 self.disk.drop(entry.address)
-
-
-def _leading(wanted: Wanted, count: int) -> Wanted:
-    """Without what is behind, which a queue must not keep alive."""
-    return wanted.leading(count) if isinstance(wanted, Chain) else wanted

@@ -16,9 +16,10 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.address import ADDRESS_BYTES, Address, Addressed
+from kvstore.address import ADDRESS_BYTES, Address
 from kvstore.counts import NodeCount
 from kvstore.errors import InvalidRequest, RootMismatch, StoreFull
+from kvstore.keyset import KeySet
 from kvstore.meta.keys import Keys
 from kvstore.meta.session import Session
 from kvstore.meta.store import Absent, Compare, Event, KeyValue, Snapshot, ValueIs
@@ -92,11 +93,11 @@ class View:
 
     listings = 0
 
-    def stays(self, wanted: Addressed) -> npt.NDArray[np.bool_]:
+    def stays(self, wanted: KeySet) -> npt.NDArray[np.bool_]:
         """Returns which chunks that a put has just written or found are still there: those that are not condemned."""
         return self.unswept(wanted)
 
-    def settle(self, wanted: Addressed) -> bool:
+    def settle(self, wanted: KeySet) -> bool:
         """Waits for nothing: a sweep lasts for long."""
         return True
 
@@ -106,7 +107,7 @@ class View:
     def unprotect(self, mark: object) -> None:
         """Does nothing, as ``protect``."""
 
-    def leading(self, wanted: Addressed) -> int:
+    def leading(self, wanted: KeySet) -> int:
         """Returns how many leading chunks are not condemned; hold ``lock`` if that must stay true."""
         return self._leading(wanted.addresses) if self._open else len(wanted)
 
@@ -128,7 +129,7 @@ class View:
             return range(len(addresses))
         return [at for at, address in enumerate(addresses) if not self.condemns(address)]
 
-    def unswept(self, wanted: Addressed) -> npt.NDArray[np.bool_]:
+    def unswept(self, wanted: KeySet) -> npt.NDArray[np.bool_]:
         """Returns which chunks are not condemned."""
         unswept = np.ones(len(wanted), np.bool_)
         if self._open:

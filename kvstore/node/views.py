@@ -13,17 +13,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.address import Chain
 from kvstore.buffers import Borrowed, cut_evenly
 from kvstore.counts import NodeCount
-from kvstore.format.header import expected_chunk
+from kvstore.keyset import ChunkKeys
 from kvstore.node.chunks import Chunks
 from kvstore.node.counters import Counters
 from kvstore.node.lanes import Deadline, Lanes, group_size
 from kvstore.node.memory_tier import MemoryTier, Slots
 from kvstore.node.reader import Groups, gaps, read_chunks, verified
 from kvstore.node.tier_stack import TierStack
-from kvstore.node.wanted import payload_of
 
 
 class Views:
@@ -39,7 +37,7 @@ class Views:
         self._memory = tiers.memory if tiers is not None else None
         self._open_files_max = open_files_max
 
-    def of(self, chain: Chain, deadline: Deadline) -> list[npt.NDArray[Any]]:
+    def of(self, chain: ChunkKeys, deadline: Deadline) -> list[npt.NDArray[Any]]:
         """Returns read-only arrays of shape ``(layers, 2, chunk_tokens, kv_heads, head_dim)``; fewer after a loss."""
         found = self._in_memory(self._memory, chain, deadline) if self._memory is not None else {}
         mapped = self._mapped(chain, deadline, found) if len(found) < len(chain) else found
@@ -49,7 +47,7 @@ class Views:
             arrays.append(array.view(layout.numpy_dtype).reshape(layout.shape(layout.chunk_tokens)))
         return arrays
 
-    def _in_memory(self, memory: MemoryTier, chain: Chain, deadline: Deadline) -> dict[int, npt.NDArray[np.uint8]]:
+    def _in_memory(self, memory: MemoryTier, chain: ChunkKeys, deadline: Deadline) -> dict[int, npt.NDArray[np.uint8]]:
         """Returns payloads in memory, each of which keeps its chunk there; as many as may be leased (rule L1)."""
         leased: list[tuple[int, Slots]] = []
         for index in range(len(chain)):
@@ -68,13 +66,13 @@ class Views:
             # The tier verifies a wrong image once more and drops it (rule I1). Not past the deadline: this one thread
             # would then verify everything that was not verified by then.
             if is_right or (not deadline.passed and memory.view(slots, index) is not None):
-                found[index] = _leased(payload_of(chain, index, image), slots.release)
+                found[index] = _leased(chain.payload_of(index, image), slots.release)
             else:
                 slots.release()
         return found
 
     def _mapped(
-        self, chain: Chain, deadline: Deadline, found: dict[int, npt.NDArray[np.uint8]]
+        self, chain: ChunkKeys, deadline: Deadline, found: dict[int, npt.NDArray[np.uint8]]
     ) -> dict[int, npt.NDArray[np.uint8]]:
         """Returns the other payloads, mapped from the root if possible, copied otherwise."""
         layout, count = chain.namespace.layout, len(chain)
@@ -91,7 +89,7 @@ class Views:
             payloads[index] = self._copied(chain, index)
             if payloads[index] is not None:
                 return True
-            expected = expected_chunk(chain, index)
+            expected = chain.expected(index)
             if index < mapped_max:
                 payloads[index] = self._chunks.map(expected)
                 return payloads[index] is not None
@@ -118,7 +116,7 @@ class Views:
         }
         return arrays | found
 
-    def _copied(self, chain: Chain, index: int) -> memoryview | None:
+    def _copied(self, chain: ChunkKeys, index: int) -> memoryview | None:
         """Returns a copy of a chunk that memory has and may not lease (rule L1): the root may not have it yet."""
         if self._memory is None:
             return None

@@ -20,11 +20,11 @@ from kvstore.background import Decision, Loop
 from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError, Overloaded, Unavailable
 from kvstore.hints import Hints
+from kvstore.keyset import KeySet
 from kvstore.namespace import NamespaceDigest
 from kvstore.node.counters import Counters
 from kvstore.node.memory_tier import MemoryTier, Slots
 from kvstore.node.settings import CurrentLimits
-from kvstore.node.wanted import Wanted
 from kvstore.sources import Clock
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ parents.
 class Job:
     """Chunks ``first`` to ``first + count - 1`` of what is wanted, most of them dirty in memory when it was queued."""
 
-    wanted: Wanted
+    wanted: KeySet
     first: int
     count: int
     hints: Hints
@@ -142,7 +142,7 @@ class WriteBehind:
                 self._bytes -= size_bytes
                 self._changed.notify_all()
 
-    def add(self, wanted: Wanted, first: int, count: int, hints: Hints, size_bytes: int) -> None:
+    def add(self, wanted: KeySet, first: int, count: int, hints: Hints, size_bytes: int) -> None:
         """Queues chunks that are dirty in memory, for which ``size_bytes`` are reserved."""
         assert self._publish is not None
         now_s = self._clock.monotonic_s()
@@ -179,7 +179,7 @@ class WriteBehind:
             now = [*self._writing]
             return self._changed.wait_for(lambda: not any(job in self._writing for job in now), timeout_s)
 
-    def settle(self, wanted: Wanted, first: int, count: int, timeout_s: float) -> bool:
+    def settle(self, wanted: KeySet, first: int, count: int, timeout_s: float) -> bool:
         """Waits for ``count`` chunks from index ``first`` on; True if none is dirty any more within the time."""
 
         def is_settled() -> bool:

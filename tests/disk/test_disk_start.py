@@ -15,9 +15,9 @@ import pytest
 from kvstore import recency
 from kvstore.errors import InvalidRequest, RootMismatch
 from kvstore.format import places
-from kvstore.format.header import decode, expected_chunk
+from kvstore.format.header import decode
 from kvstore.hints import Hints
-from kvstore.memory.inventory import DEFAULT_POLICY, POLICIES, place_of
+from kvstore.memory.inventory import DEFAULT_POLICY, POLICIES
 from kvstore.node.counters import Counters
 from kvstore.node.disk_tier import DiskShelf, DiskTier, Found
 from kvstore.recency import QUANTUM_S
@@ -70,7 +70,7 @@ def test_a_restart_finds_everything_with_its_order_uses_and_hints(folder: Path) 
 def test_what_a_file_says_of_its_use_is_what_the_shelf_goes_by() -> None:
     chain, clock = chain_of(), FakeClock()
     shelf = DiskShelf(MIB, POLICIES[DEFAULT_POLICY](), Counters(), clock)
-    expected = expected_chunk(chain, 3)
+    expected = chain.expected(3)
     header = decode(image_of(chain, 3))
     quantum_s = recency.quantum_of(clock.wall_s - 5000, QUANTUM_S)
     hints = Hints(priority=80, ttl_s=43_200)
@@ -78,7 +78,7 @@ def test_what_a_file_says_of_its_use_is_what_the_shelf_goes_by() -> None:
     shelf.counted(FILE_BYTES)
     assert shelf.admit(Found(stamp_ns, IMAGE_BYTES, expected.address, NAMESPACE.id), header)
     entry = shelf.refer(expected.address)
-    assert entry is not None and entry.place == place_of(chain, 3)
+    assert entry is not None and entry.place == chain.place(3)
     assert (entry.used_s, entry.uses, entry.hints) == (quantum_s, 2, hints)
     assert shelf.stats()["disk_held_bytes"] == FILE_BYTES
 
@@ -131,7 +131,7 @@ def add_for_ever(path: str) -> None:
     for seed in range(10_000):
         chain = chain_of(seed, 3)
         for index in range(3):
-            tier.add(place_of(chain, index), image_of(chain, index))
+            tier.add(chain.place(index), image_of(chain, index))
 
 
 def _dying(path: str) -> Root:

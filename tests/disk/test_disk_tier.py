@@ -12,7 +12,7 @@ import pytest
 
 from kvstore.address import NO_PARENT, block_address
 from kvstore.format.header import Damaged, decode, expected_block
-from kvstore.memory.inventory import Place, place_of
+from kvstore.memory.inventory import Place
 from kvstore.node import disk_tier
 from kvstore.node import disk_tier as disk_refill
 from kvstore.node.counters import Counters
@@ -101,9 +101,9 @@ def test_an_image_whose_header_is_wrong_is_not_written(disk: Disk) -> None:
     chain = chain_of()
     broken = bytearray(image_of(chain, 0))
     broken[200] ^= 1
-    assert not disk.tier.add(place_of(chain, 0), memoryview(broken))
-    assert not disk.tier.add(place_of(chain, 0), image_of(chain, 1)), "of another chunk"
-    assert not disk.tier.add(place_of(chain, 0), image_of(chain, 0)[:-1])
+    assert not disk.tier.add(chain.place(0), memoryview(broken))
+    assert not disk.tier.add(chain.place(0), image_of(chain, 1)), "of another chunk"
+    assert not disk.tier.add(chain.place(0), image_of(chain, 0)[:-1])
     assert not files_under(disk.path)
 
 
@@ -169,7 +169,7 @@ def test_the_bound_holds_between_two_system_calls(folder: Path) -> None:
             time.sleep(0.002)
         for seed in range(6):
             single = chain_of(seed, 1)
-            assert tier.add(place_of(single, 0), image_of(single, 0))
+            assert tier.add(single.place(0), image_of(single, 0))
         assert len(files_under(folder)) == 3
         assert tier.leading(chain, 0) == 0, "the least recently used went"
     finally:

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore.address import Chain
 from kvstore.buffers import Borrowed, planes_of
 from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
 from kvstore.errors import InvalidRequest
+from kvstore.keyset import ChunkKeys
 from kvstore.native import is_available
 from kvstore.native import library as native
 from kvstore.node import chunk_runs, puts
@@ -248,7 +248,7 @@ def test_a_lane_that_reads_what_is_not_cached_opens_no_more_files_than_it_may(
     with opened(tmp_root, native=True) as store:
         cache = store.namespace("m", SMALL)
         cache.put(tokens, kv_of(SMALL, tokens))
-        chain = Chain.of(cache.namespace, tokens.astype(np.uint32))
+        chain = ChunkKeys.of(cache.namespace, tokens.astype(np.uint32))
         out = np.zeros(SMALL.shape(len(tokens)), SMALL.numpy_dtype)
         run = chunks_of(store).runs.of(chain, 0, 64, planes_of(out, SMALL))
         assert run is not None

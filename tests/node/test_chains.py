@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore import address
-from kvstore.address import ADDRESS_BYTES, CHAIN_CHUNKS_MAX, CHAINS_MAX, CHUNKS_MIN, Chain, RecentChains
+from kvstore import keyset
+from kvstore.address import ADDRESS_BYTES
 from kvstore.errors import InvalidRequest
+from kvstore.keyset import CHAIN_CHUNKS_MAX, CHAINS_MAX, CHUNKS_MIN, ChunkKeys, RecentChains
 from kvstore.layout import Layout
 from kvstore.namespace import Namespace
 from kvstore.tokens import TokenArray
@@ -37,7 +38,7 @@ def as_defined(namespace: Namespace, tokens: TokenArray) -> list[bytes]:
     return found
 
 
-def assert_right(chain: Chain, namespace: Namespace, tokens: TokenArray) -> None:
+def assert_right(chain: ChunkKeys, namespace: Namespace, tokens: TokenArray) -> None:
     assert chain.namespace == namespace
     assert list(chain.addresses) == as_defined(namespace, tokens)
     assert chain.tokens.tolist() == tokens[: len(chain) * namespace.layout.chunk_tokens].tolist()
@@ -79,14 +80,14 @@ def test_every_chain_is_that_of_the_definition_and_the_memory_stays_in_its_bound
 @pytest.fixture
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many chunks were hashed, each time that any were."""
-    counts, real = list[int](), address.chained_addresses
+    counts, real = list[int](), keyset.chained_addresses
 
     def counting(namespace: Namespace, packed: bytes, *begun: Any) -> bytes:
         found = real(namespace, packed, *begun)
         counts.append(len(found) // ADDRESS_BYTES)
         return found
 
-    monkeypatch.setattr(address, "chained_addresses", counting)
+    monkeypatch.setattr(keyset, "chained_addresses", counting)
     return counts
 
 

@@ -15,12 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore import Layout
-from kvstore.address import Chain
 from kvstore.buffers import Borrowed, Pieces, Withdrawn
 from kvstore.client import Cache, Store
 from kvstore.client.cache import BAND_MAX
 from kvstore.errors import HoldBroken
-from kvstore.format.header import expected_chunk
+from kvstore.keyset import ChunkKeys
 from kvstore.layout import DTYPES
 from kvstore.node import images
 from tests.kit.native_modes import chunks_of
@@ -73,7 +72,10 @@ def test_memory_that_was_taken_back_while_it_was_verified_is_no_damage(
     cache, tokens, borrowed = store.namespace("m", TINY), np.arange(TINY.chunk_tokens), Borrowed()
     real = images.verify
     cache.put(tokens, kv_of(TINY, tokens))
-    chain, sections = Chain.of(cache.namespace, tokens.astype(np.uint32)), [memoryview(bytearray(16)) for _ in range(4)]
+    chain, sections = (
+        ChunkKeys.of(cache.namespace, tokens.astype(np.uint32)),
+        [memoryview(bytearray(16)) for _ in range(4)],
+    )
 
     def verify_late(part: Pieces, sums: tuple[int, ...]) -> None:
         borrowed.withdraw()
@@ -82,7 +84,7 @@ def test_memory_that_was_taken_back_while_it_was_verified_is_no_damage(
 
     monkeypatch.setattr(images, "verify", verify_late)
     with pytest.raises(Withdrawn):
-        chunks_of(store).read(expected_chunk(chain, 0), sections, borrowed)
+        chunks_of(store).read(chain.expected(0), sections, borrowed)
     assert the_file(tmp_root).exists() and store.stats()["miss_damaged"] == 0
     assert not list(tmp_root.glob("quarantine/*"))
 

@@ -12,13 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.address import Chain, block_address
+from kvstore.address import block_address
 from kvstore.buffers import Pieces
 from kvstore.client import Cache, Store
 from kvstore.client.local import LocalPort
 from kvstore.errors import InvalidRequest
 from kvstore.format.places import Name, chunk
 from kvstore.hints import DEFAULT, PRESETS, TTL_CLASSES_S, Hints
+from kvstore.keyset import ChunkKeys
 from kvstore.node.node import Node
 from kvstore.node.settings import Limits
 from kvstore.recency import NS_PER_S, TICK_S, Recency, decode, quantum_of
@@ -84,7 +85,7 @@ class Opened:
     def name(self, index: int) -> Name:
         """The name of a chunk of the prompt."""
         namespace = self.cache.namespace
-        address = Chain.of(namespace, token_array(TOKENS)).addresses[index]
+        address = ChunkKeys.of(namespace, token_array(TOKENS)).addresses[index]
         return chunk(address, namespace.id, self.node.identity.shard_bits)
 
     def mtimes(self) -> list[int]:

@@ -10,15 +10,15 @@ import numpy.typing as npt
 import pytest
 
 from kvstore import Layout
-from kvstore.address import Chain, block_address
+from kvstore.address import block_address
 from kvstore.buffers import Borrowed, Planes, Withdrawn, planes_of
 from kvstore.errors import InvalidRequest
-from kvstore.format.header import decode, expected_chunk
+from kvstore.format.header import decode
+from kvstore.keyset import BlockKeys, ChunkKeys
 from kvstore.namespace import Namespace
 from kvstore.native import is_available
 from kvstore.native import library as native
 from kvstore.node.images import Images, ImagesIn, copy_sections, make_images, take_images, verify_images
-from kvstore.node.wanted import Keyed, image_bytes
 from tests.kit.images import DAMAGES, CountedIds, Spoil, chain_of, made, room_for
 from tests.kit.stores import (
     LARGE,
@@ -51,7 +51,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     yield request.param
 
 
-def taken(chain: Chain, images: list[memoryview], indexes: list[int]) -> tuple[list[bool], npt.NDArray[np.generic]]:
+def taken(chain: ChunkKeys, images: list[memoryview], indexes: list[int]) -> tuple[list[bool], npt.NDArray[np.generic]]:
     layout = chain.namespace.layout
     out = np.zeros(layout.shape(len(chain.tokens)), layout.numpy_dtype)
     done = take_images(chain, indexes, images, planes_of(out, layout), Borrowed())
@@ -123,7 +123,7 @@ def test_i1_what_is_wrong_is_not_taken(way: bool) -> None:
 
 
 def test_i1_another_chunks_image_is_not_taken(way: bool) -> None:
-    chain, other = chain_of(SMALL, 3), Chain.of(Namespace.of("other", SMALL), np.arange(48, dtype=np.uint32))
+    chain, other = chain_of(SMALL, 3), ChunkKeys.of(Namespace.of("other", SMALL), np.arange(48, dtype=np.uint32))
     kv = kv_of(SMALL, chain.tokens)
     images = made(chain, kv)
     assert verify_images(chain, [1, 0, 2], images).tolist() == [False, False, True]
@@ -147,11 +147,11 @@ def test_nothing_is_written_beside_sections_and_images(way: bool) -> None:
         plane_bytes = 2 * section_bytes + gap
         source = generator.integers(0, 256, 4 * plane_bytes + shift + 64, np.uint8)
         target = np.full(source.size, 0xEE, np.uint8)
-        memory = np.full(2 * (image_bytes(chain, 0) + 8192), 0xEE, np.uint8)
+        memory = np.full(2 * (chain.image_bytes(0) + 8192), 0xEE, np.uint8)
         stride = memory.size // 2
-        images = [memory[at * stride : at * stride + image_bytes(chain, 0)].data for at in range(2)]
+        images = [memory[at * stride : at * stride + chain.image_bytes(0)].data for at in range(2)]
         make_images(chain, [0, 1], planes_in(source), images, CountedIds())
-        assert (memory.reshape(2, -1)[:, image_bytes(chain, 0) :] == 0xEE).all()
+        assert (memory.reshape(2, -1)[:, chain.image_bytes(0) :] == 0xEE).all()
         before = memory.copy()
         assert take_images(chain, [0, 1], images, planes_in(target), Borrowed()).all()
         assert np.array_equal(memory, before)
@@ -184,7 +184,7 @@ def test_images_are_a_source_for_puts(tmp_root: Path) -> None:
     """From any index on, and staged by native code if there is any."""
     chain = chain_of(SMALL, 6)
     kv = kv_of(SMALL, chain.tokens)
-    size = image_bytes(chain, 0)
+    size = chain.image_bytes(0)
     memory = memoryview(bytearray(6 * 2 * size))
     offsets = [at * 2 * size // 4096 * 4096 for at in range(6)]
     make_images(chain, range(6), planes_of(kv, SMALL), ImagesIn(memory, offsets, [size] * 6), CountedIds())
@@ -209,8 +209,8 @@ def test_blocks_of_many_sizes(way: bool) -> None:
     namespace = Namespace.of("m", TINY)
     keys = [bytes([at]) * (16 + 6 * at) for at in range(len(sizes))]
     addresses = [block_address(namespace, key) for key in keys]
-    keyed = Keyed(namespace, keys, addresses, sizes)
-    images = [memoryview(bytearray(image_bytes(keyed, at))) for at in range(len(sizes))]
+    keyed = BlockKeys(namespace, keys, addresses, sizes)
+    images = [memoryview(bytearray(keyed.image_bytes(at))) for at in range(len(sizes))]
     make_images(keyed, range(len(sizes)), lambda at: [blocks[at].data], images, CountedIds())
     out = [np.zeros(size, np.uint8) for size in sizes]
     chosen = [6, 0, 3]
@@ -218,7 +218,7 @@ def test_blocks_of_many_sizes(way: bool) -> None:
     assert done.all() and all(np.array_equal(out[at], blocks[at]) for at in chosen) and not out[5].any()
     images[2][-1] ^= 1
     assert verify_images(keyed, range(7), images).tolist() == [at != 2 for at in range(7)]
-    other = Keyed(namespace, keys, addresses, [size + 1 for size in sizes])
+    other = BlockKeys(namespace, keys, addresses, [size + 1 for size in sizes])
     assert not verify_images(other, range(7), images).any()
 
 
@@ -229,7 +229,7 @@ def test_sections_of_one_image(way: bool) -> None:
     targets = [memoryview(bytearray(SMALL.section_bytes)) for _ in range(2)]
     assert copy_sections(chain, 1, images[1], 2, targets, Borrowed())
     assert targets == planes_of(kv, SMALL)(1)[2:4]
-    start = expected_chunk(chain, 1).header_bytes
+    start = chain.expected(1).header_bytes
     images[1][start + 4 * SMALL.section_bytes] ^= 1
     assert copy_sections(chain, 1, images[1], 2, targets, Borrowed()), "the damage is behind these"
     assert not copy_sections(chain, 1, images[1], 4, targets, Borrowed())

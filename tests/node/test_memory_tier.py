@@ -13,12 +13,12 @@ import pytest
 from kvstore import Layout
 from kvstore.address import block_address
 from kvstore.buffers import Borrowed, Withdrawn, planes_of
+from kvstore.keyset import BlockKeys
 from kvstore.namespace import Namespace
 from kvstore.native import is_available
 from kvstore.native import library as native
 from kvstore.node.images import Images, make_images
 from kvstore.node.memory_tier import Slots
-from kvstore.node.wanted import Keyed, image_bytes
 from kvstore.sources import RandomIds
 from tests.kit.memory_tiers import SPACE, UNIT, Case, chain_of, kv_for, make
 from tests.kit.patience import PATIENCE_S
@@ -35,7 +35,7 @@ def case() -> Iterator[Case]:
 
 def test_what_was_filled_is_read(case: Case) -> None:
     chain = chain_of(1, 5)
-    assert image_bytes(chain, 0) <= UNIT
+    assert chain.image_bytes(0) <= UNIT
     assert case.tier.leading(chain) == 0 and case.get(chain) == [False] * 5
     assert case.fill(chain, 0, 3) == 3 and case.fill(chain, 4, 1) == 1
     assert [case.tier.leading(chain, first) for first in range(6)] == [3, 2, 1, 0, 1, 0]
@@ -187,7 +187,7 @@ def test_a_namespace_that_is_dropped_while_it_is_filled_does_not_come_back(case:
     assert again is not None and again.entry.offset != slot.entry.offset
     make(chain, [1], [slot])
     case.tier.ready([slot])
-    assert case.tier.leading(chain, 1) == 0 and case.stat("held_bytes") == image_bytes(chain, 0)
+    assert case.tier.leading(chain, 1) == 0 and case.stat("held_bytes") == chain.image_bytes(0)
     case.tier.drop([again])
     assert case.stat("held_bytes") == 0
 
@@ -200,7 +200,7 @@ def test_l1_half_of_the_arena_is_leased_at_once(case: Case) -> None:
     assert case.tier.lease(first) and case.tier.lease(first)
     assert case.tier.lease(second), "chunks that are leased already take no more"
     leased = case.stat("leased_bytes")
-    assert leased == 4 * image_bytes(chain, 0)
+    assert leased == 4 * chain.image_bytes(0)
     with case.tier.refer(others, 0, 2) as more:
         assert not case.tier.lease(more)
         first.release()
@@ -264,8 +264,8 @@ def test_slots_are_a_source_for_puts(case: Case) -> None:
 def test_blocks_of_other_sizes_than_asked_for_are_not_there(case: Case) -> None:
     keys = [b"k" * 16, b"l" * 32]
 
-    def keyed(*sizes: int) -> Keyed:
-        return Keyed(SPACE, keys, [block_address(SPACE, key) for key in keys], sizes)
+    def keyed(*sizes: int) -> BlockKeys:
+        return BlockKeys(SPACE, keys, [block_address(SPACE, key) for key in keys], sizes)
 
     blocks = [np.full(size, 7 + size % 5, np.uint8) for size in (3000, 9000)]
     slots = [case.tier.claim(keyed(3000, 9000), index) for index in range(2)]

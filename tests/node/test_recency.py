@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore.address import Address, Chain
+from kvstore.address import Address
 from kvstore.client import Store
 from kvstore.format.places import Name
+from kvstore.keyset import ChunkKeys
 from kvstore.node.settings import Limits
 from kvstore.recency import is_fresh, quantum_of, stamp_ns
 from kvstore.root.interface import Stat
@@ -116,7 +117,7 @@ def test_a_renewal_looks_again_right_before_its_touch(tmp_root: Path) -> None:
         assert renewing(first) == [], "what is known to be renewed costs nothing"
         calls.clear()
         namespace = first.namespace("m", TINY).namespace
-        used(Chain.of(namespace, token_array(TOKENS)))
+        used(ChunkKeys.of(namespace, token_array(TOKENS)))
         drain(second)
         assert [call for call, _ in calls] == ["stat"] * CHUNKS
     assert mtimes(tmp_root) == chain_stamps(clock.wall_s, uses=1), "and it is one use"

@@ -15,10 +15,10 @@ import pytest
 
 from kvstore.buffers import Pieces
 from kvstore.hints import DEFAULT, Hints
+from kvstore.keyset import BlockKeys
 from kvstore.node import memory_tier
 from kvstore.node.lanes import Deadline
 from kvstore.node.tier_stack import Kept
-from kvstore.node.wanted import keyed
 from kvstore.sources import SystemClock
 from tests.kit.disks import CHUNKS, Disk, chain_of
 from tests.kit.memory_tiers import Case
@@ -149,7 +149,7 @@ def test_a_block_that_went_wrong_before_it_was_written_is_lost_and_dropped() -> 
                 node.put(number + 1, 1)
             eventually(hang.reached.is_set)
             assert node.cache.blocks.put(keys, [bytes([7]) * 300_000, bytes([8]) * 300_000]) == [True, True]
-            wanted = keyed(node.cache.namespace, keys, [300_000, 300_000])
+            wanted = BlockKeys.of(node.cache.namespace, keys, [300_000, 300_000])
             with node.memory.refer(wanted, 0, 2) as slots:
                 node.memory.arena.memory[slots.referred[0].offset + 9_000] ^= 1
         node.drain()
@@ -176,7 +176,7 @@ def test_a_put_behind_raises_the_hints_of_blocks_that_memory_has() -> None:
         space, key, block = node.cache.namespace, bytes(16), memoryview(bytes(300_000))
         for priority in (10, 60, 20):
             assert node.node.put_blocks(space, [key], [block], hints=Hints(priority)).there.all()
-        with node.memory.refer(keyed(space, [key], [len(block)]), 0, 1) as slots:
+        with node.memory.refer(BlockKeys.of(space, [key], [len(block)]), 0, 1) as slots:
             assert slots.referred[0].priority == 60
 
 

@@ -7,19 +7,18 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from kvstore.address import Chain, block_addresses
+from kvstore.keyset import BlockKeys, ChunkKeys
 from kvstore.layout import Layout
 from kvstore.namespace import Namespace
-from kvstore.node.wanted import Keyed
 
 SPACE = Namespace.of("m", Layout(layers=1, kv_heads=1, head_dim=1, chunk_tokens=2))
 KEYS = [bytes([number]) * 32 for number in range(5)]
-BLOCKS = Keyed(SPACE, KEYS, block_addresses(SPACE, KEYS), ())
-CHAIN = Chain.of(SPACE, np.arange(11, dtype=np.uint32))
+BLOCKS = BlockKeys.of(SPACE, KEYS)
+CHAIN = ChunkKeys.of(SPACE, np.arange(11, dtype=np.uint32))
 
 
 @pytest.mark.parametrize("wanted", [CHAIN, BLOCKS])
-def test_addresses_are_the_same_packed_and_as_objects(wanted: Chain | Keyed) -> None:
+def test_addresses_are_the_same_packed_and_as_objects(wanted: ChunkKeys | BlockKeys) -> None:
     assert len(wanted) == len(wanted.addresses) == 5
     assert b"".join(wanted.addresses) == wanted.packed_addresses
     for count in range(6):
@@ -29,7 +28,7 @@ def test_addresses_are_the_same_packed_and_as_objects(wanted: Chain | Keyed) -> 
 
 
 def test_the_form_that_is_not_there_yet_is_made_once() -> None:
-    blocks, chain = BLOCKS.picked(range(5)), Chain.of(SPACE, np.arange(11, dtype=np.uint32))
+    blocks, chain = BLOCKS.take(range(5)), ChunkKeys.of(SPACE, np.arange(11, dtype=np.uint32))
     assert blocks.packed_addresses is blocks.packed_addresses
     assert chain.addresses is chain.addresses
     assert not hasattr(chain, "keys") and not hasattr(blocks, "tokens")
@@ -37,7 +36,7 @@ def test_the_form_that_is_not_there_yet_is_made_once() -> None:
 
 def test_threads_that_ask_for_it_at_once_find_the_same() -> None:
     for _ in range(50):
-        chain = Chain.of(SPACE, np.arange(200, dtype=np.uint32))
+        chain = ChunkKeys.of(SPACE, np.arange(200, dtype=np.uint32))
         with ThreadPoolExecutor(4) as pool:
             found = list(pool.map(lambda each: each.addresses, [chain] * 4))
         assert found == [chain.addresses] * 4

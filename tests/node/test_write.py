@@ -12,9 +12,9 @@ from kvstore.buffers import Buffers, Planes
 from kvstore.errors import KVStoreError, WrongSize
 from kvstore.format import places
 from kvstore.hints import DEFAULT
+from kvstore.keyset import BlockKeys
 from kvstore.node.lanes import Deadline
 from kvstore.node.puts import Write
-from kvstore.node.wanted import keyed
 from kvstore.sources import SystemClock
 from kvstore.writes import RUNS_MAX, WriteMode
 from tests.kit.faulty_root import EIO, Delay, Rule
@@ -73,7 +73,7 @@ def test_a_run_of_which_all_is_there_waits_for_its_turn() -> None:
     root, given_back = faulty(), list[int]()
     with Acting(root) as node:
         keys, blocks = [bytes([at]) * 16 for at in range(2)], [memoryview(bytes([at]) * 300_000) for at in range(2)]
-        wanted = keyed(node.cache.namespace, keys, [300_000] * 2)
+        wanted = BlockKeys.of(node.cache.namespace, keys, [300_000] * 2)
         node.node.put_blocks(node.cache.namespace, keys[1:], blocks[1:])
         slot = node.memory.claim(wanted, 0)
         assert slot is not None, "another put is bringing the first: ours goes to the root"

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
-from kvstore.address import Address, Chain
+from kvstore.address import Address
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.format import places
 from kvstore.format.header import Damage
 from kvstore.format.places import Name
+from kvstore.keyset import ChunkKeys
 from kvstore.meta.keys import Keys
 from kvstore.meta.session import Session
 from kvstore.meta.store import Event, Meta, Snapshot
@@ -98,7 +99,7 @@ def look_before_hold() -> Iterator[None]:
     """H2: first look, then hold."""
 
     def hold(
-        self: node.Node, chain: Chain, ttl_s: float | None = None, deadline_s: float | None = None, **_: Any
+        self: node.Node, chain: ChunkKeys, ttl_s: float | None = None, deadline_s: float | None = None, **_: Any
     ) -> holds.Hold:
         found = chain.leading(self.match(chain, deadline_s))
         taken = self.holds.take(found, ttl_s)

@@ -13,10 +13,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvstore.address import Chain, block_address
+from kvstore.address import block_address
 from kvstore.client.cache import Cache
 from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
+from kvstore.keyset import ChunkKeys
 from kvstore.meta.memory import MemoryMeta
 from kvstore.node.member import Member, Sharing
 from kvstore.node.opening import join
@@ -64,14 +65,14 @@ def cache_of(member: Member) -> Cache:
     return Store(LocalPort(member)).namespace(SPACE.name, TINY)
 
 
-def get(member: Member, chain: Chain) -> int:
+def get(member: Member, chain: ChunkKeys) -> int:
     """Returns the number of leading chunks that are read, all compared."""
     tokens, kv = cache_of(member).get(chain.tokens)
     assert same(kv, kv_of(TINY, chain.tokens)[:, :, :tokens]), "wrong bytes"
     return tokens // TINY.chunk_tokens
 
 
-def put_rest(member: Member, chain: Chain, first: int) -> int:
+def put_rest(member: Member, chain: ChunkKeys, first: int) -> int:
     """Puts the chunks from ``first`` on; how many leading ones are there then."""
     kv, size = kv_of(TINY, chain.tokens), TINY.chunk_tokens
     return cache_of(member).put(chain.tokens, kv[:, :, first * size :], first * size).tokens_present // size
@@ -202,7 +203,7 @@ def test_w2_a_chunk_of_the_write_that_was_found_and_a_whole_sweep_takes(c: Clust
     assert put(other, longer.leading(9)) == 9
     with held(root) as writing:
         assert writing.reached.wait(PATIENCE_S)
-        alone = Chain(SPACE, np.empty(0, np.uint32), longer.addresses[8])
+        alone = ChunkKeys(SPACE, np.empty(0, np.uint32), longer.addresses[8])
         assert c.collector().sweep(c.plans(alone)).reaped.count == 1
         eventually(lambda: node.node.gc_view.is_calm)
     node.node.drain()
@@ -237,7 +238,7 @@ def test_h1_of_blocks_asked_for_together_only_the_condemned_ones_are_misses(c: C
     cache = cache_of(node)
     assert all(cache.blocks.put(keys[:2], blocks[:2]))
     node.node.drain()
-    condemned = Chain(SPACE, np.empty(0, np.uint32), b"".join(block_address(SPACE, key) for key in keys[:2]))
+    condemned = ChunkKeys(SPACE, np.empty(0, np.uint32), b"".join(block_address(SPACE, key) for key in keys[:2]))
     hold = looking(other, condemned)
     sweep = threading.Thread(target=lambda: c.collector().sweep(c.plans(condemned)))
     with held(root):
@@ -257,7 +258,7 @@ def test_h1_a_match_of_blocks_ends_before_the_first_condemned_one(c: Cluster) ->
     cache = cache_of(node)
     assert all(cache.blocks.put(keys, [bytes([number]) * 5_000 for number in range(4)]))
     node.node.drain()
-    condemned = Chain(SPACE, np.empty(0, np.uint32), block_address(SPACE, keys[2]))
+    condemned = ChunkKeys(SPACE, np.empty(0, np.uint32), block_address(SPACE, keys[2]))
     hold = looking(other, condemned)
     sweep = threading.Thread(target=lambda: c.collector().sweep(c.plans(condemned)))
     sweep.start()

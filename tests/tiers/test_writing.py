@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore.address import Chain
 from kvstore.format import places
 from kvstore.hints import Hints
+from kvstore.keyset import ChunkKeys
 from kvstore.node import write_behind
 from kvstore.root.interface import Root
 from kvstore.writes import Durability, WriteMode
@@ -311,7 +311,7 @@ def test_w2_a_prompt_that_cannot_be_written_holds_no_other_up(root: FaultyRoot) 
         node.put(1, 2)
         node.drain()
         kvs = [kv_of(node.cache.layout, each) for each in tokens]
-        chains = [Chain.of(node.cache.namespace, each.astype(np.uint32)) for each in tokens]
+        chains = [ChunkKeys.of(node.cache.namespace, each.astype(np.uint32)) for each in tokens]
         stuck = places.chunk(chains[0].addresses[3], node.cache.namespace.id, node.identity.shard_bits)
         root.set_rules([Rule("publish", ENOSPC, lambda name: name == stuck)])
         node.cache.put(tokens[0], kvs[0])

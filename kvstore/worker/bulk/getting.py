@@ -14,7 +14,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from kvstore.address import Chain
 from kvstore.buffers import byte_length, grouped
 from kvstore.counts import NodeCount, WorkerCount
 from kvstore.errors import InvalidRequest
@@ -23,7 +22,6 @@ from kvstore.node.lanes import Deadline
 from kvstore.node.memory_tier import MemoryTier, Slots
 from kvstore.node.node import Node
 from kvstore.node.reader import Reading
-from kvstore.node.wanted import image_sizes, payload_bytes
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.frames import (
@@ -234,7 +232,7 @@ class BulkGets:
         try:
             sender.send(0, len(wanted), *self._taken(mode))
         finally:
-            self._node.reads.used(wanted.picked(sorted(sender.sent)))
+            self._node.reads.used(wanted.take(sorted(sender.sent)))
 
     def _check_mode(self, channel: Channel, mode: int, context: Call) -> None:
         if mode not in (Mode.STREAM, Mode.FILES, Mode.SLOTS):
@@ -301,7 +299,7 @@ class ImageSender:
         self._number = number
         self._asked = asked
         self._wanted = asked.wanted
-        self._is_chain = isinstance(asked.wanted, Chain)
+        self._is_chain = asked.wanted.prefix_ordered
         self._in_flight = in_flight
         self._calls = calls
         self._buffers = buffers
@@ -390,7 +388,7 @@ class ImageSender:
                     files = [readers[index].fileno() for index in run]
                     self._channel.send(Kind.FILES, self._number, [encode_span(run[0], len(run))], files)
                     untaken += 1
-                    self._node.counters.add_read(payload_bytes(self._wanted, run), len(run))
+                    self._node.counters.add_read(self._wanted.payload_bytes(run), len(run))
                     self._given(run)
             finally:
                 for reader in readers.values():
@@ -402,7 +400,7 @@ class ImageSender:
     # Bytes
 
     def _stream(self, indexes: Sequence[int]) -> None:
-        sizes = image_sizes(self._wanted, indexes)
+        sizes = self._wanted.image_sizes(indexes)
         cuts = list(grouped(sizes, 2 * self._window_bytes, WINDOW_CHUNKS))
         self._most_bytes = max((sum(sizes[cut]) for cut in cuts), default=0)
         begun: deque[Window] = deque()
@@ -487,10 +485,10 @@ class ImageSender:
     def _count_hot(self, indexes: Collection[int]) -> None:
         if not self._asked.memory_only:  # a peer is no caller: it counts what it gives to its own
             self._node.counters.add(NodeCount.MEMORY_HITS, len(indexes))
-            self._node.counters.add(NodeCount.MEMORY_BYTES, payload_bytes(self._wanted, list(indexes)))
+            self._node.counters.add(NodeCount.MEMORY_BYTES, self._wanted.payload_bytes(list(indexes)))
 
     def _given(self, indexes: Collection[int]) -> None:
-        self._calls.add(WorkerCount.WIRE_BYTES_OUT, payload_bytes(self._wanted, list(indexes)))
+        self._calls.add(WorkerCount.WIRE_BYTES_OUT, self._wanted.payload_bytes(list(indexes)))
         self.sent.update(indexes)
 
     def _deadline(self) -> Deadline:

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from kvstore.address import Chain
 from kvstore.census.selection import Selection
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.format.header import Encoding
+from kvstore.keyset import ChunkKeys
 from kvstore.node import settings as node_limits
 from kvstore.node.clear_operation import begin_clear
 from kvstore.node.lanes import Deadline
@@ -317,7 +317,7 @@ def _text(value: float) -> str:
 # Lookup: the places of a prompt's chunks, as messages.
 
 
-def lookup(member: Member, chain: Chain, context: CallContext) -> Iterator[bytes]:
+def lookup(member: Member, chain: ChunkKeys, context: CallContext) -> Iterator[bytes]:
     """Yields the encoded messages of one answer. Raises what the root raised; without etcd pins are left out."""
     node = member.node
     deadline = Deadline(node.clock, seconds_left(context, node.limits.read_deadline_s))

@@ -186,7 +186,7 @@ PLAIN = [
     mutant(
         "chain-of-another-namespace",
         "FORMAT 3: an address is of one namespace",
-        at("kvstore.address:RecentChains", "of", _chain_by_tokens),
+        at("kvstore.keyset:RecentChains", "of", _chain_by_tokens),
         "node/test_chains.py",
     ),
     mutant(
